@@ -1,0 +1,265 @@
+"""SNR-aware filtering of prompt groups (arXiv 2604.06268, Section 3.3): from rewards to the groups worth training on.
+
+Two pure functions. `group_score` says how much signal each prompt carries, `select_groups` keeps the prompts that
+carry most of it. The paper ranks groups by the sample variance of their rewards and keeps the smallest set that holds
+a fraction rho of the summed variance ("top-p over variance mass"); that is the default here.
+
+    >>> rewards = torch.tensor([[1.0, 0.0, 1.0, 0.0], [1.0, 1.0, 1.0, 1.0], [1.0, 1.0, 1.0, 0.0]])
+    >>> scores = group_score(rewards)
+    >>> [round(score, 3) for score in scores.tolist()]
+    [0.333, 0.0, 0.25]
+    >>> select_groups(scores).tolist()
+    [True, False, True]
+"""
+
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+T = TypeVar("T")
+
+STRATEGIES = ("none", "top_p", "top_p_softmax", "top_k", "top_k_abs", "min_p")
+SCORES = (
+    "reward_variance",
+    "reward_std",
+    "reward_mean",
+    "reward_sum",
+    "entropy",
+    "entropy_variance",
+    "length",
+    "random",
+)
+KEEP = ("largest", "smallest")
+
+ZERO_STD = 1e-6
+"""A group whose reward standard deviation is at most this carries no signal; float noise must not leak it in."""
+
+ZERO_SCORE = 1e-10
+"""Scores at most this far from 0 count as zero when `select_groups` is not told which groups are zero."""
+
+
+def check_choice(field: str, value: object, allowed: tuple[str, ...]) -> None:
+    """Raise a `ValueError` that names the field, the value and the allowed set unless `value` is in `allowed`."""
+    if value not in allowed:
+        raise ValueError(f"{field}={value!r} is not supported; allowed values: {', '.join(allowed)}.")
+
+
+def check_selection_value(field: str, strategy: str, value: float) -> None:
+    """Raise a `ValueError` unless `value` is in the range that `strategy` gives a meaning to."""
+    whole_number_at_least_one = value >= 1 and float(value).is_integer()
+    if strategy == "top_k_abs" and not whole_number_at_least_one:
+        raise ValueError(f"{field}={value!r} is out of range for 'top_k_abs'; allowed: a whole number >= 1 (groups).")
+    if strategy in ("top_p", "top_p_softmax", "top_k") and not 0 < value <= 1:
+        raise ValueError(f"{field}={value!r} is out of range for {strategy!r}; allowed: 0 < value <= 1.")
+    if strategy == "min_p" and not 0 <= value <= 1:
+        raise ValueError(f"{field}={value!r} is out of range for 'min_p'; allowed: 0 <= value <= 1.")
+
+
+def zero_variance(rewards: Tensor) -> Tensor:
+    """Which groups carry no signal: reward standard deviation at most 1e-6, or fewer than two valid rewards.
+
+    Args:
+        rewards: (N, G) rewards, NaN where a completion could not be scored.
+
+    Returns:
+        (N,) bool.
+
+    >>> zero_variance(torch.tensor([[0.1 + 0.2, 0.3], [1.0, 0.0], [1.0, float("nan")]])).tolist()
+    [True, False, True]
+    """
+    return _nan_variance(rewards.double(), ddof=1).sqrt() <= ZERO_STD
+
+
+def group_score(
+    rewards: Tensor,
+    kind: str = "reward_variance",
+    ddof: int = 1,
+    *,
+    entropies: Tensor | None = None,
+    lengths: Tensor | None = None,
+    generator: torch.Generator | None = None,
+) -> Tensor:
+    """Score each group of completions by the signal it carries.
+
+    Args:
+        rewards: (N, G) raw weighted reward sums, before any normalisation. NaN rewards are left out.
+        kind: `reward_variance` (the paper's RV, Section 3.3 and Appendix G), `reward_std` (what the reference code
+            ranks by under the name of the variance), `reward_mean`, `reward_sum`, `entropy` and `entropy_variance`
+            (mean and standard deviation over the group of the completions' mean token entropy; the reference's
+            names), `length` (mean completion length), or `random` (uniform, the control).
+        ddof: 1 divides by G - 1 as the paper does, 0 by G.
+        entropies: (N, G) mean token entropy of each completion in nats; for the two entropy scores.
+        lengths: (N, G) completion lengths in tokens; for `length`.
+        generator: source of the `random` scores, which must not touch the global random state.
+
+    Returns:
+        (N,) float64 on the CPU. A group with fewer than two valid rewards, or whose reward standard deviation is at
+        most 1e-6, has a reward variance and standard deviation of exactly 0.
+
+    Raises:
+        ValueError: for an unknown kind, or when the input that a kind needs is missing.
+    """
+    check_choice("kind", kind, SCORES)
+    rewards = rewards.detach().double().cpu()
+    scorable = ~rewards.isnan()
+    if kind in ("reward_variance", "reward_std"):
+        variance = _nan_variance(rewards, ddof).masked_fill(zero_variance(rewards), 0.0)
+        return variance if kind == "reward_variance" else variance.sqrt()
+    if kind in ("reward_mean", "reward_sum"):
+        score = rewards.nanmean(dim=1) if kind == "reward_mean" else rewards.nansum(dim=1)
+        return score.masked_fill(scorable.sum(dim=1) < 2, 0.0)
+    if kind == "random":
+        return torch.rand(len(rewards), generator=_required("generator", generator, kind), dtype=torch.float64)
+    if kind == "length":
+        return _required("lengths", lengths, kind).double().cpu().mean(dim=1)
+    per_completion = _required("entropies", entropies, kind).double().cpu()
+    return per_completion.mean(dim=1) if kind == "entropy" else per_completion.std(dim=1, correction=ddof)
+
+
+def select_groups(
+    scores: Tensor,
+    strategy: str = "top_p",
+    value: float = 0.9,
+    *,
+    include_zero: bool = False,
+    selection_eps: float = 0.01,
+    keep: str = "largest",
+    is_zero: Tensor | None = None,
+) -> Tensor:
+    """Choose the groups to train on. Sorting is stable: of equal scores the earlier group comes first.
+
+    | strategy | keeps |
+    |---|---|
+    | `none` | every group |
+    | `top_p` | the shortest prefix of the ranking that sums to `value` x total - `selection_eps` (Section 3.3) |
+    | `top_p_softmax` | the shortest prefix whose softmax probabilities sum to `value`; never empty |
+    | `top_k` | the first `value` x N groups, rounded down, at least one |
+    | `top_k_abs` | the first `value` groups |
+    | `min_p` | groups that score at least `value` x the largest score |
+
+    Args:
+        scores: (N,) from `group_score`.
+        strategy: one of the above.
+        value: a fraction in (0, 1], for `top_k_abs` a number of groups. `top_p` at 1.0 keeps every candidate.
+        include_zero: whether groups without signal are candidates at all.
+        selection_eps: slack of `top_p`, in the unit of the scores. A batch whose mass is below
+            `selection_eps / value` keeps nothing: all of it is taken for noise.
+        keep: `largest` ranks downwards, `smallest` upwards (the paper's reverse ablation; for `min_p` it keeps the
+            groups that score at most `value` x the largest score).
+        is_zero: (N,) bool, which groups are without signal; by default those with |score| <= 1e-10.
+
+    Returns:
+        (N,) bool on the CPU, True = kept.
+
+    Raises:
+        ValueError: for an unknown strategy or direction, or a value out of range.
+
+    >>> select_groups(torch.tensor([4.0, 3.0, 2.0, 1.0]), "top_p", 0.7, selection_eps=0.0).tolist()
+    [True, True, False, False]
+    >>> select_groups(torch.tensor([4.0, 0.0, 2.0, 1.0]), "top_k", 0.5).tolist()
+    [True, False, True, False]
+    >>> select_groups(torch.zeros(3)).tolist()
+    [False, False, False]
+    """
+    check_choice("strategy", strategy, STRATEGIES)
+    check_choice("keep", keep, KEEP)
+    check_selection_value("value", strategy, value)
+
+    scores = scores.detach().double().cpu()
+    kept = torch.zeros(len(scores), dtype=torch.bool)
+    if include_zero:
+        candidates = torch.arange(len(scores))
+    else:
+        is_zero = scores.abs() <= ZERO_SCORE if is_zero is None else is_zero.cpu()
+        candidates = (~is_zero).nonzero().squeeze(1)
+    if len(candidates) == 0:
+        return kept
+    ranked, order = scores[candidates].sort(descending=keep == "largest", stable=True)
+    if strategy == "top_k":  # a fraction of all groups, zero ones included, as in the paper: floor(rho x N)
+        strategy, value = "top_k_abs", max(1, int(value * len(scores)))
+    kept[candidates[order[: _prefix_length(ranked, strategy, value, selection_eps, keep)]]] = True
+    return kept
+
+
+def selection_metrics(
+    rewards: Tensor, scores: Tensor, kept: Tensor, reward_range: tuple[float, float] | None = None
+) -> dict[str, float]:
+    """What a selection did, for the logs.
+
+    Args:
+        rewards: (N, G) raw weighted reward sums, NaN where a completion could not be scored.
+        scores: (N,) from `group_score`.
+        kept: (N,) bool from `select_groups`.
+        reward_range: lowest and highest reward that count as worst and best, by default those of this batch.
+
+    Returns:
+        `kept_groups` (number) and `kept_fraction`; `score_mean`, `score_max` and `score_std_over_mean` over all
+        groups (the last is Table 8's predictor of the filter's gain; 0 when the mean is 0);
+        `zero_variance_fraction`; `dropped_all_best` and `dropped_all_worst`, the fractions of all groups that were
+        dropped because every completion had the best, or the worst, reward: too easy, or too hard.
+
+    >>> rewards = torch.tensor([[1.0, 0.0], [1.0, 1.0], [0.0, 0.0], [0.0, 0.0]])
+    >>> metrics = selection_metrics(rewards, group_score(rewards), torch.tensor([True, False, False, False]))
+    >>> metrics["kept_fraction"], metrics["dropped_all_best"], metrics["dropped_all_worst"]
+    (0.25, 0.25, 0.5)
+    """
+    rewards = rewards.detach().double().cpu()
+    valid = rewards[~rewards.isnan()]
+    low, high = reward_range or ((valid.min().item(), valid.max().item()) if valid.numel() else (0.0, 0.0))
+    uniform = zero_variance(rewards)
+    dropped_uniform = ~kept & uniform
+    means = rewards.nanmean(dim=1)
+    tells_best_from_worst = high - low > ZERO_STD
+    score_mean = scores.mean().item()
+    score_std = scores.std().item() if len(scores) > 1 else 0.0
+    return {
+        "kept_groups": float(kept.sum()),
+        "kept_fraction": _fraction(kept),
+        "score_mean": score_mean,
+        "score_max": scores.max().item(),
+        "score_std_over_mean": score_std / score_mean if score_mean != 0 else 0.0,
+        "zero_variance_fraction": _fraction(uniform),
+        "dropped_all_best": _fraction(dropped_uniform & (means >= high - ZERO_STD)) * tells_best_from_worst,
+        "dropped_all_worst": _fraction(dropped_uniform & (means <= low + ZERO_STD)) * tells_best_from_worst,
+    }
+
+
+def _fraction(mask: Tensor) -> float:
+    return float(mask.double().mean())
+
+
+def _prefix_length(ranked: Tensor, strategy: str, value: float, selection_eps: float, keep: str) -> int:
+    """How many of the candidates, in ranking order, are kept. Every strategy keeps a prefix of the ranking."""
+    if strategy == "none" or (strategy.startswith("top_p") and value >= 1):
+        return len(ranked)
+    if strategy == "top_p":
+        target = value * ranked.sum() - selection_eps
+        return _shortest_prefix(ranked, target) if target > 0 else 0
+    if strategy == "top_p_softmax":
+        return max(1, _shortest_prefix(ranked.softmax(dim=0), torch.tensor(value)))
+    if strategy == "top_k_abs":
+        return min(int(value), len(ranked))
+    threshold = value * ranked.max()
+    return int((ranked >= threshold if keep == "largest" else ranked <= threshold).sum())
+
+
+def _shortest_prefix(ranked: Tensor, target: Tensor) -> int:
+    """Length of the shortest prefix with a sum of at least `target`; 0 when no prefix reaches it."""
+    reached = (ranked.cumsum(dim=0) >= target).nonzero()
+    return int(reached[0]) + 1 if len(reached) else 0
+
+
+def _nan_variance(values: Tensor, ddof: int) -> Tensor:
+    """Variance along dim 1 that leaves NaN out; 0 with fewer than two valid values. (N, G) -> (N,)."""
+    valid = ~values.isnan()
+    count = valid.sum(dim=1)
+    deviations = torch.where(valid, values - values.nanmean(dim=1, keepdim=True), 0.0)
+    variance = deviations.square().sum(dim=1) / (count - ddof).clamp(min=1)
+    return variance.masked_fill(count < 2, 0.0)
+
+
+def _required(name: str, value: T | None, kind: str) -> T:
+    if value is None:
+        raise ValueError(f"{name}=None; the score {kind!r} needs {name}.")
+    return value
