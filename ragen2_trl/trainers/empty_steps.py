@@ -1,0 +1,42 @@
+"""What happens on an optimizer step for which no group was kept."""
+
+from typing import TYPE_CHECKING, Any
+
+from accelerate.logging import get_logger
+from transformers import TrainerCallback
+
+if TYPE_CHECKING:
+    from ragen2_trl.trainers.snr_grpo_trainer import SNRFilteredGRPOTrainer
+
+logger = get_logger(__name__)
+
+
+class EmptyStepCallback(TrainerCallback):
+    """An optimizer step without a kept row moves nothing, is counted, and in a long row ends the run."""
+
+    def __init__(self, trainer: "SNRFilteredGRPOTrainer"):
+        self.trainer = trainer
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        if not self.trainer._window_has_rows:
+            # Optimizers pass over parameters without a gradient: neither they nor their momentum move.
+            for parameter in model.parameters():
+                parameter.grad = None
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        trainer = self.trainer
+        empty = not trainer._window_has_rows
+        trainer._window_has_rows = False
+        trainer._empty_steps += empty
+        trainer._empty_streak = trainer._empty_streak + 1 if empty else 0
+        trainer._metrics["train"]["snr/empty_steps"] = [float(trainer._empty_steps)]
+        if 0 < args.snr_max_empty_steps <= trainer._empty_streak:
+            logger.warning(
+                f"Stopping at step {state.global_step}: {trainer._empty_streak} optimizer steps in a row had no kept "
+                f"group (snr_max_empty_steps={args.snr_max_empty_steps}). Rewards seen in this run lie in "
+                f"{trainer._reward_range}. Either no prompt's completions differ in reward (see frac_reward_zero_std, "
+                f"snr/dropped_all_best and snr/dropped_all_worst: too easy, or too hard), or their differences are "
+                f"below the slack: snr_selection_eps={args.snr_selection_eps} is in the unit of "
+                f"snr_score={args.snr_score!r}."
+            )
+            control.should_training_stop = True

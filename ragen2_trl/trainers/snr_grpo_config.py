@@ -1,0 +1,121 @@
+"""Configuration of the SNR-filtered GRPO trainer."""
+
+from dataclasses import dataclass, field
+
+from trl import GRPOConfig
+
+from ragen2_trl.filtering import KEEP, SCORES, STRATEGIES, check_choice, check_selection_value
+
+MODES = ("drop", "mask", "soft")
+LOSS_SCALINGS = ("none", "linear", "sqrt")
+# Their losses divide by the tokens of the whole generation batch; the others are means over a micro-batch.
+TOKEN_NORMALIZED_LOSSES = ("cispo", "dapo", "vespo")
+
+
+@dataclass
+class SNRFilteredGRPOConfig(GRPOConfig):
+    r"""
+    Configuration class for the [`SNRFilteredGRPOTrainer`].
+
+    Inherits every parameter of [`~trl.GRPOConfig`] and adds the filter's. The defaults are the paper's recommendation:
+    keep the prompts that hold 90 % of the summed reward variance, drop those without any.
+
+    Parameters:
+        snr_strategy (`str`, *optional*, defaults to `"top_p"`):
+            How groups are selected by their score: `"top_p"` (fraction of the summed score), `"top_p_softmax"`,
+            `"top_k"` (fraction of the groups), `"top_k_abs"` (number of groups), `"min_p"` (fraction of the largest
+            score), or `"none"`. See [`select_groups`].
+        snr_value (`float`, *optional*, defaults to `0.9`):
+            Threshold of the strategy (rho in the paper).
+        snr_score (`str`, *optional*, defaults to `"reward_variance"`):
+            What groups are ranked by. See [`group_score`].
+        snr_include_zero (`bool`, *optional*, defaults to `False`):
+            Whether groups whose rewards do not vary (standard deviation at most 1e-6) may be kept.
+        snr_selection_eps (`float`, *optional*, defaults to `0.01`):
+            Slack of `"top_p"` in the unit of the scores. A batch whose summed score is below `eps / value` keeps
+            nothing; lower it when rewards differ by much less than 1.
+        snr_keep (`str`, *optional*, defaults to `"largest"`):
+            Which end of the ranking is kept. `"smallest"` is the paper's reverse ablation.
+        snr_mode (`str`, *optional*, defaults to `"drop"`):
+            What happens to the groups that are not kept. `"drop"` removes them from the update's forward and backward
+            passes. `"mask"` computes them and zeroes their contribution: the same gradient for none of the savings.
+            `"soft"` selects nothing and scales each group's advantages by its reward standard deviation over the
+            largest one.
+        snr_loss_scaling (`str`, *optional*, defaults to `"none"`):
+            Multiplies the advantages by the kept fraction of the groups (`"linear"`), by its square root (`"sqrt"`),
+            or not at all. KL and entropy terms are left alone.
+        snr_max_empty_steps (`int`, *optional*, defaults to `50`):
+            Training stops after this many optimizer steps in a row without a kept group; 0 or less never stops. The
+            reference implementation stops after 5 steps of 8 prompts; scripts with one or two prompts per step see
+            such streaks by chance.
+
+    Raises:
+        ValueError: for a value outside its allowed set; the message names the field, the value and the set.
+    """
+
+    snr_strategy: str = field(
+        default="top_p",
+        metadata={"help": f"How groups are selected by their score. One of: {', '.join(STRATEGIES)}."},
+    )
+    snr_value: float = field(
+        default=0.9,
+        metadata={
+            "help": "Threshold of the strategy: fraction of the summed score (top_p), of the groups (top_k), of the "
+            "largest score (min_p), or a number of groups (top_k_abs)."
+        },
+    )
+    snr_score: str = field(
+        default="reward_variance",
+        metadata={"help": f"What groups are ranked by. One of: {', '.join(SCORES)}."},
+    )
+    snr_include_zero: bool = field(
+        default=False,
+        metadata={"help": "Whether groups whose rewards do not vary may be kept."},
+    )
+    snr_selection_eps: float = field(
+        default=0.01,
+        metadata={"help": "Slack of top_p in the unit of the scores; lower it when rewards differ by less than 1."},
+    )
+    snr_keep: str = field(
+        default="largest",
+        metadata={"help": f"Which end of the ranking is kept. One of: {', '.join(KEEP)}."},
+    )
+    snr_mode: str = field(
+        default="drop",
+        metadata={
+            "help": "What happens to groups that are not kept: 'drop' does not compute them, 'mask' computes them and "
+            "zeroes their contribution, 'soft' scales advantages by group reward std instead of selecting."
+        },
+    )
+    snr_loss_scaling: str = field(
+        default="none",
+        metadata={"help": "Multiply advantages by the kept fraction of the groups: 'none', 'linear' or 'sqrt'."},
+    )
+    snr_max_empty_steps: int = field(
+        default=50,
+        metadata={
+            "help": "Stop after this many optimizer steps in a row without a kept group; 0 or less never stops."
+        },
+    )
+
+    def __post_init__(self) -> None:
+        check_choice("snr_strategy", self.snr_strategy, STRATEGIES)
+        check_selection_value("snr_value", self.snr_strategy, self.snr_value)
+        check_choice("snr_score", self.snr_score, SCORES)
+        check_choice("snr_keep", self.snr_keep, KEEP)
+        check_choice("snr_mode", self.snr_mode, MODES)
+        check_choice("snr_loss_scaling", self.snr_loss_scaling, LOSS_SCALINGS)
+        if not 0 <= self.snr_selection_eps < float("inf"):
+            raise ValueError(f"snr_selection_eps={self.snr_selection_eps!r} is out of range; allowed: finite, >= 0.")
+        if self.num_generations is not None and self.num_generations < 2:
+            raise ValueError(
+                f"num_generations={self.num_generations} leaves no reward variance to filter by; allowed: >= 2."
+            )
+        entropy_bonus = self.entropy_coef != 0 or self.use_adaptive_entropy
+        if self.snr_mode == "mask" and entropy_bonus and self.loss_type not in (*TOKEN_NORMALIZED_LOSSES, "bnpo"):
+            raise ValueError(
+                f"snr_mode='mask' cannot weigh the entropy bonus (entropy_coef={self.entropy_coef}) for "
+                f"loss_type={self.loss_type!r}; allowed with it: {', '.join(TOKEN_NORMALIZED_LOSSES)}, bnpo. "
+                "snr_mode='drop' supports every loss."
+            )
+        super().__post_init__()

@@ -1,0 +1,409 @@
+"""GRPO that trains only on prompts whose rewards vary (SNR-aware filtering, arXiv 2604.06268)."""
+
+import copy
+import os
+import textwrap
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate.logging import get_logger
+from accelerate.utils import gather_object, send_to_device
+from datasets import Dataset, IterableDataset
+from torch import Tensor
+from torch.utils.data import Sampler
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from trl import GRPOConfig, GRPOTrainer
+from trl.trainer.utils import nanstd
+
+from ragen2_trl.filtering import group_score, select_groups, selection_metrics, zero_variance
+from ragen2_trl.trainers.batches import Batch, join, loss_mask, padded_size, row_lengths, take
+from ragen2_trl.trainers.dealing import accumulation_segments, deal_rows
+from ragen2_trl.trainers.empty_steps import EmptyStepCallback
+from ragen2_trl.trainers.resumable_sampler import ResumableSampler
+from ragen2_trl.trainers.snr_grpo_config import TOKEN_NORMALIZED_LOSSES, SNRFilteredGRPOConfig
+
+logger = get_logger(__name__)
+
+# Keys that ride along in TRL's batches.
+KEPT = "snr_kept"  # (rows,) bool: shuffled and split together with the rows
+WEIGHT = "snr_weight"  # share of a micro-batch in its optimizer step's loss, times gradient_accumulation_steps
+ROWS = "snr_rows"  # number of kept rows in a micro-step, over all processes
+SKIP: Batch = {}  # a micro-step without rows
+
+STATE_FILE = "snr_state_{rank}.pt"
+VISION_KEYS = (
+    "pixel_values",
+    "image_grid_thw",
+    "num_images",
+    "pixel_attention_mask",
+    "spatial_shapes",
+    "num_tiles",
+    "image_sizes",
+    "token_type_ids",
+    "mm_token_type_ids",
+    "image_position_ids",
+)
+
+
+class SNRFilteredGRPOTrainer(GRPOTrainer):
+    """
+    GRPO on the prompt groups that carry signal: after each generation, groups of completions are ranked by the
+    variance of their rewards, and only those that hold most of it are trained on.
+
+    Everything else is inherited from [`~trl.GRPOTrainer`], which this class can replace in an existing script. With a
+    filter that keeps every group it computes bit-identical parameters. In `drop` mode (the default) dropped
+    completions take no part in the update's forward and backward passes, and the gradient equals the one GRPO
+    computes on a batch of the kept groups alone. Evaluation is never filtered.
+
+    Groups of a generation batch are scored together. Where one optimizer step spans several generation batches
+    (`steps_per_generation` smaller than `gradient_accumulation_steps`), each of them keeps TRL's equal weight, and one
+    without a kept group adds nothing.
+
+    Args:
+        model, reward_funcs, train_dataset, **kwargs:
+            As for [`~trl.GRPOTrainer`].
+        args ([`SNRFilteredGRPOConfig`] or [`~trl.GRPOConfig`], *optional*):
+            A plain `GRPOConfig` gets the filter's default settings.
+
+    Raises:
+        ValueError: before training for a setting out of range or a dataset without prompts; at the first generation
+            when no reward function returns a number.
+
+    Example:
+
+    ```python
+    >>> from ragen2_trl import SNRFilteredGRPOConfig, SNRFilteredGRPOTrainer
+    >>> from trl.rewards import accuracy_reward
+    >>> from datasets import load_dataset
+
+    >>> trainer = SNRFilteredGRPOTrainer(  # doctest: +SKIP
+    ...     model="Qwen/Qwen2.5-0.5B-Instruct",
+    ...     reward_funcs=accuracy_reward,
+    ...     args=SNRFilteredGRPOConfig(snr_value=0.9),
+    ...     train_dataset=load_dataset("trl-lib/DeepMath-103K", split="train"),
+    ... )
+    >>> trainer.train()  # doctest: +SKIP
+    ```
+    """
+
+    _tag_names = ["trl", "grpo", "snr-filter", "ragen2"]  # noqa: RUF012 -- TRL declares it so
+    _name = "SNR-filtered GRPO"
+    _paper = {  # noqa: RUF012 -- TRL declares it so
+        "title": "RAGEN-2: Reasoning Collapse in Agentic RL",
+        "id": "2604.06268",
+        "citation": textwrap.dedent("""\
+            @article{wang2026ragen2,
+                title  = {{RAGEN-2: Reasoning Collapse in Agentic RL}},
+                author = {Zihan Wang and Chi Gui and Xing Jin and Qineng Wang and Licheng Liu and Kangrui Wang and Shiqi Chen and Linjie Li and Zhengyuan Yang and Pingyue Zhang and Yiping Lu and Jiajun Wu and Li Fei-Fei and Lijuan Wang and Yejin Choi and Manling Li},
+                year   = 2026,
+                eprint = {arXiv:2604.06268},
+            }"""),  # noqa: E501 -- BibTeX
+    }
+
+    args: SNRFilteredGRPOConfig
+
+    def __init__(
+        self,
+        model: Any,
+        reward_funcs: Any = None,
+        args: GRPOConfig | None = None,
+        train_dataset: Dataset | IterableDataset | None = None,
+        **kwargs: Any,
+    ):
+        if args is None:
+            name = model if isinstance(model, str) else model.config._name_or_path
+            args = SNRFilteredGRPOConfig(f"{name.split('/')[-1]}-SNR-GRPO")
+        _check_prompt_column(train_dataset, kwargs.get("environment_factory"))
+        super().__init__(model, reward_funcs, _with_snr_fields(args), train_dataset, **kwargs)
+        if self.args.snr_mode == "mask" and self.aux_loss_enabled:
+            raise ValueError(
+                f"snr_mode='mask' cannot weigh the load-balancing loss (router_aux_loss_coef="
+                f"{self.router_aux_loss_coef}); allowed: snr_mode='drop', or router_aux_loss_coef=0."
+            )
+        self._rewards_per_func: Tensor | None = None  # (B, F) of the latest generation, over all processes
+        self._reward_range: tuple[float, float] | None = None  # lowest and highest reward of the run so far
+        self._generated: list[Batch] | None = None  # TRL's micro-batches, kept and dropped rows, if any was dropped
+        self._window_position = 0  # micro-steps since the last optimizer step
+        self._window_has_rows = False  # whether one of them had a kept row
+        self._empty_steps = 0
+        self._empty_streak = 0
+        self.add_callback(EmptyStepCallback(self))
+
+    # Selection: after TRL has generated and scored
+
+    def _calculate_rewards(self, inputs: list, prompts: list, completions: list, completion_ids_list: list) -> Tensor:
+        self._rewards_per_func = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
+        return self._rewards_per_func
+
+    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> Batch:
+        batch = super()._generate_and_score_completions(inputs)
+        if not self.model.training:
+            return batch
+        self._generated = None
+        rewards = self._group_rewards()  # (N, G)
+        scores = self._score_groups(batch, rewards)  # (N,)
+        signal = ~zero_variance(rewards).cpu()
+        if self.args.snr_mode == "soft":
+            kept = signal.any().expand(len(signal))  # every group, unless none can teach anything
+        else:
+            kept = select_groups(
+                scores,
+                self.args.snr_strategy,
+                self.args.snr_value,
+                include_zero=self.args.snr_include_zero,
+                selection_eps=self.args.snr_selection_eps,
+                keep=self.args.snr_keep,
+                is_zero=~signal,
+            )
+        lengths = self.accelerator.gather(loss_mask(batch).sum(dim=1))  # (B,)
+        self._log_selection(rewards, scores, kept, lengths)
+        self._scale_advantages(batch, rewards, kept)
+        if not kept.all():
+            kept_rows = kept.repeat_interleave(self.num_generations).to(lengths.device)  # (B,)
+            batch["num_items_in_batch"] = (lengths * kept_rows).sum()
+            batch[KEPT] = self._local(kept_rows)
+        return batch
+
+    def _group_rewards(self) -> Tensor:
+        """(N, G) weighted reward sums as sampled, before any normalisation; NaN where no function gave a reward."""
+        per_func = self._rewards_per_func
+        rewards = (per_func * self.reward_weights.to(per_func.device)).nansum(dim=1)
+        rewards[per_func.isnan().all(dim=1)] = torch.nan
+        rewards = rewards.view(-1, self.num_generations)
+        if self._reward_range is None and rewards.isnan().all():
+            raise ValueError(
+                f"reward_funcs={self.reward_func_names} returned None or NaN for every one of the first "
+                f"{rewards.numel()} completions; allowed: a number for at least one completion."
+            )
+        return rewards
+
+    def _score_groups(self, batch: Batch, rewards: Tensor) -> Tensor:
+        kind = self.args.snr_score
+        mask = loss_mask(batch)
+        per_group = (-1, self.num_generations)
+        entropies = lengths = generator = None
+        if kind == "length":
+            lengths = self.accelerator.gather(mask.sum(dim=1)).view(per_group)
+        elif kind.startswith("entropy"):
+            entropies = self.accelerator.gather(self._mean_token_entropy(batch, mask)).view(per_group)
+        elif kind == "random":
+            # A generator of its own, so that training draws the same global random numbers; the same on every
+            # process and after a resume.
+            seed = np.random.SeedSequence([self.args.seed, self.state.global_step, self._window_position])
+            generator = torch.Generator().manual_seed(int(seed.generate_state(1)[0]))
+        return group_score(rewards, kind, entropies=entropies, lengths=lengths, generator=generator)
+
+    @torch.no_grad()
+    def _mean_token_entropy(self, batch: Batch, mask: Tensor) -> Tensor:
+        """(rows,) in nats, from a forward pass of its own: GRPO knows entropies only once it updates."""
+        _, entropies, _ = self._get_per_token_logps_and_entropies(
+            self.model,
+            torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1),
+            torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1),
+            batch["completion_ids"].size(1),
+            batch_size=self.args.per_device_train_batch_size,
+            compute_entropy=True,
+            **{key: batch[key] for key in VISION_KEYS if key in batch},
+        )
+        return (entropies * mask).sum(dim=1) / mask.sum(dim=1).clamp(min=1)
+
+    def _scale_advantages(self, batch: Batch, rewards: Tensor, kept: Tensor) -> None:
+        """Advantages as if the kept groups were the whole batch, with the weights of `soft` and `snr_loss_scaling`."""
+        advantages = batch["advantages"]
+        if self.args.snr_mode == "soft":
+            std = group_score(rewards, "reward_std")
+            weight = (std / std.max().clamp(min=1e-6)).repeat_interleave(self.num_generations)
+            batch["advantages"] = advantages * self._local(weight).to(advantages)
+            return
+        if kept.all() or not kept.any():
+            return
+        of_kept = kept.repeat_interleave(self.num_generations).to(rewards.device) & ~rewards.flatten().isnan()
+        if self.multi_objective_aggregation == "normalize_then_sum":
+            # TRL has computed a = (R - mean(R)) / (std(R) + 1e-4) over the whole batch. Over the kept rows,
+            # (R - mean) / (std + 1e-4) follows from a alone, since 1e-4 / (std(R) + 1e-4) = 1 - std(a).
+            everywhere = self.accelerator.gather(advantages)
+            scorable = everywhere.where(~rewards.flatten().isnan(), torch.nan)
+            over_kept = everywhere.where(of_kept, torch.nan)
+            advantages = (advantages - over_kept.nanmean()) / (nanstd(over_kept) + 1 - nanstd(scorable))
+            advantages = advantages * self._local(of_kept)
+        elif self.scale_rewards == "batch":
+            std_of_kept = nanstd(rewards.flatten().where(of_kept, torch.nan))
+            advantages = advantages * (nanstd(rewards.flatten()) + 1e-4) / (std_of_kept + 1e-4)
+        exponent = {"none": 0.0, "linear": 1.0, "sqrt": 0.5}[self.args.snr_loss_scaling]
+        batch["advantages"] = advantages * float(kept.double().mean()) ** exponent
+
+    def _log_selection(self, rewards: Tensor, scores: Tensor, kept: Tensor, lengths: Tensor) -> None:
+        valid = rewards[~rewards.isnan()]
+        if valid.numel():
+            low, high = self._reward_range or (torch.inf, -torch.inf)
+            self._reward_range = (min(low, valid.min().item()), max(high, valid.max().item()))
+        metrics = selection_metrics(rewards, scores, kept, self._reward_range)
+        lengths = lengths.view(len(kept), -1).sum(dim=1).cpu()
+        metrics["kept_tokens_fraction"] = (lengths[kept].sum() / lengths.sum().clamp(min=1)).item()
+        for name, value in metrics.items():
+            self._metrics["train"][f"snr/{name}"].append(value)
+
+    def _local(self, values: Tensor) -> Tensor:
+        """This process's part of values over the rows of all processes. (B,) -> (rows,)."""
+        rows = len(values) // self.accelerator.num_processes
+        return values[self.accelerator.process_index * rows :][:rows]
+
+    # Packing: before each pass over a generation batch
+
+    def _prepare_inputs(self, generation_batch: Any) -> Batch:
+        inputs = super()._prepare_inputs(generation_batch)
+        if not self.model.training:
+            return inputs
+        if self._step % self.args.steps_per_generation == 0:
+            if KEPT in self._buffered_inputs[0]:
+                self._generated = self._buffered_inputs
+            if self._generated is not None:
+                inputs = self._pack(self._generated)
+        self._window_has_rows |= bool(inputs) and inputs.get(ROWS, 1) > 0
+        self._window_position = 0 if self.accelerator.sync_gradients else self._window_position + 1
+        return inputs
+
+    def _pack(self, generated: list[Batch]) -> Batch:
+        """Replace TRL's buffered micro-batches by those of the kept rows for one pass over them; return the first."""
+        left_in_window = self.current_gradient_accumulation_steps - self._window_position
+        segments = accumulation_segments(len(generated), left_in_window, self.args.gradient_accumulation_steps)
+        packed = (self._mask_rows if self.args.snr_mode == "mask" else self._deal_rows)(generated, segments)
+        sizes = torch.tensor([sum(map(padded_size, filter(None, batches))) for batches in (packed, generated)])
+        computed, sampled = self.accelerator.reduce(sizes.to(self.accelerator.device), reduction="sum").tolist()
+        self._metrics["train"]["snr/update_compute_fraction"].append(computed / sampled)
+        self._buffered_inputs = packed
+        return packed[0]
+
+    def _deal_rows(self, generated: list[Batch], segments: list[int]) -> list[Batch]:
+        """`drop`: pack the kept rows into as few micro-batches as they need; the others stay empty."""
+        num_processes, process = self.accelerator.num_processes, self.accelerator.process_index
+        everything = join(generated, self._tokenizer.pad_token_id)
+        kept = everything.pop(KEPT).nonzero().squeeze(1).tolist()
+        spare = take(everything, [0])  # stands in where this process must run a forward pass without a row of its own
+        rows = take(everything, kept) if kept else None
+        if num_processes > 1:
+            rows = self._join_processes(rows)
+        lengths = row_lengths(rows).tolist() if rows else []
+
+        packed: list[Batch] = []
+        for shares in deal_rows(lengths, segments, self.args.per_device_train_batch_size, num_processes):
+            own, num_rows = shares[process], sum(map(len, shares))
+            batch = take(rows, own, self.pad_to_multiple_of) if own else spare
+            weight = len(generated) * num_processes * len(own) / max(len(lengths), 1)
+            packed.append(self._weighted(batch, weight, num_rows) if num_rows else SKIP)
+        window_end = segments[0] - 1
+        if self._window_has_rows and num_processes > 1 and not any(packed[: window_end + 1]):
+            # Earlier generation batches of this window had rows: their gradients synchronise in its last step.
+            packed[window_end] = self._weighted(spare, 0.0, 0)
+        return packed
+
+    def _mask_rows(self, generated: list[Batch], segments: list[int]) -> list[Batch]:
+        """`mask`: compute every row, count the tokens of the kept ones only."""
+        num_kept = torch.stack([batch[KEPT].sum() for batch in generated])  # (steps_per_generation,)
+        num_kept = self.accelerator.reduce(num_kept, reduction="sum").tolist()
+        if not any(num_kept):
+            return [SKIP] * len(generated)
+        mean_over_tokens = self.loss_type in (*TOKEN_NORMALIZED_LOSSES, "bnpo")
+        packed: list[Batch] = []
+        for batch, num_rows in zip(generated, num_kept, strict=True):
+            kept = batch[KEPT].long()
+            # A mean over the micro-batch's tokens is one over its kept rows; a mean over rows counts zeros, too.
+            own = int(kept.sum()) if mean_over_tokens else len(kept)
+            weight = len(generated) * self.accelerator.num_processes * own / sum(num_kept)
+            tool_mask = batch.get("tool_mask", torch.ones_like(batch["completion_mask"])) * kept.unsqueeze(1)
+            packed.append(self._weighted({**batch, "tool_mask": tool_mask}, weight, num_rows))
+        return packed
+
+    def _weighted(self, batch: Batch, weight: float, num_rows: int) -> Batch:
+        """Attach the weight that makes TRL's mean over equal micro-batches a mean over rows.
+
+        The rows of a generation batch weigh the same whichever micro-batch and optimizer step they are dealt to.
+        Losses that divide by the tokens of the generation batch need none, but the entropy bonus and the
+        load-balancing loss beside them do: dividing by `weight` times the tokens leaves the former as they were.
+        """
+        batch = {**batch, WEIGHT: weight, ROWS: num_rows}
+        if self.loss_type in TOKEN_NORMALIZED_LOSSES and weight > 0:
+            batch["num_items_in_batch"] = batch["num_items_in_batch"] * weight
+        return batch
+
+    def _join_processes(self, rows: Batch | None) -> Batch | None:
+        """The kept rows of all processes, in the same order on each."""
+        batches = [batch for batch in gather_object([send_to_device(rows, "cpu")]) if batch is not None]
+        if not batches:
+            return None
+        return send_to_device(join(batches, self._tokenizer.pad_token_id), self.accelerator.device)
+
+    def _compute_loss(self, model: Any, inputs: Batch) -> Tensor:
+        if not inputs:
+            # A leaf of its own: TRL's training step runs backward on it and reaches no parameter.
+            return torch.zeros((), device=self.accelerator.device, requires_grad=True)
+        loss = super()._compute_loss(model, inputs)
+        return loss * inputs[WEIGHT] if WEIGHT in inputs else loss
+
+    # Resuming
+
+    def _get_train_sampler(self, dataset: Dataset | None = None) -> Sampler:
+        return ResumableSampler(super()._get_train_sampler(dataset), self)
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        folder = os.path.join(self._get_output_dir(trial=trial), f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
+        os.makedirs(folder, exist_ok=True)
+        amid_generation = self._step % (self.args.steps_per_generation * self.num_iterations) != 0
+        state = {
+            "layout": self._batch_layout(),
+            "step": self._step,
+            "reward_range": self._reward_range,
+            "empty_steps": self._empty_steps,
+            "empty_streak": self._empty_streak,
+            # TRL samples anew after a resume; a checkpoint in the middle of a generation batch takes it along.
+            "buffered_inputs": self._buffered_inputs if amid_generation else None,
+            "generated": self._generated if amid_generation else None,
+        }
+        # Written before the rest: a checkpoint that has its trainer_state.json is complete.
+        torch.save(state, os.path.join(folder, STATE_FILE.format(rank=self.accelerator.process_index)))
+        super()._save_checkpoint(model, trial)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        super()._load_optimizer_and_scheduler(checkpoint)
+        path = checkpoint and os.path.join(checkpoint, STATE_FILE.format(rank=self.accelerator.process_index))
+        if not path or not os.path.exists(path):
+            return  # a checkpoint of TRL's own trainer, or of another number of processes
+        state = torch.load(path, map_location=self.accelerator.device, weights_only=True)
+        self._reward_range = state["reward_range"]
+        self._empty_steps, self._empty_streak = state["empty_steps"], state["empty_streak"]
+        if state["layout"] != self._batch_layout():
+            logger.warning(
+                f"The checkpoint was written with {state['layout']} and is resumed with {self._batch_layout()}: "
+                "the generation batch in progress, if any, is sampled anew."
+            )
+            return
+        self._step = state["step"]
+        self._buffered_inputs, self._generated = state["buffered_inputs"], state["generated"]
+
+    def _batch_layout(self) -> dict[str, int]:
+        return {
+            "per_device_train_batch_size": self.args.per_device_train_batch_size,
+            "steps_per_generation": self.args.steps_per_generation,
+            "num_iterations": self.num_iterations,
+            "num_processes": self.accelerator.num_processes,
+        }
+
+
+def _with_snr_fields(args: GRPOConfig) -> SNRFilteredGRPOConfig:
+    """Let a plain `GRPOConfig` carry the filter's defaults, so that swapping the trainer class is enough."""
+    if isinstance(args, SNRFilteredGRPOConfig):
+        return args
+    if type(args) is not GRPOConfig:
+        raise TypeError(f"args={type(args).__name__}; allowed: SNRFilteredGRPOConfig, or trl.GRPOConfig itself.")
+    # The new fields' defaults are class attributes. Building a new instance would instead check and derive again
+    # what GRPOConfig has already derived.
+    args = copy.copy(args)
+    args.__class__ = SNRFilteredGRPOConfig
+    return args
+
+
+def _check_prompt_column(train_dataset: Dataset | IterableDataset | None, environment_factory: Any) -> None:
+    columns = train_dataset.column_names if isinstance(train_dataset, (Dataset, IterableDataset)) else None
+    if columns is not None and "prompt" not in columns and environment_factory is None:
+        raise ValueError(f"train_dataset has the columns {columns}; one of them must be 'prompt'.")

@@ -1,0 +1,101 @@
+"""A policy small enough that a test can afford `trainer.train()`: two layers, 32 hidden, random weights."""
+
+import logging
+import os
+
+import pytest
+import torch
+from datasets import Dataset
+from transformers import Qwen2Config, Qwen2ForCausalLM
+from trl import GRPOConfig
+
+from ragen2_trl import SNRFilteredGRPOConfig
+from ragen2_trl.tiny.build import build_tokenizer
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
+logging.getLogger("transformers").setLevel(logging.ERROR)
+
+
+@pytest.fixture(scope="session")
+def policy_path(tmp_path_factory):
+    """Folder of the random policy and its tokenizer. Every eighth token ends a completion, so that lengths differ."""
+    path = tmp_path_factory.mktemp("policy")
+    tokenizer = build_tokenizer()
+    config = Qwen2Config(
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        initializer_range=0.2,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(7)
+        model = Qwen2ForCausalLM(config)
+    model.generation_config.eos_token_id = list(range(0, len(tokenizer), 8))
+    model.save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    return str(path)
+
+
+PROMPTS = [
+    "Go right",
+    "Go down and right from here",
+    "Where is the goal",
+    "Up",
+    "The lake is frozen and the goal is down",
+    "Left or right",
+    "Go up and then go left",
+    "Down",
+]
+
+
+@pytest.fixture
+def prompts():
+    return Dataset.from_dict({"prompt": PROMPTS})
+
+
+@pytest.fixture
+def make_args(tmp_path):
+    """`make_args(snr=True, **overrides)`: settings for a CPU run of a few steps that writes nothing outside."""
+
+    def make(snr: bool = True, **overrides) -> GRPOConfig:
+        settings = {
+            "output_dir": str(tmp_path / "run"),
+            "per_device_train_batch_size": 8,
+            "gradient_accumulation_steps": 1,
+            "num_generations": 4,
+            "max_completion_length": 10,
+            "max_steps": 3,
+            "learning_rate": 1e-2,
+            "logging_steps": 1,
+            "save_strategy": "no",
+            "report_to": "none",
+            "use_cpu": True,
+            "bf16": False,
+            "gradient_checkpointing": False,
+            "disable_tqdm": True,
+            "seed": 3,
+        }
+        if snr:
+            settings["snr_selection_eps"] = 0.0
+        return (SNRFilteredGRPOConfig if snr else GRPOConfig)(**{**settings, **overrides})
+
+    return make
+
+
+def parameters_of(trainer) -> dict[str, torch.Tensor]:
+    return {name: parameter.detach().clone() for name, parameter in trainer.model.named_parameters()}
+
+
+def assert_same_parameters(first: dict, second: dict) -> None:
+    assert first.keys() == second.keys()
+    different = [name for name in first if not torch.equal(first[name], second[name])]
+    assert different == []
