@@ -12,7 +12,10 @@ logger = get_logger(__name__)
 
 
 class EmptyStepCallback(TrainerCallback):
-    """An optimizer step without a kept row moves nothing, is counted, and in a long row ends the run."""
+    """An optimizer step without a kept row moves nothing, is counted, and a long row of them ends the run.
+
+    Every step's log row carries the filter's metrics, also those of steps that reuse completions.
+    """
 
     def __init__(self, trainer: "SNRFilteredGRPOTrainer"):
         self.trainer = trainer
@@ -29,7 +32,11 @@ class EmptyStepCallback(TrainerCallback):
         trainer._window_has_rows = False
         trainer._empty_steps += empty
         trainer._empty_streak = trainer._empty_streak + 1 if empty else 0
-        trainer._metrics["train"]["snr/empty_steps"] = [float(trainer._empty_steps)]
+        metrics = trainer._metrics["train"]
+        metrics["snr/empty_steps"] = [float(trainer._empty_steps)]
+        for name, value in trainer._latest.items():
+            if not metrics[name]:  # this step reused completions of an earlier generation
+                metrics[name].append(value)
         if 0 < args.snr_max_empty_steps <= trainer._empty_streak:
             logger.warning(
                 f"Stopping at step {state.global_step}: {trainer._empty_streak} optimizer steps in a row had no kept "

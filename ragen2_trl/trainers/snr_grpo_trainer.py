@@ -124,6 +124,7 @@ class SNRFilteredGRPOTrainer(GRPOTrainer):
         self._rewards_per_func: Tensor | None = None  # (B, F) of the latest generation, over all processes
         self._reward_range: tuple[float, float] | None = None  # lowest and highest reward of the run so far
         self._generated: list[Batch] | None = None  # TRL's micro-batches, kept and dropped rows, if any was dropped
+        self._latest: dict[str, float] = {}  # values of the latest selection, for steps that reuse its completions
         self._window_position = 0  # micro-steps since the last optimizer step
         self._window_has_rows = False  # whether one of them had a kept row
         self._empty_steps = 0
@@ -242,7 +243,11 @@ class SNRFilteredGRPOTrainer(GRPOTrainer):
         lengths = lengths.view(len(kept), -1).sum(dim=1).cpu()
         metrics["kept_tokens_fraction"] = (lengths[kept].sum() / lengths.sum().clamp(min=1)).item()
         for name, value in metrics.items():
-            self._metrics["train"][f"snr/{name}"].append(value)
+            self._log(name, value)
+
+    def _log(self, name: str, value: float) -> None:
+        self._metrics["train"][f"snr/{name}"].append(value)
+        self._latest[f"snr/{name}"] = value
 
     def _local(self, values: Tensor) -> Tensor:
         """This process's part of values over the rows of all processes. (B,) -> (rows,)."""
@@ -260,6 +265,8 @@ class SNRFilteredGRPOTrainer(GRPOTrainer):
                 self._generated = self._buffered_inputs
             if self._generated is not None:
                 inputs = self._pack(self._generated)
+            else:  # nothing was dropped: TRL's micro-batches stand as they are
+                self._log("update_compute_fraction", 1.0)
         self._window_has_rows |= bool(inputs) and inputs.get(ROWS, 1) > 0
         self._window_position = 0 if self.accelerator.sync_gradients else self._window_position + 1
         return inputs
@@ -271,7 +278,7 @@ class SNRFilteredGRPOTrainer(GRPOTrainer):
         packed = (self._mask_rows if self.args.snr_mode == "mask" else self._deal_rows)(generated, segments)
         sizes = torch.tensor([sum(map(padded_size, filter(None, batches))) for batches in (packed, generated)])
         computed, sampled = self.accelerator.reduce(sizes.to(self.accelerator.device), reduction="sum").tolist()
-        self._metrics["train"]["snr/update_compute_fraction"].append(computed / sampled)
+        self._log("update_compute_fraction", computed / sampled)
         self._buffered_inputs = packed
         return packed[0]
 
@@ -353,6 +360,7 @@ class SNRFilteredGRPOTrainer(GRPOTrainer):
         state = {
             "layout": self._batch_layout(),
             "step": self._step,
+            "latest": self._latest,
             "reward_range": self._reward_range,
             "empty_steps": self._empty_steps,
             "empty_streak": self._empty_streak,
@@ -370,7 +378,7 @@ class SNRFilteredGRPOTrainer(GRPOTrainer):
         if not path or not os.path.exists(path):
             return  # a checkpoint of TRL's own trainer, or of another number of processes
         state = torch.load(path, map_location=self.accelerator.device, weights_only=True)
-        self._reward_range = state["reward_range"]
+        self._latest, self._reward_range = state["latest"], state["reward_range"]
         self._empty_steps, self._empty_streak = state["empty_steps"], state["empty_streak"]
         if state["layout"] != self._batch_layout():
             logger.warning(

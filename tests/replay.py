@@ -1,0 +1,96 @@
+"""Replayed completions: every run of a test trains on the same ones, so that gradients can be compared."""
+
+import torch
+from conftest import PROMPTS
+from datasets import Dataset
+from transformers import TrainerCallback
+
+GROUP_SIZE = 4
+
+# Prompts 0, 2, 5 and 6 are kept by top-p at 0.9; 1, 3, 4 have no variance, 7 has too little of it.
+REWARDS = {
+    PROMPTS[0]: [1.0, 0.0, 0.0, 1.0],
+    PROMPTS[1]: [1.0, 1.0, 1.0, 1.0],
+    PROMPTS[2]: [0.5, 0.0, 1.0, 1.0],
+    PROMPTS[3]: [0.0, 0.0, 0.0, 0.0],
+    PROMPTS[4]: [0.3, 0.1 + 0.2, 0.3, 0.3],
+    PROMPTS[5]: [0.0, 0.0, 0.0, 1.0],
+    PROMPTS[6]: [0.2, 1.0, 0.0, 0.7],
+    PROMPTS[7]: [0.0, 0.1, 0.0, 0.1],
+}
+KEPT = [PROMPTS[0], PROMPTS[2], PROMPTS[5], PROMPTS[6]]
+
+
+class Replay:
+    """A rollout function that gives every prompt the same completions and rewards in every run.
+
+    `rewards` maps a prompt to its group's rewards; completions are random token ids of varying lengths.
+    """
+
+    def __init__(self, tokenizer, rewards: dict[str, list[float]], equal_lengths: bool = False):
+        self.tokenizer = tokenizer
+        self.rewards = rewards
+        self.completions = {}
+        generator = torch.Generator().manual_seed(11)
+        for prompt in rewards:
+            lengths = torch.randint(2, 11, (GROUP_SIZE,), generator=generator).tolist()
+            self.completions[prompt] = [
+                torch.randint(1, 200, (6 if equal_lengths else length,), generator=generator).tolist()
+                for length in lengths
+            ]
+
+    def rollout(self, prompts, trainer):
+        seen = {}
+        completion_ids, rewards = [], []
+        for prompt in prompts:
+            member = seen.get(prompt, 0)
+            seen[prompt] = member + 1
+            completion_ids.append(self.completions[prompt][member])
+            rewards.append(self.rewards[prompt][member])
+        return {
+            "prompt_ids": [self.tokenizer(prompt)["input_ids"] for prompt in prompts],
+            "completion_ids": completion_ids,
+            "logprobs": None,
+            "replayed": rewards,
+        }
+
+    @staticmethod
+    def reward(completions, replayed, **kwargs):
+        return replayed
+
+
+def gradients_of(trainer_class, policy_path, args, replay, prompt_names):
+    recorder = Recorder()
+    trainer = trainer_class(
+        policy_path,
+        Replay.reward,
+        args,
+        Dataset.from_dict({"prompt": prompt_names}),
+        rollout_func=replay.rollout,
+        callbacks=[recorder],
+    )
+    generator = torch.Generator().manual_seed(5)
+    for parameter in trainer.model.parameters():  # away from the reference policy, where the KL term has no gradient
+        parameter.data += 0.05 * torch.randn(parameter.shape, generator=generator)
+    trainer.train()
+    return recorder.gradients
+
+
+def mean_gradient(gradients):
+    return {name: torch.stack([g[name] for g in gradients]).mean(dim=0) for name in gradients[0]}
+
+
+def assert_close(first, second):
+    assert first.keys() == second.keys()
+    for name in first:
+        torch.testing.assert_close(first[name], second[name], rtol=1e-4, atol=1e-6)
+
+
+class Recorder(TrainerCallback):
+    """Gradients just before each optimizer step."""
+
+    def __init__(self):
+        self.gradients = []
+
+    def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
+        self.gradients.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
