@@ -40,11 +40,10 @@ class Replay:
             ]
 
     def rollout(self, prompts, trainer):
-        seen = {}
         completion_ids, rewards = [], []
-        for prompt in prompts:
-            member = seen.get(prompt, 0)
-            seen[prompt] = member + 1
+        first = trainer.accelerator.process_index * len(prompts)
+        for number, prompt in enumerate(prompts, start=first):
+            member = number % GROUP_SIZE
             completion_ids.append(self.completions[prompt][member])
             rewards.append(self.rewards[prompt][member])
         return {

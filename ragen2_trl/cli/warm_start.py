@@ -1,0 +1,78 @@
+"""Warm start: supervised fine-tuning on demonstrations, so that a model solves some tasks before RL begins.
+
+    python scripts/warm_start.py --config recipes/warm_start_tiny.yaml
+    python scripts/warm_start.py --model_name_or_path Qwen/Qwen2.5-0.5B-Instruct --env frozen_lake --env_args size=5
+
+Takes the arguments below together with those of `trl.SFTConfig` and `trl.ModelConfig`.
+"""
+
+from dataclasses import dataclass, field
+
+from rich.console import Console
+from transformers import PreTrainedModel, PreTrainedTokenizerFast, set_seed
+from trl import ModelConfig, SFTConfig, SFTTrainer, TrlParser, get_peft_config, get_quantization_config
+
+from ragen2_trl.cli.arguments import EnvironmentArguments
+from ragen2_trl.tiny import resolve_model
+from ragen2_trl.tiny.build import build_model, build_tokenizer
+
+
+@dataclass
+class WarmStartArguments(EnvironmentArguments):
+    """What to learn from, and whether to begin with untrained weights."""
+
+    num_demonstrations: int = field(default=10_000, metadata={"help": "Number of demonstrations."})
+    demonstrations_seed: int = field(default=0, metadata={"help": "Seed of the demonstrations."})
+    from_scratch: bool = field(
+        default=False, metadata={"help": "Build the tiny model anew; only with `--model_name_or_path tiny`."}
+    )
+
+
+def main(args: list[str] | None = None) -> None:
+    """Trains on demonstrations and saves model and tokenizer to `output_dir`."""
+    parser = TrlParser((WarmStartArguments, SFTConfig, ModelConfig))
+    script_args, training_args, model_args = parser.parse_args_and_config(args)
+    set_seed(training_args.seed)
+    model, tokenizer = _model_and_tokenizer(script_args, training_args, model_args)
+    env = script_args.make_env()
+    trainer = SFTTrainer(
+        model=model,
+        args=training_args,
+        train_dataset=env.demonstrations(script_args.num_demonstrations, script_args.demonstrations_seed),
+        processing_class=tokenizer,
+        peft_config=get_peft_config(model_args),
+    )
+    trainer.train(resume_from_checkpoint=training_args.resume_from_checkpoint)
+    _save(trainer, training_args.output_dir)
+
+
+def _model_and_tokenizer(
+    script_args: WarmStartArguments, training_args: SFTConfig, model_args: ModelConfig
+) -> tuple[str | PreTrainedModel, PreTrainedTokenizerFast | None]:
+    """The model to train; a path is left to the trainer to load, with the options of `model_args`."""
+    if model_args.model_name_or_path is None:
+        raise ValueError("model_name_or_path must be `tiny`, a path or a Hub id, got None")
+    if script_args.from_scratch:
+        if model_args.model_name_or_path != "tiny":
+            raise ValueError(
+                "from_scratch must be False for every model_name_or_path but `tiny`, "
+                f"got {model_args.model_name_or_path!r}"
+            )
+        return build_model(training_args.seed), build_tokenizer()
+    training_args.model_init_kwargs = {
+        "revision": model_args.model_revision,
+        "attn_implementation": model_args.attn_implementation,
+        "dtype": model_args.dtype,
+        "quantization_config": get_quantization_config(model_args),
+        **(training_args.model_init_kwargs or {}),
+    }
+    return resolve_model(model_args.model_name_or_path), None
+
+
+def _save(trainer: SFTTrainer, output_dir: str) -> None:
+    """Saves weights and tokenizer, and nothing that belongs to this run or this machine (as `save_model` would)."""
+    state_dict = trainer.accelerator.get_state_dict(trainer.model)  # gathers sharded weights: on every process
+    if trainer.is_world_process_zero():
+        trainer.accelerator.unwrap_model(trainer.model).save_pretrained(output_dir, state_dict=state_dict)
+        trainer.processing_class.save_pretrained(output_dir)
+        Console().print(f"Model and tokenizer saved to [bold]{output_dir}[/bold]")

@@ -1,0 +1,9 @@
+"""Success, pass@k and mean reward of a model on held-out tasks, with confidence intervals; see `--help`.
+
+python scripts/evaluate.py --model tiny --num_prompts 256 --num_samples 8
+"""
+
+from ragen2_trl.cli.evaluate import main
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,123 @@
+"""Several processes compute the update that one computes."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import PROMPTS
+from replay import KEPT, REWARDS, Replay, assert_close, gradients_of, mean_gradient
+from transformers import AutoTokenizer
+from trl import GRPOTrainer
+
+COMMON = {
+    "num_generations": 4,
+    "max_completion_length": 10,
+    "learning_rate": 0.0,
+    "max_grad_norm": 0.0,
+    "beta": 0.1,
+    "snr_selection_eps": 0.0,
+    "save_strategy": "no",
+    "report_to": "none",
+    "use_cpu": True,
+    "ddp_backend": "gloo",
+    "bf16": False,
+    "gradient_checkpointing": False,
+    "disable_tqdm": True,
+    "shuffle_dataset": False,
+    "seed": 3,
+}
+# name: (settings, prompts, kept prompts of each generation batch)
+CASES = {
+    **{
+        f"{loss_type} {mode}": (
+            {
+                "loss_type": loss_type,
+                "snr_mode": mode,
+                "per_device_train_batch_size": 4,
+                "gradient_accumulation_steps": 4,
+                "max_steps": 1,
+            },
+            PROMPTS,
+            [KEPT],
+        )
+        for loss_type in ("grpo", "dapo", "bnpo", "dr_grpo", "luspo")
+        for mode in ("drop", "mask")
+    },
+    # Three groups of four on two processes of six rows each: the second group is on both.
+    "groups straddle processes": (
+        {"loss_type": "dapo", "per_device_train_batch_size": 3, "gradient_accumulation_steps": 2, "max_steps": 1},
+        [PROMPTS[0], PROMPTS[5], PROMPTS[1]],
+        [[PROMPTS[0], PROMPTS[5]]],
+    ),
+    "two optimizer steps per generation": (
+        {
+            "loss_type": "grpo",
+            "per_device_train_batch_size": 2,
+            "gradient_accumulation_steps": 4,
+            "steps_per_generation": 8,
+            "max_steps": 2,
+        },
+        PROMPTS,
+        [KEPT],
+    ),
+    # The second generation batch of the optimizer step keeps nothing, so its last micro-step has no rows of its own.
+    "last generation batch of a step is empty": (
+        {
+            "loss_type": "grpo",
+            "per_device_train_batch_size": 4,
+            "gradient_accumulation_steps": 2,
+            "steps_per_generation": 1,
+            "max_steps": 1,
+        },
+        [PROMPTS[0], PROMPTS[2], PROMPTS[1], PROMPTS[3]],
+        [[PROMPTS[0], PROMPTS[2]], []],
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def gradients_of_two_processes(policy_path, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("two_processes")
+    cases = {
+        name: {"settings": {**COMMON, **settings}, "prompts": prompts, "equal_lengths": "bnpo" in name}
+        for name, (settings, prompts, _) in CASES.items()
+    }
+    (folder / "cases.json").write_text(json.dumps(cases))
+    script = Path(__file__).parent / "distributed" / "filtered_update.py"
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone", str(script)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TRL_EXPERIMENTAL_SILENCE": "1", "HF_HUB_OFFLINE": "1"}
+    subprocess.run(
+        [*command, policy_path, str(folder / "cases.json"), str(folder)], check=True, timeout=180, env=environment
+    )
+    return [torch.load(folder / f"gradients_{process}.pt") for process in (0, 1)]
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("name", CASES)
+def test_two_processes_compute_grpo_on_the_kept_groups(name, gradients_of_two_processes, policy_path, make_args):
+    settings, _, kept_of_generations = CASES[name]
+    first, second = (gradients[name] for gradients in gradients_of_two_processes)
+    assert_close(mean_gradient(first), mean_gradient(second))
+
+    def plain(kept):
+        replay = Replay(AutoTokenizer.from_pretrained(policy_path), REWARDS, equal_lengths="bnpo" in name)
+        args = make_args(
+            snr=False,
+            loss_type=settings["loss_type"],
+            per_device_train_batch_size=4 * len(kept),
+            max_steps=1,
+            learning_rate=0.0,
+            max_grad_norm=0.0,
+            beta=0.1,
+        )
+        return gradients_of(GRPOTrainer, policy_path, args, replay, kept)[0]
+
+    expected = [plain(kept) for kept in kept_of_generations if kept]
+    # A generation batch without a kept group adds nothing and keeps its place in the mean.
+    scale = len(expected) / len(kept_of_generations)
+    expected = {name: gradient * scale for name, gradient in mean_gradient(expected).items()}
+    assert_close(mean_gradient(first), expected)

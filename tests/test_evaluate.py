@@ -1,0 +1,194 @@
+"""Evaluation: its estimators against known cases, and a run that leaves everything as it found it."""
+
+import itertools
+import json
+import random
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from ragen2_trl.cli import evaluate
+from ragen2_trl.cli.arguments import EnvironmentArguments, parse_env_args
+from ragen2_trl.cli.evaluate import evaluate_model, fraction_interval, generate, mean_interval, pass_at_k, summarize
+from ragen2_trl.envs import make_env
+from ragen2_trl.tiny import TINY_MODEL_PATH
+
+SMALL = {"num_prompts": 4, "num_samples": 3, "max_new_tokens": 48}
+
+
+@pytest.fixture(scope="module")
+def tiny():
+    return AutoModelForCausalLM.from_pretrained(TINY_MODEL_PATH), AutoTokenizer.from_pretrained(TINY_MODEL_PATH)
+
+
+# Estimators
+
+
+@pytest.mark.parametrize("correct", range(6))
+@pytest.mark.parametrize("k", range(1, 6))
+def test_pass_at_k_is_the_share_of_subsets_with_a_correct_sample(correct, k):
+    samples = [1] * correct + [0] * (5 - correct)
+    subsets = list(itertools.combinations(samples, k))
+    assert pass_at_k(5, correct, k) == pytest.approx(sum(map(any, subsets)) / len(subsets))
+
+
+def test_fraction_interval_of_independent_samples_is_wilsons():
+    # Published example of the Wilson interval: 81 of 263 (Newcombe 1998, Table I) gives 0.2553 to 0.3662.
+    assert fraction_interval([1.0] * 81 + [0.0] * 182, num_samples=1) == pytest.approx((0.2553, 0.3662), abs=1e-4)
+
+
+def test_fraction_interval_counts_unanimous_groups_once():
+    unanimous = [0.0, 1.0] * 20
+    assert fraction_interval(unanimous, num_samples=16) == pytest.approx(
+        fraction_interval(unanimous, num_samples=1), abs=1e-9
+    )
+
+
+def test_fraction_interval_of_mixed_groups_is_as_narrow_as_all_samples_allow():
+    low, high = fraction_interval([0.5] * 40, num_samples=16)
+    independent = fraction_interval([0.0, 1.0] * 320, num_samples=1)
+    assert (low, high) == pytest.approx(independent, abs=1e-3)
+
+
+@pytest.mark.parametrize("value", [0.0, 1.0])
+def test_fraction_interval_has_width_at_the_ends(value):
+    low, high = fraction_interval([value] * 30, num_samples=8)
+    assert 0.0 <= low <= value <= high <= 1.0
+    assert high - low == pytest.approx(1.96**2 / (30 + 1.96**2), rel=1e-3)
+
+
+def test_intervals_cover_the_truth_with_correlated_groups():
+    rng = random.Random(0)
+    covered = {"fraction": 0, "mean": 0}
+    for _ in range(400):
+        # Each prompt has its own chance of success, uniform on [0, 1]: members of a group are correlated.
+        means = [sum(rng.random() < chance for _ in range(8)) / 8 for chance in (rng.random() for _ in range(60))]
+        for name, (low, high) in (("fraction", fraction_interval(means, 8)), ("mean", mean_interval(means))):
+            covered[name] += low <= 0.5 <= high
+    # 95 % of 400 is 380 and its standard error 4.4. Taking all 480 samples as independent would cover about 72 %.
+    assert 363 <= covered["fraction"] <= 397
+    assert 363 <= covered["mean"] <= 397
+
+
+def test_summary_groups_by_prompt():
+    metrics = summarize(
+        4,
+        success=[1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0],
+        format_valid=[1.0] * 8,
+        reward=[1.0, -0.1, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0],
+        completion_length=[10.0] * 4 + [20.0] * 4,
+    )
+    assert metrics["success"] == metrics["pass@1"] == pytest.approx(1 / 8)
+    assert metrics["pass@2"] == pytest.approx(0.25)
+    assert metrics["pass@4"] == pytest.approx(0.5)
+    assert metrics["format_valid"] == 1.0
+    assert metrics["reward"] == pytest.approx(0.9 / 8)
+    assert metrics["completion_length"] == 15.0
+    assert (metrics["num_prompts"], metrics["num_samples"]) == (2.0, 4.0)
+    for name in ("success", "pass@1", "pass@2", "pass@4", "format_valid", "reward", "completion_length"):
+        assert metrics[f"{name}_ci_low"] <= metrics[name] <= metrics[f"{name}_ci_high"]
+
+
+# A model that plays
+
+
+def test_shipped_model_solves_some_held_out_tasks_but_not_all(tiny):
+    metrics = evaluate_model(*tiny, make_env("frozen_lake"), num_prompts=64, num_samples=4, max_new_tokens=96)
+    assert 0.3 < metrics["success"] < 0.65
+    assert metrics["format_valid"] > 0.9
+
+
+def test_evaluation_is_reproducible_and_its_seed_matters(tiny):
+    env = make_env("frozen_lake")
+    first = evaluate_model(*tiny, env, **SMALL)
+    assert evaluate_model(*tiny, env, **SMALL) == first
+    assert evaluate_model(*tiny, env, **SMALL, seed=1) != first
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_evaluation_leaves_everything_as_it_found_it(tiny, training, side):
+    model, tokenizer = tiny
+    model.train(training)
+    tokenizer.padding_side = side
+    state = torch.get_rng_state()
+    evaluate_model(model, tokenizer, make_env("frozen_lake"), **SMALL)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert {module.training for module in model.modules()} == {training}
+    assert tokenizer.padding_side == side
+    assert torch.is_grad_enabled()
+
+
+def test_mode_is_restored_after_an_error(tiny):
+    model, tokenizer = tiny
+    model.train()
+    with pytest.raises(ValueError):
+        evaluate_model(model, tokenizer, make_env("frozen_lake"), **{**SMALL, "max_new_tokens": -1})
+    assert model.training
+
+
+def test_batching_does_not_change_greedy_completions(tiny):
+    model, tokenizer = tiny
+    prompts = make_env("frozen_lake", observation="both").dataset(6, seed=0)["prompt"][:]  # of unequal length
+    prompts[0] = prompts[0][1:]
+    options = {"temperature": 0.0, "max_new_tokens": 32}
+    model.eval()
+    with torch.no_grad():
+        alone = generate(model, tokenizer, prompts, batch_size=1, **options)
+        together = generate(model, tokenizer, prompts, batch_size=4, **options)
+    assert together == alone
+
+
+def test_checkpoint_generation_config_does_not_leak_into_the_sampling(tiny):
+    model, tokenizer = tiny
+    env = make_env("frozen_lake")
+    expected = evaluate_model(model, tokenizer, env, **SMALL)
+    defaults = {"top_k": 1, "top_p": 0.1, "repetition_penalty": 5.0, "temperature": 0.01}
+    before = {name: getattr(model.generation_config, name) for name in defaults}
+    for name, value in defaults.items():
+        setattr(model.generation_config, name, value)
+    try:
+        assert evaluate_model(model, tokenizer, env, **SMALL) == expected
+    finally:
+        for name, value in before.items():
+            setattr(model.generation_config, name, value)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_prompts": 1}, "num_prompts must be at least 2, got 1"),
+        ({"num_samples": 0}, "num_samples must be at least 1, got 0"),
+        ({"batch_size": 0}, "batch_size must be at least 1, got 0"),
+        ({"temperature": -1.0}, "temperature must be above 0, .* got -1.0"),
+        ({"temperature": 0.0}, "temperature must be above 0, or 0 with num_samples=1, got 0.0"),
+    ],
+)
+def test_bad_arguments_are_named(tiny, options, message):
+    with pytest.raises(ValueError, match=message):
+        evaluate_model(*tiny, make_env("frozen_lake"), **options)
+
+
+# The command
+
+
+def test_command_writes_what_the_function_returns(tiny, tmp_path, capsys):
+    output = tmp_path / "metrics.json"
+    options = ["--num_prompts", "4", "--num_samples", "3", "--max_new_tokens", "48", "--output", str(output)]
+    evaluate.main(["--model", "tiny", "--env", "frozen_lake", "--env_args", "size=5", *options])
+    assert json.loads(output.read_text()) == evaluate_model(*tiny, make_env("frozen_lake", size=5), **SMALL)
+    assert "pass@2" in capsys.readouterr().out
+
+
+def test_env_args_read_pairs_json_and_mappings_alike():
+    expected = {"size": 5, "observation": "both"}
+    assert parse_env_args(["size=5", "observation=both"]) == expected
+    assert parse_env_args(['{"size": 5, "observation": "both"}']) == expected
+    assert parse_env_args(expected) == expected
+    assert EnvironmentArguments(env_args=["size=5"]).make_env().size == 5
+
+
+def test_env_args_that_are_no_pair_are_named():
+    with pytest.raises(ValueError, match="got 'size'"):
+        parse_env_args(["size"])

@@ -1,0 +1,171 @@
+"""The tiny model: a tokenizer that loses nothing, weights that load anywhere, a warm start that repeats."""
+
+import itertools
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from ragen2_trl.cli import warm_start
+from ragen2_trl.envs import completion_text, make_env, parse_response
+from ragen2_trl.envs.frozen_lake import OBSERVATIONS
+from ragen2_trl.tiny import TINY_MODEL_PATH, resolve_model
+from ragen2_trl.tiny.build import TAGS, build_model, build_tokenizer
+
+TOKENIZER = build_tokenizer()
+
+
+@pytest.fixture(scope="module")
+def shipped_tokenizer():
+    return AutoTokenizer.from_pretrained(TINY_MODEL_PATH)
+
+
+# Tokenizer
+
+
+@given(st.text())
+def test_tiny_round_trips_text(text):
+    for special in TOKENIZER.all_special_tokens:
+        text = text.replace(special, "")
+    assert TOKENIZER.decode(TOKENIZER(text)["input_ids"], skip_special_tokens=True) == text
+
+
+@pytest.mark.parametrize("observation", OBSERVATIONS)
+def test_tiny_round_trips_demonstrations_to_the_parser(observation):
+    for row in make_env("frozen_lake", observation=observation).demonstrations(100, seed=9):
+        text = completion_text(row["completion"])
+        decoded = TOKENIZER.decode(TOKENIZER(text)["input_ids"], skip_special_tokens=True)
+        assert parse_response(decoded) == parse_response(text) is not None
+
+
+@pytest.mark.parametrize("observation", OBSERVATIONS)
+@pytest.mark.parametrize("slip", [0.0, 0.3])
+def test_every_word_of_our_prompts_is_one_token(observation, slip):
+    for row in make_env("frozen_lake", observation=observation, slip=slip).demonstrations(50, seed=11):
+        for message in [*row["prompt"], *row["completion"]]:
+            tokens = TOKENIZER.tokenize(message["content"])
+            spelled = [pair for pair in itertools.pairwise(tokens) if all(map(_is_letter, pair))]
+            assert spelled == []  # two letters in a row would be a word in bytes
+
+
+def _is_letter(token):
+    return len(token) == 1 and token.isascii() and token.isalpha()
+
+
+def test_digits_and_newlines_are_tokens_of_their_own():
+    assert TOKENIZER.tokenize("12 34\n\n5") == ["1", "2", "Ġ3", "4", "Ċ", "Ċ", "5"]
+
+
+def test_tags_survive_decoding_without_special_tokens():
+    ids = TOKENIZER("<think>a</think><answer>Up</answer><|im_end|>")["input_ids"]
+    assert TOKENIZER.decode(ids, skip_special_tokens=True) == "<think>a</think><answer>Up</answer>"
+    for tag in TAGS:
+        assert TOKENIZER.tokenize(tag) == [tag]
+
+
+def test_prompt_is_a_prefix_of_the_whole_conversation():
+    row = make_env("frozen_lake").demonstrations(1, seed=0)[0]
+    prompt = TOKENIZER.apply_chat_template(row["prompt"], add_generation_prompt=True)["input_ids"]
+    whole = TOKENIZER.apply_chat_template(row["prompt"] + row["completion"])["input_ids"]
+    assert whole[: len(prompt)] == prompt
+    assert TOKENIZER.eos_token_id in whole[len(prompt) :]
+
+
+def test_prompts_and_demonstrations_are_short():
+    rows = make_env("frozen_lake").demonstrations(500, seed=2)
+    prompts = TOKENIZER.apply_chat_template(rows["prompt"][:], add_generation_prompt=True)["input_ids"]
+    completions = sorted(len(TOKENIZER(completion_text(completion))["input_ids"]) for completion in rows["completion"])
+    assert max(map(len, prompts)) <= 100
+    assert completions[int(0.95 * 500)] <= 64
+
+
+# The shipped folder
+
+
+def test_shipped_tokenizer_is_the_one_we_build(shipped_tokenizer):
+    assert shipped_tokenizer.get_vocab() == TOKENIZER.get_vocab()
+    assert shipped_tokenizer.chat_template == TOKENIZER.chat_template
+    text = "Walk, unknown wörds 12\n<think>a</think>"
+    assert shipped_tokenizer(text)["input_ids"] == TOKENIZER(text)["input_ids"]
+    assert shipped_tokenizer.eos_token_id == TOKENIZER.eos_token_id
+    assert shipped_tokenizer.pad_token_id == TOKENIZER.pad_token_id
+
+
+def test_shipped_model_loads_in_float32_and_has_the_shapes_we_build():
+    shipped = AutoModelForCausalLM.from_pretrained(TINY_MODEL_PATH)
+    built = build_model(seed=0)
+    assert {p.dtype for p in shipped.parameters()} == {torch.float32}
+    assert {n: p.shape for n, p in shipped.named_parameters()} == {n: p.shape for n, p in built.named_parameters()}
+    assert 0.5e6 < shipped.num_parameters() < 1.5e6
+
+
+def test_shipped_folder_is_small_and_holds_nothing_of_the_machine_that_made_it():
+    files = [path for path in Path(TINY_MODEL_PATH).iterdir() if path.is_file()]
+    assert sum(path.stat().st_size for path in files) < 4_000_000
+    assert {path.suffix for path in files} <= {".json", ".jinja", ".safetensors"}
+
+
+def test_tiny_is_a_name_and_other_names_pass_through():
+    assert resolve_model("tiny") == str(TINY_MODEL_PATH)
+    assert resolve_model("some/model") == "some/model"
+
+
+# Building and warming up
+
+
+def test_model_depends_on_its_seed_alone():
+    def weights(seed):
+        return torch.cat([parameter.flatten() for parameter in build_model(seed).parameters()])
+
+    state = torch.get_rng_state()
+    first = weights(1)
+    assert torch.equal(torch.get_rng_state(), state)
+    torch.manual_seed(5)
+    assert torch.equal(weights(1), first)
+    assert not torch.equal(weights(2), first)
+
+
+def warm_start_args(tmp_path, *more):
+    options = {
+        "model_name_or_path": "tiny",
+        "env": "frozen_lake",
+        "env_args": '{"size": 3}',
+        "num_demonstrations": 64,
+        "max_steps": 2,
+        "output_dir": tmp_path / "warm",
+        "use_cpu": True,
+        "bf16": False,
+        "gradient_checkpointing": False,
+        "report_to": "none",
+        "save_strategy": "no",
+        "disable_tqdm": True,
+    }
+    return [str(item) for key, value in options.items() for item in (f"--{key}", value)] + list(more)
+
+
+def test_warm_start_from_scratch_saves_a_model_that_loads(tmp_path):
+    warm_start.main(warm_start_args(tmp_path, "--from_scratch", "true", "--learning_rate", "1e-2"))
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "warm")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "warm")
+    assert tokenizer.get_vocab() == TOKENIZER.get_vocab()
+    untrained = build_model(seed=42)  # the trainer's default seed
+    assert not torch.equal(model.model.embed_tokens.weight, untrained.model.embed_tokens.weight)
+    assert (model.model.embed_tokens.weight - untrained.model.embed_tokens.weight).abs().max() < 0.1
+    assert not (tmp_path / "warm" / "training_args.bin").exists()
+
+
+def test_warm_start_continues_the_shipped_model(tmp_path):
+    warm_start.main(warm_start_args(tmp_path, "--learning_rate", "0"))
+    continued = AutoModelForCausalLM.from_pretrained(tmp_path / "warm")
+    shipped = AutoModelForCausalLM.from_pretrained(TINY_MODEL_PATH)
+    for name, parameter in continued.named_parameters():
+        assert torch.equal(parameter, shipped.get_parameter(name)), name
+
+
+def test_only_the_tiny_model_can_be_built_from_scratch(tmp_path):
+    args = warm_start_args(tmp_path, "--from_scratch", "true", "--model_name_or_path", "some/model")
+    with pytest.raises(ValueError, match=r"from_scratch must be False .* got 'some/model'"):
+        warm_start.main(args)

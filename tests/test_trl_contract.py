@@ -1,0 +1,146 @@
+"""What we lean on in TRL and transformers. When one of these fails after an upgrade, the trainer must be looked at.
+
+The supported range of TRL is in pyproject.toml; these tests are what "supported" means.
+"""
+
+import inspect
+from importlib.metadata import requires, version
+
+import pytest
+import torch
+import trl
+from packaging.requirements import Requirement
+from transformers import Trainer, TrainerCallback
+from trl import GRPOConfig, GRPOTrainer
+from trl.trainer import utils
+
+from ragen2_trl.trainers.batches import COMPLETION_PADDING, PROMPT_PADDING, WHOLE_SEQUENCE
+from ragen2_trl.trainers.snr_grpo_config import TOKEN_NORMALIZED_LOSSES
+from ragen2_trl.trainers.snr_grpo_trainer import VISION_KEYS
+
+
+def parameters(function) -> list[str]:
+    return list(inspect.signature(function).parameters)
+
+
+def test_installed_trl_is_in_the_supported_range():
+    requirement = next(r for r in map(Requirement, requires("ragen2-trl")) if r.name == "trl")
+    assert requirement.specifier.contains(version("trl"))
+
+
+@pytest.mark.parametrize(
+    ("method", "expected"),
+    [
+        ("_prepare_inputs", ["self", "generation_batch"]),
+        ("_calculate_rewards", ["self", "inputs", "prompts", "completions", "completion_ids_list"]),
+        ("_generate_and_score_completions", ["self", "inputs"]),
+        ("_compute_loss", ["self", "model", "inputs"]),
+        ("_get_train_sampler", ["self", "dataset"]),
+        ("_save_checkpoint", ["self", "model", "trial"]),
+        ("_load_optimizer_and_scheduler", ["self", "checkpoint"]),
+    ],
+)
+def test_signatures_of_the_methods_we_override(method, expected):
+    assert parameters(getattr(GRPOTrainer, method)) == expected
+
+
+def test_first_arguments_of_the_trainer():
+    assert parameters(GRPOTrainer.__init__)[:5] == ["self", "model", "reward_funcs", "args", "train_dataset"]
+
+
+def test_arguments_of_the_entropy_pass():
+    method = parameters(GRPOTrainer._get_per_token_logps_and_entropies)
+    assert method[:7] == [
+        "self",
+        "model",
+        "input_ids",
+        "attention_mask",
+        "logits_to_keep",
+        "batch_size",
+        "compute_entropy",
+    ]
+    assert set(VISION_KEYS) == set(method) - set(method[:7]) - {"compute_aux_loss"}
+
+
+def test_loss_types_are_the_ones_whose_normalisation_we_know():
+    source = inspect.getsource(GRPOTrainer._compute_loss)
+    assert 'elif self.loss_type in ["cispo", "dapo", "vespo"]:\n            # `num_items_in_batch` spans' in source
+    for loss_type in ("grpo", "sapo", "bnpo", "dr_grpo", "luspo", *TOKEN_NORMALIZED_LOSSES):
+        assert f'"{loss_type}"' in source
+    for divisor in (
+        "normalizer = self.current_gradient_accumulation_steps if mode",
+        'inputs["num_items_in_batch"].clamp(min=1.0) / self.accelerator.num_processes',
+        "normalizer * self.current_gradient_accumulation_steps / self.args.steps_per_generation",
+    ):
+        assert divisor in source
+
+
+def test_keys_of_the_generation_batch(policy_path, prompts, make_args):
+    """Every key of TRL's batch is one that `batches.py` knows how to join and trim, and the ones we read exist."""
+    seen = {}
+
+    class Spy(GRPOTrainer):
+        def _generate_and_score_completions(self, inputs):
+            batch = super()._generate_and_score_completions(inputs)
+            seen.update(batch)
+            return batch
+
+    args = make_args(snr=False, max_steps=1, beta=0.1, steps_per_generation=2, gradient_accumulation_steps=1)
+    Spy(policy_path, lambda completions, **_: list(map(len, completions)), args, prompts).train()
+    per_token = {*PROMPT_PADDING, *COMPLETION_PADDING}
+    assert set(seen) - per_token == {"advantages", "num_items_in_batch"}
+    assert {"prompt_ids", "completion_mask", "old_per_token_logps", "ref_per_token_logps"} <= set(seen)
+    assert seen["num_items_in_batch"].ndim == 0
+    assert seen["advantages"].shape == (16,)
+
+
+def test_every_key_that_trl_can_put_into_a_batch_is_known():
+    source = inspect.getsource(GRPOTrainer._generate_and_score_completions)
+    built = source[source.index("output = {") :]
+    written = {line.split('"')[1] for line in built.splitlines() if line.strip().startswith(('output["', '"'))}
+    known = {*PROMPT_PADDING, *COMPLETION_PADDING, *WHOLE_SEQUENCE, *VISION_KEYS, "advantages", "num_items_in_batch"}
+    assert written <= known, f"unknown keys in TRL's batch: {sorted(written - known)}"
+
+
+def test_the_buffer_is_a_list_of_micro_batches_indexed_by_step():
+    source = inspect.getsource(GRPOTrainer._prepare_inputs)
+    assert "self._step % generate_every == 0 or self._buffered_inputs is None" in source
+    assert "self._buffered_inputs[self._step % self.args.steps_per_generation]" in source
+    assert "shuffle_sequence_dict(generation_batch)" in source
+
+
+def test_unscorable_rows_are_nan_and_normalisation_uses_1e4():
+    source = inspect.getsource(GRPOTrainer._generate_and_score_completions)
+    assert source.count("+ 1e-4)") == 3
+    assert "nan_to_num(advantages, nan=0.0)" in source
+
+
+def test_helpers_of_trl_that_we_import():
+    assert parameters(utils.RepeatSampler.__init__)[1:] == [
+        "data_source",
+        "mini_repeat_count",
+        "batch_size",
+        "repeat_count",
+        "shuffle",
+        "seed",
+    ]
+    assert parameters(utils.split_pixel_values_by_grid) == parameters(utils.unsplit_pixel_values_by_grid) == ["batch"]
+    assert utils.nanstd(torch.tensor([1.0, 3.0, float("nan")])).item() == pytest.approx(2**0.5)
+
+
+def test_the_training_loop_steps_over_parameters_without_gradients():
+    """`on_pre_optimizer_step`, where we set gradients to None, comes after clipping and before the optimizer."""
+    source = inspect.getsource(Trainer._run_epoch)
+    order = [
+        source.index(part)
+        for part in ("_clip_grad_norm(", "on_pre_optimizer_step", "optimizer.step()", "zero_grad()", "on_step_end")
+    ]
+    assert order == sorted(order)
+    assert hasattr(TrainerCallback, "on_pre_optimizer_step")
+
+
+def test_config_fields_we_read_exist():
+    fields = GRPOConfig.__dataclass_fields__
+    for name in ("steps_per_generation", "num_generations", "entropy_coef", "use_adaptive_entropy", "loss_type"):
+        assert name in fields
+    assert trl.__version__.startswith("1.16")
