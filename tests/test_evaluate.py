@@ -128,12 +128,14 @@ def test_mode_is_restored_after_an_error(tiny):
     assert model.training
 
 
-def test_batching_does_not_change_greedy_completions(tiny):
-    model, tokenizer = tiny
+@pytest.mark.parametrize("pad_token", ["<pad>", None])
+def test_batching_does_not_change_greedy_completions(pad_token):
+    model = AutoModelForCausalLM.from_pretrained(TINY_MODEL_PATH)
+    tokenizer = AutoTokenizer.from_pretrained(TINY_MODEL_PATH)
+    tokenizer.pad_token = pad_token  # without one, padding and end tokens look alike
     prompts = make_env("frozen_lake", observation="both").dataset(6, seed=0)["prompt"][:]  # of unequal length
     prompts[0] = prompts[0][1:]
     options = {"temperature": 0.0, "max_new_tokens": 32}
-    model.eval()
     with torch.no_grad():
         alone = generate(model, tokenizer, prompts, batch_size=1, **options)
         together = generate(model, tokenizer, prompts, batch_size=4, **options)

@@ -12,8 +12,17 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from ragen2_trl.envs import ENVIRONMENTS, Environment, FrozenLake, completion_text, make_env, parse_response
-from ragen2_trl.envs.base import MAX_PARSED_ACTIONS, format_response
-from ragen2_trl.envs.frozen_lake import ACTIONS, Walk, distances_to_goal, find, shortest_path, split_of, transitions
+from ragen2_trl.envs.base import MAX_PARSED_ACTIONS, MAX_RESPONSE_CHARS, format_response
+from ragen2_trl.envs.frozen_lake import (
+    ACTIONS,
+    Walk,
+    distances_to_goal,
+    explain,
+    find,
+    shortest_path,
+    split_of,
+    transitions,
+)
 
 LAKE = ("SFF", "FHF", "FFG")
 
@@ -162,7 +171,7 @@ def test_split_depends_on_the_map_alone():
 
 def test_prompt_shows_what_the_observation_asks_for():
     grid_text = "P _ _\n_ O _\n_ _ G"
-    coordinates = "P 0,0, G 2,2, O 1,1, size 3."
+    coordinates = "P a1, G c3, O b2, from a1 top left to c3 bottom right."
     for observation, shown in {
         "grid": grid_text,
         "coordinates": coordinates,
@@ -307,11 +316,15 @@ def test_demonstrations_are_as_short_as_can_be():
 
 
 def test_demonstrations_reason_about_the_map():
-    reasonings = [
-        parse_response(completion_text(row["completion"])).reasoning
-        for row in FrozenLake().demonstrations(200, seed=0)
-    ]
-    assert len(set(reasonings)) > 180
+    rows = FrozenLake().demonstrations(200, seed=0)
+    reasonings = {parse_response(completion_text(completion)).reasoning for completion in rows["completion"]}
+    assert len(reasonings) > 150  # on neighbouring cells two maps can call for the same words
+
+
+def test_reasoning_names_ends_holes_between_and_cells_of_the_way():
+    lake = ("SHF", "FFF", "HFG")
+    path, _ = shortest_path(lake, random.Random(0))
+    assert explain(lake, path).startswith("From a1 to c3, holes b1 a3, path a1 a2 b2 ")
 
 
 def test_ties_between_shortest_ways_are_broken_at_random():
@@ -355,7 +368,7 @@ PIECES = st.sampled_from(["<think>", "</think>", "<answer>", "</answer>", "||", 
 @given(st.one_of(st.text(), st.lists(PIECES, max_size=40).map("".join)))
 @example("<think>" * 50_000)
 @example("</think><answer>" * 50_000)
-@example("</think><answer>" + "||" * 40_000 + "</answer>")
+@example("</think><answer>" + "a||" * 30_000 + "</answer>")
 @example("</think>" + " " * 99_000)
 def test_parser_survives_hostile_text(text):
     response = parse_response(text)
@@ -363,6 +376,12 @@ def test_parser_survives_hostile_text(text):
         assert len(response.actions) <= MAX_PARSED_ACTIONS
         assert all(action == action.strip() != "" and "||" not in action for action in response.actions)
     assert FrozenLake().frozen_lake_format(prompts=[None], completions=[text])[0] in (-0.1, 0.0)
+
+
+def test_parser_reads_no_further_than_its_limit():
+    filler = "x" * (MAX_RESPONSE_CHARS - len(answer("Up")))
+    assert parse_response(filler + answer("Up")) is not None
+    assert parse_response(filler + "x" + answer("Up")) is None
 
 
 def test_parser_work_is_linear_in_the_text():

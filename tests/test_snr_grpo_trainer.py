@@ -141,6 +141,23 @@ def test_an_empty_selection_changes_nothing(mode, accumulation, policy_path, pro
     assert [row["snr/empty_steps"] for row in log_rows(trainer)] == [0, 1, 2]
 
 
+def test_loss_scaling_survives_empty_steps(policy_path, prompts, make_args):
+    """fp16's GradScaler, on the CPU: it asserts that every optimizer step has gradients to check."""
+
+    def reward(completions, trainer_state, **kwargs):
+        signal = trainer_state.global_step in (0, 3)
+        return length_reward(completions) if signal else [1.0] * len(completions)
+
+    snapshots = Snapshots()
+    trainer = SNRFilteredGRPOTrainer(policy_path, reward, make_args(max_steps=4), prompts, callbacks=[snapshots])
+    trainer.accelerator.scaler = torch.amp.GradScaler("cpu")
+    trainer.train()
+    first, second, third, fourth = snapshots.parameters
+    assert_same_parameters(first, second)
+    assert_same_parameters(first, third)
+    assert any(not torch.equal(third[name], fourth[name]) for name in third)
+
+
 def test_empty_steps_in_a_row_stop_the_run_and_say_why(policy_path, prompts, make_args, caplog):
     args = make_args(max_steps=9, snr_max_empty_steps=3)
     trainer = SNRFilteredGRPOTrainer(policy_path, lambda completions, **_: [0.25] * len(completions), args, prompts)

@@ -3,17 +3,28 @@
 import sys
 from importlib import import_module
 
-COMMANDS = ("warm_start", "train", "evaluate")
+from rich.console import Console
+
+COMMANDS = {
+    "train": "train a model on an environment with SNR-filtered GRPO",
+    "evaluate": "success, pass@k and reward on held-out tasks, with confidence intervals",
+    "warm-start": "supervised fine-tuning on demonstrations of an environment",
+}
 
 
 def main(args: list[str] | None = None) -> None:
-    """Runs the command that the first argument names with the arguments after it.
+    """Run the command that the first argument names with the arguments after it.
 
     Raises:
-        SystemExit: If the first argument is not a command; the message lists them.
+        SystemExit: if the first argument is not a command; the message lists them.
     """
-    args = sys.argv[1:] if args is None else args
-    if not args or args[0] not in COMMANDS:
-        raise SystemExit(f"usage: ragen2-trl {{{','.join(COMMANDS)}}} [--help] [arguments]")
+    command, *rest = (sys.argv[1:] if args is None else args) or [""]
+    if command not in COMMANDS:
+        listing = "\n".join(f"  {name:<11} {purpose}" for name, purpose in COMMANDS.items())
+        usage = f"usage: ragen2-trl <command> [--help] [arguments]\n\n{listing}"
+        if command in ("-h", "--help"):
+            Console().print(usage, highlight=False, markup=False)
+            return
+        raise SystemExit(f"command={command!r}; allowed: {', '.join(COMMANDS)}\n\n{usage}")
     # Imported only now: a command should not wait for the imports of the others.
-    import_module(f"{__name__}.{args[0]}").main(args[1:])
+    import_module(f"{__name__}.{command.replace('-', '_')}").main(rest)

@@ -41,6 +41,7 @@ def main(args: list[str] | None = None) -> None:
         train_dataset=env.demonstrations(script_args.num_demonstrations, script_args.demonstrations_seed),
         processing_class=tokenizer,
         peft_config=get_peft_config(model_args),
+        quantization_config=get_quantization_config(model_args),
     )
     trainer.train(resume_from_checkpoint=training_args.resume_from_checkpoint)
     _save(trainer, training_args.output_dir)
@@ -63,7 +64,6 @@ def _model_and_tokenizer(
         "revision": model_args.model_revision,
         "attn_implementation": model_args.attn_implementation,
         "dtype": model_args.dtype,
-        "quantization_config": get_quantization_config(model_args),
         **(training_args.model_init_kwargs or {}),
     }
     return resolve_model(model_args.model_name_or_path), None

@@ -34,6 +34,7 @@ Transitions: TypeAlias = dict[int, dict[int, list[tuple[float, int, float, bool]
 
 ACTIONS = ("Left", "Down", "Right", "Up")  # in gymnasium's order
 MOVES: tuple[Cell, ...] = ((0, -1), (1, 0), (0, 1), (-1, 0))
+COLUMNS = "abcdefghij"
 OBSERVATIONS = ("grid", "coordinates", "both")
 FORMAT_PENALTY = -0.1
 TEST_FRACTION_INVERSE = 5  # one map in five is held out
@@ -173,20 +174,24 @@ class FrozenLake(Environment):
 
     def render_prompt(self, grid: Grid) -> list[dict[str, str]]:
         """The system and the user message for a map."""
-        slippery = " The ice is slippery, a move may go sideways." if self.slip > 0 else ""
-        system = f"Walk from P to G over ice and avoid the holes O.{slippery} Actions: {', '.join(ACTIONS)}."
+        system = (
+            "Walk from P to G and avoid the holes O"
+            f" with at most {self.max_actions} actions: {', '.join(ACTIONS)}."
+            f"{' The ice is slippery, a move may go sideways.' if self.slip > 0 else ''}"
+        )
         answer_format = "Reply with <think>reasoning</think><answer>Right || Down</answer>"
-        user = f"{self.render_observation(grid)}\n{answer_format}, at most {self.max_actions} actions."
+        user = f"{self.render_observation(grid)}\n{answer_format}"
         return [{"role": "system", "content": system}, {"role": "user", "content": user}]
 
     def render_observation(self, grid: Grid) -> str:
-        """A map as text, in the form that `observation` asks for; cells are `row,column`, counted from 0."""
+        """A map as text, in the form that `observation` asks for."""
         parts = []
         if self.observation in ("grid", "both"):
             parts.append("\n".join(" ".join(row.translate(_SYMBOLS)) for row in grid))
         if self.observation in ("coordinates", "both"):
             holes = _cells(find(grid, "H")) or "none"
-            parts.append(f"P {_cells(find(grid, 'S'))}, G {_cells(find(grid, 'G'))}, O {holes}, size {self.size}.")
+            start, goal, corner = _cells(find(grid, "S")), _cells(find(grid, "G")), _cells([(len(grid) - 1,) * 2])
+            parts.append(f"P {start}, G {goal}, O {holes}, from a1 top left to {corner} bottom right.")
         return "\n".join(parts)
 
     def is_valid(self, text: str) -> bool:
@@ -251,7 +256,7 @@ class FrozenLake(Environment):
     def demonstrations(self, num: int, seed: int) -> Dataset:
         """Shortest ways, one drawn at random for each map, so that a model warmed up on them stays stochastic.
 
-        The reasoning reads the map first (start, goal, holes near the way) and then follows the way cell by cell.
+        The reasoning reads the map first (start, goal, holes between them) and then follows the way cell by cell.
         """
         rows = []
         for row in self.dataset(num, seed):
@@ -282,12 +287,17 @@ def shortest_path(grid: Grid, rng: random.Random) -> tuple[list[Cell], list[int]
 
 
 def explain(grid: Grid, path: Sequence[Cell]) -> str:
-    """The reasoning behind a way: where it starts and ends, the holes beside it, and its cells one by one."""
+    """The reasoning behind a way: its two ends, the holes in the rectangle between them, and its cells one by one."""
+    (start_row, start_column), (goal_row, goal_column) = path[0], path[-1]
     holes = [
-        hole for hole in find(grid, "H") if any(abs(hole[0] - r) + abs(hole[1] - c) == 1 for r, c in path)
-    ]  # only holes that one wrong move can reach: a short text, but a different one for each map
-    return f"Start {_cells(path[:1])}, goal {_cells(path[-1:])}, holes {_cells(holes) or 'none'}, path {_cells(path)}."
+        (r, c)
+        for r, c in find(grid, "H")
+        if min(start_row, goal_row) <= r <= max(start_row, goal_row)
+        and min(start_column, goal_column) <= c <= max(start_column, goal_column)
+    ]  # the holes that stand in a direct way, whichever way is taken: a short text, but one that reads the map
+    return f"From {_cells(path[:1])} to {_cells(path[-1:])}, holes {_cells(holes) or 'none'}, path {_cells(path)}."
 
 
 def _cells(cells: Sequence[Cell]) -> str:
-    return " ".join(f"{row},{column}" for row, column in cells)
+    """Cells as on a chess board, column letter and row number, but with the rows counted from the top."""
+    return " ".join(f"{COLUMNS[column]}{row + 1}" for row, column in cells)

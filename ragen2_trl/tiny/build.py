@@ -13,7 +13,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from ragen2_trl.envs import make_env
-from ragen2_trl.envs.frozen_lake import OBSERVATIONS
+from ragen2_trl.envs.frozen_lake import COLUMNS, OBSERVATIONS
 
 PAD, START, END = "<pad>", "<|im_start|>", "<|im_end|>"
 # Ordinary tokens: TRL decodes with `skip_special_tokens=True`, and rewards need to see these.
@@ -45,6 +45,7 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     )
     words = {piece for text in _sample_texts() for piece, _ in splitter.pre_tokenize_str(text)}
     words.update(f"Ġ{digit}" for digit in range(10))  # Ġ is how byte-level tokenizers write a space
+    words.update(f"Ġ{column}" for column in COLUMNS)
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {token: index for index, token in enumerate([*alphabet, *sorted(words - set(alphabet))])}
 

@@ -25,6 +25,10 @@ class EmptyStepCallback(TrainerCallback):
             # Optimizers pass over parameters without a gradient: neither they nor their momentum move.
             for parameter in model.parameters():
                 parameter.grad = None
+            if (scaler := self.trainer.accelerator.scaler) is not None:
+                # fp16 loss scaling insists on gradients to check: pass over the optimizer and forget the check.
+                self.trainer.accelerator.gradient_state._set_sync_gradients(False)
+                scaler.update(scaler.get_scale())
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         trainer = self.trainer

