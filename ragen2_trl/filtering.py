@@ -60,15 +60,15 @@ def zero_variance(rewards: Tensor) -> Tensor:
     """Which groups carry no signal: reward standard deviation at most 1e-6, or fewer than two valid rewards.
 
     Args:
-        rewards: (N, G) rewards, NaN where a completion could not be scored.
+        rewards: (N, G) rewards; those that are not finite are left out.
 
     Returns:
         (N,) bool.
 
-    >>> zero_variance(torch.tensor([[0.1 + 0.2, 0.3], [1.0, 0.0], [1.0, float("nan")]])).tolist()
+    >>> zero_variance(torch.tensor([[0.3, 0.30000004], [1.0, 0.0], [1.0, float("nan")]])).tolist()
     [True, False, True]
     """
-    return _nan_variance(rewards.double(), ddof=1).sqrt() <= ZERO_STD
+    return _nan_variance(_finite(rewards), ddof=1).sqrt() <= ZERO_STD
 
 
 def group_score(
@@ -83,7 +83,7 @@ def group_score(
     """Score each group of completions by the signal it carries.
 
     Args:
-        rewards: (N, G) raw weighted reward sums, before any normalisation. NaN rewards are left out.
+        rewards: (N, G) raw weighted reward sums, before any normalisation. Those that are not finite are left out.
         kind: `reward_variance` (the paper's RV, Section 3.3 and Appendix G), `reward_std` (what the reference code
             ranks by under the name of the variance), `reward_mean`, `reward_sum`, `entropy` and `entropy_variance`
             (mean and standard deviation over the group of the completions' mean token entropy; the reference's
@@ -101,14 +101,13 @@ def group_score(
         ValueError: for an unknown kind, or when the input that a kind needs is missing.
     """
     check_choice("kind", kind, SCORES)
-    rewards = rewards.detach().double().cpu()
-    scorable = ~rewards.isnan()
+    rewards = _finite(rewards).cpu()
     if kind in ("reward_variance", "reward_std"):
         variance = _nan_variance(rewards, ddof).masked_fill(zero_variance(rewards), 0.0)
         return variance if kind == "reward_variance" else variance.sqrt()
     if kind in ("reward_mean", "reward_sum"):
         score = rewards.nanmean(dim=1) if kind == "reward_mean" else rewards.nansum(dim=1)
-        return score.masked_fill(scorable.sum(dim=1) < 2, 0.0)
+        return score.masked_fill((~rewards.isnan()).sum(dim=1) < 2, 0.0)
     if kind == "random":
         return torch.rand(len(rewards), generator=_required("generator", generator, kind), dtype=torch.float64)
     if kind == "length":
@@ -143,7 +142,7 @@ def select_groups(
         strategy: one of the above.
         value: a fraction in (0, 1], for `top_k_abs` a number of groups. `top_p` at 1.0 keeps every candidate.
         include_zero: whether groups without signal are candidates at all.
-        selection_eps: slack of `top_p`, in the unit of the scores. A batch whose mass is below
+        selection_eps: slack of `top_p`, in the unit of the scores. A batch whose mass is not above
             `selection_eps / value` keeps nothing: all of it is taken for noise.
         keep: `largest` ranks downwards, `smallest` upwards (the paper's reverse ablation; for `min_p` it keeps the
             groups that score at most `value` x the largest score).
@@ -177,7 +176,8 @@ def select_groups(
         return kept
     ranked, order = scores[candidates].sort(descending=keep == "largest", stable=True)
     if strategy == "top_k":  # a fraction of all groups, zero ones included, as in the paper: floor(rho x N)
-        strategy, value = "top_k_abs", max(1, int(value * len(scores)))
+        # The tolerance makes 0.29 of 100 groups 29, although 0.29 * 100 is 28.999999999999996.
+        strategy, value = "top_k_abs", max(1, int(value * len(scores) + 1e-9))
     kept[candidates[order[: _prefix_length(ranked, strategy, value, selection_eps, keep)]]] = True
     return kept
 
@@ -204,12 +204,12 @@ def selection_metrics(
     >>> metrics["kept_fraction"], metrics["dropped_all_best"], metrics["dropped_all_worst"]
     (0.25, 0.25, 0.5)
     """
-    rewards = rewards.detach().double().cpu()
+    rewards = _finite(rewards).cpu()
     valid = rewards[~rewards.isnan()]
     low, high = reward_range or ((valid.min().item(), valid.max().item()) if valid.numel() else (0.0, 0.0))
     uniform = zero_variance(rewards)
     dropped_uniform = ~kept & uniform
-    means = rewards.nanmean(dim=1)
+    means = rewards.nanmean(dim=1)  # NaN, so neither best nor worst, where no completion could be scored
     tells_best_from_worst = high - low > ZERO_STD
     score_mean = scores.mean().item()
     score_std = scores.std().item() if len(scores) > 1 else 0.0
@@ -245,9 +245,15 @@ def _prefix_length(ranked: Tensor, strategy: str, value: float, selection_eps: f
 
 
 def _shortest_prefix(ranked: Tensor, target: Tensor) -> int:
-    """Length of the shortest prefix with a sum of at least `target`; 0 when no prefix reaches it."""
-    reached = (ranked.cumsum(dim=0) >= target).nonzero()
+    """Length of the shortest prefix with a sum of at least `target`, up to rounding; 0 when no prefix reaches it."""
+    reached = (ranked.cumsum(dim=0) >= target - 1e-12 * ranked.abs().sum()).nonzero()
     return int(reached[0]) + 1 if len(reached) else 0
+
+
+def _finite(rewards: Tensor) -> Tensor:
+    """Rewards in float64, NaN where they are not finite: one infinite reward must not spoil the whole batch."""
+    rewards = rewards.detach().double()
+    return rewards.where(rewards.isfinite(), torch.nan)
 
 
 def _nan_variance(values: Tensor, ddof: int) -> Tensor:

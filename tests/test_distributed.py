@@ -20,6 +20,7 @@ COMMON = {
     "max_grad_norm": 0.0,
     "beta": 0.1,
     "snr_selection_eps": 0.0,
+    "max_steps": 1,
     "save_strategy": "no",
     "report_to": "none",
     "use_cpu": True,
@@ -65,17 +66,37 @@ CASES = {
         [KEPT],
     ),
     # The second generation batch of the optimizer step keeps nothing, so its last micro-step has no rows of its own.
-    "last generation batch of a step is empty": (
-        {
-            "loss_type": "grpo",
-            "per_device_train_batch_size": 4,
-            "gradient_accumulation_steps": 2,
-            "steps_per_generation": 1,
-            "max_steps": 1,
-        },
-        [PROMPTS[0], PROMPTS[2], PROMPTS[1], PROMPTS[3]],
-        [[PROMPTS[0], PROMPTS[2]], []],
-    ),
+    **{
+        f"last generation batch of a step is empty {mode}": (
+            {
+                "loss_type": "grpo",
+                "snr_mode": mode,
+                "per_device_train_batch_size": 4,
+                "gradient_accumulation_steps": 2,
+                "steps_per_generation": 1,
+                "max_steps": 1,
+            },
+            [PROMPTS[0], PROMPTS[2], PROMPTS[1], PROMPTS[3]],
+            [[PROMPTS[0], PROMPTS[2]], []],
+        )
+        for mode in ("drop", "mask")
+    },
+    **{
+        f"scores over processes {score}": (
+            {"loss_type": "dapo", "snr_score": score, "snr_strategy": "none", "per_device_train_batch_size": 6},
+            [PROMPTS[0], PROMPTS[5], PROMPTS[1]],
+            [[PROMPTS[0], PROMPTS[5]]],
+        )
+        for score in ("entropy", "length", "random")
+    },
+    **{
+        f"batch-level advantages {name}": (
+            {"loss_type": "dapo", name: value, "per_device_train_batch_size": 16},
+            PROMPTS,
+            [KEPT],
+        )
+        for name, value in (("scale_rewards", "batch"), ("multi_objective_aggregation", "normalize_then_sum"))
+    },
 }
 
 
@@ -113,6 +134,7 @@ def test_two_processes_compute_grpo_on_the_kept_groups(name, gradients_of_two_pr
             learning_rate=0.0,
             max_grad_norm=0.0,
             beta=0.1,
+            **{name: settings[name] for name in ("scale_rewards", "multi_objective_aggregation") if name in settings},
         )
         return gradients_of(GRPOTrainer, policy_path, args, replay, kept)[0]
 

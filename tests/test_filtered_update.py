@@ -20,13 +20,27 @@ def length_reward(completions, **kwargs):
 # Promise 1
 
 
-@pytest.mark.parametrize("loss_type", LOSS_TYPES)
-def test_neutral_is_grpo(loss_type, policy_path, prompts, make_args):
-    settings = {"loss_type": loss_type, "gradient_accumulation_steps": 2, "beta": 0.01, "entropy_coef": 0.01}
-    plain = GRPOTrainer(policy_path, length_reward, make_args(snr=False, **settings), prompts)
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {"loss_type": loss_type, "gradient_accumulation_steps": 2, "beta": 0.01, "entropy_coef": 0.01}
+        for loss_type in LOSS_TYPES
+    ]
+    + [
+        {"num_iterations": 2, "gradient_accumulation_steps": 2},
+        {"steps_per_generation": 2, "gradient_accumulation_steps": 1},
+        {"steps_per_generation": 1, "gradient_accumulation_steps": 2},
+        {"mask_truncated_completions": True, "pad_to_multiple_of": 8},
+        {"eval_strategy": "steps", "eval_steps": 1, "num_generations_eval": 2},
+    ],
+    ids=str,
+)
+def test_neutral_is_grpo(layout, policy_path, prompts, make_args):
+    settings = {"per_device_eval_batch_size": 8, **layout}
+    plain = GRPOTrainer(policy_path, length_reward, make_args(snr=False, **settings), prompts, prompts)
     plain.train()
-    neutral_filter = {"snr_value": 1.0, "snr_include_zero": True}
-    neutral = SNRFilteredGRPOTrainer(policy_path, length_reward, make_args(**settings, **neutral_filter), prompts)
+    neutral_args = make_args(**settings, snr_value=1.0, snr_include_zero=True)
+    neutral = SNRFilteredGRPOTrainer(policy_path, length_reward, neutral_args, prompts, prompts)
     before = parameters_of(neutral)
     neutral.train()
     assert_same_parameters(parameters_of(plain), parameters_of(neutral))
@@ -91,6 +105,72 @@ def test_filtered_update_is_grpo_on_the_kept_groups(loss_type, layout, mode, pol
     assert len(filtered) == steps // accumulation
     # At learning rate 0 the steps of one generation batch see the same policy: their mean is the whole batch's.
     assert_close(mean_gradient(filtered), plain[0])
+
+
+@pytest.mark.parametrize("mode", ["drop", "mask"])
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+@pytest.mark.parametrize("accumulation", [4, 6])
+def test_every_iteration_over_a_generation_batch_is_grpo_on_the_kept_groups(
+    loss_type, mode, accumulation, policy_path, make_args
+):
+    """Two passes over the same rollouts, in step and out of step with the optimizer's windows (4 and 6 of 8)."""
+    settings = {"loss_type": loss_type, "beta": 0.1, "learning_rate": 0.0, "max_grad_norm": 0.0}
+    replay = Replay(AutoTokenizer.from_pretrained(policy_path), REWARDS, equal_lengths=loss_type == "bnpo")
+    plain_args = make_args(snr=False, per_device_train_batch_size=16, max_steps=1, **settings)
+    plain = gradients_of(GRPOTrainer, policy_path, plain_args, replay, KEPT)
+    args = make_args(
+        per_device_train_batch_size=4,
+        gradient_accumulation_steps=accumulation,
+        steps_per_generation=8,
+        num_iterations=3 if accumulation == 6 else 2,
+        max_steps=4,
+        snr_mode=mode,
+        **settings,
+    )
+    filtered = gradients_of(SNRFilteredGRPOTrainer, policy_path, args, replay, PROMPTS)
+    # All windows weigh the same, and together they have gone over the rollouts a whole number of times.
+    assert_close(mean_gradient(filtered), plain[0])
+    if accumulation == 4:
+        assert_close(mean_gradient(filtered[:2]), mean_gradient(filtered[2:]))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"mask_truncated_completions": True},
+        {"pad_to_multiple_of": 8},
+        {"importance_sampling_level": "sequence", "loss_type": "luspo"},
+        {"top_entropy_quantile": 1.0, "delta": 2.0, "off_policy_mask_threshold": 0.5},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("mode", ["drop", "mask"])
+def test_other_settings_of_trl_keep_the_update_exact(settings, mode, policy_path, make_args):
+    settings = {**settings, "learning_rate": 0.0, "max_grad_norm": 0.0, "max_steps": 1}
+    replay = Replay(AutoTokenizer.from_pretrained(policy_path), REWARDS)
+    for completions in replay.completions.values():  # two of four end with the end token, the others are truncated
+        for completion in completions[::2]:
+            completion[-1] = 8
+    plain_args = make_args(snr=False, per_device_train_batch_size=16, **settings)
+    plain = gradients_of(GRPOTrainer, policy_path, plain_args, replay, KEPT)
+    args = make_args(per_device_train_batch_size=4, gradient_accumulation_steps=8, snr_mode=mode, **settings)
+    assert_close(gradients_of(SNRFilteredGRPOTrainer, policy_path, args, replay, PROMPTS)[0], plain[0])
+
+
+@pytest.mark.parametrize("mode", ["drop", "mask"])
+def test_tokens_that_the_environment_wrote_stay_out_of_the_loss(mode, policy_path, make_args):
+    class Turns(Replay):
+        def rollout(self, prompts, trainer):
+            output = super().rollout(prompts, trainer)
+            masks = [[int(token % 3 > 0) for token in ids] for ids in output["completion_ids"]]
+            return {**output, "env_mask": masks}
+
+    settings = {"learning_rate": 0.0, "max_grad_norm": 0.0, "max_steps": 1}
+    replay = Turns(AutoTokenizer.from_pretrained(policy_path), REWARDS)
+    plain_args = make_args(snr=False, per_device_train_batch_size=16, **settings)
+    plain = gradients_of(GRPOTrainer, policy_path, plain_args, replay, KEPT)
+    args = make_args(per_device_train_batch_size=4, gradient_accumulation_steps=8, snr_mode=mode, **settings)
+    assert_close(gradients_of(SNRFilteredGRPOTrainer, policy_path, args, replay, PROMPTS)[0], plain[0])
 
 
 @pytest.mark.parametrize("loss_type", ["grpo", "dapo", "dr_grpo"])

@@ -126,6 +126,16 @@ def test_scores_match_a_plain_loop(rewards):
     )
 
 
+def test_one_infinite_reward_spoils_its_own_group_only():
+    rewards = torch.tensor([[0.0, 1.0, 0.0], [float("inf"), 0.0, 0.0], [1.0, 0.0, 0.0]])
+    assert select_groups(group_score(rewards)).tolist() == [True, False, True]
+
+
+def test_rounding_neither_adds_nor_loses_a_group():
+    assert select_groups(torch.arange(1.0, 101.0), "top_k", 0.29).sum() == 29
+    assert select_groups(torch.full((10,), 0.1), "top_p", 0.9, selection_eps=0.0).sum() == 9
+
+
 def test_random_scores_leave_the_global_random_state_alone():
     before = torch.random.get_rng_state()
     first = group_score(torch.zeros(5, 2), "random", generator=torch.Generator().manual_seed(3))

@@ -7,6 +7,7 @@ import pytest
 import torch
 from conftest import PROMPTS, assert_same_parameters, parameters_of
 from datasets import Dataset
+from peft import LoraConfig
 from replay import KEPT, REWARDS, Replay
 from transformers import AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
@@ -37,7 +38,7 @@ class KeptPrompts(SNRFilteredGRPOTrainer):
     kept: dict
 
     def _compute_loss(self, model, inputs):
-        for ids in inputs["prompt_ids"] if inputs else []:
+        for ids in inputs["prompt_ids"]:
             prompt = self._tokenizer.decode(ids, skip_special_tokens=True)
             self.kept[prompt] = self.kept.get(prompt, 0) + 1
         return super()._compute_loss(model, inputs)
@@ -70,15 +71,44 @@ def test_whole_groups_are_kept_by_their_raw_weighted_rewards(aggregation, scale_
     assert trainer.kept == dict.fromkeys(KEPT, 4)
 
 
-@pytest.mark.parametrize("score", ["entropy", "entropy_variance", "length", "random", "reward_std"])
-def test_every_score_ranks_the_groups_with_signal(score, policy_path, make_args):
-    args = make_args(
-        per_device_train_batch_size=32, max_steps=1, snr_score=score, snr_strategy="top_k_abs", snr_value=2
-    )
+def entropy_by_hand(model, tokenizer, prompt, completion) -> float:
+    """Mean entropy in nats of the distributions that the completion's tokens were drawn from."""
+    prompt_ids = tokenizer(prompt)["input_ids"]
+    logits = model(torch.tensor([prompt_ids + completion])).logits[0, len(prompt_ids) - 1 : -1]
+    return torch.distributions.Categorical(logits=logits.double()).entropy().mean().item()
+
+
+@pytest.mark.parametrize("score", ["entropy", "entropy_variance", "length", "reward_std", "reward_sum"])
+def test_groups_are_scored_by_the_quantity_that_is_named(score, policy_path, make_args):
+    args = make_args(per_device_train_batch_size=32, max_steps=1, snr_score=score, learning_rate=0.0)
     trainer = replaying_trainer(policy_path, args)
     trainer.train()
-    assert log_rows(trainer)[0]["snr/kept_groups"] == 2
-    assert log_rows(trainer)[0]["snr/score_max"] > 0
+    replay = Replay(trainer._tokenizer, REWARDS)
+    groups = {
+        "length": [torch.tensor([float(len(ids)) for ids in replay.completions[p]]).mean() for p in PROMPTS],
+        "reward_std": [torch.tensor(REWARDS[p]).std() for p in PROMPTS],
+        "reward_sum": [torch.tensor(REWARDS[p]).sum() for p in PROMPTS],
+    }
+    with torch.no_grad():
+        entropies = torch.tensor(
+            [
+                [entropy_by_hand(trainer.model, trainer._tokenizer, p, ids) for ids in replay.completions[p]]
+                for p in PROMPTS
+            ]
+        )
+    groups |= {"entropy": list(entropies.mean(dim=1)), "entropy_variance": list(entropies.std(dim=1))}
+    row = log_rows(trainer)[0]
+    assert row["snr/score_mean"] == pytest.approx(torch.stack(groups[score]).mean().item(), rel=1e-4)
+    assert row["snr/score_max"] == pytest.approx(torch.stack(groups[score]).max().item(), rel=1e-4)
+
+
+def test_random_scores_choose_among_the_groups_with_signal(policy_path, make_args):
+    settings = {"snr_score": "random", "snr_strategy": "top_k_abs", "snr_value": 2, "max_steps": 2}
+    trainer = replaying_trainer(policy_path, make_args(per_device_train_batch_size=32, **settings))
+    trainer.train()
+    first, second = log_rows(trainer)
+    assert first["snr/kept_groups"] == second["snr/kept_groups"] == 2
+    assert first["snr/score_mean"] != second["snr/score_mean"]
 
 
 def test_completions_without_a_reward_are_left_out_of_the_scores(policy_path, make_args):
@@ -170,6 +200,45 @@ def test_empty_steps_in_a_row_stop_the_run_and_say_why(policy_path, prompts, mak
         assert part in caplog.text
 
 
+def test_steps_without_a_row_of_a_kept_group_are_not_counted_as_empty(policy_path, make_args):
+    """Four kept rows for eight optimizer steps: half of the steps move nothing, but a group was kept for them all."""
+    rewards = {prompt: [0.0, 1.0, 0.0, 1.0] if prompt == PROMPTS[0] else [0.0] * 4 for prompt in PROMPTS}
+    args = make_args(per_device_train_batch_size=4, steps_per_generation=8, max_steps=8, snr_max_empty_steps=1)
+    snapshots = Snapshots()
+    trainer = replaying_trainer(policy_path, args, rewards, callbacks=[snapshots])
+    start = parameters_of(trainer)
+    trainer.train()
+    assert trainer.state.global_step == 8
+    assert log_rows(trainer)[-1]["snr/empty_steps"] == 0
+    before_and_after = zip([start, *snapshots.parameters], snapshots.parameters, strict=False)
+    moved = sum(any(not torch.equal(old[name], new[name]) for name in old) for old, new in before_and_after)
+    assert moved == 4
+
+
+def test_adaptive_entropy_closes_its_books_when_the_last_generation_batch_is_empty(policy_path, prompts, make_args):
+    def reward(completions, trainer_state, **kwargs):
+        reward.calls += 1
+        return length_reward(completions) if reward.calls % 2 else [1.0] * len(completions)
+
+    reward.calls = 0
+    args = make_args(
+        gradient_accumulation_steps=2, steps_per_generation=1, use_adaptive_entropy=True, entropy_target=9.0
+    )
+    trainer = SNRFilteredGRPOTrainer(policy_path, reward, args, prompts)
+    trainer.train()
+    assert trainer._entropy_window_stats is None
+    coefficients = [row["entropy_coef"] for row in log_rows(trainer)]
+    assert coefficients == pytest.approx([args.entropy_coef_delta * step for step in (1, 2, 3)])
+
+
+def test_a_second_run_of_the_same_trainer_starts_its_counts_anew(policy_path, prompts, make_args):
+    args = make_args(max_steps=9, snr_max_empty_steps=3)
+    trainer = SNRFilteredGRPOTrainer(policy_path, lambda completions, **_: [0.25] * len(completions), args, prompts)
+    for _ in range(2):
+        trainer.train()
+        assert trainer.state.global_step == 3
+
+
 def test_signal_in_between_keeps_the_run_going(policy_path, prompts, make_args):
     def every_third_step(completions, trainer_state, **kwargs):
         signal = trainer_state.global_step % 3 == 2
@@ -216,7 +285,7 @@ def test_metrics_describe_the_selection(policy_path, make_args):
     trainer.train()
     row = log_rows(trainer)[0]
     scores = torch.tensor([torch.tensor(rewards, dtype=torch.float64).var().item() for rewards in REWARDS.values()])
-    scores[4] = 0.0  # 0.1 + 0.2 is 0.3
+    scores[4] = 0.0  # float noise
     assert row["snr/kept_groups"] == 4
     assert row["snr/kept_fraction"] == 0.5
     assert row["snr/score_mean"] == pytest.approx(scores.mean().item(), abs=1e-6)
@@ -239,7 +308,7 @@ def test_evaluation_is_never_filtered(policy_path, prompts, make_args):
         trainer = trainer_class(policy_path, reward, make_args(snr, **settings), prompts, eval_dataset=prompts)
         torch.manual_seed(0)
         results.append(trainer.evaluate())
-    measured = {key for key in results[0] if not key.endswith(("runtime", "per_second", "step_time"))}
+    measured = {key for key in results[0] if not key.endswith(("time", "per_second"))}
     assert {key: results[0][key] for key in measured} == {key: results[1][key] for key in measured}
     assert not any("snr" in key for key in results[1])
 
@@ -339,6 +408,40 @@ def test_a_dataset_without_prompts_is_refused(policy_path, make_args):
     dataset = Dataset.from_dict({"question": PROMPTS})
     with pytest.raises(ValueError, match=r"'question'.*'prompt'"):
         SNRFilteredGRPOTrainer(policy_path, length_reward, make_args(), dataset)
+
+
+def test_prompts_made_by_a_transform_are_welcome(policy_path, make_args):
+    dataset = Dataset.from_dict({"question": PROMPTS}).with_transform(lambda rows: {"prompt": rows["question"]})
+    args = make_args(max_steps=1, remove_unused_columns=False)
+    trainer = SNRFilteredGRPOTrainer(policy_path, length_reward, args, dataset)
+    trainer.train()
+    assert trainer.state.global_step == 1
+
+
+def test_subclasses_that_read_their_inputs_never_see_a_step_without_rows(policy_path, prompts, make_args):
+    class Reader(SNRFilteredGRPOTrainer):
+        def _compute_loss(self, model, inputs):
+            assert len(inputs["advantages"])
+            return super()._compute_loss(model, inputs)
+
+    Reader(policy_path, lambda completions, **_: [1.0] * len(completions), make_args(), prompts).train()
+
+
+@pytest.mark.parametrize("settings", [{"gradient_accumulation_steps": 3, "steps_per_generation": 2}, {}], ids=str)
+def test_iterable_datasets_train(settings, policy_path, prompts, make_args):
+    trainer = SNRFilteredGRPOTrainer(policy_path, length_reward, make_args(**settings), prompts.to_iterable_dataset())
+    trainer.train()
+    assert trainer.state.global_step == 3
+
+
+def test_lora_trains_the_adapter_alone(policy_path, prompts, make_args):
+    adapter = LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM")
+    args = make_args(gradient_accumulation_steps=2, beta=0.1)
+    trainer = SNRFilteredGRPOTrainer(policy_path, length_reward, args, prompts, peft_config=adapter)
+    start = parameters_of(trainer)
+    trainer.train()
+    moved = {name for name, value in parameters_of(trainer).items() if not torch.equal(value, start[name])}
+    assert moved and all("lora_" in name for name in moved)
 
 
 def test_the_card_names_the_method_and_the_paper(policy_path, prompts, make_args, tmp_path):

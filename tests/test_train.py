@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import TrainerState
 
 from ragen2_trl import cli
 from ragen2_trl.cli import train
@@ -99,10 +100,10 @@ def test_an_earlier_run_is_neither_continued_nor_replaced_by_accident(tmp_path):
 
 
 def test_interrupted_runs_say_how_to_go_on(tmp_path, monkeypatch, capsys):
-    def interrupt(self, **kwargs):
+    def interrupt(self, model, inputs):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(train.SNRFilteredGRPOTrainer, "train", interrupt)
+    monkeypatch.setattr(train.SNRFilteredGRPOTrainer, "_compute_loss", interrupt)
     with pytest.raises(SystemExit) as stopped:
         train.main(arguments(tmp_path / "run"))
     assert stopped.value.code == 130
@@ -133,7 +134,7 @@ def test_a_missing_model_is_named_as_a_field(tmp_path):
 
 
 def test_summary_of_a_run_without_a_logged_step():
-    summary = summarize([], None, None, 1.0)
+    summary = summarize(TrainerState(), None, None, 1.0)
     assert summary["steps"] == 0
     assert summary["update_compute_saved"] is None
 

@@ -35,6 +35,7 @@ def test_installed_trl_is_in_the_supported_range():
         ("_calculate_rewards", ["self", "inputs", "prompts", "completions", "completion_ids_list"]),
         ("_generate_and_score_completions", ["self", "inputs"]),
         ("_compute_loss", ["self", "model", "inputs"]),
+        ("compute_loss", ["self", "model", "inputs", "return_outputs", "num_items_in_batch"]),
         ("_get_train_sampler", ["self", "dataset"]),
         ("_save_checkpoint", ["self", "model", "trial"]),
         ("_load_optimizer_and_scheduler", ["self", "checkpoint"]),
@@ -45,7 +46,14 @@ def test_signatures_of_the_methods_we_override(method, expected):
 
 
 def test_first_arguments_of_the_trainer():
-    assert parameters(GRPOTrainer.__init__)[:5] == ["self", "model", "reward_funcs", "args", "train_dataset"]
+    assert parameters(GRPOTrainer.__init__)[1:7] == [
+        "model",
+        "reward_funcs",
+        "args",
+        "train_dataset",
+        "eval_dataset",
+        "processing_class",
+    ]
 
 
 def test_arguments_of_the_entropy_pass():
@@ -88,7 +96,7 @@ def test_keys_of_the_generation_batch(policy_path, prompts, make_args):
     args = make_args(snr=False, max_steps=1, beta=0.1, steps_per_generation=2, gradient_accumulation_steps=1)
     Spy(policy_path, lambda completions, **_: list(map(len, completions)), args, prompts).train()
     per_token = {*PROMPT_PADDING, *COMPLETION_PADDING}
-    assert set(seen) - per_token == {"advantages", "num_items_in_batch"}
+    assert set(seen) - per_token == {"num_items_in_batch"}
     assert {"prompt_ids", "completion_mask", "old_per_token_logps", "ref_per_token_logps"} <= set(seen)
     assert seen["num_items_in_batch"].ndim == 0
     assert seen["advantages"].shape == (16,)
@@ -98,7 +106,7 @@ def test_every_key_that_trl_can_put_into_a_batch_is_known():
     source = inspect.getsource(GRPOTrainer._generate_and_score_completions)
     built = source[source.index("output = {") :]
     written = {line.split('"')[1] for line in built.splitlines() if line.strip().startswith(('output["', '"'))}
-    known = {*PROMPT_PADDING, *COMPLETION_PADDING, *WHOLE_SEQUENCE, *VISION_KEYS, "advantages", "num_items_in_batch"}
+    known = {*PROMPT_PADDING, *COMPLETION_PADDING, *WHOLE_SEQUENCE, *VISION_KEYS, "num_items_in_batch"}
     assert written <= known, f"unknown keys in TRL's batch: {sorted(written - known)}"
 
 

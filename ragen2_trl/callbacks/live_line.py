@@ -34,6 +34,7 @@ class LiveLineCallback(TrainerCallback):
             console=self.console,
             disable=not self.console.is_terminal,
         )
+        self._next_line = 0
         self._task = self._progress.add_task("", total=state.max_steps, completed=state.global_step)
         self._progress.start()
 
@@ -46,8 +47,8 @@ class LiveLineCallback(TrainerCallback):
             return
         line = self.line(logs)
         self._progress.update(self._task, description=line)
-        tenth = max(1, state.max_steps // 10)
-        if not self.console.is_terminal and (state.global_step % tenth == 0 or state.global_step == 1):
+        if not self.console.is_terminal and state.global_step >= self._next_line:
+            self._next_line = state.global_step + state.max_steps // 10
             self.console.print(f"step {state.global_step}/{state.max_steps}  {line}")
 
     def line(self, logs: dict[str, Any]) -> str:

@@ -17,7 +17,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
-from transformers import PrinterCallback
+from transformers import PrinterCallback, TrainerState
 from trl import ModelConfig, TrlParser, get_peft_config, get_quantization_config
 
 from ragen2_trl.callbacks import LiveLineCallback
@@ -51,27 +51,33 @@ def main(args: list[str] | None = None) -> None:
     script_args, training_args, model_args = parser.parse_args_and_config(args)
     env = script_args.make_env()
     run = _run_folder(script_args, training_args, model_args)
-    checkpoint = _checkpoint_to_resume(run, script_args)
+    with training_args.main_process_first(local=False):
+        checkpoint = _checkpoint_to_resume(run, script_args, training_args)
     console = Console()
-    trainer = _make_trainer(script_args, training_args, model_args, env, console)
-    console.print(f"{script_args.model} on {env.name}, {trainer.args.max_steps} steps, in {run}", highlight=False)
+    live_line = LiveLineCallback(_success_metric(env), console)
+    trainer = _make_trainer(script_args, training_args, model_args, env, live_line)
+    if trainer.is_world_process_zero():
+        console.print(f"{script_args.model} on {env.name}, in {run}", highlight=False)
 
     before = _evaluate(trainer, env, script_args, run / "evaluation_before.json")
     started = time.perf_counter()
     try:
         trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
     except KeyboardInterrupt:
+        live_line.close()
         _write_history(trainer, env, run)
         last = last_complete_checkpoint(run)
         console.print(f"Interrupted at step {trainer.state.global_step}; last complete checkpoint: {last or 'none'}.")
         console.print("The same command with `--resume true` goes on from there.")
         sys.exit(130)
+    finally:
+        live_line.close()
     seconds = time.perf_counter() - started
     trainer.save_model()
     _write_history(trainer, env, run)
     after = _evaluate(trainer, env, script_args, run / "evaluation_after.json", again=True)
     if trainer.is_world_process_zero():
-        summary = summarize(trainer.state.log_history, before, after, seconds)
+        summary = summarize(trainer.state, before, after, seconds)
         (run / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
         console.print(summary_table(summary, title=f"{script_args.model} on {env.name}"))
         console.print(f"Model, log_history.json, summary.json and training.png are in {run}", highlight=False)
@@ -80,7 +86,8 @@ def main(args: list[str] | None = None) -> None:
 def last_complete_checkpoint(run: Path) -> Path | None:
     """The latest checkpoint that was written to its end; a run can be killed while it writes one.
 
-    `trainer_state.json` is the last file of a checkpoint, so one that can be read marks a complete checkpoint.
+    `trainer_state.json` is written after everything a resumed run needs, so one that can be read marks such a
+    checkpoint.
     """
 
     def is_complete(folder: Path) -> bool:
@@ -95,13 +102,13 @@ def last_complete_checkpoint(run: Path) -> Path | None:
 
 
 def summarize(
-    log_history: list[dict[str, Any]],
+    state: TrainerState,
     before: dict[str, float] | None,
     after: dict[str, float] | None,
     train_seconds: float,
 ) -> dict[str, Any]:
     """The numbers of a run: evaluations before and after, and what the filter did on average over the logged steps."""
-    rows = [row for row in log_history if "snr/kept_fraction" in row]
+    rows = [row for row in state.log_history if "snr/kept_fraction" in row]
 
     def mean(key: str) -> float | None:
         values = [row[key] for row in rows if row.get(key) is not None]
@@ -111,7 +118,7 @@ def summarize(
     return {
         "before": before,
         "after": after,
-        "steps": max((row["step"] for row in rows), default=0),
+        "steps": state.global_step,
         "empty_steps": rows[-1]["snr/empty_steps"] if rows else None,
         "train_seconds": round(train_seconds, 1),
         "kept_fraction": mean("snr/kept_fraction"),
@@ -150,7 +157,9 @@ def _run_folder(script_args: TrainArguments, training_args: SNRFilteredGRPOConfi
     return Path(training_args.output_dir)
 
 
-def _checkpoint_to_resume(run: Path, script_args: TrainArguments) -> Path | None:
+def _checkpoint_to_resume(run: Path, script_args: TrainArguments, training_args: SNRFilteredGRPOConfig) -> Path | None:
+    if training_args.resume_from_checkpoint is not None:
+        return Path(training_args.resume_from_checkpoint)
     if script_args.resume:
         return last_complete_checkpoint(run)
     leftovers = [*run.glob("checkpoint-*"), *run.glob("evaluation_*.json")]
@@ -169,7 +178,7 @@ def _make_trainer(
     training_args: SNRFilteredGRPOConfig,
     model_args: ModelConfig,
     env: Environment,
-    console: Console,
+    live_line: LiveLineCallback,
 ) -> SNRFilteredGRPOTrainer:
     training_args.model_init_kwargs = {
         "revision": model_args.model_revision,
@@ -185,7 +194,7 @@ def _make_trainer(
         env.dataset(script_args.num_prompts, training_args.seed),
         quantization_config=get_quantization_config(model_args),
         peft_config=get_peft_config(model_args),
-        callbacks=[LiveLineCallback(_success_metric(env), console)],
+        callbacks=[live_line],
     )
     trainer.remove_callback(PrinterCallback)
     return trainer

@@ -23,6 +23,7 @@ COMPLETION_PADDING = {
     "ref_per_token_logps": 0.0,
     "sampling_per_token_logps": 0.0,
     "importance_sampling_ratio": 1.0,  # VESPO sums its logarithm over padded positions, too
+    "advantages": 0.0,  # one per token in some subclasses of TRL's trainer
 }
 # (rows, prompt + completion): padded on both sides.
 WHOLE_SEQUENCE = ("token_type_ids", "mm_token_type_ids")
@@ -39,9 +40,30 @@ def row_lengths(batch: Batch) -> Tensor:
     return batch["prompt_mask"].sum(dim=1) + _last_position(batch["completion_mask"])
 
 
+def without_loss(batch: Batch, rows: Tensor) -> Batch:
+    """The batch with no token of the given rows in its loss. They are still attended to, so others see no change.
+
+    Args:
+        batch: any batch.
+        rows: (rows,) bool, True = out of the loss.
+    """
+    mask = batch.get("tool_mask", torch.ones_like(batch["completion_mask"]))
+    return {**batch, "tool_mask": mask.masked_fill(rows.unsqueeze(1), 0)}
+
+
 def join(batches: list[Batch], pad_token_id: int) -> Batch:
-    """One batch from several whose padded widths may differ, images split into one item per row."""
+    """One batch from several whose padded widths may differ, images split into one item per row.
+
+    Raises:
+        ValueError: when the batches do not have the same keys, as when only some processes sampled images.
+    """
     batches = [split_pixel_values_by_grid(batch) for batch in batches]
+    keys = [sorted(batch) for batch in batches]
+    if any(other != keys[0] for other in keys):
+        raise ValueError(
+            f"Batches with the keys {keys} cannot be joined; allowed: the same keys in all, so images in the prompts "
+            "of every process or of none."
+        )
     prompt_width = max(batch["prompt_ids"].size(1) for batch in batches)
     completion_width = max(batch["completion_ids"].size(1) for batch in batches)
 
@@ -52,14 +74,16 @@ def join(batches: list[Batch], pad_token_id: int) -> Batch:
         if key in PROMPT_PADDING:
             fill = PROMPT_PADDING[key]
             return pad(value, (left, 0), value=pad_token_id if fill is None else fill)
-        if key in COMPLETION_PADDING and value.size(1) == batch["completion_ids"].size(1):
+        if _is_per_token(key, value, batch):
             fill = COMPLETION_PADDING[key]
             return pad(value, (0, right), value=pad_token_id if fill is None else fill)
         return pad(value, (left, right)) if key in WHOLE_SEQUENCE else value
 
     joined: Batch = {}
     for key, first in batches[0].items():
-        if isinstance(first, list):
+        if first is None:
+            joined[key] = None
+        elif isinstance(first, list):
             joined[key] = [item for batch in batches for item in batch[key]]
         elif first.ndim == 0:
             joined[key] = first
@@ -76,27 +100,33 @@ def take(batch: Batch, rows: list[int], pad_to_multiple_of: int | None = None) -
         if isinstance(value, list):
             taken[key] = [value[row] for row in rows]
         else:
-            taken[key] = value if value.ndim == 0 else value[index]
+            taken[key] = value if value is None or value.ndim == 0 else value[index]
 
     prompt_width, completion_width = taken["prompt_ids"].size(1), taken["completion_ids"].size(1)
     longest_prompt = int(taken["prompt_mask"].sum(dim=1).max())
     longest_completion = max(1, int(_last_position(taken["completion_mask"]).max()))
     first = prompt_width - _round_up(longest_prompt, pad_to_multiple_of, prompt_width)
     last = _round_up(longest_completion, pad_to_multiple_of, completion_width)
+    trimmed = dict(taken)
     for key, value in taken.items():
         if key in PROMPT_PADDING:
-            taken[key] = value[:, first:]
-        elif key in COMPLETION_PADDING:  # sequence-level importance ratios are (rows, 1): this leaves them whole
-            taken[key] = value[:, :last]
+            trimmed[key] = value[:, first:]
+        elif _is_per_token(key, value, taken):
+            trimmed[key] = value[:, :last]
         elif key in WHOLE_SEQUENCE:
-            taken[key] = value[:, first : prompt_width + last]
-    return unsplit_pixel_values_by_grid(taken)
+            trimmed[key] = value[:, first : prompt_width + last]
+    return unsplit_pixel_values_by_grid(trimmed)
 
 
 def padded_size(batch: Batch) -> int:
     """Positions that a forward pass over the batch computes, padding included."""
     prompt_ids: Tensor = batch["prompt_ids"]
     return prompt_ids.numel() + int(batch["completion_ids"].numel())
+
+
+def _is_per_token(key: str, value: Any, batch: Batch) -> bool:
+    """Whether a value is (rows, T). Advantages are mostly (rows,), sequence-level importance ratios (rows, 1)."""
+    return key in COMPLETION_PADDING and value.ndim == 2 and value.size(1) == batch["completion_ids"].size(1)
 
 
 def _last_position(mask: Tensor) -> Tensor:

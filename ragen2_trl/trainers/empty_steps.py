@@ -20,6 +20,14 @@ class EmptyStepCallback(TrainerCallback):
     def __init__(self, trainer: "SNRFilteredGRPOTrainer"):
         self.trainer = trainer
 
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == 0:
+            self.trainer._empty_steps = self.trainer._empty_streak = 0
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.trainer._window_position = 0
+        self.trainer._window_has_rows = False
+
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         if not self.trainer._window_has_rows:
             # Optimizers pass over parameters without a gradient: neither they nor their momentum move.
@@ -32,13 +40,13 @@ class EmptyStepCallback(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         trainer = self.trainer
-        empty = not trainer._window_has_rows
-        trainer._window_has_rows = False
+        # With fewer kept rows than optimizer steps per generation, some steps go without although a group was kept.
+        empty = not trainer._window_has_rows and trainer._latest_metrics["snr/kept_groups"] == 0
         trainer._empty_steps += empty
         trainer._empty_streak = trainer._empty_streak + 1 if empty else 0
         metrics = trainer._metrics["train"]
         metrics["snr/empty_steps"] = [float(trainer._empty_steps)]
-        for name, value in trainer._latest.items():
+        for name, value in trainer._latest_metrics.items():
             if not metrics[name]:  # this step reused completions of an earlier generation
                 metrics[name].append(value)
         if 0 < args.snr_max_empty_steps <= trainer._empty_streak:

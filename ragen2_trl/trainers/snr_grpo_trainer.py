@@ -17,7 +17,15 @@ from trl import GRPOConfig, GRPOTrainer
 from trl.trainer.utils import nanstd
 
 from ragen2_trl.filtering import group_score, select_groups, selection_metrics, zero_variance
-from ragen2_trl.trainers.batches import Batch, join, loss_mask, padded_size, row_lengths, take
+from ragen2_trl.trainers.batches import (
+    Batch,
+    join,
+    loss_mask,
+    padded_size,
+    row_lengths,
+    take,
+    without_loss,
+)
 from ragen2_trl.trainers.dealing import accumulation_segments, deal_rows
 from ragen2_trl.trainers.empty_steps import EmptyStepCallback
 from ragen2_trl.trainers.resumable_sampler import ResumableSampler
@@ -27,9 +35,9 @@ logger = get_logger(__name__)
 
 # Keys that ride along in TRL's batches.
 KEPT = "snr_kept"  # (rows,) bool: shuffled and split together with the rows
-WEIGHT = "snr_weight"  # share of a micro-batch in its optimizer step's loss, times gradient_accumulation_steps
+WEIGHT = "snr_weight"  # what a micro-batch's loss is multiplied by, see `_weighted`
 ROWS = "snr_rows"  # number of kept rows in a micro-step, over all processes
-SKIP: Batch = {}  # a micro-step without rows
+SKIP: Batch = {}  # a micro-step that is skipped: it has no rows
 
 STATE_FILE = "snr_state_{rank}.pt"
 VISION_KEYS = (
@@ -61,14 +69,16 @@ class SNRFilteredGRPOTrainer(GRPOTrainer):
     without a kept group adds nothing.
 
     Args:
-        model, reward_funcs, train_dataset, **kwargs:
+        model, reward_funcs, train_dataset, eval_dataset, processing_class, **kwargs:
             As for [`~trl.GRPOTrainer`].
         args ([`SNRFilteredGRPOConfig`] or [`~trl.GRPOConfig`], *optional*):
-            A plain `GRPOConfig` gets the filter's default settings.
+            A plain `GRPOConfig` gets the filter's default settings, in a copy.
 
     Raises:
         ValueError: before training for a setting out of range or a dataset without prompts; at the first generation
             when no reward function returns a number.
+        TypeError: for a configuration that is neither of the two.
+        NotImplementedError: under DeepSpeed.
 
     Example:
 
@@ -109,13 +119,16 @@ class SNRFilteredGRPOTrainer(GRPOTrainer):
         reward_funcs: Any = None,
         args: GRPOConfig | None = None,
         train_dataset: Dataset | IterableDataset | None = None,
+        eval_dataset: Any = None,
+        processing_class: Any = None,
         **kwargs: Any,
     ):
         if args is None:
             name = model if isinstance(model, str) else model.config._name_or_path
             args = SNRFilteredGRPOConfig(f"{name.split('/')[-1]}-SNR-GRPO")
         _check_prompt_column(train_dataset, kwargs.get("environment_factory"))
-        super().__init__(model, reward_funcs, _with_snr_fields(args), train_dataset, **kwargs)
+        args = _with_snr_fields(args)
+        super().__init__(model, reward_funcs, args, train_dataset, eval_dataset, processing_class, **kwargs)
         if self.args.snr_mode == "mask" and self.aux_loss_enabled:
             raise ValueError(
                 f"snr_mode='mask' cannot weigh the load-balancing loss (router_aux_loss_coef="
@@ -128,8 +141,8 @@ class SNRFilteredGRPOTrainer(GRPOTrainer):
             )
         self._rewards_per_func: Tensor | None = None  # (B, F) of the latest generation, over all processes
         self._reward_range: tuple[float, float] | None = None  # lowest and highest reward of the run so far
-        self._generated: list[Batch] | None = None  # TRL's micro-batches, kept and dropped rows, if any was dropped
-        self._latest: dict[str, float] = {}  # values of the latest selection, for steps that reuse its completions
+        self._before_packing: list[Batch] | None = None  # TRL's own micro-batches, where rows were dropped
+        self._latest_metrics: dict[str, float] = {}  # for steps that reuse completions
         self._window_position = 0  # micro-steps since the last optimizer step
         self._window_has_rows = False  # whether one of them had a kept row
         self._empty_steps = 0
@@ -146,7 +159,7 @@ class SNRFilteredGRPOTrainer(GRPOTrainer):
         batch = super()._generate_and_score_completions(inputs)
         if not self.model.training:
             return batch
-        self._generated = None
+        self._before_packing = None
         rewards = self._group_rewards()  # (N, G)
         scores = self._score_groups(batch, rewards)  # (N,)
         signal = ~zero_variance(rewards).cpu()
@@ -252,7 +265,7 @@ class SNRFilteredGRPOTrainer(GRPOTrainer):
 
     def _log(self, name: str, value: float) -> None:
         self._metrics["train"][f"snr/{name}"].append(value)
-        self._latest[f"snr/{name}"] = value
+        self._latest_metrics[f"snr/{name}"] = value
 
     def _local(self, values: Tensor) -> Tensor:
         """This process's part of values over the rows of all processes. (B,) -> (rows,)."""
@@ -266,90 +279,104 @@ class SNRFilteredGRPOTrainer(GRPOTrainer):
         if not self.model.training:
             return inputs
         if self._step % self.args.steps_per_generation == 0:
-            if KEPT in self._buffered_inputs[0]:
-                self._generated = self._buffered_inputs
-            if self._generated is not None:
-                inputs = self._pack(self._generated)
+            if KEPT in self._buffered_inputs[0]:  # fresh from TRL; packed micro-batches no longer carry it
+                self._before_packing = self._buffered_inputs
+            if self._before_packing is not None:
+                self._buffered_inputs = self._pack(self._before_packing)
+                inputs = self._buffered_inputs[0]
                 if self.num_iterations == 1:
-                    self._generated = None  # no second pass will cut it differently
+                    self._before_packing = None  # no second pass will cut it differently
             else:  # nothing was dropped: TRL's micro-batches stand as they are
                 self._log("update_compute_fraction", 1.0)
         self._window_has_rows |= bool(inputs) and inputs.get(ROWS, 1) > 0
-        self._window_position = 0 if self.accelerator.sync_gradients else self._window_position + 1
+        self._window_position += 1
         return inputs
 
-    def _pack(self, generated: list[Batch]) -> Batch:
-        """Replace TRL's buffered micro-batches by those of the kept rows for one pass over them; return the first."""
+    def _pack(self, micro_batches: list[Batch]) -> list[Batch]:
+        """The micro-batches of the kept rows, for one pass over TRL's micro-batches of kept and dropped ones."""
         left_in_window = self.current_gradient_accumulation_steps - self._window_position
-        segments = accumulation_segments(len(generated), left_in_window, self.args.gradient_accumulation_steps)
-        packed = (self._mask_rows if self.args.snr_mode == "mask" else self._deal_rows)(generated, segments)
-        sizes = torch.tensor([sum(map(padded_size, filter(None, batches))) for batches in (packed, generated)])
+        segments = accumulation_segments(len(micro_batches), left_in_window, self.args.gradient_accumulation_steps)
+        if self.args.snr_mode == "mask":
+            packed = self._mask_rows(micro_batches)
+        else:
+            packed = self._deal_rows(micro_batches, segments)
+        ends_window = segments[0] == left_in_window
+        if ends_window and self._window_has_rows and not any(packed[:left_in_window]):
+            # Earlier generation batches of this optimizer step had rows: let its last micro-step run, where gradients
+            # synchronise and TRL closes the step's books.
+            packed[left_in_window - 1] = self._spare_row(micro_batches)
+        sizes = torch.tensor([sum(map(padded_size, filter(None, batches))) for batches in (packed, micro_batches)])
         computed, sampled = self.accelerator.reduce(sizes.to(self.accelerator.device), reduction="sum").tolist()
         self._log("update_compute_fraction", computed / sampled)
-        self._buffered_inputs = packed
-        return packed[0]
+        return packed
 
-    def _deal_rows(self, generated: list[Batch], segments: list[int]) -> list[Batch]:
+    def _deal_rows(self, micro_batches: list[Batch], segments: list[int]) -> list[Batch]:
         """`drop`: pack the kept rows into as few micro-batches as they need; the others stay empty."""
         num_processes, process = self.accelerator.num_processes, self.accelerator.process_index
-        everything = join(generated, self._tokenizer.pad_token_id)
-        kept = everything.pop(KEPT).nonzero().squeeze(1).tolist()
-        spare = take(everything, [0])  # stands in where this process must run a forward pass without a row of its own
-        rows = everything
+        rows = join(micro_batches, self._tokenizer.pad_token_id)
+        kept = rows.pop(KEPT).nonzero().squeeze(1).tolist()
         if num_processes > 1:
-            own = [send_to_device(take(everything, kept), "cpu")] if kept else []
-            of_all = gather_object(own)
-            if of_all:
-                rows = send_to_device(join(of_all, self._tokenizer.pad_token_id), self.accelerator.device)
-            kept = list(range(len(rows["prompt_ids"]))) if of_all else []
-        all_lengths = row_lengths(rows).tolist()
-        lengths = [all_lengths[row] for row in kept]
+            everyones = gather_object([send_to_device(take(rows, kept), "cpu")] if kept else [])
+            if everyones:
+                rows = send_to_device(join(everyones, self._tokenizer.pad_token_id), self.accelerator.device)
+            kept = list(range(len(rows["prompt_ids"]))) if everyones else []
+        lengths = row_lengths(rows).tolist()
 
         packed: list[Batch] = []
-        for shares in deal_rows(lengths, segments, self.args.per_device_train_batch_size, num_processes):
+        for shares in deal_rows(
+            [lengths[row] for row in kept], segments, self.args.per_device_train_batch_size, num_processes
+        ):
             own, num_rows = [kept[number] for number in shares[process]], sum(map(len, shares))
-            batch = take(rows, own, self.pad_to_multiple_of) if own else spare
-            weight = len(generated) * num_processes * len(own) / max(len(kept), 1)
-            packed.append(self._weighted(batch, weight, num_rows) if num_rows else SKIP)
-        window_end = segments[0] - 1
-        if self._window_has_rows and num_processes > 1 and not any(packed[: window_end + 1]):
-            # Earlier generation batches of this window had rows: their gradients synchronise in its last step.
-            packed[window_end] = self._weighted(spare, 0.0, 0)
+            if own:
+                weight = len(micro_batches) * num_processes * len(own) / len(kept)
+                packed.append(self._weighted(take(rows, own, self.pad_to_multiple_of), weight, num_rows))
+            else:  # another process has rows: all must run the same number of forward passes
+                packed.append({**self._spare_row(micro_batches), ROWS: num_rows} if num_rows else SKIP)
         return packed
 
-    def _mask_rows(self, generated: list[Batch], segments: list[int]) -> list[Batch]:
+    def _mask_rows(self, micro_batches: list[Batch]) -> list[Batch]:
         """`mask`: compute every row, count the tokens of the kept ones only."""
-        num_kept = torch.stack([batch[KEPT].sum() for batch in generated])  # (steps_per_generation,)
+        num_kept = torch.stack([batch[KEPT].sum() for batch in micro_batches])  # (steps_per_generation,)
         num_kept = self.accelerator.reduce(num_kept, reduction="sum").tolist()
         if not any(num_kept):
-            return [SKIP] * len(generated)
+            return [SKIP] * len(micro_batches)
         mean_over_tokens = self.loss_type in (*TOKEN_NORMALIZED_LOSSES, "bnpo")
         packed: list[Batch] = []
-        for batch, num_rows in zip(generated, num_kept, strict=True):
-            kept = batch[KEPT].long()
+        for batch, num_rows in zip(micro_batches, num_kept, strict=True):
+            kept = batch[KEPT]
             # A mean over the micro-batch's tokens is one over its kept rows; a mean over rows counts zeros, too.
             own = int(kept.sum()) if mean_over_tokens else len(kept)
-            weight = len(generated) * self.accelerator.num_processes * own / sum(num_kept)
-            tool_mask = batch.get("tool_mask", torch.ones_like(batch["completion_mask"])) * kept.unsqueeze(1)
-            packed.append(self._weighted({**batch, "tool_mask": tool_mask}, weight, num_rows))
+            weight = len(micro_batches) * self.accelerator.num_processes * own / sum(num_kept)
+            packed.append(self._weighted(without_loss(batch, ~kept), weight, num_rows))
         return packed
 
-    def _weighted(self, batch: Batch, weight: float, num_rows: int) -> Batch:
-        """Attach the weight that makes TRL's mean over equal micro-batches a mean over rows.
+    def _spare_row(self, micro_batches: list[Batch]) -> Batch:
+        """A micro-batch of one row without any token in the loss, where a forward pass must run without rows."""
+        row = take(join(micro_batches[:1], self._tokenizer.pad_token_id), [0])
+        return self._weighted(without_loss(row, torch.ones_like(row[KEPT])), 0.0, 0)
 
+    def _weighted(self, batch: Batch, weight: float, num_rows: int) -> Batch:
+        """Attach the weight that makes TRL's mean over equal micro-batches a mean over the kept rows.
+
+        `weight` is the micro-batch's share of the kept rows, times what plain TRL would make of that share: 1 where
+        every micro-batch of every process is equally full.
         The rows of a generation batch weigh the same whichever micro-batch and optimizer step they are dealt to.
         Losses that divide by the tokens of the generation batch need none, but the entropy bonus and the
         load-balancing loss beside them do: dividing by `weight` times the tokens leaves the former as they were.
         """
         batch = {**batch, WEIGHT: weight, ROWS: num_rows}
+        batch.pop(KEPT, None)
         if self.loss_type in TOKEN_NORMALIZED_LOSSES and weight > 0:
             batch["num_items_in_batch"] = batch["num_items_in_batch"] * weight
         return batch
 
-    def _compute_loss(self, model: Any, inputs: Batch) -> Tensor:
+    def compute_loss(self, model: Any, inputs: Batch, *args: Any, **kwargs: Any) -> Tensor:
         if not inputs:
             # A leaf of its own: TRL's training step runs backward on it and reaches no parameter.
             return torch.zeros((), device=self.accelerator.device, requires_grad=True)
+        return super().compute_loss(model, inputs, *args, **kwargs)
+
+    def _compute_loss(self, model: Any, inputs: Batch) -> Tensor:
         loss = super()._compute_loss(model, inputs)
         return loss * inputs[WEIGHT] if WEIGHT in inputs else loss
 
@@ -365,13 +392,13 @@ class SNRFilteredGRPOTrainer(GRPOTrainer):
         state = {
             "layout": self._batch_layout(),
             "step": self._step,
-            "latest": self._latest,
+            "latest": self._latest_metrics,
             "reward_range": self._reward_range,
             "empty_steps": self._empty_steps,
             "empty_streak": self._empty_streak,
             # TRL samples anew after a resume; a checkpoint in the middle of a generation batch takes it along.
             "buffered_inputs": self._buffered_inputs if amid_generation else None,
-            "generated": self._generated if amid_generation else None,
+            "generated": self._before_packing if amid_generation else None,
         }
         # Written before the rest: a checkpoint that has its trainer_state.json is complete.
         torch.save(state, os.path.join(folder, STATE_FILE.format(rank=self.accelerator.process_index)))
@@ -383,7 +410,7 @@ class SNRFilteredGRPOTrainer(GRPOTrainer):
         if not path or not os.path.exists(path):
             return  # a checkpoint of TRL's own trainer, or of another number of processes
         state = torch.load(path, map_location=self.accelerator.device, weights_only=True)
-        self._latest, self._reward_range = state["latest"], state["reward_range"]
+        self._latest_metrics, self._reward_range = state["latest"], state["reward_range"]
         self._empty_steps, self._empty_streak = state["empty_steps"], state["empty_streak"]
         if state["layout"] != self._batch_layout():
             logger.warning(
@@ -392,7 +419,7 @@ class SNRFilteredGRPOTrainer(GRPOTrainer):
             )
             return
         self._step = state["step"]
-        self._buffered_inputs, self._generated = state["buffered_inputs"], state["generated"]
+        self._buffered_inputs, self._before_packing = state["buffered_inputs"], state["generated"]
 
     def _batch_layout(self) -> dict[str, int]:
         return {
@@ -408,7 +435,10 @@ def _with_snr_fields(args: GRPOConfig) -> SNRFilteredGRPOConfig:
     if isinstance(args, SNRFilteredGRPOConfig):
         return args
     if type(args) is not GRPOConfig:
-        raise TypeError(f"args={type(args).__name__}; allowed: SNRFilteredGRPOConfig, or trl.GRPOConfig itself.")
+        raise TypeError(
+            f"args={type(args).__name__}; allowed: SNRFilteredGRPOConfig, a class derived from it, or exactly "
+            "trl.GRPOConfig."
+        )
     # The new fields' defaults are class attributes. Building a new instance would instead check and derive again
     # what GRPOConfig has already derived.
     args = copy.copy(args)
@@ -418,5 +448,7 @@ def _with_snr_fields(args: GRPOConfig) -> SNRFilteredGRPOConfig:
 
 def _check_prompt_column(train_dataset: Dataset | IterableDataset | None, environment_factory: Any) -> None:
     columns = train_dataset.column_names if isinstance(train_dataset, (Dataset, IterableDataset)) else None
+    if isinstance(train_dataset, Dataset) and train_dataset.format["type"] == "custom":
+        return  # a transform may make the prompt of other columns
     if columns is not None and "prompt" not in columns and environment_factory is None:
         raise ValueError(f"train_dataset has the columns {columns}; one of them must be 'prompt'.")
