@@ -32,7 +32,7 @@ from pathlib import Path
 import torch
 import transformers
 from datasets import Dataset
-from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config, Qwen2ForCausalLM, TrainerCallback
+from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config, Qwen3ForCausalLM, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
 from ragen2_trl import SNRFilteredGRPOConfig, SNRFilteredGRPOTrainer
@@ -217,18 +217,19 @@ def print_peak_memory(variant: str, model_path: str, lengths) -> None:
 def random_model(folder: str) -> str:
     """A random model of about 100M parameters with the tiny model's tokenizer."""
     tokenizer = AutoTokenizer.from_pretrained(TINY_MODEL_PATH)
-    config = Qwen2Config(
+    config = Qwen3Config(
         vocab_size=16_384,
         hidden_size=768,
         intermediate_size=2_560,
         num_hidden_layers=11,
         num_attention_heads=12,
         num_key_value_heads=12,
+        head_dim=64,
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
     )
-    model = Qwen2ForCausalLM(config)
+    model = Qwen3ForCausalLM(config)
     print(f"  {model.num_parameters() / 1e6:.0f}M parameters")
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
@@ -294,7 +295,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         models = {"tiny (1M)": (str(TINY_MODEL_PATH), (60, (24, 64)), 4, 6)}
         if not arguments.quick:
-            models["random 100M"] = (random_model(folder), (24, (8, 40)), 1, 4)
+            models["random 100M"] = (random_model(folder), (24, (8, 40)), 1, 3)
         for name, (path, lengths, rounds, steps) in models.items():
             print(f"update time, {name}")
             results["update"][name] = measure_updates(path, lengths, rounds, steps)

@@ -6,7 +6,7 @@ import os
 import pytest
 import torch
 from datasets import Dataset
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from transformers import Qwen3Config, Qwen3ForCausalLM
 from trl import GRPOConfig
 
 from ragen2_trl import SNRFilteredGRPOConfig
@@ -22,13 +22,14 @@ def policy_path(tmp_path_factory):
     """Folder of the random policy and its tokenizer. Every eighth token ends a completion, so that lengths differ."""
     path = tmp_path_factory.mktemp("policy")
     tokenizer = build_tokenizer()
-    config = Qwen2Config(
+    config = Qwen3Config(
         vocab_size=len(tokenizer),
         hidden_size=32,
         intermediate_size=64,
         num_hidden_layers=2,
         num_attention_heads=2,
         num_key_value_heads=2,
+        head_dim=16,
         max_position_embeddings=256,
         tie_word_embeddings=True,
         bos_token_id=None,
@@ -38,7 +39,7 @@ def policy_path(tmp_path_factory):
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(7)
-        model = Qwen2ForCausalLM(config)
+        model = Qwen3ForCausalLM(config)
     model.generation_config.eos_token_id = list(range(0, len(tokenizer), 8))
     model.save_pretrained(path)
     tokenizer.save_pretrained(path)
