@@ -13,7 +13,6 @@ from pathlib import Path
 from statistics import NormalDist, fmean, stdev
 
 import torch
-from rich.console import Console
 from rich.table import Table
 from transformers import (
     AutoModelForCausalLM,
@@ -25,6 +24,7 @@ from transformers import (
 from trl import TrlParser
 
 from ragen2_trl.cli.arguments import EnvironmentArguments
+from ragen2_trl.cli.console import make_console
 from ragen2_trl.envs import Environment
 from ragen2_trl.tiny import resolve_model
 
@@ -48,6 +48,7 @@ class EvaluateArguments(EnvironmentArguments):
 
 def main(args: list[str] | None = None) -> None:
     """Evaluates a model, shows a table and, with `--output`, writes the metrics as JSON."""
+    console = make_console()
     (script_args,) = TrlParser(EvaluateArguments).parse_args_and_config(args)
     env = script_args.make_env()
     path = resolve_model(script_args.model)
@@ -63,7 +64,7 @@ def main(args: list[str] | None = None) -> None:
         batch_size=script_args.batch_size,
         seed=script_args.seed,
     )
-    Console().print(metrics_table(metrics, title=f"{script_args.model} on held-out {env.name}"))
+    console.print(metrics_table(metrics, title=f"{script_args.model} on held-out {env.name}"))
     if script_args.output is not None:
         Path(script_args.output).write_text(json.dumps(metrics, indent=2) + "\n")
 

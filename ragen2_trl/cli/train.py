@@ -15,13 +15,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 from transformers import PrinterCallback, TrainerState
 from trl import ModelConfig, TrlParser, get_peft_config, get_quantization_config
 
 from ragen2_trl.callbacks import LiveLineCallback
 from ragen2_trl.cli.arguments import EnvironmentArguments
+from ragen2_trl.cli.console import make_console
 from ragen2_trl.cli.evaluate import evaluate_model
 from ragen2_trl.envs import Environment
 from ragen2_trl.reporting import plot_training
@@ -47,13 +47,13 @@ class TrainArguments(EnvironmentArguments):
 
 def main(args: list[str] | None = None) -> None:
     """Train, evaluate before and after, and leave model, logs, plot and summary in the run's folder."""
+    console = make_console()
     parser = TrlParser((TrainArguments, SNRFilteredGRPOConfig, ModelConfig))
     script_args, training_args, model_args = parser.parse_args_and_config(args)
     env = script_args.make_env()
     run = _run_folder(script_args, training_args, model_args)
     with training_args.main_process_first(local=False):
         checkpoint = _checkpoint_to_resume(run, script_args, training_args)
-    console = Console()
     live_line = LiveLineCallback(_success_metric(env), console)
     trainer = _make_trainer(script_args, training_args, model_args, env, live_line)
     if trainer.is_world_process_zero():
