@@ -20,7 +20,6 @@ import json
 import os
 import platform
 import random
-import resource
 import statistics
 import subprocess
 import sys
@@ -131,7 +130,7 @@ def make_trainer(variant: str, model_path: str, rows: int, steps: int, fraction:
         trainer_class, args = SNRFilteredGRPOTrainer, SNRFilteredGRPOConfig(**settings, **snr)
     model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
     trainer = trainer_class(model, reward, args, dataset, rollout_func=rollout, callbacks=[times])
-    trainer.processing_class.eos_token = trainer.processing_class.eos_token or "<|im_end|>"
+    trainer.remove_callback(transformers.PrinterCallback)
     times.watch(trainer)
     return trainer
 
@@ -211,7 +210,9 @@ def print_peak_memory(variant: str, model_path: str, lengths) -> None:
     if torch.cuda.is_available():
         print(torch.cuda.max_memory_allocated() / 2**20)
     else:
-        print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
+        # Not getrusage: its maximum is inherited from the process that started this one.
+        peak = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
+        print(int(peak.split()[1]) / 1024)
 
 
 def random_model(folder: str) -> str:
@@ -281,10 +282,12 @@ def markdown(results: dict) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="the tiny model only")
+    parser.add_argument("--memory-only", action="store_true", help="measure memory again, keep the other results")
     parser.add_argument("--memory-of", nargs=3, metavar=("VARIANT", "MODEL", "LENGTHS"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
     transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
     if arguments.memory_of:
         variant, model_path, lengths = arguments.memory_of
         print_peak_memory(variant, model_path, json.loads(lengths))
@@ -292,16 +295,19 @@ def main() -> None:
 
     torch.manual_seed(0)
     results = {"machine": machine(), "update": {}, "memory_mib": {}}
+    if arguments.memory_only:
+        results = {**json.loads((RESULTS / "filter_step_time.json").read_text()), "memory_mib": {}}
     with tempfile.TemporaryDirectory() as folder:
         models = {"tiny (1M)": (str(TINY_MODEL_PATH), (60, (24, 64)), 4, 6)}
         if not arguments.quick:
             models["random 100M"] = (random_model(folder), (24, (8, 40)), 1, 3)
-        for name, (path, lengths, rounds, steps) in models.items():
-            print(f"update time, {name}")
-            results["update"][name] = measure_updates(path, lengths, rounds, steps)
-        print("step time with generation, tiny model, demo setting")
-        results["step"] = measure_steps(steps=20)
-        print(results["step"])
+        if not arguments.memory_only:
+            for name, (path, lengths, rounds, steps) in models.items():
+                print(f"update time, {name}")
+                results["update"][name] = measure_updates(path, lengths, rounds, steps)
+            print("step time with generation, tiny model, demo setting")
+            results["step"] = measure_steps(steps=20)
+            print(results["step"])
         for name, (path, lengths, *_) in models.items():
             print(f"peak memory, {name}")
             results["memory_mib"][name] = measure_memory(path, lengths)

@@ -144,8 +144,8 @@ def test_the_command_line_lists_its_commands(capsys):
     shown = capsys.readouterr().out
     for command in ("train", "evaluate", "warm-start"):
         assert f"  {command} " in shown
-    with pytest.raises(SystemExit, match=r"command='trian'; allowed: train, evaluate, warm-start"):
-        cli.main(["trian"])
+    with pytest.raises(SystemExit, match=r"command='fly'; allowed: train, evaluate, warm-start"):
+        cli.main(["fly"])
 
 
 @pytest.fixture(scope="session")
