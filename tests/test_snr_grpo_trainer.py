@@ -127,6 +127,21 @@ def test_completions_without_a_reward_are_left_out_of_the_scores(policy_path, ma
     assert all(value == value for value in row.values())
 
 
+def test_an_infinite_reward_neither_spoils_the_batch_nor_the_range_of_rewards(policy_path, make_args):
+    def once_infinite(replayed, prompts, **kwargs):
+        return [
+            float("inf") if prompt == PROMPTS[2] else reward for reward, prompt in zip(replayed, prompts, strict=True)
+        ]
+
+    args = make_args(per_device_train_batch_size=32, max_steps=1, snr_strategy="none")
+    trainer = replaying_trainer(policy_path, args, reward_funcs=once_infinite)
+    trainer.train()
+    row = log_rows(trainer)[0]
+    assert row["snr/kept_groups"] == 4  # prompts 0, 5, 6 and 7
+    assert row["snr/dropped_all_best"] == 1 / 8
+    assert trainer._reward_range == (0.0, 1.0)
+
+
 # Promise 5
 
 
@@ -399,7 +414,7 @@ def test_rewards_that_are_nan_everywhere_stop_before_the_first_update(policy_pat
 
     trainer = SNRFilteredGRPOTrainer(policy_path, broken, make_args(), prompts)
     start = parameters_of(trainer)
-    with pytest.raises(ValueError, match=r"reward_funcs=\['broken'\].*allowed: a number"):
+    with pytest.raises(ValueError, match=r"reward_funcs=\['broken'\].*allowed: a finite number"):
         trainer.train()
     assert_same_parameters(start, parameters_of(trainer))
 

@@ -82,6 +82,18 @@ def test_a_run_killed_at_any_moment_ends_with_the_same_parameters(tmp_path):
     assert [name for name in whole if not torch.equal(whole[name], resumed[name])] == []
 
 
+def test_a_run_killed_after_its_last_step_takes_none_more(tmp_path):
+    run = tmp_path / "run"
+    train.main(arguments(run))
+    whole = load_file(run / "model.safetensors")
+    for name in ("model.safetensors", "summary.json"):
+        (run / name).unlink()
+    train.main([*arguments(run), "--resume", "true"])
+    resumed = load_file(run / "model.safetensors")
+    assert [name for name in whole if not torch.equal(whole[name], resumed[name])] == []
+    assert json.loads((run / "summary.json").read_text())["steps"] == 4
+
+
 def test_a_checkpoint_cut_off_while_it_was_written_is_passed_over(tmp_path):
     for step, state in ((2, "{}"), (4, '{"global_step": 4'), (10, None)):
         folder = tmp_path / f"checkpoint-{step}"

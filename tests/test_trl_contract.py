@@ -147,6 +147,10 @@ def test_the_training_loop_steps_over_parameters_without_gradients():
     assert hasattr(TrainerCallback, "on_pre_optimizer_step")
 
 
+def test_a_checkpoint_can_be_loaded_without_training():
+    assert parameters(Trainer._load_from_checkpoint) == ["self", "resume_from_checkpoint", "model"]
+
+
 def test_config_fields_we_read_exist():
     fields = GRPOConfig.__dataclass_fields__
     for name in ("steps_per_generation", "num_generations", "entropy_coef", "use_adaptive_entropy", "loss_type"):

@@ -62,7 +62,7 @@ def main(args: list[str] | None = None) -> None:
     before = _evaluate(trainer, env, script_args, run / "evaluation_before.json")
     started = time.perf_counter()
     try:
-        trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+        _train(trainer, checkpoint)
     except KeyboardInterrupt:
         live_line.close()
         _write_history(trainer, env, run)
@@ -198,6 +198,18 @@ def _make_trainer(
     )
     trainer.remove_callback(PrinterCallback)
     return trainer
+
+
+def _train(trainer: SNRFilteredGRPOTrainer, checkpoint: Path | None) -> None:
+    """Train, from `checkpoint` if there is one; a checkpoint of the last step is loaded and left as it is."""
+    if checkpoint is not None:
+        state = TrainerState.load_from_json(str(checkpoint / "trainer_state.json"))
+        if 0 < trainer.args.max_steps <= state.global_step:
+            # A run killed after its last step. `Trainer.train` looks at max_steps only after one step more.
+            trainer._load_from_checkpoint(str(checkpoint))
+            trainer.state = state
+            return
+    trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
 
 
 def _success_metric(env: Environment) -> str:

@@ -185,15 +185,15 @@ class SNRFilteredGRPOTrainer(GRPOTrainer):
         return batch
 
     def _group_rewards(self) -> Tensor:
-        """(N, G) weighted reward sums as sampled, before any normalisation; NaN where no function gave a reward."""
+        """(N, G) weighted reward sums as sampled, before any normalisation; NaN where there is no finite one."""
         per_func = self._rewards_per_func
         rewards = (per_func * self.reward_weights.to(per_func.device)).nansum(dim=1)
-        rewards[per_func.isnan().all(dim=1)] = torch.nan
-        rewards = rewards.view(-1, self.num_generations)
+        unscorable = per_func.isnan().all(dim=1) | ~rewards.isfinite()
+        rewards = rewards.masked_fill(unscorable, torch.nan).view(-1, self.num_generations)
         if self._reward_range is None and rewards.isnan().all():
             raise ValueError(
-                f"reward_funcs={self.reward_func_names} returned None or NaN for every one of the first "
-                f"{rewards.numel()} completions; allowed: a number for at least one completion."
+                f"reward_funcs={self.reward_func_names} returned None, NaN or infinity for every one of the first "
+                f"{rewards.numel()} completions; allowed: a finite number for at least one completion."
             )
         return rewards
 
