@@ -1,0 +1,94 @@
+"""From sampled token ids to turns and their reasoning, without tokenising anything again."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, groupby
+
+from transformers import PreTrainedTokenizerBase
+
+OPEN_TAG, CLOSE_TAG = "<think>", "</think>"
+# White space as vocabularies write it: plain, in byte-level BPE (space, newline, tab, carriage return) and in
+# SentencePiece.
+_WHITE_SPACE = " \t\r\nĠĊĉč▁"
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One turn of a model, as the very ids that were sampled.
+
+    Args:
+        context: Everything before the turn: the prompt, earlier turns and what the environment answered.
+        lead_in: The turn's own ids before its reasoning, such as an opening tag.
+        reasoning: Z: the ids between the tags, white space at either end left out. Empty where there is none.
+        valid: Whether the reasoning is non-empty and closed by a tag.
+    """
+
+    context: tuple[int, ...]
+    lead_in: tuple[int, ...]
+    reasoning: tuple[int, ...]
+    valid: bool
+
+
+def find_turns(
+    prompt_ids: Sequence[int],
+    completion_ids: Sequence[int],
+    tokenizer: PreTrainedTokenizerBase,
+    tool_mask: Sequence[int] | None = None,
+) -> list[Turn]:
+    """Turns of one completion and the reasoning in each.
+
+    A turn is a run of ids that the model wrote. Its reasoning is what stands between the first `<think>` and the next
+    `</think>`. The opening tag may also end what comes before the turn (many templates force it) or be missing. A turn
+    that is cut off reasons up to its end. A turn without tags is all reasoning. Tokens count whole: one that holds
+    part of a tag belongs to the tag.
+
+    Args:
+        prompt_ids: Ids of the prompt, without padding.
+        completion_ids: Ids of the completion, without padding.
+        tokenizer: Names the ids; decides what is special and therefore never reasoning at the end of a turn.
+        tool_mask: For each id of the completion, 1 where the model wrote it and 0 elsewhere (TRL's `tool_mask`, which
+            a `rollout_func` gives as `env_mask`). Default: the model wrote all of it.
+    """
+    if tool_mask is None:
+        tool_mask = [1] * len(completion_ids)
+    if len(tool_mask) != len(completion_ids):
+        raise ValueError(f"tool_mask must have one value for each of {len(completion_ids)} ids, got {len(tool_mask)}")
+    ids = [*prompt_ids, *completion_ids]
+    turns, start = [], len(prompt_ids)
+    for written_by_model, run in groupby(tool_mask, key=bool):
+        end = start + len(list(run))
+        if written_by_model:
+            turns.append(_read_turn(ids, start, end, tokenizer))
+        start = end
+    return turns
+
+
+def _read_turn(ids: list[int], start: int, end: int, tokenizer: PreTrainedTokenizerBase) -> Turn:
+    # Pieces as the vocabulary spells them: tags are ASCII, which every spelling keeps.
+    pieces = _pieces(ids[start:end], tokenizer)
+    special = set(tokenizer.all_special_ids)
+    while pieces and ids[start + len(pieces) - 1] in special and pieces[-1] != CLOSE_TAG:
+        pieces.pop()
+    text = "".join(pieces)
+    opened = text.find(OPEN_TAG)
+    # The tag may be split over as many tokens as it has letters, and white space may follow it.
+    before = "".join(_pieces(ids[max(0, start - 2 * len(OPEN_TAG)) : start], tokenizer))
+    forced = before.rstrip(_WHITE_SPACE).endswith(OPEN_TAG)
+    first = 0 if forced or opened < 0 else opened + len(OPEN_TAG)
+    close = text.find(CLOSE_TAG, first)
+    last = len(text) if close < 0 else close
+
+    ends = list(accumulate(len(piece) for piece in pieces))
+    inside = [
+        number
+        for number, (piece, piece_end) in enumerate(zip(pieces, ends, strict=True))
+        if piece_end - len(piece) >= first and piece_end <= last and piece.strip(_WHITE_SPACE)
+    ]
+    if not inside:
+        return Turn(tuple(ids[:start]), (), (), valid=False)
+    low, high = start + inside[0], start + inside[-1] + 1
+    return Turn(tuple(ids[:start]), tuple(ids[start:low]), tuple(ids[low:high]), valid=close >= 0)
+
+
+def _pieces(ids: list[int], tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    return [piece or "" for piece in tokenizer.convert_ids_to_tokens(ids)]  # None for ids beyond the vocabulary
