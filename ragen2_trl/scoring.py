@@ -56,8 +56,8 @@ def cross_score(
         (B, N) in nats, float32, on the CPU.
 
     Raises:
-        ValueError: If a prompt is empty, a completion has no token to score, a pair is longer than the model's
-            context, or an argument is outside its range.
+        ContextLengthError: If a pair is longer than the model's context.
+        ValueError: If a prompt is empty, a completion has no token to score, or an argument is outside its range.
     """
     lead_in = [0] * len(completions) if lead_in is None else lead_in
     limit = getattr(_text_config(model), "max_position_embeddings", None)
@@ -128,6 +128,10 @@ def _make_chunk(rows: Sequence[tuple[tuple[int, ...], int]], numbers: list[int],
         ids[i, : len(completion)] = torch.tensor(completion)
         scored[i, skip : len(completion)] = True
     return _Chunk(torch.tensor(numbers), ids.to(device), scored.to(device))
+
+
+class ContextLengthError(ValueError):
+    """A prompt and a completion do not fit the model's context together."""
 
 
 class _Scorer:
@@ -293,7 +297,7 @@ def _check_arguments(
     longest_completion = max(range(len(completions)), key=lambda number: len(completions[number]))
     total = len(prompts[longest_prompt]) + len(completions[longest_completion])
     if limit is not None and total > limit:
-        raise ValueError(
+        raise ContextLengthError(
             f"a prompt and a completion must fit the model's context of {limit} tokens together, got "
             f"{len(prompts[longest_prompt])} (prompt {longest_prompt}) + {len(completions[longest_completion])} "
             f"(completion {longest_completion}) = {total}"

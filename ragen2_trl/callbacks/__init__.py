@@ -1,5 +1,7 @@
 """Callbacks for TRL's trainers."""
 
 from ragen2_trl.callbacks.live_line import LiveLineCallback
+from ragen2_trl.callbacks.mutual_information import MutualInformationCallback
+from ragen2_trl.callbacks.reward_variance_stop import RewardVarianceStopCallback
 
-__all__ = ["LiveLineCallback"]
+__all__ = ["LiveLineCallback", "MutualInformationCallback", "RewardVarianceStopCallback"]

@@ -19,7 +19,7 @@ from rich.table import Table
 from transformers import PrinterCallback, TrainerState
 from trl import ModelConfig, TrlParser, get_peft_config, get_quantization_config
 
-from ragen2_trl.callbacks import LiveLineCallback
+from ragen2_trl.callbacks import LiveLineCallback, MutualInformationCallback
 from ragen2_trl.cli.arguments import EnvironmentArguments
 from ragen2_trl.cli.console import make_console
 from ragen2_trl.cli.evaluate import evaluate_model
@@ -41,6 +41,12 @@ class TrainArguments(EnvironmentArguments):
     eval_samples: int = field(default=4, metadata={"help": "Completions per held-out task."})
     resume: bool = field(
         default=False, metadata={"help": "Continue from the last complete checkpoint of the run, if it has one."}
+    )
+    mutual_information: bool = field(
+        default=True, metadata={"help": "Log whether reasoning depends on its prompt, every tenth step or less often."}
+    )
+    stop_on_template_collapse: bool = field(
+        default=False, metadata={"help": "End training when reasoning stops to depend on its prompt."}
     )
     overwrite: bool = field(default=False, metadata={"help": "Delete the checkpoints of an earlier run of that name."})
 
@@ -197,6 +203,9 @@ def _make_trainer(
         callbacks=[live_line],
     )
     trainer.remove_callback(PrinterCallback)
+    if script_args.mutual_information:
+        stop_on = "template_collapse" if script_args.stop_on_template_collapse else None
+        trainer.add_callback(MutualInformationCallback(trainer, stop_on=stop_on))
     return trainer
 
 

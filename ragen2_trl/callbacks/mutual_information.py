@@ -1,0 +1,262 @@
+"""Whether reasoning still depends on its input, measured while a model trains (arXiv 2604.06268)."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from math import ceil
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from accelerate.logging import get_logger
+from torch import Tensor
+from transformers import Trainer, TrainerCallback
+
+from ragen2_trl.callbacks.regime_watch import RegimeWatch
+from ragen2_trl.callbacks.rollouts import Batch, Rollout, gather_rollout, watch_rollouts
+from ragen2_trl.diagnosis import SCOPES, NotMeasurableError, Sampling, combine, measure_first_turn, measure_trajectory
+from ragen2_trl.filtering import check_choice, zero_variance
+from ragen2_trl.information import MarginalStdEMA
+from ragen2_trl.reasoning import Turn, find_turns
+from ragen2_trl.scoring import ContextLengthError, count_tokens
+
+logger = get_logger(__name__)
+
+STATE_KEY = "ragen2_mutual_information"
+# Optimizer steps between measurements where every step is logged. One costs about half a step of the demo, so that it
+# stays below a twentieth of the run.
+MIN_STEPS_BETWEEN = 10
+# Of a trajectory's single positions, only what tells them apart.
+PER_POSITION = ("retrieval_accuracy", "retrieval_chance", "mi_seq", "conditional_entropy_token", "num_completions")
+
+
+class MutualInformationCallback(TrainerCallback):
+    """
+    Logs, in the same row as TRL's metrics, how much the reasoning of a policy depends on its prompt.
+
+    The completions of a generation are scored under the prompts of the whole batch, with the weights that sampled
+    them and before anything is filtered (see [`~ragen2_trl.scoring.cross_score`]). The metrics of
+    [`~ragen2_trl.information.information_metrics`] land under `mi/first_turn/` and, where there are several turns,
+    under `mi/trajectory/`. Training is left bit-identical. Exceptions are not caught; where there is nothing to
+    measure, a warning says why and no number is logged.
+
+    Args:
+        trainer ([`~trl.GRPOTrainer`] or [`~trl.RLOOTrainer`], or a subclass):
+            The trainer that the callback is then added to.
+        every (`int`, *optional*):
+            Measure at optimizer steps that are multiples of it. By default at logging steps, but no more often than
+            every 10th step.
+        num_completions (`int`, *optional*, defaults to `64`):
+            Reasonings that are scored in each scope, drawn without replacement.
+        max_prompts (`int`, *optional*, defaults to `64`):
+            Prompts that they are scored under, if the batch has more.
+        scopes (`Sequence[str]`, *optional*, defaults to `("first_turn", "trajectory")`):
+            `first_turn` compares the first turns of all groups. `trajectory` draws from all turns and compares within
+            each turn position; it is left out as long as completions have a single turn.
+        stop_on (`str`, *optional*):
+            `"template_collapse"` ends training when reasoning that has depended on its prompt stops to.
+        max_tokens_per_forward (`int`, *optional*):
+            See [`~ragen2_trl.scoring.cross_score`].
+
+    Raises:
+        ValueError: for a setting outside its range.
+        TypeError: at the start of training, for a trainer that does not sample completions.
+
+    Example:
+
+    ```python
+    >>> from ragen2_trl import MutualInformationCallback
+
+    >>> trainer.add_callback(MutualInformationCallback(trainer))  # doctest: +SKIP
+    ```
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        every: int | None = None,
+        num_completions: int = 64,
+        max_prompts: int = 64,
+        scopes: Sequence[str] = SCOPES,
+        stop_on: Literal["template_collapse"] | None = None,
+        max_tokens_per_forward: int | None = None,
+    ):
+        if every is not None and every < 1:
+            raise ValueError(f"every must be at least 1 or None, got {every!r}")
+        if stop_on is not None:
+            check_choice("stop_on", stop_on, ("template_collapse",))
+        if not scopes:
+            raise ValueError(f"scopes must name at least one of {SCOPES}, got {scopes!r}")
+        for scope in scopes:
+            check_choice("scopes", scope, SCOPES)
+        self.trainer = trainer
+        self.every = every
+        self.scopes = tuple(scopes)
+        self.stop_on = stop_on
+        self.sampling = Sampling(num_completions, max_prompts, trainer.args.temperature, max_tokens_per_forward)
+        self._watching = False
+        self._reset()
+
+    def _reset(self) -> None:
+        self.watch = RegimeWatch()
+        self.ema = {scope: MarginalStdEMA() for scope in self.scopes}
+        self.last_step: int | None = None  # the optimizer step of the latest measurement
+        self._stop = False
+        self._silent_reason: str | None = None
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._reset()
+        saved = state.stateful_callbacks.get(STATE_KEY)
+        if saved is not None:
+            self.watch = RegimeWatch(**saved["watch"])
+            self.ema |= {s: MarginalStdEMA(values=saved["ema"][s]) for s in self.scopes if s in saved["ema"]}
+            self.last_step = saved["last_step"]
+        if not self._watching:
+            watch_rollouts(self.trainer, self._on_rollout)
+            self._watching = True
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self._stop:
+            control.should_training_stop = True
+
+    def _on_rollout(self, batch: Batch, rewards: Tensor) -> None:
+        step = self._due_step()
+        if step is None:
+            return
+        started = time.perf_counter()
+        self.last_step = step
+        if batch.get("pixel_values") is not None:
+            self._stay_silent(step, "completions with images cannot be scored without their prompts' images")
+            return
+        rollout = gather_rollout(self.trainer, batch, rewards)
+        tokenizer = self.trainer._tokenizer
+        trajectories = [
+            find_turns(prompt, completion, tokenizer, mask)
+            for prompt, completion, mask in zip(
+                rollout.prompt_ids, rollout.completion_ids, rollout.tool_masks, strict=True
+            )
+        ]
+        groups = [row // rollout.group_size for row in range(len(trajectories))]
+        self._log(group_metrics(rollout))
+        valid_rate = self._log_validity(trajectories)
+        self._warn_of_unequal_prompts(rollout, groups)
+        with count_tokens(self.trainer.model) as tokens, self.trainer.accelerator.autocast():
+            metrics = self._measure(step, trajectories, groups)
+        self._log({"mi/seconds": time.perf_counter() - started, "mi/tokens": float(sum(tokens))})
+        if metrics is not None:
+            self._follow(step, metrics, valid_rate)
+        self._save_state()
+
+    def _due_step(self) -> int | None:
+        """The optimizer step that asks for a measurement of these completions, if one does."""
+        args, state = self.trainer.args, self.trainer.state
+        per_generation = args.steps_per_generation * self.trainer.num_iterations / args.gradient_accumulation_steps
+        for step in range(state.global_step + 1, state.global_step + ceil(per_generation) + 1):
+            if self.last_step is not None and step <= self.last_step:
+                continue
+            if self.every is not None:
+                if step % self.every == 0:
+                    return step
+            elif self.last_step is None or step >= self.last_step + MIN_STEPS_BETWEEN:
+                first = step == 1 and args.logging_first_step
+                if first or args.logging_strategy != "steps" or step % max(1, state.logging_steps) == 0:
+                    return step
+        return None
+
+    def _measure(self, step: int, trajectories: list[list[Turn]], groups: list[int]) -> dict[str, float] | None:
+        """Metrics of the first scope that could be measured; all that could are logged."""
+        has_turns = any(len(turns) > 1 for turns in trajectories)
+        leading = None
+        for number, scope in enumerate(self.scopes):
+            if scope == "trajectory" and not has_turns:
+                continue
+            # The same completions on every process, and after a resume; no global generator moves.
+            seed = np.random.SeedSequence([self.trainer.args.seed, step, number]).generate_state(1)[0]
+            generator = torch.Generator().manual_seed(int(seed))
+            arguments = (self.trainer.model, trajectories, groups, generator, self.sampling)
+            try:
+                if scope == "first_turn":
+                    metrics = measure_first_turn(*arguments).metrics
+                else:
+                    by_position = measure_trajectory(*arguments)
+                    metrics = combine(list(by_position.values()))
+                    for position, measurement in by_position.items():
+                        prefix = f"mi/trajectory/turn_{position + 1}"
+                        self._log({f"{prefix}/{key}": measurement.metrics[key] for key in PER_POSITION})
+            except (NotMeasurableError, ContextLengthError) as reason:
+                self._stay_silent(step, str(reason))
+                continue
+            self._silent_reason = None
+            metrics |= self.ema[scope].update(metrics)
+            self._log({f"mi/{scope}/{key}": value for key, value in metrics.items()})
+            leading = leading or metrics
+        return leading
+
+    def _follow(self, step: int, metrics: dict[str, float], valid_rate: float) -> None:
+        warnings = self.watch.update(step, metrics, valid_rate)
+        _, regime = self.watch.regimes[-1]
+        self._log(
+            {
+                "mi/regime/depends_on_prompt": float(regime in ("diverse", "compressed")),
+                "mi/regime/low_entropy": float(regime in ("compressed", "low_entropy_collapse")),
+            }
+        )
+        for collapse, text in warnings.items():
+            logger.warning(text)
+            if collapse == self.stop_on and self.watch.has_depended:
+                logger.warning(
+                    f"Training stops after step {self.trainer.state.global_step + 1}: stop_on={collapse!r}."
+                )
+                self._stop = True
+
+    def _log_validity(self, trajectories: list[list[Turn]]) -> float:
+        turns = [turn for trajectory in trajectories for turn in trajectory]
+        valid_rate = sum(turn.valid for turn in turns) / max(1, len(turns))
+        without = sum(not any(turn.reasoning for turn in trajectory) for trajectory in trajectories)
+        self._log({"mi/valid_thinking_rate": valid_rate, "mi/completions_without_reasoning": float(without)})
+        return valid_rate
+
+    def _warn_of_unequal_prompts(self, rollout: Rollout, groups: list[int]) -> None:
+        prompts: dict[int, set[tuple[int, ...]]] = {}
+        for group, prompt in zip(groups, rollout.prompt_ids, strict=True):
+            prompts.setdefault(group, set()).add(tuple(prompt))
+        group = next((group for group, distinct in prompts.items() if len(distinct) > 1), None)
+        if group is not None:
+            logger.warning_once(
+                f"The completions of group {group} have {len(prompts[group])} different prompts. Each is scored as a "
+                "prompt of its own, but advantages within such a group compare answers to different questions."
+            )
+
+    def _stay_silent(self, step: int, reason: str) -> None:
+        if reason != self._silent_reason:
+            logger.warning(f"Step {step}: mutual information is not measured: {reason}.")
+        self._silent_reason = reason
+
+    def _log(self, metrics: dict[str, float]) -> None:
+        for key, value in metrics.items():
+            self.trainer._metrics["train"][key].append(value)
+
+    def _save_state(self) -> None:
+        """Into the trainer's state, which every checkpoint writes."""
+        self.trainer.state.stateful_callbacks[STATE_KEY] = {
+            "watch": asdict(self.watch),
+            "ema": {scope: dict(ema.values) for scope, ema in self.ema.items()},
+            "last_step": self.last_step,
+        }
+
+
+def group_metrics(rollout: Rollout) -> dict[str, float]:
+    """Why groups have no reward variance: shares of all groups, under `mi/groups/`.
+
+    `identical_completions`: all G are the same ids. `equal_rewards`: completions differ and their rewards do not.
+    `zero_variance`: rewards do not vary, for either reason.
+    """
+    size = rollout.group_size
+    texts = [tuple(ids) for ids in rollout.completion_ids]
+    identical = torch.tensor([len(set(texts[i : i + size])) == 1 for i in range(0, len(texts), size)])
+    constant = zero_variance(rollout.rewards)
+    return {
+        "mi/groups/identical_completions": identical.float().mean().item(),
+        "mi/groups/equal_rewards": (constant & ~identical).float().mean().item(),
+        "mi/groups/zero_variance": constant.float().mean().item(),
+    }

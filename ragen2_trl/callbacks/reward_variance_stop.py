@@ -1,0 +1,79 @@
+"""Stops a run whose rewards have stopped to vary within groups: there is nothing left to learn from."""
+
+from typing import Any
+
+from accelerate.logging import get_logger
+from torch import Tensor
+from transformers import Trainer, TrainerCallback
+
+from ragen2_trl.callbacks.rollouts import Batch, watch_rollouts
+from ragen2_trl.filtering import group_score
+
+logger = get_logger(__name__)
+
+STATE_KEY = "ragen2_reward_variance_stop"
+
+
+class RewardVarianceStopCallback(TrainerCallback):
+    """
+    Ends training when the mean reward variance within groups stays below a share of what it was at the start
+    (arXiv 2604.06268, Section 4: below 10 % of the first ten steps, five times in a row).
+
+    Logs `reward_variance/mean` (of all groups of a generation, ddof 1) and, once the start is known,
+    `reward_variance/of_start`.
+
+    Args:
+        trainer ([`~trl.GRPOTrainer`] or [`~trl.RLOOTrainer`], or a subclass):
+            The trainer that the callback is then added to.
+        fraction (`float`, *optional*, defaults to `0.1`):
+            Share of the start below which a generation counts as collapsed.
+        start_generations (`int`, *optional*, defaults to `10`):
+            Number of generations with any variance that make up the start.
+        patience (`int`, *optional*, defaults to `5`):
+            Collapsed generations in a row that end training.
+    """
+
+    def __init__(self, trainer: Trainer, fraction: float = 0.1, start_generations: int = 10, patience: int = 5):
+        if not 0 < fraction < 1:
+            raise ValueError(f"fraction must be between 0 and 1, got {fraction!r}")
+        for name, value in (("start_generations", start_generations), ("patience", patience)):
+            if value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value!r}")
+        self.trainer = trainer
+        self.fraction = fraction
+        self.start_generations = start_generations
+        self.patience = patience
+        self._watching = False
+        self.start: list[float] = []
+        self.streak = 0
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        saved = state.stateful_callbacks.get(STATE_KEY, {"start": [], "streak": 0})
+        self.start, self.streak = list(saved["start"]), saved["streak"]
+        if not self._watching:
+            watch_rollouts(self.trainer, self._on_rollout)
+            self._watching = True
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.streak < self.patience:
+            return
+        control.should_training_stop = True
+        logger.warning(
+            f"Training stops after step {state.global_step}: the mean reward variance within groups was below "
+            f"{self.fraction:.0%} of its start ({self._start_mean():.3g}) for {self.streak} generations in a row."
+        )
+
+    def _on_rollout(self, batch: Batch, rewards: Tensor) -> None:
+        variance = group_score(rewards).mean().item()
+        self.trainer._metrics["train"]["reward_variance/mean"].append(variance)
+        if len(self.start) < self.start_generations:
+            if variance > 0:
+                self.start.append(variance)
+        else:
+            share = variance / self._start_mean()
+            self.trainer._metrics["train"]["reward_variance/of_start"].append(share)
+            self.streak = self.streak + 1 if share < self.fraction else 0
+        self.trainer.state.stateful_callbacks[STATE_KEY] = {"start": self.start, "streak": self.streak}
+
+    def _start_mean(self) -> float:
+        return sum(self.start) / len(self.start)

@@ -1,0 +1,188 @@
+"""From turns that a model sampled to what they say about the dependence of its reasoning on its input."""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from ragen2_trl.information import information_metrics
+from ragen2_trl.reasoning import Turn
+from ragen2_trl.scoring import cross_score
+
+SCOPES = ("first_turn", "trajectory")
+
+
+class NotMeasurableError(ValueError):
+    """The sampled turns hold nothing to measure; the message says why."""
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """A cross-scoring matrix and what follows from it.
+
+    Args:
+        metrics: From `information_metrics`.
+        cross_logps: (B, N) log p(Z_b | x_n) in nats.
+        lengths: (B,) tokens of each reasoning.
+        prompt_index: (B,) own column of each reasoning.
+        trajectories: For each of the B rows, the number of its trajectory.
+        columns: For each of the N columns, the number of a trajectory with that context.
+    """
+
+    metrics: dict[str, float]
+    cross_logps: Tensor
+    lengths: Tensor
+    prompt_index: Tensor
+    trajectories: list[int]
+    columns: list[int]
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How many reasonings are scored under how many prompts.
+
+    Reasonings are subsampled, prompts only where there are more than `max_prompts`: against fewer candidates than the
+    batch has, mutual information is biased and retrieval is easier.
+
+    Args:
+        num_completions: Reasonings to score in each scope, drawn without replacement.
+        max_prompts: Prompts to score them under.
+        temperature: Of the policy.
+        max_tokens_per_forward: See `cross_score`.
+    """
+
+    num_completions: int = 64
+    max_prompts: int = 64
+    temperature: float = 1.0
+    max_tokens_per_forward: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("num_completions", "max_prompts"):
+            if getattr(self, name) < 2:
+                raise ValueError(f"{name} must be at least 2, got {getattr(self, name)!r}")
+
+
+@dataclass(frozen=True)
+class _Row:
+    trajectory: int
+    group: int
+    turn: Turn
+
+
+def measure_first_turn(
+    model: nn.Module,
+    trajectories: Sequence[Sequence[Turn]],
+    groups: Sequence[int],
+    generator: torch.Generator,
+    sampling: Sampling,
+) -> Measurement:
+    """Scores first-turn reasoning under the prompts of all groups.
+
+    Args:
+        model: The policy.
+        trajectories: Turns of each completion.
+        groups: Group of each completion. Each group is one column, or several where its members have different
+            prompts. Groups with the same prompt form a class (see `information_metrics`).
+        generator: Draws the subsample.
+        sampling: How many of what.
+
+    Raises:
+        NotMeasurableError: With fewer than two distinct prompts, or without any reasoning.
+    """
+    rows = [_Row(i, groups[i], turns[0]) for i, turns in enumerate(trajectories) if turns]
+    columns = list({(row.group, row.turn.context): row for row in reversed(rows)}.values())[::-1]
+    columns = _draw(columns, sampling.max_prompts, generator)
+    chosen = {(row.group, row.turn.context) for row in columns}
+    rows = [row for row in rows if row.turn.reasoning and (row.group, row.turn.context) in chosen]
+    return _measure(model, _draw(rows, sampling.num_completions, generator), columns, sampling)
+
+
+def measure_trajectory(
+    model: nn.Module,
+    trajectories: Sequence[Sequence[Turn]],
+    groups: Sequence[int],
+    generator: torch.Generator,
+    sampling: Sampling,
+) -> dict[int, Measurement]:
+    """Scores reasoning of all turns, each under the contexts of other trajectories at the same turn.
+
+    A trajectory is drawn uniformly, then one of its turns (arXiv 2604.06268, trajectory-uniform sampling). Turns are
+    compared within their position only. A later context of the same trajectory would hold the reasoning verbatim, and
+    is therefore never a candidate.
+
+    Returns:
+        By turn position, from 0, for the positions that have two distinct contexts.
+
+    Raises:
+        NotMeasurableError: If no position has, or without any reasoning.
+    """
+    rows = []
+    for i in _draw(range(len(trajectories)), sampling.num_completions, generator):
+        reasoned = [(position, turn) for position, turn in enumerate(trajectories[i]) if turn.reasoning]
+        if reasoned:
+            position, turn = _draw(reasoned, 1, generator)[0]
+            rows.append((position, _Row(i, groups[i], turn)))
+    strata: dict[int, list[_Row]] = defaultdict(list)
+    for position, row in rows:
+        strata[position].append(row)
+    measurements, reason = {}, "no completion has reasoning"
+    for position, stratum in sorted(strata.items()):
+        columns = list({(row.group, row.turn.context): row for row in stratum}.values())[: sampling.max_prompts]
+        chosen = {(row.group, row.turn.context) for row in columns}
+        stratum = [row for row in stratum if (row.group, row.turn.context) in chosen]
+        try:
+            measurements[position] = _measure(model, stratum, columns, sampling)
+        except NotMeasurableError as error:
+            reason = str(error)
+    if not measurements:
+        raise NotMeasurableError(reason)
+    return measurements
+
+
+def combine(measurements: Sequence[Measurement]) -> dict[str, float]:
+    """Metrics of several strata as one: means weighted by reasonings, sums for the counts."""
+    total = sum(m.metrics["num_completions"] for m in measurements)
+    metrics = {}
+    for key in measurements[0].metrics:
+        if key in ("num_completions", "num_prompts"):
+            metrics[key] = sum(m.metrics[key] for m in measurements)
+        else:
+            metrics[key] = sum(m.metrics[key] * m.metrics["num_completions"] for m in measurements) / total
+    return metrics
+
+
+def _measure(model: nn.Module, rows: Sequence[_Row], columns: Sequence[_Row], sampling: Sampling) -> Measurement:
+    if not rows:
+        raise NotMeasurableError("no completion has reasoning")
+    column_of = {(column.group, column.turn.context): number for number, column in enumerate(columns)}
+    class_of: dict[tuple[int, ...], int] = {}
+    prompt_class = [class_of.setdefault(column.turn.context, len(class_of)) for column in columns]
+    if len(class_of) < 2:
+        raise NotMeasurableError(f"all {len(columns)} prompts are the same, and two different ones are needed")
+    cross_logps = cross_score(
+        model,
+        [column.turn.context for column in columns],
+        [row.turn.lead_in + row.turn.reasoning for row in rows],
+        lead_in=[len(row.turn.lead_in) for row in rows],
+        temperature=sampling.temperature,
+        max_tokens_per_forward=sampling.max_tokens_per_forward,
+    )
+    lengths = torch.tensor([len(row.turn.reasoning) for row in rows])
+    prompt_index = torch.tensor([column_of[row.group, row.turn.context] for row in rows])
+    return Measurement(
+        information_metrics(cross_logps, lengths, prompt_index, prompt_class=torch.tensor(prompt_class)),
+        cross_logps,
+        lengths,
+        prompt_index,
+        [row.trajectory for row in rows],
+        [column.trajectory for column in columns],
+    )
+
+
+def _draw(items: Sequence, count: int, generator: torch.Generator) -> list:
+    """`count` of the items without replacement, in their order; all of them where there are no more."""
+    if len(items) <= count:
+        return list(items)
+    return [items[i] for i in sorted(torch.randperm(len(items), generator=generator)[:count].tolist())]
