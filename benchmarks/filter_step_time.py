@@ -18,19 +18,17 @@ Writes `benchmarks/results/filter_step_time.{json,md}`.
 import argparse
 import json
 import os
-import platform
 import random
 import statistics
 import subprocess
 import sys
 import tempfile
-import time
-from importlib.metadata import version
 from pathlib import Path
 
 import torch
 import transformers
 from datasets import Dataset
+from measuring import machine, now, peak_memory
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config, Qwen3ForCausalLM, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
@@ -54,13 +52,6 @@ BASE = {
     "disable_tqdm": True,
     "num_generations": GROUP_SIZE,
 }
-
-
-def now() -> float:
-    """Seconds, once the GPU has finished what it was given."""
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    return time.perf_counter()
 
 
 class StepTimes(TrainerCallback):
@@ -207,12 +198,7 @@ def measure_memory(model_path: str, lengths) -> dict[str, float]:
 def print_peak_memory(variant: str, model_path: str, lengths) -> None:
     fraction = 1.0 if variant in ("plain", "off") else 0.875
     make_trainer(variant, model_path, 8, 3, fraction, lengths, StepTimes()).train()
-    if torch.cuda.is_available():
-        print(torch.cuda.max_memory_allocated() / 2**20)
-    else:
-        # Not getrusage: its maximum is inherited from the process that started this one.
-        peak = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
-        print(int(peak.split()[1]) / 1024)
+    print(peak_memory())
 
 
 def random_model(folder: str) -> str:
@@ -235,18 +221,6 @@ def random_model(folder: str) -> str:
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
-
-
-def machine() -> dict[str, str]:
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or platform.machine()
-    packages = ("torch", "trl", "transformers", "accelerate")
-    return {
-        "device": device,
-        "cores": str(os.cpu_count()),
-        "torch threads": str(torch.get_num_threads()),
-        "python": platform.python_version(),
-        **{package: version(package) for package in packages},
-    }
 
 
 def markdown(results: dict) -> str:

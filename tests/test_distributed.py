@@ -9,9 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import PROMPTS
+from datasets import Dataset
 from replay import KEPT, REWARDS, Replay, assert_close, gradients_of, mean_gradient
 from transformers import AutoTokenizer
 from trl import GRPOTrainer
+
+from ragen2_trl import MutualInformationCallback
 
 COMMON = {
     "num_generations": 4,
@@ -100,6 +103,13 @@ CASES = {
 }
 
 
+def run_on_two_processes(script, *arguments):
+    path = Path(__file__).parent / "distributed" / script
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone", str(path)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TRL_EXPERIMENTAL_SILENCE": "1", "HF_HUB_OFFLINE": "1"}
+    subprocess.run([*command, *map(str, arguments)], check=True, timeout=180, env=environment)
+
+
 @pytest.fixture(scope="module")
 def gradients_of_two_processes(policy_path, tmp_path_factory):
     folder = tmp_path_factory.mktemp("two_processes")
@@ -108,12 +118,7 @@ def gradients_of_two_processes(policy_path, tmp_path_factory):
         for name, (settings, prompts, _) in CASES.items()
     }
     (folder / "cases.json").write_text(json.dumps(cases))
-    script = Path(__file__).parent / "distributed" / "filtered_update.py"
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone", str(script)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TRL_EXPERIMENTAL_SILENCE": "1", "HF_HUB_OFFLINE": "1"}
-    subprocess.run(
-        [*command, policy_path, str(folder / "cases.json"), str(folder)], check=True, timeout=180, env=environment
-    )
+    run_on_two_processes("filtered_update.py", policy_path, folder / "cases.json", folder)
     return [torch.load(folder / f"gradients_{process}.pt") for process in (0, 1)]
 
 
@@ -143,3 +148,23 @@ def test_two_processes_compute_grpo_on_the_kept_groups(name, gradients_of_two_pr
     scale = len(expected) / len(kept_of_generations)
     expected = {name: gradient * scale for name, gradient in mean_gradient(expected).items()}
     assert_close(mean_gradient(first), expected)
+
+
+@pytest.mark.distributed
+def test_two_processes_measure_what_one_measures(policy_path, make_args, tmp_path):
+    """On stock GRPO, with more completions than are scored: both processes draw the same ones from all of them."""
+    run_on_two_processes("measured_rollouts.py", policy_path, tmp_path)
+    row, other = (json.loads((tmp_path / f"row_{process}.json").read_text()) for process in (0, 1))
+    replay = Replay(AutoTokenizer.from_pretrained(policy_path), REWARDS)
+    args = make_args(snr=False, per_device_train_batch_size=32, max_steps=1, shuffle_dataset=False)
+    dataset = Dataset.from_dict({"prompt": PROMPTS})
+    trainer = GRPOTrainer(policy_path, Replay.reward, args, dataset, rollout_func=replay.rollout)
+    trainer.add_callback(MutualInformationCallback(trainer, every=1, num_completions=20))
+    trainer.train()
+    expected = next(row for row in trainer.state.log_history if "mi/seconds" in row)
+    measured = {key for key in expected if key.startswith("mi/")} - {"mi/seconds"}
+    assert measured <= row.keys()
+    assert expected["mi/first_turn/num_completions"] == 20
+    for key in measured:
+        assert row[key] == pytest.approx(expected[key], abs=1e-5), key
+        assert other[key] == pytest.approx(expected[key], abs=1e-5), key

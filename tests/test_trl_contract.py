@@ -10,10 +10,11 @@ import pytest
 import torch
 import trl
 from packaging.requirements import Requirement
-from transformers import Trainer, TrainerCallback
-from trl import GRPOConfig, GRPOTrainer
+from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainerState
+from trl import GRPOConfig, GRPOTrainer, RLOOTrainer
 from trl.trainer import utils
 
+from ragen2_trl.tiny import TINY_MODEL_PATH
 from ragen2_trl.trainers.batches import COMPLETION_PADDING, PROMPT_PADDING, WHOLE_SEQUENCE
 from ragen2_trl.trainers.snr_grpo_config import TOKEN_NORMALIZED_LOSSES
 from ragen2_trl.trainers.snr_grpo_trainer import VISION_KEYS
@@ -156,3 +157,34 @@ def test_config_fields_we_read_exist():
     for name in ("steps_per_generation", "num_generations", "entropy_coef", "use_adaptive_entropy", "loss_type"):
         assert name in fields
     assert trl.__version__.startswith("1.16")
+
+
+@pytest.mark.parametrize("trainer_class", [GRPOTrainer, RLOOTrainer])
+def test_rollouts_can_be_watched(trainer_class):
+    """The seam of our callbacks: two methods, the metrics that `log` averages, and what a batch is made of."""
+    assert parameters(trainer_class._generate_and_score_completions) == ["self", "inputs"]
+    assert parameters(trainer_class._calculate_rewards)[0] == "self"
+    source = inspect.getsource(trainer_class)
+    for name in ("_tokenizer", "num_generations", "num_iterations", "reward_weights", "_metrics"):
+        assert f"self.{name} = " in source
+    generation = inspect.getsource(trainer_class._generate_and_score_completions)
+    assert "self._calculate_rewards(" in generation
+    for key in ("prompt_ids", "prompt_mask", "completion_ids"):
+        assert f'"{key}": {key}' in generation
+    # Metrics of a training step are averaged into its log row, and cleared.
+    log = inspect.getsource(trainer_class.log)
+    assert 'mode = "train" if self.model.training else "eval"' in log
+    assert log.index("logs.update(metrics)") < log.index("super().log(") < log.index("self._metrics[mode].clear()")
+
+
+def test_a_mask_tells_which_logits_a_model_returns():
+    model = AutoModelForCausalLM.from_pretrained(TINY_MODEL_PATH)
+    keep = torch.tensor([[True, False, False], [False, True, True]])
+    assert model(input_ids=torch.ones(2, 3, dtype=torch.long), logits_to_keep=keep).logits.shape[0] == 3
+
+
+def test_a_callbacks_state_is_written_with_the_trainers(tmp_path):
+    state = TrainerState(stateful_callbacks=[])
+    state.stateful_callbacks["ours"] = {"a": 1}
+    state.save_to_json(str(tmp_path / "state.json"))
+    assert TrainerState.load_from_json(str(tmp_path / "state.json")).stateful_callbacks == {"ours": {"a": 1}}
