@@ -51,12 +51,14 @@ class Sampling:
         max_prompts: Prompts to score them under.
         temperature: Of the policy.
         max_tokens_per_forward: See `cross_score`.
+        split_over_processes: See `cross_score`.
     """
 
     num_completions: int = 64
     max_prompts: int = 64
     temperature: float = 1.0
     max_tokens_per_forward: int | None = None
+    split_over_processes: bool = False
 
     def __post_init__(self) -> None:
         for name in ("num_completions", "max_prompts"):
@@ -168,6 +170,7 @@ def _measure(model: nn.Module, rows: Sequence[_Row], columns: Sequence[_Row], sa
         lead_in=[len(row.turn.lead_in) for row in rows],
         temperature=sampling.temperature,
         max_tokens_per_forward=sampling.max_tokens_per_forward,
+        split_over_processes=sampling.split_over_processes,
     )
     lengths = torch.tensor([len(row.turn.reasoning) for row in rows])
     prompt_index = torch.tensor([column_of[row.group, row.turn.context] for row in rows])

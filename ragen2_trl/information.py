@@ -55,8 +55,8 @@ def information_metrics(
         prefix: put before each key.
 
     Returns:
-        The metrics above, `mi_upper_bound` (log of the number of distinct prompts), `num_prompts` (distinct ones) and
-        `num_completions`.
+        The metrics above, `mi_upper_bound` (the most that `mi_seq` can be: log of the number of distinct prompts,
+        where each has as many columns), `num_prompts` (distinct ones) and `num_completions`.
 
     Raises:
         ValueError: With fewer than two distinct prompts, no reasoning, shapes that do not fit, an index outside its
@@ -68,7 +68,7 @@ def information_metrics(
     (0.6931, 1.0, 0.5)
     """
     if prompt_class is None:
-        prompt_class = torch.arange(cross_logps.shape[-1])
+        prompt_class = torch.arange(cross_logps.shape[-1] if cross_logps.ndim else 0)
     _check_inputs(cross_logps, lengths, prompt_index, prompt_class)
     logps = cross_logps.double().cpu()  # (B, N)
     lengths, prompt_index, prompt_class = lengths.double().cpu(), prompt_index.long().cpu(), prompt_class.cpu()
@@ -98,8 +98,9 @@ def information_metrics(
         # Guessing is what is left where every prompt explains a reasoning equally well.
         metrics[f"retrieval_chance{suffix}"] = _hit_rate(torch.zeros_like(logps), own_class, depth)
     num_classes = len(set(prompt_class.tolist()))
+    # No reasoning can say more than which class its prompt is in, of d identical columns among N.
     metrics |= {
-        "mi_upper_bound": math.log(num_classes),
+        "mi_upper_bound": math.log(num_prompts) - own_class.sum(dim=1).log().mean().item(),
         "num_prompts": float(num_classes),
         "num_completions": float(len(logps)),
     }
@@ -177,10 +178,14 @@ class MarginalStdEMA:
 def chance_p_value(metrics: Mapping[str, float]) -> float:
     """One-sided binomial test: how probable so high a retrieval accuracy is when reasoning is independent of prompts.
 
+    Each reasoning is a trial: under that hypothesis those of one prompt are no more alike than any others.
+
     >>> chance_p_value({"retrieval_accuracy": 0.25, "retrieval_chance": 0.25, "num_completions": 4.0}) > 0.5
     True
     """
     trials, chance = round(metrics["num_completions"]), metrics["retrieval_chance"]
+    if chance == 1.0:
+        return 1.0
     hits = math.ceil(metrics["retrieval_accuracy"] * trials - 1e-6)  # ties make fractions of a hit
     return math.fsum(
         math.exp(

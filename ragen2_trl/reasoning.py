@@ -10,6 +10,7 @@ OPEN_TAG, CLOSE_TAG = "<think>", "</think>"
 # White space as vocabularies write it: plain, in byte-level BPE (space, newline, tab, carriage return) and in
 # SentencePiece.
 _WHITE_SPACE = " \t\r\nĠĊĉč▁"
+_WHITE_SPACE_BYTES = {"<0x09>": "\t", "<0x0A>": "\n", "<0x0D>": "\r"}  # what SentencePiece spells in bytes
 
 
 @dataclass(frozen=True)
@@ -91,4 +92,5 @@ def _read_turn(ids: list[int], start: int, end: int, tokenizer: PreTrainedTokeni
 
 
 def _pieces(ids: list[int], tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    return [piece or "" for piece in tokenizer.convert_ids_to_tokens(ids)]  # None for ids beyond the vocabulary
+    pieces = [piece or "" for piece in tokenizer.convert_ids_to_tokens(ids)]  # None for ids beyond the vocabulary
+    return [_WHITE_SPACE_BYTES.get(piece, piece) for piece in pieces]

@@ -8,9 +8,11 @@ import copy
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from math import ceil
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, DynamicLayer
 from transformers.utils import logging
@@ -36,6 +38,7 @@ def cross_score(
     lead_in: Sequence[int] | None = None,
     temperature: float = 1.0,
     max_tokens_per_forward: int | None = None,
+    split_over_processes: bool = False,
 ) -> Tensor:
     """The log-probability of every completion under every prompt, L of arXiv 2604.06268, Section 2.3.
 
@@ -49,8 +52,12 @@ def cross_score(
         lead_in: (B,) number of ids at the start of each completion that belong to its context: the model sees them,
             but their log-probability is not counted. Default: none.
         temperature: Divides the logits, as in sampling.
-        max_tokens_per_forward: Upper bound for the padded tokens of one forward pass over completions; a longer
-            completion runs alone. Default: 1024 on a CPU and 8192 elsewhere, fewer for large vocabularies.
+        max_tokens_per_forward: Upper bound for the padded tokens of one forward pass over completions, and over
+            prompt and completions where the prompt cannot be reused; a longer one runs alone. Default: 1024 on a CPU
+            and 8192 elsewhere, fewer for large vocabularies.
+        split_over_processes: Whether the processes of `torch.distributed` each score a share of the prompts. All of
+            them must then make this call with the same arguments, and run the same number of forward passes, so that
+            a sharded model never waits for one of them. All get the whole matrix.
 
     Returns:
         (B, N) in nats, float32, on the CPU.
@@ -68,14 +75,22 @@ def cross_score(
     distinct_prompts, column = _distinct(tuple(prompt) for prompt in prompts)
     distinct_rows, row = _distinct((tuple(ids), skip) for ids, skip in zip(completions, lead_in, strict=True))
     chunks = _chunks(distinct_rows, max_tokens_per_forward, device)
-    scores = torch.empty(len(distinct_rows), len(distinct_prompts))
+    scores = torch.zeros(len(distinct_rows), len(distinct_prompts), device=device)
+    # The longest first: that is where reusing its cache is put to the test.
+    order = sorted(range(len(distinct_prompts)), key=lambda number: -len(distinct_prompts[number]))
+    rank, world = (dist.get_rank(), dist.get_world_size()) if split_over_processes else (0, 1)
     with _evaluation_mode(model):
-        scorer = _Scorer(model, chunks, temperature)
-        # The longest first: that is where reusing its cache is put to the test.
-        for number in sorted(range(len(distinct_prompts)), key=lambda number: -len(distinct_prompts[number])):
+        rows_in_full = max_tokens_per_forward // (len(distinct_prompts[order[0]]) + chunks[-1].ids.shape[1])
+        scorer = _Scorer(model, chunks, max(1, rows_in_full), temperature, world > 1)
+        for turn in range(rank, ceil(len(order) / world) * world, world):
+            # Where prompts have run out, the shortest one once more, so that no process runs fewer forward passes.
+            number = order[min(turn, len(order) - 1)]
             for chunk, values in scorer.column(distinct_prompts[number]):
-                scores[chunk.rows, number] = values.cpu()
-    return scores[row][:, column]
+                if turn < len(order):
+                    scores[chunk.rows, number] = values
+    if world > 1:
+        dist.all_reduce(scores)  # each column is filled by one process and zero on the others
+    return scores.cpu()[row][:, column]
 
 
 @contextmanager
@@ -106,6 +121,11 @@ class _Chunk:
     rows: Tensor
     ids: Tensor
     scored: Tensor
+
+    def split(self, size: int) -> list["_Chunk"]:
+        """The same in parts of at most `size` rows."""
+        parts = zip(self.rows.split(size), self.ids.split(size), self.scored.split(size), strict=True)
+        return [_Chunk(*part) for part in parts]
 
 
 def _chunks(rows: Sequence[tuple[tuple[int, ...], int]], max_tokens: int, device: torch.device) -> list[_Chunk]:
@@ -142,27 +162,37 @@ class _Scorer:
     and do not use it. If it does not, everything is run in full.
     """
 
-    def __init__(self, model: nn.Module, chunks: Sequence[_Chunk], temperature: float):
+    def __init__(
+        self, model: nn.Module, chunks: list[_Chunk], rows_in_full: int, temperature: float, distributed: bool
+    ):
         self.model = model
         self.chunks = chunks
+        self.rows_in_full = rows_in_full  # of one forward pass that includes the prompt
         self.temperature = temperature
-        self.reuse = True
-        self.verified = False
+        self.distributed = distributed
+        self.reuse: bool | None = None  # not known before the first prompt
 
     def column(self, prompt: tuple[int, ...]) -> Iterator[tuple[_Chunk, Tensor]]:
         """Each chunk with its scores (R,) after `prompt`."""
         ids = torch.tensor([prompt], device=self.chunks[0].ids.device)  # (1, P)
-        caches = self._caches(ids) if self.reuse and len(prompt) > 1 else None
+        # A prompt of one id has nothing to reuse, but processes have to keep step.
+        caches = self._caches(ids) if self.reuse is not False and (len(prompt) > 1 or self.distributed) else None
+        if self.reuse is None and (len(prompt) > 1 or self.distributed):
+            self.reuse = self._agree(caches is not None)
         for chunk in self.chunks:
-            yield chunk, self._score(chunk, ids, None if caches is None else caches(len(chunk.rows)))
+            if self.reuse and caches is not None and len(prompt) > 1:
+                yield chunk, self._score(chunk, ids, caches(len(chunk.rows)))
+            else:
+                for part in chunk.split(self.rows_in_full):
+                    yield part, self._score(part, ids, None)
 
     def _caches(self, ids: Tensor) -> Callable[[int], Cache] | None:
         """What gives a cache of all ids but the last for a number of rows; `None` if full runs have to do."""
-        output = self.model(input_ids=ids[:, :-1], use_cache=True, logits_to_keep=1)
+        held_back = ids[:, : max(1, ids.shape[1] - 1)]  # of a single id the cache is of no use, but tells its kind
+        output = self.model(input_ids=held_back, use_cache=True, logits_to_keep=1)
         cache = getattr(output, "past_key_values", None)
-        if not isinstance(cache, Cache) or cache.get_seq_length() != ids.shape[1] - 1:
-            self._fall_back(f"returns {type(cache).__name__} in place of a cache of its input")
-            return None
+        if not isinstance(cache, Cache) or cache.get_seq_length() != held_back.shape[1]:
+            return self._fall_back(f"returns {type(cache).__name__} in place of a cache of its input")
         if all(type(layer) is DynamicLayer and layer.is_initialized for layer in cache.layers):
             shared = Cache(layers=[_SharedLayer(layer) for layer in cache.layers])
             return lambda rows: shared
@@ -172,21 +202,26 @@ class _Scorer:
             copied_cache.reorder_cache(torch.zeros(rows, dtype=torch.long, device=ids.device))
             return copied_cache
 
-        if not self.verified:
-            chunk = self.chunks[0]
-            reused, exact = self._score(chunk, ids, copied(len(chunk.rows))), self._score(chunk, ids, None)
+        if self.reuse is None and ids.shape[1] > 1:
+            probe = self.chunks[-1].split(1)[0]
+            reused, exact = self._score(probe, ids, copied(1)), self._score(probe, ids, None)
             if not torch.allclose(reused, exact, **self._tolerance()):
-                self._fall_back(f"differs by {(reused - exact).abs().max():.2g} nats when its cache is reused")
-                return None
-            self.verified = True
+                return self._fall_back(f"differs by {(reused - exact).abs().max():.2g} nats when its cache is reused")
         return copied
 
     def _fall_back(self, reason: str) -> None:
-        self.reuse = False
         logger.warning_once(
             f"{type(self.model).__name__} {reason}: every pair of prompt and completion is run in full, "
             "which is exact but several times slower."
         )
+
+    def _agree(self, reuse: bool) -> bool:
+        """Whether all processes can reuse caches: a model that is sharded over them needs the same calls from each."""
+        if not self.distributed:
+            return reuse
+        everyones = torch.tensor(int(reuse), device=self.chunks[0].ids.device)
+        dist.all_reduce(everyones, op=dist.ReduceOp.MIN)
+        return bool(everyones)
 
     def _tolerance(self) -> dict[str, float]:
         parameter = next(self.model.parameters())

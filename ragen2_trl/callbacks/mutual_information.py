@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from math import ceil
 from typing import Any, Literal
@@ -9,8 +10,11 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from accelerate.logging import get_logger
-from torch import Tensor
+from accelerate.utils import gather_object
+from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback
+from trl.distributed import DistributedBackend
+from trl.models.utils import unwrap_model_for_generation
 
 from ragen2_trl.callbacks.regime_watch import RegimeWatch
 from ragen2_trl.callbacks.rollouts import Batch, Rollout, gather_rollout, watch_rollouts
@@ -93,7 +97,13 @@ class MutualInformationCallback(TrainerCallback):
         self.every = every
         self.scopes = tuple(scopes)
         self.stop_on = stop_on
-        self.sampling = Sampling(num_completions, max_prompts, trainer.args.temperature, max_tokens_per_forward)
+        self.sampling = Sampling(
+            num_completions,
+            max_prompts,
+            trainer.args.temperature,
+            max_tokens_per_forward,
+            split_over_processes=trainer.accelerator.num_processes > 1,
+        )
         self._watching = False
         self._reset()
 
@@ -140,12 +150,21 @@ class MutualInformationCallback(TrainerCallback):
         self._log(group_metrics(rollout))
         valid_rate = self._log_validity(trajectories)
         self._warn_of_unequal_prompts(rollout, groups)
-        with count_tokens(self.trainer.model) as tokens, self.trainer.accelerator.autocast():
-            metrics = self._measure(step, trajectories, groups)
-        self._log({"mi/seconds": time.perf_counter() - started, "mi/tokens": float(sum(tokens))})
+        with self._scoring_model() as model, count_tokens(model) as tokens, self.trainer.accelerator.autocast():
+            metrics = self._measure(model, step, trajectories, groups)
+        total = sum(gather_object([sum(tokens)]))  # over all processes
+        self._log({"mi/seconds": time.perf_counter() - started, "mi/tokens": float(total)})
         if metrics is not None:
             self._follow(step, metrics, valid_rate)
         self._save_state()
+
+    def _scoring_model(self) -> AbstractContextManager[nn.Module]:
+        trainer = self.trainer
+        if not DistributedBackend(trainer.accelerator).is_zero3:
+            return nullcontext(trainer.model)
+        # Parameters are gathered once and not for every forward pass, as TRL does for generation, under its setting.
+        gather = trainer.args.ds3_gather_for_generation
+        return unwrap_model_for_generation(trainer.model_wrapped, trainer.accelerator, gather)
 
     def _due_step(self) -> int | None:
         """The optimizer step that asks for a measurement of these completions, if one does."""
@@ -163,7 +182,9 @@ class MutualInformationCallback(TrainerCallback):
                     return step
         return None
 
-    def _measure(self, step: int, trajectories: list[list[Turn]], groups: list[int]) -> dict[str, float] | None:
+    def _measure(
+        self, model: nn.Module, step: int, trajectories: list[list[Turn]], groups: list[int]
+    ) -> dict[str, float] | None:
         """Metrics of the first scope that could be measured; all that could are logged."""
         has_turns = any(len(turns) > 1 for turns in trajectories)
         leading = None
@@ -173,7 +194,7 @@ class MutualInformationCallback(TrainerCallback):
             # The same completions on every process, and after a resume; no global generator moves.
             seed = np.random.SeedSequence([self.trainer.args.seed, step, number]).generate_state(1)[0]
             generator = torch.Generator().manual_seed(int(seed))
-            arguments = (self.trainer.model, trajectories, groups, generator, self.sampling)
+            arguments = (model, trajectories, groups, generator, self.sampling)
             try:
                 if scope == "first_turn":
                     metrics = measure_first_turn(*arguments).metrics

@@ -9,6 +9,7 @@ COMMANDS = {
     "train": "train a model on an environment with SNR-filtered GRPO",
     "evaluate": "success, pass@k and reward on held-out tasks, with confidence intervals",
     "warm-start": "supervised fine-tuning on demonstrations of an environment",
+    "diagnose": "whether a model's reasoning depends on its prompt",
 }
 
 

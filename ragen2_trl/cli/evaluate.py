@@ -13,7 +13,9 @@ from pathlib import Path
 from statistics import NormalDist, fmean, stdev
 
 import torch
+from datasets import Dataset
 from rich.table import Table
+from rich.text import Text
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -32,17 +34,24 @@ Z_95 = NormalDist().inv_cdf(0.975)
 
 
 @dataclass
-class EvaluateArguments(EnvironmentArguments):
-    """What to evaluate, on how many held-out tasks, and how to sample."""
+class SamplingArguments(EnvironmentArguments):
+    """Which model plays how many held-out tasks, and how it is sampled."""
 
     model: str = field(default="tiny", metadata={"help": "`tiny`, a path or a Hub id."})
     dtype: str = field(default="auto", metadata={"help": "Weights' dtype; `auto` takes the one they were saved in."})
     num_prompts: int = field(default=256, metadata={"help": "Number of held-out tasks."})
-    num_samples: int = field(default=8, metadata={"help": "Completions per task; pass@k is reported up to it."})
+    num_samples: int = field(default=8, metadata={"help": "Completions per task."})
     temperature: float = field(default=1.0, metadata={"help": "Sampling temperature; 0 is greedy."})
     max_new_tokens: int = field(default=128, metadata={"help": "Longest completion in tokens."})
     batch_size: int = field(default=128, metadata={"help": "Completions generated at once."})
     seed: int = field(default=0, metadata={"help": "Seed of the tasks and of the sampling."})
+
+
+@dataclass
+class EvaluateArguments(SamplingArguments):
+    """What to evaluate, on how many held-out tasks, and how to sample."""
+
+    num_samples: int = field(default=8, metadata={"help": "Completions per task; pass@k is reported up to it."})
     output: str | None = field(default=None, metadata={"help": "JSON file for the metrics."})
 
 
@@ -51,11 +60,8 @@ def main(args: list[str] | None = None) -> None:
     console = make_console()
     (script_args,) = TrlParser(EvaluateArguments).parse_args_and_config(args)
     env = script_args.make_env()
-    path = resolve_model(script_args.model)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
     metrics = evaluate_model(
-        AutoModelForCausalLM.from_pretrained(path, dtype=script_args.dtype).to(device),
-        AutoTokenizer.from_pretrained(path),
+        *load_model(script_args.model, script_args.dtype),
         env,
         num_prompts=script_args.num_prompts,
         num_samples=script_args.num_samples,
@@ -67,6 +73,14 @@ def main(args: list[str] | None = None) -> None:
     console.print(metrics_table(metrics, title=f"{script_args.model} on held-out {env.name}"))
     if script_args.output is not None:
         Path(script_args.output).write_text(json.dumps(metrics, indent=2) + "\n")
+
+
+def load_model(name: str, dtype: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """The model, on the accelerator if there is one, and its tokenizer; `name` is `tiny`, a path or a Hub id."""
+    path = resolve_model(name)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype).to(device)
+    return model, AutoTokenizer.from_pretrained(path)
 
 
 def evaluate_model(
@@ -109,28 +123,18 @@ def evaluate_model(
     Raises:
         ValueError: If an argument is outside its range.
     """
-    for name, value, least in (
-        ("num_prompts", num_prompts, 2),  # one prompt has no spread to make an interval of
-        ("num_samples", num_samples, 1),
-        ("batch_size", batch_size, 1),
-    ):
-        if value < least:
-            raise ValueError(f"{name} must be at least {least}, got {value!r}")
-    if temperature < 0 or (temperature == 0 and num_samples > 1):
-        raise ValueError(f"temperature must be above 0, or 0 with num_samples=1, got {temperature!r}")
-
-    rows = env.dataset(num_prompts, seed, split="test")
-    rows = rows.select([index for index in range(num_prompts) for _ in range(num_samples)])  # groups stay together
+    rows, completion_ids = sample_completions(
+        model,
+        tokenizer,
+        env,
+        num_prompts=num_prompts,
+        num_samples=num_samples,
+        temperature=temperature,
+        max_new_tokens=max_new_tokens,
+        batch_size=batch_size,
+        seed=seed,
+    )
     prompts = rows["prompt"][:]
-    with _evaluation_mode(model, seed):
-        completion_ids = generate(
-            model,
-            tokenizer,
-            prompts,
-            temperature=temperature,
-            max_new_tokens=max_new_tokens,
-            batch_size=batch_size,
-        )
     texts = tokenizer.batch_decode(completion_ids, skip_special_tokens=True)
     completions = [[{"role": "assistant", "content": text}] for text in texts]
     columns = {name: rows[name][:] for name in rows.column_names if name != "prompt"}
@@ -143,6 +147,46 @@ def evaluate_model(
         reward=[sum(values) for values in zip(*rewards, strict=True)],
         completion_length=[float(len(ids)) for ids in completion_ids],
     )
+
+
+def sample_completions(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    env: Environment,
+    *,
+    num_prompts: int,
+    num_samples: int,
+    temperature: float,
+    max_new_tokens: int,
+    batch_size: int,
+    seed: int,
+) -> tuple[Dataset, list[list[int]]]:
+    """Rows of the split `"test"`, each `num_samples` times in a row, and the token ids of a completion for each.
+
+    Arguments, errors and what is left untouched are those of `evaluate_model`.
+    """
+    for name, value, least in (
+        ("num_prompts", num_prompts, 2),  # one prompt has no spread to make an interval of
+        ("num_samples", num_samples, 1),
+        ("batch_size", batch_size, 1),
+    ):
+        if value < least:
+            raise ValueError(f"{name} must be at least {least}, got {value!r}")
+    if temperature < 0 or (temperature == 0 and num_samples > 1):
+        raise ValueError(f"temperature must be above 0, or 0 with num_samples=1, got {temperature!r}")
+
+    rows = env.dataset(num_prompts, seed, split="test")
+    rows = rows.select([index for index in range(num_prompts) for _ in range(num_samples)])  # groups stay together
+    with _evaluation_mode(model, seed):
+        completion_ids = generate(
+            model,
+            tokenizer,
+            rows["prompt"][:],
+            temperature=temperature,
+            max_new_tokens=max_new_tokens,
+            batch_size=batch_size,
+        )
+    return rows, completion_ids
 
 
 def generate(
@@ -171,7 +215,7 @@ def generate(
     completion_ids: list[list[int]] = []
     for start in range(0, len(prompts), batch_size):
         batch = prompts[start : start + batch_size]
-        prompt_ids = tokenizer.apply_chat_template(batch, add_generation_prompt=True)["input_ids"]
+        prompt_ids = tokenize_prompts(tokenizer, batch)
         width = max(len(ids) for ids in prompt_ids)
         # Padded here, on the left, so that the tokenizer keeps the padding side it has.
         input_ids = torch.tensor([[pad] * (width - len(ids)) + ids for ids in prompt_ids], device=model.device)
@@ -179,6 +223,13 @@ def generate(
         output = model.generate(input_ids=input_ids, attention_mask=mask, generation_config=config)
         completion_ids += [_until(ids, eos) for ids in output[:, width:].tolist()]
     return completion_ids
+
+
+def tokenize_prompts(
+    tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Sequence[dict[str, str]]]
+) -> list[list[int]]:
+    """Token ids of conversational prompts, up to where the model's turn begins."""
+    return tokenizer.apply_chat_template(list(prompts), add_generation_prompt=True)["input_ids"]
 
 
 def summarize(num_samples: int, **values: Sequence[float]) -> dict[str, float]:
@@ -245,7 +296,7 @@ def mean_interval(means: Sequence[float]) -> tuple[float, float]:
 def metrics_table(metrics: dict[str, float], title: str) -> Table:
     """The metrics of `evaluate_model` as a table."""
     caption = f"{metrics['num_prompts']:.0f} tasks, {metrics['num_samples']:.0f} samples each"
-    table = Table(title=title, caption=caption)
+    table = Table(title=Text(title), caption=caption)
     table.add_column("metric")
     table.add_column("mean", justify="right")
     table.add_column("95 % interval", justify="right")

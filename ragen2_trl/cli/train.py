@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.table import Table
+from rich.text import Text
 from transformers import PrinterCallback, TrainerState
 from trl import ModelConfig, TrlParser, get_peft_config, get_quantization_config
 
@@ -63,7 +64,7 @@ def main(args: list[str] | None = None) -> None:
     live_line = LiveLineCallback(_success_metric(env), console)
     trainer = _make_trainer(script_args, training_args, model_args, env, live_line)
     if trainer.is_world_process_zero():
-        console.print(f"{script_args.model} on {env.name}, in {run}", highlight=False)
+        console.print(Text(f"{script_args.model} on {env.name}, in {run}"))
 
     before = _evaluate(trainer, env, script_args, run / "evaluation_before.json")
     started = time.perf_counter()
@@ -86,7 +87,9 @@ def main(args: list[str] | None = None) -> None:
         summary = summarize(trainer.state, before, after, seconds)
         (run / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
         console.print(summary_table(summary, title=f"{script_args.model} on {env.name}"))
-        console.print(f"Model, log_history.json, summary.json and training.png are in {run}", highlight=False)
+        console.print(
+            f"Model, log_history.json, summary.json and training.png are in {run}", highlight=False, markup=False
+        )
 
 
 def last_complete_checkpoint(run: Path) -> Path | None:
@@ -135,7 +138,7 @@ def summarize(
 
 def summary_table(summary: dict[str, Any], title: str) -> Table:
     """A run's summary as a table."""
-    table = Table(title=title, show_header=False)
+    table = Table(title=Text(title), show_header=False)
     for when in ("before", "after"):
         metrics = summary[when]
         if metrics is not None:

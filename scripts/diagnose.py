@@ -1,0 +1,10 @@
+"""Whether a model's reasoning depends on its prompt, from samples or from completions that TRL saved; see `--help`.
+
+python scripts/diagnose.py --model tiny
+python scripts/diagnose.py --model runs/my_run --completions runs/my_run/completions
+"""
+
+from ragen2_trl.cli.diagnose import main
+
+if __name__ == "__main__":
+    main()

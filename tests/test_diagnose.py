@@ -1,0 +1,332 @@
+"""The diagnose command: from a model, or from completions that TRL saved, to numbers, a verdict and pictures."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pandas as pd
+import pytest
+import torch
+from datasets import Dataset
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from trl import GRPOTrainer
+
+from ragen2_trl import cli
+from ragen2_trl.cli import diagnose
+from ragen2_trl.cli.diagnose import find_files, first_turn_text, printable, read_completions, tokenize_completions
+from ragen2_trl.cli.evaluate import sample_completions
+from ragen2_trl.diagnosis import NotMeasurableError
+from ragen2_trl.envs import make_env
+from ragen2_trl.tiny import TINY_MODEL_PATH
+
+SCRIPT = Path(__file__).parents[1] / "scripts" / "diagnose.py"
+RESULTS = {"diagnosis.json", "matrix.png", "quadrant.png"}
+
+
+@pytest.fixture(scope="module")
+def played():
+    """Conversational prompts of FrozenLake, 8 tasks twice each, and the tiny model's text for them."""
+    tokenizer = AutoTokenizer.from_pretrained(TINY_MODEL_PATH)
+    rows, ids = sample_completions(
+        AutoModelForCausalLM.from_pretrained(TINY_MODEL_PATH),
+        tokenizer,
+        make_env("frozen_lake"),
+        num_prompts=8,
+        num_samples=2,
+        temperature=1.0,
+        max_new_tokens=64,
+        batch_size=16,
+        seed=0,
+    )
+    return rows["prompt"][:], tokenizer.batch_decode(ids, skip_special_tokens=True)
+
+
+def save(folder: Path, step: int, prompts: list, completions: list) -> Path:
+    """A table as TRL's `log` writes it."""
+    folder.mkdir(exist_ok=True)
+    table = {
+        "step": [step] * len(prompts),
+        "prompt": prompts,
+        "completion": completions,
+        "frozen_lake_success": [0.0] * len(prompts),
+        "advantage": [0.0] * len(prompts),
+    }
+    path = folder / f"completions_{step:05d}.parquet"
+    pd.DataFrame(table).to_parquet(path)
+    return path
+
+
+def messages(texts: list[str]) -> list[list[dict]]:
+    return [[{"role": "assistant", "content": text}] for text in texts]
+
+
+def run(tmp_path: Path, **settings) -> dict:
+    """What the command wrote to `diagnosis.json`."""
+    settings = {"model": "tiny", "max_new_tokens": 64, "output_dir": tmp_path / "diagnosis", **settings}
+    diagnose.main([part for name, value in settings.items() for part in (f"--{name}", str(value))])
+    assert {path.name for path in (tmp_path / "diagnosis").iterdir()} == RESULTS
+    for name in ("matrix.png", "quadrant.png"):
+        assert (tmp_path / "diagnosis" / name).read_bytes().startswith(b"\x89PNG")
+    return json.loads((tmp_path / "diagnosis" / "diagnosis.json").read_text())
+
+
+# Sampling
+
+
+def test_the_tiny_model_depends_on_its_prompt(tmp_path, capsys):
+    report = run(tmp_path, num_prompts=8, num_samples=2)
+    metrics = report["metrics"]
+    assert metrics["retrieval_accuracy"] > 0.7 > 5 * metrics["retrieval_chance"]
+    assert report["regime"] in ("diverse", "compressed")
+    assert (metrics["num_completions"], metrics["num_prompts"]) == (16.0, 8.0)
+    assert metrics["valid_thinking_rate"] > 0.8
+    assert metrics["tokens_forwarded"] > 0
+    assert report["settings"]["num_prompts"] == 8
+    assert set(report["versions"]) == {"torch", "transformers", "trl", "ragen2-trl"}
+    assert [point["label"] for point in report["path"]] == ["frozen_lake"]
+    shown = " ".join(capsys.readouterr().out.split())
+    for part in ("retrieval accuracy@8", "at most log N = 2.08", "it depends on its prompt", "an absolute bound"):
+        assert part in shown
+
+
+def test_the_same_seed_gives_the_same_numbers_and_no_random_state_moves(tmp_path):
+    state = torch.get_rng_state()
+    settings = {"num_prompts": 4, "num_samples": 2}
+    first, again = (run(tmp_path, **settings)["metrics"] for _ in range(2))
+    assert torch.equal(torch.get_rng_state(), state)
+    del first["seconds"], again["seconds"]
+    assert first == again
+    assert run(tmp_path, **settings, seed=1)["metrics"]["mi_seq"] != first["mi_seq"]
+
+
+def test_retrieval_among_all_prompts_is_no_evidence(tmp_path, capsys):
+    metrics = run(tmp_path, num_prompts=3, num_samples=2)["metrics"]
+    assert metrics["retrieval_chance@4"] == 1.0
+    assert "100.0% │ - │" in " ".join(capsys.readouterr().out.split())
+
+
+# Completions that TRL saved
+
+
+def test_saved_messages_are_diagnosed_without_sampling(played, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(diagnose, "sample_completions", None)
+    prompts, texts = played
+    report = run(tmp_path, completions=save(tmp_path / "saved", 10, prompts, messages(texts)))
+    assert report["metrics"]["retrieval_accuracy"] > 0.7 > 5 * report["metrics"]["retrieval_chance"]
+    assert (report["metrics"]["num_completions"], report["metrics"]["num_prompts"]) == (16.0, 8.0)
+    assert "tokenised again" in capsys.readouterr().out
+
+
+def test_saved_text_is_diagnosed_as_messages_are(played, tmp_path):
+    """With prompts that hold the chat template's text, both ways lead to the same tokens."""
+    prompts, texts = played
+    tokenizer = AutoTokenizer.from_pretrained(TINY_MODEL_PATH)
+    plain = [tokenizer.apply_chat_template(p, tokenize=False, add_generation_prompt=True) for p in prompts]
+    samples = [
+        tokenize_completions(tokenizer, read_completions(save(tmp_path / kind, 10, *columns)))
+        for kind, columns in {"text": (plain, texts), "messages": (prompts, messages(texts))}.items()
+    ]
+    assert samples[0] == samples[1]
+    assert samples[0].label == "step 10"
+    assert samples[0].groups == [row // 2 for row in range(16)]
+
+
+def test_reasoning_moved_to_other_prompts_is_found_out(played, tmp_path, capsys):
+    prompts, texts = played
+    path = save(tmp_path / "saved", 10, prompts, messages(texts[2:] + texts[:2]))
+    report = run(tmp_path, completions=path)
+    assert report["metrics"]["retrieval_accuracy"] < 0.4
+    assert report["regime"] == "template_collapse"
+    shown = capsys.readouterr().out
+    assert "Template collapse" in shown
+    assert shown.count("nats likelier under another prompt") == 2
+
+
+def test_a_folder_is_a_path_that_ends_with_its_last_step(played, tmp_path, capsys):
+    prompts, texts = played
+    folder = tmp_path / "saved"
+    for step in (9, 20, 100_000):
+        moved = texts if step < 100 else texts[2:] + texts[:2]
+        save(folder, step, prompts, messages(moved))
+    report = run(tmp_path, completions=folder)
+    assert [point["label"] for point in report["path"]] == ["step 9", "step 20", "step 100000"]
+    assert [point["regime"] for point in report["path"]] == ["diverse", "diverse", "template_collapse"]
+    assert report["regime"] == "template_collapse"
+    assert report["metrics"] == report["path"][-1]["metrics"]
+    assert "completions_100000.parquet scored by tiny" in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize(
+    ("max_files", "steps"),
+    [(1, [10]), (2, [1, 10]), (4, [1, 4, 7, 10]), (10, list(range(1, 11))), (99, list(range(1, 11)))],
+)
+def test_files_are_taken_evenly_and_the_last_always(max_files, steps, tmp_path):
+    for step in range(1, 11):
+        (tmp_path / f"completions_{step:05d}.parquet").touch()
+    found = find_files(tmp_path, max_files)
+    assert [int(path.stem.split("_")[1]) for path in found] == steps
+
+
+@pytest.mark.parametrize("conversational", [True, False])
+def test_a_file_of_a_real_run_is_diagnosed(conversational, policy_path, prompts, make_args, tmp_path):
+    if conversational:
+        prompts = Dataset.from_dict({"prompt": [[{"role": "user", "content": text}] for text in prompts["prompt"]]})
+
+    def length_reward(completions, **kwargs):
+        return [float(len(str(completion))) for completion in completions]
+
+    args = make_args(snr=False, max_steps=2, gradient_accumulation_steps=2, log_completions=True)
+    trainer = GRPOTrainer(policy_path, length_reward, args, prompts)
+    trainer.train()
+    report = run(tmp_path, model=policy_path, completions=tmp_path / "run" / "completions")
+    assert [point["label"] for point in report["path"]] == ["step 1", "step 2"]
+    assert report["metrics"]["num_prompts"] == 4.0
+    assert 8 <= report["metrics"]["num_completions"] <= 16  # those of special tokens alone are empty as text
+
+
+def test_only_the_first_of_several_turns_is_taken():
+    turns = [
+        {"role": "assistant", "content": "<think>one</think>", "tool_calls": None},
+        {"role": "tool", "content": "answer", "tool_calls": None},
+        {"role": "assistant", "content": "<think>two</think>", "tool_calls": None},
+    ]
+    assert first_turn_text(turns) == "<think>one</think>"
+    assert first_turn_text("as it is") == "as it is"
+    assert first_turn_text([]) == ""
+
+
+def test_empty_keys_of_saved_messages_do_not_reach_the_chat_template(played, tmp_path):
+    prompts, texts = played
+    padded = [[{**message, "tool_calls": None, "name": None} for message in prompt] for prompt in prompts]
+    tokenizer = AutoTokenizer.from_pretrained(TINY_MODEL_PATH)
+    seen = []
+    template = tokenizer.apply_chat_template
+    tokenizer.apply_chat_template = lambda batch, **kwargs: seen.extend(batch) or template(batch, **kwargs)
+    tokenize_completions(tokenizer, read_completions(save(tmp_path / "saved", 1, padded, messages(texts))))
+    assert seen == prompts
+
+
+# Hostile text
+
+
+@pytest.mark.parametrize(
+    "hostile",
+    [
+        "\x1b[31mred",
+        "\x1b]0;title\x07",
+        "\x9b31m",
+        "\x1b]8;;http://example.com\x1b\\",
+        "\u202eevil",
+        "a\rb",
+        "\x08\x08",
+    ],
+)
+def test_model_text_cannot_steer_the_terminal(hostile, played, tmp_path, capsys):
+    prompts, texts = played
+    moved = [text.replace("<think>", f"<think>[bold]{hostile}[/nothing] ", 1) for text in texts[2:] + texts[:2]]
+    marked = [[*prompt[:-1], {**prompt[-1], "content": f"{hostile}\n{prompt[-1]['content']}"}] for prompt in prompts]
+    run(tmp_path, completions=save(tmp_path / "saved", 10, marked, messages(moved)))
+    shown = capsys.readouterr().out
+    assert "nats likelier" in shown
+    assert not [char for char in shown if not (char.isprintable() or char == "\n")]
+
+
+def test_brackets_in_names_and_text_are_no_markup(played, tmp_path, capsys):
+    prompts, texts = played
+    moved = [text.replace("<think>", "<think>[bold]x[/nothing] ", 1) for text in texts[2:] + texts[:2]]
+    path = save(tmp_path / "saved", 10, prompts, messages(moved))
+    path = path.rename(path.with_name("[red].parquet"))
+    run(tmp_path, completions=path)
+    shown = capsys.readouterr().out
+    assert "[red].parquet scored by tiny" in " ".join(shown.split())
+    assert "[bold]x[/nothing]" in shown
+
+
+def test_long_text_is_cut():
+    assert len(printable("word " * 10_000)) <= diagnose.MAX_SHOWN_CHARS
+    assert printable("\n".join("x" * 200)).count("\n") == diagnose.MAX_SHOWN_LINES - 1
+
+
+# Bad input
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"temperature": 0.0}, "temperature must be above 0 .* got 0.0"),
+        ({"max_files": 0}, "max_files must be at least 1, got 0"),
+        ({"num_prompts": 1}, "num_prompts must be at least 2, got 1"),
+        ({"num_samples": 0}, "num_samples must be at least 1, got 0"),
+        ({"env": "chess"}, "environment must be one of .*frozen_lake.* got 'chess'"),
+        ({"completions": "nowhere"}, "completions must be .* got 'nowhere': no such file or folder"),
+    ],
+)
+def test_bad_settings_are_named(settings, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        run(tmp_path, **settings)
+    assert not (tmp_path / "diagnosis").exists()
+
+
+def test_a_folder_without_a_table_is_named(tmp_path):
+    with pytest.raises(ValueError, match=r"got .*: a folder without \*.parquet"):
+        run(tmp_path, completions=tmp_path)
+
+
+def test_a_table_without_a_column_is_named(tmp_path):
+    path = tmp_path / "other.parquet"
+    pd.DataFrame({"step": [1], "prompt": ["Go"], "text": ["there"]}).to_parquet(path)
+    with pytest.raises(ValueError, match=r"columns \('step', 'prompt', 'completion'\), but other.parquet lacks"):
+        run(tmp_path, completions=path)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "message"),
+    [
+        ([], r"at least one row, got none in completions_00001.parquet"),
+        ([7, 8], "prompt must be a string or a list of messages, got int in row 0 of completions_00001.parquet"),
+        (["Go", None], "got NoneType in row 1"),
+    ],
+)
+def test_a_table_of_something_else_is_named(prompts, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        run(tmp_path, completions=save(tmp_path / "saved", 1, prompts, ["there"] * len(prompts)))
+
+
+def test_a_file_that_is_no_table_is_a_value_error(tmp_path):
+    path = tmp_path / "completions.parquet"
+    path.write_text("step,prompt,completion\n")
+    with pytest.raises(ValueError, match=r"[Pp]arquet"):
+        run(tmp_path, completions=path)
+
+
+def test_one_prompt_alone_is_not_measurable_and_the_step_is_named(played, tmp_path):
+    prompts, texts = played
+    path = save(tmp_path / "saved", 40, prompts[:2], messages(texts[:2]))
+    with pytest.raises(NotMeasurableError, match="step 40 cannot be diagnosed: all 1 prompts are the same"):
+        run(tmp_path, completions=path)
+
+
+def test_completions_without_reasoning_are_not_measurable(played, tmp_path):
+    prompts, texts = played
+    path = save(tmp_path / "saved", 40, prompts, messages([""] * len(texts)))
+    with pytest.raises(NotMeasurableError, match="step 40 cannot be diagnosed"):
+        run(tmp_path, completions=path)
+
+
+# Entry points
+
+
+def test_the_script_starts_beside_the_script_called_evaluate():
+    """scripts/evaluate.py must not be taken for Hugging Face's `evaluate`."""
+    result = subprocess.run([sys.executable, str(SCRIPT), "--help"], capture_output=True, text=True, check=True)
+    shown = " ".join(result.stdout.split())
+    assert "log_completions=True" in shown
+    assert "only for the file of the step that its weights are of" in shown
+
+
+def test_diagnose_is_a_command(capsys):
+    cli.main(["--help"])
+    assert "  diagnose " in capsys.readouterr().out
+    with pytest.raises(ValueError, match="max_files must be at least 1, got 0"):
+        cli.main(["diagnose", "--max_files", "0"])

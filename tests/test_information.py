@@ -1,0 +1,409 @@
+"""Proxies of mutual information: agreement with the reference implementation, and the properties they must have."""
+
+import itertools
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ragen2_trl.information import MarginalStdEMA, chance_p_value, classify_regime, information_metrics
+
+# Five matrices with what the reference implementation's own functions make of them.
+REFERENCE = json.loads((Path(__file__).parent / "data" / "ragen2_mi_vectors.json").read_text())
+NAMES = {
+    "mi_estimate": "mi_token_tempered",
+    "mi_seq_estimate": "mi_seq",
+    "paper_mi_per_token": "mi_token",
+    "conditional_entropy_est": "conditional_entropy_token",
+    "conditional_entropy_seq_est": "conditional_entropy_seq",
+    "reasoning_entropy_seq_est": "marginal_entropy_seq",
+    "marginal_std": "marginal_std_token_tempered",
+    "marginal_std_seq": "marginal_std_seq",
+    "mi_zscore": "mi_zscore_token_tempered",
+    "mi_zscore_seq": "mi_zscore_seq",
+    "mi_upper_bound": "mi_upper_bound",
+    "retrieval_accuracy": "retrieval_accuracy",
+    "retrieval_chance_level": "retrieval_chance",
+    **{f"retrieval_accuracy@{k}": f"retrieval_accuracy@{k}" for k in (2, 4, 8)},
+    **{f"retrieval_chance_level@{k}": f"retrieval_chance@{k}" for k in (2, 4, 8)},
+}
+DEPTHS = {"": 1, "@2": 2, "@4": 4, "@8": 8}
+MI_FORMS = ("mi_seq", "mi_token", "mi_token_tempered")
+
+
+def measure(logps, lengths=None, index=None, classes=None, **options) -> dict[str, float]:
+    """Metrics of nested lists; by default one token a row, and the columns taken in turn."""
+    rows, columns = len(logps), len(logps[0])
+    return information_metrics(
+        torch.tensor(logps, dtype=torch.float64),
+        torch.tensor(lengths or [1] * rows),
+        torch.tensor(index or [row % columns for row in range(rows)]),
+        prompt_class=None if classes is None else torch.tensor(classes),
+        **options,
+    )
+
+
+def separable(prompts: int, copies: int = 1, gap: float = 1000.0) -> list[list[float]]:
+    """Prompts in blocks of identical ones; each reasoning is certain under its own block and impossible elsewhere."""
+    return [[-3.0 if i // copies == j // copies else -gap for j in range(prompts)] for i in range(prompts)]
+
+
+LOGPS = st.floats(-60.0, 0.0)
+
+
+@st.composite
+def measurements(draw, values=LOGPS, max_columns=5):
+    rows, columns = draw(st.integers(1, 5)), draw(st.integers(2, max_columns))
+    classes = draw(st.lists(st.integers(0, 3), min_size=columns, max_size=columns).filter(lambda c: len(set(c)) > 1))
+    return (
+        draw(st.lists(st.lists(values, min_size=columns, max_size=columns), min_size=rows, max_size=rows)),
+        draw(st.lists(st.integers(1, 40), min_size=rows, max_size=rows)),
+        draw(st.lists(st.integers(0, columns - 1), min_size=rows, max_size=rows)),
+        classes,
+    )
+
+
+def test_every_reference_value_has_a_name_of_ours():
+    derived = {"reasoning_entropy_est", "matched_log_prob_mean", "marginal_log_prob_mean"}
+    derived |= {f"retrieval_above_chance{suffix}" for suffix in DEPTHS}
+    assert REFERENCE
+    for case in REFERENCE:
+        assert set(case["expected"]) == NAMES.keys() | derived
+
+
+@pytest.mark.parametrize("number", range(len(REFERENCE)))
+def test_metrics_agree_with_the_reference(number: int):
+    case = REFERENCE[number]
+    expected = case["expected"]
+    metrics = measure(case["cross_logps"], case["lengths"], case["prompt_index"])
+    ours = {name: metrics[NAMES[name]] for name in NAMES}
+    assert ours == pytest.approx({name: expected[name] for name in NAMES}, abs=1e-4)
+    assert metrics["conditional_entropy_token"] + metrics["mi_token_tempered"] == pytest.approx(
+        expected["reasoning_entropy_est"], abs=1e-4
+    )
+
+
+@given(measurements())
+def test_mutual_information_matches_a_plain_loop_over_equation_1(measurement):
+    logps, lengths, index, classes = measurement
+    sums = dict.fromkeys([*MI_FORMS, "own_seq", "own_token", "mixture_seq", "mixture_token"], 0.0)
+    for row, length, own in zip(logps, lengths, index, strict=True):
+        mixture = math.log(sum(math.exp(logp) for logp in row) / len(row))
+        tempered = math.log(sum(math.exp(logp / length) for logp in row) / len(row))
+        sums["mi_seq"] += row[own] - mixture
+        sums["mi_token"] += row[own] / length - mixture / length
+        sums["mi_token_tempered"] += row[own] / length - tempered
+        sums["own_seq"] += row[own]
+        sums["own_token"] += row[own] / length
+        sums["mixture_seq"] += mixture
+        sums["mixture_token"] += mixture / length
+    means = {name: total / len(logps) for name, total in sums.items()}
+    metrics = measure(logps, lengths, index, classes)
+    assert [metrics[form] for form in MI_FORMS] == pytest.approx([means[form] for form in MI_FORMS], abs=1e-9)
+    for form in ("seq", "token"):
+        assert metrics[f"conditional_entropy_{form}"] == pytest.approx(-means[f"own_{form}"], abs=1e-9)
+        assert metrics[f"marginal_entropy_{form}"] == pytest.approx(-means[f"mixture_{form}"], abs=1e-9)
+    assert metrics["num_completions"] == len(logps)
+    assert metrics["num_prompts"] == len(set(classes))
+
+
+@given(measurements())
+def test_mutual_information_stays_below_its_bound_however_prompts_repeat(measurement):
+    logps, lengths, index, classes = measurement
+    first = [classes.index(name) for name in classes]  # identical prompts score the same
+    logps = [[row[column] for column in first] for row in logps]
+    metrics = measure(logps, lengths, index, classes)
+    assert metrics["mi_seq"] <= metrics["mi_upper_bound"] + 1e-9
+    sizes = [classes.count(classes[own]) for own in index]
+    assert metrics["mi_upper_bound"] == pytest.approx(sum(math.log(len(classes) / d) for d in sizes) / len(sizes))
+
+
+@given(measurements())
+def test_zscores_divide_by_the_standard_deviation_of_the_marginal(measurement):
+    logps, lengths, index, classes = measurement
+    metrics = measure(logps, lengths, index, classes)
+    marginals = {
+        "seq": [math.log(sum(map(math.exp, row)) / len(row)) for row in logps],
+        "token": [math.log(sum(map(math.exp, row)) / len(row)) / n for row, n in zip(logps, lengths, strict=True)],
+        "token_tempered": [
+            math.log(sum(math.exp(logp / n) for logp in row) / len(row)) for row, n in zip(logps, lengths, strict=True)
+        ],
+    }
+    for form, values in marginals.items():
+        mean = sum(values) / len(values)
+        std = math.sqrt(sum((value - mean) ** 2 for value in values) / len(values))
+        assert metrics[f"marginal_std_{form}"] == pytest.approx(std, abs=1e-9)
+        assert metrics[f"mi_zscore_{form}"] == pytest.approx(metrics[f"mi_{form}"] / (std + 1e-3), abs=1e-5)
+
+
+@given(measurements(values=st.sampled_from([-2.0, -1.0, 0.0])))
+def test_retrieval_is_the_mean_over_all_ways_to_break_ties(measurement):
+    logps, lengths, index, classes = measurement
+    metrics = measure(logps, lengths, index, classes)
+    orders = list(itertools.permutations(range(len(classes))))
+    for suffix, depth in DEPTHS.items():
+        hits = 0
+        for row, own in zip(logps, index, strict=True):
+            for order in orders:
+                best = sorted(order, key=lambda column: -row[column])[:depth]
+                hits += any(classes[column] == classes[own] for column in best)
+        expected = hits / len(orders) / len(logps)
+        assert metrics[f"retrieval_accuracy{suffix}"] == pytest.approx(expected, abs=1e-12)
+
+
+@given(measurements(max_columns=9))
+def test_chance_is_the_share_of_column_subsets_that_hold_an_own_prompt(measurement):
+    logps, lengths, index, classes = measurement
+    metrics = measure(logps, lengths, index, classes)
+    for suffix, depth in DEPTHS.items():
+        subsets = list(itertools.combinations(classes, min(depth, len(classes))))
+        expected = sum(classes[own] in subset for own in index for subset in subsets) / len(subsets) / len(index)
+        assert metrics[f"retrieval_chance{suffix}"] == pytest.approx(expected, abs=1e-12)
+
+
+def test_a_hit_on_an_identical_prompt_counts():
+    logps = [[-2.0, -1.0, -3.0]]
+    assert measure(logps, index=[0], classes=[5, 5, 7])["retrieval_accuracy"] == 1.0
+    assert measure(logps, index=[0])["retrieval_accuracy"] == 0.0
+
+
+def test_reasoning_that_ignores_its_prompt_lands_exactly_on_chance():
+    metrics = measure([[-7.0] * 6] * 5, [3, 1, 4, 1, 5], [0, 5, 2, 2, 3], [0, 0, 0, 1, 2, 2])
+    assert [metrics[form] for form in MI_FORMS] == pytest.approx([0.0] * 3, abs=1e-12)
+    for suffix in DEPTHS:
+        assert metrics[f"retrieval_accuracy{suffix}"] == metrics[f"retrieval_chance{suffix}"]
+    assert 0 < metrics["retrieval_chance"] < 1
+
+
+@pytest.mark.parametrize("prompts", [2, 7, 64])
+def test_mutual_information_is_log_n_for_separable_prompts(prompts: int):
+    metrics = measure(separable(prompts))
+    assert metrics["mi_seq"] == pytest.approx(math.log(prompts)) == pytest.approx(metrics["mi_upper_bound"])
+    assert metrics["retrieval_accuracy"] == 1.0
+    assert metrics["retrieval_chance"] == pytest.approx(1 / prompts)
+
+
+@pytest.mark.parametrize("copies", [2, 3])
+def test_copies_of_prompts_cap_mutual_information(copies: int):
+    metrics = measure(separable(12, copies), classes=[column // copies for column in range(12)])
+    assert metrics["mi_seq"] == pytest.approx(math.log(12 / copies)) == pytest.approx(metrics["mi_upper_bound"])
+    assert metrics["num_prompts"] == 12 / copies
+
+
+def test_the_form_per_token_shrinks_with_length_and_the_tempered_one_does_not():
+    logps = [[-1.0 * length if i == j else -2.0 * length for j in range(8)] for i, length in enumerate([20, 200] * 4)]
+    short, long = measure(logps[::2], [20] * 4, [0, 2, 4, 6]), measure(logps[1::2], [200] * 4, [1, 3, 5, 7])
+    assert long["mi_token"] == pytest.approx(short["mi_token"] / 10, rel=1e-3)
+    assert long["mi_token_tempered"] == pytest.approx(short["mi_token_tempered"])
+
+
+@given(measurements())
+def test_mutual_information_never_exceeds_log_n(measurement):
+    logps, lengths, index, classes = measurement
+    metrics = measure(logps, lengths, index, classes)
+    assert metrics["mi_seq"] <= math.log(len(classes)) + 1e-9
+    assert metrics["mi_token"] <= math.log(len(classes)) / min(lengths) + 1e-9
+
+
+@given(measurements(), st.randoms(use_true_random=False))
+def test_order_of_rows_and_columns_does_not_matter(measurement, random):
+    logps, lengths, index, classes = measurement
+    rows, columns = list(range(len(logps))), list(range(len(classes)))
+    random.shuffle(rows)
+    random.shuffle(columns)
+    shuffled = measure(
+        [[logps[row][column] for column in columns] for row in rows],
+        [lengths[row] for row in rows],
+        [columns.index(index[row]) for row in rows],
+        [classes[column] for column in columns],
+    )
+    assert shuffled == pytest.approx(measure(logps, lengths, index, classes), abs=1e-6)
+
+
+@given(measurements(), st.sampled_from([-20_000.0, -7.0, 5.0]))
+def test_a_constant_added_to_a_row_changes_no_mutual_information(measurement, constant):
+    logps, lengths, index, classes = measurement
+    moved = [[logp + constant for logp in logps[0]], *logps[1:]]
+    before, after = measure(logps, lengths, index, classes), measure(moved, lengths, index, classes)
+    for form in MI_FORMS:
+        assert after[form] == pytest.approx(before[form], abs=1e-8)
+
+
+def test_half_precision_input_is_computed_in_double_precision():
+    logps = torch.tensor([[-1024.0, -1032.0], [-1040.0, -1024.0]])
+    arguments = torch.tensor([9, 9]), torch.tensor([0, 1])
+    assert information_metrics(logps.bfloat16(), *arguments) == information_metrics(logps, *arguments)
+
+
+def test_prefix_stands_before_every_key():
+    plain, prefixed = measure(separable(3)), measure(separable(3), prefix="collapse/")
+    assert prefixed == {f"collapse/{key}": value for key, value in plain.items()}
+
+
+VALID = {
+    "cross_logps": torch.tensor([[-1.0, -2.0, -3.0], [-4.0, -5.0, -6.0]]),
+    "lengths": torch.tensor([4, 5]),
+    "prompt_index": torch.tensor([0, 2]),
+    "prompt_class": torch.tensor([0, 1, 2]),
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"cross_logps": torch.zeros(6)}, r"cross_logps must have shape .* got \(6,\)"),
+        ({"cross_logps": torch.zeros(0, 3)}, r"cross_logps must have shape .* got \(0, 3\)"),
+        ({"lengths": torch.tensor([4])}, r"lengths must have shape \(2,\), got \(1,\)"),
+        ({"prompt_index": torch.tensor([0, 1, 2])}, r"prompt_index must have shape \(2,\), got \(3,\)"),
+        ({"prompt_class": torch.tensor([0, 1])}, r"prompt_class must have shape \(3,\), got \(2,\)"),
+        ({"cross_logps": torch.tensor([[0.0, 0, 0], [0, -torch.inf, 0]])}, r"cross_logps .* got -inf at \[1, 1\]"),
+        ({"cross_logps": torch.tensor([[0.0, 0, torch.nan], [0, 0, 0]])}, r"cross_logps .* got nan at \[0, 2\]"),
+        ({"lengths": torch.tensor([4, 0])}, "lengths must be at least 1, got 0"),
+        ({"prompt_index": torch.tensor([0, 3])}, "prompt_index must be between 0 and 2, got 0 to 3"),
+        ({"prompt_index": torch.tensor([-1, 2])}, "prompt_index must be between 0 and 2, got -1 to 2"),
+        ({"prompt_class": torch.tensor([4, 4, 4])}, "prompt_class must hold at least two .* got one in 3 columns"),
+    ],
+)
+def test_input_that_does_not_fit_is_named(changes, message):
+    information_metrics(**VALID)
+    with pytest.raises(ValueError, match=message):
+        information_metrics(**VALID | changes)
+
+
+def test_one_column_is_too_few():
+    with pytest.raises(ValueError, match="at least two distinct prompts"):
+        information_metrics(torch.zeros(2, 1), torch.tensor([1, 1]), torch.tensor([0, 0]))
+
+
+def deviations(value: float) -> dict[str, float]:
+    forms = ("seq", "token", "token_tempered")
+    return {f"marginal_std_{form}": value for form in forms} | {f"mi_{form}": 0.5 for form in forms}
+
+
+def test_running_scale_starts_at_the_first_value():
+    metrics = measure(separable(4), [5, 9, 2, 3])
+    scores = MarginalStdEMA().update(metrics)
+    for form in ("seq", "token", "token_tempered"):
+        assert scores[f"mi_zscore_ema_{form}"] == pytest.approx(metrics[f"mi_zscore_{form}"])
+
+
+def test_running_scale_decays_as_the_reference_does():
+    scale = MarginalStdEMA(decay=0.9)
+    scale.update(deviations(2.0))
+    scale.update(deviations(1.0))
+    scores = scale.update(deviations(4.0))
+    expected = 0.9 * (0.9 * 2.0 + 0.1 * 1.0) + 0.1 * 4.0
+    assert scale.values == pytest.approx(dict.fromkeys(("seq", "token", "token_tempered"), expected))
+    assert scores["mi_zscore_ema_token"] == pytest.approx(0.5 / (expected + 1e-3))
+
+
+def test_running_scale_resumes_from_its_values():
+    straight, first = MarginalStdEMA(decay=0.7), MarginalStdEMA(decay=0.7)
+    for std in (2.0, 0.3):
+        straight.update(deviations(std))
+        first.update(deviations(std))
+    resumed = MarginalStdEMA(decay=0.7, values=json.loads(json.dumps(first.values)))
+    assert resumed.update(deviations(1.1)) == straight.update(deviations(1.1))
+
+
+def test_running_scales_do_not_share_their_values():
+    MarginalStdEMA().update(deviations(2.0))
+    assert MarginalStdEMA().values == {}
+
+
+@pytest.mark.parametrize("decay", [1.0, -0.1, math.nan])
+def test_decay_outside_its_range_is_named(decay: float):
+    with pytest.raises(ValueError, match=f"decay must be .* got {decay}"):
+        MarginalStdEMA(decay=decay)
+
+
+def retrieved(hits: float, trials: int, chance: float, entropy: float = 1.0) -> dict[str, float]:
+    return {
+        "retrieval_accuracy": hits / trials,
+        "retrieval_chance": chance,
+        "num_completions": float(trials),
+        "conditional_entropy_token": entropy,
+    }
+
+
+@given(st.integers(1, 60).flatmap(lambda n: st.tuples(st.integers(0, n), st.just(n))), st.floats(0.01, 0.9))
+def test_p_value_is_the_upper_tail_of_the_binomial(counts, chance):
+    hits, trials = counts
+    tail = sum(math.comb(trials, k) * chance**k * (1 - chance) ** (trials - k) for k in range(hits, trials + 1))
+    assert chance_p_value(retrieved(hits, trials, chance)) == pytest.approx(tail, rel=1e-9)
+
+
+def test_p_value_of_a_fraction_of_a_hit_is_that_of_the_next_whole_one():
+    assert chance_p_value(retrieved(2.5, 8, 0.25)) == chance_p_value(retrieved(3, 8, 0.25))
+
+
+def test_p_value_of_thousands_of_reasonings_is_finite():
+    assert chance_p_value(retrieved(100, 6400, 1 / 64)) == pytest.approx(0.513, abs=0.02)
+    assert 0.0 <= chance_p_value(retrieved(6400, 6400, 1 / 64)) < 1e-12
+
+
+REGIMES = [
+    (40, 1.0, "diverse"),
+    (1, 1.0, "template_collapse"),
+    (40, 0.05, "compressed"),
+    (1, 0.05, "low_entropy_collapse"),
+]
+
+
+@pytest.mark.parametrize(("hits", "entropy", "regime"), REGIMES)
+def test_regime_without_a_start_follows_significance_and_an_absolute_entropy(hits, entropy, regime):
+    assert classify_regime(retrieved(hits, 64, 1 / 64, entropy)) == regime
+
+
+@pytest.mark.parametrize(("hits", "entropy", "regime"), REGIMES)
+def test_regime_with_a_start_follows_what_is_left_of_it(hits, entropy, regime):
+    start = retrieved(50, 64, 1 / 64, entropy=0.6)
+    assert classify_regime(retrieved(hits, 64, 1 / 64, entropy), start) == regime
+
+
+def test_entropy_is_low_relative_to_the_start_of_the_run():
+    now = retrieved(40, 64, 1 / 64, entropy=0.3)
+    assert classify_regime(now, retrieved(40, 64, 1 / 64, entropy=0.61)) == "compressed"
+    assert classify_regime(now, retrieved(40, 64, 1 / 64, entropy=0.59)) == "diverse"
+    assert classify_regime(retrieved(40, 64, 1 / 64, 0.05), retrieved(40, 64, 1 / 64, 0.09)) == "diverse"
+
+
+def test_faint_but_significant_dependence_is_collapse():
+    start, faint = retrieved(1800, 2000, 0.1), retrieved(300, 2000, 0.1)
+    assert chance_p_value(faint) < 1e-6
+    assert classify_regime(faint) == "diverse"
+    assert classify_regime(faint, start) == "template_collapse"
+    assert classify_regime(faint, start, dependence_ratio=0.05) == "diverse"
+
+
+def test_half_of_the_dependence_above_chance_is_enough():
+    start = retrieved(900, 1000, 0.2)
+    assert classify_regime(retrieved(551, 1000, 0.2), start) == "diverse"
+    assert classify_regime(retrieved(549, 1000, 0.2), start) == "template_collapse"
+
+
+@pytest.mark.parametrize("start", [None, retrieved(50, 64, 0.25), retrieved(10, 64, 0.25)])
+def test_retrieval_at_chance_is_collapse(start):
+    assert classify_regime(retrieved(16, 64, 0.25), start) == "template_collapse"
+
+
+def test_insignificant_dependence_is_collapse_however_weak_the_start_was():
+    weak = retrieved(20, 64, 0.25)
+    assert classify_regime(weak, weak) == "template_collapse"
+    assert classify_regime(weak, weak, alpha=0.5) == "diverse"
+
+
+def test_regime_of_metrics_that_are_missing_is_an_error():
+    with pytest.raises(KeyError, match="conditional_entropy_token"):
+        classify_regime({"retrieval_accuracy": 1.0, "retrieval_chance": 0.5, "num_completions": 9.0})
+
+
+def test_regime_follows_from_measured_metrics():
+    assert classify_regime(measure(separable(8))) == "diverse"
+    assert classify_regime(measure([[-3.0] * 8] * 8)) == "template_collapse"
+    assert classify_regime(measure(separable(8), lengths=[100] * 8)) == "compressed"
+    assert classify_regime(measure([[-3.0] * 8] * 8, lengths=[100] * 8)) == "low_entropy_collapse"
