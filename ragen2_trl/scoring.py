@@ -99,7 +99,7 @@ def count_tokens(model: nn.Module) -> Iterator[list[int]]:
     counts: list[int] = []
 
     def count(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        counts.append(kwargs["input_ids"].numel())
+        counts.append((args[0] if args else kwargs["input_ids"]).numel())
 
     handle = model.register_forward_pre_hook(count, with_kwargs=True)
     try:
