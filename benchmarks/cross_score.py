@@ -8,9 +8,10 @@ Two measurements, each side by side in one run:
 1. *Cross-scoring.* The reference (mll-lab-nu/RAGEN, `collapse_metrics.py` over verl 0.6) runs each prompt with every
    reasoning in full, four rows at a time (`log_prob_micro_batch_size_per_gpu` of its base configuration), all
    reasonings padded to the longest, with logits of every position and their entropy, which it discards. Ours is
-   `cross_score`. Lengths of reasonings are drawn from a gamma distribution of shape 6, so that their standard
-   deviation is 0.4 of their mean. Both are timed on the first few of the N prompts: each is the same amount of work.
-   Memory is what a process of its own needs beyond model and data, for one prompt.
+   `cross_score`. They take turns, and the better of two rounds counts. Lengths of reasonings are drawn from a gamma
+   distribution of shape 6, so that their standard deviation is 0.4 of their mean. Both are timed on the first one or
+   two of the N prompts, which are the same amount of work each. Memory is what a process of its own needs beyond model
+   and data, for one prompt.
 2. *The callback.* A training run in the setting of the demo: seconds spent measuring over all others.
 
 Writes `benchmarks/results/cross_score.{json,md}`.
@@ -43,11 +44,12 @@ MODELS = {  # hidden size, layers
     "hidden 768, 8 layers": (768, 8),
 }
 CASES = [  # shape, model, vocabulary, prompts that are timed
-    *[(shape, "hidden 256, 4 layers", 8_192, 4) for shape in SHAPES],
-    *[(shape, "hidden 256, 4 layers", 151_936, 2) for shape in SHAPES],
+    *[(shape, "hidden 256, 4 layers", 8_192, 2) for shape in SHAPES],
+    *[(shape, "hidden 256, 4 layers", 151_936, 1) for shape in SHAPES],
     *[(shape, "hidden 768, 8 layers", 8_192, 1) for shape in SHAPES],
 ]
 ROWS = 4
+ROUNDS = 2
 
 
 def make_case(shape: str, model: str, vocabulary: int):
@@ -111,13 +113,14 @@ def measure_case(shape: str, model: str, vocabulary: int, columns: int) -> dict:
     policy, prompts, reasonings = make_case(shape, model, vocabulary)
     chosen = prompts[:columns]
     cross_score(policy, prompts[:1], reasonings[:4])  # warm
-    seconds, tokens, matrices = {}, {}, {}
-    for name, score in (("reference", reference), ("ours", cross_score)):
+    seconds, tokens, matrices = {"reference": [], "ours": []}, {}, {}
+    for name, score in (("reference", reference), ("ours", cross_score)) * ROUNDS:
         with count_tokens(policy) as counts:
             start = now()
             matrices[name] = score(policy, chosen, reasonings)
-            seconds[name] = now() - start
+            seconds[name].append(now() - start)
         tokens[name] = sum(counts)
+    seconds = {name: min(rounds) for name, rounds in seconds.items()}
     bound = sum(map(len, chosen)) + columns * sum(map(len, reasonings))
     memory = {}
     for name in seconds:

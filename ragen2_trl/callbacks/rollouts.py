@@ -36,17 +36,18 @@ class Rollout:
 def watch_rollouts(trainer: Trainer, handle: Callable[[Batch, Tensor], None]) -> None:
     """Calls `handle(batch, rewards)` after each generation for training.
 
-    `batch` is what `_generate_and_score_completions` returned on this process, `rewards` the (N, G) weighted sums over
-    all of them. The weights are still those that sampled, and no row has been dropped. GRPO, RLOO and the trainers
-    derived from them have this seam.
+    `batch` is what TRL's `_generate_and_score_completions` returned on this process, `rewards` the (N, G) weighted
+    sums over all of them. The weights are still those that sampled, and no row has been dropped. GRPO, RLOO and the
+    trainers derived from them have this seam; ours calls it from `_sample_and_score`, once for each round of a refill.
 
     Raises:
         TypeError: If the trainer has no such method.
     """
-    for name in ("_generate_and_score_completions", "_calculate_rewards", "_metrics"):
+    seam = "_sample_and_score" if hasattr(trainer, "_sample_and_score") else "_generate_and_score_completions"
+    for name in (seam, "_calculate_rewards", "_metrics"):
         if not hasattr(trainer, name):
             raise TypeError(f"{type(trainer).__name__} has no {name}; allowed: GRPOTrainer, RLOOTrainer and kin.")
-    generate, calculate = trainer._generate_and_score_completions, trainer._calculate_rewards
+    generate, calculate = getattr(trainer, seam), trainer._calculate_rewards
     latest: list[Tensor] = []
 
     def calculate_rewards(*args: Any, **kwargs: Any) -> Tensor:
@@ -60,7 +61,7 @@ def watch_rollouts(trainer: Trainer, handle: Callable[[Batch, Tensor], None]) ->
         return batch
 
     trainer._calculate_rewards = calculate_rewards
-    trainer._generate_and_score_completions = generate_and_score
+    setattr(trainer, seam, generate_and_score)
 
 
 def gather_rollout(trainer: Trainer, batch: Batch, rewards: Tensor) -> Rollout:

@@ -98,7 +98,27 @@ class SNRFilteredGRPOConfig(GRPOConfig):
         },
     )
 
+    snr_refill_rounds: int = field(
+        default=0,
+        metadata={
+            "help": "Sample further prompts up to this often in a step, until as many groups are kept as the "
+            "generation batch has (dynamic sampling); 0 trains on what is kept of the first ones."
+        },
+    )
+    snr_max_staleness: int = field(
+        default=1,
+        metadata={
+            "help": "Kept groups for which a refilled batch had no room wait for the next one, unless the policy has "
+            "been updated more often than this since they were sampled."
+        },
+    )
+
     def __post_init__(self) -> None:
+        for name in ("snr_refill_rounds", "snr_max_staleness"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name}={getattr(self, name)!r} is out of range; allowed: 0 or more.")
+        if self.snr_refill_rounds > 0:
+            self._check_refill()
         check_choice("snr_strategy", self.snr_strategy, STRATEGIES)
         check_selection_value("snr_value", self.snr_strategy, self.snr_value)
         check_choice("snr_score", self.snr_score, SCORES)
@@ -119,3 +139,17 @@ class SNRFilteredGRPOConfig(GRPOConfig):
                 "snr_mode='drop' supports every loss."
             )
         super().__post_init__()
+
+    def _check_refill(self) -> None:
+        if self.snr_mode == "soft":
+            raise ValueError(
+                f"snr_refill_rounds={self.snr_refill_rounds} fills up what a selection leaves, and snr_mode='soft' "
+                "selects nothing; allowed with it: drop, mask."
+            )
+        if self.multi_objective_aggregation == "normalize_then_sum" or self.scale_rewards == "batch":
+            raise ValueError(
+                f"snr_refill_rounds={self.snr_refill_rounds} mixes groups of several generations, whose advantages "
+                f"scale_rewards={self.scale_rewards!r} with multi_objective_aggregation="
+                f"{self.multi_objective_aggregation!r} would scale by different batches; allowed with it: "
+                "scale_rewards 'group' or 'none', multi_objective_aggregation 'sum_then_normalize'."
+            )

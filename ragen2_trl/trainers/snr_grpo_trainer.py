@@ -28,6 +28,7 @@ from ragen2_trl.trainers.batches import (
 )
 from ragen2_trl.trainers.dealing import accumulation_segments, deal_rows
 from ragen2_trl.trainers.empty_steps import EmptyStepCallback
+from ragen2_trl.trainers.refill import Pool, PromptStream, own_share, round_size
 from ragen2_trl.trainers.resumable_sampler import ResumableSampler
 from ragen2_trl.trainers.snr_grpo_config import TOKEN_NORMALIZED_LOSSES, SNRFilteredGRPOConfig
 
@@ -78,7 +79,6 @@ class SNRFilteredGRPOTrainer(GRPOTrainer):
         ValueError: before training for a setting out of range or a dataset without prompts; at the first generation
             when no reward function returns a number.
         TypeError: for a configuration that is neither of the two.
-        NotImplementedError: under DeepSpeed.
 
     Example:
 
@@ -135,14 +135,22 @@ class SNRFilteredGRPOTrainer(GRPOTrainer):
                 f"{self.router_aux_loss_coef}); allowed: snr_mode='drop', or router_aux_loss_coef=0."
             )
         if self.is_deepspeed_enabled:
-            raise NotImplementedError(
-                "SNRFilteredGRPOTrainer does not support DeepSpeed yet: its engine steps inside the backward pass, "
-                "which micro-steps without rows leave out. Supported: one process, and DistributedDataParallel."
-            )
+            self._guard_engine()
         self._rewards_per_func: Tensor | None = None  # (B, F) of the latest generation, over all processes
+        self._prompt_stream: PromptStream | None = None
+        if self.args.snr_refill_rounds > 0:
+            if not isinstance(self.train_dataset, Dataset):
+                raise ValueError(
+                    f"snr_refill_rounds={self.args.snr_refill_rounds} draws further prompts by their row, which a "
+                    f"{type(self.train_dataset).__name__} does not have; allowed: datasets.Dataset, or 0 rounds."
+                )
+            self._prompt_stream = PromptStream(len(self.train_dataset), self.args.seed)
+        self._waiting: Batch | None = None  # kept groups that had no room, on the CPU, those of all processes
+        self._waiting_since = 0  # optimizer steps when they were sampled
         self._reward_range: tuple[float, float] | None = None  # lowest and highest reward of the run so far
         self._before_packing: list[Batch] | None = None  # TRL's own micro-batches, where rows were dropped
         self._latest_metrics: dict[str, float] = {}  # for steps that reuse completions
+        self._skipping = False  # whether the micro-step at hand has no rows
         self._window_position = 0  # micro-steps since the last optimizer step
         self._window_has_rows = False  # whether one of them had a kept row
         self._empty_steps = 0
@@ -155,11 +163,29 @@ class SNRFilteredGRPOTrainer(GRPOTrainer):
         self._rewards_per_func = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
         return self._rewards_per_func
 
+    def _sample_and_score(self, inputs: list[dict[str, Any]]) -> Batch:
+        """TRL's batch before any of it is dropped: what callbacks watch."""
+        return super()._generate_and_score_completions(inputs)
+
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> Batch:
-        batch = super()._generate_and_score_completions(inputs)
+        batch = self._sample_and_score(inputs)
         if not self.model.training:
             return batch
         self._before_packing = None
+        kept = self._select(batch)  # (N,)
+        lengths = self.accelerator.gather(loss_mask(batch).sum(dim=1))  # (B,)
+        tokens = lengths.view(len(kept), -1).sum(dim=1).cpu()
+        self._log("kept_tokens_fraction", (tokens[kept].sum() / tokens.sum().clamp(min=1)).item())
+        if self.args.snr_refill_rounds > 0:
+            return self._refill(batch, kept)
+        if not kept.all():
+            kept_rows = kept.repeat_interleave(self.num_generations).to(lengths.device)  # (B,)
+            batch["num_items_in_batch"] = (lengths * kept_rows).sum()
+            batch[KEPT] = self._local(kept_rows)
+        return batch
+
+    def _select(self, batch: Batch, refilling: bool = False) -> Tensor:
+        """(N,) which groups of a batch are kept, its advantages scaled accordingly."""
         rewards = self._group_rewards()  # (N, G)
         scores = self._score_groups(batch, rewards)  # (N,)
         signal = ~zero_variance(rewards).cpu()
@@ -175,14 +201,12 @@ class SNRFilteredGRPOTrainer(GRPOTrainer):
                 keep=self.args.snr_keep,
                 is_zero=~signal,
             )
-        lengths = self.accelerator.gather(loss_mask(batch).sum(dim=1))  # (B,)
-        self._log_selection(rewards, scores, kept, lengths)
+        self._widen_reward_range(rewards)
+        if not refilling:  # the first prompts of a step are what other runs are compared by
+            for name, value in selection_metrics(rewards, scores, kept, self._reward_range).items():
+                self._log(name, value)
         self._scale_advantages(batch, rewards, kept)
-        if not kept.all():
-            kept_rows = kept.repeat_interleave(self.num_generations).to(lengths.device)  # (B,)
-            batch["num_items_in_batch"] = (lengths * kept_rows).sum()
-            batch[KEPT] = self._local(kept_rows)
-        return batch
+        return kept
 
     def _group_rewards(self) -> Tensor:
         """(N, G) weighted reward sums as sampled, before any normalisation; NaN where there is no finite one."""
@@ -213,19 +237,24 @@ class SNRFilteredGRPOTrainer(GRPOTrainer):
             generator = torch.Generator().manual_seed(int(seed.generate_state(1)[0]))
         return group_score(rewards, kind, entropies=entropies, lengths=lengths, generator=generator)
 
-    @torch.no_grad()
     def _mean_token_entropy(self, batch: Batch, mask: Tensor) -> Tensor:
         """(rows,) in nats, from a forward pass of its own: GRPO knows entropies only once it updates."""
-        _, entropies, _ = self._get_per_token_logps_and_entropies(
+        _, entropies = self._logps_and_entropies(batch, compute_entropy=True)
+        return (entropies * mask).sum(dim=1) / mask.sum(dim=1).clamp(min=1)
+
+    @torch.no_grad()
+    def _logps_and_entropies(self, batch: Batch, compute_entropy: bool = False) -> tuple[Tensor, Tensor | None]:
+        """(rows, T) each, under the present weights."""
+        logps, entropies, _ = self._get_per_token_logps_and_entropies(
             self.model,
             torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1),
             torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1),
             batch["completion_ids"].size(1),
             batch_size=self.args.per_device_train_batch_size,
-            compute_entropy=True,
+            compute_entropy=compute_entropy,
             **{key: batch[key] for key in VISION_KEYS if key in batch},
         )
-        return (entropies * mask).sum(dim=1) / mask.sum(dim=1).clamp(min=1)
+        return logps, entropies
 
     def _scale_advantages(self, batch: Batch, rewards: Tensor, kept: Tensor) -> None:
         """Advantages as if the kept groups were the whole batch, with the weights of `soft` and `snr_loss_scaling`."""
@@ -252,16 +281,11 @@ class SNRFilteredGRPOTrainer(GRPOTrainer):
         exponent = {"none": 0.0, "linear": 1.0, "sqrt": 0.5}[self.args.snr_loss_scaling]
         batch["advantages"] = advantages * float(kept.double().mean()) ** exponent
 
-    def _log_selection(self, rewards: Tensor, scores: Tensor, kept: Tensor, lengths: Tensor) -> None:
+    def _widen_reward_range(self, rewards: Tensor) -> None:
         valid = rewards[~rewards.isnan()]
         if valid.numel():
             low, high = self._reward_range or (torch.inf, -torch.inf)
             self._reward_range = (min(low, valid.min().item()), max(high, valid.max().item()))
-        metrics = selection_metrics(rewards, scores, kept, self._reward_range)
-        lengths = lengths.view(len(kept), -1).sum(dim=1).cpu()
-        metrics["kept_tokens_fraction"] = (lengths[kept].sum() / lengths.sum().clamp(min=1)).item()
-        for name, value in metrics.items():
-            self._log(name, value)
 
     def _log(self, name: str, value: float) -> None:
         self._metrics["train"][f"snr/{name}"].append(value)
@@ -269,8 +293,79 @@ class SNRFilteredGRPOTrainer(GRPOTrainer):
 
     def _local(self, values: Tensor) -> Tensor:
         """This process's part of values over the rows of all processes. (B,) -> (rows,)."""
-        rows = len(values) // self.accelerator.num_processes
-        return values[self.accelerator.process_index * rows :][:rows]
+        return own_share(values, self.accelerator)
+
+    # Refilling: where too few groups were kept
+
+    def _refill(self, batch: Batch, kept: Tensor) -> Batch:
+        """Sample further prompts until N groups are kept or the rounds are used up; what is too much waits."""
+        pad, limit, processes = self._tokenizer.pad_token_id, len(kept), self.accelerator.num_processes
+        self._trl_gives_logps = "old_per_token_logps" in batch
+        age = self.state.global_step - self._waiting_since
+        waiting = Pool(self.num_generations, [] if self._waiting is None else [self._waiting])
+        stale = waiting.num_groups if age > self.args.snr_max_staleness else 0
+        pool = Pool(self.num_generations) if stale else waiting
+        carried = pool.num_groups
+        pool.add(self._with_logps_to_come(batch), self._kept_rows(kept), pad)
+        rounds, sampled, found = 0, limit, int(kept.sum())
+        while pool.num_groups < limit and rounds < self.args.snr_refill_rounds:
+            size = round_size(limit - pool.num_groups, found, sampled, limit, self.num_generations, processes)
+            rows = [self.train_dataset[row] for row in self._prompt_stream.draw(size)]
+            # A dictionary for each completion: TRL writes what a rollout function returns into them.
+            rows = [dict(row) for row in rows for _ in range(self.num_generations)]
+            further = self._sample_and_score(own_share(rows, self.accelerator))
+            kept = self._select(further, refilling=True)
+            pool.add(self._with_logps_to_come(further), self._kept_rows(kept), pad)
+            rounds, sampled, found = rounds + 1, sampled + size, found + int(kept.sum())
+
+        used, self._waiting = pool.split(limit, pad)
+        self._waiting_since = self.state.global_step
+        if self._waiting is not None:
+            self._fill_in_logps(self._waiting)  # now: the policy that sampled them is about to change
+        for name, value in (
+            ("refill_rounds", rounds),
+            ("refilled_groups", min(pool.num_groups, limit)),
+            ("carried_groups", carried),
+            ("waiting_groups", max(0, pool.num_groups - limit)),
+            ("stale_groups", stale),
+            ("prompts_used", sampled),
+        ):
+            self._log(name, float(value))
+        return self._lay_out(used, self._with_logps_to_come(batch), carried > 0)
+
+    def _kept_rows(self, kept: Tensor) -> list[int]:
+        """Numbers of this process's rows in kept groups."""
+        return self._local(kept.repeat_interleave(self.num_generations)).nonzero().squeeze(1).tolist()
+
+    def _lay_out(self, used: Batch | None, batch: Batch, carried: bool) -> Batch:
+        """This process's share of the pooled groups, filled up with rows of `batch` that count as dropped."""
+        rows = len(batch["prompt_ids"])
+        total = 0 if used is None else len(used["prompt_ids"])
+        own = list(range(self.accelerator.process_index * rows, total))[:rows]
+        parts = [send_to_device(take(used, own), self.accelerator.device)] if own else []
+        if len(own) < rows:
+            parts.append(take(batch, list(range(rows - len(own)))))
+        laid_out = take(join(parts, self._tokenizer.pad_token_id), list(range(rows)))
+        if carried:  # an older policy's rows need ratios, so that all need the log-probs of their policies
+            self._fill_in_logps(laid_out)
+        elif not self._trl_gives_logps:
+            del laid_out["old_per_token_logps"]
+        tokens = 0 if used is None else int(loss_mask(used).sum())
+        laid_out["num_items_in_batch"] = torch.tensor(tokens, device=self.accelerator.device)
+        laid_out[KEPT] = torch.arange(rows, device=self.accelerator.device) < len(own)
+        return laid_out
+
+    def _with_logps_to_come(self, batch: Batch) -> Batch:
+        """TRL leaves out `old_per_token_logps` where an update begins with the policy that sampled: NaN for now."""
+        return {"old_per_token_logps": torch.full_like(batch["completion_ids"], torch.nan, dtype=torch.float), **batch}
+
+    def _fill_in_logps(self, batch: Batch) -> None:
+        """Log-probs under the present policy for the rows that have none. A call for all processes together."""
+        if self._trl_gives_logps:
+            return
+        given = batch["old_per_token_logps"]
+        logps, _ = self._logps_and_entropies(send_to_device(batch, self.accelerator.device))
+        batch["old_per_token_logps"] = given.where(~given.isnan(), logps.to(given))
 
     # Packing: before each pass over a generation batch
 
@@ -371,10 +466,25 @@ class SNRFilteredGRPOTrainer(GRPOTrainer):
         return batch
 
     def compute_loss(self, model: Any, inputs: Batch, *args: Any, **kwargs: Any) -> Tensor:
-        if not inputs:
+        self._skipping = not inputs
+        if self._skipping:
             # A leaf of its own: TRL's training step runs backward on it and reaches no parameter.
             return torch.zeros((), device=self.accelerator.device, requires_grad=True)
         return super().compute_loss(model, inputs, *args, **kwargs)
+
+    def _guard_engine(self) -> None:
+        """Keep DeepSpeed's engine out of micro-steps that are skipped, and so its optimizer out of empty steps.
+
+        Its backward pass counts micro-steps (in ZeRO-3 the first one of a step overwrites the gradients of the last
+        step, and later ones add), reduces buckets that a skipped micro-step has not filled, and takes the step itself.
+        """
+        backward = self.accelerator.backward
+
+        def guarded(loss: Tensor, **kwargs: Any) -> None:
+            if not self._skipping:
+                backward(loss, **kwargs)
+
+        self.accelerator.backward = guarded
 
     def _compute_loss(self, model: Any, inputs: Batch) -> Tensor:
         loss = super()._compute_loss(model, inputs)
@@ -397,6 +507,9 @@ class SNRFilteredGRPOTrainer(GRPOTrainer):
             "empty_steps": self._empty_steps,
             "empty_streak": self._empty_streak,
             # TRL samples anew after a resume; a checkpoint in the middle of a generation batch takes it along.
+            "waiting": self._waiting,
+            "waiting_since": self._waiting_since,
+            "prompts_drawn": self._prompt_stream.drawn if self._prompt_stream else 0,
             "buffered_inputs": self._buffered_inputs if amid_generation else None,
             "generated": self._before_packing if amid_generation else None,
         }
@@ -412,6 +525,9 @@ class SNRFilteredGRPOTrainer(GRPOTrainer):
         state = torch.load(path, map_location=self.accelerator.device, weights_only=True)
         self._latest_metrics, self._reward_range = state["latest"], state["reward_range"]
         self._empty_steps, self._empty_streak = state["empty_steps"], state["empty_streak"]
+        self._waiting, self._waiting_since = send_to_device(state["waiting"], "cpu"), state["waiting_since"]
+        if self._prompt_stream is not None:
+            self._prompt_stream.drawn = state["prompts_drawn"]
         if state["layout"] != self._batch_layout():
             logger.warning(
                 f"The checkpoint was written with {state['layout']} and is resumed with {self._batch_layout()}: "

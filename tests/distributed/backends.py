@@ -1,0 +1,162 @@
+"""Training runs that every backend must end with the same parameters, and what starts them on two processes.
+
+python -m torch.distributed.run --standalone --nproc_per_node=2 backends.py BACKEND POLICY FOLDER
+"""
+
+import importlib
+import sys
+from pathlib import Path
+
+import torch
+from accelerate import PartialState
+from accelerate.state import AcceleratorState
+from accelerate.utils import DistributedType
+from torch.distributed.tensor import DTensor
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from conftest import PROMPTS
+from datasets import Dataset
+from peft import LoraConfig
+from replay import GROUP_SIZE, REWARDS, Replay
+from transformers import AutoTokenizer
+from trl.rewards import think_format_reward  # noqa: F401 -- imports TRL before deepspeed looks at it
+
+from ragen2_trl import MutualInformationCallback, SNRFilteredGRPOConfig, SNRFilteredGRPOTrainer
+
+COMMON = {
+    "num_generations": GROUP_SIZE,
+    "max_completion_length": 10,
+    "max_steps": 2,
+    "learning_rate": 0.1,
+    "lr_scheduler_type": "constant",
+    "optim": "sgd",
+    "max_grad_norm": 0.0,
+    "beta": 0.1,
+    "snr_selection_eps": 0.0,
+    "logging_steps": 1,
+    "save_strategy": "no",
+    "report_to": "none",
+    "use_cpu": True,
+    "ddp_backend": "gloo",
+    "bf16": False,
+    "gradient_checkpointing": False,
+    "disable_tqdm": True,
+    "shuffle_dataset": False,
+    "seed": 3,
+}
+ADAM = {"optim": "adamw_torch", "learning_rate": 1e-3, "weight_decay": 0.1}
+# Rows of all processes together in a micro-step, and micro-steps. Half of the groups are kept: there are micro-steps
+# that are skipped.
+LAYOUT = {"rows": 8, "gradient_accumulation_steps": 4}
+CASES = {
+    **{f"filtered {loss}": {**LAYOUT, "loss_type": loss} for loss in ("grpo", "dapo", "dr_grpo", "luspo")},
+    "filtered bnpo": {**LAYOUT, "loss_type": "bnpo", "equal_lengths": True},
+    "filtered without kl": {**LAYOUT, "beta": 0.0},
+    "filtered, two optimizer steps a generation": {**LAYOUT, "steps_per_generation": 8, "rows": 4},
+    "filtered with adam": {**LAYOUT, **ADAM, "max_steps": 3},
+    "refilled": {**LAYOUT, "snr_refill_rounds": 4, "snr_strategy": "none", "max_steps": 3},
+    # The second of three steps has no reward variance at all.
+    "an empty step between": {**LAYOUT, **ADAM, "max_steps": 3, "flat_steps": [1]},
+}
+LORA_CASES = ("filtered dapo", "an empty step between")
+
+
+def run_case(policy_path: str, folder: str, case: dict, processes: int, lora: bool = False, **backend):
+    """Final parameters of a case, whole and on the CPU, and its log rows."""
+    case = dict(case)
+    flat_steps = case.pop("flat_steps", ())
+    replay = Replay(AutoTokenizer.from_pretrained(policy_path), REWARDS, case.pop("equal_lengths", False))
+    rows = case.pop("rows") // processes
+    settings = {**COMMON, **case, "per_device_train_batch_size": rows, "output_dir": folder, **backend}
+
+    def reward(completions, replayed, trainer_state, **kwargs):
+        return [0.0] * len(replayed) if trainer_state.global_step in flat_steps else replayed
+
+    trainer = SNRFilteredGRPOTrainer(
+        policy_path,
+        reward,
+        SNRFilteredGRPOConfig(**settings),
+        Dataset.from_dict({"prompt": PROMPTS}),
+        rollout_func=replay.rollout,
+        peft_config=LoraConfig(r=4, init_lora_weights=False, target_modules="all-linear") if lora else None,
+    )
+    assert trainer.accelerator.num_processes == processes
+    trainer.add_callback(MutualInformationCallback(trainer, every=1, num_completions=12))
+    trainer.train()
+    return parameters_of(trainer), [row for row in trainer.state.log_history if "reward" in row], trainer
+
+
+def parameters_of(trainer) -> dict[str, torch.Tensor]:
+    named = dict(trainer.model.named_parameters())
+    if hasattr(next(iter(named.values())), "ds_id"):
+        import deepspeed
+
+        with deepspeed.zero.GatheredParameters(list(named.values())):
+            return {name: parameter.detach().clone() for name, parameter in named.items()}
+    full = {n: p.full_tensor() if isinstance(p, DTensor) else p for n, p in named.items()}
+    return {name.removeprefix("module."): parameter.detach().clone() for name, parameter in full.items()}
+
+
+def deepspeed_config(stage: int) -> dict:
+    zero = {"stage": stage}
+    if stage == 3:  # otherwise a model this small is never split
+        names = ("param_persistence_threshold", "max_live_parameters", "max_reuse_distance", "prefetch_bucket_size")
+        zero |= {f"stage3_{name}": 0 for name in names}
+    return {
+        "train_batch_size": "auto",
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_accumulation_steps": "auto",
+        "gradient_clipping": "auto",
+        "zero_optimization": zero,
+        "zero_allow_untested_optimizer": True,
+    }
+
+
+def start(backend: str) -> dict:
+    """Sets a backend up and returns its training arguments."""
+    if backend.startswith("zero"):
+        import deepspeed
+
+        # Its shared-memory operators take minutes to compile, and gloo does without them.
+        importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
+        deepspeed.init_distributed(dist_backend="gloo")
+        return {"deepspeed": deepspeed_config(int(backend[4]))}
+    PartialState(cpu=True, backend="gloo")
+    if backend == "fsdp2":
+        initialize = AcceleratorState.__init__
+
+        def with_fsdp_on_cpu(self, *args, fsdp_plugin=None, **kwargs):
+            initialize(self, *args, fsdp_plugin=fsdp_plugin, **kwargs)
+            if fsdp_plugin is not None:  # accelerate makes it plain DDP on a CPU
+                self.distributed_type, self.fsdp_plugin = DistributedType.FSDP, fsdp_plugin
+
+        AcceleratorState.__init__ = with_fsdp_on_cpu
+        return {"fsdp": True, "fsdp_config": {"version": 2, "transformer_layer_cls_to_wrap": ["Qwen3DecoderLayer"]}}
+    return {}
+
+
+def is_sharded(trainer) -> bool:
+    parameters = list(trainer.model.parameters())
+    return all(isinstance(p, DTensor) for p in parameters) or all(
+        getattr(p, "ds_status", None) is not None and p.ds_status.name == "NOT_AVAILABLE" for p in parameters
+    )
+
+
+def main() -> None:
+    backend, policy_path, folder = sys.argv[1:]
+    settings = start(backend.removesuffix("_lora"))
+    lora = backend.endswith("_lora")
+    results = {}
+    for name in LORA_CASES if lora else CASES:
+        parameters, rows, trainer = run_case(policy_path, folder, CASES[name], 2, lora, **settings)
+        if backend.startswith(("zero3", "fsdp2")):
+            assert is_sharded(trainer)
+        results[name] = {"parameters": parameters, "rows": rows}
+        del trainer
+    if PartialState().is_main_process:
+        torch.save(results, Path(folder) / "results.pt")
+
+
+if __name__ == "__main__":
+    main()
