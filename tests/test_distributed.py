@@ -170,3 +170,13 @@ def test_two_processes_measure_what_one_measures(policy_path, make_args, tmp_pat
         assert other[key] == pytest.approx(expected[key], abs=1e-5), key
     # The work is shared: prompts of one token run once more than alone, so that processes keep step.
     assert row["mi/tokens"] == other["mi/tokens"] == pytest.approx(expected["mi/tokens"], rel=0.01)
+
+
+@pytest.mark.distributed
+def test_settings_that_differ_between_processes_are_named_on_each_of_them(policy_path, tmp_path):
+    run_on_two_processes("mismatch.py", policy_path, tmp_path)
+    messages = [(tmp_path / f"error_{process}.txt").read_text() for process in (0, 1)]
+    assert (
+        messages
+        == ["snr_value differs between processes, in their order: [0.9, 0.5]; allowed: one value for all."] * 2
+    )

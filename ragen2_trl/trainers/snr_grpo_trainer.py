@@ -41,6 +41,15 @@ ROWS = "snr_rows"  # number of kept rows in a micro-step, over all processes
 SKIP: Batch = {}  # a micro-step that is skipped: it has no rows
 
 STATE_FILE = "snr_state_{rank}.pt"
+LAYOUT_FIELDS = (
+    "per_device_train_batch_size",
+    "gradient_accumulation_steps",
+    "steps_per_generation",
+    "num_generations",
+    "num_iterations",
+    "loss_type",
+    "seed",
+)
 VISION_KEYS = (
     "pixel_values",
     "image_grid_thw",
@@ -136,6 +145,7 @@ class SNRFilteredGRPOTrainer(GRPOTrainer):
             )
         if self.is_deepspeed_enabled:
             self._guard_engine()
+        _check_same_on_all_processes(self.args, self.accelerator.num_processes)
         self._rewards_per_func: Tensor | None = None  # (B, F) of the latest generation, over all processes
         self._prompt_stream: PromptStream | None = None
         if self.args.snr_refill_rounds > 0:
@@ -560,6 +570,20 @@ def _with_snr_fields(args: GRPOConfig) -> SNRFilteredGRPOConfig:
     args = copy.copy(args)
     args.__class__ = SNRFilteredGRPOConfig
     return args
+
+
+def _check_same_on_all_processes(args: SNRFilteredGRPOConfig, num_processes: int) -> None:
+    """Processes that select differently would wait for one another forever."""
+    if num_processes == 1:
+        return
+    names = [name for name in args.__dataclass_fields__ if name.startswith("snr_")] + [*LAYOUT_FIELDS]
+    settings = gather_object([{name: getattr(args, name) for name in names}])
+    for name in names:
+        values = [one[name] for one in settings]
+        if any(value != values[0] for value in values):
+            raise ValueError(
+                f"{name} differs between processes, in their order: {values}; allowed: one value for all."
+            )
 
 
 def _check_prompt_column(train_dataset: Dataset | IterableDataset | None, environment_factory: Any) -> None:

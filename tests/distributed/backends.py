@@ -38,7 +38,6 @@ COMMON = {
     "save_strategy": "no",
     "report_to": "none",
     "use_cpu": True,
-    "ddp_backend": "gloo",
     "bf16": False,
     "gradient_checkpointing": False,
     "disable_tqdm": True,
@@ -53,13 +52,28 @@ CASES = {
     **{f"filtered {loss}": {**LAYOUT, "loss_type": loss} for loss in ("grpo", "dapo", "dr_grpo", "luspo")},
     "filtered bnpo": {**LAYOUT, "loss_type": "bnpo", "equal_lengths": True},
     "filtered without kl": {**LAYOUT, "beta": 0.0},
-    "filtered, two optimizer steps a generation": {**LAYOUT, "steps_per_generation": 8, "rows": 4},
     "filtered with adam": {**LAYOUT, **ADAM, "max_steps": 3},
     "refilled": {**LAYOUT, "snr_refill_rounds": 4, "snr_strategy": "none", "max_steps": 3},
+    # Only under ZeRO-3 does it make a difference: the model is scored without being gathered.
+    "scored while sharded": {**LAYOUT, "ds3_gather_for_generation": False},
     # The second of three steps has no reward variance at all.
     "an empty step between": {**LAYOUT, **ADAM, "max_steps": 3, "flat_steps": [1]},
 }
 LORA_CASES = ("filtered dapo", "an empty step between")
+# Six groups of four over three processes of four rows each.
+THREE = {"rows": 12, "gradient_accumulation_steps": 2, "prompts": 6}
+CASES_OF_THREE = {"filtered by three": THREE, "refilled by three": {**THREE, "snr_refill_rounds": 2}}
+
+
+def cases_of(backend: str) -> dict[str, dict]:
+    """The cases of a backend, which says in its name what is special: `_lora`, `_three` processes."""
+    if backend.endswith("_three"):
+        return CASES_OF_THREE
+    return {name: CASES[name] for name in LORA_CASES} if backend.endswith("_lora") else CASES
+
+
+def processes_of(backend: str) -> int:
+    return 3 if backend.endswith("_three") else 2
 
 
 def run_case(policy_path: str, folder: str, case: dict, processes: int, lora: bool = False, **backend):
@@ -68,6 +82,7 @@ def run_case(policy_path: str, folder: str, case: dict, processes: int, lora: bo
     flat_steps = case.pop("flat_steps", ())
     replay = Replay(AutoTokenizer.from_pretrained(policy_path), REWARDS, case.pop("equal_lengths", False))
     rows = case.pop("rows") // processes
+    prompts = PROMPTS[: case.pop("prompts", len(PROMPTS))]
     settings = {**COMMON, **case, "per_device_train_batch_size": rows, "output_dir": folder, **backend}
 
     def reward(completions, replayed, trainer_state, **kwargs):
@@ -77,7 +92,7 @@ def run_case(policy_path: str, folder: str, case: dict, processes: int, lora: bo
         policy_path,
         reward,
         SNRFilteredGRPOConfig(**settings),
-        Dataset.from_dict({"prompt": PROMPTS}),
+        Dataset.from_dict({"prompt": prompts}),
         rollout_func=replay.rollout,
         peft_config=LoraConfig(r=4, init_lora_weights=False, target_modules="all-linear") if lora else None,
     )
@@ -128,8 +143,10 @@ def start(backend: str) -> dict:
 
         def with_fsdp_on_cpu(self, *args, fsdp_plugin=None, **kwargs):
             initialize(self, *args, fsdp_plugin=fsdp_plugin, **kwargs)
-            if fsdp_plugin is not None:  # accelerate makes it plain DDP on a CPU
-                self.distributed_type, self.fsdp_plugin = DistributedType.FSDP, fsdp_plugin
+            if fsdp_plugin is not None:
+                self.fsdp_plugin = fsdp_plugin
+            if getattr(self, "fsdp_plugin", None) is not None:  # accelerate makes it plain DDP on a CPU
+                self.distributed_type = DistributedType.FSDP
 
         AcceleratorState.__init__ = with_fsdp_on_cpu
         return {"fsdp": True, "fsdp_config": {"version": 2, "transformer_layer_cls_to_wrap": ["Qwen3DecoderLayer"]}}
@@ -145,11 +162,13 @@ def is_sharded(trainer) -> bool:
 
 def main() -> None:
     backend, policy_path, folder = sys.argv[1:]
-    settings = start(backend.removesuffix("_lora"))
+    settings = start(backend.split("_")[0])
     lora = backend.endswith("_lora")
     results = {}
-    for name in LORA_CASES if lora else CASES:
-        parameters, rows, trainer = run_case(policy_path, folder, CASES[name], 2, lora, **settings)
+    for name, case in cases_of(backend).items():
+        parameters, rows, trainer = run_case(
+            policy_path, folder, case, processes_of(backend), lora, ddp_backend="gloo", **settings
+        )
         if backend.startswith(("zero3", "fsdp2")):
             assert is_sharded(trainer)
         results[name] = {"parameters": parameters, "rows": rows}

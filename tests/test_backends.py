@@ -1,0 +1,102 @@
+"""DDP, DeepSpeed ZeRO, FSDP2 and LoRA on several processes end where one process ends."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent / "distributed"))
+
+from backends import CASES, CASES_OF_THREE, cases_of, processes_of, run_case
+
+BACKENDS = ["ddp", "zero1", "zero2", "zero3", "fsdp2", "ddp_lora", "zero3_lora", "ddp_three"]
+FAST = ("ddp", "zero3")
+# What a rank reports must be what one process measures, but for these.
+NOT_COMPARED = ("mi/seconds", "mi/tokens")
+COMPARED_METRICS = ("reward", "snr/", "mi/")
+
+
+def mark(backend: str, case: str):
+    return pytest.param(backend, case, marks=[] if backend in FAST else pytest.mark.slow, id=f"{backend}, {case}")
+
+
+@pytest.fixture(scope="module")
+def several_processes(policy_path, tmp_path_factory):
+    """Results of all cases of a backend, which are run when the first of them is asked for."""
+    results = {}
+
+    def run(backend: str):
+        if backend not in results:
+            folder = tmp_path_factory.mktemp(backend)
+            script = Path(__file__).parent / "distributed" / "backends.py"
+            command = [
+                sys.executable,
+                "-m",
+                "torch.distributed.run",
+                f"--nproc_per_node={processes_of(backend)}",
+                "--standalone",
+                str(script),
+            ]
+            environment = {**os.environ, "OMP_NUM_THREADS": "1", "TRL_EXPERIMENTAL_SILENCE": "1"}
+            subprocess.run([*command, backend, policy_path, str(folder)], check=True, timeout=240, env=environment)
+            results[backend] = torch.load(folder / "results.pt")
+        return results[backend]
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def one_process(policy_path, tmp_path_factory):
+    results = {}
+
+    def run(case: str, lora: bool):
+        if (case, lora) not in results:
+            folder = str(tmp_path_factory.mktemp("one_process"))
+            results[case, lora] = run_case(policy_path, folder, {**CASES, **CASES_OF_THREE}[case], 1, lora)[:2]
+        return results[case, lora]
+
+    return run
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("backend", "case"), [mark(backend, case) for backend in BACKENDS for case in cases_of(backend)]
+)
+def test_several_processes_end_with_the_parameters_of_one(backend, case, several_processes, one_process):
+    expected, _ = one_process(case, backend.endswith("_lora"))
+    parameters = several_processes(backend)[case]["parameters"]
+    assert parameters.keys() == expected.keys()
+    moved = 0.0
+    for name, value in expected.items():
+        torch.testing.assert_close(parameters[name], value, rtol=1e-3, atol=2e-5, msg=lambda m, n=name: f"{n}: {m}")
+        moved = max(moved, value.abs().max().item())
+    assert moved > 0
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("backend", "case"), [mark(backend, case) for backend in BACKENDS for case in cases_of(backend)]
+)
+def test_several_processes_log_what_one_logs(backend, case, several_processes, one_process):
+    _, expected = one_process(case, backend.endswith("_lora"))
+    rows = several_processes(backend)[case]["rows"]
+    assert len(rows) == len(expected)
+    for row, alone in zip(rows, expected, strict=True):
+        keys = {key for key in alone if key.startswith(COMPARED_METRICS) and key not in NOT_COMPARED}
+        for key in keys - {"snr/update_compute_fraction"}:  # padding depends on how rows are dealt
+            assert row[key] == pytest.approx(alone[key], rel=1e-3, abs=1e-4), (key, json.dumps(row))
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("backend", FAST)
+def test_an_empty_step_moves_neither_weights_nor_optimizer(backend, several_processes, policy_path, tmp_path):
+    """Three steps, the second empty, end where the first and the third alone do."""
+    case = {**CASES["an empty step between"], "max_steps": 2, "flat_steps": []}
+    expected, _, _ = run_case(policy_path, str(tmp_path), case, 1)
+    parameters = several_processes(backend)["an empty step between"]["parameters"]
+    for name, value in expected.items():
+        torch.testing.assert_close(parameters[name], value, rtol=1e-3, atol=2e-5)

@@ -1,0 +1,142 @@
+"""Recipes and accelerate's configurations: every name in them exists, and their batches are what they claim."""
+
+import re
+from pathlib import Path
+
+import pytest
+from accelerate.commands.config.config_args import load_config_from_file
+from accelerate.commands.launch import launch_command_parser
+from accelerate.utils import DistributedType
+from transformers import TrainingArguments
+from trl import ModelConfig, TrlParser, get_peft_config
+
+from ragen2_trl.cli.train import TrainArguments
+from ragen2_trl.trainers import SNRFilteredGRPOConfig
+
+ROOT = Path(__file__).parents[1]
+CONFIGS = {path.stem: path for path in sorted((ROOT / "accelerate_configs").glob("*.yaml"))}
+TRAINING = {path.stem: path for path in sorted((ROOT / "recipes").glob("frozen_lake_*.yaml"))}
+PAPER = {name: path for name, path in TRAINING.items() if "qwen" in name}
+# The launch command that a recipe names in its first comment.
+COMMAND = re.compile(
+    r"accelerate launch --config_file accelerate_configs/(\w+)\.yaml --num_processes (\d+) "
+    r"scripts/train\.py --config recipes/([\w.]+)\.yaml"
+)
+# A machine without a GPU refuses bf16 and, with `use_cpu`, everything else about one.
+WITHOUT_GPU = ["--use_cpu", "true", "--bf16", "false"]
+
+
+def launch_command(path: Path) -> tuple[str, int, str]:
+    """The accelerate configuration, the number of processes and the recipe in the command at the top of a recipe."""
+    comments = [line.lstrip("# ").rstrip("\\ ") for line in path.read_text().splitlines() if line.startswith("#")]
+    config, processes, recipe = COMMAND.search(" ".join(comments)).groups()
+    return config, int(processes), recipe
+
+
+def parse(path: Path, *overrides: str):
+    parser = TrlParser((TrainArguments, SNRFilteredGRPOConfig, ModelConfig))
+    return parser.parse_args_and_config(["--config", str(path), *WITHOUT_GPU, *overrides])
+
+
+@pytest.fixture
+def on_processes(monkeypatch):
+    """Let TRL check and derive batch sizes as on so many processes."""
+
+    def pretend(processes: int) -> None:
+        monkeypatch.setattr(TrainingArguments, "world_size", property(lambda self: processes))
+
+    return pretend
+
+
+@pytest.mark.parametrize("name", TRAINING)
+def test_a_recipe_has_no_unknown_field_and_makes_its_environment(name):
+    script_args, training_args, _ = parse(TRAINING[name])
+    assert script_args.make_env().name == "frozen_lake"
+    assert script_args.model is not None
+    assert training_args.run_name is not None
+
+
+def test_no_two_recipes_share_a_run():
+    names = [parse(path)[1].run_name for path in TRAINING.values()]
+    assert len(set(names)) == len(names)
+
+
+@pytest.mark.parametrize("name", PAPER)
+def test_a_recipe_names_its_own_launch_command(name):
+    config, processes, recipe = launch_command(PAPER[name])
+    assert recipe == name
+    assert load_config_from_file(str(CONFIGS[config])).num_processes == processes
+
+
+@pytest.mark.parametrize("name", PAPER)
+def test_batches_are_8_prompts_of_16_completions_in_four_updates(name, on_processes):
+    _, processes, _ = launch_command(PAPER[name])
+    on_processes(processes)
+    script_args, args, _ = parse(PAPER[name])
+    assert args.num_generations == 16
+    assert args.generation_batch_size == processes * args.per_device_train_batch_size * args.steps_per_generation
+    assert args.generation_batch_size == 8 * 16
+    rows_per_update = processes * args.per_device_train_batch_size * args.gradient_accumulation_steps
+    assert rows_per_update == 32
+    assert args.max_steps * rows_per_update == 400 * args.generation_batch_size
+    assert script_args.num_prompts == 400 * 8
+
+
+@pytest.mark.parametrize("name", PAPER)
+def test_a_recipe_has_the_settings_of_the_paper(name):
+    _, args, model_args = parse(PAPER[name])
+    assert (args.epsilon, args.epsilon_high, args.beta, args.entropy_coef) == (0.2, 0.28, 0.0, 0.001)
+    assert (args.temperature, args.max_completion_length) == (1.0, 400)
+    assert (args.snr_strategy, args.snr_value, args.snr_score) == ("top_p", 0.9, "reward_variance")
+    assert (args.lr_scheduler_type, args.warmup_steps) == ("constant", 0)
+    assert args.learning_rate == (1e-5 if model_args.use_peft else 1e-6)
+
+
+@pytest.mark.parametrize("name", PAPER)
+def test_weights_are_updated_in_float32(name):
+    """At a learning rate of 1e-6, bfloat16 weights would lose most updates; DeepSpeed keeps float32 beside them."""
+    config, _, _ = launch_command(PAPER[name])
+    _, _, model_args = parse(PAPER[name])
+    deepspeed = load_config_from_file(str(CONFIGS[config])).distributed_type == DistributedType.DEEPSPEED
+    assert deepspeed or model_args.use_peft or model_args.dtype == "float32"
+
+
+def test_adapters_are_on_all_linear_layers():
+    for name in ("frozen_lake_qwen2.5_3b_lora", "frozen_lake_qwen2.5_3b_qlora"):
+        _, _, model_args = parse(PAPER[name])
+        adapter = get_peft_config(model_args)
+        assert (adapter.target_modules, adapter.r, adapter.lora_dropout) == ("all-linear", 32, 0.0)
+        assert model_args.load_in_4bit == name.endswith("qlora")
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_an_accelerate_config_has_no_unknown_key(name):
+    config = load_config_from_file(str(CONFIGS[name]))  # refuses unknown keys at the top, and ignores those below
+    known = {action.dest for action in launch_command_parser()._actions}
+    assert set(config.deepspeed_config) | set(config.fsdp_config) <= known
+    first, *_ = CONFIGS[name].read_text().splitlines()
+    assert first.startswith("# ")
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_an_accelerate_config_is_what_its_name_says(name):
+    config = load_config_from_file(str(CONFIGS[name]))
+    on_cpu = name.startswith("cpu_")
+    assert config.use_cpu == on_cpu
+    assert config.mixed_precision == ("no" if on_cpu else "bf16")
+    assert config.num_processes == (2 if on_cpu else 1 if name == "single_gpu" else 4)
+    stage = re.search(r"zero(\d)", name)
+    expected = {"single_gpu": DistributedType.NO, "fsdp2": DistributedType.FSDP}.get(name, DistributedType.MULTI_GPU)
+    assert config.distributed_type == (DistributedType.DEEPSPEED if stage else expected)
+    if stage:
+        offload = "cpu" if name.endswith("offload") else "none"
+        assert config.deepspeed_config["zero_stage"] == int(stage[1])
+        assert config.deepspeed_config.get("offload_optimizer_device", "none") == offload
+        assert config.deepspeed_config.get("zero3_save_16bit_model", False) == (stage[1] == "3")
+
+
+def test_the_guide_names_files_that_exist_and_every_configuration():
+    guide = (ROOT / "docs" / "distributed.md").read_text()
+    named = set(re.findall(r"(?:accelerate_configs|recipes)/[\w.]+\.yaml", guide))
+    assert not [path for path in named if not (ROOT / path).exists()]
+    assert not [name for name in CONFIGS if f"`{name}`" not in guide]
