@@ -109,7 +109,7 @@ def make_trainer(variant: str, model_path: str, rows: int, steps: int, fraction:
         **BASE,
         "output_dir": tempfile.mkdtemp(),
         "per_device_train_batch_size": rows,
-        "gradient_accumulation_steps": GROUPS * GROUP_SIZE // rows,
+        "gradient_accumulation_steps": GROUPS * GROUP_SIZE // rows // int(os.environ.get("WORLD_SIZE", "1")),
         "max_steps": steps,
         "max_completion_length": lengths[1][1],
     }
