@@ -45,11 +45,12 @@ COMMON = {
     "seed": 3,
 }
 ADAM = {"optim": "adamw_torch", "learning_rate": 1e-3, "weight_decay": 0.1}
+LOSSES = ("grpo", "dapo", "dr_grpo", "luspo", "cispo", "sapo", "vespo")
 # Rows of all processes together in a micro-step, and micro-steps. Half of the groups are kept: there are micro-steps
 # that are skipped.
 LAYOUT = {"rows": 8, "gradient_accumulation_steps": 4}
 CASES = {
-    **{f"filtered {loss}": {**LAYOUT, "loss_type": loss} for loss in ("grpo", "dapo", "dr_grpo", "luspo")},
+    **{f"filtered {loss}": {**LAYOUT, "loss_type": loss} for loss in LOSSES},
     "filtered bnpo": {**LAYOUT, "loss_type": "bnpo", "equal_lengths": True},
     "filtered without kl": {**LAYOUT, "beta": 0.0},
     "filtered with adam": {**LAYOUT, **ADAM, "max_steps": 3},
