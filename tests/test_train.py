@@ -50,11 +50,26 @@ def test_a_run_leaves_model_history_summary_and_plot(tmp_path, capsys):
     for when in ("before", "after"):
         metrics = summary[when]
         assert 0 <= metrics["success_ci_low"] <= metrics["success"] <= metrics["success_ci_high"] <= 1
+    measured = summary["mutual_information"]["first"]
+    assert measured["step"] == 1
+    assert measured["retrieval_accuracy"] > 2 * measured["retrieval_chance"]  # the tiny model reads its map
     assert (run / "training.png").stat().st_size > 10_000
     assert load_file(run / "model.safetensors")
     shown = capsys.readouterr().out
-    for part in ("held-out success before", "held-out success after", "update compute saved by the filter"):
+    for part in (
+        "held-out success before",
+        "held-out success after",
+        "update compute saved by the filter",
+        "mutual information",
+    ):
         assert part in shown
+
+
+def test_measuring_can_be_left_out(tmp_path):
+    train.main(arguments(tmp_path / "run", eval_prompts=0, mutual_information=False))
+    history = json.loads((tmp_path / "run" / "log_history.json").read_text())
+    assert not [key for row in history for key in row if key.startswith("mi/")]
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["mutual_information"] is None
 
 
 def test_a_run_killed_at_any_moment_ends_with_the_same_parameters(tmp_path):

@@ -8,7 +8,9 @@ from transformers import TrainerCallback
 
 
 class LiveLineCallback(TrainerCallback):
-    """Shows reward, kept fraction and success beside a progress bar; on a pipe, a plain line every tenth of the run.
+    """Shows reward, kept fraction, success and, where it is measured, retrieval accuracy beside a progress bar.
+
+    On a pipe, a plain line every tenth of the run.
 
     Args:
         success_metric: log key of the success rate, for instance `rewards/frozen_lake_success/mean`.
@@ -58,6 +60,8 @@ class LiveLineCallback(TrainerCallback):
             parts.append(f"kept {logs['snr/kept_fraction']:.0%}")
         if logs.get(self.success_metric) is not None:
             parts.append(f"success {logs[self.success_metric]:.0%}")
+        if logs.get("mi/first_turn/retrieval_accuracy") is not None:
+            parts.append(f"retrieval {logs['mi/first_turn/retrieval_accuracy']:.0%}")
         return "  ".join(parts)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

@@ -133,7 +133,19 @@ def summarize(
         "kept_fraction": mean("snr/kept_fraction"),
         "zero_variance_fraction": mean("snr/zero_variance_fraction"),
         "update_compute_saved": None if computed is None else 1 - computed,
+        "mutual_information": _first_and_last(state.log_history),
     }
+
+
+def _first_and_last(history: list[dict[str, Any]]) -> dict[str, Any] | None:
+    """The first and the last measurement of whether reasoning depends on its prompt."""
+    names = ("retrieval_accuracy", "retrieval_chance", "mi_seq", "mi_upper_bound")
+    measured = [
+        {"step": row["step"], **{name: row[f"mi/first_turn/{name}"] for name in names}}
+        for row in history
+        if row.get("mi/first_turn/retrieval_accuracy") is not None
+    ]
+    return {"first": measured[0], "last": measured[-1]} if measured else None
 
 
 def summary_table(summary: dict[str, Any], title: str) -> Table:
@@ -153,6 +165,14 @@ def summary_table(summary: dict[str, Any], title: str) -> Table:
     ):
         if summary[key] is not None:
             table.add_row(label, f"{summary[key]:.1%}")
+    if summary["mutual_information"] is not None:
+        first, last = (summary["mutual_information"][when] for when in ("first", "last"))
+        table.add_row(
+            "reasoning explained best by its own prompt",
+            f"{first['retrieval_accuracy']:.1%} at step {first['step']}, {last['retrieval_accuracy']:.1%} at step "
+            f"{last['step']} (chance {last['retrieval_chance']:.1%})",
+        )
+        table.add_row("mutual information", f"{last['mi_seq']:.2f} of at most {last['mi_upper_bound']:.2f} nats")
     return table
 
 
