@@ -163,8 +163,12 @@ class MutualInformationCallback(TrainerCallback):
         if not DistributedBackend(trainer.accelerator).is_zero3:
             return nullcontext(trainer.model)
         # Parameters are gathered once and not for every forward pass, as TRL does for generation, under its setting.
-        gather = trainer.args.ds3_gather_for_generation
-        return unwrap_model_for_generation(trainer.model_wrapped, trainer.accelerator, gather)
+        return unwrap_model_for_generation(
+            trainer.model_wrapped,
+            trainer.accelerator,
+            gather_deepspeed3_params=trainer.args.ds3_gather_for_generation,
+            gradient_checkpointing_kwargs=trainer.args.gradient_checkpointing_kwargs,
+        )
 
     def _due_step(self) -> int | None:
         """The optimizer step that asks for a measurement of these completions, if one does."""

@@ -65,5 +65,19 @@ def deal_rows(
         micro_steps += [[[] for _ in range(num_processes)] for _ in range(num_steps - num_filled)]
         for block in range(num_filled):
             chunk = rows[len(rows) * block // num_filled : len(rows) * (block + 1) // num_filled]
-            micro_steps.append([chunk[process::num_processes] for process in range(num_processes)])
+            micro_steps.append(_deal_to_and_fro(chunk, num_processes, start=block))
     return micro_steps
+
+
+def _deal_to_and_fro(rows: list[int], num_processes: int, start: int) -> list[list[int]]:
+    """Deal sorted rows forwards and backwards in turn, so that no process always gets the longer one of two.
+
+    >>> _deal_to_and_fro([1, 2, 3, 4], 2, start=0)
+    [[1, 4], [2, 3]]
+    """
+    shares: list[list[int]] = [[] for _ in range(num_processes)]
+    for number, row in enumerate(rows):
+        turn, process = divmod(number, num_processes)
+        backwards = (turn + start) % 2 == 1
+        shares[num_processes - 1 - process if backwards else process].append(row)
+    return shares
