@@ -20,6 +20,7 @@ RETRIEVAL_DEPTHS = (2, 4, 8)
 # code's).
 FORMS = ("seq", "token", "token_tempered")
 ZSCORE_EPS = 1e-3
+ALPHA = 0.01  # see `classify_regime`
 
 
 def information_metrics(
@@ -203,7 +204,7 @@ def classify_regime(
     metrics: Mapping[str, float],
     start: Mapping[str, float] | None = None,
     *,
-    alpha: float = 0.01,
+    alpha: float = ALPHA,
     dependence_ratio: float = 0.5,
     entropy_ratio: float = 0.5,
     low_entropy: float = 0.1,

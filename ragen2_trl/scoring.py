@@ -183,7 +183,8 @@ class _Scorer:
             if self.reuse and caches is not None and len(prompt) > 1:
                 yield chunk, self._score(chunk, ids, caches(len(chunk.rows)))
             else:
-                for part in chunk.split(self.rows_in_full):
+                # After a single id a chunk is no longer than it is on top of a cache.
+                for part in chunk.split(self.rows_in_full) if len(prompt) > 1 else [chunk]:
                     yield part, self._score(part, ids, None)
 
     def _caches(self, ids: Tensor) -> Callable[[int], Cache] | None:

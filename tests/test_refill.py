@@ -9,6 +9,7 @@ from transformers import AutoTokenizer, TrainerCallback
 from trl import GRPOTrainer
 
 from ragen2_trl import SNRFilteredGRPOTrainer
+from ragen2_trl.callbacks.rollouts import watch_rollouts
 from ragen2_trl.trainers.refill import PromptStream, round_size
 
 WORDS = ["Go right", "Up", "Down", "Left or right", "Where is the goal", "The lake is frozen", "Go up", "Go left"]
@@ -150,10 +151,30 @@ def test_surplus_groups_wait_for_the_next_step(policy_path, make_args):
 def test_groups_older_than_allowed_are_left_behind(policy_path, make_args):
     args, replay = surplus_run(policy_path, make_args, snr_max_staleness=0)
     rows = rows_of(train(policy_path, args, replay))
-    waiting = [row["snr/waiting_groups"] for row in rows]
-    assert any(waiting)
-    assert [row["snr/stale_groups"] for row in rows] == [0, *waiting[:-1]]
-    assert not any(row["snr/carried_groups"] for row in rows)
+    assert any(row["snr/stale_groups"] for row in rows)
+    assert not any(row["snr/waiting_groups"] or row["snr/carried_groups"] for row in rows)
+
+
+def test_a_second_run_of_a_trainer_begins_without_groups_of_the_first(policy_path, make_args):
+    args, replay = surplus_run(policy_path, make_args)
+    trainer = train(policy_path, args, replay)
+    assert trainer._waiting is not None or any(row["snr/waiting_groups"] for row in rows_of(trainer))
+    trainer.train_dataset = Dataset.from_dict({"prompt": WORDS[:6]})
+    trainer.train()
+    first = rows_of(trainer)[0]
+    assert first["snr/carried_groups"] == first["snr/stale_groups"] == 0
+
+
+def test_callbacks_see_the_first_prompts_of_a_step_and_no_round_of_a_refill(policy_path, make_args):
+    args, replay = surplus_run(policy_path, make_args, max_steps=3)
+    trainer = SNRFilteredGRPOTrainer(
+        policy_path, Replay.reward, args, Dataset.from_dict({"prompt": WORDS}), rollout_func=replay.rollout
+    )
+    seen = []
+    watch_rollouts(trainer, lambda sampled: seen.append(sampled.rewards.shape))
+    trainer.train()
+    assert any(row["snr/refill_rounds"] for row in rows_of(trainer))
+    assert seen == [(4, GROUP_SIZE)] * 3
 
 
 def test_carried_groups_keep_the_log_probs_of_the_policy_that_sampled_them(policy_path, make_args):
@@ -246,6 +267,7 @@ def test_datasets_without_rows_are_refused(policy_path, make_args):
         ({"snr_refill_rounds": -1}, "snr_refill_rounds=-1 is out of range"),
         ({"snr_max_staleness": -1}, "snr_max_staleness=-1 is out of range"),
         ({"snr_refill_rounds": 1, "snr_mode": "soft"}, "snr_mode='soft' selects nothing"),
+        ({"snr_refill_rounds": 1, "snr_loss_scaling": "sqrt"}, "snr_loss_scaling='sqrt'"),
         ({"snr_refill_rounds": 1, "scale_rewards": "batch"}, "scale_rewards='batch'"),
         ({"snr_refill_rounds": 1, "multi_objective_aggregation": "normalize_then_sum"}, "normalize_then_sum"),
     ],

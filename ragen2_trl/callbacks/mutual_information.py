@@ -11,13 +11,13 @@ import numpy as np
 import torch
 from accelerate.logging import get_logger
 from accelerate.utils import gather_object
-from torch import Tensor, nn
+from torch import nn
 from transformers import Trainer, TrainerCallback
 from trl.distributed import DistributedBackend
 from trl.models.utils import unwrap_model_for_generation
 
 from ragen2_trl.callbacks.regime_watch import RegimeWatch
-from ragen2_trl.callbacks.rollouts import Batch, Rollout, gather_rollout, watch_rollouts
+from ragen2_trl.callbacks.rollouts import Rollout, Sampled, check_own_trainer, gather_rollout, watch_rollouts
 from ragen2_trl.diagnosis import SCOPES, NotMeasurableError, Sampling, combine, measure_first_turn, measure_trajectory
 from ragen2_trl.filtering import check_choice, zero_variance
 from ragen2_trl.information import MarginalStdEMA
@@ -49,7 +49,7 @@ class MutualInformationCallback(TrainerCallback):
             The trainer that the callback is then added to.
         every (`int`, *optional*):
             Measure at optimizer steps that are multiples of it. By default at logging steps, but no more often than
-            every 10th step.
+            every 10th step. Where rows are logged by epoch, every 10th step, averaged; where none are, never.
         num_completions (`int`, *optional*, defaults to `64`):
             Reasonings that are scored in each scope, drawn without replacement.
         max_prompts (`int`, *optional*, defaults to `64`):
@@ -58,7 +58,9 @@ class MutualInformationCallback(TrainerCallback):
             `first_turn` compares the first turns of all groups. `trajectory` draws from all turns and compares within
             each turn position; it is left out as long as completions have a single turn.
         stop_on (`str`, *optional*):
-            `"template_collapse"` ends training when reasoning that has depended on its prompt stops to.
+            `"template_collapse"` ends training when reasoning that has depended on its prompt is found in that
+            regime twice in a row: at chance, or below half of its dependence at the start, with high entropy (see
+            [`~ragen2_trl.information.classify_regime`]).
         max_tokens_per_forward (`int`, *optional*):
             See [`~ragen2_trl.scoring.cross_score`].
 
@@ -112,9 +114,10 @@ class MutualInformationCallback(TrainerCallback):
         self.ema = {scope: MarginalStdEMA() for scope in self.scopes}
         self.last_step: int | None = None  # the optimizer step of the latest measurement
         self._stop = False
-        self._silent_reason: str | None = None
+        self._silent: set[str] = set()  # what could not be measured last time
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        check_own_trainer(self, self.trainer, state)
         self._reset()
         saved = state.stateful_callbacks.get(STATE_KEY)
         if saved is not None:
@@ -129,16 +132,16 @@ class MutualInformationCallback(TrainerCallback):
         if self._stop:
             control.should_training_stop = True
 
-    def _on_rollout(self, batch: Batch, rewards: Tensor) -> None:
+    def _on_rollout(self, sampled: Sampled) -> None:
         step = self._due_step()
-        if step is None:
+        if step is None or self not in self.trainer.callback_handler.callbacks:
             return
         started = time.perf_counter()
         self.last_step = step
-        if batch.get("pixel_values") is not None:
-            self._stay_silent(step, "completions with images cannot be scored without their prompts' images")
+        if any(gather_object([sampled.has_images])):  # on some processes perhaps, told to all
+            self._stay_silent(step, "images", "completions with images cannot be scored without their prompts' images")
             return
-        rollout = gather_rollout(self.trainer, batch, rewards)
+        rollout = gather_rollout(sampled)
         tokenizer = self.trainer._tokenizer
         trajectories = [
             find_turns(prompt, completion, tokenizer, mask)
@@ -182,14 +185,15 @@ class MutualInformationCallback(TrainerCallback):
                     return step
             elif self.last_step is None or step >= self.last_step + MIN_STEPS_BETWEEN:
                 first = step == 1 and args.logging_first_step
-                if first or args.logging_strategy != "steps" or step % max(1, state.logging_steps) == 0:
+                at_logging_step = args.logging_strategy == "steps" and step % max(1, state.logging_steps) == 0
+                if first or at_logging_step or args.logging_strategy == "epoch":
                     return step
         return None
 
     def _measure(
         self, model: nn.Module, step: int, trajectories: list[list[Turn]], groups: list[int]
     ) -> dict[str, float] | None:
-        """Metrics of the first scope that could be measured; all that could are logged."""
+        """Logs all scopes that can be measured; gives the metrics of the first scope, which regimes are told by."""
         has_turns = any(len(turns) > 1 for turns in trajectories)
         leading = None
         for number, scope in enumerate(self.scopes):
@@ -209,12 +213,12 @@ class MutualInformationCallback(TrainerCallback):
                         prefix = f"mi/trajectory/turn_{position + 1}"
                         self._log({f"{prefix}/{key}": measurement.metrics[key] for key in PER_POSITION})
             except (NotMeasurableError, ContextLengthError) as reason:
-                self._stay_silent(step, str(reason))
+                self._stay_silent(step, scope, str(reason))
                 continue
-            self._silent_reason = None
+            self._silent.discard(scope)
             metrics |= self.ema[scope].update(metrics)
             self._log({f"mi/{scope}/{key}": value for key, value in metrics.items()})
-            leading = leading or metrics
+            leading = metrics if scope == self.scopes[0] else leading
         return leading
 
     def _follow(self, step: int, metrics: dict[str, float], valid_rate: float) -> None:
@@ -252,10 +256,11 @@ class MutualInformationCallback(TrainerCallback):
                 "prompt of its own, but advantages within such a group compare answers to different questions."
             )
 
-    def _stay_silent(self, step: int, reason: str) -> None:
-        if reason != self._silent_reason:
-            logger.warning(f"Step {step}: mutual information is not measured: {reason}.")
-        self._silent_reason = reason
+    def _stay_silent(self, step: int, what: str, reason: str) -> None:
+        """Say why, once until it can be measured again."""
+        if what not in self._silent:
+            logger.warning(f"Step {step}: mutual information ({what}) is not measured: {reason}.")
+        self._silent.add(what)
 
     def _log(self, metrics: dict[str, float]) -> None:
         for key, value in metrics.items():

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from ragen2_trl.information import classify_regime
+from ragen2_trl.information import ALPHA, chance_p_value, classify_regime
 
 PATIENCE = 2  # measurements in a row: one alone may be chance
 FORMAT_RATIO = 0.5
@@ -13,8 +13,9 @@ FORMAT_RATIO = 0.5
 class RegimeWatch:
     """Follows the regimes of a run and says when one of them is a collapse.
 
-    *Template collapse*: reasoning stops depending on its prompt while its entropy stays up. *Format collapse*: the
-    share of turns with closed reasoning falls below half of what it was.
+    *Template collapse*: reasoning depends on its prompt no longer, or less than half as much as at the start, while
+    its entropy stays up (see `classify_regime`). *Format collapse*: the share of turns with closed reasoning falls
+    below half of what it was.
 
     Args:
         start: First measurement of the run, with its step and valid-thinking rate: what later ones are compared to.
@@ -51,9 +52,12 @@ class RegimeWatch:
         return any(regime in ("diverse", "compressed") for _, regime in self.regimes)
 
     def _template_warning(self, step: int, metrics: Mapping[str, float]) -> str:
-        longer = "no longer depends" if self.has_depended else "does not depend"
+        if chance_p_value(metrics) <= ALPHA:
+            depends = "depends much less on its prompt than it did"
+        else:
+            depends = f"{'no longer depends' if self.has_depended else 'does not depend'} on its prompt"
         return (
-            f"Step {step}: template collapse. Reasoning {longer} on its prompt: the own prompt explains it best in "
+            f"Step {step}: template collapse. Reasoning {depends}: the own prompt explains it best in "
             f"{metrics['retrieval_accuracy']:.1%} of cases, where guessing gives {metrics['retrieval_chance']:.1%} "
             f"({self._was('retrieval_accuracy', '.1%')}). Mutual information is {metrics['mi_seq']:.2f} of at most "
             f"{metrics['mi_upper_bound']:.2f} nats, while entropy is {metrics['conditional_entropy_token']:.2f} nats "

@@ -3,10 +3,9 @@
 from typing import Any
 
 from accelerate.logging import get_logger
-from torch import Tensor
 from transformers import Trainer, TrainerCallback
 
-from ragen2_trl.callbacks.rollouts import Batch, watch_rollouts
+from ragen2_trl.callbacks.rollouts import Sampled, check_own_trainer, watch_rollouts
 from ragen2_trl.filtering import group_score
 
 logger = get_logger(__name__)
@@ -48,6 +47,7 @@ class RewardVarianceStopCallback(TrainerCallback):
         self.streak = 0
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        check_own_trainer(self, self.trainer, state)
         saved = state.stateful_callbacks.get(STATE_KEY, {"start": [], "streak": 0})
         self.start, self.streak = list(saved["start"]), saved["streak"]
         if not self._watching:
@@ -63,8 +63,10 @@ class RewardVarianceStopCallback(TrainerCallback):
             f"{self.fraction:.0%} of its start ({self._start_mean():.3g}) for {self.streak} generations in a row."
         )
 
-    def _on_rollout(self, batch: Batch, rewards: Tensor) -> None:
-        variance = group_score(rewards).mean().item()
+    def _on_rollout(self, sampled: Sampled) -> None:
+        if self not in self.trainer.callback_handler.callbacks:
+            return
+        variance = group_score(sampled.rewards).mean().item()
         self.trainer._metrics["train"]["reward_variance/mean"].append(variance)
         if len(self.start) < self.start_generations:
             if variance > 0:

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from accelerate.utils import gather_object
 from torch import Tensor
-from transformers import Trainer
+from transformers import Trainer, TrainerCallback, TrainerState
+from trl import RLOOTrainer
 
 Batch = dict[str, Any]
 
@@ -33,57 +34,86 @@ class Rollout:
         return self.rewards.shape[1]
 
 
-def watch_rollouts(trainer: Trainer, handle: Callable[[Batch, Tensor], None]) -> None:
-    """Calls `handle(batch, rewards)` after each generation for training.
+@dataclass(frozen=True)
+class Sampled:
+    """What one generation sampled on this process, as ids without padding, and the rewards of all processes.
 
-    `batch` is what TRL's `_generate_and_score_completions` returned on this process, `rewards` the (N, G) weighted
-    sums over all of them. The weights are still those that sampled, and no row has been dropped. GRPO, RLOO and the
-    trainers derived from them have this seam; ours calls it from `_sample_and_score`, once for each round of a refill.
+    Args:
+        prompt_ids, completion_ids, tool_masks: as in `Rollout`, this process's part.
+        has_images: whether prompts came with images.
+        rewards: (N, G), see `Rollout`.
+    """
+
+    prompt_ids: list[list[int]]
+    completion_ids: list[list[int]]
+    tool_masks: list[list[int] | None]
+    has_images: bool
+    rewards: Tensor
+
+
+def watch_rollouts(trainer: Trainer, handle: Callable[[Sampled], None]) -> None:
+    """Calls `handle` after each generation for training, with the weights that sampled and before any row is dropped.
+
+    The seam is TRL's `_generate_and_score_completions`, and `_sample_first` of our trainer, which leaves out the
+    rounds of a refill. What was sampled is taken from `_generate`, whose lists are whole: later on,
+    `mask_truncated_completions` clears the masks of completions that were sampled all the same.
 
     Raises:
         TypeError: If the trainer has no such method.
     """
-    seam = "_sample_and_score" if hasattr(trainer, "_sample_and_score") else "_generate_and_score_completions"
-    for name in (seam, "_calculate_rewards", "_metrics"):
+    seam = "_sample_first" if hasattr(trainer, "_sample_first") else "_generate_and_score_completions"
+    for name in (seam, "_generate", "_calculate_rewards", "_metrics"):
         if not hasattr(trainer, name):
             raise TypeError(f"{type(trainer).__name__} has no {name}; allowed: GRPOTrainer, RLOOTrainer and kin.")
-    generate, calculate = getattr(trainer, seam), trainer._calculate_rewards
-    latest: list[Tensor] = []
+    latest: dict[str, Any] = {}
 
-    def calculate_rewards(*args: Any, **kwargs: Any) -> Tensor:
-        latest[:] = [calculate(*args, **kwargs)]
-        return latest[0]
+    def keep(name: str) -> None:
+        method = getattr(trainer, name)
 
-    def generate_and_score(inputs: Any) -> Batch:
-        batch = generate(inputs)
+        def kept(*args: Any, **kwargs: Any) -> Any:
+            latest[name] = method(*args, **kwargs)
+            return latest[name]
+
+        setattr(trainer, name, kept)
+
+    keep("_generate")
+    keep("_calculate_rewards")
+    sample = getattr(trainer, seam)
+
+    def sample_and_handle(inputs: Any) -> Batch:
+        batch = sample(inputs)
         if trainer.model.training:
-            handle(batch, _group_rewards(trainer, latest[0]))
+            prompt_ids, completion_ids, masks, *_ = latest["_generate"]
+            if masks is None or isinstance(trainer, RLOOTrainer):  # its third value is something else
+                masks = [None] * len(completion_ids)
+            has_images = batch.get("pixel_values") is not None
+            rewards = _group_rewards(trainer, latest["_calculate_rewards"])
+            handle(Sampled(_lists(prompt_ids), _lists(completion_ids), _lists(masks), has_images, rewards))
         return batch
 
-    trainer._calculate_rewards = calculate_rewards
-    setattr(trainer, seam, generate_and_score)
+    setattr(trainer, seam, sample_and_handle)
 
 
-def gather_rollout(trainer: Trainer, batch: Batch, rewards: Tensor) -> Rollout:
-    """The completions of a batch from all processes, on each of them."""
-    pad = trainer._tokenizer.pad_token_id
-    prompts = [ids[mask.bool()].tolist() for ids, mask in zip(batch["prompt_ids"], batch["prompt_mask"], strict=True)]
-    completions = [_without_padding(ids.tolist(), pad) for ids in batch["completion_ids"]]
-    masks: list[list[int] | None] = [None] * len(completions)
-    if "tool_mask" in batch:
-        masks = [mask[: len(ids)].tolist() for mask, ids in zip(batch["tool_mask"], completions, strict=True)]
-    return Rollout(gather_object(prompts), gather_object(completions), gather_object(masks), rewards)
+def gather_rollout(sampled: Sampled) -> Rollout:
+    """The completions of all processes, on each of them."""
+    parts = (sampled.prompt_ids, sampled.completion_ids, sampled.tool_masks)
+    return Rollout(*(gather_object(part) for part in parts), sampled.rewards)
+
+
+def _lists(rows: list[Any]) -> list[Any]:
+    return [None if row is None else list(map(int, row)) for row in rows]
+
+
+def check_own_trainer(callback: TrainerCallback, trainer: Trainer, state: TrainerState) -> None:
+    """Raise a `ValueError` if a callback that was made for one trainer has been added to another."""
+    if state is not trainer.state:
+        raise ValueError(
+            f"{type(callback).__name__} was made for another {type(trainer).__name__} than it was added to; allowed: "
+            f"trainer.add_callback({type(callback).__name__}(trainer))."
+        )
 
 
 def _group_rewards(trainer: Trainer, per_func: Tensor) -> Tensor:
     rewards = (per_func * trainer.reward_weights.to(per_func.device)).nansum(dim=1)
     rewards = rewards.masked_fill(per_func.isnan().all(dim=1), torch.nan)
     return rewards.view(-1, trainer.num_generations).cpu()
-
-
-def _without_padding(ids: list[int], pad: int) -> list[int]:
-    # Not by `completion_mask`: `mask_truncated_completions` clears it for completions that were sampled all the same.
-    end = len(ids)
-    while end > 0 and ids[end - 1] == pad:
-        end -= 1
-    return ids[:end]

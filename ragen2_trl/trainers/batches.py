@@ -57,12 +57,12 @@ def join(batches: list[Batch], pad_token_id: int) -> Batch:
     Raises:
         ValueError: when the batches do not have the same keys, as when only some processes sampled images.
     """
-    batches = [split_pixel_values_by_grid(batch) for batch in batches]
+    batches = [_split_images(batch) for batch in batches]
     keys = [sorted(batch) for batch in batches]
     if any(other != keys[0] for other in keys):
         raise ValueError(
             f"Batches with the keys {keys} cannot be joined; allowed: the same keys in all, so images in the prompts "
-            "of every process or of none."
+            "of every process, and of every round of a refill, or of none."
         )
     prompt_width = max(batch["prompt_ids"].size(1) for batch in batches)
     completion_width = max(batch["completion_ids"].size(1) for batch in batches)
@@ -74,7 +74,8 @@ def join(batches: list[Batch], pad_token_id: int) -> Batch:
         if key in PROMPT_PADDING:
             fill = PROMPT_PADDING[key]
             return pad(value, (left, 0), value=pad_token_id if fill is None else fill)
-        if _is_per_token(key, value, batch):
+        # In all of them: a ratio for each sequence looks like one for each token where all have a single token.
+        if all(_is_per_token(key, other[key], other) for other in batches):
             fill = COMPLETION_PADDING[key]
             return pad(value, (0, right), value=pad_token_id if fill is None else fill)
         return pad(value, (left, right)) if key in WHOLE_SEQUENCE else value
@@ -94,6 +95,7 @@ def join(batches: list[Batch], pad_token_id: int) -> Batch:
 
 def take(batch: Batch, rows: list[int], pad_to_multiple_of: int | None = None) -> Batch:
     """A micro-batch of the given rows of a joined batch, its padding trimmed to the longest of them."""
+    batch = _split_images(batch)
     index = torch.tensor(rows, device=batch["prompt_ids"].device)
     taken: Batch = {}
     for key, value in batch.items():
@@ -122,6 +124,11 @@ def padded_size(batch: Batch) -> int:
     """Positions that a forward pass over the batch computes, padding included."""
     prompt_ids: Tensor = batch["prompt_ids"]
     return prompt_ids.numel() + int(batch["completion_ids"].numel())
+
+
+def _split_images(batch: Batch) -> Batch:
+    """The batch with its images as one item per row, as which they may already be."""
+    return batch if isinstance(batch.get("pixel_values"), list) else split_pixel_values_by_grid(batch)
 
 
 def _is_per_token(key: str, value: Any, batch: Batch) -> bool:

@@ -1,6 +1,6 @@
 """Further prompts for a generation batch that kept too few groups: dynamic sampling (DAPO, arXiv 2503.14476)."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -26,6 +26,7 @@ class PromptStream:
         self.num_rows = num_rows
         self.seed = seed
         self.drawn = drawn
+        self._epoch = -1  # whose permutation is at hand
 
     def draw(self, count: int) -> list[int]:
         """The next `count` row numbers."""
@@ -37,11 +38,11 @@ class PromptStream:
         return rows
 
     def _permutation(self, epoch: int) -> list[int]:
-        if getattr(self, "_cached", (None,))[0] != epoch:
+        if epoch != self._epoch:
             seed = np.random.SeedSequence([_STREAM, self.seed, epoch]).generate_state(1)[0]
-            order = torch.randperm(self.num_rows, generator=torch.Generator().manual_seed(int(seed)))
-            self._cached = (epoch, order.tolist())
-        return self._cached[1]
+            generator = torch.Generator().manual_seed(int(seed))
+            self._epoch, self._order = epoch, torch.randperm(self.num_rows, generator=generator).tolist()
+        return self._order
 
 
 @dataclass
@@ -50,30 +51,34 @@ class Pool:
 
     Args:
         group_size: G.
+        pad_token_id: of the tokenizer.
+        pad_to_multiple_of: TRL's setting for padded widths.
         batches: kept rows of each round on the CPU, group by group.
     """
 
     group_size: int
-    batches: list[Batch] = field(default_factory=list)
+    pad_token_id: int
+    pad_to_multiple_of: int | None
+    batches: list[Batch]
 
     @property
     def num_groups(self) -> int:
         return sum(len(batch["prompt_ids"]) for batch in self.batches) // self.group_size
 
-    def add(self, batch: Batch, rows: list[int], pad_token_id: int) -> None:
+    def add(self, batch: Batch, rows: list[int]) -> None:
         """The given rows of this process's batch, and those of all others. A call for all processes together."""
-        own = [send_to_device(take(batch, rows), "cpu")] if rows else []
+        own = [send_to_device(take(batch, rows, self.pad_to_multiple_of), "cpu")] if rows else []
         if everyones := gather_object(own):
-            self.batches.append(join(everyones, pad_token_id))
+            self.batches.append(join(everyones, self.pad_token_id))
 
-    def split(self, num_groups: int, pad_token_id: int) -> tuple[Batch | None, Batch | None]:
+    def split(self, num_groups: int) -> tuple[Batch | None, Batch | None]:
         """The first `num_groups` groups, and up to as many of those that are left; `None` for nothing."""
         if not self.batches:
             return None, None
-        pooled = join(self.batches, pad_token_id)
+        pooled, multiple = join(self.batches, self.pad_token_id), self.pad_to_multiple_of
         size, rows = num_groups * self.group_size, list(range(len(pooled["prompt_ids"])))
         used, left = rows[:size], rows[size : 2 * size]
-        return take(pooled, used) if used else None, take(pooled, left) if left else None
+        return take(pooled, used, multiple) if used else None, take(pooled, left, multiple) if left else None
 
 
 def round_size(need: int, kept: int, sampled: int, limit: int, group_size: int, num_processes: int) -> int:

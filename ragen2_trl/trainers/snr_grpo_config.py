@@ -146,6 +146,11 @@ class SNRFilteredGRPOConfig(GRPOConfig):
                 f"snr_refill_rounds={self.snr_refill_rounds} fills up what a selection leaves, and snr_mode='soft' "
                 "selects nothing; allowed with it: drop, mask."
             )
+        if self.snr_loss_scaling != "none":
+            raise ValueError(
+                f"snr_loss_scaling={self.snr_loss_scaling!r} scales by the fraction that is kept, of which "
+                f"snr_refill_rounds={self.snr_refill_rounds} makes one for each round; allowed with it: none."
+            )
         if self.multi_objective_aggregation == "normalize_then_sum" or self.scale_rewards == "batch":
             raise ValueError(
                 f"snr_refill_rounds={self.snr_refill_rounds} mixes groups of several generations, whose advantages "

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 from accelerate.logging import get_logger
-from accelerate.utils import gather_object, send_to_device
+from accelerate.utils import broadcast_object_list, gather_object, send_to_device
 from datasets import Dataset, IterableDataset
 from torch import Tensor
 from torch.utils.data import Sampler
@@ -146,15 +146,21 @@ class SNRFilteredGRPOTrainer(GRPOTrainer):
         if self.is_deepspeed_enabled:
             self._guard_engine()
         _check_same_on_all_processes(self.args, self.accelerator.num_processes)
+        if self.args.snr_refill_rounds > 0 and not isinstance(self.train_dataset, Dataset):
+            raise ValueError(
+                f"snr_refill_rounds={self.args.snr_refill_rounds} draws further prompts by their row, which a "
+                f"{type(self.train_dataset).__name__} does not have; allowed: datasets.Dataset, or 0 rounds."
+            )
+        self._start_run()
+        self.add_callback(EmptyStepCallback(self))
+
+    def _start_run(self) -> None:
+        """The state of a run that begins."""
         self._rewards_per_func: Tensor | None = None  # (B, F) of the latest generation, over all processes
-        self._prompt_stream: PromptStream | None = None
+        self._refill_rows: Any = []
         if self.args.snr_refill_rounds > 0:
-            if not isinstance(self.train_dataset, Dataset):
-                raise ValueError(
-                    f"snr_refill_rounds={self.args.snr_refill_rounds} draws further prompts by their row, which a "
-                    f"{type(self.train_dataset).__name__} does not have; allowed: datasets.Dataset, or 0 rounds."
-                )
-            self._prompt_stream = PromptStream(len(self.train_dataset), self.args.seed)
+            self._refill_rows = self._remove_unused_columns(self.train_dataset, description="training")
+        self._prompt_stream = PromptStream(len(self._refill_rows), self.args.seed)
         self._waiting: Batch | None = None  # kept groups that had no room, on the CPU, those of all processes
         self._waiting_since = 0  # optimizer steps when they were sampled
         self._reward_range: tuple[float, float] | None = None  # lowest and highest reward of the run so far
@@ -165,7 +171,6 @@ class SNRFilteredGRPOTrainer(GRPOTrainer):
         self._window_has_rows = False  # whether one of them had a kept row
         self._empty_steps = 0
         self._empty_streak = 0
-        self.add_callback(EmptyStepCallback(self))
 
     # Selection: after TRL has generated and scored
 
@@ -174,11 +179,15 @@ class SNRFilteredGRPOTrainer(GRPOTrainer):
         return self._rewards_per_func
 
     def _sample_and_score(self, inputs: list[dict[str, Any]]) -> Batch:
-        """TRL's batch before any of it is dropped: what callbacks watch."""
+        """TRL's batch before any of it is dropped."""
         return super()._generate_and_score_completions(inputs)
 
+    def _sample_first(self, inputs: list[dict[str, Any]]) -> Batch:
+        """That of the prompts a step begins with: what callbacks watch, and no round of a refill."""
+        return self._sample_and_score(inputs)
+
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> Batch:
-        batch = self._sample_and_score(inputs)
+        batch = self._sample_first(inputs)
         if not self.model.training:
             return batch
         self._before_packing = None
@@ -309,39 +318,49 @@ class SNRFilteredGRPOTrainer(GRPOTrainer):
 
     def _refill(self, batch: Batch, kept: Tensor) -> Batch:
         """Sample further prompts until N groups are kept or the rounds are used up; what is too much waits."""
-        pad, limit, processes = self._tokenizer.pad_token_id, len(kept), self.accelerator.num_processes
+        limit, processes = len(kept), self.accelerator.num_processes
         self._trl_gives_logps = "old_per_token_logps" in batch
         age = self.state.global_step - self._waiting_since
-        waiting = Pool(self.num_generations, [] if self._waiting is None else [self._waiting])
+        waiting = self._pool([] if self._waiting is None else [self._waiting])
         stale = waiting.num_groups if age > self.args.snr_max_staleness else 0
-        pool = Pool(self.num_generations) if stale else waiting
+        pool = self._pool([]) if stale else waiting
         carried = pool.num_groups
-        pool.add(self._with_logps_to_come(batch), self._kept_rows(kept), pad)
+        pool.add(self._with_logps_to_come(batch), self._kept_rows(kept))
         rounds, sampled, found = 0, limit, int(kept.sum())
         while pool.num_groups < limit and rounds < self.args.snr_refill_rounds:
             size = round_size(limit - pool.num_groups, found, sampled, limit, self.num_generations, processes)
-            rows = [self.train_dataset[row] for row in self._prompt_stream.draw(size)]
-            # A dictionary for each completion: TRL writes what a rollout function returns into them.
-            rows = [dict(row) for row in rows for _ in range(self.num_generations)]
+            rows = [self._refill_rows[row] for row in self._prompt_stream.draw(size)]
+            # One for each completion: TRL writes into them what a rollout function returns, environments what they do.
+            rows = [copy.deepcopy(row) for row in rows for _ in range(self.num_generations)]
             further = self._sample_and_score(own_share(rows, self.accelerator))
             kept = self._select(further, refilling=True)
-            pool.add(self._with_logps_to_come(further), self._kept_rows(kept), pad)
+            pool.add(self._with_logps_to_come(further), self._kept_rows(kept))
             rounds, sampled, found = rounds + 1, sampled + size, found + int(kept.sum())
 
-        used, self._waiting = pool.split(limit, pad)
+        used, self._waiting = pool.split(limit)
         self._waiting_since = self.state.global_step
+        surplus = max(0, pool.num_groups - limit)
+        if self._updates_per_generation() > self.args.snr_max_staleness:  # too old by then: not worth keeping
+            self._waiting, stale, surplus = None, stale + surplus, 0
         if self._waiting is not None:
             self._fill_in_logps(self._waiting)  # now: the policy that sampled them is about to change
         for name, value in (
             ("refill_rounds", rounds),
             ("refilled_groups", min(pool.num_groups, limit)),
             ("carried_groups", carried),
-            ("waiting_groups", max(0, pool.num_groups - limit)),
+            ("waiting_groups", surplus),
             ("stale_groups", stale),
             ("prompts_used", sampled),
         ):
             self._log(name, float(value))
         return self._lay_out(used, self._with_logps_to_come(batch), carried > 0)
+
+    def _pool(self, batches: list[Batch]) -> Pool:
+        return Pool(self.num_generations, self._tokenizer.pad_token_id, self.pad_to_multiple_of, batches)
+
+    def _updates_per_generation(self) -> int:
+        """Whole optimizer steps from one generation to the next."""
+        return self.args.steps_per_generation * self.num_iterations // self.args.gradient_accumulation_steps
 
     def _kept_rows(self, kept: Tensor) -> list[int]:
         """Numbers of this process's rows in kept groups."""
@@ -352,10 +371,11 @@ class SNRFilteredGRPOTrainer(GRPOTrainer):
         rows = len(batch["prompt_ids"])
         total = 0 if used is None else len(used["prompt_ids"])
         own = list(range(self.accelerator.process_index * rows, total))[:rows]
-        parts = [send_to_device(take(used, own), self.accelerator.device)] if own else []
+        multiple = self.pad_to_multiple_of
+        parts = [send_to_device(take(used, own, multiple), self.accelerator.device)] if own else []
         if len(own) < rows:
-            parts.append(take(batch, list(range(rows - len(own)))))
-        laid_out = take(join(parts, self._tokenizer.pad_token_id), list(range(rows)))
+            parts.append(take(batch, list(range(rows - len(own))), multiple))
+        laid_out = take(join(parts, self._tokenizer.pad_token_id), list(range(rows)), multiple)
         if carried:  # an older policy's rows need ratios, so that all need the log-probs of their policies
             self._fill_in_logps(laid_out)
         elif not self._trl_gives_logps:
@@ -496,6 +516,10 @@ class SNRFilteredGRPOTrainer(GRPOTrainer):
 
         self.accelerator.backward = guarded
 
+    def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
+        # DeepSpeed would report that of the last step it took.
+        return super()._get_grad_norm(model, grad_norm=grad_norm) if self._window_has_rows else 0.0
+
     def _compute_loss(self, model: Any, inputs: Batch) -> Tensor:
         loss = super()._compute_loss(model, inputs)
         return loss * inputs[WEIGHT] if WEIGHT in inputs else loss
@@ -511,15 +535,17 @@ class SNRFilteredGRPOTrainer(GRPOTrainer):
         amid_generation = self._step % (self.args.steps_per_generation * self.num_iterations) != 0
         state = {
             "layout": self._batch_layout(),
+            "shared": {
+                "latest": self._latest_metrics,
+                "reward_range": self._reward_range,
+                "empty_steps": self._empty_steps,
+                "empty_streak": self._empty_streak,
+                "waiting": self._waiting,
+                "waiting_since": self._waiting_since,
+                "prompts_drawn": self._prompt_stream.drawn,
+            },
             "step": self._step,
-            "latest": self._latest_metrics,
-            "reward_range": self._reward_range,
-            "empty_steps": self._empty_steps,
-            "empty_streak": self._empty_streak,
             # TRL samples anew after a resume; a checkpoint in the middle of a generation batch takes it along.
-            "waiting": self._waiting,
-            "waiting_since": self._waiting_since,
-            "prompts_drawn": self._prompt_stream.drawn if self._prompt_stream else 0,
             "buffered_inputs": self._buffered_inputs if amid_generation else None,
             "generated": self._before_packing if amid_generation else None,
         }
@@ -529,28 +555,40 @@ class SNRFilteredGRPOTrainer(GRPOTrainer):
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)
-        path = checkpoint and os.path.join(checkpoint, STATE_FILE.format(rank=self.accelerator.process_index))
-        if not path or not os.path.exists(path):
-            return  # a checkpoint of TRL's own trainer, or of another number of processes
-        state = torch.load(path, map_location=self.accelerator.device, weights_only=True)
-        self._latest_metrics, self._reward_range = state["latest"], state["reward_range"]
-        self._empty_steps, self._empty_streak = state["empty_steps"], state["empty_streak"]
-        self._waiting, self._waiting_since = send_to_device(state["waiting"], "cpu"), state["waiting_since"]
-        if self._prompt_stream is not None:
-            self._prompt_stream.drawn = state["prompts_drawn"]
-        if state["layout"] != self._batch_layout():
+        self._start_run()
+        own = self._read_state(checkpoint)
+        # What all processes share comes from the first of them: others may be new, or on another machine.
+        (shared,) = broadcast_object_list([own and own["shared"]])
+        if shared is None:
+            return  # a fresh run, or a checkpoint of TRL's own trainer
+        self._latest_metrics, self._reward_range = shared["latest"], shared["reward_range"]
+        self._empty_steps, self._empty_streak = shared["empty_steps"], shared["empty_streak"]
+        self._prompt_stream.drawn = shared["prompts_drawn"]
+        layouts = gather_object([own and own["layout"]])
+        if any(layout != self._batch_layout() for layout in layouts):
             logger.warning(
-                f"The checkpoint was written with {state['layout']} and is resumed with {self._batch_layout()}: "
-                "the generation batch in progress, if any, is sampled anew."
+                f"The checkpoint was written with {layouts[0]} and is resumed with {self._batch_layout()}: "
+                "the generation batch in progress and groups that wait for the next, if any, are sampled anew."
             )
             return
-        self._step = state["step"]
-        self._buffered_inputs, self._before_packing = state["buffered_inputs"], state["generated"]
+        self._waiting, self._waiting_since = shared["waiting"], shared["waiting_since"]
+        self._step = own["step"]
+        self._buffered_inputs, self._before_packing = own["buffered_inputs"], own["generated"]
+
+    def _read_state(self, checkpoint: str | None) -> dict[str, Any] | None:
+        """What this process wrote into a checkpoint; `None` if it did not."""
+        path = checkpoint and os.path.join(checkpoint, STATE_FILE.format(rank=self.accelerator.process_index))
+        if not path or not os.path.exists(path):
+            return None
+        state = torch.load(path, map_location=self.accelerator.device, weights_only=True)
+        state["shared"]["waiting"] = send_to_device(state["shared"]["waiting"], "cpu")
+        return state
 
     def _batch_layout(self) -> dict[str, int]:
         return {
             "per_device_train_batch_size": self.args.per_device_train_batch_size,
             "steps_per_generation": self.args.steps_per_generation,
+            "num_generations": self.num_generations,
             "num_iterations": self.num_iterations,
             "num_processes": self.accelerator.num_processes,
         }
