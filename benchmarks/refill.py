@@ -123,7 +123,7 @@ def markdown(results: dict) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--budget", type=int, default=1_200_000, help="sampled tokens of each run")
+    parser.add_argument("--budget", type=int, default=600_000, help="sampled tokens of each run")
     parser.add_argument("--seeds", type=int, default=2)
     arguments = parser.parse_args()
     transformers.logging.set_verbosity_error()

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, pad
 from transformers.cache_utils import Cache, DynamicLayer
 from transformers.utils import logging
 
@@ -26,7 +27,7 @@ H = TypeVar("H", bound=Hashable)
 MAX_TOKENS_CPU, MAX_TOKENS = 1024, 8192
 MAX_LOGITS_CPU, MAX_LOGITS = 2**27, 2**29  # 512 MiB in float32, 1 GiB in bfloat16
 # Logits that are normalised at once, in float32; few enough to stay in a cache.
-LOGITS_SLICE = 2**20
+LOGITS_SLICE = 2**18
 
 
 @torch.no_grad()
@@ -237,7 +238,7 @@ class _Scorer:
         before = ids if cache is None else ids[:, -1:]
         inputs = torch.cat([before.expand(rows, -1), chunk.ids[:, :-1]], dim=1)  # (R, L) or (R, P - 1 + L)
         end = ids.shape[1] + chunk.ids.shape[1] - 1
-        scored = nn.functional.pad(chunk.scored, (inputs.shape[1] - chunk.ids.shape[1], 0))
+        scored = pad(chunk.scored, (inputs.shape[1] - chunk.ids.shape[1], 0))
         logits = self.model(
             input_ids=inputs,
             position_ids=torch.arange(end - inputs.shape[1], end, device=ids.device).expand(rows, -1),
@@ -266,11 +267,11 @@ class _SharedLayer(DynamicLayer):
 def _token_logps(logits: Tensor, ids: Tensor, temperature: float) -> Tensor:
     """(M,) log-probabilities of ids (M,) under logits (M, V), in float32, a slice at a time."""
     size = max(1, LOGITS_SLICE // logits.shape[1])
-    parts = []
+    logps = []
     for part, targets in zip(logits.split(size), ids.split(size), strict=True):
-        part = part.float() / temperature if temperature != 1.0 else part.float()
-        parts.append(part.gather(1, targets[:, None]).squeeze(1) - part.logsumexp(dim=1))
-    return torch.cat(parts)
+        scaled = part.float() if temperature == 1.0 else part.float() / temperature
+        logps.append(-cross_entropy(scaled, targets, reduction="none"))
+    return torch.cat(logps)
 
 
 @contextmanager
