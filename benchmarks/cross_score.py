@@ -8,7 +8,7 @@ Two measurements, each side by side in one run:
 1. *Cross-scoring.* The reference (mll-lab-nu/RAGEN, `collapse_metrics.py` over verl 0.6) runs each prompt with every
    reasoning in full, four rows at a time (`log_prob_micro_batch_size_per_gpu` of its base configuration), all
    reasonings padded to the longest, with logits of every position and their entropy, which it discards. Ours is
-   `cross_score`. They take turns, and the best of up to three rounds counts. Lengths of reasonings are drawn from a
+   `cross_score`. They take turns, and the best of up to three rounds counts. Lengths of reasonings follow a
    gamma distribution of shape 6, so that their standard deviation is 0.4 of their mean. Timed is one of the N prompts:
    they are the same work each. Memory is what a process of its own needs beyond model and data, for one prompt.
 2. *The callback.* A training run in the setting of the demo: seconds spent measuring over all others.
@@ -76,7 +76,10 @@ def make_case(shape: str, model: str, vocabulary: int):
         return [rng.randrange(vocabulary) for _ in range(count)]
 
     prompts = [ids(rng.randint(prompt_length * 9 // 10, prompt_length * 11 // 10)) for _ in range(num_prompts)]
-    reasonings = [ids(max(4, round(rng.gammavariate(6, length / 6)))) for _ in range(num_reasonings)]
+    # Expected order statistics instead of one draw, so that the mean is `length` and the longest as long as usual.
+    draws = sorted(rng.gammavariate(6, length / 6) for _ in range(1000 * num_reasonings))
+    lengths = [round(sum(draws[i : i + 1000]) / 1000) for i in range(0, len(draws), 1000)]
+    reasonings = [ids(length) for length in rng.sample(lengths, num_reasonings)]
     return policy, prompts, reasonings
 
 

@@ -16,6 +16,10 @@ from trl import GRPOTrainer
 
 from ragen2_trl import MutualInformationCallback
 
+sys.path.insert(0, str(Path(__file__).parent / "distributed"))
+
+import resume
+
 COMMON = {
     "num_generations": 4,
     "max_completion_length": 10,
@@ -180,3 +184,15 @@ def test_settings_that_differ_between_processes_are_named_on_each_of_them(policy
         messages
         == ["snr_value differs between processes, in their order: [0.9, 0.5]; allowed: one value for all."] * 2
     )
+
+
+@pytest.mark.distributed
+def test_a_run_resumed_on_more_processes_has_the_same_state_on_each(policy_path, tmp_path):
+    before = resume.train(policy_path, str(tmp_path), 16, 2)
+    drawn = before._prompt_stream.drawn
+    assert drawn > 0
+    run_on_two_processes("resume.py", policy_path, tmp_path)
+    first, second = (json.loads((tmp_path / f"shared_{process}.json").read_text()) for process in (0, 1))
+    assert first == second
+    assert first["drawn"] >= drawn
+    assert first["step"] == 4

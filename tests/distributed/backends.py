@@ -55,12 +55,13 @@ CASES = {
     "filtered without kl": {**LAYOUT, "beta": 0.0},
     "filtered with adam": {**LAYOUT, **ADAM, "max_steps": 3},
     "refilled": {**LAYOUT, "snr_refill_rounds": 4, "snr_strategy": "none", "max_steps": 3},
+    "with gradient checkpointing": {**LAYOUT, "gradient_checkpointing": True},
     # Only under ZeRO-3 does it make a difference: the model is scored without being gathered.
     "scored while sharded": {**LAYOUT, "ds3_gather_for_generation": False},
     # The second of three steps has no reward variance at all.
     "an empty step between": {**LAYOUT, **ADAM, "max_steps": 3, "flat_steps": [1]},
 }
-LORA_CASES = ("filtered dapo", "an empty step between")
+LORA_CASES = ("filtered dapo", "with gradient checkpointing", "an empty step between")
 # Six groups of four over three processes of four rows each.
 THREE = {"rows": 12, "gradient_accumulation_steps": 2, "prompts": 6}
 CASES_OF_THREE = {"filtered by three": THREE, "refilled by three": {**THREE, "snr_refill_rounds": 2}}
