@@ -54,6 +54,8 @@ check: $(BIN)/.installed  ## Lint, format, types, spelling
 bench: $(BIN)/.installed  ## Side-by-side measurements; writes benchmarks/results/
 	$(BIN)/python benchmarks/filter_step_time.py
 	$(BIN)/python benchmarks/cross_score.py
+	$(BIN)/python benchmarks/two_processes.py
+	$(BIN)/python benchmarks/refill.py
 
 warm-start: $(BIN)/.installed  ## Regenerate the tiny model's weights (a quarter of an hour)
 	$(BIN)/ragen2-trl warm-start --config recipes/warm_start_tiny.yaml --output_dir ragen2_trl/tiny/model
