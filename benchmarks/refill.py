@@ -1,10 +1,10 @@
 """What refilling buys when most prompts carry no signal.
 
-    python benchmarks/refill.py    # about ten minutes on two cores
+    python benchmarks/refill.py --seeds 1 --budget 500000    # about five minutes on two cores, what is in the README
 
 The tiny model trains on FrozenLake tasks of which 70 % give no reward at all, whatever is answered. Plain TRL, the
 filter, and the filter with refill each get the same number of sampled tokens, and are then compared on held-out tasks.
-Two seeds. Writes `benchmarks/results/refill.{json,md}`.
+Two seeds by default. Writes `benchmarks/results/refill.{json,md}`.
 """
 
 import argparse
