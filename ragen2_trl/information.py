@@ -101,7 +101,7 @@ def information_metrics(
     num_classes = len(set(prompt_class.tolist()))
     # No reasoning can say more than which class its prompt is in, of d identical columns among N.
     metrics |= {
-        "mi_upper_bound": math.log(num_prompts) - own_class.sum(dim=1).log().mean().item(),
+        "mi_upper_bound": math.log(num_prompts) - own_class.sum(dim=1).double().log().mean().item(),
         "num_prompts": float(num_classes),
         "num_completions": float(len(logps)),
     }
