@@ -1,6 +1,6 @@
 """How much cheaper cross-scoring is than the reference's way, and what the callback costs a run.
 
-    python benchmarks/cross_score.py            # everything, about twenty minutes on two cores
+    python benchmarks/cross_score.py            # everything, about twelve minutes on two cores
     python benchmarks/cross_score.py --quick    # vocabulary 8k only
 
 Two measurements, each side by side in one run:

@@ -1,10 +1,10 @@
 """What refilling buys when most prompts carry no signal.
 
-    python benchmarks/refill.py --seeds 1 --budget 500000    # about five minutes on two cores, what is in the README
+    python benchmarks/refill.py    # about five minutes on two cores
 
 The tiny model trains on FrozenLake tasks of which 70 % give no reward at all, whatever is answered. Plain TRL, the
 filter, and the filter with refill each get the same number of sampled tokens, and are then compared on held-out tasks.
-Two seeds by default. Writes `benchmarks/results/refill.{json,md}`.
+One seed unless `--seeds` says more. Writes `benchmarks/results/refill.{json,md}`.
 """
 
 import argparse
@@ -123,8 +123,8 @@ def markdown(results: dict) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--budget", type=int, default=600_000, help="sampled tokens of each run")
-    parser.add_argument("--seeds", type=int, default=2)
+    parser.add_argument("--budget", type=int, default=500_000, help="sampled tokens of each run")
+    parser.add_argument("--seeds", type=int, default=1)
     arguments = parser.parse_args()
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()

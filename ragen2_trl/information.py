@@ -20,7 +20,7 @@ RETRIEVAL_DEPTHS = (2, 4, 8)
 # code's).
 FORMS = ("seq", "token", "token_tempered")
 ZSCORE_EPS = 1e-3
-ALPHA = 0.01  # see `classify_regime`
+ALPHA, LOW_ENTROPY = 0.01, 0.1  # see `classify_regime`
 
 
 def information_metrics(
@@ -207,7 +207,7 @@ def classify_regime(
     alpha: float = ALPHA,
     dependence_ratio: float = 0.5,
     entropy_ratio: float = 0.5,
-    low_entropy: float = 0.1,
+    low_entropy: float = LOW_ENTROPY,
 ) -> Regime:
     """Which of the four regimes of arXiv 2604.06268 (Section 2.2) a measurement shows.
 

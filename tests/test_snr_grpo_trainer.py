@@ -471,3 +471,8 @@ def test_defaults_are_the_papers():
     config = SNRFilteredGRPOConfig(use_cpu=True, bf16=False)
     assert (config.snr_strategy, config.snr_value, config.snr_score) == ("top_p", 0.9, "reward_variance")
     assert (config.snr_include_zero, config.snr_mode, config.snr_loss_scaling) == (False, "drop", "none")
+
+
+def test_a_group_size_that_does_not_divide_the_batch_is_refused_with_its_numbers(make_args):
+    with pytest.raises(ValueError, match=r"6.*4"):
+        make_args(per_device_train_batch_size=6, num_generations=4)

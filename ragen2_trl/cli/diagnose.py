@@ -32,13 +32,12 @@ from ragen2_trl.cli.console import make_console
 from ragen2_trl.cli.evaluate import SamplingArguments, load_model, sample_completions, tokenize_prompts
 from ragen2_trl.diagnosis import Measurement, NotMeasurableError, Sampling, measure_first_turn
 from ragen2_trl.envs import completion_text
-from ragen2_trl.information import RETRIEVAL_DEPTHS, Regime, chance_p_value, classify_regime
+from ragen2_trl.information import LOW_ENTROPY, RETRIEVAL_DEPTHS, Regime, chance_p_value, classify_regime
 from ragen2_trl.reasoning import Turn, find_turns
 from ragen2_trl.reporting import plot_matrix, plot_quadrant
 from ragen2_trl.scoring import count_tokens
 
 COLUMNS = ("step", "prompt", "completion")  # what is read of TRL's table
-LOW_ENTROPY = 0.1  # nats per token, see `classify_regime`
 REGIMES: dict[Regime, str] = {
     "diverse": "Diverse reasoning: it depends on its prompt and varies between samples",
     "template_collapse": "Template collapse: it varies between samples, but does not depend on its prompt",
