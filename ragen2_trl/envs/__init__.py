@@ -1,10 +1,14 @@
 """The tasks, by name. A task is one file: its rules, its text and its rewards."""
 
 import inspect
+from collections.abc import Callable
 from typing import Any
 
-from ragen2_trl.envs.base import Environment, Response, completion_text, format_response, parse_response
+from ragen2_trl.envs.base import Environment, Episode, Limits
 from ragen2_trl.envs.frozen_lake import FrozenLake
+from ragen2_trl.envs.play import Outcome, Play, respond_all
+from ragen2_trl.envs.responses import Response, completion_text, format_response, parse_response
+from ragen2_trl.envs.tools import ToolEnvironment
 
 ENVIRONMENTS: dict[str, type[Environment]] = {FrozenLake.name: FrozenLake}
 
@@ -20,20 +24,31 @@ def make_env(name: str, **options: Any) -> Environment:
     """
     if name not in ENVIRONMENTS:
         raise ValueError(f"environment must be one of {sorted(ENVIRONMENTS)}, got {name!r}")
-    allowed = sorted(inspect.signature(ENVIRONMENTS[name]).parameters)
+    allowed = [*_options(ENVIRONMENTS[name].__init__), *_options(Environment.__init__)]
     unknown = sorted(set(options) - set(allowed))
     if unknown:
         raise ValueError(f"options of {name} must be among {allowed}, got {unknown}")
     return ENVIRONMENTS[name](**options)
 
 
+def _options(init: Callable[..., None]) -> list[str]:
+    _self, *parameters = inspect.signature(init).parameters.values()
+    return [parameter.name for parameter in parameters if parameter.kind is not parameter.VAR_KEYWORD]
+
+
 __all__ = [
     "ENVIRONMENTS",
     "Environment",
+    "Episode",
     "FrozenLake",
+    "Limits",
+    "Outcome",
+    "Play",
     "Response",
+    "ToolEnvironment",
     "completion_text",
     "format_response",
     "make_env",
     "parse_response",
+    "respond_all",
 ]

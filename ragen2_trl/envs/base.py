@@ -1,154 +1,358 @@
-"""What every task offers: prompts, reward functions and, where a solver exists, demonstrations.
+"""What a task is made of: an `Episode` holds its rules, an `Environment` its tasks, texts and options.
 
-A task keeps three things apart: the *rules* (a small seeded state object with a `step`), the *text* (how a state
-becomes a prompt and an answer becomes actions) and the *rewards* (plain functions that TRL calls). Single-turn play
-needs no more than that, and multi-turn play can be put on top of the same rules later.
-
-Nothing here knows torch or TRL.
+Everything else follows from these two: single-turn and multi-turn play, rewards, TRL's tool environments,
+demonstrations, evaluation. Nothing here knows torch or TRL.
 """
 
+import itertools
+import os
+import random
+import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import Any, ClassVar, TypeAlias
 
-from datasets import Dataset
+from datasets import Dataset, load_dataset
+from PIL import Image
 
-Message: TypeAlias = Mapping[str, Any]
-Completion: TypeAlias = str | Sequence[Message]
+from ragen2_trl.envs.play import Outcome, Play, mean_outcomes, respond_all
+from ragen2_trl.envs.responses import Completion, completion_text, format_response
+from ragen2_trl.envs.tools import ToolEnvironment
+
+Row: TypeAlias = Mapping[str, Any]
 RewardFunc: TypeAlias = Callable[..., list[float]]
 
 SPLITS = ("train", "test")
-
-# A response is model text and may be of any length. Real ones are far shorter, so that cutting costs nothing.
-MAX_RESPONSE_CHARS = 100_000
-# Tasks look at a handful of actions; a response of a million separators must not become a million strings.
-MAX_PARSED_ACTIONS = 256
-
-_THINK, _END_THINK = "<think>", "</think>"
-_ANSWER, _END_ANSWER = "<answer>", "</answer>"
-_SEPARATOR = "||"
+PROTOCOLS = ("text", "tools")
+TEST_FRACTION_INVERSE = 5  # one task in five is held out
+_FILE_FORMATS = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".csv": "csv"}
 
 
 @dataclass(frozen=True)
-class Response:
-    """A well-formed response: the text between the think tags, and the actions between the answer tags."""
+class Limits:
+    """Turns of an episode, and actions that count in each."""
 
-    reasoning: str
-    actions: tuple[str, ...]
+    turns: int
+    actions: int
 
 
-def parse_response(text: str) -> Response | None:
-    """Reads `<think>…</think><answer>a || b</answer>`; `None` when the text does not have that form.
+class Episode(ABC):
+    """One play of one task by one player: the rules and the state, nothing of prompts or formats.
 
-    The first `</think>` counts and only white space may stand between it and `<answer>`. The opening `<think>` may be
-    missing, since many chat templates write it into the prompt. Text after the first `</answer>` is ignored, and so
-    are empty actions. Plain searches only, at most `MAX_RESPONSE_CHARS` characters: the work is linear in the text.
-
-    >>> parse_response("<think>The goal is right of me.</think><answer>Right || Down</answer>")
-    Response(reasoning='The goal is right of me.', actions=('Right', 'Down'))
-    >>> parse_response("Right") is None
-    True
+    Attributes:
+        done: Whether the rules have ended the episode.
+        success: Whether the task is solved.
     """
-    text = text[:MAX_RESPONSE_CHARS]
-    before, end_think, after = text.partition(_END_THINK)
-    if not end_think:
-        return None
-    _, opened, inside = before.partition(_THINK)
-    after = after.lstrip()
-    if not after.startswith(_ANSWER):
-        return None
-    answer, end_answer, _ = after.removeprefix(_ANSWER).partition(_END_ANSWER)
-    if not end_answer:
-        return None
-    pieces = answer.split(_SEPARATOR, MAX_PARSED_ACTIONS)[:MAX_PARSED_ACTIONS]
-    actions = tuple(stripped for piece in pieces if (stripped := piece.strip()))
-    return Response(reasoning=(inside if opened else before).strip(), actions=actions)
 
+    done: bool = False
+    success: bool = False
 
-def format_response(reasoning: str, actions: Sequence[str]) -> str:
-    """The text that `parse_response` reads back.
+    @abstractmethod
+    def observation(self) -> str:
+        """What the player sees of the state."""
 
-    >>> format_response("Two steps.", ["Right", "Down"])
-    '<think>Two steps.</think><answer>Right || Down</answer>'
-    """
-    return f"{_THINK}{reasoning}{_END_THINK}{_ANSWER}{f' {_SEPARATOR} '.join(actions)}{_END_ANSWER}"
+    @abstractmethod
+    def is_action(self, action: str) -> bool:
+        """Whether this text names an action of the rules. Hostile input: no exception, and quick."""
 
+    @abstractmethod
+    def step(self, action: str) -> float:
+        """Carries out an action and gives its reward. Called only while not `done`, and with `is_action(action)`."""
 
-def completion_text(completion: Completion) -> str:
-    """The text a model wrote, from a plain string or from the messages TRL passes to reward functions.
+    def image(self) -> Image.Image:
+        """The state as an RGB picture.
 
-    Only assistant messages count. Reasoning that a response parser moved into `reasoning_content` or `thinking` is put
-    back between think tags, so that both kinds of completions read the same.
+        Raises:
+            NotImplementedError: If the task has no pictures.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no pictures")
 
-    >>> completion_text([{"role": "assistant", "reasoning_content": "Go.", "content": "<answer>Up</answer>"}])
-    '<think>Go.</think><answer>Up</answer>'
-    """
-    if isinstance(completion, str):
-        return completion
-    return "".join(_message_text(message) for message in completion if message["role"] == "assistant")
+    def plan(self, rng: random.Random) -> tuple[str, list[str]]:
+        """A reasoning and the actions of a solver from here to the end, for demonstrations and as an oracle.
 
+        Raises:
+            NotImplementedError: If the task has no solver.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no solver")
 
-def _message_text(message: Message) -> str:
-    content = message.get("content") or ""  # None where a message holds nothing but tool calls
-    if not isinstance(content, str):
-        content = "".join(part["text"] for part in content if part["type"] == "text")
-    reasoning = message.get("reasoning_content") or message.get("thinking")
-    return f"{_THINK}{reasoning}{_END_THINK}{content}" if reasoning else content
+    def random_action(self, rng: random.Random) -> str:
+        """An action of a player who looks at nothing but which actions there are: the floor of the task.
+
+        Raises:
+            NotImplementedError: If there is no set of actions to draw from.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no random player")
 
 
 class Environment(ABC):
     """One task: its prompts, its rewards and, where a solver exists, its demonstrations.
 
-    Subclasses set `name` (the key in `make_env`, and the prefix of their reward functions) and take their options as
-    keyword arguments of `__init__`.
+    Subclasses set the class attributes below, take their options as keyword arguments of `__init__`, and give
+    `instructions`, `tasks` and `episode`.
+
+    Args:
+        multi_turn: Whether an episode has several turns; default: single-turn where the task has it.
+        max_turns: Turns of an episode, 1 to 100; default: the task's.
+        max_actions: Actions that count in a turn, 1 to 100; later ones are ignored. Default: the task's.
+        protocol: `"text"`, where answers are read from `<think>…</think><answer>…</answer>`, or `"tools"`, whose
+            prompts are for TRL's `environment_factory` and say nothing of formats.
+
+    Raises:
+        ValueError: If an option is outside its range.
     """
 
     name: ClassVar[str]
+    single_turn_limits: ClassVar[Limits | None]  # None where one turn makes no sense
+    multi_turn_limits: ClassVar[Limits | None]
+    example: ClassVar[str]  # what could stand between the answer tags
+    splits_answers: ClassVar[bool] = True  # whether `||` separates actions; not where an answer may contain it
+    shows_images: bool = False  # whether the first observation is a picture
+    workers: int = 1  # episodes stepped at the same time, where steps wait for something
+    tools: ClassVar[type[ToolEnvironment] | None] = None  # the task's tools for TRL's `environment_factory`
+
+    def __init__(
+        self,
+        multi_turn: bool | None = None,
+        max_turns: int | None = None,
+        max_actions: int | None = None,
+        protocol: str = "text",
+    ):
+        if multi_turn is None:
+            multi_turn = self.single_turn_limits is None
+        limits = self.multi_turn_limits if multi_turn else self.single_turn_limits
+        if limits is None:
+            raise ValueError(f"multi_turn must be {not multi_turn} for {self.name}, got {multi_turn!r}")
+        self.max_turns = limits.turns if max_turns is None else max_turns
+        self.max_actions = limits.actions if max_actions is None else max_actions
+        check_range("max_turns", self.max_turns, 1, 100)
+        check_range("max_actions", self.max_actions, 1, 100)
+        check_choice("protocol", protocol, PROTOCOLS)
+        self.protocol = protocol
+
+    # What a task gives
 
     @abstractmethod
-    def dataset(self, num_prompts: int, seed: int, split: str = "train") -> Dataset:
+    def instructions(self) -> str:
+        """The rules in words, for the system message; limits and format are added to it."""
+
+    @abstractmethod
+    def tasks(self, seed: int, split: str, data: str | None) -> Iterator[dict[str, Any]]:
+        """Tasks of one split in the order of `seed`, endless where they are generated.
+
+        Args:
+            seed: Which order, or which stream, of tasks.
+            split: `"train"` or `"test"`. No task of one split ever appears in the other.
+            data: A Hub id or a local path to take tasks from, `None` for the task's default.
+
+        Yields:
+            Rows with `seed` (int, the task's own) and what `episode` needs.
+        """
+
+    @abstractmethod
+    def episode(self, row: Row, rng: random.Random) -> Episode:
+        """A new play of a row's task, whose chance events come from `rng`."""
+
+    # What follows from it
+
+    def dataset(
+        self, num_prompts: int | None = None, seed: int = 0, split: str = "train", data: str | None = None
+    ) -> Dataset:
         """Prompts of one split; equal arguments give equal rows, on every machine and in every process.
 
         Args:
-            num_prompts: Number of rows.
+            num_prompts: Number of rows; `None` for all there are, where tasks come from data.
             seed: Which stream of tasks to draw from; distinct seeds give distinct streams.
             split: `"train"` or `"test"`. No task of one split ever appears in the other.
+            data: A Hub id or a local file or folder to take tasks from; default: the task's own source.
 
         Returns:
-            Rows with `prompt` (a system and a user message), `seed` (int) and what the reward functions need.
+            Rows with `prompt` (a system and a user message), `seed` (int), what the rewards need, and `image` where
+            the task is shown as a picture.
 
         Raises:
-            ValueError: If an argument is outside its range.
+            ValueError: If an argument is outside its range, or there are fewer tasks than `num_prompts`.
         """
+        check_choice("split", split, SPLITS)
+        if num_prompts is None and data is None:
+            raise ValueError(f"num_prompts must be given where {self.name} makes its tasks itself, got None")
+        if num_prompts is not None:
+            check_range("num_prompts", num_prompts, 1, 10_000_000)
+        rows: list[dict[str, Any]] = []
+        for task in self.tasks(seed, split, data):
+            rows.append({"prompt": self.prompt(task), **task})
+            if self.shows_images:
+                rows[-1]["image"] = self.episode(task, random.Random(0)).image()
+            if len(rows) == num_prompts:
+                break
+        if num_prompts is not None and len(rows) < num_prompts:
+            raise ValueError(f"num_prompts must be at most {len(rows)}, the tasks there are, got {num_prompts}")
+        return Dataset.from_list(rows)
+
+    def prompt(self, row: Row) -> list[dict[str, str]]:
+        """The system and the user message that an episode begins with."""
+        system = {"role": "system", "content": f"{self.instructions()}{self._limits_in_words()}"}
+        if self.protocol == "tools":  # `reset` appends the observation
+            return [system, {"role": "user", "content": ""}]
+        return [system, {"role": "user", "content": self.turn_text(self.episode(row, random.Random(0)))}]
+
+    def turn_text(self, episode: Episode, status: str | None = None) -> str:
+        """What a user message shows: what came of the last turn, the state, and the form of an answer."""
+        lines = [status] if status else []
+        lines += [episode.observation(), f"Reply with <think>reasoning</think><answer>{self.example}</answer>"]
+        return "\n".join(line for line in lines if line)
+
+    def _limits_in_words(self) -> str:
+        actions = f"at most {self.max_actions} actions" if self.max_actions > 1 else "one action"
+        if self.max_turns > 1:
+            return f" You have {self.max_turns} turns with {actions} each."
+        return f" Give {actions}." if self.max_actions > 1 else ""
 
     @property
-    @abstractmethod
     def reward_funcs(self) -> list[RewardFunc]:
-        """Functions `fn(prompts, completions, **columns) -> list[float]`, one value a completion, for TRL trainers.
+        """One function `<name>_return(prompts, completions, **columns) -> list[float]` for TRL trainers.
 
-        Their names are the names TRL logs. The return of an episode is their sum.
+        It gives the return of each episode: the rewards of its actions and -0.1 for each invalid turn. In single-turn
+        play it plays the completions; in multi-turn play `TextRollout` has played them. Where TRL offers `log_metric`
+        it logs `env/<name>/success`, `return`, `turns`, `valid_rate` and `pass@k` with the k completions of a prompt
+        on this process.
         """
+        return [_named(f"{self.name}_return", partial(self._rewards, "episode_return"))]
 
     @property
-    @abstractmethod
     def success_func(self) -> RewardFunc:
-        """The reward function whose value is 1.0 where the task is solved and 0.0 elsewhere."""
+        """Like the function in `reward_funcs`, but 1.0 where the task is solved and 0.0 elsewhere.
 
-    @abstractmethod
-    def is_valid(self, text: str) -> bool:
-        """Whether a response has the required form and names only actions of this task."""
+        Next to an `environment_factory`, whose `get_reward` is the return, it serves with `reward_weights=[0, 1]` to
+        log the metrics.
+        """
+        return _named(f"{self.name}_success", partial(self._rewards, "success"))
 
-    def demonstrations(self, num: int, seed: int) -> Dataset:
-        """Solved tasks of the training split for a warm start, as conversational `prompt` and `completion`.
+    @property
+    def environment_factory(self) -> Callable[[], ToolEnvironment]:
+        """TRL's multi-turn contract: makes objects with `reset(**row)`, typed tools, and `get_reward()`.
+
+        Raises:
+            ValueError: If the environment was not made with `protocol="tools"`.
+        """
+        if self.tools is None or self.protocol != "tools":
+            raise ValueError(f"protocol must be 'tools' for an environment_factory, got {self.protocol!r}")
+        numbers = itertools.count()
+        tools = self.tools
+        return lambda: tools(self, next(numbers))
+
+    def play(self, row: Row, rng: random.Random) -> Play:
+        """A new episode of a row's task behind the text protocol."""
+        return Play(self, self.episode(row, rng))
+
+    def plays(self, seeds: Sequence[int], columns: Mapping[str, Sequence[Any]], step: int = 0) -> list[Play]:
+        """A play for each row, each with chance events of its own; `columns` are those of the rows.
+
+        The noise comes from the seed of its row, its place among the plays of that row, the training step and the
+        process, so that the members of a group share none.
+        """
+        # A group may be spread over processes, each of which counts its own members from 0.
+        process = os.environ.get("RANK", "0")
+        members: Counter[int] = Counter()
+        plays = []
+        for index, seed in enumerate(seeds):
+            row = {"seed": seed, **{name: values[index] for name, values in columns.items()}}
+            plays.append(self.play(row, random.Random(f"{seed}/{members[seed]}/{step}/{process}")))
+            members[seed] += 1
+        return plays
+
+    def demonstrations(self, num: int, seed: int, data: str | None = None) -> Dataset:
+        """Turns of solved training tasks for a warm start: conversational `prompt` (all so far) and `completion`.
 
         Raises:
             NotImplementedError: If the task has no solver.
         """
-        raise NotImplementedError(f"{self.name} has no solver, so it cannot make demonstrations")
+        return Dataset.from_list([turn for turns in self._solved(num, seed, data) for turn in turns])
+
+    def _solved(self, num: int, seed: int, data: str | None) -> Iterator[list[dict[str, Any]]]:
+        for row in self.dataset(num, seed, data=data):
+            rng = random.Random(f"demonstration/{seed}/{row['seed']}")
+            play, messages, turns = self.play(row, rng), row["prompt"], []
+            while not play.done:
+                reasoning, actions = play.episode.plan(rng)
+                text = format_response(reasoning, actions[: self.max_actions])
+                answer = {"role": "assistant", "content": text}
+                turns.append({"prompt": messages, "completion": [answer]})
+                messages = [*messages, answer, {"role": "user", "content": play.respond(text) or ""}]
+            yield turns
+
+    def _rewards(
+        self,
+        field: str,
+        prompts: Sequence[Any],
+        completions: Sequence[Completion],
+        seed: Sequence[int],
+        trainer_state: Any = None,
+        log_metric: Callable[[str, float], None] | None = None,
+        **columns: Any,
+    ) -> list[float]:
+        step = 0 if trainer_state is None else trainer_state.global_step
+        outcomes = self._outcomes(completions, seed, columns, step)
+        if log_metric is not None:
+            for key, value in mean_outcomes(outcomes, seed).items():
+                log_metric(f"env/{self.name}/{key}", value)
+        return [float(getattr(outcome, field)) for outcome in outcomes]
+
+    def _outcomes(
+        self, completions: Sequence[Completion], seed: Sequence[int], columns: Mapping[str, Any], step: int
+    ) -> list[Outcome]:
+        if "environments" in columns:
+            return [environment._play.outcome for environment in columns["environments"]]
+        if Outcome.COLUMN in columns:
+            return [Outcome(**fields) for fields in columns[Outcome.COLUMN]]
+        if self.max_turns > 1:
+            raise ValueError(
+                f"rollout_func must be TextRollout(env) for {self.name} with max_turns={self.max_turns}: its "
+                "completions have not been played; or make the environment with max_turns=1."
+            )
+        needed = {name: values for name, values in columns.items() if isinstance(values, Sequence)}
+        plays = self.plays(seed, needed, step)
+        respond_all(plays, [completion_text(completion) for completion in completions], self.workers)
+        return [play.outcome for play in plays]
 
 
-def check_choice(field: str, value: object, allowed: Sequence[object]) -> None:
+def _named(name: str, function: Callable[..., list[float]]) -> RewardFunc:
+    function.__name__ = name  # what TRL logs it under
+    return function
+
+
+def held_out(task: str) -> bool:
+    """Whether a task, given as text, belongs to the split `"test"`: one in `TEST_FRACTION_INVERSE`, by its hash.
+
+    >>> [held_out("SFFG"), held_out("SFHG"), held_out("SHFG")]
+    [False, False, False]
+    """
+    return zlib.crc32(task.encode()) % TEST_FRACTION_INVERSE == 0
+
+
+def load_tasks(data: str, split: str, *, config: str | None = None) -> Dataset:
+    """Rows of a Hub dataset or of a local file (json, jsonl, parquet, csv) or folder.
+
+    Args:
+        data: A Hub id or a local path.
+        split: The split to load; a single file has none and is read whole.
+        config: Name of the dataset's configuration on the Hub.
+
+    Raises:
+        ValueError: If a local file is of another kind.
+    """
+    path = Path(data)
+    if not path.is_file():
+        return load_dataset(data, config if not path.exists() else None, split=split)
+    if path.suffix not in _FILE_FORMATS:
+        raise ValueError(f"data must be a Hub id, a folder or a file {sorted(_FILE_FORMATS)}, got {data!r}")
+    return load_dataset(_FILE_FORMATS[path.suffix], data_files=str(path), split="train")
+
+
+def check_choice(field: str, value: object, allowed: Iterable[object]) -> None:
     """Raises a `ValueError` that names the field, the value and the allowed set unless `value` is one of `allowed`."""
     if value not in allowed:
         raise ValueError(f"{field} must be one of {list(allowed)}, got {value!r}")

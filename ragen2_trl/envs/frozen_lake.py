@@ -1,32 +1,20 @@
 """FrozenLake: cross a frozen lake from a start to a goal without falling into a hole.
 
 Maps and movement, slips included, are gymnasium's. Start and goal lie on random cells instead of two corners, so that
-a plan has to depend on the map. In single-turn play the whole plan is one answer.
+a plan has to depend on the map. In single-turn play the whole plan is one answer; in multi-turn play the map is shown
+again after every few moves.
 """
 
-import os
 import random
-import zlib
-from collections import Counter, deque
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from typing import Any, TypeAlias
 
-from datasets import Dataset
 from gymnasium.envs.toy_text.frozen_lake import FrozenLakeEnv, generate_random_map
 
-from ragen2_trl.envs.base import (
-    SPLITS,
-    Completion,
-    Environment,
-    Message,
-    RewardFunc,
-    check_choice,
-    check_range,
-    completion_text,
-    format_response,
-    parse_response,
-)
+from ragen2_trl.envs.base import Environment, Episode, Limits, Row, check_choice, check_range, held_out
+from ragen2_trl.envs.tools import ToolEnvironment
 
 Grid: TypeAlias = tuple[str, ...]  # rows of S (start), F (frozen), H (hole), G (goal)
 Cell: TypeAlias = tuple[int, int]  # row, column; both from 0, rows downwards
@@ -36,11 +24,9 @@ ACTIONS = ("Left", "Down", "Right", "Up")  # in gymnasium's order
 MOVES: tuple[Cell, ...] = ((0, -1), (1, 0), (0, 1), (-1, 0))
 COLUMNS = "abcdefghij"
 OBSERVATIONS = ("grid", "coordinates", "both")
-FORMAT_PENALTY = -0.1
-TEST_FRACTION_INVERSE = 5  # one map in five is held out
 
 _ACTION_INDEX = {name.lower(): index for index, name in enumerate(ACTIONS)}
-_SYMBOLS = str.maketrans({"S": "P", "F": "_", "H": "O", "G": "G"})
+_SYMBOLS = str.maketrans({"S": "_", "F": "_", "H": "O", "G": "G"})  # the player, P, stands on top
 
 
 @lru_cache(maxsize=8192)
@@ -72,90 +58,116 @@ def distances_to_goal(grid: Grid) -> dict[Cell, int]:
     return distances
 
 
-class Walk:
-    """One walk over one map: the rules and nothing else.
+class FrozenLakeEpisode(Episode):
+    """One walk over one map.
 
     Args:
         grid: The map.
         slip: Probability that a move goes to one of its two perpendicular directions instead, half to each.
         rng: Source of the slips.
+        show: Puts a map, with the player where it is, into words.
     """
 
-    def __init__(self, grid: Grid, slip: float, rng: random.Random):
+    def __init__(self, grid: Grid, slip: float, rng: random.Random, show: Callable[[Grid, Cell], str]):
         self._table = transitions(grid, slip)
         self._rng = rng
-        self._size = len(grid)
+        self._show = show
+        self.grid = grid
         (self.position,) = find(grid, "S")
-        self.done = False
-        self.solved = False
 
-    def step(self, action: int) -> None:
-        """Moves once; `action` is an index into `ACTIONS`. A walk that is done stays where it is."""
-        if self.done:
-            return
-        outcomes = self._table[self.position[0] * self._size + self.position[1]][action]
+    def observation(self) -> str:
+        return self._show(self.grid, self.position)
+
+    def is_action(self, action: str) -> bool:
+        return action.lower() in _ACTION_INDEX
+
+    def step(self, action: str) -> float:
+        """Moves once. 1.0 at the goal, else 0.0."""
+        state = self.position[0] * len(self.grid) + self.position[1]
+        outcomes = self._table[state][_ACTION_INDEX[action.lower()]]
         weights = [probability for probability, *_ in outcomes]
         _, state, reward, self.done = self._rng.choices(outcomes, weights)[0]
-        self.position = divmod(state, self._size)
-        self.solved = reward > 0
+        self.position = divmod(state, len(self.grid))
+        self.success = reward > 0
+        return float(reward)
+
+    def plan(self, rng: random.Random) -> tuple[str, list[str]]:
+        """A shortest way, drawn at random, so that a model warmed up on it stays stochastic.
+
+        The reasoning reads the map first (start, goal, holes between them) and then follows the way cell by cell.
+        """
+        path, actions = shortest_path(self.grid, self.position, rng)
+        return explain(self.grid, path), [ACTIONS[action] for action in actions]
+
+    def random_action(self, rng: random.Random) -> str:
+        return rng.choice(ACTIONS)
+
+
+class FrozenLakeTools(ToolEnvironment):
+    """FrozenLake's tools."""
+
+    def move(self, directions: list[str]) -> str:
+        """
+        Walks over the ice.
+
+        Args:
+            directions: Steps to take one after the other, each "Left", "Down", "Right" or "Up".
+
+        Returns:
+            The reward of these steps and the map as it is then.
+        """
+        return self._take(directions)
 
 
 class FrozenLake(Environment):
-    """Plan a way over a frozen lake, the whole plan in one answer.
-
-    Rewards: `frozen_lake_success` is 1.0 at the goal and 0.0 elsewhere; `frozen_lake_format` is -0.1 for a response
-    that is malformed or names an unknown action, and 0.0 otherwise. Such a response is not carried out.
+    """Walk over a frozen lake: 1.0 at the goal, nothing elsewhere, and holes end the walk.
 
     Args:
         size: Rows and columns of the map, 3 to 10.
         frozen: Probability that a cell is frozen rather than a hole, 0.6 to 1.0.
         slip: Probability that a move slips to one of its two perpendicular directions, 0.0 to 1.0.
         observation: What the prompt shows: the `"grid"`, the `"coordinates"`, or `"both"`.
-        max_actions: Actions that count, 1 to 100; later ones are ignored. Every map can be solved with as many.
+        **limits: `multi_turn`, `max_turns`, `max_actions` and `protocol` of `Environment`. Every map can be solved
+            within the limits.
 
     Raises:
         ValueError: If an option is outside its range.
     """
 
     name = "frozen_lake"
+    single_turn_limits = Limits(turns=1, actions=10)
+    multi_turn_limits = Limits(turns=5, actions=2)
+    example = "Right || Down"
+    tools = FrozenLakeTools
 
     def __init__(
-        self,
-        size: int = 4,
-        frozen: float = 0.8,
-        slip: float = 0.0,
-        observation: str = "grid",
-        max_actions: int = 10,
+        self, size: int = 4, frozen: float = 0.8, slip: float = 0.0, observation: str = "grid", **limits: Any
     ):
+        super().__init__(**limits)
         check_range("size", size, 3, 10)
         check_range("frozen", frozen, 0.6, 1.0)  # below, maps with a way through are too rare to draw
         check_range("slip", slip, 0.0, 1.0)
         check_choice("observation", observation, OBSERVATIONS)
-        check_range("max_actions", max_actions, 1, 100)
         self.size = size
         self.frozen = frozen
         self.slip = slip
         self.observation = observation
-        self.max_actions = max_actions
 
-    # Tasks
-
-    def dataset(self, num_prompts: int, seed: int, split: str = "train") -> Dataset:
-        check_choice("split", split, SPLITS)
-        check_range("num_prompts", num_prompts, 1, 10_000_000)
+    def tasks(self, seed: int, split: str, data: str | None) -> Iterator[dict[str, Any]]:
+        if data is not None:
+            raise ValueError(f"data must be None for {self.name}, whose maps are generated, got {data!r}")
         # A string seeds `Random` through SHA-512, so the streams of two seeds or splits have nothing in common.
         stream = random.Random(f"{self.name}/{split}/{seed}")
-        rows: list[dict[str, Any]] = []
-        while len(rows) < num_prompts:
+        while True:
             map_seed = stream.getrandbits(31)
-            grid = self.make_grid(map_seed)
-            if split_of(grid) == split:
-                rows.append({"prompt": self.render_prompt(grid), "seed": map_seed, "grid": "\n".join(grid)})
-        return Dataset.from_list(rows)
+            grid = "\n".join(self.make_grid(map_seed))
+            if held_out(grid) == (split == "test"):
+                yield {"seed": map_seed, "grid": grid}
 
     def make_grid(self, seed: int) -> Grid:
         """The map of a seed: gymnasium's random holes, start and goal on cells joined by a short enough way."""
         rng = random.Random(seed)
+        longest = self.max_turns * self.max_actions
         while True:
             base = generate_random_map(self.size, self.frozen, seed=rng.getrandbits(31))
             cells = [(r, c) for r, row in enumerate(base) for c, letter in enumerate(row) if letter != "H"]
@@ -167,115 +179,33 @@ class FrozenLake(Environment):
                 )
                 for r, row in enumerate(base)
             )
-            if distances_to_goal(grid).get(start, self.max_actions + 1) <= self.max_actions:
+            if distances_to_goal(grid).get(start, longest + 1) <= longest:
                 return grid
 
-    # Text
+    def episode(self, row: Row, rng: random.Random) -> FrozenLakeEpisode:
+        return FrozenLakeEpisode(tuple(row["grid"].split("\n")), self.slip, rng, self.show)
 
-    def render_prompt(self, grid: Grid) -> list[dict[str, str]]:
-        """The system and the user message for a map."""
-        system = (
-            "Walk from P to G and avoid the holes O"
-            f" with at most {self.max_actions} actions: {', '.join(ACTIONS)}."
-            f"{' The ice is slippery, a move may go sideways.' if self.slip > 0 else ''}"
-        )
-        answer_format = "Reply with <think>reasoning</think><answer>Right || Down</answer>"
-        user = f"{self.render_observation(grid)}\n{answer_format}"
-        return [{"role": "system", "content": system}, {"role": "user", "content": user}]
+    def instructions(self) -> str:
+        slippery = " The ice is slippery, a move may go sideways." if self.slip > 0 else ""
+        return f"Walk from P to G and avoid the holes O. Actions: {', '.join(ACTIONS)}.{slippery}"
 
-    def render_observation(self, grid: Grid) -> str:
-        """A map as text, in the form that `observation` asks for."""
+    def show(self, grid: Grid, position: Cell) -> str:
+        """A map and where the player is as text, in the form that `observation` asks for."""
         parts = []
         if self.observation in ("grid", "both"):
-            parts.append("\n".join(" ".join(row.translate(_SYMBOLS)) for row in grid))
+            symbols = [list(row.translate(_SYMBOLS)) for row in grid]
+            symbols[position[0]][position[1]] = "P"
+            parts.append("\n".join(" ".join(row) for row in symbols))
         if self.observation in ("coordinates", "both"):
             holes = _cells(find(grid, "H")) or "none"
-            start, goal, corner = _cells(find(grid, "S")), _cells(find(grid, "G")), _cells([(len(grid) - 1,) * 2])
+            start, goal, corner = _cells([position]), _cells(find(grid, "G")), _cells([(len(grid) - 1,) * 2])
             parts.append(f"P {start}, G {goal}, O {holes}, from a1 top left to {corner} bottom right.")
         return "\n".join(parts)
 
-    def is_valid(self, text: str) -> bool:
-        return self.parse_actions(text) is not None
 
-    def parse_actions(self, text: str) -> list[int] | None:
-        """The first `max_actions` actions of a response; `None` when it is malformed or one of them is unknown."""
-        response = parse_response(text)
-        if response is None or not response.actions:
-            return None
-        names = [action.lower() for action in response.actions[: self.max_actions]]
-        if any(name not in _ACTION_INDEX for name in names):
-            return None
-        return [_ACTION_INDEX[name] for name in names]
-
-    # Rewards
-
-    @property
-    def reward_funcs(self) -> list[RewardFunc]:
-        return [self.frozen_lake_success, self.frozen_lake_format]
-
-    @property
-    def success_func(self) -> RewardFunc:
-        return self.frozen_lake_success
-
-    def frozen_lake_success(
-        self,
-        prompts: Sequence[str | Sequence[Message]],
-        completions: Sequence[Completion],
-        seed: Sequence[int],
-        grid: Sequence[str],
-        trainer_state: Any = None,
-        **columns: Any,
-    ) -> list[float]:
-        """1.0 for a completion whose walk ends at the goal, else 0.0.
-
-        Every completion slips on its own: its noise comes from the seed of its row, its place among the completions
-        of that row, the training step and the process, so that the members of a group share none.
-        """
-        step = 0 if trainer_state is None else trainer_state.global_step
-        # A group may be spread over processes, each of which counts its own members from 0.
-        process = os.environ.get("RANK", "0")
-        members: Counter[int] = Counter()
-        rewards = []
-        for completion, row_seed, row_grid in zip(completions, seed, grid, strict=True):
-            noise = random.Random(f"{row_seed}/{members[row_seed]}/{step}/{process}")
-            members[row_seed] += 1
-            walk = Walk(tuple(row_grid.split("\n")), self.slip, noise)
-            for action in self.parse_actions(completion_text(completion)) or []:
-                walk.step(action)
-            rewards.append(1.0 if walk.solved else 0.0)
-        return rewards
-
-    def frozen_lake_format(
-        self, prompts: Sequence[str | Sequence[Message]], completions: Sequence[Completion], **columns: Any
-    ) -> list[float]:
-        """-0.1 for a completion that is malformed or names an unknown action, else 0.0."""
-        return [0.0 if self.is_valid(completion_text(completion)) else FORMAT_PENALTY for completion in completions]
-
-    # Demonstrations
-
-    def demonstrations(self, num: int, seed: int) -> Dataset:
-        """Shortest ways, one drawn at random for each map, so that a model warmed up on them stays stochastic.
-
-        The reasoning reads the map first (start, goal, holes between them) and then follows the way cell by cell.
-        """
-        rows = []
-        for row in self.dataset(num, seed):
-            grid = tuple(row["grid"].split("\n"))
-            path, actions = shortest_path(grid, random.Random(f"demonstration/{seed}/{row['seed']}"))
-            completion = format_response(explain(grid, path), [ACTIONS[action] for action in actions])
-            rows.append({"prompt": row["prompt"], "completion": [{"role": "assistant", "content": completion}]})
-        return Dataset.from_list(rows)
-
-
-def split_of(grid: Grid) -> str:
-    """The split a map belongs to: one map in `TEST_FRACTION_INVERSE` is held out, by a hash of the map itself."""
-    return "test" if zlib.crc32("\n".join(grid).encode()) % TEST_FRACTION_INVERSE == 0 else "train"
-
-
-def shortest_path(grid: Grid, rng: random.Random) -> tuple[list[Cell], list[int]]:
-    """A shortest way from start to goal, its cells (both ends included) and its actions, ties broken by `rng`."""
-    distances = distances_to_goal(grid)
-    (cell,) = find(grid, "S")
+def shortest_path(grid: Grid, start: Cell, rng: random.Random) -> tuple[list[Cell], list[int]]:
+    """A shortest way to the goal, its cells (both ends included) and its actions, ties broken by `rng`."""
+    distances, cell = distances_to_goal(grid), start
     path, actions = [cell], []
     while distances[cell] > 0:
         steps = [(action, (cell[0] + dr, cell[1] + dc)) for action, (dr, dc) in enumerate(MOVES)]

@@ -1,0 +1,113 @@
+"""RAGEN's text protocol: what a response does to an episode, and what the player is told next.
+
+A response `<think>…</think><answer>a || b</answer>` is one turn. Its first `max_actions` actions are carried out in
+order until the episode ends. A response of another form, or one that names an unknown action, carries out nothing,
+costs `INVALID_TURN` and consumes the turn.
+"""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from statistics import fmean
+from typing import TYPE_CHECKING, ClassVar
+
+from ragen2_trl.envs.responses import parse_response
+
+if TYPE_CHECKING:
+    from ragen2_trl.envs.base import Environment, Episode
+
+INVALID_TURN = -0.1
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of an episode.
+
+    Args:
+        episode_return: Sum of the rewards, invalid turns included.
+        success: Whether the task was solved.
+        turns: Turns taken.
+        valid_turns: Those with a well-formed response that named known actions.
+    """
+
+    COLUMN: ClassVar[str] = "episode"  # under which rollouts hand outcomes to reward functions
+
+    episode_return: float
+    success: bool
+    turns: int
+    valid_turns: int
+
+
+class Play:
+    """One episode behind the text protocol.
+
+    Args:
+        env: Limits and texts.
+        episode: The rules, at their start.
+    """
+
+    def __init__(self, env: "Environment", episode: "Episode"):
+        self.env = env
+        self.episode = episode
+        self._return = 0.0
+        self._turns = 0
+        self._valid_turns = 0
+
+    @property
+    def done(self) -> bool:
+        """Whether the rules or the turns have come to an end."""
+        return self.episode.done or self._turns >= self.env.max_turns
+
+    @property
+    def outcome(self) -> Outcome:
+        return Outcome(self._return, self.episode.success, self._turns, self._valid_turns)
+
+    def respond(self, text: str) -> str | None:
+        """Takes a turn with a response; gives the next user message, or `None` when the episode is over."""
+        response = parse_response(text, split=self.env.splits_answers)
+        status = self.take(() if response is None else response.actions)
+        if self.done:
+            return None
+        return self.env.turn_text(self.episode, f"{status} Turn {self._turns + 1} of {self.env.max_turns}.")
+
+    def take(self, actions: Sequence[str]) -> str:
+        """Takes a turn with actions and says what came of it; not to be called when `done`."""
+        self._turns += 1
+        actions = actions[: self.env.max_actions]
+        if not actions or not all(self.episode.is_action(action) for action in actions):
+            self._return += INVALID_TURN
+            return f"Invalid answer. Reward {INVALID_TURN:g}."
+        self._valid_turns += 1
+        reward = 0.0
+        for action in actions:
+            if not self.episode.done:
+                reward += self.episode.step(action)
+        self._return += reward
+        return f"Reward {reward:g}."
+
+
+def respond_all(plays: Sequence[Play], texts: Sequence[str], workers: int = 1) -> list[str | None]:
+    """`respond` for each play with its text, up to `workers` at a time."""
+    if workers == 1:
+        return [play.respond(text) for play, text in zip(plays, texts, strict=True)]
+    with ThreadPoolExecutor(workers) as pool:
+        return list(pool.map(Play.respond, plays, texts))
+
+
+def mean_outcomes(outcomes: Sequence[Outcome], seeds: Sequence[int]) -> dict[str, float]:
+    """Means over episodes, and `pass@k` where each of the tasks, told apart by `seeds`, was played k times."""
+    groups: defaultdict[int, list[bool]] = defaultdict(list)
+    for seed, outcome in zip(seeds, outcomes, strict=True):
+        groups[seed].append(outcome.success)
+    turns = sum(outcome.turns for outcome in outcomes)
+    means = {
+        "success": fmean(outcome.success for outcome in outcomes),
+        "return": fmean(outcome.episode_return for outcome in outcomes),
+        "turns": turns / len(outcomes),
+        "valid_rate": sum(outcome.valid_turns for outcome in outcomes) / max(1, turns),
+    }
+    sizes = {len(members) for members in groups.values()}
+    if len(sizes) == 1:  # elsewhere a group is spread over processes, and k would differ from task to task
+        means[f"pass@{sizes.pop()}"] = fmean(any(members) for members in groups.values())
+    return means

@@ -1,0 +1,88 @@
+"""Text that a model wrote: from a response to its reasoning and its actions, and back.
+
+Model text is hostile input: plain searches only, so that the work is linear in it.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+Message: TypeAlias = Mapping[str, Any]
+Completion: TypeAlias = str | Sequence[Message]
+
+# A response is model text and may be of any length. Real ones are far shorter, so that cutting costs nothing.
+MAX_RESPONSE_CHARS = 100_000
+# Tasks look at a handful of actions; a response of a million separators must not become a million strings.
+MAX_PARSED_ACTIONS = 256
+
+_THINK, _END_THINK = "<think>", "</think>"
+_ANSWER, _END_ANSWER = "<answer>", "</answer>"
+_SEPARATOR = "||"
+
+
+@dataclass(frozen=True)
+class Response:
+    """A well-formed response: the text between the think tags, and the actions between the answer tags."""
+
+    reasoning: str
+    actions: tuple[str, ...]
+
+
+def parse_response(text: str, *, split: bool = True) -> Response | None:
+    """Reads `<think>…</think><answer>a || b</answer>`; `None` when the text does not have that form.
+
+    The first `</think>` counts and only white space may stand between it and `<answer>`. The opening `<think>` may be
+    missing, since many chat templates write it into the prompt. Text after the first `</answer>` is ignored, and so
+    are empty actions. With `split=False` the whole answer is one action: a program may hold `||`. At most
+    `MAX_RESPONSE_CHARS` characters are read.
+
+    >>> parse_response("<think>The goal is right of me.</think><answer>Right || Down</answer>")
+    Response(reasoning='The goal is right of me.', actions=('Right', 'Down'))
+    >>> parse_response("Right") is None
+    True
+    """
+    text = text[:MAX_RESPONSE_CHARS]
+    before, end_think, after = text.partition(_END_THINK)
+    if not end_think:
+        return None
+    _, opened, inside = before.partition(_THINK)
+    after = after.lstrip()
+    if not after.startswith(_ANSWER):
+        return None
+    answer, end_answer, _ = after.removeprefix(_ANSWER).partition(_END_ANSWER)
+    if not end_answer:
+        return None
+    pieces = answer.split(_SEPARATOR, MAX_PARSED_ACTIONS)[:MAX_PARSED_ACTIONS] if split else [answer]
+    actions = tuple(stripped for piece in pieces if (stripped := piece.strip()))
+    return Response(reasoning=(inside if opened else before).strip(), actions=actions)
+
+
+def format_response(reasoning: str, actions: Sequence[str]) -> str:
+    """The text that `parse_response` reads back.
+
+    >>> format_response("Two steps.", ["Right", "Down"])
+    '<think>Two steps.</think><answer>Right || Down</answer>'
+    """
+    return f"{_THINK}{reasoning}{_END_THINK}{_ANSWER}{f' {_SEPARATOR} '.join(actions)}{_END_ANSWER}"
+
+
+def completion_text(completion: Completion) -> str:
+    """The text a model wrote, from a plain string or from the messages TRL passes to reward functions.
+
+    Only assistant messages count. Reasoning that a response parser moved into `reasoning_content` or `thinking` is put
+    back between think tags, so that both kinds of completions read the same.
+
+    >>> completion_text([{"role": "assistant", "reasoning_content": "Go.", "content": "<answer>Up</answer>"}])
+    '<think>Go.</think><answer>Up</answer>'
+    """
+    if isinstance(completion, str):
+        return completion
+    return "".join(_message_text(message) for message in completion if message["role"] == "assistant")
+
+
+def _message_text(message: Message) -> str:
+    content = message.get("content") or ""  # None where a message holds nothing but tool calls
+    if not isinstance(content, str):
+        content = "".join(part["text"] for part in content if part["type"] == "text")
+    reasoning = message.get("reasoning_content") or message.get("thinking")
+    return f"{_THINK}{reasoning}{_END_THINK}{content}" if reasoning else content

@@ -1,0 +1,48 @@
+"""TRL's multi-turn contract, `environment_factory`, over the same rules as the text protocol.
+
+A task subclasses `ToolEnvironment` and adds its tools: public, typed and documented methods, since TRL makes a tool of
+every public method. A tool call is a turn.
+"""
+
+import os
+import random
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ragen2_trl.envs.base import Environment
+
+
+class ToolEnvironment:
+    """One player's environment, used again and again: `reset`, then tools, then `get_reward`.
+
+    Args:
+        env: The task.
+        number: Tells this instance from others of one trainer.
+    """
+
+    def __init__(self, env: "Environment", number: int):
+        self._env = env
+        self._number = number
+        self._resets = 0
+
+    def reset(self, **row: Any) -> str | list[dict[str, Any]]:
+        """Begins a row's task and gives what the player sees of it; TRL appends that to the prompt."""
+        # Members of a group share the row, so their noise comes from the instance, too.
+        noise = f"{row['seed']}/{self._number}/{self._resets}/{os.environ.get('RANK', '0')}"
+        self._resets += 1
+        self._play = self._env.play(row, random.Random(noise))
+        return self._play.episode.observation()
+
+    def get_reward(self) -> float:
+        """The return of the episode so far."""
+        return self._play.outcome.episode_return
+
+    def _take(self, actions: Sequence[str]) -> str:
+        """Takes a turn and tells what a tool answers."""
+        if self._play.done:
+            return "The episode is over."
+        status = self._play.take(actions)
+        if self._play.done:
+            return f"{status} The episode is over."
+        return f"{status}\n{self._play.episode.observation()}"
