@@ -20,9 +20,19 @@ class EnvironmentArguments:
         metadata={"help": "Options of the task: `key=value` pairs or one JSON object; in YAML a mapping will do."},
     )
 
+    multi_turn: bool | None = field(
+        default=None, metadata={"help": "Whether to play in several turns; default: only where a task needs them."}
+    )
+    data: str | None = field(
+        default=None, metadata={"help": "Hub id or local path of the tasks; default: the task makes its own."}
+    )
+
     def make_env(self) -> Environment:
         """The task with its options."""
-        return make_env(self.env_name, **parse_env_args(self.env_args))
+        options = parse_env_args(self.env_args)
+        if self.multi_turn is not None:
+            options["multi_turn"] = self.multi_turn
+        return make_env(self.env_name, **options)
 
 
 def parse_env_args(env_args: Sequence[str] | Mapping[str, Any]) -> dict[str, Any]:

@@ -29,12 +29,13 @@ from trl import TrlParser
 
 import ragen2_trl
 from ragen2_trl.cli.console import make_console
-from ragen2_trl.cli.evaluate import SamplingArguments, load_model, sample_completions, tokenize_prompts
+from ragen2_trl.cli.sampling import SamplingArguments, load_model, sample_trajectories
 from ragen2_trl.diagnosis import Measurement, NotMeasurableError, Sampling, measure_first_turn
 from ragen2_trl.envs import completion_text
 from ragen2_trl.information import LOW_ENTROPY, RETRIEVAL_DEPTHS, Regime, chance_p_value, classify_regime
 from ragen2_trl.reasoning import Turn, find_turns
 from ragen2_trl.reporting import plot_matrix, plot_quadrant
+from ragen2_trl.rollout import Chat
 from ragen2_trl.scoring import count_tokens
 
 COLUMNS = ("step", "prompt", "completion")  # what is read of TRL's table
@@ -149,7 +150,7 @@ def main(args: list[str] | None = None) -> None:
 def sample_tasks(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, arguments: DiagnoseArguments) -> Sample:
     """Completions of held-out tasks, as the very ids that were sampled; a group is a task."""
     env = arguments.make_env()
-    rows, completion_ids = sample_completions(
+    _, trajectories = sample_trajectories(
         model,
         tokenizer,
         env,
@@ -159,9 +160,12 @@ def sample_tasks(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, arg
         max_new_tokens=arguments.max_new_tokens,
         batch_size=arguments.batch_size,
         seed=arguments.seed,
+        data=arguments.data,
     )
-    groups = [row // arguments.num_samples for row in range(len(rows))]
-    return Sample(env.name, tokenize_prompts(tokenizer, rows["prompt"][:]), completion_ids, groups)
+    groups = [number // arguments.num_samples for number in range(len(trajectories))]
+    prompt_ids = [trajectory.prompt_ids for trajectory in trajectories]
+    first_turns = [trajectory.completion_ids[: [*trajectory.env_mask, 0].index(0)] for trajectory in trajectories]
+    return Sample(env.name, prompt_ids, first_turns, groups)
 
 
 def find_files(path: Path, max_files: int) -> list[Path]:
@@ -215,7 +219,7 @@ def tokenize_completions(tokenizer: PreTrainedTokenizerBase, rows: Sequence[Mapp
             messages = [
                 {key: value for key, value in message.items() if value is not None} for message in row["prompt"]
             ]
-            prompt_ids += tokenize_prompts(tokenizer, [messages])
+            prompt_ids.append(Chat(tokenizer).prompt_ids(messages))
         completion_ids.append(tokenizer(first_turn_text(row["completion"]), add_special_tokens=False)["input_ids"])
     numbers: dict[tuple[int, ...], int] = {}
     groups = [numbers.setdefault(tuple(ids), len(numbers)) for ids in prompt_ids]

@@ -2,55 +2,41 @@
 
 python scripts/evaluate.py --model tiny
 python scripts/evaluate.py --model runs/my_run --env frozen_lake --env_args size=5 --output results.json
+python scripts/evaluate.py --model tiny --env sokoban --multi_turn true
+python scripts/evaluate.py --model oracle --env sokoban     # the task's solver; `random` is a player who guesses
 """
 
 import json
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import random
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import NormalDist, fmean, stdev
 
-import torch
-from datasets import Dataset
 from rich.table import Table
 from rich.text import Text
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    GenerationConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from trl import TrlParser
 
-from ragen2_trl.cli.arguments import EnvironmentArguments
 from ragen2_trl.cli.console import make_console
-from ragen2_trl.envs import Environment
-from ragen2_trl.tiny import resolve_model
+from ragen2_trl.cli.sampling import SamplingArguments, held_out_plays, load_model, sample_trajectories
+from ragen2_trl.envs import Environment, Play, format_response
 
 Z_95 = NormalDist().inv_cdf(0.975)
-
-
-@dataclass
-class SamplingArguments(EnvironmentArguments):
-    """Which model plays how many held-out tasks, and how it is sampled."""
-
-    model: str = field(default="tiny", metadata={"help": "`tiny`, a path or a Hub id."})
-    dtype: str = field(default="auto", metadata={"help": "Weights' dtype; `auto` takes the one they were saved in."})
-    num_prompts: int = field(default=256, metadata={"help": "Number of held-out tasks."})
-    num_samples: int = field(default=8, metadata={"help": "Completions per task."})
-    temperature: float = field(default=1.0, metadata={"help": "Sampling temperature; 0 is greedy."})
-    max_new_tokens: int = field(default=128, metadata={"help": "Longest completion in tokens."})
-    batch_size: int = field(default=128, metadata={"help": "Completions generated at once."})
-    seed: int = field(default=0, metadata={"help": "Seed of the tasks and of the sampling."})
+SCRIPTED = ("oracle", "random")
 
 
 @dataclass
 class EvaluateArguments(SamplingArguments):
     """What to evaluate, on how many held-out tasks, and how to sample."""
 
+    model: str = field(
+        default="tiny",
+        metadata={
+            "help": "`tiny`, a path or a Hub id; `oracle` for the task's solver, `random` for a guessing player."
+        },
+    )
     num_samples: int = field(default=8, metadata={"help": "Completions per task; pass@k is reported up to it."})
     output: str | None = field(default=None, metadata={"help": "JSON file for the metrics."})
 
@@ -60,27 +46,26 @@ def main(args: list[str] | None = None) -> None:
     console = make_console()
     (script_args,) = TrlParser(EvaluateArguments).parse_args_and_config(args)
     env = script_args.make_env()
-    metrics = evaluate_model(
-        *load_model(script_args.model, script_args.dtype),
-        env,
-        num_prompts=script_args.num_prompts,
-        num_samples=script_args.num_samples,
-        temperature=script_args.temperature,
-        max_new_tokens=script_args.max_new_tokens,
-        batch_size=script_args.batch_size,
-        seed=script_args.seed,
-    )
+    tasks = {
+        "num_prompts": script_args.num_prompts,
+        "num_samples": script_args.num_samples,
+        "seed": script_args.seed,
+        "data": script_args.data,
+    }
+    if script_args.model in SCRIPTED:
+        metrics = evaluate_scripted(script_args.model, env, **tasks)
+    else:
+        metrics = evaluate_model(
+            *load_model(script_args.model, script_args.dtype),
+            env,
+            temperature=script_args.temperature,
+            max_new_tokens=script_args.max_new_tokens,
+            batch_size=script_args.batch_size,
+            **tasks,
+        )
     console.print(metrics_table(metrics, title=f"{script_args.model} on held-out {env.name}"))
     if script_args.output is not None:
         Path(script_args.output).write_text(json.dumps(metrics, indent=2) + "\n")
-
-
-def load_model(name: str, dtype: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """The model, on the accelerator if there is one, and its tokenizer; `name` is `tiny`, a path or a Hub id."""
-    path = resolve_model(name)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype).to(device)
-    return model, AutoTokenizer.from_pretrained(path)
 
 
 def evaluate_model(
@@ -91,11 +76,12 @@ def evaluate_model(
     num_prompts: int = 256,
     num_samples: int = 8,
     temperature: float = 1.0,
-    max_new_tokens: int = 128,
+    max_new_tokens: int | None = None,
     batch_size: int = 128,
     seed: int = 0,
+    data: str | None = None,
 ) -> dict[str, float]:
-    """Samples held-out tasks (split `"test"`) and measures success, reward, format and length.
+    """Plays held-out tasks (split `"test"`) and measures success, return, format and length.
 
     The model's training mode and torch's random state are left as they were found, so that a run with an evaluation
     in it is the same run as without.
@@ -107,23 +93,26 @@ def evaluate_model(
         num_prompts: Number of tasks N.
         num_samples: Completions per task G.
         temperature: Sampling temperature; 0 is greedy, and then `num_samples` must be 1.
-        max_new_tokens: Longest completion in tokens.
+        max_new_tokens: Longest completion in tokens, all turns and the environment's answers included; default: no
+            limit but 128 tokens a turn.
         batch_size: Completions generated at once.
         seed: Seed of the tasks and of the sampling.
+        data: Where the tasks come from; default: the task's own source.
 
     Returns:
-        `success`, `pass@k` for k = 1, 2, 4, … up to G, `format_valid` (fractions), `reward` (the sum of the task's
-        rewards) and `completion_length` (tokens, the end token included), each a mean over completions with
-        `…_ci_low` and `…_ci_high`, bounds of a 95 % confidence interval; `num_prompts` and `num_samples`.
+        `success`, `pass@k` for k = 1, 2, 4, … up to G, `valid_rate` (fractions, the last of turns), `return` (the sum
+        of an episode's rewards), `turns`, and `completion_length` (tokens that the model wrote, end tokens included),
+        each a mean over completions with `…_ci_low` and `…_ci_high`, bounds of a 95 % confidence interval;
+        `num_prompts` and `num_samples`.
 
         Completions of one prompt are not independent, so prompts are the unit of every interval: Wilson with the
         effective sample size for fractions (see `fraction_interval`), normal over the N means of the prompts for
-        reward and length.
+        the others.
 
     Raises:
         ValueError: If an argument is outside its range.
     """
-    rows, completion_ids = sample_completions(
+    _, trajectories = sample_trajectories(
         model,
         tokenizer,
         env,
@@ -133,109 +122,56 @@ def evaluate_model(
         max_new_tokens=max_new_tokens,
         batch_size=batch_size,
         seed=seed,
+        data=data,
     )
-    prompts = rows["prompt"][:]
-    texts = tokenizer.batch_decode(completion_ids, skip_special_tokens=True)
-    completions = [[{"role": "assistant", "content": text}] for text in texts]
-    columns = {name: rows[name][:] for name in rows.column_names if name != "prompt"}
-    success = env.success_func(prompts=prompts, completions=completions, **columns)
-    rewards = [func(prompts=prompts, completions=completions, **columns) for func in env.reward_funcs]
-    return summarize(
-        num_samples,
-        success=success,
-        format_valid=[float(env.is_valid(text)) for text in texts],
-        reward=[sum(values) for values in zip(*rewards, strict=True)],
-        completion_length=[float(len(ids)) for ids in completion_ids],
-    )
+    lengths = [float(sum(trajectory.env_mask)) for trajectory in trajectories]
+    plays = [trajectory.play for trajectory in trajectories]
+    return summarize(num_samples, **outcomes_of(plays), completion_length=lengths)
 
 
-def sample_completions(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
+def evaluate_scripted(
+    policy: str,
     env: Environment,
     *,
-    num_prompts: int,
-    num_samples: int,
-    temperature: float,
-    max_new_tokens: int,
-    batch_size: int,
-    seed: int,
-) -> tuple[Dataset, list[list[int]]]:
-    """Rows of the split `"test"`, each `num_samples` times in a row, and the token ids of a completion for each.
+    num_prompts: int = 256,
+    num_samples: int = 8,
+    seed: int = 0,
+    data: str | None = None,
+) -> dict[str, float]:
+    """Like `evaluate_model`, but played by the task's solver (`"oracle"`) or by a player who guesses (`"random"`).
 
-    Arguments, errors and what is left untouched are those of `evaluate_model`.
+    Raises:
+        NotImplementedError: If the task has no such player.
     """
-    for name, value, least in (
-        ("num_prompts", num_prompts, 2),  # one prompt has no spread to make an interval of
-        ("num_samples", num_samples, 1),
-        ("batch_size", batch_size, 1),
-    ):
-        if value < least:
-            raise ValueError(f"{name} must be at least {least}, got {value!r}")
-    if temperature < 0 or (temperature == 0 and num_samples > 1):
-        raise ValueError(f"temperature must be above 0, or 0 with num_samples=1, got {temperature!r}")
-
-    rows = env.dataset(num_prompts, seed, split="test")
-    rows = rows.select([index for index in range(num_prompts) for _ in range(num_samples)])  # groups stay together
-    with _evaluation_mode(model, seed):
-        completion_ids = generate(
-            model,
-            tokenizer,
-            rows["prompt"][:],
-            temperature=temperature,
-            max_new_tokens=max_new_tokens,
-            batch_size=batch_size,
-        )
-    return rows, completion_ids
+    _, plays = held_out_plays(env, num_prompts, num_samples, seed, data)
+    for number, play in enumerate(plays):
+        rng = random.Random(f"{policy}/{seed}/{number}")
+        while not play.done:
+            reasoning, actions = play.episode.plan(rng) if policy == "oracle" else _guess(play, rng)
+            play.respond(format_response(reasoning, actions[: env.max_actions]))
+    return summarize(num_samples, **outcomes_of(plays))
 
 
-def generate(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    prompts: Sequence[Sequence[dict[str, str]]],
-    *,
-    temperature: float,
-    max_new_tokens: int,
-    batch_size: int,
-) -> list[list[int]]:
-    """Token ids of one completion for each conversational prompt, the end token included where there is one."""
-    eos = tokenizer.eos_token_id
-    pad = eos if tokenizer.pad_token_id is None else tokenizer.pad_token_id
-    # Every sampling setting is named: what is left out would come from the checkpoint's own generation config.
-    config = GenerationConfig(
-        do_sample=temperature > 0,
-        temperature=temperature if temperature > 0 else 1.0,
-        top_k=0,
-        top_p=1.0,
-        repetition_penalty=1.0,
-        max_new_tokens=max_new_tokens,
-        eos_token_id=eos,
-        pad_token_id=pad,
-    )
-    completion_ids: list[list[int]] = []
-    for start in range(0, len(prompts), batch_size):
-        batch = prompts[start : start + batch_size]
-        prompt_ids = tokenize_prompts(tokenizer, batch)
-        width = max(len(ids) for ids in prompt_ids)
-        # Padded here, on the left, so that the tokenizer keeps the padding side it has.
-        input_ids = torch.tensor([[pad] * (width - len(ids)) + ids for ids in prompt_ids], device=model.device)
-        mask = torch.tensor([[0] * (width - len(ids)) + [1] * len(ids) for ids in prompt_ids], device=model.device)
-        output = model.generate(input_ids=input_ids, attention_mask=mask, generation_config=config)
-        completion_ids += [_until(ids, eos) for ids in output[:, width:].tolist()]
-    return completion_ids
+def _guess(play: Play, rng: random.Random) -> tuple[str, list[str]]:
+    count = play.env.max_actions if play.env.splits_answers else 1
+    return "", [play.episode.random_action(rng) for _ in range(count)]
 
 
-def tokenize_prompts(
-    tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Sequence[dict[str, str]]]
-) -> list[list[int]]:
-    """Token ids of conversational prompts, up to where the model's turn begins."""
-    return tokenizer.apply_chat_template(list(prompts), add_generation_prompt=True)["input_ids"]
+def outcomes_of(plays: Sequence[Play]) -> dict[str, list[float]]:
+    """Columns for `summarize`, one value an episode."""
+    outcomes = [play.outcome for play in plays]
+    return {
+        "success": [float(outcome.success) for outcome in outcomes],
+        "valid_rate": [outcome.valid_turns / outcome.turns for outcome in outcomes],
+        "return": [outcome.episode_return for outcome in outcomes],
+        "turns": [float(outcome.turns) for outcome in outcomes],
+    }
 
 
 def summarize(num_samples: int, **values: Sequence[float]) -> dict[str, float]:
     """Means and 95 % confidence intervals of N·G values a metric, group by group; see `evaluate_model`.
 
-    `success` and `format_valid` are fractions, and `success` gives `pass@k` too.
+    `success` and `valid_rate` are fractions, and `success` gives `pass@k` too.
     """
     groups = {
         name: [list(flat[i : i + num_samples]) for i in range(0, len(flat), num_samples)]
@@ -244,7 +180,7 @@ def summarize(num_samples: int, **values: Sequence[float]) -> dict[str, float]:
     metrics: dict[str, float] = {}
     for name, rows in groups.items():
         means = [fmean(row) for row in rows]
-        if name not in ("success", "format_valid"):
+        if name not in ("success", "valid_rate"):
             _add(metrics, name, fmean(means), mean_interval(means))
             continue
         _add(metrics, name, fmean(means), fraction_interval(means, num_samples))
@@ -310,21 +246,3 @@ def metrics_table(metrics: dict[str, float], title: str) -> Table:
 def _add(metrics: dict[str, float], name: str, value: float, interval: tuple[float, float]) -> None:
     metrics[name] = value
     metrics[f"{name}_ci_low"], metrics[f"{name}_ci_high"] = interval
-
-
-def _until(ids: list[int], eos: int) -> list[int]:
-    return ids[: ids.index(eos) + 1] if eos in ids else ids
-
-
-@contextmanager
-def _evaluation_mode(model: PreTrainedModel, seed: int) -> Iterator[None]:
-    """Eval mode, no gradients and a random state of our own; all as before afterwards."""
-    training = model.training
-    devices = [model.device] if model.device.type == "cuda" else []
-    model.eval()
-    try:
-        with torch.random.fork_rng(devices), torch.no_grad():
-            torch.manual_seed(seed)
-            yield
-    finally:
-        model.train(training)

@@ -26,6 +26,7 @@ from ragen2_trl.cli.console import make_console
 from ragen2_trl.cli.evaluate import evaluate_model
 from ragen2_trl.envs import Environment
 from ragen2_trl.reporting import plot_training
+from ragen2_trl.rollout import TextRollout
 from ragen2_trl.tiny import resolve_model
 from ragen2_trl.trainers import SNRFilteredGRPOConfig, SNRFilteredGRPOTrainer
 
@@ -40,6 +41,12 @@ class TrainArguments(EnvironmentArguments):
         default=256, metadata={"help": "Held-out tasks played before and after training; 0 leaves that out."}
     )
     eval_samples: int = field(default=4, metadata={"help": "Completions per held-out task."})
+    max_turn_tokens: int | None = field(
+        default=None,
+        metadata={
+            "help": "Longest turn in tokens, where there are several; `max_completion_length` covers all of them."
+        },
+    )
     resume: bool = field(
         default=False, metadata={"help": "Continue from the last complete checkpoint of the run, if it has one."}
     )
@@ -220,10 +227,11 @@ def _make_trainer(
         resolve_model(script_args.model),
         env.reward_funcs,
         training_args,
-        env.dataset(script_args.num_prompts, training_args.seed),
+        env.dataset(script_args.num_prompts, training_args.seed, data=script_args.data),
         quantization_config=get_quantization_config(model_args),
         peft_config=get_peft_config(model_args),
         callbacks=[live_line],
+        rollout_func=TextRollout(env, script_args.max_turn_tokens) if env.max_turns > 1 else None,
     )
     trainer.remove_callback(PrinterCallback)
     if script_args.mutual_information:
@@ -245,7 +253,7 @@ def _train(trainer: SNRFilteredGRPOTrainer, checkpoint: Path | None) -> None:
 
 
 def _success_metric(env: Environment) -> str:
-    return f"rewards/{env.success_func.__name__}/mean"
+    return f"env/{env.name}/success"
 
 
 def _evaluate(
@@ -264,6 +272,7 @@ def _evaluate(
         num_samples=script_args.eval_samples,
         temperature=trainer.args.temperature,
         max_new_tokens=trainer.args.max_completion_length,
+        data=script_args.data,
     )
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(metrics, indent=2) + "\n")

@@ -38,7 +38,9 @@ def main(args: list[str] | None = None) -> None:
     trainer = SFTTrainer(
         model=model,
         args=training_args,
-        train_dataset=env.demonstrations(script_args.num_demonstrations, script_args.demonstrations_seed),
+        train_dataset=env.demonstrations(
+            script_args.num_demonstrations, script_args.demonstrations_seed, script_args.data
+        ),
         processing_class=tokenizer,
         peft_config=get_peft_config(model_args),
         quantization_config=get_quantization_config(model_args),

@@ -17,6 +17,7 @@ from trl import GRPOConfig, GRPOTrainer
 from trl.trainer.utils import nanstd
 
 from ragen2_trl.filtering import group_score, select_groups, selection_metrics, zero_variance
+from ragen2_trl.rollout import TextRollout
 from ragen2_trl.trainers.batches import (
     Batch,
     join,
@@ -151,6 +152,8 @@ class SNRFilteredGRPOTrainer(GRPOTrainer):
                 f"snr_refill_rounds={self.args.snr_refill_rounds} draws further prompts by their row, which a "
                 f"{type(self.train_dataset).__name__} does not have; allowed: datasets.Dataset, or 0 rounds."
             )
+        if isinstance(self.rollout_func, TextRollout):
+            self.rollout_func.attach(self)
         self._start_run()
         self.add_callback(EmptyStepCallback(self))
 

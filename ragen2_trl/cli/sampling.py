@@ -1,0 +1,153 @@
+"""Held-out tasks played by a model: what evaluation and diagnosis begin with."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from datasets import Dataset
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from ragen2_trl.cli.arguments import EnvironmentArguments
+from ragen2_trl.envs import Environment, Play
+from ragen2_trl.rollout import Chat, Generate, Trajectory, play_all
+from ragen2_trl.tiny import resolve_model
+
+
+@dataclass
+class SamplingArguments(EnvironmentArguments):
+    """Which model plays how many held-out tasks, and how it is sampled."""
+
+    model: str = field(default="tiny", metadata={"help": "`tiny`, a path or a Hub id."})
+    dtype: str = field(default="auto", metadata={"help": "Weights' dtype; `auto` takes the one they were saved in."})
+    num_prompts: int = field(default=256, metadata={"help": "Number of held-out tasks."})
+    num_samples: int = field(default=8, metadata={"help": "Completions per task."})
+    temperature: float = field(default=1.0, metadata={"help": "Sampling temperature; 0 is greedy."})
+    max_new_tokens: int | None = field(
+        default=None, metadata={"help": "Longest completion in tokens, all turns included; default: 128 a turn."}
+    )
+    batch_size: int = field(default=128, metadata={"help": "Completions generated at once."})
+    seed: int = field(default=0, metadata={"help": "Seed of the tasks and of the sampling."})
+
+
+def load_model(name: str, dtype: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """The model, on the accelerator if there is one, and its tokenizer; `name` is `tiny`, a path or a Hub id."""
+    path = resolve_model(name)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype).to(device)
+    return model, AutoTokenizer.from_pretrained(path)
+
+
+def held_out_plays(
+    env: Environment, num_prompts: int, num_samples: int, seed: int, data: str | None
+) -> tuple[Dataset, list[Play]]:
+    """Rows of the split `"test"`, each `num_samples` times in a row, and an episode for each.
+
+    Raises:
+        ValueError: If there are fewer than two tasks or less than one sample each.
+    """
+    for name, value, least in (
+        ("num_prompts", num_prompts, 2),  # one prompt has no spread to make an interval of
+        ("num_samples", num_samples, 1),
+    ):
+        if value < least:
+            raise ValueError(f"{name} must be at least {least}, got {value!r}")
+    rows = env.dataset(num_prompts, seed, split="test", data=data)
+    rows = rows.select([index for index in range(num_prompts) for _ in range(num_samples)])  # groups stay together
+    columns = {name: rows[name][:] for name in rows.column_names if name not in ("prompt", "seed")}
+    return rows, env.plays(rows["seed"][:], columns)
+
+
+def sample_trajectories(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    env: Environment,
+    *,
+    num_prompts: int,
+    num_samples: int,
+    temperature: float,
+    max_new_tokens: int | None,
+    batch_size: int,
+    seed: int,
+    data: str | None = None,
+) -> tuple[Dataset, list[Trajectory]]:
+    """Rows of the split `"test"`, each `num_samples` times in a row, and an episode for each, played to its end.
+
+    Arguments, errors and what is left untouched are those of `evaluate_model`.
+    """
+    if batch_size < 1:
+        raise ValueError(f"batch_size must be at least 1, got {batch_size!r}")
+    if temperature < 0 or (temperature == 0 and num_samples > 1):
+        raise ValueError(f"temperature must be above 0, or 0 with num_samples=1, got {temperature!r}")
+    rows, plays = held_out_plays(env, num_prompts, num_samples, seed, data)
+    per_turn = 128 if max_new_tokens is None else None
+    with _evaluation_mode(model, seed):
+        trajectories = play_all(
+            plays,
+            rows["prompt"][:],
+            Chat(tokenizer),
+            generator(model, tokenizer, temperature, batch_size),
+            # What the environment answers counts, too, and nobody knows how long that is.
+            max_tokens=1_000_000 if max_new_tokens is None else max_new_tokens,
+            max_turn_tokens=per_turn,
+            max_context=getattr(model.config.get_text_config(), "max_position_embeddings", None),
+            workers=env.workers,
+        )
+    return rows, trajectories
+
+
+def generator(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, temperature: float, batch_size: int
+) -> Generate:
+    """Continues contexts with `model.generate`, the end token included where there is one; gives no log-probs."""
+    eos = tokenizer.eos_token_id
+    pad = eos if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+
+    def generate(contexts: list[list[int]], max_new_tokens: int) -> tuple[list[list[int]], None]:
+        # Every sampling setting is named: what is left out would come from the checkpoint's own generation config.
+        config = GenerationConfig(
+            do_sample=temperature > 0,
+            temperature=temperature if temperature > 0 else 1.0,
+            top_k=0,
+            top_p=1.0,
+            repetition_penalty=1.0,
+            max_new_tokens=max_new_tokens,
+            eos_token_id=eos,
+            pad_token_id=pad,
+        )
+        answers: list[list[int]] = []
+        for start in range(0, len(contexts), batch_size):
+            batch = contexts[start : start + batch_size]
+            width = max(len(ids) for ids in batch)
+            # Padded here, on the left, so that the tokenizer keeps the padding side it has.
+            input_ids = torch.tensor([[pad] * (width - len(ids)) + ids for ids in batch], device=model.device)
+            mask = torch.tensor([[0] * (width - len(ids)) + [1] * len(ids) for ids in batch], device=model.device)
+            output = model.generate(input_ids=input_ids, attention_mask=mask, generation_config=config)
+            answers += [_until(ids, eos) for ids in output[:, width:].tolist()]
+        return answers, None
+
+    return generate
+
+
+def _until(ids: list[int], eos: int) -> list[int]:
+    return ids[: ids.index(eos) + 1] if eos in ids else ids
+
+
+@contextmanager
+def _evaluation_mode(model: PreTrainedModel, seed: int) -> Iterator[None]:
+    """Eval mode, no gradients and a random state of our own; all as before afterwards."""
+    training = model.training
+    devices = [model.device] if model.device.type == "cuda" else []
+    model.eval()
+    try:
+        with torch.random.fork_rng(devices), torch.no_grad():
+            torch.manual_seed(seed)
+            yield
+    finally:
+        model.train(training)

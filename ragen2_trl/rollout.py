@@ -1,0 +1,264 @@
+"""Multi-turn play by a language model: the ids it sampled, what the environment answered, and which is which.
+
+`play_all` is the loop, over any way to generate; `TextRollout` hands it to TRL as a `rollout_func`.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, TypeAlias
+
+import torch
+from transformers import PreTrainedTokenizerBase, Trainer
+
+from ragen2_trl.envs import Environment, Outcome, Play, respond_all
+
+Messages: TypeAlias = Sequence[Mapping[str, Any]]
+# (contexts, most new tokens) -> for each context the ids it goes on with, and their log-probs where there are any
+Generate: TypeAlias = Callable[[list[list[int]], int], tuple[list[list[int]], list[list[float]] | None]]
+
+_MARK = "ragen2-trl:answer"  # stands for the model's answer while a template is read
+
+
+@dataclass
+class Trajectory:
+    """One episode in tokens.
+
+    Args:
+        play: The episode.
+        prompt_ids: Ids of the first messages, up to where the model's first turn begins.
+        completion_ids: All that followed: what the model wrote, and what the environment answered.
+        env_mask: For each id of the completion, 1 where the model wrote it and 0 elsewhere.
+        logprobs: For each id of the completion its log-prob when it was sampled, 0.0 where the environment wrote it;
+            empty where generation gives none.
+    """
+
+    play: Play
+    prompt_ids: list[int]
+    completion_ids: list[int] = field(default_factory=list)
+    env_mask: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+
+    @property
+    def context(self) -> list[int]:
+        return self.prompt_ids + self.completion_ids
+
+    def add(self, ids: Sequence[int], by_model: bool) -> None:
+        self.completion_ids += ids
+        self.env_mask += [int(by_model)] * len(ids)
+
+
+class Chat:
+    """How a chat template joins turns, in ids.
+
+    Args:
+        tokenizer: Has a chat template.
+        eos_token_ids: Ids that end a turn; default: the tokenizer's own.
+        **template_kwargs: For the template, for instance `enable_thinking` or a `chat_template` of its own.
+    """
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, eos_token_ids: Sequence[int] | None = None, **template_kwargs: Any
+    ):
+        self._tokenizer = tokenizer
+        self._eos = {tokenizer.eos_token_id} if eos_token_ids is None else set(eos_token_ids)
+        self._kwargs = template_kwargs
+
+    def prompt_ids(self, messages: Messages) -> list[int]:
+        """Ids of a conversation, up to where the model's next turn begins."""
+        text = self._render(messages)
+        return self._tokenizer(text, add_special_tokens=False)["input_ids"]
+
+    def reply_ids(self, answer_ids: Sequence[int], message: str) -> list[int]:
+        """Ids between an answer of the model and its next turn: the end of its turn and the user's message.
+
+        The answer itself is not tokenised again: the ids that were sampled are the ids that are trained.
+        """
+        conversation = [
+            {"role": "user", "content": ""},
+            {"role": "assistant", "content": _MARK},
+            {"role": "user", "content": message},
+        ]
+        _, _, text = self._render(conversation).partition(_MARK)
+        ids = self._tokenizer(text, add_special_tokens=False)["input_ids"]
+        ended = answer_ids[-1] in self._eos  # then the template's own end of a turn is there already
+        return ids[1:] if ended and ids[0] in self._eos else ids
+
+    def text(self, ids: Sequence[int]) -> str:
+        """What an answer says."""
+        return self._tokenizer.decode(ids, skip_special_tokens=True)
+
+    def _render(self, messages: Messages) -> str:
+        return self._tokenizer.apply_chat_template(
+            list(messages), add_generation_prompt=True, tokenize=False, **self._kwargs
+        )
+
+
+def play_all(
+    plays: Sequence[Play],
+    prompts: Sequence[Messages],
+    chat: Chat,
+    generate: Generate,
+    *,
+    max_tokens: int,
+    max_turn_tokens: int | None = None,
+    max_context: int | None = None,
+    workers: int = 1,
+    most: Callable[[int], int] = int,
+) -> list[Trajectory]:
+    """Plays episodes to their end, all of those still running in one batch each turn.
+
+    An episode ends by its rules, by its turns, or when nothing more fits: then its last turn may be cut off, and
+    counts as it stands.
+
+    Args:
+        plays: B episodes at their start.
+        prompts: Their first messages.
+        chat: Joins turns.
+        generate: Continues contexts.
+        max_tokens: Longest completion in tokens, all turns and what the environment answers included.
+        max_turn_tokens: Longest turn of the model; default: what is left.
+        max_context: Longest prompt and completion together.
+        workers: Episodes stepped at the same time.
+        most: The largest of an int over all processes. Each of them generates until none has an episode left, since
+            generation may need all of them.
+
+    Returns:
+        B trajectories; their plays are played.
+    """
+    trajectories = [Trajectory(play, chat.prompt_ids(prompt)) for play, prompt in zip(plays, prompts, strict=True)]
+
+    def room(trajectory: Trajectory) -> int:
+        left = max_tokens - len(trajectory.completion_ids)
+        if max_context is not None:
+            left = min(left, max_context - len(trajectory.context))
+        return max(0, left if max_turn_tokens is None else min(left, max_turn_tokens))
+
+    running = trajectories
+    while limit := most(max((room(trajectory) for trajectory in running), default=0)):
+        if not running:
+            generate([trajectories[0].prompt_ids], 1)  # for the others' sake
+            continue
+        answers, logprobs = generate([trajectory.context for trajectory in running], limit)
+        for number, trajectory in enumerate(running):
+            answers[number] = answers[number][: room(trajectory)]
+            if logprobs is not None:
+                trajectory.logprobs += logprobs[number][: len(answers[number])]
+            trajectory.add(answers[number], by_model=True)
+        texts = [chat.text(answer) for answer in answers]
+        messages = respond_all([trajectory.play for trajectory in running], texts, workers)
+        played, running = running, []
+        for trajectory, answer, message in zip(played, answers, messages, strict=True):
+            if message is None:
+                continue
+            reply = chat.reply_ids(answer, message)
+            if len(reply) < max_tokens - len(trajectory.completion_ids) and (
+                max_context is None or len(reply) < max_context - len(trajectory.context)
+            ):
+                trajectory.add(reply, by_model=False)
+                trajectory.logprobs += [0.0] * len(reply) if logprobs is not None else []
+                running.append(trajectory)
+    return trajectories
+
+
+class TextRollout:
+    """Plays RAGEN's text protocol in TRL: a `rollout_func` for GRPO trainers.
+
+    Every generation backend of the trainer works: `transformers`, its continuous batching, vLLM. The completion of a
+    row is its whole episode; `env_mask` is 0 on everything the model did not write. The reward functions of the
+    environment find the outcome in the column `episode`.
+
+        SNRFilteredGRPOTrainer(model, env.reward_funcs, args, env.dataset(1024, seed=0), rollout_func=TextRollout(env))
+
+    With another GRPO trainer, one line more tells it where the rows of the dataset are, which TRL does not hand to
+    rollout functions:
+
+        rollout = TextRollout(env)
+        trainer = GRPOTrainer(model, env.reward_funcs, args, env.dataset(1024, seed=0), rollout_func=rollout)
+        rollout.attach(trainer)
+
+    Args:
+        env: The task, with the text protocol and without pictures.
+        max_turn_tokens: Longest turn in tokens; default: whatever is left of TRL's `max_completion_length`, which
+            covers the whole episode.
+
+    Raises:
+        ValueError: If the environment is made for tools or shows pictures, or `max_turn_tokens` is below 1.
+    """
+
+    def __init__(self, env: Environment, max_turn_tokens: int | None = None):
+        if env.protocol != "text" or env.shows_images:
+            shown = "pictures" if env.shows_images else f"protocol={env.protocol!r}"
+            raise ValueError(f"env must be text played with protocol='text', got {env.name} with {shown}")
+        if max_turn_tokens is not None and max_turn_tokens < 1:
+            raise ValueError(f"max_turn_tokens must be at least 1, got {max_turn_tokens!r}")
+        self._env = env
+        self._max_turn_tokens = max_turn_tokens
+        self._rows: list[dict[str, Any]] | None = None
+
+    def attach(self, trainer: Trainer) -> None:
+        """Lets this rollout see the dataset rows of each generation."""
+        # Ours draws further rows within a step, which do not pass TRL's method.
+        seam = "_sample_and_score" if hasattr(trainer, "_sample_and_score") else "_generate_and_score_completions"
+        sample = getattr(trainer, seam)
+
+        def with_rows(inputs: list[dict[str, Any]]) -> Any:
+            self._rows = inputs
+            return sample(inputs)
+
+        setattr(trainer, seam, with_rows)
+
+    def __call__(self, prompts: list[Messages], trainer: Any) -> dict[str, Any]:
+        """TRL's contract: ids of prompts and completions, log-probs, and columns for the reward functions."""
+        if self._rows is None:
+            raise ValueError(f"rollout_func must be attached, call attach(trainer) on it: {type(trainer).__name__}")
+        tokenizer = trainer._tokenizer  # of a vision-language model, too
+        chat = Chat(
+            tokenizer, trainer.eos_token_ids, chat_template=trainer.chat_template, **trainer.chat_template_kwargs
+        )
+        trajectories = play_all(
+            self._plays(trainer.state.global_step),
+            prompts,
+            chat,
+            lambda contexts, limit: _generate(trainer, contexts, limit),
+            max_tokens=trainer.max_completion_length,
+            max_turn_tokens=self._max_turn_tokens,
+            max_context=getattr(trainer.model.config.get_text_config(), "max_position_embeddings", None),
+            workers=self._env.workers,
+            most=lambda number: _most(trainer, number),
+        )
+        logprobs = [trajectory.logprobs for trajectory in trajectories]
+        return {
+            "prompt_ids": [trajectory.prompt_ids for trajectory in trajectories],
+            "completion_ids": [trajectory.completion_ids for trajectory in trajectories],
+            "env_mask": [trajectory.env_mask for trajectory in trajectories],
+            "logprobs": logprobs if any(logprobs) else None,
+            Outcome.COLUMN: [asdict(trajectory.play.outcome) for trajectory in trajectories],
+        }
+
+    def _plays(self, step: int) -> list[Play]:
+        assert self._rows is not None
+        if "seed" not in self._rows[0]:
+            raise ValueError(f"train_dataset must be one of env.dataset(...), got the columns {sorted(self._rows[0])}")
+        names = [name for name in self._rows[0] if name not in ("prompt", "seed")]
+        columns = {name: [row[name] for row in self._rows] for name in names}
+        return self._env.plays([row["seed"] for row in self._rows], columns, step)
+
+
+def _generate(trainer: Any, contexts: list[list[int]], limit: int) -> tuple[list[list[int]], list[list[float]] | None]:
+    """One turn by the trainer's own backend, of at most `limit` tokens."""
+    if trainer.use_vllm:
+        holder, name = trainer.vllm_generation, "max_completion_length"
+    else:
+        holder, name = trainer.generation_config, "max_new_tokens"
+    usual = getattr(holder, name)
+    setattr(holder, name, limit)
+    try:
+        return trainer._generate_single_turn(contexts, None, {}, num_generations=1)
+    finally:
+        setattr(holder, name, usual)
+
+
+def _most(trainer: Any, number: int) -> int:
+    if trainer.accelerator.num_processes == 1:
+        return number
+    return int(trainer.accelerator.gather(torch.tensor([number], device=trainer.accelerator.device)).max())
