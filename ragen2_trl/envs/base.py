@@ -12,7 +12,6 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, TypeAlias
 
@@ -220,7 +219,7 @@ class Environment(ABC):
         it logs `env/<name>/success`, `return`, `turns`, `valid_rate` and `pass@k` with the k completions of a prompt
         on this process.
         """
-        return [_named(f"{self.name}_return", partial(self._rewards, "episode_return"))]
+        return [self._reward_func(f"{self.name}_return", "episode_return")]
 
     @property
     def success_func(self) -> RewardFunc:
@@ -229,7 +228,7 @@ class Environment(ABC):
         Next to an `environment_factory`, whose `get_reward` is the return, it serves with `reward_weights=[0, 1]` to
         log the metrics.
         """
-        return _named(f"{self.name}_success", partial(self._rewards, "success"))
+        return self._reward_func(f"{self.name}_success", "success")
 
     @property
     def environment_factory(self) -> Callable[[], ToolEnvironment]:
@@ -284,22 +283,24 @@ class Environment(ABC):
                 messages = [*messages, answer, {"role": "user", "content": play.respond(text) or ""}]
             yield turns
 
-    def _rewards(
-        self,
-        field: str,
-        prompts: Sequence[Any],
-        completions: Sequence[Completion],
-        seed: Sequence[int],
-        trainer_state: Any = None,
-        log_metric: Callable[[str, float], None] | None = None,
-        **columns: Any,
-    ) -> list[float]:
-        step = 0 if trainer_state is None else trainer_state.global_step
-        outcomes = self._outcomes(completions, seed, columns, step)
-        if log_metric is not None:
-            for key, value in mean_outcomes(outcomes, seed).items():
-                log_metric(f"env/{self.name}/{key}", value)
-        return [float(getattr(outcome, field)) for outcome in outcomes]
+    def _reward_func(self, name: str, field: str) -> RewardFunc:
+        def reward(
+            prompts: Sequence[Any],
+            completions: Sequence[Completion],
+            seed: Sequence[int],
+            trainer_state: Any = None,
+            log_metric: Callable[[str, float], None] | None = None,
+            **columns: Any,
+        ) -> list[float]:
+            step = 0 if trainer_state is None else trainer_state.global_step
+            outcomes = self._outcomes(completions, seed, columns, step)
+            if log_metric is not None:
+                for key, value in mean_outcomes(outcomes, seed).items():
+                    log_metric(f"env/{self.name}/{key}", value)
+            return [float(getattr(outcome, field)) for outcome in outcomes]
+
+        reward.__name__ = name  # what TRL logs it under
+        return reward
 
     def _outcomes(
         self, completions: Sequence[Completion], seed: Sequence[int], columns: Mapping[str, Any], step: int
@@ -317,11 +318,6 @@ class Environment(ABC):
         plays = self.plays(seed, needed, step)
         respond_all(plays, [completion_text(completion) for completion in completions], self.workers)
         return [play.outcome for play in plays]
-
-
-def _named(name: str, function: Callable[..., list[float]]) -> RewardFunc:
-    function.__name__ = name  # what TRL logs it under
-    return function
 
 
 def held_out(task: str) -> bool:

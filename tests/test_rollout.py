@@ -1,0 +1,330 @@
+"""Multi-turn play in TRL: what was sampled is what is trained, and nothing that the environment wrote."""
+
+import math
+
+import pytest
+import torch
+from conftest import parameters_of
+from datasets import Dataset
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from trl import GRPOTrainer
+
+from ragen2_trl import MutualInformationCallback, SNRFilteredGRPOTrainer
+from ragen2_trl.envs import format_response, make_env
+from ragen2_trl.rollout import Chat, TextRollout, play_all
+
+GROUP = 4
+LAKE = {"multi_turn": True, "size": 3}
+
+
+@pytest.fixture
+def policy(policy_path):
+    """The random policy with room for several turns."""
+    return AutoModelForCausalLM.from_pretrained(policy_path, max_position_embeddings=1024)
+
+
+@pytest.fixture
+def tokenizer(policy_path):
+    return AutoTokenizer.from_pretrained(policy_path)
+
+
+def make_trainer(policy, tokenizer, args, kind=SNRFilteredGRPOTrainer, rollout=None, **options):
+    env = make_env("frozen_lake", **{**LAKE, **options})
+    rollout = rollout or TextRollout(env)
+    dataset = env.dataset(16, seed=0)
+    return kind(
+        policy, env.reward_funcs, args, dataset, dataset, processing_class=tokenizer, rollout_func=rollout
+    ), rollout
+
+
+class Player:
+    """Plays in place of the policy: every other member follows the solver, the others go up in each turn.
+
+    It reads only the contexts it is given, as a model does, and keeps what it was asked and what it said.
+    """
+
+    def __init__(self, trainer, tokenizer):
+        self.trainer, self.tokenizer = trainer, tokenizer
+        self.calls = []
+        trainer._generate_single_turn = self.generate
+
+    def generate(self, contexts, images, fields, num_generations):
+        assert (images, fields, num_generations) == (None, {}, 1)
+        answers = [self.answer(number, context) for number, context in enumerate(contexts)]
+        self.calls.append((contexts, answers, self.trainer.generation_config.max_new_tokens))
+        return [list(answer) for answer in answers], None
+
+    def answer(self, number, context):
+        text = self.tokenizer.decode(context)
+        turns = text.count("<|im_start|>assistant")
+        if number % 3 == 0:
+            text = "no tags at all"
+        else:
+            text = format_response(f"Turn {turns} goes on.", ["Up"] if number % 2 else ["Right", "Down"])
+        return [*self.tokenizer(text)["input_ids"], self.tokenizer.eos_token_id]
+
+
+def capture(trainer):
+    """Batches as TRL made them, before any row is dropped."""
+    batches, sample = [], trainer._sample_and_score
+
+    def seeing(inputs):
+        batch = sample(inputs)
+        batches.append((inputs, {key: batch[key] for key in batch}))
+        return batch
+
+    trainer._sample_and_score = seeing
+    return batches
+
+
+def rows_of(batch):
+    """(prompt ids, completion ids, env mask) of each row, without padding."""
+    for prompt, prompt_mask, ids, mask, by_model in zip(
+        *(batch[k] for k in ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "tool_mask")),
+        strict=True,
+    ):
+        yield prompt[prompt_mask.bool()].tolist(), ids[mask.bool()].tolist(), by_model[mask.bool()].tolist()
+
+
+def multi_turn_args(make_args, **overrides):
+    return make_args(**{"per_device_train_batch_size": 16, "max_completion_length": 400, "max_steps": 2} | overrides)
+
+
+def test_the_ids_that_were_sampled_are_the_ids_that_are_trained(policy, tokenizer, make_args):
+    trainer, _ = make_trainer(policy, tokenizer, multi_turn_args(make_args, max_steps=1))
+    player, batches = Player(trainer, tokenizer), capture(trainer)
+    trainer.train()
+    said = sorted(answer for _, answers, _ in player.calls for answer in answers)
+    trained = []
+    for _, ids, by_model in rows_of(batches[0][1]):
+        turn = []
+        for token, mine in zip([*ids, 0], [*by_model, 0], strict=True):
+            if mine:
+                turn.append(token)
+            elif turn:
+                trained, turn = [*trained, turn], []
+    assert sorted(trained) == said
+
+
+def test_every_context_is_the_conversation_as_the_template_writes_it(policy, tokenizer, make_args):
+    trainer, _ = make_trainer(policy, tokenizer, multi_turn_args(make_args, max_steps=1))
+    player, batches = Player(trainer, tokenizer), capture(trainer)
+    trainer.train()
+    inputs, batch = batches[0]
+    env = make_env("frozen_lake", **LAKE)
+    for row, (prompt, ids, by_model) in zip(inputs, rows_of(batch), strict=True):
+        play, messages, rest = env.plays([row["seed"]], {"grid": [row["grid"]]})[0], row["prompt"], (ids, by_model)
+        while not play.done:
+            context = tokenizer.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
+            so_far = len(prompt) + len(ids) - len(rest[0])
+            assert (prompt + ids)[:so_far] == context
+            length = ([*rest[1], 0]).index(0)
+            answer = tokenizer.decode(rest[0][:length], skip_special_tokens=True)
+            reply = play.respond(answer)
+            messages = [*messages, {"role": "assistant", "content": answer}, {"role": "user", "content": reply}]
+            skip = ([*rest[1][length:], 1]).index(1) + length
+            rest = rest[0][skip:], rest[1][skip:]
+        assert rest == ([], [])
+        assert row["episode"]["episode_return"] == play.outcome.episode_return
+        assert row["episode"]["turns"] == play.outcome.turns
+    assert len({len(contexts) for contexts, _, _ in player.calls}) > 1
+
+
+def test_finished_episodes_leave_the_batch(policy, tokenizer, make_args):
+    trainer, _ = make_trainer(policy, tokenizer, multi_turn_args(make_args, max_steps=1))
+    player, batches = Player(trainer, tokenizer), capture(trainer)
+    trainer.train()
+    turns = [row["episode"]["turns"] for row in batches[0][0]]
+    assert [len(contexts) for contexts, _, _ in player.calls] == [
+        sum(count > turn for count in turns) for turn in range(max(turns))
+    ]
+    assert min(turns) < max(turns)
+
+
+def test_outcomes_reach_rewards_and_logs(policy, tokenizer, make_args):
+    trainer, _ = make_trainer(policy, tokenizer, multi_turn_args(make_args))
+    Player(trainer, tokenizer)
+    batches = capture(trainer)
+    trainer.train()
+    rows = [row for row in trainer.state.log_history if "loss" in row]
+    for row, (inputs, _) in zip(rows, batches, strict=True):
+        outcomes = [one["episode"] for one in inputs]
+        successes = [outcome["success"] for outcome in outcomes]
+        groups = [successes[i : i + GROUP] for i in range(0, len(successes), GROUP)]
+        assert row["rewards/frozen_lake_return/mean"] == row["reward"]
+        assert row["reward"] == pytest.approx(sum(outcome["episode_return"] for outcome in outcomes) / len(outcomes))
+        assert row["env/frozen_lake/success"] == pytest.approx(sum(successes) / len(successes))
+        assert row[f"env/frozen_lake/pass@{GROUP}"] == pytest.approx(sum(map(any, groups)) / len(groups))
+        turns = sum(outcome["turns"] for outcome in outcomes)
+        assert row["env/frozen_lake/turns"] == pytest.approx(turns / len(outcomes))
+        assert row["env/frozen_lake/valid_rate"] == pytest.approx(
+            sum(outcome["valid_turns"] for outcome in outcomes) / turns
+        )
+    assert any(0 < row["env/frozen_lake/valid_rate"] < 1 for row in rows)
+
+
+def test_reasoning_is_measured_turn_by_turn(policy, tokenizer, make_args):
+    trainer, _ = make_trainer(policy, tokenizer, multi_turn_args(make_args))
+    Player(trainer, tokenizer)
+    trainer.add_callback(MutualInformationCallback(trainer, every=1))
+    trainer.train()
+    row = next(row for row in trainer.state.log_history if "loss" in row)
+    measured = {key.split("/")[2] for key in row if key.startswith("mi/trajectory/turn_")}
+    assert len(measured) > 1  # by chance a turn may have too few of the sampled reasonings
+    assert row["mi/valid_thinking_rate"] == pytest.approx(row["env/frozen_lake/valid_rate"])
+
+
+@pytest.mark.parametrize("kind", [SNRFilteredGRPOTrainer, GRPOTrainer])
+def test_the_policy_itself_plays_and_learns_with_ours_and_with_trls_trainer(kind, policy, tokenizer, make_args):
+    args = multi_turn_args(make_args, snr=kind is not GRPOTrainer, max_completion_length=200)
+    trainer, rollout = make_trainer(policy, tokenizer, args, kind, max_turns=3)
+    if kind is GRPOTrainer:
+        rollout.attach(trainer)
+    reward = trainer.reward_funcs[0]
+    trainer.reward_funcs[0] = lambda completion_ids, **columns: [
+        value + len(ids) / 100 for value, ids in zip(reward(**columns), completion_ids, strict=True)
+    ]  # the random policy never answers: something has to vary
+    start = parameters_of(trainer)
+    trainer.train()
+    rows = [row for row in trainer.state.log_history if "loss" in row]
+    assert len(rows) == 2
+    assert all(row["env/frozen_lake/turns"] == 3 and row["env/frozen_lake/valid_rate"] == 0 for row in rows)
+    assert all(math.isfinite(row["loss"]) for row in rows)
+    assert any(not torch.equal(start[name], value) for name, value in parameters_of(trainer).items())
+
+
+def test_refilled_rows_are_played_with_their_own_tasks(policy, tokenizer, make_args):
+    args = multi_turn_args(make_args, snr_refill_rounds=2)
+    trainer, _ = make_trainer(policy, tokenizer, args)
+    Player(trainer, tokenizer)
+    batches = capture(trainer)
+    trainer.train()
+    assert len(batches) > 2
+    env = make_env("frozen_lake", **LAKE)
+    for inputs, batch in batches:
+        for row, (prompt, _, _) in zip(inputs, rows_of(batch), strict=True):
+            assert env.prompt({"seed": row["seed"], "grid": row["grid"]}) == row["prompt"]
+            assert tokenizer.decode(prompt).count(row["prompt"][1]["content"]) == 1
+            assert row["episode"]["turns"] > 0
+
+
+def test_evaluation_plays_too(policy, tokenizer, make_args):
+    args = multi_turn_args(make_args, per_device_eval_batch_size=16, num_generations_eval=2)
+    trainer, _ = make_trainer(policy, tokenizer, args)
+    Player(trainer, tokenizer)
+    metrics = trainer.evaluate()
+    assert 0 < metrics["eval_env/frozen_lake/valid_rate"] < 1
+    assert "eval_env/frozen_lake/pass@2" in metrics
+
+
+# Limits
+
+
+@pytest.mark.parametrize("limit", [30, 60, 100])
+def test_an_episode_never_outgrows_the_completion_length(limit, policy, tokenizer, make_args):
+    trainer, _ = make_trainer(policy, tokenizer, multi_turn_args(make_args, max_completion_length=limit, max_steps=1))
+    Player(trainer, tokenizer)
+    batches = capture(trainer)
+    trainer.train()
+    for _, ids, by_model in rows_of(batches[0][1]):
+        assert len(ids) <= limit
+        assert by_model[-1] == 1  # nothing that the environment wrote stands at the end
+
+
+def test_turns_are_no_longer_than_their_limit_and_the_trainers_own_is_left_alone(policy, tokenizer, make_args):
+    env = make_env("frozen_lake", **LAKE)
+    args = multi_turn_args(make_args, max_steps=1)
+    trainer, _ = make_trainer(policy, tokenizer, args, rollout=TextRollout(env, max_turn_tokens=7))
+    player, batches = Player(trainer, tokenizer), capture(trainer)
+    trainer.train()
+    assert {limit for _, _, limit in player.calls} == {7}
+    assert trainer.generation_config.max_new_tokens == args.max_completion_length
+    assert all(outcome["valid_turns"] == 0 for outcome in (row["episode"] for row in batches[0][0]))
+    for _, _, by_model in rows_of(batches[0][1]):
+        assert max(map(len, "".join(map(str, by_model)).split("0"))) == 7
+
+
+def test_an_answer_that_was_cut_off_gets_the_end_of_a_turn_from_the_template(tokenizer):
+    chat = Chat(tokenizer)
+    word, end = tokenizer("Right")["input_ids"], tokenizer.eos_token_id
+    assert chat.reply_ids(word, "Go on")[0] == end
+    assert chat.reply_ids([*word, end], "Go on") == chat.reply_ids(word, "Go on")[1:]
+
+
+def test_log_probs_stand_where_the_model_wrote_and_zero_elsewhere(tokenizer):
+    env = make_env("frozen_lake", **LAKE)
+    rows = env.dataset(4, seed=0)
+    plays = env.plays(rows["seed"][:], {"grid": rows["grid"][:]})
+
+    def generate(contexts, limit):
+        answer = [*tokenizer(format_response("Go.", ["Up"]))["input_ids"], tokenizer.eos_token_id]
+        return [list(answer) for _ in contexts], [[-0.5] * len(answer) for _ in contexts]
+
+    for trajectory in play_all(plays, rows["prompt"][:], Chat(tokenizer), generate, max_tokens=150):
+        assert trajectory.play.outcome.turns > 1
+        assert trajectory.logprobs == [-0.5 * mine for mine in trajectory.env_mask]
+        assert len(trajectory.completion_ids) == len(trajectory.env_mask) <= 150
+
+
+def test_no_context_outgrows_the_model(tokenizer):
+    env = make_env("frozen_lake", **LAKE)
+    rows = env.dataset(4, seed=0)
+    seen = []
+
+    def generate(contexts, limit):
+        seen.extend(len(context) + limit for context in contexts)
+        answer = [*tokenizer(format_response("Go.", ["Up"]))["input_ids"], tokenizer.eos_token_id]
+        return [list(answer) for _ in contexts], None
+
+    plays = env.plays(rows["seed"][:], {"grid": rows["grid"][:]})
+    bound = 160
+    trajectories = play_all(
+        plays, rows["prompt"][:], Chat(tokenizer), generate, max_tokens=1000, max_turn_tokens=20, max_context=bound
+    )
+    assert all(len(trajectory.context) <= bound for trajectory in trajectories)
+    assert seen
+
+
+# Wrong use
+
+
+def test_a_rollout_that_was_not_attached_says_what_to_do(policy, tokenizer, make_args):
+    trainer, _ = make_trainer(policy, tokenizer, multi_turn_args(make_args, snr=False), GRPOTrainer)
+    with pytest.raises(ValueError, match=r"must be attached, call attach\(trainer\)"):
+        trainer.train()
+
+
+def test_several_turns_without_a_rollout_say_what_to_do(policy, tokenizer, make_args):
+    env = make_env("frozen_lake", **LAKE)
+    trainer = SNRFilteredGRPOTrainer(
+        policy, env.reward_funcs, multi_turn_args(make_args), env.dataset(8, seed=0), processing_class=tokenizer
+    )
+    with pytest.raises(ValueError, match=r"rollout_func must be TextRollout\(env\) for frozen_lake"):
+        trainer.train()
+
+
+def test_a_dataset_of_another_kind_is_named(policy, tokenizer, make_args):
+    env = make_env("frozen_lake", **LAKE)
+    dataset = Dataset.from_dict({"prompt": [[{"role": "user", "content": "Go"}]] * 8})
+    trainer = SNRFilteredGRPOTrainer(
+        policy,
+        env.reward_funcs,
+        multi_turn_args(make_args),
+        dataset,
+        processing_class=tokenizer,
+        rollout_func=TextRollout(env),
+    )
+    with pytest.raises(ValueError, match=r"train_dataset must be one of env.dataset\(...\), got the columns"):
+        trainer.train()
+
+
+@pytest.mark.parametrize(
+    ("options", "limit", "message"),
+    [
+        ({"protocol": "tools"}, None, "env must be text .* got frozen_lake with protocol='tools'"),
+        ({}, 0, "max_turn_tokens must be at least 1, got 0"),
+    ],
+)
+def test_bad_arguments_are_named(options, limit, message):
+    with pytest.raises(ValueError, match=message):
+        TextRollout(make_env("frozen_lake", **LAKE, **options), limit)
