@@ -24,6 +24,14 @@ def mark(backend: str, case: str):
     return pytest.param(backend, case, marks=[] if backend in FAST else pytest.mark.slow, id=f"{backend}, {case}")
 
 
+def launch(script: str, processes: int, *arguments: str) -> None:
+    """Runs a script of `distributed/` on so many processes."""
+    start = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={processes}", "--standalone"]
+    path = Path(__file__).parent / "distributed" / script
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TRL_EXPERIMENTAL_SILENCE": "1"}
+    subprocess.run([*start, str(path), *arguments], check=True, timeout=240, env=environment)
+
+
 @pytest.fixture(scope="module")
 def several_processes(policy_path, tmp_path_factory):
     """Results of all cases of a backend, which are run when the first of them is asked for."""
@@ -32,17 +40,7 @@ def several_processes(policy_path, tmp_path_factory):
     def run(backend: str):
         if backend not in results:
             folder = tmp_path_factory.mktemp(backend)
-            script = Path(__file__).parent / "distributed" / "backends.py"
-            command = [
-                sys.executable,
-                "-m",
-                "torch.distributed.run",
-                f"--nproc_per_node={processes_of(backend)}",
-                "--standalone",
-                str(script),
-            ]
-            environment = {**os.environ, "OMP_NUM_THREADS": "1", "TRL_EXPERIMENTAL_SILENCE": "1"}
-            subprocess.run([*command, backend, policy_path, str(folder)], check=True, timeout=240, env=environment)
+            launch("backends.py", processes_of(backend), backend, policy_path, str(folder))
             results[backend] = torch.load(folder / "results.pt")
         return results[backend]
 
@@ -100,3 +98,15 @@ def test_an_empty_step_moves_neither_weights_nor_optimizer(backend, several_proc
     parameters = several_processes(backend)["an empty step between"]["parameters"]
     for name, value in expected.items():
         torch.testing.assert_close(parameters[name], value, rtol=1e-3, atol=2e-5)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("backend", ["ddp", "zero3", pytest.param("fsdp2", marks=pytest.mark.slow)])
+def test_processes_whose_episodes_differ_in_turns_generate_together(backend, policy_path, tmp_path):
+    """Process 0 plays four turns and process 1 two: generation under ZeRO-3 hangs if they call it unequally often."""
+    launch("episodes.py", 2, backend, policy_path, str(tmp_path))
+    first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
+    assert first["calls"] == [4, 4, 4, 4] * 2
+    assert second["calls"] == [4, 4, 1, 1] * 2
+    rows = [row for row in first["rows"] if "loss" in row]
+    assert [row["env/frozen_lake/turns"] for row in rows] == [3.0, 3.0]
