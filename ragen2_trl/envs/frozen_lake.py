@@ -12,21 +12,27 @@ from functools import lru_cache
 from typing import Any, TypeAlias
 
 from gymnasium.envs.toy_text.frozen_lake import FrozenLakeEnv, generate_random_map
+from PIL import Image
 
 from ragen2_trl.envs.base import Environment, Episode, Limits, Row, check_choice, check_range, held_out
+from ragen2_trl.envs.drawing import draw_grid
 from ragen2_trl.envs.tools import ToolEnvironment
 
 Grid: TypeAlias = tuple[str, ...]  # rows of S (start), F (frozen), H (hole), G (goal)
 Cell: TypeAlias = tuple[int, int]  # row, column; both from 0, rows downwards
+# Text, or content parts where the lake is a picture. Not a union: tools are put into the prompt with their types.
+Answer: TypeAlias = Any
 Transitions: TypeAlias = dict[int, dict[int, list[tuple[float, int, float, bool]]]]  # gymnasium's `P`
 
 ACTIONS = ("Left", "Down", "Right", "Up")  # in gymnasium's order
 MOVES: tuple[Cell, ...] = ((0, -1), (1, 0), (0, 1), (-1, 0))
 COLUMNS = "abcdefghij"
-OBSERVATIONS = ("grid", "coordinates", "both")
+OBSERVATIONS = ("grid", "coordinates", "both")  # in words
+IMAGE = "image"
 
 _ACTION_INDEX = {name.lower(): index for index, name in enumerate(ACTIONS)}
 _SYMBOLS = str.maketrans({"S": "_", "F": "_", "H": "O", "G": "G"})  # the player, P, stands on top
+_LAYERS = {"S": ("ice",), "F": ("ice",), "H": ("ice", "hole"), "G": ("ice", "goal")}
 
 
 @lru_cache(maxsize=8192)
@@ -78,6 +84,13 @@ class FrozenLakeEpisode(Episode):
     def observation(self) -> str:
         return self._show(self.grid, self.position)
 
+    def image(self) -> Image.Image:
+        """The map from above, 32 pixels a cell: ice, dark holes, a flag on the goal, and the player in blue."""
+        layers = [[_LAYERS[letter] for letter in row] for row in self.grid]
+        row, column = self.position
+        layers[row][column] = (*layers[row][column], "player")
+        return draw_grid(layers)
+
     def is_action(self, action: str) -> bool:
         return action.lower() in _ACTION_INDEX
 
@@ -104,9 +117,15 @@ class FrozenLakeEpisode(Episode):
 
 
 class FrozenLakeTools(ToolEnvironment):
-    """FrozenLake's tools."""
+    """FrozenLake's tools, which answer with a picture where the task is shown as one."""
 
-    def move(self, directions: list[str]) -> str:
+    def reset(self, **row: Any) -> str | list[dict[str, Any]]:
+        """Begins a row's walk and gives what the player sees of it; TRL appends that to the prompt."""
+        text = super().reset(**row)
+        # TRL puts the picture of the row's column `image`, where there is one, into the place left for it.
+        return [{"type": "image"}] if self._env.shows_images and "image" in row else self._with_picture(text)
+
+    def move(self, directions: list[str]) -> Answer:
         """
         Walks over the ice.
 
@@ -116,7 +135,15 @@ class FrozenLakeTools(ToolEnvironment):
         Returns:
             The reward of these steps and the map as it is then.
         """
-        return self._take(directions)
+        answer = self._take(directions)
+        return answer if self._play.done else self._with_picture(answer)
+
+    def _with_picture(self, text: object) -> Answer:
+        if not self._env.shows_images:
+            return text
+        picture = {"type": "image", "image": self._play.episode.image()}
+        words = str(text).strip()
+        return [picture, {"type": "text", "text": words}] if words else [picture]
 
 
 class FrozenLake(Environment):
@@ -126,7 +153,8 @@ class FrozenLake(Environment):
         size: Rows and columns of the map, 3 to 10.
         frozen: Probability that a cell is frozen rather than a hole, 0.6 to 1.0.
         slip: Probability that a move slips to one of its two perpendicular directions, 0.0 to 1.0.
-        observation: What the prompt shows: the `"grid"`, the `"coordinates"`, or `"both"`.
+        observation: What the player sees: the `"grid"`, the `"coordinates"`, `"both"`, or an `"image"` instead of
+            words, in single-turn play or through tools.
         **limits: `multi_turn`, `max_turns`, `max_actions` and `protocol` of `Environment`. Every map can be solved
             within the limits.
 
@@ -147,7 +175,12 @@ class FrozenLake(Environment):
         check_range("size", size, 3, 10)
         check_range("frozen", frozen, 0.6, 1.0)  # below, maps with a way through are too rare to draw
         check_range("slip", slip, 0.0, 1.0)
-        check_choice("observation", observation, OBSERVATIONS)
+        check_choice("observation", observation, (*OBSERVATIONS, IMAGE))
+        if observation == IMAGE and self.protocol == "text" and self.max_turns > 1:
+            raise ValueError(
+                f"observation must be one of {list(OBSERVATIONS)} in several turns of the text protocol, got {IMAGE!r}"
+            )
+        self.shows_images = observation == IMAGE
         self.size = size
         self.frozen = frozen
         self.slip = slip
@@ -186,11 +219,14 @@ class FrozenLake(Environment):
         return FrozenLakeEpisode(tuple(row["grid"].split("\n")), self.slip, rng, self.show)
 
     def instructions(self) -> str:
+        task = "Walk from P to G and avoid the holes O."
+        if self.shows_images:
+            task = "The picture shows a frozen lake. Walk from the blue player to the flag and avoid the dark holes."
         slippery = " The ice is slippery, a move may go sideways." if self.slip > 0 else ""
-        return f"Walk from P to G and avoid the holes O. Actions: {', '.join(ACTIONS)}.{slippery}"
+        return f"{task} Actions: {', '.join(ACTIONS)}.{slippery}"
 
     def show(self, grid: Grid, position: Cell) -> str:
-        """A map and where the player is as text, in the form that `observation` asks for."""
+        """A map and where the player is in words, in the form that `observation` asks for; none for an image."""
         parts = []
         if self.observation in ("grid", "both"):
             symbols = [list(row.translate(_SYMBOLS)) for row in grid]
