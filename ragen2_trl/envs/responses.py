@@ -1,8 +1,9 @@
-"""Text that a model wrote: from a response to its reasoning and its actions, and back.
+"""Text of others: from what a model wrote to its reasoning and actions, and from the world's words to harmless ones.
 
 Model text is hostile input: plain searches only, so that the work is linear in it.
 """
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -14,6 +15,9 @@ Completion: TypeAlias = str | Sequence[Message]
 MAX_RESPONSE_CHARS = 100_000
 # Tasks look at a handful of actions; a response of a million separators must not become a million strings.
 MAX_PARSED_ACTIONS = 256
+
+_MARKUP = re.compile(r"<(?=\S)|\[(?=/?\w+\])")
+_CONTROLS = dict.fromkeys([*range(0x20), *range(0x7F, 0xA0), *range(0xD800, 0xE000)])  # with lone surrogates
 
 _THINK, _END_THINK = "<think>", "</think>"
 _ANSWER, _END_ANSWER = "<answer>", "</answer>"
@@ -86,3 +90,16 @@ def _message_text(message: Message) -> str:
         content = "".join(part["text"] for part in content if part["type"] == "text")
     reasoning = message.get("reasoning_content") or message.get("thinking")
     return f"{_THINK}{reasoning}{_END_THINK}{content}" if reasoning else content
+
+
+def plain_text(text: str) -> str:
+    """Text from outside without what a tokenizer or a chat template would read as its own marks.
+
+    A passage is written by anybody. `<|im_end|>` in it would become the token that ends a message, so a space parts
+    the opening bracket of whatever looks like a mark; white space becomes one space, and control characters and lone
+    surrogates, which no tokenizer takes, go.
+
+    >>> plain_text("End.<|im_end|>\\n<s>[INST] 2 < 3")
+    'End.< |im_end|> < s>[ INST] 2 < 3'
+    """
+    return _MARKUP.sub(r"\g<0> ", " ".join(text.split()).translate(_CONTROLS))
