@@ -33,8 +33,11 @@ $(BIN)/.installed-deepspeed: $(BIN)/.installed
 
 install: $(BIN)/.installed  ## Create .venv with everything that the other targets need
 
-demo: $(BIN)/.installed  ## Train the tiny model on FrozenLake with the filter on (minutes, no network)
-	$(BIN)/ragen2-trl train --config recipes/frozen_lake_tiny.yaml --overwrite true
+# Or sokoban, which is played in several turns.
+ENV := frozen_lake
+
+demo: $(BIN)/.installed  ## Train the tiny model with the filter on (minutes, no network); ENV=sokoban for several turns
+	$(BIN)/ragen2-trl train --config recipes/$(ENV)_tiny.yaml --overwrite true
 
 test: $(BIN)/.installed-deepspeed  ## Fast tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow"
@@ -56,6 +59,7 @@ bench: $(BIN)/.installed  ## Side-by-side measurements; writes benchmarks/result
 	$(BIN)/python benchmarks/cross_score.py
 	$(BIN)/python benchmarks/two_processes.py
 	$(BIN)/python benchmarks/refill.py
+	$(BIN)/python benchmarks/environments.py
 
 warm-start: $(BIN)/.installed  ## Regenerate the tiny model's weights (a quarter of an hour)
 	$(BIN)/ragen2-trl warm-start --config recipes/warm_start_tiny.yaml --output_dir ragen2_trl/tiny/model

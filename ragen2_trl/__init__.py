@@ -1,21 +1,48 @@
 """RAGEN-2 (arXiv 2604.06268) for Hugging Face TRL."""
 
-from ragen2_trl.callbacks import MutualInformationCallback, RewardVarianceStopCallback
-from ragen2_trl.filtering import group_score, select_groups
-from ragen2_trl.information import classify_regime, information_metrics
-from ragen2_trl.scoring import cross_score
-from ragen2_trl.trainers import SNRFilteredGRPOConfig, SNRFilteredGRPOTrainer
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ragen2_trl.callbacks import MutualInformationCallback, RewardVarianceStopCallback
+    from ragen2_trl.filtering import group_score, select_groups
+    from ragen2_trl.information import classify_regime, information_metrics
+    from ragen2_trl.rollout import TextRollout
+    from ragen2_trl.scoring import cross_score
+    from ragen2_trl.trainers import SNRFilteredGRPOConfig, SNRFilteredGRPOTrainer
 
 __version__ = "0.1.0"
+
+# Where each name lives. They are imported when they are asked for: environments need neither torch nor TRL, whose
+# import takes seconds, and servers and worker processes need nothing but environments.
+_HOMES = {
+    "MutualInformationCallback": "callbacks",
+    "RewardVarianceStopCallback": "callbacks",
+    "SNRFilteredGRPOConfig": "trainers",
+    "SNRFilteredGRPOTrainer": "trainers",
+    "TextRollout": "rollout",
+    "classify_regime": "information",
+    "cross_score": "scoring",
+    "group_score": "filtering",
+    "information_metrics": "information",
+    "select_groups": "filtering",
+}
 
 __all__ = [
     "MutualInformationCallback",
     "RewardVarianceStopCallback",
     "SNRFilteredGRPOConfig",
     "SNRFilteredGRPOTrainer",
+    "TextRollout",
     "classify_regime",
     "cross_score",
     "group_score",
     "information_metrics",
     "select_groups",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)

@@ -124,8 +124,14 @@ def play_all(
 
     Returns:
         B trajectories; their plays are played.
+
+    Raises:
+        ValueError: If a prompt leaves no room for an answer.
     """
     trajectories = [Trajectory(play, chat.prompt_ids(prompt)) for play, prompt in zip(plays, prompts, strict=True)]
+    longest = max(len(trajectory.prompt_ids) for trajectory in trajectories)
+    if max_context is not None and longest >= max_context:
+        raise ValueError(f"prompts must have fewer tokens than the model's {max_context} positions, got {longest}")
 
     def room(trajectory: Trajectory) -> int:
         left = max_tokens - len(trajectory.completion_ids)

@@ -15,7 +15,7 @@ from trl import GRPOTrainer
 from ragen2_trl import cli
 from ragen2_trl.cli import diagnose
 from ragen2_trl.cli.diagnose import find_files, first_turn_text, printable, read_completions, tokenize_completions
-from ragen2_trl.cli.evaluate import sample_completions
+from ragen2_trl.cli.sampling import sample_trajectories
 from ragen2_trl.diagnosis import NotMeasurableError
 from ragen2_trl.envs import make_env
 from ragen2_trl.tiny import TINY_MODEL_PATH
@@ -28,7 +28,7 @@ RESULTS = {"diagnosis.json", "matrix.png", "quadrant.png"}
 def played():
     """Conversational prompts of FrozenLake, 8 tasks twice each, and the tiny model's text for them."""
     tokenizer = AutoTokenizer.from_pretrained(TINY_MODEL_PATH)
-    rows, ids = sample_completions(
+    rows, trajectories = sample_trajectories(
         AutoModelForCausalLM.from_pretrained(TINY_MODEL_PATH),
         tokenizer,
         make_env("frozen_lake"),
@@ -39,6 +39,7 @@ def played():
         batch_size=16,
         seed=0,
     )
+    ids = [trajectory.completion_ids for trajectory in trajectories]
     return rows["prompt"][:], tokenizer.batch_decode(ids, skip_special_tokens=True)
 
 
@@ -110,7 +111,7 @@ def test_retrieval_among_all_prompts_is_no_evidence(tmp_path, capsys):
 
 
 def test_saved_messages_are_diagnosed_without_sampling(played, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(diagnose, "sample_completions", None)
+    monkeypatch.setattr(diagnose, "sample_trajectories", None)
     prompts, texts = played
     report = run(tmp_path, completions=save(tmp_path / "saved", 10, prompts, messages(texts)))
     assert report["metrics"]["retrieval_accuracy"] > 0.7 > 5 * report["metrics"]["retrieval_chance"]

@@ -10,8 +10,17 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ragen2_trl.cli import evaluate
 from ragen2_trl.cli.arguments import EnvironmentArguments, parse_env_args
-from ragen2_trl.cli.evaluate import evaluate_model, fraction_interval, generate, mean_interval, pass_at_k, summarize
+from ragen2_trl.cli.evaluate import (
+    evaluate_model,
+    evaluate_scripted,
+    fraction_interval,
+    mean_interval,
+    pass_at_k,
+    summarize,
+)
+from ragen2_trl.cli.sampling import generator
 from ragen2_trl.envs import make_env
+from ragen2_trl.rollout import Chat
 from ragen2_trl.tiny import TINY_MODEL_PATH
 
 SMALL = {"num_prompts": 4, "num_samples": 3, "max_new_tokens": 48}
@@ -75,18 +84,18 @@ def test_summary_groups_by_prompt():
     metrics = summarize(
         4,
         success=[1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0],
-        format_valid=[1.0] * 8,
-        reward=[1.0, -0.1, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0],
+        valid_rate=[1.0] * 8,
+        **{"return": [1.0, -0.1, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0]},
         completion_length=[10.0] * 4 + [20.0] * 4,
     )
     assert metrics["success"] == metrics["pass@1"] == pytest.approx(1 / 8)
     assert metrics["pass@2"] == pytest.approx(0.25)
     assert metrics["pass@4"] == pytest.approx(0.5)
-    assert metrics["format_valid"] == 1.0
-    assert metrics["reward"] == pytest.approx(0.9 / 8)
+    assert metrics["valid_rate"] == 1.0
+    assert metrics["return"] == pytest.approx(0.9 / 8)
     assert metrics["completion_length"] == 15.0
     assert (metrics["num_prompts"], metrics["num_samples"]) == (2.0, 4.0)
-    for name in ("success", "pass@1", "pass@2", "pass@4", "format_valid", "reward", "completion_length"):
+    for name in ("success", "pass@1", "pass@2", "pass@4", "valid_rate", "return", "completion_length"):
         assert metrics[f"{name}_ci_low"] <= metrics[name] <= metrics[f"{name}_ci_high"]
 
 
@@ -96,7 +105,7 @@ def test_summary_groups_by_prompt():
 def test_shipped_model_solves_some_held_out_tasks_but_not_all(tiny):
     metrics = evaluate_model(*tiny, make_env("frozen_lake"), num_prompts=64, num_samples=4, max_new_tokens=96)
     assert 0.3 < metrics["success"] < 0.65
-    assert metrics["format_valid"] > 0.9
+    assert metrics["valid_rate"] > 0.9
 
 
 def test_evaluation_is_reproducible_and_its_seed_matters(tiny):
@@ -135,10 +144,10 @@ def test_batching_does_not_change_greedy_completions(pad_token):
     tokenizer.pad_token = pad_token  # without one, padding and end tokens look alike
     prompts = make_env("frozen_lake", observation="both").dataset(6, seed=0)["prompt"][:]  # of unequal length
     prompts[0] = prompts[0][1:]
-    options = {"temperature": 0.0, "max_new_tokens": 32}
+    contexts = [Chat(tokenizer).prompt_ids(prompt) for prompt in prompts]
     with torch.no_grad():
-        alone = generate(model, tokenizer, prompts, batch_size=1, **options)
-        together = generate(model, tokenizer, prompts, batch_size=4, **options)
+        alone = generator(model, tokenizer, temperature=0.0, batch_size=1)(contexts, 32)
+        together = generator(model, tokenizer, temperature=0.0, batch_size=4)(contexts, 32)
     assert together == alone
 
 
@@ -170,6 +179,26 @@ def test_checkpoint_generation_config_does_not_leak_into_the_sampling(tiny):
 def test_bad_arguments_are_named(tiny, options, message):
     with pytest.raises(ValueError, match=message):
         evaluate_model(*tiny, make_env("frozen_lake"), **options)
+
+
+@pytest.mark.parametrize("multi_turn", [False, True])
+def test_the_oracle_solves_everything_and_a_guessing_player_does_not(multi_turn):
+    env = make_env("frozen_lake", multi_turn=multi_turn)
+    oracle, guesses = (
+        evaluate_scripted(policy, env, num_prompts=64, num_samples=2) for policy in ("oracle", "random")
+    )
+    assert (oracle["success"], oracle["valid_rate"], oracle["return"]) == (1.0, 1.0, 1.0)
+    assert 0.05 < guesses["success"] < 0.5
+    assert guesses["valid_rate"] == 1.0
+    assert guesses == evaluate_scripted("random", env, num_prompts=64, num_samples=2)
+
+
+def test_a_model_plays_several_turns(tiny):
+    metrics = evaluate_model(*tiny, make_env("frozen_lake", multi_turn=True), **{**SMALL, "max_new_tokens": None})
+    assert 1 < metrics["turns"] <= 5
+    assert metrics["completion_length"] > 10
+    cut = evaluate_model(*tiny, make_env("frozen_lake", multi_turn=True), **{**SMALL, "max_new_tokens": 30})
+    assert cut["turns"] == 1  # nothing more fits
 
 
 # The command

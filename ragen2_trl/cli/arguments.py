@@ -20,8 +20,8 @@ class EnvironmentArguments:
         metadata={"help": "Options of the task: `key=value` pairs or one JSON object; in YAML a mapping will do."},
     )
 
-    multi_turn: bool | None = field(
-        default=None, metadata={"help": "Whether to play in several turns; default: only where a task needs them."}
+    multi_turn: bool = field(
+        default=False, metadata={"help": "Play in several turns, also where a task does not need them."}
     )
     data: str | None = field(
         default=None, metadata={"help": "Hub id or local path of the tasks; default: the task makes its own."}
@@ -30,8 +30,8 @@ class EnvironmentArguments:
     def make_env(self) -> Environment:
         """The task with its options."""
         options = parse_env_args(self.env_args)
-        if self.multi_turn is not None:
-            options["multi_turn"] = self.multi_turn
+        if self.multi_turn:
+            options["multi_turn"] = True
         return make_env(self.env_name, **options)
 
 

@@ -83,6 +83,8 @@ def sample_trajectories(
     """
     if batch_size < 1:
         raise ValueError(f"batch_size must be at least 1, got {batch_size!r}")
+    if max_new_tokens is not None and max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens must be at least 1, got {max_new_tokens!r}")
     if temperature < 0 or (temperature == 0 and num_samples > 1):
         raise ValueError(f"temperature must be above 0, or 0 with num_samples=1, got {temperature!r}")
     rows, plays = held_out_plays(env, num_prompts, num_samples, seed, data)

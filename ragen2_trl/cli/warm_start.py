@@ -8,11 +8,13 @@ Takes the arguments below together with those of `trl.SFTConfig` and `trl.ModelC
 
 from dataclasses import dataclass, field
 
+from datasets import Dataset, concatenate_datasets
 from rich.console import Console
 from transformers import PreTrainedModel, PreTrainedTokenizerFast, set_seed
 from trl import ModelConfig, SFTConfig, SFTTrainer, TrlParser, get_peft_config, get_quantization_config
 
 from ragen2_trl.cli.arguments import EnvironmentArguments
+from ragen2_trl.envs import make_env
 from ragen2_trl.tiny import resolve_model
 from ragen2_trl.tiny.build import build_model, build_tokenizer
 
@@ -23,6 +25,10 @@ class WarmStartArguments(EnvironmentArguments):
 
     num_demonstrations: int = field(default=10_000, metadata={"help": "Number of demonstrations."})
     demonstrations_seed: int = field(default=0, metadata={"help": "Seed of the demonstrations."})
+    mix: list[str] = field(
+        default_factory=list,
+        metadata={"help": "Further tasks to learn from as well, played in several turns where they can be."},
+    )
     from_scratch: bool = field(
         default=False, metadata={"help": "Build the tiny model anew; only with `--model_name_or_path tiny`."}
     )
@@ -34,19 +40,29 @@ def main(args: list[str] | None = None) -> None:
     script_args, training_args, model_args = parser.parse_args_and_config(args)
     set_seed(training_args.seed)
     model, tokenizer = _model_and_tokenizer(script_args, training_args, model_args)
-    env = script_args.make_env()
+    demonstrations = _demonstrations(script_args)
+    # With several turns the completion holds the environment's messages, too.
+    training_args.assistant_only_loss |= any(len(completion) > 1 for completion in demonstrations["completion"])
     trainer = SFTTrainer(
         model=model,
         args=training_args,
-        train_dataset=env.demonstrations(
-            script_args.num_demonstrations, script_args.demonstrations_seed, script_args.data
-        ),
+        train_dataset=demonstrations,
         processing_class=tokenizer,
         peft_config=get_peft_config(model_args),
         quantization_config=get_quantization_config(model_args),
     )
     trainer.train(resume_from_checkpoint=training_args.resume_from_checkpoint)
     _save(trainer, training_args.output_dir)
+
+
+def _demonstrations(script_args: WarmStartArguments) -> Dataset:
+    """Solved tasks, as many of each kind."""
+    count, seed = script_args.num_demonstrations, script_args.demonstrations_seed
+    tasks = [script_args.make_env().demonstrations(count, seed, script_args.data)]
+    for name in script_args.mix:
+        limits = make_env(name).multi_turn_limits
+        tasks.append(make_env(name, multi_turn=limits is not None).demonstrations(count, seed))
+    return concatenate_datasets(tasks)
 
 
 def _model_and_tokenizer(

@@ -4,13 +4,22 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+from ragen2_trl.envs.bandit import Bandit
 from ragen2_trl.envs.base import Environment, Episode, Limits
+from ragen2_trl.envs.countdown import Countdown
+from ragen2_trl.envs.deepcoder import DeepCoder
 from ragen2_trl.envs.frozen_lake import FrozenLake
+from ragen2_trl.envs.metamath_qa import MetaMathQA
 from ragen2_trl.envs.play import Outcome, Play, respond_all
 from ragen2_trl.envs.responses import Response, completion_text, format_response, parse_response
+from ragen2_trl.envs.search_qa import SearchQA
+from ragen2_trl.envs.sokoban import Sokoban
 from ragen2_trl.envs.tools import ToolEnvironment
+from ragen2_trl.envs.webshop import WebShop
 
-ENVIRONMENTS: dict[str, type[Environment]] = {FrozenLake.name: FrozenLake}
+ENVIRONMENTS: dict[str, type[Environment]] = {
+    task.name: task for task in (FrozenLake, Sokoban, Countdown, MetaMathQA, SearchQA, WebShop, DeepCoder, Bandit)
+}
 
 
 def make_env(name: str, **options: Any) -> Environment:
@@ -38,14 +47,21 @@ def _options(init: Callable[..., None]) -> list[str]:
 
 __all__ = [
     "ENVIRONMENTS",
+    "Bandit",
+    "Countdown",
+    "DeepCoder",
     "Environment",
     "Episode",
     "FrozenLake",
     "Limits",
+    "MetaMathQA",
     "Outcome",
     "Play",
     "Response",
+    "SearchQA",
+    "Sokoban",
     "ToolEnvironment",
+    "WebShop",
     "completion_text",
     "format_response",
     "make_env",

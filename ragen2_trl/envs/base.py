@@ -107,7 +107,7 @@ class Environment(ABC):
     name: ClassVar[str]
     single_turn_limits: ClassVar[Limits | None]  # None where one turn makes no sense
     multi_turn_limits: ClassVar[Limits | None]
-    example: ClassVar[str]  # what could stand between the answer tags
+    example: str  # what could stand between the answer tags
     splits_answers: ClassVar[bool] = True  # whether `||` separates actions; not where an answer may contain it
     shows_images: bool = False  # whether the first observation is a picture
     workers: int = 1  # episodes stepped at the same time, where steps wait for something
@@ -183,7 +183,7 @@ class Environment(ABC):
         rows: list[dict[str, Any]] = []
         for task in self.tasks(seed, split, data):
             rows.append({"prompt": self.prompt(task), **task})
-            if self.shows_images:
+            if self.shows_images and self.protocol == "text":  # tools answer with pictures of their own
                 rows[-1]["image"] = self.episode(task, random.Random(0)).image()
             if len(rows) == num_prompts:
                 break
@@ -205,7 +205,8 @@ class Environment(ABC):
         return "\n".join(line for line in lines if line)
 
     def _limits_in_words(self) -> str:
-        actions = f"at most {self.max_actions} actions" if self.max_actions > 1 else "one action"
+        one = "one action" if self.splits_answers else "one answer"
+        actions = f"at most {self.max_actions} actions" if self.max_actions > 1 else one
         if self.max_turns > 1:
             return f" You have {self.max_turns} turns with {actions} each."
         return f" Give {actions}." if self.max_actions > 1 else ""
@@ -225,7 +226,7 @@ class Environment(ABC):
     def success_func(self) -> RewardFunc:
         """Like the function in `reward_funcs`, but 1.0 where the task is solved and 0.0 elsewhere.
 
-        Next to an `environment_factory`, whose `get_reward` is the return, it serves with `reward_weights=[0, 1]` to
+        Next to an `environment_factory`, whose `get_reward` is the return, it serves with `reward_weights=[0.0]` to
         log the metrics.
         """
         return self._reward_func(f"{self.name}_success", "success")
@@ -264,24 +265,26 @@ class Environment(ABC):
         return plays
 
     def demonstrations(self, num: int, seed: int, data: str | None = None) -> Dataset:
-        """Turns of solved training tasks for a warm start: conversational `prompt` (all so far) and `completion`.
+        """Solved training tasks for a warm start: conversational `prompt`, and `completion` with all turns.
+
+        With several turns the user's messages are part of the completion: train with `assistant_only_loss=True`.
 
         Raises:
             NotImplementedError: If the task has no solver.
         """
-        return Dataset.from_list([turn for turns in self._solved(num, seed, data) for turn in turns])
+        return Dataset.from_list([self._demonstration(row, seed) for row in self.dataset(num, seed, data=data)])
 
-    def _solved(self, num: int, seed: int, data: str | None) -> Iterator[list[dict[str, Any]]]:
-        for row in self.dataset(num, seed, data=data):
-            rng = random.Random(f"demonstration/{seed}/{row['seed']}")
-            play, messages, turns = self.play(row, rng), row["prompt"], []
-            while not play.done:
-                reasoning, actions = play.episode.plan(rng)
-                text = format_response(reasoning, actions[: self.max_actions])
-                answer = {"role": "assistant", "content": text}
-                turns.append({"prompt": messages, "completion": [answer]})
-                messages = [*messages, answer, {"role": "user", "content": play.respond(text) or ""}]
-            yield turns
+    def _demonstration(self, row: Row, seed: int) -> dict[str, Any]:
+        rng = random.Random(f"demonstration/{seed}/{row['seed']}")
+        play, completion = self.play(row, rng), []
+        while not play.done:
+            reasoning, actions = play.episode.plan(rng)
+            text = format_response(reasoning, actions[: self.max_actions])
+            completion.append({"role": "assistant", "content": text})
+            reply = play.respond(text)
+            if reply is not None:
+                completion.append({"role": "user", "content": reply})
+        return {"prompt": row["prompt"], "completion": completion}
 
     def _reward_func(self, name: str, field: str) -> RewardFunc:
         def reward(

@@ -7,13 +7,14 @@ CPU core:
 """
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from ragen2_trl.envs import make_env
-from ragen2_trl.envs.frozen_lake import COLUMNS, OBSERVATIONS
+from ragen2_trl.envs.frozen_lake import COLUMNS
 
 PAD, START, END = "<pad>", "<|im_start|>", "<|im_end|>"
 # Ordinary tokens: TRL decodes with `skip_special_tokens=True`, and rewards need to see these.
@@ -21,11 +22,32 @@ TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 ROLES = ("system", "user", "assistant")
 # A word with the space before it, a single digit with the space before it, a run of punctuation, or one white space.
 WORD_PATTERN = r" ?\p{L}+| ?\d| ?[^\s\p{L}\d]+|\s"
-MAX_POSITIONS = 1024
+MAX_POSITIONS = 4096
+# What the vocabulary is made of: any other text is spelled in bytes.
+SAMPLES: list[tuple[str, dict[str, Any]]] = [
+    *(
+        ("frozen_lake", {"observation": observation, "slip": slip, "multi_turn": multi_turn})
+        for observation in ("grid", "coordinates", "both")
+        for slip in (0.0, 0.1)
+        for multi_turn in (False, True)
+    ),
+    *(
+        ("sokoban", {"observation": observation, "boxes": boxes, "multi_turn": multi_turn})
+        for observation in ("grid", "coordinates", "both")
+        for boxes in (1, 2)
+        for multi_turn in (False, True)
+    ),
+    ("countdown", {}),
+]
 
+# Generation markers tell what an assistant wrote, for training on the turns of a whole conversation.
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
-    "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}"
+    "{{ '<|im_start|>' + message['role'] + '\\n' }}"
+    "{% if message['role'] == 'assistant' %}"
+    "{% generation %}{{ message['content'] + '<|im_end|>' }}{% endgeneration %}"
+    "{% else %}{{ message['content'] + '<|im_end|>' }}{% endif %}"
+    "{{ '\\n' }}"
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
@@ -91,14 +113,12 @@ def build_model(seed: int) -> Qwen3ForCausalLM:
 
 
 def _sample_texts() -> Iterator[str]:
-    """Texts that together hold every word of our prompts and demonstrations."""
+    """Texts that together hold the words of our prompts and demonstrations."""
     yield from ROLES
-    for observation in OBSERVATIONS:
-        for slip in (0.0, 0.1):
-            env = make_env("frozen_lake", observation=observation, slip=slip)
-            for row in env.demonstrations(100, seed=0):
-                for message in [*row["prompt"], *row["completion"]]:
-                    text = message["content"]
-                    for tag in TAGS:
-                        text = text.replace(tag, "\n")
-                    yield text
+    for name, options in SAMPLES:
+        for row in make_env(name, **options).demonstrations(20, seed=0):
+            for message in [*row["prompt"], *row["completion"]]:
+                text = message["content"]
+                for tag in TAGS:
+                    text = text.replace(tag, "\n")
+                yield text

@@ -1,0 +1,122 @@
+"""How fast the environments are, how well their solver and a guessing player do, and their share of a training step.
+
+    python benchmarks/environments.py
+
+Writes benchmarks/results/environments.md. One process, no data from outside: every task makes its own.
+"""
+
+import random
+import tempfile
+import time
+from pathlib import Path
+
+from measuring import machine
+
+from ragen2_trl import SNRFilteredGRPOConfig, SNRFilteredGRPOTrainer, rollout
+from ragen2_trl.cli.evaluate import evaluate_scripted
+from ragen2_trl.envs import ENVIRONMENTS, Environment, format_response, make_env
+from ragen2_trl.tiny import TINY_MODEL_PATH
+
+TASKS = ("frozen_lake", "sokoban", "countdown", "metamath_qa", "search_qa", "webshop", "deepcoder", "bandit")
+FEW = {"deepcoder": 24}  # each step is a program run many times
+SHARES = ("frozen_lake", "sokoban", "webshop")
+
+
+def playing(name: str) -> Environment:
+    return make_env(name, multi_turn=ENVIRONMENTS[name].multi_turn_limits is not None)
+
+
+def speeds(env: Environment, episodes: int) -> tuple[float, float]:
+    """Resets and actions a second, both by a player who guesses; the first dataset is not counted."""
+    rows = env.dataset(episodes, seed=1)
+    columns = {name: rows[name][:] for name in rows.column_names if name not in ("prompt", "seed")}
+    started = time.perf_counter()
+    plays = env.plays(rows["seed"][:], columns)
+    resets = time.perf_counter() - started
+    rng, actions, seconds = random.Random(0), 0, 0.0
+    for play in plays:
+        while not play.done:
+            count = env.max_actions if env.splits_answers else 1
+            text = format_response("", [play.episode.random_action(rng) for _ in range(count)])
+            started = time.perf_counter()
+            play.respond(text)
+            seconds += time.perf_counter() - started
+            actions += count
+    return episodes / resets, actions / seconds
+
+
+def share_of_a_step(name: str, steps: int = 3) -> float:
+    """Seconds in the environment over seconds of training, with the tiny model and 64 completions a step."""
+    env = playing(name)
+    spent, respond_all, plays = [0.0], rollout.respond_all, env.plays
+
+    def timed(function):
+        def wrapper(*args, **kwargs):
+            started = time.perf_counter()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                spent[0] += time.perf_counter() - started
+
+        return wrapper
+
+    args = SNRFilteredGRPOConfig(
+        output_dir=tempfile.mkdtemp(),
+        per_device_train_batch_size=32,
+        gradient_accumulation_steps=2,
+        num_generations=8,
+        max_completion_length=1024,
+        max_steps=steps,
+        save_strategy="no",
+        report_to="none",
+        use_cpu=True,
+        bf16=False,
+        gradient_checkpointing=False,
+        disable_tqdm=True,
+    )
+    trainer = SNRFilteredGRPOTrainer(
+        str(TINY_MODEL_PATH),
+        env.reward_funcs,
+        args,
+        env.dataset(64, seed=0),
+        rollout_func=rollout.TextRollout(env, max_turn_tokens=64),
+    )
+    rollout.respond_all, env.plays = timed(respond_all), timed(plays)
+    try:
+        started = time.perf_counter()
+        trainer.train()
+        return spent[0] / (time.perf_counter() - started)
+    finally:
+        rollout.respond_all = respond_all
+
+
+def main() -> None:
+    lines = [
+        "# Environments",
+        "",
+        "Made by `python benchmarks/environments.py`, which says what is measured.",
+        "",
+        ", ".join(f"{key} {value}" for key, value in machine().items()),
+        "",
+        "| task | success of the solver | of a guessing player | its return | resets a second | actions a second |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name in TASKS:
+        env, count = playing(name), FEW.get(name, 500)
+        oracle = evaluate_scripted("oracle", env, num_prompts=count, num_samples=1)
+        guesses = evaluate_scripted("random", env, num_prompts=count, num_samples=1)
+        resets, actions = speeds(env, count)
+        lines.append(
+            f"| {name} | {oracle['success']:.3f} | {guesses['success']:.3f} | {guesses['return']:.2f} | {resets:,.0f} "
+            f"| {actions:,.0f} |"
+        )
+        print(lines[-1], flush=True)
+    lines += ["", "Share of the environment in the time of a training step (tiny model, 64 completions a step):", ""]
+    for name in SHARES:
+        lines.append(f"- {name}: {share_of_a_step(name):.2%}")
+        print(lines[-1], flush=True)
+    (Path(__file__).parent / "results" / "environments.md").write_text("\n".join(lines) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,770 @@
+"""What holds for every task. What only one task knows of, its rules and their rewards, is in that task's own file."""
+
+import json
+import math
+import os
+import random
+import re
+import subprocess
+import sys
+import zlib
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image, ImageChops
+from transformers.utils import get_json_schema
+from trl.data_utils import prepare_multimodal_messages
+
+from ragen2_trl.envs import (
+    ENVIRONMENTS,
+    Episode,
+    FrozenLake,
+    Outcome,
+    completion_text,
+    format_response,
+    make_env,
+    parse_response,
+    respond_all,
+)
+from ragen2_trl.envs.base import SPLITS
+
+# A task whose data come from elsewhere is played here on a sample, the file `tests/data/<name>.jsonl` or a folder.
+SAMPLES = Path(__file__).parent / "data"
+# What a task is played with here, where chance or what it needs is not in its defaults.
+OPTIONS = {"frozen_lake": {"slip": 0.3}}
+
+TASKS = sorted(ENVIRONMENTS)
+MODES = [
+    (name, multi_turn)
+    for name in TASKS
+    for multi_turn in (False, True)
+    if (ENVIRONMENTS[name].multi_turn_limits if multi_turn else ENVIRONMENTS[name].single_turn_limits) is not None
+]
+MISSING_MODES = [
+    (name, multi_turn) for name in TASKS for multi_turn in (False, True) if (name, multi_turn) not in MODES
+]
+WITH_TOOLS = [(name, multi_turn) for name, multi_turn in MODES if ENVIRONMENTS[name].tools is not None]
+PICTURED = [name for name in ("frozen_lake", "sokoban") if name in ENVIRONMENTS]
+
+every_task = pytest.mark.parametrize("name", TASKS)
+every_mode = pytest.mark.parametrize(("name", "multi_turn"), MODES)
+every_single_turn = pytest.mark.parametrize("name", [name for name, multi_turn in MODES if not multi_turn])
+every_multi_turn = pytest.mark.parametrize("name", [name for name, multi_turn in MODES if multi_turn])
+every_mode_with_tools = pytest.mark.parametrize(("name", "multi_turn"), WITH_TOOLS)
+every_picture = pytest.mark.parametrize("name", PICTURED)
+
+NONSENSE = "\u2603 no such action"
+
+
+def data_of(name):
+    found = [path for path in (SAMPLES / f"{name}.jsonl", SAMPLES / name) if path.exists()]
+    return str(found[0]) if found else None
+
+
+def environment(name, multi_turn=None, **options):
+    return make_env(name, multi_turn=multi_turn, **{**OPTIONS.get(name, {}), **options})
+
+
+def rows_of(env, num, seed=0, split="train"):
+    """The first tasks of a split: `num`, or as many as the sample has."""
+    data = data_of(env.name)
+    if data is None:
+        return env.dataset(num, seed, split).to_list()
+    return env.dataset(None, seed, split, data).to_list()[:num]
+
+
+def demonstrations_of(env, num, seed=0):
+    return env.demonstrations(len(rows_of(env, num, seed)), seed, data_of(env.name)).to_list()
+
+
+def first_episode(env):
+    return env.episode(rows_of(env, 1)[0], random.Random(0))
+
+
+def has_solver(episode):
+    return type(episode).plan is not Episode.plan
+
+
+def has_random_player(episode):
+    return type(episode).random_action is not Episode.random_action
+
+
+def columns_of(rows):
+    """Rows as TRL hands them to reward functions."""
+    return {key: [row[key] for row in rows] for key in rows[0] if key != "prompt"}
+
+
+def solve(play, rng):
+    """Plays to the end as the solver says."""
+    while not play.done:
+        reasoning, actions = play.episode.plan(rng)
+        play.respond(format_response(reasoning, actions[: play.env.max_actions]))
+    return play.outcome
+
+
+def turns(play, rng):
+    """Actions, turn by turn, until the play is over: a solver's, or a random player's with nonsense between them."""
+    solves = has_solver(play.episode) and rng.random() < 0.3
+    at_most = play.env.max_actions if play.env.splits_answers else 1
+    while not play.done:
+        if solves:
+            yield play.episode.plan(rng)[1][:at_most]
+        elif rng.random() < 0.3 or not has_random_player(play.episode):
+            yield rng.choice([[], [NONSENSE], ["0"], ["Up", NONSENSE][:at_most]])
+        else:
+            yield [play.episode.random_action(rng) for _ in range(rng.randint(1, at_most))]
+
+
+def first_texts(env, rows, seed=0):
+    """For each row a first response, good or bad."""
+    rng = random.Random(seed)
+    return [format_response("", next(turns(env.play(row, random.Random(0)), rng))) for row in rows]
+
+
+# Options
+
+
+def test_unknown_environment_is_named_with_what_is_allowed():
+    with pytest.raises(ValueError, match=r"environment must be one of \[.*'frozen_lake'.*\], got 'ice'"):
+        make_env("ice")
+
+
+@every_task
+def test_every_environment_is_known_by_its_own_name(name):
+    assert make_env(name).name == name == ENVIRONMENTS[name].name
+
+
+@every_task
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"wind": 1}, r"options of {name} must be among \[.*'max_turns', 'max_actions', 'protocol'\], got \['wind'\]"),
+        ({"max_turns": 0}, "max_turns must be between 1 and 100, got 0"),
+        ({"max_actions": 101}, "max_actions must be between 1 and 100, got 101"),
+        ({"protocol": "json"}, r"protocol must be one of \['text', 'tools'\], got 'json'"),
+    ],
+)
+def test_bad_options_are_named_with_what_is_allowed(name, options, message):
+    with pytest.raises(ValueError, match=message.format(name=name)):
+        make_env(name, **options)
+
+
+@pytest.mark.parametrize(("name", "multi_turn"), MISSING_MODES)
+def test_modes_that_a_task_does_not_have_are_refused(name, multi_turn):
+    with pytest.raises(ValueError, match=f"multi_turn must be {not multi_turn} for {name}, got {multi_turn}"):
+        make_env(name, multi_turn=multi_turn)
+
+
+@every_task
+def test_bad_arguments_of_datasets_are_named_with_what_is_allowed(name):
+    env, data = environment(name), data_of(name)
+    with pytest.raises(ValueError, match=r"split must be one of \['train', 'test'\], got 'val'"):
+        env.dataset(1, split="val", data=data)
+    with pytest.raises(ValueError, match="num_prompts must be between 1 and 10000000, got 0"):
+        env.dataset(0, data=data)
+    if data is None:
+        with pytest.raises(
+            ValueError, match=f"num_prompts must be given where {name} makes its tasks itself, got None"
+        ):
+            env.dataset()
+    else:
+        with pytest.raises(ValueError, match=r"num_prompts must be at most \d+, the tasks there are, got 1000000"):
+            env.dataset(1_000_000, data=data)
+
+
+# Rows
+
+
+def checksums():
+    """Of all that a seed decides, for every task."""
+    sums = {}
+    for name, multi_turn in MODES:
+        env = environment(name, multi_turn)
+        rows = rows_of(env, 10, seed=5)
+        plays = [env.play(row, random.Random(row["seed"])) for row in rows]
+        rng = random.Random(0)
+        told = [play.respond(format_response("", actions)) for play in plays for actions in turns(play, rng)]
+        demonstrations = demonstrations_of(env, 10, seed=5) if has_solver(first_episode(env)) else []
+        everything = (rows, told, [play.outcome for play in plays], demonstrations)
+        sums[f"{name}, multi_turn={multi_turn}"] = zlib.crc32(repr(everything).encode())
+    return sums
+
+
+def test_equal_arguments_give_equal_rows_and_plays_in_every_process():
+    script = "import json, test_environments\nprint(json.dumps(test_environments.checksums()))"
+    hash_seed = "1" if os.environ.get("PYTHONHASHSEED") != "1" else "2"
+    there = subprocess.run(
+        [sys.executable, "-c", script],
+        cwd=Path(__file__).parent,
+        env={**os.environ, "PYTHONHASHSEED": hash_seed},
+        capture_output=True,
+        check=True,
+        text=True,
+    )
+    random.seed(1)  # the other process has a global generator in another state
+    assert json.loads(there.stdout.splitlines()[-1]) == checksums()
+
+
+@every_task
+def test_global_generators_are_left_alone(name):
+    def states():
+        return random.getstate(), np.random.get_state(legacy=False)["state"]["key"].tolist()
+
+    before = states()
+    env = environment(name)
+    rows = rows_of(env, 5)
+    for row in rows:
+        for seed in range(3):
+            play = env.play(row, random.Random(seed))
+            for actions in turns(play, random.Random(seed)):
+                play.respond(format_response("", actions))
+    if has_solver(first_episode(env)):
+        demonstrations_of(env, 5)
+    assert states() == before
+
+
+@every_mode
+def test_first_rows_of_a_longer_dataset_are_the_shorter_one(name, multi_turn):
+    env, data = environment(name, multi_turn), data_of(name)
+    longer = rows_of(env, 20, seed=3)
+    assert env.dataset(len(longer) // 2, 3, data=data).to_list() == longer[: len(longer) // 2]
+
+
+@every_task
+def test_seeds_give_other_rows_or_another_order(name):
+    env = environment(name)
+    assert rows_of(env, 30, seed=0) != rows_of(env, 30, seed=1)
+
+
+@every_task
+def test_seeds_of_rows_tell_tasks_apart(name):
+    env = environment(name)
+    rows = [row for split in SPLITS for row in rows_of(env, 200, split=split)]
+    assert all(type(row["seed"]) is int for row in rows)
+    tasks = {row["seed"]: row for row in rows}
+    assert all(tasks[row["seed"]] == row for row in rows)
+    assert len({json.dumps(row["prompt"]) for row in rows}) > 1
+
+
+@every_mode
+def test_splits_never_meet(name, multi_turn):
+    env = environment(name, multi_turn)
+    train, test = ({row["prompt"][-1]["content"] for row in rows_of(env, 300, split=split)} for split in SPLITS)
+    assert train and test and not train & test
+
+
+@every_task
+def test_rows_come_back_from_arrow_as_they_were(name):
+    env = environment(name)
+    rows = rows_of(env, 20)
+    for row, task in zip(rows, env.tasks(0, "train", data_of(name)), strict=False):
+        assert {key: row[key] for key in task} == task
+
+
+# Prompts
+
+
+@every_mode
+@pytest.mark.parametrize("protocol", ["text", "tools"])
+def test_prompt_is_a_short_system_and_user_message(name, multi_turn, protocol):
+    if protocol == "tools" and ENVIRONMENTS[name].tools is None:
+        pytest.skip(f"{name} has no tools")
+    env = environment(name, multi_turn, protocol=protocol)
+    for row in rows_of(env, 20):
+        system, user = row["prompt"]
+        assert (system["role"], user["role"]) == ("system", "user")
+        assert system.keys() == user.keys() == {"role", "content"}
+        shown = env.episode(row, random.Random(0)).observation()
+        assert 0 < len(system["content"]) < 800 and len(user["content"]) - len(shown) < 200
+        assert len(shown) < 1000 or data_of(name) is not None  # texts of others are as long as they are
+        if protocol == "text":
+            assert shown in user["content"] and f"<answer>{env.example}</answer>" in user["content"]
+        else:
+            assert user["content"] == "" and "<answer>" not in system["content"]
+
+
+@every_mode
+def test_what_is_shown_first_is_no_matter_of_chance(name, multi_turn):
+    env = environment(name, multi_turn)
+    for row in rows_of(env, 20):
+        shown = {env.episode(row, random.Random(seed)).observation() for seed in range(5)}
+        assert len(shown) == 1
+        assert env.turn_text(env.episode(row, random.Random(7))) == row["prompt"][-1]["content"]
+
+
+@every_mode
+def test_the_example_of_an_answer_can_be_read(name, multi_turn):
+    env = environment(name, multi_turn)
+    response = parse_response(format_response("reasoning", [env.example]), split=env.splits_answers)
+    assert response is not None and response.actions
+
+
+# Play
+
+
+@every_mode
+def test_an_invalid_turn_costs_a_tenth_and_changes_nothing_else(name, multi_turn):
+    env = environment(name, multi_turn)
+    for row in rows_of(env, 10):
+        play = env.play(row, random.Random(0))
+        shown = play.episode.observation()
+        message = play.respond("I give up.")
+        assert play.outcome == Outcome(episode_return=-0.1, success=False, turns=1, valid_turns=0)
+        assert play.episode.observation() == shown and not play.episode.done
+        if env.max_turns == 1:
+            assert message is None and play.done
+        else:
+            told = f"Invalid answer. Reward -0.1. Turn 2 of {env.max_turns}."
+            assert message == env.turn_text(play.episode, told) and message.startswith(f"{told}\n")
+
+
+@every_mode
+def test_one_unknown_action_makes_a_turn_invalid_unless_it_is_beyond_the_limit(name, multi_turn):
+    env = environment(name, multi_turn)
+    row, episode = rows_of(env, 1)[0], first_episode(env)
+    if episode.is_action(NONSENSE) or not has_random_player(episode):
+        pytest.skip(f"{name} has no unknown actions, or no random player")
+    for seed in range(20):
+        play, beyond = env.play(row, random.Random(0)), env.play(row, random.Random(0))
+        action = play.episode.random_action(random.Random(seed))
+        play.take([action] * (env.max_actions - 1) + [NONSENSE])
+        assert (play.outcome.valid_turns, play.outcome.episode_return) == (0, -0.1)
+        beyond.take([action] * env.max_actions + [NONSENSE])
+        assert beyond.outcome.valid_turns == 1
+
+
+@every_mode
+def test_play_ends_with_its_turns(name, multi_turn):
+    env = environment(name, multi_turn)
+    play = env.play(rows_of(env, 1)[0], random.Random(0))
+    messages = [play.respond("") for _ in range(env.max_turns)]
+    assert [message is None for message in messages] == [False] * (env.max_turns - 1) + [True]
+    assert play.done and not play.episode.done
+    assert play.outcome.turns == env.max_turns
+    assert play.outcome.episode_return == pytest.approx(-0.1 * env.max_turns)
+
+
+@every_mode
+def test_the_return_is_the_sum_of_the_rewards_that_were_told(name, multi_turn):
+    env, rng = environment(name, multi_turn), random.Random(0)
+    for row in rows_of(env, 20):
+        read, taken = env.play(row, random.Random(1)), env.play(row, random.Random(1))
+        told = []
+        for actions in turns(read, rng):
+            status = taken.take(actions)
+            message = read.respond(format_response("", actions))
+            assert message is None or message.startswith(status)
+            (reward,) = re.findall(r"Reward (-?\d+(?:\.\d+)?(?:e-?\d+)?)\.(?: |$)", status)
+            told.append(float(reward))
+        assert read.outcome == taken.outcome
+        assert (taken.outcome.turns, taken.done) == (len(told), True)
+        assert sum(told) == pytest.approx(read.outcome.episode_return, abs=1e-4)
+
+
+@pytest.mark.xfail(strict=True, reason="`respond` counts turns beyond the end")
+@every_mode
+def test_an_episode_that_is_over_stays_as_it_is(name, multi_turn):
+    env = environment(name, multi_turn)
+    play = env.play(rows_of(env, 1)[0], random.Random(0))
+    while not play.done:
+        play.respond("")
+    before = play.outcome
+    assert play.respond("") is None
+    assert play.outcome == before
+
+
+@every_mode
+def test_the_solver_solves_every_task(name, multi_turn):
+    env = make_env(name, multi_turn=multi_turn)  # as it is by default, without noise
+    if not has_solver(first_episode(env)):
+        pytest.skip(f"{name} has no solver")
+    rows = [row for split in SPLITS for row in rows_of(env, 60, split=split)]
+    outcomes = [solve(env.play(row, random.Random(0)), random.Random(0)) for row in rows]
+    assert all(outcome.success and outcome.valid_turns == outcome.turns for outcome in outcomes)
+
+
+@every_mode
+def test_random_players_name_actions(name, multi_turn):
+    env = environment(name, multi_turn)
+    if not has_random_player(first_episode(env)):
+        pytest.skip(f"{name} has no random player")
+    drawn, rng = set(), random.Random(0)
+    for row in rows_of(env, 10):
+        play = env.play(row, rng)
+        while not play.done:
+            drawn.add(action := play.episode.random_action(rng))
+            assert play.episode.is_action(action)
+            play.take([action])
+    assert len(drawn) > 1
+
+
+@every_mode
+def test_plays_side_by_side_are_plays_one_by_one(name, multi_turn):
+    env = environment(name, multi_turn)
+    rows = rows_of(env, 12)
+    texts = first_texts(env, rows)
+
+    def outcomes(workers):
+        plays = [env.play(row, random.Random(0)) for row in rows]
+        messages = respond_all(plays, texts, workers)
+        return messages, [play.outcome for play in plays]
+
+    assert outcomes(workers=4) == outcomes(workers=1)
+
+
+# Hostile text
+
+PIECES = st.sampled_from(["<think>", "</think>", "<answer>", "</answer>", "||", " ", "\n", "<", "\x00", "\ud800", "1"])
+
+
+@cache
+def _fuzzed(name, multi_turn):
+    """A task, actions that its players take there, and the best return that its solver reaches."""
+    env = environment(name, multi_turn)
+    row = rows_of(env, 1)[0]
+    known, best = {NONSENSE, env.example}, math.inf
+    if has_random_player(first_episode(env)):
+        known |= {env.episode(row, random.Random(0)).random_action(random.Random(seed)) for seed in range(20)}
+    if has_solver(first_episode(env)):
+        plans = [env.episode(row, random.Random(0)).plan(random.Random(seed))[1] for seed in range(5)]
+        known |= {action for plan in plans for action in plan}
+        best = max(solve(env.play(row, random.Random(seed)), random.Random(seed)).episode_return for seed in range(20))
+    return env, row, sorted(known), best
+
+
+@every_mode
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_no_text_raises_and_none_earns_more_than_the_solver(name, multi_turn, data):
+    env, row, known, best = _fuzzed(name, multi_turn)
+    actions = st.lists(st.one_of(st.text(max_size=30), st.sampled_from(known)), max_size=12)
+    texts = st.one_of(
+        st.text(max_size=60), st.lists(PIECES, max_size=20).map("".join), actions.map(lambda a: format_response("", a))
+    )
+    play = env.play(row, random.Random(0))
+    while not play.done:
+        message = play.respond(data.draw(texts))
+        assert play.done == (message is None)
+    assert math.isfinite(play.outcome.episode_return)
+    assert play.outcome.episode_return <= best + 1e-9
+    assert 1 <= play.outcome.turns <= env.max_turns
+
+
+@every_mode
+@settings(max_examples=60, deadline=None)
+@given(action=st.text())
+def test_no_text_in_an_action_raises(name, multi_turn, action):
+    env, row, _, _ = _fuzzed(name, multi_turn)
+    episode = env.episode(row, random.Random(0))
+    if episode.is_action(action):
+        assert math.isfinite(episode.step(action))
+        assert isinstance(episode.observation(), str)
+
+
+# Reward functions
+
+
+@every_single_turn
+def test_reward_functions_play_single_turns(name):
+    env = environment(name)
+    rows = [row for row in rows_of(env, 8) for _ in range(3)]
+    texts = first_texts(env, rows)
+    (returns,) = env.reward_funcs
+    assert (returns.__name__, env.success_func.__name__) == (f"{name}_return", f"{name}_success")
+    plays = env.plays([row["seed"] for row in rows], columns_of(rows))
+    respond_all(plays, texts)
+    completions = [[{"role": "assistant", "content": text}] for text in texts]
+    arguments = {"prompts": [row["prompt"] for row in rows], "completions": completions, **columns_of(rows)}
+    assert returns(**arguments) == [play.outcome.episode_return for play in plays]
+    assert env.success_func(**arguments) == [float(play.outcome.success) for play in plays]
+
+
+@every_single_turn
+def test_reward_functions_log_what_came_of_the_episodes(name):
+    env = environment(name)
+    rows = [row for row in rows_of(env, 8) for _ in range(2)]
+    texts = first_texts(env, rows)
+    plays = env.plays([row["seed"] for row in rows], columns_of(rows))
+    respond_all(plays, texts)
+    outcomes = [play.outcome for play in plays]
+    logged = {}
+    env.reward_funcs[0](
+        prompts=[None] * len(rows),
+        completions=texts,
+        **columns_of(rows),
+        log_metric=logged.__setitem__,
+        log_extra=None,
+        trainer_state=None,
+    )
+    pairs = list(zip(outcomes[::2], outcomes[1::2], strict=True))
+    assert logged == {
+        f"env/{name}/success": pytest.approx(sum(outcome.success for outcome in outcomes) / len(rows)),
+        f"env/{name}/return": pytest.approx(sum(outcome.episode_return for outcome in outcomes) / len(rows)),
+        f"env/{name}/turns": 1.0,
+        f"env/{name}/valid_rate": pytest.approx(sum(outcome.valid_turns for outcome in outcomes) / len(rows)),
+        f"env/{name}/pass@2": pytest.approx(sum(a.success or b.success for a, b in pairs) / len(pairs)),
+    }
+
+
+def rewards_of(env, rows, func=None, **columns):
+    logged = {}
+    arguments = {"completions": ["?"] * len(rows), **columns_of(rows), **columns}
+    rewards = (func or env.reward_funcs[0])(
+        prompts=[row["prompt"] for row in rows], log_metric=logged.__setitem__, **arguments
+    )
+    return rewards, logged
+
+
+@every_mode
+def test_episodes_that_were_played_are_not_played_again(name, multi_turn):
+    env = environment(name, multi_turn)
+    row = rows_of(env, 1)[0]
+    episodes = [
+        {"episode_return": 0.25, "success": False, "turns": 4, "valid_turns": 3},
+        {"episode_return": 7.5, "success": True, "turns": 2, "valid_turns": 2},
+    ]
+    rewards, logged = rewards_of(env, [row, row], **{Outcome.COLUMN: episodes})
+    assert rewards == [0.25, 7.5]
+    assert rewards_of(env, [row, row], env.success_func, **{Outcome.COLUMN: episodes})[0] == [0.0, 1.0]
+    assert logged == {
+        f"env/{name}/success": 0.5,
+        f"env/{name}/return": pytest.approx(3.875),
+        f"env/{name}/turns": 3.0,
+        f"env/{name}/valid_rate": pytest.approx(5 / 6),
+        f"env/{name}/pass@2": 1.0,
+    }
+
+
+def test_pass_at_k_is_left_out_where_groups_are_not_whole():
+    env = environment("frozen_lake")
+    first, second = rows_of(env, 2)
+    assert "env/frozen_lake/pass@2" in rewards_of(env, [first, first, second, second])[1]
+    assert not [key for key in rewards_of(env, [first, first, second])[1] if "pass@" in key]
+
+
+@every_multi_turn
+def test_completions_of_several_turns_have_to_be_played_first(name):
+    env = environment(name, multi_turn=True)
+    message = rf"rollout_func must be TextRollout\(env\) for {name} with max_turns={env.max_turns}: .*max_turns=1"
+    with pytest.raises(ValueError, match=message):
+        rewards_of(env, rows_of(env, 2))
+
+
+@every_mode_with_tools
+def test_rewards_of_tool_environments_are_theirs(name, multi_turn):
+    env = environment(name, multi_turn, protocol="tools")
+    make, rng = env.environment_factory, random.Random(0)
+    rows = rows_of(env, 6)
+    players = [make() for _ in rows]
+    for player, row in zip(players, rows, strict=True):
+        player.reset(**row)
+        for actions in turns(player._play, rng):
+            player._take(actions)
+    rewards, logged = rewards_of(env, rows, environments=players)
+    assert rewards == [player.get_reward() for player in players]
+    successes = [float(player._play.episode.success) for player in players]
+    assert rewards_of(env, rows, env.success_func, environments=players)[0] == successes
+    assert logged[f"env/{name}/success"] == pytest.approx(sum(successes) / len(rows))
+
+
+# Tools
+
+
+@every_mode_with_tools
+def test_text_and_tools_give_the_same_for_the_same_actions(name, multi_turn):
+    env, tool_env = environment(name, multi_turn), environment(name, multi_turn, protocol="tools")
+    player, rng = tool_env.environment_factory(), random.Random(0)
+    for number, row in enumerate(rows_of(env, 30)):
+        play = env.play(row, random.Random(number))
+        assert player.reset(**row) == play.episode.observation()
+        player._play = tool_env.play(row, random.Random(number))  # the same chance events
+        for actions in turns(play, rng):
+            told, message = player._take(actions), play.respond(format_response("", actions))
+            assert player._play.outcome == play.outcome
+            if message is None:
+                assert told.endswith("The episode is over.")
+            else:
+                shown = play.episode.observation()
+                assert told.endswith(f"\n{shown}") and shown in message
+        before = player._play.outcome
+        assert player._take([env.example]) == "The episode is over."
+        assert player._play.outcome == before
+
+
+@every_mode_with_tools
+def test_tools_can_be_described_to_a_model(name, multi_turn):
+    player = environment(name, multi_turn, protocol="tools").environment_factory()
+    names = [key for key in dir(player) if not key.startswith("_") and key not in ("reset", "get_reward")]
+    assert names  # TRL makes a tool of each of them
+    for tool in names:
+        schema = get_json_schema(getattr(player, tool))["function"]
+        assert schema["name"] == tool and schema["description"]
+        assert all(parameter["description"] for parameter in schema["parameters"]["properties"].values())
+
+
+@every_mode_with_tools
+def test_tool_environments_begin_anew_with_every_reset(name, multi_turn):
+    env = environment(name, multi_turn, protocol="tools")
+    player = env.environment_factory()
+    first, second = rows_of(env, 2)
+    shown = player.reset(**first)
+    player._take([NONSENSE, NONSENSE])
+    assert player.reset(**second) == env.episode(second, random.Random(0)).observation()
+    assert player.get_reward() == 0.0
+    assert player.reset(**first) == shown
+
+
+@pytest.mark.xfail(strict=True, reason="`take` trusts the types of what a tool is called with")
+@every_mode_with_tools
+def test_arguments_of_a_wrong_type_make_a_turn_invalid(name, multi_turn):
+    env = environment(name, multi_turn, protocol="tools")
+    player, row = env.environment_factory(), rows_of(env, 1)[0]
+    for actions in [[1], [None], [["Up"]], [{"a": 1}], [], None, 7, {"a": 1}]:
+        player.reset(**row)
+        assert player._take(actions).startswith("Invalid answer. Reward -0.1.")
+        assert player._play.outcome == Outcome(-0.1, success=False, turns=1, valid_turns=0)
+
+
+@every_mode
+def test_tools_are_for_the_tool_protocol(name, multi_turn):
+    with pytest.raises(ValueError, match="protocol must be 'tools' for an environment_factory, got 'text'"):
+        _ = environment(name, multi_turn).environment_factory
+
+
+# Demonstrations
+
+
+@every_mode
+def test_demonstrations_are_whole_episodes_that_solve_their_tasks(name, multi_turn):
+    env = make_env(name, multi_turn=multi_turn)
+    if not has_solver(first_episode(env)):
+        pytest.skip(f"{name} has no solver")
+    rows, told = rows_of(env, 30, seed=7), demonstrations_of(env, 30, seed=7)
+    for row in rows:
+        play, messages = env.play(row, random.Random(0)), row["prompt"]
+        while not play.done:
+            turn = told.pop(0)
+            assert turn["prompt"] == messages  # all that was said so far
+            (answer,) = turn["completion"]
+            assert answer["role"] == "assistant"
+            response = parse_response(completion_text(turn["completion"]), split=env.splits_answers)
+            assert response.reasoning and 1 <= len(response.actions) <= env.max_actions
+            message = play.respond(answer["content"])
+            messages = [*messages, answer, {"role": "user", "content": message}]
+        assert play.outcome.success
+    assert told == []
+
+
+@every_task
+def test_demonstrations_are_of_training_tasks(name):
+    env = make_env(name)
+    if not has_solver(first_episode(env)):
+        pytest.skip(f"{name} has no solver")
+    shown = {turn["prompt"][1]["content"] for turn in demonstrations_of(env, 50)}
+    assert shown == {row["prompt"][-1]["content"] for row in rows_of(env, 50)}
+
+
+def test_tasks_without_a_solver_say_so():
+    class Unsolvable(Episode):
+        def observation(self):
+            return ""
+
+        def is_action(self, action):
+            return True
+
+        def step(self, action):
+            return 0.0
+
+    class NoSolver(FrozenLake):
+        def episode(self, row, rng):
+            return Unsolvable()
+
+    with pytest.raises(NotImplementedError, match="Unsolvable has no solver"):
+        NoSolver().demonstrations(1, seed=0)
+    with pytest.raises(NotImplementedError, match="Unsolvable has no random player"):
+        Unsolvable().random_action(random.Random(0))
+    with pytest.raises(NotImplementedError, match="Unsolvable has no pictures"):
+        Unsolvable().image()
+
+
+@every_task
+def test_every_task_says_whether_it_has_pictures(name):
+    env = environment(name)
+    episode = env.episode(rows_of(env, 1)[0], random.Random(0))
+    assert (name in PICTURED) == (type(episode).image is not Episode.image)
+    assert not env.shows_images and "image" not in rows_of(env, 1)[0]
+
+
+# Pictures
+
+
+@every_picture
+def test_pictures_come_back_from_a_dataset_as_they_were_drawn(name):
+    env = environment(name, observation="image")
+    for row in env.dataset(5):
+        image = row["image"]
+        assert isinstance(image, Image.Image) and image.mode == "RGB"
+        assert min(image.size) >= 64 and max(image.size) <= 1024
+        drawn = env.episode(row, random.Random(0)).image()
+        assert drawn.mode == "RGB" and ImageChops.difference(image, drawn).getbbox() is None
+
+
+@every_picture
+def test_pictures_show_the_state_and_words_do_not(name):
+    env = environment(name, observation="image")
+    assert env.shows_images
+    rows = list(env.dataset(20))
+    assert len({row["image"].tobytes() for row in rows}) > 15
+    assert len({json.dumps(row["prompt"]) for row in rows}) == 1
+
+
+@every_picture
+def test_pictures_go_into_the_first_user_message(name):
+    row = environment(name, observation="image").dataset(1)[0]
+    _, user = prepare_multimodal_messages(row["prompt"], images=[row["image"]])
+    assert [part["type"] for part in user["content"]] == ["image", "text"]
+    assert user["content"][0]["image"] is row["image"]
+
+
+@every_picture
+def test_pictures_are_refused_where_later_turns_are_text(name):
+    with pytest.raises(ValueError, match=r"observation .*got 'image'"):
+        environment(name, multi_turn=True, observation="image")
+
+
+@every_picture
+@pytest.mark.parametrize("multi_turn", [False, True])
+def test_pictures_begin_and_answer_the_calls_of_tools(name, multi_turn):
+    env = environment(name, multi_turn, protocol="tools", observation="image")
+    player, row = env.environment_factory(), env.dataset(1)[0]
+    assert player.reset(**row) == [{"type": "image"}]  # the place that TRL fills from the column
+    (picture,) = player.reset(**{key: row[key] for key in row if key != "image"})
+    assert picture["image"].tobytes() == row["image"].tobytes()
+    answers = [player.move([NONSENSE]) for _ in range(env.max_turns - 1)]
+    for shown, words in answers:
+        assert shown["image"].tobytes() == row["image"].tobytes()
+        assert words == {"type": "text", "text": "Invalid answer. Reward -0.1."}
+
+
+@every_picture
+def test_pictures_follow_the_player(name):
+    env = environment(name)  # a picture can be had of what is shown in words, too
+    episode = env.episode(rows_of(env, 1)[0], random.Random(0))
+    rng, drawn = random.Random(0), set()
+    for _ in range(30):
+        drawn.add(episode.image().tobytes())
+        if not episode.done:
+            episode.step(episode.random_action(rng))
+    assert len(drawn) > 1
+
+
+@every_picture
+def test_rewards_are_those_of_the_same_actions_in_words(name):
+    env, words = environment(name, observation="image"), environment(name)
+    rows = list(env.dataset(10))
+    texts = first_texts(words, rows)
+    assert rewards_of(env, rows, completions=texts) == rewards_of(words, rows, completions=texts)
