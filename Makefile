@@ -31,6 +31,10 @@ $(BIN)/.installed-deepspeed: $(BIN)/.installed
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[deepspeed]"
 	touch $@
 
+$(BIN)/.installed-openenv: $(BIN)/.installed
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[openenv,dense]"
+	touch $@
+
 install: $(BIN)/.installed  ## Create .venv with everything that the other targets need
 
 # Or sokoban, which is played in several turns.
@@ -39,7 +43,7 @@ ENV := frozen_lake
 demo: $(BIN)/.installed  ## Train the tiny model with the filter on (minutes, no network); ENV=sokoban for several turns
 	$(BIN)/ragen2-trl train --config recipes/$(ENV)_tiny.yaml --overwrite true
 
-test: $(BIN)/.installed-deepspeed  ## Fast tests
+test: $(BIN)/.installed-deepspeed $(BIN)/.installed-openenv  ## Fast tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow"
 
 test-distributed: $(BIN)/.installed-deepspeed  ## DDP, ZeRO-1/2/3, FSDP2 and LoRA on CPU processes, all of the matrix

@@ -1,9 +1,8 @@
-"""Run Python programs that a model wrote, and test them, where they can do no harm.
+"""Run Python programs that a model wrote where they can do no harm.
 
 Each run is a process of its own under bubblewrap: no network, no files but Python's standard library and shared
 libraries, no environment, no other process in reach, no identity outside. The kernel bounds its CPU time, memory,
-threads and files; this module bounds its wall clock and its output. What a program should have answered never enters
-the sandbox: `run_tests` compares outside, so a program passes a test only by producing the right value.
+threads and files; this module bounds its wall clock and its output.
 
     sandbox = Sandbox(Limits(wall_seconds=5.0))
     sandbox.run("print(int(input()) + 1)", "41\\n").stdout  # "42\\n"
@@ -37,7 +36,6 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 R = TypeVar("R")
 Ended = Literal["exit", "wall", "cpu", "output"]
-Verdict = Literal["passed", "wrong", "error", "timeout"]
 
 _RUNNER = Path(__file__).with_name("sandbox_runner.py").read_text(encoding="utf-8")
 _PYTHON = f"{sys.base_prefix}/bin/python{sys.version_info.major}.{sys.version_info.minor}"
@@ -47,14 +45,20 @@ _ENVIRONMENT = {"PATH": "/usr/bin:/bin", "HOME": "/tmp", "PYTHONHASHSEED": "0", 
 
 
 class SandboxUnavailableError(RuntimeError):
-    """bubblewrap is missing, or the system does not let it make namespaces."""
+    """bubblewrap is missing, or the system does not let it make namespaces.
 
-    def __init__(self, reason: str):
+    Args:
+        reason: What is in the way.
+        option: The name under which a user sets `allow_unsafe`.
+    """
+
+    def __init__(self, reason: str, option: str = "allow_unsafe"):
         super().__init__(
             f"Programs cannot be isolated here: {reason}\nInstall bubblewrap 0.8 or later "
-            "(`apt-get install bubblewrap`, `dnf install bubblewrap`), or pass `allow_unsafe=True` to run programs "
+            f"(`apt-get install bubblewrap`, `dnf install bubblewrap`), or pass `{option}=True` to run programs "
             "with your own rights."
         )
+        self.reason = reason
 
 
 @dataclass(frozen=True)
@@ -305,105 +309,3 @@ def _seccomp_filter() -> bytes:
         *((load, 0, 0, 16), (bits, 1, 0, clone_thread), (verdict, 0, 0, refuse), (verdict, 0, 0, allow)),
     ]
     return b"".join(struct.pack("HBBI", *step) for step in program)
-
-
-# Tests of a program: all of what follows happens outside the sandbox.
-
-
-@dataclass(frozen=True)
-class StdinCase:
-    """A test of a script: what it reads, and what it should print (see `same_output`)."""
-
-    stdin: str
-    expected: str
-
-
-@dataclass(frozen=True)
-class CallCase:
-    """A test of a function, or of a method of class `Solution`: JSON arguments and result (see `same_value`)."""
-
-    function_name: str
-    arguments: Sequence[Any]
-    expected: Any
-
-
-def run_tests(
-    sandbox: Sandbox, program: str, cases: Iterable[StdinCase | CallCase], wall_seconds: float = 60.0
-) -> list[Verdict]:
-    """Test a program, each case in a process of its own that learns nothing of the other cases.
-
-    All cases share `wall_seconds`, each within the sandbox's own wall clock; those that find nothing left are
-    `timeout`. A program that ends with an exit status, floods its output or returns no JSON is `error`. Within a
-    `Sandbox.map`, programs are tested side by side.
-    """
-    deadline = time.monotonic() + wall_seconds
-    return [_verdict(sandbox, program, case, deadline - time.monotonic()) for case in cases]
-
-
-def _verdict(sandbox: Sandbox, program: str, case: StdinCase | CallCase, seconds: float) -> Verdict:
-    if seconds <= 0:
-        return "timeout"
-    if isinstance(case, StdinCase):
-        outcome = sandbox.run(program, case.stdin, wall_seconds=seconds)
-    else:
-        outcome = sandbox.run(program, call=(case.function_name, case.arguments), wall_seconds=seconds)
-    if outcome.ended in ("wall", "cpu"):
-        return "timeout"
-    if outcome.ended == "output" or outcome.returncode != 0:
-        return "error"
-    if isinstance(case, StdinCase):
-        return "passed" if same_output(case.expected, outcome.stdout) else "wrong"
-    try:
-        value = json.loads(outcome.stdout)
-    except (ValueError, RecursionError):  # not one JSON value, an integer of too many digits, or nested too deeply
-        return "error"
-    return "passed" if same_value(case.expected, value) else "wrong"
-
-
-def same_output(expected: str, actual: str) -> bool:
-    """Equal line by line and token by token, whatever the blanks between tokens and at the end.
-
-    Where the expected token is a number but no whole one, 1e-6 of it is tolerated.
-
-    >>> same_output("1 2\\n0.5\\n", " 1  2 \\n0.5000001")
-    True
-    >>> same_output("1000000000", "1000000001")
-    False
-    """
-    rows, actual_rows = ([line.split() for line in text.rstrip().split("\n")] for text in (expected, actual))
-    return [len(row) for row in rows] == [len(row) for row in actual_rows] and all(
-        _same_token(token, actual_token)
-        for row, actual_row in zip(rows, actual_rows, strict=True)
-        for token, actual_token in zip(row, actual_row, strict=True)
-    )
-
-
-def _same_token(expected: str, actual: str) -> bool:
-    if expected == actual or expected.lstrip("+-").isdigit():
-        return expected == actual
-    try:
-        return _close(float(expected), float(actual))
-    except ValueError:  # not numbers
-        return False
-
-
-def same_value(expected: Any, actual: Any) -> bool:
-    """Equal JSON values, tuples being lists; 1e-6 of an expected float is tolerated.
-
-    >>> same_value([(1, 0.3)], [[1, 0.1 + 0.2]])
-    True
-    """
-    if isinstance(expected, float) and isinstance(actual, (int, float)):
-        return _close(expected, actual)
-    if isinstance(expected, (list, tuple)) and isinstance(actual, list):
-        return len(expected) == len(actual) and all(map(same_value, expected, actual))
-    if isinstance(expected, dict) and isinstance(actual, dict):
-        return expected.keys() == actual.keys() and all(same_value(expected[key], actual[key]) for key in expected)
-    return bool(expected == actual)
-
-
-def _close(expected: float, actual: float) -> bool:
-    try:
-        return math.isclose(expected, actual, rel_tol=1e-6, abs_tol=1e-9)
-    except OverflowError:  # an integer beyond every float
-        return False

@@ -12,9 +12,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from ragen2_trl.envs import format_response
-from ragen2_trl.envs.countdown import (
+from ragen2_trl.envs.arithmetic import (
     MAX_CHARS,
-    Countdown,
     numbers_of,
     parse_expression,
     random_tree,
@@ -22,6 +21,7 @@ from ragen2_trl.envs.countdown import (
     solve,
     value_of,
 )
+from ragen2_trl.envs.countdown import Countdown
 
 ROW = {"seed": 1, "nums": [3, 4, 5], "target": 35}
 

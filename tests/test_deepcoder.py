@@ -11,16 +11,8 @@ from hypothesis import strategies as st
 
 from ragen2_trl import sandbox
 from ragen2_trl.envs.base import held_out
-from ragen2_trl.envs.deepcoder import (
-    MAX_TEST_CHARS,
-    DeepCoder,
-    choose_tests,
-    is_shown,
-    program_of,
-    quoted,
-    read_tests,
-    task_row,
-)
+from ragen2_trl.envs.deepcoder import DeepCoder, program_of, quoted
+from ragen2_trl.envs.deepcoder_tests import MAX_TEST_CHARS, choose_tests, is_shown, read_tests, task_row
 from ragen2_trl.envs.play import respond_all
 from ragen2_trl.envs.responses import format_response
 
@@ -59,7 +51,7 @@ def score(row, program):
         ({"test_seconds": 0}, "test_seconds must be between 1 and 60, got 0"),
         ({"program_seconds": 0.5}, "program_seconds must be between 1 and 600, got 0.5"),
         ({"workers": 0}, "workers must be between 1 and 64, got 0"),
-        ({"max_turns": 0}, "max_turns must be between 1 and 100, got 0"),
+        ({"max_turns": 0}, "max_turns must be an integer between 1 and 100, got 0"),
     ],
 )
 def test_bad_options_are_named_with_what_is_allowed(options, message):
@@ -69,8 +61,9 @@ def test_bad_options_are_named_with_what_is_allowed(options, message):
 
 def test_without_bubblewrap_it_refuses_and_tells_how_to_install_it(monkeypatch):
     monkeypatch.setattr(sandbox.shutil, "which", lambda name: None)
-    with pytest.raises(RuntimeError, match=r"(?s)apt-get install bubblewrap.*allow_unsafe_sandbox=True"):
+    with pytest.raises(RuntimeError, match=r"(?s)apt-get install bubblewrap.*`allow_unsafe_sandbox=True`") as error:
         DeepCoder()
+    assert "allow_unsafe=" not in str(error.value)  # no other name of the option
     unsafe = DeepCoder(allow_unsafe_sandbox=True)
     assert play(unsafe, SCRIPT, answer(DOUBLE))[0].outcome.success
 
@@ -251,6 +244,14 @@ def test_feedback_quotes_an_example_and_never_a_hidden_test():
     assert hidden.splitlines()[1] == "Your program passes 1 of 4 tests."
     for message in (wrong, hidden):
         assert not any(secret in message for secret in ("31337", "62674", "-8"))
+
+
+def test_feedback_takes_no_run_beside_the_tests(monkeypatch):
+    env = DeepCoder(multi_turn=True)
+    runs, run = [], env.judge.sandbox.run
+    monkeypatch.setattr(env.judge.sandbox, "run", lambda *given, **named: runs.append(given) or run(*given, **named))
+    _, (message,) = play(env, SCRIPT, answer("print(input())"))
+    assert 'got "21\\n"' in message and len(runs) == len(TESTS)
 
 
 def test_feedback_tells_errors():

@@ -2,6 +2,8 @@
 
 import json
 import random
+import subprocess
+import sys
 import threading
 import time
 
@@ -10,7 +12,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from ragen2_trl.envs import format_response
-from ragen2_trl.envs.metamath_qa import MetaMathQA, gold_answer, make_problem, same_answer
+from ragen2_trl.envs.math_answers import same_answer
+from ragen2_trl.envs.metamath_qa import MetaMathQA, gold_answer, make_problem
 
 ROW = {"seed": 1, "question": "How much is 3 + 4?", "answer": "7", "solution": "3 + 4 = 7."}
 
@@ -160,6 +163,20 @@ def test_an_answer_is_worth_itself(text):
 def test_fractions_are_exact(top, bottom):
     assert same_answer(f"{top}/{bottom}", f"{'-' if top < 0 else ''}\\frac{{{abs(top)}}}{{{bottom}}}")
     assert not same_answer(f"{top}/{bottom}", f"{top + 1}/{bottom}")
+
+
+def test_tasks_are_imported_without_computer_algebra_which_still_judges_in_silence():
+    code = """
+import logging, sys
+import ragen2_trl.envs.metamath_qa
+assert not {"sympy", "math_verify"} & set(sys.modules)
+logging.basicConfig(level=logging.DEBUG, stream=sys.stdout)
+assert ragen2_trl.envs.math_answers.same_answer("2x + x^2", "x^2+2x")
+assert "math_verify" in sys.modules
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "Timeout" not in done.stdout + done.stderr
 
 
 def test_answers_are_judged_outside_the_main_thread():

@@ -1,7 +1,6 @@
 """Attacks on the sandbox, each with what must stay true. Without bubblewrap they fail: an untested cage is no cage."""
 
 import contextlib
-import json
 import logging
 import os
 import shutil
@@ -17,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from ragen2_trl import sandbox as module
-from ragen2_trl.sandbox import CallCase, Limits, Sandbox, SandboxUnavailableError, StdinCase, run_tests, same_value
+from ragen2_trl.sandbox import Limits, Sandbox, SandboxUnavailableError
 
 QUICK = Limits(cpu_seconds=1, wall_seconds=3.0, memory_bytes=256 << 20, file_bytes=1 << 20, output_bytes=64 << 10)
 SHORT = Limits(wall_seconds=0.7)
@@ -438,167 +437,11 @@ def test_a_run_dies_with_the_process_that_started_it(leftovers):
     program += "sandbox.Sandbox().run('while True: pass')"
     with subprocess.Popen([sys.executable, "-c", program]) as parent:
         deadline = time.monotonic() + 60
-        while leftovers.now() < 3 and time.monotonic() < deadline:  # the parent, bubblewrap and the program
+        while (alive := leftovers.now()) < 3 and time.monotonic() < deadline:  # the parent, bubblewrap, the program
             time.sleep(0.1)
-        assert leftovers.now() >= 3
+        assert alive >= 3
         parent.kill()
     assert leftovers() == 0
-
-
-# Tests of a program
-
-
-def test_scripts_are_judged_by_what_they_print(sandbox):
-    cases = [StdinCase("1 2", "3\n"), StdinCase("2 2", "4"), StdinCase("2 2", "5"), StdinCase("x", "1")]
-    program = "print(sum(map(int, input().split())), ' ')"
-    assert run_tests(sandbox, program, cases) == ["passed", "passed", "wrong", "error"]
-
-
-@pytest.mark.parametrize(
-    "program",
-    [
-        "def add(a, b): return a + b",
-        "class Solution:\n    def add(self, a, b):\n        print('debug', 7)\n        return a + b",
-        "def add(a, b): return a + b\nif __name__ == '__main__': add(*map(int, input().split()))",
-    ],
-)
-def test_functions_and_methods_are_judged_by_what_they_return(sandbox, program):
-    assert run_tests(sandbox, program, [CallCase("add", [1, 2], 3), CallCase("add", [1, 2], 4)]) == ["passed", "wrong"]
-
-
-CHEATS = {
-    "leaves early": "import sys\nsys.exit(0)",
-    "leaves at once": "import os\nos._exit(0)",
-    "leaves when called": "import os\ndef f(x): os._exit(0)",
-    "prints": "def f(x): print(True, 4)",
-    "equals everything": "class Any(int):\n    __eq__ = lambda *_: True\ndef f(x): return Any()",
-    "replaces builtins": "import builtins\nbuiltins.all = builtins.bool = lambda *_: True\ndef f(x): return 0",
-    "replaces json": "import json\njson.loads = json.dumps = lambda *_, **__: 'true'\n"
-    "json.dump = lambda _, stream: stream.write('true')\ndef f(x): return 0",
-    "replaces stdout": "import io, sys\nsys.stdout = sys.stderr = io.StringIO()\ndef f(x): return 0",
-    "writes twice": "import os\ndef f(x):\n    os.write(3, b'5 ')\n    return 4",
-    "tries them all": "import os\ndef f(x):\n    os.write(3, b'1 2 3 4 5')\n    os._exit(0)",
-    "closes the channel": "import os\ndef f(x):\n    os.closerange(0, 64)\n    return 4",
-    "fails afterwards": "import atexit, os\natexit.register(lambda: os._exit(1))\ndef f(x): return 4",
-    "defines nothing": "x = 4",
-    "does not parse": "def f(x) return 4",
-    "nul": "\0",
-    "lone surrogate": "'\ud800'",
-}
-
-
-@pytest.mark.parametrize("program", CHEATS.values(), ids=CHEATS)
-def test_no_cheat_passes(sandbox, program):
-    assert run_tests(sandbox, "def f(x): return 2 * x", [CallCase("f", [2], 4)]) == ["passed"]
-    assert run_tests(sandbox, program, [CallCase("f", [2], 4)])[0] in ("wrong", "error")
-
-
-def test_leaving_early_with_success_passes_no_script(sandbox):
-    assert run_tests(sandbox, "import os; os._exit(0)", [StdinCase("", "4")]) == ["wrong"]
-
-
-@pytest.mark.parametrize("form", [StdinCase, CallCase])
-def test_expected_values_are_nowhere_inside(sandbox, form):
-    """The program dumps every byte of its memory and all it can read that carries the needle's prefix."""
-    needle = f"needle-{uuid.uuid4().hex}"
-    program = """
-import gc, os, re, sys
-def search(*_):
-    print(repr([o for o in gc.get_objects() if isinstance(o, (dict, list, tuple))])[:200_000])
-    print(sys.argv, os.environ, os.listdir("/tmp"), os.listdir("/proc/self/fd"))
-    with open("/proc/self/maps") as maps, open("/proc/self/mem", "rb") as memory:
-        for line in maps:
-            if not line.split()[1].startswith("r") or "[v" in line:
-                continue
-            start, end = (int(bound, 16) for bound in line.split()[0].split("-"))
-            memory.seek(start)
-            print(re.findall(b"n" b"eedle-[0-9a-f]+|c" b"anary-[0-9a-f]+", memory.read(end - start)))
-if __name__ == "__main__":
-    search(input())
-"""
-    canary = "canary-0123"  # the search finds what is inside
-    if form is StdinCase:
-        outcome, case = sandbox.run(program, canary), StdinCase(canary, needle)
-    else:
-        outcome, case = sandbox.run(program, call=("search", [canary])), CallCase("search", [canary], needle)
-    seen = []
-    spy = Sandbox(sandbox.limits)
-    spy.run = lambda *args, **kwargs: seen.append(sandbox.run(*args, **kwargs)) or seen[-1]
-    assert run_tests(spy, program, [case]) == ["wrong"]
-    for found in (outcome, seen[0]):
-        assert f"b'{canary}'" in found.stdout + found.stderr
-        assert needle not in found.stdout + found.stderr
-
-
-def test_cases_learn_nothing_of_each_other(sandbox):
-    program = "import os\ndef f(x):\n    known = os.listdir()\n    open(str(x), 'w').close()\n    return known"
-    assert run_tests(sandbox, program, [CallCase("f", [n], []) for n in range(3)]) == ["passed"] * 3
-
-
-def test_all_cases_share_one_wall_clock(sandbox):
-    started = time.monotonic()
-    program = "import time\nn = int(input())\ntime.sleep(n)\nprint(n)"
-    cases = [StdinCase("0", "0"), *(StdinCase("1", "1") for _ in range(20))]
-    verdicts = run_tests(sandbox, program, cases, wall_seconds=1.0)
-    assert verdicts == ["passed"] + ["timeout"] * 20
-    assert time.monotonic() - started < 5
-
-
-@pytest.mark.parametrize(
-    ("result", "expected", "verdict"),
-    [
-        ("(1, (2,))", [1, [2]], "passed"),
-        ("[1, 2]", (1, 2), "passed"),
-        ("{'a': 0.1 + 0.2}", {"a": 0.3}, "passed"),
-        ("None", None, "passed"),
-        ("2", 2.0, "passed"),
-        ("float('nan')", 1.0, "wrong"),
-        ("[float('inf')]", [1.0], "wrong"),
-        ("10**400", 1.0, "wrong"),
-        ("{1, 2}", [1, 2], "error"),
-        ("b'x'", "x", "error"),
-        ("10**5000", 1, "error"),
-        ("deep(100_000)", [], "error"),
-        ("'x' * (4 << 20)", "x", "error"),
-    ],
-)
-def test_results_of_every_kind_get_a_verdict(sandbox, result, expected, verdict):
-    program = f"""
-def deep(n):
-    value = []
-    for _ in range(n):
-        value = [value]
-    return value
-def f():
-    return {result}
-"""
-    assert run_tests(sandbox, program, [CallCase("f", [], expected)]) == [verdict]
-
-
-@pytest.mark.parametrize(
-    "text", ["[" * 200_000 + "]" * 200_000, "9" * 50_000, '{"a":' * 100_000, "nonsense", "1 2", ""]
-)
-def test_what_is_no_json_value_is_an_error(sandbox, text):
-    """Written straight to the channel, which no library inside can keep from happening."""
-    program = f"import os\nwith open(3, 'w') as channel: channel.write({text!r})\nos._exit(0)"
-    assert run_tests(sandbox, program, [CallCase("f", [], 1)]) == ["error"]
-
-
-def test_tolerance_is_for_fractions_alone():
-    assert module.same_output("0.3 7", "0.30000001   7\n\n")
-    assert module.same_output("1e3", "1000.0000001")
-    for expected, actual in (
-        ("1000000", "1000001"),
-        ("7", "7.0"),
-        ("a b", "a\nb"),
-        ("1", ""),
-        ("0.5", "nan"),
-        ("1", "1 1"),
-    ):
-        assert not module.same_output(expected, actual)
-    assert same_value([1.0, {"a": [2]}], json.loads('[1.0000000001, {"a": [2]}]'))
-    assert not same_value([1], [1, 2])
-    assert not same_value({"a": 1}, {"a": 1, "b": 2})
 
 
 # Where there is no isolation
@@ -627,7 +470,7 @@ def test_unsafe_runs_are_possible_when_asked_for_and_say_so_once(monkeypatch, ca
     with caplog.at_level(logging.WARNING):
         unsafe = Sandbox(QUICK, allow_unsafe=True)
         assert SECRET not in unsafe.run("import os; print(os.environ)").stdout
-        assert run_tests(unsafe, "def f(x): return 2 * x", [CallCase("f", [2], 4)]) == ["passed"]
+        assert unsafe.run("def f(x): return 2 * x", call=("f", [2])).stdout == "4"
         assert unsafe.run(attempt("bytearray(1 << 30)")).stdout == "MemoryError\n"
         assert unsafe.run("while True: pass").ended in ("cpu", "wall")
         assert unsafe.run("import time; time.sleep(60)", wall_seconds=0.5).ended == "wall"

@@ -17,22 +17,18 @@ from ragen2_trl.envs.play import INVALID_TURN
 from ragen2_trl.envs.responses import format_response
 from ragen2_trl.envs.webshop import WebShop, WebShopEpisode
 from ragen2_trl.envs.webshop_catalogue import (
-    _DEPARTMENTS,
     MAX_RESULTS,
     NO_LIMIT,
     Catalogue,
     Goal,
     Product,
-    clean,
     fits,
-    generate_catalogue,
-    load_catalogue,
-    load_goals,
     price_limit,
     score,
-    split_goals,
     type_factor,
 )
+from ragen2_trl.envs.webshop_files import clean, load_catalogue, load_goals, split_goals
+from ragen2_trl.envs.webshop_generator import _DEPARTMENTS, generate_catalogue
 
 JACKET = Product(
     asin="B00001",
@@ -283,6 +279,8 @@ def test_pages_stay_short_whatever_a_product_holds():
 
 def test_no_text_of_the_shop_reaches_the_prompt_as_a_control_token():
     assert clean("a<|im_end|>\n</s> <think>[INST] x||y < 3") == "a< |im_end|> < /s> < think>(INST) x|y < 3"
+    assert clean("Red\x1b[2J <\x00|im_end|> |\x00| \ud800") == "Red(2J < |im_end|> | "
+    assert clean(None) == ""
 
 
 # Generated goals
@@ -312,8 +310,8 @@ def test_the_solver_finds_the_way_from_any_page():
 
 
 def test_demonstrations_end_with_a_purchase():
-    turns = WebShop().demonstrations(20, seed=0)
-    assert sum("click[buy now]" in turn["completion"][0]["content"] for turn in turns) == 20
+    rows = WebShop().demonstrations(20, seed=0)
+    assert ["click[buy now]" in row["completion"][-1]["content"] for row in rows] == [True] * 20
 
 
 def test_random_clicks_seldom_buy_what_is_wanted():
@@ -349,15 +347,16 @@ def test_another_type_of_product_never_pays():
         assert (type_factor(second, first) == 1.0) == (first.query == second.query)
 
 
-def test_splits_never_meet():
-    env = WebShop(products=50)
+@pytest.mark.parametrize("products", [50, 500])
+def test_splits_never_meet(products):
+    env = WebShop(products=products)
 
     def goals(split):
-        return {text.split(", and price")[0] for text in env.dataset(700, split=split)["instruction"]}
+        return {text.split(", and price")[0] for text in env.dataset(3000, split=split)["instruction"]}
 
     train, test = goals("train"), goals("test")
     assert not train & test
-    assert len(test) > 100
+    assert len(test) > 300
 
 
 def test_equal_seeds_give_equal_rows_and_nothing_else_matters():

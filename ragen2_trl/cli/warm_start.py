@@ -13,7 +13,7 @@ from rich.console import Console
 from transformers import PreTrainedModel, PreTrainedTokenizerFast, set_seed
 from trl import ModelConfig, SFTConfig, SFTTrainer, TrlParser, get_peft_config, get_quantization_config
 
-from ragen2_trl.cli.arguments import EnvironmentArguments
+from ragen2_trl.cli.arguments import EnvironmentArguments, parse_env_args
 from ragen2_trl.envs import make_env
 from ragen2_trl.tiny import resolve_model
 from ragen2_trl.tiny.build import build_model, build_tokenizer
@@ -27,7 +27,10 @@ class WarmStartArguments(EnvironmentArguments):
     demonstrations_seed: int = field(default=0, metadata={"help": "Seed of the demonstrations."})
     mix: list[str] = field(
         default_factory=list,
-        metadata={"help": "Further tasks to learn from as well, played in several turns where they can be."},
+        metadata={
+            "help": "Further tasks to learn from, as many demonstrations of each: a name and its options in one "
+            "string, such as 'sokoban multi_turn=true observation=coordinates'."
+        },
     )
     from_scratch: bool = field(
         default=False, metadata={"help": "Build the tiny model anew; only with `--model_name_or_path tiny`."}
@@ -59,9 +62,9 @@ def _demonstrations(script_args: WarmStartArguments) -> Dataset:
     """Solved tasks, as many of each kind."""
     count, seed = script_args.num_demonstrations, script_args.demonstrations_seed
     tasks = [script_args.make_env().demonstrations(count, seed, script_args.data)]
-    for name in script_args.mix:
-        limits = make_env(name).multi_turn_limits
-        tasks.append(make_env(name, multi_turn=limits is not None).demonstrations(count, seed))
+    for task in script_args.mix:
+        name, *options = task.split()
+        tasks.append(make_env(name, **parse_env_args(options)).demonstrations(count, seed))
     return concatenate_datasets(tasks)
 
 

@@ -56,7 +56,11 @@ class Episode(ABC):
 
     @abstractmethod
     def is_action(self, action: str) -> bool:
-        """Whether this text names an action of the rules. Hostile input: no exception, and quick."""
+        """Whether this text names an action of the rules. Hostile input: no exception, and quick.
+
+        All actions of a turn are asked for before the first is carried out: where the answer depends on the state,
+        `max_actions` must be 1.
+        """
 
     @abstractmethod
     def step(self, action: str) -> float:
@@ -94,7 +98,7 @@ class Environment(ABC):
     `instructions`, `tasks` and `episode`.
 
     Args:
-        multi_turn: Whether an episode has several turns; default: single-turn where the task has it.
+        multi_turn: Whether an episode has several turns; default: where the task needs them, and with tools.
         max_turns: Turns of an episode, 1 to 100; default: the task's.
         max_actions: Actions that count in a turn, 1 to 100; later ones are ignored. Default: the task's.
         protocol: `"text"`, where answers are read from `<think>…</think><answer>…</answer>`, or `"tools"`, whose
@@ -120,17 +124,29 @@ class Environment(ABC):
         max_actions: int | None = None,
         protocol: str = "text",
     ):
+        check_choice("protocol", protocol, PROTOCOLS if self.tools else PROTOCOLS[:1])
+        if multi_turn is False and max_turns is not None:
+            check_count("max_turns", max_turns, 1, 1)
         if multi_turn is None:
-            multi_turn = self.single_turn_limits is None
+            several = self.single_turn_limits is None or protocol == "tools" or (max_turns or 1) > 1
+            multi_turn = several and self.multi_turn_limits is not None
         limits = self.multi_turn_limits if multi_turn else self.single_turn_limits
         if limits is None:
             raise ValueError(f"multi_turn must be {not multi_turn} for {self.name}, got {multi_turn!r}")
         self.max_turns = limits.turns if max_turns is None else max_turns
         self.max_actions = limits.actions if max_actions is None else max_actions
-        check_range("max_turns", self.max_turns, 1, 100)
-        check_range("max_actions", self.max_actions, 1, 100)
-        check_choice("protocol", protocol, PROTOCOLS)
+        check_count("max_turns", self.max_turns, 1, 100)
+        check_count("max_actions", self.max_actions, 1, 100)
         self.protocol = protocol
+
+    def _show_pictures(self) -> None:
+        """Lets the first observation be a picture; called by tasks that have them, once limits are set."""
+        if self.protocol == "text" and self.max_turns > 1:
+            raise ValueError(
+                f"observation must be in words in several turns of the text protocol, got 'image' for {self.name}; "
+                "with protocol='tools' pictures can be shown in every turn"
+            )
+        self.shows_images = True
 
     # What a task gives
 
@@ -179,7 +195,7 @@ class Environment(ABC):
         if num_prompts is None and data is None:
             raise ValueError(f"num_prompts must be given where {self.name} makes its tasks itself, got None")
         if num_prompts is not None:
-            check_range("num_prompts", num_prompts, 1, 10_000_000)
+            check_count("num_prompts", num_prompts, 1, 10_000_000)
         rows: list[dict[str, Any]] = []
         for task in self.tasks(seed, split, data):
             rows.append({"prompt": self.prompt(task), **task})
@@ -238,10 +254,10 @@ class Environment(ABC):
         Raises:
             ValueError: If the environment was not made with `protocol="tools"`.
         """
-        if self.tools is None or self.protocol != "tools":
+        tools = self.tools
+        if tools is None or self.protocol != "tools":
             raise ValueError(f"protocol must be 'tools' for an environment_factory, got {self.protocol!r}")
         numbers = itertools.count()
-        tools = self.tools
         return lambda: tools(self, next(numbers))
 
     def play(self, row: Row, rng: random.Random) -> Play:
@@ -268,13 +284,18 @@ class Environment(ABC):
         """Solved training tasks for a warm start: conversational `prompt`, and `completion` with all turns.
 
         With several turns the user's messages are part of the completion: train with `assistant_only_loss=True`.
+        Episodes that chance has spoiled are left out, so that there may be fewer than `num`.
 
         Raises:
             NotImplementedError: If the task has no solver.
+            ValueError: If the environment was not made with `protocol="text"`.
         """
-        return Dataset.from_list([self._demonstration(row, seed) for row in self.dataset(num, seed, data=data)])
+        if self.protocol != "text":
+            raise ValueError(f"protocol must be 'text' for demonstrations, which are text, got {self.protocol!r}")
+        solved = (self._demonstration(row, seed) for row in self.dataset(num, seed, data=data))
+        return Dataset.from_list([row for row in solved if row is not None])
 
-    def _demonstration(self, row: Row, seed: int) -> dict[str, Any]:
+    def _demonstration(self, row: Row, seed: int) -> dict[str, Any] | None:
         rng = random.Random(f"demonstration/{seed}/{row['seed']}")
         play, completion = self.play(row, rng), []
         while not play.done:
@@ -284,7 +305,10 @@ class Environment(ABC):
             reply = play.respond(text)
             if reply is not None:
                 completion.append({"role": "user", "content": reply})
-        return {"prompt": row["prompt"], "completion": completion}
+        if not play.episode.success:
+            return None
+        picture = {"image": row["image"]} if self.shows_images else {}
+        return {"prompt": row["prompt"], "completion": completion, **picture}
 
     def _reward_func(self, name: str, field: str) -> RewardFunc:
         def reward(
@@ -326,8 +350,8 @@ class Environment(ABC):
 def held_out(task: str) -> bool:
     """Whether a task, given as text, belongs to the split `"test"`: one in `TEST_FRACTION_INVERSE`, by its hash.
 
-    >>> [held_out("SFFG"), held_out("SFHG"), held_out("SHFG")]
-    [False, False, False]
+    >>> [held_out(task) for task in ("a", "b", "c", "d")]
+    [False, False, True, False]
     """
     return zlib.crc32(task.encode()) % TEST_FRACTION_INVERSE == 0
 
@@ -337,7 +361,7 @@ def load_tasks(data: str, split: str, *, config: str | None = None) -> Dataset:
 
     Args:
         data: A Hub id or a local path.
-        split: The split to load; a single file has none and is read whole.
+        split: The split to load; a single file has none and is read whole, so that tasks have to hold out by hash.
         config: Name of the dataset's configuration on the Hub.
 
     Raises:
@@ -355,6 +379,12 @@ def check_choice(field: str, value: object, allowed: Iterable[object]) -> None:
     """Raises a `ValueError` that names the field, the value and the allowed set unless `value` is one of `allowed`."""
     if value not in allowed:
         raise ValueError(f"{field} must be one of {list(allowed)}, got {value!r}")
+
+
+def check_count(field: str, value: object, low: int, high: int) -> None:
+    """Like `check_range`, for whole numbers."""
+    if type(value) is not int or not low <= value <= high:
+        raise ValueError(f"{field} must be an integer between {low} and {high}, got {value!r}")
 
 
 def check_range(field: str, value: float, low: float, high: float) -> None:

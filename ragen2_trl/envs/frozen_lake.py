@@ -14,14 +14,12 @@ from typing import Any, TypeAlias
 from gymnasium.envs.toy_text.frozen_lake import FrozenLakeEnv, generate_random_map
 from PIL import Image
 
-from ragen2_trl.envs.base import Environment, Episode, Limits, Row, check_choice, check_range, held_out
+from ragen2_trl.envs.base import Environment, Episode, Limits, Row, check_choice, check_count, check_range, held_out
 from ragen2_trl.envs.drawing import draw_grid
-from ragen2_trl.envs.tools import ToolEnvironment
+from ragen2_trl.envs.tools import Answer, ToolEnvironment
 
 Grid: TypeAlias = tuple[str, ...]  # rows of S (start), F (frozen), H (hole), G (goal)
 Cell: TypeAlias = tuple[int, int]  # row, column; both from 0, rows downwards
-# Text, or content parts where the lake is a picture. Not a union: tools are put into the prompt with their types.
-Answer: TypeAlias = Any
 Transitions: TypeAlias = dict[int, dict[int, list[tuple[float, int, float, bool]]]]  # gymnasium's `P`
 
 ACTIONS = ("Left", "Down", "Right", "Up")  # in gymnasium's order
@@ -117,13 +115,7 @@ class FrozenLakeEpisode(Episode):
 
 
 class FrozenLakeTools(ToolEnvironment):
-    """FrozenLake's tools, which answer with a picture where the task is shown as one."""
-
-    def reset(self, **row: Any) -> str | list[dict[str, Any]]:
-        """Begins a row's walk and gives what the player sees of it; TRL appends that to the prompt."""
-        text = super().reset(**row)
-        # TRL puts the picture of the row's column `image`, where there is one, into the place left for it.
-        return [{"type": "image"}] if self._env.shows_images and "image" in row else self._with_picture(text)
+    """FrozenLake's tools."""
 
     def move(self, directions: list[str]) -> Answer:
         """
@@ -135,15 +127,7 @@ class FrozenLakeTools(ToolEnvironment):
         Returns:
             The reward of these steps and the map as it is then.
         """
-        answer = self._take(directions)
-        return answer if self._play.done else self._with_picture(answer)
-
-    def _with_picture(self, text: object) -> Answer:
-        if not self._env.shows_images:
-            return text
-        picture = {"type": "image", "image": self._play.episode.image()}
-        words = str(text).strip()
-        return [picture, {"type": "text", "text": words}] if words else [picture]
+        return self._shown(self._take(directions))
 
 
 class FrozenLake(Environment):
@@ -172,15 +156,12 @@ class FrozenLake(Environment):
         self, size: int = 4, frozen: float = 0.8, slip: float = 0.0, observation: str = "grid", **limits: Any
     ):
         super().__init__(**limits)
-        check_range("size", size, 3, 10)
+        check_count("size", size, 3, 10)
         check_range("frozen", frozen, 0.6, 1.0)  # below, maps with a way through are too rare to draw
         check_range("slip", slip, 0.0, 1.0)
         check_choice("observation", observation, (*OBSERVATIONS, IMAGE))
-        if observation == IMAGE and self.protocol == "text" and self.max_turns > 1:
-            raise ValueError(
-                f"observation must be one of {list(OBSERVATIONS)} in several turns of the text protocol, got {IMAGE!r}"
-            )
-        self.shows_images = observation == IMAGE
+        if observation == IMAGE:
+            self._show_pictures()
         self.size = size
         self.frozen = frozen
         self.slip = slip

@@ -65,6 +65,8 @@ class Play:
 
     def respond(self, text: str) -> str | None:
         """Takes a turn with a response; gives the next user message, or `None` when the episode is over."""
+        if self.done:
+            return None
         response = parse_response(text, split=self.env.splits_answers)
         status = self.take(() if response is None else response.actions)
         if self.done:

@@ -6,17 +6,14 @@ every few moves. Rooms are made in `sokoban_rooms`, each with a solution that fi
 
 import random
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 from PIL import Image
 
-from ragen2_trl.envs.base import Environment, Episode, Limits, Row, check_choice, check_range, held_out
+from ragen2_trl.envs.base import Environment, Episode, Limits, Row, check_choice, check_count, check_range, held_out
 from ragen2_trl.envs.drawing import draw_grid
 from ragen2_trl.envs.sokoban_rooms import Cell, Room, State, make_room, read_room, shortest_solution, write_room
-from ragen2_trl.envs.tools import ToolEnvironment
-
-# Text, or content parts where the room is a picture. Not a union: tools are put into the prompt with their types.
-Answer: TypeAlias = Any
+from ragen2_trl.envs.tools import Answer, ToolEnvironment
 
 ACTIONS = ("Up", "Down", "Left", "Right")  # in the order of `Room.directions`
 OBSERVATIONS = ("grid", "coordinates", "both", "image")
@@ -97,13 +94,7 @@ class SokobanEpisode(Episode):
 
 
 class SokobanTools(ToolEnvironment):
-    """Sokoban's tools, which answer with a picture where the task is shown as one."""
-
-    def reset(self, **row: Any) -> str | list[dict[str, Any]]:
-        """Begins a row's room and gives what the player sees of it; TRL appends that to the prompt."""
-        text = super().reset(**row)
-        # TRL puts the picture of the row's column `image`, where there is one, into the place left for it.
-        return [{"type": "image"}] if self._env.shows_images and "image" in row else self._with_picture(text)
+    """Sokoban's tools."""
 
     def move(self, directions: list[str]) -> Answer:
         """
@@ -115,15 +106,7 @@ class SokobanTools(ToolEnvironment):
         Returns:
             The reward of these steps and the room as it is then.
         """
-        answer = self._take(directions)
-        return answer if self._play.done else self._with_picture(answer)
-
-    def _with_picture(self, text: object) -> Answer:
-        if not self._env.shows_images:
-            return text
-        picture = {"type": "image", "image": self._play.episode.image()}
-        words = str(text).strip()
-        return [picture, {"type": "text", "text": words}] if words else [picture]
+        return self._shown(self._take(directions))
 
 
 class Sokoban(Environment):
@@ -152,19 +135,15 @@ class Sokoban(Environment):
 
     def __init__(self, size: int = 6, boxes: int = 1, observation: str = "grid", **limits: Any):
         super().__init__(**limits)
-        check_range("size", size, 5, 10)
-        check_range("boxes", boxes, 1, min(4, size - 2))
+        check_count("size", size, 5, 10)
+        check_count("boxes", boxes, 1, min(4, size - 2))
         check_choice("observation", observation, OBSERVATIONS)
         check_range("max_turns * max_actions", self.max_turns * self.max_actions, 2 * boxes, 100 * 100)
-        if observation == "image" and self.protocol == "text" and self.max_turns > 1:
-            raise ValueError(
-                f"observation must be one of {list(OBSERVATIONS[:-1])} with protocol='text' and several turns, whose "
-                f"messages are text, got {observation!r}"
-            )
+        if observation == "image":
+            self._show_pictures()
         self.size = size
         self.boxes = boxes
         self.observation = observation
-        self.shows_images = observation == "image"
 
     @property
     def longest(self) -> int:

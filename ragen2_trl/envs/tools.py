@@ -6,11 +6,13 @@ every public method. A tool call is a turn.
 
 import os
 import random
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 if TYPE_CHECKING:
     from ragen2_trl.envs.base import Environment
+
+# Text, or content parts where the state is a picture. Not a union: tools are put into the prompt with their types.
+Answer: TypeAlias = Any
 
 
 class ToolEnvironment:
@@ -26,23 +28,31 @@ class ToolEnvironment:
         self._number = number
         self._resets = 0
 
-    def reset(self, **row: Any) -> str | list[dict[str, Any]]:
+    def reset(self, **row: Any) -> Answer:
         """Begins a row's task and gives what the player sees of it; TRL appends that to the prompt."""
         # Members of a group share the row, so their noise comes from the instance, too.
         noise = f"{row['seed']}/{self._number}/{self._resets}/{os.environ.get('RANK', '0')}"
         self._resets += 1
         self._play = self._env.play(row, random.Random(noise))
-        return self._play.episode.observation()
+        return self._shown(self._play.episode.observation())
 
     def get_reward(self) -> float:
         """The return of the episode so far."""
         return self._play.outcome.episode_return
 
-    def _take(self, actions: Sequence[str]) -> str:
-        """Takes a turn and tells what a tool answers."""
+    def _take(self, actions: object) -> str:
+        """Takes a turn and tells what a tool answers; anything but a list of strings is an invalid turn."""
         if self._play.done:
             return "The episode is over."
-        status = self._play.take(actions)
+        known = isinstance(actions, list) and all(isinstance(action, str) for action in actions)
+        status = self._play.take([action.strip() for action in actions] if known else [])  # type: ignore[attr-defined]
         if self._play.done:
             return f"{status} The episode is over."
         return f"{status}\n{self._play.episode.observation()}"
+
+    def _shown(self, text: str) -> Answer:
+        """What a player sees: the text, with the picture of the state where the task has one."""
+        if not self._env.shows_images or self._play.done:
+            return text
+        picture = {"type": "image", "image": self._play.episode.image()}
+        return [picture, {"type": "text", "text": text.strip()}] if text.strip() else [picture]

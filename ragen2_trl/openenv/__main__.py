@@ -1,0 +1,45 @@
+"""`python -m ragen2_trl.openenv --env sokoban --env_args dim=6 --port 8000`: serves a task."""
+
+from dataclasses import dataclass, field
+
+from transformers import HfArgumentParser
+
+from ragen2_trl.cli.arguments import EnvironmentArguments
+from ragen2_trl.envs import ENVIRONMENTS
+from ragen2_trl.envs.base import SPLITS
+from ragen2_trl.openenv.server import DEFAULT_NUM_TASKS, make_server
+
+
+@dataclass
+class ServeArguments(EnvironmentArguments):
+    """What to serve, and where."""
+
+    host: str = field(default="127.0.0.1", metadata={"help": "Address to listen on; there is no authentication."})
+    port: int = field(default=8000, metadata={"help": "Port to listen on."})
+    num_tasks: int | None = field(
+        default=None, metadata={"help": f"Tasks of each split; default: {DEFAULT_NUM_TASKS:,}, or all of `--data`."}
+    )
+    seed: int = field(default=0, metadata={"help": "Order of the tasks."})
+    splits: list[str] = field(default_factory=lambda: list(SPLITS), metadata={"help": "Splits to serve."})
+    max_sessions: int = field(default=256, metadata={"help": "Episodes at the same time, of all trainers together."})
+
+
+def main(args: list[str] | None = None) -> None:
+    """Serves a task until it is interrupted; for tools where it has some, unless `--env_args protocol=text`."""
+    (arguments,) = HfArgumentParser(ServeArguments).parse_args_into_dataclasses(args)  # type: ignore[arg-type]
+    if arguments.env_name in ENVIRONMENTS and ENVIRONMENTS[arguments.env_name].tools is not None:
+        arguments.env_args = ["protocol=tools", *arguments.env_args]
+    make_server(
+        arguments.make_env(),
+        arguments.host,
+        arguments.port,
+        arguments.num_tasks,
+        arguments.seed,
+        arguments.data,
+        arguments.splits,
+        arguments.max_sessions,
+    ).run()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,136 @@
+"""Test programs that a model wrote.
+
+They run in the sandbox, all else happens outside: what a program should have answered never enters, so that it passes
+a test only by producing the right value.
+"""
+
+import json
+import math
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from ragen2_trl.sandbox import Outcome, Sandbox
+
+Verdict = Literal["passed", "wrong", "error", "timeout"]
+
+MAX_KEPT_CHARS = 1000  # of what a case printed, and of its error
+
+
+@dataclass(frozen=True)
+class StdinCase:
+    """A test of a script: what it reads, and what it should print (see `same_output`)."""
+
+    stdin: str
+    expected: str
+
+
+@dataclass(frozen=True)
+class CallCase:
+    """A test of a function, or of a method of class `Solution`: JSON arguments and result (see `same_value`)."""
+
+    function_name: str
+    arguments: Sequence[Any]
+    expected: Any
+
+
+@dataclass(frozen=True)
+class CaseResult:
+    """What became of a case.
+
+    `got` is what the program printed, or the JSON of what its function returned, and `error`, where the verdict is
+    `error`, the last line on standard error; of each the first `MAX_KEPT_CHARS` characters.
+    """
+
+    verdict: Verdict
+    got: str = ""
+    error: str = ""
+
+
+def run_tests(
+    sandbox: Sandbox, program: str, cases: Iterable[StdinCase | CallCase], wall_seconds: float = 60.0
+) -> list[CaseResult]:
+    """Test a program, each case in a process of its own that learns nothing of the other cases.
+
+    All cases share `wall_seconds`, each within the sandbox's own wall clock; those that find nothing left are
+    `timeout`. A program that ends with an exit status, floods its output or returns no JSON is `error`. Within a
+    `Sandbox.map`, programs are tested side by side.
+    """
+    deadline = time.monotonic() + wall_seconds
+    return [_result(sandbox, program, case, deadline - time.monotonic()) for case in cases]
+
+
+def _result(sandbox: Sandbox, program: str, case: StdinCase | CallCase, seconds: float) -> CaseResult:
+    if seconds <= 0:
+        return CaseResult("timeout")
+    if isinstance(case, StdinCase):
+        outcome = sandbox.run(program, case.stdin, wall_seconds=seconds)
+    else:
+        outcome = sandbox.run(program, call=(case.function_name, case.arguments), wall_seconds=seconds)
+    verdict = _verdict(case, outcome)
+    complaint = outcome.stderr.strip().splitlines() if verdict == "error" else []
+    return CaseResult(verdict, outcome.stdout[:MAX_KEPT_CHARS], complaint[-1][:MAX_KEPT_CHARS] if complaint else "")
+
+
+def _verdict(case: StdinCase | CallCase, outcome: Outcome) -> Verdict:
+    if outcome.ended in ("wall", "cpu"):
+        return "timeout"
+    if outcome.ended == "output" or outcome.returncode != 0:
+        return "error"
+    if isinstance(case, StdinCase):
+        return "passed" if same_output(case.expected, outcome.stdout) else "wrong"
+    try:
+        value = json.loads(outcome.stdout)
+    except (ValueError, RecursionError):  # not one JSON value, an integer of too many digits, or nested too deeply
+        return "error"
+    return "passed" if same_value(case.expected, value) else "wrong"
+
+
+def same_output(expected: str, actual: str) -> bool:
+    """Equal line by line and token by token, whatever the blanks between tokens and at the end.
+
+    Where the expected token is a number but no whole one, 1e-6 of it is tolerated.
+
+    >>> same_output("1 2\\n0.5\\n", " 1  2 \\n0.5000001")
+    True
+    >>> same_output("1000000000", "1000000001")
+    False
+    """
+    rows, actual_rows = ([line.split() for line in text.rstrip().split("\n")] for text in (expected, actual))
+    return [len(row) for row in rows] == [len(row) for row in actual_rows] and all(
+        _same_token(token, actual_token)
+        for row, actual_row in zip(rows, actual_rows, strict=True)
+        for token, actual_token in zip(row, actual_row, strict=True)
+    )
+
+
+def _same_token(expected: str, actual: str) -> bool:
+    if expected == actual or expected.lstrip("+-").isdigit():
+        return expected == actual
+    try:
+        return _close(float(expected), float(actual))
+    except ValueError:  # not numbers
+        return False
+
+
+def same_value(expected: Any, actual: Any) -> bool:
+    """Equal JSON values, tuples being lists; 1e-6 of an expected float is tolerated.
+
+    >>> same_value([(1, 0.3)], [[1, 0.1 + 0.2]])
+    True
+    """
+    if isinstance(expected, float) and isinstance(actual, (int, float)):
+        return _close(expected, actual)
+    if isinstance(expected, (list, tuple)) and isinstance(actual, list):
+        return len(expected) == len(actual) and all(map(same_value, expected, actual))
+    if isinstance(expected, dict) and isinstance(actual, dict):
+        return expected.keys() == actual.keys() and all(same_value(expected[key], actual[key]) for key in expected)
+    return bool(expected == actual)
+
+
+def _close(expected: float, actual: float) -> bool:
+    try:
+        return math.isclose(expected, actual, rel_tol=1e-6, abs_tol=1e-9)
+    except OverflowError:  # an integer beyond every float
+        return False
