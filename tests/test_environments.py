@@ -127,6 +127,13 @@ def first_texts(env, rows, seed=0):
     return [format_response("", next(turns(env.play(row, random.Random(0)), rng))) for row in rows]
 
 
+def test_environments_need_neither_torch_nor_trl():
+    """They are imported where there is no model: on servers, in worker processes."""
+    code = "import sys, ragen2_trl.envs; print(sorted({'torch', 'trl', 'transformers'} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, text=True)
+    assert done.stdout.strip() == "[]"
+
+
 # Options
 
 

@@ -12,6 +12,7 @@ from trl import GRPOTrainer
 from ragen2_trl import MutualInformationCallback, SNRFilteredGRPOTrainer
 from ragen2_trl.envs import format_response, make_env
 from ragen2_trl.rollout import Chat, TextRollout, play_all
+from ragen2_trl.tiny import TINY_MODEL_PATH
 
 GROUP = 4
 LAKE = {"multi_turn": True, "size": 3}
@@ -191,6 +192,21 @@ def test_the_policy_itself_plays_and_learns_with_ours_and_with_trls_trainer(kind
     assert all(row["env/frozen_lake/turns"] == 3 and row["env/frozen_lake/valid_rate"] == 0 for row in rows)
     assert all(math.isfinite(row["loss"]) for row in rows)
     assert any(not torch.equal(start[name], value) for name, value in parameters_of(trainer).items())
+
+
+@pytest.mark.slow
+def test_continuous_batching_plays_too(make_args):
+    env = make_env("frozen_lake", **LAKE)
+    args = multi_turn_args(
+        make_args, per_device_train_batch_size=8, max_completion_length=200, use_transformers_continuous_batching=True
+    )
+    trainer = SNRFilteredGRPOTrainer(
+        str(TINY_MODEL_PATH), env.reward_funcs, args, env.dataset(8, seed=0), rollout_func=TextRollout(env)
+    )
+    trainer.train()
+    rows = [row for row in trainer.state.log_history if "loss" in row]
+    assert all(row["env/frozen_lake/turns"] > 1 for row in rows)
+    assert any(row["env/frozen_lake/valid_rate"] > 0.5 for row in rows)
 
 
 def test_refilled_rows_are_played_with_their_own_tasks(policy, tokenizer, make_args):

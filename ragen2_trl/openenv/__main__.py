@@ -1,4 +1,4 @@
-"""`python -m ragen2_trl.openenv --env sokoban --env_args dim=6 --port 8000`: serves a task."""
+"""`python -m ragen2_trl.openenv --env sokoban --env_args size=7 --port 8000`: serves a task."""
 
 from dataclasses import dataclass, field
 

@@ -1,0 +1,130 @@
+"""FrozenLake and Sokoban as pictures, played by a vision-language model in TRL: in one turn, and through tools."""
+
+import itertools
+
+import pytest
+import torch
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from transformers import (
+    PreTrainedTokenizerFast,
+    Qwen2VLImageProcessor,
+    Qwen3VLConfig,
+    Qwen3VLForConditionalGeneration,
+    Qwen3VLProcessor,
+)
+from trl.chat_template_utils import qwen3_vl_chat_template
+
+from ragen2_trl import SNRFilteredGRPOTrainer
+from ragen2_trl.envs import make_env
+
+VISION = {
+    "image_token": "<|image_pad|>",
+    "video_token": "<|video_pad|>",
+    "vision_start_token": "<|vision_start|>",
+    "vision_end_token": "<|vision_end|>",
+}
+SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *VISION.values()]
+TAGS = ["<tool_call>", "</tool_call>", "<think>", "</think>"]
+
+
+class Processor(Qwen3VLProcessor):
+    """Without a processor of videos, which needs torchvision."""
+
+    def check_argument_for_proper_class(self, name, argument):
+        return type(argument)
+
+
+class NoVideos:
+    model_input_names = ("pixel_values_videos",)
+    merge_size = 2
+
+
+@pytest.fixture(scope="module")
+def processor():
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    letters = Tokenizer(models.BPE(vocab={letter: number for number, letter in enumerate(alphabet)}, merges=[]))
+    letters.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    letters.decoder = decoders.ByteLevel()
+    letters.add_special_tokens([AddedToken(token, special=True) for token in SPECIAL])
+    letters.add_tokens([AddedToken(token, special=False) for token in TAGS])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=letters, pad_token=SPECIAL[0], eos_token=SPECIAL[2])
+    for name, token in VISION.items():
+        setattr(tokenizer, name, token)
+        setattr(tokenizer, f"{name}_id", tokenizer.convert_tokens_to_ids(token))
+    images = Qwen2VLImageProcessor(patch_size=16, merge_size=2, min_pixels=64 * 64, max_pixels=192 * 192)
+    return Processor(
+        image_processor=images, tokenizer=tokenizer, video_processor=NoVideos(), chat_template=qwen3_vl_chat_template
+    )
+
+
+@pytest.fixture(scope="module")
+def model(processor):
+    size = {"hidden_size": 32, "intermediate_size": 64}
+    config = Qwen3VLConfig(
+        text_config={
+            **size,
+            "vocab_size": len(processor.tokenizer),
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+            "max_position_embeddings": 4096,
+            "rope_scaling": {"rope_type": "default", "mrope_section": [4, 2, 2], "mrope_interleaved": True},
+        },
+        vision_config={
+            **size,
+            "depth": 1,
+            "num_heads": 2,
+            "out_hidden_size": 32,
+            "patch_size": 16,
+            "deepstack_visual_indexes": [0],
+            "num_position_embeddings": 144,
+        },
+        tie_word_embeddings=True,
+        **{f"{name}_id": getattr(processor.tokenizer, f"{name}_id") for name in VISION},
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return Qwen3VLForConditionalGeneration(config)
+
+
+@pytest.mark.parametrize("name", ["frozen_lake", "sokoban"])
+@pytest.mark.parametrize("protocol", ["text", "tools"])
+def test_a_vision_language_model_plays_what_it_sees(name, protocol, model, processor, make_args):
+    env = make_env(name, observation="image", protocol=protocol)
+    args = make_args(
+        per_device_train_batch_size=8,
+        max_completion_length=900 if protocol == "tools" else 120,
+        max_steps=1,
+        reward_weights=[0.0] if protocol == "tools" else None,
+    )
+    tools = {"environment_factory": env.environment_factory} if protocol == "tools" else {}
+    trainer = SNRFilteredGRPOTrainer(
+        model,
+        [env.success_func] if protocol == "tools" else env.reward_funcs,
+        args,
+        env.dataset(4, seed=0),
+        processing_class=processor,
+        **tools,
+    )
+    directions, shown, generate = itertools.cycle(["Up", "Down", "Left", "Jump"]), [], trainer._generate_single_turn
+
+    def reading(prompt_ids, images, *arguments, **keywords):
+        generate(prompt_ids, images, *arguments, **keywords)  # the model must be able to read all of it
+        shown.append([len(of_row) for of_row in images])
+        answers = [next(directions) for _ in prompt_ids]
+        if protocol == "tools":
+            call = '<tool_call>\n{{"name": "move", "arguments": {{"directions": ["{}"]}}}}\n</tool_call><|im_end|>'
+            texts = [call.format(answer) for answer in answers]
+        else:
+            texts = [f"<think>a</think><answer>Up || {answer}</answer><|im_end|>" for answer in answers]
+        return [processor.tokenizer(text)["input_ids"] for text in texts], None
+
+    trainer._generate_single_turn = reading
+    trainer.train()
+    (row,) = [row for row in trainer.state.log_history if "loss" in row]
+    assert 0 < row[f"env/{name}/valid_rate"] < 1
+    assert shown[0] == [1] * 8
+    if protocol == "tools":  # a further picture with every turn, for those who still play
+        assert [max(counts) for counts in shown] == [min(turn + 1, env.max_turns) for turn in range(len(shown))]
+        assert row[f"env/{name}/turns"] > 3
