@@ -194,6 +194,50 @@ def test_the_policy_itself_plays_and_learns_with_ours_and_with_trls_trainer(kind
     assert any(not torch.equal(start[name], value) for name, value in parameters_of(trainer).items())
 
 
+class FakeVLLM:
+    """What TRL asks of vLLM, answered by the script: ids, and for each of them the log-probs of the best few."""
+
+    def __init__(self, player, max_completion_length):
+        self.player, self.max_completion_length = player, max_completion_length
+        self.limits, self.syncs = [], 0
+
+    def sync_weights(self):
+        self.syncs += 1
+
+    def generate(self, prompts, images, num_generations, profiler):
+        assert (images, num_generations) == (None, 1)
+        self.limits.append(self.max_completion_length)
+        answers = [self.player.answer(number, prompt) for number, prompt in enumerate(prompts)]
+        logprobs = [[[-0.001 * token] for token in answer] for answer in answers]
+        return prompts, answers, logprobs, None
+
+
+def test_vllm_plays_too_and_its_log_probs_stay_with_their_ids(policy, tokenizer, make_args):
+    env = make_env("frozen_lake", **LAKE)
+    args = multi_turn_args(make_args, max_steps=1)
+    trainer, rollout = make_trainer(policy, tokenizer, args, rollout=TextRollout(env, max_turn_tokens=50))
+    player = Player(trainer, tokenizer)
+    del trainer._generate_single_turn  # TRL's own
+    trainer.use_vllm, trainer._last_loaded_step = True, -1
+    trainer.vllm_generation = FakeVLLM(player, args.max_completion_length)
+    outputs = []
+
+    def recorded(prompts, trainer):
+        outputs.append(rollout(prompts, trainer))
+        return outputs[-1]
+
+    trainer.rollout_func = recorded
+    trainer.train()
+    (output,) = outputs
+    assert set(trainer.vllm_generation.limits) == {50}
+    assert trainer.vllm_generation.max_completion_length == args.max_completion_length
+    assert trainer.vllm_generation.syncs == 1
+    for ids, mask, logprobs in zip(output["completion_ids"], output["env_mask"], output["logprobs"], strict=True):
+        assert logprobs == [-0.001 * token * mine for token, mine in zip(ids, mask, strict=True)]
+    (row,) = [row for row in trainer.state.log_history if "loss" in row]
+    assert row["sampling/sampling_logp_difference/mean"] > 0  # TRL compares them with the policy's
+
+
 @pytest.mark.slow
 def test_continuous_batching_plays_too(make_args):
     env = make_env("frozen_lake", **LAKE)
