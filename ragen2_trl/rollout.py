@@ -51,15 +51,21 @@ class Chat:
     """How a chat template joins turns, in ids.
 
     Args:
-        tokenizer: Has a chat template.
+        tokenizer: Turns text into ids and back.
         eos_token_ids: Ids that end a turn; default: the tokenizer's own.
+        processor: What has the chat template: the tokenizer by default, or the processor of a vision-language model.
         **template_kwargs: For the template, for instance `enable_thinking` or a `chat_template` of its own.
     """
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, eos_token_ids: Sequence[int] | None = None, **template_kwargs: Any
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        eos_token_ids: Sequence[int] | None = None,
+        processor: Any = None,
+        **template_kwargs: Any,
     ):
         self._tokenizer = tokenizer
+        self._processor = processor or tokenizer
         self._eos = {tokenizer.eos_token_id} if eos_token_ids is None else set(eos_token_ids)
         self._kwargs = template_kwargs
 
@@ -79,16 +85,21 @@ class Chat:
             {"role": "user", "content": message},
         ]
         _, _, text = self._render(conversation).partition(_MARK)
+        end_of_turn, _, _ = text.partition(message)
+        closing = self._tokenizer(end_of_turn, add_special_tokens=False)["input_ids"]
         ids = self._tokenizer(text, add_special_tokens=False)["input_ids"]
-        ended = answer_ids[-1] in self._eos  # then the template's own end of a turn is there already
-        return ids[1:] if ended and ids[0] in self._eos else ids
+        last = answer_ids[-1] if answer_ids else None
+        # Where the model has ended its turn itself, what the template ends it with is there already.
+        return ids[closing.index(last) + 1 :] if last in self._eos and last in closing else ids
 
     def text(self, ids: Sequence[int]) -> str:
         """What an answer says."""
         return self._tokenizer.decode(ids, skip_special_tokens=True)
 
     def _render(self, messages: Messages) -> str:
-        return self._tokenizer.apply_chat_template(
+        if self._processor is not self._tokenizer:  # some templates of vision-language models read parts only
+            messages = [{**m, "content": [{"type": "text", "text": m["content"]}]} for m in messages]
+        return self._processor.apply_chat_template(
             list(messages), add_generation_prompt=True, tokenize=False, **self._kwargs
         )
 
@@ -129,7 +140,7 @@ def play_all(
         ValueError: If a prompt leaves no room for an answer.
     """
     trajectories = [Trajectory(play, chat.prompt_ids(prompt)) for play, prompt in zip(plays, prompts, strict=True)]
-    longest = max(len(trajectory.prompt_ids) for trajectory in trajectories)
+    longest = max((len(trajectory.prompt_ids) for trajectory in trajectories), default=0)
     if max_context is not None and longest >= max_context:
         raise ValueError(f"prompts must have fewer tokens than the model's {max_context} positions, got {longest}")
 
@@ -142,7 +153,7 @@ def play_all(
     running = trajectories
     while limit := most(max((room(trajectory) for trajectory in running), default=0)):
         if not running:
-            generate([trajectories[0].prompt_ids], 1)  # for the others' sake
+            generate([trajectories[0].prompt_ids], limit)  # for the others' sake
             continue
         answers, logprobs = generate([trajectory.context for trajectory in running], limit)
         for number, trajectory in enumerate(running):
@@ -166,10 +177,17 @@ def play_all(
     return trajectories
 
 
+def check_words_only(env: Environment) -> None:
+    """Raises a `ValueError` unless the environment is played in text: with that protocol, and without pictures."""
+    if env.protocol != "text" or env.shows_images:
+        shown = "pictures" if env.shows_images else f"protocol={env.protocol!r}"
+        raise ValueError(f"env must be text played with protocol='text', got {env.name} with {shown}")
+
+
 class TextRollout:
     """Plays RAGEN's text protocol in TRL: a `rollout_func` for GRPO trainers.
 
-    Every generation backend of the trainer works: `transformers`, its continuous batching, vLLM. The completion of a
+    Generation is the trainer's own: `transformers`, its continuous batching, or vLLM. The completion of a
     row is its whole episode; `env_mask` is 0 on everything the model did not write. The reward functions of the
     environment find the outcome in the column `episode`.
 
@@ -192,9 +210,7 @@ class TextRollout:
     """
 
     def __init__(self, env: Environment, max_turn_tokens: int | None = None):
-        if env.protocol != "text" or env.shows_images:
-            shown = "pictures" if env.shows_images else f"protocol={env.protocol!r}"
-            raise ValueError(f"env must be text played with protocol='text', got {env.name} with {shown}")
+        check_words_only(env)
         if max_turn_tokens is not None and max_turn_tokens < 1:
             raise ValueError(f"max_turn_tokens must be at least 1, got {max_turn_tokens!r}")
         self._env = env
@@ -219,7 +235,11 @@ class TextRollout:
             raise ValueError(f"rollout_func must be attached, call attach(trainer) on it: {type(trainer).__name__}")
         tokenizer = trainer._tokenizer  # of a vision-language model, too
         chat = Chat(
-            tokenizer, trainer.eos_token_ids, chat_template=trainer.chat_template, **trainer.chat_template_kwargs
+            tokenizer,
+            trainer.eos_token_ids,
+            trainer.processing_class,
+            chat_template=trainer.chat_template,
+            **trainer.chat_template_kwargs,
         )
         trajectories = play_all(
             self._plays(trainer.state.global_step),
@@ -228,7 +248,7 @@ class TextRollout:
             lambda contexts, limit: _generate(trainer, contexts, limit),
             max_tokens=trainer.max_completion_length,
             max_turn_tokens=self._max_turn_tokens,
-            max_context=getattr(trainer.model.config.get_text_config(), "max_position_embeddings", None),
+            max_context=_max_context(trainer),
             workers=self._env.workers,
             most=lambda number: _most(trainer, number),
         )
@@ -256,12 +276,26 @@ def _generate(trainer: Any, contexts: list[list[int]], limit: int) -> tuple[list
         holder, name = trainer.vllm_generation, "max_completion_length"
     else:
         holder, name = trainer.generation_config, "max_new_tokens"
+    count = len(contexts)
+    if trainer.use_vllm:  # its servers and tensor-parallel groups take as many contexts from each process
+        contexts = contexts + contexts[:1] * (_most(trainer, count) - count)
     usual = getattr(holder, name)
     setattr(holder, name, limit)
     try:
-        return trainer._generate_single_turn(contexts, None, {}, num_generations=1)
+        answers, logprobs = trainer._generate_single_turn(contexts, None, {}, num_generations=1)
     finally:
         setattr(holder, name, usual)
+    return answers[:count], None if logprobs is None else logprobs[:count]
+
+
+def _max_context(trainer: Any) -> int | None:
+    """Most tokens that a prompt and its completion may have together."""
+    bounds = [getattr(trainer.model.config.get_text_config(), "max_position_embeddings", None)]
+    if trainer.use_vllm:
+        bounds.append(trainer.args.vllm_max_model_length)
+        if trainer.vllm_mode == "colocate":
+            bounds.append(trainer.vllm_generation.llm.llm_engine.model_config.max_model_len)
+    return min((bound for bound in bounds if bound is not None), default=None)
 
 
 def _most(trainer: Any, number: int) -> int:

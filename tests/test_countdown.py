@@ -268,8 +268,8 @@ def test_data_of_another_schema_is_named(tmp_path, row, message):
     ("options", "message"),
     [
         ({"operators": "*"}, r"operators must be one of \['\+-\*/', '\+-'\], got '\*'"),
-        ({"max_numbers": 5}, r"max_numbers must be between 3 and 4, got 5"),
-        ({"largest": 4}, r"largest must be between 5 and 99, got 4"),
+        ({"max_numbers": 5}, r"max_numbers must be an integer between 3 and 4, got 5"),
+        ({"largest": 4}, r"largest must be an integer between 5 and 99, got 4"),
     ],
 )
 def test_bad_options_are_named_with_what_is_allowed(options, message):

@@ -18,7 +18,7 @@ from ragen2_trl.cli.evaluate import (
     pass_at_k,
     summarize,
 )
-from ragen2_trl.cli.sampling import generator
+from ragen2_trl.cli.sampling import generator, sample_trajectories
 from ragen2_trl.envs import make_env
 from ragen2_trl.rollout import Chat
 from ragen2_trl.tiny import TINY_MODEL_PATH
@@ -146,8 +146,8 @@ def test_batching_does_not_change_greedy_completions(pad_token):
     prompts[0] = prompts[0][1:]
     contexts = [Chat(tokenizer).prompt_ids(prompt) for prompt in prompts]
     with torch.no_grad():
-        alone = generator(model, tokenizer, temperature=0.0, batch_size=1)(contexts, 32)
-        together = generator(model, tokenizer, temperature=0.0, batch_size=4)(contexts, 32)
+        alone = generator(model, tokenizer, 0.0, 1, [tokenizer.eos_token_id])(contexts, 32)
+        together = generator(model, tokenizer, 0.0, 4, [tokenizer.eos_token_id])(contexts, 32)
     assert together == alone
 
 
@@ -179,6 +179,38 @@ def test_checkpoint_generation_config_does_not_leak_into_the_sampling(tiny):
 def test_bad_arguments_are_named(tiny, options, message):
     with pytest.raises(ValueError, match=message):
         evaluate_model(*tiny, make_env("frozen_lake"), **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"observation": "image"}, "env must be text played with protocol='text', got frozen_lake with pictures"),
+        ({"protocol": "tools"}, "env must be text played with .* got frozen_lake with protocol='tools'"),
+    ],
+)
+def test_what_is_not_played_in_words_is_refused(tiny, options, message):
+    with pytest.raises(ValueError, match=message):
+        evaluate_model(*tiny, make_env("frozen_lake", **options), **SMALL)
+
+
+@pytest.mark.parametrize("kind", [int, list])
+def test_what_ends_the_checkpoints_own_generation_ends_a_turn(tiny, monkeypatch, kind):
+    model, tokenizer = tiny
+    env = make_env("frozen_lake", multi_turn=True)
+    options = {**SMALL, "max_new_tokens": 200}
+    whole = evaluate_model(model, tokenizer, env, **options)["completion_length"]
+    (end,) = tokenizer("</think>")["input_ids"]
+    configured = end if kind is int else [tokenizer.eos_token_id, end]
+    monkeypatch.setattr(model.generation_config, "eos_token_id", configured)
+    assert evaluate_model(model, tokenizer, env, **options)["completion_length"] != whole
+    options |= {"temperature": 1.0, "batch_size": 8, "seed": 0}
+    _, trajectories = sample_trajectories(model, tokenizer, env, **options)
+    ended = 0
+    for trajectory in trajectories:
+        pairs = list(zip(trajectory.completion_ids, [*trajectory.env_mask[1:], 0], strict=True))
+        ended += sum(token == end for token, _ in pairs)
+        assert all(not next_by_model for token, next_by_model in pairs if token == end)
+    assert ended > len(trajectories)  # in later turns, too
 
 
 @pytest.mark.parametrize("multi_turn", [False, True])
@@ -218,6 +250,17 @@ def test_env_args_read_pairs_json_and_mappings_alike():
     assert parse_env_args(['{"size": 5, "observation": "both"}']) == expected
     assert parse_env_args(expected) == expected
     assert EnvironmentArguments(env_args=["size=5"]).make_env().size == 5
+
+
+def test_env_args_read_booleans_as_python_writes_them():
+    options = parse_env_args(["a=True", "b=False", "c=true", "d=Truest"])
+    assert options == {"a": True, "b": False, "c": True, "d": "Truest"}
+    assert (options["a"], options["b"]) == (True, False) and type(options["b"]) is bool
+
+
+def test_a_text_is_no_boolean_option():
+    with pytest.raises(ValueError, match=r"multi_turn must be one of \[True, False\], got 'False'"):
+        make_env("sokoban", multi_turn="False")
 
 
 def test_env_args_that_are_no_pair_are_named():

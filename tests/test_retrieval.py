@@ -482,9 +482,9 @@ def test_any_query_can_be_sent(server):
         ({"url": "ftp://host"}, "url must be http://host or https://host, got the scheme 'ftp'"),
         ({"url": "http://"}, "url must be http://host"),
         ({"timeout": 0}, "timeout must be between 0.01 and 600, got 0"),
-        ({"retries": -1}, "retries must be between 0 and 10, got -1"),
+        ({"retries": -1}, "retries must be an integer between 0 and 10, got -1"),
         ({"backoff": 61}, "backoff must be between 0 and 60, got 61"),
-        ({"max_bytes": 0}, "max_bytes must be between 1 and 1000000000, got 0"),
+        ({"max_bytes": 0}, "max_bytes must be an integer between 1 and 1000000000, got 0"),
     ],
 )
 def test_bad_options_are_named_with_what_is_allowed(options, message):

@@ -1,6 +1,12 @@
 """Multi-turn play in TRL: what was sampled is what is trained, and nothing that the environment wrote."""
 
+import itertools
 import math
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -8,10 +14,11 @@ from conftest import parameters_of
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import GRPOTrainer
+from trl.generation import vllm_generation
 
 from ragen2_trl import MutualInformationCallback, SNRFilteredGRPOTrainer
 from ragen2_trl.envs import format_response, make_env
-from ragen2_trl.rollout import Chat, TextRollout, play_all
+from ragen2_trl.rollout import Chat, TextRollout, _generate, _most, play_all
 from ragen2_trl.tiny import TINY_MODEL_PATH
 
 GROUP = 4
@@ -200,6 +207,7 @@ class FakeVLLM:
     def __init__(self, player, max_completion_length):
         self.player, self.max_completion_length = player, max_completion_length
         self.limits, self.syncs = [], 0
+        self.llm = SimpleNamespace(llm_engine=SimpleNamespace(model_config=SimpleNamespace(max_model_len=1024)))
 
     def sync_weights(self):
         self.syncs += 1
@@ -236,6 +244,59 @@ def test_vllm_plays_too_and_its_log_probs_stay_with_their_ids(policy, tokenizer,
         assert logprobs == [-0.001 * token * mine for token, mine in zip(ids, mask, strict=True)]
     (row,) = [row for row in trainer.state.log_history if "loss" in row]
     assert row["sampling/sampling_logp_difference/mean"] > 0  # TRL compares them with the policy's
+
+
+def trainer_of(rank, gather, complete):
+    """What a rollout asks of the trainer of one process of two, with TRL's own code around vLLM's server."""
+    accelerator = SimpleNamespace(num_processes=2, process_index=rank, is_main_process=rank == 0, device="cpu")
+    accelerator.gather = lambda tensor: torch.cat(gather(tensor))
+    vllm = MagicMock(accelerator=accelerator, mode="server")
+    vllm.vllm_client.generate = complete
+    vllm.generate = partial(vllm_generation.VLLMGeneration.generate, vllm)
+    trainer = MagicMock(accelerator=accelerator, use_vllm=True, vllm_generation=vllm)
+    trainer._generate_single_turn = partial(GRPOTrainer._generate_single_turn, trainer)
+    return trainer
+
+
+@pytest.mark.parametrize("turns", [(2, 4), (4, 2)])  # one process has fewer episodes, and one is done first
+def test_every_process_gets_the_answers_of_vllms_server_to_its_own_contexts(turns, monkeypatch, tokenizer):
+    barrier, rank_of, given = threading.Barrier(2, timeout=10), {}, {}
+
+    def gather(value):
+        given[rank_of[threading.get_ident()]] = value
+        barrier.wait()
+        values = [given[0], given[1]]
+        barrier.wait()
+        return values
+
+    def complete(prompts, max_tokens, **sampling):
+        texts = [format_response(f"{sum(ids)}", ["Up" if sum(ids) % 3 else "Right || Down"]) for ids in prompts]
+        answers = [tokenizer(text)["input_ids"][:max_tokens] for text in texts]
+        return {"prompt_ids": prompts, "completion_ids": answers, "logprobs": [[[-0.5]] * len(ids) for ids in answers]}
+
+    def play(rank, generate, most=int):
+        env = make_env("frozen_lake", **LAKE, max_turns=turns[rank])
+        rows = env.dataset(3 + rank, seed=rank)
+        plays = env.plays(rows["seed"][:], {"grid": rows["grid"][:]})
+        played = play_all(plays, rows["prompt"][:], Chat(tokenizer), generate, max_tokens=300, most=most)
+        return [(each.completion_ids, each.env_mask, each.play.outcome.turns) for each in played]
+
+    def process(rank):
+        rank_of[threading.get_ident()] = rank
+        trainer = trainer_of(rank, gather, complete)
+        return play(rank, partial(_generate, trainer), partial(_most, trainer))
+
+    def broadcast(values, from_process):
+        values[:] = gather(list(values))[from_process]
+
+    monkeypatch.setattr(vllm_generation, "gather_object", lambda mine: list(itertools.chain(*gather(mine))))
+    monkeypatch.setattr(vllm_generation, "broadcast_object_list", broadcast)
+    with ThreadPoolExecutor(2) as threads:
+        together = list(threads.map(process, (0, 1)))
+    alone = [play(rank, lambda *asked: (complete(*asked)["completion_ids"], None)) for rank in (0, 1)]
+    assert together == alone
+    last = [max(played_turns for *_, played_turns in played) for played in alone]
+    assert last[0] != last[1]
 
 
 @pytest.mark.slow
@@ -309,6 +370,31 @@ def test_an_answer_that_was_cut_off_gets_the_end_of_a_turn_from_the_template(tok
     word, end = tokenizer("Right")["input_ids"], tokenizer.eos_token_id
     assert chat.reply_ids(word, "Go on")[0] == end
     assert chat.reply_ids([*word, end], "Go on") == chat.reply_ids(word, "Go on")[1:]
+
+
+TURN_ENDS = (
+    # A template whose end of a turn is not the first token after an answer, and one that ends turns in another way.
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}</answer><|im_end|>\n{% endfor %}<|im_start|>",
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:",
+)
+
+
+@pytest.mark.parametrize("template", TURN_ENDS)
+@pytest.mark.parametrize("ended", [True, False])
+def test_the_end_of_a_turn_stands_once_whatever_the_template(template, ended, tokenizer):
+    chat, end = Chat(tokenizer, chat_template=template), [tokenizer.eos_token_id] * ended
+    answer = tokenizer("Right")["input_ids"] + end
+    whole = tokenizer.decode([*answer, *chat.reply_ids(answer, "Go on")])
+    assert whole.count("<|im_end|>") == (2 if "im_end" in template else int(ended))
+    assert whole.count("Go on") == 1 and ("user" in whole)
+
+
+def test_an_answer_of_nothing_is_answered_too(tokenizer):
+    assert "Go on" in tokenizer.decode(Chat(tokenizer).reply_ids([], "Go on"))
+
+
+def test_no_episodes_are_played_without_a_word(tokenizer):
+    assert play_all([], [], Chat(tokenizer), lambda contexts, limit: ([], None), max_tokens=10) == []
 
 
 def test_log_probs_stand_where_the_model_wrote_and_zero_elsewhere(tokenizer):

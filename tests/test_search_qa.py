@@ -55,8 +55,8 @@ def multi(**options):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"top_k": 0}, "top_k must be between 1 and 100, got 0"),
-        ({"max_chars": 99}, "max_chars must be between 100 and 100000, got 99"),
+        ({"top_k": 0}, "top_k must be an integer between 1 and 100, got 0"),
+        ({"max_chars": 99}, "max_chars must be an integer between 100 and 100000, got 99"),
         ({"corpus": "/nowhere.jsonl"}, "corpus must be a URL, an index folder or a file of passages, got '/nowhere"),
         ({"max_turns": 0}, "max_turns must be an integer between 1 and 100, got 0"),
     ],

@@ -42,9 +42,13 @@ def test_tiny_round_trips_demonstrations_to_the_parser(observation):
 
 
 @pytest.mark.parametrize("observation", OBSERVATIONS)
-@pytest.mark.parametrize("slip", [0.0, 0.3])
-def test_every_word_of_our_prompts_is_one_token(observation, slip):
-    for row in make_env("frozen_lake", observation=observation, slip=slip).demonstrations(50, seed=11):
+@pytest.mark.parametrize(
+    "options", [{"name": "frozen_lake", "slip": 0.3}, {"name": "frozen_lake"}, {"name": "sokoban"}]
+)
+@pytest.mark.parametrize("multi_turn", [False, True])
+def test_every_word_of_our_prompts_is_one_token(observation, options, multi_turn):
+    env = make_env(**options, observation=observation, multi_turn=multi_turn)
+    for row in env.demonstrations(50, seed=11):
         for message in [*row["prompt"], *row["completion"]]:
             tokens = TOKENIZER.tokenize(message["content"])
             spelled = [pair for pair in itertools.pairwise(tokens) if all(map(_is_letter, pair))]
@@ -163,6 +167,29 @@ def test_warm_start_continues_the_shipped_model(tmp_path):
     shipped = AutoModelForCausalLM.from_pretrained(TINY_MODEL_PATH)
     for name, parameter in continued.named_parameters():
         assert torch.equal(parameter, shipped.get_parameter(name)), name
+
+
+def test_a_mix_of_tasks_is_trained_on_what_the_assistant_wrote_in_every_turn(tmp_path, monkeypatch):
+    trainers = []
+
+    class Seen(warm_start.SFTTrainer):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            trainers.append(self)
+
+    monkeypatch.setattr(warm_start, "SFTTrainer", Seen)
+    warm_start.main(warm_start_args(tmp_path, "--mix", "sokoban multi_turn=true observation=coordinates"))
+    (trainer,) = trainers
+    assert len(trainer.train_dataset) == 128
+    trained = []
+    for row in trainer.train_dataset:
+        labels = trainer.data_collator([row])["labels"][0]
+        trained.append(TOKENIZER.decode([token for token in labels.tolist() if token != -100]))
+    env = make_env("sokoban", multi_turn=True, observation="coordinates")
+    for text, row in zip(trained[64:], env.demonstrations(64, seed=0), strict=True):
+        turns = [message["content"] for message in row["completion"] if message["role"] == "assistant"]
+        assert text == "".join(f"{turn}<|im_end|>" for turn in turns)
+    assert all(text.count("<|im_end|>") == 1 for text in trained[:64])
 
 
 def test_only_the_tiny_model_can_be_built_from_scratch(tmp_path):

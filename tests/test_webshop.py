@@ -390,11 +390,11 @@ def test_rows_are_equal_across_processes_with_different_hash_seeds():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"products": 49}, "products must be between 50 and 10000, got 49"),
-        ({"results": 21}, "results must be between 1 and 20, got 21"),
+        ({"products": 49}, "products must be an integer between 50 and 10000, got 49"),
+        ({"results": 21}, "results must be an integer between 1 and 20, got 21"),
         ({"goals": "own"}, r"goals must be one of \['human', 'synthetic'\], got 'own'"),
         ({"max_actions": 2}, r"max_actions must be one of \[1\], got 2"),
-        ({"max_turns": 2}, "max_turns must be between 3 and 100, got 2"),
+        ({"max_turns": 2}, "max_turns must be an integer between 3 and 100, got 2"),
         ({"multi_turn": False}, "multi_turn must be True for webshop, got False"),
     ],
 )

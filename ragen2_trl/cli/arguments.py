@@ -38,7 +38,7 @@ class EnvironmentArguments:
 def parse_env_args(env_args: Sequence[str] | Mapping[str, Any]) -> dict[str, Any]:
     """Options from `key=value` strings, JSON objects, or the mapping that a YAML file gives.
 
-    Values are read as JSON where they are JSON, and are strings elsewhere.
+    Values are read as JSON where they are JSON, `True` and `False` as well, and are strings elsewhere.
 
     Raises:
         ValueError: If an item is neither a pair nor a JSON object.
@@ -62,6 +62,6 @@ def parse_env_args(env_args: Sequence[str] | Mapping[str, Any]) -> dict[str, Any
 
 def _json_or_text(value: str) -> Any:
     try:
-        return json.loads(value)
+        return json.loads(value.lower() if value in ("True", "False") else value)
     except json.JSONDecodeError:
         return value

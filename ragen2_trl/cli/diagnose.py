@@ -161,6 +161,8 @@ def sample_tasks(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, arg
         batch_size=arguments.batch_size,
         seed=arguments.seed,
         data=arguments.data,
+        max_turn_tokens=arguments.max_turn_tokens,
+        chat_template_kwargs=arguments.chat_template_kwargs,
     )
     groups = [number // arguments.num_samples for number in range(len(trajectories))]
     prompt_ids = [trajectory.prompt_ids for trajectory in trajectories]

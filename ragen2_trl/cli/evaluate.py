@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import NormalDist, fmean, stdev
+from typing import Any
 
 from rich.table import Table
 from rich.text import Text
@@ -21,7 +22,7 @@ from trl import TrlParser
 
 from ragen2_trl.cli.console import make_console
 from ragen2_trl.cli.sampling import SamplingArguments, held_out_plays, load_model, sample_trajectories
-from ragen2_trl.envs import Environment, Play, format_response
+from ragen2_trl.envs import Environment, Play, format_response, respond_all
 
 Z_95 = NormalDist().inv_cdf(0.975)
 SCRIPTED = ("oracle", "random")
@@ -61,6 +62,8 @@ def main(args: list[str] | None = None) -> None:
             temperature=script_args.temperature,
             max_new_tokens=script_args.max_new_tokens,
             batch_size=script_args.batch_size,
+            max_turn_tokens=script_args.max_turn_tokens,
+            chat_template_kwargs=script_args.chat_template_kwargs,
             **tasks,
         )
     console.print(metrics_table(metrics, title=f"{script_args.model} on held-out {env.name}"))
@@ -80,6 +83,8 @@ def evaluate_model(
     batch_size: int = 128,
     seed: int = 0,
     data: str | None = None,
+    max_turn_tokens: int | None = None,
+    chat_template_kwargs: dict[str, Any] | None = None,
 ) -> dict[str, float]:
     """Plays held-out tasks (split `"test"`) and measures success, return, format and length.
 
@@ -98,10 +103,13 @@ def evaluate_model(
         batch_size: Completions generated at once.
         seed: Seed of the tasks and of the sampling.
         data: Where the tasks come from; default: the task's own source.
+        max_turn_tokens: Longest turn in tokens.
+        chat_template_kwargs: For the chat template.
 
     Returns:
-        `success`, `pass@k` for k = 1, 2, 4, … up to G, `valid_rate` (fractions, the last of turns), `return` (the sum
-        of an episode's rewards), `turns`, and `completion_length` (tokens that the model wrote, end tokens included),
+        `success`, `pass@k` for k = 1, 2, 4, … up to G, `valid_rate` (fractions, the last of an episode's turns),
+        `return` (the sum of an episode's rewards), `turns`, and `completion_length` (tokens that the model wrote, end
+        tokens included),
         each a mean over completions with `…_ci_low` and `…_ci_high`, bounds of a 95 % confidence interval;
         `num_prompts` and `num_samples`.
 
@@ -123,6 +131,8 @@ def evaluate_model(
         batch_size=batch_size,
         seed=seed,
         data=data,
+        max_turn_tokens=max_turn_tokens,
+        chat_template_kwargs=chat_template_kwargs,
     )
     lengths = [float(sum(trajectory.env_mask)) for trajectory in trajectories]
     plays = [trajectory.play for trajectory in trajectories]
@@ -144,17 +154,19 @@ def evaluate_scripted(
         NotImplementedError: If the task has no such player.
     """
     _, plays = held_out_plays(env, num_prompts, num_samples, seed, data)
-    for number, play in enumerate(plays):
-        rng = random.Random(f"{policy}/{seed}/{number}")
-        while not play.done:
-            reasoning, actions = play.episode.plan(rng) if policy == "oracle" else _guess(play, rng)
-            play.respond(format_response(reasoning, actions[: env.max_actions]))
+    running = [(play, random.Random(f"{policy}/{seed}/{number}")) for number, play in enumerate(plays)]
+    while running := [(play, rng) for play, rng in running if not play.done]:
+        texts = [_scripted(policy, play, rng) for play, rng in running]
+        respond_all([play for play, _ in running], texts, env.workers)
     return summarize(num_samples, **outcomes_of(plays))
 
 
-def _guess(play: Play, rng: random.Random) -> tuple[str, list[str]]:
+def _scripted(policy: str, play: Play, rng: random.Random) -> str:
+    if policy == "oracle":
+        reasoning, actions = play.episode.plan(rng)
+        return format_response(reasoning, actions[: play.env.max_actions])
     count = play.env.max_actions if play.env.splits_answers else 1
-    return "", [play.episode.random_action(rng) for _ in range(count)]
+    return format_response("", [play.episode.random_action(rng) for _ in range(count)])
 
 
 def outcomes_of(plays: Sequence[Play]) -> dict[str, list[float]]:

@@ -1,8 +1,9 @@
 """Held-out tasks played by a model: what evaluation and diagnosis begin with."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from datasets import Dataset
@@ -16,7 +17,7 @@ from transformers import (
 
 from ragen2_trl.cli.arguments import EnvironmentArguments
 from ragen2_trl.envs import Environment, Play
-from ragen2_trl.rollout import Chat, Generate, Trajectory, play_all
+from ragen2_trl.rollout import Chat, Generate, Trajectory, check_words_only, play_all
 from ragen2_trl.tiny import resolve_model
 
 
@@ -31,6 +32,10 @@ class SamplingArguments(EnvironmentArguments):
     temperature: float = field(default=1.0, metadata={"help": "Sampling temperature; 0 is greedy."})
     max_new_tokens: int | None = field(
         default=None, metadata={"help": "Longest completion in tokens, all turns included; default: 128 a turn."}
+    )
+    max_turn_tokens: int | None = field(default=None, metadata={"help": "Longest turn in tokens."})
+    chat_template_kwargs: dict | None = field(
+        default=None, metadata={"help": "JSON for the chat template, such as '{\"enable_thinking\": false}'."}
     )
     batch_size: int = field(default=128, metadata={"help": "Completions generated at once."})
     seed: int = field(default=0, metadata={"help": "Seed of the tasks and of the sampling."})
@@ -76,11 +81,14 @@ def sample_trajectories(
     batch_size: int,
     seed: int,
     data: str | None = None,
+    max_turn_tokens: int | None = None,
+    chat_template_kwargs: dict[str, Any] | None = None,
 ) -> tuple[Dataset, list[Trajectory]]:
     """Rows of the split `"test"`, each `num_samples` times in a row, and an episode for each, played to its end.
 
     Arguments, errors and what is left untouched are those of `evaluate_model`.
     """
+    check_words_only(env)
     if batch_size < 1:
         raise ValueError(f"batch_size must be at least 1, got {batch_size!r}")
     if max_new_tokens is not None and max_new_tokens < 1:
@@ -88,28 +96,40 @@ def sample_trajectories(
     if temperature < 0 or (temperature == 0 and num_samples > 1):
         raise ValueError(f"temperature must be above 0, or 0 with num_samples=1, got {temperature!r}")
     rows, plays = held_out_plays(env, num_prompts, num_samples, seed, data)
-    per_turn = 128 if max_new_tokens is None else None
+    eos_token_ids = end_tokens(model, tokenizer)
+    if max_new_tokens is None and max_turn_tokens is None:
+        max_turn_tokens = 128
     with _evaluation_mode(model, seed):
         trajectories = play_all(
             plays,
             rows["prompt"][:],
-            Chat(tokenizer),
-            generator(model, tokenizer, temperature, batch_size),
+            Chat(tokenizer, eos_token_ids, **(chat_template_kwargs or {})),
+            generator(model, tokenizer, temperature, batch_size, eos_token_ids),
             # What the environment answers counts, too, and nobody knows how long that is.
             max_tokens=1_000_000 if max_new_tokens is None else max_new_tokens,
-            max_turn_tokens=per_turn,
+            max_turn_tokens=max_turn_tokens,
             max_context=getattr(model.config.get_text_config(), "max_position_embeddings", None),
             workers=env.workers,
         )
     return rows, trajectories
 
 
+def end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Ids that end a turn: the tokenizer's, and those that the model's generation stops at, as in TRL's training."""
+    configured = model.generation_config.eos_token_id
+    listed = configured if isinstance(configured, list) else [configured]
+    return sorted({tokenizer.eos_token_id, *(token for token in listed if token is not None)})
+
+
 def generator(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, temperature: float, batch_size: int
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    temperature: float,
+    batch_size: int,
+    eos_token_ids: Sequence[int],
 ) -> Generate:
     """Continues contexts with `model.generate`, the end token included where there is one; gives no log-probs."""
-    eos = tokenizer.eos_token_id
-    pad = eos if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+    pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
 
     def generate(contexts: list[list[int]], max_new_tokens: int) -> tuple[list[list[int]], None]:
         # Every sampling setting is named: what is left out would come from the checkpoint's own generation config.
@@ -120,7 +140,7 @@ def generator(
             top_p=1.0,
             repetition_penalty=1.0,
             max_new_tokens=max_new_tokens,
-            eos_token_id=eos,
+            eos_token_id=list(eos_token_ids),
             pad_token_id=pad,
         )
         answers: list[list[int]] = []
@@ -131,14 +151,15 @@ def generator(
             input_ids = torch.tensor([[pad] * (width - len(ids)) + ids for ids in batch], device=model.device)
             mask = torch.tensor([[0] * (width - len(ids)) + [1] * len(ids) for ids in batch], device=model.device)
             output = model.generate(input_ids=input_ids, attention_mask=mask, generation_config=config)
-            answers += [_until(ids, eos) for ids in output[:, width:].tolist()]
+            answers += [_until(ids, eos_token_ids) for ids in output[:, width:].tolist()]
         return answers, None
 
     return generate
 
 
-def _until(ids: list[int], eos: int) -> list[int]:
-    return ids[: ids.index(eos) + 1] if eos in ids else ids
+def _until(ids: list[int], ends: Sequence[int]) -> list[int]:
+    first = next((number for number, token in enumerate(ids) if token in ends), len(ids))
+    return ids[: first + 1]
 
 
 @contextmanager

@@ -262,17 +262,21 @@ def _evaluate(
     """Metrics on held-out tasks, read back from `path` when a resumed run has measured them before."""
     if path.exists() and not again:
         return json.loads(path.read_text())
-    if script_args.eval_prompts == 0 or trainer.accelerator.num_processes > 1:
-        return None  # a sharded model cannot generate on one process: `ragen2-trl evaluate` measures it afterwards
+    if script_args.eval_prompts == 0 or trainer.accelerator.num_processes > 1 or env.shows_images:
+        # A sharded model cannot generate on one process: `ragen2-trl evaluate` measures it afterwards. It does not
+        # show pictures, though.
+        return None
     metrics = evaluate_model(
         trainer.model,
-        trainer.processing_class,
+        trainer._tokenizer,
         env,
         num_prompts=script_args.eval_prompts,
         num_samples=script_args.eval_samples,
         temperature=trainer.args.temperature,
         max_new_tokens=trainer.args.max_completion_length,
         data=script_args.data,
+        max_turn_tokens=script_args.max_turn_tokens,
+        chat_template_kwargs={"chat_template": trainer.chat_template, **trainer.chat_template_kwargs},
     )
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(metrics, indent=2) + "\n")

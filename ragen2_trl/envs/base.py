@@ -125,6 +125,8 @@ class Environment(ABC):
         protocol: str = "text",
     ):
         check_choice("protocol", protocol, PROTOCOLS if self.tools else PROTOCOLS[:1])
+        if multi_turn is not None:
+            check_choice("multi_turn", multi_turn, (True, False))
         if multi_turn is False and max_turns is not None:
             check_count("max_turns", max_turns, 1, 1)
         if multi_turn is None:
@@ -205,6 +207,8 @@ class Environment(ABC):
                 break
         if num_prompts is not None and len(rows) < num_prompts:
             raise ValueError(f"num_prompts must be at most {len(rows)}, the tasks there are, got {num_prompts}")
+        if not rows:
+            raise ValueError(f"data must hold tasks of the split {split!r} for {self.name}, got none in {data!r}")
         return Dataset.from_list(rows)
 
     def prompt(self, row: Row) -> list[dict[str, str]]:
@@ -234,7 +238,7 @@ class Environment(ABC):
         It gives the return of each episode: the rewards of its actions and -0.1 for each invalid turn. In single-turn
         play it plays the completions; in multi-turn play `TextRollout` has played them. Where TRL offers `log_metric`
         it logs `env/<name>/success`, `return`, `turns`, `valid_rate` and `pass@k` with the k completions of a prompt
-        on this process.
+        on this process. Use it or `success_func`, not both: each plays the completions of single-turn play.
         """
         return [self._reward_func(f"{self.name}_return", "episode_return")]
 
@@ -292,8 +296,11 @@ class Environment(ABC):
         """
         if self.protocol != "text":
             raise ValueError(f"protocol must be 'text' for demonstrations, which are text, got {self.protocol!r}")
-        solved = (self._demonstration(row, seed) for row in self.dataset(num, seed, data=data))
-        return Dataset.from_list([row for row in solved if row is not None])
+        rows = [self._demonstration(row, seed) for row in self.dataset(num, seed, data=data)]
+        solved = [row for row in rows if row is not None]
+        if not solved:
+            raise ValueError(f"num must be larger, the solver has solved none of {num} tasks of {self.name}")
+        return Dataset.from_list(solved)
 
     def _demonstration(self, row: Row, seed: int) -> dict[str, Any] | None:
         rng = random.Random(f"demonstration/{seed}/{row['seed']}")
@@ -389,5 +396,5 @@ def check_count(field: str, value: object, low: int, high: int) -> None:
 
 def check_range(field: str, value: float, low: float, high: float) -> None:
     """Raises a `ValueError` that names the field, the value and the range unless `low <= value <= high`."""
-    if not low <= value <= high:
+    if not isinstance(value, (int, float)) or not low <= value <= high:
         raise ValueError(f"{field} must be between {low} and {high}, got {value!r}")

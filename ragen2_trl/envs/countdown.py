@@ -20,7 +20,7 @@ from ragen2_trl.envs.arithmetic import (
     solve,
     value_of,
 )
-from ragen2_trl.envs.base import Environment, Episode, Limits, Row, check_choice, check_range, held_out, load_tasks
+from ragen2_trl.envs.base import Environment, Episode, Limits, Row, check_choice, check_count, held_out, load_tasks
 from ragen2_trl.envs.tools import ToolEnvironment
 
 OPERATORS = ("+-*/", "+-")
@@ -125,8 +125,8 @@ class Countdown(Environment):
     def __init__(self, operators: str = "+-*/", max_numbers: int = 4, largest: int = 99, **limits: Any):
         super().__init__(**limits)
         check_choice("operators", operators, OPERATORS)
-        check_range("max_numbers", max_numbers, 3, 4)
-        check_range("largest", largest, 5, 99)
+        check_count("max_numbers", max_numbers, 3, 4)
+        check_count("largest", largest, 5, 99)
         self.operators = operators
         self.max_numbers = max_numbers
         self.largest = largest

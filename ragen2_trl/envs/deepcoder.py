@@ -15,10 +15,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ragen2_trl.envs.base import Environment, Episode, Limits, Row, check_choice, check_range, held_out, load_tasks
+from ragen2_trl.envs.base import (
+    Environment,
+    Episode,
+    Limits,
+    Row,
+    check_choice,
+    check_count,
+    check_range,
+    held_out,
+    load_tasks,
+)
 from ragen2_trl.envs.deepcoder_problems import make_problem
 from ragen2_trl.envs.deepcoder_tests import choose_tests, read_tests, task_row
-from ragen2_trl.envs.responses import MAX_RESPONSE_CHARS
+from ragen2_trl.envs.responses import MAX_RESPONSE_CHARS, plain_text
 from ragen2_trl.envs.tools import ToolEnvironment
 from ragen2_trl.program_tests import CallCase, CaseResult, StdinCase, run_tests
 from ragen2_trl.sandbox import Limits as RunLimits
@@ -83,8 +93,8 @@ class DeepCoderEpisode(Episode):
     """
 
     def __init__(self, row: Row, judge: Judge):
-        self.problem: str = row["problem"]
-        self.starter: str = row["starter"]
+        self.problem: str = plain_text(row["problem"], keep_lines=True)
+        self.starter: str = plain_text(row["starter"], keep_lines=True)
         self.function: str = row["function"]
         self.best = 0.0
         self._solution: str = row["solution"]
@@ -104,11 +114,12 @@ class DeepCoderEpisode(Episode):
             return f"{self.problem}\nStart from:\n```python\n{self.starter}\n```"
         case = self._cases[0]
         if isinstance(case, CallCase):
-            return f"{self.problem}\nDefine the function {case.function_name} with {len(case.arguments)} argument(s)."
+            name = plain_text(case.function_name)
+            return f"{self.problem}\nDefine the function {name} with {len(case.arguments)} argument(s)."
         return self.problem
 
     def _describe(self, results: Sequence[CaseResult], num_passed: int) -> str:
-        passed = f"Your program passes {num_passed} of {len(results)} tests."
+        passed = f"Your program passes {num_passed} of {len(results) - self._public} hidden tests."
         failed = [index for index in range(self._public) if results[index].verdict != "passed"]
         if not failed:
             return passed
@@ -122,13 +133,17 @@ class DeepCoderEpisode(Episode):
         return len(action) <= MAX_RESPONSE_CHARS and bool(program_of(action))
 
     def step(self, action: str) -> float:
-        """Tests a program: the fraction of the tests it passes, less the best fraction so far, not below 0.0."""
+        """Tests a program: the fraction of hidden tests it passes, less the best fraction so far, not below 0.0.
+
+        What the statement shows earns nothing, since it could be copied.
+        """
         program = program_of(action)
         program = _PREAMBLE + program if self.function and "__future__" not in program else program
         results = run_tests(self._judge.sandbox, program, self._cases, self._judge.seconds)
-        num_passed = sum(result.verdict == "passed" for result in results)
+        hidden = results[self._public :]
+        num_passed = sum(result.verdict == "passed" for result in hidden)
         self._feedback = self._describe(results, num_passed)
-        fraction = num_passed / len(results)
+        fraction = num_passed / len(hidden)
         self.done = self.success = fraction == 1.0
         gained = max(0.0, fraction - self.best)
         self.best = max(self.best, fraction)
@@ -171,11 +186,11 @@ class DeepCoderTools(ToolEnvironment):
 
 
 class DeepCoder(Environment):
-    """Write a program: the reward is the fraction of the tests it passes, and success is to pass them all.
+    """Write a program: the reward is the fraction of the hidden tests it passes, and success is to pass them all.
 
     Problems are generated, or come from data in the schema of `agentica-org/DeepCoder-Preview-Dataset`. Its `lcbv5`
     has two splits, `codeforces` is for tests only, and the others, like a single file, are divided by problem.
-    Problems without a test of at most `MAX_TEST_CHARS` characters are left out.
+    Problems without a hidden test of at most `MAX_TEST_CHARS` characters are left out.
 
     Args:
         config: Which part of the data on the Hub: `"primeintellect"`, `"taco"`, `"lcbv5"` or `"codeforces"`.
@@ -213,11 +228,12 @@ class DeepCoder(Environment):
     ):
         super().__init__(**limits)
         check_choice("config", config, CONFIGS)
-        check_range("max_tests", max_tests, 2, 100)
+        check_choice("allow_unsafe_sandbox", allow_unsafe_sandbox, (True, False))
+        check_count("max_tests", max_tests, 2, 100)
         check_range("test_seconds", test_seconds, 1, 60)
         check_range("program_seconds", program_seconds, 1, 600)
         self.workers = min(8, os.cpu_count() or 1) if workers is None else workers
-        check_range("workers", self.workers, 1, 64)
+        check_count("workers", self.workers, 1, 64)
         self.config = config
         self.max_tests = max_tests
         self.test_seconds = test_seconds
@@ -257,7 +273,7 @@ class DeepCoder(Environment):
                 continue
             function, tests = read_tests(source)
             tests, public = choose_tests(problem, function, tests, self.max_tests)
-            if tests:
+            if len(tests) > public:
                 starter = (source.get("starter_code") or "").rstrip()
                 yield {"seed": index, **task_row(problem.strip(), starter, function, tests, public, "")}
 
@@ -269,6 +285,5 @@ class DeepCoder(Environment):
         return (
             "Write a Python 3 program, standard library only, that solves the problem. It reads standard input and "
             "prints the answer, unless a function is asked for: then define that, with its imports, and read nothing. "
-            f"Each test gives it {self.test_seconds:g} seconds. Reward: the fraction of tests it passes, most of them "
-            f"hidden.{later}"
+            f"Each test gives it {self.test_seconds:g} seconds. Reward: the fraction of hidden tests it passes.{later}"
         )

@@ -66,8 +66,8 @@ def _lines(value: Any) -> str:
 def choose_tests(problem: str, function: str, tests: Sequence[Test], max_tests: int) -> tuple[list[Test], int]:
     """At most `max_tests` different tests, the public ones first, and how many those are.
 
-    At most half are public. The hidden ones are spread evenly over all sizes, the largest included: the largest alone
-    would make a reward of all or nothing of the fraction.
+    At most half are public, if any are hidden. The hidden ones are spread evenly over all sizes, the largest
+    included: the largest alone would make a reward of all or nothing of the fraction.
     """
     texts = {json.dumps(test): test for test in tests}
     small = [texts[text] for text in sorted(texts, key=lambda text: (len(text), text)) if len(text) <= MAX_TEST_CHARS]

@@ -6,6 +6,7 @@ from typing import Any
 
 from ragen2_trl.envs.base import Environment, Episode, Limits, Row, held_out, load_tasks
 from ragen2_trl.envs.math_answers import same_answer
+from ragen2_trl.envs.responses import plain_text
 from ragen2_trl.envs.tools import ToolEnvironment
 
 COLUMNS = ("query", "response", "original_question")
@@ -32,7 +33,7 @@ class MetaMathQAEpisode(Episode):
     """
 
     def __init__(self, question: str, answer: str, solution: str):
-        self.question = question
+        self.question = plain_text(question, keep_lines=True)
         self.answer = answer
         self.solution = solution
         self.worth = 1.0

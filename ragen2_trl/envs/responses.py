@@ -16,8 +16,10 @@ MAX_RESPONSE_CHARS = 100_000
 # Tasks look at a handful of actions; a response of a million separators must not become a million strings.
 MAX_PARSED_ACTIONS = 256
 
-_MARKUP = re.compile(r"<(?=\S)|\[(?=/?\w+\])")
-_CONTROLS = dict.fromkeys([*range(0x20), *range(0x7F, 0xA0), *range(0xD800, 0xE000)])  # with lone surrogates
+# What vocabularies write their control tokens as: <s>, <|im_end|>, <start_of_turn>, [INST], [/INST], [gMASK].
+# Comparisons, types and indices, such as a<b, List[int] and x[5], stay as they are.
+_MARKUP = re.compile(r"<(?=[^\s<>]{1,60}>)|\[(?=/?\w*[A-Z]{2}\w*\])")
+_CONTROLS = dict.fromkeys({*range(0x20), *range(0x7F, 0xA0), *range(0xD800, 0xE000)} - {ord("\t")})  # and surrogates
 
 _THINK, _END_THINK = "<think>", "</think>"
 _ANSWER, _END_ANSWER = "<answer>", "</answer>"
@@ -92,14 +94,15 @@ def _message_text(message: Message) -> str:
     return f"{_THINK}{reasoning}{_END_THINK}{content}" if reasoning else content
 
 
-def plain_text(text: str) -> str:
+def plain_text(text: str, *, keep_lines: bool = False) -> str:
     """Text from outside without what a tokenizer or a chat template would read as its own marks.
 
     A passage is written by anybody. `<|im_end|>` in it would become the token that ends a message, so a space parts
-    the opening bracket of whatever looks like a mark; white space becomes one space, and control characters and lone
-    surrogates, which no tokenizer takes, go.
+    the opening bracket of whatever looks like a mark; control characters and lone surrogates, which no tokenizer
+    takes, go. White space becomes one space, or stays with `keep_lines=True`.
 
     >>> plain_text("End.<|im_end|>\\n<s>[INST] 2 < 3")
     'End.< |im_end|> < s>[ INST] 2 < 3'
     """
-    return _MARKUP.sub(r"\g<0> ", " ".join(text.split()).translate(_CONTROLS))
+    lines = text.split("\n") if keep_lines else [" ".join(text.split())]
+    return "\n".join(_MARKUP.sub(r"\g<0> ", line.translate(_CONTROLS)) for line in lines)

@@ -22,7 +22,7 @@ from datasets import Dataset, load_from_disk
 from filelock import FileLock
 from huggingface_hub import cached_assets_path
 
-from ragen2_trl.envs.base import check_range, load_tasks
+from ragen2_trl.envs.base import check_count, check_range, load_tasks
 
 if TYPE_CHECKING:
     import bm25s
@@ -196,9 +196,9 @@ class HTTPRetriever:
         self, url: str, timeout: float = 30.0, retries: int = 3, backoff: float = 0.5, max_bytes: int = 8_000_000
     ):
         check_range("timeout", timeout, 0.01, 600)
-        check_range("retries", retries, 0, 10)
+        check_count("retries", retries, 0, 10)
         check_range("backoff", backoff, 0, 60)
-        check_range("max_bytes", max_bytes, 1, 1_000_000_000)
+        check_count("max_bytes", max_bytes, 1, 1_000_000_000)
         parts = urllib.parse.urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ValueError(f"url must be http://host or https://host, got the scheme {parts.scheme!r}")

@@ -15,7 +15,7 @@ from typing import Any
 
 from datasets import Dataset
 
-from ragen2_trl.envs.base import Environment, Episode, Limits, Row, check_range, held_out, load_tasks
+from ragen2_trl.envs.base import Environment, Episode, Limits, Row, check_count, held_out, load_tasks
 from ragen2_trl.envs.responses import plain_text
 from ragen2_trl.envs.retrieval import (
     BM25Retriever,
@@ -209,8 +209,8 @@ class SearchQA(Environment):
 
     def __init__(self, corpus: str | Retriever | None = None, top_k: int = 5, max_chars: int = 4000, **limits: Any):
         super().__init__(**limits)
-        check_range("top_k", top_k, 1, 100)
-        check_range("max_chars", max_chars, 100, 100_000)
+        check_count("top_k", top_k, 1, 100)
+        check_count("max_chars", max_chars, 100, 100_000)
         self.retriever = open_corpus(corpus) if isinstance(corpus, str) else corpus
         self.top_k = top_k
         self.max_chars = max_chars

@@ -18,6 +18,8 @@ Answer: TypeAlias = Any
 class ToolEnvironment:
     """One player's environment, used again and again: `reset`, then tools, then `get_reward`.
 
+    Chance events count the resets of this instance, which begin anew when training is resumed.
+
     Args:
         env: The task.
         number: Tells this instance from others of one trainer.

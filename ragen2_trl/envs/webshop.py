@@ -8,7 +8,7 @@ import random
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from ragen2_trl.envs.base import Environment, Episode, Limits, Row, check_choice, check_range, held_out
+from ragen2_trl.envs.base import Environment, Episode, Limits, Row, check_choice, check_count, held_out
 from ragen2_trl.envs.tools import ToolEnvironment
 from ragen2_trl.envs.webshop_catalogue import Catalogue, Goal, Product, fits, identity, score
 from ragen2_trl.envs.webshop_files import GOALS, load_catalogue, load_goals, split_goals
@@ -253,10 +253,10 @@ class WebShop(Environment):
 
     def __init__(self, products: int = 500, results: int = 10, goals: str = "human", **limits: Any):
         super().__init__(**limits)
-        check_range("max_turns", self.max_turns, FEWEST_TURNS, 100)
+        check_count("max_turns", self.max_turns, FEWEST_TURNS, 100)
         check_choice("max_actions", self.max_actions, (1,))
-        check_range("products", products, 50, 10_000)
-        check_range("results", results, 1, 20)
+        check_count("products", products, 50, 10_000)
+        check_count("results", results, 1, 20)
         check_choice("goals", goals, GOALS)
         self.products = products
         self.results = results

@@ -1,6 +1,6 @@
-"""The embedded default: a causal LM of about a million parameters, warmed up on FrozenLake, that needs no download.
+"""The embedded default: a causal LM of about a million parameters, warmed up on two tasks, that needs no download.
 
-`build.py` makes its tokenizer and its untrained weights; `recipes/warm_start_tiny.yaml` trains them.
+`build.py` makes its tokenizer and its untrained weights; `recipes/warm_start_tiny*.yaml` train them.
 """
 
 from pathlib import Path
