@@ -8,6 +8,9 @@ BIN := $(VENV)/bin
 TORCH_PIP_ARGS ?=
 
 export HF_HUB_DISABLE_TELEMETRY := 1
+# glibc would give a key-value cache back to the kernel with every token and fault it in again with the next.
+export MALLOC_MMAP_THRESHOLD_ := 4294967296
+export MALLOC_TRIM_THRESHOLD_ := 17179869184
 
 .DEFAULT_GOAL := help
 .PHONY: help install demo test test-distributed test-slow check bench warm-start clean
