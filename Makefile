@@ -68,9 +68,10 @@ bench: $(BIN)/.installed  ## Side-by-side measurements; writes benchmarks/result
 	$(BIN)/python benchmarks/refill.py
 	$(BIN)/python benchmarks/environments.py
 
-warm-start: $(BIN)/.installed  ## Regenerate the tiny model's weights (half an hour)
-	$(BIN)/ragen2-trl warm-start --config recipes/warm_start_tiny.yaml
-	$(BIN)/ragen2-trl warm-start --config recipes/warm_start_tiny_turns.yaml --output_dir ragen2_trl/tiny/model
+warm-start: $(BIN)/.installed  ## Regenerate the tiny models' weights (half an hour)
+	$(BIN)/ragen2-trl warm-start --config recipes/warm_start_tiny.yaml --output_dir ragen2_trl/tiny/model
+	$(BIN)/ragen2-trl warm-start --config recipes/warm_start_tiny_sokoban.yaml \
+		--output_dir ragen2_trl/tiny/model_sokoban
 
 clean:  ## Remove .venv, caches and runs
 	rm -rf $(VENV) runs .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,7 +1,6 @@
 """The tiny model: a tokenizer that loses nothing, weights that load anywhere, a warm start that repeats."""
 
 import itertools
-from pathlib import Path
 
 import pytest
 import torch
@@ -12,15 +11,15 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from ragen2_trl.cli import warm_start
 from ragen2_trl.envs import completion_text, make_env, parse_response
 from ragen2_trl.envs.frozen_lake import OBSERVATIONS
-from ragen2_trl.tiny import TINY_MODEL_PATH, resolve_model
+from ragen2_trl.tiny import TINY_MODEL_PATH, TINY_SOKOBAN_PATH, resolve_model
 from ragen2_trl.tiny.build import TAGS, build_model, build_tokenizer
 
 TOKENIZER = build_tokenizer()
 
 
-@pytest.fixture(scope="module")
-def shipped_tokenizer():
-    return AutoTokenizer.from_pretrained(TINY_MODEL_PATH)
+@pytest.fixture(scope="module", params=[TINY_MODEL_PATH, TINY_SOKOBAN_PATH], ids=["tiny", "tiny-sokoban"])
+def shipped_tokenizer(request):
+    return AutoTokenizer.from_pretrained(request.param)
 
 
 # Tokenizer
@@ -106,14 +105,16 @@ def test_shipped_model_loads_in_float32_and_has_the_shapes_we_build():
     assert 0.5e6 < shipped.num_parameters() < 1.5e6
 
 
-def test_shipped_folder_is_small_and_holds_nothing_of_the_machine_that_made_it():
-    files = [path for path in Path(TINY_MODEL_PATH).iterdir() if path.is_file()]
+@pytest.mark.parametrize("folder", [TINY_MODEL_PATH, TINY_SOKOBAN_PATH])
+def test_shipped_folder_is_small_and_holds_nothing_of_the_machine_that_made_it(folder):
+    files = [path for path in folder.iterdir() if path.is_file()]
     assert sum(path.stat().st_size for path in files) < 4_000_000
     assert {path.suffix for path in files} <= {".json", ".jinja", ".safetensors"}
 
 
 def test_tiny_is_a_name_and_other_names_pass_through():
     assert resolve_model("tiny") == str(TINY_MODEL_PATH)
+    assert resolve_model("tiny-sokoban") == str(TINY_SOKOBAN_PATH)
     assert resolve_model("some/model") == "some/model"
 
 

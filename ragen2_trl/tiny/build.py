@@ -1,7 +1,7 @@
 """How the tiny model is made: a word-level tokenizer for our own prompts, and a small untrained Qwen3.
 
-The trained weights under `model/` come from these two functions and two warm starts, `make warm-start`: one on
-FrozenLake, from nothing, and one on Sokoban in several turns beside it.
+The trained weights come from these two functions and two warm starts, `make warm-start`: `model/` learns FrozenLake
+from nothing, and `model_sokoban/` goes on from there with Sokoban in several turns.
 """
 
 from collections.abc import Iterator
