@@ -203,7 +203,7 @@ def test_empty_keys_of_saved_messages_do_not_reach_the_chat_template(played, tmp
     tokenizer = AutoTokenizer.from_pretrained(TINY_MODEL_PATH)
     seen = []
     template = tokenizer.apply_chat_template
-    tokenizer.apply_chat_template = lambda batch, **kwargs: seen.extend(batch) or template(batch, **kwargs)
+    tokenizer.apply_chat_template = lambda batch, **kwargs: seen.append(batch) or template(batch, **kwargs)
     tokenize_completions(tokenizer, read_completions(save(tmp_path / "saved", 1, padded, messages(texts))))
     assert seen == prompts
 
