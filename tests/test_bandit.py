@@ -81,7 +81,7 @@ def test_a_random_player_is_right_half_of_the_time():
 
 
 def test_tools_pay_what_text_pays():
-    tools = Bandit(protocol="tools").environment_factory()
+    tools = Bandit(protocol="tools", multi_turn=False).environment_factory()
     assert tools.reset(**ROW) == "Machines: Pond, Rapids."
     assert tools.pull("Pond") == "Reward 0.1. The episode is over."
     assert tools.get_reward() == 0.1
