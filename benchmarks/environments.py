@@ -19,7 +19,7 @@ from ragen2_trl.tiny import TINY_MODEL_PATH
 
 TASKS = ("frozen_lake", "sokoban", "countdown", "metamath_qa", "search_qa", "webshop", "deepcoder", "bandit")
 FEW = {"deepcoder": 24}  # each step is a program run many times
-SHARES = ("frozen_lake", "sokoban", "webshop")
+SHARES = ("frozen_lake", "sokoban")  # whose words the tiny model has as tokens
 
 
 def playing(name: str) -> Environment:
