@@ -144,11 +144,12 @@ def play_all(
     if max_context is not None and longest >= max_context:
         raise ValueError(f"prompts must have fewer tokens than the model's {max_context} positions, got {longest}")
 
+    def left(trajectory: Trajectory) -> int:
+        tokens = max_tokens - len(trajectory.completion_ids)
+        return tokens if max_context is None else min(tokens, max_context - len(trajectory.context))
+
     def room(trajectory: Trajectory) -> int:
-        left = max_tokens - len(trajectory.completion_ids)
-        if max_context is not None:
-            left = min(left, max_context - len(trajectory.context))
-        return max(0, left if max_turn_tokens is None else min(left, max_turn_tokens))
+        return left(trajectory) if max_turn_tokens is None else min(left(trajectory), max_turn_tokens)
 
     running = trajectories
     while limit := most(max((room(trajectory) for trajectory in running), default=0)):
@@ -168,9 +169,7 @@ def play_all(
             if message is None:
                 continue
             reply = chat.reply_ids(answer, message)
-            if len(reply) < max_tokens - len(trajectory.completion_ids) and (
-                max_context is None or len(reply) < max_context - len(trajectory.context)
-            ):
+            if len(reply) < left(trajectory):
                 trajectory.add(reply, by_model=False)
                 trajectory.logprobs += [0.0] * len(reply) if logprobs is not None else []
                 running.append(trajectory)

@@ -382,6 +382,19 @@ def load_tasks(data: str, split: str, *, config: str | None = None) -> Dataset:
     return load_dataset(_FILE_FORMATS[path.suffix], data_files=str(path), split="train")
 
 
+def shuffled(rows: Dataset, columns: Iterable[str], rng: random.Random) -> Iterator[tuple[int, dict[str, Any]]]:
+    """All rows with their numbers, in the order that `rng` draws.
+
+    Raises:
+        ValueError: If a column is missing.
+    """
+    if not set(columns) <= set(rows.column_names):
+        raise ValueError(f"columns of data must include {list(columns)}, got {rows.column_names}")
+    order = list(range(len(rows)))
+    rng.shuffle(order)
+    return ((index, rows[index]) for index in order)
+
+
 def check_choice(field: str, value: object, allowed: Iterable[object]) -> None:
     """Raises a `ValueError` that names the field, the value and the allowed set unless `value` is one of `allowed`."""
     if value not in allowed:

@@ -20,7 +20,17 @@ from ragen2_trl.envs.arithmetic import (
     solve,
     value_of,
 )
-from ragen2_trl.envs.base import Environment, Episode, Limits, Row, check_choice, check_count, held_out, load_tasks
+from ragen2_trl.envs.base import (
+    Environment,
+    Episode,
+    Limits,
+    Row,
+    check_choice,
+    check_count,
+    held_out,
+    load_tasks,
+    shuffled,
+)
 from ragen2_trl.envs.tools import ToolEnvironment
 
 OPERATORS = ("+-*/", "+-")
@@ -134,7 +144,9 @@ class Countdown(Environment):
     def tasks(self, seed: int, split: str, data: str | None) -> Iterator[dict[str, Any]]:
         rows = self._generated(seed, split) if data is None else self._loaded(seed, split, data)
         for row in rows:
-            if held_out(f"{sorted(row['nums'])} {row['target']}") == (split == "test"):
+            if held_out(f"{sorted(row['nums'])} {row['target']}") != (split == "test"):
+                continue
+            if data is None or solve(row["nums"], row["target"], self.operators) is not None:
                 yield row
 
     def _generated(self, seed: int, split: str) -> Iterator[dict[str, Any]]:
@@ -154,14 +166,9 @@ class Countdown(Environment):
 
     def _loaded(self, seed: int, split: str, data: str) -> Iterator[dict[str, Any]]:
         rows = load_tasks(data, "train")  # the only split there is
-        if not set(COLUMNS) <= set(rows.column_names):
-            raise ValueError(f"columns of data must include {list(COLUMNS)}, got {rows.column_names}")
-        order = list(range(len(rows)))
-        random.Random(f"{self.name}/{split}/{seed}").shuffle(order)
-        for index in order:
-            numbers, target = _checked(rows[index])
-            if solve(numbers, target, self.operators) is not None:
-                yield {"seed": index, "nums": numbers, "target": target}
+        for index, row in shuffled(rows, COLUMNS, random.Random(f"{self.name}/{split}/{seed}")):
+            numbers, target = _checked(row)
+            yield {"seed": index, "nums": numbers, "target": target}
 
     def episode(self, row: Row, rng: random.Random) -> CountdownEpisode:
         return CountdownEpisode(row["nums"], row["target"], self.operators)

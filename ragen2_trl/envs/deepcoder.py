@@ -25,6 +25,7 @@ from ragen2_trl.envs.base import (
     check_range,
     held_out,
     load_tasks,
+    shuffled,
 )
 from ragen2_trl.envs.deepcoder_problems import make_problem
 from ragen2_trl.envs.deepcoder_tests import choose_tests, read_tests, task_row
@@ -260,12 +261,7 @@ class DeepCoder(Environment):
             raise ValueError(f"split must be one of {list(splits)} for config={self.config!r}, got {split!r}")
         hashed = "test" not in splits or ("train" in splits and Path(data).is_file())
         rows = load_tasks(data, split if split in splits else "train", config=self.config)
-        if not set(COLUMNS) <= set(rows.column_names):
-            raise ValueError(f"columns of data must include {list(COLUMNS)}, got {rows.column_names}")
-        order = list(range(len(rows)))
-        stream.shuffle(order)
-        for index in order:
-            source = rows[index]
+        for index, source in shuffled(rows, COLUMNS, stream):
             problem = source["problem"]
             if not isinstance(problem, str) or not problem.strip():
                 raise ValueError(f"column 'problem' must be a text that is not empty, got {problem!r}")

@@ -4,7 +4,7 @@ import random
 from collections.abc import Iterator
 from typing import Any
 
-from ragen2_trl.envs.base import Environment, Episode, Limits, Row, held_out, load_tasks
+from ragen2_trl.envs.base import Environment, Episode, Limits, Row, held_out, load_tasks, shuffled
 from ragen2_trl.envs.math_answers import same_answer
 from ragen2_trl.envs.responses import plain_text
 from ragen2_trl.envs.tools import ToolEnvironment
@@ -115,12 +115,7 @@ class MetaMathQA(Environment):
 
     def _loaded(self, seed: int, split: str, data: str) -> Iterator[tuple[int, dict[str, str]]]:
         rows = load_tasks(data, "train")  # the only split there is
-        if not set(COLUMNS) <= set(rows.column_names):
-            raise ValueError(f"columns of data must include {list(COLUMNS)}, got {rows.column_names}")
-        order = list(range(len(rows)))
-        random.Random(f"{self.name}/{split}/{seed}").shuffle(order)
-        for index in order:
-            row = rows[index]
+        for index, row in shuffled(rows, COLUMNS, random.Random(f"{self.name}/{split}/{seed}")):
             for column in COLUMNS:
                 if not isinstance(row[column], str):
                     raise ValueError(f"{column} must be text, got {row[column]!r}")
