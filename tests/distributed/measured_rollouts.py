@@ -57,3 +57,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    PartialState().destroy_process_group()  # its threads may abort a process that ends with them
