@@ -359,6 +359,6 @@ def write(diagnoses: Sequence[Diagnosis], arguments: DiagnoseArguments, output_d
     }
     output_dir.mkdir(parents=True, exist_ok=True)
     (output_dir / "diagnosis.json").write_text(json.dumps(report, indent=2) + "\n")
-    plot_matrix(last.measurement, output_dir / "matrix.png")
+    plot_matrix(last.measurement).savefig(output_dir / "matrix.png")
     points = [(one.metrics["conditional_entropy_token"], one.metrics["mi_seq"], one.label) for one in diagnoses]
-    plot_quadrant(points, output_dir / "quadrant.png", last.metrics["mi_upper_bound"])
+    plot_quadrant(points, last.metrics["mi_upper_bound"]).savefig(output_dir / "quadrant.png")

@@ -1,20 +1,32 @@
-"""From a run's log history and its measurements to pictures and metrics."""
+"""From a run's log history and its measurements to pictures, reports, model cards and metrics."""
 
-from typing import TYPE_CHECKING, Any
+from importlib import import_module
+from typing import Any
 
-from ragen2_trl.reporting.plots import plot_matrix, plot_quadrant, plot_training
+# By name, the module that has it: imported only when it is asked for. Trainers lean on this package and need no
+# matplotlib, and `python scripts/train.py` puts scripts/ first on the path, where `import evaluate` would find
+# scripts/evaluate.py.
+_HOMES = {
+    "ReasoningInformation": "metric",
+    "Run": "run",
+    "add_diagnostics": "card",
+    "log_figures": "trackers",
+    "plot_comparison": "plots",
+    "plot_compute": "plots",
+    "plot_matrix": "plots",
+    "plot_quadrant": "plots",
+    "plot_reward_variance": "plots",
+    "plot_training": "plots",
+    "read_run": "run",
+    "render_report": "report",
+    "save_figure": "plots",
+    "svg": "plots",
+}
 
-if TYPE_CHECKING:
-    from ragen2_trl.reporting.metric import ReasoningInformation
-
-__all__ = ["ReasoningInformation", "plot_matrix", "plot_quadrant", "plot_training"]
+__all__ = list(_HOMES)
 
 
 def __getattr__(name: str) -> Any:
-    # Only when it is asked for: `python scripts/train.py` puts scripts/ first on the path, where `import evaluate`
-    # finds scripts/evaluate.py.
-    if name == "ReasoningInformation":
-        from ragen2_trl.reporting.metric import ReasoningInformation
-
-        return ReasoningInformation
+    if name in _HOMES:
+        return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

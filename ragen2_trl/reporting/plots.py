@@ -1,239 +1,287 @@
-"""Figures of a run, readable in print and for colour-blind people."""
+"""Figures of runs: what was logged, over the optimizer steps. Those of one measurement are in `measurement_plots.py`.
+
+Each function returns a matplotlib `Figure`, which notebooks show and `save_figure` and `svg` write; its label says in
+words what it shows. The look of all of them is in `style.py`.
+"""
 
 import math
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from pathlib import Path
+from dataclasses import dataclass
+from itertools import accumulate
+from statistics import fmean
 from typing import Any, TypeAlias
 
-import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.patches import Rectangle
-from matplotlib.ticker import MaxNLocator
 
-from ragen2_trl.diagnosis import Measurement
+from ragen2_trl.reporting.measurement_plots import plot_matrix, plot_quadrant, plot_reward_variance
+from ragen2_trl.reporting.style import (
+    BLUE,
+    GREEN,
+    GREY,
+    LINE_COLOURS,
+    LINE_STYLES,
+    LINE_WIDTH,
+    MARKERS,
+    ORANGE,
+    REFERENCE,
+    THIN,
+    drawn_in_style,
+    legend_above,
+    make_panels,
+    plain_name,
+    save_figure,
+    svg,
+    whole_numbers,
+)
 
-# Okabe and Ito's colours, which stay apart for every kind of colour vision.
-BLUE, ORANGE, GREEN, GREY = "#0072B2", "#D55E00", "#009E73", "#808080"
-SMOOTHING = 10  # log rows
-SECOND_SCALE = 1.15  # where a legend starts beside a scale at the right, in widths of the axes
+__all__ = [
+    "plot_comparison",
+    "plot_compute",
+    "plot_matrix",
+    "plot_quadrant",
+    "plot_reward_variance",
+    "plot_training",
+    "save_figure",
+    "svg",
+]
 
-RETRIEVAL_ACCURACY, RETRIEVAL_CHANCE = "mi/first_turn/retrieval_accuracy", "mi/first_turn/retrieval_chance"
+Rows: TypeAlias = Sequence[Mapping[str, Any]]
+Series: TypeAlias = list[tuple[float, float]]  # (optimizer step, value)
 
-# Share of the matrix below the end of its colour scale: one absurd pair must not bleach all others.
-CLIPPED = 0.05
-# Shortest colour scale in nats per token: rounding errors must not look like structure.
-MIN_COLOUR_RANGE = 0.01
+REWARD, ENTROPY = "reward", "entropy"
+ACCURACY, CHANCE = "mi/first_turn/retrieval_accuracy", "mi/first_turn/retrieval_chance"
+KEPT, COMPUTE = "snr/kept_fraction", "snr/update_compute_fraction"
+# The second is TRL's name, for a history of the stock trainer.
+ZERO_VARIANCE = ("snr/zero_variance_fraction", "frac_reward_zero_std")
 
-# Where the regimes of arXiv 2604.06268, Section 2.2 lie in the plane: (x, y) of the corner, in fractions of the axes.
-REGIME_CORNERS = {
-    "Diverse reasoning": (1, 1),
-    "Template collapse": (1, 0),
-    "Compressed reasoning": (0, 1),
-    "Low-entropy collapse": (0, 0),
-}
-Point: TypeAlias = tuple[float, float, str]
-MIN_ENTROPY_RANGE = 0.5  # nats per token: a run of low entropy belongs to the left, whatever its own largest value
+FRACTIONS = (-0.03, 1.03)  # a scale from 0 to 1 that cuts no line in half
+MARKS = {"-": "o", "--": "x", ":": "."}  # none hides another
+FEW, MANY = 16, 64  # up to the first all points of a run are marked, beyond the second those of no measurement
+MOST = 600  # points of a line, about one for each pixel of a small screen
 
 
-def plot_training(log_history: Sequence[Mapping[str, Any]], path: Path, success_metric: str | None = None) -> None:
-    """Draw reward and success above, kept fraction, zero-variance fraction and update compute below.
+@dataclass(frozen=True)
+class Line:
+    """One quantity of a run; `measured` ones are sparse and are drawn as they are."""
 
-    Thin lines are single log rows, thick ones running means over up to 10 of them. Where retrieval accuracy was
-    measured, a third panel has it with its chance and, on a scale of its own, TRL's entropy in nats per token.
-    Measurements are sparse and are drawn as they are.
+    label: str
+    points: Series
+    colour: str
+    style: str
+    measured: bool = False
+
+
+@drawn_in_style
+def plot_training(log_history: Rows, success_metric: str | None = None) -> Figure:
+    """Draw reward and success, retrieval accuracy with its chance, TRL's entropy, and what the filter kept.
+
+    Thin lines are single steps, thick ones running means over up to 10 of them (a fortieth of a long run); of more
+    than 600 steps, neighbours are drawn as their mean. Measurements of retrieval are sparse and are drawn as they
+    are. What was not logged gets no panel.
 
     Args:
-        log_history: `trainer.state.log_history`.
-        path: where to write; the suffix chooses the format.
+        log_history: `trainer.state.log_history`, of the stock `GRPOTrainer` too.
         success_metric: log key of the success rate, if there is one.
 
     Raises:
         ValueError: if the history has no row with a reward.
     """
-    rows = [row for row in log_history if row.get("reward") is not None]
-    if not rows:
+    if all(row.get(REWARD) is None for row in log_history):
         raise ValueError(f"log_history has {len(log_history)} rows, but none has a 'reward' to plot.")
-    measured = bool(_points(rows, RETRIEVAL_ACCURACY))
-    # A figure of its own, without pyplot: no global state, no display needed.
-    figure = Figure(figsize=(7, 7) if measured else (7, 5), layout="constrained")
-    panels = figure.subplots(3 if measured else 2, 1, sharex=True)
-    above, below = panels[:2]
-    _draw(above, rows, "reward", "reward", BLUE, "-")
-    if success_metric is not None:
-        _draw(above, rows, success_metric, "success", ORANGE, "--")
-    above.set_ylabel("training reward")
-    _draw(below, rows, "snr/kept_fraction", "groups kept", GREEN, "-")
-    _draw(below, rows, "snr/zero_variance_fraction", "groups without variance", GREY, ":")
-    _draw(below, rows, "snr/update_compute_fraction", "update compute", BLUE, "--")
-    below.set_ylim(0, 1)
-    below.set_ylabel("fraction")
-    panels[-1].set_xlabel("optimizer step")
-    for axes in panels:
-        axes.grid(alpha=0.25)
-        axes.spines[["top", "right"]].set_visible(False)
-    for axes in (above, below):
-        _legend(axes, axes.get_legend_handles_labels()[0], left=1.0)
-    if measured:
-        _legend(panels[-1], _draw_dependence(panels[-1], rows), left=SECOND_SCALE)
-    figure.savefig(path, dpi=150)
+    reward = Line("reward", _points(log_history, REWARD), BLUE, "-")
+    success = Line("success", _points(log_history, success_metric), ORANGE, "--")
+    accuracy = Line("retrieval accuracy", _points(log_history, ACCURACY), BLUE, "-", measured=True)
+    chance = Line("chance", _points(log_history, CHANCE), GREY, ":", measured=True)
+    entropy = Line("entropy", _points(log_history, ENTROPY), ORANGE, "-")
+    kept = Line("groups kept", _points(log_history, KEPT), GREEN, "-")
+    no_variance = Line("zero-variance groups", _points(log_history, *ZERO_VARIANCE), GREY, ":")
+    compute = Line("update compute", _points(log_history, COMPUTE), BLUE, "--")
+    panels = [
+        ("reward", (None, None), [reward, success]),
+        ("fraction", FRACTIONS, [accuracy, chance]),
+        ("nats per token", (0, None), [entropy]),
+        ("fraction", FRACTIONS, [kept, no_variance, compute]),
+    ]
+    shown = [panel for panel in panels if reward in panel[2] or any(line.points for line in panel[2])]
+    figure, axes_of = make_panels(len(shown), height=1.75)
+    for axes, (unit, limits, lines) in zip(axes_of, shown, strict=True):
+        for line in lines:
+            _draw(axes, line)
+        axes.set_ylim(*limits)
+        axes.set_ylabel(unit)
+        legend_above(axes)
+    if not axes_of[0].lines:
+        axes_of[0].text(0.5, 0.5, "no finite reward", ha="center", va="center", transform=axes_of[0].transAxes)
+    _number_steps(axes_of[-1])
+    names = [line.label for _, _, lines in shown for line in lines if line.points]
+    figure.set_label(f"Training up to step {max(row['step'] for row in log_history)}: {', '.join(names)}.")
+    return figure
 
 
-def plot_matrix(measurement: Measurement, path: Path) -> None:
-    """Draw how well each reasoning is explained by each prompt, next to the prompt that explains it best.
+@drawn_in_style
+def plot_compute(log_history: Rows) -> Figure:
+    """Draw what updates compute as a fraction of plain TRL's, step by step, and the share that is saved so far.
 
-    Rows are reasonings, sorted by their own prompt; columns are prompts in that same order; the own one is framed.
-    Colour is log p(Z|x_n) minus its maximum over the row, in nats per token: 0 is the best prompt. Reasoning that
-    depends on its prompt shows as a bright diagonal; a template gives rows of one colour. The darkest twentieth of
-    the pairs is drawn as equal.
-
-    Args:
-        measurement: from `measure_first_turn` or `measure_trajectory`.
-        path: where to write; the suffix chooses the format.
-    """
-    order = measurement.prompt_index.argsort(stable=True)
-    logps = measurement.cross_logps.double()[order]  # (B, N)
-    gaps = (logps - logps.amax(dim=1, keepdim=True)) / measurement.lengths[order, None]  # (B, N) nats per token
-    rows, columns = gaps.shape
-    # By counting and not by interpolation, so that the scale ends at a value that occurs.
-    low = gaps.flatten().sort().values[int(CLIPPED * gaps.numel())].item()
-
-    figure = Figure(figsize=(6, 5), layout="constrained")
-    axes = figure.subplots()
-    image = axes.imshow(
-        gaps.numpy(),
-        cmap="viridis",
-        vmin=min(low, -MIN_COLOUR_RANGE),
-        vmax=0,
-        aspect="auto",
-        interpolation="nearest",
-        extent=(0.5, columns + 0.5, rows + 0.5, 0.5),  # numbers from 1
-    )
-    own, first, count = _runs(measurement.prompt_index[order])
-    for column, row, height in zip(own, first, count, strict=True):
-        frame = Rectangle((column + 0.5, row + 0.5), 1, height, fill=False, edgecolor=ORANGE, linewidth=1.2)
-        axes.add_patch(frame)
-    for axis in (axes.xaxis, axes.yaxis):
-        axis.set_major_locator(MaxNLocator(nbins=8, integer=True, steps=[1, 2, 5, 10], min_n_ticks=1))
-    axes.set_xlabel("prompt")
-    axes.set_ylabel("reasoning, in the order of its own prompt (framed)")
-    bar = figure.colorbar(image, extend="min")
-    bar.set_label("log-probability below the best prompt's (nats per token)")
-    metrics = measurement.metrics
-    axes.set_title(
-        f"own prompt explains best: {metrics['retrieval_accuracy']:.0%} of reasonings "
-        f"(chance {metrics['retrieval_chance']:.1%})",
-        fontsize="medium",
-    )
-    figure.savefig(path, dpi=150)
-
-
-def plot_quadrant(points: Sequence[Point], path: Path, upper_bound: float) -> None:
-    """Draw where reasoning stands between the four regimes of arXiv 2604.06268, Section 2.2.
-
-    Several points are the path of a run: a line through all of them, the first and the last with their labels. The
-    corners name regimes and draw no borders between them: the paper gives no thresholds.
+    Thin and thick lines as in `plot_training`.
 
     Args:
-        points: for each measurement (`conditional_entropy_token`, `mi_seq`, label): H(Z|X) in nats per token, and
-            I(X;Z) in nats.
-        path: where to write; the suffix chooses the format.
-        upper_bound: `mi_upper_bound`, the log of the number of prompts in nats, of the last measurement.
+        log_history: `trainer.state.log_history` of an `SNRFilteredGRPOTrainer`.
 
     Raises:
-        ValueError: if there is no point.
+        ValueError: if no row says what its update computed.
     """
+    points = _points(log_history, COMPUTE)
     if not points:
-        raise ValueError("points must hold at least one measurement, got none")
-    entropies, gains = zip(*(point[:2] for point in points), strict=True)
-    figure = Figure(figsize=(6, 5), layout="constrained")
-    axes = figure.subplots()
-    # Strips above log N and below 0, where no estimate should be, keep the names of the regimes free of the data.
-    axes.set_ylim(min(0, *gains) - 0.15 * upper_bound, max(upper_bound, *gains) + 0.15 * upper_bound)
-    axes.set_xlim(0, max(MIN_ENTROPY_RANGE, 1.25 * max(entropies)))
-    axes.axhline(upper_bound, color=GREY, linestyle="--", linewidth=1)
-    grey = {"textcoords": "offset points", "color": GREY, "fontsize": "small"}
-    axes.annotate("log N", (0, upper_bound), (6, -4), xycoords=("axes fraction", "data"), va="top", **grey)
-    for regime, (x, y) in REGIME_CORNERS.items():
-        inwards = (6 - 12 * x, 6 - 12 * y)
-        aligned = {"ha": ("left", "right")[x], "va": ("bottom", "top")[y]}
-        axes.annotate(regime, (x, y), inwards, xycoords="axes fraction", **aligned, **grey)
-    axes.plot(entropies, gains, color=BLUE, linewidth=1.2, marker="o", markersize=4)
-    axes.plot(entropies[-1:], gains[-1:], color=ORANGE, linestyle="none", marker="o", markersize=10)
-    _label(axes, points[-1], points[-2] if len(points) > 1 else None, fontweight="bold")
-    if len(points) > 1:
-        _label(axes, points[0], points[1], fontsize="small")
-    axes.set_xlabel("entropy of reasoning given its prompt, H(Z|X) (nats per token)")
-    axes.set_ylabel("mutual information with the prompt, I(X;Z) (nats)")
-    axes.grid(alpha=0.25)
-    axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path, dpi=150)
+        raise ValueError(
+            f"log_history has {len(log_history)} rows, but none has a finite {COMPUTE!r}, "
+            "which SNRFilteredGRPOTrainer logs."
+        )
+    steps, fractions = zip(*points, strict=True)
+    saved = [1 - total / count for count, total in enumerate(accumulate(fractions), start=1)]
+    figure, (above, below) = make_panels(2, height=1.9)
+    above.axhline(1, label="plain TRL", **REFERENCE)
+    _draw(above, Line("update compute", points, BLUE, "-"))
+    above.set_ylim(0, 1.08 * max(1, *fractions))
+    label = f"saved so far: {saved[-1]:.0%} at step {steps[-1]:.0f}"
+    _draw(below, Line(label, _thin_out(list(zip(steps, saved, strict=True))), GREEN, "-", measured=True))
+    below.set_ylim(min(FRACTIONS[0], *saved), FRACTIONS[1])
+    for axes in (above, below):
+        axes.set_ylabel("fraction")
+        legend_above(axes)
+    _number_steps(below)
+    figure.set_label(f"Update compute as a fraction of plain TRL's; {label}.")
+    return figure
 
 
-def _legend(axes: Axes, lines: Sequence[Line2D], left: float) -> None:
-    if lines:
-        axes.legend(handles=lines, frameon=False, fontsize="small", loc="upper left", bbox_to_anchor=(left, 1.0))
+@drawn_in_style
+def plot_comparison(histories: Mapping[str, Rows], success_metrics: Mapping[str, str | None]) -> Figure:
+    """Draw several runs over each other: success, retrieval accuracy with its chance, entropy and kept fraction.
 
+    Where a run has no success rate, reward gets a panel too. Lines are the running means of `plot_training`, and
+    measurements as they are. What no run has logged gets no panel, a run that has logged nothing of it no line.
 
-def _label(axes: Axes, point: Point, neighbour: Point | None, **style: Any) -> None:
-    """Writes a point's label away from the line to its neighbour, and towards the middle of the plane's height."""
-    x, y, text = point
-    middle = [sum(axes.get_xlim()) / 2, sum(axes.get_ylim()) / 2]
-    to_right = x < middle[0] if neighbour is None else x >= neighbour[0]
-    above = y < middle[1]
-    axes.annotate(
-        text,
-        (x, y),
-        (8 if to_right else -8, 6 if above else -6),
-        textcoords="offset points",
-        ha="left" if to_right else "right",
-        va="bottom" if above else "top",
-        parse_math=False,  # labels may hold a dollar sign
-        **style,
+    Args:
+        histories: name of each run and its `trainer.state.log_history`.
+        success_metrics: by the same names, the log key of the success rate, if there is one.
+
+    Raises:
+        ValueError: if there is no run, or none has anything to plot.
+    """
+    if not histories:
+        raise ValueError("histories must hold at least one run, got none")
+    success = {name: _points(rows, success_metrics.get(name)) for name, rows in histories.items()}
+    rewards = {name: _points(rows, REWARD) for name, rows in histories.items()}
+    panels = {
+        "success": success,
+        "reward": rewards if not all(success.values()) else {},
+        "retrieval accuracy (dotted: chance)": {name: _points(rows, ACCURACY) for name, rows in histories.items()},
+        "entropy (nats per token)": {name: _points(rows, ENTROPY) for name, rows in histories.items()},
+        "fraction of groups kept": {name: _points(rows, KEPT) for name, rows in histories.items()},
+    }
+    shown = {title: series for title, series in panels.items() if any(series.values())}
+    if not shown:
+        raise ValueError(f"histories of {len(histories)} runs have nothing to plot: no reward and no entropy")
+    names = {name: plain_name(name) for name in histories}
+    columns = max(1, min(3, len(names), 60 // (max(map(len, names.values())) + 5)))
+    legend_rows = math.ceil(len(names) / columns)
+    figure, axes_of = make_panels(len(shown), height=1.65, extra=0.6 + 0.2 * legend_rows)
+    drawn: dict[str, Line2D] = {}
+    for axes, (title, series) in zip(axes_of, shown.items(), strict=True):
+        measured = title.startswith("retrieval")
+        if measured:
+            _draw_chances(axes, [_points(rows, CHANCE) for rows in histories.values()])
+        for number, (name, points) in enumerate(series.items()):
+            if points:
+                drawn[name] = _draw_run(axes, points if measured else _means(_thin_out(points)), number)
+        axes.set_title(title)
+        if measured or title == "fraction of groups kept":
+            axes.set_ylim(FRACTIONS)
+    _number_steps(axes_of[-1])
+    figure.legend(
+        [drawn[name] for name in names if name in drawn],
+        [plain for name, plain in names.items() if name in drawn],
+        loc="outside upper left",
+        ncols=columns,
+        handlelength=3.2,
+        borderpad=0.6,
     )
+    figure.set_label(f"Comparison of {', '.join(names.values())}: {', '.join(shown)}.")
+    return figure
 
 
-def _draw_dependence(axes: Axes, rows: Sequence[Mapping[str, Any]]) -> list[Line2D]:
-    """Retrieval accuracy and its chance on [0, 1], entropy on a scale at the right; the lines for one legend."""
-    axes.set_ylim(0, 1.05)
-    axes.set_ylabel("retrieval accuracy")
-    lines = []
-    for key, label, style in (
-        (RETRIEVAL_ACCURACY, "retrieval accuracy", {"color": BLUE, "linestyle": "-", "marker": "o"}),
-        (RETRIEVAL_CHANCE, "chance", {"color": GREY, "linestyle": ":", "marker": "."}),
-    ):
-        points = _points(rows, key)
-        if points:
-            lines += axes.plot(*zip(*points, strict=True), label=label, linewidth=1.8, markersize=4, **style)
-    entropies = [value for _, value in _points(rows, "entropy")]
-    if not entropies:
-        return lines
-    right = axes.twinx()
-    _draw(right, rows, "entropy", "entropy (right scale)", ORANGE, "--")
-    # High enough that entropy stays clear of accuracies close to 1.
-    right.set_ylim(0, 1.6 * max(entropies) or 1)
-    right.set_ylabel("nats per token")
-    right.spines["top"].set_visible(False)
-    return lines + right.get_legend_handles_labels()[0]
-
-
-def _draw(axes: Axes, rows: Sequence[Mapping[str, Any]], key: str, label: str, colour: str, style: str) -> None:
-    points = _points(rows, key)
-    if not points:
+def _draw(axes: Axes, line: Line) -> None:
+    if not line.points:
         return
+    steps, values = zip(*line.points, strict=True)
+    look: dict[str, Any] = {"color": line.colour, "linestyle": line.style, "label": line.label}
+    if line.measured or len(steps) == 1:
+        axes.plot(steps, values, marker=MARKS[line.style] if len(steps) <= MANY else None, **look)
+        return
+    points = _thin_out(line.points)
+    means = _means(points)
+    if means != points:
+        axes.plot(*zip(*points, strict=True), color=line.colour, alpha=0.3, linewidth=THIN)
+    axes.plot(*zip(*means, strict=True), **look)
+
+
+def _draw_run(axes: Axes, points: Series, number: int) -> Line2D:
+    """The line of the run `number`: its colour, its style and its marker, of which a long line has about eight."""
+    (line,) = axes.plot(
+        *zip(*points, strict=True),
+        color=LINE_COLOURS[number % len(LINE_COLOURS)],
+        linestyle=LINE_STYLES[number % len(LINE_STYLES)],
+        marker=MARKERS[number % len(MARKERS)],
+        markevery=None if len(points) <= FEW else len(points) // 8,
+        linewidth=0.9 * LINE_WIDTH,
+    )
+    return line
+
+
+def _draw_chances(axes: Axes, chances: Sequence[Series]) -> None:
+    """Grey where chance is the same for all runs, otherwise each run's in its colour."""
+    levels = {value for points in chances for _, value in points}
+    if len(levels) == 1:
+        axes.axhline(levels.pop(), **REFERENCE)
+        return
+    for number, points in enumerate(chances):
+        if points:
+            colour = LINE_COLOURS[number % len(LINE_COLOURS)]
+            axes.plot(*zip(*points, strict=True), **REFERENCE | {"color": colour})
+
+
+def _thin_out(points: Series) -> Series:
+    """Means of as many neighbours as it takes to have no more than `MOST` points."""
+    size = math.ceil(len(points) / MOST)
+    blocks = [points[start : start + size] for start in range(0, len(points), size)]
+    return [(fmean(step for step, _ in block), fmean(value for _, value in block)) for block in blocks]
+
+
+def _means(points: Series) -> Series:
+    """Running means: over 10 points, over a fortieth of many, over a quarter of few."""
     steps, values = zip(*points, strict=True)
-    means = [sum(values[max(0, i - SMOOTHING + 1) : i + 1]) / min(i + 1, SMOOTHING) for i in range(len(values))]
-    axes.plot(steps, values, color=colour, alpha=0.25, linewidth=0.8)
-    axes.plot(steps, means, color=colour, linestyle=style, linewidth=1.8, label=label)
+    window = max(1, min(10, len(points) // 4), len(points) // 40)
+    return [(step, fmean(values[max(0, i - window + 1) : i + 1])) for i, step in enumerate(steps)]
 
 
-def _points(rows: Sequence[Mapping[str, Any]], key: str) -> list[tuple[float, float]]:
-    """(step, value) of the rows that have a finite value."""
-    return [(row["step"], row[key]) for row in rows if row.get(key) is not None and math.isfinite(row[key])]
+def _points(log_history: Rows, *keys: str | None) -> Series:
+    """The finite values of the first of `keys` that has any; one for each step, where several rows have that step."""
+    for key in keys:
+        values = defaultdict(list)
+        for row in log_history:
+            value = row.get(key)
+            if isinstance(value, (int, float)) and math.isfinite(value):
+                values[row["step"]].append(value)
+        if values:
+            return [(step, fmean(values[step])) for step in sorted(values)]
+    return []
 
 
-def _runs(values: torch.Tensor) -> tuple[list[int], list[int], list[int]]:
-    """Value, start and length of each run of equal values."""
-    distinct, counts = values.unique_consecutive(return_counts=True)
-    return distinct.tolist(), (counts.cumsum(0) - counts).tolist(), counts.tolist()
+def _number_steps(axes: Axes) -> None:
+    axes.set_xlabel("optimizer step")
+    axes.xaxis.set_major_locator(whole_numbers())
+    left, right = axes.get_xlim()
+    if right - left < 1:  # a single step
+        axes.set_xlim(left - 1, right + 1)
