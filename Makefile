@@ -34,8 +34,8 @@ $(BIN)/.installed-deepspeed: $(BIN)/.installed
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[deepspeed]"
 	touch $@
 
-$(BIN)/.installed-openenv: $(BIN)/.installed
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[openenv,dense]"
+$(BIN)/.installed-extras: $(BIN)/.installed
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[openenv,dense,trackers]"
 	touch $@
 
 install: $(BIN)/.installed  ## Create .venv with everything that the other targets need
@@ -46,8 +46,8 @@ ENV := frozen_lake
 demo: $(BIN)/.installed  ## Train the tiny model with the filter on (minutes, no network); ENV=sokoban for several turns
 	$(BIN)/ragen2-trl train --config recipes/$(ENV)_tiny.yaml --overwrite true
 
-test: $(BIN)/.installed-deepspeed $(BIN)/.installed-openenv  ## Fast tests
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow"
+test: $(BIN)/.installed-deepspeed $(BIN)/.installed-extras  ## Fast tests
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow" -n auto --dist loadfile
 
 test-distributed: $(BIN)/.installed-deepspeed  ## DDP, ZeRO-1/2/3, FSDP2 and LoRA on CPU processes, all of the matrix
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m distributed

@@ -21,6 +21,7 @@ RETRIEVAL_DEPTHS = (2, 4, 8)
 FORMS = ("seq", "token", "token_tempered")
 ZSCORE_EPS = 1e-3
 ALPHA, LOW_ENTROPY = 0.01, 0.1  # see `classify_regime`
+PATIENCE = 2  # measurements in a row that make a collapse: one alone may be chance
 
 
 def information_metrics(

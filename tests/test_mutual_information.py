@@ -2,7 +2,7 @@
 
 import logging
 import math
-from types import SimpleNamespace
+from dataclasses import replace
 
 import pytest
 import torch
@@ -16,6 +16,7 @@ from ragen2_trl import MutualInformationCallback, SNRFilteredGRPOTrainer, inform
 from ragen2_trl.callbacks import mutual_information
 from ragen2_trl.callbacks.mutual_information import MIN_STEPS_BETWEEN, group_metrics
 from ragen2_trl.callbacks.rollouts import Rollout, watch_rollouts
+from ragen2_trl.diagnosis import Measurement
 
 ROW = "mi/first_turn/retrieval_accuracy"
 
@@ -352,14 +353,14 @@ def test_a_policy_trained_on_templates_is_classified_as_collapsed_while_its_entr
 class Drift:
     """In place of a measurement: reasoning depends on its prompt for two measurements, and then no longer."""
 
-    def __init__(self, metrics):
-        self.before, self.count = metrics, 0
+    def __init__(self, before):
+        self.before, self.count = before, 0
 
     def __call__(self, *args):
         self.count += 1
         accuracy = 0.9 if self.count <= 2 else 0.1
         changed = {"retrieval_accuracy": accuracy, "retrieval_chance": 0.1, "num_completions": 64.0}
-        return SimpleNamespace(metrics=self.before | changed)
+        return replace(self.before, metrics=self.before.metrics | changed)
 
 
 @pytest.mark.parametrize("stop_on", [None, "template_collapse"])
@@ -367,8 +368,10 @@ def test_drift_into_template_collapse_warns_once_and_stops_where_asked_to(
     policy_path, prompts, make_args, monkeypatch, caplog, stop_on
 ):
     separable = torch.tensor([[-10.0, -30.0], [-30.0, -10.0]])
-    metrics = information_metrics(separable, torch.tensor([5, 5]), torch.tensor([0, 1]))
-    monkeypatch.setattr(mutual_information, "measure_first_turn", Drift(metrics))
+    lengths, own = torch.tensor([5, 5]), torch.tensor([0, 1])
+    metrics = information_metrics(separable, lengths, own)
+    before = Measurement(metrics, separable, lengths, own, trajectories=[0, 4], columns=[0, 4])
+    monkeypatch.setattr(mutual_information, "measure_first_turn", Drift(before))
     callback = {"every": 1, "stop_on": stop_on}
     trainer, _ = run(GRPOTrainer, policy_path, make_args(snr=False, max_steps=6), prompts, callback=callback)
     assert trainer.state.global_step == (6 if stop_on is None else 4)

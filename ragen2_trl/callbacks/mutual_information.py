@@ -3,8 +3,9 @@
 import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from math import ceil
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -18,15 +19,24 @@ from trl.models.utils import unwrap_model_for_generation
 
 from ragen2_trl.callbacks.regime_watch import RegimeWatch
 from ragen2_trl.callbacks.rollouts import Rollout, Sampled, check_own_trainer, gather_rollout, watch_rollouts
-from ragen2_trl.diagnosis import SCOPES, NotMeasurableError, Sampling, combine, measure_first_turn, measure_trajectory
-from ragen2_trl.filtering import check_choice, zero_variance
+from ragen2_trl.callbacks.run_record import keep_record
+from ragen2_trl.diagnosis import (
+    SCOPES,
+    Measurement,
+    NotMeasurableError,
+    Sampling,
+    combine,
+    measure_first_turn,
+    measure_trajectory,
+)
+from ragen2_trl.filtering import check_choice, group_score, zero_variance
 from ragen2_trl.information import MarginalStdEMA
 from ragen2_trl.reasoning import Turn, find_turns
+from ragen2_trl.reporting.run import MEASUREMENTS, MI_STATE, SavedMeasurement, run_of
 from ragen2_trl.scoring import ContextLengthError, count_tokens
 
 logger = get_logger(__name__)
 
-STATE_KEY = "ragen2_mutual_information"
 # Optimizer steps between measurements where every step is logged. One costs about half a step of the demo, so that it
 # stays below a twentieth of the run.
 MIN_STEPS_BETWEEN = 10
@@ -43,6 +53,10 @@ class MutualInformationCallback(TrainerCallback):
     [`~ragen2_trl.information.information_metrics`] land under `mi/first_turn/` and, where there are several turns,
     under `mi/trajectory/`. Training is left bit-identical. Exceptions are not caught; where there is nothing to
     measure, a warning says why and no number is logged.
+
+    Each measurement of first turns is written, with its texts, to `_measurements/` in the trainer's `output_dir`,
+    which uploads to the Hub leave out, and drawn as images for the trainer's trackers. The model card gets a section
+    that says whether reasoning depends on its prompt.
 
     Args:
         trainer ([`~trl.GRPOTrainer`] or [`~trl.RLOOTrainer`], or a subclass):
@@ -108,18 +122,21 @@ class MutualInformationCallback(TrainerCallback):
         )
         self._watching = False
         self._reset()
+        keep_record(trainer)
 
     def _reset(self) -> None:
         self.watch = RegimeWatch()
         self.ema = {scope: MarginalStdEMA() for scope in self.scopes}
         self.last_step: int | None = None  # the optimizer step of the latest measurement
         self._stop = False
+        self._to_save: SavedMeasurement | None = None  # until the step has ended
+        self._to_draw: SavedMeasurement | None = None  # until its row is logged
         self._silent: set[str] = set()  # what could not be measured last time
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         check_own_trainer(self, self.trainer, state)
         self._reset()
-        saved = state.stateful_callbacks.get(STATE_KEY)
+        saved = state.stateful_callbacks.get(MI_STATE)
         if saved is not None:
             self.watch = RegimeWatch(**saved["watch"])
             self.ema |= {s: MarginalStdEMA(values=saved["ema"][s]) for s in self.scopes if s in saved["ema"]}
@@ -129,8 +146,28 @@ class MutualInformationCallback(TrainerCallback):
             self._watching = True
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self._to_save is not None:
+            selection = getattr(self.trainer, "latest_selection", None)  # of our trainer, made after the measurement
+            if selection is not None:
+                self._to_save = replace(self._to_save, scores=selection[0], kept=selection[1])
+            self._to_save.save(Path(args.output_dir) / MEASUREMENTS)
+            self._to_draw, self._to_save = self._to_save, None
         if self._stop:
             control.should_training_stop = True
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        """After the trackers: they have the row, so that images can join it."""
+        if self._to_draw is None or "mi/tokens" not in logs:  # rows of an evaluation come in between
+            return
+        measurement, self._to_draw = self._to_draw, None
+        from ragen2_trl.reporting.trackers import has_image_trackers, log_figures
+
+        if has_image_trackers(self.trainer):
+            from ragen2_trl.reporting.gallery import measurement_figures, quadrant_figure
+
+            run = run_of(self.trainer)
+            figures = {"quadrant": quadrant_figure(run), **dict(measurement_figures(run, measurement))}
+            log_figures(self.trainer, {f"mi/{name}": figure for name, figure in figures.items()})
 
     def _on_rollout(self, sampled: Sampled) -> None:
         step = self._due_step()
@@ -154,11 +191,13 @@ class MutualInformationCallback(TrainerCallback):
         valid_rate = self._log_validity(trajectories)
         self._warn_of_unequal_prompts(rollout, groups)
         with self._scoring_model() as model, count_tokens(model) as tokens, self.trainer.accelerator.autocast():
-            metrics = self._measure(model, step, trajectories, groups)
+            metrics, first_turn = self._measure(model, step, trajectories, groups)
         total = sum(gather_object([sum(tokens)]))  # over all processes
         self._log({"mi/seconds": time.perf_counter() - started, "mi/tokens": float(total)})
         if metrics is not None:
             self._follow(step, metrics, valid_rate)
+        if first_turn is not None and self.trainer.is_world_process_zero():
+            self._to_save = self._with_texts(step, first_turn, trajectories, rollout.rewards)
         self._save_state()
 
     def _scoring_model(self) -> AbstractContextManager[nn.Module]:
@@ -192,10 +231,13 @@ class MutualInformationCallback(TrainerCallback):
 
     def _measure(
         self, model: nn.Module, step: int, trajectories: list[list[Turn]], groups: list[int]
-    ) -> dict[str, float] | None:
-        """Logs all scopes that can be measured; gives the metrics of the first scope, which regimes are told by."""
+    ) -> tuple[dict[str, float] | None, Measurement | None]:
+        """Logs all scopes that can be measured.
+
+        Gives the metrics of the first scope, which regimes are told by, and the measurement of first turns.
+        """
         has_turns = any(len(turns) > 1 for turns in trajectories)
-        leading = None
+        leading = first_turn = None
         for number, scope in enumerate(self.scopes):
             if scope == "trajectory" and not has_turns:
                 continue
@@ -205,7 +247,8 @@ class MutualInformationCallback(TrainerCallback):
             arguments = (model, trajectories, groups, generator, self.sampling)
             try:
                 if scope == "first_turn":
-                    metrics = measure_first_turn(*arguments).metrics
+                    first_turn = measure_first_turn(*arguments)
+                    metrics = first_turn.metrics
                 else:
                     by_position = measure_trajectory(*arguments)
                     metrics = combine(list(by_position.values()))
@@ -219,7 +262,27 @@ class MutualInformationCallback(TrainerCallback):
             metrics |= self.ema[scope].update(metrics)
             self._log({f"mi/{scope}/{key}": value for key, value in metrics.items()})
             leading = metrics if scope == self.scopes[0] else leading
-        return leading
+        return leading, first_turn
+
+    def _with_texts(
+        self, step: int, measurement: Measurement, trajectories: list[list[Turn]], rewards: torch.Tensor
+    ) -> SavedMeasurement:
+        decode = self.trainer._tokenizer.decode
+        return SavedMeasurement(
+            step=step,
+            metrics=measurement.metrics,
+            regime=self.watch.regimes[-1][1] if self.watch.regimes else None,
+            prompts=[decode(trajectories[i][0].context, skip_special_tokens=True) for i in measurement.columns],
+            reasonings=[
+                decode(trajectories[i][0].reasoning, skip_special_tokens=True) for i in measurement.trajectories
+            ],
+            prompt_index=measurement.prompt_index,
+            lengths=measurement.lengths,
+            cross_logps=measurement.cross_logps,
+            rewards=rewards,
+            scores=group_score(rewards),
+            kept=None,
+        )
 
     def _follow(self, step: int, metrics: dict[str, float], valid_rate: float) -> None:
         warnings = self.watch.update(step, metrics, valid_rate)
@@ -268,7 +331,7 @@ class MutualInformationCallback(TrainerCallback):
 
     def _save_state(self) -> None:
         """Into the trainer's state, which every checkpoint writes."""
-        self.trainer.state.stateful_callbacks[STATE_KEY] = {
+        self.trainer.state.stateful_callbacks[MI_STATE] = {
             "watch": asdict(self.watch),
             "ema": {scope: dict(ema.values) for scope, ema in self.ema.items()},
             "last_step": self.last_step,

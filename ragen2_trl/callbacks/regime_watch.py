@@ -3,9 +3,8 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from ragen2_trl.information import ALPHA, chance_p_value, classify_regime
+from ragen2_trl.information import ALPHA, PATIENCE, chance_p_value, classify_regime
 
-PATIENCE = 2  # measurements in a row: one alone may be chance
 FORMAT_RATIO = 0.5
 
 

@@ -97,6 +97,12 @@ def main(args: list[str] | None = None) -> None:
         console.print(
             f"Model, log_history.json, summary.json and training.png are in {run}", highlight=False, markup=False
         )
+    on_hub = script_args.data is not None and not Path(script_args.data).exists()
+    card = {"dataset_name": script_args.data if on_hub else None}
+    if training_args.push_to_hub:
+        trainer.push_to_hub(**card)
+    else:
+        trainer.create_model_card(run.resolve().name, **card)
 
 
 def last_complete_checkpoint(run: Path) -> Path | None:
@@ -290,4 +296,4 @@ def _write_history(trainer: SNRFilteredGRPOTrainer, env: Environment, run: Path)
     run.mkdir(parents=True, exist_ok=True)
     (run / "log_history.json").write_text(json.dumps(history, indent=1) + "\n")
     if any(row.get("reward") is not None for row in history):
-        plot_training(history, run / "training.png", _success_metric(env))
+        plot_training(history, _success_metric(env)).savefig(run / "training.png")

@@ -37,7 +37,9 @@ def make_env(name: str, **options: Any) -> Environment:
     unknown = sorted(set(options) - set(allowed))
     if unknown:
         raise ValueError(f"options of {name} must be among {allowed}, got {unknown}")
-    return ENVIRONMENTS[name](**options)
+    env = ENVIRONMENTS[name](**options)
+    env.options = options
+    return env
 
 
 def _options(init: Callable[..., None]) -> list[str]:

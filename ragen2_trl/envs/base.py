@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, ClassVar, TypeAlias
 
 from datasets import Dataset, load_dataset
@@ -116,6 +117,7 @@ class Environment(ABC):
     shows_images: bool = False  # whether the first observation is a picture
     workers: int = 1  # episodes stepped at the same time, where steps wait for something
     tools: ClassVar[type[ToolEnvironment] | None] = None  # the task's tools for TRL's `environment_factory`
+    options: Mapping[str, Any] = MappingProxyType({})  # what `make_env` was given
 
     def __init__(
         self,
@@ -264,6 +266,16 @@ class Environment(ABC):
         numbers = itertools.count()
         return lambda: tools(self, next(numbers))
 
+    @property
+    def summary(self) -> dict[str, Any]:
+        """What a model card says of the task: name, options, and limits of an episode."""
+        return {
+            "name": self.name,
+            "options": dict(self.options),
+            "max_turns": self.max_turns,
+            "max_actions": self.max_actions,
+        }
+
     def play(self, row: Row, rng: random.Random) -> Play:
         """A new episode of a row's task behind the text protocol."""
         return Play(self, self.episode(row, rng))
@@ -334,6 +346,7 @@ class Environment(ABC):
             return [float(getattr(outcome, field)) for outcome in outcomes]
 
         reward.__name__ = name  # what TRL logs it under
+        vars(reward)["environment"] = self  # for the model card
         return reward
 
     def _outcomes(

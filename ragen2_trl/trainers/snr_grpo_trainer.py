@@ -16,6 +16,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl import GRPOConfig, GRPOTrainer
 from trl.trainer.utils import nanstd
 
+from ragen2_trl.callbacks.run_record import keep_record
 from ragen2_trl.filtering import group_score, select_groups, selection_metrics, zero_variance
 from ragen2_trl.rollout import TextRollout
 from ragen2_trl.trainers.batches import (
@@ -156,9 +157,11 @@ class SNRFilteredGRPOTrainer(GRPOTrainer):
             self.rollout_func.attach(self)
         self._start_run()
         self.add_callback(EmptyStepCallback(self))
+        keep_record(self)
 
     def _start_run(self) -> None:
         """The state of a run that begins."""
+        self.latest_selection: tuple[Tensor, Tensor] | None = None  # (N,) scores, (N,) which groups are kept
         self._rewards_per_func: Tensor | None = None  # (B, F) of the latest generation, over all processes
         self._refill_rows: Any = []
         if self.args.snr_refill_rounds > 0:
@@ -227,6 +230,7 @@ class SNRFilteredGRPOTrainer(GRPOTrainer):
         if not refilling:  # the first prompts of a step are what other runs are compared by
             for name, value in selection_metrics(rewards, scores, kept, self._reward_range).items():
                 self._log(name, value)
+            self.latest_selection = (scores.cpu(), kept)
         self._scale_advantages(batch, rewards, kept)
         return kept
 

@@ -1,0 +1,194 @@
+"""Keeps what others will look at: diagnostics on the model card and beside it, and word of uploads that failed."""
+
+import shlex
+from collections.abc import Callable
+from concurrent.futures import Future
+from functools import partial, wraps
+from pathlib import Path
+from typing import Any
+
+import httpx
+import yaml
+from accelerate.logging import get_logger
+from huggingface_hub import ModelCard, hf_hub_download, list_repo_files
+from transformers import Trainer, TrainerCallback
+
+from ragen2_trl.reporting.card import FIGURES, add_diagnostics
+from ragen2_trl.reporting.run import DIAGNOSTICS, OUTCOMES, RUN_STATE, measured_step, run_of, write_run
+
+logger = get_logger(__name__)
+
+EXTENDED = ("create_model_card", "push_to_hub", "_push_from_checkpoint")  # methods of the trainer
+
+
+def keep_record(trainer: Trainer) -> None:
+    """Let a trainer write diagnostics with every model card, and say what to do where an upload fails."""
+    if not any(isinstance(callback, RunRecord) for callback in trainer.callback_handler.callbacks):
+        trainer.add_callback(RunRecord(trainer))
+
+
+class RunRecord(TrainerCallback):
+    """
+    Adds diagnostics to the model cards of a trainer, which TRL writes at each checkpoint and before each upload, and
+    once more when training ends. `SNRFilteredGRPOTrainer` and `MutualInformationCallback` bring it along.
+
+    An upload that fails at a checkpoint is a warning, and training goes on; one that a script asked for with
+    `trainer.push_to_hub()` raises, after it has been said that the files are there and how to upload them. Tokens in
+    the trainer's arguments stay out of `training_args.bin`, which is uploaded too.
+
+    When training begins, what an earlier one left in `diagnostics/`, and measurements of steps that are still to come,
+    are removed from `output_dir`, and so are `log_history.json`, `summary.json` and `evaluation_after.json`.
+
+    Args:
+        trainer ([`~transformers.Trainer`]):
+            The trainer whose `create_model_card`, `push_to_hub` and `_push_from_checkpoint` are extended.
+    """
+
+    def __init__(self, trainer: Trainer):
+        self.trainer = trainer
+        self._write_card: Callable[[], None] | None = None  # as the latest card was asked for
+        for name in EXTENDED:
+            original, extension = getattr(trainer, name), getattr(self, f"_{name.lstrip('_')}")
+            setattr(trainer, name, wraps(original)(partial(extension, original)))
+        hide_tokens(trainer.args)
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._write_card = None
+        before = state.stateful_callbacks.get(RUN_STATE, {}).get("resumed_at", [])
+        resumed_at = [*before, state.global_step] if state.global_step > 0 else []
+        state.stateful_callbacks[RUN_STATE] = {"ended": False, "resumed_at": resumed_at}
+        if state.is_world_process_zero:
+            self._remove_leftovers()
+            write_run(self.trainer)
+            if args.push_to_hub:
+                self._warn_of_other_content()
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        state.stateful_callbacks[RUN_STATE]["ended"] = True
+        if not state.is_world_process_zero:
+            return
+        self.trainer._finish_current_push()  # it may be reading what is written next
+        if self._write_card is not None:
+            self._write_card()
+        else:
+            write_run(self.trainer)
+
+    def _create_model_card(self, create: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        create(*args, **kwargs)
+        if not self.trainer.is_world_process_zero():
+            return
+        self._write_card = lambda: self._create_model_card(create, *args, **kwargs)
+        write_run(self.trainer)
+        if all(job.done() for job in self._jobs()):  # a picture that changes while it is uploaded fails the upload
+            write_figures(self.trainer)
+        _extend_card(self.trainer)
+
+    def _push_to_hub(self, push: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        try:
+            if self.trainer.is_world_process_zero():
+                self.trainer._finish_current_push()
+            pushed = push(*args, **kwargs)
+        except Exception as error:
+            logger.error(self._failed(error))
+            raise
+        if isinstance(pushed, Future):
+            self._watch(pushed)
+        return pushed
+
+    def _push_from_checkpoint(self, push: Callable[..., None], checkpoint_folder: str) -> None:
+        known = self._jobs()
+        push(checkpoint_folder)
+        for job in self._jobs():
+            if job not in known:
+                self._watch(job)
+
+    def _jobs(self) -> list[Future]:
+        """Uploads of checkpoints; transformers never asks them whether they failed."""
+        # The attribute is there once there is a repository.
+        in_progress = getattr(self.trainer, "push_in_progress", None)
+        return [] if in_progress is None else list(in_progress.jobs)
+
+    def _watch(self, job: Future) -> None:
+        def report(done: Future) -> None:
+            error = None if done.cancelled() else done.exception()
+            if error is not None:  # in a thread that does not know accelerate's state
+                logger.warning(self._failed(error), main_process_only=False)
+
+        job.add_done_callback(report)
+
+    def _failed(self, error: BaseException) -> str:
+        args = self.trainer.args
+        command = ["hf", "upload", self.trainer.hub_model_id or args.hub_model_id or Path(args.output_dir).name]
+        command += [args.output_dir, ".", "--exclude", "_*", "--exclude", "checkpoint-*"]
+        command += ["--private"] if args.hub_private_repo else []
+        command += ["--revision", args.hub_revision] if args.hub_revision else []
+        reason = " ".join(str(error).split("\n\n")[0].split())
+        return (
+            f"Upload to the Hub failed with {type(error).__name__}: {reason}\nEverything is in {args.output_dir}. "
+            f"To upload it, logged in by `hf auth login`: {shlex.join(command)}"
+        )
+
+    def _remove_leftovers(self) -> None:
+        folder = Path(self.trainer.args.output_dir)
+        figures = [folder / DIAGNOSTICS / f"{name}{suffix}" for name in FIGURES for suffix in (".png", ".svg")]
+        for path in [*figures, *(folder / name for name in OUTCOMES)]:
+            path.unlink(missing_ok=True)
+        for path in run_of(self.trainer).measurements:
+            if measured_step(path) > self.trainer.state.global_step:
+                path.unlink()
+
+    def _warn_of_other_content(self) -> None:
+        """A trainer's upload replaces the card of a repository, whoever wrote it."""
+        args, repo_id = self.trainer.args, self.trainer.hub_model_id
+        where = {"revision": args.hub_revision, "token": args.hub_token}
+        try:
+            files = set(list_repo_files(repo_id, **where)) - {".gitattributes"}
+            card = Path(hf_hub_download(repo_id, "README.md", **where)).read_text() if "README.md" in files else ""
+        except (httpx.HTTPError, OSError) as error:
+            logger.warning(f"Training begins without a look at what {repo_id} holds on the Hub: {error}")
+            return
+        if files and "generated_from_trainer" not in card:
+            logger.warning(
+                f"{repo_id} on the Hub holds {', '.join(sorted(files)[:5])}, which no trainer has written. Uploads "
+                "replace README.md and whatever has the name of a file of this run; the rest stays, and all of it "
+                "stays in the repository's history."
+            )
+
+
+def write_figures(trainer: Trainer) -> None:
+    """Draw the figures of a run into `diagnostics/`, as PNG and SVG, and remove those that it has no data for."""
+    from ragen2_trl.reporting.gallery import draw_figures  # matplotlib only where something is drawn
+
+    draw_figures(run_of(trainer), Path(trainer.args.output_dir) / DIAGNOSTICS)
+
+
+class Token(str):
+    """A token that is `None` in a pickle."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()
+
+    def __copy__(self) -> "Token":
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Token":
+        return self
+
+
+def hide_tokens(args: Any) -> None:
+    """Keep tokens out of `training_args.bin`: transformers pickles all of its arguments and uploads them."""
+    args.hub_token = args.hub_token and Token(args.hub_token)
+    model_init = vars(args).get("model_init_kwargs")
+    if isinstance(model_init, dict) and isinstance(model_init.get("token"), str):
+        args.model_init_kwargs = {**model_init, "token": Token(model_init["token"])}
+
+
+def _extend_card(trainer: Trainer) -> None:
+    path = Path(trainer.args.output_dir) / "README.md"
+    try:
+        card = ModelCard.load(path)
+    except (ValueError, yaml.YAMLError) as error:
+        logger.warning(f"{path} has no valid metadata and gets no diagnostics, which are in {DIAGNOSTICS}/: {error}")
+        return
+    add_diagnostics(card, run_of(trainer), trainer.hub_model_id)
+    card.save(path)

@@ -1,0 +1,284 @@
+"""Whether the model reasons about its input, on its model card: a verdict, a section with figures, the model index."""
+
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from huggingface_hub import EvalResult, ModelCard
+
+from ragen2_trl.reporting.run import DIAGNOSTICS, EVALUATIONS, FIRST_TURN, STATE_FILE, Run
+
+HEADING = "## Training diagnostics"
+TAGS = ("ragen2", "trl")
+WINDOW = 10  # log rows: single training steps are noisy
+
+FIGURES = {  # of the run's folder, in the order of the card
+    "training": "Success, retrieval accuracy, entropy and what the filter kept, over training",
+    "quadrant": "The path of the run between the four regimes of [arXiv 2604.06268](https://arxiv.org/abs/2604.06268)",
+    "cross_scores": "How well each prompt explains each reasoning, in the last measurement",
+    "reward_variance": "Reward variance of the groups in the last measurement, and which of them the filter kept",
+    "compute": "Update compute, of what plain TRL would have computed",
+}
+FOLDED = ("reward_variance", "compute")  # figures about cost come last, with the settings
+
+Shown = Callable[[float], str]
+
+
+def add_diagnostics(card: ModelCard, run: Run, repo_id: str | None = None) -> None:
+    """Add a run's diagnostics to a card: a verdict at its head, a section before its citations, tags, the model index.
+
+    Every number comes from `diagnostics/trainer_state.json`, which is uploaded beside the card, and from held-out
+    evaluations where there are any.
+
+    Args:
+        card: As TRL made it; changed in place.
+        run: What is known of the run by now.
+        repo_id: Where the model is going on the Hub, for the source of the index's entries.
+    """
+    card.data.tags = list(dict.fromkeys([*(card.data.tags or []), *TAGS]))
+    card.data.model_name = card.data.model_name or run.name
+    card.data.eval_results = eval_results(run, repo_id, card.data.datasets) or None
+    text = card.text.replace("[None](https://huggingface.co/None)", "a model that is not on the Hub")
+    text = text.replace('model="None"', 'model="path/to/this/folder"')
+    text = text.replace("## Quick start", f"{headline(run)}\n\n## Quick start", 1)
+    before, citations, after = text.partition("## Citations")
+    card.text = f"{before.rstrip()}\n\n{diagnostics_section(run)}\n\n{citations}{after}"
+
+
+def headline(run: Run) -> str:
+    """One paragraph of Markdown for the head of a card: verdict, state, and the number behind the verdict."""
+    sentences = [_verdict(run), _state(run)]
+    accuracy = run.points(f"{FIRST_TURN}/retrieval_accuracy")
+    if accuracy:
+        step, share = accuracy[-1]
+        sentences.append(
+            f"At step {step}, {share:.1%} of its reasonings were explained best by their own prompt; "
+            f"chance is {_last(run, 'retrieval_chance'):.1%}."
+        )
+    return f"> {' '.join(sentences)} See [Training diagnostics](#training-diagnostics)."
+
+
+def diagnostics_section(run: Run) -> str:
+    """Markdown: verdict and state of the run, its numbers, its figures, and how it was made."""
+    lines = [HEADING, "", f"{_verdict(run)} {_state(run)}", ""]
+    rows = _table(run)
+    if rows:
+        lines += ["| | first | last | best |", "|---|---|---|---|"]
+        lines += [f"| {' | '.join(row)} |" for row in rows]
+        lines += ["", *_legend(run), ""]
+    drawn = {name: text for name, text in FIGURES.items() if (run.folder / DIAGNOSTICS / f"{name}.png").exists()}
+    for name in drawn:
+        if name not in FOLDED:
+            lines += _figure(name)
+    lines += ["<details><summary>How this run was made</summary>", "", *_how(run), ""]
+    for name in drawn:
+        if name in FOLDED:
+            lines += _figure(name)
+    return "\n".join([*lines, "</details>"])
+
+
+def eval_results(run: Run, repo_id: str | None, datasets: str | list[str] | None = None) -> list[EvalResult]:
+    """The last numbers of a run as entries of a model index, none of them verified by anyone else.
+
+    Args:
+        run: The run.
+        repo_id: Where its files go on the Hub, as the source of the numbers; `None` for a run that stays local.
+        datasets: What the card names. A single one is what the entries are about, otherwise the run's task.
+    """
+    named = [datasets] if isinstance(datasets, str) else datasets or []
+    task = named[0] if len(named) == 1 else run.environment or "training prompts"
+    held_out = run.evaluations.get("after", {})
+    results = []
+    if held_out:
+        url = file_url(repo_id, EVALUATIONS["after"])
+        results.append(eval_result(task, "test", "success_rate", HELD_OUT_SUCCESS, held_out["success"], url))
+    url = file_url(repo_id, f"{DIAGNOSTICS}/{STATE_FILE}")
+    for key, metric, name in (
+        (run.success_metric, "success_rate", "Success rate in training"),
+        ("reward", "mean_reward", "Mean reward in training"),
+    ):
+        means = key and running_means(run.points(key))
+        if means:
+            results.append(eval_result(task, "train", metric, name, means[-1][1], url))
+    for key, metric, name in (
+        ("retrieval_accuracy", "retrieval_accuracy", "Reasoning explained best by its own prompt"),
+        ("retrieval_chance", "retrieval_chance", "The same by guessing"),
+        ("mi_seq", "mutual_information", "Mutual information of prompt and reasoning (nats)"),
+    ):
+        points = run.points(f"{FIRST_TURN}/{key}")
+        if points:
+            results.append(eval_result(task, "train", metric, name, points[-1][1], url))
+    return results
+
+
+HELD_OUT_SUCCESS = "Held-out success rate"
+
+
+def eval_result(task: str, split: str, metric: str, name: str, value: float, source_url: str | None) -> EvalResult:
+    """An entry of a model index, about one split of a task."""
+    return EvalResult(
+        task_type="reinforcement-learning",
+        dataset_type=_dataset_type(task),
+        dataset_name=task,
+        dataset_split=split,
+        metric_type=metric,
+        metric_name=name,
+        metric_value=round(value, 6),
+        verified=False,
+        source_name=source_url and "ragen2-trl",
+        source_url=source_url,
+    )
+
+
+def _dataset_type(task: str) -> str:
+    """A name that the Hub accepts: it refuses cards with data sets that are not written like an id."""
+    if re.fullmatch(r"([\w-]+/)?[\w.-]+", task, re.ASCII):
+        return task
+    return re.sub(r"[^\w-]+", "-", task, flags=re.ASCII).strip("-") or "task"
+
+
+def file_url(repo_id: str | None, path: str) -> str | None:
+    """Where a file of a model is on the Hub, if it is there."""
+    return repo_id and f"https://huggingface.co/{repo_id}/blob/main/{path}"
+
+
+def running_means(points: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
+    """(step, mean over the `WINDOW` values up to there); in short runs over fewer, so that first and last differ."""
+    window = max(1, min(WINDOW, len(points) // 2))
+    ends = range(window, len(points) + 1)
+    return [(points[end - 1][0], sum(value for _, value in points[end - window : end]) / window) for end in ends]
+
+
+def _verdict(run: Run) -> str:
+    if not run.regimes:
+        return "Whether reasoning depends on its prompt was not measured."
+    return f"**{run.verdict}.**"
+
+
+def _state(run: Run) -> str:
+    sentences = [
+        f"Training {run.status}." if run.ended else f"Training is {run.status}; these are its numbers so far."
+    ]
+    if run.resumed_at:
+        steps = ", ".join(map(str, run.resumed_at))
+        sentences.append(f"It was resumed from a checkpoint at step {steps}; the numbers span all of it.")
+    return " ".join(sentences)
+
+
+def _table(run: Run) -> list[list[str]]:
+    """Label, first, last and best of each number that was logged."""
+
+    def percent(value: float) -> str:
+        return f"{value:.1%}"
+
+    def saved(value: float) -> str:
+        return f"{1 - value:.1%}"
+
+    def nats(value: float) -> str:
+        return f"{value:.2f}"
+
+    rows = []
+    if run.evaluations:
+        rows.append(["held-out success (95 % interval)", _held_out(run, "before"), _held_out(run, "after"), ""])
+    smooth: list[tuple[str | None, str, Shown, Any]] = [
+        (run.success_metric, "success in training", percent, max),
+        ("reward", "reward in training", lambda value: f"{value:.3f}", max),
+    ]
+    rows += _rows(smooth, lambda key: running_means(run.points(key)))
+    single: list[tuple[str | None, str, Shown, Any]] = [
+        (
+            f"{FIRST_TURN}/retrieval_accuracy",
+            f"retrieval accuracy (chance {_last(run, 'retrieval_chance'):.1%})",
+            percent,
+            max,
+        ),
+        (f"{FIRST_TURN}/mi_seq", f"I(X;Z) (nats, at most {_last(run, 'mi_upper_bound'):.2f})", nats, max),
+        (f"{FIRST_TURN}/conditional_entropy_token", "H(Z\\|X) (nats per token)", nats, None),
+        (f"{FIRST_TURN}/marginal_entropy_token", "H(Z) (nats per token)", nats, None),
+    ]
+    rows += _rows(single, run.points)
+    if run.regimes:
+        names = [regime.replace("_", " ") for _, regime in (run.regimes[0], run.regimes[-1])]
+        rows.append(["regime", *names, ""])
+    smooth = [
+        ("entropy", "policy entropy (nats per token)", nats, None),
+        ("snr/kept_fraction", "groups kept by the filter", percent, None),
+        ("snr/update_compute_fraction", "update compute saved", saved, None),
+    ]
+    return rows + _rows(smooth, lambda key: running_means(run.points(key)))
+
+
+def _rows(
+    columns: Sequence[tuple[str | None, str, Shown, Any]], points_of: Callable[[str], list[tuple[int, float]]]
+) -> list[list[str]]:
+    """A row for each (key, label, how to show a value, which is best) that has points."""
+    rows = []
+    for key, label, shown, best in columns:
+        points = points_of(key) if key else []
+        if points:
+            step, value = best(points, key=lambda point: point[1]) if best else (0, 0.0)
+            best_cell = f"{shown(value)} (step {step})" if best else ""
+            rows.append([label, shown(points[0][1]), shown(points[-1][1]), best_cell])
+    return rows
+
+
+def _held_out(run: Run, when: str) -> str:
+    metrics = run.evaluations.get(when)
+    if metrics is None:
+        return ""
+    return f"{metrics['success']:.1%} ({metrics['success_ci_low']:.1%} to {metrics['success_ci_high']:.1%})"
+
+
+def _legend(run: Run) -> list[str]:
+    """What the rows of the table are, and where they come from."""
+    state = f"[`{DIAGNOSTICS}/{STATE_FILE}`]({DIAGNOSTICS}/{STATE_FILE})"
+    lines = []
+    if run.regimes:
+        lines = [
+            "*Retrieval accuracy* is the share of reasonings Z that their own prompt X explains better than the other "
+            "prompts of the batch do: near chance, the model writes the same whatever it is asked. *I(X;Z)* is their "
+            "mutual information; entropies are of the reasoning, given its prompt and over all prompts. Each is a "
+            "single measurement.",
+            "",
+        ]
+    means = f"Success, reward, policy entropy and what the filter did are means over up to {WINDOW} logged steps."
+    held_out = [f"[`{file}`]({file})" for when, file in EVALUATIONS.items() if when in run.evaluations]
+    sources = f"All of it follows from {' and '.join([state, *held_out])}."
+    return [*lines, f"{means} {sources}"]
+
+
+def _figure(name: str) -> list[str]:
+    alternative = re.sub(r"\[(.+?)\]\(.+?\)", r"\1", FIGURES[name])
+    return [f"![{alternative}]({DIAGNOSTICS}/{name}.png)", "", f"*{FIGURES[name]}.*", ""]
+
+
+def _last(run: Run, key: str) -> float:
+    points = run.points(f"{FIRST_TURN}/{key}")
+    return points[-1][1] if points else 0.0
+
+
+def _how(run: Run) -> list[str]:
+    """Environment, settings and versions, as they are needed to do it again."""
+    settings = dict(run.settings)
+    environment = settings.pop("environment", None)
+    lines = []
+    if environment:
+        options = "".join(f", {name}={value}" for name, value in environment["options"].items())
+        lines.append(
+            f"- Environment: {code(environment['name'] + options)}, {_count(environment['max_turns'], 'turn')} of up "
+            f"to {_count(environment['max_actions'], 'action')}"
+        )
+    if settings:
+        lines.append("- Settings: " + ", ".join(code(f"{name}={value}") for name, value in settings.items()))
+    if run.versions:
+        lines.append("- Versions: " + ", ".join(f"{name} {number}" for name, number in run.versions.items()))
+    return lines
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def code(text: str) -> str:
+    """Text of others as Markdown code in one line: nothing in it is markup, or ends a cell of a table."""
+    return f"`{' '.join(re.sub('[`|]', ' ', text).split())}`"

@@ -1,0 +1,355 @@
+"""A training run as its report and its model card tell it: from a trainer, or from what it left on disk."""
+
+import json
+import math
+import os
+import platform
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import Trainer
+
+from ragen2_trl.envs.base import Environment
+from ragen2_trl.information import PATIENCE
+
+# Names of the parts of a run's folder. What begins with an underscore is left out when transformers uploads it:
+# measurements hold prompts and completions word by word.
+DIAGNOSTICS, MEASUREMENTS = "diagnostics", "_measurements"
+STATE_FILE, RUN_FILE = "trainer_state.json", "run.json"
+HISTORY_FILE = "log_history.json"  # of `ragen2-trl train`, also after Ctrl-C
+EVALUATIONS = {when: f"evaluation_{when}.json" for when in ("before", "after")}
+# What says how a training ended, and is of another one when training begins.
+OUTCOMES = (HISTORY_FILE, "summary.json", EVALUATIONS["after"])
+FIRST_TURN = "mi/first_turn"  # log keys of the scope that regimes are told by
+SUCCESS = {"success", "success_ci_low", "success_ci_high"}  # of an evaluation
+# What callbacks keep in `TrainerState.stateful_callbacks`, which every checkpoint carries.
+MI_STATE, RUN_STATE = "ragen2_mutual_information", "ragen2_run"
+
+COLLAPSES = ("template_collapse", "low_entropy_collapse")
+
+PACKAGES = ("ragen2-trl", "trl", "transformers", "datasets", "accelerate", "peft", "deepspeed", "torch")
+# Of TRL's settings, those that say what was trained; all of `snr_*` comes with them. Nothing that may hold a secret.
+SETTINGS = (
+    "seed",
+    "learning_rate",
+    "loss_type",
+    "beta",
+    "num_generations",
+    "temperature",
+    "max_completion_length",
+    "per_device_train_batch_size",
+    "gradient_accumulation_steps",
+    "steps_per_generation",
+)
+
+
+@dataclass(frozen=True)
+class Collapse:
+    """Consecutive measurements, two at least, in one of the collapsed regimes.
+
+    Args:
+        regime: `template_collapse` or `low_entropy_collapse`.
+        first: Optimizer step of the first of them.
+        last: Optimizer step of the last; `None` if the run ended with it.
+    """
+
+    regime: str
+    first: int
+    last: int | None
+
+
+@dataclass(frozen=True)
+class Run:
+    """What is known of a run, whether it is over or not.
+
+    Args:
+        folder: The trainer's `output_dir`.
+        log_history: The rows of every `log()`.
+        regimes: (optimizer step, regime) of each measurement of mutual information.
+        step: Optimizer steps done.
+        max_steps: Optimizer steps planned.
+        ended: Whether training is over: `train()` came to its end, or all of `max_steps` are done.
+        resumed_at: Optimizer steps at which training went on from a checkpoint.
+        settings: `SETTINGS`, `snr_*`, and the names of trainer, base model and data set.
+        versions: By package.
+        evaluations: Held-out metrics, by `before` and `after`.
+    """
+
+    folder: Path
+    log_history: list[dict[str, Any]]
+    regimes: list[tuple[int, str]] = field(default_factory=list)
+    step: int = 0
+    max_steps: int = 0
+    ended: bool = False
+    resumed_at: list[int] = field(default_factory=list)
+    settings: dict[str, Any] = field(default_factory=dict)
+    versions: dict[str, str] = field(default_factory=dict)
+    evaluations: dict[str, dict[str, float]] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        return self.folder.resolve().name
+
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        """The rows of training steps."""
+        return [row for row in self.log_history if row.get("reward") is not None]
+
+    @property
+    def environment(self) -> str | None:
+        """The task whose success was logged under `env/<task>/`."""
+        return self.success_metric.split("/")[1] if self.success_metric else None
+
+    @property
+    def success_metric(self) -> str | None:
+        keys = (key for row in self.rows for key in row if key.startswith("env/") and key.endswith("/success"))
+        return next(keys, None)
+
+    def points(self, key: str) -> list[tuple[int, float]]:
+        """(step, value) of the training rows that have a finite value."""
+        values = ((row.get("step", 0), row.get(key)) for row in self.rows)
+        return [(step, value) for step, value in values if isinstance(value, int | float) and math.isfinite(value)]
+
+    @property
+    def collapses(self) -> list[Collapse]:
+        streaks = [list(streak) for _, streak in groupby(self.regimes, key=lambda measured: measured[1])]
+        return [
+            Collapse(regime, streak[0][0], None if streak is streaks[-1] else streak[-1][0])
+            for streak in streaks
+            if (regime := streak[0][1]) in COLLAPSES and len(streak) >= PATIENCE
+        ]
+
+    @property
+    def status(self) -> str:
+        planned = f" of {self.max_steps}" if self.max_steps > 0 else ""
+        if not self.ended:
+            return f"unfinished: at step {self.step}{planned}"
+        return (
+            f"finished {self.step} steps" if self.step >= self.max_steps else f"stopped at step {self.step}{planned}"
+        )
+
+    @property
+    def verdict(self) -> str:
+        """In a few words, whether reasoning depends on its prompt."""
+        if not self.regimes:
+            return "Not measured"
+        names = {"template_collapse": "Template collapse", "low_entropy_collapse": "Low-entropy collapse"}
+        if self.collapses:
+            worst = self.collapses[-1]
+            if worst.last is None:
+                return f"{names[worst.regime]} since step {worst.first}"
+            return f"Recovered: {names[worst.regime].lower()} from step {worst.first} to {worst.last}"
+        step, regime = self.regimes[-1]
+        if regime in COLLAPSES:
+            return f"{names[regime]} in the last measurement, at step {step}"
+        return "Reasoning depends on its prompt"
+
+    @property
+    def measurements(self) -> list[Path]:
+        return sorted((self.folder / MEASUREMENTS).glob("measurement_*.json"))
+
+    @property
+    def completions(self) -> list[Path]:
+        return sorted((self.folder / "completions").glob("completions_*.parquet"))
+
+
+@dataclass(frozen=True)
+class SavedMeasurement:
+    """A measurement of the first turns of one generation, with its texts.
+
+    Args:
+        step: Optimizer step.
+        metrics: From `information_metrics`.
+        regime: From `classify_regime`.
+        prompts: (N,) what reasonings were scored under.
+        reasonings: (B,).
+        prompt_index: (B,) own column of each reasoning.
+        lengths: (B,) tokens.
+        cross_logps: (B, N) log p(Z_b | x_n) in nats.
+        rewards: For each group of the generation, the G weighted reward sums; NaN where there is none.
+        scores: For each group, what the filter ranks by; reward variance without a filter.
+        kept: For each group, whether the filter kept it; `None` without a filter.
+    """
+
+    step: int
+    metrics: dict[str, float]
+    regime: str | None
+    prompts: list[str]
+    reasonings: list[str]
+    prompt_index: Tensor
+    lengths: Tensor
+    cross_logps: Tensor
+    rewards: Tensor
+    scores: Tensor
+    kept: Tensor | None
+
+    def save(self, folder: Path) -> Path:
+        """Write `measurement_<step>.json` into `folder`."""
+        values = {name: value.tolist() if isinstance(value, Tensor) else value for name, value in vars(self).items()}
+        values["rewards"] = [
+            [None if math.isnan(reward) else reward for reward in group] for group in values["rewards"]
+        ]
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / f"measurement_{self.step:05d}.json"
+        _write_whole(path, json.dumps(values))
+        return path
+
+
+def measured_step(path: Path) -> int:
+    """The optimizer step of a file of `SavedMeasurement.save`, from its name."""
+    return int(path.stem.split("_")[1])
+
+
+def read_measurement(path: Path) -> SavedMeasurement:
+    """What `SavedMeasurement.save` wrote."""
+    values = json.loads(path.read_text())
+    values["rewards"] = [[math.nan if reward is None else reward for reward in group] for group in values["rewards"]]
+    for name, dtype in (("prompt_index", torch.long), ("lengths", torch.long), ("kept", torch.bool)):
+        values[name] = None if values[name] is None else torch.tensor(values[name], dtype=dtype)
+    for name in ("cross_logps", "rewards", "scores"):
+        values[name] = torch.tensor(values[name], dtype=torch.float32)
+    return SavedMeasurement(**values)
+
+
+def run_of(trainer: Trainer) -> Run:
+    """The run that a trainer is in, or has done."""
+    return _make_run(
+        Path(trainer.args.output_dir),
+        vars(trainer.state),
+        _settings(trainer),
+        {"python": platform.python_version(), **_versions()},
+    )
+
+
+def read_run(folder: Path) -> Run:
+    """The run that left its files in `folder`.
+
+    `diagnostics/` says most: it is written when training begins and ends, and with every card, before the checkpoint
+    of the same step. Without it, the newest checkpoint speaks.
+
+    Raises:
+        ValueError: If `folder` holds no log of a run.
+    """
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise ValueError(f"{str(folder)!r} is no folder; allowed: the output_dir of a trainer.")
+    checkpoints = [state for path in folder.glob(f"checkpoint-*/{STATE_FILE}") if (state := _read_state(path))]
+    newest = max(checkpoints, key=lambda state: state["global_step"], default=None)
+    state = _read_state(folder / DIAGNOSTICS / STATE_FILE) or _read_state(folder / STATE_FILE) or newest
+    history = _read_json(folder / HISTORY_FILE, list)
+    if state is None and history is None:
+        raise ValueError(
+            f"{str(folder)!r} holds no log of a run; allowed: the output_dir of a trainer, with "
+            f"{DIAGNOSTICS}/{STATE_FILE}, {HISTORY_FILE} or checkpoint-*/{STATE_FILE}."
+        )
+    state = _go_on(state or {}, history or [])
+    about = _read_json(folder / DIAGNOSTICS / RUN_FILE, dict) or {}
+    return _make_run(folder, state, about.get("settings", {}), about.get("versions", {}))
+
+
+def write_run(trainer: Trainer) -> None:
+    """Write into `diagnostics/` what `read_run` reads."""
+    folder = Path(trainer.args.output_dir) / DIAGNOSTICS
+    folder.mkdir(parents=True, exist_ok=True)
+    run = run_of(trainer)
+    # The path of a best checkpoint is of no use to anyone but its owner.
+    state = {**asdict(trainer.state), "best_model_checkpoint": None}
+    _write_whole(folder / STATE_FILE, json.dumps(state, indent=2, sort_keys=True) + "\n")
+    about = {"settings": run.settings, "versions": run.versions}
+    _write_whole(folder / RUN_FILE, json.dumps(about, indent=2) + "\n")
+
+
+def _go_on(state: dict[str, Any], history: list[dict[str, Any]]) -> dict[str, Any]:
+    """A state with the rows that were logged after it was written, if `history` is of the same training."""
+    known = state.get("log_history") or []
+    same = json.dumps(history[: len(known)], sort_keys=True) == json.dumps(known, sort_keys=True)
+    if len(history) <= len(known) or not same:
+        return state
+    last = max((row.get("step") or 0 for row in history), default=0)
+    return {**state, "log_history": history, "global_step": max(last, state.get("global_step") or 0)}
+
+
+def _make_run(folder: Path, state: Mapping[str, Any], settings: dict[str, Any], versions: dict[str, str]) -> Run:
+    kept = state.get("stateful_callbacks") or {}
+    lifecycle = kept.get(RUN_STATE, {})
+    step, max_steps = state.get("global_step") or 0, state.get("max_steps") or 0
+    ended = lifecycle.get("ended", False) or 0 < max_steps <= step
+    # An "after" beside a run that goes on was measured before it was resumed.
+    shown = {when: folder / file for when, file in EVALUATIONS.items() if ended or when == "before"}
+    evaluations = {when: _read_json(path, dict) for when, path in shown.items()}
+    return Run(
+        folder=folder,
+        log_history=list(state.get("log_history") or []),
+        regimes=[(int(step), regime) for step, regime in kept.get(MI_STATE, {}).get("watch", {}).get("regimes", [])],
+        step=step,
+        max_steps=max_steps,
+        ended=ended,
+        resumed_at=lifecycle.get("resumed_at", []),
+        settings=settings,
+        versions=versions,
+        evaluations={when: metrics for when, metrics in evaluations.items() if metrics and metrics.keys() >= SUCCESS},
+    )
+
+
+def _settings(trainer: Trainer) -> dict[str, Any]:
+    args = vars(trainer.args)
+    names = [*SETTINGS, *sorted(name for name in args if name.startswith("snr_"))]
+    rewards_of = (getattr(func, "environment", None) for func in vars(trainer).get("reward_funcs", ()))
+    environment = next((found for found in rewards_of if isinstance(found, Environment)), None)
+    return {
+        **({} if environment is None else {"environment": public(environment.summary)}),
+        "trainer": type(trainer).__name__,
+        "processes": trainer.accelerator.num_processes,
+        **{name: public(args[name]) for name in names if name in args},
+    }
+
+
+def public(value: Any) -> Any:
+    """A setting as anyone may read it: the last part of a path, an address without its password, an object's class."""
+    if isinstance(value, Mapping):
+        return {str(name): public(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [public(item) for item in value]
+    if isinstance(value, Path) or (isinstance(value, str) and Path(value).is_absolute()):
+        return Path(value).name
+    if isinstance(value, str):
+        return re.sub(r"//[^/\s]*@", "//", value)
+    return value if value is None or isinstance(value, int | float) else type(value).__name__
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for package in PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:  # an extra that is not installed
+            continue
+    return found
+
+
+def _read_state(path: Path) -> dict[str, Any] | None:
+    state = _read_json(path, dict)
+    return state if state and isinstance(state.get("global_step"), int) else None
+
+
+def _read_json(path: Path, kind: type) -> Any:
+    """`None` for a file that is not there, that a kill left half written, or that holds something else."""
+    try:
+        content = json.loads(path.read_text())
+    except (FileNotFoundError, ValueError):
+        return None
+    return content if isinstance(content, kind) else None
+
+
+def _write_whole(path: Path, text: str) -> None:
+    """A kill leaves the former file or this one, never half of it."""
+    unfinished = path.with_name(f".{path.name}")
+    unfinished.write_text(text)
+    os.replace(unfinished, path)
