@@ -1,0 +1,401 @@
+"""Runs side by side as one page: it loads nothing, runs nothing, and opens from a file."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
+from markupsafe import Markup
+from matplotlib.figure import Figure
+
+from ragen2_trl.reporting.card import running_means
+from ragen2_trl.reporting.examples import (
+    MAX_PROMPTS,
+    MAX_SHARED,
+    Excerpt,
+    Group,
+    Reasoning,
+    distinguishing,
+    excerpt,
+    pick_reasonings,
+    printable,
+    read_groups,
+    read_measurements,
+)
+from ragen2_trl.reporting.plots import (
+    plot_comparison,
+    plot_compute,
+    plot_matrix,
+    plot_quadrant,
+    plot_reward_variance,
+    plot_training,
+    svg,
+)
+from ragen2_trl.reporting.run import COLLAPSES, FIRST_TURN, Run, SavedMeasurement
+
+TEMPLATE = "report.html.jinja"
+MAX_STREAKS = 30  # regimes of a run, in the table
+MAX_PROBLEMS = 8  # warnings of a run
+MAX_NAMED = 3  # runs in the headline
+REGIMES = {
+    "diverse": "Diverse reasoning: it depends on its prompt and varies",
+    "template_collapse": "Template collapse: it varies, but does not depend on its prompt",
+    "compressed": "Compressed reasoning: it depends on its prompt and hardly varies",
+    "low_entropy_collapse": "Low-entropy collapse: it hardly varies, neither with its prompt nor between samples",
+}
+# What a reader who wants the missing part would have to do.
+NO_ROWS = "No training step was logged: the run ended before its first log, or logs less often than it had steps."
+NO_INFORMATION = (
+    "Mutual information was not measured, so nothing here says whether reasoning depends on its prompt. Before "
+    "training: trainer.add_callback(MutualInformationCallback(trainer))"
+)
+NO_MEASUREMENTS = (
+    "No measurement with its texts is in _measurements/, so there is no matrix and no reasoning to read. Texts stay "
+    "on the machine of the run: they are never uploaded."
+)
+NO_COMPLETIONS = "No completions were saved. Before training: log_completions=True in the trainer's settings."
+
+
+@dataclass(frozen=True)
+class Number:
+    """A quantity of a run from start to end, as text; empty where it is not known."""
+
+    label: str
+    start: str = ""
+    end: str = ""
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Streak:
+    """Consecutive measurements in one regime."""
+
+    regime: str
+    first: int
+    last: int
+    count: int
+
+    @property
+    def is_collapsed(self) -> bool:
+        return self.regime in COLLAPSES
+
+    @property
+    def words(self) -> str:
+        return REGIMES.get(self.regime, self.regime)
+
+
+@dataclass(frozen=True)
+class Part:
+    """A run as the page shows it.
+
+    Args:
+        label: Its name, made distinct from those of the other runs.
+        run: What it is made of.
+        mood: `collapsed`, `recovered`, `suspect`, `healthy` or `unknown`; chooses colour and shape.
+        numbers: For the first screen.
+        figures: (caption, SVG).
+        streaks: Its regimes over time.
+        groups: Completions by prompt.
+        reasonings: Of the last measurement, and its step.
+        problems: What is missing or cannot be read.
+    """
+
+    label: str
+    run: Run
+    mood: str
+    numbers: list[Number]
+    figures: list[tuple[str, Markup]]
+    streaks: list[Streak]
+    groups: list[Group]
+    reasonings: list[Reasoning]
+    measured_at: int | None
+    problems: list[str]
+
+    @property
+    def status(self) -> str:
+        resumed = ", ".join(map(str, self.run.resumed_at))
+        return self.run.status + (f", resumed at step {resumed}" if resumed else "")
+
+
+@dataclass(frozen=True)
+class Example:
+    """A prompt with the groups that runs have of it, by the label of the run."""
+
+    prompt: Excerpt
+    full: Excerpt
+    groups: dict[str, Group]
+
+
+def render_report(runs: Sequence[Run]) -> str:
+    """One HTML page that compares runs, self-contained and without scripts; a run that is given twice is shown once.
+
+    Text that a model wrote is escaped, and the page forbids its browser to load or run anything.
+
+    Raises:
+        ValueError: If there is no run.
+    """
+    distinct = {run.folder.resolve(): run for run in runs}
+    if not distinct:
+        raise ValueError("runs must hold at least one run, got none")
+    labels = distinct_labels(list(distinct))
+    parts = [_make_part(label, run) for label, run in zip(labels, distinct.values(), strict=True)]
+    shared, own = _pick_examples(parts)
+    page: str = _template().render(
+        headline=headline(parts),
+        parts=parts,
+        comparison=_comparison(parts),
+        shared=shared,
+        own=own,
+        settings=_table([part.run.settings for part in parts]),
+        versions=_table([part.run.versions for part in parts]),
+        max_streaks=MAX_STREAKS,
+    )
+    return page + "\n"
+
+
+def distinct_labels(folders: Sequence[Path]) -> list[str]:
+    """The name of each folder, with as many of its parents as tell it from the others.
+
+    >>> distinct_labels([Path("/a/run"), Path("/b/run"), Path("/b/other")])
+    ['a/run', 'b/run', 'other']
+    """
+
+    def name(folder: Path, depth: int) -> str:
+        return printable("/".join(folder.parts[-depth:])).replace("\n", "\N{REPLACEMENT CHARACTER}")
+
+    labels = []
+    for folder in folders:
+        depth = 1
+        while sum(name(other, depth) == name(folder, depth) for other in folders) > 1 and depth < len(folder.parts):
+            depth += 1
+        labels.append(name(folder, depth))
+    return labels
+
+
+def headline(parts: Sequence[Part]) -> str:
+    """What the page says first: which of the runs collapsed, and when."""
+    if len(parts) == 1:
+        return f"{_quoted(parts[0])}: {_lower(parts[0].run.verdict)}"
+    collapsed = [part for part in parts if part.mood == "collapsed"]
+    named = "; ".join(f"{_quoted(part)}, {_lower(part.run.verdict)}" for part in collapsed[:MAX_NAMED])
+    words = [f"{len(collapsed)} of {len(parts)} runs collapsed: {named}" if collapsed else "No run is collapsed"]
+    if len(collapsed) > MAX_NAMED:
+        words.append(f"{len(collapsed) - MAX_NAMED} more")
+    for mood, was in (("recovered", "recovered"), ("unknown", "not measured")):
+        count = sum(part.mood == mood for part in parts)
+        words += [f"{count} of {len(parts)} {was}"] if count else []
+    return "; ".join(words)
+
+
+def _quoted(part: Part) -> str:
+    return f"“{part.label}”"
+
+
+def _lower(sentence: str) -> str:
+    return sentence[:1].lower() + sentence[1:]
+
+
+def _template() -> Template:
+    def shown(value: Any) -> Any:
+        return printable(value) if isinstance(value, str) and not isinstance(value, Markup) else value
+
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        finalize=shown,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    return environment.get_template(TEMPLATE)
+
+
+def _make_part(label: str, run: Run) -> Part:
+    problems: list[str] = []
+    measurements = read_measurements(run, problems)
+    groups = read_groups(run, problems)
+    problems += _missing(run)
+    last = measurements[-1] if measurements else None
+    return Part(
+        label=label,
+        run=run,
+        mood=_mood(run),
+        numbers=_numbers(run),
+        figures=_figures(label, run, measurements),
+        streaks=_streaks(run),
+        groups=groups,
+        reasonings=pick_reasonings(last) if last else [],
+        measured_at=last.step if last else None,
+        problems=problems[:MAX_PROBLEMS],
+    )
+
+
+def _mood(run: Run) -> str:
+    if not run.regimes:
+        return "unknown"
+    if run.collapses:
+        return "recovered" if run.collapses[-1].last is not None else "collapsed"
+    return "suspect" if run.regimes[-1][1] in COLLAPSES else "healthy"
+
+
+def _numbers(run: Run) -> list[Number]:
+    def percent(value: float) -> str:
+        return f"{value:.0%}"
+
+    bound, chance = (run.points(f"{FIRST_TURN}/{key}") for key in ("mi_upper_bound", "retrieval_chance"))
+    accuracy = run.points(f"{FIRST_TURN}/retrieval_accuracy")
+    information = run.points(f"{FIRST_TURN}/mi_seq")
+    computed = [value for _, value in run.points("snr/update_compute_fraction")]
+    saved = f"{1 - sum(computed) / len(computed):.0%}" if computed else ""
+    return [
+        _success(run),
+        _number(
+            "Retrieval accuracy", accuracy, percent, f"own prompt found; chance {chance[-1][1]:.1%}" if chance else ""
+        ),
+        _number(
+            "Mutual information",
+            information,
+            lambda value: f"{round(value, 2) + 0.0:.2f}",  # never -0.00
+            f"nats, at most {bound[-1][1]:.2f}" if bound else "",
+        ),
+        _number("Entropy", running_means(run.points("entropy")), lambda value: f"{value:.2f}", "nats per token"),
+        _number("Groups kept", running_means(run.points("snr/kept_fraction")), percent, "by the filter"),
+        Number("Compute saved", "", saved, "of the updates, on average" if saved else ""),
+    ]
+
+
+def _success(run: Run) -> Number:
+    """Held out where the end was evaluated, else in training, else the reward."""
+    before, after = (run.evaluations.get(when) for when in ("before", "after"))
+    if after:
+        measured = [metrics for metrics in (before, after) if metrics]
+        start = f"{before['success']:.0%}" if before else ""
+        bounds = ", then ".join(f"{one['success_ci_low']:.0%} to {one['success_ci_high']:.0%}" for one in measured)
+        return Number("Success", start, f"{after['success']:.0%}", f"held out; 95 % interval {bounds}")
+    if run.success_metric:
+        return _number("Success", running_means(run.points(run.success_metric)), lambda x: f"{x:.0%}", "in training")
+    return _number("Success", running_means(run.points("reward")), lambda x: f"{x:.2f}", "reward in training")
+
+
+def _number(label: str, points: Sequence[tuple[int, float]], shown: Callable[[float], str], note: str) -> Number:
+    if not points:
+        return Number(label)
+    return Number(label, shown(points[0][1]) if len(points) > 1 else "", shown(points[-1][1]), note)
+
+
+def _streaks(run: Run) -> list[Streak]:
+    streaks = [list(streak) for _, streak in groupby(run.regimes, key=lambda measured: measured[1])]
+    return [Streak(streak[0][1], streak[0][0], streak[-1][0], len(streak)) for streak in streaks]
+
+
+def _missing(run: Run) -> list[str]:
+    problems = [] if run.rows else [NO_ROWS]
+    if not run.regimes and not run.points(f"{FIRST_TURN}/mi_seq"):
+        problems.append(NO_INFORMATION)
+    elif not run.measurements:
+        problems.append(NO_MEASUREMENTS)
+    if not run.completions:
+        problems.append(NO_COMPLETIONS)
+    broken = [
+        (row.get("step"), key)
+        for row in run.log_history
+        for key, value in row.items()
+        if isinstance(value, float) and not math.isfinite(value)
+    ]
+    if broken:
+        count = len({step for step, _ in broken})
+        names = ", ".join(dict.fromkeys(key for step, key in broken if step == broken[0][0]))
+        problems.append(
+            f"{count} of {len(run.log_history)} log rows hold values that are no finite numbers, the first at step "
+            f"{broken[0][0]}: {names}. Figures leave them out."
+        )
+    return problems
+
+
+def _figures(label: str, run: Run, measurements: Sequence[SavedMeasurement]) -> list[tuple[str, Markup]]:
+    figures: list[tuple[str, Figure]] = []
+    if run.rows:
+        figures.append(
+            (
+                "Success, retrieval accuracy, entropy and what the filter kept, over training",
+                plot_training(run.rows, run.success_metric),
+            )
+        )
+    points = _quadrant_points(run)
+    if points:
+        bound = run.points(f"{FIRST_TURN}/mi_upper_bound")[-1][1]
+        figures.append(
+            ("The path of the run between the four regimes of arXiv 2604.06268", plot_quadrant(points, bound))
+        )
+    for measurement in measurements:
+        caption = f"How well each prompt explains each reasoning, at step {measurement.step}"
+        figures.append((caption, plot_matrix(measurement)))
+    if measurements and measurements[-1].scores.numel():
+        last = measurements[-1]
+        caption = f"Reward variance of the groups, and which of them the filter kept, at step {last.step}"
+        figures.append(
+            (caption, plot_reward_variance(last.scores.tolist(), None if last.kept is None else last.kept.tolist()))
+        )
+    if run.points("snr/update_compute_fraction"):
+        figures.append(("Update compute, of what plain TRL would have computed", plot_compute(run.rows)))
+    return [(caption, Markup(svg(figure, f"{label} {caption}"))) for caption, figure in figures]
+
+
+def _quadrant_points(run: Run) -> list[tuple[float, float, str]]:
+    entropies, information, bounds = (
+        dict(run.points(f"{FIRST_TURN}/{key}")) for key in ("conditional_entropy_token", "mi_seq", "mi_upper_bound")
+    )
+    steps = [step for step in entropies if step in information and step in bounds]
+    return [(entropies[step], information[step], f"step {step}") for step in steps]
+
+
+def _comparison(parts: Sequence[Part]) -> Markup | None:
+    logged = [part for part in parts if part.run.points("reward") or part.run.points("entropy")]
+    if len(logged) < 2:
+        return None
+    figure = plot_comparison(
+        {part.label: part.run.rows for part in logged}, {part.label: part.run.success_metric for part in logged}
+    )
+    return Markup(svg(figure, "comparison"))
+
+
+def _pick_examples(parts: Sequence[Part]) -> tuple[list[Example], dict[str, list[Example]]]:
+    """Prompts that several runs have, and further ones by the label of the run that has them."""
+    by_prompt: dict[str, dict[str, Group]] = {}
+    for part in parts:
+        for group in part.groups:
+            by_prompt.setdefault(group.prompt, {})[part.label] = group
+    short = distinguishing(by_prompt)
+
+    def example(prompt: str) -> Example:
+        return Example(excerpt(short[prompt]), excerpt(prompt, 4000), by_prompt[prompt])
+
+    def variance(prompt: str) -> float:
+        return max(group.variance for group in by_prompt[prompt].values())
+
+    common = sorted((prompt for prompt, groups in by_prompt.items() if len(groups) > 1), key=variance, reverse=True)
+    shared = common[:MAX_SHARED]
+    own = {}
+    for part in parts:
+        rest = [group.prompt for group in part.groups if len(by_prompt[group.prompt]) == 1]
+        own[part.label] = [example(prompt) for prompt in rest[: MAX_PROMPTS - len(shared)]]
+    return [example(prompt) for prompt in shared], own
+
+
+def _table(columns: Sequence[dict[str, Any]]) -> list[tuple[str, list[str], bool]]:
+    """(name, value for each run, whether they differ), those that differ first."""
+    names = dict.fromkeys(name for column in columns for name in column)
+    rows = []
+    for name in names:
+        values = [_plain(column[name]) if name in column else "" for column in columns]
+        rows.append((name, [value[:200] for value in values], len(set(values)) > 1))
+    return sorted(rows, key=lambda row: not row[2])
+
+
+def _plain(value: Any) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {_plain(one)}" for name, one in value.items())
+    return str(value)
