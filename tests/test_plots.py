@@ -124,6 +124,7 @@ PATHS = {
     "falling": [(0.8, 2.75, "step 10"), (0.7, 1.5, "step 20"), (0.75, 0.0, "step 30")],
     "narrowing": [(0.6, 2.7, "step 10"), (0.05, 2.5, "step 20")],
     "negative": [(0.3, -0.4, "step 10"), (0.02, 0.1, "step 20")],
+    "staying": [(0.30, 2.7, "step 10"), (0.33, 2.6, "step 20"), (0.32, 2.72, "step 30")],
 }
 
 
@@ -465,6 +466,18 @@ def test_chance_has_the_colour_of_its_run_where_runs_differ_in_it():
 def test_a_comparison_of_nothing_is_refused(histories):
     with pytest.raises(ValueError, match="histories"):
         plot_comparison(histories, {})
+
+
+def test_a_collapse_is_marked_at_its_step_beside_the_retrieval_accuracy_of_its_run():
+    runs = {"healthy": history(40, 10), "drifted": history(40, 10)}
+    figure = plot_comparison(runs, {}, {"drifted": (20, "template collapse")})
+    marked = [axes for axes in figure.axes if axes.texts]
+    assert [axes.get_title(loc="left").split(" (")[0] for axes in marked] == ["retrieval accuracy"]
+    (text,) = marked[0].texts
+    assert text.get_text() == "template collapse" and text.xy[0] == 20
+    drifted = figure.legends[0].get_lines()[1]
+    assert text.get_color() == drifted.get_color()
+    assert any(set(line.get_xdata()) == {20} for line in marked[0].lines)
 
 
 # All figures

@@ -15,7 +15,7 @@ from typing import Any
 
 from datasets import Dataset
 
-from ragen2_trl.envs.base import Environment, Episode, Limits, Row, check_count, held_out, load_tasks
+from ragen2_trl.envs.base import Environment, Episode, Limits, Row, check_count, held_out, load_tasks, shuffled
 from ragen2_trl.envs.responses import plain_text
 from ragen2_trl.envs.retrieval import (
     BM25Retriever,
@@ -29,6 +29,7 @@ from ragen2_trl.envs.search_qa_worlds import make_world
 from ragen2_trl.envs.tools import ToolEnvironment
 
 VERBS = ("search", "finish")
+COLUMNS = ("question", "answer", "context", "supporting_facts")
 MIN_F1 = 0.3  # answers that share less with the right one earn nothing
 SERVER_WORKERS = 16  # searches that wait for a server at the same time
 
@@ -227,7 +228,7 @@ class SearchQA(Environment):
 
     def tasks(self, seed: int, split: str, data: str | None) -> Iterator[dict[str, Any]]:
         stream = random.Random(f"{self.name}/{split}/{seed}")
-        numbered = generated(stream) if data is None else shuffled(load(data, split), stream)
+        numbered = generated(stream) if data is None else shuffled(load(data, split), COLUMNS, stream)
         # The Hub has splits; a single file and the generator have none.
         hashed = data is None or Path(data).is_file()
         for number, source in numbered:
@@ -258,13 +259,6 @@ class SearchQA(Environment):
 def load(data: str, split: str) -> Dataset:
     """Rows of HotpotQA's schema. The Hub's test split has no answers, so that its validation split stands for it."""
     return load_tasks(data, "train" if split == "train" else "validation", config="distractor")
-
-
-def shuffled(rows: Dataset, rng: random.Random) -> Iterator[tuple[int, dict[str, Any]]]:
-    """All rows, with their numbers, in a random order."""
-    numbers = list(range(len(rows)))
-    rng.shuffle(numbers)
-    return ((number, rows[number]) for number in numbers)
 
 
 def generated(rng: random.Random) -> Iterator[tuple[int, dict[str, Any]]]:

@@ -26,7 +26,7 @@ from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 from starlette.websockets import WebSocketDisconnect
 
-from ragen2_trl.envs.base import SPLITS, Environment, check_choice, check_range
+from ragen2_trl.envs.base import SPLITS, Environment, check_choice, check_count
 from ragen2_trl.envs.play import Play
 from ragen2_trl.envs.responses import MAX_PARSED_ACTIONS
 
@@ -196,7 +196,7 @@ def make_server(
     Raises:
         ValueError: If an argument is outside its range.
     """
-    check_range("max_sessions", max_sessions, 1, 10_000)
+    check_count("max_sessions", max_sessions, 1, 10_000)
     if num_tasks is None and data is None:
         num_tasks = DEFAULT_NUM_TASKS
     tasks = {split: _rows(env.dataset(num_tasks, seed, split, data)) for split in splits}

@@ -138,9 +138,12 @@ def plot_quadrant(points: Sequence[Point], upper_bound: float) -> Figure:
         axes.annotate(regime, (x, y), inwards, xycoords="axes fraction", **aligned, **grey)
     axes.plot(entropies, gains, color=BLUE, linewidth=1.2, marker="o", markersize=4)
     axes.plot(entropies[-1:], gains[-1:], color=ORANGE, linestyle="none", marker="o", markersize=10)
-    _label(axes, points[-1], points[-2] if len(points) > 1 else None, fontweight="bold")
-    if len(points) > 1:
-        _label(axes, points[0], points[1], fontsize=10)
+    first, last = points[0], points[-1]
+    if len(points) > 1 and _are_close(axes, first, last):
+        last = (*last[:2], f"{first[2]} to {last[2]}")
+    elif len(points) > 1:
+        _label(axes, first, points[1], fontsize=10)
+    _label(axes, last, points[-2] if len(points) > 1 else None, fontweight="bold")
     axes.set_xlabel("entropy of reasoning given its prompt,\nH(Z|X) (nats per token)")
     axes.set_ylabel("mutual information with the prompt,\nI(X;Z) (nats)")
     figure.set_label(
@@ -229,6 +232,12 @@ def _bars(axes: Axes, heights: Sequence[float], label: str, colour: str) -> None
         edges = [i + side for i in range(1, len(heights) + 1) for side in (-0.4, 0.4)]
         heights = [height for value in heights for height in (value, 0)][:-1]  # back to 0 between two bars
     axes.stairs(heights, edges, fill=True, color=colour, linewidth=0, label=label)
+
+
+def _are_close(axes: Axes, one: Point, other: Point) -> bool:
+    """Whether the labels of two points would lie on each other."""
+    widths = [high - low for low, high in (axes.get_xlim(), axes.get_ylim())]
+    return abs(one[0] - other[0]) < 0.25 * widths[0] and abs(one[1] - other[1]) < 0.06 * widths[1]
 
 
 def _label(axes: Axes, point: Point, neighbour: Point | None, **style: Any) -> None:

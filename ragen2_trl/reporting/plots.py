@@ -157,7 +157,11 @@ def plot_compute(log_history: Rows) -> Figure:
 
 
 @drawn_in_style
-def plot_comparison(histories: Mapping[str, Rows], success_metrics: Mapping[str, str | None]) -> Figure:
+def plot_comparison(
+    histories: Mapping[str, Rows],
+    success_metrics: Mapping[str, str | None],
+    collapses: Mapping[str, tuple[int, str]] | None = None,
+) -> Figure:
     """Draw several runs over each other: success, retrieval accuracy with its chance, entropy and kept fraction.
 
     Where a run has no success rate, reward gets a panel too. Lines are the running means of `plot_training`, and
@@ -166,6 +170,8 @@ def plot_comparison(histories: Mapping[str, Rows], success_metrics: Mapping[str,
     Args:
         histories: name of each run and its `trainer.state.log_history`.
         success_metrics: by the same names, the log key of the success rate, if there is one.
+        collapses: by the same names, the optimizer step at which a run collapsed and what to call it, marked beside
+            its retrieval accuracy.
 
     Raises:
         ValueError: if there is no run, or none has anything to plot.
@@ -196,6 +202,8 @@ def plot_comparison(histories: Mapping[str, Rows], success_metrics: Mapping[str,
         for number, (name, points) in enumerate(series.items()):
             if points:
                 drawn[name] = _draw_run(axes, points if measured else _means(_thin_out(points)), number)
+            if measured and name in (collapses or {}):
+                _mark(axes, *collapses[name], drawn[name].get_color())
         axes.set_title(title)
         if measured or title == "fraction of groups kept":
             axes.set_ylim(FRACTIONS)
@@ -225,6 +233,17 @@ def _draw(axes: Axes, line: Line) -> None:
     if means != points:
         axes.plot(*zip(*points, strict=True), color=line.colour, alpha=0.3, linewidth=THIN)
     axes.plot(*zip(*means, strict=True), **look)
+
+
+def _mark(axes: Axes, step: int, text: str, colour: Any) -> None:
+    """A line at a step with its name: behind it, where accuracy has fallen, unless the panel ends there."""
+    low, high = axes.dataLim.intervalx
+    on_left = step > low + 0.65 * (high - low)
+    axes.axvline(step, color=colour, linewidth=1.2)
+    offset, aligned = (-4, "right") if on_left else (4, "left")
+    axes.annotate(
+        text, (step, 0.5), (offset, 0), textcoords="offset points", ha=aligned, va="center", color=colour, fontsize=10
+    )
 
 
 def _draw_run(axes: Axes, points: Series, number: int) -> Line2D:

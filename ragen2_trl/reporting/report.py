@@ -34,7 +34,7 @@ from ragen2_trl.reporting.plots import (
     plot_training,
     svg,
 )
-from ragen2_trl.reporting.run import COLLAPSES, FIRST_TURN, Run, SavedMeasurement
+from ragen2_trl.reporting.run import COLLAPSES, FIRST_TURN, Collapse, Run, SavedMeasurement
 
 TEMPLATE = "report.html.jinja"
 MAX_STREAKS = 30  # regimes of a run, in the table
@@ -357,9 +357,15 @@ def _comparison(parts: Sequence[Part]) -> Markup | None:
     if len(logged) < 2:
         return None
     figure = plot_comparison(
-        {part.label: part.run.rows for part in logged}, {part.label: part.run.success_metric for part in logged}
+        {part.label: part.run.rows for part in logged},
+        {part.label: part.run.success_metric for part in logged},
+        {part.label: _mark(part.run.collapses[-1]) for part in logged if part.run.collapses},
     )
     return Markup(svg(figure, "comparison"))
+
+
+def _mark(collapse: Collapse) -> tuple[int, str]:
+    return collapse.first, collapse.regime.replace("_", " ")
 
 
 def _pick_examples(parts: Sequence[Part]) -> tuple[list[Example], dict[str, list[Example]]]:
