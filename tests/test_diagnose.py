@@ -14,7 +14,7 @@ from trl import GRPOTrainer
 
 from ragen2_trl import cli
 from ragen2_trl.cli import diagnose
-from ragen2_trl.cli.diagnose import find_files, first_turn_text, printable, read_completions, tokenize_completions
+from ragen2_trl.cli.diagnose import beginning, find_files, first_turn_text, read_completions, tokenize_completions
 from ragen2_trl.cli.sampling import sample_trajectories
 from ragen2_trl.diagnosis import NotMeasurableError
 from ragen2_trl.envs import make_env
@@ -245,8 +245,8 @@ def test_brackets_in_names_and_text_are_no_markup(played, tmp_path, capsys):
 
 
 def test_long_text_is_cut():
-    assert len(printable("word " * 10_000)) <= diagnose.MAX_SHOWN_CHARS
-    assert printable("\n".join("x" * 200)).count("\n") == diagnose.MAX_SHOWN_LINES - 1
+    assert len(beginning("word " * 10_000)) <= diagnose.MAX_SHOWN_CHARS
+    assert beginning("\n".join("x" * 200)).count("\n") == diagnose.MAX_SHOWN_LINES - 1
 
 
 # Bad input

@@ -11,11 +11,19 @@ import pytest
 import torch
 from browser import open_browser
 
-from ragen2_trl import MutualInformationCallback, SNRFilteredGRPOTrainer, cli, information_metrics
+from ragen2_trl import (
+    MutualInformationCallback,
+    SNRFilteredGRPOConfig,
+    SNRFilteredGRPOTrainer,
+    cli,
+    information_metrics,
+)
+from ragen2_trl.envs import make_env
 from ragen2_trl.reporting import report
 from ragen2_trl.reporting.examples import MAX_GROUP, distinguishing, pick_reasonings, read_groups
 from ragen2_trl.reporting.report import distinct_labels, render_report
 from ragen2_trl.reporting.run import SavedMeasurement, read_run
+from ragen2_trl.tiny import resolve_model
 
 STEPS, EVERY, PROMPTS, GROUP = 100, 10, 8, 4
 COLLAPSED_AT = 60
@@ -442,3 +450,35 @@ def test_a_real_run_shows_its_completions_and_reasonings(policy_path, prompts, m
     best = read_groups(read_run(args.output_dir), [])[0]
     assert len(best.completions) == 4 and best.completions[0].reward == max(one.reward for one in best.completions)
     assert best.completions[0].text.head[:20].split()[0] in page.text
+
+
+@pytest.mark.slow
+def test_of_two_real_runs_the_report_tells_which_one_collapsed_and_when(tmp_path):
+    """The same training twice: with the demo's learning rate, and with one that wrecks the model."""
+    env = make_env("frozen_lake", size=4)
+    for name, learning_rate in (("healthy", 1e-4), ("wrecked", 3e-3)):
+        args = SNRFilteredGRPOConfig(
+            str(tmp_path / name),
+            per_device_train_batch_size=32,
+            gradient_accumulation_steps=2,
+            num_generations=8,
+            max_completion_length=64,
+            max_steps=60,
+            learning_rate=learning_rate,
+            lr_scheduler_type="constant",
+            logging_steps=1,
+            save_steps=60,
+            report_to="none",
+            use_cpu=True,
+            bf16=False,
+            gradient_checkpointing=False,
+            disable_tqdm=True,
+        )
+        trainer = SNRFilteredGRPOTrainer(resolve_model("tiny"), env.reward_funcs, args, env.dataset(1024, seed=0))
+        trainer.add_callback(MutualInformationCallback(trainer, every=5))
+        trainer.train()
+    wrecked = read_run(tmp_path / "wrecked")
+    (collapse,) = wrecked.collapses
+    assert collapse.regime == "template_collapse" and 1 < collapse.first < 60 and collapse.last is None
+    page = report_of(tmp_path / "healthy", tmp_path / "wrecked")
+    assert page.headline == f"1 of 2 runs collapsed: “wrecked”, template collapse since step {collapse.first}"

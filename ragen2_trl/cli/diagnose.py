@@ -35,6 +35,7 @@ from ragen2_trl.envs import completion_text
 from ragen2_trl.information import LOW_ENTROPY, RETRIEVAL_DEPTHS, Regime, chance_p_value, classify_regime
 from ragen2_trl.reasoning import Turn, find_turns
 from ragen2_trl.reporting import plot_matrix, plot_quadrant
+from ragen2_trl.reporting.examples import printable
 from ragen2_trl.rollout import Chat
 from ragen2_trl.scoring import count_tokens
 
@@ -266,7 +267,7 @@ def diagnose(
 
 def metrics_table(metrics: Mapping[str, float], title: str, caption: str) -> Table:
     """The metrics of a diagnosis; p is the probability of so high a retrieval accuracy by chance."""
-    table = Table(title=Text(printable(title)), caption=Text(caption))  # file names can be hostile too
+    table = Table(title=Text(beginning(title)), caption=Text(caption))  # file names can be hostile too
     for name in ("", "value", "by chance", "p"):
         table.add_column(name, justify="left" if name == "" else "right")
     for depth in (1, *RETRIEVAL_DEPTHS):
@@ -311,9 +312,9 @@ def show_examples(console: Console, diagnosis: Diagnosis, tokenizer: PreTrainedT
         contexts = [tokenizer.decode(ids, skip_special_tokens=True) for ids in (turn.context, other.context)]
         differ = next((i for i, chars in enumerate(zip(*contexts, strict=False)) if chars[0] != chars[1]), 0)
         start = contexts[0].rfind("\n", 0, differ) + 1
-        body = Text(printable(tokenizer.decode(turn.reasoning)))
+        body = Text(beginning(tokenizer.decode(turn.reasoning)))
         for heading, context in zip(("own prompt", "other prompt"), contexts, strict=True):
-            body.append(f"\n{heading}, from where they differ:\n", style="bold").append(printable(context[start:]))
+            body.append(f"\n{heading}, from where they differ:\n", style="bold").append(beginning(context[start:]))
         console.print(Panel(body, title=Text(f"{gain:.1f} nats likelier under another prompt")))
 
 
@@ -332,14 +333,14 @@ def foreign_examples(diagnosis: Diagnosis) -> list[tuple[float, int, int]]:
     return sorted(examples, reverse=True)[:NUM_EXAMPLES]
 
 
-def printable(text: str) -> str:
-    """The beginning of a model's text without what could steer a terminal: control and format characters.
+def beginning(text: str) -> str:
+    """The beginning of a model's text, without what could steer a terminal.
 
-    >>> printable("go" + chr(27) + "[31m right")
+    >>> beginning("go" + chr(27) + "[31m right")
     'go�[31m right'
     """
     lines = text.expandtabs(4).strip()[:MAX_SHOWN_CHARS].splitlines()[:MAX_SHOWN_LINES]
-    return "\n".join("".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in x) for x in lines)
+    return printable("\n".join(lines))
 
 
 def write(diagnoses: Sequence[Diagnosis], arguments: DiagnoseArguments, output_dir: Path) -> None:

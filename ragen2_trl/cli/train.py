@@ -97,6 +97,7 @@ def main(args: list[str] | None = None) -> None:
         console.print(
             f"Model, log_history.json, summary.json and training.png are in {run}", highlight=False, markup=False
         )
+        console.print(f"To look at it: ragen2-trl report {run}", highlight=False, markup=False)
     on_hub = script_args.data is not None and not Path(script_args.data).exists()
     card = {"dataset_name": script_args.data if on_hub else None}
     if training_args.push_to_hub:
