@@ -6,6 +6,7 @@ import os
 import pytest
 import torch
 from datasets import Dataset
+from hub import hub_double as hub_double
 from transformers import Qwen3Config, Qwen3ForCausalLM
 from trl import GRPOConfig
 

@@ -7,7 +7,6 @@ from functools import partial, wraps
 from pathlib import Path
 from typing import Any
 
-import httpx
 import yaml
 from accelerate.logging import get_logger
 from huggingface_hub import ModelCard, hf_hub_download, list_repo_files
@@ -79,9 +78,12 @@ class RunRecord(TrainerCallback):
             return
         self._write_card = lambda: self._create_model_card(create, *args, **kwargs)
         write_run(self.trainer)
-        if all(job.done() for job in self._jobs()):  # a picture that changes while it is uploaded fails the upload
-            write_figures(self.trainer)
-        _extend_card(self.trainer)
+        try:
+            if all(job.done() for job in self._jobs()):  # a picture that changes while it is uploaded fails the upload
+                write_figures(self.trainer)
+            _extend_card(self.trainer)
+        except Exception:  # a checkpoint, which comes after its card, is worth more than a picture
+            logger.error("The model card lacks diagnostics.", exc_info=True)
 
     def _push_to_hub(self, push: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         try:
@@ -100,7 +102,7 @@ class RunRecord(TrainerCallback):
         push(checkpoint_folder)
         for job in self._jobs():
             if job not in known:
-                self._watch(job)
+                self._watch(job, "\nTraining goes on.")
 
     def _jobs(self) -> list[Future]:
         """Uploads of checkpoints; transformers never asks them whether they failed."""
@@ -108,11 +110,11 @@ class RunRecord(TrainerCallback):
         in_progress = getattr(self.trainer, "push_in_progress", None)
         return [] if in_progress is None else list(in_progress.jobs)
 
-    def _watch(self, job: Future) -> None:
+    def _watch(self, job: Future, consequence: str = "") -> None:
         def report(done: Future) -> None:
             error = None if done.cancelled() else done.exception()
             if error is not None:  # in a thread that does not know accelerate's state
-                logger.warning(self._failed(error), main_process_only=False)
+                logger.warning(self._failed(error) + consequence, main_process_only=False)
 
         job.add_done_callback(report)
 
@@ -122,7 +124,7 @@ class RunRecord(TrainerCallback):
         command += [args.output_dir, ".", "--exclude", "_*", "--exclude", "checkpoint-*"]
         command += ["--private"] if args.hub_private_repo else []
         command += ["--revision", args.hub_revision] if args.hub_revision else []
-        reason = " ".join(str(error).split("\n\n")[0].split())
+        reason = " ".join(str(error).partition("For more information")[0].split())
         return (
             f"Upload to the Hub failed with {type(error).__name__}: {reason}\nEverything is in {args.output_dir}. "
             f"To upload it, logged in by `hf auth login`: {shlex.join(command)}"
@@ -144,7 +146,7 @@ class RunRecord(TrainerCallback):
         try:
             files = set(list_repo_files(repo_id, **where)) - {".gitattributes"}
             card = Path(hf_hub_download(repo_id, "README.md", **where)).read_text() if "README.md" in files else ""
-        except (httpx.HTTPError, OSError) as error:
+        except Exception as error:  # noqa: BLE001 - of whichever HTTP library; a look must not end a training
             logger.warning(f"Training begins without a look at what {repo_id} holds on the Hub: {error}")
             return
         if files and "generated_from_trainer" not in card:
@@ -163,7 +165,10 @@ def write_figures(trainer: Trainer) -> None:
 
 
 class Token(str):
-    """A token that is `None` in a pickle."""
+    """A token that is `None` in a pickle, and not shown where arguments are printed."""
+
+    def __repr__(self) -> str:
+        return "<TOKEN>"
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(None), ()

@@ -28,7 +28,6 @@ EVALUATIONS = {when: f"evaluation_{when}.json" for when in ("before", "after")}
 # What says how a training ended, and is of another one when training begins.
 OUTCOMES = (HISTORY_FILE, "summary.json", EVALUATIONS["after"])
 FIRST_TURN = "mi/first_turn"  # log keys of the scope that regimes are told by
-SUCCESS = {"success", "success_ci_low", "success_ci_high"}  # of an evaluation
 # What callbacks keep in `TrainerState.stateful_callbacks`, which every checkpoint carries.
 MI_STATE, RUN_STATE = "ragen2_mutual_information", "ragen2_run"
 
@@ -244,6 +243,8 @@ def read_run(folder: Path) -> Run:
     newest = max(checkpoints, key=lambda state: state["global_step"], default=None)
     state = _read_state(folder / DIAGNOSTICS / STATE_FILE) or _read_state(folder / STATE_FILE) or newest
     history = _read_json(folder / HISTORY_FILE, list)
+    if history is not None:
+        history = [row for row in history if isinstance(row, dict)]
     if state is None and history is None:
         raise ValueError(
             f"{str(folder)!r} holds no log of a run; allowed: the output_dir of a trainer, with "
@@ -294,8 +295,12 @@ def _make_run(folder: Path, state: Mapping[str, Any], settings: dict[str, Any], 
         resumed_at=lifecycle.get("resumed_at", []),
         settings=settings,
         versions=versions,
-        evaluations={when: metrics for when, metrics in evaluations.items() if metrics and metrics.keys() >= SUCCESS},
+        evaluations={when: metrics for when, metrics in evaluations.items() if metrics and _is_evaluation(metrics)},
     )
+
+
+def _is_evaluation(metrics: Mapping[str, Any]) -> bool:
+    return all(isinstance(metrics.get(f"success{bound}"), int | float) for bound in ("", "_ci_low", "_ci_high"))
 
 
 def _settings(trainer: Trainer) -> dict[str, Any]:
@@ -336,7 +341,8 @@ def _versions() -> dict[str, str]:
 
 def _read_state(path: Path) -> dict[str, Any] | None:
     state = _read_json(path, dict)
-    return state if state and isinstance(state.get("global_step"), int) else None
+    is_state = state and isinstance(state.get("global_step"), int) and isinstance(state.get("log_history"), list)
+    return state if is_state else None
 
 
 def _read_json(path: Path, kind: type) -> Any:

@@ -1,0 +1,279 @@
+"""What is read back from the folder of a run, whatever is left of it."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import TrainerState
+
+from ragen2_trl.cli import train
+from ragen2_trl.envs import make_env
+from ragen2_trl.reporting.run import (
+    Collapse,
+    Run,
+    SavedMeasurement,
+    public,
+    read_measurement,
+    read_run,
+)
+
+RECIPE = Path(__file__).parents[1] / "recipes" / "frozen_lake_tiny.yaml"
+
+
+def row(step):
+    return {"step": step, "reward": step / 10, "env/lake/success": 0.5, "entropy": float("nan")}
+
+
+def write_state(folder, step, rows, max_steps=100, ended=False, regimes=()):
+    folder.mkdir(parents=True, exist_ok=True)
+    kept = {
+        "ragen2_run": {"ended": ended, "resumed_at": []},
+        "ragen2_mutual_information": {"watch": {"regimes": [list(measured) for measured in regimes]}},
+    }
+    state = TrainerState(global_step=step, max_steps=max_steps, log_history=rows, stateful_callbacks=kept)
+    state.save_to_json(str(folder / "trainer_state.json"))
+
+
+def rows(last):
+    return [row(step) for step in range(1, last + 1)]
+
+
+def test_diagnostics_alone_are_enough(tmp_path):
+    """As they come from the Hub."""
+    write_state(tmp_path / "diagnostics", 100, rows(100), ended=True, regimes=[(10, "diverse")])
+    about = {"settings": {"seed": 3}, "versions": {"trl": "1.0"}}
+    (tmp_path / "diagnostics" / "run.json").write_text(json.dumps(about))
+    run = read_run(tmp_path)
+    assert (run.status, run.verdict) == ("finished 100 steps", "Reasoning depends on its prompt")
+    assert (len(run.rows), run.success_metric, run.environment) == (100, "env/lake/success", "lake")
+    assert (run.settings, run.versions) == ({"seed": 3}, {"trl": "1.0"})
+    assert run.points("entropy") == []
+    assert (run.measurements, run.completions, run.evaluations) == ([], [], {})
+
+
+def test_of_several_checkpoints_the_newest_speaks(tmp_path):
+    for step in (9, 20, 100):
+        write_state(tmp_path / f"checkpoint-{step}", step, rows(step), max_steps=200)
+    (tmp_path / "checkpoint-150").mkdir()
+    (tmp_path / "checkpoint-150" / "trainer_state.json").write_text('{"global_step": 150, "log_hi')
+    run = read_run(tmp_path)
+    assert (run.status, len(run.rows)) == ("unfinished: at step 100 of 200", 100)
+    assert read_run(tmp_path / "checkpoint-20").step == 20
+
+
+def test_diagnostics_outweigh_checkpoints_of_an_earlier_run(tmp_path):
+    write_state(tmp_path / "checkpoint-100", 100, rows(100), ended=True)
+    write_state(tmp_path / "diagnostics", 10, rows(10))
+    assert read_run(tmp_path).status == "unfinished: at step 10 of 100"
+
+
+def test_a_log_history_is_enough_and_adds_what_came_after_the_last_checkpoint(tmp_path):
+    (tmp_path / "log_history.json").write_text(json.dumps(rows(30)))
+    assert (read_run(tmp_path).step, len(read_run(tmp_path).rows)) == (30, 30)
+    write_state(tmp_path / "diagnostics", 20, rows(20))
+    run = read_run(tmp_path)
+    assert (run.status, len(run.rows)) == ("unfinished: at step 30 of 100", 30)
+
+
+def test_a_log_history_of_another_run_is_passed_over(tmp_path):
+    (tmp_path / "log_history.json").write_text(json.dumps(rows(30)))
+    write_state(tmp_path / "diagnostics", 1, [{"step": 1, "reward": 0.77}])
+    assert read_run(tmp_path).points("reward") == [(1, 0.77)]
+
+
+@pytest.mark.parametrize(
+    "content", ["", "{", "[]", "null", '"text"', "\x00\x01", '{"global_step": null}', '{"global_step": 3}']
+)
+def test_a_state_that_is_no_state_is_passed_over(tmp_path, content):
+    write_state(tmp_path / "checkpoint-20", 20, rows(20))
+    (tmp_path / "diagnostics").mkdir()
+    (tmp_path / "diagnostics" / "trainer_state.json").write_text(content)
+    (tmp_path / "diagnostics" / "run.json").write_bytes(b"\xff\xfe")
+    (tmp_path / "log_history.json").write_text('{"not": "a list"}')
+    (tmp_path / "evaluation_before.json").write_text('{"success": null, "success_ci_low": 0, "success_ci_high": 1}')
+    assert (read_run(tmp_path).step, read_run(tmp_path).evaluations) == (20, {})
+
+
+def test_a_folder_without_a_run_is_refused_by_name(tmp_path):
+    with pytest.raises(ValueError, match=r"holds no log of a run; allowed: .*diagnostics/trainer_state\.json"):
+        read_run(tmp_path)
+    file = tmp_path / "file.txt"
+    file.write_text("")
+    for path in (file, tmp_path / "nowhere"):
+        with pytest.raises(ValueError, match=rf"{path.name}' is no folder; allowed: the output_dir of a trainer"):
+            read_run(path)
+
+
+def test_a_run_that_logged_nothing_is_told_as_far_as_it_came(tmp_path):
+    write_state(tmp_path / "diagnostics", 0, [])
+    run = read_run(tmp_path)
+    assert (run.status, run.verdict, run.rows, run.collapses) == (
+        "unfinished: at step 0 of 100",
+        "Not measured",
+        [],
+        [],
+    )
+    assert (run.success_metric, run.points("reward")) == (None, [])
+
+
+def test_an_evaluation_after_training_is_shown_only_when_training_is_over(tmp_path):
+    metrics = {"success": 0.5, "success_ci_low": 0.4, "success_ci_high": 0.6}
+    for when in ("before", "after"):
+        (tmp_path / f"evaluation_{when}.json").write_text(json.dumps(metrics))
+    write_state(tmp_path / "diagnostics", 50, rows(50))
+    assert set(read_run(tmp_path).evaluations) == {"before"}
+    write_state(tmp_path / "diagnostics", 50, rows(50), ended=True)
+    assert set(read_run(tmp_path).evaluations) == {"before", "after"}
+    assert read_run(tmp_path).status == "stopped at step 50 of 100"
+    write_state(tmp_path / "diagnostics", 100, rows(100))  # killed after its last step
+    assert read_run(tmp_path).status == "finished 100 steps"
+
+
+@pytest.mark.parametrize(
+    ("regimes", "collapses", "verdict"),
+    [
+        ("dd", [], "Reasoning depends on its prompt"),
+        ("dcdc", [], "Reasoning depends on its prompt"),
+        ("ddt", [], "Template collapse in the last measurement, at step 30"),
+        ("ddtt", [Collapse("template_collapse", 30, None)], "Template collapse since step 30"),
+        ("dlll", [Collapse("low_entropy_collapse", 20, None)], "Low-entropy collapse since step 20"),
+        ("dttd", [Collapse("template_collapse", 20, 30)], "Recovered: template collapse from step 20 to 30"),
+        ("tdtd", [], "Reasoning depends on its prompt"),
+        (
+            "ttdll",
+            [Collapse("template_collapse", 10, 20), Collapse("low_entropy_collapse", 40, None)],
+            "Low-entropy collapse since step 40",
+        ),
+    ],
+)
+def test_two_measurements_in_a_row_make_a_collapse(tmp_path, regimes, collapses, verdict):
+    names = {"d": "diverse", "c": "compressed", "t": "template_collapse", "l": "low_entropy_collapse"}
+    measured = [(10 * (i + 1), names[letter]) for i, letter in enumerate(regimes)]
+    run = Run(tmp_path, [], measured)
+    assert (run.collapses, run.verdict) == (collapses, verdict)
+
+
+def test_a_measurement_comes_back_as_it_was_saved(tmp_path):
+    saved = SavedMeasurement(
+        step=7,
+        metrics={"mi_seq": 0.5},
+        regime=None,
+        prompts=["é\n", "b"],
+        reasonings=["</script>"],
+        prompt_index=torch.tensor([1]),
+        lengths=torch.tensor([3]),
+        cross_logps=torch.tensor([[-1.5, -2.5]]),
+        rewards=torch.tensor([[1.0, float("nan")]]),
+        scores=torch.tensor([0.5]),
+        kept=None,
+    )
+    path = saved.save(tmp_path / "_measurements")
+    assert [file.name for file in path.parent.iterdir()] == ["measurement_00007.json"]
+    assert "NaN" not in path.read_text()
+    read = read_measurement(path)
+    for name, value in vars(saved).items():
+        if isinstance(value, torch.Tensor):
+            torch.testing.assert_close(getattr(read, name), value, equal_nan=True)
+        else:
+            assert getattr(read, name) == value
+    assert Run(tmp_path, []).measurements == [path]
+
+
+def test_settings_that_anyone_may_read_tell_nothing_of_the_machine():
+    class Retriever:
+        pass
+
+    settings = {
+        "corpus": "/home/someone/secret/wiki",
+        "folder": Path("/home/someone/data"),
+        "server": "https://someone:pass@host:8000/search",
+        "object": Retriever(),
+        "nested": {"paths": ["/home/someone/a", 3, None, True, 0.5]},
+        "text": "and/or",
+    }
+    shown = public(settings)
+    assert shown == {
+        "corpus": "wiki",
+        "folder": "data",
+        "server": "https://host:8000/search",
+        "object": "Retriever",
+        "nested": {"paths": ["a", 3, None, True, 0.5]},
+        "text": "and/or",
+    }
+    json.dumps(shown)
+
+
+def test_an_environment_tells_what_it_was_made_with():
+    assert make_env("frozen_lake", size=5, slip=0.1).summary["options"] == {"size": 5, "slip": 0.1}
+
+
+def arguments(run, *more):
+    small = {
+        "num_prompts": 8,
+        "eval_prompts": 0,
+        "max_steps": 6,
+        "save_steps": 2,
+        "per_device_train_batch_size": 8,
+        "gradient_accumulation_steps": 1,
+        "num_generations": 4,
+        "max_completion_length": 8,
+        "output_dir": str(run),
+    }
+    options = [str(part) for name, value in small.items() for part in (f"--{name}", value)]
+    return ["--config", str(RECIPE), *options, *more]
+
+
+def test_an_interrupted_run_is_read_up_to_its_last_row(tmp_path, monkeypatch):
+    run = tmp_path / "run"
+    steps = iter(range(100))
+    train_step = train.SNRFilteredGRPOTrainer.training_step
+
+    def interrupt(self, *args, **kwargs):
+        if next(steps) == 5:
+            raise KeyboardInterrupt
+        return train_step(self, *args, **kwargs)
+
+    monkeypatch.setattr(train.SNRFilteredGRPOTrainer, "training_step", interrupt)
+    monkeypatch.setattr("ragen2_trl.callbacks.run_record.write_figures", lambda trainer: None)
+    with pytest.raises(SystemExit):
+        train.main(arguments(run))
+    read = read_run(run)
+    assert max(path.name for path in run.glob("checkpoint-*")) == "checkpoint-4"
+    assert (read.status, read.rows[-1]["step"]) == ("unfinished: at step 5 of 6", 5)
+    assert read.settings["environment"]["name"] == "frozen_lake"
+    assert "Training is unfinished: at step 4 of 6" in (run / "README.md").read_text()
+
+
+def assert_nothing_was_logged(run):
+    read = read_run(run)
+    assert (read.status, read.rows) == ("unfinished: at step 0 of 6", [])
+    assert read.settings["environment"]["name"] == "frozen_lake"
+
+
+def test_a_run_that_fails_in_its_first_step_can_be_read(tmp_path, monkeypatch):
+    def fail(self, *args, **kwargs):
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(train.SNRFilteredGRPOTrainer, "training_step", fail)
+    with pytest.raises(RuntimeError):
+        train.main(arguments(tmp_path / "run"))
+    assert_nothing_was_logged(tmp_path / "run")
+
+
+@pytest.mark.slow
+def test_a_run_killed_in_its_first_step_can_be_read(tmp_path):
+    code = f"""
+import os, signal
+from ragen2_trl.cli import train
+train.SNRFilteredGRPOTrainer.training_step = lambda *args, **kwargs: os.kill(os.getpid(), signal.SIGKILL)
+train.main({arguments(tmp_path / "run")!r})
+"""
+    environment = os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    assert_nothing_was_logged(tmp_path / "run")
