@@ -277,3 +277,13 @@ train.main({arguments(tmp_path / "run")!r})
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == -signal.SIGKILL, done.stderr
     assert_nothing_was_logged(tmp_path / "run")
+
+
+def test_a_log_alone_tells_its_regimes(tmp_path):
+    flags = ("mi/regime/depends_on_prompt", "mi/regime/low_entropy")
+    measured = [(10, 1.0, 0.0), (20, 0.0, 0.0), (30, 0.0, 0.0), (40, 0.5, 0.0)]  # the last is a mean of two
+    rows = [{"reward": 0.5, "step": step, flags[0]: depends, flags[1]: low} for step, depends, low in measured]
+    (tmp_path / "log_history.json").write_text(json.dumps([{"reward": 0.5, "step": 1}, *rows]))
+    run = read_run(tmp_path)
+    assert run.regimes == [(10, "diverse"), (20, "template_collapse"), (30, "template_collapse")]
+    assert run.verdict == "Template collapse since step 20"

@@ -189,3 +189,13 @@ def test_a_callbacks_state_is_written_with_the_trainers(tmp_path):
     state.stateful_callbacks["ours"] = {"a": 1}
     state.save_to_json(str(tmp_path / "state.json"))
     assert TrainerState.load_from_json(str(tmp_path / "state.json")).stateful_callbacks == {"ours": {"a": 1}}
+
+
+def test_uploads_and_cards_pass_the_methods_that_the_run_record_extends():
+    assert parameters(GRPOTrainer.create_model_card) == ["self", "model_name", "dataset_name", "tags"]
+    assert "self.create_model_card(" in inspect.getsource(GRPOTrainer._save_checkpoint)
+    assert "self.create_model_card(" in inspect.getsource(Trainer.push_to_hub)
+    assert parameters(Trainer._push_from_checkpoint) == ["self", "checkpoint_folder"]
+    upload = inspect.getsource(Trainer._push_from_checkpoint)
+    assert "self.push_in_progress" in upload and '"_*"' in upload  # what begins with an underscore stays here
+    assert parameters(Trainer._finish_current_push) == ["self"]

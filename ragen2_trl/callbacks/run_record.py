@@ -13,7 +13,7 @@ from huggingface_hub import ModelCard, hf_hub_download, list_repo_files
 from transformers import Trainer, TrainerCallback
 
 from ragen2_trl.reporting.card import FIGURES, add_diagnostics
-from ragen2_trl.reporting.run import DIAGNOSTICS, OUTCOMES, RUN_STATE, measured_step, run_of, write_run
+from ragen2_trl.reporting.run import DIAGNOSTICS, EVALUATIONS, RUN_STATE, measured_step, run_of, write_run
 
 logger = get_logger(__name__)
 
@@ -35,8 +35,8 @@ class RunRecord(TrainerCallback):
     `trainer.push_to_hub()` raises, after it has been said that the files are there and how to upload them. Tokens in
     the trainer's arguments stay out of `training_args.bin`, which is uploaded too.
 
-    When training begins, what an earlier one left in `diagnostics/`, and measurements of steps that are still to come,
-    are removed from `output_dir`, and so are `log_history.json`, `summary.json` and `evaluation_after.json`.
+    When training begins, what an earlier one left in `diagnostics/`, `evaluation_after.json` and measurements of steps
+    that are still to come are removed from `output_dir`.
 
     Args:
         trainer ([`~transformers.Trainer`]):
@@ -133,7 +133,7 @@ class RunRecord(TrainerCallback):
     def _remove_leftovers(self) -> None:
         folder = Path(self.trainer.args.output_dir)
         figures = [folder / DIAGNOSTICS / f"{name}{suffix}" for name in FIGURES for suffix in (".png", ".svg")]
-        for path in [*figures, *(folder / name for name in OUTCOMES)]:
+        for path in [*figures, folder / EVALUATIONS["after"]]:
             path.unlink(missing_ok=True)
         for path in run_of(self.trainer).measurements:
             if measured_step(path) > self.trainer.state.global_step:

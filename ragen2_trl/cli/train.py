@@ -26,6 +26,7 @@ from ragen2_trl.cli.console import make_console
 from ragen2_trl.cli.evaluate import evaluate_model
 from ragen2_trl.envs import Environment
 from ragen2_trl.reporting import plot_training
+from ragen2_trl.reporting.run import OUTCOMES
 from ragen2_trl.rollout import TextRollout
 from ragen2_trl.tiny import resolve_model
 from ragen2_trl.trainers import SNRFilteredGRPOConfig, SNRFilteredGRPOTrainer
@@ -201,6 +202,14 @@ def _run_folder(script_args: TrainArguments, training_args: SNRFilteredGRPOConfi
 
 
 def _checkpoint_to_resume(run: Path, script_args: TrainArguments, training_args: SNRFilteredGRPOConfig) -> Path | None:
+    """Where training begins, in a folder without outcomes of an earlier one."""
+    checkpoint = _find_checkpoint(run, script_args, training_args)
+    for name in OUTCOMES:
+        (run / name).unlink(missing_ok=True)
+    return checkpoint
+
+
+def _find_checkpoint(run: Path, script_args: TrainArguments, training_args: SNRFilteredGRPOConfig) -> Path | None:
     if training_args.resume_from_checkpoint is not None:
         return Path(training_args.resume_from_checkpoint)
     if script_args.resume:

@@ -5,7 +5,7 @@ import math
 import os
 import platform
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from itertools import groupby
@@ -31,6 +31,13 @@ FIRST_TURN = "mi/first_turn"  # log keys of the scope that regimes are told by
 # What callbacks keep in `TrainerState.stateful_callbacks`, which every checkpoint carries.
 MI_STATE, RUN_STATE = "ragen2_mutual_information", "ragen2_run"
 
+REGIME_FLAGS = ("mi/regime/depends_on_prompt", "mi/regime/low_entropy")
+REGIME_BY_FLAGS = {
+    (1, 0): "diverse",
+    (1, 1): "compressed",
+    (0, 0): "template_collapse",
+    (0, 1): "low_entropy_collapse",
+}
 COLLAPSES = ("template_collapse", "low_entropy_collapse")
 
 PACKAGES = ("ragen2-trl", "trl", "transformers", "datasets", "accelerate", "peft", "deepspeed", "torch")
@@ -41,6 +48,7 @@ SETTINGS = (
     "loss_type",
     "beta",
     "num_generations",
+    "reward_weights",
     "temperature",
     "max_completion_length",
     "per_device_train_batch_size",
@@ -288,7 +296,7 @@ def _make_run(folder: Path, state: Mapping[str, Any], settings: dict[str, Any], 
     return Run(
         folder=folder,
         log_history=list(state.get("log_history") or []),
-        regimes=[(int(step), regime) for step, regime in kept.get(MI_STATE, {}).get("watch", {}).get("regimes", [])],
+        regimes=max(_regimes_kept(kept), _regimes_logged(state.get("log_history") or []), key=len),
         step=step,
         max_steps=max_steps,
         ended=ended,
@@ -301,6 +309,18 @@ def _make_run(folder: Path, state: Mapping[str, Any], settings: dict[str, Any], 
 
 def _is_evaluation(metrics: Mapping[str, Any]) -> bool:
     return all(isinstance(metrics.get(f"success{bound}"), int | float) for bound in ("", "_ci_low", "_ci_high"))
+
+
+def _regimes_kept(callbacks: Mapping[str, Any]) -> list[tuple[int, str]]:
+    """What `MutualInformationCallback` has kept of them."""
+    watch = callbacks.get(MI_STATE, {}).get("watch", {})
+    return [(int(step), regime) for step, regime in watch.get("regimes", [])]
+
+
+def _regimes_logged(rows: Sequence[Mapping[str, Any]]) -> list[tuple[int, str]]:
+    """The same by the rows of a log that is all there is, or newer than the state; means of two regimes tell none."""
+    flags = ((row.get("step", 0), tuple(map(row.get, REGIME_FLAGS))) for row in rows)
+    return [(step, REGIME_BY_FLAGS[values]) for step, values in flags if values in REGIME_BY_FLAGS]
 
 
 def _settings(trainer: Trainer) -> dict[str, Any]:
