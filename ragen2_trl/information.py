@@ -22,6 +22,7 @@ FORMS = ("seq", "token", "token_tempered")
 ZSCORE_EPS = 1e-3
 ALPHA, LOW_ENTROPY = 0.01, 0.1  # see `classify_regime`
 PATIENCE = 2  # measurements in a row that make a collapse: one alone may be chance
+FORMAT_RATIO = 0.5  # share of closed reasoning, of that at the start, below which the format has collapsed
 
 
 def information_metrics(

@@ -287,3 +287,17 @@ def test_a_log_alone_tells_its_regimes(tmp_path):
     run = read_run(tmp_path)
     assert run.regimes == [(10, "diverse"), (20, "template_collapse"), (30, "template_collapse")]
     assert run.verdict == "Template collapse since step 20"
+
+
+def test_lost_format_is_a_collapse_beside_the_regimes(tmp_path):
+    def row(step, valid):
+        return {"reward": 0.5, "step": step, "mi/valid_thinking_rate": valid}
+
+    rows = [row(step, valid) for step, valid in ((10, 0.9), (20, 0.8), (30, 0.3), (40, 0.2), (50, 0.1))]
+    flags = {"mi/regime/depends_on_prompt": 1.0, "mi/regime/low_entropy": 0.0}
+    (tmp_path / "log_history.json").write_text(json.dumps([row | flags for row in rows]))
+    run = read_run(tmp_path)
+    assert [(found.regime, found.first, found.last) for found in run.collapses] == [("format_collapse", 30, None)]
+    assert run.verdict == "Format collapse since step 30"
+    (tmp_path / "log_history.json").write_text(json.dumps([row | flags for row in rows[:3]]))
+    assert read_run(tmp_path).collapses == []  # one measurement may be chance

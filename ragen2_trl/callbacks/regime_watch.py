@@ -3,9 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from ragen2_trl.information import ALPHA, PATIENCE, chance_p_value, classify_regime
-
-FORMAT_RATIO = 0.5
+from ragen2_trl.information import ALPHA, FORMAT_RATIO, PATIENCE, chance_p_value, classify_regime
 
 
 @dataclass

@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import Trainer
 
 from ragen2_trl.envs.base import Environment
-from ragen2_trl.information import PATIENCE
+from ragen2_trl.information import FORMAT_RATIO, PATIENCE
 
 # Names of the parts of a run's folder. What begins with an underscore is left out when transformers uploads it:
 # measurements hold prompts and completions word by word.
@@ -59,10 +59,10 @@ SETTINGS = (
 
 @dataclass(frozen=True)
 class Collapse:
-    """Consecutive measurements, two at least, in one of the collapsed regimes.
+    """Consecutive measurements, two at least, in one of the collapsed regimes or without the format of reasoning.
 
     Args:
-        regime: `template_collapse` or `low_entropy_collapse`.
+        regime: `template_collapse`, `low_entropy_collapse` or `format_collapse` (see `RegimeWatch`).
         first: Optimizer step of the first of them.
         last: Optimizer step of the last; `None` if the run ended with it.
     """
@@ -126,12 +126,11 @@ class Run:
 
     @property
     def collapses(self) -> list[Collapse]:
-        streaks = [list(streak) for _, streak in groupby(self.regimes, key=lambda measured: measured[1])]
-        return [
-            Collapse(regime, streak[0][0], None if streak is streaks[-1] else streak[-1][0])
-            for streak in streaks
-            if (regime := streak[0][1]) in COLLAPSES and len(streak) >= PATIENCE
-        ]
+        """All there were; those that lasted to the end come last, and what reasoning depends on after its format."""
+        valid = self.points("mi/valid_thinking_rate")
+        formats = [(step, "format_collapse" if rate < FORMAT_RATIO * valid[0][1] else "") for step, rate in valid]
+        found = [*_streaks(formats, ("format_collapse",)), *_streaks(self.regimes, COLLAPSES)]
+        return sorted(found, key=lambda collapse: collapse.last is None)
 
     @property
     def status(self) -> str:
@@ -147,7 +146,11 @@ class Run:
         """In a few words, whether reasoning depends on its prompt."""
         if not self.regimes:
             return "Not measured"
-        names = {"template_collapse": "Template collapse", "low_entropy_collapse": "Low-entropy collapse"}
+        names = {
+            "template_collapse": "Template collapse",
+            "low_entropy_collapse": "Low-entropy collapse",
+            "format_collapse": "Format collapse",
+        }
         if self.collapses:
             worst = self.collapses[-1]
             if worst.last is None:
@@ -309,6 +312,15 @@ def _make_run(folder: Path, state: Mapping[str, Any], settings: dict[str, Any], 
 
 def _is_evaluation(metrics: Mapping[str, Any]) -> bool:
     return all(isinstance(metrics.get(f"success{bound}"), int | float) for bound in ("", "_ci_low", "_ci_high"))
+
+
+def _streaks(measured: Sequence[tuple[int, str]], collapsed: Sequence[str]) -> list[Collapse]:
+    streaks = [list(streak) for _, streak in groupby(measured, key=lambda one: one[1])]
+    return [
+        Collapse(regime, streak[0][0], None if streak is streaks[-1] else streak[-1][0])
+        for streak in streaks
+        if (regime := streak[0][1]) in collapsed and len(streak) >= PATIENCE
+    ]
 
 
 def _regimes_kept(callbacks: Mapping[str, Any]) -> list[tuple[int, str]]:
