@@ -496,7 +496,7 @@ def test_the_command_serves_a_task_on_this_machine(monkeypatch):
 
 
 def test_bad_settings_are_named():
-    with pytest.raises(ValueError, match=r"max_sessions must be between 1 and 10000, got 0"):
+    with pytest.raises(ValueError, match=r"max_sessions must be an integer between 1 and 10000, got 0"):
         make_server(make_env("frozen_lake"), max_sessions=0)
     with pytest.raises(ValueError, match=r"split must be one of"):
         make_server(make_env("frozen_lake"), splits=["dev"])
