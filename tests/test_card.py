@@ -6,6 +6,7 @@ import logging
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from conftest import PROMPTS
@@ -20,7 +21,7 @@ from ragen2_trl.callbacks import run_record
 from ragen2_trl.callbacks.run_record import RunRecord
 from ragen2_trl.envs import make_env
 from ragen2_trl.reporting.card import HEADING, WINDOW, add_diagnostics, headline, running_means
-from ragen2_trl.reporting.run import MEASUREMENTS, Run, read_run, run_of
+from ragen2_trl.reporting.run import MEASUREMENTS, Run, SavedMeasurement, read_run, run_of
 
 TOKEN = "hf_a_token_of_the_user"
 OURS, STOCK = SNRFilteredGRPOTrainer, GRPOTrainer
@@ -328,8 +329,39 @@ def test_a_picture_that_cannot_be_drawn_costs_no_checkpoint(policy_path, tmp_pat
     monkeypatch.setattr(run_record, "write_figures", fail)
     make(STOCK, policy_path, tmp_path / "run", max_steps=2).train()
     assert (tmp_path / "run" / "checkpoint-2" / "trainer_state.json").exists()
-    assert "The model card lacks diagnostics." in caplog.text
+    assert "The diagnostics of the model card could not be written." in caplog.text
     assert "no font" in caplog.text
+
+
+@pytest.mark.parametrize("save_strategy", ["no", "steps"])
+def test_a_record_that_cannot_be_written_costs_no_training(policy_path, tmp_path, monkeypatch, caplog, save_strategy):
+    def fail(trainer):
+        raise OSError("no space left")
+
+    for name in ("write_run", "write_figures"):
+        monkeypatch.setattr(run_record, name, fail)
+    monkeypatch.setattr(SavedMeasurement, "save", lambda *_: fail(None))
+    trainer = make(OURS, policy_path, tmp_path / "run", max_steps=2, save_strategy=save_strategy)
+    trainer.train()
+    assert trainer.state.global_step == 2
+    assert "The record of this run could not be written." in caplog.text and "no space left" in caplog.text
+
+
+def test_a_log_of_odd_numbers_is_written(policy_path, tmp_path, without_figures):
+    trainer = make(STOCK, policy_path, tmp_path / "run", max_steps=1, save_strategy="no")
+    log = trainer.log
+    trainer.log = lambda logs, *rest: log({**logs, "mine": np.float32(0.5)}, *rest)
+    trainer.train()
+    assert read_run(tmp_path / "run").status == "finished 1 steps"
+
+
+def test_a_trainer_that_has_not_begun_tells_the_run_in_its_folder(policy_path, tmp_path, without_figures):
+    """A new process that is there to upload what an earlier one trained."""
+    make(OURS, policy_path, tmp_path / "run", max_steps=2).train()
+    state = (tmp_path / "run" / "diagnostics" / "trainer_state.json").read_text()
+    make(OURS, policy_path, tmp_path / "run", max_steps=2).create_model_card("again")
+    assert "Training finished 2 steps." in read_card(tmp_path / "run")
+    assert (tmp_path / "run" / "diagnostics" / "trainer_state.json").read_text() == state
 
 
 def test_names_that_are_no_plain_yaml_keep_the_card_whole(trained, without_figures, monkeypatch, tmp_path):
@@ -401,7 +433,8 @@ def test_tokens_in_arguments_survive_copies_but_no_pickle(tmp_path, policy_path)
     torch.save(trainer.args, tmp_path / "after")
     assert TOKEN.encode() not in (tmp_path / "after").read_bytes()
     loaded = torch.load(tmp_path / "after", weights_only=False)
-    assert (loaded.hub_token, loaded.model_init_kwargs) == (None, {"token": None})
+    assert (loaded.hub_token, loaded.model_init_kwargs) == (None, {})
+    assert TOKEN not in trainer.args.to_json_string()  # what trackers get
     for args in (copy.copy(trainer.args), copy.deepcopy(trainer.args)):
         assert args.hub_token == TOKEN
         assert f"Bearer {args.hub_token}" == f"Bearer {TOKEN}"

@@ -1,7 +1,9 @@
 """What is read back from the folder of a run, whatever is left of it."""
 
+import copy
 import json
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -12,7 +14,7 @@ import torch
 from transformers import TrainerState
 
 from ragen2_trl.cli import train
-from ragen2_trl.envs import make_env
+from ragen2_trl.envs import FrozenLake, make_env
 from ragen2_trl.reporting.run import (
     Collapse,
     Run,
@@ -67,9 +69,53 @@ def test_of_several_checkpoints_the_newest_speaks(tmp_path):
 
 
 def test_diagnostics_outweigh_checkpoints_of_an_earlier_run(tmp_path):
-    write_state(tmp_path / "checkpoint-100", 100, rows(100), ended=True)
+    write_state(tmp_path / "checkpoint-100", 100, [row | {"loss": 1.0} for row in rows(100)], ended=True)
     write_state(tmp_path / "diagnostics", 10, rows(10))
     assert read_run(tmp_path).status == "unfinished: at step 10 of 100"
+
+
+def test_a_checkpoint_of_the_same_run_that_is_newer_outweighs_diagnostics(tmp_path):
+    """Training was resumed by a trainer that keeps none."""
+    write_state(tmp_path / "diagnostics", 10, rows(10))
+    write_state(tmp_path / "checkpoint-50", 50, rows(50))
+    assert read_run(tmp_path).status == "unfinished: at step 50 of 100"
+
+
+def test_files_of_steps_are_in_their_order_and_others_are_left_out(tmp_path):
+    for name in ("_measurements/measurement_{}.json", "completions/completions_{}.parquet"):
+        for number in ("00007", "99990", "100000", "100020", "00007 copy", "last"):
+            path = tmp_path / name.format(number)
+            path.parent.mkdir(exist_ok=True)
+            path.touch()
+    run = Run(tmp_path, [], step=100_010)  # what comes later is of an earlier run
+    assert [path.stem.split("_")[1] for path in run.measurements] == ["00007", "99990", "100000"]
+    assert [path.stem.split("_")[1] for path in run.completions] == ["00007", "99990", "100000"]
+
+
+@pytest.mark.parametrize(
+    ("step", "mood", "verdict"),
+    [
+        (45, "healthy", "Reasoning depends on its prompt"),
+        (46, "suspect", "Reasoning depended on its prompt when last measured, at step 25"),
+    ],
+)
+def test_a_verdict_does_not_outlive_its_measurements(tmp_path, step, mood, verdict):
+    write_state(tmp_path / "diagnostics", step, rows(step), regimes=[(5, "diverse"), (15, "diverse"), (25, "diverse")])
+    run = read_run(tmp_path)
+    assert (run.mood, run.verdict) == (mood, verdict)
+
+
+def test_a_later_loss_of_format_outweighs_an_earlier_collapse():
+    flags = {"mi/regime/depends_on_prompt": 1.0, "mi/regime/low_entropy": 0.0}
+    template = {"mi/regime/depends_on_prompt": 0.0, "mi/regime/low_entropy": 0.0}
+    logged = [(10, 1.0, template), (20, 1.0, template), (30, 1.0, flags), (40, 0.1, flags), (50, 0.1, flags)]
+    history = [
+        {"reward": 1.0, "step": step, "mi/valid_thinking_rate": valid} | regime for step, valid, regime in logged
+    ]
+    regimes = [(10, "template_collapse"), (20, "template_collapse"), *((step, "diverse") for step in (30, 40, 50))]
+    assert Run(Path("run"), history, regimes, step=50).verdict == "Format collapse since step 40"
+    history[-1]["mi/valid_thinking_rate"] = 1.0
+    assert Run(Path("run"), history, regimes, step=50).verdict == "Recovered: template collapse from step 10 to 20"
 
 
 def test_a_log_history_is_enough_and_adds_what_came_after_the_last_checkpoint(tmp_path):
@@ -144,6 +190,9 @@ def test_an_evaluation_after_training_is_shown_only_when_training_is_over(tmp_pa
         ("dlll", [Collapse("low_entropy_collapse", 20, None)], "Low-entropy collapse since step 20"),
         ("dttd", [Collapse("template_collapse", 20, 30)], "Recovered: template collapse from step 20 to 30"),
         ("tdtd", [], "Reasoning depends on its prompt"),
+        ("dttl", [Collapse("low_entropy_collapse", 20, None)], "Low-entropy collapse since step 20"),
+        ("dtltd", [Collapse("template_collapse", 20, 40)], "Recovered: template collapse from step 20 to 40"),
+        ("dttdt", [Collapse("template_collapse", 20, 30)], "Template collapse in the last measurement, at step 50"),
         (
             "ttdll",
             [Collapse("template_collapse", 10, 20), Collapse("low_entropy_collapse", 40, None)],
@@ -181,7 +230,7 @@ def test_a_measurement_comes_back_as_it_was_saved(tmp_path):
             torch.testing.assert_close(getattr(read, name), value, equal_nan=True)
         else:
             assert getattr(read, name) == value
-    assert Run(tmp_path, []).measurements == [path]
+    assert Run(tmp_path, [], step=7).measurements == [path]
 
 
 def test_settings_that_anyone_may_read_tell_nothing_of_the_machine():
@@ -191,7 +240,7 @@ def test_settings_that_anyone_may_read_tell_nothing_of_the_machine():
     settings = {
         "corpus": "/home/someone/secret/wiki",
         "folder": Path("/home/someone/data"),
-        "server": "https://someone:pass@host:8000/search",
+        "server": "https://someone:pass@host:8000/search?key=SECRET&k=5#part",
         "object": Retriever(),
         "nested": {"paths": ["/home/someone/a", 3, None, True, 0.5]},
         "text": "and/or",
@@ -209,7 +258,10 @@ def test_settings_that_anyone_may_read_tell_nothing_of_the_machine():
 
 
 def test_an_environment_tells_what_it_was_made_with():
-    assert make_env("frozen_lake", size=5, slip=0.1).summary["options"] == {"size": 5, "slip": 0.1}
+    given = {"size": 5, "slip": 0.1, "max_actions": 4}
+    for env in (make_env("frozen_lake", **given), FrozenLake(**given), FrozenLake(5, slip=0.1, max_actions=4)):
+        assert env.summary["options"] == given
+        assert copy.deepcopy(env).summary == pickle.loads(pickle.dumps(env)).summary == env.summary
 
 
 def arguments(run, *more):

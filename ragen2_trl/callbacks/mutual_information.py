@@ -19,7 +19,7 @@ from trl.models.utils import unwrap_model_for_generation
 
 from ragen2_trl.callbacks.regime_watch import RegimeWatch
 from ragen2_trl.callbacks.rollouts import Rollout, Sampled, check_own_trainer, gather_rollout, watch_rollouts
-from ragen2_trl.callbacks.run_record import keep_record
+from ragen2_trl.callbacks.run_record import keep_record, reported
 from ragen2_trl.diagnosis import (
     SCOPES,
     Measurement,
@@ -127,7 +127,7 @@ class MutualInformationCallback(TrainerCallback):
     def _reset(self) -> None:
         self.watch = RegimeWatch()
         self.ema = {scope: MarginalStdEMA() for scope in self.scopes}
-        self.last_step: int | None = None  # the optimizer step of the latest measurement
+        self.last_step: int | None = None  # the optimizer step that asked for the latest measurement
         self._stop = False
         self._to_save: SavedMeasurement | None = None  # until the step has ended
         self._to_draw: SavedMeasurement | None = None  # until its row is logged
@@ -150,7 +150,8 @@ class MutualInformationCallback(TrainerCallback):
             selection = getattr(self.trainer, "latest_selection", None)  # of our trainer, made after the measurement
             if selection is not None:
                 self._to_save = replace(self._to_save, scores=selection[0], kept=selection[1])
-            self._to_save.save(Path(args.output_dir) / MEASUREMENTS)
+            with reported("The measurement"):
+                self._to_save.save(Path(args.output_dir) / MEASUREMENTS)
             self._to_draw, self._to_save = self._to_save, None
         if self._stop:
             control.should_training_stop = True
@@ -163,18 +164,19 @@ class MutualInformationCallback(TrainerCallback):
         from ragen2_trl.reporting.trackers import has_image_trackers, log_figures
 
         if has_image_trackers(self.trainer):
-            from ragen2_trl.reporting.gallery import measurement_figures, quadrant_figure
+            from ragen2_trl.reporting.gallery import measurement_figures
 
-            run = run_of(self.trainer)
-            figures = {"quadrant": quadrant_figure(run), **dict(measurement_figures(run, measurement))}
-            log_figures(self.trainer, {f"mi/{name}": figure for name, figure in figures.items()})
+            with reported("Figures for the trackers"):
+                figures = measurement_figures(run_of(self.trainer), measurement)
+                log_figures(self.trainer, {f"mi/{name}": figure for name, figure in figures})
 
     def _on_rollout(self, sampled: Sampled) -> None:
-        step = self._due_step()
-        if step is None or self not in self.trainer.callback_handler.callbacks:
+        due = self._due_step()
+        if due is None or self not in self.trainer.callback_handler.callbacks:
             return
         started = time.perf_counter()
-        self.last_step = step
+        # Completions may serve several optimizer steps. They are told by the first of them, whose row is logged next.
+        self.last_step, step = due, self.trainer.state.global_step + 1
         if any(gather_object([sampled.has_images])):  # on some processes perhaps, told to all
             self._stay_silent(step, "images", "completions with images cannot be scored without their prompts' images")
             return
@@ -271,7 +273,7 @@ class MutualInformationCallback(TrainerCallback):
         return SavedMeasurement(
             step=step,
             metrics=measurement.metrics,
-            regime=self.watch.regimes[-1][1] if self.watch.regimes else None,
+            regime=dict(self.watch.regimes).get(step),
             prompts=[decode(trajectories[i][0].context, skip_special_tokens=True) for i in measurement.columns],
             reasonings=[
                 decode(trajectories[i][0].reasoning, skip_special_tokens=True) for i in measurement.trajectories

@@ -1,8 +1,9 @@
 """Keeps what others will look at: diagnostics on the model card and beside it, and word of uploads that failed."""
 
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from functools import partial, wraps
 from pathlib import Path
 from typing import Any
@@ -13,11 +14,30 @@ from huggingface_hub import ModelCard, hf_hub_download, list_repo_files
 from transformers import Trainer, TrainerCallback
 
 from ragen2_trl.reporting.card import FIGURES, add_diagnostics
-from ragen2_trl.reporting.run import DIAGNOSTICS, EVALUATIONS, RUN_STATE, measured_step, run_of, write_run
+from ragen2_trl.reporting.run import (
+    DIAGNOSTICS,
+    EVALUATIONS,
+    MEASUREMENTS,
+    RUN_STATE,
+    Run,
+    measured_step,
+    read_run,
+    run_of,
+    write_run,
+)
 
 logger = get_logger(__name__)
 
 EXTENDED = ("create_model_card", "push_to_hub", "_push_from_checkpoint")  # methods of the trainer
+
+
+@contextmanager
+def reported(what: str) -> Iterator[None]:
+    """An error in what others look at is said, and does not cost them the training that it is about."""
+    try:
+        yield
+    except Exception:
+        logger.error(f"{what} could not be written.", exc_info=True)
 
 
 def keep_record(trainer: Trainer) -> None:
@@ -57,8 +77,10 @@ class RunRecord(TrainerCallback):
         resumed_at = [*before, state.global_step] if state.global_step > 0 else []
         state.stateful_callbacks[RUN_STATE] = {"ended": False, "resumed_at": resumed_at}
         if state.is_world_process_zero:
-            self._remove_leftovers()
-            write_run(self.trainer)
+            with reported("What an earlier training has left"):
+                self._remove_leftovers()
+            with reported("The record of this run"):
+                write_run(self.trainer)
             if args.push_to_hub:
                 self._warn_of_other_content()
 
@@ -67,23 +89,29 @@ class RunRecord(TrainerCallback):
         if not state.is_world_process_zero:
             return
         self.trainer._finish_current_push()  # it may be reading what is written next
-        if self._write_card is not None:
-            self._write_card()
-        else:
-            write_run(self.trainer)
+        with reported("The record of this run"):
+            if self._write_card is not None:
+                self._write_card()
+            else:
+                write_run(self.trainer)
 
     def _create_model_card(self, create: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         create(*args, **kwargs)
         if not self.trainer.is_world_process_zero():
             return
         self._write_card = lambda: self._create_model_card(create, *args, **kwargs)
-        write_run(self.trainer)
-        try:
-            if all(job.done() for job in self._jobs()):  # a picture that changes while it is uploaded fails the upload
-                write_figures(self.trainer)
-            _extend_card(self.trainer)
-        except Exception:  # a checkpoint, which comes after its card, is worth more than a picture
-            logger.error("The model card lacks diagnostics.", exc_info=True)
+        with reported("The diagnostics of the model card"):  # a checkpoint, which comes after its card, is worth more
+            if self._has_begun():
+                write_run(self.trainer)
+                if all(job.done() for job in self._jobs()):  # a picture that changes amid its upload makes it fail
+                    write_figures(self.trainer)
+                run = run_of(self.trainer)
+            else:
+                run = _run_before(self.trainer)
+            _extend_card(self.trainer, run)
+
+    def _has_begun(self) -> bool:
+        return RUN_STATE in self.trainer.state.stateful_callbacks
 
     def _push_to_hub(self, push: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         try:
@@ -135,8 +163,8 @@ class RunRecord(TrainerCallback):
         figures = [folder / DIAGNOSTICS / f"{name}{suffix}" for name in FIGURES for suffix in (".png", ".svg")]
         for path in [*figures, folder / EVALUATIONS["after"]]:
             path.unlink(missing_ok=True)
-        for path in run_of(self.trainer).measurements:
-            if measured_step(path) > self.trainer.state.global_step:
+        for path in (folder / MEASUREMENTS).glob("measurement_*.json"):
+            if (measured_step(path) or 0) > self.trainer.state.global_step:
                 path.unlink()
 
     def _warn_of_other_content(self) -> None:
@@ -181,19 +209,31 @@ class Token(str):
 
 
 def hide_tokens(args: Any) -> None:
-    """Keep tokens out of `training_args.bin`: transformers pickles all of its arguments and uploads them."""
-    args.hub_token = args.hub_token and Token(args.hub_token)
+    """Keep tokens out of `training_args.bin` and trackers: transformers writes all of its arguments to both.
+
+    It masks `hub_token` for trackers. That of `model_init_kwargs` has done its work when the trainer has its model.
+    """
+    if isinstance(args.hub_token, str):
+        args.hub_token = Token(args.hub_token)
     model_init = vars(args).get("model_init_kwargs")
-    if isinstance(model_init, dict) and isinstance(model_init.get("token"), str):
-        args.model_init_kwargs = {**model_init, "token": Token(model_init["token"])}
+    if isinstance(model_init, dict):
+        args.model_init_kwargs = {name: value for name, value in model_init.items() if name != "token"}
 
 
-def _extend_card(trainer: Trainer) -> None:
+def _run_before(trainer: Trainer) -> Run:
+    """Of a trainer that has not begun: the run whose files are in its folder, which it may be there to upload."""
+    try:
+        return read_run(Path(trainer.args.output_dir))
+    except ValueError:
+        return run_of(trainer)
+
+
+def _extend_card(trainer: Trainer, run: Run) -> None:
     path = Path(trainer.args.output_dir) / "README.md"
     try:
         card = ModelCard.load(path)
     except (ValueError, yaml.YAMLError) as error:
         logger.warning(f"{path} has no valid metadata and gets no diagnostics, which are in {DIAGNOSTICS}/: {error}")
         return
-    add_diagnostics(card, run_of(trainer), trainer.hub_model_id)
+    add_diagnostics(card, run, trainer.hub_model_id, trainer.args.hub_revision or "main")
     card.save(path)

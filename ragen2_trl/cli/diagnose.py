@@ -36,16 +36,11 @@ from ragen2_trl.information import LOW_ENTROPY, RETRIEVAL_DEPTHS, Regime, chance
 from ragen2_trl.reasoning import Turn, find_turns
 from ragen2_trl.reporting import plot_matrix, plot_quadrant
 from ragen2_trl.reporting.examples import printable
+from ragen2_trl.reporting.report import REGIMES
 from ragen2_trl.rollout import Chat
 from ragen2_trl.scoring import count_tokens
 
 COLUMNS = ("step", "prompt", "completion")  # what is read of TRL's table
-REGIMES: dict[Regime, str] = {
-    "diverse": "Diverse reasoning: it depends on its prompt and varies between samples",
-    "template_collapse": "Template collapse: it varies between samples, but does not depend on its prompt",
-    "compressed": "Compressed reasoning: it depends on its prompt and hardly varies between samples",
-    "low_entropy_collapse": "Low-entropy collapse: it hardly varies, neither between samples nor with its prompt",
-}
 NUM_EXAMPLES = 2
 MAX_SHOWN_CHARS, MAX_SHOWN_LINES = 400, 10  # of each text of an example
 

@@ -26,7 +26,7 @@ from ragen2_trl.cli.console import make_console
 from ragen2_trl.cli.evaluate import evaluate_model
 from ragen2_trl.envs import Environment
 from ragen2_trl.reporting import plot_training
-from ragen2_trl.reporting.run import OUTCOMES
+from ragen2_trl.reporting.run import MEASUREMENTS, OUTCOMES
 from ragen2_trl.rollout import TextRollout
 from ragen2_trl.tiny import resolve_model
 from ragen2_trl.trainers import SNRFilteredGRPOConfig, SNRFilteredGRPOTrainer
@@ -220,7 +220,7 @@ def _find_checkpoint(run: Path, script_args: TrainArguments, training_args: SNRF
             f"output_dir={str(run)!r} holds {leftovers[0].name} of an earlier run; allowed: --resume true to continue "
             "it, --overwrite true to replace it, or another --run_name."
         )
-    for leftover in leftovers:
+    for leftover in [*leftovers, *(run / name for name in (MEASUREMENTS, "completions") if (run / name).exists())]:
         shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
     return None
 

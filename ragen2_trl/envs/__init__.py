@@ -37,9 +37,7 @@ def make_env(name: str, **options: Any) -> Environment:
     unknown = sorted(set(options) - set(allowed))
     if unknown:
         raise ValueError(f"options of {name} must be among {allowed}, got {unknown}")
-    env = ENVIRONMENTS[name](**options)
-    env.options = options
-    return env
+    return ENVIRONMENTS[name](**options)
 
 
 def _options(init: Callable[..., None]) -> list[str]:

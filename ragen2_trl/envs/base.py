@@ -4,6 +4,7 @@ Everything else follows from these two: single-turn and multi-turn play, rewards
 demonstrations, evaluation. Nothing here knows torch or TRL.
 """
 
+import inspect
 import itertools
 import os
 import random
@@ -117,7 +118,15 @@ class Environment(ABC):
     shows_images: bool = False  # whether the first observation is a picture
     workers: int = 1  # episodes stepped at the same time, where steps wait for something
     tools: ClassVar[type[ToolEnvironment] | None] = None  # the task's tools for TRL's `environment_factory`
-    options: Mapping[str, Any] = MappingProxyType({})  # what `make_env` was given
+    options: Mapping[str, Any] = MappingProxyType({})  # what the environment was made with
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> "Environment":
+        env = super().__new__(cls)
+        if args or kwargs:  # neither in a copy nor in another process, where the options come with the rest
+            given = inspect.signature(cls).bind(*args, **kwargs).arguments
+            limits = given.pop("limits", {})  # the keywords that a task hands on
+            env.options = {**given, **limits}
+        return env
 
     def __init__(
         self,

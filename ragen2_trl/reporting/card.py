@@ -24,7 +24,7 @@ FOLDED = ("reward_variance", "compute")  # figures about cost come last, with th
 Shown = Callable[[float], str]
 
 
-def add_diagnostics(card: ModelCard, run: Run, repo_id: str | None = None) -> None:
+def add_diagnostics(card: ModelCard, run: Run, repo_id: str | None = None, revision: str = "main") -> None:
     """Add a run's diagnostics to a card: a verdict at its head, a section before its citations, tags, the model index.
 
     Every number comes from `diagnostics/trainer_state.json`, which is uploaded beside the card, and from held-out
@@ -34,10 +34,11 @@ def add_diagnostics(card: ModelCard, run: Run, repo_id: str | None = None) -> No
         card: As TRL made it; changed in place.
         run: What is known of the run by now.
         repo_id: Where the model is going on the Hub, for the source of the index's entries.
+        revision: The branch there.
     """
     card.data.tags = list(dict.fromkeys([*(card.data.tags or []), *TAGS]))
     card.data.model_name = card.data.model_name or run.name
-    card.data.eval_results = eval_results(run, repo_id, card.data.datasets) or None
+    card.data.eval_results = eval_results(run, repo_id, card.data.datasets, revision) or None
     text = card.text.replace("[None](https://huggingface.co/None)", "a model that is not on the Hub")
     text = text.replace('model="None"', 'model="path/to/this/folder"')
     text = text.replace("## Quick start", f"{headline(run)}\n\n## Quick start", 1)
@@ -77,7 +78,9 @@ def diagnostics_section(run: Run) -> str:
     return "\n".join([*lines, "</details>"])
 
 
-def eval_results(run: Run, repo_id: str | None, datasets: str | list[str] | None = None) -> list[EvalResult]:
+def eval_results(
+    run: Run, repo_id: str | None, datasets: str | list[str] | None = None, revision: str = "main"
+) -> list[EvalResult]:
     """The last numbers of a run as entries of a model index, none of them verified by anyone else.
 
     Args:
@@ -90,9 +93,9 @@ def eval_results(run: Run, repo_id: str | None, datasets: str | list[str] | None
     held_out = run.evaluations.get("after", {})
     results = []
     if held_out:
-        url = file_url(repo_id, EVALUATIONS["after"])
+        url = file_url(repo_id, EVALUATIONS["after"], revision)
         results.append(eval_result(task, "test", "success_rate", HELD_OUT_SUCCESS, held_out["success"], url))
-    url = file_url(repo_id, f"{DIAGNOSTICS}/{STATE_FILE}")
+    url = file_url(repo_id, f"{DIAGNOSTICS}/{STATE_FILE}", revision)
     for key, metric, name in (
         (run.success_metric, "success_rate", "Success rate in training"),
         ("reward", "mean_reward", "Mean reward in training"),
@@ -137,9 +140,9 @@ def _dataset_type(task: str) -> str:
     return re.sub(r"[^\w-]+", "-", task, flags=re.ASCII).strip("-") or "task"
 
 
-def file_url(repo_id: str | None, path: str) -> str | None:
+def file_url(repo_id: str | None, path: str, revision: str = "main") -> str | None:
     """Where a file of a model is on the Hub, if it is there."""
-    return repo_id and f"https://huggingface.co/{repo_id}/blob/main/{path}"
+    return repo_id and f"https://huggingface.co/{repo_id}/blob/{revision}/{path}"
 
 
 def running_means(points: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:

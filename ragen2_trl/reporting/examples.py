@@ -149,8 +149,8 @@ def read_groups(run: Run, problems: list[str]) -> list[Group]:
     for path in reversed(run.completions):
         try:
             rows = pq.ParquetFile(path).read().to_pylist()
-            return sorted(_groups(rows, run), key=lambda group: -group.variance)
-        except (OSError, ValueError, KeyError, TypeError) as error:
+            return sorted(_groups(rows, run, problems), key=lambda group: -group.variance)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             problems.append(_unreadable(path, error))
     return []
 
@@ -214,6 +214,8 @@ def _check(measurement: SavedMeasurement) -> None:
     for name, shape in (("cross_logps", (rows, columns)), ("lengths", (rows,)), ("prompt_index", (rows,))):
         if (found := tuple(getattr(measurement, name).shape)) != shape:
             raise ValueError(f"{name} must have shape {shape}, got {found}")
+    if not all(isinstance(text, str) for text in (*measurement.prompts, *measurement.reasonings)):
+        raise ValueError("prompts and reasonings must be texts")
     if not rows or len(set(measurement.prompts)) < 2:
         raise ValueError("there must be at least one reasoning and two distinct prompts")
     if not measurement.cross_logps.isfinite().all():
@@ -229,9 +231,9 @@ def _check(measurement: SavedMeasurement) -> None:
             raise ValueError(f"metrics must hold the number {name}")
 
 
-def _groups(rows: Sequence[Mapping[str, Any]], run: Run) -> list[Group]:
+def _groups(rows: Sequence[Mapping[str, Any]], run: Run, problems: list[str]) -> list[Group]:
     names = _reward_columns(rows, run)
-    weights = run.settings.get("reward_weights") or [1.0] * len(names)
+    weights = _weights(names, run, problems)
     by_prompt: dict[str, list[Completion]] = {}
     for row in rows:
         rewards = {name: row[name] for name in names if _is_number(row[name])}
@@ -254,6 +256,20 @@ def _group(prompt: str, completions: list[Completion]) -> Group:
     return Group(prompt, shown, len(ranked), mean, variance)
 
 
+def _weights(names: Sequence[str], run: Run, problems: list[str]) -> list[float]:
+    weights = run.settings.get("reward_weights")
+    equal = [1.0] * len(names)
+    if not weights:
+        return equal
+    if isinstance(weights, list) and len(weights) == len(names) and all(map(_is_number, weights)):
+        return weights
+    problems.append(
+        f"reward_weights {str(weights)[:200]} do not fit the rewards that were saved with the completions "
+        f"({', '.join(names) or 'none'}): their sums are shown with equal weights."
+    )
+    return equal
+
+
 def _reward_columns(rows: Sequence[Mapping[str, Any]], run: Run) -> list[str]:
     """The reward functions among the columns, by what was logged of them; without a log, all numbers."""
     logged = {key.split("/")[1] for row in run.rows for key in row if key.startswith("rewards/")}
@@ -261,7 +277,7 @@ def _reward_columns(rows: Sequence[Mapping[str, Any]], run: Run) -> list[str]:
     return [name for name in columns if name in logged or (not logged and any(_is_number(row[name]) for row in rows))]
 
 
-def as_text(messages: str | Sequence[Mapping[str, Any]]) -> str:
+def as_text(messages: str | Sequence[str | Mapping[str, Any]]) -> str:
     """A prompt or a completion as one text, with the role above each message where there are several.
 
     >>> as_text([{"role": "user", "content": "Where?"}, {"role": "assistant", "content": "Up."}])
@@ -271,6 +287,9 @@ def as_text(messages: str | Sequence[Mapping[str, Any]]) -> str:
         return messages
     texts = []
     for message in messages:
+        if isinstance(message, str):
+            texts.append(message)
+            continue
         calls = message.get("tool_calls")
         said = completion_text([{**message, "role": "assistant"}]) + (json.dumps(calls) if calls else "")
         texts.append(said if len(messages) == 1 else f"[{message.get('role')}]\n{said}")

@@ -1,27 +1,31 @@
 """The figures of a run, by the names that they have in its folder, on its card and in its report."""
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 
 from matplotlib.figure import Figure
 
+from ragen2_trl.reporting.card import FIGURES
 from ragen2_trl.reporting.plots import (
+    COMPUTE,
     plot_compute,
     plot_matrix,
     plot_quadrant,
     plot_reward_variance,
     plot_training,
+    points_of,
     save_figure,
+    with_steps,
 )
 from ragen2_trl.reporting.run import FIRST_TURN, Run, SavedMeasurement, read_measurement
-
-NAMES = ("training", "quadrant", "cross_scores", "reward_variance", "compute")
 
 
 def draw_figures(run: Run, folder: Path) -> None:
     """Write each figure that the run has data for as PNG and SVG, and remove what an earlier run left of others."""
-    drawn = dict(figures_of(run))
-    for name in NAMES:
+    drawn = {name: figure for name, _, figure in figures_of(run)}
+    for name in FIGURES:
         if name in drawn:
             save_figure(drawn[name], folder / name)
         else:
@@ -29,31 +33,64 @@ def draw_figures(run: Run, folder: Path) -> None:
                 (folder / name).with_suffix(suffix).unlink(missing_ok=True)
 
 
-def figures_of(run: Run) -> Iterator[tuple[str, Figure]]:
-    """(name, figure) for all that there are data for."""
-    if run.points("reward"):
-        yield "training", plot_training(run.log_history, run.success_metric)
-    if run.points(f"{FIRST_TURN}/mi_seq"):
-        yield "quadrant", quadrant_figure(run)
-    if run.measurements:
-        yield from measurement_figures(run, read_measurement(run.measurements[-1]))
-    if run.points("snr/update_compute_fraction"):
-        yield "compute", plot_compute(run.log_history)
+def figures_of(run: Run, measurements: Sequence[SavedMeasurement] | None = None) -> Iterator[tuple[str, str, Figure]]:
+    """(name, caption, figure) for all that there are data for.
+
+    Args:
+        run: The run; rows without a step are left out.
+        measurements: Whose matrices to draw, and of the last its groups; by default the last that the run has saved.
+    """
+    if measurements is None:
+        measurements = [read_measurement(path) for path in run.measurements[-1:]]
+    rows = with_steps(run.rows)
+    if rows:
+        yield "training", _caption("training"), plot_training(rows, run.success_metric)
+    for name, figure in _quadrant(run):
+        yield name, _caption(name), figure
+    for measurement in measurements:
+        for name, figure in _matrix(measurement):
+            yield name, _caption(name, measurement.step), figure
+    for measurement in measurements[-1:]:
+        for name, figure in _groups(run, measurement):
+            caption = _caption(name, measurement.step)
+            yield name, caption.replace("Reward variance", _score(run).replace("_", " ").capitalize()), figure
+    if points_of(rows, COMPUTE):
+        yield "compute", _caption("compute"), plot_compute(rows)
 
 
 def measurement_figures(run: Run, measurement: SavedMeasurement) -> Iterator[tuple[str, Figure]]:
-    """(name, figure) of one of a run's measurements."""
-    yield "cross_scores", plot_matrix(measurement)
-    kept = None if measurement.kept is None else measurement.kept.tolist()
-    yield (
-        "reward_variance",
-        plot_reward_variance(measurement.scores.tolist(), kept, run.settings.get("snr_score", "reward_variance")),
+    """(name, figure) of what one of a run's measurements says: the path up to it, its matrix, its groups."""
+    return chain(_quadrant(run), _matrix(measurement), _groups(run, measurement))
+
+
+def _quadrant(run: Run) -> Iterator[tuple[str, Figure]]:
+    entropies, gains, bounds = (
+        dict(points_of(run.rows, f"{FIRST_TURN}/{key}"))
+        for key in ("conditional_entropy_token", "mi_seq", "mi_upper_bound")
     )
+    steps = [step for step in entropies if step in gains and step in bounds]
+    if steps:
+        points = [(entropies[step], gains[step], f"step {step}") for step in steps]
+        yield "quadrant", plot_quadrant(points, bounds[steps[-1]])
 
 
-def quadrant_figure(run: Run) -> Figure:
-    """The path of a run that has been measured at least once."""
-    gains = dict(run.points(f"{FIRST_TURN}/mi_seq"))
-    entropies = run.points(f"{FIRST_TURN}/conditional_entropy_token")
-    points = [(entropy, gains[step], f"step {step}") for step, entropy in entropies if step in gains]
-    return plot_quadrant(points, run.points(f"{FIRST_TURN}/mi_upper_bound")[-1][1])
+def _matrix(measurement: SavedMeasurement) -> Iterator[tuple[str, Figure]]:
+    if measurement.cross_logps.isfinite().all():  # not those of a model that has diverged
+        yield "cross_scores", plot_matrix(measurement)
+
+
+def _groups(run: Run, measurement: SavedMeasurement) -> Iterator[tuple[str, Figure]]:
+    if measurement.scores.numel():
+        kept = None if measurement.kept is None else measurement.kept.tolist()
+        yield "reward_variance", plot_reward_variance(measurement.scores.tolist(), kept, _score(run))
+
+
+def _score(run: Run) -> str:
+    """What groups were ranked by, or would have been."""
+    return str(run.settings.get("snr_score", "reward_variance"))
+
+
+def _caption(name: str, step: int | None = None) -> str:
+    """That of the card as plain text; with the step of a measurement where the card means the last one."""
+    text = re.sub(r"\[(.+?)\]\(.+?\)", r"\1", FIGURES[name])
+    return text if step is None else text.replace("in the last measurement", f"at step {step}")

@@ -16,6 +16,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
+from ragen2_trl.reporting.card import WINDOW
 from ragen2_trl.reporting.measurement_plots import plot_matrix, plot_quadrant, plot_reward_variance
 from ragen2_trl.reporting.style import (
     BLUE,
@@ -78,27 +79,28 @@ class Line:
 def plot_training(log_history: Rows, success_metric: str | None = None) -> Figure:
     """Draw reward and success, retrieval accuracy with its chance, TRL's entropy, and what the filter kept.
 
-    Thin lines are single steps, thick ones running means over up to 10 of them (a fortieth of a long run); of more
-    than 600 steps, neighbours are drawn as their mean. Measurements of retrieval are sparse and are drawn as they
-    are. What was not logged gets no panel.
+    Thin lines are single steps, thick ones running means over up to 10 of them, which end at the last number of the
+    model card; of more than 600 steps, neighbours are drawn as their mean. Measurements of retrieval are sparse and
+    are drawn as they are. What was not logged gets no panel, and rows without a step are left out.
 
     Args:
         log_history: `trainer.state.log_history`, of the stock `GRPOTrainer` too.
         success_metric: log key of the success rate, if there is one.
 
     Raises:
-        ValueError: if the history has no row with a reward.
+        ValueError: if the history has no row with a step and a reward.
     """
-    if all(row.get(REWARD) is None for row in log_history):
-        raise ValueError(f"log_history has {len(log_history)} rows, but none has a 'reward' to plot.")
-    reward = Line("reward", _points(log_history, REWARD), BLUE, "-")
-    success = Line("success", _points(log_history, success_metric), ORANGE, "--")
-    accuracy = Line("retrieval accuracy", _points(log_history, ACCURACY), BLUE, "-", measured=True)
-    chance = Line("chance", _points(log_history, CHANCE), GREY, ":", measured=True)
-    entropy = Line("entropy", _points(log_history, ENTROPY), ORANGE, "-")
-    kept = Line("groups kept", _points(log_history, KEPT), GREEN, "-")
-    no_variance = Line("zero-variance groups", _points(log_history, *ZERO_VARIANCE), GREY, ":")
-    compute = Line("update compute", _points(log_history, COMPUTE), BLUE, "--")
+    rows = with_steps(log_history)
+    if all(row.get(REWARD) is None for row in rows):
+        raise ValueError(f"log_history has {len(log_history)} rows, but none has a 'reward' to plot at its 'step'.")
+    reward = Line("reward", points_of(log_history, REWARD), BLUE, "-")
+    success = Line("success", points_of(log_history, success_metric), ORANGE, "--")
+    accuracy = Line("retrieval accuracy", points_of(log_history, ACCURACY), BLUE, "-", measured=True)
+    chance = Line("chance", points_of(log_history, CHANCE), GREY, ":", measured=True)
+    entropy = Line("entropy", points_of(log_history, ENTROPY), ORANGE, "-")
+    kept = Line("groups kept", points_of(log_history, KEPT), GREEN, "-")
+    no_variance = Line("zero-variance groups", points_of(log_history, *ZERO_VARIANCE), GREY, ":")
+    compute = Line("update compute", points_of(log_history, COMPUTE), BLUE, "--")
     panels = [
         ("reward", (None, None), [reward, success]),
         ("fraction", FRACTIONS, [accuracy, chance]),
@@ -117,7 +119,7 @@ def plot_training(log_history: Rows, success_metric: str | None = None) -> Figur
         axes_of[0].text(0.5, 0.5, "no finite reward", ha="center", va="center", transform=axes_of[0].transAxes)
     _number_steps(axes_of[-1])
     names = [line.label for _, _, lines in shown for line in lines if line.points]
-    figure.set_label(f"Training up to step {max(row['step'] for row in log_history)}: {', '.join(names)}.")
+    figure.set_label(f"Training up to step {max(row['step'] for row in rows)}: {', '.join(names)}.")
     return figure
 
 
@@ -133,7 +135,7 @@ def plot_compute(log_history: Rows) -> Figure:
     Raises:
         ValueError: if no row says what its update computed.
     """
-    points = _points(log_history, COMPUTE)
+    points = points_of(log_history, COMPUTE)
     if not points:
         raise ValueError(
             f"log_history has {len(log_history)} rows, but none has a finite {COMPUTE!r}, "
@@ -178,14 +180,14 @@ def plot_comparison(
     """
     if not histories:
         raise ValueError("histories must hold at least one run, got none")
-    success = {name: _points(rows, success_metrics.get(name)) for name, rows in histories.items()}
-    rewards = {name: _points(rows, REWARD) for name, rows in histories.items()}
+    success = {name: points_of(rows, success_metrics.get(name)) for name, rows in histories.items()}
+    rewards = {name: points_of(rows, REWARD) for name, rows in histories.items()}
     panels = {
         "success": success,
         "reward": rewards if not all(success.values()) else {},
-        "retrieval accuracy (dotted: chance)": {name: _points(rows, ACCURACY) for name, rows in histories.items()},
-        "entropy (nats per token)": {name: _points(rows, ENTROPY) for name, rows in histories.items()},
-        "fraction of groups kept": {name: _points(rows, KEPT) for name, rows in histories.items()},
+        "retrieval accuracy (dotted: chance)": {name: points_of(rows, ACCURACY) for name, rows in histories.items()},
+        "entropy (nats per token)": {name: points_of(rows, ENTROPY) for name, rows in histories.items()},
+        "fraction of groups kept": {name: points_of(rows, KEPT) for name, rows in histories.items()},
     }
     shown = {title: series for title, series in panels.items() if any(series.values())}
     if not shown:
@@ -198,12 +200,12 @@ def plot_comparison(
     for axes, (title, series) in zip(axes_of, shown.items(), strict=True):
         measured = title.startswith("retrieval")
         if measured:
-            _draw_chances(axes, [_points(rows, CHANCE) for rows in histories.values()])
+            _draw_chances(axes, [points_of(rows, CHANCE) for rows in histories.values()])
         for number, (name, points) in enumerate(series.items()):
             if points:
                 drawn[name] = _draw_run(axes, points if measured else _means(_thin_out(points)), number)
             if measured and name in (collapses or {}):
-                _mark(axes, *collapses[name], drawn[name].get_color())
+                _mark(axes, *collapses[name], _colour(number))
         axes.set_title(title)
         if measured or title == "fraction of groups kept":
             axes.set_ylim(FRACTIONS)
@@ -250,7 +252,7 @@ def _draw_run(axes: Axes, points: Series, number: int) -> Line2D:
     """The line of the run `number`: its colour, its style and its marker, of which a long line has about eight."""
     (line,) = axes.plot(
         *zip(*points, strict=True),
-        color=LINE_COLOURS[number % len(LINE_COLOURS)],
+        color=_colour(number),
         linestyle=LINE_STYLES[number % len(LINE_STYLES)],
         marker=MARKERS[number % len(MARKERS)],
         markevery=None if len(points) <= FEW else len(points) // 8,
@@ -267,8 +269,11 @@ def _draw_chances(axes: Axes, chances: Sequence[Series]) -> None:
         return
     for number, points in enumerate(chances):
         if points:
-            colour = LINE_COLOURS[number % len(LINE_COLOURS)]
-            axes.plot(*zip(*points, strict=True), **REFERENCE | {"color": colour})
+            axes.plot(*zip(*points, strict=True), **REFERENCE | {"color": _colour(number)})
+
+
+def _colour(number: int) -> str:
+    return LINE_COLOURS[number % len(LINE_COLOURS)]
 
 
 def _thin_out(points: Series) -> Series:
@@ -279,23 +284,32 @@ def _thin_out(points: Series) -> Series:
 
 
 def _means(points: Series) -> Series:
-    """Running means: over 10 points, over a fortieth of many, over a quarter of few."""
+    """Running means over the window of the model card, and over what there is at the beginning."""
     steps, values = zip(*points, strict=True)
-    window = max(1, min(10, len(points) // 4), len(points) // 40)
+    window = max(1, min(WINDOW, len(points) // 2))
     return [(step, fmean(values[max(0, i - window + 1) : i + 1])) for i, step in enumerate(steps)]
 
 
-def _points(log_history: Rows, *keys: str | None) -> Series:
+def with_steps(log_history: Rows) -> Rows:
+    """The rows that say of which optimizer step they are."""
+    return [row for row in log_history if _is_number(row.get("step"))]
+
+
+def points_of(log_history: Rows, *keys: str | None) -> Series:
     """The finite values of the first of `keys` that has any; one for each step, where several rows have that step."""
     for key in keys:
         values = defaultdict(list)
-        for row in log_history:
+        for row in with_steps(log_history):
             value = row.get(key)
-            if isinstance(value, (int, float)) and math.isfinite(value):
+            if _is_number(value):
                 values[row["step"]].append(value)
         if values:
             return [(step, fmean(values[step])) for step in sorted(values)]
     return []
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)
 
 
 def _number_steps(axes: Axes) -> None:

@@ -9,7 +9,6 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 from markupsafe import Markup
-from matplotlib.figure import Figure
 
 from ragen2_trl.reporting.card import running_means
 from ragen2_trl.reporting.examples import (
@@ -25,15 +24,8 @@ from ragen2_trl.reporting.examples import (
     read_groups,
     read_measurements,
 )
-from ragen2_trl.reporting.plots import (
-    plot_comparison,
-    plot_compute,
-    plot_matrix,
-    plot_quadrant,
-    plot_reward_variance,
-    plot_training,
-    svg,
-)
+from ragen2_trl.reporting.gallery import figures_of
+from ragen2_trl.reporting.plots import plot_comparison, points_of, svg
 from ragen2_trl.reporting.run import COLLAPSES, FIRST_TURN, Collapse, Run, SavedMeasurement
 
 TEMPLATE = "report.html.jinja"
@@ -41,10 +33,10 @@ MAX_STREAKS = 30  # regimes of a run, in the table
 MAX_PROBLEMS = 8  # warnings of a run
 MAX_NAMED = 3  # runs in the headline
 REGIMES = {
-    "diverse": "Diverse reasoning: it depends on its prompt and varies",
-    "template_collapse": "Template collapse: it varies, but does not depend on its prompt",
-    "compressed": "Compressed reasoning: it depends on its prompt and hardly varies",
-    "low_entropy_collapse": "Low-entropy collapse: it hardly varies, neither with its prompt nor between samples",
+    "diverse": "Diverse reasoning: it depends on its prompt and varies between samples",
+    "template_collapse": "Template collapse: it varies between samples, but does not depend on its prompt",
+    "compressed": "Compressed reasoning: it depends on its prompt and hardly varies between samples",
+    "low_entropy_collapse": "Low-entropy collapse: it hardly varies, neither between samples nor with its prompt",
 }
 # What a reader who wants the missing part would have to do.
 NO_ROWS = "No training step was logged: the run ended before its first log, or logs less often than it had steps."
@@ -94,7 +86,6 @@ class Part:
     Args:
         label: Its name, made distinct from those of the other runs.
         run: What it is made of.
-        mood: `collapsed`, `recovered`, `suspect`, `healthy` or `unknown`; chooses colour and shape.
         numbers: For the first screen.
         figures: (caption, SVG).
         streaks: Its regimes over time.
@@ -105,7 +96,6 @@ class Part:
 
     label: str
     run: Run
-    mood: str
     numbers: list[Number]
     figures: list[tuple[str, Markup]]
     streaks: list[Streak]
@@ -113,6 +103,11 @@ class Part:
     reasonings: list[Reasoning]
     measured_at: int | None
     problems: list[str]
+
+    @property
+    def mood(self) -> str:
+        """Chooses colour and shape."""
+        return self.run.mood
 
     @property
     def status(self) -> str:
@@ -146,6 +141,7 @@ def render_report(runs: Sequence[Run]) -> str:
     page: str = _template().render(
         headline=headline(parts),
         parts=parts,
+        columns=_columns(parts),
         comparison=_comparison(parts),
         shared=shared,
         own=own,
@@ -222,7 +218,6 @@ def _make_part(label: str, run: Run) -> Part:
     return Part(
         label=label,
         run=run,
-        mood=_mood(run),
         numbers=_numbers(run),
         figures=_figures(label, run, measurements),
         streaks=_streaks(run),
@@ -231,14 +226,6 @@ def _make_part(label: str, run: Run) -> Part:
         measured_at=last.step if last else None,
         problems=problems[:MAX_PROBLEMS],
     )
-
-
-def _mood(run: Run) -> str:
-    if not run.regimes:
-        return "unknown"
-    if run.collapses:
-        return "recovered" if run.collapses[-1].last is not None else "collapsed"
-    return "suspect" if run.regimes[-1][1] in COLLAPSES else "healthy"
 
 
 def _numbers(run: Run) -> list[Number]:
@@ -267,6 +254,12 @@ def _numbers(run: Run) -> list[Number]:
     ]
 
 
+def _columns(parts: Sequence[Part]) -> list[str]:
+    """What stands above the numbers: all that it is called, where runs have not the same of it."""
+    columns = zip(*(part.numbers for part in parts), strict=True)
+    return [" or ".join(dict.fromkeys(number.label for number in column)).capitalize() for column in columns]
+
+
 def _success(run: Run) -> Number:
     """Held out where the end was evaluated, else in training, else the reward."""
     before, after = (run.evaluations.get(when) for when in ("before", "after"))
@@ -277,7 +270,8 @@ def _success(run: Run) -> Number:
         return Number("Success", start, f"{after['success']:.0%}", f"held out; 95 % interval {bounds}")
     if run.success_metric:
         return _number("Success", running_means(run.points(run.success_metric)), lambda x: f"{x:.0%}", "in training")
-    return _number("Success", running_means(run.points("reward")), lambda x: f"{x:.2f}", "reward in training")
+    rewards = running_means(run.points("reward"))
+    return _number("Reward" if rewards else "Success", rewards, lambda x: f"{x:.2f}", "in training")
 
 
 def _number(label: str, points: Sequence[tuple[int, float]], shown: Callable[[float], str], note: str) -> Number:
@@ -299,61 +293,31 @@ def _missing(run: Run) -> list[str]:
         problems.append(NO_MEASUREMENTS)
     if not run.completions:
         problems.append(NO_COMPLETIONS)
-    broken = [
-        (row.get("step"), key)
-        for row in run.log_history
-        for key, value in row.items()
-        if isinstance(value, float) and not math.isfinite(value)
-    ]
+    stepless = sum(row.get("step") is None for row in run.log_history)
+    if stepless:
+        problems.append(f"{stepless} of {len(run.log_history)} log rows have no step. Figures leave them out.")
+    broken = [(row.get("step"), names) for row in run.log_history if (names := _not_finite(row))]
     if broken:
-        count = len({step for step, _ in broken})
-        names = ", ".join(dict.fromkeys(key for step, key in broken if step == broken[0][0]))
+        step, names = broken[0]
         problems.append(
-            f"{count} of {len(run.log_history)} log rows hold values that are no finite numbers, the first at step "
-            f"{broken[0][0]}: {names}. Figures leave them out."
+            f"{len(broken)} of {len(run.log_history)} log rows hold values that are no finite numbers, the first at "
+            f"step {step}: {', '.join(names)}. Figures leave them out."
         )
     return problems
 
 
+def _not_finite(row: dict[str, Any]) -> list[str]:
+    return [key for key, value in row.items() if isinstance(value, float) and not math.isfinite(value)]
+
+
 def _figures(label: str, run: Run, measurements: Sequence[SavedMeasurement]) -> list[tuple[str, Markup]]:
-    figures: list[tuple[str, Figure]] = []
-    if run.rows:
-        figures.append(
-            (
-                "Success, retrieval accuracy, entropy and what the filter kept, over training",
-                plot_training(run.rows, run.success_metric),
-            )
-        )
-    points = _quadrant_points(run)
-    if points:
-        bound = run.points(f"{FIRST_TURN}/mi_upper_bound")[-1][1]
-        figures.append(
-            ("The path of the run between the four regimes of arXiv 2604.06268", plot_quadrant(points, bound))
-        )
-    for measurement in measurements:
-        caption = f"How well each prompt explains each reasoning, at step {measurement.step}"
-        figures.append((caption, plot_matrix(measurement)))
-    if measurements and measurements[-1].scores.numel():
-        last = measurements[-1]
-        caption = f"Reward variance of the groups, and which of them the filter kept, at step {last.step}"
-        figures.append(
-            (caption, plot_reward_variance(last.scores.tolist(), None if last.kept is None else last.kept.tolist()))
-        )
-    if run.points("snr/update_compute_fraction"):
-        figures.append(("Update compute, of what plain TRL would have computed", plot_compute(run.rows)))
-    return [(caption, Markup(svg(figure, f"{label} {caption}"))) for caption, figure in figures]
-
-
-def _quadrant_points(run: Run) -> list[tuple[float, float, str]]:
-    entropies, information, bounds = (
-        dict(run.points(f"{FIRST_TURN}/{key}")) for key in ("conditional_entropy_token", "mi_seq", "mi_upper_bound")
-    )
-    steps = [step for step in entropies if step in information and step in bounds]
-    return [(entropies[step], information[step], f"step {step}") for step in steps]
+    return [
+        (caption, Markup(svg(figure, f"{label} {caption}"))) for _, caption, figure in figures_of(run, measurements)
+    ]
 
 
 def _comparison(parts: Sequence[Part]) -> Markup | None:
-    logged = [part for part in parts if part.run.points("reward") or part.run.points("entropy")]
+    logged = [part for part in parts if points_of(part.run.rows, "reward", "entropy")]
     if len(logged) < 2:
         return None
     figure = plot_comparison(

@@ -6,9 +6,9 @@ import os
 import platform
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
-from itertools import groupby
+from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +57,9 @@ SETTINGS = (
 )
 
 
+_STEP = re.compile(r"[a-z]+_(\d+)")  # the name of a numbered file
+
+
 @dataclass(frozen=True)
 class Collapse:
     """Consecutive measurements, two at least, in one of the collapsed regimes or without the format of reasoning.
@@ -84,7 +87,7 @@ class Run:
         max_steps: Optimizer steps planned.
         ended: Whether training is over: `train()` came to its end, or all of `max_steps` are done.
         resumed_at: Optimizer steps at which training went on from a checkpoint.
-        settings: `SETTINGS`, `snr_*`, and the names of trainer, base model and data set.
+        settings: `SETTINGS`, `snr_*`, and the names of trainer, model and environment.
         versions: By package.
         evaluations: Held-out metrics, by `before` and `after`.
     """
@@ -126,11 +129,11 @@ class Run:
 
     @property
     def collapses(self) -> list[Collapse]:
-        """All there were; those that lasted to the end come last, and what reasoning depends on after its format."""
+        """All there were, the latest last: one that lasts, and a regime rather than a format."""
         valid = self.points("mi/valid_thinking_rate")
         formats = [(step, "format_collapse" if rate < FORMAT_RATIO * valid[0][1] else "") for step, rate in valid]
         found = [*_streaks(formats, ("format_collapse",)), *_streaks(self.regimes, COLLAPSES)]
-        return sorted(found, key=lambda collapse: collapse.last is None)
+        return sorted(found, key=lambda one: (one.last is None, one.last or 0, one.regime in COLLAPSES))
 
     @property
     def status(self) -> str:
@@ -151,23 +154,45 @@ class Run:
             "low_entropy_collapse": "Low-entropy collapse",
             "format_collapse": "Format collapse",
         }
-        if self.collapses:
-            worst = self.collapses[-1]
-            if worst.last is None:
-                return f"{names[worst.regime]} since step {worst.first}"
-            return f"Recovered: {names[worst.regime].lower()} from step {worst.first} to {worst.last}"
         step, regime = self.regimes[-1]
+        latest = self.collapses[-1] if self.collapses else None
+        if self.mood == "collapsed":
+            return f"{names[latest.regime]} since step {latest.first}"
         if regime in COLLAPSES:
             return f"{names[regime]} in the last measurement, at step {step}"
+        if self.mood == "suspect":
+            return f"Reasoning depended on its prompt when last measured, at step {step}"
+        if latest is not None:
+            return f"Recovered: {names[latest.regime].lower()} from step {latest.first} to {latest.last}"
         return "Reasoning depends on its prompt"
 
     @property
+    def mood(self) -> str:
+        """`unknown`, `collapsed`, `suspect`, `recovered` or `healthy`.
+
+        Suspect is a run whose last measurement alone is a collapse, and one that could not be measured for more than
+        twice as long as ever before.
+        """
+        if not self.regimes:
+            return "unknown"
+        collapses = self.collapses
+        if collapses and collapses[-1].last is None:
+            return "collapsed"
+        steps = [step for step, _ in self.regimes]
+        gaps = [after - before for before, after in pairwise(steps)]
+        if self.regimes[-1][1] in COLLAPSES or (gaps and self.step - steps[-1] > 2 * max(gaps)):
+            return "suspect"
+        return "recovered" if collapses else "healthy"
+
+    @property
     def measurements(self) -> list[Path]:
-        return sorted((self.folder / MEASUREMENTS).glob("measurement_*.json"))
+        """Files of its measurements, by step."""
+        return _numbered(self.folder / MEASUREMENTS, "measurement", ".json", self.step)
 
     @property
     def completions(self) -> list[Path]:
-        return sorted((self.folder / "completions").glob("completions_*.parquet"))
+        """Files of completions that TRL has saved, by step."""
+        return _numbered(self.folder / "completions", "completions", ".parquet", self.step)
 
 
 @dataclass(frozen=True)
@@ -203,6 +228,7 @@ class SavedMeasurement:
     def save(self, folder: Path) -> Path:
         """Write `measurement_<step>.json` into `folder`."""
         values = {name: value.tolist() if isinstance(value, Tensor) else value for name, value in vars(self).items()}
+        values["cross_logps"] = [[round(logp, 4) for logp in row] for row in values["cross_logps"]]  # half the file
         values["rewards"] = [
             [None if math.isnan(reward) else reward for reward in group] for group in values["rewards"]
         ]
@@ -210,11 +236,6 @@ class SavedMeasurement:
         path = folder / f"measurement_{self.step:05d}.json"
         _write_whole(path, json.dumps(values))
         return path
-
-
-def measured_step(path: Path) -> int:
-    """The optimizer step of a file of `SavedMeasurement.save`, from its name."""
-    return int(path.stem.split("_")[1])
 
 
 def read_measurement(path: Path) -> SavedMeasurement:
@@ -253,17 +274,23 @@ def read_run(folder: Path) -> Run:
     checkpoints = [state for path in folder.glob(f"checkpoint-*/{STATE_FILE}") if (state := _read_state(path))]
     newest = max(checkpoints, key=lambda state: state["global_step"], default=None)
     state = _read_state(folder / DIAGNOSTICS / STATE_FILE) or _read_state(folder / STATE_FILE) or newest
+    if newest and state["log_history"] and _goes_on(state["log_history"], newest["log_history"]):
+        state = newest  # training went on without us
     history = _read_json(folder / HISTORY_FILE, list)
-    if history is not None:
-        history = [row for row in history if isinstance(row, dict)]
     if state is None and history is None:
         raise ValueError(
             f"{str(folder)!r} holds no log of a run; allowed: the output_dir of a trainer, with "
             f"{DIAGNOSTICS}/{STATE_FILE}, {HISTORY_FILE} or checkpoint-*/{STATE_FILE}."
         )
-    state = _go_on(state or {}, history or [])
+    if state is None or (state["log_history"] and _goes_on(state["log_history"], history or [])):
+        last = max((row["step"] for row in _rows(history) if isinstance(row.get("step"), int)), default=0)
+        state = {
+            **(state or {}),
+            "log_history": history,
+            "global_step": max(last, (state or {}).get("global_step", 0)),
+        }
     about = _read_json(folder / DIAGNOSTICS / RUN_FILE, dict) or {}
-    return _make_run(folder, state, about.get("settings", {}), about.get("versions", {}))
+    return _make_run(folder, state, _mapping(about, "settings"), _mapping(about, "versions"))
 
 
 def write_run(trainer: Trainer) -> None:
@@ -272,25 +299,44 @@ def write_run(trainer: Trainer) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     run = run_of(trainer)
     # The path of a best checkpoint is of no use to anyone but its owner.
-    state = {**asdict(trainer.state), "best_model_checkpoint": None}
-    _write_whole(folder / STATE_FILE, json.dumps(state, indent=2, sort_keys=True) + "\n")
+    state = {**vars(trainer.state), "best_model_checkpoint": None}
+    _write_whole(folder / STATE_FILE, json.dumps(state, indent=2, sort_keys=True, default=str) + "\n")
     about = {"settings": run.settings, "versions": run.versions}
     _write_whole(folder / RUN_FILE, json.dumps(about, indent=2) + "\n")
 
 
-def _go_on(state: dict[str, Any], history: list[dict[str, Any]]) -> dict[str, Any]:
-    """A state with the rows that were logged after it was written, if `history` is of the same training."""
-    known = state.get("log_history") or []
+def _goes_on(known: list[Any], history: list[Any]) -> bool:
+    """Whether a log is of the same training and longer."""
     same = json.dumps(history[: len(known)], sort_keys=True) == json.dumps(known, sort_keys=True)
-    if len(history) <= len(known) or not same:
-        return state
-    last = max((row.get("step") or 0 for row in history), default=0)
-    return {**state, "log_history": history, "global_step": max(last, state.get("global_step") or 0)}
+    return same and len(history) > len(known)
+
+
+def _rows(history: Any) -> list[dict[str, Any]]:
+    return [row for row in history or () if isinstance(row, dict)]
+
+
+def _mapping(values: Mapping[str, Any], name: str) -> dict[str, Any]:
+    found = values.get(name)
+    return found if isinstance(found, dict) else {}
+
+
+def _numbered(folder: Path, name: str, suffix: str, last: int) -> list[Path]:
+    """The files `<name>_<step><suffix>` up to a step, in its order; later ones are of an earlier run."""
+    found = [
+        (int(match[1]), path) for path in folder.glob(f"{name}_*{suffix}") if (match := _STEP.fullmatch(path.stem))
+    ]
+    return [path for step, path in sorted(found) if step <= last]
+
+
+def measured_step(path: Path) -> int | None:
+    """The optimizer step of a file of `SavedMeasurement.save`, from its name; `None` for another file."""
+    match = _STEP.fullmatch(path.stem)
+    return match and int(match[1])
 
 
 def _make_run(folder: Path, state: Mapping[str, Any], settings: dict[str, Any], versions: dict[str, str]) -> Run:
-    kept = state.get("stateful_callbacks") or {}
-    lifecycle = kept.get(RUN_STATE, {})
+    kept = _mapping(state, "stateful_callbacks")
+    lifecycle, history = _mapping(kept, RUN_STATE), _rows(state.get("log_history"))
     step, max_steps = state.get("global_step") or 0, state.get("max_steps") or 0
     ended = lifecycle.get("ended", False) or 0 < max_steps <= step
     # An "after" beside a run that goes on was measured before it was resumed.
@@ -298,8 +344,8 @@ def _make_run(folder: Path, state: Mapping[str, Any], settings: dict[str, Any], 
     evaluations = {when: _read_json(path, dict) for when, path in shown.items()}
     return Run(
         folder=folder,
-        log_history=list(state.get("log_history") or []),
-        regimes=max(_regimes_kept(kept), _regimes_logged(state.get("log_history") or []), key=len),
+        log_history=history,
+        regimes=max(_regimes_kept(kept), _regimes_logged(history), key=len),
         step=step,
         max_steps=max_steps,
         ended=ended,
@@ -315,18 +361,19 @@ def _is_evaluation(metrics: Mapping[str, Any]) -> bool:
 
 
 def _streaks(measured: Sequence[tuple[int, str]], collapsed: Sequence[str]) -> list[Collapse]:
-    streaks = [list(streak) for _, streak in groupby(measured, key=lambda one: one[1])]
+    """Measurements in a row that are in any of the collapsed regimes, called after the last of them."""
+    streaks = [list(streak) for _, streak in groupby(measured, key=lambda one: one[1] in collapsed)]
     return [
-        Collapse(regime, streak[0][0], None if streak is streaks[-1] else streak[-1][0])
+        Collapse(streak[-1][1], streak[0][0], None if streak is streaks[-1] else streak[-1][0])
         for streak in streaks
-        if (regime := streak[0][1]) in collapsed and len(streak) >= PATIENCE
+        if streak[0][1] in collapsed and len(streak) >= PATIENCE
     ]
 
 
 def _regimes_kept(callbacks: Mapping[str, Any]) -> list[tuple[int, str]]:
     """What `MutualInformationCallback` has kept of them."""
-    watch = callbacks.get(MI_STATE, {}).get("watch", {})
-    return [(int(step), regime) for step, regime in watch.get("regimes", [])]
+    watch = _mapping(_mapping(callbacks, MI_STATE), "watch")
+    return [(int(step), regime) for step, regime in watch.get("regimes") or ()]
 
 
 def _regimes_logged(rows: Sequence[Mapping[str, Any]]) -> list[tuple[int, str]]:
@@ -343,13 +390,14 @@ def _settings(trainer: Trainer) -> dict[str, Any]:
     return {
         **({} if environment is None else {"environment": public(environment.summary)}),
         "trainer": type(trainer).__name__,
+        "model": public(getattr(trainer.model.config, "_name_or_path", None)),
         "processes": trainer.accelerator.num_processes,
         **{name: public(args[name]) for name in names if name in args},
     }
 
 
 def public(value: Any) -> Any:
-    """A setting as anyone may read it: the last part of a path, an address without its password, an object's class."""
+    """A setting as anyone may read it: the end of a path, an address without password and query, an object's class."""
     if isinstance(value, Mapping):
         return {str(name): public(item) for name, item in value.items()}
     if isinstance(value, list | tuple):
@@ -357,7 +405,7 @@ def public(value: Any) -> Any:
     if isinstance(value, Path) or (isinstance(value, str) and Path(value).is_absolute()):
         return Path(value).name
     if isinstance(value, str):
-        return re.sub(r"//[^/\s]*@", "//", value)
+        return re.sub(r"(?<=://)[^/\s]*@", "", re.sub(r"(://[^\s?#]*)[?#]\S*", r"\1", value))
     return value if value is None or isinstance(value, int | float) else type(value).__name__
 
 
@@ -381,7 +429,7 @@ def _read_json(path: Path, kind: type) -> Any:
     """`None` for a file that is not there, that a kill left half written, or that holds something else."""
     try:
         content = json.loads(path.read_text())
-    except (FileNotFoundError, ValueError):
+    except (OSError, ValueError):
         return None
     return content if isinstance(content, kind) else None
 
