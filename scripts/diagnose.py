@@ -4,7 +4,9 @@ python scripts/diagnose.py --model tiny
 python scripts/diagnose.py --model runs/my_run --completions runs/my_run/completions
 """
 
-from ragen2_trl.cli.diagnose import main
+import sys
+
+from ragen2_trl.cli import main
 
 if __name__ == "__main__":
-    main()
+    main(["diagnose", *sys.argv[1:]])

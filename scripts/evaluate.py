@@ -3,7 +3,9 @@
 python scripts/evaluate.py --model tiny --num_prompts 256 --num_samples 8
 """
 
-from ragen2_trl.cli.evaluate import main
+import sys
+
+from ragen2_trl.cli import main
 
 if __name__ == "__main__":
-    main()
+    main(["evaluate", *sys.argv[1:]])

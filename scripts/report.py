@@ -3,7 +3,9 @@
 python scripts/report.py runs/my_run runs/another_run --output report.html
 """
 
-from ragen2_trl.cli.report import main
+import sys
+
+from ragen2_trl.cli import main
 
 if __name__ == "__main__":
-    main()
+    main(["report", *sys.argv[1:]])

@@ -3,7 +3,9 @@
 python scripts/train.py --config recipes/frozen_lake_tiny.yaml
 """
 
-from ragen2_trl.cli.train import main
+import sys
+
+from ragen2_trl.cli import main
 
 if __name__ == "__main__":
-    main()
+    main(["train", *sys.argv[1:]])

@@ -3,7 +3,9 @@
 python scripts/warm_start.py --config recipes/warm_start_tiny.yaml
 """
 
-from ragen2_trl.cli.warm_start import main
+import sys
+
+from ragen2_trl.cli import main
 
 if __name__ == "__main__":
-    main()
+    main(["warm-start", *sys.argv[1:]])

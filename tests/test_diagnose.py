@@ -329,5 +329,6 @@ def test_the_script_starts_beside_the_script_called_evaluate():
 def test_diagnose_is_a_command(capsys):
     cli.main(["--help"])
     assert "  diagnose " in capsys.readouterr().out
-    with pytest.raises(ValueError, match="max_files must be at least 1, got 0"):
+    with pytest.raises(SystemExit) as ended:
         cli.main(["diagnose", "--max_files", "0"])
+    assert ended.value.code == 2 and "max_files must be at least 1, got 0" in capsys.readouterr().err

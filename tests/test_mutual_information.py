@@ -17,6 +17,8 @@ from ragen2_trl.callbacks import mutual_information
 from ragen2_trl.callbacks.mutual_information import MIN_STEPS_BETWEEN, group_metrics
 from ragen2_trl.callbacks.rollouts import Rollout, watch_rollouts
 from ragen2_trl.diagnosis import Measurement
+from ragen2_trl.reporting.report import render_report
+from ragen2_trl.reporting.run import read_measurement, run_of
 
 ROW = "mi/first_turn/retrieval_accuracy"
 
@@ -411,3 +413,24 @@ def test_evaluation_is_not_measured(policy_path, prompts, make_args):
     evaluated = [row for row in trainer.state.log_history if "eval_reward" in row]
     assert evaluated
     assert not [key for row in evaluated for key in row if "mi/" in key]
+
+
+def test_what_is_saved_has_each_prompt_once(policy_path, make_args):
+    repeated = Dataset.from_dict({"prompt": [PROMPTS[0], PROMPTS[0], PROMPTS[1], PROMPTS[0]] * 4})
+    args = make_args(snr=False, max_steps=1, per_device_train_batch_size=16, shuffle_dataset=False)
+    trainer, _ = run(GRPOTrainer, policy_path, args, repeated, callback={"every": 1})
+    (path,) = run_of(trainer).measurements
+    saved = read_measurement(path)
+    assert len(saved.prompts) == len(set(saved.prompts)) == saved.cross_logps.shape[1] == 2
+    assert saved.metrics["retrieval_chance"] == pytest.approx(0.5)
+    own = saved.cross_logps.gather(1, saved.prompt_index[:, None]).squeeze(1)
+    hits = (own == saved.cross_logps.amax(dim=1)).float().mean().item()
+    assert hits == pytest.approx(saved.metrics["retrieval_accuracy"], abs=0.01)  # own columns are still the own ones
+
+
+def test_why_nothing_was_measured_is_kept_for_the_report(policy_path, make_args):
+    same = Dataset.from_dict({"prompt": [PROMPTS[0]] * 8})
+    trainer, _ = run(GRPOTrainer, policy_path, make_args(snr=False, max_steps=1), same, callback={"every": 1})
+    assert "two different ones are needed" in run_of(trainer).silence
+    page = render_report([run_of(trainer)])
+    assert "two different ones are needed" in page and "add_callback" not in page

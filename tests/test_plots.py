@@ -24,6 +24,7 @@ from ragen2_trl.reporting import (
     save_figure,
     svg,
 )
+from ragen2_trl.reporting.card import running_means
 from ragen2_trl.reporting.measurement_plots import REGIME_CORNERS
 
 
@@ -324,8 +325,26 @@ def test_thick_lines_are_running_means_over_ten_of_the_steps_that_thin_ones_show
 
 
 def test_a_run_of_few_steps_is_drawn_as_it_is():
-    (reward,) = plot_training(history(5, None)).axes[0].lines
-    assert list(reward.get_ydata()) == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.0])
+    (reward,) = plot_training(history(3, None)).axes[0].lines
+    assert list(reward.get_ydata()) == pytest.approx([0.1, 0.2, 0.3])
+
+
+@pytest.mark.parametrize("steps", [3, 5, 25, 100, 500])
+def test_lines_end_at_the_last_number_of_the_model_card(steps):
+    rows = history(steps, None)[:-1]
+    last = running_means([(row["step"], row["reward"]) for row in rows])[-1]
+    assert plot_training(rows).axes[0].lines[-1].get_xydata()[-1].tolist() == pytest.approx(last)
+
+
+@pytest.mark.parametrize("step", [{}, {"step": None}])
+def test_rows_without_a_step_are_left_out(step):
+    stray = {"reward": 9.0, "snr/update_compute_fraction": 9.0} | step
+    rows = [*history(25, 10), stray]
+    assert svg(plot_training(rows)) == svg(plot_training(rows[:-1]))
+    assert svg(plot_compute(rows)) == svg(plot_compute(rows[:-1]))
+    assert svg(plot_comparison({"a": rows}, {})) == svg(plot_comparison({"a": rows[:-1]}, {}))
+    with pytest.raises(ValueError, match="has 1 rows, but none has a 'reward' to plot at its 'step'"):
+        plot_training([stray])
 
 
 def test_a_single_step_is_seen():
@@ -478,6 +497,15 @@ def test_a_collapse_is_marked_at_its_step_beside_the_retrieval_accuracy_of_its_r
     drifted = figure.legends[0].get_lines()[1]
     assert text.get_color() == drifted.get_color()
     assert any(set(line.get_xdata()) == {20} for line in marked[0].lines)
+
+
+def test_a_collapse_of_a_run_without_a_line_so_far_has_the_colour_of_that_run():
+    blank = history(40, 10, reward=math.nan)
+    for row in blank:
+        row.pop("mi/first_turn/retrieval_accuracy", None)
+    figure = plot_comparison({"sound": history(40, 10), "blank": blank}, {}, {"blank": (20, "template collapse")})
+    (text,) = (text for axes in figure.axes for text in axes.texts)
+    assert text.get_color() == figure.legends[0].get_lines()[1].get_color()
 
 
 # All figures

@@ -20,9 +20,11 @@ from ragen2_trl import (
 )
 from ragen2_trl.envs import make_env
 from ragen2_trl.reporting import report
+from ragen2_trl.reporting.card import FIGURES
 from ragen2_trl.reporting.examples import MAX_GROUP, distinguishing, pick_reasonings, read_groups
+from ragen2_trl.reporting.gallery import draw_figures, figures_of, measurement_figures
 from ragen2_trl.reporting.report import distinct_labels, render_report
-from ragen2_trl.reporting.run import SavedMeasurement, read_run
+from ragen2_trl.reporting.run import SavedMeasurement, read_measurement, read_run
 from ragen2_trl.tiny import resolve_model
 
 STEPS, EVERY, PROMPTS, GROUP = 100, 10, 8, 4
@@ -186,6 +188,15 @@ def test_headline_tells_which_run_collapsed_and_when(compared):
     assert page.headline == "1 of 2 runs collapsed: “drifted”, template collapse since step 60"
 
 
+def test_headline_claims_nothing_of_runs_that_were_not_measured(tmp_path, words_only):
+    silent = [make_run(tmp_path / name, None, 20) for name in ("a", "b")]
+    for folder in silent:
+        without_information(folder)
+    assert report_of(*silent).headline == "None of 2 runs was measured"
+    healthy = make_run(tmp_path / "c", None, 20)
+    assert report_of(healthy, *silent).headline == "No measured run is collapsed; 2 of 3 not measured"
+
+
 def test_first_screen_has_the_numbers_of_both_runs(compared):
     text = Page(compared.read_text()).text.split("How to read these numbers")[0]
     for words in ("finished 100 steps", "Reasoning depends on its prompt", "Template collapse since step 60"):
@@ -268,7 +279,7 @@ def test_groups_with_most_reward_variance_come_first(tmp_path):
         for number, values in enumerate([[1.0] * 10, [0.0, 1.0] * 5, [0.0] * 9 + [1.0]])
         for value in values
     ]
-    pd.DataFrame(rows).to_parquet(folder / "completions" / "completions_00011.parquet")
+    pd.DataFrame(rows).to_parquet(folder / "completions" / "completions_00010.parquet")
     groups = read_groups(read_run(folder), [])
     assert [group.prompt for group in groups] == ["prompt 1", "prompt 2", "prompt 0"]
     assert [one.reward for one in groups[1].completions] == [1.0] + [0.0] * (MAX_GROUP - 1)
@@ -346,6 +357,7 @@ def all_nan(folder):
 
 
 def with_broken_files(folder):
+    edit_state(folder, lambda state: state.update(global_step=99))
     (folder / "completions" / "completions_00099.parquet").write_bytes(b"PAR1 is not all it takes")
     (folder / "_measurements" / "measurement_00098.json").write_text('{"step": 98, "prompts": [')
     (folder / "_measurements" / "measurement_00099.json").write_bytes(b"\xff\xfe")
@@ -354,6 +366,49 @@ def with_broken_files(folder):
 def with_odd_measurement(folder):
     path = folder / "_measurements" / "measurement_00010.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"prompt_index": [99] * PROMPTS * GROUP}))
+
+
+def with_stray_rows(folder):
+    def change(state):
+        del state["log_history"][3]["step"]
+        state["log_history"][4] |= {"step": None}
+        state["log_history"] += ["no row", None]
+
+    edit_state(folder, change)
+
+
+def without_any_step(folder):
+    def change(state):
+        for row in state["log_history"]:
+            del row["step"]
+
+    edit_state(folder, change)
+
+
+def with_prompts_of_strings(folder):
+    path = folder / "completions" / "completions_00010.parquet"
+    rows = pd.read_parquet(path)
+    rows["prompt"] = [["Prompt 1", prompt[0]["content"]] for prompt in rows["prompt"]]
+    rows.to_parquet(path)
+
+
+def with_prompts_of_numbers(folder):
+    path = folder / "completions" / "completions_00010.parquet"
+    rows = pd.read_parquet(path)
+    rows["prompt"] = [[1, 2]] * len(rows)
+    rows.to_parquet(path)
+
+
+def with_two_rewards_of_one_name(folder):
+    path = folder / "diagnostics" / "run.json"
+    about = json.loads(path.read_text())
+    about["settings"]["reward_weights"] = [1.0, 0.5]
+    path.write_text(json.dumps(about))
+
+
+def with_prompts_that_are_no_texts(folder):
+    path = folder / "_measurements" / "measurement_00010.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"prompts": list(range(PROMPTS))}))
 
 
 def without_texts(folder):
@@ -369,7 +424,7 @@ NUMBERS, READ, THOUGHT = "45% of the updates", "Prompt 1", "Own prompt ranks 1 o
     [
         (without_information, ["trainer.add_callback(MutualInformationCallback(trainer))"], [NUMBERS, READ]),
         (with_nan_rows, ["1 of 10 log rows", "at step 4: loss, reward, entropy"], [NUMBERS, READ, THOUGHT]),
-        (killed_in_its_first_step, ["No training step was logged", "unfinished: at step 0 of 100"], [READ, THOUGHT]),
+        (killed_in_its_first_step, ["No training step was logged", "unfinished: at step 0 of 100"], []),
         (all_nan, ["10 of 10 log rows"], [READ, THOUGHT]),
         (
             with_broken_files,
@@ -377,6 +432,16 @@ NUMBERS, READ, THOUGHT = "45% of the updates", "Prompt 1", "Own prompt ranks 1 o
             [NUMBERS, READ, THOUGHT],
         ),
         (with_odd_measurement, ["prompt_index must be between 0 and 7"], [NUMBERS, READ, THOUGHT]),
+        (with_stray_rows, ["2 of 10 log rows have no step"], [NUMBERS, READ, THOUGHT]),
+        (without_any_step, ["10 of 10 log rows have no step"], [READ, THOUGHT]),
+        (with_prompts_of_strings, [], [NUMBERS, READ, THOUGHT]),
+        (with_prompts_of_numbers, ["completions_00010 cannot be read"], [NUMBERS, THOUGHT]),
+        (
+            with_two_rewards_of_one_name,
+            ["reward_weights [1.0, 0.5] do not fit", "(success): their sums are shown with equal weights"],
+            [NUMBERS, READ, THOUGHT],
+        ),
+        (with_prompts_that_are_no_texts, ["prompts and reasonings must be texts"], [NUMBERS, READ, THOUGHT]),
         (without_texts, ["log_completions=True", "_measurements/"], [NUMBERS]),
     ],
 )
@@ -394,6 +459,69 @@ def test_runs_without_a_number_to_plot_can_be_compared(tmp_path):
     killed_in_its_first_step(folders[1])
     for chosen in (folders, folders[:2]):
         assert "1 of 1 log rows hold values that are no finite numbers" in report_of(*chosen).text
+
+
+def test_a_run_without_steps_can_be_compared(tmp_path, monkeypatch):
+    monkeypatch.setattr(report, "_figures", lambda *_: [])
+    folders = [make_run(tmp_path / name, steps=10) for name in ("stepless", "sound")]
+    without_any_step(folders[0])
+    assert "10 of 10 log rows have no step" in report_of(*folders).text
+
+
+def test_figures_name_the_score_and_the_step_of_their_measurement(tmp_path):
+    run = read_run(make_run(tmp_path / "run", steps=10))
+    run.settings["snr_score"] = "reward_std"
+    measurements = [read_measurement(path) for path in run.measurements]
+    drawn = [(name, caption) for name, caption, _ in figures_of(run, measurements)]
+    assert [name for name, _ in drawn] == [
+        "training",
+        "quadrant",
+        "cross_scores",
+        "cross_scores",
+        "reward_variance",
+        "compute",
+    ]
+    captions = [caption for _, caption in drawn]
+    assert "arXiv 2604.06268" in captions[1] and "](" not in captions[1]
+    assert captions[2].endswith("at step 1") and captions[3].endswith("at step 10")
+    assert captions[4] == "Reward std of the groups at step 10, and which of them the filter kept"
+    page = render_report([run])
+    assert "Reward std of 8 groups" in page and "Reward variance" not in page
+
+
+def test_figures_of_the_card_are_those_of_the_report(tmp_path):
+    run = read_run(make_run(tmp_path / "run", steps=10))
+    assert [name for name, _, _ in figures_of(run)] == list(FIGURES)
+    draw_figures(run, tmp_path)
+    assert {path.name for path in tmp_path.glob("*.*")} == {
+        f"{name}{end}" for name in FIGURES for end in (".png", ".svg")
+    }
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, None])
+@pytest.mark.parametrize("key", ["mi_seq", "conditional_entropy_token", "mi_upper_bound"])
+def test_what_a_diverged_model_leaves_unmeasured_is_not_drawn(tmp_path, value, key):
+    folder = make_run(tmp_path / "run", steps=1)
+    edit_state(folder, lambda state: state["log_history"][0].update({f"mi/first_turn/{key}": value}))
+    run = read_run(folder)
+    measurement = read_measurement(run.measurements[0])
+    assert [name for name, _ in measurement_figures(run, measurement)] == ["cross_scores", "reward_variance"]
+    assert "quadrant" not in [name for name, _, _ in figures_of(run)]
+    measurement.cross_logps[0, 0] = math.nan
+    assert [name for name, _ in measurement_figures(run, measurement)] == ["reward_variance"]
+
+
+def test_reward_is_not_called_success(tmp_path, words_only):
+    folders = [make_run(tmp_path / name, steps=10) for name in ("free", "game")]
+
+    def change(state):
+        for row in state["log_history"]:
+            del row["env/frozen_lake/success"]
+
+    edit_state(folders[0], change)
+    assert "Verdict Reward Retrieval accuracy" in report_of(folders[0]).text
+    assert "Verdict Success Retrieval accuracy" in report_of(folders[1]).text
+    assert "Verdict Success or reward" in report_of(folders[1], folders[0]).text
 
 
 def test_a_single_row_is_a_report(tmp_path):

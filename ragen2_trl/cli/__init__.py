@@ -18,7 +18,8 @@ def main(args: list[str] | None = None) -> None:
     """Run the command that the first argument names with the arguments after it.
 
     Raises:
-        SystemExit: if the first argument is not a command; the message lists them.
+        SystemExit: if the first argument is not a command; the message lists them. With code 2, and one line on
+            stderr, for arguments and files that cannot be used.
     """
     command, *rest = (sys.argv[1:] if args is None else args) or [""]
     if command not in COMMANDS:
@@ -29,4 +30,11 @@ def main(args: list[str] | None = None) -> None:
             return
         raise SystemExit(f"command={command!r}; allowed: {', '.join(COMMANDS)}\n\n{usage}")
     # Imported only now: a command should not wait for the imports of the others.
-    import_module(f"{__name__}.{command.replace('-', '_')}").main(rest)
+    run = import_module(f"{__name__}.{command.replace('-', '_')}").main
+    from ragen2_trl.cli.arguments import InputError
+
+    try:
+        run(rest)
+    except InputError as error:
+        Console(stderr=True).print(f"ragen2-trl {command}: {error}", highlight=False, markup=False)
+        raise SystemExit(2) from None

@@ -1,11 +1,50 @@
 """Arguments that several commands share."""
 
 import json
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from trl import TrlParser
+
 from ragen2_trl.envs import Environment, make_env
+
+
+class InputError(ValueError):
+    """What was typed, or a file that was named, cannot be used: the command line says so without a traceback."""
+
+
+@contextmanager
+def checked_input() -> Iterator[None]:
+    """Makes errors in here errors of input.
+
+    Raises:
+        InputError: In place of a `ValueError` or an `OSError`, with its message.
+    """
+    try:
+        yield
+    except (ValueError, OSError) as error:
+        raise InputError(str(error)) from error
+
+
+def parse(parser: TrlParser, args: list[str] | None) -> tuple[Any, ...]:
+    """The dataclasses of a parser, filled from arguments and the file of `--config`.
+
+    Raises:
+        InputError: If an argument is not known, which is said before anything else, or a value is not allowed.
+    """
+    args = sys.argv[1:] if args is None else list(args)
+    without_file = list(args)
+    if "--config" in without_file:  # which TrlParser reads on its own
+        place = without_file.index("--config")
+        del without_file[place : place + 2]
+    _, unknown = parser.parse_known_args(without_file)
+    if unknown:
+        raise InputError(f"not known: {' '.join(unknown)}; `--help` lists the arguments.")
+    with checked_input():
+        return parser.parse_args_and_config(args)
 
 
 @dataclass

@@ -28,6 +28,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from trl import TrlParser
 
 import ragen2_trl
+from ragen2_trl.cli.arguments import checked_input, parse
 from ragen2_trl.cli.console import make_console
 from ragen2_trl.cli.sampling import SamplingArguments, load_model, sample_trajectories
 from ragen2_trl.diagnosis import Measurement, NotMeasurableError, Sampling, measure_first_turn
@@ -114,10 +115,11 @@ class Diagnosis:
 def main(args: list[str] | None = None) -> None:
     """Diagnoses a model, shows what was found and writes it to `--output_dir`."""
     console = make_console()
-    (script_args,) = TrlParser(DiagnoseArguments).parse_args_and_config(args)
+    (script_args,) = parse(TrlParser(DiagnoseArguments), args)
     name = script_args.model.rstrip("/").split("/")[-1]
     if script_args.completions is None:
-        env = script_args.make_env()
+        with checked_input():
+            env = script_args.make_env()
         title = f"{name} on held-out {env.name}"
         caption = f"{script_args.num_prompts} tasks, {script_args.num_samples} samples each"
         model, tokenizer = load_model(script_args.model, script_args.dtype)
@@ -125,8 +127,9 @@ def main(args: list[str] | None = None) -> None:
         count = script_args.num_prompts * script_args.num_samples
         sampling = Sampling(count, script_args.num_prompts, script_args.temperature)
     else:
-        files = find_files(Path(script_args.completions), script_args.max_files)
-        tables = [read_completions(file) for file in files]
+        with checked_input():
+            files = find_files(Path(script_args.completions), script_args.max_files)
+            tables = [read_completions(file) for file in files]
         title = f"{files[-1].name} scored by {name}"
         caption = "TRL stores text: prompts and completions were tokenised again"
         model, tokenizer = load_model(script_args.model, script_args.dtype)

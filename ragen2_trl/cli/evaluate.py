@@ -20,6 +20,7 @@ from rich.text import Text
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from trl import TrlParser
 
+from ragen2_trl.cli.arguments import checked_input, parse
 from ragen2_trl.cli.console import make_console
 from ragen2_trl.cli.sampling import SamplingArguments, held_out_plays, load_model, sample_trajectories
 from ragen2_trl.envs import Environment, Play, format_response, respond_all
@@ -45,8 +46,9 @@ class EvaluateArguments(SamplingArguments):
 def main(args: list[str] | None = None) -> None:
     """Evaluates a model, shows a table and, with `--output`, writes the metrics as JSON."""
     console = make_console()
-    (script_args,) = TrlParser(EvaluateArguments).parse_args_and_config(args)
-    env = script_args.make_env()
+    (script_args,) = parse(TrlParser(EvaluateArguments), args)
+    with checked_input():
+        env = script_args.make_env()
     tasks = {
         "num_prompts": script_args.num_prompts,
         "num_samples": script_args.num_samples,

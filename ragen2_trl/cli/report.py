@@ -24,7 +24,9 @@ def main(args: list[str] | None = None) -> None:
         "ragen2-trl report", description="Compare runs in one HTML file that opens offline.", allow_abbrev=False
     )
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="Folder of a run: its output_dir.")
-    parser.add_argument("--output", type=Path, default=Path("report.html"), help="HTML file to write.")
+    parser.add_argument(
+        "--output", type=Path, default=Path("report.html"), help="HTML file to write (default: report.html here)."
+    )
     arguments = parser.parse_args(args)
     try:
         runs = [read_run(folder) for folder in arguments.runs]
@@ -36,4 +38,4 @@ def main(args: list[str] | None = None) -> None:
         arguments.output.write_text(page, encoding="utf-8")
     except OSError as error:
         parser.error(f"--output cannot be written: {error}")
-    console.print(Text(f"{arguments.output} ({len(page) / 1e6:.1f} MB) opens in a browser, also offline."))
+    console.print(Text(f"{arguments.output} ({len(page) / 1e3:,.0f} kB) opens in a browser, also offline."))

@@ -15,7 +15,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from ragen2_trl.cli.arguments import EnvironmentArguments
+from ragen2_trl.cli.arguments import EnvironmentArguments, InputError
 from ragen2_trl.envs import Environment, Play
 from ragen2_trl.rollout import Chat, Generate, Trajectory, check_words_only, play_all
 from ragen2_trl.tiny import resolve_model
@@ -42,10 +42,19 @@ class SamplingArguments(EnvironmentArguments):
 
 
 def load_model(name: str, dtype: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """The model, on the accelerator if there is one, and its tokenizer; `name` is `tiny`, a path or a Hub id."""
+    """The model, on the accelerator if there is one, and its tokenizer; `name` is `tiny`, a path or a Hub id.
+
+    Raises:
+        InputError: If there is no such model.
+    """
     path = resolve_model(name)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype).to(device)
+    try:
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype).to(device)
+    except OSError as error:
+        reason = str(error).strip().splitlines()[0]
+        allowed = "tiny, tiny-sokoban, a path or a Hub id; to evaluate, also oracle and random"
+        raise InputError(f"model={name!r} cannot be loaded; allowed: {allowed}. {reason}") from error
     return model, AutoTokenizer.from_pretrained(path)
 
 

@@ -21,12 +21,12 @@ from transformers import PrinterCallback, TrainerState
 from trl import ModelConfig, TrlParser, get_peft_config, get_quantization_config
 
 from ragen2_trl.callbacks import LiveLineCallback, MutualInformationCallback
-from ragen2_trl.cli.arguments import EnvironmentArguments
+from ragen2_trl.cli.arguments import EnvironmentArguments, checked_input, parse
 from ragen2_trl.cli.console import make_console
 from ragen2_trl.cli.evaluate import evaluate_model
 from ragen2_trl.envs import Environment
 from ragen2_trl.reporting import plot_training
-from ragen2_trl.reporting.run import MEASUREMENTS, OUTCOMES
+from ragen2_trl.reporting.run import DIAGNOSTICS, MEASUREMENTS, OUTCOMES
 from ragen2_trl.rollout import TextRollout
 from ragen2_trl.tiny import resolve_model
 from ragen2_trl.trainers import SNRFilteredGRPOConfig, SNRFilteredGRPOTrainer
@@ -64,10 +64,11 @@ def main(args: list[str] | None = None) -> None:
     """Train, evaluate before and after, and leave model, logs, plot and summary in the run's folder."""
     console = make_console()
     parser = TrlParser((TrainArguments, SNRFilteredGRPOConfig, ModelConfig))
-    script_args, training_args, model_args = parser.parse_args_and_config(args)
-    env = script_args.make_env()
-    run = _run_folder(script_args, training_args, model_args)
-    with training_args.main_process_first(local=False):
+    script_args, training_args, model_args = parse(parser, args)
+    with checked_input():
+        env = script_args.make_env()
+        run = _run_folder(script_args, training_args, model_args)
+    with training_args.main_process_first(local=False), checked_input():
         checkpoint = _checkpoint_to_resume(run, script_args, training_args)
     live_line = LiveLineCallback(_success_metric(env), console)
     trainer = _make_trainer(script_args, training_args, model_args, env, live_line)
@@ -81,6 +82,7 @@ def main(args: list[str] | None = None) -> None:
     except KeyboardInterrupt:
         live_line.close()
         _write_history(trainer, env, run)
+        trainer.create_model_card(run.resolve().name)  # how far it got, and not the last checkpoint
         last = last_complete_checkpoint(run)
         console.print(f"Interrupted at step {trainer.state.global_step}; last complete checkpoint: {last or 'none'}.")
         console.print("The same command with `--resume true` goes on from there.")
@@ -220,7 +222,9 @@ def _find_checkpoint(run: Path, script_args: TrainArguments, training_args: SNRF
             f"output_dir={str(run)!r} holds {leftovers[0].name} of an earlier run; allowed: --resume true to continue "
             "it, --overwrite true to replace it, or another --run_name."
         )
-    for leftover in [*leftovers, *(run / name for name in (MEASUREMENTS, "completions") if (run / name).exists())]:
+    for name in (MEASUREMENTS, DIAGNOSTICS, "completions", "*.safetensors", "*.safetensors.index.json"):
+        leftovers += run.glob(name)  # none of it, and no weights, beside those of the run that begins
+    for leftover in leftovers:
         shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
     return None
 

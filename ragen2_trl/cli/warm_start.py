@@ -13,7 +13,7 @@ from rich.console import Console
 from transformers import PreTrainedModel, PreTrainedTokenizerFast, set_seed
 from trl import ModelConfig, SFTConfig, SFTTrainer, TrlParser, get_peft_config, get_quantization_config
 
-from ragen2_trl.cli.arguments import EnvironmentArguments, parse_env_args
+from ragen2_trl.cli.arguments import EnvironmentArguments, parse, parse_env_args
 from ragen2_trl.envs import make_env
 from ragen2_trl.tiny import resolve_model
 from ragen2_trl.tiny.build import build_model, build_tokenizer
@@ -40,7 +40,7 @@ class WarmStartArguments(EnvironmentArguments):
 def main(args: list[str] | None = None) -> None:
     """Trains on demonstrations and saves model and tokenizer to `output_dir`."""
     parser = TrlParser((WarmStartArguments, SFTConfig, ModelConfig))
-    script_args, training_args, model_args = parser.parse_args_and_config(args)
+    script_args, training_args, model_args = parse(parser, args)
     set_seed(training_args.seed)
     model, tokenizer = _model_and_tokenizer(script_args, training_args, model_args)
     demonstrations = _demonstrations(script_args)

@@ -162,6 +162,8 @@ def _state(run: Run) -> str:
     sentences = [
         f"Training {run.status}." if run.ended else f"Training is {run.status}; these are its numbers so far."
     ]
+    if run.has_learnt_nothing:
+        sentences.append("No step had a group to train on: the weights are those that it began with.")
     if run.resumed_at:
         steps = ", ".join(map(str, run.resumed_at))
         sentences.append(f"It was resumed from a checkpoint at step {steps}; the numbers span all of it.")

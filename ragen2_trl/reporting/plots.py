@@ -201,9 +201,10 @@ def plot_comparison(
         measured = title.startswith("retrieval")
         if measured:
             _draw_chances(axes, [points_of(rows, CHANCE) for rows in histories.values()])
+        window = _window(min(len(points) for points in series.values() if points))  # the same for all lines
         for number, (name, points) in enumerate(series.items()):
             if points:
-                drawn[name] = _draw_run(axes, points if measured else _means(_thin_out(points)), number)
+                drawn[name] = _draw_run(axes, points if measured else _means(_thin_out(points), window), number)
             if measured and name in (collapses or {}):
                 _mark(axes, *collapses[name], _colour(number))
         axes.set_title(title)
@@ -283,10 +284,15 @@ def _thin_out(points: Series) -> Series:
     return [(fmean(step for step, _ in block), fmean(value for _, value in block)) for block in blocks]
 
 
-def _means(points: Series) -> Series:
-    """Running means over the window of the model card, and over what there is at the beginning."""
+def _window(count: int) -> int:
+    """Of running means, as on the model card."""
+    return max(1, min(WINDOW, count // 2))
+
+
+def _means(points: Series, window: int | None = None) -> Series:
+    """Running means, over what there is at the beginning."""
     steps, values = zip(*points, strict=True)
-    window = max(1, min(WINDOW, len(points) // 2))
+    window = window or _window(len(points))
     return [(step, fmean(values[max(0, i - window + 1) : i + 1])) for i, step in enumerate(steps)]
 
 

@@ -40,10 +40,9 @@ REGIMES = {
 }
 # What a reader who wants the missing part would have to do.
 NO_ROWS = "No training step was logged: the run ended before its first log, or logs less often than it had steps."
-NO_INFORMATION = (
-    "Mutual information was not measured, so nothing here says whether reasoning depends on its prompt. Before "
-    "training: trainer.add_callback(MutualInformationCallback(trainer))"
-)
+NOT_MEASURED = "Mutual information was not measured, so nothing here says whether reasoning depends on its prompt"
+NO_INFORMATION = f"{NOT_MEASURED}. Before training: trainer.add_callback(MutualInformationCallback(trainer))"
+NOTHING_LEARNT = "No step had a group to train on: the weights are those that the run began with."
 NO_MEASUREMENTS = (
     "No measurement with its texts is in _measurements/, so there is no matrix and no reasoning to read. Texts stay "
     "on the machine of the run: they are never uploaded."
@@ -177,7 +176,10 @@ def headline(parts: Sequence[Part]) -> str:
         return f"{_quoted(parts[0])}: {_lower(parts[0].run.verdict)}"
     collapsed = [part for part in parts if part.mood == "collapsed"]
     named = "; ".join(f"{_quoted(part)}, {_lower(part.run.verdict)}" for part in collapsed[:MAX_NAMED])
-    words = [f"{len(collapsed)} of {len(parts)} runs collapsed: {named}" if collapsed else "No run is collapsed"]
+    if all(part.mood == "unknown" for part in parts):
+        return f"None of {len(parts)} runs was measured"
+    none = "No run is collapsed" if all(part.mood != "unknown" for part in parts) else "No measured run is collapsed"
+    words = [f"{len(collapsed)} of {len(parts)} runs collapsed: {named}" if collapsed else none]
     if len(collapsed) > MAX_NAMED:
         words.append(f"{len(collapsed) - MAX_NAMED} more")
     for mood, was in (("recovered", "recovered"), ("unknown", "not measured")):
@@ -287,8 +289,10 @@ def _streaks(run: Run) -> list[Streak]:
 
 def _missing(run: Run) -> list[str]:
     problems = [] if run.rows else [NO_ROWS]
+    if run.has_learnt_nothing:
+        problems.append(NOTHING_LEARNT)
     if not run.regimes and not run.points(f"{FIRST_TURN}/mi_seq"):
-        problems.append(NO_INFORMATION)
+        problems.append(f"{NOT_MEASURED}: {run.silence}." if run.silence else NO_INFORMATION)
     elif not run.measurements:
         problems.append(NO_MEASUREMENTS)
     if not run.completions:

@@ -50,6 +50,8 @@ SETTINGS = (
     "num_generations",
     "reward_weights",
     "temperature",
+    "entropy_coef",
+    "max_steps",
     "max_completion_length",
     "per_device_train_batch_size",
     "gradient_accumulation_steps",
@@ -90,6 +92,7 @@ class Run:
         settings: `SETTINGS`, `snr_*`, and the names of trainer, model and environment.
         versions: By package.
         evaluations: Held-out metrics, by `before` and `after`.
+        silence: Why mutual information was not measured when it last should have been; `None` without the callback.
     """
 
     folder: Path
@@ -102,6 +105,7 @@ class Run:
     settings: dict[str, Any] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)
     evaluations: dict[str, dict[str, float]] = field(default_factory=dict)
+    silence: str | None = None
 
     @property
     def name(self) -> str:
@@ -178,11 +182,17 @@ class Run:
         collapses = self.collapses
         if collapses and collapses[-1].last is None:
             return "collapsed"
-        steps = [step for step, _ in self.regimes]
-        gaps = [after - before for before, after in pairwise(steps)]
-        if self.regimes[-1][1] in COLLAPSES or (gaps and self.step - steps[-1] > 2 * max(gaps)):
+        steps = [0, *(step for step, _ in self.regimes)]
+        longest = max(after - before for before, after in pairwise(steps))
+        if self.regimes[-1][1] in COLLAPSES or self.step - steps[-1] > 2 * longest:
             return "suspect"
         return "recovered" if collapses else "healthy"
+
+    @property
+    def has_learnt_nothing(self) -> bool:
+        """Whether no step had a group to train on, so that the weights are those that the run began with."""
+        kept = self.points("snr/kept_fraction")
+        return bool(kept) and not any(share for _, share in kept)
 
     @property
     def measurements(self) -> list[Path]:
@@ -352,6 +362,7 @@ def _make_run(folder: Path, state: Mapping[str, Any], settings: dict[str, Any], 
         resumed_at=lifecycle.get("resumed_at", []),
         settings=settings,
         versions=versions,
+        silence=_mapping(kept, MI_STATE).get("silence"),
         evaluations={when: metrics for when, metrics in evaluations.items() if metrics and _is_evaluation(metrics)},
     )
 
@@ -391,6 +402,7 @@ def _settings(trainer: Trainer) -> dict[str, Any]:
         **({} if environment is None else {"environment": public(environment.summary)}),
         "trainer": type(trainer).__name__,
         "model": public(getattr(trainer.model.config, "_name_or_path", None)),
+        "reward_funcs": list(getattr(trainer, "reward_func_names", ())),
         "processes": trainer.accelerator.num_processes,
         **{name: public(args[name]) for name in names if name in args},
     }
