@@ -422,7 +422,6 @@ def test_what_is_saved_has_each_prompt_once(policy_path, make_args):
     (path,) = run_of(trainer).measurements
     saved = read_measurement(path)
     assert len(saved.prompts) == len(set(saved.prompts)) == saved.cross_logps.shape[1] == 2
-    assert saved.metrics["retrieval_chance"] == pytest.approx(0.5)
     own = saved.cross_logps.gather(1, saved.prompt_index[:, None]).squeeze(1)
     hits = (own == saved.cross_logps.amax(dim=1)).float().mean().item()
     assert hits == pytest.approx(saved.metrics["retrieval_accuracy"], abs=0.01)  # own columns are still the own ones

@@ -178,12 +178,12 @@ def test_the_command_line_lists_its_commands(capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["train", "--confg", "x"], "not known: --confg x"),
-        (["train", "--config", str(RECIPE), "--max_stesp", "3"], "not known: --max_stesp 3"),
+        (["train", "--configuration", "x"], "not known: --configuration x"),
+        (["train", "--config", str(RECIPE), "--max_step_count", "3"], "not known: --max_step_count 3"),
         (["train", "--config", "nope.yaml"], "'nope.yaml'"),
         (["train", "--config", str(RECIPE), "--snr_value", "2"], "snr_value=2.0 is out of range"),
         (["evaluate", "--model", "oracle", "--env", "webshopp"], "got 'webshopp'"),
-        (["evaluate", "--model", "orcale"], "model='orcale' cannot be loaded; allowed: tiny,"),
+        (["evaluate", "--model", "an-oracle"], "model='an-oracle' cannot be loaded; allowed: tiny,"),
     ],
 )
 def test_what_was_mistyped_is_said_in_a_line(arguments, message, capsys):
