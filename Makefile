@@ -47,7 +47,7 @@ demo: $(BIN)/.installed  ## Train the tiny model with the filter on (minutes, no
 	$(BIN)/ragen2-trl train --config recipes/$(ENV)_tiny.yaml --overwrite true
 
 test: $(BIN)/.installed-deepspeed $(BIN)/.installed-extras  ## Fast tests
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow" -n auto --dist loadfile
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow" -n auto --dist loadfile --no-loadscope-reorder
 
 test-distributed: $(BIN)/.installed-deepspeed  ## DDP, ZeRO-1/2/3, FSDP2 and LoRA on CPU processes, all of the matrix
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m distributed

@@ -17,6 +17,13 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
 logging.getLogger("transformers").setLevel(logging.ERROR)
 
+# Files of minutes. First, so that on several cores none of them begins when all others have ended.
+LONG = ("test_train", "test_backends", "test_distributed", "test_hub", "test_snr_grpo_trainer", "test_pictures")
+
+
+def pytest_collection_modifyitems(items):
+    items.sort(key=lambda item: item.path.stem not in LONG)
+
 
 @pytest.fixture(scope="session")
 def policy_path(tmp_path_factory):
