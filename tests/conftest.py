@@ -21,8 +21,18 @@ logging.getLogger("transformers").setLevel(logging.ERROR)
 LONG = ("test_train", "test_backends", "test_distributed", "test_hub", "test_snr_grpo_trainer", "test_pictures")
 
 
+# Elsewhere, two seconds with each checkpoint are for nothing.
+ABOUT_FIGURES = ("test_card", "test_docs", "test_hub", "test_report")
+
+
 def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: item.path.stem not in LONG)
+
+
+@pytest.fixture(autouse=True)
+def no_figures_where_nobody_looks(request, monkeypatch):
+    if request.path.stem not in ABOUT_FIGURES:
+        monkeypatch.setattr("ragen2_trl.callbacks.run_record.write_figures", lambda trainer: None)
 
 
 @pytest.fixture(scope="session")

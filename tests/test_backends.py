@@ -101,7 +101,9 @@ def test_an_empty_step_moves_neither_weights_nor_optimizer(backend, several_proc
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("backend", ["ddp", "zero3", pytest.param("fsdp2", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "backend", ["ddp", *(pytest.param(name, marks=pytest.mark.slow) for name in ("zero3", "fsdp2"))]
+)
 def test_processes_whose_episodes_differ_in_turns_generate_together(backend, policy_path, tmp_path):
     """Process 0 plays four turns and process 1 two: generation under ZeRO-3 hangs if they call it unequally often."""
     launch("episodes.py", 2, backend, policy_path, str(tmp_path))

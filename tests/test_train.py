@@ -20,12 +20,6 @@ SCRIPT = Path(__file__).parents[1] / "scripts" / "train.py"
 RECIPE = Path(__file__).parents[1] / "recipes" / "frozen_lake_tiny.yaml"
 
 
-@pytest.fixture(autouse=True)
-def without_figures(monkeypatch):
-    """They take two seconds with each checkpoint; tests/test_card.py is about them."""
-    monkeypatch.setattr("ragen2_trl.callbacks.run_record.write_figures", lambda trainer: None)
-
-
 def arguments(folder: Path, **overrides) -> list[str]:
     """A short run of the tiny model, written to `folder`."""
     settings = {
