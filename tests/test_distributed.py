@@ -187,6 +187,7 @@ def test_settings_that_differ_between_processes_are_named_on_each_of_them(policy
 
 
 @pytest.mark.distributed
+@pytest.mark.slow
 def test_a_run_resumed_on_more_processes_has_the_same_state_on_each(policy_path, tmp_path):
     before = resume.train(policy_path, str(tmp_path), 16, 2)
     drawn = before._prompt_stream.drawn
