@@ -102,10 +102,9 @@ class RunRecord(TrainerCallback):
         self._write_card = lambda: self._create_model_card(create, *args, **kwargs)
         with reported("The diagnostics of the model card"):  # a checkpoint, which comes after its card, is worth more
             if self._has_begun():
-                write_run(self.trainer)
+                run = write_run(self.trainer)
                 if all(job.done() for job in self._jobs()):  # a picture that changes amid its upload makes it fail
                     write_figures(self.trainer)
-                run = run_of(self.trainer)
             else:
                 run = _run_before(self.trainer)
             _extend_card(self.trainer, run)

@@ -14,9 +14,9 @@ WINDOW = 10  # log rows: single training steps are noisy
 
 FIGURES = {  # of the run's folder, in the order of the card
     "training": "Success, retrieval accuracy, entropy and what the filter kept, over training",
-    "quadrant": "The path of the run between the four regimes of [arXiv 2604.06268](https://arxiv.org/abs/2604.06268)",
-    "cross_scores": "How well each prompt explains each reasoning, in the last measurement",
-    "reward_variance": "Reward variance of the groups in the last measurement, and which of them the filter kept",
+    "quadrant": "The path of the run between the four regimes of arXiv 2604.06268",
+    "cross_scores": "How well each prompt explains each reasoning, {when}",
+    "reward_variance": "{score} of the groups {when}, and which of them the filter kept",
     "compute": "Update compute, of what plain TRL would have computed",
 }
 FOLDED = ("reward_variance", "compute")  # figures about cost come last, with the settings
@@ -67,15 +67,22 @@ def diagnostics_section(run: Run) -> str:
         lines += ["| | first | last | best |", "|---|---|---|---|"]
         lines += [f"| {' | '.join(row)} |" for row in rows]
         lines += ["", *_legend(run), ""]
-    drawn = {name: text for name, text in FIGURES.items() if (run.folder / DIAGNOSTICS / f"{name}.png").exists()}
+    drawn = [name for name in FIGURES if (run.folder / DIAGNOSTICS / f"{name}.png").exists()]
     for name in drawn:
         if name not in FOLDED:
-            lines += _figure(name)
+            lines += _figure(name, run)
     lines += ["<details><summary>How this run was made</summary>", "", *_how(run), ""]
     for name in drawn:
         if name in FOLDED:
-            lines += _figure(name)
+            lines += _figure(name, run)
     return "\n".join([*lines, "</details>"])
+
+
+def caption(name: str, run: Run, step: int | None = None) -> str:
+    """What a figure shows, at a step where it is of one measurement."""
+    score = str(run.settings.get("snr_score", "reward_variance"))
+    when = "in the last measurement" if step is None else f"at step {step}"
+    return FIGURES[name].format(score=score.replace("_", " ").capitalize(), when=when)
 
 
 def eval_results(
@@ -252,9 +259,9 @@ def _legend(run: Run) -> list[str]:
     return [*lines, f"{means} {sources}"]
 
 
-def _figure(name: str) -> list[str]:
-    alternative = re.sub(r"\[(.+?)\]\(.+?\)", r"\1", FIGURES[name])
-    return [f"![{alternative}]({DIAGNOSTICS}/{name}.png)", "", f"*{FIGURES[name]}.*", ""]
+def _figure(name: str, run: Run) -> list[str]:
+    text = caption(name, run)
+    return [f"![{text}]({DIAGNOSTICS}/{name}.png)", "", f"*{text}.*", ""]
 
 
 def _last(run: Run, key: str) -> float:

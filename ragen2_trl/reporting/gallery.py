@@ -1,13 +1,12 @@
 """The figures of a run, by the names that they have in its folder, on its card and in its report."""
 
-import re
 from collections.abc import Iterator, Sequence
 from itertools import chain
 from pathlib import Path
 
 from matplotlib.figure import Figure
 
-from ragen2_trl.reporting.card import FIGURES
+from ragen2_trl.reporting.card import FIGURES, caption
 from ragen2_trl.reporting.plots import (
     COMPUTE,
     plot_compute,
@@ -44,18 +43,17 @@ def figures_of(run: Run, measurements: Sequence[SavedMeasurement] | None = None)
         measurements = [read_measurement(path) for path in run.measurements[-1:]]
     rows = with_steps(run.rows)
     if rows:
-        yield "training", _caption("training"), plot_training(rows, run.success_metric)
+        yield "training", caption("training", run), plot_training(rows, run.success_metric)
     for name, figure in _quadrant(run):
-        yield name, _caption(name), figure
+        yield name, caption(name, run), figure
     for measurement in measurements:
         for name, figure in _matrix(measurement):
-            yield name, _caption(name, measurement.step), figure
+            yield name, caption(name, run, measurement.step), figure
     for measurement in measurements[-1:]:
         for name, figure in _groups(run, measurement):
-            caption = _caption(name, measurement.step)
-            yield name, caption.replace("Reward variance", _score(run).replace("_", " ").capitalize()), figure
+            yield name, caption(name, run, measurement.step), figure
     if points_of(rows, COMPUTE):
-        yield "compute", _caption("compute"), plot_compute(rows)
+        yield "compute", caption("compute", run), plot_compute(rows)
 
 
 def measurement_figures(run: Run, measurement: SavedMeasurement) -> Iterator[tuple[str, Figure]]:
@@ -88,9 +86,3 @@ def _groups(run: Run, measurement: SavedMeasurement) -> Iterator[tuple[str, Figu
 def _score(run: Run) -> str:
     """What groups were ranked by, or would have been."""
     return str(run.settings.get("snr_score", "reward_variance"))
-
-
-def _caption(name: str, step: int | None = None) -> str:
-    """That of the card as plain text; with the step of a measurement where the card means the last one."""
-    text = re.sub(r"\[(.+?)\]\(.+?\)", r"\1", FIGURES[name])
-    return text if step is None else text.replace("in the last measurement", f"at step {step}")

@@ -303,8 +303,8 @@ def read_run(folder: Path) -> Run:
     return _make_run(folder, state, _mapping(about, "settings"), _mapping(about, "versions"))
 
 
-def write_run(trainer: Trainer) -> None:
-    """Write into `diagnostics/` what `read_run` reads."""
+def write_run(trainer: Trainer) -> Run:
+    """Write into `diagnostics/` what `read_run` reads, and give it."""
     folder = Path(trainer.args.output_dir) / DIAGNOSTICS
     folder.mkdir(parents=True, exist_ok=True)
     run = run_of(trainer)
@@ -313,6 +313,7 @@ def write_run(trainer: Trainer) -> None:
     _write_whole(folder / STATE_FILE, json.dumps(state, indent=2, sort_keys=True, default=str) + "\n")
     about = {"settings": run.settings, "versions": run.versions}
     _write_whole(folder / RUN_FILE, json.dumps(about, indent=2) + "\n")
+    return run
 
 
 def _goes_on(known: list[Any], history: list[Any]) -> bool:
