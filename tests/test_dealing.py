@@ -38,7 +38,7 @@ def deals(draw):
 @given(deals())
 def test_every_kept_row_is_dealt_once_and_fits(case):
     lengths, segments, rows_per_micro_batch, num_processes = case
-    dealt = deal_rows(lengths, segments, rows_per_micro_batch, num_processes)
+    dealt = deal_rows(lengths, segments, rows_per_micro_batch)
     assert len(dealt) == sum(segments)
     assert sorted(row for shares in dealt for own in shares for row in own) == list(range(len(lengths)))
     assert all(len(own) <= rows_per_micro_batch for shares in dealt for own in shares)
@@ -47,7 +47,7 @@ def test_every_kept_row_is_dealt_once_and_fits(case):
 @given(deals())
 def test_each_segment_uses_as_few_micro_steps_as_it_needs_and_uses_its_last_ones(case):
     lengths, segments, rows_per_micro_batch, num_processes = case
-    dealt = deal_rows(lengths, segments, rows_per_micro_batch, num_processes)
+    dealt = deal_rows(lengths, segments, rows_per_micro_batch)
     start = 0
     for num_steps in segments:
         counts = [sum(map(len, shares)) for shares in dealt[start : start + num_steps]]
@@ -60,7 +60,7 @@ def test_each_segment_uses_as_few_micro_steps_as_it_needs_and_uses_its_last_ones
 @given(deals())
 def test_shares_are_even_over_optimizer_steps_micro_steps_and_processes(case):
     lengths, segments, rows_per_micro_batch, num_processes = case
-    dealt = deal_rows(lengths, segments, rows_per_micro_batch, num_processes)
+    dealt = deal_rows(lengths, segments, rows_per_micro_batch)
     start = 0
     for num_steps in segments:
         segment = dealt[start : start + num_steps]
@@ -76,7 +76,7 @@ def test_shares_are_even_over_optimizer_steps_micro_steps_and_processes(case):
 @given(deals())
 def test_rows_of_similar_length_share_a_micro_step(case):
     lengths, segments, rows_per_micro_batch, num_processes = case
-    dealt = deal_rows(lengths, segments, rows_per_micro_batch, num_processes)
+    dealt = deal_rows(lengths, segments, rows_per_micro_batch)
     start = 0
     for num_steps in segments:
         blocks = [[lengths[row] for own in shares for row in own] for shares in dealt[start : start + num_steps]]

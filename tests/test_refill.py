@@ -10,7 +10,7 @@ from trl import GRPOTrainer
 
 from ragen2_trl import SNRFilteredGRPOTrainer
 from ragen2_trl.callbacks.rollouts import watch_rollouts
-from ragen2_trl.trainers.refill import PromptStream, round_size
+from ragen2_trl.trainers.refilling import PromptStream, round_size
 
 WORDS = ["Go right", "Up", "Down", "Left or right", "Where is the goal", "The lake is frozen", "Go up", "Go left"]
 VARIED, FLAT = [1.0, 0.0, 0.0, 1.0], [0.0, 0.0, 0.0, 0.0]

@@ -16,8 +16,8 @@ from trl.trainer import utils
 
 from ragen2_trl.tiny import TINY_MODEL_PATH
 from ragen2_trl.trainers.batches import COMPLETION_PADDING, PROMPT_PADDING, WHOLE_SEQUENCE
-from ragen2_trl.trainers.snr_grpo_config import TOKEN_NORMALIZED_LOSSES
-from ragen2_trl.trainers.snr_grpo_trainer import VISION_KEYS
+from ragen2_trl.trainers.filtered import VISION_KEYS
+from ragen2_trl.trainers.grpo import TOKEN_NORMALIZED_LOSSES
 
 
 def parameters(function) -> list[str]:

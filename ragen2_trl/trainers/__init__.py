@@ -1,6 +1,11 @@
 """Trainers: TRL's, with the filter."""
 
-from ragen2_trl.trainers.snr_grpo_config import SNRFilteredGRPOConfig
-from ragen2_trl.trainers.snr_grpo_trainer import SNRFilteredGRPOTrainer
+from ragen2_trl.trainers.grpo import SNRFilteredGRPOConfig, SNRFilteredGRPOTrainer
+from ragen2_trl.trainers.rloo import SNRFilteredRLOOConfig, SNRFilteredRLOOTrainer
 
-__all__ = ["SNRFilteredGRPOConfig", "SNRFilteredGRPOTrainer"]
+__all__ = [
+    "SNRFilteredGRPOConfig",
+    "SNRFilteredGRPOTrainer",
+    "SNRFilteredRLOOConfig",
+    "SNRFilteredRLOOTrainer",
+]

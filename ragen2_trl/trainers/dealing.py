@@ -8,6 +8,12 @@ numbers: no tensors, no TRL, the same result on every process.
 
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
+from typing import TypeAlias
+
+Row: TypeAlias = tuple[int, int]  # the process that sampled it, and its number among the kept rows there
+Deal: TypeAlias = list[list[list[Row]]]  # for each micro-step, for each process, rows
+
+TOLERANCE = 0.05  # time of the update that we give to leave rows where they are
 
 
 def accumulation_segments(num_micro_steps: int, left_in_window: int, accumulation: int) -> list[int]:
@@ -32,50 +38,99 @@ def accumulation_segments(num_micro_steps: int, left_in_window: int, accumulatio
     return [stop - start for start, stop in pairwise(cuts)]
 
 
-def deal_rows(
-    lengths: Sequence[int], segments: Sequence[int], rows_per_micro_batch: int, num_processes: int = 1
-) -> list[list[list[int]]]:
+def deal_rows(lengths: Sequence[Sequence[int]], segments: Sequence[int], rows_per_micro_batch: int) -> Deal:
     """Deal kept rows to micro-steps and processes.
 
     Rows are taken in their given (shuffled) order to fill the segments evenly, so that no optimizer step sees only
-    short completions. Inside a segment, rows of similar length share a micro-batch, which keeps padding small, and
-    each micro-batch is dealt round the processes, which keeps their token counts alike. A segment's filled
-    micro-batches come last, so that the micro-step before an optimizer step has rows and gradients synchronise.
+    short completions. Inside a segment every process gets as many rows as every other, up to one, and rows of similar
+    length share a micro-batch, which keeps padding small. Rows stay on their process where that costs at most
+    `TOLERANCE` of what the micro-steps would take in the best balance we know: dealing the rows of each micro-step to
+    and fro. A segment's filled micro-batches come last, so that the micro-step before an optimizer step has rows and
+    gradients synchronise.
 
     Args:
-        lengths: tokens of each kept row, over all processes.
+        lengths: tokens of each kept row, for each process.
         segments: from `accumulation_segments`.
         rows_per_micro_batch: `per_device_train_batch_size`, the most rows a process takes in one micro-step.
-        num_processes: number of processes.
 
     Returns:
-        For each micro-step, for each process, the row numbers. A micro-step with no row on any process is skipped.
+        For each micro-step, for each process, the rows. A micro-step with no row on any process is skipped.
 
-    >>> deal_rows([7, 3, 9, 5], segments=[4], rows_per_micro_batch=2)
-    [[[]], [[]], [[1, 3]], [[0, 2]]]
-    >>> deal_rows([7, 3, 9, 5], segments=[2, 2], rows_per_micro_batch=1)
-    [[[1]], [[0]], [[3]], [[2]]]
+    >>> deal_rows([[7, 3, 9, 5]], segments=[4], rows_per_micro_batch=2)
+    [[[]], [[]], [[(0, 1), (0, 3)]], [[(0, 0), (0, 2)]]]
+    >>> deal_rows([[7, 3], [9, 5]], segments=[1], rows_per_micro_batch=2)
+    [[[(0, 1), (0, 0)], [(1, 1), (1, 0)]]]
     """
-    micro_steps: list[list[list[int]]] = []
-    total_steps = sum(segments)
-    ends = [len(lengths) * steps // total_steps for steps in accumulate(segments)]
+    num_processes = len(lengths)
+    rows = [(home, number) for home, own in enumerate(lengths) for number in range(len(own))]
+    rows.sort(key=lambda row: (row[1] + 0.5) / len(lengths[row[0]]))  # of all processes in turn
+    micro_steps: Deal = []
+    ends = [len(rows) * steps // sum(segments) for steps in accumulate(segments)]
     for num_steps, (start, stop) in zip(segments, pairwise([0, *ends]), strict=True):
-        rows = sorted(range(start, stop), key=lambda row: lengths[row])
-        num_filled = -(-len(rows) // (rows_per_micro_batch * num_processes))
+        num_filled = -(-(stop - start) // (rows_per_micro_batch * num_processes))
         micro_steps += [[[] for _ in range(num_processes)] for _ in range(num_steps - num_filled)]
-        for block in range(num_filled):
-            chunk = rows[len(rows) * block // num_filled : len(rows) * (block + 1) // num_filled]
-            micro_steps.append(_deal_to_and_fro(chunk, num_processes, start=block))
+        if num_filled:
+            micro_steps += _deal_segment(rows[start:stop], lengths, num_filled)
     return micro_steps
 
 
-def _deal_to_and_fro(rows: list[int], num_processes: int, start: int) -> list[list[int]]:
+def _deal_segment(rows: list[Row], lengths: Sequence[Sequence[int]], num_filled: int) -> Deal:
+    """The first of three deals, from the one that moves least to the one that is balanced best, that is good enough."""
+
+    def length(row: Row) -> int:
+        return lengths[row[0]][row[1]]
+
+    def cost(deal: Deal) -> int:
+        """Padded tokens of the slowest process in each micro-step."""
+        return sum(max(len(share) * max(map(length, share), default=0) for share in shares) for shares in deal)
+
+    rows = sorted(rows, key=length)
+    blocks = _cut(rows, num_filled)
+    balanced = [_deal_to_and_fro(block, len(lengths), start=number) for number, block in enumerate(blocks)]
+    for deal in (_deal_at_home(rows, len(lengths), num_filled), [_prefer_home(shares) for shares in balanced]):
+        if cost(deal) <= (1 + TOLERANCE) * cost(balanced):
+            return deal
+    return balanced
+
+
+def _deal_at_home(rows: list[Row], num_processes: int, num_filled: int) -> Deal:
+    """Each process its own rows, but for those it has too many of; sorted rows, so that blocks are of a like length."""
+    shares = _prefer_home(_deal_to_and_fro(rows, num_processes, start=0))
+    place = {row: number for number, row in enumerate(rows)}
+    cuts = [_cut(sorted(share, key=place.__getitem__), num_filled) for share in shares]
+    return [list(blocks) for blocks in zip(*cuts, strict=True)]
+
+
+def _prefer_home(shares: list[list[Row]]) -> list[list[Row]]:
+    """Shares of the same sizes whose rows stay on their process where it has room for them.
+
+    >>> _prefer_home([[(0, 0), (1, 0)], [(1, 1), (0, 1)]])
+    [[(0, 0), (0, 1)], [(1, 0), (1, 1)]]
+    """
+    sizes = [len(share) for share in shares]
+    at_home: list[list[Row]] = [[] for _ in shares]
+    for row in sorted(row for share in shares for row in share):
+        at_home[row[0]].append(row)
+    # What is too much goes evenly spaced, so that short and long rows go alike.
+    surplus = []
+    for share, size in zip(at_home, sizes, strict=True):
+        extra = max(0, len(share) - size)
+        surplus += [share.pop(len(share) * number // extra) for number in reversed(range(extra))]
+    return [share + [surplus.pop() for _ in range(size - len(share))] for share, size in zip(at_home, sizes, strict=True)]
+
+
+def _cut(rows: list[Row], num_blocks: int) -> list[list[Row]]:
+    """Consecutive blocks of the same size, up to one."""
+    return [rows[len(rows) * b // num_blocks : len(rows) * (b + 1) // num_blocks] for b in range(num_blocks)]
+
+
+def _deal_to_and_fro(rows: list[Row], num_processes: int, start: int) -> list[list[Row]]:
     """Deal sorted rows forwards and backwards in turn, so that no process always gets the longer one of two.
 
-    >>> _deal_to_and_fro([1, 2, 3, 4], 2, start=0)
-    [[1, 4], [2, 3]]
+    >>> _deal_to_and_fro([(0, 1), (0, 2), (0, 3), (0, 4)], 2, start=0)
+    [[(0, 1), (0, 4)], [(0, 2), (0, 3)]]
     """
-    shares: list[list[int]] = [[] for _ in range(num_processes)]
+    shares: list[list[Row]] = [[] for _ in range(num_processes)]
     for number, row in enumerate(rows):
         turn, process = divmod(number, num_processes)
         backwards = (turn + start) % 2 == 1

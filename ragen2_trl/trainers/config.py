@@ -1,24 +1,20 @@
-"""Configuration of the SNR-filtered GRPO trainer."""
+"""The filter's settings, mixed into the configuration of each trainer."""
 
 from dataclasses import dataclass, field
-
-from trl import GRPOConfig
 
 from ragen2_trl.filtering import KEEP, SCORES, STRATEGIES, check_choice, check_selection_value
 
 MODES = ("drop", "mask", "soft")
 LOSS_SCALINGS = ("none", "linear", "sqrt")
-# Their losses divide by the tokens of the whole generation batch; the others are means over a micro-batch.
-TOKEN_NORMALIZED_LOSSES = ("cispo", "dapo", "vespo")
 
 
 @dataclass
-class SNRFilteredGRPOConfig(GRPOConfig):
+class SNRFilterConfig:
     r"""
-    Configuration class for the [`SNRFilteredGRPOTrainer`].
+    What is kept of a generation batch, and how the update goes over it.
 
-    Inherits every parameter of [`~trl.GRPOConfig`] and adds the filter's. The defaults are the paper's recommendation:
-    keep the prompts that hold 90 % of the summed reward variance, drop those without any.
+    The defaults are the paper's recommendation: keep the prompts that hold 90 % of the summed reward variance, drop
+    those without any.
 
     Parameters:
         snr_strategy (`str`, *optional*, defaults to `"top_p"`):
@@ -48,6 +44,12 @@ class SNRFilteredGRPOConfig(GRPOConfig):
             Training stops after this many optimizer steps in a row without a kept group; 0 or less never stops. The
             reference implementation stops after 5 steps of 8 prompts; scripts with one or two prompts per step see
             such streaks by chance.
+        snr_refill_rounds (`int`, *optional*, defaults to `0`):
+            How often a step may sample further prompts, until as many groups are kept as the generation batch has
+            (dynamic sampling). `0` trains on what is kept of the first ones.
+        snr_max_staleness (`int`, *optional*, defaults to `1`):
+            Kept groups for which a refilled batch had no room wait for the next one, unless the policy has been
+            updated more often than this since they were sampled.
 
     Raises:
         ValueError: for a value outside its allowed set; the message names the field, the value and the set.
@@ -97,7 +99,6 @@ class SNRFilteredGRPOConfig(GRPOConfig):
             "help": "Stop after this many optimizer steps in a row without a kept group; 0 or less never stops."
         },
     )
-
     snr_refill_rounds: int = field(
         default=0,
         metadata={
@@ -114,11 +115,6 @@ class SNRFilteredGRPOConfig(GRPOConfig):
     )
 
     def __post_init__(self) -> None:
-        for name in ("snr_refill_rounds", "snr_max_staleness"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name}={getattr(self, name)!r} is out of range; allowed: 0 or more.")
-        if self.snr_refill_rounds > 0:
-            self._check_refill()
         check_choice("snr_strategy", self.snr_strategy, STRATEGIES)
         check_selection_value("snr_value", self.snr_strategy, self.snr_value)
         check_choice("snr_score", self.snr_score, SCORES)
@@ -131,13 +127,11 @@ class SNRFilteredGRPOConfig(GRPOConfig):
             raise ValueError(
                 f"num_generations={self.num_generations} leaves no reward variance to filter by; allowed: >= 2."
             )
-        entropy_bonus = self.entropy_coef != 0 or self.use_adaptive_entropy
-        if self.snr_mode == "mask" and entropy_bonus and self.loss_type not in (*TOKEN_NORMALIZED_LOSSES, "bnpo"):
-            raise ValueError(
-                f"snr_mode='mask' cannot weigh the entropy bonus (entropy_coef={self.entropy_coef}) for "
-                f"loss_type={self.loss_type!r}; allowed with it: {', '.join(TOKEN_NORMALIZED_LOSSES)}, bnpo. "
-                "snr_mode='drop' supports every loss."
-            )
+        for name in ("snr_refill_rounds", "snr_max_staleness"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name}={getattr(self, name)!r} is out of range; allowed: 0 or more.")
+        if self.snr_refill_rounds > 0:
+            self._check_refill()
         super().__post_init__()
 
     def _check_refill(self) -> None:
@@ -150,11 +144,4 @@ class SNRFilteredGRPOConfig(GRPOConfig):
             raise ValueError(
                 f"snr_loss_scaling={self.snr_loss_scaling!r} scales by the fraction that is kept, of which "
                 f"snr_refill_rounds={self.snr_refill_rounds} makes one for each round; allowed with it: none."
-            )
-        if self.multi_objective_aggregation == "normalize_then_sum" or self.scale_rewards == "batch":
-            raise ValueError(
-                f"snr_refill_rounds={self.snr_refill_rounds} mixes groups of several generations, whose advantages "
-                f"scale_rewards={self.scale_rewards!r} with multi_objective_aggregation="
-                f"{self.multi_objective_aggregation!r} would scale by different batches; allowed with it: "
-                "scale_rewards 'group' or 'none', multi_objective_aggregation 'sum_then_normalize'."
             )

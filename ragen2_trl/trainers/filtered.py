@@ -1,0 +1,403 @@
+"""What the filtered trainers share: TRL's hooks, in the order in which a training step comes through them.
+
+Each hook calls TRL's and then one of four things that know little of one another: `selecting` says which groups of a
+generation are kept, `refilling` samples further ones, `packing` cuts the kept rows into micro-batches, `resuming` takes
+along what a checkpoint needs. `accounting` counts what became of each optimizer step.
+"""
+
+import copy
+import functools
+import os
+import textwrap
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from accelerate.utils import gather_object
+from datasets import Dataset, IterableDataset
+from torch import Tensor
+from torch.utils.data import Sampler
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+
+from ragen2_trl.callbacks.run_record import keep_record
+from ragen2_trl.filtering import group_score
+from ragen2_trl.rollout import TextRollout
+from ragen2_trl.trainers.accounting import Accounting
+from ragen2_trl.trainers.batches import Batch, loss_mask
+from ragen2_trl.trainers.config import SNRFilterConfig
+from ragen2_trl.trainers.packing import KEPT, LossMean, Packing
+from ragen2_trl.trainers.processes import own_share
+from ragen2_trl.trainers.refilling import Refill
+from ragen2_trl.trainers.resuming import ResumableSampler, load_state, save_state
+from ragen2_trl.trainers.selecting import Selection, Selector
+
+LAYOUT_FIELDS = (
+    "per_device_train_batch_size",
+    "gradient_accumulation_steps",
+    "steps_per_generation",
+    "num_generations",
+    "num_iterations",
+)
+VISION_KEYS = (
+    "pixel_values",
+    "image_grid_thw",
+    "num_images",
+    "pixel_attention_mask",
+    "spatial_shapes",
+    "num_tiles",
+    "image_sizes",
+    "token_type_ids",
+    "mm_token_type_ids",
+    "image_position_ids",
+)
+
+
+class SNRFilter:
+    """Trains one of TRL's trainers only on the prompt groups that carry signal. Mixed in before that trainer.
+
+    What is particular to a trainer: its configurations, what its loss is a mean over, and what becomes of advantages
+    when groups are dropped.
+    """
+
+    _config_class: ClassVar[type]  # with the filter's settings
+    _trl_config_class: ClassVar[type]  # that it stands in for
+    _paper = {  # noqa: RUF012 -- TRL declares it so
+        "title": "RAGEN-2: Reasoning Collapse in Agentic RL",
+        "id": "2604.06268",
+        "citation": textwrap.dedent("""\
+            @article{wang2026ragen2,
+                title  = {{RAGEN-2: Reasoning Collapse in Agentic RL}},
+                author = {Zihan Wang and Chi Gui and Xing Jin and Qineng Wang and Licheng Liu and Kangrui Wang and Shiqi Chen and Linjie Li and Zhengyuan Yang and Pingyue Zhang and Yiping Lu and Jiajun Wu and Li Fei-Fei and Lijuan Wang and Yejin Choi and Manling Li},
+                year   = 2026,
+                eprint = {arXiv:2604.06268},
+            }"""),  # noqa: E501 -- BibTeX
+    }
+
+    args: SNRFilterConfig
+
+    def __init__(
+        self,
+        model: Any,
+        reward_funcs: Any = None,
+        args: Any = None,
+        train_dataset: Dataset | IterableDataset | None = None,
+        eval_dataset: Any = None,
+        processing_class: Any = None,
+        **kwargs: Any,
+    ):
+        if args is None:
+            name = model if isinstance(model, str) else model.config._name_or_path
+            args = self._config_class(f"{name.split('/')[-1]}-{self._name.replace(' ', '-')}")
+        _check_prompt_column(train_dataset, kwargs.get("environment_factory"))
+        args = self._with_snr_fields(args)
+        super().__init__(model, reward_funcs, args, train_dataset, eval_dataset, processing_class, **kwargs)
+        if self.args.snr_mode == "mask" and self.aux_loss_enabled:
+            raise ValueError(
+                f"snr_mode='mask' cannot weigh the load-balancing loss (router_aux_loss_coef="
+                f"{self.router_aux_loss_coef}); allowed: snr_mode='drop', or router_aux_loss_coef=0."
+            )
+        _check_same_on_all_processes(self.args, self.accelerator.num_processes)
+        if self.args.snr_refill_rounds > 0 and not isinstance(self.train_dataset, Dataset):
+            raise ValueError(
+                f"snr_refill_rounds={self.args.snr_refill_rounds} draws further prompts by their row, which a "
+                f"{type(self.train_dataset).__name__} does not have; allowed: datasets.Dataset, or 0 rounds."
+            )
+        self._packing = Packing(
+            self.accelerator,
+            self.args,
+            self.num_iterations,
+            self._loss_mean,
+            self._tokenizer.pad_token_id,
+            self.pad_to_multiple_of,
+        )
+        self._accounting = Accounting(self.accelerator, self._metrics["train"])
+        self._begin_run()
+        # Outside of what subclasses make of these methods: none can lose a weight, or a reward.
+        _wrap(self, "_calculate_rewards", self._remember_rewards)
+        _wrap(self, "compute_loss", self._loss_of_kept_rows)
+        if self.is_deepspeed_enabled:
+            _wrap(self.accelerator, "backward", self._backward_of_kept_rows)
+        if isinstance(rollout := kwargs.get("rollout_func"), TextRollout):
+            rollout.attach(self)
+        self.add_callback(self._accounting)
+        keep_record(self)
+
+    def _begin_run(self) -> None:
+        """No state of an earlier run, or of another dataset."""
+        self.latest_selection: tuple[Tensor, Tensor] | None = None  # (N,) scores, (N,) which groups are kept
+        self._rewards_per_func: Tensor | None = None  # (B, F) of the latest generation, over all processes
+        self._selector = Selector(self.args)
+        self._accounting.begin_run(self._selector)
+        self._refill: Refill | None = None
+        if self.args.snr_refill_rounds > 0:
+            self._refill = Refill(
+                self.accelerator,
+                self.args,
+                self.args.steps_per_generation * self.num_iterations // self.args.gradient_accumulation_steps,
+                self._remove_unused_columns(self.train_dataset, description="training"),
+                self._tokenizer.pad_token_id,
+                self.pad_to_multiple_of,
+                self._accounting.log,
+            )
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        self._begin_run()
+        if self._packing.steps is not None:  # cut for the windows of an earlier run, which ended amid them
+            self._packing.forget()
+            self._step, self._buffered_inputs = 0, None
+        return super().train(*args, **kwargs)
+
+    # Selecting: after TRL has generated and scored
+
+    def _remember_rewards(self, calculate_rewards: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+        self._rewards_per_func = calculate_rewards(*args, **kwargs)
+        return self._rewards_per_func
+
+    def _sample_and_score(self, inputs: list[dict[str, Any]]) -> Batch:
+        """TRL's batch before any of it is dropped."""
+        return super()._generate_and_score_completions(inputs)
+
+    def _sample_first(self, inputs: list[dict[str, Any]]) -> Batch:
+        """That of the prompts a step begins with: what callbacks watch, and no round of a refill."""
+        return self._sample_and_score(inputs)
+
+    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> Batch:
+        batch = self._sample_first(inputs)
+        if not self.model.training:
+            return batch
+        self._packing.forget()
+        selection = self._select(inputs, batch)
+        self._log_selection(batch, selection)
+        if self._refill is not None:
+            batch = self._refill.fill(
+                batch, selection.kept, self.state.global_step, self._sample_further, lambda b: self._forward(b)[0]
+            )
+        elif not selection.keeps_all:
+            kept_rows = self._local(selection.kept_rows)
+            if "num_items_in_batch" in batch:
+                tokens = (loss_mask(batch).sum(dim=1) * kept_rows).sum()
+                batch["num_items_in_batch"] = self.accelerator.reduce(tokens, reduction="sum")
+            batch[KEPT] = kept_rows
+        self._packing.drops = KEPT in batch
+        self._finish_advantages(batch)
+        if (weights := self._selector.row_weights(selection)) is not None:
+            own = self._local(weights).to(batch["advantages"])
+            batch["advantages"] = batch["advantages"] * (own if batch["advantages"].ndim == 1 else own.unsqueeze(1))
+        return batch
+
+    def _sample_further(self, inputs: list[dict[str, Any]]) -> tuple[Batch, Tensor]:
+        """A round of a refill."""
+        batch = self._sample_and_score(inputs)
+        return batch, self._select(inputs, batch).kept
+
+    def _select(self, inputs: list[dict[str, Any]], batch: Batch) -> Selection:
+        """Which groups of a batch are kept, its advantages made those of the kept ones."""
+        rewards = self._group_rewards()
+        selection = self._selector.select(rewards, self._score_groups(batch, rewards))
+        self._set_advantages(inputs, batch, selection)
+        return selection
+
+    def _group_rewards(self) -> Tensor:
+        """(N, G) weighted reward sums as sampled, before any normalisation; NaN where there is no finite one."""
+        per_func = self._rewards_per_func
+        rewards = (per_func * self.reward_weights.to(per_func.device)).nansum(dim=1)
+        unscorable = per_func.isnan().all(dim=1) | ~rewards.isfinite()
+        rewards = rewards.masked_fill(unscorable, torch.nan).view(-1, self.num_generations)
+        if self._selector.reward_range is None and rewards.isnan().all():
+            raise ValueError(
+                f"reward_funcs={self.reward_func_names} returned None, NaN or infinity for every one of the first "
+                f"{rewards.numel()} completions; allowed: a finite number for at least one completion."
+            )
+        return rewards
+
+    def _score_groups(self, batch: Batch, rewards: Tensor) -> Tensor:
+        kind = self.args.snr_score
+        mask = loss_mask(batch)
+        per_group = (-1, self.num_generations)
+        entropies = lengths = generator = None
+        if kind == "length":
+            lengths = self.accelerator.gather(mask.sum(dim=1)).view(per_group)
+        elif kind.startswith("entropy"):  # from a forward pass of its own: entropies are known only once it updates
+            per_token = self._forward(batch, compute_entropy=True)[1]
+            means = (per_token * mask).sum(dim=1) / mask.sum(dim=1).clamp(min=1)
+            entropies = self.accelerator.gather(means).view(per_group)
+        elif kind == "random":
+            # A generator of its own, so that training draws the same global random numbers; the same on every
+            # process and after a resume.
+            seed = np.random.SeedSequence([self.args.seed, self.state.global_step, self._accounting.position])
+            generator = torch.Generator().manual_seed(int(seed.generate_state(1)[0]))
+        return group_score(rewards, kind, entropies=entropies, lengths=lengths, generator=generator)
+
+    @torch.no_grad()
+    def _forward(self, batch: Batch, compute_entropy: bool = False) -> tuple[Tensor, Tensor | None]:
+        """(rows, T) each, log-probs and entropies in nats under the present weights."""
+        logps, entropies, *_ = self._get_per_token_logps_and_entropies(
+            self.model,
+            torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1),
+            torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1),
+            batch["completion_ids"].size(1),
+            batch_size=self.args.per_device_train_batch_size,
+            compute_entropy=compute_entropy,
+            **{key: batch[key] for key in VISION_KEYS if key in batch},
+        )
+        return logps, entropies
+
+    def _log_selection(self, batch: Batch, selection: Selection) -> None:
+        self.latest_selection = (selection.scores, selection.kept)
+        for name, value in self._selector.metrics(selection).items():
+            self._accounting.log(name, value)
+        lengths = self.accelerator.gather(loss_mask(batch).sum(dim=1))  # (B,)
+        tokens = lengths.view(len(selection.kept), -1).sum(dim=1).cpu()
+        self._accounting.log(
+            "kept_tokens_fraction", (tokens[selection.kept].sum() / tokens.sum().clamp(min=1)).item()
+        )
+
+    def _local(self, values: Tensor) -> Tensor:
+        """This process's part of values over the rows of all processes. (B,) -> (rows,)."""
+        return own_share(values, self.accelerator)
+
+    # What is particular to a trainer
+
+    @property
+    def _loss_mean(self) -> LossMean:
+        raise NotImplementedError
+
+    def _set_advantages(self, inputs: list[dict[str, Any]], batch: Batch, selection: Selection) -> None:
+        """Make the advantages of a batch what they would be if its kept groups were all of it."""
+
+    def _finish_advantages(self, batch: Batch) -> None:
+        """What needs all kept groups, those of a refill, too."""
+
+    # Packing: before each pass over a generation batch, and around each loss
+
+    def _prepare_inputs(self, generation_batch: Any) -> Batch:
+        inputs = super()._prepare_inputs(generation_batch)
+        if not self.model.training:
+            return inputs
+        number = self._step % self.args.steps_per_generation
+        if number == 0:
+            if not self._accounting.latest:
+                raise RuntimeError(
+                    f"{type(self).__name__}._generate_and_score_completions must call "
+                    "super()._generate_and_score_completions, which selects; it did not."
+                )
+            left_in_window = self.current_gradient_accumulation_steps - self._accounting.position
+            self._buffered_inputs, computed = self._packing.begin_pass(
+                self._buffered_inputs, left_in_window, self._accounting.has_rows
+            )
+            self._accounting.log("update_compute_fraction", computed)
+            inputs = self._buffered_inputs[0]
+        self._accounting.count(self._packing.take_up(number))
+        return inputs
+
+    def _loss_of_kept_rows(
+        self, compute_loss: Callable[..., Tensor], model: Any, inputs: Batch, *args: Any, **kwargs: Any
+    ) -> Tensor:
+        if not self.model.training:
+            return compute_loss(model, inputs, *args, **kwargs)
+        if self._packing.at_hand is None:
+            raise RuntimeError(
+                f"{type(self).__name__}._prepare_inputs must call super()._prepare_inputs, which leaves out what the "
+                "filter drops; it did not."
+            )
+        if not self._packing.at_hand.runs:
+            # A leaf of its own: TRL's training step runs backward on it and reaches no parameter.
+            return torch.zeros((), device=self.accelerator.device, requires_grad=True)
+        return self._packing.weighted(compute_loss(model, inputs, *args, **kwargs))
+
+    def _backward_of_kept_rows(self, backward: Callable[..., None], loss: Tensor, **kwargs: Any) -> None:
+        """Keep DeepSpeed's engine out of micro-steps that are skipped, and so its optimizer out of empty steps.
+
+        Its backward pass counts micro-steps (in ZeRO-3 the first one of a step overwrites the gradients of the last
+        step, and later ones add), reduces buckets that a skipped micro-step has not filled, and takes the step itself.
+        """
+        if self._packing.at_hand is None or self._packing.at_hand.runs:
+            backward(loss, **kwargs)
+
+    def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
+        # DeepSpeed would report that of the last step it took.
+        return super()._get_grad_norm(model, grad_norm=grad_norm) if self._accounting.has_rows else 0.0
+
+    # Resuming
+
+    def _get_train_sampler(self, dataset: Dataset | None = None) -> Sampler:
+        return ResumableSampler(super()._get_train_sampler(dataset), self)
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        folder = os.path.join(self._get_output_dir(trial=trial), f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
+        amid_generation = self._step % (self.args.steps_per_generation * self.num_iterations) != 0
+        shared = {"reward_range": self._selector.reward_range, "accounting": self._accounting.state()}
+        # TRL samples anew after a resume; a checkpoint in the middle of a generation batch takes it along.
+        own = {"step": self._step, "buffered_inputs": self._buffered_inputs if amid_generation else None}
+        own["packing"] = self._packing.state() if amid_generation else None
+        if self._refill is not None:
+            shared["refill"], own["refill"] = self._refill.shared_state(), self._refill.own_state()
+        # Written before the rest: a checkpoint that has its trainer_state.json is complete.
+        save_state(folder, self.accelerator.process_index, self._batch_layout(), shared, own)
+        super()._save_checkpoint(model, trial)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        super()._load_optimizer_and_scheduler(checkpoint)
+        shared, own = load_state(checkpoint, self.accelerator, self._batch_layout())
+        if shared is not None:
+            self._selector.reward_range = shared["reward_range"]
+            self._accounting.load(shared["accounting"])
+            if self._refill is not None and "refill" in shared:
+                self._refill.stream.drawn = shared["refill"]["drawn"]
+        if own is not None:
+            self._step, self._buffered_inputs = own["step"], own["buffered_inputs"]
+            if own["packing"] is not None:
+                self._packing.load(own["packing"])
+            if self._refill is not None and "refill" in own:
+                self._refill.load_waiting(shared["refill"], own["refill"])
+
+    def _batch_layout(self) -> dict[str, int]:
+        layout = {name: getattr(self.args, name) for name in LAYOUT_FIELDS}
+        return {**layout, "num_processes": self.accelerator.num_processes}
+
+    @classmethod
+    def _with_snr_fields(cls, args: Any) -> Any:
+        """Let TRL's own configuration carry the filter's defaults, so that swapping the trainer class is enough."""
+        if isinstance(args, cls._config_class):
+            return args
+        if type(args) is not cls._trl_config_class:
+            raise TypeError(
+                f"args={type(args).__name__}; allowed: {cls._config_class.__name__}, a class derived from it, or "
+                f"exactly trl.{cls._trl_config_class.__name__}."
+            )
+        # The new fields' defaults are class attributes. Building a new instance would instead check and derive again
+        # what TRL's has already derived.
+        args = copy.copy(args)
+        args.__class__ = cls._config_class
+        return args
+
+
+def _wrap(owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
+    """Call `wrapper(method, ...)` in place of a method of one object, whatever class it is of."""
+    method = getattr(owner, name)
+    setattr(owner, name, functools.wraps(method)(functools.partial(wrapper, method)))
+
+
+def _check_same_on_all_processes(args: SNRFilterConfig, num_processes: int) -> None:
+    """Processes that select differently would wait for one another forever."""
+    if num_processes == 1:
+        return
+    fields = args.__dataclass_fields__
+    names = [name for name in fields if name.startswith("snr_")]
+    names += [name for name in (*LAYOUT_FIELDS, "loss_type", "seed") if name in fields]
+    settings = gather_object([{name: getattr(args, name) for name in names}])
+    for name in names:
+        values = [one[name] for one in settings]
+        if any(value != values[0] for value in values):
+            raise ValueError(
+                f"{name} differs between processes, in their order: {values}; allowed: one value for all."
+            )
+
+
+def _check_prompt_column(train_dataset: Dataset | IterableDataset | None, environment_factory: Any) -> None:
+    columns = train_dataset.column_names if isinstance(train_dataset, (Dataset, IterableDataset)) else None
+    if isinstance(train_dataset, Dataset) and train_dataset.format["type"] == "custom":
+        return  # a transform may make the prompt of other columns
+    if columns is not None and "prompt" not in columns and environment_factory is None:
+        raise ValueError(f"train_dataset has the columns {columns}; one of them must be 'prompt'.")

@@ -1,0 +1,112 @@
+"""GRPO with the filter (arXiv 2604.06268, Section 3.3)."""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from trl import GRPOConfig, GRPOTrainer
+
+from ragen2_trl.trainers.config import SNRFilterConfig
+from ragen2_trl.trainers.filtered import SNRFilter
+from ragen2_trl.trainers.packing import LossMean
+from ragen2_trl.trainers.selecting import Selection, renormalised, std_ratio
+
+# Their losses divide by the tokens of the whole generation batch. Of the others, bnpo's is a mean over the tokens of a
+# micro-batch, and the rest are means over its rows.
+TOKEN_NORMALIZED_LOSSES = ("cispo", "dapo", "vespo")
+
+
+@dataclass
+class SNRFilteredGRPOConfig(SNRFilterConfig, GRPOConfig):
+    r"""
+    Configuration class for the [`SNRFilteredGRPOTrainer`].
+
+    Inherits every parameter of [`~trl.GRPOConfig`], and the filter's from [`SNRFilterConfig`].
+
+    Raises:
+        ValueError: for a value outside its allowed set; the message names the field, the value and the set.
+    """
+
+    def __post_init__(self) -> None:
+        entropy_bonus = self.entropy_coef != 0 or self.use_adaptive_entropy
+        if self.snr_mode == "mask" and entropy_bonus and self.loss_type not in (*TOKEN_NORMALIZED_LOSSES, "bnpo"):
+            raise ValueError(
+                f"snr_mode='mask' cannot weigh the entropy bonus (entropy_coef={self.entropy_coef}) for "
+                f"loss_type={self.loss_type!r}; allowed with it: {', '.join(TOKEN_NORMALIZED_LOSSES)}, bnpo. "
+                "snr_mode='drop' supports every loss."
+            )
+        super().__post_init__()
+
+    def _check_refill(self) -> None:
+        super()._check_refill()
+        if self.multi_objective_aggregation == "normalize_then_sum" or self.scale_rewards == "batch":
+            raise ValueError(
+                f"snr_refill_rounds={self.snr_refill_rounds} mixes groups of several generations, whose advantages "
+                f"scale_rewards={self.scale_rewards!r} with multi_objective_aggregation="
+                f"{self.multi_objective_aggregation!r} would scale by different batches; allowed with it: "
+                "scale_rewards 'group' or 'none', multi_objective_aggregation 'sum_then_normalize'."
+            )
+
+
+class SNRFilteredGRPOTrainer(SNRFilter, GRPOTrainer):
+    """
+    GRPO on the prompt groups that carry signal: after each generation, groups of completions are ranked by the
+    variance of their rewards, and only those that hold most of it are trained on.
+
+    Everything else is inherited from [`~trl.GRPOTrainer`], which this class can replace in an existing script. With a
+    filter that keeps every group it computes bit-identical parameters. In `drop` mode (the default) dropped
+    completions take no part in the update's forward and backward passes, and the gradient equals the one GRPO
+    computes on a batch of the kept groups alone. Evaluation is never filtered.
+
+    Groups of a generation batch are scored together. Where one optimizer step spans several generation batches
+    (`steps_per_generation` smaller than `gradient_accumulation_steps`), each of them keeps TRL's equal weight, and one
+    without a kept group adds nothing.
+
+    Args:
+        model, reward_funcs, train_dataset, eval_dataset, processing_class, **kwargs:
+            As for [`~trl.GRPOTrainer`].
+        args ([`SNRFilteredGRPOConfig`] or [`~trl.GRPOConfig`], *optional*):
+            A plain `GRPOConfig` gets the filter's default settings, in a copy.
+
+    Raises:
+        ValueError: before training for a setting out of range or a dataset without prompts; at the first generation
+            when no reward function returns a number.
+        TypeError: for a configuration that is neither of the two.
+
+    Example:
+
+    ```python
+    >>> from ragen2_trl import SNRFilteredGRPOConfig, SNRFilteredGRPOTrainer
+    >>> from trl.rewards import accuracy_reward
+    >>> from datasets import load_dataset
+
+    >>> trainer = SNRFilteredGRPOTrainer(  # doctest: +SKIP
+    ...     model="Qwen/Qwen2.5-0.5B-Instruct",
+    ...     reward_funcs=accuracy_reward,
+    ...     args=SNRFilteredGRPOConfig(snr_value=0.9),
+    ...     train_dataset=load_dataset("trl-lib/DeepMath-103K", split="train"),
+    ... )
+    >>> trainer.train()  # doctest: +SKIP
+    ```
+    """
+
+    _tag_names = ["trl", "grpo", "snr-filter", "ragen2"]  # noqa: RUF012 -- TRL declares it so
+    _name = "SNR-filtered GRPO"
+    _config_class: ClassVar[type] = SNRFilteredGRPOConfig
+    _trl_config_class: ClassVar[type] = GRPOConfig
+
+    @property
+    def _loss_mean(self) -> LossMean:
+        if self.loss_type in TOKEN_NORMALIZED_LOSSES:
+            return LossMean.TOKENS_OF_GENERATION
+        return LossMean.TOKENS if self.loss_type == "bnpo" else LossMean.ROWS
+
+    def _set_advantages(self, inputs: list[dict[str, Any]], batch: dict[str, Any], selection: Selection) -> None:
+        """As if the kept groups were the whole batch. Those scaled by group are so already."""
+        if selection.keeps_all or not selection.kept.any():
+            return
+        if self.multi_objective_aggregation == "normalize_then_sum":
+            everywhere = self.accelerator.gather(batch["advantages"])
+            advantages = renormalised(everywhere, selection.scorable_rows, selection.kept_rows)
+            batch["advantages"] = self._local(advantages)
+        elif self.scale_rewards == "batch":
+            batch["advantages"] = batch["advantages"] * std_ratio(selection)

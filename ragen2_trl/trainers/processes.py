@@ -1,0 +1,131 @@
+"""What processes do together: hand rows to one another, and run forward passes equally often."""
+
+import io
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from accelerate.utils import gather_object, recursively_apply, send_to_device
+from torch import Tensor
+
+from ragen2_trl.trainers.batches import Batch, join, take
+from ragen2_trl.trainers.dealing import Deal, Row
+
+
+def exchange_rows(
+    rows: Batch, kept: list[int], deal: Deal, accelerator: Accelerator, pad_token_id: int
+) -> tuple[Batch, dict[Row, int]]:
+    """The rows that this process trains on. A call for all processes together.
+
+    Args:
+        rows: what this process sampled.
+        kept: which of them are kept.
+        deal: from `deal_rows`, the same on every process.
+        accelerator: of the trainer.
+        pad_token_id: of its tokenizer.
+
+    Returns:
+        A batch, and for each row that this process was dealt its number in the batch.
+    """
+    me = accelerator.process_index
+    dealt: list[list[Row]] = [[] for _ in range(accelerator.num_processes)]
+    for shares in deal:
+        for process, share in enumerate(shares):
+            dealt[process] += share
+    place = {(home, number): kept[number] for home, number in dealt[me] if home == me}
+    if all(home == process for process, share in enumerate(dealt) for home, _ in share):
+        return rows, place
+
+    def sent(source: int, target: int) -> list[Row]:
+        return [row for row in dealt[target] if row[0] == source] if source != target else []
+
+    parcels = [[kept[number] for _, number in sent(me, target)] for target in range(len(dealt))]
+    received = exchange([take(rows, parcel) if parcel else None for parcel in parcels], accelerator.device)
+    parts, size = [rows], len(rows["prompt_ids"])
+    for source, part in enumerate(received):
+        if part is not None:
+            arrived = sent(source, me)
+            place |= {row: size + number for number, row in enumerate(arrived)}
+            parts.append(send_to_device(part, accelerator.device))
+            size += len(arrived)
+    return join(parts, pad_token_id) if len(parts) > 1 else rows, place
+
+
+def exchange(parcels: list[Any], device: torch.device) -> list[Any]:
+    """Hand `parcels[p]` to process p and get what each process handed to this one; `None` for nothing.
+
+    Args:
+        parcels: for each process tensors, numbers and containers of them: what `torch.load` reads without running
+            code.
+        device: of this process, through which its process group sends.
+
+    Returns:
+        From each process what it sent, its tensors on the CPU.
+    """
+    outgoing = [None if parcel is None else _pack(parcel).to(device) for parcel in parcels]
+    sizes = torch.tensor([0 if message is None else len(message) for message in outgoing], device=device)
+    everyones = [torch.empty_like(sizes) for _ in parcels]
+    dist.all_gather(everyones, sizes)
+    to_me = [int(row[dist.get_rank()]) for row in everyones]
+    incoming = [torch.empty(size, dtype=torch.uint8, device=device) for size in to_me]
+    transfers = [dist.P2POp(dist.isend, message, p) for p, message in enumerate(outgoing) if message is not None]
+    transfers += [dist.P2POp(dist.irecv, message, p) for p, message in enumerate(incoming) if len(message)]
+    for work in dist.batch_isend_irecv(transfers) if transfers else ():
+        work.wait()
+    return [_unpack(message) if len(message) else None for message in incoming]
+
+
+def _pack(parcel: Any) -> torch.Tensor:
+    buffer = io.BytesIO()
+    # Clones: a slice would be written with all of the tensor that it is one of.
+    torch.save(recursively_apply(torch.clone, send_to_device(parcel, "cpu")), buffer)
+    return torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
+
+
+def _unpack(message: torch.Tensor) -> Any:
+    return torch.load(io.BytesIO(message.cpu().numpy().tobytes()), weights_only=True)
+
+
+def forward_in_step(
+    forward: Callable[[Batch], Tensor],
+    batch: Batch | None,
+    rows: list[int],
+    spare: Batch,
+    size: int,
+    accelerator: Accelerator,
+) -> Tensor | None:
+    """A forward pass over some rows of a batch, as often on every process as on every other.
+
+    Sharded models need all processes for each pass. A call for all processes together.
+
+    Args:
+        forward: from a batch of R rows with T completion tokens to (R, T).
+        batch: this process's rows, or `None` where it has none.
+        rows: of the batch, any number.
+        spare: a batch to run where another process has more rows.
+        size: most rows of a pass.
+        accelerator: of the trainer.
+
+    Returns:
+        (len(rows), T) with the batch's T, 0 where the rows have no tokens; `None` without a batch.
+    """
+    chunks = [rows[start : start + size] for start in range(0, len(rows), size)]
+    counts = gather_object([len(chunks)]) if accelerator.num_processes > 1 else [len(chunks)]
+    parts = []
+    for chunk in chunks:
+        assert batch is not None
+        values = forward(send_to_device(take(batch, chunk), accelerator.device))
+        parts.append(torch.nn.functional.pad(values, (0, batch["completion_ids"].size(1) - values.size(1))))
+    for _ in range(max(counts) - len(chunks)):
+        forward(spare)
+    if batch is None:
+        return None
+    return torch.cat(parts) if parts else torch.zeros(0, batch["completion_ids"].size(1), device=accelerator.device)
+
+
+def own_share(rows: Any, accelerator: Accelerator) -> Any:
+    """This process's part of a list or tensor of rows that are laid out over all of them."""
+    size = len(rows) // accelerator.num_processes
+    return rows[accelerator.process_index * size :][:size]
