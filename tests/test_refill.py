@@ -156,13 +156,20 @@ def test_groups_older_than_allowed_are_left_behind(policy_path, make_args):
 
 
 def test_a_second_run_of_a_trainer_begins_without_groups_of_the_first(policy_path, make_args):
-    args, replay = surplus_run(policy_path, make_args)
-    trainer = train(policy_path, args, replay)
-    assert trainer._waiting is not None or any(row["snr/waiting_groups"] for row in rows_of(trainer))
-    trainer.train_dataset = Dataset.from_dict({"prompt": WORDS[:6]})
+    """It ends while surplus groups wait, and the next one has another dataset."""
+    for steps in range(1, 7):
+        args, replay = surplus_run(policy_path, make_args, max_steps=steps)
+        trainer = train(policy_path, args, replay)
+        if rows_of(trainer)[-1]["snr/waiting_groups"]:
+            break
+    assert rows_of(trainer)[-1]["snr/waiting_groups"] > 0
+    asked = Batches()
+    asked.watch(trainer)
+    trainer.train_dataset = Dataset.from_dict({"prompt": WORDS[:4]})
     trainer.train()
     first = rows_of(trainer)[0]
     assert first["snr/carried_groups"] == first["snr/stale_groups"] == 0
+    assert {prompt for prompts in asked.asked for prompt in prompts} <= set(WORDS[:4])
 
 
 def test_callbacks_see_the_first_prompts_of_a_step_and_no_round_of_a_refill(policy_path, make_args):

@@ -46,11 +46,12 @@ def run(policy, args, dataset=None, reward=alternating, prepare=None, resume=Non
     """A trained trainer, measured at every step; `trainer.seen` are the batches that reached the loss."""
     dataset = dataset_of() if dataset is None else dataset
     trainer = SNRFilteredGRPOTrainer(policy, reward, args, dataset, **kwargs)
-    trainer.seen, compute = [], trainer._compute_loss
+    trainer.seen, trainer.weights, compute = [], [], trainer._compute_loss
 
     def seeing(model, inputs):
         if model.training:
             trainer.seen.append(inputs)
+            trainer.weights.append(trainer._packing.at_hand.weight)
         return compute(model, inputs)
 
     trainer._compute_loss = seeing
@@ -76,7 +77,7 @@ def rows_of(trainer):
 
 def varied_rows_only(trainer):
     """Whether the rows with a weight in the update are all of varied prompts."""
-    batches = [batch["prompt_ids"] for batch in trainer.seen if batch.get("snr_weight", 1) > 0]
+    batches = [b["prompt_ids"] for b, weight in zip(trainer.seen, trainer.weights, strict=True) if weight > 0]
     texts = [text for ids in batches for text in trainer._tokenizer.batch_decode(ids, skip_special_tokens=True)]
     return set(texts) <= {PROMPTS[number] for number in VARIED}
 
@@ -336,17 +337,17 @@ def test_a_refilled_update_is_grpo_on_the_groups_that_filled_it(layout, loss_typ
         generator = torch.Generator().manual_seed(5)
         for parameter in trainer.model.parameters():
             parameter.data += 0.05 * torch.randn(parameter.shape, generator=generator)
-        refill = trainer._refill
+        sample = trainer._generate_and_score_completions
 
-        def refilled(batch, kept):
-            filled = refill(batch, kept)
+        def refilled(inputs):
+            filled = sample(inputs)
             texts = trainer._tokenizer.batch_decode(filled["prompt_ids"], skip_special_tokens=True)
             assert len(texts) == 32
             assert filled["snr_kept"].all()
             generations.append(texts[::GROUP_SIZE])
             return filled
 
-        trainer._refill = refilled
+        trainer._generate_and_score_completions = refilled
 
     args = make_args(per_device_train_batch_size=rows, snr_refill_rounds=20, **settings, **layout)
     run(policy_path, args, None, Replay.reward, prepare, rollout_func=replay.rollout, callbacks=[recorder])

@@ -171,7 +171,7 @@ class SNRFilter:
         self._log_selection(batch, selection)
         if self._refill is not None:
             batch = self._refill.fill(
-                batch, selection.kept, self.state.global_step, self._sample_further, lambda b: self._forward(b)[0]
+                batch, selection.kept, self.state.global_step, self._sample_further, lambda b: self._logps_and_entropies(b)[0]
             )
         elif not selection.keeps_all:
             kept_rows = self._local(selection.kept_rows)
@@ -219,7 +219,7 @@ class SNRFilter:
         if kind == "length":
             lengths = self.accelerator.gather(mask.sum(dim=1)).view(per_group)
         elif kind.startswith("entropy"):  # from a forward pass of its own: entropies are known only once it updates
-            per_token = self._forward(batch, compute_entropy=True)[1]
+            per_token = self._logps_and_entropies(batch, compute_entropy=True)[1]
             means = (per_token * mask).sum(dim=1) / mask.sum(dim=1).clamp(min=1)
             entropies = self.accelerator.gather(means).view(per_group)
         elif kind == "random":
@@ -230,7 +230,7 @@ class SNRFilter:
         return group_score(rewards, kind, entropies=entropies, lengths=lengths, generator=generator)
 
     @torch.no_grad()
-    def _forward(self, batch: Batch, compute_entropy: bool = False) -> tuple[Tensor, Tensor | None]:
+    def _logps_and_entropies(self, batch: Batch, compute_entropy: bool = False) -> tuple[Tensor, Tensor | None]:
         """(rows, T) each, log-probs and entropies in nats under the present weights."""
         logps, entropies, *_ = self._get_per_token_logps_and_entropies(
             self.model,

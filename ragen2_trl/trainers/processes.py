@@ -15,7 +15,12 @@ from ragen2_trl.trainers.dealing import Deal, Row
 
 
 def exchange_rows(
-    rows: Batch, kept: list[int], deal: Deal, accelerator: Accelerator, pad_token_id: int
+    rows: Batch,
+    kept: list[int],
+    deal: Deal,
+    accelerator: Accelerator,
+    pad_token_id: int,
+    pad_to_multiple_of: int | None,
 ) -> tuple[Batch, dict[Row, int]]:
     """The rows that this process trains on. A call for all processes together.
 
@@ -25,6 +30,7 @@ def exchange_rows(
         deal: from `deal_rows`, the same on every process.
         accelerator: of the trainer.
         pad_token_id: of its tokenizer.
+        pad_to_multiple_of: TRL's setting for padded widths.
 
     Returns:
         A batch, and for each row that this process was dealt its number in the batch.
@@ -42,7 +48,7 @@ def exchange_rows(
         return [row for row in dealt[target] if row[0] == source] if source != target else []
 
     parcels = [[kept[number] for _, number in sent(me, target)] for target in range(len(dealt))]
-    received = exchange([take(rows, parcel) if parcel else None for parcel in parcels], accelerator.device)
+    received = exchange([take(rows, parcel, pad_to_multiple_of) if parcel else None for parcel in parcels], accelerator.device)
     parts, size = [rows], len(rows["prompt_ids"])
     for source, part in enumerate(received):
         if part is not None:

@@ -55,11 +55,13 @@ class Groups:
     Args:
         group_size: G.
         pad_token_id: of the tokenizer.
+        pad_to_multiple_of: TRL's setting for padded widths.
     """
 
-    def __init__(self, group_size: int, pad_token_id: int):
+    def __init__(self, group_size: int, pad_token_id: int, pad_to_multiple_of: int | None):
         self.group_size = group_size
         self.pad_token_id = pad_token_id
+        self.pad_to_multiple_of = pad_to_multiple_of
         self.count = 0  # over all processes
         self.rows: Batch | None = None  # this process's
         self.numbers: list[int] = []  # the group of each of them
@@ -77,19 +79,19 @@ class Groups:
         numbers = (kept.cumsum(0) - 1 + self.count).tolist()
         own = [row for row, group in enumerate(groups) if kept[group]]
         if own:
-            taken = take(batch, own)
+            taken = take(batch, own, self.pad_to_multiple_of)
             self.rows = taken if self.rows is None else join([self.rows, taken], self.pad_token_id)
             self.numbers += [numbers[groups[row]] for row in own]
         self.count += int(kept.sum())
 
     def part(self, start: int, stop: int) -> "Groups":
         """The groups from number `start` to before `stop`."""
-        part = Groups(self.group_size, self.pad_token_id)
+        part = Groups(self.group_size, self.pad_token_id, self.pad_to_multiple_of)
         part.count = max(0, min(stop, self.count) - start)
         own = [row for row, number in enumerate(self.numbers) if start <= number < stop]
         if own:
             assert self.rows is not None
-            part.rows = take(self.rows, own)
+            part.rows = take(self.rows, own, self.pad_to_multiple_of)
             part.numbers = [self.numbers[row] - start for row in own]
         return part
 
@@ -181,7 +183,7 @@ class Refill:
         return self._laid_out(used, first, carried > 0, logps)
 
     def _no_groups(self) -> Groups:
-        return Groups(self.args.num_generations, self.pad_token_id)
+        return Groups(self.args.num_generations, self.pad_token_id, self.pad_to_multiple_of)
 
     def _laid_out(self, used: Groups, batch: Batch, carried: bool, logps: Callable[[Batch], Tensor]) -> Batch:
         """This process's rows of the groups, filled up with rows of `batch` that count as dropped."""
@@ -189,7 +191,7 @@ class Refill:
         own = len(used.numbers)
         size = max(rows, -(-own // steps) * steps)  # TRL cuts it into equal micro-batches
         parts = [] if used.rows is None else [send_to_device(used.rows, self.accelerator.device)]
-        parts += [take(batch, list(range(size - own)))] if size > own else []
+        parts += [take(batch, list(range(size - own)), self.pad_to_multiple_of)] if size > own else []
         laid_out = take(join(parts, self.pad_token_id), list(range(size)), self.pad_to_multiple_of)
         if carried:  # an older policy's rows need ratios, so that all need the log-probs of their policies
             laid_out = self._filled_in(laid_out, batch, logps)
