@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import Trainer
 
 from ragen2_trl.envs.base import Environment
-from ragen2_trl.information import FORMAT_RATIO, PATIENCE
+from ragen2_trl.instrument.information import FORMAT_RATIO, PATIENCE
 
 # Names of the parts of a run's folder. What begins with an underscore is left out when transformers uploads it:
 # measurements hold prompts and completions word by word.

@@ -18,7 +18,7 @@ from trl.trainer.utils import nanstd
 
 from ragen2_trl.callbacks.run_record import keep_record
 from ragen2_trl.filtering import group_score, select_groups, selection_metrics, zero_variance
-from ragen2_trl.rollout import TextRollout
+from ragen2_trl.rollouts import TextRollout
 from ragen2_trl.trainers.batches import (
     Batch,
     join,

@@ -17,7 +17,7 @@ from datasets import Dataset
 
 from ragen2_trl.envs.base import Environment, Episode, Limits, Row, check_count, held_out, load_tasks, shuffled
 from ragen2_trl.envs.responses import plain_text
-from ragen2_trl.envs.retrieval import (
+from ragen2_trl.envs.search_qa.retrieval import (
     BM25Retriever,
     HTTPRetriever,
     Passage,
@@ -25,7 +25,7 @@ from ragen2_trl.envs.retrieval import (
     open_corpus,
     passage_of,
 )
-from ragen2_trl.envs.search_qa_worlds import make_world
+from ragen2_trl.envs.search_qa.worlds import make_world
 from ragen2_trl.envs.tools import ToolEnvironment
 
 VERBS = ("search", "finish")

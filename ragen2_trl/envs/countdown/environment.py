@@ -10,16 +10,6 @@ import random
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from ragen2_trl.envs.arithmetic import (
-    evaluate,
-    explain,
-    numbers_of,
-    parse_expression,
-    random_tree,
-    show,
-    solve,
-    value_of,
-)
 from ragen2_trl.envs.base import (
     Environment,
     Episode,
@@ -30,6 +20,16 @@ from ragen2_trl.envs.base import (
     held_out,
     load_tasks,
     shuffled,
+)
+from ragen2_trl.envs.countdown.arithmetic import (
+    evaluate,
+    explain,
+    numbers_of,
+    parse_expression,
+    random_tree,
+    show,
+    solve,
+    value_of,
 )
 from ragen2_trl.envs.tools import ToolEnvironment
 
