@@ -14,8 +14,8 @@ import numpy as np
 import torch  # noqa: TID251 -- the one module in here that does
 from transformers import AutoModel, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from ragen2_trl.envs.base import load_tasks
 from ragen2_trl.envs.search_qa.retrieval import MAX_QUERY_CHARS, Passage, Passages, PassageTable
+from ragen2_trl.envs.tasks import load_tasks
 
 MAX_TOKENS = 256  # of a query or a passage, as in Search-R1
 BATCH = 64

@@ -8,7 +8,10 @@ import random
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from ragen2_trl.envs.base import Environment, Episode, Limits, Row, check_choice, check_count, held_out
+from ragen2_trl.envs.base import Environment
+from ragen2_trl.envs.checks import check_choice, check_count
+from ragen2_trl.envs.episode import Episode, Limits
+from ragen2_trl.envs.tasks import Row, held_out
 from ragen2_trl.envs.tools import ToolEnvironment
 from ragen2_trl.envs.webshop.catalogue import Catalogue, Goal, Product, fits, identity, score
 from ragen2_trl.envs.webshop.files import GOALS, load_catalogue, load_goals, split_goals
