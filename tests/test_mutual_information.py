@@ -18,7 +18,8 @@ from ragen2_trl.callbacks.mutual_information import MIN_STEPS_BETWEEN, group_met
 from ragen2_trl.callbacks.rollouts import Rollout, watch_rollouts
 from ragen2_trl.instrument.diagnosis import Measurement
 from ragen2_trl.reporting.report import render_report
-from ragen2_trl.reporting.run import read_measurement, run_of
+from ragen2_trl.reporting.run import run_of
+from ragen2_trl.reporting.saved_measurement import read_measurement
 
 ROW = "mi/first_turn/retrieval_accuracy"
 

@@ -33,7 +33,9 @@ from ragen2_trl.instrument.diagnosis import (
 from ragen2_trl.instrument.information import MarginalStdEMA
 from ragen2_trl.instrument.reasoning import Turn, find_turns
 from ragen2_trl.instrument.scoring import ContextLengthError, count_tokens
-from ragen2_trl.reporting.run import MEASUREMENTS, MI_STATE, SavedMeasurement, run_of
+from ragen2_trl.reporting.files import MEASUREMENTS
+from ragen2_trl.reporting.run import MI_STATE, run_of
+from ragen2_trl.reporting.saved_measurement import SavedMeasurement
 
 logger = get_logger(__name__)
 
