@@ -32,7 +32,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from ragen2_trl import MutualInformationCallback, SNRFilteredGRPOConfig, SNRFilteredGRPOTrainer, cross_score
 from ragen2_trl.envs import make_env
-from ragen2_trl.scoring import count_tokens
+from ragen2_trl.instrument import count_tokens
 from ragen2_trl.tiny import TINY_MODEL_PATH
 
 ROOT = Path(__file__).parents[1]

@@ -12,9 +12,10 @@ from pathlib import Path
 
 from measuring import machine
 
-from ragen2_trl import SNRFilteredGRPOConfig, SNRFilteredGRPOTrainer, rollout
+from ragen2_trl import SNRFilteredGRPOConfig, SNRFilteredGRPOTrainer, TextRollout
 from ragen2_trl.cli.evaluate import evaluate_scripted
 from ragen2_trl.envs import ENVIRONMENTS, Environment, format_response, make_env
+from ragen2_trl.rollouts import play as loop
 from ragen2_trl.tiny import TINY_MODEL_PATH
 
 TASKS = ("frozen_lake", "sokoban", "countdown", "metamath_qa", "search_qa", "webshop", "deepcoder", "bandit")
@@ -48,7 +49,7 @@ def speeds(env: Environment, episodes: int) -> tuple[float, float]:
 def share_of_a_step(name: str, steps: int = 3) -> float:
     """Seconds in the environment over seconds of training, with the tiny model and 64 completions a step."""
     env = playing(name)
-    spent, respond_all, plays = [0.0], rollout.respond_all, env.plays
+    spent, respond_all, plays = [0.0], loop.respond_all, env.plays
 
     def timed(function):
         def wrapper(*args, **kwargs):
@@ -79,15 +80,15 @@ def share_of_a_step(name: str, steps: int = 3) -> float:
         env.reward_funcs,
         args,
         env.dataset(64, seed=0),
-        rollout_func=rollout.TextRollout(env, max_turn_tokens=64),
+        rollout_func=TextRollout(env, max_turn_tokens=64),
     )
-    rollout.respond_all, env.plays = timed(respond_all), timed(plays)
+    loop.respond_all, env.plays = timed(respond_all), timed(plays)
     try:
         started = time.perf_counter()
         trainer.train()
         return spent[0] / (time.perf_counter() - started)
     finally:
-        rollout.respond_all = respond_all
+        loop.respond_all = respond_all
 
 
 def main() -> None:

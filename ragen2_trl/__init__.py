@@ -6,9 +6,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ragen2_trl.callbacks import MutualInformationCallback, RewardVarianceStopCallback
     from ragen2_trl.filtering import group_score, select_groups
-    from ragen2_trl.information import classify_regime, information_metrics
-    from ragen2_trl.rollout import TextRollout
-    from ragen2_trl.scoring import cross_score
+    from ragen2_trl.instrument import classify_regime, cross_score, information_metrics
+    from ragen2_trl.rollouts import TextRollout
     from ragen2_trl.trainers import SNRFilteredGRPOConfig, SNRFilteredGRPOTrainer
 
 __version__ = "0.1.0"
@@ -20,11 +19,11 @@ _HOMES = {
     "RewardVarianceStopCallback": "callbacks",
     "SNRFilteredGRPOConfig": "trainers",
     "SNRFilteredGRPOTrainer": "trainers",
-    "TextRollout": "rollout",
-    "classify_regime": "information",
-    "cross_score": "scoring",
+    "TextRollout": "rollouts",
+    "classify_regime": "instrument",
+    "cross_score": "instrument",
     "group_score": "filtering",
-    "information_metrics": "information",
+    "information_metrics": "instrument",
     "select_groups": "filtering",
 }
 

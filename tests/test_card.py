@@ -21,7 +21,9 @@ from ragen2_trl.callbacks import run_record
 from ragen2_trl.callbacks.run_record import RunRecord
 from ragen2_trl.envs import make_env
 from ragen2_trl.reporting.card import HEADING, WINDOW, add_diagnostics, headline, running_means
-from ragen2_trl.reporting.run import MEASUREMENTS, Run, SavedMeasurement, read_run, run_of
+from ragen2_trl.reporting.files import MEASUREMENTS
+from ragen2_trl.reporting.run import Run, read_run, run_of
+from ragen2_trl.reporting.saved_measurement import SavedMeasurement
 
 TOKEN = "hf_a_token_of_the_user"
 OURS, STOCK = SNRFilteredGRPOTrainer, GRPOTrainer

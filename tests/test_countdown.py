@@ -12,7 +12,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from ragen2_trl.envs import format_response
-from ragen2_trl.envs.arithmetic import (
+from ragen2_trl.envs.countdown import Countdown
+from ragen2_trl.envs.countdown.arithmetic import (
     MAX_CHARS,
     numbers_of,
     parse_expression,
@@ -21,7 +22,6 @@ from ragen2_trl.envs.arithmetic import (
     solve,
     value_of,
 )
-from ragen2_trl.envs.countdown import Countdown
 
 ROW = {"seed": 1, "nums": [3, 4, 5], "target": 35}
 

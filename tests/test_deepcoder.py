@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ragen2_trl import sandbox
-from ragen2_trl.envs.base import held_out
-from ragen2_trl.envs.deepcoder import DeepCoder, program_of, quoted
-from ragen2_trl.envs.deepcoder_tests import MAX_TEST_CHARS, choose_tests, is_shown, read_tests, task_row
+from ragen2_trl.envs.deepcoder import sandbox
+from ragen2_trl.envs.deepcoder.environment import DeepCoder, program_of, quoted
+from ragen2_trl.envs.deepcoder.tests import MAX_TEST_CHARS, choose_tests, is_shown, read_tests, task_row
 from ragen2_trl.envs.play import respond_all
 from ragen2_trl.envs.responses import format_response
+from ragen2_trl.envs.tasks import held_out
 
 SINGLE = DeepCoder(workers=2)
 SEVERAL = DeepCoder(workers=2, multi_turn=True)

@@ -16,8 +16,8 @@ from ragen2_trl import cli
 from ragen2_trl.cli import diagnose
 from ragen2_trl.cli.diagnose import beginning, find_files, first_turn_text, read_completions, tokenize_completions
 from ragen2_trl.cli.sampling import sample_trajectories
-from ragen2_trl.diagnosis import NotMeasurableError
 from ragen2_trl.envs import make_env
+from ragen2_trl.instrument.diagnosis import NotMeasurableError
 from ragen2_trl.tiny import TINY_MODEL_PATH
 
 SCRIPT = Path(__file__).parents[1] / "scripts" / "diagnose.py"

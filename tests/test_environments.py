@@ -29,7 +29,7 @@ from ragen2_trl.envs import (
     parse_response,
     respond_all,
 )
-from ragen2_trl.envs.base import SPLITS
+from ragen2_trl.envs.tasks import SPLITS
 
 # A task whose data come from elsewhere is played here on a sample, the file `tests/data/<name>.jsonl` or a folder.
 SAMPLES = Path(__file__).parent / "data"

@@ -20,7 +20,7 @@ from ragen2_trl.cli.evaluate import (
 )
 from ragen2_trl.cli.sampling import generator, sample_trajectories
 from ragen2_trl.envs import make_env
-from ragen2_trl.rollout import Chat
+from ragen2_trl.rollouts.play import Chat
 from ragen2_trl.tiny import TINY_MODEL_PATH
 
 SMALL = {"num_prompts": 4, "num_samples": 3, "max_new_tokens": 48}

@@ -8,7 +8,6 @@ from types import SimpleNamespace
 import pytest
 
 from ragen2_trl.envs import FrozenLake, completion_text, format_response, make_env, parse_response, respond_all
-from ragen2_trl.envs.base import held_out
 from ragen2_trl.envs.frozen_lake import (
     FrozenLakeEpisode,
     distances_to_goal,
@@ -17,6 +16,7 @@ from ragen2_trl.envs.frozen_lake import (
     shortest_path,
     transitions,
 )
+from ragen2_trl.envs.tasks import held_out
 
 LAKE = ("SFF", "FHF", "FFG")
 CROSSING = ("FFF", "FSG", "FFF")  # one move, which may slip

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ragen2_trl.information import MarginalStdEMA, chance_p_value, classify_regime, information_metrics
+from ragen2_trl.instrument.information import MarginalStdEMA, chance_p_value, classify_regime, information_metrics
 
 # Five matrices with what the reference implementation's own functions make of them.
 REFERENCE = json.loads((Path(__file__).parent / "data" / "ragen2_mi_vectors.json").read_text())

@@ -12,8 +12,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from ragen2_trl.envs import format_response
-from ragen2_trl.envs.math_answers import same_answer
-from ragen2_trl.envs.metamath_qa import MetaMathQA, gold_answer, make_problem
+from ragen2_trl.envs.metamath_qa.environment import MetaMathQA, gold_answer, make_problem
+from ragen2_trl.envs.metamath_qa.math_answers import same_answer
 
 ROW = {"seed": 1, "question": "How much is 3 + 4?", "answer": "7", "solution": "3 + 4 = 7."}
 
@@ -171,7 +171,7 @@ import logging, sys
 import ragen2_trl.envs.metamath_qa
 assert not {"sympy", "math_verify"} & set(sys.modules)
 logging.basicConfig(level=logging.DEBUG, stream=sys.stdout)
-assert ragen2_trl.envs.math_answers.same_answer("2x + x^2", "x^2+2x")
+assert ragen2_trl.envs.metamath_qa.math_answers.same_answer("2x + x^2", "x^2+2x")
 assert "math_verify" in sys.modules
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

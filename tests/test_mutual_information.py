@@ -16,9 +16,10 @@ from ragen2_trl import MutualInformationCallback, SNRFilteredGRPOTrainer, inform
 from ragen2_trl.callbacks import mutual_information
 from ragen2_trl.callbacks.mutual_information import MIN_STEPS_BETWEEN, group_metrics
 from ragen2_trl.callbacks.rollouts import Rollout, watch_rollouts
-from ragen2_trl.diagnosis import Measurement
+from ragen2_trl.instrument.diagnosis import Measurement
 from ragen2_trl.reporting.report import render_report
-from ragen2_trl.reporting.run import read_measurement, run_of
+from ragen2_trl.reporting.run import run_of
+from ragen2_trl.reporting.saved_measurement import read_measurement
 
 ROW = "mi/first_turn/retrieval_accuracy"
 
@@ -208,7 +209,7 @@ def test_an_exception_inside_scoring_propagates(policy_path, prompts, make_args,
     def broken(*args, **kwargs):
         raise RuntimeError("scoring broke")
 
-    monkeypatch.setattr("ragen2_trl.diagnosis.cross_score", broken)
+    monkeypatch.setattr("ragen2_trl.instrument.diagnosis.cross_score", broken)
     with pytest.raises(RuntimeError, match="scoring broke"):
         run(GRPOTrainer, policy_path, make_args(snr=False), prompts, callback={"every": 1})
 

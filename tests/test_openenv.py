@@ -28,7 +28,7 @@ from ragen2_trl.envs import format_response, make_env
 from ragen2_trl.openenv import Served, make_server
 from ragen2_trl.openenv.__main__ import main
 from ragen2_trl.openenv.server import MAX_MESSAGE_BYTES
-from ragen2_trl.rollout import TextRollout
+from ragen2_trl.rollouts import TextRollout
 
 NUM_TASKS = 20
 LAKE = {"multi_turn": True, "slip": 0.3, "protocol": "tools"}

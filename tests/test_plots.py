@@ -11,9 +11,9 @@ import pytest
 import torch
 from matplotlib.patches import Rectangle
 
-from ragen2_trl.diagnosis import Measurement
 from ragen2_trl.filtering import group_score, select_groups
-from ragen2_trl.information import information_metrics
+from ragen2_trl.instrument.diagnosis import Measurement
+from ragen2_trl.instrument.information import information_metrics
 from ragen2_trl.reporting import (
     plot_comparison,
     plot_compute,

@@ -6,7 +6,7 @@ import uuid
 
 import pytest
 
-from ragen2_trl.program_tests import (
+from ragen2_trl.envs.deepcoder.program_tests import (
     MAX_KEPT_CHARS,
     CallCase,
     CaseResult,
@@ -15,7 +15,7 @@ from ragen2_trl.program_tests import (
     same_output,
     same_value,
 )
-from ragen2_trl.sandbox import Limits, Sandbox
+from ragen2_trl.envs.deepcoder.sandbox import Limits, Sandbox
 
 
 @pytest.fixture(scope="module")

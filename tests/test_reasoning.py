@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from ragen2_trl.reasoning import Turn, find_turns
+from ragen2_trl.instrument.reasoning import Turn, find_turns
 from ragen2_trl.tiny.build import build_tokenizer
 
 END = "<|im_end|>"

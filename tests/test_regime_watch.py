@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from ragen2_trl.callbacks.regime_watch import RegimeWatch
-from ragen2_trl.information import information_metrics
+from ragen2_trl.instrument.information import information_metrics
 
 SEPARABLE = information_metrics(
     torch.tensor([[-10.0, -30.0], [-30.0, -10.0]]), torch.tensor([5, 5]), torch.tensor([0, 1])

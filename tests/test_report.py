@@ -24,7 +24,8 @@ from ragen2_trl.reporting.card import FIGURES
 from ragen2_trl.reporting.examples import MAX_GROUP, distinguishing, pick_reasonings, read_groups
 from ragen2_trl.reporting.gallery import draw_figures, figures_of, measurement_figures
 from ragen2_trl.reporting.report import distinct_labels, render_report
-from ragen2_trl.reporting.run import SavedMeasurement, read_measurement, read_run
+from ragen2_trl.reporting.run import read_run
+from ragen2_trl.reporting.saved_measurement import SavedMeasurement, read_measurement
 from ragen2_trl.tiny import resolve_model
 
 STEPS, EVERY, PROMPTS, GROUP = 100, 10, 8, 4

@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ragen2_trl.envs.responses import plain_text
-from ragen2_trl.envs.retrieval import (
+from ragen2_trl.envs.search_qa.retrieval import (
     MAX_QUERY_CHARS,
     BM25Retriever,
     HTTPRetriever,
@@ -430,7 +430,7 @@ def test_more_passages_than_asked_for_are_cut(server):
 def test_tries_are_spaced_by_a_growing_pause(server, monkeypatch):
     pauses = []
     clock = SimpleNamespace(sleep=pauses.append, monotonic=time.monotonic)  # for this module only
-    monkeypatch.setattr("ragen2_trl.envs.retrieval.time", clock)
+    monkeypatch.setattr("ragen2_trl.envs.search_qa.retrieval.time", clock)
     server.faults = [status(500)] * 4
     with pytest.raises(RetrievalError):
         client(server, retries=3, backoff=0.5).search(["tavok"], 5)
@@ -516,7 +516,7 @@ def encoder(tmp_path_factory):
 def test_a_dense_index_finds_the_nearest_and_can_be_saved(encoder, tmp_path):
     from transformers import AutoModel, AutoTokenizer
 
-    from ragen2_trl.dense_retrieval import DenseRetriever, encode
+    from ragen2_trl.envs.search_qa.dense_retrieval import DenseRetriever, encode
 
     model, tokenizer = AutoModel.from_pretrained(encoder), AutoTokenizer.from_pretrained(encoder)
     built = DenseRetriever.build(model, tokenizer, PASSAGES)
@@ -542,7 +542,7 @@ def test_a_dense_index_must_fit_passages_and_model(encoder):
     import faiss
     from transformers import AutoModel, AutoTokenizer
 
-    from ragen2_trl.dense_retrieval import DenseRetriever
+    from ragen2_trl.envs.search_qa.dense_retrieval import DenseRetriever
 
     model, tokenizer = AutoModel.from_pretrained(encoder), AutoTokenizer.from_pretrained(encoder)
     with pytest.raises(ValueError, match="index must hold one vector for each of 5 passages, got 0"):

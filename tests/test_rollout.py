@@ -18,7 +18,8 @@ from trl.generation import vllm_generation
 
 from ragen2_trl import MutualInformationCallback, SNRFilteredGRPOTrainer
 from ragen2_trl.envs import format_response, make_env
-from ragen2_trl.rollout import Chat, TextRollout, _generate, _most, play_all
+from ragen2_trl.rollouts.play import Chat, play_all
+from ragen2_trl.rollouts.text_rollout import TextRollout, _generate, _most
 from ragen2_trl.tiny import TINY_MODEL_PATH
 
 GROUP = 4

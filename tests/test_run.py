@@ -15,14 +15,9 @@ from transformers import TrainerState
 
 from ragen2_trl.cli import train
 from ragen2_trl.envs import FrozenLake, make_env
-from ragen2_trl.reporting.run import (
-    Collapse,
-    Run,
-    SavedMeasurement,
-    public,
-    read_measurement,
-    read_run,
-)
+from ragen2_trl.reporting.run import Collapse, Run, read_run
+from ragen2_trl.reporting.saved_measurement import SavedMeasurement, read_measurement
+from ragen2_trl.reporting.settings import public
 
 RECIPE = Path(__file__).parents[1] / "recipes" / "frozen_lake_tiny.yaml"
 

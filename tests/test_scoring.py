@@ -29,9 +29,9 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from ragen2_trl import scoring
-from ragen2_trl.information import information_metrics
-from ragen2_trl.scoring import ContextLengthError, count_tokens, cross_score
+from ragen2_trl.instrument import scoring
+from ragen2_trl.instrument.information import information_metrics
+from ragen2_trl.instrument.scoring import ContextLengthError, count_tokens, cross_score
 
 VOCABULARY = 97
 SMALL = {

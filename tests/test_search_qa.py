@@ -15,9 +15,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from ragen2_trl.envs.responses import format_response
-from ragen2_trl.envs.retrieval import BM25Retriever, HTTPRetriever, Passage
-from ragen2_trl.envs.search_qa import SearchQA, exact_match, normalize, parse_action, token_f1
-from ragen2_trl.envs.search_qa_worlds import make_world
+from ragen2_trl.envs.search_qa.environment import SearchQA, exact_match, normalize, parse_action, token_f1
+from ragen2_trl.envs.search_qa.retrieval import BM25Retriever, HTTPRetriever, Passage
+from ragen2_trl.envs.search_qa.worlds import make_world
 
 ROW = {
     "seed": 7,

@@ -16,8 +16,8 @@ from trl.data_utils import prepare_multimodal_messages
 
 from ragen2_trl.envs.drawing import draw_grid
 from ragen2_trl.envs.responses import format_response
-from ragen2_trl.envs.sokoban import ACTIONS, Sokoban
-from ragen2_trl.envs.sokoban_rooms import distances, explore, make_room, read_room, write_room
+from ragen2_trl.envs.sokoban.environment import ACTIONS, Sokoban
+from ragen2_trl.envs.sokoban.rooms import distances, explore, make_room, read_room, write_room
 
 ROOM = """
 ######

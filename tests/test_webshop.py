@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 
 from ragen2_trl.envs.play import INVALID_TURN
 from ragen2_trl.envs.responses import format_response
-from ragen2_trl.envs.webshop import WebShop, WebShopEpisode
-from ragen2_trl.envs.webshop_catalogue import (
+from ragen2_trl.envs.webshop.catalogue import (
     MAX_RESULTS,
     NO_LIMIT,
     Catalogue,
@@ -27,8 +26,9 @@ from ragen2_trl.envs.webshop_catalogue import (
     score,
     type_factor,
 )
-from ragen2_trl.envs.webshop_files import clean, load_catalogue, load_goals, split_goals
-from ragen2_trl.envs.webshop_generator import _DEPARTMENTS, generate_catalogue
+from ragen2_trl.envs.webshop.environment import WebShop, WebShopEpisode
+from ragen2_trl.envs.webshop.files import clean, load_catalogue, load_goals, split_goals
+from ragen2_trl.envs.webshop.generator import _DEPARTMENTS, generate_catalogue
 
 JACKET = Product(
     asin="B00001",

@@ -20,7 +20,8 @@ from trl.models.utils import unwrap_model_for_generation
 from ragen2_trl.callbacks.regime_watch import RegimeWatch
 from ragen2_trl.callbacks.rollouts import Rollout, Sampled, check_own_trainer, gather_rollout, watch_rollouts
 from ragen2_trl.callbacks.run_record import keep_record, reported
-from ragen2_trl.diagnosis import (
+from ragen2_trl.filtering import check_choice, group_score, zero_variance
+from ragen2_trl.instrument.diagnosis import (
     SCOPES,
     Measurement,
     NotMeasurableError,
@@ -29,11 +30,12 @@ from ragen2_trl.diagnosis import (
     measure_first_turn,
     measure_trajectory,
 )
-from ragen2_trl.filtering import check_choice, group_score, zero_variance
-from ragen2_trl.information import MarginalStdEMA
-from ragen2_trl.reasoning import Turn, find_turns
-from ragen2_trl.reporting.run import MEASUREMENTS, MI_STATE, SavedMeasurement, run_of
-from ragen2_trl.scoring import ContextLengthError, count_tokens
+from ragen2_trl.instrument.information import MarginalStdEMA
+from ragen2_trl.instrument.reasoning import Turn, find_turns
+from ragen2_trl.instrument.scoring import ContextLengthError, count_tokens
+from ragen2_trl.reporting.files import MEASUREMENTS
+from ragen2_trl.reporting.run import MI_STATE, run_of
+from ragen2_trl.reporting.saved_measurement import SavedMeasurement
 
 logger = get_logger(__name__)
 
@@ -49,8 +51,8 @@ class MutualInformationCallback(TrainerCallback):
     Logs, in the same row as TRL's metrics, how much the reasoning of a policy depends on its prompt.
 
     The completions of a generation are scored under the prompts of the whole batch, with the weights that sampled
-    them and before anything is filtered (see [`~ragen2_trl.scoring.cross_score`]). The metrics of
-    [`~ragen2_trl.information.information_metrics`] land under `mi/first_turn/` and, where there are several turns,
+    them and before anything is filtered (see [`~ragen2_trl.instrument.cross_score`]). The metrics of
+    [`~ragen2_trl.instrument.information_metrics`] land under `mi/first_turn/` and, where there are several turns,
     under `mi/trajectory/`. Training is left bit-identical. Exceptions are not caught; where there is nothing to
     measure, a warning says why and no number is logged.
 
@@ -74,9 +76,9 @@ class MutualInformationCallback(TrainerCallback):
         stop_on (`str`, *optional*):
             `"template_collapse"` ends training when reasoning that has depended on its prompt is found in that
             regime twice in a row: at chance, or below half of its dependence at the start, with high entropy (see
-            [`~ragen2_trl.information.classify_regime`]).
+            [`~ragen2_trl.instrument.classify_regime`]).
         max_tokens_per_forward (`int`, *optional*):
-            See [`~ragen2_trl.scoring.cross_score`].
+            See [`~ragen2_trl.instrument.cross_score`].
 
     Raises:
         ValueError: for a setting outside its range.

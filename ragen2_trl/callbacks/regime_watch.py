@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from ragen2_trl.information import ALPHA, FORMAT_RATIO, PATIENCE, chance_p_value, classify_regime
+from ragen2_trl.instrument.information import ALPHA, FORMAT_RATIO, PATIENCE, chance_p_value, classify_regime
 
 
 @dataclass

@@ -14,17 +14,8 @@ from huggingface_hub import ModelCard, hf_hub_download, list_repo_files
 from transformers import Trainer, TrainerCallback
 
 from ragen2_trl.reporting.card import FIGURES, add_diagnostics
-from ragen2_trl.reporting.run import (
-    DIAGNOSTICS,
-    EVALUATIONS,
-    MEASUREMENTS,
-    RUN_STATE,
-    Run,
-    measured_step,
-    read_run,
-    run_of,
-    write_run,
-)
+from ragen2_trl.reporting.files import DIAGNOSTICS, EVALUATIONS, MEASUREMENTS, measured_step
+from ragen2_trl.reporting.run import RUN_STATE, Run, read_run, run_of, write_run
 
 logger = get_logger(__name__)
 

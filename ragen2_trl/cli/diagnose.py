@@ -31,15 +31,15 @@ import ragen2_trl
 from ragen2_trl.cli.arguments import checked_input, parse
 from ragen2_trl.cli.console import make_console
 from ragen2_trl.cli.sampling import SamplingArguments, load_model, sample_trajectories
-from ragen2_trl.diagnosis import Measurement, NotMeasurableError, Sampling, measure_first_turn
 from ragen2_trl.envs import completion_text
-from ragen2_trl.information import LOW_ENTROPY, RETRIEVAL_DEPTHS, Regime, chance_p_value, classify_regime
-from ragen2_trl.reasoning import Turn, find_turns
+from ragen2_trl.instrument.diagnosis import Measurement, NotMeasurableError, Sampling, measure_first_turn
+from ragen2_trl.instrument.information import LOW_ENTROPY, RETRIEVAL_DEPTHS, Regime, chance_p_value, classify_regime
+from ragen2_trl.instrument.reasoning import Turn, find_turns
+from ragen2_trl.instrument.scoring import count_tokens
 from ragen2_trl.reporting import plot_matrix, plot_quadrant
 from ragen2_trl.reporting.examples import printable
 from ragen2_trl.reporting.report import REGIMES
-from ragen2_trl.rollout import Chat
-from ragen2_trl.scoring import count_tokens
+from ragen2_trl.rollouts.play import Chat
 
 COLUMNS = ("step", "prompt", "completion")  # what is read of TRL's table
 NUM_EXAMPLES = 2

@@ -17,7 +17,7 @@ from transformers import (
 
 from ragen2_trl.cli.arguments import EnvironmentArguments, InputError
 from ragen2_trl.envs import Environment, Play
-from ragen2_trl.rollout import Chat, Generate, Trajectory, check_words_only, play_all
+from ragen2_trl.rollouts.play import Chat, Generate, Trajectory, check_words_only, play_all
 from ragen2_trl.tiny import resolve_model
 
 

@@ -26,8 +26,8 @@ from ragen2_trl.cli.console import make_console
 from ragen2_trl.cli.evaluate import evaluate_model
 from ragen2_trl.envs import Environment
 from ragen2_trl.reporting import plot_training
-from ragen2_trl.reporting.run import DIAGNOSTICS, MEASUREMENTS, OUTCOMES
-from ragen2_trl.rollout import TextRollout
+from ragen2_trl.reporting.files import DIAGNOSTICS, MEASUREMENTS, OUTCOMES
+from ragen2_trl.rollouts import TextRollout
 from ragen2_trl.tiny import resolve_model
 from ragen2_trl.trainers import SNRFilteredGRPOConfig, SNRFilteredGRPOTrainer
 

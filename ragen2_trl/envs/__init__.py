@@ -5,9 +5,10 @@ from collections.abc import Callable
 from typing import Any
 
 from ragen2_trl.envs.bandit import Bandit
-from ragen2_trl.envs.base import Environment, Episode, Limits
+from ragen2_trl.envs.base import Environment
 from ragen2_trl.envs.countdown import Countdown
 from ragen2_trl.envs.deepcoder import DeepCoder
+from ragen2_trl.envs.episode import Episode, Limits
 from ragen2_trl.envs.frozen_lake import FrozenLake
 from ragen2_trl.envs.metamath_qa import MetaMathQA
 from ragen2_trl.envs.play import Outcome, Play, respond_all

@@ -7,7 +7,10 @@ import random
 from collections.abc import Iterator
 from typing import Any
 
-from ragen2_trl.envs.base import Environment, Episode, Limits, Row, check_choice
+from ragen2_trl.envs.base import Environment
+from ragen2_trl.envs.checks import check_choice
+from ragen2_trl.envs.episode import Episode, Limits
+from ragen2_trl.envs.tasks import Row
 from ragen2_trl.envs.tools import ToolEnvironment
 
 SAFE_REWARD, BOLD_REWARD, BOLD_CHANCE = 0.1, 1.0, 0.25

@@ -8,89 +8,24 @@ import inspect
 import itertools
 import os
 import random
-import zlib
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, ClassVar, TypeAlias
 
-from datasets import Dataset, load_dataset
-from PIL import Image
+from datasets import Dataset
 
+from ragen2_trl.envs.checks import check_choice, check_count
+from ragen2_trl.envs.episode import Episode, Limits
 from ragen2_trl.envs.play import Outcome, Play, mean_outcomes, respond_all
 from ragen2_trl.envs.responses import Completion, completion_text, format_response
+from ragen2_trl.envs.tasks import SPLITS, Row
 from ragen2_trl.envs.tools import ToolEnvironment
 
-Row: TypeAlias = Mapping[str, Any]
 RewardFunc: TypeAlias = Callable[..., list[float]]
 
-SPLITS = ("train", "test")
 PROTOCOLS = ("text", "tools")
-TEST_FRACTION_INVERSE = 5  # one task in five is held out
-_FILE_FORMATS = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".csv": "csv"}
-
-
-@dataclass(frozen=True)
-class Limits:
-    """Turns of an episode, and actions that count in each."""
-
-    turns: int
-    actions: int
-
-
-class Episode(ABC):
-    """One play of one task by one player: the rules and the state, nothing of prompts or formats.
-
-    Attributes:
-        done: Whether the rules have ended the episode.
-        success: Whether the task is solved.
-    """
-
-    done: bool = False
-    success: bool = False
-
-    @abstractmethod
-    def observation(self) -> str:
-        """What the player sees of the state."""
-
-    @abstractmethod
-    def is_action(self, action: str) -> bool:
-        """Whether this text names an action of the rules. Hostile input: no exception, and quick.
-
-        All actions of a turn are asked for before the first is carried out: where the answer depends on the state,
-        `max_actions` must be 1.
-        """
-
-    @abstractmethod
-    def step(self, action: str) -> float:
-        """Carries out an action and gives its reward. Called only while not `done`, and with `is_action(action)`."""
-
-    def image(self) -> Image.Image:
-        """The state as an RGB picture.
-
-        Raises:
-            NotImplementedError: If the task has no pictures.
-        """
-        raise NotImplementedError(f"{type(self).__name__} has no pictures")
-
-    def plan(self, rng: random.Random) -> tuple[str, list[str]]:
-        """A reasoning and the actions of a solver from here to the end, for demonstrations and as an oracle.
-
-        Raises:
-            NotImplementedError: If the task has no solver.
-        """
-        raise NotImplementedError(f"{type(self).__name__} has no solver")
-
-    def random_action(self, rng: random.Random) -> str:
-        """An action of a player who looks at nothing but which actions there are: the floor of the task.
-
-        Raises:
-            NotImplementedError: If there is no set of actions to draw from.
-        """
-        raise NotImplementedError(f"{type(self).__name__} has no random player")
 
 
 class Environment(ABC):
@@ -374,62 +309,3 @@ class Environment(ABC):
         plays = self.plays(seed, needed, step)
         respond_all(plays, [completion_text(completion) for completion in completions], self.workers)
         return [play.outcome for play in plays]
-
-
-def held_out(task: str) -> bool:
-    """Whether a task, given as text, belongs to the split `"test"`: one in `TEST_FRACTION_INVERSE`, by its hash.
-
-    >>> [held_out(task) for task in ("a", "b", "c", "d")]
-    [False, False, True, False]
-    """
-    return zlib.crc32(task.encode()) % TEST_FRACTION_INVERSE == 0
-
-
-def load_tasks(data: str, split: str, *, config: str | None = None) -> Dataset:
-    """Rows of a Hub dataset or of a local file (json, jsonl, parquet, csv) or folder.
-
-    Args:
-        data: A Hub id or a local path.
-        split: The split to load; a single file has none and is read whole, so that tasks have to hold out by hash.
-        config: Name of the dataset's configuration on the Hub.
-
-    Raises:
-        ValueError: If a local file is of another kind.
-    """
-    path = Path(data)
-    if not path.is_file():
-        return load_dataset(data, config if not path.exists() else None, split=split)
-    if path.suffix not in _FILE_FORMATS:
-        raise ValueError(f"data must be a Hub id, a folder or a file {sorted(_FILE_FORMATS)}, got {data!r}")
-    return load_dataset(_FILE_FORMATS[path.suffix], data_files=str(path), split="train")
-
-
-def shuffled(rows: Dataset, columns: Iterable[str], rng: random.Random) -> Iterator[tuple[int, dict[str, Any]]]:
-    """All rows with their numbers, in the order that `rng` draws.
-
-    Raises:
-        ValueError: If a column is missing.
-    """
-    if not set(columns) <= set(rows.column_names):
-        raise ValueError(f"columns of data must include {list(columns)}, got {rows.column_names}")
-    order = list(range(len(rows)))
-    rng.shuffle(order)
-    return ((index, rows[index]) for index in order)
-
-
-def check_choice(field: str, value: object, allowed: Iterable[object]) -> None:
-    """Raises a `ValueError` that names the field, the value and the allowed set unless `value` is one of `allowed`."""
-    if value not in allowed:
-        raise ValueError(f"{field} must be one of {list(allowed)}, got {value!r}")
-
-
-def check_count(field: str, value: object, low: int, high: int) -> None:
-    """Like `check_range`, for whole numbers."""
-    if type(value) is not int or not low <= value <= high:
-        raise ValueError(f"{field} must be an integer between {low} and {high}, got {value!r}")
-
-
-def check_range(field: str, value: float, low: float, high: float) -> None:
-    """Raises a `ValueError` that names the field, the value and the range unless `low <= value <= high`."""
-    if not isinstance(value, (int, float)) or not low <= value <= high:
-        raise ValueError(f"{field} must be between {low} and {high}, got {value!r}")

@@ -14,8 +14,11 @@ from typing import Any, TypeAlias
 from gymnasium.envs.toy_text.frozen_lake import FrozenLakeEnv, generate_random_map
 from PIL import Image
 
-from ragen2_trl.envs.base import Environment, Episode, Limits, Row, check_choice, check_count, check_range, held_out
+from ragen2_trl.envs.base import Environment
+from ragen2_trl.envs.checks import check_choice, check_count, check_range
 from ragen2_trl.envs.drawing import draw_grid
+from ragen2_trl.envs.episode import Episode, Limits
+from ragen2_trl.envs.tasks import Row, held_out
 from ragen2_trl.envs.tools import Answer, ToolEnvironment
 
 Grid: TypeAlias = tuple[str, ...]  # rows of S (start), F (frozen), H (hole), G (goal)

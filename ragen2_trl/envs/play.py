@@ -10,12 +10,10 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from statistics import fmean
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar, Protocol
 
+from ragen2_trl.envs.episode import Episode
 from ragen2_trl.envs.responses import parse_response
-
-if TYPE_CHECKING:
-    from ragen2_trl.envs.base import Environment, Episode
 
 INVALID_TURN = -0.1
 
@@ -39,6 +37,18 @@ class Outcome:
     valid_turns: int
 
 
+class Setting(Protocol):
+    """What a play asks of its environment: how many turns and actions there are, and what the player is shown."""
+
+    max_turns: int
+    max_actions: int
+
+    @property
+    def splits_answers(self) -> bool: ...
+
+    def turn_text(self, episode: Episode, status: str | None = None) -> str: ...
+
+
 class Play:
     """One episode behind the text protocol.
 
@@ -47,7 +57,7 @@ class Play:
         episode: The rules, at their start.
     """
 
-    def __init__(self, env: "Environment", episode: "Episode"):
+    def __init__(self, env: Setting, episode: Episode):
         self.env = env
         self.episode = episode
         self._return = 0.0

@@ -6,13 +6,21 @@ every public method. A tool call is a turn.
 
 import os
 import random
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
-if TYPE_CHECKING:
-    from ragen2_trl.envs.base import Environment
+from ragen2_trl.envs.play import Play
+from ragen2_trl.envs.tasks import Row
 
 # Text, or content parts where the state is a picture. Not a union: tools are put into the prompt with their types.
 Answer: TypeAlias = Any
+
+
+class Playable(Protocol):
+    """What tools ask of their environment: a new play of a row, and whether its states are pictures."""
+
+    shows_images: bool
+
+    def play(self, row: Row, rng: random.Random) -> Play: ...
 
 
 class ToolEnvironment:
@@ -25,7 +33,7 @@ class ToolEnvironment:
         number: Tells this instance from others of one trainer.
     """
 
-    def __init__(self, env: "Environment", number: int):
+    def __init__(self, env: Playable, number: int):
         self._env = env
         self._number = number
         self._resets = 0

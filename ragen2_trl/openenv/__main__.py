@@ -6,7 +6,7 @@ from transformers import HfArgumentParser
 
 from ragen2_trl.cli.arguments import EnvironmentArguments
 from ragen2_trl.envs import ENVIRONMENTS
-from ragen2_trl.envs.base import SPLITS
+from ragen2_trl.envs.tasks import SPLITS
 from ragen2_trl.openenv.server import DEFAULT_NUM_TASKS, make_server
 
 

@@ -19,8 +19,9 @@ from PIL import Image
 from websockets.exceptions import ConnectionClosedOK, WebSocketException
 
 from ragen2_trl.envs import ENVIRONMENTS, Environment, Episode, Limits, Outcome, Play, ToolEnvironment
-from ragen2_trl.envs.base import Row, check_choice
+from ragen2_trl.envs.checks import check_choice
 from ragen2_trl.envs.responses import MAX_RESPONSE_CHARS
+from ragen2_trl.envs.tasks import Row
 from ragen2_trl.openenv.server import TaskState
 
 # What a task of our own has as class attributes, and a served one learns from the server.

@@ -26,9 +26,11 @@ from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 from starlette.websockets import WebSocketDisconnect
 
-from ragen2_trl.envs.base import SPLITS, Environment, check_choice, check_count
+from ragen2_trl.envs.base import Environment
+from ragen2_trl.envs.checks import check_choice, check_count
 from ragen2_trl.envs.play import Play
 from ragen2_trl.envs.responses import MAX_PARSED_ACTIONS
+from ragen2_trl.envs.tasks import SPLITS
 
 DEFAULT_NUM_TASKS = 1000
 # A turn has at most MAX_RESPONSE_CHARS characters, each at most 12 bytes of JSON.

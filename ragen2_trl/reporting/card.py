@@ -6,7 +6,8 @@ from typing import Any
 
 from huggingface_hub import EvalResult, ModelCard
 
-from ragen2_trl.reporting.run import DIAGNOSTICS, EVALUATIONS, FIRST_TURN, STATE_FILE, Run
+from ragen2_trl.reporting.files import DIAGNOSTICS, EVALUATIONS, STATE_FILE
+from ragen2_trl.reporting.run import FIRST_TURN, Run
 
 HEADING = "## Training diagnostics"
 TAGS = ("ragen2", "trl")

@@ -18,7 +18,8 @@ from ragen2_trl.reporting.plots import (
     save_figure,
     with_steps,
 )
-from ragen2_trl.reporting.run import FIRST_TURN, Run, SavedMeasurement, read_measurement
+from ragen2_trl.reporting.run import FIRST_TURN, Run
+from ragen2_trl.reporting.saved_measurement import SavedMeasurement, read_measurement
 
 
 def draw_figures(run: Run, folder: Path) -> None:

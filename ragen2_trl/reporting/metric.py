@@ -8,7 +8,7 @@ import torch
 from datasets import Features, Value
 from datasets import Sequence as SequenceFeature
 
-from ragen2_trl.information import information_metrics
+from ragen2_trl.instrument.information import information_metrics
 
 DESCRIPTION = """\
 How much the reasoning of a language model depends on its prompt: retrieval accuracy, mutual information and entropies

@@ -26,7 +26,8 @@ from ragen2_trl.reporting.examples import (
 )
 from ragen2_trl.reporting.gallery import figures_of
 from ragen2_trl.reporting.plots import plot_comparison, points_of, svg
-from ragen2_trl.reporting.run import COLLAPSES, FIRST_TURN, Collapse, Run, SavedMeasurement
+from ragen2_trl.reporting.run import COLLAPSES, FIRST_TURN, Collapse, Run
+from ragen2_trl.reporting.saved_measurement import SavedMeasurement
 
 TEMPLATE = "report.html.jinja"
 MAX_STREAKS = 30  # regimes of a run, in the table

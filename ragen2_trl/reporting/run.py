@@ -2,31 +2,29 @@
 
 import json
 import math
-import os
 import platform
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib.metadata import PackageNotFoundError, version
 from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
 from transformers import Trainer
 
-from ragen2_trl.envs.base import Environment
-from ragen2_trl.information import FORMAT_RATIO, PATIENCE
+from ragen2_trl.instrument.information import FORMAT_RATIO, PATIENCE
+from ragen2_trl.reporting.files import (
+    DIAGNOSTICS,
+    EVALUATIONS,
+    HISTORY_FILE,
+    MEASUREMENTS,
+    RUN_FILE,
+    STATE_FILE,
+    numbered,
+    read_json,
+    write_whole,
+)
+from ragen2_trl.reporting.settings import settings_of, versions_of_packages
 
-# Names of the parts of a run's folder. What begins with an underscore is left out when transformers uploads it:
-# measurements hold prompts and completions word by word.
-DIAGNOSTICS, MEASUREMENTS = "diagnostics", "_measurements"
-STATE_FILE, RUN_FILE = "trainer_state.json", "run.json"
-HISTORY_FILE = "log_history.json"  # of `ragen2-trl train`, also after Ctrl-C
-EVALUATIONS = {when: f"evaluation_{when}.json" for when in ("before", "after")}
-# What says how a training ended, and is of another one when training begins.
-OUTCOMES = (HISTORY_FILE, "summary.json", EVALUATIONS["after"])
 FIRST_TURN = "mi/first_turn"  # log keys of the scope that regimes are told by
 # What callbacks keep in `TrainerState.stateful_callbacks`, which every checkpoint carries.
 MI_STATE, RUN_STATE = "ragen2_mutual_information", "ragen2_run"
@@ -39,27 +37,6 @@ REGIME_BY_FLAGS = {
     (0, 1): "low_entropy_collapse",
 }
 COLLAPSES = ("template_collapse", "low_entropy_collapse")
-
-PACKAGES = ("ragen2-trl", "trl", "transformers", "datasets", "accelerate", "peft", "deepspeed", "torch")
-# Of TRL's settings, those that say what was trained; all of `snr_*` comes with them. Nothing that may hold a secret.
-SETTINGS = (
-    "seed",
-    "learning_rate",
-    "loss_type",
-    "beta",
-    "num_generations",
-    "reward_weights",
-    "temperature",
-    "entropy_coef",
-    "max_steps",
-    "max_completion_length",
-    "per_device_train_batch_size",
-    "gradient_accumulation_steps",
-    "steps_per_generation",
-)
-
-
-_STEP = re.compile(r"[a-z]+_(\d+)")  # the name of a numbered file
 
 
 @dataclass(frozen=True)
@@ -197,66 +174,12 @@ class Run:
     @property
     def measurements(self) -> list[Path]:
         """Files of its measurements, by step."""
-        return _numbered(self.folder / MEASUREMENTS, "measurement", ".json", self.step)
+        return numbered(self.folder / MEASUREMENTS, "measurement", ".json", self.step)
 
     @property
     def completions(self) -> list[Path]:
         """Files of completions that TRL has saved, by step."""
-        return _numbered(self.folder / "completions", "completions", ".parquet", self.step)
-
-
-@dataclass(frozen=True)
-class SavedMeasurement:
-    """A measurement of the first turns of one generation, with its texts.
-
-    Args:
-        step: Optimizer step.
-        metrics: From `information_metrics`.
-        regime: From `classify_regime`.
-        prompts: (N,) what reasonings were scored under.
-        reasonings: (B,).
-        prompt_index: (B,) own column of each reasoning.
-        lengths: (B,) tokens.
-        cross_logps: (B, N) log p(Z_b | x_n) in nats.
-        rewards: For each group of the generation, the G weighted reward sums; NaN where there is none.
-        scores: For each group, what the filter ranks by; reward variance without a filter.
-        kept: For each group, whether the filter kept it; `None` without a filter.
-    """
-
-    step: int
-    metrics: dict[str, float]
-    regime: str | None
-    prompts: list[str]
-    reasonings: list[str]
-    prompt_index: Tensor
-    lengths: Tensor
-    cross_logps: Tensor
-    rewards: Tensor
-    scores: Tensor
-    kept: Tensor | None
-
-    def save(self, folder: Path) -> Path:
-        """Write `measurement_<step>.json` into `folder`."""
-        values = {name: value.tolist() if isinstance(value, Tensor) else value for name, value in vars(self).items()}
-        values["cross_logps"] = [[round(logp, 4) for logp in row] for row in values["cross_logps"]]  # half the file
-        values["rewards"] = [
-            [None if math.isnan(reward) else reward for reward in group] for group in values["rewards"]
-        ]
-        folder.mkdir(parents=True, exist_ok=True)
-        path = folder / f"measurement_{self.step:05d}.json"
-        _write_whole(path, json.dumps(values))
-        return path
-
-
-def read_measurement(path: Path) -> SavedMeasurement:
-    """What `SavedMeasurement.save` wrote."""
-    values = json.loads(path.read_text())
-    values["rewards"] = [[math.nan if reward is None else reward for reward in group] for group in values["rewards"]]
-    for name, dtype in (("prompt_index", torch.long), ("lengths", torch.long), ("kept", torch.bool)):
-        values[name] = None if values[name] is None else torch.tensor(values[name], dtype=dtype)
-    for name in ("cross_logps", "rewards", "scores"):
-        values[name] = torch.tensor(values[name], dtype=torch.float32)
-    return SavedMeasurement(**values)
+        return numbered(self.folder / "completions", "completions", ".parquet", self.step)
 
 
 def run_of(trainer: Trainer) -> Run:
@@ -264,8 +187,8 @@ def run_of(trainer: Trainer) -> Run:
     return _make_run(
         Path(trainer.args.output_dir),
         vars(trainer.state),
-        _settings(trainer),
-        {"python": platform.python_version(), **_versions()},
+        settings_of(trainer),
+        {"python": platform.python_version(), **versions_of_packages()},
     )
 
 
@@ -286,7 +209,7 @@ def read_run(folder: Path) -> Run:
     state = _read_state(folder / DIAGNOSTICS / STATE_FILE) or _read_state(folder / STATE_FILE) or newest
     if newest and state["log_history"] and _goes_on(state["log_history"], newest["log_history"]):
         state = newest  # training went on without us
-    history = _read_json(folder / HISTORY_FILE, list)
+    history = read_json(folder / HISTORY_FILE, list)
     if state is None and history is None:
         raise ValueError(
             f"{str(folder)!r} holds no log of a run; allowed: the output_dir of a trainer, with "
@@ -299,7 +222,7 @@ def read_run(folder: Path) -> Run:
             "log_history": history,
             "global_step": max(last, (state or {}).get("global_step", 0)),
         }
-    about = _read_json(folder / DIAGNOSTICS / RUN_FILE, dict) or {}
+    about = read_json(folder / DIAGNOSTICS / RUN_FILE, dict) or {}
     return _make_run(folder, state, _mapping(about, "settings"), _mapping(about, "versions"))
 
 
@@ -310,9 +233,9 @@ def write_run(trainer: Trainer) -> Run:
     run = run_of(trainer)
     # The path of a best checkpoint is of no use to anyone but its owner.
     state = {**vars(trainer.state), "best_model_checkpoint": None}
-    _write_whole(folder / STATE_FILE, json.dumps(state, indent=2, sort_keys=True, default=str) + "\n")
+    write_whole(folder / STATE_FILE, json.dumps(state, indent=2, sort_keys=True, default=str) + "\n")
     about = {"settings": run.settings, "versions": run.versions}
-    _write_whole(folder / RUN_FILE, json.dumps(about, indent=2) + "\n")
+    write_whole(folder / RUN_FILE, json.dumps(about, indent=2) + "\n")
     return run
 
 
@@ -331,20 +254,6 @@ def _mapping(values: Mapping[str, Any], name: str) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _numbered(folder: Path, name: str, suffix: str, last: int) -> list[Path]:
-    """The files `<name>_<step><suffix>` up to a step, in its order; later ones are of an earlier run."""
-    found = [
-        (int(match[1]), path) for path in folder.glob(f"{name}_*{suffix}") if (match := _STEP.fullmatch(path.stem))
-    ]
-    return [path for step, path in sorted(found) if step <= last]
-
-
-def measured_step(path: Path) -> int | None:
-    """The optimizer step of a file of `SavedMeasurement.save`, from its name; `None` for another file."""
-    match = _STEP.fullmatch(path.stem)
-    return match and int(match[1])
-
-
 def _make_run(folder: Path, state: Mapping[str, Any], settings: dict[str, Any], versions: dict[str, str]) -> Run:
     kept = _mapping(state, "stateful_callbacks")
     lifecycle, history = _mapping(kept, RUN_STATE), _rows(state.get("log_history"))
@@ -352,7 +261,7 @@ def _make_run(folder: Path, state: Mapping[str, Any], settings: dict[str, Any], 
     ended = lifecycle.get("ended", False) or 0 < max_steps <= step
     # An "after" beside a run that goes on was measured before it was resumed.
     shown = {when: folder / file for when, file in EVALUATIONS.items() if ended or when == "before"}
-    evaluations = {when: _read_json(path, dict) for when, path in shown.items()}
+    evaluations = {when: read_json(path, dict) for when, path in shown.items()}
     return Run(
         folder=folder,
         log_history=history,
@@ -394,61 +303,7 @@ def _regimes_logged(rows: Sequence[Mapping[str, Any]]) -> list[tuple[int, str]]:
     return [(step, REGIME_BY_FLAGS[values]) for step, values in flags if values in REGIME_BY_FLAGS]
 
 
-def _settings(trainer: Trainer) -> dict[str, Any]:
-    args = vars(trainer.args)
-    names = [*SETTINGS, *sorted(name for name in args if name.startswith("snr_"))]
-    rewards_of = (getattr(func, "environment", None) for func in vars(trainer).get("reward_funcs", ()))
-    environment = next((found for found in rewards_of if isinstance(found, Environment)), None)
-    return {
-        **({} if environment is None else {"environment": public(environment.summary)}),
-        "trainer": type(trainer).__name__,
-        "model": public(getattr(trainer.model.config, "_name_or_path", None)),
-        "reward_funcs": list(getattr(trainer, "reward_func_names", ())),
-        "processes": trainer.accelerator.num_processes,
-        **{name: public(args[name]) for name in names if name in args},
-    }
-
-
-def public(value: Any) -> Any:
-    """A setting as anyone may read it: the end of a path, an address without password and query, an object's class."""
-    if isinstance(value, Mapping):
-        return {str(name): public(item) for name, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [public(item) for item in value]
-    if isinstance(value, Path) or (isinstance(value, str) and Path(value).is_absolute()):
-        return Path(value).name
-    if isinstance(value, str):
-        return re.sub(r"(?<=://)[^/\s]*@", "", re.sub(r"(://[^\s?#]*)[?#]\S*", r"\1", value))
-    return value if value is None or isinstance(value, int | float) else type(value).__name__
-
-
-def _versions() -> dict[str, str]:
-    found = {}
-    for package in PACKAGES:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:  # an extra that is not installed
-            continue
-    return found
-
-
 def _read_state(path: Path) -> dict[str, Any] | None:
-    state = _read_json(path, dict)
+    state = read_json(path, dict)
     is_state = state and isinstance(state.get("global_step"), int) and isinstance(state.get("log_history"), list)
     return state if is_state else None
-
-
-def _read_json(path: Path, kind: type) -> Any:
-    """`None` for a file that is not there, that a kill left half written, or that holds something else."""
-    try:
-        content = json.loads(path.read_text())
-    except (OSError, ValueError):
-        return None
-    return content if isinstance(content, kind) else None
-
-
-def _write_whole(path: Path, text: str) -> None:
-    """A kill leaves the former file or this one, never half of it."""
-    unfinished = path.with_name(f".{path.name}")
-    unfinished.write_text(text)
-    os.replace(unfinished, path)

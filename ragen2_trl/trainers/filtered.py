@@ -22,7 +22,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ragen2_trl.callbacks.run_record import keep_record
 from ragen2_trl.filtering import group_score
-from ragen2_trl.rollout import TextRollout
+from ragen2_trl.rollouts import TextRollout
 from ragen2_trl.trainers.accounting import Accounting
 from ragen2_trl.trainers.batches import Batch, loss_mask
 from ragen2_trl.trainers.config import SNRFilterConfig

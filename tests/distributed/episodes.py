@@ -14,7 +14,7 @@ from trl.rewards import think_format_reward  # noqa: F401 -- imports TRL before 
 
 from ragen2_trl import SNRFilteredGRPOConfig, SNRFilteredGRPOTrainer
 from ragen2_trl.envs import make_env
-from ragen2_trl.rollout import TextRollout
+from ragen2_trl.rollouts import TextRollout
 
 TURNS = (4, 2)  # on each process
 

@@ -9,9 +9,9 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from ragen2_trl.envs.base import held_out
 from ragen2_trl.envs.responses import plain_text
-from ragen2_trl.envs.webshop_catalogue import Catalogue, Goal, Product, identity, instruct, price_limit
+from ragen2_trl.envs.tasks import held_out
+from ragen2_trl.envs.webshop.catalogue import Catalogue, Goal, Product, identity, instruct, price_limit
 
 GOALS = ("human", "synthetic")
 # The seed of WebShop's order of goals, its test goals, the validation goals after them.

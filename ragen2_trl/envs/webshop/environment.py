@@ -8,11 +8,14 @@ import random
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from ragen2_trl.envs.base import Environment, Episode, Limits, Row, check_choice, check_count, held_out
+from ragen2_trl.envs.base import Environment
+from ragen2_trl.envs.checks import check_choice, check_count
+from ragen2_trl.envs.episode import Episode, Limits
+from ragen2_trl.envs.tasks import Row, held_out
 from ragen2_trl.envs.tools import ToolEnvironment
-from ragen2_trl.envs.webshop_catalogue import Catalogue, Goal, Product, fits, identity, score
-from ragen2_trl.envs.webshop_files import GOALS, load_catalogue, load_goals, split_goals
-from ragen2_trl.envs.webshop_generator import draw_goal, generate_catalogue
+from ragen2_trl.envs.webshop.catalogue import Catalogue, Goal, Product, fits, identity, score
+from ragen2_trl.envs.webshop.files import GOALS, load_catalogue, load_goals, split_goals
+from ragen2_trl.envs.webshop.generator import draw_goal, generate_catalogue
 
 BACK, NEXT, PREVIOUS, BUY = "back to search", "next >", "< prev", "buy now"
 SUB_PAGES = ("description", "features")

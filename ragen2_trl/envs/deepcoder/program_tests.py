@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from ragen2_trl.sandbox import Outcome, Sandbox
+from ragen2_trl.envs.deepcoder.sandbox import Outcome, Sandbox
 
 Verdict = Literal["passed", "wrong", "error", "timeout"]
 

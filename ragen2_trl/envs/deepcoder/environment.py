@@ -15,25 +15,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ragen2_trl.envs.base import (
-    Environment,
-    Episode,
-    Limits,
-    Row,
-    check_choice,
-    check_count,
-    check_range,
-    held_out,
-    load_tasks,
-    shuffled,
-)
-from ragen2_trl.envs.deepcoder_problems import make_problem
-from ragen2_trl.envs.deepcoder_tests import choose_tests, read_tests, task_row
+from ragen2_trl.envs.base import Environment
+from ragen2_trl.envs.checks import check_choice, check_count, check_range
+from ragen2_trl.envs.deepcoder.problems import make_problem
+from ragen2_trl.envs.deepcoder.program_tests import CallCase, CaseResult, StdinCase, run_tests
+from ragen2_trl.envs.deepcoder.sandbox import Limits as RunLimits
+from ragen2_trl.envs.deepcoder.sandbox import Sandbox, SandboxUnavailableError
+from ragen2_trl.envs.deepcoder.tests import choose_tests, read_tests, task_row
+from ragen2_trl.envs.episode import Episode, Limits
 from ragen2_trl.envs.responses import MAX_RESPONSE_CHARS, plain_text
+from ragen2_trl.envs.tasks import Row, held_out, load_tasks, shuffled
 from ragen2_trl.envs.tools import ToolEnvironment
-from ragen2_trl.program_tests import CallCase, CaseResult, StdinCase, run_tests
-from ragen2_trl.sandbox import Limits as RunLimits
-from ragen2_trl.sandbox import Sandbox, SandboxUnavailableError
 
 CONFIGS = {"primeintellect": ("train",), "taco": ("train",), "lcbv5": ("train", "test"), "codeforces": ("test",)}
 COLUMNS = ("problem", "tests")

@@ -15,9 +15,11 @@ from typing import Any
 
 from datasets import Dataset
 
-from ragen2_trl.envs.base import Environment, Episode, Limits, Row, check_count, held_out, load_tasks, shuffled
+from ragen2_trl.envs.base import Environment
+from ragen2_trl.envs.checks import check_count
+from ragen2_trl.envs.episode import Episode, Limits
 from ragen2_trl.envs.responses import plain_text
-from ragen2_trl.envs.retrieval import (
+from ragen2_trl.envs.search_qa.retrieval import (
     BM25Retriever,
     HTTPRetriever,
     Passage,
@@ -25,7 +27,8 @@ from ragen2_trl.envs.retrieval import (
     open_corpus,
     passage_of,
 )
-from ragen2_trl.envs.search_qa_worlds import make_world
+from ragen2_trl.envs.search_qa.worlds import make_world
+from ragen2_trl.envs.tasks import Row, held_out, load_tasks, shuffled
 from ragen2_trl.envs.tools import ToolEnvironment
 
 VERBS = ("search", "finish")

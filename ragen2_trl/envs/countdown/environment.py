@@ -10,7 +10,9 @@ import random
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from ragen2_trl.envs.arithmetic import (
+from ragen2_trl.envs.base import Environment
+from ragen2_trl.envs.checks import check_choice, check_count
+from ragen2_trl.envs.countdown.arithmetic import (
     evaluate,
     explain,
     numbers_of,
@@ -20,17 +22,8 @@ from ragen2_trl.envs.arithmetic import (
     solve,
     value_of,
 )
-from ragen2_trl.envs.base import (
-    Environment,
-    Episode,
-    Limits,
-    Row,
-    check_choice,
-    check_count,
-    held_out,
-    load_tasks,
-    shuffled,
-)
+from ragen2_trl.envs.episode import Episode, Limits
+from ragen2_trl.envs.tasks import Row, held_out, load_tasks, shuffled
 from ragen2_trl.envs.tools import ToolEnvironment
 
 OPERATORS = ("+-*/", "+-")

@@ -4,9 +4,11 @@ import random
 from collections.abc import Iterator
 from typing import Any
 
-from ragen2_trl.envs.base import Environment, Episode, Limits, Row, held_out, load_tasks, shuffled
-from ragen2_trl.envs.math_answers import same_answer
+from ragen2_trl.envs.base import Environment
+from ragen2_trl.envs.episode import Episode, Limits
+from ragen2_trl.envs.metamath_qa.math_answers import same_answer
 from ragen2_trl.envs.responses import plain_text
+from ragen2_trl.envs.tasks import Row, held_out, load_tasks, shuffled
 from ragen2_trl.envs.tools import ToolEnvironment
 
 COLUMNS = ("query", "response", "original_question")

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
-from ragen2_trl.envs.webshop_catalogue import LEVEL, Catalogue, Goal, Product, instruct, price_limit
+from ragen2_trl.envs.webshop.catalogue import LEVEL, Catalogue, Goal, Product, instruct, price_limit
 
 _COLORS = ("black", "white", "red", "blue", "green", "purple")
 

@@ -1,7 +1,7 @@
 """Dense retrieval with an E5 encoder and FAISS: the search of Search-R1 and RAGEN in this process.
 
-`SearchQA(corpus=DenseRetriever.load(...))` searches with it. Needs `faiss-cpu` or `faiss-gpu`. Environments know no
-torch, which is why this stands beside them.
+`SearchQA(corpus=DenseRetriever.load(...))` searches with it. Needs `faiss-cpu` or `faiss-gpu`. No environment imports
+this module, since they know no torch.
 """
 
 import threading
@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
+import torch  # noqa: TID251 -- the one module in here that does
 from transformers import AutoModel, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from ragen2_trl.envs.base import load_tasks
-from ragen2_trl.envs.retrieval import MAX_QUERY_CHARS, Passage, Passages, PassageTable
+from ragen2_trl.envs.search_qa.retrieval import MAX_QUERY_CHARS, Passage, Passages, PassageTable
+from ragen2_trl.envs.tasks import load_tasks
 
 MAX_TOKENS = 256  # of a query or a passage, as in Search-R1
 BATCH = 64

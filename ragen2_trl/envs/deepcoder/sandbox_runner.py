@@ -1,8 +1,8 @@
 """Runs inside the sandbox: takes the limits upon itself, then becomes the program.
 
-`ragen2_trl.sandbox` passes this file's text to `python -c`, so that no file of the package is visible inside. Its
-argument is the descriptor of a JSON job: `program` (text), `limits` (resource name → value) and `call` (None, or a
-function's name and its arguments).
+`sandbox.py` passes this file's text to `python -c`, so that no file of the package is visible inside. Its argument is
+the descriptor of a JSON job: `program` (text), `limits` (resource name → value) and `call` (None, or a function's name
+and its arguments).
 
 A job without a call is the program as a script. A job with a call prints what the function returns as JSON on stdout;
 what the program itself prints goes to stderr.

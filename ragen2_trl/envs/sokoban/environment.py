@@ -10,9 +10,12 @@ from typing import Any
 
 from PIL import Image
 
-from ragen2_trl.envs.base import Environment, Episode, Limits, Row, check_choice, check_count, check_range, held_out
+from ragen2_trl.envs.base import Environment
+from ragen2_trl.envs.checks import check_choice, check_count, check_range
 from ragen2_trl.envs.drawing import draw_grid
-from ragen2_trl.envs.sokoban_rooms import Cell, Room, State, make_room, read_room, shortest_solution, write_room
+from ragen2_trl.envs.episode import Episode, Limits
+from ragen2_trl.envs.sokoban.rooms import Cell, Room, State, make_room, read_room, shortest_solution, write_room
+from ragen2_trl.envs.tasks import Row, held_out
 from ragen2_trl.envs.tools import Answer, ToolEnvironment
 
 ACTIONS = ("Up", "Down", "Left", "Right")  # in the order of `Room.directions`

@@ -3,13 +3,16 @@
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from ragen2_trl.information import information_metrics
-from ragen2_trl.reasoning import Turn
-from ragen2_trl.scoring import cross_score
+from ragen2_trl.instrument.information import information_metrics
+from ragen2_trl.instrument.reasoning import Turn
+from ragen2_trl.instrument.scoring import cross_score
+
+T = TypeVar("T")
 
 SCOPES = ("first_turn", "trajectory")
 
@@ -184,7 +187,7 @@ def _measure(model: nn.Module, rows: Sequence[_Row], columns: Sequence[_Row], sa
     )
 
 
-def _draw(items: Sequence, count: int, generator: torch.Generator) -> list:
+def _draw(items: Sequence[T], count: int, generator: torch.Generator) -> list[T]:
     """`count` of the items without replacement, in their order; all of them where there are no more."""
     if len(items) <= count:
         return list(items)

@@ -5,7 +5,7 @@ import re
 from collections.abc import Sequence
 from typing import Any, TypeAlias
 
-from ragen2_trl.envs.base import Row
+from ragen2_trl.envs.tasks import Row
 
 # What a program is given, and what it should answer. A script: two texts; a function: its arguments and its result.
 Test: TypeAlias = tuple[Any, Any]

@@ -22,7 +22,8 @@ from datasets import Dataset, load_from_disk
 from filelock import FileLock
 from huggingface_hub import cached_assets_path
 
-from ragen2_trl.envs.base import check_count, check_range, load_tasks
+from ragen2_trl.envs.checks import check_count, check_range
+from ragen2_trl.envs.tasks import load_tasks
 
 if TYPE_CHECKING:
     import bm25s

@@ -1,0 +1,21 @@
+"""Checks of options, whose errors name the field, the value and what is allowed."""
+
+from collections.abc import Iterable
+
+
+def check_choice(field: str, value: object, allowed: Iterable[object]) -> None:
+    """Raises a `ValueError` that names the field, the value and the allowed set unless `value` is one of `allowed`."""
+    if value not in allowed:
+        raise ValueError(f"{field} must be one of {list(allowed)}, got {value!r}")
+
+
+def check_count(field: str, value: object, low: int, high: int) -> None:
+    """Like `check_range`, for whole numbers."""
+    if type(value) is not int or not low <= value <= high:
+        raise ValueError(f"{field} must be an integer between {low} and {high}, got {value!r}")
+
+
+def check_range(field: str, value: float, low: float, high: float) -> None:
+    """Raises a `ValueError` that names the field, the value and the range unless `low <= value <= high`."""
+    if not isinstance(value, (int, float)) or not low <= value <= high:
+        raise ValueError(f"{field} must be between {low} and {high}, got {value!r}")

@@ -1,0 +1,56 @@
+"""Where tasks come from, and which of them are held out."""
+
+import random
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from datasets import Dataset, load_dataset
+
+Row: TypeAlias = Mapping[str, Any]
+
+SPLITS = ("train", "test")
+TEST_FRACTION_INVERSE = 5  # one task in five is held out
+_FILE_FORMATS = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".csv": "csv"}
+
+
+def held_out(task: str) -> bool:
+    """Whether a task, given as text, belongs to the split `"test"`: one in `TEST_FRACTION_INVERSE`, by its hash.
+
+    >>> [held_out(task) for task in ("a", "b", "c", "d")]
+    [False, False, True, False]
+    """
+    return zlib.crc32(task.encode()) % TEST_FRACTION_INVERSE == 0
+
+
+def load_tasks(data: str, split: str, *, config: str | None = None) -> Dataset:
+    """Rows of a Hub dataset or of a local file (json, jsonl, parquet, csv) or folder.
+
+    Args:
+        data: A Hub id or a local path.
+        split: The split to load; a single file has none and is read whole, so that tasks have to hold out by hash.
+        config: Name of the dataset's configuration on the Hub.
+
+    Raises:
+        ValueError: If a local file is of another kind.
+    """
+    path = Path(data)
+    if not path.is_file():
+        return load_dataset(data, config if not path.exists() else None, split=split)
+    if path.suffix not in _FILE_FORMATS:
+        raise ValueError(f"data must be a Hub id, a folder or a file {sorted(_FILE_FORMATS)}, got {data!r}")
+    return load_dataset(_FILE_FORMATS[path.suffix], data_files=str(path), split="train")
+
+
+def shuffled(rows: Dataset, columns: Iterable[str], rng: random.Random) -> Iterator[tuple[int, dict[str, Any]]]:
+    """All rows with their numbers, in the order that `rng` draws.
+
+    Raises:
+        ValueError: If a column is missing.
+    """
+    if not set(columns) <= set(rows.column_names):
+        raise ValueError(f"columns of data must include {list(columns)}, got {rows.column_names}")
+    order = list(range(len(rows)))
+    rng.shuffle(order)
+    return ((index, rows[index]) for index in order)

@@ -1,0 +1,65 @@
+"""A measurement with its texts, as a run keeps it on disk."""
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ragen2_trl.reporting.files import write_whole
+
+
+@dataclass(frozen=True)
+class SavedMeasurement:
+    """A measurement of the first turns of one generation, with its texts.
+
+    Args:
+        step: Optimizer step.
+        metrics: From `information_metrics`.
+        regime: From `classify_regime`.
+        prompts: (N,) what reasonings were scored under.
+        reasonings: (B,).
+        prompt_index: (B,) own column of each reasoning.
+        lengths: (B,) tokens.
+        cross_logps: (B, N) log p(Z_b | x_n) in nats.
+        rewards: For each group of the generation, the G weighted reward sums; NaN where there is none.
+        scores: For each group, what the filter ranks by; reward variance without a filter.
+        kept: For each group, whether the filter kept it; `None` without a filter.
+    """
+
+    step: int
+    metrics: dict[str, float]
+    regime: str | None
+    prompts: list[str]
+    reasonings: list[str]
+    prompt_index: Tensor
+    lengths: Tensor
+    cross_logps: Tensor
+    rewards: Tensor
+    scores: Tensor
+    kept: Tensor | None
+
+    def save(self, folder: Path) -> Path:
+        """Write `measurement_<step>.json` into `folder`."""
+        values = {name: value.tolist() if isinstance(value, Tensor) else value for name, value in vars(self).items()}
+        values["cross_logps"] = [[round(logp, 4) for logp in row] for row in values["cross_logps"]]  # half the file
+        values["rewards"] = [
+            [None if math.isnan(reward) else reward for reward in group] for group in values["rewards"]
+        ]
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / f"measurement_{self.step:05d}.json"
+        write_whole(path, json.dumps(values))
+        return path
+
+
+def read_measurement(path: Path) -> SavedMeasurement:
+    """What `SavedMeasurement.save` wrote."""
+    values = json.loads(path.read_text())
+    values["rewards"] = [[math.nan if reward is None else reward for reward in group] for group in values["rewards"]]
+    for name, dtype in (("prompt_index", torch.long), ("lengths", torch.long), ("kept", torch.bool)):
+        values[name] = None if values[name] is None else torch.tensor(values[name], dtype=dtype)
+    for name in ("cross_logps", "rewards", "scores"):
+        values[name] = torch.tensor(values[name], dtype=torch.float32)
+    return SavedMeasurement(**values)

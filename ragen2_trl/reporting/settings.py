@@ -1,0 +1,67 @@
+"""What was trained and with what, as anyone may read it."""
+
+import re
+from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from transformers import Trainer
+
+from ragen2_trl.envs import Environment
+
+PACKAGES = ("ragen2-trl", "trl", "transformers", "datasets", "accelerate", "peft", "deepspeed", "torch")
+# Of TRL's settings, those that say what was trained; all of `snr_*` comes with them. Nothing that may hold a secret.
+SETTINGS = (
+    "seed",
+    "learning_rate",
+    "loss_type",
+    "beta",
+    "num_generations",
+    "reward_weights",
+    "temperature",
+    "entropy_coef",
+    "max_steps",
+    "max_completion_length",
+    "per_device_train_batch_size",
+    "gradient_accumulation_steps",
+    "steps_per_generation",
+)
+
+
+def settings_of(trainer: Trainer) -> dict[str, Any]:
+    args = vars(trainer.args)
+    names = [*SETTINGS, *sorted(name for name in args if name.startswith("snr_"))]
+    rewards_of = (getattr(func, "environment", None) for func in vars(trainer).get("reward_funcs", ()))
+    environment = next((found for found in rewards_of if isinstance(found, Environment)), None)
+    return {
+        **({} if environment is None else {"environment": public(environment.summary)}),
+        "trainer": type(trainer).__name__,
+        "model": public(getattr(trainer.model.config, "_name_or_path", None)),
+        "reward_funcs": list(getattr(trainer, "reward_func_names", ())),
+        "processes": trainer.accelerator.num_processes,
+        **{name: public(args[name]) for name in names if name in args},
+    }
+
+
+def public(value: Any) -> Any:
+    """A setting as anyone may read it: the end of a path, an address without password and query, an object's class."""
+    if isinstance(value, Mapping):
+        return {str(name): public(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [public(item) for item in value]
+    if isinstance(value, Path) or (isinstance(value, str) and Path(value).is_absolute()):
+        return Path(value).name
+    if isinstance(value, str):
+        return re.sub(r"(?<=://)[^/\s]*@", "", re.sub(r"(://[^\s?#]*)[?#]\S*", r"\1", value))
+    return value if value is None or isinstance(value, int | float) else type(value).__name__
+
+
+def versions_of_packages() -> dict[str, str]:
+    found = {}
+    for package in PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:  # an extra that is not installed
+            continue
+    return found

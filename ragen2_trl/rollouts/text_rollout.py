@@ -1,0 +1,130 @@
+"""RAGEN's text protocol as TRL's `rollout_func`: `TextRollout` plays with whatever the trainer generates with."""
+
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from transformers import Trainer
+
+from ragen2_trl.envs import Environment, Outcome, Play
+from ragen2_trl.rollouts.play import Chat, Messages, check_words_only, play_all
+
+
+class TextRollout:
+    """Plays RAGEN's text protocol in TRL: a `rollout_func` for GRPO trainers.
+
+    Generation is the trainer's own: `transformers`, its continuous batching, or vLLM. The completion of a
+    row is its whole episode; `env_mask` is 0 on everything the model did not write. The reward functions of the
+    environment find the outcome in the column `episode`.
+
+        SNRFilteredGRPOTrainer(model, env.reward_funcs, args, env.dataset(1024, seed=0), rollout_func=TextRollout(env))
+
+    With another GRPO trainer, one line more tells it where the rows of the dataset are, which TRL does not hand to
+    rollout functions:
+
+        rollout = TextRollout(env)
+        trainer = GRPOTrainer(model, env.reward_funcs, args, env.dataset(1024, seed=0), rollout_func=rollout)
+        rollout.attach(trainer)
+
+    Args:
+        env: The task, with the text protocol and without pictures.
+        max_turn_tokens: Longest turn in tokens; default: whatever is left of TRL's `max_completion_length`, which
+            covers the whole episode.
+
+    Raises:
+        ValueError: If the environment is made for tools or shows pictures, or `max_turn_tokens` is below 1.
+    """
+
+    def __init__(self, env: Environment, max_turn_tokens: int | None = None):
+        check_words_only(env)
+        if max_turn_tokens is not None and max_turn_tokens < 1:
+            raise ValueError(f"max_turn_tokens must be at least 1, got {max_turn_tokens!r}")
+        self._env = env
+        self._max_turn_tokens = max_turn_tokens
+        self._rows: list[dict[str, Any]] | None = None
+
+    def attach(self, trainer: Trainer) -> None:
+        """Lets this rollout see the dataset rows of each generation."""
+        # Ours draws further rows within a step, which do not pass TRL's method.
+        seam = "_sample_and_score" if hasattr(trainer, "_sample_and_score") else "_generate_and_score_completions"
+        sample = getattr(trainer, seam)
+
+        def with_rows(inputs: list[dict[str, Any]]) -> Any:
+            self._rows = inputs
+            return sample(inputs)
+
+        setattr(trainer, seam, with_rows)
+
+    def __call__(self, prompts: list[Messages], trainer: Any) -> dict[str, Any]:
+        """TRL's contract: ids of prompts and completions, log-probs, and columns for the reward functions."""
+        if self._rows is None:
+            raise ValueError(f"rollout_func must be attached, call attach(trainer) on it: {type(trainer).__name__}")
+        tokenizer = trainer._tokenizer  # of a vision-language model, too
+        chat = Chat(
+            tokenizer,
+            trainer.eos_token_ids,
+            trainer.processing_class,
+            chat_template=trainer.chat_template,
+            **trainer.chat_template_kwargs,
+        )
+        trajectories = play_all(
+            self._plays(trainer.state.global_step),
+            prompts,
+            chat,
+            lambda contexts, limit: _generate(trainer, contexts, limit),
+            max_tokens=trainer.max_completion_length,
+            max_turn_tokens=self._max_turn_tokens,
+            max_context=_max_context(trainer),
+            workers=self._env.workers,
+            most=lambda number: _most(trainer, number),
+        )
+        logprobs = [trajectory.logprobs for trajectory in trajectories]
+        return {
+            "prompt_ids": [trajectory.prompt_ids for trajectory in trajectories],
+            "completion_ids": [trajectory.completion_ids for trajectory in trajectories],
+            "env_mask": [trajectory.env_mask for trajectory in trajectories],
+            "logprobs": logprobs if any(logprobs) else None,
+            Outcome.COLUMN: [asdict(trajectory.play.outcome) for trajectory in trajectories],
+        }
+
+    def _plays(self, step: int) -> list[Play]:
+        assert self._rows is not None
+        if "seed" not in self._rows[0]:
+            raise ValueError(f"train_dataset must be one of env.dataset(...), got the columns {sorted(self._rows[0])}")
+        names = [name for name in self._rows[0] if name not in ("prompt", "seed")]
+        columns = {name: [row[name] for row in self._rows] for name in names}
+        return self._env.plays([row["seed"] for row in self._rows], columns, step)
+
+
+def _generate(trainer: Any, contexts: list[list[int]], limit: int) -> tuple[list[list[int]], list[list[float]] | None]:
+    """One turn by the trainer's own backend, of at most `limit` tokens."""
+    if trainer.use_vllm:
+        holder, name = trainer.vllm_generation, "max_completion_length"
+    else:
+        holder, name = trainer.generation_config, "max_new_tokens"
+    count = len(contexts)
+    if trainer.use_vllm:  # its servers and tensor-parallel groups take as many contexts from each process
+        contexts = contexts + contexts[:1] * (_most(trainer, count) - count)
+    usual = getattr(holder, name)
+    setattr(holder, name, limit)
+    try:
+        answers, logprobs = trainer._generate_single_turn(contexts, None, {}, num_generations=1)
+    finally:
+        setattr(holder, name, usual)
+    return answers[:count], None if logprobs is None else logprobs[:count]
+
+
+def _max_context(trainer: Any) -> int | None:
+    """Most tokens that a prompt and its completion may have together."""
+    bounds = [getattr(trainer.model.config.get_text_config(), "max_position_embeddings", None)]
+    if trainer.use_vllm:
+        bounds.append(trainer.args.vllm_max_model_length)
+        if trainer.vllm_mode == "colocate":
+            bounds.append(trainer.vllm_generation.llm.llm_engine.model_config.max_model_len)
+    return min((bound for bound in bounds if bound is not None), default=None)
+
+
+def _most(trainer: Any, number: int) -> int:
+    if trainer.accelerator.num_processes == 1:
+        return number
+    return int(trainer.accelerator.gather(torch.tensor([number], device=trainer.accelerator.device)).max())
