@@ -8,7 +8,14 @@ if TYPE_CHECKING:
     from ragen2_trl.filtering import group_score, select_groups
     from ragen2_trl.instrument import classify_regime, cross_score, information_metrics
     from ragen2_trl.rollouts import TextRollout
-    from ragen2_trl.trainers import SNRFilteredGRPOConfig, SNRFilteredGRPOTrainer
+    from ragen2_trl.trainers import (
+        SNRFilteredGRPOConfig,
+        SNRFilteredGRPOTrainer,
+        SNRFilteredPPOConfig,
+        SNRFilteredPPOTrainer,
+        SNRFilteredRLOOConfig,
+        SNRFilteredRLOOTrainer,
+    )
 
 __version__ = "0.1.0"
 
@@ -19,6 +26,10 @@ _HOMES = {
     "RewardVarianceStopCallback": "callbacks",
     "SNRFilteredGRPOConfig": "trainers",
     "SNRFilteredGRPOTrainer": "trainers",
+    "SNRFilteredPPOConfig": "trainers",
+    "SNRFilteredPPOTrainer": "trainers",
+    "SNRFilteredRLOOConfig": "trainers",
+    "SNRFilteredRLOOTrainer": "trainers",
     "TextRollout": "rollouts",
     "classify_regime": "instrument",
     "cross_score": "instrument",
@@ -32,6 +43,10 @@ __all__ = [
     "RewardVarianceStopCallback",
     "SNRFilteredGRPOConfig",
     "SNRFilteredGRPOTrainer",
+    "SNRFilteredPPOConfig",
+    "SNRFilteredPPOTrainer",
+    "SNRFilteredRLOOConfig",
+    "SNRFilteredRLOOTrainer",
     "TextRollout",
     "classify_regime",
     "cross_score",

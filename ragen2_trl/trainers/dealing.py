@@ -75,7 +75,7 @@ def deal_rows(lengths: Sequence[Sequence[int]], segments: Sequence[int], rows_pe
 
 
 def _deal_segment(rows: list[Row], lengths: Sequence[Sequence[int]], num_filled: int) -> Deal:
-    """The first of three deals, from the one that moves least to the one that is balanced best, that is good enough."""
+    """Of three deals, from the one that moves least to the one that is balanced best, the first that is good enough."""
 
     def length(row: Row) -> int:
         return lengths[row[0]][row[1]]
@@ -94,7 +94,7 @@ def _deal_segment(rows: list[Row], lengths: Sequence[Sequence[int]], num_filled:
 
 
 def _deal_at_home(rows: list[Row], num_processes: int, num_filled: int) -> Deal:
-    """Each process its own rows, but for those it has too many of; sorted rows, so that blocks are of a like length."""
+    """Each process its own rows, but for those it has too many of, in blocks of a like length."""
     shares = _prefer_home(_deal_to_and_fro(rows, num_processes, start=0))
     place = {row: number for number, row in enumerate(rows)}
     cuts = [_cut(sorted(share, key=place.__getitem__), num_filled) for share in shares]
@@ -116,7 +116,9 @@ def _prefer_home(shares: list[list[Row]]) -> list[list[Row]]:
     for share, size in zip(at_home, sizes, strict=True):
         extra = max(0, len(share) - size)
         surplus += [share.pop(len(share) * number // extra) for number in reversed(range(extra))]
-    return [share + [surplus.pop() for _ in range(size - len(share))] for share, size in zip(at_home, sizes, strict=True)]
+    for share, size in zip(at_home, sizes, strict=True):
+        share += [surplus.pop() for _ in range(size - len(share))]
+    return at_home
 
 
 def _cut(rows: list[Row], num_blocks: int) -> list[list[Row]]:

@@ -5,7 +5,6 @@ generation are kept, `refilling` samples further ones, `packing` cuts the kept r
 along what a checkpoint needs. `accounting` counts what became of each optimizer step.
 """
 
-import copy
 import functools
 import os
 import textwrap
@@ -14,7 +13,6 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
-from accelerate.utils import gather_object
 from datasets import Dataset, IterableDataset
 from torch import Tensor
 from torch.utils.data import Sampler
@@ -25,6 +23,12 @@ from ragen2_trl.filtering import group_score
 from ragen2_trl.rollouts import TextRollout
 from ragen2_trl.trainers.accounting import Accounting
 from ragen2_trl.trainers.batches import Batch, loss_mask
+from ragen2_trl.trainers.checks import (
+    LAYOUT_FIELDS,
+    check_prompt_column,
+    check_same_on_all_processes,
+    with_snr_fields,
+)
 from ragen2_trl.trainers.config import SNRFilterConfig
 from ragen2_trl.trainers.packing import KEPT, LossMean, Packing
 from ragen2_trl.trainers.processes import own_share
@@ -32,13 +36,6 @@ from ragen2_trl.trainers.refilling import Refill
 from ragen2_trl.trainers.resuming import ResumableSampler, load_state, save_state
 from ragen2_trl.trainers.selecting import Selection, Selector
 
-LAYOUT_FIELDS = (
-    "per_device_train_batch_size",
-    "gradient_accumulation_steps",
-    "steps_per_generation",
-    "num_generations",
-    "num_iterations",
-)
 VISION_KEYS = (
     "pixel_values",
     "image_grid_thw",
@@ -89,15 +86,15 @@ class SNRFilter:
         if args is None:
             name = model if isinstance(model, str) else model.config._name_or_path
             args = self._config_class(f"{name.split('/')[-1]}-{self._name.replace(' ', '-')}")
-        _check_prompt_column(train_dataset, kwargs.get("environment_factory"))
-        args = self._with_snr_fields(args)
+        check_prompt_column(train_dataset, kwargs.get("environment_factory"))
+        args = with_snr_fields(args, self._config_class, self._trl_config_class)
         super().__init__(model, reward_funcs, args, train_dataset, eval_dataset, processing_class, **kwargs)
         if self.args.snr_mode == "mask" and self.aux_loss_enabled:
             raise ValueError(
                 f"snr_mode='mask' cannot weigh the load-balancing loss (router_aux_loss_coef="
                 f"{self.router_aux_loss_coef}); allowed: snr_mode='drop', or router_aux_loss_coef=0."
             )
-        _check_same_on_all_processes(self.args, self.accelerator.num_processes)
+        check_same_on_all_processes(self.args, self.accelerator.num_processes)
         if self.args.snr_refill_rounds > 0 and not isinstance(self.train_dataset, Dataset):
             raise ValueError(
                 f"snr_refill_rounds={self.args.snr_refill_rounds} draws further prompts by their row, which a "
@@ -114,10 +111,10 @@ class SNRFilter:
         self._accounting = Accounting(self.accelerator, self._metrics["train"])
         self._begin_run()
         # Outside of what subclasses make of these methods: none can lose a weight, or a reward.
-        _wrap(self, "_calculate_rewards", self._remember_rewards)
-        _wrap(self, "compute_loss", self._loss_of_kept_rows)
+        wrap(self, "_calculate_rewards", self._remember_rewards)
+        wrap(self, "compute_loss", self._loss_of_kept_rows)
         if self.is_deepspeed_enabled:
-            _wrap(self.accelerator, "backward", self._backward_of_kept_rows)
+            wrap(self.accelerator, "backward", self._backward_of_kept_rows)
         if isinstance(rollout := kwargs.get("rollout_func"), TextRollout):
             rollout.attach(self)
         self.add_callback(self._accounting)
@@ -171,7 +168,11 @@ class SNRFilter:
         self._log_selection(batch, selection)
         if self._refill is not None:
             batch = self._refill.fill(
-                batch, selection.kept, self.state.global_step, self._sample_further, lambda b: self._logps_and_entropies(b)[0]
+                batch,
+                selection.kept,
+                self.state.global_step,
+                self._sample_further,
+                lambda b: self._logps_and_entropies(b)[0],
             )
         elif not selection.keeps_all:
             kept_rows = self._local(selection.kept_rows)
@@ -249,9 +250,7 @@ class SNRFilter:
             self._accounting.log(name, value)
         lengths = self.accelerator.gather(loss_mask(batch).sum(dim=1))  # (B,)
         tokens = lengths.view(len(selection.kept), -1).sum(dim=1).cpu()
-        self._accounting.log(
-            "kept_tokens_fraction", (tokens[selection.kept].sum() / tokens.sum().clamp(min=1)).item()
-        )
+        self._accounting.log("kept_tokens_fraction", (tokens[selection.kept].sum() / tokens.sum().clamp(min=1)).item())
 
     def _local(self, values: Tensor) -> Tensor:
         """This process's part of values over the rows of all processes. (B,) -> (rows,)."""
@@ -356,48 +355,8 @@ class SNRFilter:
         layout = {name: getattr(self.args, name) for name in LAYOUT_FIELDS}
         return {**layout, "num_processes": self.accelerator.num_processes}
 
-    @classmethod
-    def _with_snr_fields(cls, args: Any) -> Any:
-        """Let TRL's own configuration carry the filter's defaults, so that swapping the trainer class is enough."""
-        if isinstance(args, cls._config_class):
-            return args
-        if type(args) is not cls._trl_config_class:
-            raise TypeError(
-                f"args={type(args).__name__}; allowed: {cls._config_class.__name__}, a class derived from it, or "
-                f"exactly trl.{cls._trl_config_class.__name__}."
-            )
-        # The new fields' defaults are class attributes. Building a new instance would instead check and derive again
-        # what TRL's has already derived.
-        args = copy.copy(args)
-        args.__class__ = cls._config_class
-        return args
 
-
-def _wrap(owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
+def wrap(owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
     """Call `wrapper(method, ...)` in place of a method of one object, whatever class it is of."""
     method = getattr(owner, name)
     setattr(owner, name, functools.wraps(method)(functools.partial(wrapper, method)))
-
-
-def _check_same_on_all_processes(args: SNRFilterConfig, num_processes: int) -> None:
-    """Processes that select differently would wait for one another forever."""
-    if num_processes == 1:
-        return
-    fields = args.__dataclass_fields__
-    names = [name for name in fields if name.startswith("snr_")]
-    names += [name for name in (*LAYOUT_FIELDS, "loss_type", "seed") if name in fields]
-    settings = gather_object([{name: getattr(args, name) for name in names}])
-    for name in names:
-        values = [one[name] for one in settings]
-        if any(value != values[0] for value in values):
-            raise ValueError(
-                f"{name} differs between processes, in their order: {values}; allowed: one value for all."
-            )
-
-
-def _check_prompt_column(train_dataset: Dataset | IterableDataset | None, environment_factory: Any) -> None:
-    columns = train_dataset.column_names if isinstance(train_dataset, (Dataset, IterableDataset)) else None
-    if isinstance(train_dataset, Dataset) and train_dataset.format["type"] == "custom":
-        return  # a transform may make the prompt of other columns
-    if columns is not None and "prompt" not in columns and environment_factory is None:
-        raise ValueError(f"train_dataset has the columns {columns}; one of them must be 'prompt'.")

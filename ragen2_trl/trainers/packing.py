@@ -157,9 +157,7 @@ class Packing:
         deal = deal_rows(everyones, segments, self.args.per_device_train_batch_size)
         total = sum(map(len, everyones))
         # (process, number of its kept rows) -> row of `held`
-        held, place = exchange_rows(
-            rows, kept, deal, accelerator, self.pad_token_id, self.pad_to_multiple_of
-        )
+        held, place = exchange_rows(rows, kept, deal, accelerator, self.pad_token_id, self.pad_to_multiple_of)
 
         packed, steps = [], []
         for shares in deal:

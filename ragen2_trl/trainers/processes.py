@@ -48,7 +48,9 @@ def exchange_rows(
         return [row for row in dealt[target] if row[0] == source] if source != target else []
 
     parcels = [[kept[number] for _, number in sent(me, target)] for target in range(len(dealt))]
-    received = exchange([take(rows, parcel, pad_to_multiple_of) if parcel else None for parcel in parcels], accelerator.device)
+    received = exchange(
+        [take(rows, parcel, pad_to_multiple_of) if parcel else None for parcel in parcels], accelerator.device
+    )
     parts, size = [rows], len(rows["prompt_ids"])
     for source, part in enumerate(received):
         if part is not None:

@@ -1,0 +1,57 @@
+"""What is looked at before training."""
+
+import copy
+from typing import Any
+
+from accelerate.utils import gather_object
+from datasets import Dataset, IterableDataset
+
+from ragen2_trl.trainers.config import SNRFilterConfig
+
+LAYOUT_FIELDS = (
+    "per_device_train_batch_size",
+    "gradient_accumulation_steps",
+    "steps_per_generation",
+    "num_generations",
+    "num_iterations",
+)
+
+
+def with_snr_fields(args: Any, config_class: type, trl_config_class: type) -> Any:
+    """Let TRL's own configuration carry the filter's defaults, so that swapping the trainer class is enough."""
+    if isinstance(args, config_class):
+        return args
+    if type(args) is not trl_config_class:
+        raise TypeError(
+            f"args={type(args).__name__}; allowed: {config_class.__name__}, a class derived from it, or exactly "
+            f"trl.{trl_config_class.__name__}."
+        )
+    # The new fields' defaults are class attributes. Building a new instance would instead check and derive again
+    # what TRL's has already derived.
+    args = copy.copy(args)
+    args.__class__ = config_class
+    return args
+
+
+def check_same_on_all_processes(args: SNRFilterConfig, num_processes: int) -> None:
+    """Processes that select differently would wait for one another forever."""
+    if num_processes == 1:
+        return
+    fields = args.__dataclass_fields__
+    names = [name for name in fields if name.startswith("snr_")]
+    names += [name for name in (*LAYOUT_FIELDS, "loss_type", "seed") if name in fields]
+    settings = gather_object([{name: getattr(args, name) for name in names}])
+    for name in names:
+        values = [one[name] for one in settings]
+        if any(value != values[0] for value in values):
+            raise ValueError(
+                f"{name} differs between processes, in their order: {values}; allowed: one value for all."
+            )
+
+
+def check_prompt_column(train_dataset: Dataset | IterableDataset | None, environment_factory: Any) -> None:
+    columns = train_dataset.column_names if isinstance(train_dataset, (Dataset, IterableDataset)) else None
+    if isinstance(train_dataset, Dataset) and train_dataset.format["type"] == "custom":
+        return  # a transform may make the prompt of other columns
+    if columns is not None and "prompt" not in columns and environment_factory is None:
+        raise ValueError(f"train_dataset has the columns {columns}; one of them must be 'prompt'.")

@@ -1,0 +1,183 @@
+"""PPO with the filter, on the rollouts of TRL's GRPO (arXiv 2604.06268, Section 4.1; TRL has no PPO any more)."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from trl import GRPOConfig, GRPOTrainer
+
+from ragen2_trl.trainers import advantages as mathematics
+from ragen2_trl.trainers.actor_critic import ActorCritic
+from ragen2_trl.trainers.batches import Batch, loss_mask, take
+from ragen2_trl.trainers.filtered import SNRFilter
+from ragen2_trl.trainers.packing import KEPT, LossMean
+from ragen2_trl.trainers.ppo_config import SNRFilteredPPOConfig
+from ragen2_trl.trainers.processes import forward_in_step
+from ragen2_trl.trainers.selecting import Selection
+
+TURN_REWARDS = "turn_rewards"  # column of a rollout: for each row the reward of each of its turns
+
+
+class SNRFilteredPPOTrainer(ActorCritic, SNRFilter, GRPOTrainer):
+    """
+    PPO on the prompt groups that carry signal, as [`SNRFilteredGRPOTrainer`] is GRPO on them.
+
+    Generation, rewards, tools, rollout functions, vLLM and the clipped loss are those of [`~trl.GRPOTrainer`]. In place
+    of advantages over a group's rewards there are generalised advantages over tokens, from the values of a critic. The
+    return of an episode lands on the last token that the model wrote, and rewards of single turns on the last token of
+    each, where a rollout function gives a column `turn_rewards`. Tokens of the environment carry neither reward nor
+    value and are stepped over. A group is the completions of one prompt; dropped rows take part in neither the actor's
+    nor the critic's update, and advantages are whitened over the kept ones.
+
+    Args:
+        model, reward_funcs, train_dataset, eval_dataset, processing_class, **kwargs:
+            As for [`~trl.GRPOTrainer`].
+        args ([`SNRFilteredPPOConfig`] or [`~trl.GRPOConfig`], *optional*):
+            A plain `GRPOConfig` gets the default settings of PPO and of the filter, in a copy.
+        value_model (`str`, [`~transformers.PreTrainedModel`] or [`~peft.PeftModel`], *optional*):
+            The critic's backbone, for `value_head="separate"`: a model with a `last_hidden_state`, its path or Hub id,
+            or the folder of a critic that was saved. By default the model that the policy was loaded from.
+
+    Raises:
+        ValueError: before training for a setting out of range or a dataset without prompts; at the first generation
+            when no reward function returns a number.
+        TypeError: for a configuration that is neither of the two.
+
+    Example:
+
+    ```python
+    >>> from ragen2_trl import SNRFilteredPPOConfig, SNRFilteredPPOTrainer
+    >>> from trl.rewards import accuracy_reward
+    >>> from datasets import load_dataset
+
+    >>> trainer = SNRFilteredPPOTrainer(  # doctest: +SKIP
+    ...     model="Qwen/Qwen2.5-0.5B-Instruct",
+    ...     reward_funcs=accuracy_reward,
+    ...     args=SNRFilteredPPOConfig(value_head="separate", critic_lr=1e-5),
+    ...     train_dataset=load_dataset("trl-lib/DeepMath-103K", split="train"),
+    ... )
+    >>> trainer.train()  # doctest: +SKIP
+    ```
+    """
+
+    _tag_names = ["trl", "ppo", "snr-filter", "ragen2"]  # noqa: RUF012 -- TRL declares it so
+    _name = "SNR-filtered PPO"
+    _config_class: ClassVar[type] = SNRFilteredPPOConfig
+    _trl_config_class: ClassVar[type] = GRPOConfig
+    args: SNRFilteredPPOConfig
+
+    def __init__(self, model: Any, reward_funcs: Any = None, args: Any = None, *positional: Any, **kwargs: Any):
+        value_model = kwargs.pop("value_model", None)
+        super().__init__(model, reward_funcs, args, *positional, **kwargs)
+        self._add_critic(value_model)
+
+    @property
+    def _loss_mean(self) -> LossMean:
+        return LossMean.TOKENS_OF_GENERATION
+
+    # Advantages
+
+    def _set_advantages(self, inputs: list[dict[str, Any]], batch: Batch, selection: Selection) -> None:
+        mask = loss_mask(batch)
+        kept = self._local(selection.kept_rows)
+        returns = self._local(selection.rewards.flatten()).to(mask.device)  # (rows,), NaN where nothing scored it
+        rewards = mathematics.token_rewards(returns, mask, [row.get(TURN_REWARDS) for row in inputs])
+        if self.args.kl_in == "reward" and self.beta != 0.0:
+            logps = batch.get("old_per_token_logps")
+            logps = self._logps_and_entropies(batch)[0] if logps is None else logps
+            penalty = mathematics.kl_penalty(logps, batch.pop("ref_per_token_logps"), self.args.kl_estimator)
+            self._log_mean("kl", penalty, mask)
+            rewards = rewards - self.beta * penalty * mask
+        values = self._values_of(batch, kept)
+        discounts = (self.args.gamma, self.args.gae_lambda)
+        if self.args.gae == "bi_level":
+            turns = (self.args.turn_gamma, self.args.turn_gae_lambda)
+            advantages, targets = mathematics.bi_level_gae(rewards, values, mask, *discounts, *turns)
+        else:
+            advantages, targets = mathematics.gae(rewards, values, mask, *discounts)
+        scored = ~returns.isnan().unsqueeze(1)
+        batch["advantages"] = advantages * scored
+        batch["returns"] = targets.masked_fill(~scored, torch.nan)  # what nothing scored teaches the critic nothing
+        batch["old_values"] = values
+
+    def _values_of(self, batch: Batch, kept: Tensor) -> Tensor:
+        """(rows, T) under the present weights, 0 for rows that are dropped: they need none."""
+        rows = kept.nonzero().squeeze(1).tolist()
+        size = self.args.per_device_train_batch_size
+        computed = forward_in_step(self._values, batch, rows, take(batch, [0]), size, self.accelerator)
+        values = torch.zeros_like(batch["completion_ids"], dtype=torch.float)
+        values[kept] = computed
+        return values
+
+    @torch.no_grad()
+    def _values(self, batch: Batch) -> Tensor:
+        with self.critic.listening() as heard:
+            self._logps_and_entropies(batch)
+        return _of_completions(torch.cat(heard), batch)
+
+    def _finish_advantages(self, batch: Batch) -> None:
+        mask = loss_mask(batch) * ~batch["returns"].isnan()
+        if KEPT in batch:
+            mask = mask * batch[KEPT].unsqueeze(1)
+        returns, errors = batch["returns"], batch["returns"] - batch["old_values"]
+        moments = torch.stack([mathematics.masked_moments(v, mask) for v in (batch["advantages"], returns, errors)])
+        of_advantages, of_returns, of_errors = self.accelerator.reduce(moments, reduction="sum")
+        if self.args.whiten_advantages:
+            batch["advantages"] = mathematics.whiten(batch["advantages"], mask, of_advantages)
+        metrics = self._metrics["train"]
+        metrics["ppo/return_mean"].append((of_returns[0] / of_returns[2].clamp(min=1)).item())
+        metrics["ppo/explained_variance"].append(mathematics.explained_variance(of_errors, of_returns))
+
+    # Loss
+
+    def _compute_loss(self, model: Any, inputs: Batch) -> Tensor:
+        if "returns" not in inputs:  # evaluation: there is nothing to update
+            return super()._compute_loss(model, inputs)
+        with self.critic.listening() as heard, self._own_penalty() as beta:
+            loss = super()._compute_loss(model, inputs)
+        mask = loss_mask(inputs)
+        tokens = inputs["num_items_in_batch"].clamp(min=1.0) / self.accelerator.num_processes
+        tokens = tokens * self.current_gradient_accumulation_steps / self.args.steps_per_generation
+        per_token = self.args.value_coef * self._value_loss(_of_completions(heard[-1], inputs), inputs, mask)
+        if beta != 0.0:
+            penalty = mathematics.kl_penalty(self._logps, inputs["ref_per_token_logps"], self.args.kl_estimator)
+            self._log_mean("kl", penalty.detach(), mask)
+            per_token = per_token + beta * penalty
+        return loss + (per_token * mask).sum() / tokens
+
+    @contextmanager
+    def _own_penalty(self) -> Iterator[float]:
+        """Keep TRL's k3 out of the loss where the penalty is another, or in the reward; gives the one that is to come."""
+        beta = self.beta
+        if self.args.kl_in == "reward" or self.args.kl_estimator != "k3":
+            self.beta = 0.0
+        try:
+            yield beta if self.beta != beta and self.args.kl_in == "loss" else 0.0
+        finally:
+            self.beta = beta
+
+    def _value_loss(self, values: Tensor, inputs: Batch, mask: Tensor) -> Tensor:
+        """(rows, T), 0 where nothing scored the row."""
+        known = ~inputs["returns"].isnan()
+        clip = self.args.value_clip if self.args.value_clip > 0 else None
+        targets = inputs["returns"].where(known, values.detach())
+        losses = mathematics.clipped_value_loss(values, inputs["old_values"], targets, clip) * known
+        self._log_mean("ppo/value_loss", losses.detach(), mask * known)
+        return losses
+
+    def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> Any:
+        outputs = super()._get_per_token_logps_and_entropies(*args, **kwargs)
+        self._logps = outputs[0]  # (rows, T) of the latest forward pass
+        return outputs
+
+    def _log_mean(self, name: str, values: Tensor, mask: Tensor) -> None:
+        sums = torch.stack([(values * mask).sum(), mask.sum().float()])
+        total, count = self.accelerator.reduce(sums, reduction="sum").tolist()
+        self._metrics["train"][name].append(total / max(count, 1.0))
+
+
+def _of_completions(values: Tensor, batch: Batch) -> Tensor:
+    """Values of the states in which completion tokens were chosen: (rows, prompt + T) -> (rows, T)."""
+    return values[:, -batch["completion_ids"].size(1) - 1 : -1]

@@ -1,0 +1,89 @@
+"""Configuration of PPO with the filter."""
+
+from dataclasses import dataclass, field
+
+from trl import GRPOConfig
+
+from ragen2_trl.filtering import check_choice
+from ragen2_trl.trainers.advantages import KL_PENALTIES
+from ragen2_trl.trainers.config import SNRFilterConfig
+
+
+@dataclass
+class SNRFilteredPPOConfig(SNRFilterConfig, GRPOConfig):
+    r"""
+    Configuration class for the [`SNRFilteredPPOTrainer`].
+
+    Inherits the parameters of [`~trl.GRPOConfig`], and the filter's from [`SNRFilterConfig`]. `loss_type` is `"dapo"`,
+    whose mean goes over the tokens of the generation batch, as PPO's does in the paper; `scale_rewards` has no effect.
+
+    Parameters:
+        value_head (`str`, *optional*, defaults to `"shared"`):
+            `"shared"` reads values from the policy's last hidden state, `"separate"` from a model of its own (the
+            paper's), see `value_model` of the trainer.
+        critic_lr (`float`, *optional*, defaults to `1e-5`):
+            Learning rate of the critic, under the schedule of the policy's.
+        critic_warmup_steps (`int`, *optional*, defaults to `0`):
+            Optimizer steps for which only the critic learns.
+        value_coef (`float`, *optional*, defaults to `0.1`):
+            Weight of the value loss. A separate critic under Adam does not feel it; with a shared one it says how much
+            the policy's body bends to the values.
+        value_clip (`float`, *optional*, defaults to `0.5`):
+            How far a value may move from that of the rollout before the loss stops following (paper, Appendix B);
+            0 or less does not clip.
+        gamma, gae_lambda (`float`, *optional*, default to `1.0`):
+            Discount and lambda from token to token.
+        gae (`str`, *optional*, defaults to `"token"`):
+            `"token"`, or `"bi_level"`: over turns first, then over the tokens of each turn.
+        turn_gamma, turn_gae_lambda (`float`, *optional*, default to `1.0`):
+            Discount and lambda from turn to turn, for `gae="bi_level"`.
+        whiten_advantages (`bool`, *optional*, defaults to `True`):
+            Whether advantages get zero mean and unit variance over the tokens of the kept rows.
+        kl_in (`str`, *optional*, defaults to `"loss"`):
+            Where the penalty `beta` goes: into the `"loss"`, or off the `"reward"` of each token.
+        kl_estimator (`str`, *optional*, defaults to `"k3"`):
+            `"k1"`, `"k2"` or `"k3"`, see [`~ragen2_trl.trainers.advantages.kl_penalty`]. In the loss, the expected
+            gradient of `"k1"` is 0 where the policy is that of the rollout.
+
+    Raises:
+        ValueError: for a value outside its allowed set; the message names the field, the value and the set.
+    """
+
+    value_head: str = field(
+        default="shared",
+        metadata={"help": "'shared' reads values from the policy's hidden state, 'separate' from a model of its own."},
+    )
+    critic_lr: float = field(default=1e-5, metadata={"help": "Learning rate of the critic."})
+    critic_warmup_steps: int = field(default=0, metadata={"help": "Optimizer steps for which only the critic learns."})
+    value_coef: float = field(default=0.1, metadata={"help": "Weight of the value loss."})
+    value_clip: float = field(
+        default=0.5, metadata={"help": "Clip range of values around the rollout's; 0 or less does not clip."}
+    )
+    gamma: float = field(default=1.0, metadata={"help": "Discount from token to token."})
+    gae_lambda: float = field(default=1.0, metadata={"help": "Lambda of the advantages from token to token."})
+    gae: str = field(
+        default="token", metadata={"help": "'token', or 'bi_level': over turns first, then inside each of them."}
+    )
+    turn_gamma: float = field(default=1.0, metadata={"help": "Discount from turn to turn, for gae='bi_level'."})
+    turn_gae_lambda: float = field(default=1.0, metadata={"help": "Lambda from turn to turn, for gae='bi_level'."})
+    whiten_advantages: bool = field(
+        default=True, metadata={"help": "Whether advantages get zero mean and unit variance over the kept tokens."}
+    )
+    kl_in: str = field(default="loss", metadata={"help": "Where beta's penalty goes: 'loss' or 'reward'."})
+    kl_estimator: str = field(default="k3", metadata={"help": "Estimator of beta's penalty: 'k1', 'k2' or 'k3'."})
+
+    def __post_init__(self) -> None:
+        check_choice("value_head", self.value_head, ("shared", "separate"))
+        check_choice("gae", self.gae, ("token", "bi_level"))
+        check_choice("kl_in", self.kl_in, ("loss", "reward"))
+        check_choice("kl_estimator", self.kl_estimator, KL_PENALTIES)
+        check_choice("loss_type", self.loss_type, ("dapo",))
+        check_choice("importance_sampling_level", self.importance_sampling_level, ("token",))
+        check_choice("multi_objective_aggregation", self.multi_objective_aggregation, ("sum_then_normalize",))
+        for name in ("gamma", "gae_lambda", "turn_gamma", "turn_gae_lambda"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"{name}={getattr(self, name)!r} is out of range; allowed: 0 <= value <= 1.")
+        for name in ("critic_lr", "critic_warmup_steps", "value_coef"):
+            if not 0 <= getattr(self, name) < float("inf"):
+                raise ValueError(f"{name}={getattr(self, name)!r} is out of range; allowed: finite, >= 0.")
+        super().__post_init__()
