@@ -1,19 +1,26 @@
-"""Batches of TRL's GRPO trainer as dictionaries of rows: join them, take rows out of them, trim their padding.
+"""Batches of TRL's trainers as dictionaries of rows: join them, take rows out of them, trim their padding.
 
-A batch maps names to tensors with one row per completion, to lists with one item per completion, or to scalars that
-belong to the whole generation batch. Prompts are padded on the left, completions on the right.
+A batch maps names to values of one row per completion: tensors (rows, ...), lists and tuples. Anything else, as a
+number or a tensor without dimensions, belongs to the whole generation batch. Prompts are padded on the left,
+completions on the right, and so are all tensors over their tokens, whoever put them into the batch: those as wide as
+the completions (rows, T, ...), the prompts (rows, P, ...) or both (rows, P + T, ...). Where T = P a tensor is one over
+prompts if its name says so (`prompt...`), else one over completions. A tensor that is not over tokens but happens to
+be as wide needs a dimension before, (rows, 1, K). For images see `images.py`.
 """
 
-from typing import Any
+from collections.abc import Iterator
+from itertools import chain, count
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
-from trl.trainer.utils import split_pixel_values_by_grid, unsplit_pixel_values_by_grid
 
-Batch = dict[str, Any]
+from ragen2_trl.trainers.images import IMAGE_KEYS, fill_in_images, merge_images, split_images
+from ragen2_trl.trainers.images import WHOLE_SEQUENCE as WHOLE_SEQUENCE
+from ragen2_trl.trainers.images import Batch as Batch
 
-# What stands at padded positions. TRL leaves these values there; the loss masks them out.
+# What stands at padded positions, 0 for any other key. TRL leaves these values there; the loss masks them out.
 PROMPT_PADDING = {"prompt_ids": None, "prompt_mask": 0}
 COMPLETION_PADDING = {
     "completion_ids": None,  # None: the tokenizer's padding token
@@ -25,8 +32,6 @@ COMPLETION_PADDING = {
     "importance_sampling_ratio": 1.0,  # VESPO sums its logarithm over padded positions, too
     "advantages": 0.0,  # one per token in some subclasses of TRL's trainer
 }
-# (rows, prompt + completion): padded on both sides.
-WHOLE_SEQUENCE = ("token_type_ids", "mm_token_type_ids")
 
 
 def loss_mask(batch: Batch) -> Tensor:
@@ -37,7 +42,8 @@ def loss_mask(batch: Batch) -> Tensor:
 
 def row_lengths(batch: Batch) -> Tensor:
     """Tokens of each row without its padding, prompt and completion: (rows,)."""
-    return batch["prompt_mask"].sum(dim=1) + _last_position(batch["completion_mask"])
+    lengths: Tensor = batch["prompt_mask"].sum(dim=1) + _last_position(batch["completion_mask"])
+    return lengths
 
 
 def without_loss(batch: Batch, rows: Tensor) -> Batch:
@@ -54,86 +60,166 @@ def without_loss(batch: Batch, rows: Tensor) -> Batch:
 def join(batches: list[Batch], pad_token_id: int) -> Batch:
     """One batch from several whose padded widths may differ, images split into one item per row.
 
+    Values of the whole generation batch are those of the first. Some batches may have images and others none.
+
     Raises:
-        ValueError: when the batches do not have the same keys, as when only some processes sampled images.
+        ValueError: when only some batches have a key that is not about images, or when types or shapes do not fit.
     """
-    batches = [_split_images(batch) for batch in batches]
-    keys = [sorted(batch) for batch in batches]
-    if any(other != keys[0] for other in keys):
-        raise ValueError(
-            f"Batches with the keys {keys} cannot be joined; allowed: the same keys in all, so images in the prompts "
-            "of every process, and of every round of a refill, or of none."
-        )
-    prompt_width = max(batch["prompt_ids"].size(1) for batch in batches)
-    completion_width = max(batch["completion_ids"].size(1) for batch in batches)
-
-    def widen(batch: Batch, key: str) -> Tensor:
-        left = prompt_width - batch["prompt_ids"].size(1)
-        right = completion_width - batch["completion_ids"].size(1)
-        value: Tensor = batch[key]
-        if key in PROMPT_PADDING:
-            fill = PROMPT_PADDING[key]
-            return pad(value, (left, 0), value=pad_token_id if fill is None else fill)
-        # In all of them: a ratio for each sequence looks like one for each token where all have a single token.
-        if all(_is_per_token(key, other[key], other) for other in batches):
-            fill = COMPLETION_PADDING[key]
-            return pad(value, (0, right), value=pad_token_id if fill is None else fill)
-        return pad(value, (left, right)) if key in WHOLE_SEQUENCE else value
-
+    parts = fill_in_images([split_images(batch) for batch in batches])
+    rows = [len(part["prompt_ids"]) for part in parts]
+    values: dict[str, list[Any]] = {
+        key: [part.get(key) for part in parts] for key in dict.fromkeys(key for part in parts for key in part)
+    }
+    by_row = {key: _are_by_row(key, of_all, rows) for key, of_all in values.items()}
+    sides = {key: _side(key, parts) for key, of_all in values.items() if by_row[key] and isinstance(of_all[0], Tensor)}
+    widths = _widths_of_all(parts, sides)
     joined: Batch = {}
-    for key, first in batches[0].items():
-        if first is None:
-            joined[key] = None
-        elif isinstance(first, list):
-            joined[key] = [item for batch in batches for item in batch[key]]
-        elif first.ndim == 0:
-            joined[key] = first
+    for key, of_all in values.items():
+        if key in sides:
+            joined[key] = _concatenate(key, parts, sides[key], widths, pad_token_id)
         else:
-            joined[key] = torch.cat([widen(batch, key) for batch in batches])
+            joined[key] = type(of_all[0])(chain(*of_all)) if by_row[key] else of_all[0]
     return joined
 
 
 def take(batch: Batch, rows: list[int], pad_to_multiple_of: int | None = None) -> Batch:
-    """A micro-batch of the given rows of a joined batch, its padding trimmed to the longest of them."""
-    batch = _split_images(batch)
+    """A micro-batch of the given rows of a batch, its padding trimmed to the longest of them.
+
+    Without images among them it has no key of images, as a batch of text has none in TRL.
+    """
+    batch = split_images(batch)
     index = torch.tensor(rows, device=batch["prompt_ids"].device)
     taken: Batch = {}
     for key, value in batch.items():
-        if isinstance(value, list):
-            taken[key] = [value[row] for row in rows]
+        if not _is_by_row(key, value, len(batch["prompt_ids"])):
+            taken[key] = value
         else:
-            taken[key] = value if value is None or value.ndim == 0 else value[index]
-
-    prompt_width, completion_width = taken["prompt_ids"].size(1), taken["completion_ids"].size(1)
+            taken[key] = value[index] if isinstance(value, Tensor) else type(value)(value[row] for row in rows)
+    full = _widths(taken)
     longest_prompt = int(taken["prompt_mask"].sum(dim=1).max())
     longest_completion = max(1, int(_last_position(taken["completion_mask"]).max()))
-    first = prompt_width - _round_up(longest_prompt, pad_to_multiple_of, prompt_width)
-    last = _round_up(longest_completion, pad_to_multiple_of, completion_width)
-    trimmed = dict(taken)
-    for key, value in taken.items():
-        if key in PROMPT_PADDING:
-            trimmed[key] = value[:, first:]
-        elif _is_per_token(key, value, taken):
-            trimmed[key] = value[:, :last]
-        elif key in WHOLE_SEQUENCE:
-            trimmed[key] = value[:, first : prompt_width + last]
-    return unsplit_pixel_values_by_grid(trimmed)
+    widths = Widths(
+        _round_up(longest_prompt, pad_to_multiple_of, full.prompt),
+        _round_up(longest_completion, pad_to_multiple_of, full.completion),
+    )
+    sides = {key: _side(key, [taken]) for key, value in taken.items() if isinstance(value, Tensor) and value.ndim}
+    if not _tells_apart(widths, sides, taken):
+        widths = full  # rather some padding than a tensor that is taken for another kind from here on
+    first, last = full.prompt - widths.prompt, full.prompt + widths.completion
+    columns = {"prompt": slice(first, None), "completion": slice(widths.completion), "whole": slice(first, last)}
+    trimmed = {key: taken[key][:, columns[side]] for key, side in sides.items() if side is not None}
+    return merge_images({**taken, **trimmed})
 
 
 def padded_size(batch: Batch) -> int:
     """Positions that a forward pass over the batch computes, padding included."""
-    prompt_ids: Tensor = batch["prompt_ids"]
-    return prompt_ids.numel() + int(batch["completion_ids"].numel())
+    return sum(_widths(batch)) * len(batch["prompt_ids"])
 
 
-def _split_images(batch: Batch) -> Batch:
-    """The batch with its images as one item per row, as which they may already be."""
-    return batch if isinstance(batch.get("pixel_values"), list) else split_pixel_values_by_grid(batch)
+# Tensors over tokens
 
 
-def _is_per_token(key: str, value: Any, batch: Batch) -> bool:
-    """Whether a value is (rows, T). Advantages are mostly (rows,), sequence-level importance ratios (rows, 1)."""
-    return key in COMPLETION_PADDING and value.ndim == 2 and value.size(1) == batch["completion_ids"].size(1)
+class Widths(NamedTuple):
+    """Padded widths of prompts and completions, P and T."""
+
+    prompt: int
+    completion: int
+
+    def of(self, side: str) -> int:
+        return sum(self) if side == "whole" else int(getattr(self, side))
+
+
+def _widths(batch: Batch) -> Widths:
+    return Widths(batch["prompt_ids"].size(1), batch["completion_ids"].size(1))
+
+
+def _is_by_row(key: str, value: Any, rows: int) -> bool:
+    """Whether a value has an item for each row and does not belong to the whole batch."""
+    if not (isinstance(value, (list, tuple)) or (isinstance(value, Tensor) and value.ndim > 0)):
+        return False
+    if len(value) != rows:
+        raise ValueError(f"{key!r} has {len(value)} items in a batch of {rows} rows; allowed: {rows}, or a scalar.")
+    return True
+
+
+def _are_by_row(key: str, values: list[Any], rows: list[int]) -> bool:
+    """Whether the values of all batches are by row, with a reason where only some are."""
+    missing = [number for number, value in enumerate(values) if value is None]
+    if 0 < len(missing) < len(values):
+        raise ValueError(
+            f"{key!r} is missing in the batches {missing} of {len(values)}; allowed: a key in all of them or in none, "
+            f"or one of {IMAGE_KEYS} where there are images."
+        )
+    by_row = [_is_by_row(key, value, size) for value, size in zip(values, rows, strict=True)]
+    kinds = {type(value).__name__ if is_by_row else "scalar" for value, is_by_row in zip(values, by_row, strict=True)}
+    if any(by_row) and len(kinds) > 1:
+        raise ValueError(
+            f"{key!r} is a {' and a '.join(sorted(kinds))} in different batches; allowed: the same in all."
+        )
+    return all(by_row)
+
+
+def _possible_sides(key: str) -> tuple[str, ...]:
+    """Which tokens a tensor of this name may be over, the likelier first: a tie is decided by the name."""
+    if key in COMPLETION_PADDING:
+        return ("completion",)
+    return ("prompt", "completion", "whole") if key.startswith("prompt") else ("completion", "prompt", "whole")
+
+
+def _side(key: str, parts: list[Batch]) -> str | None:
+    """The tokens that a tensor is over: those of `"prompt"`, `"completion"`, the `"whole"` sequence, or none.
+
+    In all of them: a ratio for each sequence (rows, 1) looks like one for each token where all have a single token.
+    """
+    for side in _possible_sides(key):
+        if all(part[key].ndim > 1 and part[key].size(1) == _widths(part).of(side) for part in parts):
+            return side
+    return None
+
+
+def _tells_apart(widths: Widths, sides: dict[str, str | None], part: Batch) -> bool:
+    """Whether every tensor of a batch padded to these widths would be seen for what it is."""
+    for key, side in sides.items():
+        if part[key].ndim > 1:
+            width = part[key].size(1) if side is None else widths.of(side)
+            seen = next((other for other in _possible_sides(key) if width == widths.of(other)), None)
+            if seen != side and not (side is None and width == 1):  # which has nothing to trim
+                return False
+    return True
+
+
+def _widths_of_all(parts: list[Batch], sides: dict[str, str | None]) -> Widths:
+    """The largest widths of all batches, or little more where tensors would not be told apart by theirs."""
+    prompt, completion = map(max, zip(*map(_widths, parts), strict=True))
+    if len(parts) == 1:
+        return Widths(prompt, completion)
+
+    def wider() -> Iterator[Widths]:
+        for more in count():
+            yield from (Widths(prompt + left, completion + more - left) for left in range(more + 1))
+
+    return next(widths for widths in wider() if _tells_apart(widths, sides, parts[0]))
+
+
+def _concatenate(key: str, parts: list[Batch], side: str | None, widths: Widths, pad_token_id: int) -> Tensor:
+    """The tensors of one key, padded to the given widths."""
+    fill = {**PROMPT_PADDING, **COMPLETION_PADDING}.get(key, 0)
+    padded: list[Tensor] = []
+    for part in parts:
+        value, own = part[key], _widths(part)
+        if side is not None:
+            left = 0 if side == "completion" else widths.prompt - own.prompt
+            right = 0 if side == "prompt" else widths.completion - own.completion
+            beyond = [0, 0] * (value.ndim - 2)
+            value = pad(value, (*beyond, left, right), value=pad_token_id if fill is None else fill)
+        padded.append(value)
+    shapes = [tuple(value.shape) for value in padded]
+    if len({shape[1:] for shape in shapes}) > 1:
+        raise ValueError(
+            f"{key!r} has the shapes {[tuple(part[key].shape) for part in parts]}; allowed: as wide as the "
+            "completions, the prompts or both in each batch, or the same shape in all but for the number of rows."
+        )
+    return torch.cat(padded)
 
 
 def _last_position(mask: Tensor) -> Tensor:
