@@ -1,11 +1,12 @@
 """How kept rows are dealt to micro-batches: arithmetic, checked against its promises on random cases."""
 
-from itertools import pairwise
+from itertools import accumulate, pairwise
+from random import Random
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ragen2_trl.trainers.dealing import accumulation_segments, deal_rows
+from ragen2_trl.trainers.dealing import TOLERANCE, accumulation_segments, deal_rows
 
 steps = st.integers(1, 12)
 
@@ -30,57 +31,102 @@ def deals(draw):
     """Rows that were kept out of full micro-batches, so that they always fit."""
     segments = draw(st.lists(st.integers(1, 6), min_size=1, max_size=4))
     rows_per_micro_batch, num_processes = draw(st.integers(1, 4)), draw(st.integers(1, 3))
-    capacity = sum(segments) * rows_per_micro_batch * num_processes
-    lengths = draw(st.lists(st.integers(1, 99), max_size=capacity))
-    return lengths, segments, rows_per_micro_batch, num_processes
+    capacity = sum(segments) * rows_per_micro_batch
+    lengths = [draw(st.lists(st.integers(1, 99), max_size=capacity)) for _ in range(num_processes)]
+    return lengths, segments, rows_per_micro_batch
+
+
+def segments_of(dealt, segments):
+    """The micro-steps of each segment."""
+    return [dealt[start:stop] for start, stop in pairwise([0, *accumulate(segments)])]
 
 
 @given(deals())
 def test_every_kept_row_is_dealt_once_and_fits(case):
-    lengths, segments, rows_per_micro_batch, num_processes = case
-    dealt = deal_rows(lengths, segments, rows_per_micro_batch)
+    lengths, segments, rows_per_micro_batch = case
+    dealt = deal_rows(*case)
     assert len(dealt) == sum(segments)
-    assert sorted(row for shares in dealt for own in shares for row in own) == list(range(len(lengths)))
+    rows = [(process, number) for process, own in enumerate(lengths) for number in range(len(own))]
+    assert sorted(row for shares in dealt for own in shares for row in own) == rows
     assert all(len(own) <= rows_per_micro_batch for shares in dealt for own in shares)
 
 
 @given(deals())
 def test_each_segment_uses_as_few_micro_steps_as_it_needs_and_uses_its_last_ones(case):
-    lengths, segments, rows_per_micro_batch, num_processes = case
-    dealt = deal_rows(lengths, segments, rows_per_micro_batch)
-    start = 0
-    for num_steps in segments:
-        counts = [sum(map(len, shares)) for shares in dealt[start : start + num_steps]]
-        start += num_steps
+    lengths, segments, rows_per_micro_batch = case
+    for segment in segments_of(deal_rows(*case), segments):
+        counts = [sum(map(len, shares)) for shares in segment]
         num_filled = sum(count > 0 for count in counts)
-        assert num_filled == -(-sum(counts) // (rows_per_micro_batch * num_processes))
-        assert all(count > 0 for count in counts[num_steps - num_filled :])
+        assert num_filled == -(-sum(counts) // (rows_per_micro_batch * len(lengths)))
+        assert all(count > 0 for count in counts[len(counts) - num_filled :])
 
 
 @given(deals())
 def test_shares_are_even_over_optimizer_steps_micro_steps_and_processes(case):
-    lengths, segments, rows_per_micro_batch, num_processes = case
-    dealt = deal_rows(lengths, segments, rows_per_micro_batch)
-    start = 0
-    for num_steps in segments:
-        segment = dealt[start : start + num_steps]
-        start += num_steps
-        in_segment = sum(len(own) for shares in segment for own in shares)
-        assert abs(in_segment - len(lengths) * num_steps / sum(segments)) < 1
-        filled = [sum(map(len, shares)) for shares in segment if any(shares)]
-        assert not filled or max(filled) - min(filled) <= 1
+    lengths, segments, _ = case
+    total = sum(map(len, lengths))
+    for segment, num_steps in zip(segments_of(deal_rows(*case), segments), segments, strict=True):
+        assert abs(sum(len(own) for shares in segment for own in shares) - total * num_steps / sum(segments)) < 1
         for shares in segment:
             assert max(map(len, shares)) - min(map(len, shares)) <= 1
+        for process in range(len(lengths)):
+            filled = [len(shares[process]) for shares in segment if any(shares)]
+            assert not filled or max(filled) - min(filled) <= 1
 
 
 @given(deals())
-def test_rows_of_similar_length_share_a_micro_step(case):
-    lengths, segments, rows_per_micro_batch, num_processes = case
-    dealt = deal_rows(lengths, segments, rows_per_micro_batch)
-    start = 0
-    for num_steps in segments:
-        blocks = [[lengths[row] for own in shares for row in own] for shares in dealt[start : start + num_steps]]
-        start += num_steps
-        filled = [block for block in blocks if block]
-        for shorter, longer in pairwise(filled):
+def test_rows_of_similar_length_share_a_micro_batch(case):
+    lengths, segments, rows_per_micro_batch = case
+    alone = [[length for own in lengths for length in own]]
+    segments = [num_steps * len(lengths) for num_steps in segments]
+    for segment in segments_of(deal_rows(alone, segments, rows_per_micro_batch), segments):
+        blocks = [[alone[0][number] for _, number in own] for (own,) in segment]
+        for shorter, longer in pairwise(block for block in blocks if block):
             assert max(shorter) <= min(longer)
+
+
+def padded_tokens(dealt, lengths):
+    """Of the slowest process, summed over micro-steps."""
+    sizes = [
+        [len(own) * max((lengths[home][number] for home, number in own), default=0) for own in shares]
+        for shares in dealt
+    ]
+    return sum(map(max, sizes))
+
+
+@given(deals())
+def test_leaving_rows_where_they_are_costs_at_most_the_tolerance(case):
+    """Against dealing the sorted rows of each micro-step to and fro, written down here once more."""
+    lengths, segments, _ = case
+    for segment in segments_of(deal_rows(*case), segments):
+        rows = sorted(
+            (row for shares in segment for own in shares for row in own), key=lambda row: lengths[row[0]][row[1]]
+        )
+        filled, processes = sum(map(any, segment)), len(lengths)
+        to_and_fro = []
+        for step in range(filled):
+            shares = [[] for _ in lengths]
+            block = rows[len(rows) * step // filled : len(rows) * (step + 1) // filled]
+            for place, row in enumerate(block):
+                turn, process = divmod(place, processes)
+                shares[processes - 1 - process if (turn + step) % 2 else process].append(row)
+            to_and_fro.append(shares)
+        # Rows of equal length may come in another order, and so cost another way round.
+        if len({lengths[home][number] for home, number in rows}) == len(rows):
+            assert padded_tokens(segment, lengths) <= (1 + TOLERANCE) * padded_tokens(to_and_fro, lengths)
+
+
+def test_rows_stay_on_their_process_where_it_has_as_many_as_the_others():
+    random = Random(0)
+    lengths = [[random.randint(90, 100) for _ in range(16)] for _ in range(4)]
+    dealt = deal_rows(lengths, [8], 2)
+    assert all(home == process for shares in dealt for process, own in enumerate(shares) for home, _ in own)
+
+
+def test_only_the_surplus_moves():
+    random = Random(0)
+    lengths = [[random.randint(90, 100) for _ in range(count)] for count in (24, 8)]
+    dealt = deal_rows(lengths, [8], 4)
+    moved = [row for shares in dealt for process, own in enumerate(shares) for row in own if row[0] != process]
+    assert len(moved) == 8
+    assert all(home == 0 for home, _ in moved)

@@ -75,7 +75,7 @@ def deal_rows(lengths: Sequence[Sequence[int]], segments: Sequence[int], rows_pe
 
 
 def _deal_segment(rows: list[Row], lengths: Sequence[Sequence[int]], num_filled: int) -> Deal:
-    """Of three deals, from the one that moves least to the one that is balanced best, the first that is good enough."""
+    """Of three deals, from the one that moves least to the one balanced best, the first that is good enough."""
 
     def length(row: Row) -> int:
         return lengths[row[0]][row[1]]

@@ -1,8 +1,8 @@
 """What the filtered trainers share: TRL's hooks, in the order in which a training step comes through them.
 
 Each hook calls TRL's and then one of four things that know little of one another: `selecting` says which groups of a
-generation are kept, `refilling` samples further ones, `packing` cuts the kept rows into micro-batches, `resuming` takes
-along what a checkpoint needs. `accounting` counts what became of each optimizer step.
+generation are kept, `refilling` samples further ones, `packing` cuts the kept rows into micro-batches, `resuming`
+takes along what a checkpoint needs. `accounting` counts what became of each optimizer step.
 """
 
 import functools
@@ -167,13 +167,8 @@ class SNRFilter:
         selection = self._select(inputs, batch)
         self._log_selection(batch, selection)
         if self._refill is not None:
-            batch = self._refill.fill(
-                batch,
-                selection.kept,
-                self.state.global_step,
-                self._sample_further,
-                lambda b: self._logps_and_entropies(b)[0],
-            )
+            step = self.state.global_step
+            batch = self._refill.fill(batch, selection.kept, step, self._sample_further, self._logps_now)
         elif not selection.keeps_all:
             kept_rows = self._local(selection.kept_rows)
             if "num_items_in_batch" in batch:
@@ -243,6 +238,9 @@ class SNRFilter:
             **{key: batch[key] for key in VISION_KEYS if key in batch},
         )
         return logps, entropies
+
+    def _logps_now(self, batch: Batch) -> Tensor:
+        return self._logps_and_entropies(batch)[0]
 
     def _log_selection(self, batch: Batch, selection: Selection) -> None:
         self.latest_selection = (selection.scores, selection.kept)

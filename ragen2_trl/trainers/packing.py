@@ -150,10 +150,7 @@ class Packing:
         kept = rows.pop(KEPT).nonzero().squeeze(1).tolist()
         all_lengths = row_lengths(rows).tolist()
         lengths = [all_lengths[row] for row in kept]
-        if accelerator.num_processes == 1:
-            everyones = [lengths]
-        else:
-            everyones = gather_object([lengths])
+        everyones = gather_object([lengths]) if accelerator.num_processes > 1 else [lengths]
         deal = deal_rows(everyones, segments, self.args.per_device_train_batch_size)
         total = sum(map(len, everyones))
         # (process, number of its kept rows) -> row of `held`

@@ -24,12 +24,12 @@ class SNRFilteredPPOTrainer(ActorCritic, SNRFilter, GRPOTrainer):
     """
     PPO on the prompt groups that carry signal, as [`SNRFilteredGRPOTrainer`] is GRPO on them.
 
-    Generation, rewards, tools, rollout functions, vLLM and the clipped loss are those of [`~trl.GRPOTrainer`]. In place
-    of advantages over a group's rewards there are generalised advantages over tokens, from the values of a critic. The
-    return of an episode lands on the last token that the model wrote, and rewards of single turns on the last token of
-    each, where a rollout function gives a column `turn_rewards`. Tokens of the environment carry neither reward nor
-    value and are stepped over. A group is the completions of one prompt; dropped rows take part in neither the actor's
-    nor the critic's update, and advantages are whitened over the kept ones.
+    Generation, rewards, tools, rollout functions, vLLM and the clipped loss are those of [`~trl.GRPOTrainer`]. In
+    place of advantages over a group's rewards there are generalised advantages over tokens, from the values of a
+    critic. The return of an episode lands on the last token that the model wrote, and rewards of single turns on the
+    last token of each, where a rollout function gives a column `turn_rewards`. Tokens of the environment carry neither
+    reward nor value and are stepped over. A group is the completions of one prompt; dropped rows take part in neither
+    the actor's nor the critic's update, and advantages are whitened over the kept ones.
 
     Args:
         model, reward_funcs, train_dataset, eval_dataset, processing_class, **kwargs:
@@ -149,7 +149,7 @@ class SNRFilteredPPOTrainer(ActorCritic, SNRFilter, GRPOTrainer):
 
     @contextmanager
     def _own_penalty(self) -> Iterator[float]:
-        """Keep TRL's k3 out of the loss where the penalty is another, or in the reward; gives the one that is to come."""
+        """Keep TRL's k3 out of the loss where the penalty is another or in the reward; gives the coefficient of ours."""
         beta = self.beta
         if self.args.kl_in == "reward" or self.args.kl_estimator != "k3":
             self.beta = 0.0

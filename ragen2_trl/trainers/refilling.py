@@ -204,7 +204,7 @@ class Refill:
         return laid_out
 
     def _filled_in(self, batch: Batch | None, spare: Batch, logps: Callable[[Batch], Tensor]) -> Batch | None:
-        """The batch with log-probs under the present policy for the rows that have none. For all processes together."""
+        """The batch with log-probs under the present policy for rows that have none. For all processes together."""
         if not has_logps_to_come(spare):
             return batch
         given = None if batch is None else batch["old_per_token_logps"]

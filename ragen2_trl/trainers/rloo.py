@@ -77,8 +77,8 @@ class SNRFilteredRLOOTrainer(SNRFilter, RLOOTrainer):
         for name in ("rollout_func", "environment_factory", "tools"):
             if kwargs.pop(name, None) is not None:
                 raise TypeError(
-                    f"{type(self).__name__} takes no {name}: TRL's RLOO counts every token of a completion, also those "
-                    "that an environment wrote; allowed for several turns: SNRFilteredGRPOTrainer, "
+                    f"{type(self).__name__} takes no {name}: TRL's RLOO counts every token of a completion, also "
+                    "those that an environment wrote; allowed for several turns: SNRFilteredGRPOTrainer, "
                     "SNRFilteredPPOTrainer."
                 )
         super().__init__(model, reward_funcs, args, *positional, **kwargs)
