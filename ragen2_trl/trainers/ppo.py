@@ -149,7 +149,7 @@ class SNRFilteredPPOTrainer(ActorCritic, SNRFilter, GRPOTrainer):
 
     @contextmanager
     def _own_penalty(self) -> Iterator[float]:
-        """Keep TRL's k3 out of the loss where the penalty is another or in the reward; gives the coefficient of ours."""
+        """Keep TRL's k3 out of the loss where the penalty is another, or in the reward; gives that of ours."""
         beta = self.beta
         if self.args.kl_in == "reward" or self.args.kl_estimator != "k3":
             self.beta = 0.0
