@@ -85,6 +85,7 @@ class TextRollout:
             "env_mask": [trajectory.env_mask for trajectory in trajectories],
             "logprobs": logprobs if any(logprobs) else None,
             Outcome.COLUMN: [asdict(trajectory.play.outcome) for trajectory in trajectories],
+            TURN_REWARDS: [trajectory.play.turn_rewards for trajectory in trajectories],
         }
 
     def _plays(self, step: int) -> list[Play]:
