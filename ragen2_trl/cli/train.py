@@ -6,7 +6,8 @@
     python scripts/train.py --algo ppo --config recipes/frozen_lake_tiny_ppo.yaml
 
 Takes the arguments below together with those of `SNRFilteredGRPOConfig`, or of the algorithm that `--algo` names, and
-of `trl.ModelConfig`. A run lives in `runs/<run_name>/`: the model, `log_history.json`, `summary.json` and `training.png`, and checkpoints while it lasts.
+of `trl.ModelConfig`. A run lives in `runs/<run_name>/`: the model, `log_history.json`, `summary.json` and
+`training.png`, and checkpoints while it lasts.
 """
 
 import argparse
@@ -59,7 +60,7 @@ class TrainArguments(EnvironmentArguments):
 
     algo: str = field(
         default="grpo",
-        metadata={"help": "What to train with, each with the filter: grpo, rloo or ppo (with a critic)."},
+        metadata={"help": "What to train with, and with the filter: grpo, rloo or ppo."},
     )
     model: str | None = field(default=None, metadata={"help": "`tiny` (ships with the package), a path or a Hub id."})
     num_prompts: int = field(default=4096, metadata={"help": "Number of training tasks."})

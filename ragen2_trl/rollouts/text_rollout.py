@@ -7,6 +7,7 @@ import torch
 from transformers import Trainer
 
 from ragen2_trl.envs import Environment, Outcome, Play
+from ragen2_trl.envs.play import TURN_REWARDS
 from ragen2_trl.rollouts.play import Chat, Messages, check_words_only, play_all
 
 
