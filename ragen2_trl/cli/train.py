@@ -338,11 +338,16 @@ def _evaluate(
         max_new_tokens=trainer.args.max_completion_length,
         data=script_args.data,
         max_turn_tokens=script_args.max_turn_tokens,
-        chat_template_kwargs={"chat_template": trainer.chat_template, **trainer.chat_template_kwargs},
+        chat_template_kwargs={**_chat_template(trainer), **trainer.chat_template_kwargs},
     )
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(metrics, indent=2) + "\n")
     return metrics
+
+
+def _chat_template(trainer: Trainer) -> dict[str, Any]:
+    """TRL's RLOO has none of its own: it takes the tokenizer's."""
+    return {"chat_template": trainer.chat_template} if hasattr(trainer, "chat_template") else {}
 
 
 def _write_history(trainer: Trainer, env: Environment, run: Path) -> None:
