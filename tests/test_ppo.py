@@ -155,7 +155,7 @@ def test_a_penalty_in_the_reward_is_taken_off_each_token(estimator, policy_path,
     for row, mask in enumerate(own.tolist()):
         rewards = torch.tensor(slow_rewards(trainer, inputs, row, mask)) - 0.3 * penalty[row] * own[row]
         expected = slow_advantages(rewards.tolist(), values[row], mask, 1.0, 1.0)
-        torch.testing.assert_close(inputs["advantages"][row].double(), torch.tensor(expected), rtol=0, atol=2e-4)
+        torch.testing.assert_close(inputs["advantages"][row].double(), torch.tensor(expected, dtype=torch.float64), rtol=0, atol=2e-4)
     assert trainer.state.log_history[1]["kl"] == pytest.approx(penalty[own].mean().item(), abs=1e-5)
 
 
