@@ -138,7 +138,6 @@ def test_the_update_is_that_of_a_double_loop_over_rows_and_tokens(replay_class, 
 
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
 def test_a_penalty_in_the_reward_is_taken_off_each_token(estimator, policy_path, make_args):
-    # Two passes with different weights: the second generation is away from the reference.
     args = ppo_args(make_args, beta=0.3, kl_in="reward", kl_estimator=estimator, whiten_advantages=False, max_steps=2)
     trainer = trained(policy_path, args)
     inputs, _ = trainer.seen[1]
@@ -155,7 +154,9 @@ def test_a_penalty_in_the_reward_is_taken_off_each_token(estimator, policy_path,
     for row, mask in enumerate(own.tolist()):
         rewards = torch.tensor(slow_rewards(trainer, inputs, row, mask)) - 0.3 * penalty[row] * own[row]
         expected = slow_advantages(rewards.tolist(), values[row], mask, 1.0, 1.0)
-        torch.testing.assert_close(inputs["advantages"][row].double(), torch.tensor(expected, dtype=torch.float64), rtol=0, atol=2e-4)
+        torch.testing.assert_close(
+            inputs["advantages"][row].double(), torch.tensor(expected, dtype=torch.float64), rtol=0, atol=2e-4
+        )
     assert trainer.state.log_history[1]["kl"] == pytest.approx(penalty[own].mean().item(), abs=1e-5)
 
 
