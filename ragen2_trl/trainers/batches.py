@@ -197,7 +197,7 @@ def _tells_apart(widths: Widths, sides: dict[str, str | None], part: Batch) -> b
         if part[key].ndim > 1:
             width = part[key].size(1) if side is None else widths.of(side)
             seen = next((other for other in _possible_sides(key) if width == widths.of(other)), None)
-            if seen != side and not (side is None and width == 1):  # which has nothing to trim
+            if seen != side and width > 1:  # else there is nothing to trim
                 return False
     return True
 
