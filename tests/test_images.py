@@ -10,8 +10,9 @@ import torch
 import transformers
 from conftest import PROMPTS
 from datasets import Dataset
+from fidelity import REFILL, VARIED, row_of, run
 from PIL import Image
-from test_trl_fidelity import REFILL, VARIED, row_of, run, vision_model
+from test_trl_batches import vision_model
 from transformers import AutoTokenizer, Qwen3Config
 from transformers.models.idefics3.configuration_idefics3 import Idefics3VisionConfig
 
