@@ -21,7 +21,7 @@ EIGHT = {"image_size": 8, "patch_size": 4}
 LAYOUTS = (
     {"per_device_train_batch_size": 16},
     # Nothing carried over: that needs log-probs of the whole batch, which TRL computes two rows at a time.
-    {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 8, "snr_max_staleness": 0},
+    {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 8},
 )
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.content is string %}{{ m.content }}{% else %}"

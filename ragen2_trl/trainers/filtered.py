@@ -22,7 +22,7 @@ from ragen2_trl.callbacks.run_record import keep_record
 from ragen2_trl.filtering import group_score
 from ragen2_trl.rollouts import TextRollout
 from ragen2_trl.trainers.accounting import Accounting
-from ragen2_trl.trainers.batches import Batch, loss_mask
+from ragen2_trl.trainers.batches import Batch, chunks, loss_mask
 from ragen2_trl.trainers.checks import (
     LAYOUT_FIELDS,
     check_prompt_column,
@@ -228,16 +228,20 @@ class SNRFilter:
     @torch.no_grad()
     def _logps_and_entropies(self, batch: Batch, compute_entropy: bool = False) -> tuple[Tensor, Tensor | None]:
         """(rows, T) each, log-probs and entropies in nats under the present weights."""
-        logps, entropies, *_ = self._get_per_token_logps_and_entropies(
-            self.model,
-            torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1),
-            torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1),
-            batch["completion_ids"].size(1),
-            batch_size=self.args.per_device_train_batch_size,
-            compute_entropy=compute_entropy,
-            **{key: batch[key] for key in VISION_KEYS if key in batch},
-        )
-        return logps, entropies
+        parts = [
+            self._get_per_token_logps_and_entropies(
+                self.model,
+                torch.cat([part["prompt_ids"], part["completion_ids"]], dim=1),
+                torch.cat([part["prompt_mask"], part["completion_mask"]], dim=1),
+                part["completion_ids"].size(1),
+                compute_entropy=compute_entropy,
+                **{key: part[key] for key in VISION_KEYS if key in part},
+            )[:2]
+            # TRL would show a part without images none of them, which models do not take.
+            for part in chunks(batch, self.args.per_device_train_batch_size)
+        ]
+        logps, entropies = zip(*parts, strict=True)
+        return torch.cat(logps), torch.cat(entropies) if compute_entropy else None
 
     def _logps_now(self, batch: Batch) -> Tensor:
         return self._logps_and_entropies(batch)[0]
