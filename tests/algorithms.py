@@ -1,6 +1,6 @@
 """The three filtered trainers, each with the one it is compared with. All promises are made for each of them.
 
-`for_each` runs a test for each, `cases` for named settings of each. A run here costs a quarter of a second of one core.
+`for_each` runs a test for each, `cases` for named settings of each. A run costs a third of a second of one core.
 """
 
 from dataclasses import dataclass, field
@@ -113,10 +113,20 @@ GRPO, RLOO, PPO = ALGORITHMS.values()
 for_each = pytest.mark.parametrize("algorithm", ALGORITHMS.values(), ids=ALGORITHMS)
 
 
-def cases(**of_each: dict[str, dict[str, Any]]) -> Any:
-    """`cases(grpo={"kl": {"beta": 0.1}}, ...)`: `algorithm` and `settings`, with ids as `grpo-kl`."""
+def slow(*values: Any) -> Any:
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+def cases(slow: tuple[str, ...] = (), **of_each: dict[str, dict[str, Any]]) -> Any:
+    """`cases(grpo={"kl": {"beta": 0.1}}, ...)`: `algorithm` and `settings`, with ids as `grpo-kl`. Those whose ids are
+    in `slow` are marked so; each promise keeps one for each algorithm that is not."""
     params = [
-        pytest.param(ALGORITHMS[name], settings, id=f"{name}-{case}")
+        pytest.param(
+            ALGORITHMS[name],
+            settings,
+            id=f"{name}-{case}",
+            marks=[pytest.mark.slow] if f"{name}-{case}" in slow else [],
+        )
         for name, named in of_each.items()
         for case, settings in named.items()
     ]

@@ -1,11 +1,13 @@
 """A policy small enough that a test can afford `trainer.train()`: two layers, 32 hidden, random weights."""
 
+import functools
 import gc
 import logging
 import os
 
 import pytest
 import torch
+from accelerate.utils import imports
 from datasets import Dataset
 from hub import hub_double as hub_double
 from transformers import Qwen3Config, Qwen3ForCausalLM
@@ -48,6 +50,11 @@ def no_figures_where_nobody_looks(request, monkeypatch):
 def no_record_where_nobody_looks(request, monkeypatch):
     if request.path.stem.startswith(WITHOUT_RECORD):
         monkeypatch.setattr("ragen2_trl.trainers.filtered.keep_record", lambda trainer: None)
+        monkeypatch.setattr("accelerate.utils.imports._is_package_available", is_package_available)
+
+
+# Asked of the same packages two dozen times a trainer, each time from their metadata files.
+is_package_available = functools.cache(imports._is_package_available)
 
 
 @pytest.fixture(scope="session")

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from algorithms import GRPO, STILL, for_each, replay_of
+from algorithms import GRPO, STILL, for_each, replay_of, slow
 from conftest import PROMPTS
 from replay import KEPT, REWARDS, assert_close
 
@@ -10,7 +10,7 @@ ONE_STEP = {**STILL, "max_steps": 1, "per_device_train_batch_size": 32}
 
 
 @pytest.mark.parametrize("aggregation", ["sum_then_normalize", "normalize_then_sum"])
-@pytest.mark.parametrize("scale_rewards", ["group", "batch", "none"])
+@pytest.mark.parametrize("scale_rewards", ["batch", slow("group"), slow("none")])
 def test_advantages_are_normalised_over_the_kept_groups(aggregation, scale_rewards, policy_path, tmp_path):
     settings = {"multi_objective_aggregation": aggregation, "scale_rewards": scale_rewards}
     layout = {**ONE_STEP, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 8}
@@ -36,7 +36,7 @@ def test_soft_mode_scales_advantages_by_group_std(algorithm, policy_path, tmp_pa
     assert_close(soft[0], plain[0])
 
 
-@pytest.mark.parametrize(("scaling", "factor"), [("linear", 0.5), ("sqrt", 0.5**0.5)])
+@pytest.mark.parametrize(("scaling", "factor"), [slow("linear", 0.5), ("sqrt", 0.5**0.5)])
 @for_each
 def test_loss_scaling_is_the_kept_fraction(algorithm, scaling, factor, policy_path, tmp_path):
     policy_only = {"value_coef": 0.0} if algorithm.name == "ppo" else {}

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from algorithms import PPO, for_each, replay_of
+from algorithms import PPO, for_each, replay_of, slow
 from replay import KEPT
 
-LAYOUTS = [(1, 16), (2, 8), (4, 4), (32, 1)]  # rows per device, forward passes of the update
+LAYOUTS = [slow(1, 16), slow(2, 8), (4, 4), slow(32, 1)]  # rows per device, forward passes of the update
 
 
 class Passes:

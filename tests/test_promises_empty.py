@@ -5,7 +5,7 @@ import logging
 
 import pytest
 import torch
-from algorithms import GRPO, cases, for_each, replay_of
+from algorithms import GRPO, cases, for_each, replay_of, slow
 from conftest import PROMPTS, assert_same_parameters, parameters_of
 from replay import Replay, move_away
 from transformers import TrainerCallback
@@ -44,14 +44,14 @@ class Snapshots(TrainerCallback):
         self.optimizer_states.append(copy.deepcopy(optimizer.state_dict()["state"]))
 
 
-@pytest.mark.parametrize(("mode", "accumulation"), [("drop", 1), ("drop", 2), ("mask", 2), ("soft", 1)])
+@pytest.mark.parametrize(("mode", "accumulation"), [slow("drop", 1), ("drop", 2), ("mask", 2), slow("soft", 1)])
 @cases(
     grpo={"terms": {"beta": 0.1, "entropy_coef": 0.1}},
     rloo={"terms": {"beta": 0.1}},
     ppo={"terms": {"beta": 0.1, "entropy_coef": 0.1}, "separate": {"value_head": "separate"}},
 )
 def test_an_empty_selection_changes_nothing(algorithm, settings, mode, accumulation, policy_path, tmp_path):
-    """Signal in the first step only, so that momentum, weight decay, KL, entropy and values all would move the next."""
+    """Signal in the first step only, so that momentum, weight decay, KL, entropy and values would move the next."""
     args = algorithm.args(
         tmp_path, snr_mode=mode, gradient_accumulation_steps=accumulation, weight_decay=0.1, **settings
     )
@@ -115,6 +115,7 @@ def test_steps_without_a_row_of_a_kept_group_are_not_counted_as_empty(algorithm,
     assert moved == 4
 
 
+@pytest.mark.slow
 @for_each
 def test_signal_in_between_keeps_the_run_going(algorithm, policy_path, tmp_path):
     args = algorithm.args(tmp_path, max_steps=7, snr_max_empty_steps=3)

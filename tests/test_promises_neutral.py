@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from algorithms import GRPO, PPO, cases, for_each, replay_of
+from algorithms import GRPO, PPO, cases, for_each, replay_of, slow
 from conftest import assert_same_parameters, parameters_of
 from replay import move_away
 from trl import GRPOTrainer
@@ -12,7 +12,12 @@ LAYOUTS = {
     "iterations": {"num_iterations": 2, "gradient_accumulation_steps": 2, "mask_truncated_completions": True},
     "steps": {"steps_per_generation": 2, "gradient_accumulation_steps": 1, "pad_to_multiple_of": 8},
     "generations": {"steps_per_generation": 1, "gradient_accumulation_steps": 2},
-    "evaluation": {"eval_strategy": "steps", "eval_steps": 2, "num_generations_eval": 2},
+}
+# All of them, and evaluations between.
+TOGETHER = {
+    **LAYOUTS["iterations"],
+    **LAYOUTS["steps"],
+    **{"eval_strategy": "steps", "eval_steps": 2, "num_generations_eval": 2},
 }
 TERMS = {"gradient_accumulation_steps": 2, "beta": 0.01, "entropy_coef": 0.01}
 LOSSES = ["grpo", "dr_grpo", "dapo", "bnpo", "cispo", "sapo", "luspo", "vespo"]
@@ -46,6 +51,12 @@ def test_neutral_is_plain(algorithm, settings, policy_path, prompts, tmp_path):
     assert_neutral(algorithm, settings, policy_path, prompts, tmp_path)
 
 
+@for_each
+def test_neutral_is_plain_amid_iterations_and_evaluations(algorithm, policy_path, prompts, tmp_path):
+    assert_neutral(algorithm, TOGETHER, policy_path, prompts, tmp_path)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 @for_each
 def test_neutral_is_plain_in_every_layout(algorithm, layout, policy_path, prompts, tmp_path):
@@ -67,7 +78,7 @@ class ReturnsForAdvantages(GRPOTrainer):
         return {**super()._generate_and_score_completions(inputs), "advantages": self.returns}
 
 
-@pytest.mark.parametrize("value_head", ["shared", "separate"])
+@pytest.mark.parametrize("value_head", ["shared", slow("separate")])
 def test_ppo_without_a_critic_is_grpo_with_returns_for_advantages(value_head, policy_path, tmp_path):
     """A critic at zero that does not learn, nothing whitened or discounted. Gradients are clipped, as by default."""
     settings = {"gradient_accumulation_steps": 2, "steps_per_generation": 4, "max_steps": 4, "beta": 0.1}

@@ -1,7 +1,7 @@
 """Promise 2: the filtered update is that of the plain trainer on the kept groups."""
 
 import pytest
-from algorithms import ALGORITHMS, GRPO, STILL, cases, for_each, replay_of
+from algorithms import ALGORITHMS, GRPO, STILL, cases, for_each, replay_of, slow
 from conftest import PROMPTS
 from replay import KEPT, Replay, assert_close, mean_gradient
 
@@ -62,19 +62,26 @@ def assert_update(algorithm, settings, layout, policy_path, tmp_path, **modes):
     return filtered
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+FAST = ("four optimizer steps per generation", "optimizer steps of one row")
+
+
+@pytest.mark.parametrize("layout", [layout if layout in FAST else slow(layout) for layout in LAYOUTS])
 @for_each
 def test_filtered_update_is_the_plain_one_on_the_kept_groups(algorithm, layout, policy_path, tmp_path):
     settings = {"grpo": BONUS, "rloo": TERMS["rloo"]["normalised"], "ppo": PPO_STILL}[algorithm.name]
     assert_update(algorithm, settings, LAYOUTS[layout], policy_path, tmp_path)
 
 
-@cases(**TERMS)
+@cases(
+    slow=("rloo-kl", "ppo-k1 in loss", "ppo-k3 in loss", "ppo-k2 in reward", "ppo-k3 in reward", "ppo-bi_level"),
+    **TERMS,
+)
 def test_every_term_is_that_of_the_kept_groups(algorithm, settings, policy_path, tmp_path):
     assert_update(algorithm, settings, LAYOUTS["four micro-batches"], policy_path, tmp_path)
 
 
 @cases(
+    slow=("grpo-bonus", "ppo-shared", "ppo-k2 in loss"),
     grpo=TERMS["grpo"],
     rloo={"normalised": TERMS["rloo"]["normalised"]},
     ppo={name: TERMS["ppo"][name] for name in ("shared", "separate", "k2 in loss")},
@@ -126,14 +133,15 @@ def assert_iterations(algorithm, settings, accumulation, mode, policy_path, tmp_
         assert_close(mean_gradient(filtered[:2]), mean_gradient(filtered[2:]))
 
 
-@pytest.mark.parametrize("mode", ["drop", "mask"])
+@pytest.mark.parametrize("mode", ["drop", slow("mask")])
 @for_each
 def test_every_iteration_over_a_generation_batch_is_exact(algorithm, mode, policy_path, tmp_path):
     settings = {"critic_lr": 0.0} if algorithm.name == "ppo" else {}
     assert_iterations(algorithm, settings, 4, mode, policy_path, tmp_path)
 
 
-@pytest.mark.parametrize("mode", ["drop", pytest.param("mask", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["drop", "mask"])
 @for_each
 def test_iterations_out_of_step_with_the_optimizer_are_exact(algorithm, mode, policy_path, tmp_path):
     settings = {"critic_lr": 0.0} if algorithm.name == "ppo" else {}
@@ -148,8 +156,9 @@ def test_every_iteration_is_exact_for_every_loss(loss_type, accumulation, mode, 
     assert_iterations(GRPO, {"loss_type": loss_type}, accumulation, mode, policy_path, tmp_path)
 
 
-@pytest.mark.parametrize("mode", ["drop", pytest.param("mask", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("mode", ["drop", slow("mask")])
 @cases(
+    slow=("grpo-grpo", "grpo-dr_grpo"),
     grpo={loss_type: {"loss_type": loss_type} for loss_type in ("grpo", "dapo", "dr_grpo")},
     rloo={"normalised": {"normalize_advantages": True}},
     ppo={"shared": {"critic_lr": 0.0}},
@@ -178,6 +187,7 @@ TRUNCATED = {"mask_truncated_completions": True, "max_completion_length": 10}
 
 
 @cases(
+    slow=("grpo-padded", "grpo-sequence", "grpo-off-policy", "rloo-padded", "ppo-padded"),
     grpo={
         "truncated": TRUNCATED,
         "padded": {"pad_to_multiple_of": 8},
@@ -187,7 +197,7 @@ TRUNCATED = {"mask_truncated_completions": True, "max_completion_length": 10}
     rloo={"truncated": TRUNCATED, "padded": {"pad_to_multiple_of": 8}},
     ppo={"truncated": TRUNCATED, "padded": {"pad_to_multiple_of": 8}},
 )
-@pytest.mark.parametrize("mode", ["drop", pytest.param("mask", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("mode", ["drop", slow("mask")])
 def test_other_settings_of_trl_keep_the_update_exact(algorithm, settings, mode, policy_path, tmp_path):
     settings = {**settings, **STILL, "max_steps": 1}
     replay = replay_of(policy_path)
@@ -210,7 +220,7 @@ class Turns(Replay):
         return {**output, "env_mask": masks}
 
 
-@pytest.mark.parametrize("mode", ["drop", "mask"])
+@pytest.mark.parametrize("mode", ["drop", slow("mask")])
 @pytest.mark.parametrize("algorithm", [ALGORITHMS["grpo"], ALGORITHMS["ppo"]], ids=["grpo", "ppo"])
 def test_tokens_that_the_environment_wrote_stay_out_of_the_loss(algorithm, mode, policy_path, tmp_path):
     settings = {**STILL, "max_steps": 1}
