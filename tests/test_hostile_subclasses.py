@@ -70,6 +70,13 @@ class MeanOverRowsInPlaceOfComputeLoss:
         return MeanOverRows._compute_loss(self, model, inputs)
 
 
+class MeanOverTokens:
+    def _compute_loss(self, model, inputs):
+        losses, mask = policy_gradient(self, model, inputs)
+        of_window = self.current_gradient_accumulation_steps / self.args.steps_per_generation
+        return (losses * mask).sum() / (inputs["num_items_in_batch"] * of_window)
+
+
 def assert_right(algorithm, mixin, settings, policy_path, tmp_path):
     """The gradient of a subclass is that of the same subclass of the plain trainer on the kept groups."""
     replay = replay_of(policy_path)
@@ -86,6 +93,11 @@ def assert_right(algorithm, mixin, settings, policy_path, tmp_path):
 @cases(**SETTINGS)
 def test_losses_of_subclasses_are_weighted(algorithm, settings, mixin, policy_path, tmp_path):
     assert_right(algorithm, mixin, settings, policy_path, tmp_path)
+
+
+@cases(**{name: SETTINGS[name] for name in ("grpo", "ppo")})
+def test_losses_of_subclasses_over_the_tokens_of_the_batch_are_weighted(algorithm, settings, policy_path, tmp_path):
+    assert_right(algorithm, MeanOverTokens, settings, policy_path, tmp_path)
 
 
 @pytest.mark.parametrize(("mixin", "factor"), [(CallsSuper, 2.0), (CallsComputeLossOfTRL, 1.0)])
