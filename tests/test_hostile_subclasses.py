@@ -254,3 +254,20 @@ def test_subclasses_that_lose_the_filter_are_refused_before_a_parameter_moves(al
     with pytest.raises(RuntimeError, match=REFUSED[mixin]):
         trainer.train()
     assert_same_parameters(start, parameters_of(trainer))
+
+
+@pytest.mark.parametrize("num_iterations", [1, 2])
+def test_a_filter_that_is_lost_later_is_refused_too(num_iterations, policy_path, tmp_path):
+    """A subclass that calls super() in the first generation only."""
+
+    class Later(GRPO.trainer):
+        def _generate_and_score_completions(self, inputs):
+            if self.state.global_step == 0:
+                return super()._generate_and_score_completions(inputs)
+            return GRPOTrainer._generate_and_score_completions(self, inputs)
+
+    args = GRPO.args(tmp_path, per_device_train_batch_size=32, num_iterations=num_iterations, max_steps=4)
+    trainer = GRPO.make(policy_path, args, replay_of(policy_path), trainer_class=Later)
+    with pytest.raises(RuntimeError, match="_generate_and_score_completions"):
+        trainer.train()
+    assert trainer.state.global_step == num_iterations
