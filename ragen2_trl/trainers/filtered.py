@@ -164,6 +164,7 @@ class SNRFilter:
         if not self.model.training:
             return batch
         self._packing.forget()
+        self._has_selected = True
         selection = self._select(inputs, batch)
         self._log_selection(batch, selection)
         if self._refill is not None:
@@ -273,12 +274,13 @@ class SNRFilter:
     # Packing: before each pass over a generation batch, and around each loss
 
     def _prepare_inputs(self, generation_batch: Any) -> Batch:
+        before, self._has_selected = self._buffered_inputs, False
         inputs = super()._prepare_inputs(generation_batch)
         if not self.model.training:
             return inputs
         number = self._step % self.args.steps_per_generation
         if number == 0:
-            if not self._accounting.latest:
+            if self._buffered_inputs is not before and not self._has_selected:
                 raise RuntimeError(
                     f"{type(self).__name__}._generate_and_score_completions must call "
                     "super()._generate_and_score_completions, which selects; it did not."
