@@ -7,6 +7,7 @@ import torch
 from transformers import Trainer
 
 from ragen2_trl.envs import Environment, Outcome, Play
+from ragen2_trl.envs.play import TURN_REWARDS
 from ragen2_trl.rollouts.play import Chat, Messages, check_words_only, play_all
 
 
@@ -85,6 +86,7 @@ class TextRollout:
             "env_mask": [trajectory.env_mask for trajectory in trajectories],
             "logprobs": logprobs if any(logprobs) else None,
             Outcome.COLUMN: [asdict(trajectory.play.outcome) for trajectory in trajectories],
+            TURN_REWARDS: [trajectory.play.turn_rewards for trajectory in trajectories],
         }
 
     def _plays(self, step: int) -> list[Play]:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from trl import GRPOConfig, GRPOTrainer
 
+from ragen2_trl.envs.play import TURN_REWARDS
 from ragen2_trl.trainers import advantages as mathematics
 from ragen2_trl.trainers.actor_critic import ActorCritic
 from ragen2_trl.trainers.batches import Batch, loss_mask, take
@@ -16,8 +17,6 @@ from ragen2_trl.trainers.packing import KEPT, LossMean
 from ragen2_trl.trainers.ppo_config import SNRFilteredPPOConfig
 from ragen2_trl.trainers.processes import forward_in_step
 from ragen2_trl.trainers.selecting import Selection
-
-TURN_REWARDS = "turn_rewards"  # column of a rollout: for each row the reward of each of its turns
 
 
 class SNRFilteredPPOTrainer(ActorCritic, SNRFilter, GRPOTrainer):
