@@ -23,6 +23,7 @@ from ragen2_trl.trainers.advantages import (
 NAN = float("nan")
 numbers = st.floats(-4, 4, width=32)
 factors = st.sampled_from([1.0, 0.95, 0.5, 0.0])
+unhurried = settings(deadline=None)  # the first call of a process is slow, and so is a busy machine
 
 
 @st.composite
@@ -130,6 +131,7 @@ def episodes(draw):
     return torch.tensor(returns), torch.tensor(mask), turn_rewards
 
 
+@unhurried
 @given(episodes())
 def test_token_rewards_match_a_loop_over_turns(case):
     returns, mask, turn_rewards = case
@@ -145,6 +147,7 @@ def test_token_rewards_match_a_loop_over_turns(case):
     assert_same(token_rewards(returns, mask, turn_rewards), expected)
 
 
+@unhurried
 @given(episodes())
 def test_token_rewards_sum_to_the_return_of_every_scored_row_with_own_tokens(case):
     returns, mask, turn_rewards = case
@@ -170,6 +173,7 @@ def test_turn_rewards_that_do_not_fit_are_refused():
 # Advantages
 
 
+@unhurried
 @given(steps(), factors, factors)
 def test_gae_matches_sums_of_discounted_errors(case, gamma, lam):
     rewards, values, mask = case
@@ -179,6 +183,7 @@ def test_gae_matches_sums_of_discounted_errors(case, gamma, lam):
     assert_same(returns, returns_by_loops(expected, values, mask))
 
 
+@unhurried
 @given(steps(), factors, factors, factors, factors)
 def test_bi_level_gae_matches_sums_over_turns_and_then_inside_them(case, gamma, lam, turn_gamma, turn_lam):
     rewards, values, mask = case
@@ -188,6 +193,7 @@ def test_bi_level_gae_matches_sums_over_turns_and_then_inside_them(case, gamma, 
     assert_same(returns, returns_by_loops(expected, values, mask))
 
 
+@unhurried
 @given(episodes())
 def test_without_discount_and_values_the_advantage_is_the_return_at_every_own_token(case):
     returns, mask, _ = case
@@ -197,6 +203,7 @@ def test_without_discount_and_values_the_advantage_is_the_return_at_every_own_to
     assert_same(bi_level_gae(rewards, values, mask, 1.0, 1.0, 1.0, 1.0)[0], expected)
 
 
+@unhurried
 @given(steps(max_turns=1), factors, factors, factors, factors)
 def test_bi_level_gae_equals_gae_when_there_is_one_turn(case, gamma, lam, turn_gamma, turn_lam):
     for bi_level, token_level in zip(
@@ -205,6 +212,7 @@ def test_bi_level_gae_equals_gae_when_there_is_one_turn(case, gamma, lam, turn_g
         assert_same(bi_level, token_level)
 
 
+@unhurried
 @given(steps())
 def test_bi_level_gae_equals_gae_without_discounts_however_many_turns(case):
     assert_same(bi_level_gae(*case, 1.0, 1.0, 1.0, 1.0)[0], gae(*case, 1.0, 1.0)[0])
@@ -227,6 +235,7 @@ def test_a_turn_that_earned_nothing_is_a_turn_with_its_own_discount():
     assert advantages.tolist() == [[0.25, 0.0, 0.5, 0.5, 0.0, 1.0]]
 
 
+@unhurried
 @given(steps(), st.lists(st.integers(0, 2), min_size=40, max_size=40), factors, factors)
 def test_environment_tokens_inserted_anywhere_change_no_gae(case, inserted, gamma, lam):
     kept = positions_after_inserting(inserted[: case[2].shape[1]])
@@ -236,6 +245,7 @@ def test_environment_tokens_inserted_anywhere_change_no_gae(case, inserted, gamm
         assert wider.count_nonzero() == wider[:, kept].count_nonzero()
 
 
+@unhurried
 @given(episodes(), st.lists(st.integers(0, 2), min_size=40, max_size=40), factors, factors)
 def test_longer_observations_between_turns_change_no_reward_and_no_bi_level_gae(case, inserted, gamma, turn_gamma):
     returns, mask, turn_rewards = case
@@ -282,6 +292,7 @@ def test_advantages_and_returns_carry_no_gradient_and_leave_their_inputs_alone()
 # Whitening
 
 
+@unhurried
 @given(steps(), steps())
 def test_whitening_uses_the_moments_of_all_processes(here, there):
     inside = [[tensor[1][tensor[2].bool()].tolist(), tensor] for tensor in (here, there)]
@@ -333,12 +344,15 @@ def test_explained_variance_is_one_for_perfect_values_zero_for_constant_ones_and
 
 
 def test_explained_variance_of_returns_that_do_not_vary_is_not_a_number():
-    assert math.isnan(explained(torch.arange(3.0).unsqueeze(0), torch.full((1, 3), 0.1), torch.ones(1, 3)))
+    values, mask = torch.arange(3.0).unsqueeze(0), torch.ones(1, 3)
+    for returns in ([0.1, 0.1, 0.1], [0.3, 0.30000004, 0.3]):  # the second differs by float noise only
+        assert math.isnan(explained(values, torch.tensor([returns]), mask))
 
 
 # Losses
 
 
+@unhurried
 @given(st.lists(st.tuples(numbers, numbers, numbers), min_size=1, max_size=6), st.none() | st.sampled_from([0.5, 0.0]))
 def test_value_loss_is_the_worse_of_both_squared_errors(triples, clip):
     expected = []
@@ -358,6 +372,7 @@ def test_value_loss_moves_no_value_that_has_already_moved_far_enough():
     assert old_values.grad is None and returns.grad is None
 
 
+@unhurried
 @given(st.lists(st.tuples(numbers, numbers), min_size=1, max_size=6))
 def test_kl_penalties_match_their_formulas(pairs):
     logps, ref_logps = torch.tensor(pairs).t().unsqueeze(1)
@@ -391,7 +406,7 @@ def test_cases_hold_what_the_properties_are_about():
     """The strategy reaches rows without own tokens, several turns, gaps of one token, cut turns and one-token rows."""
     seen = set()
 
-    @settings(derandomize=True, max_examples=300)
+    @settings(derandomize=True, max_examples=300, deadline=None)
     @given(mask_rows())
     def look(mask):
         for row in mask:

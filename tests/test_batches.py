@@ -17,7 +17,7 @@ from trl.trainer.utils import (
     unsplit_pixel_values_by_grid,
 )
 
-from ragen2_trl.trainers.batches import join, padded_size, row_lengths, take
+from ragen2_trl.trainers.batches import chunks, join, padded_size, row_lengths, take
 from ragen2_trl.trainers.images import IMAGE_KEYS
 
 PAD = 0
@@ -269,6 +269,18 @@ def test_a_micro_batch_of_text_has_no_image_keys(layout):
     assert not set(taken) & set(IMAGE_KEYS)
     assert taken.keys() == batch_of([rows[1], rows[2]], layout).keys()
     assert "pixel_values" in take(joined, [0])
+
+
+@each_layout
+def test_chunks_hold_the_rows_in_their_order_as_wide_as_they_were(layout):
+    parts, rows = copies([WITH_TWO, OF_TEXT, OF_TEXT, OF_TEXT, WITH_ONE])
+    batch = batch_of(parts[0], layout)
+    cut = chunks(batch, 2)
+    assert [chunk["number"].tolist() for chunk in cut] == [[0, 1], [2, 3], [4]]
+    assert ["pixel_values" in chunk for chunk in cut] == [True, False, True]
+    contents = [content for chunk in cut for content in contents_of(chunk, layout)]
+    assert contents == [contents_of(batch_of([row], layout), layout)[0] for row in rows]
+    assert all(chunk["completion_ids"].size(1) == batch["completion_ids"].size(1) for chunk in cut)
 
 
 def test_images_as_many_as_rows_but_not_one_in_each_stay_with_their_rows():

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
@@ -56,15 +57,17 @@ class Critic(nn.Module):
     def join(self, policy: nn.Module) -> None:
         """Become a submodule of the policy, and listen to its forward passes."""
         policy.add_module(NAME, self)
-        if self.backbone is None:
-            body = policy.get_base_model() if isinstance(policy, PeftModel) else policy
-            body.base_model.register_forward_hook(self._hear_policy)
-        else:
+        body = policy.get_base_model() if isinstance(policy, PeftModel) else policy
+        body.base_model.register_forward_hook(self._hear_policy)
+        if self.backbone is not None:
             policy.register_forward_pre_hook(self._hear_inputs, with_kwargs=True)
 
-    def _hear_policy(self, module: nn.Module, args: Any, output: Any) -> None:
+    def _hear_policy(self, module: nn.Module, args: Any, output: Any) -> Any:
         if self._heard is not None:
-            self._heard.append(self(output.last_hidden_state))
+            if self.backbone is None:
+                self._heard.append(self(output.last_hidden_state))
+            output.last_hidden_state = _Beside.apply(output.last_hidden_state, self._heard[-1])
+        return output
 
     def _hear_inputs(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         if self._heard is not None:
@@ -95,6 +98,19 @@ class Critic(nn.Module):
                 "value_model and adapters as when it was saved."
             )
         self.load_state_dict(weights, strict=False)
+
+
+class _Beside(torch.autograd.Function):
+    """The hidden states as they are, with the values behind them: DDP takes parameters for unused that it does not
+    find behind the policy's output, and values leave the forward pass beside it."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, values: Tensor) -> Tensor:
+        return hidden.view_as(hidden)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None
 
 
 def make_critic(policy: nn.Module, value_model: Any) -> Critic:

@@ -1,6 +1,6 @@
 """Training runs that every backend must end with the same parameters, and what starts them on two processes.
 
-python -m torch.distributed.run --standalone --nproc_per_node=2 backends.py BACKEND POLICY FOLDER
+python -m torch.distributed.run --standalone --nproc_per_node=2 backends.py BACKEND POLICY FOLDER CASE...
 """
 
 import importlib
@@ -16,13 +16,12 @@ from torch.distributed.tensor import DTensor
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from conftest import PROMPTS
-from datasets import Dataset
 from peft import LoraConfig
-from replay import GROUP_SIZE, REWARDS, Replay
-from transformers import AutoTokenizer
+from replay import GROUP_SIZE
+from replayed import make_trainer
 from trl.rewards import think_format_reward  # noqa: F401 -- imports TRL before deepspeed looks at it
 
-from ragen2_trl import MutualInformationCallback, SNRFilteredGRPOConfig, SNRFilteredGRPOTrainer
+from ragen2_trl import MutualInformationCallback
 
 COMMON = {
     "num_generations": GROUP_SIZE,
@@ -45,6 +44,7 @@ COMMON = {
     "seed": 3,
 }
 ADAM = {"optim": "adamw_torch", "learning_rate": 1e-3, "weight_decay": 0.1}
+REPLAYED = ("algorithm", "turns", "equal_lengths", "flat_steps")  # what of a case is not for the configuration
 LOSSES = ("grpo", "dapo", "dr_grpo", "luspo", "cispo", "sapo", "vespo")
 # Rows of all processes together in a micro-step, and micro-steps. Half of the groups are kept: there are micro-steps
 # that are skipped.
@@ -61,10 +61,48 @@ CASES = {
     # The second of three steps has no reward variance at all.
     "an empty step between": {**LAYOUT, **ADAM, "max_steps": 3, "flat_steps": [1]},
 }
-LORA_CASES = ("filtered dapo", "with gradient checkpointing", "an empty step between")
+RLOO = {**LAYOUT, "algorithm": "rloo"}
+RLOO_CASES = {
+    "rloo": RLOO,
+    "rloo normalised": {**RLOO, "normalize_advantages": True, "num_iterations": 2},
+    "rloo refilled": {**RLOO, "snr_refill_rounds": 4, "snr_strategy": "none", "max_steps": 3},
+    "rloo, an empty step between": {**RLOO, **ADAM, "max_steps": 3, "flat_steps": [1]},
+}
+# Three steps: the critic's head begins at 0, and what lies below it learns from the second one on.
+PPO = {**LAYOUT, "algorithm": "ppo", "critic_lr": 0.1, "max_steps": 3}
+SEPARATE = {**PPO, "value_head": "separate"}
+TURNS = {"turns": True, "gae": "bi_level", "gamma": 0.9, "gae_lambda": 0.8, "turn_gamma": 0.7, "turn_gae_lambda": 0.6}
+PPO_CASES = {
+    "ppo": {**PPO, "gae_lambda": 0.9},
+    "ppo with a critic of its own": {**SEPARATE, **TURNS, "kl_in": "reward", "kl_estimator": "k1"},
+    "ppo in two passes": {**SEPARATE, "num_iterations": 2, "kl_estimator": "k2", "value_clip": 0.0},
+    "ppo refilled": {**PPO, **TURNS, "snr_refill_rounds": 4, "snr_strategy": "none"},
+    "ppo with a critic of its own refilled": {**SEPARATE, "snr_refill_rounds": 4, "snr_strategy": "none"},
+    "ppo with gradient checkpointing": {**SEPARATE, "gradient_checkpointing": True},
+    "ppo, the critic first": {**PPO, "critic_warmup_steps": 2, "max_steps": 4},
+    "ppo, an empty step between": {
+        **SEPARATE,
+        **ADAM,
+        "critic_lr": 1e-3,
+        "critic_warmup_steps": 1,
+        "flat_steps": [1],
+        "max_steps": 4,
+    },
+}
+CASES |= {**RLOO_CASES, **PPO_CASES}
+LORA_CASES = (
+    *("filtered dapo", "with gradient checkpointing", "an empty step between", "rloo"),
+    *("ppo", "ppo with a critic of its own", "ppo with gradient checkpointing", "ppo, an empty step between"),
+)
 # Six groups of four over three processes of four rows each.
 THREE = {"rows": 12, "gradient_accumulation_steps": 2, "prompts": 6}
-CASES_OF_THREE = {"filtered by three": THREE, "refilled by three": {**THREE, "snr_refill_rounds": 2}}
+CASES_OF_THREE = {
+    "filtered by three": THREE,
+    "refilled by three": {**THREE, "snr_refill_rounds": 2},
+    "rloo by three": {**THREE, "algorithm": "rloo"},
+    "ppo by three": {**PPO, **THREE},
+    "ppo refilled by three": {**SEPARATE, **TURNS, **THREE, "snr_refill_rounds": 2},
+}
 
 
 def cases_of(backend: str) -> dict[str, dict]:
@@ -81,23 +119,12 @@ def processes_of(backend: str) -> int:
 def run_case(policy_path: str, folder: str, case: dict, processes: int, lora: bool = False, **backend):
     """Final parameters of a case, whole and on the CPU, and its log rows."""
     case = dict(case)
-    flat_steps = case.pop("flat_steps", ())
-    replay = Replay(AutoTokenizer.from_pretrained(policy_path), REWARDS, case.pop("equal_lengths", False))
+    replayed = {name: case.pop(name) for name in REPLAYED if name in case}
     rows = case.pop("rows") // processes
     prompts = PROMPTS[: case.pop("prompts", len(PROMPTS))]
     settings = {**COMMON, **case, "per_device_train_batch_size": rows, "output_dir": folder, **backend}
-
-    def reward(completions, replayed, trainer_state, **kwargs):
-        return [0.0] * len(replayed) if trainer_state.global_step in flat_steps else replayed
-
-    trainer = SNRFilteredGRPOTrainer(
-        policy_path,
-        reward,
-        SNRFilteredGRPOConfig(**settings),
-        Dataset.from_dict({"prompt": prompts}),
-        rollout_func=replay.rollout,
-        peft_config=LoraConfig(r=4, init_lora_weights=False, target_modules="all-linear") if lora else None,
-    )
+    adapters = LoraConfig(r=4, init_lora_weights=False, target_modules="all-linear") if lora else None
+    trainer = make_trainer(policy_path, settings, prompts, **replayed, peft_config=adapters)
     assert trainer.accelerator.num_processes == processes
     trainer.add_callback(MutualInformationCallback(trainer, every=1, num_completions=12))
     trainer.train()
@@ -156,6 +183,7 @@ def start(backend: str) -> dict:
 
 
 def is_sharded(trainer) -> bool:
+    """Whether no process holds a whole parameter, the critic's included."""
     parameters = list(trainer.model.parameters())
     return all(isinstance(p, DTensor) for p in parameters) or all(
         getattr(p, "ds_status", None) is not None and p.ds_status.name == "NOT_AVAILABLE" for p in parameters
@@ -163,13 +191,13 @@ def is_sharded(trainer) -> bool:
 
 
 def main() -> None:
-    backend, policy_path, folder = sys.argv[1:]
+    backend, policy_path, folder, *names = sys.argv[1:]
     settings = start(backend.split("_")[0])
     lora = backend.endswith("_lora")
     results = {}
-    for name, case in cases_of(backend).items():
+    for name in names:
         parameters, rows, trainer = run_case(
-            policy_path, folder, case, processes_of(backend), lora, ddp_backend="gloo", **settings
+            policy_path, folder, cases_of(backend)[name], processes_of(backend), lora, ddp_backend="gloo", **settings
         )
         if backend.startswith(("zero3", "fsdp2")):
             assert is_sharded(trainer)
