@@ -1,5 +1,6 @@
 """A policy small enough that a test can afford `trainer.train()`: two layers, 32 hidden, random weights."""
 
+import gc
 import logging
 import os
 
@@ -23,16 +24,30 @@ LONG = ("test_train", "test_backends", "test_distributed", "test_hub", "test_snr
 
 # How the names of files about figures begin. Elsewhere, two seconds with each checkpoint are for nothing.
 ABOUT_FIGURES = ("test_card", "test_docs", "test_hub", "test_report")
+# Hundreds of runs of a few steps, which nobody reads the record of.
+WITHOUT_RECORD = ("test_hostile", "test_promises", "test_refill")
 
 
 def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: item.path.stem not in LONG)
 
 
+def pytest_collection_finish():
+    """Each training run ends with a garbage collection; let it pass over what was imported."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True)
 def no_figures_where_nobody_looks(request, monkeypatch):
     if not request.path.stem.startswith(ABOUT_FIGURES):
         monkeypatch.setattr("ragen2_trl.callbacks.run_record.write_figures", lambda trainer: None)
+
+
+@pytest.fixture(autouse=True)
+def no_record_where_nobody_looks(request, monkeypatch):
+    if request.path.stem.startswith(WITHOUT_RECORD):
+        monkeypatch.setattr("ragen2_trl.trainers.filtered.keep_record", lambda trainer: None)
 
 
 @pytest.fixture(scope="session")
@@ -81,28 +96,31 @@ def prompts():
     return Dataset.from_dict({"prompt": PROMPTS})
 
 
+# A run of a few steps on the CPU, without files.
+RUN = {
+    "per_device_train_batch_size": 8,
+    "gradient_accumulation_steps": 1,
+    "num_generations": 4,
+    "max_completion_length": 10,
+    "max_steps": 3,
+    "learning_rate": 1e-2,
+    "logging_steps": 1,
+    "save_strategy": "no",
+    "report_to": "none",
+    "use_cpu": True,
+    "bf16": False,
+    "gradient_checkpointing": False,
+    "disable_tqdm": True,
+    "seed": 3,
+}
+
+
 @pytest.fixture
 def make_args(tmp_path):
     """`make_args(snr=True, **overrides)`: settings for a CPU run of a few steps that writes nothing outside."""
 
     def make(snr: bool = True, **overrides) -> GRPOConfig:
-        settings = {
-            "output_dir": str(tmp_path / "run"),
-            "per_device_train_batch_size": 8,
-            "gradient_accumulation_steps": 1,
-            "num_generations": 4,
-            "max_completion_length": 10,
-            "max_steps": 3,
-            "learning_rate": 1e-2,
-            "logging_steps": 1,
-            "save_strategy": "no",
-            "report_to": "none",
-            "use_cpu": True,
-            "bf16": False,
-            "gradient_checkpointing": False,
-            "disable_tqdm": True,
-            "seed": 3,
-        }
+        settings = {"output_dir": str(tmp_path / "run"), **RUN}
         if snr:
             settings["snr_selection_eps"] = 0.0
         return (SNRFilteredGRPOConfig if snr else GRPOConfig)(**{**settings, **overrides})
