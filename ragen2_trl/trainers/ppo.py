@@ -5,6 +5,8 @@ from contextlib import contextmanager
 from typing import Any, ClassVar
 
 import torch
+import trl
+from packaging.version import Version
 from torch import Tensor
 from trl import GRPOConfig, GRPOTrainer
 
@@ -69,6 +71,12 @@ class SNRFilteredPPOTrainer(ActorCritic, SNRFilter, GRPOTrainer):
 
     def __init__(self, model: Any, reward_funcs: Any = None, args: Any = None, *positional: Any, **kwargs: Any):
         value_model = kwargs.pop("value_model", None)
+        # Until 1.13 it takes another loss than the one that we add the critic's to, until 1.14 another forward pass.
+        if args is not None and args.use_liger_kernel and Version(trl.__version__) < Version("1.15"):
+            raise ValueError(
+                f"use_liger_kernel=True leaves no room for a critic in TRL {trl.__version__}; allowed: False, or TRL "
+                "1.16 or newer."
+            )
         super().__init__(model, reward_funcs, args, *positional, **kwargs)
         self._add_critic(value_model)
 
