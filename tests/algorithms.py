@@ -54,8 +54,7 @@ class Algorithm:
         """A trainer on replayed completions (`rewards` is a `Replay`), or on its own (a reward function)."""
         replays = isinstance(rewards, Replay)
         if trainer_class is None:
-            plain = self.plain_trainer is not self.trainer and not isinstance(args, self.config)
-            trainer_class = self.plain_trainer if plain else self.trainer
+            trainer_class = self.trainer if isinstance(args, self.config) else self.plain_trainer
         prompts = list(rewards.rewards) if prompts is None else prompts
         dataset = Dataset.from_dict({"prompt": prompts}) if isinstance(prompts, (list, tuple)) else prompts
         trainer = trainer_class(policy, rewards.score if replays else rewards, args, dataset, **kwargs)

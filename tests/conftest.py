@@ -21,7 +21,7 @@ os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
 logging.getLogger("transformers").setLevel(logging.ERROR)
 
 # Files of minutes. First, so that on several cores none of them begins when all others have ended.
-LONG = ("test_train", "test_backends", "test_distributed", "test_hub", "test_snr_grpo_trainer", "test_pictures")
+LONG = ("test_train", "test_backends", "test_distributed", "test_hub", "test_pictures")
 
 
 # How the names of files about figures begin. Elsewhere, two seconds with each checkpoint are for nothing.
