@@ -22,7 +22,7 @@ from ragen2_trl.trainers.batches import COMPLETION_PADDING, PROMPT_PADDING, WHOL
 from ragen2_trl.trainers.filtered import VISION_KEYS
 from ragen2_trl.trainers.grpo import TOKEN_NORMALIZED_LOSSES
 
-TRL = Version(trl.__version__)
+release = Version(trl.__version__)
 BOTH = pytest.mark.parametrize("trainer_class", [GRPOTrainer, RLOOTrainer])
 
 
@@ -73,7 +73,7 @@ def test_first_arguments_of_the_trainer(trainer_class):
 @BOTH
 def test_arguments_of_the_entropy_pass(trainer_class):
     # 1.14 hands what it is given to one of two methods: that of liger's kernels, or the one that all releases have.
-    between = trainer_class is GRPOTrainer and Version("1.14") <= TRL < Version("1.15")
+    between = trainer_class is GRPOTrainer and Version("1.14") <= release < Version("1.15")
     method = parameters(
         trainer_class._full_logits_logps if between else trainer_class._get_per_token_logps_and_entropies
     )
@@ -86,12 +86,10 @@ def test_arguments_of_the_entropy_pass(trainer_class):
         "batch_size",
         "compute_entropy",
     ]
-    assert set(VISION_KEYS) - set(method[7:]) <= {"image_position_ids"} and set(method[7:]) - set(VISION_KEYS) == {
-        "compute_aux_loss"
-    }
+    assert set(VISION_KEYS) == set(method) - set(method[:7]) - {"compute_aux_loss"}
 
 
-@pytest.mark.skipif(not Version("1.14") <= TRL < Version("1.15"), reason="other releases have one method")
+@pytest.mark.skipif(not Version("1.14") <= release < Version("1.15"), reason="other releases have one method")
 def test_the_two_entropy_passes_of_114_take_the_same_arguments():
     source = inspect.getsource(GRPOTrainer._get_per_token_logps_and_entropies)
     assert parameters(GRPOTrainer._get_per_token_logps_and_entropies)[:3] == ["self", "model", "args"]
@@ -139,7 +137,7 @@ def test_every_key_that_trl_can_put_into_a_batch_is_known(trainer_class):
     written = {line.split('"')[1] for line in built.splitlines() if line.strip().startswith(('output["', '"'))}
     known = {*PROMPT_PADDING, *COMPLETION_PADDING, *WHOLE_SEQUENCE, *VISION_KEYS, "num_items_in_batch", "old_logps"}
     assert written <= known, f"unknown keys in TRL's batch: {sorted(written - known)}"
-    # (rows,): summed over a completion, and always there. GRPO's are (rows, T), and left out where they are not needed.
+    # RLOO's are (rows,), summed over a completion, and always there; GRPO's are (rows, T), where they are needed.
     assert ("old_logps" in written, "num_items_in_batch" in written) == (
         (True, False) if trainer_class is RLOOTrainer else (False, True)
     )
@@ -197,12 +195,12 @@ def test_ppo_knows_which_releases_take_another_way_with_liger(liger, monkeypatch
 def test_how_a_rollout_asks_for_one_turn():
     method = parameters(GRPOTrainer._generate_single_turn)
     assert method[:4] == ["self", "prompt_ids", "images", "multimodal_fields"]
-    assert ("num_generations" in method) == (TRL >= Version("1.14.1"))
+    assert ("num_generations" in method) == (release >= Version("1.14.1"))
     generation = inspect.getsource(GRPOTrainer._generate_single_turn)
-    if TRL < Version("1.14.1"):
+    if release < Version("1.14.1"):
         assert 'num_generations = self.num_generations if mode == "train" else self.num_generations_eval' in generation
     in_constructor = "self.eos_token_ids = " in inspect.getsource(GRPOTrainer.__init__)
-    assert in_constructor == (TRL >= Version("1.14.2"))
+    assert in_constructor == (release >= Version("1.14.2"))
     if not in_constructor:
         assert '"eos_token_id": self._tokenizer.eos_token_id' in inspect.getsource(GRPOTrainer.__init__)
 
