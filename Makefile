@@ -42,9 +42,11 @@ install: $(BIN)/.installed  ## Create .venv with everything that the other targe
 
 # Or sokoban, which is played in several turns.
 ENV := frozen_lake
+# Or rloo, or ppo.
+ALGO := grpo
 
-demo: $(BIN)/.installed  ## Train the tiny model with the filter on (minutes, no network); ENV=sokoban for several turns
-	$(BIN)/ragen2-trl train --config recipes/$(ENV)_tiny.yaml --overwrite true
+demo: $(BIN)/.installed  ## Train the tiny model with the filter on (minutes, no network); ALGO=rloo or ppo; ENV=sokoban for several turns
+	$(BIN)/ragen2-trl train --config recipes/$(ENV)_tiny$(if $(filter grpo,$(ALGO)),,_$(ALGO)).yaml --overwrite true
 
 test: $(BIN)/.installed-deepspeed $(BIN)/.installed-extras  ## Fast tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow" -n auto --dist loadfile --no-loadscope-reorder

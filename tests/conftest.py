@@ -1,10 +1,13 @@
 """A policy small enough that a test can afford `trainer.train()`: two layers, 32 hidden, random weights."""
 
+import functools
+import gc
 import logging
 import os
 
 import pytest
 import torch
+from accelerate.utils import imports
 from datasets import Dataset
 from hub import hub_double as hub_double
 from transformers import Qwen3Config, Qwen3ForCausalLM
@@ -18,21 +21,40 @@ os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
 logging.getLogger("transformers").setLevel(logging.ERROR)
 
 # Files of minutes. First, so that on several cores none of them begins when all others have ended.
-LONG = ("test_train", "test_backends", "test_distributed", "test_hub", "test_snr_grpo_trainer", "test_pictures")
+LONG = ("test_train", "test_backends", "test_distributed", "test_hub", "test_pictures")
 
 
-# Elsewhere, two seconds with each checkpoint are for nothing.
+# How the names of files about figures begin. Elsewhere, two seconds with each checkpoint are for nothing.
 ABOUT_FIGURES = ("test_card", "test_docs", "test_hub", "test_report")
+# Hundreds of runs of a few steps, which nobody reads the record of.
+WITHOUT_RECORD = ("test_hostile", "test_promises", "test_refill")
 
 
 def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: item.path.stem not in LONG)
 
 
+def pytest_collection_finish():
+    """Each training run ends with a garbage collection; let it pass over what was imported."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True)
 def no_figures_where_nobody_looks(request, monkeypatch):
-    if request.path.stem not in ABOUT_FIGURES:
+    if not request.path.stem.startswith(ABOUT_FIGURES):
         monkeypatch.setattr("ragen2_trl.callbacks.run_record.write_figures", lambda trainer: None)
+
+
+@pytest.fixture(autouse=True)
+def no_record_where_nobody_looks(request, monkeypatch):
+    if request.path.stem.startswith(WITHOUT_RECORD):
+        monkeypatch.setattr("ragen2_trl.trainers.filtered.keep_record", lambda trainer: None)
+        monkeypatch.setattr("accelerate.utils.imports._is_package_available", is_package_available)
+
+
+# Asked of the same packages two dozen times a trainer, each time from their metadata files.
+is_package_available = functools.cache(imports._is_package_available)
 
 
 @pytest.fixture(scope="session")
@@ -81,28 +103,31 @@ def prompts():
     return Dataset.from_dict({"prompt": PROMPTS})
 
 
+# A run of a few steps on the CPU, without files.
+RUN = {
+    "per_device_train_batch_size": 8,
+    "gradient_accumulation_steps": 1,
+    "num_generations": 4,
+    "max_completion_length": 10,
+    "max_steps": 3,
+    "learning_rate": 1e-2,
+    "logging_steps": 1,
+    "save_strategy": "no",
+    "report_to": "none",
+    "use_cpu": True,
+    "bf16": False,
+    "gradient_checkpointing": False,
+    "disable_tqdm": True,
+    "seed": 3,
+}
+
+
 @pytest.fixture
 def make_args(tmp_path):
     """`make_args(snr=True, **overrides)`: settings for a CPU run of a few steps that writes nothing outside."""
 
     def make(snr: bool = True, **overrides) -> GRPOConfig:
-        settings = {
-            "output_dir": str(tmp_path / "run"),
-            "per_device_train_batch_size": 8,
-            "gradient_accumulation_steps": 1,
-            "num_generations": 4,
-            "max_completion_length": 10,
-            "max_steps": 3,
-            "learning_rate": 1e-2,
-            "logging_steps": 1,
-            "save_strategy": "no",
-            "report_to": "none",
-            "use_cpu": True,
-            "bf16": False,
-            "gradient_checkpointing": False,
-            "disable_tqdm": True,
-            "seed": 3,
-        }
+        settings = {"output_dir": str(tmp_path / "run"), **RUN}
         if snr:
             settings["snr_selection_eps"] = 0.0
         return (SNRFilteredGRPOConfig if snr else GRPOConfig)(**{**settings, **overrides})

@@ -14,9 +14,9 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import torch
+from cards import OURS, STOCK, arguments, length_reward
 from datasets import load_dataset
 from huggingface_hub import ModelCard, snapshot_download
-from test_card import OURS, STOCK, arguments, length_reward
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 from ragen2_trl import MutualInformationCallback

@@ -4,11 +4,8 @@ from itertools import count
 
 import pytest
 import torch
-import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers.models.idefics3.configuration_idefics3 import Idefics3VisionConfig
-from transformers.models.smolvlm.configuration_smolvlm import SmolVLMVisionConfig
 from trl.trainer.utils import (
     pad,
     shuffle_sequence_dict,
@@ -17,7 +14,7 @@ from trl.trainer.utils import (
     unsplit_pixel_values_by_grid,
 )
 
-from ragen2_trl.trainers.batches import join, padded_size, row_lengths, take
+from ragen2_trl.trainers.batches import chunks, join, padded_size, row_lengths, take
 from ragen2_trl.trainers.images import IMAGE_KEYS
 
 PAD = 0
@@ -271,6 +268,18 @@ def test_a_micro_batch_of_text_has_no_image_keys(layout):
     assert "pixel_values" in take(joined, [0])
 
 
+@each_layout
+def test_chunks_hold_the_rows_in_their_order_as_wide_as_they_were(layout):
+    parts, rows = copies([WITH_TWO, OF_TEXT, OF_TEXT, OF_TEXT, WITH_ONE])
+    batch = batch_of(parts[0], layout)
+    cut = chunks(batch, 2)
+    assert [chunk["number"].tolist() for chunk in cut] == [[0, 1], [2, 3], [4]]
+    assert ["pixel_values" in chunk for chunk in cut] == [True, False, True]
+    contents = [content for chunk in cut for content in contents_of(chunk, layout)]
+    assert contents == [contents_of(batch_of([row], layout), layout)[0] for row in rows]
+    assert all(chunk["completion_ids"].size(1) == batch["completion_ids"].size(1) for chunk in cut)
+
+
 def test_images_as_many_as_rows_but_not_one_in_each_stay_with_their_rows():
     """Idefics and SmolVLM have an item per row; TRL takes it for one per image where there are as many."""
     parts, _ = copies([WITH_TWO, OF_TEXT], [OF_TEXT, WITH_ONE, WITH_ONE, OF_TEXT])
@@ -307,201 +316,3 @@ def test_token_types_of_a_batch_that_never_had_images_stay():
     parts, _ = copies([OF_TEXT], [OF_TEXT])
     batches = [{**batch_of(part), "token_type_ids": torch.ones(1, 4, dtype=torch.long)} for part in parts]
     assert take(join(batches, PAD), [1])["token_type_ids"].tolist() == [[1, 1, 1, 1]]
-
-
-# What subclasses of the trainer add
-
-
-def plain(prompt, completion, rows=2, **added):
-    ids = {"prompt_ids": torch.ones(rows, prompt), "completion_ids": torch.ones(rows, completion)}
-    masks = {"prompt_mask": torch.ones(rows, prompt), "completion_mask": torch.ones(rows, completion)}
-    return {**{key: value.long() for key, value in {**ids, **masks}.items()}, **added}
-
-
-@pytest.mark.parametrize(
-    ("width", "left", "right"), [(2, 1, 0), (3, 0, 2), (5, 1, 2)], ids=["prompt", "completion", "whole"]
-)
-@pytest.mark.parametrize("beyond", [(), (2,), (2, 3)], ids=str)
-@pytest.mark.parametrize("dtype", [torch.float, torch.long, torch.bool], ids=str)
-def test_the_width_tells_what_a_tensor_is_over(width, left, right, beyond, dtype):
-    value = torch.ones(2, width, *beyond).to(dtype)
-    wider = {2: 3, 3: 5, 5: 8}[width]
-    other = plain(3, 5, custom=torch.ones(2, wider, *beyond).to(dtype))
-    joined = join([plain(2, 3, custom=value), other], PAD)["custom"]
-    assert joined.dtype == dtype
-    assert joined.shape == (4, wider, *beyond)
-    assert torch.equal(joined[:2, left : wider - right], value)
-    assert not joined[:2, :left].any()
-    assert not joined[:2, wider - right :].any()
-
-
-def test_a_tie_is_decided_by_the_name():
-    added = {"prompt_scores": torch.ones(2, 3), "scores": torch.ones(2, 3)}
-    wider = {"prompt_scores": torch.ones(2, 4), "scores": torch.ones(2, 4)}
-    joined = join([plain(3, 3, **added), plain(4, 4, **wider)], PAD)
-    assert joined["prompt_scores"][0].tolist() == [0, 1, 1, 1]
-    assert joined["scores"][0].tolist() == [1, 1, 1, 0]
-
-
-def test_widths_that_become_equal_do_not_change_what_a_tensor_is_over():
-    first = plain(3, 5, over_prompts=torch.ones(2, 3), features=torch.full((2, 6), 2.0))
-    second = plain(5, 2, over_prompts=torch.ones(2, 5), features=torch.full((2, 6), 2.0))
-    second["prompt_mask"][:, :3] = second["prompt_ids"][:, :3] = 0  # two tokens
-    second["over_prompts"][:, :3] = 0
-    joined = join([first, second], PAD)
-    assert take(joined, [0])["over_prompts"].tolist() == [[1, 1, 1]]
-    assert take(joined, [2])["over_prompts"].shape == (1, joined["prompt_ids"].size(1))  # else 2 and 2
-    assert take(joined, [1])["features"].tolist() == [[2] * 6]
-
-
-@pytest.mark.parametrize("key", ["importance_sampling_ratio", "per_sequence"])
-def test_one_value_a_sequence_stays_one_beside_completions_of_a_single_token(key):
-    joined = join([plain(2, 1, **{key: torch.ones(2, 1)}), plain(3, 4, **{key: torch.ones(2, 1)})], PAD)
-    assert joined[key].tolist() == [[1], [1], [1], [1]]
-    assert take(joined, [0, 3])[key].tolist() == [[1], [1]]
-
-
-def test_known_keys_keep_what_trl_leaves_at_padded_positions():
-    keys = {"tool_mask": 1, "importance_sampling_ratio": 1, "advantages": 0, "old_values": 0}
-    batches = [plain(1, width, **{key: torch.full((2, width), 5.0) for key in keys}) for width in (2, 3)]
-    joined = join(batches, pad_token_id=8)
-    assert {key: joined[key][0].tolist() for key in keys} == {key: [5, 5, fill] for key, fill in keys.items()}
-    assert joined["completion_ids"][0].tolist() == [1, 1, 8]
-
-
-def test_what_belongs_to_the_whole_batch_is_the_first_ones():
-    scalars = {"weight": 0.5, "num_items_in_batch": torch.tensor(7), "name": "first", "nothing": None}
-    joined = join(
-        [plain(2, 2, **scalars), plain(2, 2, weight=2, num_items_in_batch=torch.tensor(9), name="second")], 0
-    )
-    assert {key: joined[key] for key in scalars} == scalars
-    assert {key: take(joined, [1])[key] for key in scalars} == scalars
-
-
-def test_lists_and_tuples_stay_what_they_are():
-    joined = join([plain(2, 2, a=["x", "y"], b=(1, 2)), plain(2, 2, a=["z", "u"], b=(3, 4))], PAD)
-    assert (joined["a"], joined["b"]) == (["x", "y", "z", "u"], (1, 2, 3, 4))
-    taken = take(joined, [2, 0])
-    assert (taken["a"], taken["b"]) == (["z", "x"], (3, 1))
-
-
-@pytest.mark.parametrize(
-    ("first", "second", "reason"),
-    [
-        ({"custom": torch.ones(2)}, {}, r"'custom' is missing in the batches \[1\] of 2; allowed: .*pixel_values"),
-        ({"custom": None}, {"custom": torch.ones(2)}, r"'custom' is missing in the batches \[0\]"),
-        (
-            {"custom": torch.ones(3)},
-            {"custom": torch.ones(2)},
-            "'custom' has 3 items in a batch of 2 rows; allowed: 2",
-        ),
-        ({"custom": ["a"]}, {"custom": ["a", "b"]}, "'custom' has 1 items"),
-        (
-            {"custom": torch.ones(2, 7)},
-            {"custom": torch.ones(2, 8)},
-            r"'custom' has the shapes \[\(2, 7\), \(2, 8\)\]",
-        ),
-        ({"custom": torch.ones(2, 2)}, {"custom": torch.ones(2)}, "'custom' has the shapes"),
-        ({"custom": torch.ones(2)}, {"custom": torch.tensor(1)}, "'custom' is a Tensor and a scalar in"),
-        ({"custom": [1, 2]}, {"custom": (1, 2)}, "'custom' is a list and a tuple in"),
-    ],
-)
-def test_values_that_do_not_fit_are_refused_by_name(first, second, reason):
-    with pytest.raises(ValueError, match=reason):
-        join([plain(2, 3, **first), plain(2, 4, **second)], PAD)
-
-
-# Models
-
-TEXT_MODEL = {
-    "vocab_size": 100,
-    "hidden_size": 32,
-    "intermediate_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-}
-VISION_MODEL = {
-    "hidden_size": 16,
-    "intermediate_size": 16,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "image_size": 8,
-    "patch_size": 4,
-}
-IMAGE_TOKEN = 99
-
-
-def llava_next():
-    vision = transformers.CLIPVisionConfig(**VISION_MODEL, projection_dim=16)
-    config = transformers.LlavaNextConfig(
-        vision_config=vision,
-        text_config=transformers.LlamaConfig(**TEXT_MODEL),
-        image_token_index=IMAGE_TOKEN,
-        image_grid_pinpoints=[[8, 16], [16, 8], [16, 16]],
-        vision_feature_layer=-1,
-    )
-    return transformers.LlavaNextForConditionalGeneration(config)
-
-
-def idefics3():
-    vision, text = Idefics3VisionConfig(**VISION_MODEL), transformers.LlamaConfig(**TEXT_MODEL)
-    config = transformers.Idefics3Config(
-        vision_config=vision, text_config=text, image_token_id=IMAGE_TOKEN, scale_factor=2
-    )
-    return transformers.Idefics3ForConditionalGeneration(config)
-
-
-def smolvlm():
-    vision, text = SmolVLMVisionConfig(**VISION_MODEL), transformers.LlamaConfig(**TEXT_MODEL)
-    config = transformers.SmolVLMConfig(
-        vision_config=vision, text_config=text, image_token_id=IMAGE_TOKEN, scale_factor=2
-    )
-    return transformers.SmolVLMForConditionalGeneration(config)
-
-
-def tiled(family, sizes):
-    """A batch of the processor's call for a row whose images have the given heights and widths."""
-    generator = torch.Generator().manual_seed(sum(map(sum, sizes)))
-    tiles = [1 + (height // 8) * (width // 8) for height, width in sizes]
-    pictures = torch.randn(sum(tiles), 3, 8, 8, generator=generator)
-    if not sizes:
-        return {}, 0
-    if family == "llava_next":
-        pixels = pad(list(pictures.split(tiles)))
-        model = llava_next().eval()
-        features = model.get_image_features(pixels, torch.tensor(sizes), vision_feature_select_strategy="default")
-        tokens = sum(map(len, features.pooler_output))
-        return {"pixel_values": pixels, "image_sizes": torch.tensor(sizes), "num_images": [len(sizes)]}, tokens
-    mask = torch.ones(1, sum(tiles), 8, 8, dtype=torch.long)
-    return {"pixel_values": pictures[None], "pixel_attention_mask": mask, "num_images": [len(sizes)]}, sum(tiles)
-
-
-def logits_of(model, batch):
-    """Of the tokens of each row, shown what TRL shows a model."""
-    mask = torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1)
-    shown = {key: batch[key] for key in ("pixel_values", "pixel_attention_mask", "image_sizes") if key in batch}
-    with torch.no_grad():
-        ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
-        positions = (mask.cumsum(dim=1) - 1).clamp(min=0)
-        logits = model(input_ids=ids, attention_mask=mask, position_ids=positions, **shown).logits
-    return [row[real.bool()] for row, real in zip(logits, mask, strict=True)]
-
-
-@pytest.mark.parametrize("family", [llava_next, idefics3, smolvlm], ids=lambda family: family.__name__)
-def test_models_see_the_same_images_whatever_they_were_sampled_with(family):
-    """Rows of calls with 3 to 8 tiles, and one of text, all together, in twos and alone."""
-    torch.manual_seed(1)
-    model = family().eval()
-    batches = []
-    for number, sizes in enumerate([[(8, 16)], [(16, 16), (16, 8)], [], [(16, 8)]]):
-        images, tokens = tiled(family.__name__, sizes)
-        prompt = torch.tensor([[5 + number] * (number + 1) + [IMAGE_TOKEN] * tokens])
-        completion = torch.tensor([[20 + number, 30 + number]])
-        masks = {"prompt_mask": torch.ones_like(prompt), "completion_mask": torch.ones_like(completion)}
-        batches.append({"prompt_ids": prompt, "completion_ids": completion, **masks, **images})
-    alone = [logits_of(model, batch)[0] for batch in batches]
-    joined = join(batches, PAD)
-    for rows in ([0, 1, 2, 3], [3, 2], [1, 0], [2], [2, 2], [0]):
-        for row, logits in zip(rows, logits_of(model, take(joined, rows)), strict=True):
-            torch.testing.assert_close(logits, alone[row], rtol=1e-4, atol=1e-5)

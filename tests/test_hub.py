@@ -10,7 +10,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from hub import QUOTA, TOKEN, Hub, card_metadata
+from hub import Hub
+from hub_messages import QUOTA
+from hub_repos import card_metadata
+from hub_service import TOKEN
 
 from ragen2_trl.reporting.card import HEADING
 from ragen2_trl.reporting.hub import publish_metrics

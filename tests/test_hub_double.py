@@ -3,8 +3,9 @@
 import json
 from pathlib import Path
 
-from hub import QUOTA, TOKEN
 from hub import hub_double as hub_double
+from hub_messages import QUOTA
+from hub_service import TOKEN
 
 HELPERS = """
 import json, sys, time

@@ -40,10 +40,6 @@ STRANGERS = {
 MAY_KNOW_MORE = {"ragen2_trl.envs.search_qa.dense_retrieval": {"torch", "transformers"}}
 ENTRY_POINTS = {"ragen2_trl.openenv.__main__"}  # `python -m`, which stand as high as scripts
 
-KNOWN_CIRCLES = {
-    ("ragen2_trl.trainers.empty_steps", "ragen2_trl.trainers.snr_grpo_trainer"),  # delete when the pair is gone
-}
-
 
 def module_name(path: Path) -> str:
     parts = path.relative_to(ROOT).with_suffix("").parts
@@ -137,11 +133,7 @@ def test_no_environment_imports_what_knows_torch():
 
 
 def test_imports_go_in_no_circles():
-    graph = {
-        name: [target for target in targets if (name, target) not in KNOWN_CIRCLES]
-        for name, targets in IMPORTS.items()
-    }
-    assert " -> ".join(circle(graph)) == ""
+    assert " -> ".join(circle(IMPORTS)) == ""
 
 
 def test_circles_are_found():

@@ -1,187 +1,35 @@
-"""The report of runs: what it says first, what it shows where data are missing, and that hostile text stays text."""
+"""The report of runs: what it says first, what it shows of them, and that hostile text stays text."""
 
 import json
 import math
-import random
-from html.parser import HTMLParser
 from pathlib import Path
 
 import pandas as pd
 import pytest
-import torch
-from browser import open_browser
-
-from ragen2_trl import (
-    MutualInformationCallback,
-    SNRFilteredGRPOConfig,
-    SNRFilteredGRPOTrainer,
-    cli,
-    information_metrics,
+from reported_runs import (
+    HOSTILE,
+    PROMPTS,
+    Page,
+    edit_state,
+    make_measurement,
+    make_run,
+    report_of,
+    without_information,
 )
+from reported_runs import browser_fixture as browser_fixture
+from reported_runs import compared_fixture as compared_fixture
+from reported_runs import runs_fixture as runs_fixture
+from reported_runs import words_only_fixture as words_only_fixture
+
+from ragen2_trl import MutualInformationCallback, SNRFilteredGRPOConfig, SNRFilteredGRPOTrainer, cli
 from ragen2_trl.envs import make_env
-from ragen2_trl.reporting import report
 from ragen2_trl.reporting.card import FIGURES
 from ragen2_trl.reporting.examples import MAX_GROUP, distinguishing, pick_reasonings, read_groups
 from ragen2_trl.reporting.gallery import draw_figures, figures_of, measurement_figures
 from ragen2_trl.reporting.report import distinct_labels, render_report
 from ragen2_trl.reporting.run import read_run
-from ragen2_trl.reporting.saved_measurement import SavedMeasurement, read_measurement
+from ragen2_trl.reporting.saved_measurement import read_measurement
 from ragen2_trl.tiny import resolve_model
-
-STEPS, EVERY, PROMPTS, GROUP = 100, 10, 8, 4
-COLLAPSED_AT = 60
-HOSTILE = (
-    "</pre></script><script>document.title='owned'</script><img src=https://evil.example/x.png onerror=alert(1)>"
-    "<style>@import url(https://evil.example/a.css)</style>{{ 7 * 7 }}&lt;b&gt;\u202egnp.exe\u0000\u001b[31mred $x$"
-)
-
-
-class Page(HTMLParser):
-    """The elements, attributes and words of a page."""
-
-    def __init__(self, page: str):
-        super().__init__()
-        self.tags, self.attributes, self.words = set(), set(), []
-        self.headline = ""
-        self._open = []
-        self.feed(page)
-
-    def handle_starttag(self, tag, attributes):
-        self.tags.add(tag)
-        self.attributes |= {name for name, _ in attributes}
-        self._open.append(tag)
-
-    def handle_endtag(self, tag):
-        if tag in self._open:
-            del self._open[len(self._open) - 1 - self._open[::-1].index(tag) :]
-
-    def handle_data(self, data):
-        if "style" not in self._open and "svg" not in self._open:
-            self.words.append(data)
-        if self._open[-1:] == ["h1"]:
-            self.headline += data
-
-    @property
-    def text(self):
-        return " ".join(" ".join(self.words).split())
-
-
-def prompts_of(suffix=""):
-    grids = [f"{'_ ' * i}P{' _' * (PROMPTS - i)} G" for i in range(PROMPTS)]
-    return [[{"role": "user", "content": f"Walk from P to G.\n{grid}{suffix}\nThink first."}] for grid in grids]
-
-
-def make_measurement(step, depends, reasoning="Go right.", suffix=""):
-    """Reasonings that their own prompt explains far better than others, or that all prompts explain alike."""
-    generator = torch.Generator().manual_seed(step)
-    index = torch.arange(PROMPTS).repeat_interleave(GROUP)
-    lengths = torch.full((len(index),), 20)
-    cross_logps = -6.0 - 0.01 * torch.rand(len(index), PROMPTS, generator=generator)
-    if depends:
-        cross_logps -= 15.0
-        cross_logps[torch.arange(len(index)), index] += 15.0
-    rewards = torch.tensor([[1.0, 0.0, 0.0, math.nan]]).repeat(PROMPTS, 1)
-    return SavedMeasurement(
-        step=step,
-        metrics=information_metrics(cross_logps, lengths, index),
-        regime="diverse" if depends else "template_collapse",
-        prompts=[messages[0]["content"] for messages in prompts_of(suffix)],
-        reasonings=[f"{reasoning} {number}\ud800" for number in range(len(index))],  # no text, but JSON
-        prompt_index=index,
-        lengths=lengths,
-        cross_logps=cross_logps,
-        rewards=rewards,
-        scores=torch.linspace(0, 0.3, PROMPTS),
-        kept=torch.linspace(0, 0.3, PROMPTS) > 0.1,
-    )
-
-
-def make_run(folder, collapsed_at=None, steps=STEPS, text="<think>Go right.</think>Right", suffix="", **lifecycle):
-    """A run's folder as training leaves it behind."""
-    rng = random.Random(folder.name)
-    rows, regimes = [], []
-    for step in range(1, steps + 1):
-        row = {
-            "step": step,
-            "loss": rng.gauss(0, 0.1),
-            "reward": 0.5 + rng.gauss(0, 0.05),
-            "rewards/success/mean": 0.5,
-            "env/frozen_lake/success": 0.5 + 0.3 * step / steps,
-            "entropy": 0.5,
-            "snr/kept_fraction": 0.6,
-            "snr/update_compute_fraction": 0.55,
-        }
-        if step == 1 or step % EVERY == 0:
-            measurement = make_measurement(step, collapsed_at is None or step < collapsed_at, text, suffix)
-            row |= {f"mi/first_turn/{key}": value for key, value in measurement.metrics.items()}
-            regimes.append([step, measurement.regime])
-            if step in (1, steps):
-                measurement.save(folder / "_measurements")
-        rows.append(row)
-    state = {
-        "log_history": rows,
-        "global_step": steps,
-        "max_steps": STEPS,
-        "stateful_callbacks": {
-            "ragen2_mutual_information": {"watch": {"regimes": regimes}},
-            "ragen2_run": {"ended": True, "resumed_at": []} | lifecycle,
-        },
-    }
-    (folder / "diagnostics").mkdir(parents=True)
-    (folder / "diagnostics" / "trainer_state.json").write_text(json.dumps(state))
-    about = {"settings": {"beta": 0.0, "seed": collapsed_at or 0}, "versions": {"trl": "1.16.0"}}
-    (folder / "diagnostics" / "run.json").write_text(json.dumps(about))
-    save_completions(folder, steps, text, suffix)
-    return folder
-
-
-def save_completions(folder, step, text, suffix=""):
-    """As TRL's `log` writes them: the success of each is told by its text."""
-    rows = [
-        {
-            "step": step,
-            "prompt": prompt,
-            "completion": [{"role": "assistant", "content": f"{text} {folder.name} {number}"}],
-            "success": float(number == 2),
-            "advantage": 0.0,
-        }
-        for prompt in prompts_of(suffix)
-        for number in range(GROUP)
-    ]
-    (folder / "completions").mkdir(exist_ok=True)
-    pd.DataFrame(rows).to_parquet(folder / "completions" / f"completions_{step:05d}.parquet")
-
-
-def report_of(*folders):
-    return Page(render_report([read_run(folder) for folder in folders]))
-
-
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory):
-    """A healthy run and a collapsed one."""
-    folder = tmp_path_factory.mktemp("runs")
-    return make_run(folder / "healthy"), make_run(folder / "drifted", COLLAPSED_AT)
-
-
-@pytest.fixture(scope="module")
-def compared(runs, tmp_path_factory):
-    """The file with the report of both."""
-    path = tmp_path_factory.mktemp("report") / "report.html"
-    cli.main(["report", *map(str, runs), "--output", str(path)])
-    return path
-
-
-@pytest.fixture
-def words_only(monkeypatch):
-    """Leaves out the figures, which take nearly all of a report's time."""
-    monkeypatch.setattr(report, "_figures", lambda *_: [])
-    monkeypatch.setattr(report, "_comparison", lambda _: None)
-
-
-@pytest.fixture(scope="module")
-def browser():
-    with open_browser() as opened:
-        yield opened
 
 
 def test_headline_tells_which_run_collapsed_and_when(compared):
@@ -316,157 +164,6 @@ def test_runs_of_one_name_are_told_apart_by_their_parents(tmp_path, words_only):
     text = report_of(*folders).text
     assert "first/run" in text and "second/run" in text
     assert distinct_labels([Path("/a/b/run"), Path("/c/b/run"), Path("/c/other")]) == ["a/b/run", "c/b/run", "other"]
-
-
-def edit_state(folder, change):
-    path = folder / "diagnostics" / "trainer_state.json"
-    state = json.loads(path.read_text())
-    change(state)
-    path.write_text(json.dumps(state))
-
-
-def without_information(folder):
-    def change(state):
-        state["stateful_callbacks"].pop("ragen2_mutual_information")
-        state["log_history"] = [
-            {key: value for key, value in row.items() if not key.startswith("mi/")} for row in state["log_history"]
-        ]
-
-    edit_state(folder, change)
-
-
-def with_nan_rows(folder):
-    def change(state):
-        state["log_history"][3] |= {"loss": math.nan, "reward": math.nan, "entropy": math.inf}
-
-    edit_state(folder, change)
-
-
-def killed_in_its_first_step(folder):
-    def change(state):
-        state |= {"log_history": [], "global_step": 0, "stateful_callbacks": {}}
-
-    edit_state(folder, change)
-
-
-def all_nan(folder):
-    def change(state):
-        for row in state["log_history"]:
-            row |= {key: math.nan for key in row if key != "step"}
-
-    edit_state(folder, change)
-
-
-def with_broken_files(folder):
-    edit_state(folder, lambda state: state.update(global_step=99))
-    (folder / "completions" / "completions_00099.parquet").write_bytes(b"PAR1 is not all it takes")
-    (folder / "_measurements" / "measurement_00098.json").write_text('{"step": 98, "prompts": [')
-    (folder / "_measurements" / "measurement_00099.json").write_bytes(b"\xff\xfe")
-
-
-def with_odd_measurement(folder):
-    path = folder / "_measurements" / "measurement_00010.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"prompt_index": [99] * PROMPTS * GROUP}))
-
-
-def with_stray_rows(folder):
-    def change(state):
-        del state["log_history"][3]["step"]
-        state["log_history"][4] |= {"step": None}
-        state["log_history"] += ["no row", None]
-
-    edit_state(folder, change)
-
-
-def without_any_step(folder):
-    def change(state):
-        for row in state["log_history"]:
-            del row["step"]
-
-    edit_state(folder, change)
-
-
-def with_prompts_of_strings(folder):
-    path = folder / "completions" / "completions_00010.parquet"
-    rows = pd.read_parquet(path)
-    rows["prompt"] = [["Prompt 1", prompt[0]["content"]] for prompt in rows["prompt"]]
-    rows.to_parquet(path)
-
-
-def with_prompts_of_numbers(folder):
-    path = folder / "completions" / "completions_00010.parquet"
-    rows = pd.read_parquet(path)
-    rows["prompt"] = [[1, 2]] * len(rows)
-    rows.to_parquet(path)
-
-
-def with_two_rewards_of_one_name(folder):
-    path = folder / "diagnostics" / "run.json"
-    about = json.loads(path.read_text())
-    about["settings"]["reward_weights"] = [1.0, 0.5]
-    path.write_text(json.dumps(about))
-
-
-def with_prompts_that_are_no_texts(folder):
-    path = folder / "_measurements" / "measurement_00010.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"prompts": list(range(PROMPTS))}))
-
-
-def without_texts(folder):
-    for path in [*(folder / "_measurements").iterdir(), *(folder / "completions").iterdir()]:
-        path.unlink()
-
-
-NUMBERS, READ, THOUGHT = "45% of the updates", "Prompt 1", "Own prompt ranks 1 of 8"
-
-
-@pytest.mark.parametrize(
-    ("spoil", "said", "still_there"),
-    [
-        (without_information, ["trainer.add_callback(MutualInformationCallback(trainer))"], [NUMBERS, READ]),
-        (with_nan_rows, ["1 of 10 log rows", "at step 4: loss, reward, entropy"], [NUMBERS, READ, THOUGHT]),
-        (killed_in_its_first_step, ["No training step was logged", "unfinished: at step 0 of 100"], []),
-        (all_nan, ["10 of 10 log rows"], [READ, THOUGHT]),
-        (
-            with_broken_files,
-            [f"{name} cannot be read" for name in ("completions_00099", "measurement_00098", "measurement_00099")],
-            [NUMBERS, READ, THOUGHT],
-        ),
-        (with_odd_measurement, ["prompt_index must be between 0 and 7"], [NUMBERS, READ, THOUGHT]),
-        (with_stray_rows, ["2 of 10 log rows have no step"], [NUMBERS, READ, THOUGHT]),
-        (without_any_step, ["10 of 10 log rows have no step"], [READ, THOUGHT]),
-        (with_prompts_of_strings, [], [NUMBERS, READ, THOUGHT]),
-        (with_prompts_of_numbers, ["completions_00010 cannot be read"], [NUMBERS, THOUGHT]),
-        (
-            with_two_rewards_of_one_name,
-            ["reward_weights [1.0, 0.5] do not fit", "(success): their sums are shown with equal weights"],
-            [NUMBERS, READ, THOUGHT],
-        ),
-        (with_prompts_that_are_no_texts, ["prompts and reasonings must be texts"], [NUMBERS, READ, THOUGHT]),
-        (without_texts, ["log_completions=True", "_measurements/"], [NUMBERS]),
-    ],
-)
-def test_what_is_missing_is_said_and_the_rest_is_shown(tmp_path, spoil, said, still_there):
-    folder = make_run(tmp_path / "run", steps=10)
-    spoil(folder)
-    text = report_of(folder).text.replace(".parquet", "").replace(".json", "")
-    for words in [*said, *still_there]:
-        assert words in text, words
-
-
-def test_runs_without_a_number_to_plot_can_be_compared(tmp_path):
-    folders = [make_run(tmp_path / name, steps=1) for name in ("blank", "killed", "sound")]
-    all_nan(folders[0])
-    killed_in_its_first_step(folders[1])
-    for chosen in (folders, folders[:2]):
-        assert "1 of 1 log rows hold values that are no finite numbers" in report_of(*chosen).text
-
-
-def test_a_run_without_steps_can_be_compared(tmp_path, monkeypatch):
-    monkeypatch.setattr(report, "_figures", lambda *_: [])
-    folders = [make_run(tmp_path / name, steps=10) for name in ("stepless", "sound")]
-    without_any_step(folders[0])
-    assert "10 of 10 log rows have no step" in report_of(*folders).text
 
 
 def test_figures_name_the_score_and_the_step_of_their_measurement(tmp_path):

@@ -1,20 +1,25 @@
-"""Train a model on an environment with SNR-filtered GRPO.
+"""Train a model on an environment with SNR-filtered GRPO, RLOO or PPO.
 
     python scripts/train.py --config recipes/frozen_lake_tiny.yaml
     python scripts/train.py --model Qwen/Qwen2.5-0.5B-Instruct --env frozen_lake --env_args size=5 slip=0.1
 
-Takes the arguments below together with those of `SNRFilteredGRPOConfig` and `trl.ModelConfig`. A run lives in
-`runs/<run_name>/`: the model, `log_history.json`, `summary.json` and `training.png`, and checkpoints while it lasts.
+    python scripts/train.py --algo ppo --config recipes/frozen_lake_tiny_ppo.yaml
+
+Takes the arguments below together with those of `SNRFilteredGRPOConfig`, or of the algorithm that `--algo` names, and
+of `trl.ModelConfig`. A run lives in `runs/<run_name>/`: the model, `log_history.json`, `summary.json` and
+`training.png`, and checkpoints while it lasts.
 """
 
+import argparse
 import json
 import shutil
 import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
+import yaml
 from rich.table import Table
 from rich.text import Text
 from transformers import PrinterCallback, TrainerState
@@ -25,17 +30,38 @@ from ragen2_trl.cli.arguments import EnvironmentArguments, checked_input, parse
 from ragen2_trl.cli.console import make_console
 from ragen2_trl.cli.evaluate import evaluate_model
 from ragen2_trl.envs import Environment
+from ragen2_trl.filtering import check_choice
 from ragen2_trl.reporting import plot_training
 from ragen2_trl.reporting.files import DIAGNOSTICS, MEASUREMENTS, OUTCOMES
 from ragen2_trl.rollouts import TextRollout
 from ragen2_trl.tiny import resolve_model
-from ragen2_trl.trainers import SNRFilteredGRPOConfig, SNRFilteredGRPOTrainer
+from ragen2_trl.trainers import (
+    SNRFilteredGRPOConfig,
+    SNRFilteredGRPOTrainer,
+    SNRFilteredPPOConfig,
+    SNRFilteredPPOTrainer,
+    SNRFilteredRLOOConfig,
+    SNRFilteredRLOOTrainer,
+)
+
+Config: TypeAlias = SNRFilteredGRPOConfig | SNRFilteredRLOOConfig | SNRFilteredPPOConfig
+Trainer: TypeAlias = SNRFilteredGRPOTrainer | SNRFilteredRLOOTrainer | SNRFilteredPPOTrainer
+
+ALGORITHMS: dict[str, tuple[type[Trainer], type[Config]]] = {
+    "grpo": (SNRFilteredGRPOTrainer, SNRFilteredGRPOConfig),
+    "rloo": (SNRFilteredRLOOTrainer, SNRFilteredRLOOConfig),
+    "ppo": (SNRFilteredPPOTrainer, SNRFilteredPPOConfig),
+}
 
 
 @dataclass
 class TrainArguments(EnvironmentArguments):
     """What to train, on how many tasks, and how to measure it before and after."""
 
+    algo: str = field(
+        default="grpo",
+        metadata={"help": "What to train with, and with the filter: grpo, rloo or ppo."},
+    )
     model: str | None = field(default=None, metadata={"help": "`tiny` (ships with the package), a path or a Hub id."})
     num_prompts: int = field(default=4096, metadata={"help": "Number of training tasks."})
     eval_prompts: int = field(
@@ -63,7 +89,9 @@ class TrainArguments(EnvironmentArguments):
 def main(args: list[str] | None = None) -> None:
     """Train, evaluate before and after, and leave model, logs, plot and summary in the run's folder."""
     console = make_console()
-    parser = TrlParser((TrainArguments, SNRFilteredGRPOConfig, ModelConfig))
+    with checked_input():
+        trainer_class, config_class = _algorithm(args)
+    parser = TrlParser((TrainArguments, config_class, ModelConfig))
     script_args, training_args, model_args = parse(parser, args)
     with checked_input():
         env = script_args.make_env()
@@ -71,7 +99,7 @@ def main(args: list[str] | None = None) -> None:
     with training_args.main_process_first(local=False), checked_input():
         checkpoint = _checkpoint_to_resume(run, script_args, training_args)
     live_line = LiveLineCallback(_success_metric(env), console)
-    trainer = _make_trainer(script_args, training_args, model_args, env, live_line)
+    trainer = _make_trainer(trainer_class, script_args, training_args, model_args, env, live_line)
     if trainer.is_world_process_zero():
         console.print(Text(f"{script_args.model} on {env.name}, in {run}"))
 
@@ -193,7 +221,19 @@ def summary_table(summary: dict[str, Any], title: str) -> Table:
     return table
 
 
-def _run_folder(script_args: TrainArguments, training_args: SNRFilteredGRPOConfig, model_args: ModelConfig) -> Path:
+def _algorithm(args: list[str] | None) -> tuple[type[Trainer], type[Config]]:
+    """The classes that `algo` names, on the command line or in the file of `--config`: they say what can be set."""
+    early = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    early.add_argument("--algo")
+    early.add_argument("--config")
+    named, _ = early.parse_known_args(args)
+    in_file = (yaml.safe_load(Path(named.config).read_text()) or {}) if named.config else {}
+    algo = named.algo or in_file.get("algo", "grpo")
+    check_choice("algo", algo, tuple(ALGORITHMS))
+    return ALGORITHMS[algo]
+
+
+def _run_folder(script_args: TrainArguments, training_args: Config, model_args: ModelConfig) -> Path:
     script_args.model = script_args.model or model_args.model_name_or_path
     if script_args.model is None:
         raise ValueError("model=None; allowed: 'tiny', a path, or a Hub id.")
@@ -203,7 +243,7 @@ def _run_folder(script_args: TrainArguments, training_args: SNRFilteredGRPOConfi
     return Path(training_args.output_dir)
 
 
-def _checkpoint_to_resume(run: Path, script_args: TrainArguments, training_args: SNRFilteredGRPOConfig) -> Path | None:
+def _checkpoint_to_resume(run: Path, script_args: TrainArguments, training_args: Config) -> Path | None:
     """Where training begins, in a folder without outcomes of an earlier one."""
     checkpoint = _find_checkpoint(run, script_args, training_args)
     for name in OUTCOMES:
@@ -211,7 +251,7 @@ def _checkpoint_to_resume(run: Path, script_args: TrainArguments, training_args:
     return checkpoint
 
 
-def _find_checkpoint(run: Path, script_args: TrainArguments, training_args: SNRFilteredGRPOConfig) -> Path | None:
+def _find_checkpoint(run: Path, script_args: TrainArguments, training_args: Config) -> Path | None:
     if training_args.resume_from_checkpoint is not None:
         return Path(training_args.resume_from_checkpoint)
     if script_args.resume:
@@ -230,12 +270,13 @@ def _find_checkpoint(run: Path, script_args: TrainArguments, training_args: SNRF
 
 
 def _make_trainer(
+    trainer_class: type[Trainer],
     script_args: TrainArguments,
-    training_args: SNRFilteredGRPOConfig,
+    training_args: Config,
     model_args: ModelConfig,
     env: Environment,
     live_line: LiveLineCallback,
-) -> SNRFilteredGRPOTrainer:
+) -> Trainer:
     training_args.model_init_kwargs = {
         "revision": model_args.model_revision,
         "attn_implementation": model_args.attn_implementation,
@@ -243,7 +284,8 @@ def _make_trainer(
         **(training_args.model_init_kwargs or {}),
     }
     training_args.disable_tqdm = True  # the live line takes its place
-    trainer = SNRFilteredGRPOTrainer(
+    several_turns = {"rollout_func": TextRollout(env, script_args.max_turn_tokens)} if env.max_turns > 1 else {}
+    trainer = trainer_class(
         resolve_model(script_args.model),
         env.reward_funcs,
         training_args,
@@ -251,7 +293,7 @@ def _make_trainer(
         quantization_config=get_quantization_config(model_args),
         peft_config=get_peft_config(model_args),
         callbacks=[live_line],
-        rollout_func=TextRollout(env, script_args.max_turn_tokens) if env.max_turns > 1 else None,
+        **several_turns,
     )
     trainer.remove_callback(PrinterCallback)
     if script_args.mutual_information:
@@ -260,7 +302,7 @@ def _make_trainer(
     return trainer
 
 
-def _train(trainer: SNRFilteredGRPOTrainer, checkpoint: Path | None) -> None:
+def _train(trainer: Trainer, checkpoint: Path | None) -> None:
     """Train, from `checkpoint` if there is one; a checkpoint of the last step is loaded and left as it is."""
     if checkpoint is not None:
         state = TrainerState.load_from_json(str(checkpoint / "trainer_state.json"))
@@ -277,7 +319,7 @@ def _success_metric(env: Environment) -> str:
 
 
 def _evaluate(
-    trainer: SNRFilteredGRPOTrainer, env: Environment, script_args: TrainArguments, path: Path, again: bool = False
+    trainer: Trainer, env: Environment, script_args: TrainArguments, path: Path, again: bool = False
 ) -> dict[str, float] | None:
     """Metrics on held-out tasks, read back from `path` when a resumed run has measured them before."""
     if path.exists() and not again:
@@ -296,14 +338,19 @@ def _evaluate(
         max_new_tokens=trainer.args.max_completion_length,
         data=script_args.data,
         max_turn_tokens=script_args.max_turn_tokens,
-        chat_template_kwargs={"chat_template": trainer.chat_template, **trainer.chat_template_kwargs},
+        chat_template_kwargs={**_chat_template(trainer), **trainer.chat_template_kwargs},
     )
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(metrics, indent=2) + "\n")
     return metrics
 
 
-def _write_history(trainer: SNRFilteredGRPOTrainer, env: Environment, run: Path) -> None:
+def _chat_template(trainer: Trainer) -> dict[str, Any]:
+    """TRL's RLOO has none of its own: it takes the tokenizer's."""
+    return {"chat_template": trainer.chat_template} if hasattr(trainer, "chat_template") else {}
+
+
+def _write_history(trainer: Trainer, env: Environment, run: Path) -> None:
     if not trainer.is_world_process_zero():
         return
     history = trainer.state.log_history

@@ -1,4 +1,4 @@
-"""The tasks, by name. A task is one file: its rules, its text and its rewards."""
+"""The tasks, by name. A task is one file, or a folder where it takes several: its rules, its text and its rewards."""
 
 import inspect
 from collections.abc import Callable

@@ -16,6 +16,7 @@ from ragen2_trl.envs.episode import Episode
 from ragen2_trl.envs.responses import parse_response
 
 INVALID_TURN = -0.1
+TURN_REWARDS = "turn_rewards"  # under which rollouts hand the rewards of an episode's turns on
 
 
 @dataclass(frozen=True)
@@ -60,18 +61,17 @@ class Play:
     def __init__(self, env: Setting, episode: Episode):
         self.env = env
         self.episode = episode
-        self._return = 0.0
-        self._turns = 0
+        self.turn_rewards: list[float] = []
         self._valid_turns = 0
 
     @property
     def done(self) -> bool:
         """Whether the rules or the turns have come to an end."""
-        return self.episode.done or self._turns >= self.env.max_turns
+        return self.episode.done or len(self.turn_rewards) >= self.env.max_turns
 
     @property
     def outcome(self) -> Outcome:
-        return Outcome(self._return, self.episode.success, self._turns, self._valid_turns)
+        return Outcome(sum(self.turn_rewards), self.episode.success, len(self.turn_rewards), self._valid_turns)
 
     def respond(self, text: str) -> str | None:
         """Takes a turn with a response; gives the next user message, or `None` when the episode is over."""
@@ -81,21 +81,20 @@ class Play:
         status = self.take(() if response is None else response.actions)
         if self.done:
             return None
-        return self.env.turn_text(self.episode, f"{status} Turn {self._turns + 1} of {self.env.max_turns}.")
+        return self.env.turn_text(self.episode, f"{status} Turn {len(self.turn_rewards) + 1} of {self.env.max_turns}.")
 
     def take(self, actions: Sequence[str]) -> str:
         """Takes a turn with actions and says what came of it; not to be called when `done`."""
-        self._turns += 1
         actions = actions[: self.env.max_actions]
         if not actions or not all(self.episode.is_action(action) for action in actions):
-            self._return += INVALID_TURN
+            self.turn_rewards.append(INVALID_TURN)
             return f"Invalid answer. Reward {INVALID_TURN:g}."
         self._valid_turns += 1
         reward = 0.0
         for action in actions:
             if not self.episode.done:
                 reward += self.episode.step(action)
-        self._return += reward
+        self.turn_rewards.append(reward)
         return f"Reward {reward:g}."
 
 

@@ -1,12 +1,16 @@
 """RAGEN's text protocol as TRL's `rollout_func`: `TextRollout` plays with whatever the trainer generates with."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
+from inspect import signature
 from typing import Any
 
 import torch
 from transformers import Trainer
 
 from ragen2_trl.envs import Environment, Outcome, Play
+from ragen2_trl.envs.play import TURN_REWARDS
 from ragen2_trl.rollouts.play import Chat, Messages, check_words_only, play_all
 
 
@@ -62,7 +66,7 @@ class TextRollout:
         tokenizer = trainer._tokenizer  # of a vision-language model, too
         chat = Chat(
             tokenizer,
-            trainer.eos_token_ids,
+            _end_tokens(trainer),
             trainer.processing_class,
             chat_template=trainer.chat_template,
             **trainer.chat_template_kwargs,
@@ -85,6 +89,7 @@ class TextRollout:
             "env_mask": [trajectory.env_mask for trajectory in trajectories],
             "logprobs": logprobs if any(logprobs) else None,
             Outcome.COLUMN: [asdict(trajectory.play.outcome) for trajectory in trajectories],
+            TURN_REWARDS: [trajectory.play.turn_rewards for trajectory in trajectories],
         }
 
     def _plays(self, step: int) -> list[Play]:
@@ -96,22 +101,43 @@ class TextRollout:
         return self._env.plays([row["seed"] for row in self._rows], columns, step)
 
 
+def _end_tokens(trainer: Any) -> list[int]:
+    """Ids that end a turn where the trainer generates."""
+    if hasattr(trainer, "eos_token_ids"):  # since TRL 1.14.2: those of the model's generation config, too
+        return list(trainer.eos_token_ids)
+    return [trainer._tokenizer.eos_token_id]
+
+
 def _generate(trainer: Any, contexts: list[list[int]], limit: int) -> tuple[list[list[int]], list[list[float]] | None]:
     """One turn by the trainer's own backend, of at most `limit` tokens."""
-    if trainer.use_vllm:
-        holder, name = trainer.vllm_generation, "max_completion_length"
-    else:
-        holder, name = trainer.generation_config, "max_new_tokens"
     count = len(contexts)
-    if trainer.use_vllm:  # its servers and tensor-parallel groups take as many contexts from each process
+    if trainer.use_vllm:
+        settings = [(trainer.vllm_generation, "max_completion_length", limit)]
+        # Its servers and tensor-parallel groups take as many contexts from each process.
         contexts = contexts + contexts[:1] * (_most(trainer, count) - count)
-    usual = getattr(holder, name)
-    setattr(holder, name, limit)
-    try:
-        answers, logprobs = trainer._generate_single_turn(contexts, None, {}, num_generations=1)
-    finally:
-        setattr(holder, name, usual)
+    else:
+        settings = [(trainer.generation_config, "max_new_tokens", limit)]
+    asked = {}
+    if "num_generations" in signature(trainer._generate_single_turn).parameters:  # since TRL 1.14.1
+        asked["num_generations"] = 1
+    else:  # else vLLM would take every G-th context for a prompt, and answer it G times
+        settings += [(trainer, "num_generations", 1), (trainer, "num_generations_eval", 1)]
+    with _set(settings):
+        answers, logprobs = trainer._generate_single_turn(contexts, None, {}, **asked)
     return answers[:count], None if logprobs is None else logprobs[:count]
+
+
+@contextmanager
+def _set(settings: list[tuple[Any, str, int]]) -> Iterator[None]:
+    """For a while, give attributes of objects other values."""
+    usual = [getattr(holder, name) for holder, name, _ in settings]
+    for holder, name, value in settings:
+        setattr(holder, name, value)
+    try:
+        yield
+    finally:
+        for (holder, name, _), value in zip(settings, usual, strict=True):
+            setattr(holder, name, value)
 
 
 def _max_context(trainer: Any) -> int | None:

@@ -26,7 +26,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ragen2_trl.filtering import check_choice
+from ragen2_trl.filtering import ZERO_STD, check_choice
 
 KL_PENALTIES = ("k1", "k2", "k3")
 
@@ -180,7 +180,7 @@ def explained_variance(error_moments: Tensor, return_moments: Tensor) -> float:
     not vary (standard deviation at most 1e-6): nothing is there to explain.
     """
     variance = _mean_and_variance(return_moments)[1].item()
-    return 1 - _mean_and_variance(error_moments)[1].item() / variance if variance > 0 else math.nan
+    return 1 - _mean_and_variance(error_moments)[1].item() / variance if variance > ZERO_STD**2 else math.nan
 
 
 def clipped_value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float | None) -> Tensor:
@@ -241,7 +241,7 @@ def _turn_ends(own: Tensor) -> Tensor:
 
 def _mean_and_variance(moments: Tensor) -> tuple[Tensor, Tensor]:
     total, squares, count = moments.double().unbind()
-    mean = total / count.clamp(min=1)
+    mean = total / count  # NaN without any token, when there is nothing to whiten either
     return mean, ((squares - total * mean) / (count - 1).clamp(min=1)).clamp(min=0)
 
 

@@ -87,14 +87,7 @@ def take(batch: Batch, rows: list[int], pad_to_multiple_of: int | None = None) -
 
     Without images among them it has no key of images, as a batch of text has none in TRL.
     """
-    batch = split_images(batch)
-    index = torch.tensor(rows, device=batch["prompt_ids"].device)
-    taken: Batch = {}
-    for key, value in batch.items():
-        if not _is_by_row(key, value, len(batch["prompt_ids"])):
-            taken[key] = value
-        else:
-            taken[key] = value[index] if isinstance(value, Tensor) else type(value)(value[row] for row in rows)
+    taken = _pick(split_images(batch), rows)
     full = _widths(taken)
     longest_prompt = int(taken["prompt_mask"].sum(dim=1).max())
     longest_completion = max(1, int(_last_position(taken["completion_mask"]).max()))
@@ -111,9 +104,30 @@ def take(batch: Batch, rows: list[int], pad_to_multiple_of: int | None = None) -
     return merge_images({**taken, **trimmed})
 
 
+def chunks(batch: Batch, size: int) -> list[Batch]:
+    """The rows of a batch in their order, `size` at a time and at most as many in the last, in the same widths.
+
+    As TRL cuts a batch for a forward pass, but without image keys for those of text alone.
+    """
+    split, rows = split_images(batch), range(len(batch["prompt_ids"]))
+    return [merge_images(_pick(split, list(rows[start : start + size]))) for start in rows[::size]]
+
+
 def padded_size(batch: Batch) -> int:
     """Positions that a forward pass over the batch computes, padding included."""
     return sum(_widths(batch)) * len(batch["prompt_ids"])
+
+
+def _pick(batch: Batch, rows: list[int]) -> Batch:
+    """The given rows of all that is by row."""
+    index = torch.tensor(rows, device=batch["prompt_ids"].device)
+    picked: Batch = {}
+    for key, value in batch.items():
+        if not _is_by_row(key, value, len(batch["prompt_ids"])):
+            picked[key] = value
+        else:
+            picked[key] = value[index] if isinstance(value, Tensor) else type(value)(value[row] for row in rows)
+    return picked
 
 
 # Tensors over tokens
@@ -183,7 +197,7 @@ def _tells_apart(widths: Widths, sides: dict[str, str | None], part: Batch) -> b
         if part[key].ndim > 1:
             width = part[key].size(1) if side is None else widths.of(side)
             seen = next((other for other in _possible_sides(key) if width == widths.of(other)), None)
-            if seen != side and not (side is None and width == 1):  # which has nothing to trim
+            if seen != side and width > 1:  # else there is nothing to trim
                 return False
     return True
 

@@ -22,7 +22,7 @@ from ragen2_trl.callbacks.run_record import keep_record
 from ragen2_trl.filtering import group_score
 from ragen2_trl.rollouts import TextRollout
 from ragen2_trl.trainers.accounting import Accounting
-from ragen2_trl.trainers.batches import Batch, loss_mask
+from ragen2_trl.trainers.batches import Batch, chunks, loss_mask
 from ragen2_trl.trainers.checks import (
     LAYOUT_FIELDS,
     check_prompt_column,
@@ -164,6 +164,7 @@ class SNRFilter:
         if not self.model.training:
             return batch
         self._packing.forget()
+        self._has_selected = True
         selection = self._select(inputs, batch)
         self._log_selection(batch, selection)
         if self._refill is not None:
@@ -228,16 +229,20 @@ class SNRFilter:
     @torch.no_grad()
     def _logps_and_entropies(self, batch: Batch, compute_entropy: bool = False) -> tuple[Tensor, Tensor | None]:
         """(rows, T) each, log-probs and entropies in nats under the present weights."""
-        logps, entropies, *_ = self._get_per_token_logps_and_entropies(
-            self.model,
-            torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1),
-            torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1),
-            batch["completion_ids"].size(1),
-            batch_size=self.args.per_device_train_batch_size,
-            compute_entropy=compute_entropy,
-            **{key: batch[key] for key in VISION_KEYS if key in batch},
-        )
-        return logps, entropies
+        parts = [
+            self._get_per_token_logps_and_entropies(
+                self.model,
+                torch.cat([part["prompt_ids"], part["completion_ids"]], dim=1),
+                torch.cat([part["prompt_mask"], part["completion_mask"]], dim=1),
+                part["completion_ids"].size(1),
+                compute_entropy=compute_entropy,
+                **{key: part[key] for key in VISION_KEYS if key in part},
+            )[:2]
+            # TRL would show a part without images none of them, which models do not take.
+            for part in chunks(batch, self.args.per_device_train_batch_size)
+        ]
+        logps, entropies = zip(*parts, strict=True)
+        return torch.cat(logps), torch.cat(entropies) if compute_entropy else None
 
     def _logps_now(self, batch: Batch) -> Tensor:
         return self._logps_and_entropies(batch)[0]
@@ -269,12 +274,13 @@ class SNRFilter:
     # Packing: before each pass over a generation batch, and around each loss
 
     def _prepare_inputs(self, generation_batch: Any) -> Batch:
+        before, self._has_selected = self._buffered_inputs, False
         inputs = super()._prepare_inputs(generation_batch)
         if not self.model.training:
             return inputs
         number = self._step % self.args.steps_per_generation
         if number == 0:
-            if not self._accounting.latest:
+            if self._buffered_inputs is not before and not self._has_selected:
                 raise RuntimeError(
                     f"{type(self).__name__}._generate_and_score_completions must call "
                     "super()._generate_and_score_completions, which selects; it did not."

@@ -195,10 +195,11 @@ class Packing:
     def _with_weight(self, batch: Batch, weight: float) -> Batch:
         """Undo in the divisor of a loss over the generation batch's tokens what the weight will do to it.
 
-        Such losses need no weight, but the entropy bonus and the load-balancing loss beside them do.
+        Such losses, TRL's or a subclass's own whatever the `loss_type`, need no weight, but the entropy bonus and the
+        load-balancing loss beside them do.
         """
         batch = {key: value for key, value in batch.items() if key != KEPT}
-        if self.loss_mean is LossMean.TOKENS_OF_GENERATION and weight > 0:
+        if "num_items_in_batch" in batch and weight > 0:
             batch["num_items_in_batch"] = batch["num_items_in_batch"] * weight
         return batch
 

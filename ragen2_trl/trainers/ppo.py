@@ -1,13 +1,16 @@
 """PPO with the filter, on the rollouts of TRL's GRPO (arXiv 2604.06268, Section 4.1; TRL has no PPO any more)."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
 import torch
+import trl
+from packaging.version import Version
 from torch import Tensor
 from trl import GRPOConfig, GRPOTrainer
 
+from ragen2_trl.envs.play import TURN_REWARDS
 from ragen2_trl.trainers import advantages as mathematics
 from ragen2_trl.trainers.actor_critic import ActorCritic
 from ragen2_trl.trainers.batches import Batch, loss_mask, take
@@ -16,8 +19,6 @@ from ragen2_trl.trainers.packing import KEPT, LossMean
 from ragen2_trl.trainers.ppo_config import SNRFilteredPPOConfig
 from ragen2_trl.trainers.processes import forward_in_step
 from ragen2_trl.trainers.selecting import Selection
-
-TURN_REWARDS = "turn_rewards"  # column of a rollout: for each row the reward of each of its turns
 
 
 class SNRFilteredPPOTrainer(ActorCritic, SNRFilter, GRPOTrainer):
@@ -70,6 +71,12 @@ class SNRFilteredPPOTrainer(ActorCritic, SNRFilter, GRPOTrainer):
 
     def __init__(self, model: Any, reward_funcs: Any = None, args: Any = None, *positional: Any, **kwargs: Any):
         value_model = kwargs.pop("value_model", None)
+        # Until 1.13 it takes another loss than the one that we add the critic's to, until 1.14 another forward pass.
+        if args is not None and args.use_liger_kernel and Version(trl.__version__) < Version("1.15"):
+            raise ValueError(
+                f"use_liger_kernel=True leaves no room for a critic in TRL {trl.__version__}; allowed: False, or TRL "
+                "1.16 or newer."
+            )
         super().__init__(model, reward_funcs, args, *positional, **kwargs)
         self._add_critic(value_model)
 
@@ -86,11 +93,12 @@ class SNRFilteredPPOTrainer(ActorCritic, SNRFilter, GRPOTrainer):
         rewards = mathematics.token_rewards(returns, mask, [row.get(TURN_REWARDS) for row in inputs])
         if self.args.kl_in == "reward" and self.beta != 0.0:
             logps = batch.get("old_per_token_logps")
-            logps = self._logps_and_entropies(batch)[0] if logps is None else logps
+            logps = self._of_kept(self._logps_now, batch, kept) if logps is None else logps
             penalty = mathematics.kl_penalty(logps, batch.pop("ref_per_token_logps"), self.args.kl_estimator)
-            self._log_mean("kl", penalty, mask)
-            rewards = rewards - self.beta * penalty * mask
-        values = self._values_of(batch, kept)
+            of_kept = mask * kept.unsqueeze(1)
+            self._log_mean("kl", penalty, of_kept)
+            rewards = rewards - self.beta * penalty * of_kept
+        values = self._of_kept(self._values, batch, kept)
         discounts = (self.args.gamma, self.args.gae_lambda)
         if self.args.gae == "bi_level":
             turns = (self.args.turn_gamma, self.args.turn_gae_lambda)
@@ -102,13 +110,13 @@ class SNRFilteredPPOTrainer(ActorCritic, SNRFilter, GRPOTrainer):
         batch["returns"] = targets.masked_fill(~scored, torch.nan)  # what nothing scored teaches the critic nothing
         batch["old_values"] = values
 
-    def _values_of(self, batch: Batch, kept: Tensor) -> Tensor:
-        """(rows, T) under the present weights, 0 for rows that are dropped: they need none."""
+    def _of_kept(self, forward: Callable[[Batch], Tensor], batch: Batch, kept: Tensor) -> Tensor:
+        """(rows, T) of a forward pass under the present weights, 0 for rows that are dropped: they need none."""
         rows = kept.nonzero().squeeze(1).tolist()
         size = self.args.per_device_train_batch_size
-        computed = forward_in_step(self._values, batch, rows, take(batch, [0]), size, self.accelerator)
+        computed = forward_in_step(forward, batch, rows, take(batch, [0]), size, self.accelerator)
         values = torch.zeros_like(batch["completion_ids"], dtype=torch.float)
-        values[kept] = computed
+        values[kept] = computed.float()
         return values
 
     @torch.no_grad()
@@ -128,7 +136,9 @@ class SNRFilteredPPOTrainer(ActorCritic, SNRFilter, GRPOTrainer):
             batch["advantages"] = mathematics.whiten(batch["advantages"], mask, of_advantages)
         metrics = self._metrics["train"]
         metrics["ppo/return_mean"].append((of_returns[0] / of_returns[2].clamp(min=1)).item())
-        metrics["ppo/explained_variance"].append(mathematics.explained_variance(of_errors, of_returns))
+        explained = mathematics.explained_variance(of_errors, of_returns)
+        if explained == explained:  # NaN where returns do not vary
+            metrics["ppo/explained_variance"].append(explained)
 
     # Loss
 

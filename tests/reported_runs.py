@@ -1,0 +1,189 @@
+"""Runs as they lie on disk, healthy and collapsed, and the page that the report makes of them."""
+
+import json
+import math
+import random
+from html.parser import HTMLParser
+
+import pandas as pd
+import pytest
+import torch
+from browser import open_browser
+
+from ragen2_trl import cli, information_metrics
+from ragen2_trl.reporting import report
+from ragen2_trl.reporting.report import render_report
+from ragen2_trl.reporting.run import read_run
+from ragen2_trl.reporting.saved_measurement import SavedMeasurement
+
+STEPS, EVERY, PROMPTS, GROUP = 100, 10, 8, 4
+COLLAPSED_AT = 60
+HOSTILE = (
+    "</pre></script><script>document.title='owned'</script><img src=https://evil.example/x.png onerror=alert(1)>"
+    "<style>@import url(https://evil.example/a.css)</style>{{ 7 * 7 }}&lt;b&gt;\u202egnp.exe\u0000\u001b[31mred $x$"
+)
+
+
+class Page(HTMLParser):
+    """The elements, attributes and words of a page."""
+
+    def __init__(self, page: str):
+        super().__init__()
+        self.tags, self.attributes, self.words = set(), set(), []
+        self.headline = ""
+        self._open = []
+        self.feed(page)
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.add(tag)
+        self.attributes |= {name for name, _ in attributes}
+        self._open.append(tag)
+
+    def handle_endtag(self, tag):
+        if tag in self._open:
+            del self._open[len(self._open) - 1 - self._open[::-1].index(tag) :]
+
+    def handle_data(self, data):
+        if "style" not in self._open and "svg" not in self._open:
+            self.words.append(data)
+        if self._open[-1:] == ["h1"]:
+            self.headline += data
+
+    @property
+    def text(self):
+        return " ".join(" ".join(self.words).split())
+
+
+def prompts_of(suffix=""):
+    grids = [f"{'_ ' * i}P{' _' * (PROMPTS - i)} G" for i in range(PROMPTS)]
+    return [[{"role": "user", "content": f"Walk from P to G.\n{grid}{suffix}\nThink first."}] for grid in grids]
+
+
+def make_measurement(step, depends, reasoning="Go right.", suffix=""):
+    """Reasonings that their own prompt explains far better than others, or that all prompts explain alike."""
+    generator = torch.Generator().manual_seed(step)
+    index = torch.arange(PROMPTS).repeat_interleave(GROUP)
+    lengths = torch.full((len(index),), 20)
+    cross_logps = -6.0 - 0.01 * torch.rand(len(index), PROMPTS, generator=generator)
+    if depends:
+        cross_logps -= 15.0
+        cross_logps[torch.arange(len(index)), index] += 15.0
+    rewards = torch.tensor([[1.0, 0.0, 0.0, math.nan]]).repeat(PROMPTS, 1)
+    return SavedMeasurement(
+        step=step,
+        metrics=information_metrics(cross_logps, lengths, index),
+        regime="diverse" if depends else "template_collapse",
+        prompts=[messages[0]["content"] for messages in prompts_of(suffix)],
+        reasonings=[f"{reasoning} {number}\ud800" for number in range(len(index))],  # no text, but JSON
+        prompt_index=index,
+        lengths=lengths,
+        cross_logps=cross_logps,
+        rewards=rewards,
+        scores=torch.linspace(0, 0.3, PROMPTS),
+        kept=torch.linspace(0, 0.3, PROMPTS) > 0.1,
+    )
+
+
+def make_run(folder, collapsed_at=None, steps=STEPS, text="<think>Go right.</think>Right", suffix="", **lifecycle):
+    """A run's folder as training leaves it behind."""
+    rng = random.Random(folder.name)
+    rows, regimes = [], []
+    for step in range(1, steps + 1):
+        row = {
+            "step": step,
+            "loss": rng.gauss(0, 0.1),
+            "reward": 0.5 + rng.gauss(0, 0.05),
+            "rewards/success/mean": 0.5,
+            "env/frozen_lake/success": 0.5 + 0.3 * step / steps,
+            "entropy": 0.5,
+            "snr/kept_fraction": 0.6,
+            "snr/update_compute_fraction": 0.55,
+        }
+        if step == 1 or step % EVERY == 0:
+            measurement = make_measurement(step, collapsed_at is None or step < collapsed_at, text, suffix)
+            row |= {f"mi/first_turn/{key}": value for key, value in measurement.metrics.items()}
+            regimes.append([step, measurement.regime])
+            if step in (1, steps):
+                measurement.save(folder / "_measurements")
+        rows.append(row)
+    state = {
+        "log_history": rows,
+        "global_step": steps,
+        "max_steps": STEPS,
+        "stateful_callbacks": {
+            "ragen2_mutual_information": {"watch": {"regimes": regimes}},
+            "ragen2_run": {"ended": True, "resumed_at": []} | lifecycle,
+        },
+    }
+    (folder / "diagnostics").mkdir(parents=True)
+    (folder / "diagnostics" / "trainer_state.json").write_text(json.dumps(state))
+    about = {"settings": {"beta": 0.0, "seed": collapsed_at or 0}, "versions": {"trl": "1.16.0"}}
+    (folder / "diagnostics" / "run.json").write_text(json.dumps(about))
+    save_completions(folder, steps, text, suffix)
+    return folder
+
+
+def save_completions(folder, step, text, suffix=""):
+    """As TRL's `log` writes them: the success of each is told by its text."""
+    rows = [
+        {
+            "step": step,
+            "prompt": prompt,
+            "completion": [{"role": "assistant", "content": f"{text} {folder.name} {number}"}],
+            "success": float(number == 2),
+            "advantage": 0.0,
+        }
+        for prompt in prompts_of(suffix)
+        for number in range(GROUP)
+    ]
+    (folder / "completions").mkdir(exist_ok=True)
+    pd.DataFrame(rows).to_parquet(folder / "completions" / f"completions_{step:05d}.parquet")
+
+
+def report_of(*folders):
+    return Page(render_report([read_run(folder) for folder in folders]))
+
+
+@pytest.fixture(scope="module", name="runs")
+def runs_fixture(tmp_path_factory):
+    """A healthy run and a collapsed one."""
+    folder = tmp_path_factory.mktemp("runs")
+    return make_run(folder / "healthy"), make_run(folder / "drifted", COLLAPSED_AT)
+
+
+@pytest.fixture(scope="module", name="compared")
+def compared_fixture(runs, tmp_path_factory):
+    """The file with the report of both."""
+    path = tmp_path_factory.mktemp("report") / "report.html"
+    cli.main(["report", *map(str, runs), "--output", str(path)])
+    return path
+
+
+@pytest.fixture(name="words_only")
+def words_only_fixture(monkeypatch):
+    """Leaves out the figures, which take nearly all of a report's time."""
+    monkeypatch.setattr(report, "_figures", lambda *_: [])
+    monkeypatch.setattr(report, "_comparison", lambda _: None)
+
+
+@pytest.fixture(scope="module", name="browser")
+def browser_fixture():
+    with open_browser() as opened:
+        yield opened
+
+
+def edit_state(folder, change):
+    path = folder / "diagnostics" / "trainer_state.json"
+    state = json.loads(path.read_text())
+    change(state)
+    path.write_text(json.dumps(state))
+
+
+def without_information(folder):
+    def change(state):
+        state["stateful_callbacks"].pop("ragen2_mutual_information")
+        state["log_history"] = [
+            {key: value for key, value in row.items() if not key.startswith("mi/")} for row in state["log_history"]
+        ]
+
+    edit_state(folder, change)

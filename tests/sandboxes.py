@@ -1,0 +1,69 @@
+"""Sandboxes with the limits of tests, and how an attack is tried in them."""
+
+import contextlib
+import time
+import uuid
+from pathlib import Path
+
+import pytest
+
+from ragen2_trl.envs.deepcoder import sandbox as module
+from ragen2_trl.envs.deepcoder.sandbox import Limits, Sandbox
+
+QUICK = Limits(cpu_seconds=1, wall_seconds=3.0, memory_bytes=256 << 20, file_bytes=1 << 20, output_bytes=64 << 10)
+SHORT = Limits(wall_seconds=0.7)
+SECRET = "hunter2-do-not-tell"
+
+
+@pytest.fixture(scope="module", name="sandbox")
+def sandbox_fixture():
+    return Sandbox(Limits(wall_seconds=10.0))
+
+
+@pytest.fixture(scope="module", name="quick")
+def quick_fixture():
+    return Sandbox(QUICK)
+
+
+@pytest.fixture(scope="module", name="short")
+def short_fixture():
+    return Sandbox(SHORT)
+
+
+@pytest.fixture(name="leftovers")
+def leftovers_fixture(monkeypatch):
+    """A function that counts the processes of this test's runs that are alive once they had a second to die."""
+    mark = f"# {uuid.uuid4()}"
+    monkeypatch.setattr(module, "_RUNNER", f"{module._RUNNER}\n{mark}\n")
+
+    def count():
+        found = 0
+        for path in Path("/proc").glob("[0-9]*/cmdline"):
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it ended while we looked
+                found += mark in path.read_text(errors="replace")
+        return found
+
+    def settled():
+        deadline = time.monotonic() + 1
+        while count() and time.monotonic() < deadline:
+            time.sleep(0.02)
+        return count()
+
+    settled.now = count
+    return settled
+
+
+def attempt(statement):
+    """A program that prints `done` if the statement succeeds, and else the name of its exception."""
+    return f"""
+import ctypes, mmap, os, socket, subprocess
+libc = ctypes.CDLL(None, use_errno=True)
+def check(result):
+    if result == -1:
+        raise OSError(ctypes.get_errno(), "refused")
+try:
+    {statement}
+    print("done")
+except Exception as error:
+    print(type(error).__name__)
+"""

@@ -1,0 +1,361 @@
+"""Token rewards, advantages and losses of PPO against plain loops over rows and tokens in Python floats."""
+
+import math
+import statistics
+from itertools import pairwise
+
+import pytest
+import torch
+from by_loops import assert_same, numbers, unhurried
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ragen2_trl.trainers.advantages import (
+    bi_level_gae,
+    explained_variance,
+    gae,
+    masked_moments,
+    token_rewards,
+    whiten,
+)
+
+NAN = float("nan")
+factors = st.sampled_from([1.0, 0.95, 0.5, 0.0])
+
+
+@st.composite
+def mask_rows(draw, max_turns=4):
+    """Ones for own tokens: turns of one to four tokens, gaps of one to three, padded to the longest or cut short."""
+    rows = []
+    for _ in range(draw(st.integers(1, 3))):
+        row = [0] * draw(st.integers(0, 1))
+        for number in range(draw(st.integers(0, max_turns))):
+            row += [0] * draw(st.integers(1, 3)) * (number > 0) + [1] * draw(st.integers(1, 4))
+        rows.append(row)
+    longest = max(1, *map(len, rows))
+    width = draw(st.sampled_from([longest, longest + 2, max(1, longest - 2)]))
+    return [(row + [0] * width)[:width] for row in rows]
+
+
+def draw_like(draw, mask):
+    return [[draw(numbers) for _ in row] for row in mask]
+
+
+@st.composite
+def steps(draw, max_turns=4):
+    """Rewards, values and mask. What is outside the mask is NaN: nobody may look there."""
+    mask = draw(mask_rows(max_turns))
+    rewards, values = draw_like(draw, mask), draw_like(draw, mask)
+    return nan_outside(rewards, mask), nan_outside(values, mask), torch.tensor(mask)
+
+
+def nan_outside(numbers, mask):
+    return torch.tensor(numbers).masked_fill(torch.tensor(mask) == 0, NAN)
+
+
+def own_tokens(mask_row):
+    return [t for t, own in enumerate(mask_row) if own]
+
+
+def turns_of(mask_row):
+    """Own tokens by turn."""
+    turns = []
+    for t in own_tokens(mask_row):
+        if t > 0 and mask_row[t - 1]:
+            turns[-1].append(t)
+        else:
+            turns.append([t])
+    return turns
+
+
+def discounted_sums(terms, factor):
+    """terms[n] + factor terms[n + 1] + factor^2 terms[n + 2] + ... for every n, each sum on its own."""
+    return [sum(factor ** (j - n) * terms[j] for j in range(n, len(terms))) for n in range(len(terms))]
+
+
+def gae_by_loops(rewards, values, mask, gamma, lam):
+    advantages = [[0.0] * len(row) for row in mask.tolist()]
+    for i, row in enumerate(mask.tolist()):
+        own = own_tokens(row)
+        r, v = [rewards[i, t].item() for t in own], [values[i, t].item() for t in own]
+        deltas = [reward + gamma * after - value for reward, value, after in zip(r, v, [*v[1:], 0.0], strict=False)]
+        for t, advantage in zip(own, discounted_sums(deltas, gamma * lam), strict=True):
+            advantages[i][t] = advantage
+    return advantages
+
+
+def bi_level_gae_by_loops(rewards, values, mask, gamma, lam, turn_gamma, turn_lam):
+    advantages = [[0.0] * len(row) for row in mask.tolist()]
+    for i, row in enumerate(mask.tolist()):
+        r, v, turns = rewards[i].tolist(), values[i].tolist(), turns_of(row)
+        deltas = []
+        for number, turn in enumerate(turns):
+            end, delta = turn[-1], r[turn[-1]]
+            if number + 1 < len(turns):
+                following = turns[number + 1]
+                delta += turn_gamma * (sum(r[t] for t in following[:-1]) + v[following[-1]])
+            deltas.append(delta - v[end])
+        for turn, turn_advantage in zip(turns, discounted_sums(deltas, turn_gamma * turn_lam), strict=True):
+            inside = [r[t] + gamma * v[t + 1] - v[t] for t in turn[:-1]]
+            for t, advantage in zip(turn, discounted_sums([*inside, turn_advantage], gamma * lam), strict=True):
+                advantages[i][t] = advantage
+    return advantages
+
+
+def returns_by_loops(advantages, values, mask):
+    own = mask.tolist()
+    return [
+        [advantages[i][t] + values[i, t].item() if own[i][t] else 0.0 for t in range(len(own[i]))]
+        for i in range(len(own))
+    ]
+
+
+# Token rewards
+
+
+@st.composite
+def episodes(draw):
+    mask = draw(mask_rows())
+    returns = draw(st.lists(numbers | st.just(NAN), min_size=len(mask), max_size=len(mask)))
+    per_turn = st.lists(numbers, max_size=6)  # more than the four turns of a row, or fewer
+    turn_rewards = draw(st.none() | st.lists(st.none() | per_turn, min_size=len(mask), max_size=len(mask)))
+    return torch.tensor(returns), torch.tensor(mask), turn_rewards
+
+
+@unhurried
+@given(episodes())
+def test_token_rewards_match_a_loop_over_turns(case):
+    returns, mask, turn_rewards = case
+    expected = [[0.0] * len(row) for row in mask.tolist()]
+    for i, row in enumerate(mask.tolist()):
+        remainder, turns = returns[i].item(), turns_of(row)
+        if math.isnan(remainder) or not turns:
+            continue
+        for turn, reward in zip(turns, (turn_rewards and turn_rewards[i]) or [], strict=False):
+            expected[i][turn[-1]] = reward
+            remainder -= reward
+        expected[i][turns[-1][-1]] += remainder
+    assert_same(token_rewards(returns, mask, turn_rewards), expected)
+
+
+@unhurried
+@given(episodes())
+def test_token_rewards_sum_to_the_return_of_every_scored_row_with_own_tokens(case):
+    returns, mask, turn_rewards = case
+    sums = token_rewards(returns, mask, turn_rewards).double().sum(dim=1)
+    has_return = ~returns.isnan() & mask.bool().any(dim=1)
+    torch.testing.assert_close(sums, returns.double().where(has_return, 0.0), rtol=1e-6, atol=1e-5)
+
+
+def test_a_return_that_is_not_finite_gives_no_rewards_whatever_its_turns_earned():
+    mask = torch.ones(3, 2)
+    rewards = token_rewards(torch.tensor([NAN, float("inf"), 1.0]), mask, [[1.0], [NAN], None])
+    assert rewards.tolist() == [[0, 0], [0, 0], [0, 1]]
+
+
+def test_turn_rewards_that_do_not_fit_are_refused():
+    returns, mask = torch.ones(2), torch.ones(2, 3)
+    with pytest.raises(ValueError, match=r"turn_rewards has 1 rows; allowed: 2"):
+        token_rewards(returns, mask, [[1.0]])
+    with pytest.raises(ValueError, match=r"turn_rewards\[1\]=\[nan\].*finite"):
+        token_rewards(returns, mask, [None, [NAN]])
+
+
+# Advantages
+
+
+@unhurried
+@given(steps(), factors, factors)
+def test_gae_matches_sums_of_discounted_errors(case, gamma, lam):
+    rewards, values, mask = case
+    advantages, returns = gae(rewards, values, mask, gamma, lam)
+    expected = gae_by_loops(rewards, values, mask, gamma, lam)
+    assert_same(advantages, expected)
+    assert_same(returns, returns_by_loops(expected, values, mask))
+
+
+@unhurried
+@given(steps(), factors, factors, factors, factors)
+def test_bi_level_gae_matches_sums_over_turns_and_then_inside_them(case, gamma, lam, turn_gamma, turn_lam):
+    rewards, values, mask = case
+    advantages, returns = bi_level_gae(rewards, values, mask, gamma, lam, turn_gamma, turn_lam)
+    expected = bi_level_gae_by_loops(rewards, values, mask, gamma, lam, turn_gamma, turn_lam)
+    assert_same(advantages, expected)
+    assert_same(returns, returns_by_loops(expected, values, mask))
+
+
+@unhurried
+@given(episodes())
+def test_without_discount_and_values_the_advantage_is_the_return_at_every_own_token(case):
+    returns, mask, _ = case
+    rewards, values = token_rewards(returns, mask), torch.zeros(mask.shape)
+    expected = returns.nan_to_num(0.0).unsqueeze(1) * mask
+    assert_same(gae(rewards, values, mask, 1.0, 1.0)[0], expected)
+    assert_same(bi_level_gae(rewards, values, mask, 1.0, 1.0, 1.0, 1.0)[0], expected)
+
+
+@unhurried
+@given(steps(max_turns=1), factors, factors, factors, factors)
+def test_bi_level_gae_equals_gae_when_there_is_one_turn(case, gamma, lam, turn_gamma, turn_lam):
+    for bi_level, token_level in zip(
+        bi_level_gae(*case, gamma, lam, turn_gamma, turn_lam), gae(*case, gamma, lam), strict=True
+    ):
+        assert_same(bi_level, token_level)
+
+
+@unhurried
+@given(steps())
+def test_bi_level_gae_equals_gae_without_discounts_however_many_turns(case):
+    assert_same(bi_level_gae(*case, 1.0, 1.0, 1.0, 1.0)[0], gae(*case, 1.0, 1.0)[0])
+
+
+def test_bi_level_gae_agrees_with_the_reference_where_every_turn_earned_something():
+    # Recorded from RAGEN's function, unwhitened, at gamma 0.9, lam 0.8 and high_level_gamma 0.5.
+    mask = torch.tensor([[1, 1, 0, 1, 1, 0, 1]])
+    values = torch.tensor([[0.5, 0.25, 0.0, 1.0, 0.75, 0.0, 0.5]])
+    rewards = torch.tensor([[0.0, 1.0, 0.0, 0.0, -0.5, 0.0, 2.0]])
+    advantages, returns = bi_level_gae(rewards, values, mask, 0.9, 0.8, 0.5, 0.8)
+    assert_same(advantages, [[0.4198, 0.965, 0.0, -0.613, -0.4, 0.0, 1.5]])
+    assert_same(returns, [[0.9198, 1.215, 0.0, 0.387, 0.35, 0.0, 2.0]])
+
+
+def test_a_turn_that_earned_nothing_is_a_turn_with_its_own_discount():
+    mask = torch.tensor([[1, 0, 1, 1, 0, 1]])
+    rewards = token_rewards(torch.tensor([1.0]), mask)
+    advantages, _ = bi_level_gae(rewards, torch.zeros(1, 6), mask, 1.0, 1.0, 0.5, 1.0)
+    assert advantages.tolist() == [[0.25, 0.0, 0.5, 0.5, 0.0, 1.0]]
+
+
+@unhurried
+@given(steps(), st.lists(st.integers(0, 2), min_size=40, max_size=40), factors, factors)
+def test_environment_tokens_inserted_anywhere_change_no_gae(case, inserted, gamma, lam):
+    kept = positions_after_inserting(inserted[: case[2].shape[1]])
+    wide = [spread(tensor, kept, filler) for tensor, filler in zip(case, (NAN, NAN, 0), strict=True)]
+    for narrow, wider in zip(gae(*case, gamma, lam), gae(*wide, gamma, lam), strict=True):
+        assert_same(wider[:, kept], narrow)
+        assert wider.count_nonzero() == wider[:, kept].count_nonzero()
+
+
+@unhurried
+@given(episodes(), st.lists(st.integers(0, 2), min_size=40, max_size=40), factors, factors)
+def test_longer_observations_between_turns_change_no_reward_and_no_bi_level_gae(case, inserted, gamma, turn_gamma):
+    returns, mask, turn_rewards = case
+    returns, mask, turn_rewards = returns[:1], mask[:1], turn_rewards and turn_rewards[:1]
+    at_observation = [count * (own == 0) for count, own in zip(inserted, mask[0].tolist(), strict=False)]
+    kept = positions_after_inserting(at_observation)
+    wide_mask = spread(mask, kept, 0)
+    rewards, wide_rewards = token_rewards(returns, mask, turn_rewards), token_rewards(returns, wide_mask, turn_rewards)
+    assert_same(wide_rewards[:, kept], rewards)
+    values = torch.arange(mask.shape[1]).sin().unsqueeze(0)
+    narrow = bi_level_gae(rewards, values, mask, gamma, 0.9, turn_gamma, 0.8)[0]
+    wider = bi_level_gae(wide_rewards, spread(values, kept, NAN), wide_mask, gamma, 0.9, turn_gamma, 0.8)[0]
+    assert_same(wider[:, kept], narrow)
+
+
+def positions_after_inserting(inserted):
+    """Where each column goes when `inserted[t]` columns are put before column t."""
+    return [t + sum(inserted[: t + 1]) for t in range(len(inserted))]
+
+
+def spread(tensor, positions, filler):
+    wide = torch.full((len(tensor), positions[-1] + 1), filler, dtype=tensor.dtype)
+    wide[:, positions] = tensor
+    return wide
+
+
+def test_advantages_of_no_rows_and_of_no_tokens_are_empty():
+    for shape in ((0, 3), (2, 0)):
+        empty = torch.zeros(shape)
+        assert token_rewards(torch.ones(shape[0]), empty).shape == shape
+        assert gae(empty, empty, empty, 1.0, 1.0)[0].shape == shape
+        assert bi_level_gae(empty, empty, empty, 1.0, 1.0, 1.0, 1.0)[1].shape == shape
+
+
+def test_advantages_and_returns_carry_no_gradient_and_leave_their_inputs_alone():
+    rewards, values = torch.ones(2, 4), torch.full((2, 4), 0.5, requires_grad=True)
+    mask = torch.tensor([[1, 0, 1, 1], [1, 1, 0, 0]])
+    before = values.detach().clone()
+    outputs = [*gae(rewards, values, mask, 0.9, 0.9), *bi_level_gae(rewards, values, mask, 0.9, 0.9, 0.9, 0.9)]
+    assert not any(output.requires_grad for output in outputs)
+    assert rewards.eq(1).all() and values.eq(before).all() and mask.sum() == 5
+
+
+# Whitening
+
+
+@unhurried
+@given(steps(), steps())
+def test_whitening_uses_the_moments_of_all_processes(here, there):
+    inside = [[tensor[1][tensor[2].bool()].tolist(), tensor] for tensor in (here, there)]
+    everyone = inside[0][0] + inside[1][0]
+    moments = masked_moments(here[1], here[2]) + masked_moments(there[1], there[2])
+    assert moments.dtype == torch.float64
+    mean = statistics.mean(everyone) if everyone else 0.0
+    variance = statistics.variance(everyone) if len(everyone) > 1 else 0.0
+    for _, (_, values, mask) in inside:
+        expected = ((values.double() - mean) / math.sqrt(variance + 1e-8)).masked_fill(mask == 0, 0.0)
+        torch.testing.assert_close(whiten(values, mask, moments), expected.float(), rtol=1e-5, atol=1e-4)
+
+
+def test_whitened_values_have_mean_zero_and_sample_variance_one_far_from_zero():
+    values = torch.arange(12.0).reshape(3, 4) / 8 + 10_000  # float32 sums of squares would lose the variance
+    mask = torch.tensor([[1, 1, 0, 1], [1, 0, 0, 0], [1, 1, 1, 1]])
+    whitened = whiten(values, mask, masked_moments(values, mask))
+    inside = whitened[mask.bool()].tolist()
+    assert statistics.mean(inside) == pytest.approx(0, abs=1e-6)
+    assert statistics.variance(inside) == pytest.approx(1, abs=1e-6)
+    assert whitened[mask == 0].eq(0).all()
+
+
+@pytest.mark.parametrize("mask", [[0, 0, 0, 0], [0, 1, 0, 0], [1, 1, 1, 1]])
+@pytest.mark.parametrize("constant", [0.1, -1000.1])
+def test_no_token_one_token_or_no_variance_whiten_to_zero(mask, constant):
+    values, mask = torch.full((1, 4), constant), torch.tensor([mask])
+    torch.testing.assert_close(
+        whiten(values, mask, masked_moments(values, mask)), torch.zeros(1, 4), rtol=0, atol=1e-6
+    )
+
+
+def test_rounding_makes_no_negative_variance():
+    values, mask = torch.full((1, 999), 12345.67), torch.ones(1, 999)
+    assert whiten(values, mask, masked_moments(values, mask)).abs().max() < 1e-6
+
+
+def explained(values, returns, mask):
+    return explained_variance(masked_moments(returns - values, mask), masked_moments(returns, mask))
+
+
+def test_explained_variance_is_one_for_perfect_values_zero_for_constant_ones_and_a_ratio_between():
+    returns, mask = torch.tensor([[1.0, 2.0, 4.0, 90.0]]), torch.tensor([[1, 1, 1, 0]])
+    assert explained(returns - 3, returns, mask) == 1  # a constant bias is no variance
+    assert explained(torch.full((1, 4), 2.0), returns, mask) == pytest.approx(0)
+    values = torch.tensor([[1.0, 3.0, 3.0, 0.0]])
+    expected = 1 - statistics.variance([0, -1, 1]) / statistics.variance([1, 2, 4])
+    assert explained(values, returns, mask) == pytest.approx(expected)
+
+
+def test_explained_variance_of_returns_that_do_not_vary_is_not_a_number():
+    values, mask = torch.arange(3.0).unsqueeze(0), torch.ones(1, 3)
+    for returns in ([0.1, 0.1, 0.1], [0.3, 0.30000004, 0.3]):  # the second differs by float noise only
+        assert math.isnan(explained(values, torch.tensor([returns]), mask))
+
+
+def test_cases_hold_what_the_properties_are_about():
+    """The strategy reaches rows without own tokens, several turns, gaps of one token, cut turns and one-token rows."""
+    seen = set()
+
+    @settings(derandomize=True, max_examples=300, deadline=None)
+    @given(mask_rows())
+    def look(mask):
+        for row in mask:
+            turns = turns_of(row)
+            seen.add(f"{min(len(turns), 2)} turns")
+            if any(after[0] - before[-1] == 2 for before, after in pairwise(turns)):
+                seen.add("gap of one")
+            if row[-1] and len(turns) > 1:
+                seen.add("no padding after the last turn")
+            if sum(row) == 1:
+                seen.add("one token")
+
+    look()
+    assert seen == {"0 turns", "1 turns", "2 turns", "gap of one", "no padding after the last turn", "one token"}

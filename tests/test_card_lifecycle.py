@@ -1,0 +1,159 @@
+"""Cards of runs that resumed, raised, stopped or trained twice, and of those where something broke."""
+
+import json
+import logging
+
+import numpy as np
+import pytest
+from cards import OURS, STOCK, BrokenCard, Watcher, make, read_card, rows_of, section_of
+from cards import trained_fixture as trained_fixture
+from cards import without_figures_fixture as without_figures_fixture
+from huggingface_hub import ModelCard
+
+from ragen2_trl.callbacks import run_record
+from ragen2_trl.reporting.card import HEADING
+from ragen2_trl.reporting.run import read_run, run_of
+from ragen2_trl.reporting.saved_measurement import SavedMeasurement
+
+
+def test_a_card_amid_the_run_says_so_and_the_last_one_says_that_it_has_ended(trained):
+    trainer, cards = trained
+    assert "Training is unfinished: at step 2 of 4" in section_of(cards[2])
+    assert f"(step {3})" not in cards[2]
+    for text in (cards[4], read_card(trainer.args.output_dir)):
+        assert "Training finished 4 steps" in section_of(text)
+        assert "unfinished" not in text
+
+
+def test_a_second_card_replaces_the_first(trained, without_figures, monkeypatch, tmp_path):
+    trainer, _ = trained
+    monkeypatch.setattr(trainer.args, "output_dir", str(tmp_path))
+    trainer.create_model_card("first", dataset_name="tester/lakes", tags=["mine"])
+    trainer.create_model_card("second", dataset_name="tester/ponds", tags="mine")
+    card = ModelCard.load(tmp_path / "README.md")
+    assert card.text.count(HEADING) == 1
+    assert "first" not in card.data.model_name
+    assert "lakes" not in card.content
+    assert "mine" in card.data.tags
+    assert len(card.data.tags) == len(set(card.data.tags))
+    assert card.data.datasets == "tester/ponds"
+    assert {result.dataset_type for result in card.data.eval_results} == {"tester/ponds"}
+
+
+def test_a_resumed_run_says_so_and_shows_no_evaluation_of_the_run_before(policy_path, tmp_path, without_figures):
+    folder = tmp_path / "run"
+    make(OURS, policy_path, folder, max_steps=2, save_steps=1).train()
+    for when in ("before", "after"):
+        metrics = {"success": 0.25, "success_ci_low": 0.2, "success_ci_high": 0.3}
+        (folder / f"evaluation_{when}.json").write_text(json.dumps(metrics))
+    trainer, watcher = make(OURS, policy_path, folder, save_steps=1), Watcher()
+    trainer.add_callback(watcher)
+    trainer.train(resume_from_checkpoint=True)
+    assert list(watcher.cards) == [3, 4]
+    for text in (watcher.cards[3], read_card(folder)):
+        assert "It was resumed from a checkpoint at step 2; the numbers span all of it." in section_of(text)
+        assert rows_of(text)["held-out success (95 % interval)"][:2] == ["25.0% (20.0% to 30.0%)", ""]
+    run = run_of(trainer)
+    assert [step for step, _ in run.points("mi/first_turn/mi_seq")] == [1, 2, 3, 4]
+    assert [path.name for path in run.measurements] == [f"measurement_0000{step}.json" for step in (1, 2, 3, 4)]
+    assert read_run(folder).resumed_at == [2]
+
+
+def test_a_run_that_raised_is_unfinished_and_a_fresh_one_shows_nothing_of_it(policy_path, tmp_path):
+    folder = tmp_path / "run"
+    trainer = make(OURS, policy_path, folder)
+    trainer.add_callback(Watcher(raise_at=3))
+    with pytest.raises(RuntimeError):
+        trainer.train()
+    assert "Training is unfinished: at step 2 of 4" in read_card(folder)
+    trainer.create_model_card("run")
+    assert "Training is unfinished: at step 3 of 4" in read_card(folder)
+    assert (folder / "diagnostics" / "cross_scores.png").exists()
+    (folder / "log_history.json").write_text("[{}]")
+    again, watcher = make(OURS, policy_path, folder, callback=False, max_steps=2), Watcher(raise_at=1)
+    again.add_callback(watcher)
+    with pytest.raises(RuntimeError):
+        again.train()
+    run = read_run(folder)
+    assert (run.status, run.rows, run.measurements) == ("unfinished: at step 0 of 2", [], [])
+    again.remove_callback(watcher)
+    again.train()  # the same trainer, from the start
+    assert "Training finished 2 steps" in read_card(folder)
+    assert "was not measured" in section_of(read_card(folder))
+    assert "retrieval accuracy (" not in read_card(folder)
+    assert {path.stem for path in (folder / "diagnostics").glob("*.png")} == {"training", "compute"}
+
+
+def test_a_run_that_was_stopped_says_where(policy_path, tmp_path, without_figures):
+    trainer = make(STOCK, policy_path, tmp_path / "run")
+    trainer.add_callback(Watcher(stop_at=3))
+    trainer.train()
+    assert "Training stopped at step 3 of 4." in section_of(read_card(tmp_path / "run"))
+
+
+def test_one_trainer_trains_twice_and_tells_of_the_second_time(policy_path, tmp_path, without_figures):
+    trainer = make(STOCK, policy_path, tmp_path / "run")
+    trainer.train()
+    trainer.args.max_steps = 2
+    trainer.train()
+    run = run_of(trainer)
+    assert (run.status, run.resumed_at, len(run.rows), len(run.regimes)) == ("finished 2 steps", [], 2, 2)
+    assert len(run.measurements) == 2
+    assert read_card(tmp_path / "run").count(HEADING) == 1
+
+
+def test_without_checkpoints_the_run_can_be_read_all_the_same(policy_path, tmp_path):
+    make(STOCK, policy_path, tmp_path / "run", save_strategy="no", max_steps=1).train()
+    assert read_run(tmp_path / "run").status == "finished 1 steps"
+    assert not (tmp_path / "run" / "README.md").exists()
+
+
+def test_broken_metadata_is_a_warning_and_training_goes_on(policy_path, tmp_path, without_figures, caplog):
+    trainer = make(BrokenCard, policy_path, tmp_path / "run", max_steps=2)
+    with caplog.at_level(logging.WARNING):
+        trainer.train()
+    assert trainer.state.global_step == 2
+    assert "README.md has no valid metadata and gets no diagnostics" in caplog.text
+    assert read_run(tmp_path / "run").status == "finished 2 steps"
+
+
+def test_a_picture_that_cannot_be_drawn_costs_no_checkpoint(policy_path, tmp_path, monkeypatch, caplog):
+    def fail(trainer):
+        raise RuntimeError("no font")
+
+    monkeypatch.setattr(run_record, "write_figures", fail)
+    make(STOCK, policy_path, tmp_path / "run", max_steps=2).train()
+    assert (tmp_path / "run" / "checkpoint-2" / "trainer_state.json").exists()
+    assert "The diagnostics of the model card could not be written." in caplog.text
+    assert "no font" in caplog.text
+
+
+@pytest.mark.parametrize("save_strategy", ["no", "steps"])
+def test_a_record_that_cannot_be_written_costs_no_training(policy_path, tmp_path, monkeypatch, caplog, save_strategy):
+    def fail(trainer):
+        raise OSError("no space left")
+
+    for name in ("write_run", "write_figures"):
+        monkeypatch.setattr(run_record, name, fail)
+    monkeypatch.setattr(SavedMeasurement, "save", lambda *_: fail(None))
+    trainer = make(OURS, policy_path, tmp_path / "run", max_steps=2, save_strategy=save_strategy)
+    trainer.train()
+    assert trainer.state.global_step == 2
+    assert "The record of this run could not be written." in caplog.text and "no space left" in caplog.text
+
+
+def test_a_log_of_odd_numbers_is_written(policy_path, tmp_path, without_figures):
+    trainer = make(STOCK, policy_path, tmp_path / "run", max_steps=1, save_strategy="no")
+    log = trainer.log
+    trainer.log = lambda logs, *rest: log({**logs, "mine": np.float32(0.5)}, *rest)
+    trainer.train()
+    assert read_run(tmp_path / "run").status == "finished 1 steps"
+
+
+def test_a_trainer_that_has_not_begun_tells_the_run_in_its_folder(policy_path, tmp_path, without_figures):
+    """A new process that is there to upload what an earlier one trained."""
+    make(OURS, policy_path, tmp_path / "run", max_steps=2).train()
+    state = (tmp_path / "run" / "diagnostics" / "trainer_state.json").read_text()
+    make(OURS, policy_path, tmp_path / "run", max_steps=2).create_model_card("again")
+    assert "Training finished 2 steps." in read_card(tmp_path / "run")
+    assert (tmp_path / "run" / "diagnostics" / "trainer_state.json").read_text() == state

@@ -1,0 +1,120 @@
+"""What README and docs/ say of metrics, defaults and refusals is what the code does."""
+
+import ast
+import re
+
+import pytest
+from pages import PAGES, SMALL, quoted, rows
+from trl import RLOOConfig
+
+from ragen2_trl import (
+    MutualInformationCallback,
+    RewardVarianceStopCallback,
+    SNRFilteredGRPOConfig,
+    SNRFilteredGRPOTrainer,
+    TextRollout,
+)
+from ragen2_trl.envs import make_env
+from ragen2_trl.tiny import resolve_model
+
+
+@pytest.fixture(scope="module")
+def logged(tmp_path_factory):
+    """All keys that a short training in several turns logs, with refill and every callback."""
+    env = make_env("sokoban", multi_turn=True)
+    settings = {
+        **SMALL,
+        "output_dir": str(tmp_path_factory.mktemp("logged")),
+        "max_steps": 2,
+        "per_device_train_batch_size": 16,
+        "max_completion_length": 160,
+        "save_strategy": "no",
+        "beta": 0.01,
+        "snr_selection_eps": 0.0,
+        "snr_refill_rounds": 1,
+    }
+    args = SNRFilteredGRPOConfig(**settings)
+    rollout = TextRollout(env)
+    model = resolve_model("tiny-sokoban")
+    trainer = SNRFilteredGRPOTrainer(model, env.reward_funcs, args, env.dataset(16, seed=0), rollout_func=rollout)
+    trainer.add_callback(MutualInformationCallback(trainer, every=1))
+    trainer.add_callback(RewardVarianceStopCallback(trainer, start_generations=1))
+    trainer.train()
+    return {key for row in trainer.state.log_history for key in row}
+
+
+def pattern(name: str) -> re.Pattern[str]:
+    """`env/<task>/pass@<k>` stands for every task and k, `clip_ratio/*` for all that begins so."""
+    return re.compile(re.sub(r"<\w+>", "[^/@]+", re.escape(name)).replace(r"\*", ".+"))
+
+
+def documented(page: str) -> list[str]:
+    """The keys in the first column of tables of metrics, with the prefixes that the table's head names."""
+    found, prefixes = [], [""]
+    for first, *_ in rows(page):
+        if first.startswith("key"):
+            prefixes = re.findall(r"`(mi/\w+/)`", first) or [""]
+        elif first.startswith(("setting", "you see")):
+            prefixes = []
+        else:
+            found += [
+                prefix + name for prefix in prefixes for name in quoted(first) if re.fullmatch(r"[\w/@<>*]+", name)
+            ]
+    return found
+
+
+def test_every_metric_that_is_logged_is_explained(logged):
+    explained = [pattern(name) for name in documented("metrics.md")]
+    ours = sorted(key for key in logged if key.startswith(("snr/", "mi/", "env/", "reward_variance/")))
+    assert len(ours) > 80
+    assert [key for key in ours if not any(one.fullmatch(key) for one in explained)] == []
+
+
+def test_every_metric_that_is_explained_is_logged(logged):
+    names = documented("metrics.md")
+    assert len(names) > 80
+    assert [name for name in names if not any(pattern(name).fullmatch(key) for key in logged)] == []
+
+
+@pytest.mark.parametrize("page", ["../README.md", "metrics.md", "swap.md", "reporting.md", "distributed.md"])
+def test_every_metric_that_is_named_is_logged(page, logged):
+    """In running text, too, where the scope may be left out."""
+    text = re.sub(r"```.*?```", "", PAGES[page].read_text(encoding="utf-8"), flags=re.DOTALL)
+    known = logged | {key.split("/")[-1] for key in logged}
+    named = {
+        name for name in quoted(text) if re.fullmatch(r"(train/)?(snr|mi|env|clip_ratio|completions)/[\w/@<>*]+", name)
+    }
+    figures = {"train/mi/quadrant", "train/mi/cross_scores", "train/mi/reward_variance"}
+    unknown = {
+        name for name in named - figures if not any(pattern(name.removesuffix("/")).match(key) for key in known)
+    }
+    assert {name for name in unknown if not name.endswith((".parquet", "/"))} == set()
+
+
+def test_defaults_of_the_settings_are_those_of_the_table():
+    table = {
+        quoted(cells[0])[0]: cells[1].strip("`") for cells in rows("../README.md") if cells[0].startswith("`snr_")
+    }
+    fields = {
+        name: field for name, field in SNRFilteredGRPOConfig.__dataclass_fields__.items() if name.startswith("snr_")
+    }
+    settings = {name: value for name, value in table.items() if "/" not in name}
+    assert settings == {name: str(field.default) for name, field in fields.items()}
+
+
+REFUSED = [(quoted(setting)[0], quoted(message)[0]) for setting, message in rows("swap.md", "What is refused")[1:]]
+
+
+@pytest.mark.parametrize(("setting", "message"), REFUSED)
+def test_a_setting_is_refused_as_the_guide_says(setting, message, tmp_path):
+    settings = {word.arg: ast.literal_eval(word.value) for word in ast.parse(f"f({setting})").body[0].value.keywords}
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
+        SNRFilteredGRPOConfig(**{"output_dir": str(tmp_path), "use_cpu": True, "bf16": False} | settings)
+
+
+def test_settings_in_running_text_exist():
+    known = {*SNRFilteredGRPOConfig.__dataclass_fields__, *RLOOConfig.__dataclass_fields__}
+    named = {name for page in PAGES for name in quoted(PAGES[page].read_text(encoding="utf-8"))}
+    assert {name for name in named if re.fullmatch(r"snr_\w+", name)} <= known
+    given = {word for name in named for word in re.findall(r"\b(snr_\w+)=", name)}
+    assert given <= known

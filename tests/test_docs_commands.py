@@ -1,0 +1,146 @@
+"""Commands and JSON in README and docs/: read by the parsers of what they name."""
+
+import argparse
+import json
+import re
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+import transformers
+import trl
+from pages import PAGES, ROOT, blocks, commands
+
+from ragen2_trl import cli
+
+
+class Parsed(Exception):
+    """What a command has made of its arguments."""
+
+
+@pytest.fixture
+def only_parsed(monkeypatch):
+    """Commands end when their arguments have been read. Settings of a GPU are checked as on a CPU."""
+
+    def stop(method, *extra):
+        def parse(self, args=None, *rest, **kwargs):
+            raise Parsed(method(self, [*args, *extra], *rest, **kwargs))
+
+        return parse
+
+    read = trl.TrlParser.parse_args_and_config
+
+    def on_cpu(self, args=None, *rest, **kwargs):
+        trains = any(issubclass(kind, transformers.TrainingArguments) for kind in self.dataclass_types)
+        line = " ".join(args).replace("--ddp_backend gloo", "")  # would wait for another process
+        extra = ["--use_cpu", "true", "--bf16", "false"] if trains else []
+        raise Parsed(read(self, [*line.split(), *extra], *rest, **kwargs))
+
+    monkeypatch.setattr(trl.TrlParser, "parse_args_and_config", on_cpu)
+    monkeypatch.setattr(
+        transformers.HfArgumentParser,
+        "parse_args_into_dataclasses",
+        stop(transformers.HfArgumentParser.parse_args_into_dataclasses),
+    )
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", stop(argparse.ArgumentParser.parse_args))
+    monkeypatch.chdir(ROOT)
+    # A recipe for several processes is checked with as many.
+    monkeypatch.setattr(transformers.TrainingArguments, "world_size", property(lambda self: 8))
+
+
+COMMANDS = [(page, words) for page in PAGES for words in commands(page)]
+
+
+@pytest.mark.parametrize(("page", "words"), COMMANDS, ids=lambda value: " ".join(value)[:60] if value else None)
+def test_a_command_of_a_page_can_be_typed(page, words, only_parsed):
+    check_command(words)
+
+
+def check_command(words: list[str]) -> None:
+    while re.fullmatch(r"[A-Z_]+=\S*", words[0]):  # variables before a command
+        words = words[1:]
+    program, *args = words
+    if program == "ragen2-trl":
+        with pytest.raises(Parsed):
+            cli.main(args)
+    elif program == "accelerate":
+        check_accelerate(args)
+    elif program == "torchrun":
+        from torch.distributed.run import get_args_parser
+
+        # `parse_known_args` lies below `parse_args`, which ends here
+        known, _ = get_args_parser().parse_known_args(args)
+        check_script(known.training_script, known.training_script_args)
+    elif program == "python" and args[0] == "-m":
+        assert args[1] == "ragen2_trl.openenv", args[1]
+        from ragen2_trl.openenv.__main__ import main
+
+        with pytest.raises(Parsed):
+            main(args[2:])
+    elif program == "python":
+        check_script(args[0], args[1:])
+    elif program == "make":
+        targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
+        assert {word for word in args if "=" not in word} <= targets
+    elif program == "pip":
+        assert args[0] == "install"
+        check_extras([extra for word in args for extra in re.findall(r"(?:\.|ragen2-trl)\[(.+)\]", word)])
+    elif program == "trackio":
+        from trackio import cli as trackio_cli
+
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(Parsed):
+            patch.setattr(sys, "argv", words)
+            patch.setattr(trackio_cli, "show", parsed)
+            trackio_cli.main()
+    else:
+        # vLLM cannot be installed beside a CPU's PyTorch; the others are everyone's.
+        assert program in ("vllm", "export", "tensorboard", ".venv/bin/pre-commit"), words
+
+
+def parsed(**settings):
+    raise Parsed(settings)
+
+
+def check_accelerate(args: list[str]) -> None:
+    from accelerate.commands.launch import launch_command_parser
+
+    assert args[0] == "launch"
+    known, unknown = launch_command_parser().parse_known_args(args[1:])
+    assert Path(known.config_file).is_file() and not unknown
+    check_script(known.training_script, known.training_script_args)
+
+
+def check_script(script: str, args: list[str]) -> None:
+    if script == "train_grpo.py":  # the reader's own
+        assert not args
+        return
+    assert (ROOT / script).is_file(), script
+    if script.startswith("scripts/"):
+        with pytest.raises(Parsed):
+            cli.main([Path(script).stem.replace("_", "-"), *args])
+
+
+def check_extras(extras: list[str]) -> None:
+    declared = (ROOT / "pyproject.toml").read_text().split("[project.optional-dependencies]")[1].split("\n[")[0]
+    for extra in ",".join(extras).split(","):
+        assert not extra or re.search(rf"^{extra} = ", declared, flags=re.MULTILINE), extra
+
+
+def test_a_command_that_does_not_exist_would_be_found_out(only_parsed):
+    for line in (
+        "ragen2-trl train --config recipes/frozen_lake_tiny.yaml --snr_vale 0.9",
+        "ragen2-trl drain --model tiny",
+        "accelerate launch --config_file accelerate_configs/ddp.yaml scripts/none.py",
+        "make test-nothing",
+        'pip install "ragen2-trl[nothing]"',
+    ):
+        with pytest.raises((AssertionError, ValueError, SystemExit)):
+            check_command(shlex.split(line))
+
+
+def test_json_blocks_are_json():
+    texts = [text for page in PAGES for _, text in blocks(page, "json")]
+    assert texts
+    for text in texts:
+        json.loads(text)

@@ -1,0 +1,273 @@
+"""People subclass TRL's trainers. Half of the groups are dropped here, and every subclass that can be right is; those
+that cannot be are refused before a parameter moves."""
+
+import pytest
+import torch
+from algorithms import GRPO, STILL, cases, for_each, replay_of, slow
+from conftest import PROMPTS, assert_same_parameters, parameters_of
+from replay import KEPT, assert_close, mean_gradient
+from trl import GRPOTrainer, RLOOTrainer
+
+from ragen2_trl.trainers.packing import KEPT as KEPT_KEY
+
+LAYOUT = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 8, "max_steps": 1, **STILL}
+SETTINGS = {
+    "grpo": {"dapo": {"loss_type": "dapo", "beta": 0.1}, "grpo": {"loss_type": "grpo", "beta": 0.1}},
+    "rloo": {"kl": {"beta": 0.1}},
+    "ppo": {"shared": {"beta": 0.1, "critic_lr": 0.0}},
+}
+
+
+def trl_trainer(trainer):
+    """The class of TRL's that a trainer is made of."""
+    return RLOOTrainer if isinstance(trainer, RLOOTrainer) else GRPOTrainer
+
+
+def subclass(mixin, trainer_class):
+    return type(mixin.__name__, (mixin, trainer_class), {})
+
+
+# Loss
+
+
+class CallsSuper:
+    def _compute_loss(self, model, inputs):
+        assert len(inputs["advantages"])
+        return 2 * super()._compute_loss(model, inputs)
+
+
+class CallsTheLossOfTRL:
+    def _compute_loss(self, model, inputs):
+        return trl_trainer(self)._compute_loss(self, model, inputs)
+
+
+class CallsComputeLossOfTRL:
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        return trl_trainer(self).compute_loss(self, model, inputs, return_outputs, num_items_in_batch)
+
+
+def policy_gradient(trainer, model, inputs):
+    """(rows, T) of a loss of one's own, by a forward pass of one's own, and the mask of what counts."""
+    ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
+    attended = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
+    width = inputs["completion_ids"].size(1)
+    logits = model(input_ids=ids, attention_mask=attended).logits[:, -width - 1 : -1]
+    logps = logits.log_softmax(dim=-1).gather(2, inputs["completion_ids"].unsqueeze(2)).squeeze(2)
+    advantages = inputs["advantages"]
+    return -logps * (advantages if advantages.ndim == 2 else advantages.unsqueeze(1)), inputs["completion_mask"]
+
+
+class MeanOverRows:
+    def _compute_loss(self, model, inputs):
+        losses, mask = policy_gradient(self, model, inputs)
+        loss = ((losses * mask).sum(dim=1) / mask.sum(dim=1)).mean()
+        # transformers divides the loss of RLOO; GRPO's divides by itself
+        return loss if isinstance(self, RLOOTrainer) else loss / self.current_gradient_accumulation_steps
+
+
+class MeanOverRowsInPlaceOfComputeLoss:
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        return MeanOverRows._compute_loss(self, model, inputs)
+
+
+class MeanOverTokens:
+    def _compute_loss(self, model, inputs):
+        losses, mask = policy_gradient(self, model, inputs)
+        of_window = self.current_gradient_accumulation_steps / self.args.steps_per_generation
+        return (losses * mask).sum() / (inputs["num_items_in_batch"] * of_window)
+
+
+def assert_right(algorithm, mixin, settings, policy_path, tmp_path):
+    """The gradient of a subclass is that of the same subclass of the plain trainer on the kept groups."""
+    replay = replay_of(policy_path)
+    layout = {**LAYOUT, "per_device_train_batch_size": 16, "gradient_accumulation_steps": 1}
+    plain_args = algorithm.args(tmp_path, plain=True, **layout, **settings)
+    plain_class = subclass(mixin, algorithm.plain_trainer)
+    (plain,) = algorithm.gradients(policy_path, plain_args, replay, KEPT, trainer_class=plain_class)
+    args = algorithm.args(tmp_path, **LAYOUT, **settings)
+    (filtered,) = algorithm.gradients(policy_path, args, replay, trainer_class=subclass(mixin, algorithm.trainer))
+    assert_close(filtered, plain)
+
+
+@pytest.mark.parametrize("mixin", [CallsTheLossOfTRL, MeanOverRows, slow(MeanOverRowsInPlaceOfComputeLoss)])
+@cases(**SETTINGS)
+def test_losses_of_subclasses_are_weighted(algorithm, settings, mixin, policy_path, tmp_path):
+    assert_right(algorithm, mixin, settings, policy_path, tmp_path)
+
+
+@cases(**{name: SETTINGS[name] for name in ("grpo", "ppo")})
+def test_losses_of_subclasses_over_the_tokens_of_the_batch_are_weighted(algorithm, settings, policy_path, tmp_path):
+    assert_right(algorithm, MeanOverTokens, settings, policy_path, tmp_path)
+
+
+@pytest.mark.parametrize(("mixin", "factor"), [(CallsSuper, 2.0), (CallsComputeLossOfTRL, 1.0)])
+@cases(**SETTINGS)
+def test_losses_that_come_from_super_are_weighted(algorithm, settings, mixin, factor, policy_path, tmp_path):
+    args = algorithm.args(tmp_path, **LAYOUT, **settings)
+    trainer_class = subclass(mixin, algorithm.trainer)
+    (gradient,) = algorithm.gradients(policy_path, args, replay_of(policy_path), trainer_class=trainer_class)
+    plain = algorithm.plain_gradient(policy_path, KEPT, **settings)
+    assert_close(gradient, {name: factor * of_kept for name, of_kept in plain.items()})
+
+
+# Inputs: the gradient is that of the trainer without the subclass
+
+
+class AddsTensors:
+    def _prepare_inputs(self, generation_batch):
+        inputs = super()._prepare_inputs(generation_batch)
+        return {**inputs, "twice": 2 * inputs["completion_ids"]}
+
+    def _compute_loss(self, model, inputs):
+        assert torch.equal(inputs["twice"], 2 * inputs["completion_ids"])
+        return super()._compute_loss(model, inputs)
+
+
+class TakesWhatItKnows:
+    known = (
+        *("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "advantages", "num_items_in_batch"),
+        *("old_per_token_logps", "ref_per_token_logps", "old_logps", "returns", "old_values"),
+    )
+
+    def _prepare_inputs(self, generation_batch):
+        inputs = super()._prepare_inputs(generation_batch)
+        return {key: inputs[key] for key in self.known if key in inputs}
+
+
+class ReadsAdvantages:
+    seen = 0
+
+    def _prepare_inputs(self, generation_batch):
+        inputs = super()._prepare_inputs(generation_batch)
+        assert len(inputs["advantages"]) == len(inputs["prompt_ids"]) > 0
+        type(self).seen += 1
+        return inputs
+
+
+class ReturnsTheRewardsItself:
+    def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
+        return torch.tensor(self.reward_funcs[0](prompts)).unsqueeze(1)
+
+
+class AroundTheTrainingStep:
+    def training_step(self, model, inputs, num_items_in_batch):
+        return 1000 * super().training_step(model, inputs, num_items_in_batch)  # what is logged, not what is learnt
+
+
+@pytest.mark.parametrize(
+    "mixin",
+    [slow(AddsTensors), TakesWhatItKnows, ReadsAdvantages, ReturnsTheRewardsItself, slow(AroundTheTrainingStep)],
+)
+@cases(slow=("grpo-grpo",), **SETTINGS)
+def test_subclasses_around_the_update_leave_it_exact(algorithm, settings, mixin, policy_path, tmp_path):
+    args = algorithm.args(tmp_path, **LAYOUT, **settings)
+    trainer_class = subclass(mixin, algorithm.trainer)
+    gradients = algorithm.gradients(policy_path, args, replay_of(policy_path), trainer_class=trainer_class)
+    assert_close(mean_gradient(gradients), algorithm.plain_gradient(policy_path, KEPT, **settings))
+    if mixin is ReadsAdvantages:
+        assert trainer_class.seen == 8  # also in the micro-steps that are skipped
+
+
+@for_each
+def test_subclasses_never_see_a_step_without_rows(algorithm, policy_path, tmp_path):
+    """Not even where no group is kept."""
+    trainer_class = subclass(ReadsAdvantages, subclass(CallsSuper, algorithm.trainer))
+    flat = replay_of(policy_path, {prompt: [1.0] * 4 for prompt in PROMPTS})
+    args = algorithm.args(tmp_path, **LAYOUT)
+    trainer = algorithm.make(policy_path, args, flat, trainer_class=trainer_class)
+    trainer.train()
+    assert trainer_class.seen == 8
+
+
+class AddsItsOwn:
+    """What there is for each row, token, prompt token, and three times that for each token; as tensors and lists."""
+
+    def _generate_and_score_completions(self, inputs):
+        batch = super()._generate_and_score_completions(inputs)
+        rows = torch.arange(len(batch["prompt_ids"]))
+        by_token = batch["completion_ids"] * batch["completion_mask"]
+        return {
+            **batch,
+            "own_tokens": by_token.double(),
+            "own_features": torch.stack([by_token, 2 * by_token, 3 * by_token], dim=2),
+            "prompt_own": batch["prompt_ids"] * batch["prompt_mask"],
+            "own_numbers": rows,
+            "own_names": [f"{row} {int(ids.sum())}" for row, ids in enumerate(by_token)],
+        }
+
+    def _compute_loss(self, model, inputs):
+        if self.model.training:
+            by_token = inputs["completion_ids"] * inputs["completion_mask"]
+            assert torch.equal(inputs["own_tokens"], by_token.double())
+            assert torch.equal(inputs["own_features"][:, :, 2], 3 * by_token)
+            assert torch.equal(inputs["prompt_own"], inputs["prompt_ids"] * inputs["prompt_mask"])
+            numbers, sums = inputs["own_numbers"].tolist(), by_token.sum(dim=1).tolist()
+            assert inputs["own_names"] == [f"{n} {total}" for n, total in zip(numbers, sums, strict=True)]
+            self.widths.add(inputs["completion_ids"].shape)
+        return super()._compute_loss(model, inputs)
+
+
+@cases(slow=("grpo-grpo",), **SETTINGS)
+def test_what_subclasses_add_to_a_batch_is_trimmed_like_the_rest(algorithm, settings, policy_path, tmp_path):
+    trainer_class = subclass(AddsItsOwn, algorithm.trainer)
+    trainer_class.widths = set()
+    args = algorithm.args(tmp_path, **LAYOUT, **settings)
+    (gradient,) = algorithm.gradients(policy_path, args, replay_of(policy_path), trainer_class=trainer_class)
+    assert len(trainer_class.widths) > 1
+    assert_close(gradient, algorithm.plain_gradient(policy_path, KEPT, **settings))
+
+
+# What cannot be made right
+
+
+class PreparesInputsOfTRL:
+    def _prepare_inputs(self, generation_batch):
+        return trl_trainer(self)._prepare_inputs(self, generation_batch)
+
+
+class GeneratesAsTRL:
+    def _generate_and_score_completions(self, inputs):
+        return trl_trainer(self)._generate_and_score_completions(self, inputs)
+
+
+class DropsWhatIsKept:
+    def _generate_and_score_completions(self, inputs):
+        batch = super()._generate_and_score_completions(inputs)
+        return {key: value for key, value in batch.items() if key != KEPT_KEY}
+
+
+REFUSED = {
+    PreparesInputsOfTRL: r"PreparesInputsOfTRL\._prepare_inputs must call super\(\)\._prepare_inputs",
+    GeneratesAsTRL: r"GeneratesAsTRL\._generate_and_score_completions must call super\(\)",
+    DropsWhatIsKept: r"'snr_kept', which says what the filter drops, must be left in it",
+}
+
+
+@pytest.mark.parametrize("mixin", REFUSED)
+@for_each
+def test_subclasses_that_lose_the_filter_are_refused_before_a_parameter_moves(algorithm, mixin, policy_path, tmp_path):
+    args = algorithm.args(tmp_path, per_device_train_batch_size=16, gradient_accumulation_steps=2, weight_decay=0.1)
+    trainer = algorithm.make(
+        policy_path, args, replay_of(policy_path), trainer_class=subclass(mixin, algorithm.trainer)
+    )
+    start = parameters_of(trainer)
+    with pytest.raises(RuntimeError, match=REFUSED[mixin]):
+        trainer.train()
+    assert_same_parameters(start, parameters_of(trainer))
+
+
+@pytest.mark.parametrize("num_iterations", [1, 2])
+def test_a_filter_that_is_lost_later_is_refused_too(num_iterations, policy_path, tmp_path):
+    """A subclass that calls super() in the first generation only."""
+
+    class Later(GRPO.trainer):
+        def _generate_and_score_completions(self, inputs):
+            if self.state.global_step == 0:
+                return super()._generate_and_score_completions(inputs)
+            return GRPOTrainer._generate_and_score_completions(self, inputs)
+
+    args = GRPO.args(tmp_path, per_device_train_batch_size=32, num_iterations=num_iterations, max_steps=4)
+    trainer = GRPO.make(policy_path, args, replay_of(policy_path), trainer_class=Later)
+    with pytest.raises(RuntimeError, match="_generate_and_score_completions"):
+        trainer.train()
+    assert trainer.state.global_step == num_iterations

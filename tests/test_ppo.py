@@ -1,0 +1,306 @@
+"""PPO on TRL's rollouts: its update against a slow double loop, and its settings."""
+
+import pytest
+import torch
+from conftest import PROMPTS, parameters_of
+from datasets import Dataset
+from peft import LoraConfig, get_peft_model
+from replay import KEPT, REWARDS, Replay
+from transformers import AutoModel, AutoTokenizer, TrainerCallback
+
+from ragen2_trl import SNRFilteredPPOConfig, SNRFilteredPPOTrainer, TextRollout
+from ragen2_trl.envs import make_env
+from ragen2_trl.tiny import TINY_SOKOBAN_PATH
+from ragen2_trl.trainers import advantages as mathematics
+
+
+def ppo_args(make_args, **settings):
+    """Those of `make_args`, as PPO's."""
+    plain = make_args(snr=False)
+    names = ("output_dir", "num_generations", "max_completion_length", "logging_steps", "report_to", "use_cpu", "bf16")
+    common = {name: getattr(plain, name) for name in (*names, "gradient_checkpointing", "disable_tqdm", "seed")}
+    ours = {"per_device_train_batch_size": 32, "max_steps": 1, "save_strategy": "no", "snr_selection_eps": 0.0}
+    return SNRFilteredPPOConfig(**{**common, **ours, "learning_rate": 1e-2, "critic_lr": 1e-2, **settings})
+
+
+class Turns(Replay):
+    """Every third token is the environment's, and every turn has a reward."""
+
+    def rollout(self, prompts, trainer):
+        output = super().rollout(prompts, trainer)
+        masks = [[int(place % 3 != 2) for place in range(len(ids))] for ids in output["completion_ids"]]
+        turns = [[0.25, -0.5, 0.125][: 1 + len(ids) // 4] for ids in output["completion_ids"]]
+        return {**output, "env_mask": masks, "turn_rewards": turns}
+
+
+class SingleTokens(Replay):
+    def rollout(self, prompts, trainer):
+        output = super().rollout(prompts, trainer)
+        return {**output, "completion_ids": [ids[:1] for ids in output["completion_ids"]]}
+
+
+class Recording(SNRFilteredPPOTrainer):
+    """Keeps what reached the loss, what it came to, and the weights after each step."""
+
+    def _compute_loss(self, model, inputs):
+        loss = super()._compute_loss(model, inputs)
+        self.seen.append((inputs, loss.item()))
+        return loss
+
+
+class Weights(TrainerCallback):
+    def __init__(self):
+        self.after = []
+
+    def on_step_end(self, args, state, control, model=None, **kwargs):
+        self.after.append({name: value.detach().clone() for name, value in model.named_parameters()})
+
+
+def trained(policy_path, args, replay_class=Replay, **kwargs):
+    replay = replay_class(AutoTokenizer.from_pretrained(policy_path), REWARDS)
+    dataset, weights = Dataset.from_dict({"prompt": PROMPTS}), Weights()
+    trainer = Recording(
+        policy_path, Replay.reward, args, dataset, rollout_func=replay.rollout, callbacks=[weights], **kwargs
+    )
+    trainer.seen, trainer.replay, trainer.weights = [], replay, weights.after
+    with torch.no_grad():  # a critic with opinions
+        trainer.critic.head.weight.normal_(std=0.2, generator=torch.Generator().manual_seed(3))
+    trainer.train()
+    return trainer
+
+
+def slow_advantages(rewards, values, own, gamma, lam):
+    """Of one row, in Python's floats."""
+    advantages, following = [0.0] * len(own), None
+    for t in reversed([t for t, is_own in enumerate(own) if is_own]):
+        value_after = 0.0 if following is None else values[following]
+        advantage_after = 0.0 if following is None else advantages[following]
+        advantages[t] = rewards[t] + gamma * value_after - values[t] + gamma * lam * advantage_after
+        following = t
+    return advantages
+
+
+def slow_rewards(trainer, inputs, row, own):
+    """Return and turn rewards of a row, told by its prompt and its first token, on the tokens that earned them."""
+    prompt = trainer._tokenizer.decode(inputs["prompt_ids"][row], skip_special_tokens=True)
+    length = int(inputs["completion_mask"][row].sum())
+    written = inputs["completion_ids"][row][:length].tolist()
+    member = next(m for m, ids in enumerate(trainer.replay.completions[prompt]) if ids[:length] == written)
+    ends = [t for t, is_own in enumerate(own) if is_own and (t + 1 == len(own) or not own[t + 1])]
+    rewards = [0.0] * len(own)
+    if isinstance(trainer.replay, Turns):
+        for end, reward in zip(ends, [0.25, -0.5, 0.125][: 1 + length // 4], strict=False):
+            rewards[end] += reward
+    rewards[ends[-1]] += trainer.replay.rewards[prompt][member] - sum(rewards)
+    return rewards
+
+
+@pytest.mark.parametrize("value_head", ["shared", "separate"])
+@pytest.mark.parametrize("replay_class", [Replay, Turns, SingleTokens])
+def test_the_update_is_that_of_a_double_loop_over_rows_and_tokens(replay_class, value_head, policy_path, make_args):
+    """The second pass over a generation batch: its weights are no longer those that sampled, so that clips bite."""
+    gamma, lam, clip, coef = 0.95, 0.9, 0.05, 0.3
+    settings = {"gamma": gamma, "gae_lambda": lam, "value_clip": clip, "value_coef": coef, "value_head": value_head}
+    args = ppo_args(make_args, **settings, num_iterations=2, max_steps=2, max_grad_norm=0.0)
+    trainer = trained(policy_path, args, replay_class)
+    (inputs, _), (_, loss) = trainer.seen
+    own = (inputs["completion_mask"] * inputs.get("tool_mask", 1)).bool()
+    assert len(own) == 16  # of the four kept groups
+    values = inputs["old_values"].double().tolist()
+    raw = [
+        slow_advantages(slow_rewards(trainer, inputs, row, mask), values[row], mask, gamma, lam)
+        for row, mask in enumerate(own.tolist())
+    ]
+    flat = torch.tensor(raw, dtype=torch.float64)[own]
+    mean, deviation = flat.mean().item(), (flat.var().item() + 1e-8) ** 0.5
+
+    trainer.model.load_state_dict(trainer.weights[0], strict=False)
+    with torch.no_grad(), trainer.critic.listening() as heard:
+        logps = trainer._logps_and_entropies(inputs)[0].double().tolist()
+    width = inputs["completion_ids"].size(1)
+    new_values = torch.cat(heard)[:, -width - 1 : -1].double().tolist()
+    old = inputs["old_per_token_logps"].double().tolist()
+    policy_loss = value_loss = 0.0
+    clipped = 0
+    for row, t in own.nonzero().tolist():
+        advantage, target = (raw[row][t] - mean) / deviation, raw[row][t] + values[row][t]
+        assert inputs["advantages"][row][t].item() == pytest.approx(advantage, abs=1e-5)
+        assert inputs["returns"][row][t].item() == pytest.approx(target, abs=1e-6)
+        ratio = torch.tensor(logps[row][t] - old[row][t], dtype=torch.float64).exp().item()
+        policy_loss -= min(ratio * advantage, min(max(ratio, 0.8), 1.2) * advantage)
+        value = new_values[row][t]
+        near = min(max(value, values[row][t] - clip), values[row][t] + clip)
+        clipped += near != value
+        value_loss += 0.5 * max((value - target) ** 2, (near - target) ** 2)
+    assert clipped
+    assert loss == pytest.approx((policy_loss + coef * value_loss) / len(flat), rel=1e-5, abs=1e-6)
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+def test_a_penalty_in_the_reward_is_taken_off_each_token(estimator, policy_path, make_args):
+    args = ppo_args(make_args, beta=0.3, kl_in="reward", kl_estimator=estimator, whiten_advantages=False, max_steps=2)
+    trainer = trained(policy_path, args)
+    inputs, _ = trainer.seen[1]
+    reference = trainer.ref_model
+    trainer.model.load_state_dict(trainer.weights[0], strict=False)
+    logps = trainer._logps_and_entropies(inputs)[0]
+    trainer.model, policy = reference, trainer.model
+    ref_logps = trainer._logps_and_entropies(inputs)[0]
+    trainer.model = policy
+    difference = (logps - ref_logps).double()
+    penalty = {"k1": difference, "k2": difference**2 / 2, "k3": (-difference).exp() - 1 + difference}[estimator]
+    own = inputs["completion_mask"].bool()
+    values = inputs["old_values"].double().tolist()
+    for row, mask in enumerate(own.tolist()):
+        rewards = torch.tensor(slow_rewards(trainer, inputs, row, mask)) - 0.3 * penalty[row] * own[row]
+        expected = slow_advantages(rewards.tolist(), values[row], mask, 1.0, 1.0)
+        torch.testing.assert_close(
+            inputs["advantages"][row].double(), torch.tensor(expected, dtype=torch.float64), rtol=0, atol=2e-4
+        )
+    assert trainer.state.log_history[1]["kl"] == pytest.approx(penalty[own].mean().item(), abs=1e-5)
+
+
+def test_bi_level_advantages_are_those_of_the_turns(policy_path, make_args):
+    settings = {"gamma": 0.9, "gae_lambda": 0.8, "turn_gamma": 0.7, "turn_gae_lambda": 0.6}
+    args = ppo_args(make_args, gae="bi_level", whiten_advantages=False, **settings)
+    inputs, _ = (trainer := trained(policy_path, args, Turns)).seen[0]
+    own = (inputs["completion_mask"] * inputs["tool_mask"]).bool()
+    rewards = torch.tensor([slow_rewards(trainer, inputs, row, mask) for row, mask in enumerate(own.tolist())])
+    expected, returns = mathematics.bi_level_gae(rewards, inputs["old_values"], own, *settings.values())
+    torch.testing.assert_close(inputs["advantages"], expected)
+    torch.testing.assert_close(inputs["returns"], returns)
+    token_level, _ = mathematics.gae(rewards, inputs["old_values"], own, 0.9, 0.8)
+    assert not torch.allclose(expected, token_level)
+
+
+def test_completions_that_nothing_scored_move_neither_actor_nor_critic(policy_path, make_args):
+    args = ppo_args(make_args, snr_strategy="none", whiten_advantages=False)
+    replay = Replay(AutoTokenizer.from_pretrained(policy_path), REWARDS)
+
+    def one_unscored(prompts, replayed, **kwargs):
+        return [None if number == 0 else value for number, value in enumerate(replayed)]
+
+    dataset = Dataset.from_dict({"prompt": PROMPTS})
+    trainer = Recording(policy_path, one_unscored, args, dataset, rollout_func=replay.rollout)
+    trainer.seen = []
+    trainer.train()
+    inputs, loss = trainer.seen[0]
+    unscored = inputs["returns"].isnan().all(dim=1)
+    assert unscored.sum() == 1
+    assert inputs["advantages"][unscored].abs().sum() == 0
+    assert loss == loss
+    assert all(bool(value.isfinite().all()) for value in parameters_of(trainer).values())
+
+
+def test_the_rewards_of_an_environments_turns_land_on_their_tokens(make_args, monkeypatch):
+    env = make_env("sokoban", multi_turn=True, observation="coordinates", max_turns=2, max_actions=1)
+    placed, place = [], mathematics.token_rewards
+
+    def spy(returns, mask, turn_rewards):
+        rewards = place(returns, mask, turn_rewards)
+        placed.append((returns, mask, turn_rewards, rewards))
+        return rewards
+
+    monkeypatch.setattr(mathematics, "token_rewards", spy)
+    args = ppo_args(make_args, per_device_train_batch_size=8, max_completion_length=160)
+    trainer = SNRFilteredPPOTrainer(
+        str(TINY_SOKOBAN_PATH),
+        env.reward_funcs,
+        args,
+        env.dataset(8, seed=0),
+        rollout_func=TextRollout(env, max_turn_tokens=40),
+    )
+    trainer.train()
+    ((returns, mask, turn_rewards, rewards),) = placed
+    assert any(len(turns) == 2 for turns in turn_rewards)
+    torch.testing.assert_close(rewards.sum(dim=1), returns)
+    for row, turns in enumerate(turn_rewards):
+        own = mask[row].tolist()
+        ends = [t for t, is_own in enumerate(own) if is_own and (t + 1 == len(own) or not own[t + 1])]
+        assert rewards[row][ends].tolist() == pytest.approx(turns)
+
+
+# The critic
+
+
+def test_only_the_critic_learns_while_it_warms_up(policy_path, make_args):
+    args = ppo_args(make_args, critic_warmup_steps=2, max_steps=3, weight_decay=0.1, value_head="separate")
+    trainer = trained(policy_path, args)
+    first, second, third = trainer.weights
+
+    def moved(before, after, of_critic):
+        names = [name for name in before if name.startswith("critic.") == of_critic]
+        return any(not torch.equal(before[name], after[name]) for name in names)
+
+    assert moved(first, second, True)
+    assert not moved(first, second, False)
+    assert moved(second, third, False)
+
+
+def test_the_critic_has_a_learning_rate_of_its_own(policy_path, make_args):
+    trainer = trained(
+        policy_path, ppo_args(make_args, critic_lr=0.5, learning_rate=0.25, lr_scheduler_type="constant")
+    )
+    of_critic = set(map(id, trainer.critic.parameters()))
+    for group in trainer.optimizer.param_groups:
+        critics = {id(parameter) in of_critic for parameter in group["params"]}
+        assert critics <= {group["lr"] == 0.5}
+    assert sum(len(group["params"]) for group in trainer.optimizer.param_groups) == len(parameters_of(trainer))
+
+
+def test_adapters_on_both_halves_train_nothing_else(policy_path, make_args):
+    lora = LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False)
+    backbone = get_peft_model(AutoModel.from_pretrained(policy_path), lora)
+    policy_lora = LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM")
+    args = ppo_args(make_args, value_head="separate", max_steps=2)
+    trainer = trained(policy_path, args, value_model=backbone, peft_config=policy_lora)
+    before, after = trainer.weights
+    moved = {name for name in before if not torch.equal(before[name], after[name])}
+    assert moved and all("lora_" in name or name.startswith("critic.head") for name in moved)
+    assert any(name.startswith("critic.backbone") for name in moved)
+    assert any(not name.startswith("critic.") for name in moved)
+
+
+def test_values_are_computed_for_kept_rows_only(policy_path, make_args):
+    trainer = trained(policy_path, ppo_args(make_args, snr_mode="mask"))
+    inputs, _ = trainer.seen[0]
+    prompts = trainer._tokenizer.batch_decode(inputs["prompt_ids"], skip_special_tokens=True)
+    assert len(prompts) == 32
+    has_values = inputs["old_values"].abs().sum(dim=1) > 0
+    assert has_values.tolist() == [prompt in KEPT for prompt in prompts]
+
+
+# Bad input
+
+
+@pytest.mark.parametrize(
+    ("settings", "parts"),
+    [
+        ({"value_head": "both"}, ["value_head", "'both'", "shared", "separate"]),
+        ({"gae": "turn"}, ["gae", "'turn'", "token", "bi_level"]),
+        ({"kl_in": "actor"}, ["kl_in", "'actor'", "loss", "reward"]),
+        ({"kl_estimator": "k4"}, ["kl_estimator", "'k4'", "k1", "k2", "k3"]),
+        ({"loss_type": "grpo"}, ["loss_type", "'grpo'", "dapo"]),
+        ({"importance_sampling_level": "sequence"}, ["importance_sampling_level", "'sequence'", "token"]),
+        ({"gamma": 1.5}, ["gamma", "1.5", "0 <= value <= 1"]),
+        ({"gae_lambda": float("nan")}, ["gae_lambda", "nan"]),
+        ({"critic_lr": -1.0}, ["critic_lr", "-1.0", ">= 0"]),
+    ],
+)
+def test_settings_out_of_range_are_refused_by_name_value_and_allowed_set(settings, parts, make_args):
+    with pytest.raises(ValueError) as error:
+        ppo_args(make_args, **settings)
+    for part in parts:
+        assert part in str(error.value)
+
+
+def test_a_value_model_for_a_shared_head_is_refused(policy_path, prompts, make_args):
+    with pytest.raises(ValueError, match="value_model is given and value_head='shared'"):
+        SNRFilteredPPOTrainer(policy_path, lambda **_: [], ppo_args(make_args), prompts, value_model=policy_path)
+
+
+def test_a_schedule_that_looks_at_metrics_cannot_hold_the_policy_back(policy_path, make_args):
+    plateau = {"lr_scheduler_type": "reduce_lr_on_plateau", "eval_strategy": "steps", "eval_steps": 1}
+    args = ppo_args(make_args, critic_warmup_steps=1, per_device_eval_batch_size=8, **plateau)
+    with pytest.raises(ValueError, match=r"critic_warmup_steps=1.*ReduceLROnPlateau"):
+        trained(policy_path, args, eval_dataset=Dataset.from_dict({"prompt": PROMPTS}))

@@ -1,0 +1,148 @@
+"""Promise 5: an empty selection changes nothing, is counted, and a long row of them ends the run."""
+
+import copy
+import logging
+
+import pytest
+import torch
+from algorithms import GRPO, cases, for_each, replay_of, slow
+from conftest import PROMPTS, assert_same_parameters, parameters_of
+from replay import Replay, move_away
+from transformers import TrainerCallback
+
+
+class Signal(Replay):
+    """Rewards vary in some steps only."""
+
+    steps = (0,)
+
+    def score(self, prompts, trainer_state, **kwargs):
+        rewards = super().score(prompts)
+        return rewards if trainer_state.global_step in self.steps else [1.0] * len(rewards)
+
+
+def signal_in(policy_path, *steps):
+    replay = replay_of(policy_path)
+    varied = {prompt: [1.0, 0.0, 0.0, 1.0] for prompt in PROMPTS}
+    replay = Signal(replay.tokenizer, varied)
+    replay.steps = steps
+    return replay
+
+
+def log_rows(trainer) -> list[dict]:
+    return [row for row in trainer.state.log_history if "loss" in row]
+
+
+class Snapshots(TrainerCallback):
+    """Parameters and optimizer state after each step."""
+
+    def __init__(self):
+        self.parameters, self.optimizer_states = [], []
+
+    def on_step_end(self, args, state, control, model=None, optimizer=None, **kwargs):
+        self.parameters.append({name: p.detach().clone() for name, p in model.named_parameters()})
+        self.optimizer_states.append(copy.deepcopy(optimizer.state_dict()["state"]))
+
+
+@pytest.mark.parametrize(("mode", "accumulation"), [slow("drop", 1), ("drop", 2), ("mask", 2), slow("soft", 1)])
+@cases(
+    grpo={"terms": {"beta": 0.1, "entropy_coef": 0.1}},
+    rloo={"terms": {"beta": 0.1}},
+    ppo={"terms": {"beta": 0.1, "entropy_coef": 0.1}, "separate": {"value_head": "separate"}},
+)
+def test_an_empty_selection_changes_nothing(algorithm, settings, mode, accumulation, policy_path, tmp_path):
+    """Signal in the first step only, so that momentum, weight decay, KL, entropy and values would move the next."""
+    args = algorithm.args(
+        tmp_path, snr_mode=mode, gradient_accumulation_steps=accumulation, weight_decay=0.1, **settings
+    )
+    snapshots = Snapshots()
+    trainer = algorithm.make(policy_path, args, signal_in(policy_path, 0), callbacks=[snapshots])
+    move_away(trainer.model)
+    start = parameters_of(trainer)
+    trainer.train()
+    after_signal, *after_empty = snapshots.parameters
+    assert not [name for name in start if torch.equal(start[name], after_signal[name])]
+    for parameters, state in zip(after_empty, snapshots.optimizer_states[1:], strict=True):
+        assert_same_parameters(after_signal, parameters)
+        assert len(snapshots.optimizer_states[0]) == len(start)
+        for index, values in snapshots.optimizer_states[0].items():
+            assert all(torch.equal(values[key], state[index][key]) for key in values)
+    assert [row["snr/empty_steps"] for row in log_rows(trainer)] == [0, 1, 2]
+
+
+@for_each
+def test_loss_scaling_survives_empty_steps(algorithm, policy_path, tmp_path):
+    """fp16's GradScaler, on the CPU: it asserts that every optimizer step has gradients to check."""
+    snapshots = Snapshots()
+    args = algorithm.args(tmp_path, max_steps=4)
+    trainer = algorithm.make(policy_path, args, signal_in(policy_path, 0, 3), callbacks=[snapshots])
+    trainer.accelerator.scaler = torch.amp.GradScaler("cpu")
+    trainer.train()
+    first, second, third, fourth = snapshots.parameters
+    assert_same_parameters(first, second)
+    assert_same_parameters(first, third)
+    assert any(not torch.equal(third[name], fourth[name]) for name in third)
+
+
+@for_each
+def test_empty_steps_in_a_row_stop_the_run_and_say_why(algorithm, policy_path, tmp_path, caplog):
+    args = algorithm.args(tmp_path, max_steps=9, snr_max_empty_steps=3)
+    trainer = algorithm.make(policy_path, args, replay_of(policy_path, {p: [0.25] * 4 for p in PROMPTS}))
+    start = parameters_of(trainer)
+    for _ in range(2):  # a second run counts anew
+        with caplog.at_level(logging.WARNING):
+            trainer.train()
+        assert trainer.state.global_step == 3
+    assert_same_parameters(start, parameters_of(trainer))
+    for part in ("snr_max_empty_steps=3", "snr_selection_eps=0.0", "(0.25, 0.25)"):
+        assert part in caplog.text
+
+
+@for_each
+def test_steps_without_a_row_of_a_kept_group_are_not_counted_as_empty(algorithm, policy_path, tmp_path):
+    """Four kept rows for eight optimizer steps: half of the steps move nothing, but a group was kept for them all."""
+    rewards = {prompt: [0.0, 1.0, 0.0, 1.0] if prompt == PROMPTS[0] else [0.0] * 4 for prompt in PROMPTS}
+    layout = {"per_device_train_batch_size": 4, "steps_per_generation": 8, "max_steps": 8}
+    args = algorithm.args(tmp_path, snr_max_empty_steps=1, **layout)
+    snapshots = Snapshots()
+    trainer = algorithm.make(policy_path, args, replay_of(policy_path, rewards), callbacks=[snapshots])
+    start = parameters_of(trainer)
+    trainer.train()
+    assert trainer.state.global_step == 8
+    assert log_rows(trainer)[-1]["snr/empty_steps"] == 0
+    before_and_after = zip([start, *snapshots.parameters], snapshots.parameters, strict=False)
+    moved = sum(any(not torch.equal(old[name], new[name]) for name in old) for old, new in before_and_after)
+    assert moved == 4
+
+
+@pytest.mark.slow
+@for_each
+def test_signal_in_between_keeps_the_run_going(algorithm, policy_path, tmp_path):
+    args = algorithm.args(tmp_path, max_steps=7, snr_max_empty_steps=3)
+    trainer = algorithm.make(policy_path, args, signal_in(policy_path, 2, 5))
+    trainer.train()
+    assert trainer.state.global_step == 7
+    assert log_rows(trainer)[-1]["snr/empty_steps"] == 5
+
+
+def test_adaptive_entropy_closes_its_books_when_the_last_generation_batch_is_empty(policy_path, tmp_path):
+    class EverySecond(Replay):
+        calls = 0
+
+        def score(self, prompts, **kwargs):
+            self.calls += 1
+            return super().score(prompts) if self.calls % 2 else [1.0] * len(prompts)
+
+    replay = EverySecond(replay_of(policy_path).tokenizer, {prompt: [1.0, 0.0, 0.0, 1.0] for prompt in PROMPTS})
+    args = GRPO.args(
+        tmp_path,
+        gradient_accumulation_steps=2,
+        steps_per_generation=1,
+        use_adaptive_entropy=True,
+        entropy_target=9.0,
+    )
+    trainer = GRPO.make(policy_path, args, replay)
+    trainer.train()
+    assert trainer._entropy_window_stats is None
+    coefficients = [row["entropy_coef"] for row in log_rows(trainer)]
+    assert coefficients == pytest.approx([args.entropy_coef_delta * step for step in (1, 2, 3)])

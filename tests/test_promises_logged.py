@@ -1,0 +1,60 @@
+"""Promise 6: nothing hides."""
+
+import pytest
+import torch
+from algorithms import for_each, replay_of, slow
+from replay import REWARDS
+
+METRICS = {
+    "kept_groups",
+    "kept_fraction",
+    "kept_tokens_fraction",
+    "score_mean",
+    "score_max",
+    "score_std_over_mean",
+    "zero_variance_fraction",
+    "dropped_all_best",
+    "dropped_all_worst",
+    "empty_steps",
+    "update_compute_fraction",
+}
+
+
+def log_rows(trainer) -> list[dict]:
+    return [row for row in trainer.state.log_history if "loss" in row]
+
+
+@pytest.mark.parametrize("steps_per_generation", [slow(2), 4])
+@pytest.mark.parametrize("mode", ["drop", slow("mask"), slow("soft")])
+@for_each
+def test_nothing_hides(algorithm, mode, steps_per_generation, policy_path, tmp_path):
+    """In steps that reuse completions of an earlier generation, too."""
+    layout = {"gradient_accumulation_steps": 2, "steps_per_generation": steps_per_generation, "max_steps": 4}
+    trainer = algorithm.make(policy_path, algorithm.args(tmp_path, snr_mode=mode, **layout), replay_of(policy_path))
+    trainer.train()
+    assert len(log_rows(trainer)) == 4
+    for row in log_rows(trainer):
+        assert {key for key in row if key.startswith("snr/")} == {f"snr/{name}" for name in METRICS}
+
+
+@for_each
+def test_metrics_describe_the_selection(algorithm, policy_path, tmp_path):
+    args = algorithm.args(tmp_path, per_device_train_batch_size=32, max_steps=1)
+    replay = replay_of(policy_path)
+    trainer = algorithm.make(policy_path, args, replay)
+    trainer.train()
+    row = log_rows(trainer)[0]
+    scores = torch.tensor([torch.tensor(rewards, dtype=torch.float64).var().item() for rewards in REWARDS.values()])
+    scores[4] = 0.0  # float noise
+    lengths = torch.tensor([sum(map(len, replay.completions[prompt])) for prompt in REWARDS])
+    assert row["snr/kept_groups"] == 4
+    assert row["snr/kept_fraction"] == 0.5
+    assert row["snr/kept_tokens_fraction"] == pytest.approx((lengths[[0, 2, 5, 6]].sum() / lengths.sum()).item())
+    assert row["snr/score_mean"] == pytest.approx(scores.mean().item(), abs=1e-6)
+    assert row["snr/score_max"] == pytest.approx(scores.max().item(), abs=1e-6)
+    assert row["snr/score_std_over_mean"] == pytest.approx((scores.std() / scores.mean()).item(), abs=1e-5)
+    assert row["snr/zero_variance_fraction"] == 3 / 8
+    assert row["snr/dropped_all_best"] == 1 / 8
+    assert row["snr/dropped_all_worst"] == 1 / 8
+    assert 0 < row["snr/update_compute_fraction"] < 0.6
+    assert row["snr/empty_steps"] == 0

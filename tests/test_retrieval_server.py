@@ -1,0 +1,272 @@
+"""A search server that misbehaves, and its client."""
+
+import json
+import socket
+import threading
+import time
+import traceback
+from concurrent.futures import ThreadPoolExecutor
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import SimpleNamespace
+
+import pytest
+from passages import PASSAGES, titles
+
+from ragen2_trl.envs.search_qa.retrieval import (
+    MAX_QUERY_CHARS,
+    BM25Retriever,
+    HTTPRetriever,
+    RetrievalError,
+    open_corpus,
+)
+
+
+class Server(ThreadingHTTPServer):
+    """A retrieval server that misbehaves as told: `faults` are used up one a request, then it answers."""
+
+    daemon_threads = True
+
+    def __init__(self):
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.retriever = BM25Retriever.build(PASSAGES)
+        self.faults = []
+        self.requests = []
+        self.lock = threading.Lock()
+
+    @property
+    def url(self):
+        return f"http://127.0.0.1:{self.server_port}"
+
+    def handle_error(self, request, client_address):
+        """Clients that hang up are what the tests are about."""
+
+
+class Handler(BaseHTTPRequestHandler):
+    def log_message(self, *_args):
+        """Nothing."""
+
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        with self.server.lock:
+            self.server.requests.append((self.path, dict(self.headers), body))
+            fault = self.server.faults.pop(0) if self.server.faults else None
+        if fault is not None:
+            fault(self)
+        else:
+            self.answer(answer_of(self.server.retriever, body))
+
+    def answer(self, value, status=200):
+        data = value if isinstance(value, bytes) else json.dumps(value).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+
+def answer_of(retriever, body):
+    found = retriever.search(body["queries"], body["topk"])
+    return {
+        "result": [
+            [{"document": {"contents": f'"{hit.title}"\n{hit.text}'}, "score": 1.0} for hit in hits] for hits in found
+        ]
+    }
+
+
+def status(code):
+    return lambda handler: handler.answer({"error": "no"}, code)
+
+
+def garbage(data):
+    return lambda handler: handler.answer(data)
+
+
+def reset(handler):
+    handler.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\x01\0\0\0\0\0\0\0")
+    handler.connection.close()
+
+
+def slow(handler):
+    time.sleep(1.0)
+
+
+def cut_off(handler):
+    handler.send_response(200)
+    handler.send_header("Content-Length", "1000")
+    handler.end_headers()
+    handler.wfile.write(b'{"result": [[]]}')
+
+
+def drip(handler):
+    handler.send_response(200)
+    handler.send_header("Content-Length", "1000")
+    handler.end_headers()
+    for _ in range(100):
+        handler.wfile.write(b" ")
+        time.sleep(0.05)
+
+
+@pytest.fixture
+def server():
+    with Server() as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        yield server
+        server.shutdown()
+        thread.join()
+
+
+def client(server, **options):
+    return HTTPRetriever(server.url, **{"timeout": 10, "retries": 2, "backoff": 0.01, **options})
+
+
+def test_a_server_is_asked_in_the_words_of_search_r1(server):
+    found = client(server).search(["tavok", "osk"], 2)
+    assert found == BM25Retriever.build(PASSAGES).search(["tavok", "osk"], 2)
+    ((path, headers, body),) = server.requests
+    assert path == "/retrieve"
+    assert headers["Content-Type"] == "application/json"
+    assert body == {"queries": ["tavok", "osk"], "topk": 2, "return_scores": True}
+
+
+def test_a_url_means_a_server(server):
+    assert titles(open_corpus(server.url).search(["tavok"], 5)) == [["Mira Tavok"]]
+
+
+@pytest.mark.parametrize("fault", [status(500), status(503), reset, slow, cut_off, drip])
+def test_passing_faults_are_survived(server, fault):
+    server.faults = [fault, fault]
+    patience = {"timeout": 0.5} if fault in (slow, drip) else {}
+    assert titles(client(server, **patience).search(["tavok"], 5)) == [["Mira Tavok"]]
+    assert len(server.requests) == 3
+
+
+@pytest.mark.parametrize(
+    ("fault", "cause"),
+    [
+        (status(500), "status 500"),
+        (reset, "ConnectionResetError|RemoteDisconnected"),
+        (slow, "TimeoutError"),
+        (drip, "TimeoutError"),
+        (cut_off, "IncompleteRead"),
+    ],
+)
+def test_lasting_faults_end_in_an_error_with_address_and_cause(server, fault, cause):
+    server.faults = [fault] * 3
+    with pytest.raises(RetrievalError, match=rf"{server.url}/retrieve did not answer in 3 tries, the last: ({cause})"):
+        client(server, **({"timeout": 0.5} if fault in (slow, drip) else {})).search(["tavok"], 5)
+    assert len(server.requests) == 3
+
+
+@pytest.mark.parametrize("code", [400, 401, 404, 429, 301])
+def test_a_refusal_is_not_tried_again(server, code):
+    server.faults = [status(code)]
+    with pytest.raises(RetrievalError, match=f"refused: status {code}"):
+        client(server).search(["tavok"], 5)
+    assert len(server.requests) == 1
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"<html>",
+        b"",
+        b"\xff\xfe",
+        b"[" * 100_000,
+        b'{"result": ' + b"1" * 10_000 + b"}",
+        b"null",
+        b'{"result": null}',
+        b'{"result": [null]}',
+        b'{"result": [[{"score": 1}]]}',
+        b'{"result": [[{"document": {"contents": 3}}]]}',
+        b'{"result": [{"document": "a"}]}',
+    ],
+)
+def test_an_answer_of_another_form_is_an_error_at_once(server, data):
+    server.faults = [garbage(data)]
+    with pytest.raises(RetrievalError, match="answered in another form"):
+        client(server).search(["tavok"], 5)
+    assert len(server.requests) == 1
+
+
+def test_an_answer_to_other_questions_is_an_error(server):
+    server.faults = [garbage(b'{"result": []}')]
+    with pytest.raises(RetrievalError, match="answered 0 queries, 1 were asked"):
+        client(server).search(["tavok"], 5)
+
+
+def test_a_huge_answer_is_not_read(server):
+    server.faults = [garbage(b" " * 3_000_000)]
+    with pytest.raises(RetrievalError, match="answered with more than 1000000 bytes"):
+        client(server, max_bytes=1_000_000).search(["tavok"], 5)
+    assert len(server.requests) == 1
+
+
+def test_more_passages_than_asked_for_are_cut(server):
+    hits = [{"document": {"title": str(i), "text": ""}} for i in range(9)]
+    server.faults = [garbage(json.dumps({"result": [hits]}).encode())]
+    assert titles(client(server).search(["tavok"], 2)) == [["0", "1"]]
+
+
+def test_tries_are_spaced_by_a_growing_pause(server, monkeypatch):
+    pauses = []
+    clock = SimpleNamespace(sleep=pauses.append, monotonic=time.monotonic)  # for this module only
+    monkeypatch.setattr("ragen2_trl.envs.search_qa.retrieval.time", clock)
+    server.faults = [status(500)] * 4
+    with pytest.raises(RetrievalError):
+        client(server, retries=3, backoff=0.5).search(["tavok"], 5)
+    assert pauses == [0.5, 1.0, 2.0]
+
+
+def test_credentials_are_sent_and_never_shown(server):
+    url = server.url.replace("http://", "http://ann:se%20cret@") + "/find?key=hid den"
+    retriever = HTTPRetriever(url, retries=0)
+    assert titles(retriever.search(["tavok"], 5)) == [["Mira Tavok"]]
+    ((path, headers, _),) = server.requests
+    assert path == "/find?key=hid%20den"
+    assert headers["Authorization"] == "Basic YW5uOnNlIGNyZXQ="
+    for fault in (status(500), status(403), reset, garbage(b"x"), garbage(b" " * 9_000_000)):
+        server.faults = [fault]
+        with pytest.raises(RetrievalError, match=f"{server.url}/find") as caught:
+            retriever.search(["tavok"], 5)
+        shown = "".join(traceback.format_exception(caught.value))
+        assert not any(secret in shown for secret in ("cret", "hid", "ann:", "YW5u"))
+
+
+def test_a_server_that_is_not_there_is_named():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # bound, but nobody listens
+        url = f"http://127.0.0.1:{taken.getsockname()[1]}"
+        with pytest.raises(RetrievalError, match=f"{url}/retrieve did not answer in 2 tries.*ConnectionRefusedError"):
+            HTTPRetriever(url, retries=1, backoff=0).search(["tavok"], 5)
+
+
+def test_one_client_serves_many_threads(server):
+    retriever = client(server)
+    queries = ["tavok", "osk", "speech", "belmin"] * 25
+    server.faults = [status(500), reset] * 5
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(lambda query: retriever.search([query], 5)[0], queries))
+    assert found == BM25Retriever.build(PASSAGES).search(queries, 5)
+
+
+def test_any_query_can_be_sent(server):
+    retriever = client(server)
+    for query in ("\ud800", "\x00", '"}', "é" * 10_000, ""):
+        assert titles(retriever.search([query], 5)) == [[]]
+    assert max(len(body["queries"][0]) for _, _, body in server.requests) == MAX_QUERY_CHARS
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"url": "ftp://host"}, "url must be http://host or https://host, got the scheme 'ftp'"),
+        ({"url": "http://"}, "url must be http://host"),
+        ({"timeout": 0}, "timeout must be between 0.01 and 600, got 0"),
+        ({"retries": -1}, "retries must be an integer between 0 and 10, got -1"),
+        ({"backoff": 61}, "backoff must be between 0 and 60, got 61"),
+        ({"max_bytes": 0}, "max_bytes must be an integer between 1 and 1000000000, got 0"),
+    ],
+)
+def test_bad_options_are_named_with_what_is_allowed(options, message):
+    with pytest.raises(ValueError, match=message):
+        HTTPRetriever(**{"url": "http://127.0.0.1", **options})
