@@ -24,6 +24,7 @@ from ragen2_trl.trainers import processes
 from ragen2_trl.trainers.batches import take
 
 FOUR_BY_FOUR = {**COMMON, "beta": 0.0, "max_steps": 1, "per_device_train_batch_size": 4}
+VARIED = (0, 1, 5, 6, 7)  # prompts of the batch with text and images whose groups are kept
 # Where the kept groups (0, 2, 5, 6) are sampled: the first four prompts are those of process 0.
 PLACES = {
     "two and two": ([0, 1, 2, 3, 4, 5, 6, 7], {"equal_lengths": True}),
@@ -108,15 +109,18 @@ def refills(policy_path: str, folder: str) -> list[dict]:
 
 
 def images(policy_path: str, folder: str) -> dict:
-    """Rows of text on process 0 and of images on process 1, under plain TRL and with a filter that moves some."""
-    pictures = [[]] * 4 + [[Image.new("RGB", (8, 8), (30 * number, 0, 99))] for number in range(4)]
+    """Under plain TRL, and with a filter that keeps text alone on process 0 and images alone on process 1.
+
+    Each samples some of both: plain TRL hangs where only some processes have an image.
+    """
+    pictures = [[Image.new("RGB", (8, 8), (30 * number, 0, 99))] * (number > 2 and number != 4) for number in range(8)]
     prompts = [[{"role": "user", "content": prompt}] for prompt in PROMPTS]
     dataset = Dataset.from_dict({"prompt": prompts, "images": pictures})
     args = {**FOUR_BY_FOUR, "gradient_accumulation_steps": 4, "output_dir": folder}
 
-    def reward(completion_ids, trainer_state, **columns):
-        flat = PartialState().process_index == 1  # the kept groups are all on process 0
-        return [0.0 if flat else number % 2 for number in range(len(completion_ids))]
+    def reward(completion_ids, **columns):
+        first = 4 * PartialState().process_index
+        return [float(number % 2 and first + number // 4 in VARIED) for number in range(len(completion_ids))]
 
     results = {}
     filtered = (SNRFilteredGRPOTrainer, SNRFilteredGRPOConfig)
