@@ -111,7 +111,7 @@ def run_on_two_processes(script, *arguments):
     path = Path(__file__).parent / "distributed" / script
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone", str(path)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TRL_EXPERIMENTAL_SILENCE": "1", "HF_HUB_OFFLINE": "1"}
-    subprocess.run([*command, *map(str, arguments)], check=True, timeout=180, env=environment)
+    subprocess.run([*command, *map(str, arguments)], check=True, timeout=900, env=environment)
 
 
 @pytest.fixture(scope="module")

@@ -151,7 +151,7 @@ def test_prompts_with_and_without_images_train_together(family, layout, mixed, p
 def test_a_process_with_images_trains_beside_one_without(policy_path, tmp_path):
     script = Path(__file__).parent / "distributed" / "images.py"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(script)]
-    subprocess.run([*command, policy_path, str(tmp_path)], check=True, timeout=300)
+    subprocess.run([*command, policy_path, str(tmp_path)], check=True, timeout=900)
     for process in range(2):
         steps = torch.load(tmp_path / f"seen_{process}.pt")
         assert len(steps) == 6  # three families, two steps

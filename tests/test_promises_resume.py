@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from algorithms import cases, for_each
+from algorithms import GRPO, cases, for_each
 from conftest import assert_same_parameters, parameters_of
 from peft import LoraConfig
 
@@ -103,3 +103,23 @@ MORE = {
 )
 def test_resuming_continues_the_same_run_in_more_settings(algorithm, settings, policy_path, prompts, tmp_path):
     assert_resumed_run_is_the_same(algorithm, settings, policy_path, prompts, tmp_path)
+
+
+def test_another_accumulation_samples_the_generation_batch_in_progress_anew(policy_path, prompts, tmp_path, caplog):
+    """Its micro-batches were dealt to optimizer steps of another length."""
+    algorithm = GRPO
+    settings = {"steps_per_generation": 4, "max_steps": 4, "save_steps": 2, "save_strategy": "steps"}
+
+    def trained(folder, accumulation, resume=None):
+        args = algorithm.args(tmp_path / folder, gradient_accumulation_steps=accumulation, **settings)
+        trainer = algorithm.make(policy_path, args, length_reward, prompts)
+        trainer.train(resume_from_checkpoint=resume)
+        return trainer
+
+    trained("whole", 1)
+    with caplog.at_level("WARNING"):
+        resumed = trained("resumed", 2, str(tmp_path / "whole" / "checkpoint-2"))
+    assert resumed.state.global_step == 4
+    assert (
+        "the generation batch in progress and groups that wait for the next, if any, are sampled anew" in caplog.text
+    )
