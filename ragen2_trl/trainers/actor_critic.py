@@ -1,5 +1,6 @@
 """A trainer whose policy has a critic: one optimizer, two learning rates, and files of their own."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -110,16 +111,15 @@ def _hold_policy_back(scheduler: Any, num_steps: int) -> None:
         )
     for number, group in enumerate(scheduler.optimizer.param_groups):
         if "is_critic" not in group:
-            scheduler.lr_lambdas[number] = _Later(scheduler.lr_lambdas[number], num_steps)
+            scheduler.lr_lambdas[number] = _later(scheduler.lr_lambdas[number], num_steps)
             group["lr"] = scheduler.base_lrs[number] * scheduler.lr_lambdas[number](scheduler.last_epoch)
 
 
-class _Later:
-    """A schedule that is 0 for its first steps."""
+def _later(schedule: Callable[[int], float], num_steps: int) -> Callable[[int], float]:
+    """A schedule that is 0 for its first steps. A function: of other callables, checkpoints hold the attributes, and
+    reading them back would mean running code."""
 
-    def __init__(self, schedule: Any, num_steps: int):
-        self.schedule = schedule
-        self.num_steps = num_steps
+    def later(step: int) -> float:
+        return float(schedule(step)) if step >= num_steps else 0.0
 
-    def __call__(self, step: int) -> float:
-        return float(self.schedule(step)) if step >= self.num_steps else 0.0
+    return later
