@@ -100,13 +100,13 @@ def test_carried_groups_keep_what_the_policy_that_sampled_them_made_of_them(
 def test_a_resumed_run_continues_with_the_same_prompts_and_the_same_waiting_groups(
     algorithm, settings, policy_path, tmp_path
 ):
-    settings = {"save_strategy": "steps", "save_steps": 1, "max_steps": 5, **settings}
+    settings = {"save_strategy": "steps", "save_steps": 1, "max_steps": 3, **settings}
     whole = surplus_run(algorithm, policy_path, tmp_path, **settings)
     whole.train()
     waiting = [row["snr/waiting_groups"] for row in rows_of(whole)]
-    cut = next(number for number, count in enumerate(waiting[:-1], start=1) if count)
+    assert waiting[0] > 0
     resumed = surplus_run(algorithm, policy_path, tmp_path, **settings)
-    resumed.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{cut}"))
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
     assert_same_parameters(parameters_of(whole), parameters_of(resumed))
     keys = ("snr/waiting_groups", "snr/carried_groups", "snr/prompts_used")
     kept = [[[row[key] for key in keys] for row in rows_of(trainer)] for trainer in (whole, resumed)]

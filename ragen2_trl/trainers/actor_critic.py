@@ -116,7 +116,8 @@ def _hold_policy_back(scheduler: Any, num_steps: int) -> None:
 
 
 def _later(schedule: Callable[[int], float], num_steps: int) -> Callable[[int], float]:
-    """A schedule that is 0 for its first steps. A function: of an object, checkpoints would keep what it holds."""
+    """A schedule that is 0 for its first steps. A function: checkpoints would hold the attributes of any other callable,
+    and reading them back would mean running code."""
 
     def later(step: int) -> float:
         return float(schedule(step)) if step >= num_steps else 0.0
