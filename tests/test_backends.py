@@ -33,7 +33,7 @@ def launch(script: str, processes: int, *arguments: str) -> None:
     start = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={processes}", "--standalone"]
     path = Path(__file__).parent / "distributed" / script
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TRL_EXPERIMENTAL_SILENCE": "1"}
-    subprocess.run([*start, str(path), *arguments], check=True, timeout=240, env=environment)
+    subprocess.run([*start, str(path), *arguments], check=True, timeout=560, env=environment)
 
 
 @pytest.fixture(scope="module")
