@@ -49,8 +49,8 @@ def test_bytes_grow_with_the_rows_that_move_and_not_with_those_that_stay(place, 
     both = [process["moves"][place] for process in seen]
     kept = sum(process["kept"][0]["bytes"] for process in both)
     sent = sum(sum(sizes) for process in both for sizes in process["bytes"])
-    container = 6_000  # of a parcel, whatever its rows: names, shapes
-    assert 0 < sent <= kept * moved / 16 + 2 * container
+    container = 2_500  # of a parcel, whatever its rows: names, shapes
+    assert 0 < sent <= kept * moved / 16 + container  # one of the processes sends
 
 
 def test_each_process_computes_the_log_probs_of_its_own_rows_alone(seen):
@@ -65,18 +65,6 @@ def test_each_process_computes_the_log_probs_of_its_own_rows_alone(seen):
             spare = len(step["forwards"]) - passes
             assert spare >= 0
             assert sum(step["forwards"]) == step["waiting"] + fresh + spare
-
-
-def test_text_on_one_process_and_images_on_the_other_train_as_under_plain_trl(seen):
-    first, second = (process["images"] for process in seen)
-    for name in ("plain", "filtered"):
-        assert torch.equal(first[name]["weights"], second[name]["weights"])
-        assert all(finite for process in (first, second) for *_, finite in process[name]["seen"])
-    assert not torch.equal(first["plain"]["weights"], first["filtered"]["weights"])
-    # 8 rows of text were kept on process 0 and 12 with images on process 1.
-    assert [sum(rows for _, rows, _ in process["filtered"]["seen"]) for process in (first, second)] == [10, 10]
-    assert {has for has, *_ in second["filtered"]["seen"]} == {True}
-    assert False in {has for has, *_ in first["filtered"]["seen"]}
 
 
 def test_images_of_other_tile_counts_arrive_whole(seen):

@@ -116,8 +116,8 @@ def _hold_policy_back(scheduler: Any, num_steps: int) -> None:
 
 
 def _later(schedule: Callable[[int], float], num_steps: int) -> Callable[[int], float]:
-    """A schedule that is 0 for its first steps. A function: checkpoints would hold the attributes of any other callable,
-    and reading them back would mean running code."""
+    """A schedule that is 0 for its first steps. A function: of any other callable, checkpoints would hold what it has,
+    and reading that back would mean running code."""
 
     def later(step: int) -> float:
         return float(schedule(step)) if step >= num_steps else 0.0

@@ -13,18 +13,12 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from backends import COMMON
 from conftest import PROMPTS
-from datasets import Dataset
-from PIL import Image
 from replayed import make_trainer
-from test_trl_fidelity import vision_model
-from trl import GRPOConfig, GRPOTrainer
 
-from ragen2_trl import SNRFilteredGRPOConfig, SNRFilteredGRPOTrainer
 from ragen2_trl.trainers import processes
 from ragen2_trl.trainers.batches import take
 
 FOUR_BY_FOUR = {**COMMON, "beta": 0.0, "max_steps": 1, "per_device_train_batch_size": 4}
-VARIED = (0, 1, 5, 6, 7)  # prompts of the batch with text and images whose groups are kept
 # Where the kept groups (0, 2, 5, 6) are sampled: the first four prompts are those of process 0.
 PLACES = {
     "two and two": ([0, 1, 2, 3, 4, 5, 6, 7], {"equal_lengths": True}),
@@ -108,40 +102,6 @@ def refills(policy_path: str, folder: str) -> list[dict]:
     return generations
 
 
-def images(policy_path: str, folder: str) -> dict:
-    """Under plain TRL, and with a filter that keeps text alone on process 0 and images alone on process 1.
-
-    Each samples some of both: plain TRL hangs where only some processes have an image.
-    """
-    pictures = [[Image.new("RGB", (8, 8), (30 * number, 0, 99))] * (number > 2 and number != 4) for number in range(8)]
-    prompts = [[{"role": "user", "content": prompt}] for prompt in PROMPTS]
-    dataset = Dataset.from_dict({"prompt": prompts, "images": pictures})
-    args = {**FOUR_BY_FOUR, "gradient_accumulation_steps": 4, "output_dir": folder}
-
-    def reward(completion_ids, **columns):
-        first = 4 * PartialState().process_index
-        return [float(number % 2 and first + number // 4 in VARIED) for number in range(len(completion_ids))]
-
-    results = {}
-    filtered = (SNRFilteredGRPOTrainer, SNRFilteredGRPOConfig)
-    for name, (trainer_class, config) in {"plain": (GRPOTrainer, GRPOConfig), "filtered": filtered}.items():
-        model, processor = vision_model(policy_path)
-        settings = {key: value for key, value in args.items() if name == "filtered" or not key.startswith("snr_")}
-        trainer = trainer_class(model, reward, config(**settings), dataset, processing_class=processor)
-        seen, compute = [], trainer._compute_loss
-
-        def watched(model, inputs, seen=seen, compute=compute):
-            loss = compute(model, inputs)
-            seen.append(("pixel_values" in inputs, len(inputs["prompt_ids"]), loss.isfinite().item()))
-            return loss
-
-        trainer._compute_loss = watched
-        trainer.train()
-        weights = torch.cat([parameter.detach().flatten() for parameter in trainer.model.parameters()])
-        results[name] = {"seen": seen, "weights": weights}
-    return results
-
-
 def batch_with_tiles(tiles: list[int], width: int, rows: list[int]) -> dict:
     """LLaVA-NeXT's layout: an image a row, of so many tiles, padded to the most of them; ids and pixels name rows."""
     pixels = torch.zeros(len(rows), max(tiles), 3, 2, 2)
@@ -180,7 +140,6 @@ def main() -> None:
     results = {
         "moves": moves(policy_path, folder),
         "refills": refills(policy_path, folder),
-        "images": images(policy_path, folder),
         "tiles": tiles(),
     }
     torch.save(results, Path(folder) / f"seen_{state.process_index}.pt")
