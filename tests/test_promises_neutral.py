@@ -2,16 +2,12 @@
 
 import pytest
 import torch
-import trl
 from algorithms import GRPO, PPO, cases, for_each, replay_of, slow
-from conftest import assert_same_parameters, parameters_of
-from packaging.version import Version
+from conftest import ENDS, assert_same_parameters, parameters_of
 from replay import move_away
 from trl import GRPOTrainer
 
 NEUTRAL = {"snr_value": 1.0, "snr_include_zero": True}
-# Before, only the tokenizer's own token ended a completion, which this policy never samples: nothing would be trained.
-ENDS = Version(trl.__version__) >= Version("1.14.2")
 LAYOUTS = {
     "iterations": {"num_iterations": 2, "gradient_accumulation_steps": 2, "mask_truncated_completions": ENDS},
     "steps": {"steps_per_generation": 2, "gradient_accumulation_steps": 1, "pad_to_multiple_of": 8},

@@ -10,7 +10,7 @@ from unittest.mock import MagicMock
 
 import pytest
 import torch
-from conftest import parameters_of
+from conftest import needs_ends, parameters_of
 from players import GROUP, LAKE, Player, capture, make_trainer, multi_turn_args, rows_of
 from players import policy_fixture as policy_fixture
 from players import tokenizer_fixture as tokenizer_fixture
@@ -108,6 +108,7 @@ def test_reasoning_is_measured_turn_by_turn(policy, tokenizer, make_args):
     assert row["mi/valid_thinking_rate"] == pytest.approx(row["env/frozen_lake/valid_rate"])
 
 
+@needs_ends
 @pytest.mark.parametrize("kind", [SNRFilteredGRPOTrainer, GRPOTrainer])
 def test_the_policy_itself_plays_and_learns_with_ours_and_with_trls_trainer(kind, policy, tokenizer, make_args):
     args = multi_turn_args(make_args, snr=kind is not GRPOTrainer, max_completion_length=200)

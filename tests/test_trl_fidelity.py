@@ -59,9 +59,9 @@ def calling_a_tool(trainer):
     tokenizer, generator = trainer._tokenizer, torch.Generator().manual_seed(3)
     call = tokenizer(CALL)["input_ids"]
 
-    def generate(prompt_ids, images, fields, num_generations, has_tool_images=False):
+    def generate(prompt_ids, images, fields, num_generations=None, has_tool_images=None):  # asked for after tools only
         words = torch.randint(40, 140, (len(prompt_ids), 5), generator=generator).tolist()
-        first = num_generations > 1
+        first = has_tool_images is None
         ends = [call if first and number % 2 else [*ids, tokenizer.eos_token_id] for number, ids in enumerate(words)]
         return ends, None
 
