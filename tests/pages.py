@@ -15,7 +15,7 @@ from datasets import Dataset
 from markdown_it import MarkdownIt
 from trl import GRPOConfig, RLOOConfig
 
-from ragen2_trl import SNRFilteredGRPOConfig
+from ragen2_trl import SNRFilteredGRPOConfig, SNRFilteredPPOConfig
 from ragen2_trl.tiny import TINY_MODEL_PATH
 
 ROOT = Path(__file__).parents[1]
@@ -45,7 +45,7 @@ SMALL = {
     "bf16": False,
     "disable_tqdm": True,
 }
-CONFIGS = (GRPOConfig, RLOOConfig, SNRFilteredGRPOConfig)
+CONFIGS = (GRPOConfig, RLOOConfig, SNRFilteredGRPOConfig, SNRFilteredPPOConfig)
 DATASETS = {  # by Hub id, rows in its schema
     "trl-lib/DeepMath-103K": [
         {"prompt": [{"role": "user", "content": f"What is {number} + 1?"}], "solution": f"{number + 1}"}

@@ -10,8 +10,7 @@ from accelerate.utils import DistributedType
 from transformers import TrainingArguments
 from trl import ModelConfig, TrlParser, get_peft_config
 
-from ragen2_trl.cli.train import TrainArguments
-from ragen2_trl.trainers import SNRFilteredGRPOConfig
+from ragen2_trl.cli.train import ALGORITHMS, TrainArguments, algorithm_of
 
 ROOT = Path(__file__).parents[1]
 CONFIGS = {path.stem: path for path in sorted((ROOT / "accelerate_configs").glob("*.yaml"))}
@@ -34,8 +33,9 @@ def launch_command(path: Path) -> tuple[str, int, str]:
 
 
 def parse(path: Path, *overrides: str):
-    parser = TrlParser((TrainArguments, SNRFilteredGRPOConfig, ModelConfig))
-    return parser.parse_args_and_config(["--config", str(path), *WITHOUT_GPU, *overrides])
+    arguments = ["--config", str(path), *WITHOUT_GPU, *overrides]
+    _, config_class = ALGORITHMS[algorithm_of(arguments)]
+    return TrlParser((TrainArguments, config_class, ModelConfig)).parse_args_and_config(arguments)
 
 
 @pytest.fixture

@@ -39,6 +39,23 @@ def arguments(folder: Path, **overrides) -> list[str]:
     return [part for name, value in settings.items() for part in (f"--{name}", str(value))]
 
 
+@pytest.mark.parametrize("algo", ["rloo", "ppo"])
+def test_other_algorithms_have_settings_of_their_own(algo, tmp_path):
+    recipe = RECIPE.with_name(f"frozen_lake_tiny_{algo}.yaml")
+    train.main(arguments(tmp_path / "run", config=recipe, max_steps=1, eval_prompts=2, eval_samples=1))
+    (row, *_) = json.loads((tmp_path / "run" / "log_history.json").read_text())
+    assert row["snr/kept_fraction"] >= 0
+    assert ("ppo/value_loss" in row) == (algo == "ppo")
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["after"] is not None
+
+
+def test_an_unknown_algorithm_is_told_in_one_line(tmp_path, capsys):
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["train", *arguments(tmp_path / "run"), "--algo", "reinforce"])
+    assert ended.value.code == 2
+    assert "algo='reinforce' is not supported; allowed values: grpo, rloo, ppo." in " ".join(capsys.readouterr().err.split())
+
+
 def test_a_run_leaves_model_history_summary_and_plot(tmp_path, capsys):
     train.main(arguments(tmp_path / "run", eval_prompts=4, eval_samples=2))
     run = tmp_path / "run"

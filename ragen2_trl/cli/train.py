@@ -90,7 +90,7 @@ def main(args: list[str] | None = None) -> None:
     """Train, evaluate before and after, and leave model, logs, plot and summary in the run's folder."""
     console = make_console()
     with checked_input():
-        trainer_class, config_class = _algorithm(args)
+        trainer_class, config_class = ALGORITHMS[algorithm_of(args)]
     parser = TrlParser((TrainArguments, config_class, ModelConfig))
     script_args, training_args, model_args = parse(parser, args)
     with checked_input():
@@ -221,16 +221,16 @@ def summary_table(summary: dict[str, Any], title: str) -> Table:
     return table
 
 
-def _algorithm(args: list[str] | None) -> tuple[type[Trainer], type[Config]]:
-    """The classes that `algo` names, on the command line or in the file of `--config`: they say what can be set."""
+def algorithm_of(args: list[str] | None) -> str:
+    """What `algo` names, on the command line or in the file of `--config`: it says what else can be set."""
     early = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     early.add_argument("--algo")
     early.add_argument("--config")
     named, _ = early.parse_known_args(args)
     in_file = (yaml.safe_load(Path(named.config).read_text()) or {}) if named.config else {}
-    algo = named.algo or in_file.get("algo", "grpo")
+    algo: str = named.algo or in_file.get("algo", "grpo")
     check_choice("algo", algo, tuple(ALGORITHMS))
-    return ALGORITHMS[algo]
+    return algo
 
 
 def _run_folder(script_args: TrainArguments, training_args: Config, model_args: ModelConfig) -> Path:
