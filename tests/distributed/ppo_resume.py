@@ -1,4 +1,4 @@
-"""Trains PPO through a checkpoint and again from it, on the processes that torchrun starts.
+"""Trains PPO through a checkpoint and again from it, on two processes.
 
 python -m torch.distributed.run --standalone --nproc_per_node=2 ppo_resume.py BACKEND POLICY FOLDER
 """
@@ -16,10 +16,11 @@ from replayed import make_trainer
 def train(policy_path: str, folder: str, resume: str | None = None, **backend):
     case = {**PPO, **ADAM, "value_head": "separate", "critic_lr": 1e-3, "critic_warmup_steps": 1, "max_steps": 4}
     replayed = {name: case.pop(name) for name in REPLAYED if name in case}
-    rows = case.pop("rows") // PartialState().num_processes
+    rows = case.pop("rows") // 2
     saving = {"save_strategy": "steps", "save_steps": 2, "lr_scheduler_type": "linear"}
     settings = {**COMMON, **case, **saving, "per_device_train_batch_size": rows, "output_dir": folder, **backend}
     trainer = make_trainer(policy_path, settings, PROMPTS, **replayed)
+    assert trainer.accelerator.num_processes == 2
     trainer.train(resume_from_checkpoint=resume)
     return trainer
 
