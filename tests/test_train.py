@@ -53,7 +53,8 @@ def test_an_unknown_algorithm_is_told_in_one_line(tmp_path, capsys):
     with pytest.raises(SystemExit) as ended:
         cli.main(["train", *arguments(tmp_path / "run"), "--algo", "reinforce"])
     assert ended.value.code == 2
-    assert "algo='reinforce' is not supported; allowed values: grpo, rloo, ppo." in " ".join(capsys.readouterr().err.split())
+    told = " ".join(capsys.readouterr().err.split())
+    assert "algo='reinforce' is not supported; allowed values: grpo, rloo, ppo." in told
 
 
 def test_a_run_leaves_model_history_summary_and_plot(tmp_path, capsys):

@@ -162,7 +162,7 @@ class RemotePlay(Play):
             self._failure = error
             raise
         seen = result.observation
-        self._return, self._turns, self._valid_turns = seen["episode_return"], seen["turns"], seen["valid_turns"]
+        self.turn_rewards, self._valid_turns = list(seen["turn_rewards"]), seen["valid_turns"]
         self.episode.see(result)
         return str(seen["status"])
 

@@ -51,6 +51,7 @@ class TurnObservation(Observation):  # type: ignore[misc]
     text: str = ""  # empty when the episode is over
     png: str | None = None  # the state as a picture, in base64, where the task shows pictures
     episode_return: float = 0.0
+    turn_rewards: list[float] = Field(default_factory=list)
     success: bool = False
     turns: int = 0
     valid_turns: int = 0
@@ -161,6 +162,7 @@ class TaskSession(OpenEnvEnvironment[TurnAction, TurnObservation, TaskState]):  
             text="" if play.done else play.episode.observation().encode("utf-8", "replace").decode(),
             png=_to_png(play.episode.image()) if self._env.shows_images and not play.done else None,
             episode_return=outcome.episode_return,
+            turn_rewards=list(play.turn_rewards),
             success=outcome.success,
             turns=outcome.turns,
             valid_turns=outcome.valid_turns,
