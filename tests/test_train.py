@@ -53,7 +53,9 @@ def test_an_unknown_algorithm_is_told_in_one_line(tmp_path, capsys):
     with pytest.raises(SystemExit) as ended:
         cli.main(["train", *arguments(tmp_path / "run"), "--algo", "reinforce"])
     assert ended.value.code == 2
-    assert "algo='reinforce' is not supported; allowed values: grpo, rloo, ppo." in " ".join(capsys.readouterr().err.split())
+    assert "algo='reinforce' is not supported; allowed values: grpo, rloo, ppo." in " ".join(
+        capsys.readouterr().err.split()
+    )
 
 
 def test_a_run_leaves_model_history_summary_and_plot(tmp_path, capsys):
@@ -82,6 +84,7 @@ def test_a_run_leaves_model_history_summary_and_plot(tmp_path, capsys):
         assert part in shown
 
 
+@pytest.mark.slow
 def test_measuring_can_be_left_out(tmp_path):
     train.main(arguments(tmp_path / "run", eval_prompts=0, mutual_information=False))
     history = json.loads((tmp_path / "run" / "log_history.json").read_text())
@@ -89,6 +92,7 @@ def test_measuring_can_be_left_out(tmp_path):
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["mutual_information"] is None
 
 
+@pytest.mark.slow
 def test_a_run_killed_at_any_moment_ends_with_the_same_parameters(tmp_path):
     train.main(arguments(tmp_path / "whole", max_steps=6))
 
@@ -114,6 +118,7 @@ def test_a_run_killed_at_any_moment_ends_with_the_same_parameters(tmp_path):
     assert [name for name in whole if not torch.equal(whole[name], resumed[name])] == []
 
 
+@pytest.mark.slow
 def test_a_run_killed_after_its_last_step_takes_none_more(tmp_path):
     run = tmp_path / "run"
     train.main(arguments(run))
