@@ -67,6 +67,7 @@ def test_a_figure_gives_the_same_files_each_time(draw, tmp_path):
     assert one == again == other
 
 
+@pytest.mark.slow
 @all_figures
 def test_a_figure_looks_the_same_whatever_the_callers_settings_are(draw):
     before = svg(draw())

@@ -169,7 +169,7 @@ def test_files_are_taken_evenly_and_the_last_always(max_files, steps, tmp_path):
     assert [int(path.stem.split("_")[1]) for path in found] == steps
 
 
-@pytest.mark.parametrize("conversational", [True, False])
+@pytest.mark.parametrize("conversational", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_a_file_of_a_real_run_is_diagnosed(conversational, policy_path, prompts, make_args, tmp_path):
     if conversational:
         prompts = Dataset.from_dict({"prompt": [[{"role": "user", "content": text}] for text in prompts["prompt"]]})
@@ -215,12 +215,11 @@ def test_empty_keys_of_saved_messages_do_not_reach_the_chat_template(played, tmp
     "hostile",
     [
         "\x1b[31mred",
-        "\x1b]0;title\x07",
-        "\x9b31m",
-        "\x1b]8;;http://example.com\x1b\\",
         "\u202eevil",
-        "a\rb",
-        "\x08\x08",
+        *(
+            pytest.param(text, marks=pytest.mark.slow)
+            for text in ("\x1b]0;title\x07", "\x9b31m", "\x1b]8;;http://example.com\x1b\\", "a\rb", "\x08\x08")
+        ),
     ],
 )
 def test_model_text_cannot_steer_the_terminal(hostile, played, tmp_path, capsys):
@@ -318,6 +317,7 @@ def test_completions_without_reasoning_are_not_measurable(played, tmp_path):
 # Entry points
 
 
+@pytest.mark.slow
 def test_the_script_starts_beside_the_script_called_evaluate():
     """scripts/evaluate.py must not be taken for Hugging Face's `evaluate`."""
     result = subprocess.run([sys.executable, str(SCRIPT), "--help"], capture_output=True, text=True, check=True)

@@ -43,7 +43,9 @@ def tool_model(tmp_path):
 IN_PROCESS = [page for page in PAGES if scripts(page) and page not in (AS_PRINTED, ON_THE_HUB, "openenv.md")]
 
 
-@pytest.mark.parametrize("page", IN_PROCESS)
+@pytest.mark.parametrize(
+    "page", [page if "README" in page else pytest.param(page, marks=pytest.mark.slow) for page in IN_PROCESS]
+)
 def test_the_code_of_a_page_runs(page, small, tool_model):
     names = run_page(page)
     if "trainer" in names:

@@ -93,8 +93,7 @@ def model(processor):
     [
         ("text", "frozen_lake"),
         ("text", "sokoban"),
-        ("tools", "frozen_lake"),
-        pytest.param("tools", "sokoban", marks=pytest.mark.slow),  # half a minute for what the one above shows
+        *(pytest.param("tools", name, marks=pytest.mark.slow) for name in ("frozen_lake", "sokoban")),  # half a minute
     ],
 )
 def test_a_vision_language_model_plays_what_it_sees(name, protocol, model, processor, make_args):

@@ -151,6 +151,7 @@ def warm_start_args(tmp_path, *more):
     return [str(item) for key, value in options.items() for item in (f"--{key}", value)] + list(more)
 
 
+@pytest.mark.slow
 def test_warm_start_from_scratch_saves_a_model_that_loads(tmp_path):
     warm_start.main(warm_start_args(tmp_path, "--from_scratch", "true", "--learning_rate", "1e-2"))
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "warm")
@@ -170,6 +171,7 @@ def test_warm_start_continues_the_shipped_model(tmp_path):
         assert torch.equal(parameter, shipped.get_parameter(name)), name
 
 
+@pytest.mark.slow
 def test_a_mix_of_tasks_is_trained_on_what_the_assistant_wrote_in_every_turn(tmp_path, monkeypatch):
     trainers = []
 

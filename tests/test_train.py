@@ -83,6 +83,7 @@ def test_a_run_leaves_model_history_summary_and_plot(tmp_path, capsys):
         assert part in shown
 
 
+@pytest.mark.slow
 def test_measuring_can_be_left_out(tmp_path):
     train.main(arguments(tmp_path / "run", eval_prompts=0, mutual_information=False))
     history = json.loads((tmp_path / "run" / "log_history.json").read_text())
@@ -90,6 +91,7 @@ def test_measuring_can_be_left_out(tmp_path):
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["mutual_information"] is None
 
 
+@pytest.mark.slow
 def test_a_run_killed_at_any_moment_ends_with_the_same_parameters(tmp_path):
     train.main(arguments(tmp_path / "whole", max_steps=6))
 
@@ -115,6 +117,7 @@ def test_a_run_killed_at_any_moment_ends_with_the_same_parameters(tmp_path):
     assert [name for name in whole if not torch.equal(whole[name], resumed[name])] == []
 
 
+@pytest.mark.slow
 def test_a_run_killed_after_its_last_step_takes_none_more(tmp_path):
     run = tmp_path / "run"
     train.main(arguments(run))
