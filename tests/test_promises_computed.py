@@ -67,6 +67,6 @@ def test_a_critic_computes_kept_rows_only(rows, num_passes, policy_path, tmp_pat
         assert len(passes) == num_passes
 
 
-def test_a_critic_on_the_policys_hidden_state_computes_kept_rows_only(policy_path, tmp_path):
+def test_a_critic_on_the_hidden_state_of_the_policy_computes_kept_rows_only(policy_path, tmp_path):
     _, _, critic = trained(PPO, 4, policy_path, tmp_path, value_head="shared")
     assert [len(hidden) for hidden in (*critic.without, *critic.with_grad)] == [4] * 8
