@@ -196,7 +196,9 @@ def test_figures_of_the_card_are_those_of_the_report(tmp_path):
     }
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf, None])
+@pytest.mark.parametrize(
+    "value", [math.nan, *(pytest.param(other, marks=pytest.mark.slow) for other in (math.inf, None))]
+)
 @pytest.mark.parametrize("key", ["mi_seq", "conditional_entropy_token", "mi_upper_bound"])
 def test_what_a_diverged_model_leaves_unmeasured_is_not_drawn(tmp_path, value, key):
     folder = make_run(tmp_path / "run", steps=1)
