@@ -118,7 +118,9 @@ def _generate(trainer: Any, contexts: list[list[int]], limit: int) -> tuple[list
     else:
         settings = [(trainer.generation_config, "max_new_tokens", limit)]
     asked = {}
-    if "num_generations" in signature(type(trainer)._generate_single_turn).parameters:  # since TRL 1.14.1
+    # Of TRL's class, where there is one: what somebody has wrapped may not say what it takes.
+    sample = getattr(type(trainer), "_generate_single_turn", trainer._generate_single_turn)
+    if "num_generations" in signature(sample).parameters:  # since TRL 1.14.1
         asked["num_generations"] = 1
     else:  # else vLLM would take every G-th context for a prompt, and answer it G times
         settings += [(trainer, "num_generations", 1), (trainer, "num_generations_eval", 1)]
