@@ -20,6 +20,8 @@ sys.path.insert(0, str(Path(__file__).parent / "distributed"))
 
 import resume
 
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+
 COMMON = {
     "num_generations": 4,
     "max_completion_length": 10,
@@ -126,7 +128,6 @@ def gradients_of_two_processes(policy_path, tmp_path_factory):
     return [torch.load(folder / f"gradients_{process}.pt") for process in (0, 1)]
 
 
-@pytest.mark.distributed
 @pytest.mark.parametrize("name", CASES)
 def test_two_processes_compute_grpo_on_the_kept_groups(name, gradients_of_two_processes, policy_path, make_args):
     settings, _, kept_of_generations = CASES[name]
@@ -154,7 +155,6 @@ def test_two_processes_compute_grpo_on_the_kept_groups(name, gradients_of_two_pr
     assert_close(mean_gradient(first), expected)
 
 
-@pytest.mark.distributed
 def test_two_processes_measure_what_one_measures(policy_path, make_args, tmp_path):
     """On stock GRPO, with more completions than are scored: both processes draw the same ones from all of them."""
     run_on_two_processes("measured_rollouts.py", policy_path, tmp_path)
@@ -176,7 +176,6 @@ def test_two_processes_measure_what_one_measures(policy_path, make_args, tmp_pat
     assert row["mi/tokens"] == other["mi/tokens"] == pytest.approx(expected["mi/tokens"], rel=0.01)
 
 
-@pytest.mark.distributed
 def test_settings_that_differ_between_processes_are_named_on_each_of_them(policy_path, tmp_path):
     run_on_two_processes("mismatch.py", policy_path, tmp_path)
     messages = [(tmp_path / f"error_{process}.txt").read_text() for process in (0, 1)]
@@ -186,8 +185,6 @@ def test_settings_that_differ_between_processes_are_named_on_each_of_them(policy
     )
 
 
-@pytest.mark.distributed
-@pytest.mark.slow
 def test_a_run_resumed_on_more_processes_has_the_same_state_on_each(policy_path, tmp_path):
     before = resume.train(policy_path, str(tmp_path), 16, 2)
     drawn = before._refill.stream.drawn

@@ -148,6 +148,7 @@ def test_prompts_with_and_without_images_train_together(family, layout, mixed, p
 
 
 @pytest.mark.distributed
+@pytest.mark.slow
 def test_a_process_with_images_trains_beside_one_without(policy_path, tmp_path):
     script = Path(__file__).parent / "distributed" / "images.py"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(script)]

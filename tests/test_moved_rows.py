@@ -11,7 +11,7 @@ sys.path.insert(0, str(Path(__file__).parent / "distributed"))
 
 from test_distributed import run_on_two_processes
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")
