@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from ragen2_trl.envs.deepcoder import sandbox as module
+from ragen2_trl.envs.deepcoder import sandbox_process as module
 from ragen2_trl.envs.deepcoder.sandbox import Limits, Sandbox
 
 QUICK = Limits(cpu_seconds=1, wall_seconds=3.0, memory_bytes=256 << 20, file_bytes=1 << 20, output_bytes=64 << 10)
-SHORT = Limits(wall_seconds=0.7)
+SHORT = Limits(wall_seconds=1.5)
 SECRET = "hunter2-do-not-tell"
 
 
