@@ -10,11 +10,12 @@ from pathlib import Path
 
 import pytest
 import yaml
-from deepcoder_programs import HIDDEN, answer, play
+from deepcoder_programs import SCRIPT, TESTS, answer, play
 from sandboxes import leftovers_fixture as leftovers_fixture
 
 from ragen2_trl.envs.deepcoder.environment import DeepCoder
 
+TWICE = {**SCRIPT, "tests": json.dumps(TESTS[2:]), "public": 0}  # what the first run leaves, the second finds
 FOLDER = Path(__file__).parent / "attacks"
 SEEN_AS_REFUSED = (1, 38, 95)  # EPERM, ENOSYS, EOPNOTSUPP
 WHOLE = """
@@ -83,7 +84,7 @@ def env_fixture():
 @pytest.mark.parametrize("attack", cases())
 def test_no_attack_earns_a_reward_or_leaves_anybody_behind(env, attack, leftovers, caplog):
     with caplog.at_level(logging.INFO):
-        begun, _ = play(env, HIDDEN, answer(whole(body(attack))))
+        begun, _ = play(env, TWICE, answer(whole(body(attack))))
     assert begun.outcome.episode_return == 0.0 and not begun.outcome.success
     assert leftovers() == 0
     assert [record.message for record in caplog.records if "sandbox" in record.name] == []  # nor looks like a shortage
@@ -91,9 +92,9 @@ def test_no_attack_earns_a_reward_or_leaves_anybody_behind(env, attack, leftover
 
 def test_an_attack_that_succeeded_would_earn_the_reward(env):
     for statements in ("pass", "check(0)", "answered(39 if os.uname().machine == 'x86_64' else 172)"):  # getpid
-        assert play(env, HIDDEN, answer(whole(statements)))[0].outcome.episode_return == 1.0
+        assert play(env, TWICE, answer(whole(statements)))[0].outcome.episode_return == 1.0
     for statements in ("raise OSError", "check(-1)"):
-        assert play(env, HIDDEN, answer(whole(statements)))[0].outcome.episode_return == 0.0
+        assert play(env, TWICE, answer(whole(statements)))[0].outcome.episode_return == 0.0
 
 
 def test_the_list_has_more_than_150_different_attacks():

@@ -140,6 +140,19 @@ from ragen2_trl.envs.deepcoder import sandbox, sandbox_process
 sandbox_process._RUNNER = sys.argv[2]
 sandbox.Sandbox().run(sys.argv[3])
 """
+HOSTILE = """
+import ctypes, os, re, sys, threading, time
+libc = ctypes.CDLL(None)
+def become():  # with the mark by which it is found
+    mark = re.findall("# [0-9a-f-]{{36}}", open("/proc/self/cmdline").read())
+    os.execv(sys.executable, [sys.executable, "-c", "while True: pass", *mark])
+try:
+    exec({way!r})
+except OSError:
+    pass
+while True:
+    time.sleep(1)
+"""
 STAYERS = {
     "spins": "while True: pass",
     "no parent's death signal": "libc.prctl(1, 0, 0, 0, 0)",
@@ -147,16 +160,14 @@ STAYERS = {
     "both": "libc.prctl(1, 0, 0, 0, 0)\nos.setsid()",
     "from a thread that outlives the first": "t = threading.Thread(target=time.sleep, args=(60,))\nt.start()\n"
     "libc.pthread_exit(0)",
-    "as another program": "os.execv(sys.executable, [sys.executable, '-c', 'while True: pass'])",
-    "as another program from a thread": "t = threading.Thread(target=lambda: os.execv(sys.executable, "
-    "[sys.executable, '-c', 'while True: pass']))\nt.start()\nt.join()",
+    "as another program": "become()",
+    "as another program from a thread": "t = threading.Thread(target=become)\nt.start()\nt.join()",
 }
 
 
 @pytest.mark.parametrize("way", STAYERS)
 def test_a_run_dies_with_the_process_that_started_it(leftovers, way):
-    hostile = "import ctypes, os, sys, threading, time\nlibc = ctypes.CDLL(None)\n"
-    hostile += f"try:\n    exec({STAYERS[way]!r})\nexcept OSError: pass\nwhile True: time.sleep(1)"
+    hostile = HOSTILE.format(way=STAYERS[way])
     root = str(Path(module.__file__).parents[3])
     with subprocess.Popen([sys.executable, "-c", TRAINER, root, module._RUNNER, hostile]) as parent:
         deadline = time.monotonic() + 60

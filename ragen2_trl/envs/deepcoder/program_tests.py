@@ -52,9 +52,9 @@ def run_tests(
 ) -> list[CaseResult]:
     """Test a program, each case in a process of its own that learns nothing of the other cases.
 
-    All cases share `cpu_seconds`, each within the sandbox's own limits; those that find nothing left are `timeout`, and
-    so are those after one that waited until the wall clock ended it. A program that ends with an exit status, floods
-    its output or returns no JSON is `error`. Within a `Sandbox.map`, programs are tested side by side.
+    All cases share `cpu_seconds`, each within the sandbox's own limits; those that find nothing left are `timeout`,
+    and so are those after one that waited until the wall clock ended it. A program that ends with an exit status,
+    floods its output or returns no JSON is `error`. Within a `Sandbox.map`, programs are tested side by side.
 
     Raises:
         SandboxFailedError: If the machine can no longer run programs.

@@ -1,8 +1,8 @@
 """A control group for each run, where cgroup v2 lets this process make one: as root, or in a delegated subtree.
 
-What it adds to the other defences: the kernel's own memory is counted, and a run's processes end together by one write.
-Nothing is reconfigured: a group is made below this process's own, or below the nearest one above it that can have
-groups, with the controllers that are switched on there.
+What it adds to the other defences: the kernel's own memory is counted, and a run's processes end together by one
+write. Nothing is reconfigured: a group is made below this process's own, or below the nearest one above it that can
+have groups, with the controllers that are switched on there.
 """
 
 import os

@@ -151,7 +151,9 @@ def _run(isolation: Isolation | None, group: Cgroup | None, job: Job) -> Outcome
                 if group:
                     group.kill()
                 if process.poll() is None:
-                    os.killpg(process.pid, signal.SIGKILL)  # the guard dies with bubblewrap, the program with the guard
+                    os.killpg(
+                        process.pid, signal.SIGKILL
+                    )  # the guard dies with bubblewrap, the program with the guard
         report = json.loads(os.pread(report_fd, 1 << 16, 0) or b"{}")
     out, err = (stream.decode(errors="replace") for stream in (stdout, stderr))
     elapsed = min(float(limits.cpu_seconds), time.monotonic() - started)

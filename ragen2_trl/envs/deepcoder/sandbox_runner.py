@@ -31,7 +31,7 @@ CLONE_NEWUSER = 0x10000000
 class Steps(ctypes.Structure):
     """The kernel's `struct sock_fprog`."""
 
-    _fields_ = [("count", ctypes.c_ushort), ("steps", ctypes.c_char_p)]  # noqa: RUF012 -- ctypes' own form
+    _fields_ = [("count", ctypes.c_ushort), ("steps", ctypes.c_char_p)]
 
 
 def kernel(name: str, *arguments: Any) -> None:
