@@ -1,4 +1,4 @@
-"""What a machine runs short of says nothing of a program: through DeepCoder's reward, and in processes of their own."""
+"""What a machine runs short of says nothing of a program: seen through DeepCoder's reward."""
 
 import json
 import logging
@@ -88,7 +88,7 @@ def test_a_program_that_alone_fails_ends_no_training(monkeypatch, quickly, caplo
 
 def test_pauses_between_attempts_grow_to_half_a_minute():
     pauses = module._PAUSES
-    assert all(later > earlier for earlier, later in zip(pauses, pauses[1:], strict=False)) and sum(pauses) > 30
+    assert sorted(set(pauses)) == list(pauses) and sum(pauses) > 30
 
 
 def test_a_forced_time_out_of_the_probe_is_not_remembered(monkeypatch, quickly):
@@ -131,8 +131,8 @@ def test_threads_and_processes_share_the_places_of_a_machine():
     program = "import time\nprint(time.monotonic())\ntime.sleep(0.1)\nprint(time.monotonic())"
     code = (
         "import json, sys\nsys.path.insert(0, sys.argv[1])\nfrom ragen2_trl.envs.deepcoder.sandbox import Sandbox\n"
-        f"pool = Sandbox(workers=4, places=2)\nruns = pool.map(lambda _: pool.run({program!r}).stdout.split(), range(5))\n"
-        "print(json.dumps(runs))"
+        f"pool, program = Sandbox(workers=4, places=2), {program!r}\n"
+        "print(json.dumps(pool.map(lambda _: pool.run(program).stdout.split(), range(5))))"
     )
     root = str(Path(module.__file__).parents[3])
     trainers = [subprocess.Popen([sys.executable, "-c", code, root], stdout=subprocess.PIPE) for _ in range(2)]
@@ -182,12 +182,8 @@ def test_the_folder_of_the_places_is_the_users_alone(monkeypatch, tmp_path):
 def test_hostile_neighbours_cost_no_right_program_a_point():
     """64 workers, three right programs to each of 16 hostile ones: spinning, sleeping, flooding, filling."""
     env = DeepCoder(workers=64, test_seconds=1)
-    hostile = [
-        "while True: pass",
-        "import time; time.sleep(2)",
-        "while True: print('x' * 4096)",
-        "x = bytearray(1 << 29)",
-    ]
+    spinning, sleeping, flooding = "while True: pass", "import time; time.sleep(2)", "while True: print('x' * 4096)"
+    hostile = (spinning, sleeping, flooding, "x = bytearray(1 << 29)")
     programs = [DOUBLE if number % 4 else hostile[number // 4 % 4] for number in range(64)]
 
     def earned(program):

@@ -1,6 +1,7 @@
-"""The filter for system calls, run as the kernel would, for each architecture; tests/test_attacks.py asks the kernel."""
+"""The filter for system calls, run as the kernel would, for each architecture; test_attacks.py asks the kernel."""
 
 import errno
+import functools
 import struct
 from pathlib import Path
 
@@ -11,14 +12,18 @@ from ragen2_trl.envs.deepcoder.sandbox_syscalls import ARCHITECTURES, allowed_ca
 
 ALLOWED, KILLED = 0x7FFF0000, 0x80000000
 REFUSALS = {0x50000 | number for number in (errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP)}
-CALLS = [
-    call for path in (Path(__file__).parent / "attacks").glob("*.yaml") for call in yaml.safe_load(path.read_text())
-]
+FILES = ("system_calls.yaml", "arguments.yaml")
+CALLS = [call for name in FILES for call in yaml.safe_load((Path(__file__).parent / "attacks" / name).read_text())]
+
+
+@functools.cache
+def steps_of(machine):
+    return list(struct.iter_unpack("HBBI", seccomp_filter(machine)))
 
 
 def answer(machine, number, arguments=(0,) * 6, architecture=None):
     """What the filter says to a call: classic BPF over the kernel's `struct seccomp_data`."""
-    steps = list(struct.iter_unpack("HBBI", seccomp_filter(machine)))
+    steps = steps_of(machine)
     given = [*arguments, *[0] * (6 - len(arguments))]
     architecture = ARCHITECTURES[machine][0] if architecture is None else architecture
     data = struct.pack("<IIQ6Q", number, architecture, 0, *(value % 2**64 for value in given))

@@ -55,6 +55,7 @@ def find_defences() -> list[Defence]:
     bounded = all(limits[name] == expected[name] for name in limits)
     files = seen["tmp_files"] == sandbox.limits.files and seen["tmp_bytes"] == sandbox.limits.file_bytes
     times = f"{limits['RLIMIT_CPU']} s of CPU, {limits['RLIMIT_AS'] // _MIB} MiB of address space, "
+    places = f"{sandbox.places} for all your processes, by locks in {runtime_folder()}"
     return [
         Defence("system calls", seen["filtered"], f"{len(allowed_calls())} are let through, some by their arguments"),
         Defence("processes", seen["processes"] == [1, 2], "none in sight but the guard, in whose end all end"),
@@ -64,9 +65,7 @@ def find_defences() -> list[Defence]:
         Defence("size of /tmp", files, f"{seen['tmp_bytes'] // _MIB} MiB and {seen['tmp_files']} files, in memory"),
         Defence("limits", bounded, f"{times}{limits['RLIMIT_NPROC']} threads, {limits['RLIMIT_NOFILE']} descriptors"),
         *_cgroup_defences(sandbox),
-        Defence(
-            "programs at a time", True, f"{sandbox.places} for all your processes, by locks in {runtime_folder()}"
-        ),
+        Defence("programs at a time", True, places),
     ]
 
 
@@ -83,15 +82,10 @@ def _cgroup_defences(sandbox: Sandbox) -> list[Defence]:
         "pids": "processes and threads are counted, too",
         "io": "others' reads from disk come first",
     }
-    missing = f"the controller is not switched on in {parent.path}"
+    on, missing = parent.controllers, f"the controller is not switched on in {parent.path}"
     return [
         Defence("control group", True, f"a run's processes end by one write (cgroup.kill), below {parent.path}"),
-        *(
-            Defence(
-                f"control group: {name}", name in parent.controllers, use if name in parent.controllers else missing
-            )
-            for name, use in uses.items()
-        ),
+        *(Defence(f"control group: {name}", name in on, use if name in on else missing) for name, use in uses.items()),
     ]
 
 

@@ -36,8 +36,8 @@ _OWN_PROCESSES = 8  # of a control group: bubblewrap, the guard, and what starts
 class Limits:
     """What one run may use; all positive.
 
-    A sandboxed program can start threads but no processes, so that `memory_bytes` bounds all of a run. Verdicts rest on
-    `cpu_seconds`, which do not pass while others have the processor; `wall_seconds` is for programs that wait.
+    A sandboxed program can start threads but no processes, so that `memory_bytes` bounds all of a run. Verdicts rest
+    on `cpu_seconds`, which do not pass while others have the processor; `wall_seconds` is for programs that wait.
 
     Raises:
         ValueError: If a limit is not positive.
@@ -151,9 +151,7 @@ def _run(isolation: Isolation | None, group: Cgroup | None, job: Job) -> Outcome
                 if group:
                     group.kill()
                 if process.poll() is None:
-                    os.killpg(
-                        process.pid, signal.SIGKILL
-                    )  # the guard dies with bubblewrap, the program with the guard
+                    os.killpg(process.pid, signal.SIGKILL)  # the guard dies with bubblewrap, and all else with it
         report = json.loads(os.pread(report_fd, 1 << 16, 0) or b"{}")
     out, err = (stream.decode(errors="replace") for stream in (stdout, stderr))
     elapsed = min(float(limits.cpu_seconds), time.monotonic() - started)

@@ -7,8 +7,7 @@ the `user` to become, if any, and the `filter` for system calls in hexadecimal.
 
 The guard is the first process of its namespace: whatever the program does, the kernel ends it with the guard, and the
 guard with whoever started it. It has the program's user, at most, but none of its memory, files or signals can be
-reached from below. Its report is JSON: `code` and `cpu_seconds` of the program, or what has `failed` before the program
-began.
+reached from below. Its report is JSON: `code` and `cpu_seconds` of the program, or what has `failed` before it began.
 
 A job without a call is the program as a script. A job with a call prints what the function returns as JSON on stdout;
 what the program itself prints goes to stderr.
