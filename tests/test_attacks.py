@@ -39,17 +39,15 @@ SAMPLE = (
     "fill a file's attributes on tmpfs",
     "make thousands of empty files",
     "clear its parent's death signal and leave the session",
-    "become another program from a second thread, which has no parent's death signal",
     "interrupt the first process as a terminal would",
     "end itself as the kernel would, so that it counts as somebody else's fault",
     "change the settings of its own network",
     "hold the kernel in the middle of a page fault",
     "make system calls where no filter looks",
     "change the limits of the namespace's first process",
-    "keep record locks in the kernel",
     "report a success of its own",
     "find the expected output among all objects and frames",
-    "take twice its memory in pieces",
+    "take twice its memory at once",
 )
 
 

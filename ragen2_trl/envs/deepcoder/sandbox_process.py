@@ -148,10 +148,10 @@ def _run(isolation: Isolation | None, group: Cgroup | None, job: Job) -> Outcome
             try:
                 stdout, stderr, ended = _follow(process, limits.output_bytes, started + limits.wall_seconds)
             finally:
-                if group:
-                    group.kill()
                 if process.poll() is None:
                     os.killpg(process.pid, signal.SIGKILL)  # the guard dies with bubblewrap, and all else with it
+                if group:
+                    group.kill()
         report = json.loads(os.pread(report_fd, 1 << 16, 0) or b"{}")
     out, err = (stream.decode(errors="replace") for stream in (stdout, stderr))
     elapsed = min(float(limits.cpu_seconds), time.monotonic() - started)
@@ -166,7 +166,7 @@ def _run(isolation: Isolation | None, group: Cgroup | None, job: Job) -> Outcome
         # The kernel's signal, since the filter lets no program send it: at the end of its time, or to free memory.
         if isolation and used < limits.cpu_seconds - 0.1:
             return _failure("the kernel killed the program within its limits, as it does where memory runs out")
-        ended = "cpu"
+        ended, used = "cpu", max(used, float(limits.cpu_seconds))  # the kernel's clock for limits is a coarser one
     return Outcome(out, err, code, ended, used)
 
 
