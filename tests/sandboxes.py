@@ -13,6 +13,15 @@ from ragen2_trl.envs.deepcoder.sandbox import Limits, Sandbox
 QUICK = Limits(cpu_seconds=1, wall_seconds=3.0, memory_bytes=256 << 20, file_bytes=1 << 20, output_bytes=64 << 10)
 SHORT = Limits(wall_seconds=1.5)
 SECRET = "hunter2-do-not-tell"
+ROOT = str(Path(module.__file__).parents[3])
+# The beginning of a program that uses the sandbox, without what else the package imports, which takes its time.
+LIGHTLY = f"""
+import sys, types
+for name in ("ragen2_trl", "ragen2_trl.envs", "ragen2_trl.envs.deepcoder"):
+    sys.modules[name] = types.ModuleType(name)
+    sys.modules[name].__path__ = [{ROOT!r} + "/" + name.replace(".", "/")]
+sys.path[:0] = [{ROOT!r}, {ROOT!r} + "/tests"]
+"""
 
 
 @pytest.fixture(scope="module", name="sandbox")

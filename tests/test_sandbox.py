@@ -7,10 +7,9 @@ import subprocess
 import sys
 import threading
 import time
-from pathlib import Path
 
 import pytest
-from sandboxes import QUICK, SECRET, SHORT, attempt
+from sandboxes import LIGHTLY, QUICK, SECRET, SHORT, attempt
 from sandboxes import leftovers_fixture as leftovers_fixture
 from sandboxes import quick_fixture as quick_fixture
 from sandboxes import sandbox_fixture as sandbox_fixture
@@ -131,14 +130,10 @@ def test_waiting_past_the_wall_clock_is_ended_and_leaves_nobody(short, leftovers
     assert leftovers() == 0
 
 
-TRAINER = """
-import sys, types
-for name in ("ragen2_trl", "ragen2_trl.envs", "ragen2_trl.envs.deepcoder"):  # without what takes its time to import
-    sys.modules[name] = types.ModuleType(name)
-    sys.modules[name].__path__ = [sys.argv[1] + "/" + name.replace(".", "/")]
+TRAINER = f"""{LIGHTLY}
 from ragen2_trl.envs.deepcoder import sandbox, sandbox_process
-sandbox_process._RUNNER = sys.argv[2]
-sandbox.Sandbox().run(sys.argv[3])
+sandbox_process._RUNNER = sys.argv[1]
+sandbox.Sandbox().run(sys.argv[2])
 """
 HOSTILE = """
 import ctypes, os, re, sys, threading, time
@@ -166,10 +161,10 @@ STAYERS = {
 
 
 @pytest.mark.parametrize("way", STAYERS)
-def test_a_run_dies_with_the_process_that_started_it(leftovers, way):
+def test_a_run_dies_with_the_process_that_started_it_and_leaves_no_folder(leftovers, way, tmp_path):
     hostile = HOSTILE.format(way=STAYERS[way])
-    root = str(Path(module.__file__).parents[3])
-    with subprocess.Popen([sys.executable, "-c", TRAINER, root, module._RUNNER, hostile]) as parent:
+    command = [sys.executable, "-c", TRAINER, module._RUNNER, hostile]
+    with subprocess.Popen(command, env={**os.environ, "TMPDIR": str(tmp_path)}) as parent:
         deadline = time.monotonic() + 60
         while (alive := leftovers.now()) < 4 and time.monotonic() < deadline:  # parent, bubblewrap, guard, program
             time.sleep(0.05)
@@ -177,6 +172,7 @@ def test_a_run_dies_with_the_process_that_started_it(leftovers, way):
         time.sleep(0.3)  # for what the program does first
         parent.kill()
     assert leftovers() == 0
+    assert list(tmp_path.iterdir()) == []
 
 
 # Where there is no isolation

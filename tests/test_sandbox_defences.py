@@ -1,26 +1,18 @@
 """`ragen2-trl check-sandbox`, and control groups, as far as this machine lets us have them."""
 
-import dataclasses
 import os
+import struct
 import subprocess
 
 import pytest
 from sandboxes import QUICK
 
 from ragen2_trl import cli
-from ragen2_trl.envs.deepcoder import sandbox_cgroup, sandbox_defences
+from ragen2_trl.envs.deepcoder import sandbox_cgroup, sandbox_process
 from ragen2_trl.envs.deepcoder.sandbox import Sandbox
+from ragen2_trl.envs.deepcoder.sandbox_defences import find_defences
 
-EVERYWHERE = (
-    "system calls",
-    "processes",
-    "rights",
-    "network",
-    "files",
-    "size of /tmp",
-    "limits",
-    "programs at a time",
-)
+EVERYWHERE = ("system calls", "processes", "rights", "network", "files", "size of /tmp", "limits")
 
 
 def rows(text):
@@ -39,21 +31,23 @@ def test_the_table_shows_what_holds_here(capsys, monkeypatch):
         assert shown[f"control group: {name}"][0] == ("yes" if name in parent.controllers else "no")
 
 
-def test_a_defence_that_does_not_hold_is_told(monkeypatch):
-    """Without the filter, and with the guard's rights: the table tells what is seen inside, not what was asked for."""
-    found = {defence.name: defence.active for defence in sandbox_defences.find_defences()}
-    assert all(found[name] for name in EVERYWHERE)
-    runner = sandbox_defences.Sandbox.run
+@pytest.mark.parametrize("missing", ["system calls", "size of /tmp"])
+def test_a_defence_that_does_not_hold_is_told(monkeypatch, missing):
+    """What is seen inside decides, not what was asked for."""
+    task = sandbox_process._task
 
-    def unfiltered(self, program):
-        outcome = runner(self, program)
-        return dataclasses.replace(outcome, stdout=outcome.stdout.replace('"filtered": true', '"filtered": false'))
+    def lax(isolation, limits):
+        found = task(isolation, limits)
+        found["isolation"] |= {
+            "system calls": {"filter": struct.pack("HBBI", 6, 0, 0, 0x7FFF0000).hex()},  # allows every call
+            "size of /tmp": {"inodes": 5000},
+        }[missing]
+        return found
 
-    monkeypatch.setattr(sandbox_defences.Sandbox, "run", unfiltered)
-    assert {defence.name: defence.active for defence in sandbox_defences.find_defences()} == {
-        **found,
-        EVERYWHERE[0]: False,
-    }
+    assert {defence.name: defence.active for defence in find_defences()}[missing]
+    monkeypatch.setattr(sandbox_process, "_task", lax)
+    active = {defence.name: defence.active for defence in find_defences()}
+    assert [name for name in EVERYWHERE if not active[name]] == [missing]
 
 
 def test_a_machine_without_bubblewrap_is_told_in_one_line(capsys, monkeypatch):

@@ -7,11 +7,10 @@ import shutil
 import subprocess
 import sys
 import threading
-from pathlib import Path
 
 import pytest
 from deepcoder_programs import DOUBLE, HIDDEN, answer, play
-from sandboxes import QUICK
+from sandboxes import LIGHTLY, QUICK
 
 from ragen2_trl.envs.deepcoder import sandbox as module
 from ragen2_trl.envs.deepcoder import sandbox_process
@@ -100,9 +99,8 @@ def test_a_forced_time_out_of_the_probe_is_not_remembered(monkeypatch, quickly):
     assert Sandbox(QUICK).run("print(1)").stdout == "1\n"
 
 
-SHORT_OF_DESCRIPTORS = """
-import json, os, resource, sys, threading, time
-sys.path[:0] = json.loads(sys.argv[1])
+SHORT_OF_DESCRIPTORS = f"""{LIGHTLY}
+import os, resource, threading
 from deepcoder_programs import DOUBLE, HIDDEN, answer, play
 from ragen2_trl.envs.deepcoder.environment import DeepCoder
 env = DeepCoder(workers=1)
@@ -117,9 +115,7 @@ print(play(env, HIDDEN, answer(DOUBLE))[0].outcome.episode_return)
 
 
 def test_a_shortage_of_descriptors_that_passes_costs_no_reward():
-    paths = [str(Path(__file__).parent), str(Path(module.__file__).parents[3])]
-    command = [sys.executable, "-c", SHORT_OF_DESCRIPTORS, json.dumps(paths)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = subprocess.run([sys.executable, "-c", SHORT_OF_DESCRIPTORS], capture_output=True, text=True, check=False)
     assert done.stdout == "1.0\n", done.stderr
 
 
@@ -129,26 +125,27 @@ def test_a_shortage_of_descriptors_that_passes_costs_no_reward():
 def test_threads_and_processes_share_the_places_of_a_machine():
     """Two processes with four threads each never have more than two programs running."""
     program = "import time\nprint(time.monotonic())\ntime.sleep(0.1)\nprint(time.monotonic())"
-    code = (
-        "import json, sys\nsys.path.insert(0, sys.argv[1])\nfrom ragen2_trl.envs.deepcoder.sandbox import Sandbox\n"
-        f"pool, program = Sandbox(workers=4, places=2), {program!r}\n"
-        "print(json.dumps(pool.map(lambda _: pool.run(program).stdout.split(), range(5))))"
-    )
-    root = str(Path(module.__file__).parents[3])
-    trainers = [subprocess.Popen([sys.executable, "-c", code, root], stdout=subprocess.PIPE) for _ in range(2)]
+    code = f"""{LIGHTLY}
+import json
+from ragen2_trl.envs.deepcoder.sandbox import Sandbox
+pool = Sandbox(workers=4, places=2)
+print(json.dumps(pool.map(lambda _: pool.run({program!r}).stdout.split(), range(5))))
+"""
+    trainers = [subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) for _ in range(2)]
     runs = [tuple(map(float, run)) for trainer in trainers for run in json.loads(trainer.communicate()[0])]
     assert len(runs) == 10
     assert max(sum(begun <= start < end for begun, end in runs) for start, _ in runs) <= 2
 
 
 def test_a_place_comes_back_from_the_dead():
-    code = (
-        "import sys, time\nsys.path.insert(0, sys.argv[1])\n"
-        "from ragen2_trl.envs.deepcoder.sandbox_slots import slot\n"
-        "with slot(1):\n    print('mine', flush=True)\n    time.sleep(60)"
-    )
-    root = str(Path(module.__file__).parents[3])
-    with subprocess.Popen([sys.executable, "-c", code, root], stdout=subprocess.PIPE, text=True) as holder:
+    code = f"""{LIGHTLY}
+import time
+from ragen2_trl.envs.deepcoder.sandbox_slots import slot
+with slot(1):
+    print("mine", flush=True)
+    time.sleep(60)
+"""
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as holder:
         assert holder.stdout.readline() == "mine\n"
         got = threading.Event()
 
@@ -193,31 +190,16 @@ def test_hostile_neighbours_cost_no_right_program_a_point():
     assert pool.map(earned, programs) == [1.0 if program is DOUBLE else 0.0 for program in programs]
 
 
-def test_a_right_program_is_not_failed_by_a_machine_that_is_busy(monkeypatch):
-    """Threads that want the processor as much as the program does, and a program that needs a second of it."""
+@pytest.mark.slow
+def test_a_right_program_is_not_failed_by_a_machine_that_is_busy():
+    """Eight processes want each processor, and the program needs half of its time limit."""
     heavy = "import time\nn = int(input())\nwhile time.process_time() < 0.5: pass\nprint(2 * n)"
     env = DeepCoder(workers=1, test_seconds=1)
-    spin = "import time\nend = time.monotonic() + 6\nwhile time.monotonic() < end: pass"
-    neighbours = [subprocess.Popen([sys.executable, "-c", spin]) for _ in range(4 * (os.cpu_count() or 1))]
+    spin = "import time\nend = time.monotonic() + 60\nwhile time.monotonic() < end: pass"
+    neighbours = [subprocess.Popen([sys.executable, "-c", spin]) for _ in range(8 * (os.cpu_count() or 1))]
     try:
         assert play(env, HIDDEN, answer(heavy))[0].outcome.episode_return == 1.0
     finally:
         for neighbour in neighbours:
             neighbour.kill()
             neighbour.wait()
-
-
-def test_a_killed_trainer_leaves_no_folder_behind(tmp_path):
-    code = (
-        "import sys\nsys.path.insert(0, sys.argv[1])\nfrom ragen2_trl.envs.deepcoder.sandbox import Sandbox\n"
-        "sandbox = Sandbox()\nprint('ready', flush=True)\nsandbox.run('while True: pass')"
-    )
-    root = str(Path(module.__file__).parents[3])
-    environment = {**os.environ, "TMPDIR": str(tmp_path)}
-    command = [sys.executable, "-c", code, root]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as trainer:
-        assert trainer.stdout.readline() == "ready\n"
-        with slot(1):
-            pass
-        trainer.kill()
-    assert list(tmp_path.iterdir()) == []

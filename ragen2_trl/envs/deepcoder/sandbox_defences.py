@@ -10,10 +10,10 @@ from ragen2_trl.envs.deepcoder.sandbox_syscalls import allowed_calls
 
 _LOOK_AROUND = """
 import json, os, resource
-def refused(path):
+def refused(function, *arguments):
     try:
-        with open(path, "w"):
-            return False
+        function(*arguments)
+        return False
     except OSError:
         return True
 status = dict(line.split(":\\t", 1) for line in open("/proc/self/status").read().splitlines() if ":\\t" in line)
@@ -21,9 +21,9 @@ tmp = os.statvfs("/tmp")
 print(json.dumps({
     "processes": sorted(int(name) for name in os.listdir("/proc") if name.isdigit()),
     "capabilities": int(status["CapEff"], 16) | int(status["CapPrm"], 16),
-    "filtered": status["Seccomp"].strip() == "2" and status["NoNewPrivs"].strip() == "1",
+    "filtered": status["NoNewPrivs"].strip() == "1" and refused(os.memfd_create, "memory") and refused(os.setsid),
     "networks": [line.split(":")[0].strip() for line in open("/proc/self/net/dev")][2:],
-    "settings": refused("/proc/sys/kernel/shmmax") and refused("/attack") and refused("/dev/attack"),
+    "settings": all(refused(open, path, "w") for path in ("/proc/sys/kernel/shmmax", "/attack", "/dev/attack")),
     "tmp_bytes": tmp.f_frsize * tmp.f_blocks,
     "tmp_files": tmp.f_files,
     "limits": {name: resource.getrlimit(getattr(resource, name))[1]
