@@ -13,7 +13,7 @@ from deepcoder_programs import DOUBLE, HIDDEN, answer, play
 from sandboxes import LIGHTLY, QUICK
 
 from ragen2_trl.envs.deepcoder import sandbox as module
-from ragen2_trl.envs.deepcoder import sandbox_process
+from ragen2_trl.envs.deepcoder import sandbox_process, sandbox_slots
 from ragen2_trl.envs.deepcoder.environment import DeepCoder
 from ragen2_trl.envs.deepcoder.sandbox import Sandbox, SandboxFailedError, SandboxUnavailableError
 from ragen2_trl.envs.deepcoder.sandbox_slots import runtime_folder, slot
@@ -53,7 +53,9 @@ def failing_fixture(tmp_path, monkeypatch, quickly):
     return fail
 
 
-@pytest.mark.parametrize("how", FAILURES)
+@pytest.mark.parametrize(
+    "how", [pytest.param(how, marks=[] if how == "no namespace" else [pytest.mark.slow]) for how in FAILURES]
+)
 def test_a_right_program_keeps_its_reward_when_the_sandbox_fails_for_a_while(failing, how):
     failing(how, 0)
     env = DeepCoder(workers=1)
@@ -164,7 +166,7 @@ with slot(1):
 def test_the_folder_of_the_places_is_the_users_alone(monkeypatch, tmp_path):
     folder = runtime_folder()
     assert folder.stat().st_uid == os.getuid() and not folder.stat().st_mode & 0o077
-    monkeypatch.setattr("ragen2_trl.envs.deepcoder.sandbox_slots.Path", lambda text: tmp_path / text.lstrip("/"))
+    monkeypatch.setattr(sandbox_slots, "Path", lambda text: tmp_path / text.lstrip("/"))
     (tmp_path / "tmp").mkdir()
     (tmp_path / "tmp" / f"ragen2-trl-{os.getuid()}").mkdir(mode=0o777)
     (tmp_path / "tmp" / f"ragen2-trl-{os.getuid()}").chmod(0o777)

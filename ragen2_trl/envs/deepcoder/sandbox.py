@@ -119,9 +119,12 @@ class Sandbox:
 
         Raises:
             SandboxFailedError: If no program can be run here any more; it names the cause.
+            ValueError: If `cpu_seconds` is not positive.
         """
-        least = min(self.limits.cpu_seconds, cpu_seconds or self.limits.cpu_seconds)
-        job = Job(program, stdin, call, replace(self.limits, cpu_seconds=least))
+        limits = self.limits
+        if cpu_seconds is not None:
+            limits = replace(limits, cpu_seconds=min(limits.cpu_seconds, cpu_seconds))
+        job = Job(program, stdin, call, limits)
         outcome = self._persist(job)
         if outcome.ended == "infrastructure":
             control = self._persist(_READY)

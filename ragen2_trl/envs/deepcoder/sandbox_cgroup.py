@@ -108,16 +108,18 @@ def cgroup(parent: CgroupParent, number: int, memory_bytes: int, processes: int)
     if group.path.exists():
         group.kill()
         group.path.rmdir()
+    limits = {
+        "memory.max": str(memory_bytes),
+        "memory.swap.max": "0",
+        "pids.max": str(processes),
+        "io.weight": "default 10",  # of 1 to 10000; others have 100
+    }
     group.path.mkdir()
     try:
-        if "memory" in parent.controllers:
-            (group.path / "memory.max").write_text(str(memory_bytes))
-            if (group.path / "memory.swap.max").exists():
-                (group.path / "memory.swap.max").write_text("0")
-        if "pids" in parent.controllers:
-            (group.path / "pids.max").write_text(str(processes))
-        if "io" in parent.controllers:
-            (group.path / "io.weight").write_text("default 10")  # of 1 to 10000; others have 100
+        # Each file is there where its controller is switched on and the kernel was built with it.
+        for name, value in limits.items():
+            if (group.path / name).exists():
+                (group.path / name).write_text(value)
         yield group
     finally:
         group.kill()
