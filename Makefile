@@ -13,7 +13,7 @@ export MALLOC_MMAP_THRESHOLD_ := 4294967296
 export MALLOC_TRIM_THRESHOLD_ := 17179869184
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-all test-distributed test-slow test-trl check bench warm-start clean
+.PHONY: help install demo test test-all test-sandbox test-distributed test-slow test-trl check bench warm-start clean
 
 help:  ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-16s %s\n", $$1, $$2}'
@@ -54,6 +54,14 @@ IN_PARALLEL := -n auto --dist loadfile --no-loadscope-reorder
 
 test: $(BIN)/.installed-deepspeed $(BIN)/.installed-extras  ## Fast tests: every promise and every module
 	$(PYTEST) -m "not slow" $(IN_PARALLEL)
+
+SANDBOX_TESTS = $(wildcard tests/test_sandbox*.py tests/test_attacks.py tests/test_deepcoder_attacks.py \
+	tests/test_program_tests.py)
+# All attacks instead of a sample: make test-sandbox SANDBOX_MARK="not distributed"
+SANDBOX_MARK := not slow
+
+test-sandbox: $(BIN)/.installed  ## Fast tests of the sandbox as an ordinary user, also where you are root
+	$(if $(filter 0,$(shell id -u)),.ci/as_user )$(BIN)/python -m pytest -m "$(SANDBOX_MARK)" -p no:cacheprovider $(SANDBOX_TESTS)
 
 # Tests of several processes one at a time: they time out where they wait for one another's cores.
 test-all: $(BIN)/.installed-deepspeed $(BIN)/.installed-extras $(BIN)/.installed-smollm2  ## All tests: fast, slow and distributed

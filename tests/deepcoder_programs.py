@@ -1,5 +1,6 @@
 """A problem as a script and as a function, and how tests let programs answer it."""
 
+import json
 import random
 
 from ragen2_trl.envs.deepcoder.environment import DeepCoder
@@ -14,6 +15,7 @@ DOUBLE = "print(2 * int(input()))"
 TESTS = [("21\n", "42\n"), ("-4\n", "-8\n"), ("0\n", "0\n"), ("31337\n", "62674\n")]
 SCRIPT = {"seed": 1, **task_row("Double a number. Input: 21 Output: 42", "", "", TESTS, 1, "")}
 CALLS = [([21], 42), ([-4], -8), ([0], 0), ([31337], 62674)]
+HIDDEN = {**SCRIPT, "tests": json.dumps(TESTS[3:]), "public": 0}  # one test, of which the statement says nothing
 FUNCTION = {"seed": 2, **task_row("Double a number. double(21) = 42", "", "double", CALLS, 1, "")}
 
 

@@ -1,18 +1,28 @@
 """Sandboxes with the limits of tests, and how an attack is tried in them."""
 
 import contextlib
+import glob
 import time
 import uuid
 from pathlib import Path
 
 import pytest
 
-from ragen2_trl.envs.deepcoder import sandbox as module
+from ragen2_trl.envs.deepcoder import sandbox_process as module
 from ragen2_trl.envs.deepcoder.sandbox import Limits, Sandbox
 
 QUICK = Limits(cpu_seconds=1, wall_seconds=3.0, memory_bytes=256 << 20, file_bytes=1 << 20, output_bytes=64 << 10)
-SHORT = Limits(wall_seconds=0.7)
+SHORT = Limits(wall_seconds=1.5)
 SECRET = "hunter2-do-not-tell"
+ROOT = str(Path(module.__file__).parents[3])
+# The beginning of a program that uses the sandbox, without what else the package imports, which takes its time.
+LIGHTLY = f"""
+import sys, types
+for name in ("ragen2_trl", "ragen2_trl.envs", "ragen2_trl.envs.deepcoder"):
+    sys.modules[name] = types.ModuleType(name)
+    sys.modules[name].__path__ = [{ROOT!r} + "/" + name.replace(".", "/")]
+sys.path[:0] = [{ROOT!r}, {ROOT!r} + "/tests"]
+"""
 
 
 @pytest.fixture(scope="module", name="sandbox")
@@ -37,11 +47,12 @@ def leftovers_fixture(monkeypatch):
     monkeypatch.setattr(module, "_RUNNER", f"{module._RUNNER}\n{mark}\n")
 
     def count():
-        found = 0
-        for path in Path("/proc").glob("[0-9]*/cmdline"):
+        found = set()
+        for name in glob.glob("/proc/[0-9]*/task/[0-9]*/cmdline"):  # a first thread that ended tells nothing
             with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it ended while we looked
-                found += mark in path.read_text(errors="replace")
-        return found
+                if mark in Path(name).read_text(errors="replace"):
+                    found.add(name.split("/")[2])
+        return len(found)
 
     def settled():
         deadline = time.monotonic() + 1

@@ -199,11 +199,9 @@ def test_the_same_program_gets_the_same_verdicts():
     assert len({score(SCRIPT, program) for _ in range(3)}) == 1
 
 
-def test_an_endless_program_fails_in_time_and_is_told_so():
+def test_an_endless_program_fails_and_is_told_so():
     env = DeepCoder(multi_turn=True, test_seconds=1, program_seconds=1)
-    start = time.monotonic()
     begun, (message,) = play(env, SCRIPT, answer("while True: pass"))
-    assert time.monotonic() - start < 4
     assert begun.outcome.episode_return == 0.0
     assert "passes 0 of 3 hidden tests." in message and "got nothing in time." in message
 

@@ -5,7 +5,7 @@ import random
 import time
 
 import pytest
-from deepcoder_programs import CALLS, FUNCTION, SCRIPT, SEVERAL, SINGLE, TESTS, answer, play, score
+from deepcoder_programs import CALLS, FUNCTION, HIDDEN, SCRIPT, SEVERAL, SINGLE, answer, play, score
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -66,7 +66,6 @@ json.dump = lambda value, stream: stream.write("true")
 def double(x): return None
 """,
 }
-HIDDEN = {**SCRIPT, "tests": json.dumps(TESTS[3:]), "public": 0}
 HIDDEN_CALL = {**FUNCTION, "tests": json.dumps([([1000], 2000), *CALLS[3:]]), "public": 0}
 
 

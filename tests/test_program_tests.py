@@ -1,7 +1,6 @@
 """Tests of programs: their verdicts, what they quote, and what no program finds out or gets away with."""
 
 import json
-import time
 import uuid
 
 import pytest
@@ -135,13 +134,29 @@ def test_cases_learn_nothing_of_each_other(sandbox):
     assert verdicts(sandbox, program, [CallCase("f", [n], []) for n in range(3)]) == ["passed"] * 3
 
 
-def test_all_cases_share_one_wall_clock(sandbox):
-    started = time.monotonic()
-    program = "import time\nn = int(input())\ntime.sleep(n)\nprint(n)"
+def test_all_cases_share_their_cpu_time(sandbox):
+    program = "n = int(input())\nwhile n: pass\nprint(n)"
     cases = [StdinCase("0", "0"), *(StdinCase("1", "1") for _ in range(20))]
-    found = verdicts(sandbox, program, cases, wall_seconds=1.0)
-    assert found == ["passed"] + ["timeout"] * 20
-    assert time.monotonic() - started < 5
+    runs = []
+    spy = Sandbox(sandbox.limits)
+    spy.run = lambda *args, **kwargs: runs.append(sandbox.run(*args, **kwargs)) or runs[-1]
+    assert verdicts(spy, program, cases, cpu_seconds=1.0) == ["passed"] + ["timeout"] * 20
+    assert [run.ended for run in runs] == ["exit", "cpu"]
+
+
+def test_waiting_takes_none_of_the_cpu_time(sandbox):
+    program = "import time\ntime.sleep(0.2)\nprint(input())"
+    assert verdicts(sandbox, program, [StdinCase("1", "1")] * 3, cpu_seconds=0.3) == ["passed"] * 3
+
+
+def test_after_a_case_that_waited_for_ever_no_other_is_run():
+    program = "import time\nn = int(input())\ntime.sleep(60 * n)\nprint(n)"
+    short = Sandbox(Limits(wall_seconds=1.5))
+    runs = []
+    run = short.run
+    short.run = lambda *args, **kwargs: runs.append(run(*args, **kwargs)) or runs[-1]
+    assert verdicts(short, program, [StdinCase(n, n) for n in "01000"]) == ["passed"] + ["timeout"] * 4
+    assert [run.ended for run in runs] == ["exit", "wall"]
 
 
 @pytest.mark.parametrize(

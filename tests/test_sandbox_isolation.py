@@ -1,7 +1,6 @@
 """Attacks on the network, on files and on other processes. Without bubblewrap they fail."""
 
 import os
-import shutil
 import site
 import socket
 import subprocess
@@ -15,7 +14,7 @@ from sandboxes import quick_fixture as quick_fixture
 from sandboxes import sandbox_fixture as sandbox_fixture
 from sandboxes import short_fixture as short_fixture
 
-from ragen2_trl.envs.deepcoder import sandbox as module
+from ragen2_trl.envs.deepcoder import sandbox_process as module
 from ragen2_trl.envs.deepcoder.sandbox import Sandbox
 
 # Network
@@ -52,8 +51,7 @@ for folder, folders, files in os.walk("/"):
     for name in files:
         print(os.path.join(folder, name))
 """).stdout.split()
-    tools = {shutil.which("setpriv"), shutil.which("unshare")} if os.geteuid() == 0 else set()
-    assert set(files) - {"/etc/ld.so.cache"} == {module._PYTHON} | tools
+    assert set(files) - {"/etc/ld.so.cache"} == {module.PYTHON}
 
 
 @pytest.mark.parametrize("name", ["checkout", "package", "venv", "temporary", "shadow", "passwd"])
@@ -82,7 +80,7 @@ def test_no_installed_package_can_be_imported(sandbox):
 
 @pytest.mark.parametrize(
     "folder",
-    ["/", "/dev", "/dev/shm", "/etc", "/usr/lib", "/proc", "/proc/sys/kernel", str(Path(module._PYTHON).parent)],
+    ["/", "/dev", "/dev/shm", "/etc", "/usr/lib", "/proc", "/proc/sys/kernel", str(Path(module.PYTHON).parent)],
 )
 def test_nothing_can_be_written_but_tmp(sandbox, folder):
     write = "open('{}/new', 'w').write('x')"
@@ -119,7 +117,7 @@ print(total)
 def test_a_file_behind_stdin_cannot_grow_beyond_the_limit(quick):
     program = "import os\nprint(sum(os.pwrite(0, bytes(1 << 16), n << 16) for n in range(64)))"
     outcome = quick.run(program, "x")
-    assert "File too large" in outcome.stderr
+    assert "PermissionError" in outcome.stderr
 
 
 def test_symlinks_lead_nowhere(sandbox):
@@ -134,7 +132,7 @@ def test_symlinks_lead_nowhere(sandbox):
 
 def test_no_other_process_is_in_sight_but_the_first_of_the_namespace(sandbox):
     outcome = sandbox.run("import os; print(os.getpid(), [p for p in os.listdir('/proc') if p.isdigit()])")
-    assert outcome.stdout in ("1 ['1']\n", "2 ['1', '2']\n")
+    assert outcome.stdout == "2 ['1', '2']\n"
 
 
 def test_a_secret_in_the_environment_outside_is_not_to_be_found(sandbox, monkeypatch):

@@ -71,7 +71,7 @@ def quoted(text: str) -> str:
 
 @dataclass(frozen=True)
 class Judge:
-    """Where programs run, and how many seconds all tests of one may take."""
+    """Where programs run, and how many CPU seconds all tests of one may take."""
 
     sandbox: Sandbox
     seconds: float
@@ -188,17 +188,18 @@ class DeepCoder(Environment):
     Args:
         config: Which part of the data on the Hub: `"primeintellect"`, `"taco"`, `"lcbv5"` or `"codeforces"`.
         max_tests: Tests a problem has at most, 2 to 100; `choose_tests` says which. Each costs a process, some 50 ms.
-        test_seconds: CPU seconds a program has for a test, 1 to 60, rounded up; the wall clock allows three times as
-            many.
-        program_seconds: Wall clock for all tests of a program, 1 to 600 seconds; what it leaves undone has failed.
+        test_seconds: CPU seconds a program has for a test, 1 to 60, rounded up. The wall clock allows ten times as
+            many, for programs that wait; a program that it ends fails the tests it has left.
+        program_seconds: CPU seconds for all tests of a program, 1 to 600; what they leave undone has failed.
         workers: Programs tested at a time, 1 to 64; the tests of one run one after the other. Default: the number of
-            CPUs, but at most 8.
+            CPUs, but at most 8. All processes of a user on a machine together never run more than it has CPUs.
         allow_unsafe_sandbox: Where bubblewrap cannot work, run programs with the rights of this process.
         **limits: `multi_turn`, `max_turns`, `max_actions` and `protocol` of `Environment`. In several turns a program
             earns what it passes beyond the best one before.
 
     Raises:
         SandboxUnavailableError: If programs cannot be isolated here and `allow_unsafe_sandbox` is not set.
+        SandboxFailedError: In a step, if the machine can no longer run any program.
         ValueError: If an option is outside its range.
     """
 
@@ -230,7 +231,7 @@ class DeepCoder(Environment):
         self.config = config
         self.max_tests = max_tests
         self.test_seconds = test_seconds
-        run_limits = RunLimits(cpu_seconds=math.ceil(test_seconds), wall_seconds=3.0 * test_seconds)
+        run_limits = RunLimits(cpu_seconds=math.ceil(test_seconds), wall_seconds=10.0 * test_seconds)
         try:
             self.judge = Judge(Sandbox(run_limits, allow_unsafe=allow_unsafe_sandbox), program_seconds)
         except SandboxUnavailableError as error:

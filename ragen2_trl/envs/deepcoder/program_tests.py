@@ -6,7 +6,6 @@ a test only by producing the right value.
 
 import json
 import math
-import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -49,25 +48,35 @@ class CaseResult:
 
 
 def run_tests(
-    sandbox: Sandbox, program: str, cases: Iterable[StdinCase | CallCase], wall_seconds: float = 60.0
+    sandbox: Sandbox, program: str, cases: Iterable[StdinCase | CallCase], cpu_seconds: float = 60.0
 ) -> list[CaseResult]:
     """Test a program, each case in a process of its own that learns nothing of the other cases.
 
-    All cases share `wall_seconds`, each within the sandbox's own wall clock; those that find nothing left are
-    `timeout`. A program that ends with an exit status, floods its output or returns no JSON is `error`. Within a
-    `Sandbox.map`, programs are tested side by side.
+    All cases share `cpu_seconds`, each within the sandbox's own limits; those that find nothing left are `timeout`,
+    and so are those after one that waited until the wall clock ended it. A program that ends with an exit status,
+    floods its output or returns no JSON is `error`. Within a `Sandbox.map`, programs are tested side by side.
+
+    Raises:
+        SandboxFailedError: If the machine can no longer run programs.
     """
-    deadline = time.monotonic() + wall_seconds
-    return [_result(sandbox, program, case, deadline - time.monotonic()) for case in cases]
+    results: list[CaseResult] = []
+    for case in cases:
+        if cpu_seconds <= 0:
+            results.append(CaseResult("timeout"))
+            continue
+        outcome = _outcome(sandbox, program, case, math.ceil(cpu_seconds))
+        cpu_seconds = 0.0 if outcome.ended == "wall" else cpu_seconds - outcome.cpu_seconds
+        results.append(_result(case, outcome))
+    return results
 
 
-def _result(sandbox: Sandbox, program: str, case: StdinCase | CallCase, seconds: float) -> CaseResult:
-    if seconds <= 0:
-        return CaseResult("timeout")
+def _outcome(sandbox: Sandbox, program: str, case: StdinCase | CallCase, cpu_seconds: int) -> Outcome:
     if isinstance(case, StdinCase):
-        outcome = sandbox.run(program, case.stdin, wall_seconds=seconds)
-    else:
-        outcome = sandbox.run(program, call=(case.function_name, case.arguments), wall_seconds=seconds)
+        return sandbox.run(program, case.stdin, cpu_seconds=cpu_seconds)
+    return sandbox.run(program, call=(case.function_name, case.arguments), cpu_seconds=cpu_seconds)
+
+
+def _result(case: StdinCase | CallCase, outcome: Outcome) -> CaseResult:
     verdict = _verdict(case, outcome)
     complaint = outcome.stderr.strip().splitlines() if verdict == "error" else []
     return CaseResult(verdict, outcome.stdout[:MAX_KEPT_CHARS], complaint[-1][:MAX_KEPT_CHARS] if complaint else "")
@@ -76,7 +85,7 @@ def _result(sandbox: Sandbox, program: str, case: StdinCase | CallCase, seconds:
 def _verdict(case: StdinCase | CallCase, outcome: Outcome) -> Verdict:
     if outcome.ended in ("wall", "cpu"):
         return "timeout"
-    if outcome.ended == "output" or outcome.returncode != 0:
+    if outcome.ended != "exit" or outcome.returncode != 0:
         return "error"
     if isinstance(case, StdinCase):
         return "passed" if same_output(case.expected, outcome.stdout) else "wrong"

@@ -1,0 +1,102 @@
+"""The attacks of `tests/attacks/`, tried through DeepCoder's reward; without bubblewrap they fail.
+
+What succeeds prints the right answer and earns the reward, so that none may earn anything.
+"""
+
+import json
+import logging
+import platform
+from pathlib import Path
+
+import pytest
+import yaml
+from deepcoder_programs import SCRIPT, TESTS, answer, play
+from sandboxes import leftovers_fixture as leftovers_fixture
+
+from ragen2_trl.envs.deepcoder.environment import DeepCoder
+
+TWICE = {**SCRIPT, "tests": json.dumps(TESTS[2:]), "public": 0}  # what the first run leaves, the second finds
+FOLDER = Path(__file__).parent / "attacks"
+SEEN_AS_REFUSED = (1, 38, 95)  # EPERM, ENOSYS, EOPNOTSUPP
+WHOLE = """
+import ctypes, glob, mmap, os, resource, signal, socket, subprocess, sys, threading, time
+libc = ctypes.CDLL(None, use_errno=True)
+def check(result):
+    if result == -1: raise OSError(ctypes.get_errno(), "refused")
+def answered(number, *arguments):
+    if libc.syscall(number, *map(ctypes.c_long, arguments)) == -1 and ctypes.get_errno() in {refused}:
+        raise OSError(ctypes.get_errno(), "refused")
+number = int(input())
+worked = True
+try:
+    exec({body!r})
+except (Exception, SystemExit):
+    worked = False
+print(2 * number if worked else "nothing")
+"""
+# What makes a sample of all kinds of attacks: the fast tests try these.
+SAMPLE = (
+    "fill a file's attributes on tmpfs",
+    "make thousands of empty files",
+    "clear its parent's death signal and leave the session",
+    "interrupt the first process as a terminal would",
+    "end itself as the kernel would, so that it counts as somebody else's fault",
+    "change the settings of its own network",
+    "hold the kernel in the middle of a page fault",
+    "make system calls where no filter looks",
+    "change the limits of the namespace's first process",
+    "report a success of its own",
+    "find the expected output among all objects and frames",
+    "take twice its memory at once",
+)
+
+
+def body(attack):
+    """The statements of an attack; of a system call, by its number on this machine, if it has one."""
+    if "call" not in attack:
+        return attack["program"]
+    number = attack.get(platform.machine())
+    return number and f"answered({number}, {', '.join(map(str, attack.get('arguments', [0] * 6)))})"
+
+
+def whole(statements):
+    return WHOLE.format(refused=SEEN_AS_REFUSED, body=statements)
+
+
+def attacks():
+    found = [attack for path in sorted(FOLDER.glob("*.yaml")) for attack in yaml.safe_load(path.read_text())]
+    return [attack for attack in found if body(attack)]
+
+
+def cases():
+    for attack in attacks():
+        marks = [] if attack["tries"] in SAMPLE else [pytest.mark.slow]
+        yield pytest.param(attack, id=f"{attack.get('call', 'program')}: {attack['tries']}", marks=marks)
+
+
+@pytest.fixture(scope="module", name="env")
+def env_fixture():
+    return DeepCoder(workers=2, test_seconds=1, program_seconds=1)
+
+
+@pytest.mark.parametrize("attack", cases())
+def test_no_attack_earns_a_reward_or_leaves_anybody_behind(env, attack, leftovers, caplog):
+    with caplog.at_level(logging.INFO):
+        begun, _ = play(env, TWICE, answer(whole(body(attack))))
+    assert begun.outcome.episode_return == 0.0 and not begun.outcome.success
+    assert leftovers() == 0
+    assert [record.message for record in caplog.records if "sandbox" in record.name] == []  # nor looks like a shortage
+
+
+def test_an_attack_that_succeeded_would_earn_the_reward(env):
+    for statements in ("pass", "check(0)", "answered(39 if os.uname().machine == 'x86_64' else 172)"):  # getpid
+        assert play(env, TWICE, answer(whole(statements)))[0].outcome.episode_return == 1.0
+    for statements in ("raise OSError", "check(-1)"):
+        assert play(env, TWICE, answer(whole(statements)))[0].outcome.episode_return == 0.0
+
+
+def test_the_list_has_more_than_150_different_attacks():
+    found = attacks()
+    assert len({json.dumps([attack.get("call"), body(attack)]) for attack in found}) == len(found) > 150
+    assert all(attack["tries"] for attack in found)
+    assert set(SAMPLE) <= {attack["tries"] for attack in found}
