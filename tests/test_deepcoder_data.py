@@ -239,8 +239,7 @@ def test_tests_too_large_are_left_out():
         ("Input 3 4 " + "and so on " * 9 + "7", "", ("3 4\n", "7\n"), True),
         ("Read 3 4 " + "and so on " * 90 + "7", "", ("3 4\n", "7\n"), False),  # too far apart
         ("At most 3 4 numbers", "", ("3 4\n", "7\n"), False),
-        ("Print 7.", "", ("", "7"), True),  # no input
-        ("Print it.", "", ("", "7"), False),
+        ("Print 7.", "", ("", "7"), False),  # no input
         ("Input 7, and print it.", "", ("7", "7"), False),  # once, so that it is the input alone
         ("Where 1 <n and m> 7, 3 4 is 7.", "", ("3 4\n", "7\n"), True),
         ("Input: nums = [1,2], k = 3\nOutput: true", "f", ([[1, 2], 3], True), True),

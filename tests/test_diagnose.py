@@ -91,6 +91,14 @@ def test_the_tiny_model_depends_on_its_prompt(tmp_path, capsys):
         assert part in shown
 
 
+def test_no_credential_reaches_the_file(played, tmp_path, monkeypatch):
+    settings = ["corpus=http://a user:pa/ss@host:8000/search?key=SECRET&k=3", "api_key=SECRET", "token=hf_abcdefghijkl"]
+    report = run(tmp_path, completions=str(played), env_args=settings, data="https://me:SECRET@host/data.json")
+    written = (tmp_path / "diagnosis.json").read_text()
+    assert not [secret for secret in ("SECRET", "pa/ss", "a user", "hf_abc", "me:") if secret in written]
+    assert report["settings"]["env_args"][0] == "corpus=http://host:8000/search"
+
+
 def test_the_same_seed_gives_the_same_numbers_and_no_random_state_moves(tmp_path):
     state = torch.get_rng_state()
     settings = {"num_prompts": 4, "num_samples": 2}

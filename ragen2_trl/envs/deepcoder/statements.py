@@ -84,11 +84,8 @@ def _is_words(lines: Sequence[str]) -> bool:
 
 
 def _near(text: str, given: Sequence[str], expected: Sequence[str]) -> bool:
-    outputs = _spans(text, expected)
-    if not given:  # without input it is the output that is shown
-        return bool(outputs)
-    inputs = _spans(text, given)
-    if not inputs or not outputs:
+    inputs, outputs = _spans(text, given), _spans(text, expected)
+    if not inputs or not outputs:  # nor is there an example without an input
         return False
     if sum(map(len, given)) >= LONG:
         return True
