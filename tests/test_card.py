@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from cards import OURS, STOCK, TOKEN, make, read_card, rows_of, section_of
+from cards import OURS, STOCK, TOKEN, arguments, length_reward, make, read_card, rows_of, section_of
 from cards import trained_fixture as trained_fixture
 from cards import without_figures_fixture as without_figures_fixture
+from conftest import PROMPTS
+from datasets import Dataset
 from huggingface_hub import ModelCard
 from markdown_it import MarkdownIt
 
@@ -194,7 +196,10 @@ def test_arguments_are_not_changed_for_hiding_tokens(trainer_class, policy_path,
     options = {"model_init_kwargs": {"token": TOKEN}, "max_steps": 1, "save_strategy": "steps", "save_steps": 1}
     args = arguments(trainer_class, tmp_path / "run", hub_token=TOKEN, **options)
     before = dict(vars(args))
-    trainer = make(trainer_class, policy_path, tmp_path / "run", args=args)
+    trainer = trainer_class(
+        policy_path, [length_reward], args=args, train_dataset=Dataset.from_dict({"prompt": PROMPTS})
+    )
+    trainer.add_callback(MutualInformationCallback(trainer, every=1))
     trainer.train()
     trainer.save_model()
     after = vars(args)
@@ -204,4 +209,6 @@ def test_arguments_are_not_changed_for_hiding_tokens(trainer_class, policy_path,
     )
     written = list((tmp_path / "run").rglob("training_args.bin"))
     assert len(written) == 2
-    assert not [path for path in (tmp_path / "run").rglob("*") if path.is_file() and TOKEN.encode() in path.read_bytes()]
+    assert not [
+        path for path in (tmp_path / "run").rglob("*") if path.is_file() and TOKEN.encode() in path.read_bytes()
+    ]

@@ -141,9 +141,10 @@ def test_arithmetic_that_is_not_carried_out_earns_nothing(multi_turn):
     assert {text.split()[1] for text in asked} == set("+-*/")
     for write in (str, "${}$".format, r"\boxed{{{}}}".format, "x = {}".format, "({})".format, "{} + 0".format):
         texts = [write(text) for text in asked]
-        assert [outcome(env, *[text] * env.max_turns, row=row).episode_return for text, row in zip(texts, rows, strict=True)] == (
-            [0.0] * len(rows)
-        )
+        assert [
+            outcome(env, *[text] * env.max_turns, row=row).episode_return
+            for text, row in zip(texts, rows, strict=True)
+        ] == ([0.0] * len(rows))
     columns = {name: rows[name][:] for name in ("seed", "question", "answer", "solution")}
     if not multi_turn:
         (reward,) = env.reward_funcs
@@ -185,7 +186,9 @@ def test_hostile_text_is_judged_at_once(gold):
         assert time.perf_counter() - start < 0.5
 
 
-@pytest.mark.parametrize("text", ["-" * 39 + "x", "(" * 18 + "x" + ")" * 18, "x" + "+x" * 19, "x^{" * 12 + "2" + "}" * 12])
+@pytest.mark.parametrize(
+    "text", ["-" * 39 + "x", "(" * 18 + "x" + ")" * 18, "x" + "+x" * 19, "x^{" * 12 + "2" + "}" * 12]
+)
 def test_nested_signs_and_powers_need_little_of_the_stack(text):
     env = MetaMathQA()
     (reward,) = env.reward_funcs

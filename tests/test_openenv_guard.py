@@ -144,7 +144,7 @@ def test_a_silent_session_ends_and_a_trainer_goes_on_with_a_new_one(run_server):
         assert served.play(row, random.Random(0)).take(["Fly"]).startswith("Invalid")
         gc.collect()  # hands the session back
         time.sleep(0.6)
-    with pytest.raises(ValueError, match="idle_seconds must be between 0.01 and 1000000, got 0"):
+    with pytest.raises(ValueError, match=r"idle_seconds must be between 0\.01 and 1000000, got 0"):
         make_server(server.env, idle_seconds=0)
 
 
@@ -218,11 +218,15 @@ def malformed(rng):
             json.dumps({"seed": rng.choice([-1, 10**9, 1.5, "x", [], {}, float("nan"), float("inf")])}).encode(),
             json.dumps({"split": rng.choice(["dev", "", 3, [], {}, "\ud800", "x" * 1000])}).encode(),
             json.dumps({"episode_id": rng.choice([3, [], {}, "\ud800", "x" * 300])}).encode(),
-            json.dumps({"action": rng.choice([3, [], {}, None, {"actions": 1}, {"actions": [[]]}, {"a": "\udfff"}])}).encode(),
+            json.dumps(
+                {"action": rng.choice([3, [], {}, None, {"actions": 1}, {"actions": [[]]}, {"a": "\udfff"}])}
+            ).encode(),
             b'"' + b"\\ud800" * rng.randrange(1, 100),
         ]
     )
-    path = rng.choice(["/reset", "/step", "/nothing", "/mcp", "/state", "/reset?x=%00", "/" + "a" * rng.randrange(200)])
+    path = rng.choice(
+        ["/reset", "/step", "/nothing", "/mcp", "/state", "/reset?x=%00", "/" + "a" * rng.randrange(200)]
+    )
     content = rng.choice(["application/json", "text/plain", "application/x-www-form-urlencoded", "\xff"])
     return path, junk, {"Content-Type": content, **rng.choice([{}, {"Origin": "http://evil.example"}])}
 

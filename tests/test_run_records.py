@@ -18,7 +18,25 @@ from ragen2_trl.reporting.run import read_run
 
 STATE, ABOUT, EVALUATION = "diagnostics/trainer_state.json", "diagnostics/run.json", "evaluation_after.json"
 HUGE = 10**400
-VALUES = [None, True, -1, 2.5, 1e308, 10**19, HUGE, float("nan"), float("inf"), "x", "", HOSTILE_TEXT, [], [[]], [1, 2], {}, {"a": 1}]
+VALUES = [
+    None,
+    True,
+    -1,
+    2.5,
+    1e308,
+    10**19,
+    HUGE,
+    float("nan"),
+    float("inf"),
+    "x",
+    "",
+    HOSTILE_TEXT,
+    [],
+    [[]],
+    [1, 2],
+    {},
+    {"a": 1},
+]
 MARKDOWN = "![x](https://evil.example/x.png)\n# Owned <script>alert(1)</script> | `a` | [b](c)"
 
 
@@ -99,7 +117,9 @@ def test_no_change_of_a_record_breaks_the_report(count, record, monkeypatch):
     files = {file: json.loads((record / file).read_text()) for file in (STATE, ABOUT, EVALUATION)}
     for _ in range(count):
         file, original = rng.choice(sorted(files.items()))
-        (record / file).write_text(json.dumps(changed(original, rng.choice(list(places(original))), rng.choice(VALUES))))
+        (record / file).write_text(
+            json.dumps(changed(original, rng.choice(list(places(original))), rng.choice(VALUES)))
+        )
         try:
             runs = [read_run(record)]
         except ValueError:
@@ -147,7 +167,7 @@ def test_no_value_of_a_record_is_markup_on_the_card(record):
     (record / "diagnostics" / "reward_variance.png").touch()  # its caption names the score
     _, card = tell(record)
     html = MarkdownIt("commonmark", {"html": True}).enable("table").render(card.text)
-    assert "<script" not in html and "evil.example/x.png\"" not in html and "Owned</h1>" not in html
+    assert "<script" not in html and 'evil.example/x.png"' not in html and "Owned</h1>" not in html
     assert html.count("<h1>") == 1
     sources = re.findall(r'<img src="([^"]*)"', html)
     assert set(sources) <= {"diagnostics/reward_variance.png"}, sources
@@ -157,7 +177,9 @@ def test_no_value_of_a_record_is_markup_on_the_card(record):
 def test_a_hostile_checkpoint_is_refused_before_it_is_resumed(policy_path, make_args, tmp_path):
     from cards import OURS, make
 
-    trainer = make(OURS, policy_path, tmp_path / "run", callback=False, max_steps=1, save_steps=1, save_strategy="steps")
+    trainer = make(
+        OURS, policy_path, tmp_path / "run", callback=False, max_steps=1, save_steps=1, save_strategy="steps"
+    )
     trainer.train()
     path = tmp_path / "run" / "checkpoint-1" / "trainer_state.json"
     state = json.loads(path.read_text())

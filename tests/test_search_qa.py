@@ -99,7 +99,8 @@ def test_reward_of_an_answer(given_answer, reward, success):
 
 
 @pytest.mark.parametrize(
-    "write", [" ".join, " or ".join, ", ".join, "/".join, " / ".join, "; ".join, " and ".join, "\n".join, "|".join, " & ".join]
+    "write",
+    [" ".join, " or ".join, ", ".join, "/".join, " / ".join, "; ".join, " and ".join, "\n".join, "|".join, " & ".join],
 )
 def test_naming_several_candidates_earns_nothing(write):
     rows = SearchQA(multi_turn=True).dataset(100, seed=4)

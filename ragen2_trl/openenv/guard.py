@@ -1,4 +1,4 @@
-"""What OpenEnv's app leaves open: who may talk to it, how much, and for how long; and answers to what is no request."""
+"""What OpenEnv's app leaves open: who may talk to it, how much and how long, and answers to what is no request."""
 
 import asyncio
 import json

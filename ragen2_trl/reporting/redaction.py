@@ -11,13 +11,9 @@ HIDDEN = "***"
 # What ends a line of HTML or of Markdown, besides the line: there, texts of others are escaped or in code.
 MARKUP_ENDS = '\n"<>`'
 
-_SECRET_NAME = (
-    r"(?:hub_token|hf_token|access_token|auth_token|api_?-?key|password|passwd|authorization|client_secret)"
-)
+_SECRET_NAME = r"(?:hub_token|hf_token|access_token|auth_token|api_?-?key|password|passwd|authorization|client_secret)"
 _NAME = re.compile(rf"(?:{_SECRET_NAME}|token|secret)", re.IGNORECASE)
-_TOKEN = re.compile(
-    r"(?<![A-Za-z0-9])(hf_|sk-|gh[oprsu]_|github_pat_|glpat-|xox[abprs]-|AKIA|AIza)[\w-]{6,}"
-)
+_TOKEN = re.compile(r"(?<![A-Za-z0-9])(hf_|sk-|gh[oprsu]_|github_pat_|glpat-|xox[abprs]-|AKIA|AIza)[\w-]{6,}")
 # `password: x`, `api_key=x`; `token` and `secret` with `=` alone, since prose says "nats per token: 0.5".
 _NAMED = re.compile(
     rf"(?<![A-Za-z0-9_-])((?:{_SECRET_NAME}[\"']?\s{{0,3}}[=:]|(?:token|secret)=)\s{{0,3}}[\"']?(?:(?:bearer|basic)\s)?)"
@@ -34,7 +30,7 @@ _PARAMETER = re.compile(
 def hide_credentials(text: str, ends: str = "\n") -> str:
     """A text without credentials: users and passwords of addresses, tokens by their form, values by their names.
 
-    In a line, all between the first `://` and the last `@` behind it goes: a password may hold a slash, a user a space.
+    In a line, all from the first `://` to the last `@` behind it goes: a password may hold a slash, a user a space.
 
     Args:
         text: Of any length.

@@ -2,8 +2,8 @@
 
 Answers are compared by value. Text is compared first, then numbers as exact fractions. Where the right answer is a
 number, that is all: `17+25` is no answer to how much that is. Where it is an expression of a small and bounded form,
-math-verify says whether another one equals it. Its parser and its timeouts are left alone: the one takes a second for ten nested
-parentheses and reads `2(3)` as a mixed number, the others need the main thread.
+math-verify says whether another one equals it. Its parser and its timeouts are left alone: the one takes a second for
+ten nested parentheses and reads `2(3)` as a mixed number, the others need the main thread.
 """
 
 import ast

@@ -1,6 +1,21 @@
 """Players who read nothing of the shop: what a policy has to do better than."""
 
-from ragen2_trl.envs.webshop.environment import BUY, WebShopEpisode
+import random
+from statistics import fmean
+
+from ragen2_trl.envs.responses import format_response
+from ragen2_trl.envs.webshop.environment import BUY, WebShop, WebShopEpisode
+
+
+def copying_return(env: WebShop, num_prompts: int, clicks_options: bool) -> float:
+    """Mean return of `copying_action` on held-out tasks."""
+    returns = []
+    for row in env.dataset(num_prompts, split="test"):
+        play = env.play(row, random.Random(0))
+        while not play.done:
+            play.respond(format_response("", [copying_action(play.episode, clicks_options)]))
+        returns.append(play.outcome.episode_return)
+    return fmean(returns)
 
 
 def copying_action(episode: WebShopEpisode, clicks_options: bool) -> str:

@@ -81,7 +81,10 @@ def generate_catalogue(size: int) -> Catalogue:
     brands = rng.sample(list(itertools.product(_SYLLABLES, repeat=3)), size)
     names = ("".join(brand).capitalize() for brand in brands)
     accessories = min(size // 3, _MAX_ACCESSORIES)
-    makers = [*(partial(_generate_accessory, place) for place in range(accessories)), *[_generate] * (size - accessories)]
+    makers = [
+        *(partial(_generate_accessory, place) for place in range(accessories)),
+        *[_generate] * (size - accessories),
+    ]
     made = zip(makers, numbers, names, strict=True)
     return Catalogue([make(f"B{number:05d}", brand, rng) for make, number, brand in made])
 
