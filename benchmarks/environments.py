@@ -1,13 +1,17 @@
 """How fast the environments are, how well their solver and a guessing player do, and their share of a training step.
 
-    python benchmarks/environments.py
+    python benchmarks/environments.py          # writes benchmarks/results/environments.md
+    python benchmarks/environments.py webshop  # prints the rows of some tasks
 
-Writes benchmarks/results/environments.md. One process, no data from outside: every task makes its own.
+In the shop there are two more players who read nothing: one searches for the whole instruction and buys the first hit,
+the other also clicks the option values that are wanted. One process, no data from outside: every task makes its own.
 """
 
 import random
+import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from measuring import machine
@@ -15,6 +19,7 @@ from measuring import machine
 from ragen2_trl import SNRFilteredGRPOConfig, SNRFilteredGRPOTrainer, TextRollout
 from ragen2_trl.cli.evaluate import evaluate_scripted
 from ragen2_trl.envs import ENVIRONMENTS, Environment, format_response, make_env
+from ragen2_trl.envs.webshop.floor import copying_return
 from ragen2_trl.rollouts import play as loop
 from ragen2_trl.tiny import TINY_MODEL_PATH
 
@@ -91,7 +96,7 @@ def share_of_a_step(name: str, steps: int = 3) -> float:
         loop.respond_all = respond_all
 
 
-def main() -> None:
+def main(names: Sequence[str]) -> None:
     lines = [
         "# Environments",
         "",
@@ -99,19 +104,26 @@ def main() -> None:
         "",
         ", ".join(f"{key} {value}" for key, value in machine().items()),
         "",
-        "| task | success of the solver | of a guessing player | its return | resets a second | actions a second |",
-        "|---|---|---|---|---|---|",
+        "| task | success of the solver | of a guessing player | its return | return of a copying player "
+        "| resets a second | actions a second |",
+        "|---|---|---|---|---|---|---|",
     ]
-    for name in TASKS:
+    for name in names or TASKS:
         env, count = playing(name), FEW.get(name, 500)
         oracle = evaluate_scripted("oracle", env, num_prompts=count, num_samples=1)
         guesses = evaluate_scripted("random", env, num_prompts=count, num_samples=1)
         resets, actions = speeds(env, count)
+        copied = ""
+        if name == "webshop":
+            plain, with_options = (copying_return(env, count, clicks_options) for clicks_options in (False, True))
+            copied = f"{plain:.2f}; with options {with_options:.2f}"
         lines.append(
-            f"| {name} | {oracle['success']:.3f} | {guesses['success']:.3f} | {guesses['return']:.2f} | {resets:,.0f} "
-            f"| {actions:,.0f} |"
+            f"| {name} | {oracle['success']:.3f} | {guesses['success']:.3f} | {guesses['return']:.2f} | {copied} "
+            f"| {resets:,.0f} | {actions:,.0f} |"
         )
         print(lines[-1], flush=True)
+    if names:
+        return
     lines += ["", "Share of the environment in the time of a training step (tiny model, 64 completions a step):", ""]
     for name in SHARES:
         lines.append(f"- {name}: {share_of_a_step(name):.2%}")
@@ -120,4 +132,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

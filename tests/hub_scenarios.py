@@ -103,6 +103,13 @@ def stock():
         return push(trainer)
 
 
+def checkpoints():
+    """Ours, with checkpoints on the Hub."""
+    trainer = make(OURS, "checkpoints", hub_strategy="checkpoint")
+    trainer.train()
+    return push(trainer)
+
+
 def tasks():
     env = make_env("frozen_lake", size=5)
     url = push_dataset(env, "tester/tasks", train=6, test=3, seed=7)

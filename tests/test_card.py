@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from cards import OURS, STOCK, TOKEN, make, read_card, rows_of, section_of
+from cards import OURS, STOCK, TOKEN, arguments, length_reward, make, read_card, rows_of, section_of
 from cards import trained_fixture as trained_fixture
 from cards import without_figures_fixture as without_figures_fixture
+from conftest import PROMPTS
+from datasets import Dataset
 from huggingface_hub import ModelCard
 from markdown_it import MarkdownIt
 
@@ -174,7 +176,10 @@ def test_tokens_in_arguments_survive_copies_but_no_pickle(tmp_path, policy_path)
     trainer = make(STOCK, policy_path, tmp_path / "run", callback=False, model_init_kwargs={"token": TOKEN})
     torch.save(trainer.args, tmp_path / "before")
     assert TOKEN.encode() in (tmp_path / "before").read_bytes()  # what transformers does on its own
+    given = trainer.args
     trainer.add_callback(MutualInformationCallback(trainer))
+    assert type(given.hub_token) is str and given.hub_token == TOKEN  # the user's own arguments stay as they are
+    assert given.model_init_kwargs == {"token": TOKEN}
     torch.save(trainer.args, tmp_path / "after")
     assert TOKEN.encode() not in (tmp_path / "after").read_bytes()
     loaded = torch.load(tmp_path / "after", weights_only=False)
@@ -184,3 +189,26 @@ def test_tokens_in_arguments_survive_copies_but_no_pickle(tmp_path, policy_path)
         assert args.hub_token == TOKEN
         assert f"Bearer {args.hub_token}" == f"Bearer {TOKEN}"
     assert TOKEN not in str(trainer.args)
+
+
+@pytest.mark.parametrize("trainer_class", [OURS, STOCK])
+def test_arguments_are_not_changed_for_hiding_tokens(trainer_class, policy_path, without_figures, tmp_path):
+    options = {"model_init_kwargs": {"token": TOKEN}, "max_steps": 1, "save_strategy": "steps", "save_steps": 1}
+    args = arguments(trainer_class, tmp_path / "run", hub_token=TOKEN, **options)
+    before = dict(vars(args))
+    trainer = trainer_class(
+        policy_path, [length_reward], args=args, train_dataset=Dataset.from_dict({"prompt": PROMPTS})
+    )
+    trainer.add_callback(MutualInformationCallback(trainer, every=1))
+    trainer.train()
+    trainer.save_model()
+    after = vars(args)
+    assert type(after["hub_token"]) is str
+    assert {name: after[name] for name in ("hub_token", "model_init_kwargs")} == (
+        {name: before[name] for name in ("hub_token", "model_init_kwargs")}
+    )
+    written = list((tmp_path / "run").rglob("training_args.bin"))
+    assert len(written) == 2
+    assert not [
+        path for path in (tmp_path / "run").rglob("*") if path.is_file() and TOKEN.encode() in path.read_bytes()
+    ]

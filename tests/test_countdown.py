@@ -10,6 +10,7 @@ from fractions import Fraction
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
+from stacks import with_frames_left
 
 from ragen2_trl.envs import format_response
 from ragen2_trl.envs.countdown import Countdown
@@ -179,6 +180,16 @@ def test_hostile_text_is_judged_at_once(text):
         warnings.simplefilter("error")
         assert outcome(Countdown(), text).episode_return <= 0.0
     assert time.perf_counter() - start < 0.5
+
+
+@pytest.mark.parametrize("signs", ["-" * 150 + "3", "-(" * 60 + "3" + ")" * 60, "- " * 8 + "3", "3"])
+def test_signs_need_no_more_of_the_stack_than_an_honest_answer(signs):
+    env = Countdown()
+    (reward,) = env.reward_funcs
+    columns = {"seed": [1], "nums": [ROW["nums"]], "target": [ROW["target"]]}
+    completions = [format_response("", [f"{signs} * 4 * 5"])]
+    expected = [0.0] if signs.count("-") > 10 else [0.1]
+    assert with_frames_left(90, lambda: reward([None], completions, **columns)) == expected
 
 
 # Tasks

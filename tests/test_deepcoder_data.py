@@ -7,7 +7,8 @@ import pytest
 from deepcoder_programs import DOUBLE, SCRIPT, SINGLE, TESTS, answer, play
 
 from ragen2_trl.envs.deepcoder.environment import DeepCoder
-from ragen2_trl.envs.deepcoder.tests import MAX_TEST_CHARS, choose_tests, is_shown, read_tests, task_row
+from ragen2_trl.envs.deepcoder.statements import Statement
+from ragen2_trl.envs.deepcoder.tests import MAX_TEST_CHARS, choose_tests, read_tests, task_row
 
 # Data
 
@@ -221,7 +222,7 @@ def test_half_of_the_tests_stay_hidden():
     statement = " ".join(f"Input {number} Output {number}." for number in range(10, 25))
     chosen, public = choose_tests(statement, "", tests, 6)
     assert (public, len(chosen)) == (3, 6)
-    assert not any(is_shown(statement, "", test) for test in chosen[3:])
+    assert not any(Statement(statement).shows("", test) for test in chosen[3:])
 
 
 def test_tests_too_large_are_left_out():
@@ -235,13 +236,78 @@ def test_tests_too_large_are_left_out():
         ("Input 3 4\n\nOutput\n7", "", ("3 4\n", "7\n"), True),
         ("Input 13 4\n\nOutput\n7", "", ("3 4\n", "7\n"), False),  # part of another number
         ("Input 3 4\n\nOutput\n71", "", ("3 4\n", "7\n"), False),
-        ("Input 3 4 " + "and so on " * 9 + "7", "", ("3 4\n", "7\n"), False),  # too far apart
+        ("Input 3 4 " + "and so on " * 9 + "7", "", ("3 4\n", "7\n"), True),
+        ("Read 3 4 " + "and so on " * 90 + "7", "", ("3 4\n", "7\n"), False),  # too far apart
         ("At most 3 4 numbers", "", ("3 4\n", "7\n"), False),
         ("Print 7.", "", ("", "7"), False),  # no input
+        ("Input 7, and print it.", "", ("7", "7"), False),  # once, so that it is the input alone
+        ("Where 1 <n and m> 7, 3 4 is 7.", "", ("3 4\n", "7\n"), True),
         ("Input: nums = [1,2], k = 3\nOutput: true", "f", ([[1, 2], 3], True), True),
         ("f([1, 2], 3) is True", "f", ([[1, 2], 3], True), True),
         ("f([1, 2], 4) is True", "f", ([[1, 2], 3], True), False),
     ],
 )
-def test_public_is_what_the_statement_shows_side_by_side(problem, function, test, shown):
-    assert is_shown(problem, function, test) == shown
+def test_public_is_what_the_statement_shows(problem, function, test, shown):
+    assert Statement(problem).shows(function, test) == shown
+
+
+# How statements show that 3 numbers, 5 1 4, make 21 and 42.
+STYLES = [
+    "Input: 3 5 1 4 Output: 21 42",
+    "Input:\n3\n5 1 4\n\nOutput:\n21 42\n",
+    "-----Sample Input-----\n3\n5 1 4\n\n-----Sample Output-----\n21 42\n",
+    "### Example 1\n\n```\n3\n5 1 4\n```\n\nprints\n\n```\n21 42\n```",
+    "<pre>3\n5 1 4</pre><p>Output</p><pre>21 42</pre>",
+    "<div class='in'>3<br/>5&nbsp;1&nbsp;4</div><div class='out'>21&#32;42</div>",
+    "<b>Input</b><br>3<br>5 1 4<br><b>Output</b><br>21 42",
+    "For $3$ and $5\\ 1\\ 4$ the answer is $21$ $42$.",
+    "\\texttt{3} \\\\ \\texttt{5 1 4} gives \\texttt{21 42}",
+    "\\begin{verbatim}\n3\n5 1 4\n\\end{verbatim} gives \\begin{verbatim}\n21 42\n\\end{verbatim}",
+    "\\exmp{3\n5~1~4}{21~42}",
+    "Output: 21 42 for the input 3, 5 1 4.",
+    "You must print 21 42 when you read\n3\n5 1 4",
+    "Input: 3 5 1 4. " + "Here is why: we look at all of them. " * 30 + "Output: 21 42",
+    "Input: 3 5 1 4.\nExplanation: five is the largest of them, and it stands first.\nThe answer is 21 42",
+    "| n | numbers | result |\n|---|---|---|\n| 3 | 5 1 4 | 21 42 |",
+    "With n = 3 and a = [5, 1, 4] you return (21, 42).",
+    "Input: `3\\n5 1 4` Output: `21 42`",
+    "> 3\n> 5 1 4\n\n> 21 42",
+    '{"input": "3\\n5 1 4\\n", "output": "21 42\\n"}',
+    "Input: __3__ __5__ __1__ __4__, output: **21** **42**",
+]
+
+
+@pytest.mark.parametrize("style", STYLES, ids=range(len(STYLES)))
+def test_what_a_statement_shows_in_any_style_earns_nothing(tmp_path, style):
+    tests = [("3\n5 1 4\n", "21 42\n"), ("3\n5 1 40\n", "21 420\n"), ("2\n5 1\n", "21 4\n"), ("3\n1 5 4\n", "42 21\n")]
+    source = {"problem": style, "tests": json.dumps([{"input": a, "output": b} for a, b in tests])}
+    data = write(tmp_path / "tasks.jsonl", [source])
+    (row,) = DeepCoder(config="codeforces").dataset(split="test", data=data)
+    assert (row["public"], len(json.loads(row["tests"]))) == (1, 4)
+    assert json.loads(row["tests"])[0] == list(tests[0])
+
+
+def test_a_drawing_is_compared_character_by_character():
+    shown, other = ("2\n#.\n.#\n", "#\n"), ("2\n##\n.#\n", "#\n")
+    statement = Statement("Input:<pre>2\n#.\n.#</pre> Output:<pre>#</pre>")
+    assert statement.shows("", shown) and not statement.shows("", other)
+
+
+@pytest.mark.parametrize(
+    ("tests", "program"),
+    [
+        ([{"input": "1\n", "output": ""}, {"input": "2\n", "output": " \n"}], "pass"),
+        ([{"input": [1], "output": [None], "fn_name": "f"}, {"input": [2], "output": [None], "fn_name": "f"}], ""),
+    ],
+)
+def test_a_program_that_does_nothing_passes_no_test(tmp_path, tests, program):
+    kind = tests[0].get("fn_name")
+    kept = {"input": [3], "output": [6], "fn_name": kind} if kind else {"input": "3\n", "output": "6\n"}
+    sources = [
+        {"problem": "Nothing.", "tests": json.dumps(tests)},
+        {"problem": "Something at times.", "tests": json.dumps([*tests, kept])},
+    ]
+    env = DeepCoder(config="codeforces")
+    (row,) = env.dataset(split="test", data=write(tmp_path / "tasks.jsonl", sources))  # the other has no test left
+    text = answer(f"def f(x):\n    {program or 'pass'}" if kind else program)
+    assert play(env, row, text)[0].outcome.episode_return == 0.0

@@ -91,6 +91,22 @@ def test_the_tiny_model_depends_on_its_prompt(tmp_path, capsys):
         assert part in shown
 
 
+def test_no_credential_reaches_the_file(played, tmp_path):
+    settings = [
+        "corpus=http://a user:pa/ss@host:8000/search?key=SECRET&k=3",
+        "api_key=SECRET",
+        "token=hf_abcdefghijkl",
+    ]
+    table = save(tmp_path / "completions", 3, played[0], messages(played[1]))
+    more = ["--data", "https://me:SECRET@host/data.json", "--env_args", *settings]
+    output = ["--model", "tiny", "--output_dir", str(tmp_path / "diagnosis")]
+    diagnose.main([*output, "--completions", str(table), *more])
+    report = json.loads((tmp_path / "diagnosis" / "diagnosis.json").read_text())
+    written = (tmp_path / "diagnosis.json").read_text()
+    assert not [secret for secret in ("SECRET", "pa/ss", "a user", "hf_abc", "me:") if secret in written]
+    assert report["settings"]["env_args"][0] == "corpus=http://host:8000/search"
+
+
 def test_the_same_seed_gives_the_same_numbers_and_no_random_state_moves(tmp_path):
     state = torch.get_rng_state()
     settings = {"num_prompts": 4, "num_samples": 2}

@@ -44,7 +44,7 @@ class Told:
         return {str(path.relative_to(self.folder / name)): path for path in (self.folder / name).rglob("*")}
 
 
-NAMES = ("tasks", "healthy", "stock", "flaky", "dropped", "full", "slow", "foreign", "forbidden")
+NAMES = ("tasks", "healthy", "stock", "checkpoints", "flaky", "dropped", "full", "slow", "foreign", "forbidden")
 
 
 @pytest.fixture(scope="module")
@@ -121,6 +121,17 @@ def test_a_token_that_only_the_arguments_know_pushes_and_stays_private(world):
     assert {"ragen2", "trl", "grpo"} <= set(card_metadata(repo.files["README.md"].decode())["tags"])
     saved = torch.load(told.folder / "stock" / "training_args.bin", weights_only=False)
     assert saved.hub_token is None
+
+
+def test_checkpoints_with_texts_in_them_go_up_only_with_a_warning(world):
+    hub, told = world
+    warning = "uploads checkpoints to tester/checkpoints: snr_state_*.pt in them holds prompts and completions"
+    assert told["checkpoints"] == "ok"
+    assert "last-checkpoint/snr_state_0.pt" in hub.repo("tester/checkpoints").files
+    assert told.log["checkpoints"].count(warning) == 1
+    for name in ("healthy", "stock"):  # every_save, and a trainer that keeps no texts
+        assert "snr_state" not in told.log[name]
+        assert not [path for path in hub.repo(f"tester/{name}").files if "snr_state" in path]
 
 
 def test_logged_completions_go_to_their_own_repository(world):

@@ -10,6 +10,7 @@ import time
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from stacks import with_frames_left
 
 from ragen2_trl.envs import format_response
 from ragen2_trl.envs.metamath_qa.environment import MetaMathQA, gold_answer, make_problem
@@ -52,9 +53,12 @@ def outcome(env, *answers, row=ROW):
         (r"11\sqrt2", r"\sqrt{242}"),
         (r"2\pi", r"\pi \cdot 2"),
         ("3+4i", "4i + 3"),
-        ("6", "2(3)"),
-        ("1024", "2^{10}"),
+        ("1,000", "1000"),
+        ("12{,}345", "12,345.0"),
+        ("2^{10}", "1024"),  # a closed form, and what it is
+        ("2\\sqrt{3}", r"\sqrt{12}"),
         ("2^{2004}", "2^{2004}"),
+        ("x^{-1/2}", r"\frac{1}{\sqrt{x}}"),
         ("(5,4)", "(5, 4.0)"),
         (r"(-\infty,2]", r"(-\infty, 2.0]"),
         ("4,5", "5, 4"),
@@ -94,12 +98,58 @@ def test_answers_of_the_same_worth(gold, given):
         ("3", "\u0663"),
         ("2", "\u00b2"),
         ("1", "x/x+1"),
+        ("6", "2(3)"),  # arithmetic that is still to be carried out
+        ("42", "17+25"),
+        ("42", "6*7"),
+        ("42", "84/2"),
+        ("42", r"\frac{84}{2}"),
+        ("42", "42/1"),
+        ("42", "41 2/2"),
+        ("42", "40+2/1"),
+        ("42", "--42"),
+        ("42", "(42)"),
+        (r"\frac{1}{2}", "1-1/2"),
+        (r"\frac{1}{2}", "2/4"),
+        ("1024", "2^{10}"),
+        ("3", r"\sqrt{9}"),
+        ("x=42", "x=17+25"),
+        ("1,000", "1,0"),  # a number is no list of its digits
+        ("1,000", "0,1"),
+        ("12,345", "345,12"),
+        ("12,345", "12, 345"),
+        ("1{,}000", "1,0"),
+        ("1, 200", "1200"),  # and a list no number
+        ("(1,000,5)", "(1,0,5)"),
+        ("0", "5 and 0"),  # words are no products
+        ("0", "0 or 1"),
+        ("0", "0x"),
+        ("x", "1 or x"),
+        ("2x", "2x or y"),
         ("5", "5/0"),
         ("5", "[" + "5," * 100 + "5]"),
     ],
 )
 def test_answers_of_another_worth(gold, given):
     assert not same_answer(given, gold)
+
+
+@pytest.mark.parametrize("multi_turn", [False, True])
+def test_arithmetic_that_is_not_carried_out_earns_nothing(multi_turn):
+    env = MetaMathQA(multi_turn=multi_turn)
+    rows = env.dataset(200, seed=3)
+    asked = [row["solution"].partition("=")[0].strip() for row in rows]  # such as 17 + 25, from the question
+    assert {text.split()[1] for text in asked} == set("+-*/")
+    for write in (str, "${}$".format, r"\boxed{{{}}}".format, "x = {}".format, "({})".format, "{} + 0".format):
+        texts = [write(text) for text in asked]
+        assert [
+            outcome(env, *[text] * env.max_turns, row=row).episode_return
+            for text, row in zip(texts, rows, strict=True)
+        ] == ([0.0] * len(rows))
+    columns = {name: rows[name][:] for name in ("seed", "question", "answer", "solution")}
+    if not multi_turn:
+        (reward,) = env.reward_funcs
+        assert sum(reward([None] * 200, [format_response("", [text]) for text in asked], **columns)) == 0.0
+        assert sum(reward([None] * 200, [format_response("", [text]) for text in rows["answer"]], **columns)) == 200
 
 
 HOSTILE = [
@@ -134,6 +184,17 @@ def test_hostile_text_is_judged_at_once(gold):
         start = time.perf_counter()
         assert not same_answer(text, gold)
         assert time.perf_counter() - start < 0.5
+
+
+@pytest.mark.parametrize(
+    "text", ["-" * 39 + "x", "(" * 18 + "x" + ")" * 18, "x" + "+x" * 19, "x^{" * 12 + "2" + "}" * 12]
+)
+def test_nested_signs_and_powers_need_little_of_the_stack(text):
+    env = MetaMathQA()
+    (reward,) = env.reward_funcs
+    columns = {"seed": [1], "question": ["?"], "answer": ["x^3"], "solution": [""]}
+    completions = [format_response("", [text])]
+    assert with_frames_left(120, lambda: reward([None], completions, **columns)) == [0.0]
 
 
 LATEX = st.lists(

@@ -20,7 +20,7 @@ from websockets.sync.client import connect
 
 from ragen2_trl.envs import make_env
 from ragen2_trl.openenv import Served
-from ragen2_trl.openenv.server import MAX_MESSAGE_BYTES
+from ragen2_trl.openenv.guard import MAX_MESSAGE_BYTES
 
 # Hostile input
 

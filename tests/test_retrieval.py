@@ -2,12 +2,14 @@
 
 import logging
 import random
+import re
 import string
 import time
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
+from growth import growth
 from hypothesis import given
 from hypothesis import strategies as st
 from passages import PASSAGES, titles, write_jsonl
@@ -37,6 +39,23 @@ def test_marks_that_a_removal_would_join_do_not_appear():
 def test_ordinary_text_is_left_as_it_is():
     text = "Ángström (b. 1814) wrote: 2 < 3, [citation needed], 5 > 4; नमस्ते, می‌خواهم"
     assert plain_text(text) == text
+
+
+@pytest.mark.parametrize(
+    "piece", ["A", "[A", "[AA", "[", "<", "<a", "[/", "a ", "\x00", "\ud800", "[a]", "<a>", "\u0661", "[A_"]
+)
+def test_cleaning_is_linear_in_the_text(piece):
+    def hostile(size):
+        return "[" + piece * size
+
+    assert growth(plain_text, hostile, 4000) < 24  # 8 times as much text; the square would be 64
+
+
+@given(st.text("[]/AaB<>|_ \x00", max_size=200))
+def test_what_is_in_brackets_is_a_mark_if_two_capitals_are(text):
+    slow = re.compile(r"\[(?=/?\w*[A-Z]{2}\w*\])")  # quadratic, which does no harm here
+    words = [word for word in re.findall(r"\w+", text) if len(word) > 60]
+    assert words or not slow.search(plain_text(text))
 
 
 @given(st.text(st.characters()))

@@ -5,11 +5,13 @@ import random
 import time
 
 import pytest
+from growth import growth
 from hypothesis import example, given
 from hypothesis import strategies as st
 from search_qa_rows import ROW, answer, multi, play
 
 from ragen2_trl.envs.search_qa.environment import SearchQA, exact_match, normalize, parse_action, token_f1
+from ragen2_trl.envs.search_qa.retrieval import Passage
 
 # Options
 
@@ -81,7 +83,9 @@ def test_f1_is_that_of_hotpotqa(given_answer, right, f1):
         ("the kingdom of ruk.", 1.0, True),
         ("Kingdom", 0.5, False),
         ("Ruk of Kingdom", 1.0, False),  # all words, in another order: F1 is 1, the match is not exact
-        ("Ruk and more words than there should be", 0.0, False),  # F1 is 2/11, below 0.3
+        ("Kingdom, Ruk", 0.0, False),
+        ("The answer is the Kingdom of Ruk", 0.0, False),  # F1 is 3/4, but it has more words than it should
+        ("Belmin of Ruk and Osk", 0.0, False),
         ("Belmin", 0.0, False),
         ("the", 0.0, False),
     ],
@@ -92,6 +96,67 @@ def test_reward_of_an_answer(given_answer, reward, success):
         assert played.outcome.episode_return == pytest.approx(reward)
         assert played.outcome.success == success
         assert played.done and messages == [None]
+
+
+@pytest.mark.parametrize(
+    "write",
+    [" ".join, " or ".join, ", ".join, "/".join, " / ".join, "; ".join, " and ".join, "\n".join, "|".join, " & ".join],
+)
+def test_naming_several_candidates_earns_nothing(write):
+    rows = SearchQA(multi_turn=True).dataset(100, seed=4)
+    rng = random.Random(0)
+    for row in rows:
+        names = {passage["title"] for passage in row["passages"]} - {row["answer"]}
+        for count in (1, 4):
+            candidates = rng.sample([row["answer"], *rng.sample(sorted(names), count)], count + 1)
+            assert play(SearchQA(), f"finish[{write(candidates)}]", row=row)[0].outcome.episode_return == 0.0
+
+
+@pytest.mark.parametrize(
+    ("right", "others"),
+    [
+        ("Robert Smith", ["Robert Jones"]),
+        ("Robert Smith", ["Mary Jones", "Ada King"]),
+        ("New York City", ["Los Angeles", "San Francisco Bay"]),
+        ("Simon and Garfunkel", ["Sonny and Cher"]),
+        ("Paris, Texas", ["Austin, Texas"]),
+    ],
+)
+def test_no_hedge_between_candidates_earns_more_than_a_guess(right, others):
+    """Every text of their words: what it earns where each of them may be the right one, against the best of them."""
+    answers = [right, *others]
+
+    def expected(text):
+        return sum(
+            play(SearchQA(), f"finish[{text}]", row={**ROW, "answer": truth})[0].outcome.episode_return
+            for truth in answers
+        ) / len(answers)
+
+    words = sorted({word for answer in answers for word in answer.split()})
+    guess = max(map(expected, answers))
+    rng = random.Random(0)
+    for _ in range(300):
+        text = rng.choice([" ", ", ", " or "]).join(rng.choices(words, k=rng.randint(1, 6)))
+        assert expected(text) <= guess + 1e-9, text
+
+
+@pytest.mark.parametrize(
+    ("given_answer", "right", "reward"),
+    [
+        ("New York", "New York City", 0.8),
+        ("Austin, Texas", "Paris, Texas", 0.5),  # as many commas as the right one has
+        ("the York", "New York City", 0.5),  # articles are no words
+        ("New York or City", "New York City", 0.0),
+        ("New York City or Rome", "New York City", 0.0),
+        ("city of New York", "New York", 0.0),
+        ("York Rome Paris", "New York City", 1 / 3),
+        ("York Rome Paris Bonn", "New York City", 0.0),
+    ],
+)
+def test_part_of_an_answer_is_one_answer_of_no_more_words(given_answer, right, reward):
+    (of_env,) = SearchQA().reward_funcs
+    columns = {"seed": [1], "question": ["?"], "answer": [right], "evidence": [[]]}
+    assert of_env([None], [answer(f"finish[{given_answer}]")], **columns) == [pytest.approx(reward)]
 
 
 @pytest.mark.parametrize(
@@ -181,6 +246,22 @@ def test_top_k_and_max_chars_limit_what_a_search_shows():
         assert len(played.episode.observation()) == question + 1 + max_chars
     played, _ = play(multi(top_k=10), "search[word]", row=row)
     assert len(played.episode.observation()) == question + 1 + 4000
+
+
+@pytest.mark.parametrize("piece", ["A", "[A", "a ", "<"])
+def test_the_work_of_a_search_is_bounded_by_what_it_shows(piece):
+    class Engine:
+        def __init__(self, size):
+            self.passage = Passage("[" + piece * size, "[" + piece * size)
+
+        def search(self, queries, k):
+            return [[self.passage]]
+
+    def search(engine):
+        for _ in range(3):
+            play(multi(corpus=engine), "search[x]")
+
+    assert growth(search, Engine, 100_000) < 24
 
 
 def test_marks_in_passages_and_questions_are_only_text():

@@ -11,10 +11,11 @@ from statistics import fmean
 import pytest
 from webshop_visits import answer, solve
 
-from ragen2_trl.envs.webshop.catalogue import Goal, fits, type_factor
+from ragen2_trl.envs.webshop.catalogue import Goal, fits, tokens, type_factor
 from ragen2_trl.envs.webshop.environment import WebShop
 from ragen2_trl.envs.webshop.files import load_catalogue, load_goals, split_goals
-from ragen2_trl.envs.webshop.generator import _DEPARTMENTS, generate_catalogue
+from ragen2_trl.envs.webshop.floor import copying_action
+from ragen2_trl.envs.webshop.generator import _ACCESSORIES, _DEPARTMENTS, generate_catalogue
 
 # Generated goals
 
@@ -61,8 +62,39 @@ def test_random_clicks_seldom_buy_what_is_wanted():
     assert fmean(outcome.success for outcome in outcomes) == pytest.approx(0.013, abs=0.01)
 
 
+def title_reading_hits(episode):
+    """The hits whose title names the wanted thing."""
+    wanted = set(tokens(episode.wanted.query))
+    return [asin for asin in episode.hits if wanted <= set(tokens(episode._catalogue.products[asin].title))]
+
+
+@pytest.mark.parametrize("clicks_options", [False, True])
+@pytest.mark.parametrize("options", [{}, {"products": 50}, {"products": 2000}])
+def test_copying_the_instruction_and_buying_the_first_hit_earns_little(clicks_options, options):
+    env, rng, outcomes = WebShop(**options), random.Random(0), []
+    for row in env.dataset(300, seed=0, split="test"):
+        play = env.play(row, rng)
+        while not play.done:
+            play.respond(answer(copying_action(play.episode, clicks_options)))
+        outcomes.append(play.outcome)
+    assert {outcome.turns - outcome.valid_turns for outcome in outcomes} == {0}
+    assert fmean(outcome.episode_return for outcome in outcomes) < 0.4
+    assert fmean(outcome.success for outcome in outcomes) < 0.4
+
+
+def test_a_player_who_reads_titles_finds_what_is_wanted():
+    """The shop is hard for who copies, not for who reads: the thing is on the first page."""
+    env, rng, found = WebShop(), random.Random(0), 0
+    for row in env.dataset(200, seed=0):
+        episode = env.play(row, rng).episode
+        episode.step(f"search[{row['instruction']}]")
+        found += any(asin in episode.buttons() for asin in title_reading_hits(episode))
+    assert found > 190
+
+
 def test_types_attributes_and_options_of_the_generated_catalogue_are_distinct():
-    words = [word for department in _DEPARTMENTS for name in department.types for word in name.split()]
+    names = [*_ACCESSORIES, *(name for department in _DEPARTMENTS for name in department.types)]
+    words = [word for name in names for word in name.split()]
     assert len(words) == len(set(words))
     assert not set(words) & {
         word for department in _DEPARTMENTS for name in department.attributes for word in name.split()

@@ -1,5 +1,6 @@
 """Keeps what others will look at: diagnostics on the model card and beside it, and word of uploads that failed."""
 
+import copy
 import shlex
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -12,13 +13,16 @@ import yaml
 from accelerate.logging import get_logger
 from huggingface_hub import ModelCard, hf_hub_download, list_repo_files
 from transformers import Trainer, TrainerCallback
+from transformers.trainer_utils import HubStrategy
 
 from ragen2_trl.reporting.card import FIGURES, add_diagnostics
-from ragen2_trl.reporting.files import DIAGNOSTICS, EVALUATIONS, MEASUREMENTS, measured_step
+from ragen2_trl.reporting.files import DIAGNOSTICS, EVALUATIONS, MEASUREMENTS, measured_step, write_text
+from ragen2_trl.reporting.records import check_state
 from ragen2_trl.reporting.run import RUN_STATE, Run, read_run, run_of, write_run
 
 logger = get_logger(__name__)
 
+CHECKPOINT_STRATEGIES = (HubStrategy.CHECKPOINT, HubStrategy.ALL_CHECKPOINTS)
 EXTENDED = ("create_model_card", "push_to_hub", "_push_from_checkpoint")  # methods of the trainer
 
 
@@ -60,10 +64,11 @@ class RunRecord(TrainerCallback):
         for name in EXTENDED:
             original, extension = getattr(trainer, name), getattr(self, f"_{name.lstrip('_')}")
             setattr(trainer, name, wraps(original)(partial(extension, original)))
-        hide_tokens(trainer.args)
+        trainer.args = with_hidden_tokens(trainer.args)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._write_card = None
+        check_state(vars(state), "the checkpoint's trainer_state.json")  # what goes on the card comes from it
         before = state.stateful_callbacks.get(RUN_STATE, {}).get("resumed_at", [])
         resumed_at = [*before, state.global_step] if state.global_step > 0 else []
         state.stateful_callbacks[RUN_STATE] = {"ended": False, "resumed_at": resumed_at}
@@ -74,6 +79,7 @@ class RunRecord(TrainerCallback):
                 write_run(self.trainer)
             if args.push_to_hub:
                 self._warn_of_other_content()
+                self._warn_of_texts()
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         state.stateful_callbacks[RUN_STATE]["ended"] = True
@@ -157,6 +163,15 @@ class RunRecord(TrainerCallback):
             if (measured_step(path) or 0) > self.trainer.state.global_step:
                 path.unlink()
 
+    def _warn_of_texts(self) -> None:
+        """A checkpoint goes up as it is: without the groups that wait for the next step a run could not go on."""
+        if self.trainer.args.hub_strategy in CHECKPOINT_STRATEGIES and hasattr(self.trainer.args, "snr_value"):
+            logger.warning(
+                f"hub_strategy={self.trainer.args.hub_strategy.value!r} uploads checkpoints to "
+                f"{self.trainer.hub_model_id}: snr_state_*.pt in them holds prompts and completions word by word, "
+                "since a run goes on from them. With hub_strategy='every_save' they stay on this machine."
+            )
+
     def _warn_of_other_content(self) -> None:
         """A trainer's upload replaces the card of a repository, whoever wrote it."""
         args, repo_id = self.trainer.args, self.trainer.hub_model_id
@@ -198,16 +213,23 @@ class Token(str):
         return self
 
 
-def hide_tokens(args: Any) -> None:
-    """Keep tokens out of `training_args.bin` and trackers: transformers writes all of its arguments to both.
+def with_hidden_tokens(args: Any) -> Any:
+    """A trainer's own copy of its arguments, from which `training_args.bin` and trackers get no tokens.
 
-    It masks `hub_token` for trackers. That of `model_init_kwargs` has done its work when the trainer has its model.
+    transformers writes all arguments to both, and masks only `hub_token`, for trackers. That of `model_init_kwargs`
+    has done its work when the trainer has its model. Arguments without tokens are given back, others stay as they are.
     """
-    if isinstance(args.hub_token, str):
-        args.hub_token = Token(args.hub_token)
     model_init = vars(args).get("model_init_kwargs")
-    if isinstance(model_init, dict):
+    has_token = isinstance(args.hub_token, str) and not isinstance(args.hub_token, Token)
+    has_model_token = isinstance(model_init, dict) and "token" in model_init
+    if not (has_token or has_model_token):
+        return args
+    args = copy.copy(args)
+    if has_token:
+        args.hub_token = Token(args.hub_token)
+    if has_model_token:
         args.model_init_kwargs = {name: value for name, value in model_init.items() if name != "token"}
+    return args
 
 
 def _run_before(trainer: Trainer) -> Run:
@@ -226,4 +248,4 @@ def _extend_card(trainer: Trainer, run: Run) -> None:
         logger.warning(f"{path} has no valid metadata and gets no diagnostics, which are in {DIAGNOSTICS}/: {error}")
         return
     add_diagnostics(card, run, trainer.hub_model_id, trainer.args.hub_revision or "main")
-    card.save(path)
+    write_text(path, str(card))

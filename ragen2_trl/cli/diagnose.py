@@ -9,7 +9,6 @@ they have to be tokenised again, with the model's chat template and without tool
 Writes `diagnosis.json`, `matrix.png` and `quadrant.png`.
 """
 
-import json
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -38,7 +37,9 @@ from ragen2_trl.instrument.reasoning import Turn, find_turns
 from ragen2_trl.instrument.scoring import count_tokens
 from ragen2_trl.reporting import plot_matrix, plot_quadrant
 from ragen2_trl.reporting.examples import printable
+from ragen2_trl.reporting.files import write_json
 from ragen2_trl.reporting.report import REGIMES
+from ragen2_trl.reporting.settings import public
 from ragen2_trl.rollouts.play import Chat
 
 COLUMNS = ("step", "prompt", "completion")  # what is read of TRL's table
@@ -348,7 +349,7 @@ def write(diagnoses: Sequence[Diagnosis], arguments: DiagnoseArguments, output_d
         "metrics": last.metrics,
         "regime": last.regime,
         "path": [{"label": one.label, "regime": one.regime, "metrics": one.metrics} for one in diagnoses],
-        "settings": asdict(arguments),
+        "settings": public(asdict(arguments)),
         "versions": {
             "torch": torch.__version__,
             "transformers": transformers.__version__,
@@ -357,7 +358,7 @@ def write(diagnoses: Sequence[Diagnosis], arguments: DiagnoseArguments, output_d
         },
     }
     output_dir.mkdir(parents=True, exist_ok=True)
-    (output_dir / "diagnosis.json").write_text(json.dumps(report, indent=2) + "\n")
+    write_json(output_dir / "diagnosis.json", report, indent=2)
     plot_matrix(last.measurement).savefig(output_dir / "matrix.png")
     points = [(one.metrics["conditional_entropy_token"], one.metrics["mi_seq"], one.label) for one in diagnoses]
     plot_quadrant(points, last.metrics["mi_upper_bound"]).savefig(output_dir / "quadrant.png")

@@ -6,7 +6,6 @@ python scripts/evaluate.py --model tiny --env sokoban --multi_turn true
 python scripts/evaluate.py --model oracle --env sokoban     # the task's solver; `random` is a player who guesses
 """
 
-import json
 import math
 import random
 from collections.abc import Sequence
@@ -24,6 +23,7 @@ from ragen2_trl.cli.arguments import checked_input, parse
 from ragen2_trl.cli.console import make_console
 from ragen2_trl.cli.sampling import SamplingArguments, held_out_plays, load_model, sample_trajectories
 from ragen2_trl.envs import Environment, Play, format_response, respond_all
+from ragen2_trl.reporting.files import write_json
 
 Z_95 = NormalDist().inv_cdf(0.975)
 SCRIPTED = ("oracle", "random")
@@ -70,7 +70,7 @@ def main(args: list[str] | None = None) -> None:
         )
     console.print(metrics_table(metrics, title=f"{script_args.model} on held-out {env.name}"))
     if script_args.output is not None:
-        Path(script_args.output).write_text(json.dumps(metrics, indent=2) + "\n")
+        write_json(Path(script_args.output), metrics, indent=2)
 
 
 def evaluate_model(

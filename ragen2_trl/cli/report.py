@@ -9,6 +9,7 @@ from pathlib import Path
 from rich.text import Text
 
 from ragen2_trl.cli.console import make_console
+from ragen2_trl.reporting.files import write_text
 from ragen2_trl.reporting.report import render_report
 from ragen2_trl.reporting.run import read_run
 
@@ -35,7 +36,7 @@ def main(args: list[str] | None = None) -> None:
     page = render_report(runs)
     try:
         arguments.output.parent.mkdir(parents=True, exist_ok=True)
-        arguments.output.write_text(page, encoding="utf-8")
+        write_text(arguments.output, page)
     except OSError as error:
         parser.error(f"--output cannot be written: {error}")
     console.print(Text(f"{arguments.output} ({len(page) / 1e3:,.0f} kB) opens in a browser, also offline."))

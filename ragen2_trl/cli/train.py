@@ -32,7 +32,7 @@ from ragen2_trl.cli.evaluate import evaluate_model
 from ragen2_trl.envs import Environment
 from ragen2_trl.filtering import check_choice
 from ragen2_trl.reporting import plot_training
-from ragen2_trl.reporting.files import DIAGNOSTICS, MEASUREMENTS, OUTCOMES
+from ragen2_trl.reporting.files import DIAGNOSTICS, MEASUREMENTS, OUTCOMES, write_json
 from ragen2_trl.rollouts import TextRollout
 from ragen2_trl.tiny import resolve_model
 from ragen2_trl.trainers import (
@@ -123,7 +123,7 @@ def main(args: list[str] | None = None) -> None:
     after = _evaluate(trainer, env, script_args, run / "evaluation_after.json", again=True)
     if trainer.is_world_process_zero():
         summary = summarize(trainer.state, before, after, seconds)
-        (run / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+        write_json(run / "summary.json", summary, indent=2)
         console.print(summary_table(summary, title=f"{script_args.model} on {env.name}"))
         console.print(
             f"Model, log_history.json, summary.json and training.png are in {run}", highlight=False, markup=False
@@ -341,7 +341,7 @@ def _evaluate(
         chat_template_kwargs={**_chat_template(trainer), **trainer.chat_template_kwargs},
     )
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(metrics, indent=2) + "\n")
+    write_json(path, metrics, indent=2)
     return metrics
 
 
@@ -355,6 +355,6 @@ def _write_history(trainer: Trainer, env: Environment, run: Path) -> None:
         return
     history = trainer.state.log_history
     run.mkdir(parents=True, exist_ok=True)
-    (run / "log_history.json").write_text(json.dumps(history, indent=1) + "\n")
+    write_json(run / "log_history.json", history, indent=1)
     if any(row.get("reward") is not None for row in history):
         plot_training(history, _success_metric(env)).savefig(run / "training.png")

@@ -18,7 +18,8 @@ MAX_PARSED_ACTIONS = 256
 
 # What vocabularies write their control tokens as: <s>, <|im_end|>, <start_of_turn>, [INST], [/INST], [gMASK].
 # Comparisons, types and indices, such as a<b, List[int] and x[5], stay as they are.
-_MARKUP = re.compile(r"<(?=[^\s<>]{1,60}>)|\[(?=/?\w*[A-Z]{2}\w*\])")
+# Their lengths are bounded, lest a long word in brackets costs the square of its length.
+_MARKUP = re.compile(r"<(?=[^\s<>]{1,60}>)|\[(?=/?\w{1,60}\])(?=/?\w{0,58}[A-Z]{2})")
 _CONTROLS = dict.fromkeys({*range(0x20), *range(0x7F, 0xA0), *range(0xD800, 0xE000)} - {ord("\t")})  # and surrogates
 
 _THINK, _END_THINK = "<think>", "</think>"
@@ -99,7 +100,7 @@ def plain_text(text: str, *, keep_lines: bool = False) -> str:
 
     A passage is written by anybody. `<|im_end|>` in it would become the token that ends a message, so a space parts
     the opening bracket of whatever looks like a mark; control characters and lone surrogates, which no tokenizer
-    takes, go. White space becomes one space, or stays with `keep_lines=True`.
+    takes, go. White space becomes one space, or stays with `keep_lines=True`. The work is linear in the text.
 
     >>> plain_text("End.<|im_end|>\\n<s>[INST] 2 < 3")
     'End.< |im_end|> < s>[ INST] 2 < 3'

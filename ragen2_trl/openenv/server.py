@@ -6,10 +6,11 @@ so that answers and tests never leave it.
 
 import base64
 import io
+import math
 import random
+import threading
 import uuid
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -21,20 +22,22 @@ from openenv.core.env_server import Environment as OpenEnvEnvironment
 from openenv.core.env_server.types import EnvironmentMetadata
 from PIL import Image
 from pydantic import Field
-from starlette.datastructures import Headers
-from starlette.responses import PlainTextResponse
-from starlette.types import ASGIApp, Receive, Scope, Send
-from starlette.websockets import WebSocketDisconnect
 
 from ragen2_trl.envs.base import Environment
-from ragen2_trl.envs.checks import check_choice, check_count
+from ragen2_trl.envs.checks import check_count, check_range
 from ragen2_trl.envs.play import Play
 from ragen2_trl.envs.responses import MAX_PARSED_ACTIONS
 from ragen2_trl.envs.tasks import SPLITS
+from ragen2_trl.openenv.guard import (
+    MAX_MESSAGE_BYTES,
+    BadRequestError,
+    Guard,
+    WrongOrderError,
+    answer_errors,
+    is_loopback,
+)
 
 DEFAULT_NUM_TASKS = 1000
-# A turn has at most MAX_RESPONSE_CHARS characters, each at most 12 bytes of JSON.
-MAX_MESSAGE_BYTES = 2 * 2**20
 MAX_EPISODE_ID_CHARS = 255  # OpenEnv's own bound
 
 
@@ -78,12 +81,14 @@ class TaskSession(OpenEnvEnvironment[TurnAction, TurnObservation, TaskState]):  
     Args:
         env: The task; shared by all sessions and only read.
         tasks: Rows of each split.
+        slots: Held while the rules work; shared by all sessions.
     """
 
     SUPPORTS_CONCURRENT_SESSIONS = True
 
-    def __init__(self, env: Environment, tasks: Mapping[str, Dataset]):
+    def __init__(self, env: Environment, tasks: Mapping[str, Dataset], slots: threading.Semaphore):
         super().__init__()
+        self._slots = slots
         self._env = env
         self._tasks = tasks
         self._play: Play | None = None
@@ -101,35 +106,38 @@ class TaskSession(OpenEnvEnvironment[TurnAction, TurnObservation, TaskState]):  
             split: Which tasks; default: the first split that is served.
 
         Raises:
-            ValueError: If an argument is outside its range. The session goes on.
+            BadRequestError: If an argument is outside its range. The session goes on.
         """
         if split is None:
             split = next(iter(self._tasks))
-        check_choice("split", split, list(self._tasks))
+        if split not in list(self._tasks):
+            raise BadRequestError(f"split must be one of {list(self._tasks)}, got {repr(split)[:100]}")
         rows = self._tasks[split]
         if seed is None:
             seed = random.SystemRandom().randrange(len(rows))
         if type(seed) is not int or not 0 <= seed < len(rows):
-            raise ValueError(f"seed must be an int between 0 and {len(rows) - 1}, got {seed!r}")
+            raise BadRequestError(f"seed must be an int between 0 and {len(rows) - 1}, got {repr(seed)[:100]}")
         if episode_id is None:
             episode_id = str(uuid.uuid4())
-        if not isinstance(episode_id, str) or len(episode_id) > MAX_EPISODE_ID_CHARS:
-            raise ValueError(f"episode_id must be a string of at most {MAX_EPISODE_ID_CHARS} characters")
+        if not isinstance(episode_id, str) or len(episode_id) > MAX_EPISODE_ID_CHARS or not _is_text(episode_id):
+            raise BadRequestError(f"episode_id must be a string of at most {MAX_EPISODE_ID_CHARS} characters")
         self._episode_id = episode_id
-        self._play = self._env.play(rows[seed], random.Random(f"{split}/{seed}/{episode_id}"))
-        return self._observe(self._play)
+        with self._slots:
+            self._play = self._env.play(rows[seed], random.Random(f"{split}/{seed}/{episode_id}"))
+            return self._observe(self._play)
 
     def step(self, action: TurnAction, timeout_s: float | None = None, **kwargs: Any) -> TurnObservation:
         """Takes a turn, by the rules of `Play.take`. After the end nothing happens and nothing is paid.
 
         Raises:
-            RuntimeError: If there was no `reset`. The session goes on.
+            WrongOrderError: If there was no `reset`. The session goes on.
         """
         if self._play is None:
-            raise RuntimeError("reset must come before step, and in the same session: use the websocket")
+            raise WrongOrderError("reset must come before step, and in the same session: use the websocket")
         before = self._play.outcome.episode_return
-        status = "The episode is over." if self._play.done else self._play.take(action.actions)
-        return self._observe(self._play, status, self._play.outcome.episode_return - before)
+        with self._slots:
+            status = "The episode is over." if self._play.done else self._play.take(action.actions)
+            return self._observe(self._play, status, self._play.outcome.episode_return - before)
 
     @property
     def state(self) -> TaskState:
@@ -169,6 +177,10 @@ class TaskSession(OpenEnvEnvironment[TurnAction, TurnObservation, TaskState]):  
         )
 
 
+def _is_text(text: str) -> bool:
+    return not any("\ud800" <= character <= "\udfff" for character in text)
+
+
 def _to_png(image: Image.Image) -> str:
     buffer = io.BytesIO()
     image.save(buffer, "PNG")
@@ -184,6 +196,8 @@ def make_server(
     data: str | None = None,
     splits: Sequence[str] = SPLITS,
     max_sessions: int = 256,
+    max_sessions_per_client: int | None = None,
+    idle_seconds: float = 3600.0,
 ) -> uvicorn.Server:
     """A server of a task; its `run()` serves until it is interrupted.
 
@@ -195,45 +209,37 @@ def make_server(
         seed: Order of the tasks, as in `Environment.dataset`.
         data: A Hub id or a local path of the tasks, as in `Environment.dataset`.
         splits: Splits to serve.
-        max_sessions: Sessions at the same time, that is episodes of all trainers together; 1 to 10,000.
+        max_sessions: Sessions at the same time, that is episodes of all trainers together; 1 to 10,000. Their rules
+            work up to `env.workers` at a time.
+        max_sessions_per_client: Those of one address; default: three quarters of `max_sessions`.
+        idle_seconds: After how long without a message a session ends, 0.01 to a million; longer than the model may
+            take for a turn of all episodes.
 
     Raises:
         ValueError: If an argument is outside its range.
     """
     check_count("max_sessions", max_sessions, 1, 10_000)
+    if max_sessions_per_client is None:
+        max_sessions_per_client = math.ceil(0.75 * max_sessions)
+    check_count("max_sessions_per_client", max_sessions_per_client, 1, max_sessions)
+    check_range("idle_seconds", idle_seconds, 0.01, 1_000_000)
     if num_tasks is None and data is None:
         num_tasks = DEFAULT_NUM_TASKS
     tasks = {split: _rows(env.dataset(num_tasks, seed, split, data)) for split in splits}
     app: FastAPI = create_app(
-        partial(TaskSession, env, tasks), TurnAction, TurnObservation, env.name, max_concurrent_envs=max_sessions
+        partial(TaskSession, env, tasks, threading.BoundedSemaphore(env.workers)),
+        TurnAction,
+        TurnObservation,
+        env.name,
+        max_concurrent_envs=max_sessions,
     )
-    app.add_middleware(Guard)
+    answer_errors(app)
+    app.add_middleware(
+        Guard, max_per_client=max_sessions_per_client, idle_seconds=idle_seconds, is_local=is_loopback(host)
+    )
     return uvicorn.Server(uvicorn.Config(app, host, port, ws_max_size=MAX_MESSAGE_BYTES, access_log=False))
 
 
 def _rows(dataset: Dataset) -> Dataset:
     """The columns that rules need."""
     return dataset.remove_columns([name for name in ("prompt", "image") if name in dataset.column_names])
-
-
-class Guard:
-    """What OpenEnv's app leaves open: the size of HTTP bodies, and clients that are gone.
-
-    Bodies of more than `MAX_MESSAGE_BYTES`, or of unknown length, are refused; websockets have uvicorn's limit.
-    """
-
-    def __init__(self, app: ASGIApp):
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "websocket":
-            with suppress(WebSocketDisconnect):  # OpenEnv closes a websocket even where the other end has gone
-                await self._app(scope, receive, send)
-            return
-        if scope["type"] == "http" and scope["method"] not in ("GET", "HEAD", "OPTIONS"):
-            length = Headers(scope=scope).get("content-length", "")
-            if not length.isdigit() or int(length) > MAX_MESSAGE_BYTES:
-                text = f"Content-Length must be given and at most {MAX_MESSAGE_BYTES}"
-                await PlainTextResponse(text, 413)(scope, receive, send)
-                return
-        await self._app(scope, receive, send)

@@ -1,5 +1,6 @@
 """Whether the model reasons about its input, on its model card: a verdict, a section with figures, the model index."""
 
+import html
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -11,6 +12,7 @@ from ragen2_trl.reporting.run import FIRST_TURN, Run
 
 HEADING = "## Training diagnostics"
 TAGS = ("ragen2", "trl")
+MAX_CHARS = 500  # of a text of others
 WINDOW = 10  # log rows: single training steps are noisy
 
 FIGURES = {  # of the run's folder, in the order of the card
@@ -81,9 +83,9 @@ def diagnostics_section(run: Run) -> str:
 
 def caption(name: str, run: Run, step: int | None = None) -> str:
     """What a figure shows, at a step where it is of one measurement."""
-    score = str(run.settings.get("snr_score", "reward_variance"))
+    score = inline(str(run.settings.get("snr_score", "reward_variance")).replace("_", " "))
     when = "in the last measurement" if step is None else f"at step {step}"
-    return FIGURES[name].format(score=score.replace("_", " ").capitalize(), when=when)
+    return FIGURES[name].format(score=score.capitalize(), when=when)
 
 
 def eval_results(
@@ -284,7 +286,7 @@ def _how(run: Run) -> list[str]:
     if settings:
         lines.append("- Settings: " + ", ".join(code(f"{name}={value}") for name, value in settings.items()))
     if run.versions:
-        lines.append("- Versions: " + ", ".join(f"{name} {number}" for name, number in run.versions.items()))
+        lines.append("- Versions: " + ", ".join(inline(f"{name} {number}") for name, number in run.versions.items()))
     return lines
 
 
@@ -294,4 +296,13 @@ def _count(number: int, noun: str) -> str:
 
 def code(text: str) -> str:
     """Text of others as Markdown code in one line: nothing in it is markup, or ends a cell of a table."""
-    return f"`{' '.join(re.sub('[`|]', ' ', text).split())}`"
+    return f"`{' '.join(re.sub('[`|]', ' ', text[:MAX_CHARS]).split())}`"
+
+
+def inline(text: str) -> str:
+    """Text of others as Markdown text in one line, none of it markup.
+
+    >>> inline("<b>1.0</b>[x](y)")
+    '&lt;b&gt;1.0&lt;/b&gt;\\\\[x\\\\]\\\\(y\\\\)'
+    """
+    return re.sub(r"([\\`*_\[\]()#|!~$])", r"\\\1", html.escape(" ".join(text[:MAX_CHARS].split()), quote=False))

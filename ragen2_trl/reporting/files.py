@@ -1,10 +1,15 @@
-"""The files of a run's folder: their names, and how they are read and written."""
+"""The files of a run's folder: their names, and how they are read and written.
+
+Whatever this package writes, it writes by `write_json` or `write_text`, which hide credentials; pictures apart.
+"""
 
 import json
 import os
 import re
 from pathlib import Path
 from typing import Any
+
+from ragen2_trl.reporting.redaction import MARKUP_ENDS, hide_credentials, without_credentials
 
 # Names of the parts of a run's folder. What begins with an underscore is left out when transformers uploads it:
 # measurements hold prompts and completions word by word.
@@ -36,13 +41,31 @@ def read_json(path: Path, kind: type) -> Any:
     """`None` for a file that is not there, that a kill left half written, or that holds something else."""
     try:
         content = json.loads(path.read_text())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):  # brackets nested without end
         return None
     return content if isinstance(content, kind) else None
 
 
-def write_whole(path: Path, text: str) -> None:
+def write_json(path: Path, value: Any, **options: Any) -> None:
+    """Write a value without credentials as JSON; `options` are those of `json.dumps`."""
+    _write_whole(path, json_text(value, **options))
+
+
+def json_text(value: Any, **options: Any) -> str:
+    """What `write_json` writes."""
+    return json.dumps(without_credentials(value), **options) + "\n"
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write HTML, SVG or Markdown without credentials."""
+    _write_whole(path, hide_credentials(text, MARKUP_ENDS))
+
+
+def _write_whole(path: Path, text: str) -> None:
     """A kill leaves the former file or this one, never half of it."""
+    if path.exists() and not path.is_file():  # such as /dev/stdout
+        path.write_text(text, encoding="utf-8")
+        return
     unfinished = path.with_name(f".{path.name}")
-    unfinished.write_text(text)
+    unfinished.write_text(text, encoding="utf-8")
     os.replace(unfinished, path)

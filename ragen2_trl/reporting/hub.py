@@ -1,6 +1,5 @@
 """Tasks and held-out metrics on the Hub, each with a card that says what they are."""
 
-import json
 from collections.abc import Mapping
 
 from datasets import Dataset, DatasetDict
@@ -9,7 +8,8 @@ from huggingface_hub.repocard_data import eval_results_to_model_index
 
 from ragen2_trl.envs import Environment
 from ragen2_trl.reporting.card import HELD_OUT_SUCCESS, code, eval_result, file_url
-from ragen2_trl.reporting.files import DIAGNOSTICS
+from ragen2_trl.reporting.files import DIAGNOSTICS, json_text
+from ragen2_trl.reporting.redaction import MARKUP_ENDS, hide_credentials
 from ragen2_trl.reporting.settings import public
 
 PAPER = "[arXiv 2604.06268](https://arxiv.org/abs/2604.06268)"
@@ -54,7 +54,7 @@ def push_dataset(
     card.data.task_categories = ["reinforcement-learning"]
     if data is None:
         card.data.license = "apache-2.0"
-    card.text = _describe(env, splits, repo_id, seed, data)
+    card.text = hide_credentials(_describe(env, splits, repo_id, seed, data), MARKUP_ENDS)
     card.push_to_hub(repo_id, token=token, commit_message="Card")
     return f"https://huggingface.co/datasets/{repo_id}"
 
@@ -81,7 +81,7 @@ def publish_metrics(
     if "success" not in metrics:
         raise ValueError(f"metrics must hold 'success', as `ragen2-trl evaluate` writes it, got {sorted(metrics)}")
     path = f"{DIAGNOSTICS}/evaluation_{task}.json"
-    content = (json.dumps(dict(metrics), indent=2) + "\n").encode()
+    content = json_text(dict(metrics), indent=2).encode()
     api = HfApi(token=token)
     api.upload_file(repo_id=repo_id, path_or_fileobj=content, path_in_repo=path, commit_message=f"Metrics on {task}")
     url = file_url(repo_id, path)

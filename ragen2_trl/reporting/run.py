@@ -21,8 +21,9 @@ from ragen2_trl.reporting.files import (
     STATE_FILE,
     numbered,
     read_json,
-    write_whole,
+    write_json,
 )
+from ragen2_trl.reporting.records import check_about, check_evaluation, check_history, check_state
 from ragen2_trl.reporting.settings import settings_of, versions_of_packages
 
 FIRST_TURN = "mi/first_turn"  # log keys of the scope that regimes are told by
@@ -189,6 +190,7 @@ def run_of(trainer: Trainer) -> Run:
         vars(trainer.state),
         settings_of(trainer),
         {"python": platform.python_version(), **versions_of_packages()},
+        "the trainer's state",
     )
 
 
@@ -199,7 +201,8 @@ def read_run(folder: Path) -> Run:
     of the same step. Without it, the newest checkpoint speaks.
 
     Raises:
-        ValueError: If `folder` holds no log of a run.
+        ValueError: If `folder` holds no log of a run, or a file there another value than it should; the message is
+            one line that names the file and the field.
     """
     folder = Path(folder)
     if not folder.is_dir():
@@ -210,6 +213,8 @@ def read_run(folder: Path) -> Run:
     if newest and state["log_history"] and _goes_on(state["log_history"], newest["log_history"]):
         state = newest  # training went on without us
     history = read_json(folder / HISTORY_FILE, list)
+    if history is not None:
+        check_history(history, str(folder / HISTORY_FILE))
     if state is None and history is None:
         raise ValueError(
             f"{str(folder)!r} holds no log of a run; allowed: the output_dir of a trainer, with "
@@ -223,7 +228,8 @@ def read_run(folder: Path) -> Run:
             "global_step": max(last, (state or {}).get("global_step", 0)),
         }
     about = read_json(folder / DIAGNOSTICS / RUN_FILE, dict) or {}
-    return _make_run(folder, state, _mapping(about, "settings"), _mapping(about, "versions"))
+    check_about(about, str(folder / DIAGNOSTICS / RUN_FILE))
+    return _make_run(folder, state, _mapping(about, "settings"), _mapping(about, "versions"), str(folder))
 
 
 def write_run(trainer: Trainer) -> Run:
@@ -233,9 +239,9 @@ def write_run(trainer: Trainer) -> Run:
     run = run_of(trainer)
     # The path of a best checkpoint is of no use to anyone but its owner.
     state = {**vars(trainer.state), "best_model_checkpoint": None}
-    write_whole(folder / STATE_FILE, json.dumps(state, indent=2, sort_keys=True, default=str) + "\n")
+    write_json(folder / STATE_FILE, state, indent=2, sort_keys=True, default=str)
     about = {"settings": run.settings, "versions": run.versions}
-    write_whole(folder / RUN_FILE, json.dumps(about, indent=2) + "\n")
+    write_json(folder / RUN_FILE, about, indent=2)
     return run
 
 
@@ -254,14 +260,20 @@ def _mapping(values: Mapping[str, Any], name: str) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _make_run(folder: Path, state: Mapping[str, Any], settings: dict[str, Any], versions: dict[str, str]) -> Run:
+def _make_run(
+    folder: Path, state: Mapping[str, Any], settings: dict[str, Any], versions: dict[str, str], where: str
+) -> Run:
+    check_state(state, where)
     kept = _mapping(state, "stateful_callbacks")
     lifecycle, history = _mapping(kept, RUN_STATE), _rows(state.get("log_history"))
     step, max_steps = state.get("global_step") or 0, state.get("max_steps") or 0
     ended = lifecycle.get("ended", False) or 0 < max_steps <= step
     # An "after" beside a run that goes on was measured before it was resumed.
     shown = {when: folder / file for when, file in EVALUATIONS.items() if ended or when == "before"}
-    evaluations = {when: read_json(path, dict) for when, path in shown.items()}
+    found = {when: read_json(path, dict) for when, path in shown.items()}
+    evaluations = {when: metrics for when, metrics in found.items() if metrics and _is_evaluation(metrics)}
+    for when, metrics in evaluations.items():
+        check_evaluation(metrics, str(shown[when]))
     return Run(
         folder=folder,
         log_history=history,
@@ -269,16 +281,16 @@ def _make_run(folder: Path, state: Mapping[str, Any], settings: dict[str, Any], 
         step=step,
         max_steps=max_steps,
         ended=ended,
-        resumed_at=lifecycle.get("resumed_at", []),
+        resumed_at=list(lifecycle.get("resumed_at") or ()),
         settings=settings,
         versions=versions,
         silence=_mapping(kept, MI_STATE).get("silence"),
-        evaluations={when: metrics for when, metrics in evaluations.items() if metrics and _is_evaluation(metrics)},
+        evaluations=evaluations,
     )
 
 
 def _is_evaluation(metrics: Mapping[str, Any]) -> bool:
-    return all(isinstance(metrics.get(f"success{bound}"), int | float) for bound in ("", "_ci_low", "_ci_high"))
+    return all(metrics.get(f"success{bound}") is not None for bound in ("", "_ci_low", "_ci_high"))
 
 
 def _streaks(measured: Sequence[tuple[int, str]], collapsed: Sequence[str]) -> list[Collapse]:
@@ -304,6 +316,8 @@ def _regimes_logged(rows: Sequence[Mapping[str, Any]]) -> list[tuple[int, str]]:
 
 
 def _read_state(path: Path) -> dict[str, Any] | None:
-    state = read_json(path, dict)
-    is_state = state and isinstance(state.get("global_step"), int) and isinstance(state.get("log_history"), list)
-    return state if is_state else None
+    state: dict[str, Any] | None = read_json(path, dict)
+    if state is None or state.get("global_step") is None or state.get("log_history") is None:  # something else
+        return None
+    check_state(state, str(path))
+    return state

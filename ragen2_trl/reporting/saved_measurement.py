@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ragen2_trl.reporting.files import write_whole
+from ragen2_trl.reporting.files import write_json
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class SavedMeasurement:
         ]
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / f"measurement_{self.step:05d}.json"
-        write_whole(path, json.dumps(values))
+        write_json(path, values)
         return path
 
 

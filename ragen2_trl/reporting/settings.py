@@ -9,6 +9,7 @@ from typing import Any
 from transformers import Trainer
 
 from ragen2_trl.envs import Environment
+from ragen2_trl.reporting.redaction import HIDDEN, hide_credentials, without_credentials
 
 PACKAGES = ("ragen2-trl", "trl", "transformers", "datasets", "accelerate", "peft", "deepspeed", "torch")
 # Of TRL's settings, those that say what was trained; all of `snr_*` comes with them. Nothing that may hold a secret.
@@ -45,15 +46,16 @@ def settings_of(trainer: Trainer) -> dict[str, Any]:
 
 
 def public(value: Any) -> Any:
-    """A setting as anyone may read it: the end of a path, an address without password and query, an object's class."""
+    """A setting as anyone may read it: the end of a path, an address without user and query, an object's class."""
     if isinstance(value, Mapping):
-        return {str(name): public(item) for name, item in value.items()}
+        return {str(name): public(item) for name, item in without_credentials(value).items()}
     if isinstance(value, list | tuple):
         return [public(item) for item in value]
     if isinstance(value, Path) or (isinstance(value, str) and Path(value).is_absolute()):
         return Path(value).name
     if isinstance(value, str):
-        return re.sub(r"(?<=://)[^/\s]*@", "", re.sub(r"(://[^\s?#]*)[?#]\S*", r"\1", value))
+        text = hide_credentials(value).replace(f"://{HIDDEN}@", "://")
+        return re.sub(r"(?<=://)([^\s?#]*)[?#]\S*", r"\1", text)
     return value if value is None or isinstance(value, int | float) else type(value).__name__
 
 

@@ -17,6 +17,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from ragen2_trl.reporting.files import write_text
+
 P = ParamSpec("P")
 
 BLUE, ORANGE, GREEN, GREY = "#0072B2", "#D55E00", "#009E73", "#808080"
@@ -148,7 +150,7 @@ def save_figure(figure: Figure, path: Path) -> tuple[Path, Path]:
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     vectors, pixels = path.with_name(f"{path.name}.svg"), path.with_name(f"{path.name}.png")
-    vectors.write_text(svg(figure) + "\n", encoding="utf-8")
+    write_text(vectors, svg(figure) + "\n")
     with style.context(["default", STYLE]):
         figure.savefig(pixels, metadata={"Software": None})
     return vectors, pixels

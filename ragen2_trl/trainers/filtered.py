@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils.data import Sampler
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from ragen2_trl.callbacks.run_record import keep_record
+from ragen2_trl.callbacks.run_record import keep_record, with_hidden_tokens
 from ragen2_trl.filtering import group_score
 from ragen2_trl.rollouts import TextRollout
 from ragen2_trl.trainers.accounting import Accounting
@@ -89,6 +89,7 @@ class SNRFilter:
         check_prompt_column(train_dataset, kwargs.get("environment_factory"))
         args = with_snr_fields(args, self._config_class, self._trl_config_class)
         super().__init__(model, reward_funcs, args, train_dataset, eval_dataset, processing_class, **kwargs)
+        self.args = with_hidden_tokens(self.args)  # before others hold them
         if self.args.snr_mode == "mask" and self.aux_loss_enabled:
             raise ValueError(
                 f"snr_mode='mask' cannot weigh the load-balancing loss (router_aux_loss_coef="

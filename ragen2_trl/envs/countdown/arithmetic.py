@@ -11,6 +11,7 @@ from typing import TypeAlias
 Tree: TypeAlias = int | tuple["Tree", str, "Tree"]  # a number, or left, operator, right
 
 MAX_CHARS = 200  # an expression of the most numbers there may be takes less than half of it
+MAX_OPERATORS = 16  # signs included, and so the depth of a tree; the most numbers there may be need 3 and 7 signs
 _CHARACTERS = frozenset("0123456789+-*/() ")
 _SYMBOLS: dict[type[ast.operator], str] = {ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/"}
 
@@ -33,8 +34,9 @@ def parse_expression(text: str, operators: str = "+-*/") -> ast.expr | None:
     stated = result.strip().removeprefix("-")
     if equals and not (stated.isascii() and stated.isdecimal()):
         return None
-    # With these characters and this length CPython's parser neither warns nor runs out of stack.
-    if not _CHARACTERS.issuperset(text):
+    # With these characters, this length and this depth neither CPython's parser nor what follows runs out of stack,
+    # however much of it the caller has used.
+    if not _CHARACTERS.issuperset(text) or sum(map(text.count, "+-*/")) > MAX_OPERATORS:
         return None
     try:
         tree = ast.parse(text.strip(), mode="eval").body
@@ -53,19 +55,36 @@ def _is_arithmetic(node: ast.AST, operators: str) -> bool:
 
 def numbers_of(tree: ast.expr) -> list[int]:
     """The numbers of an expression, sorted."""
-    return sorted(int(ast.unparse(node)) for node in ast.walk(tree) if isinstance(node, ast.Constant))
+    return sorted(node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and type(node.value) is int)
 
 
 def value_of(tree: ast.expr) -> Fraction | None:
-    """The exact value of an expression, `None` if it divides by zero. Its depth is bounded by `MAX_CHARS`."""
-    if isinstance(tree, ast.Constant):
-        return Fraction(ast.unparse(tree))
+    """The exact value of an expression, `None` if it divides by zero. Its depth is at most `MAX_OPERATORS`."""
+    if isinstance(tree, ast.Constant) and isinstance(tree.value, int):
+        return Fraction(tree.value)
     if isinstance(tree, ast.UnaryOp):
         operand = value_of(tree.operand)
         return None if operand is None else -operand
     assert isinstance(tree, ast.BinOp)  # for the type checker: `parse_expression` gives nothing else
     left, right = value_of(tree.left), value_of(tree.right)
     return None if left is None or right is None else _apply(left, _SYMBOLS[type(tree.op)], right)
+
+
+def written(tree: ast.expr) -> str:
+    """An expression as text; unlike `ast.unparse` it needs one frame of the stack a level, not six.
+
+    >>> written(parse_expression("-3/(4+5)"))
+    '-3 / (4 + 5)'
+    """
+    if isinstance(tree, ast.BinOp):
+        left, right = (
+            f"({written(side)})" if isinstance(side, ast.BinOp) else written(side) for side in (tree.left, tree.right)
+        )
+        return f"{left} {_SYMBOLS[type(tree.op)]} {right}"
+    if isinstance(tree, ast.UnaryOp):
+        return f"-({written(tree.operand)})" if isinstance(tree.operand, ast.BinOp) else f"-{written(tree.operand)}"
+    assert isinstance(tree, ast.Constant)  # for the type checker, as above
+    return str(tree.value)
 
 
 def _apply(left: Fraction, operator: str, right: Fraction) -> Fraction | None:

@@ -5,7 +5,6 @@ what the last expression makes and may try again; a step is worth what it improv
 tenth is earned once.
 """
 
-import ast
 import random
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -21,6 +20,7 @@ from ragen2_trl.envs.countdown.arithmetic import (
     show,
     solve,
     value_of,
+    written,
 )
 from ragen2_trl.envs.episode import Episode, Limits
 from ragen2_trl.envs.tasks import Row, held_out, load_tasks, shuffled
@@ -73,7 +73,7 @@ class CountdownEpisode(Episode):
         if value == self.target:
             return RIGHT, ""
         makes = "divides by zero" if value is None else f"makes {value}, not {self.target}"
-        return RIGHT_NUMBERS, f"{ast.unparse(tree)} {makes}."
+        return RIGHT_NUMBERS, f"{written(tree)} {makes}."
 
     def plan(self, rng: random.Random) -> tuple[str, list[str]]:
         """One of the right expressions, with its steps as the reasoning."""

@@ -1,17 +1,16 @@
 """The tests of DeepCoder's problems: read from the four forms of the data, chosen, and put in a row."""
 
 import json
-import re
 from collections.abc import Sequence
 from typing import Any, TypeAlias
 
+from ragen2_trl.envs.deepcoder.statements import Statement
 from ragen2_trl.envs.tasks import Row
 
 # What a program is given, and what it should answer. A script: two texts; a function: its arguments and its result.
 Test: TypeAlias = tuple[Any, Any]
 
 MAX_TEST_CHARS = 100_000  # larger tests are left out: a few of the data's have megabytes, and each row carries its own
-MAX_GAP = 40  # characters between the parts of an example, such as "Sample Output 1"
 
 
 def read_tests(source: Row) -> tuple[str, list[Test]]:
@@ -66,49 +65,20 @@ def _lines(value: Any) -> str:
 def choose_tests(problem: str, function: str, tests: Sequence[Test], max_tests: int) -> tuple[list[Test], int]:
     """At most `max_tests` different tests, the public ones first, and how many those are.
 
-    At most half are public, if any are hidden. The hidden ones are spread evenly over all sizes, the largest
-    included: the largest alone would make a reward of all or nothing of the fraction.
+    Tests that expect nothing are left out, since a program that does nothing would pass them. At most half are public,
+    if any are hidden. The hidden ones are spread evenly over all sizes, the largest included: the largest alone would
+    make a reward of all or nothing of the fraction.
     """
-    texts = {json.dumps(test): test for test in tests}
+    asking = [test for test in tests if (test[1] is not None if function else test[1].strip())]
+    texts = {json.dumps(test): test for test in asking}
     small = [texts[text] for text in sorted(texts, key=lambda text: (len(text), text)) if len(text) <= MAX_TEST_CHARS]
-    shown = [is_shown(problem, function, test) for test in small]
+    statement = Statement(problem)
+    shown = [statement.shows(function, test) for test in small]
     public = [test for test, is_public in zip(small, shown, strict=True) if is_public][: max_tests // 2]
     hidden = [test for test, is_public in zip(small, shown, strict=True) if not is_public]
     room = min(max_tests - len(public), len(hidden))
     spread = [hidden[(index + 1) * len(hidden) // room - 1] for index in range(room)]
     return public + spread, len(public)
-
-
-def is_shown(problem: str, function: str, test: Test) -> bool:
-    """Whether the statement itself gives a test away: its input and, close behind it, what it expects.
-
-    >>> is_shown("Double a number. Input: 21 Output: 42.", "", ("21\\n", "42\\n"))
-    True
-    """
-    given, expected = test
-    if not function:
-        return _in_order(" ".join(problem.split()), [" ".join(given.split()), " ".join(expected.split())])
-    text = re.sub(r",\s+", ",", " ".join(problem.split()))
-    return any(
-        _in_order(text, [re.sub(r",\s+", ",", write(value)) for value in [*given, expected]])
-        for write in (json.dumps, repr)
-    )
-
-
-def _in_order(text: str, pieces: Sequence[str]) -> bool:
-    if not all(pieces) or sum(map(len, pieces)) > len(text):
-        return False
-    first, *others = [re.compile(rf"(?<![\w.-]){re.escape(piece)}(?!\w|\.\d)") for piece in pieces]
-    for match in first.finditer(text):
-        end = match.end()
-        for pattern, piece in zip(others, pieces[1:], strict=True):
-            found = pattern.search(text, end, end + MAX_GAP + len(piece))
-            if found is None:
-                break
-            end = found.end()
-        else:
-            return True
-    return False
 
 
 def task_row(

@@ -1,8 +1,9 @@
 """Whether two answers in numbers or in LaTeX are worth the same.
 
-Answers are compared by value. Text is compared first, then exact fractions, then, for expressions of a small and
-bounded form, what math-verify says. Its parser and its timeouts are left alone: the one takes a second for ten nested
-parentheses and reads `2(3)` as a mixed number, the others need the main thread.
+Answers are compared by value. Text is compared first, then numbers as exact fractions. Where the right answer is a
+number, that is all: `17+25` is no answer to how much that is. Where it is an expression of a small and bounded form,
+math-verify says whether another one equals it. Its parser and its timeouts are left alone: the one takes a second for
+ten nested parentheses and reads `2(3)` as a mixed number, the others need the main thread.
 """
 
 import ast
@@ -33,8 +34,14 @@ def same_answer(given: str, gold: str) -> bool:
     out. `x = 5` is 5. Lists are compared element by element, in brackets in order and elsewhere in any order; one
     value never equals several. Decimals are exact: 0.33 is not 1/3.
 
+    A number is a decimal, or a fraction or mixed number in lowest terms; nothing else equals one. Commas with three
+    digits after each, without spaces and outside of brackets, are those of thousands. An expression may have no
+    letters but those of the right one.
+
     >>> same_answer("0.5", r"\frac{1}{2}"), same_answer("x^2 + 2x", "x(x+2)"), same_answer("4, 5", "4")
     (True, True, False)
+    >>> same_answer("42,000", "42000"), same_answer("84/2", "42"), same_answer("17+25", "42")
+    (True, False, False)
     """
     if len(given) > MAX_ANSWER_CHARS:
         return False
@@ -44,7 +51,15 @@ def same_answer(given: str, gold: str) -> bool:
     (name, value, unit), (gold_name, gold_value, gold_unit) = _parts(given), _parts(gold)
     if not value or unit not in ("", gold_unit) or (name and gold_name and name != gold_name):
         return False
-    return _same_value(value, gold_value) or _same_list(_elements(value), _elements(gold_value))
+    if _same_value(value, gold_value):
+        return True
+    if _fraction(gold_value) is not None:  # 1000 has been "1,000" perhaps, and is no list of 1 and 0
+        return False
+    return _same_list(_elements(value), _elements(gold_value))
+
+
+_BRACKETS = re.compile(r"[(\[]|\\\{")
+_THOUSANDS = re.compile(r"(?<![0-9.])(?<![0-9],)[0-9]{1,3}(?:,[0-9]{3})+(?!,?[0-9])")
 
 
 def _plain(text: str) -> str:
@@ -52,12 +67,14 @@ def _plain(text: str) -> str:
     text = " ".join(text.split()).lstrip("$ ").rstrip("$ .").lower()
     if text.startswith("\\boxed{"):
         text = text.removeprefix("\\boxed{").removesuffix("}")
-    text = re.sub(r"\\(?:left|right)(?![a-z])|\\!|\^(?:\\circ|\{\\circ\})|\\?%$|^\\?\$", "", text)
+    text = re.sub(r"\\(?:left|right)(?![a-z])|\\!|\{(?=,\})|(?<=,)\}|\^(?:\\circ|\{\\circ\})|\\?%$|^\\?\$", "", text)
     text = re.sub(r"\\[dt]frac(?![a-z])", r"\\frac", re.sub(r"\\[,;: ]", " ", text))
     text = re.sub(r"\\(frac|sqrt) ?([0-9])", r"\\\1{\2}", text)
     text = re.sub(r"(\\frac\{[^{}]*\}) ?([0-9])", r"\1{\2}", text)
     words = re.fullmatch(r"\\(?:text|mbox|textbf|mathrm)\{([^{}]*)\}", text)
     text = words[1] if words else text
+    if not _BRACKETS.search(text):  # within them a comma parts elements
+        text = _THOUSANDS.sub(lambda number: number[0].replace(",", ""), text)
     return re.sub(r"(?<![0-9]) | (?![0-9])", "", text.strip())  # 4 5 is not 45
 
 
@@ -71,25 +88,30 @@ def _parts(text: str) -> tuple[str, str, str]:
 def _same_value(given: str, gold: str) -> bool:
     if given == gold:
         return True
-    fraction, gold_fraction = _fraction(given), _fraction(gold)
-    if fraction is not None and gold_fraction is not None:
-        return fraction == gold_fraction
+    gold_fraction = _fraction(gold)
+    if gold_fraction is not None:
+        lowest_terms = _fraction(gold, lowest_terms=True) is not None  # if the data has not been careful, none need be
+        return _fraction(given, lowest_terms) == gold_fraction
     return _same_expression(given, gold)
 
 
 _DIGITS = r"[0-9]{1,40}"
-_DECIMAL = re.compile(rf"([+-]?)((?:[0-9]{{1,3}}(?:,[0-9]{{3}})+|{_DIGITS})?(?:\.{_DIGITS})?)")
+_DECIMAL = re.compile(rf"([+-]?)((?:0|[1-9][0-9]{{0,39}})?(?:\.{_DIGITS})?)")  # 000 is the end of 1,000
 _RATIO = re.compile(rf"([+-]?)({_DIGITS})?\\frac\{{({_DIGITS})\}}\{{({_DIGITS})\}}")
 _SLASHED = re.compile(rf"([+-]?)(?:({_DIGITS}) )?({_DIGITS})/({_DIGITS})")
 
 
-def _fraction(text: str) -> Fraction | None:
+def _fraction(text: str, lowest_terms: bool = False) -> Fraction | None:
     """A decimal, a fraction or a mixed number exactly, `None` for any other text."""
     if (match := _DECIMAL.fullmatch(text)) and match[2]:
-        return Fraction(match[1] + match[2].replace(",", ""))
+        return Fraction(match[1] + match[2])
     if (match := _RATIO.fullmatch(text) or _SLASHED.fullmatch(text)) and int(match[4]):
-        value = int(match[2] or 0) + Fraction(int(match[3]), int(match[4]))
-        return -value if match[1] == "-" else value
+        numerator, denominator = int(match[3]), int(match[4])
+        part = Fraction(numerator, denominator)
+        # 84/2 is a division that nobody has carried out, and 2 3/2 a sum.
+        is_lowest = denominator == part.denominator > 1 and (not match[2] or part < 1)
+        value = int(match[2] or 0) + part
+        return None if lowest_terms and not is_lowest else -value if match[1] == "-" else value
     return None
 
 
@@ -130,6 +152,7 @@ def _same_list(given: tuple[str, list[str]], gold: tuple[str, list[str]]) -> boo
 # Expressions: a little LaTeX, read as Python's syntax and calculated here
 
 _TOKEN = re.compile(r"[0-9]+(?:\.[0-9]+)?|\.[0-9]+|\*\*|[a-zπ+\-*/()]")
+_LEADING_ZERO = re.compile(r"(?<![0-9.])0[0-9]")
 _NAMES = "abcdefghijklmnopqrstuvwxyzπ"
 _NESTED = (
     (re.compile(r"\\frac\{([^{}]*)\}\{([^{}]*)\}"), r"((\1)/(\2))"),
@@ -152,7 +175,8 @@ _POINTS = [
 
 def _same_expression(given: str, gold: str) -> bool:
     tree, gold_tree = _expression(given), _expression(gold)
-    if tree is None or gold_tree is None:
+    # Letters of its own make words of an answer: "5 and 0" is no product.
+    if tree is None or gold_tree is None or not _letters(tree) <= _letters(gold_tree):
         return False
     # Numbers first: a wrong answer costs microseconds, and only one that seems right gets an exact look.
     try:
@@ -186,7 +210,7 @@ def _expression(text: str) -> ast.expr | None:
             text = pattern.sub(replacement, text)
     text = text.replace("^", "**")
     tokens = _TOKEN.findall(text)
-    if "".join(tokens) != text or text.count("**(1/2)") > MAX_ROOTS:
+    if "".join(tokens) != text or text.count("**(1/2)") > MAX_ROOTS or _LEADING_ZERO.search(text):
         return None
     pieces: list[str] = []
     for token in tokens:
@@ -203,10 +227,14 @@ def _expression(text: str) -> ast.expr | None:
 
 def _is_allowed(node: ast.AST) -> bool:
     if isinstance(node, ast.Constant):
-        return len(ast.unparse(node)) <= MAX_DIGITS
+        return len(repr(node.value)) <= MAX_DIGITS
     if isinstance(node, ast.UnaryOp):
         return isinstance(node.op, ast.USub)
     return isinstance(node, (ast.BinOp, ast.Name, ast.Load, ast.USub, *_OPERATORS))
+
+
+def _letters(tree: ast.expr) -> set[str]:
+    return {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
 
 
 def _power(tree: ast.expr) -> float:
@@ -214,9 +242,17 @@ def _power(tree: ast.expr) -> float:
     powers = [_power(child) for child in ast.iter_child_nodes(tree) if isinstance(child, ast.expr)]
     if not (isinstance(tree, ast.BinOp) and isinstance(tree.op, ast.Pow)):
         return max(powers, default=1.0)
-    text = ast.unparse(tree.right).removeprefix("-")
-    exponent = _fraction(text.replace(" ", ""))
-    return cmath.inf if exponent is None else powers[0] * max(1.0, float(exponent))
+    exponent = _plain_number(tree.right)
+    return cmath.inf if exponent is None else powers[0] * max(1.0, exponent)
+
+
+def _plain_number(tree: ast.expr) -> float | None:
+    """The size of a number, or of a ratio of two, with a sign or without; `None` for anything else."""
+    is_ratio = isinstance(tree, ast.BinOp) and isinstance(tree.op, ast.Div)
+    sides = (tree.left, tree.right) if is_ratio else (tree, ast.Constant(1))
+    unsigned = [side.operand if isinstance(side, ast.UnaryOp) else side for side in sides]
+    values = [side.value for side in unsigned if isinstance(side, ast.Constant)]
+    return values[0] / values[1] if len(values) == 2 and values[1] else None
 
 
 def _calculate(tree: ast.AST, names: Mapping[str, Any], number: Callable[[str], Any]) -> Any:
@@ -226,4 +262,4 @@ def _calculate(tree: ast.AST, names: Mapping[str, Any], number: Callable[[str], 
         return _OPERATORS[type(tree.op)](left, right)
     if isinstance(tree, ast.UnaryOp):
         return -_calculate(tree.operand, names, number)
-    return names[tree.id] if isinstance(tree, ast.Name) else number(ast.unparse(tree))
+    return names[tree.id] if isinstance(tree, ast.Name) else number(repr(tree.value))

@@ -34,6 +34,8 @@ from ragen2_trl.envs.tools import ToolEnvironment
 VERBS = ("search", "finish")
 COLUMNS = ("question", "answer", "context", "supporting_facts")
 MIN_F1 = 0.3  # answers that share less with the right one earn nothing
+# What parts one candidate from the next.
+_PARTING = re.compile(r"[,;/|&\n]|\b(?:and|or)\b", re.IGNORECASE)
 SERVER_WORKERS = 16  # searches that wait for a server at the same time
 
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
@@ -66,6 +68,23 @@ def token_f1(answer: str, right: str) -> float:
     given_words, wanted_words = given.split(), wanted.split()
     common = (Counter(given_words) & Counter(wanted_words)).total()
     return 2 * common / (len(given_words) + len(wanted_words)) if common else 0.0
+
+
+def partial_credit(answer: str, right: str) -> float:
+    """What an answer that is not the right one earns: `token_f1` from `MIN_F1` on, or 0.0 for a hedge.
+
+    A hedge has more words than the right answer, so that two candidates side by side are one, or parts its words by a
+    comma, a semicolon, a slash, a bar, a line break, "and", "or" or "&" where the right answer has none of these.
+    Naming several candidates never pays, while "New York" is a part of "New York City".
+
+    >>> partial_credit("New York", "New York City"), partial_credit("Paris or Rome", "Paris")
+    (0.8, 0.0)
+    """
+    has_more_words = len(normalize(answer).split()) > len(normalize(right).split())
+    if has_more_words or (_PARTING.search(answer) and not _PARTING.search(right)):
+        return 0.0
+    f1 = token_f1(answer, right)
+    return f1 if f1 >= MIN_F1 else 0.0
 
 
 def parse_action(action: str) -> tuple[str, str] | None:
@@ -120,7 +139,7 @@ class SearchQAEpisode(Episode):
         return parsed is not None and not (self._closed_book and parsed[0] == "search")
 
     def step(self, action: str) -> float:
-        """Searches, for nothing, or answers: 1.0 for an exact match, the words' F1 if at least 0.3, else 0.0."""
+        """Searches, for nothing, or answers: 1.0 for an exact match, else `partial_credit`."""
         parsed = parse_action(action)
         if parsed is None:
             raise ValueError(f"action must be search[...] or finish[...], got {action[:100]!r}")
@@ -131,14 +150,14 @@ class SearchQAEpisode(Episode):
             return 0.0
         self.done = True
         self.success = exact_match(argument, self.answer)
-        f1 = token_f1(argument, self.answer)
-        return 1.0 if self.success else f1 if f1 >= MIN_F1 else 0.0
+        return 1.0 if self.success else partial_credit(argument, self.answer)
 
     def _search(self, query: str) -> str:
         retriever = self._retriever or context_index(self._passages)
         (passages,) = retriever.search([query], self._top_k)
         lines = [
-            f"[{number}] {plain_text(passage.title)}: {plain_text(passage.text)}"
+            # Cut before it is cleaned: a server's passage may have megabytes.
+            f"[{number}] {plain_text(passage.title[: self._max_chars])}: {plain_text(passage.text[: self._max_chars])}"
             for number, passage in enumerate(passages, start=1)
         ]
         return "\n".join(lines)[: self._max_chars] or "No passages found."
@@ -189,6 +208,9 @@ class SearchQATools(ToolEnvironment):
 class SearchQA(Environment):
     """Answer a question that needs two passages: 1.0 for the right answer, its words' F1 for part of it.
 
+    Part of it is one answer of at most as many words (see `partial_credit`). RAGEN pays the F1 of any text, and so for
+    naming every candidate.
+
     Tasks are generated, or come from `hotpotqa/hotpot_qa` (configuration `distractor`) or a local file in its schema,
     which is split by the questions' hash.
 
@@ -224,7 +246,7 @@ class SearchQA(Environment):
             self.example = "finish[answer]"  # a closed book has nothing to search
 
     def instructions(self) -> str:
-        finish = "finish[answer] ends with your answer. The right one earns 1, part of it less, so be short."
+        finish = "finish[answer] ends with your answer. The right one earns 1, a part of it less, several 0."
         if self.max_turns == 1:
             return f"Answer the question. Action: {finish}"
         return f"Answer the question. Actions: search[words] shows passages; {finish} No answer earns nothing."

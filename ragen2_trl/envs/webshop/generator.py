@@ -1,10 +1,14 @@
-"""A generated stand-in for WebShop's files: a catalogue, and wishes for its products."""
+"""A generated stand-in for WebShop's files: a catalogue, and wishes for its products.
+
+Some products are accessories whose text is full of what other products are searched for, as in real shops: they come
+first where an instruction is copied into the search, and only their titles tell that they are another thing.
+"""
 
 import itertools
 import random
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 
 from ragen2_trl.envs.webshop.catalogue import LEVEL, Catalogue, Goal, Product, instruct, price_limit
 
@@ -59,18 +63,30 @@ _DEPARTMENTS = (
         (10, 90),
     ),
 )
+# What nobody wishes for. Their words are in no other title.
+_ACCESSORIES = ("gift card", "repair kit", "care guide", "sticker set", "spare pouch")
+_MAX_ACCESSORIES = 80  # four for each type, so that less than half of the first page is something else
 _SYLLABLES = tuple(consonant + vowel for consonant in "bdkln" for vowel in "aeiou")
 
 
 @lru_cache(maxsize=2)
 def generate_catalogue(size: int) -> Catalogue:
-    """`size` products, always the same: of 20 types in five departments, each with attributes, options and a price."""
+    """`size` products, always the same: of 20 types in five departments, each with attributes, options and a price.
+
+    A third, at most 80, are accessories.
+    """
     rng = random.Random(f"webshop/{size}")
     numbers = rng.sample(range(100_000), size)
     # A brand is one product's, see `type_factor`.
     brands = rng.sample(list(itertools.product(_SYLLABLES, repeat=3)), size)
     names = ("".join(brand).capitalize() for brand in brands)
-    return Catalogue([_generate(f"B{number:05d}", brand, rng) for number, brand in zip(numbers, names, strict=True)])
+    accessories = min(size // 3, _MAX_ACCESSORIES)
+    makers = [
+        *(partial(_generate_accessory, place) for place in range(accessories)),
+        *[_generate] * (size - accessories),
+    ]
+    made = zip(makers, numbers, names, strict=True)
+    return Catalogue([make(f"B{number:05d}", brand, rng) for make, number, brand in made])
 
 
 def _generate(asin: str, brand: str, rng: random.Random) -> Product:
@@ -93,12 +109,34 @@ def _generate(asin: str, brand: str, rng: random.Random) -> Product:
     )
 
 
+def _generate_accessory(place: int, asin: str, brand: str, rng: random.Random) -> Product:
+    """Something for products of one type after the other; its text names whatever is looked for in them."""
+    department = _DEPARTMENTS[place % len(_DEPARTMENTS)]
+    name = department.types[place // len(_DEPARTMENTS) % len(department.types)]
+    kind = rng.choice(_ACCESSORIES)
+    return Product(
+        asin=asin,
+        title=f"{brand} {kind.title()}",
+        query=kind,
+        category=f"Accessories {LEVEL} {kind.title()}",
+        price=round(rng.uniform(3, 12), 2),
+        attributes=department.attributes,
+        features=tuple(f"For {attribute} {name}." for attribute in department.attributes),
+        description=f"{kind.capitalize()} by {brand} for {name}.",
+        options=department.options,
+    )
+
+
 def draw_goal(catalogue: Catalogue, most_options: int, rng: random.Random) -> Goal:
     """A wish for a product of a generated catalogue: one or two attributes, up to `most_options` options, a price."""
-    product = catalogue.products[rng.choice(list(catalogue.products))]
+    product = catalogue.products[rng.choice([asin for asin, one in catalogue.products.items() if _is_wanted(one)])]
     attributes = sorted(rng.sample(product.attributes, rng.randint(1, 2)))
     kinds = sorted(rng.sample(sorted(product.options), rng.randint(0, min(most_options, len(product.options)))))
     options = {kind: rng.choice(product.options[kind]) for kind in kinds}
     upper = price_limit(product.price, rng)
     text = instruct(f"find me {' and '.join(attributes)} {product.query}", options, upper)
     return Goal(product.asin, text, tuple(attributes), tuple(options.values()), upper)
+
+
+def _is_wanted(product: Product) -> bool:
+    return product.query not in _ACCESSORIES
