@@ -163,7 +163,7 @@ def test_two_processes_measure_what_one_measures(policy_path, make_args, tmp_pat
     args = make_args(snr=False, per_device_train_batch_size=32, max_steps=1, shuffle_dataset=False)
     dataset = Dataset.from_dict({"prompt": PROMPTS})
     trainer = GRPOTrainer(policy_path, Replay.reward, args, dataset, rollout_func=replay.rollout)
-    trainer.add_callback(MutualInformationCallback(trainer, every=1, num_completions=20))
+    trainer.add_callback(MutualInformationCallback(trainer, every=1, num_completions=20, min_prompts=2))
     trainer.train()
     expected = next(row for row in trainer.state.log_history if "mi/seconds" in row)
     measured = {key for key in expected if key.startswith("mi/")} - {"mi/seconds", "mi/tokens"}

@@ -37,7 +37,7 @@ def logged(tmp_path_factory):
     rollout = TextRollout(env)
     model = resolve_model("tiny-sokoban")
     trainer = SNRFilteredGRPOTrainer(model, env.reward_funcs, args, env.dataset(16, seed=0), rollout_func=rollout)
-    trainer.add_callback(MutualInformationCallback(trainer, every=1))
+    trainer.add_callback(MutualInformationCallback(trainer, every=1, min_prompts=2))
     trainer.add_callback(RewardVarianceStopCallback(trainer, start_generations=1))
     trainer.train()
     return {key for row in trainer.state.log_history for key in row}

@@ -218,9 +218,9 @@ def test_rounds_of_a_refill_are_ranked_among_the_same_groups(algorithm, policy_p
 @pytest.mark.parametrize(
     ("settings", "parts"),
     [
-        ({"snr_window": None}, ["one group", "snr_window=256", "generation_batch_size of 32"]),
-        ({"snr_strategy": "top_k_abs", "snr_value": 1}, ["top_k_abs", "snr_value=1", "generation_batch_size of 32"]),
-        ({"snr_mode": "soft"}, ["snr_mode='soft'", "generation_batch_size of 32"]),
+        ({"snr_window": None}, ["one group", "snr_window=256", "generation_batch_size=32"]),
+        ({"snr_strategy": "top_k_abs", "snr_value": 1}, ["top_k_abs", "snr_value=1", "generation_batch_size=32"]),
+        ({"snr_mode": "soft"}, ["snr_mode='soft'", "generation_batch_size=32"]),
         ({}, []),
         ({"snr_window": None, "snr_strategy": "none"}, []),
     ],

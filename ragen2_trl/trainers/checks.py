@@ -37,18 +37,16 @@ def with_snr_fields(args: Any, config_class: type, trl_config_class: type) -> An
 def nothing_to_rank(args: SNRFilterConfig) -> str | None:
     """Why a layout leaves the filter nothing to choose among, and which settings would; `None` where it has."""
     groups = args.groups_per_generation
-    larger = (
-        f"a generation_batch_size of {FEW_GROUPS * args.num_generations} (it is {args.generation_batch_size}), for "
-        f"{FEW_GROUPS} groups in each"
-    )
-    if args.snr_mode == "soft" and groups == 1:
-        return f"snr_mode='soft' compares the groups of a generation, and each has one. What would change that: {larger}."
-    if args.snr_mode == "soft" or neutral(args):
+    larger = f"generation_batch_size={-(-FEW_GROUPS // groups) * args.generation_batch_size}"
+    if args.snr_mode == "soft":
+        reason = f"snr_mode='soft' compares groups of one generation, which has one. What would change that: {larger}."
+        return reason if groups == 1 else None
+    if neutral(args):
         return None
     if args.snr_strategy == "top_k_abs" and args.snr_value >= groups:
         return (
-            f"snr_strategy='top_k_abs' with snr_value={args.snr_value:g} keeps all groups with signal of a generation, "
-            f"which has {groups}. What would change that: a smaller snr_value, or {larger}."
+            f"snr_strategy='top_k_abs' with snr_value={args.snr_value:g} keeps every group with signal of a "
+            f"generation, which has {groups}. What would change that: a smaller snr_value, or {larger}."
         )
     if groups == 1 and args.snr_window is None:
         return (

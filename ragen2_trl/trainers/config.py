@@ -149,7 +149,9 @@ class SNRFilterConfig:
         if not 0 <= self.snr_selection_eps < float("inf"):
             raise ValueError(f"snr_selection_eps={self.snr_selection_eps!r} is out of range; allowed: finite, >= 0.")
         if self.snr_window is not None and self.snr_window < FEW_GROUPS:
-            raise ValueError(f"snr_window={self.snr_window!r} is out of range; allowed: {FEW_GROUPS} or more, or None.")
+            raise ValueError(
+                f"snr_window={self.snr_window!r} is out of range; allowed: {FEW_GROUPS} or more, or None."
+            )
         if self.num_generations is not None and self.num_generations < 2:
             raise ValueError(
                 f"num_generations={self.num_generations} leaves no reward variance to filter by; allowed: >= 2."

@@ -41,7 +41,7 @@ def main() -> None:
     replay = Replay(AutoTokenizer.from_pretrained(policy_path), REWARDS)
     dataset = Dataset.from_dict({"prompt": PROMPTS})
     trainer = GRPOTrainer(policy_path, Replay.reward, args, dataset, rollout_func=replay.rollout)
-    trainer.add_callback(MutualInformationCallback(trainer, every=1, num_completions=20))
+    trainer.add_callback(MutualInformationCallback(trainer, every=1, num_completions=20, min_prompts=2))
     row = {}
 
     log = trainer.log
