@@ -2,18 +2,18 @@
 
     python benchmarks/small_batches.py    # about a quarter of an hour on two cores
 
-The tiny model trains on FrozenLake with one, two and four prompts a step, 8 completions each, for 256 groups in all, with
-the filter's defaults. After every 16 groups, 64 other prompts are sampled with the weights of that moment. Each of the
-second 32 is then asked about four times: would it be kept
+The tiny model trains on FrozenLake with one, two and four prompts a step, 8 completions each, for 256 groups in all,
+with the filter's defaults. After every 16 groups, 64 other prompts are sampled with the weights of that moment. Each of
+the second 32 is then asked about four times: would it be kept
 
 1. in a batch with the first 32 (what counts as right),
 2. in a batch with the other 31 of the second 32 (how far two large batches agree: what there is to reach),
 3. in a generation of the run, among its latest groups (`snr_window`, of several sizes),
 4. in a generation by itself (`snr_window=None`).
 
-Timed is the update, as in `filter_step_time.py`, against plain TRL with the same number of prompts. Once more, the same
-is asked with all rewards of the second half of each run a tenth of what they were. One seed unless `--seeds` says more.
-Writes `benchmarks/results/small_batches.{json,md}`.
+Timed is the update, as in `filter_step_time.py`, against plain TRL with the same number of prompts. Once more, the
+same is asked with all rewards of the second half of each run a tenth of what they were. One seed unless `--seeds` says
+more. Writes `benchmarks/results/small_batches.{json,md}`.
 """
 
 import argparse

@@ -5,7 +5,8 @@ import logging
 import pytest
 import torch
 from algorithms import GRPO, STILL, for_each, replay_of
-from conftest import PROMPTS
+from conftest import PROMPTS, assert_same_parameters, parameters_of
+from pages import scripts
 from replay import Recorder, assert_close, move_away
 
 from ragen2_trl import SNRFilteredGRPOConfig, SNRFilteredGRPOTrainer
@@ -197,6 +198,22 @@ def test_one_group_a_step_is_kept_or_dropped_and_its_update_is_the_plain_one(alg
             assert recorder.gradients[step] == {}
 
 
+@for_each
+def test_a_resumed_run_ranks_among_the_groups_before_the_checkpoint(algorithm, policy_path, tmp_path):
+    """The eighth prompt has a variance that is little beside that of others, and the first in a run would be kept."""
+    settings = {**ONE_GROUP, "max_steps": 10, "save_strategy": "steps", "save_steps": 7, "shuffle_dataset": False}
+    runs = []
+    for resume in (None, str(tmp_path / "checkpoint-7")):
+        trainer = algorithm.make(policy_path, algorithm.args(tmp_path, **settings), replay_of(policy_path))
+        trainer.train(resume_from_checkpoint=resume)
+        runs.append((parameters_of(trainer), trainer._selector.state(), log_rows(trainer)))
+    (whole, state, rows), (resumed, state_after, rows_after) = runs
+    assert_same_parameters(whole, resumed)
+    assert state == state_after and state["reference"]["seen"] == 10
+    assert [row["snr/kept_groups"] for row in rows] == [row["snr/kept_groups"] for row in rows_after]
+    assert rows[7]["snr/kept_groups"] == 0
+
+
 def test_eight_groups_are_ranked_by_themselves(policy_path, tmp_path):
     args = GRPO.args(tmp_path, per_device_train_batch_size=32, max_steps=2)
     trainer = GRPO.make(policy_path, args, replay_of(policy_path))
@@ -237,3 +254,29 @@ def test_trls_default_layout_ranks_in_the_window():
     args = SNRFilteredGRPOConfig(**CPU)
     assert (args.groups_per_generation, args.snr_window, args.ranks_in_window) == (1, 256, True)
     assert SNRFilteredGRPOTrainer._config_class is SNRFilteredGRPOConfig
+
+
+def test_in_trls_default_layout_the_example_of_the_readme_keeps_drops_and_measures(
+    policy_path, prompts, tmp_path, monkeypatch
+):
+    """As printed but for model, data and reward; what is added says nothing of the layout."""
+    added = {**CPU, "max_steps": 20, "max_completion_length": 10, "disable_tqdm": True, "save_strategy": "no"}
+    make = SNRFilteredGRPOConfig.__init__
+    monkeypatch.setattr(SNRFilteredGRPOConfig, "__init__", lambda self, **said: make(self, **said, **added))
+    monkeypatch.setattr("datasets.load_dataset", lambda *args, **kwargs: prompts)
+    monkeypatch.setattr(
+        "trl.rewards.accuracy_reward",
+        lambda completion_ids, **kwargs: [float(sum(ids) % 7 == 0) for ids in completion_ids],
+    )
+    monkeypatch.chdir(tmp_path)
+    names = {}
+    exec(scripts("../README.md")[0].replace('"Qwen/Qwen2.5-0.5B-Instruct"', repr(policy_path)), names)
+    trainer = names["trainer"]
+    assert (trainer.args.per_device_train_batch_size, trainer.args.num_generations) == (8, 8)
+    assert trainer.args.steps_per_generation == 1
+    kept = [row["snr/kept_fraction"] for row in log_rows(trainer)]  # means over ten steps
+    assert len(kept) == 2 and all(0 < fraction < 1 for fraction in kept)
+    assert 0 < sum(row["snr/zero_variance_fraction"] for row in log_rows(trainer)) / 2 < 1 - sum(kept) / 2
+    measured = [row for row in trainer.state.log_history if "mi/first_turn/retrieval_accuracy" in row]
+    assert [row["step"] for row in measured] == [10, 20]
+    assert all(row["mi/first_turn/num_prompts"] >= 4 and row["mi/pooled_steps"] == 7 for row in measured)

@@ -126,7 +126,7 @@ def run_case(policy_path: str, folder: str, case: dict, processes: int, lora: bo
     adapters = LoraConfig(r=4, init_lora_weights=False, target_modules="all-linear") if lora else None
     trainer = make_trainer(policy_path, settings, prompts, **replayed, peft_config=adapters)
     assert trainer.accelerator.num_processes == processes
-    trainer.add_callback(MutualInformationCallback(trainer, every=1, num_completions=12, min_prompts=2))
+    trainer.add_callback(MutualInformationCallback(trainer, every=1, num_completions=12))
     trainer.train()
     return parameters_of(trainer), [row for row in trainer.state.log_history if "reward" in row], trainer
 
