@@ -3,8 +3,8 @@
     python benchmarks/small_batches.py    # about a quarter of an hour on two cores
 
 The tiny model trains on FrozenLake with one, two and four prompts a step, 8 completions each, for 256 groups in all,
-with the filter's defaults. After every 16 groups, 64 other prompts are sampled with the weights of that moment. Each of
-the second 32 is then asked about four times: would it be kept
+with the filter's defaults. After every 16 groups, 64 other prompts are sampled with the weights of that moment. Each
+of the second 32 is then asked about four times: would it be kept
 
 1. in a batch with the first 32 (what counts as right),
 2. in a batch with the other 31 of the second 32 (how far two large batches agree: what there is to reach),
