@@ -101,6 +101,7 @@ bench: $(BIN)/.installed  ## Side-by-side measurements; writes benchmarks/result
 	$(BIN)/python benchmarks/cross_score.py
 	$(BIN)/python benchmarks/two_processes.py
 	$(BIN)/python benchmarks/refill.py
+	$(BIN)/python benchmarks/small_batches.py
 	$(BIN)/python benchmarks/environments.py
 
 warm-start: $(BIN)/.installed  ## Regenerate the tiny models' weights (half an hour)

@@ -125,6 +125,7 @@ def select_groups(
     selection_eps: float = 0.01,
     keep: str = "largest",
     is_zero: Tensor | None = None,
+    at_least_one: bool = False,
 ) -> Tensor:
     """Choose the groups to train on. Sorting is stable: of equal scores the earlier group comes first.
 
@@ -144,6 +145,7 @@ def select_groups(
         include_zero: whether groups without signal are candidates at all.
         selection_eps: slack of `top_p`, in the unit of the scores. A batch whose mass is not above
             `selection_eps / value` keeps nothing: all of it is taken for noise.
+        at_least_one: keep the first candidate of the ranking where the slack of `top_p` would leave nothing.
         keep: `largest` ranks downwards, `smallest` upwards (the paper's reverse ablation; for `min_p` it keeps the
             groups that score at most `value` x the largest score).
         is_zero: (N,) bool, which groups are without signal; by default those with |score| <= 1e-10.
@@ -178,12 +180,17 @@ def select_groups(
     if strategy == "top_k":  # a fraction of all groups, zero ones included, as in the paper: floor(rho x N)
         # The tolerance makes 0.29 of 100 groups 29, although 0.29 * 100 is 28.999999999999996.
         strategy, value = "top_k_abs", max(1, int(value * len(scores) + 1e-9))
-    kept[candidates[order[: _prefix_length(ranked, strategy, value, selection_eps, keep)]]] = True
+    length = _prefix_length(ranked, strategy, value, selection_eps, keep)
+    kept[candidates[order[: max(length, at_least_one and strategy == "top_p")]]] = True
     return kept
 
 
 def selection_metrics(
-    rewards: Tensor, scores: Tensor, kept: Tensor, reward_range: tuple[float, float] | None = None
+    rewards: Tensor,
+    scores: Tensor,
+    kept: Tensor,
+    reward_range: tuple[float, float] | None = None,
+    ranked: Tensor | None = None,
 ) -> dict[str, float]:
     """What a selection did, for the logs.
 
@@ -192,10 +199,12 @@ def selection_metrics(
         scores: (N,) from `group_score`.
         kept: (N,) bool from `select_groups`.
         reward_range: lowest and highest reward that count as worst and best, by default those of this batch.
+        ranked: (n,) scores of all groups that these were ranked among, by default of these alone.
 
     Returns:
-        `kept_groups` (number) and `kept_fraction`; `score_mean`, `score_max` and `score_std_over_mean` over all
-        groups (the last is Table 8's predictor of the filter's gain; 0 when the mean is 0);
+        `kept_groups` (number) and `kept_fraction`; `score_mean` and `score_max` over these groups, and
+        `score_std_over_mean` over all that they were ranked among (Table 8's predictor of the filter's gain; 0 when
+        the mean is 0);
         `zero_variance_fraction`; `dropped_all_best` and `dropped_all_worst`, the fractions of all groups that were
         dropped because every completion had the best, or the worst, reward: too easy, or too hard.
 
@@ -211,14 +220,15 @@ def selection_metrics(
     dropped_uniform = ~kept & uniform
     means = rewards.nanmean(dim=1)  # NaN, so neither best nor worst, where no completion could be scored
     tells_best_from_worst = high - low > ZERO_STD
-    score_mean = scores.mean().item()
-    score_std = scores.std().item() if len(scores) > 1 else 0.0
+    ranked = scores if ranked is None else ranked
+    ranked_mean = ranked.mean().item()
+    ranked_std = ranked.std().item() if len(ranked) > 1 else 0.0
     return {
         "kept_groups": float(kept.sum()),
         "kept_fraction": _fraction(kept),
-        "score_mean": score_mean,
+        "score_mean": scores.mean().item(),
         "score_max": scores.max().item(),
-        "score_std_over_mean": score_std / score_mean if score_mean != 0 else 0.0,
+        "score_std_over_mean": ranked_std / ranked_mean if ranked_mean != 0 else 0.0,
         "zero_variance_fraction": _fraction(uniform),
         "dropped_all_best": _fraction(dropped_uniform & (means >= high - ZERO_STD)) * tells_best_from_worst,
         "dropped_all_worst": _fraction(dropped_uniform & (means <= low + ZERO_STD)) * tells_best_from_worst,

@@ -82,7 +82,7 @@ def make(trainer_class, policy_path, folder, env=None, callback=True, **override
     args = arguments(trainer_class, folder, **overrides)
     trainer = trainer_class(policy_path, rewards, args=args, train_dataset=rows)
     if callback:
-        trainer.add_callback(MutualInformationCallback(trainer, every=1))
+        trainer.add_callback(MutualInformationCallback(trainer, every=1, min_prompts=2))
     return trainer
 
 

@@ -29,7 +29,7 @@ LONG = ("test_train", "test_backends", "test_distributed", "test_hub", "test_pic
 # How the names of files about figures begin. Elsewhere, two seconds with each checkpoint are for nothing.
 ABOUT_FIGURES = ("test_card", "test_docs", "test_hub", "test_report")
 # Hundreds of runs of a few steps, which nobody reads the record of.
-WITHOUT_RECORD = ("test_hostile", "test_promises", "test_refill")
+WITHOUT_RECORD = ("test_hostile", "test_promises", "test_reference", "test_refill")
 
 
 def pytest_collection_modifyitems(items):

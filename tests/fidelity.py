@@ -50,7 +50,7 @@ def run(policy, args, dataset=None, reward=alternating, prepare=None, resume=Non
     trainer._compute_loss = seeing
     if prepare is not None:
         prepare(trainer)
-    trainer.add_callback(MutualInformationCallback(trainer, every=1))
+    trainer.add_callback(MutualInformationCallback(trainer, every=1, min_prompts=2))
     start = parameters_of(trainer)
     trainer.train(resume_from_checkpoint=resume)
     assert trainer.state.global_step == args.max_steps

@@ -45,7 +45,7 @@ def make(trainer_class, name, figures=False, namespace="tester", **overrides):
     args = arguments(trainer_class, FOLDER / name, **hub | overrides)
     rewards = [*env.reward_funcs, length_reward]
     trainer = trainer_class(POLICY, rewards, args=args, train_dataset=env.dataset(8))
-    trainer.add_callback(MutualInformationCallback(trainer, every=1))
+    trainer.add_callback(MutualInformationCallback(trainer, every=1, min_prompts=2))
     return trainer
 
 

@@ -20,7 +20,7 @@ def run(trainer_class, policy_path, args, dataset, reward=length_reward, callbac
     trainer = trainer_class(policy_path, reward, args=args, train_dataset=dataset, **extra, **kwargs)
     measuring = None
     if callback is not False:
-        measuring = MutualInformationCallback(trainer, **({} if callback is True else callback))
+        measuring = MutualInformationCallback(trainer, **{"min_prompts": 2, **({} if callback is True else callback)})
         trainer.add_callback(measuring)
     trainer.train(resume_from_checkpoint=resume)
     return trainer, measuring

@@ -90,6 +90,17 @@ CASES = {
         )
         for mode in ("drop", "mask")
     },
+    # Each generation of one group, whose rows are on both processes, is ranked among those before it.
+    "one group a generation": (
+        {
+            "loss_type": "dapo",
+            "per_device_train_batch_size": 2,
+            "gradient_accumulation_steps": 8,
+            "steps_per_generation": 1,
+        },
+        PROMPTS,
+        [[prompt] if prompt in KEPT else [] for prompt in PROMPTS],
+    ),
     **{
         f"scores over processes {score}": (
             {"loss_type": "dapo", "snr_score": score, "snr_strategy": "none", "per_device_train_batch_size": 6},
@@ -155,9 +166,11 @@ def test_two_processes_compute_grpo_on_the_kept_groups(name, gradients_of_two_pr
     assert_close(mean_gradient(first), expected)
 
 
-def test_two_processes_measure_what_one_measures(policy_path, make_args, tmp_path):
-    """On stock GRPO, with more completions than are scored: both processes draw the same ones from all of them."""
-    run_on_two_processes("measured_rollouts.py", policy_path, tmp_path)
+@pytest.mark.parametrize("generations", [1, 4])
+def test_two_processes_measure_what_one_measures(policy_path, make_args, tmp_path, generations):
+    """On stock GRPO, with more completions than are scored: both processes draw the same ones from all of them, be
+    they of one generation or pooled."""
+    run_on_two_processes("measured_rollouts.py", policy_path, tmp_path, generations)
     row, other = (json.loads((tmp_path / f"row_{process}.json").read_text()) for process in (0, 1))
     replay = Replay(AutoTokenizer.from_pretrained(policy_path), REWARDS)
     args = make_args(snr=False, per_device_train_batch_size=32, max_steps=1, shuffle_dataset=False)
@@ -194,3 +207,4 @@ def test_a_run_resumed_on_more_processes_has_the_same_state_on_each(policy_path,
     assert first == second
     assert first["drawn"] >= drawn
     assert first["step"] == 4
+    assert first["selector"]["reference"]["seen"] > before._selector.reference.seen

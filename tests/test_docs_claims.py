@@ -4,7 +4,7 @@ import ast
 import re
 
 import pytest
-from pages import PAGES, SMALL, quoted, rows
+from pages import PAGES, SMALL, quoted, rows, scripts
 from trl import RLOOConfig
 
 from ragen2_trl import (
@@ -89,6 +89,29 @@ def test_every_metric_that_is_named_is_logged(page, logged):
         name for name in named - figures if not any(pattern(name.removesuffix("/")).match(key) for key in known)
     }
     assert {name for name in unknown if not name.endswith((".parquet", "/"))} == set()
+
+
+def groups_of(call: ast.Call) -> int:
+    """Groups in a generation of the configuration that an example makes, on one process."""
+    said = {word.arg: word.value.value for word in call.keywords if isinstance(word.value, ast.Constant)}
+    rows = said.get("per_device_train_batch_size", 8) * said.get("gradient_accumulation_steps", 1)
+    return said.get("generation_batch_size", rows) // said.get("num_generations", 2 if "RLOO" in call.func.id else 8)
+
+
+def test_every_example_has_groups_to_rank_and_prompts_to_compare():
+    """In one generation; but for the first one, which is to be short."""
+    configs = [
+        (page, node)
+        for page in PAGES
+        for script in scripts(page)
+        for node in ast.walk(ast.parse(script))
+        if isinstance(node, ast.Call) and getattr(node.func, "id", "").startswith("SNRFiltered")
+        if node.func.id.endswith("Config") and not any(word.arg is None for word in node.keywords)
+    ]
+    (shortest, _), *others = sorted(configs, key=lambda found: groups_of(found[1]))
+    assert (shortest, len(others)) == ("../README.md", 6)
+    assert all(groups_of(call) >= 8 for _, call in others)
+    assert SNRFilteredGRPOConfig(use_cpu=True, bf16=False).ranks_in_window
 
 
 def test_defaults_of_the_settings_are_those_of_the_table():

@@ -194,7 +194,7 @@ def test_evaluation_is_not_measured(policy_path, prompts, make_args):
     trainer = GRPOTrainer(
         policy_path, length_reward, args=args, train_dataset=prompts, eval_dataset=prompts, callbacks=[Evaluate()]
     )
-    trainer.add_callback(MutualInformationCallback(trainer, every=1))
+    trainer.add_callback(MutualInformationCallback(trainer, every=1, min_prompts=2))
     trainer.train()
     evaluated = [row for row in trainer.state.log_history if "eval_reward" in row]
     assert evaluated
@@ -219,3 +219,80 @@ def test_why_nothing_was_measured_is_kept_for_the_report(policy_path, make_args)
     assert "two different ones are needed" in run_of(trainer).silence
     page = render_report([run_of(trainer)])
     assert "two different ones are needed" in page and "add_callback" not in page
+
+
+# Generations of one group, as TRL's defaults have them
+ONE_GROUP = {"per_device_train_batch_size": 4, "max_steps": 12}
+
+
+@pytest.mark.parametrize("trainer_class", [GRPOTrainer, SNRFilteredGRPOTrainer])
+def test_prompts_of_successive_generations_are_pooled_until_there_are_enough(
+    trainer_class, policy_path, prompts, make_args, caplog
+):
+    args = make_args(snr=trainer_class is not GRPOTrainer, **ONE_GROUP)
+    callback = {"every": 1, "min_prompts": 5}
+    trainer, _ = run(trainer_class, policy_path, args, prompts, callback=callback)
+    rows = rows_of(trainer)
+    assert [row["step"] for row in rows] == [5, 10]
+    for row in rows:
+        assert row["mi/pooled_steps"] == 4
+        assert row["mi/first_turn/num_completions"] + row["mi/completions_without_reasoning"] == 5 * GROUP_SIZE
+        assert row["mi/first_turn/num_prompts"] >= 4  # a new epoch may begin with the last prompt of the one before
+    (line,) = [text for text in warnings_of(caplog) if "mi/pooled_steps" in text]
+    assert "generation_batch_size=20" in line and "4 optimizer steps" in line
+    for path, row in zip(run_of(trainer).measurements, rows, strict=True):
+        saved = read_measurement(path)
+        assert saved.rewards.shape == (5, GROUP_SIZE) and len(saved.scores) == 5
+        if trainer_class is not GRPOTrainer:
+            kept = [log["snr/kept_groups"] == 1 for log in trainer.state.log_history[row["step"] - 5 : row["step"]]]
+            assert saved.kept.tolist() == kept
+
+
+def test_a_pooled_measurement_is_that_of_one_generation_where_weights_stand_still(policy_path, make_args):
+    """Eight generations of a group, and one of eight groups."""
+    tokenizer = AutoTokenizer.from_pretrained(policy_path)
+    replay = Replay(tokenizer, REWARDS)
+    measured = []
+    for rows, steps in ((4, 8), (32, 1)):
+        args = make_args(per_device_train_batch_size=rows, max_steps=steps, learning_rate=0.0, shuffle_dataset=False)
+        dataset = Dataset.from_dict({"prompt": PROMPTS})
+        callback = {"every": 1, "min_prompts": 8}
+        trainer, _ = run(
+            GRPOTrainer if rows == 4 else SNRFilteredGRPOTrainer,
+            policy_path,
+            args,
+            dataset,
+            Replay.reward,
+            callback,
+            rollout_func=replay.rollout,
+        )
+        (row,) = rows_of(trainer)
+        measured.append({key: value for key, value in row.items() if key.startswith(("mi/first", "mi/groups"))})
+    assert measured[0] == pytest.approx(measured[1], abs=1e-5)
+
+
+@pytest.mark.parametrize("save_steps", [3, 7])
+def test_a_run_resumed_amid_a_pool_measures_what_the_uninterrupted_one_measures(
+    policy_path, prompts, make_args, tmp_path, save_steps
+):
+    settings = {**ONE_GROUP, "save_strategy": "steps", "save_steps": save_steps, "learning_rate": 1e-3}
+    arguments = (SNRFilteredGRPOTrainer, policy_path, make_args(**settings), prompts)
+    whole, _ = run(*arguments, callback={"every": 1, "min_prompts": 5})
+    checkpoint = tmp_path / "run" / f"checkpoint-{save_steps}"
+    resumed, _ = run(*arguments, callback={"every": 1, "min_prompts": 5}, resume=str(checkpoint))
+    assert [row["step"] for row in rows_of(whole)] == [5, 10]
+    for expected, row in zip(rows_of(whole), rows_of(resumed), strict=True):
+        measured = {key for key in expected if key.startswith("mi/") and key != "mi/seconds"}
+        assert {key: row[key] for key in measured} == pytest.approx({key: expected[key] for key in measured}, abs=1e-6)
+    # The trainer's state goes to the Hub with the model card: what a model wrote is not in it.
+    assert "completion_ids" not in (checkpoint / "trainer_state.json").read_text()
+
+
+def test_a_run_too_short_to_be_measured_is_told_before_it_begins(policy_path, prompts, make_args, caplog):
+    args = make_args(snr=False, per_device_train_batch_size=4, max_steps=3)
+    trainer, _ = run(GRPOTrainer, policy_path, args, prompts, callback={"every": 1, "min_prompts": 8})
+    (line,) = [text for text in warnings_of(caplog) if "will not be measured" in text]
+    for part in ("samples 3 prompts", "min_prompts=8", "generation_batch_size=32"):
+        assert part in line
+    assert rows_of(trainer) == []
+    assert "takes 8 prompts, and 3 are sampled" in run_of(trainer).silence

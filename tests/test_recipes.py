@@ -56,6 +56,11 @@ def test_a_recipe_has_no_unknown_field_and_makes_its_environment(name):
     assert training_args.run_name is not None
 
 
+@pytest.mark.parametrize("path", sorted((ROOT / "recipes").glob("[!w]*.yaml")), ids=lambda path: path.stem)
+def test_a_recipe_samples_prompts_enough_to_rank_and_to_compare(path):
+    assert parse(path)[1].groups_per_generation >= 8
+
+
 def test_no_two_recipes_share_a_run():
     names = [parse(path)[1].run_name for path in TRAINING.values()]
     assert len(set(names)) == len(names)

@@ -269,7 +269,7 @@ def length_reward(completion_ids, **kwargs):
 def test_a_real_run_shows_its_completions_and_reasonings(policy_path, prompts, make_args):
     args = make_args(log_completions=True, num_completions_to_print=0)
     trainer = SNRFilteredGRPOTrainer(policy_path, length_reward, args=args, train_dataset=prompts)
-    trainer.add_callback(MutualInformationCallback(trainer, every=1))
+    trainer.add_callback(MutualInformationCallback(trainer, every=1, min_prompts=2))
     trainer.train()
     page = report_of(args.output_dir)
     assert "finished 3 steps" in page.text
@@ -303,7 +303,7 @@ def test_of_two_real_runs_the_report_tells_which_one_collapsed_and_when(tmp_path
             disable_tqdm=True,
         )
         trainer = SNRFilteredGRPOTrainer(resolve_model("tiny"), env.reward_funcs, args, env.dataset(1024, seed=0))
-        trainer.add_callback(MutualInformationCallback(trainer, every=5))
+        trainer.add_callback(MutualInformationCallback(trainer, every=5, min_prompts=2))
         trainer.train()
     wrecked = read_run(tmp_path / "wrecked")
     collapse = wrecked.collapses[-1]  # its format may be lost before

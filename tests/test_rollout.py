@@ -100,7 +100,7 @@ def test_outcomes_reach_rewards_and_logs(policy, tokenizer, make_args):
 def test_reasoning_is_measured_turn_by_turn(policy, tokenizer, make_args):
     trainer, _ = make_trainer(policy, tokenizer, multi_turn_args(make_args))
     Player(trainer, tokenizer)
-    trainer.add_callback(MutualInformationCallback(trainer, every=1))
+    trainer.add_callback(MutualInformationCallback(trainer, every=1, min_prompts=2))
     trainer.train()
     row = next(row for row in trainer.state.log_history if "loss" in row)
     measured = {key.split("/")[2] for key in row if key.startswith("mi/trajectory/turn_")}

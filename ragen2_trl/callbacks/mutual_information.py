@@ -17,10 +17,18 @@ from transformers import Trainer, TrainerCallback
 from trl.distributed import DistributedBackend
 from trl.models.utils import unwrap_model_for_generation
 
+from ragen2_trl.callbacks.pooling import Generation, Pool, joined, joined_selection, what_layout_means
 from ragen2_trl.callbacks.regime_watch import RegimeWatch
-from ragen2_trl.callbacks.rollouts import Rollout, Sampled, check_own_trainer, gather_rollout, watch_rollouts
+from ragen2_trl.callbacks.rollouts import (
+    Rollout,
+    Sampled,
+    check_own_trainer,
+    gather_rollout,
+    group_metrics,
+    watch_rollouts,
+)
 from ragen2_trl.callbacks.run_record import keep_record, reported
-from ragen2_trl.filtering import check_choice, group_score, zero_variance
+from ragen2_trl.filtering import check_choice, group_score
 from ragen2_trl.instrument.diagnosis import (
     SCOPES,
     Measurement,
@@ -51,7 +59,9 @@ class MutualInformationCallback(TrainerCallback):
     Logs, in the same row as TRL's metrics, how much the reasoning of a policy depends on its prompt.
 
     The completions of a generation are scored under the prompts of the whole batch, with the weights that sampled
-    them and before anything is filtered (see [`~ragen2_trl.instrument.cross_score`]). The metrics of
+    them and before anything is filtered (see [`~ragen2_trl.instrument.cross_score`]). Where a generation has fewer
+    than `min_prompts` groups, the latest ones are pooled until there are so many, and `mi/pooled_steps` logs by how
+    many optimizer steps the first of them is older than the weights that score it. The metrics of
     [`~ragen2_trl.instrument.information_metrics`] land under `mi/first_turn/` and, where there are several turns,
     under `mi/trajectory/`. Training is left bit-identical. Exceptions are not caught; where there is nothing to
     measure, a warning says why and no number is logged.
@@ -70,6 +80,8 @@ class MutualInformationCallback(TrainerCallback):
             Reasonings that are scored in each scope, drawn without replacement.
         max_prompts (`int`, *optional*, defaults to `64`):
             Prompts that they are scored under, if the batch has more.
+        min_prompts (`int`, *optional*, defaults to `8`):
+            Groups that a measurement waits for. Each completion is measured once.
         scopes (`Sequence[str]`, *optional*, defaults to `("first_turn", "trajectory")`):
             `first_turn` compares the first turns of all groups. `trajectory` draws from all turns and compares within
             each turn position; it is left out as long as completions have a single turn.
@@ -102,9 +114,12 @@ class MutualInformationCallback(TrainerCallback):
         scopes: Sequence[str] = SCOPES,
         stop_on: Literal["template_collapse"] | None = None,
         max_tokens_per_forward: int | None = None,
+        min_prompts: int = 8,
     ):
         if every is not None and every < 1:
             raise ValueError(f"every must be at least 1 or None, got {every!r}")
+        if min_prompts < 2:
+            raise ValueError(f"min_prompts must be at least 2, got {min_prompts!r}")
         if stop_on is not None:
             check_choice("stop_on", stop_on, ("template_collapse",))
         if not scopes:
@@ -122,7 +137,11 @@ class MutualInformationCallback(TrainerCallback):
             max_tokens_per_forward,
             split_over_processes=trainer.accelerator.num_processes > 1,
         )
+        self.min_prompts = min_prompts
+        if (line := what_layout_means(trainer, min_prompts)) is not None:
+            logger.warning(line)
         self._watching = False
+        self._pool = Pool(trainer, min_prompts)
         self._reset()
         keep_record(trainer)
 
@@ -130,6 +149,9 @@ class MutualInformationCallback(TrainerCallback):
         self.watch = RegimeWatch()
         self.ema = {scope: MarginalStdEMA() for scope in self.scopes}
         self.last_step: int | None = None  # the optimizer step that asked for the latest measurement
+        self._asked: int | None = None  # the optimizer step that asked for one which waits for more prompts
+        self._latest: Generation | None = None  # until it is known which of its groups are kept
+        self._measured: list[Generation] = []  # by the latest measurement, until it is saved
         self._stop = False
         self._to_save: SavedMeasurement | None = None  # until the step has ended
         self._to_draw: SavedMeasurement | None = None  # until its row is logged
@@ -142,15 +164,26 @@ class MutualInformationCallback(TrainerCallback):
         if saved is not None:
             self.watch = RegimeWatch(**saved["watch"])
             self.ema |= {s: MarginalStdEMA(values=saved["ema"][s]) for s in self.scopes if s in saved["ema"]}
-            self.last_step = saved["last_step"]
+            self.last_step, self._asked = saved["last_step"], saved["asked"]
+        self._pool.begin_run()
         self._save_state()
         if not self._watching:
             watch_rollouts(self.trainer, self._on_rollout)
             self._watching = True
 
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._pool.save()
+
+    def _note_selection(self) -> None:
+        """Of our trainer, which chooses after the rollout has been handed on."""
+        if self._latest is not None:
+            self._latest.selection = getattr(self.trainer, "latest_selection", None)
+            self._latest = None
+
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._note_selection()
         if self._to_save is not None:
-            selection = getattr(self.trainer, "latest_selection", None)  # of our trainer, made after the measurement
+            selection, self._measured = joined_selection(self._measured), []
             if selection is not None:
                 self._to_save = replace(self._to_save, scores=selection[0], kept=selection[1])
             with reported("The measurement"):
@@ -174,16 +207,31 @@ class MutualInformationCallback(TrainerCallback):
                 log_figures(self.trainer, {f"mi/{name}": figure for name, figure in figures})
 
     def _on_rollout(self, sampled: Sampled) -> None:
-        due = self._due_step()
-        if due is None or self not in self.trainer.callback_handler.callbacks:
+        self._note_selection()
+        if self not in self.trainer.callback_handler.callbacks:
             return
-        started = time.perf_counter()
+        asked = self._due_step() if self._asked is None else self._asked
+        if asked is None and len(sampled.rewards) >= self.min_prompts:
+            return
+        started, done = time.perf_counter(), self.trainer.state.global_step
         # Completions may serve several optimizer steps. They are told by the first of them, whose row is logged next.
-        self.last_step, step = due, self.trainer.state.global_step + 1
+        step = done + 1
         if any(gather_object([sampled.has_images])):  # on some processes perhaps, told to all
-            self._stay_silent(step, "images", "completions with images cannot be scored without their prompts' images")
+            if asked is not None:
+                self.last_step = asked
+                reason = "completions with images cannot be scored without their prompts' images"
+                self._stay_silent(step, "images", reason)
             return
-        rollout = gather_rollout(sampled)
+        self._latest = Generation(gather_rollout(sampled), done)
+        self._pool.add(self._latest)
+        self._asked = None if self._pool.is_full else asked
+        if asked is None or not self._pool.is_full:
+            self._save_state()
+            return
+        self.last_step, self._measured = max(asked, step), self._pool.take()
+        rollout = joined(self._measured)
+        if len(self._measured) > 1:
+            self._log({"mi/pooled_steps": float(done - self._measured[0].step)})
         tokenizer = self.trainer._tokenizer
         trajectories = [
             find_turns(prompt, completion, tokenizer, mask)
@@ -341,26 +389,13 @@ class MutualInformationCallback(TrainerCallback):
 
     def _save_state(self) -> None:
         """Into the trainer's state, which every checkpoint writes."""
+        reasons = dict.fromkeys(self._silent.values())
+        if self._asked is not None:
+            reasons[f"a measurement takes {self.min_prompts} prompts, and {self._pool.num_prompts} are sampled"] = None
         self.trainer.state.stateful_callbacks[MI_STATE] = {
             "watch": asdict(self.watch),
             "ema": {scope: dict(ema.values) for scope, ema in self.ema.items()},
             "last_step": self.last_step,
-            "silence": "; ".join(dict.fromkeys(self._silent.values())),
+            "asked": self._asked,
+            "silence": "; ".join(reasons),
         }
-
-
-def group_metrics(rollout: Rollout) -> dict[str, float]:
-    """Why groups have no reward variance: shares of all groups, under `mi/groups/`.
-
-    `identical_completions`: all G are the same ids. `equal_rewards`: completions differ and their rewards do not.
-    `zero_variance`: rewards do not vary, for either reason.
-    """
-    size = rollout.group_size
-    texts = [tuple(ids) for ids in rollout.completion_ids]
-    identical = torch.tensor([len(set(texts[i : i + size])) == 1 for i in range(0, len(texts), size)])
-    constant = zero_variance(rollout.rewards)
-    return {
-        "mi/groups/identical_completions": identical.float().mean().item(),
-        "mi/groups/equal_rewards": (constant & ~identical).float().mean().item(),
-        "mi/groups/zero_variance": constant.float().mean().item(),
-    }

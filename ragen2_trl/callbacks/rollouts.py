@@ -10,6 +10,8 @@ from torch import Tensor
 from transformers import Trainer, TrainerCallback, TrainerState
 from trl import RLOOTrainer
 
+from ragen2_trl.filtering import zero_variance
+
 Batch = dict[str, Any]
 
 
@@ -98,6 +100,23 @@ def gather_rollout(sampled: Sampled) -> Rollout:
     """The completions of all processes, on each of them."""
     parts = (sampled.prompt_ids, sampled.completion_ids, sampled.tool_masks)
     return Rollout(*(gather_object(part) for part in parts), sampled.rewards)
+
+
+def group_metrics(rollout: Rollout) -> dict[str, float]:
+    """Why groups have no reward variance: shares of all groups, under `mi/groups/`.
+
+    `identical_completions`: all G are the same ids. `equal_rewards`: completions differ and their rewards do not.
+    `zero_variance`: rewards do not vary, for either reason.
+    """
+    size = rollout.group_size
+    texts = [tuple(ids) for ids in rollout.completion_ids]
+    identical = torch.tensor([len(set(texts[i : i + size])) == 1 for i in range(0, len(texts), size)])
+    constant = zero_variance(rollout.rewards)
+    return {
+        "mi/groups/identical_completions": identical.float().mean().item(),
+        "mi/groups/equal_rewards": (constant & ~identical).float().mean().item(),
+        "mi/groups/zero_variance": constant.float().mean().item(),
+    }
 
 
 def _lists(rows: list[Any]) -> list[Any]:

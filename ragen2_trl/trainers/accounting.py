@@ -76,8 +76,8 @@ class Accounting(TrainerCallback):
                 f"group (snr_max_empty_steps={args.snr_max_empty_steps}). Rewards seen in this run lie in "
                 f"{self.selector.reward_range}. Either no prompt's completions differ in reward (see "
                 f"frac_reward_zero_std, snr/dropped_all_best and snr/dropped_all_worst: too easy, or too hard), or "
-                f"their differences are below the slack: snr_selection_eps={args.snr_selection_eps} is in the unit of "
-                f"snr_score={args.snr_score!r}."
+                f"their differences are below the slack: snr_selection_eps={args.snr_selection_eps} with "
+                f"snr_selection_eps_scale={args.snr_selection_eps_scale!r}."
             )
             control.should_training_stop = True
 

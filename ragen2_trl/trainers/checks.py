@@ -7,6 +7,7 @@ from accelerate.utils import gather_object
 from datasets import Dataset, IterableDataset
 
 from ragen2_trl.trainers.config import SNRFilterConfig
+from ragen2_trl.trainers.reference import FEW_GROUPS
 
 LAYOUT_FIELDS = (
     "per_device_train_batch_size",
@@ -31,6 +32,33 @@ def with_snr_fields(args: Any, config_class: type, trl_config_class: type) -> An
     args = copy.copy(args)
     args.__class__ = config_class
     return args
+
+
+def nothing_to_rank(args: SNRFilterConfig) -> str | None:
+    """Why a layout leaves the filter nothing to choose among, and which settings would; `None` where it has."""
+    groups = args.groups_per_generation
+    larger = f"generation_batch_size={-(-FEW_GROUPS // groups) * args.generation_batch_size}"
+    if args.snr_mode == "soft":
+        reason = f"snr_mode='soft' compares groups of one generation, which has one. What would change that: {larger}."
+        return reason if groups == 1 else None
+    if neutral(args):
+        return None
+    if args.snr_strategy == "top_k_abs" and args.snr_value >= groups:
+        return (
+            f"snr_strategy='top_k_abs' with snr_value={args.snr_value:g} keeps every group with signal of a "
+            f"generation, which has {groups}. What would change that: a smaller snr_value, or {larger}."
+        )
+    if groups == 1 and args.snr_window is None:
+        return (
+            "A generation has one group, and snr_window=None ranks it against no other. What would change that: "
+            f"snr_window=256, or {larger}."
+        )
+    return None
+
+
+def neutral(args: SNRFilterConfig) -> bool:
+    """Whether all groups with signal are to be kept."""
+    return args.snr_strategy == "none" or (args.snr_strategy.startswith("top_p") and args.snr_value >= 1)
 
 
 def check_same_on_all_processes(args: SNRFilterConfig, num_processes: int) -> None:

@@ -3,7 +3,9 @@
 from dataclasses import dataclass, field
 
 from ragen2_trl.filtering import KEEP, SCORES, STRATEGIES, check_choice, check_selection_value
+from ragen2_trl.trainers.reference import FEW_GROUPS
 
+EPS_SCALES = ("reward_range", "absolute")
 MODES = ("drop", "mask", "soft")
 LOSS_SCALINGS = ("none", "linear", "sqrt")
 
@@ -27,9 +29,17 @@ class SNRFilterConfig:
             What groups are ranked by. See [`group_score`].
         snr_include_zero (`bool`, *optional*, defaults to `False`):
             Whether groups whose rewards do not vary (standard deviation at most 1e-6) may be kept.
+        snr_window (`int` or `None`, *optional*, defaults to `256`):
+            Where a generation batch has fewer than 8 groups, they are ranked among this many of the latest groups, and
+            kept if a batch of all these would keep them. `None` ranks every batch by itself. Without effect for
+            `"top_k_abs"`, whose number is one of each batch, and for `snr_mode="soft"`.
         snr_selection_eps (`float`, *optional*, defaults to `0.01`):
-            Slack of `"top_p"` in the unit of the scores. A batch whose summed score is below `eps / value` keeps
-            nothing; lower it when rewards differ by much less than 1.
+            Slack of `"top_p"`: the mass that may be missing of `snr_value`.
+        snr_selection_eps_scale (`str`, *optional*, defaults to `"reward_range"`):
+            Unit of the slack. `"reward_range"`: for rewards that lie 1 apart or more; where those seen so far in the
+            run lie closer together, it shrinks with them (for variances, with the square of their range), and the
+            group that is ranked first is never dropped for it. `"absolute"`: that of the scores, as in the reference
+            code; a batch whose summed score is below `eps / value` then keeps nothing.
         snr_keep (`str`, *optional*, defaults to `"largest"`):
             Which end of the ranking is kept. `"smallest"` is the paper's reverse ablation.
         snr_mode (`str`, *optional*, defaults to `"drop"`):
@@ -74,9 +84,23 @@ class SNRFilterConfig:
         default=False,
         metadata={"help": "Whether groups whose rewards do not vary may be kept."},
     )
+    snr_window: int | None = field(
+        default=256,
+        metadata={
+            "help": "Where a generation batch has fewer than 8 groups, rank them among so many of the latest groups; "
+            "None ranks every batch by itself."
+        },
+    )
     snr_selection_eps: float = field(
         default=0.01,
-        metadata={"help": "Slack of top_p in the unit of the scores; lower it when rewards differ by less than 1."},
+        metadata={"help": "Slack of top_p: the mass that may be missing of snr_value."},
+    )
+    snr_selection_eps_scale: str = field(
+        default="reward_range",
+        metadata={
+            "help": "Unit of snr_selection_eps. 'reward_range': it shrinks where the rewards seen so far lie within "
+            "less than 1, and never drops the group ranked first; 'absolute': that of the scores."
+        },
     )
     snr_keep: str = field(
         default="largest",
@@ -121,8 +145,13 @@ class SNRFilterConfig:
         check_choice("snr_keep", self.snr_keep, KEEP)
         check_choice("snr_mode", self.snr_mode, MODES)
         check_choice("snr_loss_scaling", self.snr_loss_scaling, LOSS_SCALINGS)
+        check_choice("snr_selection_eps_scale", self.snr_selection_eps_scale, EPS_SCALES)
         if not 0 <= self.snr_selection_eps < float("inf"):
             raise ValueError(f"snr_selection_eps={self.snr_selection_eps!r} is out of range; allowed: finite, >= 0.")
+        if self.snr_window is not None and self.snr_window < FEW_GROUPS:
+            raise ValueError(
+                f"snr_window={self.snr_window!r} is out of range; allowed: {FEW_GROUPS} or more, or None."
+            )
         if self.num_generations is not None and self.num_generations < 2:
             raise ValueError(
                 f"num_generations={self.num_generations} leaves no reward variance to filter by; allowed: >= 2."
@@ -133,6 +162,18 @@ class SNRFilterConfig:
         if self.snr_refill_rounds > 0:
             self._check_refill()
         super().__post_init__()
+
+    @property
+    def groups_per_generation(self) -> int:
+        """N, over all processes."""
+        groups: int = self.generation_batch_size // self.num_generations
+        return groups
+
+    @property
+    def ranks_in_window(self) -> bool:
+        """Whether a generation batch is ranked among the groups of recent ones."""
+        across_batches = self.snr_mode != "soft" and self.snr_strategy != "top_k_abs"
+        return self.snr_window is not None and across_batches and self.groups_per_generation < FEW_GROUPS
 
     def _check_refill(self) -> None:
         if self.snr_mode == "soft":

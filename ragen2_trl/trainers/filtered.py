@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
+from accelerate.logging import get_logger
 from datasets import Dataset, IterableDataset
 from torch import Tensor
 from torch.utils.data import Sampler
@@ -27,6 +28,7 @@ from ragen2_trl.trainers.checks import (
     LAYOUT_FIELDS,
     check_prompt_column,
     check_same_on_all_processes,
+    nothing_to_rank,
     with_snr_fields,
 )
 from ragen2_trl.trainers.config import SNRFilterConfig
@@ -35,6 +37,8 @@ from ragen2_trl.trainers.processes import own_share
 from ragen2_trl.trainers.refilling import Refill
 from ragen2_trl.trainers.resuming import ResumableSampler, load_state, save_state
 from ragen2_trl.trainers.selecting import Selection, Selector
+
+logger = get_logger(__name__)
 
 VISION_KEYS = (
     "pixel_values",
@@ -96,6 +100,8 @@ class SNRFilter:
                 f"{self.router_aux_loss_coef}); allowed: snr_mode='drop', or router_aux_loss_coef=0."
             )
         check_same_on_all_processes(self.args, self.accelerator.num_processes)
+        if (reason := nothing_to_rank(self.args)) is not None:
+            logger.warning(reason)
         if self.args.snr_refill_rounds > 0 and not isinstance(self.train_dataset, Dataset):
             raise ValueError(
                 f"snr_refill_rounds={self.args.snr_refill_rounds} draws further prompts by their row, which a "
@@ -331,7 +337,7 @@ class SNRFilter:
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         folder = os.path.join(self._get_output_dir(trial=trial), f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
         amid_generation = self._step % (self.args.steps_per_generation * self.num_iterations) != 0
-        shared = {"reward_range": self._selector.reward_range, "accounting": self._accounting.state()}
+        shared = {"selector": self._selector.state(), "accounting": self._accounting.state()}
         # TRL samples anew after a resume; a checkpoint in the middle of a generation batch takes it along.
         own = {"step": self._step, "buffered_inputs": self._buffered_inputs if amid_generation else None}
         own["packing"] = self._packing.state() if amid_generation else None
@@ -345,7 +351,7 @@ class SNRFilter:
         super()._load_optimizer_and_scheduler(checkpoint)
         shared, own = load_state(checkpoint, self.accelerator, self._batch_layout())
         if shared is not None:
-            self._selector.reward_range = shared["reward_range"]
+            self._selector.load(shared["selector"])
             self._accounting.load(shared["accounting"])
             if self._refill is not None and "refill" in shared:
                 self._refill.stream.drawn = shared["refill"]["drawn"]

@@ -1,6 +1,7 @@
 """From the rewards of a generation batch to the groups that are trained on."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -8,6 +9,10 @@ from trl.trainer.utils import nanstd
 
 from ragen2_trl.filtering import group_score, select_groups, selection_metrics, zero_variance
 from ragen2_trl.trainers.config import SNRFilterConfig
+from ragen2_trl.trainers.reference import RunningReference
+
+# How scores scale with the unit of the rewards; those that are not of rewards do not.
+SCORE_DEGREE = {"reward_variance": 2, "reward_std": 1, "reward_mean": 1, "reward_sum": 1}
 
 
 @dataclass(frozen=True)
@@ -40,11 +45,13 @@ class Selection:
 
 
 class Selector:
-    """Selects groups by the settings of a run, and remembers the lowest and highest reward it has seen."""
+    """Selects groups by the settings of a run, and remembers the rewards and groups that it has seen."""
 
     def __init__(self, args: SNRFilterConfig):
         self.args = args
         self.reward_range: tuple[float, float] | None = None
+        window = args.snr_window if args.ranks_in_window else None
+        self.reference = None if window is None else RunningReference(window, args.seed)
 
     def select(self, rewards: Tensor, scores: Tensor) -> Selection:
         """The groups that `snr_strategy` keeps.
@@ -54,26 +61,55 @@ class Selector:
             scores: (N,) from `group_score`.
         """
         signal = ~zero_variance(rewards).cpu()
-        if self.args.snr_mode == "soft":
-            kept = signal.any().expand(len(signal))  # every group, unless none can teach anything
-        else:
-            kept = select_groups(
-                scores,
-                self.args.snr_strategy,
-                self.args.snr_value,
-                include_zero=self.args.snr_include_zero,
-                selection_eps=self.args.snr_selection_eps,
-                keep=self.args.snr_keep,
-                is_zero=~signal,
-            )
         valid = rewards[~rewards.isnan()]
         if valid.numel():
             low, high = self.reward_range or (torch.inf, -torch.inf)
             self.reward_range = (min(low, valid.min().item()), max(high, valid.max().item()))
+        if self.args.snr_mode == "soft":
+            kept = signal.any().expand(len(signal))  # every group, unless none can teach anything
+        elif self.reference is not None:
+            kept = self.reference.select(scores.cpu(), signal, self._selected)
+        else:
+            kept = self._selected(scores, signal)
         return Selection(rewards, scores.cpu(), kept)
 
+    def _selected(self, scores: Tensor, signal: Tensor) -> Tensor:
+        """(n,) bool for scores and signal of any n groups, as if they were one generation batch."""
+        return select_groups(
+            scores,
+            self.args.snr_strategy,
+            self.args.snr_value,
+            include_zero=self.args.snr_include_zero,
+            selection_eps=self._slack(),
+            keep=self.args.snr_keep,
+            is_zero=~signal,
+            at_least_one=self.args.snr_selection_eps_scale == "reward_range" and bool(signal.any()),
+        )
+
+    def _slack(self) -> float:
+        """In the unit of the scores. Never more than `snr_selection_eps`, so that no freak reward can blow it up."""
+        eps = self.args.snr_selection_eps
+        if self.args.snr_selection_eps_scale == "absolute" or self.reward_range is None:
+            return eps
+        low, high = self.reward_range
+        return eps * min(1.0, high - low) ** SCORE_DEGREE.get(self.args.snr_score, 0)
+
+    def state(self) -> dict[str, Any]:
+        """All that a checkpoint needs, the same on every process."""
+        return {"reward_range": self.reward_range, "reference": self.reference and self.reference.state()}
+
+    def load(self, state: dict[str, Any]) -> None:
+        self.reward_range = state["reward_range"]
+        if self.reference is not None and state["reference"] is not None:
+            self.reference.load(state["reference"])
+
     def metrics(self, selection: Selection) -> dict[str, float]:
-        return selection_metrics(selection.rewards, selection.scores, selection.kept, self.reward_range)
+        """What the latest selection did."""
+        told = (selection.rewards, selection.scores, selection.kept, self.reward_range)
+        if self.reference is None:
+            return selection_metrics(*told)
+        ranked = self.reference.scores
+        return {**selection_metrics(*told, ranked), "window_groups": float(len(ranked))}
 
     def row_weights(self, selection: Selection) -> Tensor | None:
         """(B,) what `snr_mode="soft"` or `snr_loss_scaling` multiply advantages by; `None` for nothing."""

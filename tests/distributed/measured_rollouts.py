@@ -18,15 +18,16 @@ from ragen2_trl import MutualInformationCallback
 
 
 def main() -> None:
-    policy_path, folder = sys.argv[1:]
+    policy_path, folder, generations = sys.argv[1:]  # eight prompts in all
     state = PartialState(cpu=True, backend="gloo")
     assert state.num_processes == 2
     args = GRPOConfig(
         output_dir=folder,
-        per_device_train_batch_size=16,
+        per_device_train_batch_size=16 // int(generations),
         num_generations=4,
         max_completion_length=10,
-        max_steps=1,
+        max_steps=int(generations),
+        learning_rate=0.0,
         logging_steps=1,
         save_strategy="no",
         report_to="none",

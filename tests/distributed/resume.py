@@ -47,8 +47,8 @@ def main() -> None:
     state = PartialState(cpu=True, backend="gloo")
     checkpoint = str(Path(folder) / "checkpoint-2")
     trainer = train(policy_path, folder, 8, 4, checkpoint, ddp_backend="gloo")
-    drawn, reward_range = trainer._refill.stream.drawn, trainer._selector.reward_range
-    shared = {"drawn": drawn, "range": reward_range, "step": trainer.state.global_step}
+    drawn, selector = trainer._refill.stream.drawn, trainer._selector.state()
+    shared = {"drawn": drawn, "selector": selector, "step": trainer.state.global_step}
     (Path(folder) / f"shared_{state.process_index}.json").write_text(json.dumps(shared))
 
 

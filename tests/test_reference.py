@@ -1,0 +1,282 @@
+"""A small generation batch is ranked among the groups of recent ones: the rule, by loops and in real trainings."""
+
+import logging
+
+import pytest
+import torch
+from algorithms import GRPO, STILL, for_each, replay_of
+from conftest import PROMPTS, assert_same_parameters, parameters_of
+from pages import scripts
+from replay import Recorder, assert_close, move_away
+
+from ragen2_trl import SNRFilteredGRPOConfig, SNRFilteredGRPOTrainer
+from ragen2_trl.filtering import group_score, select_groups
+from ragen2_trl.trainers.reference import FEW_GROUPS, RunningReference
+from ragen2_trl.trainers.selecting import Selector
+
+CPU = {"use_cpu": True, "bf16": False, "gradient_checkpointing": False, "report_to": "none"}
+
+
+def config(groups, **settings):
+    """Of a generation batch with so many groups of four."""
+    return SNRFilteredGRPOConfig(per_device_train_batch_size=4 * groups, num_generations=4, **CPU, **settings)
+
+
+def top_p(scores, signal):
+    return select_groups(scores, "top_p", 0.9, selection_eps=0.0, is_zero=~signal)
+
+
+def streamed(reference, scores, size=1, select=top_p):
+    """(n,) what is kept of scores that come `size` at a time."""
+    scores = torch.as_tensor(scores, dtype=torch.float64)
+    return torch.cat([reference.select(part, part > 0, select) for part in scores.split(size)])
+
+
+def draw(count, seed=0):
+    """Scores of which some are 0, and no two others the same."""
+    generator = torch.Generator().manual_seed(seed)
+    scores = torch.rand(count, generator=generator, dtype=torch.float64) ** 2
+    return scores * (torch.rand(count, generator=generator) > 0.3)
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize(
+    "select",
+    [
+        top_p,
+        lambda scores, signal: select_groups(scores, "top_k", 0.3, is_zero=~signal),
+        lambda scores, signal: select_groups(scores, "min_p", 0.4, is_zero=~signal),
+        lambda scores, signal: select_groups(scores, "top_p", 0.6, keep="smallest", is_zero=~signal),
+        lambda scores, signal: select_groups(scores, "top_p_softmax", 0.9, is_zero=~signal),
+    ],
+)
+def test_a_group_is_kept_where_a_batch_of_the_latest_groups_would_keep_it(size, select):
+    scores = draw(200)
+    kept = streamed(RunningReference(40, seed=0), scores, size, select)
+    since_kept, begin = 0, 0
+    for start in range(0, len(scores), size):
+        stop = start + size
+        latest = scores[max(begin, stop - 40) : stop]
+        assert kept[start:stop].tolist() == select(latest, latest > 0)[-size:].tolist()
+        since_kept = 0 if kept[start:stop].any() else since_kept + size
+        if (scores[stop - since_kept : stop] > 0).sum() >= FEW_GROUPS and since_kept:
+            begin = max(begin, stop - since_kept)
+    assert 0 < kept.sum() < (scores > 0).sum()
+
+
+def test_small_batches_keep_what_a_large_one_of_them_all_keeps():
+    scores = draw(256)
+    large = top_p(scores, scores > 0)
+    for size in (1, 2, 4):
+        reference = RunningReference(256, seed=0)
+        streamed(reference, draw(256, seed=1), size)  # others of the same kind before
+        kept = streamed(reference, scores, size)
+        assert (kept == large).double().mean() > 0.95
+        assert kept.double().mean() == pytest.approx(large.double().mean().item(), abs=0.03)
+
+
+def test_of_equal_scores_as_many_are_kept_as_of_a_large_batch_and_not_always_the_old_ones():
+    """Rewards of right and wrong give few different variances, so that the border runs through equal ones."""
+    scores = torch.tensor([0.2, 0.2, 0.2, 0.25]).repeat(150)
+    large = top_p(scores, scores > 0)
+    kept = streamed(RunningReference(256, seed=0), scores)[200:]
+    assert large.double().mean() < 0.9
+    assert kept.double().mean() == pytest.approx(large.double().mean().item(), abs=0.04)
+    streaks = "".join("k" if one else "d" for one in kept)
+    assert "dddd" not in streaks
+
+
+def test_the_first_group_with_signal_is_kept_and_those_without_never():
+    kept = streamed(RunningReference(256, seed=0), [0.0, 0.006, 0.0, 0.25, 0.001])
+    assert kept.tolist() == [False, True, False, True, False]
+
+
+@pytest.mark.parametrize("factor", [0.01, 0.1, 0.5, 100.0])
+@pytest.mark.parametrize("size", [1, 4])
+def test_rewards_that_change_their_scale_go_on_to_be_ranked(factor, size):
+    reference = RunningReference(256, seed=0)
+    streamed(reference, draw(256), size)
+    after = factor * draw(64, seed=2)
+    kept = streamed(reference, after, size)
+    with_signal = kept[after > 0]
+    longest = max(map(len, "".join("k" if one else "d" for one in with_signal).split("k")))
+    assert longest < 3 * FEW_GROUPS
+    assert kept[32:].any()
+
+
+def test_a_freak_score_is_forgotten():
+    reference = RunningReference(256, seed=0)
+    streamed(reference, [*draw(100), 1e9])
+    assert streamed(reference, draw(64, seed=3))[24:].double().mean() > 0.2
+
+
+# The slack
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.02])
+def test_the_slack_is_that_of_rewards_from_0_to_1_for_all_that_lie_closer(scale):
+    rewards = torch.tensor([[1.0, 0.0, 0.0, 1.0], [0.1, 0.0, 0.0, 0.1], [0.0] * 4] * 4) * scale
+    args = config(12)
+    selection = Selector(args).select(rewards, group_score(rewards))
+    expected = select_groups(group_score(rewards / scale), "top_p", 0.9, selection_eps=0.01)
+    assert selection.kept.tolist() == expected.tolist()
+
+
+def test_the_only_group_with_variance_is_never_dropped_for_the_slack():
+    rewards = torch.zeros(9, 4, dtype=torch.float64)
+    rewards[8] = 1.0
+    rewards[3, 0] = 0.1  # a variance of 0.0025
+    for scale, kept in (("reward_range", 1), ("absolute", 0)):
+        args = config(9, snr_selection_eps_scale=scale)
+        assert Selector(args).select(rewards, group_score(rewards)).kept.sum() == kept
+    rewards[3] = 0.0
+    args = config(9, snr_include_zero=True)
+    assert Selector(args).select(rewards, group_score(rewards)).kept.sum() == 0
+
+
+def test_the_slack_never_exceeds_its_setting_however_far_apart_rewards_lie():
+    rewards = torch.tensor([[0.0, 0.3, 0.0, 0.3]] * 8, dtype=torch.float64)
+    args = config(8)
+    selector = Selector(args)
+    selector.select(freak := torch.tensor([[-1000.0, 0.0, 0.0, 0.0]] * 8), group_score(freak))
+    expected = select_groups(group_score(rewards), "top_p", 0.9, selection_eps=0.01)
+    assert selector.select(rewards, group_score(rewards)).kept.tolist() == expected.tolist()
+
+
+# In trainings
+
+
+class Kept:
+    """What each selection of a training keeps, (N,) bool."""
+
+    def __init__(self, trainer):
+        self.steps, begin = [], trainer._begin_run
+
+        def begin_and_watch():
+            begin()
+            select = trainer._selector.select
+
+            def selected(rewards, scores):
+                selection = select(rewards, scores)
+                self.steps.append(selection.kept)
+                return selection
+
+            trainer._selector.select = selected
+
+        trainer._begin_run = begin_and_watch
+
+
+# One group a step, as TRL's defaults have it.
+ONE_GROUP = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 1}
+
+
+def log_rows(trainer):
+    return [row for row in trainer.state.log_history if "snr/kept_groups" in row]
+
+
+@for_each
+def test_one_group_a_step_is_kept_or_dropped_and_its_update_is_the_plain_one(algorithm, policy_path, tmp_path):
+    """In 16 steps each of 8 prompts comes twice. What is kept is what a large batch of them all keeps."""
+    still = {"critic_lr": 0.0} if algorithm.name == "ppo" else {}
+    args = algorithm.args(tmp_path, **ONE_GROUP, **STILL, **still, max_steps=16, shuffle_dataset=False)
+    replay, recorder = replay_of(policy_path), Recorder()
+    trainer = algorithm.make(policy_path, args, replay, callbacks=[recorder])
+    move_away(trainer.model)
+    kept = Kept(trainer)
+    trainer.train()
+    fates = [bool(fate) for fate in kept.steps]
+    assert [fates[8 + n] for n in (0, 2, 5, 6)] == [True] * 4
+    assert [fates[8 + n] for n in (1, 3, 4, 7)] == [False] * 4
+    rows = log_rows(trainer)
+    assert [row["snr/kept_groups"] for row in rows] == [float(fate) for fate in fates]
+    assert [row["snr/window_groups"] for row in rows] == list(range(1, 17))
+    assert rows[-1]["snr/score_std_over_mean"] > 0
+    for step, prompt in enumerate(PROMPTS, start=8):
+        if fates[step]:
+            assert_close(recorder.gradients[step], algorithm.plain_gradient(policy_path, [prompt], **still))
+        else:
+            assert recorder.gradients[step] == {}
+
+
+@for_each
+def test_a_resumed_run_ranks_among_the_groups_before_the_checkpoint(algorithm, policy_path, tmp_path):
+    """The eighth prompt has a variance that is little beside that of others, and the first in a run would be kept."""
+    settings = {**ONE_GROUP, "max_steps": 10, "save_strategy": "steps", "save_steps": 7, "shuffle_dataset": False}
+    runs = []
+    for resume in (None, str(tmp_path / "checkpoint-7")):
+        trainer = algorithm.make(policy_path, algorithm.args(tmp_path, **settings), replay_of(policy_path))
+        trainer.train(resume_from_checkpoint=resume)
+        runs.append((parameters_of(trainer), trainer._selector.state(), log_rows(trainer)))
+    (whole, state, rows), (resumed, state_after, rows_after) = runs
+    assert_same_parameters(whole, resumed)
+    assert state == state_after and state["reference"]["seen"] == 10
+    assert [row["snr/kept_groups"] for row in rows] == [row["snr/kept_groups"] for row in rows_after]
+    assert rows[7]["snr/kept_groups"] == 0
+
+
+def test_eight_groups_are_ranked_by_themselves(policy_path, tmp_path):
+    args = GRPO.args(tmp_path, per_device_train_batch_size=32, max_steps=2)
+    trainer = GRPO.make(policy_path, args, replay_of(policy_path))
+    trainer.train()
+    assert trainer._selector.reference is None
+    assert all("snr/window_groups" not in row for row in log_rows(trainer))
+
+
+@for_each
+def test_rounds_of_a_refill_are_ranked_among_the_same_groups(algorithm, policy_path, tmp_path):
+    args = algorithm.args(tmp_path, **ONE_GROUP, max_steps=6, snr_refill_rounds=8)
+    trainer = algorithm.make(policy_path, args, replay_of(policy_path))
+    kept = Kept(trainer)
+    trainer.train()
+    assert trainer._selector.reference.seen == len(kept.steps) > 6
+    assert all(row["snr/refilled_groups"] == 1 for row in log_rows(trainer))
+
+
+@pytest.mark.parametrize(
+    ("settings", "parts"),
+    [
+        ({"snr_window": None}, ["one group", "snr_window=256", "generation_batch_size=32"]),
+        ({"snr_strategy": "top_k_abs", "snr_value": 1}, ["top_k_abs", "snr_value=1", "generation_batch_size=32"]),
+        ({"snr_mode": "soft"}, ["snr_mode='soft'", "generation_batch_size=32"]),
+        ({}, []),
+        ({"snr_window": None, "snr_strategy": "none"}, []),
+    ],
+)
+def test_a_layout_that_leaves_nothing_to_rank_is_told_at_once(policy_path, tmp_path, caplog, settings, parts):
+    with caplog.at_level(logging.WARNING):
+        GRPO.make(policy_path, GRPO.args(tmp_path, **ONE_GROUP, **settings), replay_of(policy_path))
+    said = [record.getMessage() for record in caplog.records if "What would change that" in record.getMessage()]
+    assert len(said) == bool(parts)
+    assert all(part in said[0] for part in parts)
+
+
+def test_trls_default_layout_ranks_in_the_window():
+    args = SNRFilteredGRPOConfig(**CPU)
+    assert (args.groups_per_generation, args.snr_window, args.ranks_in_window) == (1, 256, True)
+    assert SNRFilteredGRPOTrainer._config_class is SNRFilteredGRPOConfig
+
+
+def test_in_trls_default_layout_the_example_of_the_readme_keeps_drops_and_measures(
+    policy_path, prompts, tmp_path, monkeypatch
+):
+    """As printed but for model, data and reward; what is added says nothing of the layout."""
+    added = {**CPU, "max_steps": 20, "max_completion_length": 10, "disable_tqdm": True, "save_strategy": "no"}
+    make = SNRFilteredGRPOConfig.__init__
+    monkeypatch.setattr(SNRFilteredGRPOConfig, "__init__", lambda self, **said: make(self, **said, **added))
+    monkeypatch.setattr("datasets.load_dataset", lambda *args, **kwargs: prompts)
+    monkeypatch.setattr(
+        "trl.rewards.accuracy_reward",
+        lambda completion_ids, **kwargs: [float(sum(ids) % 7 == 0) for ids in completion_ids],
+    )
+    monkeypatch.chdir(tmp_path)
+    names = {}
+    exec(scripts("../README.md")[0].replace('"Qwen/Qwen2.5-0.5B-Instruct"', repr(policy_path)), names)
+    trainer = names["trainer"]
+    assert (trainer.args.per_device_train_batch_size, trainer.args.num_generations) == (8, 8)
+    assert trainer.args.steps_per_generation == 1
+    kept = [row["snr/kept_fraction"] for row in log_rows(trainer)]  # means over ten steps
+    assert len(kept) == 2 and all(0 < fraction < 1 for fraction in kept)
+    assert 0 < sum(row["snr/zero_variance_fraction"] for row in log_rows(trainer)) / 2 < 1 - sum(kept) / 2
+    measured = [row for row in trainer.state.log_history if "mi/first_turn/retrieval_accuracy" in row]
+    assert [row["step"] for row in measured] == [10, 20]
+    assert all(row["mi/first_turn/num_prompts"] >= 4 and row["mi/pooled_steps"] == 7 for row in measured)
