@@ -197,7 +197,8 @@ def selection_metrics(
         `kept_groups` (number) and `kept_fraction`; `score_mean`, `score_max` and `score_std_over_mean` over all
         groups (the last is Table 8's predictor of the filter's gain; 0 when the mean is 0);
         `zero_variance_fraction`; `dropped_all_best` and `dropped_all_worst`, the fractions of all groups that were
-        dropped because every completion had the best, or the worst, reward: too easy, or too hard.
+        dropped because every completion had the best, or the worst, reward: too easy, or too hard; and
+        `dropped_all_same`, those dropped because rewards do not differ, of which neither can be said.
 
     >>> rewards = torch.tensor([[1.0, 0.0], [1.0, 1.0], [0.0, 0.0], [0.0, 0.0]])
     >>> metrics = selection_metrics(rewards, group_score(rewards), torch.tensor([True, False, False, False]))
@@ -211,6 +212,8 @@ def selection_metrics(
     dropped_uniform = ~kept & uniform
     means = rewards.nanmean(dim=1)  # NaN, so neither best nor worst, where no completion could be scored
     tells_best_from_worst = high - low > ZERO_STD
+    all_best = dropped_uniform & (means >= high - ZERO_STD) & tells_best_from_worst
+    all_worst = dropped_uniform & (means <= low + ZERO_STD) & tells_best_from_worst
     score_mean = scores.mean().item()
     score_std = scores.std().item() if len(scores) > 1 else 0.0
     return {
@@ -220,8 +223,9 @@ def selection_metrics(
         "score_max": scores.max().item(),
         "score_std_over_mean": score_std / score_mean if score_mean != 0 else 0.0,
         "zero_variance_fraction": _fraction(uniform),
-        "dropped_all_best": _fraction(dropped_uniform & (means >= high - ZERO_STD)) * tells_best_from_worst,
-        "dropped_all_worst": _fraction(dropped_uniform & (means <= low + ZERO_STD)) * tells_best_from_worst,
+        "dropped_all_best": _fraction(all_best),
+        "dropped_all_worst": _fraction(all_worst),
+        "dropped_all_same": _fraction(dropped_uniform & ~all_best & ~all_worst),
     }
 
 

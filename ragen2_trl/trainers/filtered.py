@@ -27,6 +27,8 @@ from ragen2_trl.trainers.checks import (
     LAYOUT_FIELDS,
     check_prompt_column,
     check_same_on_all_processes,
+    known_range,
+    warn_of_equal_rows,
     with_snr_fields,
 )
 from ragen2_trl.trainers.config import SNRFilterConfig
@@ -36,6 +38,7 @@ from ragen2_trl.trainers.refilling import Refill
 from ragen2_trl.trainers.resuming import ResumableSampler, load_state, save_state
 from ragen2_trl.trainers.selecting import Selection, Selector
 
+CLIP_RATIOS = tuple(f"clip_ratio/{name}" for name in ("low_mean", "low_min", "high_mean", "high_max", "region_mean"))
 VISION_KEYS = (
     "pixel_values",
     "image_grid_thw",
@@ -87,6 +90,7 @@ class SNRFilter:
             name = model if isinstance(model, str) else model.config._name_or_path
             args = self._config_class(f"{name.split('/')[-1]}-{self._name.replace(' ', '-')}")
         check_prompt_column(train_dataset, kwargs.get("environment_factory"))
+        plays = any(kwargs.get(name) is not None for name in ("environment_factory", "rollout_func"))
         args = with_snr_fields(args, self._config_class, self._trl_config_class)
         super().__init__(model, reward_funcs, args, train_dataset, eval_dataset, processing_class, **kwargs)
         if self.args.snr_mode == "mask" and self.aux_loss_enabled:
@@ -95,6 +99,8 @@ class SNRFilter:
                 f"{self.router_aux_loss_coef}); allowed: snr_mode='drop', or router_aux_loss_coef=0."
             )
         check_same_on_all_processes(self.args, self.accelerator.num_processes)
+        if plays:
+            warn_of_equal_rows(self.train_dataset)
         if self.args.snr_refill_rounds > 0 and not isinstance(self.train_dataset, Dataset):
             raise ValueError(
                 f"snr_refill_rounds={self.args.snr_refill_rounds} draws further prompts by their row, which a "
@@ -108,7 +114,7 @@ class SNRFilter:
             self._tokenizer.pad_token_id,
             self.pad_to_multiple_of,
         )
-        self._accounting = Accounting(self.accelerator, self._metrics["train"])
+        self._accounting = Accounting(self)
         self._begin_run()
         # Outside of what subclasses make of these methods: none can lose a weight, or a reward.
         wrap(self, "_calculate_rewards", self._remember_rewards)
@@ -124,7 +130,7 @@ class SNRFilter:
         """No state of an earlier run, or of another dataset."""
         self.latest_selection: tuple[Tensor, Tensor] | None = None  # (N,) scores, (N,) which groups are kept
         self._rewards_per_func: Tensor | None = None  # (B, F) of the latest generation, over all processes
-        self._selector = Selector(self.args)
+        self._selector = Selector(self.args, known_range(self.reward_funcs, self.reward_weights.tolist()))
         self._accounting.begin_run(self._selector)
         self._refill: Refill | None = None
         if self.args.snr_refill_rounds > 0:
@@ -177,6 +183,8 @@ class SNRFilter:
                 batch["num_items_in_batch"] = self.accelerator.reduce(tokens, reduction="sum")
             batch[KEPT] = kept_rows
         self._packing.drops = KEPT in batch
+        if self._packing.drops and not self.accelerator.reduce(batch[KEPT].sum(), reduction="sum"):
+            self._accounting.entropy = self._entropy_of_some(batch)
         self._finish_advantages(batch)
         if (weights := self._selector.row_weights(selection)) is not None:
             own = self._local(weights).to(batch["advantages"])
@@ -200,13 +208,7 @@ class SNRFilter:
         per_func = self._rewards_per_func
         rewards = (per_func * self.reward_weights.to(per_func.device)).nansum(dim=1)
         unscorable = per_func.isnan().all(dim=1) | ~rewards.isfinite()
-        rewards = rewards.masked_fill(unscorable, torch.nan).view(-1, self.num_generations)
-        if self._selector.reward_range is None and rewards.isnan().all():
-            raise ValueError(
-                f"reward_funcs={self.reward_func_names} returned None, NaN or infinity for every one of the first "
-                f"{rewards.numel()} completions; allowed: a finite number for at least one completion."
-            )
-        return rewards
+        return rewards.masked_fill(unscorable, torch.nan).view(-1, self.num_generations)
 
     def _score_groups(self, batch: Batch, rewards: Tensor) -> Tensor:
         kind = self.args.snr_score
@@ -247,6 +249,16 @@ class SNRFilter:
     def _logps_now(self, batch: Batch) -> Tensor:
         return self._logps_and_entropies(batch)[0]
 
+    def _entropy_of_some(self, batch: Batch) -> float:
+        """In nats per token, for the log row of a batch that is not computed: over a micro-batch of each process."""
+        part = chunks(batch, self.args.per_device_train_batch_size)[0]
+        mask = loss_mask(part)
+        entropies = self._logps_and_entropies(part, compute_entropy=True)[1]
+        total, count = self.accelerator.reduce(
+            torch.stack([(entropies * mask).sum(), mask.sum().float()]), reduction="sum"
+        )
+        return (total / count.clamp(min=1)).item()
+
     def _log_selection(self, batch: Batch, selection: Selection) -> None:
         self.latest_selection = (selection.scores, selection.kept)
         for name, value in self._selector.metrics(selection).items():
@@ -260,6 +272,11 @@ class SNRFilter:
         return own_share(values, self.accelerator)
 
     # What is particular to a trainer
+
+    @property
+    def _of_no_update(self) -> tuple[str, ...]:
+        """Metrics of the update that are 0 where there is none."""
+        return CLIP_RATIOS
 
     @property
     def _loss_mean(self) -> LossMean:

@@ -40,10 +40,16 @@ class Selection:
 
 
 class Selector:
-    """Selects groups by the settings of a run, and remembers the lowest and highest reward it has seen."""
+    """Selects groups by the settings of a run, and remembers the lowest and highest reward it has seen.
 
-    def __init__(self, args: SNRFilterConfig):
+    Args:
+        args: The settings.
+        known_range: Reward sums of a failure and of a solved task, where they are known.
+    """
+
+    def __init__(self, args: SNRFilterConfig, known_range: tuple[float, float] | None = None):
         self.args = args
+        self.known_range = known_range
         self.reward_range: tuple[float, float] | None = None
 
     def select(self, rewards: Tensor, scores: Tensor) -> Selection:
@@ -73,7 +79,8 @@ class Selector:
         return Selection(rewards, scores.cpu(), kept)
 
     def metrics(self, selection: Selection) -> dict[str, float]:
-        return selection_metrics(selection.rewards, selection.scores, selection.kept, self.reward_range)
+        best_and_worst = self.known_range or self.reward_range
+        return selection_metrics(selection.rewards, selection.scores, selection.kept, best_and_worst)
 
     def row_weights(self, selection: Selection) -> Tensor | None:
         """(B,) what `snr_mode="soft"` or `snr_loss_scaling` multiply advantages by; `None` for nothing."""
