@@ -161,7 +161,7 @@ def test_interrupted_runs_say_how_to_go_on(tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("overrides", "parts"),
     [
-        ({"env": "frozen_pond"}, ["frozen_pond", "frozen_lake"]),
+        ({"env_name": "frozen_pond"}, ["frozen_pond", "frozen_lake"]),
         ({"env_args": "colour=blue"}, ["colour", "size"]),
         ({"env_args": "slip=2"}, ["slip", "2", "0.0", "1.0"]),
         ({"snr_strategy": "top"}, ["snr_strategy", "'top'", "top_p"]),
@@ -203,7 +203,7 @@ def test_the_command_line_lists_its_commands(capsys):
         (["train", "--config", str(RECIPE), "--max_step_count", "3"], "not known: --max_step_count 3"),
         (["train", "--config", "nope.yaml"], "'nope.yaml'"),
         (["train", "--config", str(RECIPE), "--snr_value", "2"], "snr_value=2.0 is out of range"),
-        (["evaluate", "--model", "oracle", "--env", "webshopp"], "got 'webshopp'"),
+        (["evaluate", "--model", "oracle", "--env_name", "webshopp"], "got 'webshopp'"),
         (["evaluate", "--model", "an-oracle"], "model='an-oracle' cannot be loaded; allowed: tiny,"),
     ],
 )

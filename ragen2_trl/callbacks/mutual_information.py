@@ -18,7 +18,14 @@ from trl.distributed import DistributedBackend
 from trl.models.utils import unwrap_model_for_generation
 
 from ragen2_trl.callbacks.regime_watch import RegimeWatch
-from ragen2_trl.callbacks.rollouts import Rollout, Sampled, check_own_trainer, gather_rollout, watch_rollouts
+from ragen2_trl.callbacks.rollouts import (
+    Rollout,
+    Sampled,
+    check_own_trainer,
+    gather_rollout,
+    is_newest,
+    watch_rollouts,
+)
 from ragen2_trl.callbacks.run_record import keep_record, reported
 from ragen2_trl.filtering import check_choice, group_score, zero_variance
 from ragen2_trl.instrument.diagnosis import (
@@ -59,6 +66,8 @@ class MutualInformationCallback(TrainerCallback):
     Each measurement of first turns is written, with its texts, to `_measurements/` in the trainer's `output_dir`,
     which uploads to the Hub leave out, and drawn as images for the trainer's trackers. The model card gets a section
     that says whether reasoning depends on its prompt.
+
+    Of several on one trainer the one that was added last measures.
 
     Args:
         trainer ([`~trl.GRPOTrainer`] or [`~trl.RLOOTrainer`], or a subclass):
@@ -138,6 +147,11 @@ class MutualInformationCallback(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         check_own_trainer(self, self.trainer, state)
         self._reset()
+        if not is_newest(self, self.trainer):
+            return
+        metrics = self.trainer._metrics["train"]
+        for key in [key for key in metrics if key.startswith("mi/")]:  # of a step that was interrupted
+            del metrics[key]
         saved = state.stateful_callbacks.get(MI_STATE)
         if saved is not None:
             self.watch = RegimeWatch(**saved["watch"])
@@ -175,7 +189,7 @@ class MutualInformationCallback(TrainerCallback):
 
     def _on_rollout(self, sampled: Sampled) -> None:
         due = self._due_step()
-        if due is None or self not in self.trainer.callback_handler.callbacks:
+        if due is None or not is_newest(self, self.trainer):
             return
         started = time.perf_counter()
         # Completions may serve several optimizer steps. They are told by the first of them, whose row is logged next.

@@ -146,6 +146,7 @@ class SNRFilter:
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         self._begin_run()
+        self._metrics["train"].clear()  # of a step that was interrupted before it was logged
         if self._packing.steps is not None:  # cut for the windows of an earlier run, which ended amid them
             self._packing.forget()
             self._step, self._buffered_inputs = 0, None
@@ -371,6 +372,12 @@ class SNRFilter:
                 self._packing.load(own["packing"])
             if self._refill is not None and "refill" in own:
                 self._refill.load_waiting(shared["refill"], own["refill"])
+
+    def _issue_warnings_after_load(self, load_result: Any) -> None:
+        """Without a word of weights that are tied to others, such as `lm_head`'s: these have been loaded."""
+        tied = getattr(self.model, "all_tied_weights_keys", {})
+        load_result.missing_keys[:] = [name for name in load_result.missing_keys if name not in tied]
+        super()._issue_warnings_after_load(load_result)
 
     def _batch_layout(self) -> dict[str, int]:
         layout = {name: getattr(self.args, name) for name in LAYOUT_FIELDS}
