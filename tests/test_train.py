@@ -15,6 +15,8 @@ from transformers import TrainerState
 from ragen2_trl import cli
 from ragen2_trl.cli import train
 from ragen2_trl.cli.train import last_complete_checkpoint, summarize
+from ragen2_trl.reporting.report import NO_COMPLETIONS, render_report
+from ragen2_trl.reporting.run import read_run
 
 SCRIPT = Path(__file__).parents[1] / "scripts" / "train.py"
 RECIPE = Path(__file__).parents[1] / "recipes" / "frozen_lake_tiny.yaml"
@@ -72,6 +74,7 @@ def test_a_run_leaves_model_history_summary_and_plot(tmp_path, capsys):
     assert measured["step"] == 1
     assert measured["retrieval_accuracy"] > 2 * measured["retrieval_chance"]  # the tiny model reads its map
     assert (run / "training.png").stat().st_size > 10_000
+    assert NO_COMPLETIONS not in render_report([read_run(run)])  # the demo's recipe saves them
     assert load_file(run / "model.safetensors")
     shown = capsys.readouterr().out
     for part in (
@@ -81,6 +84,7 @@ def test_a_run_leaves_model_history_summary_and_plot(tmp_path, capsys):
         "mutual information",
     ):
         assert part in shown
+    assert "Completions" not in shown and "'grad_norm'" not in shown  # the live line in place of both
 
 
 @pytest.mark.slow
@@ -145,6 +149,14 @@ def test_an_earlier_run_is_neither_continued_nor_replaced_by_accident(tmp_path):
     with pytest.raises(ValueError, match=r"output_dir=.*checkpoint-7.*--resume.*--overwrite.*--run_name"):
         train.main(arguments(tmp_path))
     assert (tmp_path / "checkpoint-7").exists()
+
+
+def test_a_resumed_run_says_nothing_of_weights_that_are_tied_to_others(tmp_path, monkeypatch):
+    warnings = []
+    train.main(arguments(tmp_path / "run", max_steps=2, save_steps=1))
+    monkeypatch.setattr("transformers.trainer.logger.warning", lambda message, *_: warnings.append(message))
+    train.main([*arguments(tmp_path / "run", max_steps=3, save_steps=1), "--resume", "true"])
+    assert not [message for message in warnings if "missing keys" in message]
 
 
 def test_interrupted_runs_say_how_to_go_on(tmp_path, monkeypatch, capsys):

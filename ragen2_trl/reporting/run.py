@@ -181,8 +181,8 @@ class Run:
         """Whether every group was trained on, which is plain TRL."""
         strategy, value = self.settings.get("snr_strategy"), self.settings.get("snr_value", 0)
         keeps_all = strategy == "none" or (str(strategy).startswith("top_p") and value >= 1)
-        ours = str(self.settings.get("trainer", "SNR")).startswith("SNR")
-        return not ours or (keeps_all and bool(self.settings.get("snr_include_zero")))
+        of_trl = self.settings.get("trainer") in ("GRPOTrainer", "RLOOTrainer")
+        return of_trl or (keeps_all and bool(self.settings.get("snr_include_zero")))
 
     @property
     def measurements(self) -> list[Path]:
