@@ -45,8 +45,16 @@ ENV := frozen_lake
 # Or rloo, or ppo.
 ALGO := grpo
 
-demo: $(BIN)/.installed  ## Train the tiny model with the filter on (minutes, no network); ALGO=rloo or ppo; ENV=sokoban for several turns
-	$(BIN)/ragen2-trl train --config recipes/$(ENV)_tiny$(if $(filter grpo,$(ALGO)),,_$(ALGO)).yaml --overwrite true
+# CONTROL=1 also trains plain TRL: the same recipe with a filter that keeps every group.
+CONTROL :=
+RECIPE = recipes/$(ENV)_tiny$(if $(filter grpo,$(ALGO)),,_$(ALGO)).yaml
+RUN = runs/$(shell sed -n 's/^run_name: //p' $(RECIPE))
+
+demo: $(BIN)/.installed  ## Train the tiny model with the filter on (minutes, no network); ALGO=rloo or ppo; ENV=sokoban for several turns; CONTROL=1 for plain TRL beside it
+	$(BIN)/ragen2-trl train --config $(RECIPE) --overwrite true
+	$(if $(CONTROL),$(BIN)/ragen2-trl train --config $(RECIPE) --overwrite true --run_name $(notdir $(RUN))_control \
+		--snr_value 1.0 --snr_include_zero true)
+	$(BIN)/ragen2-trl report $(RUN) $(if $(CONTROL),$(RUN)_control) --output $(RUN)/report.html
 
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 # A file stays on one core, so that what its tests share is made once.

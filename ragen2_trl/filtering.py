@@ -206,7 +206,8 @@ def selection_metrics(
         `score_std_over_mean` over all that they were ranked among (Table 8's predictor of the filter's gain; 0 when
         the mean is 0);
         `zero_variance_fraction`; `dropped_all_best` and `dropped_all_worst`, the fractions of all groups that were
-        dropped because every completion had the best, or the worst, reward: too easy, or too hard.
+        dropped because every completion had the best, or the worst, reward: too easy, or too hard; and
+        `dropped_all_same`, those dropped because rewards do not differ, of which neither can be said.
 
     >>> rewards = torch.tensor([[1.0, 0.0], [1.0, 1.0], [0.0, 0.0], [0.0, 0.0]])
     >>> metrics = selection_metrics(rewards, group_score(rewards), torch.tensor([True, False, False, False]))
@@ -223,6 +224,8 @@ def selection_metrics(
     ranked = scores if ranked is None else ranked
     ranked_mean = ranked.mean().item()
     ranked_std = ranked.std().item() if len(ranked) > 1 else 0.0
+    all_best = dropped_uniform & (means >= high - ZERO_STD) & tells_best_from_worst
+    all_worst = dropped_uniform & (means <= low + ZERO_STD) & tells_best_from_worst
     return {
         "kept_groups": float(kept.sum()),
         "kept_fraction": _fraction(kept),
@@ -230,8 +233,9 @@ def selection_metrics(
         "score_max": scores.max().item(),
         "score_std_over_mean": ranked_std / ranked_mean if ranked_mean != 0 else 0.0,
         "zero_variance_fraction": _fraction(uniform),
-        "dropped_all_best": _fraction(dropped_uniform & (means >= high - ZERO_STD)) * tells_best_from_worst,
-        "dropped_all_worst": _fraction(dropped_uniform & (means <= low + ZERO_STD)) * tells_best_from_worst,
+        "dropped_all_best": _fraction(all_best),
+        "dropped_all_worst": _fraction(all_worst),
+        "dropped_all_same": _fraction(dropped_uniform & ~all_best & ~all_worst),
     }
 
 

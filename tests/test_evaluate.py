@@ -237,7 +237,7 @@ def test_a_model_plays_several_turns(tiny):
 def test_command_writes_what_the_function_returns(tiny, tmp_path, capsys):
     output = tmp_path / "metrics.json"
     options = ["--num_prompts", "4", "--num_samples", "3", "--max_new_tokens", "48", "--output", str(output)]
-    evaluate.main(["--model", "tiny", "--env", "frozen_lake", "--env_args", "size=5", *options])
+    evaluate.main(["--model", "tiny", "--env_name", "frozen_lake", "--env_args", "size=5", *options])
     assert json.loads(output.read_text()) == evaluate_model(*tiny, make_env("frozen_lake", size=5), **SMALL)
     assert "pass@2" in capsys.readouterr().out
 

@@ -180,8 +180,8 @@ def test_a_full_server_says_so_and_goes_on(run_server):
 def test_the_command_serves_a_task_on_this_machine(monkeypatch):
     servers, run, port = [], uvicorn.Server.run, free_port()
     monkeypatch.setattr(uvicorn.Server, "run", lambda server: (servers.append(server), run(server)))
-    flags = f"--env frozen_lake --env_args size=5 --multi_turn true --port {port} --num_tasks 5 --splits train".split()
-    thread = threading.Thread(target=main, args=(flags,), daemon=True)
+    flags = f"--env_name frozen_lake --env_args size=5 --multi_turn true --port {port} --num_tasks 5 --splits train"
+    thread = threading.Thread(target=main, args=(flags.split(),), daemon=True)
     thread.start()
     while not servers or not servers[0].started:
         assert thread.is_alive()

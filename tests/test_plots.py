@@ -3,7 +3,7 @@
 import math
 
 import pytest
-from plotted import history, legend, line, stock_history
+from plotted import assert_nothing_overlaps, history, legend, line, stock_history
 
 from ragen2_trl.reporting import plot_comparison, plot_compute, plot_training, svg
 from ragen2_trl.reporting.card import running_means
@@ -153,6 +153,12 @@ def test_compute_is_drawn_beside_plain_trl_and_summed_up_to_what_is_saved():
     assert legend(below) == ["saved so far: 30% at step 3"]
 
 
+def test_nothing_is_saved_by_steps_without_anything_to_train_on():
+    rows = [{"step": step, "snr/update_compute_fraction": value} for step, value in enumerate([0, 0.5, 0], start=1)]
+    (saved,) = plot_compute(rows).axes[1].lines
+    assert list(saved.get_ydata()) == pytest.approx([0, 0.5, 0.5])
+
+
 def test_compute_of_a_run_without_a_filter_is_refused():
     with pytest.raises(ValueError, match="has 9 rows, but none has a finite 'snr/update_compute_fraction'"):
         plot_compute(stock_history(9))
@@ -242,3 +248,13 @@ def test_a_collapse_of_a_run_without_a_line_so_far_has_the_colour_of_that_run():
     figure = plot_comparison({"sound": history(40, 10), "blank": blank}, {}, {"blank": (20, "template collapse")})
     (text,) = (text for axes in figure.axes for text in axes.texts)
     assert text.get_color() == figure.legends[0].get_lines()[1].get_color()
+
+
+def test_names_of_collapses_at_the_same_step_do_not_lie_on_each_other():
+    names = ["first", "second", "third", "fourth"]
+    collapses = {name: (20 + number, "template collapse") for number, name in enumerate(names)}
+    figure = plot_comparison({name: history(40, 10) for name in names}, {}, collapses)
+    figure.draw_without_rendering()
+    texts = [text for axes in figure.axes for text in axes.texts]
+    assert len(texts) == 4
+    assert_nothing_overlaps(texts)

@@ -15,6 +15,7 @@ METRICS = {
     "zero_variance_fraction",
     "dropped_all_best",
     "dropped_all_worst",
+    "dropped_all_same",
     "empty_steps",
     "update_compute_fraction",
 }
@@ -56,5 +57,6 @@ def test_metrics_describe_the_selection(algorithm, policy_path, tmp_path):
     assert row["snr/zero_variance_fraction"] == 3 / 8
     assert row["snr/dropped_all_best"] == 1 / 8
     assert row["snr/dropped_all_worst"] == 1 / 8
+    assert row["snr/dropped_all_same"] == 1 / 8  # 0.3 for all
     assert 0 < row["snr/update_compute_fraction"] < 0.6
     assert row["snr/empty_steps"] == 0

@@ -15,6 +15,8 @@ from transformers import TrainerState
 from ragen2_trl import cli
 from ragen2_trl.cli import train
 from ragen2_trl.cli.train import last_complete_checkpoint, summarize
+from ragen2_trl.reporting.report import NO_COMPLETIONS, render_report
+from ragen2_trl.reporting.run import read_run
 
 SCRIPT = Path(__file__).parents[1] / "scripts" / "train.py"
 RECIPE = Path(__file__).parents[1] / "recipes" / "frozen_lake_tiny.yaml"
@@ -72,6 +74,7 @@ def test_a_run_leaves_model_history_summary_and_plot(tmp_path, capsys):
     assert measured["step"] == 1
     assert measured["retrieval_accuracy"] > 2 * measured["retrieval_chance"]  # the tiny model reads its map
     assert (run / "training.png").stat().st_size > 10_000
+    assert NO_COMPLETIONS not in render_report([read_run(run)])  # the demo's recipe saves them
     assert load_file(run / "model.safetensors")
     shown = capsys.readouterr().out
     for part in (
@@ -81,6 +84,7 @@ def test_a_run_leaves_model_history_summary_and_plot(tmp_path, capsys):
         "mutual information",
     ):
         assert part in shown
+    assert "Completions" not in shown and "'grad_norm'" not in shown  # the live line in place of both
 
 
 @pytest.mark.slow
@@ -147,6 +151,14 @@ def test_an_earlier_run_is_neither_continued_nor_replaced_by_accident(tmp_path):
     assert (tmp_path / "checkpoint-7").exists()
 
 
+def test_a_resumed_run_says_nothing_of_weights_that_are_tied_to_others(tmp_path, monkeypatch):
+    warnings = []
+    train.main(arguments(tmp_path / "run", max_steps=2, save_steps=1))
+    monkeypatch.setattr("transformers.trainer.logger.warning", lambda message, *_: warnings.append(message))
+    train.main([*arguments(tmp_path / "run", max_steps=3, save_steps=1), "--resume", "true"])
+    assert not [message for message in warnings if "missing keys" in message]
+
+
 def test_interrupted_runs_say_how_to_go_on(tmp_path, monkeypatch, capsys):
     def interrupt(self, model, inputs):
         raise KeyboardInterrupt
@@ -161,7 +173,7 @@ def test_interrupted_runs_say_how_to_go_on(tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("overrides", "parts"),
     [
-        ({"env": "frozen_pond"}, ["frozen_pond", "frozen_lake"]),
+        ({"env_name": "frozen_pond"}, ["frozen_pond", "frozen_lake"]),
         ({"env_args": "colour=blue"}, ["colour", "size"]),
         ({"env_args": "slip=2"}, ["slip", "2", "0.0", "1.0"]),
         ({"snr_strategy": "top"}, ["snr_strategy", "'top'", "top_p"]),
@@ -203,7 +215,7 @@ def test_the_command_line_lists_its_commands(capsys):
         (["train", "--config", str(RECIPE), "--max_step_count", "3"], "not known: --max_step_count 3"),
         (["train", "--config", "nope.yaml"], "'nope.yaml'"),
         (["train", "--config", str(RECIPE), "--snr_value", "2"], "snr_value=2.0 is out of range"),
-        (["evaluate", "--model", "oracle", "--env", "webshopp"], "got 'webshopp'"),
+        (["evaluate", "--model", "oracle", "--env_name", "webshopp"], "got 'webshopp'"),
         (["evaluate", "--model", "an-oracle"], "model='an-oracle' cannot be loaded; allowed: tiny,"),
     ],
 )

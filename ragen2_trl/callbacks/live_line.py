@@ -6,9 +6,12 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from transformers import TrainerCallback
 
+MEASURED = ("mi/first_turn/retrieval_accuracy", "mi/first_turn/mi_seq")
+
 
 class LiveLineCallback(TrainerCallback):
-    """Shows reward, kept fraction, success and, where it is measured, retrieval accuracy beside a progress bar.
+    """Shows reward, kept fraction, success and the latest measurement of reasoning beside a progress bar; loss and
+    accuracy of tokens where there is no reward.
 
     On a pipe, a plain line every tenth of the run.
 
@@ -17,10 +20,11 @@ class LiveLineCallback(TrainerCallback):
         console: where to draw.
     """
 
-    def __init__(self, success_metric: str, console: Console | None = None):
+    def __init__(self, success_metric: str | None = None, console: Console | None = None):
         self.success_metric = success_metric
         self.console = console or Console()
         self._progress: Progress | None = None
+        self._measured: dict[str, Any] = {}  # what rows seldom have, and the line keeps
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if not state.is_world_process_zero:
@@ -45,7 +49,7 @@ class LiveLineCallback(TrainerCallback):
             self._progress.update(self._task, completed=state.global_step)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
-        if self._progress is None or not logs or logs.get("reward") is None:
+        if self._progress is None or not logs or (logs.get("reward") is None and "loss" not in logs):
             return
         line = self.line(logs)
         self._progress.update(self._task, description=line)
@@ -55,13 +59,22 @@ class LiveLineCallback(TrainerCallback):
 
     def line(self, logs: dict[str, Any]) -> str:
         """The line for one log row; what the row does not have is left out."""
+        if logs.get("reward") is None:
+            parts = [f"loss {logs['loss']:.3f}"]
+            if logs.get("mean_token_accuracy") is not None:
+                parts.append(f"right tokens {logs['mean_token_accuracy']:.0%}")
+            return "  ".join(parts)
         parts = [f"reward {logs['reward']:.2f}"]
         if logs.get("snr/kept_fraction") is not None:
             parts.append(f"kept {logs['snr/kept_fraction']:.0%}")
         if logs.get(self.success_metric) is not None:
             parts.append(f"success {logs[self.success_metric]:.0%}")
-        if logs.get("mi/first_turn/retrieval_accuracy") is not None:
-            parts.append(f"retrieval {logs['mi/first_turn/retrieval_accuracy']:.0%}")
+        self._measured |= {key: logs[key] for key in MEASURED if logs.get(key) is not None}
+        accuracy, information = (self._measured.get(key) for key in MEASURED)
+        if accuracy is not None:
+            parts.append(f"retrieval {accuracy:.0%}")
+        if information is not None:
+            parts.append(f"information {information:.2f} nats")
         return "  ".join(parts)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

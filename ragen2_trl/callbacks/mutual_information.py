@@ -25,6 +25,7 @@ from ragen2_trl.callbacks.rollouts import (
     check_own_trainer,
     gather_rollout,
     group_metrics,
+    is_newest,
     watch_rollouts,
 )
 from ragen2_trl.callbacks.run_record import keep_record, reported
@@ -69,6 +70,8 @@ class MutualInformationCallback(TrainerCallback):
     Each measurement of first turns is written, with its texts, to `_measurements/` in the trainer's `output_dir`,
     which uploads to the Hub leave out, and drawn as images for the trainer's trackers. The model card gets a section
     that says whether reasoning depends on its prompt.
+
+    Of several on one trainer the one that was added last measures.
 
     Args:
         trainer ([`~trl.GRPOTrainer`] or [`~trl.RLOOTrainer`], or a subclass):
@@ -160,6 +163,11 @@ class MutualInformationCallback(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         check_own_trainer(self, self.trainer, state)
         self._reset()
+        if not is_newest(self, self.trainer):
+            return
+        metrics = self.trainer._metrics["train"]
+        for key in [key for key in metrics if key.startswith("mi/")]:  # of a step that was interrupted
+            del metrics[key]
         saved = state.stateful_callbacks.get(MI_STATE)
         if saved is not None:
             self.watch = RegimeWatch(**saved["watch"])
@@ -208,7 +216,7 @@ class MutualInformationCallback(TrainerCallback):
 
     def _on_rollout(self, sampled: Sampled) -> None:
         self._note_selection()
-        if self not in self.trainer.callback_handler.callbacks:
+        if not is_newest(self, self.trainer):
             return
         asked = self._due_step() if self._asked is None else self._asked
         if asked is None and len(sampled.rewards) >= self.min_prompts:

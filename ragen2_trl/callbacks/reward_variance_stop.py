@@ -5,7 +5,7 @@ from typing import Any
 from accelerate.logging import get_logger
 from transformers import Trainer, TrainerCallback
 
-from ragen2_trl.callbacks.rollouts import Sampled, check_own_trainer, watch_rollouts
+from ragen2_trl.callbacks.rollouts import Sampled, check_own_trainer, is_newest, watch_rollouts
 from ragen2_trl.filtering import group_score
 
 logger = get_logger(__name__)
@@ -64,7 +64,7 @@ class RewardVarianceStopCallback(TrainerCallback):
         )
 
     def _on_rollout(self, sampled: Sampled) -> None:
-        if self not in self.trainer.callback_handler.callbacks:
+        if not is_newest(self, self.trainer):
             return
         variance = group_score(sampled.rewards).mean().item()
         self.trainer._metrics["train"]["reward_variance/mean"].append(variance)

@@ -132,6 +132,12 @@ def check_own_trainer(callback: TrainerCallback, trainer: Trainer, state: Traine
         )
 
 
+def is_newest(callback: TrainerCallback, trainer: Trainer) -> bool:
+    """Whether no later callback of its class takes its place: a cell of a notebook that is run again adds another."""
+    of_class = [other for other in trainer.callback_handler.callbacks if type(other) is type(callback)]
+    return bool(of_class) and of_class[-1] is callback
+
+
 def _group_rewards(trainer: Trainer, per_func: Tensor) -> Tensor:
     rewards = (per_func * trainer.reward_weights.to(per_func.device)).nansum(dim=1)
     rewards = rewards.masked_fill(per_func.isnan().all(dim=1), torch.nan)

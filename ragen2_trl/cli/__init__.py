@@ -30,6 +30,11 @@ def main(args: list[str] | None = None) -> None:
             Console().print(usage, highlight=False, markup=False)
             return
         raise SystemExit(f"command={command!r}; allowed: {', '.join(COMMANDS)}\n\n{usage}")
+    if "--help" in rest or "-h" in rest:
+        from ragen2_trl.cli.arguments import show_help
+
+        show_help(command)
+        return
     # Imported only now: a command should not wait for the imports of the others.
     run = import_module(f"{__name__}.{command.replace('-', '_')}").main
     from ragen2_trl.cli.arguments import InputError

@@ -1,15 +1,21 @@
-"""Arguments that several commands share."""
+"""What can be typed after each command.
 
+`--help` needs nothing but this module, which imports neither torch nor transformers nor a task: it answers at once.
+"""
+
+import argparse
 import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from trl import TrlParser
 
-from ragen2_trl.envs import Environment, make_env
+if TYPE_CHECKING:
+    from ragen2_trl.envs import Environment
 
 
 class InputError(ValueError):
@@ -36,6 +42,9 @@ def parse(parser: TrlParser, args: list[str] | None) -> tuple[Any, ...]:
         InputError: If an argument is not known, which is said before anything else, or a value is not allowed.
     """
     args = sys.argv[1:] if args is None else list(args)
+    if "--help_all" in args:
+        parser.print_help()
+        raise SystemExit(0)
     without_file = list(args)
     if "--config" in without_file:  # which TrlParser reads on its own
         place = without_file.index("--config")
@@ -47,13 +56,34 @@ def parse(parser: TrlParser, args: list[str] | None) -> tuple[Any, ...]:
         return parser.parse_args_and_config(args)
 
 
+def show_help(command: str) -> None:
+    """Print the arguments of a command of ours, without those of the configurations that it takes along."""
+    if command == "report":
+        report_parser().print_help()
+        return
+    others = FURTHER.get(command)
+    more = f"And those of {others}: --help_all shows them, which takes some seconds to load." if others else None
+    parser = TrlParser(ARGUMENTS[command], prog=f"ragen2-trl {command}", epilog=more)
+    parser.add_argument("--config", help="YAML file with any of the arguments; those of the command line come first.")
+    parser.print_help()
+
+
+def report_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        "ragen2-trl report", description="Compare runs in one HTML file that opens offline.", allow_abbrev=False
+    )
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="Folder of a run: its output_dir.")
+    parser.add_argument(
+        "--output", type=Path, default=Path("report.html"), help="HTML file to write (default: report.html here)."
+    )
+    return parser
+
+
 @dataclass
 class EnvironmentArguments:
-    """Which task to play. In YAML the task is `env_name`: TrlParser keeps `env` for environment variables."""
+    """Which task to play. It is not called `env`, which TrlParser keeps for environment variables."""
 
-    env_name: str = field(
-        default="frozen_lake", metadata={"aliases": ["--env"], "help": "Task, by its name in `make_env`."}
-    )
+    env_name: str = field(default="frozen_lake", metadata={"help": "Task, by its name in `make_env`."})
     env_args: list[str] = field(
         default_factory=list,
         metadata={"help": "Options of the task: `key=value` pairs or one JSON object; in YAML a mapping will do."},
@@ -66,12 +96,127 @@ class EnvironmentArguments:
         default=None, metadata={"help": "Hub id or local path of the tasks; default: the task makes its own."}
     )
 
-    def make_env(self) -> Environment:
+    def make_env(self) -> "Environment":
         """The task with its options."""
+        from ragen2_trl.envs import make_env  # not to ask for help
+
         options = parse_env_args(self.env_args)
         if self.multi_turn:
             options["multi_turn"] = True
         return make_env(self.env_name, **options)
+
+
+@dataclass
+class SamplingArguments(EnvironmentArguments):
+    """Which model plays how many held-out tasks, and how it is sampled."""
+
+    model: str = field(default="tiny", metadata={"help": "`tiny`, `tiny-sokoban`, a path or a Hub id."})
+    dtype: str = field(default="auto", metadata={"help": "Weights' dtype; `auto` takes the one they were saved in."})
+    num_prompts: int = field(default=256, metadata={"help": "Number of held-out tasks."})
+    num_samples: int = field(default=8, metadata={"help": "Completions per task."})
+    temperature: float = field(default=1.0, metadata={"help": "Sampling temperature; 0 is greedy."})
+    max_new_tokens: int | None = field(
+        default=None, metadata={"help": "Longest completion in tokens, all turns included; default: 128 a turn."}
+    )
+    max_turn_tokens: int | None = field(default=None, metadata={"help": "Longest turn in tokens."})
+    chat_template_kwargs: dict | None = field(
+        default=None, metadata={"help": "JSON for the chat template, such as '{\"enable_thinking\": false}'."}
+    )
+    batch_size: int = field(default=128, metadata={"help": "Completions generated at once."})
+    seed: int = field(default=0, metadata={"help": "Seed of the tasks and of the sampling."})
+
+
+@dataclass
+class EvaluateArguments(SamplingArguments):
+    """What to evaluate, on how many held-out tasks, and how to sample."""
+
+    model: str = field(
+        default="tiny",
+        metadata={
+            "help": "`tiny`, a path or a Hub id; `oracle` for the task's solver, `random` for a guessing player."
+        },
+    )
+    num_samples: int = field(default=8, metadata={"help": "Completions per task; pass@k is reported up to it."})
+    output: str | None = field(default=None, metadata={"help": "JSON file for the metrics."})
+
+
+@dataclass
+class DiagnoseArguments(SamplingArguments):
+    """Whose reasoning to look at, in which completions, and where to write what was found."""
+
+    num_prompts: int = field(default=16, metadata={"help": "Number of held-out tasks."})
+    num_samples: int = field(default=4, metadata={"help": "Completions per task."})
+    temperature: float = field(
+        default=1.0, metadata={"help": "Of the sampling, above 0; reasoning is scored at the same."}
+    )
+    completions: str | None = field(
+        default=None,
+        metadata={
+            "help": "Instead of sampling: a parquet file that TRL saved with `log_completions=True`, or a folder of "
+            "them, which become a path. Warning: `--model` scores all of them, and the numbers are those of the run "
+            "only for the file of the step that its weights are of."
+        },
+    )
+    max_files: int = field(
+        default=8, metadata={"help": "Files of a folder to take, evenly spaced, the last included."}
+    )
+    output_dir: str = field(default="runs/diagnosis", metadata={"help": "Folder for the results."})
+
+    def __post_init__(self) -> None:
+        if self.temperature <= 0:
+            raise ValueError(f"temperature must be above 0 (greedy reasoning never varies), got {self.temperature!r}")
+        if self.max_files < 1:
+            raise ValueError(f"max_files must be at least 1, got {self.max_files!r}")
+
+
+@dataclass
+class TrainArguments(EnvironmentArguments):
+    """What to train, on how many tasks, and how to measure it before and after."""
+
+    algo: str = field(
+        default="grpo",
+        metadata={"help": "What to train with, and with the filter: grpo, rloo or ppo."},
+    )
+    model: str | None = field(default=None, metadata={"help": "`tiny` (ships with the package), a path or a Hub id."})
+    num_prompts: int = field(default=4096, metadata={"help": "Number of training tasks."})
+    eval_prompts: int = field(
+        default=256, metadata={"help": "Held-out tasks played before and after training; 0 leaves that out."}
+    )
+    eval_samples: int = field(default=4, metadata={"help": "Completions per held-out task."})
+    max_turn_tokens: int | None = field(
+        default=None,
+        metadata={
+            "help": "Longest turn in tokens, where there are several; `max_completion_length` covers all of them."
+        },
+    )
+    resume: bool = field(
+        default=False, metadata={"help": "Continue from the last complete checkpoint of the run, if it has one."}
+    )
+    mutual_information: bool = field(
+        default=True, metadata={"help": "Log whether reasoning depends on its prompt, every tenth step or less often."}
+    )
+    stop_on_template_collapse: bool = field(
+        default=False, metadata={"help": "End training when reasoning stops to depend on its prompt."}
+    )
+    overwrite: bool = field(default=False, metadata={"help": "Delete the checkpoints of an earlier run of that name."})
+
+
+@dataclass
+class WarmStartArguments(EnvironmentArguments):
+    """What to learn from, and whether to begin with untrained weights."""
+
+    num_demonstrations: int = field(default=10_000, metadata={"help": "Number of demonstrations."})
+    demonstrations_seed: int = field(default=0, metadata={"help": "Seed of the demonstrations."})
+    mix: list[str] = field(
+        default_factory=list,
+        metadata={
+            "help": "Further tasks to learn from, as many demonstrations of each: a name and its options in one "
+            "string, such as 'sokoban multi_turn=true observation=coordinates'."
+        },
+    )
+    from_scratch: bool = field(
+        default=False, metadata={"help": "Build the tiny model anew; only with `--model_name_or_path tiny`."}
+    )
 
 
 def parse_env_args(env_args: Sequence[str] | Mapping[str, Any]) -> dict[str, Any]:
@@ -104,3 +249,16 @@ def _json_or_text(value: str) -> Any:
         return json.loads(value.lower() if value in ("True", "False") else value)
     except json.JSONDecodeError:
         return value
+
+
+ARGUMENTS = {
+    "train": TrainArguments,
+    "evaluate": EvaluateArguments,
+    "warm-start": WarmStartArguments,
+    "diagnose": DiagnoseArguments,
+}
+# Whose fields a command takes beside its own.
+FURTHER = {
+    "train": "SNRFilteredGRPOConfig (snr_* are the filter's; --algo has its own) and trl.ModelConfig",
+    "warm-start": "trl.SFTConfig and trl.ModelConfig",
+}

@@ -1,7 +1,7 @@
 """Diagnosis: whether a model's reasoning depends on its prompt (arXiv 2604.06268, Section 2).
 
     python scripts/diagnose.py --model tiny
-    python scripts/diagnose.py --model runs/my_run --env frozen_lake --env_args size=5 --output_dir runs/my_diagnosis
+    python scripts/diagnose.py --model runs/my_run --env_args size=5 --output_dir runs/my_diagnosis
     python scripts/diagnose.py --model runs/my_run --completions runs/my_run/completions
 
 Samples held-out tasks, or takes the completions that TRL saved with `log_completions=True`. Those are text, so that
@@ -11,7 +11,7 @@ Writes `diagnosis.json`, `matrix.png` and `quadrant.png`.
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +27,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from trl import TrlParser
 
 import ragen2_trl
-from ragen2_trl.cli.arguments import checked_input, parse
+from ragen2_trl.cli.arguments import DiagnoseArguments, checked_input, parse
 from ragen2_trl.cli.console import make_console
-from ragen2_trl.cli.sampling import SamplingArguments, load_model, sample_trajectories
+from ragen2_trl.cli.sampling import load_model, sample_trajectories
 from ragen2_trl.envs import completion_text
 from ragen2_trl.instrument.diagnosis import Measurement, NotMeasurableError, Sampling, measure_first_turn
 from ragen2_trl.instrument.information import LOW_ENTROPY, RETRIEVAL_DEPTHS, Regime, chance_p_value, classify_regime
@@ -45,35 +45,6 @@ from ragen2_trl.rollouts.play import Chat
 COLUMNS = ("step", "prompt", "completion")  # what is read of TRL's table
 NUM_EXAMPLES = 2
 MAX_SHOWN_CHARS, MAX_SHOWN_LINES = 400, 10  # of each text of an example
-
-
-@dataclass
-class DiagnoseArguments(SamplingArguments):
-    """Whose reasoning to look at, in which completions, and where to write what was found."""
-
-    num_prompts: int = field(default=16, metadata={"help": "Number of held-out tasks."})
-    num_samples: int = field(default=4, metadata={"help": "Completions per task."})
-    temperature: float = field(
-        default=1.0, metadata={"help": "Of the sampling, above 0; reasoning is scored at the same."}
-    )
-    completions: str | None = field(
-        default=None,
-        metadata={
-            "help": "Instead of sampling: a parquet file that TRL saved with `log_completions=True`, or a folder of "
-            "them, which become a path. Warning: `--model` scores all of them, and the numbers are those of the run "
-            "only for the file of the step that its weights are of."
-        },
-    )
-    max_files: int = field(
-        default=8, metadata={"help": "Files of a folder to take, evenly spaced, the last included."}
-    )
-    output_dir: str = field(default="runs/diagnosis", metadata={"help": "Folder for the results."})
-
-    def __post_init__(self) -> None:
-        if self.temperature <= 0:
-            raise ValueError(f"temperature must be above 0 (greedy reasoning never varies), got {self.temperature!r}")
-        if self.max_files < 1:
-            raise ValueError(f"max_files must be at least 1, got {self.max_files!r}")
 
 
 @dataclass(frozen=True)
@@ -116,7 +87,7 @@ class Diagnosis:
 def main(args: list[str] | None = None) -> None:
     """Diagnoses a model, shows what was found and writes it to `--output_dir`."""
     console = make_console()
-    (script_args,) = parse(TrlParser(DiagnoseArguments), args)
+    (script_args,) = parse(TrlParser(DiagnoseArguments, prog="ragen2-trl diagnose"), args)
     name = script_args.model.rstrip("/").split("/")[-1]
     if script_args.completions is None:
         with checked_input():

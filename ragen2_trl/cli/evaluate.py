@@ -1,15 +1,14 @@
 """Evaluation: how often a model solves held-out tasks, and how sure we can be of it.
 
 python scripts/evaluate.py --model tiny
-python scripts/evaluate.py --model runs/my_run --env frozen_lake --env_args size=5 --output results.json
-python scripts/evaluate.py --model tiny --env sokoban --multi_turn true
-python scripts/evaluate.py --model oracle --env sokoban     # the task's solver; `random` is a player who guesses
+python scripts/evaluate.py --model runs/my_run --env_name frozen_lake --env_args size=5 --output results.json
+python scripts/evaluate.py --model tiny --env_name sokoban --multi_turn true
+python scripts/evaluate.py --model oracle --env_name sokoban     # the task's solver; `random` is a player who guesses
 """
 
 import math
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import NormalDist, fmean, stdev
 from typing import Any
@@ -19,9 +18,9 @@ from rich.text import Text
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from trl import TrlParser
 
-from ragen2_trl.cli.arguments import checked_input, parse
+from ragen2_trl.cli.arguments import EvaluateArguments, checked_input, parse
 from ragen2_trl.cli.console import make_console
-from ragen2_trl.cli.sampling import SamplingArguments, held_out_plays, load_model, sample_trajectories
+from ragen2_trl.cli.sampling import held_out_plays, load_model, sample_trajectories
 from ragen2_trl.envs import Environment, Play, format_response, respond_all
 from ragen2_trl.reporting.files import write_json
 
@@ -29,24 +28,10 @@ Z_95 = NormalDist().inv_cdf(0.975)
 SCRIPTED = ("oracle", "random")
 
 
-@dataclass
-class EvaluateArguments(SamplingArguments):
-    """What to evaluate, on how many held-out tasks, and how to sample."""
-
-    model: str = field(
-        default="tiny",
-        metadata={
-            "help": "`tiny`, a path or a Hub id; `oracle` for the task's solver, `random` for a guessing player."
-        },
-    )
-    num_samples: int = field(default=8, metadata={"help": "Completions per task; pass@k is reported up to it."})
-    output: str | None = field(default=None, metadata={"help": "JSON file for the metrics."})
-
-
 def main(args: list[str] | None = None) -> None:
     """Evaluates a model, shows a table and, with `--output`, writes the metrics as JSON."""
     console = make_console()
-    (script_args,) = parse(TrlParser(EvaluateArguments), args)
+    (script_args,) = parse(TrlParser(EvaluateArguments, prog="ragen2-trl evaluate"), args)
     with checked_input():
         env = script_args.make_env()
     tasks = {

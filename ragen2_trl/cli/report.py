@@ -3,11 +3,9 @@
 ragen2-trl report runs/my_run runs/another_run --output report.html
 """
 
-import argparse
-from pathlib import Path
-
 from rich.text import Text
 
+from ragen2_trl.cli.arguments import report_parser
 from ragen2_trl.cli.console import make_console
 from ragen2_trl.reporting.files import write_text
 from ragen2_trl.reporting.report import render_report
@@ -21,13 +19,7 @@ def main(args: list[str] | None = None) -> None:
         SystemExit: With code 2 and a message if a folder holds no run, or if the file cannot be written.
     """
     console = make_console()
-    parser = argparse.ArgumentParser(
-        "ragen2-trl report", description="Compare runs in one HTML file that opens offline.", allow_abbrev=False
-    )
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="Folder of a run: its output_dir.")
-    parser.add_argument(
-        "--output", type=Path, default=Path("report.html"), help="HTML file to write (default: report.html here)."
-    )
+    parser = report_parser()
     arguments = parser.parse_args(args)
     try:
         runs = [read_run(folder) for folder in arguments.runs]

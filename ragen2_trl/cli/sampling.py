@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -15,30 +14,10 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from ragen2_trl.cli.arguments import EnvironmentArguments, InputError
+from ragen2_trl.cli.arguments import InputError
 from ragen2_trl.envs import Environment, Play
 from ragen2_trl.rollouts.play import Chat, Generate, Trajectory, check_words_only, play_all
 from ragen2_trl.tiny import resolve_model
-
-
-@dataclass
-class SamplingArguments(EnvironmentArguments):
-    """Which model plays how many held-out tasks, and how it is sampled."""
-
-    model: str = field(default="tiny", metadata={"help": "`tiny`, `tiny-sokoban`, a path or a Hub id."})
-    dtype: str = field(default="auto", metadata={"help": "Weights' dtype; `auto` takes the one they were saved in."})
-    num_prompts: int = field(default=256, metadata={"help": "Number of held-out tasks."})
-    num_samples: int = field(default=8, metadata={"help": "Completions per task."})
-    temperature: float = field(default=1.0, metadata={"help": "Sampling temperature; 0 is greedy."})
-    max_new_tokens: int | None = field(
-        default=None, metadata={"help": "Longest completion in tokens, all turns included; default: 128 a turn."}
-    )
-    max_turn_tokens: int | None = field(default=None, metadata={"help": "Longest turn in tokens."})
-    chat_template_kwargs: dict | None = field(
-        default=None, metadata={"help": "JSON for the chat template, such as '{\"enable_thinking\": false}'."}
-    )
-    batch_size: int = field(default=128, metadata={"help": "Completions generated at once."})
-    seed: int = field(default=0, metadata={"help": "Seed of the tasks and of the sampling."})
 
 
 def load_model(name: str, dtype: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:

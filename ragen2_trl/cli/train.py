@@ -1,7 +1,7 @@
 """Train a model on an environment with SNR-filtered GRPO, RLOO or PPO.
 
     python scripts/train.py --config recipes/frozen_lake_tiny.yaml
-    python scripts/train.py --model Qwen/Qwen2.5-0.5B-Instruct --env frozen_lake --env_args size=5 slip=0.1
+    python scripts/train.py --model Qwen/Qwen2.5-0.5B-Instruct --env_name frozen_lake --env_args size=5 slip=0.1
 
     python scripts/train.py --algo ppo --config recipes/frozen_lake_tiny_ppo.yaml
 
@@ -15,7 +15,6 @@ import json
 import shutil
 import sys
 import time
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -26,7 +25,7 @@ from transformers import PrinterCallback, TrainerState
 from trl import ModelConfig, TrlParser, get_peft_config, get_quantization_config
 
 from ragen2_trl.callbacks import LiveLineCallback, MutualInformationCallback
-from ragen2_trl.cli.arguments import EnvironmentArguments, checked_input, parse
+from ragen2_trl.cli.arguments import TrainArguments, checked_input, parse
 from ragen2_trl.cli.console import make_console
 from ragen2_trl.cli.evaluate import evaluate_model
 from ragen2_trl.envs import Environment
@@ -54,44 +53,12 @@ ALGORITHMS: dict[str, tuple[type[Trainer], type[Config]]] = {
 }
 
 
-@dataclass
-class TrainArguments(EnvironmentArguments):
-    """What to train, on how many tasks, and how to measure it before and after."""
-
-    algo: str = field(
-        default="grpo",
-        metadata={"help": "What to train with, and with the filter: grpo, rloo or ppo."},
-    )
-    model: str | None = field(default=None, metadata={"help": "`tiny` (ships with the package), a path or a Hub id."})
-    num_prompts: int = field(default=4096, metadata={"help": "Number of training tasks."})
-    eval_prompts: int = field(
-        default=256, metadata={"help": "Held-out tasks played before and after training; 0 leaves that out."}
-    )
-    eval_samples: int = field(default=4, metadata={"help": "Completions per held-out task."})
-    max_turn_tokens: int | None = field(
-        default=None,
-        metadata={
-            "help": "Longest turn in tokens, where there are several; `max_completion_length` covers all of them."
-        },
-    )
-    resume: bool = field(
-        default=False, metadata={"help": "Continue from the last complete checkpoint of the run, if it has one."}
-    )
-    mutual_information: bool = field(
-        default=True, metadata={"help": "Log whether reasoning depends on its prompt, every tenth step or less often."}
-    )
-    stop_on_template_collapse: bool = field(
-        default=False, metadata={"help": "End training when reasoning stops to depend on its prompt."}
-    )
-    overwrite: bool = field(default=False, metadata={"help": "Delete the checkpoints of an earlier run of that name."})
-
-
 def main(args: list[str] | None = None) -> None:
     """Train, evaluate before and after, and leave model, logs, plot and summary in the run's folder."""
     console = make_console()
     with checked_input():
         trainer_class, config_class = ALGORITHMS[algorithm_of(args)]
-    parser = TrlParser((TrainArguments, config_class, ModelConfig))
+    parser = TrlParser((TrainArguments, config_class, ModelConfig), prog="ragen2-trl train")
     script_args, training_args, model_args = parse(parser, args)
     with checked_input():
         env = script_args.make_env()
@@ -168,7 +135,9 @@ def summarize(
         values = [row[key] for row in rows if row.get(key) is not None]
         return sum(values) / len(values) if values else None
 
-    computed = mean("snr/update_compute_fraction")
+    # Nothing is saved where nothing was trained.
+    shares = [share for row in rows if (share := row.get("snr/update_compute_fraction"))]
+    computed = sum(shares) / len(shares) if shares else None
     return {
         "before": before,
         "after": after,
@@ -284,6 +253,8 @@ def _make_trainer(
         **(training_args.model_init_kwargs or {}),
     }
     training_args.disable_tqdm = True  # the live line takes its place
+    if training_args.num_completions_to_print is None:
+        training_args.num_completions_to_print = 0  # log_completions saves them; a wall of them would bury the line
     several_turns = {"rollout_func": TextRollout(env, script_args.max_turn_tokens)} if env.max_turns > 1 else {}
     trainer = trainer_class(
         resolve_model(script_args.model),

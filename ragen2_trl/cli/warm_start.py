@@ -1,51 +1,36 @@
 """Warm start: supervised fine-tuning on demonstrations, so that a model solves some tasks before RL begins.
 
     python scripts/warm_start.py --config recipes/warm_start_tiny.yaml
-    python scripts/warm_start.py --model_name_or_path Qwen/Qwen2.5-0.5B-Instruct --env frozen_lake --env_args size=5
+    python scripts/warm_start.py --model_name_or_path Qwen/Qwen2.5-0.5B-Instruct --env_args size=5
 
 Takes the arguments below together with those of `trl.SFTConfig` and `trl.ModelConfig`.
 """
 
-from dataclasses import dataclass, field
-
 from datasets import Dataset, concatenate_datasets
 from rich.console import Console
-from transformers import PreTrainedModel, PreTrainedTokenizerFast, set_seed
+from transformers import PreTrainedModel, PreTrainedTokenizerFast, PrinterCallback, set_seed
 from trl import ModelConfig, SFTConfig, SFTTrainer, TrlParser, get_peft_config, get_quantization_config
 
-from ragen2_trl.cli.arguments import EnvironmentArguments, parse, parse_env_args
+from ragen2_trl.callbacks import LiveLineCallback
+from ragen2_trl.cli.arguments import WarmStartArguments, parse, parse_env_args
+from ragen2_trl.cli.console import make_console
 from ragen2_trl.envs import make_env
 from ragen2_trl.tiny import resolve_model
 from ragen2_trl.tiny.build import build_model, build_tokenizer
 
 
-@dataclass
-class WarmStartArguments(EnvironmentArguments):
-    """What to learn from, and whether to begin with untrained weights."""
-
-    num_demonstrations: int = field(default=10_000, metadata={"help": "Number of demonstrations."})
-    demonstrations_seed: int = field(default=0, metadata={"help": "Seed of the demonstrations."})
-    mix: list[str] = field(
-        default_factory=list,
-        metadata={
-            "help": "Further tasks to learn from, as many demonstrations of each: a name and its options in one "
-            "string, such as 'sokoban multi_turn=true observation=coordinates'."
-        },
-    )
-    from_scratch: bool = field(
-        default=False, metadata={"help": "Build the tiny model anew; only with `--model_name_or_path tiny`."}
-    )
-
-
 def main(args: list[str] | None = None) -> None:
     """Trains on demonstrations and saves model and tokenizer to `output_dir`."""
-    parser = TrlParser((WarmStartArguments, SFTConfig, ModelConfig))
+    parser = TrlParser((WarmStartArguments, SFTConfig, ModelConfig), prog="ragen2-trl warm-start")
     script_args, training_args, model_args = parse(parser, args)
+    console = make_console()
     set_seed(training_args.seed)
     model, tokenizer = _model_and_tokenizer(script_args, training_args, model_args)
     demonstrations = _demonstrations(script_args)
     # With several turns the completion holds the environment's messages, too.
     training_args.assistant_only_loss |= any(len(completion) > 1 for completion in demonstrations["completion"])
+    training_args.disable_tqdm = True  # the live line takes its place
+    live_line = LiveLineCallback(console=console)
     trainer = SFTTrainer(
         model=model,
         args=training_args,
@@ -53,8 +38,13 @@ def main(args: list[str] | None = None) -> None:
         processing_class=tokenizer,
         peft_config=get_peft_config(model_args),
         quantization_config=get_quantization_config(model_args),
+        callbacks=[live_line],
     )
-    trainer.train(resume_from_checkpoint=training_args.resume_from_checkpoint)
+    trainer.remove_callback(PrinterCallback)
+    try:
+        trainer.train(resume_from_checkpoint=training_args.resume_from_checkpoint)
+    finally:
+        live_line.close()
     _save(trainer, training_args.output_dir)
 
 

@@ -49,6 +49,8 @@ class Environment(ABC):
     single_turn_limits: ClassVar[Limits | None]  # None where one turn makes no sense
     multi_turn_limits: ClassVar[Limits | None]
     example: str  # what could stand between the answer tags
+    # A return at or below the first is a failure's, at or above the second that of a solved task; None: no such bounds
+    returns: ClassVar[tuple[float, float] | None] = None
     splits_answers: ClassVar[bool] = True  # whether `||` separates actions; not where an answer may contain it
     shows_images: bool = False  # whether the first observation is a picture
     workers: int = 1  # episodes stepped at the same time, where steps wait for something
@@ -186,7 +188,7 @@ class Environment(ABC):
         it logs `env/<name>/success`, `return`, `turns`, `valid_rate` and `pass@k` with the k completions of a prompt
         on this process. Use it or `success_func`, not both: each plays the completions of single-turn play.
         """
-        return [self._reward_func(f"{self.name}_return", "episode_return")]
+        return [self._reward_func(f"{self.name}_return", "episode_return", self.returns)]
 
     @property
     def success_func(self) -> RewardFunc:
@@ -195,7 +197,7 @@ class Environment(ABC):
         Next to an `environment_factory`, whose `get_reward` is the return, it serves with `reward_weights=[0.0]` to
         log the metrics.
         """
-        return self._reward_func(f"{self.name}_success", "success")
+        return self._reward_func(f"{self.name}_success", "success", (0.0, 1.0))
 
     @property
     def environment_factory(self) -> Callable[[], ToolEnvironment]:
@@ -273,7 +275,7 @@ class Environment(ABC):
         picture = {"image": row["image"]} if self.shows_images else {}
         return {"prompt": row["prompt"], "completion": completion, **picture}
 
-    def _reward_func(self, name: str, field: str) -> RewardFunc:
+    def _reward_func(self, name: str, field: str, bounds: tuple[float, float] | None) -> RewardFunc:
         def reward(
             prompts: Sequence[Any],
             completions: Sequence[Completion],
@@ -291,6 +293,7 @@ class Environment(ABC):
 
         reward.__name__ = name  # what TRL logs it under
         vars(reward)["environment"] = self  # for the model card
+        vars(reward)["bounds"] = bounds  # for the filter: what is too hard, and too easy
         return reward
 
     def _outcomes(

@@ -150,6 +150,7 @@ class FrozenLake(Environment):
     """
 
     name = "frozen_lake"
+    returns = (0.0, 1.0)
     single_turn_limits = Limits(turns=1, actions=10)
     multi_turn_limits = Limits(turns=5, actions=2)
     example = "Right || Down"

@@ -1,6 +1,6 @@
 """Any task as an OpenEnv server, and such a server as a task.
 
-    python -m ragen2_trl.openenv --env sokoban --port 8000
+    python -m ragen2_trl.openenv --env_name sokoban --port 8000
 
 serves a task on this machine; `Served("http://127.0.0.1:8000")` is the same task on the side of the trainer. There is
 no authentication in OpenEnv: whoever reaches the port can play.

@@ -1,4 +1,4 @@
-"""`python -m ragen2_trl.openenv --env sokoban --env_args size=7 --port 8000`: serves a task."""
+"""`python -m ragen2_trl.openenv --env_name sokoban --env_args size=7 --port 8000`: serves a task."""
 
 from dataclasses import dataclass, field
 
@@ -30,7 +30,8 @@ class ServeArguments(EnvironmentArguments):
 
 def main(args: list[str] | None = None) -> None:
     """Serves a task until it is interrupted; for tools where it has some, unless `--env_args protocol=text`."""
-    (arguments,) = HfArgumentParser(ServeArguments).parse_args_into_dataclasses(args)  # type: ignore[arg-type]
+    parser = HfArgumentParser(ServeArguments, prog="python -m ragen2_trl.openenv")  # type: ignore[arg-type]
+    (arguments,) = parser.parse_args_into_dataclasses(args)
     if arguments.env_name in ENVIRONMENTS and ENVIRONMENTS[arguments.env_name].tools is not None:
         arguments.env_args = ["protocol=tools", *arguments.env_args]
     make_server(

@@ -218,9 +218,10 @@ def _table(run: Run) -> list[list[str]]:
     smooth = [
         ("entropy", "policy entropy (nats per token)", nats, None),
         ("snr/kept_fraction", "groups kept by the filter", percent, None),
-        ("snr/update_compute_fraction", "update compute saved", saved, None),
     ]
-    return rows + _rows(smooth, lambda key: running_means(run.points(key)))
+    rows += _rows(smooth, lambda key: running_means(run.points(key)))
+    saved_row = ("snr/update_compute_fraction", "update compute saved", saved, None)
+    return rows + _rows([saved_row], lambda key: running_means(run.update_compute))
 
 
 def _rows(

@@ -61,6 +61,7 @@ ZERO_VARIANCE = ("snr/zero_variance_fraction", "frac_reward_zero_std")
 FRACTIONS = (-0.03, 1.03)  # a scale from 0 to 1 that cuts no line in half
 MARKS = {"-": "o", "--": "x", ":": "."}  # none hides another
 FEW, MANY = 16, 64  # up to the first all points of a run are marked, beyond the second those of no measurement
+MARK_HEIGHTS = (0.5, 0.68, 0.32, 0.86, 0.14)  # of names beside one another, as fractions
 MOST = 600  # points of a line, about one for each pixel of a small screen
 
 
@@ -142,7 +143,9 @@ def plot_compute(log_history: Rows) -> Figure:
             "which SNRFilteredGRPOTrainer logs."
         )
     steps, fractions = zip(*points, strict=True)
-    saved = [1 - total / count for count, total in enumerate(accumulate(fractions), start=1)]
+    # Nothing is saved where nothing was trained.
+    trained = accumulate(float(fraction > 0) for fraction in fractions)
+    saved = [1 - total / count if count else 0.0 for count, total in zip(trained, accumulate(fractions), strict=True)]
     figure, (above, below) = make_panels(2, height=1.9)
     above.axhline(1, label="plain TRL", **REFERENCE)
     _draw(above, Line("update compute", points, BLUE, "-"))
@@ -202,11 +205,13 @@ def plot_comparison(
         if measured:
             _draw_chances(axes, [points_of(rows, CHANCE) for rows in histories.values()])
         window = _window(min(len(points) for points in series.values() if points))  # the same for all lines
+        marks = 0
         for number, (name, points) in enumerate(series.items()):
             if points:
                 drawn[name] = _draw_run(axes, points if measured else _means(_thin_out(points), window), number)
             if measured and name in (collapses or {}):
-                _mark(axes, *collapses[name], _colour(number))
+                _mark(axes, *collapses[name], _colour(number), MARK_HEIGHTS[marks % len(MARK_HEIGHTS)])
+                marks += 1
         axes.set_title(title)
         if measured or title == "fraction of groups kept":
             axes.set_ylim(FRACTIONS)
@@ -238,14 +243,22 @@ def _draw(axes: Axes, line: Line) -> None:
     axes.plot(*zip(*means, strict=True), **look)
 
 
-def _mark(axes: Axes, step: int, text: str, colour: Any) -> None:
+def _mark(axes: Axes, step: int, text: str, colour: Any, height: float) -> None:
     """A line at a step with its name: behind it, where accuracy has fallen, unless the panel ends there."""
     low, high = axes.dataLim.intervalx
     on_left = step > low + 0.65 * (high - low)
     axes.axvline(step, color=colour, linewidth=1.2)
     offset, aligned = (-4, "right") if on_left else (4, "left")
     axes.annotate(
-        text, (step, 0.5), (offset, 0), textcoords="offset points", ha=aligned, va="center", color=colour, fontsize=10
+        text,
+        (step, height),
+        (offset, 0),
+        textcoords="offset points",
+        ha=aligned,
+        va="center",
+        color=colour,
+        fontsize=10,
+        bbox={"facecolor": "white", "edgecolor": "none", "pad": 1, "alpha": 0.8},
     )
 
 

@@ -172,7 +172,21 @@ def distinct_labels(folders: Sequence[Path]) -> list[str]:
 
 
 def headline(parts: Sequence[Part]) -> str:
-    """What the page says first: which of the runs collapsed, and when."""
+    """What the page says first: what was gained, which of the runs collapsed, and when."""
+    gains = [gain for part in parts if (gain := _gain(part, alone=len(parts) == 1))]
+    return "; ".join([*gains[:MAX_NAMED], _collapses(parts)])
+
+
+def _gain(part: Part, alone: bool) -> str:
+    """Held-out success of a run that was evaluated before and after."""
+    before, after = (part.run.evaluations.get(when) for when in ("before", "after"))
+    if not before or not after:
+        return ""
+    name = "" if alone else f"{_quoted(part)}{' (nothing filtered)' if part.run.filters_nothing else ''}: "
+    return f"{name}held-out success {before['success']:.0%} → {after['success']:.0%}"
+
+
+def _collapses(parts: Sequence[Part]) -> str:
     if len(parts) == 1:
         return f"{_quoted(parts[0])}: {_lower(parts[0].run.verdict)}"
     collapsed = [part for part in parts if part.mood == "collapsed"]
@@ -238,7 +252,7 @@ def _numbers(run: Run) -> list[Number]:
     bound, chance = (run.points(f"{FIRST_TURN}/{key}") for key in ("mi_upper_bound", "retrieval_chance"))
     accuracy = run.points(f"{FIRST_TURN}/retrieval_accuracy")
     information = run.points(f"{FIRST_TURN}/mi_seq")
-    computed = [value for _, value in run.points("snr/update_compute_fraction")]
+    computed = [value for _, value in run.update_compute]
     saved = f"{1 - sum(computed) / len(computed):.0%}" if computed else ""
     return [
         _success(run),

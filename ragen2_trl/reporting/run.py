@@ -173,6 +173,19 @@ class Run:
         return bool(kept) and not any(share for _, share in kept)
 
     @property
+    def update_compute(self) -> list[tuple[int, float]]:
+        """(step, share of plain TRL's update that was computed) of the steps that had anything to train on."""
+        return [(step, share) for step, share in self.points("snr/update_compute_fraction") if share > 0]
+
+    @property
+    def filters_nothing(self) -> bool:
+        """Whether every group was trained on, which is plain TRL."""
+        strategy, value = self.settings.get("snr_strategy"), self.settings.get("snr_value", 0)
+        keeps_all = strategy == "none" or (str(strategy).startswith("top_p") and value >= 1)
+        of_trl = self.settings.get("trainer") in ("GRPOTrainer", "RLOOTrainer")
+        return of_trl or (keeps_all and bool(self.settings.get("snr_include_zero")))
+
+    @property
     def measurements(self) -> list[Path]:
         """Files of its measurements, by step."""
         return numbered(self.folder / MEASUREMENTS, "measurement", ".json", self.step)

@@ -40,7 +40,7 @@ def settings_of(trainer: Trainer) -> dict[str, Any]:
         "trainer": type(trainer).__name__,
         "model": public(getattr(trainer.model.config, "_name_or_path", None)),
         "reward_funcs": list(getattr(trainer, "reward_func_names", ())),
-        "processes": trainer.accelerator.num_processes,
+        "processes": trainer.args.world_size,  # the accelerator forgets it when a script makes its next configuration
         **{name: public(args[name]) for name in names if name in args},
     }
 

@@ -1,15 +1,19 @@
 """What of each optimizer step: whether it had rows to train on, what its log row says of the filter."""
 
+import math
 from typing import Any
 
-from accelerate import Accelerator
 from accelerate.logging import get_logger
 from transformers import TrainerCallback
 
+from ragen2_trl.envs import Environment
+from ragen2_trl.filtering import ZERO_STD
 from ragen2_trl.trainers.packing import MicroStep
 from ragen2_trl.trainers.selecting import Selector
 
 logger = get_logger(__name__)
+
+COLD_START = 3  # steps without a kept group at the beginning of a run, after which it is said why
 
 
 class Accounting(TrainerCallback):
@@ -18,18 +22,21 @@ class Accounting(TrainerCallback):
     Every step's log row carries the filter's metrics, also those of steps that reuse completions.
 
     Args:
-        accelerator: Of the trainer.
-        metrics: Of the trainer's training log row, by name: values that TRL averages.
+        trainer: Whose steps they are.
     """
 
-    def __init__(self, accelerator: Accelerator, metrics: dict[str, list[float]]):
-        self.accelerator = accelerator
-        self.metrics = metrics
+    def __init__(self, trainer: Any):
+        self.accelerator = trainer.accelerator
+        self.metrics: dict[str, list[float]] = trainer._metrics["train"]  # of its log row: values that TRL averages
+        self.of_no_update = trainer._of_no_update
+        tasks = (getattr(func, "environment", None) for func in trainer.reward_funcs)
+        self.task: str | None = next((env.name for env in tasks if isinstance(env, Environment)), None)
 
     def begin_run(self, selector: Selector) -> None:
         """Count anew; `selector` knows the rewards of the run, which say why it may have to stop."""
         self.selector = selector
         self.latest: dict[str, float] = {}  # for steps that reuse completions
+        self.entropy = math.nan  # of the policy in nats per token, when last seen
         self.empty_steps = 0
         self.empty_streak = 0
         self.begin_window()
@@ -63,6 +70,7 @@ class Accounting(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         # With fewer kept rows than optimizer steps per generation, some steps go without although a group was kept.
+        self._complete_row()
         empty = not self.has_rows and self.latest["snr/kept_groups"] == 0
         self.empty_steps += empty
         self.empty_streak = self.empty_streak + 1 if empty else 0
@@ -70,6 +78,8 @@ class Accounting(TrainerCallback):
         for name, value in self.latest.items():
             if not self.metrics[name]:  # this step reused completions of an earlier generation
                 self.metrics[name].append(value)
+        if self.empty_streak == state.global_step == COLD_START:
+            logger.warning(f"None of the first {COLD_START} steps had anything to train on: {self._why_cold(args)}")
         if 0 < args.snr_max_empty_steps <= self.empty_streak:
             logger.warning(
                 f"Stopping at step {state.global_step}: {self.empty_streak} optimizer steps in a row had no kept "
@@ -81,9 +91,58 @@ class Accounting(TrainerCallback):
             )
             control.should_training_stop = True
 
+    def _complete_row(self) -> None:
+        """TRL logs these while it computes a loss: a step without any has them, too."""
+        if self.has_rows:
+            self.entropy = (self.metrics["entropy"] or [self.entropy])[-1]
+        else:
+            self.metrics["entropy"].append(self.entropy)
+            for name in self.of_no_update:
+                self.metrics[name].append(0.0)
+
+    def _why_cold(self, args: Any) -> str:
+        """What every completion of the run so far has in common, and what to do about it."""
+        if self.selector.reward_range is None:
+            return "no reward function returned a finite number for any completion."
+        lowest, highest = self.selector.reward_range
+        valid, success = (self.metrics.get(f"env/{self.task}/{name}") for name in ("valid_rate", "success"))
+        warm_start = f"`ragen2-trl warm-start --env_name {self.task} --model_name_or_path <your model>`"
+        if valid and max(valid) == 0:
+            return (
+                "no completion held a valid answer (env/*/valid_rate is 0). The model has to know the format before "
+                f"rewards can differ: {warm_start}, or an instruct model. If completions/clipped_ratio is high, "
+                "answers are cut off: raise max_completion_length."
+            )
+        if success and max(success) == 0:
+            return (
+                f"every answer was wrong (env/*/success is 0). Warm start ({warm_start}), or begin with easier tasks "
+                "(`--env_args`)."
+            )
+        if success and min(success) == 1:
+            return "every answer was right (env/*/success is 1). Take harder tasks: these have nothing to teach."
+        if self.latest["snr/zero_variance_fraction"] < 1:
+            return (
+                f"rewards differ, but the settings keep no group: snr_strategy={args.snr_strategy!r}, "
+                f"snr_value={args.snr_value}, snr_selection_eps={args.snr_selection_eps} in the unit of "
+                f"snr_score={args.snr_score!r}."
+            )
+        if highest - lowest <= ZERO_STD:
+            return (
+                f"every completion had the same reward, {lowest:g}. If that is the lowest there is, the tasks are too "
+                "hard, or no answer has the form that the reward looks for: read some completions "
+                "(log_completions=True), fine-tune on solved tasks first (a warm start), or begin with easier ones. "
+                "If it is the highest, take harder ones."
+            )
+        return (
+            f"rewards lie between {lowest:g} and {highest:g}, but completions of one prompt all have the same. "
+            "Prompts are solved always or never: take those in between, raise num_generations, or sample at "
+            "temperature=1.0."
+        )
+
     def state(self) -> dict[str, Any]:
-        return {"latest": self.latest, "empty_steps": self.empty_steps, "empty_streak": self.empty_streak}
+        counts = {"empty_steps": self.empty_steps, "empty_streak": self.empty_streak}
+        return {"latest": self.latest, "entropy": self.entropy, **counts}
 
     def load(self, state: dict[str, Any]) -> None:
-        self.latest = state["latest"]
+        self.latest, self.entropy = state["latest"], state["entropy"]
         self.empty_steps, self.empty_streak = state["empty_steps"], state["empty_streak"]

@@ -1,14 +1,19 @@
 """What is looked at before training."""
 
 import copy
+from collections.abc import Sequence
 from typing import Any
 
+from accelerate.logging import get_logger
 from accelerate.utils import gather_object
 from datasets import Dataset, IterableDataset
 
 from ragen2_trl.trainers.config import SNRFilterConfig
 from ragen2_trl.trainers.reference import FEW_GROUPS
 
+logger = get_logger(__name__)
+
+EQUAL_ROWS = 16  # that are looked at
 LAYOUT_FIELDS = (
     "per_device_train_batch_size",
     "gradient_accumulation_steps",
@@ -75,6 +80,30 @@ def check_same_on_all_processes(args: SNRFilterConfig, num_processes: int) -> No
             raise ValueError(
                 f"{name} differs between processes, in their order: {values}; allowed: one value for all."
             )
+
+
+def known_range(reward_funcs: Sequence[Any], weights: Sequence[float]) -> tuple[float, float] | None:
+    """Reward sums of a failure and of a solved task, where all of the reward is one environment's that knows them."""
+    counted = [(func, weight) for func, weight in zip(reward_funcs, weights, strict=True) if weight != 0]
+    if len(counted) != 1:
+        return None
+    ((func, weight),) = counted
+    bounds = getattr(func, "bounds", None)
+    return None if bounds is None or weight < 0 else (weight * bounds[0], weight * bounds[1])
+
+
+def warn_of_equal_rows(train_dataset: Dataset | IterableDataset | None) -> None:
+    """For datasets of episodes: where all rows are the same, nothing in them says which state one begins in."""
+    if not isinstance(train_dataset, Dataset) or len(train_dataset) < 2:
+        return
+    first, *others = train_dataset.select(range(min(len(train_dataset), EQUAL_ROWS)))
+    if all(row == first for row in others):
+        logger.warning(
+            f"The first {len(others) + 1} rows of train_dataset are the same. If the environment draws its state "
+            "itself, the completions of a group begin in different ones: each is another task, and the variance "
+            "that groups are kept for is partly luck. Give each row a seed, and let `reset(seed, **row)` or the "
+            "rollout function draw from that: see docs/swap.md, 'Environments that draw their state'."
+        )
 
 
 def check_prompt_column(train_dataset: Dataset | IterableDataset | None, environment_factory: Any) -> None:

@@ -28,7 +28,9 @@ from ragen2_trl.trainers.checks import (
     LAYOUT_FIELDS,
     check_prompt_column,
     check_same_on_all_processes,
+    known_range,
     nothing_to_rank,
+    warn_of_equal_rows,
     with_snr_fields,
 )
 from ragen2_trl.trainers.config import SNRFilterConfig
@@ -38,6 +40,7 @@ from ragen2_trl.trainers.refilling import Refill
 from ragen2_trl.trainers.resuming import ResumableSampler, load_state, save_state
 from ragen2_trl.trainers.selecting import Selection, Selector
 
+CLIP_RATIOS = tuple(f"clip_ratio/{name}" for name in ("low_mean", "low_min", "high_mean", "high_max", "region_mean"))
 logger = get_logger(__name__)
 
 VISION_KEYS = (
@@ -91,6 +94,7 @@ class SNRFilter:
             name = model if isinstance(model, str) else model.config._name_or_path
             args = self._config_class(f"{name.split('/')[-1]}-{self._name.replace(' ', '-')}")
         check_prompt_column(train_dataset, kwargs.get("environment_factory"))
+        plays = any(kwargs.get(name) is not None for name in ("environment_factory", "rollout_func"))
         args = with_snr_fields(args, self._config_class, self._trl_config_class)
         super().__init__(model, reward_funcs, args, train_dataset, eval_dataset, processing_class, **kwargs)
         self.args = with_hidden_tokens(self.args)  # before others hold them
@@ -102,6 +106,8 @@ class SNRFilter:
         check_same_on_all_processes(self.args, self.accelerator.num_processes)
         if (reason := nothing_to_rank(self.args)) is not None:
             logger.warning(reason)
+        if plays:
+            warn_of_equal_rows(self.train_dataset)
         if self.args.snr_refill_rounds > 0 and not isinstance(self.train_dataset, Dataset):
             raise ValueError(
                 f"snr_refill_rounds={self.args.snr_refill_rounds} draws further prompts by their row, which a "
@@ -115,7 +121,7 @@ class SNRFilter:
             self._tokenizer.pad_token_id,
             self.pad_to_multiple_of,
         )
-        self._accounting = Accounting(self.accelerator, self._metrics["train"])
+        self._accounting = Accounting(self)
         self._begin_run()
         # Outside of what subclasses make of these methods: none can lose a weight, or a reward.
         wrap(self, "_calculate_rewards", self._remember_rewards)
@@ -131,7 +137,7 @@ class SNRFilter:
         """No state of an earlier run, or of another dataset."""
         self.latest_selection: tuple[Tensor, Tensor] | None = None  # (N,) scores, (N,) which groups are kept
         self._rewards_per_func: Tensor | None = None  # (B, F) of the latest generation, over all processes
-        self._selector = Selector(self.args)
+        self._selector = Selector(self.args, known_range(self.reward_funcs, self.reward_weights.tolist()))
         self._accounting.begin_run(self._selector)
         self._refill: Refill | None = None
         if self.args.snr_refill_rounds > 0:
@@ -147,6 +153,7 @@ class SNRFilter:
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         self._begin_run()
+        self._metrics["train"].clear()  # of a step that was interrupted before it was logged
         if self._packing.steps is not None:  # cut for the windows of an earlier run, which ended amid them
             self._packing.forget()
             self._step, self._buffered_inputs = 0, None
@@ -184,6 +191,8 @@ class SNRFilter:
                 batch["num_items_in_batch"] = self.accelerator.reduce(tokens, reduction="sum")
             batch[KEPT] = kept_rows
         self._packing.drops = KEPT in batch
+        if self._packing.drops and not self.accelerator.reduce(batch[KEPT].sum(), reduction="sum"):
+            self._accounting.entropy = self._entropy_of_some(batch)
         self._finish_advantages(batch)
         if (weights := self._selector.row_weights(selection)) is not None:
             own = self._local(weights).to(batch["advantages"])
@@ -207,13 +216,7 @@ class SNRFilter:
         per_func = self._rewards_per_func
         rewards = (per_func * self.reward_weights.to(per_func.device)).nansum(dim=1)
         unscorable = per_func.isnan().all(dim=1) | ~rewards.isfinite()
-        rewards = rewards.masked_fill(unscorable, torch.nan).view(-1, self.num_generations)
-        if self._selector.reward_range is None and rewards.isnan().all():
-            raise ValueError(
-                f"reward_funcs={self.reward_func_names} returned None, NaN or infinity for every one of the first "
-                f"{rewards.numel()} completions; allowed: a finite number for at least one completion."
-            )
-        return rewards
+        return rewards.masked_fill(unscorable, torch.nan).view(-1, self.num_generations)
 
     def _score_groups(self, batch: Batch, rewards: Tensor) -> Tensor:
         kind = self.args.snr_score
@@ -254,6 +257,16 @@ class SNRFilter:
     def _logps_now(self, batch: Batch) -> Tensor:
         return self._logps_and_entropies(batch)[0]
 
+    def _entropy_of_some(self, batch: Batch) -> float:
+        """In nats per token, for the log row of a batch that is not computed: over a micro-batch of each process."""
+        part = chunks(batch, self.args.per_device_train_batch_size)[0]
+        mask = loss_mask(part)
+        entropies = self._logps_and_entropies(part, compute_entropy=True)[1]
+        total, count = self.accelerator.reduce(
+            torch.stack([(entropies * mask).sum(), mask.sum().float()]), reduction="sum"
+        )
+        return (total / count.clamp(min=1)).item()
+
     def _log_selection(self, batch: Batch, selection: Selection) -> None:
         self.latest_selection = (selection.scores, selection.kept)
         for name, value in self._selector.metrics(selection).items():
@@ -267,6 +280,11 @@ class SNRFilter:
         return own_share(values, self.accelerator)
 
     # What is particular to a trainer
+
+    @property
+    def _of_no_update(self) -> tuple[str, ...]:
+        """Metrics of the update that are 0 where there is none."""
+        return CLIP_RATIOS
 
     @property
     def _loss_mean(self) -> LossMean:
@@ -361,6 +379,12 @@ class SNRFilter:
                 self._packing.load(own["packing"])
             if self._refill is not None and "refill" in own:
                 self._refill.load_waiting(shared["refill"], own["refill"])
+
+    def _issue_warnings_after_load(self, load_result: Any) -> None:
+        """Without a word of weights that are tied to others, such as `lm_head`'s: these have been loaded."""
+        tied = getattr(self.model, "all_tied_weights_keys", {})
+        load_result.missing_keys[:] = [name for name in load_result.missing_keys if name not in tied]
+        super()._issue_warnings_after_load(load_result)
 
     def _batch_layout(self) -> dict[str, int]:
         layout = {name: getattr(self.args, name) for name in LAYOUT_FIELDS}

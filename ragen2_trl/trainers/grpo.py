@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 from trl import GRPOConfig, GRPOTrainer
 
 from ragen2_trl.trainers.config import SNRFilterConfig
-from ragen2_trl.trainers.filtered import SNRFilter
+from ragen2_trl.trainers.filtered import CLIP_RATIOS, SNRFilter
 from ragen2_trl.trainers.packing import LossMean
 from ragen2_trl.trainers.selecting import Selection, renormalised, std_ratio
 
@@ -68,8 +68,7 @@ class SNRFilteredGRPOTrainer(SNRFilter, GRPOTrainer):
             A plain `GRPOConfig` gets the filter's default settings, in a copy.
 
     Raises:
-        ValueError: before training for a setting out of range or a dataset without prompts; at the first generation
-            when no reward function returns a number.
+        ValueError: before training for a setting out of range or a dataset without prompts.
         TypeError: for a configuration that is neither of the two.
 
     Example:
@@ -93,6 +92,12 @@ class SNRFilteredGRPOTrainer(SNRFilter, GRPOTrainer):
     _name = "SNR-filtered GRPO"
     _config_class: ClassVar[type] = SNRFilteredGRPOConfig
     _trl_config_class: ClassVar[type] = GRPOConfig
+
+    @property
+    def _of_no_update(self) -> tuple[str, ...]:
+        if self.loss_type == "cispo":
+            return ("cispo_clip_ratio",)
+        return CLIP_RATIOS if self.loss_type in ("grpo", "bnpo", "dr_grpo", "dapo", "luspo") else ()
 
     @property
     def _loss_mean(self) -> LossMean:

@@ -42,8 +42,7 @@ class SNRFilteredPPOTrainer(ActorCritic, SNRFilter, GRPOTrainer):
             or the folder of a critic that was saved. By default the model that the policy was loaded from.
 
     Raises:
-        ValueError: before training for a setting out of range or a dataset without prompts; at the first generation
-            when no reward function returns a number.
+        ValueError: before training for a setting out of range or a dataset without prompts.
         TypeError: for a configuration that is neither of the two.
 
     Example:

@@ -47,8 +47,7 @@ class SNRFilteredRLOOTrainer(SNRFilter, RLOOTrainer):
             A plain `RLOOConfig` gets the filter's default settings, in a copy.
 
     Raises:
-        ValueError: before training for a setting out of range or a dataset without prompts; at the first generation
-            when no reward function returns a number.
+        ValueError: before training for a setting out of range or a dataset without prompts.
         TypeError: for a configuration that is neither of the two, or for a rollout function or tools.
 
     Example:

@@ -45,10 +45,16 @@ class Selection:
 
 
 class Selector:
-    """Selects groups by the settings of a run, and remembers the rewards and groups that it has seen."""
+    """Selects groups by the settings of a run, and remembers the rewards and groups that it has seen.
 
-    def __init__(self, args: SNRFilterConfig):
+    Args:
+        args: The settings.
+        known_range: Reward sums of a failure and of a solved task, where they are known.
+    """
+
+    def __init__(self, args: SNRFilterConfig, known_range: tuple[float, float] | None = None):
         self.args = args
+        self.known_range = known_range
         self.reward_range: tuple[float, float] | None = None
         window = args.snr_window if args.ranks_in_window else None
         self.reference = None if window is None else RunningReference(window, args.seed)
@@ -105,7 +111,8 @@ class Selector:
 
     def metrics(self, selection: Selection) -> dict[str, float]:
         """What the latest selection did."""
-        told = (selection.rewards, selection.scores, selection.kept, self.reward_range)
+        best_and_worst = self.known_range or self.reward_range
+        told = (selection.rewards, selection.scores, selection.kept, best_and_worst)
         if self.reference is None:
             return selection_metrics(*told)
         ranked = self.reference.scores

@@ -119,6 +119,7 @@ class Countdown(Environment):
     """
 
     name = "countdown"
+    returns = (RIGHT_NUMBERS, RIGHT)
     single_turn_limits = Limits(turns=1, actions=1)
     multi_turn_limits = Limits(turns=3, actions=1)
     example = "(1 + 2) * 3"

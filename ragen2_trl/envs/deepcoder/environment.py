@@ -204,6 +204,7 @@ class DeepCoder(Environment):
     """
 
     name = "deepcoder"
+    returns = (0.0, 1.0)
     single_turn_limits = Limits(turns=1, actions=1)
     multi_turn_limits = Limits(turns=3, actions=1)
     example = "print(input())"

@@ -92,6 +92,7 @@ class MetaMathQA(Environment):
     """
 
     name = "metamath_qa"
+    returns = (0.0, 1.0)
     single_turn_limits = Limits(turns=1, actions=1)
     multi_turn_limits = Limits(turns=5, actions=1)
     example = "42"

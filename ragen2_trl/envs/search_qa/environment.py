@@ -227,6 +227,7 @@ class SearchQA(Environment):
     """
 
     name = "search_qa"
+    returns = (0.0, 1.0)
     single_turn_limits = Limits(turns=1, actions=1)
     multi_turn_limits = Limits(turns=5, actions=1)
     example = "search[words]"

@@ -131,6 +131,7 @@ class Sokoban(Environment):
     """
 
     name = "sokoban"
+    returns = (0.0, SOLVED_REWARD + 10 * STEP_REWARD)
     single_turn_limits = Limits(turns=1, actions=10)
     multi_turn_limits = Limits(turns=5, actions=2)
     example = "Up || Right"

@@ -249,6 +249,7 @@ class WebShop(Environment):
     """
 
     name = "webshop"
+    returns = (0.0, 1.0)
     single_turn_limits = None
     multi_turn_limits = Limits(turns=9, actions=1)
     example = "search[words]"

@@ -1,0 +1,27 @@
+"""One line in place of a row of fifty numbers, also where reasoning is measured, and where there is no reward."""
+
+from pathlib import Path
+
+from ragen2_trl import cli
+from ragen2_trl.callbacks import LiveLineCallback
+
+MEASURED = {"mi/first_turn/retrieval_accuracy": 0.97, "mi/first_turn/mi_seq": 2.5}
+
+
+def test_the_line_keeps_the_latest_measurement():
+    line = LiveLineCallback("success")
+    assert line.line({"reward": 0.5}) == "reward 0.50"
+    assert line.line({"reward": 0.5, "success": 0.25, **MEASURED}) == (
+        "reward 0.50  success 25%  retrieval 97%  information 2.50 nats"
+    )
+    assert line.line({"reward": 0.75}) == "reward 0.75  retrieval 97%  information 2.50 nats"
+
+
+def test_a_warm_start_shows_the_line_and_no_wall_of_numbers(tmp_path, capsys):
+    recipe = Path(__file__).parents[1] / "recipes" / "warm_start_tiny.yaml"
+    settings = {"config": recipe, "output_dir": tmp_path / "warm", "max_steps": 3, "num_demonstrations": 16}
+    settings |= {"per_device_train_batch_size": 4, "logging_steps": 1}
+    cli.main(["warm-start", *(part for name, value in settings.items() for part in (f"--{name}", str(value)))])
+    shown = capsys.readouterr().out
+    assert "step 3/3  loss " in shown and "right tokens" in shown
+    assert "'grad_norm'" not in shown and "{'" not in shown

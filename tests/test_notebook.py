@@ -1,0 +1,42 @@
+"""The notebook runs from its first cell to its last, and what is kept of it is what it shows."""
+
+import os
+from pathlib import Path
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+
+ROOT = Path(__file__).parents[1]
+NOTEBOOK = ROOT / "docs" / "notebook.ipynb"
+
+
+def shown(notebook) -> list[dict]:
+    """What its cells show, by kind of content."""
+    return [output.get("data", {}) for cell in notebook.cells for output in cell.get("outputs", ())]
+
+
+def test_the_notebook_is_kept_with_what_it_shows():
+    notebook = nbformat.read(NOTEBOOK, as_version=4)
+    nbformat.validate(notebook)
+    assert sum("image/png" in data for data in shown(notebook)) == 2
+    assert any("iframe" in data.get("text/html", "") for data in shown(notebook))
+    assert not [cell for cell in notebook.cells if any(o.output_type == "error" for o in cell.get("outputs", ()))]
+    text = NOTEBOOK.read_text()
+    assert len(text) < 1_500_000 and str(ROOT) not in text
+
+
+@pytest.mark.slow
+def test_the_notebook_runs(monkeypatch, tmp_path):
+    monkeypatch.setenv("STEPS", "3")
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]))
+    notebook = nbformat.read(NOTEBOOK, as_version=4)
+    kept = [len(cell.get("outputs", ())) > 0 for cell in notebook.cells]
+    resources = {"metadata": {"path": str(NOTEBOOK.parent)}}
+    NotebookClient(notebook, timeout=400, kernel_name="python3", resources=resources).execute()
+    assert [len(cell.get("outputs", ())) > 0 for cell in notebook.cells] == kept
+    assert sum("image/png" in data for data in shown(notebook)) == 2
+    (page,) = (data["text/html"] for data in shown(notebook) if "iframe" in data.get("text/html", ""))
+    assert "Retrieval accuracy" in page
+    assert (next(tmp_path.glob("*/notebook")) / "README.md").exists() or list(tmp_path.glob("*/notebook/report.html"))
