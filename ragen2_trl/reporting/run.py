@@ -5,6 +5,7 @@ import math
 import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any
@@ -69,6 +70,7 @@ class Run:
         settings: `SETTINGS`, `snr_*`, and the names of trainer, model and environment.
         versions: By package.
         evaluations: Held-out metrics, by `before` and `after`.
+        drawn: How many of its `rows` the figures in `diagnostics/` show; 0 if there are none.
         silence: Why mutual information was not measured when it last should have been; `None` without the callback.
     """
 
@@ -82,13 +84,14 @@ class Run:
     settings: dict[str, Any] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)
     evaluations: dict[str, dict[str, float]] = field(default_factory=dict)
+    drawn: int = 0
     silence: str | None = None
 
     @property
     def name(self) -> str:
         return self.folder.resolve().name
 
-    @property
+    @cached_property
     def rows(self) -> list[dict[str, Any]]:
         """The rows of training steps."""
         return [row for row in self.log_history if row.get("reward") is not None]
@@ -98,7 +101,7 @@ class Run:
         """The task whose success was logged under `env/<task>/`."""
         return self.success_metric.split("/")[1] if self.success_metric else None
 
-    @property
+    @cached_property
     def success_metric(self) -> str | None:
         keys = (key for row in self.rows for key in row if key.startswith("env/") and key.endswith("/success"))
         return next(keys, None)
@@ -233,10 +236,21 @@ def write_run(trainer: Trainer) -> Run:
     run = run_of(trainer)
     # The path of a best checkpoint is of no use to anyone but its owner.
     state = {**vars(trainer.state), "best_model_checkpoint": None}
-    write_whole(folder / STATE_FILE, json.dumps(state, indent=2, sort_keys=True, default=str) + "\n")
+    write_whole(folder / STATE_FILE, _one_row_a_line(state))
     about = {"settings": run.settings, "versions": run.versions}
     write_whole(folder / RUN_FILE, json.dumps(about, indent=2) + "\n")
     return run
+
+
+def _one_row_a_line(state: Mapping[str, Any]) -> str:
+    """JSON of a trainer's state, of which a long log is nearly all; an indent would take several times as long."""
+
+    def text(value: Any) -> str:
+        return json.dumps(value, sort_keys=True, default=str)
+
+    parts = {name: text(value) for name, value in state.items()}
+    parts["log_history"] = "[\n" + ",\n".join(map(text, state["log_history"])) + "\n]"
+    return "{\n" + ",\n".join(f'"{name}": {part}' for name, part in sorted(parts.items())) + "\n}\n"
 
 
 def _goes_on(known: list[Any], history: list[Any]) -> bool:
@@ -272,6 +286,7 @@ def _make_run(folder: Path, state: Mapping[str, Any], settings: dict[str, Any], 
         resumed_at=lifecycle.get("resumed_at", []),
         settings=settings,
         versions=versions,
+        drawn=lifecycle.get("drawn", 0),
         silence=_mapping(kept, MI_STATE).get("silence"),
         evaluations={when: metrics for when, metrics in evaluations.items() if metrics and _is_evaluation(metrics)},
     )
