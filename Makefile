@@ -111,6 +111,7 @@ bench: $(BIN)/.installed  ## Side-by-side measurements; writes benchmarks/result
 	$(BIN)/python benchmarks/refill.py
 	$(BIN)/python benchmarks/small_batches.py
 	$(BIN)/python benchmarks/environments.py
+	$(BIN)/python benchmarks/checkpoint_cost.py
 
 warm-start: $(BIN)/.installed  ## Regenerate the tiny models' weights (half an hour)
 	$(BIN)/ragen2-trl warm-start --config recipes/warm_start_tiny.yaml --output_dir ragen2_trl/tiny/model

@@ -31,14 +31,15 @@ class BrokenCard(GRPOTrainer):
 
 
 class Watcher(TrainerCallback):
-    """Keeps the card as it stood at each checkpoint, and raises or stops at a step if it is told to."""
+    """Keeps card and names of figures as they stood at each checkpoint; raises or stops at a step if it is told to."""
 
     def __init__(self, raise_at=None, stop_at=None):
-        self.cards = {}
+        self.cards, self.figures = {}, {}
         self.raise_at, self.stop_at = raise_at, stop_at
 
     def on_save(self, args, state, control, **kwargs):
         self.cards[state.global_step] = Path(args.output_dir, "README.md").read_text()
+        self.figures[state.global_step] = figures_in(args.output_dir)
 
     def on_step_end(self, args, state, control, **kwargs):
         if state.global_step == self.raise_at:
@@ -101,24 +102,28 @@ def read_card(folder):
     return (Path(folder) / "README.md").read_text()
 
 
+def figures_in(folder):
+    return {path.stem for path in Path(folder, "diagnostics").glob("*.png")}
+
+
 @pytest.fixture(name="without_figures")
 def without_figures_fixture(monkeypatch):
-    """Two seconds for each card are too much where it is not about them."""
-    monkeypatch.setattr(run_record, "write_figures", lambda trainer: None)
+    """Two seconds for each run are too much where it is not about them."""
+    monkeypatch.setattr(run_record, "write_figures", lambda run: run)
 
 
 @pytest.fixture(
     scope="module", params=[OURS, STOCK, Subclass, RLOOTrainer], ids=lambda trainer: trainer.__name__, name="trained"
 )
 def trained_fixture(request, policy_path, tmp_path_factory):
-    """A run that has ended: (trainer, cards at its checkpoints). Only the first has figures drawn."""
+    """A run that has ended: (trainer, what there was at its checkpoints). Only the first has figures drawn."""
     folder = tmp_path_factory.mktemp(request.param.__name__) / "run"
     env = make_env("bandit", max_actions=2, protocol="text")
     with pytest.MonkeyPatch.context() as patch:
         if request.param is not OURS:
-            patch.setattr(run_record, "write_figures", lambda trainer: None)
+            patch.setattr(run_record, "write_figures", lambda run: run)
         trainer = make(request.param, policy_path, folder, env)
         watcher = Watcher()
         trainer.add_callback(watcher)
         trainer.train()
-    return trainer, watcher.cards
+    return trainer, watcher

@@ -17,7 +17,14 @@ from markdown_it import MarkdownIt
 
 from ragen2_trl import MutualInformationCallback
 from ragen2_trl.callbacks.run_record import RunRecord
-from ragen2_trl.reporting.card import HEADING, WINDOW, add_diagnostics, headline, running_means
+from ragen2_trl.reporting.card import (
+    HEADING,
+    WINDOW,
+    add_diagnostics,
+    diagnostics_section,
+    headline,
+    running_means,
+)
 from ragen2_trl.reporting.files import MEASUREMENTS
 from ragen2_trl.reporting.run import Run, run_of
 
@@ -160,6 +167,16 @@ def test_the_index_points_to_the_file_that_numbers_can_be_checked_in(tmp_path):
         "Held-out success rate": "https://huggingface.co/tester/model/blob/main/evaluation_after.json",
         "Mean reward in training": "https://huggingface.co/tester/model/blob/main/diagnostics/trainer_state.json",
     }
+
+
+def test_figures_that_are_older_than_the_numbers_say_so(tmp_path):
+    (tmp_path / "diagnostics").mkdir()
+    (tmp_path / "diagnostics" / "training.png").touch()
+    rows = [{"step": step, "reward": 0.5} for step in (5, 10, 15)]
+    shown = {drawn: diagnostics_section(Run(tmp_path, rows, step=15, drawn=drawn)) for drawn in (0, 2, 3)}
+    assert "Its figures are not drawn yet" in shown[0] and "training.png" not in shown[0]  # of an earlier run
+    assert "Its figures show it up to step 10;" in shown[2] and "training.png" in shown[2]
+    assert "Its figures" not in shown[3] and "training.png" in shown[3]
 
 
 def test_running_means_span_ten_steps_or_half_of_a_short_run():

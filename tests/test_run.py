@@ -286,7 +286,7 @@ def test_an_interrupted_run_is_read_up_to_its_last_row(tmp_path, monkeypatch):
         return train_step(self, *args, **kwargs)
 
     monkeypatch.setattr(train.SNRFilteredGRPOTrainer, "training_step", interrupt)
-    monkeypatch.setattr("ragen2_trl.callbacks.run_record.write_figures", lambda trainer: None)
+    monkeypatch.setattr("ragen2_trl.callbacks.run_record.write_figures", lambda run: run)
     with pytest.raises(SystemExit):
         train.main(arguments(run))
     read = read_run(run)

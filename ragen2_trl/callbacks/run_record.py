@@ -5,6 +5,7 @@ import shlex
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial, wraps
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ logger = get_logger(__name__)
 
 CHECKPOINT_STRATEGIES = (HubStrategy.CHECKPOINT, HubStrategy.ALL_CHECKPOINTS)
 EXTENDED = ("create_model_card", "push_to_hub", "_push_from_checkpoint")  # methods of the trainer
+EXTENDED = ("create_model_card", "push_to_hub", "_push_from_checkpoint", "_save_checkpoint")  # methods of the trainer
 
 
 @contextmanager
@@ -46,6 +48,9 @@ class RunRecord(TrainerCallback):
     Adds diagnostics to the model cards of a trainer, which TRL writes at each checkpoint and before each upload, and
     once more when training ends. `SNRFilteredGRPOTrainer` and `MutualInformationCallback` bring it along.
 
+    Figures are drawn when somebody will look at them: when training ends, at an upload, and when a script writes a
+    card. At any other checkpoint the card and `diagnostics/` get their numbers, which figures can be drawn of later.
+
     An upload that fails at a checkpoint is a warning, and training goes on; one that a script asked for with
     `trainer.push_to_hub()` raises, after it has been said that the files are there and how to upload them. Tokens in
     the trainer's arguments stay out of `training_args.bin`, which is uploaded too.
@@ -55,11 +60,13 @@ class RunRecord(TrainerCallback):
 
     Args:
         trainer ([`~transformers.Trainer`]):
-            The trainer whose `create_model_card`, `push_to_hub` and `_push_from_checkpoint` are extended.
+            The trainer whose `create_model_card`, `push_to_hub`, `_push_from_checkpoint` and `_save_checkpoint` are
+            extended.
     """
 
     def __init__(self, trainer: Trainer):
         self.trainer = trainer
+        self._at_checkpoint = False  # a card is written there before it is known whether it will be uploaded
         self._write_card: Callable[[], None] | None = None  # as the latest card was asked for
         for name in EXTENDED:
             original, extension = getattr(trainer, name), getattr(self, f"_{name.lstrip('_')}")
@@ -81,6 +88,12 @@ class RunRecord(TrainerCallback):
                 self._warn_of_other_content()
                 self._warn_of_texts()
 
+    def on_push_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Before each upload; the one that a script asks for writes a card of its own after this."""
+        if self._at_checkpoint and self._write_card is not None:
+            self._at_checkpoint = False
+            self._write_card()
+
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         state.stateful_callbacks[RUN_STATE]["ended"] = True
         if not state.is_world_process_zero:
@@ -98,13 +111,19 @@ class RunRecord(TrainerCallback):
             return
         self._write_card = lambda: self._create_model_card(create, *args, **kwargs)
         with reported("The diagnostics of the model card"):  # a checkpoint, which comes after its card, is worth more
-            if self._has_begun():
-                run = write_run(self.trainer)
-                if all(job.done() for job in self._jobs()):  # a picture that changes amid its upload makes it fail
-                    write_figures(self.trainer)
-            else:
-                run = _run_before(self.trainer)
-            _extend_card(self.trainer, run)
+            _extend_card(self.trainer, self._write_run(with_figures=not self._at_checkpoint))
+
+    def _write_run(self, with_figures: bool) -> Run:
+        """The run that the card is about, with its numbers in `diagnostics/` once it has begun."""
+        has_begun = self._has_begun()
+        run = run_of(self.trainer) if has_begun else _run_before(self.trainer)
+        if with_figures and all(job.done() for job in self._jobs()):  # a picture that changes breaks its upload
+            with reported("Figures"):
+                run = write_figures(run)
+        if not has_begun:
+            return run
+        self.trainer.state.stateful_callbacks[RUN_STATE]["drawn"] = run.drawn
+        return write_run(self.trainer)
 
     def _has_begun(self) -> bool:
         return RUN_STATE in self.trainer.state.stateful_callbacks
@@ -120,6 +139,13 @@ class RunRecord(TrainerCallback):
         if isinstance(pushed, Future):
             self._watch(pushed)
         return pushed
+
+    def _save_checkpoint(self, save: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        self._at_checkpoint = True
+        try:
+            save(*args, **kwargs)
+        finally:
+            self._at_checkpoint = False
 
     def _push_from_checkpoint(self, push: Callable[..., None], checkpoint_folder: str) -> None:
         known = self._jobs()
@@ -190,11 +216,18 @@ class RunRecord(TrainerCallback):
             )
 
 
-def write_figures(trainer: Trainer) -> None:
-    """Draw the figures of a run into `diagnostics/`, as PNG and SVG, and remove those that it has no data for."""
+def write_figures(run: Run) -> Run:
+    """Draw the figures of a run into its `diagnostics/`, as PNG and SVG, and remove those that it has no data for.
+
+    Returns:
+        The run with figures; it is the same if they were there already.
+    """
+    if run.drawn == len(run.rows):
+        return run
     from ragen2_trl.reporting.gallery import draw_figures  # matplotlib only where something is drawn
 
-    draw_figures(run_of(trainer), Path(trainer.args.output_dir) / DIAGNOSTICS)
+    draw_figures(run, run.folder / DIAGNOSTICS)
+    return replace(run, drawn=len(run.rows))
 
 
 class Token(str):

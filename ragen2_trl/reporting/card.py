@@ -70,7 +70,8 @@ def diagnostics_section(run: Run) -> str:
         lines += ["| | first | last | best |", "|---|---|---|---|"]
         lines += [f"| {' | '.join(row)} |" for row in rows]
         lines += ["", *_legend(run), ""]
-    drawn = [name for name in FIGURES if (run.folder / DIAGNOSTICS / f"{name}.png").exists()]
+    drawn = [name for name in FIGURES if run.drawn and (run.folder / DIAGNOSTICS / f"{name}.png").exists()]
+    lines += _age_of_figures(run)
     for name in drawn:
         if name not in FOLDED:
             lines += _figure(name, run)
@@ -261,6 +262,14 @@ def _legend(run: Run) -> list[str]:
     held_out = [f"[`{file}`]({file})" for when, file in EVALUATIONS.items() if when in run.evaluations]
     sources = f"All of it follows from {' and '.join([state, *held_out])}."
     return [*lines, f"{means} {sources}"]
+
+
+def _age_of_figures(run: Run) -> list[str]:
+    """What is said where they show less than the numbers do."""
+    if run.drawn >= len(run.rows):
+        return []
+    until = f"show it up to step {run.rows[run.drawn - 1].get('step', 0)}" if run.drawn else "are not drawn yet"
+    return [f"Its figures {until}; `ragen2-trl report` on its folder draws them with all of these numbers.", ""]
 
 
 def _figure(name: str, run: Run) -> list[str]:

@@ -21,6 +21,7 @@ def check_state(state: Mapping[str, Any], where: str) -> None:
     lifecycle = _mapping(kept.get("ragen2_run"), where, "ragen2_run")
     if not isinstance(lifecycle.get("ended", False), bool):
         raise _wrong(where, "ragen2_run.ended", "true or false", lifecycle["ended"])
+    _check_step(lifecycle.get("drawn", 0), where, "ragen2_run.drawn")
     for step in _list(lifecycle.get("resumed_at"), where, "ragen2_run.resumed_at"):
         _check_step(step, where, "ragen2_run.resumed_at")
     information = _mapping(kept.get("ragen2_mutual_information"), where, "ragen2_mutual_information")

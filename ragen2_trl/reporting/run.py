@@ -5,6 +5,7 @@ import math
 import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any
@@ -70,6 +71,7 @@ class Run:
         settings: `SETTINGS`, `snr_*`, and the names of trainer, model and environment.
         versions: By package.
         evaluations: Held-out metrics, by `before` and `after`.
+        drawn: How many of its `rows` the figures in `diagnostics/` show; 0 if there are none.
         silence: Why mutual information was not measured when it last should have been; `None` without the callback.
     """
 
@@ -83,13 +85,14 @@ class Run:
     settings: dict[str, Any] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)
     evaluations: dict[str, dict[str, float]] = field(default_factory=dict)
+    drawn: int = 0
     silence: str | None = None
 
     @property
     def name(self) -> str:
         return self.folder.resolve().name
 
-    @property
+    @cached_property
     def rows(self) -> list[dict[str, Any]]:
         """The rows of training steps."""
         return [row for row in self.log_history if row.get("reward") is not None]
@@ -99,7 +102,7 @@ class Run:
         """The task whose success was logged under `env/<task>/`."""
         return self.success_metric.split("/")[1] if self.success_metric else None
 
-    @property
+    @cached_property
     def success_metric(self) -> str | None:
         keys = (key for row in self.rows for key in row if key.startswith("env/") and key.endswith("/success"))
         return next(keys, None)
@@ -252,7 +255,8 @@ def write_run(trainer: Trainer) -> Run:
     run = run_of(trainer)
     # The path of a best checkpoint is of no use to anyone but its owner.
     state = {**vars(trainer.state), "best_model_checkpoint": None}
-    write_json(folder / STATE_FILE, state, indent=2, sort_keys=True, default=str)
+    # Without an indent, which would take several times as long.
+    write_json(folder / STATE_FILE, state, sort_keys=True, default=str)
     about = {"settings": run.settings, "versions": run.versions}
     write_json(folder / RUN_FILE, about, indent=2)
     return run
@@ -297,6 +301,7 @@ def _make_run(
         resumed_at=list(lifecycle.get("resumed_at") or ()),
         settings=settings,
         versions=versions,
+        drawn=lifecycle.get("drawn", 0),
         silence=_mapping(kept, MI_STATE).get("silence"),
         evaluations=evaluations,
     )

@@ -1,5 +1,6 @@
 """What was trained and with what, as anyone may read it."""
 
+import functools
 import re
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
@@ -59,6 +60,7 @@ def public(value: Any) -> Any:
     return value if value is None or isinstance(value, int | float) else type(value).__name__
 
 
+@functools.cache  # looked up in files, and the same as long as a process lasts
 def versions_of_packages() -> dict[str, str]:
     found = {}
     for package in PACKAGES:

@@ -72,7 +72,7 @@ def drawn_in_style(draw: Callable[P, Figure]) -> Callable[P, Figure]:
         with style.context(["default", STYLE]):
             figure = draw(*args, **kwargs)
             figure.draw_without_rendering()
-            figure.set_layout_engine("none")
+            figure.set_layout_engine(None)  # with "none", which only looks like it, each file is drawn twice
         return figure
 
     return in_style
