@@ -17,7 +17,7 @@ from transformers import Trainer, TrainerCallback
 from trl.distributed import DistributedBackend
 from trl.models.utils import unwrap_model_for_generation
 
-from ragen2_trl.callbacks.regime_watch import RegimeWatch
+from ragen2_trl.callbacks.regime_watch import RegimeWatch, evidence_of
 from ragen2_trl.callbacks.rollouts import Rollout, Sampled, check_own_trainer, gather_rollout, watch_rollouts
 from ragen2_trl.callbacks.run_record import keep_record, reported
 from ragen2_trl.filtering import check_choice, group_score, zero_variance
@@ -33,7 +33,7 @@ from ragen2_trl.instrument.diagnosis import (
 from ragen2_trl.instrument.information import MarginalStdEMA
 from ragen2_trl.instrument.reasoning import Turn, find_turns
 from ragen2_trl.instrument.scoring import ContextLengthError, count_tokens
-from ragen2_trl.instrument.verdict import COLLAPSES, DEPENDENT, Evidence, Finding
+from ragen2_trl.instrument.verdict import COLLAPSES, DEPENDENT, Finding
 from ragen2_trl.reporting.files import MEASUREMENTS
 from ragen2_trl.reporting.run import MI_STATE, run_of
 from ragen2_trl.reporting.saved_measurement import SavedMeasurement
@@ -301,17 +301,7 @@ class MutualInformationCallback(TrainerCallback):
         )
 
     def _follow(self, step: int, metrics: dict[str, float], valid_rate: float) -> None:
-        latest = {key: values[-1] for key, values in self.trainer._metrics["train"].items() if values}
-        accounting = getattr(self.trainer, "_accounting", None)  # of our trainer: not every step has an update
-        evidence = Evidence.of(
-            metrics,
-            step=step,
-            updates=self.trainer.state.global_step - (accounting.empty_steps if accounting else 0),
-            valid_thinking_rate=valid_rate,
-            success=next((latest[key] for key in latest if key.startswith("env/") and key.endswith("/success")), None),
-            clipped_ratio=latest.get("completions/clipped_ratio"),
-        )
-        self._finding, warnings = self.watch.update(evidence)
+        self._finding, warnings = self.watch.update(evidence_of(self.trainer, step, metrics, valid_rate))
         regime = self._finding.regime
         decided = regime in (*DEPENDENT, *COLLAPSES, "independent")
         flags = {"decided": decided, "collapsed": regime in COLLAPSES, "low_entropy": self._finding.entropy_is_low}

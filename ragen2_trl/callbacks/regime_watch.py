@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from transformers import Trainer
+
 from ragen2_trl.instrument.verdict import Evidence, Finding, judge
 from ragen2_trl.instrument.wording import warnings
 
@@ -33,3 +35,23 @@ class RegimeWatch:
         self.measurements.append(evidence)
         findings = judge(self.measurements)
         return findings[-1], warnings(findings)
+
+
+def evidence_of(trainer: Trainer, step: int, metrics: Mapping[str, float], valid_rate: float) -> Evidence:
+    """A measurement, with what the trainer has logged of the completions that were measured.
+
+    Args:
+        trainer: Amid the optimizer step `step`.
+        metrics: From `information_metrics`.
+        valid_rate: Share of turns whose reasoning is closed by a tag.
+    """
+    latest = {key: values[-1] for key, values in trainer._metrics["train"].items() if values}
+    accounting = getattr(trainer, "_accounting", None)  # of our trainer, where not every step has an update
+    return Evidence.of(
+        metrics,
+        step=step,
+        updates=trainer.state.global_step - (accounting.empty_steps if accounting else 0),
+        valid_thinking_rate=valid_rate,
+        success=next((latest[key] for key in latest if key.startswith("env/") and key.endswith("/success")), None),
+        clipped_ratio=latest.get("completions/clipped_ratio"),
+    )

@@ -1,7 +1,8 @@
 """The instrument: whether a model's reasoning still depends on its input.
 
 `reasoning` finds the reasoning in sampled token ids, `scoring` its log-probs under every prompt, `information` what
-they say, `diagnosis` goes all the way, and `verdict` decides what it means, in the words of `wording`. Nothing here knows TRL or a task.
+they say, and `diagnosis` goes all the way. `verdict` decides what that means, in the words of `wording`. Nothing here
+knows TRL or a task.
 """
 
 from ragen2_trl.instrument.diagnosis import (

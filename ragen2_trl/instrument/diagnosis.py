@@ -166,9 +166,7 @@ def combine(measurements: Sequence[Measurement]) -> dict[str, float]:
     return metrics
 
 
-def _retell(
-    model: nn.Module, rows: Sequence[_Row], columns: Sequence[_Row], sampling: Sampling
-) -> Measurement | None:
+def _retell(model: nn.Module, rows: Sequence[_Row], columns: Sequence[_Row], sampling: Sampling) -> Measurement | None:
     """The measurement under contexts that differ only in prompts and in what the environment answered."""
     contexts = [column.turn.context_without_own_words for column in columns]
     if len(set(contexts)) < 2 or all(not row.turn.earlier for row in rows):

@@ -82,9 +82,7 @@ def find_turns(
     return turns
 
 
-def _read_turn(
-    ids: list[int], start: int, end: int, tokenizer: PreTrainedTokenizerBase, special: set[int]
-) -> Turn:
+def _read_turn(ids: list[int], start: int, end: int, tokenizer: PreTrainedTokenizerBase, special: set[int]) -> Turn:
     # Pieces as the vocabulary spells them: tags are ASCII, which every spelling keeps.
     pieces = _pieces(ids[start:end], tokenizer)
     while pieces and ids[start + len(pieces) - 1] in special and pieces[-1] != CLOSE_TAG:

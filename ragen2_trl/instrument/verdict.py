@@ -192,8 +192,9 @@ def trace(hits: ArrayLike, trials: ArrayLike, chance: ArrayLike, counts: ArrayLi
 
     With e = (accuracy - chance)/(1 - chance), which is 0 at chance and 1 where every reasoning is retrieved: a
     measurement depends if a one-sided binomial test against chance passes at `ALPHA`. It is compared with the earlier
-    one whose e has the highest lower bound, at `BEST_ALPHA`, if that is above 0. A collapse is a streak of `PATIENCE` measurements or more with e below
-    `RATIO` of that bound, whose hits together are too few, at `ALPHA`, for any e that is not.
+    one whose e has the highest lower bound, at `BEST_ALPHA`, if that is above 0. A collapse is a streak of `PATIENCE`
+    measurements or more with e below `RATIO` of that bound, whose hits together are too few, at `ALPHA`, for any e
+    that is not.
 
     Args:
         hits: (..., T) reasonings that were retrieved, of T measurements in their order.

@@ -62,16 +62,16 @@ def in_numbers(finding: Finding) -> str:
     """The numbers behind a verdict, in sentences."""
     evidence, best, start = finding.evidence, finding.best, finding.start
     sentences = [
-        f"The own prompt explains {evidence.retrieval_accuracy:.1%} of {evidence.num_completions:.0f} reasonings best, "
-        f"where guessing gives {evidence.retrieval_chance:.1%}"
+        f"The own prompt explains {evidence.retrieval_accuracy:.1%} of {evidence.num_completions:.0f} reasonings best "
+        f"(guessing: {evidence.retrieval_chance:.1%}"
     ]
     if finding.is_collapsed and best is not None:
         sentences[0] += (
-            f"; since step {finding.since} it is at most {finding.upper:.1%} (99 % confidence), and it was "
-            f"{best.retrieval_accuracy:.1%} at step {best.step}"
+            f"; at step {best.step}: {best.retrieval_accuracy:.1%}), and since step {finding.since} surely at most "
+            f"{finding.upper:.1%} (99 % confidence)"
         )
     else:
-        sentences[0] += f" (p = {evidence.p_value:.2g})"
+        sentences[0] += f", p = {evidence.p_value:.2g})"
     was = f" ({start.conditional_entropy_token:.2f} at step {start.step})" if start is not evidence else ""
     sentences.append(
         f"Mutual information is {evidence.mi_seq:.2f} of at most {evidence.mi_upper_bound:.2f} nats, entropy "

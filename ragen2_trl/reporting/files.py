@@ -3,6 +3,7 @@
 import json
 import os
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,11 @@ def read_json(path: Path, kind: type) -> Any:
 
 def write_whole(path: Path, text: str) -> None:
     """A kill leaves the former file or this one, never half of it."""
+    replace_whole(path, lambda unfinished: unfinished.write_text(text))
+
+
+def replace_whole(path: Path, write: Callable[[Path], object]) -> None:
+    """The same for a file that `write` writes."""
     unfinished = path.with_name(f".{path.name}")
-    unfinished.write_text(text)
+    write(unfinished)
     os.replace(unfinished, path)

@@ -12,8 +12,8 @@ from typing import Any
 
 from transformers import Trainer
 
-from ragen2_trl.instrument import verdict, wording
-from ragen2_trl.instrument.verdict import Collapse, Evidence, Finding, judge
+from ragen2_trl.instrument import wording
+from ragen2_trl.instrument.verdict import Collapse, Evidence, Finding, Mood, collapses, judge, mood
 from ragen2_trl.reporting.files import (
     DIAGNOSTICS,
     EVALUATIONS,
@@ -30,6 +30,7 @@ from ragen2_trl.reporting.settings import settings_of, versions_of_packages
 FIRST_TURN = "mi/first_turn"  # log keys of the scope that regimes are told by
 # What callbacks keep in `TrainerState.stateful_callbacks`, which every checkpoint carries.
 MI_STATE, RUN_STATE = "ragen2_mutual_information", "ragen2_run"
+
 
 @dataclass(frozen=True)
 class Run:
@@ -98,7 +99,7 @@ class Run:
     @property
     def collapses(self) -> list[Collapse]:
         """All there were, the latest last: one that lasts, and a regime rather than a format."""
-        return verdict.collapses(self.findings)
+        return collapses(self.findings)
 
     @property
     def status(self) -> str:
@@ -120,9 +121,9 @@ class Run:
         return wording.beside(self.evidence[-1]) if self.evidence else ""
 
     @property
-    def mood(self) -> verdict.Mood:
+    def mood(self) -> Mood:
         """`unknown`, `open`, `collapsed`, `suspect`, `recovered` or `healthy`: see `ragen2_trl.instrument.verdict`."""
-        return verdict.mood(self.findings, self.step)
+        return mood(self.findings, self.step)
 
     @property
     def has_learnt_nothing(self) -> bool:
