@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ragen2_trl.callbacks import MutualInformationCallback, RewardVarianceStopCallback
     from ragen2_trl.filtering import group_score, select_groups
-    from ragen2_trl.instrument import classify_regime, cross_score, information_metrics
+    from ragen2_trl.instrument import Evidence, cross_score, information_metrics, judge
     from ragen2_trl.rollouts import TextRollout
     from ragen2_trl.trainers import (
         SNRFilteredGRPOConfig,
@@ -22,6 +22,7 @@ __version__ = "0.1.0"
 # Where each name lives. They are imported when they are asked for: environments need neither torch nor TRL, whose
 # import takes seconds, and servers and worker processes need nothing but environments.
 _HOMES = {
+    "Evidence": "instrument",
     "MutualInformationCallback": "callbacks",
     "RewardVarianceStopCallback": "callbacks",
     "SNRFilteredGRPOConfig": "trainers",
@@ -31,14 +32,15 @@ _HOMES = {
     "SNRFilteredRLOOConfig": "trainers",
     "SNRFilteredRLOOTrainer": "trainers",
     "TextRollout": "rollouts",
-    "classify_regime": "instrument",
     "cross_score": "instrument",
     "group_score": "filtering",
     "information_metrics": "instrument",
+    "judge": "instrument",
     "select_groups": "filtering",
 }
 
 __all__ = [
+    "Evidence",
     "MutualInformationCallback",
     "RewardVarianceStopCallback",
     "SNRFilteredGRPOConfig",
@@ -48,10 +50,10 @@ __all__ = [
     "SNRFilteredRLOOConfig",
     "SNRFilteredRLOOTrainer",
     "TextRollout",
-    "classify_regime",
     "cross_score",
     "group_score",
     "information_metrics",
+    "judge",
     "select_groups",
 ]
 

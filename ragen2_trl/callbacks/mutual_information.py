@@ -3,7 +3,7 @@
 import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, replace
+from dataclasses import replace
 from math import ceil
 from pathlib import Path
 from typing import Any, Literal
@@ -18,7 +18,7 @@ from trl.distributed import DistributedBackend
 from trl.models.utils import unwrap_model_for_generation
 
 from ragen2_trl.callbacks.pooling import Generation, Pool, joined, joined_selection, what_layout_means
-from ragen2_trl.callbacks.regime_watch import RegimeWatch
+from ragen2_trl.callbacks.regime_watch import RegimeWatch, evidence_of
 from ragen2_trl.callbacks.rollouts import (
     Rollout,
     Sampled,
@@ -42,6 +42,7 @@ from ragen2_trl.instrument.diagnosis import (
 from ragen2_trl.instrument.information import MarginalStdEMA
 from ragen2_trl.instrument.reasoning import Turn, find_turns
 from ragen2_trl.instrument.scoring import ContextLengthError, count_tokens
+from ragen2_trl.instrument.verdict import COLLAPSES, DEPENDENT, Finding
 from ragen2_trl.reporting.files import MEASUREMENTS
 from ragen2_trl.reporting.run import MI_STATE, run_of
 from ragen2_trl.reporting.saved_measurement import SavedMeasurement
@@ -89,9 +90,9 @@ class MutualInformationCallback(TrainerCallback):
             `first_turn` compares the first turns of all groups. `trajectory` draws from all turns and compares within
             each turn position; it is left out as long as completions have a single turn.
         stop_on (`str`, *optional*):
-            `"template_collapse"` ends training when reasoning that has depended on its prompt is found in that
-            regime twice in a row: at chance, or below half of its dependence at the start, with high entropy (see
-            [`~ragen2_trl.instrument.classify_regime`]).
+            `"template_collapse"` ends training when reasoning that has depended on its prompt surely does so less than
+            half as much, in two measurements in a row or more, with high entropy (see
+            [`~ragen2_trl.instrument.judge`]). Measurements that are too small to tell never end it.
         max_tokens_per_forward (`int`, *optional*):
             See [`~ragen2_trl.instrument.cross_score`].
 
@@ -155,6 +156,7 @@ class MutualInformationCallback(TrainerCallback):
         self._asked: int | None = None  # the optimizer step that asked for one which waits for more prompts
         self._latest: Generation | None = None  # until it is known which of its groups are kept
         self._measured: list[Generation] = []  # by the latest measurement, until it is saved
+        self._finding: Finding | None = None  # of the latest measurement
         self._stop = False
         self._to_save: SavedMeasurement | None = None  # until the step has ended
         self._to_draw: SavedMeasurement | None = None  # until its row is logged
@@ -170,7 +172,7 @@ class MutualInformationCallback(TrainerCallback):
             del metrics[key]
         saved = state.stateful_callbacks.get(MI_STATE)
         if saved is not None:
-            self.watch = RegimeWatch(**saved["watch"])
+            self.watch = RegimeWatch.restored(saved["watch"])
             self.ema |= {s: MarginalStdEMA(values=saved["ema"][s]) for s in self.scopes if s in saved["ema"]}
             self.last_step, self._asked = saved["last_step"], saved["asked"]
         self._pool.begin_run()
@@ -313,6 +315,11 @@ class MutualInformationCallback(TrainerCallback):
                 else:
                     by_position = measure_trajectory(*arguments)
                     metrics = combine(list(by_position.values()))
+                    retold = [one.without_own_words for one in by_position.values() if one.without_own_words]
+                    if retold:
+                        without = combine(retold)
+                        names = ("retrieval_accuracy", "retrieval_chance", "num_completions")
+                        self._log({f"mi/trajectory/without_own_words/{name}": without[name] for name in names})
                     for position, measurement in by_position.items():
                         prefix = f"mi/trajectory/turn_{position + 1}"
                         self._log({f"{prefix}/{key}": measurement.metrics[key] for key in PER_POSITION})
@@ -336,7 +343,7 @@ class MutualInformationCallback(TrainerCallback):
         return SavedMeasurement(
             step=step,
             metrics=measurement.metrics,
-            regime=dict(self.watch.regimes).get(step),
+            regime=None if self._finding is None or self._finding.evidence.step != step else self._finding.regime,
             prompts=[decode(context, skip_special_tokens=True) for context in distinct],
             reasonings=[
                 decode(trajectories[i][0].reasoning, skip_special_tokens=True) for i in measurement.trajectories
@@ -350,20 +357,17 @@ class MutualInformationCallback(TrainerCallback):
         )
 
     def _follow(self, step: int, metrics: dict[str, float], valid_rate: float) -> None:
-        warnings = self.watch.update(step, metrics, valid_rate)
-        _, regime = self.watch.regimes[-1]
-        self._log(
-            {
-                "mi/regime/depends_on_prompt": float(regime in ("diverse", "compressed")),
-                "mi/regime/low_entropy": float(regime in ("compressed", "low_entropy_collapse")),
-            }
-        )
-        for collapse, text in warnings.items():
+        self._finding, warnings = self.watch.update(evidence_of(self.trainer, step, metrics, valid_rate))
+        regime = self._finding.regime
+        decided = regime in (*DEPENDENT, *COLLAPSES, "independent")
+        flags = {"decided": decided, "collapsed": regime in COLLAPSES, "low_entropy": self._finding.entropy_is_low}
+        if decided:
+            flags["depends_on_prompt"] = regime in DEPENDENT
+        self._log({f"mi/regime/{name}": float(value) for name, value in flags.items()})
+        for name, text in warnings.items():
             logger.warning(text)
-            if collapse == self.stop_on and self.watch.has_depended:
-                logger.warning(
-                    f"Training stops after step {self.trainer.state.global_step + 1}: stop_on={collapse!r}."
-                )
+            if name == self.stop_on:
+                logger.warning(f"Training stops after step {self.trainer.state.global_step + 1}: stop_on={name!r}.")
                 self._stop = True
 
     def _log_validity(self, trajectories: list[list[Turn]]) -> float:
@@ -401,7 +405,7 @@ class MutualInformationCallback(TrainerCallback):
         if self._asked is not None:
             reasons[f"a measurement takes {self.min_prompts} prompts, and {self._pool.num_prompts} are sampled"] = None
         self.trainer.state.stateful_callbacks[MI_STATE] = {
-            "watch": asdict(self.watch),
+            "watch": self.watch.state,
             "ema": {scope: dict(ema.values) for scope, ema in self.ema.items()},
             "last_step": self.last_step,
             "asked": self._asked,

@@ -1,65 +1,57 @@
-"""When reasoning drifts into collapse: one warning an episode, in plain words with the numbers."""
+"""The measurements of a run, as far as verdicts need them, kept over checkpoints."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
-from ragen2_trl.instrument.information import ALPHA, FORMAT_RATIO, PATIENCE, chance_p_value, classify_regime
+from transformers import Trainer
+
+from ragen2_trl.instrument.verdict import Evidence, Finding, judge
+from ragen2_trl.instrument.wording import warnings
 
 
 @dataclass
 class RegimeWatch:
-    """Follows the regimes of a run and says when one of them is a collapse.
-
-    *Template collapse*: reasoning depends on its prompt no longer, or less than half as much as at the start, while
-    its entropy stays up (see `classify_regime`). *Format collapse*: the share of turns with closed reasoning falls
-    below half of what it was.
+    """Follows a run, and says what begins with a measurement: once an episode, in plain words with the numbers.
 
     Args:
-        start: First measurement of the run, with its step and valid-thinking rate: what later ones are compared to.
-        regimes: (step, regime) of each measurement.
-        collapsed: Consecutive measurements, up to now, in either collapse.
+        measurements: Of the run so far, in their order.
     """
 
-    start: dict[str, float] = field(default_factory=dict)
-    regimes: list[tuple[int, str]] = field(default_factory=list)
-    collapsed: dict[str, int] = field(default_factory=lambda: {"template_collapse": 0, "format_collapse": 0})
+    measurements: list[Evidence] = field(default_factory=list)
 
-    def update(self, step: int, metrics: Mapping[str, float], valid_rate: float) -> dict[str, str]:
-        """Takes in a measurement of `information_metrics`; gives a warning for each collapse that begins with it."""
-        if not self.start:
-            self.start = {**metrics, "valid_thinking_rate": valid_rate, "step": step}
-        regime = classify_regime(metrics, self.start)
-        self.regimes.append((step, regime))
-        warnings = {
-            "template_collapse": self._template_warning(step, metrics),
-            "format_collapse": f"Step {step}: format collapse. {valid_rate:.0%} of turns hold reasoning that a tag "
-            f"closes, {self._was('valid_thinking_rate', '.0%')}.",
-        }
-        now = {
-            "template_collapse": regime == "template_collapse",
-            "format_collapse": valid_rate < FORMAT_RATIO * self.start["valid_thinking_rate"],
-        }
-        for name, is_now in now.items():
-            self.collapsed[name] = self.collapsed[name] + 1 if is_now else 0
-        return {name: text for name, text in warnings.items() if self.collapsed[name] == PATIENCE}
+    @classmethod
+    def restored(cls, state: Mapping[str, Any]) -> "RegimeWatch":
+        """From what `state` gave."""
+        return cls([Evidence(**measurement) for measurement in state["measurements"]])
 
     @property
-    def has_depended(self) -> bool:
-        """Whether reasoning depended on its prompt at any time of the run."""
-        return any(regime in ("diverse", "compressed") for _, regime in self.regimes)
+    def state(self) -> dict[str, Any]:
+        """Numbers and lists, for a checkpoint."""
+        return asdict(self)
 
-    def _template_warning(self, step: int, metrics: Mapping[str, float]) -> str:
-        if chance_p_value(metrics) <= ALPHA:
-            depends = "depends much less on its prompt than it did"
-        else:
-            depends = f"{'no longer depends' if self.has_depended else 'does not depend'} on its prompt"
-        return (
-            f"Step {step}: template collapse. Reasoning {depends}: the own prompt explains it best in "
-            f"{metrics['retrieval_accuracy']:.1%} of cases, where guessing gives {metrics['retrieval_chance']:.1%} "
-            f"({self._was('retrieval_accuracy', '.1%')}). Mutual information is {metrics['mi_seq']:.2f} of at most "
-            f"{metrics['mi_upper_bound']:.2f} nats, while entropy is {metrics['conditional_entropy_token']:.2f} nats "
-            f"per token ({self._was('conditional_entropy_token', '.2f')})."
-        )
+    def update(self, evidence: Evidence) -> tuple[Finding, dict[str, str]]:
+        """Takes in a measurement; gives what it says, and what to warn of by regime."""
+        self.measurements.append(evidence)
+        findings = judge(self.measurements)
+        return findings[-1], warnings(findings)
 
-    def _was(self, key: str, form: str) -> str:
-        return f"{self.start[key]:{form}} at step {self.start['step']:.0f}"
+
+def evidence_of(trainer: Trainer, step: int, metrics: Mapping[str, float], valid_rate: float) -> Evidence:
+    """A measurement, with what the trainer has logged of the completions that were measured.
+
+    Args:
+        trainer: Amid the optimizer step `step`.
+        metrics: From `information_metrics`.
+        valid_rate: Share of turns whose reasoning is closed by a tag.
+    """
+    latest = {key: values[-1] for key, values in trainer._metrics["train"].items() if values}
+    accounting = getattr(trainer, "_accounting", None)  # of our trainer, where not every step has an update
+    return Evidence.of(
+        metrics,
+        step=step,
+        updates=trainer.state.global_step - (accounting.empty_steps if accounting else 0),
+        valid_thinking_rate=valid_rate,
+        success=next((latest[key] for key in latest if key.startswith("env/") and key.endswith("/success")), None),
+        clipped_ratio=latest.get("completions/clipped_ratio"),
+    )

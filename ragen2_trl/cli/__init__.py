@@ -36,8 +36,9 @@ def main(args: list[str] | None = None) -> None:
         show_help(command)
         return
     # Imported only now: a command should not wait for the imports of the others.
-    run = import_module(f"{__name__}.{command.replace('-', '_')}").main
-    from ragen2_trl.cli.arguments import InputError
+    with Console(stderr=True).status(f"ragen2-trl {command} begins"):  # in a terminal alone; imports take seconds
+        run = import_module(f"{__name__}.{command.replace('-', '_')}").main
+        from ragen2_trl.cli.arguments import InputError
 
     try:
         run(rest)

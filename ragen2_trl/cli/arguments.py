@@ -146,15 +146,24 @@ class DiagnoseArguments(SamplingArguments):
 
     num_prompts: int = field(default=16, metadata={"help": "Number of held-out tasks."})
     num_samples: int = field(default=4, metadata={"help": "Completions per task."})
+    batch_size: int = field(
+        default=16, metadata={"help": "Completions generated at once, and saved as soon as they are."}
+    )
     temperature: float = field(
         default=1.0, metadata={"help": "Of the sampling, above 0; reasoning is scored at the same."}
+    )
+    control: bool = field(
+        default=False,
+        metadata={
+            "help": "Also score reasonings that were sampled without the observation, which must come out at chance."
+        },
     )
     completions: str | None = field(
         default=None,
         metadata={
             "help": "Instead of sampling: a parquet file that TRL saved with `log_completions=True`, or a folder of "
             "them, which become a path. Warning: `--model` scores all of them, and the numbers are those of the run "
-            "only for the file of the step that its weights are of."
+            "only for the file of the step that its weights are of. Or the file that this command saved."
         },
     )
     max_files: int = field(
@@ -167,6 +176,8 @@ class DiagnoseArguments(SamplingArguments):
             raise ValueError(f"temperature must be above 0 (greedy reasoning never varies), got {self.temperature!r}")
         if self.max_files < 1:
             raise ValueError(f"max_files must be at least 1, got {self.max_files!r}")
+        if self.control and self.completions is not None:
+            raise ValueError("control must be False with completions, whose tasks are not known, got True")
 
 
 @dataclass

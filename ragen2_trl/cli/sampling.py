@@ -1,8 +1,8 @@
 """Held-out tasks played by a model: what evaluation and diagnosis begin with."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from datasets import Dataset
@@ -12,12 +12,18 @@ from transformers import (
     GenerationConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
+    StoppingCriteria,
+    StoppingCriteriaList,
 )
 
 from ragen2_trl.cli.arguments import InputError
 from ragen2_trl.envs import Environment, Play
 from ragen2_trl.rollouts.play import Chat, Generate, Trajectory, check_words_only, play_all
 from ragen2_trl.tiny import resolve_model
+
+OnToken: TypeAlias = Callable[[int, int], None]
+OnPlayed: TypeAlias = Callable[[Dataset, list[Trajectory]], None]
+LONGEST_TURN = 128  # tokens, unless another limit is given
 
 
 def load_model(name: str, dtype: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
@@ -71,10 +77,17 @@ def sample_trajectories(
     data: str | None = None,
     max_turn_tokens: int | None = None,
     chat_template_kwargs: dict[str, Any] | None = None,
+    on_token: OnToken | None = None,
+    on_played: OnPlayed | None = None,
 ) -> tuple[Dataset, list[Trajectory]]:
     """Rows of the split `"test"`, each `num_samples` times in a row, and an episode for each, played to its end.
 
-    Arguments, errors and what is left untouched are those of `evaluate_model`.
+    Other arguments, errors and what is left untouched are those of `evaluate_model`.
+
+    Args:
+        on_token: Called with (tokens that a turn has by now, most that it can have).
+        on_played: Called with (rows, trajectories) of each batch, in their order, as soon as it is played; by default
+            all episodes are played side by side.
     """
     check_words_only(env)
     if batch_size < 1:
@@ -86,19 +99,26 @@ def sample_trajectories(
     rows, plays = held_out_plays(env, num_prompts, num_samples, seed, data)
     eos_token_ids = end_tokens(model, tokenizer)
     if max_new_tokens is None and max_turn_tokens is None:
-        max_turn_tokens = 128
-    with _evaluation_mode(model, seed):
-        trajectories = play_all(
-            plays,
-            rows["prompt"][:],
-            Chat(tokenizer, eos_token_ids, **(chat_template_kwargs or {})),
-            generator(model, tokenizer, temperature, batch_size, eos_token_ids),
-            # What the environment answers counts, too, and nobody knows how long that is.
-            max_tokens=1_000_000 if max_new_tokens is None else max_new_tokens,
-            max_turn_tokens=max_turn_tokens,
-            max_context=getattr(model.config.get_text_config(), "max_position_embeddings", None),
-            workers=env.workers,
-        )
+        max_turn_tokens = LONGEST_TURN
+    step = len(plays) if on_played is None else batch_size
+    trajectories: list[Trajectory] = []
+    with evaluation_mode(model, seed):
+        for start in range(0, len(plays), step):
+            batch = rows.select(range(start, min(start + step, len(plays))))
+            played = play_all(
+                plays[start : start + step],
+                batch["prompt"][:],
+                Chat(tokenizer, eos_token_ids, **(chat_template_kwargs or {})),
+                generator(model, tokenizer, temperature, batch_size, eos_token_ids, on_token),
+                # What the environment answers counts, too, and nobody knows how long that is.
+                max_tokens=1_000_000 if max_new_tokens is None else max_new_tokens,
+                max_turn_tokens=max_turn_tokens,
+                max_context=getattr(model.config.get_text_config(), "max_position_embeddings", None),
+                workers=env.workers,
+            )
+            trajectories += played
+            if on_played is not None:
+                on_played(batch, played)
     return rows, trajectories
 
 
@@ -115,6 +135,7 @@ def generator(
     temperature: float,
     batch_size: int,
     eos_token_ids: Sequence[int],
+    on_token: OnToken | None = None,
 ) -> Generate:
     """Continues contexts with `model.generate`, the end token included where there is one; gives no log-probs."""
     pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
@@ -138,7 +159,13 @@ def generator(
             # Padded here, on the left, so that the tokenizer keeps the padding side it has.
             input_ids = torch.tensor([[pad] * (width - len(ids)) + ids for ids in batch], device=model.device)
             mask = torch.tensor([[0] * (width - len(ids)) + [1] * len(ids) for ids in batch], device=model.device)
-            output = model.generate(input_ids=input_ids, attention_mask=mask, generation_config=config)
+            telling = [] if on_token is None else [_Telling(on_token, width, max_new_tokens)]
+            output = model.generate(
+                input_ids=input_ids,
+                attention_mask=mask,
+                generation_config=config,
+                stopping_criteria=StoppingCriteriaList(telling),
+            )
             answers += [_until(ids, eos_token_ids) for ids in output[:, width:].tolist()]
         return answers, None
 
@@ -150,8 +177,19 @@ def _until(ids: list[int], ends: Sequence[int]) -> list[int]:
     return ids[: first + 1]
 
 
+class _Telling(StoppingCriteria):
+    """Stops nothing, and tells how long turns are by now."""
+
+    def __init__(self, on_token: OnToken, width: int, most: int):
+        self._on_token, self._width, self._most = on_token, width, most
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        self._on_token(input_ids.shape[1] - self._width, self._most)
+        return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
+
+
 @contextmanager
-def _evaluation_mode(model: PreTrainedModel, seed: int) -> Iterator[None]:
+def evaluation_mode(model: PreTrainedModel, seed: int) -> Iterator[None]:
     """Eval mode, no gradients and a random state of our own; all as before afterwards."""
     training = model.training
     devices = [model.device] if model.device.type == "cuda" else []

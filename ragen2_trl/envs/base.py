@@ -169,8 +169,18 @@ class Environment(ABC):
     def turn_text(self, episode: Episode, status: str | None = None) -> str:
         """What a user message shows: what came of the last turn, the state, and the form of an answer."""
         lines = [status] if status else []
-        lines += [episode.observation(), f"Reply with <think>reasoning</think><answer>{self.example}</answer>"]
+        lines += [episode.observation(), self._reply_form]
         return "\n".join(line for line in lines if line)
+
+    @property
+    def prompt_without_observation(self) -> list[dict[str, str]]:
+        """Rules and form of an answer alone: what is written to it cannot depend on a task."""
+        system = {"role": "system", "content": f"{self.instructions()}{self._limits_in_words()}"}
+        return [system, {"role": "user", "content": self._reply_form}]
+
+    @property
+    def _reply_form(self) -> str:
+        return f"Reply with <think>reasoning</think><answer>{self.example}</answer>"
 
     def _limits_in_words(self) -> str:
         one = "one action" if self.splits_answers else "one answer"

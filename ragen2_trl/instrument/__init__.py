@@ -1,7 +1,8 @@
 """The instrument: whether a model's reasoning still depends on its input.
 
 `reasoning` finds the reasoning in sampled token ids, `scoring` its log-probs under every prompt, `information` what
-they say, and `diagnosis` goes all the way. Nothing here knows TRL or a task.
+they say, and `diagnosis` goes all the way. `verdict` decides what that means, in the words of `wording`. Nothing here
+knows TRL or a task.
 """
 
 from ragen2_trl.instrument.diagnosis import (
@@ -15,17 +16,19 @@ from ragen2_trl.instrument.diagnosis import (
 )
 from ragen2_trl.instrument.information import (
     MarginalStdEMA,
-    Regime,
     chance_p_value,
-    classify_regime,
     information_metrics,
 )
 from ragen2_trl.instrument.reasoning import Turn, find_turns
 from ragen2_trl.instrument.scoring import ContextLengthError, count_tokens, cross_score
+from ragen2_trl.instrument.verdict import Evidence, Finding, Regime, judge
+from ragen2_trl.instrument.wording import headline, in_numbers
 
 __all__ = [
     "SCOPES",
     "ContextLengthError",
+    "Evidence",
+    "Finding",
     "MarginalStdEMA",
     "Measurement",
     "NotMeasurableError",
@@ -33,12 +36,14 @@ __all__ = [
     "Sampling",
     "Turn",
     "chance_p_value",
-    "classify_regime",
     "combine",
     "count_tokens",
     "cross_score",
     "find_turns",
+    "headline",
+    "in_numbers",
     "information_metrics",
+    "judge",
     "measure_first_turn",
     "measure_trajectory",
 ]

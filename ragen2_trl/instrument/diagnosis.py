@@ -2,7 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import torch
@@ -32,6 +32,9 @@ class Measurement:
         prompt_index: (B,) own column of each reasoning.
         trajectories: For each of the B rows, the number of its trajectory.
         columns: For each of the N columns, the number of a trajectory with that context.
+        without_own_words: The same reasonings under the same contexts, each without what the model itself wrote in
+            earlier turns; `None` in a first turn, and where such contexts are all the same. The log-probabilities are
+            not those that the reasonings were sampled with: only retrieval means something.
     """
 
     metrics: dict[str, float]
@@ -40,6 +43,7 @@ class Measurement:
     prompt_index: Tensor
     trajectories: list[int]
     columns: list[int]
+    without_own_words: "Measurement | None" = None
 
 
 @dataclass(frozen=True)
@@ -117,6 +121,9 @@ def measure_trajectory(
     compared within their position only. A later context of the same trajectory would hold the reasoning verbatim, and
     is therefore never a candidate.
 
+    A context of a later turn holds the model's own words of earlier ones, by which even gibberish is told apart: later
+    turns are therefore measured without them, too (`Measurement.without_own_words`).
+
     Returns:
         By turn position, from 0, for the positions that have two distinct contexts.
 
@@ -138,7 +145,8 @@ def measure_trajectory(
         chosen = {(row.group, row.turn.context) for row in columns}
         stratum = [row for row in stratum if (row.group, row.turn.context) in chosen]
         try:
-            measurements[position] = _measure(model, stratum, columns, sampling)
+            measured = _measure(model, stratum, columns, sampling)
+            measurements[position] = replace(measured, without_own_words=_retell(model, stratum, columns, sampling))
         except NotMeasurableError as error:
             reason = str(error)
     if not measurements:
@@ -158,17 +166,33 @@ def combine(measurements: Sequence[Measurement]) -> dict[str, float]:
     return metrics
 
 
-def _measure(model: nn.Module, rows: Sequence[_Row], columns: Sequence[_Row], sampling: Sampling) -> Measurement:
+def _retell(model: nn.Module, rows: Sequence[_Row], columns: Sequence[_Row], sampling: Sampling) -> Measurement | None:
+    """The measurement under contexts that differ only in prompts and in what the environment answered."""
+    contexts = [column.turn.context_without_own_words for column in columns]
+    if len(set(contexts)) < 2 or all(not row.turn.earlier for row in rows):
+        return None
+    return _measure(model, rows, columns, sampling, contexts)
+
+
+def _measure(
+    model: nn.Module,
+    rows: Sequence[_Row],
+    columns: Sequence[_Row],
+    sampling: Sampling,
+    contexts: Sequence[tuple[int, ...]] | None = None,
+) -> Measurement:
+    """Scores rows under the contexts of the columns, or under others in their places."""
     if not rows:
         raise NotMeasurableError("no completion has reasoning")
+    contexts = [column.turn.context for column in columns] if contexts is None else contexts
     column_of = {(column.group, column.turn.context): number for number, column in enumerate(columns)}
     class_of: dict[tuple[int, ...], int] = {}
-    prompt_class = [class_of.setdefault(column.turn.context, len(class_of)) for column in columns]
+    prompt_class = [class_of.setdefault(context, len(class_of)) for context in contexts]
     if len(class_of) < 2:
         raise NotMeasurableError(f"all {len(columns)} prompts are the same, and two different ones are needed")
     cross_logps = cross_score(
         model,
-        [column.turn.context for column in columns],
+        contexts,
         [row.turn.lead_in + row.turn.reasoning for row in rows],
         lead_in=[len(row.turn.lead_in) for row in rows],
         temperature=sampling.temperature,

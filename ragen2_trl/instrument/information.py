@@ -8,21 +8,17 @@ it is a template.
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
 
 import torch
 from torch import Tensor
 
-Regime = Literal["diverse", "template_collapse", "compressed", "low_entropy_collapse"]
+from ragen2_trl.instrument.binomial import at_least
 
 RETRIEVAL_DEPTHS = (2, 4, 8)
 # Sequence mixture in nats; the same in nats per token (the paper's Eq. 1); mixture of per-token means (the reference
 # code's).
 FORMS = ("seq", "token", "token_tempered")
 ZSCORE_EPS = 1e-3
-ALPHA, LOW_ENTROPY = 0.01, 0.1  # see `classify_regime`
-PATIENCE = 2  # measurements in a row that make a collapse: one alone may be chance
-FORMAT_RATIO = 0.5  # share of closed reasoning, of that at the start, below which the format has collapsed
 
 
 def information_metrics(
@@ -181,71 +177,11 @@ class MarginalStdEMA:
 def chance_p_value(metrics: Mapping[str, float]) -> float:
     """One-sided binomial test: how probable so high a retrieval accuracy is when reasoning is independent of prompts.
 
-    Each reasoning is a trial: under that hypothesis those of one prompt are no more alike than any others.
+    Each reasoning is a trial: under that hypothesis those of one prompt are no more alike than any others. A fraction
+    of a hit, which ties make, counts as a whole one.
 
     >>> chance_p_value({"retrieval_accuracy": 0.25, "retrieval_chance": 0.25, "num_completions": 4.0}) > 0.5
     True
     """
     trials, chance = round(metrics["num_completions"]), metrics["retrieval_chance"]
-    if chance == 1.0:
-        return 1.0
-    hits = math.ceil(metrics["retrieval_accuracy"] * trials - 1e-6)  # ties make fractions of a hit
-    return math.fsum(
-        math.exp(
-            math.lgamma(trials + 1)
-            - math.lgamma(k + 1)
-            - math.lgamma(trials - k + 1)
-            + k * math.log(chance)
-            + (trials - k) * math.log1p(-chance)
-        )
-        for k in range(hits, trials + 1)
-    )
-
-
-def classify_regime(
-    metrics: Mapping[str, float],
-    start: Mapping[str, float] | None = None,
-    *,
-    alpha: float = ALPHA,
-    dependence_ratio: float = 0.5,
-    entropy_ratio: float = 0.5,
-    low_entropy: float = LOW_ENTROPY,
-) -> Regime:
-    """Which of the four regimes of arXiv 2604.06268 (Section 2.2) a measurement shows.
-
-    | | reasoning depends on its prompt | it does not |
-    |---|---|---|
-    | high H(Z given X) | `diverse` | `template_collapse` |
-    | low H(Z given X) | `compressed` | `low_entropy_collapse` |
-
-    The paper gives no thresholds; these are ours.
-
-    Args:
-        metrics: From `information_metrics`.
-        start: The same early in the run. Entropies of models and tasks differ too much for one absolute bound, so
-            what counts is what is left of the run's own.
-        alpha: Reasoning depends on its prompt only if a retrieval accuracy as high has at most this probability by
-            chance (binomial, one-sided). Small, because a run is measured many times.
-        dependence_ratio: and only if (accuracy - chance)/(1 - chance) is at least this share of its value at the
-            start: with many reasonings even a faint rest of dependence is significant.
-        entropy_ratio: H(Z|X) per token is low below this share of its value at the start.
-        low_entropy: Where there is no start, it is low below this, in nats per token. At 0.1 the sampled token has a
-            (geometric mean) probability of 0.9: the reasoning is as good as fixed by its prompt.
-
-    Raises:
-        KeyError: If a metric is missing.
-    """
-    depends = chance_p_value(metrics) <= alpha
-    entropy_floor = low_entropy
-    if start is not None:
-        depends = depends and _above_chance(metrics) >= dependence_ratio * _above_chance(start)
-        entropy_floor = entropy_ratio * start["conditional_entropy_token"]
-    if metrics["conditional_entropy_token"] < entropy_floor:
-        return "compressed" if depends else "low_entropy_collapse"
-    return "diverse" if depends else "template_collapse"
-
-
-def _above_chance(metrics: Mapping[str, float]) -> float:
-    """0 at chance, 1 where every reasoning is retrieved."""
-    chance = metrics["retrieval_chance"]
-    return (metrics["retrieval_accuracy"] - chance) / (1 - chance)
+    return at_least(metrics["retrieval_accuracy"] * trials, trials, chance)

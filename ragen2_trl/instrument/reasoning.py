@@ -1,7 +1,7 @@
 """From sampled token ids to turns and their reasoning, without tokenising anything again."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, groupby
 
 from transformers import PreTrainedTokenizerBase
@@ -22,12 +22,24 @@ class Turn:
         lead_in: The turn's own ids before its reasoning, such as an opening tag.
         reasoning: Z: the ids between the tags, white space at either end left out. Empty where there is none.
         valid: Whether the reasoning is non-empty and closed by a tag.
+        earlier: (first, last + 1) places in the context that the model wrote in earlier turns, special ids at the end
+            of a turn left out: whether the model or the template ends a turn is no difference.
     """
 
     context: tuple[int, ...]
     lead_in: tuple[int, ...]
     reasoning: tuple[int, ...]
     valid: bool
+    earlier: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def context_without_own_words(self) -> tuple[int, ...]:
+        """The context with nothing in place of what the model itself wrote in earlier turns."""
+        kept, start = [], 0
+        for first, end in self.earlier:
+            kept += self.context[start:first]
+            start = end
+        return (*kept, *self.context[start:])
 
 
 def find_turns(
@@ -54,20 +66,25 @@ def find_turns(
         tool_mask = [1] * len(completion_ids)
     if len(tool_mask) != len(completion_ids):
         raise ValueError(f"tool_mask must have one value for each of {len(completion_ids)} ids, got {len(tool_mask)}")
-    ids = [*prompt_ids, *completion_ids]
-    turns, start = [], len(prompt_ids)
+    ids, special = [*prompt_ids, *completion_ids], set(tokenizer.all_special_ids)
+    turns: list[Turn] = []
+    earlier: tuple[tuple[int, int], ...] = ()
+    start = len(prompt_ids)
     for written_by_model, run in groupby(tool_mask, key=bool):
         end = start + len(list(run))
         if written_by_model:
-            turns.append(_read_turn(ids, start, end, tokenizer))
+            turns.append(replace(_read_turn(ids, start, end, tokenizer, special), earlier=earlier))
+            last = end
+            while last > start and ids[last - 1] in special:
+                last -= 1
+            earlier = (*earlier, (start, last))
         start = end
     return turns
 
 
-def _read_turn(ids: list[int], start: int, end: int, tokenizer: PreTrainedTokenizerBase) -> Turn:
+def _read_turn(ids: list[int], start: int, end: int, tokenizer: PreTrainedTokenizerBase, special: set[int]) -> Turn:
     # Pieces as the vocabulary spells them: tags are ASCII, which every spelling keeps.
     pieces = _pieces(ids[start:end], tokenizer)
-    special = set(tokenizer.all_special_ids)
     while pieces and ids[start + len(pieces) - 1] in special and pieces[-1] != CLOSE_TAG:
         pieces.pop()
     text = "".join(pieces)

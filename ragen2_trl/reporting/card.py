@@ -51,7 +51,7 @@ def add_diagnostics(card: ModelCard, run: Run, repo_id: str | None = None, revis
 
 def headline(run: Run) -> str:
     """One paragraph of Markdown for the head of a card: verdict, state, and the number behind the verdict."""
-    sentences = [_verdict(run), _state(run)]
+    sentences = [_verdict(run), *_beside(run), _state(run)]
     accuracy = run.points(f"{FIRST_TURN}/retrieval_accuracy")
     if accuracy:
         step, share = accuracy[-1]
@@ -64,7 +64,7 @@ def headline(run: Run) -> str:
 
 def diagnostics_section(run: Run) -> str:
     """Markdown: verdict and state of the run, its numbers, its figures, and how it was made."""
-    lines = [HEADING, "", f"{_verdict(run)} {_state(run)}", ""]
+    lines = [HEADING, "", " ".join([_verdict(run), *_beside(run), _state(run)]), ""]
     rows = _table(run)
     if rows:
         lines += ["| | first | last | best |", "|---|---|---|---|"]
@@ -167,6 +167,11 @@ def _verdict(run: Run) -> str:
     if not run.regimes:
         return "Whether reasoning depends on its prompt was not measured."
     return f"**{run.verdict}.**"
+
+
+def _beside(run: Run) -> list[str]:
+    """The sentence that qualifies the verdict, if there is anything to say."""
+    return [f"At step {run.evidence[-1].step}: {run.beside}."] if run.beside else []
 
 
 def _state(run: Run) -> str:

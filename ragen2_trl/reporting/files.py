@@ -6,6 +6,7 @@ Whatever this package writes, it writes by `write_json` or `write_text`, which h
 import json
 import os
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,11 @@ def _write_whole(path: Path, text: str) -> None:
     if path.exists() and not path.is_file():  # such as /dev/stdout
         path.write_text(text, encoding="utf-8")
         return
+    replace_whole(path, lambda unfinished: unfinished.write_text(text, encoding="utf-8"))
+
+
+def replace_whole(path: Path, write: Callable[[Path], object]) -> None:
+    """The same for a file that `write` writes."""
     unfinished = path.with_name(f".{path.name}")
-    unfinished.write_text(text, encoding="utf-8")
+    write(unfinished)
     os.replace(unfinished, path)

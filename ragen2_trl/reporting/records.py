@@ -7,7 +7,6 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-REGIMES = ("diverse", "compressed", "template_collapse", "low_entropy_collapse")
 MAX_STEP = 10**12
 
 
@@ -28,10 +27,10 @@ def check_state(state: Mapping[str, Any], where: str) -> None:
     if not isinstance(information.get("silence"), str | None):
         raise _wrong(where, "ragen2_mutual_information.silence", "a text or null", information["silence"])
     watch = _mapping(information.get("watch"), where, "ragen2_mutual_information.watch")
-    for one in _list(watch.get("regimes"), where, "watch.regimes"):
-        if not isinstance(one, list | tuple) or len(one) != 2 or one[1] not in REGIMES:
-            raise _wrong(where, "watch.regimes", f"pairs of a step and one of {list(REGIMES)}", one)
-        _check_step(one[0], where, "watch.regimes")
+    for one in _list(watch.get("measurements"), where, "watch.measurements"):
+        if not isinstance(one, Mapping):
+            raise _wrong(where, "watch.measurements", "objects", one)
+        _check_step(one.get("step"), where, "watch.measurements.step")
 
 
 def check_history(rows: Any, where: str, field: str = "") -> None:

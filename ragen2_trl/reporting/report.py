@@ -10,6 +10,8 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 from markupsafe import Markup
 
+from ragen2_trl.instrument.verdict import COLLAPSES
+from ragen2_trl.instrument.wording import REGIMES, collapse_words
 from ragen2_trl.reporting.card import running_means
 from ragen2_trl.reporting.examples import (
     MAX_PROMPTS,
@@ -26,19 +28,13 @@ from ragen2_trl.reporting.examples import (
 )
 from ragen2_trl.reporting.gallery import figures_of
 from ragen2_trl.reporting.plots import plot_comparison, points_of, svg
-from ragen2_trl.reporting.run import COLLAPSES, FIRST_TURN, Collapse, Run
+from ragen2_trl.reporting.run import FIRST_TURN, Run
 from ragen2_trl.reporting.saved_measurement import SavedMeasurement
 
 TEMPLATE = "report.html.jinja"
 MAX_STREAKS = 30  # regimes of a run, in the table
 MAX_PROBLEMS = 8  # warnings of a run
 MAX_NAMED = 3  # runs in the headline
-REGIMES = {
-    "diverse": "Diverse reasoning: it depends on its prompt and varies between samples",
-    "template_collapse": "Template collapse: it varies between samples, but does not depend on its prompt",
-    "compressed": "Compressed reasoning: it depends on its prompt and hardly varies between samples",
-    "low_entropy_collapse": "Low-entropy collapse: it hardly varies, neither between samples nor with its prompt",
-}
 # What a reader who wants the missing part would have to do.
 NO_ROWS = "No training step was logged: the run ended before its first log, or logs less often than it had steps."
 NOT_MEASURED = "Mutual information was not measured, so nothing here says whether reasoning depends on its prompt"
@@ -197,7 +193,7 @@ def _collapses(parts: Sequence[Part]) -> str:
     words = [f"{len(collapsed)} of {len(parts)} runs collapsed: {named}" if collapsed else none]
     if len(collapsed) > MAX_NAMED:
         words.append(f"{len(collapsed) - MAX_NAMED} more")
-    for mood, was in (("recovered", "recovered"), ("unknown", "not measured")):
+    for mood, was in (("recovered", "recovered"), ("open", "without shown dependence"), ("unknown", "not measured")):
         count = sum(part.mood == mood for part in parts)
         words += [f"{count} of {len(parts)} {was}"] if count else []
     return "; ".join(words)
@@ -342,13 +338,13 @@ def _comparison(parts: Sequence[Part]) -> Markup | None:
     figure = plot_comparison(
         {part.label: part.run.rows for part in logged},
         {part.label: part.run.success_metric for part in logged},
-        {part.label: _mark(part.run.collapses[-1]) for part in logged if part.run.collapses},
+        {
+            part.label: (part.run.collapses[-1].first, collapse_words(part.run.collapses[-1]))
+            for part in logged
+            if part.run.collapses
+        },
     )
     return Markup(svg(figure, "comparison"))
-
-
-def _mark(collapse: Collapse) -> tuple[int, str]:
-    return collapse.first, collapse.regime.replace("_", " ")
 
 
 def _pick_examples(parts: Sequence[Part]) -> tuple[list[Example], dict[str, list[Example]]]:

@@ -3,16 +3,17 @@
 import json
 import math
 import platform
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any
 
 from transformers import Trainer
 
-from ragen2_trl.instrument.information import FORMAT_RATIO, PATIENCE
+from ragen2_trl.instrument import wording
+from ragen2_trl.instrument.verdict import Collapse, Evidence, Finding, Mood, collapses, judge, mood
 from ragen2_trl.reporting.files import (
     DIAGNOSTICS,
     EVALUATIONS,
@@ -31,30 +32,6 @@ FIRST_TURN = "mi/first_turn"  # log keys of the scope that regimes are told by
 # What callbacks keep in `TrainerState.stateful_callbacks`, which every checkpoint carries.
 MI_STATE, RUN_STATE = "ragen2_mutual_information", "ragen2_run"
 
-REGIME_FLAGS = ("mi/regime/depends_on_prompt", "mi/regime/low_entropy")
-REGIME_BY_FLAGS = {
-    (1, 0): "diverse",
-    (1, 1): "compressed",
-    (0, 0): "template_collapse",
-    (0, 1): "low_entropy_collapse",
-}
-COLLAPSES = ("template_collapse", "low_entropy_collapse")
-
-
-@dataclass(frozen=True)
-class Collapse:
-    """Consecutive measurements, two at least, in one of the collapsed regimes or without the format of reasoning.
-
-    Args:
-        regime: `template_collapse`, `low_entropy_collapse` or `format_collapse` (see `RegimeWatch`).
-        first: Optimizer step of the first of them.
-        last: Optimizer step of the last; `None` if the run ended with it.
-    """
-
-    regime: str
-    first: int
-    last: int | None
-
 
 @dataclass(frozen=True)
 class Run:
@@ -63,7 +40,7 @@ class Run:
     Args:
         folder: The trainer's `output_dir`.
         log_history: The rows of every `log()`.
-        regimes: (optimizer step, regime) of each measurement of mutual information.
+        evidence: What each measurement of mutual information found.
         step: Optimizer steps done.
         max_steps: Optimizer steps planned.
         ended: Whether training is over: `train()` came to its end, or all of `max_steps` are done.
@@ -77,7 +54,7 @@ class Run:
 
     folder: Path
     log_history: list[dict[str, Any]]
-    regimes: list[tuple[int, str]] = field(default_factory=list)
+    evidence: list[Evidence] = field(default_factory=list)
     step: int = 0
     max_steps: int = 0
     ended: bool = False
@@ -112,13 +89,20 @@ class Run:
         values = ((row.get("step", 0), row.get(key)) for row in self.rows)
         return [(step, value) for step, value in values if isinstance(value, int | float) and math.isfinite(value)]
 
+    @cached_property
+    def findings(self) -> list[Finding]:
+        """What each measurement says, seen with those before it."""
+        return judge(self.evidence)
+
+    @property
+    def regimes(self) -> list[tuple[int, str]]:
+        """(optimizer step, regime) of each measurement."""
+        return [(finding.evidence.step or 0, finding.regime) for finding in self.findings]
+
     @property
     def collapses(self) -> list[Collapse]:
         """All there were, the latest last: one that lasts, and a regime rather than a format."""
-        valid = self.points("mi/valid_thinking_rate")
-        formats = [(step, "format_collapse" if rate < FORMAT_RATIO * valid[0][1] else "") for step, rate in valid]
-        found = [*_streaks(formats, ("format_collapse",)), *_streaks(self.regimes, COLLAPSES)]
-        return sorted(found, key=lambda one: (one.last is None, one.last or 0, one.regime in COLLAPSES))
+        return collapses(self.findings)
 
     @property
     def status(self) -> str:
@@ -132,42 +116,17 @@ class Run:
     @property
     def verdict(self) -> str:
         """In a few words, whether reasoning depends on its prompt."""
-        if not self.regimes:
-            return "Not measured"
-        names = {
-            "template_collapse": "Template collapse",
-            "low_entropy_collapse": "Low-entropy collapse",
-            "format_collapse": "Format collapse",
-        }
-        step, regime = self.regimes[-1]
-        latest = self.collapses[-1] if self.collapses else None
-        if self.mood == "collapsed":
-            return f"{names[latest.regime]} since step {latest.first}"
-        if regime in COLLAPSES:
-            return f"{names[regime]} in the last measurement, at step {step}"
-        if self.mood == "suspect":
-            return f"Reasoning depended on its prompt when last measured, at step {step}"
-        if latest is not None:
-            return f"Recovered: {names[latest.regime].lower()} from step {latest.first} to {latest.last}"
-        return "Reasoning depends on its prompt"
+        return wording.headline(self.findings, self.step)
 
     @property
-    def mood(self) -> str:
-        """`unknown`, `collapsed`, `suspect`, `recovered` or `healthy`.
+    def beside(self) -> str:
+        """What qualifies the verdict, or nothing: valid thinking, success, and the share cut at the length limit."""
+        return wording.beside(self.evidence[-1]) if self.evidence else ""
 
-        Suspect is a run whose last measurement alone is a collapse, and one that could not be measured for more than
-        twice as long as ever before.
-        """
-        if not self.regimes:
-            return "unknown"
-        collapses = self.collapses
-        if collapses and collapses[-1].last is None:
-            return "collapsed"
-        steps = [0, *(step for step, _ in self.regimes)]
-        longest = max(after - before for before, after in pairwise(steps))
-        if self.regimes[-1][1] in COLLAPSES or self.step - steps[-1] > 2 * longest:
-            return "suspect"
-        return "recovered" if collapses else "healthy"
+    @property
+    def mood(self) -> Mood:
+        """`unknown`, `open`, `collapsed`, `suspect`, `recovered` or `healthy`: see `ragen2_trl.instrument.verdict`."""
+        return mood(self.findings, self.step)
 
     @property
     def has_learnt_nothing(self) -> bool:
@@ -294,7 +253,7 @@ def _make_run(
     return Run(
         folder=folder,
         log_history=history,
-        regimes=max(_regimes_kept(kept), _regimes_logged(history), key=len),
+        evidence=max(_evidence_kept(kept), _evidence_logged(history), key=len),
         step=step,
         max_steps=max_steps,
         ended=ended,
@@ -311,26 +270,41 @@ def _is_evaluation(metrics: Mapping[str, Any]) -> bool:
     return all(metrics.get(f"success{bound}") is not None for bound in ("", "_ci_low", "_ci_high"))
 
 
-def _streaks(measured: Sequence[tuple[int, str]], collapsed: Sequence[str]) -> list[Collapse]:
-    """Measurements in a row that are in any of the collapsed regimes, called after the last of them."""
-    streaks = [list(streak) for _, streak in groupby(measured, key=lambda one: one[1] in collapsed)]
-    return [
-        Collapse(streak[-1][1], streak[0][0], None if streak is streaks[-1] else streak[-1][0])
-        for streak in streaks
-        if streak[0][1] in collapsed and len(streak) >= PATIENCE
-    ]
+def _evidence_kept(callbacks: Mapping[str, Any]) -> list[Evidence]:
+    """What `MutualInformationCallback` has kept of its measurements."""
+    kept = _rows(_mapping(_mapping(callbacks, MI_STATE), "watch").get("measurements"))
+    return [evidence for one in kept if (evidence := _evidence(one, one))]
 
 
-def _regimes_kept(callbacks: Mapping[str, Any]) -> list[tuple[int, str]]:
-    """What `MutualInformationCallback` has kept of them."""
-    watch = _mapping(_mapping(callbacks, MI_STATE), "watch")
-    return [(int(step), regime) for step, regime in watch.get("regimes") or ()]
+def _evidence_logged(rows: Sequence[Mapping[str, Any]]) -> list[Evidence]:
+    """The same by the rows of a log that is all there is, or newer than the state."""
+    found = []
+    for row in rows:
+        metrics = {key.removeprefix(f"{FIRST_TURN}/"): value for key, value in row.items()}
+        step = row.get("step") or 0
+        others = {
+            "step": step,
+            "updates": max(0, step - 1 - int(row.get("snr/empty_steps") or 0)),
+            "valid_thinking_rate": row.get("mi/valid_thinking_rate"),
+            "success": next((row[key] for key in row if re.fullmatch("env/[^/]+/success", key)), None),
+            "clipped_ratio": row.get("completions/clipped_ratio"),
+        }
+        if evidence := _evidence(metrics, others):
+            found.append(evidence)
+    return found
 
 
-def _regimes_logged(rows: Sequence[Mapping[str, Any]]) -> list[tuple[int, str]]:
-    """The same by the rows of a log that is all there is, or newer than the state; means of two regimes tell none."""
-    flags = ((row.get("step", 0), tuple(map(row.get, REGIME_FLAGS))) for row in rows)
-    return [(step, REGIME_BY_FLAGS[values]) for step, values in flags if values in REGIME_BY_FLAGS]
+def _evidence(metrics: Mapping[str, Any], others: Mapping[str, Any]) -> Evidence | None:
+    """Of numbers that anyone may have written; `None` where one is missing that counts."""
+    if not all(_is_number(metrics.get(name)) for name in Evidence.METRICS):
+        return None
+    names = ("step", "updates", "valid_thinking_rate", "success", "clipped_ratio")
+    known = {name: others[name] for name in names if _is_number(others.get(name))}
+    return Evidence.of(metrics, **{"step": 0, **known})
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)
 
 
 def _read_state(path: Path) -> dict[str, Any] | None:

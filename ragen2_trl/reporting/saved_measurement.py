@@ -18,7 +18,7 @@ class SavedMeasurement:
     Args:
         step: Optimizer step.
         metrics: From `information_metrics`.
-        regime: From `classify_regime`.
+        regime: From `judge`; `None` where there is none.
         prompts: (N,) what reasonings were scored under.
         reasonings: (B,).
         prompt_index: (B,) own column of each reasoning.

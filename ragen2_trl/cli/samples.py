@@ -1,0 +1,271 @@
+"""Completions that a diagnosis looks at: sampled now and saved as they come, or read from what was saved."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from datasets import Dataset
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from ragen2_trl.cli.sampling import (
+    LONGEST_TURN,
+    OnToken,
+    SamplingArguments,
+    end_tokens,
+    evaluation_mode,
+    generator,
+    sample_trajectories,
+)
+from ragen2_trl.envs import Environment, completion_text
+from ragen2_trl.reporting.files import replace_whole
+from ragen2_trl.rollouts.play import Chat, Trajectory
+
+COLUMNS = ("step", "prompt", "completion")  # what is read of TRL's table
+# What a table of our own has besides: the ids as they were sampled, so that scoring it again gives the same numbers.
+OWN_COLUMNS = ("group", "prompt_ids", "completion_ids", "env_mask", "success", "clipped")
+COMPLETIONS_FILE, CONTROL_FILE = "completions.parquet", "completions_control.parquet"
+WITHHELD = "the observation was withheld"
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Completions of one policy.
+
+    Args:
+        label: Names them in the figure.
+        prompt_ids: For each completion the token ids of its prompt.
+        completion_ids: Their token ids.
+        groups: For each completion the number of its group.
+        masks: For each completion, 1 for each id that the model wrote and 0 for the others; `None` for all of them.
+        step: Of the run that they are from, if they are from one.
+        success: Share of the episodes that solved their task, where it is known.
+        clipped_ratio: Share of the completions whose first turn was cut at the length limit, where it is known.
+    """
+
+    label: str
+    prompt_ids: list[list[int]]
+    completion_ids: list[list[int]]
+    groups: list[int]
+    masks: list[list[int] | None] = field(default_factory=list)
+    step: int | None = None
+    success: float | None = None
+    clipped_ratio: float | None = None
+
+
+def sample_tasks(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    env: Environment,
+    arguments: SamplingArguments,
+    folder: Path,
+    tell: Callable[[str], None],
+) -> Sample:
+    """Completions of held-out tasks, as the very ids that were sampled; a group is a task.
+
+    `completions.parquet` in `folder` holds, at any time, all that have been played.
+    """
+    done: list[dict[str, Any]] = []
+    count = arguments.num_prompts * arguments.num_samples
+    ends = end_tokens(model, tokenizer)
+
+    def keep(rows: Dataset, played: Sequence[Trajectory]) -> None:
+        for prompt, trajectory in zip(rows["prompt"][:], played, strict=True):
+            first = [*trajectory.env_mask, 0].index(0)
+            done.append(
+                {
+                    "step": 0,
+                    "prompt": prompt,
+                    "completion": _messages(tokenizer, trajectory),
+                    "group": len(done) // arguments.num_samples,
+                    "prompt_ids": trajectory.prompt_ids,
+                    "completion_ids": trajectory.completion_ids,
+                    "env_mask": trajectory.env_mask,
+                    "success": float(trajectory.play.outcome.success),
+                    "clipped": float(trajectory.completion_ids[first - 1] not in ends) if first else 1.0,
+                }
+            )
+        save_rows(done, folder / COMPLETIONS_FILE)
+        tell(f"Sampling: {len(done)} of {count} completions are in {COMPLETIONS_FILE}")
+
+    sample_trajectories(
+        model,
+        tokenizer,
+        env,
+        num_prompts=arguments.num_prompts,
+        num_samples=arguments.num_samples,
+        temperature=arguments.temperature,
+        max_new_tokens=arguments.max_new_tokens,
+        batch_size=arguments.batch_size,
+        seed=arguments.seed,
+        data=arguments.data,
+        max_turn_tokens=arguments.max_turn_tokens,
+        chat_template_kwargs=arguments.chat_template_kwargs,
+        on_token=lambda now, most: tell(
+            f"Sampling: {len(done)} of {count} completions, token {now} of up to {most} of the next"
+        ),
+        on_played=keep,
+    )
+    return _sample(env.name, done)
+
+
+def sample_control(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    env: Environment,
+    sample: Sample,
+    arguments: SamplingArguments,
+    folder: Path,
+    tell: Callable[[str], None],
+) -> Sample:
+    """As many first turns, written to rules without a task, in the places of the completions of a sample.
+
+    Scored under the prompts of the sample they say how the instrument reads reasoning that cannot depend on them.
+    """
+    ends = end_tokens(model, tokenizer)
+    chat = Chat(tokenizer, ends, **(arguments.chat_template_kwargs or {}))
+    blank = chat.prompt_ids(env.prompt_without_observation)
+    limits = [limit for limit in (arguments.max_new_tokens, arguments.max_turn_tokens) if limit is not None]
+    done: list[dict[str, Any]] = []
+    on_token: OnToken = lambda now, most: tell(  # noqa: E731 - no name says more
+        f"Control: {len(done)} of {len(sample.groups)} completions, token {now} of up to {most} of the next"
+    )
+    generate = generator(model, tokenizer, arguments.temperature, arguments.batch_size, ends, on_token)
+    with evaluation_mode(model, arguments.seed + 1):
+        while len(done) < len(sample.groups):
+            size = min(arguments.batch_size, len(sample.groups) - len(done))
+            answers, _ = generate([blank] * size, min(limits, default=LONGEST_TURN))
+            for answer in answers:
+                number = len(done)
+                done.append(
+                    {
+                        "step": 0,
+                        "prompt": tokenizer.decode(sample.prompt_ids[number]),
+                        "completion": tokenizer.decode(answer, skip_special_tokens=True),
+                        "group": sample.groups[number],
+                        "prompt_ids": sample.prompt_ids[number],
+                        "completion_ids": answer,
+                        "env_mask": [1] * len(answer),
+                        "success": None,
+                        "clipped": float(answer[-1] not in ends),
+                    }
+                )
+            save_rows(done, folder / CONTROL_FILE)
+    return _sample(WITHHELD, done)
+
+
+def save_rows(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """A kill leaves the former table or this one, never half of it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    replace_whole(path, lambda unfinished: pq.write_table(pa.Table.from_pylist(list(rows)), unfinished))
+
+
+def find_files(path: Path, max_files: int) -> list[Path]:
+    """The parquet file `path`, or up to `max_files` of those in the folder `path`, evenly spaced, the last included.
+
+    Raises:
+        ValueError: If there is none.
+    """
+    if path.is_file():
+        return [path]
+    # By length first: TRL pads steps to five digits, and a sixth would sort before them.
+    files = sorted(path.glob("*.parquet"), key=lambda file: (len(file.name), file.name))
+    if not files:
+        what = "a folder without *.parquet" if path.is_dir() else "no such file or folder"
+        raise ValueError(f"completions must be a parquet file or a folder of them, got {str(path)!r}: {what}")
+    count = min(max_files, len(files))
+    return [files[len(files) - 1 - i * (len(files) - 1) // max(1, count - 1)] for i in reversed(range(count))]
+
+
+def read_completions(file: Path) -> list[dict[str, Any]]:
+    """Rows of a table that TRL saved: `step` (int), `prompt` and `completion` (string or list of messages each).
+
+    A table of our own has the columns of `OWN_COLUMNS`, too.
+
+    Raises:
+        ValueError: If it is no parquet file, lacks a column, or has no row or a prompt of another kind.
+    """
+    parquet = pq.ParquetFile(file)  # read as one file: `read_table` would look for more columns in the path
+    names = parquet.schema_arrow.names
+    missing = [name for name in COLUMNS if name not in names]
+    if missing:
+        raise ValueError(f"completions must have the columns {COLUMNS}, but {file.name} lacks {missing}")
+    own = OWN_COLUMNS if all(name in names for name in OWN_COLUMNS) else ()
+    rows = parquet.read(columns=[*COLUMNS, *own]).to_pylist()
+    if not rows:
+        raise ValueError(f"completions must hold at least one row, got none in {file.name}")
+    for number, row in enumerate(rows):
+        for name in ("prompt", "completion"):
+            if not isinstance(row[name], (str, list)):
+                raise ValueError(
+                    f"{name} must be a string or a list of messages, got {type(row[name]).__name__} in row {number} "
+                    f"of {file.name}"
+                )
+    return rows
+
+
+def has_ids(rows: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether a table is one of our own, with the ids that were sampled."""
+    return all(name in rows[0] for name in OWN_COLUMNS)
+
+
+def read_sample(tokenizer: PreTrainedTokenizerBase, rows: Sequence[Mapping[str, Any]], label: str) -> Sample:
+    """Completions of a table: by their ids where it has them, which are given `label`, else by their text."""
+    return _sample(label, rows) if has_ids(rows) else tokenize_completions(tokenizer, rows)
+
+
+def tokenize_completions(tokenizer: PreTrainedTokenizerBase, rows: Sequence[Mapping[str, Any]]) -> Sample:
+    """Ids of TRL's text, as TRL makes them of prompts; identical prompts form a group."""
+    prompt_ids, completion_ids = [], []
+    for row in rows:
+        if isinstance(row["prompt"], str):
+            prompt_ids.append(tokenizer(row["prompt"])["input_ids"])
+        else:
+            # A column of messages has the keys of all of them, empty where a message has none.
+            messages = [
+                {key: value for key, value in message.items() if value is not None} for message in row["prompt"]
+            ]
+            prompt_ids.append(Chat(tokenizer).prompt_ids(messages))
+        completion_ids.append(tokenizer(first_turn_text(row["completion"]), add_special_tokens=False)["input_ids"])
+    numbers: dict[tuple[int, ...], int] = {}
+    groups = [numbers.setdefault(tuple(ids), len(numbers)) for ids in prompt_ids]
+    step = int(rows[-1]["step"])
+    return Sample(f"step {step}", prompt_ids, completion_ids, groups, [None] * len(groups), step)
+
+
+def first_turn_text(completion: str | Sequence[Mapping[str, Any]]) -> str:
+    """What the model wrote before anything answered it."""
+    if isinstance(completion, str):
+        return completion
+    return completion_text([message for message in completion if message["role"] == "assistant"][:1])
+
+
+def _sample(label: str, rows: Sequence[Mapping[str, Any]]) -> Sample:
+    def mean(name: str) -> float | None:
+        values = [row[name] for row in rows]
+        return None if None in values else sum(values) / len(values)
+
+    ids = {name: [row[name] for row in rows] for name in ("prompt_ids", "completion_ids", "env_mask", "group")}
+    return Sample(
+        label,
+        ids["prompt_ids"],
+        ids["completion_ids"],
+        ids["group"],
+        ids["env_mask"],
+        success=mean("success"),
+        clipped_ratio=mean("clipped"),
+    )
+
+
+def _messages(tokenizer: PreTrainedTokenizerBase, trajectory: Trajectory) -> list[dict[str, str]]:
+    """A completion to be read: what the model wrote and what the environment answered, in turn."""
+    messages: list[dict[str, str]] = []
+    start = 0
+    for place in range(1, len(trajectory.env_mask) + 1):
+        if place == len(trajectory.env_mask) or trajectory.env_mask[place] != trajectory.env_mask[start]:
+            text = tokenizer.decode(trajectory.completion_ids[start:place], skip_special_tokens=True)
+            messages.append({"role": "assistant" if trajectory.env_mask[start] else "user", "content": text})
+            start = place
+    return messages
