@@ -229,8 +229,9 @@ class Session:
         except (OSError, WebSocketException, asyncio.TimeoutError) as error:
             self._drop()
             reason = str(error) or type(error).__name__
-            if isinstance(error, ConnectionClosedOK):  # its message with the reason is lost where ours came too late
-                reason += "; a server closes sessions beyond its max_sessions"
+            # Of a closed one the message with the reason is lost where ours came too late.
+            if isinstance(error, ConnectionClosedOK) or reason.endswith("HTTP 429"):
+                reason += "; a server ends sessions beyond its max_sessions, max_sessions_per_client and idle_seconds"
             raise ConnectionError(f"no answer from an OpenEnv server at {self._url}: {reason}") from error
         except BaseException:
             self._drop()

@@ -56,8 +56,13 @@ def public(value: Any) -> Any:
         return Path(value).name
     if isinstance(value, str):
         text = hide_credentials(value).replace(f"://{HIDDEN}@", "://")
-        return re.sub(r"(?<=://)([^\s?#]*)[?#]\S*", r"\1", text)
+        return re.sub(r"\S+", lambda word: _without_query(word[0]), text)
     return value if value is None or isinstance(value, int | float) else type(value).__name__
+
+
+def _without_query(word: str) -> str:
+    scheme, mark, rest = word.partition("://")
+    return f"{scheme}{mark}{re.split('[?#]', rest, maxsplit=1)[0]}"
 
 
 @functools.cache  # looked up in files, and the same as long as a process lasts
