@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from cards import OURS, STOCK, TOKEN, arguments, length_reward, make, read_card, rows_of, section_of
+from cards import OURS, STOCK, TOKEN, arguments, figures_in, length_reward, make, read_card, rows_of, section_of
 from cards import trained_fixture as trained_fixture
 from cards import without_figures_fixture as without_figures_fixture
 from conftest import PROMPTS
@@ -18,6 +18,7 @@ from markdown_it import MarkdownIt
 from ragen2_trl import MutualInformationCallback
 from ragen2_trl.callbacks.run_record import RunRecord
 from ragen2_trl.reporting.card import (
+    FIGURES,
     HEADING,
     WINDOW,
     add_diagnostics,
@@ -102,6 +103,51 @@ def test_figures_on_the_card_are_there(trained):
     expected = [f"diagnostics/{name}.png" for name in names] if type(trainer) is OURS else []
     assert figures == expected
     assert all((folder / path).with_suffix(".svg").is_file() for path in figures)
+
+
+def test_a_card_amid_the_run_says_so_and_the_last_one_says_that_it_has_ended(trained):
+    trainer, watcher = trained
+    assert "Training is unfinished: at step 2 of 4" in section_of(watcher.cards[2])
+    assert f"(step {3})" not in watcher.cards[2]
+    for text in (watcher.cards[4], read_card(trainer.args.output_dir)):
+        assert "Training finished 4 steps" in section_of(text)
+        assert "unfinished" not in text
+
+
+def test_checkpoints_write_numbers_and_the_end_draws_figures_of_them(trained):
+    trainer, watcher = trained
+    assert watcher.figures == {2: set(), 4: set()}
+    assert "retrieval accuracy (chance 50.0%)" in rows_of(watcher.cards[2])
+    for step in (2, 4):
+        assert "Its figures are not drawn yet; `ragen2-trl report` on its folder draws them" in watcher.cards[step]
+    final = read_card(trainer.args.output_dir)
+    assert ("are not drawn yet" in final) == (type(trainer) is not OURS)
+    assert figures_in(trainer.args.output_dir) == (set(FIGURES) if type(trainer) is OURS else set())
+
+
+def test_figures_of_the_same_numbers_are_not_drawn_twice(trained):
+    trainer, _ = trained
+    pictures = sorted((Path(trainer.args.output_dir) / "diagnostics").glob("*.[ps][nv]g"))
+    before = [path.stat().st_mtime_ns for path in pictures]
+    if type(trainer) is OURS:
+        trainer.create_model_card("run")
+        assert len(before) == 10
+        assert [path.stat().st_mtime_ns for path in pictures] == before
+
+
+def test_a_second_card_replaces_the_first(trained, without_figures, monkeypatch, tmp_path):
+    trainer, _ = trained
+    monkeypatch.setattr(trainer.args, "output_dir", str(tmp_path))
+    trainer.create_model_card("first", dataset_name="tester/lakes", tags=["mine"])
+    trainer.create_model_card("second", dataset_name="tester/ponds", tags="mine")
+    card = ModelCard.load(tmp_path / "README.md")
+    assert card.text.count(HEADING) == 1
+    assert "first" not in card.data.model_name
+    assert "lakes" not in card.content
+    assert "mine" in card.data.tags
+    assert len(card.data.tags) == len(set(card.data.tags))
+    assert card.data.datasets == "tester/ponds"
+    assert {result.dataset_type for result in card.data.eval_results} == {"tester/ponds"}
 
 
 def test_no_file_that_is_uploaded_holds_the_token_or_what_the_model_wrote(trained):
