@@ -54,7 +54,8 @@ def test_a_machine_without_bubblewrap_is_told_without_a_traceback(capsys, monkey
     monkeypatch.setattr("shutil.which", lambda name: None)
     with pytest.raises(SystemExit, match="2"):
         cli.main(["check-sandbox"])
-    assert "bubblewrap (`bwrap`) is not on PATH" in " ".join(capsys.readouterr().err.split())  # lines end where they like
+    told = " ".join(capsys.readouterr().err.split())  # a terminal ends lines where it likes
+    assert "bubblewrap (`bwrap`) is not on PATH" in told
 
 
 @pytest.fixture(name="parent")
