@@ -18,7 +18,7 @@ from transformers.trainer_utils import HubStrategy
 
 from ragen2_trl.reporting.card import FIGURES, add_diagnostics
 from ragen2_trl.reporting.files import DIAGNOSTICS, EVALUATIONS, MEASUREMENTS, measured_step, write_text
-from ragen2_trl.reporting.records import check_state
+from ragen2_trl.reporting.records import check_callbacks
 from ragen2_trl.reporting.run import RUN_STATE, Run, read_run, run_of, write_run
 
 logger = get_logger(__name__)
@@ -75,7 +75,7 @@ class RunRecord(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._write_card = None
-        check_state(vars(state), "the checkpoint's trainer_state.json")  # what goes on the card comes from it
+        check_callbacks(state.stateful_callbacks, "the checkpoint's trainer_state.json")  # it goes on the card
         before = state.stateful_callbacks.get(RUN_STATE, {}).get("resumed_at", [])
         resumed_at = [*before, state.global_step] if state.global_step > 0 else []
         state.stateful_callbacks[RUN_STATE] = {"ended": False, "resumed_at": resumed_at}

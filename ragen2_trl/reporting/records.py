@@ -11,12 +11,17 @@ MAX_STEP = 10**12
 
 
 def check_state(state: Mapping[str, Any], where: str) -> None:
-    """Of `trainer_state.json`, or of a trainer's state: what `_make_run` reads."""
+    """Of `trainer_state.json`."""
     _check_step(state.get("global_step"), where, "global_step")
     if state.get("max_steps") is not None:
         _check_step(state["max_steps"], where, "max_steps")
     check_history(state.get("log_history"), where, "log_history")
-    kept = _mapping(state.get("stateful_callbacks"), where, "stateful_callbacks")
+    check_callbacks(state.get("stateful_callbacks"), where)
+
+
+def check_callbacks(callbacks: Any, where: str) -> None:
+    """Of what our callbacks have kept in a trainer's state."""
+    kept = _mapping(callbacks, where, "stateful_callbacks")
     lifecycle = _mapping(kept.get("ragen2_run"), where, "ragen2_run")
     if not isinstance(lifecycle.get("ended", False), bool):
         raise _wrong(where, "ragen2_run.ended", "true or false", lifecycle["ended"])

@@ -165,7 +165,6 @@ def run_of(trainer: Trainer) -> Run:
         vars(trainer.state),
         settings_of(trainer),
         {"python": platform.python_version(), **versions_of_packages()},
-        "the trainer's state",
     )
 
 
@@ -204,7 +203,7 @@ def read_run(folder: Path) -> Run:
         }
     about = read_json(folder / DIAGNOSTICS / RUN_FILE, dict) or {}
     check_about(about, str(folder / DIAGNOSTICS / RUN_FILE))
-    return _make_run(folder, state, _mapping(about, "settings"), _mapping(about, "versions"), str(folder))
+    return _make_run(folder, state, _mapping(about, "settings"), _mapping(about, "versions"))
 
 
 def write_run(trainer: Trainer) -> Run:
@@ -236,10 +235,7 @@ def _mapping(values: Mapping[str, Any], name: str) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _make_run(
-    folder: Path, state: Mapping[str, Any], settings: dict[str, Any], versions: dict[str, str], where: str
-) -> Run:
-    check_state(state, where)
+def _make_run(folder: Path, state: Mapping[str, Any], settings: dict[str, Any], versions: dict[str, str]) -> Run:
     kept = _mapping(state, "stateful_callbacks")
     lifecycle, history = _mapping(kept, RUN_STATE), _rows(state.get("log_history"))
     step, max_steps = state.get("global_step") or 0, state.get("max_steps") or 0

@@ -55,7 +55,9 @@ def _is_arithmetic(node: ast.AST, operators: str) -> bool:
 
 def numbers_of(tree: ast.expr) -> list[int]:
     """The numbers of an expression, sorted."""
-    return sorted(node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and type(node.value) is int)
+    return sorted(
+        node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, int)
+    )
 
 
 def value_of(tree: ast.expr) -> Fraction | None:

@@ -248,11 +248,11 @@ def _power(tree: ast.expr) -> float:
 
 def _plain_number(tree: ast.expr) -> float | None:
     """The size of a number, or of a ratio of two, with a sign or without; `None` for anything else."""
-    is_ratio = isinstance(tree, ast.BinOp) and isinstance(tree.op, ast.Div)
-    sides = (tree.left, tree.right) if is_ratio else (tree, ast.Constant(1))
-    unsigned = [side.operand if isinstance(side, ast.UnaryOp) else side for side in sides]
-    values = [side.value for side in unsigned if isinstance(side, ast.Constant)]
-    return values[0] / values[1] if len(values) == 2 and values[1] else None
+    if isinstance(tree, ast.BinOp) and isinstance(tree.op, ast.Div):
+        top, bottom = _plain_number(tree.left), _plain_number(tree.right)
+        return top / bottom if top is not None and bottom else None
+    tree = tree.operand if isinstance(tree, ast.UnaryOp) else tree
+    return float(tree.value) if isinstance(tree, ast.Constant) and isinstance(tree.value, int | float) else None
 
 
 def _calculate(tree: ast.AST, names: Mapping[str, Any], number: Callable[[str], Any]) -> Any:
@@ -262,4 +262,7 @@ def _calculate(tree: ast.AST, names: Mapping[str, Any], number: Callable[[str], 
         return _OPERATORS[type(tree.op)](left, right)
     if isinstance(tree, ast.UnaryOp):
         return -_calculate(tree.operand, names, number)
-    return names[tree.id] if isinstance(tree, ast.Name) else number(repr(tree.value))
+    if isinstance(tree, ast.Name):
+        return names[tree.id]
+    assert isinstance(tree, ast.Constant)  # for the type checker
+    return number(repr(tree.value))
