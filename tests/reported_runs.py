@@ -3,6 +3,7 @@
 import json
 import math
 import random
+from dataclasses import asdict
 from html.parser import HTMLParser
 
 import pandas as pd
@@ -11,6 +12,7 @@ import torch
 from browser import open_browser
 
 from ragen2_trl import cli, information_metrics
+from ragen2_trl.instrument.verdict import Evidence
 from ragen2_trl.reporting import report
 from ragen2_trl.reporting.report import render_report
 from ragen2_trl.reporting.run import read_run
@@ -72,7 +74,7 @@ def make_measurement(step, depends, reasoning="Go right.", suffix=""):
     return SavedMeasurement(
         step=step,
         metrics=information_metrics(cross_logps, lengths, index),
-        regime="diverse" if depends else "template_collapse",
+        regime="diverse" if depends else "independent",
         prompts=[messages[0]["content"] for messages in prompts_of(suffix)],
         reasonings=[f"{reasoning} {number}\ud800" for number in range(len(index))],  # no text, but JSON
         prompt_index=index,
@@ -87,7 +89,7 @@ def make_measurement(step, depends, reasoning="Go right.", suffix=""):
 def make_run(folder, collapsed_at=None, steps=STEPS, text="<think>Go right.</think>Right", suffix="", **lifecycle):
     """A run's folder as training leaves it behind."""
     rng = random.Random(folder.name)
-    rows, regimes = [], []
+    rows, measurements = [], []
     for step in range(1, steps + 1):
         row = {
             "step": step,
@@ -102,7 +104,8 @@ def make_run(folder, collapsed_at=None, steps=STEPS, text="<think>Go right.</thi
         if step == 1 or step % EVERY == 0:
             measurement = make_measurement(step, collapsed_at is None or step < collapsed_at, text, suffix)
             row |= {f"mi/first_turn/{key}": value for key, value in measurement.metrics.items()}
-            regimes.append([step, measurement.regime])
+            evidence = Evidence.of(measurement.metrics, step=step, updates=step - 1)
+            measurements.append(asdict(evidence))
             if step in (1, steps):
                 measurement.save(folder / "_measurements")
         rows.append(row)
@@ -111,7 +114,7 @@ def make_run(folder, collapsed_at=None, steps=STEPS, text="<think>Go right.</thi
         "global_step": steps,
         "max_steps": STEPS,
         "stateful_callbacks": {
-            "ragen2_mutual_information": {"watch": {"regimes": regimes}},
+            "ragen2_mutual_information": {"watch": {"measurements": measurements}},
             "ragen2_run": {"ended": True, "resumed_at": []} | lifecycle,
         },
     }

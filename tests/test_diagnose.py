@@ -13,15 +13,18 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import GRPOTrainer
 
 from ragen2_trl import cli
-from ragen2_trl.cli import diagnose
-from ragen2_trl.cli.diagnose import beginning, find_files, first_turn_text, read_completions, tokenize_completions
+from ragen2_trl.cli import diagnose, diagnosis, samples, sampling
+from ragen2_trl.cli.arguments import InputError
+from ragen2_trl.cli.diagnosis import beginning
+from ragen2_trl.cli.samples import find_files, first_turn_text, read_completions, tokenize_completions
 from ragen2_trl.cli.sampling import sample_trajectories
 from ragen2_trl.envs import make_env
-from ragen2_trl.instrument.diagnosis import NotMeasurableError
+from ragen2_trl.instrument import chance_p_value
 from ragen2_trl.tiny import TINY_MODEL_PATH
 
 SCRIPT = Path(__file__).parents[1] / "scripts" / "diagnose.py"
 RESULTS = {"diagnosis.json", "matrix.png", "quadrant.png"}
+SAMPLED = {"completions.parquet", "completions_control.parquet"}
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +69,7 @@ def run(tmp_path: Path, **settings) -> dict:
     """What the command wrote to `diagnosis.json`."""
     settings = {"model": "tiny", "max_new_tokens": 64, "output_dir": tmp_path / "diagnosis", **settings}
     diagnose.main([part for name, value in settings.items() for part in (f"--{name}", str(value))])
-    assert {path.name for path in (tmp_path / "diagnosis").iterdir()} == RESULTS
+    assert {path.name for path in (tmp_path / "diagnosis").iterdir()} - SAMPLED == RESULTS
     for name in ("matrix.png", "quadrant.png"):
         assert (tmp_path / "diagnosis" / name).read_bytes().startswith(b"\x89PNG")
     return json.loads((tmp_path / "diagnosis" / "diagnosis.json").read_text())
@@ -87,7 +90,13 @@ def test_the_tiny_model_depends_on_its_prompt(tmp_path, capsys):
     assert set(report["versions"]) == {"torch", "transformers", "trl", "ragen2-trl"}
     assert [point["label"] for point in report["path"]] == ["frozen_lake"]
     shown = " ".join(capsys.readouterr().out.split())
-    for part in ("retrieval accuracy@8", "at most log N = 2.08", "it depends on its prompt", "an absolute bound"):
+    for part in (
+        "retrieval accuracy@8",
+        "at most log N = 2.08",
+        "Reasoning depends on its prompt. The own prompt explains",
+        "an absolute bound",
+        "of them sampling",
+    ):
         assert part in shown
 
 
@@ -112,7 +121,9 @@ def test_the_same_seed_gives_the_same_numbers_and_no_random_state_moves(tmp_path
     settings = {"num_prompts": 4, "num_samples": 2}
     first, again = (run(tmp_path, **settings)["metrics"] for _ in range(2))
     assert torch.equal(torch.get_rng_state(), state)
-    del first["seconds"], again["seconds"]
+    for metrics in (first, again):
+        assert metrics["seconds"] == metrics.pop("sampling_seconds") + metrics.pop("scoring_seconds")
+        assert metrics.pop("seconds") > 0
     assert first == again
     assert run(tmp_path, **settings, seed=1)["metrics"]["mi_seq"] != first["mi_seq"]
 
@@ -123,11 +134,95 @@ def test_retrieval_among_all_prompts_is_no_evidence(tmp_path, capsys):
     assert "100.0% │ - │" in " ".join(capsys.readouterr().out.split())
 
 
+def test_what_is_sampled_is_on_disk_as_it_comes_and_scores_to_the_same_numbers(tmp_path, monkeypatch, capsys):
+    settings = {"num_prompts": 4, "num_samples": 2, "batch_size": 3}
+    sizes, replace = [], samples.replace_whole
+    monkeypatch.setattr(
+        samples, "replace_whole", lambda path, write: (replace(path, write), sizes.append(len(pd.read_parquet(path))))
+    )
+    report = run(tmp_path, **settings)
+    assert sizes == [3, 6, 8]
+    saved = tmp_path / "diagnosis" / "completions.parquet"
+    shown = capsys.readouterr().out
+    assert shown.startswith("Loading tiny, 0 s\nSampling: 0 of 8 completions")
+    monkeypatch.setattr(samples, "sample_trajectories", None)
+    again = run(tmp_path / "again", **settings, completions=saved)
+    timing = {"seconds", "sampling_seconds", "scoring_seconds"}
+    assert {**report["metrics"]}.keys() == again["metrics"].keys()
+    assert [value for name, value in report["metrics"].items() if name not in timing] == [
+        value for name, value in again["metrics"].items() if name not in timing
+    ]
+    assert "The ids as they were sampled" in capsys.readouterr().out
+
+
+def test_a_kill_amid_sampling_loses_nothing_that_was_played(tmp_path, monkeypatch):
+    generate, calls = sampling.generator, []
+
+    def killed(*args):
+        inner = generate(*args)
+
+        def next_batch(contexts, most):
+            calls.append(len(contexts))
+            if len(calls) == 3:
+                raise KeyboardInterrupt
+            return inner(contexts, most)
+
+        return next_batch
+
+    monkeypatch.setattr(sampling, "generator", killed)
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path, num_prompts=4, num_samples=2, batch_size=2)
+    monkeypatch.undo()
+    saved = tmp_path / "diagnosis" / "completions.parquet"
+    assert run(tmp_path / "again", completions=saved)["metrics"]["num_completions"] == 4.0
+
+
+def test_reasoning_whose_observation_was_withheld_comes_out_at_chance(tmp_path, capsys):
+    """And is said to be foreign to the prompts that it was not written for."""
+    report = run(tmp_path, num_prompts=8, num_samples=8, control="true")
+    control = report["control"]["metrics"]
+    assert report["metrics"]["retrieval_accuracy"] > 0.9
+    p_value = chance_p_value(control)
+    assert p_value > 0.01 and control["retrieval_accuracy"] < 0.3
+    assert report["control"]["regime"] in ("foreign", "independent", "undecided")
+    assert "Control, the observation withheld: The own prompt explains" in " ".join(capsys.readouterr().out.split())
+
+
+def test_hits_and_misses_are_shown(tmp_path, capsys):
+    run(tmp_path, num_prompts=4, num_samples=2)
+    shown = capsys.readouterr().out
+    assert shown.count("Hit: ") == 2
+
+
+def test_several_turns_are_scored_as_they_were_played(tmp_path, capsys):
+    report = run(tmp_path, model="tiny-sokoban", env="sokoban", multi_turn="true", num_prompts=8, num_samples=4)
+    (turn, *_) = report["later_turns"]
+    assert turn == "turn_2"
+    for form in (report["later_turns"][turn]["metrics"], report["later_turns"][turn]["without_own_words"]):
+        assert 0 <= form["retrieval_accuracy"] <= 1
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "turn 2: retrieval accuracy" in shown and "turn 2, without own words" in shown
+
+
+def test_one_prompt_is_one_clear_line(played, tmp_path, capsys):
+    prompts, texts = played
+    path = save(tmp_path / "saved", 40, prompts[:2], messages(texts[:2]))
+    command = ["diagnose", "--model", "tiny", "--completions", str(path), "--output_dir", str(tmp_path / "diagnosis")]
+    with pytest.raises(SystemExit) as ended:
+        cli.main(command)
+    shown = " ".join(capsys.readouterr().err.split())
+    assert ended.value.code == 2
+    assert shown == (
+        "ragen2-trl diagnose: step 40 cannot be diagnosed: all 1 prompts are the same, and two different ones are "
+        "needed."
+    )
+
+
 # Completions that TRL saved
 
 
 def test_saved_messages_are_diagnosed_without_sampling(played, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(diagnose, "sample_trajectories", None)
+    monkeypatch.setattr(samples, "sample_trajectories", None)
     prompts, texts = played
     report = run(tmp_path, completions=save(tmp_path / "saved", 10, prompts, messages(texts)))
     assert report["metrics"]["retrieval_accuracy"] > 0.7 > 5 * report["metrics"]["retrieval_chance"]
@@ -154,9 +249,10 @@ def test_reasoning_moved_to_other_prompts_is_found_out(played, tmp_path, capsys)
     path = save(tmp_path / "saved", 10, prompts, messages(texts[2:] + texts[:2]))
     report = run(tmp_path, completions=path)
     assert report["metrics"]["retrieval_accuracy"] < 0.4
-    assert report["regime"] == "template_collapse"
-    shown = capsys.readouterr().out
-    assert "Template collapse" in shown
+    assert report["regime"] == "foreign"
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "The completions do not belong to these prompts, or not to this model." in shown
+    assert "ollapse" not in shown
     assert shown.count("nats likelier under another prompt") == 2
 
 
@@ -168,8 +264,8 @@ def test_a_folder_is_a_path_that_ends_with_its_last_step(played, tmp_path, capsy
         save(folder, step, prompts, messages(moved))
     report = run(tmp_path, completions=folder)
     assert [point["label"] for point in report["path"]] == ["step 9", "step 20", "step 100000"]
-    assert [point["regime"] for point in report["path"]] == ["diverse", "diverse", "template_collapse"]
-    assert report["regime"] == "template_collapse"
+    assert [point["regime"] for point in report["path"]] == ["diverse", "diverse", "foreign"]
+    assert report["regime"] == "foreign"
     assert report["metrics"] == report["path"][-1]["metrics"]
     assert "completions_100000.parquet scored by tiny" in " ".join(capsys.readouterr().out.split())
 
@@ -260,8 +356,8 @@ def test_brackets_in_names_and_text_are_no_markup(played, tmp_path, capsys):
 
 
 def test_long_text_is_cut():
-    assert len(beginning("word " * 10_000)) <= diagnose.MAX_SHOWN_CHARS
-    assert beginning("\n".join("x" * 200)).count("\n") == diagnose.MAX_SHOWN_LINES - 1
+    assert len(beginning("word " * 10_000)) <= diagnosis.MAX_SHOWN_CHARS
+    assert beginning("\n".join("x" * 200)).count("\n") == diagnosis.MAX_SHOWN_LINES - 1
 
 
 # Bad input
@@ -272,7 +368,8 @@ def test_long_text_is_cut():
     [
         ({"temperature": 0.0}, "temperature must be above 0 .* got 0.0"),
         ({"max_files": 0}, "max_files must be at least 1, got 0"),
-        ({"num_prompts": 1}, "num_prompts must be at least 2, got 1"),
+        ({"num_prompts": 1}, "num_prompts must be at least 2, got 1: reasoning is compared between prompts"),
+        ({"control": "true", "completions": "runs"}, "control must be False with completions"),
         ({"num_samples": 0}, "num_samples must be at least 1, got 0"),
         ({"env": "chess"}, "environment must be one of .*frozen_lake.* got 'chess'"),
         ({"completions": "nowhere"}, "completions must be .* got 'nowhere': no such file or folder"),
@@ -319,14 +416,14 @@ def test_a_file_that_is_no_table_is_a_value_error(tmp_path):
 def test_one_prompt_alone_is_not_measurable_and_the_step_is_named(played, tmp_path):
     prompts, texts = played
     path = save(tmp_path / "saved", 40, prompts[:2], messages(texts[:2]))
-    with pytest.raises(NotMeasurableError, match="step 40 cannot be diagnosed: all 1 prompts are the same"):
+    with pytest.raises(InputError, match="step 40 cannot be diagnosed: all 1 prompts are the same"):
         run(tmp_path, completions=path)
 
 
 def test_completions_without_reasoning_are_not_measurable(played, tmp_path):
     prompts, texts = played
     path = save(tmp_path / "saved", 40, prompts, messages([""] * len(texts)))
-    with pytest.raises(NotMeasurableError, match="step 40 cannot be diagnosed"):
+    with pytest.raises(InputError, match="step 40 cannot be diagnosed"):
         run(tmp_path, completions=path)
 
 

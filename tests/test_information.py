@@ -10,7 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ragen2_trl.instrument.information import MarginalStdEMA, classify_regime, information_metrics
+from ragen2_trl.instrument.information import MarginalStdEMA, information_metrics
+from ragen2_trl.instrument.verdict import Evidence, judge
 
 # Five matrices with what the reference implementation's own functions make of them.
 REFERENCE = json.loads((Path(__file__).parent / "data" / "ragen2_mi_vectors.json").read_text())
@@ -321,8 +322,10 @@ def test_decay_outside_its_range_is_named(decay: float):
         MarginalStdEMA(decay=decay)
 
 
-def test_regime_follows_from_measured_metrics():
-    assert classify_regime(measure(separable(8))) == "diverse"
-    assert classify_regime(measure([[-3.0] * 8] * 8)) == "template_collapse"
-    assert classify_regime(measure(separable(8), lengths=[100] * 8)) == "compressed"
-    assert classify_regime(measure([[-3.0] * 8] * 8, lengths=[100] * 8)) == "low_entropy_collapse"
+@pytest.mark.parametrize(
+    ("matrix", "length", "regime"),
+    [(separable(8), 1, "diverse"), (separable(8), 100, "compressed"), ([[-3.0] * 8] * 8, 1, "independent")],
+)
+def test_regime_follows_from_measured_metrics(matrix, length, regime):
+    (finding,) = judge([Evidence.of(measure(matrix, lengths=[length] * 8))])
+    assert finding.regime == regime

@@ -17,6 +17,8 @@ from ragen2_trl.callbacks import mutual_information
 from ragen2_trl.callbacks.mutual_information import group_metrics
 from ragen2_trl.callbacks.rollouts import Rollout, watch_rollouts
 from ragen2_trl.instrument.diagnosis import Measurement
+from ragen2_trl.instrument.verdict import judge
+from ragen2_trl.instrument.wording import headline
 
 
 def test_an_exception_inside_scoring_propagates(policy_path, prompts, make_args, monkeypatch):
@@ -126,8 +128,8 @@ def sft_policy(policy_path, folder, depends: bool):
     return str(folder), Dataset.from_dict({"prompt": [f"Go from{draw()}\n" for _ in range(16)]})
 
 
-def test_a_policy_trained_on_templates_is_classified_as_collapsed_while_its_entropy_stays_high(
-    policy_path, make_args, tmp_path
+def test_a_policy_trained_on_templates_does_not_depend_on_its_prompt_yet_while_its_entropy_is_high(
+    policy_path, make_args, tmp_path, caplog
 ):
     for depends in (False, True):
         path, dataset = sft_policy(policy_path, tmp_path / f"sft-{depends}", depends)
@@ -136,14 +138,16 @@ def test_a_policy_trained_on_templates_is_classified_as_collapsed_while_its_entr
         )
         trainer, measuring = run(GRPOTrainer, path, args, dataset, callback={"every": 1})
         (row,) = rows_of(trainer)
-        (regime,) = (regime for _, regime in measuring.watch.regimes)
+        (finding,) = judge(measuring.watch.measurements)
         assert row["mi/valid_thinking_rate"] > 0.9
         if depends:
-            assert regime in ("diverse", "compressed")
+            assert finding.regime in ("diverse", "compressed")
             assert row["mi/regime/depends_on_prompt"] == 1.0
             assert row["mi/first_turn/mi_seq"] > 0.5 * math.log(16)
         else:
-            assert regime == "template_collapse"
+            assert finding.regime == "independent"
+            assert headline([finding]) == "Reasoning does not depend on its prompt yet"
+            assert not [text for text in warnings_of(caplog) if "ollapse" in text]
             assert row["mi/regime/depends_on_prompt"] == 0.0
             assert row["mi/first_turn/conditional_entropy_token"] > 0.5 * math.log(8)
             assert row["mi/first_turn/mi_seq"] < 0.1 * math.log(16)
@@ -152,32 +156,36 @@ def test_a_policy_trained_on_templates_is_classified_as_collapsed_while_its_entr
 class Drift:
     """In place of a measurement: reasoning depends on its prompt for two measurements, and then no longer."""
 
-    def __init__(self, before):
-        self.before, self.count = before, 0
+    def __init__(self, before, trials):
+        self.before, self.trials, self.count = before, float(trials), 0
 
     def __call__(self, *args):
         self.count += 1
         accuracy = 0.9 if self.count <= 2 else 0.1
-        changed = {"retrieval_accuracy": accuracy, "retrieval_chance": 0.1, "num_completions": 64.0}
+        changed = {"retrieval_accuracy": accuracy, "retrieval_chance": 0.1, "num_completions": self.trials}
         return replace(self.before, metrics=self.before.metrics | changed)
 
 
-@pytest.mark.parametrize("stop_on", [None, "template_collapse"])
+@pytest.mark.parametrize(("stop_on", "trials"), [(None, 64), ("template_collapse", 64), ("template_collapse", 2)])
 def test_drift_into_template_collapse_warns_once_and_stops_where_asked_to(
-    policy_path, prompts, make_args, monkeypatch, caplog, stop_on
+    policy_path, prompts, make_args, monkeypatch, caplog, stop_on, trials
 ):
     separable = torch.tensor([[-10.0, -30.0], [-30.0, -10.0]])
     lengths, own = torch.tensor([5, 5]), torch.tensor([0, 1])
     metrics = information_metrics(separable, lengths, own)
     before = Measurement(metrics, separable, lengths, own, trajectories=[0, 4], columns=[0, 4])
-    monkeypatch.setattr(mutual_information, "measure_first_turn", Drift(before))
+    monkeypatch.setattr(mutual_information, "measure_first_turn", Drift(before, trials))
     callback = {"every": 1, "stop_on": stop_on}
     trainer, _ = run(GRPOTrainer, policy_path, make_args(snr=False, max_steps=6), prompts, callback=callback)
-    assert trainer.state.global_step == (6 if stop_on is None else 4)
-    warnings = [text for text in warnings_of(caplog) if "template collapse" in text]
-    assert len(warnings) == 1
-    assert "Step 4: template collapse. Reasoning no longer depends on its prompt" in warnings[0]
-    assert "10.0% of cases, where guessing gives 10.0% (90.0% at step 1)" in warnings[0]
+    told = trials == 64  # with two reasonings nothing can be told, and nothing ends
+    assert trainer.state.global_step == (4 if told and stop_on else 6)
+    warnings = [text for text in warnings_of(caplog) if "ollapse since" in text]
+    assert len(warnings) == told
+    if told:
+        assert "Step 4: Template collapse since step 3. The own prompt explains 10.0% of 64 reasonings" in warnings[0]
+        assert "(guessing: 10.0%; at step 1: 90.0%)" in warnings[0]
+        rows = [row["mi/regime/collapsed"] for row in rows_of(trainer)]
+        assert rows == [0.0] * 3 + [1.0] * (1 if stop_on else 3)
 
 
 def test_groups_without_variance_are_told_apart_by_whether_completions_differ():

@@ -7,6 +7,7 @@ import pickle
 import signal
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,8 @@ from transformers import TrainerState
 
 from ragen2_trl.cli import train
 from ragen2_trl.envs import FrozenLake, make_env
-from ragen2_trl.reporting.run import Collapse, Run, read_run
+from ragen2_trl.instrument.verdict import Collapse, Evidence
+from ragen2_trl.reporting.run import Run, read_run
 from ragen2_trl.reporting.saved_measurement import SavedMeasurement, read_measurement
 from ragen2_trl.reporting.settings import public
 
@@ -26,11 +28,26 @@ def row(step):
     return {"step": step, "reward": step / 10, "env/lake/success": 0.5, "entropy": float("nan")}
 
 
-def write_state(folder, step, rows, max_steps=100, ended=False, regimes=()):
+def measured(step, letter="d", valid=None):
+    """A measurement that depends (d; c with low entropy), or is at chance (t; l with low entropy)."""
+    return Evidence(
+        step=step,
+        retrieval_accuracy=0.9 if letter in "dc" else 0.0625,
+        retrieval_chance=0.0625,
+        num_completions=64.0,
+        mi_seq=2.0 if letter in "dc" else 0.0,
+        mi_upper_bound=2.77,
+        conditional_entropy_token=1.0 if letter in "dt" else 0.1,
+        updates=step - 1,
+        valid_thinking_rate=valid,
+    )
+
+
+def write_state(folder, step, rows, max_steps=100, ended=False, measurements=()):
     folder.mkdir(parents=True, exist_ok=True)
     kept = {
         "ragen2_run": {"ended": ended, "resumed_at": []},
-        "ragen2_mutual_information": {"watch": {"regimes": [list(measured) for measured in regimes]}},
+        "ragen2_mutual_information": {"watch": {"measurements": [asdict(one) for one in measurements]}},
     }
     state = TrainerState(global_step=step, max_steps=max_steps, log_history=rows, stateful_callbacks=kept)
     state.save_to_json(str(folder / "trainer_state.json"))
@@ -42,7 +59,7 @@ def rows(last):
 
 def test_diagnostics_alone_are_enough(tmp_path):
     """As they come from the Hub."""
-    write_state(tmp_path / "diagnostics", 100, rows(100), ended=True, regimes=[(50, "diverse"), (100, "diverse")])
+    write_state(tmp_path / "diagnostics", 100, rows(100), ended=True, measurements=[measured(50), measured(100)])
     about = {"settings": {"seed": 3}, "versions": {"trl": "1.0"}}
     (tmp_path / "diagnostics" / "run.json").write_text(json.dumps(about))
     run = read_run(tmp_path)
@@ -95,22 +112,17 @@ def test_files_of_steps_are_in_their_order_and_others_are_left_out(tmp_path):
     ],
 )
 def test_a_verdict_does_not_outlive_its_measurements(tmp_path, step, mood, verdict):
-    write_state(tmp_path / "diagnostics", step, rows(step), regimes=[(5, "diverse"), (15, "diverse"), (25, "diverse")])
+    write_state(tmp_path / "diagnostics", step, rows(step), measurements=[measured(at) for at in (5, 15, 25)])
     run = read_run(tmp_path)
     assert (run.mood, run.verdict) == (mood, verdict)
 
 
 def test_a_later_loss_of_format_outweighs_an_earlier_collapse():
-    flags = {"mi/regime/depends_on_prompt": 1.0, "mi/regime/low_entropy": 0.0}
-    template = {"mi/regime/depends_on_prompt": 0.0, "mi/regime/low_entropy": 0.0}
-    logged = [(10, 1.0, template), (20, 1.0, template), (30, 1.0, flags), (40, 0.1, flags), (50, 0.1, flags)]
-    history = [
-        {"reward": 1.0, "step": step, "mi/valid_thinking_rate": valid} | regime for step, valid, regime in logged
-    ]
-    regimes = [(10, "template_collapse"), (20, "template_collapse"), *((step, "diverse") for step in (30, 40, 50))]
-    assert Run(Path("run"), history, regimes, step=50).verdict == "Format collapse since step 40"
-    history[-1]["mi/valid_thinking_rate"] = 1.0
-    assert Run(Path("run"), history, regimes, step=50).verdict == "Recovered: template collapse from step 10 to 20"
+    steps = [(10, "d", 1.0), (20, "t", 1.0), (30, "t", 1.0), (40, "d", 0.1), (50, "d", 0.1)]
+    evidence = [measured(*one) for one in steps]
+    assert Run(Path("run"), [], evidence, step=50).verdict == "Format collapse since step 40"
+    evidence[-1] = measured(50, "d", 1.0)
+    assert Run(Path("run"), [], evidence, step=50).verdict == "Recovered: template collapse from step 20 to 30"
 
 
 def test_a_log_history_is_enough_and_adds_what_came_after_the_last_checkpoint(tmp_path):
@@ -175,30 +187,32 @@ def test_an_evaluation_after_training_is_shown_only_when_training_is_over(tmp_pa
     assert read_run(tmp_path).status == "finished 100 steps"
 
 
+WEAKER = "Depends less on its prompt at step {} than before, which one measurement cannot tell from chance"
+
+
 @pytest.mark.parametrize(
-    ("regimes", "collapses", "verdict"),
+    ("letters", "collapses", "verdict"),
     [
         ("dd", [], "Reasoning depends on its prompt"),
         ("dcdc", [], "Reasoning depends on its prompt"),
-        ("ddt", [], "Template collapse in the last measurement, at step 30"),
+        ("tt", [], "Reasoning does not depend on its prompt yet"),
+        ("ddt", [], WEAKER.format(30)),
         ("ddtt", [Collapse("template_collapse", 30, None)], "Template collapse since step 30"),
         ("dlll", [Collapse("low_entropy_collapse", 20, None)], "Low-entropy collapse since step 20"),
         ("dttd", [Collapse("template_collapse", 20, 30)], "Recovered: template collapse from step 20 to 30"),
         ("tdtd", [], "Reasoning depends on its prompt"),
         ("dttl", [Collapse("low_entropy_collapse", 20, None)], "Low-entropy collapse since step 20"),
         ("dtltd", [Collapse("template_collapse", 20, 40)], "Recovered: template collapse from step 20 to 40"),
-        ("dttdt", [Collapse("template_collapse", 20, 30)], "Template collapse in the last measurement, at step 50"),
+        ("dttdt", [Collapse("template_collapse", 20, 30)], WEAKER.format(50)),
         (
-            "ttdll",
-            [Collapse("template_collapse", 10, 20), Collapse("low_entropy_collapse", 40, None)],
-            "Low-entropy collapse since step 40",
+            "dttdll",
+            [Collapse("template_collapse", 20, 30), Collapse("low_entropy_collapse", 50, None)],
+            "Low-entropy collapse since step 50",
         ),
     ],
 )
-def test_two_measurements_in_a_row_make_a_collapse(tmp_path, regimes, collapses, verdict):
-    names = {"d": "diverse", "c": "compressed", "t": "template_collapse", "l": "low_entropy_collapse"}
-    measured = [(10 * (i + 1), names[letter]) for i, letter in enumerate(regimes)]
-    run = Run(tmp_path, [], measured)
+def test_two_measurements_in_a_row_below_what_was_make_a_collapse(tmp_path, letters, collapses, verdict):
+    run = Run(tmp_path, [], [measured(10 * (i + 1), letter) for i, letter in enumerate(letters)])
     assert (run.collapses, run.verdict) == (collapses, verdict)
 
 
@@ -326,27 +340,50 @@ train.main({arguments(tmp_path / "run")!r})
     assert_nothing_was_logged(tmp_path / "run")
 
 
+def logged(step, letter="d", valid=None):
+    """The row of a measurement, as trackers and state hold it."""
+    values = asdict(measured(step, letter))
+    metrics = {f"mi/first_turn/{name}": values[name] for name in Evidence.METRICS}
+    return {"reward": 0.5, "step": step, **metrics} | ({} if valid is None else {"mi/valid_thinking_rate": valid})
+
+
 def test_a_log_alone_tells_its_regimes(tmp_path):
-    flags = ("mi/regime/depends_on_prompt", "mi/regime/low_entropy")
-    measured = [(10, 1.0, 0.0), (20, 0.0, 0.0), (30, 0.0, 0.0), (40, 0.5, 0.0)]  # the last is a mean of two
-    rows = [{"reward": 0.5, "step": step, flags[0]: depends, flags[1]: low} for step, depends, low in measured]
+    rows = [logged(step, letter) for step, letter in ((10, "d"), (20, "t"), (30, "t"), (40, "t"))]
+    del rows[3]["mi/first_turn/num_completions"]
     (tmp_path / "log_history.json").write_text(json.dumps([{"reward": 0.5, "step": 1}, *rows]))
     run = read_run(tmp_path)
-    assert run.regimes == [(10, "diverse"), (20, "template_collapse"), (30, "template_collapse")]
+    assert run.regimes == [(10, "diverse"), (20, "weaker"), (30, "template_collapse")]
     assert run.verdict == "Template collapse since step 20"
 
 
-def test_lost_format_is_a_collapse_beside_the_regimes(tmp_path):
-    def row(step, valid):
-        return {"reward": 0.5, "step": step, "mi/valid_thinking_rate": valid}
+def test_a_log_tells_what_qualifies_its_verdict(tmp_path):
+    row = logged(10, valid=0.0) | {
+        "env/lake/success": 0.02,
+        "env/lake/successes": 1,
+        "completions/clipped_ratio": 0.875,
+    }
+    (tmp_path / "log_history.json").write_text(json.dumps([row]))
+    run = read_run(tmp_path)
+    assert run.verdict == "What the model writes depends on its prompt (no `<think>`: whole completions were scored)"
+    assert run.beside == "valid thinking 0%, success 2%, 88% of completions cut at the length limit"
 
-    rows = [row(step, valid) for step, valid in ((10, 0.9), (20, 0.8), (30, 0.3), (40, 0.2), (50, 0.1))]
-    flags = {"mi/regime/depends_on_prompt": 1.0, "mi/regime/low_entropy": 0.0}
-    (tmp_path / "log_history.json").write_text(json.dumps([row | flags for row in rows]))
+
+def test_a_run_whose_steps_were_all_empty_has_not_collapsed(tmp_path):
+    rows = [logged(step, letter) | {"snr/empty_steps": step} for step, letter in ((1, "d"), (2, "t"), (3, "t"))]
+    (tmp_path / "log_history.json").write_text(json.dumps(rows))
+    assert read_run(tmp_path).collapses == []
+    (tmp_path / "log_history.json").write_text(json.dumps([row | {"snr/empty_steps": 0} for row in rows]))
+    assert [found.regime for found in read_run(tmp_path).collapses] == ["template_collapse"]
+
+
+def test_lost_format_is_a_collapse_beside_the_regimes(tmp_path):
+    rates = ((10, 0.9), (20, 0.8), (30, 0.3), (40, 0.2), (50, 0.1))
+    rows = [logged(step, valid=rate) for step, rate in rates]
+    (tmp_path / "log_history.json").write_text(json.dumps(rows))
     run = read_run(tmp_path)
     assert [(found.regime, found.first, found.last) for found in run.collapses] == [("format_collapse", 30, None)]
     assert run.verdict == "Format collapse since step 30"
-    (tmp_path / "log_history.json").write_text(json.dumps([row | flags for row in rows[:3]]))
+    (tmp_path / "log_history.json").write_text(json.dumps(rows[:3]))
     assert read_run(tmp_path).collapses == []  # one measurement may be chance
 
 

@@ -1,0 +1,293 @@
+"""Verdicts: what may be said of measurements, what may not, and how often that is wrong."""
+
+import importlib.util
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ragen2_trl.instrument.binomial import at_least, at_most, lower_bound, upper_bound
+from ragen2_trl.instrument.information import chance_p_value, information_metrics
+from ragen2_trl.instrument.verdict import ALPHA, Evidence, above_chance, collapses, judge, mood, trace
+from ragen2_trl.instrument.wording import beside, headline, in_numbers, warnings
+
+ROOT = Path(__file__).parents[1]
+
+
+def simulation():
+    path = ROOT / "benchmarks" / "missed_collapses.py"
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def measured(hits, trials, chance, entropy=1.0, step=None, mi=0.0, **others):
+    metrics = {
+        "retrieval_accuracy": hits / trials,
+        "retrieval_chance": chance,
+        "num_completions": float(trials),
+        "mi_seq": mi,
+        "mi_upper_bound": math.log(1 / chance),
+        "conditional_entropy_token": entropy,
+    }
+    updates = None if step is None else step - 1
+    return Evidence.of(metrics, **{"step": step, "updates": updates, **others})
+
+
+def run_of(*hits, trials=64, chance=1 / 16, **others):
+    """A measurement with so many hits at each of the steps 1, 11, 21, …"""
+    return [measured(count, trials, chance, step=1 + 10 * number, **others) for number, count in enumerate(hits)]
+
+
+def regimes(measurements):
+    return [finding.regime for finding in judge(measurements)]
+
+
+# Counts
+
+
+@given(st.integers(1, 60).flatmap(lambda n: st.tuples(st.integers(0, n), st.just(n))), st.floats(0.01, 0.9))
+def test_tails_are_those_of_the_binomial(counts, chance):
+    hits, trials = counts
+    terms = [math.comb(trials, k) * chance**k * (1 - chance) ** (trials - k) for k in range(trials + 1)]
+    assert at_least(hits, trials, chance) == pytest.approx(sum(terms[hits:]), rel=1e-9)
+    assert at_most(hits, trials, chance) == pytest.approx(sum(terms[: hits + 1]), rel=1e-9)
+    metrics = {"retrieval_accuracy": hits / trials, "retrieval_chance": chance, "num_completions": float(trials)}
+    assert chance_p_value(metrics) == at_least(hits / trials * trials, trials, chance)
+
+
+@given(st.integers(1, 60).flatmap(lambda n: st.tuples(st.integers(0, n), st.just(n))))
+def test_bounds_are_where_the_tails_become_improbable(counts):
+    hits, trials = counts
+    low, high = lower_bound(hits, trials, ALPHA), upper_bound(hits, trials, ALPHA)
+    assert (low == 0.0) == (hits == 0) and (high == 1.0) == (hits == trials)
+    assert low <= hits / trials <= high
+    if hits:
+        assert at_least(hits, trials, low) == pytest.approx(ALPHA, rel=1e-6)
+    if hits < trials:
+        assert at_most(hits, trials, high) == pytest.approx(ALPHA, rel=1e-6)
+
+
+def test_p_value_of_a_fraction_of_a_hit_is_that_of_the_next_whole_one():
+    assert at_least(2.5, 8, 0.25) == at_least(3, 8, 0.25)
+
+
+def test_p_value_of_thousands_of_reasonings_is_finite():
+    assert at_least(100, 6400, 1 / 64) == pytest.approx(0.513, abs=0.02)
+    assert 0.0 <= at_least(6400, 6400, 1 / 64) < 1e-12
+
+
+# One measurement
+
+
+@pytest.mark.parametrize(("prompts", "reasonings", "enough"), [(2, 4, 7), (2, 6, 7), (3, 3, 5)])
+def test_full_retrieval_of_too_few_reasonings_is_no_verdict_and_says_how_many_would_do(prompts, reasonings, enough):
+    (finding,) = judge([measured(reasonings, reasonings, 1 / prompts)])
+    assert (finding.regime, finding.enough) == ("undecided", enough)
+    assert headline([finding]) == (
+        f"Cannot tell from {reasonings} reasonings whether they depend on their prompts; {enough} would do"
+    )
+    (told,) = judge([measured(enough, enough, 1 / prompts)])
+    assert told.regime == "diverse"
+
+
+@given(st.integers(2, 64), st.integers(1, 64).flatmap(lambda n: st.tuples(st.integers(0, n), st.just(n))))
+def test_what_would_do_does(prompts, counts):
+    hits, trials = counts
+    (finding,) = judge([measured(hits, trials, 1 / prompts)])
+    if finding.regime == "undecided":
+        assert trials < finding.enough < 1000
+        more = measured(hits / trials * finding.enough, finding.enough, 1 / prompts)
+        assert judge([more])[0].regime in ("diverse", "independent")
+
+
+def test_a_little_above_chance_with_few_reasonings_is_no_verdict():
+    """SmolLM2 on Sokoban, untrained: 31 %, p = 0.041."""
+    finding = judge([measured(5, 16, 1 / 8, step=1)])[0]
+    assert finding.evidence.p_value == pytest.approx(0.041, abs=0.005)
+    assert finding.regime == "undecided"
+
+
+def test_retrieval_at_chance_is_no_collapse_and_before_training_it_is_not_yet():
+    (alone,) = judge([measured(4, 64, 1 / 16)])
+    assert (alone.regime, headline([alone])) == ("independent", "Reasoning does not depend on its prompt")
+    found = judge(run_of(4, 4, 5, 3))
+    assert [finding.regime for finding in found] == ["independent"] * 4
+    assert headline(found) == "Reasoning does not depend on its prompt yet"
+    assert mood(found) == "open" and not collapses(found) and not warnings(found)
+
+
+@pytest.mark.parametrize(("entropy", "regime"), [(1.0, "diverse"), (0.05, "compressed")])
+def test_entropy_is_low_by_an_absolute_bound_where_there_is_no_run(entropy, regime):
+    assert regimes([measured(40, 64, 1 / 64, entropy)]) == [regime]
+
+
+def test_a_measurement_without_a_metric_is_an_error():
+    with pytest.raises(KeyError, match="mi_seq"):
+        Evidence.of({"retrieval_accuracy": 1.0, "retrieval_chance": 0.5, "num_completions": 9.0})
+
+
+# Completions of other prompts or another model
+
+
+def test_completions_under_shuffled_prompts_are_called_foreign_and_not_collapsed():
+    own = torch.full((16, 8), -60.0)
+    own[torch.arange(16), (torch.arange(16) + 1) % 8] = -10.0
+    metrics = information_metrics(own, torch.full((16,), 20), torch.arange(16) % 8)
+    assert metrics["mi_seq"] == pytest.approx(-50 + math.log(8))
+    (finding,) = judge([Evidence.of(metrics)])
+    assert finding.regime == "foreign"
+    assert headline([finding]) == "The completions do not belong to these prompts, or not to this model"
+    assert "collapse" not in in_numbers(finding)
+
+
+def test_a_shift_of_columns_in_a_run_warns_once_and_is_neither_a_collapse_nor_its_end():
+    healthy, foreign = measured(60, 64, 1 / 16), {"mi": -40.0}
+    steps = [measured(60, 64, 1 / 16, step=1), *(measured(0, 64, 1 / 16, step=s, **foreign) for s in (11, 21, 31))]
+    assert regimes(steps) == ["diverse", "foreign", "foreign", "foreign"]
+    assert [list(warnings(judge(steps[:count]))) for count in range(1, 5)] == [[], ["foreign"], [], []]
+    assert regimes([*steps, measured(60, 64, 1 / 16, step=41)])[-1] == "diverse"
+    assert healthy.is_foreign is False
+
+
+def test_of_a_models_own_completions_hardly_any_measurement_is_foreign():
+    """Sampled from p(z|x_i) over ten texts: the sum of I is below log(a) with at most the probability a."""
+    generator = np.random.default_rng(0)
+    foreign = below = 0
+    for _ in range(300):
+        logits = generator.normal(0, 3, size=(8, 10))
+        probabilities = np.exp(logits) / np.exp(logits).sum(axis=1, keepdims=True)  # (prompts, texts)
+        index = np.arange(16) % 8
+        texts = [generator.choice(10, p=probabilities[i]) for i in index]
+        logps = torch.tensor(np.log(probabilities[:, texts].T), dtype=torch.float32)
+        evidence = Evidence.of(information_metrics(logps, torch.ones(16, dtype=torch.long), torch.tensor(index)))
+        foreign += evidence.is_foreign
+        below += evidence.mi_seq * 16 < math.log(0.2)
+    assert foreign == 0
+    assert below <= 0.2 * 300
+
+
+# Runs
+
+
+def test_a_run_that_rises_from_chance_is_never_warned_of():
+    """RLOO, 8 reasonings, chance 25 %: 3 hits, then 4.5 of them."""
+    rising = [measured(3, 8, 0.25, step=1), measured(4.5, 8, 0.25, step=2)]
+    assert not any(warnings(judge(rising[:count])) for count in (1, 2))
+    assert not any(finding.is_collapsed for finding in judge(rising))
+
+
+def test_collapse_is_said_of_a_run_that_has_depended_and_whose_upper_bound_has_come_down():
+    found = judge(run_of(60, 61, 8, 6, 5))
+    assert [finding.regime for finding in found] == ["diverse", "diverse", "weaker", *["template_collapse"] * 2]
+    assert (found[-1].since, found[-1].best.step) == (21, 11)
+    assert found[-1].upper == upper_bound(19, 192, ALPHA) < 0.2
+    assert headline(found) == "Template collapse since step 21"
+    assert [list(warnings(found[:count])) for count in range(1, 6)] == [[], [], [], ["template_collapse"], []]
+    assert [(one.regime, one.first, one.last) for one in collapses(found)] == [("template_collapse", 21, None)]
+
+
+def test_a_warning_has_the_numbers_and_what_qualifies_them():
+    found = judge(run_of(60, 6, 5, mi=0.05, valid_thinking_rate=0.92, success=0.4, clipped_ratio=0.03))
+    assert warnings(found)["template_collapse"] == (
+        "Step 21: Template collapse since step 11. The own prompt explains 7.8% of 64 reasonings best (guessing: "
+        "6.2%; at step 1: 93.8%), and since step 11 surely at most 16.2% (99 % confidence). Mutual information is "
+        "0.05 of at most 2.77 nats, entropy 1.00 nats per token (1.00 at step 1). Valid thinking 92%, success 40%, "
+        "3% of completions cut at the length limit."
+    )
+
+
+def test_half_of_the_dependence_is_no_collapse_and_a_faint_rest_of_it_is():
+    chance, best = 0.1, lower_bound(1800, 2000, 0.001)
+    half = chance + 0.5 * above_chance(best, chance) * 0.9
+    faint = [measured(round(2000 * share), 2000, chance, step=s) for s, share in ((1, 0.9), (2, 0.15), (3, 0.15))]
+    kept = [measured(round(2000 * share), 2000, chance, step=s) for s, share in ((1, 0.9), (2, half), (3, half))]
+    assert faint[-1].p_value < 1e-6
+    assert regimes(faint)[-1] == "template_collapse"
+    assert "collapse" not in " ".join(regimes(kept))
+
+
+def test_entropy_tells_the_collapses_apart_by_the_start_of_the_run():
+    steps = [measured(60, 64, 1 / 16, 0.6, step=1), *(measured(5, 64, 1 / 16, 0.2, step=s) for s in (2, 3))]
+    assert regimes(steps)[-1] == "low_entropy_collapse"
+    assert not warnings(judge(steps))
+    assert headline(judge(steps)) == "Low-entropy collapse since step 2"
+    assert regimes([steps[0], measured(60, 64, 1 / 16, 0.29, step=2)])[-1] == "compressed"
+    assert regimes([steps[0], measured(60, 64, 1 / 16, 0.31, step=2)])[-1] == "diverse"
+
+
+def test_nothing_collapses_before_the_first_update():
+    idle = [measured(hits, 64, 1 / 16, step=s, updates=0) for s, hits in ((1, 60), (2, 4), (3, 4), (4, 4))]
+    assert not any(finding.is_collapsed for finding in judge(idle))
+    moved = [*idle, *(measured(4, 64, 1 / 16, step=s, updates=1) for s in (5, 6))]
+    assert judge(moved)[-1].since == 5
+
+
+def test_measurements_that_could_not_have_come_out_otherwise_end_nothing():
+    """After 64 reasonings that depend, two of two prompts: none of both is retrieved, again and again."""
+    few = [measured(0, 2, 0.5, step=s) for s in (2, 3)]
+    assert not any(finding.is_collapsed for finding in judge([measured(64, 64, 0.5, step=1), *few]))
+    start = [measured(4, 4, 0.5, step=1), measured(3, 4, 0.5, step=2), measured(0, 4, 0.5, step=3)]
+    assert regimes(start) == ["undecided"] * 3
+
+
+def test_an_episode_ends_and_a_later_one_is_another():
+    found = judge(run_of(60, 4, 4, 60, 60, 4, 4))
+    assert [bool(warnings(found[:count])) for count in range(1, 8)] == [False] * 2 + [True] + [False] * 3 + [True]
+    assert headline(found[:5]) == "Recovered: template collapse from step 11 to 21"
+    assert [one.first for one in collapses(found)] == [11, 51]
+
+
+@pytest.mark.parametrize(
+    ("valid", "said"),
+    [
+        (0.0, "What the model writes depends on its prompt (no `<think>`: whole completions were scored)"),
+        (0.4, "Reasoning depends on its prompt"),
+        (None, "Reasoning depends on its prompt"),
+    ],
+)
+def test_a_model_without_think_tags_is_not_said_to_reason(valid, said):
+    gibberish = measured(60, 64, 1 / 16, 3.8, valid_thinking_rate=valid, success=0.0, clipped_ratio=0.875)
+    assert headline(judge([gibberish])) == said
+    shown = "" if valid is None else f"valid thinking {valid:.0%}, "
+    assert beside(gibberish) == f"{shown}success 0%, 88% of completions cut at the length limit"
+
+
+# How often that is wrong
+
+
+def test_hardly_any_run_in_which_nothing_changes_is_said_to_collapse():
+    """1,000 seeds, prompts and reasonings from 2 to 64, retrieval of 1.0, 0.5 and chance; 20 measurements each."""
+    simulated = simulation()
+    for prompts in simulated.PROMPTS:
+        for reasonings in simulated.REASONINGS:
+            for retrieval in (1.0, 0.5, 0.0):
+                assert simulated.false_collapses(prompts, reasonings, retrieval) < 0.01
+
+
+def test_following_many_runs_at_once_is_following_each_of_them():
+    hits = np.random.default_rng(0).binomial(16, 0.3, size=(50, 12)).astype(float)
+    hits[:25, :4] = 16
+    together = trace(hits, 16, 1 / 8)
+    for number, row in enumerate(hits):
+        found = judge([measured(count, 16, 1 / 8, step=step) for step, count in enumerate(row, start=1)])
+        assert [finding.is_collapsed for finding in found] == together.collapsed[number].tolist()
+    assert together.collapsed.any()
+
+
+def test_the_table_of_missed_collapses_is_the_commands_own():
+    simulated = simulation()
+    results = simulated.RESULTS.read_text()
+    page = (ROOT / "docs" / "metrics.md").read_text()
+    for prompts, reasonings in ((16, 64), (8, 16)):
+        cell = " / ".join(f"{100 * share:.0f}" for share in simulated.missed_collapses(prompts, reasonings, 1.0))
+        row = next(line for line in results.splitlines() if line.startswith(f"| {prompts} |"))
+        assert row.split(" | ")[1 + simulated.REASONINGS.index(reasonings)].strip(" |") == cell
+    for line in results.splitlines():
+        if line.startswith("|"):
+            assert line in page
