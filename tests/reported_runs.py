@@ -9,11 +9,13 @@ import pandas as pd
 import pytest
 import torch
 from browser import open_browser
+from plotted import gradients
 
 from ragen2_trl import cli, information_metrics
 from ragen2_trl.reporting import report
 from ragen2_trl.reporting.report import render_report
 from ragen2_trl.reporting.run import read_run
+from ragen2_trl.reporting.saved_gradients import save_gradients
 from ragen2_trl.reporting.saved_measurement import SavedMeasurement
 
 STEPS, EVERY, PROMPTS, GROUP = 100, 10, 8, 4
@@ -105,6 +107,7 @@ def make_run(folder, collapsed_at=None, steps=STEPS, text="<think>Go right.</thi
             regimes.append([step, measurement.regime])
             if step in (1, steps):
                 measurement.save(folder / "_measurements")
+                save_gradients(gradients(step), folder / "_measurements")
         rows.append(row)
     state = {
         "log_history": rows,

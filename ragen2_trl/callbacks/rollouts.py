@@ -42,6 +42,8 @@ class Sampled:
         prompt_ids, completion_ids, tool_masks: as in `Rollout`, this process's part.
         has_images: whether prompts came with images.
         rewards: (N, G), see `Rollout`.
+        inputs: the rows of the dataset, as the trainer was given them.
+        batch: what it made of them, before any row is dropped.
     """
 
     prompt_ids: list[list[int]]
@@ -49,6 +51,8 @@ class Sampled:
     tool_masks: list[list[int] | None]
     has_images: bool
     rewards: Tensor
+    inputs: list[dict[str, Any]]
+    batch: Batch
 
 
 def watch_rollouts(trainer: Trainer, handle: Callable[[Sampled], None]) -> None:
@@ -88,7 +92,8 @@ def watch_rollouts(trainer: Trainer, handle: Callable[[Sampled], None]) -> None:
                 masks = [None] * len(completion_ids)
             has_images = batch.get("pixel_values") is not None
             rewards = _group_rewards(trainer, latest["_calculate_rewards"])
-            handle(Sampled(_lists(prompt_ids), _lists(completion_ids), _lists(masks), has_images, rewards))
+            ids = (_lists(prompt_ids), _lists(completion_ids), _lists(masks))
+            handle(Sampled(*ids, has_images, rewards, inputs, batch))
         return batch
 
     setattr(trainer, seam, sample_and_handle)
