@@ -194,8 +194,9 @@ def selection_metrics(
         reward_range: lowest and highest reward that count as worst and best, by default those of this batch.
 
     Returns:
-        `kept_groups` (number) and `kept_fraction`; `score_mean`, `score_max` and `score_std_over_mean` over all
-        groups (the last is Table 8's predictor of the filter's gain; 0 when the mean is 0);
+        `kept_groups` (number) and `kept_fraction`; `score_mean` and `score_max` over all groups;
+        `reward_std_spread` and `reward_variance_spread`, standard deviation over mean of the groups' reward standard
+        deviations (Table 8's predictor of the filter's gain) and of their variances, 0 when the mean is 0;
         `zero_variance_fraction`; `dropped_all_best` and `dropped_all_worst`, the fractions of all groups that were
         dropped because every completion had the best, or the worst, reward: too easy, or too hard.
 
@@ -211,18 +212,23 @@ def selection_metrics(
     dropped_uniform = ~kept & uniform
     means = rewards.nanmean(dim=1)  # NaN, so neither best nor worst, where no completion could be scored
     tells_best_from_worst = high - low > ZERO_STD
-    score_mean = scores.mean().item()
-    score_std = scores.std().item() if len(scores) > 1 else 0.0
     return {
         "kept_groups": float(kept.sum()),
         "kept_fraction": _fraction(kept),
-        "score_mean": score_mean,
+        "score_mean": scores.mean().item(),
         "score_max": scores.max().item(),
-        "score_std_over_mean": score_std / score_mean if score_mean != 0 else 0.0,
+        "reward_std_spread": _spread(group_score(rewards, "reward_std")),
+        "reward_variance_spread": _spread(group_score(rewards, "reward_variance")),
         "zero_variance_fraction": _fraction(uniform),
         "dropped_all_best": _fraction(dropped_uniform & (means >= high - ZERO_STD)) * tells_best_from_worst,
         "dropped_all_worst": _fraction(dropped_uniform & (means <= low + ZERO_STD)) * tells_best_from_worst,
     }
+
+
+def _spread(values: Tensor) -> float:
+    """Standard deviation over mean; 0 where the mean is 0, or there is one value only. (N,)."""
+    mean = values.mean().item()
+    return values.std().item() / mean if mean != 0 and len(values) > 1 else 0.0
 
 
 def _fraction(mask: Tensor) -> float:

@@ -2,6 +2,7 @@
 
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from algorithms import GRPO, PPO, RLOO, for_each, replay_of
@@ -12,7 +13,7 @@ from replay import GROUP_SIZE, PROMPTS, move_away
 from ragen2_trl import GradientSNRCallback
 from ragen2_trl.callbacks.rollouts import watch_rollouts
 from ragen2_trl.filtering import group_score
-from ragen2_trl.instrument.gradients import WHOLE, quantile_buckets
+from ragen2_trl.instrument.gradients import WHOLE, quantile_buckets, split_in_halves
 from ragen2_trl.reporting.run import read_run
 from ragen2_trl.reporting.saved_gradients import read_gradients
 
@@ -88,8 +89,6 @@ def one_by_one(trainer, part, sampled):
         inputs["num_items_in_batch"] = tokens.mean() * trainer.args.steps_per_generation
         trainer.model.zero_grad()
         loss = trainer._compute_loss(trainer.model, inputs) * trainer.current_gradient_accumulation_steps
-        if trainer.loss_type == "dapo":
-            loss = loss / trainer.current_gradient_accumulation_steps**2 * trainer.args.steps_per_generation
         if part == "entropy" or trainer.loss_type == "bnpo":
             loss = loss * tokens[row] / tokens.mean()
         loss.backward()
@@ -98,6 +97,13 @@ def one_by_one(trainer, part, sampled):
     vars(trainer).update(before)
     trainer._metrics["train"].clear()
     return torch.stack(gradients)
+
+
+def same_halves(buckets, seed):
+    """Of each bucket and of all rows, as drawn for step 1."""
+    generator = torch.Generator().manual_seed(int(np.random.SeedSequence([seed, 1]).generate_state(1)[0]))
+    halves = [split_in_halves(groups, GROUP_SIZE, generator) for groups in buckets]
+    return [*halves[:-1], [sum((pair[half] for pair in halves), start=[]) for half in (0, 1)]]
 
 
 @pytest.mark.parametrize(
@@ -117,13 +123,17 @@ def test_gradients_of_buckets_are_means_of_gradients_computed_one_sample_at_a_ti
     assert not left_over
     batch = sum(seen[part].mean(dim=0) for part in ("task", "kl", "entropy"))
     assert callback.latest.batch_norm == pytest.approx(batch.norm().item(), rel=1e-4)
+    halves = same_halves([*buckets, left_over], trainer.args.seed)
     measured = [*zip(buckets, callback.latest.buckets, strict=True), (range(8), callback.latest.whole)]
-    for groups, bucket in measured:
+    for number, (groups, bucket) in enumerate(measured):
         rows = [group * GROUP_SIZE + i for group in groups for i in range(GROUP_SIZE)]
         assert bucket.num_samples == len(rows)
         for part, statistics in bucket.parts.items():
             gradient = seen[part][rows].mean(dim=0)
             assert statistics[WHOLE].norm == pytest.approx(gradient.norm().item(), rel=1e-4, abs=1e-6)
+            first, second = (seen[part][half].mean(dim=0) for half in halves[number])
+            product = torch.dot(first, second).item()
+            assert statistics[WHOLE].squared_norm_debiased == pytest.approx(product, rel=1e-3, abs=1e-6)
             if gradient.norm() > 1e-6:
                 cosine = torch.cosine_similarity(gradient, batch, dim=0).item()
                 assert statistics[WHOLE].cosine == pytest.approx(cosine, abs=1e-4)

@@ -72,9 +72,9 @@ def test_a_gradient_of_nothing_has_no_direction():
 
 @pytest.mark.parametrize("signal", [0.0, 0.5])
 def test_the_split_half_estimate_is_unbiased_where_the_naive_one_holds_the_noise(signal):
-    """Means of 4 + 4 noisy gradients in 20 dimensions, 4,000 times."""
+    """Means of 4 + 4 noisy gradients in 20 dimensions, 1,000 times."""
     generator = torch.Generator().manual_seed(2)
-    mean, trials, half, dimensions = torch.full((20,), signal), 4000, 4, 20
+    mean, trials, half, dimensions = torch.full((20,), signal), 1000, 4, 20
     samples = mean + torch.randn(trials, 2, half, dimensions, generator=generator)
     naive, debiased = [], []
     for first, second in samples.mean(dim=2):
@@ -84,7 +84,7 @@ def test_the_split_half_estimate_is_unbiased_where_the_naive_one_holds_the_noise
     truth, debiased, naive = mean.square().sum(), torch.tensor(debiased), torch.tensor(naive)
     standard_error = debiased.std() / math.sqrt(trials)
     assert abs(debiased.mean() - truth) < 3 * standard_error
-    assert naive.mean() - truth == pytest.approx(dimensions / (2 * half), rel=0.05)  # tr(Cov) / n
+    assert naive.mean() - truth == pytest.approx(dimensions / (2 * half), rel=0.1)  # tr(Cov) / n
 
 
 @pytest.mark.parametrize("spread", [0.0, 1.0])

@@ -6,6 +6,7 @@ by which DDP and DeepSpeed take gradients up.
 """
 
 import copy
+import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -123,6 +124,17 @@ def measure_gradients(
     return GradientMeasurement(step, coefficients, norm, measured, of_buckets)
 
 
+def seconds_of_update(trainer: Trainer, sampled: Sampled) -> float:
+    """How long a generation batch takes forward and backward, without the optimizer's own step."""
+    rows = list(range(sampled.rewards.numel()))
+    with _probe(trainer, sampled, None) as probe:
+        (steps,) = probe.deal([rows])
+        probe.task_gradient(steps[:1])  # what is done once: kernels, allocations
+        started = time.perf_counter()
+        sum(share.sum() for share in probe.task_gradient(steps)).item()  # waits for the accelerator
+        return time.perf_counter() - started
+
+
 def _mean(pairs: list[tuple[Gradient, Gradient]], sizes: tuple[int, int]) -> Gradient:
     """Of all samples and all terms, from the means of the two halves."""
     first, second = (size / sum(sizes) for size in sizes)
@@ -200,6 +212,10 @@ class Probe:
         """Of each part of the loss, the mean gradients of the samples of two halves."""
         return {name: tuple(self._gradient(steps, part) for steps in halves) for name, part in self.parts.items()}
 
+    def task_gradient(self, steps: Sequence[Step]) -> Gradient:
+        """The mean gradient of some samples, of the task alone."""
+        return self._gradient(steps, self.parts["task"])
+
     def statistics(
         self, first: Gradient, second: Gradient, batch: Gradient, sizes: tuple[int, int]
     ) -> dict[str, GradientStatistics]:
@@ -248,7 +264,7 @@ class Probe:
 
 
 def _coefficients(trainer: Trainer, batch: Batch, entropy_coef: float | None) -> dict[str, float]:
-    """Of the regularisers of a loss. RLOO has KL in the reward, where it is a part of the task, and no entropy bonus."""
+    """Of the regularisers of a loss. RLOO has no entropy bonus, and KL in the reward, where it belongs to the task."""
     known = vars(trainer)
     coefficients = {"kl": trainer.beta if "ref_per_token_logps" in batch else 0.0, "entropy": 0.0}
     if "_entropy_bonus_enabled" not in known:
@@ -271,11 +287,7 @@ def _parts(coefficients: dict[str, float], own: dict[str, float]) -> dict[str, P
     parts = {"task": Part(off, keeps_advantages=True)}
     if coefficients["kl"] != 0.0:
         parts["kl"] = Part(off | {"beta": coefficients["kl"]})
-    if coefficients["entropy"] != 0.0:
-        bonus = {
-            "_entropy_bonus_enabled": True,
-            "use_adaptive_entropy": False,
-            "entropy_coef": coefficients["entropy"],
-        }
-        parts["entropy"] = Part(off | bonus, trains=coefficients["entropy"] == own["entropy"])
+    if (coefficient := coefficients["entropy"]) != 0.0:
+        bonus = {"_entropy_bonus_enabled": True, "use_adaptive_entropy": False, "entropy_coef": coefficient}
+        parts["entropy"] = Part(off | bonus, trains=coefficient == own["entropy"])
     return parts

@@ -47,8 +47,8 @@ class GradientSNRCallback(TrainerCallback):
         num_buckets (`int`, *optional*, defaults to `6`):
             Buckets of equal size. With a number of groups that it does not divide, some groups are in none of them.
         entropy_coef (`float`, *optional*):
-            Measure the entropy bonus as if the run had this coefficient, for instance where it has none. `norm` has the
-            coefficient in it.
+            Measure the entropy bonus as if the run had this coefficient, for instance where it has none. Norms have
+            the coefficient in them.
 
     Raises:
         ValueError: for a setting outside its range; at the start of training, where gradients cannot be taken.

@@ -7,6 +7,11 @@
 Samples held-out tasks, or takes the completions that TRL saved with `log_completions=True`. Those are text, so that
 they have to be tokenised again, with the model's chat template and without tools; of several turns the first is taken.
 Writes `diagnosis.json`, `matrix.png` and `quadrant.png`.
+
+    python scripts/diagnose.py --model runs/my_run --gradients true       # by reward variance, signal and noise
+    python scripts/diagnose.py --model runs/my_run --predict_filter true  # would SNR filtering help here?
+
+These sample one batch as GRPO would and write `gradients_00000.json` and `gradients.png`, and `forecast.json`.
 """
 
 import json
@@ -66,9 +71,24 @@ class DiagnoseArguments(SamplingArguments):
     max_files: int = field(
         default=8, metadata={"help": "Files of a folder to take, evenly spaced, the last included."}
     )
+    gradients: bool = field(
+        default=False,
+        metadata={"help": "Instead: gradients of task and entropy bonus by reward variance, without training."},
+    )
+    predict_filter: bool = field(
+        default=False, metadata={"help": "Instead: what SNR filtering would keep and save, and whether to try it."}
+    )
+    entropy_coef: float = field(
+        default=0.001, metadata={"help": "Of the entropy bonus that `--gradients` measures; by default the paper's."}
+    )
     output_dir: str = field(default="runs/diagnosis", metadata={"help": "Folder for the results."})
 
     def __post_init__(self) -> None:
+        of_one_batch = [name for name in ("gradients", "predict_filter") if getattr(self, name)]
+        if of_one_batch and self.completions is not None:
+            raise ValueError(f"completions are text without rewards; allowed with {of_one_batch[0]}: None")
+        if self.gradients and self.entropy_coef <= 0:
+            raise ValueError(f"entropy_coef must be above 0, got {self.entropy_coef!r}")
         if self.temperature <= 0:
             raise ValueError(f"temperature must be above 0 (greedy reasoning never varies), got {self.temperature!r}")
         if self.max_files < 1:
@@ -116,6 +136,12 @@ def main(args: list[str] | None = None) -> None:
     """Diagnoses a model, shows what was found and writes it to `--output_dir`."""
     console = make_console()
     (script_args,) = parse(TrlParser(DiagnoseArguments), args)
+    if script_args.gradients or script_args.predict_filter:
+        from ragen2_trl.cli.one_batch import look_at_one_batch  # trainers, which the rest does without
+
+        what = (script_args.gradients, script_args.predict_filter, script_args.entropy_coef)
+        look_at_one_batch(script_args, *what, Path(script_args.output_dir), console)
+        return
     name = script_args.model.rstrip("/").split("/")[-1]
     if script_args.completions is None:
         with checked_input():
