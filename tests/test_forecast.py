@@ -76,6 +76,7 @@ def test_the_command_plays_several_turns(tmp_path):
     assert (tmp_path / "forecast.json").exists()
 
 
-def test_saved_completions_have_no_rewards_to_forecast_from(tmp_path):
-    with pytest.raises(ValueError, match="without rewards"):
+def test_saved_completions_have_no_rewards_to_forecast_from(tmp_path, capsys):
+    with pytest.raises(SystemExit):
         cli.main(["diagnose", "--predict_filter", "true", "--completions", str(tmp_path)])
+    assert "without rewards" in " ".join(capsys.readouterr().err.split())

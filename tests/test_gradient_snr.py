@@ -5,7 +5,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from algorithms import GRPO, PPO, RLOO, for_each, replay_of
+from algorithms import GRPO, PPO, RLOO, replay_of
 from conftest import assert_same_parameters, parameters_of
 from peft import LoraConfig
 from replay import GROUP_SIZE, PROMPTS, move_away
@@ -50,8 +50,8 @@ def logged(trainer):
     ("algorithm", "settings"),
     [
         pytest.param(GRPO, {"loss_type": "dapo", **REGULARISED}, id="dapo"),
-        pytest.param(RLOO, {"beta": 0.5}, id="rloo"),
         pytest.param(PPO, {"value_head": "separate", "beta": 0.5, "kl_estimator": "k2"}, id="ppo"),
+        pytest.param(RLOO, {"beta": 0.5}, id="rloo", marks=pytest.mark.slow),
         *(
             pytest.param(GRPO, {"loss_type": loss, "beta": 0.5}, id=loss, marks=pytest.mark.slow)
             for loss in ("grpo", "dr_grpo", "cispo", "luspo", "sapo", "vespo")
@@ -103,7 +103,7 @@ def same_halves(buckets, seed):
     """Of each bucket and of all rows, as drawn for step 1."""
     generator = torch.Generator().manual_seed(int(np.random.SeedSequence([seed, 1]).generate_state(1)[0]))
     halves = [split_in_halves(groups, GROUP_SIZE, generator) for groups in buckets]
-    return [*halves[:-1], [sum((pair[half] for pair in halves), start=[]) for half in (0, 1)]]
+    return [*halves[:-1], [[row for pair in halves for row in pair[half]] for half in (0, 1)]]
 
 
 @pytest.mark.parametrize(
@@ -140,6 +140,7 @@ def test_gradients_of_buckets_are_means_of_gradients_computed_one_sample_at_a_ti
     assert {"task", "kl", "entropy"} == set(callback.latest.whole.parts)
 
 
+@pytest.mark.slow
 def test_groups_of_parameters_make_up_the_whole(policy_path, tmp_path):
     trainer, callback = make(GRPO, policy_path, tmp_path, each_step)
     trainer.train()
@@ -165,6 +166,7 @@ def test_groups_without_variance_have_regularisers_and_no_task(policy_path, tmp_
     assert row["grad/bucket_6/regulariser_share"] < 0.9
 
 
+@pytest.mark.slow
 def test_an_entropy_bonus_is_measured_as_if_the_run_had_it(policy_path, tmp_path):
     with_it, measured = make(GRPO, policy_path, tmp_path, each_step, entropy_coef=0.1)
     without, as_if = make(GRPO, policy_path, tmp_path, partial(each_step, entropy_coef=0.1))
@@ -181,7 +183,7 @@ def test_an_entropy_bonus_is_measured_as_if_the_run_had_it(policy_path, tmp_path
 # Without a trace
 
 
-@for_each
+@pytest.mark.parametrize("algorithm", [GRPO, *(pytest.param(one, marks=pytest.mark.slow) for one in (RLOO, PPO))])
 def test_training_is_bit_identical_with_and_without(algorithm, policy_path, tmp_path):
     """Sampled by the policy itself, with dropout: random numbers, optimizer and gradients go on as if nothing was."""
     adapters = LoraConfig(r=4, lora_dropout=0.2, init_lora_weights=False, target_modules="all-linear")
@@ -272,6 +274,7 @@ def test_gradients_are_saved_with_every_group_of_parameters_and_drawn_on_the_car
     assert "diagnostics/gradients.png" in (tmp_path / "run" / "README.md").read_text()
 
 
+@pytest.mark.slow
 def test_gradients_of_an_earlier_run_are_removed(policy_path, tmp_path):
     leftover = tmp_path / "_measurements" / "gradients_00050.json"
     leftover.parent.mkdir()

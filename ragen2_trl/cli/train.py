@@ -25,7 +25,7 @@ from rich.text import Text
 from transformers import PrinterCallback, TrainerState
 from trl import ModelConfig, TrlParser, get_peft_config, get_quantization_config
 
-from ragen2_trl.callbacks import LiveLineCallback, MutualInformationCallback
+from ragen2_trl.callbacks import GradientSNRCallback, LiveLineCallback, MutualInformationCallback
 from ragen2_trl.cli.arguments import EnvironmentArguments, checked_input, parse
 from ragen2_trl.cli.console import make_console
 from ragen2_trl.cli.evaluate import evaluate_model
@@ -82,6 +82,12 @@ class TrainArguments(EnvironmentArguments):
     )
     stop_on_template_collapse: bool = field(
         default=False, metadata={"help": "End training when reasoning stops to depend on its prompt."}
+    )
+    gradients_every: int = field(
+        default=0, metadata={"help": "Log gradients by reward variance at step 1 and multiples of it; 0 never."}
+    )
+    gradients_entropy_coef: float | None = field(
+        default=None, metadata={"help": "Measure the entropy bonus's gradient as if it had this coefficient."}
     )
     overwrite: bool = field(default=False, metadata={"help": "Delete the checkpoints of an earlier run of that name."})
 
@@ -299,6 +305,9 @@ def _make_trainer(
     if script_args.mutual_information:
         stop_on = "template_collapse" if script_args.stop_on_template_collapse else None
         trainer.add_callback(MutualInformationCallback(trainer, stop_on=stop_on))
+    if script_args.gradients_every > 0:
+        every, entropy_coef = script_args.gradients_every, script_args.gradients_entropy_coef
+        trainer.add_callback(GradientSNRCallback(trainer, every, entropy_coef=entropy_coef))
     return trainer
 
 
