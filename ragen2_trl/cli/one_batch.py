@@ -132,8 +132,9 @@ def forecast_table(forecast: Forecast) -> Table:
 def gradients_table(measurement: GradientMeasurement, cost: str) -> Table:
     """The gradients of each bucket, of the whole model, and of its parts for all samples."""
     table = Table(title="Gradients of the mean sample, by reward variance", caption=f"measured in {cost}")
-    for name in ("", "reward std", "part", "norm", "less noise, squared", "cosine with batch", "of halves"):
-        table.add_column(name, justify="left" if name in ("", "part") else "right")
+    for name in ("", "reward std", "part", "norm", "squared, less noise", "cosine with batch", "of halves"):
+        left = name in ("", "part")
+        table.add_column(name, justify="left" if left else "right", no_wrap=left)
 
     def add(label: str, std: str, part: str, bucket: Any, group: str) -> None:
         one = bucket.parts[part][group]
