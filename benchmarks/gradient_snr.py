@@ -8,7 +8,7 @@
 without it; the median step counts. Terms of the loss are added one by one. Writes
 `benchmarks/results/gradient_snr.{json,md}`.
 
-*Figure.* The tiny model and the run's checkpoints at steps 70 and 140, each on the same 96 held-out tasks with 8
+*Figure.* The tiny model and the run's checkpoints at steps 70 and 140, each on the same 64 held-out tasks with 8
 completions, by `ragen2-trl diagnose --gradients`. Writes `docs/gradients.png` and `benchmarks/results/gradients.json`.
 """  # noqa: E501 -- commands
 
@@ -109,7 +109,7 @@ def draw_figure(run: Path, prompts: int) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--figure", type=Path, help="A run of the demo with checkpoints 70 and 140.")
-    parser.add_argument("--prompts", type=int, default=96, help="Tasks of the figure.")
+    parser.add_argument("--prompts", type=int, default=64, help="Tasks of the figure.")
     parser.add_argument("--steps", type=int, default=5, help="Measured steps of each case.")
     arguments = parser.parse_args()
     if arguments.figure:

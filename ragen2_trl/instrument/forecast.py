@@ -98,8 +98,8 @@ def advice(forecast: Forecast) -> str:
         )
     else:
         verdict = (
-            f"Not clear: std/mean is {spread:.2f}, in the paper's Table 8 between gains ({GAINED[1]}, {GAINED[0]}) and "
-            f"a loss ({LOST}). Compare two short runs."
+            f"Not clear: std/mean is {spread:.2f}, in the paper's Table 8 between gains ({GAINED[1]}, {GAINED[0]}) "
+            f"and a loss ({LOST}). Compare two short runs."
         )
     if DEFAULT in forecast.kept:
         saved = forecast.step_saved(DEFAULT)
