@@ -190,7 +190,7 @@ def selection_metrics(
     scores: Tensor,
     kept: Tensor,
     reward_range: tuple[float, float] | None = None,
-    ranked: Tensor | None = None,
+    variances: Tensor | None = None,
 ) -> dict[str, float]:
     """What a selection did, for the logs.
 
@@ -199,12 +199,12 @@ def selection_metrics(
         scores: (N,) from `group_score`.
         kept: (N,) bool from `select_groups`.
         reward_range: lowest and highest reward that count as worst and best, by default those of this batch.
-        ranked: (n,) scores of all groups that these were ranked among, by default of these alone.
+        variances: (n,) of the rewards of all groups that these were ranked among, by default of these alone.
 
     Returns:
-        `kept_groups` (number) and `kept_fraction`; `score_mean` and `score_max` over these groups, and
-        `score_std_over_mean` over all that they were ranked among (Table 8's predictor of the filter's gain; 0 when
-        the mean is 0);
+        `kept_groups` (number) and `kept_fraction`; `score_mean` and `score_max` over these groups;
+        `reward_std_spread` and `reward_variance_spread`, standard deviation over mean of the groups' reward standard
+        deviations (Table 8's predictor of the filter's gain) and of their variances, 0 when the mean is 0;
         `zero_variance_fraction`; `dropped_all_best` and `dropped_all_worst`, the fractions of all groups that were
         dropped because every completion had the best, or the worst, reward: too easy, or too hard; and
         `dropped_all_same`, those dropped because rewards do not differ, of which neither can be said.
@@ -221,9 +221,7 @@ def selection_metrics(
     dropped_uniform = ~kept & uniform
     means = rewards.nanmean(dim=1)  # NaN, so neither best nor worst, where no completion could be scored
     tells_best_from_worst = high - low > ZERO_STD
-    ranked = scores if ranked is None else ranked
-    ranked_mean = ranked.mean().item()
-    ranked_std = ranked.std().item() if len(ranked) > 1 else 0.0
+    variances = group_score(rewards, "reward_variance") if variances is None else variances
     all_best = dropped_uniform & (means >= high - ZERO_STD) & tells_best_from_worst
     all_worst = dropped_uniform & (means <= low + ZERO_STD) & tells_best_from_worst
     return {
@@ -231,12 +229,19 @@ def selection_metrics(
         "kept_fraction": _fraction(kept),
         "score_mean": scores.mean().item(),
         "score_max": scores.max().item(),
-        "score_std_over_mean": ranked_std / ranked_mean if ranked_mean != 0 else 0.0,
+        "reward_std_spread": _spread(variances.sqrt()),
+        "reward_variance_spread": _spread(variances),
         "zero_variance_fraction": _fraction(uniform),
         "dropped_all_best": _fraction(all_best),
         "dropped_all_worst": _fraction(all_worst),
         "dropped_all_same": _fraction(dropped_uniform & ~all_best & ~all_worst),
     }
+
+
+def _spread(values: Tensor) -> float:
+    """Standard deviation over mean; 0 where the mean is 0, or there is one value only. (N,)."""
+    mean = values.mean().item()
+    return values.std().item() / mean if mean != 0 and len(values) > 1 else 0.0
 
 
 def _fraction(mask: Tensor) -> float:

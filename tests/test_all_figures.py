@@ -8,11 +8,12 @@ import matplotlib.colors
 import matplotlib.image
 import pytest
 from matplotlib.figure import Figure
-from plotted import assert_nothing_overlaps, extent, groups, history, measurement, stock_history
+from plotted import assert_nothing_overlaps, extent, gradients, groups, history, measurement, stock_history
 
 from ragen2_trl.reporting import (
     plot_comparison,
     plot_compute,
+    plot_gradients,
     plot_matrix,
     plot_quadrant,
     plot_reward_variance,
@@ -26,6 +27,7 @@ FIGURES = {
     "matrix": lambda: plot_matrix(measurement(8, 4, gain=0.2)),
     "quadrant": lambda: plot_quadrant([(0.3, 1.0, "step 10"), (0.2, 0.1, HOSTILE)], upper_bound=2.77),
     "reward variance": lambda: plot_reward_variance(*groups(16, value=0.7)),
+    "gradients": lambda: plot_gradients([gradients(step) for step in (1, 20, 40, 60)]),
     "training": lambda: plot_training(history(25, 10), "success"),
     "compute": lambda: plot_compute(history(25, 10)),
     "comparison": lambda: plot_comparison({HOSTILE: history(25, 10), "b" * 60: stock_history(25)}, {}),

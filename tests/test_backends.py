@@ -20,8 +20,8 @@ FAST = ("ddp", "zero3")
 FAST_CASES = ("filtered dapo", "rloo", "ppo with a critic of its own")
 EMPTY = ("an empty step between", "rloo, an empty step between", "ppo, an empty step between")
 # What a rank reports must be what one process measures, but for these.
-NOT_COMPARED = ("mi/seconds", "mi/tokens")
-COMPARED_METRICS = ("reward", "snr/", "mi/", "ppo/")
+NOT_COMPARED = ("mi/seconds", "mi/tokens", "grad/seconds", "grad/tokens")
+COMPARED_METRICS = ("reward", "snr/", "mi/", "ppo/", "grad/")
 
 
 def mark(backend: str, case: str):

@@ -8,6 +8,7 @@ from pages import PAGES, SMALL, quoted, rows, scripts
 from trl import RLOOConfig
 
 from ragen2_trl import (
+    GradientSNRCallback,
     MutualInformationCallback,
     RewardVarianceStopCallback,
     SNRFilteredGRPOConfig,
@@ -38,6 +39,7 @@ def logged(tmp_path_factory):
     model = resolve_model("tiny-sokoban")
     trainer = SNRFilteredGRPOTrainer(model, env.reward_funcs, args, env.dataset(16, seed=0), rollout_func=rollout)
     trainer.add_callback(MutualInformationCallback(trainer, every=1))
+    trainer.add_callback(GradientSNRCallback(trainer, every=2))
     trainer.add_callback(RewardVarianceStopCallback(trainer, start_generations=1))
     trainer.train()
     return {key for row in trainer.state.log_history for key in row}
@@ -65,7 +67,7 @@ def documented(page: str) -> list[str]:
 
 def test_every_metric_that_is_logged_is_explained(logged):
     explained = [pattern(name) for name in documented("metrics.md")]
-    ours = sorted(key for key in logged if key.startswith(("snr/", "mi/", "env/", "reward_variance/")))
+    ours = sorted(key for key in logged if key.startswith(("snr/", "mi/", "env/", "grad/", "reward_variance/")))
     assert len(ours) > 80
     assert [key for key in ours if not any(one.fullmatch(key) for one in explained)] == []
 
@@ -82,7 +84,9 @@ def test_every_metric_that_is_named_is_logged(page, logged):
     text = re.sub(r"```.*?```", "", PAGES[page].read_text(encoding="utf-8"), flags=re.DOTALL)
     known = logged | {key.split("/")[-1] for key in logged}
     named = {
-        name for name in quoted(text) if re.fullmatch(r"(train/)?(snr|mi|env|clip_ratio|completions)/[\w/@<>*]+", name)
+        name
+        for name in quoted(text)
+        if re.fullmatch(r"(train/)?(snr|mi|env|grad|clip_ratio|completions)/[\w/@<>*]+", name)
     }
     figures = {"train/mi/quadrant", "train/mi/cross_scores", "train/mi/reward_variance"}
     unknown = {

@@ -11,7 +11,8 @@ METRICS = {
     "kept_tokens_fraction",
     "score_mean",
     "score_max",
-    "score_std_over_mean",
+    "reward_std_spread",
+    "reward_variance_spread",
     "zero_variance_fraction",
     "dropped_all_best",
     "dropped_all_worst",
@@ -53,7 +54,8 @@ def test_metrics_describe_the_selection(algorithm, policy_path, tmp_path):
     assert row["snr/kept_tokens_fraction"] == pytest.approx((lengths[[0, 2, 5, 6]].sum() / lengths.sum()).item())
     assert row["snr/score_mean"] == pytest.approx(scores.mean().item(), abs=1e-6)
     assert row["snr/score_max"] == pytest.approx(scores.max().item(), abs=1e-6)
-    assert row["snr/score_std_over_mean"] == pytest.approx((scores.std() / scores.mean()).item(), abs=1e-5)
+    for name, values in (("variance", scores), ("std", scores.sqrt())):  # of Table 8, the second
+        assert row[f"snr/reward_{name}_spread"] == pytest.approx((values.std() / values.mean()).item(), abs=1e-5)
     assert row["snr/zero_variance_fraction"] == 3 / 8
     assert row["snr/dropped_all_best"] == 1 / 8
     assert row["snr/dropped_all_worst"] == 1 / 8

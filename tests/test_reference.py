@@ -190,7 +190,7 @@ def test_one_group_a_step_is_kept_or_dropped_and_its_update_is_the_plain_one(alg
     rows = log_rows(trainer)
     assert [row["snr/kept_groups"] for row in rows] == [float(fate) for fate in fates]
     assert [row["snr/window_groups"] for row in rows] == list(range(1, 17))
-    assert rows[-1]["snr/score_std_over_mean"] > 0
+    assert rows[-1]["snr/reward_variance_spread"] > 0
     for step, prompt in enumerate(PROMPTS, start=8):
         if fates[step]:
             assert_close(recorder.gradients[step], algorithm.plain_gradient(policy_path, [prompt], **still))

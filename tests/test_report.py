@@ -177,6 +177,7 @@ def test_figures_name_the_score_and_the_step_of_their_measurement(tmp_path):
         "cross_scores",
         "cross_scores",
         "reward_variance",
+        "gradients",
         "compute",
     ]
     captions = [caption for _, caption in drawn]

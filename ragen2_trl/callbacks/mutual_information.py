@@ -18,14 +18,14 @@ from trl.distributed import DistributedBackend
 from trl.models.utils import unwrap_model_for_generation
 
 from ragen2_trl.callbacks.pooling import Generation, Pool, joined, joined_selection, what_layout_means
-from ragen2_trl.callbacks.regime_watch import RegimeWatch, evidence_of
+from ragen2_trl.callbacks.regime_watch import RegimeWatch, evidence_of, regime_flags
 from ragen2_trl.callbacks.rollouts import (
-    Rollout,
     Sampled,
     check_own_trainer,
     gather_rollout,
     group_metrics,
     is_newest,
+    warn_of_unequal_prompts,
     watch_rollouts,
 )
 from ragen2_trl.callbacks.run_record import keep_record, reported
@@ -42,7 +42,7 @@ from ragen2_trl.instrument.diagnosis import (
 from ragen2_trl.instrument.information import MarginalStdEMA
 from ragen2_trl.instrument.reasoning import Turn, find_turns
 from ragen2_trl.instrument.scoring import ContextLengthError, count_tokens
-from ragen2_trl.instrument.verdict import COLLAPSES, DEPENDENT, Finding
+from ragen2_trl.instrument.verdict import Finding
 from ragen2_trl.reporting.files import MEASUREMENTS
 from ragen2_trl.reporting.run import MI_STATE, run_of
 from ragen2_trl.reporting.saved_measurement import SavedMeasurement
@@ -252,7 +252,7 @@ class MutualInformationCallback(TrainerCallback):
         groups = [row // rollout.group_size for row in range(len(trajectories))]
         self._log(group_metrics(rollout))
         valid_rate = self._log_validity(trajectories)
-        self._warn_of_unequal_prompts(rollout, groups)
+        warn_of_unequal_prompts(rollout, groups)
         with self._scoring_model() as model, count_tokens(model) as tokens, self.trainer.accelerator.autocast():
             metrics, first_turn = self._measure(model, step, trajectories, groups)
         total = sum(gather_object([sum(tokens)]))  # over all processes
@@ -358,12 +358,7 @@ class MutualInformationCallback(TrainerCallback):
 
     def _follow(self, step: int, metrics: dict[str, float], valid_rate: float) -> None:
         self._finding, warnings = self.watch.update(evidence_of(self.trainer, step, metrics, valid_rate))
-        regime = self._finding.regime
-        decided = regime in (*DEPENDENT, *COLLAPSES, "independent")
-        flags = {"decided": decided, "collapsed": regime in COLLAPSES, "low_entropy": self._finding.entropy_is_low}
-        if decided:
-            flags["depends_on_prompt"] = regime in DEPENDENT
-        self._log({f"mi/regime/{name}": float(value) for name, value in flags.items()})
+        self._log(regime_flags(self._finding))
         for name, text in warnings.items():
             logger.warning(text)
             if name == self.stop_on:
@@ -376,17 +371,6 @@ class MutualInformationCallback(TrainerCallback):
         without = sum(not any(turn.reasoning for turn in trajectory) for trajectory in trajectories)
         self._log({"mi/valid_thinking_rate": valid_rate, "mi/completions_without_reasoning": float(without)})
         return valid_rate
-
-    def _warn_of_unequal_prompts(self, rollout: Rollout, groups: list[int]) -> None:
-        prompts: dict[int, set[tuple[int, ...]]] = {}
-        for group, prompt in zip(groups, rollout.prompt_ids, strict=True):
-            prompts.setdefault(group, set()).add(tuple(prompt))
-        group = next((group for group, distinct in prompts.items() if len(distinct) > 1), None)
-        if group is not None:
-            logger.warning_once(
-                f"The completions of group {group} have {len(prompts[group])} different prompts. Each is scored as a "
-                "prompt of its own, but advantages within such a group compare answers to different questions."
-            )
 
     def _stay_silent(self, step: int, what: str, reason: str) -> None:
         """Say why, once until it can be measured again."""

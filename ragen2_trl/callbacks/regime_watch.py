@@ -6,7 +6,7 @@ from typing import Any
 
 from transformers import Trainer
 
-from ragen2_trl.instrument.verdict import Evidence, Finding, judge
+from ragen2_trl.instrument.verdict import COLLAPSES, DEPENDENT, Evidence, Finding, judge
 from ragen2_trl.instrument.wording import warnings
 
 
@@ -55,3 +55,12 @@ def evidence_of(trainer: Trainer, step: int, metrics: Mapping[str, float], valid
         success=next((latest[key] for key in latest if key.startswith("env/") and key.endswith("/success")), None),
         clipped_ratio=latest.get("completions/clipped_ratio"),
     )
+
+
+def regime_flags(finding: Finding) -> dict[str, float]:
+    """What a measurement says, for the logs: 1 or 0 each, and nothing of what it cannot tell."""
+    decided = finding.regime in (*DEPENDENT, *COLLAPSES, "independent")
+    flags = {"decided": decided, "collapsed": finding.regime in COLLAPSES, "low_entropy": finding.entropy_is_low}
+    if decided:
+        flags["depends_on_prompt"] = finding.regime in DEPENDENT
+    return {f"mi/regime/{name}": float(value) for name, value in flags.items()}

@@ -5,12 +5,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from accelerate.logging import get_logger
 from accelerate.utils import gather_object
 from torch import Tensor
 from transformers import Trainer, TrainerCallback, TrainerState
 from trl import RLOOTrainer
 
 from ragen2_trl.filtering import zero_variance
+
+logger = get_logger(__name__)
 
 Batch = dict[str, Any]
 
@@ -44,6 +47,8 @@ class Sampled:
         prompt_ids, completion_ids, tool_masks: as in `Rollout`, this process's part.
         has_images: whether prompts came with images.
         rewards: (N, G), see `Rollout`.
+        inputs: the rows of the dataset, as the trainer was given them.
+        batch: what it made of them, before any row is dropped.
     """
 
     prompt_ids: list[list[int]]
@@ -51,6 +56,8 @@ class Sampled:
     tool_masks: list[list[int] | None]
     has_images: bool
     rewards: Tensor
+    inputs: list[dict[str, Any]]
+    batch: Batch
 
 
 def watch_rollouts(trainer: Trainer, handle: Callable[[Sampled], None]) -> None:
@@ -90,7 +97,8 @@ def watch_rollouts(trainer: Trainer, handle: Callable[[Sampled], None]) -> None:
                 masks = [None] * len(completion_ids)
             has_images = batch.get("pixel_values") is not None
             rewards = _group_rewards(trainer, latest["_calculate_rewards"])
-            handle(Sampled(_lists(prompt_ids), _lists(completion_ids), _lists(masks), has_images, rewards))
+            ids = (_lists(prompt_ids), _lists(completion_ids), _lists(masks))
+            handle(Sampled(*ids, has_images, rewards, inputs, batch))
         return batch
 
     setattr(trainer, seam, sample_and_handle)
@@ -129,6 +137,19 @@ def check_own_trainer(callback: TrainerCallback, trainer: Trainer, state: Traine
         raise ValueError(
             f"{type(callback).__name__} was made for another {type(trainer).__name__} than it was added to; allowed: "
             f"trainer.add_callback({type(callback).__name__}(trainer))."
+        )
+
+
+def warn_of_unequal_prompts(rollout: Rollout, groups: list[int]) -> None:
+    """Once, of groups that are not the answers to one question."""
+    prompts: dict[int, set[tuple[int, ...]]] = {}
+    for group, prompt in zip(groups, rollout.prompt_ids, strict=True):
+        prompts.setdefault(group, set()).add(tuple(prompt))
+    group = next((group for group, distinct in prompts.items() if len(distinct) > 1), None)
+    if group is not None:
+        logger.warning_once(
+            f"The completions of group {group} have {len(prompts[group])} different prompts. Each is scored as a "
+            "prompt of its own, but advantages within such a group compare answers to different questions."
         )
 
 

@@ -185,7 +185,7 @@ class RunRecord(TrainerCallback):
         figures = [folder / DIAGNOSTICS / f"{name}{suffix}" for name in FIGURES for suffix in (".png", ".svg")]
         for path in [*figures, folder / EVALUATIONS["after"]]:
             path.unlink(missing_ok=True)
-        for path in (folder / MEASUREMENTS).glob("measurement_*.json"):
+        for path in (folder / MEASUREMENTS).glob("*_*.json"):
             if (measured_step(path) or 0) > self.trainer.state.global_step:
                 path.unlink()
 

@@ -169,9 +169,24 @@ class DiagnoseArguments(SamplingArguments):
     max_files: int = field(
         default=8, metadata={"help": "Files of a folder to take, evenly spaced, the last included."}
     )
+    gradients: bool = field(
+        default=False,
+        metadata={"help": "Instead: gradients of task and entropy bonus by reward variance, without training."},
+    )
+    predict_filter: bool = field(
+        default=False, metadata={"help": "Instead: what SNR filtering would keep and save, and whether to try it."}
+    )
+    entropy_coef: float = field(
+        default=0.001, metadata={"help": "Of the entropy bonus that `--gradients` measures; by default the paper's."}
+    )
     output_dir: str = field(default="runs/diagnosis", metadata={"help": "Folder for the results."})
 
     def __post_init__(self) -> None:
+        of_one_batch = [name for name in ("gradients", "predict_filter") if getattr(self, name)]
+        if of_one_batch and self.completions is not None:
+            raise ValueError(f"completions are text without rewards; allowed with {of_one_batch[0]}: None")
+        if self.gradients and self.entropy_coef <= 0:
+            raise ValueError(f"entropy_coef must be above 0, got {self.entropy_coef!r}")
         if self.temperature <= 0:
             raise ValueError(f"temperature must be above 0 (greedy reasoning never varies), got {self.temperature!r}")
         if self.max_files < 1:
@@ -208,6 +223,12 @@ class TrainArguments(EnvironmentArguments):
     )
     stop_on_template_collapse: bool = field(
         default=False, metadata={"help": "End training when reasoning stops to depend on its prompt."}
+    )
+    gradients_every: int = field(
+        default=0, metadata={"help": "Log gradients by reward variance at step 1 and multiples of it; 0 never."}
+    )
+    gradients_entropy_coef: float | None = field(
+        default=None, metadata={"help": "Measure the entropy bonus's gradient as if it had this coefficient."}
     )
     overwrite: bool = field(default=False, metadata={"help": "Delete the checkpoints of an earlier run of that name."})
 

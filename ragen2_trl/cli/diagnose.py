@@ -10,6 +10,11 @@ they have to be tokenised again, with the model's chat template and without tool
 What it samples itself it saves as it comes, with the sampled ids: `--completions runs/diagnosis/completions.parquet`
 scores it again, also what there is of it after a kill. Several turns are scored as they were played.
 Writes `diagnosis.json`, `matrix.png`, `quadrant.png` and what was sampled.
+
+    python scripts/diagnose.py --model runs/my_run --gradients true       # by reward variance, signal and noise
+    python scripts/diagnose.py --model runs/my_run --predict_filter true  # would SNR filtering help here?
+
+These sample one batch as GRPO would and write `gradients_00000.json` and `gradients.png`, and `forecast.json`.
 """
 
 import time
@@ -63,6 +68,12 @@ def main(args: list[str] | None = None) -> None:
     """Diagnoses a model, shows what was found and writes it to `--output_dir`."""
     console = make_console()
     (script_args,) = parse(TrlParser(DiagnoseArguments, prog="ragen2-trl diagnose"), args)
+    if script_args.gradients or script_args.predict_filter:
+        from ragen2_trl.cli.one_batch import look_at_one_batch  # trainers, which the rest does without
+
+        what = (script_args.gradients, script_args.predict_filter, script_args.entropy_coef)
+        look_at_one_batch(script_args, *what, Path(script_args.output_dir), console)
+        return
     name = script_args.model.rstrip("/").split("/")[-1]
     folder = Path(script_args.output_dir)
     with ProgressLine(console) as line:

@@ -10,10 +10,10 @@ import pyarrow.parquet as pq
 from datasets import Dataset
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from ragen2_trl.cli.arguments import SamplingArguments
 from ragen2_trl.cli.sampling import (
     LONGEST_TURN,
     OnToken,
-    SamplingArguments,
     end_tokens,
     evaluation_mode,
     generator,

@@ -24,7 +24,7 @@ from rich.text import Text
 from transformers import PrinterCallback, TrainerState
 from trl import ModelConfig, TrlParser, get_peft_config, get_quantization_config
 
-from ragen2_trl.callbacks import LiveLineCallback, MutualInformationCallback
+from ragen2_trl.callbacks import GradientSNRCallback, LiveLineCallback, MutualInformationCallback
 from ragen2_trl.cli.arguments import TrainArguments, checked_input, parse
 from ragen2_trl.cli.console import make_console
 from ragen2_trl.cli.evaluate import evaluate_model
@@ -270,6 +270,9 @@ def _make_trainer(
     if script_args.mutual_information:
         stop_on = "template_collapse" if script_args.stop_on_template_collapse else None
         trainer.add_callback(MutualInformationCallback(trainer, stop_on=stop_on))
+    if script_args.gradients_every > 0:
+        every, entropy_coef = script_args.gradients_every, script_args.gradients_entropy_coef
+        trainer.add_callback(GradientSNRCallback(trainer, every, entropy_coef=entropy_coef))
     return trainer
 
 

@@ -13,6 +13,7 @@ _HOMES = {
     "log_figures": "trackers",
     "plot_comparison": "plots",
     "plot_compute": "plots",
+    "plot_gradients": "gradient_plots",
     "plot_matrix": "plots",
     "plot_quadrant": "plots",
     "plot_reward_variance": "plots",

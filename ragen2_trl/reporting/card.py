@@ -20,9 +20,10 @@ FIGURES = {  # of the run's folder, in the order of the card
     "quadrant": "The path of the run between the four regimes of arXiv 2604.06268",
     "cross_scores": "How well each prompt explains each reasoning, {when}",
     "reward_variance": "{score} of the groups {when}, and which of them the filter kept",
+    "gradients": "Gradients of task and regularisers by reward variance, early, midway and late",
     "compute": "Update compute, of what plain TRL would have computed",
 }
-FOLDED = ("reward_variance", "compute")  # figures about cost come last, with the settings
+FOLDED = ("reward_variance", "gradients", "compute")  # figures about signal and cost come last, with the settings
 
 Shown = Callable[[float], str]
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from matplotlib.figure import Figure
 
 from ragen2_trl.reporting.card import FIGURES, caption
+from ragen2_trl.reporting.gradient_plots import plot_gradients
 from ragen2_trl.reporting.plots import (
     COMPUTE,
     plot_compute,
@@ -19,6 +20,7 @@ from ragen2_trl.reporting.plots import (
     with_steps,
 )
 from ragen2_trl.reporting.run import FIRST_TURN, Run
+from ragen2_trl.reporting.saved_gradients import read_gradients
 from ragen2_trl.reporting.saved_measurement import SavedMeasurement, read_measurement
 
 
@@ -53,6 +55,8 @@ def figures_of(run: Run, measurements: Sequence[SavedMeasurement] | None = None)
     for measurement in measurements[-1:]:
         for name, figure in _groups(run, measurement):
             yield name, caption(name, run, measurement.step), figure
+    if run.gradients:
+        yield "gradients", caption("gradients", run), plot_gradients([read_gradients(path) for path in run.gradients])
     if points_of(rows, COMPUTE):
         yield "compute", caption("compute", run), plot_compute(rows)
 

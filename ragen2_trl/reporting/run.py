@@ -153,6 +153,11 @@ class Run:
         return numbered(self.folder / MEASUREMENTS, "measurement", ".json", self.step)
 
     @property
+    def gradients(self) -> list[Path]:
+        """Files of its gradients by reward variance, by step."""
+        return numbered(self.folder / MEASUREMENTS, "gradients", ".json", self.step)
+
+    @property
     def completions(self) -> list[Path]:
         """Files of completions that TRL has saved, by step."""
         return numbered(self.folder / "completions", "completions", ".parquet", self.step)

@@ -109,6 +109,13 @@ class SNRFilteredPPOTrainer(ActorCritic, SNRFilter, GRPOTrainer):
         batch["returns"] = targets.masked_fill(~scored, torch.nan)  # what nothing scored teaches the critic nothing
         batch["old_values"] = values
 
+    def _with_all_groups(self, inputs: list[dict[str, Any]], batch: Batch) -> Batch:
+        """A batch as an update of the policy on all of its groups would have it, for those who look at gradients."""
+        batch, rewards = dict(batch), self._group_rewards()
+        self._set_advantages(inputs, batch, Selection(rewards, rewards[:, 0], torch.ones(len(rewards)).bool()))
+        self._finish_advantages(batch)
+        return {**batch, "returns": torch.full_like(batch["returns"], torch.nan)}  # teach the critic nothing
+
     def _of_kept(self, forward: Callable[[Batch], Tensor], batch: Batch, kept: Tensor) -> Tensor:
         """(rows, T) of a forward pass under the present weights, 0 for rows that are dropped: they need none."""
         rows = kept.nonzero().squeeze(1).tolist()

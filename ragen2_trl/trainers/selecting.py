@@ -116,7 +116,8 @@ class Selector:
         if self.reference is None:
             return selection_metrics(*told)
         ranked = self.reference.scores
-        return {**selection_metrics(*told, ranked), "window_groups": float(len(ranked))}
+        variances = {"reward_variance": ranked, "reward_std": ranked.square()}.get(self.args.snr_score)
+        return {**selection_metrics(*told, variances), "window_groups": float(len(ranked))}
 
     def row_weights(self, selection: Selection) -> Tensor | None:
         """(B,) what `snr_mode="soft"` or `snr_loss_scaling` multiply advantages by; `None` for nothing."""

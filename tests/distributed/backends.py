@@ -21,7 +21,7 @@ from replay import GROUP_SIZE
 from replayed import make_trainer
 from trl.rewards import think_format_reward  # noqa: F401 -- imports TRL before deepspeed looks at it
 
-from ragen2_trl import MutualInformationCallback
+from ragen2_trl import GradientSNRCallback, MutualInformationCallback
 
 COMMON = {
     "num_generations": GROUP_SIZE,
@@ -89,14 +89,24 @@ PPO_CASES = {
         "max_steps": 4,
     },
 }
-CASES |= {**RLOO_CASES, **PPO_CASES}
+# Not for FSDP, whose shards are refused.
+GRADIENTS = {"gradients": True, "max_steps": 2}
+GRADIENT_CASES = {
+    "gradients by reward variance": {**LAYOUT, **GRADIENTS, "entropy_coef": 0.05, "loss_type": "dapo"},
+    "gradients of checkpointed layers": {**LAYOUT, **GRADIENTS, "gradient_checkpointing": True},
+    "gradients of rloo": {**RLOO, **GRADIENTS},
+    "gradients of ppo": {**SEPARATE, **GRADIENTS, "kl_estimator": "k2"},
+}
+CASES |= {**RLOO_CASES, **PPO_CASES, **GRADIENT_CASES}
 LORA_CASES = (
+    *("gradients by reward variance", "gradients of checkpointed layers"),
     *("filtered dapo", "with gradient checkpointing", "an empty step between", "rloo"),
     *("ppo", "ppo with a critic of its own", "ppo with gradient checkpointing", "ppo, an empty step between"),
 )
 # Six groups of four over three processes of four rows each.
 THREE = {"rows": 12, "gradient_accumulation_steps": 2, "prompts": 6}
 CASES_OF_THREE = {
+    "gradients by three": {**THREE, "gradients": True},
     "filtered by three": THREE,
     "refilled by three": {**THREE, "snr_refill_rounds": 2},
     "rloo by three": {**THREE, "algorithm": "rloo"},
@@ -109,6 +119,8 @@ def cases_of(backend: str) -> dict[str, dict]:
     """The cases of a backend, which says in its name what is special: `_lora`, `_three` processes."""
     if backend.endswith("_three"):
         return CASES_OF_THREE
+    if backend == "fsdp2":
+        return {name: case for name, case in CASES.items() if name not in GRADIENT_CASES}
     return {name: CASES[name] for name in LORA_CASES} if backend.endswith("_lora") else CASES
 
 
@@ -122,11 +134,14 @@ def run_case(policy_path: str, folder: str, case: dict, processes: int, lora: bo
     replayed = {name: case.pop(name) for name in REPLAYED if name in case}
     rows = case.pop("rows") // processes
     prompts = PROMPTS[: case.pop("prompts", len(PROMPTS))]
+    gradients = case.pop("gradients", False)
     settings = {**COMMON, **case, "per_device_train_batch_size": rows, "output_dir": folder, **backend}
     adapters = LoraConfig(r=4, init_lora_weights=False, target_modules="all-linear") if lora else None
     trainer = make_trainer(policy_path, settings, prompts, **replayed, peft_config=adapters)
     assert trainer.accelerator.num_processes == processes
     trainer.add_callback(MutualInformationCallback(trainer, every=1, num_completions=12))
+    if gradients:
+        trainer.add_callback(GradientSNRCallback(trainer, every=1, num_buckets=3))
     trainer.train()
     return parameters_of(trainer), [row for row in trainer.state.log_history if "reward" in row], trainer
 

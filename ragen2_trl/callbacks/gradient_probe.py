@@ -1,0 +1,293 @@
+"""Gradients of the parts of a trainer's loss, for chosen rows of a generation batch, with the trainer left as it is.
+
+Each gradient goes through the trainer's own `_compute_loss`, on a shallow copy of the trainer: whatever is set on the
+copy, and whatever the loss logs or counts, stays there. `torch.autograd.grad` neither fills `.grad` nor runs the hooks
+by which DDP and DeepSpeed take gradients up.
+"""
+
+import copy
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import Trainer
+from trl.distributed import DistributedBackend
+from trl.models.utils import unwrap_model_for_generation
+
+from ragen2_trl.callbacks.rollouts import Batch, Sampled
+from ragen2_trl.filtering import group_score
+from ragen2_trl.instrument.gradients import (
+    BucketGradients,
+    GradientMeasurement,
+    GradientStatistics,
+    inner_products,
+    parameter_group,
+    quantile_buckets,
+    split_in_halves,
+    statistics_of,
+)
+from ragen2_trl.trainers.batches import loss_mask, take
+from ragen2_trl.trainers.critic import NAME as CRITIC
+from ragen2_trl.trainers.processes import exchange_rows
+
+Gradient = list[Tensor]  # for each parameter, flat, the part of it that this process keeps
+
+
+@dataclass(frozen=True)
+class Part:
+    """One term of the loss.
+
+    Args:
+        settings: Attributes of the trainer under which the loss is that term alone.
+        keeps_advantages: Whether advantages stay, which make the task's term.
+        trains: Whether the run itself has it.
+    """
+
+    settings: dict[str, Any]
+    keeps_advantages: bool = False
+    trains: bool = True
+
+
+@dataclass(frozen=True)
+class Step:
+    """Rows of one forward pass: this process's, and how many all processes have."""
+
+    rows: list[int]
+    total: int
+
+
+def check_can_probe(trainer: Trainer) -> None:
+    """Raise a `ValueError` where gradients cannot be taken aside from training."""
+    name, args = "GradientSNRCallback", trainer.args
+    if trainer.is_fsdp_enabled:
+        raise ValueError(f"{name} cannot take gradients of FSDP's shards; allowed: one process, DDP, ZeRO-1, 2 and 3.")
+    if DistributedBackend(trainer.accelerator).is_zero3 and not args.ds3_gather_for_generation:
+        raise ValueError(
+            f"{name} gathers the parameters of ZeRO-3; allowed: ds3_gather_for_generation=True, or another stage."
+        )
+    if args.gradient_checkpointing and (args.gradient_checkpointing_kwargs or {}).get("use_reentrant"):
+        raise ValueError(
+            f"{name} needs torch.autograd.grad, which use_reentrant=True forbids; allowed in "
+            "gradient_checkpointing_kwargs: use_reentrant=False."
+        )
+
+
+def measure_gradients(
+    trainer: Trainer,
+    sampled: Sampled,
+    step: int,
+    num_buckets: int,
+    entropy_coef: float | None,
+    generator: torch.Generator,
+) -> GradientMeasurement:
+    """The gradients of a generation batch by reward variance. A call for all processes together.
+
+    Args:
+        trainer: TRL's or ours, in training mode.
+        sampled: what it has just sampled.
+        step: optimizer step to name.
+        num_buckets: of reward variance.
+        entropy_coef: as if the run's were this one; `None` for the run's own.
+        generator: of the halves, the same on every process.
+    """
+    stds = group_score(sampled.rewards, "reward_std")
+    buckets, left_over = quantile_buckets(stds, num_buckets)
+    size = sampled.rewards.shape[1]
+    halves = [split_in_halves(groups, size, generator) for groups in [*buckets, left_over]]
+    with _probe(trainer, sampled, entropy_coef) as probe:
+        cells = probe.deal([half for pair in halves for half in pair])
+        pairs = list(zip(cells[0::2], cells[1::2], strict=True))
+
+        def measure(groups: list[int], gradients: dict[str, tuple[Gradient, Gradient]], rows: tuple[int, int]) -> Any:
+            of_groups = stds[groups].tolist()
+            spread = (min(of_groups), sum(of_groups) / len(of_groups), max(of_groups))
+            parts = {name: probe.statistics(*both, batch, rows) for name, both in gradients.items()}
+            return BucketGradients(len(groups), sum(rows), spread, parts)
+
+        whole = [[step for pair in pairs for step in pair[half]] for half in (0, 1)]
+        rows = tuple(sum(len(pair[half]) for pair in halves) for half in (0, 1))
+        of_whole = probe.gradients(whole)
+        batch = _mean([of_whole[name] for name, part in probe.parts.items() if part.trains], rows)
+        measured = measure(list(range(len(stds))), of_whole, rows)
+        del of_whole
+        of_buckets = [
+            measure(groups, probe.gradients(pair), tuple(map(len, both)))
+            for groups, pair, both in zip(buckets, pairs, halves, strict=False)
+        ]
+        norm = probe.summed(torch.stack([share.square().sum() for share in batch]).sum()).sqrt().item()
+    coefficients = {name: value for name, value in probe.coefficients.items() if name in probe.parts}
+    return GradientMeasurement(step, coefficients, norm, measured, of_buckets)
+
+
+def seconds_of_update(trainer: Trainer, sampled: Sampled) -> float:
+    """How long a generation batch takes forward and backward, without the optimizer's own step."""
+    rows = list(range(sampled.rewards.numel()))
+    with _probe(trainer, sampled, None) as probe:
+        (steps,) = probe.deal([rows])
+        probe.task_gradient(steps[:1])  # what is done once: kernels, allocations
+        started = time.perf_counter()
+        sum(share.sum() for share in probe.task_gradient(steps)).item()  # waits for the accelerator
+        return time.perf_counter() - started
+
+
+def _mean(pairs: list[tuple[Gradient, Gradient]], sizes: tuple[int, int]) -> Gradient:
+    """Of all samples and all terms, from the means of the two halves."""
+    first, second = (size / sum(sizes) for size in sizes)
+    return [sum(first * pair[0][i] + second * pair[1][i] for pair in pairs) for i in range(len(pairs[0][0]))]
+
+
+@contextmanager
+def _probe(trainer: Trainer, sampled: Sampled, entropy_coef: float | None) -> Iterator["Probe"]:
+    """A copy of the trainer at whole parameters; no random state moves."""
+    device = trainer.accelerator.device
+    devices = [device] if device.type == "cuda" else []
+    with _whole_parameters(trainer) as model, torch.random.fork_rng(devices), torch.enable_grad():
+        yield Probe(trainer, model, sampled, entropy_coef)
+
+
+@contextmanager
+def _whole_parameters(trainer: Trainer) -> Iterator[nn.Module]:
+    if not DistributedBackend(trainer.accelerator).is_zero3:
+        yield trainer.model
+        return
+    args = trainer.args
+    with unwrap_model_for_generation(
+        trainer.model_wrapped, trainer.accelerator, gradient_checkpointing_kwargs=args.gradient_checkpointing_kwargs
+    ) as model:
+        if args.gradient_checkpointing:  # which generation does without
+            model.gradient_checkpointing_enable(args.gradient_checkpointing_kwargs)
+        yield model
+
+
+class Probe:
+    """Takes gradients of rows that may lie on any process.
+
+    Args:
+        trainer: whose loss it is.
+        model: the policy with whole parameters.
+        sampled: rows and what they are trained with.
+        entropy_coef: see `measure_gradients`.
+    """
+
+    def __init__(self, trainer: Trainer, model: nn.Module, sampled: Sampled, entropy_coef: float | None):
+        self.model, self.accelerator = model, trainer.accelerator
+        self.trainer = copy.copy(trainer)
+        self.trainer._metrics = {mode: defaultdict(list) for mode in ("train", "eval")}
+        self.trainer.current_gradient_accumulation_steps = 1
+        self.trainer.aux_loss_enabled = False
+        self.batch: Batch = dict(sampled.batch)
+        if hasattr(trainer, "_with_all_groups"):  # of our PPO, whose advantages are not TRL's
+            with trainer.compute_loss_context_manager():
+                self.batch = self.trainer._with_all_groups(sampled.inputs, self.batch)
+        lengths = loss_mask(self.batch).sum(dim=1).float().mean()
+        self.mean_length = self.accelerator.reduce(lengths, reduction="mean").clamp(min=1.0)  # tokens a row
+        named = [(n, p) for n, p in model.named_parameters() if p.requires_grad and not n.startswith(f"{CRITIC}.")]
+        self.parameters = [parameter for _, parameter in named]
+        self.groups = [parameter_group(name) for name, _ in named]
+        self.coefficients = _coefficients(trainer, self.batch, entropy_coef)
+        self.parts = _parts(self.coefficients, _coefficients(trainer, self.batch, None))
+
+    def deal(self, cells: Sequence[Sequence[int]]) -> list[list[Step]]:
+        """Forward passes for lists of rows, numbered over all processes, which get equal shares of each."""
+        own, processes = len(self.batch["prompt_ids"]), self.accelerator.num_processes
+        size = self.trainer.args.per_device_train_batch_size * processes
+        chunks = [[cell[start : start + size] for start in range(0, len(cell), size)] for cell in cells]
+        deal = [
+            [[divmod(row, own) for row in chunk[process::processes]] for process in range(processes)]
+            for cell in chunks
+            for chunk in cell
+        ]
+        tokenizer, multiple = self.trainer._tokenizer, self.trainer.pad_to_multiple_of
+        arguments = (self.batch, list(range(own)), deal, self.accelerator, tokenizer.pad_token_id, multiple)
+        self.batch, place = exchange_rows(*arguments)
+        me = iter([shares[self.accelerator.process_index] for shares in deal])
+        return [[Step([place[row] for row in next(me)], len(chunk)) for chunk in cell] for cell in chunks]
+
+    def gradients(self, halves: Sequence[Sequence[Step]]) -> dict[str, tuple[Gradient, Gradient]]:
+        """Of each part of the loss, the mean gradients of the samples of two halves."""
+        return {name: tuple(self._gradient(steps, part) for steps in halves) for name, part in self.parts.items()}
+
+    def task_gradient(self, steps: Sequence[Step]) -> Gradient:
+        """The mean gradient of some samples, of the task alone."""
+        return self._gradient(steps, self.parts["task"])
+
+    def statistics(
+        self, first: Gradient, second: Gradient, batch: Gradient, sizes: tuple[int, int]
+    ) -> dict[str, GradientStatistics]:
+        products = inner_products(first, second, batch, self.groups).to(self.accelerator.device, torch.float32)
+        return statistics_of(self.summed(products).double().cpu(), sizes)
+
+    def summed(self, values: Tensor) -> Tensor:
+        """Over all processes."""
+        return self.accelerator.reduce(values, reduction="sum")
+
+    def _gradient(self, steps: Sequence[Step], part: Part) -> Gradient:
+        total = [torch.zeros_like(parameter, dtype=torch.float32) for parameter in self.parameters]
+        count = sum(step.total for step in steps)
+        for step in steps:
+            # Where a process has no row left, it keeps step with the others: the loss gathers metrics.
+            loss = self._loss(step.rows or [0], part)
+            if not step.rows:
+                continue
+            gradients = torch.autograd.grad(loss * (len(step.rows) / count), self.parameters, allow_unused=True)
+            for sum_, gradient in zip(total, gradients, strict=True):
+                if gradient is not None:
+                    sum_ += gradient
+        # Every process keeps its part: nothing but inner products is made of them.
+        processes, me = self.accelerator.num_processes, self.accelerator.process_index
+        return [self.summed(value).flatten().tensor_split(processes)[me].clone() for value in total]
+
+    def _loss(self, rows: list[int], part: Part) -> Tensor:
+        """A mean over rows in which every token of the batch counts as it does in the whole batch.
+
+        Losses over the tokens of a generation batch divide by `num_items_in_batch`, which is set to what these rows
+        would have at the batch's mean length; means over the tokens of a micro-batch are scaled to the same.
+        """
+        trainer, inputs = self.trainer, take(self.batch, rows, self.trainer.pad_to_multiple_of)
+        expected = len(rows) * self.mean_length
+        if "num_items_in_batch" in inputs:
+            windows = self.accelerator.num_processes * trainer.args.steps_per_generation
+            inputs["num_items_in_batch"] = expected * windows
+        if not part.keeps_advantages:
+            inputs["advantages"] = torch.zeros_like(inputs["advantages"])
+        vars(trainer).update(part.settings)
+        with trainer.compute_loss_context_manager():
+            loss: Tensor = trainer._compute_loss(self.model, inputs)
+        if part.settings.get("_entropy_bonus_enabled") or vars(trainer).get("loss_type") == "bnpo":
+            loss = loss * (loss_mask(inputs).sum() / expected)
+        return loss
+
+
+def _coefficients(trainer: Trainer, batch: Batch, entropy_coef: float | None) -> dict[str, float]:
+    """Of the regularisers of a loss. RLOO has no entropy bonus, and KL in the reward, where it belongs to the task."""
+    known = vars(trainer)
+    coefficients = {"kl": trainer.beta if "ref_per_token_logps" in batch else 0.0, "entropy": 0.0}
+    if "_entropy_bonus_enabled" not in known:
+        if entropy_coef:
+            raise ValueError(
+                f"entropy_coef={entropy_coef!r}, but the loss of {type(trainer).__name__} in this release of TRL has "
+                "no entropy bonus; allowed: None."
+            )
+        return coefficients
+    if entropy_coef is not None:
+        coefficients["entropy"] = entropy_coef
+    elif known["_entropy_bonus_enabled"]:
+        rests = trainer.use_adaptive_entropy and trainer._last_world_entropy > trainer.args.entropy_target
+        coefficients["entropy"] = 0.0 if rests else trainer.entropy_coef
+    return coefficients
+
+
+def _parts(coefficients: dict[str, float], own: dict[str, float]) -> dict[str, Part]:
+    off = {"beta": 0.0, "_entropy_bonus_enabled": False}
+    parts = {"task": Part(off, keeps_advantages=True)}
+    if coefficients["kl"] != 0.0:
+        parts["kl"] = Part(off | {"beta": coefficients["kl"]})
+    if (coefficient := coefficients["entropy"]) != 0.0:
+        bonus = {"_entropy_bonus_enabled": True, "use_adaptive_entropy": False, "entropy_coef": coefficient}
+        parts["entropy"] = Part(off | bonus, trains=coefficient == own["entropy"])
+    return parts

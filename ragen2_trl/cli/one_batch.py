@@ -1,0 +1,158 @@
+"""What one rollout batch of a checkpoint says without training: its gradients, and what filtering would do.
+
+    ragen2-trl diagnose --model runs/my_run --gradients true
+    ragen2-trl diagnose --model runs/my_run --predict_filter true --num_prompts 64 --num_samples 8
+
+Parts of `ragen2-trl diagnose`.
+"""
+
+import math
+import tempfile
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from ragen2_trl.callbacks import GradientSNRCallback
+from ragen2_trl.callbacks.gradient_probe import seconds_of_update
+from ragen2_trl.callbacks.rollouts import Sampled, watch_rollouts
+from ragen2_trl.cli.arguments import SamplingArguments, checked_input
+from ragen2_trl.cli.sampling import load_model
+from ragen2_trl.instrument.forecast import Forecast, advice, forecast_filter
+from ragen2_trl.instrument.gradients import WHOLE, GradientMeasurement
+from ragen2_trl.reporting.files import write_json
+from ragen2_trl.reporting.gradient_plots import plot_gradients
+from ragen2_trl.reporting.saved_gradients import save_gradients
+from ragen2_trl.rollouts import TextRollout
+from ragen2_trl.trainers import SNRFilteredGRPOConfig, SNRFilteredGRPOTrainer
+
+ROWS = 8  # completions in a forward and backward pass
+
+
+def look_at_one_batch(
+    arguments: SamplingArguments,
+    gradients: bool,
+    predict_filter: bool,
+    entropy_coef: float,
+    folder: Path,
+    console: Console,
+) -> None:
+    """Sample a batch of held-out tasks as GRPO would, and show and write what was asked for.
+
+    Args:
+        arguments: which model, on which tasks, how many.
+        gradients: write `gradients_00000.json` and `gradients.png`.
+        predict_filter: write `forecast.json`.
+        entropy_coef: of the entropy bonus whose gradient is measured.
+        folder: to write to.
+        console: to show it on.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as scratch:
+        trainer, inputs = _make_trainer(arguments, scratch)
+        seen: list[tuple[Sampled, float]] = []
+        watch_rollouts(trainer, lambda sampled: seen.append((sampled, time.perf_counter())))
+        trainer.model.train()
+        console.print(Text(f"Sampling {len(inputs)} completions ..."))
+        started = time.perf_counter()
+        trainer._sample_first(inputs)
+        ((sampled, ended),) = seen
+        if predict_filter:
+            update = seconds_of_update(trainer, sampled)
+            forecast = forecast_filter(sampled.rewards, update_share=update / (update + ended - started))
+            console.print(forecast_table(forecast))
+            console.print(Text(advice(forecast)))
+            report = {**asdict(forecast), "advice": advice(forecast), "settings": asdict(arguments)}
+            write_json(folder / "forecast.json", report, indent=2)
+        if gradients:
+            callback = GradientSNRCallback(trainer, entropy_coef=entropy_coef)
+            measurement, cost = callback.measure(sampled, step=0)
+            console.print(gradients_table(measurement, f"{cost['seconds']:.1f} s"))
+            save_gradients(measurement, folder)
+            plot_gradients([measurement]).savefig(folder / "gradients.png")
+    console.print(Text(f"Written to {folder}"))
+
+
+def _make_trainer(arguments: SamplingArguments, scratch: str) -> tuple[SNRFilteredGRPOTrainer, list[dict[str, Any]]]:
+    """A trainer that never trains, and the rows that it samples for: each task as often as it has completions."""
+    with checked_input():
+        env = arguments.make_env()
+        tasks = env.dataset(arguments.num_prompts, arguments.seed, split="test", data=arguments.data)
+    on_gpu = torch.cuda.is_available()
+    count = arguments.num_prompts * arguments.num_samples
+    rows = math.gcd(count, ROWS)
+    with checked_input():
+        args = SNRFilteredGRPOConfig(
+            scratch,
+            num_generations=arguments.num_samples,
+            per_device_train_batch_size=rows,
+            gradient_accumulation_steps=count // rows,
+            max_completion_length=arguments.max_new_tokens or 128 * env.max_turns,
+            temperature=arguments.temperature,
+            chat_template_kwargs=arguments.chat_template_kwargs or {},
+            seed=arguments.seed,
+            report_to="none",
+            use_cpu=not on_gpu,
+            bf16=on_gpu,
+            gradient_checkpointing=on_gpu,
+            disable_tqdm=True,
+        )
+    model, tokenizer = load_model(arguments.model, arguments.dtype)
+    several_turns = {"rollout_func": TextRollout(env, arguments.max_turn_tokens)} if env.max_turns > 1 else {}
+    trainer = SNRFilteredGRPOTrainer(model, env.reward_funcs, args, tasks, processing_class=tokenizer, **several_turns)
+    return trainer, [row for row in tasks for _ in range(arguments.num_samples)]
+
+
+def forecast_table(forecast: Forecast) -> Table:
+    """What the filter would keep, at several thresholds."""
+    table = Table(title=f"{forecast.num_groups} groups of {forecast.group_size}", show_header=False)
+    table.add_column()
+    table.add_column(justify="right")
+    table.add_row("std/mean of reward standard deviations (Table 8)", f"{forecast.reward_std_spread:.2f}")
+    table.add_row("std/mean of reward variances", f"{forecast.reward_variance_spread:.2f}")
+    table.add_row("groups without reward variance", f"{forecast.zero_variance:.1%}")
+    table.add_row("of all groups, too easy / too hard", f"{forecast.too_easy:.1%} / {forecast.too_hard:.1%}")
+    table.add_section()
+    for value, kept in forecast.kept.items():
+        step = forecast.step_saved(value)
+        time_saved = "" if step is None else f", a step {step:.0%}"
+        saved = f"the update saves {forecast.update_saved(value):.0%}{time_saved}"
+        table.add_row(f"snr_value={value}: groups kept", f"{kept:.1%} ({saved})")
+    if forecast.update_share is not None:
+        table.add_section()
+        table.add_row("update's share of a step, measured here", f"{forecast.update_share:.0%}")
+    return table
+
+
+def gradients_table(measurement: GradientMeasurement, cost: str) -> Table:
+    """The gradients of each bucket, of the whole model, and of its parts for all samples."""
+    table = Table(title="Gradients of the mean sample, by reward variance", caption=f"measured in {cost}")
+    for name in ("", "reward std", "part", "norm", "squared, less noise", "cosine with batch", "of halves"):
+        left = name in ("", "part")
+        table.add_column(name, justify="left" if left else "right", no_wrap=left)
+
+    def add(label: str, std: str, part: str, bucket: Any, group: str) -> None:
+        one = bucket.parts[part][group]
+        numbers = (
+            f"{one.norm:.4g}",
+            f"{one.squared_norm_debiased:.3g}",
+            f"{one.cosine:.2f}",
+            f"{one.half_cosine:.2f}",
+        )
+        table.add_row(label, std, part, *numbers)
+
+    named = {f"bucket {number}": bucket for number, bucket in enumerate(measurement.buckets, start=1)}
+    for label, bucket in {**named, "all": measurement.whole}.items():
+        for part in bucket.parts:
+            add(label, f"{bucket.reward_std[1]:.3f}", part, bucket, WHOLE)
+        table.add_section()
+    for part, groups in measurement.whole.parts.items():
+        for group in groups:
+            if group != WHOLE:
+                add(f"all: {group}", "", part, measurement.whole, group)
+    return table

@@ -1,0 +1,52 @@
+"""Gradients by reward variance, as a run keeps them on disk."""
+
+import json
+import math
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from ragen2_trl.instrument.gradients import BucketGradients, GradientMeasurement, GradientStatistics
+from ragen2_trl.reporting.files import write_json
+
+NAME = "gradients"  # of the files, before their step
+
+
+def save_gradients(measurement: GradientMeasurement, folder: Path) -> Path:
+    """Write `gradients_<step>.json` into `folder`; what is not defined is `null` in it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{NAME}_{measurement.step:05d}.json"
+    write_json(path, _without_nan(asdict(measurement)), allow_nan=False)
+    return path
+
+
+def read_gradients(path: Path) -> GradientMeasurement:
+    """What `save_gradients` wrote."""
+    values = json.loads(path.read_text())
+    whole, *buckets = (_bucket(one) for one in (values["whole"], *values["buckets"]))
+    norm = _number(values["batch_norm"])
+    return GradientMeasurement(values["step"], values["coefficients"], norm, whole, buckets)
+
+
+def _bucket(values: dict[str, Any]) -> BucketGradients:
+    parts = {
+        part: {
+            group: GradientStatistics(**{key: _number(value) for key, value in statistics.items()})
+            for group, statistics in groups.items()
+        }
+        for part, groups in values["parts"].items()
+    }
+    spread = tuple(map(_number, values["reward_std"]))
+    return BucketGradients(values["num_groups"], values["num_samples"], spread, parts)
+
+
+def _number(value: float | None) -> float:
+    return math.nan if value is None else value
+
+
+def _without_nan(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_nan(one) for key, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_without_nan(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

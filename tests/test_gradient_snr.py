@@ -1,0 +1,312 @@
+"""GradientSNRCallback through real training: exact, without a trace, and told where others look."""
+
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from algorithms import GRPO, PPO, RLOO, replay_of
+from conftest import assert_same_parameters, parameters_of
+from peft import LoraConfig
+from replay import GROUP_SIZE, PROMPTS, move_away
+
+from ragen2_trl import GradientSNRCallback
+from ragen2_trl.callbacks.rollouts import watch_rollouts
+from ragen2_trl.filtering import group_score
+from ragen2_trl.instrument.gradients import WHOLE, quantile_buckets, split_in_halves
+from ragen2_trl.reporting.run import read_run
+from ragen2_trl.reporting.saved_gradients import read_gradients
+
+OFF = {"snr_strategy": "none", "snr_include_zero": True}
+# All 32 rows of the eight prompts in one optimizer step of four micro-batches.
+WHOLE_BATCH = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 4, "max_steps": 1}
+REGULARISED = {"beta": 0.5, "entropy_coef": 0.1}
+
+
+def make(algorithm, policy_path, folder, callback=None, peft_config=None, **settings):
+    """A trainer away from its reference policy, and its callback."""
+    args = algorithm.args(folder, **{**WHOLE_BATCH, **settings})
+    trainer = algorithm.make(policy_path, args, replay_of(policy_path), peft_config=peft_config)
+    if peft_config is None:
+        move_away(trainer.model)
+    callback = None if callback is None else callback(trainer)
+    if callback is not None:
+        trainer.add_callback(callback)
+    return trainer, callback
+
+
+each_step = partial(GradientSNRCallback, every=1)
+six_of_eight = partial(GradientSNRCallback, every=1, num_buckets=4)
+
+
+def logged(trainer):
+    return [row for row in trainer.state.log_history if "grad/batch_norm" in row]
+
+
+# Exact
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "settings"),
+    [
+        pytest.param(GRPO, {"loss_type": "dapo", **REGULARISED}, id="dapo"),
+        pytest.param(PPO, {"value_head": "separate", "beta": 0.5, "kl_estimator": "k2"}, id="ppo"),
+        pytest.param(RLOO, {"beta": 0.5}, id="rloo", marks=pytest.mark.slow),
+        *(
+            pytest.param(GRPO, {"loss_type": loss, "beta": 0.5}, id=loss, marks=pytest.mark.slow)
+            for loss in ("grpo", "dr_grpo", "cispo", "luspo", "sapo", "vespo")
+        ),
+        pytest.param(
+            PPO, {"value_head": "separate", "beta": 0.5, "kl_in": "reward"}, id="ppo-reward", marks=pytest.mark.slow
+        ),
+    ],
+)
+def test_the_gradient_of_the_batch_is_that_of_the_update(algorithm, settings, policy_path, tmp_path):
+    trainer, _ = make(algorithm, policy_path, tmp_path, each_step, **OFF, **settings)
+    trainer.train()
+    (row,) = logged(trainer)
+    # The entropy bonus is a mean over tokens: of a micro-batch in TRL, of the batch here.
+    assert row["grad/batch_norm"] == pytest.approx(row["grad_norm"], rel=0.02 if "entropy_coef" in settings else 1e-4)
+    assert row["grad/batch_norm"] > 0.01
+
+
+def one_by_one(trainer, part, sampled):
+    """(rows, parameters) the gradient of each row's own loss, which is a mean over rows."""
+    settings = {
+        "task": {"beta": 0.0, "_entropy_bonus_enabled": False},
+        "kl": {"beta": REGULARISED["beta"], "_entropy_bonus_enabled": False},
+        "entropy": {"beta": 0.0, "_entropy_bonus_enabled": True},
+    }[part]
+    before = {name: getattr(trainer, name) for name in settings}
+    vars(trainer).update(settings)
+    gradients = []
+    batch = sampled.batch
+    tokens = batch["completion_mask"].sum(dim=1).float()
+    for row in range(len(tokens)):
+        inputs = {key: value[row : row + 1] for key, value in batch.items() if value.ndim}
+        if part != "task":
+            inputs["advantages"] = torch.zeros(1)
+        inputs["num_items_in_batch"] = tokens.mean() * trainer.args.steps_per_generation
+        trainer.model.zero_grad()
+        loss = trainer._compute_loss(trainer.model, inputs) * trainer.current_gradient_accumulation_steps
+        if part == "entropy" or trainer.loss_type == "bnpo":
+            loss = loss * tokens[row] / tokens.mean()
+        loss.backward()
+        gradients.append(torch.cat([p.grad.flatten().clone() for p in trainer.model.parameters()]))
+    trainer.model.zero_grad()
+    vars(trainer).update(before)
+    trainer._metrics["train"].clear()
+    return torch.stack(gradients)
+
+
+def same_halves(buckets, seed):
+    """Of each bucket and of all rows, as drawn for step 1."""
+    generator = torch.Generator().manual_seed(int(np.random.SeedSequence([seed, 1]).generate_state(1)[0]))
+    halves = [split_in_halves(groups, GROUP_SIZE, generator) for groups in buckets]
+    return [*halves[:-1], [[row for pair in halves for row in pair[half]] for half in (0, 1)]]
+
+
+@pytest.mark.parametrize(
+    "loss_type", ["dapo", *(pytest.param(loss, marks=pytest.mark.slow) for loss in ("grpo", "bnpo"))]
+)
+def test_gradients_of_buckets_are_means_of_gradients_computed_one_sample_at_a_time(loss_type, policy_path, tmp_path):
+    trainer, callback = make(GRPO, policy_path, tmp_path, six_of_eight, loss_type=loss_type, **OFF, **REGULARISED)
+    seen = {}
+
+    def compute(sampled):
+        seen["rewards"] = sampled.rewards
+        seen.update({part: one_by_one(trainer, part, sampled) for part in ("task", "kl", "entropy")})
+
+    watch_rollouts(trainer, compute)
+    trainer.train()
+    buckets, left_over = quantile_buckets(group_score(seen["rewards"], "reward_std"), 4)
+    assert not left_over
+    batch = sum(seen[part].mean(dim=0) for part in ("task", "kl", "entropy"))
+    assert callback.latest.batch_norm == pytest.approx(batch.norm().item(), rel=1e-4)
+    halves = same_halves([*buckets, left_over], trainer.args.seed)
+    measured = [*zip(buckets, callback.latest.buckets, strict=True), (range(8), callback.latest.whole)]
+    for number, (groups, bucket) in enumerate(measured):
+        rows = [group * GROUP_SIZE + i for group in groups for i in range(GROUP_SIZE)]
+        assert bucket.num_samples == len(rows)
+        for part, statistics in bucket.parts.items():
+            gradient = seen[part][rows].mean(dim=0)
+            assert statistics[WHOLE].norm == pytest.approx(gradient.norm().item(), rel=1e-4, abs=1e-6)
+            first, second = (seen[part][half].mean(dim=0) for half in halves[number])
+            product = torch.dot(first, second).item()
+            assert statistics[WHOLE].squared_norm_debiased == pytest.approx(product, rel=1e-3, abs=1e-6)
+            if gradient.norm() > 1e-6:
+                cosine = torch.cosine_similarity(gradient, batch, dim=0).item()
+                assert statistics[WHOLE].cosine == pytest.approx(cosine, abs=1e-4)
+    assert {"task", "kl", "entropy"} == set(callback.latest.whole.parts)
+
+
+@pytest.mark.slow
+def test_groups_of_parameters_make_up_the_whole(policy_path, tmp_path):
+    trainer, callback = make(GRPO, policy_path, tmp_path, each_step)
+    trainer.train()
+    statistics = callback.latest.whole.parts["task"]
+    assert set(statistics) == {WHOLE, "attention", "mlp", "embeddings", "norms"}
+    parts = [statistics[name] for name in statistics if name != WHOLE]
+    assert sum(one.norm**2 for one in parts) == pytest.approx(statistics[WHOLE].norm ** 2, rel=1e-5)
+    assert sum(one.squared_norm_debiased for one in parts) == pytest.approx(
+        statistics[WHOLE].squared_norm_debiased, rel=1e-4, abs=1e-8
+    )
+
+
+def test_groups_without_variance_have_regularisers_and_no_task(policy_path, tmp_path):
+    """Three of eight groups have none (one of them up to rounding, which TRL divides by its own)."""
+    trainer, callback = make(GRPO, policy_path, tmp_path, each_step, scale_rewards="none", **REGULARISED)
+    trainer.train()
+    lowest, highest = callback.latest.buckets[0], callback.latest.buckets[-1]
+    assert lowest.reward_std == (0.0, 0.0, 0.0)
+    assert lowest.parts["task"][WHOLE].norm < 1e-5 * highest.parts["task"][WHOLE].norm
+    assert lowest.parts["entropy"][WHOLE].norm > 1e-3 and lowest.parts["kl"][WHOLE].norm > 1e-3
+    (row,) = logged(trainer)
+    assert row["grad/bucket_1/regulariser_share"] > 0.999
+    assert row["grad/bucket_6/regulariser_share"] < 0.9
+
+
+@pytest.mark.slow
+def test_an_entropy_bonus_is_measured_as_if_the_run_had_it(policy_path, tmp_path):
+    with_it, measured = make(GRPO, policy_path, tmp_path, each_step, entropy_coef=0.1)
+    without, as_if = make(GRPO, policy_path, tmp_path, partial(each_step, entropy_coef=0.1))
+    for trainer in (with_it, without):
+        trainer.train()
+    assert as_if.latest.whole.parts["entropy"] != {}
+    norms = [one.latest.whole.parts["entropy"][WHOLE].norm for one in (measured, as_if)]
+    assert norms[0] == pytest.approx(norms[1], rel=1e-5)
+    # and it is no part of the update's gradient
+    assert as_if.latest.batch_norm == pytest.approx(as_if.latest.whole.parts["task"][WHOLE].norm, rel=1e-5)
+    assert measured.latest.batch_norm != pytest.approx(measured.latest.whole.parts["task"][WHOLE].norm, rel=1e-5)
+
+
+# Without a trace
+
+
+@pytest.mark.parametrize("algorithm", [GRPO, *(pytest.param(one, marks=pytest.mark.slow) for one in (RLOO, PPO))])
+def test_training_is_bit_identical_with_and_without(algorithm, policy_path, tmp_path):
+    """Sampled by the policy itself, with dropout: random numbers, optimizer and gradients go on as if nothing was."""
+    adapters = LoraConfig(r=4, lora_dropout=0.2, init_lora_weights=False, target_modules="all-linear")
+    extra = {"loss_type": "dapo", "entropy_coef": 0.01} if algorithm is GRPO else {}
+    results = []
+    for number, callback in enumerate((None, each_step)):
+        args = algorithm.args(tmp_path / str(number), max_steps=2, beta=0.1, **extra)
+        trainer = algorithm.make(
+            policy_path,
+            args,
+            lambda completions, **_: [len(c) % 3 for c in completions],
+            PROMPTS,
+            peft_config=adapters,
+        )
+        if callback is not None:
+            trainer.add_callback(callback(trainer))
+        trainer.train()
+        rows = [
+            {key: value for key, value in row.items() if not key.startswith("grad/")}
+            for row in trainer.state.log_history
+        ]
+        results.append((parameters_of(trainer), trainer.optimizer.state_dict(), rows))
+    assert len(logged(trainer)) == 2
+    assert_same_parameters(results[0][0], results[1][0])
+    for first, second in zip(*(result[1]["state"].values() for result in results), strict=True):
+        assert all(torch.equal(torch.as_tensor(first[key]), torch.as_tensor(second[key])) for key in first)
+    for first, second in zip(*(result[2] for result in results), strict=True):
+        timed = {key for key in first if key.endswith(("time", "per_second", "runtime"))}
+        assert {k: v for k, v in first.items() if k not in timed} == {
+            k: v for k, v in second.items() if k not in timed
+        }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"gradient_checkpointing": True},
+        {"steps_per_generation": 2, "gradient_accumulation_steps": 4},
+        {"steps_per_generation": 8, "gradient_accumulation_steps": 4, "num_iterations": 2},
+    ],
+)
+def test_every_layout_is_measured_and_left_as_it_is(settings, policy_path, tmp_path):
+    parameters = []
+    for callback in (None, each_step):
+        trainer, _ = make(GRPO, policy_path, tmp_path, callback, **{"max_steps": 3, "beta": 0.1, **settings})
+        trainer.train()
+        parameters.append(parameters_of(trainer))
+    assert logged(trainer)
+    assert_same_parameters(*parameters)
+
+
+def test_it_measures_at_its_own_cadence(policy_path, tmp_path):
+    trainer, _ = make(
+        GRPO,
+        policy_path,
+        tmp_path,
+        partial(GradientSNRCallback, every=2),
+        max_steps=5,
+        per_device_train_batch_size=4,
+        gradient_accumulation_steps=1,
+    )
+    trainer.train()
+    assert [row["step"] for row in logged(trainer)] == [1, 2, 4]
+    assert all(row["grad/seconds"] > 0 and row["grad/tokens"] > 0 for row in logged(trainer))
+
+
+# Where others look
+
+
+def test_gradients_are_saved_with_every_group_of_parameters_and_drawn_on_the_card(policy_path, tmp_path, monkeypatch):
+    from ragen2_trl.reporting.gallery import draw_figures
+
+    trainer, callback = make(GRPO, policy_path, tmp_path / "run", each_step)
+    trainer.train()
+    run = read_run(tmp_path / "run")
+    (path,) = run.gradients
+    saved = read_gradients(path)
+    assert saved.metrics() == pytest.approx(callback.latest.metrics())
+    assert saved.buckets[-1].parts["task"]["mlp"].norm == callback.latest.buckets[-1].parts["task"]["mlp"].norm
+    (row,) = logged(trainer)
+    assert {f"grad/{key}" for key in saved.metrics()} == {key for key in row if key.startswith("grad/")} - {
+        "grad/seconds",
+        "grad/tokens",
+    }
+    draw_figures(run, tmp_path / "run" / "diagnostics")
+    trainer.create_model_card()
+    assert "diagnostics/gradients.png" in (tmp_path / "run" / "README.md").read_text()
+
+
+@pytest.mark.slow
+def test_gradients_of_an_earlier_run_are_removed(policy_path, tmp_path):
+    leftover = tmp_path / "_measurements" / "gradients_00050.json"
+    leftover.parent.mkdir()
+    leftover.write_text("{}")
+    trainer, _ = make(GRPO, policy_path, tmp_path, each_step)
+    trainer.train()
+    assert [path.name for path in leftover.parent.glob("gradients_*")] == ["gradients_00001.json"]
+
+
+# Refusals
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"every": 0}, "every must be"),
+        ({"num_buckets": 0}, "num_buckets must be"),
+        ({"entropy_coef": 0.0}, "entropy_coef must be"),
+    ],
+)
+def test_settings_out_of_range_are_refused(settings, message, policy_path, tmp_path):
+    trainer, _ = make(GRPO, policy_path, tmp_path)
+    with pytest.raises(ValueError, match=message):
+        GradientSNRCallback(trainer, **settings)
+
+
+def test_what_cannot_be_differentiated_aside_is_refused_before_training(policy_path, tmp_path):
+    reentrant = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}
+    trainer, _ = make(GRPO, policy_path, tmp_path, each_step, **reentrant)
+    with pytest.raises(ValueError, match="use_reentrant=False"):
+        trainer.train()
+    trainer, _ = make(RLOO, policy_path, tmp_path, partial(each_step, entropy_coef=0.1))
+    with pytest.raises(ValueError, match="no entropy bonus"):
+        trainer.train()
+    assert trainer.state.global_step == 0
