@@ -173,7 +173,8 @@ def test_two_processes_measure_what_one_measures(policy_path, make_args, tmp_pat
     run_on_two_processes("measured_rollouts.py", policy_path, tmp_path, generations)
     row, other = (json.loads((tmp_path / f"row_{process}.json").read_text()) for process in (0, 1))
     replay = Replay(AutoTokenizer.from_pretrained(policy_path), REWARDS)
-    args = make_args(snr=False, per_device_train_batch_size=32, max_steps=1, shuffle_dataset=False)
+    layout = {"per_device_train_batch_size": 32 // generations, "max_steps": generations}
+    args = make_args(snr=False, **layout, learning_rate=0.0, shuffle_dataset=False)
     dataset = Dataset.from_dict({"prompt": PROMPTS})
     trainer = GRPOTrainer(policy_path, Replay.reward, args, dataset, rollout_func=replay.rollout)
     trainer.add_callback(MutualInformationCallback(trainer, every=1, num_completions=20))
