@@ -34,7 +34,7 @@ from ragen2_trl.cli.sampling import SamplingArguments, load_model, sample_trajec
 from ragen2_trl.envs import completion_text
 from ragen2_trl.instrument.diagnosis import Measurement, NotMeasurableError, Sampling, measure_first_turn
 from ragen2_trl.instrument.information import LOW_ENTROPY, RETRIEVAL_DEPTHS, Regime, chance_p_value, classify_regime
-from ragen2_trl.instrument.reasoning import Turn, find_turns
+from ragen2_trl.instrument.reasoning import Trajectories, Turn
 from ragen2_trl.instrument.scoring import count_tokens
 from ragen2_trl.reporting import plot_matrix, plot_quadrant
 from ragen2_trl.reporting.examples import printable
@@ -243,10 +243,7 @@ def diagnose(
         NotMeasurableError: With fewer than two distinct prompts, or without any reasoning.
     """
     started = time.perf_counter()
-    trajectories = [
-        find_turns(prompt, completion, tokenizer)
-        for prompt, completion in zip(sample.prompt_ids, sample.completion_ids, strict=True)
-    ]
+    trajectories = Trajectories(sample.prompt_ids, sample.completion_ids, tokenizer)
     generator = torch.Generator().manual_seed(seed)
     with count_tokens(model) as tokens:
         try:

@@ -20,7 +20,7 @@ from ragen2_trl.instrument.information import (
     classify_regime,
     information_metrics,
 )
-from ragen2_trl.instrument.reasoning import Turn, find_turns
+from ragen2_trl.instrument.reasoning import Trajectories, Turn, find_turns
 from ragen2_trl.instrument.scoring import ContextLengthError, count_tokens, cross_score
 
 __all__ = [
@@ -31,6 +31,7 @@ __all__ = [
     "NotMeasurableError",
     "Regime",
     "Sampling",
+    "Trajectories",
     "Turn",
     "chance_p_value",
     "classify_regime",
