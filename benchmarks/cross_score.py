@@ -2,8 +2,9 @@
 
     python benchmarks/cross_score.py            # everything, about twelve minutes on two cores
     python benchmarks/cross_score.py --quick    # vocabulary 8k only
+    python benchmarks/cross_score.py --caches   # kinds of caches only, half a minute; the other results stay
 
-Two measurements, each side by side in one run:
+Three measurements, each side by side in one run:
 
 1. *Cross-scoring.* The reference (mll-lab-nu/RAGEN, `collapse_metrics.py` over verl 0.6) runs each prompt with every
    reasoning in full, four rows at a time (`log_prob_micro_batch_size_per_gpu` of its base configuration), all
@@ -11,12 +12,15 @@ Two measurements, each side by side in one run:
    `cross_score`. They take turns, and the best of up to three rounds counts. Lengths of reasonings follow a
    gamma distribution of shape 6, so that their standard deviation is 0.4 of their mean. Timed is one of the N prompts:
    they are the same work each. Memory is what a process of its own needs beyond model and data, for one prompt.
-2. *The callback.* A training run in the setting of the demo: seconds spent measuring over all others.
+2. *Caches.* Models of one size with caches of every kind: elements that caches hold at most, counted after each
+   forward pass, and seconds. Beside each, what a copy of the prompt's cache for every row of a chunk holds and takes.
+3. *The callback.* A training run in the setting of the demo: seconds spent measuring over all others.
 
 Writes `benchmarks/results/cross_score.{json,md}`.
 """
 
 import argparse
+import copy
 import json
 import random
 import subprocess
@@ -27,12 +31,12 @@ from pathlib import Path
 import torch
 import transformers
 import yaml
-from measuring import machine, now, peak_memory, reset_peak_memory
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from measuring import count_cache_elements, machine, now, peak_memory, reset_peak_memory
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from ragen2_trl import MutualInformationCallback, SNRFilteredGRPOConfig, SNRFilteredGRPOTrainer, cross_score
 from ragen2_trl.envs import make_env
-from ragen2_trl.instrument import count_tokens
+from ragen2_trl.instrument import count_tokens, scoring
 from ragen2_trl.tiny import TINY_MODEL_PATH
 
 ROOT = Path(__file__).parents[1]
@@ -48,6 +52,45 @@ CASES = [  # shape, model, vocabulary, rounds
     ("64 x 64", "hidden 768, 8 layers", 8_192, 1),
 ]
 ROWS = 4
+SIZES = {
+    "vocab_size": 8_192,
+    "hidden_size": 256,
+    "intermediate_size": 768,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "max_position_embeddings": 4096,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+PLAIN = "Qwen3: full attention"
+LINEAR, FULL, SLIDING = "linear_attention", "full_attention", "sliding_attention"
+KINDS = {  # model type, and what it has beside SIZES
+    PLAIN: ("qwen3", {}),
+    "Mistral: a window of 128": ("mistral", {"sliding_window": 128}),
+    "Gemma 3: three of four layers with a window of 128": (
+        "gemma3_text",
+        {"sliding_window": 128, "layer_types": [SLIDING, SLIDING, SLIDING, FULL]},
+    ),
+    "LFM2: three of four layers convolutions": ("lfm2", {"layer_types": ["conv", "conv", "conv", FULL]}),
+    "Qwen3-Next: three of four layers recurrences": (
+        "qwen3_next",
+        {
+            "layer_types": [LINEAR, LINEAR, LINEAR, FULL],
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 32,
+            "linear_value_head_dim": 32,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 384,
+            "shared_expert_intermediate_size": 384,
+        },
+    ),
+}
+CACHE_SHAPE = (2, 64, 600, 100)  # N, NK, P, T
 
 
 def make_case(shape: str, model: str, vocabulary: int):
@@ -121,6 +164,8 @@ def measure_case(shape: str, model: str, vocabulary: int, rounds: int) -> dict:
             matrices[name] = score(policy, chosen, reasonings)
             seconds[name].append(now() - start)
         tokens[name] = sum(counts)
+    # Whether a cache can be reused is tried once, on the first of all N prompts, in the three passes after its own.
+    tokens["ours"] -= sum(counts[1:4]) * (1 - 1 / len(prompts))
     seconds = {name: min(values) for name, values in seconds.items()}
     bound = len(chosen[0]) + sum(map(len, reasonings))
     memory = {}
@@ -152,6 +197,42 @@ def print_extra_memory(name: str, shape: str, model: str, vocabulary: str) -> No
     longest = sorted(reasonings, key=len)[-16:]  # the most there is to pad, and enough to fill a chunk
     {"reference": reference, "ours": cross_score}[name](policy, prompts[:1], longest)
     print(peak_memory() - in_use)
+
+
+def copied_cache(cache, rows: int):
+    """A copy for every row, in place of `shared_cache.share`."""
+    copied = copy.deepcopy(cache)
+    copied.reorder_cache(torch.zeros(rows, dtype=torch.long))
+    return copied
+
+
+def measure_caches() -> list[dict]:
+    """Elements held and seconds for each kind of cache, shared and copied in turn; the best of three rounds."""
+    num_prompts, num_reasonings, prompt_length, length = CACHE_SHAPE
+    rng = random.Random(0)
+    prompts = [[rng.randrange(8_192) for _ in range(prompt_length)] for _ in range(num_prompts)]
+    reasonings = [[rng.randrange(8_192) for _ in range(length)] for _ in range(num_reasonings)]
+    rows = []
+    for kind, (model_type, particular) in KINDS.items():
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[model_type](**SIZES | particular)).eval()
+        cross_score(model, prompts[:1], reasonings[:4])  # warm
+        ways = {"shared": scoring.share, "copied": copied_cache}
+        elements, seconds, matrices = {}, {way: [] for way in ways}, {}
+        for way, share in list(ways.items()) * 3:
+            scoring.share = share
+            with count_cache_elements(model) as counts:
+                start = now()
+                matrices[way] = cross_score(model, prompts, reasonings)
+                seconds[way].append(now() - start)
+            elements[way] = max(counts)
+        scoring.share = ways["shared"]
+        row = {"kind": kind, "elements": elements, "seconds": {way: min(values) for way, values in seconds.items()}}
+        row["largest_difference_nats"] = (matrices["shared"] - matrices["copied"]).abs().max().item()
+        rows.append(row)
+        row["elements_of_plain"] = {way: elements[way] / rows[0]["elements"]["shared"] for way in ways}
+        print(f"  {kind}: {row['elements_of_plain']['shared']:.2f} of a plain cache's elements")
+    return rows
 
 
 def measure_callback(steps: int) -> dict:
@@ -186,9 +267,13 @@ def measure_callback(steps: int) -> dict:
     return result
 
 
+def describe(described: dict[str, str]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in described.items())
+
+
 def markdown(results: dict) -> str:
     lines = ["# Cross-scoring", "", "Made by `python benchmarks/cross_score.py`, which says what is measured.", ""]
-    lines += [", ".join(f"{name} {value}" for name, value in results["machine"].items()), ""]
+    lines += [describe(results["machine"]), ""]
     lines += [
         "| N x NK, model | vocabulary | reference, s a prompt | ours | speed-up | tokens, of N·P + N·NK·T | "
         "memory, of the reference's | largest difference, nats |",
@@ -202,10 +287,27 @@ def markdown(results: dict) -> str:
             f"{row['speedup']:.1f} | {row['tokens_of_bound']:.3f} | {row['memory_of_reference']:.2f} ({memory}) | "
             f"{row['largest_difference_nats']:.1e} |"
         )
-    callback = results["callback"]
+    callback, caches = results["callback"], results["caches"]
     lines += [
         "",
         "8 x 128: prompts of 300 and reasonings of 100 tokens on average; 64 x 64: 600 and 150.",
+        "",
+        "## Caches",
+        "",
+        "{} prompts, {} reasonings, {} and {} tokens; {}.".format(*CACHE_SHAPE, describe(caches["machine"])),
+        "",
+        "| model | elements held | of the plain cache's | seconds | a copy for every row: elements | seconds | "
+        "largest difference, nats |",
+        "|---" * 7 + "|",
+    ]
+    for row in caches["rows"]:
+        elements, seconds = row["elements"], row["seconds"]
+        lines.append(
+            f"| {row['kind']} | {elements['shared']:,} | {row['elements_of_plain']['shared']:.2f} | "
+            f"{seconds['shared']:.2f} | {elements['copied']:,} | {seconds['copied']:.2f} | "
+            f"{row['largest_difference_nats']:.1e} |"
+        )
+    lines += [
         "",
         "## The callback at its defaults, in the demo's setting",
         "",
@@ -218,6 +320,7 @@ def markdown(results: dict) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="vocabulary 8k and the small model only")
+    parser.add_argument("--caches", action="store_true", help="kinds of caches only")
     parser.add_argument("--memory-of", nargs=4, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     transformers.logging.set_verbosity_error()
@@ -225,10 +328,12 @@ def main() -> None:
     if arguments.memory_of:
         print_extra_memory(*arguments.memory_of)
         return
-    cases = CASES[:2] if arguments.quick else CASES
-    results = {"machine": machine()}
-    results["callback"] = measure_callback(40)
-    results["cases"] = [measure_case(*case) for case in cases]
+    caches = {"machine": machine(), "rows": measure_caches()}
+    if arguments.caches:
+        results = json.loads((RESULTS / "cross_score.json").read_text()) | {"caches": caches}
+    else:
+        results = {"machine": machine(), "caches": caches, "callback": measure_callback(40)}
+        results["cases"] = [measure_case(*case) for case in (CASES[:2] if arguments.quick else CASES)]
     if not arguments.quick:
         RESULTS.mkdir(exist_ok=True)
         (RESULTS / "cross_score.json").write_text(json.dumps(results, indent=2) + "\n")

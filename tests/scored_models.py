@@ -8,6 +8,8 @@ from transformers import (
     Gemma3TextConfig,
     GPT2Config,
     GPT2LMHeadModel,
+    JambaConfig,
+    JambaForCausalLM,
     Lfm2Config,
     Lfm2ForCausalLM,
     LlamaConfig,
@@ -16,10 +18,16 @@ from transformers import (
     MambaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
+    xLSTMConfig,
+    xLSTMForCausalLM,
 )
 
 VOCABULARY = 97
@@ -55,13 +63,59 @@ ARCHITECTURES = {
     ),
     "gpt2, absolute positions": lambda: GPT2LMHeadModel(GPT2Config(**GPT2)),
     "lfm2, convolutions": lambda: Lfm2ForCausalLM(Lfm2Config(**SMALL, layer_types=["conv", "full_attention"])),
+    "qwen3-next, recurrences and full attention": lambda: Qwen3NextForCausalLM(Qwen3NextConfig(**SMALL, **QWEN3_NEXT)),
     "mamba, no cache": lambda: MambaForCausalLM(
         MambaConfig(vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2, state_size=4, initializer_range=0.2)
     ),
 }
 REUSES_CACHE = [name for name in ARCHITECTURES if not name.startswith("mamba")]
-# Plain layers are shared, the other two kinds are copied.
-ONE_OF_EACH_CACHE = ["qwen3, grouped queries", "mistral, window", "lfm2, convolutions"]
+# Rotary embeddings that change for all positions once a text has more than 32 tokens.
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0] * 4,
+    "long_factor": [4.0] * 4,
+    "original_max_position_embeddings": 32,
+}
+JAMBA = {
+    "attn_layer_period": 2,
+    "attn_layer_offset": 1,
+    "num_experts": 2,
+    "num_experts_per_tok": 1,
+    "mamba_d_state": 4,
+    "mamba_dt_rank": 4,
+    "use_mamba_kernels": False,
+}
+QWEN3_NEXT = {
+    "layer_types": ["linear_attention", "full_attention"],
+    "head_dim": 8,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "num_experts": 2,
+    "num_experts_per_tok": 1,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 16,
+}
+# Where a cache that is reused goes wrong, or cannot be reused.
+STUBBORN = {
+    "jamba, states for one token only": lambda: JambaForCausalLM(JambaConfig(**SMALL, **JAMBA)),
+    "phi3, longrope": lambda: Phi3ForCausalLM(
+        Phi3Config(**SMALL, rope_parameters=dict(LONGROPE), original_max_position_embeddings=32, pad_token_id=0)
+    ),
+    "llama, longrope": lambda: LlamaForCausalLM(LlamaConfig(**SMALL, rope_parameters=dict(LONGROPE))),
+    "xlstm, all logits": lambda: xLSTMForCausalLM(
+        xLSTMConfig(vocab_size=VOCABULARY, hidden_size=128, num_hidden_layers=2, num_blocks=2, num_heads=2)
+    ),
+}
+# Plain layers, windows, convolutions, recurrences.
+ONE_OF_EACH_CACHE = [
+    "qwen3, grouped queries",
+    "mistral, window",
+    "lfm2, convolutions",
+    "qwen3-next, recurrences and full attention",
+]
 
 
 def seeded(build, seed: int = 5):
@@ -71,7 +125,7 @@ def seeded(build, seed: int = 5):
 
 
 def new_model(name: str = "qwen3, grouped queries"):
-    return seeded(ARCHITECTURES[name]).eval()
+    return seeded((ARCHITECTURES | STUBBORN)[name]).eval()
 
 
 shared_model = functools.cache(new_model)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from ragen2_trl.instrument.reasoning import Turn, find_turns
+from ragen2_trl.instrument.reasoning import Trajectories, Turn, find_turns
 from ragen2_trl.tiny.build import build_tokenizer
 
 END = "<|im_end|>"
@@ -281,6 +281,16 @@ def test_reasoning_is_always_a_slice_of_what_the_model_wrote(rollout):
         assert not turn.valid or spelled
         for end in (*spelled[:1], *spelled[-1:]):
             assert end.strip("ĠĊĉč" + WHITE_SPACE)
+
+
+@given(rollouts())
+def test_turns_are_counted_and_the_first_context_is_known_without_reading(rollout):
+    kind, prompt, completion, mask = rollout
+    trajectories = Trajectories([prompt], [completion], tokenizer_of(kind), [mask])
+    turns = find_turns(prompt, completion, tokenizer_of(kind), mask)
+    assert len(turns) == trajectories.num_turns(0)
+    assert all(trajectories.first_context(0) == turn.context for turn in turns[:1])
+    assert turns == trajectories[0]
 
 
 texts = st.lists(st.sampled_from(["<think>", "</think>", "\n", " ", "a", "b c", "<", ">", "</"]), max_size=8).map(

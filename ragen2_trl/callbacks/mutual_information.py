@@ -36,11 +36,12 @@ from ragen2_trl.instrument.diagnosis import (
     NotMeasurableError,
     Sampling,
     combine,
+    draw,
     measure_first_turn,
     measure_trajectory,
 )
 from ragen2_trl.instrument.information import MarginalStdEMA
-from ragen2_trl.instrument.reasoning import Turn, find_turns
+from ragen2_trl.instrument.reasoning import Trajectories, Turn
 from ragen2_trl.instrument.scoring import ContextLengthError, count_tokens
 from ragen2_trl.instrument.verdict import Finding
 from ragen2_trl.reporting.files import MEASUREMENTS
@@ -243,15 +244,12 @@ class MutualInformationCallback(TrainerCallback):
         if len(self._measured) > 1:
             self._log({"mi/pooled_steps": float(done - self._measured[0].step)})
         tokenizer = self.trainer._tokenizer
-        trajectories = [
-            find_turns(prompt, completion, tokenizer, mask)
-            for prompt, completion, mask in zip(
-                rollout.prompt_ids, rollout.completion_ids, rollout.tool_masks, strict=True
-            )
-        ]
+        trajectories = Trajectories(rollout.prompt_ids, rollout.completion_ids, tokenizer, rollout.tool_masks)
         groups = [row // rollout.group_size for row in range(len(trajectories))]
         self._log(group_metrics(rollout))
-        valid_rate = self._log_validity(trajectories)
+        # Read are those that are drawn: where all have a turn, the very ones that the first scope draws.
+        drawn = draw(range(len(trajectories)), self.sampling.num_completions, self._generator(step, 0))
+        valid_rate = self._log_validity([trajectories[i] for i in drawn])
         warn_of_unequal_prompts(rollout, groups)
         with self._scoring_model() as model, count_tokens(model) as tokens, self.trainer.accelerator.autocast():
             metrics, first_turn = self._measure(model, step, trajectories, groups)
@@ -292,22 +290,24 @@ class MutualInformationCallback(TrainerCallback):
                     return step
         return None
 
+    def _generator(self, step: int, number: int) -> torch.Generator:
+        """The same draws on every process, and after a resume; no global generator moves."""
+        seed = np.random.SeedSequence([self.trainer.args.seed, step, number]).generate_state(1)[0]
+        return torch.Generator().manual_seed(int(seed))
+
     def _measure(
-        self, model: nn.Module, step: int, trajectories: list[list[Turn]], groups: list[int]
+        self, model: nn.Module, step: int, trajectories: Trajectories, groups: list[int]
     ) -> tuple[dict[str, float] | None, Measurement | None]:
         """Logs all scopes that can be measured.
 
         Gives the metrics of the first scope, which regimes are told by, and the measurement of first turns.
         """
-        has_turns = any(len(turns) > 1 for turns in trajectories)
+        has_turns = any(trajectories.num_turns(i) > 1 for i in range(len(trajectories)))
         leading = first_turn = None
         for number, scope in enumerate(self.scopes):
             if scope == "trajectory" and not has_turns:
                 continue
-            # The same completions on every process, and after a resume; no global generator moves.
-            seed = np.random.SeedSequence([self.trainer.args.seed, step, number]).generate_state(1)[0]
-            generator = torch.Generator().manual_seed(int(seed))
-            arguments = (model, trajectories, groups, generator, self.sampling)
+            arguments = (model, trajectories, groups, self._generator(step, number), self.sampling)
             try:
                 if scope == "first_turn":
                     first_turn = measure_first_turn(*arguments)
@@ -333,10 +333,10 @@ class MutualInformationCallback(TrainerCallback):
         return leading, first_turn
 
     def _with_texts(
-        self, step: int, measurement: Measurement, trajectories: list[list[Turn]], rewards: torch.Tensor
+        self, step: int, measurement: Measurement, trajectories: Trajectories, rewards: torch.Tensor
     ) -> SavedMeasurement:
         decode = self.trainer._tokenizer.decode
-        contexts = [trajectories[i][0].context for i in measurement.columns]
+        contexts = [trajectories.first_context(i) for i in measurement.columns]
         distinct = {context: contexts.index(context) for context in contexts}  # a prompt may come several times
         columns = list(distinct.values())
         place = torch.tensor([columns.index(distinct[context]) for context in contexts])

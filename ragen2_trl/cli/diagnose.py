@@ -53,7 +53,7 @@ from ragen2_trl.instrument.diagnosis import (
     measure_first_turn,
     measure_trajectory,
 )
-from ragen2_trl.instrument.reasoning import Turn, find_turns
+from ragen2_trl.instrument.reasoning import Trajectories, Turn
 from ragen2_trl.instrument.scoring import count_tokens
 from ragen2_trl.instrument.verdict import Evidence, judge
 from ragen2_trl.instrument.wording import in_numbers
@@ -189,10 +189,7 @@ def _measure(
     line: ProgressLine,
 ) -> tuple[Measurement, list[Turn | None], dict[str, float], dict[int, Measurement]]:
     started = time.perf_counter()
-    trajectories = [
-        find_turns(prompt, completion, tokenizer, mask)
-        for prompt, completion, mask in zip(sample.prompt_ids, sample.completion_ids, sample.masks, strict=True)
-    ]
+    trajectories = Trajectories(sample.prompt_ids, sample.completion_ids, tokenizer, sample.masks)
     later: dict[int, Measurement] = {}
     line.begin(f"Scoring {printable(sample.label)}")
     with count_tokens(model) as tokens:
@@ -203,19 +200,19 @@ def _measure(
             measurement = measure_first_turn(
                 model, trajectories, sample.groups, torch.Generator().manual_seed(seed), sampling
             )
-            if any(len(turns) > 1 for turns in trajectories):
+            if any(trajectories.num_turns(number) > 1 for number in range(len(trajectories))):
                 generator = torch.Generator().manual_seed(seed)
                 later = measure_trajectory(model, trajectories, sample.groups, generator, sampling)
         finally:
             telling.remove()
-    every = [turn for turns in trajectories for turn in turns]
+    every = [turn for number in range(len(trajectories)) for turn in trajectories[number]]
     metrics = measurement.metrics | {
         "valid_thinking_rate": sum(turn.valid for turn in every) / max(1, len(every)),
         "tokens_forwarded": float(sum(tokens)),
         "scoring_seconds": time.perf_counter() - started,
     }
     later.pop(0, None)  # first turns have been measured, all of them
-    return measurement, [turns[0] if turns else None for turns in trajectories], metrics, later
+    return measurement, [next(iter(trajectories[i]), None) for i in range(len(trajectories))], metrics, later
 
 
 def write(

@@ -19,7 +19,7 @@ from ragen2_trl.instrument.information import (
     chance_p_value,
     information_metrics,
 )
-from ragen2_trl.instrument.reasoning import Turn, find_turns
+from ragen2_trl.instrument.reasoning import Trajectories, Turn, find_turns
 from ragen2_trl.instrument.scoring import ContextLengthError, count_tokens, cross_score
 from ragen2_trl.instrument.verdict import Evidence, Finding, Regime, judge
 from ragen2_trl.instrument.wording import headline, in_numbers
@@ -34,6 +34,7 @@ __all__ = [
     "NotMeasurableError",
     "Regime",
     "Sampling",
+    "Trajectories",
     "Turn",
     "chance_p_value",
     "combine",

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ragen2_trl.instrument.information import information_metrics
-from ragen2_trl.instrument.reasoning import Turn
+from ragen2_trl.instrument.reasoning import Trajectories, Turn
 from ragen2_trl.instrument.scoring import cross_score
 
 T = TypeVar("T")
@@ -74,15 +74,26 @@ class Sampling:
 
 
 @dataclass(frozen=True)
-class _Row:
+class _Column:
     trajectory: int
     group: int
+    context: tuple[int, ...]
+
+    @property
+    def key(self) -> tuple[int, tuple[int, ...]]:
+        """Groups with one prompt are columns of their own, and so are different prompts of one group."""
+        return self.group, self.context
+
+
+@dataclass(frozen=True)
+class _Row:
+    column: _Column
     turn: Turn
 
 
 def measure_first_turn(
     model: nn.Module,
-    trajectories: Sequence[Sequence[Turn]],
+    trajectories: Trajectories,
     groups: Sequence[int],
     generator: torch.Generator,
     sampling: Sampling,
@@ -91,7 +102,7 @@ def measure_first_turn(
 
     Args:
         model: The policy.
-        trajectories: Turns of each completion.
+        trajectories: Turns of each completion. Only those that are drawn are read.
         groups: Group of each completion. Each group is one column, or several where its members have different
             prompts. Groups with the same prompt form a class (see `information_metrics`).
         generator: Draws the subsample.
@@ -100,17 +111,32 @@ def measure_first_turn(
     Raises:
         NotMeasurableError: With fewer than two distinct prompts, or without any reasoning.
     """
-    rows = [_Row(i, groups[i], turns[0]) for i, turns in enumerate(trajectories) if turns]
-    columns = list({(row.group, row.turn.context): row for row in reversed(rows)}.values())[::-1]
-    columns = _draw(columns, sampling.max_prompts, generator)
-    chosen = {(row.group, row.turn.context) for row in columns}
-    rows = [row for row in rows if row.turn.reasoning and (row.group, row.turn.context) in chosen]
-    return _measure(model, _draw(rows, sampling.num_completions, generator), columns, sampling)
+    first = [
+        _Column(i, groups[i], trajectories.first_context(i))
+        for i in range(len(trajectories))
+        if trajectories.num_turns(i)
+    ]
+    distinct = {column.key: column for column in reversed(first)}
+    columns = draw(list(distinct.values())[::-1], sampling.max_prompts, generator)
+    chosen = {column.key for column in columns}
+    candidates = [column for column in first if column.key in chosen]
+    # Drawn before they are read: one without reasoning makes room for the next.
+    count, order = sampling.num_completions, list(range(len(candidates)))
+    if len(candidates) > count:
+        order = torch.randperm(len(candidates), generator=generator).tolist()
+    rows: dict[int, _Row] = {}
+    for number in order:
+        turn = trajectories[candidates[number].trajectory][0]
+        if turn.reasoning:
+            rows[number] = _Row(candidates[number], turn)
+        if len(rows) == count:
+            break
+    return _measure(model, [rows[number] for number in sorted(rows)], columns, sampling)
 
 
 def measure_trajectory(
     model: nn.Module,
-    trajectories: Sequence[Sequence[Turn]],
+    trajectories: Trajectories,
     groups: Sequence[int],
     generator: torch.Generator,
     sampling: Sampling,
@@ -131,19 +157,19 @@ def measure_trajectory(
         NotMeasurableError: If no position has, or without any reasoning.
     """
     rows = []
-    for i in _draw(range(len(trajectories)), sampling.num_completions, generator):
+    for i in draw(range(len(trajectories)), sampling.num_completions, generator):
         reasoned = [(position, turn) for position, turn in enumerate(trajectories[i]) if turn.reasoning]
         if reasoned:
-            position, turn = _draw(reasoned, 1, generator)[0]
-            rows.append((position, _Row(i, groups[i], turn)))
+            position, turn = draw(reasoned, 1, generator)[0]
+            rows.append((position, _Row(_Column(i, groups[i], turn.context), turn)))
     strata: dict[int, list[_Row]] = defaultdict(list)
     for position, row in rows:
         strata[position].append(row)
     measurements, reason = {}, "no completion has reasoning"
     for position, stratum in sorted(strata.items()):
-        columns = list({(row.group, row.turn.context): row for row in stratum}.values())[: sampling.max_prompts]
-        chosen = {(row.group, row.turn.context) for row in columns}
-        stratum = [row for row in stratum if (row.group, row.turn.context) in chosen]
+        columns = list({row.column.key: row.column for row in stratum}.values())[: sampling.max_prompts]
+        chosen = {column.key for column in columns}
+        stratum = [row for row in stratum if row.column.key in chosen]
         try:
             measured = _measure(model, stratum, columns, sampling)
             measurements[position] = replace(measured, without_own_words=_retell(model, stratum, columns, sampling))
@@ -166,9 +192,12 @@ def combine(measurements: Sequence[Measurement]) -> dict[str, float]:
     return metrics
 
 
-def _retell(model: nn.Module, rows: Sequence[_Row], columns: Sequence[_Row], sampling: Sampling) -> Measurement | None:
+def _retell(
+    model: nn.Module, rows: Sequence[_Row], columns: Sequence[_Column], sampling: Sampling
+) -> Measurement | None:
     """The measurement under contexts that differ only in prompts and in what the environment answered."""
-    contexts = [column.turn.context_without_own_words for column in columns]
+    turn_of = {row.column.key: row.turn for row in rows}
+    contexts = [turn_of[column.key].context_without_own_words for column in columns]
     if len(set(contexts)) < 2 or all(not row.turn.earlier for row in rows):
         return None
     return _measure(model, rows, columns, sampling, contexts)
@@ -177,15 +206,15 @@ def _retell(model: nn.Module, rows: Sequence[_Row], columns: Sequence[_Row], sam
 def _measure(
     model: nn.Module,
     rows: Sequence[_Row],
-    columns: Sequence[_Row],
+    columns: Sequence[_Column],
     sampling: Sampling,
     contexts: Sequence[tuple[int, ...]] | None = None,
 ) -> Measurement:
     """Scores rows under the contexts of the columns, or under others in their places."""
     if not rows:
         raise NotMeasurableError("no completion has reasoning")
-    contexts = [column.turn.context for column in columns] if contexts is None else contexts
-    column_of = {(column.group, column.turn.context): number for number, column in enumerate(columns)}
+    contexts = [column.context for column in columns] if contexts is None else contexts
+    column_of = {column.key: number for number, column in enumerate(columns)}
     class_of: dict[tuple[int, ...], int] = {}
     prompt_class = [class_of.setdefault(context, len(class_of)) for context in contexts]
     if len(class_of) < 2:
@@ -200,18 +229,18 @@ def _measure(
         split_over_processes=sampling.split_over_processes,
     )
     lengths = torch.tensor([len(row.turn.reasoning) for row in rows])
-    prompt_index = torch.tensor([column_of[row.group, row.turn.context] for row in rows])
+    prompt_index = torch.tensor([column_of[row.column.key] for row in rows])
     return Measurement(
         information_metrics(cross_logps, lengths, prompt_index, prompt_class=torch.tensor(prompt_class)),
         cross_logps,
         lengths,
         prompt_index,
-        [row.trajectory for row in rows],
+        [row.column.trajectory for row in rows],
         [column.trajectory for column in columns],
     )
 
 
-def _draw(items: Sequence[T], count: int, generator: torch.Generator) -> list[T]:
+def draw(items: Sequence[T], count: int, generator: torch.Generator) -> list[T]:
     """`count` of the items without replacement, in their order; all of them where there are no more."""
     if len(items) <= count:
         return list(items)

@@ -82,6 +82,54 @@ def find_turns(
     return turns
 
 
+class Trajectories:
+    """Turns of many completions, each completion read when it is asked for, and once.
+
+    Args:
+        prompt_ids: For each completion the ids of its prompt, without padding.
+        completion_ids: Their ids, without padding.
+        tokenizer: See `find_turns`.
+        tool_masks: For each completion its `tool_mask`, see `find_turns`. Default: the model wrote all of it.
+    """
+
+    def __init__(
+        self,
+        prompt_ids: Sequence[Sequence[int]],
+        completion_ids: Sequence[Sequence[int]],
+        tokenizer: PreTrainedTokenizerBase,
+        tool_masks: Sequence[Sequence[int] | None] | None = None,
+    ):
+        self.prompt_ids = prompt_ids
+        self.completion_ids = completion_ids
+        self.tokenizer = tokenizer
+        self.tool_masks = tool_masks or [None] * len(prompt_ids)
+        self._read: dict[int, list[Turn]] = {}
+
+    def __len__(self) -> int:
+        return len(self.prompt_ids)
+
+    def __getitem__(self, number: int) -> list[Turn]:
+        if not 0 <= number < len(self):
+            raise IndexError(number)
+        if number not in self._read:
+            prompt, completion, mask = self.prompt_ids[number], self.completion_ids[number], self.tool_masks[number]
+            self._read[number] = find_turns(prompt, completion, self.tokenizer, mask)
+        return self._read[number]
+
+    def num_turns(self, number: int) -> int:
+        """Turns of a completion, without reading it."""
+        mask = self.tool_masks[number]
+        if mask is None:
+            return min(1, len(self.completion_ids[number]))
+        return sum(written_by_model for written_by_model, _ in groupby(mask, key=bool))
+
+    def first_context(self, number: int) -> tuple[int, ...]:
+        """The context of a completion's first turn, without reading it."""
+        mask = self.tool_masks[number]
+        before = [] if mask is None else self.completion_ids[number][: list(map(bool, mask)).index(True)]
+        return (*self.prompt_ids[number], *before)
+
+
 def _read_turn(ids: list[int], start: int, end: int, tokenizer: PreTrainedTokenizerBase, special: set[int]) -> Turn:
     # Pieces as the vocabulary spells them: tags are ASCII, which every spelling keeps.
     pieces = _pieces(ids[start:end], tokenizer)

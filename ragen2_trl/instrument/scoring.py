@@ -1,10 +1,11 @@
 """Log-probabilities of many completions under many prompts, with the work of each prompt done once.
 
 Each prompt is run once into a key-value cache; all completions are then run on top of that cache, which no forward
-pass changes. Only standard calls `model(input_ids, position_ids, past_key_values, logits_to_keep)` are made.
+pass changes. Only standard calls `model(input_ids, position_ids, past_key_values, logits_to_keep)` are made. Where a
+cache cannot be reused, or reusing it turns out to change a log-probability, each pair is run in full, with a warning
+that says why.
 """
 
-import copy
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,12 +16,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, pad
-from transformers.cache_utils import Cache, DynamicLayer
+from transformers.cache_utils import Cache
 from transformers.utils import logging
+
+from ragen2_trl.instrument.shared_cache import share, unshareable
 
 logger = logging.get_logger(__name__)
 
 H = TypeVar("H", bound=Hashable)
+Rows = Sequence[tuple[tuple[int, ...], int]]  # ids of each completion, and how many of them are not scored
 
 # Bounds of one forward pass, unless `max_tokens_per_forward` says otherwise, on a CPU and elsewhere. On a CPU little
 # chunks are fastest (benchmarks/cross_score.py): less padding, and less memory to be mapped for logits.
@@ -28,6 +32,9 @@ MAX_TOKENS_CPU, MAX_TOKENS = 1024, 8192
 MAX_LOGITS_CPU, MAX_LOGITS = 2**27, 2**29  # 512 MiB in float32, 1 GiB in bfloat16
 # Logits that are normalised at once, in float32; few enough to stay in a cache.
 LOGITS_SLICE = 2**18
+# Nats by which two orders of operations may differ at a token. Rounding averages out: the mean over n tokens may
+# differ by 1 / sqrt(n) of it, but not by less than a tenth.
+TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.1, torch.bfloat16: 0.5}
 
 
 @torch.no_grad()
@@ -75,14 +82,12 @@ def cross_score(
         max_tokens_per_forward = _default_tokens(device, _text_config(model).vocab_size)
     distinct_prompts, column = _distinct(tuple(prompt) for prompt in prompts)
     distinct_rows, row = _distinct((tuple(ids), skip) for ids, skip in zip(completions, lead_in, strict=True))
-    chunks = _chunks(distinct_rows, max_tokens_per_forward, device)
     scores = torch.zeros(len(distinct_rows), len(distinct_prompts), device=device)
     # The longest first: that is where reusing its cache is put to the test.
     order = sorted(range(len(distinct_prompts)), key=lambda number: -len(distinct_prompts[number]))
     rank, world = (dist.get_rank(), dist.get_world_size()) if split_over_processes else (0, 1)
     with _evaluation_mode(model):
-        rows_in_full = max_tokens_per_forward // (len(distinct_prompts[order[0]]) + chunks[-1].ids.shape[1])
-        scorer = _Scorer(model, chunks, max(1, rows_in_full), temperature, world > 1)
+        scorer = _Scorer(model, distinct_prompts, distinct_rows, max_tokens_per_forward, temperature, world > 1)
         for turn in range(rank, ceil(len(order) / world) * world, world):
             # Where prompts have run out, the shortest one once more, so that no process runs fewer forward passes.
             number = order[min(turn, len(order) - 1)]
@@ -123,24 +128,19 @@ class _Chunk:
     ids: Tensor
     scored: Tensor
 
-    def split(self, size: int) -> list["_Chunk"]:
-        """The same in parts of at most `size` rows."""
-        parts = zip(self.rows.split(size), self.ids.split(size), self.scored.split(size), strict=True)
-        return [_Chunk(*part) for part in parts]
 
-
-def _chunks(rows: Sequence[tuple[tuple[int, ...], int]], max_tokens: int, device: torch.device) -> list[_Chunk]:
-    """Completions sorted by length and cut so that each chunk, with its padding, has at most `max_tokens`."""
-    order = sorted(range(len(rows)), key=lambda number: len(rows[number][0]))
+def _chunks(rows: Rows, device: torch.device, fits: Callable[[int, int, int], bool]) -> list[_Chunk]:
+    """Completions sorted by length and cut so that each chunk fits, by its rows, their shortest and longest length."""
     chunks: list[list[int]] = []
-    for number in order:
-        if not chunks or (len(chunks[-1]) + 1) * len(rows[number][0]) > max_tokens:
+    for number in sorted(range(len(rows)), key=lambda number: len(rows[number][0])):
+        longest = len(rows[number][0])
+        if not chunks or not fits(len(chunks[-1]) + 1, len(rows[chunks[-1][0]][0]), longest):
             chunks.append([])
         chunks[-1].append(number)
     return [_make_chunk(rows, numbers, device) for numbers in chunks]
 
 
-def _make_chunk(rows: Sequence[tuple[tuple[int, ...], int]], numbers: list[int], device: torch.device) -> _Chunk:
+def _make_chunk(rows: Rows, numbers: list[int], device: torch.device) -> _Chunk:
     width = len(rows[numbers[-1]][0])
     ids = torch.zeros(len(numbers), width, dtype=torch.long)
     scored = torch.zeros(len(numbers), width, dtype=torch.bool)
@@ -156,112 +156,135 @@ class ContextLengthError(ValueError):
 
 
 class _Scorer:
-    """Scores all chunks after one prompt at a time, on top of the prompt's cache where that is exact.
+    """Scores all completions after one prompt at a time, on top of the prompt's cache where that is exact.
 
-    A cache of plain attention layers is shared as it is. Other kinds (sliding windows, recurrent layers) are copied
-    for every chunk, provided that this agrees with full runs on the first prompt: there are models that take a cache
-    and do not use it. If it does not, everything is run in full.
+    Whether it is, is tried on the first prompt, with the longest and the shortest completion padded to one batch: each
+    of their tokens has to agree with a run in full. There are models that take a cache and do not use it, or use it
+    for one token only. If it does not agree, everything is run in full, without padding.
+
+    Args:
+        prompts: All of them, distinct.
+        rows: All completions.
+        max_tokens: Of one forward pass.
     """
 
     def __init__(
-        self, model: nn.Module, chunks: list[_Chunk], rows_in_full: int, temperature: float, distributed: bool
+        self,
+        model: nn.Module,
+        prompts: Sequence[tuple[int, ...]],
+        rows: Rows,
+        max_tokens: int,
+        temperature: float,
+        distributed: bool,
     ):
         self.model = model
-        self.chunks = chunks
-        self.rows_in_full = rows_in_full  # of one forward pass that includes the prompt
         self.temperature = temperature
         self.distributed = distributed
+        self.device = next(model.parameters()).device
+        self.chunks = _chunks(rows, self.device, lambda count, shortest, longest: count * longest <= max_tokens)
+        # As many for each prompt, because processes keep step.
+        before = max(map(len, prompts))
+        self.in_full = _chunks(
+            rows, self.device, lambda count, least, most: least == most and count * (before + most) <= max_tokens
+        )
+        by_length = sorted(range(len(rows)), key=lambda number: len(rows[number][0]))
+        longest = len(rows[by_length[-1]][0])
+        alone = len(rows) == 1 or 2 * longest > max_tokens
+        self.probe = _make_chunk(rows, by_length[-1:] if alone else [by_length[0], by_length[-1]], self.device)
         self.reuse: bool | None = None  # not known before the first prompt
+        switch = _longrope_switch(_text_config(model))
+        if switch is not None and min(map(len, prompts)) - 1 <= switch < before + longest:
+            self.reuse = self._fall_back(
+                f"has other rotary embeddings (longrope) for texts of more than {switch} tokens, which some prompts "
+                "with some completions have"
+            )
 
     def column(self, prompt: tuple[int, ...]) -> Iterator[tuple[_Chunk, Tensor]]:
         """Each chunk with its scores (R,) after `prompt`."""
-        ids = torch.tensor([prompt], device=self.chunks[0].ids.device)  # (1, P)
+        ids = torch.tensor([prompt], device=self.device)  # (1, P)
         # A prompt of one id has nothing to reuse, but processes have to keep step.
-        caches = self._caches(ids) if self.reuse is not False and (len(prompt) > 1 or self.distributed) else None
+        cache = self._cache(ids) if self.reuse is not False and (len(prompt) > 1 or self.distributed) else None
         if self.reuse is None and (len(prompt) > 1 or self.distributed):
-            self.reuse = self._agree(caches is not None)
-        for chunk in self.chunks:
-            if self.reuse and caches is not None and len(prompt) > 1:
-                yield chunk, self._score(chunk, ids, caches(len(chunk.rows)))
-            else:
-                # After a single id a chunk is no longer than it is on top of a cache.
-                for part in chunk.split(self.rows_in_full) if len(prompt) > 1 else [chunk]:
-                    yield part, self._score(part, ids, None)
+            self.reuse = self._agree(cache is not None and self._is_exact(ids, cache))
+        for chunk in self.chunks if self.reuse else self.in_full:
+            yield chunk, self._logps(chunk, ids, cache if self.reuse and len(prompt) > 1 else None).sum(dim=1)
 
-    def _caches(self, ids: Tensor) -> Callable[[int], Cache] | None:
-        """What gives a cache of all ids but the last for a number of rows; `None` if full runs have to do."""
+    def _cache(self, ids: Tensor) -> Cache | None:
+        """The cache of all ids but the last; `None` if full runs have to do."""
         held_back = ids[:, : max(1, ids.shape[1] - 1)]  # of a single id the cache is of no use, but tells its kind
         output = self.model(input_ids=held_back, use_cache=True, logits_to_keep=1)
         cache = getattr(output, "past_key_values", None)
-        if not isinstance(cache, Cache) or cache.get_seq_length() != held_back.shape[1]:
-            return self._fall_back(f"returns {type(cache).__name__} in place of a cache of its input")
-        if all(type(layer) is DynamicLayer and layer.is_initialized for layer in cache.layers):
-            shared = Cache(layers=[_SharedLayer(layer) for layer in cache.layers])
-            return lambda rows: shared
+        if (reason := unshareable(cache, held_back.shape[1])) is not None:
+            self._fall_back(f"returns {reason}")
+            return None
+        return cache
 
-        def copied(rows: int) -> Cache:
-            copied_cache = copy.deepcopy(cache)
-            copied_cache.reorder_cache(torch.zeros(rows, dtype=torch.long, device=ids.device))
-            return copied_cache
+    def _is_exact(self, ids: Tensor, cache: Cache) -> bool:
+        """Whether tokens on top of the cache have the log-probabilities that they have when all is run in full."""
+        reused = self._logps(self.probe, ids, cache if ids.shape[1] > 1 else None)
+        errors = []
+        for i in range(len(self.probe.rows)):
+            valid = self.probe.scored[i]
+            length = int(valid.nonzero().max()) + 1
+            row = _Chunk(self.probe.rows[i : i + 1], self.probe.ids[i : i + 1, :length], valid[None, :length])
+            errors.append((reused[i, :length] - self._logps(row, ids, None)[0])[valid[:length]])
+        tolerance = self._tolerance(cache)
+        for error in errors:
+            of_mean = tolerance * max(0.1, len(error) ** -0.5)
+            # Not "above": NaN, too, is no agreement.
+            if not (error.abs().max() <= tolerance and error.mean().abs() <= of_mean):
+                return self._fall_back(
+                    f"gives tokens other log-probabilities, by more than {tolerance:g} nats or a tenth of it on "
+                    "average, when the cache of their prompt is reused"
+                )
+        return True
 
-        if self.reuse is None and ids.shape[1] > 1:
-            probe = self.chunks[-1].split(1)[0]
-            reused, exact = self._score(probe, ids, copied(1)), self._score(probe, ids, None)
-            if not torch.allclose(reused, exact, **self._tolerance()):
-                return self._fall_back(f"differs by {(reused - exact).abs().max():.2g} nats when its cache is reused")
-        return copied
-
-    def _fall_back(self, reason: str) -> None:
+    def _fall_back(self, reason: str) -> bool:
         logger.warning_once(
             f"{type(self.model).__name__} {reason}: every pair of prompt and completion is run in full, "
             "which is exact but several times slower."
         )
+        return False
 
     def _agree(self, reuse: bool) -> bool:
         """Whether all processes can reuse caches: a model that is sharded over them needs the same calls from each."""
         if not self.distributed:
             return reuse
-        everyones = torch.tensor(int(reuse), device=self.chunks[0].ids.device)
+        everyones = torch.tensor(int(reuse), device=self.device)
         dist.all_reduce(everyones, op=dist.ReduceOp.MIN)
         return bool(everyones)
 
-    def _tolerance(self) -> dict[str, float]:
-        parameter = next(self.model.parameters())
-        if parameter.dtype == torch.float32 and not torch.is_autocast_enabled(parameter.device.type):
-            return {"rtol": 1e-5, "atol": 1e-2}
-        return {"rtol": 2e-2, "atol": 0.5}  # two orders of operations in bfloat16 differ by tenths of a nat
+    def _tolerance(self, cache: Cache) -> float:
+        # What is computed in, under autocast or a sharded model's mixed precision, too, shows in the cache.
+        keys = [layer.keys for layer in cache.layers if getattr(layer, "keys", None) is not None]
+        dtypes = {tensor.dtype for tensor in (*keys, *self.model.parameters())}
+        if self.device.type == "cuda" and torch.get_float32_matmul_precision() != "highest":
+            dtypes.add(torch.float16)  # TF32 has as many digits
+        return max((TOLERANCE[dtype] for dtype in dtypes if dtype in TOLERANCE), default=TOLERANCE[torch.float32])
 
-    def _score(self, chunk: _Chunk, ids: Tensor, cache: Cache | None) -> Tensor:
-        """(R,) scores of a chunk after the prompt `ids` (1, P), of which `cache` holds all but the last."""
-        rows = len(chunk.rows)
+    def _logps(self, chunk: _Chunk, ids: Tensor, cache: Cache | None) -> Tensor:
+        """(R, L) log-probabilities of scored tokens, 0 elsewhere, after `ids` (1, P).
+
+        `cache` holds all ids but the last; without one all are run, and the last token of the completions, too, which
+        nothing follows: as whoever runs them in full would, and rotary embeddings can depend on it.
+        """
+        rows, length = chunk.ids.shape
         # The last prompt token predicts the first of the completion, so it runs along with them.
-        before = ids if cache is None else ids[:, -1:]
-        inputs = torch.cat([before.expand(rows, -1), chunk.ids[:, :-1]], dim=1)  # (R, L) or (R, P - 1 + L)
-        end = ids.shape[1] + chunk.ids.shape[1] - 1
-        scored = pad(chunk.scored, (inputs.shape[1] - chunk.ids.shape[1], 0))
+        before, after = (ids, chunk.ids) if cache is None else (ids[:, -1:], chunk.ids[:, :-1])
+        inputs = torch.cat([before.expand(rows, -1), after], dim=1)  # (R, P + L) or (R, L)
+        start = 0 if cache is None else ids.shape[1] - 1
+        kept = pad(chunk.scored, (before.shape[1] - 1, inputs.shape[1] - before.shape[1] + 1 - length))
         logits = self.model(
             input_ids=inputs,
-            position_ids=torch.arange(end - inputs.shape[1], end, device=ids.device).expand(rows, -1),
-            past_key_values=cache,
+            position_ids=torch.arange(start, start + inputs.shape[1], device=ids.device).expand(rows, -1),
+            past_key_values=None if cache is None else share(cache, rows),
             use_cache=cache is not None,
-            logits_to_keep=scored,  # those only, as (number of scored tokens, vocabulary)
+            logits_to_keep=kept,  # those only, as (number of scored tokens, vocabulary)
         ).logits
+        if logits.shape[:-1] == kept.shape:  # of a model that does not know `logits_to_keep`
+            logits = logits[kept]
         logps = _token_logps(logits.view(-1, logits.shape[-1]), chunk.ids[chunk.scored], self.temperature)
-        return torch.zeros(chunk.ids.shape, device=ids.device).masked_scatter(chunk.scored, logps).sum(dim=1)
-
-
-class _SharedLayer(DynamicLayer):
-    """Keys and values of a prompt, for any number of rows; what is passed to `update` is used once and not kept."""
-
-    def __init__(self, layer: DynamicLayer):
-        super().__init__()
-        self.keys, self.values = layer.keys, layer.values  # (1, heads, P - 1, head size)
-        self.dtype, self.device, self.is_initialized = layer.dtype, layer.device, True
-
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        rows = len(key_states)
-        keys = torch.cat([self.keys.expand(rows, -1, -1, -1), key_states], dim=-2)
-        return keys, torch.cat([self.values.expand(rows, -1, -1, -1), value_states], dim=-2)
+        return torch.zeros(chunk.ids.shape, device=ids.device).masked_scatter(chunk.scored, logps)
 
 
 def _token_logps(logits: Tensor, ids: Tensor, temperature: float) -> Tensor:
@@ -297,6 +320,14 @@ def _text_config(model: nn.Module) -> Any:
     while not hasattr(module, "config"):  # wrappers of accelerate and torch
         module = module.module
     return module.config.get_text_config()
+
+
+def _longrope_switch(config: Any) -> int | None:
+    """Tokens up to which LongRoPE has its short factors: then all positions, also those in a cache, have others."""
+    parameters = getattr(config, "rope_parameters", None) or {}
+    of_layers = [parameters, *(value for value in parameters.values() if isinstance(value, dict))]  # per layer type
+    switches = [one["original_max_position_embeddings"] for one in of_layers if one.get("rope_type") == "longrope"]
+    return min(switches, default=None)
 
 
 def _distinct(items: Iterable[H]) -> tuple[list[H], list[int]]:
