@@ -103,9 +103,9 @@ def test_every_writer_of_text_goes_through_one_function():
             continue
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Call):
-                called = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
-                assert called not in ("write_text", "write_bytes", "open", "dump") or (
-                    isinstance(node.func, ast.Name) and called == "write_text"
-                ), f"{name}:{node.lineno} writes by itself"
+                is_method = isinstance(node.func, ast.Attribute)
+                called = node.func.attr if is_method else getattr(node.func, "id", "")
+                own_way = called in ("write_text", "write_bytes", "dump") if is_method else called == "open"
+                assert not own_way, f"{name}:{node.lineno} writes by itself"
                 if called == "save" and isinstance(node.func, ast.Attribute):
                     assert getattr(node.func.value, "id", "") != "card", f"{name}:{node.lineno} writes by itself"
