@@ -28,10 +28,11 @@ def test_the_notebook_is_kept_with_what_it_shows():
 
 @pytest.mark.slow
 def test_the_notebook_runs(monkeypatch, tmp_path):
-    monkeypatch.setenv("STEPS", "3")
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]))
     notebook = nbformat.read(NOTEBOOK, as_version=4)
+    for cell in notebook.cells:
+        cell.source = cell.source.replace("max_steps=30", "max_steps=3").replace("every=10", "every=1")
     kept = [len(cell.get("outputs", ())) > 0 for cell in notebook.cells]
     resources = {"metadata": {"path": str(NOTEBOOK.parent)}}
     NotebookClient(notebook, timeout=400, kernel_name="python3", resources=resources).execute()
