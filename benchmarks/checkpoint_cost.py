@@ -2,18 +2,19 @@
 
     python benchmarks/checkpoint_cost.py    # about two minutes on two cores
 
-Plain TRL, the filter, and the filter with the callback train the tiny model on FrozenLake, with a checkpoint and a
-measurement at every step; one of each in turn, as often as `--rounds` says. A checkpoint is all that happens in
-`_save_checkpoint`: card, weights, optimizer, state, and what is ours. Halfway the log is made as long as that of
-`--long` steps, by repeating its rows, because a log is written anew each time. The first checkpoint of a process
-imports what all later ones use and is left out. Ending is from the last step to the end of `train()`, where figures
-are drawn. Writes `benchmarks/results/checkpoint_cost.{json,md}`.
+Plain TRL, the filter, and the filter with the callback train the tiny model on FrozenLake with a checkpoint at every
+step; one of each in turn, as often as `--rounds` says. A checkpoint is all that happens in `_save_checkpoint`: card,
+weights, optimizer, state, and what is ours. As all of a log is written with each, rows are repeated until the log is
+as long as the demo's, and for the second half of the run as that of 2,000 steps; every tenth row has a measurement.
+The first checkpoint of a run is left out. The ending is from the last step to the end of `train()`, where figures are
+drawn. CPU seconds say the same where a machine is shared. Writes `benchmarks/results/checkpoint_cost.{json,md}`.
 """
 
 import argparse
 import json
 import statistics
 import tempfile
+import time
 from pathlib import Path
 
 import transformers
@@ -28,30 +29,44 @@ from ragen2_trl.tiny import TINY_MODEL_PATH
 RESULTS = Path(__file__).parent / "results"
 VARIANTS = ("plain TRL", "filter", "filter + callback")
 STEPS = 8
+LENGTHS = {"demo": 140, "long": 2000}  # rows of the log, in the first half of a run and in the second
+EVERY = 10  # rows between two with a measurement, as by the callback's defaults
 TARGET = 0.3  # seconds over plain TRL's
 
 
-class Halfway(TrainerCallback):
+class LongLog(TrainerCallback):
     """Makes the log of a short run as long as that of a long one."""
 
-    def __init__(self, trainer, rows: int):
-        self.trainer, self.rows = trainer, rows
+    def __init__(self):
+        self.begun = {1: LENGTHS["demo"], STEPS // 2: LENGTHS["long"]}
 
     def on_step_begin(self, args, state, control, **kwargs):
-        if state.global_step == STEPS // 2:
-            history = state.log_history
-            history[:0] = [dict(history[number % len(history)]) for number in range(self.rows)]
+        history = state.log_history
+        wanted = self.begun.get(state.global_step, 0) - len(history)
+        measured = dict(history[0]) if history else {}
+        plain = {key: value for key, value in measured.items() if not key.startswith("mi/")}
+        history[:0] = [dict(plain if number % EVERY else measured) for number in range(wanted)]
 
 
 class Ending(TrainerCallback):
     """When the last checkpoint is done; the first of the callbacks that hear of the end."""
 
     def on_train_end(self, args, state, control, **kwargs):
-        self.since = now()
+        self.since = clocks()
 
 
-def train(variant: str, rows: int) -> dict[str, list[float] | float]:
-    """Seconds of each checkpoint, with a short log and a long one, and of the ending."""
+def clocks() -> tuple[float, float]:
+    """Seconds of the wall clock, and of the CPU."""
+    return now(), time.process_time()
+
+
+def since(start: tuple[float, float]) -> dict[str, float]:
+    seconds, cpu_seconds = (end - begin for begin, end in zip(start, clocks(), strict=True))
+    return {"seconds": seconds, "cpu_seconds": cpu_seconds}
+
+
+def train(variant: str) -> dict[str, list[dict[str, float]]]:
+    """Seconds of each checkpoint, with a log of either length, and of the ending."""
     env = make_env("frozen_lake")
     common = {
         "output_dir": tempfile.mkdtemp(),
@@ -76,64 +91,69 @@ def train(variant: str, rows: int) -> dict[str, list[float] | float]:
         args = SNRFilteredGRPOConfig(**common)
         trainer = SNRFilteredGRPOTrainer(str(TINY_MODEL_PATH), env.reward_funcs, args, dataset)
     if variant == "filter + callback":
-        trainer.add_callback(MutualInformationCallback(trainer, every=1))
+        trainer.add_callback(MutualInformationCallback(trainer))
     trainer.remove_callback(transformers.PrinterCallback)
-    trainer.add_callback(Halfway(trainer, rows))
+    trainer.add_callback(LongLog())
     ending = Ending()
     trainer.callback_handler.callbacks.insert(0, ending)
-    seconds = []
+    done = []
     save = trainer._save_checkpoint
 
     def timed(*arguments, **keywords):
-        start = now()
+        start = clocks()
         save(*arguments, **keywords)
-        seconds.append(now() - start)
+        done.append(since(start))
 
     trainer._save_checkpoint = timed
     trainer.train()
-    return {"short": seconds[1 : STEPS // 2], "long": seconds[STEPS // 2 :], "ending": now() - ending.since}
+    return {"demo": done[1 : STEPS // 2], "long": done[STEPS // 2 :], "ending": [since(ending.since)]}
 
 
 def markdown(results: dict) -> str:
     lines = ["# Checkpoints", "", "Made by `python benchmarks/checkpoint_cost.py`, which says what is measured.", ""]
     lines += [", ".join(f"{name} {value}" for name, value in results["machine"].items()), ""]
     lines += [
-        f"Medians over {results['rounds']} rounds, in seconds. Target: less than {TARGET} s over plain TRL's.",
+        f"Medians over {results['rounds']} rounds, in seconds; in brackets, CPU seconds. Target: less than {TARGET} s "
+        "over plain TRL's after as many steps as the demo has.",
         "",
-        f"| | after a few steps | over plain TRL | of plain TRL | after {results['long']:,} steps | over plain TRL "
-        "| of plain TRL | ending, with figures |",
+        "| | after 140 steps | over plain TRL | of plain TRL | after 2,000 steps | over plain TRL | of plain TRL "
+        "| ending, with figures |",
         "|---" * 8 + "|",
     ]
     plain = results["medians"]["plain TRL"]
     for name, medians in results["medians"].items():
         cells = [name]
-        for length in ("short", "long"):
-            over, ratio = medians[length] - plain[length], medians[length] / plain[length]
-            cells += [f"{medians[length]:.3f}", f"{over:+.3f}", f"{ratio:.2f}"]
-        lines.append(f"| {' | '.join(cells)} | {medians['ending']:.3f} |")
+        for length in LENGTHS:
+            (wall, cpu), (plain_wall, plain_cpu) = medians[length].values(), plain[length].values()
+            cells += [f"{wall:.3f} ({cpu:.3f})", f"{wall - plain_wall:+.3f} ({cpu - plain_cpu:+.3f})"]
+            cells += [f"{wall / plain_wall:.2f} ({cpu / plain_cpu:.2f})"]
+        wall, cpu = medians["ending"].values()
+        lines.append(f"| {' | '.join(cells)} | {wall:.3f} ({cpu:.3f}) |")
     return "\n".join(lines) + "\n"
+
+
+def medians_of(runs: list[dict]) -> dict[str, dict[str, float]]:
+    return {
+        part: {
+            clock: statistics.median(one[clock] for run in runs for one in run[part])
+            for clock in ("seconds", "cpu_seconds")
+        }
+        for part in (*LENGTHS, "ending")
+    }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--long", type=int, default=2000, help="log rows of a long run")
     arguments = parser.parse_args()
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     runs: dict[str, list[dict]] = {name: [] for name in VARIANTS}
     for _ in range(arguments.rounds):
         for name in VARIANTS:
-            runs[name].append(train(name, arguments.long))
-    medians = {
-        name: {
-            "short": statistics.median(value for run in done for value in run["short"]),
-            "long": statistics.median(value for run in done for value in run["long"]),
-            "ending": statistics.median(run["ending"] for run in done),
-        }
-        for name, done in runs.items()
-    }
-    results = {"machine": machine(), "rounds": arguments.rounds, "long": arguments.long, "medians": medians}
+            runs[name].append(train(name))
+    medians = {name: medians_of(done) for name, done in runs.items()}
+    results = {"machine": machine(), "rounds": arguments.rounds, "lengths": LENGTHS, "medians": medians}
     RESULTS.mkdir(exist_ok=True)
     (RESULTS / "checkpoint_cost.json").write_text(json.dumps({**results, "runs": runs}, indent=2) + "\n")
     (RESULTS / "checkpoint_cost.md").write_text(markdown(results))
