@@ -223,7 +223,7 @@ def test_training_is_bit_identical_with_and_without(algorithm, policy_path, tmp_
     [
         {"gradient_checkpointing": True},
         {"steps_per_generation": 2, "gradient_accumulation_steps": 4},
-        {"steps_per_generation": 8, "gradient_accumulation_steps": 4, "num_iterations": 2},
+        {"steps_per_generation": 8, "num_iterations": 2, "per_device_train_batch_size": 4},
     ],
 )
 def test_every_layout_is_measured_and_left_as_it_is(settings, policy_path, tmp_path):

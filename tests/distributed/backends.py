@@ -90,9 +90,9 @@ PPO_CASES = {
     },
 }
 # Not for FSDP, whose shards are refused.
-GRADIENTS = {"gradients": True, "max_steps": 2}
+GRADIENTS = {"gradients": {}, "max_steps": 2}
 GRADIENT_CASES = {
-    "gradients by reward variance": {**LAYOUT, **GRADIENTS, "entropy_coef": 0.05, "loss_type": "dapo"},
+    "gradients by reward variance": {**LAYOUT, "gradients": {"entropy_coef": 0.05}, "loss_type": "dapo"},
     "gradients of checkpointed layers": {**LAYOUT, **GRADIENTS, "gradient_checkpointing": True},
     "gradients of rloo": {**RLOO, **GRADIENTS},
     "gradients of ppo": {**SEPARATE, **GRADIENTS, "kl_estimator": "k2"},
@@ -106,7 +106,7 @@ LORA_CASES = (
 # Six groups of four over three processes of four rows each.
 THREE = {"rows": 12, "gradient_accumulation_steps": 2, "prompts": 6}
 CASES_OF_THREE = {
-    "gradients by three": {**THREE, "gradients": True},
+    "gradients by three": {**THREE, "gradients": {}},
     "filtered by three": THREE,
     "refilled by three": {**THREE, "snr_refill_rounds": 2},
     "rloo by three": {**THREE, "algorithm": "rloo"},
@@ -134,14 +134,14 @@ def run_case(policy_path: str, folder: str, case: dict, processes: int, lora: bo
     replayed = {name: case.pop(name) for name in REPLAYED if name in case}
     rows = case.pop("rows") // processes
     prompts = PROMPTS[: case.pop("prompts", len(PROMPTS))]
-    gradients = case.pop("gradients", False)
+    gradients = case.pop("gradients", None)
     settings = {**COMMON, **case, "per_device_train_batch_size": rows, "output_dir": folder, **backend}
     adapters = LoraConfig(r=4, init_lora_weights=False, target_modules="all-linear") if lora else None
     trainer = make_trainer(policy_path, settings, prompts, **replayed, peft_config=adapters)
     assert trainer.accelerator.num_processes == processes
     trainer.add_callback(MutualInformationCallback(trainer, every=1, num_completions=12))
-    if gradients:
-        trainer.add_callback(GradientSNRCallback(trainer, every=1, num_buckets=3))
+    if gradients is not None:
+        trainer.add_callback(GradientSNRCallback(trainer, every=1, num_buckets=3, **gradients))
     trainer.train()
     return parameters_of(trainer), [row for row in trainer.state.log_history if "reward" in row], trainer
 
