@@ -1,4 +1,4 @@
-"""Later turns with and without the model's own earlier words: what goes on as it began is found by the former."""
+"""Later turns with and without the model's own earlier words: only with them is found what goes on as it began."""
 
 import pytest
 import torch
@@ -31,7 +31,7 @@ WRITTEN = torch.tensor([0] * 3 + [1] * LENGTH + [0] * 3 + [1] * LENGTH)
 
 @pytest.fixture(scope="module")
 def gibberish(policy_path):
-    """A policy that begins at random, whatever it is asked, and goes on as it began."""
+    """A policy that begins at random, whatever it is asked, and goes on in its second turn as it began."""
     model = AutoModelForCausalLM.from_pretrained(policy_path)
     generator = torch.Generator().manual_seed(0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)

@@ -196,7 +196,7 @@ def test_a_warning_has_the_numbers_and_what_qualifies_them():
     found = judge(run_of(60, 6, 5, mi=0.05, valid_thinking_rate=0.92, success=0.4, clipped_ratio=0.03))
     assert warnings(found)["template_collapse"] == (
         "Step 21: Template collapse since step 11. The own prompt explains 7.8% of 64 reasonings best (guessing: "
-        "6.2%; at step 1: 93.8%), and since step 11 surely at most 16.2% (99 % confidence). Mutual information is "
+        "6.2%; at step 1: 93.8%), and since step 11 surely at most 16.1% (99 % confidence). Mutual information is "
         "0.05 of at most 2.77 nats, entropy 1.00 nats per token (1.00 at step 1). Valid thinking 92%, success 40%, "
         "3% of completions cut at the length limit."
     )

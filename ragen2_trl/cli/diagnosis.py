@@ -118,11 +118,8 @@ def show_examples(console: Console, diagnosis: Diagnosis, tokenizer: PreTrainedT
         body = Text(beginning(tokenizer.decode(turn.reasoning)))
         for heading, context in zip(("own prompt", "best other prompt"), contexts, strict=True):
             body.append(f"\n{heading}, from where they differ:\n", style="bold").append(beginning(context[start:]))
-        said = (
-            "Hit: {:.1f} nats likelier under its own prompt"
-            if gain < 0
-            else "Miss: {:.1f} nats likelier under another"
-        )
+        hit = "Hit: {:.1f} nats likelier under its own prompt than under any other"
+        said = hit if gain < 0 else "Miss: {:.1f} nats likelier under another prompt"
         console.print(Panel(body, title=Text(said.format(abs(gain)))))
 
 

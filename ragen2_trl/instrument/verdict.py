@@ -170,15 +170,15 @@ class Trace:
         depends: Whether retrieval is above chance at `ALPHA`.
         best: Measurement before it that depended most surely, by its lower bound; -1 if none did.
         streak: Measurements in a row, up to this, that lie below `RATIO` of the best one.
-        upper_hits, upper_trials: Hits and reasonings of the streak.
+        streak_hits, streak_trials: Hits and reasonings of the streak.
         collapsed: Whether the streak is a collapse.
     """
 
     depends: NDArray[np.bool_]
     best: NDArray[np.int64]
     streak: NDArray[np.int64]
-    upper_hits: NDArray[np.float64]
-    upper_trials: NDArray[np.int64]
+    streak_hits: NDArray[np.float64]
+    streak_trials: NDArray[np.int64]
     collapsed: NDArray[np.bool_]
 
 
@@ -200,15 +200,17 @@ def trace(hits: ArrayLike, trials: ArrayLike, chance: ArrayLike, counts: ArrayLi
         hits: (..., T) reasonings that were retrieved, of T measurements in their order.
         trials: Reasonings, broadcast to the shape of `hits`; as are
         chance: probability of a hit by guessing, and
-        counts: whether a measurement may end a dependence: not before the weights have moved.
+        counts: whether a measurement may end a dependence: not before the weights have moved. None does whose
+            reasonings are too few to be told from chance: it could not have come out otherwise.
     """
     hits = np.asarray(hits, dtype=float)
     trials, chance, counts = (np.broadcast_to(values, hits.shape) for values in (trials, chance, counts))
+    counts = counts & is_attainable(trials, chance)
     depends = _at_least(hits, trials, chance) <= ALPHA
     sure = np.maximum(above_chance(_lower_bound(hits, trials, BEST_ALPHA), chance), 0.0)
     excess = above_chance(hits / trials, chance)
     made = {"best": np.zeros(hits.shape, int) - 1, "streak": np.zeros(hits.shape, int)}
-    made |= {"upper_hits": np.zeros(hits.shape), "upper_trials": np.zeros(hits.shape, int)}
+    made |= {"streak_hits": np.zeros(hits.shape), "streak_trials": np.zeros(hits.shape, int)}
     best, streak, streak_hits, streak_trials = (values[..., 0].copy() for values in made.values())
     collapsed, before = np.zeros(hits.shape, bool), np.zeros(hits.shape[:-1])
     for t in range(hits.shape[-1]):
@@ -221,11 +223,11 @@ def trace(hits: ArrayLike, trials: ArrayLike, chance: ArrayLike, counts: ArrayLi
         streak_trials = np.where(goes_on, streak_trials + counted * trials[..., t], 0)
         long = counted & (streak >= PATIENCE)
         if long.any():
-            floor = chance[..., t] + RATIO * before * (1 - chance[..., t])
+            floor = np.asarray(chance[..., t] + RATIO * before * (1 - chance[..., t]))
             collapsed[..., t][long] = _at_most(streak_hits[long], streak_trials[long], floor[long]) <= ALPHA
-        for name, values in (("best", best), ("streak", streak), ("upper_hits", streak_hits)):
+        for name, values in (("best", best), ("streak", streak), ("streak_hits", streak_hits)):
             made[name][..., t] = values
-        made["upper_trials"][..., t] = streak_trials
+        made["streak_trials"][..., t] = streak_trials
         best = np.where(sure[..., t] > before, t, best)
         before = np.maximum(before, sure[..., t])
     return Trace(depends, collapsed=collapsed, **made)
@@ -246,14 +248,15 @@ def judge(measurements: Sequence[Evidence]) -> list[Finding]:
     low_since = format_since = None
     format_streak = 0
     for t, evidence in enumerate(measurements):
-        streak = int(path.streak[t])
-        low_since = (low_since if streak > 1 else evidence.step) if streak else None
+        before, streak = (int(path.streak[t - 1]) if t else 0), int(path.streak[t])
+        if streak <= 1:  # where it goes on beyond a measurement that says nothing, it began earlier
+            low_since = low_since if streak == before == 1 else evidence.step
         format_streak = format_streak + 1 if _lost_format(evidence, start) else 0
         format_since = (format_since if format_streak > 1 else evidence.step) if format_streak else None
         best = int(path.best[t])
         floor = LOW_ENTROPY if evidence.step is None else ENTROPY_RATIO * start.conditional_entropy_token
         is_low = evidence.conditional_entropy_token < floor
-        trials = int(path.upper_trials[t])
+        trials = int(path.streak_trials[t])
         findings.append(
             Finding(
                 _regime(evidence, is_low, path, t),
@@ -262,7 +265,7 @@ def judge(measurements: Sequence[Evidence]) -> list[Finding]:
                 is_low,
                 best=measurements[best] if best >= 0 else None,
                 since=low_since if path.collapsed[t] else None,
-                upper=upper_bound(float(path.upper_hits[t]), trials, ALPHA) if trials else 1.0,
+                upper=upper_bound(float(path.streak_hits[t]), trials, ALPHA) if trials else 1.0,
                 format_since=format_since if format_streak >= PATIENCE else None,
             )
         )
@@ -312,15 +315,25 @@ def is_stale(findings: Sequence[Finding], step: int) -> bool:
     return step - steps[-1] > 2 * max(after - before for before, after in pairwise(steps))
 
 
+def is_attainable(trials: Any, chance: Any) -> Any:
+    """Whether so many reasonings, all of them retrieved, would be told from chance at `ALPHA`."""
+    return chance**trials <= ALPHA
+
+
 def above_chance(accuracy: Any, chance: Any) -> Any:
     """0 at chance, 1 where every reasoning is retrieved."""
     return (accuracy - chance) / np.maximum(1 - np.asarray(chance), 1e-12)
 
 
 def _is_decided(hits: float, trials: int, chance: float) -> bool:
-    """Whether reasonings depend on their prompts, or too few of them are retrieved for half of full dependence."""
+    """Whether reasonings depend on their prompts, or too few of them are retrieved for half of full dependence.
+
+    Neither, where even full retrieval would not have been told from chance.
+    """
     if chance >= 1:
         return True
+    if not is_attainable(trials, chance):
+        return False
     return at_least(hits, trials, chance) <= ALPHA or at_most(hits, trials, chance + RATIO * (1 - chance)) <= ALPHA
 
 
