@@ -90,7 +90,7 @@ KINDS = {  # model type, and what it has beside SIZES
         },
     ),
 }
-CACHE_SHAPE = (2, 64, 600, 100)  # N, NK, P, T
+CACHE_SHAPE = (2, 16, 600, 60)  # N, NK, P, T
 
 
 def make_case(shape: str, model: str, vocabulary: int):

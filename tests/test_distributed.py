@@ -186,8 +186,9 @@ def test_two_processes_measure_what_one_measures(policy_path, make_args, tmp_pat
     for key in measured:
         assert row[key] == pytest.approx(expected[key], abs=1e-5), key
         assert other[key] == pytest.approx(expected[key], abs=1e-5), key
-    # The work is shared: prompts of one token run once more than alone, so that processes keep step.
-    assert row["mi/tokens"] == other["mi/tokens"] == pytest.approx(expected["mi/tokens"], rel=0.01)
+    # The work is shared. Each process tries whether caches can be reused, and prompts of one token run once more than
+    # alone, so that processes keep step.
+    assert row["mi/tokens"] == other["mi/tokens"] == pytest.approx(expected["mi/tokens"], rel=0.1)
 
 
 def test_settings_that_differ_between_processes_are_named_on_each_of_them(policy_path, tmp_path):

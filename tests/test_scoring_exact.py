@@ -56,7 +56,7 @@ def test_a_model_that_reuses_its_states_for_one_token_only_is_run_in_full(length
 )
 def test_longrope_is_exact_where_a_text_crosses_its_original_context(name, prompts, completions, caplog):
     model = seeded(STUBBORN[name]).eval()
-    model.__class__ = type(f"Rope{prompts}{completions}", (type(model),), {})
+    model.__class__ = type(f"{name}{prompts}{completions}", (type(model),), {})
     because = f"has other rotary embeddings (longrope) for texts of more than {SWITCH} tokens"
     assert_full_runs(model, random_ids(*prompts), random_ids(*completions, seed=1), caplog, because)
 
@@ -118,7 +118,7 @@ class Drifting(MistralForCausalLM):
         if past_key_values is not None and self.late:
             output.logits[-1] *= 0.7
         elif past_key_values is not None:
-            output.logits *= 0.96
+            output.logits *= 0.94
         return output
 
 
@@ -129,7 +129,7 @@ def test_in_bfloat16_what_matters_is_the_error_of_a_token_and_not_of_the_sum(lat
     with caplog.at_level(logging.WARNING):
         scores = cross_score(model.to(torch.bfloat16), prompts, completions)
     assert (scores - run_in_full(model, prompts, completions)).abs().max() < 0.5
-    assert "by more than 0.5 nats or a tenth of it on average" in caplog.text
+    assert "by more than 0.5 nats or in the mean by more than rounding explains" in caplog.text
 
 
 class OtherLayer(DynamicLayer):

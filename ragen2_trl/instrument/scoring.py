@@ -32,8 +32,8 @@ MAX_TOKENS_CPU, MAX_TOKENS = 1024, 8192
 MAX_LOGITS_CPU, MAX_LOGITS = 2**27, 2**29  # 512 MiB in float32, 1 GiB in bfloat16
 # Logits that are normalised at once, in float32; few enough to stay in a cache.
 LOGITS_SLICE = 2**18
-# Nats by which two orders of operations may differ at a token. Rounding averages out: the mean over n tokens may
-# differ by 1 / sqrt(n) of it, but not by less than a tenth.
+# Nats by which two orders of operations may differ at a token: rounding makes a tenth of it, a wrong cache whole nats.
+# Over n tokens rounding averages out, so that their mean may differ by 1 / sqrt(n) of a half of it only.
 TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.1, torch.bfloat16: 0.5}
 
 
@@ -230,12 +230,12 @@ class _Scorer:
             errors.append((reused[i, :length] - self._logps(row, ids, None)[0])[valid[:length]])
         tolerance = self._tolerance(cache)
         for error in errors:
-            of_mean = tolerance * max(0.1, len(error) ** -0.5)
+            of_mean = tolerance * max(0.04, 0.5 * len(error) ** -0.5)
             # Not "above": NaN, too, is no agreement.
             if not (error.abs().max() <= tolerance and error.mean().abs() <= of_mean):
                 return self._fall_back(
-                    f"gives tokens other log-probabilities, by more than {tolerance:g} nats or a tenth of it on "
-                    "average, when the cache of their prompt is reused"
+                    f"gives tokens other log-probabilities, by more than {tolerance:g} nats or in the mean by more "
+                    "than rounding explains, when the cache of their prompt is reused"
                 )
         return True
 
@@ -265,14 +265,15 @@ class _Scorer:
     def _logps(self, chunk: _Chunk, ids: Tensor, cache: Cache | None) -> Tensor:
         """(R, L) log-probabilities of scored tokens, 0 elsewhere, after `ids` (1, P).
 
-        `cache` holds all ids but the last; without one all are run, and the last token of the completions, too, which
-        nothing follows: as whoever runs them in full would, and rotary embeddings can depend on it.
+        `cache` holds all ids but the last, which may be none.
         """
         rows, length = chunk.ids.shape
-        # The last prompt token predicts the first of the completion, so it runs along with them.
-        before, after = (ids, chunk.ids) if cache is None else (ids[:, -1:], chunk.ids[:, :-1])
+        # The last prompt token predicts the first of the completion, so it runs along with them. The completion's last
+        # token predicts nothing, but rotary embeddings can depend on it.
+        in_full = cache is None and not self.reuse
+        before, after = (ids, chunk.ids) if in_full else (ids[:, -1:], chunk.ids[:, :-1])
         inputs = torch.cat([before.expand(rows, -1), after], dim=1)  # (R, P + L) or (R, L)
-        start = 0 if cache is None else ids.shape[1] - 1
+        start = 0 if in_full else ids.shape[1] - 1
         kept = pad(chunk.scored, (before.shape[1] - 1, inputs.shape[1] - before.shape[1] + 1 - length))
         logits = self.model(
             input_ids=inputs,
