@@ -22,7 +22,7 @@ from reported_runs import runs_fixture as runs_fixture
 from reported_runs import words_only_fixture as words_only_fixture
 
 from ragen2_trl import MutualInformationCallback, SNRFilteredGRPOConfig, SNRFilteredGRPOTrainer, cli
-from ragen2_trl.envs import make_env
+from ragen2_trl.envs import completion_text, make_env
 from ragen2_trl.reporting.card import FIGURES
 from ragen2_trl.reporting.examples import MAX_GROUP, distinguishing, pick_reasonings, read_groups
 from ragen2_trl.reporting.gallery import draw_figures, figures_of, measurement_figures
@@ -282,32 +282,37 @@ def test_a_real_run_shows_its_completions_and_reasonings(policy_path, prompts, m
 
 
 @pytest.mark.slow
+def names_no_field(completions, **kwargs):
+    """Pays for reasoning that is closed and has no number in it, and so nothing of the map."""
+    texts = [completion_text(completion).partition("</think>") for completion in completions]
+    return [bool(closed) - 0.1 * sum(char.isdigit() for char in reasoning) for reasoning, closed, _ in texts]
+
+
 def test_of_two_real_runs_the_report_tells_which_one_collapsed_and_when(tmp_path):
-    """The same training twice: with the demo's learning rate, and with one that wrecks the model."""
+    """One is paid for its task, the other for saying nothing of it."""
     env = make_env("frozen_lake", size=4)
-    for name, learning_rate in (("healthy", 1e-4), ("wrecked", 3e-3)):
+    for name, rewards, learning_rate in (("healthy", env.reward_funcs, 1e-4), ("empty words", names_no_field, 1e-3)):
         args = SNRFilteredGRPOConfig(
             str(tmp_path / name),
             per_device_train_batch_size=32,
             gradient_accumulation_steps=2,
             num_generations=8,
             max_completion_length=64,
-            max_steps=60,
+            max_steps=8,
             learning_rate=learning_rate,
             lr_scheduler_type="constant",
             logging_steps=1,
-            save_steps=60,
+            save_steps=8,
             report_to="none",
             use_cpu=True,
             bf16=False,
             gradient_checkpointing=False,
             disable_tqdm=True,
         )
-        trainer = SNRFilteredGRPOTrainer(resolve_model("tiny"), env.reward_funcs, args, env.dataset(1024, seed=0))
-        trainer.add_callback(MutualInformationCallback(trainer, every=5, min_prompts=2))
+        trainer = SNRFilteredGRPOTrainer(resolve_model("tiny"), rewards, args, env.dataset(1024, seed=0))
+        trainer.add_callback(MutualInformationCallback(trainer, every=2))
         trainer.train()
-    wrecked = read_run(tmp_path / "wrecked")
-    collapse = wrecked.collapses[-1]  # its format may be lost before
-    assert collapse.regime == "template_collapse" and 1 < collapse.first < 60 and collapse.last is None
-    page = report_of(tmp_path / "healthy", tmp_path / "wrecked")
-    assert page.headline == f"1 of 2 runs collapsed: “wrecked”, template collapse since step {collapse.first}"
+    collapse = read_run(tmp_path / "empty words").collapses[-1]
+    assert collapse.regime == "template_collapse" and 2 < collapse.first < 8 and collapse.last is None
+    page = report_of(tmp_path / "healthy", tmp_path / "empty words")
+    assert page.headline == f"1 of 2 runs collapsed: “empty words”, template collapse since step {collapse.first}"
