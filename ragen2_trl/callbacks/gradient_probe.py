@@ -178,7 +178,10 @@ class Probe:
         self.model, self.accelerator = model, trainer.accelerator
         self.trainer = copy.copy(trainer)
         self.trainer._metrics = {mode: defaultdict(list) for mode in ("train", "eval")}
+        # What TRL divides by for micro-batches and windows, whichever way a release of it does, is 1.
         self.trainer.current_gradient_accumulation_steps = 1
+        self.trainer.args = copy.copy(trainer.args)
+        self.trainer.args.steps_per_generation = 1
         self.trainer.aux_loss_enabled = False
         self.batch: Batch = dict(sampled.batch)
         if hasattr(trainer, "_with_all_groups"):  # of our PPO, whose advantages are not TRL's
@@ -251,8 +254,7 @@ class Probe:
         trainer, inputs = self.trainer, take(self.batch, rows, self.trainer.pad_to_multiple_of)
         expected = len(rows) * self.mean_length
         if "num_items_in_batch" in inputs:
-            windows = self.accelerator.num_processes * trainer.args.steps_per_generation
-            inputs["num_items_in_batch"] = expected * windows
+            inputs["num_items_in_batch"] = expected * self.accelerator.num_processes
         if not part.keeps_advantages:
             inputs["advantages"] = torch.zeros_like(inputs["advantages"])
         vars(trainer).update(part.settings)
