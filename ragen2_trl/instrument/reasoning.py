@@ -35,7 +35,8 @@ class Turn:
     @property
     def context_without_own_words(self) -> tuple[int, ...]:
         """The context with nothing in place of what the model itself wrote in earlier turns."""
-        kept, start = [], 0
+        kept: list[int] = []
+        start = 0
         for first, end in self.earlier:
             kept += self.context[start:first]
             start = end

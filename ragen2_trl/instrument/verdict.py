@@ -204,8 +204,8 @@ def trace(hits: ArrayLike, trials: ArrayLike, chance: ArrayLike, counts: ArrayLi
             reasonings are too few to be told from chance: it could not have come out otherwise.
     """
     hits = np.asarray(hits, dtype=float)
-    trials, chance, counts = (np.broadcast_to(values, hits.shape) for values in (trials, chance, counts))
-    counts = counts & is_attainable(trials, chance)
+    trials, chance, counting = (np.broadcast_to(values, hits.shape) for values in (trials, chance, counts))
+    counting = counting & is_attainable(trials, chance)
     depends = _at_least(hits, trials, chance) <= ALPHA
     sure = np.maximum(above_chance(_lower_bound(hits, trials, BEST_ALPHA), chance), 0.0)
     excess = above_chance(hits / trials, chance)
@@ -215,9 +215,9 @@ def trace(hits: ArrayLike, trials: ArrayLike, chance: ArrayLike, counts: ArrayLi
     collapsed, before = np.zeros(hits.shape, bool), np.zeros(hits.shape[:-1])
     for t in range(hits.shape[-1]):
         low = (before > 0) & (excess[..., t] < RATIO * before)
-        counted = low & counts[..., t]
+        counted = low & counting[..., t]
         # A measurement that cannot count says nothing, for or against.
-        goes_on = counted | ~counts[..., t]
+        goes_on = counted | ~counting[..., t]
         streak = np.where(goes_on, streak + counted, 0)
         streak_hits = np.where(goes_on, streak_hits + counted * hits[..., t], 0.0)
         streak_trials = np.where(goes_on, streak_trials + counted * trials[..., t], 0)

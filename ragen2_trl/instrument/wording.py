@@ -86,7 +86,7 @@ def warnings(findings: Sequence[Finding]) -> dict[str, str]:
     """What to warn of after the last measurement, by its regime: a state that begins with it, and says no good."""
     last, before = findings[-1], findings[-2] if len(findings) > 1 else None
     place = f"Step {last.evidence.step}: "
-    texts = {}
+    texts: dict[str, str] = {}
     if last.regime in ("template_collapse", "foreign") and (before is None or before.regime != last.regime):
         words = headline(findings) if last.regime == "foreign" else _since("template_collapse", last.since)
         texts[last.regime] = f"{place}{words}. {in_numbers(last)}"

@@ -13,6 +13,7 @@ def copying_return(env: WebShop, num_prompts: int, clicks_options: bool) -> floa
     for row in env.dataset(num_prompts, split="test"):
         play = env.play(row, random.Random(0))
         while not play.done:
+            assert isinstance(play.episode, WebShopEpisode)
             play.respond(format_response("", [copying_action(play.episode, clicks_options)]))
         returns.append(play.outcome.episode_return)
     return fmean(returns)

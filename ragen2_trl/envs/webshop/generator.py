@@ -6,7 +6,7 @@ first where an instruction is copied into the search, and only their titles tell
 
 import itertools
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache, partial
 
@@ -81,7 +81,7 @@ def generate_catalogue(size: int) -> Catalogue:
     brands = rng.sample(list(itertools.product(_SYLLABLES, repeat=3)), size)
     names = ("".join(brand).capitalize() for brand in brands)
     accessories = min(size // 3, _MAX_ACCESSORIES)
-    makers = [
+    makers: list[Callable[[str, str, random.Random], Product]] = [
         *(partial(_generate_accessory, place) for place in range(accessories)),
         *[_generate] * (size - accessories),
     ]
