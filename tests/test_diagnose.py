@@ -195,7 +195,8 @@ def test_hits_and_misses_are_shown(tmp_path, capsys):
 
 
 def test_several_turns_are_scored_as_they_were_played(tmp_path, capsys):
-    report = run(tmp_path, model="tiny-sokoban", env="sokoban", multi_turn="true", num_prompts=8, num_samples=4)
+    settings = {"model": "tiny-sokoban", "env": "sokoban", "env_args": "max_turns=2", "max_new_tokens": 200}
+    report = run(tmp_path, **settings, num_prompts=8, num_samples=4)
     (turn, *_) = report["later_turns"]
     assert turn == "turn_2"
     for form in (report["later_turns"][turn]["metrics"], report["later_turns"][turn]["without_own_words"]):
