@@ -40,7 +40,7 @@ def main() -> None:
     model = prepare(arguments.folder / "model")
     for task in arguments.tasks:
         if not (arguments.folder / task / "diagnosis.json").exists():
-            settings = {"model": model, "env": task, "output_dir": arguments.folder / task, **SIZES}
+            settings = {"model": model, "env_name": task, "output_dir": arguments.folder / task, **SIZES}
             command = [part for name, value in settings.items() for part in (f"--{name}", str(value))]
             diagnose.main([*command, "--control", "true", *TASKS[task]])
     done = {task: arguments.folder / task / "diagnosis.json" for task in TASKS}

@@ -69,7 +69,7 @@ def test_a_task_with_known_rewards_tells_too_hard_from_too_easy_from_the_first_s
     ],
 )
 def test_a_cold_start_is_told_after_three_steps(rewards, said, policy_path, tmp_path, caplog):
-    args = GRPO.args(tmp_path, snr_selection_eps=0.01, max_steps=4)
+    args = GRPO.args(tmp_path, snr_selection_eps=0.01, snr_selection_eps_scale="absolute", max_steps=4)
     trainer = GRPO.make(policy_path, args, replay_of(policy_path, rewards))
     with caplog.at_level(logging.WARNING):
         trainer.train()

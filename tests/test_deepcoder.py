@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from ragen2_trl.envs.deepcoder import sandbox
 from ragen2_trl.envs.deepcoder.environment import DeepCoder, program_of, quoted
-from ragen2_trl.envs.deepcoder.tests import is_shown
+from ragen2_trl.envs.deepcoder.statements import Statement
 from ragen2_trl.envs.play import respond_all
 from ragen2_trl.envs.responses import format_response
 from ragen2_trl.envs.tasks import held_out
@@ -74,7 +74,7 @@ def test_prompts_show_the_public_tests_and_no_others():
         tests = json.loads(row["tests"])
         assert row["public"] == 2 and len(tests) == 8
         for index, (given_input, expected) in enumerate(tests):
-            assert is_shown(shown, row["function"], (given_input, expected)) == (
+            assert Statement(shown).shows(row["function"], (given_input, expected)) == (
                 index < 2 or (given_input, expected) in tests[:2]
             )
             text = json.dumps(given_input[0]) if row["function"] else given_input.strip()

@@ -111,7 +111,7 @@ def test_no_credential_reaches_the_file(played, tmp_path):
     output = ["--model", "tiny", "--output_dir", str(tmp_path / "diagnosis")]
     diagnose.main([*output, "--completions", str(table), *more])
     report = json.loads((tmp_path / "diagnosis" / "diagnosis.json").read_text())
-    written = (tmp_path / "diagnosis.json").read_text()
+    written = (tmp_path / "diagnosis" / "diagnosis.json").read_text()
     assert not [secret for secret in ("SECRET", "pa/ss", "a user", "hf_abc", "me:") if secret in written]
     assert report["settings"]["env_args"][0] == "corpus=http://host:8000/search"
 
@@ -195,7 +195,7 @@ def test_hits_and_misses_are_shown(tmp_path, capsys):
 
 
 def test_several_turns_are_scored_as_they_were_played(tmp_path, capsys):
-    settings = {"model": "tiny-sokoban", "env": "sokoban", "env_args": "max_turns=2", "max_new_tokens": 200}
+    settings = {"model": "tiny-sokoban", "env_name": "sokoban", "env_args": "max_turns=2", "max_new_tokens": 200}
     report = run(tmp_path, **settings, num_prompts=8, num_samples=4)
     (turn, *_) = report["later_turns"]
     assert turn == "turn_2"
@@ -372,7 +372,7 @@ def test_long_text_is_cut():
         ({"num_prompts": 1}, "num_prompts must be at least 2, got 1: reasoning is compared between prompts"),
         ({"control": "true", "completions": "runs"}, "control must be False with completions"),
         ({"num_samples": 0}, "num_samples must be at least 1, got 0"),
-        ({"env": "chess"}, "environment must be one of .*frozen_lake.* got 'chess'"),
+        ({"env_name": "chess"}, "environment must be one of .*frozen_lake.* got 'chess'"),
         ({"completions": "nowhere"}, "completions must be .* got 'nowhere': no such file or folder"),
     ],
 )

@@ -19,9 +19,9 @@ def reads(monkeypatch):
     """The contexts of all turns that are read, in order."""
     contexts, read = [], reasoning._read_turn
 
-    def count(ids, start, end, tokenizer):
+    def count(ids, start, *rest):
         contexts.append(tuple(ids[:start]))
-        return read(ids, start, end, tokenizer)
+        return read(ids, start, *rest)
 
     monkeypatch.setattr(reasoning, "_read_turn", count)
     return contexts

@@ -71,7 +71,7 @@ def test_the_command_shows_gradients_and_forecast_of_a_checkpoint(tmp_path, caps
 
 @pytest.mark.slow
 def test_the_command_plays_several_turns(tmp_path):
-    arguments = "diagnose --model tiny-sokoban --env sokoban --multi_turn true --num_prompts 4 --num_samples 2"
+    arguments = "diagnose --model tiny-sokoban --env_name sokoban --multi_turn true --num_prompts 4 --num_samples 2"
     cli.main([*arguments.split(), "--predict_filter", "true", "--output_dir", str(tmp_path)])
     assert (tmp_path / "forecast.json").exists()
 

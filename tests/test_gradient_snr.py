@@ -255,8 +255,6 @@ def test_it_measures_at_its_own_cadence(policy_path, tmp_path):
 
 
 def test_gradients_are_saved_with_every_group_of_parameters_and_drawn_on_the_card(policy_path, tmp_path, monkeypatch):
-    from ragen2_trl.reporting.gallery import draw_figures
-
     trainer, callback = make(GRPO, policy_path, tmp_path / "run", each_step)
     trainer.train()
     run = read_run(tmp_path / "run")
@@ -269,7 +267,6 @@ def test_gradients_are_saved_with_every_group_of_parameters_and_drawn_on_the_car
         "grad/seconds",
         "grad/tokens",
     }
-    draw_figures(run, tmp_path / "run" / "diagnostics")
     trainer.create_model_card()
     assert "diagnostics/gradients.png" in (tmp_path / "run" / "README.md").read_text()
 

@@ -24,7 +24,7 @@ def make(policy_path, prompts, make_args, tmp_path):
     def make_trainer(kind, name="run", **settings):
         args = make_args(snr=kind is SNRFilteredGRPOTrainer, output_dir=str(tmp_path / name), **settings)
         trainer = kind(policy_path, length_reward, args, prompts)
-        trainer.add_callback(MutualInformationCallback(trainer, every=1))
+        trainer.add_callback(MutualInformationCallback(trainer, every=1, min_prompts=2))
         return trainer
 
     return make_trainer
@@ -88,7 +88,7 @@ def test_a_callback_that_was_added_twice_measures_and_speaks_once(kind, policy_p
     args = make_args(snr=kind is SNRFilteredGRPOTrainer)
     trainer = kind(policy_path, length_reward, args, same)
     for every in (2, 1):  # the cell was run again with another setting
-        trainer.add_callback(MutualInformationCallback(trainer, every=every))
+        trainer.add_callback(MutualInformationCallback(trainer, every=every, min_prompts=2))
         trainer.add_callback(RewardVarianceStopCallback(trainer))
     with caplog.at_level(logging.WARNING):
         trainer.train()
@@ -100,7 +100,7 @@ def test_the_callback_that_was_added_last_is_the_one_that_measures(make, monkeyp
     trainer = make(SNRFilteredGRPOTrainer)
     seen = []
     for every in (2, 3):
-        callback = MutualInformationCallback(trainer, every=every)
+        callback = MutualInformationCallback(trainer, every=every, min_prompts=2)
         log = callback._log
         monkeypatch.setattr(callback, "_log", lambda metrics, every=every, log=log: (seen.append(every), log(metrics)))
         trainer.add_callback(callback)

@@ -324,8 +324,8 @@ def test_decay_outside_its_range_is_named(decay: float):
 
 @pytest.mark.parametrize(
     ("matrix", "length", "regime"),
-    [(separable(8), 1, "diverse"), (separable(8), 100, "compressed"), ([[-3.0] * 8] * 8, 1, "independent")],
+    [(separable(8), 1, "diverse"), (separable(8), 100, "compressed"), ([[-3.0] * 8] * 64, 1, "independent")],
 )
 def test_regime_follows_from_measured_metrics(matrix, length, regime):
-    (finding,) = judge([Evidence.of(measure(matrix, lengths=[length] * 8))])
+    (finding,) = judge([Evidence.of(measure(matrix, lengths=[length] * len(matrix)))])
     assert finding.regime == regime

@@ -13,6 +13,7 @@ from trl import GRPOTrainer, RLOOTrainer
 
 from ragen2_trl import MutualInformationCallback, SNRFilteredGRPOTrainer, information_metrics
 from ragen2_trl.callbacks.mutual_information import MIN_STEPS_BETWEEN
+from ragen2_trl.instrument import judge
 from ragen2_trl.reporting.report import render_report
 from ragen2_trl.reporting.run import run_of
 from ragen2_trl.reporting.saved_measurement import read_measurement
@@ -164,7 +165,9 @@ def test_a_resumed_run_logs_what_the_uninterrupted_run_logs(policy_path, prompts
             if key.startswith("mi/") and key != "mi/seconds":
                 assert row[key] == pytest.approx(value, abs=1e-6), key
     assert again.ema["first_turn"].values == pytest.approx(watching.ema["first_turn"].values)
-    assert [tuple(entry) for entry in again.watch.regimes] == watching.watch.regimes
+    assert [finding.regime for finding in judge(again.watch.measurements)] == [
+        finding.regime for finding in judge(watching.watch.measurements)
+    ]
     ema_differs = [
         row["mi/first_turn/mi_zscore_ema_seq"] != row["mi/first_turn/mi_zscore_seq"] for row in rows_of(whole)
     ]

@@ -107,7 +107,7 @@ def test_no_change_of_a_record_is_a_traceback(file, record):
                 field = next((key for key in path[::-1] if isinstance(key, str)), "")
                 assert field in message or "holds no log" in message, (path, new, message)
             count += 1
-    assert count > 90
+    assert count > 80
 
 
 @pytest.mark.parametrize("count", [6, pytest.param(300, marks=pytest.mark.slow)])

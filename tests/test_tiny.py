@@ -136,7 +136,7 @@ def test_model_depends_on_its_seed_alone():
 def warm_start_args(tmp_path, *more):
     options = {
         "model_name_or_path": "tiny",
-        "env": "frozen_lake",
+        "env_name": "frozen_lake",
         "env_args": '{"size": 3}',
         "num_demonstrations": 64,
         "max_steps": 2,

@@ -58,8 +58,8 @@ def parse(parser: TrlParser, args: list[str] | None) -> tuple[Any, ...]:
 
 def show_help(command: str) -> None:
     """Print the arguments of a command of ours, without those of the configurations that it takes along."""
-    if command == "report":
-        report_parser().print_help()
+    if command in PARSERS:
+        PARSERS[command]().print_help()
         return
     others = FURTHER.get(command)
     more = f"And those of {others}: --help_all shows them, which takes some seconds to load." if others else None
@@ -77,6 +77,14 @@ def report_parser() -> argparse.ArgumentParser:
         "--output", type=Path, default=Path("report.html"), help="HTML file to write (default: report.html here)."
     )
     return parser
+
+
+def sandbox_parser() -> argparse.ArgumentParser:
+    return argparse.ArgumentParser(
+        "ragen2-trl check-sandbox",
+        description="Which defences against model-written programs hold on this machine, tried with a program.",
+        allow_abbrev=False,
+    )
 
 
 @dataclass
@@ -289,6 +297,7 @@ ARGUMENTS = {
     "warm-start": WarmStartArguments,
     "diagnose": DiagnoseArguments,
 }
+PARSERS = {"report": report_parser, "check-sandbox": sandbox_parser}  # of commands without a configuration
 # Whose fields a command takes beside its own.
 FURTHER = {
     "train": "SNRFilteredGRPOConfig (snr_* are the filter's; --algo has its own) and trl.ModelConfig",

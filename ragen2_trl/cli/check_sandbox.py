@@ -3,12 +3,10 @@
 ragen2-trl check-sandbox
 """
 
-import argparse
-
 from rich.table import Table
 from rich.text import Text
 
-from ragen2_trl.cli.arguments import InputError
+from ragen2_trl.cli.arguments import InputError, sandbox_parser
 from ragen2_trl.cli.console import make_console
 from ragen2_trl.envs.deepcoder.sandbox import SandboxFailedError, SandboxUnavailableError
 from ragen2_trl.envs.deepcoder.sandbox_defences import describe_user, find_defences
@@ -20,11 +18,7 @@ def main(args: list[str] | None = None) -> None:
     Raises:
         InputError: If programs cannot be isolated here; it names the reason.
     """
-    argparse.ArgumentParser(
-        "ragen2-trl check-sandbox",
-        description="Which defences against model-written programs hold on this machine, tried with a program.",
-        allow_abbrev=False,
-    ).parse_args(args)
+    sandbox_parser().parse_args(args)
     try:
         defences = find_defences()
     except (SandboxUnavailableError, SandboxFailedError) as error:

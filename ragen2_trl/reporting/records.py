@@ -49,7 +49,7 @@ def check_history(rows: Any, where: str, field: str = "") -> None:
         for key, value in row.items():
             if not isinstance(value, str | int | float | None) or (isinstance(value, int) and abs(value) > 2**63):
                 raise _wrong(where, f"{name}.{_short(key)}", "a number of at most 64 bits, a text or null", value)
-        if "step" in row:
+        if row.get("step") is not None:
             _check_step(row["step"], where, f"{name}.step")
 
 

@@ -28,6 +28,7 @@ from ragen2_trl.reporting.files import (
 from ragen2_trl.reporting.records import check_about, check_evaluation, check_history, check_state
 from ragen2_trl.reporting.settings import settings_of, versions_of_packages
 
+MAX_COMPLETIONS = 10**6  # of a measurement; more cannot have been scored
 FIRST_TURN = "mi/first_turn"  # log keys of the scope that regimes are told by
 # What callbacks keep in `TrainerState.stateful_callbacks`, which every checkpoint carries.
 MI_STATE, RUN_STATE = "ragen2_mutual_information", "ragen2_run"
@@ -296,8 +297,11 @@ def _evidence_logged(rows: Sequence[Mapping[str, Any]]) -> list[Evidence]:
 
 
 def _evidence(metrics: Mapping[str, Any], others: Mapping[str, Any]) -> Evidence | None:
-    """Of numbers that anyone may have written; `None` where one is missing that counts."""
+    """Of numbers that anyone may have written; `None` where one is missing that counts, or cannot be."""
     if not all(_is_number(metrics.get(name)) for name in Evidence.METRICS):
+        return None
+    fractions = (metrics["retrieval_accuracy"], metrics["retrieval_chance"])
+    if not all(0 <= fraction <= 1 for fraction in fractions) or not 1 <= metrics["num_completions"] <= MAX_COMPLETIONS:
         return None
     names = ("step", "updates", "valid_thinking_rate", "success", "clipped_ratio")
     known = {name: others[name] for name in names if _is_number(others.get(name))}

@@ -63,15 +63,15 @@ STYLE = {
 def drawn_in_style(draw: Callable[P, Figure]) -> Callable[P, Figure]:
     """Gives the figures of `draw` the common look, whatever the caller's settings are, and fixes their layout.
 
-    Matplotlib makes ticks only when it lays out, and lays out anew whenever it draws: done once in here, a figure
-    looks the same in every file.
+    Matplotlib makes ticks only when it draws and lays out anew whenever it does: drawn once in here, a figure looks
+    the same in every file.
     """
 
     @functools.wraps(draw)
     def in_style(*args: P.args, **kwargs: P.kwargs) -> Figure:
         with style.context(["default", STYLE]):
             figure = draw(*args, **kwargs)
-            figure.get_layout_engine().execute(figure)
+            figure.draw_without_rendering()
             figure.set_layout_engine(None)  # with "none", which only looks like it, each file is drawn twice
         return figure
 
