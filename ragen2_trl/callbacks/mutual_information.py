@@ -63,9 +63,8 @@ class MutualInformationCallback(TrainerCallback):
 
     The completions of a generation are scored under the prompts of the whole batch, with the weights that sampled
     them and before anything is filtered (see [`~ragen2_trl.instrument.cross_score`]). Where a generation has fewer
-    than `min_prompts` groups, the latest ones are pooled until there are so many, and `mi/pooled_steps` logs by how
-    many optimizer steps the first of them is older than the weights that score it. The metrics of
-    [`~ragen2_trl.instrument.information_metrics`] land under `mi/first_turn/` and, where there are several turns,
+    than `min_prompts` groups, the latest are pooled; `mi/pooled_steps` logs how many optimizer steps they reach back.
+    The metrics of [`~ragen2_trl.instrument.information_metrics`] land under `mi/first_turn/` and, with several turns,
     under `mi/trajectory/`. Training is left bit-identical. Exceptions are not caught; where there is nothing to
     measure, a warning says why and no number is logged.
 
