@@ -21,6 +21,8 @@ import torch
 from torch import Tensor
 
 WHOLE = "model"
+ROUNDING = 1e-6
+"""A gradient this small beside the batch's is rounding, which has no direction: that of KL at the reference model."""
 PARAMETER_GROUPS = ("attention", "mlp", "embeddings", "norms", "other")
 # In this order: `post_attention_layernorm` and `self_attn.q_norm` are norms, whatever module they belong to.
 _NAMES = (
@@ -38,7 +40,7 @@ class GradientStatistics:
     Args:
         norm: Of the mean gradient, noise included.
         squared_norm_debiased: Inner product of the two halves: the squared norm without its noise, negative by chance.
-        cosine: With the gradient of the whole batch; NaN where one of the two is 0.
+        cosine: With the gradient of the whole batch; NaN where one of the two is 0 up to rounding.
         half_cosine: Between the two halves, the direct signal-to-noise ratio: 1 is all signal, 0 all noise.
     """
 
@@ -193,13 +195,14 @@ def _statistics(row: Sequence[float], sizes: tuple[int, int]) -> GradientStatist
     aa, bb, ab, a_batch, b_batch, batch = row
     share_a, share_b = (size / sum(sizes) for size in sizes)
     squared = share_a**2 * aa + share_b**2 * bb + 2 * share_a * share_b * ab
+    floor = ROUNDING**2 * batch
     return GradientStatistics(
         norm=math.sqrt(max(0.0, squared)),
         squared_norm_debiased=ab,
-        cosine=_cosine(share_a * a_batch + share_b * b_batch, squared, batch),
-        half_cosine=_cosine(ab, aa, bb),
+        cosine=_cosine(share_a * a_batch + share_b * b_batch, squared, batch, floor),
+        half_cosine=_cosine(ab, aa, bb, floor),
     )
 
 
-def _cosine(product: float, squared: float, other: float) -> float:
-    return product / math.sqrt(squared * other) if squared > 0 and other > 0 else math.nan
+def _cosine(product: float, squared: float, other: float, floor: float) -> float:
+    return product / math.sqrt(squared * other) if min(squared, other) > floor else math.nan
