@@ -100,7 +100,7 @@ QWEN3_NEXT = {
 }
 # Where a cache that is reused goes wrong, or cannot be reused.
 STUBBORN = {
-    "jamba, states for one token only": lambda: JambaForCausalLM(JambaConfig(**SMALL, **JAMBA)),
+    "jamba, states that are not continued": lambda: JambaForCausalLM(JambaConfig(**SMALL, **JAMBA)),
     "phi3, longrope": lambda: Phi3ForCausalLM(
         Phi3Config(**SMALL, rope_parameters=dict(LONGROPE), original_max_position_embeddings=32, pad_token_id=0)
     ),

@@ -41,11 +41,27 @@ def assert_full_runs(model, prompts, completions, caplog, because: str, **option
 
 
 @pytest.mark.parametrize("lengths", [(1, 2, 17, 5, 12, 30), (1, 9), (6,)])
-def test_a_model_that_reuses_its_states_for_one_token_only_is_run_in_full(lengths, caplog):
-    model = seeded(STUBBORN["jamba, states for one token only"]).eval()
+def test_a_model_that_does_not_continue_its_states_is_run_in_full(lengths, caplog):
+    model = seeded(STUBBORN["jamba, states that are not continued"]).eval()
     model.__class__ = type(f"Jamba{len(lengths)}", (type(model),), {})  # a warning is given once for each class
     because = "gives tokens other log-probabilities, by more than 0.001 nats"
     assert_full_runs(model, random_ids(20, 7, 2, 30), random_ids(*lengths, seed=1), caplog, because)
+
+
+class FirstToken(MistralForCausalLM):
+    """Right about the first token on top of a cache only."""
+
+    def forward(self, *args, past_key_values=None, **kwargs):
+        output = super().forward(*args, past_key_values=past_key_values, **kwargs)
+        if past_key_values is not None:
+            output.logits[1:] *= 0.5
+        return output
+
+
+def test_a_completion_of_one_token_is_not_what_a_cache_is_tried_with(caplog):
+    model = seeded(lambda: FirstToken(MistralConfig(**WINDOW))).eval()
+    because = "FirstToken gives tokens other log-probabilities, by more than 0.001 nats"
+    assert_full_runs(model, random_ids(20, 7), random_ids(1, 1, 9, 17, seed=1), caplog, because)
 
 
 @pytest.mark.parametrize("name", [LLAMA, PHI3])
