@@ -267,6 +267,7 @@ def test_gradients_are_saved_with_every_group_of_parameters_and_drawn_on_the_car
         "grad/seconds",
         "grad/tokens",
     }
+    monkeypatch.undo()  # tests draw no figures otherwise
     trainer.create_model_card()
     assert "diagnostics/gradients.png" in (tmp_path / "run" / "README.md").read_text()
 
