@@ -1,6 +1,6 @@
 """What a checkpoint costs beside plain TRL's.
 
-    python benchmarks/checkpoint_cost.py    # about two minutes on two cores
+    python benchmarks/checkpoint_cost.py    # minutes on two cores
 
 Plain TRL, the filter, and the filter with the callback train the tiny model on FrozenLake with a checkpoint at every
 step; one of each in turn, as often as `--rounds` says. A checkpoint is all that happens in `_save_checkpoint`: card,

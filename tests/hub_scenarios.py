@@ -25,6 +25,7 @@ from ragen2_trl.envs import make_env
 from ragen2_trl.reporting.hub import publish_metrics, push_dataset
 
 draw = run_record.write_figures
+SHORT = {"max_steps": 2, "save_steps": 1}  # two checkpoints
 
 
 class At(TrainerCallback):
@@ -120,25 +121,26 @@ def tasks():
 
 
 def flaky():
-    trainer = make(OURS, "flaky")
+    trainer = make(OURS, "flaky", **SHORT)
     trainer.train()
     return trainer.state.global_step
 
 
 def dropped():
-    trainer = make(OURS, "dropped")
+    trainer = make(OURS, "dropped", **SHORT)
     trainer.train()
     return trainer.state.global_step
 
 
 def full():
-    trainer = make(OURS, "full", hub_private_repo=True)
+    trainer = make(OURS, "full", hub_private_repo=True, **SHORT)
     trainer.train()
     return [trainer.state.global_step, push(trainer)]
 
 
 def slow():
-    trainer = make(OURS, "slow", figures=True, hub_always_push=False, save_steps=1)
+    """The upload of the second checkpoint begins before that of the first, and of its figures, has ended."""
+    trainer = make(OURS, "slow", figures=True, **SHORT)
     trainer.train()
     return push(trainer)
 
