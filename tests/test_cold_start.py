@@ -13,6 +13,7 @@ from trl import GRPOTrainer
 from ragen2_trl import SNRFilteredGRPOTrainer
 from ragen2_trl.envs import make_env
 
+REWARD = make_env("frozen_lake", size=3).reward_funcs
 WORST, BEST, SAME = (f"snr/dropped_all_{which}" for which in ("worst", "best", "same"))
 
 
@@ -118,3 +119,17 @@ def test_rewards_that_are_none_at_first_do_not_stop_a_run(keeps_all, policy_path
     assert log_rows(ours)[0]["snr/empty_steps"] == (0 if keeps_all else 1)
     if keeps_all:
         assert_same_parameters(parameters_of(train(GRPOTrainer)), parameters_of(ours))
+
+
+@pytest.mark.parametrize(("prompts", "warns"), [(PROMPTS[:1] * 8, True), (PROMPTS, False)])
+def test_rows_that_are_all_the_same_are_told_where_an_environment_draws_its_state(
+    prompts, warns, policy_path, make_args, caplog
+):
+    dataset = Dataset.from_dict({"prompt": prompts})
+    with caplog.at_level(logging.WARNING):
+        SNRFilteredGRPOTrainer(policy_path, REWARD, make_args(), dataset, rollout_func=lambda prompts, trainer: {})
+    assert ("rows of train_dataset are the same" in caplog.text) == warns
+    caplog.clear()
+    with caplog.at_level(logging.WARNING):  # one question asked several times is no environment
+        SNRFilteredGRPOTrainer(policy_path, REWARD, make_args(), dataset)
+    assert "rows of train_dataset are the same" not in caplog.text
