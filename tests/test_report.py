@@ -281,13 +281,13 @@ def test_a_real_run_shows_its_completions_and_reasonings(policy_path, prompts, m
     assert best.completions[0].text.head[:20].split()[0] in page.text
 
 
-@pytest.mark.slow
 def names_no_field(completions, **kwargs):
     """Pays for reasoning that is closed and has no number in it, and so nothing of the map."""
     texts = [completion_text(completion).partition("</think>") for completion in completions]
     return [bool(closed) - 0.1 * sum(char.isdigit() for char in reasoning) for reasoning, closed, _ in texts]
 
 
+@pytest.mark.slow
 def test_of_two_real_runs_the_report_tells_which_one_collapsed_and_when(tmp_path):
     """One is paid for its task, the other for saying nothing of it."""
     env = make_env("frozen_lake", size=4)

@@ -28,6 +28,7 @@ from ragen2_trl.reporting.files import (
 from ragen2_trl.reporting.records import check_about, check_evaluation, check_history, check_state
 from ragen2_trl.reporting.settings import settings_of, versions_of_packages
 
+LARGEST = 1e300  # of a number that anyone may have written
 MAX_COMPLETIONS = 10**6  # of a measurement; more cannot have been scored
 FIRST_TURN = "mi/first_turn"  # log keys of the scope that regimes are told by
 # What callbacks keep in `TrainerState.stateful_callbacks`, which every checkpoint carries.
@@ -309,7 +310,7 @@ def _evidence(metrics: Mapping[str, Any], others: Mapping[str, Any]) -> Evidence
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and math.isfinite(value)
+    return isinstance(value, int | float) and abs(value) <= LARGEST  # NaN is not, either
 
 
 def _read_state(path: Path) -> dict[str, Any] | None:
