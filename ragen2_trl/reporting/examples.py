@@ -13,6 +13,7 @@ from typing import Any
 import pyarrow.parquet as pq
 
 from ragen2_trl.envs import completion_text
+from ragen2_trl.reporting.records import is_number
 from ragen2_trl.reporting.run import Run
 from ragen2_trl.reporting.saved_measurement import SavedMeasurement, read_measurement
 
@@ -228,7 +229,7 @@ def _check(measurement: SavedMeasurement) -> None:
     if measurement.kept is not None and measurement.kept.shape != measurement.scores.shape:
         raise ValueError("kept must have as many values as scores")
     for name in ("retrieval_accuracy", "retrieval_chance"):
-        if not _is_number(measurement.metrics.get(name)):
+        if not is_number(measurement.metrics.get(name)):
             raise ValueError(f"metrics must hold the number {name}")
 
 
@@ -237,7 +238,7 @@ def _groups(rows: Sequence[Mapping[str, Any]], run: Run, problems: list[str]) ->
     weights = _weights(names, run, problems)
     by_prompt: dict[str, list[Completion]] = {}
     for row in rows:
-        rewards = {name: row[name] for name in names if _is_number(row[name])}
+        rewards = {name: row[name] for name in names if is_number(row[name])}
         total = sum(weight * rewards[name] for name, weight in zip(names, weights, strict=True) if name in rewards)
         completion = Completion(
             excerpt(as_text(row["completion"])),
@@ -262,7 +263,7 @@ def _weights(names: Sequence[str], run: Run, problems: list[str]) -> list[float]
     equal = [1.0] * len(names)
     if not weights:
         return equal
-    if isinstance(weights, list) and len(weights) == len(names) and all(map(_is_number, weights)):
+    if isinstance(weights, list) and len(weights) == len(names) and all(map(is_number, weights)):
         return weights
     problems.append(
         f"reward_weights {str(weights)[:200]} do not fit the rewards that were saved with the completions "
@@ -275,7 +276,7 @@ def _reward_columns(rows: Sequence[Mapping[str, Any]], run: Run) -> list[str]:
     """The reward functions among the columns, by what was logged of them; without a log, all numbers."""
     logged = {key.split("/")[1] for row in run.rows for key in row if key.startswith("rewards/")}
     columns = [name for name in (rows[0] if rows else {}) if name not in ("step", "prompt", "completion", "advantage")]
-    return [name for name in columns if name in logged or (not logged and any(_is_number(row[name]) for row in rows))]
+    return [name for name in columns if name in logged or (not logged and any(is_number(row[name]) for row in rows))]
 
 
 def as_text(messages: str | Sequence[str | Mapping[str, Any]]) -> str:
@@ -295,10 +296,6 @@ def as_text(messages: str | Sequence[str | Mapping[str, Any]]) -> str:
         said = completion_text([{**message, "role": "assistant"}]) + (json.dumps(calls) if calls else "")
         texts.append(said if len(messages) == 1 else f"[{message.get('role')}]\n{said}")
     return "\n".join(texts)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and math.isfinite(value)
 
 
 def _unreadable(path: Path, error: Exception) -> str:

@@ -18,6 +18,7 @@ from matplotlib.lines import Line2D
 
 from ragen2_trl.reporting.card import WINDOW
 from ragen2_trl.reporting.measurement_plots import plot_matrix, plot_quadrant, plot_reward_variance
+from ragen2_trl.reporting.records import is_number
 from ragen2_trl.reporting.style import (
     BLUE,
     GREEN,
@@ -311,7 +312,7 @@ def _means(points: Series, window: int | None = None) -> Series:
 
 def with_steps(log_history: Rows) -> Rows:
     """The rows that say of which optimizer step they are."""
-    return [row for row in log_history if _is_number(row.get("step"))]
+    return [row for row in log_history if is_number(row.get("step"))]
 
 
 def points_of(log_history: Rows, *keys: str | None) -> Series:
@@ -320,15 +321,11 @@ def points_of(log_history: Rows, *keys: str | None) -> Series:
         values = defaultdict(list)
         for row in with_steps(log_history):
             value = row.get(key)
-            if _is_number(value):
+            if is_number(value):
                 values[row["step"]].append(value)
         if values:
             return [(step, fmean(values[step])) for step in sorted(values)]
     return []
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and math.isfinite(value)
 
 
 def _number_steps(axes: Axes) -> None:

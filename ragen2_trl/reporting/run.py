@@ -1,7 +1,6 @@
 """A training run as its report and its model card tell it: from a trainer, or from what it left on disk."""
 
 import json
-import math
 import platform
 import re
 from collections.abc import Mapping, Sequence
@@ -25,10 +24,9 @@ from ragen2_trl.reporting.files import (
     read_json,
     write_json,
 )
-from ragen2_trl.reporting.records import check_about, check_evaluation, check_history, check_state
+from ragen2_trl.reporting.records import check_about, check_evaluation, check_history, check_state, is_number
 from ragen2_trl.reporting.settings import settings_of, versions_of_packages
 
-LARGEST = 1e300  # of a number that anyone may have written
 MAX_COMPLETIONS = 10**6  # of a measurement; more cannot have been scored
 FIRST_TURN = "mi/first_turn"  # log keys of the scope that regimes are told by
 # What callbacks keep in `TrainerState.stateful_callbacks`, which every checkpoint carries.
@@ -89,7 +87,7 @@ class Run:
     def points(self, key: str) -> list[tuple[int, float]]:
         """(step, value) of the training rows that have a finite value."""
         values = ((row.get("step", 0), row.get(key)) for row in self.rows)
-        return [(step, value) for step, value in values if isinstance(value, int | float) and math.isfinite(value)]
+        return [(step, value) for step, value in values if is_number(value)]
 
     @cached_property
     def findings(self) -> list[Finding]:
@@ -299,18 +297,14 @@ def _evidence_logged(rows: Sequence[Mapping[str, Any]]) -> list[Evidence]:
 
 def _evidence(metrics: Mapping[str, Any], others: Mapping[str, Any]) -> Evidence | None:
     """Of numbers that anyone may have written; `None` where one is missing that counts, or cannot be."""
-    if not all(_is_number(metrics.get(name)) for name in Evidence.METRICS):
+    if not all(is_number(metrics.get(name)) for name in Evidence.METRICS):
         return None
     fractions = (metrics["retrieval_accuracy"], metrics["retrieval_chance"])
     if not all(0 <= fraction <= 1 for fraction in fractions) or not 1 <= metrics["num_completions"] <= MAX_COMPLETIONS:
         return None
     names = ("step", "updates", "valid_thinking_rate", "success", "clipped_ratio")
-    known = {name: others[name] for name in names if _is_number(others.get(name))}
+    known = {name: others[name] for name in names if is_number(others.get(name))}
     return Evidence.of(metrics, **{"step": 0, **known})
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and abs(value) <= LARGEST  # NaN is not, either
 
 
 def _read_state(path: Path) -> dict[str, Any] | None:
