@@ -227,6 +227,8 @@ def malformed(rng):
     path = rng.choice(
         ["/reset", "/step", "/nothing", "/mcp", "/state", "/reset?x=%00", "/" + "a" * rng.randrange(200)]
     )
+    if path.startswith("/reset") and b'"action"' in junk:  # a field that it has no use for, and nothing wrong
+        path = "/step"
     content = rng.choice(["application/json", "text/plain", "application/x-www-form-urlencoded", "\xff"])
     return path, junk, {"Content-Type": content, **rng.choice([{}, {"Origin": "http://evil.example"}])}
 
@@ -237,8 +239,7 @@ def test_malformed_requests_are_the_clients_fault_and_leave_nothing_behind(count
     for number in range(count):
         path, body, headers = malformed(rng)
         status, text = ask(http_client, path, body, headers)
-        nothing_wrong = body in (b"", b"{}") or (path.startswith("/reset") and b'"action"' in body)  # not its field
-        assert 400 <= status < 500 or nothing_wrong, (status, path, headers, body[:200], text)
+        assert 400 <= status < 500 or body in (b"", b"{}"), (status, path, headers, body[:200], text)
         statuses[status] = statuses.get(status, 0) + 1
         if number + 1 in (count // 2, count):
             gc.collect()
