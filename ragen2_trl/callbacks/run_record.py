@@ -24,7 +24,6 @@ from ragen2_trl.reporting.run import RUN_STATE, Run, read_run, run_of, write_run
 logger = get_logger(__name__)
 
 CHECKPOINT_STRATEGIES = (HubStrategy.CHECKPOINT, HubStrategy.ALL_CHECKPOINTS)
-EXTENDED = ("create_model_card", "push_to_hub", "_push_from_checkpoint")  # methods of the trainer
 EXTENDED = ("create_model_card", "push_to_hub", "_push_from_checkpoint", "_save_checkpoint")  # methods of the trainer
 
 

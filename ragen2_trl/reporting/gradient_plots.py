@@ -19,7 +19,6 @@ from ragen2_trl.reporting.style import (
 )
 
 LOOKS = ((BLUE, "-"), (ORANGE, "--"), (GREEN, "-."))
-SHOWN = len(LOOKS)  # measurements: the first, the one in the middle and the last
 
 Value = Callable[[BucketGradients], float]
 
