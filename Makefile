@@ -60,7 +60,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 # A file stays on one core, so that what its tests share is made once.
 IN_PARALLEL := -n auto --dist loadfile --no-loadscope-reorder
 
-test: $(BIN)/.installed-deepspeed $(BIN)/.installed-extras  ## Fast tests: every promise and every module
+test: $(BIN)/.installed-deepspeed $(BIN)/.installed-extras  ## Fast tests: every promise, and what is quick of the rest
 	$(PYTEST) -m "not slow" $(IN_PARALLEL)
 
 SANDBOX_TESTS = $(wildcard tests/test_sandbox*.py tests/test_attacks.py tests/test_deepcoder_attacks.py \

@@ -27,12 +27,18 @@ MISSING_MODES = [
 WITH_TOOLS = [(name, multi_turn) for name, multi_turn in MODES if ENVIRONMENTS[name].tools is not None]
 PICTURED = [name for name in ("frozen_lake", "sokoban") if name in ENVIRONMENTS]
 
+
+def _played(modes):
+    """Parameters of tests that play: what takes long is not for everybody's `make test`."""
+    return [pytest.param(*mode, marks=[pytest.mark.slow] if mode[0] in FEW else []) for mode in modes]
+
+
 every_task = pytest.mark.parametrize("name", TASKS)
-every_mode = pytest.mark.parametrize(("name", "multi_turn"), MODES)
+every_mode = pytest.mark.parametrize(("name", "multi_turn"), _played(MODES))
 every_fuzzed_mode = pytest.mark.parametrize(("name", "multi_turn"), [mode for mode in MODES if mode[0] not in FEW])
-every_single_turn = pytest.mark.parametrize("name", [name for name, multi_turn in MODES if not multi_turn])
-every_multi_turn = pytest.mark.parametrize("name", [name for name, multi_turn in MODES if multi_turn])
-every_mode_with_tools = pytest.mark.parametrize(("name", "multi_turn"), WITH_TOOLS)
+every_single_turn = pytest.mark.parametrize("name", _played([(name,) for name, multi_turn in MODES if not multi_turn]))
+every_multi_turn = pytest.mark.parametrize("name", _played([(name,) for name, multi_turn in MODES if multi_turn]))
+every_mode_with_tools = pytest.mark.parametrize(("name", "multi_turn"), _played(WITH_TOOLS))
 every_picture = pytest.mark.parametrize("name", PICTURED)
 
 NONSENSE = "\u2603 no such action"

@@ -22,6 +22,8 @@ from ragen2_trl.reporting import (
     svg,
 )
 
+pytestmark = pytest.mark.slow
+
 HOSTILE = '<script>alert(1)</script> $\\frac{$ \x00\x1b[2J\u202e" id="x" & ' + "long " * 30
 FIGURES = {
     "matrix": lambda: plot_matrix(measurement(8, 4, gain=0.2)),

@@ -189,6 +189,7 @@ def rows_in_parts(draw):
 each_layout = pytest.mark.parametrize("layout", LAYOUTS)
 
 
+@pytest.mark.slow
 @each_layout
 @settings(deadline=None, max_examples=25)
 @given(drawn=rows_in_parts(), multiple=st.sampled_from([None, 4]))
@@ -209,6 +210,7 @@ def test_rows_that_are_taken_keep_their_own(layout, drawn, multiple):
         assert not any(taken[key].size(1) % multiple for key in ("prompt_ids", "completion_ids"))
 
 
+@pytest.mark.slow
 @each_layout
 @settings(deadline=None, max_examples=25)
 @given(drawn=rows_in_parts(), chunks=st.integers(1, 3))

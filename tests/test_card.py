@@ -30,6 +30,7 @@ from ragen2_trl.reporting.files import MEASUREMENTS
 from ragen2_trl.reporting.run import Run, run_of
 
 
+@pytest.mark.slow
 def test_every_trainer_adds_its_diagnostics_to_all_that_trl_wrote(trained, monkeypatch, tmp_path):
     trainer, _ = trained
     card = ModelCard.load(Path(trainer.args.output_dir) / "README.md")
@@ -164,6 +165,7 @@ def test_no_file_that_is_uploaded_holds_the_token_or_what_the_model_wrote(traine
     assert not any(prompt in texts for prompt in prompts)
 
 
+@pytest.mark.slow
 def test_names_that_are_no_plain_yaml_keep_the_card_whole(trained, without_figures, monkeypatch, tmp_path):
     trainer, _ = trained
     monkeypatch.setattr(trainer.args, "output_dir", str(tmp_path))

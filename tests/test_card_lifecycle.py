@@ -13,6 +13,8 @@ from ragen2_trl.reporting.card import FIGURES, HEADING
 from ragen2_trl.reporting.run import read_run, run_of
 from ragen2_trl.reporting.saved_measurement import SavedMeasurement
 
+pytestmark = pytest.mark.slow
+
 
 def test_a_resumed_run_says_so_and_shows_no_evaluation_of_the_run_before(policy_path, tmp_path, without_figures):
     folder = tmp_path / "run"

@@ -206,6 +206,7 @@ def test_every_task_is_solved_by_its_oracle(options):
         assert 10 <= row["target"] <= 99
 
 
+@pytest.mark.slow
 def test_a_random_player_is_right_in_one_task_of_thirty():
     env, rng, won = Countdown(), random.Random(0), 0
     for row in env.dataset(2500, seed=1):
@@ -246,6 +247,7 @@ def tasks_file(tmp_path):
     return str(path)
 
 
+@pytest.mark.slow
 def test_local_data_loads_without_what_cannot_be_solved_and_is_split_by_task(tasks_file):
     env, rng = Countdown(), random.Random(0)
     train, test = env.dataset(data=tasks_file), env.dataset(data=tasks_file, split="test")

@@ -17,6 +17,8 @@ from ragen2_trl.envs.play import respond_all
 from ragen2_trl.envs.responses import format_response
 from ragen2_trl.envs.tasks import held_out
 
+pytestmark = pytest.mark.slow
+
 # Options
 
 
@@ -49,6 +51,7 @@ def test_without_bubblewrap_it_refuses_and_tells_how_to_install_it(monkeypatch):
 # Generated problems
 
 
+@pytest.mark.slow
 def test_reference_programs_pass_all_tests():
     env = DeepCoder(workers=2, max_tests=2)
     rows = list(env.dataset(30, seed=0))
@@ -112,6 +115,7 @@ def test_generated_splits_never_meet():
 # The floor: measured with 150 held-out problems of 4 tests each, 2 of them hidden: no success, return 0.03.
 
 
+@pytest.mark.slow
 def test_random_player_solves_nothing():
     env = DeepCoder(workers=2, max_tests=2)
     rng = random.Random(0)
@@ -124,6 +128,7 @@ def test_random_player_solves_nothing():
 # Rewards
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("row", "program", "fraction"),
     [

@@ -64,6 +64,7 @@ def test_no_credential_reaches_the_file(played, tmp_path):
     assert report["settings"]["env_args"][0] == "corpus=http://host:8000/search"
 
 
+@pytest.mark.slow
 def test_the_same_seed_gives_the_same_numbers_and_no_random_state_moves(tmp_path):
     state = torch.get_rng_state()
     settings = {"num_prompts": 4, "num_samples": 2}
@@ -125,6 +126,7 @@ def test_a_kill_amid_sampling_loses_nothing_that_was_played(tmp_path, monkeypatc
     assert run(tmp_path / "again", completions=saved)["metrics"]["num_completions"] == 4.0
 
 
+@pytest.mark.slow
 def test_reasoning_whose_observation_was_withheld_comes_out_at_chance(tmp_path, capsys):
     """And is said to be foreign to the prompts that it was not written for."""
     report = run(tmp_path, num_prompts=8, num_samples=8, control="true")
@@ -142,6 +144,7 @@ def test_hits_and_misses_are_shown(tmp_path, capsys):
     assert shown.count("Hit: ") == 2
 
 
+@pytest.mark.slow
 def test_several_turns_are_scored_as_they_were_played(tmp_path, capsys):
     settings = {"model": "tiny-sokoban", "env_name": "sokoban", "env_args": "max_turns=2", "max_new_tokens": 200}
     report = run(tmp_path, **settings, num_prompts=8, num_samples=4)
@@ -205,6 +208,7 @@ def test_reasoning_moved_to_other_prompts_is_found_out(played, tmp_path, capsys)
     assert shown.count("nats likelier under another prompt") == 2
 
 
+@pytest.mark.slow
 def test_a_folder_is_a_path_that_ends_with_its_last_step(played, tmp_path, capsys):
     prompts, texts = played
     folder = tmp_path / "saved"

@@ -29,6 +29,8 @@ from ragen2_trl.callbacks.run_record import RunRecord
 from ragen2_trl.envs import make_env
 from ragen2_trl.tiny import TINY_MODEL_PATH
 
+pytestmark = pytest.mark.slow
+
 # Python
 
 

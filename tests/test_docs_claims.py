@@ -18,6 +18,8 @@ from ragen2_trl import (
 from ragen2_trl.envs import make_env
 from ragen2_trl.tiny import resolve_model
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def logged(tmp_path_factory):

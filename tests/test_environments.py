@@ -104,6 +104,7 @@ def checksums():
     return sums
 
 
+@pytest.mark.slow
 def test_equal_arguments_give_equal_rows_and_plays_in_every_process():
     script = "import json, test_environments\nprint(json.dumps(test_environments.checksums()))"
     hash_seed = "1" if os.environ.get("PYTHONHASHSEED") != "1" else "2"
@@ -150,6 +151,7 @@ def test_seeds_give_other_rows_or_another_order(name):
     assert rows_of(env, 30, seed=0) != rows_of(env, 30, seed=1)
 
 
+@pytest.mark.slow
 @every_task
 def test_seeds_of_rows_tell_tasks_apart(name):
     env = environment(name)
@@ -160,6 +162,7 @@ def test_seeds_of_rows_tell_tasks_apart(name):
     assert len({json.dumps(row["prompt"]) for row in rows}) > 1
 
 
+@pytest.mark.slow
 @every_mode
 def test_splits_never_meet(name, multi_turn):
     env = environment(name, multi_turn)

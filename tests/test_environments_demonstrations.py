@@ -49,6 +49,7 @@ def test_demonstrations_of_pictures_show_them_and_those_of_tools_are_refused():
         FrozenLake(protocol="tools").demonstrations(1, seed=0)
 
 
+@pytest.mark.slow
 @every_task
 def test_demonstrations_are_of_training_tasks(name):
     env = make_env(name)

@@ -108,6 +108,7 @@ def test_the_solver_solves_every_task(name, multi_turn):
     assert all(outcome.success and outcome.valid_turns == outcome.turns for outcome in outcomes)
 
 
+@pytest.mark.slow
 @every_mode
 def test_random_players_name_actions(name, multi_turn):
     env = environment(name, multi_turn)
@@ -123,6 +124,7 @@ def test_random_players_name_actions(name, multi_turn):
     assert len(drawn) > 1
 
 
+@pytest.mark.slow
 @every_mode
 def test_plays_side_by_side_are_plays_one_by_one(name, multi_turn):
     env = environment(name, multi_turn)
@@ -158,6 +160,7 @@ def _fuzzed(name, multi_turn):
     return env, row, sorted(known), best
 
 
+@pytest.mark.slow
 @every_fuzzed_mode
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())

@@ -100,6 +100,7 @@ def test_completions_of_several_turns_have_to_be_played_first(name):
         rewards_of(env, rows_of(env, 2))
 
 
+@pytest.mark.slow
 @every_mode_with_tools
 def test_rewards_of_tool_environments_are_theirs(name, multi_turn):
     env = environment(name, multi_turn, protocol="tools")

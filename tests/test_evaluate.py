@@ -102,6 +102,7 @@ def test_summary_groups_by_prompt():
 # A model that plays
 
 
+@pytest.mark.slow
 def test_shipped_model_solves_some_held_out_tasks_but_not_all(tiny):
     metrics = evaluate_model(*tiny, make_env("frozen_lake"), num_prompts=64, num_samples=4, max_new_tokens=96)
     assert 0.3 < metrics["success"] < 0.65
@@ -137,6 +138,7 @@ def test_mode_is_restored_after_an_error(tiny):
     assert model.training
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pad_token", ["<pad>", None])
 def test_batching_does_not_change_greedy_completions(pad_token):
     model = AutoModelForCausalLM.from_pretrained(TINY_MODEL_PATH)
@@ -193,6 +195,7 @@ def test_what_is_not_played_in_words_is_refused(tiny, options, message):
         evaluate_model(*tiny, make_env("frozen_lake", **options), **SMALL)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [int, list])
 def test_what_ends_the_checkpoints_own_generation_ends_a_turn(tiny, monkeypatch, kind):
     model, tokenizer = tiny
@@ -223,6 +226,7 @@ def test_the_oracle_solves_everything_and_a_guessing_player_does_not(multi_turn)
     assert guesses == evaluate_scripted("random", env, num_prompts=64, num_samples=2)
 
 
+@pytest.mark.slow
 def test_a_model_plays_several_turns(tiny):
     metrics = evaluate_model(*tiny, make_env("frozen_lake", multi_turn=True), **{**SMALL, "max_new_tokens": None})
     assert 1 < metrics["turns"] <= 5

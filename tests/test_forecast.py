@@ -54,6 +54,7 @@ def test_a_batch_that_teaches_nothing_is_called_so(group, words):
     assert "nothing to learn" in advice(forecast_filter(torch.tensor([group] * 4)))
 
 
+@pytest.mark.slow
 def test_the_command_shows_gradients_and_forecast_of_a_checkpoint(tmp_path, capsys):
     arguments = "diagnose --model tiny --num_prompts 4 --num_samples 2 --max_new_tokens 24 --gradients true"
     cli.main([*arguments.split(), "--predict_filter", "true", "--output_dir", str(tmp_path)])

@@ -41,6 +41,7 @@ def test_maps_are_generated_and_not_loaded():
 # Maps
 
 
+@pytest.mark.slow
 def test_held_out_maps_never_appear_in_training():
     env = FrozenLake(size=3)  # few enough maps that two splits without a rule would meet at once
     train = set(env.dataset(3000, seed=0)["grid"])
@@ -49,6 +50,7 @@ def test_held_out_maps_never_appear_in_training():
     assert len(test) > 100
 
 
+@pytest.mark.slow
 def test_both_splits_see_the_same_kind_of_map():
     def holes(split):
         return sum(grid.count("H") for grid in FrozenLake().dataset(1500, seed=1, split=split)["grid"]) / 1500
@@ -222,6 +224,7 @@ def test_thousands_of_rewards_a_second():
 # The floor: what a player gets who looks at nothing. Measured with 5,000 held-out maps; standard error 0.006.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("multi_turn", "floor"), [(False, 0.20), (True, 0.21)])
 def test_random_player_reaches_one_goal_in_five(multi_turn, floor):
     env = FrozenLake(multi_turn=multi_turn)

@@ -95,6 +95,7 @@ def test_losses_of_subclasses_are_weighted(algorithm, settings, mixin, policy_pa
     assert_right(algorithm, mixin, settings, policy_path, tmp_path)
 
 
+@pytest.mark.slow
 @cases(**{name: SETTINGS[name] for name in ("grpo", "ppo")})
 def test_losses_of_subclasses_over_the_tokens_of_the_batch_are_weighted(algorithm, settings, policy_path, tmp_path):
     assert_right(algorithm, MeanOverTokens, settings, policy_path, tmp_path)

@@ -19,6 +19,8 @@ from ragen2_trl.reporting.card import HEADING
 from ragen2_trl.reporting.hub import publish_metrics
 from ragen2_trl.reporting.run import read_run
 
+pytestmark = pytest.mark.slow
+
 SCENARIOS = Path(__file__).with_name("hub_scenarios.py")
 RECIPE = Path(__file__).parents[1] / "recipes" / "frozen_lake_tiny.yaml"
 ONLINE = {"HF_HUB_OFFLINE": "0", "OMP_NUM_THREADS": "1"}

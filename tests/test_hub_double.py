@@ -3,9 +3,12 @@
 import json
 from pathlib import Path
 
+import pytest
 from hub import hub_double as hub_double
 from hub_messages import QUOTA
 from hub_service import TOKEN
+
+pytestmark = pytest.mark.slow
 
 HELPERS = """
 import json, sys, time

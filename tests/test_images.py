@@ -16,6 +16,8 @@ from test_trl_batches import vision_model
 from transformers import AutoTokenizer, Qwen3Config
 from transformers.models.idefics3.configuration_idefics3 import Idefics3VisionConfig
 
+pytestmark = pytest.mark.slow
+
 SIZES = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
 EIGHT = {"image_size": 8, "patch_size": 4}
 LAYOUTS = (

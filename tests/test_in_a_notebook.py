@@ -49,6 +49,7 @@ def test_a_card_can_be_made_when_the_next_configuration_is_there(kind, make, mak
     assert read_run(folder).settings["processes"] == 1
 
 
+@pytest.mark.slow
 @both
 def test_a_run_that_was_interrupted_can_begin_again(kind, make):
     trainer, interrupt = make(kind), Interrupt()

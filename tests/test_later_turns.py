@@ -64,6 +64,7 @@ def measure(model, played, **settings):
     return measure_trajectory(model, played, range(len(played)), generator, Sampling(TRAJECTORIES, **settings))
 
 
+@pytest.mark.slow
 def test_gibberish_is_found_by_its_own_earlier_words_and_falls_to_chance_without_them(gibberish, played):
     by_turn = measure(gibberish, played)
     assert by_turn[0].without_own_words is None

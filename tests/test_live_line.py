@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+import pytest
+
 from ragen2_trl import cli
 from ragen2_trl.callbacks import LiveLineCallback
 
@@ -17,6 +19,7 @@ def test_the_line_keeps_the_latest_measurement():
     assert line.line({"reward": 0.75}) == "reward 0.75  retrieval 97%  information 2.50 nats"
 
 
+@pytest.mark.slow
 def test_a_warm_start_shows_the_line_and_no_wall_of_numbers(tmp_path, capsys):
     recipe = Path(__file__).parents[1] / "recipes" / "warm_start_tiny.yaml"
     settings = {"config": recipe, "output_dir": tmp_path / "warm", "max_steps": 3, "num_demonstrations": 16}

@@ -13,6 +13,8 @@ from plotted import assert_nothing_overlaps, extent, groups, heights, legend, me
 from ragen2_trl.reporting import plot_matrix, plot_quadrant, plot_reward_variance
 from ragen2_trl.reporting.measurement_plots import REGIME_CORNERS
 
+pytestmark = pytest.mark.slow
+
 # The matrix
 
 

@@ -226,6 +226,7 @@ def test_fractions_are_exact(top, bottom):
     assert not same_answer(f"{top}/{bottom}", f"{top + 1}/{bottom}")
 
 
+@pytest.mark.slow
 def test_tasks_are_imported_without_computer_algebra_which_still_judges_in_silence():
     code = """
 import logging, sys

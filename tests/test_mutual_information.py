@@ -86,6 +86,7 @@ def test_the_numbers_share_the_row_of_trls_metrics_and_are_finite(policy_path, p
         assert row["mi/first_turn/num_prompts"] == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("settings", "every", "expected"),
     [
@@ -150,6 +151,7 @@ def test_one_turn_a_completion_logs_no_trajectory_scope(policy_path, prompts, ma
     assert not [key for row in rows_of(trainer) for key in row if key.startswith("mi/trajectory")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flag", [False, True])
 def test_a_resumed_run_logs_what_the_uninterrupted_run_logs(policy_path, prompts, make_args, tmp_path, flag):
     overrides = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "learning_rate": 1e-3}
@@ -228,6 +230,7 @@ def test_why_nothing_was_measured_is_kept_for_the_report(policy_path, make_args)
 ONE_GROUP = {"per_device_train_batch_size": 4, "max_steps": 12}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("trainer_class", [GRPOTrainer, SNRFilteredGRPOTrainer])
 def test_prompts_of_successive_generations_are_pooled_until_there_are_enough(
     trainer_class, policy_path, prompts, make_args, caplog
@@ -274,6 +277,7 @@ def test_a_pooled_measurement_is_that_of_one_generation_where_weights_stand_stil
     assert measured[0] == pytest.approx(measured[1], abs=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("save_steps", [3, 7])
 def test_a_run_resumed_amid_a_pool_measures_what_the_uninterrupted_one_measures(
     policy_path, prompts, make_args, tmp_path, save_steps

@@ -128,6 +128,7 @@ def sft_policy(policy_path, folder, depends: bool):
     return str(folder), Dataset.from_dict({"prompt": [f"Go from{draw()}\n" for _ in range(16)]})
 
 
+@pytest.mark.slow
 def test_a_policy_trained_on_templates_does_not_depend_on_its_prompt_yet_while_its_entropy_is_high(
     policy_path, make_args, tmp_path, caplog
 ):

@@ -149,6 +149,7 @@ def test_sessions_do_not_disturb_each_other(tools_server):
     assert differences == []
 
 
+@pytest.mark.slow
 def test_sessions_are_used_again_and_closed_with_the_task(run_server):
     server = run_server(make_env("frozen_lake", **LAKE), max_sessions=3)
     for _ in range(4):  # more than the server would hold

@@ -22,6 +22,8 @@ from ragen2_trl.envs import make_env
 from ragen2_trl.openenv import Served
 from ragen2_trl.openenv.guard import MAX_MESSAGE_BYTES
 
+pytestmark = pytest.mark.slow
+
 # Hostile input
 
 

@@ -132,6 +132,7 @@ def test_a_client_has_a_limited_number_of_sessions_and_gets_them_back(run_server
         make_server(server.env, max_sessions=4, max_sessions_per_client=5)
 
 
+@pytest.mark.slow
 def test_a_silent_session_ends_and_a_trainer_goes_on_with_a_new_one(run_server):
     server = run_server(make_env("frozen_lake", **LAKE), max_sessions=1, idle_seconds=0.3)
     with connect(ws_url(server)) as silent:

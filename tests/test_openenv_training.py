@@ -58,6 +58,7 @@ def tool_args(make_args):
     return make_args(snr=False, max_completion_length=300, reward_weights=[0.0])
 
 
+@pytest.mark.slow
 def test_training_on_a_server_is_training_here(policy_path, tool_args, run_server):
     here = make_env("frozen_lake", multi_turn=True, protocol="tools")
     served = Served(run_server(here).url)

@@ -8,6 +8,8 @@ from plotted import assert_nothing_overlaps, history, legend, line, stock_histor
 from ragen2_trl.reporting import plot_comparison, plot_compute, plot_training, svg
 from ragen2_trl.reporting.card import running_means
 
+pytestmark = pytest.mark.slow
+
 # Training
 
 

@@ -16,6 +16,8 @@ from ragen2_trl.envs.deepcoder.program_tests import (
 )
 from ragen2_trl.envs.deepcoder.sandbox import Limits, Sandbox
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def sandbox():

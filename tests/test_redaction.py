@@ -74,6 +74,7 @@ PIECES = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("piece", PIECES)
 def test_hiding_is_linear_in_the_text(piece):
     assert growth(hide_credentials, lambda size: piece * size, 4000) < 24  # 8 times as much; the square would be 64

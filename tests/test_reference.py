@@ -198,6 +198,7 @@ def test_one_group_a_step_is_kept_or_dropped_and_its_update_is_the_plain_one(alg
             assert recorder.gradients[step] == {}
 
 
+@pytest.mark.slow
 @for_each
 def test_a_resumed_run_ranks_among_the_groups_before_the_checkpoint(algorithm, policy_path, tmp_path):
     """The eighth prompt has a variance that is little beside that of others, and the first in a run would be kept."""
@@ -222,6 +223,7 @@ def test_eight_groups_are_ranked_by_themselves(policy_path, tmp_path):
     assert all("snr/window_groups" not in row for row in log_rows(trainer))
 
 
+@pytest.mark.slow
 @for_each
 def test_rounds_of_a_refill_are_ranked_among_the_same_groups(algorithm, policy_path, tmp_path):
     args = algorithm.args(tmp_path, **ONE_GROUP, max_steps=6, snr_refill_rounds=8)

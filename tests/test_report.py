@@ -31,6 +31,8 @@ from ragen2_trl.reporting.run import read_run
 from ragen2_trl.reporting.saved_measurement import read_measurement
 from ragen2_trl.tiny import resolve_model
 
+pytestmark = pytest.mark.slow
+
 
 def test_headline_tells_which_run_collapsed_and_when(compared):
     page = Page(compared.read_text())

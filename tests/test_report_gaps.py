@@ -9,6 +9,8 @@ from reported_runs import GROUP, PROMPTS, edit_state, make_run, report_of, witho
 
 from ragen2_trl.reporting import report
 
+pytestmark = pytest.mark.slow
+
 
 def with_nan_rows(folder):
     def change(state):

@@ -140,6 +140,7 @@ def test_passing_faults_are_survived(server, fault):
     assert len(server.requests) == 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fault", "cause"),
     [

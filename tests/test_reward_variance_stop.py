@@ -36,6 +36,7 @@ def test_variance_above_the_fraction_goes_on(policy_path, prompts, make_args):
     assert trainer.state.global_step == 8
 
 
+@pytest.mark.slow
 def test_a_resumed_run_stops_where_the_uninterrupted_one_does(policy_path, prompts, make_args, tmp_path):
     args = make_args(snr=False, max_steps=12, save_strategy="steps", save_steps=5)
     train(policy_path, args, prompts, start_generations=3, patience=4)

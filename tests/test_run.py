@@ -289,6 +289,7 @@ def arguments(run, *more):
     return ["--config", str(RECIPE), *options, *more]
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_is_read_up_to_its_last_row(tmp_path, monkeypatch):
     run = tmp_path / "run"
     steps = iter(range(100))

@@ -91,6 +91,7 @@ def tell(folder):
     return run, card
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("file", [STATE, ABOUT, EVALUATION])
 def test_no_change_of_a_record_is_a_traceback(file, record):
     original = json.loads((record / file).read_text())

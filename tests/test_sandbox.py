@@ -114,6 +114,7 @@ def test_an_endless_loop_runs_out_of_cpu_time():
     assert (outcome.ended, outcome.returncode) == ("cpu", 128 + 9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "program",
     [
@@ -160,6 +161,7 @@ STAYERS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", STAYERS)
 def test_a_run_dies_with_the_process_that_started_it_and_leaves_no_folder(leftovers, way, tmp_path):
     hostile = HOSTILE.format(way=STAYERS[way])
@@ -195,6 +197,7 @@ def test_the_reason_is_told_where_namespaces_are_forbidden(monkeypatch, tmp_path
         Sandbox()
 
 
+@pytest.mark.slow
 def test_unsafe_runs_are_possible_when_asked_for_and_each_sandbox_says_so_once(monkeypatch, caplog):
     monkeypatch.setattr(shutil, "which", lambda name: None)
     monkeypatch.setenv("HF_TOKEN", SECRET)

@@ -17,6 +17,8 @@ from sandboxes import short_fixture as short_fixture
 from ragen2_trl.envs.deepcoder import sandbox_process as module
 from ragen2_trl.envs.deepcoder.sandbox import Sandbox
 
+pytestmark = pytest.mark.slow
+
 # Network
 
 

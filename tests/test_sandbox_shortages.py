@@ -18,6 +18,8 @@ from ragen2_trl.envs.deepcoder.environment import DeepCoder
 from ragen2_trl.envs.deepcoder.sandbox import Sandbox, SandboxFailedError, SandboxUnavailableError
 from ragen2_trl.envs.deepcoder.sandbox_slots import runtime_folder, slot
 
+pytestmark = pytest.mark.slow
+
 FAILURES = {
     "no namespace": "echo 'bwrap: Creating new namespace failed: Resource temporarily unavailable' >&2; exit 1",
     "it dies": "kill -9 $$",

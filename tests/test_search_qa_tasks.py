@@ -69,6 +69,7 @@ def test_demonstrations_reason_with_what_was_read():
         assert "So the answer is" in last
 
 
+@pytest.mark.slow
 def test_the_random_player_is_right_about_one_time_in_27():
     """Of 4,000 episodes 3.7% were right: half the answers are titles, and there are 12 of them."""
     env, outcomes = multi(), []
@@ -83,6 +84,7 @@ def test_the_random_player_is_right_about_one_time_in_27():
     assert all(outcome.valid_turns == outcome.turns for outcome in outcomes)
 
 
+@pytest.mark.slow
 def test_held_out_questions_never_appear_in_training():
     train = set(SearchQA().dataset(3000, seed=0)["question"])
     test = set(SearchQA().dataset(1000, seed=0, split="test")["question"])
@@ -110,6 +112,7 @@ print(zlib.crc32(repr(SearchQA(multi_turn=True).demonstrations(20, seed=5).to_li
 """
 
 
+@pytest.mark.slow
 def test_tasks_and_searches_are_equal_in_processes_with_different_hash_seeds():
     hash_seed = "1" if os.environ.get("PYTHONHASHSEED") != "1" else "2"  # this process has one of its own
     there = subprocess.run(

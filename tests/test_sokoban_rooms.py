@@ -14,6 +14,8 @@ from ragen2_trl.envs.responses import format_response
 from ragen2_trl.envs.sokoban.environment import ACTIONS, Sokoban
 from ragen2_trl.envs.sokoban.rooms import distances, explore, make_room, read_room, write_room
 
+pytestmark = pytest.mark.slow
+
 # Rooms
 
 

@@ -40,6 +40,7 @@ def test_tiny_round_trips_demonstrations_to_the_parser(observation):
         assert parse_response(decoded) == parse_response(text) is not None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("observation", OBSERVATIONS)
 @pytest.mark.parametrize(
     "options", [{"name": "frozen_lake", "slip": 0.3}, {"name": "frozen_lake"}, {"name": "sokoban"}]
@@ -121,6 +122,7 @@ def test_tiny_is_a_name_and_other_names_pass_through():
 # Building and warming up
 
 
+@pytest.mark.slow
 def test_model_depends_on_its_seed_alone():
     def weights(seed):
         return torch.cat([parameter.flatten() for parameter in build_model(seed).parameters()])

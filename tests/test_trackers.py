@@ -26,6 +26,8 @@ from ragen2_trl.envs import make_env
 from ragen2_trl.reporting.trackers import has_image_trackers, log_figures
 from ragen2_trl.tiny import resolve_model
 
+pytestmark = pytest.mark.slow
+
 TRACKERS = ["tensorboard", "trackio", "wandb"]
 NAMES = [
     "train/reward",

@@ -41,6 +41,7 @@ def arguments(folder: Path, **overrides) -> list[str]:
     return [part for name, value in settings.items() for part in (f"--{name}", str(value))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("algo", ["rloo", "ppo"])
 def test_other_algorithms_have_settings_of_their_own(algo, tmp_path):
     recipe = RECIPE.with_name(f"frozen_lake_tiny_{algo}.yaml")
@@ -151,6 +152,7 @@ def test_an_earlier_run_is_neither_continued_nor_replaced_by_accident(tmp_path):
     assert (tmp_path / "checkpoint-7").exists()
 
 
+@pytest.mark.slow
 def test_a_resumed_run_says_nothing_of_weights_that_are_tied_to_others(tmp_path, monkeypatch):
     warnings = []
     train.main(arguments(tmp_path / "run", max_steps=2, save_steps=1))

@@ -27,6 +27,8 @@ from transformers import AutoTokenizer, Qwen3Config, Qwen3MoeConfig, Qwen3MoeFor
 
 from ragen2_trl import SNRFilteredGRPOTrainer
 
+pytestmark = pytest.mark.slow
+
 # What rides along with the rows
 
 

@@ -21,6 +21,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import GRPOTrainer
 from trl.chat_template_utils import qwen3_template
 
+pytestmark = pytest.mark.slow
+
 # Tools, environments, rollout functions
 
 TEMPLATE = (

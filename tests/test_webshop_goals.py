@@ -17,6 +17,8 @@ from ragen2_trl.envs.webshop.files import load_catalogue, load_goals, split_goal
 from ragen2_trl.envs.webshop.floor import copying_action
 from ragen2_trl.envs.webshop.generator import _ACCESSORIES, _DEPARTMENTS, generate_catalogue
 
+pytestmark = pytest.mark.slow
+
 # Generated goals
 
 

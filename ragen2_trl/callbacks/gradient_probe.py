@@ -11,9 +11,10 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
+from accelerate import Accelerator
 from torch import Tensor, nn
 from transformers import Trainer
 from trl.distributed import DistributedBackend
@@ -69,11 +70,6 @@ def check_can_probe(trainer: Trainer) -> None:
     if DistributedBackend(trainer.accelerator).is_zero3 and not args.ds3_gather_for_generation:
         raise ValueError(
             f"{name} gathers the parameters of ZeRO-3; allowed: ds3_gather_for_generation=True, or another stage."
-        )
-    if args.gradient_checkpointing and (args.gradient_checkpointing_kwargs or {}).get("use_reentrant"):
-        raise ValueError(
-            f"{name} needs torch.autograd.grad, which use_reentrant=True forbids; allowed in "
-            "gradient_checkpointing_kwargs: use_reentrant=False."
         )
 
 
@@ -153,15 +149,50 @@ def _probe(trainer: Trainer, sampled: Sampled, entropy_coef: float | None) -> It
 @contextmanager
 def _whole_parameters(trainer: Trainer) -> Iterator[nn.Module]:
     if not DistributedBackend(trainer.accelerator).is_zero3:
-        yield trainer.model
+        with _checkpointed(trainer.model, trainer.args):
+            yield trainer.model
         return
-    args = trainer.args
-    with unwrap_model_for_generation(
-        trainer.model_wrapped, trainer.accelerator, gradient_checkpointing_kwargs=args.gradient_checkpointing_kwargs
-    ) as model:
-        if args.gradient_checkpointing:  # which generation does without
-            model.gradient_checkpointing_enable(args.gradient_checkpointing_kwargs)
+    with (
+        unwrap_model_for_generation(
+            trainer.model_wrapped,
+            trainer.accelerator,
+            gradient_checkpointing_kwargs=trainer.args.gradient_checkpointing_kwargs,
+        ) as model,
+        _checkpointed(model, trainer.args),
+    ):
         yield model
+
+
+@contextmanager
+def _checkpointed(model: nn.Module, args: Any) -> Iterator[None]:
+    """As in training, which generation ends, but in the way that `torch.autograd.grad` can go back through."""
+    if not args.gradient_checkpointing:
+        yield
+        return
+    usual = args.gradient_checkpointing_kwargs
+    model.gradient_checkpointing_enable({**(usual or {}), "use_reentrant": False})
+    try:
+        yield
+    finally:
+        model.gradient_checkpointing_enable(usual)
+
+
+class _Alone:
+    """An accelerator that waits for nobody: what a loss gathers are metrics, which are thrown away here."""
+
+    def __init__(self, accelerator: Accelerator):
+        self._accelerator = accelerator
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._accelerator, name)
+
+    def gather(self, tensor: Tensor) -> Tensor:
+        return tensor
+
+    def reduce(self, tensor: Tensor, reduction: str = "sum", scale: float = 1.0) -> Tensor:
+        return tensor
+
+    gather_for_metrics = gather
 
 
 class Probe:
@@ -187,6 +218,8 @@ class Probe:
         if hasattr(trainer, "_with_all_groups"):  # of our PPO, whose advantages are not TRL's
             with trainer.compute_loss_context_manager():
                 self.batch = self.trainer._with_all_groups(sampled.inputs, self.batch)
+        # From here on for losses alone, of which processes have different numbers, over different numbers of rows.
+        self.trainer.accelerator = cast(Accelerator, _Alone(self.accelerator))
         lengths = loss_mask(self.batch).sum(dim=1).float().mean()
         self.mean_length = self.accelerator.reduce(lengths, reduction="mean").clamp(min=1.0)  # tokens a row
         named = [(n, p) for n, p in model.named_parameters() if p.requires_grad and not n.startswith(f"{CRITIC}.")]
@@ -233,10 +266,9 @@ class Probe:
         total = [torch.zeros_like(parameter, dtype=torch.float32) for parameter in self.parameters]
         count = sum(step.total for step in steps)
         for step in steps:
-            # Where a process has no row left, it keeps step with the others: the loss gathers metrics.
-            loss = self._loss(step.rows or [0], part)
             if not step.rows:
                 continue
+            loss = self._loss(step.rows, part)
             gradients = torch.autograd.grad(loss * (len(step.rows) / count), self.parameters, allow_unused=True)
             for sum_, gradient in zip(total, gradients, strict=True):
                 if gradient is not None:

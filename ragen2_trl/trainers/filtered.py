@@ -261,7 +261,9 @@ class SNRFilter:
         """In nats per token, for the log row of a batch that is not computed: over a micro-batch of each process."""
         part = chunks(batch, self.args.per_device_train_batch_size)[0]
         mask = loss_mask(part)
-        entropies = self._logps_and_entropies(part, compute_entropy=True)[1]
+        device = self.accelerator.device
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):  # dropout draws, and nothing may change
+            entropies = self._logps_and_entropies(part, compute_entropy=True)[1]
         total, count = self.accelerator.reduce(
             torch.stack([(entropies * mask).sum(), mask.sum().float()]), reduction="sum"
         )
