@@ -3,6 +3,7 @@
 Where it is doubtful what belongs to a credential, more is hidden and not less. All work is linear in the text.
 """
 
+import functools
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -50,17 +51,28 @@ def _without_user(line: str) -> str:
     return f"{line[:start]}{HIDDEN}{line[end:]}" if 3 <= start <= end else line
 
 
+@functools.lru_cache(maxsize=4096)  # each row of a log has the names of the row before
+def _hide_in_name(name: str) -> str:
+    return hide_credentials(name)
+
+
 def without_credentials(value: Any) -> Any:
     """A value of JSON with `hide_credentials` for all of its texts, and nothing of what is named like a secret."""
     if isinstance(value, str):
         return hide_credentials(value)
     if isinstance(value, Mapping):
         return {
-            without_credentials(name): HIDDEN
-            if isinstance(name, str) and isinstance(item, str) and item and _NAME.fullmatch(name)
-            else without_credentials(item)
+            _hide_in_name(name) if isinstance(name, str) else name: _without_secret(name, item)
             for name, item in value.items()
         }
     if isinstance(value, list | tuple):
         return [without_credentials(item) for item in value]
     return value
+
+
+def _without_secret(name: Any, item: Any) -> Any:
+    if isinstance(item, int | float):  # nearly all of a log
+        return item
+    if isinstance(item, str) and item and isinstance(name, str) and _NAME.fullmatch(name):
+        return HIDDEN
+    return without_credentials(item)

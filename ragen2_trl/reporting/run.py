@@ -281,6 +281,8 @@ def _evidence_logged(rows: Sequence[Mapping[str, Any]]) -> list[Evidence]:
     """The same by the rows of a log that is all there is, or newer than the state."""
     found = []
     for row in rows:
+        if f"{FIRST_TURN}/{Evidence.METRICS[0]}" not in row:
+            continue
         metrics = {key.removeprefix(f"{FIRST_TURN}/"): value for key, value in row.items()}
         step = row.get("step") or 0
         others = {
