@@ -187,7 +187,8 @@ class MutualInformationCallback(TrainerCallback):
     def _note_selection(self) -> None:
         """Of our trainer, which chooses after the rollout has been handed on."""
         if self._latest is not None:
-            self._latest.selection = getattr(self.trainer, "latest_selection", None)
+            selection = getattr(self.trainer, "latest_selection", None)
+            self._latest.selection = selection and (selection.scores, selection.kept)
             self._latest = None
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
