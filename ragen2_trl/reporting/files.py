@@ -1,7 +1,7 @@
 """The files of a run's folder: their names, and how they are read and written.
 
-Whatever this package writes, it writes by `write_json`, `append_json` or `write_text`, which hide credentials; pictures
-apart.
+Whatever this package writes, it writes by `write_json`, `append_json` or `write_text`, which hide credentials;
+pictures apart.
 """
 
 import json

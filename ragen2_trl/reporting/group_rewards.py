@@ -81,9 +81,10 @@ def append_group_rewards(folder: Path, step: int, rewards: Tensor, kept: Tensor)
 def forget_group_rewards(folder: Path, after: int) -> None:
     """Remove what is of later steps than `after`, and a line that a kill left half written."""
     path = folder / MEASUREMENTS / FILE
-    if path.exists():
-        lines = [json.dumps(vars(one)) + "\n" for one in _read(path) if one.step <= after]
+    if lines := [json.dumps(vars(one)) + "\n" for one in _read(path) if one.step <= after]:
         write_text(path, "".join(lines))
+    else:
+        path.unlink(missing_ok=True)
 
 
 def read_group_rewards(run: Run) -> list[GroupRewards]:

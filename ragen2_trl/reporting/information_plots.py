@@ -124,8 +124,9 @@ def plot_validity(log_history: Rows) -> Figure:
     figure, axes_of = make_panels(2, height=2.5)
     steps, valid, gains, entropies = zip(*path, strict=True)
     for axes, label, drawn in zip(axes_of, (INFORMATION_LABEL, ENTROPY_LABEL), (gains, entropies), strict=True):
-        axes.set_xlim(FRACTIONS)
-        room = 0.15 * (max(drawn) - min(drawn)) or 0.1  # for the names of both ends
+        axes.set_xlim(-0.3, 1.3)  # with room for the names of both ends
+        axes.set_xticks([i / 5 for i in range(6)])
+        room = 0.15 * (max(drawn) - min(drawn)) or 0.1
         axes.set_ylim(min(0, *drawn) - room, max(drawn) + room)
         axes.set_ylabel(label)
         names = [f"step {step:.0f}" for step in steps]
@@ -162,12 +163,12 @@ def plot_arrows(runs: Mapping[str, Arrow], height_label: str = "success") -> Fig
         marker = MARKERS[number % len(MARKERS)]
         for axes, across in ((left, arrow.information), (right, arrow.entropy)):
             start, end = zip(across, arrow.height, strict=True)
-            look: dict[str, Any] = {"color": colour, "linestyle": line, "linewidth": 1.6, "shrinkA": 0, "shrinkB": 0}
-            axes.annotate("", end, start, arrowprops={"arrowstyle": "-|>", "mutation_scale": 16, **look})
-            # Annotations do not count for the limits of axes, and an arrow of no length is not seen.
-            axes.plot(*end, color=colour, linestyle="none", marker=",")
-            (point,) = axes.plot(*start, color=colour, linestyle=line, marker=marker)
-        handles.append(point)
+            look: dict[str, Any] = {"color": colour, "linestyle": line, "marker": marker}
+            (drawn,) = axes.plot(*zip(start, end, strict=True), markevery=[0], **look)
+            # The head alone: a line that is drawn with it gives it its dashes.
+            head = {"arrowstyle": "-|>", "mutation_scale": 16, "linewidth": 0, "shrinkA": 0, "shrinkB": 0}
+            axes.annotate("", end, start, arrowprops={"color": colour, **head})
+        handles.append(drawn)
     for axes, label in ((left, INFORMATION_LABEL), (right, ENTROPY_LABEL)):
         axes.margins(0.12)
         axes.set_xlabel(label)
@@ -184,7 +185,7 @@ def path_of(log_history: Rows) -> list[tuple[float, float, float, float]]:
 
 
 def arrow_of(log_history: Rows, height: Series) -> Arrow | None:
-    """A run's arrow, where it has two measurements; at each the mean of the ten values of `height` next to its step."""
+    """A run's arrow, where it has two measurements; at each the mean of the ten values of `height` nearest to it."""
     gains, entropies = (dict(points_of(log_history, key)) for key in (INFORMATION, ENTROPY))
     steps = [step for step in gains if step in entropies]
     if len(steps) < 2 or not height:

@@ -15,7 +15,7 @@ BINS = 20
 def plot_reward_distribution(records: Sequence[GroupRewards]) -> Figure:
     """Draw how rewards of completions and reward variances of groups are distributed, early, midway and late.
 
-    Each row is of up to ten generations. A dashed line is the mean.
+    Each row is of up to ten generations.
 
     Args:
         records: of one run, by step.
@@ -38,12 +38,12 @@ def plot_reward_distribution(records: Sequence[GroupRewards]) -> Figure:
             _draw(axes, shown, edges)
     for axes, part in zip(panels[:, 0], parts, strict=True):
         first, last = part[0].step, part[-1].step
-        axes.set_ylabel(f"step {first}" if first == last else f"steps {first} to {last}")
+        axes.set_ylabel(f"step\n{first}" if first == last else f"steps\n{first} to {last}")
     for axes, title in zip(panels[0], ("share of completions", "share of groups"), strict=True):
         axes.set_title(title)
-    for axes, below in zip(panels[-1], ("reward", "reward variance"), strict=True):
+    for axes, below in zip(panels[-1], ("reward (dashed: mean)", "reward variance (dashed: mean)"), strict=True):
         axes.set_xlabel(below)
-    spans = "; ".join(axes.get_ylabel() for axes in panels[:, 0])
+    spans = "; ".join(axes.get_ylabel().replace("\n", " ") for axes in panels[:, 0])
     figure.set_label(f"Rewards of completions and reward variances of groups: {spans}.")
     return figure
 
@@ -53,4 +53,3 @@ def _draw(axes: Axes, values: Sequence[float], edges: Sequence[float]) -> None:
         return
     axes.hist(values, bins=edges, weights=[1 / len(values)] * len(values), color=BLUE)
     axes.axvline(sum(values) / len(values), color=ORANGE, linestyle="--", linewidth=1.4)
-    axes.set_ylim(0, 1)
