@@ -2,74 +2,68 @@
 
     python benchmarks/trajectory_reference.py
 
-The tiny model samples one generation of 8 prompts x 16 completions in several turns of Sokoban; each scope then scores
-the same completions, 64 of them, as the callback does by default.
+Solvers play Sokoban in several turns, 8 tasks with 16 completions each; each scope then scores 64 of the same completions
+with the tiny model, as the callback does by default.
 """
 
 import json
-import tempfile
+import random
 from pathlib import Path
 
 import torch
 from measuring import machine, now
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
-from ragen2_trl import SNRFilteredGRPOConfig, SNRFilteredGRPOTrainer, TextRollout
-from ragen2_trl.callbacks.rollouts import Sampled, gather_rollout, watch_rollouts
 from ragen2_trl.callbacks.scopes import measure_scope
-from ragen2_trl.envs import make_env
+from ragen2_trl.envs import format_response, make_env
 from ragen2_trl.instrument import REFERENCE_SCOPE, SCOPES, Sampling, Trajectories, count_tokens
+from ragen2_trl.rollouts.play import Chat, play_all
 from ragen2_trl.tiny import resolve_model
 
 RESULTS = Path(__file__).parent / "results"
-GROUP = 16
+TASKS, GROUP = 8, 16
+SHOWN = ("retrieval_accuracy", "retrieval_chance", "mi_seq", "mi_token_tempered", "verbatim_elsewhere")
 
 
-def sample(folder: str) -> tuple[SNRFilteredGRPOTrainer, Sampled]:
-    env = make_env("sokoban", multi_turn=True)
-    args = SNRFilteredGRPOConfig(
-        folder,
-        max_steps=1,
-        per_device_train_batch_size=8 * GROUP,
-        gradient_accumulation_steps=1,
-        num_generations=GROUP,
-        max_completion_length=512,
-        save_strategy="no",
-        report_to="none",
-        use_cpu=not torch.cuda.is_available(),
-        bf16=False,
-        gradient_checkpointing=False,
-        disable_tqdm=True,
+def played(tokenizer: PreTrainedTokenizerBase) -> Trajectories:
+    env, rng = make_env("sokoban", multi_turn=True), random.Random(0)
+    rows = [row for row in env.dataset(TASKS, seed=0) for _ in range(GROUP)]
+    plays = [env.play(row, random.Random(number)) for number, row in enumerate(rows)]
+
+    def solve(contexts: list[list[int]], limit: int) -> tuple[list[list[int]], None]:
+        answers = []
+        for play in (play for play in plays if not play.done):
+            reasoning, actions = play.episode.plan(rng)
+            text = format_response(reasoning, actions[: env.max_actions])
+            answers.append([*tokenizer(text)["input_ids"], tokenizer.eos_token_id])
+        assert len(answers) == len(contexts)
+        return answers, None
+
+    done = play_all(plays, [row["prompt"] for row in rows], Chat(tokenizer), solve, max_tokens=4096)
+    return Trajectories(
+        [one.prompt_ids for one in done],
+        [one.completion_ids for one in done],
+        tokenizer,
+        [one.env_mask for one in done],
     )
-    model = resolve_model("tiny-sokoban")
-    dataset = env.dataset(8, seed=0)
-    trainer = SNRFilteredGRPOTrainer(model, env.reward_funcs, args, dataset, rollout_func=TextRollout(env))
-    found: list[Sampled] = []
-    watch_rollouts(trainer, found.append)
-    trainer.train()
-    return trainer, found[0]
 
 
 def main() -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        trainer, sampled = sample(folder)
-    rollout = gather_rollout(sampled)
-    ids = (rollout.prompt_ids, rollout.completion_ids, trainer._tokenizer, rollout.tool_masks)
-    groups = [row // GROUP for row in range(len(rollout.completion_ids))]
-    results: dict = {"machine": machine(), "scopes": {}}
+    folder = resolve_model("tiny-sokoban")
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    trajectories = played(tokenizer)
+    groups = [row // GROUP for row in range(len(trajectories))]
+    turns = [trajectories.num_turns(number) for number in range(len(trajectories))]
+    results: dict = {"machine": machine(), "turns": sum(turns) / len(turns), "scopes": {}}
     for scope in (*SCOPES, REFERENCE_SCOPE):
         generator, start = torch.Generator().manual_seed(0), now()
-        with count_tokens(trainer.model) as tokens:
-            metrics, *_ = measure_scope(scope, trainer.model, Trajectories(*ids), groups, generator, Sampling())
-        shown = ("retrieval_accuracy", "retrieval_chance", "mi_seq", "mi_token_tempered", "verbatim_elsewhere")
-        results["scopes"][scope] = {
-            "tokens": sum(tokens),
-            "seconds": round(now() - start, 2),
-            **{name: round(metrics[name], 4) for name in shown if name in metrics},
-        }
-    results["turns"] = Trajectories(*ids).num_turns(0)
+        with count_tokens(model) as tokens:
+            metrics, *_ = measure_scope(scope, model, trajectories, groups, generator, Sampling())
+        row = {"tokens": sum(tokens), "seconds": round(now() - start, 2)}
+        results["scopes"][scope] = row | {name: round(metrics[name], 4) for name in SHOWN if name in metrics}
+        print(scope, results["scopes"][scope], flush=True)
     RESULTS.mkdir(exist_ok=True)
     (RESULTS / "trajectory_reference.json").write_text(json.dumps(results, indent=2) + "\n")
-    print(json.dumps(results, indent=2))
 
 
 if __name__ == "__main__":
