@@ -2,8 +2,8 @@
 
     python benchmarks/trajectory_reference.py
 
-Solvers play Sokoban in several turns, 8 tasks with 16 completions each; each scope then scores 64 of the same completions
-with the tiny model, as the callback does by default.
+Solvers play Sokoban in several turns, 8 tasks with 16 completions each; each scope then scores 64 of the same
+completions with the tiny model, as the callback does by default.
 """
 
 import json

@@ -87,7 +87,7 @@ class MutualInformationCallback(TrainerCallback):
             `first_turn` compares the first turns of all groups. `trajectory` draws from all turns and compares within
             each turn position; it is left out as long as completions have a single turn. `trajectory_reference`, which
             has to be named, does as the reference code: all turns in one matrix, to compare with published numbers. It
-            costs several times as much, and no verdict rests on it.
+            costs more than both together, and no verdict rests on it.
         stop_on (`str`, *optional*):
             `"template_collapse"` ends training when reasoning that has depended on its prompt surely does so less than
             half as much, in two measurements in a row or more, with high entropy (see

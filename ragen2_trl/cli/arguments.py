@@ -232,8 +232,8 @@ class TrainArguments(EnvironmentArguments):
     trajectory_reference: bool = field(
         default=False,
         metadata={
-            "help": "Log mutual information in the reference code's form, too: all turns in one matrix, which costs "
-            "several times as much."
+            "help": "Log mutual information in the reference code's form, too: all turns in one matrix, which more "
+            "than doubles the cost of measuring."
         },
     )
     stop_on_template_collapse: bool = field(
