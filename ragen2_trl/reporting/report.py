@@ -220,7 +220,7 @@ def _template() -> Template:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.globals |= {"arrows_of": arrows_svg, "variance_table": variance_table}
+    environment.globals.update(arrows_of=arrows_svg, variance_table=variance_table)
     return environment.get_template(TEMPLATE)
 
 
