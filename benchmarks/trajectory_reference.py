@@ -26,7 +26,7 @@ SHOWN = ("retrieval_accuracy", "retrieval_chance", "mi_seq", "mi_token_tempered"
 
 
 def played(tokenizer: PreTrainedTokenizerBase) -> Trajectories:
-    env, rng = make_env("sokoban", multi_turn=True), random.Random(0)
+    env, rng = make_env("sokoban", multi_turn=True, observation="coordinates"), random.Random(0)
     rows = [row for row in env.dataset(TASKS, seed=0) for _ in range(GROUP)]
     plays = [env.play(row, random.Random(number)) for number, row in enumerate(rows)]
 
@@ -34,7 +34,8 @@ def played(tokenizer: PreTrainedTokenizerBase) -> Trajectories:
         answers = []
         for play in (play for play in plays if not play.done):
             reasoning, actions = play.episode.plan(rng)
-            text = format_response(reasoning, actions[: env.max_actions])
+            # Each its own, as sampled ones are: equal ones would be scored once.
+            text = format_response(f"{reasoning} {rng.random():.4f}", actions[: env.max_actions])
             answers.append([*tokenizer(text)["input_ids"], tokenizer.eos_token_id])
         assert len(answers) == len(contexts)
         return answers, None

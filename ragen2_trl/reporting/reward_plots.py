@@ -41,7 +41,7 @@ def plot_reward_distribution(records: Sequence[GroupRewards]) -> Figure:
         axes.set_ylabel(f"step\n{first}" if first == last else f"steps\n{first} to {last}")
     for axes, title in zip(panels[0], ("share of completions", "share of groups"), strict=True):
         axes.set_title(title)
-    for axes, below in zip(panels[-1], ("reward (dashed: mean)", "reward variance (dashed: mean)"), strict=True):
+    for axes, below in zip(panels[-1], ("reward\n(dashed: mean)", "reward variance\n(dashed: mean)"), strict=True):
         axes.set_xlabel(below)
     spans = "; ".join(axes.get_ylabel().replace("\n", " ") for axes in panels[:, 0])
     figure.set_label(f"Rewards of completions and reward variances of groups: {spans}.")
