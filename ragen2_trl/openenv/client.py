@@ -146,7 +146,7 @@ class RemotePlay(Play):
         weakref.finalize(self, env._free.append, session)  # nobody says when a play is abandoned
         self._session = session
         self._failure: Exception | None = None
-        self._counts: dict[str, int] = {}
+        self._counts: dict[str, Any] = {}
         result = session.reset(seed=row["seed"], split=row["split"], episode_id=f"{rng.getrandbits(128):032x}")
         self.episode.see(result)
 
