@@ -92,6 +92,8 @@ def plot_proxies(log_history: Rows) -> Figure:
         axes.set_title(title)
         if name.startswith("retrieval"):
             axes.set_ylim(FRACTIONS)
+        else:
+            axes.set_ylim(*_with_room(*axes.get_ylim()))
         if axes.get_subplotspec().is_last_row():
             number_steps(axes)
     # Named by lines of their own: not every panel has all of them.
@@ -126,7 +128,7 @@ def plot_validity(log_history: Rows) -> Figure:
     for axes, label, drawn in zip(axes_of, (INFORMATION_LABEL, ENTROPY_LABEL), (gains, entropies), strict=True):
         axes.set_xlim(-0.3, 1.3)  # with room for the names of both ends
         axes.set_xticks([i / 5 for i in range(6)])
-        room = 0.15 * (max(drawn) - min(drawn)) or 0.1
+        room = 0.15 * (max(drawn) - min(0, *drawn)) or 0.1
         axes.set_ylim(min(0, *drawn) - room, max(drawn) + room)
         axes.set_ylabel(label)
         names = [f"step {step:.0f}" for step in steps]
@@ -171,6 +173,7 @@ def plot_arrows(runs: Mapping[str, Arrow], height_label: str = "success") -> Fig
         handles.append(drawn)
     for axes, label in ((left, INFORMATION_LABEL), (right, ENTROPY_LABEL)):
         axes.margins(0.12)
+        axes.set_xlim(*_with_room(*axes.get_xlim()))
         axes.set_xlabel(label)
     left.set_ylabel(f"{height_label} (the marker is the start)")
     figure.legend(handles, names.values(), loc="outside upper left", ncols=columns, handlelength=3.2, borderpad=0.6)
@@ -194,6 +197,12 @@ def arrow_of(log_history: Rows, height: Series) -> Arrow | None:
     first, last = (_around(height, step) for step in ends)
     information, entropy = ((values[ends[0]], values[ends[1]]) for values in (gains, entropies))
     return Arrow(information, entropy, (first, last))
+
+
+def _with_room(low: float, high: float) -> tuple[float, float]:
+    """Limits that are not so narrow that rounding errors look like changes, or ticks need an offset."""
+    lacking = max(0.0, 0.05 * max(abs(low), abs(high), 0.2) - (high - low))
+    return low - lacking / 2, high + lacking / 2
 
 
 def _around(points: Sequence[tuple[float, float]], step: float) -> float:
