@@ -202,7 +202,8 @@ def selection_metrics(
         variances: (n,) of the rewards of all groups that these were ranked among, by default of these alone.
 
     Returns:
-        `kept_groups` (number) and `kept_fraction`; `score_mean` and `score_max` over these groups;
+        `kept_groups` (number) and `kept_fraction`; `score_mean` and `score_max` over these groups; `in_group_max` and
+        `in_group_mean`, best and mean reward of a group, as means over groups with a reward;
         `reward_std_spread` and `reward_variance_spread`, standard deviation over mean of the groups' reward standard
         deviations (Table 8's predictor of the filter's gain) and of their variances, 0 when the mean is 0;
         `zero_variance_fraction`; `dropped_all_best` and `dropped_all_worst`, the fractions of all groups that were
@@ -229,6 +230,8 @@ def selection_metrics(
         "kept_fraction": _fraction(kept),
         "score_mean": scores.mean().item(),
         "score_max": scores.max().item(),
+        "in_group_max": _mean(rewards.nan_to_num(-torch.inf).amax(dim=1)),
+        "in_group_mean": _mean(means),
         "reward_std_spread": _spread(variances.sqrt()),
         "reward_variance_spread": _spread(variances),
         "zero_variance_fraction": _fraction(uniform),
@@ -242,6 +245,11 @@ def _spread(values: Tensor) -> float:
     """Standard deviation over mean; 0 where the mean is 0, or there is one value only. (N,)."""
     mean = values.mean().item()
     return values.std().item() / mean if mean != 0 and len(values) > 1 else 0.0
+
+
+def _mean(values: Tensor) -> float:
+    """Over those that are finite; 0 where none is. (N,)."""
+    return values[values.isfinite()].mean().nan_to_num().item()
 
 
 def _fraction(mask: Tensor) -> float:

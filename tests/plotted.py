@@ -1,11 +1,15 @@
 """What tests draw, and how they read it back from a figure."""
 
+import math
+import random
+
 import torch
 
 from ragen2_trl.filtering import group_score, select_groups
 from ragen2_trl.instrument.diagnosis import Measurement
 from ragen2_trl.instrument.gradients import BucketGradients, GradientMeasurement, inner_products, statistics_of
 from ragen2_trl.instrument.information import information_metrics
+from ragen2_trl.reporting.group_rewards import GroupRewards
 
 
 def extent(artist):
@@ -85,3 +89,46 @@ def gradients(step: int, num_buckets: int = 6) -> GradientMeasurement:
 
     buckets = [bucket(number / num_buckets) for number in range(num_buckets)]
     return GradientMeasurement(step, {"entropy": 0.01}, 1.0, bucket(0.5), buckets)
+
+
+def measured_history(
+    steps: int, every: int = 10, scopes=("first_turn", "trajectory", "trajectory_reference")
+) -> list[dict]:
+    """A run whose reasoning stops to depend on its prompt, and whose format breaks at the end."""
+    rng, rows = random.Random(0), []
+    for step in range(1, steps + 1):
+        left = 1 / (1 + math.exp((step - 0.6 * steps) / (0.08 * steps)))  # of what there was
+        row = {"step": step, "reward": 0.5 + 0.2 * step / steps, "env/frozen_lake/success": 0.2 + 0.4 * step / steps}
+        if step == 1 or step % every == 0:
+            for number, scope in enumerate(scopes):
+                seq, chance = 2.0 * left + 0.1 * rng.random() - 0.3 * number, (0.125, 0.125, 1 / 64)[number]
+                row |= {
+                    f"mi/{scope}/{key}": value
+                    for key, value in {
+                        "retrieval_accuracy": chance + (0.9 - chance - 0.1 * number) * left,
+                        "retrieval_chance": chance,
+                        "retrieval_accuracy@4": 4 * chance + (1 - 4 * chance) * left,
+                        "retrieval_chance@4": 4 * chance,
+                        "mi_seq": seq,
+                        "mi_upper_bound": -math.log(chance),
+                        "mi_token_tempered": seq / 20,
+                        "mi_zscore_seq": seq / 3,
+                        "mi_zscore_ema_seq": seq / 2.5,
+                        "conditional_entropy_token": 0.4 + 0.5 * step / steps,
+                    }.items()
+                }
+            row["mi/valid_thinking_rate"] = 0.95 - 0.5 * (1 - left)
+        rows.append(row)
+    return rows
+
+
+def group_rewards(steps: int, num_groups: int = 8, size: int = 8) -> list[GroupRewards]:
+    """Of a task with partial credit that is learnt."""
+    rng = random.Random(0)
+
+    def group(step: int) -> list[float]:
+        skill = min(1.0, max(0.0, rng.gauss(step / steps, 0.3)))
+        return [10.9 if rng.random() < skill else -1.0 + 0.5 * rng.randrange(3) for _ in range(size)]
+
+    records = [[group(step) for _ in range(num_groups)] for step in range(1, steps + 1)]
+    return [GroupRewards(step, groups, [True] * num_groups) for step, groups in enumerate(records, start=1)]

@@ -13,6 +13,7 @@ from browser import open_browser
 from plotted import gradients
 
 from ragen2_trl import cli, information_metrics
+from ragen2_trl.instrument.information import FORMS
 from ragen2_trl.instrument.verdict import Evidence
 from ragen2_trl.reporting import report
 from ragen2_trl.reporting.report import render_report
@@ -106,6 +107,8 @@ def make_run(folder, collapsed_at=None, steps=STEPS, text="<think>Go right.</thi
         if step == 1 or step % EVERY == 0:
             measurement = make_measurement(step, collapsed_at is None or step < collapsed_at, text, suffix)
             row |= {f"mi/first_turn/{key}": value for key, value in measurement.metrics.items()}
+            row |= {f"mi/first_turn/mi_zscore_ema_{form}": row[f"mi/first_turn/mi_zscore_{form}"] for form in FORMS}
+            row["mi/valid_thinking_rate"] = 0.9
             evidence = Evidence.of(measurement.metrics, step=step, updates=step - 1)
             measurements.append(asdict(evidence))
             if step in (1, steps):
@@ -170,6 +173,7 @@ def words_only_fixture(monkeypatch):
     """Leaves out the figures, which take nearly all of a report's time."""
     monkeypatch.setattr(report, "_figures", lambda *_: [])
     monkeypatch.setattr(report, "_comparison", lambda _: None)
+    monkeypatch.setattr(report, "arrows_svg", lambda _: None)
 
 
 @pytest.fixture(scope="module", name="browser")

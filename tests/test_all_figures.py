@@ -8,19 +8,34 @@ import matplotlib.colors
 import matplotlib.image
 import pytest
 from matplotlib.figure import Figure
-from plotted import assert_nothing_overlaps, extent, gradients, groups, history, measurement, stock_history
+from plotted import (
+    assert_nothing_overlaps,
+    extent,
+    gradients,
+    group_rewards,
+    groups,
+    history,
+    measured_history,
+    measurement,
+    stock_history,
+)
 
 from ragen2_trl.reporting import (
+    plot_arrows,
     plot_comparison,
     plot_compute,
     plot_gradients,
     plot_matrix,
+    plot_proxies,
     plot_quadrant,
+    plot_reward_distribution,
     plot_reward_variance,
     plot_training,
+    plot_validity,
     save_figure,
     svg,
 )
+from ragen2_trl.reporting.information_plots import Arrow
 
 pytestmark = pytest.mark.slow
 
@@ -30,6 +45,12 @@ FIGURES = {
     "quadrant": lambda: plot_quadrant([(0.3, 1.0, "step 10"), (0.2, 0.1, HOSTILE)], upper_bound=2.77),
     "reward variance": lambda: plot_reward_variance(*groups(16, value=0.7)),
     "gradients": lambda: plot_gradients([gradients(step) for step in (1, 20, 40, 60)]),
+    "proxies": lambda: plot_proxies(measured_history(200)),
+    "validity": lambda: plot_validity(measured_history(1000, every=50)),
+    "arrows": lambda: plot_arrows(
+        {HOSTILE: Arrow((2, 1), (0.4, 0.5), (0.1, 0.6)), "b": Arrow((1, 1), (1, 1), (0, 0))}
+    ),
+    "reward distribution": lambda: plot_reward_distribution(group_rewards(3000, num_groups=2)),
     "training": lambda: plot_training(history(25, 10), "success"),
     "compute": lambda: plot_compute(history(25, 10)),
     "comparison": lambda: plot_comparison({HOSTILE: history(25, 10), "b" * 60: stock_history(25)}, {}),

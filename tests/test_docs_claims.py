@@ -16,6 +16,7 @@ from ragen2_trl import (
     TextRollout,
 )
 from ragen2_trl.envs import make_env
+from ragen2_trl.instrument import REFERENCE_SCOPE, SCOPES
 from ragen2_trl.tiny import resolve_model
 
 pytestmark = pytest.mark.slow
@@ -40,7 +41,7 @@ def logged(tmp_path_factory):
     rollout = TextRollout(env)
     model = resolve_model("tiny-sokoban")
     trainer = SNRFilteredGRPOTrainer(model, env.reward_funcs, args, env.dataset(16, seed=0), rollout_func=rollout)
-    trainer.add_callback(MutualInformationCallback(trainer, every=1))
+    trainer.add_callback(MutualInformationCallback(trainer, every=1, scopes=(*SCOPES, REFERENCE_SCOPE)))
     trainer.add_callback(GradientSNRCallback(trainer, every=2))
     trainer.add_callback(RewardVarianceStopCallback(trainer, start_generations=1))
     trainer.train()

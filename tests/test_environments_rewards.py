@@ -61,8 +61,17 @@ def test_reward_functions_log_what_came_of_the_episodes(name):
         f"env/{name}/return": pytest.approx(sum(outcome.episode_return for outcome in outcomes) / len(rows)),
         f"env/{name}/turns": 1.0,
         f"env/{name}/valid_rate": pytest.approx(sum(outcome.valid_turns for outcome in outcomes) / len(rows)),
+        f"env/{name}/num_actions": pytest.approx(sum(outcome.num_actions for outcome in outcomes) / len(rows)),
+        f"env/{name}/action_is_valid": pytest.approx(sum(outcome.acting_turns for outcome in outcomes) / len(rows)),
+        f"env/{name}/action_is_effective": pytest.approx(
+            sum(outcome.effective_turns for outcome in outcomes) / len(rows)
+        ),
         f"env/{name}/pass@2": pytest.approx(sum(a.success or b.success for a, b in pairs) / len(pairs)),
     }
+
+
+def acted(num_actions, acting_turns, effective_turns):
+    return {"num_actions": num_actions, "acting_turns": acting_turns, "effective_turns": effective_turns}
 
 
 @every_mode
@@ -70,8 +79,8 @@ def test_episodes_that_were_played_are_not_played_again(name, multi_turn):
     env = environment(name, multi_turn)
     row = rows_of(env, 1)[0]
     episodes = [
-        {"episode_return": 0.25, "success": False, "turns": 4, "valid_turns": 3},
-        {"episode_return": 7.5, "success": True, "turns": 2, "valid_turns": 2},
+        {"episode_return": 0.25, "success": False, "turns": 4, "valid_turns": 3, **acted(5, 3, 1)},
+        {"episode_return": 7.5, "success": True, "turns": 2, "valid_turns": 2, **acted(4, 2, 2)},
     ]
     rewards, logged = rewards_of(env, [row, row], **{Outcome.COLUMN: episodes})
     assert rewards == [0.25, 7.5]
@@ -81,6 +90,9 @@ def test_episodes_that_were_played_are_not_played_again(name, multi_turn):
         f"env/{name}/return": pytest.approx(3.875),
         f"env/{name}/turns": 3.0,
         f"env/{name}/valid_rate": pytest.approx(5 / 6),
+        f"env/{name}/num_actions": 4.5,
+        f"env/{name}/action_is_valid": pytest.approx((3 / 4 + 1) / 2),  # every episode counts as much
+        f"env/{name}/action_is_effective": pytest.approx((1 / 4 + 1) / 2),
         f"env/{name}/pass@2": 1.0,
     }
 

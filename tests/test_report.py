@@ -176,16 +176,19 @@ def test_figures_name_the_score_and_the_step_of_their_measurement(tmp_path):
     assert [name for name, _ in drawn] == [
         "training",
         "quadrant",
+        "proxies",
+        "validity",
         "cross_scores",
         "cross_scores",
         "reward_variance",
+        "reward_distribution",
         "gradients",
         "compute",
     ]
     captions = [caption for _, caption in drawn]
     assert "arXiv 2604.06268" in captions[1] and "](" not in captions[1]
-    assert captions[2].endswith("at step 1") and captions[3].endswith("at step 10")
-    assert captions[4] == "Reward std of the groups at step 10, and which of them the filter kept"
+    assert captions[4].endswith("at step 1") and captions[5].endswith("at step 10")
+    assert captions[6] == "Reward std of the groups at step 10, and which of them the filter kept"
     page = render_report([run])
     assert "Reward std of 8 groups" in page and "Reward variance" not in page
 

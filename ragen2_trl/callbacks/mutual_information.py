@@ -29,16 +29,15 @@ from ragen2_trl.callbacks.rollouts import (
     watch_rollouts,
 )
 from ragen2_trl.callbacks.run_record import keep_record, reported
+from ragen2_trl.callbacks.scopes import measure_scope
 from ragen2_trl.filtering import check_choice, group_score
 from ragen2_trl.instrument.diagnosis import (
+    REFERENCE_SCOPE,
     SCOPES,
     Measurement,
     NotMeasurableError,
     Sampling,
-    combine,
     draw,
-    measure_first_turn,
-    measure_trajectory,
 )
 from ragen2_trl.instrument.information import MarginalStdEMA
 from ragen2_trl.instrument.reasoning import Trajectories, Turn
@@ -53,8 +52,6 @@ logger = get_logger(__name__)
 # Optimizer steps between measurements where every step is logged. One costs about half a step of the demo, so that it
 # stays below a twentieth of the run.
 MIN_STEPS_BETWEEN = 10
-# Of a trajectory's single positions, only what tells them apart.
-PER_POSITION = ("retrieval_accuracy", "retrieval_chance", "mi_seq", "conditional_entropy_token", "num_completions")
 
 
 class MutualInformationCallback(TrainerCallback):
@@ -88,7 +85,9 @@ class MutualInformationCallback(TrainerCallback):
             Groups that a measurement waits for. Each completion is measured once.
         scopes (`Sequence[str]`, *optional*, defaults to `("first_turn", "trajectory")`):
             `first_turn` compares the first turns of all groups. `trajectory` draws from all turns and compares within
-            each turn position; it is left out as long as completions have a single turn.
+            each turn position; it is left out as long as completions have a single turn. `trajectory_reference`, which
+            has to be named, does as the reference code: all turns in one matrix, to compare with published numbers. It
+            costs more than both together, and no verdict rests on it.
         stop_on (`str`, *optional*):
             `"template_collapse"` ends training when reasoning that has depended on its prompt surely does so less than
             half as much, in two measurements in a row or more, with high entropy (see
@@ -127,12 +126,13 @@ class MutualInformationCallback(TrainerCallback):
         if stop_on is not None:
             check_choice("stop_on", stop_on, ("template_collapse",))
         if not scopes:
-            raise ValueError(f"scopes must name at least one of {SCOPES}, got {scopes!r}")
+            raise ValueError(f"scopes must name at least one of {(*SCOPES, REFERENCE_SCOPE)}, got {scopes!r}")
         for scope in scopes:
-            check_choice("scopes", scope, SCOPES)
+            check_choice("scopes", scope, (*SCOPES, REFERENCE_SCOPE))
         self.trainer = trainer
         self.every = every
         self.scopes = tuple(scopes)
+        self.leading_scope = next((scope for scope in scopes if scope != REFERENCE_SCOPE), None)
         self.stop_on = stop_on
         self.sampling = Sampling(
             num_completions,
@@ -187,7 +187,8 @@ class MutualInformationCallback(TrainerCallback):
     def _note_selection(self) -> None:
         """Of our trainer, which chooses after the rollout has been handed on."""
         if self._latest is not None:
-            self._latest.selection = getattr(self.trainer, "latest_selection", None)
+            selection = getattr(self.trainer, "latest_selection", None)
+            self._latest.selection = selection and (selection.scores, selection.kept)
             self._latest = None
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -299,36 +300,26 @@ class MutualInformationCallback(TrainerCallback):
     ) -> tuple[dict[str, float] | None, Measurement | None]:
         """Logs all scopes that can be measured.
 
-        Gives the metrics of the first scope, which regimes are told by, and the measurement of first turns.
+        Gives the metrics of the leading scope, which regimes are told by, and the measurement of first turns.
         """
         has_turns = any(trajectories.num_turns(i) > 1 for i in range(len(trajectories)))
         leading = first_turn = None
         for number, scope in enumerate(self.scopes):
             if scope == "trajectory" and not has_turns:
                 continue
-            arguments = (model, trajectories, groups, self._generator(step, number), self.sampling)
+            generator = self._generator(step, number)
             try:
-                if scope == "first_turn":
-                    first_turn = measure_first_turn(*arguments)
-                    metrics = first_turn.metrics
-                else:
-                    by_position = measure_trajectory(*arguments)
-                    metrics = combine(list(by_position.values()))
-                    retold = [one.without_own_words for one in by_position.values() if one.without_own_words]
-                    if retold:
-                        without = combine(retold)
-                        names = ("retrieval_accuracy", "retrieval_chance", "num_completions")
-                        self._log({f"mi/trajectory/without_own_words/{name}": without[name] for name in names})
-                    for position, measurement in by_position.items():
-                        prefix = f"mi/trajectory/turn_{position + 1}"
-                        self._log({f"{prefix}/{key}": measurement.metrics[key] for key in PER_POSITION})
+                metrics, parts, measurement = measure_scope(
+                    scope, model, trajectories, groups, generator, self.sampling
+                )
             except (NotMeasurableError, ContextLengthError) as reason:
                 self._stay_silent(step, scope, str(reason))
                 continue
             self._silent.pop(scope, None)
             metrics |= self.ema[scope].update(metrics)
-            self._log({f"mi/{scope}/{key}": value for key, value in metrics.items()})
-            leading = metrics if scope == self.scopes[0] else leading
+            self._log({f"mi/{scope}/{key}": value for key, value in (parts | metrics).items()})
+            first_turn = measurement or first_turn
+            leading = metrics if scope == self.leading_scope else leading
         return leading, first_turn
 
     def _with_texts(

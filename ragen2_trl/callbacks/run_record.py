@@ -18,6 +18,7 @@ from transformers.trainer_utils import HubStrategy
 
 from ragen2_trl.reporting.card import FIGURES, add_diagnostics
 from ragen2_trl.reporting.files import DIAGNOSTICS, EVALUATIONS, MEASUREMENTS, measured_step, write_text
+from ragen2_trl.reporting.group_rewards import append_group_rewards, forget_group_rewards
 from ragen2_trl.reporting.records import check_callbacks
 from ragen2_trl.reporting.run import RUN_STATE, Run, read_run, run_of, write_run
 
@@ -54,6 +55,8 @@ class RunRecord(TrainerCallback):
     `trainer.push_to_hub()` raises, after it has been said that the files are there and how to upload them. Tokens in
     the trainer's arguments stay out of `training_args.bin`, which is uploaded too.
 
+    Where a filter chooses among groups, the rewards of all of them are kept in `_measurements/`, by generation.
+
     When training begins, what an earlier one left in `diagnostics/`, `evaluation_after.json` and measurements of steps
     that are still to come are removed from `output_dir`.
 
@@ -67,6 +70,7 @@ class RunRecord(TrainerCallback):
         self.trainer = trainer
         self._at_checkpoint = False  # a card is written there before it is known whether it will be uploaded
         self._write_card: Callable[[], None] | None = None  # as the latest card was asked for
+        self._recorded: Any = None  # the selection whose rewards were written last
         for name in EXTENDED:
             original, extension = getattr(trainer, name), getattr(self, f"_{name.lstrip('_')}")
             setattr(trainer, name, wraps(original)(partial(extension, original)))
@@ -103,6 +107,15 @@ class RunRecord(TrainerCallback):
                 self._write_card()
             else:
                 write_run(self.trainer)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        selection = getattr(self.trainer, "latest_selection", None)
+        if selection is self._recorded or selection is None:
+            return
+        self._recorded = selection  # which may serve several optimizer steps
+        if state.is_world_process_zero:
+            with reported("The rewards of the groups"):
+                append_group_rewards(Path(args.output_dir), state.global_step, selection.rewards, selection.kept)
 
     def _create_model_card(self, create: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         create(*args, **kwargs)
@@ -187,6 +200,7 @@ class RunRecord(TrainerCallback):
         for path in (folder / MEASUREMENTS).glob("*_*.json"):
             if (measured_step(path) or 0) > self.trainer.state.global_step:
                 path.unlink()
+        forget_group_rewards(folder, after=self.trainer.state.global_step)
 
     def _warn_of_texts(self) -> None:
         """A checkpoint goes up as it is: without the groups that wait for the next step a run could not go on."""

@@ -229,6 +229,13 @@ class TrainArguments(EnvironmentArguments):
     mutual_information: bool = field(
         default=True, metadata={"help": "Log whether reasoning depends on its prompt, every tenth step or less often."}
     )
+    trajectory_reference: bool = field(
+        default=False,
+        metadata={
+            "help": "Log mutual information in the reference code's form, too: all turns in one matrix, which more "
+            "than doubles the cost of measuring."
+        },
+    )
     stop_on_template_collapse: bool = field(
         default=False, metadata={"help": "End training when reasoning stops to depend on its prompt."}
     )

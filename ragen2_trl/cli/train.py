@@ -30,6 +30,7 @@ from ragen2_trl.cli.console import make_console
 from ragen2_trl.cli.evaluate import evaluate_model
 from ragen2_trl.envs import Environment
 from ragen2_trl.filtering import check_choice
+from ragen2_trl.instrument import REFERENCE_SCOPE, SCOPES
 from ragen2_trl.reporting import plot_training
 from ragen2_trl.reporting.files import DIAGNOSTICS, MEASUREMENTS, OUTCOMES, write_json
 from ragen2_trl.rollouts import TextRollout
@@ -269,7 +270,8 @@ def _make_trainer(
     trainer.remove_callback(PrinterCallback)
     if script_args.mutual_information:
         stop_on = "template_collapse" if script_args.stop_on_template_collapse else None
-        trainer.add_callback(MutualInformationCallback(trainer, stop_on=stop_on))
+        scopes = (*SCOPES, REFERENCE_SCOPE) if script_args.trajectory_reference else SCOPES
+        trainer.add_callback(MutualInformationCallback(trainer, scopes=scopes, stop_on=stop_on))
     if script_args.gradients_every > 0:
         every, entropy_coef = script_args.gradients_every, script_args.gradients_entropy_coef
         trainer.add_callback(GradientSNRCallback(trainer, every, entropy_coef=entropy_coef))

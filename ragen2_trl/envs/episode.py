@@ -2,6 +2,7 @@
 
 import random
 from abc import ABC, abstractmethod
+from collections.abc import Hashable
 from dataclasses import dataclass
 
 from PIL import Image
@@ -41,6 +42,10 @@ class Episode(ABC):
     @abstractmethod
     def step(self, action: str) -> float:
         """Carries out an action and gives its reward. Called only while not `done`, and with `is_action(action)`."""
+
+    def snapshot(self) -> Hashable:
+        """What an action without effect leaves as it was: by default what the player sees."""
+        return self.observation()
 
     def image(self) -> Image.Image:
         """The state as an RGB picture.

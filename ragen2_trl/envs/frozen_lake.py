@@ -92,6 +92,9 @@ class FrozenLakeEpisode(Episode):
         layers[row][column] = (*layers[row][column], "player")
         return draw_grid(layers)
 
+    def snapshot(self) -> Cell:
+        return self.position
+
     def is_action(self, action: str) -> bool:
         return action.lower() in _ACTION_INDEX
 

@@ -17,6 +17,7 @@ from ragen2_trl.envs.responses import parse_response
 
 INVALID_TURN = -0.1
 TURN_REWARDS = "turn_rewards"  # under which rollouts hand the rewards of an episode's turns on
+COUNTS = ("valid_turns", "num_actions", "acting_turns", "effective_turns")  # of an outcome, besides its turns
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,9 @@ class Outcome:
         success: Whether the task was solved.
         turns: Turns taken.
         valid_turns: Those with a well-formed response that named known actions.
+        num_actions: Actions that were carried out.
+        acting_turns: Turns in which one was.
+        effective_turns: Turns whose last one changed the state, or ended the episode.
     """
 
     COLUMN: ClassVar[str] = "episode"  # under which rollouts hand outcomes to reward functions
@@ -36,6 +40,9 @@ class Outcome:
     success: bool
     turns: int
     valid_turns: int
+    num_actions: int = 0
+    acting_turns: int = 0
+    effective_turns: int = 0
 
 
 class Setting(Protocol):
@@ -63,6 +70,8 @@ class Play:
         self.episode = episode
         self.turn_rewards: list[float] = []
         self._valid_turns = 0
+        self._num_actions = 0
+        self._effects: dict[int, bool] = {}  # by turn, whether the last action in it had an effect
 
     @property
     def done(self) -> bool:
@@ -71,7 +80,15 @@ class Play:
 
     @property
     def outcome(self) -> Outcome:
-        return Outcome(sum(self.turn_rewards), self.episode.success, len(self.turn_rewards), self._valid_turns)
+        return Outcome(
+            episode_return=sum(self.turn_rewards),
+            success=self.episode.success,
+            turns=len(self.turn_rewards),
+            valid_turns=self._valid_turns,
+            num_actions=self._num_actions,
+            acting_turns=len(self._effects),
+            effective_turns=sum(self._effects.values()),
+        )
 
     def respond(self, text: str) -> str | None:
         """Takes a turn with a response; gives the next user message, or `None` when the episode is over."""
@@ -93,9 +110,16 @@ class Play:
         reward = 0.0
         for action in actions:
             if not self.episode.done:
-                reward += self.episode.step(action)
+                reward += self._carry_out(action)
         self.turn_rewards.append(reward)
         return f"Reward {reward:g}."
+
+    def _carry_out(self, action: str) -> float:
+        before = self.episode.snapshot()
+        reward = self.episode.step(action)
+        self._num_actions += 1
+        self._effects[len(self.turn_rewards)] = self.episode.done or self.episode.snapshot() != before
+        return reward
 
 
 def respond_all(plays: Sequence[Play], texts: Sequence[str], workers: int = 1) -> list[str | None]:
@@ -117,6 +141,10 @@ def mean_outcomes(outcomes: Sequence[Outcome], seeds: Sequence[int]) -> dict[str
         "return": fmean(outcome.episode_return for outcome in outcomes),
         "turns": turns / len(outcomes),
         "valid_rate": sum(outcome.valid_turns for outcome in outcomes) / max(1, turns),
+        # As the reference code logs them: of each episode the mean over its turns, then the mean over episodes.
+        "num_actions": fmean(outcome.num_actions for outcome in outcomes),
+        "action_is_valid": fmean(outcome.acting_turns / max(1, outcome.turns) for outcome in outcomes),
+        "action_is_effective": fmean(outcome.effective_turns / max(1, outcome.turns) for outcome in outcomes),
     }
     sizes = {len(members) for members in groups.values()}
     if len(sizes) == 1:  # elsewhere a group is spread over processes, and k would differ from task to task

@@ -6,6 +6,7 @@ knows TRL or a task.
 """
 
 from ragen2_trl.instrument.diagnosis import (
+    REFERENCE_SCOPE,
     SCOPES,
     Measurement,
     NotMeasurableError,
@@ -13,6 +14,7 @@ from ragen2_trl.instrument.diagnosis import (
     combine,
     measure_first_turn,
     measure_trajectory,
+    measure_trajectory_reference,
 )
 from ragen2_trl.instrument.information import (
     MarginalStdEMA,
@@ -25,6 +27,7 @@ from ragen2_trl.instrument.verdict import Evidence, Finding, Regime, judge
 from ragen2_trl.instrument.wording import headline, in_numbers
 
 __all__ = [
+    "REFERENCE_SCOPE",
     "SCOPES",
     "ContextLengthError",
     "Evidence",
@@ -47,4 +50,5 @@ __all__ = [
     "judge",
     "measure_first_turn",
     "measure_trajectory",
+    "measure_trajectory_reference",
 ]

@@ -15,6 +15,7 @@ from ragen2_trl.instrument.scoring import cross_score
 T = TypeVar("T")
 
 SCOPES = ("first_turn", "trajectory")
+REFERENCE_SCOPE = "trajectory_reference"  # by itself, because it leaks: see `measure_trajectory_reference`
 
 
 class NotMeasurableError(ValueError):
@@ -178,6 +179,44 @@ def measure_trajectory(
     if not measurements:
         raise NotMeasurableError(reason)
     return measurements
+
+
+def measure_trajectory_reference(
+    model: nn.Module,
+    trajectories: Trajectories,
+    groups: Sequence[int],
+    generator: torch.Generator,
+    sampling: Sampling,
+) -> Measurement:
+    """Scores reasoning of all turns under the contexts of all turns, in one matrix: the reference code's own form.
+
+    A trajectory is drawn uniformly, then one of its turns that has reasoning, with replacement and as often as there
+    are completions to score; a draw of a trajectory without reasoning is lost. Each draw is a column of its own,
+    whatever its group, and equal contexts form a class: 64 x 64 with the default sampling, chance 1/64 where all
+    contexts differ (arXiv 2604.06268, trajectory-uniform sampling).
+
+    It makes published numbers comparable and is not to be relied on: the context of a later turn holds the reasonings
+    of earlier ones verbatim, so that a reasoning can be likelier under it than under its own. That makes retrieval and
+    mutual information too low; that turns of all positions are mixed makes retrieval easier. `metrics` has
+    `verbatim_elsewhere`, the share of reasonings that stand in another column.
+
+    Raises:
+        NotMeasurableError: With fewer than two distinct contexts, or without any reasoning.
+    """
+    rows = []
+    for number in range(min(sampling.num_completions, sampling.max_prompts)):
+        i = int(torch.randint(len(trajectories), (), generator=generator))
+        reasoned = [turn for turn in trajectories[i] if turn.reasoning]
+        if reasoned:
+            (turn,) = draw(reasoned, 1, generator)
+            rows.append(_Row(_Column(i, number, turn.context), turn))
+    columns = [row.column for row in rows]
+    measured = _measure(model, rows, columns, sampling)
+    longest: dict[int, int] = defaultdict(int)  # context that was drawn, by trajectory
+    for column in columns:
+        longest[column.trajectory] = max(longest[column.trajectory], len(column.context))
+    elsewhere = sum(longest[column.trajectory] > len(column.context) for column in columns) / len(columns)
+    return replace(measured, metrics=measured.metrics | {"verbatim_elsewhere": elsewhere})
 
 
 def combine(measurements: Sequence[Measurement]) -> dict[str, float]:

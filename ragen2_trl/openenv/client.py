@@ -10,6 +10,7 @@ import random
 import threading
 import weakref
 from collections.abc import Coroutine, Iterator, Sequence
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -20,6 +21,7 @@ from websockets.exceptions import ConnectionClosedOK, WebSocketException
 
 from ragen2_trl.envs import ENVIRONMENTS, Environment, Episode, Limits, Outcome, Play, ToolEnvironment
 from ragen2_trl.envs.checks import check_choice
+from ragen2_trl.envs.play import COUNTS
 from ragen2_trl.envs.responses import MAX_RESPONSE_CHARS
 from ragen2_trl.envs.tasks import Row
 from ragen2_trl.openenv.server import TaskState
@@ -144,6 +146,7 @@ class RemotePlay(Play):
         weakref.finalize(self, env._free.append, session)  # nobody says when a play is abandoned
         self._session = session
         self._failure: Exception | None = None
+        self._counts: dict[str, Any] = {}
         result = session.reset(seed=row["seed"], split=row["split"], episode_id=f"{rng.getrandbits(128):032x}")
         self.episode.see(result)
 
@@ -151,7 +154,7 @@ class RemotePlay(Play):
     def outcome(self) -> Outcome:
         if self._failure is not None:  # TRL turns exceptions of tools into text: here is where training learns of it
             raise self._failure
-        return super().outcome
+        return replace(super().outcome, **self._counts)
 
     def take(self, actions: Sequence[str]) -> str:
         if self._failure is not None:
@@ -162,7 +165,8 @@ class RemotePlay(Play):
             self._failure = error
             raise
         seen = result.observation
-        self.turn_rewards, self._valid_turns = list(seen["turn_rewards"]), seen["valid_turns"]
+        self.turn_rewards = list(seen["turn_rewards"])
+        self._counts = {name: seen[name] for name in COUNTS}
         self.episode.see(result)
         return str(seen["status"])
 

@@ -25,7 +25,7 @@ from pydantic import Field
 
 from ragen2_trl.envs.base import Environment
 from ragen2_trl.envs.checks import check_count, check_range
-from ragen2_trl.envs.play import Play
+from ragen2_trl.envs.play import COUNTS, Play
 from ragen2_trl.envs.responses import MAX_PARSED_ACTIONS
 from ragen2_trl.envs.tasks import SPLITS
 from ragen2_trl.openenv.guard import (
@@ -58,6 +58,9 @@ class TurnObservation(Observation):  # type: ignore[misc]
     success: bool = False
     turns: int = 0
     valid_turns: int = 0
+    num_actions: int = 0
+    acting_turns: int = 0
+    effective_turns: int = 0
 
 
 class TaskState(State):  # type: ignore[misc]
@@ -173,7 +176,7 @@ class TaskSession(OpenEnvEnvironment[TurnAction, TurnObservation, TaskState]):  
             turn_rewards=list(play.turn_rewards),
             success=outcome.success,
             turns=outcome.turns,
-            valid_turns=outcome.valid_turns,
+            **{name: getattr(outcome, name) for name in COUNTS},
         )
 
 

@@ -18,12 +18,16 @@ WINDOW = 10  # log rows: single training steps are noisy
 FIGURES = {  # of the run's folder, in the order of the card
     "training": "Success, retrieval accuracy, entropy and what the filter kept, over training",
     "quadrant": "The path of the run between the four regimes of arXiv 2604.06268",
+    "proxies": "Six proxies of how much reasoning says about its prompt; dotted: guessing, or the bound",
+    "validity": "Valid thinking against mutual information and entropy, measurement by measurement",
     "cross_scores": "How well each prompt explains each reasoning, {when}",
     "reward_variance": "{score} of the groups {when}, and which of them the filter kept",
+    "reward_distribution": "Rewards of completions and reward variances of groups, early, midway and late",
     "gradients": "Gradients of task and regularisers by reward variance, early, midway and late",
     "compute": "Update compute, of what plain TRL would have computed",
 }
-FOLDED = ("reward_variance", "gradients", "compute")  # figures about signal and cost come last, with the settings
+# Figures about details, signal and cost come last, with the settings.
+FOLDED = ("proxies", "validity", "reward_variance", "reward_distribution", "gradients", "compute")
 
 Shown = Callable[[float], str]
 

@@ -1,6 +1,7 @@
 """The files of a run's folder: their names, and how they are read and written.
 
-Whatever this package writes, it writes by `write_json` or `write_text`, which hide credentials; pictures apart.
+Whatever this package writes, it writes by `write_json`, `append_json` or `write_text`, which hide credentials;
+pictures apart.
 """
 
 import json
@@ -55,6 +56,12 @@ def write_json(path: Path, value: Any, **options: Any) -> None:
 def json_text(value: Any, **options: Any) -> str:
     """What `write_json` writes."""
     return json.dumps(without_credentials(value), **options) + "\n"
+
+
+def append_json(path: Path, value: Any) -> None:
+    """Add a value without credentials as a line of JSON; a kill may leave half of the last line."""
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json_text(value))
 
 
 def write_text(path: Path, text: str) -> None:

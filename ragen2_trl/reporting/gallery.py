@@ -1,15 +1,27 @@
 """The figures of a run, by the names that they have in its folder, on its card and in its report."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
+from typing import Protocol
 
+from markupsafe import Markup
 from matplotlib.figure import Figure
 
 from ragen2_trl.reporting.card import FIGURES, caption
 from ragen2_trl.reporting.gradient_plots import plot_gradients
+from ragen2_trl.reporting.group_rewards import read_group_rewards
+from ragen2_trl.reporting.information_plots import (
+    INFORMATION,
+    arrow_of,
+    path_of,
+    plot_arrows,
+    plot_proxies,
+    plot_validity,
+)
 from ragen2_trl.reporting.plots import (
     COMPUTE,
+    REWARD,
     plot_compute,
     plot_matrix,
     plot_quadrant,
@@ -17,8 +29,10 @@ from ragen2_trl.reporting.plots import (
     plot_training,
     points_of,
     save_figure,
+    svg,
     with_steps,
 )
+from ragen2_trl.reporting.reward_plots import plot_reward_distribution
 from ragen2_trl.reporting.run import FIRST_TURN, Run
 from ragen2_trl.reporting.saved_gradients import read_gradients
 from ragen2_trl.reporting.saved_measurement import SavedMeasurement, read_measurement
@@ -49,12 +63,19 @@ def figures_of(run: Run, measurements: Sequence[SavedMeasurement] | None = None)
         yield "training", caption("training", run), plot_training(rows, run.success_metric)
     for name, figure in _quadrant(run):
         yield name, caption(name, run), figure
+    if len(points_of(rows, INFORMATION)) > 1:
+        yield "proxies", caption("proxies", run), plot_proxies(rows)
+        if path_of(rows):
+            yield "validity", caption("validity", run), plot_validity(rows)
     for measurement in measurements:
         for name, figure in _matrix(measurement):
             yield name, caption(name, run, measurement.step), figure
     for measurement in measurements[-1:]:
         for name, figure in _groups(run, measurement):
             yield name, caption(name, run, measurement.step), figure
+    records = read_group_rewards(run)
+    if any(group for one in records for group in one.rewards):
+        yield "reward_distribution", caption("reward_distribution", run), plot_reward_distribution(records)
     if run.gradients:
         yield "gradients", caption("gradients", run), plot_gradients([read_gradients(path) for path in run.gradients])
     if points_of(rows, COMPUTE):
@@ -64,6 +85,33 @@ def figures_of(run: Run, measurements: Sequence[SavedMeasurement] | None = None)
 def measurement_figures(run: Run, measurement: SavedMeasurement) -> Iterator[tuple[str, Figure]]:
     """(name, figure) of what one of a run's measurements says: the path up to it, its matrix, its groups."""
     return chain(_quadrant(run), _matrix(measurement), _groups(run, measurement))
+
+
+def arrows_of(runs: Mapping[str, Run]) -> Figure | None:
+    """Runs by name from their first to their last measurement; `None` with fewer than two that have both.
+
+    Over success, or over reward where none of them has a success rate.
+    """
+    rows = {name: with_steps(run.rows) for name, run in runs.items()}
+    with_success = any(run.success_metric for run in runs.values())
+    heights = {name: run.success_metric if with_success else REWARD for name, run in runs.items()}
+    arrows = {name: arrow for name in runs if (arrow := arrow_of(rows[name], points_of(rows[name], heights[name])))}
+    return plot_arrows(arrows, "success" if with_success else "reward") if len(arrows) > 1 else None
+
+
+class Labelled(Protocol):
+    """A run with the name that a page gives it."""
+
+    @property
+    def label(self) -> str: ...
+    @property
+    def run(self) -> Run: ...
+
+
+def arrows_svg(parts: Sequence[Labelled]) -> Markup | None:
+    """`arrows_of` for a page."""
+    figure = arrows_of({part.label: part.run for part in parts})
+    return None if figure is None else Markup(svg(figure, "arrows"))
 
 
 def _quadrant(run: Run) -> Iterator[tuple[str, Figure]]:

@@ -136,14 +136,7 @@ def plot_quadrant(points: Sequence[Point], upper_bound: float) -> Figure:
         inwards = (6 - 12 * x, 6 - 12 * y)
         aligned = {"ha": ("left", "right")[x], "va": ("bottom", "top")[y]}
         axes.annotate(regime, (x, y), inwards, xycoords="axes fraction", **aligned, **grey)
-    axes.plot(entropies, gains, color=BLUE, linewidth=1.2, marker="o", markersize=4)
-    axes.plot(entropies[-1:], gains[-1:], color=ORANGE, linestyle="none", marker="o", markersize=10)
-    first, last = points[0], points[-1]
-    if len(points) > 1 and _are_close(axes, first, last):
-        last = (*last[:2], f"{first[2]} to {last[2]}")
-    elif len(points) > 1:
-        _label(axes, first, points[1], fontsize=10)
-    _label(axes, last, points[-2] if len(points) > 1 else None, fontweight="bold")
+    draw_path(axes, points)
     axes.set_xlabel("entropy of reasoning given its prompt,\nH(Z|X) (nats per token)")
     axes.set_ylabel("mutual information with the prompt,\nI(X;Z) (nats)")
     figure.set_label(
@@ -232,6 +225,19 @@ def _bars(axes: Axes, heights: Sequence[float], label: str, colour: str) -> None
         edges = [i + side for i in range(1, len(heights) + 1) for side in (-0.4, 0.4)]
         heights = [height for value in heights for height in (value, 0)][:-1]  # back to 0 between two bars
     axes.stairs(heights, edges, fill=True, color=colour, linewidth=0, label=label)
+
+
+def draw_path(axes: Axes, points: Sequence[Point]) -> None:
+    """A line through measurements, the first and the last with their labels, in axes whose limits are set."""
+    across, up = zip(*(point[:2] for point in points), strict=True)
+    axes.plot(across, up, color=BLUE, linewidth=1.2, marker="o", markersize=4)
+    axes.plot(across[-1:], up[-1:], color=ORANGE, linestyle="none", marker="o", markersize=10)
+    first, last = points[0], points[-1]
+    if len(points) > 1 and _are_close(axes, first, last):
+        last = (*last[:2], f"{first[2]} to {last[2]}")
+    elif len(points) > 1:
+        _label(axes, first, points[1], fontsize=10)
+    _label(axes, last, points[-2] if len(points) > 1 else None, fontweight="bold")
 
 
 def _are_close(axes: Axes, one: Point, other: Point) -> bool:

@@ -119,7 +119,7 @@ def plot_training(log_history: Rows, success_metric: str | None = None) -> Figur
         legend_above(axes)
     if not axes_of[0].lines:
         axes_of[0].text(0.5, 0.5, "no finite reward", ha="center", va="center", transform=axes_of[0].transAxes)
-    _number_steps(axes_of[-1])
+    number_steps(axes_of[-1])
     names = [line.label for _, _, lines in shown for line in lines if line.points]
     figure.set_label(f"Training up to step {max(row['step'] for row in rows)}: {', '.join(names)}.")
     return figure
@@ -157,7 +157,7 @@ def plot_compute(log_history: Rows) -> Figure:
     for axes in (above, below):
         axes.set_ylabel("fraction")
         legend_above(axes)
-    _number_steps(below)
+    number_steps(below)
     figure.set_label(f"Update compute as a fraction of plain TRL's; {label}.")
     return figure
 
@@ -216,7 +216,7 @@ def plot_comparison(
         axes.set_title(title)
         if measured or title == "fraction of groups kept":
             axes.set_ylim(FRACTIONS)
-    _number_steps(axes_of[-1])
+    number_steps(axes_of[-1])
     figure.legend(
         [drawn[name] for name in names if name in drawn],
         [plain for name, plain in names.items() if name in drawn],
@@ -328,7 +328,8 @@ def points_of(log_history: Rows, *keys: str | None) -> Series:
     return []
 
 
-def _number_steps(axes: Axes) -> None:
+def number_steps(axes: Axes) -> None:
+    """Names the horizontal axis, which has optimizer steps."""
     axes.set_xlabel("optimizer step")
     axes.xaxis.set_major_locator(whole_numbers())
     left, right = axes.get_xlim()

@@ -26,7 +26,8 @@ from ragen2_trl.reporting.examples import (
     read_groups,
     read_measurements,
 )
-from ragen2_trl.reporting.gallery import figures_of
+from ragen2_trl.reporting.gallery import arrows_svg, figures_of
+from ragen2_trl.reporting.group_rewards import variance_table
 from ragen2_trl.reporting.plots import plot_comparison, points_of, svg
 from ragen2_trl.reporting.run import FIRST_TURN, Run
 from ragen2_trl.reporting.saved_measurement import SavedMeasurement
@@ -219,6 +220,7 @@ def _template() -> Template:
         trim_blocks=True,
         lstrip_blocks=True,
     )
+    environment.globals.update(arrows_of=arrows_svg, variance_table=variance_table)
     return environment.get_template(TEMPLATE)
 
 

@@ -135,7 +135,7 @@ class SNRFilter:
 
     def _begin_run(self) -> None:
         """No state of an earlier run, or of another dataset."""
-        self.latest_selection: tuple[Tensor, Tensor] | None = None  # (N,) scores, (N,) which groups are kept
+        self.latest_selection: Selection | None = None
         self._rewards_per_func: Tensor | None = None  # (B, F) of the latest generation, over all processes
         self._selector = Selector(self.args, known_range(self.reward_funcs, self.reward_weights.tolist()))
         self._accounting.begin_run(self._selector)
@@ -270,7 +270,7 @@ class SNRFilter:
         return (total / count.clamp(min=1)).item()
 
     def _log_selection(self, batch: Batch, selection: Selection) -> None:
-        self.latest_selection = (selection.scores, selection.kept)
+        self.latest_selection = selection
         for name, value in self._selector.metrics(selection).items():
             self._accounting.log(name, value)
         lengths = self.accelerator.gather(loss_mask(batch).sum(dim=1))  # (B,)

@@ -56,6 +56,9 @@ class SokobanEpisode(Episode):
     def observation(self) -> str:
         return self._show(self.room, self.state)
 
+    def snapshot(self) -> State:
+        return self.state
+
     def is_action(self, action: str) -> bool:
         return action.lower() in _ACTION_INDEX
 
