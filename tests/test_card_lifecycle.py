@@ -10,6 +10,7 @@ from cards import without_figures_fixture as without_figures_fixture
 
 from ragen2_trl.callbacks import run_record
 from ragen2_trl.reporting.card import FIGURES, HEADING
+from ragen2_trl.reporting.group_rewards import read_group_rewards
 from ragen2_trl.reporting.run import read_run, run_of
 from ragen2_trl.reporting.saved_measurement import SavedMeasurement
 
@@ -65,7 +66,8 @@ def test_a_run_that_raised_is_unfinished_and_a_fresh_one_shows_nothing_of_it(pol
     assert "Training finished 2 steps" in read_card(folder)
     assert "was not measured" in section_of(read_card(folder))
     assert "retrieval accuracy (" not in read_card(folder)
-    assert figures_in(folder) == {"training", "compute"}
+    assert figures_in(folder) == {"training", "compute", "reward_distribution"}
+    assert [generation.step for generation in read_group_rewards(read_run(folder))] == [1, 2]
 
 
 def test_a_run_that_was_stopped_says_where(policy_path, tmp_path, without_figures):
