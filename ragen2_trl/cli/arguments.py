@@ -146,6 +146,9 @@ class EvaluateArguments(SamplingArguments):
     )
     num_samples: int = field(default=8, metadata={"help": "Completions per task; pass@k is reported up to it."})
     output: str | None = field(default=None, metadata={"help": "JSON file for the metrics."})
+    episodes: str | None = field(
+        default=None, metadata={"help": "Folder for the episodes, as Parquet and JSONL; `report` shows them."}
+    )
 
 
 @dataclass

@@ -8,11 +8,13 @@ python scripts/evaluate.py --model oracle --env_name sokoban     # the task's so
 
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from statistics import NormalDist, fmean, stdev
-from typing import Any
+from typing import Any, TypeAlias
 
+from datasets import Dataset
 from rich.table import Table
 from rich.text import Text
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -23,7 +25,9 @@ from ragen2_trl.cli.console import make_console
 from ragen2_trl.cli.sampling import held_out_plays, load_model, sample_trajectories
 from ragen2_trl.envs import Environment, Play, format_response, respond_all
 from ragen2_trl.reporting.files import write_json
+from ragen2_trl.reporting.saved_episodes import episodes_of, save_episodes
 
+OnPlays: TypeAlias = Callable[[Dataset, list[Play]], None]
 Z_95 = NormalDist().inv_cdf(0.975)
 SCRIPTED = ("oracle", "random")
 
@@ -34,12 +38,14 @@ def main(args: list[str] | None = None) -> None:
     (script_args,) = parse(TrlParser(EvaluateArguments, prog="ragen2-trl evaluate"), args)
     with checked_input():
         env = script_args.make_env()
-    tasks = {
+    tasks: dict[str, Any] = {
         "num_prompts": script_args.num_prompts,
         "num_samples": script_args.num_samples,
         "seed": script_args.seed,
         "data": script_args.data,
     }
+    if script_args.episodes is not None:
+        tasks["on_played"] = partial(keep_episodes, Path(script_args.episodes), env)
     if script_args.model in SCRIPTED:
         metrics = evaluate_scripted(script_args.model, env, **tasks)
     else:
@@ -58,6 +64,11 @@ def main(args: list[str] | None = None) -> None:
         write_json(Path(script_args.output), metrics, indent=2)
 
 
+def keep_episodes(folder: Path, env: Environment, rows: Dataset, plays: Sequence[Play]) -> None:
+    """Saves what was played: Parquet and JSONL in `folder`."""
+    save_episodes(folder, episodes_of(env.name, rows["prompt"][:], rows["seed"][:], plays))
+
+
 def evaluate_model(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
@@ -72,6 +83,7 @@ def evaluate_model(
     data: str | None = None,
     max_turn_tokens: int | None = None,
     chat_template_kwargs: dict[str, Any] | None = None,
+    on_played: OnPlays | None = None,
 ) -> dict[str, float]:
     """Plays held-out tasks (split `"test"`) and measures success, return, format and length.
 
@@ -92,6 +104,7 @@ def evaluate_model(
         data: Where the tasks come from; default: the task's own source.
         max_turn_tokens: Longest turn in tokens.
         chat_template_kwargs: For the chat template.
+        on_played: Called with (rows, plays) of all episodes when they have been played.
 
     Returns:
         `success`, `pass@k` for k = 1, 2, 4, … up to G, `valid_rate` (fractions, the last of an episode's turns),
@@ -107,7 +120,7 @@ def evaluate_model(
     Raises:
         ValueError: If an argument is outside its range.
     """
-    _, trajectories = sample_trajectories(
+    rows, trajectories = sample_trajectories(
         model,
         tokenizer,
         env,
@@ -123,6 +136,8 @@ def evaluate_model(
     )
     lengths = [float(sum(trajectory.env_mask)) for trajectory in trajectories]
     plays = [trajectory.play for trajectory in trajectories]
+    if on_played is not None:
+        on_played(rows, plays)
     return summarize(num_samples, **outcomes_of(plays), completion_length=lengths)
 
 
@@ -134,17 +149,20 @@ def evaluate_scripted(
     num_samples: int = 8,
     seed: int = 0,
     data: str | None = None,
+    on_played: OnPlays | None = None,
 ) -> dict[str, float]:
     """Like `evaluate_model`, but played by the task's solver (`"oracle"`) or by a player who guesses (`"random"`).
 
     Raises:
         NotImplementedError: If the task has no such player.
     """
-    _, plays = held_out_plays(env, num_prompts, num_samples, seed, data)
+    rows, plays = held_out_plays(env, num_prompts, num_samples, seed, data)
     running = [(play, random.Random(f"{policy}/{seed}/{number}")) for number, play in enumerate(plays)]
     while running := [(play, rng) for play, rng in running if not play.done]:
         texts = [_scripted(policy, play, rng) for play, rng in running]
         respond_all([play for play, _ in running], texts, env.workers)
+    if on_played is not None:
+        on_played(rows, plays)
     return summarize(num_samples, **outcomes_of(plays))
 
 
