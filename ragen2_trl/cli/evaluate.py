@@ -45,7 +45,7 @@ def main(args: list[str] | None = None) -> None:
         "data": script_args.data,
     }
     if script_args.episodes is not None:
-        tasks["on_played"] = partial(keep_episodes, Path(script_args.episodes), env)
+        tasks["on_played"] = partial(keep_episodes, Path(script_args.episodes))
     if script_args.model in SCRIPTED:
         metrics = evaluate_scripted(script_args.model, env, **tasks)
     else:
@@ -64,9 +64,9 @@ def main(args: list[str] | None = None) -> None:
         write_json(Path(script_args.output), metrics, indent=2)
 
 
-def keep_episodes(folder: Path, env: Environment, rows: Dataset, plays: Sequence[Play]) -> None:
+def keep_episodes(folder: Path, rows: Dataset, plays: Sequence[Play]) -> None:
     """Saves what was played: Parquet and JSONL in `folder`."""
-    save_episodes(folder, episodes_of(env.name, rows["prompt"][:], rows["seed"][:], plays))
+    save_episodes(folder, episodes_of(rows["prompt"][:], rows["seed"][:], plays))
 
 
 def evaluate_model(

@@ -66,6 +66,9 @@ class Setting(Protocol):
     max_actions: int
 
     @property
+    def name(self) -> str: ...
+
+    @property
     def splits_answers(self) -> bool: ...
 
     def turn_text(self, episode: Episode, status: str | None = None) -> str: ...

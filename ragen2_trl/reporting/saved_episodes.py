@@ -70,7 +70,7 @@ class PlayedEpisode:
         turns: What came of each turn, in their order.
         boards: The state at the start and after each turn in letters of `envs.drawing.TILES`, where it is a grid;
             none elsewhere.
-        group: Which of the groups of its task in this file: episodes of one seed, played together.
+        group: Which of the groups of its file: episodes of one task and seed, played together.
         sample: Which of the members of its group.
         step: Optimizer step, 0 outside of training.
     """
@@ -88,35 +88,33 @@ class PlayedEpisode:
 
 
 def episodes_of(
-    task: str,
     prompts: Sequence[Sequence[Mapping[str, Any]]],
     seeds: Sequence[int],
     plays: Sequence[Play],
     step: int = 0,
     completions: Sequence[Any] | None = None,
 ) -> list[PlayedEpisode]:
-    """What was played, to be saved; plays of one seed are a group.
+    """What was played, to be saved; plays of one task and seed are a group.
 
     Args:
-        task: Name of the environment.
         prompts: The first messages of each of the B episodes.
         seeds: (B,) of their tasks.
         plays: (B,) as far as they have come.
         step: Optimizer step, 0 outside of training.
         completions: All further messages of each, where they are not those of the text protocol: with tools.
     """
-    groups: dict[int, int] = {}
+    groups: dict[tuple[str, int], int] = {}
     members: dict[int, int] = {}
     episodes = []
     for number, (prompt, seed, play) in enumerate(zip(prompts, seeds, plays, strict=True)):
-        group = groups.setdefault(int(seed), len(groups))
+        group = groups.setdefault((play.env.name, int(seed)), len(groups))
         sample = members[group] = members.get(group, -1) + 1
         outcome = play.outcome
         said = _spoken(play) if completions is None else completions[number]
         boards = [play.first_board, *(turn.board for turn in play.turns)]
         episodes.append(
             PlayedEpisode(
-                task,
+                play.env.name,
                 int(seed),
                 bool(outcome.success),
                 _finite(outcome.episode_return),
