@@ -235,6 +235,10 @@ class TrainArguments(EnvironmentArguments):
     stop_on_template_collapse: bool = field(
         default=False, metadata={"help": "End training when reasoning stops to depend on its prompt."}
     )
+    episodes_every: int = field(
+        default=10,
+        metadata={"help": "Save the episodes of a step, at least so many steps apart, for the report; 0 never."},
+    )
     gradients_every: int = field(
         default=0, metadata={"help": "Log gradients by reward variance at step 1 and multiples of it; 0 never."}
     )
