@@ -4,7 +4,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ragen2_trl.callbacks import EpisodeCallback, GradientSNRCallback, MutualInformationCallback, RewardVarianceStopCallback
+    from ragen2_trl.callbacks import (
+        EpisodeCallback,
+        GradientSNRCallback,
+        MutualInformationCallback,
+        RewardVarianceStopCallback,
+    )
     from ragen2_trl.filtering import group_score, select_groups
     from ragen2_trl.instrument import Evidence, cross_score, information_metrics, judge
     from ragen2_trl.rollouts import TextRollout

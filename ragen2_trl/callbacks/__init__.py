@@ -6,4 +6,10 @@ from ragen2_trl.callbacks.live_line import LiveLineCallback
 from ragen2_trl.callbacks.mutual_information import MutualInformationCallback
 from ragen2_trl.callbacks.reward_variance_stop import RewardVarianceStopCallback
 
-__all__ = ["EpisodeCallback", "GradientSNRCallback", "LiveLineCallback", "MutualInformationCallback", "RewardVarianceStopCallback"]
+__all__ = [
+    "EpisodeCallback",
+    "GradientSNRCallback",
+    "LiveLineCallback",
+    "MutualInformationCallback",
+    "RewardVarianceStopCallback",
+]

@@ -152,10 +152,15 @@ def save_episodes(folder: Path, episodes: Sequence[PlayedEpisode], name: str = E
     rows = [_row(episode) for episode in episodes]
     lines = "".join(f"{json.dumps(row)}\n" for row in rows)
     table = pa.Table.from_pylist([_flat(row) for row in rows], SCHEMA)
-    path = folder / f"{name}_{step:05d}.parquet"
+    path = episodes_path(folder, name, step)
     replace_whole(path.with_suffix(".jsonl"), lambda unfinished: unfinished.write_text(lines, encoding="utf-8"))
     replace_whole(path, lambda unfinished: pq.write_table(table, unfinished, compression="zstd"))
     return path
+
+
+def episodes_path(folder: Path, name: str = EVALUATION, step: int = 0) -> Path:
+    """Where `save_episodes` writes; the JSONL is beside it."""
+    return folder / f"{name}_{step:05d}.parquet"
 
 
 def read_episodes(path: Path) -> list[PlayedEpisode]:
