@@ -13,6 +13,7 @@ from markupsafe import Markup
 from ragen2_trl.instrument.verdict import COLLAPSES
 from ragen2_trl.instrument.wording import REGIMES, collapse_words
 from ragen2_trl.reporting.card import running_means
+from ragen2_trl.reporting.episodes import CHOICES, Album, read_album
 from ragen2_trl.reporting.examples import (
     MAX_PROMPTS,
     MAX_SHARED,
@@ -88,6 +89,7 @@ class Part:
         groups: Completions by prompt.
         reasonings: Of the last measurement, and its step.
         problems: What is missing or cannot be read.
+        album: Its episodes, where any were saved.
     """
 
     label: str
@@ -99,6 +101,7 @@ class Part:
     reasonings: list[Reasoning]
     measured_at: int | None
     problems: list[str]
+    album: Album | None
 
     @property
     def mood(self) -> str:
@@ -144,6 +147,7 @@ def render_report(runs: Sequence[Run]) -> str:
         settings=_table([part.run.settings for part in parts]),
         versions=_table([part.run.versions for part in parts]),
         max_streaks=MAX_STREAKS,
+        episode_choices=CHOICES,
     )
     return page + "\n"
 
@@ -226,6 +230,7 @@ def _make_part(label: str, run: Run) -> Part:
     problems: list[str] = []
     measurements = read_measurements(run, problems)
     groups = read_groups(run, problems)
+    album = read_album(run, problems)
     problems += _missing(run)
     last = measurements[-1] if measurements else None
     return Part(
@@ -238,6 +243,7 @@ def _make_part(label: str, run: Run) -> Part:
         reasonings=pick_reasonings(last) if last else [],
         measured_at=last.step if last else None,
         problems=problems[:MAX_PROBLEMS],
+        album=album,
     )
 
 
