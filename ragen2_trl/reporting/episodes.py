@@ -11,6 +11,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from PIL import Image
+
 from ragen2_trl.envs.drawing import draw_board
 from ragen2_trl.reporting.examples import Excerpt, as_text, excerpt, unreadable
 from ragen2_trl.reporting.files import EPISODES, measured_step, numbered
@@ -65,6 +67,7 @@ class Row:
         cells: Its groups, or some of them, the easiest tasks first.
         counts: Of all of its groups, by kind.
         success: Share of all of its episodes that solved their task.
+        size: Number of its episodes.
     """
 
     source: str
@@ -72,10 +75,11 @@ class Row:
     cells: list[Cell]
     counts: dict[str, int]
     success: float
+    size: int
 
     @property
     def label(self) -> str:
-        return SOURCES[self.source] + (f", step {self.step}" if self.step else "")
+        return f"{SOURCES[self.source]}, step {self.step}"
 
 
 @dataclass(frozen=True)
@@ -138,6 +142,12 @@ class Album:
     left_out: int
 
     @property
+    def summary(self) -> str:
+        """The latest evaluation, or else the latest training step, in words."""
+        last = [row for row in self.rows if row.source == self.rows[0].source][-1]
+        return f"{last.success:.0%} of {last.size} episodes solved"
+
+    @property
     def filters(self) -> list[tuple[str, list[tuple[str, str]]]]:
         """(title, (class, name) of each choice) of what episodes can be chosen by."""
         sources = dict.fromkeys(one.source for one in self.episodes)
@@ -164,7 +174,7 @@ def read_album(run: Run, problems: list[str]) -> Album | None:
     for name, paths in files.items():
         rows += _rows(name, _evenly(paths, MAX_ROWS), problems)
     newest = {name: episodes for name, paths in files.items() if (episodes := _newest(paths, problems))}
-    if not rows and not newest:
+    if not rows:  # what can be read whole can be read in part
         return None
     picked: list[tuple[str, str, list[PlayedEpisode]]] = []
     for name, episodes in newest.items():
@@ -180,8 +190,8 @@ def read_album(run: Run, problems: list[str]) -> Album | None:
 
 def episode_files(run: Run, name: str) -> list[Path]:
     """Files of a run's episodes, or of a folder that holds nothing else, by step."""
-    places = (run.folder / EPISODES, run.folder)
-    return [path for place in places for path in numbered(place, name, ".parquet", run.step)]
+    folder = run.folder if run.is_played else run.folder / EPISODES
+    return numbered(folder, name, ".parquet", run.step)
 
 
 def pick_groups(episodes: Sequence[PlayedEpisode], limit: int) -> list[tuple[str, list[PlayedEpisode]]]:
@@ -229,7 +239,7 @@ def picture_of(board: str) -> str | None:
     except ValueError:
         return None
     buffer = io.BytesIO()
-    picture.quantize(32).save(buffer, "PNG", optimize=True)
+    picture.quantize(64, Image.Quantize.MAXCOVERAGE).save(buffer, "PNG", optimize=True)  # a third, and looks the same
     return f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}"
 
 
@@ -253,8 +263,9 @@ def _rows(name: str, paths: Sequence[Path], problems: list[str]) -> list[Row]:
             for task, solved in sorted(groups, key=lambda group: (-ease[group[0]], group[0], -fmean(group[1])))
         ]
         counts = {kind: sum(cell.kind == kind for cell in cells) for kind in KINDS}
-        success = fmean(one for _, solved in groups for one in solved)
-        rows.append(Row(name, measured_step(path) or 0, _evenly(cells, MAX_CELLS), counts, success))
+        size = sum(cell.size for cell in cells)
+        success = sum(cell.solved for cell in cells) / size
+        rows.append(Row(name, measured_step(path) or 0, _evenly(cells, MAX_CELLS), counts, success, size))
     return rows
 
 

@@ -174,11 +174,14 @@ def distinct_labels(folders: Sequence[Path]) -> list[str]:
 def headline(parts: Sequence[Part]) -> str:
     """What the page says first: what was gained, which of the runs collapsed, and when."""
     gains = [gain for part in parts if (gain := _gain(part, alone=len(parts) == 1))]
-    return "; ".join([*gains[:MAX_NAMED], _collapses(parts)])
+    trained = [part for part in parts if not part.run.is_played]
+    return "; ".join([*gains[:MAX_NAMED], *([_collapses(trained or parts)] if trained or not gains else [])])
 
 
 def _gain(part: Part, alone: bool) -> str:
     """Held-out success of a run that was evaluated before and after."""
+    if part.run.is_played and part.album:
+        return f"{_quoted(part)}: {part.album.summary}"
     before, after = (part.run.evaluations.get(when) for when in ("before", "after"))
     if not before or not after:
         return ""
@@ -305,6 +308,8 @@ def _streaks(run: Run) -> list[Streak]:
 
 
 def _missing(run: Run) -> list[str]:
+    if run.is_played:
+        return []
     problems = [] if run.rows else [NO_ROWS]
     if run.has_learnt_nothing:
         problems.append(NOTHING_LEARNT)

@@ -19,7 +19,7 @@ from ragen2_trl.envs.play import Play
 from ragen2_trl.reporting.files import replace_whole
 from ragen2_trl.reporting.redaction import without_credentials
 
-TRAINING, EVALUATION = "train", "evaluation"  # names of files
+NAMES = TRAINING, EVALUATION = "train", "evaluation"  # of files
 MAX_EPISODES = 100_000  # of a file that is read
 PICTURE = "[picture]"  # stands for one in a message
 
