@@ -66,7 +66,7 @@ def test_reasoning_that_the_server_took_out_is_put_back(endpoint, tmp_path):
 
 
 def test_what_passes_is_tried_again(endpoint, tmp_path):
-    endpoint.faults = [status(429), status(500), status(503), status(502)]
+    endpoint.faults = [status(429), status(500), status(503), cut_off]
     evaluate(tmp_path, "--concurrency", "1")
     assert len(played(tmp_path)) == 6 and len(endpoint.requests) == 10
 
@@ -112,15 +112,15 @@ def test_errors_that_last_end_after_as_many_tries(endpoint, tmp_path, capsys, mo
     assert len(endpoint.requests) == 2
     endpoint.faults = [slow] * 9
     line = failed(capsys, tmp_path, "--concurrency", "1", "--timeout", "1")
-    assert "gave no answer within 1 s, 2 times" in line
+    assert "gave no answer within 1 s in 2 tries" in line
     endpoint.faults = [cut_off] * 9
-    assert "broke off its answer" in failed(capsys, tmp_path, "--concurrency", "1")
+    assert "broke off its answer in 2 tries: " in failed(capsys, tmp_path, "--concurrency", "1")
 
 
 def test_nobody_there_is_one_line(endpoint, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(endpoint_module, "RETRIES", 0)
     monkeypatch.setenv("OPENAI_BASE_URL", "http://127.0.0.1:9/v1")
-    assert "cannot be reached, tried 1 times: ConnectError" in failed(capsys, tmp_path)
+    assert "cannot be reached in 1 tries: ConnectError" in failed(capsys, tmp_path)
 
 
 @pytest.mark.parametrize("error", [None, 400, 401, 500])
