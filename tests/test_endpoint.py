@@ -101,7 +101,8 @@ def test_garbage_is_one_line_and_what_was_played_stays(endpoint, tmp_path, capsy
     endpoint.faults = [good, good, fault]
     line = failed(capsys, tmp_path, "--concurrency", "1")
     assert "the endpoint of OPENAI_BASE_URL" in line and said in line
-    assert f"2 of 6 episodes were played and are in {tmp_path / 'played'}" in line.replace("- ", "-")
+    assert "2 of 6 episodes were played and are in" in line
+    assert str(tmp_path / "played") in line.replace(" ", "")
     assert len(played(tmp_path)) == 2 and not (tmp_path / "metrics.json").exists()
 
 

@@ -156,7 +156,7 @@ class Album:
         return [
             ("Success", [("solved", "solved"), ("unsolved", "not solved")]),
             ("Return", [(f"b{number}", name) for number, name in enumerate(self.bands)]),
-            ("Groups", [(f"of-{kind}", name) for kind, name in KINDS.items() if kind in kinds]),
+            ("Kind of group", [(f"of-{kind}", name) for kind, name in KINDS.items() if kind in kinds]),
             ("Group", [(f"g{group}", str(group + 1)) for group in groups]),
             ("From", [(f"s-{source}", SOURCES[source]) for source in sources]),
         ]
