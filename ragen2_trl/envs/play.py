@@ -39,7 +39,7 @@ class Outcome:
 
 
 @dataclass(frozen=True)
-class Turn:
+class RecordedTurn:
     """What was done in a turn.
 
     Args:
@@ -90,7 +90,7 @@ class Play:
         self.env = env
         self.episode = episode
         self.turn_rewards: list[float] = []
-        self.turns: list[Turn] = []
+        self.turns: list[RecordedTurn] = []
         self.first_board = episode.board_letters()
         self._valid_turns = 0
 
@@ -134,7 +134,9 @@ class Play:
         """Adds the turn that `take` has just taken to `turns`."""
         valid = self._valid_turns > sum(turn.valid for turn in self.turns)
         counted = tuple(actions[: self.env.max_actions])
-        self.turns.append(Turn(text, counted, valid, self.turn_rewards[-1], reply, self.episode.board_letters()))
+        self.turns.append(
+            RecordedTurn(text, counted, valid, self.turn_rewards[-1], reply, self.episode.board_letters())
+        )
 
 
 def respond_all(plays: Sequence[Play], texts: Sequence[str], workers: int = 1) -> list[str | None]:
