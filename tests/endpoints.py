@@ -42,7 +42,7 @@ class Handler(BaseHTTPRequestHandler):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         server = self.server
         with server.lock:
-            server.requests.append((self.path, dict(self.headers), body))
+            server.requests.append((self.path, self.headers, body))
             server.at_once += 1
             server.most_at_once = max(server.most_at_once, server.at_once)
             fault = server.faults.pop(0) if server.faults else None

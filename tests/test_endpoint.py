@@ -174,7 +174,7 @@ def test_bad_settings_are_told_before_anything_is_asked(
 def test_episodes_of_an_earlier_evaluation_are_not_overwritten(endpoint, tmp_path, capsys):
     evaluate(tmp_path)
     count = len(endpoint.requests)
-    assert "holds evaluation_00000.parquet already" in failed(capsys, tmp_path)
+    assert "holds evaluation_00000.parquet of an earlier evaluation" in failed(capsys, tmp_path)
     assert len(endpoint.requests) == count
 
 
