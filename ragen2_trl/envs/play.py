@@ -6,11 +6,11 @@ costs `INVALID_TURN` and consumes the turn.
 """
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from statistics import fmean
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, TypeAlias
 
 from ragen2_trl.envs.episode import Episode
 from ragen2_trl.envs.responses import parse_response
@@ -137,6 +137,16 @@ class Play:
         self.turns.append(
             RecordedTurn(text, counted, valid, self.turn_rewards[-1], reply, self.episode.board_letters())
         )
+
+
+# (prompts, seeds, plays, completions) of episodes that are over; the completions where plays do not know the messages
+OnPlayed: TypeAlias = Callable[[Sequence[Any], Sequence[int], Sequence[Play], Sequence[Any] | None], None]
+
+
+def nobody_looks(
+    prompts: Sequence[Any], seeds: Sequence[int], plays: Sequence[Play], completions: Sequence[Any] | None
+) -> None:
+    """For those who keep no episodes."""
 
 
 def respond_all(plays: Sequence[Play], texts: Sequence[str], workers: int = 1) -> list[str | None]:

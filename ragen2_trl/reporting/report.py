@@ -28,6 +28,7 @@ from ragen2_trl.reporting.examples import (
     read_measurements,
 )
 from ragen2_trl.reporting.gallery import figures_of
+from ragen2_trl.reporting.labels import distinct_labels
 from ragen2_trl.reporting.plots import plot_comparison, points_of, svg
 from ragen2_trl.reporting.run import FIRST_TURN, Run
 from ragen2_trl.reporting.saved_measurement import SavedMeasurement
@@ -150,25 +151,6 @@ def render_report(runs: Sequence[Run]) -> str:
         episode_choices=CHOICES,
     )
     return page + "\n"
-
-
-def distinct_labels(folders: Sequence[Path]) -> list[str]:
-    """The name of each folder, with as many of its parents as tell it from the others.
-
-    >>> distinct_labels([Path("/a/run"), Path("/b/run"), Path("/b/other")])
-    ['a/run', 'b/run', 'other']
-    """
-
-    def name(folder: Path, depth: int) -> str:
-        return printable("/".join(folder.parts[-depth:])).replace("\n", "\N{REPLACEMENT CHARACTER}")
-
-    labels = []
-    for folder in folders:
-        depth = 1
-        while sum(name(other, depth) == name(folder, depth) for other in folders) > 1 and depth < len(folder.parts):
-            depth += 1
-        labels.append(name(folder, depth))
-    return labels
 
 
 def headline(parts: Sequence[Part]) -> str:
