@@ -51,7 +51,7 @@ def test_it_plays_what_the_endpoint_answers(endpoint, tmp_path, multi_turn, caps
     longest = max(endpoint.requests, key=lambda request: len(request[2]["messages"]))[2]["messages"]
     (same,) = [one for one in episodes if one.messages[: len(longest)] == longest][:1]
     assert same.turns[0].actions == ["Right", "Down"]
-    assert "held-out frozen_lake" in capsys.readouterr().out
+    assert "openai:some/model on held-out frozen_lake" in " ".join(capsys.readouterr().out.split())
 
 
 def test_episodes_are_played_side_by_side_and_no_more_of_them(endpoint, tmp_path):
