@@ -17,7 +17,7 @@ from transformers import Trainer, TrainerCallback
 from transformers.trainer_utils import HubStrategy
 
 from ragen2_trl.reporting.card import FIGURES, add_diagnostics
-from ragen2_trl.reporting.files import DIAGNOSTICS, EVALUATIONS, MEASUREMENTS, measured_step, write_text
+from ragen2_trl.reporting.files import DIAGNOSTICS, EPISODES, EVALUATIONS, MEASUREMENTS, measured_step, write_text
 from ragen2_trl.reporting.group_rewards import append_group_rewards, forget_group_rewards
 from ragen2_trl.reporting.records import check_callbacks
 from ragen2_trl.reporting.run import RUN_STATE, Run, read_run, run_of, write_run
@@ -57,8 +57,8 @@ class RunRecord(TrainerCallback):
 
     Where a filter chooses among groups, the rewards of all of them are kept in `_measurements/`, by generation.
 
-    When training begins, what an earlier one left in `diagnostics/`, `evaluation_after.json` and measurements of steps
-    that are still to come are removed from `output_dir`.
+    When training begins, what an earlier one left in `diagnostics/`, `evaluation_after.json`, and measurements and
+    episodes of steps that are still to come are removed from `output_dir`.
 
     Args:
         trainer ([`~transformers.Trainer`]):
@@ -197,7 +197,8 @@ class RunRecord(TrainerCallback):
         figures = [folder / DIAGNOSTICS / f"{name}{suffix}" for name in FIGURES for suffix in (".png", ".svg")]
         for path in [*figures, folder / EVALUATIONS["after"]]:
             path.unlink(missing_ok=True)
-        for path in (folder / MEASUREMENTS).glob("*_*.json"):
+        saved = [*(folder / MEASUREMENTS).glob("*_*.json"), *(folder / EPISODES).glob("*_*.*")]
+        for path in saved:
             if (measured_step(path) or 0) > self.trainer.state.global_step:
                 path.unlink()
         forget_group_rewards(folder, after=self.trainer.state.global_step)

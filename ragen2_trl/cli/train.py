@@ -24,7 +24,7 @@ from rich.text import Text
 from transformers import PrinterCallback, TrainerState
 from trl import ModelConfig, TrlParser, get_peft_config, get_quantization_config
 
-from ragen2_trl.callbacks import GradientSNRCallback, LiveLineCallback, MutualInformationCallback
+from ragen2_trl.callbacks import EpisodeCallback, GradientSNRCallback, LiveLineCallback, MutualInformationCallback
 from ragen2_trl.cli.arguments import TrainArguments, checked_input, parse
 from ragen2_trl.cli.console import make_console
 from ragen2_trl.cli.evaluate import evaluate_model
@@ -32,7 +32,7 @@ from ragen2_trl.envs import Environment
 from ragen2_trl.filtering import check_choice
 from ragen2_trl.instrument import REFERENCE_SCOPE, SCOPES
 from ragen2_trl.reporting import plot_training
-from ragen2_trl.reporting.files import DIAGNOSTICS, MEASUREMENTS, OUTCOMES, write_json
+from ragen2_trl.reporting.files import DIAGNOSTICS, EPISODES, MEASUREMENTS, OUTCOMES, write_json
 from ragen2_trl.rollouts import TextRollout
 from ragen2_trl.tiny import resolve_model
 from ragen2_trl.trainers import (
@@ -232,7 +232,7 @@ def _find_checkpoint(run: Path, script_args: TrainArguments, training_args: Conf
             f"output_dir={str(run)!r} holds {leftovers[0].name} of an earlier run; allowed: --resume true to continue "
             "it, --overwrite true to replace it, or another --run_name."
         )
-    for name in (MEASUREMENTS, DIAGNOSTICS, "completions", "*.safetensors", "*.safetensors.index.json"):
+    for name in (MEASUREMENTS, EPISODES, DIAGNOSTICS, "completions", "*.safetensors", "*.safetensors.index.json"):
         leftovers += run.glob(name)  # none of it, and no weights, beside those of the run that begins
     for leftover in leftovers:
         shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
@@ -272,6 +272,8 @@ def _make_trainer(
         stop_on = "template_collapse" if script_args.stop_on_template_collapse else None
         scopes = (*SCOPES, REFERENCE_SCOPE) if script_args.trajectory_reference else SCOPES
         trainer.add_callback(MutualInformationCallback(trainer, scopes=scopes, stop_on=stop_on))
+    if script_args.episodes_every > 0:
+        trainer.add_callback(EpisodeCallback(trainer, script_args.episodes_every))
     if script_args.gradients_every > 0:
         every, entropy_coef = script_args.gradients_every, script_args.gradients_entropy_coef
         trainer.add_callback(GradientSNRCallback(trainer, every, entropy_coef=entropy_coef))

@@ -18,7 +18,7 @@ from datasets import Dataset
 
 from ragen2_trl.envs.checks import check_choice, check_count
 from ragen2_trl.envs.episode import Episode, Limits
-from ragen2_trl.envs.play import Outcome, Play, mean_outcomes, respond_all
+from ragen2_trl.envs.play import OnPlayed, Outcome, Play, mean_outcomes, nobody_looks, respond_all
 from ragen2_trl.envs.responses import Completion, completion_text, format_response
 from ragen2_trl.envs.tasks import SPLITS, Row
 from ragen2_trl.envs.tools import ToolEnvironment
@@ -56,6 +56,7 @@ class Environment(ABC):
     workers: int = 1  # episodes stepped at the same time, where steps wait for something
     tools: ClassVar[type[ToolEnvironment] | None] = None  # the task's tools for TRL's `environment_factory`
     options: Mapping[str, Any] = MappingProxyType({})  # what the environment was made with
+    on_played: OnPlayed = staticmethod(nobody_looks)  # told of what is played for rewards, where a callback listens
 
     def __new__(cls, *args: Any, **kwargs: Any) -> "Environment":
         env = super().__new__(cls)
@@ -295,7 +296,7 @@ class Environment(ABC):
             **columns: Any,
         ) -> list[float]:
             step = 0 if trainer_state is None else trainer_state.global_step
-            outcomes = self._outcomes(completions, seed, columns, step)
+            outcomes = self._outcomes(prompts, completions, seed, columns, step)
             if log_metric is not None:
                 for key, value in mean_outcomes(outcomes, seed).items():
                     log_metric(f"env/{self.name}/{key}", value)
@@ -307,10 +308,17 @@ class Environment(ABC):
         return reward
 
     def _outcomes(
-        self, completions: Sequence[Completion], seed: Sequence[int], columns: Mapping[str, Any], step: int
+        self,
+        prompts: Sequence[Any],
+        completions: Sequence[Completion],
+        seed: Sequence[int],
+        columns: Mapping[str, Any],
+        step: int,
     ) -> list[Outcome]:
         if "environments" in columns:
-            return [environment._play.outcome for environment in columns["environments"]]
+            plays = [environment._play for environment in columns["environments"]]
+            self.on_played(prompts, seed, plays, completions)
+            return [play.outcome for play in plays]
         if Outcome.COLUMN in columns:
             return [Outcome(**fields) for fields in columns[Outcome.COLUMN]]
         if self.max_turns > 1:
@@ -321,4 +329,5 @@ class Environment(ABC):
         needed = {name: values for name, values in columns.items() if isinstance(values, Sequence)}
         plays = self.plays(seed, needed, step)
         respond_all(plays, [completion_text(completion) for completion in completions], self.workers)
+        self.on_played(prompts, seed, plays, None)
         return [play.outcome for play in plays]
