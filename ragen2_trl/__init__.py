@@ -4,7 +4,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ragen2_trl.callbacks import GradientSNRCallback, MutualInformationCallback, RewardVarianceStopCallback
+    from ragen2_trl.callbacks import (
+        EnvironmentEvalCallback,
+        GradientSNRCallback,
+        MutualInformationCallback,
+        RewardVarianceStopCallback,
+    )
     from ragen2_trl.filtering import group_score, select_groups
     from ragen2_trl.instrument import Evidence, cross_score, information_metrics, judge
     from ragen2_trl.rollouts import TextRollout
@@ -22,6 +27,7 @@ __version__ = "0.1.0"
 # Where each name lives. They are imported when they are asked for: environments need neither torch nor TRL, whose
 # import takes seconds, and servers and worker processes need nothing but environments.
 _HOMES = {
+    "EnvironmentEvalCallback": "callbacks",
     "Evidence": "instrument",
     "GradientSNRCallback": "callbacks",
     "MutualInformationCallback": "callbacks",
@@ -41,6 +47,7 @@ _HOMES = {
 }
 
 __all__ = [
+    "EnvironmentEvalCallback",
     "Evidence",
     "GradientSNRCallback",
     "MutualInformationCallback",

@@ -10,17 +10,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ragen2_trl.cli import evaluate
 from ragen2_trl.cli.arguments import EnvironmentArguments, parse_env_args
-from ragen2_trl.cli.evaluate import (
-    evaluate_model,
-    evaluate_scripted,
-    fraction_interval,
-    mean_interval,
-    pass_at_k,
-    summarize,
-)
-from ragen2_trl.cli.sampling import generator, sample_trajectories
+from ragen2_trl.cli.evaluate import evaluate_model, evaluate_scripted
 from ragen2_trl.envs import make_env
+from ragen2_trl.rollouts.outcomes import fraction_interval, mean_interval, pass_at_k, summarize
 from ragen2_trl.rollouts.play import Chat
+from ragen2_trl.rollouts.sampling import generator, sample_trajectories
 from ragen2_trl.tiny import TINY_MODEL_PATH
 
 SMALL = {"num_prompts": 4, "num_samples": 3, "max_new_tokens": 48}

@@ -1,8 +1,15 @@
 """Callbacks for TRL's trainers."""
 
+from ragen2_trl.callbacks.environment_eval import EnvironmentEvalCallback
 from ragen2_trl.callbacks.gradient_snr import GradientSNRCallback
 from ragen2_trl.callbacks.live_line import LiveLineCallback
 from ragen2_trl.callbacks.mutual_information import MutualInformationCallback
 from ragen2_trl.callbacks.reward_variance_stop import RewardVarianceStopCallback
 
-__all__ = ["GradientSNRCallback", "LiveLineCallback", "MutualInformationCallback", "RewardVarianceStopCallback"]
+__all__ = [
+    "EnvironmentEvalCallback",
+    "GradientSNRCallback",
+    "LiveLineCallback",
+    "MutualInformationCallback",
+    "RewardVarianceStopCallback",
+]

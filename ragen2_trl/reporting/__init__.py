@@ -14,6 +14,7 @@ _HOMES = {
     "plot_comparison": "plots",
     "plot_compute": "plots",
     "plot_gradients": "gradient_plots",
+    "plot_held_out": "held_out_plots",
     "plot_matrix": "plots",
     "plot_quadrant": "plots",
     "plot_reward_variance": "plots",

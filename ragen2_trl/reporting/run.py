@@ -24,6 +24,7 @@ from ragen2_trl.reporting.files import (
     read_json,
     write_json,
 )
+from ragen2_trl.reporting.held_out import Curve, curves_of
 from ragen2_trl.reporting.records import check_about, check_evaluation, check_history, check_state, is_number
 from ragen2_trl.reporting.settings import settings_of, versions_of_packages
 
@@ -47,7 +48,7 @@ class Run:
         resumed_at: Optimizer steps at which training went on from a checkpoint.
         settings: `SETTINGS`, `snr_*`, and the names of trainer, model and environment.
         versions: By package.
-        evaluations: Held-out metrics, by `before` and `after`.
+        evaluations: Held-out metrics, by `before` and `after`, of the curve where there is one.
         drawn: How many of its `rows` the figures in `diagnostics/` show; 0 if there are none.
         silence: Why mutual information was not measured when it last should have been; `None` without the callback.
     """
@@ -83,6 +84,11 @@ class Run:
     def success_metric(self) -> str | None:
         keys = (key for row in self.rows for key in row if key.startswith("env/") and key.endswith("/success"))
         return next(keys, None)
+
+    @cached_property
+    def held_out(self) -> dict[str, Curve]:
+        """Held-out success over the steps by task, the one that the best checkpoint is told by first."""
+        return curves_of(self.log_history)
 
     def points(self, key: str) -> list[tuple[int, float]]:
         """(step, value) of the training rows that have a finite value."""
@@ -251,6 +257,10 @@ def _make_run(folder: Path, state: Mapping[str, Any], settings: dict[str, Any], 
     evaluations = {when: metrics for when, metrics in found.items() if metrics and _is_evaluation(metrics)}
     for when, metrics in evaluations.items():
         check_evaluation(metrics, str(shown[when]))
+    curve = next(iter(curves_of(history).values()), None)
+    if curve is not None:
+        loaded = state.get("best_global_step") if settings.get("load_best_model_at_end") else None
+        evaluations = {"before": curve.first.metrics, **({"after": curve.end(loaded).metrics} if ended else {})}
     return Run(
         folder=folder,
         log_history=history,
