@@ -35,7 +35,7 @@ $(BIN)/.installed-deepspeed: $(BIN)/.installed
 	touch $@
 
 $(BIN)/.installed-extras: $(BIN)/.installed
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[openenv,dense,trackers]"
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[openai,openenv,dense,trackers]"
 	touch $@
 
 install: $(BIN)/.installed  ## Create .venv with everything that the other targets need

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ragen2_trl.callbacks import (
         EnvironmentEvalCallback,
+        EpisodeCallback,
         GradientSNRCallback,
         MutualInformationCallback,
         RewardVarianceStopCallback,
@@ -28,6 +29,7 @@ __version__ = "0.1.0"
 # import takes seconds, and servers and worker processes need nothing but environments.
 _HOMES = {
     "EnvironmentEvalCallback": "callbacks",
+    "EpisodeCallback": "callbacks",
     "Evidence": "instrument",
     "GradientSNRCallback": "callbacks",
     "MutualInformationCallback": "callbacks",
@@ -48,6 +50,7 @@ _HOMES = {
 
 __all__ = [
     "EnvironmentEvalCallback",
+    "EpisodeCallback",
     "Evidence",
     "GradientSNRCallback",
     "MutualInformationCallback",

@@ -3,6 +3,7 @@
 import re
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from math import ceil
 from pathlib import Path
 from typing import Any
@@ -17,9 +18,11 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl.models.utils import unwrap_model_for_generation
 
 from ragen2_trl.callbacks.rollouts import check_own_trainer, is_newest
-from ragen2_trl.callbacks.run_record import keep_record
+from ragen2_trl.callbacks.run_record import keep_record, reported
 from ragen2_trl.envs import Environment
+from ragen2_trl.reporting.files import EPISODES
 from ragen2_trl.reporting.held_out import LOGGED, curves_of
+from ragen2_trl.reporting.saved_episodes import EVALUATION, PlayedEpisode, episodes_of, save_episodes
 from ragen2_trl.rollouts.outcomes import outcomes_of, summarize
 from ragen2_trl.rollouts.sampling import check_sampling, held_out_rows, play_rows
 
@@ -42,6 +45,7 @@ class EnvironmentEvalCallback(TrainerCallback):
     `metric_for_best_model` may name another metric, such as `eval/env/sokoban/pass@4`. Of equals, the earliest is the
     best; the model that training begins with has no checkpoint.
 
+    Episodes are saved as `_episodes/evaluation_<step>.parquet` and `.jsonl` in `output_dir`, for `ragen2-trl report`.
     Tasks are played by the model that trains, also where the trainer samples with vLLM. On several processes each
     plays its share.
 
@@ -186,7 +190,9 @@ class EnvironmentEvalCallback(TrainerCallback):
             gather_deepspeed3_params=args.ds3_gather_for_generation,
             gradient_checkpointing_kwargs=args.gradient_checkpointing_kwargs,
         ) as model:
-            return {name: self._play(model, name, env, rows) for name, (env, rows) in self.tasks.items()}
+            played = {name: self._play(model, env, rows) for name, (env, rows) in self.tasks.items()}
+        self._save(list(played.values()))
+        return {name: summarize(self.num_samples, **columns) for name, (columns, _) in played.items()}
 
     def _evaluate(self) -> dict[str, float]:
         """What is logged of an evaluation."""
@@ -201,7 +207,10 @@ class EnvironmentEvalCallback(TrainerCallback):
         self._pending = list(values)
         return values
 
-    def _play(self, model: nn.Module, task: str, env: Environment, rows: Dataset) -> dict[str, float]:
+    def _play(
+        self, model: nn.Module, env: Environment, rows: Dataset
+    ) -> tuple[dict[str, list[float]], list[PlayedEpisode]]:
+        """What came of each row, on all processes, and the episodes."""
         accelerator = self.trainer.accelerator
         processes, me = accelerator.num_processes, accelerator.process_index
         own = list(range(me, len(rows), processes))
@@ -220,12 +229,29 @@ class EnvironmentEvalCallback(TrainerCallback):
             on_played=None if alone else lambda batch, played: None,
             most=int if alone else lambda number: max(gather_object([number])),
         )[: len(own)]
-        columns = outcomes_of([trajectory.play for trajectory in trajectories])
+        plays = [trajectory.play for trajectory in trajectories]
+        columns = outcomes_of(plays)
         columns["completion_length"] = [float(sum(trajectory.env_mask)) for trajectory in trajectories]
-        parts = gather_object([(own, columns)])
-        order = np.argsort([row for numbers, _ in parts for row in numbers])
-        flat = {name: [value for _, part in parts for value in part[name]] for name in columns}
-        return summarize(self.num_samples, **{name: [values[i] for i in order] for name, values in flat.items()})
+        shown = rows.select(own)
+        episodes = episodes_of(shown["prompt"][:], shown["seed"][:], plays, self.trainer.state.global_step)
+        parts = gather_object([(own, columns, episodes)])
+        order = np.argsort([row for numbers, *_ in parts for row in numbers])
+
+        def in_order(values: list[Any]) -> list[Any]:
+            return [values[i] for i in order]
+
+        flat = {name: in_order([value for _, part, _ in parts for value in part[name]]) for name in columns}
+        return flat, in_order([episode for *_, part in parts for episode in part])
+
+    def _save(self, played: list[tuple[dict[str, list[float]], list[PlayedEpisode]]]) -> None:
+        """All episodes of an evaluation, groups numbered over processes and tasks, beside those of training."""
+        state, episodes = self.trainer.state, [episode for _, part in played for episode in part]
+        if not state.is_world_process_zero:
+            return
+        places = [divmod(number, self.num_samples) for number in range(len(episodes))]
+        numbered = [replace(one, group=g, sample=s) for one, (g, s) in zip(episodes, places, strict=True)]
+        with reported("The evaluated episodes"):
+            save_episodes(Path(self.trainer.args.output_dir) / EPISODES, numbered, EVALUATION, state.global_step)
 
     def _note_best(self, state: Any, control: Any, value: float) -> None:
         """Where transformers keeps the best checkpoint, which it then neither deletes nor forgets."""
@@ -278,19 +304,17 @@ class EnvironmentEvalCallback(TrainerCallback):
 
 
 def task_names(envs: Sequence[Environment]) -> list[str]:
-    """Names for log keys: that of the task, with its options where several have the same name.
+    """Names for log keys: that of the task, with its options where an earlier one has the same name.
 
     Raises:
         ValueError: If two environments are the same.
     """
-    plain = [env.name for env in envs]
-    names = []
+    names: list[str] = []
     for env in envs:
         options = ",".join(f"{name}={value}" for name, value in env.options.items())
-        several = plain.count(env.name) > 1 and options
-        names.append(f"{env.name}:{options}".replace("/", "_") if several else env.name)
+        names.append(f"{env.name}:{options}".replace("/", "_") if env.name in names else env.name)
     if len(set(names)) < len(names):
-        raise ValueError(f"env must be different tasks or options, got {names}")
+        raise ValueError(f"env must be different tasks, or the same with different options, got {names}")
     return names
 
 

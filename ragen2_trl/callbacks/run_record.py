@@ -17,7 +17,7 @@ from transformers import Trainer, TrainerCallback
 from transformers.trainer_utils import HubStrategy
 
 from ragen2_trl.reporting.card import FIGURES, add_diagnostics
-from ragen2_trl.reporting.files import DIAGNOSTICS, EVALUATIONS, MEASUREMENTS, measured_step, write_text
+from ragen2_trl.reporting.files import DIAGNOSTICS, EPISODES, EVALUATIONS, MEASUREMENTS, measured_step, write_text
 from ragen2_trl.reporting.records import check_callbacks
 from ragen2_trl.reporting.run import RUN_STATE, Run, read_run, run_of, write_run
 
@@ -54,8 +54,8 @@ class RunRecord(TrainerCallback):
     `trainer.push_to_hub()` raises, after it has been said that the files are there and how to upload them. Tokens in
     the trainer's arguments stay out of `training_args.bin`, which is uploaded too.
 
-    When training begins, what an earlier one left in `diagnostics/`, `evaluation_after.json` and measurements of steps
-    that are still to come are removed from `output_dir`.
+    When training begins, what an earlier one left in `diagnostics/`, `evaluation_after.json`, and measurements and
+    episodes of steps that are still to come are removed from `output_dir`.
 
     Args:
         trainer ([`~transformers.Trainer`]):
@@ -184,7 +184,8 @@ class RunRecord(TrainerCallback):
         figures = [folder / DIAGNOSTICS / f"{name}{suffix}" for name in FIGURES for suffix in (".png", ".svg")]
         for path in [*figures, folder / EVALUATIONS["after"]]:
             path.unlink(missing_ok=True)
-        for path in (folder / MEASUREMENTS).glob("*_*.json"):
+        saved = [*(folder / MEASUREMENTS).glob("*_*.json"), *(folder / EPISODES).glob("*_*.*")]
+        for path in saved:
             if (measured_step(path) or 0) > self.trainer.state.global_step:
                 path.unlink()
 

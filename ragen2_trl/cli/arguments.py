@@ -141,11 +141,24 @@ class EvaluateArguments(SamplingArguments):
     model: str = field(
         default="tiny",
         metadata={
-            "help": "`tiny`, a path or a Hub id; `oracle` for the task's solver, `random` for a guessing player."
+            "help": "`tiny`, a path or a Hub id; `oracle` for the task's solver, `random` for a guessing player; "
+            "`openai:NAME` for a model behind the OpenAI-compatible endpoint of OPENAI_BASE_URL and OPENAI_API_KEY."
         },
     )
     num_samples: int = field(default=8, metadata={"help": "Completions per task; pass@k is reported up to it."})
+    max_turn_tokens: int | None = field(
+        default=None, metadata={"help": "Longest turn in tokens; default with `openai:NAME`: 1024."}
+    )
     output: str | None = field(default=None, metadata={"help": "JSON file for the metrics."})
+    episodes: str | None = field(
+        default=None,
+        metadata={
+            "help": "Folder for the episodes, as Parquet and JSONL; `report` shows them. With `openai:NAME`, "
+            "runs/<task>-<NAME> by default."
+        },
+    )
+    concurrency: int = field(default=8, metadata={"help": "With `openai:NAME`: episodes played at once."})
+    timeout: float = field(default=120.0, metadata={"help": "With `openai:NAME`: seconds that an answer may take."})
 
 
 @dataclass
@@ -253,6 +266,10 @@ class TrainArguments(EnvironmentArguments):
     )
     stop_on_template_collapse: bool = field(
         default=False, metadata={"help": "End training when reasoning stops to depend on its prompt."}
+    )
+    episodes_every: int = field(
+        default=10,
+        metadata={"help": "Save the episodes of a step, at least so many steps apart, for the report; 0 never."},
     )
     gradients_every: int = field(
         default=0, metadata={"help": "Log gradients by reward variance at step 1 and multiples of it; 0 never."}

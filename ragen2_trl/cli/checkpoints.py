@@ -7,7 +7,7 @@ from pathlib import Path
 from transformers import TrainingArguments
 
 from ragen2_trl.cli.arguments import TrainArguments
-from ragen2_trl.reporting.files import DIAGNOSTICS, MEASUREMENTS, OUTCOMES
+from ragen2_trl.reporting.files import DIAGNOSTICS, EPISODES, MEASUREMENTS, OUTCOMES
 
 
 def last_complete_checkpoint(run: Path) -> Path | None:
@@ -47,7 +47,7 @@ def _find_checkpoint(run: Path, script_args: TrainArguments, training_args: Trai
             f"output_dir={str(run)!r} holds {leftovers[0].name} of an earlier run; allowed: --resume true to continue "
             "it, --overwrite true to replace it, or another --run_name."
         )
-    for name in (MEASUREMENTS, DIAGNOSTICS, "completions", "*.safetensors", "*.safetensors.index.json"):
+    for name in (MEASUREMENTS, EPISODES, DIAGNOSTICS, "completions", "*.safetensors", "*.safetensors.index.json"):
         leftovers += run.glob(name)  # none of it, and no weights, beside those of the run that begins
     for leftover in leftovers:
         shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()

@@ -4,42 +4,57 @@ python scripts/evaluate.py --model tiny
 python scripts/evaluate.py --model runs/my_run --env_name frozen_lake --env_args size=5 --output results.json
 python scripts/evaluate.py --model tiny --env_name sokoban --multi_turn true
 python scripts/evaluate.py --model oracle --env_name sokoban     # the task's solver; `random` is a player who guesses
+python scripts/evaluate.py --model openai:gpt-4o-mini --env_name sokoban --multi_turn true  # OPENAI_BASE_URL, _API_KEY
 """
 
 import random
+import re
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
+from datasets import Dataset
+from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from trl import TrlParser
 
 from ragen2_trl.cli.arguments import EvaluateArguments, checked_input, parse
-from ragen2_trl.cli.console import make_console
+from ragen2_trl.cli.console import ProgressLine, make_console
+from ragen2_trl.cli.endpoint import PREFIX, EndpointError, endpoint_of, play_endpoint
 from ragen2_trl.cli.models import load_model
 from ragen2_trl.envs import Environment, Play, format_response, respond_all
+from ragen2_trl.reporting.examples import printable
 from ragen2_trl.reporting.files import write_json
+from ragen2_trl.reporting.saved_episodes import EVALUATION, episodes_of, episodes_path, save_episodes
 from ragen2_trl.rollouts.outcomes import outcomes_of, summarize
 from ragen2_trl.rollouts.sampling import held_out_plays, sample_trajectories
 
+OnPlays: TypeAlias = Callable[[Dataset, list[Play]], None]
 SCRIPTED = ("oracle", "random")
 
 
 def main(args: list[str] | None = None) -> None:
-    """Evaluates a model, shows a table and, with `--output`, writes the metrics as JSON."""
+    """Evaluates a model, shows a table and, with `--output` and `--episodes`, writes metrics and what was played."""
     console = make_console()
     (script_args,) = parse(TrlParser(EvaluateArguments, prog="ragen2-trl evaluate"), args)
     with checked_input():
         env = script_args.make_env()
-    tasks = {
+        folder = episodes_folder(script_args)
+    tasks: dict[str, Any] = {
         "num_prompts": script_args.num_prompts,
         "num_samples": script_args.num_samples,
         "seed": script_args.seed,
         "data": script_args.data,
     }
+    keep = {} if folder is None else {"on_played": partial(keep_episodes, folder)}
     if script_args.model in SCRIPTED:
-        metrics = evaluate_scripted(script_args.model, env, **tasks)
+        metrics = evaluate_scripted(script_args.model, env, **tasks, **keep)
+    elif folder is not None and script_args.model.startswith(PREFIX):
+        with checked_input():
+            metrics = evaluate_endpoint(script_args, env, folder, console, **tasks)
     else:
         metrics = evaluate_model(
             *load_model(script_args.model, script_args.dtype),
@@ -50,10 +65,80 @@ def main(args: list[str] | None = None) -> None:
             max_turn_tokens=script_args.max_turn_tokens,
             chat_template_kwargs=script_args.chat_template_kwargs,
             **tasks,
+            **keep,
         )
-    console.print(metrics_table(metrics, title=f"{script_args.model} on held-out {env.name}"))
+    console.print(metrics_table(metrics, title=f"{printable(script_args.model)} on held-out {env.name}"))
     if script_args.output is not None:
         write_json(Path(script_args.output), metrics, indent=2)
+    if folder is not None:
+        console.print(Text(f"The episodes are in {folder}. To look at them: ragen2-trl report {folder}"))
+
+
+def episodes_folder(arguments: EvaluateArguments) -> Path | None:
+    """Where episodes go, if anywhere; those of an endpoint always go somewhere, since they cost time and money.
+
+    Raises:
+        ValueError: If there are some of an earlier evaluation.
+    """
+    if arguments.episodes is None and not arguments.model.startswith(PREFIX):
+        return None
+    model = re.sub(r"[^\w.-]+", "-", arguments.model.removeprefix(PREFIX))
+    folder = Path(arguments.episodes or f"runs/{arguments.env_name}-{model}")
+    if (path := episodes_path(folder, EVALUATION)).exists():
+        raise ValueError(
+            f"episodes={str(folder)!r} holds {path.name} of an earlier evaluation; allowed: another folder."
+        )
+    return folder
+
+
+def keep_episodes(folder: Path, rows: Dataset, plays: Sequence[Play], ended_alone: bool = False) -> None:
+    """Saves what was played, or of it what has come to an end by its rules: Parquet and JSONL in `folder`."""
+    episodes = episodes_of(rows["prompt"][:], rows["seed"][:], plays)
+    kept = [one for one, play in zip(episodes, plays, strict=True) if play.done or not ended_alone]
+    save_episodes(folder, kept)
+
+
+def evaluate_endpoint(
+    arguments: EvaluateArguments, env: Environment, folder: Path, console: Console, **tasks: Any
+) -> dict[str, float]:
+    """Like `evaluate_model`, but played by a model behind an OpenAI-compatible endpoint, which counts its own tokens.
+
+    Episodes are saved while they are played, and all that were played to their end are there if it fails.
+
+    Raises:
+        InputError: If the endpoint fails, with how many episodes there are.
+        ValueError: If a setting is not one of an endpoint's.
+    """
+    endpoint = endpoint_of(arguments)
+    count = tasks["num_prompts"] * tasks["num_samples"]
+    played: tuple[Dataset, list[Play]] | None = None
+    saved = finished = 0
+
+    def save() -> None:
+        nonlocal saved
+        if played is not None and finished > saved:
+            keep_episodes(folder, *played, ended_alone=True)
+            saved = finished
+
+    with ProgressLine(console) as line:
+        line.begin(f"Playing: 0 of {count} episodes")
+
+        def on_finished(rows: Dataset, plays: list[Play], number: int) -> None:
+            nonlocal played, finished
+            played, finished = (rows, plays), number
+            line.say(f"Playing: {number} of {count} episodes")
+            if finished >= saved + max(8, saved // 8):  # each time all of them
+                save()
+
+        try:
+            plays = play_endpoint(endpoint, env, **tasks, on_finished=on_finished)
+        except EndpointError as error:
+            save()
+            where = f"; {finished} of {count} episodes were played and are in {folder}" if finished else ""
+            raise EndpointError(f"{error}{where}") from None
+        finally:
+            save()
+    return summarize(tasks["num_samples"], **outcomes_of(plays))
 
 
 def evaluate_model(
@@ -70,6 +155,7 @@ def evaluate_model(
     data: str | None = None,
     max_turn_tokens: int | None = None,
     chat_template_kwargs: dict[str, Any] | None = None,
+    on_played: OnPlays | None = None,
 ) -> dict[str, float]:
     """Plays held-out tasks (split `"test"`) and measures success, return, format and length.
 
@@ -90,6 +176,7 @@ def evaluate_model(
         data: Where the tasks come from; default: the task's own source.
         max_turn_tokens: Longest turn in tokens.
         chat_template_kwargs: For the chat template.
+        on_played: Called with (rows, plays) of all episodes when they have been played.
 
     Returns:
         `success`, `pass@k` for k = 1, 2, 4, … up to G, `valid_rate` (fractions, the last of an episode's turns),
@@ -105,7 +192,7 @@ def evaluate_model(
     Raises:
         ValueError: If an argument is outside its range.
     """
-    _, trajectories = sample_trajectories(
+    rows, trajectories = sample_trajectories(
         model,
         tokenizer,
         env,
@@ -121,6 +208,8 @@ def evaluate_model(
     )
     lengths = [float(sum(trajectory.env_mask)) for trajectory in trajectories]
     plays = [trajectory.play for trajectory in trajectories]
+    if on_played is not None:
+        on_played(rows, plays)
     return summarize(num_samples, **outcomes_of(plays), completion_length=lengths)
 
 
@@ -132,17 +221,20 @@ def evaluate_scripted(
     num_samples: int = 8,
     seed: int = 0,
     data: str | None = None,
+    on_played: OnPlays | None = None,
 ) -> dict[str, float]:
     """Like `evaluate_model`, but played by the task's solver (`"oracle"`) or by a player who guesses (`"random"`).
 
     Raises:
         NotImplementedError: If the task has no such player.
     """
-    _, plays = held_out_plays(env, num_prompts, num_samples, seed, data)
+    rows, plays = held_out_plays(env, num_prompts, num_samples, seed, data)
     running = [(play, random.Random(f"{policy}/{seed}/{number}")) for number, play in enumerate(plays)]
     while running := [(play, rng) for play, rng in running if not play.done]:
         texts = [_scripted(policy, play, rng) for play, rng in running]
         respond_all([play for play, _ in running], texts, env.workers)
+    if on_played is not None:
+        on_played(rows, plays)
     return summarize(num_samples, **outcomes_of(plays))
 
 

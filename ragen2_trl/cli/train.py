@@ -25,6 +25,7 @@ from trl import ModelConfig, TrlParser, get_peft_config, get_quantization_config
 
 from ragen2_trl.callbacks import (
     EnvironmentEvalCallback,
+    EpisodeCallback,
     GradientSNRCallback,
     LiveLineCallback,
     MutualInformationCallback,
@@ -103,7 +104,7 @@ def main(args: list[str] | None = None) -> None:
     if trainer.is_world_process_zero():
         curve = curves_of(trainer.state.log_history).get(env.name)
         if curve is not None:
-            loaded = trainer.state.best_global_step if training_args.load_best_model_at_end else None
+            loaded = trainer.state.best_global_step if trainer.args.load_best_model_at_end else None
             before, after = curve.first.metrics, curve.end(loaded).metrics
         summary = summarize(trainer.state, before, after, seconds)
         write_json(run / "summary.json", summary, indent=2)
@@ -270,6 +271,8 @@ def _make_trainer(
     if script_args.mutual_information:
         stop_on = "template_collapse" if script_args.stop_on_template_collapse else None
         trainer.add_callback(MutualInformationCallback(trainer, stop_on=stop_on))
+    if script_args.episodes_every > 0:
+        trainer.add_callback(EpisodeCallback(trainer, script_args.episodes_every))
     if script_args.gradients_every > 0:
         every, entropy_coef = script_args.gradients_every, script_args.gradients_entropy_coef
         trainer.add_callback(GradientSNRCallback(trainer, every, entropy_coef=entropy_coef))

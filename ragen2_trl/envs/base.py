@@ -24,6 +24,8 @@ from ragen2_trl.envs.tasks import SPLITS, Row
 from ragen2_trl.envs.tools import ToolEnvironment
 
 RewardFunc: TypeAlias = Callable[..., list[float]]
+# (prompts, seeds, plays, completions) of episodes that are over; the completions where plays do not know the messages
+OnPlayed: TypeAlias = Callable[[Sequence[Any], Sequence[int], Sequence[Play], Sequence[Any] | None], None]
 
 PROTOCOLS = ("text", "tools")
 
@@ -56,6 +58,7 @@ class Environment(ABC):
     workers: int = 1  # episodes stepped at the same time, where steps wait for something
     tools: ClassVar[type[ToolEnvironment] | None] = None  # the task's tools for TRL's `environment_factory`
     options: Mapping[str, Any] = MappingProxyType({})  # what the environment was made with
+    on_played: OnPlayed | None = None  # is told of what is played for rewards, by a trainer's callback
 
     def __new__(cls, *args: Any, **kwargs: Any) -> "Environment":
         env = super().__new__(cls)
@@ -295,7 +298,7 @@ class Environment(ABC):
             **columns: Any,
         ) -> list[float]:
             step = 0 if trainer_state is None else trainer_state.global_step
-            outcomes = self._outcomes(completions, seed, columns, step)
+            outcomes = self._outcomes(prompts, completions, seed, columns, step)
             if log_metric is not None:
                 for key, value in mean_outcomes(outcomes, seed).items():
                     log_metric(f"env/{self.name}/{key}", value)
@@ -307,10 +310,17 @@ class Environment(ABC):
         return reward
 
     def _outcomes(
-        self, completions: Sequence[Completion], seed: Sequence[int], columns: Mapping[str, Any], step: int
+        self,
+        prompts: Sequence[Any],
+        completions: Sequence[Completion],
+        seed: Sequence[int],
+        columns: Mapping[str, Any],
+        step: int,
     ) -> list[Outcome]:
         if "environments" in columns:
-            return [environment._play.outcome for environment in columns["environments"]]
+            plays = [environment._play for environment in columns["environments"]]
+            self.tell_played(prompts, seed, plays, completions)
+            return [play.outcome for play in plays]
         if Outcome.COLUMN in columns:
             return [Outcome(**fields) for fields in columns[Outcome.COLUMN]]
         if self.max_turns > 1:
@@ -321,4 +331,16 @@ class Environment(ABC):
         needed = {name: values for name, values in columns.items() if isinstance(values, Sequence)}
         plays = self.plays(seed, needed, step)
         respond_all(plays, [completion_text(completion) for completion in completions], self.workers)
+        self.tell_played(prompts, seed, plays)
         return [play.outcome for play in plays]
+
+    def tell_played(
+        self,
+        prompts: Sequence[Any],
+        seeds: Sequence[int],
+        plays: Sequence[Play],
+        completions: Sequence[Any] | None = None,
+    ) -> None:
+        """Tells whoever listens, `on_played`, of episodes that are over."""
+        if self.on_played is not None:
+            self.on_played(prompts, seeds, plays, completions)

@@ -130,6 +130,23 @@ _LAYERS: dict[str, Callable[[_Pen], None]] = {
     "goal": _goal,
 }
 
+# The cells that tasks draw, one letter each: a room with walls, and a frozen lake.
+TILES: dict[str, Layers] = {
+    "#": ("wall",),
+    "_": ("floor",),
+    "O": ("floor", "target"),
+    "X": ("floor", "box"),
+    "√": ("floor", "box_on_target"),
+    "P": ("floor", "player"),
+    "S": ("floor", "target", "player"),
+    ".": ("ice",),
+    "o": ("ice", "hole"),
+    "g": ("ice", "goal"),
+    "p": ("ice", "player"),
+    "d": ("ice", "hole", "player"),
+    "w": ("ice", "goal", "player"),
+}
+
 
 @lru_cache(maxsize=256)
 def _tile(layers: Layers, tile: int) -> Image.Image:
@@ -163,3 +180,19 @@ def draw_grid(cells: Sequence[Sequence[Layers]], tile: int = 32) -> Image.Image:
         for column, layers in enumerate(line):
             picture.paste(_tile(tuple(layers), tile), (column * tile, row * tile))
     return picture
+
+
+def draw_board(board: str, tile: int = 32) -> Image.Image:
+    """A picture of a board, `Episode.board_letters`: lines of letters of `TILES`, `tile` pixels a cell.
+
+    Raises:
+        ValueError: If a letter is not known, or the lines are not equally long.
+
+    >>> draw_board("p.\\n.g", tile=16).size
+    (32, 32)
+    """
+    lines = board.split("\n")
+    unknown = sorted({letter for line in lines for letter in line} - set(TILES))
+    if unknown or len({len(line) for line in lines}) > 1 or not lines[0]:
+        raise ValueError(f"board must be equally long lines of {''.join(TILES)}, got {board[:200]!r}")
+    return draw_grid([[TILES[letter] for letter in line] for line in lines], tile)

@@ -50,6 +50,10 @@ class Episode(ABC):
         """
         raise NotImplementedError(f"{type(self).__name__} has no pictures")
 
+    def board_letters(self) -> str | None:
+        """The state as lines of `drawing.TILES`, one letter a cell, to be drawn later; `None` where it is no grid."""
+        return None
+
     def plan(self, rng: random.Random) -> tuple[str, list[str]]:
         """A reasoning and the actions of a solver from here to the end, for demonstrations and as an oracle.
 

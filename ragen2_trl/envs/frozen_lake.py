@@ -16,7 +16,7 @@ from PIL import Image
 
 from ragen2_trl.envs.base import Environment
 from ragen2_trl.envs.checks import check_choice, check_count, check_range
-from ragen2_trl.envs.drawing import draw_grid
+from ragen2_trl.envs.drawing import draw_board
 from ragen2_trl.envs.episode import Episode, Limits
 from ragen2_trl.envs.tasks import Row, held_out
 from ragen2_trl.envs.tools import Answer, ToolEnvironment
@@ -33,7 +33,8 @@ IMAGE = "image"
 
 _ACTION_INDEX = {name.lower(): index for index, name in enumerate(ACTIONS)}
 _SYMBOLS = str.maketrans({"S": "_", "F": "_", "H": "O", "G": "G"})  # the player, P, stands on top
-_LAYERS = {"S": ("ice",), "F": ("ice",), "H": ("ice", "hole"), "G": ("ice", "goal")}
+_TILES = str.maketrans({"S": ".", "F": ".", "H": "o", "G": "g"})
+_WITH_PLAYER = {".": "p", "o": "d", "g": "w"}
 
 
 @lru_cache(maxsize=8192)
@@ -87,10 +88,13 @@ class FrozenLakeEpisode(Episode):
 
     def image(self) -> Image.Image:
         """The map from above, 32 pixels a cell: ice, dark holes, a flag on the goal, and the player in blue."""
-        layers = [[_LAYERS[letter] for letter in row] for row in self.grid]
+        return draw_board(self.board_letters())
+
+    def board_letters(self) -> str:
+        rows = [list(row.translate(_TILES)) for row in self.grid]
         row, column = self.position
-        layers[row][column] = (*layers[row][column], "player")
-        return draw_grid(layers)
+        rows[row][column] = _WITH_PLAYER[rows[row][column]]
+        return "\n".join(map("".join, rows))
 
     def is_action(self, action: str) -> bool:
         return action.lower() in _ACTION_INDEX

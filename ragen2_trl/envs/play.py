@@ -38,11 +38,35 @@ class Outcome:
     valid_turns: int
 
 
+@dataclass(frozen=True)
+class Turn:
+    """What was done in a turn.
+
+    Args:
+        text: What the player wrote; `None` where it called a tool.
+        actions: The actions that it named, of those that count; none where the text was of another form.
+        valid: Whether the turn was valid.
+        reward: What it earned.
+        reply: What the player was told then; `None` where the text protocol had come to its end.
+        board: The state after it, see `Episode.board_letters`.
+    """
+
+    text: str | None
+    actions: tuple[str, ...]
+    valid: bool
+    reward: float
+    reply: str | None
+    board: str | None
+
+
 class Setting(Protocol):
     """What a play asks of its environment: how many turns and actions there are, and what the player is shown."""
 
     max_turns: int
     max_actions: int
+
+    @property
+    def name(self) -> str: ...
 
     @property
     def splits_answers(self) -> bool: ...
@@ -56,12 +80,18 @@ class Play:
     Args:
         env: Limits and texts.
         episode: The rules, at their start.
+
+    Attributes:
+        turns: What was done so far, turn by turn.
+        first_board: The state at the start, see `Episode.board_letters`.
     """
 
     def __init__(self, env: Setting, episode: Episode):
         self.env = env
         self.episode = episode
         self.turn_rewards: list[float] = []
+        self.turns: list[Turn] = []
+        self.first_board = episode.board_letters()
         self._valid_turns = 0
 
     @property
@@ -78,10 +108,13 @@ class Play:
         if self.done:
             return None
         response = parse_response(text, split=self.env.splits_answers)
-        status = self.take(() if response is None else response.actions)
-        if self.done:
-            return None
-        return self.env.turn_text(self.episode, f"{status} Turn {len(self.turn_rewards) + 1} of {self.env.max_turns}.")
+        actions = () if response is None else response.actions
+        status, reply = self.take(actions), None
+        if not self.done:
+            turn = f"Turn {len(self.turn_rewards) + 1} of {self.env.max_turns}."
+            reply = self.env.turn_text(self.episode, f"{status} {turn}")
+        self.record(actions, text, reply)
+        return reply
 
     def take(self, actions: Sequence[str]) -> str:
         """Takes a turn with actions and says what came of it; not to be called when `done`."""
@@ -96,6 +129,12 @@ class Play:
                 reward += self.episode.step(action)
         self.turn_rewards.append(reward)
         return f"Reward {reward:g}."
+
+    def record(self, actions: Sequence[str], text: str | None = None, reply: str | None = None) -> None:
+        """Adds the turn that `take` has just taken to `turns`."""
+        valid = self._valid_turns > sum(turn.valid for turn in self.turns)
+        counted = tuple(actions[: self.env.max_actions])
+        self.turns.append(Turn(text, counted, valid, self.turn_rewards[-1], reply, self.episode.board_letters()))
 
 
 def respond_all(plays: Sequence[Play], texts: Sequence[str], workers: int = 1) -> list[str | None]:

@@ -55,10 +55,12 @@ class ToolEnvironment:
         if self._play.done:
             return "The episode is over."
         known = isinstance(actions, list) and all(isinstance(action, str) for action in actions)
-        status = self._play.take([action.strip() for action in actions] if known else [])  # type: ignore[attr-defined]
-        if self._play.done:
-            return f"{status} The episode is over."
-        return f"{status}\n{self._play.episode.observation()}"
+        named = [action.strip() for action in actions] if known else []  # type: ignore[attr-defined]
+        status = self._play.take(named)
+        over = self._play.done
+        answer = f"{status} The episode is over." if over else f"{status}\n{self._play.episode.observation()}"
+        self._play.record(named, reply=answer)
+        return answer
 
     def _shown(self, text: str) -> Answer:
         """What a player sees: the text, with the picture of the state where the task has one."""

@@ -13,8 +13,8 @@ from typing import Any
 from ragen2_trl.reporting.redaction import MARKUP_ENDS, hide_credentials, without_credentials
 
 # Names of the parts of a run's folder. What begins with an underscore is left out when transformers uploads it:
-# measurements hold prompts and completions word by word.
-DIAGNOSTICS, MEASUREMENTS = "diagnostics", "_measurements"
+# measurements and episodes hold prompts and completions word by word.
+DIAGNOSTICS, MEASUREMENTS, EPISODES = "diagnostics", "_measurements", "_episodes"
 STATE_FILE, RUN_FILE = "trainer_state.json", "run.json"
 HISTORY_FILE = "log_history.json"  # of `ragen2-trl train`, also after Ctrl-C
 EVALUATIONS = {when: f"evaluation_{when}.json" for when in ("before", "after")}

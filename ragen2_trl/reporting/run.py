@@ -4,7 +4,7 @@ import json
 import platform
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from ragen2_trl.reporting.records import check_about, check_evaluation, check_hi
 from ragen2_trl.reporting.settings import settings_of, versions_of_packages
 
 MAX_COMPLETIONS = 10**6  # of a measurement; more cannot have been scored
+MAX_CURVES = 8  # tasks
 FIRST_TURN = "mi/first_turn"  # log keys of the scope that regimes are told by
 # What callbacks keep in `TrainerState.stateful_callbacks`, which every checkpoint carries.
 MI_STATE, RUN_STATE = "ragen2_mutual_information", "ragen2_run"
@@ -87,8 +88,9 @@ class Run:
 
     @cached_property
     def held_out(self) -> dict[str, Curve]:
-        """Held-out success over the steps by task, the one that the best checkpoint is told by first."""
-        return curves_of(self.log_history)
+        """Held-out success over the steps by task, that of the trained task first."""
+        curves = curves_of(self.log_history)
+        return dict(sorted(curves.items(), key=lambda item: item[0] != self.environment)[:MAX_CURVES])
 
     def points(self, key: str) -> list[tuple[int, float]]:
         """(step, value) of the training rows that have a finite value."""
@@ -257,11 +259,7 @@ def _make_run(folder: Path, state: Mapping[str, Any], settings: dict[str, Any], 
     evaluations = {when: metrics for when, metrics in found.items() if metrics and _is_evaluation(metrics)}
     for when, metrics in evaluations.items():
         check_evaluation(metrics, str(shown[when]))
-    curve = next(iter(curves_of(history).values()), None)
-    if curve is not None:
-        loaded = state.get("best_global_step") if settings.get("load_best_model_at_end") else None
-        evaluations = {"before": curve.first.metrics, **({"after": curve.end(loaded).metrics} if ended else {})}
-    return Run(
+    run = Run(
         folder=folder,
         log_history=history,
         evidence=max(_evidence_kept(kept), _evidence_logged(history), key=len),
@@ -275,6 +273,12 @@ def _make_run(folder: Path, state: Mapping[str, Any], settings: dict[str, Any], 
         silence=_mapping(kept, MI_STATE).get("silence"),
         evaluations=evaluations,
     )
+    curve = next(iter(run.held_out.values()), None)
+    if curve is None:
+        return run
+    loaded = state.get("best_global_step") if settings.get("load_best_model_at_end") else None
+    ends = {"after": curve.end(loaded).metrics} if ended else {}
+    return replace(run, evaluations={"before": curve.first.metrics, **ends})
 
 
 def _is_evaluation(metrics: Mapping[str, Any]) -> bool:

@@ -82,14 +82,16 @@ class TextRollout:
             workers=self._env.workers,
             most=lambda number: _most(trainer, number),
         )
+        seeds, plays = [row["seed"] for row in self._rows], [trajectory.play for trajectory in trajectories]
+        self._env.tell_played(prompts, seeds, plays)
         logprobs = [trajectory.logprobs for trajectory in trajectories]
         return {
             "prompt_ids": [trajectory.prompt_ids for trajectory in trajectories],
             "completion_ids": [trajectory.completion_ids for trajectory in trajectories],
             "env_mask": [trajectory.env_mask for trajectory in trajectories],
             "logprobs": logprobs if any(logprobs) else None,
-            Outcome.COLUMN: [asdict(trajectory.play.outcome) for trajectory in trajectories],
-            TURN_REWARDS: [trajectory.play.turn_rewards for trajectory in trajectories],
+            Outcome.COLUMN: [asdict(play.outcome) for play in plays],
+            TURN_REWARDS: [play.turn_rewards for play in plays],
         }
 
     def _plays(self, step: int) -> list[Play]:

@@ -12,7 +12,7 @@ from PIL import Image
 
 from ragen2_trl.envs.base import Environment
 from ragen2_trl.envs.checks import check_choice, check_count, check_range
-from ragen2_trl.envs.drawing import draw_grid
+from ragen2_trl.envs.drawing import draw_board
 from ragen2_trl.envs.episode import Episode, Limits
 from ragen2_trl.envs.sokoban.rooms import Cell, Room, State, make_room, read_room, shortest_solution, write_room
 from ragen2_trl.envs.tasks import Row, held_out
@@ -26,15 +26,6 @@ BOX_REWARD = 1.0  # for a box that comes onto a target, and its negative for one
 SOLVED_REWARD = 10.0
 
 _ACTION_INDEX = {name.lower(): index for index, name in enumerate(ACTIONS)}
-_LAYERS = {
-    "#": ("wall",),
-    "_": ("floor",),
-    "O": ("floor", "target"),
-    "X": ("floor", "box"),
-    "√": ("floor", "box_on_target"),
-    "P": ("floor", "player"),
-    "S": ("floor", "target", "player"),
-}
 
 
 class SokobanEpisode(Episode):
@@ -72,8 +63,10 @@ class SokobanEpisode(Episode):
 
     def image(self) -> Image.Image:
         """The room as an RGB picture, 32 pixels a cell."""
-        lines = write_room(self.room, self.state).split("\n")
-        return draw_grid([[_LAYERS[symbol] for symbol in line] for line in lines])
+        return draw_board(self.board_letters())
+
+    def board_letters(self) -> str:
+        return write_room(self.room, self.state)
 
     def plan(self, rng: random.Random) -> tuple[str, list[str]]:
         """A shortest solution, drawn at random, so that a model warmed up on it stays stochastic.

@@ -1,0 +1,117 @@
+"""Keeps the episodes that a trainer plays, to be looked at: Parquet and JSONL beside its checkpoints."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from accelerate.utils import gather_object
+from transformers import Trainer, TrainerCallback
+
+from ragen2_trl.callbacks.rollouts import check_own_trainer
+from ragen2_trl.envs import Environment, Play
+from ragen2_trl.reporting.files import EPISODES
+from ragen2_trl.reporting.saved_episodes import TRAINING, PlayedEpisode, episodes_of, save_episodes
+
+
+class EpisodeCallback(TrainerCallback):
+    """
+    Saves the episodes of a training step now and then: messages, actions, rewards, validity, seeds and boards, as
+    `train_<step>.parquet` and `train_<step>.jsonl` in `_episodes/` of `output_dir`, which no upload takes along.
+    `ragen2-trl report` shows them. Training stays bit-identical.
+
+    It sees what `TextRollout`, the reward functions of a task and its tools play, of one task or of several, on all
+    processes; what is played for an evaluation is left out.
+
+    Args:
+        trainer ([`~transformers.Trainer`]):
+            A trainer with the reward functions of at least one of our environments.
+        every (`int`, *optional*, defaults to `10`):
+            Optimizer steps that lie at least between two files. The first generation is always saved.
+        max_episodes (`int`, *optional*, defaults to `256`):
+            Of a file: the first groups of the step that fit.
+
+    Raises:
+        ValueError: If no reward function is that of an environment, or a number is below 1.
+    """
+
+    def __init__(self, trainer: Trainer, every: int = 10, max_episodes: int = 256):
+        for name, value in (("every", every), ("max_episodes", max_episodes)):
+            if value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value!r}")
+        environments = environments_of(trainer)
+        if not environments:
+            raise ValueError("reward_funcs must be those of an environment (env.reward_funcs) to keep its episodes")
+        self.trainer, self.every, self.max_episodes = trainer, every, max_episodes
+        self._last: int | None = None  # step that was saved last
+        self._generations: list[list[PlayedEpisode]] = []  # of the step that is being saved, this process's part
+        self._latest: Play | None = None
+        for environment in environments:
+            environment.on_played = self._keep
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        check_own_trainer(self, self.trainer, state)
+        self._last, self._generations = None, []
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Writes what this step has played; the last step that was asked for is the same on all processes."""
+        if self._last != state.global_step:
+            return
+        parts = gather_object([self._generations])  # for each process its generations
+        self._generations, self._latest = [], None
+        if state.is_world_process_zero:
+            episodes = whole_groups(in_groups(parts), self.max_episodes)
+            save_episodes(Path(args.output_dir) / EPISODES, episodes, TRAINING, state.global_step)
+
+    def _keep(
+        self,
+        prompts: Sequence[Sequence[Mapping[str, Any]]],
+        seeds: Sequence[int],
+        plays: Sequence[Play],
+        completions: Sequence[Any] | None,
+    ) -> None:
+        step = self.trainer.state.global_step + 1
+        if not self.trainer.model.training:
+            return
+        if self._last is None or step >= self._last + self.every:
+            self._last = step
+        if step != self._last or not plays or plays[0] is self._latest:  # two reward functions ask for the same
+            return
+        self._latest = plays[0]
+        self._generations.append(episodes_of(prompts, seeds, plays, step, completions))
+
+
+def environments_of(trainer: Trainer) -> list[Environment]:
+    """The tasks that a trainer's reward functions belong to, each once."""
+    found = [getattr(func, "environment", None) for func in trainer.reward_funcs]
+    distinct = {id(env): env for env in found if isinstance(env, Environment)}
+    return list(distinct.values())
+
+
+def in_groups(parts: Sequence[Sequence[Sequence[PlayedEpisode]]]) -> list[PlayedEpisode]:
+    """The episodes of all processes, generation by generation, with their groups numbered over all of them.
+
+    Args:
+        parts: For each process, for each generation, its episodes; a group may be spread over processes.
+    """
+    groups: dict[tuple[int, str, int], list[PlayedEpisode]] = {}
+    for generation in range(max(map(len, parts), default=0)):
+        for part in parts:
+            for episode in part[generation] if generation < len(part) else ():
+                groups.setdefault((generation, episode.task, episode.seed), []).append(episode)
+    return [
+        replace(episode, group=group, sample=sample)
+        for group, members in enumerate(groups.values())
+        for sample, episode in enumerate(members)
+    ]
+
+
+def whole_groups(episodes: Sequence[PlayedEpisode], limit: int) -> list[PlayedEpisode]:
+    """The first groups that have at most `limit` episodes together, and the first in any case."""
+    ends = [number + 1 for number, episode in enumerate(episodes) if _ends_group(episodes, number)]
+    fitting = [end for end in ends if end <= limit]
+    return list(episodes[: fitting[-1] if fitting else min(ends, default=0)])
+
+
+def _ends_group(episodes: Sequence[PlayedEpisode], number: int) -> bool:
+    return number + 1 == len(episodes) or episodes[number + 1].group != episodes[number].group
