@@ -8,12 +8,22 @@ import matplotlib.colors
 import matplotlib.image
 import pytest
 from matplotlib.figure import Figure
-from plotted import assert_nothing_overlaps, extent, gradients, groups, history, measurement, stock_history
+from plotted import (
+    assert_nothing_overlaps,
+    extent,
+    gradients,
+    groups,
+    held_out_curve,
+    history,
+    measurement,
+    stock_history,
+)
 
 from ragen2_trl.reporting import (
     plot_comparison,
     plot_compute,
     plot_gradients,
+    plot_held_out,
     plot_matrix,
     plot_quadrant,
     plot_reward_variance,
@@ -30,6 +40,7 @@ FIGURES = {
     "gradients": lambda: plot_gradients([gradients(step) for step in (1, 20, 40, 60)]),
     "training": lambda: plot_training(history(25, 10), "success"),
     "compute": lambda: plot_compute(history(25, 10)),
+    "held out": lambda: plot_held_out({name: held_out_curve(name) for name in ("frozen_lake", HOSTILE, "sokoban")}),
     "comparison": lambda: plot_comparison({HOSTILE: history(25, 10), "b" * 60: stock_history(25)}, {}),
 }
 all_figures = pytest.mark.parametrize("draw", FIGURES.values(), ids=FIGURES)
