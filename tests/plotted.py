@@ -47,10 +47,12 @@ def groups(count: int, **filter_options) -> tuple[list[float], list[bool]]:
     return scores.tolist(), select_groups(scores, **filter_options).tolist()
 
 
-def held_out_curve(task: str, steps=range(0, 141, 20)) -> Curve:
+def held_out_curve(task: str, steps=range(0, 141, 20), **metrics) -> Curve:
     """Success that rises, with intervals."""
     points = [(step, 0.3 + 0.5 * step / 140) for step in steps]
-    return Curve(task, [Point(step, value, value - 0.1, value + 0.1, {"success": value}) for step, value in points])
+    return Curve(
+        task, [Point(step, value, value - 0.1, value + 0.1, {"success": value, **metrics}) for step, value in points]
+    )
 
 
 def heights(bars) -> list[float]:

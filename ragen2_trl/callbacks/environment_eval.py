@@ -140,6 +140,7 @@ class EnvironmentEvalCallback(TrainerCallback):
         self.load_best = load_best
         self.stop_below, self.stop_patience = stop_below, stop_patience
         self.best_task, self.best_metric, self._best_sign = self._what_is_best()
+        self.seconds = 0.0  # of all evaluations here
         self._pending: list[str] = []  # keys of an evaluation whose row is not logged yet
         if trainer.use_vllm:
             logger.warning("Held-out tasks are sampled by transformers, from the model that trains, and not by vLLM.")
@@ -204,6 +205,7 @@ class EnvironmentEvalCallback(TrainerCallback):
             if name not in COUNTS
         }
         values[SECONDS] = time.perf_counter() - started
+        self.seconds += values[SECONDS]
         self._pending = list(values)
         return values
 

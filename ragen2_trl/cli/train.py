@@ -41,6 +41,7 @@ from ragen2_trl.reporting import plot_training
 from ragen2_trl.reporting.files import write_json
 from ragen2_trl.reporting.held_out import curves_of
 from ragen2_trl.rollouts import TextRollout
+from ragen2_trl.rollouts.sampling import held_out_rows
 from ragen2_trl.tiny import resolve_model
 from ragen2_trl.trainers import (
     SNRFilteredGRPOConfig,
@@ -76,14 +77,15 @@ def main(args: list[str] | None = None) -> None:
         checkpoint = checkpoint_to_resume(run, script_args, training_args)
     live_line = LiveLineCallback(_success_metric(env), console)
     trainer = _make_trainer(trainer_class, script_args, training_args, model_args, env, live_line)
+    held_out = None
     if script_args.eval_every > 0:
         with checked_input():
-            trainer.add_callback(_held_out_curve(trainer, eval_envs, script_args))
+            held_out = _held_out_curve(trainer, eval_envs, script_args)
+        trainer.add_callback(held_out)
     if trainer.is_world_process_zero():
         console.print(Text(f"{script_args.model} on {env.name}, in {run}"))
 
-    with checked_input():
-        before = _evaluate(trainer, env, script_args, run / "evaluation_before.json")
+    before = _evaluate(trainer, env, script_args, run / "evaluation_before.json")
     started = time.perf_counter()
     try:
         _train(trainer, checkpoint)
@@ -97,7 +99,7 @@ def main(args: list[str] | None = None) -> None:
         sys.exit(130)
     finally:
         live_line.close()
-    seconds = time.perf_counter() - started
+    seconds = time.perf_counter() - started - (0.0 if held_out is None else held_out.seconds)
     trainer.save_model()
     _write_history(trainer, env, run)
     after = _evaluate(trainer, env, script_args, run / "evaluation_after.json", again=True)
@@ -325,6 +327,9 @@ def _evaluate(
         # A sharded model cannot generate on one process: `ragen2-trl evaluate` measures it afterwards. It does not
         # show pictures, though.
         return None
+    if not again:
+        with checked_input():  # fewer tasks than asked for are told in a line
+            held_out_rows(env, script_args.eval_prompts, script_args.eval_samples, 0, script_args.data)
     metrics = evaluate_model(
         trainer.model,
         trainer._tokenizer,

@@ -55,6 +55,11 @@ class Curve:
         areas = ((b.step - a.step) * (a.success + b.success) / 2 for a, b in pairwise(self.points))
         return sum(areas) / span
 
+    @property
+    def floor(self) -> float | None:
+        """Success of a player who guesses on these tasks, where the evaluation has measured it."""
+        return self.last.metrics.get("random_success")
+
     def end(self, loaded: int | None) -> Point:
         """The evaluation of the weights that training has ended with: the last, or that of a step that was loaded."""
         return next((point for point in self.points if point.step == loaded), self.last)
@@ -67,9 +72,10 @@ class Curve:
     @property
     def note(self) -> str:
         """What the last number does not say, in words."""
+        guessed = "" if self.floor is None else f"; a player who guesses {self.floor:.1%}"
         return (
-            f"held out; 95 % interval {self.last.low:.0%} to {self.last.high:.0%}; best {self.peak.success:.0%} at "
-            f"step {self.peak.step}; area under the curve {self.area:.3f}"
+            f"held out; 95 % interval {self.last.low:.0%} to {self.last.high:.0%}{guessed}; best "
+            f"{self.peak.success:.0%} at step {self.peak.step}; area under the curve {self.area:.3f}"
         )
 
     @property

@@ -9,6 +9,7 @@ from ragen2_trl.reporting.style import (
     LINE_COLOURS,
     LINE_STYLES,
     MARKERS,
+    REFERENCE,
     drawn_in_style,
     make_panels,
     plain_name,
@@ -22,6 +23,8 @@ LETTERS = 60  # of a row of the legend
 @drawn_in_style
 def plot_held_out(curves: Mapping[str, Curve]) -> Figure:
     """Draw success on held-out tasks against optimizer steps, with the band of its 95 % interval, one line a task.
+
+    A dotted line is the success of a player who guesses, where evaluations have it.
 
     Args:
         curves: by task, those of `Run.held_out`.
@@ -47,6 +50,8 @@ def plot_held_out(curves: Mapping[str, Curve]) -> Figure:
             axes.fill_between(steps, low, high, color=colour, alpha=0.18, linewidth=0)
         else:  # a band of no width
             axes.vlines(steps, low, high, color=colour)
+        if curve.floor is not None:
+            axes.axhline(curve.floor, **REFERENCE | {"color": colour, "zorder": 1})
     axes.set_ylim(-0.03, 1.03)
     axes.set_ylabel("held-out success")
     axes.set_xlabel("optimizer step")
