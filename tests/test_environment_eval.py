@@ -29,7 +29,7 @@ SMALL = {"every": 2, "num_prompts": 4, "num_samples": 2, "max_new_tokens": 40}
 LAKE = make_env("frozen_lake")
 
 
-def make(folder, env=LAKE, model=TINY_MODEL_PATH, callback=EnvironmentEvalCallback, curve=(), **settings):
+def make(folder, env=LAKE, model=str(TINY_MODEL_PATH), callback=EnvironmentEvalCallback, curve=(), **settings):
     """TRL's own trainer on tasks, with a held-out curve."""
     args = GRPOConfig(**{**RUN, "output_dir": str(folder), "max_completion_length": 24, **settings})
     rollout = TextRollout(env) if env.max_turns > 1 else None
@@ -56,9 +56,9 @@ class Scripted(EnvironmentEvalCallback):
 
 
 def scripted(folder, successes, curve=(), **settings):
-    settings = {"save_strategy": "steps", "save_steps": 3, "max_steps": len(successes) - 1, **settings}
+    saving = {"save_strategy": "steps", "save_steps": 3, "max_steps": len(successes) - 1}
     curve = {"every": 1, "successes": successes, **dict(curve)}
-    return make(folder, callback=Scripted, curve=curve, **settings)
+    return make(folder, callback=Scripted, curve=curve, **{**saving, "max_completion_length": 4, **settings})
 
 
 def evaluated(trainer) -> dict[int, float]:
@@ -77,7 +77,7 @@ def curved(tmp_path_factory):
     """A run of three steps that would be logged once, of two tasks; and what the model at its start is worth."""
     folder = tmp_path_factory.mktemp("curved")
     args = GRPOConfig(**{**RUN, "output_dir": str(folder), "max_completion_length": 24, "logging_steps": 100})
-    trainer = GRPOTrainer(TINY_MODEL_PATH, LAKE.reward_funcs, args, LAKE.dataset(16, seed=0))
+    trainer = GRPOTrainer(str(TINY_MODEL_PATH), LAKE.reward_funcs, args, LAKE.dataset(16, seed=0))
     small = make_env("frozen_lake", size=3, max_turns=2, max_actions=2)
     trainer.add_callback(EnvironmentEvalCallback([LAKE, small], trainer, **SMALL))
     trainer.train()
@@ -116,7 +116,7 @@ def test_evaluated_episodes_are_saved_as_they_were_played(curved):
     assert {one.step for one in episodes} == {2}
     lakes = [one for one in episodes if len(one.boards[0].splitlines()) == 4]
     assert sum(one.success for one in lakes) / len(lakes) == evaluated(curved)[2]
-    assert all(one.messages[-1]["role"] == "assistant" and one.turns for one in episodes)
+    assert all(one.messages[-1]["role"] == "assistant" and len(one.turns) == 1 for one in lakes)
     assert len({one.seed for one in lakes}) == 4
 
 
@@ -161,11 +161,10 @@ def dropping_out(tmp_path_factory):
 def test_training_is_bit_identical_with_and_without_the_curve(turns, dropping_out, tmp_path):
     env = make_env("frozen_lake", size=3, max_turns=turns)
     settings = {"model": dropping_out, "max_completion_length": 24 if turns == 1 else 200, "max_steps": 2}
-    with_curve = {"every": 1, "temperature": 0.7}
+    with_curve = {"every": 1, "num_prompts": 2, "temperature": 0.7}
     found = []
     for callback in (None, EnvironmentEvalCallback):
         trainer = make(tmp_path, env, callback=callback, curve=with_curve, **settings)
-        trainer.model.model.layers[0].eval()  # a mode of its own
         trainer.train()
         found.append((parameters_of(trainer), states(trainer)))
     assert_same_parameters(found[0][0], found[1][0])
@@ -179,7 +178,7 @@ def test_every_trainer_with_the_filter_is_left_alone_too(algorithm, tmp_path):
     for evaluates in (False, True):
         saving = {"save_strategy": "steps", "save_steps": 100} if evaluates else {}
         args = algorithm.args(tmp_path / str(evaluates), max_completion_length=24, **saving)
-        trainer = algorithm.trainer(TINY_MODEL_PATH, LAKE.reward_funcs, args, LAKE.dataset(16, seed=0))
+        trainer = algorithm.trainer(str(TINY_MODEL_PATH), LAKE.reward_funcs, args, LAKE.dataset(16, seed=0))
         if evaluates:
             trainer.add_callback(EnvironmentEvalCallback(LAKE, trainer, **{**SMALL, "every": 1}))
         trainer.train()
@@ -202,7 +201,7 @@ def test_an_exception_in_an_evaluation_is_an_exception(tmp_path):
 
 
 def test_the_best_checkpoint_is_kept_and_loaded_and_the_first_of_equals_is_the_best(tmp_path):
-    successes = [0.75, 0.25, 0.5, 0.25, 0.5]
+    successes = [0.75, 0.25, 0.5, 0.5]
     trainer = scripted(tmp_path, successes, {"load_best": True}, save_total_limit=1)
     trainer.train()
     assert (trainer.state.best_metric, trainer.state.best_global_step) == (0.5, 2)
@@ -212,6 +211,7 @@ def test_the_best_checkpoint_is_kept_and_loaded_and_the_first_of_equals_is_the_b
     assert [name for name in saved if not torch.equal(saved[name], found[name])] == []
 
 
+@pytest.mark.slow
 def test_transformers_own_setting_loads_it_where_only_the_best_are_saved(tmp_path):
     named = {"load_best_model_at_end": True, "metric_for_best_model": "env/frozen_lake/return"}
     trainer = scripted(tmp_path, [0.0, 0.5, 0.25], save_strategy="best", **named)
@@ -222,6 +222,7 @@ def test_transformers_own_setting_loads_it_where_only_the_best_are_saved(tmp_pat
     assert [name for name in saved if not torch.equal(saved[name], found[name])] == []
 
 
+@pytest.mark.slow
 def test_nothing_is_saved_where_no_checkpoints_are(tmp_path):
     trainer = scripted(tmp_path, [0.0, 0.5], save_strategy="no")
     trainer.train()
@@ -232,24 +233,24 @@ def test_nothing_is_saved_where_no_checkpoints_are(tmp_path):
 
 
 def test_training_stops_after_patience_below_the_floor_also_when_it_was_resumed(tmp_path, caplog):
-    successes = [0.0, 0.0, 0.5, 0.0, 0.0, 0.0, 0.0, 0.0]  # the one before training does not count
-    whole = scripted(tmp_path, successes, {"stop_below": 0.1, "stop_patience": 3})
+    successes = [0.0, 0.0, 0.5, 0.0, 0.0, 0.0]  # the one before training does not count
+    whole = scripted(tmp_path, successes, {"stop_below": 0.1, "stop_patience": 2})
     whole.train()
-    assert whole.state.global_step == 5
-    assert "held-out success on frozen_lake was below 10.0% in 3 evaluations in a row (now 0.0%)" in caplog.text
-    resumed = scripted(tmp_path, successes, {"stop_below": 0.1, "stop_patience": 3})
+    assert whole.state.global_step == 4
+    assert "held-out success on frozen_lake was below 10.0% in 2 evaluations in a row (now 0.0%)" in caplog.text
+    resumed = scripted(tmp_path, successes, {"stop_below": 0.1, "stop_patience": 2})
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
-    assert resumed.state.global_step == 5
+    assert resumed.state.global_step == 4
 
 
 def test_a_resumed_run_neither_repeats_nor_loses_evaluations(tmp_path):
-    successes = [0.0, 0.25, 0.5, 0.25, 0.0, 0.25, 0.0]
+    successes = [0.0, 0.25, 0.5, 0.25, 0.0]
     whole = scripted(tmp_path, successes, {"every": 2})
     whole.train()
     resumed = scripted(tmp_path, successes, {"every": 2})
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
-    assert resumed.callback_handler.callbacks[-1].asked == [4, 6]
-    assert evaluated(resumed) == evaluated(whole) == {0: 0.0, 2: 0.5, 4: 0.0, 6: 0.0}
+    assert resumed.callback_handler.callbacks[-1].asked == [4]
+    assert evaluated(resumed) == evaluated(whole) == {0: 0.0, 2: 0.5, 4: 0.0}
     assert resumed.state.best_model_checkpoint == whole.state.best_model_checkpoint
 
 
@@ -317,7 +318,7 @@ def rows_of(successes, task="frozen_lake"):
 def test_the_area_under_a_curve_is_the_mean_of_success_over_the_steps():
     values = {0: 0.2, 10: 0.4, 30: 0.8, 35: 0.3}
     curve = curves_of(rows_of(values))["frozen_lake"]
-    by_step = [np.interp(step, list(values), list(values.values())) for step in np.linspace(0, 35, 35_001)]
+    by_step = [np.interp(step, list(values), list(values.values())) for step in np.linspace(0, 35, 3_501)]
     assert curve.area == pytest.approx(np.mean(by_step), abs=1e-4)
     assert (curve.first.step, curve.peak.step, curve.last.step) == (0, 30, 35)
     assert curves_of(rows_of({5: 0.3}))["frozen_lake"].area == 0.3

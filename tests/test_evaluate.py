@@ -4,6 +4,7 @@ import itertools
 import json
 import random
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -114,11 +115,14 @@ def test_evaluation_is_reproducible_and_its_seed_matters(tiny):
 def test_evaluation_leaves_everything_as_it_found_it(tiny, training, side):
     model, tokenizer = tiny
     model.train(training)
+    model.model.layers[0].train(not training)  # a mode of its own
+    modes = [module.training for module in model.modules()]
     tokenizer.padding_side = side
-    state = torch.get_rng_state()
+    state, others = torch.get_rng_state(), (random.getstate(), np.random.get_state()[1].tolist())
     evaluate_model(model, tokenizer, make_env("frozen_lake"), **SMALL)
     assert torch.equal(torch.get_rng_state(), state)
-    assert {module.training for module in model.modules()} == {training}
+    assert (random.getstate(), np.random.get_state()[1].tolist()) == others
+    assert [module.training for module in model.modules()] == modes
     assert tokenizer.padding_side == side
     assert torch.is_grad_enabled()
 

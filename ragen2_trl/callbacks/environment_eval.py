@@ -314,7 +314,8 @@ def task_names(envs: Sequence[Environment]) -> list[str]:
     names: list[str] = []
     for env in envs:
         options = ",".join(f"{name}={value}" for name, value in env.options.items())
-        names.append(f"{env.name}:{options}".replace("/", "_") if env.name in names else env.name)
+        own = f"{env.name}:{options}".replace("/", "_") if options else env.name
+        names.append(own if env.name in names else env.name)
     if len(set(names)) < len(names):
         raise ValueError(f"env must be different tasks, or the same with different options, got {names}")
     return names
