@@ -299,6 +299,12 @@ def test_environments_that_cannot_be_played_in_words_and_too_few_tasks_are_refus
         EnvironmentEvalCallback(make_env("countdown"), lake_trainer, num_prompts=200, data=str(few))
 
 
+def test_with_vllm_a_line_says_who_plays(lake_trainer, caplog):
+    lake_trainer.use_vllm = True
+    EnvironmentEvalCallback(LAKE, lake_trainer, **SMALL)
+    assert "Held-out tasks are sampled by transformers, from the model that trains, and not by vLLM." in caplog.text
+
+
 def test_tasks_of_the_same_name_are_told_apart_by_their_options():
     envs = [LAKE, make_env("sokoban"), make_env("frozen_lake", size=5)]
     assert task_names(envs) == ["frozen_lake", "sokoban", "frozen_lake:size=5"]

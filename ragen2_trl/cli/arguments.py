@@ -227,7 +227,7 @@ class TrainArguments(EnvironmentArguments):
     model: str | None = field(default=None, metadata={"help": "`tiny` (ships with the package), a path or a Hub id."})
     num_prompts: int = field(default=4096, metadata={"help": "Number of training tasks."})
     eval_prompts: int = field(
-        default=256, metadata={"help": "Held-out tasks played before and after training; 0 leaves that out."}
+        default=256, metadata={"help": "Held-out tasks played before and after training; 0 for no evaluation at all."}
     )
     eval_samples: int = field(default=4, metadata={"help": "Completions per held-out task."})
     eval_every: int = field(
@@ -282,12 +282,18 @@ class TrainArguments(EnvironmentArguments):
     def __post_init__(self) -> None:
         if self.eval_every < 0:
             raise ValueError(f"eval_every must be at least 0, got {self.eval_every!r}")
-        if self.eval_every > 0 and self.eval_prompts == 0:
-            raise ValueError("eval_prompts must be at least 2 with eval_every, got 0")
         asked = {"eval_envs": self.eval_envs, "load_best": self.load_best, "stop_below": self.stop_below}
         alone = [name for name, value in asked.items() if value not in ([], False, None)]
-        if self.eval_every == 0 and alone:
-            raise ValueError(f"{alone[0]} needs held-out success over the steps: eval_every must be above 0, got 0")
+        if alone and not self.has_curve:
+            raise ValueError(
+                f"{alone[0]} needs held-out success over the steps: eval_every and eval_prompts must be above 0, got "
+                f"{self.eval_every} and {self.eval_prompts}"
+            )
+
+    @property
+    def has_curve(self) -> bool:
+        """Whether held-out tasks are played while training."""
+        return self.eval_every > 0 and self.eval_prompts > 0
 
     def make_eval_envs(self, env: "Environment") -> "list[Environment]":
         """What has a curve: the trained task, and those of `eval_envs`."""

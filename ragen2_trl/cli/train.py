@@ -78,7 +78,7 @@ def main(args: list[str] | None = None) -> None:
     live_line = LiveLineCallback(_success_metric(env), console)
     trainer = _make_trainer(trainer_class, script_args, training_args, model_args, env, live_line)
     held_out = None
-    if script_args.eval_every > 0:
+    if script_args.has_curve:
         with checked_input():
             held_out = _held_out_curve(trainer, eval_envs, script_args)
         trainer.add_callback(held_out)
@@ -319,7 +319,7 @@ def _evaluate(
     trainer: Trainer, env: Environment, script_args: TrainArguments, path: Path, again: bool = False
 ) -> dict[str, float] | None:
     """Metrics on held-out tasks, read back from `path` when a resumed run has measured them before."""
-    if script_args.eval_every > 0:  # the curve has both
+    if script_args.has_curve:  # the curve has both
         return None
     if path.exists() and not again:
         return json.loads(path.read_text())
