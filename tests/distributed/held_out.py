@@ -19,10 +19,9 @@ from ragen2_trl.tiny import TINY_MODEL_PATH
 
 def run(folder: str, processes: int, **settings):
     """A trainer that has evaluated 7 tasks, which two processes do not share evenly, before and after a step."""
-    args = SNRFilteredGRPOConfig(
-        **{**COMMON, "max_completion_length": 240, "per_device_train_batch_size": 8 // processes, **settings},
-        **{"learning_rate": 0.0, "max_steps": 1, "snr_include_zero": True, "output_dir": folder},
-    )
+    layout = {"max_completion_length": 240, "per_device_train_batch_size": 8 // processes, "output_dir": folder}
+    still = {"learning_rate": 0.0, "max_steps": 1}
+    args = SNRFilteredGRPOConfig(**{**COMMON, **layout, **still, **settings})
     env = make_env("frozen_lake", max_turns=3, max_actions=1)
     dataset = env.dataset(8, seed=0)
     rollout = TextRollout(env, max_turn_tokens=40)
