@@ -12,7 +12,9 @@ from safetensors.torch import load_file
 
 sys.path.insert(0, str(Path(__file__).parent / "distributed"))
 
-from backends import CASES, CASES_OF_THREE, cases_of, processes_of, run_case
+from backends import CASES, CASES_OF_THREE, GROUP_SIZE, cases_of, processes_of, run_case
+
+from ragen2_trl.reporting.saved_episodes import read_episodes
 
 BACKENDS = ["ddp", "zero1", "zero2", "zero3", "fsdp2", "ddp_lora", "zero3_lora", "ddp_three"]
 # A newcomer's `make test` has each trainer on two processes, whole and sharded.
@@ -126,6 +128,10 @@ def test_processes_whose_episodes_differ_in_turns_generate_together(backend, pol
     assert second["calls"] == [4, 4, 1, 1] * 2
     rows = [row for row in first["rows"] if "loss" in row]
     assert [row["env/frozen_lake/turns"] for row in rows] == [3.0, 3.0]
+    for step in (1, 2):  # one file for all processes
+        episodes = read_episodes(tmp_path / "_episodes" / f"train_{step:05d}.parquet")
+        assert [one.sample for one in episodes] == list(range(GROUP_SIZE)) * (8 // GROUP_SIZE)
+        assert sorted(len(one.turns) for one in episodes) == [2] * 4 + [4] * 4
 
 
 @pytest.mark.distributed

@@ -1,6 +1,7 @@
 """FrozenLake and Sokoban as pictures, played by a vision-language model in TRL: in one turn, and through tools."""
 
 import itertools
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,8 +15,9 @@ from transformers import (
 )
 from trl.chat_template_utils import qwen3_vl_chat_template
 
-from ragen2_trl import SNRFilteredGRPOTrainer
+from ragen2_trl import EpisodeCallback, SNRFilteredGRPOTrainer
 from ragen2_trl.envs import make_env
+from ragen2_trl.reporting.saved_episodes import PICTURE, read_episodes
 
 VISION = {
     "image_token": "<|image_pad|>",
@@ -127,7 +129,12 @@ def test_a_vision_language_model_plays_what_it_sees(name, protocol, model, proce
         return [processor.tokenizer(text)["input_ids"] for text in texts], None
 
     trainer._generate_single_turn = reading
+    trainer.add_callback(EpisodeCallback(trainer))
     trainer.train()
+    for one in read_episodes(Path(args.output_dir) / "_episodes" / "train_00001.parquet"):
+        calls = [message for message in one.messages if "tool_calls" in message]
+        assert len(one.boards) == len(one.turns) + 1 and len(calls) == len(one.turns) * (protocol == "tools")
+        assert any(PICTURE in message["content"] for message in one.messages)
     (row,) = [row for row in trainer.state.log_history if "loss" in row]
     assert 0 < row[f"env/{name}/valid_rate"] < 1
     assert shown[0] == [1] * 8

@@ -17,7 +17,7 @@ from typing import Any
 
 from datasets import Dataset
 
-from ragen2_trl.cli.arguments import EvaluateArguments, InputError
+from ragen2_trl.cli.arguments import EvaluateArguments, InputError, checked_input
 from ragen2_trl.envs import Environment, Play, completion_text
 from ragen2_trl.reporting.examples import printable
 from ragen2_trl.reporting.redaction import HIDDEN, hide_credentials
@@ -30,6 +30,7 @@ NO_KEY = "none"  # what servers of one's own are sent, which ask for nothing
 TURN_TOKENS = 1024  # of a turn, unless another limit is given
 RETRIES = 4  # after lost connections, time-outs, 408, 409, 429 and 5xx; waits are OpenAI's, up to 8 s or as it is told
 MAX_ANSWER_BYTES = 4_000_000
+OTHER_LIMIT = "max_completion_tokens"  # what OpenAI's newest models call `max_tokens`, which all others know
 LOGGERS = ("openai", "httpx", "httpx2", "httpcore", "httpcore2")
 MAX_SAID_CHARS = 200  # of what an endpoint says of a request that it refuses
 
@@ -137,10 +138,11 @@ def play_endpoint(
 
     Raises:
         EndpointError: At the first answer that cannot be had; no other request is waited for.
-        ValueError: If an argument is outside its range.
+        InputError: If an argument is outside its range.
     """
-    check_words_only(env)
-    rows, plays = held_out_plays(env, num_prompts, num_samples, seed, data)
+    with checked_input():
+        check_words_only(env)
+        rows, plays = held_out_plays(env, num_prompts, num_samples, seed, data)
     with _silence():
         asyncio.run(_play_all(endpoint, env, rows, plays, lambda finished: on_finished(rows, plays, finished)))
     return plays
@@ -162,32 +164,29 @@ def _silence() -> Iterator[None]:
 async def _play_all(
     endpoint: Endpoint, env: Environment, rows: Dataset, plays: Sequence[Play], tell: Callable[[int], None]
 ) -> None:
-    playing, stepping = asyncio.Semaphore(endpoint.concurrency), asyncio.Semaphore(env.workers)
-    finished = 0
+    stepping, finished = asyncio.Semaphore(env.workers), 0
+    waiting = zip(plays, rows["prompt"][:], strict=True)
 
-    async def play_one(client: "_Client", play: Play, prompt: Sequence[Mapping[str, Any]]) -> None:
+    async def play_some(client: "_Client") -> None:
         nonlocal finished
-        messages = [dict(message) for message in prompt]
-        async with playing:
+        for play, prompt in waiting:  # of all players: each takes the next that nobody has
+            messages = [dict(message) for message in prompt]
             while not play.done:
                 text = await client.answer(messages)
                 async with stepping:  # steps may wait for programs or searches
                     reply = await asyncio.to_thread(play.respond, text)
                 messages += [{"role": "assistant", "content": text}, {"role": "user", "content": reply}]
-        finished += 1
-        tell(finished)
+            finished += 1
+            tell(finished)
 
     async with _Client(endpoint) as client:
-        tasks = [
-            asyncio.ensure_future(play_one(client, play, prompt))
-            for play, prompt in zip(plays, rows["prompt"][:], strict=True)
-        ]
+        players = [asyncio.ensure_future(play_some(client)) for _ in range(min(endpoint.concurrency, len(plays)))]
         try:
-            await asyncio.gather(*tasks)
+            await asyncio.gather(*players)
         finally:  # nobody waits for the others of one that has failed
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            for player in players:
+                player.cancel()
+            await asyncio.gather(*players, return_exceptions=True)
 
 
 class _Client:
@@ -206,7 +205,7 @@ class _Client:
         )
         # Retries and the waits before them included: an answer that drips never meets the time-out of a read.
         self._longest = (RETRIES + 1) * (endpoint.timeout + 10)
-        self._limit = "max_tokens"  # what servers know; OpenAI's newest models want another name
+        self._limit = "max_tokens"
 
     async def __aenter__(self) -> "_Client":
         return self
@@ -216,23 +215,28 @@ class _Client:
 
     async def answer(self, messages: Sequence[Mapping[str, Any]]) -> str:
         """What the model says to a conversation; reasoning that the server has taken out is put back."""
-        try:
-            body = await asyncio.wait_for(self._ask(messages), self._longest)
-        except EndpointError:
-            raise
-        except (asyncio.TimeoutError, self._openai.APITimeoutError):
-            raise self._error(f"gave no answer within {self._endpoint.timeout:g} s, {RETRIES + 1} times") from None
-        except self._openai.APIStatusError as error:
-            if self._wants_other_limit(error):
-                self._limit = "max_completion_tokens"
-                return await self.answer(messages)
-            raise self._error(f"refused with status {error.status_code}{self._said(error)}") from None
-        except self._openai.APIConnectionError as error:
-            reason = type(error.__cause__ or error).__name__
-            raise self._error(f"cannot be reached, tried {RETRIES + 1} times: {reason}") from None
-        except Exception as error:  # noqa: BLE001 - of whichever HTTP library, while the answer is read
-            raise self._error(f"broke off its answer: {type(error).__name__}") from None
-        return self._content(body)
+        for tries in range(1, RETRIES + 2):
+            limit = self._limit
+            try:
+                return self._content(await asyncio.wait_for(self._ask(messages), self._longest))
+            except EndpointError:
+                raise
+            except (asyncio.TimeoutError, self._openai.APITimeoutError):
+                raise self._error(
+                    f"gave no answer within {self._endpoint.timeout:g} s in {RETRIES + 1} tries"
+                ) from None
+            except self._openai.APIStatusError as error:
+                if limit != "max_tokens" or error.status_code != 400 or OTHER_LIMIT not in str(error):
+                    raise self._error(f"refused with status {error.status_code}{self._said(error)}") from None
+                self._limit = OTHER_LIMIT
+            except self._openai.APIConnectionError as error:
+                reason = type(error.__cause__ or error).__name__
+                raise self._error(f"cannot be reached in {RETRIES + 1} tries: {reason}") from None
+            except Exception as error:  # noqa: BLE001 - of whichever HTTP library, while the answer is read
+                if tries > RETRIES:
+                    raise self._error(f"broke off its answer in {tries} tries: {type(error).__name__}") from None
+                await asyncio.sleep(min(8.0, 0.5 * 2**tries))
+        raise self._error("wants another limit of tokens than it says")
 
     async def _ask(self, messages: Sequence[Mapping[str, Any]]) -> bytes:
         endpoint = self._endpoint
@@ -260,9 +264,6 @@ class _Client:
             form = "choices[0].message.content with a text"
             raise self._error(f"answered in another form than {form}: {type(error).__name__}") from None
         return text.encode("utf-8", "replace").decode()  # halves of surrogate pairs could not be sent back
-
-    def _wants_other_limit(self, error: Any) -> bool:
-        return error.status_code == 400 and self._limit == "max_tokens" and "max_completion_tokens" in str(error)
 
     def _said(self, error: Any) -> str:
         """What the endpoint says of a request, in one line; nothing where it may be about the key."""

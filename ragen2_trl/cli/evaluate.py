@@ -23,7 +23,7 @@ from trl import TrlParser
 
 from ragen2_trl.cli.arguments import EvaluateArguments, checked_input, parse
 from ragen2_trl.cli.console import ProgressLine, make_console
-from ragen2_trl.cli.endpoint import PREFIX, EndpointError, endpoint_of, play_endpoint
+from ragen2_trl.cli.endpoint import PREFIX, Endpoint, EndpointError, endpoint_of, play_endpoint
 from ragen2_trl.cli.models import load_model
 from ragen2_trl.envs import Environment, Play, format_response, respond_all
 from ragen2_trl.reporting.examples import printable
@@ -54,7 +54,8 @@ def main(args: list[str] | None = None) -> None:
         metrics = evaluate_scripted(script_args.model, env, **tasks, **keep)
     elif folder is not None and script_args.model.startswith(PREFIX):
         with checked_input():
-            metrics = evaluate_endpoint(script_args, env, folder, console, **tasks)
+            endpoint = endpoint_of(script_args)
+        metrics = evaluate_endpoint(endpoint, env, folder, console, **tasks)
     else:
         metrics = evaluate_model(
             *load_model(script_args.model, script_args.dtype),
@@ -99,17 +100,15 @@ def keep_episodes(folder: Path, rows: Dataset, plays: Sequence[Play], ended_alon
 
 
 def evaluate_endpoint(
-    arguments: EvaluateArguments, env: Environment, folder: Path, console: Console, **tasks: Any
+    endpoint: Endpoint, env: Environment, folder: Path, console: Console, **tasks: Any
 ) -> dict[str, float]:
     """Like `evaluate_model`, but played by a model behind an OpenAI-compatible endpoint, which counts its own tokens.
 
     Episodes are saved while they are played, and all that were played to their end are there if it fails.
 
     Raises:
-        InputError: If the endpoint fails, with how many episodes there are.
-        ValueError: If a setting is not one of an endpoint's.
+        InputError: If the endpoint fails, with how many episodes there are, or an argument is outside its range.
     """
-    endpoint = endpoint_of(arguments)
     count = tasks["num_prompts"] * tasks["num_samples"]
     played: tuple[Dataset, list[Play]] | None = None
     saved = finished = 0

@@ -18,14 +18,12 @@ from datasets import Dataset
 
 from ragen2_trl.envs.checks import check_choice, check_count
 from ragen2_trl.envs.episode import Episode, Limits
-from ragen2_trl.envs.play import Outcome, Play, mean_outcomes, respond_all
+from ragen2_trl.envs.play import OnPlayed, Outcome, Play, mean_outcomes, nobody_looks, respond_all
 from ragen2_trl.envs.responses import Completion, completion_text, format_response
 from ragen2_trl.envs.tasks import SPLITS, Row
 from ragen2_trl.envs.tools import ToolEnvironment
 
 RewardFunc: TypeAlias = Callable[..., list[float]]
-# (prompts, seeds, plays, completions) of episodes that are over; the completions where plays do not know the messages
-OnPlayed: TypeAlias = Callable[[Sequence[Any], Sequence[int], Sequence[Play], Sequence[Any] | None], None]
 
 PROTOCOLS = ("text", "tools")
 
@@ -58,7 +56,7 @@ class Environment(ABC):
     workers: int = 1  # episodes stepped at the same time, where steps wait for something
     tools: ClassVar[type[ToolEnvironment] | None] = None  # the task's tools for TRL's `environment_factory`
     options: Mapping[str, Any] = MappingProxyType({})  # what the environment was made with
-    on_played: OnPlayed | None = None  # is told of what is played for rewards, by a trainer's callback
+    on_played: OnPlayed = staticmethod(nobody_looks)  # told of what is played for rewards, where a callback listens
 
     def __new__(cls, *args: Any, **kwargs: Any) -> "Environment":
         env = super().__new__(cls)
@@ -319,7 +317,7 @@ class Environment(ABC):
     ) -> list[Outcome]:
         if "environments" in columns:
             plays = [environment._play for environment in columns["environments"]]
-            self.tell_played(prompts, seed, plays, completions)
+            self.on_played(prompts, seed, plays, completions)
             return [play.outcome for play in plays]
         if Outcome.COLUMN in columns:
             return [Outcome(**fields) for fields in columns[Outcome.COLUMN]]
@@ -331,16 +329,5 @@ class Environment(ABC):
         needed = {name: values for name, values in columns.items() if isinstance(values, Sequence)}
         plays = self.plays(seed, needed, step)
         respond_all(plays, [completion_text(completion) for completion in completions], self.workers)
-        self.tell_played(prompts, seed, plays)
+        self.on_played(prompts, seed, plays, None)
         return [play.outcome for play in plays]
-
-    def tell_played(
-        self,
-        prompts: Sequence[Any],
-        seeds: Sequence[int],
-        plays: Sequence[Play],
-        completions: Sequence[Any] | None = None,
-    ) -> None:
-        """Tells whoever listens, `on_played`, of episodes that are over."""
-        if self.on_played is not None:
-            self.on_played(prompts, seeds, plays, completions)

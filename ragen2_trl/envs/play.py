@@ -6,11 +6,11 @@ costs `INVALID_TURN` and consumes the turn.
 """
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from statistics import fmean
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, TypeAlias
 
 from ragen2_trl.envs.episode import Episode
 from ragen2_trl.envs.responses import parse_response
@@ -39,7 +39,7 @@ class Outcome:
 
 
 @dataclass(frozen=True)
-class Turn:
+class RecordedTurn:
     """What was done in a turn.
 
     Args:
@@ -90,7 +90,7 @@ class Play:
         self.env = env
         self.episode = episode
         self.turn_rewards: list[float] = []
-        self.turns: list[Turn] = []
+        self.turns: list[RecordedTurn] = []
         self.first_board = episode.board_letters()
         self._valid_turns = 0
 
@@ -134,7 +134,19 @@ class Play:
         """Adds the turn that `take` has just taken to `turns`."""
         valid = self._valid_turns > sum(turn.valid for turn in self.turns)
         counted = tuple(actions[: self.env.max_actions])
-        self.turns.append(Turn(text, counted, valid, self.turn_rewards[-1], reply, self.episode.board_letters()))
+        self.turns.append(
+            RecordedTurn(text, counted, valid, self.turn_rewards[-1], reply, self.episode.board_letters())
+        )
+
+
+# (prompts, seeds, plays, completions) of episodes that are over; the completions where plays do not know the messages
+OnPlayed: TypeAlias = Callable[[Sequence[Any], Sequence[int], Sequence[Play], Sequence[Any] | None], None]
+
+
+def nobody_looks(
+    prompts: Sequence[Any], seeds: Sequence[int], plays: Sequence[Play], completions: Sequence[Any] | None
+) -> None:
+    """For those who keep no episodes."""
 
 
 def respond_all(plays: Sequence[Play], texts: Sequence[str], workers: int = 1) -> list[str | None]:

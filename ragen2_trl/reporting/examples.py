@@ -153,7 +153,7 @@ def read_groups(run: Run, problems: list[str]) -> list[Group]:
             rows = pq.ParquetFile(path).read().to_pylist()
             return sorted(_groups(rows, run, problems), key=lambda group: -group.variance)
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            problems.append(_unreadable(path, error))
+            problems.append(unreadable(path, error))
     return []
 
 
@@ -206,7 +206,7 @@ def _first_readable(paths: Sequence[Path], problems: list[str]) -> SavedMeasurem
             _check(measurement)
             return measurement
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            if (problem := _unreadable(path, error)) not in problems:
+            if (problem := unreadable(path, error)) not in problems:
                 problems.append(problem)
     return None
 
@@ -298,5 +298,6 @@ def as_text(messages: str | Sequence[str | Mapping[str, Any]]) -> str:
     return "\n".join(texts)
 
 
-def _unreadable(path: Path, error: Exception) -> str:
+def unreadable(path: Path, error: Exception) -> str:
+    """A file that cannot be read, in words."""
     return f"{path.name} cannot be read and is left out ({type(error).__name__}: {str(error)[:200]})."

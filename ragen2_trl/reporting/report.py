@@ -13,6 +13,7 @@ from markupsafe import Markup
 from ragen2_trl.instrument.verdict import COLLAPSES
 from ragen2_trl.instrument.wording import REGIMES, collapse_words
 from ragen2_trl.reporting.card import running_means
+from ragen2_trl.reporting.episodes import CHOICES, Album, read_album
 from ragen2_trl.reporting.examples import (
     MAX_PROMPTS,
     MAX_SHARED,
@@ -27,6 +28,7 @@ from ragen2_trl.reporting.examples import (
     read_measurements,
 )
 from ragen2_trl.reporting.gallery import figures_of
+from ragen2_trl.reporting.labels import distinct_labels
 from ragen2_trl.reporting.plots import plot_comparison, points_of, svg
 from ragen2_trl.reporting.run import FIRST_TURN, Run
 from ragen2_trl.reporting.saved_measurement import SavedMeasurement
@@ -88,6 +90,7 @@ class Part:
         groups: Completions by prompt.
         reasonings: Of the last measurement, and its step.
         problems: What is missing or cannot be read.
+        album: Its episodes, where any were saved.
     """
 
     label: str
@@ -99,6 +102,7 @@ class Part:
     reasonings: list[Reasoning]
     measured_at: int | None
     problems: list[str]
+    album: Album | None
 
     @property
     def mood(self) -> str:
@@ -144,37 +148,22 @@ def render_report(runs: Sequence[Run]) -> str:
         settings=_table([part.run.settings for part in parts]),
         versions=_table([part.run.versions for part in parts]),
         max_streaks=MAX_STREAKS,
+        episode_choices=CHOICES,
     )
     return page + "\n"
-
-
-def distinct_labels(folders: Sequence[Path]) -> list[str]:
-    """The name of each folder, with as many of its parents as tell it from the others.
-
-    >>> distinct_labels([Path("/a/run"), Path("/b/run"), Path("/b/other")])
-    ['a/run', 'b/run', 'other']
-    """
-
-    def name(folder: Path, depth: int) -> str:
-        return printable("/".join(folder.parts[-depth:])).replace("\n", "\N{REPLACEMENT CHARACTER}")
-
-    labels = []
-    for folder in folders:
-        depth = 1
-        while sum(name(other, depth) == name(folder, depth) for other in folders) > 1 and depth < len(folder.parts):
-            depth += 1
-        labels.append(name(folder, depth))
-    return labels
 
 
 def headline(parts: Sequence[Part]) -> str:
     """What the page says first: what was gained, which of the runs collapsed, and when."""
     gains = [gain for part in parts if (gain := _gain(part, alone=len(parts) == 1))]
-    return "; ".join([*gains[:MAX_NAMED], _collapses(parts)])
+    trained = [part for part in parts if not part.run.is_played]
+    return "; ".join([*gains[:MAX_NAMED], *([_collapses(trained or parts)] if trained or not gains else [])])
 
 
 def _gain(part: Part, alone: bool) -> str:
     """Held-out success of a run that was evaluated before and after."""
+    if part.run.is_played and part.album:
+        return f"{_quoted(part)}: {part.album.summary}"
     before, after = (part.run.evaluations.get(when) for when in ("before", "after"))
     if not before or not after:
         return ""
@@ -226,6 +215,7 @@ def _make_part(label: str, run: Run) -> Part:
     problems: list[str] = []
     measurements = read_measurements(run, problems)
     groups = read_groups(run, problems)
+    album = read_album(run, problems)
     problems += _missing(run)
     last = measurements[-1] if measurements else None
     return Part(
@@ -238,6 +228,7 @@ def _make_part(label: str, run: Run) -> Part:
         reasonings=pick_reasonings(last) if last else [],
         measured_at=last.step if last else None,
         problems=problems[:MAX_PROBLEMS],
+        album=album,
     )
 
 
@@ -302,6 +293,8 @@ def _streaks(run: Run) -> list[Streak]:
 
 
 def _missing(run: Run) -> list[str]:
+    if run.is_played:
+        return []
     problems = [] if run.rows else [NO_ROWS]
     if run.has_learnt_nothing:
         problems.append(NOTHING_LEARNT)

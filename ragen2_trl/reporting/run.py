@@ -25,7 +25,8 @@ from ragen2_trl.reporting.files import (
     write_json,
 )
 from ragen2_trl.reporting.held_out import Curve, curves_of
-from ragen2_trl.reporting.records import check_about, check_evaluation, check_history, check_state, is_number
+from ragen2_trl.reporting.records import MAX_STEP, check_about, check_evaluation, check_history, check_state, is_number
+from ragen2_trl.reporting.saved_episodes import NAMES
 from ragen2_trl.reporting.settings import settings_of, versions_of_packages
 
 MAX_COMPLETIONS = 10**6  # of a measurement; more cannot have been scored
@@ -51,6 +52,7 @@ class Run:
         versions: By package.
         evaluations: Held-out metrics, by `before` and `after`, of the curve where there is one.
         drawn: How many of its `rows` the figures in `diagnostics/` show; 0 if there are none.
+        is_played: Whether it is no training, but a folder of episodes, as `evaluate --episodes` leaves.
         silence: Why mutual information was not measured when it last should have been; `None` without the callback.
     """
 
@@ -66,6 +68,7 @@ class Run:
     evaluations: dict[str, dict[str, float]] = field(default_factory=dict)
     drawn: int = 0
     silence: str | None = None
+    is_played: bool = False
 
     @property
     def name(self) -> str:
@@ -114,6 +117,8 @@ class Run:
 
     @property
     def status(self) -> str:
+        if self.is_played:
+            return "played"
         planned = f" of {self.max_steps}" if self.max_steps > 0 else ""
         if not self.ended:
             return f"unfinished: at step {self.step}{planned}"
@@ -124,6 +129,8 @@ class Run:
     @property
     def verdict(self) -> str:
         """In a few words, whether reasoning depends on its prompt."""
+        if self.is_played:
+            return "Episodes alone, no training"
         return wording.headline(self.findings, self.step)
 
     @property
@@ -187,6 +194,8 @@ def read_run(folder: Path) -> Run:
     `diagnostics/` says most: it is written when training begins and ends, and with every card, before the checkpoint
     of the same step. Without it, the newest checkpoint speaks.
 
+    A folder of episodes is a run that never trained.
+
     Raises:
         ValueError: If `folder` holds no log of a run, or a file there another value than it should; the message is
             one line that names the file and the field.
@@ -202,6 +211,8 @@ def read_run(folder: Path) -> Run:
     history = read_json(folder / HISTORY_FILE, list)
     if history is not None:
         check_history(history, str(folder / HISTORY_FILE))
+    if state is None and history is None and any(numbered(folder, name, ".parquet", MAX_STEP) for name in NAMES):
+        return Run(folder, [], step=MAX_STEP, ended=True, is_played=True)
     if state is None and history is None:
         raise ValueError(
             f"{str(folder)!r} holds no log of a run; allowed: the output_dir of a trainer, with "

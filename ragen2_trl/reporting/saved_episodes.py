@@ -19,7 +19,7 @@ from ragen2_trl.envs.play import Play
 from ragen2_trl.reporting.files import replace_whole
 from ragen2_trl.reporting.redaction import without_credentials
 
-TRAINING, EVALUATION = "train", "evaluation"  # names of files
+NAMES = TRAINING, EVALUATION = "train", "evaluation"  # of files
 MAX_EPISODES = 100_000  # of a file that is read
 PICTURE = "[picture]"  # stands for one in a message
 
@@ -167,15 +167,35 @@ def read_episodes(path: Path) -> list[PlayedEpisode]:
     """The episodes of a Parquet file that `save_episodes` wrote, and anybody may have changed.
 
     Raises:
-        OSError, ValueError: If it cannot be read, or holds something else; one line that names the field.
+        OSError, ValueError: If it cannot be read, or holds something else or nothing; one line that names the field.
     """
+    return [_episode(row) for row in _open(path).read().to_pylist()]
+
+
+def read_outcomes(path: Path) -> list[tuple[tuple[str, int], list[bool]]]:
+    """((task, seed), success of each member) of the groups of such a file, without its texts.
+
+    Raises:
+        OSError, ValueError: As `read_episodes`.
+    """
+    names = ("task", "group", "seed", "success")
+    groups: dict[tuple[str, int], tuple[tuple[str, int], list[bool]]] = {}
+    for row in _open(path).read(columns=list(names)).to_pylist():
+        if missing := [name for name in names if row[name] is None]:
+            raise ValueError(f"{missing[0]} must not be missing")
+        _, solved = groups.setdefault((row["task"], row["group"]), ((row["task"], row["seed"]), []))
+        solved.append(row["success"])
+    return list(groups.values())
+
+
+def _open(path: Path) -> pq.ParquetFile:
     file = pq.ParquetFile(path)
-    if file.metadata.num_rows > MAX_EPISODES:
-        raise ValueError(f"episodes must be at most {MAX_EPISODES}, got {file.metadata.num_rows}")
+    if not 0 < file.metadata.num_rows <= MAX_EPISODES:
+        raise ValueError(f"episodes must be 1 to {MAX_EPISODES}, got {file.metadata.num_rows}")
     if file.schema_arrow.remove_metadata() != SCHEMA:
         wrong = [name for name in SCHEMA.names if name not in file.schema_arrow.names or not _same(file, name)]
         raise ValueError(f"columns must be {SCHEMA.names} of their types, got others: {wrong or 'too many'}")
-    return [_episode(row) for row in file.read().to_pylist()]
+    return file
 
 
 def _same(file: pq.ParquetFile, name: str) -> bool:
@@ -201,8 +221,8 @@ def _message(message: Mapping[str, Any]) -> dict[str, Any]:
     return {**kept, "tool_calls": message["tool_calls"]} if message.get("tool_calls") else kept
 
 
-def _finite(value: float) -> float | None:
-    return float(value) if math.isfinite(value) else None
+def _finite(value: float | None) -> float | None:
+    return float(value) if value is not None and math.isfinite(value) else None
 
 
 def _row(episode: PlayedEpisode) -> dict[str, Any]:
@@ -239,10 +259,15 @@ def _episode(row: dict[str, Any]) -> PlayedEpisode:
     for name, kind in (("messages", dict), ("turns", dict), ("boards", str)):
         if not all(isinstance(one, kind) for one in row[name]):
             raise ValueError(f"{name} must hold no empty value")
-    row["episode_return"] = row.pop("return")
-    row["turns"] = [PlayedTurn(one["actions"] or [], bool(one["valid"]), one["reward"]) for one in row["turns"]]
+    row["episode_return"] = _finite(row.pop("return"))
+    row["turns"] = [_read_turn(turn) for turn in row["turns"]]
     row["messages"] = [_read_message(message) for message in row["messages"]]
     return PlayedEpisode(**row)
+
+
+def _read_turn(turn: dict[str, Any]) -> PlayedTurn:
+    named = [action for action in turn["actions"] or () if action is not None]
+    return PlayedTurn(named, bool(turn["valid"]), _finite(turn["reward"]))
 
 
 def _read_message(message: dict[str, Any]) -> dict[str, Any]:

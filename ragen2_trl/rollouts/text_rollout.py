@@ -83,7 +83,7 @@ class TextRollout:
             most=lambda number: _most(trainer, number),
         )
         seeds, plays = [row["seed"] for row in self._rows], [trajectory.play for trajectory in trajectories]
-        self._env.tell_played(prompts, seeds, plays)
+        self._env.on_played(prompts, seeds, plays, None)
         logprobs = [trajectory.logprobs for trajectory in trajectories]
         return {
             "prompt_ids": [trajectory.prompt_ids for trajectory in trajectories],

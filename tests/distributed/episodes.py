@@ -12,7 +12,7 @@ from backends import COMMON, is_sharded, start
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl.rewards import think_format_reward  # noqa: F401 -- imports TRL before deepspeed looks at it
 
-from ragen2_trl import SNRFilteredGRPOConfig, SNRFilteredGRPOTrainer
+from ragen2_trl import EpisodeCallback, SNRFilteredGRPOConfig, SNRFilteredGRPOTrainer
 from ragen2_trl.envs import make_env
 from ragen2_trl.rollouts import TextRollout
 
@@ -40,6 +40,7 @@ def main() -> None:
         processing_class=AutoTokenizer.from_pretrained(policy_path),
         rollout_func=TextRollout(env, max_turn_tokens=6),
     )
+    trainer.add_callback(EpisodeCallback(trainer, every=1))
     calls, generate = [], trainer._generate_single_turn
 
     def counted(contexts, *arguments, **keywords):
