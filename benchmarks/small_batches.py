@@ -31,9 +31,9 @@ from transformers import TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
 from ragen2_trl import SNRFilteredGRPOConfig, SNRFilteredGRPOTrainer
-from ragen2_trl.cli.sampling import sample_trajectories
 from ragen2_trl.envs import make_env
 from ragen2_trl.filtering import group_score
+from ragen2_trl.rollouts.sampling import sample_trajectories
 from ragen2_trl.tiny import TINY_MODEL_PATH
 from ragen2_trl.trainers.selecting import Selector
 

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ragen2_trl.callbacks import (
+        EnvironmentEvalCallback,
         EpisodeCallback,
         GradientSNRCallback,
         MutualInformationCallback,
@@ -27,6 +28,7 @@ __version__ = "0.1.0"
 # Where each name lives. They are imported when they are asked for: environments need neither torch nor TRL, whose
 # import takes seconds, and servers and worker processes need nothing but environments.
 _HOMES = {
+    "EnvironmentEvalCallback": "callbacks",
     "EpisodeCallback": "callbacks",
     "Evidence": "instrument",
     "GradientSNRCallback": "callbacks",
@@ -47,6 +49,7 @@ _HOMES = {
 }
 
 __all__ = [
+    "EnvironmentEvalCallback",
     "EpisodeCallback",
     "Evidence",
     "GradientSNRCallback",

@@ -8,8 +8,8 @@ import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ragen2_trl.cli import diagnose
-from ragen2_trl.cli.sampling import sample_trajectories
 from ragen2_trl.envs import make_env
+from ragen2_trl.rollouts.sampling import sample_trajectories
 from ragen2_trl.tiny import TINY_MODEL_PATH
 
 RESULTS = {"diagnosis.json", "matrix.png", "quadrant.png"}

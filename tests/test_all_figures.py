@@ -14,6 +14,7 @@ from plotted import (
     gradients,
     group_rewards,
     groups,
+    held_out_curve,
     history,
     measured_history,
     measurement,
@@ -25,6 +26,7 @@ from ragen2_trl.reporting import (
     plot_comparison,
     plot_compute,
     plot_gradients,
+    plot_held_out,
     plot_matrix,
     plot_proxies,
     plot_quadrant,
@@ -53,6 +55,7 @@ FIGURES = {
     "reward distribution": lambda: plot_reward_distribution(group_rewards(3000, num_groups=2)),
     "training": lambda: plot_training(history(25, 10), "success"),
     "compute": lambda: plot_compute(history(25, 10)),
+    "held out": lambda: plot_held_out({name: held_out_curve(name) for name in ("frozen_lake", HOSTILE, "sokoban")}),
     "comparison": lambda: plot_comparison({HOSTILE: history(25, 10), "b" * 60: stock_history(25)}, {}),
 }
 all_figures = pytest.mark.parametrize("draw", FIGURES.values(), ids=FIGURES)

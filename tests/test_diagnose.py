@@ -15,9 +15,10 @@ from transformers import AutoTokenizer
 from trl import GRPOTrainer
 
 from ragen2_trl import cli
-from ragen2_trl.cli import diagnose, samples, sampling
+from ragen2_trl.cli import diagnose, samples
 from ragen2_trl.cli.samples import find_files, first_turn_text, read_completions, tokenize_completions
 from ragen2_trl.instrument import chance_p_value
+from ragen2_trl.rollouts import sampling
 from ragen2_trl.tiny import TINY_MODEL_PATH
 
 SCRIPT = Path(__file__).parents[1] / "scripts" / "diagnose.py"

@@ -15,9 +15,11 @@ from transformers import AutoTokenizer
 from trl import GRPOTrainer
 
 from ragen2_trl import MutualInformationCallback
+from ragen2_trl.reporting.saved_episodes import read_episodes
 
 sys.path.insert(0, str(Path(__file__).parent / "distributed"))
 
+import held_out
 import resume
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
@@ -189,6 +191,23 @@ def test_two_processes_measure_what_one_measures(policy_path, make_args, tmp_pat
     # The work is shared. Each process tries whether caches can be reused, and prompts of one token run once more than
     # alone, so that processes keep step.
     assert row["mi/tokens"] == other["mi/tokens"] == pytest.approx(expected["mi/tokens"], rel=0.1)
+
+
+@pytest.mark.parametrize("backend", ["ddp", "zero3"])
+def test_two_processes_evaluate_as_one_does(backend, tmp_path):
+    """Greedily, in one turn and in several, on tasks that they cannot share evenly."""
+    run_on_two_processes("held_out.py", backend, tmp_path / "two")
+    first, second = (json.loads((tmp_path / "two" / f"{process}.json").read_text()) for process in (0, 1))
+    alone = held_out.run(str(tmp_path / "one"), 1)
+    expected = [row for row in alone.state.log_history if "eval/seconds" in row]
+    assert [row["step"] for row in first] == [row["step"] for row in expected] == [0, 1]
+    for row, other, single in zip(first, second, expected, strict=True):
+        keys = [key for key in single if key.startswith("eval/env/")]
+        assert len(keys) > 30
+        for key in keys:
+            assert row[key] == other[key] == pytest.approx(single[key], abs=1e-9), key
+    episodes = [read_episodes(tmp_path / name / "_episodes" / "evaluation_00001.parquet") for name in ("two", "one")]
+    assert episodes[0] == episodes[1]
 
 
 def test_settings_that_differ_between_processes_are_named_on_each_of_them(policy_path, tmp_path):

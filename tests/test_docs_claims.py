@@ -8,6 +8,7 @@ from pages import PAGES, SMALL, quoted, rows, scripts
 from trl import RLOOConfig
 
 from ragen2_trl import (
+    EnvironmentEvalCallback,
     GradientSNRCallback,
     MutualInformationCallback,
     RewardVarianceStopCallback,
@@ -44,6 +45,7 @@ def logged(tmp_path_factory):
     trainer.add_callback(MutualInformationCallback(trainer, every=1, scopes=(*SCOPES, REFERENCE_SCOPE)))
     trainer.add_callback(GradientSNRCallback(trainer, every=2))
     trainer.add_callback(RewardVarianceStopCallback(trainer, start_generations=1))
+    trainer.add_callback(EnvironmentEvalCallback(env, trainer, every=2, num_prompts=2, num_samples=2))
     trainer.train()
     return {key for row in trainer.state.log_history for key in row}
 
@@ -70,7 +72,9 @@ def documented(page: str) -> list[str]:
 
 def test_every_metric_that_is_logged_is_explained(logged):
     explained = [pattern(name) for name in documented("metrics.md")]
-    ours = sorted(key for key in logged if key.startswith(("snr/", "mi/", "env/", "grad/", "reward_variance/")))
+    ours = sorted(
+        key for key in logged if key.startswith(("snr/", "mi/", "env/", "eval/", "grad/", "reward_variance/"))
+    )
     assert len(ours) > 80
     assert [key for key in ours if not any(one.fullmatch(key) for one in explained)] == []
 

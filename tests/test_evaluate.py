@@ -4,23 +4,18 @@ import itertools
 import json
 import random
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ragen2_trl.cli import evaluate
 from ragen2_trl.cli.arguments import EnvironmentArguments, parse_env_args
-from ragen2_trl.cli.evaluate import (
-    evaluate_model,
-    evaluate_scripted,
-    fraction_interval,
-    mean_interval,
-    pass_at_k,
-    summarize,
-)
-from ragen2_trl.cli.sampling import generator, sample_trajectories
+from ragen2_trl.cli.evaluate import evaluate_model, evaluate_scripted
 from ragen2_trl.envs import make_env
+from ragen2_trl.rollouts.outcomes import fraction_interval, mean_interval, pass_at_k, summarize
 from ragen2_trl.rollouts.play import Chat
+from ragen2_trl.rollouts.sampling import generator, sample_trajectories
 from ragen2_trl.tiny import TINY_MODEL_PATH
 
 SMALL = {"num_prompts": 4, "num_samples": 3, "max_new_tokens": 48}
@@ -121,11 +116,14 @@ def test_evaluation_is_reproducible_and_its_seed_matters(tiny):
 def test_evaluation_leaves_everything_as_it_found_it(tiny, training, side):
     model, tokenizer = tiny
     model.train(training)
+    model.model.layers[0].train(not training)  # a mode of its own
+    modes = [module.training for module in model.modules()]
     tokenizer.padding_side = side
-    state = torch.get_rng_state()
+    state, others = torch.get_rng_state(), (random.getstate(), np.random.get_state()[1].tolist())
     evaluate_model(model, tokenizer, make_env("frozen_lake"), **SMALL)
     assert torch.equal(torch.get_rng_state(), state)
-    assert {module.training for module in model.modules()} == {training}
+    assert (random.getstate(), np.random.get_state()[1].tolist()) == others
+    assert [module.training for module in model.modules()] == modes
     assert tokenizer.padding_side == side
     assert torch.is_grad_enabled()
 

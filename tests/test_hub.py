@@ -283,6 +283,7 @@ def test_the_command_line_pushes_what_it_trained(hub, tmp_path):
         "num_prompts": 8,
         "eval_prompts": 4,
         "eval_samples": 2,
+        "eval_every": 0,
         "max_steps": 2,
         "per_device_train_batch_size": 8,
         "gradient_accumulation_steps": 1,

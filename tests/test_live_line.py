@@ -19,6 +19,13 @@ def test_the_line_keeps_the_latest_measurement():
     assert line.line({"reward": 0.75}) == "reward 0.75  retrieval 97%  information 2.50 nats"
 
 
+def test_the_line_keeps_the_latest_held_out_success_of_the_first_task():
+    line = LiveLineCallback("success")
+    line.on_log(None, None, None, logs={"eval_env/frozen_lake/success": 0.46, "eval_env/sokoban/success": 0.1})
+    assert line.line({"reward": 0.5}) == "reward 0.50  held out 46%"
+    assert line.line({"reward": 0.75, "success": 0.25}) == "reward 0.75  success 25%  held out 46%"
+
+
 @pytest.mark.slow
 def test_a_warm_start_shows_the_line_and_no_wall_of_numbers(tmp_path, capsys):
     recipe = Path(__file__).parents[1] / "recipes" / "warm_start_tiny.yaml"

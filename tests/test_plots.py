@@ -3,9 +3,9 @@
 import math
 
 import pytest
-from plotted import assert_nothing_overlaps, history, legend, line, stock_history
+from plotted import assert_nothing_overlaps, held_out_curve, history, legend, line, stock_history
 
-from ragen2_trl.reporting import plot_comparison, plot_compute, plot_training, svg
+from ragen2_trl.reporting import plot_comparison, plot_compute, plot_held_out, plot_training, svg
 from ragen2_trl.reporting.card import running_means
 
 pytestmark = pytest.mark.slow
@@ -260,3 +260,30 @@ def test_names_of_collapses_at_the_same_step_do_not_lie_on_each_other():
     texts = [text for axes in figure.axes for text in axes.texts]
     assert len(texts) == 4
     assert_nothing_overlaps(texts)
+
+
+# Held-out success
+
+
+def test_the_success_of_a_player_who_guesses_is_a_dotted_line():
+    figure = plot_held_out({"sokoban": held_out_curve("sokoban", random_success=0.06)})
+    (floor,) = [one for one in figure.axes[0].lines if one.get_linestyle() == ":"]
+    assert list(floor.get_ydata()) == [0.06, 0.06]
+
+
+def test_held_out_success_is_drawn_with_the_band_of_its_interval():
+    curves = {"frozen_lake": held_out_curve("frozen_lake"), "sokoban": held_out_curve("sokoban", [0])}
+    figure = plot_held_out(curves)
+    (axes,) = figure.axes
+    for drawn, curve in zip(axes.lines, curves.values(), strict=True):
+        assert drawn.get_xydata().tolist() == [[point.step, point.success] for point in curve.points]
+    band, alone = axes.collections
+    corners = {tuple(corner) for corner in band.get_paths()[0].vertices.tolist()}
+    assert {
+        (point.step, bound) for point in curves["frozen_lake"].points for bound in (point.low, point.high)
+    } <= corners
+    assert alone.get_segments()[0].tolist() == [[0, 0.3 - 0.1], [0, 0.3 + 0.1]]  # an interval of one evaluation
+    texts = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert texts == ["frozen_lake, best 80% at step 140", "sokoban, best 30% at step 0"]
+    with pytest.raises(ValueError, match="curves must hold at least one task, got none"):
+        plot_held_out({})

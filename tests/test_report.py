@@ -194,7 +194,10 @@ def test_figures_name_the_score_and_the_step_of_their_measurement(tmp_path):
 
 
 def test_figures_of_the_card_are_those_of_the_report(tmp_path):
-    run = read_run(make_run(tmp_path / "run", steps=10))
+    folder = make_run(tmp_path / "run", steps=10)
+    held_out = {f"eval/env/frozen_lake/success{bound}": 0.5 for bound in ("", "_ci_low", "_ci_high")}
+    edit_state(folder, lambda state: state["log_history"][4].update(held_out))
+    run = read_run(folder)
     assert [name for name, _, _ in figures_of(run)] == list(FIGURES)
     draw_figures(run, tmp_path)
     assert {path.name for path in tmp_path.glob("*.*")} == {

@@ -21,7 +21,12 @@ from transformers import TrainerCallback
 from transformers.integrations import TensorBoardCallback
 from trl import GRPOTrainer
 
-from ragen2_trl import MutualInformationCallback, SNRFilteredGRPOConfig, SNRFilteredGRPOTrainer
+from ragen2_trl import (
+    EnvironmentEvalCallback,
+    MutualInformationCallback,
+    SNRFilteredGRPOConfig,
+    SNRFilteredGRPOTrainer,
+)
 from ragen2_trl.envs import make_env
 from ragen2_trl.reporting.trackers import has_image_trackers, log_figures
 from ragen2_trl.tiny import resolve_model
@@ -36,6 +41,7 @@ NAMES = [
     "train/env/frozen_lake/success",
 ]
 FIGURES = ["train/mi/quadrant", "train/mi/cross_scores", "train/mi/reward_variance"]
+HELD_OUT = "eval/env/frozen_lake/success"
 STEPS = [2, 3]  # of 3, where every second one is logged, and the last
 
 
@@ -60,6 +66,7 @@ def train(folder: Path) -> None:
     )
     trainer = SNRFilteredGRPOTrainer(resolve_model("tiny"), env.reward_funcs, args, env.dataset(64, seed=0))
     trainer.add_callback(MutualInformationCallback(trainer, every=1, min_prompts=2))
+    trainer.add_callback(EnvironmentEvalCallback(env, trainer, every=2, num_prompts=2, num_samples=1))
     trainer.train()
     log_figures(trainer, {"mi/after_training": Figure()})
 
@@ -84,6 +91,8 @@ def test_tensorboard_has_numbers_and_figures_at_the_same_steps(folder):
     events.Reload()
     for name in NAMES:
         assert [event.step for event in events.Scalars(name)] == STEPS, name
+    assert [event.step for event in events.Scalars(HELD_OUT)] == [0, *STEPS]
+    assert not [name for name in events.Tags()["scalars"] if name.startswith("train/eval")]
     assert sorted(events.Tags()["images"]) == sorted(FIGURES)
     for name in FIGURES:
         assert [image.step for image in events.Images(name)] == STEPS, name
@@ -94,6 +103,7 @@ def test_trackio_has_numbers_and_figures_at_the_same_steps_of_both_axes(folder):
         rows = [(step, json.loads(row)) for step, row in database.execute("SELECT step, metrics FROM metrics")]
     for name in NAMES + FIGURES:
         assert axes_of(rows, name) == [(step, step) for step in STEPS], name
+    assert axes_of(rows, HELD_OUT) == [(step, step) for step in (0, *STEPS)]
     assert not [name for _, row in rows for name in row if "after_training" in name]
     check_pictures(
         folder / "trackio" / "media" / row[name]["file_path"] for _, row in rows for name in FIGURES if name in row
@@ -106,6 +116,7 @@ def test_wandb_has_numbers_and_figures_at_the_same_global_steps(folder):
     for name in NAMES:
         assert [row["train/global_step"] for row in rows if name in row] == STEPS, name
         assert all(set(NAMES) <= row.keys() for row in rows if name in row)
+    assert [row["train/global_step"] for row in rows if HELD_OUT in row] == [0, *STEPS]
     paths = [f"{name}.path" for name in FIGURES]
     for name in paths:
         assert [row["train/global_step"] for row in rows if name in row] == STEPS, name

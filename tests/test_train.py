@@ -46,7 +46,8 @@ def arguments(folder: Path, **overrides) -> list[str]:
 def test_other_algorithms_have_settings_of_their_own(algo, tmp_path):
     recipe = RECIPE.with_name(f"frozen_lake_tiny_{algo}.yaml")
     train.main(arguments(tmp_path / "run", config=recipe, max_steps=1, eval_prompts=2, eval_samples=1))
-    (row, *_) = json.loads((tmp_path / "run" / "log_history.json").read_text())
+    history = json.loads((tmp_path / "run" / "log_history.json").read_text())
+    row = next(row for row in history if "reward" in row)  # after the evaluation before training
     assert row["snr/kept_fraction"] >= 0
     assert ("ppo/value_loss" in row) == (algo == "ppo")
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["after"] is not None
@@ -86,6 +87,46 @@ def test_a_run_leaves_model_history_summary_and_plot(tmp_path, capsys):
     ):
         assert part in shown
     assert "Completions" not in shown and "'grad_norm'" not in shown  # the live line in place of both
+
+
+def test_a_run_with_a_held_out_curve_leaves_curve_episodes_and_the_best_checkpoint(tmp_path, capsys):
+    run, curve = tmp_path / "run", {"eval_every": 2, "eval_prompts": 4, "eval_samples": 2}
+    further = ["--eval_envs", "frozen_lake size=3 multi_turn=true", "--load_best", "true"]
+    train.main([*arguments(run, max_steps=3, **curve), *further])
+    summary = json.loads((run / "summary.json").read_text())
+    held_out = summary["held_out"]
+    assert list(held_out) == ["frozen_lake", "frozen_lake:size=3,multi_turn=True"]
+    points = [held_out["frozen_lake"][name] for name in ("first", "peak", "last")]
+    assert [points[0]["step"], points[2]["step"]] == [0, 3]
+    assert points[1]["success"] == max(point["success"] for point in points)
+    assert held_out["frozen_lake"]["evaluations"] == 3
+    best = int(summary["best_checkpoint"].removeprefix("checkpoint-"))
+    assert summary["before"]["success"] == points[0]["success"]
+    history = json.loads((run / "log_history.json").read_text())
+    (row,) = [row for row in history if row["step"] == best and "eval/seconds" in row]
+    assert summary["after"]["success"] == row["eval/env/frozen_lake/success"]
+    saved, kept = (load_file(folder / "model.safetensors") for folder in (run, run / summary["best_checkpoint"]))
+    assert [name for name in kept if not torch.equal(kept[name], saved[name])] == []
+    assert not list(run.glob("evaluation_*.json"))  # the curve has both
+    episodes = [path.name for path in sorted((run / "_episodes").glob("evaluation_*.jsonl"))]
+    assert episodes == [f"evaluation_0000{step}.jsonl" for step in (0, 2, 3)]
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "held-out success on" in shown and "mean over the steps" in shown and "best checkpoint" in shown
+    assert "held out " in shown  # in the live line
+    assert "area under the curve" in render_report([read_run(run)])
+
+
+@pytest.mark.parametrize("every", [2, pytest.param(0, marks=pytest.mark.slow)])
+def test_fewer_held_out_tasks_than_asked_for_are_a_line_before_training(every, tmp_path, capsys):
+    data = tmp_path / "few.jsonl"
+    data.write_text("".join(json.dumps({"nums": [1, 2, n], "target": n + 3}) + "\n" for n in range(3, 60)))
+    settings = {"env_name": "countdown", "data": data, "num_prompts": 8, "eval_prompts": 99, "eval_every": every}
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["train", *arguments(tmp_path / "run", **settings)])
+    told = " ".join(capsys.readouterr().err.split())
+    assert ended.value.code == 2
+    assert "num_prompts must be at most" in told and "the tasks there are, got 99" in told
+    assert "Traceback" not in told and not list((tmp_path / "run").glob("checkpoint-*"))
 
 
 @pytest.mark.slow
@@ -180,6 +221,11 @@ def test_interrupted_runs_say_how_to_go_on(tmp_path, monkeypatch, capsys):
         ({"env_args": "slip=2"}, ["slip", "2", "0.0", "1.0"]),
         ({"snr_strategy": "top"}, ["snr_strategy", "'top'", "top_p"]),
         ({"num_generations": 1}, ["num_generations", ">= 2"]),
+        ({"eval_strategy": "steps"}, ["eval_strategy='steps'", "allowed: 'no', and --eval_every 10"]),
+        ({"load_best_model_at_end": True}, ["load_best_model_at_end=True", "--load_best true with --eval_every"]),
+        ({"load_best": True}, ["load_best needs held-out success over", "eval_prompts must be above 0, got 47 and 0"]),
+        ({"eval_every": -1}, ["eval_every must be at least 0, got -1"]),
+        ({"eval_every": 2, "eval_prompts": 4, "eval_envs": "frozen_pond"}, ["frozen_pond", "frozen_lake"]),
     ],
 )
 def test_bad_input_ends_before_anything_is_loaded(overrides, parts, tmp_path):

@@ -1,5 +1,6 @@
 """Callbacks for TRL's trainers."""
 
+from ragen2_trl.callbacks.environment_eval import EnvironmentEvalCallback
 from ragen2_trl.callbacks.episodes import EpisodeCallback
 from ragen2_trl.callbacks.gradient_snr import GradientSNRCallback
 from ragen2_trl.callbacks.live_line import LiveLineCallback
@@ -7,6 +8,7 @@ from ragen2_trl.callbacks.mutual_information import MutualInformationCallback
 from ragen2_trl.callbacks.reward_variance_stop import RewardVarianceStopCallback
 
 __all__ = [
+    "EnvironmentEvalCallback",
     "EpisodeCallback",
     "GradientSNRCallback",
     "LiveLineCallback",

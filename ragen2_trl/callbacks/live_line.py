@@ -1,17 +1,21 @@
 """A progress bar with one compact line of what matters, in place of a printed dictionary per step."""
 
+import re
 from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from transformers import TrainerCallback
 
+from ragen2_trl.reporting.held_out import LOGGED
+
 MEASURED = ("mi/first_turn/retrieval_accuracy", "mi/first_turn/mi_seq")
+HELD_OUT = re.compile(f"{LOGGED}[^/]+/success")
 
 
 class LiveLineCallback(TrainerCallback):
-    """Shows reward, kept fraction, success and the latest measurement of reasoning beside a progress bar; loss and
-    accuracy of tokens where there is no reward.
+    """Shows reward, kept fraction, success, and the latest held-out success and measurement of reasoning beside a
+    progress bar; loss and accuracy of tokens where there is no reward.
 
     On a pipe, a plain line every tenth of the run.
 
@@ -25,6 +29,7 @@ class LiveLineCallback(TrainerCallback):
         self.console = console or Console()
         self._progress: Progress | None = None
         self._measured: dict[str, Any] = {}  # what rows seldom have, and the line keeps
+        self._held_out: float | None = None  # the same, of the first of several tasks
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if not state.is_world_process_zero:
@@ -49,6 +54,7 @@ class LiveLineCallback(TrainerCallback):
             self._progress.update(self._task, completed=state.global_step)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
+        self._held_out = next((logs[key] for key in logs or () if HELD_OUT.fullmatch(key)), self._held_out)
         if self._progress is None or not logs or (logs.get("reward") is None and "loss" not in logs):
             return
         line = self.line(logs)
@@ -69,6 +75,8 @@ class LiveLineCallback(TrainerCallback):
             parts.append(f"kept {logs['snr/kept_fraction']:.0%}")
         if logs.get(self.success_metric) is not None:
             parts.append(f"success {logs[self.success_metric]:.0%}")
+        if self._held_out is not None:
+            parts.append(f"held out {self._held_out:.0%}")
         self._measured |= {key: logs[key] for key in MEASURED if logs.get(key) is not None}
         accuracy, information = (self._measured.get(key) for key in MEASURED)
         if accuracy is not None:

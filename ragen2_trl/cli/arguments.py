@@ -229,9 +229,31 @@ class TrainArguments(EnvironmentArguments):
     model: str | None = field(default=None, metadata={"help": "`tiny` (ships with the package), a path or a Hub id."})
     num_prompts: int = field(default=4096, metadata={"help": "Number of training tasks."})
     eval_prompts: int = field(
-        default=256, metadata={"help": "Held-out tasks played before and after training; 0 leaves that out."}
+        default=256, metadata={"help": "Held-out tasks played before and after training; 0 for no evaluation at all."}
     )
     eval_samples: int = field(default=4, metadata={"help": "Completions per held-out task."})
+    eval_every: int = field(
+        default=0,
+        metadata={
+            "help": "Play them at step 0, every so many steps and at the end, for a curve; checkpoints of the best "
+            "success are kept. 0: only before and after, at the temperature of training."
+        },
+    )
+    eval_temperature: float = field(
+        default=0.5, metadata={"help": "Of the curve's sampling, as in the paper; 0 is greedy, with eval_samples 1."}
+    )
+    eval_envs: list[str] = field(
+        default_factory=list,
+        metadata={
+            "help": "Further tasks with a curve, a name and its options in one string each, such as 'sokoban "
+            "multi_turn=true'."
+        },
+    )
+    load_best: bool = field(default=False, metadata={"help": "End with the weights of the best held-out success."})
+    stop_below: float | None = field(
+        default=None, metadata={"help": "End training when held-out success stays below it, for instance 0.01."}
+    )
+    stop_patience: int = field(default=5, metadata={"help": "For so many evaluations in a row."})
     max_turn_tokens: int | None = field(
         default=None,
         metadata={
@@ -265,6 +287,29 @@ class TrainArguments(EnvironmentArguments):
         default=None, metadata={"help": "Measure the entropy bonus's gradient as if it had this coefficient."}
     )
     overwrite: bool = field(default=False, metadata={"help": "Delete the checkpoints of an earlier run of that name."})
+
+    def __post_init__(self) -> None:
+        if self.eval_every < 0:
+            raise ValueError(f"eval_every must be at least 0, got {self.eval_every!r}")
+        asked = {"eval_envs": self.eval_envs, "load_best": self.load_best, "stop_below": self.stop_below}
+        alone = [name for name, value in asked.items() if value not in ([], False, None)]
+        if alone and not self.has_curve:
+            raise ValueError(
+                f"{alone[0]} needs held-out success over the steps: eval_every and eval_prompts must be above 0, got "
+                f"{self.eval_every} and {self.eval_prompts}"
+            )
+
+    @property
+    def has_curve(self) -> bool:
+        """Whether held-out tasks are played while training."""
+        return self.eval_every > 0 and self.eval_prompts > 0
+
+    def make_eval_envs(self, env: "Environment") -> "list[Environment]":
+        """What has a curve: the trained task, and those of `eval_envs`."""
+        from ragen2_trl.envs import make_env
+
+        words = [task.split() or [task] for task in self.eval_envs]
+        return [env, *(make_env(name, **parse_env_args(options)) for name, *options in words)]
 
 
 @dataclass

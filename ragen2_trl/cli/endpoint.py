@@ -18,11 +18,11 @@ from typing import Any
 from datasets import Dataset
 
 from ragen2_trl.cli.arguments import EvaluateArguments, InputError, checked_input
-from ragen2_trl.cli.sampling import held_out_plays
 from ragen2_trl.envs import Environment, Play, completion_text
 from ragen2_trl.reporting.examples import printable
 from ragen2_trl.reporting.redaction import HIDDEN, hide_credentials
 from ragen2_trl.rollouts.play import check_words_only
+from ragen2_trl.rollouts.sampling import held_out_plays
 
 PREFIX = "openai:"
 OPENAI_URL = "https://api.openai.com/v1"

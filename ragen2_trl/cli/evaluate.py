@@ -7,13 +7,11 @@ python scripts/evaluate.py --model oracle --env_name sokoban     # the task's so
 python scripts/evaluate.py --model openai:gpt-4o-mini --env_name sokoban --multi_turn true  # OPENAI_BASE_URL, _API_KEY
 """
 
-import math
 import random
 import re
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from statistics import NormalDist, fmean, stdev
 from typing import Any, TypeAlias
 
 from datasets import Dataset
@@ -26,14 +24,15 @@ from trl import TrlParser
 from ragen2_trl.cli.arguments import EvaluateArguments, checked_input, parse
 from ragen2_trl.cli.console import ProgressLine, make_console
 from ragen2_trl.cli.endpoint import PREFIX, Endpoint, EndpointError, endpoint_of, play_endpoint
-from ragen2_trl.cli.sampling import held_out_plays, load_model, sample_trajectories
+from ragen2_trl.cli.models import load_model
 from ragen2_trl.envs import Environment, Play, format_response, respond_all
 from ragen2_trl.reporting.examples import printable
 from ragen2_trl.reporting.files import write_json
 from ragen2_trl.reporting.saved_episodes import EVALUATION, episodes_of, episodes_path, save_episodes
+from ragen2_trl.rollouts.outcomes import outcomes_of, summarize
+from ragen2_trl.rollouts.sampling import held_out_plays, sample_trajectories
 
 OnPlays: TypeAlias = Callable[[Dataset, list[Play]], None]
-Z_95 = NormalDist().inv_cdf(0.975)
 SCRIPTED = ("oracle", "random")
 
 
@@ -246,78 +245,6 @@ def _scripted(policy: str, play: Play, rng: random.Random) -> str:
     return format_response("", [play.episode.random_action(rng) for _ in range(count)])
 
 
-def outcomes_of(plays: Sequence[Play]) -> dict[str, list[float]]:
-    """Columns for `summarize`, one value an episode."""
-    outcomes = [play.outcome for play in plays]
-    return {
-        "success": [float(outcome.success) for outcome in outcomes],
-        "valid_rate": [outcome.valid_turns / outcome.turns for outcome in outcomes],
-        "return": [outcome.episode_return for outcome in outcomes],
-        "turns": [float(outcome.turns) for outcome in outcomes],
-    }
-
-
-def summarize(num_samples: int, **values: Sequence[float]) -> dict[str, float]:
-    """Means and 95 % confidence intervals of N·G values a metric, group by group; see `evaluate_model`.
-
-    `success` and `valid_rate` are fractions, and `success` gives `pass@k` too.
-    """
-    groups = {
-        name: [list(flat[i : i + num_samples]) for i in range(0, len(flat), num_samples)]
-        for name, flat in values.items()
-    }
-    metrics: dict[str, float] = {}
-    for name, rows in groups.items():
-        means = [fmean(row) for row in rows]
-        if name not in ("success", "valid_rate"):
-            _add(metrics, name, fmean(means), mean_interval(means))
-            continue
-        _add(metrics, name, fmean(means), fraction_interval(means, num_samples))
-    solved = [round(sum(row)) for row in groups["success"]]
-    k = 1
-    while k <= num_samples:
-        estimates = [pass_at_k(num_samples, count, k) for count in solved]
-        _add(metrics, f"pass@{k}", fmean(estimates), fraction_interval(estimates, num_samples))
-        k *= 2
-    return metrics | {"num_prompts": float(len(solved)), "num_samples": float(num_samples)}
-
-
-def pass_at_k(n: int, c: int, k: int) -> float:
-    """Unbiased estimate of the chance that one of k samples is right when c of n were (arXiv 2107.03374).
-
-    >>> pass_at_k(4, 1, 2)
-    0.5
-    """
-    return 1.0 - math.comb(n - c, k) / math.comb(n, k)
-
-
-def fraction_interval(means: Sequence[float], num_samples: int) -> tuple[float, float]:
-    """Wilson's 95 % interval for the mean of N per-prompt fractions, with the effective sample size of the prompts.
-
-    N·G completions in groups count for n = p(1 - p) / Var(mean) independent ones, where the variance of the mean comes
-    from the spread of the N prompts. n is kept between N (members of a group all alike) and N·G (independent).
-
-    >>> tuple(round(bound, 3) for bound in fraction_interval([0.0, 1.0, 0.0, 1.0], num_samples=8))
-    (0.15, 0.85)
-    """
-    p, prompts = fmean(means), len(means)
-    variance, spread = stdev(means) ** 2 / prompts, p * (1 - p)
-    # Where every completion agrees nothing is known of their correlation: take members of a group as all alike.
-    n = prompts if spread == 0 else prompts * num_samples
-    if variance > 0:
-        n = min(max(spread / variance, prompts), n)
-    center = (p + Z_95**2 / (2 * n)) / (1 + Z_95**2 / n)
-    half = Z_95 / (1 + Z_95**2 / n) * math.sqrt(p * (1 - p) / n + Z_95**2 / (4 * n**2))
-    # Rounding must not push a bound past the estimate or out of the unit interval.
-    return max(0.0, min(p, center - half)), min(1.0, max(p, center + half))
-
-
-def mean_interval(means: Sequence[float]) -> tuple[float, float]:
-    """Normal 95 % interval for the mean of N per-prompt means."""
-    half = Z_95 * stdev(means) / math.sqrt(len(means))
-    return fmean(means) - half, fmean(means) + half
-
-
 def metrics_table(metrics: dict[str, float], title: str) -> Table:
     """The metrics of `evaluate_model` as a table."""
     caption = f"{metrics['num_prompts']:.0f} tasks, {metrics['num_samples']:.0f} samples each"
@@ -330,8 +257,3 @@ def metrics_table(metrics: dict[str, float], title: str) -> Table:
             low, high = metrics[f"{name}_ci_low"], metrics[f"{name}_ci_high"]
             table.add_row(name, f"{value:.3f}", f"{low:.3f} to {high:.3f}")
     return table
-
-
-def _add(metrics: dict[str, float], name: str, value: float, interval: tuple[float, float]) -> None:
-    metrics[name] = value
-    metrics[f"{name}_ci_low"], metrics[f"{name}_ci_high"] = interval

@@ -11,7 +11,10 @@ from datasets import Dataset
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ragen2_trl.cli.arguments import SamplingArguments
-from ragen2_trl.cli.sampling import (
+from ragen2_trl.envs import Environment, completion_text
+from ragen2_trl.reporting.files import replace_whole
+from ragen2_trl.rollouts.play import Chat, Trajectory
+from ragen2_trl.rollouts.sampling import (
     LONGEST_TURN,
     OnToken,
     end_tokens,
@@ -19,9 +22,6 @@ from ragen2_trl.cli.sampling import (
     generator,
     sample_trajectories,
 )
-from ragen2_trl.envs import Environment, completion_text
-from ragen2_trl.reporting.files import replace_whole
-from ragen2_trl.rollouts.play import Chat, Trajectory
 
 COLUMNS = ("step", "prompt", "completion")  # what is read of TRL's table
 # What a table of our own has besides: the ids as they were sampled, so that scoring it again gives the same numbers.

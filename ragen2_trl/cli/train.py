@@ -12,7 +12,6 @@ of `trl.ModelConfig`. A run lives in `runs/<run_name>/`: the model, `log_history
 
 import argparse
 import json
-import shutil
 import sys
 import time
 from pathlib import Path
@@ -24,16 +23,26 @@ from rich.text import Text
 from transformers import PrinterCallback, TrainerState
 from trl import ModelConfig, TrlParser, get_peft_config, get_quantization_config
 
-from ragen2_trl.callbacks import EpisodeCallback, GradientSNRCallback, LiveLineCallback, MutualInformationCallback
-from ragen2_trl.cli.arguments import TrainArguments, checked_input, parse
+from ragen2_trl.callbacks import (
+    EnvironmentEvalCallback,
+    EpisodeCallback,
+    GradientSNRCallback,
+    LiveLineCallback,
+    MutualInformationCallback,
+)
+from ragen2_trl.callbacks.environment_eval import chat_template_of
+from ragen2_trl.cli.arguments import InputError, TrainArguments, checked_input, parse
+from ragen2_trl.cli.checkpoints import checkpoint_to_resume, last_complete_checkpoint
 from ragen2_trl.cli.console import make_console
 from ragen2_trl.cli.evaluate import evaluate_model
 from ragen2_trl.envs import Environment
 from ragen2_trl.filtering import check_choice
 from ragen2_trl.instrument import REFERENCE_SCOPE, SCOPES
 from ragen2_trl.reporting import plot_training
-from ragen2_trl.reporting.files import DIAGNOSTICS, EPISODES, MEASUREMENTS, OUTCOMES, write_json
+from ragen2_trl.reporting.files import write_json
+from ragen2_trl.reporting.held_out import curves_of
 from ragen2_trl.rollouts import TextRollout
+from ragen2_trl.rollouts.sampling import held_out_rows
 from ragen2_trl.tiny import resolve_model
 from ragen2_trl.trainers import (
     SNRFilteredGRPOConfig,
@@ -60,14 +69,20 @@ def main(args: list[str] | None = None) -> None:
     with checked_input():
         trainer_class, config_class = ALGORITHMS[algorithm_of(args)]
     parser = TrlParser((TrainArguments, config_class, ModelConfig), prog="ragen2-trl train")
-    script_args, training_args, model_args = parse(parser, args)
+    script_args, training_args, model_args = _parse(parser, args)
     with checked_input():
         env = script_args.make_env()
+        eval_envs = script_args.make_eval_envs(env)
         run = _run_folder(script_args, training_args, model_args)
     with training_args.main_process_first(local=False), checked_input():
-        checkpoint = _checkpoint_to_resume(run, script_args, training_args)
+        checkpoint = checkpoint_to_resume(run, script_args, training_args)
     live_line = LiveLineCallback(_success_metric(env), console)
     trainer = _make_trainer(trainer_class, script_args, training_args, model_args, env, live_line)
+    held_out = None
+    if script_args.has_curve:
+        with checked_input():
+            held_out = _held_out_curve(trainer, eval_envs, script_args)
+        trainer.add_callback(held_out)
     if trainer.is_world_process_zero():
         console.print(Text(f"{script_args.model} on {env.name}, in {run}"))
 
@@ -85,11 +100,15 @@ def main(args: list[str] | None = None) -> None:
         sys.exit(130)
     finally:
         live_line.close()
-    seconds = time.perf_counter() - started
+    seconds = time.perf_counter() - started - (0.0 if held_out is None else held_out.seconds)
     trainer.save_model()
     _write_history(trainer, env, run)
     after = _evaluate(trainer, env, script_args, run / "evaluation_after.json", again=True)
     if trainer.is_world_process_zero():
+        curve = curves_of(trainer.state.log_history).get(env.name)
+        if curve is not None:
+            loaded = trainer.state.best_global_step if trainer.args.load_best_model_at_end else None
+            before, after = curve.first.metrics, curve.end(loaded).metrics
         summary = summarize(trainer.state, before, after, seconds)
         write_json(run / "summary.json", summary, indent=2)
         console.print(summary_table(summary, title=f"{script_args.model} on {env.name}"))
@@ -103,24 +122,6 @@ def main(args: list[str] | None = None) -> None:
         trainer.push_to_hub(**card)
     else:
         trainer.create_model_card(run.resolve().name, **card)
-
-
-def last_complete_checkpoint(run: Path) -> Path | None:
-    """The latest checkpoint that was written to its end; a run can be killed while it writes one.
-
-    `trainer_state.json` is written after everything a resumed run needs, so one that can be read marks such a
-    checkpoint.
-    """
-
-    def is_complete(folder: Path) -> bool:
-        try:
-            json.loads((folder / "trainer_state.json").read_text())
-        except (FileNotFoundError, json.JSONDecodeError):
-            return False
-        return True
-
-    folders = sorted(run.glob("checkpoint-*"), key=lambda folder: int(folder.name.split("-")[1]), reverse=True)
-    return next(filter(is_complete, folders), None)
 
 
 def summarize(
@@ -149,6 +150,8 @@ def summarize(
         "zero_variance_fraction": mean("snr/zero_variance_fraction"),
         "update_compute_saved": None if computed is None else 1 - computed,
         "mutual_information": _first_and_last(state.log_history),
+        "held_out": {task: curve.summary for task, curve in curves_of(state.log_history).items()},
+        "best_checkpoint": state.best_model_checkpoint and Path(state.best_model_checkpoint).name,
     }
 
 
@@ -171,6 +174,15 @@ def summary_table(summary: dict[str, Any], title: str) -> Table:
         if metrics is not None:
             interval = f"{metrics['success_ci_low']:.1%} to {metrics['success_ci_high']:.1%}"
             table.add_row(f"held-out success {when}", f"{metrics['success']:.1%}  (95 % interval {interval})")
+    for task, curve in summary["held_out"].items():
+        peak, last = curve["peak"], curve["last"]
+        table.add_row(
+            f"held-out success on {task}, best and last",
+            f"{peak['success']:.1%} at step {peak['step']}, {last['success']:.1%} at step {last['step']} "
+            f"(mean over the steps {curve['area_under_curve']:.1%})",
+        )
+    if summary["best_checkpoint"] is not None:
+        table.add_row("best checkpoint", summary["best_checkpoint"])
     table.add_row("steps", f"{summary['steps']}, {summary['empty_steps'] or 0:.0f} of them without a kept group")
     table.add_row("training time", f"{summary['train_seconds']:.0f} s")
     for key, label in (
@@ -203,7 +215,24 @@ def algorithm_of(args: list[str] | None) -> str:
     return algo
 
 
+def _parse(parser: TrlParser, args: list[str] | None) -> tuple[Any, ...]:
+    try:
+        return parse(parser, args)
+    except InputError as error:
+        if "load_best_model_at_end requires" not in str(error):
+            raise
+        raise InputError(
+            "load_best_model_at_end=True asks transformers to evaluate; allowed: --load_best true with --eval_every, "
+            "which loads the best checkpoint by held-out success."
+        ) from error
+
+
 def _run_folder(script_args: TrainArguments, training_args: Config, model_args: ModelConfig) -> Path:
+    if training_args.eval_strategy != "no":
+        raise ValueError(
+            f"eval_strategy={training_args.eval_strategy.value!r} evaluates on a dataset, not on tasks; allowed: "
+            "'no', and --eval_every 10 for held-out success every 10 steps."
+        )
     script_args.model = script_args.model or model_args.model_name_or_path
     if script_args.model is None:
         raise ValueError("model=None; allowed: 'tiny', a path, or a Hub id.")
@@ -211,32 +240,6 @@ def _run_folder(script_args: TrainArguments, training_args: Config, model_args: 
         name = training_args.run_name or f"{script_args.env_name}-{script_args.model.rstrip('/').split('/')[-1]}"
         training_args.output_dir = str(Path("runs") / name)
     return Path(training_args.output_dir)
-
-
-def _checkpoint_to_resume(run: Path, script_args: TrainArguments, training_args: Config) -> Path | None:
-    """Where training begins, in a folder without outcomes of an earlier one."""
-    checkpoint = _find_checkpoint(run, script_args, training_args)
-    for name in OUTCOMES:
-        (run / name).unlink(missing_ok=True)
-    return checkpoint
-
-
-def _find_checkpoint(run: Path, script_args: TrainArguments, training_args: Config) -> Path | None:
-    if training_args.resume_from_checkpoint is not None:
-        return Path(training_args.resume_from_checkpoint)
-    if script_args.resume:
-        return last_complete_checkpoint(run)
-    leftovers = [*run.glob("checkpoint-*"), *run.glob("evaluation_*.json")]
-    if leftovers and not script_args.overwrite:
-        raise ValueError(
-            f"output_dir={str(run)!r} holds {leftovers[0].name} of an earlier run; allowed: --resume true to continue "
-            "it, --overwrite true to replace it, or another --run_name."
-        )
-    for name in (MEASUREMENTS, EPISODES, DIAGNOSTICS, "completions", "*.safetensors", "*.safetensors.index.json"):
-        leftovers += run.glob(name)  # none of it, and no weights, beside those of the run that begins
-    for leftover in leftovers:
-        shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
-    return None
 
 
 def _make_trainer(
@@ -280,6 +283,22 @@ def _make_trainer(
     return trainer
 
 
+def _held_out_curve(trainer: Trainer, envs: list[Environment], script_args: TrainArguments) -> EnvironmentEvalCallback:
+    return EnvironmentEvalCallback(
+        envs,
+        trainer,
+        every=script_args.eval_every,
+        num_prompts=script_args.eval_prompts,
+        num_samples=script_args.eval_samples,
+        temperature=script_args.eval_temperature,
+        data=script_args.data,
+        max_turn_tokens=script_args.max_turn_tokens,
+        load_best=script_args.load_best,
+        stop_below=script_args.stop_below,
+        stop_patience=script_args.stop_patience,
+    )
+
+
 def _train(trainer: Trainer, checkpoint: Path | None) -> None:
     """Train, from `checkpoint` if there is one; a checkpoint of the last step is loaded and left as it is."""
     if checkpoint is not None:
@@ -288,6 +307,8 @@ def _train(trainer: Trainer, checkpoint: Path | None) -> None:
             # A run killed after its last step. `Trainer.train` looks at max_steps only after one step more.
             trainer._load_from_checkpoint(str(checkpoint))
             trainer.state = state
+            if trainer.args.load_best_model_at_end and state.best_model_checkpoint is not None:
+                trainer._load_best_model()
             return
     trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
 
@@ -300,12 +321,17 @@ def _evaluate(
     trainer: Trainer, env: Environment, script_args: TrainArguments, path: Path, again: bool = False
 ) -> dict[str, float] | None:
     """Metrics on held-out tasks, read back from `path` when a resumed run has measured them before."""
+    if script_args.has_curve:  # the curve has both
+        return None
     if path.exists() and not again:
         return json.loads(path.read_text())
     if script_args.eval_prompts == 0 or trainer.accelerator.num_processes > 1 or env.shows_images:
         # A sharded model cannot generate on one process: `ragen2-trl evaluate` measures it afterwards. It does not
         # show pictures, though.
         return None
+    if not again:
+        with checked_input():  # fewer tasks than asked for are told in a line
+            held_out_rows(env, script_args.eval_prompts, script_args.eval_samples, 0, script_args.data)
     metrics = evaluate_model(
         trainer.model,
         trainer._tokenizer,
@@ -316,16 +342,11 @@ def _evaluate(
         max_new_tokens=trainer.args.max_completion_length,
         data=script_args.data,
         max_turn_tokens=script_args.max_turn_tokens,
-        chat_template_kwargs={**_chat_template(trainer), **trainer.chat_template_kwargs},
+        chat_template_kwargs=chat_template_of(trainer),
     )
     path.parent.mkdir(parents=True, exist_ok=True)
     write_json(path, metrics, indent=2)
     return metrics
-
-
-def _chat_template(trainer: Trainer) -> dict[str, Any]:
-    """TRL's RLOO has none of its own: it takes the tokenizer's."""
-    return {"chat_template": trainer.chat_template} if hasattr(trainer, "chat_template") else {}
 
 
 def _write_history(trainer: Trainer, env: Environment, run: Path) -> None:

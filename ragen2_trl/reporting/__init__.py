@@ -15,6 +15,7 @@ _HOMES = {
     "plot_comparison": "plots",
     "plot_compute": "plots",
     "plot_gradients": "gradient_plots",
+    "plot_held_out": "held_out_plots",
     "plot_matrix": "plots",
     "plot_proxies": "information_plots",
     "plot_quadrant": "plots",

@@ -8,6 +8,7 @@ from typing import Any
 from huggingface_hub import EvalResult, ModelCard
 
 from ragen2_trl.reporting.files import DIAGNOSTICS, EVALUATIONS, STATE_FILE
+from ragen2_trl.reporting.held_out import Point
 from ragen2_trl.reporting.run import FIRST_TURN, Run
 
 HEADING = "## Training diagnostics"
@@ -17,6 +18,7 @@ WINDOW = 10  # log rows: single training steps are noisy
 
 FIGURES = {  # of the run's folder, in the order of the card
     "training": "Success, retrieval accuracy, entropy and what the filter kept, over training",
+    "held_out": "Success on held-out tasks over the steps, with 95 % intervals",
     "quadrant": "The path of the run between the four regimes of arXiv 2604.06268",
     "proxies": "Six proxies of how much reasoning says about its prompt; dotted: guessing, or the bound",
     "validity": "Valid thinking against mutual information and entropy, measurement by measurement",
@@ -109,7 +111,7 @@ def eval_results(
     held_out = run.evaluations.get("after", {})
     results = []
     if held_out:
-        url = file_url(repo_id, EVALUATIONS["after"], revision)
+        url = file_url(repo_id, f"{DIAGNOSTICS}/{STATE_FILE}" if run.held_out else EVALUATIONS["after"], revision)
         results.append(eval_result(task, "test", "success_rate", HELD_OUT_SUCCESS, held_out["success"], url))
     url = file_url(repo_id, f"{DIAGNOSTICS}/{STATE_FILE}", revision)
     for key, metric, name in (
@@ -206,6 +208,8 @@ def _table(run: Run) -> list[list[str]]:
     rows = []
     if run.evaluations:
         rows.append(["held-out success (95 % interval)", _held_out(run, "before"), _held_out(run, "after"), ""])
+    if run.held_out:
+        rows = _curves(run)
     smooth: list[tuple[str | None, str, Shown, Any]] = [
         (run.success_metric, "success in training", percent, max),
         ("reward", "reward in training", lambda value: f"{value:.3f}", max),
@@ -256,6 +260,21 @@ def _held_out(run: Run, when: str) -> str:
     return f"{metrics['success']:.1%} ({metrics['success_ci_low']:.1%} to {metrics['success_ci_high']:.1%})"
 
 
+def _curves(run: Run) -> list[list[str]]:
+    """Two rows for each task that has a curve."""
+
+    def shown(point: Point) -> str:
+        return f"{point.success:.1%} ({point.low:.1%} to {point.high:.1%})"
+
+    rows = []
+    for task, curve in run.held_out.items():
+        of_task = f" on {code(task)}" if len(run.held_out) > 1 else ""
+        best = f"{curve.peak.success:.1%} (step {curve.peak.step})"
+        rows.append([f"held-out success{of_task} (95 % interval)", shown(curve.first), shown(curve.last), best])
+        rows.append([f"held-out success{of_task}, area under the curve", "", f"{curve.area:.3f}", ""])
+    return rows
+
+
 def _legend(run: Run) -> list[str]:
     """What the rows of the table are, and where they come from."""
     state = f"[`{DIAGNOSTICS}/{STATE_FILE}`]({DIAGNOSTICS}/{STATE_FILE})"
@@ -269,7 +288,10 @@ def _legend(run: Run) -> list[str]:
             "",
         ]
     means = f"Success, reward, policy entropy and what the filter did are means over up to {WINDOW} logged steps."
-    held_out = [f"[`{file}`]({file})" for when, file in EVALUATIONS.items() if when in run.evaluations]
+    files = {} if run.held_out else EVALUATIONS
+    held_out = [f"[`{file}`]({file})" for when, file in files.items() if when in run.evaluations]
+    if run.held_out:
+        means += " The area under the curve of held-out success is divided by the steps: a mean over the run."
     sources = f"All of it follows from {' and '.join([state, *held_out])}."
     return [*lines, f"{means} {sources}"]
 

@@ -11,6 +11,7 @@ from matplotlib.figure import Figure
 from ragen2_trl.reporting.card import FIGURES, caption
 from ragen2_trl.reporting.gradient_plots import plot_gradients
 from ragen2_trl.reporting.group_rewards import read_group_rewards
+from ragen2_trl.reporting.held_out_plots import plot_held_out
 from ragen2_trl.reporting.information_plots import (
     INFORMATION,
     arrow_of,
@@ -61,6 +62,8 @@ def figures_of(run: Run, measurements: Sequence[SavedMeasurement] | None = None)
     rows = with_steps(run.rows)
     if rows:
         yield "training", caption("training", run), plot_training(rows, run.success_metric)
+    if run.held_out:
+        yield "held_out", caption("held_out", run), plot_held_out(run.held_out)
     for name, figure in _quadrant(run):
         yield name, caption(name, run), figure
     if len(points_of(rows, INFORMATION)) > 1:

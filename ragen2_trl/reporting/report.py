@@ -269,6 +269,9 @@ def _columns(parts: Sequence[Part]) -> list[str]:
 def _success(run: Run) -> Number:
     """Held out where the end was evaluated, else in training, else the reward."""
     before, after = (run.evaluations.get(when) for when in ("before", "after"))
+    if run.held_out:
+        curve = next(iter(run.held_out.values()))
+        return Number("Success", curve.start, f"{curve.last.success:.0%}", curve.note)
     if after:
         measured = [metrics for metrics in (before, after) if metrics]
         start = f"{before['success']:.0%}" if before else ""

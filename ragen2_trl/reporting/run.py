@@ -4,7 +4,7 @@ import json
 import platform
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -24,11 +24,13 @@ from ragen2_trl.reporting.files import (
     read_json,
     write_json,
 )
+from ragen2_trl.reporting.held_out import Curve, curves_of
 from ragen2_trl.reporting.records import MAX_STEP, check_about, check_evaluation, check_history, check_state, is_number
 from ragen2_trl.reporting.saved_episodes import NAMES
 from ragen2_trl.reporting.settings import settings_of, versions_of_packages
 
 MAX_COMPLETIONS = 10**6  # of a measurement; more cannot have been scored
+MAX_CURVES = 8  # tasks
 FIRST_TURN = "mi/first_turn"  # log keys of the scope that regimes are told by
 # What callbacks keep in `TrainerState.stateful_callbacks`, which every checkpoint carries.
 MI_STATE, RUN_STATE = "ragen2_mutual_information", "ragen2_run"
@@ -48,7 +50,7 @@ class Run:
         resumed_at: Optimizer steps at which training went on from a checkpoint.
         settings: `SETTINGS`, `snr_*`, and the names of trainer, model and environment.
         versions: By package.
-        evaluations: Held-out metrics, by `before` and `after`.
+        evaluations: Held-out metrics, by `before` and `after`, of the curve where there is one.
         drawn: How many of its `rows` the figures in `diagnostics/` show; 0 if there are none.
         is_played: Whether it is no training, but a folder of episodes, as `evaluate --episodes` leaves.
         silence: Why mutual information was not measured when it last should have been; `None` without the callback.
@@ -86,6 +88,12 @@ class Run:
     def success_metric(self) -> str | None:
         keys = (key for row in self.rows for key in row if key.startswith("env/") and key.endswith("/success"))
         return next(keys, None)
+
+    @cached_property
+    def held_out(self) -> dict[str, Curve]:
+        """Held-out success over the steps by task, that of the trained task first."""
+        curves = curves_of(self.log_history)
+        return dict(sorted(curves.items(), key=lambda item: item[0] != self.environment)[:MAX_CURVES])
 
     def points(self, key: str) -> list[tuple[int, float]]:
         """(step, value) of the training rows that have a finite value."""
@@ -262,7 +270,7 @@ def _make_run(folder: Path, state: Mapping[str, Any], settings: dict[str, Any], 
     evaluations = {when: metrics for when, metrics in found.items() if metrics and _is_evaluation(metrics)}
     for when, metrics in evaluations.items():
         check_evaluation(metrics, str(shown[when]))
-    return Run(
+    run = Run(
         folder=folder,
         log_history=history,
         evidence=max(_evidence_kept(kept), _evidence_logged(history), key=len),
@@ -276,6 +284,12 @@ def _make_run(folder: Path, state: Mapping[str, Any], settings: dict[str, Any], 
         silence=_mapping(kept, MI_STATE).get("silence"),
         evaluations=evaluations,
     )
+    curve = next(iter(run.held_out.values()), None)
+    if curve is None:
+        return run
+    loaded = state.get("best_global_step") if settings.get("load_best_model_at_end") else None
+    ends = {"after": curve.end(loaded).metrics} if ended else {}
+    return replace(run, evaluations={"before": curve.first.metrics, **ends})
 
 
 def _is_evaluation(metrics: Mapping[str, Any]) -> bool:

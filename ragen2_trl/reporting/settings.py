@@ -43,6 +43,7 @@ def settings_of(trainer: Trainer) -> dict[str, Any]:
         "reward_funcs": list(getattr(trainer, "reward_func_names", ())),
         "processes": trainer.args.world_size,  # the accelerator forgets it when a script makes its next configuration
         **{name: public(args[name]) for name in names if name in args},
+        **({"load_best_model_at_end": True} if args.get("load_best_model_at_end") else {}),
     }
 
 

@@ -1,14 +1,14 @@
-"""Held-out tasks played by a model: what evaluation and diagnosis begin with."""
+"""Held-out tasks played by a model: what evaluation, the held-out curve of a training and diagnosis begin with."""
 
+import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeAlias
 
+import numpy as np
 import torch
 from datasets import Dataset
 from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
     GenerationConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -16,31 +16,12 @@ from transformers import (
     StoppingCriteriaList,
 )
 
-from ragen2_trl.cli.arguments import InputError
 from ragen2_trl.envs import Environment, Play
 from ragen2_trl.rollouts.play import Chat, Generate, Trajectory, check_words_only, play_all
-from ragen2_trl.tiny import resolve_model
 
 OnToken: TypeAlias = Callable[[int, int], None]
 OnPlayed: TypeAlias = Callable[[Dataset, list[Trajectory]], None]
 LONGEST_TURN = 128  # tokens, unless another limit is given
-
-
-def load_model(name: str, dtype: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """The model, on the accelerator if there is one, and its tokenizer; `name` is `tiny`, a path or a Hub id.
-
-    Raises:
-        InputError: If there is no such model.
-    """
-    path = resolve_model(name)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype).to(device)
-    except OSError as error:
-        reason = str(error).strip().splitlines()[0]
-        allowed = "tiny, tiny-sokoban, a path or a Hub id; to evaluate, also oracle and random"
-        raise InputError(f"model={name!r} cannot be loaded; allowed: {allowed}. {reason}") from error
-    return model, AutoTokenizer.from_pretrained(path)
 
 
 def held_out_plays(
@@ -51,6 +32,16 @@ def held_out_plays(
     Raises:
         ValueError: If there are fewer than two tasks or less than one sample each.
     """
+    rows = held_out_rows(env, num_prompts, num_samples, seed, data)
+    return rows, plays_of(env, rows)
+
+
+def held_out_rows(env: Environment, num_prompts: int, num_samples: int, seed: int, data: str | None) -> Dataset:
+    """Rows of the split `"test"`, each `num_samples` times in a row.
+
+    Raises:
+        ValueError: If there are fewer than two tasks, or than `num_prompts`, or less than one sample each.
+    """
     for name, value, least in (
         ("num_prompts", num_prompts, 2),  # one prompt has no spread to make an interval of
         ("num_samples", num_samples, 1),
@@ -58,9 +49,13 @@ def held_out_plays(
         if value < least:
             raise ValueError(f"{name} must be at least {least}, got {value!r}")
     rows = env.dataset(num_prompts, seed, split="test", data=data)
-    rows = rows.select([index for index in range(num_prompts) for _ in range(num_samples)])  # groups stay together
+    return rows.select([index for index in range(num_prompts) for _ in range(num_samples)])  # groups stay together
+
+
+def plays_of(env: Environment, rows: Dataset) -> list[Play]:
+    """An episode at its start for each row."""
     columns = {name: rows[name][:] for name in rows.column_names if name not in ("prompt", "seed")}
-    return rows, env.plays(rows["seed"][:], columns)
+    return env.plays(rows["seed"][:], columns)
 
 
 def sample_trajectories(
@@ -89,6 +84,28 @@ def sample_trajectories(
         on_played: Called with (rows, trajectories) of each batch, in their order, as soon as it is played; by default
             all episodes are played side by side.
     """
+    check_sampling(env, num_samples, temperature, max_new_tokens, batch_size)
+    rows = held_out_rows(env, num_prompts, num_samples, seed, data)
+    return rows, play_rows(
+        model,
+        tokenizer,
+        env,
+        rows,
+        temperature=temperature,
+        max_new_tokens=max_new_tokens,
+        batch_size=batch_size,
+        seed=seed,
+        max_turn_tokens=max_turn_tokens,
+        chat_template_kwargs=chat_template_kwargs,
+        on_token=on_token,
+        on_played=on_played,
+    )
+
+
+def check_sampling(
+    env: Environment, num_samples: int, temperature: float, max_new_tokens: int | None, batch_size: int
+) -> None:
+    """Raises a `ValueError` unless a task can be sampled so."""
     check_words_only(env)
     if batch_size < 1:
         raise ValueError(f"batch_size must be at least 1, got {batch_size!r}")
@@ -96,7 +113,31 @@ def sample_trajectories(
         raise ValueError(f"max_new_tokens must be at least 1, got {max_new_tokens!r}")
     if temperature < 0 or (temperature == 0 and num_samples > 1):
         raise ValueError(f"temperature must be above 0, or 0 with num_samples=1, got {temperature!r}")
-    rows, plays = held_out_plays(env, num_prompts, num_samples, seed, data)
+
+
+def play_rows(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    env: Environment,
+    rows: Dataset,
+    *,
+    temperature: float,
+    max_new_tokens: int | None,
+    batch_size: int,
+    seed: int,
+    max_turn_tokens: int | None = None,
+    chat_template_kwargs: dict[str, Any] | None = None,
+    on_token: OnToken | None = None,
+    on_played: OnPlayed | None = None,
+    most: Callable[[int], int] = int,
+) -> list[Trajectory]:
+    """An episode for each of the B rows, played to its end; see `sample_trajectories`.
+
+    Args:
+        most: The largest of an int over all processes, where generation needs all of them; then they have as many
+            rows, and `on_played` is given.
+    """
+    plays = plays_of(env, rows)
     eos_token_ids = end_tokens(model, tokenizer)
     if max_new_tokens is None and max_turn_tokens is None:
         max_turn_tokens = LONGEST_TURN
@@ -115,11 +156,12 @@ def sample_trajectories(
                 max_turn_tokens=max_turn_tokens,
                 max_context=getattr(model.config.get_text_config(), "max_position_embeddings", None),
                 workers=env.workers,
+                most=most,
             )
             trajectories += played
             if on_played is not None:
                 on_played(batch, played)
-    return rows, trajectories
+    return trajectories
 
 
 def end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
@@ -190,13 +232,17 @@ class _Telling(StoppingCriteria):
 
 @contextmanager
 def evaluation_mode(model: PreTrainedModel, seed: int) -> Iterator[None]:
-    """Eval mode, no gradients and a random state of our own; all as before afterwards."""
-    training = model.training
+    """Eval mode, no gradients and a random state of our own; all as before afterwards, also Python's and numpy's."""
+    training = {module: module.training for module in model.modules()}
     devices = [model.device] if model.device.type == "cuda" else []
+    states = random.getstate(), np.random.get_state()
     model.eval()
     try:
         with torch.random.fork_rng(devices), torch.no_grad():
             torch.manual_seed(seed)
             yield
     finally:
-        model.train(training)
+        for module, mode in training.items():
+            module.training = mode
+        random.setstate(states[0])
+        np.random.set_state(states[1])

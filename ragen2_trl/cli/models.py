@@ -1,0 +1,24 @@
+"""Models by the names that the command line has for them."""
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from ragen2_trl.cli.arguments import InputError
+from ragen2_trl.tiny import resolve_model
+
+
+def load_model(name: str, dtype: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """The model, on the accelerator if there is one, and its tokenizer; `name` is `tiny`, a path or a Hub id.
+
+    Raises:
+        InputError: If there is no such model.
+    """
+    path = resolve_model(name)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype).to(device)
+    except OSError as error:
+        reason = str(error).strip().splitlines()[0]
+        allowed = "tiny, tiny-sokoban, a path or a Hub id; to evaluate, also oracle and random"
+        raise InputError(f"model={name!r} cannot be loaded; allowed: {allowed}. {reason}") from error
+    return model, AutoTokenizer.from_pretrained(path)

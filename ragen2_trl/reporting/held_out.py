@@ -1,0 +1,104 @@
+"""Success on held-out tasks over the steps of a training: what its log rows say of it."""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+from ragen2_trl.reporting.records import is_number
+
+PREFIX = "eval/env/"  # of the keys in `log_history`, then the task
+# The same as it is logged: transformers writes the part before the first underscore as a group of its own, so that
+# trackers show `eval/env/<task>/success`, and not `train/eval/env/<task>/success`.
+LOGGED = "eval_env/"
+_SUCCESS = re.compile(f"{PREFIX}([^/]+)/success")
+
+
+@dataclass(frozen=True)
+class Point:
+    """One evaluation: optimizer steps before it, success and the bounds of its 95 % interval, and all metrics."""
+
+    step: int
+    success: float
+    low: float
+    high: float
+    metrics: dict[str, float]
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Held-out success of one task over the steps of a run, in their order; at least one point."""
+
+    task: str
+    points: list[Point]
+
+    @property
+    def first(self) -> Point:
+        return self.points[0]
+
+    @property
+    def last(self) -> Point:
+        return self.points[-1]
+
+    @property
+    def peak(self) -> Point:
+        """The best, the earliest of equals."""
+        return max(self.points, key=lambda point: point.success)
+
+    @property
+    def area(self) -> float:
+        """Area under success against steps by the trapezoid rule, divided by the steps: the mean over the run."""
+        span = self.last.step - self.first.step
+        if span == 0:
+            return self.last.success
+        areas = ((b.step - a.step) * (a.success + b.success) / 2 for a, b in pairwise(self.points))
+        return sum(areas) / span
+
+    @property
+    def floor(self) -> float | None:
+        """Success of a player who guesses on these tasks, where the evaluation has measured it."""
+        return self.last.metrics.get("random_success")
+
+    def end(self, loaded: int | None) -> Point:
+        """The evaluation of the weights that training has ended with: the last, or that of a step that was loaded."""
+        return next((point for point in self.points if point.step == loaded), self.last)
+
+    @property
+    def start(self) -> str:
+        """Success at the first evaluation, or nothing where there is no other."""
+        return f"{self.first.success:.0%}" if len(self.points) > 1 else ""
+
+    @property
+    def note(self) -> str:
+        """What the last number does not say, in words."""
+        guessed = "" if self.floor is None else f"; a player who guesses {self.floor:.1%}"
+        return (
+            f"held out; 95 % interval {self.last.low:.0%} to {self.last.high:.0%}{guessed}; best "
+            f"{self.peak.success:.0%} at step {self.peak.step}; area under the curve {self.area:.3f}"
+        )
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        """What `summary.json` holds of it."""
+        named = {"first": self.first, "peak": self.peak, "last": self.last}
+        points = {name: {"step": point.step, **point.metrics} for name, point in named.items()}
+        return {**points, "area_under_curve": self.area, "evaluations": len(self.points)}
+
+
+def curves_of(log_history: Sequence[Mapping[str, Any]]) -> dict[str, Curve]:
+    """The held-out curves in the rows of a log, by task; rows that anyone may have written and that hold something
+    else than fractions are left out.
+    """
+    points: dict[str, dict[int, Point]] = {}
+    for row in log_history:
+        step = row.get("step")
+        tasks = [match[1] for key in row if (match := _SUCCESS.fullmatch(key))] if is_number(step) else []
+        for task in tasks:
+            prefix = f"{PREFIX}{task}/"
+            found = {key.removeprefix(prefix): row[key] for key in row if key.startswith(prefix)}
+            metrics = {name: value for name, value in found.items() if is_number(value)}
+            success = [metrics.get(f"success{bound}", -1.0) for bound in ("", "_ci_low", "_ci_high")]
+            if all(0 <= value <= 1 for value in success):
+                points.setdefault(task, {})[int(step)] = Point(int(step), *success, metrics)
+    return {task: Curve(task, [by_step[step] for step in sorted(by_step)]) for task, by_step in points.items()}
