@@ -4,9 +4,11 @@ import random
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 from datasets import Dataset, load_dataset
+
+from ragen2_trl.envs.checks import check_count
 
 Row: TypeAlias = Mapping[str, Any]
 
@@ -43,7 +45,30 @@ def load_tasks(data: str, split: str, *, config: str | None = None) -> Dataset:
     return load_dataset(_FILE_FORMATS[path.suffix], data_files=str(path), split="train")
 
 
-def shuffled(rows: Dataset, columns: Iterable[str], rng: random.Random) -> Iterator[tuple[int, dict[str, Any]]]:
+def check_first_rows(first_rows: int | None) -> None:
+    """Raises a `ValueError` unless an option of that name is `None` or a number of rows."""
+    if first_rows is not None:
+        check_count("first_rows", first_rows, 1, 10_000_000)
+
+
+def first(rows: Dataset, number: int | None) -> Dataset:
+    """The first `number` rows, or all of them."""
+    return rows if number is None else rows.select(range(min(number, len(rows))))
+
+
+class Table(Protocol):
+    """Rows by number, such as a `Dataset`."""
+
+    column_names: list[str]
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> dict[str, Any]: ...
+
+
+def shuffled(
+    rows: Dataset | Table, columns: Iterable[str], rng: random.Random
+) -> Iterator[tuple[int, dict[str, Any]]]:
     """All rows with their numbers, in the order that `rng` draws.
 
     Raises:

@@ -7,6 +7,7 @@ tenth is earned once.
 
 import random
 from collections.abc import Iterator, Sequence
+from fractions import Fraction
 from typing import Any
 
 from ragen2_trl.envs.base import Environment
@@ -20,14 +21,17 @@ from ragen2_trl.envs.countdown.arithmetic import (
     show,
     solve,
     value_of,
+    whole_numbers,
     written,
 )
 from ragen2_trl.envs.episode import Episode, Limits
-from ragen2_trl.envs.tasks import Row, held_out, load_tasks, shuffled
+from ragen2_trl.envs.tasks import Row, check_first_rows, first, held_out, load_tasks, shuffled
 from ragen2_trl.envs.tools import ToolEnvironment
 
 OPERATORS = ("+-*/", "+-")
+JUDGES = ("expression", "text")
 RIGHT, RIGHT_NUMBERS = 1.0, 0.1
+TOLERANCE = Fraction(1, 100_000)  # RAGEN's, of a value that it computes in floating point
 TARGETS = (10, 99)  # of generated tasks, both included
 COLUMNS = ("nums", "target")
 
@@ -39,12 +43,14 @@ class CountdownEpisode(Episode):
         numbers: What there is to use.
         target: What to make of them.
         operators: The operators that count.
+        judge: How attempts are judged, one of `JUDGES`.
     """
 
-    def __init__(self, numbers: Sequence[int], target: int, operators: str):
+    def __init__(self, numbers: Sequence[int], target: int, operators: str, judge: str = "expression"):
         self.numbers = list(numbers)
         self.target = target
         self.operators = operators
+        self.judge = judge
         self.best = 0.0
         self._remark = ""
 
@@ -57,7 +63,7 @@ class CountdownEpisode(Episode):
 
     def step(self, action: str) -> float:
         """Judges an attempt: 1.0 right, 0.1 wrong but of exactly the numbers, else 0.0; less the best so far."""
-        score, self._remark = self._judge(action)
+        score, self._remark = self._judge_text(action) if self.judge == "text" else self._judge(action)
         self.success = self.done = score == RIGHT
         gained = max(0.0, score - self.best)
         self.best = max(self.best, score)
@@ -75,6 +81,10 @@ class CountdownEpisode(Episode):
         makes = "divides by zero" if value is None else f"makes {value}, not {self.target}"
         return RIGHT_NUMBERS, f"{written(tree)} {makes}."
 
+    def _judge_text(self, action: str) -> tuple[float, str]:
+        score = text_reward(action, self.numbers, self.target)
+        return score, "" if score == RIGHT else f"That earns {score:g}."
+
     def plan(self, rng: random.Random) -> tuple[str, list[str]]:
         """One of the right expressions, with its steps as the reasoning."""
         tree = solve(self.numbers, self.target, self.operators, rng)
@@ -84,6 +94,23 @@ class CountdownEpisode(Episode):
 
     def random_action(self, rng: random.Random) -> str:
         return show(random_tree(self.numbers, self.operators, rng))
+
+
+def text_reward(text: str, numbers: Sequence[int], target: int) -> float:
+    """RAGEN-2's judgement of any text: 0.0 unless its whole numbers are exactly the given ones, else 0.1 or 1.0.
+
+    1.0 takes an expression that makes the target, whatever its operators; a text that is no expression keeps its 0.1.
+    RAGEN lets Python evaluate the text. Here it is parsed as always, so that what is no arithmetic of `+ - * /` and
+    parentheses (`//`, `%`, `**`, calls) makes nothing.
+
+    >>> [text_reward(text, [44, 19, 35], 98) for text in ("44 + 19 + 35", "44, 19, 35", "44 + 19 + 35 = 98")]
+    [1.0, 0.1, 0.0]
+    """
+    if whole_numbers(text, len(numbers)) != sorted(numbers):
+        return 0.0
+    tree = None if "=" in text else parse_expression(text)
+    value = None if tree is None else value_of(tree)
+    return RIGHT if value is not None and abs(value - target) <= TOLERANCE else RIGHT_NUMBERS
 
 
 class CountdownTools(ToolEnvironment):
@@ -112,6 +139,9 @@ class Countdown(Environment):
         operators: The operators that answers may use and tasks can be solved with, `"+-*/"` or `"+-"`.
         max_numbers: Generated tasks have 3 to this many numbers, 3 or 4.
         largest: Largest number of generated tasks, 5 to 99.
+        judge: `"expression"`, or `"text"` for RAGEN-2's rewards (see `text_reward`): any text with the right numbers
+            earns 0.1, `= n` behind an expression counts as a number, and `operators` bind the tasks alone.
+        first_rows: How many rows of data there are to draw from, the first ones, 1 to 10,000,000; `None` for all.
         **limits: `multi_turn`, `max_turns`, `max_actions` and `protocol` of `Environment`.
 
     Raises:
@@ -126,14 +156,26 @@ class Countdown(Environment):
     splits_answers = False
     tools = CountdownTools
 
-    def __init__(self, operators: str = "+-*/", max_numbers: int = 4, largest: int = 99, **limits: Any):
+    def __init__(
+        self,
+        operators: str = "+-*/",
+        max_numbers: int = 4,
+        largest: int = 99,
+        judge: str = "expression",
+        first_rows: int | None = None,
+        **limits: Any,
+    ):
         super().__init__(**limits)
         check_choice("operators", operators, OPERATORS)
+        check_choice("judge", judge, JUDGES)
+        check_first_rows(first_rows)
         check_count("max_numbers", max_numbers, 3, 4)
         check_count("largest", largest, 5, 99)
         self.operators = operators
         self.max_numbers = max_numbers
         self.largest = largest
+        self.judge = judge
+        self.first_rows = first_rows
 
     def tasks(self, seed: int, split: str, data: str | None) -> Iterator[dict[str, Any]]:
         rows = self._generated(seed, split) if data is None else self._loaded(seed, split, data)
@@ -159,13 +201,13 @@ class Countdown(Environment):
                 return {"nums": numbers, "target": int(value)}
 
     def _loaded(self, seed: int, split: str, data: str) -> Iterator[dict[str, Any]]:
-        rows = load_tasks(data, "train")  # the only split there is
+        rows = first(load_tasks(data, "train"), self.first_rows)  # the only split there is
         for index, row in shuffled(rows, COLUMNS, random.Random(f"{self.name}/{split}/{seed}")):
             numbers, target = _checked(row)
             yield {"seed": index, "nums": numbers, "target": target}
 
     def episode(self, row: Row, rng: random.Random) -> CountdownEpisode:
-        return CountdownEpisode(row["nums"], row["target"], self.operators)
+        return CountdownEpisode(row["nums"], row["target"], self.operators, self.judge)
 
     def instructions(self) -> str:
         return (

@@ -6,14 +6,15 @@ or a generated catalogue. Unlike there, the price that is shown is the one that 
 
 import random
 from collections.abc import Iterator, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 from ragen2_trl.envs.base import Environment
 from ragen2_trl.envs.checks import check_choice, check_count
 from ragen2_trl.envs.episode import Episode, Limits
 from ragen2_trl.envs.tasks import Row, held_out
 from ragen2_trl.envs.tools import ToolEnvironment
-from ragen2_trl.envs.webshop.catalogue import Catalogue, Goal, Product, fits, identity, score
+from ragen2_trl.envs.webshop.catalogue import OPTION_MATCHES, Catalogue, Goal, Product, fits, identity, score
 from ragen2_trl.envs.webshop.files import GOALS, load_catalogue, load_goals, split_goals
 from ragen2_trl.envs.webshop.generator import draw_goal, generate_catalogue
 
@@ -24,18 +25,31 @@ FEWEST_TURNS = 3  # to search, to open a product, to buy it
 _MAX_INSTRUCTION, _MAX_TITLE, _MAX_OPTIONS, _MAX_TEXT = 600, 100, 1200, 1500  # characters that a page shows
 
 
+@dataclass(frozen=True)
+class Rules:
+    """How a visit goes and what a purchase is worth; the fields are the options of `WebShop`."""
+
+    results: int = 10
+    reward: str = "score"
+    option_match: str = "exact"
+    bad_clicks: str = "invalid"
+
+
 class WebShopEpisode(Episode):
     """One visit to the shop.
 
     Args:
         catalogue: What is on sale.
         goal: What is wanted.
-        results: Products on a page of results.
+        rules: How the visit goes and what a purchase is worth.
     """
 
-    def __init__(self, catalogue: Catalogue, goal: Goal, results: int):
+    sub_pages: ClassVar[tuple[str, ...]] = SUB_PAGES
+
+    def __init__(self, catalogue: Catalogue, goal: Goal, rules: Rules):
         self._catalogue = catalogue
-        self._results = results
+        self._rules = rules
+        self._results = rules.results
         self.goal = goal
         self.wanted = catalogue.products[goal.asin]
         self._leave()
@@ -56,13 +70,21 @@ class WebShopEpisode(Episode):
             return [BACK, PREVIOUS]
         if self.product is not None:
             values = [value for values in self.product.options.values() for value in values if value]
-            return [*dict.fromkeys(values), BACK, PREVIOUS, *SUB_PAGES, BUY]
+            return [*dict.fromkeys(values), BACK, PREVIOUS, *self.sub_pages, BUY]
         if self.hits is not None:
-            earlier, later = self.page > 0, len(self.hits) > (self.page + 1) * self._results
+            earlier, later = self.page > 0, self._has_next(self.hits)
             return [*self._shown_hits(), BACK, *([PREVIOUS] if earlier else []), *([NEXT] if later else [])]
         return []
 
+    def _has_next(self, hits: list[str]) -> bool:
+        return len(hits) > (self.page + 1) * self._results
+
     def is_action(self, action: str) -> bool:
+        if self._rules.bad_clicks == "ignored":
+            return bool(action.strip())
+        return self._can(action)
+
+    def _can(self, action: str) -> bool:
         verb, what = _parse(action)
         if verb == "search":
             return bool(what)
@@ -72,7 +94,9 @@ class WebShopEpisode(Episode):
         return next((button for button in self.buttons() if button.lower() == what), None)
 
     def step(self, action: str) -> float:
-        """Searches or clicks. The score, 0.0 to 1.0, at "buy now", else 0.0."""
+        """Searches or clicks. The score, 0.0 to 1.0, at "buy now", else 0.0. What cannot be done changes nothing."""
+        if not self._can(action):
+            return 0.0
         verb, what = _parse(action)
         button = self._button(what) if verb == "click" else None
         if button is None:
@@ -83,9 +107,9 @@ class WebShopEpisode(Episode):
         elif self.product is None:
             self._click_results(button)
         elif button == BUY:
-            reward = score(self.product, self.chosen, self.goal, self.wanted)
+            reward = score(self.product, self.chosen, self.goal, self.wanted, self._rules.option_match)
             self.done, self.success = True, reward >= 1
-            return reward
+            return float(self.success) if self._rules.reward == "success" else reward
         else:
             self._click_product(self.product, button)
         return 0.0
@@ -101,7 +125,7 @@ class WebShopEpisode(Episode):
             self.product, self.chosen = None, {}
         elif button == PREVIOUS:
             self.sub_page = None
-        elif button in SUB_PAGES:
+        elif button in self.sub_pages:
             self.sub_page = button
         else:
             kinds = [kind for kind, values in product.options.items() if button in values]
@@ -119,7 +143,7 @@ class WebShopEpisode(Episode):
         if self.product is not None and self.sub_page is not None:
             return "\n".join([wanted, *self._sub_page_lines(self.product), _brackets([BACK, PREVIOUS])])
         if self.product is not None:
-            buttons = _brackets([BACK, PREVIOUS, *SUB_PAGES, BUY])
+            buttons = _brackets([BACK, PREVIOUS, *self.sub_pages, BUY])
             return "\n".join([wanted, *self._product_lines(self.product), buttons])
         if self.hits is not None:
             return "\n".join([wanted, *self._result_lines(self.hits)])
@@ -141,8 +165,10 @@ class WebShopEpisode(Episode):
         return lines
 
     def _sub_page_lines(self, product: Product) -> list[str]:
-        text = product.description if self.sub_page == "description" else "\n".join(product.features)
-        return [_cut(text, _MAX_TEXT) or f"No {self.sub_page}."]
+        return [_cut("\n".join(self._sub_page_texts(product)), _MAX_TEXT) or f"No {self.sub_page}."]
+
+    def _sub_page_texts(self, product: Product) -> Sequence[str]:
+        return product.features if self.sub_page == "features" else [product.description]
 
     # Players
 
@@ -241,6 +267,11 @@ class WebShop(Environment):
         products: Size of the generated catalogue, 50 to 10000.
         results: Products on a page of results, 1 to 20.
         goals: Which goals of WebShop's files: `"human"`, written by people, or `"synthetic"`.
+        reward: What a purchase earns: `"score"`, or `"success"`, 1.0 where the score is 1 and else 0.0, as in RAGEN-2.
+        option_match: When a choice fits: `"exact"`, or `"words"`, WebShop's own: `large` will do for `x-large` (see
+            `score`).
+        bad_clicks: What is done with text that the page does not allow: `"invalid"`, or `"ignored"`, where it uses up
+            an action and costs nothing, as in RAGEN-2.
         **limits: `max_turns`, at least 3, and `protocol` of `Environment`; `max_actions` is 1, since what can be
             clicked depends on the page. Every wish of the generated catalogue can be met within the turns.
 
@@ -255,15 +286,28 @@ class WebShop(Environment):
     example = "search[words]"
     tools = WebShopTools
 
-    def __init__(self, products: int = 500, results: int = 10, goals: str = "human", **limits: Any):
+    def __init__(
+        self,
+        products: int = 500,
+        results: int = 10,
+        goals: str = "human",
+        reward: str = "score",
+        option_match: str = "exact",
+        bad_clicks: str = "invalid",
+        **limits: Any,
+    ):
         super().__init__(**limits)
         check_count("max_turns", self.max_turns, FEWEST_TURNS, 100)
         check_choice("max_actions", self.max_actions, (1,))
         check_count("products", products, 50, 10_000)
         check_count("results", results, 1, 20)
         check_choice("goals", goals, GOALS)
+        check_choice("reward", reward, ("score", "success"))
+        check_choice("option_match", option_match, OPTION_MATCHES)
+        check_choice("bad_clicks", bad_clicks, ("invalid", "ignored"))
         self.products = products
         self.results = results
+        self.rules = Rules(results, reward, option_match, bad_clicks)
         self.goals = goals
 
     def tasks(self, seed: int, split: str, data: str | None) -> Iterator[dict[str, Any]]:
@@ -303,7 +347,7 @@ class WebShop(Environment):
         goal = Goal(
             row["asin"], row["instruction"], tuple(row["attributes"]), tuple(row["options"]), row["price_upper"]
         )
-        return WebShopEpisode(catalogue, goal, self.results)
+        return WebShopEpisode(catalogue, goal, self.rules)
 
     def instructions(self) -> str:
         actions = (
