@@ -21,11 +21,12 @@ from trl import TrlParser
 from ragen2_trl.cli.arguments import EvaluateArguments, checked_input, parse
 from ragen2_trl.cli.console import make_console
 from ragen2_trl.cli.sampling import held_out_plays, load_model, sample_trajectories
-from ragen2_trl.envs import Environment, Play, format_response, respond_all
+from ragen2_trl.envs import Environment, Play, respond_all
+from ragen2_trl.envs.floor import oracle_response, random_response
 from ragen2_trl.reporting.files import write_json
 
 Z_95 = NormalDist().inv_cdf(0.975)
-SCRIPTED = ("oracle", "random")
+SCRIPTED = {"oracle": oracle_response, "random": random_response}
 
 
 def main(args: list[str] | None = None) -> None:
@@ -143,17 +144,9 @@ def evaluate_scripted(
     _, plays = held_out_plays(env, num_prompts, num_samples, seed, data)
     running = [(play, random.Random(f"{policy}/{seed}/{number}")) for number, play in enumerate(plays)]
     while running := [(play, rng) for play, rng in running if not play.done]:
-        texts = [_scripted(policy, play, rng) for play, rng in running]
+        texts = [SCRIPTED[policy](env, play, rng) for play, rng in running]
         respond_all([play for play, _ in running], texts, env.workers)
     return summarize(num_samples, **outcomes_of(plays))
-
-
-def _scripted(policy: str, play: Play, rng: random.Random) -> str:
-    if policy == "oracle":
-        reasoning, actions = play.episode.plan(rng)
-        return format_response(reasoning, actions[: play.env.max_actions])
-    count = play.env.max_actions if play.env.splits_answers else 1
-    return format_response("", [play.episode.random_action(rng) for _ in range(count)])
 
 
 def outcomes_of(plays: Sequence[Play]) -> dict[str, list[float]]:
