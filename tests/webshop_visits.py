@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from ragen2_trl.envs.responses import format_response
 from ragen2_trl.envs.webshop.catalogue import Catalogue, Goal, Product
-from ragen2_trl.envs.webshop.environment import WebShopEpisode
+from ragen2_trl.envs.webshop.visit import WebShopEpisode
 
 JACKET = Product(
     asin="B00001",

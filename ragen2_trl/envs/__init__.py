@@ -63,6 +63,7 @@ def _options(init: Callable[..., None]) -> list[str]:
 
 __all__ = [
     "ENVIRONMENTS",
+    "PRESETS",
     "Bandit",
     "Countdown",
     "DeepCoder",
@@ -72,7 +73,6 @@ __all__ = [
     "Limits",
     "MetaMathQA",
     "Outcome",
-    "PRESETS",
     "Play",
     "Response",
     "SearchQA",

@@ -22,7 +22,7 @@ from ragen2_trl.envs.play import Outcome, Play, mean_outcomes, respond_all
 from ragen2_trl.envs.responses import TAGS, Completion, Response, completion_text, format_response, parse_response
 from ragen2_trl.envs.tasks import FIRST_REFERENCE_SEED, SPLITS, Row
 from ragen2_trl.envs.tools import ToolEnvironment
-from ragen2_trl.envs.wording import WORDINGS
+from ragen2_trl.envs.wording import WORDINGS, Ragen2
 
 RewardFunc: TypeAlias = Callable[..., list[float]]
 
@@ -53,6 +53,8 @@ class Environment(ABC):
         prompts: YAML or JSON file with texts of the wording `"ragen2"` by key (`ragen2_trl.envs.wording.KEYS`).
         split: `"held_out"`, where no task of one split appears in the other, or `"reference"`: tasks in the order of
             RAGEN-2's seeds, for comparison; some of its test tasks occur in training.
+        split_answers: Whether `||` in an answer separates actions; default: but in tasks whose answers may hold it,
+            such as programs.
 
     Raises:
         ValueError: If an option is outside its range.
@@ -64,7 +66,7 @@ class Environment(ABC):
     example: str  # what could stand between the answer tags
     # A return at or below the first is a failure's, at or above the second that of a solved task; None: no such bounds
     returns: ClassVar[tuple[float, float] | None] = None
-    splits_answers: ClassVar[bool] = True  # whether `||` separates actions; not where an answer may contain it
+    splits_answers: bool = True  # whether `||` separates actions; not where an answer may contain it
     shows_images: bool = False  # whether the first observation is a picture
     workers: int = 1  # episodes stepped at the same time, where steps wait for something
     tools: ClassVar[type[ToolEnvironment] | None] = None  # the task's tools for TRL's `environment_factory`
@@ -97,6 +99,7 @@ class Environment(ABC):
         wording: str = "own",
         prompts: str | None = None,
         split: str = "held_out",
+        split_answers: bool | None = None,
     ):
         check_choice("protocol", protocol, PROTOCOLS if self.tools else PROTOCOLS[:1])
         if multi_turn is not None:
@@ -136,7 +139,15 @@ class Environment(ABC):
         self.stray_tags = stray_tags
         self.show_penalty = show_penalty
         self.split = split
+        if split_answers is not None:
+            check_choice("split_answers", split_answers, (True, False))
+            self.splits_answers = split_answers
         self.wording = WORDINGS[wording](prompts)
+
+    @property
+    def ragen2_states(self) -> bool:
+        """Whether observations are laid out as in RAGEN-2, too, where a task has a form of its own for that."""
+        return isinstance(self.wording, Ragen2)
 
     def _show_pictures(self) -> None:
         """Lets the first observation be a picture; called by tasks that have them, once limits are set."""
@@ -201,6 +212,8 @@ class Environment(ABC):
         check_choice("split", split, SPLITS)
         if num_prompts is None and data is None:
             raise ValueError(f"num_prompts must be given where {self.name} makes its tasks itself, got None")
+        if num_prompts is None and self.split == "reference":
+            raise ValueError("num_prompts must be given with split='reference', whose seeds have no end, got None")
         if num_prompts is not None:
             check_count("num_prompts", num_prompts, 1, 10_000_000)
         rows: list[dict[str, Any]] = []

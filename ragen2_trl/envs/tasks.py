@@ -57,6 +57,17 @@ def first(rows: Dataset, number: int | None) -> Dataset:
     return rows if number is None else rows.select(range(min(number, len(rows))))
 
 
+def reference_source(name: str, data: str | None, hub: str) -> str:
+    """Where the tasks of RAGEN-2's seeds come from, which are rows of data.
+
+    Raises:
+        ValueError: If no data is named.
+    """
+    if data is None:
+        raise ValueError(f"data must name rows, such as those of {hub}, for {name} with split='reference', got None")
+    return data
+
+
 class Table(Protocol):
     """Rows by number, such as a `Dataset`."""
 
@@ -67,6 +78,12 @@ class Table(Protocol):
     def __getitem__(self, index: int, /) -> dict[str, Any]: ...
 
 
+def check_columns(rows: Dataset | Table, columns: Iterable[str]) -> None:
+    """Raises a `ValueError` unless the rows have all of the columns."""
+    if not set(columns) <= set(rows.column_names):
+        raise ValueError(f"columns of data must include {list(columns)}, got {rows.column_names}")
+
+
 def shuffled(
     rows: Dataset | Table, columns: Iterable[str], rng: random.Random
 ) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -75,8 +92,7 @@ def shuffled(
     Raises:
         ValueError: If a column is missing.
     """
-    if not set(columns) <= set(rows.column_names):
-        raise ValueError(f"columns of data must include {list(columns)}, got {rows.column_names}")
+    check_columns(rows, columns)
     order = list(range(len(rows)))
     rng.shuffle(order)
     return ((index, rows[index]) for index in order)

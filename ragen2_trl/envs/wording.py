@@ -30,6 +30,7 @@ KEYS = {
     "left": "{left} actions are left to you. ",
     "format": "Answer with {format} and with nothing besides. ",
     "length": "Use no more than 100 words.",
+    "advice": "",  # a part of the state
     "reward": "Reward:\n{reward}\n",
 }
 FIELDS = ("legend", "actions", "total", "turn", "state", "left", "format", "reward")
@@ -130,6 +131,10 @@ class Ragen2:
         """The user message of the first turn without what is particular to a task."""
         return self._text(task, ["turn", "left", "format", "length"], turn=1, left=_total(task))
 
+    def text(self, task: Task, key: str) -> str:
+        """One of the texts as it stands."""
+        return {**KEYS, **task.reference_texts(), **self._given}[key]
+
     def _text(self, task: Task, keys: Sequence[str], **fields: Any) -> str:
         texts = {**KEYS, **task.reference_texts(), **self._given}
         fields["total"] = _total(task)
@@ -155,7 +160,9 @@ def read_prompts(path: str) -> dict[str, str]:
     try:
         texts = json.loads(content) if path.endswith(".json") else yaml.safe_load(content)
     except (yaml.YAMLError, json.JSONDecodeError) as error:
-        raise ValueError(f"prompts must be a YAML or JSON file, {path!r} cannot be read: {' '.join(str(error).split())}")
+        raise ValueError(
+            f"prompts must be a YAML or JSON file, {path!r} cannot be read: {' '.join(str(error).split())}"
+        )
     if not isinstance(texts, dict) or not all(isinstance(text, str) for text in texts.values()):
         raise ValueError(f"prompts must hold texts by the keys {list(KEYS)}, got something else in {path!r}")
     unknown = sorted(str(key) for key in texts if key not in KEYS)

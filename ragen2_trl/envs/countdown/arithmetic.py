@@ -164,6 +164,18 @@ def solve(
     return None
 
 
+def sums_with_signs(numbers: Sequence[int], target: int) -> bool:
+    """Whether the numbers sum to the target with a sign each, as with `operators="+-"`.
+
+    >>> sums_with_signs([3, 8, 1], 6), sums_with_signs([3, 8, 1], 24)
+    (True, False)
+    """
+    sums = {0}
+    for number in numbers:
+        sums = {value + sign * number for value in sums for sign in (1, -1)}
+    return target in sums
+
+
 def show(tree: Tree, outer: bool = True) -> str:
     """A tree as text.
 

@@ -20,12 +20,22 @@ from ragen2_trl.envs.countdown.arithmetic import (
     random_tree,
     show,
     solve,
+    sums_with_signs,
     value_of,
     whole_numbers,
     written,
 )
 from ragen2_trl.envs.episode import Episode, Limits
-from ragen2_trl.envs.tasks import Row, check_first_rows, first, held_out, load_tasks, shuffled
+from ragen2_trl.envs.tasks import (
+    Row,
+    check_columns,
+    check_first_rows,
+    first,
+    held_out,
+    load_tasks,
+    reference_source,
+    shuffled,
+)
 from ragen2_trl.envs.tools import ToolEnvironment
 
 OPERATORS = ("+-*/", "+-")
@@ -34,6 +44,7 @@ RIGHT, RIGHT_NUMBERS = 1.0, 0.1
 TOLERANCE = Fraction(1, 100_000)  # RAGEN's, of a value that it computes in floating point
 TARGETS = (10, 99)  # of generated tasks, both included
 COLUMNS = ("nums", "target")
+HUB = "Jiayi-Pan/Countdown-Tasks-3to4"
 
 
 class CountdownEpisode(Episode):
@@ -44,17 +55,28 @@ class CountdownEpisode(Episode):
         target: What to make of them.
         operators: The operators that count.
         judge: How attempts are judged, one of `JUDGES`.
+        as_ragen: Whether the state is laid out as in RAGEN-2.
     """
 
-    def __init__(self, numbers: Sequence[int], target: int, operators: str, judge: str = "expression"):
+    def __init__(
+        self,
+        numbers: Sequence[int],
+        target: int,
+        operators: str,
+        judge: str = "expression",
+        as_ragen: bool = False,
+    ):
         self.numbers = list(numbers)
         self.target = target
         self.operators = operators
         self.judge = judge
+        self.as_ragen = as_ragen
         self.best = 0.0
         self._remark = ""
 
     def observation(self) -> str:
+        if self.as_ragen:
+            return f"Target: {self.target}, nums: {self.numbers}"
         task = f"Numbers: {' '.join(map(str, self.numbers))}. Target: {self.target}."
         return f"{self._remark}\n{task}" if self._remark else task
 
@@ -207,7 +229,28 @@ class Countdown(Environment):
             yield {"seed": index, "nums": numbers, "target": target}
 
     def episode(self, row: Row, rng: random.Random) -> CountdownEpisode:
-        return CountdownEpisode(row["nums"], row["target"], self.operators, self.judge)
+        return CountdownEpisode(row["nums"], row["target"], self.operators, self.judge, self.ragen2_states)
+
+    def reference_tasks(self, seeds: Iterator[int], split: str, data: str | None) -> Iterator[dict[str, Any]]:
+        """RAGEN-2's rows: among the first ones those that some choice of signs solves, by seed, for both splits."""
+        rows = first(load_tasks(reference_source(self.name, data, HUB), "train"), self.first_rows)
+        check_columns(rows, COLUMNS)
+        numbers, targets = rows["nums"][:], rows["target"][:]
+        places = [place for place, row in enumerate(zip(numbers, targets, strict=True)) if sums_with_signs(*row)]
+        if not places:
+            raise ValueError(f"data must hold tasks whose numbers sum to the target with signs, got none in {data!r}")
+        for seed in seeds:
+            nums, target = _checked(rows[places[seed % len(places)]])
+            yield {"seed": seed, "nums": nums, "target": target}
+
+    def reference_texts(self) -> dict[str, str]:
+        return {
+            # RAGEN-2's example contradicts itself on the way, too.
+            "instruction": "Combine the numbers of the list in an equation whose value is the target. Example, for "
+            "Target: 17, nums: [3, 9, 5]: <think>3 + 9 + 5 makes 18, which is not 17, so I add the other way round: "
+            "3 + 5 + 9 = 17.</think><answer>3 + 5 + 9</answer>",
+            "length": "Use no more than 100 words.",
+        }
 
     def instructions(self) -> str:
         return (

@@ -12,6 +12,7 @@ from ragen2_trl.envs.tasks import Row, load_tasks
 
 CONFIGS = {"primeintellect": ("train",), "taco": ("train",), "lcbv5": ("train", "test"), "codeforces": ("test",)}
 MIXTURE = "mixture"
+HUB = "agentica-org/DeepCoder-Preview-Dataset"
 PARTS = {"train": ("primeintellect", "taco", "lcbv5"), "test": ("codeforces", "lcbv5")}  # of the mixture
 
 

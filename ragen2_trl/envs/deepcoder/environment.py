@@ -16,7 +16,7 @@ from typing import Any
 
 from ragen2_trl.envs.base import Environment
 from ragen2_trl.envs.checks import check_choice, check_count, check_range
-from ragen2_trl.envs.deepcoder.data import CONFIGS, MIXTURE, load_problems, problem_of
+from ragen2_trl.envs.deepcoder.data import CONFIGS, HUB, MIXTURE, load_problems, problem_of
 from ragen2_trl.envs.deepcoder.problems import make_problem
 from ragen2_trl.envs.deepcoder.program_tests import CallCase, CaseResult, StdinCase, run_tests
 from ragen2_trl.envs.deepcoder.sandbox import Limits as RunLimits
@@ -24,7 +24,7 @@ from ragen2_trl.envs.deepcoder.sandbox import Sandbox, SandboxUnavailableError
 from ragen2_trl.envs.deepcoder.tests import choose_tests, read_tests, task_row
 from ragen2_trl.envs.episode import Episode, Limits
 from ragen2_trl.envs.responses import MAX_RESPONSE_CHARS, plain_text
-from ragen2_trl.envs.tasks import Row, held_out, shuffled
+from ragen2_trl.envs.tasks import Row, check_columns, held_out, reference_source, shuffled
 from ragen2_trl.envs.tools import ToolEnvironment
 
 COLUMNS = ("problem", "tests")
@@ -82,9 +82,10 @@ class DeepCoderEpisode(Episode):
     Args:
         row: The task's.
         judge: What tests the programs.
+        as_ragen: Whether the state is laid out as in RAGEN-2.
     """
 
-    def __init__(self, row: Row, judge: Judge):
+    def __init__(self, row: Row, judge: Judge, as_ragen: bool = False):
         self.problem: str = plain_text(row["problem"], keep_lines=True)
         self.starter: str = plain_text(row["starter"], keep_lines=True)
         self.function: str = row["function"]
@@ -97,11 +98,14 @@ class DeepCoderEpisode(Episode):
             for given, expected in json.loads(row["tests"])
         ]
         self._feedback = ""
+        self._as_ragen = as_ragen
 
     def observation(self) -> str:
         """The problem, and once a program has been tested what came of it instead."""
         if self._feedback:
             return self._feedback
+        if self._as_ragen:
+            return f"{self.problem}\n\nStarter code:\n{self.starter}" if self.starter else self.problem
         if self.starter:
             return f"{self.problem}\nStart from:\n```python\n{self.starter}\n```"
         case = self._cases[0]
@@ -135,7 +139,7 @@ class DeepCoderEpisode(Episode):
         hidden = results[self._public :]
         num_passed = sum(result.verdict == "passed" for result in hidden)
         self._feedback = self._describe(results, num_passed)
-        fraction = num_passed / len(hidden)
+        fraction = num_passed / len(hidden) if hidden else 0.0
         self.done = self.success = fraction == 1.0
         gained = max(0.0, fraction - self.best)
         self.best = max(self.best, fraction)
@@ -277,7 +281,21 @@ class DeepCoder(Environment):
         return {"seed": seed, **task_row(problem.strip(), starter, function, tests, public, "")}
 
     def episode(self, row: Row, rng: random.Random) -> DeepCoderEpisode:
-        return DeepCoderEpisode(row, self.judge)
+        return DeepCoderEpisode(row, self.judge, self.ragen2_states)
+
+    def reference_tasks(self, seeds: Iterator[int], split: str, data: str | None) -> Iterator[dict[str, Any]]:
+        """RAGEN-2's rows: one drawn by each seed, for both splits from the problems for tests."""
+        rows, _ = load_problems(reference_source(self.name, data, HUB), self.config, "test")
+        check_columns(rows, COLUMNS)
+        for seed in seeds:
+            yield self._task(seed, rows[random.Random(seed).randint(0, len(rows) - 1)])
+
+    def reference_texts(self) -> dict[str, str]:
+        return {
+            "instruction": "This is a coding task. Give a complete Python function and nothing else within the answer "
+            "tags. ",
+            "length": "Use no more than 8000 words.",
+        }
 
     def instructions(self) -> str:
         later = " A later program earns what it passes beyond your best." if self.max_turns > 1 else ""

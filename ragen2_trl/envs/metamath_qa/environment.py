@@ -9,7 +9,7 @@ from ragen2_trl.envs.checks import check_choice
 from ragen2_trl.envs.episode import Episode, Limits
 from ragen2_trl.envs.metamath_qa.math_answers import same_answer
 from ragen2_trl.envs.responses import plain_text
-from ragen2_trl.envs.tasks import Row, held_out, load_tasks, shuffled
+from ragen2_trl.envs.tasks import Row, check_columns, held_out, load_tasks, reference_source, shuffled
 from ragen2_trl.envs.tools import ToolEnvironment
 
 COLUMNS = ("query", "response", "original_question")
@@ -149,20 +149,34 @@ class MetaMathQA(Environment):
             number = stream.getrandbits(31)
             yield number, make_problem(random.Random(number))
 
-    def _loaded(self, seed: int, split: str, data: str) -> Iterator[tuple[int, dict[str, str]]]:
+    def _loaded(self, seed: int, split: str, data: str) -> Iterator[tuple[int, dict[str, Any]]]:
         rows = load_tasks(data, "train")  # the only split there is
         for index, row in shuffled(rows, COLUMNS, random.Random(f"{self.name}/{split}/{seed}")):
-            for column in COLUMNS:
-                if not isinstance(row[column], str):
-                    raise ValueError(f"{column} must be text, got {row[column]!r}")
-            yield index, row
+            yield index, _checked(row)
 
     def episode(self, row: Row, rng: random.Random) -> MetaMathQAEpisode:
         return MetaMathQAEpisode(row["question"], row["answer"], row["solution"], self.check)
 
+    def reference_tasks(self, seeds: Iterator[int], split: str, data: str | None) -> Iterator[dict[str, Any]]:
+        """RAGEN-2's rows: one drawn by each seed, for both splits from the same; some have no right answer."""
+        rows = load_tasks(reference_source(self.name, data, "meta-math/MetaMathQA"), "train")
+        check_columns(rows, COLUMNS)
+        for seed in seeds:
+            yield self._task(seed, _checked(rows[random.Random(seed).randint(0, len(rows) - 1)]))
+
+    def reference_texts(self) -> dict[str, str]:
+        return {"instruction": "You are solving Math problems. ", "length": "Use no more than 100 words."}
+
     def instructions(self) -> str:
         again = " A wrong answer may be mended, for half the reward each time." if self.max_turns > 1 else ""
         return f"Answer the question with a number or an expression alone. Reward: 1 if right.{again}"
+
+
+def _checked(row: dict[str, Any]) -> dict[str, Any]:
+    for column in COLUMNS:
+        if not isinstance(row[column], str):
+            raise ValueError(f"{column} must be text, got {row[column]!r}")
+    return row
 
 
 # Wordings of a question, and its way to the answer: what is asked of `a` and `b` is `c`.

@@ -27,10 +27,19 @@ from ragen2_trl.envs.search_qa.answers import (
 )
 from ragen2_trl.envs.search_qa.http_retrieval import DIALECTS, HTTPRetriever, RetrievalError
 from ragen2_trl.envs.search_qa.passages import MAX_QUERY_CHARS, Passage, passage_of
-from ragen2_trl.envs.search_qa.results import RESULTS, documents, numbered
+from ragen2_trl.envs.search_qa.results import documents, numbered
 from ragen2_trl.envs.search_qa.retrieval import BM25Retriever, Retriever, open_corpus
 from ragen2_trl.envs.search_qa.worlds import make_world
-from ragen2_trl.envs.tasks import Row, check_first_rows, first, held_out, load_tasks, shuffled
+from ragen2_trl.envs.tasks import (
+    Row,
+    check_columns,
+    check_first_rows,
+    first,
+    held_out,
+    load_tasks,
+    reference_source,
+    shuffled,
+)
 from ragen2_trl.envs.tools import ToolEnvironment
 
 COLUMNS = ("question", "answer", "context", "supporting_facts")
@@ -46,14 +55,17 @@ def context_index(passages: tuple[Passage, ...]) -> BM25Retriever:
 
 @dataclass(frozen=True)
 class Rules:
-    """How a search is shown and an answer judged; the fields are the options of `SearchQA`."""
+    """How a search is shown and an answer judged; the fields are options of `SearchQA`.
+
+    With `as_ragen` states are laid out as in RAGEN-2: documents with scores, the actions, the question only once.
+    """
 
     top_k: int = 5
     max_chars: int = 4000
     judge: str = "exact"
     any_answer: bool = False
-    results: str = "short"
     show_failures: bool = False
+    as_ragen: bool = False
 
 
 class SearchQAEpisode(Episode):
@@ -64,15 +76,12 @@ class SearchQAEpisode(Episode):
         retriever: What to search; `None` for the task's own passages.
         searches: How many searches the turns leave room for before the answer; 0 for a closed book.
         rules: How results are shown and answers judged.
-
-    Attributes:
-        is_exact: Whether the answer was the right one, however it is judged.
     """
 
     def __init__(self, row: Row, retriever: Retriever | None, searches: int, rules: Rules):
         self.question: str = row["question"]
         self.answer: str = row["answer"]
-        self.is_exact = False
+        self._given: str | None = None  # the answer
         self._evidence = [passage_of(passage) for passage in row["evidence"]][:searches]
         self._passages = tuple(passage_of(passage) for passage in row.get("passages", ()))
         self._retriever = retriever
@@ -85,7 +94,7 @@ class SearchQAEpisode(Episode):
 
     def observation(self) -> str:
         question = f"Question: {plain_text(self.question)}"
-        if self._rules.results == "short":
+        if not self._rules.as_ragen:
             return f"{question}\n{self._found}" if self._found else question
         actions = "Available actions: search[<query>], finish[<answer>]"
         if not self._queries:
@@ -114,18 +123,26 @@ class SearchQAEpisode(Episode):
             self._queries.append(argument)
             self._found = self._search(argument)
             return 0.0
-        self.done = True
-        self.is_exact = exact_match(argument, self.answer)
+        self.done, self._given = True, argument
         if self._rules.judge == "f1":
             credit = f1_credit(argument, self.answer)
             self.success = credit > 0
             return credit
-        self.success = self.is_exact
+        self.success = exact_match(argument, self.answer)
         return 1.0 if self.success else partial_credit(argument, self.answer)
+
+    @property
+    def measures(self) -> dict[str, float]:
+        """Success by either judge: the right answer, and RAGEN-2's, an F1 of `MIN_F1` or more."""
+        given = self._given
+        return {
+            "exact_match": float(given is not None and exact_match(given, self.answer)),
+            "f1_success": float(given is not None and f1_credit(given, self.answer) > 0),
+        }
 
     def _search(self, query: str) -> str:
         retriever = self._retriever or context_index(self._passages)
-        show = documents if self._rules.results == "documents" else numbered
+        show = documents if self._rules.as_ragen else numbered
         try:
             (passages,) = retriever.search([query], self._rules.top_k)
         except RetrievalError as error:
@@ -194,8 +211,6 @@ class SearchQA(Environment):
         judge: `"exact"`, or `"f1"` for RAGEN-2's (see `f1_credit`): success is then any F1 from 0.3 on.
         any_answer: Whether any text that is no action is the final answer, as in RAGEN-2 (see `read_any_text`), where
             letter case of actions counts, too.
-        results: How a search is shown: `"short"`, or `"documents"` for RAGEN-2's states (see `documents`), which name
-            the actions and do not repeat the question.
         dialect: The JSON of a retrieval server: `"search_r1"` or `"ragen2"` (see `HTTPRetriever`).
         show_failures: Whether a search that fails is shown to the model, after one try, rather than an error.
         first_rows: How many rows of data there are to draw from, the first ones, 1 to 10,000,000; `None` for all.
@@ -221,7 +236,6 @@ class SearchQA(Environment):
         max_chars: int = 4000,
         judge: str = "exact",
         any_answer: bool = False,
-        results: str = "short",
         dialect: str = "search_r1",
         show_failures: bool = False,
         first_rows: int | None = None,
@@ -232,13 +246,12 @@ class SearchQA(Environment):
         check_count("max_chars", max_chars, 100, 100_000)
         check_choice("judge", judge, JUDGES)
         check_choice("any_answer", any_answer, (True, False))
-        check_choice("results", results, RESULTS)
         check_choice("dialect", dialect, DIALECTS)
         check_choice("show_failures", show_failures, (True, False))
         check_first_rows(first_rows)
         server = {"dialect": dialect, **({"retries": 0} if show_failures else {})}
         self.retriever = open_corpus(corpus, **server) if isinstance(corpus, str) else corpus
-        self.rules = Rules(top_k, max_chars, judge, any_answer, results, show_failures)
+        self.rules = Rules(top_k, max_chars, judge, any_answer, show_failures, self.ragen2_states)
         self.first_rows = first_rows
         if isinstance(self.retriever, HTTPRetriever):
             self.workers = SERVER_WORKERS
@@ -282,6 +295,25 @@ class SearchQA(Environment):
 
     def episode(self, row: Row, rng: random.Random) -> SearchQAEpisode:
         return SearchQAEpisode(row, self.retriever, self.max_turns - 1, self.rules)
+
+    def reference_tasks(self, seeds: Iterator[int], split: str, data: str | None) -> Iterator[dict[str, Any]]:
+        """RAGEN-2's rows: the first ones of the training file by seed, for both splits."""
+        rows = self._load(reference_source(self.name, data, "hotpotqa/hotpot_qa"), "train")
+        check_columns(rows, COLUMNS)
+        for seed in seeds:
+            source = rows[seed % len(rows)]
+            check_hotpot_row(source)
+            yield self._row(seed, source)
+
+    def reference_texts(self) -> dict[str, str]:
+        return {
+            "instruction": "You answer questions as a search agent. search[query] looks for documents, and "
+            "finish[answer] hands in your answer.\nReason first, step by step, within <think> and </think>, then act "
+            "within <answer> and </answer>. Examples:\n"
+            "  <think>I have to know who wrote the song first.</think><answer>search[writer of the song]</answer>\n"
+            "  <think>The second document names the town.</think><answer>finish[Lisbon]</answer>\n",
+            "length": "Use no more than 300 words.",
+        }
 
 
 def load(data: str, split: str) -> Dataset:

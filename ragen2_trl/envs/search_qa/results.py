@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from ragen2_trl.envs.responses import plain_text
 from ragen2_trl.envs.search_qa.passages import Passage
 
-RESULTS = ("short", "documents")
 MAX_DOCUMENT_CHARS = 800
 
 

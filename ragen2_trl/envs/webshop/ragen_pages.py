@@ -3,9 +3,30 @@
 from collections.abc import Sequence
 
 from ragen2_trl.envs.webshop.catalogue import Catalogue, Goal, Product
-from ragen2_trl.envs.webshop.environment import BACK, Rules, WebShopEpisode
+from ragen2_trl.envs.webshop.visit import BACK, Rules, WebShopEpisode
 
 _SEPARATOR = " [SEP] "
+
+# The query of the example is not for what its instruction asks, as in RAGEN-2.
+INSTRUCTION = (
+    "You are in an online shop and are to buy a product that comes close to an instruction. Search for it, read the "
+    "results, pick one, choose its size and color, and buy it. Take only actions that are listed.  Example, for an "
+    "instruction that asks for a green rain jacket: <answer>search[wool sweater blue]</answer>. An action has one of "
+    "two forms: search[<keywords>] or click[<clickable>]."
+)
+ADVICE = "\n".join(
+    (
+        "Buy something within 10 actions; it need not be perfect.",
+        "Leave size and color out of what you search for.",
+        "Search twice at most.",
+        "A product that is close enough is good enough.",
+        "Rather take a product of this page than go on to the next page.",
+        "Hardly ever click next more than twice.",
+        "Hardly ever go back.",
+        "With fewer than three actions left, buy the first product you see.",
+        "Click a size, then a color, then buy now, unless one action is left; never click the description.",
+    )
+)
 
 
 class RagenVisit(WebShopEpisode):
