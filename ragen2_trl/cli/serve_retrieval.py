@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from ragen2_trl.cli.arguments import InputError, checked_input, retrieval_parser
 from ragen2_trl.cli.console import make_console
+from ragen2_trl.envs.checks import check_count
 from ragen2_trl.envs.search_qa import SearchQA
 from ragen2_trl.envs.search_qa.passages import Passage, Passages, PassageTable, passage_of
 from ragen2_trl.envs.search_qa.retrieval import BM25Retriever, Retriever, open_corpus
@@ -41,10 +42,10 @@ def make_server(arguments: Namespace) -> RetrievalServer:
     """
     if arguments.corpus is not None and arguments.corpus.startswith(("http://", "https://")):
         raise ValueError("corpus must be a file or a folder, got an address")
+    check_count("num_worlds", arguments.num_worlds, 1, 100_000)
+    check_count("port", arguments.port, 0, 65_535)
     if arguments.encoder is None and arguments.index is not None:
         raise ValueError(f"index must be None without an encoder, got {arguments.index!r}")
-    if not 0 <= arguments.port <= 65_535:
-        raise ValueError(f"port must be between 0 and 65535, got {arguments.port}")
     if arguments.encoder is None:
         retriever, size, method = *lexical(arguments), "bm25"
     else:
