@@ -22,7 +22,7 @@ from ragen2_trl.envs.play import Outcome, Play, mean_outcomes, respond_all
 from ragen2_trl.envs.responses import TAGS, Completion, Response, completion_text, format_response, parse_response
 from ragen2_trl.envs.tasks import FIRST_REFERENCE_SEED, SPLITS, Row
 from ragen2_trl.envs.tools import ToolEnvironment
-from ragen2_trl.envs.wording import WORDINGS
+from ragen2_trl.envs.wording import WORDINGS, reply_form
 
 RewardFunc: TypeAlias = Callable[..., list[float]]
 
@@ -233,8 +233,7 @@ class Environment(ABC):
 
     def turn_text(self, episode: Episode, status: str | None = None) -> str:
         """What a user message of our own wording shows: what came of the last turn, the state, the answer's form."""
-        lines = [status] if status else []
-        lines += [episode.observation(), self.reply_form]
+        lines = (status, episode.observation(), reply_form(self))
         return "\n".join(line for line in lines if line)
 
     @property
@@ -243,25 +242,11 @@ class Environment(ABC):
         system = {"role": "system", "content": self.wording.system(self)}
         return [system, {"role": "user", "content": self.wording.without_observation(self)}]
 
-    @property
-    def reply_form(self) -> str:
-        """The form of an answer in our own wording."""
-        return f"Reply with {format_response('reasoning', [self.example], think=self.enable_think)}"
-
     def read(self, text: str) -> Response | None:
         """The response that a model wrote, `None` where it has no form of one."""
         if not text.lstrip().startswith(self.forced_tag):
             text = self.forced_tag + text
         return parse_response(text, split=self.splits_answers, think=self.enable_think, stray_tags=self.stray_tags)
-
-    def limits_in_words(self) -> str:
-        """How many turns and actions there are, in our own wording."""
-        one = "one action" if self.splits_answers else "one answer"
-        actions = f"at most {self.max_actions} actions" if self.max_actions > 1 else one
-        total = "" if self.max_total_actions is None else f" All turns together take at most {self.max_total_actions}."
-        if self.max_turns > 1:
-            return f" You have {self.max_turns} turns with {actions} each.{total}"
-        return f" Give {actions}.{total}" if self.max_actions > 1 else ""
 
     @property
     def reward_funcs(self) -> list[RewardFunc]:

@@ -53,9 +53,11 @@ def _ragen2(turns: int, actions: int, total: int, tokens: int, free: tuple[str, 
 
 # By task, then by name. The numbers are those of RAGEN-2's configuration, in the scripts of its main tables.
 PRESETS: dict[str, dict[str, Preset]] = {
-    "bandit": {"ragen2": _ragen2(1, 1, 1, 500)},
-    "frozen_lake": {"ragen2": _ragen2(5, 2, 10, 400)},
-    "sokoban": {"ragen2": _ragen2(5, 2, 10, 400)},
+    "bandit": {"ragen2": _ragen2(1, 1, 1, 500, names="ragen2", layout="ragen2")},
+    "frozen_lake": {
+        "ragen2": _ragen2(5, 2, 10, 400, observation="both", layout="ragen2", generator="ragen2", frozen=0.9)
+    },
+    "sokoban": {"ragen2": _ragen2(5, 2, 10, 400, observation="both", layout="ragen2", generator="ragen2")},
 }
 
 
