@@ -75,7 +75,7 @@ REFERENCE_PAIRS = {
 }
 NAMES = {"own": PAIRS, "ragen2": REFERENCE_PAIRS}
 
-# What is shown of two machines. RAGEN-2 says nothing of what they pay; the words are ours, the spaces at line ends its.
+# What is shown of two machines. RAGEN-2 says nothing of what they pay; words are ours, spaces at line ends its own.
 OBSERVATIONS = {
     "own": "Machines: {0}, {1}.",
     "ragen2": (

@@ -171,7 +171,7 @@ class Environment(ABC):
         """A new play of a row's task, whose chance events come from `rng`."""
 
     def reference_tasks(self, seeds: Iterator[int], split: str, data: str | None) -> Iterator[dict[str, Any]]:
-        """Like `tasks`, but a row for each of `seeds`, the one that RAGEN-2 makes of it; tasks with presets have it."""
+        """Like `tasks`, but a row for each of `seeds`, the one that RAGEN-2 makes of it, where there are presets."""
         raise NotImplementedError(f"{self.name} has no reference tasks")
 
     def reference_texts(self) -> dict[str, str]:

@@ -40,16 +40,17 @@ SYMBOLS = "".join(MEANINGS)
 # What RAGEN-2's prompt says, in our words. The corner is the reference's, whatever the size of the map.
 TEXTS = {
     "coordinates": {
-        "instruction": "This is FrozenLake.\nYou are given the lake as a grid of symbols, and the coordinates of start, "
-        "goal, player and holes, counted from zero.\nThey go from (0, 0) at the top left to (5, 5) at the bottom right.\n"
+        "instruction": "This is FrozenLake.\nYou are given the lake as a grid of symbols, and the coordinates of "
+        "start, goal, player and holes, counted from zero.\nThey go from (0, 0) at the top left to (5, 5) at the "
+        "bottom right.\n"
         "The ice is slippery: you may come to another place than you wanted to.\n"
         "Your answer is a sequence of actions, for instance <answer>Down || Down || Left</answer>.\n",
         "length": "Use no more than 120 words.",
     },
     "grid": {
         "instruction": "This is FrozenLake. Keep away from the holes and get to the goal. You may slip and come to "
-        "another place than you wanted to. For instance: <think>The goal is below me and then to the left, with no hole "
-        "on the way.</think> <answer>Down || Left</answer>",
+        "another place than you wanted to. For instance: <think>The goal is below me and then to the left, with no "
+        "hole on the way.</think> <answer>Down || Left</answer>",
         "length": "Use no more than 100 words.",
     },
 }

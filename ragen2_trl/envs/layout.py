@@ -30,7 +30,7 @@ def show_board(lines: Sequence[str], cells: Mapping[str, Sequence[tuple[int, int
 
 
 def check_symbols(symbols: object, usual: str) -> None:
-    """Raises a `ValueError` unless `symbols` can stand for the `usual` ones: as many, all different, none of them space."""
+    """Raises a `ValueError` unless `symbols` can stand for the `usual` ones: as many, all different, no space."""
     if (
         not isinstance(symbols, str)
         or not len(symbols) == len(usual) == len(set(symbols))

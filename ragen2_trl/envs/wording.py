@@ -170,7 +170,7 @@ def read_prompts(path: str) -> dict[str, str]:
     except (yaml.YAMLError, json.JSONDecodeError) as error:
         raise ValueError(
             f"prompts must be a YAML or JSON file, {path!r} cannot be read: {' '.join(str(error).split())}"
-        )
+        ) from error
     if not isinstance(texts, dict) or not all(isinstance(text, str) for text in texts.values()):
         raise ValueError(f"prompts must hold texts by the keys {list(KEYS)}, got something else in {path!r}")
     unknown = sorted(str(key) for key in texts if key not in KEYS)

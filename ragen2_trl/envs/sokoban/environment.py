@@ -140,7 +140,7 @@ class Sokoban(Environment):
             column `image` or, with `protocol="tools"`, in the answers of tools.
         layout: How words show it: `"own"`, spaced symbols and cells as on a chess board, or `"ragen2"`, symbols
             without spaces and zero-based `(row, column)`.
-        symbols: Seven symbols in place of `#_O√XPS`: wall, floor, target, box on target, box, player, player on target.
+        symbols: Seven in place of `#_O√XPS`: wall, floor, target, box on target, box, player, player on target.
         generator: How rooms are made: `"own"`, or `"ragen2"`, by playing backwards; these can be a single action from
             their end, or further than the limits.
         search_depth: How far the generator `"ragen2"` plays backwards, 3 to 1000.
