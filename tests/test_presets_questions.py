@@ -45,7 +45,7 @@ def test_options_that_contradict_the_preset_are_named(name, option, value, neede
 def test_reference_tasks_are_rows_of_data(name):
     with pytest.raises(ValueError, match=f"data must name rows, .* for {name} with split='reference', got None"):
         preset(name, split="reference").dataset(2)
-    with pytest.raises(ValueError, match="num_prompts must be given with split='reference'"):
+    with pytest.raises(ValueError, match="num_prompts must be given where split='reference' has no end, got None"):
         preset(name, split="reference").dataset(data="anything")
 
 
@@ -77,7 +77,7 @@ def test_metamath_qa_says_what_ragen2_says():
     instruction, state, last = prompt_of(env, SUM)
     assert instruction == "You are solving Math problems. "
     assert state == "What is 2 + 3?"
-    assert "1 actions" in last and "100 words" in last
+    assert "Actions left: 1. " in last and "100 words" in last
 
 
 @pytest.mark.parametrize(
@@ -134,7 +134,7 @@ def test_countdown_says_what_ragen2_says():
     order = ["numbers", "equation", "target", "<think>", "</think><answer>"]
     assert [*map(instruction.index, order)] == sorted(map(instruction.index, order))
     assert state == "Target: 98, nums: [44, 19, 35]"
-    assert "1 actions" in last and "100 words" in last
+    assert "Actions left: 1. " in last and "100 words" in last
 
 
 @pytest.mark.parametrize(
@@ -219,7 +219,7 @@ def test_search_qa_says_what_ragen2_says():
     examples = instruction.split("Examples:\n")[1]
     assert re.fullmatch(r"  <think>.*search\[.*\n  <think>.*finish\[.*\n", examples)
     assert state == f"Question: {ROW['question']}\n{ACTIONS}"
-    assert "10 actions" in last and "300 words" in last
+    assert "Actions left: 10. " in last and "300 words" in last
 
 
 def test_search_qa_shows_documents_with_scores():
@@ -228,7 +228,7 @@ def test_search_qa_shows_documents_with_scores():
     assert reply.startswith(
         "Reward:\n0.0\n\nTurn 2:\nState:\nSearch results for 'the river':\n"
         "[Document 1] (ID: doc_3, Score: 1.235)\nOsk\nA river.\n\n"
-        f"[Document 2] (ID: 7, Score: 0.500)\nBelmin is a town.\n\n{ACTIONS}\n9 actions"
+        f"[Document 2] (ID: 7, Score: 0.500)\nBelmin is a town.\n\n{ACTIONS}\nActions left: 9. "
     )
 
 

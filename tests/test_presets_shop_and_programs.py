@@ -51,7 +51,7 @@ def test_webshop_says_what_ragen2_says(shop):
     order += ["listed.  Example", "search[wool", "search[<keywords>]", "click[<clickable>]"]
     assert [*map(instruction.index, order)] == sorted(map(instruction.index, order))
     assert state == f"Instruction: {row['instruction']}.{ADVICE}\nsearch[<content>]"
-    assert "9 actions" in last and "200 words" in last
+    assert "Actions left: 9. " in last and "200 words" in last
     points = ["10 actions", "size and color", "twice", "close enough", "next page", "next more than twice", "back"]
     points += ["fewer than three actions", "description"]
     lines = ADVICE.split("\n")
@@ -63,7 +63,8 @@ def test_webshops_pages_are_laid_out_as_in_ragen2():
     episode = visit()
     assert page(episode) == (f"Instruction: {GOAL.instruction}", ["search[<content>]"])
     assert page(episode, "search[rain jacket]") == (
-        f"{WISH}{BACK}Page 1 (Total results: 1) [SEP] Next > [SEP] B00001 [SEP] Alora Rain Jacket, waterproof [SEP] $45.0",
+        f"{WISH}{BACK}Page 1 (Total results: 1) [SEP] Next > [SEP] B00001 [SEP] Alora Rain Jacket, waterproof [SEP] "
+        "$45.0",
         ["click[back to search]", "click[next >]", "click[b00001]"],
     )
     product = (
@@ -100,7 +101,7 @@ def test_a_bad_click_is_free_and_uses_an_action(shop, text):
     play = shop.play(shop.dataset(1)[0], random.Random(0))
     state = play.episode.observation()
     reply = play.respond(say(text))
-    assert reply.startswith(f"Reward:\n0.0\n\nTurn 2:\nState:\n{state}\n8 actions")
+    assert reply.startswith(f"Reward:\n0.0\n\nTurn 2:\nState:\n{state}\nActions left: 8. ")
     assert play.turn_rewards == [0.0]
 
 
@@ -195,7 +196,7 @@ def test_deepcoder_says_what_ragen2_says(coder):
     instruction, state, last = prompt_of(coder, task(coder, stdin_row("Double a number. Input: 21 Output: 42")))
     assert "coding" in instruction and "complete Python function" in instruction and "answer" in instruction
     assert state == "Double a number. Input: 21 Output: 42"
-    assert "1 actions" in last and "8000 words" in last
+    assert "Actions left: 1. " in last and "8000 words" in last
     starter = "class Solution:\n    def double(self, n: int) -> int:"
     _, state, _ = prompt_of(coder, task(coder, stdin_row("Double it.", starter_code=f"{starter}\n        ")))
     assert state == f"Double it.\n\nStarter code:\n{starter}"
@@ -265,5 +266,7 @@ def test_deepcoder_draws_reference_rows_from_the_tests_alone(parts):
 
 
 def test_a_folder_without_a_part_of_the_mixture_is_named(tmp_path):
-    with pytest.raises(ValueError, match="data must be a folder with .*'taco'.* for config='mixture', got .* without"):
+    with pytest.raises(
+        ValueError, match=r"data must be a folder with .*'taco'.* for config='mixture', got .* without"
+    ):
         make_env("deepcoder", config="mixture").dataset(1, data=str(tmp_path))

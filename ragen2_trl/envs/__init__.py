@@ -43,7 +43,7 @@ def make_env(name: str, preset: str | None = None, **options: Any) -> Environmen
     allowed = options_of(name)
     unknown = sorted(set(options) - set(allowed))
     if unknown:
-        raise ValueError(f"options of {name} must be among {['preset', *allowed]}, got {unknown}")
+        raise ValueError(f"options of {name} must be among {[*allowed, 'preset']}, got {unknown}")
     if preset is None:
         return ENVIRONMENTS[name](**options)
     env = ENVIRONMENTS[name](**preset_options(name, preset, options))

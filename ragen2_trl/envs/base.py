@@ -22,7 +22,7 @@ from ragen2_trl.envs.play import Outcome, Play, mean_outcomes, respond_all
 from ragen2_trl.envs.responses import TAGS, Completion, Response, completion_text, format_response, parse_response
 from ragen2_trl.envs.tasks import FIRST_REFERENCE_SEED, SPLITS, Row
 from ragen2_trl.envs.tools import ToolEnvironment
-from ragen2_trl.envs.wording import WORDINGS, Ragen2
+from ragen2_trl.envs.wording import WORDINGS, reply_form
 
 RewardFunc: TypeAlias = Callable[..., list[float]]
 
@@ -144,11 +144,6 @@ class Environment(ABC):
             self.splits_answers = split_answers
         self.wording = WORDINGS[wording](prompts)
 
-    @property
-    def ragen2_states(self) -> bool:
-        """Whether observations are laid out as in RAGEN-2, too, where a task has a form of its own for that."""
-        return isinstance(self.wording, Ragen2)
-
     def _show_pictures(self) -> None:
         """Lets the first observation be a picture; called by tasks that have them, once limits are set."""
         if self.protocol == "text" and self.max_turns > 1:
@@ -182,7 +177,7 @@ class Environment(ABC):
         """A new play of a row's task, whose chance events come from `rng`."""
 
     def reference_tasks(self, seeds: Iterator[int], split: str, data: str | None) -> Iterator[dict[str, Any]]:
-        """Like `tasks`, but a row for each of `seeds`, the one that RAGEN-2 makes of it; tasks with presets have it."""
+        """Like `tasks`, but a row for each of `seeds`, the one that RAGEN-2 makes of it, where there are presets."""
         raise NotImplementedError(f"{self.name} has no reference tasks")
 
     def reference_texts(self) -> dict[str, str]:
@@ -210,10 +205,9 @@ class Environment(ABC):
             ValueError: If an argument is outside its range, or there are fewer tasks than `num_prompts`.
         """
         check_choice("split", split, SPLITS)
-        if num_prompts is None and data is None:
-            raise ValueError(f"num_prompts must be given where {self.name} makes its tasks itself, got None")
-        if num_prompts is None and self.split == "reference":
-            raise ValueError("num_prompts must be given with split='reference', whose seeds have no end, got None")
+        if num_prompts is None and (data is None or self.split == "reference"):
+            cause = "split='reference' has no end" if data else f"{self.name} makes its tasks itself"
+            raise ValueError(f"num_prompts must be given where {cause}, got None")
         if num_prompts is not None:
             check_count("num_prompts", num_prompts, 1, 10_000_000)
         rows: list[dict[str, Any]] = []
@@ -246,8 +240,7 @@ class Environment(ABC):
 
     def turn_text(self, episode: Episode, status: str | None = None) -> str:
         """What a user message of our own wording shows: what came of the last turn, the state, the answer's form."""
-        lines = [status] if status else []
-        lines += [episode.observation(), self.reply_form]
+        lines = (status, episode.observation(), reply_form(self))
         return "\n".join(line for line in lines if line)
 
     @property
@@ -256,25 +249,11 @@ class Environment(ABC):
         system = {"role": "system", "content": self.wording.system(self)}
         return [system, {"role": "user", "content": self.wording.without_observation(self)}]
 
-    @property
-    def reply_form(self) -> str:
-        """The form of an answer in our own wording."""
-        return f"Reply with {format_response('reasoning', [self.example], think=self.enable_think)}"
-
     def read(self, text: str) -> Response | None:
         """The response that a model wrote, `None` where it has no form of one."""
         if not text.lstrip().startswith(self.forced_tag):
             text = self.forced_tag + text
         return parse_response(text, split=self.splits_answers, think=self.enable_think, stray_tags=self.stray_tags)
-
-    def limits_in_words(self) -> str:
-        """How many turns and actions there are, in our own wording."""
-        one = "one action" if self.splits_answers else "one answer"
-        actions = f"at most {self.max_actions} actions" if self.max_actions > 1 else one
-        total = "" if self.max_total_actions is None else f" All turns together take at most {self.max_total_actions}."
-        if self.max_turns > 1:
-            return f" You have {self.max_turns} turns with {actions} each.{total}"
-        return f" Give {actions}.{total}" if self.max_actions > 1 else ""
 
     @property
     def reward_funcs(self) -> list[RewardFunc]:

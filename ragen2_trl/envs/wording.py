@@ -27,7 +27,7 @@ KEYS = {
     "turn": "\nTurn {turn}:\n",
     "state": "State:\n{state}\n",
     "warning": "Your last answer held no valid action. Nothing has changed, so try another.\n",
-    "left": "{left} actions are left to you. ",
+    "left": "Actions left: {left}. ",
     "format": "Answer with {format} and with nothing besides. ",
     "length": "Use no more than 100 words.",
     "advice": "",  # a part of the state
@@ -40,7 +40,7 @@ _FIELD = re.compile(r"\{(\w+)\}")
 class Task(Protocol):
     """What a wording asks of a task."""
 
-    name: str
+    example: str
     legend: Mapping[str, str]
     actions: Sequence[str]
     enable_think: bool
@@ -49,11 +49,9 @@ class Task(Protocol):
     max_total_actions: int | None
 
     @property
-    def reply_form(self) -> str: ...
+    def splits_answers(self) -> bool: ...
 
     def instructions(self) -> str: ...
-
-    def limits_in_words(self) -> str: ...
 
     def turn_text(self, episode: Episode, status: str | None = None) -> str: ...
 
@@ -73,7 +71,7 @@ class Own:
 
     def system(self, task: Task) -> str:
         """The system message."""
-        return f"{task.instructions()}{task.limits_in_words()}"
+        return f"{task.instructions()}{limits_in_words(task)}"
 
     def message(self, task: Task, play: Play, status: str | None) -> str:
         """The user message of the next turn; `status` says what came of the last one."""
@@ -83,7 +81,22 @@ class Own:
 
     def without_observation(self, task: Task) -> str:
         """The user message of the first turn without what is particular to a task."""
-        return task.reply_form
+        return reply_form(task)
+
+
+def limits_in_words(task: Task) -> str:
+    """How many turns and actions there are, in our own wording."""
+    one = "one action" if task.splits_answers else "one answer"
+    actions = f"at most {task.max_actions} actions" if task.max_actions > 1 else one
+    total = "" if task.max_total_actions is None else f" All turns together take at most {task.max_total_actions}."
+    if task.max_turns > 1:
+        return f" You have {task.max_turns} turns with {actions} each.{total}"
+    return f" Give {actions}.{total}" if task.max_actions > 1 else ""
+
+
+def reply_form(task: Task) -> str:
+    """The form of an answer, in our own wording."""
+    return f"Reply with {format_response('reasoning', [task.example], think=task.enable_think)}"
 
 
 class Ragen2:
@@ -162,7 +175,7 @@ def read_prompts(path: str) -> dict[str, str]:
     except (yaml.YAMLError, json.JSONDecodeError) as error:
         raise ValueError(
             f"prompts must be a YAML or JSON file, {path!r} cannot be read: {' '.join(str(error).split())}"
-        )
+        ) from error
     if not isinstance(texts, dict) or not all(isinstance(text, str) for text in texts.values()):
         raise ValueError(f"prompts must hold texts by the keys {list(KEYS)}, got something else in {path!r}")
     unknown = sorted(str(key) for key in texts if key not in KEYS)

@@ -54,9 +54,9 @@ def find_turns(
 
     A turn is a run of ids that the model wrote. Its reasoning is what stands between the first `<think>` and the next
     `</think>`. The opening tag may also end what comes before the turn (many templates force it) or be missing. A turn
-    that is cut off reasons up to its end. A turn without tags is all reasoning. Where `<answer>` ends what comes before
-    the turn, it is meant to have no reasoning, and what stands before `</answer>` takes its place. Tokens count whole: one that holds
-    part of a tag belongs to the tag.
+    that is cut off reasons up to its end. A turn without tags is all reasoning. Where `<answer>` ends what comes
+    before, the turn is to have no reasoning, and what stands before `</answer>` takes its place. Tokens count whole:
+    one that holds part of a tag belongs to the tag.
 
     Args:
         prompt_ids: Ids of the prompt, without padding.

@@ -26,6 +26,7 @@ from ragen2_trl.envs.countdown.arithmetic import (
     written,
 )
 from ragen2_trl.envs.episode import Episode, Limits
+from ragen2_trl.envs.layout import LAYOUTS
 from ragen2_trl.envs.tasks import (
     Row,
     check_columns,
@@ -55,7 +56,7 @@ class CountdownEpisode(Episode):
         target: What to make of them.
         operators: The operators that count.
         judge: How attempts are judged, one of `JUDGES`.
-        as_ragen: Whether the state is laid out as in RAGEN-2.
+        layout: How the task is shown, one of `LAYOUTS`.
     """
 
     def __init__(
@@ -64,18 +65,18 @@ class CountdownEpisode(Episode):
         target: int,
         operators: str,
         judge: str = "expression",
-        as_ragen: bool = False,
+        layout: str = "own",
     ):
         self.numbers = list(numbers)
         self.target = target
         self.operators = operators
         self.judge = judge
-        self.as_ragen = as_ragen
+        self.layout = layout
         self.best = 0.0
         self._remark = ""
 
     def observation(self) -> str:
-        if self.as_ragen:
+        if self.layout == "ragen2":
             return f"Target: {self.target}, nums: {self.numbers}"
         task = f"Numbers: {' '.join(map(str, self.numbers))}. Target: {self.target}."
         return f"{self._remark}\n{task}" if self._remark else task
@@ -164,6 +165,7 @@ class Countdown(Environment):
         judge: `"expression"`, or `"text"` for RAGEN-2's rewards (see `text_reward`): any text with the right numbers
             earns 0.1, `= n` behind an expression counts as a number, and `operators` bind the tasks alone.
         first_rows: How many rows of data there are to draw from, the first ones, 1 to 10,000,000; `None` for all.
+        layout: How a task is shown: `"own"`, or `"ragen2"`.
         **limits: `multi_turn`, `max_turns`, `max_actions` and `protocol` of `Environment`.
 
     Raises:
@@ -185,11 +187,13 @@ class Countdown(Environment):
         largest: int = 99,
         judge: str = "expression",
         first_rows: int | None = None,
+        layout: str = "own",
         **limits: Any,
     ):
         super().__init__(**limits)
         check_choice("operators", operators, OPERATORS)
         check_choice("judge", judge, JUDGES)
+        check_choice("layout", layout, LAYOUTS)
         check_first_rows(first_rows)
         check_count("max_numbers", max_numbers, 3, 4)
         check_count("largest", largest, 5, 99)
@@ -198,6 +202,7 @@ class Countdown(Environment):
         self.largest = largest
         self.judge = judge
         self.first_rows = first_rows
+        self.layout = layout
 
     def tasks(self, seed: int, split: str, data: str | None) -> Iterator[dict[str, Any]]:
         rows = self._generated(seed, split) if data is None else self._loaded(seed, split, data)
@@ -229,7 +234,7 @@ class Countdown(Environment):
             yield {"seed": index, "nums": numbers, "target": target}
 
     def episode(self, row: Row, rng: random.Random) -> CountdownEpisode:
-        return CountdownEpisode(row["nums"], row["target"], self.operators, self.judge, self.ragen2_states)
+        return CountdownEpisode(row["nums"], row["target"], self.operators, self.judge, self.layout)
 
     def reference_tasks(self, seeds: Iterator[int], split: str, data: str | None) -> Iterator[dict[str, Any]]:
         """RAGEN-2's rows: among the first ones those that some choice of signs solves, by seed, for both splits."""

@@ -23,6 +23,7 @@ from ragen2_trl.envs.deepcoder.sandbox import Limits as RunLimits
 from ragen2_trl.envs.deepcoder.sandbox import Sandbox, SandboxUnavailableError
 from ragen2_trl.envs.deepcoder.tests import choose_tests, read_tests, task_row
 from ragen2_trl.envs.episode import Episode, Limits
+from ragen2_trl.envs.layout import LAYOUTS
 from ragen2_trl.envs.responses import MAX_RESPONSE_CHARS, plain_text
 from ragen2_trl.envs.tasks import Row, check_columns, held_out, reference_source, shuffled
 from ragen2_trl.envs.tools import ToolEnvironment
@@ -82,10 +83,10 @@ class DeepCoderEpisode(Episode):
     Args:
         row: The task's.
         judge: What tests the programs.
-        as_ragen: Whether the state is laid out as in RAGEN-2.
+        layout: How the problem is shown, one of `LAYOUTS`.
     """
 
-    def __init__(self, row: Row, judge: Judge, as_ragen: bool = False):
+    def __init__(self, row: Row, judge: Judge, layout: str = "own"):
         self.problem: str = plain_text(row["problem"], keep_lines=True)
         self.starter: str = plain_text(row["starter"], keep_lines=True)
         self.function: str = row["function"]
@@ -98,13 +99,13 @@ class DeepCoderEpisode(Episode):
             for given, expected in json.loads(row["tests"])
         ]
         self._feedback = ""
-        self._as_ragen = as_ragen
+        self._layout = layout
 
     def observation(self) -> str:
         """The problem, and once a program has been tested what came of it instead."""
         if self._feedback:
             return self._feedback
-        if self._as_ragen:
+        if self._layout == "ragen2":
             return f"{self.problem}\n\nStarter code:\n{self.starter}" if self.starter else self.problem
         if self.starter:
             return f"{self.problem}\nStart from:\n```python\n{self.starter}\n```"
@@ -200,6 +201,7 @@ class DeepCoder(Environment):
         workers: Programs tested at a time, 1 to 64; the tests of one run one after the other. Default: the number of
             CPUs, but at most 8. All processes of a user on a machine together never run more than it has CPUs.
         allow_unsafe_sandbox: Where bubblewrap cannot work, run programs with the rights of this process.
+        layout: How a problem is shown: `"own"`, or `"ragen2"`.
         **limits: `multi_turn`, `max_turns`, `max_actions` and `protocol` of `Environment`. In several turns a program
             earns what it passes beyond the best one before.
 
@@ -226,11 +228,13 @@ class DeepCoder(Environment):
         program_seconds: float = 20.0,
         workers: int | None = None,
         allow_unsafe_sandbox: bool = False,
+        layout: str = "own",
         **limits: Any,
     ):
         super().__init__(**limits)
         check_choice("config", config, (*CONFIGS, MIXTURE))
         check_choice("allow_unsafe_sandbox", allow_unsafe_sandbox, (True, False))
+        check_choice("layout", layout, LAYOUTS)
         if max_tests is not None:
             check_count("max_tests", max_tests, 2, 100)
         check_range("test_seconds", test_seconds, 1, 60)
@@ -239,6 +243,7 @@ class DeepCoder(Environment):
         check_count("workers", self.workers, 1, 64)
         self.config = config
         self.max_tests = max_tests
+        self.layout = layout
         self.test_seconds = test_seconds
         run_limits = RunLimits(cpu_seconds=math.ceil(test_seconds), wall_seconds=10.0 * test_seconds)
         try:
@@ -281,7 +286,7 @@ class DeepCoder(Environment):
         return {"seed": seed, **task_row(problem.strip(), starter, function, tests, public, "")}
 
     def episode(self, row: Row, rng: random.Random) -> DeepCoderEpisode:
-        return DeepCoderEpisode(row, self.judge, self.ragen2_states)
+        return DeepCoderEpisode(row, self.judge, self.layout)
 
     def reference_tasks(self, seeds: Iterator[int], split: str, data: str | None) -> Iterator[dict[str, Any]]:
         """RAGEN-2's rows: one drawn by each seed, for both splits from the problems for tests."""

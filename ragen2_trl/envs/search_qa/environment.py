@@ -16,6 +16,7 @@ from datasets import Dataset
 from ragen2_trl.envs.base import Environment
 from ragen2_trl.envs.checks import check_choice, check_count
 from ragen2_trl.envs.episode import Episode, Limits
+from ragen2_trl.envs.layout import LAYOUTS
 from ragen2_trl.envs.responses import plain_text
 from ragen2_trl.envs.search_qa.answers import (
     VERBS,
@@ -55,17 +56,14 @@ def context_index(passages: tuple[Passage, ...]) -> BM25Retriever:
 
 @dataclass(frozen=True)
 class Rules:
-    """How a search is shown and an answer judged; the fields are options of `SearchQA`.
-
-    With `as_ragen` states are laid out as in RAGEN-2: documents with scores, the actions, the question only once.
-    """
+    """How a search is shown and an answer judged; the fields are options of `SearchQA`."""
 
     top_k: int = 5
     max_chars: int = 4000
     judge: str = "exact"
     any_answer: bool = False
     show_failures: bool = False
-    as_ragen: bool = False
+    layout: str = "own"
 
 
 class SearchQAEpisode(Episode):
@@ -94,7 +92,7 @@ class SearchQAEpisode(Episode):
 
     def observation(self) -> str:
         question = f"Question: {plain_text(self.question)}"
-        if not self._rules.as_ragen:
+        if self._rules.layout == "own":
             return f"{question}\n{self._found}" if self._found else question
         actions = "Available actions: search[<query>], finish[<answer>]"
         if not self._queries:
@@ -142,7 +140,7 @@ class SearchQAEpisode(Episode):
 
     def _search(self, query: str) -> str:
         retriever = self._retriever or context_index(self._passages)
-        show = documents if self._rules.as_ragen else numbered
+        show = numbered if self._rules.layout == "own" else documents
         try:
             (passages,) = retriever.search([query], self._rules.top_k)
         except RetrievalError as error:
@@ -214,6 +212,8 @@ class SearchQA(Environment):
         dialect: The JSON of a retrieval server: `"search_r1"` or `"ragen2"` (see `HTTPRetriever`).
         show_failures: Whether a search that fails is shown to the model, after one try, rather than an error.
         first_rows: How many rows of data there are to draw from, the first ones, 1 to 10,000,000; `None` for all.
+        layout: How states are shown: `"own"`, or `"ragen2"`: documents with scores (see `documents`), the actions, the
+            question only at first.
         **limits: `multi_turn`, `max_turns`, `max_actions` and `protocol` of `Environment`. With one turn there is no
             search.
 
@@ -239,6 +239,7 @@ class SearchQA(Environment):
         dialect: str = "search_r1",
         show_failures: bool = False,
         first_rows: int | None = None,
+        layout: str = "own",
         **limits: Any,
     ):
         super().__init__(**limits)
@@ -248,10 +249,11 @@ class SearchQA(Environment):
         check_choice("any_answer", any_answer, (True, False))
         check_choice("dialect", dialect, DIALECTS)
         check_choice("show_failures", show_failures, (True, False))
+        check_choice("layout", layout, LAYOUTS)
         check_first_rows(first_rows)
         server = {"dialect": dialect, **({"retries": 0} if show_failures else {})}
         self.retriever = open_corpus(corpus, **server) if isinstance(corpus, str) else corpus
-        self.rules = Rules(top_k, max_chars, judge, any_answer, show_failures, self.ragen2_states)
+        self.rules = Rules(top_k, max_chars, judge, any_answer, show_failures, layout)
         self.first_rows = first_rows
         if isinstance(self.retriever, HTTPRetriever):
             self.workers = SERVER_WORKERS

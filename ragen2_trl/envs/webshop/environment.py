@@ -11,6 +11,7 @@ from typing import Any
 from ragen2_trl.envs.base import Environment
 from ragen2_trl.envs.checks import check_choice, check_count
 from ragen2_trl.envs.episode import Limits
+from ragen2_trl.envs.layout import LAYOUTS
 from ragen2_trl.envs.tasks import Row, held_out, reference_source
 from ragen2_trl.envs.tools import ToolEnvironment
 from ragen2_trl.envs.webshop.catalogue import OPTION_MATCHES, Goal, identity
@@ -66,6 +67,8 @@ class WebShop(Environment):
             `score`).
         bad_clicks: What is done with text that the page does not allow: `"invalid"`, or `"ignored"`, where it uses up
             an action and costs nothing, as in RAGEN-2.
+        layout: How pages are shown: `"own"`, or `"ragen2"`: in one line, with advice and the names of all actions, but
+            not with what is chosen.
         **limits: `max_turns`, at least 3, and `protocol` of `Environment`; `max_actions` is 1, since what can be
             clicked depends on the page. Every wish of the generated catalogue can be met within the turns.
 
@@ -88,6 +91,7 @@ class WebShop(Environment):
         reward: str = "score",
         option_match: str = "exact",
         bad_clicks: str = "invalid",
+        layout: str = "own",
         **limits: Any,
     ):
         super().__init__(**limits)
@@ -99,8 +103,10 @@ class WebShop(Environment):
         check_choice("reward", reward, ("score", "success"))
         check_choice("option_match", option_match, OPTION_MATCHES)
         check_choice("bad_clicks", bad_clicks, ("invalid", "ignored"))
+        check_choice("layout", layout, LAYOUTS)
         self.products = products
         self.results = results
+        self.layout = layout
         self.rules = Rules(results, reward, option_match, bad_clicks)
         self.goals = goals
 
@@ -141,8 +147,9 @@ class WebShop(Environment):
         goal = Goal(
             row["asin"], row["instruction"], tuple(row["attributes"]), tuple(row["options"]), row["price_upper"]
         )
-        if isinstance(self.wording, Ragen2):
-            return RagenVisit(catalogue, goal, self.rules, self.wording.text(self, "advice"))
+        if self.layout == "ragen2":
+            advice = self.wording.text(self, "advice") if isinstance(self.wording, Ragen2) else ADVICE
+            return RagenVisit(catalogue, goal, self.rules, advice)
         return WebShopEpisode(catalogue, goal, self.rules)
 
     def reference_tasks(self, seeds: Iterator[int], split: str, data: str | None) -> Iterator[dict[str, Any]]:
