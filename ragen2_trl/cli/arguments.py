@@ -79,6 +79,14 @@ def report_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def envs_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        "ragen2-trl envs", description="The tasks: their names, options and presets.", allow_abbrev=False
+    )
+    parser.add_argument("name", nargs="?", metavar="NAME", help="A task, for its options and what its presets set.")
+    return parser
+
+
 def sandbox_parser() -> argparse.ArgumentParser:
     return argparse.ArgumentParser(
         "ragen2-trl check-sandbox",
@@ -151,7 +159,8 @@ class SamplingArguments(EnvironmentArguments):
     num_samples: int = field(default=8, metadata={"help": "Completions per task."})
     temperature: float = field(default=1.0, metadata={"help": "Sampling temperature; 0 is greedy."})
     max_new_tokens: int | None = field(
-        default=None, metadata={"help": "Longest completion in tokens, all turns included; default: 128 a turn."}
+        default=None,
+        metadata={"help": "Longest completion in tokens, all turns included; default: 128 a turn, or the task's own."},
     )
     max_turn_tokens: int | None = field(default=None, metadata={"help": "Longest turn in tokens."})
     chat_template_kwargs: dict | None = field(
@@ -325,7 +334,12 @@ ARGUMENTS = {
     "diagnose": DiagnoseArguments,
 }
 # Of commands without a configuration.
-PARSERS = {"report": report_parser, "check-sandbox": sandbox_parser, "serve-retrieval": retrieval_parser}
+PARSERS = {
+    "report": report_parser,
+    "check-sandbox": sandbox_parser,
+    "envs": envs_parser,
+    "serve-retrieval": retrieval_parser,
+}
 # Whose fields a command takes beside its own.
 FURTHER = {
     "train": "SNRFilteredGRPOConfig (snr_* are the filter's; --algo has its own) and trl.ModelConfig",

@@ -13,6 +13,7 @@ from pathlib import Path
 from statistics import NormalDist, fmean, stdev
 from typing import Any
 
+from datasets import Dataset
 from rich.table import Table
 from rich.text import Text
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -22,7 +23,7 @@ from ragen2_trl.cli.arguments import EvaluateArguments, checked_input, parse
 from ragen2_trl.cli.console import make_console
 from ragen2_trl.cli.sampling import held_out_plays, load_model, sample_trajectories
 from ragen2_trl.envs import Environment, Play, respond_all
-from ragen2_trl.envs.floor import oracle_response, random_response
+from ragen2_trl.envs.floor import oracle_response, random_floor, random_response
 from ragen2_trl.reporting.files import write_json
 
 Z_95 = NormalDist().inv_cdf(0.975)
@@ -87,7 +88,7 @@ def evaluate_model(
         num_samples: Completions per task G.
         temperature: Sampling temperature; 0 is greedy, and then `num_samples` must be 1.
         max_new_tokens: Longest completion in tokens, all turns and the environment's answers included; default: no
-            limit but 128 tokens a turn.
+            limit but the task's `max_turn_tokens`, or 128 tokens a turn.
         batch_size: Completions generated at once.
         seed: Seed of the tasks and of the sampling.
         data: Where the tasks come from; default: the task's own source.
@@ -99,7 +100,8 @@ def evaluate_model(
         `return` (the sum of an episode's rewards), `turns`, and `completion_length` (tokens that the model wrote, end
         tokens included),
         each a mean over completions with `…_ci_low` and `…_ci_high`, bounds of a 95 % confidence interval;
-        `num_prompts` and `num_samples`.
+        `num_prompts` and `num_samples`; and `random_success`, that of a player who guesses on the same tasks, where
+        `random_floor` knows it.
 
         Completions of one prompt are not independent, so prompts are the unit of every interval: Wilson with the
         effective sample size for fractions (see `fraction_interval`), normal over the N means of the prompts for
@@ -108,7 +110,7 @@ def evaluate_model(
     Raises:
         ValueError: If an argument is outside its range.
     """
-    _, trajectories = sample_trajectories(
+    rows, trajectories = sample_trajectories(
         model,
         tokenizer,
         env,
@@ -124,7 +126,8 @@ def evaluate_model(
     )
     lengths = [float(sum(trajectory.env_mask)) for trajectory in trajectories]
     plays = [trajectory.play for trajectory in trajectories]
-    return summarize(num_samples, **outcomes_of(plays), completion_length=lengths)
+    metrics = summarize(num_samples, **outcomes_of(plays), completion_length=lengths)
+    return metrics | random_success(env, rows, num_samples)
 
 
 def evaluate_scripted(
@@ -141,12 +144,19 @@ def evaluate_scripted(
     Raises:
         NotImplementedError: If the task has no such player.
     """
-    _, plays = held_out_plays(env, num_prompts, num_samples, seed, data)
+    rows, plays = held_out_plays(env, num_prompts, num_samples, seed, data)
     running = [(play, random.Random(f"{policy}/{seed}/{number}")) for number, play in enumerate(plays)]
     while running := [(play, rng) for play, rng in running if not play.done]:
         texts = [SCRIPTED[policy](env, play, rng) for play, rng in running]
         respond_all([play for play, _ in running], texts, env.workers)
-    return summarize(num_samples, **outcomes_of(plays))
+    floor = random_success(env, rows, num_samples) if policy != "random" else {}
+    return summarize(num_samples, **outcomes_of(plays)) | floor
+
+
+def random_success(env: Environment, rows: Dataset, num_samples: int) -> dict[str, float]:
+    """What success has to be compared with, as a metric; `rows` hold each task `num_samples` times in a row."""
+    floor = random_floor(env, rows.select(range(0, len(rows), num_samples)))
+    return {} if floor is None else {"random_success": floor}
 
 
 def outcomes_of(plays: Sequence[Play]) -> dict[str, list[float]]:
@@ -232,6 +242,8 @@ def metrics_table(metrics: dict[str, float], title: str) -> Table:
         if f"{name}_ci_low" in metrics:
             low, high = metrics[f"{name}_ci_low"], metrics[f"{name}_ci_high"]
             table.add_row(name, f"{value:.3f}", f"{low:.3f} to {high:.3f}")
+        if name == "success" and "random_success" in metrics:
+            table.add_row("of a player who guesses", f"{metrics['random_success']:.3f}", "")
     return table
 
 

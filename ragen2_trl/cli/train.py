@@ -169,7 +169,9 @@ def summary_table(summary: dict[str, Any], title: str) -> Table:
         metrics = summary[when]
         if metrics is not None:
             interval = f"{metrics['success_ci_low']:.1%} to {metrics['success_ci_high']:.1%}"
-            table.add_row(f"held-out success {when}", f"{metrics['success']:.1%}  (95 % interval {interval})")
+            guessed = metrics.get("random_success")
+            floor = "" if guessed is None else f"; a player who guesses: {guessed:.1%}"
+            table.add_row(f"held-out success {when}", f"{metrics['success']:.1%}  (95 % interval {interval}{floor})")
     table.add_row("steps", f"{summary['steps']}, {summary['empty_steps'] or 0:.0f} of them without a kept group")
     table.add_row("training time", f"{summary['train_seconds']:.0f} s")
     for key, label in (
