@@ -362,3 +362,10 @@ def test_search_qa_takes_row_seed_modulo_20000_of_the_training_file(monkeypatch)
     (late,) = env.reference_tasks(iter([20_123]), "train", "hotpot")
     assert (late["seed"], late["question"]) == (20_123, "123")
     assert json.loads(json.dumps(late["passages"])) == [{"title": "Ruk", "text": "A land."}]
+
+
+def test_a_search_for_nothing_ends_no_training():
+    """A server refuses it, and where failures are not shown, each is an error."""
+    env = preset("search_qa", corpus="http://127.0.0.1:9", show_failures=False)
+    begun, (reply,) = play(env, ROW, say("search[]"))
+    assert "No relevant documents found for the query." in reply and not begun.done

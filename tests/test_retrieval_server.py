@@ -174,6 +174,7 @@ def test_a_refusal_is_not_tried_again(server, code):
         b'{"result": [null]}',
         b'{"result": [[{"score": 1}]]}',
         b'{"result": [[{"document": {"contents": 3}}]]}',
+        b'{"result": [[{"document": {"contents": "a"}, "score": 1' + b"0" * 400 + b"}]]}",
         b'{"result": [{"document": "a"}]}',
     ],
 )

@@ -167,6 +167,7 @@ def outcomes_of(plays: Sequence[Play]) -> dict[str, list[float]]:
         "valid_rate": [outcome.valid_turns / outcome.turns for outcome in outcomes],
         "return": [outcome.episode_return for outcome in outcomes],
         "turns": [float(outcome.turns) for outcome in outcomes],
+        **{name: [outcome.measures[name] for outcome in outcomes] for name in outcomes[0].measures},
     }
 
 

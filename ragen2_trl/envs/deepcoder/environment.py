@@ -140,7 +140,7 @@ class DeepCoderEpisode(Episode):
         hidden = results[self._public :]
         num_passed = sum(result.verdict == "passed" for result in hidden)
         self._feedback = self._describe(results, num_passed)
-        fraction = num_passed / len(hidden) if hidden else 0.0
+        fraction = num_passed / len(hidden)
         self.done = self.success = fraction == 1.0
         gained = max(0.0, fraction - self.best)
         self.best = max(self.best, fraction)
@@ -273,15 +273,18 @@ class DeepCoder(Environment):
             if hashed and held_out(" ".join(problem.split())) != (split == "test"):
                 continue
             task = self._task(index, source)
-            if len(json.loads(task["tests"])) > task["public"]:
+            if task is not None:
                 yield task
 
-    def _task(self, seed: int, source: Row) -> dict[str, Any]:
+    def _task(self, seed: int, source: Row) -> dict[str, Any] | None:
+        """The task of a row, `None` where no test would be judged."""
         problem = problem_of(source)
         function, tests = read_tests(source)
         public = 0
         if self.max_tests is not None:
             tests, public = choose_tests(problem, function, tests, self.max_tests)
+        if len(tests) == public:
+            return None
         starter = (source.get("starter_code") or "").rstrip()
         return {"seed": seed, **task_row(problem.strip(), starter, function, tests, public, "")}
 
@@ -293,7 +296,13 @@ class DeepCoder(Environment):
         rows, _ = load_problems(reference_source(self.name, data, HUB), self.config, "test")
         check_columns(rows, COLUMNS)
         for seed in seeds:
-            yield self._task(seed, rows[random.Random(seed).randint(0, len(rows) - 1)])
+            number = random.Random(seed).randint(0, len(rows) - 1)
+            task = self._task(seed, rows[number])
+            if task is None:
+                raise ValueError(
+                    f"data must hold tests for each problem with split='reference', got none in row {number}"
+                )
+            yield task
 
     def reference_texts(self) -> dict[str, str]:
         return {

@@ -108,7 +108,7 @@ class HTTPRetriever:
     def _read(self, answer: bytes, results: Callable[[Any], T]) -> T:
         try:
             return results(json.loads(answer))
-        except (ValueError, TypeError, KeyError, RecursionError) as error:  # a nest of brackets is a RecursionError
+        except (ValueError, TypeError, KeyError, RecursionError, OverflowError) as error:  # a nest of brackets, 1e999
             form = "{'results': [...]}" if self.dialect == "ragen2" else "{'result': [[{'document': ...}]]}"
             raise RetrievalError(
                 f"{self.shown_url} answered in another form than {form}: {type(error).__name__}"

@@ -64,7 +64,7 @@ class BM25Retriever:
         rows = (
             self.passages.rows
             if isinstance(self.passages, PassageTable)
-            else Dataset.from_list([{"title": passage.title, "text": passage.text} for passage in self.passages])
+            else Dataset.from_list([{"title": one.title, "text": one.text, "id": one.id} for one in self.passages])
         )
         rows.save_to_disk(Path(folder) / "passages")
 
