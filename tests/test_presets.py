@@ -408,16 +408,31 @@ def test_tools_have_neither_tags_nor_messages_of_the_reference(option):
         make_env("sokoban", prompts="texts.yaml")
 
 
+def test_a_room_of_our_own_needs_two_actions_a_box():
+    with pytest.raises(ValueError, match="max_total_actions must be between 4 and 10000, got 3"):
+        make_env("sokoban", multi_turn=True, boxes=2, max_total_actions=3)
+
+
+def test_a_preset_cannot_be_served():
+    server = pytest.importorskip("ragen2_trl.openenv.server")
+    with pytest.raises(ValueError, match=r"env must be made without \['preset'\], which clients do not learn of"):
+        server.make_server(ragen2("sokoban"))
+    with pytest.raises(ValueError, match=r"env must be made without \['force_think'\]"):
+        server.make_server(make_env("sokoban", force_think=True))
+
+
 # The floor
 
 
 def test_the_random_floor_is_what_a_naive_player_reaches():
     env = ragen2("bandit")
     assert random_floor(env, env.dataset(100, split="test"), samples=8) == pytest.approx(0.5, abs=0.06)
-    assert random_floor(make_env("metamath_qa"), make_env("metamath_qa").dataset(4, split="test")) is None
     env = make_env("sokoban", multi_turn=True)
     rows = env.dataset(20, split="test").to_list()
     assert random_floor(env, rows) == random_floor(env, rows)
+    env.workers = 2  # where steps wait for something
+    assert random_floor(env, rows) is None
+    assert not ENVIRONMENTS["deepcoder"].quick
 
 
 @pytest.mark.slow
