@@ -113,7 +113,7 @@ def _drag(room: Room, player: Cell, targets: Sequence[Cell], depth: int) -> tupl
     """
     best = start = _Board(player, tuple(targets), (False,) * len(targets))
     best_score = best_distance = 0
-    seen = set()
+    seen: set[tuple[Cell, frozenset[tuple[Cell, bool]]]] = set()
     stack = [(start, 0, -1, depth - 1)]  # a board, changes of the dragged box, the last one, moves that are left
     while stack:
         board, changes, last, left = stack.pop()
