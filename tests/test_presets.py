@@ -7,7 +7,7 @@ import random
 import pytest
 import yaml
 
-from ragen2_trl.envs import ENVIRONMENTS, PRESETS, make_env
+from ragen2_trl.envs import ENVIRONMENTS, PRESETS, make_env, options_of
 from ragen2_trl.envs.floor import random_floor
 from ragen2_trl.envs.wording import KEYS
 
@@ -408,16 +408,31 @@ def test_tools_have_neither_tags_nor_messages_of_the_reference(option):
         make_env("sokoban", prompts="texts.yaml")
 
 
+def test_a_room_of_our_own_needs_two_actions_a_box():
+    with pytest.raises(ValueError, match="max_total_actions must be between 4 and 10000, got 3"):
+        make_env("sokoban", multi_turn=True, boxes=2, max_total_actions=3)
+
+
+def test_a_preset_cannot_be_served():
+    server = pytest.importorskip("ragen2_trl.openenv.server")
+    with pytest.raises(ValueError, match=r"env must be made without \['preset'\], which clients do not learn of"):
+        server.make_server(ragen2("sokoban"))
+    with pytest.raises(ValueError, match=r"env must be made without \['force_think'\]"):
+        server.make_server(make_env("sokoban", force_think=True))
+
+
 # The floor
 
 
 def test_the_random_floor_is_what_a_naive_player_reaches():
     env = ragen2("bandit")
     assert random_floor(env, env.dataset(100, split="test"), samples=8) == pytest.approx(0.5, abs=0.06)
-    assert random_floor(make_env("metamath_qa"), make_env("metamath_qa").dataset(4, split="test")) is None
     env = make_env("sokoban", multi_turn=True)
     rows = env.dataset(20, split="test").to_list()
     assert random_floor(env, rows) == random_floor(env, rows)
+    env.workers = 2  # where steps wait for something
+    assert random_floor(env, rows) is None
+    assert not ENVIRONMENTS["deepcoder"].quick
 
 
 @pytest.mark.slow
@@ -425,3 +440,27 @@ def test_the_random_floor_is_what_a_naive_player_reaches():
 def test_the_random_floor_of_the_reference_s_validation_is_the_one_that_was_measured(name, floor):
     env = ragen2(name, split="reference")
     assert random_floor(env, env.dataset(512, split="test"), samples=8) == pytest.approx(floor, abs=0.02)
+
+
+# The command line
+
+
+def test_the_list_of_tasks_names_options_and_presets(capsys, monkeypatch):
+    from ragen2_trl.cli.arguments import EnvironmentArguments, InputError
+    from ragen2_trl.cli.envs import main
+
+    monkeypatch.setenv("COLUMNS", "300")
+    main([])
+    shown = capsys.readouterr().out
+    assert all(name in shown for name in ENVIRONMENTS) and "search_depth" in shown and "ragen2" in shown
+    for name in ENVIRONMENTS:
+        main([name])
+        shown = capsys.readouterr().out
+        for option in options_of(name):
+            (row,) = [line for line in shown.split("preset=")[0].splitlines() if line.startswith(f"│ {option} ")]
+            assert len(row.split("│")[3].strip()) > 20, (name, option)  # it says what the option is
+    with pytest.raises(InputError, match=r"name must be one of .*, got 'chess'"):
+        main(["chess"])
+    arguments = EnvironmentArguments(env_name="sokoban", env_args=["preset=ragen2", "observation=grid"])
+    env = arguments.make_env()
+    assert (env.preset, env.observation) == ("ragen2", "grid")

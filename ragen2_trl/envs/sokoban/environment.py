@@ -178,7 +178,8 @@ class Sokoban(Environment):
         check_symbols(symbols, SYMBOLS)
         check_choice("generator", generator, GENERATORS if self.split == "held_out" else GENERATORS[1:])
         check_count("search_depth", search_depth, 3, 1000)
-        check_range("max_turns * max_actions", self.max_turns * self.max_actions, 2 * boxes, 100 * 100)
+        limits_named = "max_turns * max_actions" if self.max_total_actions is None else "max_total_actions"
+        check_range(limits_named, self.longest, 2 * boxes, 100 * 100)
         if observation == "image":
             self._show_pictures()
         self.size = size

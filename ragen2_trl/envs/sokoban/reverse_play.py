@@ -5,8 +5,10 @@ from Python's and NumPy's older generators, in the reference's order, so that eq
 """
 
 import random
+from collections.abc import Sequence
 from functools import lru_cache
 from itertools import count
+from typing import NamedTuple
 
 import numpy as np
 
@@ -84,54 +86,57 @@ def _dig(size: int, rng: random.Random) -> tuple[bool, ...]:
     )
 
 
-def _drag(room: Room, player: Cell, targets: list[Cell], depth: int) -> tuple[State, int]:
+class _Board(NamedTuple):
+    """A board of the search: the player, the box of each target, and which boxes have been dragged."""
+
+    player: Cell
+    boxes: tuple[Cell, ...]
+    dragged: tuple[bool, ...]
+
+    @property
+    def picture(self) -> tuple[Cell, frozenset[tuple[Cell, bool]]]:
+        """What tells boards apart: where boxes are and which were dragged, also back to where they began."""
+        return self.player, frozenset(zip(self.boxes, self.dragged, strict=True))
+
+    def pulled(self, box: int, ahead: Cell) -> "_Board":
+        """The board after the player has gone ahead with a box behind it."""
+        boxes, dragged = list(self.boxes), list(self.dragged)
+        boxes[box], dragged[box] = self.player, True
+        return _Board(ahead, tuple(boxes), tuple(dragged))
+
+
+def _drag(room: Room, player: Cell, targets: Sequence[Cell], depth: int) -> tuple[State, int]:
     """The first board of the best score of a depth-first search for boards that lead to the solved one.
 
     Returns:
         The board, and the distance of its boxes from their targets: 0 where no board scores.
     """
-    # A box that has been dragged is another thing than one that has not, also when it is back where it began.
-    seen: set[tuple[Cell, tuple[Cell, ...], tuple[bool, ...]]] = set()
-    untouched = (False,) * len(targets)
-    best_score, best, best_distance = -1, (player, tuple(targets)), 0
-    stack = [(player, tuple(targets), untouched, 0, -1, depth - 1)]
+    best = start = _Board(player, tuple(targets), (False,) * len(targets))
+    best_score = best_distance = 0
+    seen: set[tuple[Cell, frozenset[tuple[Cell, bool]]]] = set()
+    stack = [(start, 0, -1, depth - 1)]  # a board, changes of the dragged box, the last one, moves that are left
     while stack:
-        player, boxes, dragged, changes, last, left = stack.pop()
-        if left <= 0 or len(seen) >= MAX_BOARDS:
+        board, changes, last, left = stack.pop()
+        if left <= 0 or len(seen) >= MAX_BOARDS or board.picture in seen:
             continue
-        board = (player, *_seen_board(boxes, dragged))
-        if board in seen:
-            continue
-        seen.add(board)
-        distance = _distance(room.size, boxes, targets)
-        bare = player not in targets and not set(boxes) & set(targets)
-        score = changes * distance if bare else 0
-        if score > best_score:
-            best_score, best, best_distance = score, (player, boxes), distance
-        following = []
-        for direction in room.directions:
-            ahead, behind = player + direction, player - direction
-            if not room.floor[ahead] or ahead in boxes:
-                following.append((player, boxes, dragged, changes, last, left - 1))
+        seen.add(board.picture)
+        distance = _distance(room.size, board.boxes, targets)
+        bare = board.player not in targets and not set(board.boxes) & set(targets)
+        if bare and changes * distance > best_score:
+            best, best_score, best_distance = board, changes * distance, distance
+        for direction in reversed(room.directions):  # the last one is looked at first
+            ahead, behind = board.player + direction, board.player - direction
+            if not room.floor[ahead] or ahead in board.boxes:
                 continue
-            if behind in boxes:
-                box = boxes.index(behind)
-                moved = (*boxes[:box], player, *boxes[box + 1 :])
-                touched = (*dragged[:box], True, *dragged[box + 1 :])
-                following.append((ahead, moved, touched, changes + (box != last), box, left - 1))
+            if behind in board.boxes:
+                box = board.boxes.index(behind)
+                stack.append((board.pulled(box, ahead), changes + (box != last), box, left - 1))
             else:
-                following.append((ahead, boxes, dragged, changes, last, left - 1))
-        stack += reversed(following)
-    player, boxes = best
-    return (player, tuple(sorted(boxes))), best_distance if best_score > 0 else 0
+                stack.append((board._replace(player=ahead), changes, last, left - 1))
+    return (best.player, tuple(sorted(best.boxes))), best_distance
 
 
-def _seen_board(boxes, dragged):
-    order = sorted(range(len(boxes)), key=boxes.__getitem__)
-    return tuple(boxes[i] for i in order), tuple(dragged[i] for i in order)
-
-
-def _distance(size: int, boxes, targets) -> int:
+def _distance(size: int, boxes: Sequence[Cell], targets: Sequence[Cell]) -> int:
     return sum(abs(a // size - b // size) + abs(a % size - b % size) for a, b in zip(boxes, targets, strict=True))
 
 
