@@ -79,7 +79,7 @@ def test_a_dense_index_is_served(encoder, tmp_path):
         answer = built.answer({"query": "a potter", "top_k": 2})
         built.retriever.save(tmp_path / "e5.index")
     assert answer["method"] == "dense"
-    assert [hit["score"] for hit in answer["results"]] == sorted((hit["score"] for hit in answer["results"]))[::-1]
+    assert [hit["score"] for hit in answer["results"]] == sorted(hit["score"] for hit in answer["results"])[::-1]
     given += ["--index", str(tmp_path / "e5.index")]
     with make_server(retrieval_parser().parse_args(given)) as loaded:
         assert loaded.answer({"query": "a potter", "top_k": 2}) == answer
