@@ -151,6 +151,7 @@ class Environment(ABC):
                 f"observation must be in words in several turns of the text protocol, got 'image' for {self.name}; "
                 "with protocol='tools' pictures can be shown in every turn"
             )
+        check_choice("force_think with pictures", bool(self.forced_tag), (False,))  # `TextRollout` shows none
         self.shows_images = True
 
     # What a task gives
