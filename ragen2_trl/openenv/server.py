@@ -25,17 +25,11 @@ from pydantic import Field
 
 from ragen2_trl.envs.base import Environment
 from ragen2_trl.envs.checks import check_count, check_range
+from ragen2_trl.envs.local_requests import MAX_MESSAGE_BYTES, is_loopback
 from ragen2_trl.envs.play import Play
 from ragen2_trl.envs.responses import MAX_PARSED_ACTIONS
 from ragen2_trl.envs.tasks import SPLITS
-from ragen2_trl.openenv.guard import (
-    MAX_MESSAGE_BYTES,
-    BadRequestError,
-    Guard,
-    WrongOrderError,
-    answer_errors,
-    is_loopback,
-)
+from ragen2_trl.openenv.guard import BadRequestError, Guard, WrongOrderError, answer_errors
 
 DEFAULT_NUM_TASKS = 1000
 MAX_EPISODE_ID_CHARS = 255  # OpenEnv's own bound

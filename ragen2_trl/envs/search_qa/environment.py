@@ -253,7 +253,7 @@ class SearchQA(Environment):
         check_choice("show_failures", show_failures, (True, False))
         check_choice("layout", layout, LAYOUTS)
         check_first_rows(first_rows)
-        server = {"dialect": dialect, **({"retries": 0} if show_failures else {})}
+        server: dict[str, Any] = {"dialect": dialect, **({"retries": 0} if show_failures else {})}
         self.retriever = open_corpus(corpus, **server) if isinstance(corpus, str) else corpus
         self.rules = Rules(top_k, max_chars, judge, any_answer, show_failures, layout)
         self.first_rows = first_rows
