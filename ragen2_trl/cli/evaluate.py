@@ -96,7 +96,8 @@ def evaluate_model(
         chat_template_kwargs: For the chat template.
 
     Returns:
-        `success`, `pass@k` for k = 1, 2, 4, … up to G, `valid_rate` (fractions, the last of an episode's turns),
+        `success`, `pass@k` for k = 1, 2, 4, … up to G, `valid_rate` (fractions, the last of an episode's turns), the
+        task's own `measures` (fractions, too),
         `return` (the sum of an episode's rewards), `turns`, and `completion_length` (tokens that the model wrote, end
         tokens included),
         each a mean over completions with `…_ci_low` and `…_ci_high`, bounds of a 95 % confidence interval;
@@ -174,7 +175,7 @@ def outcomes_of(plays: Sequence[Play]) -> dict[str, list[float]]:
 def summarize(num_samples: int, **values: Sequence[float]) -> dict[str, float]:
     """Means and 95 % confidence intervals of N·G values a metric, group by group; see `evaluate_model`.
 
-    `success` and `valid_rate` are fractions, and `success` gives `pass@k` too.
+    All but `return`, `turns` and `completion_length` are fractions, and `success` gives `pass@k` too.
     """
     groups = {
         name: [list(flat[i : i + num_samples]) for i in range(0, len(flat), num_samples)]
@@ -183,7 +184,7 @@ def summarize(num_samples: int, **values: Sequence[float]) -> dict[str, float]:
     metrics: dict[str, float] = {}
     for name, rows in groups.items():
         means = [fmean(row) for row in rows]
-        if name not in ("success", "valid_rate"):
+        if name in ("return", "turns", "completion_length"):
             _add(metrics, name, fmean(means), mean_interval(means))
             continue
         _add(metrics, name, fmean(means), fraction_interval(means, num_samples))

@@ -28,7 +28,7 @@ class Episode(ABC):
 
     @property
     def measures(self) -> dict[str, float]:
-        """Further numbers about the episode so far that are logged beside its return and success, by name."""
+        """Further numbers from 0.0 to 1.0 about the episode so far, by name; logged beside its return and success."""
         return {}
 
     @abstractmethod

@@ -28,7 +28,7 @@ class Outcome:
         success: Whether the task was solved.
         turns: Turns taken.
         valid_turns: Those with a well-formed response that named known actions and nothing else.
-        measures: Further numbers of the task's own.
+        measures: Further numbers of the task's own, 0.0 to 1.0.
     """
 
     COLUMN: ClassVar[str] = "episode"  # under which rollouts hand outcomes to reward functions
