@@ -87,10 +87,10 @@ def test_without_a_rollout_a_forced_tag_is_refused_in_one_line(policy, tokenizer
 
 
 def test_a_template_that_ends_with_the_tag_itself_gets_no_second_one(tokenizer):
-    opening = "{% for m in messages %}{{ m.content }}|{% endfor %}<think>\n"
-    chat = Chat(tokenizer, forced_tag="<think>", chat_template=opening)
+    plain = "{% for m in messages %}{{ m.content }}|{% endfor %}"
+    chat = Chat(tokenizer, forced_tag="<think>", chat_template=plain + "{{ '<think>\\n' }}")
     assert chat.prompt_ids([{"role": "user", "content": "Go."}]) == ids_of(tokenizer, "Go.|<think>\n")
-    bare = Chat(tokenizer, forced_tag="<think>", chat_template=opening.removesuffix("<think>\n"))
+    bare = Chat(tokenizer, forced_tag="<think>", chat_template=plain)
     assert bare.prompt_ids([{"role": "user", "content": "Go."}]) == ids_of(tokenizer, "Go.|<think>")
 
 
