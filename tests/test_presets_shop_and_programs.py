@@ -59,6 +59,14 @@ def test_webshop_says_what_ragen2_says(shop):
     assert all(point in line for point, line in zip(points, lines, strict=True))
 
 
+def test_advice_comes_from_a_file_of_prompts_too(tmp_path):
+    path = tmp_path / "texts.yaml"
+    path.write_text("advice: Just buy.\ninstruction: Shop.")
+    env = make_env("webshop", preset="ragen2", prompts=str(path))
+    row = env.dataset(1)[0]
+    assert prompt_of(env, row)[:2] == ("Shop.", f"Instruction: {row['instruction']}.Just buy.\nsearch[<content>]")
+
+
 def test_webshops_pages_are_laid_out_as_in_ragen2():
     episode = visit()
     assert page(episode) == (f"Instruction: {GOAL.instruction}", ["search[<content>]"])

@@ -92,7 +92,12 @@ class RetrievalServer(ThreadingHTTPServer):
             self.shutdown_request(request)
             return
         self._reading[request] = time.monotonic() + self._body_seconds
-        super().process_request(request, client_address)
+        try:
+            super().process_request(request, client_address)
+        except RuntimeError:  # no thread can be started
+            self.has_read(request)
+            self._free.release()
+            raise
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
         try:
