@@ -61,3 +61,27 @@ def test_a_dense_index_must_fit_passages_and_model(encoder):
         DenseRetriever(model, tokenizer, faiss.IndexFlatIP(32), PASSAGES)
     with pytest.raises(ValueError, match="index must hold vectors of 32 numbers, got 8"):
         DenseRetriever(model, tokenizer, faiss.IndexFlatIP(8), ())
+
+
+def test_a_dense_index_is_served(encoder, tmp_path):
+    from ragen2_trl.cli.arguments import retrieval_parser
+    from ragen2_trl.cli.serve_retrieval import make_server
+
+    corpus = write_jsonl(tmp_path / "wiki.jsonl", [{"title": p.title, "text": p.text} for p in PASSAGES])
+    given = ["--port", "0", "--encoder", encoder, "--corpus", corpus]
+    with make_server(retrieval_parser().parse_args(given)) as built:
+        assert built.health() == {
+            "status": "healthy",
+            "corpus_size": 5,
+            "index_type": "dense_only",
+            "index_loaded": True,
+        }
+        answer = built.answer({"query": "a potter", "top_k": 2})
+        built.retriever.save(tmp_path / "e5.index")
+    assert answer["method"] == "dense"
+    assert [hit["score"] for hit in answer["results"]] == sorted(hit["score"] for hit in answer["results"])[::-1]
+    given += ["--index", str(tmp_path / "e5.index")]
+    with make_server(retrieval_parser().parse_args(given)) as loaded:
+        assert loaded.answer({"query": "a potter", "top_k": 2}) == answer
+    with pytest.raises(ValueError, match="corpus must be the file of the passages of an index, got None"):
+        make_server(retrieval_parser().parse_args([*given[:4], *given[-2:]]))

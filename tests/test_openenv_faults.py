@@ -19,8 +19,8 @@ from servers import tools_server_fixture as tools_server_fixture
 from websockets.sync.client import connect
 
 from ragen2_trl.envs import make_env
+from ragen2_trl.envs.local_requests import MAX_MESSAGE_BYTES
 from ragen2_trl.openenv import Served
-from ragen2_trl.openenv.guard import MAX_MESSAGE_BYTES
 
 pytestmark = pytest.mark.slow
 

@@ -21,8 +21,8 @@ from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync.client import connect
 
 from ragen2_trl.envs import make_env
+from ragen2_trl.envs.local_requests import MAX_MESSAGE_BYTES
 from ragen2_trl.openenv import Served, make_server
-from ragen2_trl.openenv.guard import MAX_MESSAGE_BYTES
 
 JSON = {"Content-Type": "application/json"}
 

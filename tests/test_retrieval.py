@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from passages import PASSAGES, titles, write_jsonl
 
 from ragen2_trl.envs.responses import plain_text
-from ragen2_trl.envs.search_qa.retrieval import BM25Retriever, Passage, PassageTable, open_corpus, passage_of
+from ragen2_trl.envs.search_qa.passages import Passage, PassageTable, passage_of
+from ragen2_trl.envs.search_qa.retrieval import BM25Retriever, open_corpus
 
 # Text from outside
 
@@ -120,7 +121,7 @@ def test_scores_agree_with_the_formula_of_bm25():
 @pytest.mark.parametrize("k", [1, 3, 7, 10, 50])
 def test_ties_go_in_the_order_of_the_corpus(k):
     retriever = BM25Retriever.build([Passage("same", "word") for _ in range(5)] + [Passage("same", "word")] * 5)
-    assert retriever._best("word", k) == list(range(min(k, 10)))
+    assert [place for place, _ in retriever._best("word", k)] == list(range(min(k, 10)))
 
 
 def test_an_index_without_passages_is_refused_and_one_without_words_finds_nothing():

@@ -81,12 +81,47 @@ def report_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def envs_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        "ragen2-trl envs", description="The tasks: their names, options and presets.", allow_abbrev=False
+    )
+    parser.add_argument("name", nargs="?", metavar="NAME", help="A task, for its options and what its presets set.")
+    return parser
+
+
 def sandbox_parser() -> argparse.ArgumentParser:
     return argparse.ArgumentParser(
         "ragen2-trl check-sandbox",
         description="Which defences against model-written programs hold on this machine, tried with a program.",
         allow_abbrev=False,
     )
+
+
+def retrieval_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        "ragen2-trl serve-retrieval",
+        description="Search passages over HTTP, in the JSON of RAGEN-2's retrieval server and of Search-R1's: for "
+        "search_qa with `--env_args corpus=http://127.0.0.1:8000`, and `dialect=ragen2` for the former.",
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("--corpus", help="File of passages (json, jsonl, parquet, csv) or folder that BM25Retriever.save wrote.")
+    add(
+        "--num_worlds",
+        type=int,
+        default=1000,
+        help="Without a corpus: generated tasks of each split to take those of.",
+    )
+    add("--seed", type=int, default=0, help="Which generated tasks.")
+    add(
+        "--encoder",
+        help="Hub id or folder of an E5 encoder, for a dense index instead of BM25; needs the extra dense.",
+    )
+    add("--index", help="FAISS index of the corpus for the encoder; default: one is built in memory.")
+    add("--device", default="cpu", help="Where the encoder runs.")
+    add("--host", default="127.0.0.1", help="Address to listen on; there is no authentication.")
+    add("--port", type=int, default=8000, help="Port to listen on; 0 takes a free one.")
+    return parser
 
 
 @dataclass
@@ -126,7 +161,8 @@ class SamplingArguments(EnvironmentArguments):
     num_samples: int = field(default=8, metadata={"help": "Completions per task."})
     temperature: float = field(default=1.0, metadata={"help": "Sampling temperature; 0 is greedy."})
     max_new_tokens: int | None = field(
-        default=None, metadata={"help": "Longest completion in tokens, all turns included; default: 128 a turn."}
+        default=None,
+        metadata={"help": "Longest completion in tokens, all turns included; default: 128 a turn, or the task's own."},
     )
     max_turn_tokens: int | None = field(default=None, metadata={"help": "Longest turn in tokens."})
     chat_template_kwargs: dict | None = field(
@@ -368,7 +404,13 @@ ARGUMENTS = {
     "warm-start": WarmStartArguments,
     "diagnose": DiagnoseArguments,
 }
-PARSERS = {"report": report_parser, "check-sandbox": sandbox_parser}  # of commands without a configuration
+# Of commands without a configuration.
+PARSERS = {
+    "report": report_parser,
+    "check-sandbox": sandbox_parser,
+    "envs": envs_parser,
+    "serve-retrieval": retrieval_parser,
+}
 # Whose fields a command takes beside its own.
 FURTHER = {
     "train": "SNRFilteredGRPOConfig (snr_* are the filter's; --algo has its own) and trl.ModelConfig",

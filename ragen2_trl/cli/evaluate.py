@@ -25,7 +25,8 @@ from ragen2_trl.cli.arguments import EvaluateArguments, checked_input, parse
 from ragen2_trl.cli.console import ProgressLine, make_console
 from ragen2_trl.cli.endpoint import PREFIX, Endpoint, EndpointError, endpoint_of, play_endpoint
 from ragen2_trl.cli.models import load_model
-from ragen2_trl.envs import Environment, Play, format_response, respond_all
+from ragen2_trl.envs import Environment, Play, respond_all
+from ragen2_trl.envs.floor import oracle_response, random_floor, random_response
 from ragen2_trl.reporting.examples import printable
 from ragen2_trl.reporting.files import write_json
 from ragen2_trl.reporting.saved_episodes import EVALUATION, episodes_of, episodes_path, save_episodes
@@ -33,7 +34,7 @@ from ragen2_trl.rollouts.outcomes import outcomes_of, summarize
 from ragen2_trl.rollouts.sampling import held_out_plays, sample_trajectories
 
 OnPlays: TypeAlias = Callable[[Dataset, list[Play]], None]
-SCRIPTED = ("oracle", "random")
+SCRIPTED = {"oracle": oracle_response, "random": random_response}
 
 
 def main(args: list[str] | None = None) -> None:
@@ -169,7 +170,7 @@ def evaluate_model(
         num_samples: Completions per task G.
         temperature: Sampling temperature; 0 is greedy, and then `num_samples` must be 1.
         max_new_tokens: Longest completion in tokens, all turns and the environment's answers included; default: no
-            limit but 128 tokens a turn.
+            limit but the task's `max_turn_tokens`, or 128 tokens a turn.
         batch_size: Completions generated at once.
         seed: Seed of the tasks and of the sampling.
         data: Where the tasks come from; default: the task's own source.
@@ -178,11 +179,13 @@ def evaluate_model(
         on_played: Called with (rows, plays) of all episodes when they have been played.
 
     Returns:
-        `success`, `pass@k` for k = 1, 2, 4, … up to G, `valid_rate` (fractions, the last of an episode's turns),
+        `success`, `pass@k` for k = 1, 2, 4, … up to G, `valid_rate` (fractions, the last of an episode's turns), the
+        task's own `measures` (fractions, too),
         `return` (the sum of an episode's rewards), `turns`, and `completion_length` (tokens that the model wrote, end
         tokens included),
         each a mean over completions with `…_ci_low` and `…_ci_high`, bounds of a 95 % confidence interval;
-        `num_prompts` and `num_samples`.
+        `num_prompts` and `num_samples`; and `random_success`, that of a player who guesses on the same tasks, where
+        `random_floor` knows it.
 
         Completions of one prompt are not independent, so prompts are the unit of every interval: Wilson with the
         effective sample size for fractions (see `fraction_interval`), normal over the N means of the prompts for
@@ -209,7 +212,8 @@ def evaluate_model(
     plays = [trajectory.play for trajectory in trajectories]
     if on_played is not None:
         on_played(rows, plays)
-    return summarize(num_samples, **outcomes_of(plays), completion_length=lengths)
+    metrics = summarize(num_samples, **outcomes_of(plays), completion_length=lengths)
+    return metrics | random_success(env, rows, num_samples)
 
 
 def evaluate_scripted(
@@ -230,19 +234,18 @@ def evaluate_scripted(
     rows, plays = held_out_plays(env, num_prompts, num_samples, seed, data)
     running = [(play, random.Random(f"{policy}/{seed}/{number}")) for number, play in enumerate(plays)]
     while running := [(play, rng) for play, rng in running if not play.done]:
-        texts = [_scripted(policy, play, rng) for play, rng in running]
+        texts = [SCRIPTED[policy](env, play, rng) for play, rng in running]
         respond_all([play for play, _ in running], texts, env.workers)
     if on_played is not None:
         on_played(rows, plays)
-    return summarize(num_samples, **outcomes_of(plays))
+    floor = random_success(env, rows, num_samples) if policy != "random" else {}
+    return summarize(num_samples, **outcomes_of(plays)) | floor
 
 
-def _scripted(policy: str, play: Play, rng: random.Random) -> str:
-    if policy == "oracle":
-        reasoning, actions = play.episode.plan(rng)
-        return format_response(reasoning, actions[: play.env.max_actions])
-    count = play.env.max_actions if play.env.splits_answers else 1
-    return format_response("", [play.episode.random_action(rng) for _ in range(count)])
+def random_success(env: Environment, rows: Dataset, num_samples: int) -> dict[str, float]:
+    """What success has to be compared with, as a metric; `rows` hold each task `num_samples` times in a row."""
+    floor = random_floor(env, rows.select(range(0, len(rows), num_samples)))
+    return {} if floor is None else {"random_success": floor}
 
 
 def metrics_table(metrics: dict[str, float], title: str) -> Table:
@@ -256,4 +259,6 @@ def metrics_table(metrics: dict[str, float], title: str) -> Table:
         if f"{name}_ci_low" in metrics:
             low, high = metrics[f"{name}_ci_low"], metrics[f"{name}_ci_high"]
             table.add_row(name, f"{value:.3f}", f"{low:.3f} to {high:.3f}")
+        if name == "success" and "random_success" in metrics:
+            table.add_row("of a player who guesses", f"{metrics['random_success']:.3f}", "")
     return table

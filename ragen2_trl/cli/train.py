@@ -85,6 +85,8 @@ def main(args: list[str] | None = None) -> None:
         trainer.add_callback(held_out)
     if trainer.is_world_process_zero():
         console.print(Text(f"{script_args.model} on {env.name}, in {run}"))
+        if (turns := env.max_turns * (env.max_turn_tokens or 0)) > (longest := training_args.max_completion_length):
+            console.print(f"Episodes are cut at max_completion_length={longest}; {turns} hold all turns of the task.")
 
     before = _evaluate(trainer, env, script_args, run / "evaluation_before.json")
     started = time.perf_counter()
@@ -173,7 +175,9 @@ def summary_table(summary: dict[str, Any], title: str) -> Table:
         metrics = summary[when]
         if metrics is not None:
             interval = f"{metrics['success_ci_low']:.1%} to {metrics['success_ci_high']:.1%}"
-            table.add_row(f"held-out success {when}", f"{metrics['success']:.1%}  (95 % interval {interval})")
+            guessed = metrics.get("random_success")
+            floor = "" if guessed is None else f"; a player who guesses: {guessed:.1%}"
+            table.add_row(f"held-out success {when}", f"{metrics['success']:.1%}  (95 % interval {interval}{floor})")
     for task, curve in summary["held_out"].items():
         peak, last = curve["peak"], curve["last"]
         table.add_row(
@@ -259,7 +263,7 @@ def _make_trainer(
     training_args.disable_tqdm = True  # the live line takes its place
     if training_args.num_completions_to_print is None:
         training_args.num_completions_to_print = 0  # log_completions saves them; a wall of them would bury the line
-    several_turns = {"rollout_func": TextRollout(env, script_args.max_turn_tokens)} if env.max_turns > 1 else {}
+    rollout = {"rollout_func": TextRollout(env, script_args.max_turn_tokens)} if env.needs_rollout else {}
     trainer = trainer_class(
         resolve_model(script_args.model),
         env.reward_funcs,
@@ -268,7 +272,7 @@ def _make_trainer(
         quantization_config=get_quantization_config(model_args),
         peft_config=get_peft_config(model_args),
         callbacks=[live_line],
-        **several_turns,
+        **rollout,
     )
     trainer.remove_callback(PrinterCallback)
     if script_args.mutual_information:

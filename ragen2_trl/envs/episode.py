@@ -27,6 +27,11 @@ class Episode(ABC):
     done: bool = False
     success: bool = False
 
+    @property
+    def measures(self) -> dict[str, float]:
+        """Further numbers from 0.0 to 1.0 about the episode so far, by name; logged beside its return and success."""
+        return {}
+
     @abstractmethod
     def observation(self) -> str:
         """What the player sees of the state."""

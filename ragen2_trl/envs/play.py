@@ -1,19 +1,19 @@
 """RAGEN's text protocol: what a response does to an episode, and what the player is told next.
 
-A response `<think>…</think><answer>a || b</answer>` is one turn. Its first `max_actions` actions are carried out in
-order until the episode ends. A response of another form, or one that names an unknown action, carries out nothing,
-costs `INVALID_TURN` and consumes the turn.
+A response `<think>…</think><answer>a || b</answer>` is one turn. Of its first `max_actions` pieces those that name
+actions are carried out in order until the episode ends. One that names none costs `INVALID_TURN`, once for the turn
+however many there are, and so does a response of another form, which carries out nothing and consumes the turn.
 """
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any, ClassVar, Protocol, TypeAlias
 
 from ragen2_trl.envs.episode import Episode
-from ragen2_trl.envs.responses import parse_response
+from ragen2_trl.envs.responses import Response
 
 INVALID_TURN = -0.1
 TURN_REWARDS = "turn_rewards"  # under which rollouts hand the rewards of an episode's turns on
@@ -28,10 +28,11 @@ class Outcome:
         episode_return: Sum of the rewards, invalid turns included.
         success: Whether the task was solved.
         turns: Turns taken.
-        valid_turns: Those with a well-formed response that named known actions.
+        valid_turns: Those with a well-formed response that named known actions and nothing else.
         num_actions: Actions that were carried out.
         acting_turns: Turns in which one was.
         effective_turns: Turns whose last one changed the state, or ended the episode.
+        measures: Further numbers of the task's own, 0.0 to 1.0.
     """
 
     COLUMN: ClassVar[str] = "episode"  # under which rollouts hand outcomes to reward functions
@@ -43,6 +44,7 @@ class Outcome:
     num_actions: int = 0
     acting_turns: int = 0
     effective_turns: int = 0
+    measures: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -66,11 +68,28 @@ class RecordedTurn:
     board: str | None
 
 
+@dataclass(frozen=True)
+class Turn:
+    """What came of a turn.
+
+    Args:
+        reward: Sum of the rewards of its actions, as the rules give them; `0` where there was none.
+        executed: Actions carried out.
+        valid: Whether it named actions and nothing else.
+    """
+
+    reward: float
+    executed: int
+    valid: bool
+
+
 class Setting(Protocol):
-    """What a play asks of its environment: how many turns and actions there are, and what the player is shown."""
+    """What a play asks of its environment: how much may be done, how responses are read and what a player is told."""
 
     max_turns: int
     max_actions: int
+    max_total_actions: int | None
+    show_penalty: bool
 
     @property
     def name(self) -> str: ...
@@ -78,19 +97,24 @@ class Setting(Protocol):
     @property
     def splits_answers(self) -> bool: ...
 
-    def turn_text(self, episode: Episode, status: str | None = None) -> str: ...
+    def read(self, text: str) -> Response | None: ...
+
+    def message(self, play: "Play", status: str) -> str: ...
 
 
 class Play:
     """One episode behind the text protocol.
 
+    Attributes:
+        turn_rewards: The rewards of the turns so far, `INVALID_TURN` for each that was not valid included.
+        executed: Actions carried out so far.
+        last: What came of the last turn, `None` before the first.
+        turns: What was done so far, turn by turn.
+        first_board: The state at the start, see `Episode.board_letters`.
+
     Args:
         env: Limits and texts.
         episode: The rules, at their start.
-
-    Attributes:
-        turns: What was done so far, turn by turn.
-        first_board: The state at the start, see `Episode.board_letters`.
     """
 
     def __init__(self, env: Setting, episode: Episode):
@@ -99,14 +123,20 @@ class Play:
         self.turn_rewards: list[float] = []
         self.turns: list[RecordedTurn] = []
         self.first_board = episode.board_letters()
+        self.executed = 0
+        self.last: Turn | None = None
         self._valid_turns = 0
-        self._num_actions = 0
         self._effects: dict[int, bool] = {}  # by turn, whether the last action in it had an effect
 
     @property
     def done(self) -> bool:
-        """Whether the rules or the turns have come to an end."""
-        return self.episode.done or len(self.turn_rewards) >= self.env.max_turns
+        """Whether the rules, the turns or the actions have come to an end."""
+        return self.episode.done or len(self.turn_rewards) >= self.env.max_turns or self.actions_left == 0
+
+    @property
+    def actions_left(self) -> int | None:
+        """Actions that the episode may still take, `None` without a limit."""
+        return None if self.env.max_total_actions is None else self.env.max_total_actions - self.executed
 
     @property
     def outcome(self) -> Outcome:
@@ -115,48 +145,49 @@ class Play:
             success=self.episode.success,
             turns=len(self.turn_rewards),
             valid_turns=self._valid_turns,
-            num_actions=self._num_actions,
+            num_actions=self.executed,
             acting_turns=len(self._effects),
             effective_turns=sum(self._effects.values()),
+            measures=self.episode.measures,
         )
 
     def respond(self, text: str) -> str | None:
         """Takes a turn with a response; gives the next user message, or `None` when the episode is over."""
         if self.done:
             return None
-        response = parse_response(text, split=self.env.splits_answers)
+        response = self.env.read(text)
         actions = () if response is None else response.actions
-        status, reply = self.take(actions), None
-        if not self.done:
-            turn = f"Turn {len(self.turn_rewards) + 1} of {self.env.max_turns}."
-            reply = self.env.turn_text(self.episode, f"{status} {turn}")
+        status = self.take(actions)
+        reply = None if self.done else self.env.message(self, status)
         self.record(actions, text, reply)
         return reply
 
     def take(self, actions: Sequence[str]) -> str:
         """Takes a turn with actions and says what came of it; not to be called when `done`."""
-        actions = actions[: self.env.max_actions]
-        if not actions or not all(self.episode.is_action(action) for action in actions):
-            self.turn_rewards.append(INVALID_TURN)
-            return f"Invalid answer. Reward {INVALID_TURN:g}."
-        self._valid_turns += 1
-        reward = 0.0
-        for action in actions:
-            if not self.episode.done:
-                reward += self._carry_out(action)
-        self.turn_rewards.append(reward)
-        return f"Reward {reward:g}."
+        pieces = actions[: self.env.max_actions]
+        known = [action for action in pieces if self.episode.is_action(action)]
+        valid = len(known) == len(pieces) > 0
+        before = self.executed
+        reward: float = 0
+        for action in known:
+            if not self.done:
+                reward += self._carry_out(action)  # whole as long as rewards are, as RAGEN shows it
+        self.last = Turn(reward, self.executed - before, valid)
+        self._valid_turns += valid
+        self.turn_rewards.append(float(reward) if valid else reward + INVALID_TURN)
+        told = self.turn_rewards[-1] if self.env.show_penalty else reward
+        return f"{'' if valid else 'Partly invalid answer. ' if known else 'Invalid answer. '}Reward {told:g}."
 
     def _carry_out(self, action: str) -> float:
         before = self.episode.snapshot()
         reward = self.episode.step(action)
-        self._num_actions += 1
+        self.executed += 1
         self._effects[len(self.turn_rewards)] = self.episode.done or self.episode.snapshot() != before
         return reward
 
     def record(self, actions: Sequence[str], text: str | None = None, reply: str | None = None) -> None:
         """Adds the turn that `take` has just taken to `turns`."""
-        valid = self._valid_turns > sum(turn.valid for turn in self.turns)
+        valid = self.last is not None and self.last.valid
         counted = tuple(actions[: self.env.max_actions])
         self.turns.append(
             RecordedTurn(text, counted, valid, self.turn_rewards[-1], reply, self.episode.board_letters())
@@ -197,6 +228,7 @@ def mean_outcomes(outcomes: Sequence[Outcome], seeds: Sequence[int]) -> dict[str
         "action_is_valid": fmean(outcome.acting_turns / max(1, outcome.turns) for outcome in outcomes),
         "action_is_effective": fmean(outcome.effective_turns / max(1, outcome.turns) for outcome in outcomes),
     }
+    means.update({name: fmean(outcome.measures[name] for outcome in outcomes) for name in outcomes[0].measures})
     sizes = {len(members) for members in groups.values()}
     if len(sizes) == 1:  # elsewhere a group is spread over processes, and k would differ from task to task
         means[f"pass@{sizes.pop()}"] = fmean(any(members) for members in groups.values())

@@ -25,17 +25,11 @@ from pydantic import Field
 
 from ragen2_trl.envs.base import Environment
 from ragen2_trl.envs.checks import check_count, check_range
+from ragen2_trl.envs.local_requests import MAX_MESSAGE_BYTES, is_loopback
 from ragen2_trl.envs.play import COUNTS, Play
 from ragen2_trl.envs.responses import MAX_PARSED_ACTIONS
 from ragen2_trl.envs.tasks import SPLITS
-from ragen2_trl.openenv.guard import (
-    MAX_MESSAGE_BYTES,
-    BadRequestError,
-    Guard,
-    WrongOrderError,
-    answer_errors,
-    is_loopback,
-)
+from ragen2_trl.openenv.guard import BadRequestError, Guard, WrongOrderError, answer_errors
 
 DEFAULT_NUM_TASKS = 1000
 MAX_EPISODE_ID_CHARS = 255  # OpenEnv's own bound
@@ -61,6 +55,10 @@ class TurnObservation(Observation):  # type: ignore[misc]
     num_actions: int = 0
     acting_turns: int = 0
     effective_turns: int = 0
+
+
+# Options that change what a client has to write or read.
+NOT_SERVED = ("enable_think", "force_think", "max_total_actions", "stray_tags", "wording")
 
 
 class TaskState(State):  # type: ignore[misc]
@@ -221,6 +219,9 @@ def make_server(
     Raises:
         ValueError: If an argument is outside its range.
     """
+    unknown = sorted({"preset", *NOT_SERVED} & set(env.options))
+    if unknown:
+        raise ValueError(f"env must be made without {unknown}, which clients do not learn of, got {env.name}")
     check_count("max_sessions", max_sessions, 1, 10_000)
     if max_sessions_per_client is None:
         max_sessions_per_client = math.ceil(0.75 * max_sessions)

@@ -100,7 +100,7 @@ def _describe(env: Environment, splits: Mapping[str, Dataset], repo_id: str, see
     counts = ", ".join(f"{len(rows)} of the split `{split}`" for split, rows in splits.items())
     columns = ", ".join(f"`{name}`" for name in splits["train"].column_names if name != "prompt")
     system, user = (message["content"].replace("```", "'''") for message in env.prompt(splits["train"][0]))
-    several = ", rollout_func=TextRollout(env)" if env.max_turns > 1 else ""
+    several = ", rollout_func=TextRollout(env)" if env.needs_rollout else ""
     if env.protocol == "tools":
         several = ", environment_factory=env.environment_factory"
     lines = [

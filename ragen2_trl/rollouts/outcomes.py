@@ -17,13 +17,14 @@ def outcomes_of(plays: Sequence[Play]) -> dict[str, list[float]]:
         "valid_rate": [outcome.valid_turns / outcome.turns for outcome in outcomes],
         "return": [outcome.episode_return for outcome in outcomes],
         "turns": [float(outcome.turns) for outcome in outcomes],
+        **{name: [outcome.measures[name] for outcome in outcomes] for name in outcomes[0].measures},
     }
 
 
 def summarize(num_samples: int, **values: Sequence[float]) -> dict[str, float]:
     """Means and 95 % confidence intervals of N·G values a metric, group by group; see `evaluate_model`.
 
-    `success` and `valid_rate` are fractions, and `success` gives `pass@k` too.
+    All but `return`, `turns` and `completion_length` are fractions, and `success` gives `pass@k` too.
     """
     groups = {
         name: [list(flat[i : i + num_samples]) for i in range(0, len(flat), num_samples)]
@@ -32,7 +33,7 @@ def summarize(num_samples: int, **values: Sequence[float]) -> dict[str, float]:
     metrics: dict[str, float] = {}
     for name, rows in groups.items():
         means = [fmean(row) for row in rows]
-        if name not in ("success", "valid_rate"):
+        if name in ("return", "turns", "completion_length"):
             _add(metrics, name, fmean(means), mean_interval(means))
             continue
         _add(metrics, name, fmean(means), fraction_interval(means, num_samples))

@@ -32,8 +32,8 @@ class TextRollout:
 
     Args:
         env: The task, with the text protocol and without pictures.
-        max_turn_tokens: Longest turn in tokens; default: whatever is left of TRL's `max_completion_length`, which
-            covers the whole episode.
+        max_turn_tokens: Longest turn in tokens; default: the environment's, or whatever is left of TRL's
+            `max_completion_length`, which covers the whole episode.
 
     Raises:
         ValueError: If the environment is made for tools or shows pictures, or `max_turn_tokens` is below 1.
@@ -44,7 +44,7 @@ class TextRollout:
         if max_turn_tokens is not None and max_turn_tokens < 1:
             raise ValueError(f"max_turn_tokens must be at least 1, got {max_turn_tokens!r}")
         self._env = env
-        self._max_turn_tokens = max_turn_tokens
+        self._max_turn_tokens = env.max_turn_tokens if max_turn_tokens is None else max_turn_tokens
         self._rows: list[dict[str, Any]] | None = None
 
     def attach(self, trainer: Trainer) -> None:
@@ -68,6 +68,7 @@ class TextRollout:
             tokenizer,
             _end_tokens(trainer),
             trainer.processing_class,
+            self._env.forced_tag,
             chat_template=trainer.chat_template,
             **trainer.chat_template_kwargs,
         )
