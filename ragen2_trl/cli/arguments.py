@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from trl import TrlParser
 
 if TYPE_CHECKING:
-    from ragen2_trl.envs import Environment
+    from ragen2_trl.envs.mixture import AnyTask
 
 
 class InputError(ValueError):
@@ -91,10 +91,20 @@ def sandbox_parser() -> argparse.ArgumentParser:
 class EnvironmentArguments:
     """Which task to play. It is not called `env`, which TrlParser keeps for environment variables."""
 
-    env_name: str = field(default="frozen_lake", metadata={"help": "Task, by its name in `make_env`."})
+    env_name: str = field(
+        default="frozen_lake",
+        metadata={"help": "Task, by its name in `make_env`; several with commas between, as `sokoban,frozen_lake`."},
+    )
     env_args: list[str] = field(
         default_factory=list,
-        metadata={"help": "Options of the task: `key=value` pairs or one JSON object; in YAML a mapping will do."},
+        metadata={
+            "help": "Options of the task: `key=value` pairs or one JSON object; in YAML a mapping will do. With several "
+            "tasks, `task.key=value` is for one of them and `key=value` for all."
+        },
+    )
+    env_weights: list[float] = field(
+        default_factory=list,
+        metadata={"help": "With several tasks, their shares of the prompts, in their order; default: equal ones."},
     )
 
     multi_turn: bool = field(
@@ -104,14 +114,20 @@ class EnvironmentArguments:
         default=None, metadata={"help": "Hub id or local path of the tasks; default: the task makes its own."}
     )
 
-    def make_env(self) -> "Environment":
-        """The task with its options."""
-        from ragen2_trl.envs import make_env  # not to ask for help
+    def make_env(self) -> "AnyTask":
+        """The task with its options, or the mixture of several."""
+        from ragen2_trl.envs import TaskMixture, make_env  # not to ask for help
 
         options = parse_env_args(self.env_args)
         if self.multi_turn:
             options["multi_turn"] = True
-        return make_env(self.env_name, **options)
+        names = [name.strip() for name in self.env_name.split(",")]
+        if len(names) == 1:
+            if self.env_weights:
+                raise ValueError(f"env_weights must be empty for one task ({self.env_name}), got {self.env_weights}")
+            return make_env(self.env_name, **options)
+        for_all, for_one = _options_by_task(options, names)
+        return TaskMixture([make_env(name, **for_all, **for_one[name]) for name in names], self.env_weights or None)
 
 
 @dataclass
@@ -282,6 +298,23 @@ def parse_env_args(env_args: Sequence[str] | Mapping[str, Any]) -> dict[str, Any
         else:
             raise ValueError(f"env_args must be `key=value` pairs or a JSON object, got {item!r}")
     return options
+
+
+def _options_by_task(
+    options: Mapping[str, Any], names: Sequence[str]
+) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
+    """Options of all tasks, and by task those of one: `{"sokoban.size": 7, "multi_turn": True}`."""
+    for_all: dict[str, Any] = {}
+    for_one: dict[str, dict[str, Any]] = {name: {} for name in names}
+    for key, value in options.items():
+        name, dot, own = key.partition(".")
+        if dot and name not in for_one:
+            raise ValueError(f"env_args must name one of the tasks {list(names)} before the dot, got {key!r}")
+        (for_one[name] if dot else for_all)[own if dot else key] = value
+    for name, own_options in for_one.items():
+        if twice := sorted(set(own_options) & set(for_all)):
+            raise ValueError(f"env_args must give {twice} for all tasks or for {name}, got both")
+    return for_all, for_one
 
 
 def _json_or_text(value: str) -> Any:

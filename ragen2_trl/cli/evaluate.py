@@ -8,11 +8,12 @@ python scripts/evaluate.py --model oracle --env_name sokoban     # the task's so
 
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import NormalDist, fmean, stdev
 from typing import Any
 
+from datasets import Dataset
 from rich.table import Table
 from rich.text import Text
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -21,7 +22,8 @@ from trl import TrlParser
 from ragen2_trl.cli.arguments import EvaluateArguments, checked_input, parse
 from ragen2_trl.cli.console import make_console
 from ragen2_trl.cli.sampling import held_out_plays, load_model, sample_trajectories
-from ragen2_trl.envs import Environment, Play, format_response, respond_all
+from ragen2_trl.envs import Play, format_response, respond_all
+from ragen2_trl.envs.mixture import TASK, AnyTask
 from ragen2_trl.reporting.files import write_json
 
 Z_95 = NormalDist().inv_cdf(0.975)
@@ -61,7 +63,7 @@ def main(args: list[str] | None = None) -> None:
 def evaluate_model(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    env: Environment,
+    env: AnyTask,
     *,
     num_prompts: int = 256,
     num_samples: int = 8,
@@ -98,7 +100,7 @@ def evaluate_model(
         `return` (the sum of an episode's rewards), `turns`, and `completion_length` (tokens that the model wrote, end
         tokens included),
         each a mean over completions with `…_ci_low` and `…_ci_high`, bounds of a 95 % confidence interval;
-        `num_prompts` and `num_samples`.
+        `num_prompts` and `num_samples`. Of several tasks the same for each, as `<task>/success`.
 
         Completions of one prompt are not independent, so prompts are the unit of every interval: Wilson with the
         effective sample size for fractions (see `fraction_interval`), normal over the N means of the prompts for
@@ -107,7 +109,7 @@ def evaluate_model(
     Raises:
         ValueError: If an argument is outside its range.
     """
-    _, trajectories = sample_trajectories(
+    rows, trajectories = sample_trajectories(
         model,
         tokenizer,
         env,
@@ -123,12 +125,12 @@ def evaluate_model(
     )
     lengths = [float(sum(trajectory.env_mask)) for trajectory in trajectories]
     plays = [trajectory.play for trajectory in trajectories]
-    return summarize(num_samples, **outcomes_of(plays), completion_length=lengths)
+    return _by_task(rows, num_samples, {**outcomes_of(plays), "completion_length": lengths})
 
 
 def evaluate_scripted(
     policy: str,
-    env: Environment,
+    env: AnyTask,
     *,
     num_prompts: int = 256,
     num_samples: int = 8,
@@ -140,12 +142,25 @@ def evaluate_scripted(
     Raises:
         NotImplementedError: If the task has no such player.
     """
-    _, plays = held_out_plays(env, num_prompts, num_samples, seed, data)
+    rows, plays = held_out_plays(env, num_prompts, num_samples, seed, data)
     running = [(play, random.Random(f"{policy}/{seed}/{number}")) for number, play in enumerate(plays)]
     while running := [(play, rng) for play, rng in running if not play.done]:
         texts = [_scripted(policy, play, rng) for play, rng in running]
         respond_all([play for play, _ in running], texts, env.workers)
-    return summarize(num_samples, **outcomes_of(plays))
+    return _by_task(rows, num_samples, outcomes_of(plays))
+
+
+def _by_task(rows: Dataset, num_samples: int, values: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    """Metrics of all episodes and, where they are of several tasks, of each: `<task>/success` and so on."""
+    metrics = summarize(num_samples, **values)
+    tasks = rows[TASK][:] if TASK in rows.column_names else []
+    for task in sorted(set(tasks)):
+        own = {
+            name: [value for value, of in zip(column, tasks, strict=True) if of == task]
+            for name, column in values.items()
+        }
+        metrics |= {f"{task}/{name}": value for name, value in summarize(num_samples, **own).items()}
+    return metrics
 
 
 def _scripted(policy: str, play: Play, rng: random.Random) -> str:

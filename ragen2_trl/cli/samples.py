@@ -19,7 +19,8 @@ from ragen2_trl.cli.sampling import (
     generator,
     sample_trajectories,
 )
-from ragen2_trl.envs import Environment, completion_text
+from ragen2_trl.envs import completion_text
+from ragen2_trl.envs.mixture import AnyTask
 from ragen2_trl.reporting.files import replace_whole
 from ragen2_trl.rollouts.play import Chat, Trajectory
 
@@ -58,7 +59,7 @@ class Sample:
 def sample_tasks(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    env: Environment,
+    env: AnyTask,
     arguments: SamplingArguments,
     folder: Path,
     tell: Callable[[str], None],
@@ -114,7 +115,7 @@ def sample_tasks(
 def sample_control(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    env: Environment,
+    env: AnyTask,
     sample: Sample,
     arguments: SamplingArguments,
     folder: Path,

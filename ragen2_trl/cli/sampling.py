@@ -17,7 +17,8 @@ from transformers import (
 )
 
 from ragen2_trl.cli.arguments import InputError
-from ragen2_trl.envs import Environment, Play
+from ragen2_trl.envs import Play
+from ragen2_trl.envs.mixture import AnyTask, TaskMixture
 from ragen2_trl.rollouts.play import Chat, Generate, Trajectory, check_words_only, play_all
 from ragen2_trl.tiny import resolve_model
 
@@ -44,7 +45,7 @@ def load_model(name: str, dtype: str) -> tuple[PreTrainedModel, PreTrainedTokeni
 
 
 def held_out_plays(
-    env: Environment, num_prompts: int, num_samples: int, seed: int, data: str | None
+    env: AnyTask, num_prompts: int, num_samples: int, seed: int, data: str | None
 ) -> tuple[Dataset, list[Play]]:
     """Rows of the split `"test"`, each `num_samples` times in a row, and an episode for each.
 
@@ -57,6 +58,8 @@ def held_out_plays(
     ):
         if value < least:
             raise ValueError(f"{name} must be at least {least}, got {value!r}")
+    if isinstance(env, TaskMixture) and min(env.shares(num_prompts)) < 2:
+        raise ValueError(f"num_prompts must give each task of {env.name} at least 2, got {num_prompts!r}")
     rows = env.dataset(num_prompts, seed, split="test", data=data)
     rows = rows.select([index for index in range(num_prompts) for _ in range(num_samples)])  # groups stay together
     columns = {name: rows[name][:] for name in rows.column_names if name not in ("prompt", "seed")}
@@ -66,7 +69,7 @@ def held_out_plays(
 def sample_trajectories(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    env: Environment,
+    env: AnyTask,
     *,
     num_prompts: int,
     num_samples: int,

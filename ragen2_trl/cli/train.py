@@ -28,7 +28,7 @@ from ragen2_trl.callbacks import GradientSNRCallback, LiveLineCallback, MutualIn
 from ragen2_trl.cli.arguments import TrainArguments, checked_input, parse
 from ragen2_trl.cli.console import make_console
 from ragen2_trl.cli.evaluate import evaluate_model
-from ragen2_trl.envs import Environment
+from ragen2_trl.envs.mixture import ALL_TASKS, AnyTask, TaskMixture
 from ragen2_trl.filtering import check_choice
 from ragen2_trl.reporting import plot_training
 from ragen2_trl.reporting.files import DIAGNOSTICS, MEASUREMENTS, OUTCOMES, write_json
@@ -207,7 +207,10 @@ def _run_folder(script_args: TrainArguments, training_args: Config, model_args: 
     if script_args.model is None:
         raise ValueError("model=None; allowed: 'tiny', a path, or a Hub id.")
     if training_args.output_dir == "trainer_output":  # transformers' default
-        name = training_args.run_name or f"{script_args.env_name}-{script_args.model.rstrip('/').split('/')[-1]}"
+        name = (
+            training_args.run_name
+            or f"{script_args.env_name.replace(',', '-')}-{script_args.model.rstrip('/').split('/')[-1]}"
+        )
         training_args.output_dir = str(Path("runs") / name)
     return Path(training_args.output_dir)
 
@@ -243,7 +246,7 @@ def _make_trainer(
     script_args: TrainArguments,
     training_args: Config,
     model_args: ModelConfig,
-    env: Environment,
+    env: AnyTask,
     live_line: LiveLineCallback,
 ) -> Trainer:
     training_args.model_init_kwargs = {
@@ -288,12 +291,12 @@ def _train(trainer: Trainer, checkpoint: Path | None) -> None:
     trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
 
 
-def _success_metric(env: Environment) -> str:
-    return f"env/{env.name}/success"
+def _success_metric(env: AnyTask) -> str:
+    return f"env/{ALL_TASKS if isinstance(env, TaskMixture) else env.name}/success"
 
 
 def _evaluate(
-    trainer: Trainer, env: Environment, script_args: TrainArguments, path: Path, again: bool = False
+    trainer: Trainer, env: AnyTask, script_args: TrainArguments, path: Path, again: bool = False
 ) -> dict[str, float] | None:
     """Metrics on held-out tasks, read back from `path` when a resumed run has measured them before."""
     if path.exists() and not again:
@@ -324,7 +327,7 @@ def _chat_template(trainer: Trainer) -> dict[str, Any]:
     return {"chat_template": trainer.chat_template} if hasattr(trainer, "chat_template") else {}
 
 
-def _write_history(trainer: Trainer, env: Environment, run: Path) -> None:
+def _write_history(trainer: Trainer, env: AnyTask, run: Path) -> None:
     if not trainer.is_world_process_zero():
         return
     history = trainer.state.log_history

@@ -295,7 +295,7 @@ class Environment(ABC):
             **columns: Any,
         ) -> list[float]:
             step = 0 if trainer_state is None else trainer_state.global_step
-            outcomes = self._outcomes(completions, seed, columns, step)
+            outcomes = self.outcomes(completions, seed, columns, step)
             if log_metric is not None:
                 for key, value in mean_outcomes(outcomes, seed).items():
                     log_metric(f"env/{self.name}/{key}", value)
@@ -306,9 +306,10 @@ class Environment(ABC):
         vars(reward)["bounds"] = bounds  # for the filter: what is too hard, and too easy
         return reward
 
-    def _outcomes(
+    def outcomes(
         self, completions: Sequence[Completion], seed: Sequence[int], columns: Mapping[str, Any], step: int
     ) -> list[Outcome]:
+        """What came of each row's episode: as a rollout tells in its column, else by playing its completion."""
         if "environments" in columns:
             return [environment._play.outcome for environment in columns["environments"]]
         if Outcome.COLUMN in columns:

@@ -6,7 +6,8 @@ from typing import Any, TypeAlias
 
 from transformers import PreTrainedTokenizerBase
 
-from ragen2_trl.envs import Environment, Play, respond_all
+from ragen2_trl.envs import Play, respond_all
+from ragen2_trl.envs.mixture import AnyTask
 
 Messages: TypeAlias = Sequence[Mapping[str, Any]]
 # (contexts, most new tokens) -> for each context the ids it goes on with, and their log-probs where there are any
@@ -172,7 +173,7 @@ def play_all(
     return trajectories
 
 
-def check_words_only(env: Environment) -> None:
+def check_words_only(env: AnyTask) -> None:
     """Raises a `ValueError` unless the environment is played in text: with that protocol, and without pictures."""
     if env.protocol != "text" or env.shows_images:
         shown = "pictures" if env.shows_images else f"protocol={env.protocol!r}"

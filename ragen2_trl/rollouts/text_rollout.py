@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from transformers import Trainer
 
-from ragen2_trl.envs import Environment, Outcome, Play
+from ragen2_trl.envs import Outcome, Play
+from ragen2_trl.envs.mixture import AnyTask
 from ragen2_trl.envs.play import TURN_REWARDS
 from ragen2_trl.rollouts.play import Chat, Messages, check_words_only, play_all
 
@@ -31,7 +32,7 @@ class TextRollout:
         rollout.attach(trainer)
 
     Args:
-        env: The task, with the text protocol and without pictures.
+        env: The task, or a mixture of tasks, with the text protocol and without pictures.
         max_turn_tokens: Longest turn in tokens; default: whatever is left of TRL's `max_completion_length`, which
             covers the whole episode.
 
@@ -39,7 +40,7 @@ class TextRollout:
         ValueError: If the environment is made for tools or shows pictures, or `max_turn_tokens` is below 1.
     """
 
-    def __init__(self, env: Environment, max_turn_tokens: int | None = None):
+    def __init__(self, env: AnyTask, max_turn_tokens: int | None = None):
         check_words_only(env)
         if max_turn_tokens is not None and max_turn_tokens < 1:
             raise ValueError(f"max_turn_tokens must be at least 1, got {max_turn_tokens!r}")

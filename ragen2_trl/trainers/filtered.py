@@ -14,12 +14,14 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 from accelerate.logging import get_logger
+from accelerate.utils import gather_object
 from datasets import Dataset, IterableDataset
 from torch import Tensor
 from torch.utils.data import Sampler
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ragen2_trl.callbacks.run_record import keep_record, with_hidden_tokens
+from ragen2_trl.envs.mixture import TASK
 from ragen2_trl.filtering import group_score
 from ragen2_trl.rollouts import TextRollout
 from ragen2_trl.trainers.accounting import Accounting
@@ -28,12 +30,14 @@ from ragen2_trl.trainers.checks import (
     LAYOUT_FIELDS,
     check_prompt_column,
     check_same_on_all_processes,
+    check_task_column,
     known_range,
     nothing_to_rank,
     warn_of_equal_rows,
     with_snr_fields,
 )
 from ragen2_trl.trainers.config import SNRFilterConfig
+from ragen2_trl.trainers.images import IMAGE_KEYS
 from ragen2_trl.trainers.packing import KEPT, LossMean, Packing
 from ragen2_trl.trainers.processes import own_share
 from ragen2_trl.trainers.refilling import Refill
@@ -42,19 +46,6 @@ from ragen2_trl.trainers.selecting import Selection, Selector
 
 CLIP_RATIOS = tuple(f"clip_ratio/{name}" for name in ("low_mean", "low_min", "high_mean", "high_max", "region_mean"))
 logger = get_logger(__name__)
-
-VISION_KEYS = (
-    "pixel_values",
-    "image_grid_thw",
-    "num_images",
-    "pixel_attention_mask",
-    "spatial_shapes",
-    "num_tiles",
-    "image_sizes",
-    "token_type_ids",
-    "mm_token_type_ids",
-    "image_position_ids",
-)
 
 
 class SNRFilter:
@@ -94,6 +85,7 @@ class SNRFilter:
             name = model if isinstance(model, str) else model.config._name_or_path
             args = self._config_class(f"{name.split('/')[-1]}-{self._name.replace(' ', '-')}")
         check_prompt_column(train_dataset, kwargs.get("environment_factory"))
+        check_task_column(train_dataset, args)
         plays = any(kwargs.get(name) is not None for name in ("environment_factory", "rollout_func"))
         args = with_snr_fields(args, self._config_class, self._trl_config_class)
         super().__init__(model, reward_funcs, args, train_dataset, eval_dataset, processing_class, **kwargs)
@@ -207,9 +199,17 @@ class SNRFilter:
     def _select(self, inputs: list[dict[str, Any]], batch: Batch) -> Selection:
         """Which groups of a batch are kept, its advantages made those of the kept ones."""
         rewards = self._group_rewards()
-        selection = self._selector.select(rewards, self._score_groups(batch, rewards))
+        selection = self._selector.select(rewards, self._score_groups(batch, rewards), self._tasks(inputs))
         self._set_advantages(inputs, batch, selection)
         return selection
+
+    def _tasks(self, inputs: list[dict[str, Any]]) -> list[str] | None:
+        """(N,) the task of each group over all processes, where the dataset tells; a call for all processes."""
+        if TASK not in inputs[0]:
+            return None
+        names = [str(row[TASK]) for row in inputs]
+        names = gather_object(names) if self.accelerator.num_processes > 1 else names
+        return names[:: self.num_generations]
 
     def _group_rewards(self) -> Tensor:
         """(N, G) weighted reward sums as sampled, before any normalisation; NaN where there is no finite one."""
@@ -246,7 +246,7 @@ class SNRFilter:
                 torch.cat([part["prompt_mask"], part["completion_mask"]], dim=1),
                 part["completion_ids"].size(1),
                 compute_entropy=compute_entropy,
-                **{key: part[key] for key in VISION_KEYS if key in part},
+                **{key: part[key] for key in IMAGE_KEYS if key in part},
             )[:2]
             # TRL would show a part without images none of them, which models do not take.
             for part in chunks(batch, self.args.per_device_train_batch_size)

@@ -107,11 +107,11 @@ class SNRFilteredGRPOTrainer(SNRFilter, GRPOTrainer):
 
     def _set_advantages(self, inputs: list[dict[str, Any]], batch: dict[str, Any], selection: Selection) -> None:
         """As if the kept groups were the whole batch. Those scaled by group are so already."""
-        if selection.keeps_all or not selection.kept.any():
+        if (selection.keeps_all and not selection.scaled_by_task) or not selection.kept.any():
             return
         if self.multi_objective_aggregation == "normalize_then_sum":
             everywhere = self.accelerator.gather(batch["advantages"])
-            advantages = renormalised(everywhere, selection.scorable_rows, selection.kept_rows)
+            advantages = renormalised(everywhere, selection.scorable_rows, selection)
             batch["advantages"] = self._local(advantages)
         elif self.scale_rewards == "batch":
-            batch["advantages"] = batch["advantages"] * std_ratio(selection)
+            batch["advantages"] = batch["advantages"] * self._local(std_ratio(selection))
