@@ -162,8 +162,8 @@ def test_a_run_of_two_tasks_has_a_summary_of_each(tmp_path):
         "train --model tiny-sokoban --env_name sokoban,frozen_lake --env_weights 0.5 0.5 --multi_turn true --env_args "
         "observation=coordinates max_turns=2 max_actions=1 --max_turn_tokens 64 --max_completion_length 256 "
         "--num_prompts 32 --max_steps 2 --per_device_train_batch_size 32 --num_generations 4 --eval_prompts 4 "
-        "--eval_samples 2 --use_cpu true --bf16 false --gradient_checkpointing false --report_to none --logging_steps 1 "
-        f"--snr_reward_scaling_by task --output_dir {tmp_path / 'run'}".split()
+        "--eval_samples 2 --use_cpu true --bf16 false --gradient_checkpointing false --report_to none "
+        f"--logging_steps 1 --snr_reward_scaling_by task --output_dir {tmp_path / 'run'}".split()
     )
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert {"success", "sokoban/success", "frozen_lake/success"} <= set(summary["after"])

@@ -98,7 +98,7 @@ class EnvironmentArguments:
     env_args: list[str] = field(
         default_factory=list,
         metadata={
-            "help": "Options of the task: `key=value` pairs or one JSON object; in YAML a mapping will do. With several "
+            "help": "Options of the task: `key=value` pairs or one JSON object; in YAML a mapping will do. Of several "
             "tasks, `task.key=value` is for one of them and `key=value` for all."
         },
     )
@@ -131,7 +131,31 @@ class EnvironmentArguments:
 
 
 @dataclass
-class SamplingArguments(EnvironmentArguments):
+class PlayArguments(EnvironmentArguments):
+    """Which task to play, and what of an episode a turn is sampled from."""
+
+    context: str = field(
+        default="full",
+        metadata={
+            "help": "What a turn is sampled from: 'full' (all turns so far), 'last' (the last turns) or 'memory' (one "
+            "message that tells the answers of earlier turns). Trained as it was sampled."
+        },
+    )
+    context_turns: int | None = field(
+        default=None, metadata={"help": "Turns that 'last' shows or 'memory' tells, the present one included."}
+    )
+    drop_oldest_turns: bool = field(
+        default=False, metadata={"help": "Where the context is full, leave out its oldest turns and go on."}
+    )
+
+    @property
+    def context_options(self) -> dict[str, Any]:
+        """For `TextRollout`."""
+        return {name: getattr(self, name) for name in ("context", "context_turns", "drop_oldest_turns")}
+
+
+@dataclass
+class SamplingArguments(PlayArguments):
     """Which model plays how many held-out tasks, and how it is sampled."""
 
     model: str = field(default="tiny", metadata={"help": "`tiny`, `tiny-sokoban`, a path or a Hub id."})
@@ -209,6 +233,11 @@ class DiagnoseArguments(SamplingArguments):
         of_one_batch = [name for name in ("gradients", "predict_filter") if getattr(self, name)]
         if of_one_batch and self.completions is not None:
             raise ValueError(f"completions are text without rewards; allowed with {of_one_batch[0]}: None")
+        if of_one_batch and (self.context != "full" or self.drop_oldest_turns):
+            raise ValueError(
+                f"context={self.context!r} with drop_oldest_turns={self.drop_oldest_turns} makes several samples "
+                f"of an episode; allowed with {of_one_batch[0]}: 'full' and False"
+            )
         if self.gradients and self.entropy_coef <= 0:
             raise ValueError(f"entropy_coef must be above 0, got {self.entropy_coef!r}")
         if self.temperature <= 0:
@@ -220,7 +249,7 @@ class DiagnoseArguments(SamplingArguments):
 
 
 @dataclass
-class TrainArguments(EnvironmentArguments):
+class TrainArguments(PlayArguments):
     """What to train, on how many tasks, and how to measure it before and after."""
 
     algo: str = field(

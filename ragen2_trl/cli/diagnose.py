@@ -192,7 +192,7 @@ def _measure(
     line: ProgressLine,
 ) -> tuple[Measurement, list[Turn | None], dict[str, float], dict[int, Measurement]]:
     started = time.perf_counter()
-    trajectories = Trajectories(sample.prompt_ids, sample.completion_ids, tokenizer, sample.masks)
+    trajectories = Trajectories(sample.prompt_ids, sample.completion_ids, tokenizer, sample.masks, sample.later)
     later: dict[int, Measurement] = {}
     line.begin(f"Scoring {printable(sample.label)}")
     with count_tokens(model) as tokens:

@@ -52,6 +52,7 @@ def main(args: list[str] | None = None) -> None:
             max_new_tokens=script_args.max_new_tokens,
             batch_size=script_args.batch_size,
             max_turn_tokens=script_args.max_turn_tokens,
+            context_options=script_args.context_options,
             chat_template_kwargs=script_args.chat_template_kwargs,
             **tasks,
         )
@@ -74,6 +75,7 @@ def evaluate_model(
     data: str | None = None,
     max_turn_tokens: int | None = None,
     chat_template_kwargs: dict[str, Any] | None = None,
+    context_options: dict[str, Any] | None = None,
 ) -> dict[str, float]:
     """Plays held-out tasks (split `"test"`) and measures success, return, format and length.
 
@@ -94,6 +96,8 @@ def evaluate_model(
         data: Where the tasks come from; default: the task's own source.
         max_turn_tokens: Longest turn in tokens.
         chat_template_kwargs: For the chat template.
+        context_options: What of an episode a turn is sampled from: `context`, `context_turns` and `drop_oldest_turns`
+            of `TextRollout`. Where turns have contexts of their own, `max_new_tokens` bounds each of them.
 
     Returns:
         `success`, `pass@k` for k = 1, 2, 4, … up to G, `valid_rate` (fractions, the last of an episode's turns),
@@ -122,8 +126,9 @@ def evaluate_model(
         data=data,
         max_turn_tokens=max_turn_tokens,
         chat_template_kwargs=chat_template_kwargs,
+        context_options=context_options,
     )
-    lengths = [float(sum(trajectory.env_mask)) for trajectory in trajectories]
+    lengths = [float(sum(map(len, trajectory.answers))) for trajectory in trajectories]
     plays = [trajectory.play for trajectory in trajectories]
     return _by_task(rows, num_samples, {**outcomes_of(plays), "completion_length": lengths})
 

@@ -19,7 +19,9 @@ from transformers import (
 from ragen2_trl.cli.arguments import InputError
 from ragen2_trl.envs import Play
 from ragen2_trl.envs.mixture import AnyTask, TaskMixture
-from ragen2_trl.rollouts.play import Chat, Generate, Trajectory, check_words_only, play_all
+from ragen2_trl.rollouts.chat import Chat
+from ragen2_trl.rollouts.context import ContextWindow, Trajectory
+from ragen2_trl.rollouts.play import Generate, check_words_only, play_all
 from ragen2_trl.tiny import resolve_model
 
 OnToken: TypeAlias = Callable[[int, int], None]
@@ -80,6 +82,7 @@ def sample_trajectories(
     data: str | None = None,
     max_turn_tokens: int | None = None,
     chat_template_kwargs: dict[str, Any] | None = None,
+    context_options: dict[str, Any] | None = None,
     on_token: OnToken | None = None,
     on_played: OnPlayed | None = None,
 ) -> tuple[Dataset, list[Trajectory]]:
@@ -99,6 +102,7 @@ def sample_trajectories(
         raise ValueError(f"max_new_tokens must be at least 1, got {max_new_tokens!r}")
     if temperature < 0 or (temperature == 0 and num_samples > 1):
         raise ValueError(f"temperature must be above 0, or 0 with num_samples=1, got {temperature!r}")
+    window = ContextWindow.of(**(context_options or {}))
     rows, plays = held_out_plays(env, num_prompts, num_samples, seed, data)
     eos_token_ids = end_tokens(model, tokenizer)
     if max_new_tokens is None and max_turn_tokens is None:
@@ -118,6 +122,7 @@ def sample_trajectories(
                 max_turn_tokens=max_turn_tokens,
                 max_context=getattr(model.config.get_text_config(), "max_position_embeddings", None),
                 workers=env.workers,
+                window=window,
             )
             trajectories += played
             if on_played is not None:

@@ -258,7 +258,12 @@ def _make_trainer(
     training_args.disable_tqdm = True  # the live line takes its place
     if training_args.num_completions_to_print is None:
         training_args.num_completions_to_print = 0  # log_completions saves them; a wall of them would bury the line
-    several_turns = {"rollout_func": TextRollout(env, script_args.max_turn_tokens)} if env.max_turns > 1 else {}
+    several_turns = {}
+    if env.max_turns > 1:
+        with checked_input():
+            rollout = TextRollout(env, script_args.max_turn_tokens, **script_args.context_options)
+            rollout.check_trainer(trainer_class)
+        several_turns = {"rollout_func": rollout}
     trainer = trainer_class(
         resolve_model(script_args.model),
         env.reward_funcs,
@@ -315,6 +320,7 @@ def _evaluate(
         max_new_tokens=trainer.args.max_completion_length,
         data=script_args.data,
         max_turn_tokens=script_args.max_turn_tokens,
+        context_options=script_args.context_options,
         chat_template_kwargs={**_chat_template(trainer), **trainer.chat_template_kwargs},
     )
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -92,6 +92,7 @@ class SNRFilteredGRPOTrainer(SNRFilter, GRPOTrainer):
     _name = "SNR-filtered GRPO"
     _config_class: ClassVar[type] = SNRFilteredGRPOConfig
     _trl_config_class: ClassVar[type] = GRPOConfig
+    takes_later_samples: ClassVar[bool] = True
 
     @property
     def _of_no_update(self) -> tuple[str, ...]:
