@@ -86,9 +86,9 @@ class TextRollout:
         """Raises a `ValueError` where an episode may be several training samples, and the trainer takes one."""
         if self.window.splits_episodes and not getattr(trainer_class, "takes_later_samples", False):
             raise ValueError(
-                f"context={self.window.kind!r} with drop_oldest_turns={self.window.drop_oldest} makes several training "
-                f"samples of an episode, which {trainer_class.__name__} cannot take; allowed: SNRFilteredGRPOTrainer, "
-                "or context='full' and drop_oldest_turns=False."
+                f"context={self.window.kind!r} with drop_oldest_turns={self.window.drop_oldest} makes several "
+                f"training samples of an episode, which {trainer_class.__name__} cannot take; allowed: "
+                "SNRFilteredGRPOTrainer, or context='full' and drop_oldest_turns=False."
             )
 
     def __call__(self, prompts: list[Messages], trainer: Any) -> dict[str, Any]:
