@@ -11,7 +11,7 @@ import random
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import NormalDist, fmean, stdev
-from typing import Any
+from typing import Any, cast
 
 from datasets import Dataset
 from rich.table import Table
@@ -22,12 +22,13 @@ from trl import TrlParser
 from ragen2_trl.cli.arguments import EvaluateArguments, checked_input, parse
 from ragen2_trl.cli.console import make_console
 from ragen2_trl.cli.sampling import held_out_plays, load_model, sample_trajectories
-from ragen2_trl.envs import Play, format_response, respond_all
+from ragen2_trl.envs import Environment, Play, respond_all
+from ragen2_trl.envs.floor import oracle_response, random_response
 from ragen2_trl.envs.mixture import TASK, AnyTask
 from ragen2_trl.reporting.files import write_json
 
 Z_95 = NormalDist().inv_cdf(0.975)
-SCRIPTED = ("oracle", "random")
+SCRIPTED = {"oracle": oracle_response, "random": random_response}
 
 
 def main(args: list[str] | None = None) -> None:
@@ -150,7 +151,7 @@ def evaluate_scripted(
     rows, plays = held_out_plays(env, num_prompts, num_samples, seed, data)
     running = [(play, random.Random(f"{policy}/{seed}/{number}")) for number, play in enumerate(plays)]
     while running := [(play, rng) for play, rng in running if not play.done]:
-        texts = [_scripted(policy, play, rng) for play, rng in running]
+        texts = [SCRIPTED[policy](cast(Environment, play.env), play, rng) for play, rng in running]
         respond_all([play for play, _ in running], texts, env.workers)
     return _by_task(rows, num_samples, outcomes_of(plays))
 
@@ -166,14 +167,6 @@ def _by_task(rows: Dataset, num_samples: int, values: Mapping[str, Sequence[floa
         }
         metrics |= {f"{task}/{name}": value for name, value in summarize(num_samples, **own).items()}
     return metrics
-
-
-def _scripted(policy: str, play: Play, rng: random.Random) -> str:
-    if policy == "oracle":
-        reasoning, actions = play.episode.plan(rng)
-        return format_response(reasoning, actions[: play.env.max_actions])
-    count = play.env.max_actions if play.env.splits_answers else 1
-    return format_response("", [play.episode.random_action(rng) for _ in range(count)])
 
 
 def outcomes_of(plays: Sequence[Play]) -> dict[str, list[float]]:

@@ -92,7 +92,7 @@ def _make_trainer(arguments: SamplingArguments, scratch: str) -> tuple[SNRFilter
             num_generations=arguments.num_samples,
             per_device_train_batch_size=rows,
             gradient_accumulation_steps=count // rows,
-            max_completion_length=arguments.max_new_tokens or 128 * env.max_turns,
+            max_completion_length=arguments.max_new_tokens or (env.max_turn_tokens or 128) * env.max_turns,
             temperature=arguments.temperature,
             chat_template_kwargs=arguments.chat_template_kwargs or {},
             seed=arguments.seed,
@@ -103,8 +103,12 @@ def _make_trainer(arguments: SamplingArguments, scratch: str) -> tuple[SNRFilter
             disable_tqdm=True,
         )
     model, tokenizer = load_model(arguments.model, arguments.dtype)
-    several_turns = {"rollout_func": TextRollout(env, arguments.max_turn_tokens)} if env.max_turns > 1 else {}
-    trainer = SNRFilteredGRPOTrainer(model, env.reward_funcs, args, tasks, processing_class=tokenizer, **several_turns)
+    rollout = (
+        {"rollout_func": TextRollout(env, arguments.max_turn_tokens, **arguments.context_options)}
+        if env.needs_rollout
+        else {}
+    )
+    trainer = SNRFilteredGRPOTrainer(model, env.reward_funcs, args, tasks, processing_class=tokenizer, **rollout)
     return trainer, [row for row in tasks for _ in range(arguments.num_samples)]
 
 

@@ -132,9 +132,10 @@ def sample_control(
     Scored under the prompts of the sample they say how the instrument reads reasoning that cannot depend on them.
     """
     ends = end_tokens(model, tokenizer)
-    chat = Chat(tokenizer, ends, **(arguments.chat_template_kwargs or {}))
+    chat = Chat(tokenizer, ends, forced_tag=env.forced_tag, **(arguments.chat_template_kwargs or {}))
     blank = chat.prompt_ids(env.prompt_without_observation)
-    limits = [limit for limit in (arguments.max_new_tokens, arguments.max_turn_tokens) if limit is not None]
+    turn = env.max_turn_tokens if arguments.max_turn_tokens is None else arguments.max_turn_tokens
+    limits = [limit for limit in (arguments.max_new_tokens, turn) if limit is not None]
     done: list[dict[str, Any]] = []
     on_token: OnToken = lambda now, most: tell(  # noqa: E731 - no name says more
         f"Control: {len(done)} of {len(sample.groups)} completions, token {now} of up to {most} of the next"

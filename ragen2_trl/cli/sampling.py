@@ -105,6 +105,8 @@ def sample_trajectories(
     window = ContextWindow.of(**(context_options or {}))
     rows, plays = held_out_plays(env, num_prompts, num_samples, seed, data)
     eos_token_ids = end_tokens(model, tokenizer)
+    if max_turn_tokens is None:
+        max_turn_tokens = env.max_turn_tokens
     if max_new_tokens is None and max_turn_tokens is None:
         max_turn_tokens = LONGEST_TURN
     step = len(plays) if on_played is None else batch_size
@@ -115,7 +117,7 @@ def sample_trajectories(
             played = play_all(
                 plays[start : start + step],
                 batch["prompt"][:],
-                Chat(tokenizer, eos_token_ids, **(chat_template_kwargs or {})),
+                Chat(tokenizer, eos_token_ids, forced_tag=env.forced_tag, **(chat_template_kwargs or {})),
                 generator(model, tokenizer, temperature, batch_size, eos_token_ids, on_token),
                 # What the environment answers counts, too, and nobody knows how long that is.
                 max_tokens=1_000_000 if max_new_tokens is None else max_new_tokens,

@@ -258,12 +258,12 @@ def _make_trainer(
     training_args.disable_tqdm = True  # the live line takes its place
     if training_args.num_completions_to_print is None:
         training_args.num_completions_to_print = 0  # log_completions saves them; a wall of them would bury the line
-    several_turns = {}
-    if env.max_turns > 1:
+    rollout = {}
+    if env.needs_rollout:
         with checked_input():
-            rollout = TextRollout(env, script_args.max_turn_tokens, **script_args.context_options)
-            rollout.check_trainer(trainer_class)
-        several_turns = {"rollout_func": rollout}
+            plays = TextRollout(env, script_args.max_turn_tokens, **script_args.context_options)
+            plays.check_trainer(trainer_class)
+        rollout = {"rollout_func": plays}
     trainer = trainer_class(
         resolve_model(script_args.model),
         env.reward_funcs,
@@ -272,7 +272,7 @@ def _make_trainer(
         quantization_config=get_quantization_config(model_args),
         peft_config=get_peft_config(model_args),
         callbacks=[live_line],
-        **several_turns,
+        **rollout,
     )
     trainer.remove_callback(PrinterCallback)
     if script_args.mutual_information:

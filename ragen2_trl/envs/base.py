@@ -19,13 +19,15 @@ from datasets import Dataset
 from ragen2_trl.envs.checks import check_choice, check_count
 from ragen2_trl.envs.episode import Episode, Limits
 from ragen2_trl.envs.play import Outcome, Play, mean_outcomes, respond_all
-from ragen2_trl.envs.responses import Completion, completion_text, format_response
-from ragen2_trl.envs.tasks import SPLITS, Row
+from ragen2_trl.envs.responses import TAGS, Completion, Response, completion_text, format_response, parse_response
+from ragen2_trl.envs.tasks import FIRST_REFERENCE_SEED, SPLITS, Row
 from ragen2_trl.envs.tools import ToolEnvironment
+from ragen2_trl.envs.wording import WORDINGS, reply_form
 
 RewardFunc: TypeAlias = Callable[..., list[float]]
 
 PROTOCOLS = ("text", "tools")
+NUMBERINGS = ("held_out", "reference")
 
 
 class Environment(ABC):
@@ -40,6 +42,17 @@ class Environment(ABC):
         max_actions: Actions that count in a turn, 1 to 100; later ones are ignored. Default: the task's.
         protocol: `"text"`, where answers are read from `<think>…</think><answer>…</answer>`, or `"tools"`, whose
             prompts are for TRL's `environment_factory` and say nothing of formats.
+        max_total_actions: Actions of an episode, all turns together, 1 to 1000; default: no such limit.
+        max_turn_tokens: Longest turn in tokens where a model plays and nothing else is asked for; default: none.
+        enable_think: Whether a response is reasoning and an answer, or an answer alone.
+        force_think: Whether the prompt of each turn ends with the tag that a response opens with: `<think>`, or
+            `<answer>` where there is no reasoning. Trained with `TextRollout`, in a single turn as well.
+        stray_tags: What further tags in a response are: `"text"`, or `"deleted"`; see `parse_response`.
+        show_penalty: Whether a player is told what an invalid turn costs.
+        wording: What messages say and how they are laid out: `"own"`, or `"ragen2"` as in RAGEN-2.
+        prompts: YAML or JSON file with texts of the wording `"ragen2"` by key (`ragen2_trl.envs.wording.KEYS`).
+        split: `"held_out"`, where no task of one split appears in the other, or `"reference"`: tasks in the order of
+            RAGEN-2's seeds, for comparison; some of its test tasks occur in training.
 
     Raises:
         ValueError: If an option is outside its range.
@@ -56,6 +69,10 @@ class Environment(ABC):
     workers: int = 1  # episodes stepped at the same time, where steps wait for something
     tools: ClassVar[type[ToolEnvironment] | None] = None  # the task's tools for TRL's `environment_factory`
     options: Mapping[str, Any] = MappingProxyType({})  # what the environment was made with
+    preset: str | None = None  # the name of the set of options that it follows, where there is one
+    legend: Mapping[str, str] = MappingProxyType({})  # symbols of an observation and what they mean
+    actions: Sequence[str] = ()  # names of all actions, where there are few
+    quick: ClassVar[bool] = True  # whether a random player's episodes cost next to nothing
 
     def __new__(cls, *args: Any, **kwargs: Any) -> "Environment":
         env = super().__new__(cls)
@@ -71,6 +88,15 @@ class Environment(ABC):
         max_turns: int | None = None,
         max_actions: int | None = None,
         protocol: str = "text",
+        max_total_actions: int | None = None,
+        max_turn_tokens: int | None = None,
+        enable_think: bool = True,
+        force_think: bool = False,
+        stray_tags: str = "text",
+        show_penalty: bool = True,
+        wording: str = "own",
+        prompts: str | None = None,
+        split: str = "held_out",
     ):
         check_choice("protocol", protocol, PROTOCOLS if self.tools else PROTOCOLS[:1])
         if multi_turn is not None:
@@ -88,6 +114,29 @@ class Environment(ABC):
         check_count("max_turns", self.max_turns, 1, 100)
         check_count("max_actions", self.max_actions, 1, 100)
         self.protocol = protocol
+        if max_total_actions is not None:
+            check_count("max_total_actions", max_total_actions, 1, 1000)
+        if max_turn_tokens is not None:
+            check_count("max_turn_tokens", max_turn_tokens, 1, 1_000_000)
+        flags = {"enable_think": enable_think, "force_think": force_think, "show_penalty": show_penalty}
+        for option, flag in flags.items():
+            check_choice(option, flag, (True, False))
+        check_choice("stray_tags", stray_tags, ("text", "deleted"))
+        check_choice("wording", wording, tuple(WORDINGS))
+        check_choice("split", split, NUMBERINGS)
+        if protocol == "tools":  # whose calls have neither tags nor messages of ours
+            check_choice("force_think with protocol='tools'", force_think, (False,))
+            check_choice("wording with protocol='tools'", wording, ("own",))
+        if split == "reference" and type(self).reference_tasks is Environment.reference_tasks:
+            raise ValueError(f"split must be 'held_out' for {self.name}, which has no reference tasks, got {split!r}")
+        self.max_total_actions = max_total_actions
+        self.max_turn_tokens = max_turn_tokens
+        self.enable_think = enable_think
+        self.forced_tag = TAGS[enable_think] if force_think else ""
+        self.stray_tags = stray_tags
+        self.show_penalty = show_penalty
+        self.split = split
+        self.wording = WORDINGS[wording](prompts)
 
     def _show_pictures(self) -> None:
         """Lets the first observation be a picture; called by tasks that have them, once limits are set."""
@@ -121,6 +170,14 @@ class Environment(ABC):
     def episode(self, row: Row, rng: random.Random) -> Episode:
         """A new play of a row's task, whose chance events come from `rng`."""
 
+    def reference_tasks(self, seeds: Iterator[int], split: str, data: str | None) -> Iterator[dict[str, Any]]:
+        """Like `tasks`, but a row for each of `seeds`, the one that RAGEN-2 makes of it, where there are presets."""
+        raise NotImplementedError(f"{self.name} has no reference tasks")
+
+    def reference_texts(self) -> dict[str, str]:
+        """Texts of the wording `"ragen2"` by key, as far as the task has its own; `instruction` at least."""
+        return {"instruction": self.instructions()}
+
     # What follows from it
 
     def dataset(
@@ -147,7 +204,11 @@ class Environment(ABC):
         if num_prompts is not None:
             check_count("num_prompts", num_prompts, 1, 10_000_000)
         rows: list[dict[str, Any]] = []
-        for task in self.tasks(seed, split, data):
+        if self.split == "reference":  # whose numbers a seed does not change
+            tasks = self.reference_tasks(itertools.count(FIRST_REFERENCE_SEED[split]), split, data)
+        else:
+            tasks = self.tasks(seed, split, data)
+        for task in tasks:
             rows.append({"prompt": self.prompt(task), **task})
             if self.shows_images and self.protocol == "text":  # tools answer with pictures of their own
                 rows[-1]["image"] = self.episode(task, random.Random(0)).image()
@@ -161,33 +222,31 @@ class Environment(ABC):
 
     def prompt(self, row: Row) -> list[dict[str, str]]:
         """The system and the user message that an episode begins with."""
-        system = {"role": "system", "content": f"{self.instructions()}{self._limits_in_words()}"}
+        system = {"role": "system", "content": self.wording.system(self)}
         if self.protocol == "tools":  # `reset` appends the observation
             return [system, {"role": "user", "content": ""}]
-        return [system, {"role": "user", "content": self.turn_text(self.episode(row, random.Random(0)))}]
+        return [system, {"role": "user", "content": self.message(self.play(row, random.Random(0)))}]
+
+    def message(self, play: Play, status: str | None = None) -> str:
+        """The user message of the next turn of a play; `status` is what came of the last one, in words."""
+        return self.wording.message(self, play, status)
 
     def turn_text(self, episode: Episode, status: str | None = None) -> str:
-        """What a user message shows: what came of the last turn, the state, and the form of an answer."""
-        lines = [status] if status else []
-        lines += [episode.observation(), self._reply_form]
+        """What a user message of our own wording shows: what came of the last turn, the state, the answer's form."""
+        lines = (status, episode.observation(), reply_form(self))
         return "\n".join(line for line in lines if line)
 
     @property
     def prompt_without_observation(self) -> list[dict[str, str]]:
         """Rules and form of an answer alone: what is written to it cannot depend on a task."""
-        system = {"role": "system", "content": f"{self.instructions()}{self._limits_in_words()}"}
-        return [system, {"role": "user", "content": self._reply_form}]
+        system = {"role": "system", "content": self.wording.system(self)}
+        return [system, {"role": "user", "content": self.wording.without_observation(self)}]
 
-    @property
-    def _reply_form(self) -> str:
-        return f"Reply with <think>reasoning</think><answer>{self.example}</answer>"
-
-    def _limits_in_words(self) -> str:
-        one = "one action" if self.splits_answers else "one answer"
-        actions = f"at most {self.max_actions} actions" if self.max_actions > 1 else one
-        if self.max_turns > 1:
-            return f" You have {self.max_turns} turns with {actions} each."
-        return f" Give {actions}." if self.max_actions > 1 else ""
+    def read(self, text: str) -> Response | None:
+        """The response that a model wrote, `None` where it has no form of one."""
+        if not text.lstrip().startswith(self.forced_tag):
+            text = self.forced_tag + text
+        return parse_response(text, split=self.splits_answers, think=self.enable_think, stray_tags=self.stray_tags)
 
     @property
     def reward_funcs(self) -> list[RewardFunc]:
@@ -210,6 +269,11 @@ class Environment(ABC):
         return self._reward_func(f"{self.name}_success", "success", (0.0, 1.0))
 
     @property
+    def needs_rollout(self) -> bool:
+        """Whether training goes through `TextRollout`: TRL's own prompts have one turn and end before a forced tag."""
+        return self.max_turns > 1 or bool(self.forced_tag)
+
+    @property
     def environment_factory(self) -> Callable[[], ToolEnvironment]:
         """TRL's multi-turn contract: makes objects with `reset(**row)`, typed tools, and `get_reward()`.
 
@@ -225,8 +289,10 @@ class Environment(ABC):
     @property
     def summary(self) -> dict[str, Any]:
         """What a model card says of the task: name, options, and limits of an episode."""
+        preset = {} if self.preset is None else {"preset": self.preset}
         return {
             "name": self.name,
+            **preset,
             "options": dict(self.options),
             "max_turns": self.max_turns,
             "max_actions": self.max_actions,
@@ -275,7 +341,7 @@ class Environment(ABC):
         play, completion = self.play(row, rng), []
         while not play.done:
             reasoning, actions = play.episode.plan(rng)
-            text = format_response(reasoning, actions[: self.max_actions])
+            text = format_response(reasoning, actions[: self.max_actions], think=self.enable_think)
             completion.append({"role": "assistant", "content": text})
             reply = play.respond(text)
             if reply is not None:
@@ -319,6 +385,8 @@ class Environment(ABC):
                 f"rollout_func must be TextRollout(env) for {self.name} with max_turns={self.max_turns}: its "
                 "completions have not been played; or make the environment with max_turns=1."
             )
+        if self.forced_tag:
+            raise ValueError(f"rollout_func must be TextRollout(env) for {self.name} with force_think=True, got none")
         needed = {name: values for name, values in columns.items() if isinstance(values, Sequence)}
         plays = self.plays(seed, needed, step)
         respond_all(plays, [completion_text(completion) for completion in completions], self.workers)

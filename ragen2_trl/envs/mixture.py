@@ -48,6 +48,13 @@ class TaskMixture:
             raise ValueError(
                 f"environments must all be shown in words or all as pictures, got pictures for {pictured}"
             )
+        forced = {env.forced_tag for env in environments}
+        if len(forced) > 1:
+            raise ValueError(f"environments must all force the same tag or none (force_think), got {sorted(forced)}")
+        turn_tokens = [env.max_turn_tokens for env in environments]
+        self.forced_tag = forced.pop()
+        self.max_turn_tokens = max(filter(None, turn_tokens)) if all(turn_tokens) else None
+        self.needs_rollout = any(env.needs_rollout for env in environments)
         self.environments = {env.name: env for env in environments}
         self.weights = [weight / sum(weights) for weight in weights]
         self.name = ",".join(names)

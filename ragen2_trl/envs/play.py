@@ -1,8 +1,8 @@
 """RAGEN's text protocol: what a response does to an episode, and what the player is told next.
 
-A response `<think>…</think><answer>a || b</answer>` is one turn. Its first `max_actions` actions are carried out in
-order until the episode ends. A response of another form, or one that names an unknown action, carries out nothing,
-costs `INVALID_TURN` and consumes the turn.
+A response `<think>…</think><answer>a || b</answer>` is one turn. Of its first `max_actions` pieces those that name
+actions are carried out in order until the episode ends. One that names none costs `INVALID_TURN`, once for the turn
+however many there are, and so does a response of another form, which carries out nothing and consumes the turn.
 """
 
 from collections import defaultdict
@@ -13,7 +13,7 @@ from statistics import fmean
 from typing import ClassVar, Protocol
 
 from ragen2_trl.envs.episode import Episode
-from ragen2_trl.envs.responses import parse_response
+from ragen2_trl.envs.responses import Response
 
 INVALID_TURN = -0.1
 TURN_REWARDS = "turn_rewards"  # under which rollouts hand the rewards of an episode's turns on
@@ -27,7 +27,7 @@ class Outcome:
         episode_return: Sum of the rewards, invalid turns included.
         success: Whether the task was solved.
         turns: Turns taken.
-        valid_turns: Those with a well-formed response that named known actions.
+        valid_turns: Those with a well-formed response that named known actions and nothing else.
     """
 
     COLUMN: ClassVar[str] = "episode"  # under which rollouts hand outcomes to reward functions
@@ -38,20 +38,41 @@ class Outcome:
     valid_turns: int
 
 
+@dataclass(frozen=True)
+class Turn:
+    """What came of a turn.
+
+    Args:
+        reward: Sum of the rewards of its actions, as the rules give them; `0` where there was none.
+        executed: Actions carried out.
+        valid: Whether it named actions and nothing else.
+    """
+
+    reward: float
+    executed: int
+    valid: bool
+
+
 class Setting(Protocol):
-    """What a play asks of its environment: how many turns and actions there are, and what the player is shown."""
+    """What a play asks of its environment: how much may be done, how responses are read and what a player is told."""
 
     max_turns: int
     max_actions: int
+    max_total_actions: int | None
+    show_penalty: bool
 
-    @property
-    def splits_answers(self) -> bool: ...
+    def read(self, text: str) -> Response | None: ...
 
-    def turn_text(self, episode: Episode, status: str | None = None) -> str: ...
+    def message(self, play: "Play", status: str) -> str: ...
 
 
 class Play:
     """One episode behind the text protocol.
+
+    Attributes:
+        turn_rewards: The rewards of the turns so far, `INVALID_TURN` for each that was not valid included.
+        executed: Actions carried out so far.
+        last: What came of the last turn, `None` before the first.
 
     Args:
         env: Limits and texts.
@@ -62,12 +83,19 @@ class Play:
         self.env = env
         self.episode = episode
         self.turn_rewards: list[float] = []
+        self.executed = 0
+        self.last: Turn | None = None
         self._valid_turns = 0
 
     @property
     def done(self) -> bool:
-        """Whether the rules or the turns have come to an end."""
-        return self.episode.done or len(self.turn_rewards) >= self.env.max_turns
+        """Whether the rules, the turns or the actions have come to an end."""
+        return self.episode.done or len(self.turn_rewards) >= self.env.max_turns or self.actions_left == 0
+
+    @property
+    def actions_left(self) -> int | None:
+        """Actions that the episode may still take, `None` without a limit."""
+        return None if self.env.max_total_actions is None else self.env.max_total_actions - self.executed
 
     @property
     def outcome(self) -> Outcome:
@@ -77,25 +105,26 @@ class Play:
         """Takes a turn with a response; gives the next user message, or `None` when the episode is over."""
         if self.done:
             return None
-        response = parse_response(text, split=self.env.splits_answers)
+        response = self.env.read(text)
         status = self.take(() if response is None else response.actions)
-        if self.done:
-            return None
-        return self.env.turn_text(self.episode, f"{status} Turn {len(self.turn_rewards) + 1} of {self.env.max_turns}.")
+        return None if self.done else self.env.message(self, status)
 
     def take(self, actions: Sequence[str]) -> str:
         """Takes a turn with actions and says what came of it; not to be called when `done`."""
-        actions = actions[: self.env.max_actions]
-        if not actions or not all(self.episode.is_action(action) for action in actions):
-            self.turn_rewards.append(INVALID_TURN)
-            return f"Invalid answer. Reward {INVALID_TURN:g}."
-        self._valid_turns += 1
-        reward = 0.0
-        for action in actions:
-            if not self.episode.done:
-                reward += self.episode.step(action)
-        self.turn_rewards.append(reward)
-        return f"Reward {reward:g}."
+        pieces = actions[: self.env.max_actions]
+        known = [action for action in pieces if self.episode.is_action(action)]
+        valid = len(known) == len(pieces) > 0
+        before = self.executed
+        reward: float = 0
+        for action in known:
+            if not self.done:
+                reward += self.episode.step(action)  # whole as long as rewards are, as RAGEN shows it
+                self.executed += 1
+        self.last = Turn(reward, self.executed - before, valid)
+        self._valid_turns += valid
+        self.turn_rewards.append(float(reward) if valid else reward + INVALID_TURN)
+        told = self.turn_rewards[-1] if self.env.show_penalty else reward
+        return f"{'' if valid else 'Partly invalid answer. ' if known else 'Invalid answer. '}Reward {told:g}."
 
 
 def respond_all(plays: Sequence[Play], texts: Sequence[str], workers: int = 1) -> list[str | None]:

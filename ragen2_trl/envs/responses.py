@@ -25,6 +25,9 @@ _CONTROLS = dict.fromkeys({*range(0x20), *range(0x7F, 0xA0), *range(0xD800, 0xE0
 _THINK, _END_THINK = "<think>", "</think>"
 _ANSWER, _END_ANSWER = "<answer>", "</answer>"
 _SEPARATOR = "||"
+_ANSWERED = re.compile(r"</think>\s*<answer>")  # linear: white space is read once behind each tag
+_TAGS = re.compile(r"</?(?:think|answer)>|<\|im_(?:start|end)\|>")
+TAGS = {True: _THINK, False: _ANSWER}  # what a response begins with, with and without thinking
 
 
 @dataclass(frozen=True)
@@ -35,7 +38,7 @@ class Response:
     actions: tuple[str, ...]
 
 
-def parse_response(text: str, *, split: bool = True) -> Response | None:
+def parse_response(text: str, *, split: bool = True, think: bool = True, stray_tags: str = "text") -> Response | None:
     """Reads `<think>…</think><answer>a || b</answer>`; `None` when the text does not have that form.
 
     The first `</think>` counts and only white space may stand between it and `<answer>`. The opening `<think>` may be
@@ -43,34 +46,54 @@ def parse_response(text: str, *, split: bool = True) -> Response | None:
     are empty actions. With `split=False` the whole answer is one action: a program may hold `||`. At most
     `MAX_RESPONSE_CHARS` characters are read.
 
+    Args:
+        text: What a model wrote.
+        split: Whether `||` separates actions.
+        think: Whether there must be a reasoning; else the first answer block counts.
+        stray_tags: `"text"`, where further tags are text like any other, or `"deleted"`, as in RAGEN: the reasoning
+            then ends at the first `</think>` that an answer follows, and tags left within it or the answer go.
+
     >>> parse_response("<think>The goal is right of me.</think><answer>Right || Down</answer>")
     Response(reasoning='The goal is right of me.', actions=('Right', 'Down'))
     >>> parse_response("Right") is None
     True
+    >>> parse_response("Hm. <answer>Up</answer>", think=False)
+    Response(reasoning='', actions=('Up',))
     """
     text = text[:MAX_RESPONSE_CHARS]
-    before, end_think, after = text.partition(_END_THINK)
-    if not end_think:
-        return None
-    _, opened, inside = before.partition(_THINK)
+    if not think:
+        before, _, after = text.partition(_ANSWER)
+        after, reasoning = text[len(before) :], ""
+    else:
+        if stray_tags == "deleted" and (found := _ANSWERED.search(text)):
+            before, end_think, after = text[: found.start()], _END_THINK, text[found.start() + len(_END_THINK) :]
+        else:
+            before, end_think, after = text.partition(_END_THINK)
+        if not end_think:
+            return None
+        _, opened, inside = before.partition(_THINK)
+        reasoning = inside if opened else before
     after = after.lstrip()
     if not after.startswith(_ANSWER):
         return None
     answer, end_answer, _ = after.removeprefix(_ANSWER).partition(_END_ANSWER)
     if not end_answer:
         return None
+    if stray_tags == "deleted":
+        reasoning, answer = _TAGS.sub("", reasoning), _TAGS.sub("", answer)
     pieces = answer.split(_SEPARATOR, MAX_PARSED_ACTIONS)[:MAX_PARSED_ACTIONS] if split else [answer]
     actions = tuple(stripped for piece in pieces if (stripped := piece.strip()))
-    return Response(reasoning=(inside if opened else before).strip(), actions=actions)
+    return Response(reasoning=reasoning.strip(), actions=actions)
 
 
-def format_response(reasoning: str, actions: Sequence[str]) -> str:
-    """The text that `parse_response` reads back.
+def format_response(reasoning: str, actions: Sequence[str], *, think: bool = True) -> str:
+    """The text that `parse_response` reads back; without `think` the answer alone.
 
     >>> format_response("Two steps.", ["Right", "Down"])
     '<think>Two steps.</think><answer>Right || Down</answer>'
     """
-    return f"{_THINK}{reasoning}{_END_THINK}{_ANSWER}{f' {_SEPARATOR} '.join(actions)}{_END_ANSWER}"
+    thought = f"{_THINK}{reasoning}{_END_THINK}" if think else ""
+    return f"{thought}{_ANSWER}{f' {_SEPARATOR} '.join(actions)}{_END_ANSWER}"
 
 
 def completion_text(completion: Completion) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 OPEN_TAG, CLOSE_TAG = "<think>", "</think>"
+OPEN_ANSWER, CLOSE_ANSWER = "<answer>", "</answer>"
 # White space as vocabularies write it: plain, in byte-level BPE (space, newline, tab, carriage return) and in
 # SentencePiece.
 _WHITE_SPACE = " \t\r\nĠĊĉč▁"
@@ -55,8 +56,9 @@ def find_turns(
 
     A turn is a run of ids that the model wrote. Its reasoning is what stands between the first `<think>` and the next
     `</think>`. The opening tag may also end what comes before the turn (many templates force it) or be missing. A turn
-    that is cut off reasons up to its end. A turn without tags is all reasoning. Tokens count whole: one that holds
-    part of a tag belongs to the tag.
+    that is cut off reasons up to its end. A turn without tags is all reasoning. Where `<answer>` ends what comes
+    before, the turn is to have no reasoning, and what stands before `</answer>` takes its place. Tokens count whole:
+    one that holds part of a tag belongs to the tag.
 
     Args:
         prompt_ids: Ids of the prompt, without padding.
@@ -149,15 +151,15 @@ class Trajectories:
 def _read_turn(ids: list[int], start: int, end: int, tokenizer: PreTrainedTokenizerBase, special: set[int]) -> Turn:
     # Pieces as the vocabulary spells them: tags are ASCII, which every spelling keeps.
     pieces = _pieces(ids[start:end], tokenizer)
-    while pieces and ids[start + len(pieces) - 1] in special and pieces[-1] != CLOSE_TAG:
+    while pieces and ids[start + len(pieces) - 1] in special and pieces[-1] not in (CLOSE_TAG, CLOSE_ANSWER):
         pieces.pop()
     text = "".join(pieces)
     opened = text.find(OPEN_TAG)
-    # The tag may be split over as many tokens as it has letters, and white space may follow it.
-    before = "".join(_pieces(ids[max(0, start - 2 * len(OPEN_TAG)) : start], tokenizer))
-    forced = before.rstrip(_WHITE_SPACE).endswith(OPEN_TAG)
+    # A tag may be split over as many tokens as it has letters, and white space may follow it.
+    before = "".join(_pieces(ids[max(0, start - 2 * len(OPEN_ANSWER)) : start], tokenizer)).rstrip(_WHITE_SPACE)
+    forced = before.endswith((OPEN_TAG, OPEN_ANSWER))
     first = 0 if forced or opened < 0 else opened + len(OPEN_TAG)
-    close = text.find(CLOSE_TAG, first)
+    close = text.find(CLOSE_ANSWER if before.endswith(OPEN_ANSWER) else CLOSE_TAG, first)
     last = len(text) if close < 0 else close
 
     ends = list(accumulate(len(piece) for piece in pieces))

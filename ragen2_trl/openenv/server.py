@@ -60,6 +60,10 @@ class TurnObservation(Observation):  # type: ignore[misc]
     valid_turns: int = 0
 
 
+# Options that change what a client has to write or read.
+NOT_SERVED = ("enable_think", "force_think", "max_total_actions", "stray_tags", "wording")
+
+
 class TaskState(State):  # type: ignore[misc]
     """The task that is served: what a client needs to make prompts of it."""
 
@@ -218,6 +222,9 @@ def make_server(
     Raises:
         ValueError: If an argument is outside its range.
     """
+    unknown = sorted({"preset", *NOT_SERVED} & set(env.options))
+    if unknown:
+        raise ValueError(f"env must be made without {unknown}, which clients do not learn of, got {env.name}")
     check_count("max_sessions", max_sessions, 1, 10_000)
     if max_sessions_per_client is None:
         max_sessions_per_client = math.ceil(0.75 * max_sessions)

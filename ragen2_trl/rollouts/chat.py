@@ -17,6 +17,7 @@ class Chat:
         tokenizer: Turns text into ids and back.
         eos_token_ids: Ids that end a turn; default: the tokenizer's own.
         processor: What has the chat template: the tokenizer by default, or the processor of a vision-language model.
+        forced_tag: What the prompt of each turn ends with, such as `<think>`, unless the template ends with it itself.
         **template_kwargs: For the template, for instance `enable_thinking` or a `chat_template` of its own.
     """
 
@@ -25,11 +26,13 @@ class Chat:
         tokenizer: PreTrainedTokenizerBase,
         eos_token_ids: Sequence[int] | None = None,
         processor: Any = None,
+        forced_tag: str = "",
         **template_kwargs: Any,
     ):
         self._tokenizer = tokenizer
         self._processor = processor or tokenizer
         self._eos = {tokenizer.eos_token_id} if eos_token_ids is None else set(eos_token_ids)
+        self._forced_tag = forced_tag
         self._kwargs = template_kwargs
 
     def prompt_ids(self, messages: Messages) -> list[int]:
@@ -62,6 +65,7 @@ class Chat:
     def _render(self, messages: Messages) -> str:
         if self._processor is not self._tokenizer:  # some templates of vision-language models read parts only
             messages = [{**m, "content": [{"type": "text", "text": m["content"]}]} for m in messages]
-        return self._processor.apply_chat_template(
+        text = self._processor.apply_chat_template(
             list(messages), add_generation_prompt=True, tokenize=False, **self._kwargs
         )
+        return text if text.rstrip().endswith(self._forced_tag) else text + self._forced_tag

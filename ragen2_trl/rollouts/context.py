@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ragen2_trl.envs import Play, parse_response
+from ragen2_trl.envs import Play
 from ragen2_trl.envs.checks import check_choice, check_count
 from ragen2_trl.envs.responses import plain_text
 from ragen2_trl.rollouts.chat import Chat, Messages
@@ -158,7 +158,7 @@ class ContextWindow:
     def _told(self, trajectory: Trajectory, chat: Chat, start: int) -> str:
         lines = []
         for number, ids in enumerate(trajectory.answers[start:], start=start + 1):
-            response = parse_response(chat.text(ids), split=trajectory.play.env.splits_answers)
+            response = trajectory.play.env.read(chat.text(ids))
             # Model text on its way into a prompt: without what a tokenizer would read as its own marks.
             answer = plain_text(" || ".join(response.actions))[:_REMEMBERED_CHARS] if response else ""
             lines.append(f"Turn {number}: {answer or 'no valid answer'}")

@@ -35,8 +35,8 @@ class TextRollout:
 
     Args:
         env: The task, or a mixture of tasks, with the text protocol and without pictures.
-        max_turn_tokens: Longest turn in tokens; default: whatever is left of TRL's `max_completion_length`, which
-            covers the whole episode.
+        max_turn_tokens: Longest turn in tokens; default: the environment's, or whatever is left of TRL's
+            `max_completion_length`, which covers the whole episode.
         context: What a turn is sampled from: `"full"`, `"last"` or `"memory"`, see
             [`~ragen2_trl.rollouts.ContextWindow`]. With the last two each turn is a training sample of its own, whose
             length `max_completion_length` bounds, and the completion of a row is its first turn. They need
@@ -61,7 +61,7 @@ class TextRollout:
         if max_turn_tokens is not None and max_turn_tokens < 1:
             raise ValueError(f"max_turn_tokens must be at least 1, got {max_turn_tokens!r}")
         self._env = env
-        self._max_turn_tokens = max_turn_tokens
+        self._max_turn_tokens = env.max_turn_tokens if max_turn_tokens is None else max_turn_tokens
         self.window = ContextWindow(context, context_turns, drop_oldest_turns)
         self._rows: list[dict[str, Any]] | None = None
 
@@ -100,6 +100,7 @@ class TextRollout:
             tokenizer,
             end_tokens(trainer),
             trainer.processing_class,
+            self._env.forced_tag,
             chat_template=trainer.chat_template,
             **trainer.chat_template_kwargs,
         )

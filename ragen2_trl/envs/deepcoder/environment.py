@@ -209,6 +209,7 @@ class DeepCoder(Environment):
     multi_turn_limits = Limits(turns=3, actions=1)
     example = "print(input())"
     splits_answers = False
+    quick = False
     tools = DeepCoderTools
 
     def __init__(
