@@ -104,7 +104,7 @@ def _make_trainer(arguments: SamplingArguments, scratch: str) -> tuple[SNRFilter
         )
     model, tokenizer = load_model(arguments.model, arguments.dtype)
     rollout = (
-        {"rollout_func": TextRollout(env, arguments.max_turn_tokens, **arguments.context_options)}
+        {"rollout_func": TextRollout(env, arguments.max_turn_tokens)}
         if env.needs_rollout
         else {}
     )
