@@ -2,7 +2,7 @@
 
 import json
 
-from ragen2_trl.envs.search_qa.retrieval import Passage
+from ragen2_trl.envs.search_qa.passages import Passage
 
 PASSAGES = (
     Passage("Belmin", "Belmin is a town on the river Osk."),

@@ -45,7 +45,7 @@ def test_an_invalid_turn_costs_a_tenth_and_changes_nothing_else(name, multi_turn
 
 
 @every_mode
-def test_one_unknown_action_makes_a_turn_invalid_unless_it_is_beyond_the_limit(name, multi_turn):
+def test_an_unknown_action_costs_a_tenth_once_and_the_others_are_carried_out(name, multi_turn):
     env = environment(name, multi_turn)
     row, episode = rows_of(env, 1)[0], first_episode(env)
     if episode.is_action(NONSENSE) or not has_random_player(episode):
@@ -53,8 +53,13 @@ def test_one_unknown_action_makes_a_turn_invalid_unless_it_is_beyond_the_limit(n
     for seed in range(20):
         play, beyond = env.play(row, random.Random(0)), env.play(row, random.Random(0))
         action = play.episode.random_action(random.Random(seed))
-        play.take([action] * (env.max_actions - 1) + [NONSENSE])
-        assert (play.outcome.valid_turns, play.outcome.episode_return) == (0, -0.1)
+        known = [action] * (env.max_actions - 1)
+        without = env.play(row, random.Random(0))
+        play.take([NONSENSE, NONSENSE, *known][: env.max_actions - 1] + [NONSENSE])
+        without.take(known[2:] or [NONSENSE])
+        assert play.outcome.valid_turns == 0
+        assert play.outcome.episode_return == pytest.approx(without.outcome.episode_return - 0.1 * bool(known[2:]))
+        assert play.episode.observation() == without.episode.observation()
         beyond.take([action] * env.max_actions + [NONSENSE])
         assert beyond.outcome.valid_turns == 1
 

@@ -141,7 +141,8 @@ def test_next_turn_tells_the_reward_the_turn_and_where_the_player_stands():
         (answer("Right", "Down", "Up", "Right", "Down", "Down"), False, 0.0),  # no way out of the hole
         (answer("Down", "Down", "Right", "Right", "Up"), True, 1.0),  # the goal ends the walk too
         (answer("Right"), False, 0.0),
-        (answer("Right", "Jump", "Right", "Down", "Down"), False, -0.1),  # not carried out
+        (answer("Right", "Jump", "Right", "Down", "Down"), True, 0.9),  # the others are carried out
+        (answer("Jump", "Fly"), False, -0.1),  # once
         (answer(), False, -0.1),
         ("Right || Right || Down || Down", False, -0.1),
         ("", False, -0.1),
@@ -154,14 +155,14 @@ def test_rewards_of_a_plan(text, success, episode_return):
     assert returns(prompts=[None], completions=[text], seed=[0], grid=["\n".join(LAKE)]) == [episode_return]
     outcome = play(env, text)[0].outcome
     assert (outcome.success, outcome.episode_return, outcome.turns) == (success, episode_return, 1)
-    assert outcome.valid_turns == (episode_return >= 0)
+    assert outcome.valid_turns == (episode_return in (0.0, 1.0))
 
 
 @pytest.mark.parametrize(
     ("texts", "success", "episode_return", "turns"),
     [
         ([answer("Right", "Right"), answer("Down", "Down")], True, 1.0, 2),
-        ([answer("Right", "Jump"), answer("Down", "Down"), "?", answer("Right", "Right")], True, 0.8, 4),
+        ([answer("Right", "Jump"), answer("Right"), "?", answer("Down", "Down")], True, 0.8, 4),
         ([answer("Down", "Right")], False, 0.0, 1),  # the hole
         (["?", answer("Right", "Down")], False, -0.1, 2),
         ([answer("Left")] * 5, False, 0.0, 5),
@@ -176,9 +177,15 @@ def test_rewards_of_several_turns(texts, success, episode_return, turns):
 
 
 def test_an_invalid_turn_moves_nobody():
-    begun, (message,) = play(FrozenLake(size=3, multi_turn=True), answer("Right", "Jump"))
+    begun, (message,) = play(FrozenLake(size=3, multi_turn=True), answer("Fly", "Jump"))
     assert begun.episode.position == (0, 0)
     assert message.startswith("Invalid answer. Reward -0.1. Turn 2 of 5.\nP _ _\n")
+
+
+def test_a_partly_invalid_turn_is_told_and_moves_the_player():
+    begun, (message,) = play(FrozenLake(size=3, multi_turn=True), answer("Jump", "Right"))
+    assert begun.episode.position == (0, 1)
+    assert message.startswith("Partly invalid answer. Reward -0.1. Turn 2 of 5.\n_ P _\n")
 
 
 def test_actions_beyond_the_limit_are_ignored():

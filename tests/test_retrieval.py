@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from passages import PASSAGES, titles, write_jsonl
 
 from ragen2_trl.envs.responses import plain_text
-from ragen2_trl.envs.search_qa.retrieval import BM25Retriever, Passage, PassageTable, open_corpus, passage_of
+from ragen2_trl.envs.search_qa.passages import Passage, PassageTable, passage_of
+from ragen2_trl.envs.search_qa.retrieval import BM25Retriever, open_corpus
 
 # Text from outside
 

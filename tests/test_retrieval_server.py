@@ -12,13 +12,9 @@ from types import SimpleNamespace
 import pytest
 from passages import PASSAGES, titles
 
-from ragen2_trl.envs.search_qa.retrieval import (
-    MAX_QUERY_CHARS,
-    BM25Retriever,
-    HTTPRetriever,
-    RetrievalError,
-    open_corpus,
-)
+from ragen2_trl.envs.search_qa.http_retrieval import HTTPRetriever, RetrievalError
+from ragen2_trl.envs.search_qa.passages import MAX_QUERY_CHARS
+from ragen2_trl.envs.search_qa.retrieval import BM25Retriever, open_corpus
 
 
 class Server(ThreadingHTTPServer):
@@ -210,7 +206,7 @@ def test_more_passages_than_asked_for_are_cut(server):
 def test_tries_are_spaced_by_a_growing_pause(server, monkeypatch):
     pauses = []
     clock = SimpleNamespace(sleep=pauses.append, monotonic=time.monotonic)  # for this module only
-    monkeypatch.setattr("ragen2_trl.envs.search_qa.retrieval.time", clock)
+    monkeypatch.setattr("ragen2_trl.envs.search_qa.http_retrieval.time", clock)
     server.faults = [status(500)] * 4
     with pytest.raises(RetrievalError):
         client(server, retries=3, backoff=0.5).search(["tavok"], 5)

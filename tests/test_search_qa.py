@@ -10,8 +10,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from search_qa_rows import ROW, answer, multi, play
 
-from ragen2_trl.envs.search_qa.environment import SearchQA, exact_match, normalize, parse_action, token_f1
-from ragen2_trl.envs.search_qa.retrieval import Passage
+from ragen2_trl.envs.search_qa.answers import exact_match, normalize, parse_action, token_f1
+from ragen2_trl.envs.search_qa.environment import SearchQA
+from ragen2_trl.envs.search_qa.passages import Passage
 
 # Options
 

@@ -118,7 +118,7 @@ def test_every_action_does_what_a_naive_game_does(text):
     [
         ([["right", " DOWN "]], 10.8, True),
         ([["Right"], ["Down", "Up", "Up"]], 10.8, True),  # what follows the end costs nothing
-        ([["Right", "Jump"], ["Right"], ["Down"]], 10.7, True),
+        ([["Right", "Jump"], ["Down"]], 10.7, True),
         ([[]] * 5, -0.5, False),
         ([["Up", "Up", "Right"]] * 5, -1.0, False),  # two actions a turn count
     ],

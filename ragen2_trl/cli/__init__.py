@@ -10,7 +10,9 @@ COMMANDS = {
     "evaluate": "success, pass@k and reward on held-out tasks, with confidence intervals",
     "warm-start": "supervised fine-tuning on demonstrations of an environment",
     "diagnose": "whether a model's reasoning depends on its prompt",
+    "envs": "the tasks: names, options and presets",
     "report": "one HTML file that compares runs and opens offline",
+    "serve-retrieval": "a search engine over HTTP, as RAGEN-2 and Search-R1 have one",
     "check-sandbox": "which defences against model-written programs hold on this machine",
 }
 
@@ -24,7 +26,7 @@ def main(args: list[str] | None = None) -> None:
     """
     command, *rest = (sys.argv[1:] if args is None else args) or [""]
     if command not in COMMANDS:
-        listing = "\n".join(f"  {name:<13} {purpose}" for name, purpose in COMMANDS.items())
+        listing = "\n".join(f"  {name:<15} {purpose}" for name, purpose in COMMANDS.items())
         usage = f"usage: ragen2-trl <command> [--help] [arguments]\n\n{listing}"
         if command in ("-h", "--help"):
             Console().print(usage, highlight=False, markup=False)

@@ -10,8 +10,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
+import yaml
 from trl import TrlParser
 
 if TYPE_CHECKING:
@@ -45,15 +47,41 @@ def parse(parser: TrlParser, args: list[str] | None) -> tuple[Any, ...]:
     if "--help_all" in args:
         parser.print_help()
         raise SystemExit(0)
-    without_file = list(args)
-    if "--config" in without_file:  # which TrlParser reads on its own
-        place = without_file.index("--config")
-        del without_file[place : place + 2]
-    _, unknown = parser.parse_known_args(without_file)
+    files, rest = config_files(args)
+    _, unknown = parser.parse_known_args(rest)
     if unknown:
         raise InputError(f"not known: {' '.join(unknown)}; `--help` lists the arguments.")
     with checked_input():
-        return parser.parse_args_and_config(args)
+        if len(files) < 2:
+            return parser.parse_args_and_config(args)
+        with TemporaryDirectory() as folder:  # TrlParser reads one file
+            together = Path(folder) / "config.yaml"
+            together.write_text(yaml.safe_dump(read_configs(files)))
+            return parser.parse_args_and_config(["--config", str(together), *rest])
+
+
+def config_files(args: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The files named after `--config`, and the arguments without them."""
+    if "--config" not in args:
+        return [], list(args)
+    place = args.index("--config")
+    after = next((n for n in range(place + 1, len(args)) if args[n].startswith("--")), len(args))
+    return list(args[place + 1 : after]), [*args[:place], *args[after:]]
+
+
+def read_configs(files: Sequence[str]) -> dict[str, Any]:
+    """The settings of YAML files; where several have one, the last of them says.
+
+    Raises:
+        ValueError: If a file holds something else.
+    """
+    settings: dict[str, Any] = {}
+    for file in files:
+        read = yaml.safe_load(Path(file).read_text()) or {}
+        if not isinstance(read, dict):
+            raise ValueError(f"config must be a YAML mapping, got a {type(read).__name__} in {file}")
+        settings |= read
+    return settings
 
 
 def show_help(command: str) -> None:
@@ -64,7 +92,9 @@ def show_help(command: str) -> None:
     others = FURTHER.get(command)
     more = f"And those of {others}: --help_all shows them, which takes some seconds to load." if others else None
     parser = TrlParser(ARGUMENTS[command], prog=f"ragen2-trl {command}", epilog=more)
-    parser.add_argument("--config", help="YAML file with any of the arguments; those of the command line come first.")
+    parser.add_argument(
+        "--config", nargs="+", help="YAML files with any of the arguments; later files and the command line say last."
+    )
     parser.print_help()
 
 
@@ -79,12 +109,47 @@ def report_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def envs_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        "ragen2-trl envs", description="The tasks: their names, options and presets.", allow_abbrev=False
+    )
+    parser.add_argument("name", nargs="?", metavar="NAME", help="A task, for its options and what its presets set.")
+    return parser
+
+
 def sandbox_parser() -> argparse.ArgumentParser:
     return argparse.ArgumentParser(
         "ragen2-trl check-sandbox",
         description="Which defences against model-written programs hold on this machine, tried with a program.",
         allow_abbrev=False,
     )
+
+
+def retrieval_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        "ragen2-trl serve-retrieval",
+        description="Search passages over HTTP, in the JSON of RAGEN-2's retrieval server and of Search-R1's: for "
+        "search_qa with `--env_args corpus=http://127.0.0.1:8000`, and `dialect=ragen2` for the former.",
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("--corpus", help="File of passages (json, jsonl, parquet, csv) or folder that BM25Retriever.save wrote.")
+    add(
+        "--num_worlds",
+        type=int,
+        default=1000,
+        help="Without a corpus: generated tasks of each split to take those of.",
+    )
+    add("--seed", type=int, default=0, help="Which generated tasks.")
+    add(
+        "--encoder",
+        help="Hub id or folder of an E5 encoder, for a dense index instead of BM25; needs the extra dense.",
+    )
+    add("--index", help="FAISS index of the corpus for the encoder; default: one is built in memory.")
+    add("--device", default="cpu", help="Where the encoder runs.")
+    add("--host", default="127.0.0.1", help="Address to listen on; there is no authentication.")
+    add("--port", type=int, default=8000, help="Port to listen on; 0 takes a free one.")
+    return parser
 
 
 @dataclass
@@ -164,7 +229,8 @@ class SamplingArguments(PlayArguments):
     num_samples: int = field(default=8, metadata={"help": "Completions per task."})
     temperature: float = field(default=1.0, metadata={"help": "Sampling temperature; 0 is greedy."})
     max_new_tokens: int | None = field(
-        default=None, metadata={"help": "Longest completion in tokens, all turns included; default: 128 a turn."}
+        default=None,
+        metadata={"help": "Longest completion in tokens, all turns included; default: 128 a turn, or the task's own."},
     )
     max_turn_tokens: int | None = field(default=None, metadata={"help": "Longest turn in tokens."})
     chat_template_kwargs: dict | None = field(
@@ -359,7 +425,13 @@ ARGUMENTS = {
     "warm-start": WarmStartArguments,
     "diagnose": DiagnoseArguments,
 }
-PARSERS = {"report": report_parser, "check-sandbox": sandbox_parser}  # of commands without a configuration
+# Of commands without a configuration.
+PARSERS = {
+    "report": report_parser,
+    "check-sandbox": sandbox_parser,
+    "envs": envs_parser,
+    "serve-retrieval": retrieval_parser,
+}
 # Whose fields a command takes beside its own.
 FURTHER = {
     "train": "SNRFilteredGRPOConfig (snr_* are the filter's; --algo has its own) and trl.ModelConfig",

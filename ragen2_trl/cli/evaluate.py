@@ -23,8 +23,8 @@ from ragen2_trl.cli.arguments import EvaluateArguments, checked_input, parse
 from ragen2_trl.cli.console import make_console
 from ragen2_trl.cli.sampling import held_out_plays, load_model, sample_trajectories
 from ragen2_trl.envs import Environment, Play, respond_all
-from ragen2_trl.envs.floor import oracle_response, random_response
-from ragen2_trl.envs.mixture import TASK, AnyTask
+from ragen2_trl.envs.floor import oracle_response, random_floor, random_response
+from ragen2_trl.envs.mixture import TASK, AnyTask, TaskMixture
 from ragen2_trl.reporting.files import write_json
 
 Z_95 = NormalDist().inv_cdf(0.975)
@@ -91,7 +91,7 @@ def evaluate_model(
         num_samples: Completions per task G.
         temperature: Sampling temperature; 0 is greedy, and then `num_samples` must be 1.
         max_new_tokens: Longest completion in tokens, all turns and the environment's answers included; default: no
-            limit but 128 tokens a turn.
+            limit but the task's `max_turn_tokens`, or 128 tokens a turn.
         batch_size: Completions generated at once.
         seed: Seed of the tasks and of the sampling.
         data: Where the tasks come from; default: the task's own source.
@@ -105,7 +105,8 @@ def evaluate_model(
         `return` (the sum of an episode's rewards), `turns`, and `completion_length` (tokens that the model wrote, end
         tokens included),
         each a mean over completions with `…_ci_low` and `…_ci_high`, bounds of a 95 % confidence interval;
-        `num_prompts` and `num_samples`. Of several tasks the same for each, as `<task>/success`.
+        `num_prompts` and `num_samples`; and `random_success`, that of a player who guesses on the same tasks, where
+        `random_floor` knows it. Of several tasks the same for each, as `<task>/success`.
 
         Completions of one prompt are not independent, so prompts are the unit of every interval: Wilson with the
         effective sample size for fractions (see `fraction_interval`), normal over the N means of the prompts for
@@ -131,7 +132,8 @@ def evaluate_model(
     )
     lengths = [float(sum(map(len, trajectory.answers))) for trajectory in trajectories]
     plays = [trajectory.play for trajectory in trajectories]
-    return _by_task(rows, num_samples, {**outcomes_of(plays), "completion_length": lengths})
+    values = {**outcomes_of(plays), "completion_length": lengths}
+    return _metrics(env, rows, num_samples, values)
 
 
 def evaluate_scripted(
@@ -153,20 +155,30 @@ def evaluate_scripted(
     while running := [(play, rng) for play, rng in running if not play.done]:
         texts = [SCRIPTED[policy](cast(Environment, play.env), play, rng) for play, rng in running]
         respond_all([play for play, _ in running], texts, env.workers)
-    return _by_task(rows, num_samples, outcomes_of(plays))
+    return _metrics(env, rows, num_samples, outcomes_of(plays), with_floor=policy != "random")
 
 
-def _by_task(rows: Dataset, num_samples: int, values: Mapping[str, Sequence[float]]) -> dict[str, float]:
-    """Metrics of all episodes and, where they are of several tasks, of each: `<task>/success` and so on."""
+def _metrics(
+    env: AnyTask, rows: Dataset, num_samples: int, values: Mapping[str, Sequence[float]], with_floor: bool = True
+) -> dict[str, float]:
+    """Metrics of all episodes; of several tasks also those of each, as `<task>/success` and so on."""
     metrics = summarize(num_samples, **values)
-    tasks = rows[TASK][:] if TASK in rows.column_names else []
-    for task in sorted(set(tasks)):
-        own = {
-            name: [value for value, of in zip(column, tasks, strict=True) if of == task]
-            for name, column in values.items()
-        }
-        metrics |= {f"{task}/{name}": value for name, value in summarize(num_samples, **own).items()}
+    if not isinstance(env, TaskMixture):
+        return metrics | (random_success(env, rows, num_samples) if with_floor else {})
+    tasks = rows[TASK][:]
+    for name, task in env.environments.items():
+        numbers = [number for number, of in enumerate(tasks) if of == name]
+        own = rows.select(numbers)
+        own = own.remove_columns([column for column in own.column_names if all(v is None for v in own[column][:])])
+        of_task = {key: [column[number] for number in numbers] for key, column in values.items()}
+        metrics |= {f"{name}/{key}": v for key, v in _metrics(task, own, num_samples, of_task, with_floor).items()}
     return metrics
+
+
+def random_success(env: Environment, rows: Dataset, num_samples: int) -> dict[str, float]:
+    """What success has to be compared with, as a metric; `rows` hold each task `num_samples` times in a row."""
+    floor = random_floor(env, rows.select(range(0, len(rows), num_samples)))
+    return {} if floor is None else {"random_success": floor}
 
 
 def outcomes_of(plays: Sequence[Play]) -> dict[str, list[float]]:
@@ -252,6 +264,8 @@ def metrics_table(metrics: dict[str, float], title: str) -> Table:
         if f"{name}_ci_low" in metrics:
             low, high = metrics[f"{name}_ci_low"], metrics[f"{name}_ci_high"]
             table.add_row(name, f"{value:.3f}", f"{low:.3f} to {high:.3f}")
+        if name == "success" and "random_success" in metrics:
+            table.add_row("of a player who guesses", f"{metrics['random_success']:.3f}", "")
     return table
 
 

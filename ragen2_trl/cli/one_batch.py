@@ -103,11 +103,7 @@ def _make_trainer(arguments: SamplingArguments, scratch: str) -> tuple[SNRFilter
             disable_tqdm=True,
         )
     model, tokenizer = load_model(arguments.model, arguments.dtype)
-    rollout = (
-        {"rollout_func": TextRollout(env, arguments.max_turn_tokens)}
-        if env.needs_rollout
-        else {}
-    )
+    rollout = {"rollout_func": TextRollout(env, arguments.max_turn_tokens)} if env.needs_rollout else {}
     trainer = SNRFilteredGRPOTrainer(model, env.reward_funcs, args, tasks, processing_class=tokenizer, **rollout)
     return trainer, [row for row in tasks for _ in range(arguments.num_samples)]
 

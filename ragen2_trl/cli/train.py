@@ -18,14 +18,13 @@ import time
 from pathlib import Path
 from typing import Any, TypeAlias
 
-import yaml
 from rich.table import Table
 from rich.text import Text
 from transformers import PrinterCallback, TrainerState
 from trl import ModelConfig, TrlParser, get_peft_config, get_quantization_config
 
 from ragen2_trl.callbacks import GradientSNRCallback, LiveLineCallback, MutualInformationCallback
-from ragen2_trl.cli.arguments import TrainArguments, checked_input, parse
+from ragen2_trl.cli.arguments import TrainArguments, checked_input, config_files, parse, read_configs
 from ragen2_trl.cli.console import make_console
 from ragen2_trl.cli.evaluate import evaluate_model
 from ragen2_trl.envs.mixture import ALL_TASKS, AnyTask, TaskMixture
@@ -169,7 +168,11 @@ def summary_table(summary: dict[str, Any], title: str) -> Table:
         metrics = summary[when]
         if metrics is not None:
             interval = f"{metrics['success_ci_low']:.1%} to {metrics['success_ci_high']:.1%}"
-            table.add_row(f"held-out success {when}", f"{metrics['success']:.1%}  (95 % interval {interval})")
+            guessed = metrics.get("random_success")
+            floor = "" if guessed is None else f"; a player who guesses: {guessed:.1%}"
+            table.add_row(f"held-out success {when}", f"{metrics['success']:.1%}  (95 % interval {interval}{floor})")
+            for key in (key for key in metrics if key.endswith("/success")):
+                table.add_row(f"  {key.partition('/')[0]}", f"{metrics[key]:.1%}")
     table.add_row("steps", f"{summary['steps']}, {summary['empty_steps'] or 0:.0f} of them without a kept group")
     table.add_row("training time", f"{summary['train_seconds']:.0f} s")
     for key, label in (
@@ -194,10 +197,9 @@ def algorithm_of(args: list[str] | None) -> str:
     """What `algo` names, on the command line or in the file of `--config`: it says what else can be set."""
     early = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     early.add_argument("--algo")
-    early.add_argument("--config")
     named, _ = early.parse_known_args(args)
-    in_file = (yaml.safe_load(Path(named.config).read_text()) or {}) if named.config else {}
-    algo: str = named.algo or in_file.get("algo", "grpo")
+    files, _ = config_files(sys.argv[1:] if args is None else args)
+    algo: str = named.algo or read_configs(files).get("algo", "grpo")
     check_choice("algo", algo, tuple(ALGORITHMS))
     return algo
 

@@ -53,6 +53,8 @@ class Environment(ABC):
         prompts: YAML or JSON file with texts of the wording `"ragen2"` by key (`ragen2_trl.envs.wording.KEYS`).
         split: `"held_out"`, where no task of one split appears in the other, or `"reference"`: tasks in the order of
             RAGEN-2's seeds, for comparison; some of its test tasks occur in training.
+        split_answers: Whether `||` in an answer separates actions; default: but in tasks whose answers may hold it,
+            such as programs.
 
     Raises:
         ValueError: If an option is outside its range.
@@ -64,7 +66,7 @@ class Environment(ABC):
     example: str  # what could stand between the answer tags
     # A return at or below the first is a failure's, at or above the second that of a solved task; None: no such bounds
     returns: ClassVar[tuple[float, float] | None] = None
-    splits_answers: ClassVar[bool] = True  # whether `||` separates actions; not where an answer may contain it
+    splits_answers: bool = True  # whether `||` separates actions; not where an answer may contain it
     shows_images: bool = False  # whether the first observation is a picture
     workers: int = 1  # episodes stepped at the same time, where steps wait for something
     tools: ClassVar[type[ToolEnvironment] | None] = None  # the task's tools for TRL's `environment_factory`
@@ -97,6 +99,7 @@ class Environment(ABC):
         wording: str = "own",
         prompts: str | None = None,
         split: str = "held_out",
+        split_answers: bool | None = None,
     ):
         check_choice("protocol", protocol, PROTOCOLS if self.tools else PROTOCOLS[:1])
         if multi_turn is not None:
@@ -136,6 +139,9 @@ class Environment(ABC):
         self.stray_tags = stray_tags
         self.show_penalty = show_penalty
         self.split = split
+        if split_answers is not None:
+            check_choice("split_answers", split_answers, (True, False))
+            self.splits_answers = split_answers
         self.wording = WORDINGS[wording](prompts)
 
     def _show_pictures(self) -> None:
@@ -199,8 +205,9 @@ class Environment(ABC):
             ValueError: If an argument is outside its range, or there are fewer tasks than `num_prompts`.
         """
         check_choice("split", split, SPLITS)
-        if num_prompts is None and data is None:
-            raise ValueError(f"num_prompts must be given where {self.name} makes its tasks itself, got None")
+        if num_prompts is None and (data is None or self.split == "reference"):
+            cause = "split='reference' has no end" if data else f"{self.name} makes its tasks itself"
+            raise ValueError(f"num_prompts must be given where {cause}, got None")
         if num_prompts is not None:
             check_count("num_prompts", num_prompts, 1, 10_000_000)
         rows: list[dict[str, Any]] = []

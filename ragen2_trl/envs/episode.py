@@ -26,6 +26,11 @@ class Episode(ABC):
     done: bool = False
     success: bool = False
 
+    @property
+    def measures(self) -> dict[str, float]:
+        """Further numbers about the episode so far that are logged beside its return and success, by name."""
+        return {}
+
     @abstractmethod
     def observation(self) -> str:
         """What the player sees of the state."""

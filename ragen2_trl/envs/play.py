@@ -8,7 +8,7 @@ however many there are, and so does a response of another form, which carries ou
 from collections import defaultdict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import fmean
 from typing import ClassVar, Protocol
 
@@ -28,6 +28,7 @@ class Outcome:
         success: Whether the task was solved.
         turns: Turns taken.
         valid_turns: Those with a well-formed response that named known actions and nothing else.
+        measures: Further numbers of the task's own.
     """
 
     COLUMN: ClassVar[str] = "episode"  # under which rollouts hand outcomes to reward functions
@@ -36,6 +37,7 @@ class Outcome:
     success: bool
     turns: int
     valid_turns: int
+    measures: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -99,7 +101,13 @@ class Play:
 
     @property
     def outcome(self) -> Outcome:
-        return Outcome(sum(self.turn_rewards), self.episode.success, len(self.turn_rewards), self._valid_turns)
+        return Outcome(
+            sum(self.turn_rewards),
+            self.episode.success,
+            len(self.turn_rewards),
+            self._valid_turns,
+            self.episode.measures,
+        )
 
     def respond(self, text: str) -> str | None:
         """Takes a turn with a response; gives the next user message, or `None` when the episode is over."""
@@ -147,6 +155,8 @@ def mean_outcomes(outcomes: Sequence[Outcome], seeds: Sequence[int]) -> dict[str
         "turns": turns / len(outcomes),
         "valid_rate": sum(outcome.valid_turns for outcome in outcomes) / max(1, turns),
     }
+    shared = [name for name in outcomes[0].measures if all(name in outcome.measures for outcome in outcomes)]
+    means.update({name: fmean(outcome.measures[name] for outcome in outcomes) for name in shared})
     sizes = {len(members) for members in groups.values()}
     if len(sizes) == 1:  # elsewhere a group is spread over processes, and k would differ from task to task
         means[f"pass@{sizes.pop()}"] = fmean(any(members) for members in groups.values())

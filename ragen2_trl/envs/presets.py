@@ -47,6 +47,7 @@ def _ragen2(turns: int, actions: int, total: int, tokens: int, free: tuple[str, 
         "stray_tags": "deleted",
         "show_penalty": False,
         "wording": "ragen2",
+        "split_answers": True,
     }
     return Preset({**protocol, **options}, free)
 
@@ -54,10 +55,40 @@ def _ragen2(turns: int, actions: int, total: int, tokens: int, free: tuple[str, 
 # By task, then by name. The numbers are those of RAGEN-2's configuration, in the scripts of its main tables.
 PRESETS: dict[str, dict[str, Preset]] = {
     "bandit": {"ragen2": _ragen2(1, 1, 1, 500, names="ragen2", layout="ragen2")},
+    "countdown": {"ragen2": _ragen2(1, 1, 1, 400, operators="+-", judge="text", first_rows=20_000, layout="ragen2")},
+    "deepcoder": {
+        "ragen2": _ragen2(1, 1, 1, 4000, free=("config",), config="mixture", max_tests=None, layout="ragen2")
+    },
     "frozen_lake": {
         "ragen2": _ragen2(5, 2, 10, 400, observation="both", layout="ragen2", generator="ragen2", frozen=0.9)
     },
+    "metamath_qa": {"ragen2": _ragen2(5, 2, 1, 400, check="text")},
+    "search_qa": {
+        "ragen2": _ragen2(
+            *(5, 1, 10, 400),
+            free=("dialect", "show_failures"),
+            top_k=5,
+            max_chars=4000,
+            judge="f1",
+            any_answer=True,
+            dialect="ragen2",
+            show_failures=True,
+            first_rows=20_000,
+            layout="ragen2",
+        )
+    },
     "sokoban": {"ragen2": _ragen2(5, 2, 10, 400, observation="both", layout="ragen2", generator="ragen2")},
+    "webshop": {
+        "ragen2": _ragen2(
+            *(9, 1, 9, 400),
+            results=10,
+            goals="synthetic",
+            reward="success",
+            option_match="words",
+            bad_clicks="ignored",
+            layout="ragen2",
+        )
+    },
 }
 
 

@@ -4,9 +4,11 @@ import random
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 from datasets import Dataset, load_dataset
+
+from ragen2_trl.envs.checks import check_count
 
 Row: TypeAlias = Mapping[str, Any]
 
@@ -44,14 +46,53 @@ def load_tasks(data: str, split: str, *, config: str | None = None) -> Dataset:
     return load_dataset(_FILE_FORMATS[path.suffix], data_files=str(path), split="train")
 
 
-def shuffled(rows: Dataset, columns: Iterable[str], rng: random.Random) -> Iterator[tuple[int, dict[str, Any]]]:
+def check_first_rows(first_rows: int | None) -> None:
+    """Raises a `ValueError` unless an option of that name is `None` or a number of rows."""
+    if first_rows is not None:
+        check_count("first_rows", first_rows, 1, 10_000_000)
+
+
+def first(rows: Dataset, number: int | None) -> Dataset:
+    """The first `number` rows, or all of them."""
+    return rows if number is None else rows.select(range(min(number, len(rows))))
+
+
+def reference_source(name: str, data: str | None, hub: str) -> str:
+    """Where the tasks of RAGEN-2's seeds come from, which are rows of data.
+
+    Raises:
+        ValueError: If no data is named.
+    """
+    if data is None:
+        raise ValueError(f"data must name rows, such as those of {hub}, for {name} with split='reference', got None")
+    return data
+
+
+class Table(Protocol):
+    """Rows by number, such as a `Dataset`."""
+
+    column_names: list[str]
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> dict[str, Any]: ...
+
+
+def check_columns(rows: Dataset | Table, columns: Iterable[str]) -> None:
+    """Raises a `ValueError` unless the rows have all of the columns."""
+    if not set(columns) <= set(rows.column_names):
+        raise ValueError(f"columns of data must include {list(columns)}, got {rows.column_names}")
+
+
+def shuffled(
+    rows: Dataset | Table, columns: Iterable[str], rng: random.Random
+) -> Iterator[tuple[int, dict[str, Any]]]:
     """All rows with their numbers, in the order that `rng` draws.
 
     Raises:
         ValueError: If a column is missing.
     """
-    if not set(columns) <= set(rows.column_names):
-        raise ValueError(f"columns of data must include {list(columns)}, got {rows.column_names}")
+    check_columns(rows, columns)
     order = list(range(len(rows)))
     rng.shuffle(order)
     return ((index, rows[index]) for index in order)

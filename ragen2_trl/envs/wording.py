@@ -30,6 +30,7 @@ KEYS = {
     "left": "Actions left: {left}. ",
     "format": "Answer with {format} and with nothing besides. ",
     "length": "Use no more than 100 words.",
+    "advice": "",  # a part of the state
     "reward": "Reward:\n{reward}\n",
 }
 FIELDS = ("legend", "actions", "total", "turn", "state", "left", "format", "reward")
@@ -142,6 +143,10 @@ class Ragen2:
     def without_observation(self, task: Task) -> str:
         """The user message of the first turn without what is particular to a task."""
         return self._text(task, ["turn", "left", "format", "length"], turn=1, left=_total(task))
+
+    def text(self, task: Task, key: str) -> str:
+        """One of the texts as it stands."""
+        return {**KEYS, **task.reference_texts(), **self._given}[key]
 
     def _text(self, task: Task, keys: Sequence[str], **fields: Any) -> str:
         texts = {**KEYS, **task.reference_texts(), **self._given}

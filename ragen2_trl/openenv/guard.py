@@ -4,9 +4,7 @@ import asyncio
 import json
 from collections import Counter
 from contextlib import suppress
-from ipaddress import ip_address
 from typing import Any
-from urllib.parse import urlsplit
 
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
@@ -17,9 +15,8 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from starlette.websockets import WebSocketDisconnect
 
-# A turn has at most MAX_RESPONSE_CHARS characters, each at most 12 bytes of JSON.
-MAX_MESSAGE_BYTES = 2 * 2**20
-BODY_SECONDS = 30.0  # for a client to send a body
+from ragen2_trl.envs.local_requests import BODY_SECONDS, MAX_MESSAGE_BYTES, is_own
+
 SAFE_METHODS = ("GET", "HEAD", "OPTIONS")
 
 
@@ -71,24 +68,13 @@ class Guard:
         is_socket = scope["type"] == "websocket"
         if scope["path"].rstrip("/") == "/mcp":
             return PlainTextResponse("Tasks have no MCP tools; play at /ws", 404)
-        if (is_socket or scope["method"] not in SAFE_METHODS) and not self._is_own(headers):
+        if (is_socket or scope["method"] not in SAFE_METHODS) and not is_own(
+            headers.get("origin"), headers.get("host", ""), self._is_local
+        ):
             return PlainTextResponse("Origin must be this server", 403)
         if is_socket and self._open[_address(scope)] >= self._max_per_client:
             return PlainTextResponse(f"A client has at most {self._max_per_client} sessions", 429)
         return None
-
-    def _is_own(self, headers: Headers) -> bool:
-        """Whether no browser is there, or one that shows a page of this server itself."""
-        origin, host = headers.get("origin"), headers.get("host", "")
-        if origin is None:
-            return True
-        try:
-            named = urlsplit(f"//{host}").hostname or ""
-            same = urlsplit(origin).netloc.lower() == host.lower() != ""
-        except ValueError:  # brackets that hold no address
-            return False
-        # A name of somebody else's may lead to this machine: to its pages this server is their own.
-        return same and (not self._is_local or is_loopback(named))
 
     async def _websocket(self, scope: Scope, receive: Receive, send: Send) -> None:
         address, is_open = _address(scope), True
@@ -154,18 +140,6 @@ async def _read(receive: Receive) -> bytes | None:
         if len(body) > MAX_MESSAGE_BYTES or not message.get("more_body", False):
             return bytes(body)
     return None
-
-
-def is_loopback(host: str) -> bool:
-    """Whether a name or an address is this machine's own for itself.
-
-    >>> is_loopback("localhost"), is_loopback("127.0.0.1"), is_loopback("evil.example")
-    (True, True, False)
-    """
-    try:
-        return ip_address(host).is_loopback
-    except ValueError:
-        return host.lower() == "localhost"
 
 
 def _address(scope: Scope) -> str:

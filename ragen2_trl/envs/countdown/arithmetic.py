@@ -2,16 +2,18 @@
 
 import ast
 import random
+import re
 from collections.abc import Sequence
 from fractions import Fraction
 from functools import lru_cache
-from itertools import combinations
+from itertools import combinations, islice
 from typing import TypeAlias
 
 Tree: TypeAlias = int | tuple["Tree", str, "Tree"]  # a number, or left, operator, right
 
 MAX_CHARS = 200  # an expression of the most numbers there may be takes less than half of it
 MAX_OPERATORS = 16  # signs included, and so the depth of a tree; the most numbers there may be need 3 and 7 signs
+_DIGITS = re.compile(r"\d+")
 _CHARACTERS = frozenset("0123456789+-*/() ")
 _SYMBOLS: dict[type[ast.operator], str] = {ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/"}
 
@@ -58,6 +60,18 @@ def numbers_of(tree: ast.expr) -> list[int]:
     return sorted(
         node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, int)
     )
+
+
+def whole_numbers(text: str, count: int) -> list[int] | None:
+    """The whole numbers that stand anywhere in a text, sorted; `None` where there are not `count` of them.
+
+    >>> whole_numbers("4.5 of 3", 3), whole_numbers("1 2", 3)
+    ([3, 4, 5], None)
+    """
+    digits = [match.group() for match in islice(_DIGITS.finditer(text), count + 1)]
+    if len(digits) != count or any(len(number) > MAX_CHARS for number in digits):  # Python reads 4300 digits, no more
+        return None
+    return sorted(map(int, digits))
 
 
 def value_of(tree: ast.expr) -> Fraction | None:
@@ -148,6 +162,18 @@ def solve(
                 if b in makes:
                     return left_tree, operator, makes[b]
     return None
+
+
+def sums_with_signs(numbers: Sequence[int], target: int) -> bool:
+    """Whether the numbers sum to the target with a sign each, as with `operators="+-"`.
+
+    >>> sums_with_signs([3, 8, 1], 6), sums_with_signs([3, 8, 1], 24)
+    (True, False)
+    """
+    sums = {0}
+    for number in numbers:
+        sums = {value + sign * number for value in sums for sign in (1, -1)}
+    return target in sums
 
 
 def show(tree: Tree, outer: bool = True) -> str:

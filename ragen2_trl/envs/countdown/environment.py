@@ -7,6 +7,7 @@ tenth is earned once.
 
 import random
 from collections.abc import Iterator, Sequence
+from fractions import Fraction
 from typing import Any
 
 from ragen2_trl.envs.base import Environment
@@ -19,17 +20,32 @@ from ragen2_trl.envs.countdown.arithmetic import (
     random_tree,
     show,
     solve,
+    sums_with_signs,
     value_of,
+    whole_numbers,
     written,
 )
 from ragen2_trl.envs.episode import Episode, Limits
-from ragen2_trl.envs.tasks import Row, held_out, load_tasks, shuffled
+from ragen2_trl.envs.layout import LAYOUTS
+from ragen2_trl.envs.tasks import (
+    Row,
+    check_columns,
+    check_first_rows,
+    first,
+    held_out,
+    load_tasks,
+    reference_source,
+    shuffled,
+)
 from ragen2_trl.envs.tools import ToolEnvironment
 
 OPERATORS = ("+-*/", "+-")
+JUDGES = ("expression", "text")
 RIGHT, RIGHT_NUMBERS = 1.0, 0.1
+TOLERANCE = Fraction(1, 100_000)  # RAGEN's, of a value that it computes in floating point
 TARGETS = (10, 99)  # of generated tasks, both included
 COLUMNS = ("nums", "target")
+HUB = "Jiayi-Pan/Countdown-Tasks-3to4"
 
 
 class CountdownEpisode(Episode):
@@ -39,16 +55,29 @@ class CountdownEpisode(Episode):
         numbers: What there is to use.
         target: What to make of them.
         operators: The operators that count.
+        judge: How attempts are judged, one of `JUDGES`.
+        layout: How the task is shown, one of `LAYOUTS`.
     """
 
-    def __init__(self, numbers: Sequence[int], target: int, operators: str):
+    def __init__(
+        self,
+        numbers: Sequence[int],
+        target: int,
+        operators: str,
+        judge: str = "expression",
+        layout: str = "own",
+    ):
         self.numbers = list(numbers)
         self.target = target
         self.operators = operators
+        self.judge = judge
+        self.layout = layout
         self.best = 0.0
         self._remark = ""
 
     def observation(self) -> str:
+        if self.layout == "ragen2":
+            return f"Target: {self.target}, nums: {self.numbers}"
         task = f"Numbers: {' '.join(map(str, self.numbers))}. Target: {self.target}."
         return f"{self._remark}\n{task}" if self._remark else task
 
@@ -57,7 +86,7 @@ class CountdownEpisode(Episode):
 
     def step(self, action: str) -> float:
         """Judges an attempt: 1.0 right, 0.1 wrong but of exactly the numbers, else 0.0; less the best so far."""
-        score, self._remark = self._judge(action)
+        score, self._remark = self._judge_text(action) if self.judge == "text" else self._judge(action)
         self.success = self.done = score == RIGHT
         gained = max(0.0, score - self.best)
         self.best = max(self.best, score)
@@ -75,6 +104,10 @@ class CountdownEpisode(Episode):
         makes = "divides by zero" if value is None else f"makes {value}, not {self.target}"
         return RIGHT_NUMBERS, f"{written(tree)} {makes}."
 
+    def _judge_text(self, action: str) -> tuple[float, str]:
+        score = text_reward(action, self.numbers, self.target)
+        return score, "" if score == RIGHT else f"That earns {score:g}."
+
     def plan(self, rng: random.Random) -> tuple[str, list[str]]:
         """One of the right expressions, with its steps as the reasoning."""
         tree = solve(self.numbers, self.target, self.operators, rng)
@@ -84,6 +117,23 @@ class CountdownEpisode(Episode):
 
     def random_action(self, rng: random.Random) -> str:
         return show(random_tree(self.numbers, self.operators, rng))
+
+
+def text_reward(text: str, numbers: Sequence[int], target: int) -> float:
+    """RAGEN-2's judgement of any text: 0.0 unless its whole numbers are exactly the given ones, else 0.1 or 1.0.
+
+    1.0 takes an expression that makes the target, whatever its operators; a text that is no expression keeps its 0.1.
+    RAGEN lets Python evaluate the text. Here it is parsed as always, so that what is no arithmetic of `+ - * /` and
+    parentheses (`//`, `%`, `**`, calls) makes nothing.
+
+    >>> [text_reward(text, [44, 19, 35], 98) for text in ("44 + 19 + 35", "44, 19, 35", "44 + 19 + 35 = 98")]
+    [1.0, 0.1, 0.0]
+    """
+    if whole_numbers(text, len(numbers)) != sorted(numbers):
+        return 0.0
+    tree = None if "=" in text else parse_expression(text)
+    value = None if tree is None else value_of(tree)
+    return RIGHT if value is not None and abs(value - target) <= TOLERANCE else RIGHT_NUMBERS
 
 
 class CountdownTools(ToolEnvironment):
@@ -112,6 +162,10 @@ class Countdown(Environment):
         operators: The operators that answers may use and tasks can be solved with, `"+-*/"` or `"+-"`.
         max_numbers: Generated tasks have 3 to this many numbers, 3 or 4.
         largest: Largest number of generated tasks, 5 to 99.
+        judge: `"expression"`, or `"text"` for RAGEN-2's rewards (see `text_reward`): any text with the right numbers
+            earns 0.1, `= n` behind an expression counts as a number, and `operators` bind the tasks alone.
+        first_rows: How many rows of data there are to draw from, the first ones, 1 to 10,000,000; `None` for all.
+        layout: How a task is shown: `"own"`, or `"ragen2"`.
         **limits: `multi_turn`, `max_turns`, `max_actions` and `protocol` of `Environment`.
 
     Raises:
@@ -126,14 +180,29 @@ class Countdown(Environment):
     splits_answers = False
     tools = CountdownTools
 
-    def __init__(self, operators: str = "+-*/", max_numbers: int = 4, largest: int = 99, **limits: Any):
+    def __init__(
+        self,
+        operators: str = "+-*/",
+        max_numbers: int = 4,
+        largest: int = 99,
+        judge: str = "expression",
+        first_rows: int | None = None,
+        layout: str = "own",
+        **limits: Any,
+    ):
         super().__init__(**limits)
         check_choice("operators", operators, OPERATORS)
+        check_choice("judge", judge, JUDGES)
+        check_choice("layout", layout, LAYOUTS)
+        check_first_rows(first_rows)
         check_count("max_numbers", max_numbers, 3, 4)
         check_count("largest", largest, 5, 99)
         self.operators = operators
         self.max_numbers = max_numbers
         self.largest = largest
+        self.judge = judge
+        self.first_rows = first_rows
+        self.layout = layout
 
     def tasks(self, seed: int, split: str, data: str | None) -> Iterator[dict[str, Any]]:
         rows = self._generated(seed, split) if data is None else self._loaded(seed, split, data)
@@ -159,13 +228,34 @@ class Countdown(Environment):
                 return {"nums": numbers, "target": int(value)}
 
     def _loaded(self, seed: int, split: str, data: str) -> Iterator[dict[str, Any]]:
-        rows = load_tasks(data, "train")  # the only split there is
+        rows = first(load_tasks(data, "train"), self.first_rows)  # the only split there is
         for index, row in shuffled(rows, COLUMNS, random.Random(f"{self.name}/{split}/{seed}")):
             numbers, target = _checked(row)
             yield {"seed": index, "nums": numbers, "target": target}
 
     def episode(self, row: Row, rng: random.Random) -> CountdownEpisode:
-        return CountdownEpisode(row["nums"], row["target"], self.operators)
+        return CountdownEpisode(row["nums"], row["target"], self.operators, self.judge, self.layout)
+
+    def reference_tasks(self, seeds: Iterator[int], split: str, data: str | None) -> Iterator[dict[str, Any]]:
+        """RAGEN-2's rows: among the first ones those that some choice of signs solves, by seed, for both splits."""
+        rows = first(load_tasks(reference_source(self.name, data, HUB), "train"), self.first_rows)
+        check_columns(rows, COLUMNS)
+        numbers, targets = rows["nums"][:], rows["target"][:]
+        places = [place for place, row in enumerate(zip(numbers, targets, strict=True)) if sums_with_signs(*row)]
+        if not places:
+            raise ValueError(f"data must hold tasks whose numbers sum to the target with signs, got none in {data!r}")
+        for seed in seeds:
+            nums, target = _checked(rows[places[seed % len(places)]])
+            yield {"seed": seed, "nums": nums, "target": target}
+
+    def reference_texts(self) -> dict[str, str]:
+        return {
+            # RAGEN-2's example contradicts itself on the way, too.
+            "instruction": "Combine the numbers of the list in an equation whose value is the target. Example, for "
+            "Target: 17, nums: [3, 9, 5]: <think>3 + 9 + 5 makes 18, which is not 17, so I add the other way round: "
+            "3 + 5 + 9 = 17.</think><answer>3 + 5 + 9</answer>",
+            "length": "Use no more than 100 words.",
+        }
 
     def instructions(self) -> str:
         return (

@@ -12,22 +12,22 @@ import random
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from ragen2_trl.envs.base import Environment
 from ragen2_trl.envs.checks import check_choice, check_count, check_range
+from ragen2_trl.envs.deepcoder.data import CONFIGS, HUB, MIXTURE, load_problems, problem_of
 from ragen2_trl.envs.deepcoder.problems import make_problem
 from ragen2_trl.envs.deepcoder.program_tests import CallCase, CaseResult, StdinCase, run_tests
 from ragen2_trl.envs.deepcoder.sandbox import Limits as RunLimits
 from ragen2_trl.envs.deepcoder.sandbox import Sandbox, SandboxUnavailableError
 from ragen2_trl.envs.deepcoder.tests import choose_tests, read_tests, task_row
 from ragen2_trl.envs.episode import Episode, Limits
+from ragen2_trl.envs.layout import LAYOUTS
 from ragen2_trl.envs.responses import MAX_RESPONSE_CHARS, plain_text
-from ragen2_trl.envs.tasks import Row, held_out, load_tasks, shuffled
+from ragen2_trl.envs.tasks import Row, check_columns, held_out, reference_source, shuffled
 from ragen2_trl.envs.tools import ToolEnvironment
 
-CONFIGS = {"primeintellect": ("train",), "taco": ("train",), "lcbv5": ("train", "test"), "codeforces": ("test",)}
 COLUMNS = ("problem", "tests")
 
 MAX_QUOTED_CHARS = 200  # of an input, of what was expected, and of what came instead
@@ -83,9 +83,10 @@ class DeepCoderEpisode(Episode):
     Args:
         row: The task's.
         judge: What tests the programs.
+        layout: How the problem is shown, one of `LAYOUTS`.
     """
 
-    def __init__(self, row: Row, judge: Judge):
+    def __init__(self, row: Row, judge: Judge, layout: str = "own"):
         self.problem: str = plain_text(row["problem"], keep_lines=True)
         self.starter: str = plain_text(row["starter"], keep_lines=True)
         self.function: str = row["function"]
@@ -98,11 +99,14 @@ class DeepCoderEpisode(Episode):
             for given, expected in json.loads(row["tests"])
         ]
         self._feedback = ""
+        self._layout = layout
 
     def observation(self) -> str:
         """The problem, and once a program has been tested what came of it instead."""
         if self._feedback:
             return self._feedback
+        if self._layout == "ragen2":
+            return f"{self.problem}\n\nStarter code:\n{self.starter}" if self.starter else self.problem
         if self.starter:
             return f"{self.problem}\nStart from:\n```python\n{self.starter}\n```"
         case = self._cases[0]
@@ -136,7 +140,7 @@ class DeepCoderEpisode(Episode):
         hidden = results[self._public :]
         num_passed = sum(result.verdict == "passed" for result in hidden)
         self._feedback = self._describe(results, num_passed)
-        fraction = num_passed / len(hidden)
+        fraction = num_passed / len(hidden) if hidden else 0.0
         self.done = self.success = fraction == 1.0
         gained = max(0.0, fraction - self.best)
         self.best = max(self.best, fraction)
@@ -186,14 +190,18 @@ class DeepCoder(Environment):
     Problems without a hidden test of at most `MAX_TEST_CHARS` characters are left out.
 
     Args:
-        config: Which part of the data on the Hub: `"primeintellect"`, `"taco"`, `"lcbv5"` or `"codeforces"`.
+        config: Which part of the data on the Hub: `"primeintellect"`, `"taco"`, `"lcbv5"` or `"codeforces"`, or
+            `"mixture"`: the first three for training and the last two for tests, each from its own split; of a local
+            folder, its folders of these names.
         max_tests: Tests a problem has at most, 2 to 100; `choose_tests` says which. Each costs a process, some 50 ms.
+            `None` for all tests of the data, the public ones too, which then count like the others.
         test_seconds: CPU seconds a program has for a test, 1 to 60, rounded up. The wall clock allows ten times as
             many, for programs that wait; a program that it ends fails the tests it has left.
         program_seconds: CPU seconds for all tests of a program, 1 to 600; what they leave undone has failed.
         workers: Programs tested at a time, 1 to 64; the tests of one run one after the other. Default: the number of
             CPUs, but at most 8. All processes of a user on a machine together never run more than it has CPUs.
         allow_unsafe_sandbox: Where bubblewrap cannot work, run programs with the rights of this process.
+        layout: How a problem is shown: `"own"`, or `"ragen2"`.
         **limits: `multi_turn`, `max_turns`, `max_actions` and `protocol` of `Environment`. In several turns a program
             earns what it passes beyond the best one before.
 
@@ -215,23 +223,27 @@ class DeepCoder(Environment):
     def __init__(
         self,
         config: str = "primeintellect",
-        max_tests: int = 15,
+        max_tests: int | None = 15,
         test_seconds: float = 4.0,
         program_seconds: float = 20.0,
         workers: int | None = None,
         allow_unsafe_sandbox: bool = False,
+        layout: str = "own",
         **limits: Any,
     ):
         super().__init__(**limits)
-        check_choice("config", config, CONFIGS)
+        check_choice("config", config, (*CONFIGS, MIXTURE))
         check_choice("allow_unsafe_sandbox", allow_unsafe_sandbox, (True, False))
-        check_count("max_tests", max_tests, 2, 100)
+        check_choice("layout", layout, LAYOUTS)
+        if max_tests is not None:
+            check_count("max_tests", max_tests, 2, 100)
         check_range("test_seconds", test_seconds, 1, 60)
         check_range("program_seconds", program_seconds, 1, 600)
         self.workers = min(8, os.cpu_count() or 1) if workers is None else workers
         check_count("workers", self.workers, 1, 64)
         self.config = config
         self.max_tests = max_tests
+        self.layout = layout
         self.test_seconds = test_seconds
         run_limits = RunLimits(cpu_seconds=math.ceil(test_seconds), wall_seconds=10.0 * test_seconds)
         try:
@@ -246,30 +258,49 @@ class DeepCoder(Environment):
     def _generated(self, stream: random.Random, split: str) -> Iterator[dict[str, Any]]:
         while True:
             task_seed = stream.getrandbits(31)
-            steps, row = make_problem(random.Random(task_seed), min(self.max_tests, GENERATED_TESTS))
+            steps, row = make_problem(
+                random.Random(task_seed), min(self.max_tests or GENERATED_TESTS, GENERATED_TESTS)
+            )
+            if self.max_tests is None:
+                row["public"] = 0
             if held_out(steps) == (split == "test"):  # not by the statement, whose examples differ
                 yield {"seed": task_seed, **row}
 
     def _loaded(self, stream: random.Random, split: str, data: str) -> Iterator[dict[str, Any]]:
-        splits = CONFIGS[self.config]
-        if split == "train" and split not in splits:
-            raise ValueError(f"split must be one of {list(splits)} for config={self.config!r}, got {split!r}")
-        hashed = "test" not in splits or ("train" in splits and Path(data).is_file())
-        rows = load_tasks(data, split if split in splits else "train", config=self.config)
+        rows, hashed = load_problems(data, self.config, split)
         for index, source in shuffled(rows, COLUMNS, stream):
-            problem = source["problem"]
-            if not isinstance(problem, str) or not problem.strip():
-                raise ValueError(f"column 'problem' must be a text that is not empty, got {problem!r}")
+            problem = problem_of(source)
             if hashed and held_out(" ".join(problem.split())) != (split == "test"):
                 continue
-            function, tests = read_tests(source)
+            task = self._task(index, source)
+            if len(json.loads(task["tests"])) > task["public"]:
+                yield task
+
+    def _task(self, seed: int, source: Row) -> dict[str, Any]:
+        problem = problem_of(source)
+        function, tests = read_tests(source)
+        public = 0
+        if self.max_tests is not None:
             tests, public = choose_tests(problem, function, tests, self.max_tests)
-            if len(tests) > public:
-                starter = (source.get("starter_code") or "").rstrip()
-                yield {"seed": index, **task_row(problem.strip(), starter, function, tests, public, "")}
+        starter = (source.get("starter_code") or "").rstrip()
+        return {"seed": seed, **task_row(problem.strip(), starter, function, tests, public, "")}
 
     def episode(self, row: Row, rng: random.Random) -> DeepCoderEpisode:
-        return DeepCoderEpisode(row, self.judge)
+        return DeepCoderEpisode(row, self.judge, self.layout)
+
+    def reference_tasks(self, seeds: Iterator[int], split: str, data: str | None) -> Iterator[dict[str, Any]]:
+        """RAGEN-2's rows: one drawn by each seed, for both splits from the problems for tests."""
+        rows, _ = load_problems(reference_source(self.name, data, HUB), self.config, "test")
+        check_columns(rows, COLUMNS)
+        for seed in seeds:
+            yield self._task(seed, rows[random.Random(seed).randint(0, len(rows) - 1)])
+
+    def reference_texts(self) -> dict[str, str]:
+        return {
+            "instruction": "This is a coding task. Give a complete Python function and nothing else within the answer "
+            "tags. ",
+            "length": "Use no more than 8000 words.",
+        }
 
     def instructions(self) -> str:
         later = " A later program earns what it passes beyond your best." if self.max_turns > 1 else ""

@@ -5,14 +5,16 @@ from collections.abc import Iterator
 from typing import Any
 
 from ragen2_trl.envs.base import Environment
+from ragen2_trl.envs.checks import check_choice
 from ragen2_trl.envs.episode import Episode, Limits
 from ragen2_trl.envs.metamath_qa.math_answers import same_answer
 from ragen2_trl.envs.responses import plain_text
-from ragen2_trl.envs.tasks import Row, held_out, load_tasks, shuffled
+from ragen2_trl.envs.tasks import Row, check_columns, held_out, load_tasks, reference_source, shuffled
 from ragen2_trl.envs.tools import ToolEnvironment
 
 COLUMNS = ("query", "response", "original_question")
 ANSWER_MARK = "The answer is:"
+CHECKS = ("value", "text")
 
 
 def gold_answer(response: str) -> str:
@@ -25,6 +27,24 @@ def gold_answer(response: str) -> str:
     return answer.strip() if ANSWER_MARK in response else ""
 
 
+def gold_text(response: str) -> str:
+    """RAGEN-2's answer of a response: all that follows the first mark and its space, empty if there is none.
+
+    >>> gold_text("The answer is: $5$\\nThe answer is: 7")
+    '$5$\\nThe answer is: 7'
+    """
+    return response.partition(f"{ANSWER_MARK} ")[2].strip()
+
+
+def same_text(answer: str, right: str) -> bool:
+    """RAGEN-2's check: the same characters but for letter case and white space.
+
+    >>> same_text("X + 1", "x+1"), same_text("0.5", "\\\\frac{1}{2}"), same_text("5.", "5")
+    (True, False, False)
+    """
+    return "".join(answer.lower().split()) == "".join(right.lower().split())
+
+
 class MetaMathQAEpisode(Episode):
     """Attempts at one question.
 
@@ -32,13 +52,15 @@ class MetaMathQAEpisode(Episode):
         question: What is asked.
         answer: The right answer.
         solution: The way to it, for demonstrations.
+        check: How answers are compared, one of `CHECKS`.
     """
 
-    def __init__(self, question: str, answer: str, solution: str):
+    def __init__(self, question: str, answer: str, solution: str, check: str = "value"):
         self.question = plain_text(question, keep_lines=True)
         self.answer = answer
         self.solution = solution
         self.worth = 1.0
+        self._is_right = same_text if check == "text" else same_answer
 
     def observation(self) -> str:
         return self.question if self.worth == 1.0 else f"Not right.\n{self.question}"
@@ -48,7 +70,7 @@ class MetaMathQAEpisode(Episode):
 
     def step(self, action: str) -> float:
         """Judges an answer: a right one is worth 1.0 at first, and half as much after each wrong one."""
-        if same_answer(action, self.answer):
+        if self._is_right(action, self.answer):
             self.success = self.done = True
             return self.worth
         self.worth /= 2
@@ -88,7 +110,12 @@ class MetaMathQA(Environment):
     cannot be judged and are left out.
 
     Args:
+        check: What makes an answer right: `"value"`, the same number or expression however it is written, or
+            `"text"`, RAGEN-2's check of the text itself (see `same_text`, and `gold_text` for the right one).
         **limits: `multi_turn`, `max_turns`, `max_actions` and `protocol` of `Environment`.
+
+    Raises:
+        ValueError: If an option is outside its range.
     """
 
     name = "metamath_qa"
@@ -99,16 +126,22 @@ class MetaMathQA(Environment):
     splits_answers = False
     tools = MetaMathQATools
 
-    def __init__(self, **limits: Any):
+    def __init__(self, check: str = "value", **limits: Any):
         super().__init__(**limits)
+        check_choice("check", check, CHECKS)
+        self.check = check
 
     def tasks(self, seed: int, split: str, data: str | None) -> Iterator[dict[str, Any]]:
         rows = self._generated(seed, split) if data is None else self._loaded(seed, split, data)
         for number, row in rows:
-            solution, _, _ = row["response"].rpartition(ANSWER_MARK)
-            answer = gold_answer(row["response"])
-            if answer and held_out(row["original_question"]) == (split == "test"):
-                yield {"seed": number, "question": row["query"], "answer": answer, "solution": solution.strip()}
+            task = self._task(number, row)
+            if task["answer"] and held_out(row["original_question"]) == (split == "test"):
+                yield task
+
+    def _task(self, number: int, row: Row) -> dict[str, Any]:
+        solution, _, _ = row["response"].rpartition(ANSWER_MARK)
+        answer = (gold_text if self.check == "text" else gold_answer)(row["response"])
+        return {"seed": number, "question": row["query"], "answer": answer, "solution": solution.strip()}
 
     def _generated(self, seed: int, split: str) -> Iterator[tuple[int, dict[str, str]]]:
         stream = random.Random(f"{self.name}/{split}/{seed}")
@@ -116,20 +149,34 @@ class MetaMathQA(Environment):
             number = stream.getrandbits(31)
             yield number, make_problem(random.Random(number))
 
-    def _loaded(self, seed: int, split: str, data: str) -> Iterator[tuple[int, dict[str, str]]]:
+    def _loaded(self, seed: int, split: str, data: str) -> Iterator[tuple[int, dict[str, Any]]]:
         rows = load_tasks(data, "train")  # the only split there is
         for index, row in shuffled(rows, COLUMNS, random.Random(f"{self.name}/{split}/{seed}")):
-            for column in COLUMNS:
-                if not isinstance(row[column], str):
-                    raise ValueError(f"{column} must be text, got {row[column]!r}")
-            yield index, row
+            yield index, _checked(row)
 
     def episode(self, row: Row, rng: random.Random) -> MetaMathQAEpisode:
-        return MetaMathQAEpisode(row["question"], row["answer"], row["solution"])
+        return MetaMathQAEpisode(row["question"], row["answer"], row["solution"], self.check)
+
+    def reference_tasks(self, seeds: Iterator[int], split: str, data: str | None) -> Iterator[dict[str, Any]]:
+        """RAGEN-2's rows: one drawn by each seed, for both splits from the same; some have no right answer."""
+        rows = load_tasks(reference_source(self.name, data, "meta-math/MetaMathQA"), "train")
+        check_columns(rows, COLUMNS)
+        for seed in seeds:
+            yield self._task(seed, _checked(rows[random.Random(seed).randint(0, len(rows) - 1)]))
+
+    def reference_texts(self) -> dict[str, str]:
+        return {"instruction": "You are solving Math problems. ", "length": "Use no more than 100 words."}
 
     def instructions(self) -> str:
         again = " A wrong answer may be mended, for half the reward each time." if self.max_turns > 1 else ""
         return f"Answer the question with a number or an expression alone. Reward: 1 if right.{again}"
+
+
+def _checked(row: dict[str, Any]) -> dict[str, Any]:
+    for column in COLUMNS:
+        if not isinstance(row[column], str):
+            raise ValueError(f"{column} must be text, got {row[column]!r}")
+    return row
 
 
 # Wordings of a question, and its way to the answer: what is asked of `a` and `b` is `c`.

@@ -14,7 +14,7 @@ import numpy as np
 import torch  # noqa: TID251 -- the one module in here that does
 from transformers import AutoModel, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from ragen2_trl.envs.search_qa.retrieval import MAX_QUERY_CHARS, Passage, Passages, PassageTable
+from ragen2_trl.envs.search_qa.passages import MAX_QUERY_CHARS, Passage, Passages, PassageTable, scored
 from ragen2_trl.envs.tasks import load_tasks
 
 MAX_TOKENS = 256  # of a query or a passage, as in Search-R1
@@ -89,7 +89,11 @@ class DenseRetriever:
             vectors = encode(self.model, self.tokenizer, [f"query: {query[:MAX_QUERY_CHARS]}" for query in queries])
         scores, numbers = self.index.search(vectors, min(k, self.index.ntotal))
         return [
-            [self.passages[int(number)] for number in row[np.lexsort((row, -of_row))] if number >= 0]
+            [
+                scored(self.passages[int(row[place])], int(row[place]), float(of_row[place]))
+                for place in np.lexsort((row, -of_row))
+                if row[place] >= 0
+            ]
             for row, of_row in zip(numbers, scores, strict=True)
         ]
 

@@ -5,10 +5,8 @@ know without a search. In single-turn play there is no search: a closed book.
 """
 
 import random
-import re
-import string
-from collections import Counter
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -16,92 +14,56 @@ from typing import Any
 from datasets import Dataset
 
 from ragen2_trl.envs.base import Environment
-from ragen2_trl.envs.checks import check_count
+from ragen2_trl.envs.checks import check_choice, check_count
 from ragen2_trl.envs.episode import Episode, Limits
+from ragen2_trl.envs.layout import LAYOUTS
 from ragen2_trl.envs.responses import plain_text
-from ragen2_trl.envs.search_qa.retrieval import (
-    BM25Retriever,
-    HTTPRetriever,
-    Passage,
-    Retriever,
-    open_corpus,
-    passage_of,
+from ragen2_trl.envs.search_qa.answers import (
+    VERBS,
+    exact_match,
+    f1_credit,
+    parse_action,
+    partial_credit,
+    read_any_text,
 )
+from ragen2_trl.envs.search_qa.http_retrieval import DIALECTS, HTTPRetriever, RetrievalError
+from ragen2_trl.envs.search_qa.passages import MAX_QUERY_CHARS, Passage, passage_of
+from ragen2_trl.envs.search_qa.results import documents, numbered
+from ragen2_trl.envs.search_qa.retrieval import BM25Retriever, Retriever, open_corpus
 from ragen2_trl.envs.search_qa.worlds import make_world
-from ragen2_trl.envs.tasks import Row, held_out, load_tasks, shuffled
+from ragen2_trl.envs.tasks import (
+    Row,
+    check_columns,
+    check_first_rows,
+    first,
+    held_out,
+    load_tasks,
+    reference_source,
+    shuffled,
+)
 from ragen2_trl.envs.tools import ToolEnvironment
 
-VERBS = ("search", "finish")
 COLUMNS = ("question", "answer", "context", "supporting_facts")
-MIN_F1 = 0.3  # answers that share less with the right one earn nothing
-# What parts one candidate from the next.
-_PARTING = re.compile(r"[,;/|&\n]|\b(?:and|or)\b", re.IGNORECASE)
+JUDGES = ("exact", "f1")
 SERVER_WORKERS = 16  # searches that wait for a server at the same time
-
-_PUNCTUATION = str.maketrans("", "", string.punctuation)
-_ARTICLES = re.compile(r"\b(a|an|the)\b")
-_VERDICTS = ("yes", "no", "noanswer")
-
-
-def normalize(answer: str) -> str:
-    """SQuAD's and HotpotQA's normal form: lower case, no punctuation, no articles, single spaces.
-
-    Where nothing would be left (the band "The The"), only case and white space change, so that "!" is not right.
-
-    >>> normalize("The  Beatles!"), normalize("A")
-    ('beatles', 'a')
-    """
-    lower = answer.lower()
-    return " ".join(_ARTICLES.sub(" ", lower.translate(_PUNCTUATION)).split()) or " ".join(lower.split())
-
-
-def exact_match(answer: str, right: str) -> bool:
-    """Whether two answers have the same normal form."""
-    return normalize(answer) == normalize(right)
-
-
-def token_f1(answer: str, right: str) -> float:
-    """HotpotQA's F1 of the words of two answers, 0.0 to 1.0; a yes or no matches nothing but itself."""
-    given, wanted = normalize(answer), normalize(right)
-    if given != wanted and (given in _VERDICTS or wanted in _VERDICTS):
-        return 0.0
-    given_words, wanted_words = given.split(), wanted.split()
-    common = (Counter(given_words) & Counter(wanted_words)).total()
-    return 2 * common / (len(given_words) + len(wanted_words)) if common else 0.0
-
-
-def partial_credit(answer: str, right: str) -> float:
-    """What an answer that is not the right one earns: `token_f1` from `MIN_F1` on, or 0.0 for a hedge.
-
-    A hedge has more words than the right answer, so that two candidates side by side are one, or parts its words by a
-    comma, a semicolon, a slash, a bar, a line break, "and", "or" or "&" where the right answer has none of these.
-    Naming several candidates never pays, while "New York" is a part of "New York City".
-
-    >>> partial_credit("New York", "New York City"), partial_credit("Paris or Rome", "Paris")
-    (0.8, 0.0)
-    """
-    has_more_words = len(normalize(answer).split()) > len(normalize(right).split())
-    if has_more_words or (_PARTING.search(answer) and not _PARTING.search(right)):
-        return 0.0
-    f1 = token_f1(answer, right)
-    return f1 if f1 >= MIN_F1 else 0.0
-
-
-def parse_action(action: str) -> tuple[str, str] | None:
-    """The verb and the argument of `search[…]` or `finish[…]`; `None` for any other text.
-
-    >>> parse_action("Search[ Mira Tavok ]"), parse_action("Paris")
-    (('search', 'Mira Tavok'), None)
-    """
-    verb, _, rest = action.strip().partition("[")
-    verb, argument = verb.strip().lower(), rest[:-1].strip()
-    return (verb, argument) if verb in VERBS and rest.endswith("]") and argument else None
 
 
 @lru_cache(maxsize=1024)  # the members of a group search the same passages
 def context_index(passages: tuple[Passage, ...]) -> BM25Retriever:
     """An index of the few passages of one task."""
     return BM25Retriever.build(passages)
+
+
+@dataclass(frozen=True)
+class Rules:
+    """How a search is shown and an answer judged; the fields are options of `SearchQA`."""
+
+    top_k: int = 5
+    max_chars: int = 4000
+    judge: str = "exact"
+    any_answer: bool = False
+    show_failures: bool = False
+    layout: str = "own"
 
 
 class SearchQAEpisode(Episode):
@@ -111,36 +73,47 @@ class SearchQAEpisode(Episode):
         row: The task's.
         retriever: What to search; `None` for the task's own passages.
         searches: How many searches the turns leave room for before the answer; 0 for a closed book.
-        top_k: Passages a search gives.
-        max_chars: Characters of them in all.
+        rules: How results are shown and answers judged.
     """
 
-    def __init__(self, row: Row, retriever: Retriever | None, searches: int, top_k: int, max_chars: int):
+    def __init__(self, row: Row, retriever: Retriever | None, searches: int, rules: Rules):
         self.question: str = row["question"]
         self.answer: str = row["answer"]
+        self._given: str | None = None  # the answer
         self._evidence = [passage_of(passage) for passage in row["evidence"]][:searches]
         self._passages = tuple(passage_of(passage) for passage in row.get("passages", ()))
         self._retriever = retriever
         self._closed_book = searches == 0
-        self._top_k = top_k
-        self._max_chars = max_chars
+        self._rules = rules
         self._queries: list[str] = []
         self._found = ""
         if searches and retriever is None and not self._passages:
             raise ValueError("column 'passages' must hold passages where there is no corpus to search, got none")
 
     def observation(self) -> str:
-        return f"Question: {plain_text(self.question)}" + (f"\n{self._found}" if self._found else "")
+        question = f"Question: {plain_text(self.question)}"
+        if self._rules.layout == "own":
+            return f"{question}\n{self._found}" if self._found else question
+        actions = "Available actions: search[<query>], finish[<answer>]"
+        if not self._queries:
+            return f"{question}\n{actions}"
+        query = plain_text(self._queries[-1][:MAX_QUERY_CHARS])
+        return f"Search results for '{query}':\n{self._found}\n\n{actions}"
 
     def is_action(self, action: str) -> bool:
-        # RAGEN takes any other text for the final answer. Here it is none: an answer that counts is meant as one, and
-        # a slip in the form does not end the episode.
-        parsed = parse_action(action)
+        # RAGEN takes any other text for the final answer. Unless asked for it is none here: an answer that counts is
+        # meant as one, and a slip in the form does not end the episode.
+        parsed = self._parse(action)
         return parsed is not None and not (self._closed_book and parsed[0] == "search")
 
+    def _parse(self, action: str) -> tuple[str, str] | None:
+        if not self._rules.any_answer:
+            return parse_action(action)
+        return read_any_text(action) if action.strip() else None
+
     def step(self, action: str) -> float:
-        """Searches, for nothing, or answers: 1.0 for an exact match, else `partial_credit`."""
-        parsed = parse_action(action)
+        """Searches, for nothing, or answers: 1.0 for an exact match, else the credit that the judge gives."""
+        parsed = self._parse(action)
         if parsed is None:
             raise ValueError(f"action must be search[...] or finish[...], got {action[:100]!r}")
         verb, argument = parsed
@@ -148,19 +121,33 @@ class SearchQAEpisode(Episode):
             self._queries.append(argument)
             self._found = self._search(argument)
             return 0.0
-        self.done = True
+        self.done, self._given = True, argument
+        if self._rules.judge == "f1":
+            credit = f1_credit(argument, self.answer)
+            self.success = credit > 0
+            return credit
         self.success = exact_match(argument, self.answer)
         return 1.0 if self.success else partial_credit(argument, self.answer)
 
+    @property
+    def measures(self) -> dict[str, float]:
+        """Success by either judge: the right answer, and RAGEN-2's, an F1 of `MIN_F1` or more."""
+        given = self._given
+        return {
+            "exact_match": float(given is not None and exact_match(given, self.answer)),
+            "f1_success": float(given is not None and f1_credit(given, self.answer) > 0),
+        }
+
     def _search(self, query: str) -> str:
         retriever = self._retriever or context_index(self._passages)
-        (passages,) = retriever.search([query], self._top_k)
-        lines = [
-            # Cut before it is cleaned: a server's passage may have megabytes.
-            f"[{number}] {plain_text(passage.title[: self._max_chars])}: {plain_text(passage.text[: self._max_chars])}"
-            for number, passage in enumerate(passages, start=1)
-        ]
-        return "\n".join(lines)[: self._max_chars] or "No passages found."
+        show = numbered if self._rules.layout == "own" else documents
+        try:
+            (passages,) = retriever.search([query], self._rules.top_k)
+        except RetrievalError as error:
+            if not self._rules.show_failures:
+                raise
+            return error.shown
+        return show(passages, self._rules.max_chars)
 
     def plan(self, rng: random.Random) -> tuple[str, list[str]]:
         """Searches for the title of each passage that the question needs, reads what it says of it, then answers."""
@@ -219,6 +206,14 @@ class SearchQA(Environment):
             folder or the URL of a retrieval server (see `open_corpus`), or a `Retriever`.
         top_k: Passages that a search gives, 1 to 100.
         max_chars: Characters of these passages in all, 100 to 100,000.
+        judge: `"exact"`, or `"f1"` for RAGEN-2's (see `f1_credit`): success is then any F1 from 0.3 on.
+        any_answer: Whether any text that is no action is the final answer, as in RAGEN-2 (see `read_any_text`), where
+            letter case of actions counts, too.
+        dialect: The JSON of a retrieval server: `"search_r1"` or `"ragen2"` (see `HTTPRetriever`).
+        show_failures: Whether a search that fails is shown to the model, after one try, rather than an error.
+        first_rows: How many rows of data there are to draw from, the first ones, 1 to 10,000,000; `None` for all.
+        layout: How states are shown: `"own"`, or `"ragen2"`: documents with scores (see `documents`), the actions, the
+            question only at first.
         **limits: `multi_turn`, `max_turns`, `max_actions` and `protocol` of `Environment`. With one turn there is no
             search.
 
@@ -234,13 +229,32 @@ class SearchQA(Environment):
     splits_answers = False
     tools = SearchQATools
 
-    def __init__(self, corpus: str | Retriever | None = None, top_k: int = 5, max_chars: int = 4000, **limits: Any):
+    def __init__(
+        self,
+        corpus: str | Retriever | None = None,
+        top_k: int = 5,
+        max_chars: int = 4000,
+        judge: str = "exact",
+        any_answer: bool = False,
+        dialect: str = "search_r1",
+        show_failures: bool = False,
+        first_rows: int | None = None,
+        layout: str = "own",
+        **limits: Any,
+    ):
         super().__init__(**limits)
         check_count("top_k", top_k, 1, 100)
         check_count("max_chars", max_chars, 100, 100_000)
-        self.retriever = open_corpus(corpus) if isinstance(corpus, str) else corpus
-        self.top_k = top_k
-        self.max_chars = max_chars
+        check_choice("judge", judge, JUDGES)
+        check_choice("any_answer", any_answer, (True, False))
+        check_choice("dialect", dialect, DIALECTS)
+        check_choice("show_failures", show_failures, (True, False))
+        check_choice("layout", layout, LAYOUTS)
+        check_first_rows(first_rows)
+        server = {"dialect": dialect, **({"retries": 0} if show_failures else {})}
+        self.retriever = open_corpus(corpus, **server) if isinstance(corpus, str) else corpus
+        self.rules = Rules(top_k, max_chars, judge, any_answer, show_failures, layout)
+        self.first_rows = first_rows
         if isinstance(self.retriever, HTTPRetriever):
             self.workers = SERVER_WORKERS
         if self.max_turns == 1:
@@ -254,13 +268,16 @@ class SearchQA(Environment):
 
     def tasks(self, seed: int, split: str, data: str | None) -> Iterator[dict[str, Any]]:
         stream = random.Random(f"{self.name}/{split}/{seed}")
-        numbered = generated(stream) if data is None else shuffled(load(data, split), COLUMNS, stream)
+        numbered = generated(stream) if data is None else shuffled(self._load(data, split), COLUMNS, stream)
         # The Hub has splits; a single file and the generator have none.
         hashed = data is None or Path(data).is_file()
         for number, source in numbered:
             check_hotpot_row(source)
             if not hashed or held_out(source["question"]) == (split == "test"):
                 yield self._row(number, source)
+
+    def _load(self, data: str, split: str) -> Dataset:
+        return first(load(data, split), self.first_rows)
 
     def _row(self, seed: int, source: Row) -> dict[str, Any]:
         """A task from a row in HotpotQA's schema."""
@@ -279,7 +296,26 @@ class SearchQA(Environment):
         return row
 
     def episode(self, row: Row, rng: random.Random) -> SearchQAEpisode:
-        return SearchQAEpisode(row, self.retriever, self.max_turns - 1, self.top_k, self.max_chars)
+        return SearchQAEpisode(row, self.retriever, self.max_turns - 1, self.rules)
+
+    def reference_tasks(self, seeds: Iterator[int], split: str, data: str | None) -> Iterator[dict[str, Any]]:
+        """RAGEN-2's rows: the first ones of the training file by seed, for both splits."""
+        rows = self._load(reference_source(self.name, data, "hotpotqa/hotpot_qa"), "train")
+        check_columns(rows, COLUMNS)
+        for seed in seeds:
+            source = rows[seed % len(rows)]
+            check_hotpot_row(source)
+            yield self._row(seed, source)
+
+    def reference_texts(self) -> dict[str, str]:
+        return {
+            "instruction": "You answer questions as a search agent. search[query] looks for documents, and "
+            "finish[answer] hands in your answer.\nReason first, step by step, within <think> and </think>, then act "
+            "within <answer> and </answer>. Examples:\n"
+            "  <think>I have to know who wrote the song first.</think><answer>search[writer of the song]</answer>\n"
+            "  <think>The second document names the town.</think><answer>finish[Lisbon]</answer>\n",
+            "length": "Use no more than 300 words.",
+        }
 
 
 def load(data: str, split: str) -> Dataset:

@@ -23,6 +23,7 @@ _MAX_QUERY_CHARS, _MAX_QUERY_TOKENS = 1000, 40
 _SAME = 85  # percent; above, two names of an attribute or an option are the same
 _STOPWORDS = frozenset(STOPWORDS_EN)
 _PRICE_WORDS = ", and price lower than "
+OPTION_MATCHES = ("exact", "words")
 LEVEL = "\u203a"  # an angle, between the levels of a category
 
 
@@ -106,7 +107,9 @@ def _text(product: Product) -> str:
 # The score
 
 
-def score(product: Product, chosen: Mapping[str, str], goal: Goal, wanted: Product) -> float:
+def score(
+    product: Product, chosen: Mapping[str, str], goal: Goal, wanted: Product, option_match: str = "exact"
+) -> float:
     """The paper's dense reward of a purchase, 0.0 to 1.0; 1.0 is success.
 
     `type_factor` times the share of met wishes, where each attribute, each option and the price is a wish. Unlike in
@@ -118,9 +121,13 @@ def score(product: Product, chosen: Mapping[str, str], goal: Goal, wanted: Produ
         chosen: Kind of option to the chosen value.
         goal: What is wanted.
         wanted: The product that the goal was made from.
+        option_match: `"exact"`, or `"words"`, which is the original's: see `fits_words`.
     """
     attributes = sum(has_attribute(product, attribute) for attribute in goal.attributes)
-    options = sum(any(fits(kind, value, option) for kind, value in chosen.items()) for option in goal.options)
+    if option_match == "words":
+        options = sum(any(fits_words(value, option, wanted) for value in chosen.values()) for option in goal.options)
+    else:
+        options = sum(any(fits(kind, value, option) for kind, value in chosen.items()) for option in goal.options)
     cheap_enough = product.price <= goal.price_upper
     wishes = len(goal.attributes) + len(goal.options) + 1
     return type_factor(product, wanted) * (attributes + options + cheap_enough) / wishes
@@ -156,6 +163,12 @@ def fits(kind: str, value: str, option: str) -> bool:
     """Whether a chosen value is the wanted option: sizes to the letter, others give or take spelling."""
     value, option = value.lower(), option.lower()
     return value == option or (kind != "size" and _alike(value, option))
+
+
+def fits_words(value: str, option: str, wanted: Product) -> bool:
+    """WebShop's comparison: whether a chosen value is like the wanted option with its kind, or some of its words."""
+    kinds = [kind for kind, values in wanted.options.items() if option in values] or [""]
+    return any(_alike(value, f"{kind} {option}") for kind in kinds)
 
 
 def _alike(first: str, second: str) -> bool:

@@ -5,202 +5,23 @@ or a generated catalogue. Unlike there, the price that is shown is the one that 
 """
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 from ragen2_trl.envs.base import Environment
 from ragen2_trl.envs.checks import check_choice, check_count
-from ragen2_trl.envs.episode import Episode, Limits
-from ragen2_trl.envs.tasks import Row, held_out
+from ragen2_trl.envs.episode import Limits
+from ragen2_trl.envs.layout import LAYOUTS
+from ragen2_trl.envs.tasks import Row, held_out, reference_source
 from ragen2_trl.envs.tools import ToolEnvironment
-from ragen2_trl.envs.webshop.catalogue import Catalogue, Goal, Product, fits, identity, score
-from ragen2_trl.envs.webshop.files import GOALS, load_catalogue, load_goals, split_goals
+from ragen2_trl.envs.webshop.catalogue import OPTION_MATCHES, Goal, identity
+from ragen2_trl.envs.webshop.files import GOALS, load_catalogue, load_goals, reference_goal, split_goals
 from ragen2_trl.envs.webshop.generator import draw_goal, generate_catalogue
+from ragen2_trl.envs.webshop.ragen_pages import ADVICE, INSTRUCTION, RagenVisit
+from ragen2_trl.envs.webshop.visit import Rules, WebShopEpisode, wish_words
+from ragen2_trl.envs.wording import Ragen2
 
-BACK, NEXT, PREVIOUS, BUY = "back to search", "next >", "< prev", "buy now"
-SUB_PAGES = ("description", "features")
 FEWEST_TURNS = 3  # to search, to open a product, to buy it
-
-_MAX_INSTRUCTION, _MAX_TITLE, _MAX_OPTIONS, _MAX_TEXT = 600, 100, 1200, 1500  # characters that a page shows
-
-
-class WebShopEpisode(Episode):
-    """One visit to the shop.
-
-    Args:
-        catalogue: What is on sale.
-        goal: What is wanted.
-        results: Products on a page of results.
-    """
-
-    def __init__(self, catalogue: Catalogue, goal: Goal, results: int):
-        self._catalogue = catalogue
-        self._results = results
-        self.goal = goal
-        self.wanted = catalogue.products[goal.asin]
-        self._leave()
-
-    def _leave(self) -> None:
-        """Goes to the search page."""
-        self.hits: list[str] | None = None  # what the last search found; None on the search page
-        self.page = 0  # of the results
-        self.product: Product | None = None  # whose page is open
-        self.sub_page: str | None = None  # of the product's page
-        self.chosen: dict[str, str] = {}  # kind of option to value
-
-    # What there is to do
-
-    def buttons(self) -> list[str]:
-        """What can be clicked, as it is shown."""
-        if self.product is not None and self.sub_page is not None:
-            return [BACK, PREVIOUS]
-        if self.product is not None:
-            values = [value for values in self.product.options.values() for value in values if value]
-            return [*dict.fromkeys(values), BACK, PREVIOUS, *SUB_PAGES, BUY]
-        if self.hits is not None:
-            earlier, later = self.page > 0, len(self.hits) > (self.page + 1) * self._results
-            return [*self._shown_hits(), BACK, *([PREVIOUS] if earlier else []), *([NEXT] if later else [])]
-        return []
-
-    def is_action(self, action: str) -> bool:
-        verb, what = _parse(action)
-        if verb == "search":
-            return bool(what)
-        return verb == "click" and self._button(what) is not None
-
-    def _button(self, what: str) -> str | None:
-        return next((button for button in self.buttons() if button.lower() == what), None)
-
-    def step(self, action: str) -> float:
-        """Searches or clicks. The score, 0.0 to 1.0, at "buy now", else 0.0."""
-        verb, what = _parse(action)
-        button = self._button(what) if verb == "click" else None
-        if button is None:
-            self._leave()
-            self.hits = self._catalogue.search(what)
-        elif button == BACK:
-            self._leave()
-        elif self.product is None:
-            self._click_results(button)
-        elif button == BUY:
-            reward = score(self.product, self.chosen, self.goal, self.wanted)
-            self.done, self.success = True, reward >= 1
-            return reward
-        else:
-            self._click_product(self.product, button)
-        return 0.0
-
-    def _click_results(self, button: str) -> None:
-        if button in (NEXT, PREVIOUS):
-            self.page += 1 if button == NEXT else -1
-        else:
-            self.product = self._catalogue.products[button]
-
-    def _click_product(self, product: Product, button: str) -> None:
-        if button == PREVIOUS and self.sub_page is None:
-            self.product, self.chosen = None, {}
-        elif button == PREVIOUS:
-            self.sub_page = None
-        elif button in SUB_PAGES:
-            self.sub_page = button
-        else:
-            kinds = [kind for kind, values in product.options.items() if button in values]
-            # Where several kinds have a value, a click is for the first that is open, so that each can be chosen.
-            kind = next((kind for kind in kinds if kind not in self.chosen), kinds[0])
-            self.chosen[kind] = button
-
-    def _shown_hits(self) -> list[str]:
-        return (self.hits or [])[self.page * self._results : (self.page + 1) * self._results]
-
-    # What is seen
-
-    def observation(self) -> str:
-        wanted = f"Wanted: {_cut(self.goal.instruction, _MAX_INSTRUCTION)}"
-        if self.product is not None and self.sub_page is not None:
-            return "\n".join([wanted, *self._sub_page_lines(self.product), _brackets([BACK, PREVIOUS])])
-        if self.product is not None:
-            buttons = _brackets([BACK, PREVIOUS, *SUB_PAGES, BUY])
-            return "\n".join([wanted, *self._product_lines(self.product), buttons])
-        if self.hits is not None:
-            return "\n".join([wanted, *self._result_lines(self.hits)])
-        return f"{wanted}\nSearch page."
-
-    def _result_lines(self, hits: list[str]) -> list[str]:
-        shown = [self._catalogue.products[asin] for asin in self._shown_hits()]
-        pages = max(1, -(-len(hits) // self._results))
-        lines = [f"[{item.asin}] ${item.price:.2f} {_cut(item.title, _MAX_TITLE)}" for item in shown]
-        title = f"Results, page {self.page + 1} of {pages}:" if hits else "Nothing found."
-        return [title, *lines, _brackets(self.buttons()[len(shown) :])]
-
-    def _product_lines(self, product: Product) -> list[str]:
-        lines = [f"{_cut(product.title, 2 * _MAX_TITLE)}", f"Price: ${product.price:.2f}"]
-        for kind, values in product.options.items():
-            chosen = f" (chosen: {self.chosen[kind]})" if kind in self.chosen else ""
-            buttons = list(dict.fromkeys(value for value in values if value))
-            lines.append(f"{kind}: {_brackets(buttons, _MAX_OPTIONS // len(product.options))}{chosen}")
-        return lines
-
-    def _sub_page_lines(self, product: Product) -> list[str]:
-        text = product.description if self.sub_page == "description" else "\n".join(product.features)
-        return [_cut(text, _MAX_TEXT) or f"No {self.sub_page}."]
-
-    # Players
-
-    def plan(self, rng: random.Random) -> tuple[str, list[str]]:
-        """The way to the product that the goal was made from, which it knows, to its options and to the purchase."""
-        if self.product is self.wanted:
-            choices = self._choices()
-            reasoning = (
-                f"Still to choose: {', '.join(_parse(click)[1] for click in choices)}."
-                if choices
-                else "All is as wanted: buy it."
-            )
-            return reasoning, [*([f"click[{PREVIOUS}]"] if self.sub_page else []), *choices, f"click[{BUY}]"]
-        last = [f"click[{self.wanted.asin}]", *self._choices(), f"click[{BUY}]"]
-        page = self._page_of(self.hits) if self.hits is not None and self.product is None else None
-        if page is None:
-            query = self._query()
-            page = self._page_of(self._catalogue.search(query)) or 0
-            return f"Look for {query}.", [f"search[{query}]", *[f"click[{NEXT}]"] * page, *last]
-        turns = [f"click[{NEXT if page > self.page else PREVIOUS}]"] * abs(page - self.page)
-        reasoning = "None of these, see the other results." if turns else f"{self.wanted.asin} looks right, open it."
-        return reasoning, [*turns, *last]
-
-    def _page_of(self, hits: list[str]) -> int | None:
-        return hits.index(self.goal.asin) // self._results if self.goal.asin in hits else None
-
-    def _query(self) -> str:
-        """The goal's own words, or the title where that is found sooner."""
-
-        def page(query: str) -> float:
-            found = self._page_of(self._catalogue.search(query))
-            return float("inf") if found is None else found
-
-        return min(wish_words(self.goal, self.wanted), self.wanted.title, key=page)
-
-    def _choices(self) -> list[str]:
-        """Clicks on the wanted product's page that are missing."""
-        chosen, clicks = dict(self.chosen) if self.product is self.wanted else {}, []
-        for option in self.goal.options:
-            offers = [
-                (kind, value)
-                for kind, values in self.wanted.options.items()
-                for value in values
-                if fits(kind, value, option)
-            ]
-            if offers and not any(offer in offers for offer in chosen.items()):
-                kind, value = min(offers, key=lambda offer: (offer[0] in chosen, offer[1] != option))
-                chosen[kind] = value
-                clicks.append(f"click[{value}]")
-        return clicks
-
-    def random_action(self, rng: random.Random) -> str:
-        """Any button, or with the chance of one a search for a word of the instruction."""
-        buttons = self.buttons()
-        place = rng.randrange(len(buttons) + 1)
-        if place < len(buttons):
-            return f"click[{buttons[place]}]"
-        return f"search[{rng.choice(self.goal.instruction.split())}]"
 
 
 class WebShopTools(ToolEnvironment):
@@ -241,6 +62,13 @@ class WebShop(Environment):
         products: Size of the generated catalogue, 50 to 10000.
         results: Products on a page of results, 1 to 20.
         goals: Which goals of WebShop's files: `"human"`, written by people, or `"synthetic"`.
+        reward: What a purchase earns: `"score"`, or `"success"`, 1.0 where the score is 1 and else 0.0, as in RAGEN-2.
+        option_match: When a choice fits: `"exact"`, or `"words"`, WebShop's own: `large` will do for `x-large` (see
+            `score`).
+        bad_clicks: What is done with text that the page does not allow: `"invalid"`, or `"ignored"`, where it uses up
+            an action and costs nothing, as in RAGEN-2.
+        layout: How pages are shown: `"own"`, or `"ragen2"`: in one line, with advice and the names of all actions, but
+            not with what is chosen.
         **limits: `max_turns`, at least 3, and `protocol` of `Environment`; `max_actions` is 1, since what can be
             clicked depends on the page. Every wish of the generated catalogue can be met within the turns.
 
@@ -255,15 +83,31 @@ class WebShop(Environment):
     example = "search[words]"
     tools = WebShopTools
 
-    def __init__(self, products: int = 500, results: int = 10, goals: str = "human", **limits: Any):
+    def __init__(
+        self,
+        products: int = 500,
+        results: int = 10,
+        goals: str = "human",
+        reward: str = "score",
+        option_match: str = "exact",
+        bad_clicks: str = "invalid",
+        layout: str = "own",
+        **limits: Any,
+    ):
         super().__init__(**limits)
         check_count("max_turns", self.max_turns, FEWEST_TURNS, 100)
         check_choice("max_actions", self.max_actions, (1,))
         check_count("products", products, 50, 10_000)
         check_count("results", results, 1, 20)
         check_choice("goals", goals, GOALS)
+        check_choice("reward", reward, ("score", "success"))
+        check_choice("option_match", option_match, OPTION_MATCHES)
+        check_choice("bad_clicks", bad_clicks, ("invalid", "ignored"))
+        check_choice("layout", layout, LAYOUTS)
         self.products = products
         self.results = results
+        self.layout = layout
+        self.rules = Rules(results, reward, option_match, bad_clicks)
         self.goals = goals
 
     def tasks(self, seed: int, split: str, data: str | None) -> Iterator[dict[str, Any]]:
@@ -303,7 +147,19 @@ class WebShop(Environment):
         goal = Goal(
             row["asin"], row["instruction"], tuple(row["attributes"]), tuple(row["options"]), row["price_upper"]
         )
-        return WebShopEpisode(catalogue, goal, self.results)
+        if self.layout == "ragen2":
+            advice = self.wording.text(self, "advice") if isinstance(self.wording, Ragen2) else ADVICE
+            return RagenVisit(catalogue, goal, self.rules, advice)
+        return WebShopEpisode(catalogue, goal, self.rules)
+
+    def reference_tasks(self, seeds: Iterator[int], split: str, data: str | None) -> Iterator[dict[str, Any]]:
+        """RAGEN-2's goals by seed; its test goals are those that WebShop validates on."""
+        data = reference_source(self.name, data, "WebShop's own folder")
+        goals = load_goals(data, self.goals)
+        return (_row(seed, data, reference_goal(goals, seed, split)) for seed in seeds)
+
+    def reference_texts(self) -> dict[str, str]:
+        return {"instruction": INSTRUCTION, "advice": ADVICE, "length": "Use no more than 200 words."}
 
     def instructions(self) -> str:
         actions = (
@@ -329,32 +185,3 @@ def _row(seed: int, catalogue: str, goal: Goal) -> dict[str, Any]:
         "options": list(goal.options),
         "price_upper": goal.price_upper,
     }
-
-
-def wish_words(goal: Goal, wanted: Product) -> str:
-    """The wanted attributes and the type of product, for a search."""
-    return " ".join([*goal.attributes, wanted.query])
-
-
-def _parse(action: str) -> tuple[str, str]:
-    """The verb and what stands in its brackets, in lower case; two empty strings for another form."""
-    verb, _, rest = action.strip().partition("[")
-    if not rest.endswith("]"):
-        return "", ""
-    return verb.strip().lower(), " ".join(rest[:-1].lower().split())
-
-
-def _brackets(buttons: Sequence[str], limit: int = _MAX_TEXT) -> str:
-    """Buttons in brackets up to `limit` characters; the rest are counted, and can be clicked all the same."""
-    shown, length = 0, 0
-    for button in buttons:
-        length += len(button) + 3
-        if length > limit:
-            break
-        shown += 1
-    more = f" and {len(buttons) - shown} more" if shown < len(buttons) else ""
-    return " ".join(f"[{button}]" for button in buttons[:shown]) + more
-
-
-def _cut(text: str, limit: int) -> str:
-    return text if len(text) <= limit else f"{text[: limit - 1]}…"

@@ -174,3 +174,23 @@ def split_goals(goals: Sequence[Goal], split: str) -> list[tuple[int, Goal]]:
         return numbered[:_TEST]
     test = {identity(goal) for goal in goals[:_TEST]}  # some wishes are there twice
     return [(number, goal) for number, goal in numbered[_TEST + _VALIDATION :] if identity(goal) not in test]
+
+
+def reference_goal(goals: Sequence[Goal], seed: int, split: str) -> Goal:
+    """RAGEN-2's goal of a seed: its test goals are the thousand that WebShop validates on, in an order of its own.
+
+    Raises:
+        ValueError: If there are no goals beyond those of test and validation.
+    """
+    held = _TEST + _VALIDATION
+    if len(goals) <= held:
+        raise ValueError(f"data must hold more than {held} goals with split='reference', got {len(goals)}")
+    place = seed % _VALIDATION + _TEST if split == "test" else seed % (len(goals) - held) + held
+    return goals[_reference_order(len(goals))[place]]
+
+
+@lru_cache(maxsize=2)
+def _reference_order(num_goals: int) -> list[int]:
+    order = list(range(num_goals))
+    random.Random(42).shuffle(order)
+    return order

@@ -4,7 +4,8 @@ import random
 from statistics import fmean
 
 from ragen2_trl.envs.responses import format_response
-from ragen2_trl.envs.webshop.environment import BUY, WebShop, WebShopEpisode
+from ragen2_trl.envs.webshop.environment import WebShop
+from ragen2_trl.envs.webshop.visit import BUY, WebShopEpisode
 
 
 def copying_return(env: WebShop, num_prompts: int, clicks_options: bool) -> float:

@@ -1,0 +1,119 @@
+"""What an answer of SearchQA is worth, and which texts are one: ours, and as RAGEN-2 has it."""
+
+import re
+import string
+from collections import Counter
+
+VERBS = ("search", "finish")
+MIN_F1 = 0.3  # answers that share less with the right one earn nothing
+
+# What parts one candidate from the next.
+_PARTING = re.compile(r"[,;/|&\n]|\b(?:and|or)\b", re.IGNORECASE)
+_PUNCTUATION = str.maketrans("", "", string.punctuation)
+_ARTICLES = re.compile(r"\b(a|an|the)\b")
+_VERDICTS = ("yes", "no", "noanswer")
+
+# Where RAGEN-2 looks for the answer in a text without an action, and how short the find may be; the first that holds.
+# Each is linear in the text: what repeats cannot match what has to follow.
+_PLACES = (
+    (re.compile(r"\\boxed\{([^{}]*)\}"), 1),
+    (re.compile(r"\*{1,2}([^*\n]+)\*"), 3),  # bold or italic
+    (re.compile(r"\banswer is\b[:\s]*([^\n.]+)", re.IGNORECASE), 1),
+    (re.compile(r"\b(?:therefore|thus|so|hence)\b[,:\s]*([^\n.]+)", re.IGNORECASE), 4),
+    (re.compile(r"([^\n.!?]+)"), 6),  # a sentence
+)
+_REST = 100  # characters that stand for an answer where there is none of these
+
+
+def normalize(answer: str) -> str:
+    """SQuAD's and HotpotQA's normal form: lower case, no punctuation, no articles, single spaces.
+
+    Where nothing would be left (the band "The The"), only case and white space change, so that "!" is not right.
+
+    >>> normalize("The  Beatles!"), normalize("A")
+    ('beatles', 'a')
+    """
+    lower = answer.lower()
+    return " ".join(_ARTICLES.sub(" ", lower.translate(_PUNCTUATION)).split()) or " ".join(lower.split())
+
+
+def exact_match(answer: str, right: str) -> bool:
+    """Whether two answers have the same normal form."""
+    return normalize(answer) == normalize(right)
+
+
+def token_f1(answer: str, right: str) -> float:
+    """HotpotQA's F1 of the words of two answers, 0.0 to 1.0; a yes or no matches nothing but itself."""
+    given, wanted = normalize(answer), normalize(right)
+    if given != wanted and (given in _VERDICTS or wanted in _VERDICTS):
+        return 0.0
+    given_words, wanted_words = given.split(), wanted.split()
+    common = (Counter(given_words) & Counter(wanted_words)).total()
+    return 2 * common / (len(given_words) + len(wanted_words)) if common else 0.0
+
+
+def partial_credit(answer: str, right: str) -> float:
+    """What an answer that is not the right one earns: `token_f1` from `MIN_F1` on, or 0.0 for a hedge.
+
+    A hedge has more words than the right answer, so that two candidates side by side are one, or parts its words by a
+    comma, a semicolon, a slash, a bar, a line break, "and", "or" or "&" where the right answer has none of these.
+    Naming several candidates never pays, while "New York" is a part of "New York City".
+
+    >>> partial_credit("New York", "New York City"), partial_credit("Paris or Rome", "Paris")
+    (0.8, 0.0)
+    """
+    has_more_words = len(normalize(answer).split()) > len(normalize(right).split())
+    if has_more_words or (_PARTING.search(answer) and not _PARTING.search(right)):
+        return 0.0
+    f1 = token_f1(answer, right)
+    return f1 if f1 >= MIN_F1 else 0.0
+
+
+def f1_credit(answer: str, right: str) -> float:
+    """What RAGEN-2 pays for an answer: 1.0 for the right one, else `token_f1` from `MIN_F1` on, hedges included.
+
+    >>> f1_credit("the Beatles!", "Beatles"), f1_credit("Paris or Rome", "Paris"), f1_credit("yes, it is", "yes")
+    (1.0, 0.5, 0.0)
+    """
+    f1 = 1.0 if exact_match(answer, right) else token_f1(answer, right)
+    return f1 if f1 >= MIN_F1 else 0.0
+
+
+def parse_action(action: str) -> tuple[str, str] | None:
+    """The verb and the argument of `search[…]` or `finish[…]`; `None` for any other text.
+
+    >>> parse_action("Search[ Mira Tavok ]"), parse_action("Paris")
+    (('search', 'Mira Tavok'), None)
+    """
+    verb, _, rest = action.strip().partition("[")
+    verb, argument = verb.strip().lower(), rest[:-1].strip()
+    return (verb, argument) if verb in VERBS and rest.endswith("]") and argument else None
+
+
+def read_any_text(text: str) -> tuple[str, str]:
+    """RAGEN-2's reading of an answer block: a search, or else a final answer, for which any text will do.
+
+    >>> read_any_text("search[Mira Tavok]"), read_any_text("I think the answer is Rome.")
+    (('search', 'Mira Tavok'), ('finish', 'Rome'))
+    """
+    text = text.strip()
+    for verb in VERBS:
+        if text.startswith(f"{verb}[") and text.endswith("]"):
+            return verb, text[len(verb) + 1 : -1].strip()
+    return "finish", final_answer(text)
+
+
+def final_answer(text: str) -> str:
+    r"""The answer that RAGEN-2 takes out of a text without an action.
+
+    In this order: what `\boxed{}` holds, bold or italic text, what follows "answer is", what follows therefore, thus,
+    so or hence, the first sentence, the first characters.
+
+    >>> final_answer(r"So **Rome** or \boxed{Paris}"), final_answer("Rome fell, thus Paris. It is known.")
+    ('Paris', 'Paris')
+    """
+    for place, shortest in _PLACES:
+        for match in place.finditer(text):
+            if len(found := match.group(1).strip()) >= shortest:
+                return found
+    return text[:_REST].strip()

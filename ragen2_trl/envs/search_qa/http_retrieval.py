@@ -1,0 +1,204 @@
+"""Retrieval servers over HTTP, from the client's side."""
+
+import http.client
+import json
+import socket
+import time
+import urllib.parse
+from base64 import b64encode
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from ragen2_trl.envs.checks import check_choice, check_count, check_range
+from ragen2_trl.envs.responses import plain_text
+from ragen2_trl.envs.search_qa.passages import MAX_QUERY_CHARS, Passage, name_of, passage_of
+
+T = TypeVar("T")
+
+DIALECTS = ("search_r1", "ragen2")
+MAX_TOP_K = 50  # of RAGEN-2's servers
+
+_READ_BYTES = 65_536
+_MAX_REASON_BYTES, _MAX_REASON = 4000, 300  # of a server's error, bytes and characters
+
+
+class RetrievalError(RuntimeError):
+    """A search engine that should answer does not.
+
+    Args:
+        message: What happened.
+        shown: The same in the words that RAGEN-2 shows to a model, without line breaks.
+    """
+
+    def __init__(self, message: str, shown: str = ""):
+        super().__init__(message)
+        self.shown = shown or f"Search error: {message}"
+
+
+class HTTPRetriever:
+    """A retrieval server that speaks the JSON of Search-R1's, or of RAGEN-2's.
+
+    Search-R1's: `POST {"queries": [...], "topk": k, "return_scores": true}` is answered by
+    `{"result": [[{"document": {"contents": "title\\ntext"}, "score": s}, ...], ...]}`. RAGEN-2's: for each query
+    `POST {"query": q, "top_k": k}` is answered by `{"results": [{"id", "content", "score"}, ...]}`. Every search has a
+    connection of its own. Lost connections, time-outs and 5xx are tried again after 1, 2, 4… times `backoff`; nothing
+    else is.
+
+    Args:
+        url: The server's, http or https; the path is `/retrieve` unless given. `user:password@` is sent as basic
+            authentication, and neither that nor a query string is ever shown.
+        timeout: Seconds without a byte, and about those that a try may take, 0.01 to 600.
+        retries: Tries after the first, 0 to 10.
+        backoff: Seconds before the second try, 0 to 60.
+        max_bytes: Bytes of an answer, 1 to a billion.
+        dialect: `"search_r1"` or `"ragen2"`, whose servers give at most `MAX_TOP_K` passages.
+
+    Raises:
+        ValueError: If an argument is outside its range.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        timeout: float = 30.0,
+        retries: int = 3,
+        backoff: float = 0.5,
+        max_bytes: int = 8_000_000,
+        dialect: str = "search_r1",
+    ):
+        check_range("timeout", timeout, 0.01, 600)
+        check_count("retries", retries, 0, 10)
+        check_range("backoff", backoff, 0, 60)
+        check_count("max_bytes", max_bytes, 1, 1_000_000_000)
+        check_choice("dialect", dialect, DIALECTS)
+        parts = urllib.parse.urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ValueError(f"url must be http://host or https://host, got the scheme {parts.scheme!r}")
+        self.timeout, self.retries, self.backoff, self.max_bytes = timeout, retries, backoff, max_bytes
+        self.dialect = dialect
+        self._connect = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
+        self._host, self._port = parts.hostname, parts.port
+        path = parts.path if parts.path.strip("/") else "/retrieve"
+        self._server = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}"
+        self.shown_url = f"{self._server}{path}"
+        # A space would end the address; http.client would refuse it and show it.
+        self._target = urllib.parse.quote(f"{path}?{parts.query}" if parts.query else path, safe="%/?&=:@!$'()*+,;~")
+        self._headers = {"Content-Type": "application/json", "Accept": "application/json"}
+        if parts.username is not None:
+            user = f"{urllib.parse.unquote(parts.username)}:{urllib.parse.unquote(parts.password or '')}"
+            self._headers["Authorization"] = f"Basic {b64encode(user.encode()).decode()}"
+
+    def search(self, queries: Sequence[str], k: int) -> list[list[Passage]]:
+        """As `Retriever.search`.
+
+        Raises:
+            RetrievalError: If the server cannot be reached, refuses, or answers in another form.
+        """
+        cut = [query[:MAX_QUERY_CHARS] for query in queries]
+        if self.dialect == "ragen2":
+            k = min(k, MAX_TOP_K)
+            return [self._read(self._post({"query": query, "top_k": k}), ragen2_results)[:k] for query in cut]
+        answer = self._post({"queries": cut, "topk": k, "return_scores": True})
+        found = self._read(answer, search_r1_results)
+        if len(found) != len(queries):
+            raise RetrievalError(f"{self.shown_url} answered {len(found)} queries, {len(queries)} were asked")
+        return [hits[:k] for hits in found]
+
+    def _read(self, answer: bytes, results: Callable[[Any], T]) -> T:
+        try:
+            return results(json.loads(answer))
+        except (ValueError, TypeError, KeyError, RecursionError) as error:  # a nest of brackets is a RecursionError
+            form = "{'results': [...]}" if self.dialect == "ragen2" else "{'result': [[{'document': ...}]]}"
+            raise RetrievalError(
+                f"{self.shown_url} answered in another form than {form}: {type(error).__name__}"
+            ) from error
+
+    def _post(self, request: Mapping[str, Any]) -> bytes:
+        body = json.dumps(request).encode()
+        for attempt in range(self.retries + 1):
+            if attempt:
+                time.sleep(self.backoff * 2 ** (attempt - 1))
+            try:
+                status, answer = self._try(body)
+            except (OSError, http.client.HTTPException) as error:  # refused, reset, too slow, cut off
+                cause: Exception | None = error
+                reason, shown = type(error).__name__, self._failure(error)
+                continue
+            if status == 200:
+                return answer
+            cause, reason = None, f"status {status}"
+            shown = f"Retrieval server error (status {status}): {error_text(answer)}"
+            if status < 500:
+                raise RetrievalError(f"{self.shown_url} refused: {reason}", shown)
+        tries = f"{self.retries + 1} tries, the last: {reason}"
+        raise RetrievalError(f"{self.shown_url} did not answer in {tries}", shown) from cause
+
+    def _failure(self, error: Exception) -> str:
+        if isinstance(error, TimeoutError):
+            return f"Search request timed out after {float(self.timeout)} seconds."
+        if isinstance(error, (ConnectionError, socket.gaierror)):
+            return f"Could not connect to retrieval server at {self._server}. Is it running?"
+        return f"Search error: {type(error).__name__}"
+
+    def _try(self, body: bytes) -> tuple[int, bytes]:
+        deadline = time.monotonic() + self.timeout
+        connection = self._connect(self._host, self._port, timeout=self.timeout)
+        try:
+            connection.request("POST", self._target, body, self._headers)
+            response = connection.getresponse()
+            if response.status != 200:
+                return response.status, _reason(response)
+            answer = bytearray()
+            while piece := response.read1(_READ_BYTES):  # `read` would wait for all of it, however slow
+                answer += piece
+                if len(answer) > self.max_bytes:
+                    raise RetrievalError(f"{self.shown_url} answered with more than {self.max_bytes} bytes")
+                if time.monotonic() > deadline:
+                    raise TimeoutError(f"no whole answer in {self.timeout} s")
+            if response.length:
+                raise http.client.IncompleteRead(b"", response.length)
+            return response.status, bytes(answer)
+        finally:
+            connection.close()
+
+
+def _reason(response: http.client.HTTPResponse) -> bytes:
+    try:
+        return response.read1(_MAX_REASON_BYTES)
+    except (OSError, http.client.HTTPException):  # the status has come, and it is what counts
+        return b""
+
+
+def error_text(answer: bytes) -> str:
+    """The reason in a server's answer, its `error` where it is RAGEN-2's, in one harmless line."""
+    text = answer.decode(errors="replace")
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        value = text
+    return plain_text(str(value["error"] if isinstance(value, dict) and "error" in value else value))[:_MAX_REASON]
+
+
+def search_r1_results(answer: Any) -> list[list[Passage]]:
+    """The passages of each query in an answer in Search-R1's words."""
+    return [
+        [replace(passage_of(hit["document"]), score=_score(hit.get("score"))) for hit in hits]
+        for hits in answer["result"]
+    ]
+
+
+def ragen2_results(answer: Any) -> list[Passage]:
+    """The passages in an answer in RAGEN-2's words; the first of several lines is the title."""
+    return [_ragen2_passage(hit["content"], hit.get("id"), hit.get("score")) for hit in answer["results"]]
+
+
+def _ragen2_passage(content: Any, name: Any, score: Any) -> Passage:
+    if not isinstance(content, str):
+        raise TypeError(f"content must be text, got {type(content).__name__}")
+    title, line_break, text = content.partition("\n")
+    return Passage(title if line_break else "", text if line_break else content, name_of(name), _score(score))
+
+
+def _score(value: Any) -> float:
+    return float(value) if type(value) in (int, float) else 0.0

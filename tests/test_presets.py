@@ -1,0 +1,427 @@
+"""Presets of RAGEN-2: what a player sees, may do and gets, as in the reference; its sentences are ours."""
+
+import hashlib
+import itertools
+import random
+
+import pytest
+import yaml
+
+from ragen2_trl.envs import ENVIRONMENTS, PRESETS, make_env
+from ragen2_trl.envs.floor import random_floor
+from ragen2_trl.envs.wording import KEYS
+
+COORDINATES = "Coordinates: \nBoard size: 6 rows x 6 cols (zero-indexed)."
+ROOMS = {
+    123: "######/######/#O####/#XP###/#__###/######",
+    124: "######/######/#O####/#X_###/#P####/######",
+    125: "######/#__O_#/#____#/#_X__#/#_P###/######",
+    126: "######/######/#_#O_#/#__X_#/#_#_P#/######",
+    10000: "######/#O####/#__###/#X_###/#_P_##/######",
+    10001: "######/#____#/#_OX_#/#_#P_#/######/######",
+    10002: "######/######/#P####/#X__##/#O__##/######",
+}
+MAPS = {
+    123: "____/__OP/G___/____",
+    124: "O__G/____/____/_O_P",
+    125: "____/____/G___/_P__",
+    126: "_O_O/___O/P_G_/____",
+    10000: "____/____/____/GP__",
+    10001: "_G__/___O/P_O_/____",
+    10002: "_P__/G___/__O_/O___",
+}
+GRIDS = {"sokoban": ROOMS, "frozen_lake": MAPS}
+# SHA-256 of the grids of seeds 123 to 634, and of 10000 to 10799, joined by empty lines.
+HASHES = {
+    "sokoban": (
+        "aefc3a61de148ccf1615380a4c518c82fbaed0d80643815c5d55d3c676b740e6",
+        "87a1a2f93cd600ab0d77ff7e1ebed1d22c3d7d1ac2228d091f4b4c525a072be6",
+    ),
+    "frozen_lake": (
+        "96cd1c9aba3339de29acd76135232e553132eebb43e0d6b639fb85915a10da68",
+        "7a932d4dd1df2d93d027d3b637594d94befa813d1cac1de51acbcb43d5e80607",
+    ),
+}
+# Texts that are short and told apart, for whoever looks at the layout.
+MARKS = {
+    "helper": "Helper. ",
+    "instruction": "Rules.\n",
+    "legend": "\nLegend:\n{legend}",
+    "actions": "\nActions:\n{actions}\nAt most {total}.",
+    "warning": "Warning.\n",
+    "left": "{left} left. ",
+    "format": "Format {format}. ",
+    "length": "Length.",
+}
+FORM = "Format <think> [Your thoughts] </think> <answer> [your answer] </answer>. Length."
+GRIDDED = ["sokoban", "frozen_lake"]
+WITH_RAGEN2 = [name for name, presets in PRESETS.items() if "ragen2" in presets]
+
+
+def ragen2(name, **options):
+    return make_env(name, preset="ragen2", **options)
+
+
+@pytest.fixture(name="marked")
+def marked_fixture(tmp_path):
+    """Makes a task under the preset with the texts of `MARKS`."""
+    path = tmp_path / "prompts.yaml"
+    path.write_text(yaml.safe_dump(MARKS))
+    return lambda name, **options: ragen2(name, prompts=str(path), **options)
+
+
+def reference_play(env, seed):
+    (row,) = itertools.islice(env.reference_tasks(iter([seed]), "test", None), 1)
+    return env.play(row, random.Random(0))
+
+
+def said(*actions):
+    return f"I go.</think> <answer>{' || '.join(actions)}</answer>"
+
+
+# Content
+
+
+@pytest.mark.parametrize(("name", "seed"), [(name, seed) for name in GRIDDED for seed in GRIDS[name]])
+def test_check_grids_of_the_reference_come_out(name, seed):
+    assert reference_play(ragen2(name, observation="grid"), seed).episode.observation() == GRIDS[name][seed].replace(
+        "/", "\n"
+    )
+
+
+def test_the_check_grid_of_the_larger_room_comes_out():
+    env = ragen2("sokoban", size=8, boxes=2, search_depth=10, observation="grid")
+    shown = "########/#_____##/#__O__##/#_X#__##/#XP___##/#O___###/#_##_###/########"
+    assert reference_play(env, 123).episode.observation() == shown.replace("/", "\n")
+
+
+@pytest.mark.parametrize("name", GRIDDED)
+def test_all_validation_grids_are_the_reference_s(name):
+    env = ragen2(name, observation="grid")
+    grids = [reference_play(env, seed).episode.observation() for seed in range(123, 635)]
+    assert hashlib.sha256("\n\n".join(grids).encode()).hexdigest() == HASHES[name][0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", GRIDDED)
+def test_the_first_training_grids_are_the_reference_s(name):
+    env = ragen2(name, observation="grid")
+    grids = [reference_play(env, seed).episode.observation() for seed in range(10_000, 10_800)]
+    assert hashlib.sha256("\n\n".join(grids).encode()).hexdigest() == HASHES[name][1]
+
+
+@pytest.mark.parametrize("name", GRIDDED)
+def test_reference_splits_are_numbered_from_10000_and_123(name):
+    env = ragen2(name, split="reference", observation="grid")
+    for split, first in (("train", 10_000), ("test", 123)):
+        rows = env.dataset(3, seed=42, split=split).to_list()
+        assert [row["seed"] for row in rows] == [first, first + 1, first + 2]
+        for row in rows:
+            shown = env.episode(row, random.Random(0)).observation()
+            assert shown == GRIDS[name].get(row["seed"], shown.replace("\n", "/")).replace("/", "\n")
+
+
+@pytest.mark.parametrize("name", [*GRIDDED, "bandit"])
+def test_held_out_tasks_stay_the_default(name):
+    env = ragen2(name)
+    train, test = ({row["prompt"][-1]["content"] for row in env.dataset(60, 0, split)} for split in ("train", "test"))
+    assert train and test and not train & test
+    assert env.dataset(3, seed=0).to_list() != env.dataset(3, seed=1).to_list()
+
+
+@pytest.mark.parametrize("name", [*GRIDDED, "bandit"])
+def test_only_the_reference_s_tasks_can_be_numbered_like_it(name, monkeypatch):
+    with pytest.raises(ValueError, match=r"must be one of \['ragen2'\], got 'own'"):
+        make_env(name, split="reference")
+    monkeypatch.delattr(ENVIRONMENTS[name], "reference_tasks")
+    with pytest.raises(ValueError, match=f"split must be 'held_out' for {name}, which has no reference tasks"):
+        make_env(name, split="reference")
+
+
+# Layout
+
+
+def test_messages_of_sokoban_are_laid_out_as_in_the_reference(marked):
+    env = marked("sokoban")
+    legend = "#: wall, _: empty, O: target, √: box on target, X: box, P: player, S: player on target"
+    play = reference_play(env, 123)
+    system, user = env.prompt({"seed": 123, "room": ROOMS[123].replace("/", "\n")})
+    assert system["content"] == (f"Helper. Rules.\n\nLegend:\n{legend}\nActions:\nUp, Down, Left, Right\nAt most 10.")
+    room = "######\n######\n#O####\n#XP###\n#__###\n######"
+    state = f"{COORDINATES}\nTargets: (2, 1)\nBoxes: (3, 1)\nPlayer: (3, 2)\nGrid Map: \n{room}"
+    assert user["content"] == f"\nTurn 1:\nState:\n{state}\n10 left. {FORM}"
+    moved = state.replace("(3, 2)", "(4, 1)").replace("#XP###\n#__###", "#X_###\n#P_###")
+    assert play.respond(said("Down", "Left")) == f"Reward:\n-0.2\n\nTurn 2:\nState:\n{moved}\n8 left. {FORM}"
+    warned = f"Reward:\n0\n\nTurn 3:\nState:\n{moved}\nWarning.\n8 left. {FORM}"
+    assert play.respond("What now?") == warned
+
+
+def test_messages_of_frozen_lake_are_laid_out_as_in_the_reference(marked):
+    env = marked("frozen_lake")
+    play = reference_play(env, 123)
+    system, user = env.prompt({"seed": 123, "grid": "FFFF\nFFHS\nGFFF\nFFFF"})
+    legend = "P: player, _: empty, O: hole, G: goal, X: player in hole, √: player on goal"
+    assert system["content"] == (f"Helper. Rules.\n\nLegend:\n{legend}\nActions:\nLeft, Down, Right, Up\nAt most 10.")
+    state = (
+        "Coordinates: \nBoard size: 4 rows x 4 cols (zero-indexed).\nStart: (1, 3)\nGoal: (2, 0)\nPlayer: (1, 3)\n"
+        "Holes: (1, 2)\nGrid Map: \n____\n__OP\nG___\n____"
+    )
+    assert user["content"] == f"\nTurn 1:\nState:\n{state}\n10 left. {FORM}"
+    # The start is kept in the list and is ice in the grid; rewards are whole numbers.
+    moved = state.replace("Player: (1, 3)", "Player: (2, 3)").replace("__OP\nG___", "__O_\nG__P")
+    assert play.respond(said("Down")) == f"Reward:\n0\n\nTurn 2:\nState:\n{moved}\n9 left. {FORM}"
+    assert "Holes" not in reference_play(env, 125).episode.observation()
+
+
+def test_bandit_has_no_rules_and_says_nothing_of_payments(marked):
+    env = ragen2("bandit")
+    row = env.dataset(1, seed=0).to_list()[0]
+    system, user = row["prompt"]
+    assert system["content"] == "You're a helpful assistant. "
+    state = user["content"].split("State:\n")[1].rsplit("\n", 1)[0]
+    assert all(state.count(name) == 2 for name in row["names"]) and not any(letter.isdigit() for letter in state)
+    assert [line.endswith(" ") for line in state.split("\n")].count(True) == 3
+    assert marked("bandit").prompt(row)[1]["content"].endswith(f"\n1 left. {FORM}")
+
+
+def test_the_instruction_says_what_the_reference_says_in_its_order():
+    sokoban, plain = (ragen2("sokoban", **kind).reference_texts() for kind in ({}, {"observation": "grid"}))
+    order = ["Sokoban", "every box onto a target", "grid of symbols", "coordinates", "(0, 0)", "(5, 5)", "pushes it"]
+    order += ["through a wall", "pulled", "sequence of actions", "||"]
+    places = [sokoban["instruction"].index(words) for words in order]
+    assert places == sorted(places) and sokoban["instruction"].endswith("\n")
+    assert "coordinates" not in plain["instruction"] and "(" not in plain["instruction"]
+    assert [texts["length"].count(words) for texts, words in ((sokoban, "120"), (plain, "100"))] == [1, 1]
+    lake = ragen2("frozen_lake").reference_texts()["instruction"]
+    order = ["FrozenLake", "grid of symbols", "coordinates", "start", "goal", "player", "holes", "(0, 0)"]
+    places = [lake.index(words) for words in [*order, "(5, 5)", "slippery", "another place", "sequence", "||"]]
+    assert places == sorted(places) and ragen2("frozen_lake").size == 4  # the corner is the reference's error
+
+
+@pytest.mark.parametrize("name", WITH_RAGEN2)
+def test_the_texts_of_a_preset_are_those_of_its_keys(name):
+    env = ragen2(name)
+    assert set(env.reference_texts()) <= set(KEYS) and "instruction" in env.reference_texts()
+
+
+@pytest.mark.parametrize(
+    ("symbols", "line", "legend"),
+    [
+        (
+            "W.GCBA@",
+            "WBAWWW",
+            "W: wall, .: empty, G: target, C: box on target, B: box, A: player, @: player on target",
+        ),
+        (
+            "#_O√XPS",
+            "#XP###",
+            "#: wall, _: empty, O: target, √: box on target, X: box, P: player, S: player on target",
+        ),
+    ],
+)
+def test_other_symbols_have_the_right_legend(symbols, line, legend):
+    env = ragen2("sokoban", symbols=symbols)
+    play = reference_play(env, 123)
+    assert line in play.episode.observation().split("\n")
+    assert legend in env.wording.system(env)
+    own = make_env("sokoban", symbols=symbols, multi_turn=True)
+    assert " ".join(line) in own.show(play.episode.room, play.episode.state)
+    _, _, target, _, box, player, _ = symbols
+    assert f"box {box} onto the target {target}" in own.instructions() and f"{player} is you" in own.instructions()
+    reasoning, _ = own.episode({"room": ROOMS[123].replace("/", "\n")}, random.Random(0)).plan(random.Random(0))
+    assert reasoning.startswith(f"{player} c4, {box} b4, {target} b3")
+    lake = ragen2("frozen_lake", symbols="@.^$!+")
+    assert "_" not in reference_play(lake, 123).episode.observation().split("Grid Map")[1]
+    assert "@: player, .: empty, ^: hole, $: goal" in lake.wording.system(lake)
+
+
+@pytest.mark.parametrize("symbols", ["W.GCBA", "WWGCBA@", "W GCBA@", 7])
+def test_symbols_that_cannot_be_told_apart_are_refused(symbols):
+    with pytest.raises(ValueError, match="symbols must be 7 different ones, none a space, in place of"):
+        make_env("sokoban", symbols=symbols)
+
+
+# Rules, rewards, success
+
+# Response, turn reward as told, penalty, whether warned, actions used, whether the episode is over. In room 125 the
+# player can go up once and then pushes the box onto no target; two actions a turn.
+OUTCOMES = {
+    "one of two": (said("Up", "jump"), -0.1, True, False, 1),
+    "the second of two": (said("jump", "Up"), -0.1, True, False, 1),
+    "none of two": (said("jump", "fly"), 0, True, True, 0),
+    "an empty answer": (said(""), 0, True, True, 0),
+    "nothing but separators": (said("", ""), 0, True, True, 0),
+    "unreadable": ("Up", 0, True, True, 0),
+    "words between the blocks": ("a</think> so <answer>Up</answer>", 0, True, True, 0),
+    "letter case aside": ("a</think><answer>UP||down</answer>", -0.2, False, False, 2),
+    "three names": (said("Up", "Down", "Up"), -0.2, False, False, 2),
+    "a third that is none": (said("Up", "Down", "jump"), -0.2, False, False, 2),
+}
+
+
+@pytest.mark.parametrize("preset", ["ragen2", None])
+@pytest.mark.parametrize("case", OUTCOMES)
+def test_partly_valid_turns_have_the_outcomes_of_the_reference(case, preset):
+    text, told, penalised, warned, used = OUTCOMES[case]
+    options = {"preset": preset} if preset else {"multi_turn": True, "max_total_actions": 10}
+    env = make_env("sokoban", **options)
+    play = env.play({"seed": 125, "room": ROOMS[125].replace("/", "\n")}, random.Random(0))
+    message = play.respond(text)
+    assert play.outcome.episode_return == pytest.approx(told - 0.1 * penalised)
+    assert (play.executed, play.actions_left, play.outcome.valid_turns) == (used, 10 - used, not penalised)
+    if preset:
+        assert message.startswith(f"Reward:\n{told}\n\nTurn 2:\n")
+        assert (KEYS["warning"] in message) == warned
+    else:
+        kind = "Invalid answer. " if not used else "Partly invalid answer. " if penalised else ""
+        assert message.startswith(f"{kind}Reward {play.outcome.episode_return:g}. Turn 2 of 5.")
+
+
+def test_tags_left_inside_a_response_are_deleted_in_the_preset_and_text_by_default():
+    text = "a</think>b</think> <answer>Up</answer>"
+    read = ragen2("sokoban").read(text)
+    assert (read.reasoning, read.actions) == ("ab", ("Up",))
+    assert make_env("sokoban").read(text) is None
+    assert ragen2("sokoban").read("a</think><answer><answer>Up<think> || Down</answer>").actions == ("Up", "Down")
+    assert ragen2("sokoban").read("a</think></answer></think><answer>Up</answer>").reasoning == "a"
+
+
+def test_with_one_action_left_the_first_of_two_ends_the_episode():
+    play = reference_play(ragen2("sokoban"), 125)
+    for used in (2, 4, 6, 7, 9):
+        actions = ["Left", "Left"] if used != 7 else ["Left", "jump"]
+        over = play.respond(said(*actions)) is None
+    assert over  # the fifth turn is the last
+    play = reference_play(make_env("sokoban", multi_turn=True, max_total_actions=3), 125)
+    assert play.respond(said("Left", "Left")) is not None and play.respond(said("Left", "Left")) is None
+    assert (play.executed, play.outcome.episode_return) == (3, pytest.approx(-0.3))
+    assert not play.outcome.success
+
+
+def test_an_action_that_ends_the_episode_is_the_last_one():
+    play = reference_play(ragen2("sokoban"), 10001)  # pushed onto the target from the right
+    play.respond(said("Right", "Up"))
+    assert play.respond(said("Left", "jump")) is None
+    assert play.outcome.success and play.outcome.episode_return == pytest.approx(-0.2 + 10.9 - 0.1)
+
+
+def test_rewards_are_told_as_unrounded_sums():
+    room = "########\n#______#\n#_O____#\n#PXO_X_#\n#______#\n#______#\n#______#\n########"
+    env = ragen2("sokoban", size=8, boxes=2, search_depth=10)
+    play = env.play({"seed": 0, "room": room}, random.Random(0))
+    assert play.respond(said("Right", "Right")).startswith("Reward:\n-0.20000000000000007\n\nTurn 2:\n")
+
+
+@pytest.mark.parametrize("name", WITH_RAGEN2)
+def test_a_preset_is_the_options_that_it_names(name):
+    chosen = PRESETS[name]["ragen2"].options
+    env = ragen2(name)
+    assert (env.max_turns, env.max_actions, env.max_total_actions, env.max_turn_tokens) == tuple(
+        chosen[option] for option in ("max_turns", "max_actions", "max_total_actions", "max_turn_tokens")
+    )
+    assert env.forced_tag == "<think>" and not env.show_penalty
+    by_hand = make_env(name, **chosen)
+    if name in (*GRIDDED, "bandit"):
+        assert by_hand.dataset(5, seed=0).to_list() == env.dataset(5, seed=0).to_list()
+    assert env.summary["preset"] == "ragen2" and env.summary["options"] == {"preset": "ragen2"}
+    assert "preset" not in by_hand.summary
+
+
+@pytest.mark.parametrize(
+    ("name", "limits"),
+    [("sokoban", (5, 2, 10, 400)), ("frozen_lake", (5, 2, 10, 400)), ("bandit", (1, 1, 1, 500))],
+)
+def test_limits_are_those_of_the_reference_s_scripts(name, limits):
+    env = ragen2(name)
+    assert (env.max_turns, env.max_actions, env.max_total_actions, env.max_turn_tokens) == limits
+
+
+def test_bandit_pays_as_the_reference_and_success_is_the_bold_arm():
+    env = ragen2("bandit")
+    row = {"seed": 0, "names": ["Teacher", "Trader"], "bold": "Trader"}
+    plays = [env.play(row, random.Random(seed)) for seed in range(400)]
+    for number, play in enumerate(plays):
+        assert play.respond(said("trader" if number % 2 else "TEACHER")) is None
+    assert {play.outcome.episode_return for play in plays[::2]} == {0.1}
+    assert {play.outcome.success for play in plays[::2]} == {False}
+    bold = [play.outcome for play in plays[1::2]]
+    assert all(outcome.success for outcome in bold)
+    assert 0.15 < sum(outcome.episode_return for outcome in bold) / len(bold) < 0.35
+    names = {
+        split: {name for row in env.dataset(300, 0, split) for name in row["names"]} for split in ("train", "test")
+    }
+    assert (len(names["train"]), len(names["test"])) == (24, 16) and "Cryptominer" in names["train"]
+
+
+@pytest.mark.parametrize("name", GRIDDED)
+def test_a_frozen_lake_slips_and_a_room_is_shown_as_it_is_asked_for(name):
+    env = ragen2(name, **({"slip": 0.5} if name == "frozen_lake" else {"observation": "coordinates"}))
+    shown = reference_play(env, 123).episode.observation()
+    assert ("Grid Map" in shown) == (name == "frozen_lake")
+
+
+# What is refused
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("sokoban", {"preset": "paper"}, r"preset of sokoban must be one of \['ragen2'\], got 'paper'"),
+        ("sokoban", {"max_turns": 3}, "max_turns must be 5 with preset='ragen2' of sokoban, got 3"),
+        ("sokoban", {"protocol": "tools"}, "protocol must be 'text' with preset='ragen2' of sokoban, got 'tools'"),
+        ("frozen_lake", {"frozen": 0.8}, "frozen must be 0.9 with preset='ragen2' of frozen_lake, got 0.8"),
+        ("bandit", {"multi_turn": True}, "multi_turn must be False with preset='ragen2' of bandit, got True"),
+        ("sokoban", {"observation": "image"}, "observation must be in words in several turns of the text protocol"),
+        ("sokoban", {"wind": 1}, r"options of sokoban must be among \['size', .*'preset'\], got \['wind'\]"),
+        ("sokoban", {"prompts": "nowhere.yaml"}, "nowhere.yaml"),
+    ],
+)
+def test_what_contradicts_a_preset_is_named_in_one_line(name, options, message):
+    with pytest.raises((ValueError, OSError), match=message) as raised:
+        make_env(name, **{"preset": "ragen2", **options})
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("helper: a\nwarnings: b", r"keys of prompts must be among \['helper', .*\], got \['warnings'\]"),
+        ("- a", "prompts must hold texts by the keys"),
+        ("helper: 7", "prompts must hold texts by the keys"),
+        ("helper: [", "prompts must be a YAML or JSON file"),
+    ],
+)
+def test_prompts_of_another_form_are_refused_in_one_line(tmp_path, content, message):
+    path = tmp_path / "prompts.yaml"
+    path.write_text(content)
+    with pytest.raises(ValueError, match=message) as raised:
+        ragen2("sokoban", prompts=str(path))
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("option", ["force_think", "wording"])
+def test_tools_have_neither_tags_nor_messages_of_the_reference(option):
+    value = {"force_think": True, "wording": "ragen2"}[option]
+    with pytest.raises(ValueError, match=f"{option} with protocol='tools' must be one of"):
+        make_env("sokoban", protocol="tools", **{option: value})
+    with pytest.raises(ValueError, match="prompts must be None but with wording='ragen2' or a preset"):
+        make_env("sokoban", prompts="texts.yaml")
+
+
+# The floor
+
+
+def test_the_random_floor_is_what_a_naive_player_reaches():
+    env = ragen2("bandit")
+    assert random_floor(env, env.dataset(100, split="test"), samples=8) == pytest.approx(0.5, abs=0.06)
+    assert random_floor(make_env("metamath_qa"), make_env("metamath_qa").dataset(4, split="test")) is None
+    env = make_env("sokoban", multi_turn=True)
+    rows = env.dataset(20, split="test").to_list()
+    assert random_floor(env, rows) == random_floor(env, rows)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "floor"), [("sokoban", 0.178), ("frozen_lake", 0.245)])
+def test_the_random_floor_of_the_reference_s_validation_is_the_one_that_was_measured(name, floor):
+    env = ragen2(name, split="reference")
+    assert random_floor(env, env.dataset(512, split="test"), samples=8) == pytest.approx(floor, abs=0.02)
