@@ -4,9 +4,8 @@
 """
 
 import argparse
-import json
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 from trl import TrlParser
+
+from ragen2_trl.cli.env_args import options_by_task, parse_env_args
 
 if TYPE_CHECKING:
     from ragen2_trl.envs.mixture import AnyTask
@@ -191,7 +192,7 @@ class EnvironmentArguments:
             if self.env_weights:
                 raise ValueError(f"env_weights must be empty for one task ({self.env_name}), got {self.env_weights}")
             return make_env(self.env_name, **options)
-        for_all, for_one = _options_by_task(options, names)
+        for_all, for_one = options_by_task(options, names)
         return TaskMixture([make_env(name, **for_all, **for_one[name]) for name in names], self.env_weights or None)
 
 
@@ -368,55 +369,6 @@ class WarmStartArguments(EnvironmentArguments):
     from_scratch: bool = field(
         default=False, metadata={"help": "Build the tiny model anew; only with `--model_name_or_path tiny`."}
     )
-
-
-def parse_env_args(env_args: Sequence[str] | Mapping[str, Any]) -> dict[str, Any]:
-    """Options from `key=value` strings, JSON objects, or the mapping that a YAML file gives.
-
-    Values are read as JSON where they are JSON, `True` and `False` as well, and are strings elsewhere.
-
-    Raises:
-        ValueError: If an item is neither a pair nor a JSON object.
-
-    >>> parse_env_args(["size=5", "observation=both", '{"slip": 0.1}'])
-    {'size': 5, 'observation': 'both', 'slip': 0.1}
-    """
-    if isinstance(env_args, Mapping):
-        return dict(env_args)
-    options: dict[str, Any] = {}
-    for item in env_args:
-        key, equals, value = item.partition("=")
-        if item.lstrip().startswith("{"):
-            options.update(json.loads(item))
-        elif equals:
-            options[key] = _json_or_text(value)
-        else:
-            raise ValueError(f"env_args must be `key=value` pairs or a JSON object, got {item!r}")
-    return options
-
-
-def _options_by_task(
-    options: Mapping[str, Any], names: Sequence[str]
-) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
-    """Options of all tasks, and by task those of one: `{"sokoban.size": 7, "multi_turn": True}`."""
-    for_all: dict[str, Any] = {}
-    for_one: dict[str, dict[str, Any]] = {name: {} for name in names}
-    for key, value in options.items():
-        name, dot, own = key.partition(".")
-        if dot and name not in for_one:
-            raise ValueError(f"env_args must name one of the tasks {list(names)} before the dot, got {key!r}")
-        (for_one[name] if dot else for_all)[own if dot else key] = value
-    for name, own_options in for_one.items():
-        if twice := sorted(set(own_options) & set(for_all)):
-            raise ValueError(f"env_args must give {twice} for all tasks or for {name}, got both")
-    return for_all, for_one
-
-
-def _json_or_text(value: str) -> Any:
-    try:
-        return json.loads(value.lower() if value in ("True", "False") else value)
-    except json.JSONDecodeError:
-        return value
 
 
 ARGUMENTS = {
