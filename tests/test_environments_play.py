@@ -55,10 +55,10 @@ def test_an_unknown_action_costs_a_tenth_once_and_the_others_are_carried_out(nam
         action = play.episode.random_action(random.Random(seed))
         known = [action] * (env.max_actions - 1)
         without = env.play(row, random.Random(0))
-        play.take([NONSENSE, NONSENSE, *known][: env.max_actions - 1] + [NONSENSE])
-        without.take(known[2:] or [NONSENSE])
+        play.take([NONSENSE, *known])
+        without.take(known or [NONSENSE])
         assert play.outcome.valid_turns == 0
-        assert play.outcome.episode_return == pytest.approx(without.outcome.episode_return - 0.1 * bool(known[2:]))
+        assert play.outcome.episode_return == pytest.approx(without.outcome.episode_return - 0.1 * bool(known))
         assert play.episode.observation() == without.episode.observation()
         beyond.take([action] * env.max_actions + [NONSENSE])
         assert beyond.outcome.valid_turns == 1
