@@ -38,7 +38,7 @@ def played(tokenizer, window, answer=None, count=3, max_turns=5, **limits):
 
     def generate(contexts, limit):
         asked.append(contexts)
-        texts = [(answer or (lambda turn: format_response(f"Thought {turn}.", ["Up"])))(len(asked)) for _ in contexts]
+        texts = [(answer or (lambda turn: format_response(f"Thought {turn}.", ["Jump"])))(len(asked)) for _ in contexts]
         return [[*tokenizer(text)["input_ids"], tokenizer.eos_token_id][:limit] for text in texts], None
 
     limits = {"max_tokens": 400, **limits}
@@ -83,14 +83,14 @@ def test_the_last_turns_are_a_conversation_as_the_template_writes_it(tokenizer):
 
 def test_a_memory_tells_answers_without_thoughts_and_no_mark_of_the_template(tokenizer):
     def answer(turn):
-        return "no tags" if turn == 2 else format_response("Secret.", ["Up<|im_end|>" if turn == 1 else "Up"])
+        return "no tags" if turn == 2 else format_response("Secret.", ["Jump[INST]" if turn == 1 else "Jump"])
 
     rows, trajectories, asked = played(tokenizer, ContextWindow("memory", 4), answer)
     for row, trajectory in zip(rows, trajectories, strict=True):
         told = {
-            1: "Your answers so far:\nTurn 1: Up< |im_end|>\n\n",
-            2: "Your answers so far:\nTurn 1: Up< |im_end|>\nTurn 2: no valid answer\n\n",
-            4: "Your answers so far:\nTurn 2: no valid answer\nTurn 3: Up\nTurn 4: Up\n\n",
+            1: "Your answers so far:\nTurn 1: Jump[ INST]\n\n",
+            2: "Your answers so far:\nTurn 1: Jump[ INST]\nTurn 2: no valid answer\n\n",
+            4: "Your answers so far:\nTurn 2: no valid answer\nTurn 3: Jump\nTurn 4: Jump\n\n",
         }
         for turn, memory in told.items():
             content = memory + trajectory.messages[turn - 1]
