@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from algorithms import ALGORITHMS, GRPO, PPO, RLOO, STILL, for_each, replay_of
+from algorithms import ALGORITHMS, GRPO, PPO, RLOO, STILL, replay_of, slow
 from conftest import PROMPTS
 from datasets import Dataset
 from replay import REWARDS
@@ -46,7 +46,7 @@ def of_task(prompts, kept, name):
     return torch.tensor([TASKS[prompt] == name for prompt in prompts]) & kept
 
 
-@pytest.mark.parametrize("score", ["reward_variance", "reward_std", "length"])
+@pytest.mark.parametrize("score", ["reward_variance", slow("reward_std"), slow("length")])
 def test_groups_are_ranked_in_units_of_their_tasks_range(score, policy_path, tmp_path):
     _, mask, prompts, kept = sampled(GRPO, policy_path, tmp_path, **BY_TASK, snr_score=score, snr_value=0.7)
     groups = prompts[::4]
@@ -68,7 +68,7 @@ def test_without_it_the_task_with_the_larger_rewards_takes_all(policy_path, tmp_
     assert {TASKS[prompt] for prompt, is_kept in zip(prompts, kept, strict=True) if is_kept} == {"shop"}
 
 
-@pytest.mark.parametrize("keeps_all", [False, True])
+@pytest.mark.parametrize("keeps_all", [False, slow(True)])
 @pytest.mark.parametrize("aggregation", ["sum_then_normalize", "normalize_then_sum"])
 def test_grpo_takes_deviations_over_the_rows_of_a_task(aggregation, keeps_all, policy_path, tmp_path):
     settings = {"multi_objective_aggregation": aggregation, "scale_rewards": "batch", **BY_TASK}
@@ -104,7 +104,7 @@ def test_ppo_whitens_over_the_tokens_of_a_task(policy_path, tmp_path):
         torch.testing.assert_close(advantages[tokens], expected, rtol=1e-4, atol=1e-5)
 
 
-@for_each
+@pytest.mark.parametrize("algorithm", [GRPO, slow(RLOO), slow(PPO)], ids=lambda algorithm: algorithm.name)
 def test_a_column_of_tasks_alone_changes_no_advantage(algorithm, policy_path, tmp_path):
     settings = {"normalize_advantages": True} if algorithm is RLOO else {}
     settings |= {"scale_rewards": "batch"} if algorithm is GRPO else {}
@@ -113,6 +113,7 @@ def test_a_column_of_tasks_alone_changes_no_advantage(algorithm, policy_path, tm
     assert torch.equal(with_tasks[0], without[0]) and torch.equal(with_tasks[3], without[3])
 
 
+@pytest.mark.slow
 def test_one_task_is_scaled_as_the_batch_is(policy_path, tmp_path, monkeypatch):
     by_batch = sampled(GRPO, policy_path, tmp_path, scale_rewards="batch", snr_strategy="top_k", snr_value=0.5)
     monkeypatch.setattr("test_reward_scaling.TASKS", dict.fromkeys(PROMPTS, "shop"))

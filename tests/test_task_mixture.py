@@ -150,8 +150,9 @@ def test_rows_of_other_tasks_and_data_are_refused():
 
 
 def test_an_unknown_task_stops_training_before_it_begins(capsys, tmp_path):
+    on_cpu = ["--use_cpu", "true", "--bf16", "false", "--output_dir", str(tmp_path / "run")]
     with pytest.raises(SystemExit):
-        main(["train", "--model", "tiny", "--env_name", "sokoban,chess", "--output_dir", str(tmp_path / "run")])
+        main(["train", "--model", "tiny", "--env_name", "sokoban,chess", *on_cpu])
     assert "environment must be one of" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
 
