@@ -29,6 +29,11 @@ KINDS = {
 }
 
 
+def jump(turn):
+    """No action of the task, so that no rule ends an episode."""
+    return format_response(f"Thought {turn}.", ["Jump"])
+
+
 def played(tokenizer, window, answer=None, count=3, max_turns=5, **limits):
     """Trajectories, and what was asked for each in order."""
     env = make_env("frozen_lake", **LAKE, max_turns=max_turns)

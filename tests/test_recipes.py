@@ -129,8 +129,10 @@ def test_every_task_of_the_paper_has_a_recipe():
     assert {task for name, task in RAGEN2.items() if name.endswith("_vl")} == {"sokoban", "frozen_lake"}
 
 
-@pytest.mark.parametrize("lora", [False, True])
-@pytest.mark.parametrize("name", RAGEN2)
+@pytest.mark.parametrize(
+    ("name", "lora"),
+    [(name, lora) for name in RAGEN2 for lora in (False, True) if not (lora and name.endswith("_vl"))],
+)
 def test_a_recipe_of_the_paper_plays_its_task_with_the_paper_s_settings(name, lora, on_processes):
     processes = 1 if lora else 4
     on_processes(processes)
@@ -138,7 +140,7 @@ def test_a_recipe_of_the_paper_plays_its_task_with_the_paper_s_settings(name, lo
     pictures = name.endswith("_vl")
     env = script_args.make_env()
     assert env.name == RAGEN2[name] and env.shows_images == pictures
-    assert pictures or (env.preset, env.forced_tag, env.max_turn_tokens) == ("ragen2", "<think>", env.max_turn_tokens)
+    assert pictures or (env.preset, env.forced_tag) == ("ragen2", "<think>")
     assert args.generation_batch_size == 128 and script_args.num_prompts == 3200
     updates = args.generation_batch_size // (
         processes * args.per_device_train_batch_size * args.gradient_accumulation_steps
@@ -149,7 +151,7 @@ def test_a_recipe_of_the_paper_plays_its_task_with_the_paper_s_settings(name, lo
     assert (args.epsilon, args.epsilon_high, args.beta, args.entropy_coef) == (0.2, 0.28, 0.0, 0.001)
     assert (args.snr_strategy, args.snr_value, args.loss_type) == ("top_p", 0.9, "dapo")
     assert args.max_completion_length >= (env.max_turn_tokens or 400)
-    assert model_args.use_peft == (lora and not pictures)
+    assert model_args.use_peft == lora
 
 
 def test_each_value_of_the_paper_s_settings_names_its_source():
