@@ -129,10 +129,10 @@ def test_every_task_of_the_paper_has_a_recipe():
     assert {task for name, task in RAGEN2.items() if name.endswith("_vl")} == {"sokoban", "frozen_lake"}
 
 
-@pytest.mark.parametrize(
-    ("name", "lora"),
-    [(name, lora) for name in RAGEN2 for lora in (False, True) if not (lora and name.endswith("_vl"))],
-)
+OF_PAPER = [(name, lora) for name in RAGEN2 for lora in (False, True) if not (lora and name.endswith("_vl"))]
+
+
+@pytest.mark.parametrize(("name", "lora"), OF_PAPER)
 def test_a_recipe_of_the_paper_plays_its_task_with_the_paper_s_settings(name, lora, on_processes):
     processes = 1 if lora else 4
     on_processes(processes)
