@@ -1,5 +1,7 @@
 """What a turn is sampled from, be it the history, its last turns or a memory: it is trained as it was sampled."""
 
+import json
+
 import pytest
 import torch
 from conftest import parameters_of
@@ -16,6 +18,7 @@ from ragen2_trl import (
     SNRFilteredPPOConfig,
     SNRFilteredPPOTrainer,
 )
+from ragen2_trl.cli import main
 from ragen2_trl.envs import format_response, make_env
 from ragen2_trl.instrument.reasoning import Trajectories
 from ragen2_trl.rollouts import Chat, ContextWindow, TextRollout, play_all
@@ -345,3 +348,32 @@ def test_gradients_by_reward_variance_of_one_sample_alone_are_refused(policy, to
 def test_bad_contexts_are_named(options, said):
     with pytest.raises(ValueError, match=said):
         TextRollout(make_env("frozen_lake", **LAKE), **options)
+
+
+@pytest.mark.slow
+def test_a_diagnosis_saves_every_context_and_scores_to_the_same_numbers(tmp_path):
+    task = "--model tiny-sokoban --env_name sokoban --multi_turn true --env_args observation=coordinates max_turns=3"
+    size = "--num_prompts 4 --num_samples 2 --max_turn_tokens 64 --context last --context_turns 1"
+    main(["diagnose", *task.split(), *size.split(), "--output_dir", str(tmp_path / "sampled")])
+    saved = ["--completions", str(tmp_path / "sampled" / "completions.parquet")]
+    main(["diagnose", "--model", "tiny-sokoban", *saved, "--output_dir", str(tmp_path / "saved")])
+    first, again = (json.loads((tmp_path / name / "diagnosis.json").read_text()) for name in ("sampled", "saved"))
+    assert {"turn_2", "turn_3"} <= set(first["later_turns"])
+    assert first["metrics"]["mi_seq"] == again["metrics"]["mi_seq"]
+    assert first["later_turns"] == again["later_turns"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("algo", ["grpo", "ppo", "rloo"])
+def test_the_command_line_trains_with_a_memory_or_says_why_not(algo, tmp_path, capsys):
+    task = "--model tiny-sokoban --env_name sokoban --multi_turn true --env_args observation=coordinates max_turns=3"
+    size = "--num_prompts 16 --max_steps 2 --per_device_train_batch_size 16 --num_generations 4 --eval_prompts 0"
+    cpu = "--use_cpu true --bf16 false --gradient_checkpointing false --report_to none --max_completion_length 64"
+    arguments = ["train", *f"{task} {size} {cpu} --context memory --algo {algo}".split()]
+    if algo == "grpo":
+        main([*arguments, "--output_dir", str(tmp_path)])
+        assert json.loads((tmp_path / "summary.json").read_text())["steps"] == 2
+        return
+    with pytest.raises(SystemExit):
+        main([*arguments, "--output_dir", str(tmp_path)])
+    assert "cannot take; allowed" in " ".join(capsys.readouterr().err.split())
