@@ -189,7 +189,7 @@ def selection_metrics(
     rewards: Tensor,
     scores: Tensor,
     kept: Tensor,
-    reward_range: tuple[float, float] | None = None,
+    reward_range: tuple[float | Tensor, float | Tensor] | None = None,
     variances: Tensor | None = None,
 ) -> dict[str, float]:
     """What a selection did, for the logs.
@@ -198,7 +198,8 @@ def selection_metrics(
         rewards: (N, G) raw weighted reward sums, NaN where a completion could not be scored.
         scores: (N,) from `group_score`.
         kept: (N,) bool from `select_groups`.
-        reward_range: lowest and highest reward that count as worst and best, by default those of this batch.
+        reward_range: lowest and highest reward that count as worst and best, of all groups or (N,) of each, by default
+            those of this batch.
         variances: (n,) of the rewards of all groups that these were ranked among, by default of these alone.
 
     Returns:

@@ -21,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).parent / "distributed"))
 
 import held_out
 import resume
+import several
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
@@ -229,3 +230,12 @@ def test_a_run_resumed_on_more_processes_has_the_same_state_on_each(policy_path,
     assert first["drawn"] >= drawn
     assert first["step"] == 4
     assert first["selector"]["reference"]["seen"] > before._selector.reference.seen
+
+
+def test_samples_of_several_turns_and_tasks_are_those_of_one_process(policy_path, tmp_path):
+    run_on_two_processes("several.py", policy_path, tmp_path)
+    first, second = (torch.load(tmp_path / f"gradients_{process}.pt") for process in (0, 1))
+    alone = several.gradients(policy_path, str(tmp_path), 1)
+    for name, gradient in alone.items():
+        assert_close(first[name], second[name])
+        assert_close(first[name], gradient)

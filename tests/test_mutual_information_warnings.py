@@ -195,6 +195,7 @@ def test_groups_without_variance_are_told_apart_by_whether_completions_differ():
         completion_ids=[[5], [5], [5], [6], [5], [6]],
         tool_masks=[None] * 6,
         rewards=torch.tensor([[1.0, 1.0], [0.0, 0.0], [0.0, 1.0]]),
+        later=[[]] * 6,
     )
     assert group_metrics(rollout) == pytest.approx(
         {

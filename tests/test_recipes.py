@@ -1,16 +1,22 @@
 """Recipes and accelerate's configurations: every name in them exists, and their batches are what they claim."""
 
+import json
 import re
 from pathlib import Path
 
 import pytest
+import yaml
 from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.commands.launch import launch_command_parser
 from accelerate.utils import DistributedType
-from transformers import TrainingArguments
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainingArguments
 from trl import ModelConfig, TrlParser, get_peft_config
 
+from ragen2_trl.cli.arguments import parse as together
+from ragen2_trl.cli.arguments import read_configs
 from ragen2_trl.cli.train import ALGORITHMS, TrainArguments, algorithm_of
+from ragen2_trl.cli.train import main as train
+from ragen2_trl.envs import ENVIRONMENTS
 
 ROOT = Path(__file__).parents[1]
 CONFIGS = {path.stem: path for path in sorted((ROOT / "accelerate_configs").glob("*.yaml"))}
@@ -38,6 +44,25 @@ def parse(path: Path, *overrides: str):
     return TrlParser((TrainArguments, config_class, ModelConfig)).parse_args_and_config(arguments)
 
 
+# Files that are named together after `--config`, and the task that is played.
+RAGEN2 = {
+    path.stem: path.stem.removesuffix("_vl")
+    for path in sorted((ROOT / "recipes" / "ragen2").glob("*.yaml"))
+    if path.stem not in ("paper", "lora")
+}
+
+
+def files_of(name: str, lora: bool = False) -> list[str]:
+    names = [name] if name.endswith("_vl") else ["paper", name, *(["lora"] if lora else [])]
+    return [str(ROOT / "recipes" / "ragen2" / f"{one}.yaml") for one in names]
+
+
+def parse_together(files: list[str], *overrides: str):
+    arguments = ["--config", *files, *WITHOUT_GPU, *overrides]
+    _, config_class = ALGORITHMS[algorithm_of(arguments)]
+    return together(TrlParser((TrainArguments, config_class, ModelConfig)), arguments)
+
+
 @pytest.fixture
 def on_processes(monkeypatch):
     """Let TRL check and derive batch sizes as on so many processes."""
@@ -63,6 +88,7 @@ def test_a_recipe_samples_prompts_enough_to_rank_and_to_compare(path):
 
 def test_no_two_recipes_share_a_run():
     names = [parse(path)[1].run_name for path in TRAINING.values()]
+    names += [parse_together(files_of(name))[1].run_name for name in RAGEN2]
     assert len(set(names)) == len(names)
 
 
@@ -95,6 +121,74 @@ def test_a_recipe_has_the_settings_of_the_paper(name):
     assert (args.snr_strategy, args.snr_value, args.snr_score) == ("top_p", 0.9, "reward_variance")
     assert (args.lr_scheduler_type, args.warmup_steps) == ("constant", 0)
     assert args.learning_rate == (1e-5 if model_args.use_peft else 1e-6)
+
+
+def test_every_task_of_the_paper_has_a_recipe():
+    tasks = set(ENVIRONMENTS) - {"bandit"}
+    assert {task for name, task in RAGEN2.items() if not name.endswith("_vl")} == tasks
+    assert {task for name, task in RAGEN2.items() if name.endswith("_vl")} == {"sokoban", "frozen_lake"}
+
+
+OF_PAPER = [(name, lora) for name in RAGEN2 for lora in (False, True) if not (lora and name.endswith("_vl"))]
+
+
+@pytest.mark.parametrize(("name", "lora"), OF_PAPER)
+def test_a_recipe_of_the_paper_plays_its_task_with_the_paper_s_settings(name, lora, on_processes):
+    processes = 1 if lora else 4
+    on_processes(processes)
+    script_args, args, model_args = parse_together(files_of(name, lora))
+    pictures = name.endswith("_vl")
+    env = script_args.make_env()
+    assert env.name == RAGEN2[name] and env.shows_images == pictures
+    assert pictures or (env.preset, env.forced_tag) == ("ragen2", "<think>")
+    assert args.generation_batch_size == 128 and script_args.num_prompts == 3200
+    updates = args.generation_batch_size // (
+        processes * args.per_device_train_batch_size * args.gradient_accumulation_steps
+    )
+    assert updates == 4
+    prompts = args.generation_batch_size // args.num_generations
+    assert args.max_steps == 4 * 3200 // prompts
+    assert (args.epsilon, args.epsilon_high, args.beta, args.entropy_coef) == (0.2, 0.28, 0.0, 0.001)
+    assert (args.snr_strategy, args.snr_value, args.loss_type) == ("top_p", 0.9, "dapo")
+    assert args.max_completion_length >= (env.max_turn_tokens or 400)
+    assert model_args.use_peft == lora
+
+
+def test_each_value_of_the_paper_s_settings_names_its_source():
+    text = (ROOT / "recipes" / "ragen2" / "paper.yaml").read_text()
+    settings, _ = text.split("\nper_device_train_batch_size")
+    lines = [line for line in settings.splitlines() if line and not line.startswith("#")]
+    assert len(lines) > 20
+    assert not [line for line in lines if not re.search(r"  # \[[PCVO]\]", line)]
+
+
+def test_the_last_of_several_files_says(tmp_path):
+    (tmp_path / "no.yaml").write_text("- 1")
+    script_args, args, _ = parse_together(files_of("sokoban", lora=True), "--env_args", "size=7")
+    assert (args.learning_rate, args.value_head, script_args.env_args) == (1e-5, "shared", ["size=7"])
+    with pytest.raises(ValueError, match="config must be a YAML mapping, got a list"):
+        read_configs([*files_of("sokoban"), str(tmp_path / "no.yaml")])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lora", [False, True])
+@pytest.mark.parametrize("name", [name for name in RAGEN2 if not name.endswith("_vl")])
+def test_a_recipe_of_the_paper_trains_with_the_model_cut_down(name, lora, policy_path, tmp_path):
+    """Two steps of a random model on tasks that need no network."""
+    model = AutoModelForCausalLM.from_pretrained(policy_path, max_position_embeddings=32768)
+    model.save_pretrained(tmp_path / "model")
+    AutoTokenizer.from_pretrained(policy_path).save_pretrained(tmp_path / "model")
+    settings = read_configs(files_of(name, lora))
+    settings.pop("data", None)
+    settings["env_args"].pop("corpus", None)
+    rows = {"generation_batch_size": 8, "num_generations": 4, "per_device_train_batch_size": 4}
+    settings |= {**rows, "gradient_accumulation_steps": 1, "max_steps": 2, "num_prompts": 8, "max_turn_tokens": 8}
+    settings |= {"use_cpu": True, "bf16": False, "dtype": "float32", "save_strategy": "no", "eval_prompts": 0}
+    (tmp_path / "cut.yaml").write_text(yaml.safe_dump(settings))
+    run = tmp_path / "run"
+    train(["--config", str(tmp_path / "cut.yaml"), "--model", str(tmp_path / "model"), "--output_dir", str(run)])
+    summary = json.loads((run / "summary.json").read_text())
+    assert summary["steps"] == 2
 
 
 @pytest.mark.parametrize("name", PAPER)

@@ -19,8 +19,8 @@ from trl.trainer import utils
 from ragen2_trl import SNRFilteredPPOConfig, SNRFilteredPPOTrainer
 from ragen2_trl.tiny import TINY_MODEL_PATH
 from ragen2_trl.trainers.batches import COMPLETION_PADDING, PROMPT_PADDING, WHOLE_SEQUENCE
-from ragen2_trl.trainers.filtered import VISION_KEYS
 from ragen2_trl.trainers.grpo import TOKEN_NORMALIZED_LOSSES
+from ragen2_trl.trainers.images import IMAGE_KEYS
 
 release = Version(trl.__version__)
 BOTH = pytest.mark.parametrize("trainer_class", [GRPOTrainer, RLOOTrainer])
@@ -86,7 +86,7 @@ def test_arguments_of_the_entropy_pass(trainer_class):
         "batch_size",
         "compute_entropy",
     ]
-    assert set(VISION_KEYS) == set(method) - set(method[:7]) - {"compute_aux_loss"}
+    assert set(IMAGE_KEYS) == set(method) - set(method[:7]) - {"compute_aux_loss"}
 
 
 @pytest.mark.skipif(not Version("1.14") <= release < Version("1.15"), reason="other releases have one method")
@@ -135,7 +135,7 @@ def test_every_key_that_trl_can_put_into_a_batch_is_known(trainer_class):
     source = inspect.getsource(trainer_class._generate_and_score_completions)
     built = source[source.index("output = {") :]
     written = {line.split('"')[1] for line in built.splitlines() if line.strip().startswith(('output["', '"'))}
-    known = {*PROMPT_PADDING, *COMPLETION_PADDING, *WHOLE_SEQUENCE, *VISION_KEYS, "num_items_in_batch", "old_logps"}
+    known = {*PROMPT_PADDING, *COMPLETION_PADDING, *WHOLE_SEQUENCE, *IMAGE_KEYS, "num_items_in_batch", "old_logps"}
     assert written <= known, f"unknown keys in TRL's batch: {sorted(written - known)}"
     # RLOO's are (rows,), summed over a completion, and always there; GRPO's are (rows, T), where they are needed.
     assert ("old_logps" in written, "num_items_in_batch" in written) == (

@@ -91,6 +91,11 @@ def measure_gradients(
         entropy_coef: as if the run's were this one; `None` for the run's own.
         generator: of the halves, the same on every process.
     """
+    if any(sampled.later):
+        raise ValueError(
+            "GradientSNRCallback takes gradients of one training sample an episode; allowed: TextRollout(env) with "
+            "context='full' and drop_oldest_turns=False."
+        )
     stds = group_score(sampled.rewards, "reward_std")
     buckets, left_over = quantile_buckets(stds, num_buckets)
     size = sampled.rewards.shape[1]

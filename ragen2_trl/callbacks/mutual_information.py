@@ -244,7 +244,9 @@ class MutualInformationCallback(TrainerCallback):
         if len(self._measured) > 1:
             self._log({"mi/pooled_steps": float(done - self._measured[0].step)})
         tokenizer = self.trainer._tokenizer
-        trajectories = Trajectories(rollout.prompt_ids, rollout.completion_ids, tokenizer, rollout.tool_masks)
+        trajectories = Trajectories(
+            rollout.prompt_ids, rollout.completion_ids, tokenizer, rollout.tool_masks, rollout.later
+        )
         groups = [row // rollout.group_size for row in range(len(trajectories))]
         self._log(group_metrics(rollout))
         # Read are those that are drawn: where all have a turn, the very ones that the first scope draws.

@@ -101,6 +101,7 @@ def joined(generations: list[Generation]) -> Rollout:
         completion_ids=[ids for rollout in rollouts for ids in rollout.completion_ids],
         tool_masks=[mask for rollout in rollouts for mask in rollout.tool_masks],
         rewards=torch.cat([rollout.rewards for rollout in rollouts]),
+        later=[samples for rollout in rollouts for samples in rollout.later],
     )
 
 

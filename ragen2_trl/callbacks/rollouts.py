@@ -12,6 +12,7 @@ from transformers import Trainer, TrainerCallback, TrainerState
 from trl import RLOOTrainer
 
 from ragen2_trl.filtering import zero_variance
+from ragen2_trl.rollouts.context import LATER_SAMPLES
 
 logger = get_logger(__name__)
 
@@ -27,12 +28,14 @@ class Rollout:
         completion_ids: Ids of each of the B completions as they were sampled, without padding.
         tool_masks: Where there are turns, 1 for each id that the model wrote and 0 for the others.
         rewards: (N, G) weighted reward sums; NaN where no reward function gave a number.
+        later: Of each completion, the samples of its episode after this one (see `ContextWindow`).
     """
 
     prompt_ids: list[list[int]]
     completion_ids: list[list[int]]
     tool_masks: list[list[int] | None]
     rewards: Tensor
+    later: list[list[dict[str, Any]]]
 
     @property
     def group_size(self) -> int:
@@ -58,6 +61,11 @@ class Sampled:
     rewards: Tensor
     inputs: list[dict[str, Any]]
     batch: Batch
+
+    @property
+    def later(self) -> list[list[dict[str, Any]]]:
+        """As in `Rollout`, this process's part."""
+        return [row.get(LATER_SAMPLES, []) for row in self.inputs]
 
 
 def watch_rollouts(trainer: Trainer, handle: Callable[[Sampled], None]) -> None:
@@ -106,8 +114,9 @@ def watch_rollouts(trainer: Trainer, handle: Callable[[Sampled], None]) -> None:
 
 def gather_rollout(sampled: Sampled) -> Rollout:
     """The completions of all processes, on each of them."""
-    parts = (sampled.prompt_ids, sampled.completion_ids, sampled.tool_masks)
-    return Rollout(*(gather_object(part) for part in parts), sampled.rewards)
+    parts = (sampled.prompt_ids, sampled.completion_ids, sampled.tool_masks, sampled.later)
+    prompt_ids, completion_ids, tool_masks, later = (gather_object(part) for part in parts)
+    return Rollout(prompt_ids, completion_ids, tool_masks, sampled.rewards, later)
 
 
 def group_metrics(rollout: Rollout) -> dict[str, float]:
@@ -117,7 +126,8 @@ def group_metrics(rollout: Rollout) -> dict[str, float]:
     `zero_variance`: rewards do not vary, for either reason.
     """
     size = rollout.group_size
-    texts = [tuple(ids) for ids in rollout.completion_ids]
+    episodes = zip(rollout.completion_ids, rollout.later, strict=True)
+    texts = [(*map(tuple, [ids, *(sample["completion_ids"] for sample in later)]),) for ids, later in episodes]
     identical = torch.tensor([len(set(texts[i : i + size])) == 1 for i in range(0, len(texts), size)])
     constant = zero_variance(rollout.rewards)
     return {

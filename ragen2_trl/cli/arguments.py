@@ -4,18 +4,21 @@
 """
 
 import argparse
-import json
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
+import yaml
 from trl import TrlParser
 
+from ragen2_trl.cli.env_args import options_by_task, parse_env_args
+
 if TYPE_CHECKING:
-    from ragen2_trl.envs import Environment
+    from ragen2_trl.envs.mixture import AnyTask
 
 
 class InputError(ValueError):
@@ -45,15 +48,41 @@ def parse(parser: TrlParser, args: list[str] | None) -> tuple[Any, ...]:
     if "--help_all" in args:
         parser.print_help()
         raise SystemExit(0)
-    without_file = list(args)
-    if "--config" in without_file:  # which TrlParser reads on its own
-        place = without_file.index("--config")
-        del without_file[place : place + 2]
-    _, unknown = parser.parse_known_args(without_file)
+    files, rest = config_files(args)
+    _, unknown = parser.parse_known_args(rest)
     if unknown:
         raise InputError(f"not known: {' '.join(unknown)}; `--help` lists the arguments.")
     with checked_input():
-        return parser.parse_args_and_config(args)
+        if len(files) < 2:
+            return parser.parse_args_and_config(args)
+        with TemporaryDirectory() as folder:  # TrlParser reads one file
+            together = Path(folder) / "config.yaml"
+            together.write_text(yaml.safe_dump(read_configs(files)))
+            return parser.parse_args_and_config(["--config", str(together), *rest])
+
+
+def config_files(args: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The files named after `--config`, and the arguments without them."""
+    if "--config" not in args:
+        return [], list(args)
+    place = args.index("--config")
+    after = next((n for n in range(place + 1, len(args)) if args[n].startswith("--")), len(args))
+    return list(args[place + 1 : after]), [*args[:place], *args[after:]]
+
+
+def read_configs(files: Sequence[str]) -> dict[str, Any]:
+    """The settings of YAML files; where several have one, the last of them says.
+
+    Raises:
+        ValueError: If a file holds something else.
+    """
+    settings: dict[str, Any] = {}
+    for file in files:
+        read = yaml.safe_load(Path(file).read_text()) or {}
+        if not isinstance(read, dict):
+            raise ValueError(f"config must be a YAML mapping, got a {type(read).__name__} in {file}")
+        settings |= read
+    return settings
 
 
 def show_help(command: str) -> None:
@@ -64,7 +93,9 @@ def show_help(command: str) -> None:
     others = FURTHER.get(command)
     more = f"And those of {others}: --help_all shows them, which takes some seconds to load." if others else None
     parser = TrlParser(ARGUMENTS[command], prog=f"ragen2-trl {command}", epilog=more)
-    parser.add_argument("--config", help="YAML file with any of the arguments; those of the command line come first.")
+    parser.add_argument(
+        "--config", nargs="+", help="YAML files with any of the arguments; later files and the command line say last."
+    )
     parser.print_help()
 
 
@@ -128,10 +159,20 @@ def retrieval_parser() -> argparse.ArgumentParser:
 class EnvironmentArguments:
     """Which task to play. It is not called `env`, which TrlParser keeps for environment variables."""
 
-    env_name: str = field(default="frozen_lake", metadata={"help": "Task, by its name in `make_env`."})
+    env_name: str = field(
+        default="frozen_lake",
+        metadata={"help": "Task, by its name in `make_env`; several with commas between, as `sokoban,frozen_lake`."},
+    )
     env_args: list[str] = field(
         default_factory=list,
-        metadata={"help": "Options of the task: `key=value` pairs or one JSON object; in YAML a mapping will do."},
+        metadata={
+            "help": "Options of the task: `key=value` pairs or one JSON object; in YAML a mapping will do. Of several "
+            "tasks, `task.key=value` is for one of them and `key=value` for all."
+        },
+    )
+    env_weights: list[float] = field(
+        default_factory=list,
+        metadata={"help": "With several tasks, their shares of the prompts, in their order; default: equal ones."},
     )
 
     multi_turn: bool = field(
@@ -141,18 +182,48 @@ class EnvironmentArguments:
         default=None, metadata={"help": "Hub id or local path of the tasks; default: the task makes its own."}
     )
 
-    def make_env(self) -> "Environment":
-        """The task with its options."""
-        from ragen2_trl.envs import make_env  # not to ask for help
+    def make_env(self) -> "AnyTask":
+        """The task with its options, or the mixture of several."""
+        from ragen2_trl.envs import TaskMixture, make_env  # not to ask for help
 
         options = parse_env_args(self.env_args)
         if self.multi_turn:
             options["multi_turn"] = True
-        return make_env(self.env_name, **options)
+        names = [name.strip() for name in self.env_name.split(",")]
+        if len(names) == 1:
+            if self.env_weights:
+                raise ValueError(f"env_weights must be empty for one task ({self.env_name}), got {self.env_weights}")
+            return make_env(self.env_name, **options)
+        for_all, for_one = options_by_task(options, names)
+        return TaskMixture([make_env(name, **for_all, **for_one[name]) for name in names], self.env_weights or None)
 
 
 @dataclass
-class SamplingArguments(EnvironmentArguments):
+class PlayArguments(EnvironmentArguments):
+    """Which task to play, and what of an episode a turn is sampled from."""
+
+    context: str = field(
+        default="full",
+        metadata={
+            "help": "What a turn is sampled from: 'full' (all turns so far), 'last' (the last turns) or 'memory' (one "
+            "message that tells the answers of earlier turns). Trained as it was sampled."
+        },
+    )
+    context_turns: int | None = field(
+        default=None, metadata={"help": "Turns that 'last' shows or 'memory' tells, the present one included."}
+    )
+    drop_oldest_turns: bool = field(
+        default=False, metadata={"help": "Where the context is full, leave out its oldest turns and go on."}
+    )
+
+    @property
+    def context_options(self) -> dict[str, Any]:
+        """For `TextRollout`."""
+        return {name: getattr(self, name) for name in ("context", "context_turns", "drop_oldest_turns")}
+
+
+@dataclass
+class SamplingArguments(PlayArguments):
     """Which model plays how many held-out tasks, and how it is sampled."""
 
     model: str = field(default="tiny", metadata={"help": "`tiny`, `tiny-sokoban`, a path or a Hub id."})
@@ -244,6 +315,11 @@ class DiagnoseArguments(SamplingArguments):
         of_one_batch = [name for name in ("gradients", "predict_filter") if getattr(self, name)]
         if of_one_batch and self.completions is not None:
             raise ValueError(f"completions are text without rewards; allowed with {of_one_batch[0]}: None")
+        if of_one_batch and (self.context != "full" or self.drop_oldest_turns):
+            raise ValueError(
+                f"context={self.context!r} with drop_oldest_turns={self.drop_oldest_turns} makes several samples "
+                f"of an episode; allowed with {of_one_batch[0]}: 'full' and False"
+            )
         if self.gradients and self.entropy_coef <= 0:
             raise ValueError(f"entropy_coef must be above 0, got {self.entropy_coef!r}")
         if self.temperature <= 0:
@@ -255,7 +331,7 @@ class DiagnoseArguments(SamplingArguments):
 
 
 @dataclass
-class TrainArguments(EnvironmentArguments):
+class TrainArguments(PlayArguments):
     """What to train, on how many tasks, and how to measure it before and after."""
 
     algo: str = field(
@@ -340,12 +416,13 @@ class TrainArguments(EnvironmentArguments):
         """Whether held-out tasks are played while training."""
         return self.eval_every > 0 and self.eval_prompts > 0
 
-    def make_eval_envs(self, env: "Environment") -> "list[Environment]":
-        """What has a curve: the trained task, and those of `eval_envs`."""
-        from ragen2_trl.envs import make_env
+    def make_eval_envs(self, env: "Environment | TaskMixture") -> "list[Environment]":
+        """What has a curve: the trained task, or each of several, and those of `eval_envs`."""
+        from ragen2_trl.envs import TaskMixture, make_env
 
         words = [task.split() or [task] for task in self.eval_envs]
-        return [env, *(make_env(name, **parse_env_args(options)) for name, *options in words)]
+        trained = list(env.environments.values()) if isinstance(env, TaskMixture) else [env]
+        return [*trained, *(make_env(name, **parse_env_args(options)) for name, *options in words)]
 
 
 @dataclass
@@ -364,38 +441,6 @@ class WarmStartArguments(EnvironmentArguments):
     from_scratch: bool = field(
         default=False, metadata={"help": "Build the tiny model anew; only with `--model_name_or_path tiny`."}
     )
-
-
-def parse_env_args(env_args: Sequence[str] | Mapping[str, Any]) -> dict[str, Any]:
-    """Options from `key=value` strings, JSON objects, or the mapping that a YAML file gives.
-
-    Values are read as JSON where they are JSON, `True` and `False` as well, and are strings elsewhere.
-
-    Raises:
-        ValueError: If an item is neither a pair nor a JSON object.
-
-    >>> parse_env_args(["size=5", "observation=both", '{"slip": 0.1}'])
-    {'size': 5, 'observation': 'both', 'slip': 0.1}
-    """
-    if isinstance(env_args, Mapping):
-        return dict(env_args)
-    options: dict[str, Any] = {}
-    for item in env_args:
-        key, equals, value = item.partition("=")
-        if item.lstrip().startswith("{"):
-            options.update(json.loads(item))
-        elif equals:
-            options[key] = _json_or_text(value)
-        else:
-            raise ValueError(f"env_args must be `key=value` pairs or a JSON object, got {item!r}")
-    return options
-
-
-def _json_or_text(value: str) -> Any:
-    try:
-        return json.loads(value.lower() if value in ("True", "False") else value)
-    except json.JSONDecodeError:
-        return value
 
 
 ARGUMENTS = {

@@ -46,6 +46,8 @@ from ragen2_trl.cli.samples import (
     sample_control,
     sample_tasks,
 )
+from ragen2_trl.cli.sampling import load_model
+from ragen2_trl.envs import TaskMixture
 from ragen2_trl.instrument.diagnosis import (
     Measurement,
     NotMeasurableError,
@@ -101,6 +103,8 @@ def _diagnose_sampled(
     with checked_input():
         env = arguments.make_env()
         check_words_only(env)
+        if arguments.control and isinstance(env, TaskMixture):
+            raise ValueError(f"control must be False for several tasks ({env.name}), whose rules differ, got True")
         for setting, least in (("num_prompts", 2), ("num_samples", 1)):
             if getattr(arguments, setting) < least:
                 raise ValueError(
@@ -189,7 +193,7 @@ def _measure(
     line: ProgressLine,
 ) -> tuple[Measurement, list[Turn | None], dict[str, float], dict[int, Measurement]]:
     started = time.perf_counter()
-    trajectories = Trajectories(sample.prompt_ids, sample.completion_ids, tokenizer, sample.masks)
+    trajectories = Trajectories(sample.prompt_ids, sample.completion_ids, tokenizer, sample.masks, sample.later)
     later: dict[int, Measurement] = {}
     line.begin(f"Scoring {printable(sample.label)}")
     with count_tokens(model) as tokens:

@@ -9,10 +9,10 @@ python scripts/evaluate.py --model openai:gpt-4o-mini --env_name sokoban --multi
 
 import random
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 from datasets import Dataset
 from rich.console import Console
@@ -27,6 +27,7 @@ from ragen2_trl.cli.endpoint import PREFIX, Endpoint, EndpointError, endpoint_of
 from ragen2_trl.cli.models import load_model
 from ragen2_trl.envs import Environment, Play, respond_all
 from ragen2_trl.envs.floor import oracle_response, random_floor, random_response
+from ragen2_trl.envs.mixture import TASK, AnyTask, TaskMixture
 from ragen2_trl.reporting.examples import printable
 from ragen2_trl.reporting.files import write_json
 from ragen2_trl.reporting.saved_episodes import EVALUATION, episodes_of, episodes_path, save_episodes
@@ -65,6 +66,7 @@ def main(args: list[str] | None = None) -> None:
             max_new_tokens=script_args.max_new_tokens,
             batch_size=script_args.batch_size,
             max_turn_tokens=script_args.max_turn_tokens,
+            context_options=script_args.context_options,
             chat_template_kwargs=script_args.chat_template_kwargs,
             **tasks,
             **keep,
@@ -144,7 +146,7 @@ def evaluate_endpoint(
 def evaluate_model(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    env: Environment,
+    env: AnyTask,
     *,
     num_prompts: int = 256,
     num_samples: int = 8,
@@ -156,6 +158,7 @@ def evaluate_model(
     max_turn_tokens: int | None = None,
     chat_template_kwargs: dict[str, Any] | None = None,
     on_played: OnPlays | None = None,
+    context_options: dict[str, Any] | None = None,
 ) -> dict[str, float]:
     """Plays held-out tasks (split `"test"`) and measures success, return, format and length.
 
@@ -177,6 +180,8 @@ def evaluate_model(
         max_turn_tokens: Longest turn in tokens.
         chat_template_kwargs: For the chat template.
         on_played: Called with (rows, plays) of all episodes when they have been played.
+        context_options: What of an episode a turn is sampled from: `context`, `context_turns` and `drop_oldest_turns`
+            of `TextRollout`. Where turns have contexts of their own, `max_new_tokens` bounds each of them.
 
     Returns:
         `success`, `pass@k` for k = 1, 2, 4, … up to G, `valid_rate` (fractions, the last of an episode's turns), the
@@ -185,7 +190,7 @@ def evaluate_model(
         tokens included),
         each a mean over completions with `…_ci_low` and `…_ci_high`, bounds of a 95 % confidence interval;
         `num_prompts` and `num_samples`; and `random_success`, that of a player who guesses on the same tasks, where
-        `random_floor` knows it.
+        `random_floor` knows it. Of several tasks the same for each, as `<task>/success`.
 
         Completions of one prompt are not independent, so prompts are the unit of every interval: Wilson with the
         effective sample size for fractions (see `fraction_interval`), normal over the N means of the prompts for
@@ -207,18 +212,19 @@ def evaluate_model(
         data=data,
         max_turn_tokens=max_turn_tokens,
         chat_template_kwargs=chat_template_kwargs,
+        context_options=context_options,
     )
-    lengths = [float(sum(trajectory.env_mask)) for trajectory in trajectories]
+    lengths = [float(sum(map(len, trajectory.answers))) for trajectory in trajectories]
     plays = [trajectory.play for trajectory in trajectories]
     if on_played is not None:
         on_played(rows, plays)
-    metrics = summarize(num_samples, **outcomes_of(plays), completion_length=lengths)
-    return metrics | random_success(env, rows, num_samples)
+    values = {**outcomes_of(plays), "completion_length": lengths}
+    return _metrics(env, rows, num_samples, values)
 
 
 def evaluate_scripted(
     policy: str,
-    env: Environment,
+    env: AnyTask,
     *,
     num_prompts: int = 256,
     num_samples: int = 8,
@@ -234,12 +240,28 @@ def evaluate_scripted(
     rows, plays = held_out_plays(env, num_prompts, num_samples, seed, data)
     running = [(play, random.Random(f"{policy}/{seed}/{number}")) for number, play in enumerate(plays)]
     while running := [(play, rng) for play, rng in running if not play.done]:
-        texts = [SCRIPTED[policy](env, play, rng) for play, rng in running]
+        texts = [SCRIPTED[policy](cast(Environment, play.env), play, rng) for play, rng in running]
         respond_all([play for play, _ in running], texts, env.workers)
     if on_played is not None:
         on_played(rows, plays)
-    floor = random_success(env, rows, num_samples) if policy != "random" else {}
-    return summarize(num_samples, **outcomes_of(plays)) | floor
+    return _metrics(env, rows, num_samples, outcomes_of(plays), with_floor=policy != "random")
+
+
+def _metrics(
+    env: AnyTask, rows: Dataset, num_samples: int, values: Mapping[str, Sequence[float]], with_floor: bool = True
+) -> dict[str, float]:
+    """Metrics of all episodes; of several tasks also those of each, as `<task>/success` and so on."""
+    metrics = summarize(num_samples, **values)
+    if not isinstance(env, TaskMixture):
+        return metrics | (random_success(env, rows, num_samples) if with_floor else {})
+    tasks = rows[TASK][:]
+    for name, task in env.environments.items():
+        numbers = [number for number, of in enumerate(tasks) if of == name]
+        own = rows.select(numbers)
+        own = own.remove_columns([column for column in own.column_names if all(v is None for v in own[column][:])])
+        of_task = {key: [column[number] for number in numbers] for key, column in values.items()}
+        metrics |= {f"{name}/{key}": v for key, v in _metrics(task, own, num_samples, of_task, with_floor).items()}
+    return metrics
 
 
 def random_success(env: Environment, rows: Dataset, num_samples: int) -> dict[str, float]:

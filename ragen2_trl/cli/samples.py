@@ -11,9 +11,11 @@ from datasets import Dataset
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ragen2_trl.cli.arguments import SamplingArguments
-from ragen2_trl.envs import Environment, completion_text
+from ragen2_trl.envs import completion_text
+from ragen2_trl.envs.mixture import AnyTask
 from ragen2_trl.reporting.files import replace_whole
-from ragen2_trl.rollouts.play import Chat, Trajectory
+from ragen2_trl.rollouts.chat import Chat
+from ragen2_trl.rollouts.context import LATER_SAMPLES, ContextWindow, Trajectory, later_samples
 from ragen2_trl.rollouts.sampling import (
     LONGEST_TURN,
     OnToken,
@@ -43,6 +45,7 @@ class Sample:
         step: Of the run that they are from, if they are from one.
         success: Share of the episodes that solved their task, where it is known.
         clipped_ratio: Share of the completions whose first turn was cut at the length limit, where it is known.
+        later: For each completion the samples of its episode after it, where turns had contexts of their own.
     """
 
     label: str
@@ -53,12 +56,13 @@ class Sample:
     step: int | None = None
     success: float | None = None
     clipped_ratio: float | None = None
+    later: list[list[dict[str, Any]]] | None = None
 
 
 def sample_tasks(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    env: Environment,
+    env: AnyTask,
     arguments: SamplingArguments,
     folder: Path,
     tell: Callable[[str], None],
@@ -70,6 +74,7 @@ def sample_tasks(
     done: list[dict[str, Any]] = []
     count = arguments.num_prompts * arguments.num_samples
     ends = end_tokens(model, tokenizer)
+    splits = ContextWindow.of(**arguments.context_options).splits_episodes
 
     def keep(rows: Dataset, played: Sequence[Trajectory]) -> None:
         for prompt, trajectory in zip(rows["prompt"][:], played, strict=True):
@@ -85,6 +90,7 @@ def sample_tasks(
                     "env_mask": trajectory.env_mask,
                     "success": float(trajectory.play.outcome.success),
                     "clipped": float(trajectory.completion_ids[first - 1] not in ends) if first else 1.0,
+                    **({LATER_SAMPLES: later_samples(trajectory)} if splits else {}),
                 }
             )
         save_rows(done, folder / COMPLETIONS_FILE)
@@ -103,6 +109,7 @@ def sample_tasks(
         data=arguments.data,
         max_turn_tokens=arguments.max_turn_tokens,
         chat_template_kwargs=arguments.chat_template_kwargs,
+        context_options=arguments.context_options,
         on_token=lambda now, most: tell(
             f"Sampling: {len(done)} of {count} completions, token {now} of up to {most} of the next"
         ),
@@ -114,7 +121,7 @@ def sample_tasks(
 def sample_control(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    env: Environment,
+    env: AnyTask,
     sample: Sample,
     arguments: SamplingArguments,
     folder: Path,
@@ -194,6 +201,7 @@ def read_completions(file: Path) -> list[dict[str, Any]]:
     if missing:
         raise ValueError(f"completions must have the columns {COLUMNS}, but {file.name} lacks {missing}")
     own = OWN_COLUMNS if all(name in names for name in OWN_COLUMNS) else ()
+    own = (*own, LATER_SAMPLES) if own and LATER_SAMPLES in names else own
     rows = parquet.read(columns=[*COLUMNS, *own]).to_pylist()
     if not rows:
         raise ValueError(f"completions must hold at least one row, got none in {file.name}")
@@ -257,12 +265,19 @@ def _sample(label: str, rows: Sequence[Mapping[str, Any]]) -> Sample:
         ids["env_mask"],
         success=mean("success"),
         clipped_ratio=mean("clipped"),
+        later=[row[LATER_SAMPLES] for row in rows] if LATER_SAMPLES in rows[0] else None,
     )
 
 
 def _messages(tokenizer: PreTrainedTokenizerBase, trajectory: Trajectory) -> list[dict[str, str]]:
     """A completion to be read: what the model wrote and what the environment answered, in turn."""
     messages: list[dict[str, str]] = []
+    if trajectory.later:
+        for number, answer in enumerate(trajectory.answers):
+            said = {"role": "assistant", "content": tokenizer.decode(answer, skip_special_tokens=True)}
+            replies = [{"role": "user", "content": text} for text in trajectory.messages[number : number + 1]]
+            messages += [said, *replies]
+        return messages
     start = 0
     for place in range(1, len(trajectory.env_mask) + 1):
         if place == len(trajectory.env_mask) or trajectory.env_mask[place] != trajectory.env_mask[start]:

@@ -17,7 +17,6 @@ import time
 from pathlib import Path
 from typing import Any, TypeAlias
 
-import yaml
 from rich.table import Table
 from rich.text import Text
 from transformers import PrinterCallback, TrainerState
@@ -31,11 +30,11 @@ from ragen2_trl.callbacks import (
     MutualInformationCallback,
 )
 from ragen2_trl.callbacks.environment_eval import chat_template_of
-from ragen2_trl.cli.arguments import InputError, TrainArguments, checked_input, parse
+from ragen2_trl.cli.arguments import InputError, TrainArguments, checked_input, config_files, parse, read_configs
 from ragen2_trl.cli.checkpoints import checkpoint_to_resume, last_complete_checkpoint
 from ragen2_trl.cli.console import make_console
 from ragen2_trl.cli.evaluate import evaluate_model
-from ragen2_trl.envs import Environment
+from ragen2_trl.envs.mixture import ALL_TASKS, AnyTask, TaskMixture
 from ragen2_trl.filtering import check_choice
 from ragen2_trl.instrument import REFERENCE_SCOPE, SCOPES
 from ragen2_trl.reporting import plot_training
@@ -178,6 +177,8 @@ def summary_table(summary: dict[str, Any], title: str) -> Table:
             guessed = metrics.get("random_success")
             floor = "" if guessed is None else f"; a player who guesses: {guessed:.1%}"
             table.add_row(f"held-out success {when}", f"{metrics['success']:.1%}  (95 % interval {interval}{floor})")
+            for key in (key for key in metrics if key.endswith("/success")):
+                table.add_row(f"  {key.partition('/')[0]}", f"{metrics[key]:.1%}")
     for task, curve in summary["held_out"].items():
         peak, last = curve["peak"], curve["last"]
         table.add_row(
@@ -211,10 +212,9 @@ def algorithm_of(args: list[str] | None) -> str:
     """What `algo` names, on the command line or in the file of `--config`: it says what else can be set."""
     early = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     early.add_argument("--algo")
-    early.add_argument("--config")
     named, _ = early.parse_known_args(args)
-    in_file = (yaml.safe_load(Path(named.config).read_text()) or {}) if named.config else {}
-    algo: str = named.algo or in_file.get("algo", "grpo")
+    files, _ = config_files(sys.argv[1:] if args is None else args)
+    algo: str = named.algo or read_configs(files).get("algo", "grpo")
     check_choice("algo", algo, tuple(ALGORITHMS))
     return algo
 
@@ -241,7 +241,10 @@ def _run_folder(script_args: TrainArguments, training_args: Config, model_args: 
     if script_args.model is None:
         raise ValueError("model=None; allowed: 'tiny', a path, or a Hub id.")
     if training_args.output_dir == "trainer_output":  # transformers' default
-        name = training_args.run_name or f"{script_args.env_name}-{script_args.model.rstrip('/').split('/')[-1]}"
+        name = (
+            training_args.run_name
+            or f"{script_args.env_name.replace(',', '-')}-{script_args.model.rstrip('/').split('/')[-1]}"
+        )
         training_args.output_dir = str(Path("runs") / name)
     return Path(training_args.output_dir)
 
@@ -251,7 +254,7 @@ def _make_trainer(
     script_args: TrainArguments,
     training_args: Config,
     model_args: ModelConfig,
-    env: Environment,
+    env: AnyTask,
     live_line: LiveLineCallback,
 ) -> Trainer:
     training_args.model_init_kwargs = {
@@ -263,7 +266,12 @@ def _make_trainer(
     training_args.disable_tqdm = True  # the live line takes its place
     if training_args.num_completions_to_print is None:
         training_args.num_completions_to_print = 0  # log_completions saves them; a wall of them would bury the line
-    rollout = {"rollout_func": TextRollout(env, script_args.max_turn_tokens)} if env.needs_rollout else {}
+    rollout = {}
+    if env.needs_rollout:
+        with checked_input():
+            plays = TextRollout(env, script_args.max_turn_tokens, **script_args.context_options)
+            plays.check_trainer(trainer_class)
+        rollout = {"rollout_func": plays}
     trainer = trainer_class(
         resolve_model(script_args.model),
         env.reward_funcs,
@@ -317,12 +325,12 @@ def _train(trainer: Trainer, checkpoint: Path | None) -> None:
     trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
 
 
-def _success_metric(env: Environment) -> str:
-    return f"env/{env.name}/success"
+def _success_metric(env: AnyTask) -> str:
+    return f"env/{ALL_TASKS if isinstance(env, TaskMixture) else env.name}/success"
 
 
 def _evaluate(
-    trainer: Trainer, env: Environment, script_args: TrainArguments, path: Path, again: bool = False
+    trainer: Trainer, env: AnyTask, script_args: TrainArguments, path: Path, again: bool = False
 ) -> dict[str, float] | None:
     """Metrics on held-out tasks, read back from `path` when a resumed run has measured them before."""
     if script_args.has_curve:  # the curve has both
@@ -347,13 +355,14 @@ def _evaluate(
         data=script_args.data,
         max_turn_tokens=script_args.max_turn_tokens,
         chat_template_kwargs=chat_template_of(trainer),
+        context_options=script_args.context_options,
     )
     path.parent.mkdir(parents=True, exist_ok=True)
     write_json(path, metrics, indent=2)
     return metrics
 
 
-def _write_history(trainer: Trainer, env: Environment, run: Path) -> None:
+def _write_history(trainer: Trainer, env: AnyTask, run: Path) -> None:
     if not trainer.is_world_process_zero():
         return
     history = trainer.state.log_history

@@ -11,6 +11,7 @@ from ragen2_trl.envs.deepcoder import DeepCoder
 from ragen2_trl.envs.episode import Episode, Limits
 from ragen2_trl.envs.frozen_lake import FrozenLake
 from ragen2_trl.envs.metamath_qa import MetaMathQA
+from ragen2_trl.envs.mixture import TaskMixture
 from ragen2_trl.envs.play import Outcome, Play, respond_all
 from ragen2_trl.envs.presets import PRESETS, preset_options
 from ragen2_trl.envs.responses import Response, completion_text, format_response, parse_response
@@ -77,6 +78,7 @@ __all__ = [
     "Response",
     "SearchQA",
     "Sokoban",
+    "TaskMixture",
     "ToolEnvironment",
     "WebShop",
     "completion_text",

@@ -370,7 +370,7 @@ class Environment(ABC):
             **columns: Any,
         ) -> list[float]:
             step = 0 if trainer_state is None else trainer_state.global_step
-            outcomes = self._outcomes(prompts, completions, seed, columns, step)
+            outcomes = self.outcomes(prompts, completions, seed, columns, step)
             if log_metric is not None:
                 for key, value in mean_outcomes(outcomes, seed).items():
                     log_metric(f"env/{self.name}/{key}", value)
@@ -381,7 +381,7 @@ class Environment(ABC):
         vars(reward)["bounds"] = bounds  # for the filter: what is too hard, and too easy
         return reward
 
-    def _outcomes(
+    def outcomes(
         self,
         prompts: Sequence[Any],
         completions: Sequence[Completion],
@@ -389,6 +389,7 @@ class Environment(ABC):
         columns: Mapping[str, Any],
         step: int,
     ) -> list[Outcome]:
+        """What came of each row's episode: as a rollout tells in its column, else by playing its completion."""
         if "environments" in columns:
             plays = [environment._play for environment in columns["environments"]]
             self.on_played(prompts, seed, plays, completions)

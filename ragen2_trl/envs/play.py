@@ -228,7 +228,8 @@ def mean_outcomes(outcomes: Sequence[Outcome], seeds: Sequence[int]) -> dict[str
         "action_is_valid": fmean(outcome.acting_turns / max(1, outcome.turns) for outcome in outcomes),
         "action_is_effective": fmean(outcome.effective_turns / max(1, outcome.turns) for outcome in outcomes),
     }
-    means.update({name: fmean(outcome.measures[name] for outcome in outcomes) for name in outcomes[0].measures})
+    shared = [name for name in outcomes[0].measures if all(name in outcome.measures for outcome in outcomes)]
+    means.update({name: fmean(outcome.measures[name] for outcome in outcomes) for name in shared})
     sizes = {len(members) for members in groups.values()}
     if len(sizes) == 1:  # elsewhere a group is spread over processes, and k would differ from task to task
         means[f"pass@{sizes.pop()}"] = fmean(any(members) for members in groups.values())

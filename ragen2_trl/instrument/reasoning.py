@@ -1,8 +1,9 @@
 """From sampled token ids to turns and their reasoning, without tokenising anything again."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, groupby
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -49,6 +50,7 @@ def find_turns(
     completion_ids: Sequence[int],
     tokenizer: PreTrainedTokenizerBase,
     tool_mask: Sequence[int] | None = None,
+    earlier: Sequence[tuple[int, int]] = (),
 ) -> list[Turn]:
     """Turns of one completion and the reasoning in each.
 
@@ -64,6 +66,7 @@ def find_turns(
         tokenizer: Names the ids; decides what is special and therefore never reasoning at the end of a turn.
         tool_mask: For each id of the completion, 1 where the model wrote it and 0 elsewhere (TRL's `tool_mask`, which
             a `rollout_func` gives as `env_mask`). Default: the model wrote all of it.
+        earlier: (first, last + 1) places in the prompt that the model wrote, in turns before these.
     """
     if tool_mask is None:
         tool_mask = [1] * len(completion_ids)
@@ -71,18 +74,22 @@ def find_turns(
         raise ValueError(f"tool_mask must have one value for each of {len(completion_ids)} ids, got {len(tool_mask)}")
     ids, special = [*prompt_ids, *completion_ids], set(tokenizer.all_special_ids)
     turns: list[Turn] = []
-    earlier: tuple[tuple[int, int], ...] = ()
+    own_words = tuple((first, _end_of_words(ids, first, end, special)) for first, end in earlier)
     start = len(prompt_ids)
     for written_by_model, run in groupby(tool_mask, key=bool):
         end = start + len(list(run))
         if written_by_model:
-            turns.append(replace(_read_turn(ids, start, end, tokenizer, special), earlier=earlier))
-            last = end
-            while last > start and ids[last - 1] in special:
-                last -= 1
-            earlier = (*earlier, (start, last))
+            turns.append(replace(_read_turn(ids, start, end, tokenizer, special), earlier=own_words))
+            own_words = (*own_words, (start, _end_of_words(ids, start, end, special)))
         start = end
     return turns
+
+
+def _end_of_words(ids: Sequence[int], first: int, end: int, special: set[int]) -> int:
+    """Where a turn ends without the special ids that close it."""
+    while end > first and ids[end - 1] in special:
+        end -= 1
+    return end
 
 
 class Trajectories:
@@ -93,6 +100,8 @@ class Trajectories:
         completion_ids: Their ids, without padding.
         tokenizer: See `find_turns`.
         tool_masks: For each completion its `tool_mask`, see `find_turns`. Default: the model wrote all of it.
+        later: For each completion its further samples, whose turns had contexts of their own: mappings with
+            `prompt_ids`, `completion_ids`, `env_mask` and `earlier`, see `find_turns`. Default: none.
     """
 
     def __init__(
@@ -101,11 +110,13 @@ class Trajectories:
         completion_ids: Sequence[Sequence[int]],
         tokenizer: PreTrainedTokenizerBase,
         tool_masks: Sequence[Sequence[int] | None] | None = None,
+        later: Sequence[Sequence[Mapping[str, Any]]] | None = None,
     ):
         self.prompt_ids = prompt_ids
         self.completion_ids = completion_ids
         self.tokenizer = tokenizer
         self.tool_masks = tool_masks or [None] * len(prompt_ids)
+        self.later = later or [()] * len(prompt_ids)
         self._read: dict[int, list[Turn]] = {}
 
     def __len__(self) -> int:
@@ -116,15 +127,19 @@ class Trajectories:
             raise IndexError(number)
         if number not in self._read:
             prompt, completion, mask = self.prompt_ids[number], self.completion_ids[number], self.tool_masks[number]
-            self._read[number] = find_turns(prompt, completion, self.tokenizer, mask)
+            turns = find_turns(prompt, completion, self.tokenizer, mask)
+            for sample in self.later[number]:
+                ids = (sample["prompt_ids"], sample["completion_ids"])
+                turns += find_turns(*ids, self.tokenizer, sample["env_mask"], sample["earlier"])
+            self._read[number] = turns
         return self._read[number]
 
     def num_turns(self, number: int) -> int:
         """Turns of a completion, without reading it."""
-        mask = self.tool_masks[number]
-        if mask is None:
-            return min(1, len(self.completion_ids[number]))
-        return sum(written_by_model for written_by_model, _ in groupby(mask, key=bool))
+        masks = [self.tool_masks[number], *(sample["env_mask"] for sample in self.later[number])]
+        if masks[0] is None:
+            masks[0] = [1] * len(self.completion_ids[number])
+        return sum(written_by_model for mask in masks for written_by_model, _ in groupby(mask, key=bool))
 
     def first_context(self, number: int) -> tuple[int, ...]:
         """The context of a completion's first turn, without reading it."""

@@ -9,7 +9,7 @@ from typing import Any
 
 from transformers import Trainer
 
-from ragen2_trl.envs import Environment
+from ragen2_trl.envs import Environment, TaskMixture
 from ragen2_trl.reporting.redaction import HIDDEN, hide_credentials, without_credentials
 
 PACKAGES = ("ragen2-trl", "trl", "transformers", "datasets", "accelerate", "peft", "deepspeed", "torch")
@@ -35,7 +35,7 @@ def settings_of(trainer: Trainer) -> dict[str, Any]:
     args = vars(trainer.args)
     names = [*SETTINGS, *sorted(name for name in args if name.startswith("snr_"))]
     rewards_of = (getattr(func, "environment", None) for func in vars(trainer).get("reward_funcs", ()))
-    environment = next((found for found in rewards_of if isinstance(found, Environment)), None)
+    environment = next((found for found in rewards_of if isinstance(found, (Environment, TaskMixture))), None)
     return {
         **({} if environment is None else {"environment": public(environment.summary)}),
         "trainer": type(trainer).__name__,

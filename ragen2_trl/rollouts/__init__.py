@@ -1,6 +1,18 @@
 """How a model plays several turns: the loop over any way to generate, and TRL's `rollout_func` made of it."""
 
-from ragen2_trl.rollouts.play import Chat, Generate, Messages, Trajectory, check_words_only, play_all
+from ragen2_trl.rollouts.chat import Chat, Messages
+from ragen2_trl.rollouts.context import ContextWindow, Sample, Trajectory
+from ragen2_trl.rollouts.play import Generate, check_words_only, play_all
 from ragen2_trl.rollouts.text_rollout import TextRollout
 
-__all__ = ["Chat", "Generate", "Messages", "TextRollout", "Trajectory", "check_words_only", "play_all"]
+__all__ = [
+    "Chat",
+    "ContextWindow",
+    "Generate",
+    "Messages",
+    "Sample",
+    "TextRollout",
+    "Trajectory",
+    "check_words_only",
+    "play_all",
+]

@@ -16,8 +16,11 @@ from transformers import (
     StoppingCriteriaList,
 )
 
-from ragen2_trl.envs import Environment, Play
-from ragen2_trl.rollouts.play import Chat, Generate, Trajectory, check_words_only, play_all
+from ragen2_trl.envs import Play
+from ragen2_trl.envs.mixture import AnyTask, TaskMixture
+from ragen2_trl.rollouts.chat import Chat
+from ragen2_trl.rollouts.context import ContextWindow, Trajectory
+from ragen2_trl.rollouts.play import Generate, check_words_only, play_all
 
 OnToken: TypeAlias = Callable[[int, int], None]
 OnPlayed: TypeAlias = Callable[[Dataset, list[Trajectory]], None]
@@ -25,7 +28,7 @@ LONGEST_TURN = 128  # tokens, unless another limit is given
 
 
 def held_out_plays(
-    env: Environment, num_prompts: int, num_samples: int, seed: int, data: str | None
+    env: AnyTask, num_prompts: int, num_samples: int, seed: int, data: str | None
 ) -> tuple[Dataset, list[Play]]:
     """Rows of the split `"test"`, each `num_samples` times in a row, and an episode for each.
 
@@ -36,7 +39,7 @@ def held_out_plays(
     return rows, plays_of(env, rows)
 
 
-def held_out_rows(env: Environment, num_prompts: int, num_samples: int, seed: int, data: str | None) -> Dataset:
+def held_out_rows(env: AnyTask, num_prompts: int, num_samples: int, seed: int, data: str | None) -> Dataset:
     """Rows of the split `"test"`, each `num_samples` times in a row.
 
     Raises:
@@ -48,11 +51,13 @@ def held_out_rows(env: Environment, num_prompts: int, num_samples: int, seed: in
     ):
         if value < least:
             raise ValueError(f"{name} must be at least {least}, got {value!r}")
+    if isinstance(env, TaskMixture) and min(env.shares(num_prompts)) < 2:
+        raise ValueError(f"num_prompts must give each task of {env.name} at least 2, got {num_prompts!r}")
     rows = env.dataset(num_prompts, seed, split="test", data=data)
     return rows.select([index for index in range(num_prompts) for _ in range(num_samples)])  # groups stay together
 
 
-def plays_of(env: Environment, rows: Dataset) -> list[Play]:
+def plays_of(env: AnyTask, rows: Dataset) -> list[Play]:
     """An episode at its start for each row."""
     columns = {name: rows[name][:] for name in rows.column_names if name not in ("prompt", "seed")}
     return env.plays(rows["seed"][:], columns)
@@ -61,7 +66,7 @@ def plays_of(env: Environment, rows: Dataset) -> list[Play]:
 def sample_trajectories(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    env: Environment,
+    env: AnyTask,
     *,
     num_prompts: int,
     num_samples: int,
@@ -72,6 +77,7 @@ def sample_trajectories(
     data: str | None = None,
     max_turn_tokens: int | None = None,
     chat_template_kwargs: dict[str, Any] | None = None,
+    context_options: dict[str, Any] | None = None,
     on_token: OnToken | None = None,
     on_played: OnPlayed | None = None,
 ) -> tuple[Dataset, list[Trajectory]]:
@@ -97,13 +103,14 @@ def sample_trajectories(
         seed=seed,
         max_turn_tokens=max_turn_tokens,
         chat_template_kwargs=chat_template_kwargs,
+        context_options=context_options,
         on_token=on_token,
         on_played=on_played,
     )
 
 
 def check_sampling(
-    env: Environment, num_samples: int, temperature: float, max_new_tokens: int | None, batch_size: int
+    env: AnyTask, num_samples: int, temperature: float, max_new_tokens: int | None, batch_size: int
 ) -> None:
     """Raises a `ValueError` unless a task can be sampled so."""
     check_words_only(env)
@@ -118,7 +125,7 @@ def check_sampling(
 def play_rows(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    env: Environment,
+    env: AnyTask,
     rows: Dataset,
     *,
     temperature: float,
@@ -127,6 +134,7 @@ def play_rows(
     seed: int,
     max_turn_tokens: int | None = None,
     chat_template_kwargs: dict[str, Any] | None = None,
+    context_options: dict[str, Any] | None = None,
     on_token: OnToken | None = None,
     on_played: OnPlayed | None = None,
     most: Callable[[int], int] = int,
@@ -137,6 +145,7 @@ def play_rows(
         most: The largest of an int over all processes, where generation needs all of them; then they have as many
             rows, and `on_played` is given.
     """
+    window = ContextWindow.of(**(context_options or {}))
     plays = plays_of(env, rows)
     eos_token_ids = end_tokens(model, tokenizer)
     if max_turn_tokens is None:
@@ -159,6 +168,7 @@ def play_rows(
                 max_context=getattr(model.config.get_text_config(), "max_position_embeddings", None),
                 workers=env.workers,
                 most=most,
+                window=window,
             )
             trajectories += played
             if on_played is not None:

@@ -9,17 +9,20 @@ from typing import Any
 import torch
 from transformers import Trainer
 
-from ragen2_trl.envs import Environment, Outcome, Play
+from ragen2_trl.envs import Outcome, Play
+from ragen2_trl.envs.mixture import AnyTask
 from ragen2_trl.envs.play import TURN_REWARDS
-from ragen2_trl.rollouts.play import Chat, Messages, check_words_only, play_all
+from ragen2_trl.rollouts.chat import Chat, Messages
+from ragen2_trl.rollouts.context import LATER_SAMPLES, ContextWindow, later_samples
+from ragen2_trl.rollouts.play import check_words_only, play_all
 
 
 class TextRollout:
     """Plays RAGEN's text protocol in TRL: a `rollout_func` for GRPO trainers.
 
-    Generation is the trainer's own: `transformers`, its continuous batching, or vLLM. The completion of a
-    row is its whole episode; `env_mask` is 0 on everything the model did not write. The reward functions of the
-    environment find the outcome in the column `episode`.
+    Generation is the trainer's own: `transformers`, its continuous batching, or vLLM. The completion of a row is its
+    whole episode, unless `context` says otherwise; `env_mask` is 0 on everything the model did not write. The reward
+    functions of the environment find the outcome in the column `episode`.
 
         SNRFilteredGRPOTrainer(model, env.reward_funcs, args, env.dataset(1024, seed=0), rollout_func=TextRollout(env))
 
@@ -31,24 +34,44 @@ class TextRollout:
         rollout.attach(trainer)
 
     Args:
-        env: The task, with the text protocol and without pictures.
+        env: The task, or a mixture of tasks, with the text protocol and without pictures.
         max_turn_tokens: Longest turn in tokens; default: the environment's, or whatever is left of TRL's
             `max_completion_length`, which covers the whole episode.
+        context: What a turn is sampled from: `"full"`, `"last"` or `"memory"`, see
+            [`~ragen2_trl.rollouts.ContextWindow`]. With the last two each turn is a training sample of its own, whose
+            length `max_completion_length` bounds, and the completion of a row is its first turn. They need
+            `SNRFilteredGRPOTrainer`.
+        context_turns: Turns that such a context has, the present one included; default: all.
+        drop_oldest_turns: Where the context is full, leave out its oldest turns, rather than end the episode.
 
     Raises:
-        ValueError: If the environment is made for tools or shows pictures, or `max_turn_tokens` is below 1.
+        ValueError: If the environment is made for tools or shows pictures, or another argument is outside its range.
     """
 
-    def __init__(self, env: Environment, max_turn_tokens: int | None = None):
+    def __init__(
+        self,
+        env: AnyTask,
+        max_turn_tokens: int | None = None,
+        *,
+        context: str = "full",
+        context_turns: int | None = None,
+        drop_oldest_turns: bool = False,
+    ):
         check_words_only(env)
         if max_turn_tokens is not None and max_turn_tokens < 1:
             raise ValueError(f"max_turn_tokens must be at least 1, got {max_turn_tokens!r}")
         self._env = env
         self._max_turn_tokens = env.max_turn_tokens if max_turn_tokens is None else max_turn_tokens
+        self.window = ContextWindow(context, context_turns, drop_oldest_turns)
         self._rows: list[dict[str, Any]] | None = None
 
     def attach(self, trainer: Trainer) -> None:
-        """Lets this rollout see the dataset rows of each generation."""
+        """Lets this rollout see the dataset rows of each generation.
+
+        Raises:
+            ValueError: If an episode may be several training samples, and the trainer takes one of each.
+        """
+        self.check_trainer(type(trainer))
         # Ours draws further rows within a step, which do not pass TRL's method.
         seam = "_sample_and_score" if hasattr(trainer, "_sample_and_score") else "_generate_and_score_completions"
         sample = getattr(trainer, seam)
@@ -59,6 +82,15 @@ class TextRollout:
 
         setattr(trainer, seam, with_rows)
 
+    def check_trainer(self, trainer_class: type) -> None:
+        """Raises a `ValueError` where an episode may be several training samples, and the trainer takes one."""
+        if self.window.splits_episodes and not getattr(trainer_class, "takes_later_samples", False):
+            raise ValueError(
+                f"context={self.window.kind!r} with drop_oldest_turns={self.window.drop_oldest} makes several "
+                f"training samples of an episode, which {trainer_class.__name__} cannot take; allowed: "
+                "SNRFilteredGRPOTrainer, or context='full' and drop_oldest_turns=False."
+            )
+
     def __call__(self, prompts: list[Messages], trainer: Any) -> dict[str, Any]:
         """TRL's contract: ids of prompts and completions, log-probs, and columns for the reward functions."""
         if self._rows is None:
@@ -66,7 +98,7 @@ class TextRollout:
         tokenizer = trainer._tokenizer  # of a vision-language model, too
         chat = Chat(
             tokenizer,
-            _end_tokens(trainer),
+            end_tokens(trainer),
             trainer.processing_class,
             self._env.forced_tag,
             chat_template=trainer.chat_template,
@@ -82,6 +114,7 @@ class TextRollout:
             max_context=_max_context(trainer),
             workers=self._env.workers,
             most=lambda number: _most(trainer, number),
+            window=self.window,
         )
         seeds, plays = [row["seed"] for row in self._rows], [trajectory.play for trajectory in trajectories]
         self._env.on_played(prompts, seeds, plays, None)
@@ -93,6 +126,7 @@ class TextRollout:
             "logprobs": logprobs if any(logprobs) else None,
             Outcome.COLUMN: [asdict(play.outcome) for play in plays],
             TURN_REWARDS: [play.turn_rewards for play in plays],
+            **({LATER_SAMPLES: list(map(later_samples, trajectories))} if self.window.splits_episodes else {}),
         }
 
     def _plays(self, step: int) -> list[Play]:
@@ -104,7 +138,7 @@ class TextRollout:
         return self._env.plays([row["seed"] for row in self._rows], columns, step)
 
 
-def _end_tokens(trainer: Any) -> list[int]:
+def end_tokens(trainer: Any) -> list[int]:
     """Ids that end a turn where the trainer generates."""
     if hasattr(trainer, "eos_token_ids"):  # since TRL 1.14.2: those of the model's generation config, too
         return list(trainer.eos_token_ids)

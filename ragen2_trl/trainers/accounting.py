@@ -6,7 +6,8 @@ from typing import Any
 from accelerate.logging import get_logger
 from transformers import TrainerCallback
 
-from ragen2_trl.envs import Environment
+from ragen2_trl.envs import Environment, TaskMixture
+from ragen2_trl.envs.mixture import ALL_TASKS
 from ragen2_trl.filtering import ZERO_STD
 from ragen2_trl.trainers.packing import MicroStep
 from ragen2_trl.trainers.selecting import Selector
@@ -30,7 +31,7 @@ class Accounting(TrainerCallback):
         self.metrics: dict[str, list[float]] = trainer._metrics["train"]  # of its log row: values that TRL averages
         self.of_no_update = trainer._of_no_update
         tasks = (getattr(func, "environment", None) for func in trainer.reward_funcs)
-        self.task: str | None = next((env.name for env in tasks if isinstance(env, Environment)), None)
+        self.task: str | None = next((env.name for env in tasks if isinstance(env, (Environment, TaskMixture))), None)
 
     def begin_run(self, selector: Selector) -> None:
         """Count anew; `selector` knows the rewards of the run, which say why it may have to stop."""
@@ -105,7 +106,8 @@ class Accounting(TrainerCallback):
         if self.selector.reward_range is None:
             return "no reward function returned a finite number for any completion."
         lowest, highest = self.selector.reward_range
-        valid, success = (self.metrics.get(f"env/{self.task}/{name}") for name in ("valid_rate", "success"))
+        logged = ALL_TASKS if self.task is None or "," in self.task else self.task
+        valid, success = (self.metrics.get(f"env/{logged}/{name}") for name in ("valid_rate", "success"))
         warm_start = f"`ragen2-trl warm-start --env_name {self.task} --model_name_or_path <your model>`"
         if valid and max(valid) == 0:
             return (

@@ -8,6 +8,7 @@ from accelerate.logging import get_logger
 from accelerate.utils import gather_object
 from datasets import Dataset, IterableDataset
 
+from ragen2_trl.envs.mixture import TASK
 from ragen2_trl.trainers.config import SNRFilterConfig
 from ragen2_trl.trainers.reference import FEW_GROUPS
 
@@ -103,6 +104,16 @@ def warn_of_equal_rows(train_dataset: Dataset | IterableDataset | None) -> None:
             "itself, the completions of a group begin in different ones: each is another task, and the variance "
             "that groups are kept for is partly luck. Give each row a seed, and let `reset(seed, **row)` or the "
             "rollout function draw from that: see docs/swap.md, 'Environments that draw their state'."
+        )
+
+
+def check_task_column(train_dataset: Any, args: Any) -> None:
+    """Raise a `ValueError` where rewards are to be scaled by task, and no column says whose task a row is."""
+    columns = train_dataset.column_names if isinstance(train_dataset, (Dataset, IterableDataset)) else None
+    if getattr(args, "snr_reward_scaling_by", "batch") == "task" and columns is not None and TASK not in columns:
+        raise ValueError(
+            f"snr_reward_scaling_by='task' needs the column {TASK!r} in train_dataset, which has {columns}; allowed: "
+            "the dataset of a TaskMixture, or snr_reward_scaling_by='batch'."
         )
 
 

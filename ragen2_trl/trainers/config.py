@@ -8,6 +8,7 @@ from ragen2_trl.trainers.reference import FEW_GROUPS
 EPS_SCALES = ("reward_range", "absolute")
 MODES = ("drop", "mask", "soft")
 LOSS_SCALINGS = ("none", "linear", "sqrt")
+REWARD_SCALINGS = ("batch", "task")
 
 
 @dataclass
@@ -50,6 +51,12 @@ class SNRFilterConfig:
         snr_loss_scaling (`str`, *optional*, defaults to `"none"`):
             Multiplies the advantages by the kept fraction of the groups (`"linear"`), by its square root (`"sqrt"`),
             or not at all. KL and entropy terms are left alone.
+        snr_reward_scaling_by (`str`, *optional*, defaults to `"batch"`):
+            What rewards of several tasks in one run are scaled by. `"task"`: whatever TRL normalises over the batch
+            (`scale_rewards="batch"`, `multi_objective_aggregation="normalize_then_sum"`, RLOO's
+            `normalize_advantages`, PPO's whitening) is normalised over the rows of the same task instead, and groups
+            are ranked in units of the range of their task's rewards in the run. The column `environment` of the
+            dataset says whose task a row is.
         snr_max_empty_steps (`int`, *optional*, defaults to `50`):
             Training stops after this many optimizer steps in a row without a kept group; 0 or less never stops. The
             reference implementation stops after 5 steps of 8 prompts; scripts with one or two prompts per step see
@@ -117,6 +124,13 @@ class SNRFilterConfig:
         default="none",
         metadata={"help": "Multiply advantages by the kept fraction of the groups: 'none', 'linear' or 'sqrt'."},
     )
+    snr_reward_scaling_by: str = field(
+        default="batch",
+        metadata={
+            "help": "'task': with several tasks in one run, normalise over the rows of a task what is normalised over "
+            "the batch, and rank groups in units of their task's range of rewards."
+        },
+    )
     snr_max_empty_steps: int = field(
         default=50,
         metadata={
@@ -145,6 +159,7 @@ class SNRFilterConfig:
         check_choice("snr_keep", self.snr_keep, KEEP)
         check_choice("snr_mode", self.snr_mode, MODES)
         check_choice("snr_loss_scaling", self.snr_loss_scaling, LOSS_SCALINGS)
+        check_choice("snr_reward_scaling_by", self.snr_reward_scaling_by, REWARD_SCALINGS)
         check_choice("snr_selection_eps_scale", self.snr_selection_eps_scale, EPS_SCALES)
         if not 0 <= self.snr_selection_eps < float("inf"):
             raise ValueError(f"snr_selection_eps={self.snr_selection_eps!r} is out of range; allowed: finite, >= 0.")

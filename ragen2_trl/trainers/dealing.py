@@ -51,7 +51,8 @@ def deal_rows(lengths: Sequence[Sequence[int]], segments: Sequence[int], rows_pe
     Args:
         lengths: tokens of each kept row, for each process.
         segments: from `accumulation_segments`.
-        rows_per_micro_batch: `per_device_train_batch_size`, the most rows a process takes in one micro-step.
+        rows_per_micro_batch: `per_device_train_batch_size`, the most rows a process takes in one micro-step; where
+            there are more rows than fit into all micro-steps so, each takes its share of them.
 
     Returns:
         For each micro-step, for each process, the rows. A micro-step with no row on any process is skipped.
@@ -67,7 +68,7 @@ def deal_rows(lengths: Sequence[Sequence[int]], segments: Sequence[int], rows_pe
     micro_steps: Deal = []
     ends = [len(rows) * steps // sum(segments) for steps in accumulate(segments)]
     for num_steps, (start, stop) in zip(segments, pairwise([0, *ends]), strict=True):
-        num_filled = -(-(stop - start) // (rows_per_micro_batch * num_processes))
+        num_filled = min(num_steps, -(-(stop - start) // (rows_per_micro_batch * num_processes)))
         micro_steps += [[[] for _ in range(num_processes)] for _ in range(num_steps - num_filled)]
         if num_filled:
             micro_steps += _deal_segment(rows[start:stop], lengths, num_filled)

@@ -14,50 +14,44 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 from accelerate.logging import get_logger
+from accelerate.utils import gather_object
 from datasets import Dataset, IterableDataset
 from torch import Tensor
 from torch.utils.data import Sampler
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ragen2_trl.callbacks.run_record import keep_record, with_hidden_tokens
+from ragen2_trl.envs.mixture import TASK
 from ragen2_trl.filtering import group_score
 from ragen2_trl.rollouts import TextRollout
+from ragen2_trl.rollouts.context import LATER_SAMPLES
+from ragen2_trl.rollouts.text_rollout import end_tokens
 from ragen2_trl.trainers.accounting import Accounting
-from ragen2_trl.trainers.batches import Batch, chunks, loss_mask
+from ragen2_trl.trainers.batches import Batch, loss_mask
 from ragen2_trl.trainers.checks import (
     LAYOUT_FIELDS,
     check_prompt_column,
     check_same_on_all_processes,
+    check_task_column,
     known_range,
     nothing_to_rank,
     warn_of_equal_rows,
     with_snr_fields,
 )
 from ragen2_trl.trainers.config import SNRFilterConfig
+from ragen2_trl.trainers.forward_passes import ForwardPasses
 from ragen2_trl.trainers.packing import KEPT, LossMean, Packing
 from ragen2_trl.trainers.processes import own_share
 from ragen2_trl.trainers.refilling import Refill
 from ragen2_trl.trainers.resuming import ResumableSampler, load_state, save_state
 from ragen2_trl.trainers.selecting import Selection, Selector
+from ragen2_trl.trainers.turns import check_later_samples, sampled_tokens, with_later_samples
 
 CLIP_RATIOS = tuple(f"clip_ratio/{name}" for name in ("low_mean", "low_min", "high_mean", "high_max", "region_mean"))
 logger = get_logger(__name__)
 
-VISION_KEYS = (
-    "pixel_values",
-    "image_grid_thw",
-    "num_images",
-    "pixel_attention_mask",
-    "spatial_shapes",
-    "num_tiles",
-    "image_sizes",
-    "token_type_ids",
-    "mm_token_type_ids",
-    "image_position_ids",
-)
 
-
-class SNRFilter:
+class SNRFilter(ForwardPasses):
     """Trains one of TRL's trainers only on the prompt groups that carry signal. Mixed in before that trainer.
 
     What is particular to a trainer: its configurations, what its loss is a mean over, and what becomes of advantages
@@ -66,6 +60,7 @@ class SNRFilter:
 
     _config_class: ClassVar[type]  # with the filter's settings
     _trl_config_class: ClassVar[type]  # that it stands in for
+    takes_later_samples: ClassVar[bool] = False  # whether an episode may be several training samples
     _paper = {  # noqa: RUF012 -- TRL declares it so
         "title": "RAGEN-2: Reasoning Collapse in Agentic RL",
         "id": "2604.06268",
@@ -94,6 +89,7 @@ class SNRFilter:
             name = model if isinstance(model, str) else model.config._name_or_path
             args = self._config_class(f"{name.split('/')[-1]}-{self._name.replace(' ', '-')}")
         check_prompt_column(train_dataset, kwargs.get("environment_factory"))
+        check_task_column(train_dataset, args)
         plays = any(kwargs.get(name) is not None for name in ("environment_factory", "rollout_func"))
         args = with_snr_fields(args, self._config_class, self._trl_config_class)
         super().__init__(model, reward_funcs, args, train_dataset, eval_dataset, processing_class, **kwargs)
@@ -130,6 +126,8 @@ class SNRFilter:
             wrap(self.accelerator, "backward", self._backward_of_kept_rows)
         if isinstance(rollout := kwargs.get("rollout_func"), TextRollout):
             rollout.attach(self)
+            if rollout.window.splits_episodes:
+                check_later_samples(self)
         self.add_callback(self._accounting)
         keep_record(self)
 
@@ -167,7 +165,10 @@ class SNRFilter:
 
     def _sample_and_score(self, inputs: list[dict[str, Any]]) -> Batch:
         """TRL's batch before any of it is dropped."""
-        return super()._generate_and_score_completions(inputs)
+        batch = super()._generate_and_score_completions(inputs)
+        if self.model.training and LATER_SAMPLES in inputs[0]:
+            batch[LATER_SAMPLES] = [row[LATER_SAMPLES] for row in inputs]
+        return batch
 
     def _sample_first(self, inputs: list[dict[str, Any]]) -> Batch:
         """That of the prompts a step begins with: what callbacks watch, and no round of a refill."""
@@ -197,6 +198,12 @@ class SNRFilter:
         if (weights := self._selector.row_weights(selection)) is not None:
             own = self._local(weights).to(batch["advantages"])
             batch["advantages"] = batch["advantages"] * (own if batch["advantages"].ndim == 1 else own.unsqueeze(1))
+        if LATER_SAMPLES in batch:
+            self._packing.drops = True  # whether it does or not, episodes have unequal numbers of samples
+            logps = {"old_per_token_logps": self._logps_now, "ref_per_token_logps": self._reference_logps}
+            batch = with_later_samples(
+                batch, end_tokens(self), logps, self.args, self._tokenizer.pad_token_id, self.accelerator
+            )
         return batch
 
     def _sample_further(self, inputs: list[dict[str, Any]]) -> tuple[Batch, Tensor]:
@@ -207,9 +214,17 @@ class SNRFilter:
     def _select(self, inputs: list[dict[str, Any]], batch: Batch) -> Selection:
         """Which groups of a batch are kept, its advantages made those of the kept ones."""
         rewards = self._group_rewards()
-        selection = self._selector.select(rewards, self._score_groups(batch, rewards))
+        selection = self._selector.select(rewards, self._score_groups(batch, rewards), self._tasks(inputs))
         self._set_advantages(inputs, batch, selection)
         return selection
+
+    def _tasks(self, inputs: list[dict[str, Any]]) -> list[str] | None:
+        """(N,) the task of each group over all processes, where the dataset tells; a call for all processes."""
+        if TASK not in inputs[0]:
+            return None
+        names = [str(row[TASK]) for row in inputs]
+        names = gather_object(names) if self.accelerator.num_processes > 1 else names
+        return names[:: self.num_generations]
 
     def _group_rewards(self) -> Tensor:
         """(N, G) weighted reward sums as sampled, before any normalisation; NaN where there is no finite one."""
@@ -224,7 +239,7 @@ class SNRFilter:
         per_group = (-1, self.num_generations)
         entropies = lengths = generator = None
         if kind == "length":
-            lengths = self.accelerator.gather(mask.sum(dim=1)).view(per_group)
+            lengths = self.accelerator.gather(sampled_tokens(batch)).view(per_group)
         elif kind.startswith("entropy"):  # from a forward pass of its own: entropies are known only once it updates
             per_token = self._logps_and_entropies(batch, compute_entropy=True)[1]
             means = (per_token * mask).sum(dim=1) / mask.sum(dim=1).clamp(min=1)
@@ -236,44 +251,11 @@ class SNRFilter:
             generator = torch.Generator().manual_seed(int(seed.generate_state(1)[0]))
         return group_score(rewards, kind, entropies=entropies, lengths=lengths, generator=generator)
 
-    @torch.no_grad()
-    def _logps_and_entropies(self, batch: Batch, compute_entropy: bool = False) -> tuple[Tensor, Tensor | None]:
-        """(rows, T) each, log-probs and entropies in nats under the present weights."""
-        parts = [
-            self._get_per_token_logps_and_entropies(
-                self.model,
-                torch.cat([part["prompt_ids"], part["completion_ids"]], dim=1),
-                torch.cat([part["prompt_mask"], part["completion_mask"]], dim=1),
-                part["completion_ids"].size(1),
-                compute_entropy=compute_entropy,
-                **{key: part[key] for key in VISION_KEYS if key in part},
-            )[:2]
-            # TRL would show a part without images none of them, which models do not take.
-            for part in chunks(batch, self.args.per_device_train_batch_size)
-        ]
-        logps, entropies = zip(*parts, strict=True)
-        return torch.cat(logps), torch.cat(entropies) if compute_entropy else None
-
-    def _logps_now(self, batch: Batch) -> Tensor:
-        return self._logps_and_entropies(batch)[0]
-
-    def _entropy_of_some(self, batch: Batch) -> float:
-        """In nats per token, for the log row of a batch that is not computed: over a micro-batch of each process."""
-        part = chunks(batch, self.args.per_device_train_batch_size)[0]
-        mask = loss_mask(part)
-        device = self.accelerator.device
-        with torch.random.fork_rng([device] if device.type == "cuda" else []):  # dropout draws, and nothing may change
-            entropies = self._logps_and_entropies(part, compute_entropy=True)[1]
-        total, count = self.accelerator.reduce(
-            torch.stack([(entropies * mask).sum(), mask.sum().float()]), reduction="sum"
-        )
-        return (total / count.clamp(min=1)).item()
-
     def _log_selection(self, batch: Batch, selection: Selection) -> None:
         self.latest_selection = selection
         for name, value in self._selector.metrics(selection).items():
             self._accounting.log(name, value)
-        lengths = self.accelerator.gather(loss_mask(batch).sum(dim=1))  # (B,)
+        lengths = self.accelerator.gather(sampled_tokens(batch))  # (B,)
         tokens = lengths.view(len(selection.kept), -1).sum(dim=1).cpu()
         self._accounting.log("kept_tokens_fraction", (tokens[selection.kept].sum() / tokens.sum().clamp(min=1)).item())
 

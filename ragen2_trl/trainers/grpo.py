@@ -92,6 +92,7 @@ class SNRFilteredGRPOTrainer(SNRFilter, GRPOTrainer):
     _name = "SNR-filtered GRPO"
     _config_class: ClassVar[type] = SNRFilteredGRPOConfig
     _trl_config_class: ClassVar[type] = GRPOConfig
+    takes_later_samples: ClassVar[bool] = True
 
     @property
     def _of_no_update(self) -> tuple[str, ...]:
@@ -107,11 +108,11 @@ class SNRFilteredGRPOTrainer(SNRFilter, GRPOTrainer):
 
     def _set_advantages(self, inputs: list[dict[str, Any]], batch: dict[str, Any], selection: Selection) -> None:
         """As if the kept groups were the whole batch. Those scaled by group are so already."""
-        if selection.keeps_all or not selection.kept.any():
+        if (selection.keeps_all and not selection.scaled_by_task) or not selection.kept.any():
             return
         if self.multi_objective_aggregation == "normalize_then_sum":
             everywhere = self.accelerator.gather(batch["advantages"])
-            advantages = renormalised(everywhere, selection.scorable_rows, selection.kept_rows)
+            advantages = renormalised(everywhere, selection.scorable_rows, selection)
             batch["advantages"] = self._local(advantages)
         elif self.scale_rewards == "batch":
-            batch["advantages"] = batch["advantages"] * std_ratio(selection)
+            batch["advantages"] = batch["advantages"] * self._local(std_ratio(selection))

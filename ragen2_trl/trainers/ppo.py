@@ -3,9 +3,11 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, ClassVar
+from zlib import crc32
 
 import torch
 import trl
+from accelerate.utils import gather_object
 from packaging.version import Version
 from torch import Tensor
 from trl import GRPOConfig, GRPOTrainer
@@ -19,6 +21,8 @@ from ragen2_trl.trainers.packing import KEPT, LossMean
 from ragen2_trl.trainers.ppo_config import SNRFilteredPPOConfig
 from ragen2_trl.trainers.processes import forward_in_step
 from ragen2_trl.trainers.selecting import Selection
+
+TASK_NUMBER = "snr_task"  # (rows,) int in the batch until advantages are whitened: told apart by it are tasks
 
 
 class SNRFilteredPPOTrainer(ActorCritic, SNRFilter, GRPOTrainer):
@@ -87,6 +91,9 @@ class SNRFilteredPPOTrainer(ActorCritic, SNRFilter, GRPOTrainer):
 
     def _set_advantages(self, inputs: list[dict[str, Any]], batch: Batch, selection: Selection) -> None:
         mask = loss_mask(batch)
+        if selection.scaled_by_task and selection.tasks is not None:
+            numbers = torch.tensor([crc32(task.encode()) for task in selection.tasks], device=mask.device)
+            batch[TASK_NUMBER] = self._local(numbers.repeat_interleave(self.num_generations))
         kept = self._local(selection.kept_rows)
         returns = self._local(selection.rewards.flatten()).to(mask.device)  # (rows,), NaN where nothing scored it
         rewards = mathematics.token_rewards(returns, mask, [row.get(TURN_REWARDS) for row in inputs])
@@ -112,7 +119,9 @@ class SNRFilteredPPOTrainer(ActorCritic, SNRFilter, GRPOTrainer):
     def _with_all_groups(self, inputs: list[dict[str, Any]], batch: Batch) -> Batch:
         """A batch as an update of the policy on all of its groups would have it, for those who look at gradients."""
         batch, rewards = dict(batch), self._group_rewards()
-        self._set_advantages(inputs, batch, Selection(rewards, rewards[:, 0], torch.ones(len(rewards)).bool()))
+        by_task = self.args.snr_reward_scaling_by == "task"
+        of_all = (rewards, rewards[:, 0], torch.ones(len(rewards)).bool(), self._tasks(inputs), by_task)
+        self._set_advantages(inputs, batch, Selection(*of_all))
         self._finish_advantages(batch)
         return {**batch, "returns": torch.full_like(batch["returns"], torch.nan)}  # teach the critic nothing
 
@@ -135,16 +144,29 @@ class SNRFilteredPPOTrainer(ActorCritic, SNRFilter, GRPOTrainer):
         mask = loss_mask(batch) * ~batch["returns"].isnan()
         if KEPT in batch:
             mask = mask * batch[KEPT].unsqueeze(1)
+        tasks = batch.pop(TASK_NUMBER, None)
         returns, errors = batch["returns"], batch["returns"] - batch["old_values"]
         moments = torch.stack([mathematics.masked_moments(v, mask) for v in (batch["advantages"], returns, errors)])
         of_advantages, of_returns, of_errors = self.accelerator.reduce(moments, reduction="sum")
         if self.args.whiten_advantages:
-            batch["advantages"] = mathematics.whiten(batch["advantages"], mask, of_advantages)
+            if tasks is None:
+                batch["advantages"] = mathematics.whiten(batch["advantages"], mask, of_advantages)
+            else:
+                batch["advantages"] = self._whitened_by_task(batch["advantages"], mask, tasks)
         metrics = self._metrics["train"]
         metrics["ppo/return_mean"].append((of_returns[0] / of_returns[2].clamp(min=1)).item())
         explained = mathematics.explained_variance(of_errors, of_returns)
         if explained == explained:  # NaN where returns do not vary
             metrics["ppo/explained_variance"].append(explained)
+
+    def _whitened_by_task(self, advantages: Tensor, mask: Tensor, tasks: Tensor) -> Tensor:
+        """(rows, T) with zero mean and unit variance over the tokens of each task; tasks: (rows,)."""
+        whitened = torch.zeros_like(advantages)
+        for task in sorted(set(gather_object(tasks.tolist()))):
+            of_task = mask * (tasks == task).unsqueeze(1)
+            moments = self.accelerator.reduce(mathematics.masked_moments(advantages, of_task), reduction="sum")
+            whitened = whitened + mathematics.whiten(advantages, of_task, moments)
+        return whitened
 
     # Loss
 

@@ -88,9 +88,10 @@ class SNRFilteredRLOOTrainer(SNRFilter, RLOOTrainer):
 
     def _set_advantages(self, inputs: list[dict[str, Any]], batch: dict[str, Any], selection: Selection) -> None:
         """Each leaves the own row out of its group's mean, which dropping other groups does not change."""
-        if not self.args.normalize_advantages or selection.keeps_all or not selection.kept.any():
+        unchanged = selection.keeps_all and not selection.scaled_by_task
+        if not self.args.normalize_advantages or unchanged or not selection.kept.any():
             return
         valid = ~selection.rewards.isnan()
         scorable = valid & (valid.sum(dim=1, keepdim=True) > 1)  # one alone in its group has no others to be left of
         everywhere = self.accelerator.gather(batch["advantages"])
-        batch["advantages"] = self._local(renormalised(everywhere, scorable.flatten(), selection.kept_rows))
+        batch["advantages"] = self._local(renormalised(everywhere, scorable.flatten(), selection))
