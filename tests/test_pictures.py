@@ -133,7 +133,8 @@ def test_a_vision_language_model_plays_what_it_sees(name, protocol, model, proce
     trainer.train()
     for one in read_episodes(Path(args.output_dir) / "_episodes" / "train_00001.parquet"):
         calls = [message for message in one.messages if "tool_calls" in message]
-        assert len(one.boards) == len(one.turns) + 1 and len(calls) == len(one.turns) * (protocol == "tools")
+        assert len(one.boards) == len(one.turns) + 1
+        assert len(calls) >= len(one.turns) if protocol == "tools" else not calls  # some are answered "over"
         assert any(PICTURE in message["content"] for message in one.messages)
     (row,) = [row for row in trainer.state.log_history if "loss" in row]
     assert 0 < row[f"env/{name}/valid_rate"] < 1
