@@ -308,6 +308,7 @@ def test_with_vllm_a_line_says_who_plays(lake_trainer, caplog):
 def test_tasks_of_the_same_name_are_told_apart_by_their_options():
     envs = [LAKE, make_env("sokoban"), make_env("frozen_lake", size=5)]
     assert task_names(envs) == ["frozen_lake", "sokoban", "frozen_lake:size=5"]
+    assert task_names(envs[::-1]) == ["frozen_lake", "sokoban", "frozen_lake:default"]
 
 
 # What becomes of the numbers

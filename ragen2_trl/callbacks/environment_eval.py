@@ -312,12 +312,11 @@ def task_names(envs: Sequence[Environment]) -> list[str]:
         ValueError: If two environments are the same.
     """
     names: list[str] = []
-    for env in envs:
-        options = ",".join(f"{name}={value}" for name, value in env.options.items())
-        own = f"{env.name}:{options}".replace("/", "_") if options else env.name
-        names.append(own if env.name in names else env.name)
-    if len(set(names)) < len(names):
-        raise ValueError(f"env must be different tasks, or the same with different options, got {names}")
+    kinds = [(env.name, ",".join(f"{name}={value}" for name, value in env.options.items())) for env in envs]
+    if len(set(kinds)) < len(kinds):
+        raise ValueError(f"env must be different tasks, or the same with different options, got {kinds}")
+    for name, options in kinds:
+        names.append(f"{name}:{options or 'default'}".replace("/", "_") if name in names else name)
     return names
 
 
