@@ -6,8 +6,8 @@ from diagnosed import messages, run, save
 from diagnosed import played_fixture as played_fixture
 
 from ragen2_trl.cli import diagnosis
-from ragen2_trl.cli.arguments import InputError
 from ragen2_trl.cli.diagnosis import beginning
+from ragen2_trl.cli.typed import InputError
 
 # Hostile text
 

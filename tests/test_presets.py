@@ -446,8 +446,9 @@ def test_the_random_floor_of_the_reference_s_validation_is_the_one_that_was_meas
 
 
 def test_the_list_of_tasks_names_options_and_presets(capsys, monkeypatch):
-    from ragen2_trl.cli.arguments import EnvironmentArguments, InputError
+    from ragen2_trl.cli.arguments import EnvironmentArguments
     from ragen2_trl.cli.envs import main
+    from ragen2_trl.cli.typed import InputError
 
     monkeypatch.setenv("COLUMNS", "300")
     main([])

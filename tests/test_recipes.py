@@ -12,10 +12,10 @@ from accelerate.utils import DistributedType
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainingArguments
 from trl import ModelConfig, TrlParser, get_peft_config
 
-from ragen2_trl.cli.arguments import parse as together
-from ragen2_trl.cli.arguments import read_configs
 from ragen2_trl.cli.train import ALGORITHMS, TrainArguments, algorithm_of
 from ragen2_trl.cli.train import main as train
+from ragen2_trl.cli.typed import parse as together
+from ragen2_trl.cli.typed import read_configs
 from ragen2_trl.envs import ENVIRONMENTS
 
 ROOT = Path(__file__).parents[1]

@@ -12,8 +12,9 @@ import time
 import pytest
 from passages import PASSAGES, write_jsonl
 
-from ragen2_trl.cli.arguments import InputError, retrieval_parser
+from ragen2_trl.cli.arguments import retrieval_parser
 from ragen2_trl.cli.serve_retrieval import main, make_server, passages_of_worlds
+from ragen2_trl.cli.typed import InputError
 from ragen2_trl.envs import make_env
 from ragen2_trl.envs.search_qa.http_retrieval import HTTPRetriever, RetrievalError
 from ragen2_trl.envs.search_qa.passages import MAX_QUERY_CHARS

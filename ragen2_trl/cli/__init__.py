@@ -40,7 +40,7 @@ def main(args: list[str] | None = None) -> None:
     # Imported only now: a command should not wait for the imports of the others.
     with Console(stderr=True).status(f"ragen2-trl {command} begins"):  # in a terminal alone; imports take seconds
         run = import_module(f"{__name__}.{command.replace('-', '_')}").main
-        from ragen2_trl.cli.arguments import InputError
+        from ragen2_trl.cli.typed import InputError
 
     try:
         run(rest)

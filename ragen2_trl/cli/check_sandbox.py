@@ -6,8 +6,9 @@ ragen2-trl check-sandbox
 from rich.table import Table
 from rich.text import Text
 
-from ragen2_trl.cli.arguments import InputError, sandbox_parser
+from ragen2_trl.cli.arguments import sandbox_parser
 from ragen2_trl.cli.console import make_console
+from ragen2_trl.cli.typed import InputError
 from ragen2_trl.envs.deepcoder.sandbox import SandboxFailedError, SandboxUnavailableError
 from ragen2_trl.envs.deepcoder.sandbox_defences import describe_user, find_defences
 

@@ -31,7 +31,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from trl import TrlParser
 
 import ragen2_trl
-from ragen2_trl.cli.arguments import DiagnoseArguments, InputError, checked_input, parse
+from ragen2_trl.cli.arguments import DiagnoseArguments
 from ragen2_trl.cli.console import ProgressLine, make_console
 from ragen2_trl.cli.diagnosis import Diagnosis, metrics_table, show_examples, verdict
 from ragen2_trl.cli.models import load_model
@@ -46,7 +46,7 @@ from ragen2_trl.cli.samples import (
     sample_control,
     sample_tasks,
 )
-from ragen2_trl.cli.sampling import load_model
+from ragen2_trl.cli.typed import InputError, checked_input, parse
 from ragen2_trl.envs import TaskMixture
 from ragen2_trl.instrument.diagnosis import (
     Measurement,

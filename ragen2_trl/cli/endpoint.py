@@ -17,7 +17,8 @@ from typing import Any
 
 from datasets import Dataset
 
-from ragen2_trl.cli.arguments import EvaluateArguments, InputError, checked_input
+from ragen2_trl.cli.arguments import EvaluateArguments
+from ragen2_trl.cli.typed import InputError, checked_input
 from ragen2_trl.envs import Environment, Play, completion_text
 from ragen2_trl.reporting.examples import printable
 from ragen2_trl.reporting.redaction import HIDDEN, hide_credentials

@@ -10,8 +10,9 @@ import re
 from rich.table import Table
 from rich.text import Text
 
-from ragen2_trl.cli.arguments import InputError, envs_parser
+from ragen2_trl.cli.arguments import envs_parser
 from ragen2_trl.cli.console import make_console
+from ragen2_trl.cli.typed import InputError
 from ragen2_trl.envs import ENVIRONMENTS, PRESETS, Environment, options_of
 from ragen2_trl.envs.presets import FREE
 

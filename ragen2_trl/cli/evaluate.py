@@ -21,10 +21,11 @@ from rich.text import Text
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from trl import TrlParser
 
-from ragen2_trl.cli.arguments import EvaluateArguments, checked_input, parse
+from ragen2_trl.cli.arguments import EvaluateArguments
 from ragen2_trl.cli.console import ProgressLine, make_console
 from ragen2_trl.cli.endpoint import PREFIX, Endpoint, EndpointError, endpoint_of, play_endpoint
 from ragen2_trl.cli.models import load_model
+from ragen2_trl.cli.typed import checked_input, parse
 from ragen2_trl.envs import Environment, Play, respond_all
 from ragen2_trl.envs.floor import oracle_response, random_floor, random_response
 from ragen2_trl.envs.mixture import TASK, AnyTask, TaskMixture

@@ -3,7 +3,7 @@
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from ragen2_trl.cli.arguments import InputError
+from ragen2_trl.cli.typed import InputError
 from ragen2_trl.tiny import resolve_model
 
 

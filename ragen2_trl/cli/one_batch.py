@@ -21,8 +21,9 @@ from rich.text import Text
 from ragen2_trl.callbacks import GradientSNRCallback
 from ragen2_trl.callbacks.gradient_probe import seconds_of_update
 from ragen2_trl.callbacks.rollouts import Sampled, watch_rollouts
-from ragen2_trl.cli.arguments import SamplingArguments, checked_input
+from ragen2_trl.cli.arguments import SamplingArguments
 from ragen2_trl.cli.models import load_model
+from ragen2_trl.cli.typed import checked_input
 from ragen2_trl.instrument.forecast import Forecast, advice, forecast_filter
 from ragen2_trl.instrument.gradients import WHOLE, GradientMeasurement
 from ragen2_trl.reporting.files import write_json

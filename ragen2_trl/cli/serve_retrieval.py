@@ -6,8 +6,9 @@ ragen2-trl serve-retrieval --corpus wiki-18.jsonl
 from argparse import Namespace
 from collections.abc import Sequence
 
-from ragen2_trl.cli.arguments import InputError, checked_input, retrieval_parser
+from ragen2_trl.cli.arguments import retrieval_parser
 from ragen2_trl.cli.console import make_console
+from ragen2_trl.cli.typed import InputError, checked_input
 from ragen2_trl.envs.checks import check_count
 from ragen2_trl.envs.search_qa import SearchQA
 from ragen2_trl.envs.search_qa.passages import Passage, Passages, PassageTable, passage_of

@@ -30,10 +30,12 @@ from ragen2_trl.callbacks import (
     MutualInformationCallback,
 )
 from ragen2_trl.callbacks.environment_eval import chat_template_of
-from ragen2_trl.cli.arguments import InputError, TrainArguments, checked_input, config_files, parse, read_configs
+from ragen2_trl.cli.arguments import TrainArguments
 from ragen2_trl.cli.checkpoints import checkpoint_to_resume, last_complete_checkpoint
 from ragen2_trl.cli.console import make_console
 from ragen2_trl.cli.evaluate import evaluate_model
+from ragen2_trl.cli.typed import InputError, checked_input, config_files, parse, read_configs
+from ragen2_trl.envs import Environment
 from ragen2_trl.envs.mixture import ALL_TASKS, AnyTask, TaskMixture
 from ragen2_trl.filtering import check_choice
 from ragen2_trl.instrument import REFERENCE_SCOPE, SCOPES

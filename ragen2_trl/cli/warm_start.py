@@ -12,8 +12,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast, PrinterCallba
 from trl import ModelConfig, SFTConfig, SFTTrainer, TrlParser, get_peft_config, get_quantization_config
 
 from ragen2_trl.callbacks import LiveLineCallback
-from ragen2_trl.cli.arguments import WarmStartArguments, parse, parse_env_args
+from ragen2_trl.cli.arguments import WarmStartArguments, parse_env_args
 from ragen2_trl.cli.console import make_console
+from ragen2_trl.cli.typed import parse
 from ragen2_trl.envs import make_env
 from ragen2_trl.tiny import resolve_model
 from ragen2_trl.tiny.build import build_model, build_tokenizer

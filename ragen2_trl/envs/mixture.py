@@ -172,7 +172,11 @@ class TaskMixture:
             for env, rows in by_task:
                 own = _columns_of(columns, rows, len(seed))
                 of_task = env.outcomes(
-                    *([values[row] for row in rows] for values in (prompts, completions, seed)), own, step
+                    [prompts[row] for row in rows],
+                    [completions[row] for row in rows],
+                    [seed[row] for row in rows],
+                    own,
+                    step,
                 )
                 for row, outcome in zip(rows, of_task, strict=True):
                     outcomes[row] = outcome

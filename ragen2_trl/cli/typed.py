@@ -1,0 +1,75 @@
+"""What was typed: arguments and files of `--config`, read into dataclasses, and the error of input that is wrong."""
+
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import yaml
+from trl import TrlParser
+
+
+class InputError(ValueError):
+    """What was typed, or a file that was named, cannot be used: the command line says so without a traceback."""
+
+
+@contextmanager
+def checked_input() -> Iterator[None]:
+    """Makes errors in here errors of input.
+
+    Raises:
+        InputError: In place of a `ValueError` or an `OSError`, with its message.
+    """
+    try:
+        yield
+    except (ValueError, OSError) as error:
+        raise InputError(str(error)) from error
+
+
+def parse(parser: TrlParser, args: list[str] | None) -> tuple[Any, ...]:
+    """The dataclasses of a parser, filled from arguments and the file of `--config`.
+
+    Raises:
+        InputError: If an argument is not known, which is said before anything else, or a value is not allowed.
+    """
+    args = sys.argv[1:] if args is None else list(args)
+    if "--help_all" in args:
+        parser.print_help()
+        raise SystemExit(0)
+    files, rest = config_files(args)
+    _, unknown = parser.parse_known_args(rest)
+    if unknown:
+        raise InputError(f"not known: {' '.join(unknown)}; `--help` lists the arguments.")
+    with checked_input():
+        if len(files) < 2:
+            return parser.parse_args_and_config(args)
+        with TemporaryDirectory() as folder:  # TrlParser reads one file
+            together = Path(folder) / "config.yaml"
+            together.write_text(yaml.safe_dump(read_configs(files)))
+            return parser.parse_args_and_config(["--config", str(together), *rest])
+
+
+def config_files(args: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The files named after `--config`, and the arguments without them."""
+    if "--config" not in args:
+        return [], list(args)
+    place = args.index("--config")
+    after = next((n for n in range(place + 1, len(args)) if args[n].startswith("--")), len(args))
+    return list(args[place + 1 : after]), [*args[:place], *args[after:]]
+
+
+def read_configs(files: Sequence[str]) -> dict[str, Any]:
+    """The settings of YAML files; where several have one, the last of them says.
+
+    Raises:
+        ValueError: If a file holds something else.
+    """
+    settings: dict[str, Any] = {}
+    for file in files:
+        read = yaml.safe_load(Path(file).read_text()) or {}
+        if not isinstance(read, dict):
+            raise ValueError(f"config must be a YAML mapping, got a {type(read).__name__} in {file}")
+        settings |= read
+    return settings
