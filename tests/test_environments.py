@@ -54,7 +54,7 @@ def test_every_environment_is_known_by_its_own_name(name):
     [
         (
             {"wind": 1},
-            r"options of {name} must be among \[.*'max_turns', 'max_actions', 'protocol', .*'preset'\], got \['wind'\]",
+            r"options of {name} must be among \[.*'max_turns', 'max_actions', 'protocol'.*'preset'\], got \['wind'\]",
         ),
         ({"max_turns": 0}, "max_turns must be an integer between 1 and 100, got 0"),
         ({"max_actions": 101}, "max_actions must be an integer between 1 and 100, got 101"),
