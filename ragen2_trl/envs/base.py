@@ -16,18 +16,17 @@ from typing import Any, ClassVar, TypeAlias
 
 from datasets import Dataset
 
-from ragen2_trl.envs.checks import check_choice, check_count
+from ragen2_trl.envs.checks import check_choice, check_count, check_flags, check_limits
 from ragen2_trl.envs.episode import Episode, Limits
 from ragen2_trl.envs.play import OnPlayed, Outcome, Play, mean_outcomes, nobody_looks, respond_all
 from ragen2_trl.envs.responses import TAGS, Completion, Response, completion_text, format_response, parse_response
-from ragen2_trl.envs.tasks import FIRST_REFERENCE_SEED, SPLITS, Row
+from ragen2_trl.envs.tasks import FIRST_REFERENCE_SEED, NUMBERINGS, SPLITS, Row
 from ragen2_trl.envs.tools import ToolEnvironment
 from ragen2_trl.envs.wording import WORDINGS, reply_form
 
 RewardFunc: TypeAlias = Callable[..., list[float]]
 
 PROTOCOLS = ("text", "tools")
-NUMBERINGS = ("held_out", "reference")
 
 
 class Environment(ABC):
@@ -42,7 +41,7 @@ class Environment(ABC):
         max_actions: Actions that count in a turn, 1 to 100; later ones are ignored. Default: the task's.
         protocol: `"text"`, where answers are read from `<think>…</think><answer>…</answer>`, or `"tools"`, whose
             prompts are for TRL's `environment_factory` and say nothing of formats.
-        max_total_actions: Actions of an episode, all turns together, 1 to 1000; default: no such limit.
+        max_total_actions: Actions of an episode, all turns together; default: no such limit.
         max_turn_tokens: Longest turn in tokens where a model plays and nothing else is asked for; default: none.
         enable_think: Whether a response is reasoning and an answer, or an answer alone.
         force_think: Whether the prompt of each turn ends with the tag that a response opens with: `<think>`, or
@@ -118,13 +117,9 @@ class Environment(ABC):
         check_count("max_turns", self.max_turns, 1, 100)
         check_count("max_actions", self.max_actions, 1, 100)
         self.protocol = protocol
-        if max_total_actions is not None:
-            check_count("max_total_actions", max_total_actions, 1, 1000)
-        if max_turn_tokens is not None:
-            check_count("max_turn_tokens", max_turn_tokens, 1, 1_000_000)
-        flags = {"enable_think": enable_think, "force_think": force_think, "show_penalty": show_penalty}
-        for option, flag in flags.items():
-            check_choice(option, flag, (True, False))
+        check_limits(max_total_actions=max_total_actions, max_turn_tokens=max_turn_tokens)
+        check_flags(enable_think=enable_think, force_think=force_think, show_penalty=show_penalty)
+        check_choice("split_answers", split_answers, (None, True, False))
         check_choice("stray_tags", stray_tags, ("text", "deleted"))
         check_choice("wording", wording, tuple(WORDINGS))
         check_choice("split", split, NUMBERINGS)
@@ -141,7 +136,6 @@ class Environment(ABC):
         self.show_penalty = show_penalty
         self.split = split
         if split_answers is not None:
-            check_choice("split_answers", split_answers, (True, False))
             self.splits_answers = split_answers
         self.wording = WORDINGS[wording](prompts)
 
@@ -347,16 +341,13 @@ class Environment(ABC):
 
     def _demonstration(self, row: Row, seed: int) -> dict[str, Any] | None:
         rng = random.Random(f"demonstration/{seed}/{row['seed']}")
-        play, completion = self.play(row, rng), []
+        play = self.play(row, rng)
         while not play.done:
             reasoning, actions = play.episode.plan(rng)
-            text = format_response(reasoning, actions[: self.max_actions], think=self.enable_think)
-            completion.append({"role": "assistant", "content": text})
-            reply = play.respond(text)
-            if reply is not None:
-                completion.append({"role": "user", "content": reply})
+            play.respond(format_response(reasoning, actions[: self.max_actions], think=self.enable_think))
         if not play.episode.success:
             return None
+        completion = [message for turn in play.turns for message in turn.messages]
         picture = {"image": row["image"]} if self.shows_images else {}
         return {"prompt": row["prompt"], "completion": completion, **picture}
 

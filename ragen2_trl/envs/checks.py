@@ -19,3 +19,16 @@ def check_range(field: str, value: float, low: float, high: float) -> None:
     """Raises a `ValueError` that names the field, the value and the range unless `low <= value <= high`."""
     if not isinstance(value, (int, float)) or not low <= value <= high:
         raise ValueError(f"{field} must be between {low} and {high}, got {value!r}")
+
+
+def check_flags(**flags: object) -> None:
+    """Raises a `ValueError` unless each of them is true or false."""
+    for field, value in flags.items():
+        check_choice(field, value, (True, False))
+
+
+def check_limits(**limits: object) -> None:
+    """Raises a `ValueError` unless each of them is a whole number of 1 or more, or there is none."""
+    for field, value in limits.items():
+        if value is not None:
+            check_count(field, value, 1, 1_000_000)

@@ -67,6 +67,12 @@ class RecordedTurn:
     reply: str | None
     board: str | None
 
+    @property
+    def messages(self) -> list[dict[str, str]]:
+        """What was said in it, where the player wrote a text."""
+        reply = [] if self.reply is None else [{"role": "user", "content": self.reply}]
+        return [{"role": "assistant", "content": self.text or ""}, *reply]
+
 
 @dataclass(frozen=True)
 class Turn:

@@ -13,6 +13,7 @@ from ragen2_trl.envs.checks import check_count
 Row: TypeAlias = Mapping[str, Any]
 
 SPLITS = ("train", "test")
+NUMBERINGS = ("held_out", "reference")  # whether these never meet, or are RAGEN-2's
 TEST_FRACTION_INVERSE = 5  # one task in five is held out
 FIRST_REFERENCE_SEED = {"train": 10_000, "test": 123}  # of RAGEN-2's tasks, which count up from there
 _FILE_FORMATS = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".csv": "csv"}
