@@ -348,8 +348,7 @@ class Environment(ABC):
         if not play.episode.success:
             return None
         completion = [message for turn in play.turns for message in turn.messages]
-        picture = {"image": row["image"]} if self.shows_images else {}
-        return {"prompt": row["prompt"], "completion": completion, **picture}
+        return {name: row[name] for name in ("prompt", "image") if name in row} | {"completion": completion}
 
     def _reward_func(self, name: str, field: str, bounds: tuple[float, float] | None) -> RewardFunc:
         def reward(
