@@ -20,6 +20,7 @@ from trl.models.utils import unwrap_model_for_generation
 from ragen2_trl.callbacks.rollouts import check_own_trainer, is_newest
 from ragen2_trl.callbacks.run_record import keep_record, reported
 from ragen2_trl.envs import Environment
+from ragen2_trl.envs.floor import random_success
 from ragen2_trl.reporting.files import EPISODES
 from ragen2_trl.reporting.held_out import LOGGED, curves_of
 from ragen2_trl.reporting.saved_episodes import EVALUATION, PlayedEpisode, episodes_of, save_episodes
@@ -80,6 +81,9 @@ class EnvironmentEvalCallback(TrainerCallback):
             success of the first environment below it.
         stop_patience (`int`, *optional*, defaults to `5`):
             The paper ends runs below 0.01 five times in a row.
+        context_options (`dict`, *optional*):
+            What of an episode a turn is sampled from, as `TextRollout` takes it: `context`, `context_turns` and
+            `drop_oldest_turns`.
 
     Raises:
         ValueError: for a setting outside its range, and if there are fewer held-out tasks than `num_prompts`.
@@ -110,6 +114,7 @@ class EnvironmentEvalCallback(TrainerCallback):
         load_best: bool = False,
         stop_below: float | None = None,
         stop_patience: int = 5,
+        context_options: dict[str, Any] | None = None,
     ):
         for name, value in (("every", every), ("stop_patience", stop_patience)):
             if value < 1:
@@ -140,7 +145,9 @@ class EnvironmentEvalCallback(TrainerCallback):
         self.load_best = load_best
         self.stop_below, self.stop_patience = stop_below, stop_patience
         self.best_task, self.best_metric, self._best_sign = self._what_is_best()
+        self.context_options = context_options
         self.seconds = 0.0  # of all evaluations here
+        self._floors: dict[str, dict[str, float]] = {}
         self._pending: list[str] = []  # keys of an evaluation whose row is not logged yet
         if trainer.use_vllm:
             logger.warning("Held-out tasks are sampled by transformers, from the model that trains, and not by vLLM.")
@@ -193,7 +200,14 @@ class EnvironmentEvalCallback(TrainerCallback):
         ) as model:
             played = {name: self._play(model, env, rows) for name, (env, rows) in self.tasks.items()}
         self._save(list(played.values()))
-        return {name: summarize(self.num_samples, **columns) for name, (columns, _) in played.items()}
+        metrics = {name: summarize(self.num_samples, **columns) for name, (columns, _) in played.items()}
+        return {name: values | self._floor(name) for name, values in metrics.items()}
+
+    def _floor(self, name: str) -> dict[str, float]:
+        """What success has to be compared with; the tasks are the same each time."""
+        if name not in self._floors:
+            self._floors[name] = random_success(*self.tasks[name], self.num_samples)
+        return self._floors[name]
 
     def _evaluate(self) -> dict[str, float]:
         """What is logged of an evaluation."""
@@ -228,12 +242,13 @@ class EnvironmentEvalCallback(TrainerCallback):
             seed=self.seed if me == 0 else int(np.random.SeedSequence([self.seed, me]).generate_state(1)[0]),
             max_turn_tokens=self.max_turn_tokens,
             chat_template_kwargs=chat_template_of(self.trainer),
+            context_options=self.context_options,
             on_played=None if alone else lambda batch, played: None,
             most=int if alone else lambda number: max(gather_object([number])),
         )[: len(own)]
         plays = [trajectory.play for trajectory in trajectories]
         columns = outcomes_of(plays)
-        columns["completion_length"] = [float(sum(trajectory.env_mask)) for trajectory in trajectories]
+        columns["completion_length"] = [float(sum(map(len, trajectory.answers))) for trajectory in trajectories]
         shown = rows.select(own)
         episodes = episodes_of(shown["prompt"][:], shown["seed"][:], plays, self.trainer.state.global_step)
         parts = gather_object([(own, columns, episodes)])

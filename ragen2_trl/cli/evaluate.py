@@ -27,7 +27,7 @@ from ragen2_trl.cli.endpoint import PREFIX, Endpoint, EndpointError, endpoint_of
 from ragen2_trl.cli.models import load_model
 from ragen2_trl.cli.typed import checked_input, parse
 from ragen2_trl.envs import Environment, Play, respond_all
-from ragen2_trl.envs.floor import oracle_response, random_floor, random_response
+from ragen2_trl.envs.floor import oracle_response, random_response, random_success
 from ragen2_trl.envs.mixture import TASK, AnyTask, TaskMixture
 from ragen2_trl.reporting.examples import printable
 from ragen2_trl.reporting.files import write_json
@@ -263,12 +263,6 @@ def _metrics(
         of_task = {key: [column[number] for number in numbers] for key, column in values.items()}
         metrics |= {f"{name}/{key}": v for key, v in _metrics(task, own, num_samples, of_task, with_floor).items()}
     return metrics
-
-
-def random_success(env: Environment, rows: Dataset, num_samples: int) -> dict[str, float]:
-    """What success has to be compared with, as a metric; `rows` hold each task `num_samples` times in a row."""
-    floor = random_floor(env, rows.select(range(0, len(rows), num_samples)))
-    return {} if floor is None else {"random_success": floor}
 
 
 def metrics_table(metrics: dict[str, float], title: str) -> Table:

@@ -310,6 +310,7 @@ def _held_out_curve(trainer: Trainer, envs: list[Environment], script_args: Trai
         load_best=script_args.load_best,
         stop_below=script_args.stop_below,
         stop_patience=script_args.stop_patience,
+        context_options=script_args.context_options,
     )
 
 

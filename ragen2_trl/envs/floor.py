@@ -4,6 +4,8 @@ import random
 from collections.abc import Iterable
 from statistics import fmean
 
+from datasets import Dataset
+
 from ragen2_trl.envs.base import Environment
 from ragen2_trl.envs.play import Play
 from ragen2_trl.envs.responses import format_response
@@ -58,3 +60,9 @@ def random_floor(env: Environment, rows: Iterable[Row], samples: int = 8, seed: 
                     return None
             outcomes.append(play.episode.success)
     return fmean(outcomes) if outcomes else None
+
+
+def random_success(env: Environment, rows: Dataset, num_samples: int) -> dict[str, float]:
+    """What success has to be compared with, as a metric; `rows` hold each task `num_samples` times in a row."""
+    floor = random_floor(env, rows.select(range(0, len(rows), num_samples)))
+    return {} if floor is None else {"random_success": floor}
