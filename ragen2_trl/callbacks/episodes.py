@@ -9,7 +9,8 @@ from accelerate.utils import gather_object
 from transformers import Trainer, TrainerCallback
 
 from ragen2_trl.callbacks.rollouts import check_own_trainer
-from ragen2_trl.envs import Environment, Play
+from ragen2_trl.envs import Play
+from ragen2_trl.envs.mixture import AnyTask
 from ragen2_trl.reporting.files import EPISODES
 from ragen2_trl.reporting.saved_episodes import TRAINING, PlayedEpisode, episodes_of, save_episodes
 
@@ -81,10 +82,10 @@ class EpisodeCallback(TrainerCallback):
         self._generations.append(episodes_of(prompts, seeds, plays, step, completions))
 
 
-def environments_of(trainer: Trainer) -> list[Environment]:
+def environments_of(trainer: Trainer) -> list[AnyTask]:
     """The tasks that a trainer's reward functions belong to, each once."""
     found = [getattr(func, "environment", None) for func in trainer.reward_funcs]
-    distinct = {id(env): env for env in found if isinstance(env, Environment)}
+    distinct = {id(env): env for env in found if isinstance(env, AnyTask)}
     return list(distinct.values())
 
 
