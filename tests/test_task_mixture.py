@@ -66,7 +66,7 @@ def test_rewards_and_metrics_are_those_of_each_task(turns):
             sum(play.outcome.episode_return for play in own) / len(own)
         )
         assert logged[f"env/{name}/success"] == sum(play.outcome.success for play in own) / len(own)
-    assert set(mixture.success_func(None, answers, rows["seed"][:], **columns)) <= {0.0, 1.0}
+    assert set(mixture.success_func(rows["prompt"][:], answers, rows["seed"][:], **columns)) <= {0.0, 1.0}
 
 
 @needs_ends
