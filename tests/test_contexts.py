@@ -178,7 +178,7 @@ def naive_gradient(trainer, output, seeds, loss_type, beta):
     rewards = torch.tensor(some_variance(seeds)).view(-1, GROUP)
     spread = rewards.std(dim=1, keepdim=True)
     advantages = ((rewards - rewards.mean(dim=1, keepdim=True)) / (spread + 1e-4)).flatten()
-    kept = trainer.latest_selection[1].repeat_interleave(GROUP)
+    kept = trainer.latest_selection.kept.repeat_interleave(GROUP)
     rows = []
     for number in kept.nonzero().flatten().tolist():
         first = {key: output[key][number] for key in ("prompt_ids", "completion_ids", "env_mask")}
@@ -243,7 +243,7 @@ def test_the_update_is_grpo_on_every_sample_of_the_kept_episodes(
     trainer, gradients, outputs, seeds = trained(policy, tokenizer, make_args, kind, **settings)
     (output,) = outputs
     assert any(output[LATER_SAMPLES])
-    assert 0 < int(trainer.latest_selection[1].sum()) < len(trainer.latest_selection[1])
+    assert 0 < int(trainer.latest_selection.kept.sum()) < len(trainer.latest_selection.kept)
     expected = naive_gradient(trainer, output, seeds[0], loss_type, 0.1)
     assert_close(mean_gradient(gradients), expected)
 

@@ -35,7 +35,7 @@ def test_an_invalid_turn_costs_a_tenth_and_changes_nothing_else(name, multi_turn
         play = env.play(row, random.Random(0))
         shown = play.episode.observation()
         message = play.respond("I give up.")
-        assert play.outcome == Outcome(episode_return=-0.1, success=False, turns=1, valid_turns=0)
+        assert play.outcome == Outcome(-0.1, False, turns=1, valid_turns=0, measures=play.episode.measures)
         assert play.episode.observation() == shown and not play.episode.done
         if env.max_turns == 1:
             assert message is None and play.done

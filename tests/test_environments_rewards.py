@@ -67,6 +67,10 @@ def test_reward_functions_log_what_came_of_the_episodes(name):
             sum(outcome.effective_turns for outcome in outcomes) / len(rows)
         ),
         f"env/{name}/pass@2": pytest.approx(sum(a.success or b.success for a, b in pairs) / len(pairs)),
+        **{
+            f"env/{name}/{measure}": pytest.approx(sum(outcome.measures[measure] for outcome in outcomes) / len(rows))
+            for measure in outcomes[0].measures
+        },
     }
 
 
@@ -184,7 +188,9 @@ def test_arguments_of_a_wrong_type_make_a_turn_invalid(name, multi_turn):
     for actions in [[1], [None], [["Up"]], [{"a": 1}], [], None, 7, {"a": 1}]:
         player.reset(**row)
         assert player._take(actions).startswith("Invalid answer. Reward -0.1.")
-        assert player._play.outcome == Outcome(-0.1, success=False, turns=1, valid_turns=0)
+        assert player._play.outcome == Outcome(
+            -0.1, success=False, turns=1, valid_turns=0, measures=player._play.episode.measures
+        )
 
 
 @every_mode

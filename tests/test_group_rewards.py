@@ -1,6 +1,7 @@
 """The rewards of all groups: what a run keeps of them, and the table and the figure that are made of it."""
 
 import json
+from dataclasses import replace
 from statistics import fmean
 
 import pytest
@@ -108,7 +109,7 @@ def test_the_table_is_that_of_a_loop_over_groups(tmp_path):
 
 def test_a_long_run_has_a_table_of_the_first_the_last_and_some_between(tmp_path):
     run = written(tmp_path / "run", [GroupRewards(step, [[0.0, 1.0]], None) for step in range(1, 1000)])
-    run = type(run)(**{**vars(run), "step": 999})
+    run = replace(run, step=999)
     steps = [row.step for row in variance_table(run)]
     assert (len(steps), steps[0], steps[-1]) == (MAX_ROWS, 1, 999)
     assert steps == sorted(set(steps))

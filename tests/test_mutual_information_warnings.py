@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import GRPOTrainer, SFTConfig, SFTTrainer
 
 from ragen2_trl import MutualInformationCallback, SNRFilteredGRPOTrainer, information_metrics
-from ragen2_trl.callbacks import mutual_information
+from ragen2_trl.callbacks import scopes
 from ragen2_trl.callbacks.mutual_information import group_metrics
 from ragen2_trl.callbacks.rollouts import Rollout, watch_rollouts
 from ragen2_trl.instrument.diagnosis import Measurement
@@ -175,7 +175,7 @@ def test_drift_into_template_collapse_warns_once_and_stops_where_asked_to(
     lengths, own = torch.tensor([5, 5]), torch.tensor([0, 1])
     metrics = information_metrics(separable, lengths, own)
     before = Measurement(metrics, separable, lengths, own, trajectories=[0, 4], columns=[0, 4])
-    monkeypatch.setattr(mutual_information, "measure_first_turn", Drift(before, trials))
+    monkeypatch.setattr(scopes, "measure_first_turn", Drift(before, trials))
     callback = {"every": 1, "stop_on": stop_on}
     trainer, _ = run(GRPOTrainer, policy_path, make_args(snr=False, max_steps=6), prompts, callback=callback)
     told = trials == 64  # with two reasonings nothing can be told, and nothing ends

@@ -58,7 +58,7 @@ def test_reference_tasks_are_rows_of_data(name):
         ("search_qa", {"judge": "any"}, r"judge must be one of \['exact', 'f1'\], got 'any'"),
         ("search_qa", {"dialect": "json"}, r"dialect must be one of \['search_r1', 'ragen2'\], got 'json'"),
         ("search_qa", {"show_failures": 2}, r"show_failures must be one of \[True, False\], got 2"),
-        ("countdown", {"split_answers": "no"}, r"split_answers must be one of \[True, False\], got 'no'"),
+        ("countdown", {"split_answers": "no"}, r"split_answers must be one of \[None, True, False\], got 'no'"),
     ],
 )
 def test_bad_options_are_named_with_what_is_allowed(name, options, message):

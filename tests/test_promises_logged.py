@@ -17,6 +17,8 @@ METRICS = {
     "dropped_all_best",
     "dropped_all_worst",
     "dropped_all_same",
+    "in_group_max",
+    "in_group_mean",
     "empty_steps",
     "update_compute_fraction",
 }
@@ -56,6 +58,9 @@ def test_metrics_describe_the_selection(algorithm, policy_path, tmp_path):
     assert row["snr/score_max"] == pytest.approx(scores.max().item(), abs=1e-6)
     for name, values in (("variance", scores), ("std", scores.sqrt())):  # of Table 8, the second
         assert row[f"snr/reward_{name}_spread"] == pytest.approx((values.std() / values.mean()).item(), abs=1e-5)
+    rewards = torch.tensor(list(REWARDS.values()))
+    assert row["snr/in_group_max"] == pytest.approx(rewards.amax(dim=1).mean().item())
+    assert row["snr/in_group_mean"] == pytest.approx(rewards.mean().item())
     assert row["snr/zero_variance_fraction"] == 3 / 8
     assert row["snr/dropped_all_best"] == 1 / 8
     assert row["snr/dropped_all_worst"] == 1 / 8

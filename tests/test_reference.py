@@ -156,8 +156,8 @@ class Kept:
             begin()
             select = trainer._selector.select
 
-            def selected(rewards, scores):
-                selection = select(rewards, scores)
+            def selected(*args):
+                selection = select(*args)
                 self.steps.append(selection.kept)
                 return selection
 

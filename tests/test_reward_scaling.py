@@ -35,7 +35,7 @@ def sampled(algorithm, policy_path, tmp_path, tasks=True, **settings):
     trainer._generate_and_score_completions = capture
     trainer.train()
     ((advantages, mask, prompts),) = seen
-    kept = trainer.latest_selection[1].repeat_interleave(4)
+    kept = trainer.latest_selection.kept.repeat_interleave(4)
     return advantages, mask, prompts, kept
 
 

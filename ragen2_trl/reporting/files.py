@@ -7,7 +7,7 @@ pictures apart.
 import json
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +62,11 @@ def append_json(path: Path, value: Any) -> None:
     """Add a value without credentials as a line of JSON; a kill may leave half of the last line."""
     with path.open("a", encoding="utf-8") as file:
         file.write(json_text(value))
+
+
+def write_json_lines(path: Path, values: Iterable[Any]) -> None:
+    """Write values without credentials as lines of JSON."""
+    _write_whole(path, "".join(map(json_text, values)))
 
 
 def write_text(path: Path, text: str) -> None:

@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from ragen2_trl.envs.play import Play
-from ragen2_trl.reporting.files import replace_whole
+from ragen2_trl.reporting.files import replace_whole, write_json_lines
 from ragen2_trl.reporting.redaction import without_credentials
 
 NAMES = TRAINING, EVALUATION = "train", "evaluation"  # of files
@@ -150,10 +150,9 @@ def save_episodes(folder: Path, episodes: Sequence[PlayedEpisode], name: str = E
         raise ValueError(f"name must be small letters from a to z, got {name!r}")
     folder.mkdir(parents=True, exist_ok=True)
     rows = [_row(episode) for episode in episodes]
-    lines = "".join(f"{json.dumps(row)}\n" for row in rows)
     table = pa.Table.from_pylist([_flat(row) for row in rows], SCHEMA)
     path = episodes_path(folder, name, step)
-    replace_whole(path.with_suffix(".jsonl"), lambda unfinished: unfinished.write_text(lines, encoding="utf-8"))
+    write_json_lines(path.with_suffix(".jsonl"), rows)
     replace_whole(path, lambda unfinished: pq.write_table(table, unfinished, compression="zstd"))
     return path
 
