@@ -97,7 +97,7 @@ def test_every_checkpoint_is_pushed_with_its_own_card_and_figures(world):
     for commit in history[1:]:
         card = commit.files["README.md"].content.decode()
         figures = re.findall(r"!\[.+?\]\((.+?)\)", card)
-        assert len(figures) == 5
+        assert len(figures) == 8
         assert set(figures) <= set(commit.files)
         assert card.count(HEADING) == 1
 
@@ -228,7 +228,7 @@ def test_figures_that_change_during_a_slow_upload_do_not_break_it(world):
     assert "failed" not in told.log["slow"]
     files = hub.repo("tester/slow").files
     pictures = {path for path in files if path.endswith((".png", ".svg"))}
-    assert len(pictures) == 10
+    assert len(pictures) == 16
     for path in {*pictures, "README.md", "diagnostics/trainer_state.json"}:
         assert files[path] == (told.folder / "slow" / path).read_bytes(), path
     assert "Training finished 2 steps" in files["README.md"].decode()

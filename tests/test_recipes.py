@@ -183,12 +183,14 @@ def test_a_recipe_of_the_paper_trains_with_the_model_cut_down(name, lora, policy
     settings["env_args"].pop("corpus", None)
     rows = {"generation_batch_size": 8, "num_generations": 4, "per_device_train_batch_size": 4}
     settings |= {**rows, "gradient_accumulation_steps": 1, "max_steps": 2, "num_prompts": 8, "max_turn_tokens": 8}
-    settings |= {"use_cpu": True, "bf16": False, "dtype": "float32", "save_strategy": "no", "eval_prompts": 0}
+    settings |= {"use_cpu": True, "bf16": False, "dtype": "float32", "save_strategy": "no"}
+    settings |= {"eval_every": 2, "eval_prompts": 2, "eval_samples": 1}
     (tmp_path / "cut.yaml").write_text(yaml.safe_dump(settings))
     run = tmp_path / "run"
     train(["--config", str(tmp_path / "cut.yaml"), "--model", str(tmp_path / "model"), "--output_dir", str(run)])
     summary = json.loads((run / "summary.json").read_text())
     assert summary["steps"] == 2
+    assert [curve["evaluations"] for curve in summary["held_out"].values()] == [2]  # before, and after two steps
 
 
 @pytest.mark.parametrize("name", PAPER)
