@@ -29,6 +29,8 @@ from ragen2_trl.reporting.card import (
 from ragen2_trl.reporting.files import MEASUREMENTS
 from ragen2_trl.reporting.run import Run, run_of
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.slow
 def test_every_trainer_adds_its_diagnostics_to_all_that_trl_wrote(trained, monkeypatch, tmp_path):

@@ -49,6 +49,7 @@ def test_the_tiny_model_depends_on_its_prompt(tmp_path, capsys):
         assert part in shown
 
 
+@pytest.mark.slow
 def test_no_credential_reaches_the_file(played, tmp_path):
     settings = [
         "corpus=http://a user:pa/ss@host:8000/search?key=SECRET&k=3",
@@ -84,6 +85,7 @@ def test_retrieval_among_all_prompts_is_no_evidence(tmp_path, capsys):
     assert "100.0% │ - │" in " ".join(capsys.readouterr().out.split())
 
 
+@pytest.mark.slow
 def test_what_is_sampled_is_on_disk_as_it_comes_and_scores_to_the_same_numbers(tmp_path, monkeypatch, capsys):
     settings = {"num_prompts": 4, "num_samples": 2, "batch_size": 3}
     sizes, replace = [], samples.replace_whole
@@ -105,6 +107,7 @@ def test_what_is_sampled_is_on_disk_as_it_comes_and_scores_to_the_same_numbers(t
     assert "The ids as they were sampled" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_kill_amid_sampling_loses_nothing_that_was_played(tmp_path, monkeypatch):
     generate, calls = sampling.generator, []
 
@@ -174,6 +177,7 @@ def test_one_prompt_is_one_clear_line(played, tmp_path, capsys):
 # Completions that TRL saved
 
 
+@pytest.mark.slow
 def test_saved_messages_are_diagnosed_without_sampling(played, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(samples, "sample_trajectories", None)
     prompts, texts = played

@@ -12,6 +12,8 @@ from ragen2_trl.cli import endpoint as endpoint_module
 from ragen2_trl.envs import format_response
 from ragen2_trl.reporting.saved_episodes import read_episodes
 
+pytestmark = pytest.mark.slow
+
 pytest.importorskip("openai", reason="the extra `openai` is not installed")
 
 

@@ -232,6 +232,7 @@ def test_nothing_is_saved_where_no_checkpoints_are(tmp_path):
 # When it ends, and goes on
 
 
+@pytest.mark.slow
 def test_training_stops_after_patience_below_the_floor_also_when_it_was_resumed(tmp_path, caplog):
     successes = [0.0, 0.0, 0.5, 0.0, 0.0, 0.0]  # the one before training does not count
     whole = scripted(tmp_path, successes, {"stop_below": 0.1, "stop_patience": 2})
@@ -243,6 +244,7 @@ def test_training_stops_after_patience_below_the_floor_also_when_it_was_resumed(
     assert resumed.state.global_step == 4
 
 
+@pytest.mark.slow
 def test_a_resumed_run_neither_repeats_nor_loses_evaluations(tmp_path):
     successes = [0.0, 0.25, 0.5, 0.25, 0.0]
     whole = scripted(tmp_path, successes, {"every": 2})

@@ -78,6 +78,7 @@ def test_gibberish_is_found_by_its_own_earlier_words_and_falls_to_chance_without
     assert combine([later.without_own_words])["num_completions"] == without["num_completions"]
 
 
+@pytest.mark.slow
 def test_what_the_model_wrote_is_left_out_and_nothing_else(played):
     turns = played[0]
     assert turns[0].earlier == () and turns[0].context_without_own_words == turns[0].context

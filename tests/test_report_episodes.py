@@ -27,6 +27,8 @@ from ragen2_trl.reporting.report import render_report
 from ragen2_trl.reporting.run import read_run
 from ragen2_trl.reporting.saved_episodes import EVALUATION, TRAINING, PlayedEpisode, PlayedTurn, save_episodes
 
+pytestmark = pytest.mark.slow
+
 
 def episode(group, success, sample=0, seed=None, turns=1, text="Up."):
     said = [{"role": "user", "content": "Go."}] + [

@@ -155,6 +155,7 @@ def test_a_file_of_others_is_refused_in_one_line(tmp_path):
     assert SCHEMA.names == table.column_names
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", ["random", "tiny"])
 def test_evaluate_saves_what_it_played_and_measures_the_same(model, tmp_path):
     command = ["evaluate", "--model", model, "--num_prompts", "3", "--num_samples", "2", "--multi_turn", "true"]

@@ -61,6 +61,7 @@ def test_an_unknown_algorithm_is_told_in_one_line(tmp_path, capsys):
     assert "algo='reinforce' is not supported; allowed values: grpo, rloo, ppo." in told
 
 
+@pytest.mark.slow
 def test_a_run_leaves_model_history_summary_and_plot(tmp_path, capsys):
     train.main(arguments(tmp_path / "run", eval_prompts=4, eval_samples=2))
     run = tmp_path / "run"
