@@ -42,7 +42,7 @@ class Player:
         self.calls = []
         trainer._generate_single_turn = self.generate
 
-    def generate(self, contexts, images, fields, num_generations):
+    def generate(self, contexts, images, fields, num_generations=1):  # which TRL says since 1.14.1
         assert (images, fields, num_generations) == (None, {}, 1)
         answers = [self.answer(number, context) for number, context in enumerate(contexts)]
         self.calls.append((contexts, answers, self.trainer.generation_config.max_new_tokens))
