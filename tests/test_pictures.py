@@ -1,10 +1,12 @@
 """FrozenLake and Sokoban as pictures, played by a vision-language model in TRL: in one turn, and through tools."""
 
 import itertools
+import json
 from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     PreTrainedTokenizerFast,
@@ -14,8 +16,10 @@ from transformers import (
     Qwen3VLProcessor,
 )
 from trl.chat_template_utils import qwen3_vl_chat_template
+from trl.trainer import grpo_trainer
 
 from ragen2_trl import EpisodeCallback, SNRFilteredGRPOTrainer
+from ragen2_trl.cli.train import main as train
 from ragen2_trl.envs import make_env
 from ragen2_trl.reporting.saved_episodes import PICTURE, read_episodes
 
@@ -142,3 +146,20 @@ def test_a_vision_language_model_plays_what_it_sees(name, protocol, model, proce
     if protocol == "tools":  # a further picture with every turn, for those who still play
         assert [max(counts) for counts in shown] == [min(turn + 1, env.max_turns) for turn in range(len(shown))]
         assert row[f"env/{name}/turns"] > 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["frozen_lake", "sokoban"])
+def test_the_recipe_of_pictures_trains_with_the_model_cut_down(name, model, processor, tmp_path, monkeypatch):
+    model.save_pretrained(tmp_path / "model")
+    monkeypatch.setattr(grpo_trainer.AutoProcessor, "from_pretrained", lambda *args, **kwargs: processor)
+    monkeypatch.setattr(processor, "save_pretrained", lambda folder, **kwargs: None)  # its videos cannot be
+    recipe = Path(__file__).parents[1] / "recipes" / "ragen2" / f"{name}_vl.yaml"
+    settings = yaml.safe_load(recipe.read_text())
+    rows = {"generation_batch_size": 8, "num_generations": 4, "per_device_train_batch_size": 4, "num_prompts": 8}
+    settings |= {**rows, "gradient_accumulation_steps": 1, "max_steps": 2, "max_completion_length": 16}
+    settings |= {"use_cpu": True, "bf16": False, "dtype": "float32", "save_strategy": "no", "snr_include_zero": True}
+    settings |= {"model": str(tmp_path / "model"), "output_dir": str(tmp_path / "run")}
+    (tmp_path / "cut.yaml").write_text(yaml.safe_dump(settings))
+    train(["--config", str(tmp_path / "cut.yaml")])
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["steps"] == 2
