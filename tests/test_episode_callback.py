@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from ragen2_trl import EpisodeCallback, SNRFilteredGRPOTrainer, TextRollout
 from ragen2_trl.callbacks.episodes import in_groups, whole_groups
-from ragen2_trl.envs import make_env
+from ragen2_trl.envs import TaskMixture, make_env
 from ragen2_trl.reporting.run import read_run
 from ragen2_trl.reporting.saved_episodes import read_episodes, save_episodes
 
@@ -61,6 +61,22 @@ def test_single_turns_are_kept_by_the_reward_function_up_to_whole_groups(policy_
     ((_, episodes),) = saved(args).items()
     assert len(episodes) == 2 * GROUP and len({one.seed for one in episodes}) == 2
     assert all([message["role"] for message in one.messages] == ["system", "user", "assistant"] for one in episodes)
+
+
+@pytest.mark.parametrize("by_rollout", [False, True])
+def test_episodes_of_all_tasks_of_a_mixture_are_kept(by_rollout, policy_path, tokenizer, make_args):
+    mixture = TaskMixture([make_env("frozen_lake"), make_env("bandit")])
+    policy = AutoModelForCausalLM.from_pretrained(policy_path, max_position_embeddings=512)
+    args = make_args(per_device_train_batch_size=16, max_steps=2)
+    rollout = {"rollout_func": TextRollout(mixture)} if by_rollout else {}
+    trainer = SNRFilteredGRPOTrainer(
+        policy, mixture.reward_funcs, args, mixture.dataset(8, seed=0), processing_class=tokenizer, **rollout
+    )
+    trainer.add_callback(EpisodeCallback(trainer, every=1))
+    trainer.train()
+    episodes = [one for step in saved(args).values() for one in step]
+    assert len(episodes) == 32
+    assert {one.task for one in episodes} == {"frozen_lake", "bandit"}
 
 
 def test_a_training_that_begins_anew_leaves_no_later_episodes(policy, tokenizer, make_args):

@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeAlias, cast
+from typing import Any, TypeAlias
 
 from datasets import Dataset
 from rich.console import Console
@@ -27,16 +27,16 @@ from ragen2_trl.cli.endpoint import PREFIX, Endpoint, EndpointError, endpoint_of
 from ragen2_trl.cli.models import load_model
 from ragen2_trl.cli.typed import checked_input, parse
 from ragen2_trl.envs import Environment, Play, respond_all
-from ragen2_trl.envs.floor import oracle_response, random_response, random_success
+from ragen2_trl.envs.floor import random_success
 from ragen2_trl.envs.mixture import TASK, AnyTask, TaskMixture
 from ragen2_trl.reporting.examples import printable
 from ragen2_trl.reporting.files import write_json
 from ragen2_trl.reporting.saved_episodes import EVALUATION, episodes_of, episodes_path, save_episodes
 from ragen2_trl.rollouts.outcomes import outcomes_of, summarize
-from ragen2_trl.rollouts.sampling import held_out_plays, sample_trajectories
+from ragen2_trl.rollouts.sampling import held_out_plays, held_out_rows, sample_trajectories
 
 OnPlays: TypeAlias = Callable[[Dataset, list[Play]], None]
-SCRIPTED = {"oracle": oracle_response, "random": random_response}
+SCRIPTED = {"oracle": Play.solver_response, "random": Play.random_response}
 
 
 def main(args: list[str] | None = None) -> None:
@@ -141,7 +141,8 @@ def evaluate_endpoint(
             raise EndpointError(f"{error}{where}") from None
         finally:
             save()
-    return summarize(tasks["num_samples"], **outcomes_of(plays))
+    rows = held_out_rows(env, *(tasks[name] for name in ("num_prompts", "num_samples", "seed", "data")))
+    return _metrics(env, rows, tasks["num_samples"], outcomes_of(plays))
 
 
 def evaluate_model(
@@ -241,7 +242,7 @@ def evaluate_scripted(
     rows, plays = held_out_plays(env, num_prompts, num_samples, seed, data)
     running = [(play, random.Random(f"{policy}/{seed}/{number}")) for number, play in enumerate(plays)]
     while running := [(play, rng) for play, rng in running if not play.done]:
-        texts = [SCRIPTED[policy](cast(Environment, play.env), play, rng) for play, rng in running]
+        texts = [SCRIPTED[policy](play, rng) for play, rng in running]
         respond_all([play for play, _ in running], texts, env.workers)
     if on_played is not None:
         on_played(rows, plays)

@@ -86,7 +86,8 @@ def main(args: list[str] | None = None) -> None:
         trainer.add_callback(held_out)
     if trainer.is_world_process_zero():
         console.print(Text(f"{script_args.model} on {env.name}, in {run}"))
-        if (turns := env.max_turns * (env.max_turn_tokens or 0)) > (longest := training_args.max_completion_length):
+        turns = env.max_turns * (script_args.max_turn_tokens or env.max_turn_tokens or 0)
+        if turns > (longest := training_args.max_completion_length):
             console.print(f"Episodes are cut at max_completion_length={longest}; {turns} hold all turns of the task.")
 
     before = _evaluate(trainer, env, script_args, run / "evaluation_before.json")

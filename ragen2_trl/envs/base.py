@@ -19,7 +19,7 @@ from datasets import Dataset
 from ragen2_trl.envs.checks import check_choice, check_count, check_flags, check_limits
 from ragen2_trl.envs.episode import Episode, Limits
 from ragen2_trl.envs.play import OnPlayed, Outcome, Play, mean_outcomes, nobody_looks, respond_all
-from ragen2_trl.envs.responses import TAGS, Completion, Response, completion_text, format_response, parse_response
+from ragen2_trl.envs.responses import TAGS, Completion, Response, completion_text, parse_response
 from ragen2_trl.envs.tasks import FIRST_REFERENCE_SEED, NUMBERINGS, SPLITS, Row
 from ragen2_trl.envs.tools import ToolEnvironment
 from ragen2_trl.envs.wording import WORDINGS, reply_form
@@ -343,8 +343,7 @@ class Environment(ABC):
         rng = random.Random(f"demonstration/{seed}/{row['seed']}")
         play = self.play(row, rng)
         while not play.done:
-            reasoning, actions = play.episode.plan(rng)
-            play.respond(format_response(reasoning, actions[: self.max_actions], think=self.enable_think))
+            play.respond(play.solver_response(rng))
         if not play.episode.success:
             return None
         completion = [message for turn in play.turns for message in turn.messages]

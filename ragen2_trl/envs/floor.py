@@ -1,4 +1,4 @@
-"""Players without a model: the solver of a task, a player who guesses, and how often guessing is enough."""
+"""How often guessing is enough."""
 
 import random
 from collections.abc import Iterable
@@ -7,30 +7,7 @@ from statistics import fmean
 from datasets import Dataset
 
 from ragen2_trl.envs.base import Environment
-from ragen2_trl.envs.play import Play
-from ragen2_trl.envs.responses import format_response
 from ragen2_trl.envs.tasks import Row
-
-
-def oracle_response(env: Environment, play: Play, rng: random.Random) -> str:
-    """What the task's solver writes in the next turn.
-
-    Raises:
-        NotImplementedError: If the task has none.
-    """
-    reasoning, actions = play.episode.plan(rng)
-    return format_response(reasoning, actions[: env.max_actions], think=env.enable_think)
-
-
-def random_response(env: Environment, play: Play, rng: random.Random) -> str:
-    """What a player writes who knows nothing but which actions there are: as many of them as a turn takes.
-
-    Raises:
-        NotImplementedError: If there is no set of actions to draw from.
-    """
-    count = env.max_actions if env.splits_answers else 1
-    actions = [play.episode.random_action(rng) for _ in range(count)]
-    return format_response("", actions, think=env.enable_think)
 
 
 def random_floor(env: Environment, rows: Iterable[Row], samples: int = 8, seed: int = 0) -> float | None:
@@ -55,7 +32,7 @@ def random_floor(env: Environment, rows: Iterable[Row], samples: int = 8, seed: 
             play = env.play(row, random.Random(rng.random()))
             while not play.done:
                 try:
-                    play.respond(random_response(env, play, rng))
+                    play.respond(play.random_response(rng))
                 except NotImplementedError:
                     return None
             outcomes.append(play.episode.success)

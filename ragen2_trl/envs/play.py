@@ -5,6 +5,7 @@ actions are carried out in order until the episode ends. One that names none cos
 however many there are, and so does a response of another form, which carries out nothing and consumes the turn.
 """
 
+import random
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -13,7 +14,7 @@ from statistics import fmean
 from typing import Any, ClassVar, Protocol, TypeAlias
 
 from ragen2_trl.envs.episode import Episode
-from ragen2_trl.envs.responses import Response
+from ragen2_trl.envs.responses import Response, format_response
 
 INVALID_TURN = -0.1
 TURN_REWARDS = "turn_rewards"  # under which rollouts hand the rewards of an episode's turns on
@@ -96,6 +97,7 @@ class Setting(Protocol):
     max_actions: int
     max_total_actions: int | None
     show_penalty: bool
+    enable_think: bool
 
     @property
     def name(self) -> str: ...
@@ -167,6 +169,25 @@ class Play:
         reply = None if self.done else self.env.message(self, status)
         self.record(actions, text, reply)
         return reply
+
+    def solver_response(self, rng: random.Random) -> str:
+        """What the task's solver writes in the next turn.
+
+        Raises:
+            NotImplementedError: If the task has none.
+        """
+        reasoning, actions = self.episode.plan(rng)
+        return format_response(reasoning, actions[: self.env.max_actions], think=self.env.enable_think)
+
+    def random_response(self, rng: random.Random) -> str:
+        """What a player writes who knows nothing but which actions there are: as many of them as a turn takes.
+
+        Raises:
+            NotImplementedError: If there is no set of actions to draw from.
+        """
+        count = self.env.max_actions if self.env.splits_answers else 1
+        actions = [self.episode.random_action(rng) for _ in range(count)]
+        return format_response("", actions, think=self.env.enable_think)
 
     def take(self, actions: Sequence[str]) -> str:
         """Takes a turn with actions and says what came of it; not to be called when `done`."""
