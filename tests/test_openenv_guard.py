@@ -237,10 +237,9 @@ def malformed(rng):
 
 
 @pytest.mark.parametrize("count", [300, pytest.param(10_000, marks=pytest.mark.slow)])
-def test_malformed_requests_are_the_clients_fault_and_leave_nothing_behind(
-    count, tools_server, http_client, monkeypatch
-):
-    monkeypatch.setattr(logging.root.manager, "disable", logging.CRITICAL)  # pytest keeps whatever is logged
+def test_malformed_requests_are_the_clients_fault_and_leave_nothing_behind(count, tools_server, http_client, request):
+    logging.disable(logging.CRITICAL)  # pytest keeps whatever is logged
+    request.addfinalizer(lambda: logging.disable(logging.NOTSET))
     rng, statuses, sizes = random.Random(0), {}, []
     for number in range(count):
         path, body, headers = malformed(rng)
