@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from trl import TrlParser
 
 from ragen2_trl.cli.env_args import options_by_task, parse_env_args
+from ragen2_trl.cli.experiment_arguments import experiment_parser
 
 if TYPE_CHECKING:
     from ragen2_trl.envs import Environment
@@ -268,7 +269,9 @@ class TrainArguments(PlayArguments):
 
     algo: str = field(
         default="grpo",
-        metadata={"help": "What to train with, and with the filter: grpo, rloo or ppo."},
+        metadata={
+            "help": "What to train with: grpo, rloo or ppo with the filter, or trl_grpo, TRL's own GRPOTrainer."
+        },
     )
     model: str | None = field(default=None, metadata={"help": "`tiny` (ships with the package), a path or a Hub id."})
     num_prompts: int = field(default=4096, metadata={"help": "Number of training tasks."})
@@ -384,6 +387,7 @@ ARGUMENTS = {
 # Of commands without a configuration.
 PARSERS = {
     "report": report_parser,
+    "experiment": experiment_parser,
     "check-sandbox": sandbox_parser,
     "envs": envs_parser,
     "serve-retrieval": retrieval_parser,

@@ -20,9 +20,10 @@ from typing import Any, TypeAlias
 from rich.table import Table
 from rich.text import Text
 from transformers import PrinterCallback, TrainerState
-from trl import ModelConfig, TrlParser, get_peft_config, get_quantization_config
+from trl import GRPOConfig, GRPOTrainer, ModelConfig, TrlParser, get_peft_config, get_quantization_config
 
 from ragen2_trl.callbacks import (
+    CostCallback,
     EnvironmentEvalCallback,
     EpisodeCallback,
     GradientSNRCallback,
@@ -30,6 +31,7 @@ from ragen2_trl.callbacks import (
     MutualInformationCallback,
 )
 from ragen2_trl.callbacks.environment_eval import chat_template_of
+from ragen2_trl.callbacks.run_record import keep_record
 from ragen2_trl.cli.arguments import TrainArguments
 from ragen2_trl.cli.checkpoints import checkpoint_to_resume, last_complete_checkpoint
 from ragen2_trl.cli.console import make_console
@@ -53,14 +55,16 @@ from ragen2_trl.trainers import (
     SNRFilteredRLOOConfig,
     SNRFilteredRLOOTrainer,
 )
+from ragen2_trl.trainers.filtered import SNRFilter
 
-Config: TypeAlias = SNRFilteredGRPOConfig | SNRFilteredRLOOConfig | SNRFilteredPPOConfig
-Trainer: TypeAlias = SNRFilteredGRPOTrainer | SNRFilteredRLOOTrainer | SNRFilteredPPOTrainer
+Config: TypeAlias = SNRFilteredGRPOConfig | SNRFilteredRLOOConfig | SNRFilteredPPOConfig | GRPOConfig
+Trainer: TypeAlias = SNRFilteredGRPOTrainer | SNRFilteredRLOOTrainer | SNRFilteredPPOTrainer | GRPOTrainer
 
 ALGORITHMS: dict[str, tuple[type[Trainer], type[Config]]] = {
     "grpo": (SNRFilteredGRPOTrainer, SNRFilteredGRPOConfig),
     "rloo": (SNRFilteredRLOOTrainer, SNRFilteredRLOOConfig),
     "ppo": (SNRFilteredPPOTrainer, SNRFilteredPPOConfig),
+    "trl_grpo": (GRPOTrainer, GRPOConfig),  # TRL's own, to compare with
 }
 
 
@@ -285,7 +289,11 @@ def _make_trainer(
         callbacks=[live_line],
         **rollout,
     )
+    if rollout and not isinstance(trainer, SNRFilter):  # ours attach what plays
+        plays.attach(trainer)
+    keep_record(trainer)
     trainer.remove_callback(PrinterCallback)
+    trainer.add_callback(CostCallback(trainer))
     if script_args.mutual_information:
         stop_on = "template_collapse" if script_args.stop_on_template_collapse else None
         scopes = (*SCOPES, REFERENCE_SCOPE) if script_args.trajectory_reference else SCOPES
