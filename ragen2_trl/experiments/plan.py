@@ -181,7 +181,7 @@ def read_experiment(path: Path, overrides: Fields | None = None) -> Experiment:
         paper=read.get("paper", ""),
         base=_files(read["base"], path, "base"),
         seeds=_seeds(read["seeds"], path),
-        checks=tuple(_mapping(check, path, f"checks[{n}]") for n, check in enumerate(_list(read, "checks", path))),
+        checks=tuple(_check(one, axes, path, f"checks[{n}]") for n, one in enumerate(_list(read, "checks", path))),
         settings_fixed=read["settings_fixed"],
         fields=_fields(read.get("fields", {}), path, "fields"),
         axes=axes,
@@ -194,10 +194,6 @@ def read_experiment(path: Path, overrides: Fields | None = None) -> Experiment:
         path=path,
         overrides=overrides or {},
     )
-    for n, check in enumerate(experiment.checks):
-        for side in ("of", "against"):
-            if side in check:
-                _levels(_mapping(check[side], path, f"checks[{n}].{side}"), axes, path, f"checks[{n}].{side}")
     if not experiment.cells():
         raise ValueError(f"{path}: skip leaves no cell.")
     return experiment
@@ -348,6 +344,15 @@ def _levels(value: Mapping[Any, Any], axes: Mapping[str, Mapping[str, Any]], pat
         if level not in axes[axis]:
             raise ValueError(f"{path}: {where}.{axis} must be one of {list(axes[axis])}, got {level!r}")
     return levels
+
+
+def _check(value: Any, axes: Mapping[str, Mapping[str, Any]], path: Path, where: str) -> dict[str, Any]:
+    """A check whose levels are of the grid."""
+    check = dict(_mapping(value, path, where))
+    for side in ("of", "against"):
+        if side in check:
+            check[side] = _levels(_mapping(check[side], path, f"{where}.{side}"), axes, path, f"{where}.{side}")
+    return check
 
 
 def _mapping(value: Any, path: Path, where: str) -> Mapping[Any, Any]:
