@@ -191,7 +191,7 @@ def test_settings_that_training_does_not_know_are_refused_before_anything_runs(p
         ({"max_step": 3}, "max_step is not known to SNRFilteredGRPOConfig; allowed: max_steps"),
         ({"snr_value": 2}, "snr_value=2"),
         ({"algo": "grp"}, "algo='grp' is not supported"),
-        ({"env_args": {"sise": 3}}, "sise"),
+        ({"env_args": {"hole": 3}}, "hole"),
     ):
         with pytest.raises(SystemExit) as ended:
             cli.main(command(tmp_path, "run", plan(base=base)))
