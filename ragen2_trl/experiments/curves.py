@@ -81,9 +81,11 @@ class Store:
     def curves(self, keys: Sequence[str] | None = None) -> pd.DataFrame:
         """The metrics of finished cells, or of those with these keys: `key`, `step`, `metric`, `value`."""
         table = self._read(CURVES, CURVES_SCHEMA)
-        done = self._read(CELLS, CELLS_SCHEMA)["key"]  # curves of a cell that a kill cut off are not
-        wanted = done if keys is None else pc.filter(done, pc.is_in(done, pa.array(list(keys), pa.string())))
-        return table.filter(pc.is_in(table["key"].cast(pa.string()), wanted)).to_pandas()
+        wanted = self.done()  # and not of a cell that a kill cut off between the two files
+        if keys is not None:
+            wanted &= set(keys)
+        found = pc.is_in(table["key"].cast(pa.string()), pa.array(sorted(wanted), pa.string()))
+        return table.filter(found).to_pandas()
 
     def done(self) -> set[str]:
         """The keys of finished cells."""
