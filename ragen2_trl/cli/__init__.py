@@ -53,10 +53,10 @@ def main(args: list[str] | None = None) -> None:
         show_help(command)
         return
     # Imported only now: a command should not wait for the imports of the others.
-    with Console(stderr=True).status(f"ragen2-trl {command} begins"):  # in a terminal alone; imports take seconds
-        with _imports():
-            run = import_module(f"{__name__}.{command.replace('-', '_')}").main
-            from ragen2_trl.cli.typed import InputError
+    status = Console(stderr=True).status(f"ragen2-trl {command} begins")  # in a terminal alone; imports take seconds
+    with status, _imports():
+        run = import_module(f"{__name__}.{command.replace('-', '_')}").main
+        from ragen2_trl.cli.typed import InputError
 
     try:
         run(rest)

@@ -22,7 +22,6 @@ import yaml
 
 from ragen2_trl.experiments.plan import Cell, Experiment, json_text, merged
 from ragen2_trl.reporting.files import HISTORY_FILE, read_json, replace_whole, write_text
-from ragen2_trl.reporting.settings import versions_of_packages
 
 CELLS, CURVES, RECORDS = "cells.parquet", "curves.parquet", "experiments"
 COSTS = ("seconds", "cpu_seconds", "sampled_tokens", "update_tokens", "update_flops")
@@ -213,6 +212,8 @@ def tidy_rows(history: Sequence[Mapping[str, Any]]) -> list[tuple[int, str, floa
 
 def _versions() -> dict[str, str]:
     """Of Python, of packages, and the commit of this package where it runs from a checkout."""
+    from ragen2_trl.reporting.settings import versions_of_packages  # and TRL with it, which takes seconds
+
     here = Path(__file__).parent
     git = ["git", "-C", str(here), "describe", "--always", "--abbrev=40", "--dirty", "--exclude=*"]
     commit = subprocess.run(git, capture_output=True, text=True, check=False) if shutil.which("git") else None
