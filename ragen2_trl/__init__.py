@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ragen2_trl.callbacks import (
+        CostCallback,
         EnvironmentEvalCallback,
         EpisodeCallback,
         GradientSNRCallback,
@@ -28,6 +29,7 @@ __version__ = "0.1.0"
 # Where each name lives. They are imported when they are asked for: environments need neither torch nor TRL, whose
 # import takes seconds, and servers and worker processes need nothing but environments.
 _HOMES = {
+    "CostCallback": "callbacks",
     "EnvironmentEvalCallback": "callbacks",
     "EpisodeCallback": "callbacks",
     "Evidence": "instrument",
@@ -49,6 +51,7 @@ _HOMES = {
 }
 
 __all__ = [
+    "CostCallback",
     "EnvironmentEvalCallback",
     "EpisodeCallback",
     "Evidence",

@@ -58,7 +58,7 @@ def test_an_unknown_algorithm_is_told_in_one_line(tmp_path, capsys):
         cli.main(["train", *arguments(tmp_path / "run"), "--algo", "reinforce"])
     assert ended.value.code == 2
     told = " ".join(capsys.readouterr().err.split())
-    assert "algo='reinforce' is not supported; allowed values: grpo, rloo, ppo." in told
+    assert "algo='reinforce' is not supported; allowed values: grpo, rloo, ppo, trl_grpo." in told
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import Trainer, TrainerCallback, TrainerState
 from trl import RLOOTrainer
 
+from ragen2_trl.callbacks.cost import outside_of_costs
 from ragen2_trl.filtering import zero_variance
 from ragen2_trl.rollouts.context import LATER_SAMPLES
 
@@ -106,7 +107,8 @@ def watch_rollouts(trainer: Trainer, handle: Callable[[Sampled], None]) -> None:
             has_images = batch.get("pixel_values") is not None
             rewards = _group_rewards(trainer, latest["_calculate_rewards"])
             ids = (_lists(prompt_ids), _lists(completion_ids), _lists(masks))
-            handle(Sampled(*ids, has_images, rewards, inputs, batch))
+            with outside_of_costs(trainer):
+                handle(Sampled(*ids, has_images, rewards, inputs, batch))
         return batch
 
     setattr(trainer, seam, sample_and_handle)

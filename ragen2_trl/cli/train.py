@@ -20,9 +20,10 @@ from typing import Any, TypeAlias
 from rich.table import Table
 from rich.text import Text
 from transformers import PrinterCallback, TrainerState
-from trl import ModelConfig, TrlParser, get_peft_config, get_quantization_config
+from trl import GRPOConfig, GRPOTrainer, ModelConfig, TrlParser, get_peft_config, get_quantization_config
 
 from ragen2_trl.callbacks import (
+    CostCallback,
     EnvironmentEvalCallback,
     EpisodeCallback,
     GradientSNRCallback,
@@ -30,6 +31,7 @@ from ragen2_trl.callbacks import (
     MutualInformationCallback,
 )
 from ragen2_trl.callbacks.environment_eval import chat_template_of
+from ragen2_trl.callbacks.run_record import keep_record
 from ragen2_trl.cli.arguments import TrainArguments
 from ragen2_trl.cli.checkpoints import checkpoint_to_resume, last_complete_checkpoint
 from ragen2_trl.cli.console import make_console
@@ -39,7 +41,6 @@ from ragen2_trl.envs import Environment
 from ragen2_trl.envs.mixture import ALL_TASKS, AnyTask, TaskMixture
 from ragen2_trl.filtering import check_choice
 from ragen2_trl.instrument import REFERENCE_SCOPE, SCOPES
-from ragen2_trl.reporting import plot_training
 from ragen2_trl.reporting.files import write_json
 from ragen2_trl.reporting.held_out import curves_of
 from ragen2_trl.rollouts import TextRollout
@@ -53,14 +54,16 @@ from ragen2_trl.trainers import (
     SNRFilteredRLOOConfig,
     SNRFilteredRLOOTrainer,
 )
+from ragen2_trl.trainers.filtered import SNRFilter
 
-Config: TypeAlias = SNRFilteredGRPOConfig | SNRFilteredRLOOConfig | SNRFilteredPPOConfig
-Trainer: TypeAlias = SNRFilteredGRPOTrainer | SNRFilteredRLOOTrainer | SNRFilteredPPOTrainer
+Config: TypeAlias = SNRFilteredGRPOConfig | SNRFilteredRLOOConfig | SNRFilteredPPOConfig | GRPOConfig
+Trainer: TypeAlias = SNRFilteredGRPOTrainer | SNRFilteredRLOOTrainer | SNRFilteredPPOTrainer | GRPOTrainer
 
 ALGORITHMS: dict[str, tuple[type[Trainer], type[Config]]] = {
     "grpo": (SNRFilteredGRPOTrainer, SNRFilteredGRPOConfig),
     "rloo": (SNRFilteredRLOOTrainer, SNRFilteredRLOOConfig),
     "ppo": (SNRFilteredPPOTrainer, SNRFilteredPPOConfig),
+    "trl_grpo": (GRPOTrainer, GRPOConfig),  # TRL's own, to compare with
 }
 
 
@@ -96,7 +99,7 @@ def main(args: list[str] | None = None) -> None:
         _train(trainer, checkpoint)
     except KeyboardInterrupt:
         live_line.close()
-        _write_history(trainer, env, run)
+        _write_history(trainer, env, run, script_args.figures)
         trainer.create_model_card(run.resolve().name)  # how far it got, and not the last checkpoint
         last = last_complete_checkpoint(run)
         console.print(f"Interrupted at step {trainer.state.global_step}; last complete checkpoint: {last or 'none'}.")
@@ -106,7 +109,7 @@ def main(args: list[str] | None = None) -> None:
         live_line.close()
     seconds = time.perf_counter() - started - (0.0 if held_out is None else held_out.seconds)
     trainer.save_model()
-    _write_history(trainer, env, run)
+    _write_history(trainer, env, run, script_args.figures)
     after = _evaluate(trainer, env, script_args, run / "evaluation_after.json", again=True)
     if trainer.is_world_process_zero():
         curve = curves_of(trainer.state.log_history).get(env.name)
@@ -285,7 +288,11 @@ def _make_trainer(
         callbacks=[live_line],
         **rollout,
     )
+    if rollout and not isinstance(trainer, SNRFilter):  # ours attach what plays
+        plays.attach(trainer)
+    keep_record(trainer).draws = script_args.figures
     trainer.remove_callback(PrinterCallback)
+    trainer.add_callback(CostCallback(trainer))
     if script_args.mutual_information:
         stop_on = "template_collapse" if script_args.stop_on_template_collapse else None
         scopes = (*SCOPES, REFERENCE_SCOPE) if script_args.trajectory_reference else SCOPES
@@ -366,11 +373,13 @@ def _evaluate(
     return metrics
 
 
-def _write_history(trainer: Trainer, env: AnyTask, run: Path) -> None:
+def _write_history(trainer: Trainer, env: AnyTask, run: Path, with_figure: bool) -> None:
     if not trainer.is_world_process_zero():
         return
     history = trainer.state.log_history
     run.mkdir(parents=True, exist_ok=True)
     write_json(run / "log_history.json", history, indent=1)
-    if any(row.get("reward") is not None for row in history):
+    if with_figure and any(row.get("reward") is not None for row in history):
+        from ragen2_trl.reporting import plot_training  # matplotlib, where something is drawn
+
         plot_training(history, _success_metric(env)).savefig(run / "training.png")

@@ -1,0 +1,177 @@
+"""What a training has cost so far: time, tokens it sampled, and what its updates computed."""
+
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from peft import PeftModel
+from torch import nn
+from transformers import Trainer, TrainerCallback
+from trl import RLOOTrainer
+
+from ragen2_trl.reporting.records import is_number
+from ragen2_trl.rollouts.context import LATER_SAMPLES
+
+STATE = "ragen2_costs"  # in a checkpoint's trainer_state.json
+COSTS = ("seconds", "cpu_seconds", "sampled_tokens", "update_tokens", "update_flops")
+
+
+class CostCallback(TrainerCallback):
+    """
+    Logs what training has cost up to each logged step, under `cost/`, so that runs can be compared at equal cost and
+    not only at equal steps. Every number is a sum since the run began; a resumed run goes on with the sums of its
+    checkpoint, and what was lost after that is not in them.
+
+    - `cost/seconds`: wall clock of optimizer steps, sampling and rewards included. Held-out evaluations, checkpoints,
+      logging, and what callbacks measure of completions (mutual information, gradients) are left out.
+    - `cost/cpu_seconds`: CPU time of the training processes for the same, over all their threads. Where others use the
+      machine, too, it is the fairer clock; time of GPUs and of programs in the sandbox is not in it.
+    - `cost/sampled_tokens`: tokens that the model wrote in training, on all processes, those of refill rounds and of
+      groups that were dropped included.
+    - `cost/update_tokens`: positions, padding included, of every forward pass that the update ran backward through.
+    - `cost/update_flops`: floating-point operations of the update in the usual estimate, 6 x parameters x positions:
+      2 a parameter and position forward, 2 backward to the activations, 2 for the gradient of the parameter itself,
+      which frozen parameters do without. All parameters count, embeddings too; attention's own part, quadratic in
+      the length, and the second forward pass of gradient checkpointing are left out. A critic counts with its own.
+
+    Args:
+        trainer ([`~trl.GRPOTrainer`] or [`~trl.RLOOTrainer`], or a subclass):
+            The trainer that the callback is then added to.
+
+    Example:
+
+    ```python
+    >>> from ragen2_trl import CostCallback
+
+    >>> trainer.add_callback(CostCallback(trainer))  # doctest: +SKIP
+    ```
+    """
+
+    def __init__(self, trainer: Trainer):
+        self.trainer = trainer
+        self._own = self._nothing()  # of this process since training began here
+        self._before = self._nothing()  # of all processes, from the checkpoint
+        self._started: tuple[float, float] | None = None  # wall and CPU clock when the present stretch began
+        _watch_generation(trainer, self._count_sampled)
+        policy = trainer.accelerator.unwrap_model(trainer.model)
+        body = policy.get_base_model() if isinstance(policy, PeftModel) else policy
+        critic = getattr(trainer, "critic", None)
+        own = set() if critic is None else set(map(id, critic.parameters()))
+        self._count_passes(body.base_model, [one for one in policy.parameters() if id(one) not in own])
+        if critic is not None and critic.backbone is not None:
+            self._count_passes(critic, list(critic.parameters()))
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._own, self._before, self._started = self._nothing(), self._nothing(), None
+        if state.global_step > 0:
+            self._before |= _checked(state.stateful_callbacks.get(STATE, {}))
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._resume()
+
+    def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._pause()  # before any callback has ended the step, and evaluates or saves
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        accelerator = self.trainer.accelerator
+        own = dict(self._own)
+        if accelerator.num_processes > 1:
+            summed = [name for name in COSTS if name != "seconds"]
+            values = torch.tensor([own[name] for name in summed], dtype=torch.float64, device=accelerator.device)
+            own |= dict(zip(summed, accelerator.reduce(values, reduction="sum").tolist(), strict=True))
+        total = {name: self._before[name] + own[name] for name in COSTS}
+        state.stateful_callbacks[STATE] = total
+        for name, value in total.items():
+            self.trainer._metrics["train"][f"cost/{name}"] = [float(value)]  # a sum and no mean over a row's steps
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Neither time nor forward passes in here are the training's own."""
+        running = self._started is not None
+        if running:
+            self._pause()
+        try:
+            yield
+        finally:
+            if running:
+                self._resume()
+
+    @staticmethod
+    def _nothing() -> dict[str, float]:
+        return dict.fromkeys(COSTS, 0.0)
+
+    def _resume(self) -> None:
+        self._started = time.perf_counter(), time.process_time()
+
+    def _pause(self) -> None:
+        if self._started is not None:
+            wall, cpu = self._started
+            self._own["seconds"] += time.perf_counter() - wall
+            self._own["cpu_seconds"] += time.process_time() - cpu
+            self._started = None
+
+    def _count_sampled(self, tokens: int) -> None:
+        self._own["sampled_tokens"] += tokens
+
+    def _count_passes(self, module: nn.Module, parameters: list[nn.Parameter]) -> None:
+        """Count the forward passes of a module that gradients will come back through."""
+        size = sum(map(_size, parameters))
+        trained = sum(_size(one) for one in parameters if one.requires_grad)
+        per_position = 4.0 * size + 2.0 * trained
+
+        def count(module: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
+            if self._started is None or not torch.is_grad_enabled():
+                return
+            inputs = kwargs.get("input_ids")
+            inputs = kwargs["inputs_embeds"][..., 0] if inputs is None else inputs
+            self._own["update_tokens"] += inputs.numel()
+            self._own["update_flops"] += per_position * inputs.numel()
+
+        module.register_forward_pre_hook(count, with_kwargs=True)
+
+
+@contextmanager
+def outside_of_costs(trainer: Trainer) -> Iterator[None]:
+    """What is done in here is not for training, and counts for no cost of it."""
+    counting = [one for one in trainer.callback_handler.callbacks if isinstance(one, CostCallback)]
+    if not counting:
+        yield
+        return
+    with counting[-1].paused():
+        yield
+
+
+def _watch_generation(trainer: Trainer, count: Any) -> None:
+    """Calls `count` with the tokens that the model wrote in each generation for training, on this process."""
+    generate = trainer._generate
+
+    def generate_and_count(*args: Any, **kwargs: Any) -> Any:
+        generated = generate(*args, **kwargs)
+        if trainer.model.training:
+            _, completion_ids, masks, *others = generated
+            if masks is None or isinstance(trainer, RLOOTrainer):  # its third value is something else
+                masks = [[1] * len(ids) for ids in completion_ids]
+            later = [
+                fields[LATER_SAMPLES] for fields in others if isinstance(fields, dict) and LATER_SAMPLES in fields
+            ]
+            further = [sample["env_mask"] for episodes in later for samples in episodes for sample in samples]
+            count(sum(int(sum(mask)) for mask in [*masks, *further]))
+        return generated
+
+    trainer._generate = generate_and_count
+
+
+def _size(parameter: nn.Parameter) -> int:
+    # DeepSpeed's ZeRO-3 leaves an empty tensor where its part of a parameter was.
+    return parameter.ds_numel if hasattr(parameter, "ds_numel") else parameter.numel()
+
+
+def _checked(saved: Any) -> dict[str, float]:
+    """The sums of a checkpoint, which may be anybody's."""
+    if not isinstance(saved, Mapping) or not all(is_number(value) for value in saved.values()):
+        raise ValueError(
+            f"the checkpoint's trainer_state.json: {STATE} must be numbers by name, got {ascii(saved)[:80]}"
+        )
+    return {name: float(saved[name]) for name in COSTS if name in saved}

@@ -1,0 +1,196 @@
+"""Run experiments, see how far they are, and tell what came of them.
+
+ragen2-trl experiment run experiments/*.yaml
+ragen2-trl experiment analyse experiments/*.yaml
+"""
+
+import argparse
+import shlex
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from difflib import get_close_matches
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import yaml
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from ragen2_trl.cli.console import ProgressLine
+from ragen2_trl.cli.experiment_arguments import ACTIONS, QUICK, RESULTS, RUNS, experiment_parser
+from ragen2_trl.cli.typed import InputError, checked_input
+from ragen2_trl.experiments.cells import Job, command_of, queue, write_config
+from ragen2_trl.experiments.curves import Store
+from ragen2_trl.experiments.plan import Experiment, read_experiments
+from ragen2_trl.experiments.runner import Progress, Runner, is_locked
+
+PLAIN_EVERY = 60.0  # seconds between two lines where there is no terminal
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a command is about: the experiments, their cells that were asked for, and the folders."""
+
+    arguments: argparse.Namespace
+    experiments: list[Experiment]
+    jobs: list[Job]
+    store: Store
+    runs: Path
+
+
+def main(args: list[str] | None = None) -> None:
+    """Do what the first argument says with the experiments after it.
+
+    Raises:
+        SystemExit: With code 1 if a cell failed, 130 after Ctrl-C or SIGTERM.
+        InputError: For files, settings and folders that cannot be used, before anything runs.
+    """
+    console = Console()
+    arguments = experiment_parser().parse_args(args)
+    with checked_input():
+        experiments = read_experiments(arguments.files, _pairs(arguments.set))
+        only: dict[str, list[str]] = {}
+        for axis, level in (_pair(text, "only") for text in arguments.only):
+            only.setdefault(axis, []).append(level)
+        jobs = queue(experiments, arguments.quick, arguments.scale, only, arguments.seeds)
+        if arguments.jobs < 1:
+            raise ValueError(f"jobs must be at least 1, got {arguments.jobs}")
+        results = arguments.results or (QUICK / "results" if arguments.quick else RESULTS)
+        runs = arguments.runs or (QUICK / "runs" if arguments.quick else RUNS)
+        store = Store(results)
+        for one in experiments:
+            store.check(one, arguments.scale, arguments.quick)
+    do = {"run": _run, "status": _status, "analyse": _analyse, "list": _list}
+    assert do.keys() == ACTIONS.keys()
+    do[arguments.action](console, Asked(arguments, experiments, jobs, store, runs))
+
+
+def _run(console: Console, asked: Asked) -> None:
+    _check_settings(asked.jobs)
+    by_id = {one.id: one for one in asked.experiments}
+
+    def added(job: Job) -> None:
+        for name in job.experiments:
+            asked.store.write_record(by_id[name], asked.arguments.scale, asked.arguments.quick)
+
+    at_once = 1 if asked.arguments.scale == "paper" else asked.arguments.jobs
+    if asked.arguments.scale == "paper":
+        _show_launches(console, asked.jobs, asked.runs)
+    with ProgressLine(console, PLAIN_EVERY) as line:
+        try:
+            outcome = Runner(asked.store, asked.runs, at_once, added, lambda progress: line.say(_told(progress))).run(
+                asked.jobs
+            )
+        except KeyboardInterrupt:
+            console.print("Stopped. The same command goes on with the cells that are left, from their checkpoints.")
+            sys.exit(130)
+    console.print(Text(f"{len(outcome.done)} of {len(asked.jobs)} cells are done, in {asked.store.folder}."))
+    for failure in outcome.failed:
+        console.print(Text(f"Failed: {failure.job.name}\n  {failure.command}\n  {failure.reason}"))
+    if outcome.failed:
+        sys.exit(1)
+
+
+def _status(console: Console, asked: Asked) -> None:
+    done = asked.store.done()
+    table = Table("experiment", "cells", "done", "running", "begun", "left", "seeds done")
+    for one in asked.experiments:
+        own = [job for job in asked.jobs if one.id in job.experiments]
+        open_ = [job for job in own if job.cell.key not in done]
+        running = [job for job in open_ if is_locked(asked.runs / job.cell.key)]
+        begun = [job for job in open_ if job not in running and any((asked.runs / job.cell.key).glob("checkpoint-*"))]
+        whole = [str(seed) for seed in one.seeds if own and not any(job.cell.seed == seed for job in open_)]
+        counts = (len(own), len(own) - len(open_), len(running), len(begun), len(open_) - len(running) - len(begun))
+        table.add_row(one.id, *map(str, counts), " ".join(whole) or "none")
+    console.print(table)
+
+
+def _list(console: Console, asked: Asked) -> None:
+    if asked.arguments.scale == "paper":
+        _show_launches(console, asked.jobs, asked.runs)
+        return
+    done = asked.store.done()
+    for job in asked.jobs:
+        state = "done" if job.cell.key in done else "left"
+        command = shlex.join(command_of(write_config(asked.runs / job.cell.key, job), job)) if state == "left" else ""
+        console.print(Text(f"{job.cell.key}  {state}  {job.name}  {command}".rstrip()), soft_wrap=True)
+
+
+def _analyse(console: Console, asked: Asked) -> None:
+    from ragen2_trl.experiments.page import analyse  # matplotlib and scipy only where something is drawn
+
+    with checked_input():
+        analyse(asked.experiments, asked.store.folder, asked.arguments.scale)
+    console.print(
+        Text(f"{asked.store.folder / 'README.md'} says what came of {', '.join(one.id for one in asked.experiments)}.")
+    )
+
+
+def _show_launches(console: Console, jobs: Sequence[Job], runs: Path) -> None:
+    """Write the settings of all cells and show the line that trains each."""
+    hours = 0.0
+    for job in jobs:
+        assert job.launch is not None
+        hours += job.launch.gpu_hours
+        command = shlex.join(command_of(write_config(runs / job.cell.key, job), job))
+        console.print(Text(f"# {job.name}: about {job.launch.gpu_hours:g} GPU hours\n{command}"), soft_wrap=True)
+    console.print(Text(f"{len(jobs)} cells, about {hours:,.0f} GPU hours"))
+
+
+def _told(progress: Progress) -> str:
+    parts = [f"{progress.done}/{progress.total} cells done", f"{len(progress.running)} running"]
+    if progress.failed:
+        parts.append(f"{progress.failed} failed")
+    if progress.seconds_left is not None:
+        minutes = round(progress.seconds_left / 60)
+        parts.append(f"about {minutes // 60} h {minutes % 60:02} min left" if minutes else "less than a minute left")
+    return ", ".join(parts)
+
+
+def _check_settings(jobs: Sequence[Job]) -> None:
+    """Let the command that will train a cell read its settings, once for all seeds of them.
+
+    Raises:
+        InputError: With the cell's name, if a setting is not one of its algorithm's or has no allowed value.
+    """
+    from trl import ModelConfig, TrlParser  # these take seconds
+
+    from ragen2_trl.cli.arguments import TrainArguments
+    from ragen2_trl.cli.train import ALGORITHMS, algorithm_of
+    from ragen2_trl.cli.typed import parse
+
+    without_gpu = ["--use_cpu", "true", "--bf16", "false"]  # elsewhere than here, what needs one is allowed
+    checked: set[str] = set()
+    with TemporaryDirectory() as folder:
+        config = Path(folder) / "config.yaml"
+        for job in jobs:
+            text = yaml.safe_dump({**job.cell.fields, "output_dir": folder})
+            if text in checked:
+                continue
+            checked.add(text)
+            config.write_text(text)
+            args = ["--config", str(config), *(without_gpu if job.launch is not None else [])]
+            try:
+                own = ALGORITHMS[algorithm_of(args)][1]
+                known = {one.name for kind in (TrainArguments, own, ModelConfig) for one in fields(kind)}
+                if unknown := [name for name in job.cell.fields if name not in known]:
+                    near = get_close_matches(unknown[0], known, n=3) or ["the arguments of `ragen2-trl train`"]
+                    raise ValueError(f"{unknown[0]} is not known to {own.__name__}; allowed: {', '.join(near)}.")
+                script_args, *_ = parse(TrlParser((TrainArguments, own, ModelConfig)), args)
+                script_args.make_eval_envs(script_args.make_env())
+            except ValueError as error:
+                raise InputError(f"{job.name}: {error}") from error
+
+
+def _pair(text: str, name: str) -> tuple[str, str]:
+    before, equals, after = text.partition("=")
+    if not (before and equals):
+        raise ValueError(f"{name} must be NAME=VALUE pairs, got {text!r}")
+    return before, after
+
+
+def _pairs(texts: Sequence[str]) -> dict[str, Any]:
+    return {name: yaml.safe_load(value) for name, value in (_pair(text, "set") for text in texts)}

@@ -1,0 +1,264 @@
+"""What came of cells, as two tidy Parquet files that are whole at any moment: a row a cell, and their curves."""
+
+import fcntl
+import json
+import math
+import os
+import platform
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+import yaml
+
+from ragen2_trl.experiments.plan import Cell, Experiment, json_text, merged
+from ragen2_trl.reporting.files import HISTORY_FILE, read_json, replace_whole, write_text
+
+CELLS, CURVES, RECORDS = "cells.parquet", "curves.parquet", "experiments"
+COSTS = ("seconds", "cpu_seconds", "sampled_tokens", "update_tokens", "update_flops")
+
+# Metrics of log rows that are kept; the others say nothing that an experiment asks for.
+KEPT = re.compile(
+    r"reward|reward_std|frac_reward_zero_std|entropy|kl|loss|grad_norm|completions/(mean_length|clipped_ratio)"
+    r"|snr/(?!window_groups|dropped_|score_max|empty_steps|carried|waiting|stale).*"
+    r"|mi/.*|grad/.*|eval/.*|cost/.*|ppo/(value_loss|explained_variance)|select/.*"
+    r"|env/[^/]+/(success|return|valid_rate|action_is_valid|action_is_effective)"
+)
+CELLS_SCHEMA = pa.schema(
+    [
+        ("key", pa.string()),
+        ("fields", pa.string()),  # JSON
+        ("seed", pa.int64()),
+        ("steps", pa.int32()),
+        ("seconds", pa.float64()),  # of training, see `CostCallback`
+        ("cpu_seconds", pa.float64()),
+        ("sampled_tokens", pa.int64()),
+        ("update_tokens", pa.int64()),
+        ("update_flops", pa.float64()),
+        ("wall_seconds", pa.float64()),  # of the process, with evaluations and imports; of its last part, if killed
+        ("host_cores", pa.int32()),
+        ("versions", pa.string()),  # JSON
+        ("finished", pa.timestamp("s", tz="UTC")),
+    ]
+)
+CURVES_SCHEMA = pa.schema(
+    [
+        ("key", pa.dictionary(pa.int32(), pa.string())),
+        ("step", pa.int32()),
+        ("metric", pa.dictionary(pa.int32(), pa.string())),
+        ("value", pa.float32()),
+    ]
+)
+
+
+class Store:
+    """The results of cells in a folder.
+
+    `cells.parquet` says what is done; it is written after `curves.parquet`. Files are replaced whole, under a lock,
+    so that several commands may add to one folder and a kill leaves it as it was before or after.
+
+    Args:
+        folder: Where they are, or will be.
+    """
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+
+    def cells(self) -> pd.DataFrame:
+        """A row for each finished cell, in the columns of `CELLS_SCHEMA`."""
+        return self._read(CELLS, CELLS_SCHEMA).to_pandas()
+
+    def curves(self, keys: Sequence[str] | None = None) -> pd.DataFrame:
+        """The metrics of finished cells, or of those with these keys: `key`, `step`, `metric`, `value`."""
+        table = self._read(CURVES, CURVES_SCHEMA)
+        wanted = self.done()  # and not of a cell that a kill cut off between the two files
+        if keys is not None:
+            wanted &= set(keys)
+        found = pc.is_in(table["key"].cast(pa.string()), pa.array(sorted(wanted), pa.string()))
+        return table.filter(found).to_pandas()
+
+    def done(self) -> set[str]:
+        """The keys of finished cells."""
+        return set(self._read(CELLS, CELLS_SCHEMA)["key"].to_pylist())
+
+    def add(self, run_folder: Path, cell: Cell, wall_seconds: float = math.nan) -> None:
+        """Take over what a cell's run has left in its folder.
+
+        Raises:
+            ValueError: If there is no log history, or it has no costs.
+        """
+        history = read_json(run_folder / HISTORY_FILE, list)
+        if history is None:
+            raise ValueError(f"{run_folder} has no {HISTORY_FILE} that can be read.")
+        rows = tidy_rows(history)
+        costs = {name: _last(rows, f"cost/{name}") for name in COSTS}
+        if missing := [name for name, value in costs.items() if value is None]:
+            raise ValueError(f"{run_folder / HISTORY_FILE} has no cost/{missing[0]}.")
+        whole = {name: int(costs[name]) for name in ("sampled_tokens", "update_tokens")}
+        own = {
+            "key": cell.key,
+            "fields": json_text(cell.fields),
+            "seed": cell.seed,
+            "steps": max(step for step, _, _ in rows),
+            **costs,
+            **whole,
+            "wall_seconds": wall_seconds,
+            "host_cores": os.cpu_count(),
+            "versions": json.dumps(_versions()),
+            "finished": datetime.now(timezone.utc).replace(microsecond=0),
+        }
+        steps, metrics, values = zip(*rows, strict=True)
+        curves = pa.table(
+            [
+                pa.array([cell.key] * len(rows)).dictionary_encode(),
+                pa.array(steps, pa.int32()),
+                pa.array(metrics).dictionary_encode(),
+                pa.array(values, pa.float32()),
+            ],
+            schema=CURVES_SCHEMA,
+        )
+        with self._locked():
+            self._put(CURVES, CURVES_SCHEMA, curves)
+            self._put(CELLS, CELLS_SCHEMA, pa.Table.from_pylist([own], CELLS_SCHEMA))
+
+    # What experiments were when their cells ran
+
+    def check(self, experiment: Experiment, scale: str, quick: bool) -> None:
+        """Refuse to mix cells of one id that were made with different settings.
+
+        Raises:
+            ValueError: If the folder holds results of an experiment with that id which differs in more than prose,
+                names of files and further seeds; what differs is named.
+        """
+        path = self._record(experiment)
+        if not path.exists():
+            return
+        then, now = yaml.safe_load(path.read_text(encoding="utf-8")), record(experiment, scale, quick)
+        if set(then["seeds"]) <= set(now["seeds"]):
+            then["seeds"] = now["seeds"]
+        if (difference := _difference(then, now)) is not None:
+            where, there, here = difference
+            raise ValueError(
+                f"{self.folder} holds results of {experiment.id} made with another configuration: {where} is {there} "
+                f"in {path} and {here} in {experiment.path}; allowed: the configuration it was made with, further "
+                "seeds, or another folder with --results."
+            )
+
+    def write_record(self, experiment: Experiment, scale: str, quick: bool) -> None:
+        """Keep what an experiment is, once the folder has a cell of it."""
+        path = self._record(experiment)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        text = yaml.safe_dump(record(experiment, scale, quick), sort_keys=False, allow_unicode=True, width=120)
+        comment = (
+            f"# What {experiment.id} was when its cells in ../{CELLS} ran: written by `ragen2-trl experiment run`.\n"
+        )
+        if not path.exists() or path.read_text(encoding="utf-8") != comment + text:
+            write_text(path, comment + text)
+
+    def _record(self, experiment: Experiment) -> Path:
+        return self.folder / RECORDS / f"{experiment.id}.yaml"
+
+    # Files
+
+    def _read(self, name: str, schema: pa.Schema) -> pa.Table:
+        path = self.folder / name
+        return pq.read_table(path).select(schema.names).cast(schema) if path.exists() else schema.empty_table()
+
+    def _put(self, name: str, schema: pa.Schema, further: pa.Table) -> None:
+        """Add rows; those that an earlier row of the same key has are replaced."""
+        key = further["key"][0].as_py()
+        table = self._read(name, schema)
+        kept = table.filter(pc.not_equal(table["key"].cast(pa.string()), key))
+        whole = pa.concat_tables([kept, further]).unify_dictionaries()
+        options: dict[str, Any] = {"compression": "zstd", "compression_level": 9}
+        if "value" in schema.names:
+            options |= {"use_dictionary": ["key", "metric"], "column_encoding": {"value": "BYTE_STREAM_SPLIT"}}
+            options["column_encoding"]["step"] = "DELTA_BINARY_PACKED"
+        replace_whole(self.folder / name, lambda path: pq.write_table(whole, path, **options))
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with (self.folder / ".lock").open("w") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield
+
+
+def tidy_rows(history: Sequence[Mapping[str, Any]]) -> list[tuple[int, str, float]]:
+    """(step, metric, value) of a log history, metric by metric; what was logged twice of a step counts last.
+
+    Before the first step everything has cost nothing, which a curve over costs begins with.
+    """
+    values: dict[str, dict[int, float]] = {}
+    for row in history:
+        for name, value in row.items():
+            if KEPT.fullmatch(name) and isinstance(value, int | float) and math.isfinite(value):
+                values.setdefault(name, {})[int(row["step"])] = float(value)
+    if any(row["step"] == 0 for row in history):
+        for name in COSTS:
+            if f"cost/{name}" in values:
+                values[f"cost/{name}"].setdefault(0, 0.0)
+    return [(step, name, value) for name, points in sorted(values.items()) for step, value in sorted(points.items())]
+
+
+def _versions() -> dict[str, str]:
+    """Of Python, of packages, and the commit of this package where it runs from a checkout."""
+    from ragen2_trl.reporting.settings import versions_of_packages  # and TRL with it, which takes seconds
+
+    here = Path(__file__).parent
+    git = ["git", "-C", str(here), "describe", "--always", "--abbrev=40", "--dirty", "--exclude=*"]
+    commit = subprocess.run(git, capture_output=True, text=True, check=False) if shutil.which("git") else None
+    known = {"commit": commit.stdout.strip()} if commit is not None and commit.returncode == 0 else {}
+    return {"python": platform.python_version(), **versions_of_packages(), **known}
+
+
+def record(experiment: Experiment, scale: str, quick: bool) -> dict[str, Any]:
+    """What must not change between cells of an experiment, as plain values."""
+    plain = {
+        "id": experiment.id,
+        "fields": merged([experiment.settings(scale), experiment.overrides]),
+        "axes": experiment.axes,
+        "skip": list(experiment.skip),
+        "quick": experiment.quick if quick else {},
+        "checks": list(experiment.checks),
+        "seeds": list(experiment.seeds),
+        "settings_fixed": str(experiment.settings_fixed),
+    }
+    return json.loads(json.dumps(plain))
+
+
+def _difference(then: Any, now: Any, where: str = "") -> tuple[str, str, str] | None:
+    """The first place where two records differ and what stands in each; the day may change."""
+    if isinstance(then, dict) and isinstance(now, dict):
+        for name in [*then, *(name for name in now if name not in then)]:
+            place = f"{where}.{name}" if where else name
+            if place == "settings_fixed":
+                continue
+            if name not in then or name not in now:
+                return place, *(_short(side[name]) if name in side else "not there" for side in (then, now))
+            if (found := _difference(then[name], now[name], place)) is not None:
+                return found
+        return None
+    if isinstance(then, list) and isinstance(now, list) and len(then) == len(now):
+        places = (_difference(a, b, f"{where}[{n}]") for n, (a, b) in enumerate(zip(then, now, strict=True)))
+        return next((found for found in places if found is not None), None)
+    return None if json_text(then) == json_text(now) else (where, _short(then), _short(now))
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def _last(rows: Sequence[tuple[int, str, float]], metric: str) -> float | None:
+    values = [value for _, name, value in rows if name == metric]
+    return values[-1] if values else None

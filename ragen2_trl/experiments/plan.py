@@ -1,0 +1,386 @@
+"""An experiment as its YAML file says it: a grid of trainings with seeds, and what decides its claim.
+
+Settings are those of `ragen2-trl train`. A *cell* is one training: settings and a seed. Its key is made of both and
+nothing else, so that experiments which share a cell run it once.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from datetime import date
+from fnmatch import fnmatchcase
+from functools import cached_property
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+Fields = dict[str, Any]
+
+SCALES = ("tiny", "paper")
+UNSET = "unset"  # among settings: names, or patterns such as snr_*, that earlier ones have and these do not
+# What says where a run lives and what it writes, and nothing of its numbers: the runner's, and no part of a key.
+OF_THE_RUNNER = frozenset(
+    {
+        *("output_dir", "run_name", "seed", "resume", "overwrite", "resume_from_checkpoint", "push_to_hub"),
+        *(
+            "save_strategy",
+            "save_steps",
+            "save_total_limit",
+            "report_to",
+            "log_completions",
+            "episodes_every",
+            "figures",
+        ),
+    }
+)
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One training of an experiment.
+
+    Args:
+        fields: Arguments of `ragen2-trl train` without the seed and what is the runner's.
+        seed: Of the run.
+        levels: Where it stands in the experiment's grid: axis -> level.
+    """
+
+    fields: Fields
+    seed: int
+    levels: dict[str, str]
+
+    @cached_property
+    def key(self) -> str:
+        """12 hexadecimal digits that tell its settings and seed from all others."""
+        return hashlib.sha256(json_text({"fields": self.fields, "seed": self.seed}).encode()).hexdigest()[:12]
+
+    @property
+    def name(self) -> str:
+        """Its levels and seed in a line."""
+        return ", ".join([*(f"{axis} {level}" for axis, level in self.levels.items()), f"seed {self.seed}"])
+
+
+@dataclass(frozen=True)
+class PaperScale:
+    """How the same grid runs at the paper's size.
+
+    Args:
+        base: Files of settings in place of the experiment's.
+        launch: File of `accelerate launch --config_file`.
+        processes: For `--num_processes`.
+        gpu_hours: Expected, of one cell.
+        fields: Settings on top of those files.
+    """
+
+    base: tuple[Path, ...]
+    launch: Path
+    processes: int
+    gpu_hours: float
+    fields: Fields = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """What an experiment's file says.
+
+    Args:
+        id: Short name, that of the file.
+        claim: What it puts to the test, in one sentence.
+        source: Table or figure that the claim is from.
+        base: Files of settings, of which the last one that has a setting says.
+        seeds: One run of each cell for each.
+        checks: What decides, as `ragen2_trl.experiments.checks` reads it.
+        settings_fixed: The day on which settings and checks were fixed, before any of its cells ran.
+        paper: What the paper reports, in a sentence.
+        fields: Settings on top of `base`.
+        axes: The grid: axis -> level -> settings.
+        skip: Combinations of levels that are left out.
+        quick: Settings on top of all others for a quick look, with the first seed alone.
+        paper_scale: The same at full size.
+        path: The file.
+    """
+
+    id: str
+    claim: str
+    source: str
+    base: tuple[Path, ...]
+    seeds: tuple[int, ...]
+    checks: tuple[Mapping[str, Any], ...]
+    settings_fixed: date
+    paper: str = ""
+    fields: Fields = field(default_factory=dict)
+    axes: dict[str, dict[str, Fields]] = field(default_factory=dict)
+    skip: tuple[dict[str, str], ...] = ()
+    quick: Fields = field(default_factory=dict)
+    paper_scale: PaperScale | None = None
+    path: Path = Path()
+    overrides: Fields = field(default_factory=dict)
+
+    def settings(self, scale: str = "tiny") -> Fields:
+        """What all cells begin with.
+
+        Raises:
+            ValueError: If the experiment has no such scale.
+        """
+        check_scale(scale)
+        if scale == "tiny":
+            return merged([*map(read_fields, self.base), self.fields])
+        if self.paper_scale is None:
+            raise ValueError(f"{self.path}: scale='paper' needs paper_scale, which the file does not have.")
+        return merged([*map(read_fields, self.paper_scale.base), self.paper_scale.fields])
+
+    def cells(self, quick: bool = False, scale: str = "tiny") -> list[Cell]:
+        """All of them, seed by seed; within one the first axis changes fastest, so that what is compared runs side by
+        side."""
+        base = self.settings(scale)
+        grid = [
+            dict(reversed(list(zip(reversed(self.axes), levels, strict=True))))
+            for levels in product(*reversed(self.axes.values()))
+        ]
+        grid = [levels for levels in grid if not any(left_out.items() <= levels.items() for left_out in self.skip)]
+        seeds = self.seeds[:1] if quick else self.seeds
+        last = [self.quick if quick else {}, self.overrides]
+        cells = []
+        for seed, levels in product(seeds, grid):
+            own = [self.axes[axis][level] for axis, level in levels.items()]
+            cells.append(Cell(merged([base, *own, *last]), seed, levels))
+        return cells
+
+
+def read_experiment(path: Path, overrides: Fields | None = None) -> Experiment:
+    """The experiment of a file.
+
+    Args:
+        path: The file; those it names are relative to it.
+        overrides: Settings on top of all others, to try it.
+
+    Raises:
+        ValueError: If the file is not as it should be; the message names file, field, value and what is allowed.
+        OSError: If it, or a file that it names, cannot be read.
+    """
+    read = _mapping(_read_yaml(path), path, "")
+    allowed = {one.name for one in fields(Experiment)} - {"path", "overrides"}
+    _check_names(read, allowed, path, "")
+    required = ("id", "claim", "source", "base", "seeds", "checks", "settings_fixed")
+    _check_required(read, required, path, "")
+    for name in ("id", "claim", "source", "paper"):
+        if not isinstance(read.get(name, ""), str):
+            raise ValueError(f"{path}: {name} must be a text, got {read[name]!r}")
+    if read["id"] != path.stem:
+        raise ValueError(f"{path}: id must be the name of the file, {path.stem!r}, got {read['id']!r}")
+    if type(read["settings_fixed"]) is not date:
+        raise ValueError(f"{path}: settings_fixed must be a day such as 2026-01-31, got {read['settings_fixed']!r}")
+    axes = {
+        str(axis): {
+            _level(level, path, f"axes.{axis}"): _fields(own, path, f"axes.{axis}.{level}")
+            for level, own in _mapping(levels, path, f"axes.{axis}").items()
+        }
+        for axis, levels in _mapping(read.get("axes", {}), path, "axes").items()
+    }
+    if empty := [axis for axis, levels in axes.items() if not levels]:
+        raise ValueError(f"{path}: axes.{empty[0]} must have at least one level, got none")
+    experiment = Experiment(
+        id=read["id"],
+        claim=read["claim"],
+        source=read["source"],
+        paper=read.get("paper", ""),
+        base=_files(read["base"], path, "base"),
+        seeds=_seeds(read["seeds"], path),
+        checks=tuple(_check(one, axes, path, f"checks[{n}]") for n, one in enumerate(_list(read, "checks", path))),
+        settings_fixed=read["settings_fixed"],
+        fields=_fields(read.get("fields", {}), path, "fields"),
+        axes=axes,
+        skip=tuple(
+            _levels(_mapping(one, path, f"skip[{n}]"), axes, path, f"skip[{n}]")
+            for n, one in enumerate(_list(read, "skip", path))
+        ),
+        quick=_fields(read.get("quick", {}), path, "quick"),
+        paper_scale=_paper_scale(read.get("paper_scale"), path),
+        path=path,
+        overrides=overrides or {},
+    )
+    if not experiment.cells():
+        raise ValueError(f"{path}: skip leaves no cell.")
+    return experiment
+
+
+def read_experiments(paths: Iterable[Path], overrides: Fields | None = None) -> list[Experiment]:
+    """Several of them.
+
+    Raises:
+        ValueError: As `read_experiment`, and if two have the same id.
+    """
+    experiments = [read_experiment(path, overrides) for path in paths]
+    seen: dict[str, Path] = {}
+    for one in experiments:
+        if one.id in seen:
+            raise ValueError(f"{one.path}: id={one.id!r} is that of {seen[one.id]}, too; allowed: one file an id.")
+        seen[one.id] = one.path
+    return experiments
+
+
+def merged(parts: Sequence[Mapping[str, Any]]) -> Fields:
+    """Settings of which later ones say last; mappings such as `env_args` key by key. `unset` takes earlier ones away.
+
+    >>> merged([{"algo": "grpo", "loss_type": "dapo"}, {"algo": "rloo", "unset": ["loss_*"]}])
+    {'algo': 'rloo'}
+    >>> merged([{"env_args": {"size": 4}}, {"env_args": {"slip": 0.1}}])
+    {'env_args': {'size': 4, 'slip': 0.1}}
+    """
+    whole: Fields = {}
+    for part in parts:
+        patterns = part.get(UNSET, [])
+        whole = {name: value for name, value in whole.items() if not any(fnmatchcase(name, one) for one in patterns)}
+        for name, value in part.items():
+            if name == UNSET:
+                continue
+            both = isinstance(value, Mapping) and isinstance(whole.get(name), Mapping)
+            whole[name] = {**whole[name], **value} if both else value
+    return whole
+
+
+def json_text(value: Any) -> str:
+    """JSON that is the same for settings that are the same: names in order, numbers as numbers.
+
+    >>> json_text({"b": "1e-4", "a": 1.0}) == json_text({"a": 1, "b": 0.0001})
+    True
+    """
+    return json.dumps(_canonical(value), sort_keys=True, separators=(",", ":"))
+
+
+def _canonical(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(name): _canonical(one) for name, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_canonical(one) for one in value]
+    if isinstance(value, str):  # what YAML makes of 1e-4
+        try:
+            value = float(value)
+        except ValueError:
+            return value
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    return value
+
+
+def check_scale(scale: str) -> None:
+    """Raise a `ValueError` if there is no such scale."""
+    if scale not in SCALES:
+        raise ValueError(f"scale={scale!r} is not supported; allowed values: {', '.join(SCALES)}.")
+
+
+def read_fields(path: Path) -> Fields:
+    """The settings of a file for `--config`, without those that a run of its own has."""
+    own = _mapping(_read_yaml(path) or {}, path, "")
+    return {name: value for name, value in own.items() if name not in OF_THE_RUNNER}
+
+
+def _read_yaml(path: Path) -> Any:
+    try:
+        return yaml.safe_load(path.read_text(encoding="utf-8"))
+    except yaml.YAMLError as error:
+        raise ValueError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from error
+
+
+def _fields(value: Any, path: Path, where: str) -> Fields:
+    """Settings of an experiment's own."""
+    own = dict(_mapping(value, path, where))
+    if taken := sorted(OF_THE_RUNNER & own.keys()):
+        raise ValueError(
+            f"{path}: {where}.{taken[0]} is set by the runner; allowed: arguments of `ragen2-trl train` "
+            f"other than {', '.join(sorted(OF_THE_RUNNER))}."
+        )
+    for name in ("env_args",):
+        if name in own:
+            _mapping(own[name], path, f"{where}.{name}")
+    unset = own.get(UNSET, [])
+    if not isinstance(unset, list) or not all(isinstance(one, str) for one in unset):
+        raise ValueError(f"{path}: {where}.{UNSET} must be a list of names, got {unset!r}")
+    return own
+
+
+def _paper_scale(value: Any, path: Path) -> PaperScale | None:
+    if value is None:
+        return None
+    read = _mapping(value, path, "paper_scale")
+    _check_names(read, {one.name for one in fields(PaperScale)}, path, "paper_scale.")
+    _check_required(read, ("base", "launch", "processes", "gpu_hours"), path, "paper_scale.")
+    for name, kind in (("processes", int), ("gpu_hours", int | float)):
+        if isinstance(read[name], bool) or not isinstance(read[name], kind) or read[name] <= 0:
+            raise ValueError(f"{path}: paper_scale.{name} must be a number above 0, got {read[name]!r}")
+    (launch,) = _files([read["launch"]], path, "paper_scale.launch")
+    return PaperScale(
+        base=_files(read["base"], path, "paper_scale.base"),
+        launch=launch,
+        processes=read["processes"],
+        gpu_hours=float(read["gpu_hours"]),
+        fields=_fields(read.get("fields", {}), path, "paper_scale.fields"),
+    )
+
+
+def _files(value: Any, path: Path, where: str) -> tuple[Path, ...]:
+    names = [value] if isinstance(value, str) else value
+    if not isinstance(names, list) or not names or not all(isinstance(one, str) for one in names):
+        raise ValueError(f"{path}: {where} must name files, relative to this one, got {value!r}")
+    files = tuple(path.parent / one for one in names)
+    if missing := [str(one) for one in files if not one.is_file()]:
+        raise ValueError(f"{path}: {where} names {missing[0]}, which does not exist.")
+    return files
+
+
+def _seeds(value: Any, path: Path) -> tuple[int, ...]:
+    whole = isinstance(value, list) and all(type(one) is int and one >= 0 for one in value)
+    if not whole or not value or len(set(value)) < len(value):
+        raise ValueError(f"{path}: seeds must be a list of different whole numbers, got {value!r}")
+    return tuple(value)
+
+
+def _level(level: Any, path: Path, where: str) -> str:
+    if level is None or isinstance(level, bool):
+        raise ValueError(f"{path}: {where} has the level {level!r}, which YAML makes of words such as off: quote it.")
+    return str(level)
+
+
+def _levels(value: Mapping[Any, Any], axes: Mapping[str, Mapping[str, Any]], path: Path, where: str) -> dict[str, str]:
+    """Axis -> level, both of the grid."""
+    _check_names(value, set(axes), path, f"{where}.")
+    levels = {axis: _level(level, path, f"{where}.{axis}") for axis, level in value.items()}
+    for axis, level in levels.items():
+        if level not in axes[axis]:
+            raise ValueError(f"{path}: {where}.{axis} must be one of {list(axes[axis])}, got {level!r}")
+    return levels
+
+
+def _check(value: Any, axes: Mapping[str, Mapping[str, Any]], path: Path, where: str) -> dict[str, Any]:
+    """A check whose levels are of the grid."""
+    check = dict(_mapping(value, path, where))
+    for side in ("of", "against"):
+        if side in check:
+            check[side] = _levels(_mapping(check[side], path, f"{where}.{side}"), axes, path, f"{where}.{side}")
+    return check
+
+
+def _mapping(value: Any, path: Path, where: str) -> Mapping[Any, Any]:
+    if not isinstance(value, Mapping):
+        raise ValueError(f"{path}: {where or 'all of it'} must be a mapping, got {value!r}")
+    return value
+
+
+def _list(read: Mapping[str, Any], name: str, path: Path) -> list[Any]:
+    value = read.get(name, [])
+    if not isinstance(value, list):
+        raise ValueError(f"{path}: {name} must be a list, got {value!r}")
+    return value
+
+
+def _check_names(read: Mapping[Any, Any], allowed: Iterable[str], path: Path, where: str) -> None:
+    if unknown := [str(name) for name in read if name not in set(allowed)]:
+        raise ValueError(f"{path}: {where}{unknown[0]} is not known; allowed: {', '.join(sorted(allowed))}.")
+
+
+def _check_required(read: Mapping[str, Any], names: Iterable[str], path: Path, where: str) -> None:
+    if missing := [name for name in names if name not in read]:
+        raise ValueError(f"{path}: {where}{missing[0]} is missing; required: {', '.join(names)}.")

@@ -1,0 +1,300 @@
+"""Runs the cells of experiments: each a process of its own, as many at a time as asked for, and every one resumable.
+
+A cell is `ragen2-trl train` with a file of settings in a folder that has the cell's key for a name, so that anybody
+can repeat it in a line. Its lock is held by the process that trains: no two commands run one cell, also where the one
+that began it was killed and its process lives on.
+"""
+
+import fcntl
+import math
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import IO, Any
+
+from ragen2_trl.experiments.cells import CONFIG, Job, command_of, runnable, write_config
+from ragen2_trl.experiments.curves import Store
+from ragen2_trl.experiments.estimate import Estimate
+from ragen2_trl.reporting.files import HISTORY_FILE
+
+LOG, LOCK, SUMMARY = "output.log", ".lock", "summary.json"
+KEPT = (CONFIG, LOG, HISTORY_FILE, SUMMARY)  # of a cell whose numbers are in the store
+GRACE = 10.0  # seconds that a process has to end in
+POLL = 0.2  # seconds
+
+# One core a cell, and memory as in the Makefile: glibc would give a key-value cache back with every token.
+ONE_CORE = {
+    "OMP_NUM_THREADS": "1",
+    "RAYON_NUM_THREADS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "MALLOC_MMAP_THRESHOLD_": "4294967296",
+    "MALLOC_TRIM_THRESHOLD_": "17179869184",
+    "HF_HUB_DISABLE_TELEMETRY": "1",
+}
+# Ctrl-C in a terminal is for this process, which then ends them.
+OWN_GROUP: dict[str, Any] = {"process_group": 0} if sys.version_info >= (3, 11) else {"preexec_fn": os.setpgrp}
+STEP = re.compile(r"step (\d+)/(\d+)")
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A cell whose training ended with an error."""
+
+    job: Job
+    command: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a run of cells is; `seconds_left` is `None` as long as nothing tells."""
+
+    done: int
+    failed: int
+    total: int
+    running: tuple[str, ...]
+    seconds_left: float | None
+
+
+@dataclass
+class Outcome:
+    """What became of the cells."""
+
+    done: list[Job] = field(default_factory=list)
+    failed: list[Failure] = field(default_factory=list)
+    left: list[Job] = field(default_factory=list)
+
+
+@dataclass
+class Running:
+    """A cell and the process that trains it."""
+
+    job: Job
+    process: subprocess.Popen[bytes]
+    lock: IO[str]
+    resumed: bool
+    started: float = field(default_factory=time.monotonic)
+
+    @property
+    def seconds(self) -> float:
+        return time.monotonic() - self.started
+
+
+class Runner:
+    """Trains cells and adds each to the store when it ends.
+
+    Args:
+        store: Takes their numbers; it says which are done.
+        runs: Folder with a folder for each cell.
+        at_once: How many are trained at the same time.
+        on_added: Is told of each cell that the store has taken over.
+        on_progress: Is told how far it is, several times a second.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        runs: Path,
+        at_once: int,
+        on_added: Callable[[Job], None],
+        on_progress: Callable[[Progress], None],
+    ):
+        self.store = store
+        self.runs = runs
+        self.at_once = at_once
+        self.on_added = on_added
+        self.on_progress = on_progress
+
+    def run(self, jobs: Sequence[Job]) -> Outcome:
+        """Run what is not done.
+
+        Ctrl-C and SIGTERM end the processes, whose cells go on from their last checkpoints next time.
+
+        Raises:
+            KeyboardInterrupt: After such a signal, once all processes have ended.
+        """
+        self._outcome, self._running, self._estimate = Outcome(), [], Estimate(self.store)
+        done = self.store.done()
+        self._outcome.done = [job for job in jobs if job.cell.key in done]
+        for job in self._outcome.done:
+            self.on_added(job)
+        self._outcome.left = [job for job in jobs if job.cell.key not in done]
+        with _stop_asked() as asked:
+            try:
+                while (self._outcome.left or self._running) and not asked:
+                    self._step(len(jobs))
+                    time.sleep(POLL)
+            finally:
+                self._stop()
+        if asked:
+            raise KeyboardInterrupt
+        self._tell(len(jobs))
+        return self._outcome
+
+    def _step(self, total: int) -> None:
+        for job in list(self._outcome.left):
+            if len(self._running) >= self.at_once:
+                break
+            self._begin(job)
+        for one in list(self._running):
+            if one.process.poll() is not None:
+                self._running.remove(one)
+                self._end(one)
+        self._tell(total)
+
+    def _begin(self, job: Job) -> None:
+        """Start a cell, unless another command is at it."""
+        folder = self.runs / job.cell.key
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = (folder / LOCK).open("w")
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            lock.close()
+            return
+        self._outcome.left.remove(job)
+        if job.cell.key in self.store.done():  # by another command, meanwhile
+            lock.close()
+            self._outcome.done.append(job)
+            self.on_added(job)
+        elif (folder / SUMMARY).exists():  # trained, and the command killed before the store had it
+            with lock:
+                self._add(job, math.nan)
+        else:
+            self._running.append(self._start(job, folder, lock))
+
+    def _start(self, job: Job, folder: Path, lock: IO[str]) -> Running:
+        resumed = any(folder.glob("checkpoint-*"))
+        if not resumed:
+            _trim(folder, (LOG, LOCK))
+        command = runnable(command_of(write_config(folder, job), job))
+        with (folder / LOG).open("ab") as log:
+            process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env={**os.environ, **(ONE_CORE if job.launch is None else {})},
+                pass_fds=[lock.fileno()],  # held as long as it lives
+                **OWN_GROUP,
+            )
+        return Running(job, process, lock, resumed)
+
+    def _end(self, one: Running) -> None:
+        with one.lock:
+            if one.process.returncode == 0:
+                self._add(one.job, math.nan if one.resumed else one.seconds)
+            else:
+                self._fail(one.job, f"{_last_line(self.runs / one.job.cell.key / LOG)}", one.process.returncode)
+
+    def _add(self, job: Job, seconds: float) -> None:
+        folder = self.runs / job.cell.key
+        try:
+            self.store.add(folder, job.cell, seconds)
+        except ValueError as error:
+            self._fail(job, str(error), 0)
+            return
+        self._estimate.add(job, seconds)
+        self._outcome.done.append(job)
+        self.on_added(job)
+        _trim(folder, (*KEPT, LOCK))
+
+    def _fail(self, job: Job, reason: str, code: int) -> None:
+        command = shlex.join(command_of(self.runs / job.cell.key / CONFIG, job))
+        ended = f"killed by signal {-code}" if code < 0 else f"exit code {code}"
+        self._outcome.failed.append(Failure(job, command, f"{reason or 'no output'} ({ended})"))
+
+    def _stop(self) -> None:
+        """End what still runs: first kindly, and after a while whatever it takes."""
+        for one in self._running:
+            _signal_group(one.process, signal.SIGTERM)
+        deadline = time.monotonic() + GRACE
+        for one in self._running:
+            try:
+                one.process.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                _signal_group(one.process, signal.SIGKILL)
+                one.process.wait()
+            one.lock.close()
+
+    def _tell(self, total: int) -> None:
+        outcome = self._outcome
+        running = [(one.job, one.seconds, 0.0 if one.resumed else self._share(one.job)) for one in self._running]
+        self.on_progress(
+            Progress(
+                len(outcome.done),
+                len(outcome.failed),
+                total,
+                tuple(one.job.name for one in self._running),
+                self._estimate.seconds_left(outcome.left, running, self.at_once),
+            )
+        )
+
+    def _share(self, job: Job) -> float:
+        """Of a cell's steps, by the last line about them in its log."""
+        steps = STEP.findall(_tail(self.runs / job.cell.key / LOG))
+        return int(steps[-1][0]) / int(steps[-1][1]) if steps else 0.0
+
+
+def is_locked(folder: Path) -> bool:
+    """Whether a process trains the cell of this folder."""
+    path = folder / LOCK
+    if not path.exists():
+        return False
+    with path.open() as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
+
+
+@contextmanager
+def _stop_asked() -> Iterator[list[int]]:
+    """Ctrl-C and SIGTERM, as a list that then is not empty: neither comes amid the start of a process."""
+    asked: list[int] = []
+
+    def note(number: int, frame: FrameType | None) -> None:
+        asked.append(number)
+
+    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield asked
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _signal_group(process: subprocess.Popen[bytes], number: int) -> None:
+    if process.poll() is None:
+        os.killpg(process.pid, number)  # with what it has started
+
+
+def _trim(folder: Path, kept: Iterable[str]) -> None:
+    """Remove everything else from a cell's folder."""
+    for path in folder.iterdir():
+        if path.name not in kept:
+            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+
+
+def _tail(path: Path) -> str:
+    if not path.exists():
+        return ""
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - 4096))
+        return file.read().decode(errors="replace")
+
+
+def _last_line(path: Path) -> str:
+    lines = [line.strip() for line in _tail(path).splitlines() if line.strip()]
+    return lines[-1] if lines else ""
