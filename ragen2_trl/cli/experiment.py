@@ -22,9 +22,10 @@ from rich.text import Text
 from ragen2_trl.cli.console import ProgressLine, make_console
 from ragen2_trl.cli.experiment_arguments import ACTIONS, QUICK, RESULTS, RUNS, experiment_parser
 from ragen2_trl.cli.typed import InputError, checked_input
+from ragen2_trl.experiments.cells import Job, command_of, queue, write_config
 from ragen2_trl.experiments.curves import Store
 from ragen2_trl.experiments.plan import Experiment, read_experiments
-from ragen2_trl.experiments.runner import Job, Progress, Runner, command_of, is_locked, queue, write_config
+from ragen2_trl.experiments.runner import Progress, Runner, is_locked
 
 PLAIN_EVERY = 60.0  # seconds between two lines where there is no terminal
 

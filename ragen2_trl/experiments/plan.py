@@ -77,6 +77,8 @@ class Experiment:
         paper: What the paper reports, in a sentence.
         fields: Settings on top of `base`.
         axes: The grid: axis -> level -> settings.
+        level_files: Of levels that have files of settings besides, by scale: scale -> axis -> level -> files. They
+            come after `base` and before all other settings, those of the last axis first.
         skip: Combinations of levels that are left out.
         quick: Settings on top of all others for a quick look, with the first seed alone.
         paper_scale: The same at full size.
@@ -96,6 +98,7 @@ class Experiment:
     paper: str = ""
     fields: Fields = field(default_factory=dict)
     axes: dict[str, dict[str, Fields]] = field(default_factory=dict)
+    level_files: Mapping[str, Mapping[str, Mapping[str, tuple[Path, ...]]]] = field(default_factory=dict)
     skip: tuple[dict[str, str], ...] = ()
     quick: Fields = field(default_factory=dict)
     paper_scale: PaperScale | None = None
@@ -105,8 +108,8 @@ class Experiment:
     path: Path = Path()
     overrides: Fields = field(default_factory=dict)
 
-    def settings(self, scale: str = "tiny") -> Fields:
-        """What all cells begin with.
+    def settings(self, scale: str = "tiny", levels: Mapping[str, str] | None = None) -> Fields:
+        """What all cells begin with, or those of some levels.
 
         Raises:
             ValueError: If the experiment has no such scale.
@@ -114,18 +117,31 @@ class Experiment:
         check_scale(scale)
         if self.others:
             return {}
+        files = self.level_files.get(scale, {})
+        last_first = reversed(list((levels or {}).items()))
+        further = [read_fields(one) for axis, level in last_first for one in files.get(axis, {}).get(level, ())]
         if scale == "tiny":
-            return merged([*map(read_fields, self.base), self.fields])
+            return merged([*map(read_fields, self.base), *further, self.fields])
         if self.paper_scale is None:
             raise ValueError(f"{self.path}: scale='paper' needs paper_scale, which the file does not have.")
-        return merged([*map(read_fields, self.paper_scale.base), self.paper_scale.fields])
+        return merged([*map(read_fields, self.paper_scale.base), *further, self.paper_scale.fields])
+
+    def level_settings(self, scale: str = "tiny") -> dict[str, dict[str, Fields]]:
+        """The grid with what the files of its levels say."""
+        files = self.level_files.get(scale, {})
+        return {
+            axis: {
+                level: merged([*map(read_fields, files.get(axis, {}).get(level, ())), own])
+                for level, own in levels.items()
+            }
+            for axis, levels in self.axes.items()
+        }
 
     def cells(self, quick: bool = False, scale: str = "tiny") -> list[Cell]:
         """All of them, seed by seed; within one the first axis changes fastest, so that what is compared runs side by
         side."""
         if self.others:
             return list({cell.key: cell for one in self.others for cell in one.cells(quick, scale)}.values())
-        base = self.settings(scale)
         grid = [
             dict(reversed(list(zip(reversed(self.axes), levels, strict=True))))
             for levels in product(*reversed(self.axes.values()))
@@ -133,11 +149,11 @@ class Experiment:
         grid = [levels for levels in grid if not any(left_out.items() <= levels.items() for left_out in self.skip)]
         seeds = self.seeds[:1] if quick else self.seeds
         last = [self.quick if quick else {}, self.overrides]
-        cells = []
-        for seed, levels in product(seeds, grid):
+        settings = []
+        for levels in grid:
             own = [self.axes[axis][level] for axis, level in levels.items()]
-            cells.append(Cell(merged([base, *own, *last]), seed, levels))
-        return cells
+            settings.append(merged([self.settings(scale, levels), *own, *last]))
+        return [Cell(one, seed, levels) for seed in seeds for levels, one in zip(grid, settings, strict=True)]
 
 
 def read_experiment(path: Path, overrides: Fields | None = None) -> Experiment:
@@ -153,9 +169,9 @@ def read_experiment(path: Path, overrides: Fields | None = None) -> Experiment:
     """
     read = _mapping(read_yaml(path), path, "")
     allowed = {one.name for one in fields(Experiment)} - {"path", "overrides", "others"} | {"cells_of"}
-    own = ("axes", "base", "fields", "quick", "seeds", "skip") if "cells_of" in read else ()
+    own = ("axes", "base", "fields", "paper_scale", "quick", "seeds", "skip") if "cells_of" in read else ()
     _check_names(read, allowed - set(own), path, "")
-    required = ("id", "claim", "source", "base", "seeds", "checks", "settings_fixed")
+    required = ("id", "claim", "source", "seeds", "checks", "settings_fixed")
     _check_required(read, [name for name in required if name not in own], path, "")
     names = _list(read, "cells_of", path)
     others = tuple(read_experiment(path.with_name(f"{name}.yaml"), overrides) for name in names)
@@ -166,44 +182,50 @@ def read_experiment(path: Path, overrides: Fields | None = None) -> Experiment:
         raise ValueError(f"{path}: id must be the name of the file, {path.stem!r}, got {read['id']!r}")
     if type(read["settings_fixed"]) is not date:
         raise ValueError(f"{path}: settings_fixed must be a day such as 2026-01-31, got {read['settings_fixed']!r}")
-    axes = {
-        str(axis): {
-            _level(level, path, f"axes.{axis}"): _fields(own, path, f"axes.{axis}.{level}")
+    axes, files = {}, {scale: {} for scale in SCALES}
+    for axis, levels in _mapping(read.get("axes", {}), path, "axes").items():
+        named = {
+            _level(level, path, f"axes.{axis}"): dict(_mapping(own, path, f"axes.{axis}.{level}"))
             for level, own in _mapping(levels, path, f"axes.{axis}").items()
         }
-        for axis, levels in _mapping(read.get("axes", {}), path, "axes").items()
-    }
+        for scale, name in zip(SCALES, ("base", "paper_base"), strict=True):
+            files[scale][str(axis)] = {
+                level: _files(own.pop(name), path, f"axes.{axis}.{level}.{name}")
+                for level, own in named.items()
+                if name in own
+            }
+        axes[str(axis)] = {level: _fields(own, path, f"axes.{axis}.{level}") for level, own in named.items()}
+    known = dict(axes)
+    for axis, levels in (item for one in others for item in one.axes.items()):  # checks name what all of them have
+        known[axis] = {**known.get(axis, {}), **levels}
     if empty := [axis for axis, levels in axes.items() if not levels]:
         raise ValueError(f"{path}: axes.{empty[0]} must have at least one level, got none")
+    if not others and not any(axes[axis].keys() == named.keys() for axis, named in files["tiny"].items()):
+        _check_required(read, ("base",), path, "")
     experiment = Experiment(
         id=read["id"],
         claim=read["claim"],
         source=read["source"],
         paper=read.get("paper", ""),
-        base=() if others else _files(read["base"], path, "base"),
+        base=_files(read["base"], path, "base") if "base" in read else (),
         seeds=max((one.seeds for one in others), key=len) if others else _seeds(read["seeds"], path),
-        checks=tuple(_mapping(check, path, f"checks[{n}]") for n, check in enumerate(_list(read, "checks", path))),
+        checks=tuple(_check(one, known, path, f"checks[{n}]") for n, one in enumerate(_list(read, "checks", path))),
         settings_fixed=read["settings_fixed"],
         fields=_fields(read.get("fields", {}), path, "fields"),
         axes=axes,
+        level_files=files,
         skip=tuple(
             _levels(_mapping(one, path, f"skip[{n}]"), axes, path, f"skip[{n}]")
             for n, one in enumerate(_list(read, "skip", path))
         ),
         quick=_fields(read.get("quick", {}), path, "quick"),
-        paper_scale=_paper_scale(read.get("paper_scale"), path),
+        paper_scale=others[0].paper_scale if others else _paper_scale(read.get("paper_scale"), path),
         figures=tuple(_mapping(one, path, f"figures[{n}]") for n, one in enumerate(_list(read, "figures", path))),
         note=read.get("note", ""),
         others=others,
         path=path,
         overrides=overrides or {},
     )
-    for axis, levels in (item for one in others for item in one.axes.items()):  # checks name what all of them have
-        axes[axis] = {**axes.get(axis, {}), **levels}
-    for n, check in enumerate(experiment.checks):
-        for side in ("of", "against"):
-            if side in check:
-                _levels(_mapping(check[side], path, f"checks[{n}].{side}"), axes, path, f"checks[{n}].{side}")
     if not experiment.cells():
         raise ValueError(f"{path}: skip leaves no cell.")
     return experiment
@@ -297,6 +319,15 @@ def _levels(value: Mapping[Any, Any], axes: Mapping[str, Mapping[str, Any]], pat
         if level not in axes[axis]:
             raise ValueError(f"{path}: {where}.{axis} must be one of {list(axes[axis])}, got {level!r}")
     return levels
+
+
+def _check(value: Any, axes: Mapping[str, Mapping[str, Any]], path: Path, where: str) -> dict[str, Any]:
+    """A check whose levels are of the grid."""
+    check = dict(_mapping(value, path, where))
+    for side in ("of", "against"):
+        if side in check:
+            check[side] = _levels(_mapping(check[side], path, f"{where}.{side}"), axes, path, f"{where}.{side}")
+    return check
 
 
 def _mapping(value: Any, path: Path, where: str) -> Mapping[Any, Any]:

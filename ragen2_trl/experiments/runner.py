@@ -15,22 +15,20 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import IO, Any
 
-import yaml
-
+from ragen2_trl.experiments.cells import CONFIG, Job, command_of, runnable, write_config
 from ragen2_trl.experiments.curves import Store
-from ragen2_trl.experiments.plan import Cell, Experiment, PaperScale, json_text
-from ragen2_trl.reporting.files import HISTORY_FILE, write_text
+from ragen2_trl.experiments.estimate import Estimate
+from ragen2_trl.reporting.files import HISTORY_FILE
 
-CONFIG, LOG, LOCK, SUMMARY = "config.yaml", "output.log", ".lock", "summary.json"
+LOG, LOCK, SUMMARY = "output.log", ".lock", "summary.json"
 KEPT = (CONFIG, LOG, HISTORY_FILE, SUMMARY)  # of a cell whose numbers are in the store
-SAVES = 10  # checkpoints of a cell, of which the last one is kept
 GRACE = 10.0  # seconds that a process has to end in
 POLL = 0.2  # seconds
 
@@ -46,20 +44,6 @@ ONE_CORE = {
 # Ctrl-C in a terminal is for this process, which then ends them.
 OWN_GROUP: dict[str, Any] = {"process_group": 0} if sys.version_info >= (3, 11) else {"preexec_fn": os.setpgrp}
 STEP = re.compile(r"step (\d+)/(\d+)")
-
-
-@dataclass(frozen=True)
-class Job:
-    """A cell to run, and the experiments that it is part of."""
-
-    cell: Cell
-    experiments: tuple[str, ...]
-    name: str
-    launch: PaperScale | None = None
-
-    @property
-    def max_steps(self) -> int:
-        return int(self.cell.fields.get("max_steps", 0))
 
 
 @dataclass(frozen=True)
@@ -106,85 +90,6 @@ class Running:
         return time.monotonic() - self.started
 
 
-def queue(
-    experiments: Sequence[Experiment],
-    quick: bool = False,
-    scale: str = "tiny",
-    only: Mapping[str, Sequence[str]] | None = None,
-    seeds: Sequence[int] | None = None,
-) -> list[Job]:
-    """The cells of experiments, each once, in the order in which they run: the first seed of all before the second.
-
-    Args:
-        experiments: Whose cells.
-        quick, scale: As `Experiment.cells` takes them.
-        only: Levels by axis; cells at others, and of experiments without that axis, are left out.
-        seeds: Those to run; default: all.
-
-    Raises:
-        ValueError: For an axis, a level or a seed that no experiment has.
-    """
-    for axis, levels in (only or {}).items():
-        known = [level for one in experiments for level in one.axes.get(axis, {})]
-        if unknown := [level for level in levels if level not in known]:
-            axes = sorted({axis for one in experiments for axis in one.axes})
-            raise ValueError(f"only={axis}={unknown[0]} is in no experiment; allowed: {known or f'the axes {axes}'}.")
-    planned = {seed for one in experiments for seed in one.seeds}
-    if unknown := [seed for seed in seeds or () if seed not in planned]:
-        raise ValueError(f"seeds must be planned in an experiment ({sorted(planned)}), got {unknown[0]}")
-    found: list[tuple[int, Experiment, Cell]] = []
-    for one in experiments:
-        for cell in one.cells(quick, scale):
-            wanted = all(cell.levels.get(axis) in levels for axis, levels in (only or {}).items())
-            if wanted and (seeds is None or cell.seed in seeds):
-                found.append((one.seeds.index(cell.seed), one, cell))
-    found.sort(key=lambda entry: entry[0])  # stable: within a seed as the experiments have them
-    jobs: dict[str, Job] = {}
-    for _, one, cell in found:
-        first = jobs.get(cell.key)
-        ids = (*first.experiments, one.id) if first else (one.id,)
-        name = first.name if first else f"{one.id}: {cell.name}"
-        jobs[cell.key] = Job(first.cell if first else cell, ids, name, one.paper_scale if scale == "paper" else None)
-    return list(jobs.values())
-
-
-def write_config(folder: Path, job: Job) -> Path:
-    """The settings of a cell, as `ragen2-trl train --config` takes them."""
-    folder.mkdir(parents=True, exist_ok=True)
-    settings = {
-        **job.cell.fields,
-        "seed": job.cell.seed,
-        "output_dir": str(folder),
-        "run_name": job.cell.key,
-        "resume": True,
-        "save_strategy": "steps",
-        "save_steps": max(1, job.max_steps // SAVES) if job.max_steps > 0 else 100,
-        "save_total_limit": 1,
-        "report_to": "none",
-        "log_completions": False,
-        "episodes_every": 0,
-    }
-    text = f"# {job.name}\n" + yaml.safe_dump(settings, sort_keys=False, allow_unicode=True, width=120)
-    write_text(folder / CONFIG, text)
-    return folder / CONFIG
-
-
-def command_of(config: Path, job: Job) -> list[str]:
-    """The line that trains a cell."""
-    train = ["train", "--config", str(config)]
-    if job.launch is None:
-        return ["ragen2-trl", *train]
-    launch = ["--config_file", str(job.launch.launch), "--num_processes", str(job.launch.processes)]
-    return ["accelerate", "launch", *launch, "-m", "ragen2_trl.cli", *train]
-
-
-def _runnable(command: Sequence[str]) -> list[str]:
-    """The same with this Python, whatever the path finds."""
-    if command[0] == "ragen2-trl":
-        return [sys.executable, "-m", "ragen2_trl.cli", *command[1:]]
-    return [sys.executable, "-m", "accelerate.commands.launch", *command[2:]]
-
-
 class Runner:
     """Trains cells and adds each to the store when it ends.
 
@@ -218,7 +123,7 @@ class Runner:
         Raises:
             KeyboardInterrupt: After such a signal, once all processes have ended.
         """
-        self._outcome, self._running, self._rates = Outcome(), [], Rates(self.store)
+        self._outcome, self._running, self._estimate = Outcome(), [], Estimate(self.store)
         done = self.store.done()
         self._outcome.done = [job for job in jobs if job.cell.key in done]
         for job in self._outcome.done:
@@ -270,7 +175,7 @@ class Runner:
         resumed = any(folder.glob("checkpoint-*"))
         if not resumed:
             _trim(folder, (LOG, LOCK))
-        command = _runnable(command_of(write_config(folder, job), job))
+        command = runnable(command_of(write_config(folder, job), job))
         with (folder / LOG).open("ab") as log:
             process = subprocess.Popen(
                 command,
@@ -297,7 +202,7 @@ class Runner:
         except ValueError as error:
             self._fail(job, str(error), 0)
             return
-        self._rates.add(job, seconds)
+        self._estimate.add(job, seconds)
         self._outcome.done.append(job)
         self.on_added(job)
         _trim(folder, (*KEPT, LOCK))
@@ -322,54 +227,21 @@ class Runner:
 
     def _tell(self, total: int) -> None:
         outcome = self._outcome
+        running = [(one.job, one.seconds, 0.0 if one.resumed else self._share(one.job)) for one in self._running]
         self.on_progress(
             Progress(
                 len(outcome.done),
                 len(outcome.failed),
                 total,
                 tuple(one.job.name for one in self._running),
-                self._rates.seconds_left(outcome.left, self._running, self.at_once, self.runs),
+                self._estimate.seconds_left(outcome.left, running, self.at_once),
             )
         )
 
-
-class Rates:
-    """How long cells take: those with the same settings, or else by the steps that they have."""
-
-    def __init__(self, store: Store):
-        self._by_fields: dict[str, list[float]] = {}
-        self._all: list[tuple[float, int]] = []
-        for fields, seconds, steps in store.cells()[["fields", "wall_seconds", "steps"]].itertuples(index=False):
-            self._note(fields, seconds, steps)
-
-    def add(self, job: Job, seconds: float) -> None:
-        """A cell has ended."""
-        self._note(json_text(job.cell.fields), seconds, job.max_steps)
-
-    def _note(self, fields: str, seconds: float, steps: int) -> None:
-        if math.isfinite(seconds) and steps > 0:
-            self._by_fields.setdefault(fields, []).append(seconds)
-            self._all.append((seconds, steps))
-
-    def expected(self, job: Job) -> float | None:
-        """Seconds that a cell takes from its beginning to its end."""
-        if (alike := self._by_fields.get(json_text(job.cell.fields))) is not None:
-            return sum(alike) / len(alike)
-        if not self._all:
-            return None
-        return sum(seconds for seconds, _ in self._all) / sum(steps for _, steps in self._all) * job.max_steps
-
-    def seconds_left(self, left: Iterable[Job], running: Sequence[Running], at_once: int, runs: Path) -> float | None:
-        """Until all have ended; before the first has, told by the steps that running ones have made."""
-        if not self._all:
-            made = [(one.seconds, share) for one in running if (share := _share_made(runs / one.job.cell.key / LOG))]
-            if not made or any(one.resumed for one in running):
-                return None
-            mean = sum(seconds / share for seconds, share in made) / len(made)
-            return (mean * (len(list(left)) + len(running)) - sum(one.seconds for one in running)) / at_once
-        waiting = sum(self.expected(job) or 0.0 for job in left)
-        under_way = [max(0.0, (self.expected(one.job) or 0.0) - one.seconds) for one in running]
-        return max([(waiting + sum(under_way)) / at_once, *under_way])
+    def _share(self, job: Job) -> float:
+        """Of a cell's steps, by the last line about them in its log."""
+        steps = STEP.findall(_tail(self.runs / job.cell.key / LOG))
+        return int(steps[-1][0]) / int(steps[-1][1]) if steps else 0.0
 
 
 def is_locked(folder: Path) -> bool:
@@ -423,9 +295,3 @@ def _tail(path: Path) -> str:
 def _last_line(path: Path) -> str:
     lines = [line.strip() for line in _tail(path).splitlines() if line.strip()]
     return lines[-1] if lines else ""
-
-
-def _share_made(path: Path) -> float:
-    """Of a cell's steps, by the last line about them in its log; 0 where there is none."""
-    steps = STEP.findall(_tail(path))
-    return int(steps[-1][0]) / int(steps[-1][1]) if steps else 0.0

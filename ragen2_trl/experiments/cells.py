@@ -1,0 +1,107 @@
+"""Which cells are trained, in which order, and the line that trains each."""
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+
+from ragen2_trl.experiments.plan import Cell, Experiment, PaperScale
+from ragen2_trl.reporting.files import write_text
+
+CONFIG = "config.yaml"  # of a cell, in its folder
+SAVES = 10  # checkpoints of a cell, of which the last one is kept
+
+
+@dataclass(frozen=True)
+class Job:
+    """A cell to run, and the experiments that it is part of."""
+
+    cell: Cell
+    experiments: tuple[str, ...]
+    name: str
+    launch: PaperScale | None = None
+
+    @property
+    def max_steps(self) -> int:
+        return int(self.cell.fields.get("max_steps", 0))
+
+
+def queue(
+    experiments: Sequence[Experiment],
+    quick: bool = False,
+    scale: str = "tiny",
+    only: Mapping[str, Sequence[str]] | None = None,
+    seeds: Sequence[int] | None = None,
+) -> list[Job]:
+    """The cells of experiments, each once, in the order in which they run: the first seed of all before the second.
+
+    Args:
+        experiments: Whose cells.
+        quick, scale: As `Experiment.cells` takes them.
+        only: Levels by axis; cells at others, and of experiments without that axis, are left out.
+        seeds: Those to run; default: all.
+
+    Raises:
+        ValueError: For an axis, a level or a seed that no experiment has.
+    """
+    for axis, levels in (only or {}).items():
+        known = [level for one in experiments for level in one.axes.get(axis, {})]
+        if unknown := [level for level in levels if level not in known]:
+            axes = sorted({axis for one in experiments for axis in one.axes})
+            raise ValueError(f"only={axis}={unknown[0]} is in no experiment; allowed: {known or f'the axes {axes}'}.")
+    planned = {seed for one in experiments for seed in one.seeds}
+    if unknown := [seed for seed in seeds or () if seed not in planned]:
+        raise ValueError(f"seeds must be planned in an experiment ({sorted(planned)}), got {unknown[0]}")
+    found: list[tuple[int, Experiment, Cell]] = []
+    for one in experiments:
+        for cell in one.cells(quick, scale):
+            wanted = all(cell.levels.get(axis) in levels for axis, levels in (only or {}).items())
+            if wanted and (seeds is None or cell.seed in seeds):
+                found.append((one.seeds.index(cell.seed), one, cell))
+    found.sort(key=lambda entry: entry[0])  # stable: within a seed as the experiments have them
+    jobs: dict[str, Job] = {}
+    for _, one, cell in found:
+        first = jobs.get(cell.key)
+        ids = (*first.experiments, one.id) if first else (one.id,)
+        name = first.name if first else f"{one.id}: {cell.name}"
+        jobs[cell.key] = Job(first.cell if first else cell, ids, name, one.paper_scale if scale == "paper" else None)
+    return list(jobs.values())
+
+
+def write_config(folder: Path, job: Job) -> Path:
+    """The settings of a cell, as `ragen2-trl train --config` takes them."""
+    folder.mkdir(parents=True, exist_ok=True)
+    settings = {
+        **job.cell.fields,
+        "seed": job.cell.seed,
+        "output_dir": str(folder),
+        "run_name": job.cell.key,
+        "resume": True,
+        "save_strategy": "steps",
+        "save_steps": max(1, job.max_steps // SAVES) if job.max_steps > 0 else 100,
+        "save_total_limit": 1,
+        "report_to": "none",
+        "log_completions": False,
+        "episodes_every": 0,
+    }
+    text = f"# {job.name}\n" + yaml.safe_dump(settings, sort_keys=False, allow_unicode=True, width=120)
+    write_text(folder / CONFIG, text)
+    return folder / CONFIG
+
+
+def command_of(config: Path, job: Job) -> list[str]:
+    """The line that trains a cell."""
+    train = ["train", "--config", str(config)]
+    if job.launch is None:
+        return ["ragen2-trl", *train]
+    launch = ["--config_file", str(job.launch.launch), "--num_processes", str(job.launch.processes)]
+    return ["accelerate", "launch", *launch, "-m", "ragen2_trl.cli", *train]
+
+
+def runnable(command: Sequence[str]) -> list[str]:
+    """The same with this Python, whatever the path finds."""
+    if command[0] == "ragen2-trl":
+        return [sys.executable, "-m", "ragen2_trl.cli", *command[1:]]
+    return [sys.executable, "-m", "accelerate.commands.launch", *command[2:]]
