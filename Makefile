@@ -13,7 +13,7 @@ export MALLOC_MMAP_THRESHOLD_ := 4294967296
 export MALLOC_TRIM_THRESHOLD_ := 17179869184
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-all test-sandbox test-distributed test-slow test-trl check bench warm-start clean
+.PHONY: help install demo reproduce-quick reproduce test test-all test-sandbox test-distributed test-slow test-trl check bench warm-start clean
 
 help:  ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-16s %s\n", $$1, $$2}'
@@ -55,6 +55,17 @@ demo: $(BIN)/.installed  ## Train the tiny model with the filter on (minutes, no
 	$(if $(CONTROL),$(BIN)/ragen2-trl train --config $(RECIPE) --overwrite true --run_name $(notdir $(RUN))_control \
 		--snr_value 1.0 --snr_include_zero true)
 	$(BIN)/ragen2-trl report $(RUN) $(if $(CONTROL),$(RUN)_control) --output $(RUN)/report.html
+
+# RESULTS and RUNS of the experiments are those of `ragen2-trl experiment`.
+EXPERIMENTS = $(wildcard experiments/*.yaml)
+
+reproduce-quick: $(BIN)/.installed  ## Every experiment with one seed and few steps, and the page about them (half an hour)
+	$(BIN)/ragen2-trl experiment run $(EXPERIMENTS) --quick
+	$(BIN)/ragen2-trl experiment analyse $(EXPERIMENTS) --quick
+
+reproduce: $(BIN)/.installed  ## Every experiment with all seeds, as far as results/ does not have it; goes on where it was stopped
+	$(BIN)/ragen2-trl experiment run $(EXPERIMENTS)
+	$(BIN)/ragen2-trl experiment analyse $(EXPERIMENTS)
 
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 # A file stays on one core, so that what its tests share is made once.

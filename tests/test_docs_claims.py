@@ -8,6 +8,7 @@ from pages import PAGES, SMALL, quoted, rows, scripts
 from trl import RLOOConfig
 
 from ragen2_trl import (
+    CostCallback,
     EnvironmentEvalCallback,
     GradientSNRCallback,
     MutualInformationCallback,
@@ -46,6 +47,7 @@ def logged(tmp_path_factory):
     trainer.add_callback(GradientSNRCallback(trainer, every=2))
     trainer.add_callback(RewardVarianceStopCallback(trainer, start_generations=1))
     trainer.add_callback(EnvironmentEvalCallback(env, trainer, every=2, num_prompts=2, num_samples=2))
+    trainer.add_callback(CostCallback(trainer))
     trainer.train()
     return {key for row in trainer.state.log_history for key in row}
 
@@ -73,7 +75,7 @@ def documented(page: str) -> list[str]:
 def test_every_metric_that_is_logged_is_explained(logged):
     explained = [pattern(name) for name in documented("metrics.md")]
     ours = sorted(
-        key for key in logged if key.startswith(("snr/", "mi/", "env/", "eval/", "grad/", "reward_variance/"))
+        key for key in logged if key.startswith(("snr/", "mi/", "env/", "eval/", "grad/", "cost/", "reward_variance/"))
     )
     assert len(ours) > 80
     assert [key for key in ours if not any(one.fullmatch(key) for one in explained)] == []
@@ -93,7 +95,7 @@ def test_every_metric_that_is_named_is_logged(page, logged):
     named = {
         name
         for name in quoted(text)
-        if re.fullmatch(r"(train/)?(snr|mi|env|grad|clip_ratio|completions)/[\w/@<>*]+", name)
+        if re.fullmatch(r"(train/)?(snr|mi|env|grad|cost|clip_ratio|completions)/[\w/@<>*]+", name)
     }
     figures = {"train/mi/quadrant", "train/mi/cross_scores", "train/mi/reward_variance"}
     unknown = {

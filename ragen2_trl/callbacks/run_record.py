@@ -37,10 +37,14 @@ def reported(what: str) -> Iterator[None]:
         logger.error(f"{what} could not be written.", exc_info=True)
 
 
-def keep_record(trainer: Trainer) -> None:
+def keep_record(trainer: Trainer) -> "RunRecord":
     """Let a trainer write diagnostics with every model card, and say what to do where an upload fails."""
-    if not any(isinstance(callback, RunRecord) for callback in trainer.callback_handler.callbacks):
-        trainer.add_callback(RunRecord(trainer))
+    for callback in trainer.callback_handler.callbacks:
+        if isinstance(callback, RunRecord):
+            return callback
+    record = RunRecord(trainer)
+    trainer.add_callback(record)
+    return record
 
 
 class RunRecord(TrainerCallback):
@@ -68,6 +72,7 @@ class RunRecord(TrainerCallback):
 
     def __init__(self, trainer: Trainer):
         self.trainer = trainer
+        self.draws = True  # figures; without them, cards have their numbers alone
         self._at_checkpoint = False  # a card is written there before it is known whether it will be uploaded
         self._write_card: Callable[[], None] | None = None  # as the latest card was asked for
         self._recorded: Any = None  # the selection whose rewards were written last
@@ -129,7 +134,9 @@ class RunRecord(TrainerCallback):
         """The run that the card is about, with its numbers in `diagnostics/` once it has begun."""
         has_begun = self._has_begun()
         run = run_of(self.trainer) if has_begun else _run_before(self.trainer)
-        if with_figures and all(job.done() for job in self._jobs()):  # a picture that changes breaks its upload
+        if (
+            with_figures and self.draws and all(job.done() for job in self._jobs())
+        ):  # a picture that changes breaks its upload
             with reported("Figures"):
                 run = write_figures(run)
         if not has_begun:

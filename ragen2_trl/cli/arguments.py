@@ -268,10 +268,7 @@ class TrainArguments(PlayArguments):
     """What to train, on how many tasks, and how to measure it before and after."""
 
     algo: str = field(
-        default="grpo",
-        metadata={
-            "help": "What to train with: grpo, rloo or ppo with the filter, or trl_grpo, TRL's own GRPOTrainer."
-        },
+        default="grpo", metadata={"help": "grpo, rloo or ppo, with the filter; trl_grpo is TRL's own GRPOTrainer."}
     )
     model: str | None = field(default=None, metadata={"help": "`tiny` (ships with the package), a path or a Hub id."})
     num_prompts: int = field(default=4096, metadata={"help": "Number of training tasks."})
@@ -333,6 +330,7 @@ class TrainArguments(PlayArguments):
     gradients_entropy_coef: float | None = field(
         default=None, metadata={"help": "Measure the entropy bonus's gradient as if it had this coefficient."}
     )
+    figures: bool = field(default=True, metadata={"help": "Draw figures of the run when training ends."})
     overwrite: bool = field(default=False, metadata={"help": "Delete the checkpoints of an earlier run of that name."})
 
     def __post_init__(self) -> None:

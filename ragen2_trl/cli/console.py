@@ -6,11 +6,12 @@ from types import TracebackType
 
 from rich.console import Console
 from rich.text import Text
-from transformers.utils import logging
 
 
 def make_console() -> Console:
     """A console of our own, without the loading bars and the deprecations that TRL and transformers owe each other."""
+    from transformers.utils import logging  # which takes seconds, and some commands do without
+
     logging.disable_progress_bar()
     warnings.filterwarnings("ignore", message=".*gradient_checkpointing.*deprecated", category=FutureWarning)
     return Console()

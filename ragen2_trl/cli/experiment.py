@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ragen2_trl.cli.console import ProgressLine, make_console
+from ragen2_trl.cli.console import ProgressLine
 from ragen2_trl.cli.experiment_arguments import ACTIONS, QUICK, RESULTS, RUNS, experiment_parser
 from ragen2_trl.cli.typed import InputError, checked_input
 from ragen2_trl.experiments.cells import Job, command_of, queue, write_config
@@ -48,7 +48,7 @@ def main(args: list[str] | None = None) -> None:
         SystemExit: With code 1 if a cell failed, 130 after Ctrl-C or SIGTERM.
         InputError: For files, settings and folders that cannot be used, before anything runs.
     """
-    console = make_console()
+    console = Console()
     arguments = experiment_parser().parse_args(args)
     with checked_input():
         experiments = read_experiments(arguments.files, _pairs(arguments.set))
@@ -109,7 +109,6 @@ def _status(console: Console, asked: Asked) -> None:
 
 
 def _list(console: Console, asked: Asked) -> None:
-    _check_settings(asked.jobs)
     if asked.arguments.scale == "paper":
         _show_launches(console, asked.jobs, asked.runs)
         return

@@ -41,7 +41,6 @@ from ragen2_trl.envs import Environment
 from ragen2_trl.envs.mixture import ALL_TASKS, AnyTask, TaskMixture
 from ragen2_trl.filtering import check_choice
 from ragen2_trl.instrument import REFERENCE_SCOPE, SCOPES
-from ragen2_trl.reporting import plot_training
 from ragen2_trl.reporting.files import write_json
 from ragen2_trl.reporting.held_out import curves_of
 from ragen2_trl.rollouts import TextRollout
@@ -100,7 +99,7 @@ def main(args: list[str] | None = None) -> None:
         _train(trainer, checkpoint)
     except KeyboardInterrupt:
         live_line.close()
-        _write_history(trainer, env, run)
+        _write_history(trainer, env, run, script_args.figures)
         trainer.create_model_card(run.resolve().name)  # how far it got, and not the last checkpoint
         last = last_complete_checkpoint(run)
         console.print(f"Interrupted at step {trainer.state.global_step}; last complete checkpoint: {last or 'none'}.")
@@ -110,7 +109,7 @@ def main(args: list[str] | None = None) -> None:
         live_line.close()
     seconds = time.perf_counter() - started - (0.0 if held_out is None else held_out.seconds)
     trainer.save_model()
-    _write_history(trainer, env, run)
+    _write_history(trainer, env, run, script_args.figures)
     after = _evaluate(trainer, env, script_args, run / "evaluation_after.json", again=True)
     if trainer.is_world_process_zero():
         curve = curves_of(trainer.state.log_history).get(env.name)
@@ -291,7 +290,7 @@ def _make_trainer(
     )
     if rollout and not isinstance(trainer, SNRFilter):  # ours attach what plays
         plays.attach(trainer)
-    keep_record(trainer)
+    keep_record(trainer).draws = script_args.figures
     trainer.remove_callback(PrinterCallback)
     trainer.add_callback(CostCallback(trainer))
     if script_args.mutual_information:
@@ -374,11 +373,13 @@ def _evaluate(
     return metrics
 
 
-def _write_history(trainer: Trainer, env: AnyTask, run: Path) -> None:
+def _write_history(trainer: Trainer, env: AnyTask, run: Path, with_figure: bool) -> None:
     if not trainer.is_world_process_zero():
         return
     history = trainer.state.log_history
     run.mkdir(parents=True, exist_ok=True)
     write_json(run / "log_history.json", history, indent=1)
-    if any(row.get("reward") is not None for row in history):
+    if with_figure and any(row.get("reward") is not None for row in history):
+        from ragen2_trl.reporting import plot_training  # matplotlib, where something is drawn
+
         plot_training(history, _success_metric(env)).savefig(run / "training.png")

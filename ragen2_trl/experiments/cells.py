@@ -56,10 +56,12 @@ def queue(
         raise ValueError(f"seeds must be planned in an experiment ({sorted(planned)}), got {unknown[0]}")
     found: list[tuple[int, Experiment, Cell]] = []
     for one in experiments:
-        for cell in one.cells(quick, scale):
+        cells = one.cells(quick, scale)
+        place = {seed: number for number, seed in enumerate(dict.fromkeys(cell.seed for cell in cells))}
+        for cell in cells:
             wanted = all(cell.levels.get(axis) in levels for axis, levels in (only or {}).items())
             if wanted and (seeds is None or cell.seed in seeds):
-                found.append((one.seeds.index(cell.seed), one, cell))
+                found.append((place[cell.seed], one, cell))
     found.sort(key=lambda entry: entry[0])  # stable: within a seed as the experiments have them
     jobs: dict[str, Job] = {}
     for _, one, cell in found:
@@ -85,6 +87,7 @@ def write_config(folder: Path, job: Job) -> Path:
         "report_to": "none",
         "log_completions": False,
         "episodes_every": 0,
+        "figures": False,
     }
     text = f"# {job.name}\n" + yaml.safe_dump(settings, sort_keys=False, allow_unicode=True, width=120)
     write_text(folder / CONFIG, text)

@@ -129,13 +129,15 @@ class Runner:
         for job in self._outcome.done:
             self.on_added(job)
         self._outcome.left = [job for job in jobs if job.cell.key not in done]
-        with _terminated_as_interrupted():
+        with _stop_asked() as asked:
             try:
-                while self._outcome.left or self._running:
+                while (self._outcome.left or self._running) and not asked:
                     self._step(len(jobs))
                     time.sleep(POLL)
             finally:
                 self._stop()
+        if asked:
+            raise KeyboardInterrupt
         self._tell(len(jobs))
         return self._outcome
 
@@ -258,15 +260,16 @@ def is_locked(folder: Path) -> bool:
 
 
 @contextmanager
-def _terminated_as_interrupted() -> Iterator[None]:
-    """SIGTERM ends a run as Ctrl-C does."""
+def _stop_asked() -> Iterator[list[int]]:
+    """Ctrl-C and SIGTERM, as a list that then is not empty: neither comes amid the start of a process."""
+    asked: list[int] = []
 
-    def interrupt(number: int, frame: FrameType | None) -> Any:
-        raise KeyboardInterrupt
+    def note(number: int, frame: FrameType | None) -> None:
+        asked.append(number)
 
-    before = {number: signal.signal(number, interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        yield
+        yield asked
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

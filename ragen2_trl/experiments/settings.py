@@ -15,7 +15,8 @@ UNSET = "unset"  # among settings: names, or patterns such as snr_*, that earlie
 OF_THE_RUNNER = frozenset(
     {
         *("output_dir", "run_name", "seed", "resume", "overwrite", "resume_from_checkpoint", "push_to_hub"),
-        *("save_strategy", "save_steps", "save_total_limit", "report_to", "log_completions", "episodes_every"),
+        *("save_strategy", "save_steps", "save_total_limit", "report_to", "log_completions"),
+        *("episodes_every", "figures"),
     }
 )
 

@@ -1,0 +1,59 @@
+"""What a training has cost: counts equal those of a naive count, and survive a resume."""
+
+import pytest
+import torch
+from trl import GRPOTrainer
+
+from ragen2_trl import CostCallback, MutualInformationCallback, SNRFilteredGRPOTrainer
+
+
+def half(completions, **kwargs):
+    """Differs within some groups only, so that a filter drops the others."""
+    return [float(len(str(completion)) % 3 == 0) for completion in completions]
+
+
+def rows_of(trainer) -> list[dict]:
+    return [row for row in trainer.state.log_history if "cost/seconds" in row]
+
+
+class Naive:
+    """Counts beside the callback: tokens by the masks of what is generated, positions in the loss's own forward."""
+
+    def __init__(self, trainer):
+        self.sampled = self.positions = 0
+        generate, logps = trainer._generate_single_turn, trainer._get_per_token_logps_and_entropies
+
+        def counted_generate(*args, **kwargs):
+            generated = generate(*args, **kwargs)
+            self.sampled += sum(len(ids) for ids in generated[0])
+            return generated
+
+        def counted_logps(model, input_ids, *args, **kwargs):
+            self.positions += input_ids.shape[0] * input_ids.shape[1] * torch.is_grad_enabled()
+            return logps(model, input_ids, *args, **kwargs)
+
+        trainer._generate_single_turn = counted_generate
+        trainer._get_per_token_logps_and_entropies = counted_logps
+
+
+@pytest.mark.parametrize(
+    ("trainer_class", "settings"),
+    [
+        (SNRFilteredGRPOTrainer, {"snr_value": 0.5}),
+        (SNRFilteredGRPOTrainer, {"snr_strategy": "none", "snr_refill_rounds": 2}),
+        (GRPOTrainer, {"snr": False}),
+    ],
+    ids=["filter", "refill", "trl"],
+)
+def test_costs_are_those_of_a_naive_count(trainer_class, settings, policy_path, prompts, make_args):
+    trainer = trainer_class(policy_path, half, make_args(max_steps=3, **settings), prompts)
+    trainer.add_callback(CostCallback(trainer))
+    naive = Naive(trainer)
+    trainer.add_callback(MutualInformationCallback(trainer, every=1))  # its forward passes are not the training's
+    trainer.train()
+    last = rows_of(trainer)[-1]
+    assert last["cost/sampled_tokens"] == naive.sampled > 0
+    assert last["cost/update_tokens"] == naive.positions > 0
+    size = sum(parameter.numel() for parameter in trainer.model.parameters())
+    assert last["cost/update_flops"] == 6 * size * naive.positions
+    assert last["cost/cpu_seconds"] > 0 and last["cost/seconds"] > 0

@@ -1,0 +1,228 @@
+"""Experiments as files: what is read, what is refused, which cells there are and in which order they run."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from ragen2_trl.experiments.cells import command_of, queue, write_config
+from ragen2_trl.experiments.curves import Store, record
+from ragen2_trl.experiments.plan import json_text, read_experiment, read_experiments
+
+ROOT = Path(__file__).parents[1]
+PLAN = {
+    "id": "gain",
+    "claim": "The filter gains.",
+    "source": "Nowhere",
+    "base": "base.yaml",
+    "axes": {
+        "method": {"none": {"snr_value": 1.0, "snr_include_zero": True}, "filter": {}},
+        "slip": {"0.0": {"env_args": {"slip": 0.0}}, "0.2": {"env_args": {"slip": 0.2}}},
+    },
+    "seeds": [3, 4],
+    "quick": {"max_steps": 2},
+    "checks": [{"name": "gain", "kind": "difference", "of": {"method": "filter"}, "against": {"method": "none"}}],
+    "settings_fixed": "2026-01-31",
+}
+BASE = {"algo": "grpo", "max_steps": 9, "env_args": {"size": 4}, "snr_value": 0.9, "seed": 0, "run_name": "own"}
+
+
+@pytest.fixture
+def write(tmp_path):
+    """Writes an experiment with changes to `PLAN` and gives its path."""
+
+    def write(**changes) -> Path:
+        (tmp_path / "base.yaml").write_text(yaml.safe_dump(BASE))
+        plan = {name: value for name, value in (PLAN | changes).items() if value is not None}
+        path = tmp_path / f"{plan.get('id', 'gain')}.yaml"
+        text = yaml.safe_dump(plan, sort_keys=False)
+        path.write_text(text.replace("'2026-01-31'", "2026-01-31"))
+        return path
+
+    return write
+
+
+# What a file says
+
+
+def test_a_cell_has_base_fields_and_its_levels_in_this_order(write):
+    cells = read_experiment(write(fields={"env_args": {"preset": "ragen2"}})).cells()
+    assert len(cells) == 8
+    (cell,) = [one for one in cells if one.levels == {"method": "none", "slip": "0.2"} and one.seed == 4]
+    assert cell.fields == {
+        "algo": "grpo",
+        "max_steps": 9,
+        "env_args": {"size": 4, "preset": "ragen2", "slip": 0.2},
+        "snr_value": 1.0,
+        "snr_include_zero": True,
+    }
+
+
+def test_quick_cells_are_of_the_first_seed_and_have_its_settings_on_top(write):
+    cells = read_experiment(write()).cells(quick=True)
+    assert {(one.seed, one.fields["max_steps"]) for one in cells} == {(3, 2)}
+    assert not {one.key for one in cells} & {one.key for one in read_experiment(write()).cells()}
+
+
+def test_settings_of_the_base_can_be_taken_away(write):
+    axes = {"method": {"trl": {"algo": "trl_grpo", "unset": ["snr_*"]}}}
+    (cell, _) = read_experiment(write(axes=axes, checks=[])).cells()
+    assert cell.fields == {"algo": "trl_grpo", "max_steps": 9, "env_args": {"size": 4}}
+
+
+def test_combinations_can_be_left_out(write):
+    cells = read_experiment(write(skip=[{"method": "filter", "slip": 0.2}])).cells()
+    assert {tuple(one.levels.values()) for one in cells} == {("none", "0.0"), ("none", "0.2"), ("filter", "0.0")}
+
+
+@pytest.mark.parametrize(
+    ("changes", "parts"),
+    [
+        ({"claims": "x"}, ["claims is not known", "allowed: axes, base, checks, claim"]),
+        ({"claim": None}, ["claim is missing", "required: id, claim"]),
+        ({"id": "other", "base": "nope.yaml"}, ["base names", "nope.yaml"]),
+        ({"seeds": [1, 1]}, ["seeds must be a list of different whole numbers, got [1, 1]"]),
+        ({"fields": {"output_dir": "x"}}, ["fields.output_dir is set by the runner"]),
+        ({"axes": {"method": {False: {}}}}, ["axes.method has the level False", "quote it"]),
+        ({"axes": {"method": {}}}, ["axes.method must have at least one level"]),
+        ({"skip": [{"slip": "0.3"}]}, ["skip[0].slip must be one of ['0.0', '0.2'], got '0.3'"]),
+        ({"skip": [{"slope": "0.2"}]}, ["skip[0].slope is not known; allowed: method, slip"]),
+        ({"skip": [{"slip": 0.0}, {"slip": 0.2}]}, ["skip leaves no cell"]),
+        ({"checks": [{"of": {"method": "filtre"}}]}, ["checks[0].of.method must be one of ['none', 'filter']"]),
+        ({"paper_scale": {"base": "base.yaml", "gpus": 8}}, ["paper_scale.gpus is not known"]),
+        ({"settings_fixed": "soon"}, ["settings_fixed must be a day"]),
+    ],
+)
+def test_what_a_file_must_not_say_is_named(changes, parts, write):
+    with pytest.raises(ValueError) as error:
+        read_experiment(write(**changes))
+    for part in parts:
+        assert part in str(error.value)
+
+
+def test_an_id_is_the_name_of_its_file_and_of_no_other(write, tmp_path):
+    path = write()
+    moved = path.rename(tmp_path / "loss.yaml")
+    with pytest.raises(ValueError, match="id must be the name of the file, 'loss', got 'gain'"):
+        read_experiment(moved)
+    with pytest.raises(ValueError, match="id='gain' is that of"):
+        read_experiments([write(), write()])
+
+
+# Keys
+
+
+def test_a_key_is_of_settings_and_seed_and_of_nothing_else(write):
+    keys = [one.key for one in read_experiment(write()).cells()]
+    assert len(set(keys)) == len(keys) and all(len(key) == 12 for key in keys)
+    again = read_experiment(write(id="other", claim="Another.", seeds=[4, 3], fields={"max_steps": "9"})).cells()
+    assert {one.key for one in again} == set(keys)
+    assert not {one.key for one in read_experiment(write(fields={"max_steps": 10})).cells()} & set(keys)
+
+
+def test_numbers_are_the_same_however_they_are_written():
+    assert json_text({"a": 1e-4, "b": [1.0, "x"]}) == json_text({"b": [1, "x"], "a": "1e-4"})
+    assert json_text({"a": True}) != json_text({"a": 1})
+
+
+# The order of cells
+
+
+def test_cells_run_seed_by_seed_with_what_is_compared_side_by_side(write):
+    jobs = queue([read_experiment(write())])
+    assert [job.cell.seed for job in jobs] == [3] * 4 + [4] * 4
+    assert [job.cell.levels["method"] for job in jobs] == ["none", "filter"] * 4
+
+
+def test_the_first_seed_of_all_experiments_runs_before_the_second_and_shared_cells_once(write):
+    first, second = read_experiment(write()), read_experiment(write(id="other", seeds=[4, 5]))
+    jobs = queue([first, second])
+    assert [job.cell.seed for job in jobs] == [3] * 4 + [4] * 4 + [5] * 4
+    assert {frozenset(job.experiments) for job in jobs if job.cell.seed == 4} == {frozenset(("gain", "other"))}
+
+
+def test_cells_can_be_chosen_by_level_and_seed(write):
+    experiment = read_experiment(write())
+    jobs = queue([experiment], only={"method": ["filter"], "slip": ["0.0", "0.2"]}, seeds=[4])
+    assert [(job.cell.levels, job.cell.seed) for job in jobs] == [
+        ({"method": "filter", "slip": slip}, 4) for slip in ("0.0", "0.2")
+    ]
+    for wrong, message in (
+        ({"only": {"method": ["filtre"]}}, "only=method=filtre is in no experiment; allowed: ['none', 'filter']"),
+        ({"only": {"mode": ["x"]}}, "only=mode=x is in no experiment; allowed: the axes ['method', 'slip']"),
+        ({"seeds": [5]}, "seeds must be planned in an experiment ([3, 4]), got 5"),
+    ):
+        with pytest.raises(ValueError) as error:
+            queue([experiment], **wrong)
+        assert message in str(error.value)
+
+
+def test_a_cell_is_a_file_of_settings_that_anybody_can_train(write, tmp_path):
+    job = queue([read_experiment(write())])[0]
+    config = write_config(tmp_path / "cell", job)
+    settings = yaml.safe_load(config.read_text())
+    assert settings.items() >= job.cell.fields.items()
+    assert (settings["seed"], settings["resume"], settings["output_dir"]) == (3, True, str(tmp_path / "cell"))
+    assert command_of(config, job) == ["ragen2-trl", "train", "--config", str(config)]
+
+
+def test_at_the_paper_s_scale_a_cell_is_launched_by_accelerate(write, tmp_path):
+    (tmp_path / "paper.yaml").write_text("model: large\nmax_steps: 1600\n")
+    scale = {"base": "paper.yaml", "launch": "paper.yaml", "processes": 8, "gpu_hours": 120}
+    experiment = read_experiment(write(paper_scale=scale))
+    job = queue([experiment], scale="paper")[0]
+    assert (job.cell.fields["model"], job.cell.fields["max_steps"]) == ("large", 1600)
+    command = command_of(tmp_path / "config.yaml", job)
+    assert command[:2] == ["accelerate", "launch"] and command[command.index("--num_processes") + 1] == "8"
+    with pytest.raises(ValueError, match="scale='paper' needs paper_scale"):
+        read_experiment(write()).cells(scale="paper")
+
+
+# A folder of results is of one configuration
+
+
+@pytest.mark.parametrize(
+    ("changes", "difference"),
+    [
+        ({"axes": {**PLAN["axes"], "slip": {"0.0": {"env_args": {"slip": 0.1}}}}}, "axes.slip.0.0.env_args.slip"),
+        ({"fields": {"max_steps": 10}}, "fields.max_steps is 9 in"),
+        ({"seeds": [3]}, "seeds is [3, 4] in"),
+        ({"checks": []}, "checks is "),
+    ],
+)
+def test_results_of_another_configuration_are_refused_by_what_differs(changes, difference, write, tmp_path):
+    store = Store(tmp_path / "results")
+    store.write_record(read_experiment(write()), "tiny", quick=False)
+    with pytest.raises(ValueError) as error:
+        store.check(read_experiment(write(**changes)), "tiny", quick=False)
+    assert "gain made with another configuration" in str(error.value) and difference in str(error.value)
+    assert "--results" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "changes", [{"claim": "It gains."}, {"paper": "It does."}, {"seeds": [3, 4, 5]}, {"quick": {"max_steps": 1}}]
+)
+def test_prose_may_change_and_seeds_may_be_added(changes, write, tmp_path):
+    store = Store(tmp_path / "results")
+    store.write_record(read_experiment(write()), "tiny", quick=False)
+    store.check(read_experiment(write(**changes)), "tiny", quick=False)
+
+
+def test_a_record_reads_back_as_it_was(write, tmp_path):
+    experiment = read_experiment(write())
+    Store(tmp_path).write_record(experiment, "tiny", quick=False)
+    read = yaml.safe_load((tmp_path / "experiments" / "gain.yaml").read_text())
+    assert read == record(experiment, "tiny", quick=False)
+
+
+# The experiments of this repository
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "experiments").glob("*.yaml")), ids=lambda path: path.stem)
+def test_an_experiment_of_the_repository_can_be_read_at_both_scales(path):
+    experiment = read_experiment(path)
+    assert len(experiment.seeds) >= 5
+    cells = experiment.cells()
+    assert len({cell.key for cell in cells}) == len(cells)
+    if experiment.paper_scale is not None:
+        assert len(experiment.cells(scale="paper")) == len(cells)
