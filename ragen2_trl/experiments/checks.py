@@ -85,7 +85,7 @@ def verdict(grid: Grid, results: Sequence[Result]) -> str:
     are; `contradicted` if one is decided the other way and none as expected; `not at this scale` otherwise. With fewer
     seeds than planned, or fewer cells, it is a verdict so far.
     """
-    if all(math.isnan(result.estimate.value) for result in results):
+    if all(math.isnan(result.estimate.value) for result in results):  # or there is no check
         return NOT_RUN
     outcomes = [result.outcome for result in results]
     if all(outcome == 1 for outcome in outcomes):

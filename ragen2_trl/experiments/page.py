@@ -60,7 +60,7 @@ class Claim:
     @property
     def ours(self) -> str:
         """The first check's number, which is the claim's own."""
-        return self.results[0].shown
+        return f"{self.results[0].name}: {self.results[0].shown}" if self.results else "no check"
 
     @property
     def anchor(self) -> str:

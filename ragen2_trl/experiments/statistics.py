@@ -89,10 +89,10 @@ def _p_of_mean(numbers: NDArray[np.float64], mean: float, expects: str, within: 
 def correlation_interval(
     x: ArrayLike, y: ArrayLike, settings: Sequence[str], expects: str = ">", than: ArrayLike | None = None, seed: int = 0
 ) -> Estimate:
-    """Spearman's correlation over runs, with a bootstrap interval that draws whole settings.
+    """Spearman's correlation over runs, with the interval of a bootstrap in two levels.
 
-    Runs of one setting are alike: they are drawn together, so that the interval says what further settings would show
-    and not only further seeds.
+    Runs of one setting are alike: settings are drawn, and then seeds of each, so that the interval says what further
+    settings would show and not only further seeds. With nine settings of five seeds, settings alone would hold 93 %.
 
     Args:
         x, y: (runs,) finite numbers.
@@ -109,8 +109,10 @@ def correlation_interval(
     if len(names) < 4 or math.isnan(value):
         return Estimate(value, math.nan, math.nan, math.nan, side, len(names))
 
+    rng = np.random.default_rng(seed)
+
     def of_settings(drawn: NDArray[np.int64]) -> float:
-        rows = np.concatenate([members[number] for number in drawn])
+        rows = np.concatenate([rng.choice(members[number], len(members[number])) for number in drawn])
         return _correlation([column[rows] for column in columns])
 
     found = stats.bootstrap(
@@ -120,7 +122,7 @@ def correlation_interval(
         vectorized=False,
         confidence_level=CONFIDENCE,
         method="percentile",
-        rng=np.random.default_rng(seed),
+        rng=rng,
     )
     drawn = found.bootstrap_distribution
     drawn = drawn[~np.isnan(drawn)]  # of one setting alone, drawn again and again, whose numbers are all the same
