@@ -10,8 +10,9 @@ from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.axis import Axis
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator, PercentFormatter
+from matplotlib.ticker import EngFormatter, LogLocator, MaxNLocator, NullFormatter
 from numpy.typing import NDArray
 
 from ragen2_trl.experiments.grid import Grid, Levels, Notes, pairs, runs_of
@@ -67,6 +68,8 @@ def _looks() -> list[dict[str, Any]]:
 
 def _label(name: str) -> str:
     metric, _, what = name.rpartition("/")
+    if metric in COSTS and what == "last":
+        return f"{AXIS_LABELS[metric]}, all steps"
     if what not in OF_CURVES:
         return name.replace("_", " ")
     return f"{METRIC_LABELS.get(metric, metric)}, {WHAT_LABELS.get(what, what)}"
@@ -77,24 +80,38 @@ def _panels(rows: int, columns: int, height: float, **options: Any) -> tuple[Fig
     return figure, figure.subplots(rows, columns, squeeze=False, **options)
 
 
-def _legend(figure: Figure, axes: Axes, columns: int = 3) -> None:
+def _legend(figure: Figure, axes: Axes) -> None:
+    """Above all panels, in as few rows as the names need."""
     handles, labels = axes.get_legend_handles_labels()
     if len(handles) > 1:
-        longest = max(map(len, labels))
-        fit = max(1, int(WIDTH / (0.6 + 0.085 * longest)))
-        figure.legend(handles, labels, loc="outside upper left", ncols=min(fit, len(handles)))
+        rows = math.ceil(sum(0.55 + 0.085 * len(label) for label in labels) / WIDTH)  # inches
+        figure.legend(handles, labels, loc="outside upper left", ncols=math.ceil(len(labels) / rows))
 
 
-def _band(axes: Axes, x: Array, curves: Sequence[Array], look: Mapping[str, Any], label: str) -> None:
+def _of_metric(axis: Axis, name: str) -> None:
+    """How numbers of a metric or statistic are written: fractions in per cent, costs with k, M and so on."""
+    metric = name.partition("/")[0]
+    if unit_of(name) == "points":
+        axis.set_major_formatter(lambda value, _: f"{100 * value:.3g}%")
+    elif metric in COSTS:
+        axis.set_major_formatter(EngFormatter(sep=""))
+
+
+def _points(value: float, _: int) -> str:
+    return f"{100 * value:+.3g}" if value else "0"
+
+
+def _band(axes: Axes, x: Array, curves: Sequence[Array], look: Mapping[str, Any], label: str, light: bool) -> None:
     """Every seed thin, their mean, and its interval at each point."""
     for curve in curves:
-        axes.plot(x, curve, color=look["color"], linestyle=look["linestyle"], linewidth=THIN, alpha=0.45)
+        alpha = 0.25 if light else 0.45
+        axes.plot(x, curve, color=look["color"], linestyle=look["linestyle"], linewidth=THIN, alpha=alpha)
     estimates = [mean_interval(values) for values in np.array(curves).T]
     line = {**look, "marker": look["marker"] if len(x) <= 20 else ""}
     axes.plot(x, [one.value for one in estimates], label=label, linewidth=LINE_WIDTH, **line)
     if len(curves) > 1:
         low, high = ([getattr(one, bound) for one in estimates] for bound in ("low", "high"))
-        axes.fill_between(x, low, high, color=look["color"], alpha=0.13, linewidth=0)
+        axes.fill_between(x, low, high, color=look["color"], alpha=0.07 if light else 0.14, linewidth=0)
 
 
 def _seeds(grid: Grid, levels: Levels) -> list[Run]:
@@ -125,8 +142,11 @@ def draw_curves(grid: Grid, spec: Spec) -> Figure:
             axes.xaxis.set_major_locator(MaxNLocator(5))
         if column == 0:
             axes.set_ylabel(METRIC_LABELS.get(metric, metric))
+        _of_metric(axes.yaxis, metric)
+        _of_metric(axes.xaxis, axis)
         if metric in FRACTIONS:
-            axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+            low, high = axes.get_ylim()
+            axes.set_ylim(max(low, -0.02), min(high, 1.02))
     _legend(figure, panels[0, 0])
     return figure
 
@@ -147,7 +167,8 @@ def _draw_line(
         x = np.unique(np.concatenate([spent for spent, _ in drawn]))
     else:  # up to where every seed has been
         x = np.linspace(0, min(spent[-1] for spent, _ in drawn), POINTS)
-    _band(axes, x, [np.interp(x, *one) for one in drawn], look, label)
+    light = len(grid.experiment.axes) > 0 and max(map(len, grid.experiment.axes.values())) > 2
+    _band(axes, x, [np.interp(x, *one) for one in drawn], look, label, light)
 
 
 def _levels(grid: Grid, axis: str, where: Levels) -> list[str]:
@@ -185,10 +206,9 @@ def draw_levels(grid: Grid, spec: Spec) -> Figure:
                     _draw_estimate(axes, numbers, at, look, kind if first else "")
                     first = False
         axes.set_title(column)
-        axes.set_xlabel(_label(name) if column == columns[0] else "")
-        if unit_of(name) == "points":
-            axes.xaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+        _of_metric(axes.xaxis, name)
         axes.xaxis.set_major_locator(MaxNLocator(5 if len(columns) < 3 else 3))
+    figure.supxlabel(_label(name), fontsize=11)
     panels[0, 0].set_yticks(range(len(rows)), [", ".join(row) for row in rows])
     panels[0, 0].set_ylim(len(rows) - 0.5, -0.5)
     _legend(figure, panels[0, 0])
@@ -236,7 +256,7 @@ def draw_gains(grid: Grid, spec: Spec) -> Figure:
     axes.set_xticks(x, list(found))
     axes.set_xlabel(spec.get("label", axis))
     axes.set_ylabel(f"gain in {METRIC_LABELS.get(name.partition('/')[0], name)}\n(points)")
-    axes.yaxis.set_major_formatter(lambda value, _: f"{100 * value:+.0f}")
+    axes.yaxis.set_major_formatter(_points)
     return figure
 
 
@@ -276,9 +296,9 @@ def draw_scatter(grid: Grid, spec: Spec) -> Figure:
     metric = METRIC_LABELS.get(spec["y"].partition("/")[0], spec["y"])
     panels[0, 0].set_ylabel(f"gain in {metric} (points)" if spec.get("of") else _label(spec["y"]).replace(", ", ",\n"))
     if spec.get("of"):
-        panels[0, 0].yaxis.set_major_formatter(lambda value, _: f"{100 * value:+.0f}")
-    elif unit_of(spec["y"]) == "points":
-        panels[0, 0].yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+        panels[0, 0].yaxis.set_major_formatter(_points)
+    else:
+        _of_metric(panels[0, 0].yaxis, spec["y"])
     _legend(figure, panels[0, 0])
     return figure
 
@@ -301,9 +321,14 @@ def draw_gradients(grid: Grid, spec: Spec) -> Figure:
         for look, part in zip(_looks(), spec["parts"], strict=False):
             _draw_buckets(axes, _seeds(grid, {spec["rows"]: level}), part, step, look)
         axes.set(xscale="log", yscale="log")
-        axes.set_title(f"{level}, step {step:.0f}")
+        for axis in (axes.xaxis, axes.yaxis):
+            axis.set_major_locator(LogLocator(subs=(1.0, 3.0)))
+            axis.set_major_formatter(lambda value, _: f"{value:g}")
+            axis.set_minor_formatter(NullFormatter())
+        if row == 0:
+            axes.set_title(f"step {step:.0f}")
         if column == 0:
-            axes.set_ylabel("gradient norm")
+            axes.set_ylabel(f"{level}\ngradient norm")
         if row == len(levels) - 1:
             axes.set_xlabel("reward std")
     _legend(figure, panels[0, 0])
