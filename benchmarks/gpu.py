@@ -52,6 +52,7 @@ SHAPES = {  # hidden size, intermediate size, layers, heads; 2 heads of keys and
     MIDDLE: (1_536, 8_960, 28, 12),
     LARGE: (2_048, 11_008, 36, 16),
 }
+FILTERED = "drop, kept 0.50, with the callback"
 CASES = (("plain", 1.0), *(("drop", fraction) for fraction in (0.5, 0.25, 0.75)))
 
 
@@ -144,7 +145,11 @@ def of_plain(row: dict[str, Any], rows: list[dict[str, Any]], name: str) -> floa
 
 def update_line(row: dict[str, Any], rows: list[dict[str, Any]]) -> str:
     ratio, memory = of_plain(row, rows, "seconds"), of_plain(row, rows, "memory_mib")
-    compared = "" if ratio is None else f", {ratio:.3f} of plain TRL's time and {memory:.3f} of its memory"
+    compared = (
+        ""
+        if ratio is None or row["variant"] == "plain"
+        else f", {ratio:.3f} of plain TRL's time and {memory:.3f} of its memory"
+    )
     on = "on" if row["checkpointing"] else "off"
     return (
         f"{row['model']}, {row['rows']} rows, checkpointing {on}, {row['variant']}, kept {row['kept']:.2f}: "
@@ -205,9 +210,9 @@ def scoring_line(row: dict[str, Any]) -> str:
     )
 
 
-def measure_step(size: str, filtered: bool, sizes: Sizes) -> dict[str, Any]:
+def measure_step(size: str, variant: str, sizes: Sizes) -> dict[str, Any]:
     """A step of 8 prompts with 8 completions each, of which half the groups have rewards that vary."""
-    env, times = make_env("frozen_lake"), StepTimes()
+    env, times, filtered = make_env("frozen_lake"), StepTimes(), variant == FILTERED
 
     def alternating(completions: list[Any], **columns: Any) -> list[float]:
         return [float(number // 8 % 2 and number % 2) for number in range(len(completions))]
@@ -245,7 +250,7 @@ def measure_step(size: str, filtered: bool, sizes: Sizes) -> dict[str, Any]:
     step, update = statistics.median(times.steps[1:]), statistics.median(times.updates[1:])
     return {
         "model": size,
-        "variant": "drop, kept 0.50, with the callback" if filtered else "plain TRL",
+        "variant": variant,
         "generation": step - update - measuring,  # measuring comes with it: nothing has been dropped yet
         "update": update,
         "measuring": measuring,
@@ -276,14 +281,16 @@ def make_parts(sizes: Sizes, results: dict[str, list[dict[str, Any]]]) -> dict[s
     parts = (
         updates("Updates, gradient checkpointing on", 0.3, names[0], (SMALL,), True, sizes.rows, CASES),
         Part("Cross-scoring", 0.12, scored, partial(measure_scoring, sizes=sizes), scoring_line),
-        Part("Steps", 0.15, [(SMALL, False), (SMALL, True)], partial(measure_step, sizes=sizes), step_line),
+        Part("Steps", 0.15, [(SMALL, "plain TRL"), (SMALL, FILTERED)], partial(measure_step, sizes=sizes), step_line),
         updates("Updates, gradient checkpointing off", 0.2, names[3], (SMALL,), False, sizes.rows, CASES),
         updates("Updates of larger models", 0.23, names[4], large, True, (2,), CASES[:2]),
     )
     return dict(zip(names, parts, strict=True))
 
 
-def run_part(part: Part, until: float, rows: list[dict[str, Any]], missing: list[str], save: Callable[[], None]) -> None:
+def run_part(
+    part: Part, until: float, rows: list[dict[str, Any]], missing: list[str], save: Callable[[], None]
+) -> None:
     """Measures the cases that end before `until`, a value of `now()`; what is not measured is told, and why."""
     longest = 0.0
     for case in part.cases:

@@ -19,4 +19,4 @@ if [ -n "${WHEELS:-}" ]; then
   export PYTHONPATH="$root:$site${PYTHONPATH#"$root"}"
 fi
 # Its own limit is sooner, so that it ends by itself; what it has measured by then is written in any case.
-timeout -k 5 $((LIMIT - SECONDS)) "$python" "$root/benchmarks/gpu.py" --seconds $((LIMIT - 40 - SECONDS)) "$@"
+timeout -k 5 $((LIMIT - SECONDS)) "$python" "$root/benchmarks/gpu.py" --seconds $((LIMIT - 60 - SECONDS)) "$@"

@@ -1,8 +1,8 @@
 """FrozenLake: cross a frozen lake from a start to a goal without falling into a hole.
 
-Maps and movement, slips included, are gymnasium's. Start and goal lie on random cells instead of two corners, so that
-a plan has to depend on the map. In single-turn play the whole plan is one answer; in multi-turn play the map is shown
-again after every few moves.
+Holes and movement, slips included, are those of gymnasium's FrozenLake. Start and goal lie on random cells instead of
+two corners, so that a plan has to depend on the map. In single-turn play the whole plan is one answer; in multi-turn
+play the map is shown again after every few moves.
 """
 
 import random
@@ -12,7 +12,6 @@ from functools import lru_cache
 from typing import Any, TypeAlias
 
 import numpy as np
-from gymnasium.envs.toy_text.frozen_lake import FrozenLakeEnv
 from PIL import Image
 
 from ragen2_trl.envs.base import Environment
@@ -25,7 +24,6 @@ from ragen2_trl.envs.tools import Answer, ToolEnvironment
 
 Grid: TypeAlias = tuple[str, ...]  # rows of S (start), F (frozen), H (hole), G (goal)
 Cell: TypeAlias = tuple[int, int]  # row, column; both from 0, rows downwards
-Transitions: TypeAlias = dict[int, dict[int, list[tuple[float, int, float, bool]]]]  # gymnasium's `P`
 
 ACTIONS = ("Left", "Down", "Right", "Up")  # in gymnasium's order
 MOVES: tuple[Cell, ...] = ((0, -1), (1, 0), (0, 1), (-1, 0))
@@ -59,14 +57,6 @@ _ACTION_INDEX = {name.lower(): index for index, name in enumerate(ACTIONS)}
 _TILES = str.maketrans({"S": ".", "F": ".", "H": "o", "G": "g"})
 _WITH_PLAYER = {".": "p", "o": "d", "g": "w"}
 _CELLS = str.maketrans({"S": "_", "F": "_", "H": "O", "G": "G"})  # the player, P, stands on top
-
-
-@lru_cache(maxsize=8192)
-def transitions(grid: Grid, slip: float) -> Transitions:
-    """Gymnasium's transition table of a map: state, action -> list of (probability, state, reward, done)."""
-    env = FrozenLakeEnv(desc=list(grid), is_slippery=slip > 0, success_rate=1.0 - slip)
-    table: Transitions = env.P
-    return table
 
 
 def frozen_cells(size: int, frozen: float, seed: int) -> int:
@@ -145,7 +135,8 @@ class FrozenLakeEpisode(Episode):
     """
 
     def __init__(self, grid: Grid, slip: float, rng: random.Random, show: Callable[[Grid, Cell], str]):
-        self._slip = slip
+        sideways = (1.0 - (1.0 - slip)) / 2.0  # in the order of operations that gymnasium has
+        self._turns = {-1: sideways, 0: 1.0 - slip, 1: sideways} if slip > 0 else {0: 1.0}
         self._rng = rng
         self._show = show
         self.grid = grid
@@ -172,14 +163,14 @@ class FrozenLakeEpisode(Episode):
 
     def step(self, action: str) -> float:
         """Moves once. 1 at the goal, else 0."""
-        state = self.position[0] * len(self.grid) + self.position[1]
-        # Not before: a table takes longer than a map, and a prompt needs none.
-        outcomes = transitions(self.grid, self._slip)[state][_ACTION_INDEX[action.lower()]]
-        weights = [probability for probability, *_ in outcomes]
-        _, state, reward, self.done = self._rng.choices(outcomes, weights)[0]
-        self.position = divmod(state, len(self.grid))
-        self.success = reward > 0
-        return int(reward)
+        (turn,) = self._rng.choices(list(self._turns), list(self._turns.values()))
+        down, right = MOVES[(_ACTION_INDEX[action.lower()] + turn) % len(MOVES)]
+        last = len(self.grid) - 1
+        row, column = (min(max(at + by, 0), last) for at, by in zip(self.position, (down, right), strict=True))
+        self.position = row, column
+        self.success = self.grid[row][column] == "G"
+        self.done = self.grid[row][column] in "GH"
+        return int(self.success)
 
     def plan(self, rng: random.Random) -> tuple[str, list[str]]:
         """A shortest way, drawn at random, so that a model warmed up on it stays stochastic.

@@ -29,7 +29,7 @@ def held_out(task: str) -> bool:
 
 
 def impossible_rows(share: float, task: str, split: str, seed: int) -> Iterator[bool]:
-    """Which rows of a stream of generated tasks shall be impossible: `share` of the training ones, and no held-out one.
+    """Which rows of generated tasks shall be impossible: a `share` of the training ones, and no held-out one.
 
     Drawn apart from the tasks, row by row, so that the share is exact in expectation.
     """
