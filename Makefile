@@ -13,7 +13,7 @@ export MALLOC_MMAP_THRESHOLD_ := 4294967296
 export MALLOC_TRIM_THRESHOLD_ := 17179869184
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo reproduce-quick reproduce test test-all test-sandbox test-distributed test-slow test-trl check bench warm-start clean
+.PHONY: help install demo reproduce-quick reproduce test test-all test-sandbox test-distributed test-slow test-trl check bench bench-gpu warm-start clean
 
 help:  ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-16s %s\n", $$1, $$2}'
@@ -123,6 +123,9 @@ bench: $(BIN)/.installed  ## Side-by-side measurements; writes benchmarks/result
 	$(BIN)/python benchmarks/small_batches.py
 	$(BIN)/python benchmarks/environments.py
 	$(BIN)/python benchmarks/checkpoint_cost.py
+
+bench-gpu: $(BIN)/.installed  ## The same on one NVIDIA GPU, nine minutes; writes benchmarks/results/gpu_<device>.md
+	PYTHON=$(BIN)/python benchmarks/gpu.sh
 
 warm-start: $(BIN)/.installed  ## Regenerate the tiny models' weights (half an hour)
 	$(BIN)/ragen2-trl warm-start --config recipes/warm_start_tiny.yaml --output_dir ragen2_trl/tiny/model

@@ -112,7 +112,11 @@ def make_case(shape: str, model: str, vocabulary: int):
     policy = Qwen2ForCausalLM(config).eval()
     if torch.cuda.is_available():
         policy = policy.to("cuda", torch.bfloat16)
-    num_prompts, num_reasonings, prompt_length, length = SHAPES[shape]
+    return policy, *make_texts(*SHAPES[shape], vocabulary)
+
+
+def make_texts(num_prompts: int, num_reasonings: int, prompt_length: int, length: int, vocabulary: int):
+    """Prompts and reasonings of random ids, with these numbers of tokens on average."""
     rng = random.Random(0)
 
     def ids(count: int) -> list[int]:
@@ -123,7 +127,7 @@ def make_case(shape: str, model: str, vocabulary: int):
     draws = sorted(rng.gammavariate(6, length / 6) for _ in range(1000 * num_reasonings))
     lengths = [round(sum(draws[i : i + 1000]) / 1000) for i in range(0, len(draws), 1000)]
     reasonings = [ids(length) for length in rng.sample(lengths, num_reasonings)]
-    return policy, prompts, reasonings
+    return prompts, reasonings
 
 
 @torch.no_grad()

@@ -29,7 +29,14 @@ import torch
 import transformers
 from datasets import Dataset
 from measuring import machine, now, peak_memory
-from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config, Qwen3ForCausalLM, TrainerCallback
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    TrainerCallback,
+)
 from trl import GRPOConfig, GRPOTrainer
 
 from ragen2_trl import SNRFilteredGRPOConfig, SNRFilteredGRPOTrainer
@@ -103,8 +110,12 @@ def replay(prompt_length: int, completion_lengths: tuple[int, int], fraction: fl
     return rollout, reward, Dataset.from_dict({"prompt": prompts})
 
 
-def make_trainer(variant: str, model_path: str, rows: int, steps: int, fraction: float, lengths, times):
+def make_trainer(
+    variant: str, model: str | PreTrainedModel, rows: int, steps: int, fraction: float, lengths, times, **others
+):
+    """A trainer of replayed completions; `others` are further settings, and `tokenizer` where a model is given."""
     rollout, reward, dataset = replay(*lengths, fraction)
+    tokenizer = others.pop("tokenizer", None)
     settings = {
         **BASE,
         "output_dir": tempfile.mkdtemp(),
@@ -112,6 +123,7 @@ def make_trainer(variant: str, model_path: str, rows: int, steps: int, fraction:
         "gradient_accumulation_steps": GROUPS * GROUP_SIZE // rows // int(os.environ.get("WORLD_SIZE", "1")),
         "max_steps": steps,
         "max_completion_length": lengths[1][1],
+        **others,
     }
     if variant == "plain":
         trainer_class, args = GRPOTrainer, GRPOConfig(**settings)
@@ -119,8 +131,11 @@ def make_trainer(variant: str, model_path: str, rows: int, steps: int, fraction:
         # `none` keeps exactly the groups with variance: the fraction is known.
         snr = OFF if variant == "off" else {"snr_strategy": "none", "snr_mode": variant}
         trainer_class, args = SNRFilteredGRPOTrainer, SNRFilteredGRPOConfig(**settings, **snr)
-    model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
-    trainer = trainer_class(model, reward, args, dataset, rollout_func=rollout, callbacks=[times])
+    if isinstance(model, str):
+        model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    trainer = trainer_class(
+        model, reward, args, dataset, processing_class=tokenizer, rollout_func=rollout, callbacks=[times]
+    )
     trainer.remove_callback(transformers.PrinterCallback)
     times.watch(trainer)
     return trainer

@@ -50,6 +50,36 @@ def outcome(env, *answers, row=ROW):
     return play.outcome
 
 
+# Tasks that teach nothing
+
+
+@pytest.mark.parametrize("options", [{}, {"operators": "+-"}, {"operators": "+-", "judge": "text"}, {"largest": 5}])
+def test_that_share_of_the_training_targets_is_out_of_reach_and_no_held_out_one(options):
+    env = Countdown(impossible=0.5, **options)
+    counted = "+-*/" if env.judge == "text" else env.operators
+
+    def reachable(rows, operators):
+        return [solve(row["nums"], row["target"], operators) is not None for row in rows]
+
+    rows = env.dataset(60, seed=0)
+    assert 15 < sum(reachable(rows, counted)) < 45
+    assert all(10 <= row["target"] <= 99 for row in rows)
+    assert len(env.demonstrations(60, seed=0)) == sum(reachable(rows, env.operators))
+    held = env.dataset(30, seed=0, split="test")
+    assert held.to_list() == Countdown(**options).dataset(30, seed=0, split="test").to_list()
+
+
+def test_impossible_tasks_are_generated_and_not_loaded(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n".join(json.dumps({"nums": [number, 1, 1], "target": number}) for number in range(3, 40)))
+    env = Countdown(impossible=0.5)
+    assert len(env.dataset(2, split="test", data=str(path))) == 2  # which it says nothing of
+    with pytest.raises(ValueError, match=r"impossible with data must be one of \[0.0\], got 0.5"):
+        env.dataset(2, data=str(path))
+    with pytest.raises(ValueError, match=r"impossible must be between 0.0 and 1.0, got -1"):
+        Countdown(impossible=-1)
+
+
 # Rewards
 
 

@@ -1,14 +1,24 @@
 """FrozenLake: its maps, its slips, its rewards, and what it shows."""
 
+import hashlib
 import random
 import time
+from itertools import islice, product
 from types import SimpleNamespace
 
 import pytest
+from gymnasium.envs.toy_text.frozen_lake import FrozenLakeEnv, generate_random_map
 from lakes import CROSSING, LAKE, answer, grids_of, play, row, score
 
 from ragen2_trl.envs import FrozenLake, make_env, respond_all
-from ragen2_trl.envs.frozen_lake import FrozenLakeEpisode, distances_to_goal, find, transitions
+from ragen2_trl.envs.frozen_lake import (
+    ACTIONS,
+    FrozenLakeEpisode,
+    distances_to_goal,
+    find,
+    frozen_cells,
+    moves_between,
+)
 from ragen2_trl.envs.tasks import held_out
 
 # Options
@@ -23,6 +33,11 @@ from ragen2_trl.envs.tasks import held_out
         (
             {"observation": "smell"},
             r"observation must be one of \['grid', 'coordinates', 'both', 'image'\], got 'smell'",
+        ),
+        ({"impossible": 1.1}, r"impossible must be between 0.0 and 1.0, got 1.1"),
+        (
+            {"impossible": 0.5, "split": "reference", "generator": "ragen2"},
+            r"impossible with split='reference' must be one of \[0.0\], got 0.5",
         ),
         ({"max_actions": 0}, r"max_actions must be an integer between 1 and 100, got 0"),
         ({"wind": 1}, r"options of frozen_lake must be among \['size', 'frozen', .*\], got \['wind'\]"),
@@ -74,6 +89,78 @@ def test_maps_and_slips_leave_the_global_generator_alone():
     FrozenLake().demonstrations(5, seed=0)
     score(FrozenLake(slip=0.5), answer("Down"))
     assert random.random() == expected
+
+
+@pytest.mark.parametrize(
+    ("options", "digest"),
+    [
+        ({}, "594f303316d8f7a1"),
+        ({"size": 3}, "5bcd01091b59889c"),
+        ({"size": 7, "frozen": 0.65}, "ca8ae532f8b37936"),
+        ({"size": 10, "frozen": 1.0}, "188d3c7faa48407a"),
+        ({"frozen": 0.6, "max_actions": 5}, "701797d0fb3c9212"),
+        ({"multi_turn": True, "max_total_actions": 3}, "a85bdaac0abdf307"),
+    ],
+)
+def test_maps_of_a_seed_are_those_of_earlier_releases(options, digest):
+    env = FrozenLake(**options)
+    rows = [row for split in ("train", "test") for row in islice(env.tasks(0, split, None), 300)]
+    text = "\n\n".join(f"{row['seed']}\n{row['grid']}" for row in rows)
+    assert hashlib.sha256(text.encode()).hexdigest().startswith(digest)
+
+
+@pytest.mark.parametrize(("size", "frozen"), [(3, 0.6), (4, 0.8), (4, 0.9), (7, 0.7), (10, 1.0)])
+def test_holes_are_where_gymnasium_puts_them(size, frozen):
+    for seed in range(60):
+        free = frozen_cells(size, frozen, seed)
+        letters = "".join(generate_random_map(size, frozen, seed=seed))
+        assert [free >> cell & 1 == 1 for cell in range(size * size)] == [letter != "H" for letter in letters]
+
+
+def test_moves_are_counted_as_a_search_cell_by_cell_does():
+    rng = random.Random(0)
+    for size in (3, 4, 10):
+        for _ in range(60):
+            start, goal = rng.sample(range(size * size), 2)
+            letters = [rng.choice("FFH") for _ in range(size * size)]
+            letters[start], letters[goal] = "S", "G"
+            grid = tuple("".join(letters[i : i + size]) for i in range(0, len(letters), size))
+            free = sum(1 << cell for cell, letter in enumerate(letters) if letter != "H")
+            assert moves_between(free, size, start, goal) == distances_to_goal(grid).get(divmod(start, size))
+
+
+# Maps that teach nothing
+
+
+def has_way(grid):
+    return find(grid, "S")[0] in distances_to_goal(grid)
+
+
+@pytest.mark.parametrize("options", [{}, {"size": 3}, {"frozen": 1.0}, {"generator": "ragen2"}])
+def test_that_share_of_the_training_maps_has_no_way_and_held_out_maps_all_have_one(options):
+    env = FrozenLake(impossible=0.7, **options)
+    grids = grids_of(env.dataset(600, seed=0))
+    assert sum(map(has_way, grids)) / 600 == pytest.approx(0.3, abs=0.06)
+    assert all(len(find(grid, symbol)) == 1 for grid in grids for symbol in "SG")
+    assert not any(held_out("\n".join(grid)) for grid in grids)
+    assert env.dataset(600, seed=0).to_list() == env.dataset(600, seed=0).to_list()
+    held = env.dataset(100, seed=0, split="test")
+    assert held.to_list() == FrozenLake(**options).dataset(100, seed=0, split="test").to_list()
+
+
+def test_an_impossible_map_rewards_nobody_and_is_not_demonstrated():
+    env = FrozenLake(impossible=1.0)
+    for task in env.dataset(20, seed=0):
+        rng = random.Random(0)
+        for walk in (env.play(task, rng) for _ in range(20)):
+            walk.respond(walk.random_response(rng))
+            assert walk.outcome.episode_return == 0.0 and not walk.outcome.success
+    with pytest.raises(ValueError, match="the solver has solved none of 20 tasks"):
+        env.demonstrations(20, seed=0)
+    mixed = FrozenLake(impossible=0.5)
+    shown = mixed.demonstrations(40, seed=0)["prompt"]
+    solvable = [row["prompt"] for row in mixed.dataset(40, seed=0) if has_way(tuple(row["grid"].split("\n")))]
+    assert list(shown) == solvable
 
 
 @pytest.mark.parametrize("size", [3, 4, 7])
@@ -225,7 +312,7 @@ def test_thousands_of_rewards_a_second():
     start = time.perf_counter()
     env.success_func(**columns, seed=tasks["seed"][:], grid=tasks["grid"][:])
     env.reward_funcs[0](**columns, seed=tasks["seed"][:], grid=tasks["grid"][:])
-    assert time.perf_counter() - start < 5.0  # 2,000 rewards, with the tables of 1,000 new maps: 0.2 s on a quiet core
+    assert time.perf_counter() - start < 5.0  # 2,000 rewards: 0.1 s on a quiet core
 
 
 # The floor: what a player gets who looks at nothing. Measured with 5,000 held-out maps; standard error 0.006.
@@ -257,8 +344,22 @@ def test_slips_go_sideways_as_often_as_gymnasium_says():
     assert share[1, 2] == pytest.approx(0.2, abs=0.03)
 
 
-def test_without_slips_every_table_entry_is_certain():
-    assert all(len(outcomes) == 1 for row in transitions(LAKE, 0.0).values() for outcomes in row.values())
+@pytest.mark.parametrize("slip", [0.0, 0.02, 0.3, 1.0])
+def test_every_move_is_the_one_that_gymnasium_s_table_draws(slip):
+    """Also to the last bit of its probabilities, so that a seed gives the same slips."""
+    for seed in range(4):
+        grid = FrozenLake(slip=slip).make_grid(seed)
+        table = FrozenLakeEnv(desc=list(grid), is_slippery=slip > 0, success_rate=1.0 - slip).P
+        frozen = [(r, c) for r, letters in enumerate(grid) for c, letter in enumerate(letters) if letter in "SF"]
+        for draw, (cell, action) in enumerate(product(frozen, enumerate(ACTIONS))):
+            walk = FrozenLakeEpisode(grid, slip, random.Random(draw), show=str)
+            walk.position = cell
+            outcomes = table[cell[0] * len(grid) + cell[1]][action[0]]
+            (expected,) = random.Random(draw).choices(outcomes, [probability for probability, *_ in outcomes])
+            reward = walk.step(action[1])
+            state = walk.position[0] * len(grid) + walk.position[1]
+            assert (state, reward, walk.done) == expected[1:]
+            assert walk.success == (reward == 1)
 
 
 def assert_independent(groups):

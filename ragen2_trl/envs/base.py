@@ -325,7 +325,7 @@ class Environment(ABC):
         """Solved training tasks for a warm start: conversational `prompt`, and `completion` with all turns.
 
         With several turns the user's messages are part of the completion: train with `assistant_only_loss=True`.
-        Episodes that chance has spoiled are left out, so that there may be fewer than `num`.
+        Episodes that chance has spoiled, and impossible tasks, are left out: there may be fewer than `num`.
 
         Raises:
             NotImplementedError: If the task has no solver.

@@ -1,8 +1,8 @@
 """FrozenLake: cross a frozen lake from a start to a goal without falling into a hole.
 
-Maps and movement, slips included, are gymnasium's. Start and goal lie on random cells instead of two corners, so that
-a plan has to depend on the map. In single-turn play the whole plan is one answer; in multi-turn play the map is shown
-again after every few moves.
+Holes and movement, slips included, are those of gymnasium's FrozenLake. Start and goal lie on random cells instead of
+two corners, so that a plan has to depend on the map. In single-turn play the whole plan is one answer; in multi-turn
+play the map is shown again after every few moves.
 """
 
 import random
@@ -12,7 +12,6 @@ from functools import lru_cache
 from typing import Any, TypeAlias
 
 import numpy as np
-from gymnasium.envs.toy_text.frozen_lake import FrozenLakeEnv, generate_random_map
 from PIL import Image
 
 from ragen2_trl.envs.base import Environment
@@ -20,12 +19,11 @@ from ragen2_trl.envs.checks import check_choice, check_count, check_range
 from ragen2_trl.envs.drawing import draw_board
 from ragen2_trl.envs.episode import Episode, Limits
 from ragen2_trl.envs.layout import LAYOUTS, check_symbols, show_board
-from ragen2_trl.envs.tasks import Row, held_out
+from ragen2_trl.envs.tasks import Row, held_out, impossible_rows
 from ragen2_trl.envs.tools import Answer, ToolEnvironment
 
 Grid: TypeAlias = tuple[str, ...]  # rows of S (start), F (frozen), H (hole), G (goal)
 Cell: TypeAlias = tuple[int, int]  # row, column; both from 0, rows downwards
-Transitions: TypeAlias = dict[int, dict[int, list[tuple[float, int, float, bool]]]]  # gymnasium's `P`
 
 ACTIONS = ("Left", "Down", "Right", "Up")  # in gymnasium's order
 MOVES: tuple[Cell, ...] = ((0, -1), (1, 0), (0, 1), (-1, 0))
@@ -61,17 +59,53 @@ _WITH_PLAYER = {".": "p", "o": "d", "g": "w"}
 _CELLS = str.maketrans({"S": "_", "F": "_", "H": "O", "G": "G"})  # the player, P, stands on top
 
 
-@lru_cache(maxsize=8192)
-def transitions(grid: Grid, slip: float) -> Transitions:
-    """Gymnasium's transition table of a map: state, action -> list of (probability, state, reward, done)."""
-    env = FrozenLakeEnv(desc=list(grid), is_slippery=slip > 0, success_rate=1.0 - slip)
-    table: Transitions = env.P
-    return table
+def frozen_cells(size: int, frozen: float, seed: int) -> int:
+    """The cells that are no hole in gymnasium's `generate_random_map(size, frozen, seed)`: the same draws, in a
+    tenth of the time.
+
+    Returns:
+        Bit `row * size + column` for each cell.
+    """
+    rng = np.random.Generator(np.random.PCG64(seed))
+    share, cells = frozen / (frozen + (1 - frozen)), size * size  # as numpy's `choice` sums and scales shares
+    corners = 1 | 1 << cells - 1  # between which there is a way
+    while True:
+        draws = rng.random(cells).tolist()
+        free = corners | sum(1 << cell for cell, draw in enumerate(draws) if draw < share)
+        if moves_between(free, size, 0, cells - 1) is not None:
+            return free
+
+
+def moves_between(free: int, size: int, start: int, goal: int) -> int | None:
+    """Number of moves from one cell to another over `free` cells, given as bits; `None` where there is no way."""
+    left = sum(1 << row * size for row in range(size))
+    right = left << size - 1
+    reached, moves = 1 << start, 0
+    while not reached >> goal & 1:
+        sideways = (reached & ~right) << 1 | (reached & ~left) >> 1
+        further = (reached | sideways | reached << size | reached >> size) & free
+        if further == reached:
+            return None
+        reached, moves = further, moves + 1
+    return moves
 
 
 def find(grid: Grid, symbol: str) -> list[Cell]:
     """The cells that hold `symbol`, row by row."""
     return [(r, c) for r, row in enumerate(grid) for c, letter in enumerate(row) if letter == symbol]
+
+
+def shut_in(grid: Grid, rng: random.Random) -> Grid | None:
+    """A map with holes all around its start or its goal, as `rng` draws; `None` if these are next to one another."""
+    ends = [find(grid, symbol)[0] for symbol in "SG"]
+    (r, c), other = rng.sample(ends, 2)
+    around = {(r + dr, c + dc) for dr, dc in MOVES}
+    if other in around:
+        return None
+    return tuple(
+        "".join("H" if (row, column) in around else letter for column, letter in enumerate(letters))
+        for row, letters in enumerate(grid)
+    )
 
 
 def distances_to_goal(grid: Grid) -> dict[Cell, int]:
@@ -101,7 +135,8 @@ class FrozenLakeEpisode(Episode):
     """
 
     def __init__(self, grid: Grid, slip: float, rng: random.Random, show: Callable[[Grid, Cell], str]):
-        self._table = transitions(grid, slip)
+        sideways = (1.0 - (1.0 - slip)) / 2.0  # in the order of operations that gymnasium has
+        self._turns = {-1: sideways, 0: 1.0 - slip, 1: sideways} if slip > 0 else {0: 1.0}
         self._rng = rng
         self._show = show
         self.grid = grid
@@ -128,19 +163,23 @@ class FrozenLakeEpisode(Episode):
 
     def step(self, action: str) -> float:
         """Moves once. 1 at the goal, else 0."""
-        state = self.position[0] * len(self.grid) + self.position[1]
-        outcomes = self._table[state][_ACTION_INDEX[action.lower()]]
-        weights = [probability for probability, *_ in outcomes]
-        _, state, reward, self.done = self._rng.choices(outcomes, weights)[0]
-        self.position = divmod(state, len(self.grid))
-        self.success = reward > 0
-        return int(reward)
+        (turn,) = self._rng.choices(list(self._turns), list(self._turns.values()))
+        down, right = MOVES[(_ACTION_INDEX[action.lower()] + turn) % len(MOVES)]
+        last = len(self.grid) - 1
+        row, column = (min(max(at + by, 0), last) for at, by in zip(self.position, (down, right), strict=True))
+        self.position = row, column
+        self.success = self.grid[row][column] == "G"
+        self.done = self.grid[row][column] in "GH"
+        return int(self.success)
 
     def plan(self, rng: random.Random) -> tuple[str, list[str]]:
         """A shortest way, drawn at random, so that a model warmed up on it stays stochastic.
 
         The reasoning reads the map first (start, goal, holes between them) and then follows the way cell by cell.
+        Where there is no way, it says so and takes any step.
         """
+        if self.position not in distances_to_goal(self.grid):
+            return "There is no way.", [ACTIONS[0]]
         path, actions = shortest_path(self.grid, self.position, rng)
         return explain(self.grid, path), [ACTIONS[action] for action in actions]
 
@@ -177,6 +216,8 @@ class FrozenLake(Environment):
             without spaces and zero-based `(row, column)`.
         symbols: Six symbols in place of `P_OGX√`: player, ice, hole, goal, player in a hole, player on the goal.
         generator: How maps are made: `"own"`, or `"ragen2"`, whose ways may be longer than the limits.
+        impossible: Share of the training maps on which holes shut in the start or the goal, 0.0 to 1.0: prompts that
+            teach nothing. Held-out maps (split `"test"`) never are.
         **limits: The options of `Environment`. Every map of our own can be solved within the limits.
 
     Raises:
@@ -200,6 +241,7 @@ class FrozenLake(Environment):
         layout: str = "own",
         symbols: str = SYMBOLS,
         generator: str = "own",
+        impossible: float = 0.0,
         **limits: Any,
     ):
         super().__init__(**limits)
@@ -210,6 +252,9 @@ class FrozenLake(Environment):
         check_choice("layout", layout, LAYOUTS)
         check_symbols(symbols, SYMBOLS)
         check_choice("generator", generator, GENERATORS if self.split == "held_out" else GENERATORS[1:])
+        check_range("impossible", impossible, 0.0, 1.0)
+        if self.split == "reference":
+            check_choice("impossible with split='reference'", impossible, (0.0,))
         if observation == IMAGE:
             self._show_pictures()
         self.size = size
@@ -218,6 +263,7 @@ class FrozenLake(Environment):
         self.observation = observation
         self.layout = layout
         self.generator = generator
+        self.impossible = impossible
         self._symbols = str.maketrans(SYMBOLS, symbols)
         self.legend = dict(zip(symbols, MEANINGS.values(), strict=True))
 
@@ -226,11 +272,15 @@ class FrozenLake(Environment):
             raise ValueError(f"data must be None for {self.name}, whose maps are generated, got {data!r}")
         # A string seeds `Random` through SHA-512, so the streams of two seeds or splits have nothing in common.
         stream = random.Random(f"{self.name}/{split}/{seed}")
-        while True:
-            map_seed = stream.getrandbits(31)
-            grid = "\n".join(self.make_grid(map_seed))
-            if held_out(grid) == (split == "test"):
-                yield {"seed": map_seed, "grid": grid}
+        for impossible in impossible_rows(self.impossible, self.name, split, seed):
+            grid: str | None = None
+            while grid is None or held_out(grid) != (split == "test"):
+                map_seed = stream.getrandbits(31)
+                rows: Grid | None = self.make_grid(map_seed)
+                if impossible:
+                    rows = shut_in(rows, random.Random(f"shut in/{map_seed}"))
+                grid = None if rows is None else "\n".join(rows)
+            yield {"seed": map_seed, "grid": grid}
 
     def reference_tasks(self, seeds: Iterator[int], split: str, data: str | None) -> Iterator[dict[str, Any]]:
         check_choice("data", data, (None,))
@@ -245,18 +295,13 @@ class FrozenLake(Environment):
         if self.max_total_actions is not None:
             longest = min(longest, self.max_total_actions)
         while True:
-            base = generate_random_map(self.size, self.frozen, seed=rng.getrandbits(31))
-            cells = [(r, c) for r, row in enumerate(base) for c, letter in enumerate(row) if letter != "H"]
-            start, goal = rng.sample(cells, 2)
-            grid = tuple(
-                "".join(
-                    "S" if (r, c) == start else "G" if (r, c) == goal else "H" if letter == "H" else "F"
-                    for c, letter in enumerate(row)
-                )
-                for r, row in enumerate(base)
-            )
-            if distances_to_goal(grid).get(start, longest + 1) <= longest:
-                return grid
+            free = frozen_cells(self.size, self.frozen, rng.getrandbits(31))
+            start, goal = rng.sample([cell for cell in range(self.size**2) if free >> cell & 1], 2)
+            moves = moves_between(free, self.size, start, goal)
+            if moves is not None and moves <= longest:
+                letters = ["F" if free >> cell & 1 else "H" for cell in range(self.size**2)]
+                letters[start], letters[goal] = "S", "G"
+                return tuple("".join(letters[i : i + self.size]) for i in range(0, len(letters), self.size))
 
     def episode(self, row: Row, rng: random.Random) -> FrozenLakeEpisode:
         return FrozenLakeEpisode(tuple(row["grid"].split("\n")), self.slip, rng, self.show)

@@ -28,6 +28,16 @@ def held_out(task: str) -> bool:
     return zlib.crc32(task.encode()) % TEST_FRACTION_INVERSE == 0
 
 
+def impossible_rows(share: float, task: str, split: str, seed: int) -> Iterator[bool]:
+    """Which rows of generated tasks shall be impossible: a `share` of the training ones, and no held-out one.
+
+    Drawn apart from the tasks, row by row, so that the share is exact in expectation.
+    """
+    rng = random.Random(f"impossible/{task}/{split}/{seed}")
+    while True:
+        yield split == "train" and rng.random() < share
+
+
 def load_tasks(data: str, split: str, *, config: str | None = None) -> Dataset:
     """Rows of a Hub dataset or of a local file (json, jsonl, parquet, csv) or folder.
 

@@ -11,7 +11,7 @@ from fractions import Fraction
 from typing import Any
 
 from ragen2_trl.envs.base import Environment
-from ragen2_trl.envs.checks import check_choice, check_count
+from ragen2_trl.envs.checks import check_choice, check_count, check_range
 from ragen2_trl.envs.countdown.arithmetic import (
     evaluate,
     explain,
@@ -33,6 +33,7 @@ from ragen2_trl.envs.tasks import (
     check_first_rows,
     first,
     held_out,
+    impossible_rows,
     load_tasks,
     reference_source,
     shuffled,
@@ -109,10 +110,10 @@ class CountdownEpisode(Episode):
         return score, "" if score == RIGHT else f"That earns {score:g}."
 
     def plan(self, rng: random.Random) -> tuple[str, list[str]]:
-        """One of the right expressions, with its steps as the reasoning."""
+        """One of the right expressions, with its steps as the reasoning; any expression where none is right."""
         tree = solve(self.numbers, self.target, self.operators, rng)
         if tree is None:
-            raise ValueError(f"nums must make the target {self.target} with {self.operators}, got {self.numbers}")
+            return "No expression makes it.", [self.random_action(rng)]
         return explain(tree), [show(tree)]
 
     def random_action(self, rng: random.Random) -> str:
@@ -166,6 +167,8 @@ class Countdown(Environment):
             earns 0.1, `= n` behind an expression counts as a number, and `operators` bind the tasks alone.
         first_rows: How many rows of data there are to draw from, the first ones, 1 to 10,000,000; `None` for all.
         layout: How a task is shown: `"own"`, or `"ragen2"`.
+        impossible: Share of generated training tasks whose target no expression makes, 0.0 to 1.0: prompts that teach
+            nothing. Held-out tasks (split `"test"`) never are.
         **limits: `multi_turn`, `max_turns`, `max_actions` and `protocol` of `Environment`.
 
     Raises:
@@ -188,6 +191,7 @@ class Countdown(Environment):
         judge: str = "expression",
         first_rows: int | None = None,
         layout: str = "own",
+        impossible: float = 0.0,
         **limits: Any,
     ):
         super().__init__(**limits)
@@ -197,14 +201,20 @@ class Countdown(Environment):
         check_first_rows(first_rows)
         check_count("max_numbers", max_numbers, 3, 4)
         check_count("largest", largest, 5, 99)
+        check_range("impossible", impossible, 0.0, 1.0)
+        if self.split == "reference":
+            check_choice("impossible with split='reference'", impossible, (0.0,))
         self.operators = operators
         self.max_numbers = max_numbers
         self.largest = largest
         self.judge = judge
         self.first_rows = first_rows
         self.layout = layout
+        self.impossible = impossible
 
     def tasks(self, seed: int, split: str, data: str | None) -> Iterator[dict[str, Any]]:
+        if data is not None and split == "train":
+            check_choice("impossible with data", self.impossible, (0.0,))
         rows = self._generated(seed, split) if data is None else self._loaded(seed, split, data)
         for row in rows:
             if held_out(f"{sorted(row['nums'])} {row['target']}") != (split == "test"):
@@ -214,18 +224,29 @@ class Countdown(Environment):
 
     def _generated(self, seed: int, split: str) -> Iterator[dict[str, Any]]:
         stream = random.Random(f"{self.name}/{split}/{seed}")
-        while True:
+        for impossible in impossible_rows(self.impossible, self.name, split, seed):
             task_seed = stream.getrandbits(31)
-            yield {"seed": task_seed, **self.make_task(task_seed)}
+            yield {"seed": task_seed, **self.make_task(task_seed, impossible)}
 
-    def make_task(self, seed: int) -> dict[str, Any]:
-        """The task of a seed: a random expression of random numbers whose value is an integer in `TARGETS`."""
+    def make_task(self, seed: int, impossible: bool = False) -> dict[str, Any]:
+        """The task of a seed: a random expression of random numbers whose value is an integer in `TARGETS`.
+
+        An impossible one has numbers that some expression brings there, and another target, which none makes.
+        """
         rng = random.Random(seed)
         while True:
             numbers = [rng.randint(1, self.largest) for _ in range(rng.randint(3, self.max_numbers))]
             value = evaluate(random_tree(numbers, self.operators, rng), [])
             if value is not None and value.denominator == 1 and TARGETS[0] <= value <= TARGETS[1]:
-                return {"nums": numbers, "target": int(value)}
+                target = self._out_of_reach(numbers, rng) if impossible else int(value)
+                if target is not None:
+                    return {"nums": numbers, "target": target}
+
+    def _out_of_reach(self, numbers: list[int], rng: random.Random) -> int | None:
+        operators = OPERATORS[0] if self.judge == "text" else self.operators  # those that count in an answer
+        low, high = TARGETS
+        targets = rng.sample(range(low, high + 1), high + 1 - low)
+        return next((target for target in targets if solve(numbers, target, operators) is None), None)
 
     def _loaded(self, seed: int, split: str, data: str) -> Iterator[dict[str, Any]]:
         rows = first(load_tasks(data, "train"), self.first_rows)  # the only split there is

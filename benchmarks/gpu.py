@@ -1,0 +1,453 @@
+"""What filtering and measuring cost on one NVIDIA GPU, with models of the shapes of Qwen2.5.
+
+    benchmarks/gpu.sh                # at most nine minutes; writes benchmarks/results/gpu_<device>.{json,md}
+    WHEELS=folder benchmarks/gpu.sh  # with the wheels in `folder`, where packages are missing and there is no network
+    benchmarks/gpu.sh --dry          # all of it with sizes cut, on a CPU, too: whether it runs, not how fast
+
+Nothing is downloaded: weights are random, in bfloat16, and texts are made. Each number is measured side by side with
+what it is compared to. Parts come in the order of their worth, each with a share of the time; what one leaves over
+goes to those after it. A case that would not fit is skipped and named, and results are written after every case.
+
+1. *Updates*: optimizer steps less generation, on 32 replayed completions of 1,024 to 4,096 tokens behind prompts of
+   512, plain TRL and the filter in mode `drop`. Median of the steps after the first; peak of allocated memory.
+2. *Cross-scoring* against the reference's way (`cross_score.py`), and against one pair after the other in bfloat16 and
+   in float32: how far reuse of a cache and forward passes of other sizes are from rounding alone.
+3. *Steps* with generation (transformers', no vLLM) on FrozenLake: its share, that of the update, and the callback's.
+"""
+
+import argparse
+import functools
+import gc
+import json
+import re
+import statistics
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from cross_score import make_texts, reference
+from filter_step_time import BASE, FRACTIONS, GROUP_SIZE, GROUPS, StepTimes, make_trainer
+from measuring import machine, now, peak_memory, reset_peak_memory
+from torch.nn.functional import cross_entropy
+from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
+from trl import GRPOConfig, GRPOTrainer
+
+from ragen2_trl import MutualInformationCallback, SNRFilteredGRPOConfig, SNRFilteredGRPOTrainer, cross_score
+from ragen2_trl.envs import make_env
+from ragen2_trl.instrument import count_tokens
+from ragen2_trl.tiny import TINY_MODEL_PATH
+
+RESULTS = Path(__file__).parent / "results"
+SMALL, MIDDLE, LARGE = "Qwen2.5-0.5B", "Qwen2.5-1.5B", "Qwen2.5-3B"
+SHAPES = {  # hidden size, intermediate size, layers, heads; 2 heads of keys and values
+    SMALL: (896, 4_864, 24, 14),
+    MIDDLE: (1_536, 8_960, 28, 12),
+    LARGE: (2_048, 11_008, 36, 16),
+}
+FILTERED = "drop, kept 0.50, with the callback"
+CASES = (("plain", 1.0), *(("drop", fraction) for fraction in (0.5, 0.25, 0.75)))
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How large everything is: on a GPU, and with `DRY` anywhere."""
+
+    vocabulary: int = 151_936
+    prompt: int = 512
+    completion: tuple[int, int] = (1_024, 4_096)
+    rows: tuple[int, ...] = (1, 8, 4, 2)  # per device, by worth
+    steps: int = 3  # the first warms up
+    texts: tuple[tuple[int, int, int, int], ...] = ((64, 64, 600, 150), (8, 128, 300, 100))  # as in `cross_score.py`
+    tokens: tuple[int, ...] = (2_048, 8_192, 16_384)  # of a forward pass, beside the default
+    rounds: int = 3
+    generated: int = 256
+
+
+FULL = Sizes()
+DRY = Sizes(512, 8, (8, 24), (8, 2), 2, ((2, 6, 24, 8),), (64, 256), 1, 8)
+DRY_SHAPE = (32, 64, 1, 2)
+
+
+@dataclass(frozen=True)
+class Part:
+    """Cases of one kind: `measure(*case)` gives a row, and `line(row)` prints it."""
+
+    title: str
+    share: float  # of the time
+    cases: list[tuple[Any, ...]]  # by worth
+    measure: Callable[..., dict[str, Any]]
+    line: Callable[[dict[str, Any]], str]
+
+
+def make_model(size: str, sizes: Sizes) -> Qwen2ForCausalLM:
+    hidden, intermediate, layers, heads = SHAPES[size] if sizes is FULL else DRY_SHAPE
+    config = Qwen2Config(
+        vocab_size=sizes.vocabulary,
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=2,
+        max_position_embeddings=32_768,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=_tokenizer().eos_token_id,
+        pad_token_id=_tokenizer().pad_token_id,
+    )
+    torch.manual_seed(0)
+    if not torch.cuda.is_available():  # where bfloat16 is slow, and nothing is learnt from it
+        return Qwen2ForCausalLM(config)
+    with torch.device("cuda"):
+        return Qwen2ForCausalLM(config).to(torch.bfloat16)
+
+
+@functools.cache
+def _tokenizer():
+    """The shipped one: nothing here depends on which ids a text has."""
+    return AutoTokenizer.from_pretrained(TINY_MODEL_PATH)
+
+
+def measure_update(
+    size: str, rows: int, checkpointing: bool, variant: str, kept: float, sizes: Sizes
+) -> dict[str, Any]:
+    """Seconds and peak memory of an update, and what they are of the plain one's where that was measured before."""
+    lengths, times = (sizes.prompt, sizes.completion), StepTimes()
+    settings = {"gradient_checkpointing": checkpointing, "tokenizer": _tokenizer(), "learning_rate": 1e-6}
+    reset_peak_memory()
+    trainer = make_trainer(variant, make_model(size, sizes), rows, sizes.steps, kept, lengths, times, **settings)
+    trainer.train()
+    return {
+        "model": size,
+        "rows": rows,
+        "checkpointing": checkpointing,
+        "variant": variant,
+        "kept": kept,
+        "seconds": statistics.median(times.updates[1:]),
+        "memory_mib": peak_memory(),
+    }
+
+
+def of_plain(row: dict[str, Any], rows: list[dict[str, Any]], name: str) -> float | None:
+    """A row's number over that of plain TRL with the same model and batch."""
+    same = ("model", "rows", "checkpointing")
+    plain = (other for other in rows if other.get("variant") == "plain" and all(other[k] == row[k] for k in same))
+    before = next(plain, {})
+    return row[name] / before[name] if name in row and name in before else None
+
+
+def update_line(row: dict[str, Any], rows: list[dict[str, Any]]) -> str:
+    ratio, memory = of_plain(row, rows, "seconds"), of_plain(row, rows, "memory_mib")
+    compared = (
+        ""
+        if ratio is None or row["variant"] == "plain"
+        else f", {ratio:.3f} of plain TRL's time and {memory:.3f} of its memory"
+    )
+    on = "on" if row["checkpointing"] else "off"
+    return (
+        f"{row['model']}, {row['rows']} rows, checkpointing {on}, {row['variant']}, kept {row['kept']:.2f}: "
+        f"{row['seconds']:.2f} s, {row['memory_mib']:,.0f} MiB{compared}"
+    )
+
+
+@torch.no_grad()
+def one_by_one(model: Qwen2ForCausalLM, prompt: list[int], reasonings: list[list[int]]) -> torch.Tensor:
+    """(B, 1) log-probabilities in nats, one pair after the other, normalised in float32."""
+    scores = []
+    for ids in reasonings:
+        inputs = torch.tensor([[*prompt, *ids]], device=model.device)
+        logits = model(inputs, use_cache=False, logits_to_keep=len(ids) + 1).logits[0, :-1].float()
+        scores.append(-cross_entropy(logits, inputs[0, len(prompt) :], reduction="sum"))
+    return torch.stack(scores)[:, None].cpu()
+
+
+def measure_scoring(size: str, shape: tuple[int, int, int, int], sizes: Sizes) -> dict[str, Any]:
+    """One of the N prompts: they are the same work each."""
+    policy = make_model(size, sizes).eval().to(torch.bfloat16)
+    prompts, reasonings = make_texts(*shape, sizes.vocabulary)
+    chosen = prompts[:1]
+    ways = {"reference": reference, "default": cross_score}
+    ways |= {str(tokens): partial(cross_score, max_tokens_per_forward=tokens) for tokens in sizes.tokens}
+    cross_score(policy, chosen, reasonings[:4])  # warm
+    seconds, memory, tokens, matrices = {name: [] for name in ways}, {}, {}, {}
+    for name, score in list(ways.items()) * sizes.rounds:
+        in_use = reset_peak_memory()
+        with count_tokens(policy) as counts:
+            start = now()
+            matrices[name] = score(policy, chosen, reasonings)
+            seconds[name].append(now() - start)
+        memory[name] = peak_memory() - in_use
+        tokens[name] = sum(counts)
+    rounded = one_by_one(policy, chosen[0], reasonings)
+    exact = one_by_one(policy.float(), chosen[0], reasonings)
+    differences = {name: matrix - exact for name, matrix in [*matrices.items(), ("one by one", rounded)]}
+    best = {name: min(values) for name, values in seconds.items()}
+    return {
+        "model": size,
+        "shape": shape,
+        "seconds": best,
+        "speedup": best["reference"] / best["default"],
+        "memory_mib": memory,
+        "tokens_of_bound": tokens["default"] / (len(chosen[0]) + sum(map(len, reasonings))),
+        "mean_nats": exact.mean().item(),
+        "root_mean_square_nats": {name: value.square().mean().sqrt().item() for name, value in differences.items()},
+        "largest_nats": {name: value.abs().max().item() for name, value in differences.items()},
+    }
+
+
+def scoring_line(row: dict[str, Any]) -> str:
+    ours, rounding = (row["root_mean_square_nats"][name] for name in ("default", "one by one"))
+    return (
+        f"{row['model']}, {row['shape'][0]} x {row['shape'][1]}: {row['speedup']:.1f} x faster than the reference's "
+        f"way; error in bfloat16 {ours:.3f} nats (one pair at a time: {rounding:.3f})"
+    )
+
+
+def measure_step(size: str, variant: str, sizes: Sizes) -> dict[str, Any]:
+    """A step of 8 prompts with 8 completions each, of which half the groups have rewards that vary."""
+    env, times, filtered = make_env("frozen_lake"), StepTimes(), variant == FILTERED
+
+    def alternating(completions: list[Any], **columns: Any) -> list[float]:
+        return [float(number // 8 % 2 and number % 2) for number in range(len(completions))]
+
+    with tempfile.TemporaryDirectory() as folder:
+        settings = {
+            **BASE,
+            "output_dir": folder,
+            "per_device_train_batch_size": 8,
+            "gradient_accumulation_steps": 8,
+            "num_generations": 8,
+            "gradient_checkpointing": True,
+            "max_steps": sizes.steps,
+            "max_completion_length": sizes.generated,
+            "learning_rate": 1e-6,
+            "logging_strategy": "steps",
+            "logging_steps": 1,
+        }
+        snr = {"snr_strategy": "none"}  # keeps exactly the groups with variance
+        trainer = (SNRFilteredGRPOTrainer if filtered else GRPOTrainer)(
+            make_model(size, sizes),
+            [*env.reward_funcs, alternating],
+            SNRFilteredGRPOConfig(**settings, **snr) if filtered else GRPOConfig(**settings),
+            env.dataset(8 * sizes.steps, seed=0),
+            processing_class=_tokenizer(),
+            callbacks=[times],
+        )
+        trainer.remove_callback(transformers.PrinterCallback)
+        times.watch(trainer)
+        if filtered:
+            trainer.add_callback(MutualInformationCallback(trainer, every=1))
+        trainer.train()
+    measured = [row["mi/seconds"] for row in trainer.state.log_history if "mi/seconds" in row][1:]
+    measuring = statistics.median(measured) if measured else 0.0
+    step, update = statistics.median(times.steps[1:]), statistics.median(times.updates[1:])
+    return {
+        "model": size,
+        "variant": variant,
+        "generation": step - update - measuring,  # measuring comes with it: nothing has been dropped yet
+        "update": update,
+        "measuring": measuring,
+        "generation_share": (step - update - measuring) / (step - measuring),
+        "callback_share": measuring / (10 * (step - measuring)),  # its default: every tenth step
+    }
+
+
+def step_line(row: dict[str, Any]) -> str:
+    return (
+        f"{row['model']}, {row['variant']}: generation {row['generation']:.2f} s, update {row['update']:.2f} s "
+        f"({row['generation_share']:.2f} of the step is generation), measuring {row['measuring']:.2f} s "
+        f"({row['callback_share']:.4f} on top of training at every tenth step)"
+    )
+
+
+def make_parts(sizes: Sizes, results: dict[str, list[dict[str, Any]]]) -> dict[str, Part]:
+    def updates(title: str, share: float, name: str, models: tuple[str, ...], on: bool, rows: tuple[int, ...], cases):
+        every = [(size, count, on, *case) for size in models for count in rows for case in cases]
+        line = partial(update_line, rows=results[name])
+        return Part(title, share, every, partial(measure_update, sizes=sizes), line)
+
+    large = (MIDDLE, LARGE)
+    scored = [(SMALL, shape) for shape in sizes.texts] + [(size, sizes.texts[0]) for size in large]
+    names = ("updates", "scoring", "steps", "without_checkpointing", "larger_models")
+    for name in names:
+        results[name] = []
+    parts = (
+        updates("Updates, gradient checkpointing on", 0.3, names[0], (SMALL,), True, sizes.rows, CASES),
+        Part("Cross-scoring", 0.12, scored, partial(measure_scoring, sizes=sizes), scoring_line),
+        Part("Steps", 0.15, [(SMALL, "plain TRL"), (SMALL, FILTERED)], partial(measure_step, sizes=sizes), step_line),
+        updates("Updates, gradient checkpointing off", 0.2, names[3], (SMALL,), False, sizes.rows, CASES),
+        updates("Updates of larger models", 0.23, names[4], large, True, (2,), CASES[:2]),
+    )
+    return dict(zip(names, parts, strict=True))
+
+
+def run_part(
+    part: Part, until: float, rows: list[dict[str, Any]], missing: list[str], save: Callable[[], None]
+) -> None:
+    """Measures the cases that end before `until`, a value of `now()`; what is not measured is told, and why."""
+    longest = 0.0
+    for case in part.cases:
+        named = f"{part.title}: {', '.join(map(str, case))}"
+        started = time.perf_counter()
+        if started + 1.2 * longest >= until:
+            missing.append(f"{named}: no time left")
+            print(f"  {missing[-1]}", flush=True)
+            continue
+        try:
+            rows.append(part.measure(*case))
+            print(f"  {part.line(rows[-1])}", flush=True)
+        except torch.OutOfMemoryError:
+            missing.append(f"{named}: out of memory")
+            print(f"  {missing[-1]}", flush=True)
+        gc.collect()  # trainers hold themselves in circles
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        longest = max(longest, time.perf_counter() - started)
+        save()
+
+
+def cell(value: float | None, form: str = ".3f") -> str:
+    return "" if value is None else format(value, form)
+
+
+def update_table(rows: list[dict[str, Any]]) -> list[str]:
+    drops = "".join(f" drop, kept {fraction:.2f} | its memory |" for fraction in FRACTIONS)
+    lines = [f"| model | rows per device | checkpointing | plain TRL | its memory |{drops}", "|---" * 11 + "|"]
+    for key in dict.fromkeys((row["model"], row["rows"], row["checkpointing"]) for row in rows):
+        of_key = [row for row in rows if (row["model"], row["rows"], row["checkpointing"]) == key]
+        plain = next((row for row in of_key if row["variant"] == "plain"), None)
+        cells = ["not measured", ""] if plain is None else [f"{plain['seconds']:.2f} s", _mib(plain["memory_mib"])]
+        for fraction in FRACTIONS:
+            row = next((row for row in of_key if (row["variant"], row["kept"]) == ("drop", fraction)), {"model": None})
+            names = ("seconds", "memory_mib")
+            ratios = [None, None] if row["model"] is None else [of_plain(row, rows, name) for name in names]
+            cells += [cell(ratio) for ratio in ratios]
+        lines.append(f"| {key[0]} | {key[1]} | {'on' if key[2] else 'off'} | {' | '.join(cells)} |")
+    return lines
+
+
+def _mib(value: float) -> str:
+    return f"{value:,.0f} MiB"
+
+
+def scoring_table(rows: list[dict[str, Any]]) -> list[str]:
+    lines = [
+        "| model | N x NK | reference, s a prompt | ours | speed-up | memory, of the reference's | tokens, of N·P + "
+        "N·NK·T | error of ours, nats | one pair at a time | largest: ours | one pair at a time | mean |",
+        "|---" * 12 + "|",
+    ]
+    for row in rows:
+        seconds, memory = row["seconds"], row["memory_mib"]
+        share = memory["default"] / memory["reference"] if memory["reference"] else None
+        errors, largest = row["root_mean_square_nats"], row["largest_nats"]
+        lines.append(
+            f"| {row['model']} | {row['shape'][0]} x {row['shape'][1]} | {seconds['reference']:.3f} | "
+            f"{seconds['default']:.3f} | {row['speedup']:.1f} | {cell(share, '.2f')} | {row['tokens_of_bound']:.3f} | "
+            f"{errors['default']:.3f} | {errors['one by one']:.3f} | {largest['default']:.3f} | "
+            f"{largest['one by one']:.3f} | {row['mean_nats']:,.0f} |"
+        )
+    lines += ["", "Errors are root mean squares of the difference to float32, one pair at a time."]
+    budgets = [name for name in (rows[0]["seconds"] if rows else ()) if name.isdecimal()]
+    if budgets:
+        lines += [
+            "",
+            "Seconds with other bounds of a forward pass, as a fraction of the default's (8,192 tokens, and fewer "
+            "where that many logits would be too large), and the error:",
+            "",
+            f"| model | N x NK |{''.join(f' {int(name):,} tokens |' for name in budgets)}",
+            "|---" * (2 + len(budgets)) + "|",
+        ]
+    for row in rows:
+        seconds, errors = row["seconds"], row["root_mean_square_nats"]
+        cells = [f"{seconds[name] / seconds['default']:.2f}, {errors[name]:.3f} nats" for name in budgets]
+        lines.append(f"| {row['model']} | {row['shape'][0]} x {row['shape'][1]} | {' | '.join(cells)} |")
+    return lines
+
+
+def step_table(rows: list[dict[str, Any]]) -> list[str]:
+    lines = [
+        "| model | | generation | update | generation's share | measuring | on top of training, every tenth step |",
+        "|---" * 7 + "|",
+    ]
+    for row in rows:
+        lines.append(
+            f"| {row['model']} | {row['variant']} | {row['generation']:.2f} s | {row['update']:.2f} s | "
+            f"{row['generation_share']:.1%} | {row['measuring']:.2f} s | {row['callback_share']:.2%} |"
+        )
+    return lines
+
+
+def markdown(results: dict[str, Any], parts: dict[str, Part]) -> str:
+    sizes, tables = results["sizes"], {"scoring": scoring_table, "steps": step_table}
+    lines = ["# On a GPU", "", "Made by `benchmarks/gpu.sh`; `benchmarks/gpu.py` says what is measured.", ""]
+    lines += [", ".join(f"{name} {value}" for name, value in results["machine"].items()), ""]
+    lines += [
+        f"Random weights in bfloat16, vocabulary {sizes['vocabulary']:,}. Updates of {GROUPS * GROUP_SIZE} completions "
+        "of {:,} to {:,} tokens behind prompts of {:,}; ratios are of plain TRL's time and peak memory. ".format(
+            *sizes["completion"], sizes["prompt"]
+        )
+        + f"Steps of 64 completions of {sizes['generated']:,} tokens, generated by transformers.",
+        "",
+    ]
+    if results["dry"]:
+        lines += ["**Dry: sizes are cut and models tiny. These numbers say nothing but that it runs.**", ""]
+    for name, part in parts.items():
+        rows = results["rows"][name]
+        lines += [f"## {part.title}", "", *(tables.get(name, update_table)(rows) if rows else ["Not measured."]), ""]
+    missing = [f"- {line}" for line in results["missing"]]
+    return "\n".join([*lines, "## Not measured", "", *(missing or ["Nothing: all cases were."])]) + "\n"
+
+
+def main(args: list[str] | None = None) -> int:
+    """Measures and writes; 1 if a part has failed."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--dry", action="store_true", help="sizes cut; needs no GPU, results go to a new folder")
+    parser.add_argument("--seconds", type=float, default=500.0, help="time for all parts (default: 500)")
+    parser.add_argument("--results", type=Path, help="folder to write to (default: benchmarks/results)")
+    arguments = parser.parse_args(args)
+    if not arguments.dry and not torch.cuda.is_available():
+        parser.error("no GPU was found; allowed: --dry")
+    started = time.perf_counter()
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    sizes = DRY if arguments.dry else FULL
+    folder = arguments.results or (Path(tempfile.mkdtemp()) if arguments.dry else RESULTS)
+    rows: dict[str, list[dict[str, Any]]] = {}
+    parts, described = make_parts(sizes, rows), machine()
+    if torch.cuda.is_available():
+        memory = torch.cuda.get_device_properties(0).total_memory / 2**30
+        described |= {"memory": f"{memory:.0f} GiB", "CUDA": str(torch.version.cuda)}
+    missing: list[str] = []
+    results = {"machine": described, "sizes": asdict(sizes), "dry": arguments.dry, "rows": rows, "missing": missing}
+    name = "gpu_" + ("dry" if arguments.dry else re.sub(r"[^a-z0-9]+", "_", described["device"].lower()).strip("_"))
+
+    def save() -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / f"{name}.json").write_text(json.dumps(results, indent=1) + "\n")
+        (folder / f"{name}.md").write_text(markdown(results, parts))
+
+    failed, share = False, 0.0
+    for key, part in parts.items():
+        share += part.share
+        print(part.title, flush=True)
+        try:
+            run_part(part, started + share * arguments.seconds, rows[key], missing, save)
+        except Exception as error:  # noqa: BLE001 -- told here and in the results; an hour with a GPU is rare
+            traceback.print_exc()
+            missing.append(f"{part.title}: failed with {type(error).__name__}: {str(error).splitlines()[:1]}")
+            failed = True
+        save()
+    print(markdown(results, parts))
+    print(f"written to {folder / name}.md after {time.perf_counter() - started:.0f} s")
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
