@@ -122,6 +122,12 @@ class Selector:
         ranges = [self.ranges.get(task, (0.0, 0.0)) for task in tasks or ()]
         return torch.tensor([(high - low) or 1.0 for low, high in ranges], dtype=torch.float64) ** degree
 
+    def in_units(self, selection: Selection) -> Tensor:
+        """(N, G) rewards in the unit that groups of several tasks are ranked in."""
+        if not selection.scaled_by_task:
+            return selection.rewards
+        return selection.rewards.cpu() / self._units(selection.tasks, 1).unsqueeze(1)
+
     def state(self) -> dict[str, Any]:
         """All that a checkpoint needs, the same on every process."""
         reference = self.reference and self.reference.state()
