@@ -9,6 +9,7 @@ import functools
 import os
 import textwrap
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -221,7 +222,7 @@ class SNRFilter(ForwardPasses):
         selection = self._selector.select(rewards, self._score_groups(batch, rewards), self._tasks(inputs))
         self._set_advantages(inputs, batch, selection)
         if self._prompts is not None:
-            self._prompts.learn(self._selector.in_units(selection))
+            selection = replace(selection, predicted=self._prompts.learn(self._selector.in_units(selection)))
         return selection
 
     def _tasks(self, inputs: list[dict[str, Any]]) -> list[str] | None:

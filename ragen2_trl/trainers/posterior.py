@@ -9,22 +9,22 @@ from numpy.typing import NDArray
 Floats = NDArray[np.float64]
 Rows = NDArray[np.int64]
 
-BEGINNING = 4.0  # groups that the prior of a run's beginning weighs as much as: rewards of two values, any share of each
+BEGINNING = 4.0  # groups that the prior of a run's beginning weighs: rewards of two values, any share of each
 MEMORY = 256.0  # groups after which what the prior was learned from counts 1/e
 RIDGE = 1.0  # on the coefficients of features, in groups
-SHARE_WITHIN = (0.1, 0.8)  # of the variance of all rewards, that within prompts: the prior of one is neither nothing nor firm
+SHARE_WITHIN = (0.1, 0.8)  # of all variance, that within prompts; at the ends a prior weighs 0.1 and 4 rewards
 FREEDOM = 4.0  # of the prior of a variance; its mean is that of the prior
 
 
 class RewardPosterior:
     """What the groups of each prompt have earned, old evidence fading, and the reward variance to be expected of it.
 
-    Rewards of two values r apart: a Beta distribution of the chance p of the higher one, and the variance r² p (1 - p).
-    Rewards of more values: a scaled inverse chi-squared distribution of the variance itself. Evidence halves with every
-    `half_life` prompts that are sampled, so that a prompt not seen for long is as unknown as one never seen.
+    Rewards of two values r apart: a Beta distribution of the chance p of the higher one, and the variance r² p (1-p).
+    Rewards of more values: a scaled inverse chi-squared distribution of the variance itself. Evidence halves with
+    every `half_life` prompts that are sampled, so that one not seen for long is as unknown as one never seen.
 
-    The prior of a prompt has the mean and the variance of rewards that prompts without evidence turned out to have: the
-    same for all, or by a ridge regression on features.
+    The prior of a prompt has the mean and the variance of rewards that prompts turned out to have which were not
+    sampled for what was known of them: the same for all, or by a ridge regression on features.
 
     Args:
         num_rows: Prompts, M.

@@ -1,9 +1,8 @@
 """Which prompts are sampled: those whose rewards may be expected to vary, before anything is paid for.
 
-The rows of TRL's sampler are replaced once they have arrived: its data loader reads ahead, so that it could not know of
-the latest rewards. GRESO (arXiv 2506.02177) skips prompts by the number of times in a row that their rewards did not
-vary; here, places are given to the largest of reward variances drawn from what is known of each prompt (Thompson
-sampling).
+The rows of TRL's sampler are replaced once they have arrived: its data loader reads ahead and could not know of the
+latest rewards. GRESO (arXiv 2506.02177) skips prompts by the number of times in a row that their rewards did not vary;
+here, places go to the largest of reward variances drawn from what is known of each prompt (Thompson sampling).
 """
 
 import copy
@@ -144,17 +143,22 @@ class PromptSelection:
                 spare.append(row)
         return np.array([*rows, *spare], dtype=np.int64)
 
-    def learn(self, rewards: Tensor) -> None:
+    def learn(self, rewards: Tensor) -> list[float]:
         """Take in what the prompts that were drawn last have earned.
 
         Args:
             rewards: (N, G) over all processes, NaN where there is no finite one.
+
+        Returns:
+            (N,) the reward variance that was expected of each.
         """
         earned = rewards.double().cpu().numpy()
         self.posterior.observe(self.rows, earned, self.typical)
         self.realised = evidence_of(earned)[1]
         self.compared += [list(pair) for pair in zip(self.predicted.tolist(), self.realised.tolist(), strict=True)]
         self.compared = self.compared[-WINDOW:]
+        expected: list[float] = self.predicted.tolist()
+        return expected
 
     def metrics(self) -> dict[str, float]:
         """Of the prompts that were drawn last, and how well predictions have done of late."""

@@ -25,6 +25,7 @@ class Selection:
         kept: (N,) bool.
         tasks: (N,) names of the groups' tasks, where the dataset tells them.
         scaled_by_task: whether rewards are scaled by those.
+        predicted: (N,) the reward variance that was expected of their prompts, where these were chosen by it.
     """
 
     rewards: Tensor
@@ -32,6 +33,7 @@ class Selection:
     kept: Tensor
     tasks: list[str] | None = None
     scaled_by_task: bool = False
+    predicted: list[float] | None = None
 
     @property
     def keeps_all(self) -> bool:
