@@ -92,8 +92,9 @@ class PromptSelection:
         size = self.args.num_generations
         rows = self.draw(len(inputs) * self.accelerator.num_processes // size)
         own = own_share([row for row in rows for _ in range(size)], self.accelerator)
+        prompts = {row: self.prompts[row] for row in dict.fromkeys(own)}
         # In place, for a subclass that looks at them again; copies, as what plays an episode writes into its row.
-        inputs[:] = [copy.deepcopy(self.prompts[row]) for row in own]
+        inputs[:] = [copy.deepcopy(prompts[row]) for row in own]
 
     def draw(self, count: int) -> list[int]:
         """`count` row numbers, in the order in which the stream had them."""
