@@ -12,6 +12,7 @@ from test_promises_resume import assert_same_optimizer_states, log_rows
 from transformers import TrainerCallback
 
 from ragen2_trl.envs import make_env
+from ragen2_trl.tiny import resolve_model
 from ragen2_trl.trainers.difficulty import difficulty_features
 
 SELECTS = {"snr_prompt_selection": True, "snr_strategy": "none"}
@@ -25,21 +26,25 @@ def selecting_run(algorithm, policy_path, folder, varied=(0, 3, 5), **settings):
 @for_each
 def test_in_a_stream_of_fresh_prompts_nothing_changes(algorithm, policy_path, tmp_path):
     """Eight prompts, two a step: one epoch is four steps."""
-    runs = [selecting_run(algorithm, policy_path, tmp_path, snr_prompt_selection=on, max_steps=4) for on in (0, 1)]
-    seen = [Seen(trainer) for trainer in runs]
-    for trainer in runs:
+    seen, ends = [], []
+    for on in (False, True):
+        trainer = selecting_run(algorithm, policy_path, tmp_path, snr_prompt_selection=on, max_steps=4)
+        seen.append(Seen(trainer))
         trainer.train()
+        ends.append(parameters_of(trainer))
     assert seen[0].asked == seen[1].asked
-    assert_same_parameters(*map(parameters_of, runs))
+    assert_same_parameters(*ends)
 
 
 @for_each
 def test_one_candidate_a_place_is_trl_in_every_epoch(algorithm, policy_path, tmp_path):
     options = ({"snr_prompt_selection": False}, {"snr_candidates": 1})
-    runs = [selecting_run(algorithm, policy_path, tmp_path, max_steps=9, **one) for one in options]
-    for trainer in runs:
+    ends = []
+    for one in options:
+        trainer = selecting_run(algorithm, policy_path, tmp_path, max_steps=9, **one)
         trainer.train()
-    assert_same_parameters(*map(parameters_of, runs))
+        ends.append(parameters_of(trainer))
+    assert_same_parameters(*ends)
 
 
 @for_each
@@ -192,3 +197,24 @@ def test_datasets_without_rows_are_refused(policy_path, make_args):
 def test_a_bad_setting_is_named(make_args, settings, message):
     with pytest.raises(ValueError, match=message):
         make_args(**settings)
+
+
+@pytest.mark.slow
+def test_on_lakes_of_which_most_are_dead_flat_groups_become_few(tmp_path):
+    """The tiny model on 96 lakes, 70 % of which give no reward whatever is answered; the first epoch is 12 steps."""
+    env = make_env("frozen_lake")
+    dead = np.random.default_rng(0).random(96) < 0.7
+    dataset = env.dataset(96, seed=0).add_column("dead", dead.tolist())
+
+    def reward(completions, dead, **columns):
+        rewards = env.success_func(completions=completions, **columns)
+        return [0.0 if is_dead else value for value, is_dead in zip(rewards, dead, strict=True)]
+
+    settings = {"per_device_train_batch_size": 64, "num_generations": 8, "max_completion_length": 64}
+    args = GRPO.args(tmp_path, **SELECTS, **settings, max_steps=36, learning_rate=0.0)
+    trainer = GRPO.make(resolve_model("tiny"), args, reward, dataset)
+    trainer.train()
+    flat = [row["snr/zero_variance_fraction"] for row in log_rows(trainer)]
+    assert np.mean(flat[:12]) > 0.7
+    assert np.mean(flat[18:]) < np.mean(flat[:12]) - 0.25
+    assert log_rows(trainer)[-1]["snr/prediction_rank_correlation"] > 0.2
