@@ -4,10 +4,12 @@ import random
 
 import numpy as np
 import pytest
-from algorithms import GRPO, for_each
-from conftest import assert_same_parameters, parameters_of
+import torch
+from algorithms import GRPO, STILL, for_each, replay_of
+from conftest import PROMPTS, assert_same_parameters, parameters_of
 from datasets import Dataset, IterableDataset
 from refills import WORDS, Seen, replay_with
+from replay import Recorder, move_away
 from test_promises_resume import assert_same_optimizer_states, log_rows
 from transformers import TrainerCallback
 
@@ -197,6 +199,35 @@ def test_datasets_without_rows_are_refused(policy_path, make_args):
 def test_a_bad_setting_is_named(make_args, settings, message):
     with pytest.raises(ValueError, match=message):
         make_args(**settings)
+
+
+def flat(gradient):
+    return torch.cat([gradient[name].flatten() for name in sorted(gradient)])
+
+
+@pytest.mark.slow
+def test_weighted_gradients_average_to_the_plain_one_and_others_to_that_of_the_prompts_drawn(policy_path, tmp_path):
+    """Of 146 steps after an epoch of fresh prompts, at weights that stay, of groups that are always the same."""
+    plain = flat(GRPO.plain_gradient(policy_path, PROMPTS, loss_type="grpo"))
+    alone = {one: flat(GRPO.plain_gradient(policy_path, [one], loss_type="grpo")) for one in PROMPTS}
+    for largest in (0.0, 1e6):
+        neutral = {"snr_strategy": "none", "snr_include_zero": True, "loss_type": "grpo", "max_steps": 150, **STILL}
+        args = GRPO.args(tmp_path, **neutral, snr_prompt_selection=True, snr_importance_weights=largest)
+        recorder = Recorder()
+        trainer = GRPO.make(policy_path, args, replay_of(policy_path), callbacks=[recorder])
+        move_away(trainer.model)
+        seen = Seen(trainer)
+        trainer.train()
+        found = torch.stack([flat(gradient) for gradient in recorder.gradients[4:]])
+        error = (found.var(dim=0).sum() / len(found)).sqrt()
+        distance = (found.mean(dim=0) - plain).norm()
+        if largest:
+            assert distance < 3 * error
+        else:
+            assert distance > 3 * error
+            drawn = [prompt for one in seen.asked[4:] for prompt in one]
+            reweighted = torch.stack([alone[prompt] for prompt in drawn]).mean(dim=0)
+            torch.testing.assert_close(found.mean(dim=0), reweighted, rtol=1e-3, atol=1e-5)
 
 
 @pytest.mark.slow
