@@ -10,6 +10,8 @@ import pytest
 from matplotlib.figure import Figure
 from plotted import (
     assert_nothing_overlaps,
+    chosen_history,
+    expected_groups,
     extent,
     gradients,
     group_rewards,
@@ -23,11 +25,13 @@ from plotted import (
 
 from ragen2_trl.reporting import (
     plot_arrows,
+    plot_calibration,
     plot_comparison,
     plot_compute,
     plot_gradients,
     plot_held_out,
     plot_matrix,
+    plot_prompts,
     plot_proxies,
     plot_quadrant,
     plot_reward_distribution,
@@ -53,6 +57,8 @@ FIGURES = {
         {HOSTILE: Arrow((2, 1), (0.4, 0.5), (0.1, 0.6)), "b": Arrow((1, 1), (1, 1), (0, 0))}
     ),
     "reward distribution": lambda: plot_reward_distribution(group_rewards(3000, num_groups=2)),
+    "prompts": lambda: plot_prompts(chosen_history(200)),
+    "calibration": lambda: plot_calibration(expected_groups(20)),
     "training": lambda: plot_training(history(25, 10), "success"),
     "compute": lambda: plot_compute(history(25, 10)),
     "held out": lambda: plot_held_out({name: held_out_curve(name) for name in ("frozen_lake", HOSTILE, "sokoban")}),

@@ -20,6 +20,7 @@ from ragen2_trl.reporting.saved_episodes import read_episodes
 sys.path.insert(0, str(Path(__file__).parent / "distributed"))
 
 import held_out
+import prompts
 import resume
 import several
 
@@ -239,3 +240,11 @@ def test_samples_of_several_turns_and_tasks_are_those_of_one_process(policy_path
     for name, gradient in alone.items():
         assert_close(first[name], second[name])
         assert_close(first[name], gradient)
+
+
+def test_prompts_are_chosen_as_on_one_process_also_after_a_resume(policy_path, tmp_path):
+    run_on_two_processes("prompts.py", policy_path, tmp_path)
+    first, second = (json.loads((tmp_path / f"prompts_{process}.json").read_text()) for process in (0, 1))
+    assert first == second == prompts.decisions(policy_path, str(tmp_path / "alone"), 8)
+    resumed = prompts.decisions(policy_path, str(tmp_path / "alone"), 8, str(tmp_path / "alone" / "checkpoint-6"))
+    assert resumed == {**first, "drawn": first["drawn"][6:]}

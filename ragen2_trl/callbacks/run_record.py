@@ -120,7 +120,10 @@ class RunRecord(TrainerCallback):
         self._recorded = selection  # which may serve several optimizer steps
         if state.is_world_process_zero:
             with reported("The rewards of the groups"):
-                append_group_rewards(Path(args.output_dir), state.global_step, selection.rewards, selection.kept)
+                predicted = None if selection.scaled_by_task else selection.predicted  # in the unit of the rewards
+                append_group_rewards(
+                    Path(args.output_dir), state.global_step, selection.rewards, selection.kept, predicted
+                )
 
     def _create_model_card(self, create: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         create(*args, **kwargs)

@@ -25,11 +25,22 @@ FIGURES = {  # of the run's folder, in the order of the card
     "cross_scores": "How well each prompt explains each reasoning, {when}",
     "reward_variance": "{score} of the groups {when}, and which of them the filter kept",
     "reward_distribution": "Rewards of completions and reward variances of groups, early, midway and late",
+    "prompts": "Prompts chosen by expected reward variance: what was expected, what was found, how many were passed",
+    "calibration": "Reward variance of groups over what was expected of their prompts",
     "gradients": "Gradients of task and regularisers by reward variance, early, midway and late",
     "compute": "Update compute, of what plain TRL would have computed",
 }
 # Figures about details, signal and cost come last, with the settings.
-FOLDED = ("proxies", "validity", "reward_variance", "reward_distribution", "gradients", "compute")
+FOLDED = (
+    "proxies",
+    "validity",
+    "reward_variance",
+    "reward_distribution",
+    "prompts",
+    "calibration",
+    "gradients",
+    "compute",
+)
 
 Shown = Callable[[float], str]
 

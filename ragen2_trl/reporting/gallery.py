@@ -33,6 +33,7 @@ from ragen2_trl.reporting.plots import (
     svg,
     with_steps,
 )
+from ragen2_trl.reporting.prompt_plots import PREDICTED, plot_calibration, plot_prompts
 from ragen2_trl.reporting.reward_plots import plot_reward_distribution
 from ragen2_trl.reporting.run import FIRST_TURN, Run
 from ragen2_trl.reporting.saved_gradients import read_gradients
@@ -79,6 +80,10 @@ def figures_of(run: Run, measurements: Sequence[SavedMeasurement] | None = None)
     records = read_group_rewards(run)
     if any(group for one in records for group in one.rewards):
         yield "reward_distribution", caption("reward_distribution", run), plot_reward_distribution(records)
+    if points_of(rows, PREDICTED):
+        yield "prompts", caption("prompts", run), plot_prompts(rows)
+    if any(one.predicted for one in records):
+        yield "calibration", caption("calibration", run), plot_calibration(records)
     if run.gradients:
         yield "gradients", caption("gradients", run), plot_gradients([read_gradients(path) for path in run.gradients])
     if points_of(rows, COMPUTE):

@@ -28,11 +28,13 @@ class GroupRewards:
         step: The optimizer step that it is first used for.
         rewards: For each group the weighted reward sums of its completions, those without one left out.
         kept: For each group, whether the filter kept it; `None` without a filter.
+        predicted: For each group the reward variance that was expected of its prompt, where prompts were chosen by it.
     """
 
     step: int
     rewards: list[list[float]]
     kept: list[bool] | None
+    predicted: list[float] | None = None
 
     @property
     def variances(self) -> list[float]:
@@ -64,7 +66,9 @@ class VarianceRow:
     average: float | None
 
 
-def append_group_rewards(folder: Path, step: int, rewards: Tensor, kept: Tensor) -> None:
+def append_group_rewards(
+    folder: Path, step: int, rewards: Tensor, kept: Tensor, predicted: Sequence[float] | None = None
+) -> None:
     """Add a generation to the record in a run's folder.
 
     Args:
@@ -72,16 +76,18 @@ def append_group_rewards(folder: Path, step: int, rewards: Tensor, kept: Tensor)
         step: The optimizer step that the generation is first used for.
         rewards: (N, G), NaN where there is none.
         kept: (N,) bool.
+        predicted: (N,) the reward variance that was expected of their prompts, where there was one.
     """
-    groups = [[float(f"{one:.{DIGITS}g}") for one in row if math.isfinite(one)] for row in rewards.tolist()]
+    groups = [[_rounded(one) for one in row if math.isfinite(one)] for row in rewards.tolist()]
+    expected = {} if predicted is None else {"predicted": [_rounded(one) for one in predicted]}
     (folder / MEASUREMENTS).mkdir(parents=True, exist_ok=True)
-    append_json(folder / MEASUREMENTS / FILE, {"step": step, "rewards": groups, "kept": kept.tolist()})
+    append_json(folder / MEASUREMENTS / FILE, {"step": step, "rewards": groups, "kept": kept.tolist(), **expected})
 
 
 def forget_group_rewards(folder: Path, after: int) -> None:
     """Remove what is of later steps than `after`, and a line that a kill left half written."""
     path = folder / MEASUREMENTS / FILE
-    if lines := [json.dumps(vars(one)) + "\n" for one in _read(path) if one.step <= after]:
+    if lines := [json.dumps(_written(one)) + "\n" for one in _read(path) if one.step <= after]:
         write_text(path, "".join(lines))
     else:
         path.unlink(missing_ok=True)
@@ -102,6 +108,15 @@ def variance_table(run: Run) -> list[VarianceRow]:
     count = min(MAX_ROWS, len(records))
     chosen = [records[i * (len(records) - 1) // max(1, count - 1)] for i in range(count)]
     return [_row(one) for one in chosen]
+
+
+def _rounded(value: float) -> float:
+    return float(f"{value:.{DIGITS}g}")
+
+
+def _written(record: GroupRewards) -> dict[str, Any]:
+    """As `append_group_rewards` writes it."""
+    return {key: value for key, value in vars(record).items() if key != "predicted" or value is not None}
 
 
 def _row(record: GroupRewards) -> VarianceRow:
@@ -142,7 +157,10 @@ def _record(values: Any) -> GroupRewards | None:
         return None
     finite = [[float(one) for one in group if is_number(one)] for group in groups]
     fits = isinstance(kept, list) and len(kept) == len(groups) and all(isinstance(one, bool) for one in kept)
-    return GroupRewards(step, finite, kept if fits else None)
+    predicted = values.get("predicted")
+    if not isinstance(predicted, list) or len(predicted) != len(groups) or not all(map(is_number, predicted)):
+        predicted = None
+    return GroupRewards(step, finite, kept if fits else None, predicted)
 
 
 def early_middle_late(records: Sequence[GroupRewards], window: int = 10) -> list[Sequence[GroupRewards]]:

@@ -113,7 +113,7 @@ def plot_training(log_history: Rows, success_metric: str | None = None) -> Figur
     figure, axes_of = make_panels(len(shown), height=1.75)
     for axes, (unit, limits, lines) in zip(axes_of, shown, strict=True):
         for line in lines:
-            _draw(axes, line)
+            draw_line(axes, line)
         axes.set_ylim(*limits)
         axes.set_ylabel(unit)
         legend_above(axes)
@@ -149,10 +149,10 @@ def plot_compute(log_history: Rows) -> Figure:
     saved = [1 - total / count if count else 0.0 for count, total in zip(trained, accumulate(fractions), strict=True)]
     figure, (above, below) = make_panels(2, height=1.9)
     above.axhline(1, label="plain TRL", **REFERENCE)
-    _draw(above, Line("update compute", points, BLUE, "-"))
+    draw_line(above, Line("update compute", points, BLUE, "-"))
     above.set_ylim(0, 1.08 * max(1, *fractions))
     label = f"saved so far: {saved[-1]:.0%} at step {steps[-1]:.0f}"
-    _draw(below, Line(label, _thin_out(list(zip(steps, saved, strict=True))), GREEN, "-", measured=True))
+    draw_line(below, Line(label, _thin_out(list(zip(steps, saved, strict=True))), GREEN, "-", measured=True))
     below.set_ylim(min(FRACTIONS[0], *saved), FRACTIONS[1])
     for axes in (above, below):
         axes.set_ylabel("fraction")
@@ -229,7 +229,7 @@ def plot_comparison(
     return figure
 
 
-def _draw(axes: Axes, line: Line) -> None:
+def draw_line(axes: Axes, line: Line) -> None:
     if not line.points:
         return
     steps, values = zip(*line.points, strict=True)

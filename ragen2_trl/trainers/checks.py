@@ -117,6 +117,21 @@ def check_task_column(train_dataset: Any, args: Any) -> None:
         )
 
 
+def check_has_rows(train_dataset: Any, args: SNRFilterConfig) -> None:
+    """Raise a `ValueError` where prompts are to be drawn by their row, and a dataset has none."""
+    found = type(train_dataset).__name__
+    if args.snr_prompt_selection and not isinstance(train_dataset, Dataset):
+        raise ValueError(
+            f"snr_prompt_selection=True draws prompts by their row, which a {found} does not have; allowed: "
+            "datasets.Dataset, or False."
+        )
+    if args.snr_refill_rounds > 0 and not isinstance(train_dataset, Dataset):
+        raise ValueError(
+            f"snr_refill_rounds={args.snr_refill_rounds} draws further prompts by their row, which a {found} does not "
+            "have; allowed: datasets.Dataset, or 0 rounds."
+        )
+
+
 def check_prompt_column(train_dataset: Dataset | IterableDataset | None, environment_factory: Any) -> None:
     columns = train_dataset.column_names if isinstance(train_dataset, (Dataset, IterableDataset)) else None
     if isinstance(train_dataset, Dataset) and train_dataset.format["type"] == "custom":

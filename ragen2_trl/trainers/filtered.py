@@ -9,6 +9,7 @@ import functools
 import os
 import textwrap
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -30,6 +31,7 @@ from ragen2_trl.trainers.accounting import Accounting
 from ragen2_trl.trainers.batches import Batch, loss_mask
 from ragen2_trl.trainers.checks import (
     LAYOUT_FIELDS,
+    check_has_rows,
     check_prompt_column,
     check_same_on_all_processes,
     check_task_column,
@@ -42,6 +44,7 @@ from ragen2_trl.trainers.config import SNRFilterConfig
 from ragen2_trl.trainers.forward_passes import ForwardPasses
 from ragen2_trl.trainers.packing import KEPT, LossMean, Packing
 from ragen2_trl.trainers.processes import own_share
+from ragen2_trl.trainers.prompting import selection_of
 from ragen2_trl.trainers.refilling import Refill
 from ragen2_trl.trainers.resuming import ResumableSampler, load_state, save_state
 from ragen2_trl.trainers.selecting import Selection, Selector
@@ -104,11 +107,7 @@ class SNRFilter(ForwardPasses):
             logger.warning(reason)
         if plays:
             warn_of_equal_rows(self.train_dataset)
-        if self.args.snr_refill_rounds > 0 and not isinstance(self.train_dataset, Dataset):
-            raise ValueError(
-                f"snr_refill_rounds={self.args.snr_refill_rounds} draws further prompts by their row, which a "
-                f"{type(self.train_dataset).__name__} does not have; allowed: datasets.Dataset, or 0 rounds."
-            )
+        check_has_rows(self.train_dataset, self.args)
         self._packing = Packing(
             self.accelerator,
             self.args,
@@ -137,6 +136,7 @@ class SNRFilter(ForwardPasses):
         self._rewards_per_func: Tensor | None = None  # (B, F) of the latest generation, over all processes
         self._selector = Selector(self.args, known_range(self.reward_funcs, self.reward_weights.tolist()))
         self._accounting.begin_run(self._selector)
+        self._prompts = selection_of(self)
         self._refill: Refill | None = None
         if self.args.snr_refill_rounds > 0:
             self._refill = Refill(
@@ -147,6 +147,7 @@ class SNRFilter(ForwardPasses):
                 self._tokenizer.pad_token_id,
                 self.pad_to_multiple_of,
                 self._accounting.log,
+                self._prompts and self._prompts.draw,
             )
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
@@ -175,6 +176,8 @@ class SNRFilter(ForwardPasses):
         return self._sample_and_score(inputs)
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> Batch:
+        if self._prompts is not None and self.model.training:
+            self._prompts.replace(inputs)
         batch = self._sample_first(inputs)
         if not self.model.training:
             return batch
@@ -198,6 +201,8 @@ class SNRFilter(ForwardPasses):
         if (weights := self._selector.row_weights(selection)) is not None:
             own = self._local(weights).to(batch["advantages"])
             batch["advantages"] = batch["advantages"] * (own if batch["advantages"].ndim == 1 else own.unsqueeze(1))
+        if self._prompts is not None:
+            batch["advantages"] = self._prompts.weighted(batch["advantages"])
         if LATER_SAMPLES in batch:
             self._packing.drops = True  # whether it does or not, episodes have unequal numbers of samples
             logps = {"old_per_token_logps": self._logps_now, "ref_per_token_logps": self._reference_logps}
@@ -216,6 +221,8 @@ class SNRFilter(ForwardPasses):
         rewards = self._group_rewards()
         selection = self._selector.select(rewards, self._score_groups(batch, rewards), self._tasks(inputs))
         self._set_advantages(inputs, batch, selection)
+        if self._prompts is not None:
+            selection = replace(selection, predicted=self._prompts.learn(self._selector.in_units(selection)))
         return selection
 
     def _tasks(self, inputs: list[dict[str, Any]]) -> list[str] | None:
@@ -253,7 +260,8 @@ class SNRFilter(ForwardPasses):
 
     def _log_selection(self, batch: Batch, selection: Selection) -> None:
         self.latest_selection = selection
-        for name, value in self._selector.metrics(selection).items():
+        of_prompts = {} if self._prompts is None else self._prompts.metrics()
+        for name, value in {**self._selector.metrics(selection), **of_prompts}.items():
             self._accounting.log(name, value)
         lengths = self.accelerator.gather(sampled_tokens(batch))  # (B,)
         tokens = lengths.view(len(selection.kept), -1).sum(dim=1).cpu()
@@ -343,6 +351,8 @@ class SNRFilter(ForwardPasses):
         # TRL samples anew after a resume; a checkpoint in the middle of a generation batch takes it along.
         own = {"step": self._step, "buffered_inputs": self._buffered_inputs if amid_generation else None}
         own["packing"] = self._packing.state() if amid_generation else None
+        if self._prompts is not None:
+            shared["prompts"] = self._prompts.state()
         if self._refill is not None:
             shared["refill"], own["refill"] = self._refill.shared_state(), self._refill.own_state()
         # Written before the rest: a checkpoint that has its trainer_state.json is complete.
@@ -355,6 +365,8 @@ class SNRFilter(ForwardPasses):
         if shared is not None:
             self._selector.load(shared["selector"])
             self._accounting.load(shared["accounting"])
+            if self._prompts is not None and "prompts" in shared:
+                self._prompts.load(shared["prompts"])
             if self._refill is not None and "refill" in shared:
                 self._refill.stream.drawn = shared["refill"]["drawn"]
         if own is not None:

@@ -107,6 +107,7 @@ class Refill:
         pad_token_id: Of its tokenizer.
         pad_to_multiple_of: TRL's setting for padded widths.
         log: Takes a metric's name and value.
+        draw: Gives so many row numbers; default: a stream of its own.
     """
 
     def __init__(
@@ -118,6 +119,7 @@ class Refill:
         pad_token_id: int,
         pad_to_multiple_of: int | None,
         log: Callable[[str, float], None],
+        draw: Callable[[int], list[int]] | None = None,
     ):
         self.accelerator = accelerator
         self.args = args
@@ -127,6 +129,7 @@ class Refill:
         self.pad_to_multiple_of = pad_to_multiple_of
         self.log = log
         self.stream = PromptStream(len(prompts), args.seed)
+        self.draw = draw or self.stream.draw
         self.waiting = self._no_groups()
         self.waiting_since = 0  # optimizer steps when they were sampled
 
@@ -159,7 +162,7 @@ class Refill:
             size = round_size(
                 limit - pool.count, found, sampled, limit, pool.group_size, self.accelerator.num_processes
             )
-            prompts = [self.prompts[row] for row in self.stream.draw(size)]
+            prompts = [self.prompts[row] for row in self.draw(size)]
             # One for each completion: TRL writes into them what a rollout function returns, environments what they do.
             rows = [copy.deepcopy(prompt) for prompt in prompts for _ in range(pool.group_size)]
             further, kept = sample(own_share(rows, self.accelerator))

@@ -25,6 +25,7 @@ class Selection:
         kept: (N,) bool.
         tasks: (N,) names of the groups' tasks, where the dataset tells them.
         scaled_by_task: whether rewards are scaled by those.
+        predicted: (N,) the reward variance that was expected of their prompts, where these were chosen by it.
     """
 
     rewards: Tensor
@@ -32,6 +33,7 @@ class Selection:
     kept: Tensor
     tasks: list[str] | None = None
     scaled_by_task: bool = False
+    predicted: list[float] | None = None
 
     @property
     def keeps_all(self) -> bool:
@@ -121,6 +123,12 @@ class Selector:
         """(N,) ranges of the rewards of the groups' tasks, to the power of a degree; 1 where none has been seen."""
         ranges = [self.ranges.get(task, (0.0, 0.0)) for task in tasks or ()]
         return torch.tensor([(high - low) or 1.0 for low, high in ranges], dtype=torch.float64) ** degree
+
+    def in_units(self, selection: Selection) -> Tensor:
+        """(N, G) rewards in the unit that groups of several tasks are ranked in."""
+        if not selection.scaled_by_task:
+            return selection.rewards
+        return selection.rewards.cpu() / self._units(selection.tasks, 1).unsqueeze(1)
 
     def state(self) -> dict[str, Any]:
         """All that a checkpoint needs, the same on every process."""

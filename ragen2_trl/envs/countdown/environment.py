@@ -76,6 +76,11 @@ class CountdownEpisode(Episode):
         self.best = 0.0
         self._remark = ""
 
+    @property
+    def difficulty(self) -> dict[str, float]:
+        """How many numbers there are, and the target."""
+        return {"numbers": len(self.numbers), "target": self.target}
+
     def observation(self) -> str:
         if self.layout == "ragen2":
             return f"Target: {self.target}, nums: {self.numbers}"

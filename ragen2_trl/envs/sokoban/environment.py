@@ -17,7 +17,16 @@ from ragen2_trl.envs.drawing import draw_board
 from ragen2_trl.envs.episode import Episode, Limits
 from ragen2_trl.envs.layout import LAYOUTS, check_symbols, show_board
 from ragen2_trl.envs.sokoban.reverse_play import make_reference_room
-from ragen2_trl.envs.sokoban.rooms import Cell, Room, State, make_room, read_room, shortest_solution, write_room
+from ragen2_trl.envs.sokoban.rooms import (
+    Cell,
+    Room,
+    State,
+    distances,
+    make_room,
+    read_room,
+    shortest_solution,
+    write_room,
+)
 from ragen2_trl.envs.sokoban.texts import LABELS, MEANINGS, reference_texts
 from ragen2_trl.envs.tasks import Row, held_out
 from ragen2_trl.envs.tools import Answer, ToolEnvironment
@@ -58,6 +67,12 @@ class SokobanEpisode(Episode):
         self._longest = longest
         self._show = show
         self._symbols = symbols
+
+    @property
+    def difficulty(self) -> dict[str, float]:
+        """Actions of a shortest solution, one more than are looked for where there is none; and boxes."""
+        length = distances(self.room, self._longest).get(self.state, self._longest + 1)
+        return {"solution_length": length, "boxes": len(self.state[1])}
 
     def observation(self) -> str:
         return self._show(self.room, self.state)

@@ -1,0 +1,178 @@
+"""What a run knows of each prompt's rewards, and how much they may be expected to vary when it is sampled again."""
+
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+Rows = NDArray[np.int64]
+
+BEGINNING = 4.0  # groups that the prior of a run's beginning weighs: rewards of two values, any share of each
+MEMORY = 256.0  # groups after which what the prior was learned from counts 1/e
+RIDGE = 1.0  # on the coefficients of features, in groups
+SHARE_WITHIN = (0.1, 0.8)  # of all variance, that within prompts; at the ends a prior weighs 0.1 and 4 rewards
+FREEDOM = 4.0  # of the prior of a variance; its mean is that of the prior
+
+
+class RewardPosterior:
+    """What the groups of each prompt have earned, old evidence fading, and the reward variance to be expected of it.
+
+    Rewards of two values r apart: a Beta distribution of the chance p of the higher one, and the variance r² p (1-p).
+    Rewards of more values: a scaled inverse chi-squared distribution of the variance itself. Evidence halves with
+    every `half_life` prompts that are sampled, so that one not seen for long is as unknown as one never seen.
+
+    The prior of a prompt has the mean and the variance of rewards that prompts turned out to have which were not
+    sampled for what was known of them: the same for all, or by a ridge regression on features.
+
+    Args:
+        num_rows: Prompts, M.
+        half_life: In prompts sampled.
+        features: (M, F), of about unit scale, no constant among them; default: none.
+    """
+
+    def __init__(self, num_rows: int, half_life: float, features: Floats | None = None):
+        self.half_life = half_life
+        constant = np.ones((num_rows, 1))
+        self.features = constant if features is None else np.hstack([constant, features])
+        # Of valid rewards, their sum, degrees of freedom and squared deviations from group means, all of them faded.
+        self.evidence = np.zeros((num_rows, 4))
+        self.seen = np.full(num_rows, -1, dtype=np.int64)  # the clock when a prompt was last sampled; -1: never
+        self.clock = 0  # prompts sampled so far
+        self.values: list[float] = []  # of rewards, up to three different ones
+        self.range = (0.0, 0.0)
+        size = self.features.shape[1]
+        self.gram = np.zeros((size, size))  # of the features of the groups that the prior is learned from
+        self.moments = np.zeros((size, 2))  # and their products with mean and variance of the rewards
+
+    def observe(self, rows: Rows, rewards: Floats, typical: NDArray[np.bool_]) -> None:
+        """Learn from groups.
+
+        Args:
+            rows: (N,) whose prompts they are of.
+            rewards: (N, G), NaN where there is none.
+            typical: (N,) bool, of prompts that were not sampled for their rewards so far: these tell of the others.
+        """
+        valid = rewards[~np.isnan(rewards)]
+        if valid.size:
+            low, high = self.range if self.values else (np.inf, -np.inf)
+            self.range = (min(low, float(valid.min())), max(high, float(valid.max())))
+            if len(self.values) < 3:
+                self.values = np.unique([*self.values, *valid])[:3].tolist()
+        self.evidence[rows] *= self._faded(rows)[:, None]
+        own, variances = evidence_of(rewards)
+        np.add.at(self.evidence, rows, own)
+        self.clock += len(rows)
+        self.seen[rows] = self.clock
+        for number in np.flatnonzero(typical & (own[:, 2] > 0)):
+            features, keep = self.features[rows[number]], 1 - 1 / MEMORY
+            mean = own[number, 1] / own[number, 0]
+            self.gram = keep * self.gram + np.outer(features, features)
+            self.moments = keep * self.moments + np.outer(features, (mean, variances[number]))
+
+    def mean(self, rows: Rows) -> Floats:
+        """(n,) reward variance to be expected of prompts."""
+        if self._binary:
+            a, b = self._beta(rows)
+            return self._unit**2 * a * b / ((a + b) * (a + b + 1))
+        freedom, squares = self._inverse_chi_squared(rows)
+        return squares / (freedom - 2)
+
+    def sample(self, rows: Rows, rng: np.random.Generator, times: int = 1) -> Floats:
+        """(times, n) reward variances of prompts, drawn from what is known of each."""
+        if self._binary:
+            chance = rng.beta(*self._beta(rows), size=(times, len(rows)))
+            return self._unit**2 * chance * (1 - chance)
+        freedom, squares = self._inverse_chi_squared(rows)
+        drawn = squares / rng.chisquare(freedom, size=(times, len(rows)))
+        return np.minimum(drawn, self._unit**2 / 4)  # no variance within a range is larger
+
+    @property
+    def _binary(self) -> bool:
+        return len(self.values) < 3
+
+    @property
+    def _unit(self) -> float:
+        """The range of rewards; 1 where all were the same, which then count as the lower of two values."""
+        return (self.range[1] - self.range[0]) or 1.0
+
+    def _faded(self, rows: Rows) -> Floats:
+        return np.exp2((self.seen[rows] - self.clock) / self.half_life)
+
+    def _prior(self, rows: Rows) -> tuple[Floats, Floats]:
+        """(n,) mean of the rewards, in units of their range from the lowest up, and their variance in rewards'."""
+        penalty = np.diag([BEGINNING] + [RIDGE] * (len(self.gram) - 1))
+        moments = self.moments.copy()
+        moments[0] += BEGINNING * np.array([self.range[0] + self._unit / 2, self._unit**2 / 6])
+        means, variances = (self.features[rows] @ np.linalg.solve(self.gram + penalty, moments)).T
+        means = np.clip((means - self.range[0]) / self._unit, 0.01, 0.99)
+        return means, np.clip(variances, 1e-3 * self._unit**2, self._unit**2 / 4)
+
+    def _beta(self, rows: Rows) -> tuple[Floats, Floats]:
+        """(n,) each: the parameters, those of the prior being the ones with its mean and E[p (1 - p)]."""
+        means, variances = self._prior(rows)
+        within = np.clip(variances / (self._unit**2 * means * (1 - means)), *SHARE_WITHIN)
+        strength = within / (1 - within)
+        count, total = (self.evidence[rows, :2] * self._faded(rows)[:, None]).T
+        wins = np.clip((total - count * self.range[0]) / self._unit, 0, count)
+        return means * strength + wins, (1 - means) * strength + count - wins
+
+    def _inverse_chi_squared(self, rows: Rows) -> tuple[Floats, Floats]:
+        """(n,) each: degrees of freedom, and sum of squares."""
+        freedom, squares = (self.evidence[rows, 2:] * self._faded(rows)[:, None]).T
+        return FREEDOM + freedom, (FREEDOM - 2) * self._prior(rows)[1] + squares
+
+    def state(self) -> dict[str, Any]:
+        """All that a checkpoint needs; of the prompts, those that have been seen."""
+        rows = np.flatnonzero(self.seen >= 0)
+        arrays = {"rows": rows, "evidence": self.evidence[rows], "seen": self.seen[rows]}
+        arrays |= {"gram": self.gram, "moments": self.moments}
+        tensors = {name: torch.from_numpy(values.copy()) for name, values in arrays.items()}
+        return {**tensors, "clock": self.clock, "values": self.values, "range": self.range}
+
+    def load(self, state: dict[str, Any]) -> None:
+        arrays = {name: value.cpu().numpy() for name, value in state.items() if isinstance(value, torch.Tensor)}
+        self.evidence[arrays["rows"]], self.seen[arrays["rows"]] = arrays["evidence"], arrays["seen"]
+        self.gram, self.moments = arrays["gram"], arrays["moments"]
+        self.clock, self.values, self.range = state["clock"], list(state["values"]), tuple(state["range"])
+
+
+def evidence_of(rewards: Floats) -> tuple[Floats, Floats]:
+    """What groups say of their prompts' rewards.
+
+    Args:
+        rewards: (N, G), NaN where there is none.
+
+    Returns:
+        (N, 4): number and sum of valid rewards, degrees of freedom and squared deviations; and (N,) sample variances,
+        0 with fewer than two rewards.
+
+    >>> evidence, variances = evidence_of(np.array([[1.0, 0.0, np.nan], [np.nan, np.nan, 2.0]]))
+    >>> evidence.tolist(), variances.tolist()
+    ([[2.0, 1.0, 1.0, 0.5], [1.0, 2.0, 0.0, 0.0]], [0.5, 0.0])
+    """
+    valid = ~np.isnan(rewards)
+    count = valid.sum(axis=1).astype(np.float64)
+    known = np.where(valid, rewards, 0.0)
+    total = known.sum(axis=1)
+    means = total / np.maximum(count, 1)
+    squares = np.where(valid, (known - means[:, None]) ** 2, 0.0).sum(axis=1)
+    freedom = np.maximum(count - 1, 0)
+    squares = np.where(freedom > 0, squares, 0.0)
+    return np.stack([count, total, freedom, squares], axis=1), squares / np.maximum(freedom, 1)
+
+
+def rank_correlation(first: Floats, second: Floats) -> float:
+    """Spearman's, equal values sharing their mean rank; NaN where either has one value only.
+
+    >>> round(rank_correlation(np.array([1.0, 2.0, 3.0, 4.0]), np.array([1.0, 3.0, 2.0, 9.0])), 3)
+    0.8
+    """
+    ranks = []
+    for values in (first, second):
+        _, places, counts = np.unique(values, return_inverse=True, return_counts=True)
+        ranks.append((np.cumsum(counts) - (counts - 1) / 2)[places])
+    if any(len(np.unique(one)) < 2 for one in ranks):
+        return float("nan")
+    return float(np.corrcoef(*ranks)[0, 1])

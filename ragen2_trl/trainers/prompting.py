@@ -1,0 +1,223 @@
+"""Which prompts are sampled: those whose rewards may be expected to vary, before anything is paid for.
+
+The rows of TRL's sampler are replaced once they have arrived: its data loader reads ahead and could not know of the
+latest rewards. GRESO (arXiv 2506.02177) skips prompts by the number of times in a row that their rewards did not vary;
+here, places go to the largest of reward variances drawn from what is known of each prompt (Thompson sampling).
+"""
+
+import copy
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+from torch import Tensor
+
+from ragen2_trl.trainers.difficulty import difficulty_features
+from ragen2_trl.trainers.posterior import Floats, RewardPosterior, Rows, evidence_of, rank_correlation
+from ragen2_trl.trainers.processes import own_share
+from ragen2_trl.trainers.refilling import PromptStream
+
+WINDOW = 256  # groups that predictions are compared with
+TIMES = 1000  # a draw is repeated, to estimate how likely each prompt was in it
+_DRAW = 0xD4A3  # tells our draws from others of the same seed
+
+
+class SamplerStream(PromptStream):
+    """Row numbers in the order of TRL's sampler, epoch after epoch.
+
+    Args:
+        num_rows: of the dataset.
+        seed: of the run.
+        shuffle: whether each epoch has a permutation of its own.
+    """
+
+    def __init__(self, num_rows: int, seed: int, shuffle: bool):
+        super().__init__(num_rows, seed)
+        self.shuffle = shuffle
+
+    @property
+    def at_start_of_epoch(self) -> bool:
+        return self.drawn % self.num_rows == 0
+
+    def _permutation(self, epoch: int) -> list[int]:
+        if epoch != self._epoch:
+            generator = torch.Generator().manual_seed(self.seed)
+            order = torch.arange(self.num_rows)
+            for _ in range(epoch + 1 if self.shuffle else 0):
+                order = torch.randperm(self.num_rows, generator=generator)
+            self._epoch, self._order = epoch, order.tolist()
+        return self._order
+
+
+class PromptSelection:
+    """Draws rows of a dataset by the reward variance to be expected of them.
+
+    Candidates are read from the order of TRL's sampler. One that was never sampled takes a place at once; for each of
+    the other places there are `snr_candidates` of them. Of these, a share of `snr_explore` goes to those not sampled
+    for longest, and the rest to the largest draws of their reward variance. What has no place comes up again in the
+    next epoch. With features, which tell unseen prompts apart, these compete like all others.
+
+    Everything here is the same on every process.
+
+    Args:
+        accelerator: Of the trainer.
+        args: Its settings.
+        prompts: Rows of the training dataset, M.
+        shuffle: Whether TRL's sampler does.
+        features: (M, F) numbers that may predict rewards, see `RewardPosterior`.
+    """
+
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        args: Any,
+        prompts: Sequence[dict[str, Any]],
+        shuffle: bool,
+        features: Floats | None = None,
+    ):
+        self.accelerator = accelerator
+        self.args = args
+        self.prompts = prompts
+        self.stream = SamplerStream(len(prompts), args.seed, shuffle)
+        self.posterior = RewardPosterior(len(prompts), args.snr_prompt_half_life * len(prompts), features)
+        self.competes_unseen = features is not None
+        self.explored = 0.0  # places that were due to prompts not sampled for longest, what is left of one included
+        self.compared: list[list[float]] = []  # predicted and realised variance of the latest groups
+
+    def replace(self, inputs: list[dict[str, Any]]) -> None:
+        """Put this process's rows of the prompts that are drawn in place of those that TRL's sampler has brought."""
+        size = self.args.num_generations
+        rows = self.draw(len(inputs) * self.accelerator.num_processes // size)
+        own = own_share([row for row in rows for _ in range(size)], self.accelerator)
+        prompts = {row: self.prompts[row] for row in dict.fromkeys(own)}
+        # In place, for a subclass that looks at them again; copies, as what plays an episode writes into its row.
+        inputs[:] = [copy.deepcopy(prompts[row]) for row in own]
+
+    def draw(self, count: int) -> list[int]:
+        """`count` row numbers, in the order in which the stream had them."""
+        candidates = self._candidates(count)
+        waits = self.posterior.seen[candidates]
+        unseen = waits < 0
+        fresh = np.zeros(len(candidates), dtype=bool) if self.competes_unseen else unseen.copy()
+        places = count - int(fresh.sum())
+        self.explored += places * self.args.snr_explore
+        due = min(int(self.explored), places)
+        self.explored -= int(self.explored)
+        longest = np.argsort(np.where(fresh, np.iinfo(np.int64).max, waits), kind="stable")[:due]
+        sure = fresh.copy()
+        sure[longest] = True
+        others = np.flatnonzero(~sure)
+        room = count - int(sure.sum())
+        rng = np.random.default_rng([_DRAW, self.args.seed, self.stream.drawn])
+        chosen = sure.copy()
+        chosen[others[_largest(self.posterior.sample(candidates[others], rng), room)[0]]] = True
+        self.rows = candidates[chosen]
+        self.typical = (sure | unseen)[chosen]  # not sampled for what their own rewards were
+        self.predicted = self.posterior.mean(self.rows)
+        self.skipped = len(candidates) - count
+        self.weights, self.clipped = None, 0.0
+        if self.args.snr_importance_weights > 0:
+            hits = np.zeros(len(candidates))
+            hits[others] = _hits(self.posterior.sample(candidates[others], rng, TIMES), room)
+            # With one for the draw itself, the inverse has the right mean: 1/q up to the factor 1 - (1-q)^(TIMES+1).
+            chance = np.where(sure, 1.0, (hits + 1) / (TIMES + 1))[chosen]
+            weights = count / len(candidates) / chance
+            self.clipped = float((weights > self.args.snr_importance_weights).mean())
+            self.weights = np.minimum(weights, self.args.snr_importance_weights)
+        return [int(row) for row in self.rows]
+
+    def _candidates(self, places: int) -> Rows:
+        """Row numbers, each once: enough for all places, or what is left of the epoch where that fills them, too."""
+        rows: dict[int, None] = {}
+        spare: list[int] = []
+        room = places * self.args.snr_candidates
+        while len(rows) + len(spare) < places or (room > 0 and not self.stream.at_start_of_epoch):
+            (row,) = self.stream.draw(1)
+            if row not in rows:
+                rows[row] = None
+                never = self.posterior.seen[row] < 0 and not self.competes_unseen
+                room -= self.args.snr_candidates if never else 1
+            elif len(rows) == len(self.prompts):  # more places than prompts
+                spare.append(row)
+        return np.array([*rows, *spare], dtype=np.int64)
+
+    def learn(self, rewards: Tensor) -> list[float]:
+        """Take in what the prompts that were drawn last have earned.
+
+        Args:
+            rewards: (N, G) over all processes, NaN where there is no finite one.
+
+        Returns:
+            (N,) the reward variance that was expected of each.
+        """
+        earned = rewards.double().cpu().numpy()
+        self.posterior.observe(self.rows, earned, self.typical)
+        self.realised = evidence_of(earned)[1]
+        self.compared += [list(pair) for pair in zip(self.predicted.tolist(), self.realised.tolist(), strict=True)]
+        self.compared = self.compared[-WINDOW:]
+        expected: list[float] = self.predicted.tolist()
+        return expected
+
+    def metrics(self) -> dict[str, float]:
+        """Of the prompts that were drawn last, and how well predictions have done of late."""
+        posterior = self.posterior
+        correlation = rank_correlation(*np.array(self.compared).T)
+        weighted = {} if self.weights is None else {"importance_clipped": self.clipped}
+        return {
+            "predicted_variance": float(self.predicted.mean()),
+            "realised_variance": float(self.realised.mean()),
+            **({} if math.isnan(correlation) else {"prediction_rank_correlation": correlation}),
+            "skipped_prompts": float(self.skipped),
+            "oldest_unseen": float(posterior.clock - max(0, int(posterior.seen.min()))),
+            **weighted,
+        }
+
+    def weighted(self, advantages: Tensor) -> Tensor:
+        """Advantages (rows,) or (rows, T) of this process, those of prompts that are drawn often made small."""
+        if self.weights is None:
+            return advantages
+        rows = torch.from_numpy(self.weights).repeat_interleave(self.args.num_generations)
+        own = own_share(rows, self.accelerator).to(advantages)
+        return advantages * (own if advantages.ndim == 1 else own.unsqueeze(1))
+
+    def state(self) -> dict[str, Any]:
+        """All that a checkpoint needs, the same on every process."""
+        known = {"explored": self.explored, "compared": self.compared, "posterior": self.posterior.state()}
+        return {"num_rows": len(self.prompts), "drawn": self.stream.drawn, **known}
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Go on from a checkpoint.
+
+        Raises:
+            ValueError: if it is of a dataset of another length, whose rows have other numbers.
+        """
+        if state["num_rows"] != len(self.prompts):
+            raise ValueError(
+                f"train_dataset has {len(self.prompts)} rows; the checkpoint's snr_prompt_selection knows "
+                f"{state['num_rows']} by their number; allowed: the dataset of the checkpoint, or a run of its own."
+            )
+        self.stream.drawn, self.explored, self.compared = state["drawn"], state["explored"], list(state["compared"])
+        self.posterior.load(state["posterior"])
+
+
+def selection_of(trainer: Any) -> PromptSelection | None:
+    """What chooses a trainer's prompts; `None` where it samples them as they come."""
+    if not trainer.args.snr_prompt_selection:
+        return None
+    args, rows = trainer.args, trainer.train_dataset
+    features = difficulty_features(args.snr_difficulty_columns, rows, trainer.reward_funcs)
+    rows = trainer._remove_unused_columns(rows, description="training")
+    return PromptSelection(trainer.accelerator, args, rows, trainer.shuffle_dataset, features)
+
+
+def _largest(scores: Floats, count: int) -> Rows:
+    """(times, count) numbers of the largest of (times, n) scores; of equal ones, the first."""
+    return np.argsort(-scores, axis=1, kind="stable")[:, :count]
+
+
+def _hits(scores: Floats, count: int) -> Rows:
+    """(n,) in how many of (times, n) scores each is among the `count` largest."""
+    return np.bincount(_largest(scores, count).ravel(), minlength=scores.shape[1])

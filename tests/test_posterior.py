@@ -1,0 +1,219 @@
+"""What is expected of prompts, against plain loops and simulated rewards; and which of them are drawn."""
+
+import math
+from itertools import islice
+from statistics import fmean, variance
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from trl.trainer.utils import RepeatSampler
+
+from ragen2_trl.trainers.posterior import RewardPosterior, evidence_of, rank_correlation
+from ragen2_trl.trainers.prompting import PromptSelection, SamplerStream
+
+GROUP = 8
+ALONE = SimpleNamespace(num_processes=1, process_index=0)
+
+
+def selection(num_rows=64, features=None, **settings):
+    args = {"snr_candidates": 4, "snr_explore": 0.1, "snr_prompt_half_life": 1.0, "snr_importance_weights": 0.0}
+    args = SimpleNamespace(**{**args, "seed": 5, "num_generations": GROUP, **settings})
+    return PromptSelection(ALONE, args, [{}] * num_rows, True, features)
+
+
+def play(chosen, chances, steps, count, rng):
+    """Draw, sample and learn, as a training run does; gives the rows of each step."""
+    drawn = []
+    for _ in range(steps):
+        drawn.append(chosen.draw(count))
+        rewards = rng.random((count, GROUP)) < chances[drawn[-1]][:, None]
+        chosen.learn(torch.tensor(rewards, dtype=torch.float))
+    return drawn
+
+
+def mixed(num_rows=1024, dead=0.7, seed=0):
+    """Chances of prompts of which 70 % are never solved."""
+    rng = np.random.default_rng(seed)
+    return np.where(rng.random(num_rows) < dead, 0.0, rng.uniform(0.2, 0.8, num_rows)), rng
+
+
+def zero_variance(chances, drawn, rng):
+    rewards = rng.random((len(drawn), GROUP)) < chances[drawn][:, None]
+    return (rewards.std(axis=1) == 0).mean()
+
+
+def test_evidence_is_that_of_a_plain_loop():
+    rng = np.random.default_rng(1)
+    rewards = np.where(rng.random((20, 5)) < 0.3, np.nan, rng.normal(size=(20, 5)))
+    evidence, variances = evidence_of(rewards)
+    for row, (count, total, freedom, squares), found in zip(rewards, evidence, variances, strict=True):
+        valid = [one for one in row if not math.isnan(one)]
+        assert (count, freedom) == (len(valid), max(0, len(valid) - 1))
+        assert total == pytest.approx(sum(valid))
+        assert squares == pytest.approx(sum((one - fmean(valid)) ** 2 for one in valid) if valid else 0, abs=1e-12)
+        assert found == pytest.approx(variance(valid) if len(valid) > 1 else 0)
+
+
+@pytest.mark.parametrize("levels", [(0.0, 1.0), (-2.0, 3.0), (0.0, 0.1, 1.0)], ids=["binary", "shifted", "three"])
+def test_samples_have_the_mean_that_is_predicted(levels):
+    """Of two values, a Beta; of more, an inverse chi-squared, whose draws are cut at the largest variance there is."""
+    posterior, rng = RewardPosterior(3, half_life=1e9), np.random.default_rng(2)
+    for weights in ((1, 0, 0), (1, 1, 1), (1, 3, 1)):
+        shares = np.array(weights[: len(levels)]) / sum(weights[: len(levels)])
+        rewards = rng.choice(levels, p=shares, size=(3, GROUP))
+        posterior.observe(np.arange(3), rewards, np.ones(3, dtype=bool))
+    rows = np.arange(3)
+    assert posterior.sample(rows, rng, 100_000).mean(axis=0) == pytest.approx(posterior.mean(rows), rel=0.1)
+
+
+def test_the_beta_counts_faded_rewards():
+    """After half a half-life twice, the first group counts half, and the prior is that of all groups seen."""
+    posterior, low, high = RewardPosterior(4, half_life=2.0), -1.0, 1.0
+    first = np.array([[low] * 6 + [high] * 2])
+    posterior.observe(np.array([0]), first, np.array([True]))
+    for row in (1, 2):
+        posterior.observe(np.array([row]), np.array([[low] * GROUP]), np.array([True]))
+    a, b = posterior._beta(np.array([0, 3]))
+    assert (a[0] - a[1], b[0] - b[1]) == pytest.approx((2 * 0.5, 6 * 0.5))
+    groups, keep = [(-0.5, variance(first[0])), (low, 0.0), (low, 0.0)], 1 - 1 / 256
+    weights = [keep**2, keep, 1.0]
+    mean = (sum(w * g[0] for w, g in zip(weights, groups, strict=True)) + 4 * 0.0) / (sum(weights) + 4)
+    spread = (sum(w * g[1] for w, g in zip(weights, groups, strict=True)) + 4 * 4 / 6) / (sum(weights) + 4)
+    chance = (mean - low) / 2
+    assert a[1] / (a[1] + b[1]) == pytest.approx(chance)
+    assert posterior.mean(np.array([3]))[0] == pytest.approx(spread)
+
+
+def test_what_is_predicted_comes_true_and_flat_groups_become_few():
+    """1,024 prompts, 70 % of them dead: after three epochs, most of the groups that are sampled have variance."""
+    chances, rng = mixed()
+    chosen = selection(len(chances))
+    play(chosen, chances, 192, 16, rng)
+    predicted, realised, flat = [], [], []
+    for _ in range(100):
+        (drawn,) = play(chosen, chances, 1, 16, rng)
+        predicted.append(chosen.predicted.mean())
+        realised.append(chosen.realised.mean())
+        flat.append(zero_variance(chances, drawn, rng))
+    assert fmean(flat) < 0.35 < zero_variance(chances, list(range(1024)), rng)
+    assert fmean(predicted) == pytest.approx(fmean(realised), rel=0.15)
+    assert chosen.metrics()["prediction_rank_correlation"] > 0.3
+
+
+def test_prompts_that_begin_to_teach_are_found_again():
+    chances, rng = mixed(256)
+    chosen = selection(256)
+    play(chosen, chances, 48, 16, rng)
+    asleep = np.flatnonzero(chances == 0)[:64]
+    chances[asleep] = 0.5
+    before = np.isin(np.concatenate(play(chosen, chances, 8, 16, rng)), asleep).mean()
+    play(chosen, chances, 80, 16, rng)
+    after = np.isin(np.concatenate(play(chosen, chances, 16, 16, rng)), asleep).mean()
+    assert after > max(0.3, 2 * before)
+
+
+def test_no_prompt_starves():
+    """The one not sampled for longest has a place whenever it comes up, which is once an epoch."""
+    chances = np.where(np.arange(128) < 32, 0.5, 0.0)
+    chosen, rng = selection(128, snr_explore=0.125), np.random.default_rng(3)
+    drawn = play(chosen, chances, 128, 8, rng)
+    assert set(np.concatenate(drawn[16:])) == set(range(128))
+    oldest = chosen.posterior.clock - chosen.posterior.seen.min()
+    assert chosen.metrics()["oldest_unseen"] == oldest < 1024
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_the_stream_is_that_of_trls_sampler(shuffle):
+    stream, sampler = SamplerStream(12, 7, shuffle), RepeatSampler(range(12), 1, shuffle=shuffle, seed=7)
+    assert stream.draw(36) == [row for _ in range(3) for row in islice(sampler, 12)]
+
+
+def test_fresh_prompts_pass_and_candidates_are_distinct():
+    chosen, stream = selection(20, snr_candidates=3), SamplerStream(20, 5, True)
+    rewards = torch.tensor([[0.0, 1.0] * 4] * 6)
+    for _ in range(3):
+        assert chosen.draw(6) == stream.draw(6)
+        chosen.learn(rewards)
+    tail = stream.draw(2)
+    drawn = chosen.draw(6)  # two are left of the epoch, for four more places there are twelve candidates
+    assert drawn[:2] == tail and len(set(drawn)) == 6
+    assert chosen.skipped == 8
+    chosen.learn(rewards)
+    for _ in range(20):
+        assert len(set(chosen.draw(6))) == 6
+        chosen.learn(rewards)
+
+
+def test_a_state_carries_everything():
+    chances, rng = mixed(64)
+    chosen = selection()
+    play(chosen, chances, 9, 8, rng)
+    copy = selection()
+    copy.load(chosen.state())
+    rewards = torch.tensor(rng.random((8, GROUP)) < 0.5).float()
+    for _ in range(6):
+        assert copy.draw(8) == chosen.draw(8)
+        copy.learn(rewards)
+        chosen.learn(rewards)
+        assert copy.metrics() == chosen.metrics()
+    with pytest.raises(ValueError, match="train_dataset has 32 rows"):
+        selection(32).load(chosen.state())
+
+
+def test_features_tell_unseen_prompts_apart():
+    """Reward varies most in the middle of what a number says."""
+    rng = np.random.default_rng(4)
+    hardness = rng.normal(size=512)
+    chances = np.clip(0.5 - 0.4 * hardness, 0, 1)
+    features = np.stack([hardness, hardness**2 - 1], axis=1)
+    blind, seeing = selection(512), selection(512, features)
+    errors = []
+    for chosen in (blind, seeing):
+        play(chosen, chances, 16, 8, np.random.default_rng(5))
+        unseen = np.flatnonzero(chosen.posterior.seen < 0)
+        truth = (chances * (1 - chances))[unseen]
+        errors.append(np.abs(chosen.posterior.mean(unseen) - truth).mean())
+    assert errors[1] < 0.6 * errors[0]
+
+
+def naive_ranks(values):
+    return [sum(b < a for b in values) + (sum(b == a for b in values) - 1) / 2 for a in values]
+
+
+def test_rank_correlation_is_that_of_mean_ranks():
+    rng = np.random.default_rng(6)
+    first, second = rng.integers(0, 5, 40).astype(float), rng.normal(size=40)
+    expected = np.corrcoef(naive_ranks(first), naive_ranks(second))[0, 1]
+    assert rank_correlation(first, second) == pytest.approx(expected)
+    assert math.isnan(rank_correlation(first, np.ones(40)))
+
+
+def mean_update(weights, steps=800):
+    """Mean over steps of the mean of the gradients, two numbers for each prompt, of those drawn; and their shares."""
+    rng = np.random.default_rng(8)
+    chances = np.tile([0.0, 0.05, 0.3, 0.5], 6)
+    gradients = rng.normal(size=(24, 2)) + 1
+    chosen = selection(24, snr_importance_weights=weights, snr_candidates=3)
+    play(chosen, chances, 6, 4, rng)  # all seen
+    updates, times = [], np.zeros(24)
+    for _ in range(steps):
+        (rows,) = play(chosen, chances, 1, 4, rng)
+        own = chosen.weights if weights else np.ones(4)
+        updates.append((own[:, None] * gradients[rows]).mean(axis=0))
+        times[rows] += 1
+    error = np.std(updates, axis=0) / math.sqrt(steps)
+    return np.mean(updates, axis=0), error, gradients, times / times.sum()
+
+
+def test_weighted_updates_are_those_of_prompts_drawn_evenly():
+    mean, error, gradients, shares = mean_update(weights=1e6)
+    assert shares.max() > 2 * shares.min()  # it was not even
+    assert np.all(np.abs(mean - gradients.mean(axis=0)) < 4 * error)
+
+
+def test_updates_without_weights_are_those_of_the_prompts_that_are_drawn():
+    mean, error, gradients, shares = mean_update(weights=0.0)
+    assert mean == pytest.approx(shares @ gradients)
+    assert np.any(np.abs(mean - gradients.mean(axis=0)) > 4 * error)

@@ -1,0 +1,251 @@
+"""Prompts chosen before they are sampled, through real training runs."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from algorithms import GRPO, STILL, for_each, replay_of
+from conftest import PROMPTS, assert_same_parameters, parameters_of
+from datasets import Dataset, IterableDataset
+from refills import WORDS, Seen, replay_with
+from replay import Recorder, move_away
+from test_promises_resume import assert_same_optimizer_states, log_rows
+from transformers import TrainerCallback
+
+from ragen2_trl.envs import make_env
+from ragen2_trl.tiny import resolve_model
+from ragen2_trl.trainers.difficulty import difficulty_features
+
+SELECTS = {"snr_prompt_selection": True, "snr_strategy": "none"}
+
+
+def selecting_run(algorithm, policy_path, folder, varied=(0, 3, 5), **settings):
+    args = algorithm.args(folder, **{**SELECTS, **settings})
+    return algorithm.make(policy_path, args, replay_with(policy_path, set(varied)))
+
+
+@for_each
+def test_in_a_stream_of_fresh_prompts_nothing_changes(algorithm, policy_path, tmp_path):
+    """Eight prompts, two a step: one epoch is four steps."""
+    seen, ends = [], []
+    for on in (False, True):
+        trainer = selecting_run(algorithm, policy_path, tmp_path, snr_prompt_selection=on, max_steps=4)
+        seen.append(Seen(trainer))
+        trainer.train()
+        ends.append(parameters_of(trainer))
+    assert seen[0].asked == seen[1].asked
+    assert_same_parameters(*ends)
+
+
+@for_each
+def test_one_candidate_a_place_is_trl_in_every_epoch(algorithm, policy_path, tmp_path):
+    options = ({"snr_prompt_selection": False}, {"snr_candidates": 1})
+    ends = []
+    for one in options:
+        trainer = selecting_run(algorithm, policy_path, tmp_path, max_steps=9, **one)
+        trainer.train()
+        ends.append(parameters_of(trainer))
+    assert_same_parameters(*ends)
+
+
+@for_each
+def test_prompts_that_teach_nothing_are_sampled_less_and_none_starves(algorithm, policy_path, tmp_path):
+    trainer = selecting_run(algorithm, policy_path, tmp_path, max_steps=30, learning_rate=0.0)
+    seen = Seen(trainer)
+    trainer.train()
+    asked = [prompt for one in seen.asked[4:] for prompt in one]
+    times = {word: asked.count(word) / 4 for word in WORDS}
+    taught = [times[WORDS[number]] for number in (0, 3, 5)]
+    others = [times[word] for number, word in enumerate(WORDS) if number not in (0, 3, 5)]
+    assert sum(taught) > 2 * sum(others)
+    assert min(others) >= 1
+
+
+@for_each
+def test_resuming_continues_the_same_run(algorithm, policy_path, tmp_path):
+    settings = {"max_steps": 9, "save_steps": 6, "save_strategy": "steps", "snr_refill_rounds": 2}
+    whole = selecting_run(algorithm, policy_path, tmp_path / "whole", **settings)
+    whole.train()
+    resumed = selecting_run(algorithm, policy_path, tmp_path / "resumed", **settings)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-6"))
+    assert_same_parameters(parameters_of(whole), parameters_of(resumed))
+    assert_same_optimizer_states(whole, resumed)
+    assert log_rows(resumed) == log_rows(whole)
+    assert any(row["snr/skipped_prompts"] for row in log_rows(whole)[6:])
+
+
+@for_each
+def test_refilled_batches_are_full_of_prompts_that_teach(algorithm, policy_path, tmp_path):
+    """The further ones are drawn from the same stream: no prompt twice in a step where there are others."""
+    settings = {"snr_refill_rounds": 8, "max_steps": 8, "learning_rate": 0.0, "snr_prompt_half_life": 8}
+    used = []
+    for on in (False, True):
+        trainer = selecting_run(algorithm, policy_path, tmp_path, **settings, snr_prompt_selection=on)
+        trainer.train()
+        rows = log_rows(trainer)
+        assert all(row["snr/refilled_groups"] == 2 for row in rows)
+        used.append(sum(row["snr/prompts_used"] for row in rows[4:]))
+    assert used[1] < used[0]
+
+
+def test_a_second_training_begins_anew_also_with_another_dataset(policy_path, tmp_path):
+    trainer = selecting_run(GRPO, policy_path, tmp_path, max_steps=6)
+    trainer.train()
+    assert trainer._prompts.posterior.clock == 12
+    trainer.train_dataset = Dataset.from_dict({"prompt": WORDS[:4]})
+    seen = Seen(trainer)
+    trainer.train()
+    assert trainer._prompts.posterior.clock == 12 and len(trainer._prompts.posterior.seen) == 4
+    assert {prompt for prompts in seen.asked for prompt in prompts} == set(WORDS[:4])
+
+
+def test_a_checkpoint_of_another_dataset_is_refused(policy_path, tmp_path):
+    settings = {"max_steps": 2, "save_steps": 1, "save_strategy": "steps"}
+    selecting_run(GRPO, policy_path, tmp_path, **settings).train()
+    other = selecting_run(GRPO, policy_path, tmp_path, **settings)
+    other.train_dataset = Dataset.from_dict({"prompt": WORDS[:4]})
+    with pytest.raises(ValueError, match="train_dataset has 4 rows; the checkpoint's snr_prompt_selection knows 8"):
+        other.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+
+
+def test_weights_scale_advantages_and_say_how_many_were_cut(policy_path, tmp_path):
+    settings = {"snr_importance_weights": 1.5, "max_steps": 8, "snr_candidates": 2, "beta": 0.0}
+    trainer = selecting_run(GRPO, policy_path, tmp_path, **settings)
+    seen, weights = Seen(trainer), []
+
+    class Weights(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            weights.append(trainer._prompts.weights.copy())
+
+    trainer.add_callback(Weights())
+    trainer.train()
+    assert [one.tolist() for one in weights[:4]] == [[1.0, 1.0]] * 4  # fresh: drawn for sure
+    assert any(one.max() != 1.0 for one in weights[4:]) and max(one.max() for one in weights) <= 1.5
+    largest = [batch["advantages"].abs().max().item() for batch in seen.batches]
+    plain = max(largest[:4])
+    assert all(one <= 1.5 * plain + 1e-6 for one in largest)
+    assert any(row["snr/importance_clipped"] > 0 for row in log_rows(trainer))
+
+
+def test_rows_that_others_write_into_stay_as_they_are(policy_path, tmp_path):
+    """A rollout function's outcomes and a task's own columns are written into the rows of a batch."""
+    env = make_env("frozen_lake", size=3)
+    args = GRPO.args(tmp_path, **SELECTS, max_steps=3, snr_difficulty_columns=["path_length"])
+    dataset = env.dataset(4, seed=0)
+    rows = [dict(row) for row in dataset]
+
+    def reward(completions, seed, **columns):
+        return [random.Random(f"{one}{text}").random() for one, text in zip(seed, completions, strict=True)]
+
+    vars(reward)["environment"] = env
+    trainer = GRPO.make(policy_path, args, reward, dataset)
+    trainer.train()
+    assert [dict(row) for row in trainer._prompts.prompts] == rows
+    assert trainer._prompts.posterior.features.shape == (4, 3)
+
+
+@pytest.mark.parametrize(
+    ("task", "names"),
+    [
+        ("frozen_lake", {"path_length", "holes"}),
+        ("sokoban", {"solution_length", "boxes"}),
+        ("countdown", {"numbers", "target"}),
+        ("bandit", set()),
+    ],
+)
+def test_tasks_name_numbers_that_may_predict_rewards(task, names):
+    env = make_env(task)
+    for row in env.dataset(4, seed=0):
+        episode = env.episode(row, random.Random(0))
+        assert set(episode.difficulty) == names
+        if names & {"path_length", "solution_length"}:
+            _, actions = episode.plan(random.Random(1))
+            assert len(actions) in episode.difficulty.values()
+
+
+def test_features_are_numbers_and_their_squares_in_units_of_their_spread():
+    rows = Dataset.from_dict({"prompt": ["a"] * 4, "level": [1, 2, 3, None], "flat": [5, 5, 5, 5]})
+    features = difficulty_features(["level", "flat"], rows, [])
+    unit = np.sqrt(3 / 2)
+    np.testing.assert_allclose(features[:, 0], [-unit, 0, unit, 0])
+    np.testing.assert_allclose(features[:, 1], [0.5, -1, 0.5, 0])
+    np.testing.assert_allclose(features[:, 2], 0)
+    with pytest.raises(ValueError, match=r"names \['prompt'\], numbers that rows do not have; allowed: level, flat"):
+        difficulty_features(["prompt"], rows, [])
+
+
+def test_datasets_without_rows_are_refused(policy_path, make_args):
+    dataset = IterableDataset.from_generator(lambda: ({"prompt": prompt} for prompt in WORDS))
+    with pytest.raises(ValueError, match="snr_prompt_selection=True draws prompts by their row, which a IterableData"):
+        GRPO.make(policy_path, make_args(snr_prompt_selection=True), lambda completions, **_: [0.0], dataset)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"snr_candidates": 0}, "snr_candidates=0 is out of range; allowed: 1 or more"),
+        ({"snr_explore": 1.5}, "snr_explore=1.5 is out of range; allowed: 0 to 1"),
+        ({"snr_prompt_half_life": 0.0}, "snr_prompt_half_life=0.0 is out of range; allowed: above 0"),
+        ({"snr_prompt_selection": True, "snr_importance_weights": 0.5}, "allowed: 0, or 1 and more"),
+        ({"snr_importance_weights": 2.0}, "snr_importance_weights=2.0 is about how prompts are chosen"),
+        ({"snr_difficulty_columns": ["a"]}, "is about how prompts are chosen; allowed without snr_prompt_selection"),
+        (
+            {"snr_prompt_selection": True, "snr_importance_weights": 2.0, "snr_refill_rounds": 1},
+            "hangs on the rewards of others; allowed with it: 0",
+        ),
+    ],
+)
+def test_a_bad_setting_is_named(make_args, settings, message):
+    with pytest.raises(ValueError, match=message):
+        make_args(**settings)
+
+
+def flat(gradient):
+    return torch.cat([gradient[name].flatten() for name in sorted(gradient)])
+
+
+@pytest.mark.slow
+def test_weighted_gradients_average_to_the_plain_one_and_others_to_that_of_the_prompts_drawn(policy_path, tmp_path):
+    """Of 146 steps after an epoch of fresh prompts, at weights that stay, of groups that are always the same."""
+    plain = flat(GRPO.plain_gradient(policy_path, PROMPTS, loss_type="grpo"))
+    alone = {one: flat(GRPO.plain_gradient(policy_path, [one], loss_type="grpo")) for one in PROMPTS}
+    for largest in (0.0, 1e6):
+        neutral = {"snr_strategy": "none", "snr_include_zero": True, "loss_type": "grpo", "max_steps": 150, **STILL}
+        args = GRPO.args(tmp_path, **neutral, snr_prompt_selection=True, snr_importance_weights=largest)
+        recorder = Recorder()
+        trainer = GRPO.make(policy_path, args, replay_of(policy_path), callbacks=[recorder])
+        move_away(trainer.model)
+        seen = Seen(trainer)
+        trainer.train()
+        found = torch.stack([flat(gradient) for gradient in recorder.gradients[4:]])
+        error = (found.var(dim=0).sum() / len(found)).sqrt()
+        distance = (found.mean(dim=0) - plain).norm()
+        if largest:
+            assert distance < 3 * error
+        else:
+            assert distance > 3 * error
+            drawn = [prompt for one in seen.asked[4:] for prompt in one]
+            reweighted = torch.stack([alone[prompt] for prompt in drawn]).mean(dim=0)
+            torch.testing.assert_close(found.mean(dim=0), reweighted, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_on_lakes_of_which_most_are_dead_flat_groups_become_few(tmp_path):
+    """The tiny model on 96 lakes, 70 % of which give no reward whatever is answered; the first epoch is 12 steps."""
+    env = make_env("frozen_lake")
+    dead = np.random.default_rng(0).random(96) < 0.7
+    dataset = env.dataset(96, seed=0).add_column("dead", dead.tolist())
+
+    def reward(completions, dead, **columns):
+        rewards = env.success_func(completions=completions, **columns)
+        return [0.0 if is_dead else value for value, is_dead in zip(rewards, dead, strict=True)]
+
+    settings = {"per_device_train_batch_size": 64, "num_generations": 8, "max_completion_length": 64}
+    args = GRPO.args(tmp_path, **SELECTS, **settings, max_steps=36, learning_rate=0.0)
+    trainer = GRPO.make(resolve_model("tiny"), args, reward, dataset)
+    trainer.train()
+    flat = [row["snr/zero_variance_fraction"] for row in log_rows(trainer)]
+    assert np.mean(flat[:12]) > 0.7
+    assert np.mean(flat[18:]) < np.mean(flat[:12]) - 0.25
+    assert log_rows(trainer)[-1]["snr/prediction_rank_correlation"] > 0.2
