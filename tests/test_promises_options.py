@@ -75,7 +75,7 @@ def test_a_quarter_without_variance_is_trained_on_where_such_groups_are_included
 def test_with_few_groups_a_quarter_is_that_of_the_window(policy_path, tmp_path):
     """Two of eight groups a generation: each is kept if it is in the quarter of those before it and itself."""
     layout = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1, "steps_per_generation": 1}
-    trainer, _ = run(GRPO, policy_path, tmp_path, snr_quartile=1, **{**layout, "max_steps": 40})
+    trainer, _ = run(GRPO, policy_path, tmp_path, snr_quartile=1, **{**layout, "max_steps": 24})
     kept = [row["snr/kept_fraction"] for row in trainer.state.log_history if "snr/kept_fraction" in row]
     assert 0.15 < sum(kept) / len(kept) < 0.4
     assert row_of(trainer)["snr/window_groups"] == 2

@@ -270,8 +270,9 @@ class SNRFilterConfig:
     def _check_selection(self) -> None:
         """Refuse what would be without effect beside a setting, or without a meaning."""
         fields = self.__dataclass_fields__
+        beside: dict[str, tuple[Any, ...]]
         defaults: dict[str, tuple[Any, ...]] = {n: (fields[n].default,) for n in ("snr_strategy", "snr_value")}
-        selects = {"snr_mode": ("drop", "mask"), "snr_refill_rounds": (0,)}
+        selects: dict[str, tuple[Any, ...]] = {"snr_mode": ("drop", "mask"), "snr_refill_rounds": (0,)}
         if self.snr_keep == "random":
             self._allow("snr_keep='random'", "draws as many as a selection of one generation keeps", **selects)
         if self.snr_quartile is not None:
@@ -282,8 +283,8 @@ class SNRFilterConfig:
             reason = "keeps snr_trajectory_fraction of the completions of each group and ranks no groups"
             self._allow("snr_level='trajectory'", reason, **beside)
         if self.snr_loss_scaling == "whole_loss_by_value":
-            strategies = {"snr_strategy": FRACTIONS, "snr_quartile": (None,), "snr_level": ("group",)}
-            beside = {**strategies, "snr_mode": ("drop", "mask")}
+            beside = {"snr_strategy": FRACTIONS, "snr_quartile": (None,), "snr_level": ("group",)}
+            beside["snr_mode"] = ("drop", "mask")
             self._allow("snr_loss_scaling='whole_loss_by_value'", "needs a fraction in use as snr_value", **beside)
 
     def _allow(self, setting: str, reason: str, **allowed: tuple[Any, ...]) -> None:
