@@ -29,6 +29,8 @@ class Replay:
     group's rewards; completions are random token ids of varying lengths.
     """
 
+    group_size = GROUP_SIZE
+
     def __init__(self, tokenizer, rewards: dict[str, list[float]], equal_lengths: bool = False):
         self.tokenizer = tokenizer
         self.rewards = rewards
@@ -45,7 +47,7 @@ class Replay:
         completion_ids, rewards = [], []
         first = trainer.accelerator.process_index * len(prompts)
         for number, prompt in enumerate(prompts, start=first):
-            member = number % GROUP_SIZE
+            member = number % self.group_size
             completion_ids.append(self.completions[prompt][member])
             rewards.append(self.rewards[prompt][member])
         return {
@@ -65,13 +67,13 @@ class Replay:
 
         def generate(prompt_ids, *args):
             rows = enumerate(prompts[tuple(ids)] for ids in prompt_ids)
-            completions = [self.completions[prompt][number % GROUP_SIZE] for number, prompt in rows]
+            completions = [self.completions[prompt][number % self.group_size] for number, prompt in rows]
             return completions if isinstance(trainer, RLOOTrainer) else (completions, None)
 
         trainer._generate_single_turn = generate
 
     def score(self, prompts, **kwargs):
-        return [self.rewards[prompt][number % GROUP_SIZE] for number, prompt in enumerate(prompts)]
+        return [self.rewards[prompt][number % self.group_size] for number, prompt in enumerate(prompts)]
 
 
 def gradients_of(trainer_class, policy_path, args, replay, prompt_names):

@@ -81,6 +81,10 @@ def test_resuming_continues_the_same_run(algorithm, settings, policy_path, promp
 MORE = {
     "default": {},
     "random scores": {"snr_score": "random", "snr_value": 0.5},
+    "random groups": {"snr_keep": "random", "snr_value": 0.5, **AMID_GENERATION},
+    "random completions": {"snr_keep": "random", "snr_level": "trajectory"},
+    "ends of groups amid two iterations": {"snr_level": "trajectory", **AMID_ITERATIONS},
+    "a quarter": {"snr_quartile": 1},
     "amid two iterations": AMID_ITERATIONS,
     "windows out of step": OUT_OF_STEP,
     "mask": {"snr_mode": "mask", "num_iterations": 2},

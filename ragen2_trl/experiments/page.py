@@ -83,7 +83,7 @@ def analyse(experiments: Sequence[Experiment], folder: Path, scale: str = "tiny"
         check_readable(one)
     store = Store(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    claims = [_claim(_grid(one, store, scale, quick), folder) for one in experiments]
+    claims = [_claim(read_grid(one, store, scale, quick), folder) for one in experiments]
     template = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
         undefined=StrictUndefined,
@@ -117,10 +117,10 @@ def _keys(experiment: Experiment, store: Store, scale: str, quick: bool) -> set[
     return {cell.key for cell in experiment.cells(quick, scale)} & store.done()
 
 
-def _grid(experiment: Experiment, store: Store, scale: str, quick: bool) -> Grid:
+def read_grid(experiment: Experiment, store: Store, scale: str, quick: bool) -> Grid:
     cells = experiment.cells(quick, scale)
     runs = read_runs([(cell.key, cell.seed, cell.levels, cell.fields) for cell in cells], store)
-    others = [_grid(one, store, scale, quick) for one in experiment.others]
+    others = [read_grid(one, store, scale, quick) for one in experiment.others]
     return Grid(experiment, cells, {run.key: run for run in runs}, others)
 
 

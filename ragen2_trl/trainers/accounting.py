@@ -88,7 +88,7 @@ class Accounting(TrainerCallback):
                 f"{self.selector.reward_range}. Either no prompt's completions differ in reward (see "
                 f"frac_reward_zero_std, snr/dropped_all_best and snr/dropped_all_worst: too easy, or too hard), or "
                 f"their differences are below the slack: snr_selection_eps={args.snr_selection_eps} with "
-                f"snr_selection_eps_scale={args.snr_selection_eps_scale!r}."
+                f"snr_selection_eps_scale={args.snr_selection_eps_scale!r}{self._of_quarter(args)}."
             )
             control.should_training_stop = True
 
@@ -100,6 +100,14 @@ class Accounting(TrainerCallback):
             self.metrics["entropy"].append(self.entropy)
             for name in self.of_no_update:
                 self.metrics[name].append(0.0)
+
+    def _of_quarter(self, args: Any) -> str:
+        if args.snr_quartile is None:
+            return ""
+        return (
+            f". Or there is no variance in the quarter that snr_quartile={args.snr_quartile} keeps: "
+            "snr_include_zero=True trains on it all the same"
+        )
 
     def _why_cold(self, args: Any) -> str:
         """What every completion of the run so far has in common, and what to do about it."""
@@ -126,7 +134,7 @@ class Accounting(TrainerCallback):
             return (
                 f"rewards differ, but the settings keep no group: snr_strategy={args.snr_strategy!r}, "
                 f"snr_value={args.snr_value}, snr_selection_eps={args.snr_selection_eps} in the unit of "
-                f"snr_score={args.snr_score!r}."
+                f"snr_score={args.snr_score!r}{self._of_quarter(args)}."
             )
         if highest - lowest <= ZERO_STD:
             return (

@@ -47,7 +47,7 @@ def nothing_to_rank(args: SNRFilterConfig) -> str | None:
     if args.snr_mode == "soft":
         reason = f"snr_mode='soft' compares groups of one generation, which has one. What would change that: {larger}."
         return reason if groups == 1 else None
-    if neutral(args):
+    if neutral(args) or args.snr_level == "trajectory":
         return None
     if args.snr_strategy == "top_k_abs" and args.snr_value >= groups:
         return (

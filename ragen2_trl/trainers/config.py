@@ -1,13 +1,16 @@
 """The filter's settings, mixed into the configuration of each trainer."""
 
 from dataclasses import dataclass, field
+from typing import Any
 
-from ragen2_trl.filtering import KEEP, SCORES, STRATEGIES, check_choice, check_selection_value
+from ragen2_trl.filtering import KEEP, QUARTILES, SCORES, STRATEGIES, check_choice, check_selection_value
 from ragen2_trl.trainers.reference import FEW_GROUPS
 
 EPS_SCALES = ("reward_range", "absolute")
 MODES = ("drop", "mask", "soft")
-LOSS_SCALINGS = ("none", "linear", "sqrt")
+LEVELS = ("group", "trajectory")
+LOSS_SCALINGS = ("none", "linear", "sqrt", "whole_loss_by_value")
+FRACTIONS = ("top_p", "top_p_softmax", "top_k")  # strategies whose value is a fraction, of mass or of groups
 REWARD_SCALINGS = ("batch", "task")
 
 
@@ -42,15 +45,35 @@ class SNRFilterConfig:
             group that is ranked first is never dropped for it. `"absolute"`: that of the scores, as in the reference
             code; a batch whose summed score is below `eps / value` then keeps nothing.
         snr_keep (`str`, *optional*, defaults to `"largest"`):
-            Which end of the ranking is kept. `"smallest"` is the paper's reverse ablation.
+            Which end of the ranking is kept. `"smallest"` is the paper's reverse ablation. `"random"` is the control
+            of equal size: as many groups as `"largest"` would keep, drawn from all groups that there are, those
+            without variance among them, as dropping at random means. The draw has a generator of its own.
+        snr_quartile (`int` or `None`, *optional*):
+            Train on one quarter of the groups alone, by the rank of their score: 1 is the highest, 4 the lowest, as
+            in the paper's Table 6 (the reference code's gradient buckets count upwards). It takes the place of
+            `snr_strategy` and ranks all groups, those without variance too. A quarter in which no group has variance
+            is an empty step, unless `snr_include_zero` is set.
+        snr_level (`str`, *optional*, defaults to `"group"`):
+            What is kept or dropped. `"group"`: whole groups. `"trajectory"` (the paper's Table 7): completions. Of
+            every group with variance those with the highest and the lowest rewards are kept, with the advantages that
+            they have in their whole group; no group is ranked against another. `snr_include_zero` takes groups
+            without variance in.
+        snr_trajectory_fraction (`float`, *optional*, defaults to `0.5`):
+            For `snr_level="trajectory"`: the fraction of each group's completions that is kept, half of it from the
+            top and half from the bottom; at least two completions.
         snr_mode (`str`, *optional*, defaults to `"drop"`):
             What happens to the groups that are not kept. `"drop"` removes them from the update's forward and backward
             passes. `"mask"` computes them and zeroes their contribution: the same gradient for none of the savings.
             `"soft"` selects nothing and scales each group's advantages by its reward standard deviation over the
             largest one.
         snr_loss_scaling (`str`, *optional*, defaults to `"none"`):
-            Multiplies the advantages by the kept fraction of the groups (`"linear"`), by its square root (`"sqrt"`),
-            or not at all. KL and entropy terms are left alone.
+            Multiplies the advantages by the kept fraction (`"linear"`), by its square root (`"sqrt"`), or not at all.
+            KL and entropy terms are left alone. `"whole_loss_by_value"` is what the paper says in Section 4.1: all of
+            the loss, its KL, entropy and value terms included, times `snr_value`. Only for strategies whose value is a
+            fraction.
+        snr_zero_task_advantage (`bool`, *optional*, defaults to `False`):
+            Ablation: the task's part of all advantages is 0, so that KL and entropy terms act alone, on the rows that
+            the filter keeps. PPO's critic goes on to learn.
         snr_reward_scaling_by (`str`, *optional*, defaults to `"batch"`):
             What rewards of several tasks in one run are scaled by. `"task"`: whatever TRL normalises over the batch
             (`scale_rewards="batch"`, `multi_objective_aggregation="normalize_then_sum"`, RLOO's
@@ -129,7 +152,31 @@ class SNRFilterConfig:
     )
     snr_keep: str = field(
         default="largest",
-        metadata={"help": f"Which end of the ranking is kept. One of: {', '.join(KEEP)}."},
+        metadata={
+            "help": "Which end of the ranking is kept: 'largest', 'smallest', or 'random': as many groups as "
+            "'largest' would keep, drawn from all, those without variance too."
+        },
+    )
+    snr_quartile: int | None = field(
+        default=None,
+        metadata={
+            "help": "Train on one quarter of the groups alone, in place of a strategy: 1 has the highest scores, 4 "
+            "the lowest (the paper's Table 6; the reference code's gradient buckets count upwards)."
+        },
+    )
+    snr_level: str = field(
+        default="group",
+        metadata={
+            "help": "What is kept or dropped: 'group', or 'trajectory': in every group the completions with the "
+            "highest and the lowest rewards are kept (the paper's Table 7)."
+        },
+    )
+    snr_trajectory_fraction: float = field(
+        default=0.5,
+        metadata={
+            "help": "For snr_level='trajectory': the fraction of each group's completions that is kept, half from the "
+            "top and half from the bottom."
+        },
     )
     snr_mode: str = field(
         default="drop",
@@ -140,7 +187,14 @@ class SNRFilterConfig:
     )
     snr_loss_scaling: str = field(
         default="none",
-        metadata={"help": "Multiply advantages by the kept fraction of the groups: 'none', 'linear' or 'sqrt'."},
+        metadata={
+            "help": "Multiply advantages by the kept fraction: 'none', 'linear' or 'sqrt'; 'whole_loss_by_value': the "
+            "loss with all its terms by snr_value."
+        },
+    )
+    snr_zero_task_advantage: bool = field(
+        default=False,
+        metadata={"help": "Ablation: advantages of the task are 0, so that KL and entropy terms act alone."},
     )
     snr_reward_scaling_by: str = field(
         default="batch",
@@ -213,7 +267,8 @@ class SNRFilterConfig:
         check_choice("snr_strategy", self.snr_strategy, STRATEGIES)
         check_selection_value("snr_value", self.snr_strategy, self.snr_value)
         check_choice("snr_score", self.snr_score, SCORES)
-        check_choice("snr_keep", self.snr_keep, KEEP)
+        check_choice("snr_keep", self.snr_keep, (*KEEP, "random"))
+        check_choice("snr_level", self.snr_level, LEVELS)
         check_choice("snr_mode", self.snr_mode, MODES)
         check_choice("snr_loss_scaling", self.snr_loss_scaling, LOSS_SCALINGS)
         check_choice("snr_reward_scaling_by", self.snr_reward_scaling_by, REWARD_SCALINGS)
@@ -232,9 +287,25 @@ class SNRFilterConfig:
             if getattr(self, name) < 0:
                 raise ValueError(f"{name}={getattr(self, name)!r} is out of range; allowed: 0 or more.")
         self._check_prompt_selection()
+        if not 0 < self.snr_trajectory_fraction <= 1:
+            raise ValueError(
+                f"snr_trajectory_fraction={self.snr_trajectory_fraction!r} is out of range; allowed: 0 < value <= 1."
+            )
+        if self.snr_quartile not in (None, *QUARTILES):
+            raise ValueError(
+                f"snr_quartile={self.snr_quartile!r} is not supported; allowed values: "
+                f"{', '.join(map(str, QUARTILES))}, None."
+            )
         if self.snr_refill_rounds > 0:
             self._check_refill()
+        self._check_selection()
         super().__post_init__()
+        if self.snr_quartile is not None and self.snr_window is None and self.groups_per_generation < len(QUARTILES):
+            raise ValueError(
+                f"snr_window=None ranks the {self.groups_per_generation} groups of a generation by themselves, and "
+                f"snr_quartile={self.snr_quartile} needs 4 to have a quarter of them; allowed with it: {FEW_GROUPS} "
+                "or more."
+            )
 
     @property
     def groups_per_generation(self) -> int:
@@ -245,7 +316,8 @@ class SNRFilterConfig:
     @property
     def ranks_in_window(self) -> bool:
         """Whether a generation batch is ranked among the groups of recent ones."""
-        across_batches = self.snr_mode != "soft" and self.snr_strategy != "top_k_abs"
+        of_groups = self.snr_mode != "soft" and self.snr_level == "group"
+        across_batches = of_groups and self.snr_strategy != "top_k_abs"
         return self.snr_window is not None and across_batches and self.groups_per_generation < FEW_GROUPS
 
     def _check_prompt_selection(self) -> None:
@@ -268,6 +340,40 @@ class SNRFilterConfig:
                     f"snr_prompt_selection: {self.__dataclass_fields__[name].default!r}."
                 )
 
+    @property
+    def loss_factor(self) -> float:
+        """What the loss with all its terms is multiplied by."""
+        return self.snr_value if self.snr_loss_scaling == "whole_loss_by_value" else 1.0
+
+    def _check_selection(self) -> None:
+        """Refuse what would be without effect beside a setting, or without a meaning."""
+        fields = self.__dataclass_fields__
+        beside: dict[str, tuple[Any, ...]]
+        defaults: dict[str, tuple[Any, ...]] = {n: (fields[n].default,) for n in ("snr_strategy", "snr_value")}
+        selects: dict[str, tuple[Any, ...]] = {"snr_mode": ("drop", "mask"), "snr_refill_rounds": (0,)}
+        if self.snr_keep == "random":
+            self._allow("snr_keep='random'", "draws as many as a selection of one generation keeps", **selects)
+        if self.snr_quartile is not None:
+            beside = {**defaults, **selects, "snr_keep": ("largest",), "snr_level": ("group",)}
+            self._allow(f"snr_quartile={self.snr_quartile}", "takes the place of snr_strategy", **beside)
+        if self.snr_level == "trajectory":
+            beside = {**defaults, **selects, "snr_score": ("reward_variance",), "snr_keep": ("largest", "random")}
+            reason = "keeps snr_trajectory_fraction of the completions of each group and ranks no groups"
+            self._allow("snr_level='trajectory'", reason, **beside)
+        if self.snr_loss_scaling == "whole_loss_by_value":
+            beside = {"snr_strategy": FRACTIONS, "snr_quartile": (None,), "snr_level": ("group",)}
+            beside["snr_mode"] = ("drop", "mask")
+            self._allow("snr_loss_scaling='whole_loss_by_value'", "needs a fraction in use as snr_value", **beside)
+
+    def _allow(self, setting: str, reason: str, **allowed: tuple[Any, ...]) -> None:
+        """Raise a `ValueError` where another setting is not one of those allowed beside a setting."""
+        for name, values in allowed.items():
+            if (value := getattr(self, name)) not in values:
+                raise ValueError(
+                    f"{name}={value!r} does not go with {setting}, which {reason}; allowed with it: "
+                    f"{', '.join(map(str, values))}."
+                )
+
     def _check_refill(self) -> None:
         if self.snr_importance_weights > 0:
             raise ValueError(
@@ -279,7 +385,7 @@ class SNRFilterConfig:
                 f"snr_refill_rounds={self.snr_refill_rounds} fills up what a selection leaves, and snr_mode='soft' "
                 "selects nothing; allowed with it: drop, mask."
             )
-        if self.snr_loss_scaling != "none":
+        if self.snr_loss_scaling in ("linear", "sqrt"):
             raise ValueError(
                 f"snr_loss_scaling={self.snr_loss_scaling!r} scales by the fraction that is kept, of which "
                 f"snr_refill_rounds={self.snr_refill_rounds} makes one for each round; allowed with it: none."

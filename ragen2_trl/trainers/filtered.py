@@ -12,7 +12,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, ClassVar
 
-import numpy as np
 import torch
 from accelerate.logging import get_logger
 from accelerate.utils import gather_object
@@ -47,7 +46,7 @@ from ragen2_trl.trainers.processes import own_share
 from ragen2_trl.trainers.prompting import selection_of
 from ragen2_trl.trainers.refilling import Refill
 from ragen2_trl.trainers.resuming import ResumableSampler, load_state, save_state
-from ragen2_trl.trainers.selecting import Selection, Selector
+from ragen2_trl.trainers.selecting import Selection, Selector, generator_of
 from ragen2_trl.trainers.turns import check_later_samples, sampled_tokens, with_later_samples
 
 CLIP_RATIOS = tuple(f"clip_ratio/{name}" for name in ("low_mean", "low_min", "high_mean", "high_max", "region_mean"))
@@ -219,10 +218,13 @@ class SNRFilter(ForwardPasses):
     def _select(self, inputs: list[dict[str, Any]], batch: Batch) -> Selection:
         """Which groups of a batch are kept, its advantages made those of the kept ones."""
         rewards = self._group_rewards()
-        selection = self._selector.select(rewards, self._score_groups(batch, rewards), self._tasks(inputs))
+        scores = self._score_groups(batch, rewards)
+        selection = self._selector.select(rewards, scores, self._tasks(inputs), self._moment)
         self._set_advantages(inputs, batch, selection)
         if self._prompts is not None:
             selection = replace(selection, predicted=self._prompts.learn(self._selector.in_units(selection)))
+        if self.args.snr_zero_task_advantage:
+            self._zero_task_advantages(batch, selection)
         return selection
 
     def _tasks(self, inputs: list[dict[str, Any]]) -> list[str] | None:
@@ -252,20 +254,22 @@ class SNRFilter(ForwardPasses):
             means = (per_token * mask).sum(dim=1) / mask.sum(dim=1).clamp(min=1)
             entropies = self.accelerator.gather(means).view(per_group)
         elif kind == "random":
-            # A generator of its own, so that training draws the same global random numbers; the same on every
-            # process and after a resume.
-            seed = np.random.SeedSequence([self.args.seed, self.state.global_step, self._accounting.position])
-            generator = torch.Generator().manual_seed(int(seed.generate_state(1)[0]))
+            generator = generator_of(self.args.seed, *self._moment)
         return group_score(rewards, kind, entropies=entropies, lengths=lengths, generator=generator)
+
+    @property
+    def _moment(self) -> tuple[int, int]:
+        """When a generation is sampled: optimizer steps so far, and micro-steps since the last of them."""
+        return self.state.global_step, self._accounting.position
 
     def _log_selection(self, batch: Batch, selection: Selection) -> None:
         self.latest_selection = selection
         of_prompts = {} if self._prompts is None else self._prompts.metrics()
         for name, value in {**self._selector.metrics(selection), **of_prompts}.items():
             self._accounting.log(name, value)
-        lengths = self.accelerator.gather(sampled_tokens(batch))  # (B,)
-        tokens = lengths.view(len(selection.kept), -1).sum(dim=1).cpu()
-        self._accounting.log("kept_tokens_fraction", (tokens[selection.kept].sum() / tokens.sum().clamp(min=1)).item())
+        tokens = self.accelerator.gather(sampled_tokens(batch)).cpu()  # (B,)
+        kept = tokens[selection.kept_rows.cpu()].sum()
+        self._accounting.log("kept_tokens_fraction", (kept / tokens.sum().clamp(min=1)).item())
 
     def _local(self, values: Tensor) -> Tensor:
         """This process's part of values over the rows of all processes. (B,) -> (rows,)."""
@@ -284,6 +288,10 @@ class SNRFilter(ForwardPasses):
 
     def _set_advantages(self, inputs: list[dict[str, Any]], batch: Batch, selection: Selection) -> None:
         """Make the advantages of a batch what they would be if its kept groups were all of it."""
+
+    def _zero_task_advantages(self, batch: Batch, selection: Selection) -> None:
+        """Leave in the advantages what is not of the task: nothing, where KL and entropy are terms of the loss."""
+        batch["advantages"] = torch.zeros_like(batch["advantages"])
 
     def _finish_advantages(self, batch: Batch) -> None:
         """What needs all kept groups, those of a refill, too."""

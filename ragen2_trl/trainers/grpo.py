@@ -108,7 +108,7 @@ class SNRFilteredGRPOTrainer(SNRFilter, GRPOTrainer):
 
     def _set_advantages(self, inputs: list[dict[str, Any]], batch: dict[str, Any], selection: Selection) -> None:
         """As if the kept groups were the whole batch. Those scaled by group are so already."""
-        if (selection.keeps_all and not selection.scaled_by_task) or not selection.kept.any():
+        if (selection.kept.all() and not selection.scaled_by_task) or not selection.kept.any():
             return
         if self.multi_objective_aggregation == "normalize_then_sum":
             everywhere = self.accelerator.gather(batch["advantages"])

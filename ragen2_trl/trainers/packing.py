@@ -137,9 +137,10 @@ class Packing:
         return self.at_hand
 
     def weighted(self, loss: Tensor) -> Tensor:
-        """The loss of the micro-step at hand, as its share of the kept rows makes it."""
+        """The loss of the micro-step at hand, as its share of the kept rows and the settings make it."""
         assert self.at_hand is not None
-        return loss if self.at_hand.weight == 1.0 else loss * self.at_hand.weight
+        weight = self.at_hand.weight * self.args.loss_factor
+        return loss if weight == 1.0 else loss * weight
 
     def _deal(
         self, micro_batches: list[Batch], segments: list[int], spare: Batch

@@ -87,3 +87,11 @@ class SNRFilteredPPOConfig(SNRFilterConfig, GRPOConfig):
             if not 0 <= getattr(self, name) < float("inf"):
                 raise ValueError(f"{name}={getattr(self, name)!r} is out of range; allowed: finite, >= 0.")
         super().__post_init__()
+
+    def _check_selection(self) -> None:
+        super()._check_selection()
+        if self.snr_zero_task_advantage and self.kl_in == "reward" and self.beta != 0.0:
+            raise ValueError(
+                "kl_in='reward' makes the KL penalty a part of the advantages, all of which "
+                "snr_zero_task_advantage=True makes 0; allowed with it: loss."
+            )

@@ -1,18 +1,30 @@
 """From the rewards of a generation batch to the groups that are trained on."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from trl.trainer.utils import nanstd
 
-from ragen2_trl.filtering import group_score, select_groups, selection_metrics, zero_variance
+from ragen2_trl.filtering import (
+    as_many_at_random,
+    group_score,
+    select_completions,
+    select_groups,
+    select_quarter,
+    selection_metrics,
+    zero_variance,
+)
 from ragen2_trl.trainers.config import SNRFilterConfig
 from ragen2_trl.trainers.reference import RunningReference
 
 # How scores scale with the unit of the rewards; those that are not of rewards do not.
 SCORE_DEGREE = {"reward_variance": 2, "reward_std": 1, "reward_mean": 1, "reward_sum": 1}
+_DRAW = 0xD4A3  # tells draws of groups from random scores of the same moment
 
 
 @dataclass(frozen=True)
@@ -22,10 +34,11 @@ class Selection:
     Args:
         rewards: (N, G) weighted reward sums as sampled, NaN where there is no finite one.
         scores: (N,) what groups were ranked by.
-        kept: (N,) bool.
+        kept: (N,) bool; of a group that is kept, one completion at least is.
         tasks: (N,) names of the groups' tasks, where the dataset tells them.
         scaled_by_task: whether rewards are scaled by those.
         predicted: (N,) the reward variance that was expected of their prompts, where these were chosen by it.
+        completions: (N, G) bool, which completions are kept, where groups are not kept whole.
     """
 
     rewards: Tensor
@@ -34,14 +47,27 @@ class Selection:
     tasks: list[str] | None = None
     scaled_by_task: bool = False
     predicted: list[float] | None = None
+    completions: Tensor | None = None
 
     @property
     def keeps_all(self) -> bool:
-        return bool(self.kept.all())
+        return self.kept_fraction == 1.0
+
+    @property
+    def kept_fraction(self) -> float:
+        """Of the completions, which is that of the groups where these are kept whole."""
+        return float((self.kept if self.completions is None else self.completions).double().mean())
 
     @property
     def kept_rows(self) -> Tensor:
         """(B,) bool on the device of the rewards."""
+        if self.completions is None:
+            return self.rows_of_kept_groups
+        return self.completions.flatten().to(self.rewards.device)
+
+    @property
+    def rows_of_kept_groups(self) -> Tensor:
+        """(B,) bool on the device of the rewards: the completions that advantages are made over."""
         return self.kept.repeat_interleave(self.rewards.size(1)).to(self.rewards.device)
 
     @property
@@ -73,13 +99,20 @@ class Selector:
         window = args.snr_window if args.ranks_in_window else None
         self.reference = None if window is None else RunningReference(window, args.seed)
 
-    def select(self, rewards: Tensor, scores: Tensor, tasks: list[str] | None = None) -> Selection:
-        """The groups that `snr_strategy` keeps.
+    def select(
+        self,
+        rewards: Tensor,
+        scores: Tensor,
+        tasks: list[str] | None = None,
+        moment: Sequence[int] = (),
+    ) -> Selection:
+        """The groups that `snr_strategy`, or what stands in its place, keeps.
 
         Args:
             rewards: (N, G) raw weighted reward sums, NaN where there is no finite one.
             scores: (N,) from `group_score`.
             tasks: (N,) names of the groups' tasks, where the dataset tells them.
+            moment: numbers that tell this generation from others of the run; `snr_keep="random"` draws by them.
         """
         signal = ~zero_variance(rewards).cpu()
         self.reward_range = widened(self.reward_range, rewards)
@@ -89,26 +122,42 @@ class Selector:
                 self.ranges[task] = of_task
         if self.args.snr_reward_scaling_by == "task":
             scores = scores.cpu() / self._units(tasks, SCORE_DEGREE.get(self.args.snr_score, 0))
+        draw = generator_of(_DRAW, self.args.seed, *moment)
+        completions = None
         if self.args.snr_mode == "soft":
             kept = signal.any().expand(len(signal))  # every group, unless none can teach anything
+        elif self.args.snr_level == "trajectory":
+            candidates = signal | self.args.snr_include_zero
+            completions = select_completions(rewards, self.args.snr_trajectory_fraction) & candidates.unsqueeze(1)
+            completions = self._or_at_random(completions, draw)
+            kept = completions.any(dim=1)
         elif self.reference is not None:
-            kept = self.reference.select(scores.cpu(), signal, self._selected)
+            kept = self.reference.select(scores.cpu(), signal, partial(self._selected, draw=draw))
         else:
-            kept = self._selected(scores, signal)
-        return Selection(rewards, scores.cpu(), kept, tasks, self.args.snr_reward_scaling_by == "task")
+            kept = self._selected(scores, signal, draw)
+        if self.args.snr_quartile is not None and not self.args.snr_include_zero:
+            kept = kept & (kept & signal).any()  # of the groups without variance alone nothing is to be learnt
+        by_task = self.args.snr_reward_scaling_by == "task"
+        return Selection(rewards, scores.cpu(), kept, tasks, by_task, completions)
 
-    def _selected(self, scores: Tensor, signal: Tensor) -> Tensor:
+    def _selected(self, scores: Tensor, signal: Tensor, draw: torch.Generator) -> Tensor:
         """(n,) bool for scores and signal of any n groups, as if they were one generation batch."""
-        return select_groups(
+        if self.args.snr_quartile is not None:
+            return select_quarter(scores, self.args.snr_quartile)
+        kept = select_groups(
             scores,
             self.args.snr_strategy,
             self.args.snr_value,
             include_zero=self.args.snr_include_zero,
             selection_eps=self._slack(),
-            keep=self.args.snr_keep,
+            keep="smallest" if self.args.snr_keep == "smallest" else "largest",
             is_zero=~signal,
             at_least_one=self.args.snr_selection_eps_scale == "reward_range" and bool(signal.any()),
         )
+        return self._or_at_random(kept, draw)
+
+    def _or_at_random(self, kept: Tensor, draw: torch.Generator) -> Tensor:
+        return as_many_at_random(kept, draw) if self.args.snr_keep == "random" else kept
 
     def _slack(self) -> float:
         """In the unit of the scores. Never more than `snr_selection_eps`, so that no freak reward can blow it up."""
@@ -142,6 +191,10 @@ class Selector:
 
     def metrics(self, selection: Selection) -> dict[str, float]:
         """What the latest selection did; best and worst are those of each group's task."""
+        metrics = {**self._metrics_of_groups(selection), "kept_fraction": selection.kept_fraction}
+        return metrics if self.reference is None else {**metrics, "window_groups": float(len(self.reference.scores))}
+
+    def _metrics_of_groups(self, selection: Selection) -> dict[str, float]:
         best_and_worst: Any = self.known_range or self.reward_range
         if selection.tasks is not None and self.known_range is None:
             ranges = [self.ranges.get(task, (torch.nan, torch.nan)) for task in selection.tasks]
@@ -154,7 +207,7 @@ class Selector:
             return selection_metrics(*told, variances)
         ranked = self.reference.scores
         variances = {"reward_variance": ranked, "reward_std": ranked.square()}.get(self.args.snr_score)
-        return {**selection_metrics(*told, variances), "window_groups": float(len(ranked))}
+        return selection_metrics(*told, variances)
 
     def row_weights(self, selection: Selection) -> Tensor | None:
         """(B,) what `snr_mode="soft"` or `snr_loss_scaling` multiply advantages by; `None` for nothing."""
@@ -163,10 +216,16 @@ class Selector:
             rows = torch.stack(selection.scaled_together).to(std.device)  # (tasks, B)
             largest = torch.where(rows, std, 0.0).amax(dim=1).clamp(min=1e-6)
             return std / (rows.to(std) * largest.unsqueeze(1)).sum(dim=0)
-        exponent = {"none": 0.0, "linear": 1.0, "sqrt": 0.5}[self.args.snr_loss_scaling]
+        exponent = {"linear": 1.0, "sqrt": 0.5}.get(self.args.snr_loss_scaling, 0.0)
         if exponent == 0.0 or selection.keeps_all or not selection.kept.any():
             return None
-        return torch.full((selection.rewards.numel(),), float(selection.kept.double().mean()) ** exponent)
+        return torch.full((selection.rewards.numel(),), selection.kept_fraction**exponent)
+
+
+def generator_of(*numbers: int) -> torch.Generator:
+    """One for a draw that these numbers tell from others: training draws the same global random numbers, and so do all
+    processes, and a resumed run."""
+    return torch.Generator().manual_seed(int(np.random.SeedSequence(numbers).generate_state(1)[0]))
 
 
 def widened(known: tuple[float, float] | None, rewards: Tensor) -> tuple[float, float] | None:
@@ -183,12 +242,13 @@ def renormalised(advantages: Tensor, scorable: Tensor, selection: Selection) -> 
     rewards are scaled so.
 
     TRL has computed a = (A - mean(A)) / (std(A) + 1e-4) over the scorable rows of the batch. Over the kept ones,
-    (A - mean) / (std + 1e-4) follows from a alone, since 1e-4 / (std(A) + 1e-4) = 1 - std(a).
+    (A - mean) / (std + 1e-4) follows from a alone, since 1e-4 / (std(A) + 1e-4) = 1 - std(a). Kept are whole groups
+    here, also where not all of their completions are trained on.
 
     Args:
         advantages: (B,) a.
         scorable: (B,) bool, rows that TRL's mean and deviation went over.
-        selection: the kept rows.
+        selection: the kept groups.
 
     Returns:
         (B,), 0 for rows that are dropped or not scorable.
@@ -196,7 +256,7 @@ def renormalised(advantages: Tensor, scorable: Tensor, selection: Selection) -> 
     over_all = advantages.where(scorable, torch.nan)
     result = torch.zeros_like(advantages)
     for rows in selection.scaled_together:
-        of_kept = selection.kept_rows & scorable & rows
+        of_kept = selection.rows_of_kept_groups & scorable & rows
         if of_kept.any():
             over_kept = advantages.where(of_kept, torch.nan)
             normalised = (advantages - over_kept.nanmean()) / (nanstd(over_kept) + 1 - nanstd(over_all))
@@ -210,7 +270,7 @@ def std_ratio(selection: Selection) -> Tensor:
     rewards = selection.rewards.flatten()
     ratio = torch.zeros_like(rewards)
     for rows in selection.scaled_together:
-        of_kept = selection.kept_rows & rows
+        of_kept = selection.rows_of_kept_groups & rows
         if of_kept.any():
             over_kept = rewards.where(of_kept, torch.nan)
             ratio = torch.where(rows, (nanstd(rewards) + 1e-4) / (nanstd(over_kept) + 1e-4), ratio)

@@ -1,4 +1,5 @@
-"""Gradients of updates in which rows are not alike: samples of several turns, and rewards scaled by task.
+"""Gradients of updates in which rows are not alike: samples of several turns, rewards scaled by task, completions
+kept or dropped inside groups; and those of other options of the filter.
 
 python -m torch.distributed.run --standalone --nproc_per_node=2 several.py POLICY FOLDER
 """
@@ -16,9 +17,14 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from backends import COMMON
 from conftest import PROMPTS
-from replay import GROUP_SIZE, REWARDS, Recorder, Replay, move_away
+from replay import GROUP_SIZE, REWARDS, Recorder, Replay, gradients_of, move_away
 
-from ragen2_trl import SNRFilteredGRPOConfig, SNRFilteredGRPOTrainer
+from ragen2_trl import (
+    SNRFilteredGRPOConfig,
+    SNRFilteredGRPOTrainer,
+    SNRFilteredPPOConfig,
+    SNRFilteredPPOTrainer,
+)
 from ragen2_trl.envs import format_response, make_env
 from ragen2_trl.rollouts import TextRollout
 
@@ -102,11 +108,41 @@ def of_tasks(policy_path: str, folder: str, rows: int, accumulation: int) -> dic
     return gradient
 
 
+OPTIONS = {
+    "quarter": {"snr_quartile": 3, "snr_include_zero": True},
+    "random groups": {"snr_keep": "random"},
+    "ends of groups": {"snr_level": "trajectory"},
+    "ends of groups, masked": {"snr_level": "trajectory", "snr_mode": "mask"},
+    "ends of groups, scaled by batch": {"snr_level": "trajectory", "scale_rewards": "batch"},
+    "random completions": {"snr_level": "trajectory", "snr_keep": "random"},
+    "loss by value": {"snr_loss_scaling": "whole_loss_by_value"},
+    "regularisers alone": {"snr_zero_task_advantage": True},
+}
+
+
+def of_options(policy_path: str, folder: str, ppo: bool, name: str, rows: int, accumulation: int) -> dict:
+    """The gradient under what selects otherwise than by the defaults, or scales the loss."""
+    trainer_class, config = SNRFilteredGRPOTrainer, SNRFilteredGRPOConfig
+    if ppo:
+        trainer_class, config = SNRFilteredPPOTrainer, SNRFilteredPPOConfig
+    layout = {"per_device_train_batch_size": rows, "gradient_accumulation_steps": accumulation}
+    settings = {key: value for key, value in {**SETTINGS, **OPTIONS[name], **layout}.items() if key != "loss_type"}
+    args = config(folder, **settings)
+    replay = Replay(AutoTokenizer.from_pretrained(policy_path), REWARDS)
+    (gradient,) = gradients_of(trainer_class, policy_path, args, replay, PROMPTS)
+    return gradient
+
+
 def gradients(policy_path: str, folder: str, processes: int) -> dict[str, dict[str, torch.Tensor]]:
     """Of every case on so many processes: 32 rows in four micro-batches."""
     layout = (8 // processes, 4)
     found = {name: of_contexts(policy_path, folder, name, *layout) for name in CONTEXTS}
-    return {**found, "scaled by task": of_tasks(policy_path, folder, *layout)}
+    options = {
+        f"{'ppo' if ppo else 'grpo'}, {name}": of_options(policy_path, folder, ppo, name, *layout)
+        for ppo in (False, True)
+        for name in OPTIONS
+    }
+    return {**found, **options, "scaled by task": of_tasks(policy_path, folder, *layout)}
 
 
 def main() -> None:

@@ -1,0 +1,108 @@
+"""How soon a method reaches plain TRL's final success, and how far it is after the same time.
+
+    python benchmarks/time_to_success.py             # hours on two cores: trains what is left, then writes
+    python benchmarks/time_to_success.py --tables    # writes from what there is
+
+The cells are those of `experiments/ours2.yaml`: plain TRL, the filter that masks, the filter that drops, with refills,
+with prompt selection and with both, each on 1,024 fixed FrozenLake prompts of which 0, 30, 50 or 70 % teach nothing
+and on Countdown, with five seeds. One process per core, methods interleaved, so that noise hits all alike. Every cell
+resumes where it was stopped, and its numbers are in `results/` as soon as it ends.
+
+Two tables for each cost (processor time, wall clock, sampled tokens, floating-point operations of the update):
+
+- what a method had spent when its held-out success first was that of plain TRL at its end (the mean of its last fifth,
+  same seed), as a share of what plain TRL had spent when it first was there: geometric mean over seeds with Student's
+  95 % interval on the scale of logarithms. A run that never got there counts with all it has spent, which is a lower
+  bound (>=).
+- held-out success when both had spent what the cheaper of the two has, less plain TRL's, in points.
+
+Writes `benchmarks/results/time_to_success.md`.
+"""
+
+import argparse
+from collections import Counter
+from pathlib import Path
+
+from ragen2_trl.cli.experiment import main as experiment
+from ragen2_trl.experiments.checks import show
+from ragen2_trl.experiments.curves import Store
+from ragen2_trl.experiments.grid import Grid, Notes
+from ragen2_trl.experiments.kinds import KINDS
+from ragen2_trl.experiments.measures import COSTS
+from ragen2_trl.experiments.page import read_grid
+from ragen2_trl.experiments.plan import read_experiment
+
+RESULTS = Path(__file__).parent / "results"
+ROOT = Path(__file__).parent.parent
+PLAIN = "TRL"
+TITLES = {
+    "cpu_seconds": "processor time",
+    "seconds": "wall clock",
+    "sampled_tokens": "sampled tokens",
+    "update_flops": "FLOPs of the update",
+}
+
+
+def cell(grid: Grid, kind: str, statistic: str, method: str, prompts: str) -> str:
+    """One entry of a table."""
+    sides = {
+        "statistic": statistic,
+        "of": {"method": method, "prompts": prompts},
+        "against": {"method": PLAIN, "prompts": prompts},
+        "expects": "<",
+    }
+    if kind == "ratio":
+        sides["target"] = sides["against"]
+    notes = Notes()
+    estimate, unit, seeds = KINDS[kind].evaluate(grid, sides, notes)
+    if not seeds:
+        return ""
+    bound = ">= " if any("lower bound" in note and method in note for note in notes.others) else ""
+    few = "" if seeds == len(grid.seeds) else f", {seeds} seeds"
+    return f"{bound}{show(estimate, unit)}{few}"
+
+
+def as_page(grid: Grid) -> str:
+    methods, prompts = (list(grid.experiment.axes[axis]) for axis in ("method", "prompts"))
+    done = Counter((run.levels["method"], run.levels["prompts"]) for run in grid.runs.values())
+    lines = [
+        "# Time to success",
+        "",
+        "Made by `python benchmarks/time_to_success.py`, which says what is measured.",
+        "",
+        f"{len(grid.runs)} of {len(grid.cells)} cells are done.",
+    ]
+    for kind, form, title in (
+        ("ratio", "{}_to_reach", "of plain TRL's cost to reach its final success"),
+        ("difference", "at_equal/{}", "success at equal cost, less plain TRL's"),
+    ):
+        for cost, name in TITLES.items():
+            assert cost in COSTS
+            lines += ["", f"## {name.capitalize()}: {title}", "", f"| method | {' | '.join(prompts)} |"]
+            lines.append("|---" * (len(prompts) + 1) + "|")
+            for method in methods:
+                entries = [
+                    cell(grid, kind, form.format(cost), method, one) if done[method, one] and method != PLAIN else ""
+                    for one in prompts
+                ]
+                if method != PLAIN:
+                    lines.append(f"| {method} | {' | '.join(entries)} |")
+    return "\n".join([*lines, ""])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--tables", action="store_true", help="only write what there is")
+    parser.add_argument("--results", type=Path, default=ROOT / "results")
+    parser.add_argument("--jobs", default=None, help="cells trained at once (default: the cores)")
+    args = parser.parse_args()
+    file = str(ROOT / "experiments" / "ours2.yaml")
+    if not args.tables:
+        experiment(["run", file, "--results", str(args.results), *(["--jobs", args.jobs] if args.jobs else [])])
+    page = as_page(read_grid(read_experiment(Path(file)), Store(args.results), "tiny", False))
+    (RESULTS / "time_to_success.md").write_text(page)
+    print(page)
+
+
+if __name__ == "__main__":
+    main()
