@@ -261,13 +261,13 @@ def gradient_slope(run: Run, part: str) -> float:
 
 def fall(run: Run, metric: str, share: float) -> float:
     """When a metric has fallen for good, as a fraction of the planned steps: the first point after which it never
-    again is above (1 - share) of its peak. 1 if it does not fall; NaN where the run has no such metric."""
+    again is above (1 - share) of its peak. Infinite if it does not fall; NaN where the run has no such metric."""
     curve = run.curve(metric)
     if curve is None:
         return math.nan
     above = np.flatnonzero(curve.values > (1 - share) * curve.values.max())
     if len(above) == 0 or above[-1] == len(curve.values) - 1:  # never above 0, or not fallen
-        return 1.0
+        return math.inf
     return float(curve.steps[above[-1] + 1]) / run.planned
 
 
