@@ -69,6 +69,7 @@ def main(args: list[str] | None = None) -> None:
 
 
 def _run(console: Console, asked: Asked) -> None:
+    _check_claims(asked.experiments)
     _check_settings(asked.jobs)
     by_id = {one.id: one for one in asked.experiments}
 
@@ -123,7 +124,7 @@ def _analyse(console: Console, asked: Asked) -> None:
     from ragen2_trl.experiments.page import analyse  # matplotlib and scipy only where something is drawn
 
     with checked_input():
-        analyse(asked.experiments, asked.store.folder, asked.arguments.scale)
+        analyse(asked.experiments, asked.store.folder, asked.arguments.scale, asked.arguments.quick)
     console.print(
         Text(f"{asked.store.folder / 'README.md'} says what came of {', '.join(one.id for one in asked.experiments)}.")
     )
@@ -148,6 +149,19 @@ def _told(progress: Progress) -> str:
         minutes = round(progress.seconds_left / 60)
         parts.append(f"about {minutes // 60} h {minutes % 60:02} min left" if minutes else "less than a minute left")
     return ", ".join(parts)
+
+
+def _check_claims(experiments: Sequence[Experiment]) -> None:
+    """What decides is read before anything runs.
+
+    Raises:
+        InputError: If a check or a figure of an experiment is not as it should be.
+    """
+    from ragen2_trl.experiments.page import check_readable
+
+    with checked_input():
+        for one in experiments:
+            check_readable(one)
 
 
 def _check_settings(jobs: Sequence[Job]) -> None:

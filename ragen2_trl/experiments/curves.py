@@ -226,7 +226,7 @@ def record(experiment: Experiment, scale: str, quick: bool) -> dict[str, Any]:
     plain = {
         "id": experiment.id,
         "fields": merged([experiment.settings(scale), experiment.overrides]),
-        "axes": experiment.axes,
+        "axes": experiment.level_settings(scale),
         "skip": list(experiment.skip),
         "quick": experiment.quick if quick else {},
         "checks": list(experiment.checks),

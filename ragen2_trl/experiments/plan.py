@@ -5,37 +5,17 @@ nothing else, so that experiments which share a cell run it once.
 """
 
 import hashlib
-import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from datetime import date
-from fnmatch import fnmatchcase
 from functools import cached_property
 from itertools import product
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-Fields = dict[str, Any]
+from ragen2_trl.experiments.settings import OF_THE_RUNNER, UNSET, Fields, json_text, merged, read_fields, read_yaml
 
 SCALES = ("tiny", "paper")
-UNSET = "unset"  # among settings: names, or patterns such as snr_*, that earlier ones have and these do not
-# What says where a run lives and what it writes, and nothing of its numbers: the runner's, and no part of a key.
-OF_THE_RUNNER = frozenset(
-    {
-        *("output_dir", "run_name", "seed", "resume", "overwrite", "resume_from_checkpoint", "push_to_hub"),
-        *(
-            "save_strategy",
-            "save_steps",
-            "save_total_limit",
-            "report_to",
-            "log_completions",
-            "episodes_every",
-            "figures",
-        ),
-    }
-)
 
 
 @dataclass(frozen=True)
@@ -97,9 +77,14 @@ class Experiment:
         paper: What the paper reports, in a sentence.
         fields: Settings on top of `base`.
         axes: The grid: axis -> level -> settings.
+        level_files: Of levels that have files of settings besides, by scale: scale -> axis -> level -> files. They
+            come after `base` and before all other settings, those of the last axis first.
         skip: Combinations of levels that are left out.
         quick: Settings on top of all others for a quick look, with the first seed alone.
         paper_scale: The same at full size.
+        figures: What shows the claim, as `ragen2_trl.experiments.figures` reads it.
+        note: What else a reader of the results must know.
+        others: The experiments of `cells_of`, whose cells are this one's.
         path: The file.
     """
 
@@ -113,29 +98,50 @@ class Experiment:
     paper: str = ""
     fields: Fields = field(default_factory=dict)
     axes: dict[str, dict[str, Fields]] = field(default_factory=dict)
+    level_files: Mapping[str, Mapping[str, Mapping[str, tuple[Path, ...]]]] = field(default_factory=dict)
     skip: tuple[dict[str, str], ...] = ()
     quick: Fields = field(default_factory=dict)
     paper_scale: PaperScale | None = None
+    figures: tuple[Mapping[str, Any], ...] = ()
+    note: str = ""
+    others: tuple["Experiment", ...] = ()
     path: Path = Path()
     overrides: Fields = field(default_factory=dict)
 
-    def settings(self, scale: str = "tiny") -> Fields:
-        """What all cells begin with.
+    def settings(self, scale: str = "tiny", levels: Mapping[str, str] | None = None) -> Fields:
+        """What all cells begin with, or those of some levels.
 
         Raises:
             ValueError: If the experiment has no such scale.
         """
         check_scale(scale)
+        if self.others:
+            return {}
+        files = self.level_files.get(scale, {})
+        last_first = reversed(list((levels or {}).items()))
+        further = [read_fields(one) for axis, level in last_first for one in files.get(axis, {}).get(level, ())]
         if scale == "tiny":
-            return merged([*map(read_fields, self.base), self.fields])
+            return merged([*map(read_fields, self.base), *further, self.fields])
         if self.paper_scale is None:
             raise ValueError(f"{self.path}: scale='paper' needs paper_scale, which the file does not have.")
-        return merged([*map(read_fields, self.paper_scale.base), self.paper_scale.fields])
+        return merged([*map(read_fields, self.paper_scale.base), *further, self.paper_scale.fields])
+
+    def level_settings(self, scale: str = "tiny") -> dict[str, dict[str, Fields]]:
+        """The grid with what the files of its levels say."""
+        files = self.level_files.get(scale, {})
+        return {
+            axis: {
+                level: merged([*map(read_fields, files.get(axis, {}).get(level, ())), own])
+                for level, own in levels.items()
+            }
+            for axis, levels in self.axes.items()
+        }
 
     def cells(self, quick: bool = False, scale: str = "tiny") -> list[Cell]:
         """All of them, seed by seed; within one the first axis changes fastest, so that what is compared runs side by
         side."""
-        base = self.settings(scale)
+        if self.others:
+            return list({cell.key: cell for one in self.others for cell in one.cells(quick, scale)}.values())
         grid = [
             dict(reversed(list(zip(reversed(self.axes), levels, strict=True))))
             for levels in product(*reversed(self.axes.values()))
@@ -143,11 +149,11 @@ class Experiment:
         grid = [levels for levels in grid if not any(left_out.items() <= levels.items() for left_out in self.skip)]
         seeds = self.seeds[:1] if quick else self.seeds
         last = [self.quick if quick else {}, self.overrides]
-        cells = []
-        for seed, levels in product(seeds, grid):
+        settings = []
+        for levels in grid:
             own = [self.axes[axis][level] for axis, level in levels.items()]
-            cells.append(Cell(merged([base, *own, *last]), seed, levels))
-        return cells
+            settings.append(merged([self.settings(scale, levels), *own, *last]))
+        return [Cell(one, seed, levels) for seed in seeds for levels, one in zip(grid, settings, strict=True)]
 
 
 def read_experiment(path: Path, overrides: Fields | None = None) -> Experiment:
@@ -161,44 +167,62 @@ def read_experiment(path: Path, overrides: Fields | None = None) -> Experiment:
         ValueError: If the file is not as it should be; the message names file, field, value and what is allowed.
         OSError: If it, or a file that it names, cannot be read.
     """
-    read = _mapping(_read_yaml(path), path, "")
-    allowed = {one.name for one in fields(Experiment)} - {"path", "overrides"}
-    _check_names(read, allowed, path, "")
-    required = ("id", "claim", "source", "base", "seeds", "checks", "settings_fixed")
-    _check_required(read, required, path, "")
-    for name in ("id", "claim", "source", "paper"):
+    read = _mapping(read_yaml(path), path, "")
+    allowed = {one.name for one in fields(Experiment)} - {"path", "overrides", "others"} | {"cells_of"}
+    own = ("axes", "base", "fields", "paper_scale", "quick", "seeds", "skip") if "cells_of" in read else ()
+    _check_names(read, allowed - set(own), path, "")
+    required = ("id", "claim", "source", "seeds", "checks", "settings_fixed")
+    _check_required(read, [name for name in required if name not in own], path, "")
+    names = _list(read, "cells_of", path)
+    others = tuple(read_experiment(path.with_name(f"{name}.yaml"), overrides) for name in names)
+    for name in ("id", "claim", "source", "paper", "note"):
         if not isinstance(read.get(name, ""), str):
             raise ValueError(f"{path}: {name} must be a text, got {read[name]!r}")
     if read["id"] != path.stem:
         raise ValueError(f"{path}: id must be the name of the file, {path.stem!r}, got {read['id']!r}")
     if type(read["settings_fixed"]) is not date:
         raise ValueError(f"{path}: settings_fixed must be a day such as 2026-01-31, got {read['settings_fixed']!r}")
-    axes = {
-        str(axis): {
-            _level(level, path, f"axes.{axis}"): _fields(own, path, f"axes.{axis}.{level}")
+    axes, files = {}, {scale: {} for scale in SCALES}
+    for axis, levels in _mapping(read.get("axes", {}), path, "axes").items():
+        named = {
+            _level(level, path, f"axes.{axis}"): dict(_mapping(own, path, f"axes.{axis}.{level}"))
             for level, own in _mapping(levels, path, f"axes.{axis}").items()
         }
-        for axis, levels in _mapping(read.get("axes", {}), path, "axes").items()
-    }
+        for scale, name in zip(SCALES, ("base", "paper_base"), strict=True):
+            files[scale][str(axis)] = {
+                level: _files(own.pop(name), path, f"axes.{axis}.{level}.{name}")
+                for level, own in named.items()
+                if name in own
+            }
+        axes[str(axis)] = {level: _fields(own, path, f"axes.{axis}.{level}") for level, own in named.items()}
+    known = dict(axes)
+    for axis, levels in (item for one in others for item in one.axes.items()):  # checks name what all of them have
+        known[axis] = {**known.get(axis, {}), **levels}
     if empty := [axis for axis, levels in axes.items() if not levels]:
         raise ValueError(f"{path}: axes.{empty[0]} must have at least one level, got none")
+    if not others and not any(axes[axis].keys() == named.keys() for axis, named in files["tiny"].items()):
+        _check_required(read, ("base",), path, "")
     experiment = Experiment(
         id=read["id"],
         claim=read["claim"],
         source=read["source"],
         paper=read.get("paper", ""),
-        base=_files(read["base"], path, "base"),
-        seeds=_seeds(read["seeds"], path),
-        checks=tuple(_check(one, axes, path, f"checks[{n}]") for n, one in enumerate(_list(read, "checks", path))),
+        base=_files(read["base"], path, "base") if "base" in read else (),
+        seeds=max((one.seeds for one in others), key=len) if others else _seeds(read["seeds"], path),
+        checks=tuple(_check(one, known, path, f"checks[{n}]") for n, one in enumerate(_list(read, "checks", path))),
         settings_fixed=read["settings_fixed"],
         fields=_fields(read.get("fields", {}), path, "fields"),
         axes=axes,
+        level_files=files,
         skip=tuple(
             _levels(_mapping(one, path, f"skip[{n}]"), axes, path, f"skip[{n}]")
             for n, one in enumerate(_list(read, "skip", path))
         ),
         quick=_fields(read.get("quick", {}), path, "quick"),
-        paper_scale=_paper_scale(read.get("paper_scale"), path),
+        paper_scale=others[0].paper_scale if others else _paper_scale(read.get("paper_scale"), path),
+        figures=tuple(_mapping(one, path, f"figures[{n}]") for n, one in enumerate(_list(read, "figures", path))),
+        note=read.get("note", ""),
+        others=others,
         path=path,
         overrides=overrides or {},
     )
@@ -222,67 +246,10 @@ def read_experiments(paths: Iterable[Path], overrides: Fields | None = None) -> 
     return experiments
 
 
-def merged(parts: Sequence[Mapping[str, Any]]) -> Fields:
-    """Settings of which later ones say last; mappings such as `env_args` key by key. `unset` takes earlier ones away.
-
-    >>> merged([{"algo": "grpo", "loss_type": "dapo"}, {"algo": "rloo", "unset": ["loss_*"]}])
-    {'algo': 'rloo'}
-    >>> merged([{"env_args": {"size": 4}}, {"env_args": {"slip": 0.1}}])
-    {'env_args': {'size': 4, 'slip': 0.1}}
-    """
-    whole: Fields = {}
-    for part in parts:
-        patterns = part.get(UNSET, [])
-        whole = {name: value for name, value in whole.items() if not any(fnmatchcase(name, one) for one in patterns)}
-        for name, value in part.items():
-            if name == UNSET:
-                continue
-            both = isinstance(value, Mapping) and isinstance(whole.get(name), Mapping)
-            whole[name] = {**whole[name], **value} if both else value
-    return whole
-
-
-def json_text(value: Any) -> str:
-    """JSON that is the same for settings that are the same: names in order, numbers as numbers.
-
-    >>> json_text({"b": "1e-4", "a": 1.0}) == json_text({"a": 1, "b": 0.0001})
-    True
-    """
-    return json.dumps(_canonical(value), sort_keys=True, separators=(",", ":"))
-
-
-def _canonical(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {str(name): _canonical(one) for name, one in value.items()}
-    if isinstance(value, list | tuple):
-        return [_canonical(one) for one in value]
-    if isinstance(value, str):  # what YAML makes of 1e-4
-        try:
-            value = float(value)
-        except ValueError:
-            return value
-    if isinstance(value, float) and value.is_integer():
-        return int(value)
-    return value
-
-
 def check_scale(scale: str) -> None:
     """Raise a `ValueError` if there is no such scale."""
     if scale not in SCALES:
         raise ValueError(f"scale={scale!r} is not supported; allowed values: {', '.join(SCALES)}.")
-
-
-def read_fields(path: Path) -> Fields:
-    """The settings of a file for `--config`, without those that a run of its own has."""
-    own = _mapping(_read_yaml(path) or {}, path, "")
-    return {name: value for name, value in own.items() if name not in OF_THE_RUNNER}
-
-
-def _read_yaml(path: Path) -> Any:
-    try:
-        return yaml.safe_load(path.read_text(encoding="utf-8"))
-    except yaml.YAMLError as error:
-        raise ValueError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from error
 
 
 def _fields(value: Any, path: Path, where: str) -> Fields:

@@ -1,0 +1,149 @@
+"""What decides a claim: checks with an expected side, and one rule that makes a verdict of them.
+
+A check is a mapping of an experiment's file with a `name`, a `kind` and what the kind asks for (`KINDS`). Holm's
+correction is over the checks of an experiment; a check is decided where its adjusted p-value is at most 0.05.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from ragen2_trl.experiments.grid import Grid, Notes
+from ragen2_trl.experiments.kinds import KINDS, Check
+from ragen2_trl.experiments.measures import check_statistic
+from ragen2_trl.experiments.plan import Experiment
+from ragen2_trl.experiments.statistics import CONFIDENCE, Estimate, holm
+
+HOLDS, IN_PART, CONTRADICTED, UNDECIDED, NOT_RUN = (
+    "holds",
+    "holds in part",
+    "contradicted",
+    "not at this scale",
+    "not run yet",
+)
+
+
+@dataclass(frozen=True)
+class Result:
+    """What came of a check.
+
+    Args:
+        name, kind, expects: As the file has them.
+        estimate: With interval; ratios are ratios, not logarithms.
+        unit: `points` (of a fraction, in hundredths), `ratio`, `correlation` or `number`.
+        adjusted: Holm's p-value.
+        seeds: That it rests on.
+        notes: Sentences on what is missing.
+    """
+
+    name: str
+    kind: str
+    expects: str
+    estimate: Estimate
+    unit: str
+    seeds: int
+    notes: tuple[str, ...] = ()
+    adjusted: float = math.nan
+
+    @property
+    def outcome(self) -> int:
+        """1 as expected, -1 opposite, 0 not decided."""
+        return self.estimate.side if self.adjusted <= 1 - CONFIDENCE else 0
+
+    @property
+    def shown(self) -> str:
+        """The estimate with its interval."""
+        return show(self.estimate, self.unit)
+
+
+def show(estimate: Estimate, unit: str) -> str:
+    """`+2.1 points (-0.4 to +4.6)`; without numbers, why there are none."""
+    if math.isnan(estimate.value):
+        return "no number yet"
+    form: Callable[[float], str]
+    if unit == "points":
+        form = lambda x: f"{100 * x:+.1f}"  # noqa: E731
+    elif unit == "ratio":
+        form = lambda x: f"{x:.2f}"  # noqa: E731
+    else:
+        form = lambda x: f"{x:+.2f}" if abs(x) < 100 else f"{x:+.3g}"  # noqa: E731
+    name = {"points": " points", "ratio": " times", "correlation": "", "number": ""}[unit]
+    if math.isnan(estimate.low):
+        return f"{form(estimate.value)}{name} (no interval)"
+    return f"{form(estimate.value)}{name} ({form(estimate.low)} to {form(estimate.high)})"
+
+
+def evaluate(grid: Grid) -> list[Result]:
+    """The checks of an experiment, with Holm's correction over them."""
+    results = [_evaluate(grid, check) for check in grid.experiment.checks]
+    adjusted = holm([result.estimate.p for result in results])
+    return [replace(result, adjusted=p) for result, p in zip(results, adjusted, strict=True)]
+
+
+def verdict(grid: Grid, results: Sequence[Result]) -> str:
+    """The rule, the same for all experiments: `holds` if every check is decided as expected; `holds in part` if some
+    are; `contradicted` if one is decided the other way and none as expected; `not at this scale` otherwise. With fewer
+    seeds than planned, or fewer cells, it is a verdict so far.
+    """
+    if all(math.isnan(result.estimate.value) for result in results):  # or there is no check
+        return NOT_RUN
+    outcomes = [result.outcome for result in results]
+    if all(outcome == 1 for outcome in outcomes):
+        said = HOLDS
+    elif 1 in outcomes:
+        said = IN_PART
+    else:
+        said = CONTRADICTED if -1 in outcomes else UNDECIDED
+    seeds, planned = min(result.seeds for result in results), len(grid.seeds)
+    if seeds < planned:
+        return f"{said}, so far ({seeds} of {planned} seeds)"
+    done, cells = len(grid.runs), len({cell.key for cell in grid.cells})
+    return said if done >= cells else f"{said}, so far ({done} of {cells} cells)"
+
+
+def sentence(results: Sequence[Result]) -> str:
+    """Why the verdict is what it is: the checks by what came of them."""
+    kinds = ((1, "As expected"), (-1, "Opposite"), (0, "Not decided"))
+    parts = [
+        f"{title}: {'; '.join(f'{one.name} ({one.shown})' for one in results if one.outcome == outcome)}."
+        for outcome, title in kinds
+        if any(one.outcome == outcome for one in results)
+    ]
+    return " ".join(parts)
+
+
+# What a check says
+
+
+def validate(experiment: Experiment) -> None:
+    """Raise a `ValueError` that names file, check and what is allowed, if a check cannot be read."""
+    for check in experiment.checks:
+        where = f"{experiment.path}: check {check.get('name', '')!r}"
+        if check.get("kind") not in KINDS:
+            raise ValueError(f"{where}: kind={check.get('kind')!r} is not supported; allowed: {', '.join(KINDS)}")
+        kind = KINDS[check["kind"]]
+        required = {"name", "kind", "expects", *kind.required}
+        allowed = {*required, *kind.optional, "within"}
+        for names, what in ((required - check.keys(), "is missing"), (check.keys() - allowed, "is not known")):
+            if names:
+                raise ValueError(f"{where}: {min(names)} {what}; allowed: {', '.join(sorted(allowed))}")
+        if check["expects"] not in (">", "<", "=") or (check["expects"] == "=") != ("within" in check):
+            raise ValueError(
+                f"{where}: expects={check['expects']!r} is not supported; allowed: '>', '<', and '=' with `within`"
+            )
+        for name in ("statistic", "x", "y", "than", "minus"):
+            if isinstance(check.get(name), str):
+                try:
+                    check_statistic(check[name], of_pairs=name == "statistic" and kind.pairs)
+                except ValueError as error:
+                    raise ValueError(f"{where}: {error}") from error
+        if str(check.get("statistic", "")).endswith("_to_reach") and "target" not in check:
+            raise ValueError(f"{where}: {check['statistic']} needs a target: a number, or levels whose end is it")
+
+
+def _evaluate(grid: Grid, check: Check) -> Result:
+    notes = Notes()
+    kind = KINDS[check["kind"]]
+    estimate, unit, seeds = kind.evaluate(grid, check, notes)
+    sentences = tuple(notes.sentences())
+    return Result(check["name"], check["kind"], check["expects"], estimate, unit, seeds, sentences)

@@ -1,0 +1,120 @@
+"""The planned cells of an experiment, those that have run, and which of them belong together."""
+
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import product
+
+from ragen2_trl.experiments.measures import Run
+from ragen2_trl.experiments.plan import Cell, Experiment
+
+Levels = Mapping[str, str]
+
+
+@dataclass
+class Notes:
+    """What a reader must know of the numbers, gathered on the way."""
+
+    missing: list[str] = field(default_factory=list)  # runs that are not there
+    early: list[str] = field(default_factory=list)
+    without: list[str] = field(default_factory=list)  # runs without what was asked for
+    others: list[str] = field(default_factory=list)
+
+    def sentences(self) -> list[str]:
+        kinds = (
+            ("not there", self.missing),
+            ("ended before the planned steps, and have their last value from there on", self.early),
+            ("left out, which do not have the metric or are compared with one that does not", self.without),
+        )
+        return [*(f"{_count(set(runs))} {what}: {some(sorted(set(runs)))}." for what, runs in kinds if runs), *self.others]
+
+
+@dataclass(frozen=True)
+class Grid:
+    """The planned cells of an experiment and those that have run."""
+
+    experiment: Experiment
+    cells: Sequence[Cell]
+    runs: Mapping[str, Run]  # by key
+    others: Sequence["Grid"] = ()  # those of `cells_of`
+
+    @property
+    def seeds(self) -> list[int]:
+        """Planned ones."""
+        return list(dict.fromkeys(cell.seed for cell in self.cells))
+
+    @property
+    def settings(self) -> list[Levels]:
+        """Planned ones, each once."""
+        return list({tuple(cell.levels.items()): cell.levels for cell in self.cells}.values())
+
+    def planned(self, levels: Levels) -> bool:
+        return any(dict(one) == dict(levels) for one in self.settings)
+
+    def run(self, levels: Levels, seed: int) -> Run | None:
+        key = next((one.key for one in self.cells if one.seed == seed and one.levels == levels), "")
+        return self.runs.get(key)
+
+
+def pairs(grid: Grid, of: Levels, against: Levels) -> list[tuple[Levels, Levels]]:
+    """Levels of both sides for each combination of the axes that neither fixes; combinations that are left out of the
+    grid have no pair."""
+    free = {axis: levels for axis, levels in grid.experiment.axes.items() if axis not in {*of, *against}}
+    found = []
+    for rest in product(*free.values()):
+        levels = dict(zip(free, rest, strict=True))
+        one, other = ({**levels, **side} for side in (of, {**of, **against}))
+        ordered = [{axis: side[axis] for axis in grid.experiment.axes if axis in side} for side in (one, other)]
+        if all(grid.planned(side) for side in ordered):
+            found.append((ordered[0], ordered[1]))
+    return found
+
+
+def by_seed(
+    grid: Grid, settings: Sequence[Sequence[Levels]], number: Callable[[Sequence[Run]], float], notes: Notes
+) -> dict[int, list[float]]:
+    """A number of each of some runs that belong together, for each seed that has all of them.
+
+    A setting that no seed has is left out, which `notes` tell.
+    """
+    values: dict[int, list[float]] = {}
+    table = [[runs_of(grid, setting, seed, notes) for setting in settings] for seed in grid.seeds]
+    there = [any(row[n] is not None for row in table) for n in range(len(settings))]
+    for seed, row in zip(grid.seeds, table, strict=True):
+        runs = [one for one, any_seed in zip(row, there, strict=True) if any_seed]
+        if not runs or any(one is None for one in runs):
+            continue
+        numbers = [number(one) for one in runs if one is not None]
+        if not any(map(math.isnan, numbers)):
+            values[seed] = numbers
+        else:
+            notes.without.extend(
+                name_of(run) for one, x in zip(runs, numbers, strict=True) if math.isnan(x) for run in one or ()
+            )
+    if not all(there) and any(there):
+        left = sum(not one for one in there)
+        notes.others.append(f"{left} of {len(there)} settings have not run with any seed, and are left out.")
+    return values
+
+
+def runs_of(grid: Grid, setting: Sequence[Levels], seed: int, notes: Notes) -> list[Run] | None:
+    runs = [grid.run(levels, seed) for levels in setting]
+    notes.missing.extend(
+        Cell({}, seed, dict(levels)).name for levels, run in zip(setting, runs, strict=True) if run is None
+    )
+    notes.early.extend(name_of(run) for run in runs if run is not None and run.ended_early)
+    found = [run for run in runs if run is not None]
+    return found if len(found) == len(runs) else None
+
+
+def name_of(run: Run) -> str:
+    return Cell({}, run.seed, dict(run.levels)).name
+
+
+def _count(runs: Collection[str]) -> str:
+    return f"{len(runs)} run" if len(runs) == 1 else f"{len(runs)} runs"
+
+
+def some(names: Sequence[str], most: int = 3) -> str:
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return f"{'; '.join(names[:most])}{more}"

@@ -1,0 +1,184 @@
+"""Kinds of checks: from the runs of an experiment to an estimate with its interval.
+
+All but the correlations come down to one number a seed, whose mean has Student's t interval.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import product
+from typing import Any
+
+import numpy as np
+
+from ragen2_trl.experiments.grid import Grid, Notes, by_seed, name_of, pairs, runs_of, some
+from ragen2_trl.experiments.measures import OF_PAIRS, Run, fall, statistic, success_at, total
+from ragen2_trl.experiments.statistics import Estimate, correlation_interval, mean_interval
+
+Check = Mapping[str, Any]
+
+FRACTIONS = ("success", "training_success", "retrieval", "valid_thinking", "kept", "zero_variance", "update_compute")
+
+Evaluated = tuple[Estimate, str, int]
+
+
+def _over_seeds(
+    values: Mapping[int, float], check: Check, null: float = 0.0, within: float | None = None
+) -> Estimate:
+    margin = float(check.get("within", 0.0)) if within is None else within
+    return mean_interval(list(values.values()), null, check["expects"], margin)
+
+
+def unit_of(name: str) -> str:
+    """Of a statistic."""
+    return "points" if name.startswith(OF_PAIRS) or name.partition("/")[0] in FRACTIONS else "number"
+
+
+def paired_difference(runs: Sequence[Run], name: str) -> float:
+    """Of a statistic of two runs; `at_equal/<axis>` is held-out success when both had spent what the cheaper one did in
+    all."""
+    if not name.startswith(OF_PAIRS):
+        return statistic(runs[0], name) - statistic(runs[1], name)
+    axis = name.removeprefix(OF_PAIRS)
+    spent = min(total(run, axis) for run in runs)
+    return success_at(runs[0], axis, spent) - success_at(runs[1], axis, spent)
+
+
+def _difference(grid: Grid, check: Check, notes: Notes) -> Evaluated:
+    found = pairs(grid, check["of"], check["against"])
+    values = by_seed(grid, found, partial(paired_difference, name=check["statistic"]), notes)
+    means = {seed: float(np.mean(numbers)) for seed, numbers in values.items()}
+    return _over_seeds(means, check), unit_of(check["statistic"]), len(means)
+
+
+def _trend(grid: Grid, check: Check, notes: Notes) -> Evaluated:
+    """Slope of the paired difference over the numbers that the levels of an axis are, seed by seed."""
+    found = pairs(grid, check["of"], check["against"])
+    x = np.array([float(side[check["axis"]]) for side, _ in found])
+    values = by_seed(grid, found, partial(paired_difference, name=check["statistic"]), notes)
+    slopes = {
+        seed: float(np.polyfit(x, numbers, 1)[0]) for seed, numbers in values.items() if len(numbers) == len(x) > 1
+    }
+    return _over_seeds(slopes, check), unit_of(check["statistic"]), len(slopes)
+
+
+def _mean(grid: Grid, check: Check, notes: Notes) -> Evaluated:
+    """A statistic itself, less another one of the same runs (`minus`), against a number (`than`)."""
+    settings = [[levels] for levels in grid.settings if check.get("of", {}).items() <= dict(levels).items()]
+
+    def number(runs: Sequence[Run]) -> float:
+        less = statistic(runs[0], check["minus"]) if "minus" in check else 0.0
+        return statistic(runs[0], check["statistic"]) - less
+
+    values = by_seed(grid, settings, number, notes)
+    means = {seed: float(np.mean(numbers)) for seed, numbers in values.items()}
+    return _over_seeds(means, check, float(check.get("than", 0.0))), unit_of(check["statistic"]), len(means)
+
+
+def _ratio(grid: Grid, check: Check, notes: Notes) -> Evaluated:
+    """Of two runs' costs, on the scale of logarithms.
+
+    A run that never reached its target counts with all it has cost, a lower bound: what this could favour stays
+    undecided.
+    """
+    name, targets = check["statistic"], check.get("target")
+    found = [list(pair) for pair in pairs(grid, check["of"], check["against"])]
+    if isinstance(targets, Mapping):
+        found = [[*pair, {**pair[0], **targets}] for pair in found]
+    censored = [0, 0]
+
+    def log_ratio(runs: Sequence[Run]) -> float:
+        target = statistic(runs[2], "success/last_fifth") if len(runs) > 2 else float(targets or math.nan)
+        numbers = [statistic(run, name, target) for run in runs[:2]]
+        for side, run in enumerate(runs[:2]):
+            if math.isinf(numbers[side]):
+                censored[side] += 1
+                numbers[side] = total(run, name.removesuffix("_to_reach"))
+        return math.log(numbers[0] / numbers[1]) if min(numbers) > 0 else math.nan
+
+    values = by_seed(grid, found, log_ratio, notes)
+    means = {seed: float(np.mean(numbers)) for seed, numbers in values.items()}
+    within = math.log(1 + float(check.get("within", 0.0)))
+    log = _over_seeds(means, check, math.log(float(check.get("than", 1.0))), within)
+    for side, which in enumerate(("of", "against")):
+        if censored[side]:
+            notes.others.append(
+                f"{censored[side]} runs of {some([f'{a} {b}' for a, b in check[which].items()])} never reached the "
+                "target: all they cost counts, which is a lower bound."
+            )
+    favoured = (log.value < 0 and censored[0]) or (log.value > 0 and censored[1]) or (all(censored))
+    found_log = replace(log, p=1.0) if favoured and not math.isnan(log.p) else log
+    low, value, high = (math.exp(x) if math.isfinite(x) else math.nan for x in (log.low, log.value, log.high))
+    return replace(found_log, value=value, low=low, high=high), "ratio", len(means)
+
+
+def _earlier(grid: Grid, check: Check, notes: Notes) -> Evaluated:
+    """By how much of the run one metric falls for good before another does, which it does at the end at the latest."""
+    settings = [[levels] for levels in grid.settings if check["of"].items() <= dict(levels).items()]
+    share = float(check.get("fall", 0.2))
+    falls: list[list[float]] = []
+
+    def lag(runs: Sequence[Run]) -> float:
+        falls.append([fall(runs[0], check[name], share) for name in ("first", "then")])
+        return min(falls[-1][1], 1.0) - min(falls[-1][0], 1.0)
+
+    values = by_seed(grid, settings, lag, notes)
+    means = {seed: float(np.mean(numbers)) for seed, numbers in values.items()}
+    for n, name in enumerate(("first", "then")):
+        fell = sum(math.isfinite(one[n]) for one in falls)
+        notes.others.append(f"{check[name]} fell by {share:.0%} of its peak for good in {fell} of {len(falls)} runs.")
+    return _over_seeds(means, check), "points", len(means)
+
+
+def _correlation(grid: Grid, check: Check, notes: Notes) -> Evaluated:
+    """Spearman's over runs; with `of` and `against`, of the paired gain with what the run it is compared with says."""
+    rows: list[tuple[float, ...]] = []
+    settings: list[str] = []
+    seen: set[tuple[str, ...]] = set()
+    names = [check["x"], *([check["than"]] if "than" in check else [])]
+    seeds = 0
+    for one in grid.others or (grid,):
+        of = check.get("of")
+        found = pairs(one, of, check["against"]) if of else [(levels,) for levels in one.settings]
+        seeds_here = set()
+        for setting, seed in product(found, one.seeds):
+            runs = runs_of(one, setting, seed, notes)
+            key = tuple(run.key for run in runs or ())
+            if runs is None or key in seen:
+                continue
+            seen.add(key)
+            y = paired_difference(runs, check["y"]) if of else statistic(runs[0], check["y"])
+            row = (*(statistic(runs[-1], name) for name in names), y)
+            if any(map(math.isnan, row)):
+                notes.without.append(name_of(runs[0]))
+                continue
+            rows.append(row)
+            settings.append(f"{one.experiment.id} {setting[0]}")
+            seeds_here.add(seed)
+        seeds = max(seeds, len(seeds_here))
+    if len(rows) < 3:
+        return Estimate(math.nan, math.nan, math.nan, math.nan, 0, 0), "correlation", seeds
+    x, *than, y = (np.array(column) for column in zip(*rows, strict=True))
+    found_one = correlation_interval(x, y, settings, check["expects"], than[0] if than else None)
+    notes.others.append(f"{len(rows)} runs of {found_one.n} settings.")
+    return found_one, "correlation", seeds
+
+
+@dataclass(frozen=True)
+class Kind:
+    evaluate: Callable[[Grid, Check, Notes], Evaluated]
+    required: tuple[str, ...]
+    optional: tuple[str, ...] = ()
+    pairs: bool = False
+
+
+KINDS = {
+    "difference": Kind(_difference, ("statistic", "of", "against"), (), True),
+    "trend": Kind(_trend, ("statistic", "axis", "of", "against"), (), True),
+    "mean": Kind(_mean, ("statistic",), ("of", "minus", "than")),
+    "ratio": Kind(_ratio, ("statistic", "of", "against"), ("target", "than")),
+    "earlier": Kind(_earlier, ("first", "then", "of"), ("fall",)),
+    "correlation": Kind(_correlation, ("x", "y"), ("of", "against")),
+    "stronger_correlation": Kind(_correlation, ("x", "y", "than"), ("of", "against")),
+}

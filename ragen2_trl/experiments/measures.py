@@ -1,0 +1,298 @@
+"""What a run is judged by: one number of its curves.
+
+A *statistic* is named `<metric>/<what of it>`, such as `success/last_fifth`. Metrics are short names of `METRICS` or
+keys of log rows. A run that ended before its planned steps has its last value from there on: that is the model its user
+is left with; `Run.ended_early` tells, and so does the page.
+"""
+
+import json
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.integrate import trapezoid
+
+Array = NDArray[np.float64]
+
+_FORMS = ("mi/trajectory/", "mi/first_turn/")  # over all turns where there are several
+# Short name -> patterns of keys in log rows, of which the first that a run has counts.
+METRICS: dict[str, tuple[str, ...]] = {
+    "success": (r"eval/env/[^/]+/success",),
+    "training_success": (r"env/[^/]+/success",),
+    "reward": ("reward",),
+    "entropy": ("entropy",),  # of the policy, nats per token
+    "retrieval": tuple(f"{form}retrieval_accuracy" for form in _FORMS),
+    "mi": tuple(f"{form}mi_seq" for form in _FORMS),  # nats
+    "mi_zscore": tuple(f"{form}mi_zscore_token_tempered" for form in _FORMS),  # the form the reference code logs
+    "conditional_entropy": tuple(f"{form}conditional_entropy_token" for form in _FORMS),  # H(Z|X), nats per token
+    "marginal_entropy": tuple(f"{form}marginal_entropy_token" for form in _FORMS),  # H(Z)
+    "valid_thinking": ("mi/valid_thinking_rate",),
+    "length": ("completions/mean_length",),
+    "kept": ("snr/kept_fraction",),
+    "zero_variance": ("snr/zero_variance_fraction",),
+    "update_compute": ("snr/update_compute_fraction",),
+    "reward_std_spread": ("snr/reward_std_spread",),  # Table 8's std/mean
+    "seconds": ("cost/seconds",),
+    "cpu_seconds": ("cost/cpu_seconds",),
+    "sampled_tokens": ("cost/sampled_tokens",),
+    "update_tokens": ("cost/update_tokens",),
+    "update_flops": ("cost/update_flops",),
+}
+COSTS = ("seconds", "cpu_seconds", "sampled_tokens", "update_tokens", "update_flops")
+OF_CURVES = ("first", "last", "last_fifth", "area", "peak", "mean", "change")
+OF_PAIRS = "at_equal/"
+OF_GRADIENTS = "gradient/"
+PARTS = ("task", "kl", "entropy", "regularisers")
+_TO_REACH = re.compile("|".join(f"{axis}_to_reach" for axis in ("steps", *COSTS)))
+_BUCKET = re.compile(r"grad/bucket_(\d+)/reward_std")
+
+
+@dataclass(frozen=True)
+class Curve:
+    """A metric over the optimizer steps of a run, in their order; at least one point."""
+
+    steps: Array
+    values: Array
+
+    def at(self, steps: Array) -> Array:
+        """Values between points by straight lines, beyond them by the nearest."""
+        return np.interp(steps, self.steps, self.values)
+
+
+@dataclass(frozen=True)
+class Run:
+    """A finished cell.
+
+    Args:
+        key: Of the cell.
+        seed: Of the run.
+        levels: Axis -> level.
+        planned: Optimizer steps it was to have.
+        done: Those it had.
+        curves: Log key -> curve.
+        record: The row of the cell in the store.
+    """
+
+    key: str
+    seed: int
+    levels: Mapping[str, str]
+    planned: int
+    done: int
+    curves: Mapping[str, Curve]
+    record: Mapping[str, Any]
+
+    @property
+    def ended_early(self) -> bool:
+        return self.done < self.planned
+
+    def curve(self, metric: str) -> Curve | None:
+        """Of a short name or a log key, up to the planned steps; None where the run has no such metric."""
+        for pattern in METRICS.get(metric, (re.escape(metric),)):
+            if found := sorted(key for key in self.curves if re.fullmatch(pattern, key)):
+                return self._whole(self._mean([self.curves[key] for key in found]))
+        return None
+
+    def _mean(self, curves: Sequence[Curve]) -> Curve:
+        """Of several tasks, at the steps of the first."""
+        first = curves[0]
+        return Curve(first.steps, np.mean([one.at(first.steps) for one in curves], axis=0))
+
+    def _whole(self, curve: Curve) -> Curve:
+        if not self.ended_early or curve.steps[-1] >= self.planned:
+            return curve
+        return Curve(np.append(curve.steps, self.planned), np.append(curve.values, curve.values[-1]))
+
+    def spent(self, axis: str, steps: Array) -> Array | None:
+        """What the run had cost after each of these steps: the steps themselves, or one of `COSTS`."""
+        if axis == "steps":
+            return steps
+        cost = self.curve(axis)
+        if cost is None:
+            return None
+        # Nothing is spent before the first step.
+        return np.interp(steps, np.append(0, cost.steps), np.append(0, cost.values))
+
+
+def check_statistic(name: str, of_pairs: bool = False) -> None:
+    """Raise a `ValueError` that names what is allowed, if there is no such statistic."""
+    metric, _, what = name.rpartition("/")
+    if name.startswith(OF_GRADIENTS):
+        fine = name in {f"{OF_GRADIENTS}{part}/slope" for part in PARTS}
+    elif name.startswith(OF_PAIRS):
+        fine = of_pairs and what in ("steps", *COSTS)
+    else:
+        fine = bool(_TO_REACH.fullmatch(name)) or (
+            what in OF_CURVES and (metric in METRICS or "/" in metric or "_" in metric)
+        )
+    if not fine:
+        raise ValueError(
+            f"statistic={name!r} is not supported; allowed: <metric>/<one of {', '.join(OF_CURVES)}> with a log key "
+            f"or one of {', '.join(METRICS)}; <one of steps, {', '.join(COSTS)}>_to_reach; of differences "
+            f"{OF_PAIRS}<the same>; {OF_GRADIENTS}<one of {', '.join(PARTS)}>/slope"
+        )
+
+
+def statistic(run: Run, name: str, target: float = math.nan) -> float:
+    """One number of a run; NaN where it has no such metric, infinite where a target was never reached.
+
+    Args:
+        name: See `check_statistic`.
+        target: Held-out success, for `<axis>_to_reach`.
+    """
+    check_statistic(name)
+    if name.startswith(OF_GRADIENTS):
+        return gradient_slope(run, name.split("/")[1])
+    if _TO_REACH.fullmatch(name):
+        return spent_to_reach(run, name.removesuffix("_to_reach"), target)
+    metric, _, what = name.rpartition("/")
+    curve = run.curve(metric)
+    return math.nan if curve is None else of_curve(curve, what)
+
+
+def of_curve(curve: Curve, what: str) -> float:
+    """One of `OF_CURVES`.
+
+    `last_fifth` is the mean of the points in the last fifth of the steps, of which the last is one; `area` that under
+    the curve by the trapezoid rule, divided by the steps; `change` is `last_fifth` less `first`.
+    """
+    steps, values = curve.steps, curve.values
+    if what == "last_fifth":
+        return float(values[steps >= 0.8 * steps[-1]].mean())
+    if what == "area":
+        span = steps[-1] - steps[0]
+        return float(trapezoid(values, steps) / span) if span > 0 else float(values[-1])
+    if what == "change":
+        return of_curve(curve, "last_fifth") - float(values[0])
+    return float({"first": values[0], "last": values[-1], "peak": values.max(), "mean": values.mean()}[what])
+
+
+def spent_to_reach(run: Run, axis: str, target: float) -> float:
+    """What a run had spent when its held-out success first was at `target`, by straight lines between evaluations;
+    infinite if it never was, NaN without a curve or a target."""
+    curve = run.curve("success")
+    if curve is None or math.isnan(target):
+        return math.nan
+    spent = run.spent(axis, curve.steps)
+    if spent is None:
+        return math.nan
+    above = np.flatnonzero(curve.values >= target)
+    if len(above) == 0:
+        return math.inf
+    n = above[0]
+    if n == 0:
+        return float(spent[0])
+    share = (target - curve.values[n - 1]) / (curve.values[n] - curve.values[n - 1])
+    return float(spent[n - 1] + share * (spent[n] - spent[n - 1]))
+
+
+def success_at(run: Run, axis: str, spent: float) -> float:
+    """Held-out success when a run had spent so much, as the mean over the last fifth of it; NaN without curves."""
+    curve = run.curve("success")
+    if curve is None:
+        return math.nan
+    costs = run.spent(axis, curve.steps)
+    if costs is None:
+        return math.nan
+    inside = costs[(costs > 0.8 * spent) & (costs < spent)]
+    knots = np.concatenate([[0.8 * spent], inside, [spent]])
+    values = np.interp(knots, costs, curve.values)
+    return float(trapezoid(values, knots) / (0.2 * spent)) if spent > 0 else float(values[-1])
+
+
+def total(run: Run, axis: str) -> float:
+    """What the whole run has cost; NaN where that was not logged."""
+    if axis == "steps":
+        return float(run.done)
+    curve = run.curve(axis)
+    return math.nan if curve is None else float(curve.values[-1])
+
+
+@dataclass(frozen=True)
+class GradientPoints:
+    """Gradients of the buckets of one measurement, without those of no reward variance.
+
+    Args:
+        step: Optimizer step.
+        reward_std: (buckets,) mean over a bucket's groups.
+        norms: (buckets,) of the mean sample's gradient.
+    """
+
+    step: float
+    reward_std: Array
+    norms: Array
+
+
+def gradient_points(run: Run, part: str) -> list[GradientPoints]:
+    """What `GradientSNRCallback` logged of a part of the loss; `regularisers` are those there are, norms summed as in
+    the paper."""
+    parts = ("kl", "entropy") if part == "regularisers" else (part,)
+    buckets = sorted(int(match[1]) for key in run.curves if (match := _BUCKET.fullmatch(key)))
+    rows: dict[float, list[tuple[float, float]]] = {}
+    for bucket in buckets:
+        spread = run.curves[f"grad/bucket_{bucket}/reward_std"]
+        norms = [run.curves[key] for one in parts if (key := f"grad/bucket_{bucket}/{one}/norm") in run.curves]
+        for step, deviation in zip(spread.steps, spread.values, strict=True):
+            at_step = [float(norm.values[norm.steps == step][0]) for norm in norms if step in norm.steps]
+            if at_step and deviation > 0:
+                rows.setdefault(float(step), []).append((float(deviation), sum(at_step)))
+    return [
+        GradientPoints(step, *(np.array(column) for column in zip(*points, strict=True)))
+        for step, points in sorted(rows.items())
+    ]
+
+
+def gradient_slope(run: Run, part: str) -> float:
+    """Slope of log norm on log reward standard deviation over the buckets of all measurements, each with an intercept
+    of its own: 1 is a gradient in proportion to it, 0 one that does not know of it. NaN with too few buckets."""
+    products = squares = 0.0
+    for points in gradient_points(run, part):
+        kept = points.norms > 0
+        if kept.sum() < 2:
+            continue
+        x, y = np.log(points.reward_std[kept]), np.log(points.norms[kept])
+        products += float((x - x.mean()) @ (y - y.mean()))
+        squares += float((x - x.mean()) @ (x - x.mean()))
+    return products / squares if squares > 0 else math.nan
+
+
+def fall(run: Run, metric: str, share: float) -> float:
+    """When a metric has fallen for good, as a fraction of the planned steps: the first point after which it never
+    again is above (1 - share) of its peak. Infinite if it does not fall; NaN where the run has no such metric."""
+    curve = run.curve(metric)
+    if curve is None:
+        return math.nan
+    above = np.flatnonzero(curve.values > (1 - share) * curve.values.max())
+    if len(above) == 0 or above[-1] == len(curve.values) - 1:  # never above 0, or not fallen
+        return math.inf
+    return float(curve.steps[above[-1] + 1]) / run.planned
+
+
+def read_runs(cells: Iterable[tuple[str, int, Mapping[str, str], Mapping[str, Any]]], store: Any) -> list[Run]:
+    """Those of some cells that are in a store, which has `cells()` and `curves(keys)`.
+
+    Args:
+        cells: Key, seed, levels and fields of each.
+    """
+    records = {row["key"]: row for row in store.cells().to_dict("records")}
+    wanted = [cell for cell in cells if cell[0] in records]
+    curves: dict[str, dict[str, Curve]] = {}
+    table = store.curves([key for key, *_ in wanted])
+    table = table[np.isfinite(table["value"])].sort_values("step", kind="stable")
+    for (key, metric), points in table.groupby(["key", "metric"], observed=True, sort=False):
+        last = points.drop_duplicates("step", keep="last")
+        curve = Curve(last["step"].to_numpy(float), last["value"].to_numpy(float))
+        curves.setdefault(str(key), {})[str(metric)] = curve
+    return [
+        Run(key, seed, levels, int(fields.get("max_steps", records[key]["steps"])), int(records[key]["steps"]),
+            curves.get(key, {}), records[key])
+        for key, seed, levels, fields in wanted
+    ]
+
+
+def versions(run: Run) -> dict[str, str]:
+    """Of Python and packages, as the store has them."""
+    return {name: str(value) for name, value in json.loads(run.record.get("versions") or "{}").items()}

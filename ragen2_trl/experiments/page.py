@@ -1,0 +1,215 @@
+"""`results/README.md`: what became of each claim, written from the store alone.
+
+    ragen2-trl experiment analyse experiments/*.yaml
+"""
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import yaml
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+from ragen2_trl.experiments import figures
+from ragen2_trl.experiments.checks import Result, evaluate, sentence, validate, verdict
+from ragen2_trl.experiments.curves import Store
+from ragen2_trl.experiments.grid import Grid
+from ragen2_trl.experiments.kinds import unit_of
+from ragen2_trl.experiments.measures import Run, read_runs, statistic, versions
+from ragen2_trl.experiments.plan import Experiment
+from ragen2_trl.experiments.statistics import mean_interval
+from ragen2_trl.reporting.files import replace_whole, write_text
+
+PAGE, TEMPLATE = "README.md", "results.md.jinja"
+# Of each setting: what the table of a claim shows; peak is what the paper reports.
+COLUMNS = {
+    "last": "success/last",
+    "last fifth": "success/last_fifth",
+    "mean": "success/area",
+    "peak": "success/peak",
+    "seconds": "seconds/last",
+    "sampled tokens": "sampled_tokens/last",
+    "update FLOPs": "update_flops/last",
+}
+OUTCOMES = {1: "as expected", -1: "opposite", 0: "not decided"}
+MAX_SETTINGS = 60  # rows of a table; a sweep of more is what its figure shows
+
+
+@dataclass(frozen=True)
+class Claim:
+    """What the page says of an experiment."""
+
+    experiment: Experiment
+    results: Sequence[Result]
+    verdict: str
+    why: str
+    images: Sequence[tuple[str, str]]  # file, what it shows
+    cells: int
+    done: int
+    seeds: str
+    machine: str
+    versions: str
+    hours: float
+    settings: Sequence[tuple[str, str]]
+    rows: Sequence[Sequence[str]]
+
+    @property
+    def ours(self) -> str:
+        """The first check's number, which is the claim's own."""
+        return f"{self.results[0].name}: {self.results[0].shown}" if self.results else "no check"
+
+    @property
+    def anchor(self) -> str:
+        return self.experiment.id
+
+
+def analyse(experiments: Sequence[Experiment], folder: Path, scale: str = "tiny", quick: bool = False) -> None:
+    """Write `README.md` and the figures of some experiments into the folder of their results.
+
+    Args:
+        experiments: In the order of the page.
+        folder: Of the store.
+        scale: Whose cells count, see `Experiment.cells`.
+        quick: Likewise.
+
+    Raises:
+        ValueError: If a check or a figure of one of them cannot be read.
+    """
+    for one in experiments:
+        check_readable(one)
+    store = Store(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    claims = [_claim(_grid(one, store, scale, quick), folder) for one in experiments]
+    template = Environment(
+        loader=FileSystemLoader(Path(__file__).parent),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+        autoescape=False,  # noqa: S701 -- Markdown, of our own files
+    ).get_template(TEMPLATE)
+    page = template.render(
+        claims=claims,
+        columns=["setting", "seeds", *COLUMNS],
+        checks=sum(len(claim.results) for claim in claims),
+        done=len(set(chain.from_iterable(_keys(one, store, scale, quick) for one in experiments))),
+        verdicts=Counter(claim.verdict.partition(",")[0] for claim in claims),
+        quick=quick,
+        cell=_cell,
+        expected=_expected,
+        outcomes=OUTCOMES,
+    )
+    write_text(folder / PAGE, page)
+
+
+def check_readable(experiment: Experiment) -> None:
+    """Raise a `ValueError` if a check or a figure of an experiment is not as it should be."""
+    validate(experiment)
+    for n, spec in enumerate(experiment.figures):
+        figures.validate(spec, f"{experiment.path}: figures[{n}]")
+
+
+def _keys(experiment: Experiment, store: Store, scale: str, quick: bool) -> set[str]:
+    return {cell.key for cell in experiment.cells(quick, scale)} & store.done()
+
+
+def _grid(experiment: Experiment, store: Store, scale: str, quick: bool) -> Grid:
+    cells = experiment.cells(quick, scale)
+    runs = read_runs([(cell.key, cell.seed, cell.levels, cell.fields) for cell in cells], store)
+    others = [_grid(one, store, scale, quick) for one in experiment.others]
+    return Grid(experiment, cells, {run.key: run for run in runs}, others)
+
+
+def _claim(grid: Grid, folder: Path) -> Claim:
+    experiment, runs = grid.experiment, list(grid.runs.values())
+    results = evaluate(grid)
+    seeds = Counter(run.seed for run in runs)
+    return Claim(
+        experiment=experiment,
+        results=results,
+        verdict=verdict(grid, results),
+        why=sentence(results),
+        images=[_draw(grid, n, folder) for n in range(len(experiment.figures))] if runs else [],
+        cells=len({cell.key for cell in grid.cells}),
+        done=len(runs),
+        seeds=", ".join(f"{seed} ({seeds[seed]} cells)" for seed in sorted(seeds)) or "none yet",
+        machine=_counted(f"{run.record['host_cores']} CPU cores" for run in runs),
+        versions=_versions(runs),
+        hours=sum(float(run.record["seconds"]) for run in runs) / 3600,
+        settings=_settings(experiment),
+        rows=_rows(grid) if not experiment.others else [],
+    )
+
+
+def _draw(grid: Grid, number: int, folder: Path) -> tuple[str, str]:
+    spec = grid.experiment.figures[number]
+    name = f"{grid.experiment.id}{f'_{number + 1}' if number else ''}.png"
+    figure = figures.draw(grid, spec)
+    replace_whole(folder / name, lambda path: figure.savefig(path, format="png", metadata={"Software": None}))
+    return name, str(spec.get("caption", grid.experiment.claim))
+
+
+def _rows(grid: Grid) -> list[list[str]]:
+    """Of each setting that has run: its statistics with their intervals over seeds."""
+    rows = []
+    for levels in grid.settings:
+        runs = [run for seed in grid.seeds if (run := grid.run(levels, seed)) is not None]
+        if runs:
+            numbers = (_over_seeds(runs, name) for name in COLUMNS.values())
+            rows.append([", ".join(levels.values()) or "all", str(len(runs)), *numbers])
+    return rows[:MAX_SETTINGS]
+
+
+def _over_seeds(runs: Sequence[Run], name: str) -> str:
+    found = mean_interval([value for run in runs if math.isfinite(value := statistic(run, name))])
+    if math.isnan(found.value):
+        return ""
+    if unit_of(name) != "points":
+        return f"{found.value:,.0f}" if found.value < 1e6 else f"{found.value:.3g}"
+    interval = "" if math.isnan(found.low) else f" ({100 * found.low:.1f} to {100 * found.high:.1f})"
+    return f"{100 * found.value:.1f} %{interval}"
+
+
+def _settings(experiment: Experiment) -> list[tuple[str, str]]:
+    """What its cells have beside the base files: for all of them, and for each level."""
+    found = [("all cells", _flow(experiment.fields))] if experiment.fields else []
+    for axis, levels in experiment.axes.items() if not experiment.others else ():
+        found += [(f"{axis}: {level}", _flow(fields) or "as the base") for level, fields in levels.items()]
+    return found
+
+
+def _flow(fields: Mapping[str, Any]) -> str:
+    text = yaml.safe_dump(dict(fields), default_flow_style=True, width=10_000, sort_keys=False).strip()
+    return f"`{text[1:-1]}`" if fields else ""
+
+
+def _versions(runs: Sequence[Run]) -> str:
+    names = dict.fromkeys(name for run in runs for name in versions(run))
+    return "; ".join(f"{name} {_counted(versions(run).get(name, 'unknown') for run in runs)}" for name in names)
+
+
+def _counted(values: Any) -> str:
+    """Different values, the most frequent first."""
+    return ", ".join(value for value, _ in Counter(values).most_common()) or "unknown"
+
+
+def _cell(text: str) -> str:
+    """As a cell of a table."""
+    return " ".join(str(text).replace("|", "\\|").split())
+
+
+def _expected(check: Mapping[str, Any]) -> str:
+    """What a check expects, in words."""
+    kind, margin = check["kind"], check.get("within", 0)
+    null = check.get("than", 1 if kind == "ratio" else 0)
+    null = 0 if kind == "stronger_correlation" else null
+    points = unit_of(check.get("statistic", "")) == "points" and kind != "ratio"
+    number = f"{100 * float(null):g} points" if points and null else f"{null:g}"
+    if check["expects"] == "=":
+        return f"within {f'{100 * margin:g} points' if points else f'{margin:g}'} of {number}"
+    return f"{'above' if check['expects'] == '>' else 'below'} {number}"
+
