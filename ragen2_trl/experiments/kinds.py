@@ -23,9 +23,7 @@ FRACTIONS = ("success", "training_success", "retrieval", "valid_thinking", "kept
 Evaluated = tuple[Estimate, str, int]
 
 
-def _over_seeds(
-    values: Mapping[int, float], check: Check, null: float = 0.0, within: float | None = None
-) -> Estimate:
+def _over_seeds(values: Mapping[int, float], check: Check, null: float = 0.0, within: float | None = None) -> Estimate:
     margin = float(check.get("within", 0.0)) if within is None else within
     return mean_interval(list(values.values()), null, check["expects"], margin)
 

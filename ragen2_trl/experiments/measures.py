@@ -287,8 +287,15 @@ def read_runs(cells: Iterable[tuple[str, int, Mapping[str, str], Mapping[str, An
         curve = Curve(last["step"].to_numpy(float), last["value"].to_numpy(float))
         curves.setdefault(str(key), {})[str(metric)] = curve
     return [
-        Run(key, seed, levels, int(fields.get("max_steps", records[key]["steps"])), int(records[key]["steps"]),
-            curves.get(key, {}), records[key])
+        Run(
+            key,
+            seed,
+            levels,
+            int(fields.get("max_steps", records[key]["steps"])),
+            int(records[key]["steps"]),
+            curves.get(key, {}),
+            records[key],
+        )
         for key, seed, levels, fields in wanted
     ]
 

@@ -1,6 +1,6 @@
 """`results/README.md`: what became of each claim, written from the store alone.
 
-    ragen2-trl experiment analyse experiments/*.yaml
+ragen2-trl experiment analyse experiments/*.yaml
 """
 
 import math
@@ -212,4 +212,3 @@ def _expected(check: Mapping[str, Any]) -> str:
     if check["expects"] == "=":
         return f"within {f'{100 * margin:g} points' if points else f'{margin:g}'} of {number}"
     return f"{'above' if check['expects'] == '>' else 'below'} {number}"
-
