@@ -1,8 +1,8 @@
 """What a run is judged by: one number of its curves.
 
 A *statistic* is named `<metric>/<what of it>`, such as `success/last_fifth`. Metrics are short names of `METRICS` or
-keys of log rows. A run that ended before its planned steps has its last value from there on: that is the model its user
-is left with; `Run.ended_early` tells, and so does the page.
+keys of log rows. A run that ended before its planned steps has its last value from there on, which is that of the model
+its user is left with; `Run.ended_early` tells, and so does the page.
 """
 
 import json

@@ -90,7 +90,7 @@ def analyse(experiments: Sequence[Experiment], folder: Path, scale: str = "tiny"
         trim_blocks=True,
         lstrip_blocks=True,
         keep_trailing_newline=True,
-        autoescape=False,  # noqa: S701 -- Markdown, of our own files
+        autoescape=False,
     ).get_template(TEMPLATE)
     page = template.render(
         claims=claims,
