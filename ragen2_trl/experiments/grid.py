@@ -1,7 +1,7 @@
 """The planned cells of an experiment, those that have run, and which of them belong together."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 
@@ -24,10 +24,12 @@ class Notes:
         kinds = (
             ("not there", self.missing),
             ("ended before the planned steps, and have their last value from there on", self.early),
-            ("without this metric, and left out", self.without),
+            ("left out, which do not have the metric or are compared with one that does not", self.without),
         )
-        told = [f"{len(set(runs))} runs {what}: {some(sorted(set(runs)))}." for what, runs in kinds if runs]
-        return [*told, *self.others]
+        return [
+            *(f"{_count(set(runs))} {what}: {some(sorted(set(runs)))}." for what, runs in kinds if runs),
+            *self.others,
+        ]
 
 
 @dataclass(frozen=True)
@@ -110,6 +112,10 @@ def runs_of(grid: Grid, setting: Sequence[Levels], seed: int, notes: Notes) -> l
 
 def name_of(run: Run) -> str:
     return Cell({}, run.seed, dict(run.levels)).name
+
+
+def _count(runs: Collection[str]) -> str:
+    return f"{len(runs)} run" if len(runs) == 1 else f"{len(runs)} runs"
 
 
 def some(names: Sequence[str], most: int = 3) -> str:

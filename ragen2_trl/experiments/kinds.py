@@ -23,9 +23,7 @@ FRACTIONS = ("success", "training_success", "retrieval", "valid_thinking", "kept
 Evaluated = tuple[Estimate, str, int]
 
 
-def _over_seeds(
-    values: Mapping[int, float], check: Check, null: float = 0.0, within: float | None = None
-) -> Estimate:
+def _over_seeds(values: Mapping[int, float], check: Check, null: float = 0.0, within: float | None = None) -> Estimate:
     margin = float(check.get("within", 0.0)) if within is None else within
     return mean_interval(list(values.values()), null, check["expects"], margin)
 
@@ -36,8 +34,8 @@ def unit_of(name: str) -> str:
 
 
 def paired_difference(runs: Sequence[Run], name: str) -> float:
-    """Of a statistic of two runs; `at_equal/<axis>` is held-out success when both had spent what the cheaper one did in
-    all."""
+    """Of a statistic of two runs; `at_equal/<axis>` is held-out success when both had spent all that the cheaper one
+    did."""
     if not name.startswith(OF_PAIRS):
         return statistic(runs[0], name) - statistic(runs[1], name)
     axis = name.removeprefix(OF_PAIRS)
@@ -114,19 +112,19 @@ def _ratio(grid: Grid, check: Check, notes: Notes) -> Evaluated:
 
 
 def _earlier(grid: Grid, check: Check, notes: Notes) -> Evaluated:
-    """By how much of the run one metric falls for good before another does."""
+    """By how much of the run one metric falls for good before another does, which it does at the end at the latest."""
     settings = [[levels] for levels in grid.settings if check["of"].items() <= dict(levels).items()]
     share = float(check.get("fall", 0.2))
     falls: list[list[float]] = []
 
     def lag(runs: Sequence[Run]) -> float:
         falls.append([fall(runs[0], check[name], share) for name in ("first", "then")])
-        return falls[-1][1] - falls[-1][0]
+        return min(falls[-1][1], 1.0) - min(falls[-1][0], 1.0)
 
     values = by_seed(grid, settings, lag, notes)
     means = {seed: float(np.mean(numbers)) for seed, numbers in values.items()}
     for n, name in enumerate(("first", "then")):
-        fell = sum(one[n] < 1 for one in falls)
+        fell = sum(math.isfinite(one[n]) for one in falls)
         notes.others.append(f"{check[name]} fell by {share:.0%} of its peak for good in {fell} of {len(falls)} runs.")
     return _over_seeds(means, check), "points", len(means)
 

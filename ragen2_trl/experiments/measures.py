@@ -1,8 +1,8 @@
 """What a run is judged by: one number of its curves.
 
 A *statistic* is named `<metric>/<what of it>`, such as `success/last_fifth`. Metrics are short names of `METRICS` or
-keys of log rows. A run that ended before its planned steps has its last value from there on: that is the model its user
-is left with; `Run.ended_early` tells, and so does the page.
+keys of log rows. A run that ended before its planned steps has its last value from there on, which is that of the model
+its user is left with; `Run.ended_early` tells, and so does the page.
 """
 
 import json
@@ -261,13 +261,13 @@ def gradient_slope(run: Run, part: str) -> float:
 
 def fall(run: Run, metric: str, share: float) -> float:
     """When a metric has fallen for good, as a fraction of the planned steps: the first point after which it never
-    again is above (1 - share) of its peak. 1 if it does not fall; NaN where the run has no such metric."""
+    again is above (1 - share) of its peak. Infinite if it does not fall; NaN where the run has no such metric."""
     curve = run.curve(metric)
     if curve is None:
         return math.nan
     above = np.flatnonzero(curve.values > (1 - share) * curve.values.max())
     if len(above) == 0 or above[-1] == len(curve.values) - 1:  # never above 0, or not fallen
-        return 1.0
+        return math.inf
     return float(curve.steps[above[-1] + 1]) / run.planned
 
 
@@ -287,8 +287,15 @@ def read_runs(cells: Iterable[tuple[str, int, Mapping[str, str], Mapping[str, An
         curve = Curve(last["step"].to_numpy(float), last["value"].to_numpy(float))
         curves.setdefault(str(key), {})[str(metric)] = curve
     return [
-        Run(key, seed, levels, int(fields.get("max_steps", records[key]["steps"])), int(records[key]["steps"]),
-            curves.get(key, {}), records[key])
+        Run(
+            key,
+            seed,
+            levels,
+            int(fields.get("max_steps", records[key]["steps"])),
+            int(records[key]["steps"]),
+            curves.get(key, {}),
+            records[key],
+        )
         for key, seed, levels, fields in wanted
     ]
 

@@ -10,6 +10,8 @@ import yaml
 
 Fields = dict[str, Any]
 
+_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times as fast where there is a C library
+
 UNSET = "unset"  # among settings: names, or patterns such as snr_*, that earlier ones have and these do not
 # What says where a run lives and what it writes, and nothing of its numbers: the runner's, and no part of a key.
 OF_THE_RUNNER = frozenset(
@@ -75,6 +77,6 @@ def read_fields(path: Path) -> Fields:
 
 def read_yaml(path: Path) -> Any:
     try:
-        return yaml.safe_load(path.read_text(encoding="utf-8"))
+        return yaml.load(path.read_text(encoding="utf-8"), Loader=_LOADER)  # noqa: S506 -- both are safe loaders
     except yaml.YAMLError as error:
         raise ValueError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from error

@@ -11,6 +11,7 @@ over the settings of a sweep, which are more, have the bootstrap.
 """
 
 import math
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -87,7 +88,12 @@ def _p_of_mean(numbers: NDArray[np.float64], mean: float, expects: str, within: 
 
 
 def correlation_interval(
-    x: ArrayLike, y: ArrayLike, settings: Sequence[str], expects: str = ">", than: ArrayLike | None = None, seed: int = 0
+    x: ArrayLike,
+    y: ArrayLike,
+    settings: Sequence[str],
+    expects: str = ">",
+    than: ArrayLike | None = None,
+    seed: int = 0,
 ) -> Estimate:
     """Spearman's correlation over runs, with the interval of a bootstrap in two levels.
 
@@ -103,7 +109,8 @@ def correlation_interval(
     """
     columns = [np.asarray(one, dtype=float) for one in (x, y, *(() if than is None else (than,)))]
     names, which = np.unique(np.asarray(settings, dtype=str), return_inverse=True)
-    members = [np.flatnonzero(which == number) for number in range(len(names))]
+    order, counts = np.argsort(which, kind="stable"), np.bincount(which)
+    starts = np.cumsum(counts) - counts  # of the runs of each setting in `order`
     value = _correlation(columns)
     side = 0 if math.isnan(value) else _side(value, expects, 0.0)
     if len(names) < 4 or math.isnan(value):
@@ -112,18 +119,22 @@ def correlation_interval(
     rng = np.random.default_rng(seed)
 
     def of_settings(drawn: NDArray[np.int64]) -> float:
-        rows = np.concatenate([rng.choice(members[number], len(members[number])) for number in drawn])
+        several = counts[drawn].repeat(counts[drawn])
+        seeds = (rng.random(len(several)) * several).astype(int)
+        rows = order[starts[drawn].repeat(counts[drawn]) + seeds]
         return _correlation([column[rows] for column in columns])
 
-    found = stats.bootstrap(
-        (np.arange(len(names)),),
-        of_settings,
-        n_resamples=RESAMPLES,
-        vectorized=False,
-        confidence_level=CONFIDENCE,
-        method="percentile",
-        rng=rng,
-    )
+    with warnings.catch_warnings():  # of draws without an order, which are left out below
+        warnings.simplefilter("ignore", stats.DegenerateDataWarning)
+        found = stats.bootstrap(
+            (np.arange(len(names)),),
+            of_settings,
+            n_resamples=RESAMPLES,
+            vectorized=False,
+            confidence_level=CONFIDENCE,
+            method="percentile",
+            rng=rng,
+        )
     drawn = found.bootstrap_distribution
     drawn = drawn[~np.isnan(drawn)]  # of one setting alone, drawn again and again, whose numbers are all the same
     low, high = np.quantile(drawn, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])

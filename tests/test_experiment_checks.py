@@ -1,0 +1,285 @@
+"""Checks and verdicts: from runs whose truth is known, against loops over them."""
+
+import math
+from dataclasses import replace
+from datetime import date
+from pathlib import Path
+from statistics import mean
+
+import numpy as np
+import pytest
+
+from ragen2_trl.experiments.checks import Result, evaluate, sentence, validate, verdict
+from ragen2_trl.experiments.grid import Grid, pairs
+from ragen2_trl.experiments.measures import Curve, Run
+from ragen2_trl.experiments.plan import Cell, Experiment
+from ragen2_trl.experiments.statistics import Estimate, mean_interval
+
+STEPS = np.array([0.0, 50.0, 100.0])
+FILTER, NONE = {"method": "filter"}, {"method": "none"}
+GAIN = {"name": "gain", "kind": "difference", "statistic": "success/last", "of": FILTER, "against": NONE,
+        "expects": ">"}  # fmt: skip
+
+
+def make_grid(checks, number, axes=None, seeds=(1, 2, 3, 4, 5), skip=(), without=(), others=(), name="try"):
+    """A grid whose runs end at the success `number` gives for levels and seed; `without`: (levels, seed) not there."""
+    axes = axes or {"method": {"none": {}, "filter": {"snr_value": 0.9}}}
+    axes = {axis: {level: {f"{axis}_{level}": 1} for level in levels} for axis, levels in axes.items()}
+    experiment = Experiment(
+        name, "A claim.", "Table 0", (), tuple(seeds), tuple(checks), date(2026, 1, 1), axes=axes, skip=tuple(skip),
+        others=tuple(one.experiment for one in others), path=Path(f"{name}.yaml"),
+    )  # fmt: skip
+    if others:
+        cells = [cell for one in others for cell in one.cells]
+        return Grid(experiment, cells, {k: v for one in others for k, v in one.runs.items()}, others)
+    grid = Experiment.cells(replace(experiment, base=()))
+    runs = {}
+    for cell in grid:
+        if (cell.levels, cell.seed) not in without:
+            made = number(cell.levels, cell.seed)
+            runs[cell.key] = made if isinstance(made, Run) else make_run(cell, made)
+            runs[cell.key] = replace(runs[cell.key], key=cell.key, seed=cell.seed, levels=cell.levels)
+    return Grid(experiment, grid, runs)
+
+
+def make_run(cell=None, end=0.6, curves=None, done=100, rate=1.0):
+    found = {
+        "eval/env/frozen_lake/success": Curve(STEPS, np.array([0.4, (0.4 + end) / 2, end])),
+        "cost/seconds": Curve(STEPS, rate * STEPS),
+        **{name: Curve(STEPS, np.array(values)) for name, values in (curves or {}).items()},
+    }
+    return Run(cell.key if cell else "", 1, {}, 100, done, found, {})
+
+
+def noise(levels, seed):
+    return 0.01 * math.sin(7 * seed + 3 * len(str(levels)))
+
+
+def test_a_difference_is_paired_over_seeds_and_averaged_over_the_other_axes():
+    axes = {"method": ["none", "filter"], "slip": ["0.0", "0.2"]}
+
+    def number(levels, seed):
+        gain = {"0.0": 0.05, "0.2": 0.01}[levels["slip"]] if levels["method"] == "filter" else 0.0
+        return 0.5 + 0.1 * seed + gain + noise(levels, seed)  # seeds differ much more than methods
+
+    grid = make_grid([GAIN, {**GAIN, "of": {**FILTER, "slip": "0.2"}}], number, axes)
+    both, noisy = evaluate(grid)
+    naive = {
+        slip: [
+            number({"method": "filter", "slip": slip}, seed) - number({"method": "none", "slip": slip}, seed)
+            for seed in range(1, 6)
+        ]
+        for slip in axes["slip"]
+    }
+    assert both.estimate.value == pytest.approx(mean(naive["0.0"] + naive["0.2"]))
+    by_seed = mean_interval([mean(two) for two in zip(*naive.values(), strict=True)])
+    assert (both.estimate.low, both.estimate.high) == pytest.approx((by_seed.low, by_seed.high))
+    assert noisy.estimate.value == pytest.approx(mean(naive["0.2"]))
+    assert (both.unit, both.seeds, both.outcome) == ("points", 5, 1)
+
+
+def test_combinations_that_are_left_out_have_no_pair():
+    axes = {"method": ["none", "filter"], "slip": ["0.0", "0.2"]}
+    grid = make_grid([GAIN], lambda levels, seed: 0.5, axes, skip=[{"method": "none", "slip": "0.2"}])
+    assert pairs(grid, FILTER, NONE) == [({"method": "filter", "slip": "0.0"}, {"method": "none", "slip": "0.0"})]
+
+
+def test_a_seed_with_a_run_missing_is_left_out_and_told():
+    grid = make_grid([GAIN], lambda levels, seed: 0.5 + noise(levels, seed), without=[(FILTER, 4)])
+    (result,) = evaluate(grid)
+    assert result.seeds == 4
+    assert result.notes == ("1 run not there: method filter, seed 4.",)
+    assert verdict(grid, [result]).endswith("so far (4 of 5 seeds)")
+
+
+def test_a_setting_that_never_ran_is_left_out_and_told():
+    axes = {"method": ["none", "filter"], "slip": ["0.0", "0.2"]}
+    gone = [({"method": "filter", "slip": "0.2"}, seed) for seed in range(1, 6)]
+    grid = make_grid([GAIN], lambda levels, seed: 0.5 + noise(levels, seed), axes, without=gone)
+    (result,) = evaluate(grid)
+    assert result.seeds == 5 and "1 of 2 settings have not run with any seed" in result.notes[-1]
+    assert "so far (15 of 20 cells)" in verdict(grid, [result])
+
+
+def test_a_run_that_ended_early_and_one_without_the_metric_are_told():
+    def number(levels, seed):
+        run = make_run(end=0.5 + noise(levels, seed), done=50 if (levels, seed) == (FILTER, 2) else 100)
+        return replace(run, curves={}) if (levels, seed) == (NONE, 3) else run
+
+    (result,) = evaluate(make_grid([GAIN], number))
+    assert result.seeds == 4
+    assert "1 run ended before the planned steps" in result.notes[0] and "method filter, seed 2" in result.notes[0]
+    assert "2 runs left out, which do not have the metric or are compared with one" in result.notes[1]
+    assert "method none, seed 3" in result.notes[1]
+
+
+def test_a_trend_is_the_slope_of_the_gain_seed_by_seed():
+    axes = {"method": ["none", "filter"], "slip": ["0.0", "0.2", "0.6"]}
+
+    def number(levels, seed):
+        gain = 0.05 - 0.1 * float(levels["slip"]) * seed / 3 if levels["method"] == "filter" else 0
+        return 0.4 + 0.02 * seed + gain
+
+    check = {**GAIN, "kind": "trend", "axis": "slip", "expects": "<"}
+    (result,) = evaluate(make_grid([check], number, axes))
+    assert result.estimate.value == pytest.approx(-0.1)  # at the mean seed, 3
+    assert result.outcome == 1
+
+
+def test_a_mean_is_of_all_runs_less_another_statistic_of_theirs():
+    check = {"name": "m", "kind": "mean", "statistic": "success/last", "minus": "success/first", "expects": ">"}
+    (result,) = evaluate(make_grid([check], lambda levels, seed: 0.5 + 0.01 * seed))
+    assert result.estimate.value == pytest.approx(0.13)
+
+
+def test_a_ratio_is_that_of_logarithms():
+    def number(levels, seed):
+        return make_run(rate=(0.5 if levels == FILTER else 1.0) * (1 + 0.1 * seed))
+
+    check = {**GAIN, "kind": "ratio", "statistic": "seconds/last", "expects": "<"}
+    (result,) = evaluate(make_grid([check], number))
+    assert result.estimate.value == pytest.approx(0.5) and result.unit == "ratio" and result.outcome == 1
+
+
+def test_what_never_reached_its_target_is_a_lower_bound_that_decides_nothing_in_its_favour():
+    """The filter never gets there, in less time than the other needs: cheap failures are no success."""
+
+    def number(levels, seed):
+        filtered = levels == FILTER
+        return make_run(end=0.5 if filtered else 0.62 + 0.001 * seed, rate=0.1 if filtered else 1.0)
+
+    check = {**GAIN, "kind": "ratio", "statistic": "seconds_to_reach", "target": 0.6, "expects": "<"}
+    (result,) = evaluate(make_grid([check], number))
+    assert result.estimate.value < 1 and result.outcome == 0
+    assert "5 runs of method filter never reached the target" in result.notes[-1]
+    reverse = {**check, "of": NONE, "against": FILTER, "target": 0.5}
+    (result,) = evaluate(make_grid([reverse], number))  # both reach 0.5
+    assert "never" not in " ".join(result.notes)
+
+
+def test_a_target_may_be_the_end_of_another_run_of_the_seed():
+    check = {**GAIN, "kind": "ratio", "statistic": "steps_to_reach", "target": NONE, "expects": "<"}
+    (result,) = evaluate(make_grid([check], lambda levels, seed: 0.8 if levels == FILTER else 0.5 + 0.01 * seed))
+    naive = [100 * (0.1 + 0.01 * seed) / 0.4 / 100 for seed in range(1, 6)]  # of the steps, on a straight line
+    assert result.estimate.value == pytest.approx(math.exp(mean(map(math.log, naive))))
+
+
+def test_success_at_an_equal_cost_ends_where_the_cheaper_run_did():
+    def number(levels, seed):
+        return make_run(end=0.6, rate=0.5 if levels == FILTER else 1.0)
+
+    check = {**GAIN, "statistic": "at_equal/seconds"}
+    (result,) = evaluate(make_grid([check], number))
+    # At 40 to 50 seconds, the mean of 45: one is at steps 80 to 100, the other at 40 to 50.
+    assert result.estimate.value == pytest.approx(0.2 * (0.90 - 0.45))
+
+
+def test_what_falls_first_is_told_by_the_lag_in_shares_of_the_run():
+    def number(levels, seed):
+        return make_run(curves={"a": [1.0, 0.5, 0.4], "b": [1.0, 0.9, 0.5 if seed < 5 else 0.9]})
+
+    check = {"name": "e", "kind": "earlier", "first": "a", "then": "b", "of": NONE, "expects": ">"}
+    (result,) = evaluate(make_grid([check], number))
+    assert result.estimate.value == pytest.approx(mean([0.5, 0.5, 0.5, 0.5, 0.5]))
+    assert "a fell by 20% of its peak for good in 5 of 5 runs." in result.notes
+    assert "b fell by 20% of its peak for good in 4 of 5 runs." in result.notes
+
+
+def test_gains_of_other_experiments_are_correlated_once_each():
+    def number(levels, seed):
+        spread = 0.1 * len(levels.get("slip", "0")) + float(levels.get("slip", 0.5))
+        gain = 0.1 * spread if levels["method"] == "filter" else 0
+        return make_run(end=0.5 + gain + 0.1 * noise(levels, seed), curves={"snr/reward_std_spread": [spread] * 3})
+
+    axes = {"method": ["none", "filter"], "slip": ["0.0", "0.2", "0.4", "0.6", "0.8"]}
+    first, again = (make_grid([], number, axes, name=name) for name in ("one", "two"))
+    check = {"name": "c", "kind": "correlation", "x": "reward_std_spread/mean", "y": "success/last", "of": FILTER,
+             "against": NONE, "expects": ">"}  # fmt: skip
+    (result,) = evaluate(make_grid([check], number, axes, others=(first, again)))
+    assert result.estimate.value > 0.9 and result.estimate.n == 5
+    assert result.notes[-1] == "25 runs of 5 settings."
+    assert result.outcome == 1
+
+
+def test_a_stronger_correlation_is_one_whichever_its_sign():
+    axes = {"setting": [str(n) for n in range(12)]}
+
+    def number(levels, seed):
+        truth = int(levels["setting"]) / 20 + 0.01 * seed
+        return make_run(end=truth, curves={"x/good": [-truth] * 3, "x/bad": [noise(levels, 3 * seed)] * 3})
+
+    check = {"name": "s", "kind": "stronger_correlation", "x": "x/good/mean", "than": "x/bad/mean", "y": "success/last",
+             "expects": ">"}  # fmt: skip
+    (result,) = evaluate(make_grid([check], number, axes))
+    assert result.estimate.value > 0.5 and result.outcome == 1
+
+
+# Verdicts
+
+
+def results_of(outcomes, seeds=5):
+    estimates = [Estimate(0.1, 0, 0, 0, side or 1, 5) for side in outcomes]
+    return [
+        Result(f"check {n}", "difference", ">", estimate, "points", seeds, (), 0.01 if side else 0.5)
+        for n, (side, estimate) in enumerate(zip(outcomes, estimates, strict=True))
+    ]
+
+
+@pytest.mark.parametrize(("outcomes", "said"), [
+    ([1, 1], "holds"),
+    ([1, 0], "holds in part"),
+    ([1, -1], "holds in part"),
+    ([-1, 0], "contradicted"),
+    ([-1, -1], "contradicted"),
+    ([0, 0], "not at this scale"),
+])  # fmt: skip
+def test_one_rule_makes_the_verdict(outcomes, said):
+    grid = make_grid([], lambda levels, seed: 0.5)
+    assert verdict(grid, results_of(outcomes)) == said
+    assert verdict(grid, results_of(outcomes, seeds=3)) == f"{said}, so far (3 of 5 seeds)"
+
+
+def test_nothing_that_ran_is_no_verdict():
+    every = [(levels, seed) for levels in (NONE, FILTER) for seed in range(1, 6)]
+    grid = make_grid([GAIN], lambda levels, seed: 0.5, without=every)
+    assert verdict(grid, evaluate(grid)) == "not run yet"
+
+
+def test_the_sentence_says_each_check_with_its_number_by_what_came_of_it():
+    text = sentence(results_of([1, -1, 0]))
+    assert text.index("As expected: check 0 (+10.0 points") < text.index("Opposite: check 1")
+    assert text.index("Opposite: check 1") < text.index("Not decided: check 2")
+
+
+def test_two_checks_are_decided_more_strictly_than_one():
+    """p of 0.03: alone decided, beside another that is not, no more."""
+    values = np.array([0.010, 0.004, 0.012, 0.001, 0.006])
+    assert 0.025 < mean_interval(values).p < 0.05
+    alone, beside = ([GAIN], [GAIN, {**GAIN, "name": "not", "statistic": "success/first"}])
+    number = lambda levels, seed: 0.5 + (values[seed - 1] if levels == FILTER else 0)  # noqa: E731
+    assert [one.outcome for one in evaluate(make_grid(alone, number))] == [1]
+    assert [one.outcome for one in evaluate(make_grid(beside, number))] == [0, 0]
+
+
+@pytest.mark.parametrize(("changes", "parts"), [
+    ({"kind": "differences"}, ["kind='differences'", "allowed: difference, trend"]),
+    ({"statistics": "success/last"}, ["check 'gain'", "statistics is not known"]),
+    ({"expects": ">="}, ["expects='>='", "'=' with `within`"]),
+    ({"expects": "="}, ["expects='='", "within"]),
+    ({"statistic": "succes/last"}, ["statistic='succes/last'", "last_fifth"]),
+    ({"kind": "ratio", "statistic": "seconds_to_reach"}, ["seconds_to_reach needs a target"]),
+    ({"kind": "mean", "statistic": "at_equal/seconds", "against": None}, ["against is not known"]),
+])  # fmt: skip
+def test_what_a_check_must_not_say_is_named(changes, parts):
+    grid = make_grid([GAIN | changes], lambda levels, seed: 0.5)
+    with pytest.raises(ValueError) as error:
+        validate(grid.experiment)
+    for part in ["try.yaml", *parts]:
+        assert part in str(error.value)
+
+
+def test_levels_of_a_cell_are_found_in_any_order():
+    cell = Cell({}, 1, {"a": "x", "b": "y"})
+    experiment = Experiment("i", "c", "s", (), (1,), (), date(2026, 1, 1), axes={"a": {"x": {}}, "b": {"y": {}}})
+    run = replace(make_run(cell), key=cell.key)
+    assert Grid(experiment, [cell], {cell.key: run}).run({"b": "y", "a": "x"}, 1) is run

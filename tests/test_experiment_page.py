@@ -1,0 +1,103 @@
+"""The page of results: from a store of runs whose truth is known, and the files of the claims."""
+
+import re
+import shutil
+from itertools import chain
+from pathlib import Path
+
+import pytest
+from experiment_results import curves_of, write_results
+
+from ragen2_trl.experiments.curves import Store
+from ragen2_trl.experiments.page import analyse, check_readable
+from ragen2_trl.experiments.plan import read_experiment, read_experiments
+
+FOLDER = Path(__file__).parent.parent / "experiments"
+FILES = sorted(FOLDER.glob("*.yaml"))
+CLAIMS = {"fig3", "fig5", "fig6", "fig8", "fig9", "tab4", "tab5", "tab6", "tab7", "tab8", "tab9", "ours1", "ours2"}
+
+
+def better_with_the_filter(cell):
+    return curves_of(cell, 0.5 if cell.fields.get("snr_value") == 1.0 else 0.6)
+
+
+@pytest.fixture(scope="module")
+def fig9():
+    return read_experiment(FOLDER / "fig9.yaml")
+
+
+def test_every_claim_has_a_file_that_can_be_read():
+    experiments = read_experiments(FILES)
+    assert {one.id for one in experiments} >= CLAIMS
+    for one in experiments:
+        check_readable(one)
+        assert one.checks and one.figures and one.claim.endswith(".")
+
+
+def test_the_full_set_shares_what_claims_have_in_common():
+    experiments = read_experiments(FILES)
+    each = [len({cell.key for cell in one.cells()}) for one in experiments if not one.others]
+    together = len({cell.key for one in experiments for cell in one.cells()})
+    assert together <= 470 and sum(each) - together >= 100
+    assert min(len(one.seeds) for one in experiments) >= 5
+    assert len(read_experiment(FOLDER / "tab7.yaml").seeds) == 10
+
+
+def test_the_page_says_what_the_store_has(tmp_path, fig9):
+    write_results(tmp_path, fig9.cells(), better_with_the_filter)
+    analyse([fig9], tmp_path)
+    text = (tmp_path / "README.md").read_text()
+    row = next(line for line in text.splitlines() if line.startswith("| [fig9](#fig9)"))
+    gain = float(re.search(r"the filter gains without noise: \+([\d.]+) points", row)[1])
+    assert 8 < gain < 12
+    assert "**holds in part**" in row  # it gains, and as much in noise
+    assert "50 of 50" in text and "torch 2.13.0" in text and "2 CPU cores" in text
+    assert "experiments/fig9.yaml" in text and "2026-" in text
+    images = re.findall(r"!\[.+\]\((.+)\)", text)
+    assert images and all((tmp_path / image).stat().st_size > 5000 for image in images)
+    assert not re.search(r"\bnan\b|None", text)
+
+
+def test_the_same_store_gives_the_same_page(tmp_path, fig9):
+    write_results(tmp_path / "one", fig9.cells(), better_with_the_filter)
+    shutil.copytree(tmp_path / "one", tmp_path / "two")
+    for name in ("one", "two"):
+        analyse([fig9], tmp_path / name)
+    for name in ("README.md", "fig9.png"):
+        assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes()
+
+
+def test_what_is_there_so_far_is_told_as_that(tmp_path, fig9):
+    write_results(tmp_path, [cell for cell in fig9.cells() if cell.seed <= 3], better_with_the_filter)
+    analyse([fig9], tmp_path)
+    text = (tmp_path / "README.md").read_text()
+    assert "so far (3 of 5 seeds)" in text and "30 of 50" in text and "20 runs not there" in text
+
+
+def test_before_anything_ran_the_page_says_so(tmp_path, fig9):
+    analyse([fig9], tmp_path)
+    text = (tmp_path / "README.md").read_text()
+    assert "not run yet" in text and "no number yet" in text and "![" not in text
+
+
+def test_the_quick_look_says_that_it_shows_nothing(tmp_path, fig9):
+    write_results(tmp_path, fig9.cells(quick=True), better_with_the_filter)
+    analyse([fig9], tmp_path, quick=True)
+    text = (tmp_path / "README.md").read_text()
+    assert "says nothing about" in text and "(no interval)" in text
+
+
+@pytest.mark.slow
+def test_all_claims_are_drawn_and_told_in_one_page(tmp_path, recwarn):
+    experiments = read_experiments(FILES)
+    write_results(tmp_path, chain.from_iterable(one.cells() for one in experiments), better_with_the_filter)
+    analyse(experiments, tmp_path)
+    text = (tmp_path / "README.md").read_text()
+    for one in experiments:
+        section = text.partition(f"\n## {one.id}\n")[2].partition("\n## ")[0]
+        assert one.claim in section and section.count("![") == len(one.figures)
+        assert "no number yet" not in section
+    assert not re.search(r"\bnan\b", text)
+    assert sum(path.stat().st_size for path in tmp_path.iterdir()) < 8e6
+    assert not [one for one in recwarn if "constrained_layout" in str(one.message)]
+    assert len(Store(tmp_path).done()) > 400
