@@ -24,7 +24,11 @@ def curves_of(cell, end=0.6, noise=0.02, steps=None, speed=1.0):
     for step in [*range(0, done, every), done]:
         truth = 0.45 + (end - 0.45) * (1 - np.exp(-3 * step / planned)) + of_seed
         metrics[f"eval/env/{task}/success"][step] = truth + noise * rng.normal()
-    measured = {"retrieval_accuracy": end + 0.3, "mi_zscore_token_tempered": 10 * end, "conditional_entropy_token": 1.0}
+    measured = {
+        "retrieval_accuracy": end + 0.3,
+        "mi_zscore_token_tempered": 10 * end,
+        "conditional_entropy_token": 1.0,
+    }
     for step in range(1, done + 1):
         metrics["entropy"][step] = 1 + 0.1 * rng.normal()
         metrics["snr/reward_std_spread"][step] = end + 0.05 * rng.normal()

@@ -287,7 +287,9 @@ def draw_scatter(grid: Grid, spec: Spec) -> Figure:
         columns = list(zip(*rows, strict=True))
         for axes, x in zip(panels[0], columns[:-1], strict=True):
             face = look["color"] if look["linestyle"] == "-" else "none"
-            axes.plot(x, columns[-1], look["marker"], color=look["color"], markerfacecolor=face, alpha=0.8, label=group)
+            axes.plot(
+                x, columns[-1], look["marker"], color=look["color"], markerfacecolor=face, alpha=0.8, label=group
+            )
     for axes, name in zip(panels[0], names, strict=True):
         axes.set_xlabel(_label(name).replace(", ", ",\n"))
         axes.xaxis.set_major_locator(MaxNLocator(4))

@@ -26,7 +26,10 @@ class Notes:
             ("ended before the planned steps, and have their last value from there on", self.early),
             ("left out, which do not have the metric or are compared with one that does not", self.without),
         )
-        return [*(f"{_count(set(runs))} {what}: {some(sorted(set(runs)))}." for what, runs in kinds if runs), *self.others]
+        return [
+            *(f"{_count(set(runs))} {what}: {some(sorted(set(runs)))}." for what, runs in kinds if runs),
+            *self.others,
+        ]
 
 
 @dataclass(frozen=True)

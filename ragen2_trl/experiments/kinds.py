@@ -23,9 +23,7 @@ FRACTIONS = ("success", "training_success", "retrieval", "valid_thinking", "kept
 Evaluated = tuple[Estimate, str, int]
 
 
-def _over_seeds(
-    values: Mapping[int, float], check: Check, null: float = 0.0, within: float | None = None
-) -> Estimate:
+def _over_seeds(values: Mapping[int, float], check: Check, null: float = 0.0, within: float | None = None) -> Estimate:
     margin = float(check.get("within", 0.0)) if within is None else within
     return mean_interval(list(values.values()), null, check["expects"], margin)
 
@@ -36,8 +34,8 @@ def unit_of(name: str) -> str:
 
 
 def paired_difference(runs: Sequence[Run], name: str) -> float:
-    """Of a statistic of two runs; `at_equal/<axis>` is held-out success when both had spent what the cheaper one did in
-    all."""
+    """Of a statistic of two runs; `at_equal/<axis>` is held-out success when both had spent all that the cheaper one
+    did."""
     if not name.startswith(OF_PAIRS):
         return statistic(runs[0], name) - statistic(runs[1], name)
     axis = name.removeprefix(OF_PAIRS)

@@ -1,8 +1,8 @@
 """What a run is judged by: one number of its curves.
 
 A *statistic* is named `<metric>/<what of it>`, such as `success/last_fifth`. Metrics are short names of `METRICS` or
-keys of log rows. A run that ended before its planned steps has its last value from there on: that is the model its user
-is left with; `Run.ended_early` tells, and so does the page.
+keys of log rows. A run that ended before its planned steps has its last value from there on, which is that of the model
+its user is left with; `Run.ended_early` tells, and so does the page.
 """
 
 import json
@@ -287,8 +287,15 @@ def read_runs(cells: Iterable[tuple[str, int, Mapping[str, str], Mapping[str, An
         curve = Curve(last["step"].to_numpy(float), last["value"].to_numpy(float))
         curves.setdefault(str(key), {})[str(metric)] = curve
     return [
-        Run(key, seed, levels, int(fields.get("max_steps", records[key]["steps"])), int(records[key]["steps"]),
-            curves.get(key, {}), records[key])
+        Run(
+            key,
+            seed,
+            levels,
+            int(fields.get("max_steps", records[key]["steps"])),
+            int(records[key]["steps"]),
+            curves.get(key, {}),
+            records[key],
+        )
         for key, seed, levels, fields in wanted
     ]
 

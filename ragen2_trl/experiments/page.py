@@ -1,6 +1,6 @@
 """`results/README.md`: what became of each claim, written from the store alone.
 
-    ragen2-trl experiment analyse experiments/*.yaml
+ragen2-trl experiment analyse experiments/*.yaml
 """
 
 import math
@@ -90,7 +90,7 @@ def analyse(experiments: Sequence[Experiment], folder: Path, scale: str = "tiny"
         trim_blocks=True,
         lstrip_blocks=True,
         keep_trailing_newline=True,
-        autoescape=False,  # noqa: S701 -- Markdown, of our own files
+        autoescape=False,
     ).get_template(TEMPLATE)
     page = template.render(
         claims=claims,
@@ -212,4 +212,3 @@ def _expected(check: Mapping[str, Any]) -> str:
     if check["expects"] == "=":
         return f"within {f'{100 * margin:g} points' if points else f'{margin:g}'} of {number}"
     return f"{'above' if check['expects'] == '>' else 'below'} {number}"
-

@@ -88,7 +88,12 @@ def _p_of_mean(numbers: NDArray[np.float64], mean: float, expects: str, within: 
 
 
 def correlation_interval(
-    x: ArrayLike, y: ArrayLike, settings: Sequence[str], expects: str = ">", than: ArrayLike | None = None, seed: int = 0
+    x: ArrayLike,
+    y: ArrayLike,
+    settings: Sequence[str],
+    expects: str = ">",
+    than: ArrayLike | None = None,
+    seed: int = 0,
 ) -> Estimate:
     """Spearman's correlation over runs, with the interval of a bootstrap in two levels.
 
