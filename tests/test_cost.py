@@ -5,6 +5,7 @@ import torch
 from trl import GRPOTrainer
 
 from ragen2_trl import CostCallback, MutualInformationCallback, SNRFilteredGRPOTrainer
+from ragen2_trl.callbacks.rollouts import watch_rollouts
 
 
 def half(completions, **kwargs):
@@ -57,3 +58,38 @@ def test_costs_are_those_of_a_naive_count(trainer_class, settings, policy_path, 
     size = sum(parameter.numel() for parameter in trainer.model.parameters())
     assert last["cost/update_flops"] == 6 * size * naive.positions
     assert last["cost/cpu_seconds"] > 0 and last["cost/seconds"] > 0
+
+
+def test_a_resumed_run_goes_on_with_the_costs_of_its_checkpoint(policy_path, prompts, make_args, tmp_path):
+    def make(folder, **settings):
+        args = make_args(output_dir=str(tmp_path / folder), save_strategy="steps", save_steps=2, **settings)
+        trainer = SNRFilteredGRPOTrainer(policy_path, half, args, prompts)
+        trainer.add_callback(CostCallback(trainer))
+        return trainer
+
+    whole, begun = make("whole", max_steps=4), make("begun", max_steps=2)
+    whole.train()
+    begun.train()
+    (before,) = [row for row in rows_of(begun) if row["step"] == 2]
+    resumed = make("begun", max_steps=4)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "begun" / "checkpoint-2"))
+    for name in ("sampled_tokens", "update_tokens", "update_flops"):
+        values = [[row[f"cost/{name}"] for row in rows_of(trainer)] for trainer in (whole, resumed)]
+        assert values[0] == values[1] == sorted(values[0])
+    assert rows_of(resumed)[2]["cost/cpu_seconds"] > before["cost/cpu_seconds"]
+
+
+def test_what_callbacks_measure_costs_training_nothing(policy_path, prompts, make_args):
+    """Neither its time nor its forward passes: here both are the whole of what happens."""
+
+    def measure(sampled) -> None:
+        trainer.model(input_ids=torch.zeros(2, 50, dtype=torch.long)).logits.sum().backward()
+        trainer.model.zero_grad()
+        seen.append(sum(costs._own.values()))
+
+    trainer = SNRFilteredGRPOTrainer(policy_path, half, make_args(max_steps=1), prompts)
+    costs, seen = CostCallback(trainer), []
+    trainer.add_callback(costs)
+    watch_rollouts(trainer, lambda sampled: (measure(sampled), measure(sampled)))
+    trainer.train()
+    assert seen[0] == seen[1] > 0

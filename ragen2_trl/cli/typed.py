@@ -5,10 +5,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
-from trl import TrlParser
+
+if TYPE_CHECKING:
+    from trl import TrlParser  # which takes seconds
 
 
 class InputError(ValueError):
@@ -28,7 +30,7 @@ def checked_input() -> Iterator[None]:
         raise InputError(str(error)) from error
 
 
-def parse(parser: TrlParser, args: list[str] | None) -> tuple[Any, ...]:
+def parse(parser: "TrlParser", args: list[str] | None) -> tuple[Any, ...]:
     """The dataclasses of a parser, filled from arguments and the file of `--config`.
 
     Raises:

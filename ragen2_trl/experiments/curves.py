@@ -22,7 +22,6 @@ import yaml
 
 from ragen2_trl.experiments.plan import Cell, Experiment, json_text, merged
 from ragen2_trl.reporting.files import HISTORY_FILE, read_json, replace_whole, write_text
-from ragen2_trl.reporting.settings import versions_of_packages
 
 CELLS, CURVES, RECORDS = "cells.parquet", "curves.parquet", "experiments"
 COSTS = ("seconds", "cpu_seconds", "sampled_tokens", "update_tokens", "update_flops")
@@ -81,9 +80,11 @@ class Store:
     def curves(self, keys: Sequence[str] | None = None) -> pd.DataFrame:
         """The metrics of finished cells, or of those with these keys: `key`, `step`, `metric`, `value`."""
         table = self._read(CURVES, CURVES_SCHEMA)
-        done = self._read(CELLS, CELLS_SCHEMA)["key"]  # curves of a cell that a kill cut off are not
-        wanted = done if keys is None else pc.filter(done, pc.is_in(done, pa.array(list(keys), pa.string())))
-        return table.filter(pc.is_in(table["key"].cast(pa.string()), wanted)).to_pandas()
+        wanted = self.done()  # and not of a cell that a kill cut off between the two files
+        if keys is not None:
+            wanted &= set(keys)
+        found = pc.is_in(table["key"].cast(pa.string()), pa.array(sorted(wanted), pa.string()))
+        return table.filter(found).to_pandas()
 
     def done(self) -> set[str]:
         """The keys of finished cells."""
@@ -211,6 +212,8 @@ def tidy_rows(history: Sequence[Mapping[str, Any]]) -> list[tuple[int, str, floa
 
 def _versions() -> dict[str, str]:
     """Of Python, of packages, and the commit of this package where it runs from a checkout."""
+    from ragen2_trl.reporting.settings import versions_of_packages  # and TRL with it, which takes seconds
+
     here = Path(__file__).parent
     git = ["git", "-C", str(here), "describe", "--always", "--abbrev=40", "--dirty", "--exclude=*"]
     commit = subprocess.run(git, capture_output=True, text=True, check=False) if shutil.which("git") else None
