@@ -47,6 +47,7 @@ class Claim:
     results: Sequence[Result]
     verdict: str
     why: str
+    short: str
     images: Sequence[tuple[str, str]]  # file, what it shows
     cells: int
     done: int
@@ -133,6 +134,7 @@ def _claim(grid: Grid, folder: Path) -> Claim:
         results=results,
         verdict=verdict(grid, results),
         why=sentence(results),
+        short=sentence(results, numbers=False),
         images=[_draw(grid, n, folder) for n in range(len(experiment.figures))] if runs else [],
         cells=len({cell.key for cell in grid.cells}),
         done=len(runs),
