@@ -78,7 +78,7 @@ def test_combinations_can_be_left_out(write):
 @pytest.mark.parametrize(
     ("changes", "parts"),
     [
-        ({"claims": "x"}, ["claims is not known", "allowed: axes, base, checks, claim"]),
+        ({"claims": "x"}, ["claims is not known", "allowed: axes, base, cells_of, checks, claim"]),
         ({"claim": None}, ["claim is missing", "required: id, claim"]),
         ({"id": "other", "base": "nope.yaml"}, ["base names", "nope.yaml"]),
         ({"seeds": [1, 1]}, ["seeds must be a list of different whole numbers, got [1, 1]"]),
@@ -224,5 +224,17 @@ def test_an_experiment_of_the_repository_can_be_read_at_both_scales(path):
     assert len(experiment.seeds) >= 5
     cells = experiment.cells()
     assert len({cell.key for cell in cells}) == len(cells)
-    if experiment.paper_scale is not None:
-        assert len(experiment.cells(scale="paper")) == len(cells)
+    at_paper_scale = {cell.key for cell in experiment.cells(scale="paper")}
+    assert experiment.others or len(at_paper_scale) == len(cells)
+    assert not at_paper_scale & {cell.key for cell in cells}
+
+
+def test_cells_of_other_experiments_are_trained_for_both(write):
+    write()
+    both = {"id": "both", "cells_of": ["gain"], "axes": None, "base": None, "seeds": None, "quick": None}
+    experiment = read_experiment(write(**both))
+    jobs = queue([experiment], only={"method": ["filter"]})
+    assert {job.cell.key for job in jobs} == {
+        job.cell.key for job in queue([read_experiment(write())], only={"method": ["filter"]})
+    }
+    assert {job.experiments for job in jobs} == {("gain", "both")}

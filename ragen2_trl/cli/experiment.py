@@ -71,11 +71,12 @@ def main(args: list[str] | None = None) -> None:
 def _run(console: Console, asked: Asked) -> None:
     _check_claims(asked.experiments)
     _check_settings(asked.jobs)
-    by_id = {one.id: one for one in asked.experiments}
+    unrecorded = {source.id: source for one in asked.experiments for source in (*one.others, one)}
 
     def added(job: Job) -> None:
         for name in job.experiments:
-            asked.store.write_record(by_id[name], asked.arguments.scale, asked.arguments.quick)
+            if (experiment := unrecorded.pop(name, None)) is not None:
+                asked.store.write_record(experiment, asked.arguments.scale, asked.arguments.quick)
 
     at_once = 1 if asked.arguments.scale == "paper" else asked.arguments.jobs
     if asked.arguments.scale == "paper":

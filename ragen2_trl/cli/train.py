@@ -119,9 +119,8 @@ def main(args: list[str] | None = None) -> None:
         summary = summarize(trainer.state, before, after, seconds)
         write_json(run / "summary.json", summary, indent=2)
         console.print(summary_table(summary, title=f"{script_args.model} on {env.name}"))
-        console.print(
-            f"Model, log_history.json, summary.json and training.png are in {run}", highlight=False, markup=False
-        )
+        files = ["Model", "log_history.json", "summary.json", *(["training.png"] if script_args.figures else [])]
+        console.print(f"{', '.join(files[:-1])} and {files[-1]} are in {run}", highlight=False, markup=False)
         console.print(f"To look at it: ragen2-trl report {run}", highlight=False, markup=False)
     on_hub = script_args.data is not None and not Path(script_args.data).exists()
     card = {"dataset_name": script_args.data if on_hub else None}

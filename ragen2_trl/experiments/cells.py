@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import yaml
@@ -46,29 +46,27 @@ def queue(
     Raises:
         ValueError: For an axis, a level or a seed that no experiment has.
     """
+    sources = [(one, source) for one in experiments for source in one.others or (one,)]
     for axis, levels in (only or {}).items():
-        known = [level for one in experiments for level in one.axes.get(axis, {})]
+        known = list(dict.fromkeys(level for _, source in sources for level in source.axes.get(axis, {})))
         if unknown := [level for level in levels if level not in known]:
-            axes = sorted({axis for one in experiments for axis in one.axes})
+            axes = sorted({axis for _, source in sources for axis in source.axes})
             raise ValueError(f"only={axis}={unknown[0]} is in no experiment; allowed: {known or f'the axes {axes}'}.")
-    planned = {seed for one in experiments for seed in one.seeds}
+    planned = {seed for _, source in sources for seed in source.seeds}
     if unknown := [seed for seed in seeds or () if seed not in planned]:
         raise ValueError(f"seeds must be planned in an experiment ({sorted(planned)}), got {unknown[0]}")
-    found: list[tuple[int, Experiment, Cell]] = []
-    for one in experiments:
-        cells = one.cells(quick, scale)
-        place = {seed: number for number, seed in enumerate(dict.fromkeys(cell.seed for cell in cells))}
-        for cell in cells:
+    found: list[tuple[int, str, Experiment, Cell]] = []
+    for one, source in sources:
+        for cell in source.cells(quick, scale):
             wanted = all(cell.levels.get(axis) in levels for axis, levels in (only or {}).items())
             if wanted and (seeds is None or cell.seed in seeds):
-                found.append((place[cell.seed], one, cell))
+                found.append((source.seeds.index(cell.seed), one.id, source, cell))
     found.sort(key=lambda entry: entry[0])  # stable: within a seed as the experiments have them
     jobs: dict[str, Job] = {}
-    for _, one, cell in found:
-        first = jobs.get(cell.key)
-        ids = (*first.experiments, one.id) if first else (one.id,)
-        name = first.name if first else f"{one.id}: {cell.name}"
-        jobs[cell.key] = Job(first.cell if first else cell, ids, name, one.paper_scale if scale == "paper" else None)
+    for _, name, source, cell in found:
+        launch = source.paper_scale if scale == "paper" else None
+        job = jobs.setdefault(cell.key, Job(cell, (), f"{source.id}: {cell.name}", launch))
+        jobs[cell.key] = replace(job, experiments=tuple(dict.fromkeys((*job.experiments, source.id, name))))
     return list(jobs.values())
 
 

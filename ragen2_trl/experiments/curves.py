@@ -139,11 +139,13 @@ class Store:
             ValueError: If the folder holds results of an experiment with that id which differs in more than prose,
                 names of files and further seeds; what differs is named.
         """
+        for one in experiment.others:
+            self.check(one, scale, quick)
         path = self._record(experiment)
         if not path.exists():
             return
         then, now = yaml.safe_load(path.read_text(encoding="utf-8")), record(experiment, scale, quick)
-        if set(then["seeds"]) <= set(now["seeds"]):
+        if set(then["seeds"]) <= set(now["seeds"]) or experiment.others:  # theirs, which have been checked
             then["seeds"] = now["seeds"]
         if (difference := _difference(then, now)) is not None:
             where, there, here = difference
@@ -227,6 +229,7 @@ def record(experiment: Experiment, scale: str, quick: bool) -> dict[str, Any]:
         "id": experiment.id,
         "fields": merged([experiment.settings(scale), experiment.overrides]),
         "axes": experiment.level_settings(scale),
+        "cells_of": [one.id for one in experiment.others],
         "skip": list(experiment.skip),
         "quick": experiment.quick if quick else {},
         "checks": list(experiment.checks),

@@ -168,7 +168,7 @@ def read_experiment(path: Path, overrides: Fields | None = None) -> Experiment:
         OSError: If it, or a file that it names, cannot be read.
     """
     read = _mapping(read_yaml(path), path, "")
-    allowed = {one.name for one in fields(Experiment)} - {"path", "overrides", "others"} | {"cells_of"}
+    allowed = {one.name for one in fields(Experiment)} - {"path", "overrides", "others", "level_files"} | {"cells_of"}
     own = ("axes", "base", "fields", "paper_scale", "quick", "seeds", "skip") if "cells_of" in read else ()
     _check_names(read, allowed - set(own), path, "")
     required = ("id", "claim", "source", "seeds", "checks", "settings_fixed")
