@@ -208,8 +208,8 @@ def test_a_stronger_correlation_is_one_whichever_its_sign():
         truth = int(levels["setting"]) / 20 + 0.01 * seed
         return make_run(end=truth, curves={"x/good": [-truth] * 3, "x/bad": [noise(levels, 3 * seed)] * 3})
 
-    check = {"name": "s", "kind": "stronger_correlation", "x": "x/good/mean", "than": "x/bad/mean", "y": "success/last",
-             "expects": ">"}  # fmt: skip
+    check = {"name": "s", "kind": "stronger_correlation", "x": "x/good/mean", "than": "x/bad/mean"}
+    check |= {"y": "success/last", "expects": ">"}
     (result,) = evaluate(make_grid([check], number, axes))
     assert result.estimate.value > 0.5 and result.outcome == 1
 

@@ -14,10 +14,11 @@ from ragen2_trl.experiments.measures import (
     check_statistic,
     fall,
     gradient_slope,
-    read_runs,
+    read_finished,
     statistic,
     success_at,
 )
+from ragen2_trl.experiments.plan import Cell
 
 STEPS = [0, 20, 40, 60, 80, 100]
 SUCCESS = [0.4, 0.5, 0.45, 0.6, 0.62, 0.61]
@@ -136,6 +137,8 @@ def test_runs_are_read_without_numbers_that_are_none_and_with_the_last_of_a_step
         columns=["key", "step", "metric", "value"],
     )
     store = SimpleNamespace(cells=lambda: cells, curves=lambda keys: curves)
-    (run,) = read_runs([("a", 1, {}, {"max_steps": 4}), ("not there", 1, {}, {})], store)
+    cell, other = Cell({"max_steps": 4}, 1, {}), Cell({"max_steps": 5}, 1, {})
+    cells.loc[0, "key"] = curves["key"] = cell.key
+    (run,) = read_finished(store, [cell.key, other.key]).runs([cell, other]).values()
     assert list(run.curves["entropy"].steps) == [1, 2] and list(run.curves["entropy"].values) == [1.0, 5.0]
     assert run.ended_early

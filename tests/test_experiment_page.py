@@ -58,6 +58,7 @@ def test_the_page_says_what_the_store_has(tmp_path, fig9):
     assert not re.search(r"\bnan\b|None", text)
 
 
+@pytest.mark.slow
 def test_the_same_store_gives_the_same_page(tmp_path, fig9):
     write_results(tmp_path / "one", fig9.cells(), better_with_the_filter)
     shutil.copytree(tmp_path / "one", tmp_path / "two")

@@ -101,14 +101,15 @@ def verdict(grid: Grid, results: Sequence[Result]) -> str:
     return said if done >= cells else f"{said}, so far ({done} of {cells} cells)"
 
 
-def sentence(results: Sequence[Result]) -> str:
-    """Why the verdict is what it is: the checks by what came of them."""
+def sentence(results: Sequence[Result], numbers: bool = True) -> str:
+    """Why the verdict is what it is: the checks by what came of them, with their numbers or without."""
     kinds = ((1, "As expected"), (-1, "Opposite"), (0, "Not decided"))
-    parts = [
-        f"{title}: {'; '.join(f'{one.name} ({one.shown})' for one in results if one.outcome == outcome)}."
-        for outcome, title in kinds
-        if any(one.outcome == outcome for one in results)
-    ]
+    parts = []
+    for outcome, title in kinds:
+        names = [f"{one.name} ({one.shown})" if numbers else one.name for one in results if one.outcome == outcome]
+        if names and len(names) == len(results) > 1 and not numbers:
+            names = [f"all {len(names)} checks"]
+        parts += [f"{title}: {'; '.join(names)}."] if names else []
     return " ".join(parts)
 
 

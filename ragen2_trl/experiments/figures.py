@@ -154,9 +154,8 @@ def draw_curves(grid: Grid, spec: Spec) -> Figure:
 def _draw_line(
     axes: Axes, grid: Grid, levels: Levels, metric: str, axis: str, look: Mapping[str, Any], label: str
 ) -> None:
-    ordered = {one: levels[one] for one in grid.experiment.axes if one in levels}
     drawn = []
-    for run in _seeds(grid, ordered):
+    for run in _seeds(grid, levels):
         curve = run.curve(metric)
         spent = None if curve is None else run.spent(axis, curve.steps)
         if curve is not None and spent is not None:
@@ -199,8 +198,7 @@ def draw_levels(grid: Grid, spec: Spec) -> Figure:
             for y, row in enumerate(rows):
                 levels = {**dict(zip(spec["rows"], row, strict=True)), **spec.get("where", {})}
                 levels |= ({marks: kind} if marks else {}) | ({split: column} if split else {})
-                ordered = {axis: levels[axis] for axis in grid.experiment.axes}
-                numbers = [value for run in _seeds(grid, ordered) if math.isfinite(value := statistic(run, name))]
+                numbers = [value for run in _seeds(grid, levels) if math.isfinite(value := statistic(run, name))]
                 if numbers:
                     at = y - 0.4 + step * (number + 0.5)
                     _draw_estimate(axes, numbers, at, look, kind if first else "")

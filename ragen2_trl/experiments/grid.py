@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import product
 
 from ragen2_trl.experiments.measures import Run
@@ -41,22 +42,25 @@ class Grid:
     runs: Mapping[str, Run]  # by key
     others: Sequence["Grid"] = ()  # those of `cells_of`
 
-    @property
+    @cached_property
     def seeds(self) -> list[int]:
         """Planned ones."""
         return list(dict.fromkeys(cell.seed for cell in self.cells))
 
-    @property
+    @cached_property
     def settings(self) -> list[Levels]:
         """Planned ones, each once."""
         return list({tuple(cell.levels.items()): cell.levels for cell in self.cells}.values())
 
     def planned(self, levels: Levels) -> bool:
-        return any(dict(one) == dict(levels) for one in self.settings)
+        return any((seed, frozenset(levels.items())) in self._keys for seed in self.seeds)
 
     def run(self, levels: Levels, seed: int) -> Run | None:
-        key = next((one.key for one in self.cells if one.seed == seed and one.levels == levels), "")
-        return self.runs.get(key)
+        return self.runs.get(self._keys.get((seed, frozenset(levels.items())), ""))
+
+    @cached_property
+    def _keys(self) -> dict[tuple[int, frozenset[tuple[str, str]]], str]:
+        return {(cell.seed, frozenset(cell.levels.items())): cell.key for cell in self.cells}
 
 
 def pairs(grid: Grid, of: Levels, against: Levels) -> list[tuple[Levels, Levels]]:
@@ -67,9 +71,8 @@ def pairs(grid: Grid, of: Levels, against: Levels) -> list[tuple[Levels, Levels]
     for rest in product(*free.values()):
         levels = dict(zip(free, rest, strict=True))
         one, other = ({**levels, **side} for side in (of, {**of, **against}))
-        ordered = [{axis: side[axis] for axis in grid.experiment.axes if axis in side} for side in (one, other)]
-        if all(grid.planned(side) for side in ordered):
-            found.append((ordered[0], ordered[1]))
+        if grid.planned(one) and grid.planned(other):
+            found.append((one, other))
     return found
 
 

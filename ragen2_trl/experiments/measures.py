@@ -1,7 +1,7 @@
 """What a run is judged by: one number of its curves.
 
 A *statistic* is named `<metric>/<what of it>`, such as `success/last_fifth`. Metrics are short names of `METRICS` or
-keys of log rows. A run that ended before its planned steps has its last value from there on, which is that of the model
+keys of log rows. A run that ended before its planned steps has its last value from there on, that of the model that
 its user is left with; `Run.ended_early` tells, and so does the page.
 """
 
@@ -15,6 +15,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 from scipy.integrate import trapezoid
+
+from ragen2_trl.experiments.curves import Store
+from ragen2_trl.experiments.plan import Cell
 
 Array = NDArray[np.float64]
 
@@ -271,33 +274,41 @@ def fall(run: Run, metric: str, share: float) -> float:
     return float(curve.steps[above[-1] + 1]) / run.planned
 
 
-def read_runs(cells: Iterable[tuple[str, int, Mapping[str, str], Mapping[str, Any]]], store: Any) -> list[Run]:
-    """Those of some cells that are in a store, which has `cells()` and `curves(keys)`.
+@dataclass(frozen=True)
+class Finished:
+    """What a store has: curves and rows of cells, by key."""
 
-    Args:
-        cells: Key, seed, levels and fields of each.
-    """
+    curves: Mapping[str, Mapping[str, Curve]]
+    records: Mapping[str, Mapping[str, Any]]
+
+    def runs(self, cells: Iterable[Cell]) -> dict[str, Run]:
+        """Those of some cells that have run, by key."""
+        return {
+            cell.key: Run(
+                cell.key,
+                cell.seed,
+                cell.levels,
+                int(cell.fields.get("max_steps", self.records[cell.key]["steps"])),
+                int(self.records[cell.key]["steps"]),
+                self.curves.get(cell.key, {}),
+                self.records[cell.key],
+            )
+            for cell in cells
+            if cell.key in self.records
+        }
+
+
+def read_finished(store: Store, keys: Iterable[str]) -> Finished:
+    """What a store has of some cells; of a step that was logged twice, the last value."""
     records = {row["key"]: row for row in store.cells().to_dict("records")}
-    wanted = [cell for cell in cells if cell[0] in records]
     curves: dict[str, dict[str, Curve]] = {}
-    table = store.curves([key for key, *_ in wanted])
+    table = store.curves(sorted(set(keys) & records.keys()))
     table = table[np.isfinite(table["value"])].sort_values("step", kind="stable")
     for (key, metric), points in table.groupby(["key", "metric"], observed=True, sort=False):
         last = points.drop_duplicates("step", keep="last")
         curve = Curve(last["step"].to_numpy(float), last["value"].to_numpy(float))
         curves.setdefault(str(key), {})[str(metric)] = curve
-    return [
-        Run(
-            key,
-            seed,
-            levels,
-            int(fields.get("max_steps", records[key]["steps"])),
-            int(records[key]["steps"]),
-            curves.get(key, {}),
-            records[key],
-        )
-        for key, seed, levels, fields in wanted
-    ]
+    return Finished(curves, records)
 
 
 def versions(run: Run) -> dict[str, str]:

@@ -7,7 +7,6 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from ragen2_trl.experiments.checks import Result, evaluate, sentence, validate, 
 from ragen2_trl.experiments.curves import Store
 from ragen2_trl.experiments.grid import Grid
 from ragen2_trl.experiments.kinds import unit_of
-from ragen2_trl.experiments.measures import Run, read_runs, statistic, versions
+from ragen2_trl.experiments.measures import Finished, Run, read_finished, statistic, versions
 from ragen2_trl.experiments.plan import Experiment
 from ragen2_trl.experiments.statistics import mean_interval
 from ragen2_trl.reporting.files import replace_whole, write_text
@@ -47,6 +46,7 @@ class Claim:
     results: Sequence[Result]
     verdict: str
     why: str
+    short: str
     images: Sequence[tuple[str, str]]  # file, what it shows
     cells: int
     done: int
@@ -83,7 +83,9 @@ def analyse(experiments: Sequence[Experiment], folder: Path, scale: str = "tiny"
         check_readable(one)
     store = Store(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    claims = [_claim(read_grid(one, store, scale, quick), folder) for one in experiments]
+    cells = [cell for one in experiments for cell in one.cells(quick, scale)]
+    finished = read_finished(store, [cell.key for cell in cells])
+    claims = [_claim(read_grid(one, finished, scale, quick), folder) for one in experiments]
     template = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
         undefined=StrictUndefined,
@@ -96,7 +98,7 @@ def analyse(experiments: Sequence[Experiment], folder: Path, scale: str = "tiny"
         claims=claims,
         columns=["setting", "seeds", *COLUMNS],
         checks=sum(len(claim.results) for claim in claims),
-        done=len(set(chain.from_iterable(_keys(one, store, scale, quick) for one in experiments))),
+        done=len(finished.runs(cells)),
         verdicts=Counter(claim.verdict.partition(",")[0] for claim in claims),
         quick=quick,
         cell=_cell,
@@ -113,15 +115,10 @@ def check_readable(experiment: Experiment) -> None:
         figures.validate(spec, f"{experiment.path}: figures[{n}]")
 
 
-def _keys(experiment: Experiment, store: Store, scale: str, quick: bool) -> set[str]:
-    return {cell.key for cell in experiment.cells(quick, scale)} & store.done()
-
-
-def read_grid(experiment: Experiment, store: Store, scale: str, quick: bool) -> Grid:
+def read_grid(experiment: Experiment, finished: Finished, scale: str, quick: bool) -> Grid:
     cells = experiment.cells(quick, scale)
-    runs = read_runs([(cell.key, cell.seed, cell.levels, cell.fields) for cell in cells], store)
-    others = [read_grid(one, store, scale, quick) for one in experiment.others]
-    return Grid(experiment, cells, {run.key: run for run in runs}, others)
+    others = [read_grid(one, finished, scale, quick) for one in experiment.others]
+    return Grid(experiment, cells, finished.runs(cells), others)
 
 
 def _claim(grid: Grid, folder: Path) -> Claim:
@@ -133,6 +130,7 @@ def _claim(grid: Grid, folder: Path) -> Claim:
         results=results,
         verdict=verdict(grid, results),
         why=sentence(results),
+        short=sentence(results, numbers=False),
         images=[_draw(grid, n, folder) for n in range(len(experiment.figures))] if runs else [],
         cells=len({cell.key for cell in grid.cells}),
         done=len(runs),
