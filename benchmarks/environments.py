@@ -4,9 +4,9 @@
     python benchmarks/environments.py webshop  # prints the rows of some tasks
 
 A data set of FrozenLake is compared with the same rows from gymnasium's own generator and tables, in turns, by CPU
-time. In the shop there are two more players who read nothing: one searches for the whole instruction and buys the first
-hit, the other also clicks the option values that are wanted. One process, no data from outside: every task makes its
-own.
+time. In the shop there are two more players who read nothing: one searches for the whole instruction and buys the
+first hit, the other also clicks the option values that are wanted. One process, no data from outside: every task makes
+its own.
 """
 
 import random
