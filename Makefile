@@ -40,7 +40,7 @@ $(BIN)/.installed-extras: $(BIN)/.installed
 
 install: $(BIN)/.installed  ## Create .venv with everything that the other targets need
 
-# Or sokoban, which is played in several turns.
+# Or sokoban, which is played in several turns, or countdown.
 ENV := frozen_lake
 # Or rloo, or ppo.
 ALGO := grpo
@@ -50,7 +50,7 @@ CONTROL :=
 RECIPE = recipes/$(ENV)_tiny$(if $(filter grpo,$(ALGO)),,_$(ALGO)).yaml
 RUN = runs/$(shell sed -n 's/^run_name: //p' $(RECIPE))
 
-demo: $(BIN)/.installed  ## Train the tiny model with the filter on (minutes, no network); ALGO=rloo or ppo; ENV=sokoban for several turns; CONTROL=1 for plain TRL beside it
+demo: $(BIN)/.installed  ## Train the tiny model with the filter on (minutes, no network); ALGO=rloo or ppo; ENV=sokoban for several turns, ENV=countdown for arithmetic; CONTROL=1 for plain TRL beside it
 	$(BIN)/ragen2-trl train --config $(RECIPE) --overwrite true
 	$(if $(CONTROL),$(BIN)/ragen2-trl train --config $(RECIPE) --overwrite true --run_name $(notdir $(RUN))_control \
 		--snr_value 1.0 --snr_include_zero true)
@@ -131,6 +131,10 @@ warm-start: $(BIN)/.installed  ## Regenerate the tiny models' weights (half an h
 	$(BIN)/ragen2-trl warm-start --config recipes/warm_start_tiny.yaml --output_dir ragen2_trl/tiny/model
 	$(BIN)/ragen2-trl warm-start --config recipes/warm_start_tiny_sokoban.yaml \
 		--output_dir ragen2_trl/tiny/model_sokoban
+	$(BIN)/ragen2-trl warm-start --config recipes/warm_start_tiny_countdown.yaml
+	$(BIN)/ragen2-trl warm-start --config recipes/warm_start_tiny_countdown.yaml \
+		--model_name_or_path runs/warm_start_tiny_countdown --num_demonstrations 6400 --demonstrations_seed 3 \
+		--max_steps 200 --lr_scheduler_type cosine --warmup_steps 10 --output_dir ragen2_trl/tiny/model_countdown
 
 clean:  ## Remove environments, caches and runs
 	rm -rf $(VENV) .venv-trl-* runs .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -3,10 +3,12 @@
 import itertools
 import json
 import random
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ragen2_trl.cli import evaluate
@@ -16,7 +18,7 @@ from ragen2_trl.envs import make_env
 from ragen2_trl.rollouts.outcomes import fraction_interval, mean_interval, pass_at_k, summarize
 from ragen2_trl.rollouts.play import Chat
 from ragen2_trl.rollouts.sampling import generator, sample_trajectories
-from ragen2_trl.tiny import TINY_MODEL_PATH
+from ragen2_trl.tiny import TINY_COUNTDOWN_PATH, TINY_MODEL_PATH
 
 SMALL = {"num_prompts": 4, "num_samples": 3, "max_new_tokens": 48}
 
@@ -102,6 +104,24 @@ def test_shipped_model_solves_some_held_out_tasks_but_not_all(tiny):
     metrics = evaluate_model(*tiny, make_env("frozen_lake"), num_prompts=64, num_samples=4, max_new_tokens=96)
     assert 0.3 < metrics["success"] < 0.65
     assert metrics["valid_rate"] > 0.8
+
+
+@pytest.mark.slow
+def test_tiny_countdown_solves_some_of_its_tasks_and_most_prompts_can_teach_it():
+    recipe = yaml.safe_load((Path(__file__).parents[1] / "recipes" / "countdown_tiny.yaml").read_text())
+    model = AutoModelForCausalLM.from_pretrained(TINY_COUNTDOWN_PATH)
+    tokenizer = AutoTokenizer.from_pretrained(TINY_COUNTDOWN_PATH)
+    groups = {}
+
+    def keep(rows, plays):
+        for row, play in zip(rows, plays, strict=True):
+            groups.setdefault(row["seed"], set()).add(play.outcome.success)
+
+    env = make_env("countdown", **recipe["env_args"])
+    metrics = evaluate_model(model, tokenizer, env, num_prompts=64, num_samples=8, max_new_tokens=64, on_played=keep)
+    assert 0.25 < metrics["success"] < 0.45
+    assert metrics["valid_rate"] > 0.9
+    assert sum(len(group) == 2 for group in groups.values()) > 0.5 * 64
 
 
 def test_evaluation_is_reproducible_and_its_seed_matters(tiny):

@@ -1,9 +1,11 @@
 """The tiny model: a tokenizer that loses nothing, weights that load anywhere, a warm start that repeats."""
 
 import itertools
+from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -11,13 +13,22 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from ragen2_trl.cli import warm_start
 from ragen2_trl.envs import completion_text, make_env, parse_response
 from ragen2_trl.envs.frozen_lake import OBSERVATIONS
-from ragen2_trl.tiny import TINY_MODEL_PATH, TINY_SOKOBAN_PATH, resolve_model
+from ragen2_trl.tiny import TINY_COUNTDOWN_PATH, TINY_MODEL_PATH, TINY_SOKOBAN_PATH, resolve_model
 from ragen2_trl.tiny.build import TAGS, build_model, build_tokenizer
 
 TOKENIZER = build_tokenizer()
+RECIPES = Path(__file__).parents[1] / "recipes"
+SHIPPED = {"tiny": TINY_MODEL_PATH, "tiny-sokoban": TINY_SOKOBAN_PATH, "tiny-countdown": TINY_COUNTDOWN_PATH}
 
 
-@pytest.fixture(scope="module", params=[TINY_MODEL_PATH, TINY_SOKOBAN_PATH], ids=["tiny", "tiny-sokoban"])
+@pytest.fixture(scope="module")
+def countdown():
+    """Countdown as `tiny-countdown` knows it."""
+    recipe = yaml.safe_load((RECIPES / "warm_start_tiny_countdown.yaml").read_text())
+    return make_env(recipe["env_name"], **recipe["env_args"])
+
+
+@pytest.fixture(scope="module", params=SHIPPED.values(), ids=SHIPPED)
 def shipped_tokenizer(request):
     return AutoTokenizer.from_pretrained(request.param)
 
@@ -86,6 +97,22 @@ def test_prompts_and_demonstrations_are_short():
     assert completions[int(0.95 * 500)] <= 64
 
 
+def test_countdown_s_are_shorter_still_and_in_words_of_the_vocabulary(countdown):
+    rows = countdown.demonstrations(200, seed=2)
+    texts = [message["content"] for row in rows for message in [*row["prompt"], *row["completion"]]]
+    assert not [text for text in texts if any(map(_is_letter, TOKENIZER.tokenize(text)))]
+    prompts = TOKENIZER.apply_chat_template(rows["prompt"][:], add_generation_prompt=True)["input_ids"]
+    completions = [len(TOKENIZER(completion_text(completion))["input_ids"]) for completion in rows["completion"]]
+    assert max(map(len, prompts)) <= 80
+    assert max(completions) <= 40
+
+
+def test_the_demo_of_countdown_plays_what_its_model_was_warmed_up_on(countdown):
+    demo = yaml.safe_load((RECIPES / "countdown_tiny.yaml").read_text())
+    assert resolve_model(demo["model"]) == str(TINY_COUNTDOWN_PATH)
+    assert make_env(demo["env_name"], **demo["env_args"]).summary == countdown.summary
+
+
 # The shipped folder
 
 
@@ -98,15 +125,16 @@ def test_shipped_tokenizer_is_the_one_we_build(shipped_tokenizer):
     assert shipped_tokenizer.pad_token_id == TOKENIZER.pad_token_id
 
 
-def test_shipped_model_loads_in_float32_and_has_the_shapes_we_build():
-    shipped = AutoModelForCausalLM.from_pretrained(TINY_MODEL_PATH)
+@pytest.mark.parametrize("folder", SHIPPED.values(), ids=SHIPPED)
+def test_shipped_model_loads_in_float32_and_has_the_shapes_we_build(folder):
+    shipped = AutoModelForCausalLM.from_pretrained(folder)
     built = build_model(seed=0)
     assert {p.dtype for p in shipped.parameters()} == {torch.float32}
     assert {n: p.shape for n, p in shipped.named_parameters()} == {n: p.shape for n, p in built.named_parameters()}
     assert 0.5e6 < shipped.num_parameters() < 1.5e6
 
 
-@pytest.mark.parametrize("folder", [TINY_MODEL_PATH, TINY_SOKOBAN_PATH])
+@pytest.mark.parametrize("folder", SHIPPED.values(), ids=SHIPPED)
 def test_shipped_folder_is_small_and_holds_nothing_of_the_machine_that_made_it(folder):
     files = [path for path in folder.iterdir() if path.is_file()]
     assert sum(path.stat().st_size for path in files) < 4_000_000
@@ -114,8 +142,7 @@ def test_shipped_folder_is_small_and_holds_nothing_of_the_machine_that_made_it(f
 
 
 def test_tiny_is_a_name_and_other_names_pass_through():
-    assert resolve_model("tiny") == str(TINY_MODEL_PATH)
-    assert resolve_model("tiny-sokoban") == str(TINY_SOKOBAN_PATH)
+    assert {name: resolve_model(name) for name in SHIPPED} == {name: str(path) for name, path in SHIPPED.items()}
     assert resolve_model("some/model") == "some/model"
 
 

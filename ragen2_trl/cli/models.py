@@ -19,6 +19,6 @@ def load_model(name: str, dtype: str) -> tuple[PreTrainedModel, PreTrainedTokeni
         model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype).to(device)
     except OSError as error:
         reason = str(error).strip().splitlines()[0]
-        allowed = "tiny, tiny-sokoban, a path or a Hub id; to evaluate, also oracle and random"
+        allowed = "tiny, tiny-sokoban, tiny-countdown, a path or a Hub id; to evaluate, also oracle and random"
         raise InputError(f"model={name!r} cannot be loaded; allowed: {allowed}. {reason}") from error
     return model, AutoTokenizer.from_pretrained(path)

@@ -1,18 +1,19 @@
 """The embedded default: causal LMs of about a million parameters, warmed up on our tasks, that need no download.
 
-`tiny` knows FrozenLake in one turn, `tiny-sokoban` also Sokoban in several. `build.py` makes their tokenizer and
-untrained weights; `recipes/warm_start_tiny*.yaml` train them.
+`tiny` knows FrozenLake in one turn, `tiny-sokoban` also Sokoban in several, `tiny-countdown` Countdown in one.
+`build.py` makes their tokenizer and untrained weights; `recipes/warm_start_tiny*.yaml` train them.
 """
 
 from pathlib import Path
 
 TINY_MODEL_PATH = Path(__file__).parent / "model"
 TINY_SOKOBAN_PATH = Path(__file__).parent / "model_sokoban"
-_SHIPPED = {"tiny": TINY_MODEL_PATH, "tiny-sokoban": TINY_SOKOBAN_PATH}
+TINY_COUNTDOWN_PATH = Path(__file__).parent / "model_countdown"
+_SHIPPED = {"tiny": TINY_MODEL_PATH, "tiny-sokoban": TINY_SOKOBAN_PATH, "tiny-countdown": TINY_COUNTDOWN_PATH}
 
 
 def resolve_model(name: str) -> str:
-    """The path of a shipped model for `"tiny"` or `"tiny-sokoban"`; any other path or Hub id as it is.
+    """The path of a shipped model for its name, `"tiny"` and so on; any other path or Hub id as it is.
 
     >>> resolve_model("Qwen/Qwen2.5-0.5B-Instruct")
     'Qwen/Qwen2.5-0.5B-Instruct'
@@ -20,4 +21,4 @@ def resolve_model(name: str) -> str:
     return str(_SHIPPED.get(name, name))
 
 
-__all__ = ["TINY_MODEL_PATH", "TINY_SOKOBAN_PATH", "resolve_model"]
+__all__ = ["TINY_COUNTDOWN_PATH", "TINY_MODEL_PATH", "TINY_SOKOBAN_PATH", "resolve_model"]

@@ -1,7 +1,7 @@
 """How the tiny model is made: a word-level tokenizer for our own prompts, and a small untrained Qwen3.
 
-The trained weights come from these two functions and two warm starts, `make warm-start`: `model/` learns FrozenLake
-from nothing, and `model_sokoban/` goes on from there with Sokoban in several turns.
+The trained weights come from these two functions and three warm starts, `make warm-start`: `model/` learns FrozenLake
+from nothing; from there `model_sokoban/` goes on with Sokoban in several turns, and `model_countdown/` with Countdown.
 """
 
 from collections.abc import Iterator
