@@ -26,7 +26,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def logged(tmp_path_factory):
-    """All keys that a short training in several turns logs, with refill and every callback."""
+    """All keys that a short training in several turns logs, with refill, prompt selection and every callback."""
     env = make_env("sokoban", multi_turn=True)
     settings = {
         **SMALL,
@@ -38,6 +38,7 @@ def logged(tmp_path_factory):
         "beta": 0.01,
         "snr_selection_eps": 0.0,
         "snr_refill_rounds": 1,
+        "snr_prompt_selection": True,
     }
     args = SNRFilteredGRPOConfig(**settings)
     rollout = TextRollout(env)

@@ -190,7 +190,7 @@ def test_rank_correlation_is_that_of_mean_ranks():
     assert math.isnan(rank_correlation(first, np.ones(40)))
 
 
-def mean_update(weights, steps=800):
+def mean_update(weights, steps=400):
     """Mean over steps of the mean of the gradients, two numbers for each prompt, of those drawn; and their shares."""
     rng = np.random.default_rng(8)
     chances = np.tile([0.0, 0.05, 0.3, 0.5], 6)

@@ -5,7 +5,7 @@ import random
 import numpy as np
 import pytest
 import torch
-from algorithms import GRPO, STILL, for_each, replay_of
+from algorithms import ALGORITHMS, GRPO, PPO, RLOO, STILL, for_each, replay_of, slow
 from conftest import PROMPTS, assert_same_parameters, parameters_of
 from datasets import Dataset, IterableDataset
 from refills import WORDS, Seen, replay_with
@@ -18,6 +18,7 @@ from ragen2_trl.tiny import resolve_model
 from ragen2_trl.trainers.difficulty import difficulty_features
 
 SELECTS = {"snr_prompt_selection": True, "snr_strategy": "none"}
+quickest = pytest.mark.parametrize("algorithm", [GRPO, slow(RLOO), slow(PPO)], ids=ALGORITHMS)
 
 
 def selecting_run(algorithm, policy_path, folder, varied=(0, 3, 5), **settings):
@@ -38,7 +39,7 @@ def test_in_a_stream_of_fresh_prompts_nothing_changes(algorithm, policy_path, tm
     assert_same_parameters(*ends)
 
 
-@for_each
+@quickest
 def test_one_candidate_a_place_is_trl_in_every_epoch(algorithm, policy_path, tmp_path):
     options = ({"snr_prompt_selection": False}, {"snr_candidates": 1})
     ends = []
@@ -49,7 +50,7 @@ def test_one_candidate_a_place_is_trl_in_every_epoch(algorithm, policy_path, tmp
     assert_same_parameters(*ends)
 
 
-@for_each
+@quickest
 def test_prompts_that_teach_nothing_are_sampled_less_and_none_starves(algorithm, policy_path, tmp_path):
     trainer = selecting_run(algorithm, policy_path, tmp_path, max_steps=30, learning_rate=0.0)
     seen = Seen(trainer)
@@ -75,7 +76,7 @@ def test_resuming_continues_the_same_run(algorithm, policy_path, tmp_path):
     assert any(row["snr/skipped_prompts"] for row in log_rows(whole)[6:])
 
 
-@for_each
+@quickest
 def test_refilled_batches_are_full_of_prompts_that_teach(algorithm, policy_path, tmp_path):
     """The further ones are drawn from the same stream: no prompt twice in a step where there are others."""
     settings = {"snr_refill_rounds": 8, "max_steps": 8, "learning_rate": 0.0, "snr_prompt_half_life": 8}

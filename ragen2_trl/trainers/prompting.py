@@ -84,8 +84,9 @@ class PromptSelection:
         self.stream = SamplerStream(len(prompts), args.seed, shuffle)
         self.posterior = RewardPosterior(len(prompts), args.snr_prompt_half_life * len(prompts), features)
         self.competes_unseen = features is not None
-        self.explored = 0.0  # places that were due to prompts not sampled for longest, what is left of one included
+        self.explored = 0.0  # of a place for prompts not sampled for longest, what is left to the next step
         self.compared: list[list[float]] = []  # predicted and realised variance of the latest groups
+        self.weights: Floats | None = None  # (N,) of the prompts that were drawn last
 
     def replace(self, inputs: list[dict[str, Any]]) -> None:
         """Put this process's rows of the prompts that are drawn in place of those that TRL's sampler has brought."""
@@ -119,14 +120,13 @@ class PromptSelection:
         self.predicted = self.posterior.mean(self.rows)
         self.skipped = len(candidates) - count
         self.weights, self.clipped = None, 0.0
-        if self.args.snr_importance_weights > 0:
-            hits = np.zeros(len(candidates))
-            hits[others] = _hits(self.posterior.sample(candidates[others], rng, TIMES), room)
+        if (largest := self.args.snr_importance_weights) > 0:
+            chance = np.ones(len(candidates))
+            hits = _hits(self.posterior.sample(candidates[others], rng, TIMES), room)
             # With one for the draw itself, the inverse has the right mean: 1/q up to the factor 1 - (1-q)^(TIMES+1).
-            chance = np.where(sure, 1.0, (hits + 1) / (TIMES + 1))[chosen]
-            weights = count / len(candidates) / chance
-            self.clipped = float((weights > self.args.snr_importance_weights).mean())
-            self.weights = np.minimum(weights, self.args.snr_importance_weights)
+            chance[others] = (hits + 1) / (TIMES + 1)
+            weights = count / len(candidates) / chance[chosen]
+            self.weights, self.clipped = np.minimum(weights, largest), float((weights > largest).mean())
         return [int(row) for row in self.rows]
 
     def _candidates(self, places: int) -> Rows:
@@ -153,7 +153,7 @@ class PromptSelection:
         Returns:
             (N,) the reward variance that was expected of each.
         """
-        earned = rewards.double().cpu().numpy()
+        earned = rewards.cpu().double().numpy()
         self.posterior.observe(self.rows, earned, self.typical)
         self.realised = evidence_of(earned)[1]
         self.compared += [list(pair) for pair in zip(self.predicted.tolist(), self.realised.tolist(), strict=True)]
@@ -165,14 +165,13 @@ class PromptSelection:
         """Of the prompts that were drawn last, and how well predictions have done of late."""
         posterior = self.posterior
         correlation = rank_correlation(*np.array(self.compared).T)
-        weighted = {} if self.weights is None else {"importance_clipped": self.clipped}
         return {
             "predicted_variance": float(self.predicted.mean()),
             "realised_variance": float(self.realised.mean()),
             **({} if math.isnan(correlation) else {"prediction_rank_correlation": correlation}),
             "skipped_prompts": float(self.skipped),
             "oldest_unseen": float(posterior.clock - max(0, int(posterior.seen.min()))),
-            **weighted,
+            "importance_clipped": self.clipped,
         }
 
     def weighted(self, advantages: Tensor) -> Tensor:
