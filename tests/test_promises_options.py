@@ -3,13 +3,15 @@ leaves only its regularisers."""
 
 import pytest
 import torch
-from algorithms import GRPO, PPO, RLOO, STILL, cases, for_each, replay_of, slow
+from algorithms import GRPO, PPO, RLOO, STILL, cases, replay_of, slow
 from conftest import PROMPTS, assert_same_parameters, parameters_of
 from replay import KEPT, REWARDS, Recorder, assert_close, mean_gradient, move_away
 from test_promises_update import LAYOUTS, LOSSES, PPO_STILL, TERMS, need_equal_lengths
 
 # By variance: 0 and 5, 2 and 6, 7 and the first of those without any, the other two of these.
 QUARTERS = {1: (0, 5), 2: (2, 6), 3: (7, 1), 4: (3, 4)}
+# Each costs a third of a second: where one shows the property, the others are for CI.
+grpo_first = pytest.mark.parametrize("algorithm", [GRPO, slow(RLOO), slow(PPO)], ids=lambda one: one.name)
 PARTLY = ("four micro-batches", "optimizer steps of one row")
 
 
@@ -47,7 +49,7 @@ REGULARISED = {"grpo": {"beta": 0.1}, "rloo": {"beta": 0.1}, "ppo": PPO_STILL}
 
 @pytest.mark.parametrize("mode", ["drop", slow("mask")])
 @pytest.mark.parametrize("quartile", [slow(1), slow(2), 3])
-@for_each
+@grpo_first
 def test_a_quarter_is_trained_on_as_if_it_were_all(algorithm, quartile, mode, policy_path, tmp_path):
     """Groups without variance that rank among it are in it, and in its mean."""
     settings = REGULARISED[algorithm.name]
@@ -57,7 +59,7 @@ def test_a_quarter_is_trained_on_as_if_it_were_all(algorithm, quartile, mode, po
     assert row_of(trainer)["snr/kept_fraction"] == 0.25
 
 
-@for_each
+@grpo_first
 def test_a_quarter_without_variance_is_an_empty_step(algorithm, policy_path, tmp_path):
     trainer, gradient = run(algorithm, policy_path, tmp_path, snr_quartile=4, **REGULARISED[algorithm.name])
     assert gradient == {}
@@ -65,13 +67,15 @@ def test_a_quarter_without_variance_is_an_empty_step(algorithm, policy_path, tmp
     assert row["snr/kept_groups"] == 0 and row["snr/empty_steps"] == 1 and row["snr/update_compute_fraction"] == 0
 
 
-@pytest.mark.parametrize("algorithm", [GRPO, slow(RLOO), slow(PPO)], ids=lambda one: one.name)
+@pytest.mark.slow
+@grpo_first
 def test_a_quarter_without_variance_is_trained_on_where_such_groups_are_included(algorithm, policy_path, tmp_path):
     settings = REGULARISED[algorithm.name]
     _, gradient = run(algorithm, policy_path, tmp_path, snr_quartile=4, snr_include_zero=True, **settings)
     assert_close(gradient, algorithm.plain_gradient(policy_path, [PROMPTS[3], PROMPTS[4]], **settings))
 
 
+@pytest.mark.slow
 def test_with_few_groups_a_quarter_is_that_of_the_window(policy_path, tmp_path):
     """Two of eight groups a generation: each is kept if it is in the quarter of those before it and itself."""
     layout = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1, "steps_per_generation": 1}
@@ -85,7 +89,7 @@ def test_with_few_groups_a_quarter_is_that_of_the_window(policy_path, tmp_path):
 
 
 @pytest.mark.parametrize("mode", ["drop", slow("mask")])
-@for_each
+@grpo_first
 def test_as_many_groups_at_random_are_trained_on_as_if_they_were_all(algorithm, mode, policy_path, tmp_path):
     settings = REGULARISED[algorithm.name]
     trainer, gradient = run(algorithm, policy_path, tmp_path, snr_keep="random", snr_mode=mode, **settings)
@@ -95,6 +99,7 @@ def test_as_many_groups_at_random_are_trained_on_as_if_they_were_all(algorithm, 
     assert_close(gradient, algorithm.plain_gradient(policy_path, drawn, **settings))
 
 
+@pytest.mark.slow
 def test_the_draw_differs_from_step_to_step_takes_groups_without_variance_and_no_random_number(policy_path, tmp_path):
     states, kept = [], []
     for keep in ("largest", "random"):
@@ -173,7 +178,7 @@ SUMMED = {"multi_objective_aggregation": "normalize_then_sum"}
 
 
 @cases(
-    slow=("grpo-bonus", "grpo-rows", "grpo-summed", "rloo-clipped", "rloo-normalised", "ppo-separate"),
+    slow=("grpo-bonus", "grpo-rows", "grpo-scaled", "grpo-summed", "rloo-clipped", "rloo-normalised", "ppo-separate"),
     grpo={**TERMS["grpo"], "default": {}, "scaled": SCALED, "summed": SUMMED},
     rloo=TERMS["rloo"],
     ppo={name: TERMS["ppo"][name] for name in ("shared", "separate")},
@@ -184,7 +189,8 @@ def test_the_ends_of_each_group_are_trained_on_with_the_advantages_of_the_whole(
     assert_ends(algorithm, settings, "four micro-batches", "drop", policy_path, tmp_path)
 
 
-@pytest.mark.parametrize("algorithm", [GRPO, slow(RLOO), slow(PPO)], ids=lambda one: one.name)
+@pytest.mark.slow
+@grpo_first
 def test_masked_completions_leave_the_update_of_the_others(algorithm, policy_path, tmp_path):
     settings = {"grpo": {"beta": 0.1}, "rloo": {"beta": 0.1}, "ppo": PPO_STILL}[algorithm.name]
     assert_ends(algorithm, settings, "four rows per device", "mask", policy_path, tmp_path)
@@ -206,7 +212,7 @@ def test_every_term_is_that_of_the_ends(algorithm, settings, layout, policy_path
     assert_ends(algorithm, settings, layout, "drop", policy_path, tmp_path)
 
 
-@pytest.mark.parametrize("mode", ["drop", "mask"])
+@pytest.mark.parametrize("mode", ["drop", slow("mask")])
 def test_metrics_count_completions_where_these_are_kept(mode, policy_path, tmp_path):
     trainer, _ = run(GRPO, policy_path, tmp_path, snr_level="trajectory", snr_mode=mode)
     row, lengths = row_of(trainer), replay_of(policy_path).completions
@@ -217,7 +223,8 @@ def test_metrics_count_completions_where_these_are_kept(mode, policy_path, tmp_p
     assert row["snr/update_compute_fraction"] == 1.0 if mode == "mask" else row["snr/update_compute_fraction"] < 0.4
 
 
-@for_each
+@pytest.mark.slow
+@grpo_first
 def test_all_completions_of_all_groups_are_the_plain_trainers(algorithm, policy_path, prompts, tmp_path):
     def trained(plain, **settings):
         args = algorithm.args(tmp_path, plain, max_completion_length=6, **settings)
@@ -232,7 +239,7 @@ def test_all_completions_of_all_groups_are_the_plain_trainers(algorithm, policy_
 
 
 @pytest.mark.slow
-@for_each
+@grpo_first
 def test_as_many_completions_at_random_are_drawn_from_all(algorithm, policy_path, tmp_path):
     level = {"snr_level": "trajectory", "snr_keep": "random"}
     trainer, gradient = run(algorithm, policy_path, tmp_path, **level)
@@ -280,7 +287,7 @@ def test_episodes_of_several_samples_are_kept_or_dropped_whole_at_the_level_of_t
 
 
 @cases(
-    slow=("grpo-rows", "rloo-normalised", "rloo-clipped", "ppo-separate"),
+    slow=("grpo-bonus", "grpo-rows", "rloo-kl", "rloo-normalised", "rloo-clipped", "ppo-separate"),
     grpo=TERMS["grpo"],
     rloo=TERMS["rloo"],
     ppo={name: TERMS["ppo"][name] for name in ("shared", "separate")},
@@ -313,7 +320,7 @@ def regularisers_alone(algorithm, policy_path, tmp_path, equal_lengths, **settin
 
 
 @cases(
-    slow=("grpo-rows", "ppo-separate", "ppo-k2"),
+    slow=("grpo-rows", "rloo-clipped", "ppo-shared", "ppo-separate", "ppo-k2"),
     grpo=TERMS["grpo"],
     rloo={"kl": {"beta": 0.1}, "clipped": {"beta": 0.1, "reward_clip_range": (0.0, 0.6)}},
     ppo={
@@ -329,7 +336,8 @@ def test_without_the_tasks_advantages_regularisers_act_alone(algorithm, settings
     assert_close(gradient, regularisers_alone(algorithm, policy_path, tmp_path, equal_lengths, **settings))
 
 
-@for_each
+@pytest.mark.slow
+@grpo_first
 def test_a_refilled_batch_has_no_advantages_of_the_task_either(algorithm, policy_path, tmp_path):
     settings = {"snr_zero_task_advantage": True, "snr_refill_rounds": 3, "snr_strategy": "none"}
     critic = {"value_coef": 0.0} if algorithm is PPO else {}
@@ -386,6 +394,7 @@ def test_a_penalty_in_the_reward_is_refused_where_advantages_are_to_be_zero(tmp_
         RLOO.args(tmp_path, snr_zero_task_advantage=True, normalize_advantages=True)
 
 
+@pytest.mark.slow
 def test_the_scaling_by_the_value_goes_with_a_refill(policy_path, tmp_path):
     gradients = []
     for scaling in ("none", "whole_loss_by_value"):
@@ -394,6 +403,7 @@ def test_the_scaling_by_the_value_goes_with_a_refill(policy_path, tmp_path):
     assert_close(gradients[1], {name: 0.9 * value for name, value in gradients[0].items()})
 
 
+@pytest.mark.slow
 def test_a_long_row_of_empty_quarters_says_whose_they_are(policy_path, tmp_path, caplog):
     with caplog.at_level("WARNING"):
         options = {"snr_quartile": 4, "snr_max_empty_steps": 4, "max_steps": 9}
