@@ -28,7 +28,7 @@ from ragen2_trl.experiments.checks import show
 from ragen2_trl.experiments.curves import Store
 from ragen2_trl.experiments.grid import Grid, Notes
 from ragen2_trl.experiments.kinds import KINDS
-from ragen2_trl.experiments.measures import COSTS
+from ragen2_trl.experiments.measures import COSTS, read_finished
 from ragen2_trl.experiments.page import read_grid
 from ragen2_trl.experiments.plan import read_experiment
 
@@ -60,6 +60,12 @@ def cell(grid: Grid, kind: str, statistic: str, method: str, prompts: str) -> st
     bound = ">= " if any("lower bound" in note and method in note for note in notes.others) else ""
     few = "" if seeds == len(grid.seeds) else f", {seeds} seeds"
     return f"{bound}{show(estimate, unit)}{few}"
+
+
+def grid_of(file: Path, results: Path) -> Grid:
+    experiment = read_experiment(file)
+    finished = read_finished(Store(results), [cell.key for cell in experiment.cells()])
+    return read_grid(experiment, finished, "tiny", False)
 
 
 def as_page(grid: Grid) -> str:
@@ -99,7 +105,7 @@ def main() -> None:
     file = str(ROOT / "experiments" / "ours2.yaml")
     if not args.tables:
         experiment(["run", file, "--results", str(args.results), *(["--jobs", args.jobs] if args.jobs else [])])
-    page = as_page(read_grid(read_experiment(Path(file)), Store(args.results), "tiny", False))
+    page = as_page(grid_of(Path(file), args.results))
     (RESULTS / "time_to_success.md").write_text(page)
     print(page)
 
