@@ -84,7 +84,7 @@ def as_page(grid: Grid) -> str:
     ):
         for cost, name in TITLES.items():
             assert cost in COSTS
-            lines += ["", f"## {name.capitalize()}: {title}", "", f"| method | {' | '.join(prompts)} |"]
+            lines += ["", f"## {name[0].upper()}{name[1:]}: {title}", "", f"| method | {' | '.join(prompts)} |"]
             lines.append("|---" * (len(prompts) + 1) + "|")
             for method in methods:
                 entries = [
