@@ -282,9 +282,8 @@ class FrozenLake(Environment):
             grid: str | None = None
             while grid is None or held_out(grid) != (split == "test"):
                 map_seed = stream.getrandbits(31)
-                rows: Grid | None = self.make_grid(map_seed)
-                if impossible:
-                    rows = shut_in(rows, random.Random(f"shut in/{map_seed}"))
+                made = self.make_grid(map_seed)
+                rows = shut_in(made, random.Random(f"shut in/{map_seed}")) if impossible else made
                 grid = None if rows is None else "\n".join(rows)
             yield {"seed": map_seed, "grid": grid}
 
