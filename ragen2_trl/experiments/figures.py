@@ -6,6 +6,7 @@ A figure is a mapping under `figures:` of an experiment's file, with a `kind` of
 import math
 from collections.abc import Callable, Mapping, Sequence
 from itertools import cycle, product
+from textwrap import fill
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from matplotlib.ticker import EngFormatter, LogLocator, MaxNLocator, NullFormatt
 from numpy.typing import NDArray
 
 from ragen2_trl.experiments.grid import Grid, Levels, Notes, pairs, runs_of
-from ragen2_trl.experiments.kinds import FRACTIONS, paired_difference, unit_of
+from ragen2_trl.experiments.kinds import FRACTIONS, differences, paired_difference, unit_of
 from ragen2_trl.experiments.measures import COSTS, OF_CURVES, Run, gradient_points, statistic
 from ragen2_trl.experiments.statistics import mean_interval
 from ragen2_trl.reporting.style import (
@@ -56,6 +57,7 @@ AXIS_LABELS = {
     "update_flops": "FLOPs of the update",
 }
 WHAT_LABELS = {"last_fifth": "last fifth of the steps", "area": "mean over the steps", "mean": "mean over the steps"}
+MIN_SEEDS = 3  # for an interval: that of two is as wide as any figure
 POINTS = 60  # of a mean over a cost, which has no common points
 
 
@@ -109,7 +111,7 @@ def _band(axes: Axes, x: Array, curves: Sequence[Array], look: Mapping[str, Any]
     estimates = [mean_interval(values) for values in np.array(curves).T]
     line = {**look, "marker": look["marker"] if len(x) <= 20 else ""}
     axes.plot(x, [one.value for one in estimates], label=label, linewidth=LINE_WIDTH, **line)
-    if len(curves) > 1:
+    if len(curves) >= MIN_SEEDS:
         low, high = ([getattr(one, bound) for one in estimates] for bound in ("low", "high"))
         axes.fill_between(x, low, high, color=look["color"], alpha=0.07 if light else 0.14, linewidth=0)
 
@@ -216,9 +218,31 @@ def draw_levels(grid: Grid, spec: Spec) -> Figure:
 def _draw_estimate(axes: Axes, numbers: Sequence[float], y: float, look: Mapping[str, Any], label: str) -> None:
     found = mean_interval(numbers)
     axes.plot(numbers, [y] * len(numbers), "|", color=look["color"], alpha=0.6, markersize=7, markeredgewidth=1)
-    if not math.isnan(found.low):
+    if len(numbers) >= MIN_SEEDS:
         axes.plot([found.low, found.high], [y, y], color=look["color"], linewidth=LINE_WIDTH)
     axes.plot([found.value], [y], look["marker"], color=look["color"], label=label, markersize=6)
+
+
+@drawn_in_style
+def draw_differences(grid: Grid, spec: Spec) -> Figure:
+    """The paired differences in points that the checks are about: a row a check, a tick a seed, the mean with its
+    interval."""
+    checks = [
+        check
+        for check in grid.experiment.checks
+        if check["kind"] == "difference" and unit_of(check["statistic"]) == "points"
+    ]
+    figure, panels = _panels(1, 1, 0.3 + 0.5 * len(checks))
+    axes = panels[0, 0]
+    for y, check in enumerate(checks):
+        if numbers := list(differences(grid, check, Notes()).values()):
+            _draw_estimate(axes, numbers, y, _looks()[0], "")
+    axes.axvline(0, **REFERENCE)
+    axes.set_yticks(range(len(checks)), [fill(str(check["name"]), 34) for check in checks])
+    axes.set_ylim(len(checks) - 0.5, -0.5)
+    axes.xaxis.set_major_formatter(_points)
+    axes.set_xlabel("difference (points)")
+    return figure
 
 
 @drawn_in_style
@@ -248,7 +272,8 @@ def draw_gains(grid: Grid, spec: Spec) -> Figure:
             axes.plot(kept, [found[level][seed] for level in whole], color=GREY, linewidth=THIN, alpha=0.7)
     for level, numbers in found.items():
         estimate = mean_interval(numbers)
-        axes.plot([float(level)] * 2, [estimate.low, estimate.high], color=look["color"], linewidth=LINE_WIDTH)
+        if len(numbers) >= MIN_SEEDS:
+            axes.plot([float(level)] * 2, [estimate.low, estimate.high], color=look["color"], linewidth=LINE_WIDTH)
     axes.plot(x, [mean_interval(numbers).value for numbers in found.values()], **look)
     axes.axhline(0, **REFERENCE)
     axes.set_xticks(x, list(found))
@@ -336,7 +361,8 @@ def draw_gradients(grid: Grid, spec: Spec) -> Figure:
 
 
 def _draw_buckets(axes: Axes, runs: Sequence[Run], part: str, step: float, look: Mapping[str, Any]) -> None:
-    x, y = [], []
+    x: list[float] = []
+    y: list[float] = []
     for run in runs:
         for points in gradient_points(run, part):
             if points.step == step:
@@ -351,6 +377,7 @@ Draw = Callable[[Grid, Spec], Figure]
 FIGURES: dict[str, tuple[Draw, tuple[str, ...], tuple[str, ...]]] = {
     "curves": (draw_curves, ("metrics", "lines"), ("x", "columns", "where")),
     "levels": (draw_levels, ("statistic", "rows"), ("marks", "columns", "where")),
+    "differences": (draw_differences, (), ()),
     "gains": (draw_gains, ("statistic", "axis", "of", "against"), ("label",)),
     "scatter": (draw_scatter, ("x", "y"), ("marks", "of", "against")),
     "gradients": (draw_gradients, ("parts", "rows"), ()),

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from ragen2_trl.experiments.grid import Grid, Notes, by_seed, name_of, pairs, runs_of, some
+from ragen2_trl.experiments.grid import Grid, Notes, by_seed, pairs, runs_of, some
 from ragen2_trl.experiments.measures import OF_PAIRS, Run, fall, statistic, success_at, total
 from ragen2_trl.experiments.statistics import Estimate, correlation_interval, mean_interval
 
@@ -43,11 +43,16 @@ def paired_difference(runs: Sequence[Run], name: str) -> float:
     return success_at(runs[0], axis, spent) - success_at(runs[1], axis, spent)
 
 
-def _difference(grid: Grid, check: Check, notes: Notes) -> Evaluated:
+def differences(grid: Grid, check: Check, notes: Notes) -> dict[int, float]:
+    """The paired difference of a check, a number a seed: the mean over the axes that it leaves free."""
     found = pairs(grid, check["of"], check["against"])
     values = by_seed(grid, found, partial(paired_difference, name=check["statistic"]), notes)
-    means = {seed: float(np.mean(numbers)) for seed, numbers in values.items()}
-    return _over_seeds(means, check), unit_of(check["statistic"]), len(means)
+    return {seed: float(np.mean(numbers)) for seed, numbers in values.items()}
+
+
+def _difference(grid: Grid, check: Check, notes: Notes) -> Evaluated:
+    values = differences(grid, check, notes)
+    return _over_seeds(values, check), unit_of(check["statistic"]), len(values)
 
 
 def _trend(grid: Grid, check: Check, notes: Notes) -> Evaluated:
@@ -149,7 +154,7 @@ def _correlation(grid: Grid, check: Check, notes: Notes) -> Evaluated:
             y = paired_difference(runs, check["y"]) if of else statistic(runs[0], check["y"])
             row = (*(statistic(runs[-1], name) for name in names), y)
             if any(map(math.isnan, row)):
-                notes.without.append(name_of(runs[0]))
+                notes.without.append(f"{one.experiment.id} {runs[0].key}")
                 continue
             rows.append(row)
             settings.append(f"{one.experiment.id} {setting[0]}")
@@ -157,10 +162,10 @@ def _correlation(grid: Grid, check: Check, notes: Notes) -> Evaluated:
         seeds = max(seeds, len(seeds_here))
     if len(rows) < 3:
         return Estimate(math.nan, math.nan, math.nan, math.nan, 0, 0), "correlation", seeds
-    x, *than, y = (np.array(column) for column in zip(*rows, strict=True))
-    found_one = correlation_interval(x, y, settings, check["expects"], than[0] if than else None)
-    notes.others.append(f"{len(rows)} runs of {found_one.n} settings.")
-    return found_one, "correlation", seeds
+    x, *than, success = (np.array(column) for column in zip(*rows, strict=True))
+    estimate = correlation_interval(x, success, settings, check["expects"], than[0] if than else None)
+    notes.others.append(f"{len(rows)} runs of {estimate.n} settings.")
+    return estimate, "correlation", seeds
 
 
 @dataclass(frozen=True)

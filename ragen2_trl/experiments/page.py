@@ -16,7 +16,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from ragen2_trl.experiments import figures
 from ragen2_trl.experiments.checks import Result, evaluate, sentence, validate, verdict
 from ragen2_trl.experiments.curves import Store
-from ragen2_trl.experiments.grid import Grid
+from ragen2_trl.experiments.grid import Grid, gathered
 from ragen2_trl.experiments.kinds import unit_of
 from ragen2_trl.experiments.measures import Finished, Run, read_finished, statistic, versions
 from ragen2_trl.experiments.plan import Experiment
@@ -44,6 +44,7 @@ class Claim:
 
     experiment: Experiment
     results: Sequence[Result]
+    notes: Sequence[str]
     verdict: str
     why: str
     short: str
@@ -128,6 +129,7 @@ def _claim(grid: Grid, folder: Path) -> Claim:
     return Claim(
         experiment=experiment,
         results=results,
+        notes=_notes(results),
         verdict=verdict(grid, results),
         why=sentence(results),
         short=sentence(results, numbers=False),
@@ -141,6 +143,12 @@ def _claim(grid: Grid, folder: Path) -> Claim:
         settings=_settings(experiment),
         rows=_rows(grid) if not experiment.others else [],
     )
+
+
+def _notes(results: Sequence[Result]) -> list[str]:
+    """What is said of runs once for all checks, then what is said of one."""
+    own = [f"{result.name}: {' '.join(result.notes.others)}" for result in results if result.notes.others]
+    return [*gathered(result.notes for result in results).sentences(), *own]
 
 
 def _draw(grid: Grid, number: int, folder: Path) -> tuple[str, str]:

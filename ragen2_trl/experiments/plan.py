@@ -182,7 +182,8 @@ def read_experiment(path: Path, overrides: Fields | None = None) -> Experiment:
         raise ValueError(f"{path}: id must be the name of the file, {path.stem!r}, got {read['id']!r}")
     if type(read["settings_fixed"]) is not date:
         raise ValueError(f"{path}: settings_fixed must be a day such as 2026-01-31, got {read['settings_fixed']!r}")
-    axes, files = {}, {scale: {} for scale in SCALES}
+    axes: dict[str, dict[str, Fields]] = {}
+    files: dict[str, dict[str, dict[str, tuple[Path, ...]]]] = {scale: {} for scale in SCALES}
     for axis, levels in _mapping(read.get("axes", {}), path, "axes").items():
         named = {
             _level(level, path, f"axes.{axis}"): dict(_mapping(own, path, f"axes.{axis}.{level}"))
