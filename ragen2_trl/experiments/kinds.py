@@ -63,6 +63,8 @@ def _trend(grid: Grid, check: Check, notes: Notes) -> Evaluated:
     slopes = {
         seed: float(np.polyfit(x, numbers, 1)[0]) for seed, numbers in values.items() if len(numbers) == len(x) > 1
     }
+    if values and not slopes:
+        notes.others.append("A trend needs all levels of the axis.")
     return _over_seeds(slopes, check), unit_of(check["statistic"]), len(slopes)
 
 

@@ -16,6 +16,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from ragen2_trl.experiments import figures
 from ragen2_trl.experiments.checks import Result, evaluate, sentence, validate, verdict
 from ragen2_trl.experiments.curves import Store
+from ragen2_trl.experiments.drawing import MIN_SEEDS
 from ragen2_trl.experiments.grid import Grid, gathered
 from ragen2_trl.experiments.kinds import unit_of
 from ragen2_trl.experiments.measures import Finished, Run, read_finished, statistic, versions
@@ -28,7 +29,7 @@ PAGE, TEMPLATE = "README.md", "results.md.jinja"
 COLUMNS = {
     "last": "success/last",
     "last fifth": "success/last_fifth",
-    "mean": "success/area",
+    "area": "success/area",
     "peak": "success/peak",
     "seconds": "seconds/last",
     "sampled tokens": "sampled_tokens/last",
@@ -176,7 +177,7 @@ def _over_seeds(runs: Sequence[Run], name: str) -> str:
         return ""
     if unit_of(name) != "points":
         return f"{found.value:,.0f}" if found.value < 1e6 else f"{found.value:.3g}"
-    interval = "" if math.isnan(found.low) else f" ({100 * found.low:.1f} to {100 * found.high:.1f})"
+    interval = "" if found.n < MIN_SEEDS else f" ({100 * found.low:.1f} to {100 * found.high:.1f})"
     return f"{100 * found.value:.1f} %{interval}"
 
 
