@@ -209,7 +209,8 @@ class Runner:
         self._estimate.add(job, seconds)
         self._outcome.done.append(job)
         self.on_added(job)
-        _trim(folder, (*KEPT, LOCK))
+        if job.launch is None:  # at the paper's scale, weights are worth keeping
+            _trim(folder, (*KEPT, LOCK))
 
     def _fail(self, job: Job, reason: str, code: int) -> None:
         command = shlex.join(command_of(self.runs / job.cell.key / CONFIG, job))
