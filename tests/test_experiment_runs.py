@@ -154,7 +154,7 @@ def test_a_failing_cell_is_listed_with_its_command_and_the_others_are_stored(pla
         assert ("snr/kept_fraction" in metrics) == (cell.levels["method"] == "filter")
         assert list(metrics["cost/seconds"]["step"]) == [0, 1, 2]
         kept = {entry.name for entry in (tmp_path / "runs" / cell.key).iterdir()}
-        assert kept == {"config.yaml", LOG, LOCK, HISTORY_FILE, "summary.json"}
+        assert kept == {"config.yaml", LOG, LOCK, HISTORY_FILE, "summary.json", "versions.json"}
 
     # Nothing runs again, also where the trainings' folders are gone, and what was changed is refused by name
     (tmp_path / "output").unlink()
@@ -219,6 +219,7 @@ def trained(tmp_path):
         folder = tmp_path / f"run-{seed}"
         folder.mkdir(exist_ok=True)
         (folder / HISTORY_FILE).write_text(json.dumps(log_rows(steps)))
+        (folder / "versions.json").write_text(json.dumps({"python": "3.12.0"}))
         return folder, Cell({"max_steps": steps}, seed, {})
 
     return leave
@@ -290,7 +291,7 @@ def test_the_time_that_is_left_is_told_by_cells_that_have_ended_and_before_by_st
 
     estimate = Estimate(Store(tmp_path))
     assert estimate.seconds_left([job(10, 1)], [], 1) is None
-    assert estimate.seconds_left([job(10, 2)], [(job(10, 1), 5.0, 0.25)], 1) == 35
+    assert estimate.seconds_left([job(10, 2)], [(job(10, 1), 5.0, 20.0)], 1) == 35
     estimate.add(job(10, 1), 30.0)
-    assert estimate.seconds_left([job(10, 2), job(20, 2)], [(job(10, 3), 10.0, 0.0)], 2) == (30 + 60 + 20) / 2
+    assert estimate.seconds_left([job(10, 2), job(20, 2)], [(job(10, 3), 10.0, None)], 2) == (30 + 60 + 20) / 2
     assert _told(Progress(1, 1, 9, ("a",), 5400.0)) == "1/9 cells done, 1 running, 1 failed, about 1 h 30 min left"

@@ -20,7 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ragen2_trl.cli.console import ProgressLine
-from ragen2_trl.cli.experiment_arguments import ACTIONS, QUICK, RESULTS, RUNS, experiment_parser
+from ragen2_trl.cli.experiment_arguments import ACTIONS, FOLDERS, experiment_parser
 from ragen2_trl.cli.typed import InputError, checked_input
 from ragen2_trl.experiments.cells import Job, command_of, queue, write_config
 from ragen2_trl.experiments.curves import Store
@@ -58,8 +58,8 @@ def main(args: list[str] | None = None) -> None:
         jobs = queue(experiments, arguments.quick, arguments.scale, only, arguments.seeds)
         if arguments.jobs < 1:
             raise ValueError(f"jobs must be at least 1, got {arguments.jobs}")
-        results = arguments.results or (QUICK / "results" if arguments.quick else RESULTS)
-        runs = arguments.runs or (QUICK / "runs" if arguments.quick else RUNS)
+        results, runs = FOLDERS["quick" if arguments.quick else arguments.scale]
+        results, runs = arguments.results or results, arguments.runs or runs
         store = Store(results)
         for one in experiments:
             store.check(one, arguments.scale, arguments.quick)

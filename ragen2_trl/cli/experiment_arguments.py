@@ -10,8 +10,12 @@ ACTIONS = {
     "analyse": "tables, figures and verdicts from what there is",
     "list": "the cells, with the command of each",
 }
-RESULTS, RUNS = Path("results"), Path("runs/experiments")
-QUICK = Path("runs/quick")
+# Where what came of cells is kept, and where they run.
+FOLDERS = {
+    "tiny": (Path("results"), Path("runs/experiments")),
+    "paper": (Path("results/paper"), Path("runs/paper")),
+    "quick": (Path("runs/quick/results"), Path("runs/quick/cells")),
+}
 
 
 def experiment_parser() -> argparse.ArgumentParser:
@@ -37,12 +41,10 @@ def experiment_parser() -> argparse.ArgumentParser:
         default="tiny",
         help="tiny, or paper: its models and sizes, one cell after the other with accelerate.",
     )
-    add(
-        "--results",
-        type=Path,
-        help=f"Folder of what came of cells (default: {RESULTS}; {QUICK / 'results'} with --quick).",
-    )
-    add("--runs", type=Path, help=f"Folder of trainings under way (default: {RUNS}; {QUICK / 'runs'} with --quick).")
+    for number, (name, what) in enumerate((("results", "what came of cells"), ("runs", "trainings under way"))):
+        tiny, paper, quick = (FOLDERS[kind][number] for kind in ("tiny", "paper", "quick"))
+        default = f"default: {tiny}; {paper} at that scale, {quick} with --quick"
+        add(f"--{name}", type=Path, help=f"Folder of {what} ({default}).")
     add("--only", nargs="+", default=[], metavar="AXIS=LEVEL", help="Cells at these levels of the grid alone.")
     add("--seeds", nargs="+", type=int, metavar="SEED", help="Cells of these seeds alone.")
     add(

@@ -6,7 +6,6 @@ import math
 import os
 import platform
 import re
-import shutil
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -24,6 +23,7 @@ from ragen2_trl.experiments.plan import Cell, Experiment, json_text, merged
 from ragen2_trl.reporting.files import HISTORY_FILE, read_json, replace_whole, write_text
 
 CELLS, CURVES, RECORDS = "cells.parquet", "curves.parquet", "experiments"
+VERSIONS = "versions.json"  # in the folder of a cell, of when its training began
 COSTS = ("seconds", "cpu_seconds", "sampled_tokens", "update_tokens", "update_flops")
 
 # Metrics of log rows that are kept; the others say nothing that an experiment asks for.
@@ -113,7 +113,7 @@ class Store:
             **whole,
             "wall_seconds": wall_seconds,
             "host_cores": os.cpu_count(),
-            "versions": json.dumps(_versions()),
+            "versions": json.dumps(read_json(run_folder / VERSIONS, dict) or versions_here()),
             "finished": datetime.now(timezone.utc).replace(microsecond=0),
         }
         steps, metrics, values = zip(*rows, strict=True)
@@ -212,15 +212,25 @@ def tidy_rows(history: Sequence[Mapping[str, Any]]) -> list[tuple[int, str, floa
     return [(step, name, value) for name, points in sorted(values.items()) for step, value in sorted(points.items())]
 
 
-def _versions() -> dict[str, str]:
-    """Of Python, of packages, and the commit of this package where it runs from a checkout."""
+def versions_here() -> dict[str, str]:
+    """Of Python and packages, and the commit of this package where it runs from a checkout."""
     from ragen2_trl.reporting.settings import versions_of_packages  # and TRL with it, which takes seconds
 
-    here = Path(__file__).parent
-    git = ["git", "-C", str(here), "describe", "--always", "--abbrev=40", "--dirty", "--exclude=*"]
-    commit = subprocess.run(git, capture_output=True, text=True, check=False) if shutil.which("git") else None
-    known = {"commit": commit.stdout.strip()} if commit is not None and commit.returncode == 0 else {}
-    return {"python": platform.python_version(), **versions_of_packages(), **known}
+    return {"python": platform.python_version(), **versions_of_packages(), **_commit()}
+
+
+def _commit() -> dict[str, str]:
+    package = Path(__file__).parents[1]
+
+    def git(*args: str) -> str:
+        command = ["git", "-C", str(package), *args]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+    try:
+        changed = git("status", "--porcelain", "--", ".")
+        return {"commit": git("rev-parse", "HEAD") + ("-dirty" if changed else "")}
+    except (OSError, subprocess.CalledProcessError):  # no git, or no checkout
+        return {}
 
 
 def record(experiment: Experiment, scale: str, quick: bool) -> dict[str, Any]:

@@ -39,21 +39,22 @@ class Estimate:
         return sum(seconds for seconds, _ in self._all) / sum(steps for _, steps in self._all) * job.max_steps
 
     def seconds_left(
-        self, waiting: Sequence[Job], running: Sequence[tuple[Job, float, float]], at_once: int
+        self, waiting: Sequence[Job], running: Sequence[tuple[Job, float, float | None]], at_once: int
     ) -> float | None:
         """Until all have ended; `None` where nothing tells.
 
         Args:
             waiting: Cells that have not begun.
-            running: Those that have, each with its seconds so far and the share of its steps that it has made here.
+            running: Those that have, each with its seconds so far and those that it will have taken, if something
+                tells.
             at_once: How many are trained at the same time.
         """
         if self._all:
             after = sum(self.of(job) or 0.0 for job in waiting)
             under_way = [max(0.0, (self.of(job) or 0.0) - seconds) for job, seconds, _ in running]
             return max([(after + sum(under_way)) / at_once, *under_way])
-        begun = [seconds / share for _, seconds, share in running if share > 0]
-        if not begun:
+        told = [whole for _, _, whole in running if whole is not None]
+        if not told:
             return None
-        whole = sum(begun) / len(begun)
+        whole = sum(told) / len(told)
         return (whole * (len(waiting) + len(running)) - sum(seconds for _, seconds, _ in running)) / at_once

@@ -5,6 +5,7 @@ nothing else, so that experiments which share a cell run it once.
 """
 
 import hashlib
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from datetime import date
@@ -293,7 +294,7 @@ def _files(value: Any, path: Path, where: str) -> tuple[Path, ...]:
     names = [value] if isinstance(value, str) else value
     if not isinstance(names, list) or not names or not all(isinstance(one, str) for one in names):
         raise ValueError(f"{path}: {where} must name files, relative to this one, got {value!r}")
-    files = tuple(path.parent / one for one in names)
+    files = tuple(Path(os.path.normpath(path.parent / one)) for one in names)
     if missing := [str(one) for one in files if not one.is_file()]:
         raise ValueError(f"{path}: {where} names {missing[0]}, which does not exist.")
     return files

@@ -23,12 +23,12 @@ from types import FrameType
 from typing import IO, Any
 
 from ragen2_trl.experiments.cells import CONFIG, Job, command_of, runnable, write_config
-from ragen2_trl.experiments.curves import Store
+from ragen2_trl.experiments.curves import VERSIONS, Store, versions_here
 from ragen2_trl.experiments.estimate import Estimate
-from ragen2_trl.reporting.files import HISTORY_FILE
+from ragen2_trl.reporting.files import HISTORY_FILE, write_json
 
 LOG, LOCK, SUMMARY = "output.log", ".lock", "summary.json"
-KEPT = (CONFIG, LOG, HISTORY_FILE, SUMMARY)  # of a cell whose numbers are in the store
+KEPT = (CONFIG, LOG, HISTORY_FILE, SUMMARY, VERSIONS)  # of a cell whose numbers are in the store
 GRACE = 10.0  # seconds that a process has to end in
 POLL = 0.2  # seconds
 
@@ -84,6 +84,7 @@ class Running:
     lock: IO[str]
     resumed: bool
     started: float = field(default_factory=time.monotonic)
+    began: float = field(default_factory=time.time)  # on the clock of files
 
     @property
     def seconds(self) -> float:
@@ -177,6 +178,7 @@ class Runner:
         resumed = any(folder.glob("checkpoint-*"))
         if not resumed:
             _trim(folder, (LOG, LOCK))
+        write_json(folder / VERSIONS, versions_here())
         command = runnable(command_of(write_config(folder, job), job))
         with (folder / LOG).open("ab") as log:
             process = subprocess.Popen(
@@ -207,7 +209,8 @@ class Runner:
         self._estimate.add(job, seconds)
         self._outcome.done.append(job)
         self.on_added(job)
-        _trim(folder, (*KEPT, LOCK))
+        if job.launch is None:  # at the paper's scale, weights are worth keeping
+            _trim(folder, (*KEPT, LOCK))
 
     def _fail(self, job: Job, reason: str, code: int) -> None:
         command = shlex.join(command_of(self.runs / job.cell.key / CONFIG, job))
@@ -229,7 +232,7 @@ class Runner:
 
     def _tell(self, total: int) -> None:
         outcome = self._outcome
-        running = [(one.job, one.seconds, 0.0 if one.resumed else self._share(one.job)) for one in self._running]
+        running = [(one.job, one.seconds, self._whole(one)) for one in self._running]
         self.on_progress(
             Progress(
                 len(outcome.done),
@@ -240,10 +243,14 @@ class Runner:
             )
         )
 
-    def _share(self, job: Job) -> float:
-        """Of a cell's steps, by the last line about them in its log."""
-        steps = STEP.findall(_tail(self.runs / job.cell.key / LOG))
-        return int(steps[-1][0]) / int(steps[-1][1]) if steps else 0.0
+    def _whole(self, one: Running) -> float | None:
+        """Seconds that a cell will have taken, by the last line about steps in its log and when that was written."""
+        log = self.runs / one.job.cell.key / LOG
+        steps = [] if one.resumed else STEP.findall(_tail(log))
+        if not steps:
+            return None
+        made, planned = map(int, steps[-1])
+        return max(0.0, log.stat().st_mtime - one.began) * planned / made
 
 
 def is_locked(folder: Path) -> bool:
