@@ -116,6 +116,7 @@ def test_all_claims_are_drawn_and_told_in_one_page(tmp_path, recwarn):
     write_results(tmp_path, chain.from_iterable(one.cells() for one in experiments), better_with_the_filter)
     analyse(experiments, tmp_path)
     text = (tmp_path / "README.md").read_text()
+    assert "| algorithm: PPO | [ppo.yaml](../experiments/base/ppo.yaml) |" in text
     for one in experiments:
         section = text.partition(f"\n## {one.id}\n")[2].partition("\n## ")[0]
         assert one.claim in section and section.count("![") == len(one.figures)
