@@ -105,14 +105,15 @@ def _ratio(grid: Grid, check: Check, notes: Notes) -> Evaluated:
     values = by_seed(grid, found, log_ratio, notes)
     means = {seed: float(np.mean(numbers)) for seed, numbers in values.items()}
     within = math.log(1 + float(check.get("within", 0.0)))
-    log = _over_seeds(means, check, math.log(float(check.get("than", 1.0))), within)
+    null = math.log(float(check.get("than", 1.0)))
+    log = _over_seeds(means, check, null, within)
     for side, which in enumerate(("of", "against")):
         if censored[side]:
             notes.others.append(
                 f"{censored[side]} runs of {some([f'{a} {b}' for a, b in check[which].items()])} never reached the "
                 "target: all they cost counts, which is a lower bound."
             )
-    favoured = (log.value < 0 and censored[0]) or (log.value > 0 and censored[1]) or (all(censored))
+    favoured = (log.value < null and censored[0]) or (log.value > null and censored[1]) or all(censored)
     found_log = replace(log, p=1.0) if favoured and not math.isnan(log.p) else log
     low, value, high = (math.exp(x) if math.isfinite(x) else math.nan for x in (log.low, log.value, log.high))
     return replace(found_log, value=value, low=low, high=high), "ratio", len(means)

@@ -55,7 +55,8 @@ class Claim:
     seeds: str
     machine: str
     versions: str
-    hours: float
+    time: str
+    base: str
     settings: Sequence[tuple[str, str]]
     rows: Sequence[Sequence[str]]
 
@@ -137,10 +138,11 @@ def _claim(grid: Grid, folder: Path) -> Claim:
         images=[_draw(grid, n, folder) for n in range(len(experiment.figures))] if runs else [],
         cells=len({cell.key for cell in grid.cells}),
         done=len(runs),
-        seeds=", ".join(f"{seed} ({seeds[seed]} cells)" for seed in sorted(seeds)) or "none yet",
+        seeds=", ".join(f"{seed} ({number} cells)" for seed, number in sorted(seeds.items())) or "none yet",
         machine=_counted(f"{run.record['host_cores']} CPU cores" for run in runs),
         versions=_versions(runs),
-        hours=sum(float(run.record["seconds"]) for run in runs) / 3600,
+        time=_duration(sum(float(run.record["seconds"]) for run in runs)),
+        base=", ".join(map(_link, experiment.base)),
         settings=_settings(experiment),
         rows=_rows(grid) if not experiment.others else [],
     )
@@ -184,9 +186,16 @@ def _over_seeds(runs: Sequence[Run], name: str) -> str:
 def _settings(experiment: Experiment) -> list[tuple[str, str]]:
     """What its cells have beside the base files: for all of them, and for each level."""
     found = [("all cells", _flow(experiment.fields))] if experiment.fields else []
-    for axis, levels in experiment.axes.items() if not experiment.others else ():
-        found += [(f"{axis}: {level}", _flow(fields) or "as the base") for level, fields in levels.items()]
+    files = experiment.level_files.get("tiny", {})
+    for axis, levels in experiment.axes.items():
+        for level, fields in levels.items():
+            own = [_link(path) for path in files.get(axis, {}).get(level, ())]
+            found.append((f"{axis}: {level}", ", ".join([*own, *filter(None, [_flow(fields)])]) or "as the base"))
     return found
+
+
+def _link(path: Path) -> str:
+    return f"[{path.name}](../experiments/base/{path.name})"
 
 
 def _flow(fields: Mapping[str, Any]) -> str:
@@ -197,6 +206,10 @@ def _flow(fields: Mapping[str, Any]) -> str:
 def _versions(runs: Sequence[Run]) -> str:
     names = dict.fromkeys(name for run in runs for name in versions(run))
     return "; ".join(f"{name} {_counted(versions(run).get(name, 'unknown') for run in runs)}" for name in names)
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds / 3600:.1f} hours" if seconds >= 3600 else f"{seconds / 60:.0f} minutes"
 
 
 def _counted(values: Any) -> str:
