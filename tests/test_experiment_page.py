@@ -43,6 +43,28 @@ def test_the_full_set_shares_what_claims_have_in_common():
     assert len(read_experiment(FOLDER / "tab7.yaml").seeds) == 10
 
 
+def test_levels_with_files_share_cells_with_experiments_of_that_file():
+    """The plain run on FrozenLake is one run, whether the task is an axis or the base; at the paper's scale, PPO has a
+    critic and GRPO has not."""
+    tab4, tab7, fig5 = (read_experiment(FOLDER / f"{name}.yaml") for name in ("tab4", "tab7", "fig5"))
+    plain = {cell.key for cell in tab7.cells() if cell.levels == {"method": "none"}}
+    assert {cell.key for cell in fig5.cells() if cell.levels == {"method": "none", "env": "frozen_lake"}} <= plain
+    critics = {(cell.levels["algorithm"], cell.fields["env_name"], "critic_lr" in cell.fields)
+               for cell in tab4.cells(scale="paper")}  # fmt: skip
+    assert critics == {
+        (name, env, name == "PPO")
+        for name in ("PPO", "DAPO", "GRPO", "Dr. GRPO", "RLOO")
+        for env in ("frozen_lake", "sokoban", "countdown")
+        if (name, env) != ("RLOO", "sokoban")
+    }
+
+
+def test_an_experiment_over_others_has_their_cells():
+    over = read_experiment(FOLDER / "tab8.yaml")
+    assert {cell.key for cell in over.cells()} == {cell.key for one in over.others for cell in one.cells()}
+    assert len(over.cells()) == len({cell.key for cell in over.cells()})
+
+
 def test_the_page_says_what_the_store_has(tmp_path, fig9):
     write_results(tmp_path, fig9.cells(), better_with_the_filter)
     analyse([fig9], tmp_path)
@@ -94,6 +116,7 @@ def test_all_claims_are_drawn_and_told_in_one_page(tmp_path, recwarn):
     write_results(tmp_path, chain.from_iterable(one.cells() for one in experiments), better_with_the_filter)
     analyse(experiments, tmp_path)
     text = (tmp_path / "README.md").read_text()
+    assert "| algorithm: PPO | [ppo.yaml](../experiments/base/ppo.yaml) |" in text
     for one in experiments:
         section = text.partition(f"\n## {one.id}\n")[2].partition("\n## ")[0]
         assert one.claim in section and section.count("![") == len(one.figures)

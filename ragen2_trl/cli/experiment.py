@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ragen2_trl.cli.console import ProgressLine
+from ragen2_trl.cli.console import ProgressLine, make_console
 from ragen2_trl.cli.experiment_arguments import ACTIONS, FOLDERS, experiment_parser
 from ragen2_trl.cli.typed import InputError, checked_input
 from ragen2_trl.experiments.cells import Job, command_of, queue, write_config
@@ -70,7 +70,9 @@ def main(args: list[str] | None = None) -> None:
 
 def _run(console: Console, asked: Asked) -> None:
     _check_claims(asked.experiments)
-    _check_settings(asked.jobs)
+    done = asked.store.done()
+    if left := [job for job in asked.jobs if job.cell.key not in done]:
+        _check_settings(left)
     unrecorded = {source.id: source for one in asked.experiments for source in (*one.others, one)}
 
     def added(job: Job) -> None:
@@ -177,6 +179,7 @@ def _check_settings(jobs: Sequence[Job]) -> None:
     from ragen2_trl.cli.train import ALGORITHMS, algorithm_of
     from ragen2_trl.cli.typed import parse
 
+    make_console()  # its filters of warnings
     without_gpu = ["--use_cpu", "true", "--bf16", "false"]  # elsewhere than here, what needs one is allowed
     checked: set[str] = set()
     with TemporaryDirectory() as folder:

@@ -6,7 +6,7 @@ correction is over the checks of an experiment; a check is decided where its adj
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from ragen2_trl.experiments.grid import Grid, Notes
 from ragen2_trl.experiments.kinds import KINDS, Check
@@ -33,7 +33,7 @@ class Result:
         unit: `points` (of a fraction, in hundredths), `ratio`, `correlation` or `number`.
         adjusted: Holm's p-value.
         seeds: That it rests on.
-        notes: Sentences on what is missing.
+        notes: On what is missing.
     """
 
     name: str
@@ -42,7 +42,7 @@ class Result:
     estimate: Estimate
     unit: str
     seeds: int
-    notes: tuple[str, ...] = ()
+    notes: Notes = field(default_factory=Notes)
     adjusted: float = math.nan
 
     @property
@@ -95,10 +95,11 @@ def verdict(grid: Grid, results: Sequence[Result]) -> str:
     else:
         said = CONTRADICTED if -1 in outcomes else UNDECIDED
     seeds, planned = min(result.seeds for result in results), len(grid.seeds)
-    if seeds < planned:
-        return f"{said}, so far ({seeds} of {planned} seeds)"
     done, cells = len(grid.runs), len({cell.key for cell in grid.cells})
-    return said if done >= cells else f"{said}, so far ({done} of {cells} cells)"
+    if seeds >= planned and done >= cells:
+        return said
+    so_far = f"so far ({seeds} of {planned} seeds)" if seeds < planned else f"so far ({done} of {cells} cells)"
+    return f"{'nothing decided' if said == UNDECIDED else said}, {so_far}"
 
 
 def sentence(results: Sequence[Result], numbers: bool = True) -> str:
@@ -146,5 +147,4 @@ def _evaluate(grid: Grid, check: Check) -> Result:
     notes = Notes()
     kind = KINDS[check["kind"]]
     estimate, unit, seeds = kind.evaluate(grid, check, notes)
-    sentences = tuple(notes.sentences())
-    return Result(check["name"], check["kind"], check["expects"], estimate, unit, seeds, sentences)
+    return Result(check["name"], check["kind"], check["expects"], estimate, unit, seeds, notes)

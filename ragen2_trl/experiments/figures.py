@@ -5,113 +5,42 @@ A figure is a mapping under `figures:` of an experiment's file, with a `kind` of
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from itertools import cycle, product
+from itertools import product
+from textwrap import fill
 from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.axis import Axis
 from matplotlib.figure import Figure
-from matplotlib.ticker import EngFormatter, LogLocator, MaxNLocator, NullFormatter
-from numpy.typing import NDArray
+from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 
+from ragen2_trl.experiments.drawing import (
+    AXIS_LABELS,
+    METRIC_LABELS,
+    MIN_SEEDS,
+    POINTS,
+    draw_band,
+    draw_estimate,
+    format_axis,
+    in_points,
+    label_of,
+    legend,
+    looks,
+    make_grid_of_panels,
+)
 from ragen2_trl.experiments.grid import Grid, Levels, Notes, pairs, runs_of
-from ragen2_trl.experiments.kinds import FRACTIONS, paired_difference, unit_of
-from ragen2_trl.experiments.measures import COSTS, OF_CURVES, Run, gradient_points, statistic
+from ragen2_trl.experiments.kinds import FRACTIONS, differences, paired_difference, unit_of
+from ragen2_trl.experiments.measures import COSTS, Run, gradient_points, statistic
 from ragen2_trl.experiments.statistics import mean_interval
 from ragen2_trl.reporting.style import (
     GREY,
-    LINE_COLOURS,
-    LINE_STYLES,
     LINE_WIDTH,
-    MARKERS,
     REFERENCE,
     THIN,
-    WIDTH,
     drawn_in_style,
 )
 
 Spec = Mapping[str, Any]
-Array = NDArray[np.float64]
-
-METRIC_LABELS = {
-    "success": "held-out success",
-    "training_success": "success in training",
-    "retrieval": "retrieval accuracy",
-    "entropy": "entropy\n(nats per token)",
-    "conditional_entropy": "H(Z|X)\n(nats per token)",
-    "marginal_entropy": "H(Z)\n(nats per token)",
-    "mi": "I(X;Z) (nats)",
-    "mi_zscore": "z-score of I(X;Z)",
-    "reward_std_spread": "spread of reward std\n(std over mean)",
-    "kept": "kept fraction",
-    "valid_thinking": "valid reasoning",
-}
-AXIS_LABELS = {
-    "steps": "optimizer step",
-    "seconds": "training time (s)",
-    "cpu_seconds": "CPU time (s)",
-    "sampled_tokens": "sampled tokens",
-    "update_tokens": "tokens of the update",
-    "update_flops": "FLOPs of the update",
-}
-WHAT_LABELS = {"last_fifth": "last fifth of the steps", "area": "mean over the steps", "mean": "mean over the steps"}
-POINTS = 60  # of a mean over a cost, which has no common points
-
-
-def _looks() -> list[dict[str, Any]]:
-    return [
-        {"color": colour, "linestyle": line, "marker": marker}
-        for colour, line, marker in zip(LINE_COLOURS * 2, cycle(LINE_STYLES), cycle(MARKERS), strict=False)
-    ]
-
-
-def _label(name: str) -> str:
-    metric, _, what = name.rpartition("/")
-    if metric in COSTS and what == "last":
-        return f"{AXIS_LABELS[metric]}, all steps"
-    if what not in OF_CURVES:
-        return name.replace("_", " ")
-    return f"{METRIC_LABELS.get(metric, metric)}, {WHAT_LABELS.get(what, what)}"
-
-
-def _panels(rows: int, columns: int, height: float, **options: Any) -> tuple[Figure, NDArray[Any]]:
-    figure = Figure(figsize=(WIDTH, rows * height + 0.8), layout="constrained")
-    return figure, figure.subplots(rows, columns, squeeze=False, **options)
-
-
-def _legend(figure: Figure, axes: Axes) -> None:
-    """Above all panels, in as few rows as the names need."""
-    handles, labels = axes.get_legend_handles_labels()
-    if len(handles) > 1:
-        rows = math.ceil(sum(0.55 + 0.085 * len(label) for label in labels) / WIDTH)  # inches
-        figure.legend(handles, labels, loc="outside upper left", ncols=math.ceil(len(labels) / rows))
-
-
-def _of_metric(axis: Axis, name: str) -> None:
-    """How numbers of a metric or statistic are written: fractions in per cent, costs with k, M and so on."""
-    metric = name.partition("/")[0]
-    if unit_of(name) == "points":
-        axis.set_major_formatter(lambda value, _: f"{100 * value:.3g}%")
-    elif metric in COSTS:
-        axis.set_major_formatter(EngFormatter(sep=""))
-
-
-def _points(value: float, _: int) -> str:
-    return f"{100 * value:+.3g}" if value else "0"
-
-
-def _band(axes: Axes, x: Array, curves: Sequence[Array], look: Mapping[str, Any], label: str, light: bool) -> None:
-    """Every seed thin, their mean, and its interval at each point."""
-    for curve in curves:
-        alpha = 0.25 if light else 0.45
-        axes.plot(x, curve, color=look["color"], linestyle=look["linestyle"], linewidth=THIN, alpha=alpha)
-    estimates = [mean_interval(values) for values in np.array(curves).T]
-    line = {**look, "marker": look["marker"] if len(x) <= 20 else ""}
-    axes.plot(x, [one.value for one in estimates], label=label, linewidth=LINE_WIDTH, **line)
-    if len(curves) > 1:
-        low, high = ([getattr(one, bound) for one in estimates] for bound in ("low", "high"))
-        axes.fill_between(x, low, high, color=look["color"], alpha=0.07 if light else 0.14, linewidth=0)
 
 
 def _seeds(grid: Grid, levels: Levels) -> list[Run]:
@@ -129,10 +58,10 @@ def draw_curves(grid: Grid, spec: Spec) -> Figure:
     counted = spec.get("x", ["steps"])
     split = spec.get("columns")
     columns = [(counted[0], level) for level in _levels(grid, split, where)] if split else [(x, "") for x in counted]
-    figure, panels = _panels(len(metrics), len(columns), 1.9, sharey="row", sharex="col")
+    figure, panels = make_grid_of_panels(len(metrics), len(columns), 1.9, sharey="row", sharex="col")
     for (row, metric), (column, (axis, level)) in product(enumerate(metrics), enumerate(columns)):
         axes = panels[row, column]
-        for look, line in zip(_looks(), _levels(grid, spec["lines"], where), strict=False):
+        for look, line in zip(looks(), _levels(grid, spec["lines"], where), strict=False):
             levels = {**where, spec["lines"]: line, **({split: level} if split else {})}
             _draw_line(axes, grid, levels, metric, axis, look, line)
         if row == 0 and split:
@@ -142,12 +71,12 @@ def draw_curves(grid: Grid, spec: Spec) -> Figure:
             axes.xaxis.set_major_locator(MaxNLocator(5))
         if column == 0:
             axes.set_ylabel(METRIC_LABELS.get(metric, metric))
-        _of_metric(axes.yaxis, metric)
-        _of_metric(axes.xaxis, axis)
+        format_axis(axes.yaxis, metric)
+        format_axis(axes.xaxis, axis)
         if metric in FRACTIONS:
             low, high = axes.get_ylim()
             axes.set_ylim(max(low, -0.02), min(high, 1.02))
-    _legend(figure, panels[0, 0])
+    legend(figure, panels[0, 0])
     return figure
 
 
@@ -167,7 +96,7 @@ def _draw_line(
     else:  # up to where every seed has been
         x = np.linspace(0, min(spent[-1] for spent, _ in drawn), POINTS)
     light = len(grid.experiment.axes) > 0 and max(map(len, grid.experiment.axes.values())) > 2
-    _band(axes, x, [np.interp(x, *one) for one in drawn], look, label, light)
+    draw_band(axes, x, [np.interp(x, *one) for one in drawn], look, label, light)
 
 
 def _levels(grid: Grid, axis: str, where: Levels) -> list[str]:
@@ -190,10 +119,10 @@ def draw_levels(grid: Grid, spec: Spec) -> Figure:
     columns = _levels(grid, split, spec.get("where", {})) if split else [""]
     kinds = list(grid.experiment.axes[marks]) if marks else [""]
     step = 0.8 / len(kinds)
-    figure, panels = _panels(1, len(columns), 0.3 + len(rows) * max(0.24, 0.17 * len(kinds)), sharey=True)
+    figure, panels = make_grid_of_panels(1, len(columns), 0.3 + len(rows) * max(0.24, 0.17 * len(kinds)), sharey=True)
     name = spec["statistic"]
     for axes, column in zip(panels[0], columns, strict=True):
-        for number, (look, kind) in enumerate(zip(_looks(), kinds, strict=False)):
+        for number, (look, kind) in enumerate(zip(looks(), kinds, strict=False)):
             first = True
             for y, row in enumerate(rows):
                 levels = {**dict(zip(spec["rows"], row, strict=True)), **spec.get("where", {})}
@@ -201,24 +130,38 @@ def draw_levels(grid: Grid, spec: Spec) -> Figure:
                 numbers = [value for run in _seeds(grid, levels) if math.isfinite(value := statistic(run, name))]
                 if numbers:
                     at = y - 0.4 + step * (number + 0.5)
-                    _draw_estimate(axes, numbers, at, look, kind if first else "")
+                    draw_estimate(axes, numbers, at, look, kind if first else "")
                     first = False
         axes.set_title(column)
-        _of_metric(axes.xaxis, name)
+        format_axis(axes.xaxis, name)
         axes.xaxis.set_major_locator(MaxNLocator(5 if len(columns) < 3 else 3))
-    figure.supxlabel(_label(name), fontsize=11)
+    figure.supxlabel(label_of(name), fontsize=11)
     panels[0, 0].set_yticks(range(len(rows)), [", ".join(row) for row in rows])
     panels[0, 0].set_ylim(len(rows) - 0.5, -0.5)
-    _legend(figure, panels[0, 0])
+    legend(figure, panels[0, 0])
     return figure
 
 
-def _draw_estimate(axes: Axes, numbers: Sequence[float], y: float, look: Mapping[str, Any], label: str) -> None:
-    found = mean_interval(numbers)
-    axes.plot(numbers, [y] * len(numbers), "|", color=look["color"], alpha=0.6, markersize=7, markeredgewidth=1)
-    if not math.isnan(found.low):
-        axes.plot([found.low, found.high], [y, y], color=look["color"], linewidth=LINE_WIDTH)
-    axes.plot([found.value], [y], look["marker"], color=look["color"], label=label, markersize=6)
+@drawn_in_style
+def draw_differences(grid: Grid, spec: Spec) -> Figure:
+    """The paired differences in points that the checks are about: a row a check, a tick a seed, the mean with its
+    interval."""
+    checks = [
+        check
+        for check in grid.experiment.checks
+        if check["kind"] == "difference" and unit_of(check["statistic"]) == "points"
+    ]
+    figure, panels = make_grid_of_panels(1, 1, 0.3 + 0.5 * len(checks))
+    axes = panels[0, 0]
+    for y, check in enumerate(checks):
+        if numbers := list(differences(grid, check, Notes()).values()):
+            draw_estimate(axes, numbers, y, looks()[0], "")
+    axes.axvline(0, **REFERENCE)
+    axes.set_yticks(range(len(checks)), [fill(str(check["name"]), 34) for check in checks])
+    axes.set_ylim(len(checks) - 0.5, -0.5)
+    axes.xaxis.set_major_formatter(in_points)
+    axes.set_xlabel("difference (points)")
+    return figure
 
 
 @drawn_in_style
@@ -236,25 +179,26 @@ def draw_gains(grid: Grid, spec: Spec) -> Figure:
         ]
         for one, other in pairs(grid, spec["of"], spec["against"])
     }
-    figure, panels = _panels(1, 1, 2.9)
+    figure, panels = make_grid_of_panels(1, 1, 2.9)
     axes = panels[0, 0]
     x = np.array([float(level) for level in found])
     seeds = max(map(len, found.values()), default=0)
     whole = [level for level, numbers in found.items() if len(numbers) == seeds > 0]
-    look = _looks()[0]
+    look = looks()[0]
     if whole:
         kept = np.array([float(level) for level in whole])
         for seed in range(seeds):
             axes.plot(kept, [found[level][seed] for level in whole], color=GREY, linewidth=THIN, alpha=0.7)
     for level, numbers in found.items():
         estimate = mean_interval(numbers)
-        axes.plot([float(level)] * 2, [estimate.low, estimate.high], color=look["color"], linewidth=LINE_WIDTH)
+        if len(numbers) >= MIN_SEEDS:
+            axes.plot([float(level)] * 2, [estimate.low, estimate.high], color=look["color"], linewidth=LINE_WIDTH)
     axes.plot(x, [mean_interval(numbers).value for numbers in found.values()], **look)
     axes.axhline(0, **REFERENCE)
     axes.set_xticks(x, list(found))
     axes.set_xlabel(spec.get("label", axis))
     axes.set_ylabel(f"gain in {METRIC_LABELS.get(name.partition('/')[0], name)}\n(points)")
-    axes.yaxis.set_major_formatter(_points)
+    axes.yaxis.set_major_formatter(in_points)
     return figure
 
 
@@ -266,7 +210,7 @@ def draw_scatter(grid: Grid, spec: Spec) -> Figure:
     `x` (a list, a panel each), `y`, `marks` (an axis).
     """
     names = spec["x"]
-    figure, panels = _panels(1, len(names), 2.9, sharey=True)
+    figure, panels = make_grid_of_panels(1, len(names), 2.9, sharey=True)
     grids = grid.others or (grid,)
     groups: dict[str, list[tuple[float, ...]]] = {}
     seen = set()
@@ -281,7 +225,7 @@ def draw_scatter(grid: Grid, spec: Spec) -> Figure:
             y = paired_difference(runs, spec["y"]) if of else statistic(runs[0], spec["y"])
             group = setting[0].get(spec.get("marks", ""), one.experiment.id if grid.others else "")
             groups.setdefault(group, []).append((*(statistic(runs[-1], name) for name in names), y))
-    for look, (group, rows) in zip(_looks(), groups.items(), strict=False):
+    for look, (group, rows) in zip(looks(), groups.items(), strict=False):
         columns = list(zip(*rows, strict=True))
         for axes, x in zip(panels[0], columns[:-1], strict=True):
             face = look["color"] if look["linestyle"] == "-" else "none"
@@ -289,17 +233,19 @@ def draw_scatter(grid: Grid, spec: Spec) -> Figure:
                 x, columns[-1], look["marker"], color=look["color"], markerfacecolor=face, alpha=0.8, label=group
             )
     for axes, name in zip(panels[0], names, strict=True):
-        axes.set_xlabel(_label(name).replace(", ", ",\n"))
+        axes.set_xlabel(label_of(name).replace(", ", ",\n"))
         axes.xaxis.set_major_locator(MaxNLocator(4))
         if spec.get("of"):
             axes.axhline(0, **REFERENCE)
     metric = METRIC_LABELS.get(spec["y"].partition("/")[0], spec["y"])
-    panels[0, 0].set_ylabel(f"gain in {metric} (points)" if spec.get("of") else _label(spec["y"]).replace(", ", ",\n"))
+    panels[0, 0].set_ylabel(
+        f"gain in {metric} (points)" if spec.get("of") else label_of(spec["y"]).replace(", ", ",\n")
+    )
     if spec.get("of"):
-        panels[0, 0].yaxis.set_major_formatter(_points)
+        panels[0, 0].yaxis.set_major_formatter(in_points)
     else:
-        _of_metric(panels[0, 0].yaxis, spec["y"])
-    _legend(figure, panels[0, 0])
+        format_axis(panels[0, 0].yaxis, spec["y"])
+    legend(figure, panels[0, 0])
     return figure
 
 
@@ -315,10 +261,10 @@ def draw_gradients(grid: Grid, spec: Spec) -> Figure:
         points.step for run in grid.runs.values() for points in gradient_points(run, spec["parts"][0])
     })  # fmt: skip
     shown = [steps[i] for i in sorted({0, len(steps) // 2, len(steps) - 1})] if steps else [0.0]
-    figure, panels = _panels(len(levels), len(shown), 2.1, sharex=True, sharey=True)
+    figure, panels = make_grid_of_panels(len(levels), len(shown), 2.1, sharex=True, sharey=True)
     for (row, level), (column, step) in product(enumerate(levels), enumerate(shown)):
         axes = panels[row, column]
-        for look, part in zip(_looks(), spec["parts"], strict=False):
+        for look, part in zip(looks(), spec["parts"], strict=False):
             _draw_buckets(axes, _seeds(grid, {spec["rows"]: level}), part, step, look)
         axes.set(xscale="log", yscale="log")
         for axis in (axes.xaxis, axes.yaxis):
@@ -331,12 +277,13 @@ def draw_gradients(grid: Grid, spec: Spec) -> Figure:
             axes.set_ylabel(f"{level}\ngradient norm")
         if row == len(levels) - 1:
             axes.set_xlabel("reward std")
-    _legend(figure, panels[0, 0])
+    legend(figure, panels[0, 0])
     return figure
 
 
 def _draw_buckets(axes: Axes, runs: Sequence[Run], part: str, step: float, look: Mapping[str, Any]) -> None:
-    x, y = [], []
+    x: list[float] = []
+    y: list[float] = []
     for run in runs:
         for points in gradient_points(run, part):
             if points.step == step:
@@ -351,6 +298,7 @@ Draw = Callable[[Grid, Spec], Figure]
 FIGURES: dict[str, tuple[Draw, tuple[str, ...], tuple[str, ...]]] = {
     "curves": (draw_curves, ("metrics", "lines"), ("x", "columns", "where")),
     "levels": (draw_levels, ("statistic", "rows"), ("marks", "columns", "where")),
+    "differences": (draw_differences, (), ()),
     "gains": (draw_gains, ("statistic", "axis", "of", "against"), ("label",)),
     "scatter": (draw_scatter, ("x", "y"), ("marks", "of", "against")),
     "gradients": (draw_gradients, ("parts", "rows"), ()),

@@ -1,7 +1,7 @@
 """The planned cells of an experiment, those that have run, and which of them belong together."""
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import product
@@ -22,13 +22,14 @@ class Notes:
     others: list[str] = field(default_factory=list)
 
     def sentences(self) -> list[str]:
+        """What to tell, a run once."""
         kinds = (
             ("not there", self.missing),
             ("ended before the planned steps, and have their last value from there on", self.early),
             ("left out, which do not have the metric or are compared with one that does not", self.without),
         )
         return [
-            *(f"{_count(set(runs))} {what}: {some(sorted(set(runs)))}." for what, runs in kinds if runs),
+            *(f"{_count(set(runs))} {what}: {some(list(dict.fromkeys(runs)))}." for what, runs in kinds if runs),
             *self.others,
         ]
 
@@ -67,7 +68,7 @@ def pairs(grid: Grid, of: Levels, against: Levels) -> list[tuple[Levels, Levels]
     """Levels of both sides for each combination of the axes that neither fixes; combinations that are left out of the
     grid have no pair."""
     free = {axis: levels for axis, levels in grid.experiment.axes.items() if axis not in {*of, *against}}
-    found = []
+    found: list[tuple[Levels, Levels]] = []
     for rest in product(*free.values()):
         levels = dict(zip(free, rest, strict=True))
         one, other = ({**levels, **side} for side in (of, {**of, **against}))
@@ -95,7 +96,10 @@ def by_seed(
             values[seed] = numbers
         else:
             notes.without.extend(
-                name_of(run) for one, x in zip(runs, numbers, strict=True) if math.isnan(x) for run in one or ()
+                _named(grid, run.levels, seed)
+                for one, x in zip(runs, numbers, strict=True)
+                if math.isnan(x)
+                for run in one or ()
             )
     if not all(there) and any(there):
         left = sum(not one for one in there)
@@ -103,18 +107,26 @@ def by_seed(
     return values
 
 
+def gathered(several: Iterable[Notes]) -> Notes:
+    """What several checks say of runs, without what is said of one check alone."""
+    whole = Notes()
+    for one in several:
+        whole.missing += one.missing
+        whole.early += one.early
+        whole.without += one.without
+    return whole
+
+
 def runs_of(grid: Grid, setting: Sequence[Levels], seed: int, notes: Notes) -> list[Run] | None:
     runs = [grid.run(levels, seed) for levels in setting]
-    notes.missing.extend(
-        Cell({}, seed, dict(levels)).name for levels, run in zip(setting, runs, strict=True) if run is None
-    )
-    notes.early.extend(name_of(run) for run in runs if run is not None and run.ended_early)
+    notes.missing.extend(_named(grid, levels, seed) for levels, run in zip(setting, runs, strict=True) if run is None)
+    notes.early.extend(_named(grid, run.levels, seed) for run in runs if run is not None and run.ended_early)
     found = [run for run in runs if run is not None]
     return found if len(found) == len(runs) else None
 
 
-def name_of(run: Run) -> str:
-    return Cell({}, run.seed, dict(run.levels)).name
+def _named(grid: Grid, levels: Levels, seed: int) -> str:
+    return Cell({}, seed, {axis: levels[axis] for axis in grid.experiment.axes if axis in levels}).name
 
 
 def _count(runs: Collection[str]) -> str:

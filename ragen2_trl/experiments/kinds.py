@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from ragen2_trl.experiments.grid import Grid, Notes, by_seed, name_of, pairs, runs_of, some
+from ragen2_trl.experiments.grid import Grid, Notes, by_seed, pairs, runs_of, some
 from ragen2_trl.experiments.measures import OF_PAIRS, Run, fall, statistic, success_at, total
 from ragen2_trl.experiments.statistics import Estimate, correlation_interval, mean_interval
 
@@ -43,11 +43,16 @@ def paired_difference(runs: Sequence[Run], name: str) -> float:
     return success_at(runs[0], axis, spent) - success_at(runs[1], axis, spent)
 
 
-def _difference(grid: Grid, check: Check, notes: Notes) -> Evaluated:
+def differences(grid: Grid, check: Check, notes: Notes) -> dict[int, float]:
+    """The paired difference of a check, a number a seed: the mean over the axes that it leaves free."""
     found = pairs(grid, check["of"], check["against"])
     values = by_seed(grid, found, partial(paired_difference, name=check["statistic"]), notes)
-    means = {seed: float(np.mean(numbers)) for seed, numbers in values.items()}
-    return _over_seeds(means, check), unit_of(check["statistic"]), len(means)
+    return {seed: float(np.mean(numbers)) for seed, numbers in values.items()}
+
+
+def _difference(grid: Grid, check: Check, notes: Notes) -> Evaluated:
+    values = differences(grid, check, notes)
+    return _over_seeds(values, check), unit_of(check["statistic"]), len(values)
 
 
 def _trend(grid: Grid, check: Check, notes: Notes) -> Evaluated:
@@ -58,6 +63,8 @@ def _trend(grid: Grid, check: Check, notes: Notes) -> Evaluated:
     slopes = {
         seed: float(np.polyfit(x, numbers, 1)[0]) for seed, numbers in values.items() if len(numbers) == len(x) > 1
     }
+    if values and not slopes:
+        notes.others.append("A trend needs all levels of the axis.")
     return _over_seeds(slopes, check), unit_of(check["statistic"]), len(slopes)
 
 
@@ -98,14 +105,15 @@ def _ratio(grid: Grid, check: Check, notes: Notes) -> Evaluated:
     values = by_seed(grid, found, log_ratio, notes)
     means = {seed: float(np.mean(numbers)) for seed, numbers in values.items()}
     within = math.log(1 + float(check.get("within", 0.0)))
-    log = _over_seeds(means, check, math.log(float(check.get("than", 1.0))), within)
+    null = math.log(float(check.get("than", 1.0)))
+    log = _over_seeds(means, check, null, within)
     for side, which in enumerate(("of", "against")):
         if censored[side]:
             notes.others.append(
                 f"{censored[side]} runs of {some([f'{a} {b}' for a, b in check[which].items()])} never reached the "
                 "target: all they cost counts, which is a lower bound."
             )
-    favoured = (log.value < 0 and censored[0]) or (log.value > 0 and censored[1]) or (all(censored))
+    favoured = (log.value < null and censored[0]) or (log.value > null and censored[1]) or all(censored)
     found_log = replace(log, p=1.0) if favoured and not math.isnan(log.p) else log
     low, value, high = (math.exp(x) if math.isfinite(x) else math.nan for x in (log.low, log.value, log.high))
     return replace(found_log, value=value, low=low, high=high), "ratio", len(means)
@@ -149,7 +157,7 @@ def _correlation(grid: Grid, check: Check, notes: Notes) -> Evaluated:
             y = paired_difference(runs, check["y"]) if of else statistic(runs[0], check["y"])
             row = (*(statistic(runs[-1], name) for name in names), y)
             if any(map(math.isnan, row)):
-                notes.without.append(name_of(runs[0]))
+                notes.without.append(f"{one.experiment.id} {runs[0].key}")
                 continue
             rows.append(row)
             settings.append(f"{one.experiment.id} {setting[0]}")
@@ -157,10 +165,10 @@ def _correlation(grid: Grid, check: Check, notes: Notes) -> Evaluated:
         seeds = max(seeds, len(seeds_here))
     if len(rows) < 3:
         return Estimate(math.nan, math.nan, math.nan, math.nan, 0, 0), "correlation", seeds
-    x, *than, y = (np.array(column) for column in zip(*rows, strict=True))
-    found_one = correlation_interval(x, y, settings, check["expects"], than[0] if than else None)
-    notes.others.append(f"{len(rows)} runs of {found_one.n} settings.")
-    return found_one, "correlation", seeds
+    x, *than, success = (np.array(column) for column in zip(*rows, strict=True))
+    estimate = correlation_interval(x, success, settings, check["expects"], than[0] if than else None)
+    notes.others.append(f"{len(rows)} runs of {estimate.n} settings.")
+    return estimate, "correlation", seeds
 
 
 @dataclass(frozen=True)

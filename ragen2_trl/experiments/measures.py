@@ -63,7 +63,7 @@ class Curve:
 
     def at(self, steps: Array) -> Array:
         """Values between points by straight lines, beyond them by the nearest."""
-        return np.interp(steps, self.steps, self.values)
+        return np.asarray(np.interp(steps, self.steps, self.values))
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ class Run:
         if cost is None:
             return None
         # Nothing is spent before the first step.
-        return np.interp(steps, np.append(0, cost.steps), np.append(0, cost.values))
+        return Curve(np.append(0, cost.steps), np.append(0, cost.values)).at(steps)
 
 
 def check_statistic(name: str, of_pairs: bool = False) -> None:

@@ -16,7 +16,8 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from ragen2_trl.experiments import figures
 from ragen2_trl.experiments.checks import Result, evaluate, sentence, validate, verdict
 from ragen2_trl.experiments.curves import Store
-from ragen2_trl.experiments.grid import Grid
+from ragen2_trl.experiments.drawing import MIN_SEEDS
+from ragen2_trl.experiments.grid import Grid, gathered
 from ragen2_trl.experiments.kinds import unit_of
 from ragen2_trl.experiments.measures import Finished, Run, read_finished, statistic, versions
 from ragen2_trl.experiments.plan import Experiment
@@ -28,7 +29,7 @@ PAGE, TEMPLATE = "README.md", "results.md.jinja"
 COLUMNS = {
     "last": "success/last",
     "last fifth": "success/last_fifth",
-    "mean": "success/area",
+    "area": "success/area",
     "peak": "success/peak",
     "seconds": "seconds/last",
     "sampled tokens": "sampled_tokens/last",
@@ -44,6 +45,7 @@ class Claim:
 
     experiment: Experiment
     results: Sequence[Result]
+    notes: Sequence[str]
     verdict: str
     why: str
     short: str
@@ -53,7 +55,8 @@ class Claim:
     seeds: str
     machine: str
     versions: str
-    hours: float
+    time: str
+    base: str
     settings: Sequence[tuple[str, str]]
     rows: Sequence[Sequence[str]]
 
@@ -128,19 +131,27 @@ def _claim(grid: Grid, folder: Path) -> Claim:
     return Claim(
         experiment=experiment,
         results=results,
+        notes=_notes(results),
         verdict=verdict(grid, results),
         why=sentence(results),
         short=sentence(results, numbers=False),
         images=[_draw(grid, n, folder) for n in range(len(experiment.figures))] if runs else [],
         cells=len({cell.key for cell in grid.cells}),
         done=len(runs),
-        seeds=", ".join(f"{seed} ({seeds[seed]} cells)" for seed in sorted(seeds)) or "none yet",
+        seeds=", ".join(f"{seed} ({number} cells)" for seed, number in sorted(seeds.items())) or "none yet",
         machine=_counted(f"{run.record['host_cores']} CPU cores" for run in runs),
         versions=_versions(runs),
-        hours=sum(float(run.record["seconds"]) for run in runs) / 3600,
+        time=_duration(sum(float(run.record["seconds"]) for run in runs)),
+        base=", ".join(map(_link, experiment.base)),
         settings=_settings(experiment),
         rows=_rows(grid) if not experiment.others else [],
     )
+
+
+def _notes(results: Sequence[Result]) -> list[str]:
+    """What is said of runs once for all checks, then what is said of one."""
+    own = [f"{result.name}: {' '.join(result.notes.others)}" for result in results if result.notes.others]
+    return [*gathered(result.notes for result in results).sentences(), *own]
 
 
 def _draw(grid: Grid, number: int, folder: Path) -> tuple[str, str]:
@@ -168,16 +179,23 @@ def _over_seeds(runs: Sequence[Run], name: str) -> str:
         return ""
     if unit_of(name) != "points":
         return f"{found.value:,.0f}" if found.value < 1e6 else f"{found.value:.3g}"
-    interval = "" if math.isnan(found.low) else f" ({100 * found.low:.1f} to {100 * found.high:.1f})"
+    interval = "" if found.n < MIN_SEEDS else f" ({100 * found.low:.1f} to {100 * found.high:.1f})"
     return f"{100 * found.value:.1f} %{interval}"
 
 
 def _settings(experiment: Experiment) -> list[tuple[str, str]]:
     """What its cells have beside the base files: for all of them, and for each level."""
     found = [("all cells", _flow(experiment.fields))] if experiment.fields else []
-    for axis, levels in experiment.axes.items() if not experiment.others else ():
-        found += [(f"{axis}: {level}", _flow(fields) or "as the base") for level, fields in levels.items()]
+    files = experiment.level_files.get("tiny", {})
+    for axis, levels in experiment.axes.items():
+        for level, fields in levels.items():
+            own = [_link(path) for path in files.get(axis, {}).get(level, ())]
+            found.append((f"{axis}: {level}", ", ".join([*own, *filter(None, [_flow(fields)])]) or "as the base"))
     return found
+
+
+def _link(path: Path) -> str:
+    return f"[{path.name}](../experiments/base/{path.name})"
 
 
 def _flow(fields: Mapping[str, Any]) -> str:
@@ -188,6 +206,10 @@ def _flow(fields: Mapping[str, Any]) -> str:
 def _versions(runs: Sequence[Run]) -> str:
     names = dict.fromkeys(name for run in runs for name in versions(run))
     return "; ".join(f"{name} {_counted(versions(run).get(name, 'unknown') for run in runs)}" for name in names)
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds / 3600:.1f} hours" if seconds >= 3600 else f"{seconds / 60:.0f} minutes"
 
 
 def _counted(values: Any) -> str:

@@ -5,6 +5,7 @@ nothing else, so that experiments which share a cell run it once.
 """
 
 import hashlib
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from datetime import date
@@ -182,7 +183,8 @@ def read_experiment(path: Path, overrides: Fields | None = None) -> Experiment:
         raise ValueError(f"{path}: id must be the name of the file, {path.stem!r}, got {read['id']!r}")
     if type(read["settings_fixed"]) is not date:
         raise ValueError(f"{path}: settings_fixed must be a day such as 2026-01-31, got {read['settings_fixed']!r}")
-    axes, files = {}, {scale: {} for scale in SCALES}
+    axes: dict[str, dict[str, Fields]] = {}
+    files: dict[str, dict[str, dict[str, tuple[Path, ...]]]] = {scale: {} for scale in SCALES}
     for axis, levels in _mapping(read.get("axes", {}), path, "axes").items():
         named = {
             _level(level, path, f"axes.{axis}"): dict(_mapping(own, path, f"axes.{axis}.{level}"))
@@ -292,7 +294,7 @@ def _files(value: Any, path: Path, where: str) -> tuple[Path, ...]:
     names = [value] if isinstance(value, str) else value
     if not isinstance(names, list) or not names or not all(isinstance(one, str) for one in names):
         raise ValueError(f"{path}: {where} must name files, relative to this one, got {value!r}")
-    files = tuple(path.parent / one for one in names)
+    files = tuple(Path(os.path.normpath(path.parent / one)) for one in names)
     if missing := [str(one) for one in files if not one.is_file()]:
         raise ValueError(f"{path}: {where} names {missing[0]}, which does not exist.")
     return files
