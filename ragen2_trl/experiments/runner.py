@@ -41,6 +41,7 @@ ONE_CORE = {
     "MALLOC_TRIM_THRESHOLD_": "17179869184",
     "HF_HUB_DISABLE_TELEMETRY": "1",
 }
+WIDE = {"COLUMNS": "500"}  # what is said in one line is one in the log
 # Ctrl-C in a terminal is for this process, which then ends them.
 OWN_GROUP: dict[str, Any] = {"process_group": 0} if sys.version_info >= (3, 11) else {"preexec_fn": os.setpgrp}
 STEP = re.compile(r"step (\d+)/(\d+)")
@@ -186,7 +187,7 @@ class Runner:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                env={**os.environ, **(ONE_CORE if job.launch is None else {})},
+                env={**os.environ, **WIDE, **(ONE_CORE if job.launch is None else {})},
                 pass_fds=[lock.fileno()],  # held as long as it lives
                 **OWN_GROUP,
             )
