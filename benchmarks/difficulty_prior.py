@@ -99,10 +99,10 @@ def run(rows, rewards: np.ndarray, features: np.ndarray, seed: int) -> list[dict
 
 def markdown(results: dict) -> str:
     lines = ["# Difficulty as a prior", ""]
-    lines += [
-        f"Made by `python benchmarks/difficulty_prior.py --player {results['player']} --tasks {' '.join(results['tasks'])}`, which says what is measured.",
-        "",
-    ]
+    command = (
+        f"python benchmarks/difficulty_prior.py --player {results['player']} --tasks {' '.join(results['tasks'])}"
+    )
+    lines += [f"Made by `{command}`, which says what is measured.", ""]
     lines += [", ".join(f"{name} {value}" for name, value in results["machine"].items()), ""]
     lines += [
         f"Player: {results['player']}. {results['prompts']} prompts, {STEPS} steps of {PROMPTS_A_STEP} prompts and "
