@@ -7,17 +7,25 @@ from statistics import fmean
 import pytest
 import torch
 from measured_runs import length_reward
-from plotted import group_rewards, measured_history
+from plotted import group_rewards, measured_history, stock_history
 from reported_runs import make_run, report_of
 from reported_runs import words_only_fixture as words_only_fixture
 
 from ragen2_trl import SNRFilteredGRPOTrainer
 from ragen2_trl.filtering import group_score
-from ragen2_trl.reporting import plot_arrows, plot_proxies, plot_reward_distribution, plot_validity
+from ragen2_trl.reporting import (
+    plot_arrows,
+    plot_calibration,
+    plot_prompts,
+    plot_proxies,
+    plot_reward_distribution,
+    plot_validity,
+)
 from ragen2_trl.reporting.gallery import arrows_of
 from ragen2_trl.reporting.group_rewards import (
     MAX_ROWS,
     GroupRewards,
+    append_group_rewards,
     forget_group_rewards,
     read_group_rewards,
     variance_table,
@@ -173,3 +181,29 @@ def test_arrows_lead_from_the_first_to_the_last_measurement(tmp_path):
     with pytest.raises(ValueError, match="at least one run"):
         plot_arrows({})
     assert len(plot_arrows({"still": Arrow((1, 1), (1, 1), (0, 0))}).axes) == 2
+
+
+def test_what_was_expected_of_prompts_is_kept_beside_their_rewards(tmp_path):
+    folder = tmp_path / "run"
+    written(folder, [])
+    rewards, kept = torch.tensor([[1.0, 0.0], [0.0, 0.0]]), torch.tensor([True, False])
+    append_group_rewards(folder, 3, rewards, kept, [0.25, 0.1])
+    append_group_rewards(folder, 4, rewards, kept)
+    append_group_rewards(folder, 5, rewards, kept, [0.25])  # as another hand may have written it
+    forget_group_rewards(folder, after=5)
+    records = read_group_rewards(read_run(folder))
+    assert [one.predicted for one in records] == [[0.25, 0.1], None, None]
+
+
+def test_expectations_that_come_true_lie_on_the_dotted_line():
+    records = [replace(one, predicted=one.variances) for one in group_rewards(50)]
+    (axes,) = plot_calibration(records).axes
+    means = axes.containers[0].lines[0].get_xydata()
+    assert len(means) == 10 and means[:, 0] == pytest.approx(means[:, 1])
+    with pytest.raises(ValueError, match="at least one prediction, got 1 generations without any"):
+        plot_calibration(group_rewards(1))
+
+
+def test_a_history_without_predictions_has_no_figure_of_prompts():
+    with pytest.raises(ValueError, match="none has a finite 'snr/predicted_variance'"):
+        plot_prompts(stock_history(3))

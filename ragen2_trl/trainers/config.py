@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ragen2_trl.filtering import KEEP, QUARTILES, SCORES, STRATEGIES, check_choice, check_selection_value
+from ragen2_trl.trainers.prompting_config import PromptSelectionConfig
 from ragen2_trl.trainers.reference import FEW_GROUPS
 
 EPS_SCALES = ("reward_range", "absolute")
@@ -15,9 +16,10 @@ REWARD_SCALINGS = ("batch", "task")
 
 
 @dataclass
-class SNRFilterConfig:
+class SNRFilterConfig(PromptSelectionConfig):
     r"""
-    What is kept of a generation batch, and how the update goes over it.
+    What is kept of a generation batch, and how the update goes over it. Which prompts are sampled is of
+    [`PromptSelectionConfig`].
 
     The defaults are the paper's recommendation: keep the prompts that hold 90 % of the summed reward variance, drop
     those without any.
@@ -90,24 +92,6 @@ class SNRFilterConfig:
         snr_max_staleness (`int`, *optional*, defaults to `1`):
             Kept groups for which a refilled batch had no room wait for the next one, unless the policy has been
             updated more often than this since they were sampled.
-        snr_prompt_selection (`bool`, *optional*, defaults to `False`):
-            Whether prompts are chosen before they are sampled, by the reward variance that their earlier groups let
-            expect. Prompts are then drawn by their row in `train_dataset`, in the order of TRL's sampler as long as
-            they are new, and the further ones of a refill by the same rule.
-        snr_candidates (`int`, *optional*, defaults to `4`):
-            With `snr_prompt_selection`, how many prompts that have been sampled before compete for each place.
-        snr_explore (`float`, *optional*, defaults to `0.1`):
-            With `snr_prompt_selection`, the share of these places that goes to the candidates not sampled for longest.
-        snr_prompt_half_life (`float`, *optional*, defaults to `1.0`):
-            With `snr_prompt_selection`, the time in which what a prompt has shown counts half: so many times the
-            dataset's number of prompts sampled.
-        snr_difficulty_columns (`list[str]` or `None`, *optional*):
-            With `snr_prompt_selection`, numbers of the rows that may predict rewards: numeric columns of the dataset,
-            or those that the task knows of its rows (`Episode.difficulty`, such as `solution_length` in Sokoban). A
-            regression on them is the prior of prompts that have not been sampled, which then compete for places, too.
-        snr_importance_weights (`float`, *optional*, defaults to `0.0`):
-            With `snr_prompt_selection`, the largest inverse propensity weight. Advantages are weighted so that the
-            expected update is that of prompts drawn evenly; `0` does not weigh them.
 
     Raises:
         ValueError: for a value outside its allowed set; the message names the field, the value and the set.
@@ -223,45 +207,6 @@ class SNRFilterConfig:
             "been updated more often than this since they were sampled."
         },
     )
-    snr_prompt_selection: bool = field(
-        default=False,
-        metadata={
-            "help": "Choose prompts before they are sampled, by the reward variance that their earlier groups let "
-            "expect; those never sampled come in TRL's order."
-        },
-    )
-    snr_candidates: int = field(
-        default=4,
-        metadata={"help": "With snr_prompt_selection: prompts sampled before that compete for each place."},
-    )
-    snr_explore: float = field(
-        default=0.1,
-        metadata={
-            "help": "With snr_prompt_selection: share of these places that goes to the candidates not sampled for "
-            "longest."
-        },
-    )
-    snr_prompt_half_life: float = field(
-        default=1.0,
-        metadata={
-            "help": "With snr_prompt_selection: what a prompt has shown counts half after so many times the dataset's "
-            "number of prompts sampled."
-        },
-    )
-    snr_difficulty_columns: list[str] | None = field(
-        default=None,
-        metadata={
-            "help": "With snr_prompt_selection: numeric columns, or numbers that the task knows of its rows (such as "
-            "solution_length in sokoban), which predict the rewards of prompts not sampled yet."
-        },
-    )
-    snr_importance_weights: float = field(
-        default=0.0,
-        metadata={
-            "help": "With snr_prompt_selection: largest inverse propensity weight on advantages, which makes the "
-            "expected update that of prompts drawn evenly; 0 does not weigh."
-        },
-    )
 
     def __post_init__(self) -> None:
         check_choice("snr_strategy", self.snr_strategy, STRATEGIES)
@@ -319,26 +264,6 @@ class SNRFilterConfig:
         of_groups = self.snr_mode != "soft" and self.snr_level == "group"
         across_batches = of_groups and self.snr_strategy != "top_k_abs"
         return self.snr_window is not None and across_batches and self.groups_per_generation < FEW_GROUPS
-
-    def _check_prompt_selection(self) -> None:
-        within = {
-            "snr_candidates": (self.snr_candidates >= 1, "1 or more"),
-            "snr_explore": (0 <= self.snr_explore <= 1, "0 to 1"),
-            "snr_prompt_half_life": (self.snr_prompt_half_life > 0, "above 0"),
-            "snr_importance_weights": (
-                self.snr_importance_weights == 0 or 1 <= self.snr_importance_weights < float("inf"),
-                "0, or 1 and more",
-            ),
-        }
-        for name, (fits, allowed) in within.items():
-            if not fits:
-                raise ValueError(f"{name}={getattr(self, name)!r} is out of range; allowed: {allowed}.")
-        for name in ("snr_importance_weights", "snr_difficulty_columns"):
-            if getattr(self, name) and not self.snr_prompt_selection:
-                raise ValueError(
-                    f"{name}={getattr(self, name)!r} is about how prompts are chosen; allowed without "
-                    f"snr_prompt_selection: {self.__dataclass_fields__[name].default!r}."
-                )
 
     @property
     def loss_factor(self) -> float:

@@ -146,7 +146,7 @@ class SNRFilter(ForwardPasses):
                 self._tokenizer.pad_token_id,
                 self.pad_to_multiple_of,
                 self._accounting.log,
-                self._prompts and self._prompts.draw,
+                self._prompts.draw,
             )
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
@@ -175,7 +175,7 @@ class SNRFilter(ForwardPasses):
         return self._sample_and_score(inputs)
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> Batch:
-        if self._prompts is not None and self.model.training:
+        if self.model.training:
             self._prompts.replace(inputs)
         batch = self._sample_first(inputs)
         if not self.model.training:
@@ -200,8 +200,7 @@ class SNRFilter(ForwardPasses):
         if (weights := self._selector.row_weights(selection)) is not None:
             own = self._local(weights).to(batch["advantages"])
             batch["advantages"] = batch["advantages"] * (own if batch["advantages"].ndim == 1 else own.unsqueeze(1))
-        if self._prompts is not None:
-            batch["advantages"] = self._prompts.weighted(batch["advantages"])
+        batch["advantages"] = self._prompts.weighted(batch["advantages"])
         if LATER_SAMPLES in batch:
             self._packing.drops = True  # whether it does or not, episodes have unequal numbers of samples
             logps = {"old_per_token_logps": self._logps_now, "ref_per_token_logps": self._reference_logps}
@@ -221,11 +220,9 @@ class SNRFilter(ForwardPasses):
         scores = self._score_groups(batch, rewards)
         selection = self._selector.select(rewards, scores, self._tasks(inputs), self._moment)
         self._set_advantages(inputs, batch, selection)
-        if self._prompts is not None:
-            selection = replace(selection, predicted=self._prompts.learn(self._selector.in_units(selection)))
         if self.args.snr_zero_task_advantage:
             self._zero_task_advantages(batch, selection)
-        return selection
+        return replace(selection, predicted=self._prompts.learn(self._selector.in_units(selection)))
 
     def _tasks(self, inputs: list[dict[str, Any]]) -> list[str] | None:
         """(N,) the task of each group over all processes, where the dataset tells; a call for all processes."""
@@ -264,8 +261,7 @@ class SNRFilter(ForwardPasses):
 
     def _log_selection(self, batch: Batch, selection: Selection) -> None:
         self.latest_selection = selection
-        of_prompts = {} if self._prompts is None else self._prompts.metrics()
-        for name, value in {**self._selector.metrics(selection), **of_prompts}.items():
+        for name, value in {**self._selector.metrics(selection), **self._prompts.metrics()}.items():
             self._accounting.log(name, value)
         tokens = self.accelerator.gather(sampled_tokens(batch)).cpu()  # (B,)
         kept = tokens[selection.kept_rows.cpu()].sum()
@@ -359,8 +355,7 @@ class SNRFilter(ForwardPasses):
         # TRL samples anew after a resume; a checkpoint in the middle of a generation batch takes it along.
         own = {"step": self._step, "buffered_inputs": self._buffered_inputs if amid_generation else None}
         own["packing"] = self._packing.state() if amid_generation else None
-        if self._prompts is not None:
-            shared["prompts"] = self._prompts.state()
+        shared["prompts"] = self._prompts.state()
         if self._refill is not None:
             shared["refill"], own["refill"] = self._refill.shared_state(), self._refill.own_state()
         # Written before the rest: a checkpoint that has its trainer_state.json is complete.
@@ -373,8 +368,7 @@ class SNRFilter(ForwardPasses):
         if shared is not None:
             self._selector.load(shared["selector"])
             self._accounting.load(shared["accounting"])
-            if self._prompts is not None and "prompts" in shared:
-                self._prompts.load(shared["prompts"])
+            self._prompts.load(shared.get("prompts"))
             if self._refill is not None and "refill" in shared:
                 self._refill.stream.drawn = shared["refill"]["drawn"]
         if own is not None:

@@ -52,6 +52,30 @@ class SamplerStream(PromptStream):
         return self._order
 
 
+class AsTheyCome:
+    """Prompts as TRL's sampler brings them: nothing is chosen, nothing learnt."""
+
+    draw = None
+
+    def replace(self, inputs: list[dict[str, Any]]) -> None:
+        pass
+
+    def learn(self, rewards: Tensor) -> None:
+        pass
+
+    def metrics(self) -> dict[str, float]:
+        return {}
+
+    def weighted(self, advantages: Tensor) -> Tensor:
+        return advantages
+
+    def state(self) -> None:
+        pass
+
+    def load(self, state: Any) -> None:
+        pass
+
+
 class PromptSelection:
     """Draws rows of a dataset by the reward variance to be expected of them.
 
@@ -187,12 +211,14 @@ class PromptSelection:
         known = {"explored": self.explored, "compared": self.compared, "posterior": self.posterior.state()}
         return {"num_rows": len(self.prompts), "drawn": self.stream.drawn, **known}
 
-    def load(self, state: dict[str, Any]) -> None:
-        """Go on from a checkpoint.
+    def load(self, state: dict[str, Any] | None) -> None:
+        """Go on from a checkpoint; from that of a run which did not choose, with nothing known.
 
         Raises:
             ValueError: if it is of a dataset of another length, whose rows have other numbers.
         """
+        if state is None:
+            return
         if state["num_rows"] != len(self.prompts):
             raise ValueError(
                 f"train_dataset has {len(self.prompts)} rows; the checkpoint's snr_prompt_selection knows "
@@ -202,10 +228,10 @@ class PromptSelection:
         self.posterior.load(state["posterior"])
 
 
-def selection_of(trainer: Any) -> PromptSelection | None:
-    """What chooses a trainer's prompts; `None` where it samples them as they come."""
+def selection_of(trainer: Any) -> PromptSelection | AsTheyCome:
+    """What chooses a trainer's prompts."""
     if not trainer.args.snr_prompt_selection:
-        return None
+        return AsTheyCome()
     args, rows = trainer.args, trainer.train_dataset
     features = difficulty_features(args.snr_difficulty_columns, rows, trainer.reward_funcs)
     rows = trainer._remove_unused_columns(rows, description="training")
