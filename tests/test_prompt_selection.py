@@ -206,29 +206,34 @@ def flat(gradient):
     return torch.cat([gradient[name].flatten() for name in sorted(gradient)])
 
 
+STEPS = 150  # the first four of them with fresh prompts
+
+
 @pytest.mark.slow
-def test_weighted_gradients_average_to_the_plain_one_and_others_to_that_of_the_prompts_drawn(policy_path, tmp_path):
-    """Of 146 steps after an epoch of fresh prompts, at weights that stay, of groups that are always the same."""
+@pytest.mark.parametrize("largest", [0.0, 1e6], ids=["as drawn", "weighted"])
+def test_weighted_gradients_average_to_the_plain_one_and_others_to_that_of_the_prompts_drawn(
+    largest, policy_path, tmp_path
+):
+    """At weights that stay, of groups that are always the same."""
     plain = flat(GRPO.plain_gradient(policy_path, PROMPTS, loss_type="grpo"))
+    neutral = {"snr_strategy": "none", "snr_include_zero": True, "loss_type": "grpo", "max_steps": STEPS, **STILL}
+    args = GRPO.args(tmp_path, **neutral, snr_prompt_selection=True, snr_importance_weights=largest)
+    recorder = Recorder()
+    trainer = GRPO.make(policy_path, args, replay_of(policy_path), callbacks=[recorder])
+    move_away(trainer.model)
+    seen = Seen(trainer)
+    trainer.train()
+    found = torch.stack([flat(gradient) for gradient in recorder.gradients[4:]])
+    error = (found.var(dim=0).sum() / len(found)).sqrt()
+    distance = (found.mean(dim=0) - plain).norm()
+    if largest:
+        assert distance < 3 * error
+        return
+    assert distance > 3 * error
     alone = {one: flat(GRPO.plain_gradient(policy_path, [one], loss_type="grpo")) for one in PROMPTS}
-    for largest in (0.0, 1e6):
-        neutral = {"snr_strategy": "none", "snr_include_zero": True, "loss_type": "grpo", "max_steps": 150, **STILL}
-        args = GRPO.args(tmp_path, **neutral, snr_prompt_selection=True, snr_importance_weights=largest)
-        recorder = Recorder()
-        trainer = GRPO.make(policy_path, args, replay_of(policy_path), callbacks=[recorder])
-        move_away(trainer.model)
-        seen = Seen(trainer)
-        trainer.train()
-        found = torch.stack([flat(gradient) for gradient in recorder.gradients[4:]])
-        error = (found.var(dim=0).sum() / len(found)).sqrt()
-        distance = (found.mean(dim=0) - plain).norm()
-        if largest:
-            assert distance < 3 * error
-        else:
-            assert distance > 3 * error
-            drawn = [prompt for one in seen.asked[4:] for prompt in one]
-            reweighted = torch.stack([alone[prompt] for prompt in drawn]).mean(dim=0)
-            torch.testing.assert_close(found.mean(dim=0), reweighted, rtol=1e-3, atol=1e-5)
+    drawn = [prompt for one in seen.asked[4:] for prompt in one]
+    reweighted = torch.stack([alone[prompt] for prompt in drawn]).mean(dim=0)
+    torch.testing.assert_close(found.mean(dim=0), reweighted, rtol=1e-3, atol=1e-5)
 
 
 @pytest.mark.slow
