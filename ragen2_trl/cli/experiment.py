@@ -178,6 +178,7 @@ def _check_settings(jobs: Sequence[Job]) -> None:
     from ragen2_trl.cli.arguments import TrainArguments
     from ragen2_trl.cli.train import ALGORITHMS, algorithm_of
     from ragen2_trl.cli.typed import parse
+    from ragen2_trl.reporting.files import write_text
 
     make_console()  # its filters of warnings
     without_gpu = ["--use_cpu", "true", "--bf16", "false"]  # elsewhere than here, what needs one is allowed

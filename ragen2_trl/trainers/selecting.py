@@ -37,8 +37,8 @@ class Selection:
         kept: (N,) bool; of a group that is kept, one completion at least is.
         tasks: (N,) names of the groups' tasks, where the dataset tells them.
         scaled_by_task: whether rewards are scaled by those.
-        predicted: (N,) the reward variance that was expected of their prompts, where these were chosen by it.
         completions: (N, G) bool, which completions are kept, where groups are not kept whole.
+        predicted: (N,) the reward variance that was expected of their prompts, where these were chosen by it.
     """
 
     rewards: Tensor
@@ -46,8 +46,8 @@ class Selection:
     kept: Tensor
     tasks: list[str] | None = None
     scaled_by_task: bool = False
-    predicted: list[float] | None = None
     completions: Tensor | None = None
+    predicted: list[float] | None = None
 
     @property
     def keeps_all(self) -> bool:
