@@ -224,7 +224,10 @@ def test_interrupted_runs_say_how_to_go_on(tmp_path, monkeypatch, capsys):
         ({"num_generations": 1}, ["num_generations", ">= 2"]),
         ({"eval_strategy": "steps"}, ["eval_strategy='steps'", "allowed: 'no', and --eval_every 10"]),
         ({"load_best_model_at_end": True}, ["load_best_model_at_end=True", "--load_best true with --eval_every"]),
-        ({"load_best": True}, ["load_best needs held-out success over", "eval_prompts must be above 0, got 107 and 0"]),
+        (
+            {"load_best": True},
+            ["load_best needs held-out success over", "eval_prompts must be above 0, got 107 and 0"],
+        ),
         ({"eval_every": -1}, ["eval_every must be at least 0, got -1"]),
         ({"eval_every": 2, "eval_prompts": 4, "eval_envs": "frozen_pond"}, ["frozen_pond", "frozen_lake"]),
     ],

@@ -190,7 +190,7 @@ def _check_settings(jobs: Sequence[Job]) -> None:
             if text in checked:
                 continue
             checked.add(text)
-            config.write_text(text)
+            write_text(config, text)
             args = ["--config", str(config), *(without_gpu if job.launch is not None else [])]
             try:
                 own = ALGORITHMS[algorithm_of(args)][1]
