@@ -264,7 +264,7 @@ def test_a_record_reads_back_as_it_was(write, tmp_path):
 @pytest.mark.parametrize("path", sorted((ROOT / "experiments").glob("*.yaml")), ids=lambda path: path.stem)
 def test_an_experiment_of_the_repository_can_be_read_at_both_scales(path):
     experiment = read_experiment(path)
-    assert len(experiment.seeds) >= 5
+    assert len(experiment.seeds) >= 5 or not experiment.checks
     cells = experiment.cells()
     assert len({cell.key for cell in cells}) == len(cells)
     at_paper_scale = {cell.key for cell in experiment.cells(scale="paper")}

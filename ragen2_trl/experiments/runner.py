@@ -172,10 +172,12 @@ class Runner:
     def _begin(self, job: Job) -> None:
         """Start a cell, unless another command is at it."""
         folder = self.runs / job.cell.key
+        model = model_folder(folder, job.cell)
+        if model is not None and is_locked(model):  # is being made
+            return
         lock = _take_lock(folder)
         if lock is None:
             return
-        model = model_folder(folder, job.cell)
         ended = job.cell.key in self.store.done() or (folder / SUMMARY).exists()
         if model is not None and not ended and not (model / MADE).exists():
             lock.close()
@@ -314,7 +316,7 @@ def _process(command: Sequence[str], folder: Path, lock: IO[str], env: Mapping[s
 
 
 def is_locked(folder: Path) -> bool:
-    """Whether a process trains the cell of this folder."""
+    """Whether a process trains the cell of this folder, or makes its model."""
     path = folder / LOCK
     if not path.exists():
         return False
