@@ -63,7 +63,7 @@ reproduce-quick: $(BIN)/.installed  ## Every experiment with one seed and few st
 	$(BIN)/ragen2-trl experiment run $(EXPERIMENTS) --quick
 	$(BIN)/ragen2-trl experiment analyse $(EXPERIMENTS) --quick
 
-reproduce: $(BIN)/.installed  ## Every experiment with all seeds, as far as results/ does not have it; goes on where it was stopped
+reproduce: $(BIN)/.installed-smollm2  ## Every experiment with all seeds, as far as results/ does not have it; goes on where it was stopped
 	$(BIN)/ragen2-trl experiment run $(EXPERIMENTS)
 	$(BIN)/ragen2-trl experiment analyse $(EXPERIMENTS)
 

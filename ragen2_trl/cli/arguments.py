@@ -160,7 +160,7 @@ class SamplingArguments(PlayArguments):
     """Which model plays how many held-out tasks, and how it is sampled."""
 
     model: str = field(
-        default="tiny", metadata={"help": "`tiny`, `tiny-sokoban`, `tiny-countdown`, a path or a Hub id."}
+        default="tiny", metadata={"help": "`tiny`, `tiny-sokoban`, `tiny-countdown`, `smollm2`, a path or a Hub id."}
     )
     dtype: str = field(default="auto", metadata={"help": "Weights' dtype; `auto` takes the one they were saved in."})
     num_prompts: int = field(default=256, metadata={"help": "Number of held-out tasks."})

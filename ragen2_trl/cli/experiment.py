@@ -22,10 +22,19 @@ from rich.text import Text
 from ragen2_trl.cli.console import ProgressLine, make_console
 from ragen2_trl.cli.experiment_arguments import ACTIONS, FOLDERS, experiment_parser
 from ragen2_trl.cli.typed import InputError, checked_input
-from ragen2_trl.experiments.cells import Job, command_of, queue, write_config
+from ragen2_trl.experiments.cells import (
+    Job,
+    command_of,
+    model_folder,
+    queue,
+    training_fields,
+    warm_start_command,
+    write_config,
+    write_warm_start,
+)
 from ragen2_trl.experiments.curves import Store
 from ragen2_trl.experiments.plan import Experiment, read_experiments
-from ragen2_trl.experiments.runner import Progress, Runner, is_locked
+from ragen2_trl.experiments.runner import MADE, Progress, Runner, is_locked
 
 PLAIN_EVERY = 60.0  # seconds between two lines where there is no terminal
 
@@ -119,8 +128,17 @@ def _list(console: Console, asked: Asked) -> None:
     done = asked.store.done()
     for job in asked.jobs:
         state = "done" if job.cell.key in done else "left"
-        command = shlex.join(command_of(write_config(asked.runs / job.cell.key, job), job)) if state == "left" else ""
+        command = _commands(asked.runs / job.cell.key, job) if state == "left" else ""
         console.print(Text(f"{job.cell.key}  {state}  {job.name}  {command}".rstrip()), soft_wrap=True)
+
+
+def _commands(folder: Path, job: Job) -> str:
+    """What trains a cell, after what makes its model if that is not there."""
+    commands = [command_of(write_config(folder, job), job)]
+    model = model_folder(folder, job.cell)
+    if model is not None and not (model / MADE).exists():
+        commands.insert(0, warm_start_command(write_warm_start(model, job)))
+    return " && ".join(map(shlex.join, commands))
 
 
 def _analyse(console: Console, asked: Asked) -> None:
@@ -173,9 +191,9 @@ def _check_settings(jobs: Sequence[Job]) -> None:
     Raises:
         InputError: With the cell's name, if a setting is not one of its algorithm's or has no allowed value.
     """
-    from trl import ModelConfig, TrlParser  # these take seconds
+    from trl import ModelConfig, SFTConfig, TrlParser  # these take seconds
 
-    from ragen2_trl.cli.arguments import TrainArguments
+    from ragen2_trl.cli.arguments import TrainArguments, WarmStartArguments
     from ragen2_trl.cli.train import ALGORITHMS, algorithm_of
     from ragen2_trl.cli.typed import parse
     from ragen2_trl.reporting.files import write_text
@@ -186,16 +204,20 @@ def _check_settings(jobs: Sequence[Job]) -> None:
     with TemporaryDirectory() as folder:
         config = Path(folder) / "config.yaml"
         for job in jobs:
-            text = yaml.safe_dump({**job.cell.fields, "output_dir": folder})
+            own_fields = training_fields(Path(folder) / "cell", job.cell)
+            text = yaml.safe_dump({**own_fields, "output_dir": folder})
             if text in checked:
                 continue
             checked.add(text)
-            write_text(config, text)
             args = ["--config", str(config), *(without_gpu if job.launch is not None else [])]
             try:
+                if job.cell.model_key:
+                    warm_start = write_warm_start(Path(folder) / "model", job)
+                    parse(TrlParser((WarmStartArguments, SFTConfig, ModelConfig)), ["--config", str(warm_start)])
+                write_text(config, text)
                 own = ALGORITHMS[algorithm_of(args)][1]
                 known = {one.name for kind in (TrainArguments, own, ModelConfig) for one in fields(kind)}
-                if unknown := [name for name in job.cell.fields if name not in known]:
+                if unknown := [name for name in own_fields if name not in known]:
                     near = get_close_matches(unknown[0], known, n=3) or ["the arguments of `ragen2-trl train`"]
                     raise ValueError(f"{unknown[0]} is not known to {own.__name__}; allowed: {', '.join(near)}.")
                 script_args, *_ = parse(TrlParser((TrainArguments, own, ModelConfig)), args)

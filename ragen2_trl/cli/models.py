@@ -3,7 +3,7 @@
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from ragen2_trl.cli.typed import InputError
+from ragen2_trl.cli.typed import InputError, checked_input
 from ragen2_trl.tiny import resolve_model
 
 
@@ -13,12 +13,15 @@ def load_model(name: str, dtype: str) -> tuple[PreTrainedModel, PreTrainedTokeni
     Raises:
         InputError: If there is no such model.
     """
-    path = resolve_model(name)
+    with checked_input():
+        path = resolve_model(name)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype).to(device)
     except OSError as error:
         reason = str(error).strip().splitlines()[0]
-        allowed = "tiny, tiny-sokoban, tiny-countdown, a path or a Hub id; to evaluate, also oracle and random"
+        allowed = (
+            "tiny, tiny-sokoban, tiny-countdown, smollm2, a path or a Hub id; to evaluate, also oracle and random"
+        )
         raise InputError(f"model={name!r} cannot be loaded; allowed: {allowed}. {reason}") from error
     return model, AutoTokenizer.from_pretrained(path)

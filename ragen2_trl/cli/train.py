@@ -277,8 +277,10 @@ def _make_trainer(
             plays = TextRollout(env, script_args.max_turn_tokens, **script_args.context_options)
             plays.check_trainer(trainer_class)
         rollout = {"rollout_func": plays}
+    with checked_input():
+        model = resolve_model(script_args.model)
     trainer = trainer_class(
-        resolve_model(script_args.model),
+        model,
         env.reward_funcs,
         training_args,
         env.dataset(script_args.num_prompts, training_args.seed, data=script_args.data),

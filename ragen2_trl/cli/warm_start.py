@@ -14,7 +14,7 @@ from trl import ModelConfig, SFTConfig, SFTTrainer, TrlParser, get_peft_config, 
 from ragen2_trl.callbacks import LiveLineCallback
 from ragen2_trl.cli.arguments import WarmStartArguments, parse_env_args
 from ragen2_trl.cli.console import make_console
-from ragen2_trl.cli.typed import parse
+from ragen2_trl.cli.typed import checked_input, parse
 from ragen2_trl.envs import make_env
 from ragen2_trl.tiny import resolve_model
 from ragen2_trl.tiny.build import build_model, build_tokenizer
@@ -78,7 +78,8 @@ def _model_and_tokenizer(
         "dtype": model_args.dtype,
         **(training_args.model_init_kwargs or {}),
     }
-    return resolve_model(model_args.model_name_or_path), None
+    with checked_input():
+        return resolve_model(model_args.model_name_or_path), None
 
 
 def _save(trainer: SFTTrainer, output_dir: str) -> None:

@@ -8,9 +8,11 @@ from pathlib import Path
 import yaml
 
 from ragen2_trl.experiments.plan import Cell, Experiment, PaperScale
+from ragen2_trl.experiments.settings import WARM_START, Fields
 from ragen2_trl.reporting.files import write_text
 
 CONFIG = "config.yaml"  # of a cell, in its folder
+MODELS = "models"  # folder among those of cells: models that were made for them
 SAVES = 10  # checkpoints of a cell, of which the last one is kept
 
 
@@ -70,11 +72,36 @@ def queue(
     return list(jobs.values())
 
 
+def model_folder(folder: Path, cell: Cell) -> Path | None:
+    """Where the model that a cell's warm start makes lies, beside the cell's own folder."""
+    return folder.parent / MODELS / cell.model_key if cell.model_key else None
+
+
+def training_fields(folder: Path, cell: Cell) -> Fields:
+    """A cell's settings with the model that its warm start makes in place of that."""
+    model = model_folder(folder, cell)
+    own = {name: value for name, value in cell.fields.items() if name != WARM_START}
+    return own if model is None else {**own, "model": str(model)}
+
+
+def write_warm_start(folder: Path, job: Job) -> Path:
+    """The settings of a cell's warm start, as `ragen2-trl warm-start --config` takes them."""
+    folder.mkdir(parents=True, exist_ok=True)
+    settings = {**job.cell.fields[WARM_START], "output_dir": str(folder)}
+    write_text(folder / CONFIG, yaml.safe_dump(settings, sort_keys=False, allow_unicode=True, width=120))
+    return folder / CONFIG
+
+
+def warm_start_command(config: Path) -> list[str]:
+    """The line that makes a model."""
+    return ["ragen2-trl", "warm-start", "--config", str(config)]
+
+
 def write_config(folder: Path, job: Job) -> Path:
     """The settings of a cell, as `ragen2-trl train --config` takes them."""
     folder.mkdir(parents=True, exist_ok=True)
     settings = {
-        **job.cell.fields,
+        **training_fields(folder, job.cell),
         "seed": job.cell.seed,
         "output_dir": str(folder),
         "run_name": job.cell.key,

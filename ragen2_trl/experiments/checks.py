@@ -21,6 +21,7 @@ HOLDS, IN_PART, CONTRADICTED, UNDECIDED, NOT_RUN = (
     "not at this scale",
     "not run yet",
 )
+CURVES_ONLY = "curves only, no verdict"  # of an experiment without checks
 
 
 @dataclass(frozen=True)
@@ -83,8 +84,12 @@ def evaluate(grid: Grid) -> list[Result]:
 def verdict(grid: Grid, results: Sequence[Result]) -> str:
     """The rule, the same for all experiments: `holds` if every check is decided as expected; `holds in part` if some
     are; `contradicted` if one is decided the other way and none as expected; `not at this scale` otherwise. With fewer
-    seeds than planned, or fewer cells, it is a verdict so far.
+    seeds than planned, or fewer cells, it is a verdict so far. Without checks there is none.
     """
+    done, cells = len(grid.runs), len({cell.key for cell in grid.cells})
+    if not grid.experiment.checks and done:
+        made = "one seed" if len(grid.seeds) == 1 else f"{len(grid.seeds)} seeds"
+        return f"{made}: {CURVES_ONLY}" + (f", so far ({done} of {cells} cells)" if done < cells else "")
     if all(math.isnan(result.estimate.value) for result in results):  # or there is no check
         return NOT_RUN
     outcomes = [result.outcome for result in results]
@@ -95,7 +100,6 @@ def verdict(grid: Grid, results: Sequence[Result]) -> str:
     else:
         said = CONTRADICTED if -1 in outcomes else UNDECIDED
     seeds, planned = min(result.seeds for result in results), len(grid.seeds)
-    done, cells = len(grid.runs), len({cell.key for cell in grid.cells})
     if seeds >= planned and done >= cells:
         return said
     so_far = f"so far ({seeds} of {planned} seeds)" if seeds < planned else f"so far ({done} of {cells} cells)"

@@ -63,7 +63,7 @@ class Claim:
     @property
     def ours(self) -> str:
         """The first check's number, which is the claim's own."""
-        return f"{self.results[0].name}: {self.results[0].shown}" if self.results else "no check"
+        return f"{self.results[0].name}: {self.results[0].shown}" if self.results else "no check: curves alone"
 
     @property
     def anchor(self) -> str:

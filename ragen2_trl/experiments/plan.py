@@ -14,7 +14,17 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from ragen2_trl.experiments.settings import OF_THE_RUNNER, UNSET, Fields, json_text, merged, read_fields, read_yaml
+from ragen2_trl.experiments.settings import (
+    OF_THE_RUNNER,
+    UNSET,
+    WARM_START,
+    Fields,
+    json_text,
+    merged,
+    read_fields,
+    read_yaml,
+    with_warm_start,
+)
 
 SCALES = ("tiny", "paper")
 
@@ -36,7 +46,12 @@ class Cell:
     @cached_property
     def key(self) -> str:
         """12 hexadecimal digits that tell its settings and seed from all others."""
-        return hashlib.sha256(json_text({"fields": self.fields, "seed": self.seed}).encode()).hexdigest()[:12]
+        return _digest({"fields": self.fields, "seed": self.seed})
+
+    @property
+    def model_key(self) -> str | None:
+        """As many digits for what its warm start says; `None` for a cell without one."""
+        return _digest(self.fields[WARM_START]) if WARM_START in self.fields else None
 
     @property
     def name(self) -> str:
@@ -154,6 +169,8 @@ class Experiment:
         for levels in grid:
             own = [self.axes[axis][level] for axis, level in levels.items()]
             settings.append(merged([self.settings(scale, levels), *own, *last]))
+        if any(WARM_START in one and "model" in one for one in settings):
+            raise ValueError(f"{self.path}: model must be left out beside {WARM_START}, which makes it.")
         return [Cell(one, seed, levels) for seed in seeds for levels, one in zip(grid, settings, strict=True)]
 
 
@@ -226,7 +243,7 @@ def read_experiment(path: Path, overrides: Fields | None = None) -> Experiment:
         note=read.get("note", ""),
         others=others,
         path=path,
-        overrides=overrides or {},
+        overrides=with_warm_start(overrides or {}, path),
     )
     if not experiment.cells():
         raise ValueError(f"{path}: skip leaves no cell.")
@@ -246,6 +263,10 @@ def read_experiments(paths: Iterable[Path], overrides: Fields | None = None) -> 
             raise ValueError(f"{one.path}: id={one.id!r} is that of {seen[one.id]}, too; allowed: one file an id.")
         seen[one.id] = one.path
     return experiments
+
+
+def _digest(value: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json_text(value).encode()).hexdigest()[:12]
 
 
 def check_scale(scale: str) -> None:
@@ -268,7 +289,7 @@ def _fields(value: Any, path: Path, where: str) -> Fields:
     unset = own.get(UNSET, [])
     if not isinstance(unset, list) or not all(isinstance(one, str) for one in unset):
         raise ValueError(f"{path}: {where}.{UNSET} must be a list of names, got {unset!r}")
-    return own
+    return with_warm_start(own, path)
 
 
 def _paper_scale(value: Any, path: Path) -> PaperScale | None:

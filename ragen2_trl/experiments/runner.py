@@ -3,6 +3,9 @@
 A cell is `ragen2-trl train` with a file of settings in a folder that has the cell's key for a name, so that anybody
 can repeat it in a line. Its lock is held by the process that trains: no two commands run one cell, also where the one
 that began it was killed and its process lives on.
+
+The model of a cell with a warm start is made first, once for all cells that ask for the same one, in a folder with a
+lock of its own.
 """
 
 import fcntl
@@ -15,19 +18,29 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import IO, Any
 
-from ragen2_trl.experiments.cells import CONFIG, Job, command_of, runnable, write_config
+from ragen2_trl.experiments.cells import (
+    CONFIG,
+    Job,
+    command_of,
+    model_folder,
+    runnable,
+    warm_start_command,
+    write_config,
+    write_warm_start,
+)
 from ragen2_trl.experiments.curves import VERSIONS, Store, versions_here
 from ragen2_trl.experiments.estimate import Estimate
 from ragen2_trl.reporting.files import HISTORY_FILE, write_json
 
 LOG, LOCK, SUMMARY = "output.log", ".lock", "summary.json"
+MADE = "made"  # empty file beside a model that a warm start has made to its end
 KEPT = (CONFIG, LOG, HISTORY_FILE, SUMMARY, VERSIONS)  # of a cell whose numbers are in the store
 GRACE = 10.0  # seconds that a process has to end in
 POLL = 0.2  # seconds
@@ -78,12 +91,14 @@ class Outcome:
 
 @dataclass
 class Running:
-    """A cell and the process that trains it."""
+    """A cell and the process that trains it, or makes the model that its training begins with."""
 
     job: Job
     process: subprocess.Popen[bytes]
     lock: IO[str]
-    resumed: bool
+    folder: Path
+    resumed: bool = False
+    makes_model: bool = False
     started: float = field(default_factory=time.monotonic)
     began: float = field(default_factory=time.time)  # on the clock of files
 
@@ -157,12 +172,16 @@ class Runner:
     def _begin(self, job: Job) -> None:
         """Start a cell, unless another command is at it."""
         folder = self.runs / job.cell.key
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = (folder / LOCK).open("w")
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        model = model_folder(folder, job.cell)
+        if model is not None and is_locked(model):  # is being made
+            return
+        lock = _take_lock(folder)
+        if lock is None:
+            return
+        ended = job.cell.key in self.store.done() or (folder / SUMMARY).exists()
+        if model is not None and not ended and not (model / MADE).exists():
             lock.close()
+            self._begin_model(job, model)
             return
         self._outcome.left.remove(job)
         if job.cell.key in self.store.done():  # by another command, meanwhile
@@ -175,30 +194,41 @@ class Runner:
         else:
             self._running.append(self._start(job, folder, lock))
 
+    def _begin_model(self, job: Job, folder: Path) -> None:
+        """Start the warm start of a cell, which is left until that has ended, unless another process is at it."""
+        lock = _take_lock(folder)
+        if lock is None:
+            return
+        if (folder / MADE).exists():  # by another command, meanwhile
+            lock.close()
+            return
+        self._outcome.left.remove(job)
+        _trim(folder, (LOCK,))
+        process = _process(warm_start_command(write_warm_start(folder, job)), folder, lock, ONE_CORE)
+        self._running.append(Running(job, process, lock, folder, makes_model=True))
+
     def _start(self, job: Job, folder: Path, lock: IO[str]) -> Running:
         resumed = any(folder.glob("checkpoint-*"))
         if not resumed:
             _trim(folder, (LOG, LOCK))
         write_json(folder / VERSIONS, versions_here())
-        command = runnable(command_of(write_config(folder, job), job))
-        with (folder / LOG).open("ab") as log:
-            process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                env={**os.environ, **WIDE, **(ONE_CORE if job.launch is None else {})},
-                pass_fds=[lock.fileno()],  # held as long as it lives
-                **OWN_GROUP,
-            )
-        return Running(job, process, lock, resumed)
+        command = command_of(write_config(folder, job), job)
+        process = _process(command, folder, lock, ONE_CORE if job.launch is None else {})
+        return Running(job, process, lock, folder, resumed)
 
     def _end(self, one: Running) -> None:
         with one.lock:
-            if one.process.returncode == 0:
-                self._add(one.job, math.nan if one.resumed else one.seconds)
+            if one.process.returncode != 0:
+                key = one.job.cell.model_key if one.makes_model else None
+                alike = [job for job in self._outcome.left if key is not None and job.cell.model_key == key]
+                self._outcome.left = [job for job in self._outcome.left if job not in alike]
+                for job in (one.job, *alike):
+                    self._fail(job, _last_line(one.folder / LOG), one.process.returncode, one.makes_model)
+            elif one.makes_model:
+                (one.folder / MADE).touch()
+                self._outcome.left.insert(0, one.job)
             else:
-                self._fail(one.job, f"{_last_line(self.runs / one.job.cell.key / LOG)}", one.process.returncode)
+                self._add(one.job, math.nan if one.resumed else one.seconds)
 
     def _add(self, job: Job, seconds: float) -> None:
         folder = self.runs / job.cell.key
@@ -213,8 +243,13 @@ class Runner:
         if job.launch is None:  # at the paper's scale, weights are worth keeping
             _trim(folder, (*KEPT, LOCK))
 
-    def _fail(self, job: Job, reason: str, code: int) -> None:
-        command = shlex.join(command_of(self.runs / job.cell.key / CONFIG, job))
+    def _fail(self, job: Job, reason: str, code: int, in_warm_start: bool = False) -> None:
+        folder = self.runs / job.cell.key
+        model = model_folder(folder, job.cell)
+        if in_warm_start and model is not None:
+            command = shlex.join(warm_start_command(model / CONFIG))
+        else:
+            command = shlex.join(command_of(folder / CONFIG, job))
         ended = f"killed by signal {-code}" if code < 0 else f"exit code {code}"
         self._outcome.failed.append(Failure(job, command, f"{reason or 'no output'} ({ended})"))
 
@@ -246,16 +281,42 @@ class Runner:
 
     def _whole(self, one: Running) -> float | None:
         """Seconds that a cell will have taken, by the last line about steps in its log and when that was written."""
-        log = self.runs / one.job.cell.key / LOG
-        steps = [] if one.resumed else STEP.findall(_tail(log))
+        log = one.folder / LOG
+        steps = [] if one.resumed or one.makes_model else STEP.findall(_tail(log))
         if not steps:
             return None
         made, planned = map(int, steps[-1])
         return max(0.0, log.stat().st_mtime - one.began) * planned / made
 
 
+def _take_lock(folder: Path) -> IO[str] | None:
+    """The lock of a folder, or `None` where a process has it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = (folder / LOCK).open("w")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        lock.close()
+        return None
+    return lock
+
+
+def _process(command: Sequence[str], folder: Path, lock: IO[str], env: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    """One that writes to the log of a folder and holds its lock as long as it lives."""
+    with (folder / LOG).open("ab") as log:
+        return subprocess.Popen(
+            runnable(command),
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            env={**os.environ, **WIDE, **env},
+            pass_fds=[lock.fileno()],
+            **OWN_GROUP,
+        )
+
+
 def is_locked(folder: Path) -> bool:
-    """Whether a process trains the cell of this folder."""
+    """Whether a process trains the cell of this folder, or makes its model."""
     path = folder / LOCK
     if not path.exists():
         return False

@@ -13,6 +13,7 @@ Fields = dict[str, Any]
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times as fast where there is a C library
 
 UNSET = "unset"  # among settings: names, or patterns such as snr_*, that earlier ones have and these do not
+WARM_START = "warm_start"  # among settings: what `ragen2-trl warm-start` makes the model with, or a file of that
 # What says where a run lives and what it writes, and nothing of its numbers: the runner's, and no part of a key.
 OF_THE_RUNNER = frozenset(
     {
@@ -72,7 +73,23 @@ def read_fields(path: Path) -> Fields:
     own = read_yaml(path) or {}
     if not isinstance(own, Mapping):
         raise ValueError(f"{path}: all of it must be a mapping, got {own!r}")
-    return {name: value for name, value in own.items() if name not in OF_THE_RUNNER}
+    return with_warm_start({name: value for name, value in own.items() if name not in OF_THE_RUNNER}, path)
+
+
+def with_warm_start(own: Fields, path: Path) -> Fields:
+    """Settings whose `warm_start`, if it names a file relative to theirs, is what that file says.
+
+    Raises:
+        ValueError: If it is neither a file nor a mapping.
+        OSError: If the file cannot be read.
+    """
+    if WARM_START not in own:
+        return own
+    named = own[WARM_START]
+    settings = read_yaml(path.parent / named) if isinstance(named, str) else named
+    if not isinstance(settings, Mapping):
+        raise ValueError(f"{path}: {WARM_START} must be a mapping or a file that holds one, got {named!r}")
+    return {**own, WARM_START: {name: value for name, value in settings.items() if name != "output_dir"}}
 
 
 def read_yaml(path: Path) -> Any:
