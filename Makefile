@@ -131,10 +131,8 @@ warm-start: $(BIN)/.installed  ## Regenerate the tiny models' weights (half an h
 	$(BIN)/ragen2-trl warm-start --config recipes/warm_start_tiny.yaml --output_dir ragen2_trl/tiny/model
 	$(BIN)/ragen2-trl warm-start --config recipes/warm_start_tiny_sokoban.yaml \
 		--output_dir ragen2_trl/tiny/model_sokoban
-	$(BIN)/ragen2-trl warm-start --config recipes/warm_start_tiny_countdown.yaml
 	$(BIN)/ragen2-trl warm-start --config recipes/warm_start_tiny_countdown.yaml \
-		--model_name_or_path runs/warm_start_tiny_countdown --num_demonstrations 6400 --demonstrations_seed 3 \
-		--max_steps 200 --lr_scheduler_type cosine --warmup_steps 10 --output_dir ragen2_trl/tiny/model_countdown
+		--output_dir ragen2_trl/tiny/model_countdown
 
 clean:  ## Remove environments, caches and runs
 	rm -rf $(VENV) .venv-trl-* runs .pytest_cache .mypy_cache .ruff_cache .hypothesis

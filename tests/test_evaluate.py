@@ -119,7 +119,7 @@ def test_tiny_countdown_solves_some_of_its_tasks_and_most_prompts_can_teach_it()
 
     env = make_env("countdown", **recipe["env_args"])
     metrics = evaluate_model(model, tokenizer, env, num_prompts=64, num_samples=8, max_new_tokens=64, on_played=keep)
-    assert 0.15 < metrics["success"] < 0.45
+    assert 0.35 < metrics["success"] < 0.65
     assert metrics["valid_rate"] > 0.8
     assert sum(len(group) == 2 for group in groups.values()) > 0.5 * 64
 

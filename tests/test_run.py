@@ -283,6 +283,7 @@ def arguments(run, *more):
         "gradient_accumulation_steps": 1,
         "num_generations": 4,
         "max_completion_length": 8,
+        "logging_steps": 1,
         "output_dir": str(run),
     }
     options = [str(part) for name, value in small.items() for part in (f"--{name}", value)]

@@ -34,6 +34,7 @@ def arguments(folder: Path, **overrides) -> list[str]:
         "per_device_train_batch_size": 8,
         "gradient_accumulation_steps": 2,
         "max_completion_length": 48,
+        "logging_steps": 1,
         "eval_prompts": 0,
         "learning_rate": 1e-3,
         **overrides,

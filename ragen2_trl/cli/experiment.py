@@ -102,7 +102,8 @@ def _run(console: Console, asked: Asked) -> None:
             sys.exit(130)
     console.print(Text(f"{len(outcome.done)} of {len(asked.jobs)} cells are done, in {asked.store.folder}."))
     for failure in outcome.failed:
-        console.print(Text(f"Failed: {failure.job.name}\n  {failure.command}\n  {failure.reason}"))
+        told = f"Failed: {failure.job.name}\n  {failure.command}\n  {failure.reason}"
+        console.print(Text(told), soft_wrap=True)  # a command is copied whole
     if outcome.failed:
         sys.exit(1)
 
