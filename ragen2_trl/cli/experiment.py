@@ -214,7 +214,10 @@ def _check_settings(jobs: Sequence[Job]) -> None:
             try:
                 if job.cell.model_key:
                     warm_start = write_warm_start(Path(folder) / "model", job)
-                    parse(TrlParser((WarmStartArguments, SFTConfig, ModelConfig)), ["--config", str(warm_start)])
+                    parse(
+                        TrlParser((WarmStartArguments, SFTConfig, ModelConfig)),
+                        ["--config", str(warm_start), *args[2:]],
+                    )
                 write_text(config, text)
                 own = ALGORITHMS[algorithm_of(args)][1]
                 known = {one.name for kind in (TrainArguments, own, ModelConfig) for one in fields(kind)}
