@@ -53,6 +53,7 @@ def outcome(env, *answers, row=ROW):
 # Tasks that teach nothing
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"operators": "+-"}, {"operators": "+-", "judge": "text"}, {"largest": 5}])
 def test_that_share_of_the_training_targets_is_out_of_reach_and_no_held_out_one(options):
     env = Countdown(impossible=0.5, **options)

@@ -90,6 +90,7 @@ def test_the_same_store_gives_the_same_page(tmp_path, fig9):
         assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes()
 
 
+@pytest.mark.slow
 def test_what_is_there_so_far_is_told_as_that(tmp_path, fig9):
     write_results(tmp_path, [cell for cell in fig9.cells() if cell.seed <= 3], better_with_the_filter)
     analyse([fig9], tmp_path)

@@ -136,6 +136,7 @@ def has_way(grid):
     return find(grid, "S")[0] in distances_to_goal(grid)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"size": 3}, {"frozen": 1.0}, {"generator": "ragen2"}])
 def test_that_share_of_the_training_maps_has_no_way_and_held_out_maps_all_have_one(options):
     env = FrozenLake(impossible=0.7, **options)

@@ -207,12 +207,14 @@ def mean_update(weights, steps=400):
     return np.mean(updates, axis=0), error, gradients, times / times.sum()
 
 
+@pytest.mark.slow
 def test_weighted_updates_are_those_of_prompts_drawn_evenly():
     mean, error, gradients, shares = mean_update(weights=1e6)
     assert shares.max() > 2 * shares.min()  # it was not even
     assert np.all(np.abs(mean - gradients.mean(axis=0)) < 4 * error)
 
 
+@pytest.mark.slow
 def test_updates_without_weights_are_those_of_the_prompts_that_are_drawn():
     mean, error, gradients, shares = mean_update(weights=0.0)
     assert mean == pytest.approx(shares @ gradients)

@@ -39,6 +39,7 @@ def test_in_a_stream_of_fresh_prompts_nothing_changes(algorithm, policy_path, tm
     assert_same_parameters(*ends)
 
 
+@pytest.mark.slow
 @quickest
 def test_one_candidate_a_place_is_trl_in_every_epoch(algorithm, policy_path, tmp_path):
     options = ({"snr_prompt_selection": False}, {"snr_candidates": 1})
@@ -63,7 +64,7 @@ def test_prompts_that_teach_nothing_are_sampled_less_and_none_starves(algorithm,
     assert min(others) >= 1
 
 
-@for_each
+@quickest
 def test_resuming_continues_the_same_run(algorithm, policy_path, tmp_path):
     settings = {"max_steps": 9, "save_steps": 6, "save_strategy": "steps", "snr_refill_rounds": 2}
     whole = selecting_run(algorithm, policy_path, tmp_path / "whole", **settings)
@@ -76,6 +77,7 @@ def test_resuming_continues_the_same_run(algorithm, policy_path, tmp_path):
     assert any(row["snr/skipped_prompts"] for row in log_rows(whole)[6:])
 
 
+@pytest.mark.slow
 @quickest
 def test_refilled_batches_are_full_of_prompts_that_teach(algorithm, policy_path, tmp_path):
     """The further ones are drawn from the same stream: no prompt twice in a step where there are others."""
@@ -90,6 +92,7 @@ def test_refilled_batches_are_full_of_prompts_that_teach(algorithm, policy_path,
     assert used[1] < used[0]
 
 
+@pytest.mark.slow
 def test_a_second_training_begins_anew_also_with_another_dataset(policy_path, tmp_path):
     trainer = selecting_run(GRPO, policy_path, tmp_path, max_steps=6)
     trainer.train()
