@@ -38,7 +38,7 @@ def test_the_full_set_shares_what_claims_have_in_common():
     experiments = read_experiments(FILES)
     each = [len({cell.key for cell in one.cells()}) for one in experiments if not one.others]
     together = len({cell.key for one in experiments for cell in one.cells()})
-    assert together <= 640 and sum(each) - together >= 80
+    assert together <= 660 and sum(each) - together >= 80
     assert min(len(one.seeds) for one in experiments if one.checks) >= 5
     assert len(read_experiment(FOLDER / "tab7.yaml").seeds) == 10
 
@@ -46,9 +46,10 @@ def test_the_full_set_shares_what_claims_have_in_common():
 def test_levels_with_files_share_cells_with_experiments_of_that_file():
     """The plain run on FrozenLake is one run, whether the task is an axis or the base; at the paper's scale, PPO has a
     critic and GRPO has not."""
-    tab4, tab7, fig5 = (read_experiment(FOLDER / f"{name}.yaml") for name in ("tab4", "tab7", "fig5"))
+    tab4, tab7 = (read_experiment(FOLDER / f"{name}.yaml") for name in ("tab4", "tab7"))
     plain = {cell.key for cell in tab7.cells() if cell.levels == {"method": "none"}}
-    assert {cell.key for cell in fig5.cells() if cell.levels == {"method": "none", "env": "frozen_lake"}} <= plain
+    levels = {"method": "none", "algorithm": "DAPO", "env": "frozen_lake"}
+    assert {cell.key for cell in tab4.cells() if cell.levels == levels} <= plain
     critics = {(cell.levels["algorithm"], cell.fields["env_name"], "critic_lr" in cell.fields)
                for cell in tab4.cells(scale="paper")}  # fmt: skip
     assert critics == {
@@ -135,6 +136,6 @@ def test_all_claims_are_drawn_and_told_in_one_page(tmp_path, recwarn):
         assert one.claim in section and section.count("![") == len(one.figures)
         assert "no number yet" not in section
     assert not re.search(r"\bnan\b", text)
-    assert sum(path.stat().st_size for path in tmp_path.iterdir()) < 8e6
+    assert sum(path.stat().st_size for path in tmp_path.iterdir()) < 10e6
     assert not [one for one in recwarn if "constrained_layout" in str(one.message)]
     assert len(Store(tmp_path).done()) > 400

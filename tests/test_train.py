@@ -33,6 +33,7 @@ def arguments(folder: Path, **overrides) -> list[str]:
         "num_generations": 4,
         "per_device_train_batch_size": 8,
         "gradient_accumulation_steps": 2,
+        "steps_per_generation": overrides.get("gradient_accumulation_steps", 2),
         "max_completion_length": 48,
         "logging_steps": 1,
         "eval_prompts": 0,
