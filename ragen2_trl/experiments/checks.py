@@ -87,7 +87,7 @@ def verdict(grid: Grid, results: Sequence[Result]) -> str:
     seeds than planned, or fewer cells, it is a verdict so far. Without checks there is none.
     """
     done, cells = len(grid.runs), len({cell.key for cell in grid.cells})
-    if not grid.experiment.checks and done:
+    if not results and done:
         made = "one seed" if len(grid.seeds) == 1 else f"{len(grid.seeds)} seeds"
         return f"{made}: {CURVES_ONLY}" + (f", so far ({done} of {cells} cells)" if done < cells else "")
     if all(math.isnan(result.estimate.value) for result in results):  # or there is no check
