@@ -1,11 +1,9 @@
 """What tests against plain loops in Python floats share."""
 
 import torch
-from hypothesis import settings
 from hypothesis import strategies as st
 
 numbers = st.floats(-4, 4, width=32)
-unhurried = settings(deadline=None)  # the first call of a process is slow, and so is a busy machine
 
 
 def assert_same(actual, expected):

@@ -11,6 +11,7 @@ import trl
 from accelerate.utils import imports
 from datasets import Dataset
 from hub import hub_double as hub_double
+from hypothesis import settings
 from packaging.version import Version
 from transformers import Qwen3Config, Qwen3ForCausalLM
 from trl import GRPOConfig
@@ -21,6 +22,9 @@ from ragen2_trl.tiny.build import build_tokenizer
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
 logging.getLogger("transformers").setLevel(logging.ERROR)
+# The first call of a process is slow, and so is a busy machine.
+settings.register_profile("unhurried", deadline=None)
+settings.load_profile("unhurried")
 
 # Files of minutes. First, so that on several cores none of them begins when all others have ended.
 LONG = ("test_train", "test_backends", "test_distributed", "test_hub", "test_pictures")

@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from by_loops import assert_same, numbers, unhurried
+from by_loops import assert_same, numbers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -122,7 +122,6 @@ def episodes(draw):
     return torch.tensor(returns), torch.tensor(mask), turn_rewards
 
 
-@unhurried
 @given(episodes())
 def test_token_rewards_match_a_loop_over_turns(case):
     returns, mask, turn_rewards = case
@@ -138,7 +137,6 @@ def test_token_rewards_match_a_loop_over_turns(case):
     assert_same(token_rewards(returns, mask, turn_rewards), expected)
 
 
-@unhurried
 @given(episodes())
 def test_token_rewards_sum_to_the_return_of_every_scored_row_with_own_tokens(case):
     returns, mask, turn_rewards = case
@@ -164,7 +162,6 @@ def test_turn_rewards_that_do_not_fit_are_refused():
 # Advantages
 
 
-@unhurried
 @given(steps(), factors, factors)
 def test_gae_matches_sums_of_discounted_errors(case, gamma, lam):
     rewards, values, mask = case
@@ -174,7 +171,6 @@ def test_gae_matches_sums_of_discounted_errors(case, gamma, lam):
     assert_same(returns, returns_by_loops(expected, values, mask))
 
 
-@unhurried
 @given(steps(), factors, factors, factors, factors)
 def test_bi_level_gae_matches_sums_over_turns_and_then_inside_them(case, gamma, lam, turn_gamma, turn_lam):
     rewards, values, mask = case
@@ -184,7 +180,6 @@ def test_bi_level_gae_matches_sums_over_turns_and_then_inside_them(case, gamma, 
     assert_same(returns, returns_by_loops(expected, values, mask))
 
 
-@unhurried
 @given(episodes())
 def test_without_discount_and_values_the_advantage_is_the_return_at_every_own_token(case):
     returns, mask, _ = case
@@ -194,7 +189,6 @@ def test_without_discount_and_values_the_advantage_is_the_return_at_every_own_to
     assert_same(bi_level_gae(rewards, values, mask, 1.0, 1.0, 1.0, 1.0)[0], expected)
 
 
-@unhurried
 @given(steps(max_turns=1), factors, factors, factors, factors)
 def test_bi_level_gae_equals_gae_when_there_is_one_turn(case, gamma, lam, turn_gamma, turn_lam):
     for bi_level, token_level in zip(
@@ -203,7 +197,6 @@ def test_bi_level_gae_equals_gae_when_there_is_one_turn(case, gamma, lam, turn_g
         assert_same(bi_level, token_level)
 
 
-@unhurried
 @given(steps())
 def test_bi_level_gae_equals_gae_without_discounts_however_many_turns(case):
     assert_same(bi_level_gae(*case, 1.0, 1.0, 1.0, 1.0)[0], gae(*case, 1.0, 1.0)[0])
@@ -226,7 +219,6 @@ def test_a_turn_that_earned_nothing_is_a_turn_with_its_own_discount():
     assert advantages.tolist() == [[0.25, 0.0, 0.5, 0.5, 0.0, 1.0]]
 
 
-@unhurried
 @given(steps(), st.lists(st.integers(0, 2), min_size=40, max_size=40), factors, factors)
 def test_environment_tokens_inserted_anywhere_change_no_gae(case, inserted, gamma, lam):
     kept = positions_after_inserting(inserted[: case[2].shape[1]])
@@ -236,7 +228,6 @@ def test_environment_tokens_inserted_anywhere_change_no_gae(case, inserted, gamm
         assert wider.count_nonzero() == wider[:, kept].count_nonzero()
 
 
-@unhurried
 @given(episodes(), st.lists(st.integers(0, 2), min_size=40, max_size=40), factors, factors)
 def test_longer_observations_between_turns_change_no_reward_and_no_bi_level_gae(case, inserted, gamma, turn_gamma):
     returns, mask, turn_rewards = case
@@ -283,7 +274,6 @@ def test_advantages_and_returns_carry_no_gradient_and_leave_their_inputs_alone()
 # Whitening
 
 
-@unhurried
 @given(steps(), steps())
 def test_whitening_uses_the_moments_of_all_processes(here, there):
     inside = [[tensor[1][tensor[2].bool()].tolist(), tensor] for tensor in (here, there)]
@@ -344,7 +334,7 @@ def test_cases_hold_what_the_properties_are_about():
     """The strategy reaches rows without own tokens, several turns, gaps of one token, cut turns and one-token rows."""
     seen = set()
 
-    @settings(derandomize=True, max_examples=300, deadline=None)
+    @settings(derandomize=True, max_examples=300)
     @given(mask_rows())
     def look(mask):
         for row in mask:

@@ -191,7 +191,7 @@ each_layout = pytest.mark.parametrize("layout", LAYOUTS)
 
 @pytest.mark.slow
 @each_layout
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(drawn=rows_in_parts(), multiple=st.sampled_from([None, 4]))
 def test_rows_that_are_taken_keep_their_own(layout, drawn, multiple):
     parts, rows, chosen = drawn
@@ -212,7 +212,7 @@ def test_rows_that_are_taken_keep_their_own(layout, drawn, multiple):
 
 @pytest.mark.slow
 @each_layout
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(drawn=rows_in_parts(), chunks=st.integers(1, 3))
 def test_trl_shuffles_and_splits_what_was_taken_without_tearing_rows_apart(layout, drawn, chunks):
     parts, rows, chosen = drawn

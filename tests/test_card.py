@@ -48,6 +48,15 @@ def test_every_trainer_adds_its_diagnostics_to_all_that_trl_wrote(trained, monke
     assert len(changed) == 2
 
 
+def test_where_completions_are_kept_the_card_does_not_speak_of_groups(policy_path, tmp_path):
+    of_completions = {"snr_level": "trajectory", "snr_include_zero": True}
+    trainer = make(OURS, policy_path, tmp_path, callback=False, max_steps=2, **of_completions)
+    trainer.train()
+    table = rows_of(read_card(tmp_path))
+    assert table["completions kept by the filter"][1] == "50.0%"
+    assert "groups kept by the filter" not in table
+
+
 def test_numbers_on_the_card_are_those_of_the_uploaded_state(trained):
     trainer, _ = trained
     folder = Path(trainer.args.output_dir)

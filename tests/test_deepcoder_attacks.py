@@ -93,7 +93,7 @@ def test_a_program_leaves_nothing_for_the_next_one():
     assert score(SCRIPT, "import os\nprint(42 if os.path.exists('/tmp/kept') else '?')") == 0.0
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=8)
 @given(program=st.text(min_size=1) | st.sampled_from(["\0", "\ud800", "(" * 5000, "input(" * 300, "#" * 50_000]))
 def test_no_text_raises_or_earns_a_reward_without_a_right_answer(program):
     begun, _ = play(SINGLE, HIDDEN, answer(program))

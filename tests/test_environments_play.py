@@ -167,7 +167,7 @@ def _fuzzed(name, multi_turn):
 
 @pytest.mark.slow
 @every_fuzzed_mode
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(data=st.data())
 def test_no_text_raises_and_none_earns_more_than_the_solver(name, multi_turn, data):
     env, row, known, best = _fuzzed(name, multi_turn)
@@ -185,7 +185,7 @@ def test_no_text_raises_and_none_earns_more_than_the_solver(name, multi_turn, da
 
 
 @every_fuzzed_mode
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(action=st.text())
 def test_no_text_in_an_action_raises(name, multi_turn, action):
     env, row, _, _ = _fuzzed(name, multi_turn)

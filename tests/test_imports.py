@@ -146,3 +146,9 @@ def test_the_instrument_is_imported_without_trl_and_tasks():
     code = "import sys, ragen2_trl.instrument; print({'trl', 'datasets', 'ragen2_trl.envs'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"
+
+
+def test_no_search_is_imported_before_one_is_made():
+    code = "import sys, ragen2_trl.envs; print('bm25s' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"

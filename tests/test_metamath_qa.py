@@ -8,7 +8,7 @@ import threading
 import time
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from stacks import with_frames_left
 
@@ -203,7 +203,6 @@ LATEX = st.lists(
 ).map("".join)
 
 
-@settings(deadline=None)  # the first exact comparison of a process loads much of sympy
 @given(st.text() | LATEX)
 @example("7-")
 @example("--7")
@@ -213,7 +212,6 @@ def test_no_text_raises_and_no_text_earns_a_reward_without_a_right_answer(text):
     same_answer(text, "x+1")
 
 
-@settings(deadline=None)
 @given(LATEX)
 def test_an_answer_is_worth_itself(text):
     if same_answer(text, text):

@@ -42,7 +42,7 @@ def test_a_bad_action_is_an_invalid_turn(actions, tools_server):
     assert tools.get_reward() == -0.2
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(actions=st.lists(st.text(st.characters(exclude_categories=())), max_size=300))
 def test_no_text_is_an_error(actions, session):
     session.reset(seed=0)

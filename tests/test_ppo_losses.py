@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from by_loops import assert_same, numbers, unhurried
+from by_loops import assert_same, numbers
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -14,7 +14,6 @@ from ragen2_trl.trainers.advantages import (
 )
 
 
-@unhurried
 @given(st.lists(st.tuples(numbers, numbers, numbers), min_size=1, max_size=6), st.none() | st.sampled_from([0.5, 0.0]))
 def test_value_loss_is_the_worse_of_both_squared_errors(triples, clip):
     expected = []
@@ -34,7 +33,6 @@ def test_value_loss_moves_no_value_that_has_already_moved_far_enough():
     assert old_values.grad is None and returns.grad is None
 
 
-@unhurried
 @given(st.lists(st.tuples(numbers, numbers), min_size=1, max_size=6))
 def test_kl_penalties_match_their_formulas(pairs):
     logps, ref_logps = torch.tensor(pairs).t().unsqueeze(1)

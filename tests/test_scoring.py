@@ -38,7 +38,7 @@ def batches(draw):
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
-@settings(deadline=None, max_examples=15, derandomize=True)
+@settings(max_examples=15, derandomize=True)
 @given(batch=batches())
 def test_scores_equal_full_runs_of_each_pair(name: str, batch):
     prompts, completions, options, max_tokens = batch

@@ -243,7 +243,7 @@ def _table(run: Run) -> list[list[str]]:
         rows.append(["regime", *names, ""])
     smooth = [
         ("entropy", "policy entropy (nats per token)", nats, None),
-        ("snr/kept_fraction", "groups kept by the filter", percent, None),
+        ("snr/kept_fraction", f"{run.kept_units} kept by the filter", percent, None),
     ]
     rows += _rows(smooth, lambda key: running_means(run.points(key)))
     saved_row = ("snr/update_compute_fraction", "update compute saved", saved, None)

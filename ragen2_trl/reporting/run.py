@@ -155,6 +155,11 @@ class Run:
         return [(step, share) for step, share in self.points("snr/update_compute_fraction") if share > 0]
 
     @property
+    def kept_units(self) -> str:
+        """What the filter keeps or drops: `groups`, or `completions`."""
+        return "completions" if self.settings.get("snr_level") == "trajectory" else "groups"
+
+    @property
     def filters_nothing(self) -> bool:
         """Whether every group was trained on, which is plain TRL."""
         strategy, value = self.settings.get("snr_strategy"), self.settings.get("snr_value", 0)

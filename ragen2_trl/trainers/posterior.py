@@ -164,15 +164,13 @@ def evidence_of(rewards: Floats) -> tuple[Floats, Floats]:
 
 
 def rank_correlation(first: Floats, second: Floats) -> float:
-    """Spearman's, equal values sharing their mean rank; NaN where either has one value only.
+    """Spearman's, NaN where either has one value only.
 
     >>> round(rank_correlation(np.array([1.0, 2.0, 3.0, 4.0]), np.array([1.0, 3.0, 2.0, 9.0])), 3)
     0.8
     """
-    ranks = []
-    for values in (first, second):
-        _, places, counts = np.unique(values, return_inverse=True, return_counts=True)
-        ranks.append((np.cumsum(counts) - (counts - 1) / 2)[places])
-    if any(len(np.unique(one)) < 2 for one in ranks):
+    from scipy.stats import spearmanr  # half a second, for those alone who choose prompts
+
+    if any(len(np.unique(values)) < 2 for values in (first, second)):
         return float("nan")
-    return float(np.corrcoef(*ranks)[0, 1])
+    return float(spearmanr(first, second).statistic)

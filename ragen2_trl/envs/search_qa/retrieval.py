@@ -4,7 +4,6 @@ The index of a corpus is built once and opened memory-mapped, so that the proces
 """
 
 import hashlib
-import logging
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,6 +14,7 @@ from datasets import Dataset, load_from_disk
 from filelock import FileLock
 from huggingface_hub import cached_assets_path
 
+from ragen2_trl.envs.bm25 import load_bm25s
 from ragen2_trl.envs.search_qa.http_retrieval import HTTPRetriever
 from ragen2_trl.envs.search_qa.passages import MAX_QUERY_CHARS, Passage, Passages, PassageTable, scored
 from ragen2_trl.envs.tasks import load_tasks
@@ -53,7 +53,7 @@ class BM25Retriever:
         """
         if not len(passages):
             raise ValueError("passages must not be empty, got none")
-        index = _bm25s().BM25()
+        index = load_bm25s().BM25()
         words = _words(f"{passage.title} {passage.text}" for passage in passages)
         index.index(words, create_empty_token=False, show_progress=False)
         return cls(index, passages)
@@ -77,7 +77,9 @@ class BM25Retriever:
         """
         if not (Path(folder) / "params.index.json").is_file():
             raise ValueError(f"corpus must be a folder that BM25Retriever.save wrote, got {str(folder)!r}")
-        return cls(_bm25s().BM25.load(folder, mmap=True), PassageTable(load_from_disk(str(Path(folder) / "passages"))))
+        return cls(
+            load_bm25s().BM25.load(folder, mmap=True), PassageTable(load_from_disk(str(Path(folder) / "passages")))
+        )
 
     def search(self, queries: Sequence[str], k: int) -> list[list[Passage]]:
         """As `Retriever.search`. Passages without a word of the query are left out, ties go in the corpus' order."""
@@ -98,17 +100,8 @@ class BM25Retriever:
         return list(zip(best.tolist(), scores[best].tolist(), strict=True))
 
 
-def _bm25s() -> Any:
-    # Where JAX is installed, importing bm25s starts it, on a GPU too: not for those who search elsewhere.
-    import bm25s
-
-    # It sets its own level to DEBUG, and would tell of every small index to whoever has a handler at all.
-    logging.getLogger("bm25s").setLevel(logging.WARNING)
-    return bm25s
-
-
 def _words(texts: Any, return_ids: bool = True) -> Any:
-    return _bm25s().tokenize(texts, token_pattern=_WORD, return_ids=return_ids, show_progress=False)
+    return load_bm25s().tokenize(texts, token_pattern=_WORD, return_ids=return_ids, show_progress=False)
 
 
 def open_corpus(corpus: str, cache: Path | None = None, **server: Any) -> Retriever:

@@ -10,10 +10,10 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import bm25s
 import numpy as np
-from bm25s.stopwords import STOPWORDS_EN
 from rapidfuzz import fuzz, utils
+
+from ragen2_trl.envs.bm25 import load_bm25s, stop_words
 
 MAX_RESULTS = 50  # what a search returns, over all its pages
 NO_LIMIT = 1_000_000.0  # dollars; where a goal has no price limit
@@ -21,7 +21,6 @@ NO_LIMIT = 1_000_000.0  # dollars; where a goal has no price limit
 _STEPS = tuple(10.0 * step for step in range(1, 100))  # dollars; price limits are among these
 _MAX_QUERY_CHARS, _MAX_QUERY_TOKENS = 1000, 40
 _SAME = 85  # percent; above, two names of an attribute or an option are the same
-_STOPWORDS = frozenset(STOPWORDS_EN)
 _PRICE_WORDS = ", and price lower than "
 OPTION_MATCHES = ("exact", "words")
 LEVEL = "\u203a"  # an angle, between the levels of a category
@@ -75,7 +74,7 @@ class Catalogue:
     def __init__(self, products: Sequence[Product]):
         self.products = {product.asin: product for product in products}
         self._asins = list(self.products)
-        self._index = bm25s.BM25(method="lucene", k1=0.9, b=0.4)  # the settings of WebShop's Lucene
+        self._index = load_bm25s().BM25(method="lucene", k1=0.9, b=0.4)  # the settings of WebShop's Lucene
         self._index.index([tokens(_text(product)) for product in products], show_progress=False)
 
     def search(self, query: str) -> list[str]:
@@ -95,7 +94,7 @@ def tokens(text: str) -> list[str]:
     >>> tokens("Shoes for the Rain, 2 Pairs")
     ['shoe', 'rain', '2', 'pair']
     """
-    words = (word for word in re.findall(r"[a-z0-9]+", text.lower()) if word not in _STOPWORDS)
+    words = (word for word in re.findall(r"[a-z0-9]+", text.lower()) if word not in stop_words())
     return [word[:-1] if len(word) > 3 and word.endswith("s") and word[-2] != "s" else word for word in words]
 
 
