@@ -13,7 +13,9 @@ from ragen2_trl import MutualInformationCallback, SNRFilteredGRPOTrainer
 
 VARIED = (0, 3, 5, 6)  # prompts whose groups have reward variance; the others are dropped
 REFILL = {"snr_refill_rounds": 2}
+SELECT = {"snr_prompt_selection": True, "max_steps": 5}  # the second epoch begins with step 3
 both = pytest.mark.parametrize("snr", [{}, REFILL], ids=["filter", "refill"])
+all_ways = pytest.mark.parametrize("snr", [{}, REFILL, SELECT], ids=["filter", "refill", "selection"])
 
 
 def text_of(prompt):
@@ -61,6 +63,8 @@ def run(policy, args, dataset=None, reward=alternating, prepare=None, resume=Non
         assert any(not torch.equal(start[name], value) for name, value in parameters_of(trainer).items())
     if args.snr_refill_rounds:
         assert any(row["snr/refill_rounds"] for row in rows)
+    if args.snr_prompt_selection:
+        assert any(row["snr/skipped_prompts"] for row in rows)
     return trainer
 
 

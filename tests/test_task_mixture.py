@@ -70,12 +70,14 @@ def test_rewards_and_metrics_are_those_of_each_task(turns):
 
 
 @needs_ends
-def test_a_mixture_trains_and_its_groups_stay_within_a_task(policy, tokenizer, make_args):
+@pytest.mark.parametrize(
+    "snr", [{}, pytest.param({"snr_prompt_selection": True, "max_steps": 6}, marks=pytest.mark.slow)], ids=str
+)
+def test_a_mixture_trains_and_its_groups_stay_within_a_task(snr, policy, tokenizer, make_args):
     tasks = [make_env("frozen_lake", multi_turn=True, max_turns=2, size=3), make_env("bandit", max_turns=3)]
     mixture, seen = TaskMixture(tasks), []
-    args = make_args(
-        per_device_train_batch_size=16, max_completion_length=200, max_steps=2, snr_reward_scaling_by="task"
-    )
+    settings = {"per_device_train_batch_size": 16, "max_completion_length": 200, "max_steps": 2}
+    args = make_args(**{**settings, **snr}, snr_reward_scaling_by="task")
 
     def vary(environment, seed, completion_ids, **columns):
         seen.append(list(zip(environment, seed, strict=True)))
@@ -94,6 +96,7 @@ def test_a_mixture_trains_and_its_groups_stay_within_a_task(policy, tokenizer, m
     assert any("env/bandit/turns" in row and "env/frozen_lake/turns" in row for row in rows)
     assert all(row["env/bandit/turns"] == 3 for row in rows if row.get("env/bandit/turns") is not None)
     assert all(row["env/frozen_lake/turns"] == 2 for row in rows if row.get("env/frozen_lake/turns") is not None)
+    assert any(row.get("snr/skipped_prompts") for row in rows) == bool(snr)
     for batch in seen:
         assert all(len(set(batch[i : i + 4])) == 1 for i in range(0, len(batch), 4))
     from ragen2_trl.reporting.run import run_of

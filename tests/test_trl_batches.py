@@ -11,6 +11,7 @@ from datasets import Dataset
 from fidelity import (
     REFILL,
     VARIED,
+    all_ways,
     alternating,
     both,
     dataset_of,
@@ -176,7 +177,7 @@ def vision_model(policy_path):
     return model, processor
 
 
-@both
+@all_ways
 def test_a_vision_language_model_sees_the_images_of_its_kept_prompts(snr, policy_path, make_args):
     model, processor = vision_model(policy_path)
     images = [[Image.new("RGB", (8, 8), (30 * number, 0, 99))] * (1 + number % 2) for number in range(8)]

@@ -8,6 +8,7 @@ from conftest import PROMPTS, assert_same_parameters, parameters_of
 from datasets import Dataset
 from fidelity import (
     REFILL,
+    all_ways,
     alternating,
     both,
     dataset_of,
@@ -70,19 +71,23 @@ def calling_a_tool(trainer):
     trainer._generate_single_turn = generate
 
 
-@both
+@all_ways
 @pytest.mark.parametrize("kind", ["tools", "environment"])
 def test_tools_and_environments_run_and_what_they_write_stays_out_of_the_loss(kind, snr, policy_path, make_args):
     tokenizer = AutoTokenizer.from_pretrained(policy_path)
     tokenizer.chat_template, tokenizer.response_template = TEMPLATE, qwen3_template
     model = AutoModelForCausalLM.from_pretrained(policy_path, max_position_embeddings=512)
     dataset = Dataset.from_dict({"prompt": [[{"role": "user", "content": prompt}] for prompt in PROMPTS]})
-    args = make_args(per_device_train_batch_size=16, max_completion_length=200, max_steps=2, **snr)
+    args = make_args(**{"per_device_train_batch_size": 16, "max_completion_length": 200, "max_steps": 2, **snr})
     tools = {"tools": [Lake().look]} if kind == "tools" else {"environment_factory": Lake}
     Lake.resets = Lake.looks = 0
     trainer = run(model, args, dataset, prepare=calling_a_tool, processing_class=tokenizer, **tools)
     if kind == "environment":
-        prompts = 16 * 2 if not snr else 4 * sum(row["snr/prompts_used"] for row in rows_of(trainer))
+        prompts = (
+            16 * args.max_steps
+            if not args.snr_refill_rounds
+            else 4 * sum(row["snr/prompts_used"] for row in rows_of(trainer))
+        )
         assert (Lake.resets, Lake.looks) == (prompts, prompts / 2)
         assert all(row["rewards/Lake/mean"] == 0.25 for row in rows_of(trainer))
     for row in rows_of(trainer):
@@ -110,7 +115,7 @@ class Turns(Replay):
         return output
 
 
-@both
+@all_ways
 def test_rollout_functions_keep_their_columns_and_masks(snr, policy_path, make_args):
     args = make_args(per_device_train_batch_size=16, max_completion_length=16, **snr)
     replay = replay_of(policy_path, Turns)

@@ -255,7 +255,12 @@ def _numbers(run: Run) -> list[Number]:
             f"nats, at most {bound[-1][1]:.2f}" if bound else "",
         ),
         _number("Entropy", running_means(run.points("entropy")), lambda value: f"{value:.2f}", "nats per token"),
-        _number(f"{run.kept_units.capitalize()} kept", running_means(run.points("snr/kept_fraction")), percent, "by the filter"),
+        _number(
+            f"{run.kept_units.capitalize()} kept",
+            running_means(run.points("snr/kept_fraction")),
+            percent,
+            "by the filter",
+        ),
         Number("Compute saved", "", saved, "of the updates, on average" if saved else ""),
     ]
 
