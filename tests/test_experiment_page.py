@@ -14,7 +14,7 @@ from ragen2_trl.experiments.plan import read_experiment, read_experiments
 
 FOLDER = Path(__file__).parent.parent / "experiments"
 FILES = sorted(FOLDER.glob("*.yaml"))
-CLAIMS = {"fig3", "fig5", "fig6", "fig8", "fig9", "tab4", "tab5", "tab6", "tab7", "tab8", "tab9", "ours1", "ours2"}
+CLAIMS = {"fig3", "fig5", "fig6", "fig8", "fig9", "tab4", "tab5", "tab6", "tab7", "tab8", "tab9", "ours1", "ours2", "ours3"}
 
 
 def better_with_the_filter(cell):
