@@ -10,10 +10,7 @@ from gymnasium.envs.toy_text.frozen_lake import FrozenLakeEnv
 from lakes import CROSSING, LAKE, answer, play, row, score
 
 from ragen2_trl.envs import FrozenLake, make_env, respond_all
-from ragen2_trl.envs.frozen_lake import (
-    ACTIONS,
-    FrozenLakeEpisode,
-)
+from ragen2_trl.envs.frozen_lake import ACTIONS, FrozenLakeEpisode
 
 # Options
 

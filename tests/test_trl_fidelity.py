@@ -83,12 +83,10 @@ def test_tools_and_environments_run_and_what_they_write_stays_out_of_the_loss(ki
     Lake.resets = Lake.looks = 0
     trainer = run(model, args, dataset, prepare=calling_a_tool, processing_class=tokenizer, **tools)
     if kind == "environment":
-        prompts = (
-            16 * args.max_steps
-            if not args.snr_refill_rounds
-            else 4 * sum(row["snr/prompts_used"] for row in rows_of(trainer))
-        )
-        assert (Lake.resets, Lake.looks) == (prompts, prompts / 2)
+        prompts = 4 * args.max_steps
+        if args.snr_refill_rounds:
+            prompts = sum(row["snr/prompts_used"] for row in rows_of(trainer))
+        assert (Lake.resets, Lake.looks) == (4 * prompts, 2 * prompts)
         assert all(row["rewards/Lake/mean"] == 0.25 for row in rows_of(trainer))
     for row in rows_of(trainer):
         assert row["tools/call_frequency"] == 0.5

@@ -243,6 +243,7 @@ def _numbers(run: Run) -> list[Number]:
     information = run.points(f"{FIRST_TURN}/mi_seq")
     computed = [value for _, value in run.update_compute]
     saved = f"{1 - sum(computed) / len(computed):.0%}" if computed else ""
+    kept = f"{run.kept_units.capitalize()} kept"
     return [
         _success(run),
         _number(
@@ -255,12 +256,7 @@ def _numbers(run: Run) -> list[Number]:
             f"nats, at most {bound[-1][1]:.2f}" if bound else "",
         ),
         _number("Entropy", running_means(run.points("entropy")), lambda value: f"{value:.2f}", "nats per token"),
-        _number(
-            f"{run.kept_units.capitalize()} kept",
-            running_means(run.points("snr/kept_fraction")),
-            percent,
-            "by the filter",
-        ),
+        _number(kept, running_means(run.points("snr/kept_fraction")), percent, "by the filter"),
         Number("Compute saved", "", saved, "of the updates, on average" if saved else ""),
     ]
 

@@ -77,9 +77,8 @@ class BM25Retriever:
         """
         if not (Path(folder) / "params.index.json").is_file():
             raise ValueError(f"corpus must be a folder that BM25Retriever.save wrote, got {str(folder)!r}")
-        return cls(
-            load_bm25s().BM25.load(folder, mmap=True), PassageTable(load_from_disk(str(Path(folder) / "passages")))
-        )
+        passages = PassageTable(load_from_disk(str(Path(folder) / "passages")))
+        return cls(load_bm25s().BM25.load(folder, mmap=True), passages)
 
     def search(self, queries: Sequence[str], k: int) -> list[list[Passage]]:
         """As `Retriever.search`. Passages without a word of the query are left out, ties go in the corpus' order."""
