@@ -2,9 +2,11 @@
 
 import pytest
 import torch
+from peft import LoraConfig
+from test_ppo import ppo_args
 from trl import GRPOTrainer
 
-from ragen2_trl import CostCallback, MutualInformationCallback, SNRFilteredGRPOTrainer
+from ragen2_trl import CostCallback, MutualInformationCallback, SNRFilteredGRPOTrainer, SNRFilteredPPOTrainer
 from ragen2_trl.callbacks.rollouts import watch_rollouts
 
 
@@ -59,6 +61,34 @@ def test_costs_are_those_of_a_naive_count(trainer_class, settings, policy_path, 
     size = sum(parameter.numel() for parameter in trainer.model.parameters())
     assert last["cost/update_flops"] == 6 * size * naive.positions
     assert last["cost/cpu_seconds"] > 0 and last["cost/seconds"] > 0
+
+
+def test_frozen_parameters_cost_no_gradient_of_their_own(policy_path, prompts, make_args):
+    lora = LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM")
+    trainer = SNRFilteredGRPOTrainer(policy_path, half, make_args(max_steps=1), prompts, peft_config=lora)
+    trainer.add_callback(CostCallback(trainer))
+    naive = Naive(trainer)
+    trainer.train()
+    parameters = list(trainer.model.parameters())
+    trained = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
+    frozen = sum(parameter.numel() for parameter in parameters) - trained
+    last = rows_of(trainer)[-1]
+    assert frozen > trained > 0
+    assert last["cost/update_flops"] == (6 * trained + 4 * frozen) * naive.positions > 0
+
+
+@pytest.mark.parametrize("value_head", ["shared", "separate"])
+def test_a_critic_costs_what_its_own_backbone_computes(value_head, policy_path, prompts, make_args):
+    trainer = SNRFilteredPPOTrainer(policy_path, half, ppo_args(make_args, value_head=value_head), prompts)
+    trainer.add_callback(CostCallback(trainer))
+    naive = Naive(trainer)
+    trainer.train()
+    own = set(map(id, trainer.critic.parameters()))
+    policy = sum(parameter.numel() for parameter in trainer.model.parameters() if id(parameter) not in own)
+    critic = sum(parameter.numel() for parameter in trainer.critic.parameters()) if value_head == "separate" else 0
+    last = rows_of(trainer)[-1]
+    assert last["cost/update_tokens"] == (2 if critic else 1) * naive.positions > 0
+    assert last["cost/update_flops"] == 6 * (policy + critic) * naive.positions
 
 
 def test_a_resumed_run_goes_on_with_the_costs_of_its_checkpoint(policy_path, prompts, make_args, tmp_path):

@@ -14,7 +14,7 @@ from replay import KEPT, REWARDS, Replay, assert_close, gradients_of, mean_gradi
 from transformers import AutoTokenizer
 from trl import GRPOTrainer
 
-from ragen2_trl import MutualInformationCallback
+from ragen2_trl import CostCallback, MutualInformationCallback
 from ragen2_trl.reporting.saved_episodes import read_episodes
 
 sys.path.insert(0, str(Path(__file__).parent / "distributed"))
@@ -182,6 +182,7 @@ def test_two_processes_measure_what_one_measures(policy_path, make_args, tmp_pat
     dataset = Dataset.from_dict({"prompt": PROMPTS})
     trainer = GRPOTrainer(policy_path, Replay.reward, args, dataset, rollout_func=replay.rollout)
     trainer.add_callback(MutualInformationCallback(trainer, every=1, num_completions=20))
+    trainer.add_callback(CostCallback(trainer))
     trainer.train()
     expected = next(row for row in trainer.state.log_history if "mi/seconds" in row)
     measured = {key for key in expected if key.startswith("mi/")} - {"mi/seconds", "mi/tokens"}
@@ -193,6 +194,14 @@ def test_two_processes_measure_what_one_measures(policy_path, make_args, tmp_pat
     # The work is shared. Each process tries whether caches can be reused, and prompts of one token run once more than
     # alone, so that processes keep step.
     assert row["mi/tokens"] == other["mi/tokens"] == pytest.approx(expected["mi/tokens"], rel=0.1)
+    # What it has cost is the sum over both; each pads to the longest of its own rows.
+    sampled = sum(len(ids) for group in replay.completions.values() for ids in group)
+    size = sum(parameter.numel() for parameter in trainer.model.parameters())
+    assert row["cost/sampled_tokens"] == expected["cost/sampled_tokens"] == sampled
+    assert sampled < row["cost/update_tokens"] <= expected["cost/update_tokens"]
+    assert row["cost/update_flops"] == 6 * size * row["cost/update_tokens"]
+    costs = {key for key in row if key.startswith("cost/")} - {"cost/seconds"}
+    assert len(costs) == 4 and all(row[key] == other[key] for key in costs)
 
 
 @pytest.mark.parametrize("backend", ["ddp", "zero3"])

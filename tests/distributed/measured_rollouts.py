@@ -14,7 +14,7 @@ from replay import REWARDS, Replay
 from transformers import AutoTokenizer
 from trl import GRPOConfig, GRPOTrainer
 
-from ragen2_trl import MutualInformationCallback
+from ragen2_trl import CostCallback, MutualInformationCallback
 
 
 def main() -> None:
@@ -43,12 +43,14 @@ def main() -> None:
     dataset = Dataset.from_dict({"prompt": PROMPTS})
     trainer = GRPOTrainer(policy_path, Replay.reward, args, dataset, rollout_func=replay.rollout)
     trainer.add_callback(MutualInformationCallback(trainer, every=1, num_completions=20))
+    trainer.add_callback(CostCallback(trainer))
     row = {}
 
     log = trainer.log
 
     def keep_and_log(*arguments, **keywords):  # `log` clears the metrics, and only process 0 keeps a history
-        row.update({key: values[0] for key, values in trainer._metrics["train"].items() if key.startswith("mi/")})
+        measured = {key: values[0] for key, values in trainer._metrics["train"].items()}
+        row.update({key: value for key, value in measured.items() if key.startswith(("mi/", "cost/"))})
         return log(*arguments, **keywords)
 
     trainer.log = keep_and_log
