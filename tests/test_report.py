@@ -256,6 +256,15 @@ def test_settings_that_differ_come_first(runs, words_only):
     assert "Settings healthy drifted seed 0 60 beta 0.0 0.0" in report_of(*runs).text
 
 
+def test_where_completions_are_kept_the_report_says_so(tmp_path, words_only):
+    groups, completions = (make_run(tmp_path / name, steps=1) for name in ("groups", "completions"))
+    about = completions / "diagnostics" / "run.json"
+    about.write_text(about.read_text().replace('"beta"', '"snr_level": "trajectory", "beta"'))
+    assert "Completions kept" in report_of(completions).text
+    assert "Groups kept" in report_of(groups).text
+    assert "Groups kept or completions kept" in report_of(groups, completions).text
+
+
 def test_a_folder_without_a_run_ends_with_code_2_and_its_name(runs, tmp_path, capsys):
     output = tmp_path / "report.html"
     with pytest.raises(SystemExit) as ended:
