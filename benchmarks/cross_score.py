@@ -240,13 +240,14 @@ def measure_caches() -> list[dict]:
 
 
 def measure_callback(steps: int) -> dict:
-    """Share of a run's time that measuring takes, in the demo's setting with the callback's defaults."""
+    """Share of a run's time that measuring takes, 16 prompts x 8 completions a step, callback at its defaults."""
     recipe = yaml.safe_load((ROOT / "recipes" / "frozen_lake_tiny.yaml").read_text())
     fields = SNRFilteredGRPOConfig.__dataclass_fields__
     settings = {name: value for name, value in recipe.items() if name in fields and name != "run_name"}
     with tempfile.TemporaryDirectory() as folder:
         settings |= {"output_dir": folder, "max_steps": steps, "save_strategy": "no", "disable_tqdm": True}
-        settings |= {"use_cpu": not torch.cuda.is_available()}
+        settings |= {"use_cpu": not torch.cuda.is_available(), "steps_per_generation": None, "logging_steps": 1}
+        settings |= {"num_generations": 8, "per_device_train_batch_size": 32, "gradient_accumulation_steps": 4}
         env = make_env(recipe["env_name"])
         trainer = SNRFilteredGRPOTrainer(
             str(TINY_MODEL_PATH),
@@ -313,7 +314,7 @@ def markdown(results: dict) -> str:
         )
     lines += [
         "",
-        "## The callback at its defaults, in the demo's setting",
+        "## The callback at its defaults, 16 prompts x 8 completions a step",
         "",
         f"{callback['measurements']} measurements of {callback['seconds_each']:.2f} s in {callback['steps']} steps of "
         f"{callback['step_seconds']:.2f} s: {callback['share']:.1%} on top of training.",

@@ -2,7 +2,7 @@
 
     python benchmarks/generation.py    # some ten minutes on two cores
 
-The tiny model samples what one step of the demo samples (16 FrozenLake prompts, 8 completions each). Per setting: the
+The tiny model samples 16 FrozenLake prompts, 8 completions each. Per setting: the
 processor time of a call, its ratio to the default, and whether the same seed gives the same tokens. Repeats are
 interleaved, so that noise hits all settings alike, and the least of each counts.
 

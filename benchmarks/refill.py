@@ -3,8 +3,8 @@
     python benchmarks/refill.py    # about five minutes on two cores
 
 The tiny model trains on FrozenLake tasks of which 70 % give no reward at all, whatever is answered. Plain TRL, the
-filter, and the filter with refill each get the same number of sampled tokens, and are then compared on held-out tasks.
-One seed unless `--seeds` says more. Writes `benchmarks/results/refill.{json,md}`.
+filter, and refill that keeps all groups with variance each get the same number of sampled tokens, and are then
+compared on held-out tasks. One seed unless `--seeds` says more. Writes `benchmarks/results/refill.{json,md}`.
 """
 
 import argparse
@@ -27,7 +27,8 @@ from ragen2_trl.tiny import TINY_MODEL_PATH
 
 RESULTS = Path(__file__).parent / "results"
 DEAD = 0.7
-VARIANTS = {"plain TRL": None, "filter": {}, "filter and refill": {"snr_refill_rounds": 4, "snr_strategy": "none"}}
+REFILL = {"snr_refill_rounds": 4, "snr_strategy": "none"}
+VARIANTS = {"plain TRL": None, "filter": {}, "refill, all with variance": REFILL}
 
 
 class TokenBudget(TrainerCallback):

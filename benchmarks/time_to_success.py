@@ -4,8 +4,8 @@
     python benchmarks/time_to_success.py --tables    # writes from what there is
 
 The cells are those of `experiments/ours2.yaml`: plain TRL, the filter that masks, the filter that drops, with refills,
-with prompt selection and with both, each on 256 fixed FrozenLake prompts of which 0, 30, 50 or 70 % teach nothing and
-on Countdown, four times through, with five seeds. One process per core, methods interleaved, so that noise hits all
+with prompt selection and with both, each on 256 fixed FrozenLake prompts of which 0, 30, 50 or 70 % are impossible and
+on Countdown, 1,024 drawn in a run, with five seeds. One process per core, methods interleaved, so that noise hits all
 alike. Every cell resumes where it was stopped, and its numbers are in `results/` as soon as it ends.
 
 Three tables for each cost (processor time, wall clock, sampled tokens, floating-point operations of the update):

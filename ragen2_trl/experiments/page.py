@@ -27,6 +27,7 @@ from ragen2_trl.reporting.files import replace_whole, write_text
 PAGE, TEMPLATE = "README.md", "results.md.jinja"
 # Of each setting: what the table of a claim shows; peak is what the paper reports.
 COLUMNS = {
+    "before": "success/first",
     "last": "success/last",
     "last fifth": "success/last_fifth",
     "area": "success/area",
