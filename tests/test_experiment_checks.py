@@ -116,7 +116,7 @@ def test_a_run_that_ended_early_and_one_without_the_metric_are_told():
     assert result.seeds == 4
     early, without = result.notes.sentences()
     assert "1 run ended before the planned steps" in early and "method filter, seed 2" in early
-    assert "2 runs left out, which do not have the metric or are compared with one" in without
+    assert "2 runs left out, which have no such number or are compared with one" in without
     assert "method none, seed 3" in without
 
 
@@ -141,11 +141,11 @@ def test_a_mean_is_of_all_runs_less_another_statistic_of_theirs():
 
 def test_a_ratio_is_that_of_logarithms():
     def number(levels, seed):
-        return make_run(rate=(0.5 if levels == FILTER else 1.0) * (1 + 0.1 * seed))
+        return make_run(rate=(0.5 + 0.001 * (seed - 3) if levels == FILTER else 1.0) * (1 + 0.1 * seed))
 
     check = {**GAIN, "kind": "ratio", "statistic": "seconds/last", "expects": "<"}
     (result,) = evaluate(make_grid([check], number))
-    assert result.estimate.value == pytest.approx(0.5) and result.unit == "ratio" and result.outcome == 1
+    assert result.estimate.value == pytest.approx(0.5, rel=1e-4) and result.unit == "ratio" and result.outcome == 1
 
 
 def test_what_never_reached_its_target_is_a_lower_bound_that_decides_nothing_in_its_favour():
@@ -179,6 +179,42 @@ def test_success_at_an_equal_cost_ends_where_the_cheaper_run_did():
     (result,) = evaluate(make_grid([check], number))
     # At 40 to 50 seconds, the mean of 45: one is at steps 80 to 100, the other at 40 to 50.
     assert result.estimate.value == pytest.approx(0.2 * (0.90 - 0.45))
+
+
+def test_a_target_that_was_there_before_training_has_no_time():
+    """Plain training ends below where it began, with all seeds but one: there is no ratio, and nothing left to run."""
+    check = {"name": "r", "kind": "ratio", "statistic": "seconds_to_reach", "of": FILTER, "against": NONE,
+             "target": NONE, "expects": "<"}  # fmt: skip
+    grid = make_grid([check], lambda levels, seed: 0.7 if levels == FILTER or seed == 1 else 0.3)
+    (result,) = evaluate(grid)
+    assert result.seeds == 1
+    assert result.notes.others == [
+        "With 4 seeds success is at the target before training, which takes no time: left out."
+    ]
+    assert verdict(grid, [result]) == "not at this scale"
+
+
+def test_a_cost_that_is_a_bound_shows_nothing_equal():
+    check = {"name": "r", "kind": "ratio", "statistic": "seconds_to_reach", "of": FILTER, "against": NONE,
+             "target": 0.8, "expects": "=", "within": 0.5}  # fmt: skip
+    (result,) = evaluate(make_grid([check], lambda levels, seed: 0.5 if levels == FILTER else 0.8 + 0.01 * seed))
+    assert result.estimate.side == 1 and result.outcome == 0
+
+
+def test_what_is_measured_more_often_does_not_fall_sooner():
+    """Both fall at step 10; one is measured every tenth step, the other every fiftieth."""
+    often, seldom = np.arange(0.0, 101, 10), np.arange(0.0, 101, 50)
+
+    def number(levels, seed):
+        run = make_run()
+        curves = {name: Curve(steps, np.where(steps < 10, 1.0, 0.1)) for name, steps in (("a", often), ("b", seldom))}
+        return replace(run, curves={**run.curves, **curves})
+
+    checks = [
+        {"name": n, "kind": "earlier", "first": n, "then": o, "of": NONE, "expects": ">"}
+        for n, o in (("a", "b"), ("b", "a"))
+    ]
+    assert [one.estimate.value for one in evaluate(make_grid(checks, number))] == [0, 0]
 
 
 def test_what_falls_first_is_told_by_the_lag_in_shares_of_the_run():
@@ -243,6 +279,8 @@ def results_of(outcomes, seeds=5):
 def test_one_rule_makes_the_verdict(outcomes, said):
     grid = make_grid([], lambda levels, seed: 0.5)
     assert verdict(grid, results_of(outcomes)) == said
+    assert verdict(grid, results_of(outcomes, seeds=3)) == said  # two without a number, which more runs do not bring
+    grid = make_grid([], lambda levels, seed: 0.5, without=[(FILTER, 4), (FILTER, 5)])
     so_far = said if any(outcomes) else "nothing decided"  # more seeds may decide
     assert verdict(grid, results_of(outcomes, seeds=3)) == f"{so_far}, so far (3 of 5 seeds)"
 
@@ -276,10 +314,14 @@ def test_two_checks_are_decided_more_strictly_than_one():
     ({"expects": "="}, ["expects='='", "within"]),
     ({"statistic": "succes/last"}, ["statistic='succes/last'", "last_fifth"]),
     ({"kind": "ratio", "statistic": "seconds_to_reach"}, ["seconds_to_reach needs a target"]),
-    ({"kind": "mean", "statistic": "at_equal/seconds", "against": None}, ["against is not known"]),
+    ({"kind": "mean", "statistic": "at_equal/seconds"}, ["against is not known"]),
+    ({"kind": "mean", "minus": "seconds_to_reach", "against": None}, ["minus='seconds_to_reach'", "ratio's"]),
+    ({"kind": "correlation", "x": "success/last", "y": "kept/mean", "statistic": None, "expects": "=", "within": 0.1},
+     ["expects='='", "for correlation: '>' and '<'"]),
 ])  # fmt: skip
 def test_what_a_check_must_not_say_is_named(changes, parts):
-    grid = make_grid([GAIN | changes], lambda levels, seed: 0.5)
+    check = {name: value for name, value in (GAIN | changes).items() if value is not None}
+    grid = make_grid([check], lambda levels, seed: 0.5)
     with pytest.raises(ValueError) as error:
         validate(grid.experiment)
     for part in ["try.yaml", *parts]:

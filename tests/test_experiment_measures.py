@@ -111,9 +111,8 @@ def test_the_slope_of_gradients_is_the_exponent_of_a_power_law(exponent):
 
 def test_a_fall_is_for_good():
     steps = [10, 20, 30, 40, 50]
-    assert fall(make_run(50, m=(steps, [1, 0.7, 0.9, 0.75, 0.1])), "m", 0.2) == 40 / 50
-    assert fall(make_run(50, m=(steps, [1, 0.1, 0.1, 0.1, 0.9])), "m", 0.2) == math.inf
-    assert math.isnan(fall(make_run(50), "m", 0.2))
+    assert fall(Curve(steps, np.array([1, 0.7, 0.9, 0.75, 0.1])), 0.2) == 40
+    assert fall(Curve(steps, np.array([1, 0.1, 0.1, 0.1, 0.9])), 0.2) == math.inf
 
 
 @pytest.mark.parametrize(

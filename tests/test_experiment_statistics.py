@@ -28,6 +28,13 @@ def test_the_interval_of_a_mean_is_students():
     assert mean_interval(VALUES, expects="<").side == -1
 
 
+@pytest.mark.parametrize("n", [2, 5, 10])
+def test_equal_numbers_are_as_sure_as_their_signs_are(n):
+    assert mean_interval([0.2] * n).p == pytest.approx(stats.binomtest(n, n).pvalue)
+    assert mean_interval([0.0] * n).p == 1.0
+    assert mean_interval([0.0] * n, expects="=").p == 0.0
+
+
 @pytest.mark.parametrize("shift", [-0.03, 0.0, 0.011, 0.05])
 def test_the_p_value_is_below_5_percent_where_the_interval_excludes_the_null(shift):
     found = mean_interval(np.array(VALUES) + shift)

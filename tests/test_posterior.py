@@ -19,6 +19,7 @@ ALONE = SimpleNamespace(num_processes=1, process_index=0)
 
 def selection(num_rows=64, features=None, **settings):
     args = {"snr_candidates": 4, "snr_explore": 0.1, "snr_prompt_half_life": 1.0, "snr_importance_weights": 0.0}
+    args["snr_difficulty_columns"] = None
     args = SimpleNamespace(**{**args, "seed": 5, "num_generations": GROUP, **settings})
     return PromptSelection(ALONE, args, [{}] * num_rows, True, features)
 
@@ -120,8 +121,20 @@ def test_no_prompt_starves():
     chosen, rng = selection(128, snr_explore=0.125), np.random.default_rng(3)
     drawn = play(chosen, chances, 128, 8, rng)
     assert set(np.concatenate(drawn[16:])) == set(range(128))
-    oldest = chosen.posterior.clock - chosen.posterior.seen.min()
-    assert chosen.metrics()["oldest_unseen"] == oldest < 1024
+    for _ in range(40):
+        assert chosen.stream.at_start_of_epoch
+        oldest = np.flatnonzero(chosen.posterior.seen == chosen.posterior.seen.min())
+        epoch = play(chosen, chances, 4, 8, rng)  # of 4 x 8 candidates each
+        assert set(oldest) & set(np.concatenate(epoch))
+
+
+def test_where_an_epoch_ends_amid_a_step_each_prompt_is_drawn_once():
+    """Three fresh prompts are left, and the two other places compete for more candidates than there are prompts."""
+    for seed in range(20):
+        chosen = selection(8, seed=seed)
+        for _ in range(6):
+            assert len(set(chosen.draw(5))) == len(chosen.rows) == 5
+            chosen.learn(torch.tensor([[0.0, 1.0] * 4] * 5))
 
 
 @pytest.mark.parametrize("shuffle", [True, False])

@@ -113,6 +113,16 @@ def test_a_checkpoint_of_another_dataset_is_refused(policy_path, tmp_path):
         other.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
 
 
+def test_a_checkpoint_that_learnt_from_other_columns_is_refused(policy_path, tmp_path):
+    settings = {"max_steps": 2, "save_steps": 1, "save_strategy": "steps"}
+    selecting_run(GRPO, policy_path, tmp_path, **settings).train()
+    numbered = Dataset.from_dict({"prompt": WORDS, "length": list(range(8))})
+    args = GRPO.args(tmp_path, **SELECTS, **settings, snr_difficulty_columns=["length"])
+    other = GRPO.make(policy_path, args, replay_with(policy_path, {0, 3, 5}), numbered)
+    with pytest.raises(ValueError, match=r"snr_difficulty_columns=\['length'\]; the checkpoint's .* from None"):
+        other.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+
+
 def test_weights_scale_advantages_and_say_how_many_were_cut(policy_path, tmp_path):
     settings = {"snr_importance_weights": 1.5, "max_steps": 8, "snr_candidates": 2, "beta": 0.0}
     trainer = selecting_run(GRPO, policy_path, tmp_path, **settings)

@@ -21,6 +21,8 @@ HOLDS, IN_PART, CONTRADICTED, UNDECIDED, NOT_RUN = (
     "not at this scale",
     "not run yet",
 )
+TO_REACH = "_to_reach"
+OF_ORDER = ("correlation", "stronger_correlation")
 CURVES_ONLY = "curves only, no verdict"  # of an experiment without checks
 
 
@@ -84,13 +86,13 @@ def evaluate(grid: Grid) -> list[Result]:
 def verdict(grid: Grid, results: Sequence[Result]) -> str:
     """The rule, the same for all experiments: `holds` if every check is decided as expected; `holds in part` if some
     are; `contradicted` if one is decided the other way and none as expected; `not at this scale` otherwise. With fewer
-    seeds than planned, or fewer cells, it is a verdict so far. Without checks there is none.
+    cells than planned it is a verdict so far. Without checks there is none.
     """
     done, cells = len(grid.runs), len({cell.key for cell in grid.cells})
     if not results and done:
         made = "one seed" if len(grid.seeds) == 1 else f"{len(grid.seeds)} seeds"
         return f"{made}: {CURVES_ONLY}" + (f", so far ({done} of {cells} cells)" if done < cells else "")
-    if all(math.isnan(result.estimate.value) for result in results):  # or there is no check
+    if not done:
         return NOT_RUN
     outcomes = [result.outcome for result in results]
     if all(outcome == 1 for outcome in outcomes):
@@ -99,9 +101,9 @@ def verdict(grid: Grid, results: Sequence[Result]) -> str:
         said = IN_PART
     else:
         said = CONTRADICTED if -1 in outcomes else UNDECIDED
-    seeds, planned = min(result.seeds for result in results), len(grid.seeds)
-    if seeds >= planned and done >= cells:
+    if done >= cells:
         return said
+    seeds, planned = min(result.seeds for result in results), len(grid.seeds)
     so_far = f"so far ({seeds} of {planned} seeds)" if seeds < planned else f"so far ({done} of {cells} cells)"
     return f"{'nothing decided' if said == UNDECIDED else said}, {so_far}"
 
@@ -143,7 +145,12 @@ def validate(experiment: Experiment) -> None:
                     check_statistic(check[name], of_pairs=name == "statistic" and kind.pairs)
                 except ValueError as error:
                     raise ValueError(f"{where}: {error}") from error
-        if str(check.get("statistic", "")).endswith("_to_reach") and "target" not in check:
+        for name in ("x", "y", "than", "minus"):
+            if str(check.get(name, "")).endswith(TO_REACH):
+                raise ValueError(f"{where}: {name}={check[name]!r} is not supported; allowed: as a ratio's statistic")
+        if check["kind"] in OF_ORDER and check["expects"] == "=":
+            raise ValueError(f"{where}: expects='=' is not supported; allowed for {check['kind']}: '>' and '<'")
+        if str(check.get("statistic", "")).endswith(TO_REACH) and "target" not in check:
             raise ValueError(f"{where}: {check['statistic']} needs a target: a number, or levels whose end is it")
 
 

@@ -30,7 +30,7 @@ COSTS = ("seconds", "cpu_seconds", "sampled_tokens", "update_tokens", "update_fl
 KEPT = re.compile(
     r"reward|reward_std|frac_reward_zero_std|entropy|kl|loss|grad_norm|completions/(mean_length|clipped_ratio)"
     r"|snr/(?!window_groups|dropped_|score_max|empty_steps|carried|waiting|stale).*"
-    r"|mi/.*|grad/.*|eval/.*|cost/.*|ppo/(value_loss|explained_variance)|select/.*"
+    r"|mi/.*|grad/.*|eval/.*|cost/.*|ppo/(value_loss|explained_variance)"
     r"|env/[^/]+/(success|return|valid_rate|action_is_valid|action_is_effective)"
 )
 CELLS_SCHEMA = pa.schema(

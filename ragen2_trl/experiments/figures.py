@@ -166,36 +166,33 @@ def draw_differences(grid: Grid, spec: Spec) -> Figure:
 
 @drawn_in_style
 def draw_gains(grid: Grid, spec: Spec) -> Figure:
-    """What `of` gains over `against` along an axis whose levels are numbers, or one below the other if they are not.
+    """What `of` gains over `against` along an axis whose levels are numbers; the mean over axes that are left free.
 
     `statistic`, `axis`, `of`, `against`.
     """
     name, axis = spec["statistic"], spec["axis"]
-    found = {
-        one[axis]: [
-            paired_difference(runs, name)
-            for seed in grid.seeds
-            if (runs := runs_of(grid, (one, other), seed, Notes())) is not None
-        ]
-        for one, other in pairs(grid, spec["of"], spec["against"])
+    levels = list(grid.experiment.axes[axis])
+    gains = {
+        level: differences(grid, {**spec, "of": {**spec["of"], axis: level}}, Notes())
+        for level in levels
+        if pairs(grid, {**spec["of"], axis: level}, spec["against"])
     }
+    gains = {level: numbers for level, numbers in gains.items() if numbers}
     figure, panels = make_grid_of_panels(1, 1, 2.9)
     axes = panels[0, 0]
-    x = np.array([float(level) for level in found])
-    seeds = max(map(len, found.values()), default=0)
-    whole = [level for level, numbers in found.items() if len(numbers) == seeds > 0]
+    x = [float(level) for level in gains]
     look = looks()[0]
-    if whole:
-        kept = np.array([float(level) for level in whole])
-        for seed in range(seeds):
-            axes.plot(kept, [found[level][seed] for level in whole], color=GREY, linewidth=THIN, alpha=0.7)
-    for level, numbers in found.items():
-        estimate = mean_interval(numbers)
-        if len(numbers) >= MIN_SEEDS:
-            axes.plot([float(level)] * 2, [estimate.low, estimate.high], color=look["color"], linewidth=LINE_WIDTH)
-    axes.plot(x, [mean_interval(numbers).value for numbers in found.values()], **look)
+    for seed in grid.seeds:
+        seen = [(float(level), numbers[seed]) for level, numbers in gains.items() if seed in numbers]
+        if seen:
+            axes.plot(*zip(*seen, strict=True), color=GREY, linewidth=THIN, alpha=0.7)
+    estimates = [mean_interval(list(numbers.values())) for numbers in gains.values()]
+    for place, estimate in zip(x, estimates, strict=True):
+        if estimate.n >= MIN_SEEDS:
+            axes.plot([place] * 2, [estimate.low, estimate.high], color=look["color"], linewidth=LINE_WIDTH)
+    axes.plot(x, [estimate.value for estimate in estimates], **look)
     axes.axhline(0, **REFERENCE)
-    axes.set_xticks(x, list(found))
+    axes.set_xticks(x, list(gains))
     axes.set_xlabel(spec.get("label", axis))
     axes.set_ylabel(f"gain in {METRIC_LABELS.get(name.partition('/')[0], name)}\n(points)")
     axes.yaxis.set_major_formatter(in_points)

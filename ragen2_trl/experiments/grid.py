@@ -26,7 +26,7 @@ class Notes:
         kinds = (
             ("not there", self.missing),
             ("ended before the planned steps, and have their last value from there on", self.early),
-            ("left out, which do not have the metric or are compared with one that does not", self.without),
+            ("left out, which have no such number or are compared with one that has none", self.without),
         )
         return [
             *(f"{_count(set(runs))} {what}: {some(list(dict.fromkeys(runs)))}." for what, runs in kinds if runs),

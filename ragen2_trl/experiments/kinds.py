@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from ragen2_trl.experiments.grid import Grid, Notes, by_seed, pairs, runs_of, some
-from ragen2_trl.experiments.measures import OF_PAIRS, Run, fall, statistic, success_at, total
+from ragen2_trl.experiments.measures import OF_PAIRS, Run, fall, on_common_steps, statistic, success_at, total
 from ragen2_trl.experiments.statistics import Estimate, correlation_interval, mean_interval
 
 Check = Mapping[str, Any]
@@ -92,10 +92,14 @@ def _ratio(grid: Grid, check: Check, notes: Notes) -> Evaluated:
     if isinstance(targets, Mapping):
         found = [[*pair, {**pair[0], **targets}] for pair in found]
     censored = [0, 0]
+    below: set[int] = set()
 
     def log_ratio(runs: Sequence[Run]) -> float:
         target = statistic(runs[2], "success/last_fifth") if len(runs) > 2 else float(targets or math.nan)
         numbers = [statistic(run, name, target) for run in runs[:2]]
+        if 0.0 in numbers:
+            below.add(runs[0].seed)
+            return math.nan
         for side, run in enumerate(runs[:2]):
             if math.isinf(numbers[side]):
                 censored[side] += 1
@@ -113,7 +117,12 @@ def _ratio(grid: Grid, check: Check, notes: Notes) -> Evaluated:
                 f"{censored[side]} runs of {some([f'{a} {b}' for a, b in check[which].items()])} never reached the "
                 "target: all they cost counts, which is a lower bound."
             )
+    if below:
+        notes.others.append(
+            f"With {len(below)} seeds success is at the target before training, which takes no time: left out."
+        )
     favoured = (log.value < null and censored[0]) or (log.value > null and censored[1]) or all(censored)
+    favoured = favoured or (check["expects"] == "=" and any(censored))
     found_log = replace(log, p=1.0) if favoured and not math.isnan(log.p) else log
     low, value, high = (math.exp(x) if math.isfinite(x) else math.nan for x in (log.low, log.value, log.high))
     return replace(found_log, value=value, low=low, high=high), "ratio", len(means)
@@ -123,11 +132,15 @@ def _earlier(grid: Grid, check: Check, notes: Notes) -> Evaluated:
     """By how much of the run one metric falls for good before another does, which it does at the end at the latest."""
     settings = [[levels] for levels in grid.settings if check["of"].items() <= dict(levels).items()]
     share = float(check.get("fall", 0.2))
-    falls: list[list[float]] = []
+    falls: list[tuple[float, float]] = []
 
     def lag(runs: Sequence[Run]) -> float:
-        falls.append([fall(runs[0], check[name], share) for name in ("first", "then")])
-        return min(falls[-1][1], 1.0) - min(falls[-1][0], 1.0)
+        first, then = (runs[0].curve(check[name]) for name in ("first", "then"))
+        if first is None or then is None:
+            return math.nan
+        earlier, later = (fall(curve, share) / runs[0].planned for curve in on_common_steps(first, then))
+        falls.append((earlier, later))
+        return min(later, 1.0) - min(earlier, 1.0)
 
     values = by_seed(grid, settings, lag, notes)
     means = {seed: float(np.mean(numbers)) for seed, numbers in values.items()}

@@ -262,16 +262,27 @@ def gradient_slope(run: Run, part: str) -> float:
     return products / squares if squares > 0 else math.nan
 
 
-def fall(run: Run, metric: str, share: float) -> float:
-    """When a metric has fallen for good, as a fraction of the planned steps: the first point after which it never
-    again is above (1 - share) of its peak. Infinite if it does not fall; NaN where the run has no such metric."""
-    curve = run.curve(metric)
-    if curve is None:
-        return math.nan
+def on_common_steps(one: Curve, other: Curve) -> tuple[Curve, Curve]:
+    """Both at the steps of the one with fewer points, from where the other has any: its latest value by then.
+
+    What is measured more often would otherwise be seen to fall sooner.
+    """
+    few, many = sorted((one, other), key=lambda curve: len(curve.steps))
+    steps = few.steps[few.steps >= many.steps[0]]
+    if len(steps) == 0:
+        return one, other
+    latest = Curve(steps, many.values[np.searchsorted(many.steps, steps, side="right") - 1])
+    kept = Curve(steps, few.values[-len(steps) :])
+    return (kept, latest) if few is one else (latest, kept)
+
+
+def fall(curve: Curve, share: float) -> float:
+    """The step by which a metric has fallen for good: the first point after which it never again is above (1 - share)
+    of its peak. Infinite if it does not fall."""
     above = np.flatnonzero(curve.values > (1 - share) * curve.values.max())
     if len(above) == 0 or above[-1] == len(curve.values) - 1:  # never above 0, or not fallen
         return math.inf
-    return float(curve.steps[above[-1] + 1]) / run.planned
+    return float(curve.steps[above[-1] + 1])
 
 
 @dataclass(frozen=True)

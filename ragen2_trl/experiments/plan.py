@@ -217,6 +217,10 @@ def read_experiment(path: Path, overrides: Fields | None = None) -> Experiment:
     known = dict(axes)
     for axis, levels in (item for one in others for item in one.axes.items()):  # checks name what all of them have
         known[axis] = {**known.get(axis, {}), **levels}
+
+    def gridded(name: str) -> Iterable[dict[str, Any]]:
+        return (_on_grid(one, known, path, f"{name}[{n}]") for n, one in enumerate(_list(read, name, path)))
+
     if empty := [axis for axis, levels in axes.items() if not levels]:
         raise ValueError(f"{path}: axes.{empty[0]} must have at least one level, got none")
     if not others and not any(axes[axis].keys() == named.keys() for axis, named in files["tiny"].items()):
@@ -228,7 +232,7 @@ def read_experiment(path: Path, overrides: Fields | None = None) -> Experiment:
         paper=read.get("paper", ""),
         base=_files(read["base"], path, "base") if "base" in read else (),
         seeds=max((one.seeds for one in others), key=len) if others else _seeds(read["seeds"], path),
-        checks=tuple(_check(one, known, path, f"checks[{n}]") for n, one in enumerate(_list(read, "checks", path))),
+        checks=tuple(gridded("checks")),
         settings_fixed=read["settings_fixed"],
         fields=_fields(read.get("fields", {}), path, "fields"),
         axes=axes,
@@ -239,7 +243,7 @@ def read_experiment(path: Path, overrides: Fields | None = None) -> Experiment:
         ),
         quick=_fields(read.get("quick", {}), path, "quick"),
         paper_scale=others[0].paper_scale if others else _paper_scale(read.get("paper_scale"), path),
-        figures=tuple(_mapping(one, path, f"figures[{n}]") for n, one in enumerate(_list(read, "figures", path))),
+        figures=tuple(gridded("figures")),
         note=read.get("note", ""),
         others=others,
         path=path,
@@ -312,8 +316,8 @@ def _paper_scale(value: Any, path: Path) -> PaperScale | None:
 
 
 def _files(value: Any, path: Path, where: str) -> tuple[Path, ...]:
-    names = [value] if isinstance(value, str) else value
-    if not isinstance(names, list) or not names or not all(isinstance(one, str) for one in names):
+    names = _names(value)
+    if not names or not all(isinstance(one, str) for one in names):
         raise ValueError(f"{path}: {where} must name files, relative to this one, got {value!r}")
     files = tuple(Path(os.path.normpath(path.parent / one)) for one in names)
     if missing := [str(one) for one in files if not one.is_file()]:
@@ -344,13 +348,26 @@ def _levels(value: Mapping[Any, Any], axes: Mapping[str, Mapping[str, Any]], pat
     return levels
 
 
-def _check(value: Any, axes: Mapping[str, Mapping[str, Any]], path: Path, where: str) -> dict[str, Any]:
-    """A check whose levels are of the grid."""
-    check = dict(_mapping(value, path, where))
-    for side in ("of", "against"):
-        if side in check:
-            check[side] = _levels(_mapping(check[side], path, f"{where}.{side}"), axes, path, f"{where}.{side}")
-    return check
+def _on_grid(value: Any, axes: Mapping[str, Mapping[str, Any]], path: Path, where: str) -> dict[str, Any]:
+    """A check or a figure, whose axes and levels are of the grid."""
+    read = dict(_mapping(value, path, where))
+    for name in ("of", "against", "where", "target"):
+        if isinstance(read.get(name), Mapping) or (name != "target" and name in read):
+            read[name] = _levels(_mapping(read[name], path, f"{where}.{name}"), axes, path, f"{where}.{name}")
+    for name in ("axis", "lines", "rows", "columns", "marks"):
+        for axis in _names(read.get(name, [])):
+            if axis not in axes:
+                raise ValueError(f"{path}: {where}.{name} must be one of {list(axes)}, got {axis!r}")
+    for level in axes[read["axis"]] if "axis" in read else ():
+        try:
+            float(level)
+        except ValueError:
+            raise ValueError(f"{path}: {where}.axis must have numbers for levels, got {level!r}") from None
+    return read
+
+
+def _names(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
 
 
 def _mapping(value: Any, path: Path, where: str) -> Mapping[Any, Any]:

@@ -211,7 +211,8 @@ class Runner:
         resumed = any(folder.glob("checkpoint-*"))
         if not resumed:
             _trim(folder, (LOG, LOCK))
-        write_json(folder / VERSIONS, versions_here())
+        if not (folder / VERSIONS).exists():
+            write_json(folder / VERSIONS, versions_here())
         command = command_of(write_config(folder, job), job)
         process = _process(command, folder, lock, ONE_CORE if job.launch is None else {})
         return Running(job, process, lock, folder, resumed)

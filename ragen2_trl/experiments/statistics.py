@@ -63,11 +63,18 @@ def mean_interval(values: ArrayLike, null: float = 0.0, expects: str = ">", with
         return Estimate(mean + null, math.nan, math.nan, math.nan, side, 1)
     if np.ptp(numbers) <= 1e-12 * max(1.0, abs(mean)):  # equal to rounding, for which the test is not defined
         low = high = mean
-        p = 1.0 if mean in (0.0, within, -within) and expects != "=" else 0.0
+        p = _p_of_constant(mean, n, expects)
     else:
         low, high = stats.ttest_1samp(numbers, 0.0).confidence_interval(CONFIDENCE)
         p = _p_of_mean(numbers, mean, expects, within)
     return Estimate(mean + null, float(low) + null, float(high) + null, p, side, n)
+
+
+def _p_of_constant(mean: float, n: int, expects: str) -> float:
+    """Of equal numbers, that they have a sign: the exact sign test's. Runs that are bit for bit alike are equal."""
+    if expects == "=":
+        return 0.0
+    return 1.0 if mean == 0 else 2.0 ** (1 - n)
 
 
 def _side(mean: float, expects: str, within: float) -> int:

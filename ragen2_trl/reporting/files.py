@@ -84,6 +84,9 @@ def _write_whole(path: Path, text: str) -> None:
 
 def replace_whole(path: Path, write: Callable[[Path], object]) -> None:
     """The same for a file that `write` writes."""
-    unfinished = path.with_name(f".{path.name}")
-    write(unfinished)
-    os.replace(unfinished, path)
+    unfinished = path.with_name(f".{os.getpid()}.{path.name}")  # another process may be writing it, too
+    try:
+        write(unfinished)
+        os.replace(unfinished, path)
+    finally:
+        unfinished.unlink(missing_ok=True)

@@ -158,7 +158,9 @@ class PromptSelection:
         rows: dict[int, None] = {}
         spare: list[int] = []
         room = places * self.args.snr_candidates
-        while len(rows) + len(spare) < places or (room > 0 and not self.stream.at_start_of_epoch):
+        while len(rows) + len(spare) < places or (
+            room > 0 and len(rows) < len(self.prompts) and not self.stream.at_start_of_epoch
+        ):
             (row,) = self.stream.draw(1)
             if row not in rows:
                 rows[row] = None
@@ -209,13 +211,15 @@ class PromptSelection:
     def state(self) -> dict[str, Any]:
         """All that a checkpoint needs, the same on every process."""
         known = {"explored": self.explored, "compared": self.compared, "posterior": self.posterior.state()}
-        return {"num_rows": len(self.prompts), "drawn": self.stream.drawn, **known}
+        of = {"num_rows": len(self.prompts), "columns": self.args.snr_difficulty_columns}
+        return {**of, "drawn": self.stream.drawn, **known}
 
     def load(self, state: dict[str, Any] | None) -> None:
         """Go on from a checkpoint; from that of a run which did not choose, with nothing known.
 
         Raises:
-            ValueError: if it is of a dataset of another length, whose rows have other numbers.
+            ValueError: if it is of a dataset of another length, whose rows have other numbers, or has learnt from
+                other columns.
         """
         if state is None:
             return
@@ -223,6 +227,11 @@ class PromptSelection:
             raise ValueError(
                 f"train_dataset has {len(self.prompts)} rows; the checkpoint's snr_prompt_selection knows "
                 f"{state['num_rows']} by their number; allowed: the dataset of the checkpoint, or a run of its own."
+            )
+        if state["columns"] != (columns := self.args.snr_difficulty_columns):
+            raise ValueError(
+                f"snr_difficulty_columns={columns!r}; the checkpoint's snr_prompt_selection has learnt from "
+                f"{state['columns']!r}; allowed: the same columns, or a run of its own."
             )
         self.stream.drawn, self.explored, self.compared = state["drawn"], state["explored"], list(state["compared"])
         self.posterior.load(state["posterior"])
