@@ -13,8 +13,8 @@ Three tables for each cost (processor time, wall clock, sampled tokens, floating
 - what a method had spent when its held-out success first was that of plain TRL at its end (the mean of its last fifth,
   same seed), as a share of what plain TRL had spent when it first was there: geometric mean over seeds with Student's
   95 % interval on the scale of logarithms. A run that never got there counts with all it has spent, which makes the
-  ratio a lower bound (>=), or an upper one (<=) where it is plain TRL's. Seeds with which plain TRL ends no higher
-  than the model was before training are left out: there is no time to that.
+  ratio a lower bound (>=), an upper one (<=) where it is plain TRL's, and neither (?) where there are both. Seeds with
+  which plain TRL ends no higher than the model was before training are left out: there is no time to that.
 - the same for a success five points above that of the model before training.
 - held-out success when both had spent what the cheaper of the two has, less plain TRL's, in points.
 
@@ -97,7 +97,8 @@ def as_page(grid: Grid) -> str:
         "",
         "Made by `python benchmarks/time_to_success.py`, which says what is measured.",
         "",
-        f"{len(grid.runs)} of {len(grid.cells)} cells are done.",
+        f"{len(grid.runs)} of {len(grid.cells)} cells are done. With some seed plain TRL (<=), the method (>=) or both "
+        "(?) did not get there; where it says none, plain TRL ended no higher than it began.",
     ]
     for table in (TO_FINAL, TO_GAIN, AT_EQUAL):
         for cost, name in TITLES.items():

@@ -95,7 +95,7 @@ def test_a_seed_with_a_run_missing_is_left_out_and_told():
     (result,) = evaluate(grid)
     assert result.seeds == 4
     assert result.notes.sentences() == ["1 run not there: method filter, seed 4."]
-    assert verdict(grid, [result]).endswith("so far (4 of 5 seeds)")
+    assert verdict(grid, [result]).endswith("so far (9 of 10 cells)")
 
 
 def test_a_setting_that_never_ran_is_left_out_and_told():
@@ -282,7 +282,7 @@ def test_one_rule_makes_the_verdict(outcomes, said):
     assert verdict(grid, results_of(outcomes, seeds=3)) == said  # two without a number, which more runs do not bring
     grid = make_grid([], lambda levels, seed: 0.5, without=[(FILTER, 4), (FILTER, 5)])
     so_far = said if any(outcomes) else "nothing decided"  # more seeds may decide
-    assert verdict(grid, results_of(outcomes, seeds=3)) == f"{so_far}, so far (3 of 5 seeds)"
+    assert verdict(grid, results_of(outcomes, seeds=3)) == f"{so_far}, so far (8 of 10 cells)"
 
 
 def test_nothing_that_ran_is_no_verdict():

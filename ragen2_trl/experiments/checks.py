@@ -62,7 +62,7 @@ class Result:
 def show(estimate: Estimate, unit: str) -> str:
     """`+2.1 points (-0.4 to +4.6)`; without numbers, why there are none."""
     if math.isnan(estimate.value):
-        return "no number yet"
+        return "no number"
     form: Callable[[float], str]
     if unit == "points":
         form = lambda x: f"{100 * x:+.1f}"  # noqa: E731
@@ -103,9 +103,7 @@ def verdict(grid: Grid, results: Sequence[Result]) -> str:
         said = CONTRADICTED if -1 in outcomes else UNDECIDED
     if done >= cells:
         return said
-    seeds, planned = min(result.seeds for result in results), len(grid.seeds)
-    so_far = f"so far ({seeds} of {planned} seeds)" if seeds < planned else f"so far ({done} of {cells} cells)"
-    return f"{'nothing decided' if said == UNDECIDED else said}, {so_far}"
+    return f"{'nothing decided' if said == UNDECIDED else said}, so far ({done} of {cells} cells)"
 
 
 def sentence(results: Sequence[Result], numbers: bool = True) -> str:

@@ -63,8 +63,9 @@ class Claim:
 
     @property
     def ours(self) -> str:
-        """The first check's number, which is the claim's own."""
-        return f"{self.results[0].name}: {self.results[0].shown}" if self.results else "no check: curves alone"
+        """The first check's number, which is the claim's own; if it has none, that of the first which has."""
+        there = [one for one in self.results if not math.isnan(one.estimate.value)] or self.results
+        return f"{there[0].name}: {there[0].shown}" if there else "no check: curves alone"
 
     @property
     def anchor(self) -> str:
