@@ -97,8 +97,8 @@ def as_page(grid: Grid) -> str:
         "",
         "Made by `python benchmarks/time_to_success.py`, which says what is measured.",
         "",
-        f"{len(grid.runs)} of {len(grid.cells)} cells are done. With some seed plain TRL (<=), the method (>=) or both "
-        "(?) did not get there; where it says none, plain TRL ended no higher than it began.",
+        f"{len(grid.runs)} of {len(grid.cells)} cells are done. With some seed plain TRL (<=), the method (>=) or "
+        "both (?) did not get there; where it says none, plain TRL ended no higher than it began.",
     ]
     for table in (TO_FINAL, TO_GAIN, AT_EQUAL):
         for cost, name in TITLES.items():
