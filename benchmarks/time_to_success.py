@@ -22,7 +22,9 @@ Writes `benchmarks/results/time_to_success.md`.
 """
 
 import argparse
+import math
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +33,7 @@ import numpy as np
 from ragen2_trl.cli.experiment import main as experiment
 from ragen2_trl.experiments.checks import show
 from ragen2_trl.experiments.curves import Store
+from ragen2_trl.experiments.drawing import MIN_SEEDS
 from ragen2_trl.experiments.grid import Grid, Notes
 from ragen2_trl.experiments.kinds import KINDS
 from ragen2_trl.experiments.measures import read_finished, statistic
@@ -67,6 +70,8 @@ def shown(grid: Grid, kind: str, check: dict[str, Any]) -> str:
     estimate, unit, seeds = KINDS[kind].evaluate(grid, check, notes)
     if not seeds:
         return "none"
+    if seeds < MIN_SEEDS:
+        estimate = replace(estimate, low=math.nan, high=math.nan)
     bounds = {">= ": check["of"]["method"], "<= ": PLAIN}
     told = [
         sign
