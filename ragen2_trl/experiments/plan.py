@@ -352,7 +352,7 @@ def _on_grid(value: Any, axes: Mapping[str, Mapping[str, Any]], path: Path, wher
     """A check or a figure, whose axes and levels are of the grid."""
     read = dict(_mapping(value, path, where))
     for name in ("of", "against", "where", "target"):
-        if isinstance(read.get(name), Mapping) or (name != "target" and name in read):
+        if name in read and (name != "target" or isinstance(read[name], Mapping)):  # a target may be a number
             read[name] = _levels(_mapping(read[name], path, f"{where}.{name}"), axes, path, f"{where}.{name}")
     for name in ("axis", "lines", "rows", "columns", "marks"):
         for axis in _names(read.get(name, [])):
