@@ -66,20 +66,13 @@ def cell(grid: Grid, table: str, cost: str, method: str, prompts: str) -> str:
 
 
 def shown(grid: Grid, kind: str, check: dict[str, Any]) -> str:
-    notes = Notes()
-    estimate, unit, seeds = KINDS[kind].evaluate(grid, check, notes)
+    estimate, unit, seeds = KINDS[kind].evaluate(grid, check, Notes())
     if not seeds:
         return "none"
     if seeds < MIN_SEEDS:
         estimate = replace(estimate, low=math.nan, high=math.nan)
-    bounds = {">= ": check["of"]["method"], "<= ": PLAIN}
-    told = [
-        sign
-        for sign, method in bounds.items()
-        if any("lower bound" in note and f"method {method};" in note for note in notes.others)
-    ]
     few = "" if seeds == len(grid.seeds) else f", {seeds} seeds"
-    return f"{''.join(told) if len(told) < 2 else '? '}{show(estimate, unit)}{few}"
+    return f"{show(estimate, unit)}{few}"
 
 
 def before_training(grid: Grid, prompts: str) -> float:

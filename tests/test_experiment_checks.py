@@ -116,7 +116,7 @@ def test_a_run_that_ended_early_and_one_without_the_metric_are_told():
     assert result.seeds == 4
     early, without = result.notes.sentences()
     assert "1 run ended before the planned steps" in early and "method filter, seed 2" in early
-    assert "2 runs left out, which have no such number or are compared with one" in without
+    assert "2 runs do not count in a check, for want of a number" in without
     assert "method none, seed 3" in without
 
 
@@ -159,9 +159,14 @@ def test_what_never_reached_its_target_is_a_lower_bound_that_decides_nothing_in_
     (result,) = evaluate(make_grid([check], number))
     assert result.estimate.value < 1 and result.outcome == 0
     assert "5 runs of method filter never reached the target" in result.notes.others[-1]
-    reverse = {**check, "of": NONE, "against": FILTER, "target": 0.5}
-    (result,) = evaluate(make_grid([reverse], number))  # both reach 0.5
-    assert "never" not in " ".join(result.notes.others)
+    assert result.notes.others[-1].endswith("the ratio can only be larger.")
+    assert result.estimate.bound == ">=" and result.shown.startswith(">= 0.1")
+    (result,) = evaluate(make_grid([{**check, "of": NONE, "against": FILTER}], number))
+    assert result.estimate.bound == "<="
+    (result,) = evaluate(make_grid([{**check, "target": 0.7}], number))  # neither gets there
+    assert result.estimate.bound == "?" and result.outcome == 0
+    (result,) = evaluate(make_grid([{**check, "target": 0.5}], number))  # both do
+    assert result.estimate.bound == "" and "never" not in " ".join(result.notes.others)
 
 
 def test_a_target_may_be_the_end_of_another_run_of_the_seed():
@@ -189,7 +194,7 @@ def test_a_target_that_was_there_before_training_has_no_time():
     (result,) = evaluate(grid)
     assert result.seeds == 1
     assert result.notes.others == [
-        "With 4 seeds success is at the target before training, which takes no time: left out."
+        "4 seeds are left out: at the target before training, which leaves no time to compare."
     ]
     assert verdict(grid, [result]) == "not at this scale"
 
@@ -226,6 +231,27 @@ def test_what_falls_first_is_told_by_the_lag_in_shares_of_the_run():
     assert result.estimate.value == pytest.approx(mean([0.5, 0.5, 0.5, 0.5, 0.5]))
     assert "a fell by 20% of its peak for good in 5 of 5 runs." in result.notes.others
     assert "b fell by 20% of its peak for good in 4 of 5 runs." in result.notes.others
+
+
+def test_a_run_without_one_of_the_two_has_no_lag_and_is_named():
+    def number(levels, seed):
+        return make_run(curves={"a": [1.0, 0.5, 0.4]} | ({"b": [1.0, 0.9, 0.5]} if seed > 1 else {}))
+
+    check = {"name": "e", "kind": "earlier", "first": "a", "then": "b", "of": NONE, "expects": ">"}
+    (result,) = evaluate(make_grid([check], number))
+    assert result.seeds == 4 and result.estimate.value == pytest.approx(0.5)
+    assert "a fell by 20% of its peak for good in 4 of 4 runs." in result.notes.others
+    assert list(result.notes.without.values()) == ["method none, seed 1"]
+
+
+def test_a_run_that_experiments_share_is_missed_once():
+    axes = {"method": ["none", "filter"], "slip": ["0.0", "0.4"]}
+    without = [({"method": "filter", "slip": "0.4"}, 2)]
+    grids = [make_grid([], lambda levels, seed: 0.5, axes, without=without, name=name) for name in ("one", "two")]
+    check = {"name": "c", "kind": "correlation", "x": "success/first", "y": "success/last", "of": FILTER,
+             "against": NONE, "expects": ">"}  # fmt: skip
+    (result,) = evaluate(make_grid([check], lambda levels, seed: 0.5, axes, others=grids))
+    assert result.notes.sentences()[0].startswith("1 run not there: ")
 
 
 def test_gains_of_other_experiments_are_correlated_once_each():
@@ -285,9 +311,10 @@ def test_one_rule_makes_the_verdict(outcomes, said):
     assert verdict(grid, results_of(outcomes, seeds=3)) == f"{so_far}, so far (8 of 10 cells)"
 
 
-def test_nothing_that_ran_is_no_verdict():
-    every = [(levels, seed) for levels in (NONE, FILTER) for seed in range(1, 6)]
-    grid = make_grid([GAIN], lambda levels, seed: 0.5, without=every)
+@pytest.mark.parametrize("there", [[], [NONE]])
+def test_nothing_that_ran_is_no_verdict_and_neither_are_runs_without_what_they_are_compared_with(there):
+    without = [(levels, seed) for levels in (NONE, FILTER) if levels not in there for seed in range(1, 6)]
+    grid = make_grid([GAIN], lambda levels, seed: 0.5, without=without)
     assert verdict(grid, evaluate(grid)) == "not run yet"
 
 

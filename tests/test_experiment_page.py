@@ -9,7 +9,9 @@ import pytest
 from experiment_results import curves_of, write_results
 
 from ragen2_trl.experiments.curves import Store
-from ragen2_trl.experiments.page import analyse, check_readable
+from ragen2_trl.experiments.figures import draw
+from ragen2_trl.experiments.measures import read_finished
+from ragen2_trl.experiments.page import analyse, check_readable, read_grid
 from ragen2_trl.experiments.plan import read_experiment, read_experiments
 
 FOLDER = Path(__file__).parent.parent / "experiments"
@@ -99,21 +101,69 @@ def test_what_is_there_so_far_is_told_as_that(tmp_path, fig9):
     assert "so far (30 of 50 cells)" in text and "20 runs not there" in text
 
 
+def test_the_number_beside_a_verdict_is_the_one_that_made_it(tmp_path):
+    """Of tab7 where the filter is behind none, and ahead of random groups by too little to be decided."""
+    experiment = read_experiment(FOLDER / "tab7.yaml")
+
+    def behind(cell):
+        return curves_of(cell, {"none": 0.7, "random, same size": 0.595}.get(cell.levels["method"], 0.6))
+
+    write_results(tmp_path, experiment.cells(), behind)
+    analyse([experiment], tmp_path)
+    row = next(
+        line for line in (tmp_path / "README.md").read_text().splitlines() if line.startswith("| [tab7](#tab7)")
+    )
+    *_, ours, verdict, _ = row.split(" | ")
+    assert verdict == "**contradicted**" and ours.startswith("the filter beats no filter, at equal steps: -")
+
+
+def test_all_columns_of_a_figure_are_seen_on_the_axis_they_share(tmp_path):
+    """Sokoban's success is far below FrozenLake's, which is drawn first."""
+    experiment = read_experiment(FOLDER / "fig5.yaml")
+    cells = [cell for cell in experiment.cells() if cell.seed == 1]
+
+    def lower_on_sokoban(cell):
+        metrics = curves_of(cell)
+        if cell.levels["env"] == "sokoban":
+            key = "eval/env/sokoban/success"
+            metrics[key] = {step: value - 0.4 for step, value in metrics[key].items()}
+        return metrics
+
+    write_results(tmp_path, cells, lower_on_sokoban)
+    finished = read_finished(Store(tmp_path), [cell.key for cell in cells])
+    figure = draw(read_grid(experiment, finished, "tiny", False), experiment.figures[0])
+    of_success = figure.axes[:2]
+    assert [axes.get_title("left") for axes in of_success] == ["frozen_lake", "sokoban"]
+    for axes in of_success:
+        low, high = axes.get_ylim()
+        assert axes.lines and all(low < value < high for line in axes.lines for value in line.get_ydata())
+
+
+def test_a_figure_of_which_nothing_has_run_is_left_out(tmp_path):
+    experiment = read_experiment(FOLDER / "ours2.yaml")
+    cells = [cell for cell in experiment.cells() if cell.levels["prompts"] == "70 % impossible"]
+    write_results(tmp_path, cells, curves_of)
+    analyse([experiment], tmp_path)
+    assert re.findall(r"!\[.+\]\((.+)\)", (tmp_path / "README.md").read_text()) == ["ours2.png"]
+    assert not (tmp_path / "ours2_3.png").exists()
+
+
 def test_before_anything_ran_the_page_says_so(tmp_path, fig9):
     analyse([fig9], tmp_path)
     text = (tmp_path / "README.md").read_text()
-    assert "not run yet" in text and "no number" in text and "![" not in text
+    assert "**Not run yet.**" in text and "| 0 of 50 |" in text and "no number" in text and "![" not in text
 
 
 def test_an_experiment_without_checks_has_curves_and_no_verdict(tmp_path):
     experiment = read_experiment(FOLDER / "smollm2.yaml")
     cells = experiment.cells()
-    for number, said in ((0, "**not run yet**"), (3, "no verdict, so far (3 of 8 cells)**"), (8, "no verdict**")):
+    so_far = "no verdict, so far (3 of 8 cells)**"  # all of GRPO, and PPO has a figure of its own
+    for number, images, said in ((0, 0, "| 0 of 8 |"), (3, 1, so_far), (8, 2, "no verdict**")):
         write_results(tmp_path, cells[:number], curves_of)
         analyse([experiment], tmp_path)
         text = (tmp_path / "README.md").read_text()
         assert said in text and ("**one seed: curves only, no verdict" in text) == (number > 0)
-        assert "| check |" not in text and text.count("![") == (2 if number else 0)
+        assert "| check |" not in text and text.count("![") == images
     assert "**One seed: curves only, no verdict.**" in text
 
 

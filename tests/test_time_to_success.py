@@ -13,9 +13,9 @@ RISE = {"drop, selection": 0.2, "TRL": 0.1, "mask": 0.1}  # of held-out success,
 
 
 def straight(cell):
-    """Selection learns anywhere, at half of the cost a step; the others not where 70 % are dead."""
-    method, dead = cell.levels["method"], cell.levels["prompts"] == "70 % dead"
-    rise = 0.0 if dead and method != "drop, selection" else RISE[method]
+    """Selection learns anywhere, at half of the cost a step; the others not where 70 % are impossible."""
+    method, hard = cell.levels["method"], cell.levels["prompts"] == "70 % impossible"
+    rise = 0.0 if hard and method != "drop, selection" else RISE[method]
     metrics = curves_of(cell, speed=0.5 if method == "drop, selection" else 1.0)
     metrics["eval/env/frozen_lake/success"] = {step: 0.44 + rise * step / STEPS for step in range(0, STEPS + 1, 32)}
     return metrics
@@ -25,7 +25,7 @@ def test_tables_are_those_of_straight_lines(tmp_path):
     cells = [
         cell
         for cell in read_experiment(FILE).cells()
-        if cell.levels["prompts"] in ("30 % dead", "70 % dead") and cell.levels["method"] in RISE
+        if cell.levels["prompts"] in ("30 % impossible", "70 % impossible") and cell.levels["method"] in RISE
     ]
     write_results(tmp_path, cells, straight)
     page = time_to_success.as_page(time_to_success.grid_of(FILE, tmp_path))
@@ -34,7 +34,7 @@ def test_tables_are_those_of_straight_lines(tmp_path):
     for section in page.split("\n## ")[1:]:
         title, *lines = section.splitlines()
         rows = [[entry.strip() for entry in line.strip("|").split("|")] for line in lines if line.startswith("| ")]
-        at = [rows[0].index(name) for name in ("30 % dead", "70 % dead")]
+        at = [rows[0].index(name) for name in ("30 % impossible", "70 % impossible")]
         tables[title] = {row[0]: [row[n] for n in at] for row in rows[1:]}
 
     # Plain TRL's final success is that of its last fifth, which begins after step 204: the mean of steps 224 and 256,

@@ -60,7 +60,7 @@ class Result:
 
 
 def show(estimate: Estimate, unit: str) -> str:
-    """`+2.1 points (-0.4 to +4.6)`; without numbers, why there are none."""
+    """`+2.1 points (-0.4 to +4.6)`, `<= 0.28 times (0.18 to 0.42)`; without numbers, why there are none."""
     if math.isnan(estimate.value):
         return "no number"
     form: Callable[[float], str]
@@ -71,9 +71,10 @@ def show(estimate: Estimate, unit: str) -> str:
     else:
         form = lambda x: f"{x:+.2f}" if abs(x) < 100 else f"{x:+.3g}"  # noqa: E731
     name = {"points": " points", "ratio": " times", "correlation": "", "number": ""}[unit]
+    number = f"{estimate.bound} {form(estimate.value)}{name}".lstrip()
     if math.isnan(estimate.low):
-        return f"{form(estimate.value)}{name} (no interval)"
-    return f"{form(estimate.value)}{name} ({form(estimate.low)} to {form(estimate.high)})"
+        return f"{number} (no interval)"
+    return f"{number} ({form(estimate.low)} to {form(estimate.high)})"
 
 
 def evaluate(grid: Grid) -> list[Result]:
@@ -86,13 +87,14 @@ def evaluate(grid: Grid) -> list[Result]:
 def verdict(grid: Grid, results: Sequence[Result]) -> str:
     """The rule, the same for all experiments: `holds` if every check is decided as expected; `holds in part` if some
     are; `contradicted` if one is decided the other way and none as expected; `not at this scale` otherwise. With fewer
-    cells than planned it is a verdict so far. Without checks there is none.
+    cells than planned it is a verdict so far, and `not run yet` while no check has a number. Without checks there is
+    none.
     """
     done, cells = len(grid.runs), len({cell.key for cell in grid.cells})
     if not results and done:
         made = "one seed" if len(grid.seeds) == 1 else f"{len(grid.seeds)} seeds"
         return f"{made}: {CURVES_ONLY}" + (f", so far ({done} of {cells} cells)" if done < cells else "")
-    if not done:
+    if not done or (done < cells and all(math.isnan(result.estimate.value) for result in results)):
         return NOT_RUN
     outcomes = [result.outcome for result in results]
     if all(outcome == 1 for outcome in outcomes):

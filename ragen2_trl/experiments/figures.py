@@ -73,9 +73,10 @@ def draw_curves(grid: Grid, spec: Spec) -> Figure:
             axes.set_ylabel(METRIC_LABELS.get(metric, metric))
         format_axis(axes.yaxis, metric)
         format_axis(axes.xaxis, axis)
+    for metric, first in zip(metrics, panels[:, 0], strict=True):  # once all columns are drawn, which share the axis
         if metric in FRACTIONS:
-            low, high = axes.get_ylim()
-            axes.set_ylim(max(low, -0.02), min(high, 1.02))
+            low, high = first.get_ylim()
+            first.set_ylim(max(low, -0.02), min(high, 1.02))
     legend(figure, panels[0, 0])
     return figure
 
@@ -302,9 +303,17 @@ FIGURES: dict[str, tuple[Draw, tuple[str, ...], tuple[str, ...]]] = {
 }
 
 
-def draw(grid: Grid, spec: Spec) -> Figure:
-    """A figure of an experiment."""
-    return FIGURES[spec["kind"]][0](grid, spec)
+def draw(grid: Grid, spec: Spec) -> Figure | None:
+    """A figure of an experiment; None while no run has anything for it."""
+    figure = FIGURES[spec["kind"]][0](grid, spec)
+    # What was measured is in the units of the data; a line across the panel, such as zero, is not.
+    measured = (
+        len(np.atleast_1d(line.get_xdata()))
+        for axes in figure.axes
+        for line in axes.lines
+        if line.get_transform() is axes.transData
+    )
+    return figure if any(measured) else None
 
 
 def validate(spec: Spec, where: str) -> None:

@@ -16,20 +16,20 @@ Levels = Mapping[str, str]
 class Notes:
     """What a reader must know of the numbers, gathered on the way."""
 
-    missing: list[str] = field(default_factory=list)  # runs that are not there
-    early: list[str] = field(default_factory=list)
-    without: list[str] = field(default_factory=list)  # runs without what was asked for
+    missing: dict[str, str] = field(default_factory=dict)  # runs that are not there: key of the cell -> name
+    early: dict[str, str] = field(default_factory=dict)
+    without: dict[str, str] = field(default_factory=dict)  # runs without what was asked for
     others: list[str] = field(default_factory=list)
 
     def sentences(self) -> list[str]:
-        """What to tell, a run once."""
+        """What to tell, a run once, also where several experiments share it."""
         kinds = (
             ("not there", self.missing),
             ("ended before the planned steps, and have their last value from there on", self.early),
-            ("left out, which have no such number or are compared with one that has none", self.without),
+            ("do not count in a check, for want of a number, their own or the other's of a pair", self.without),
         )
         return [
-            *(f"{_count(set(runs))} {what}: {some(list(dict.fromkeys(runs)))}." for what, runs in kinds if runs),
+            *(f"{_count(runs)} {what}: {some(list(dict.fromkeys(runs.values())))}." for what, runs in kinds if runs),
             *self.others,
         ]
 
@@ -57,7 +57,11 @@ class Grid:
         return any((seed, frozenset(levels.items())) in self._keys for seed in self.seeds)
 
     def run(self, levels: Levels, seed: int) -> Run | None:
-        return self.runs.get(self._keys.get((seed, frozenset(levels.items())), ""))
+        return self.runs.get(self.key(levels, seed))
+
+    def key(self, levels: Levels, seed: int) -> str:
+        """Of a cell; empty where none is planned."""
+        return self._keys.get((seed, frozenset(levels.items())), "")
 
     @cached_property
     def _keys(self) -> dict[tuple[int, frozenset[tuple[str, str]]], str]:
@@ -95,12 +99,8 @@ def by_seed(
         if not any(map(math.isnan, numbers)):
             values[seed] = numbers
         else:
-            notes.without.extend(
-                _named(grid, run.levels, seed)
-                for one, x in zip(runs, numbers, strict=True)
-                if math.isnan(x)
-                for run in one or ()
-            )
+            without = [run for one, x in zip(runs, numbers, strict=True) if math.isnan(x) for run in one or ()]
+            notes.without |= {run.key: named(grid, run.levels, seed) for run in without}
     if not all(there) and any(there):
         left = sum(not one for one in there)
         notes.others.append(f"{left} of {len(there)} settings have not run with any seed, and are left out.")
@@ -111,21 +111,28 @@ def gathered(several: Iterable[Notes]) -> Notes:
     """What several checks say of runs, without what is said of one check alone."""
     whole = Notes()
     for one in several:
-        whole.missing += one.missing
-        whole.early += one.early
-        whole.without += one.without
+        whole.missing |= one.missing
+        whole.early |= one.early
+        whole.without |= one.without
     return whole
 
 
 def runs_of(grid: Grid, setting: Sequence[Levels], seed: int, notes: Notes) -> list[Run] | None:
-    runs = [grid.run(levels, seed) for levels in setting]
-    notes.missing.extend(_named(grid, levels, seed) for levels, run in zip(setting, runs, strict=True) if run is None)
-    notes.early.extend(_named(grid, run.levels, seed) for run in runs if run is not None and run.ended_early)
-    found = [run for run in runs if run is not None]
-    return found if len(found) == len(runs) else None
+    """Those of one seed that belong together; None, and a note, unless all of them are there."""
+    found = []
+    for levels in setting:
+        run = grid.run(levels, seed)
+        if run is None:
+            notes.missing[grid.key(levels, seed)] = named(grid, levels, seed)
+            continue
+        found.append(run)
+        if run.ended_early:
+            notes.early[run.key] = named(grid, levels, seed)
+    return found if len(found) == len(setting) else None
 
 
-def _named(grid: Grid, levels: Levels, seed: int) -> str:
+def named(grid: Grid, levels: Levels, seed: int) -> str:
+    """The run of these levels and seed as a reader of the page knows it."""
     return Cell({}, seed, {axis: levels[axis] for axis in grid.experiment.axes if axis in levels}).name
 
 

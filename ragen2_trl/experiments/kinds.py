@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from ragen2_trl.experiments.grid import Grid, Notes, by_seed, pairs, runs_of, some
+from ragen2_trl.experiments.grid import Grid, Notes, by_seed, named, pairs, runs_of, some
 from ragen2_trl.experiments.measures import OF_PAIRS, Run, fall, on_common_steps, statistic, success_at, total
 from ragen2_trl.experiments.statistics import Estimate, correlation_interval, mean_interval
 
@@ -115,17 +115,18 @@ def _ratio(grid: Grid, check: Check, notes: Notes) -> Evaluated:
         if censored[side]:
             notes.others.append(
                 f"{censored[side]} runs of {some([f'{a} {b}' for a, b in check[which].items()])} never reached the "
-                "target: all they cost counts, which is a lower bound."
+                f"target; their whole cost counts instead, so the ratio can only be {('larger', 'smaller')[side]}."
             )
     if below:
         notes.others.append(
-            f"With {len(below)} seeds success is at the target before training, which takes no time: left out."
+            f"{len(below)} seeds are left out: at the target before training, which leaves no time to compare."
         )
     favoured = (log.value < null and censored[0]) or (log.value > null and censored[1]) or all(censored)
     favoured = favoured or (check["expects"] == "=" and any(censored))
     found_log = replace(log, p=1.0) if favoured and not math.isnan(log.p) else log
     low, value, high = (math.exp(x) if math.isfinite(x) else math.nan for x in (log.low, log.value, log.high))
-    return replace(found_log, value=value, low=low, high=high), "ratio", len(means)
+    bound = "?" if all(censored) else ">=" if censored[0] else "<=" if censored[1] else ""
+    return replace(found_log, value=value, low=low, high=high, bound=bound), "ratio", len(means)
 
 
 def _earlier(grid: Grid, check: Check, notes: Notes) -> Evaluated:
@@ -144,7 +145,7 @@ def _earlier(grid: Grid, check: Check, notes: Notes) -> Evaluated:
 
     values = by_seed(grid, settings, lag, notes)
     means = {seed: float(np.mean(numbers)) for seed, numbers in values.items()}
-    for n, name in enumerate(("first", "then")):
+    for n, name in enumerate(("first", "then") if falls else ()):
         fell = sum(math.isfinite(one[n]) for one in falls)
         notes.others.append(f"{check[name]} fell by {share:.0%} of its peak for good in {fell} of {len(falls)} runs.")
     return _over_seeds(means, check), "points", len(means)
@@ -170,7 +171,7 @@ def _correlation(grid: Grid, check: Check, notes: Notes) -> Evaluated:
             y = paired_difference(runs, check["y"]) if of else statistic(runs[0], check["y"])
             row = (*(statistic(runs[-1], name) for name in names), y)
             if any(map(math.isnan, row)):
-                notes.without.append(f"{one.experiment.id} {runs[0].key}")
+                notes.without[runs[0].key] = f"{one.experiment.id} {named(one, runs[0].levels, seed)}"
                 continue
             rows.append(row)
             settings.append(f"{one.experiment.id} {setting[0]}")

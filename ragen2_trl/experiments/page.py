@@ -7,6 +7,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import yaml
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from ragen2_trl.experiments import figures
-from ragen2_trl.experiments.checks import Result, evaluate, sentence, validate, verdict
+from ragen2_trl.experiments.checks import CONTRADICTED, NOT_RUN, Result, evaluate, sentence, validate, verdict
 from ragen2_trl.experiments.curves import Store
 from ragen2_trl.experiments.drawing import MIN_SEEDS
 from ragen2_trl.experiments.grid import Grid, gathered
@@ -32,7 +33,7 @@ COLUMNS = {
     "last fifth": "success/last_fifth",
     "area": "success/area",
     "peak": "success/peak",
-    "seconds": "seconds/last",
+    "CPU seconds": "cpu_seconds/last",
     "sampled tokens": "sampled_tokens/last",
     "update FLOPs": "update_flops/last",
 }
@@ -63,9 +64,16 @@ class Claim:
 
     @property
     def ours(self) -> str:
-        """The first check's number, which is the claim's own; if it has none, that of the first which has."""
-        there = [one for one in self.results if not math.isnan(one.estimate.value)] or self.results
+        """The number that made the verdict: of the first check that is decided, and decided the other way where that
+        contradicts; if none is, of the first that has a number."""
+        wanted = -1 if self.verdict.startswith(CONTRADICTED) else 1
+        deciding = [one for one in self.results if one.outcome == wanted]
+        there = deciding or [one for one in self.results if not math.isnan(one.estimate.value)] or self.results
         return f"{there[0].name}: {there[0].shown}" if there else "no check: curves alone"
+
+    @property
+    def has_run(self) -> bool:
+        return self.verdict != NOT_RUN
 
     @property
     def anchor(self) -> str:
@@ -102,9 +110,9 @@ def analyse(experiments: Sequence[Experiment], folder: Path, scale: str = "tiny"
     page = template.render(
         claims=claims,
         columns=["setting", "seeds", *COLUMNS],
-        checks=sum(len(claim.results) for claim in claims),
+        outcomes_of_checks=Counter(result.outcome for claim in claims for result in claim.results),
         done=len(finished.runs(cells)),
-        verdicts=Counter(claim.verdict.partition(",")[0] for claim in claims),
+        planned=len({cell.key for cell in cells}),
         quick=quick,
         cell=_cell,
         expected=_expected,
@@ -129,15 +137,16 @@ def read_grid(experiment: Experiment, finished: Finished, scale: str, quick: boo
 def _claim(grid: Grid, folder: Path) -> Claim:
     experiment, runs = grid.experiment, list(grid.runs.values())
     results = evaluate(grid)
+    said = verdict(grid, results)
     seeds = Counter(run.seed for run in runs)
     return Claim(
         experiment=experiment,
         results=results,
         notes=_notes(results),
-        verdict=verdict(grid, results),
+        verdict=said,
         why=sentence(results),
         short=sentence(results, numbers=False),
-        images=[_draw(grid, n, folder) for n in range(len(experiment.figures))] if runs else [],
+        images=_draw_all(grid, folder) if said != NOT_RUN else [],
         cells=len({cell.key for cell in grid.cells}),
         done=len(runs),
         seeds=", ".join(f"{seed} ({number} cells)" for seed, number in sorted(seeds.items())) or "none yet",
@@ -156,12 +165,17 @@ def _notes(results: Sequence[Result]) -> list[str]:
     return [*gathered(result.notes for result in results).sentences(), *own]
 
 
-def _draw(grid: Grid, number: int, folder: Path) -> tuple[str, str]:
-    spec = grid.experiment.figures[number]
-    name = f"{grid.experiment.id}{f'_{number + 1}' if number else ''}.png"
-    figure = figures.draw(grid, spec)
-    replace_whole(folder / name, lambda path: figure.savefig(path, format="png", metadata={"Software": None}))
-    return name, str(spec.get("caption", grid.experiment.claim))
+def _draw_all(grid: Grid, folder: Path) -> list[tuple[str, str]]:
+    """File and caption of each figure that has something to show."""
+    images = []
+    for number, spec in enumerate(grid.experiment.figures, 1):
+        figure = figures.draw(grid, spec)
+        if figure is not None:
+            name = f"{grid.experiment.id}{f'_{number}' if number > 1 else ''}.png"
+            options: dict[str, Any] = {"format": "png", "metadata": {"Software": None}}
+            replace_whole(folder / name, partial(figure.savefig, **options))
+            images.append((name, str(spec.get("caption", grid.experiment.claim))))
+    return images
 
 
 def _rows(grid: Grid) -> list[list[str]]:
@@ -181,8 +195,10 @@ def _over_seeds(runs: Sequence[Run], name: str) -> str:
         return ""
     if unit_of(name) != "points":
         return f"{found.value:,.0f}" if found.value < 1e6 else f"{found.value:.3g}"
-    interval = "" if found.n < MIN_SEEDS else f" ({100 * found.low:.1f} to {100 * found.high:.1f})"
-    return f"{100 * found.value:.1f} %{interval}"
+    value = f"{100 * found.value:.1f} %"
+    if found.n < MIN_SEEDS or found.low == found.high:
+        return value
+    return f"{value} ({100 * found.low:.1f} to {100 * found.high:.1f})"
 
 
 def _settings(experiment: Experiment) -> list[tuple[str, str]]:

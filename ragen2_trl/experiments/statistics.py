@@ -33,6 +33,8 @@ class Estimate:
         p: Two-sided p-value that belongs to `side`; NaN likewise.
         side: Of what was to be shown: 1 on it, -1 opposite, by the estimate alone.
         n: Independent numbers that it rests on: seeds, or settings for correlations.
+        bound: Where runs never got to what they were to reach: `"<="` or `">="` if the number can only be smaller or
+            larger than it is here, `"?"` if either.
     """
 
     value: float
@@ -41,6 +43,7 @@ class Estimate:
     p: float
     side: int
     n: int
+    bound: str = ""
 
 
 def mean_interval(values: ArrayLike, null: float = 0.0, expects: str = ">", within: float = 0.0) -> Estimate:
