@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from ragen2_trl.experiments.statistics import correlation_interval, holm, mean_interval
+from ragen2_trl.experiments.statistics import correlation_interval, holm, mean_band, mean_interval
 
 
 @pytest.fixture(autouse=True)
@@ -26,6 +26,15 @@ def test_the_interval_of_a_mean_is_students():
     assert (found.low, found.value, found.high) == pytest.approx((mean - half, mean, mean + half), rel=1e-6)
     assert (found.side, found.n) == (1, 5)
     assert mean_interval(VALUES, expects="<").side == -1
+
+
+def test_a_band_has_the_interval_of_the_mean_at_each_point():
+    curves = np.random.default_rng(0).normal(size=(5, 7))
+    curves[:, 3] = 0.25  # where all seeds agree, as before training
+    intervals = [mean_interval(column) for column in curves.T]
+    low, high = mean_band(curves)
+    assert low == pytest.approx([one.low for one in intervals])
+    assert high == pytest.approx([one.high for one in intervals])
 
 
 @pytest.mark.parametrize("n", [2, 5, 10])

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from ragen2_trl.experiments.kinds import unit_of
 from ragen2_trl.experiments.measures import COSTS, OF_CURVES
-from ragen2_trl.experiments.statistics import mean_interval
+from ragen2_trl.experiments.statistics import mean_band, mean_interval
 from ragen2_trl.reporting.style import LINE_COLOURS, LINE_STYLES, LINE_WIDTH, MARKERS, THIN, WIDTH
 
 Array = NDArray[np.float64]
@@ -92,11 +92,10 @@ def draw_band(axes: Axes, x: Array, curves: Sequence[Array], look: Mapping[str, 
     for curve in curves:
         alpha = 0.25 if light else 0.45
         axes.plot(x, curve, color=look["color"], linestyle=look["linestyle"], linewidth=THIN, alpha=alpha)
-    estimates = [mean_interval(values) for values in np.array(curves).T]
     line = {**look, "marker": look["marker"] if len(x) <= 20 else ""}
-    axes.plot(x, [one.value for one in estimates], label=label, linewidth=LINE_WIDTH, **line)
+    axes.plot(x, np.mean(curves, axis=0), label=label, linewidth=LINE_WIDTH, **line)
     if len(curves) >= MIN_SEEDS:
-        low, high = ([getattr(one, bound) for one in estimates] for bound in ("low", "high"))
+        low, high = mean_band(curves)
         axes.fill_between(x, low, high, color=look["color"], alpha=0.07 if light else 0.14, linewidth=0)
 
 

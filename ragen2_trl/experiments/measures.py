@@ -315,9 +315,9 @@ def read_finished(store: Store, keys: Iterable[str]) -> Finished:
     curves: dict[str, dict[str, Curve]] = {}
     table = store.curves(sorted(set(keys) & records.keys()))
     table = table[np.isfinite(table["value"])].sort_values("step", kind="stable")
+    table = table.drop_duplicates(["key", "metric", "step"], keep="last")
     for (key, metric), points in table.groupby(["key", "metric"], observed=True, sort=False):
-        last = points.drop_duplicates("step", keep="last")
-        curve = Curve(last["step"].to_numpy(float), last["value"].to_numpy(float))
+        curve = Curve(points["step"].to_numpy(float), points["value"].to_numpy(float))
         curves.setdefault(str(key), {})[str(metric)] = curve
     return Finished(curves, records)
 

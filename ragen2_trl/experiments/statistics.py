@@ -73,6 +73,21 @@ def mean_interval(values: ArrayLike, null: float = 0.0, expects: str = ">", with
     return Estimate(mean + null, float(low) + null, float(high) + null, p, side, n)
 
 
+def mean_band(curves: ArrayLike) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """The bounds of `mean_interval` at each point of some curves.
+
+    Args:
+        curves: (n, points) finite numbers, a row a seed, n >= 2.
+
+    Returns:
+        low, high: (points,) each.
+    """
+    rows = np.asarray(curves, dtype=float)
+    mean, error = rows.mean(axis=0), stats.sem(rows, axis=0)
+    half = stats.t.ppf((1 + CONFIDENCE) / 2, len(rows) - 1) * error
+    return mean - half, mean + half
+
+
 def _p_of_constant(mean: float, n: int, expects: str) -> float:
     """Of equal numbers, that they have a sign: the exact sign test's. Runs that are bit for bit alike are equal."""
     if expects == "=":
