@@ -8,7 +8,8 @@ with prompt selection and with both, each on 256 fixed FrozenLake prompts of whi
 on Countdown, 1,024 drawn in a run, with five seeds. One process per core, methods interleaved, so that noise hits all
 alike. Every cell resumes where it was stopped, and its numbers are in `results/` as soon as it ends.
 
-Three tables for each cost (processor time, wall clock, sampled tokens, floating-point operations of the update):
+A table of held-out success at the end (the mean of the last fifth of the steps), and three for each cost (processor
+time, wall clock, sampled tokens, floating-point operations of the update):
 
 - what a method had spent when its held-out success first was that of plain TRL at its end (the mean of its last fifth,
   same seed), as a share of what plain TRL had spent when it first was there: geometric mean over seeds with Student's
@@ -23,8 +24,9 @@ Writes `benchmarks/results/time_to_success.md`.
 
 import argparse
 import math
-from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +38,8 @@ from ragen2_trl.experiments.curves import Store
 from ragen2_trl.experiments.drawing import MIN_SEEDS
 from ragen2_trl.experiments.grid import Grid, Notes
 from ragen2_trl.experiments.kinds import KINDS
-from ragen2_trl.experiments.measures import read_finished, statistic
-from ragen2_trl.experiments.page import read_grid
+from ragen2_trl.experiments.measures import Run, read_finished, statistic
+from ragen2_trl.experiments.page import over_seeds, read_grid
 from ragen2_trl.experiments.plan import read_experiment
 
 RESULTS = Path(__file__).parent / "results"
@@ -46,7 +48,8 @@ PLAIN = "TRL"
 GAIN = 0.05  # of held-out success
 TO_FINAL = "of plain TRL's to reach its final success"
 TO_GAIN = "of plain TRL's to reach five points above the model before training"
-AT_EQUAL = "success at equal cost, less plain TRL's"
+AT_EQUAL = "points ahead of plain TRL at equal cost"
+AT_END = "Success at the end"
 TITLES = {
     "cpu_seconds": "processor time",
     "seconds": "wall clock",
@@ -55,8 +58,14 @@ TITLES = {
 }
 
 
+def at_end(grid: Grid, method: str, prompts: str) -> str:
+    return over_seeds(runs_of(grid, prompts, method), "success/last_fifth")
+
+
 def cell(grid: Grid, table: str, cost: str, method: str, prompts: str) -> str:
-    """One entry of a table."""
+    """One entry of the table of a cost; empty where the method has not been run."""
+    if not runs_of(grid, prompts, method):
+        return ""
     plain = {"method": PLAIN, "prompts": prompts}
     check = {"of": {"method": method, "prompts": prompts}, "against": plain, "expects": "<"}
     if table == AT_EQUAL:
@@ -71,14 +80,19 @@ def shown(grid: Grid, kind: str, check: dict[str, Any]) -> str:
         return "none"
     if seeds < MIN_SEEDS:
         estimate = replace(estimate, low=math.nan, high=math.nan)
-    few = "" if seeds == len(grid.seeds) else f", {seeds} seeds"
-    return f"{show(estimate, unit)}{few}"
+    number = show(estimate, unit).replace(" points", "").replace(" times", "")  # which the title says
+    return number if seeds == len(grid.seeds) else f"{number}, {seeds} seeds"
+
+
+def runs_of(grid: Grid, prompts: str, *methods: str) -> list[Run]:
+    """In the order of their seeds; of all methods if none is named."""
+    runs = (run for run in grid.runs.values() if run.levels["prompts"] == prompts)
+    return sorted((run for run in runs if not methods or run.levels["method"] in methods), key=lambda run: run.seed)
 
 
 def before_training(grid: Grid, prompts: str) -> float:
     """Held-out success at step 0, which all runs on these tasks have."""
-    runs = [run for run in grid.runs.values() if run.levels["prompts"] == prompts]
-    return float(np.mean([statistic(run, "success/first") for run in runs]))
+    return float(np.mean([statistic(run, "success/first") for run in runs_of(grid, prompts)]))
 
 
 def grid_of(file: Path, results: Path) -> Grid:
@@ -88,8 +102,8 @@ def grid_of(file: Path, results: Path) -> Grid:
 
 
 def as_page(grid: Grid) -> str:
-    methods, prompts = (list(grid.experiment.axes[axis]) for axis in ("method", "prompts"))
-    done = Counter((run.levels["method"], run.levels["prompts"]) for run in grid.runs.values())
+    methods = list(grid.experiment.axes["method"])
+    others = [method for method in methods if method != PLAIN]
     lines = [
         "# Time to success",
         "",
@@ -97,19 +111,20 @@ def as_page(grid: Grid) -> str:
         "",
         f"{len(grid.runs)} of {len(grid.cells)} cells are done. With some seed plain TRL (<=), the method (>=) or "
         "both (?) did not get there; where it says none, plain TRL ended no higher than it began.",
+        *table_of(grid, AT_END, methods, partial(at_end, grid)),
     ]
     for table in (TO_FINAL, TO_GAIN, AT_EQUAL):
         for cost, name in TITLES.items():
-            lines += ["", f"## {name[0].upper()}{name[1:]}: {table}", "", f"| method | {' | '.join(prompts)} |"]
-            lines.append("|---" * (len(prompts) + 1) + "|")
-            for method in methods:
-                entries = [
-                    cell(grid, table, cost, method, one) if done[method, one] and method != PLAIN else ""
-                    for one in prompts
-                ]
-                if method != PLAIN:
-                    lines.append(f"| {method} | {' | '.join(entries)} |")
+            title = f"{name[0].upper()}{name[1:]}: {table}"
+            lines += table_of(grid, title, others, partial(cell, grid, table, cost))
     return "\n".join([*lines, ""])
+
+
+def table_of(grid: Grid, title: str, methods: list[str], entry: Callable[[str, str], str]) -> list[str]:
+    """The lines of a table: a row a method, a column a kind of prompts."""
+    prompts = list(grid.experiment.axes["prompts"])
+    lines = ["", f"## {title}", "", f"| method | {' | '.join(prompts)} |", "|---" * (len(prompts) + 1) + "|"]
+    return lines + [f"| {method} | {' | '.join(entry(method, one) for one in prompts)} |" for method in methods]
 
 
 def main() -> None:

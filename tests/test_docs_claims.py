@@ -4,7 +4,7 @@ import ast
 import re
 
 import pytest
-from pages import PAGES, SMALL, quoted, rows, scripts
+from pages import PAGES, ROOT, SMALL, quoted, rows, scripts
 from trl import RLOOConfig
 
 from ragen2_trl import (
@@ -140,6 +140,14 @@ def test_defaults_of_the_settings_are_those_of_the_tables():
     assert defaults_in("swap.md", "All settings") == whole
     short = defaults_in("../README.md", "What the filter does")
     assert len(short) >= 8 and short.items() <= whole.items()
+
+
+@pytest.mark.parametrize(("page", "count"), [("../README.md", 2), ("performance.md", 3)])
+def test_tables_of_time_to_success_are_those_of_the_benchmark(page, count):
+    tables = re.findall(r"^\| method \| 0 % impossible .*\n(?:\|.*\n)+", PAGES[page].read_text(encoding="utf-8"), re.M)
+    measured = (ROOT / "benchmarks" / "results" / "time_to_success.md").read_text(encoding="utf-8")
+    assert len(tables) == count
+    assert [table for table in tables if table not in measured] == []
 
 
 REFUSED = [(quoted(setting)[0], quoted(message)[0]) for setting, message in rows("swap.md", "What is refused")[1:]]

@@ -184,12 +184,13 @@ def _rows(grid: Grid) -> list[list[str]]:
     for levels in grid.settings:
         runs = [run for seed in grid.seeds if (run := grid.run(levels, seed)) is not None]
         if runs:
-            numbers = (_over_seeds(runs, name) for name in COLUMNS.values())
+            numbers = (over_seeds(runs, name) for name in COLUMNS.values())
             rows.append([", ".join(levels.values()) or "all", str(len(runs)), *numbers])
     return rows[:MAX_SETTINGS]
 
 
-def _over_seeds(runs: Sequence[Run], name: str) -> str:
+def over_seeds(runs: Sequence[Run], name: str) -> str:
+    """The mean of a statistic with its interval, as tables have it; nothing where no run has it."""
     found = mean_interval([value for run in runs if math.isfinite(value := statistic(run, name))])
     if math.isnan(found.value):
         return ""
