@@ -102,7 +102,7 @@ def group_score(
         ValueError: for an unknown kind, or when the input that a kind needs is missing.
     """
     check_choice("kind", kind, SCORES)
-    rewards = _finite(rewards).cpu()
+    rewards = _finite(rewards)
     if kind in ("reward_variance", "reward_std"):
         variance = _nan_variance(rewards, ddof).masked_fill(zero_variance(rewards), 0.0)
         return variance if kind == "reward_variance" else variance.sqrt()
@@ -112,8 +112,8 @@ def group_score(
     if kind == "random":
         return torch.rand(len(rewards), generator=_required("generator", generator, kind), dtype=torch.float64)
     if kind == "length":
-        return _required("lengths", lengths, kind).double().cpu().mean(dim=1)
-    per_completion = _required("entropies", entropies, kind).double().cpu()
+        return _required("lengths", lengths, kind).cpu().double().mean(dim=1)
+    per_completion = _required("entropies", entropies, kind).cpu().double()
     return per_completion.mean(dim=1) if kind == "entropy" else per_completion.std(dim=1, correction=ddof)
 
 
@@ -168,7 +168,7 @@ def select_groups(
     check_choice("keep", keep, KEEP)
     check_selection_value("value", strategy, value)
 
-    scores = scores.detach().double().cpu()
+    scores = scores.detach().cpu().double()
     kept = torch.zeros(len(scores), dtype=torch.bool)
     if include_zero:
         candidates = torch.arange(len(scores))
@@ -207,7 +207,7 @@ def select_quarter(scores: Tensor, quartile: int) -> Tensor:
     """
     if quartile not in QUARTILES:
         raise ValueError(f"quartile={quartile!r} is out of range; allowed: {', '.join(map(str, QUARTILES))}.")
-    order = scores.detach().double().cpu().argsort(descending=True, stable=True)
+    order = scores.detach().cpu().double().argsort(descending=True, stable=True)
     kept = torch.zeros(len(scores), dtype=torch.bool)
     kept[order.tensor_split(len(QUARTILES))[quartile - 1]] = True
     return kept
@@ -235,7 +235,7 @@ def select_completions(rewards: Tensor, fraction: float = 0.5) -> Tensor:
     """
     if not 0 < fraction <= 1:
         raise ValueError(f"fraction={fraction!r} is out of range; allowed: 0 < value <= 1.")
-    rewards = _finite(rewards).cpu()
+    rewards = _finite(rewards)
     rewards = rewards.where(~rewards.isnan(), rewards.nanmean(dim=1, keepdim=True).nan_to_num())
     size = rewards.size(1)
     number = min(size, max(2, int(fraction * size + 1e-9)))
@@ -290,7 +290,7 @@ def selection_metrics(
     >>> metrics["kept_fraction"], metrics["dropped_all_best"], metrics["dropped_all_worst"]
     (0.25, 0.25, 0.5)
     """
-    rewards = _finite(rewards).cpu()
+    rewards = _finite(rewards)
     valid = rewards[~rewards.isnan()]
     low, high = reward_range or ((valid.min().item(), valid.max().item()) if valid.numel() else (0.0, 0.0))
     uniform = zero_variance(rewards)
@@ -353,8 +353,11 @@ def _shortest_prefix(ranked: Tensor, target: Tensor) -> int:
 
 
 def _finite(rewards: Tensor) -> Tensor:
-    """Rewards in float64, NaN where they are not finite: one infinite reward must not spoil the whole batch."""
-    rewards = rewards.detach().double()
+    """Rewards in float64, NaN where they are not finite: one infinite reward must not spoil the whole batch.
+
+    On the CPU, as not every device has float64.
+    """
+    rewards = rewards.detach().cpu().double()
     return rewards.where(rewards.isfinite(), torch.nan)
 
 

@@ -87,6 +87,20 @@ def test_the_beta_counts_faded_rewards():
     assert posterior.mean(np.array([3]))[0] == pytest.approx(spread)
 
 
+def test_evidence_of_a_prompt_that_is_sampled_again_and_again_fades_all_the_same():
+    posterior, half_life, groups = RewardPosterior(4, half_life=3.0), 3.0, []
+    for step in range(12):
+        rewards = np.random.default_rng(step).integers(0, 2, (2, GROUP)).astype(float)
+        posterior.observe(np.array([0, 1 + step % 3]), rewards, np.ones(2, dtype=bool))
+        groups.append((2 * (step + 1), rewards[0]))  # the clock after the prompts of the step
+    wins = sum(2 ** ((when - posterior.clock) / half_life) * rewards.sum() for when, rewards in groups)
+    losses = sum(2 ** ((when - posterior.clock) / half_life) * (1 - rewards).sum() for when, rewards in groups)
+    a, b = posterior._beta(np.array([0]))
+    posterior.evidence[0] = 0.0
+    prior_a, prior_b = posterior._beta(np.array([0]))
+    assert (a - prior_a, b - prior_b) == (pytest.approx(wins), pytest.approx(losses))
+
+
 def test_what_is_predicted_comes_true_and_flat_groups_become_few():
     """1,024 prompts, 70 % of them dead: after three epochs, most of the groups that are sampled have variance."""
     chances, rng = mixed()
@@ -135,6 +149,22 @@ def test_where_an_epoch_ends_amid_a_step_each_prompt_is_drawn_once():
         for _ in range(6):
             assert len(set(chosen.draw(5))) == len(chosen.rows) == 5
             chosen.learn(torch.tensor([[0.0, 1.0] * 4] * 5))
+
+
+@pytest.mark.parametrize("count", [2, 3, 5])
+def test_a_step_that_draws_further_prompts_draws_others_while_there_are_some(count):
+    """Also where an epoch ends amid it; five and twice five of twelve leave two, which must be among the next."""
+    for seed in range(20):
+        chosen = selection(12, seed=seed)
+        for _ in range(6):
+            drawn = chosen.draw(count)
+            chosen.learn(torch.tensor([[0.0, 1.0] * 4] * count))
+            while len(drawn) < 12:
+                further = chosen.draw_further(count)
+                chosen.learn(torch.tensor([[0.0, 1.0] * 4] * count))
+                assert len(further) == count
+                assert len({*drawn, *further}) == min(12, len(drawn) + count)
+                drawn += further
 
 
 @pytest.mark.parametrize("shuffle", [True, False])

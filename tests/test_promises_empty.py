@@ -99,6 +99,28 @@ def test_empty_steps_in_a_row_stop_the_run_and_say_why(algorithm, policy_path, t
         assert part in caplog.text
 
 
+@pytest.mark.slow
+def test_nor_are_they_where_the_kept_group_is_that_of_a_refill(policy_path, tmp_path):
+    """Of the four prompts of the first generation none has variance, and of its refill one."""
+    layout = {"per_device_train_batch_size": 4, "steps_per_generation": 4, "max_steps": 4, "num_generations": 4}
+    settings = {"snr_refill_rounds": 1, "snr_strategy": "none", "snr_max_empty_steps": 1, "scale_rewards": "group"}
+    args = GRPO.args(tmp_path, **settings, **layout)
+    trainer = GRPO.make(policy_path, args, replay_of(policy_path, {prompt: [0.0] * 4 for prompt in PROMPTS}))
+    sampled, further = [], trainer._sample_further
+
+    def first_group_varies(inputs, number):
+        batch, kept = further(inputs, number)
+        sampled.append(number)
+        return batch, kept.new_tensor([True] + [False] * (len(kept) - 1))
+
+    trainer._sample_further = first_group_varies
+    trainer.train()
+    assert sampled == [1] and trainer.state.global_step == 4
+    (row, *_) = log_rows(trainer)
+    assert (row["snr/kept_groups"], row["snr/refilled_groups"]) == (0, 1)
+    assert log_rows(trainer)[-1]["snr/empty_steps"] == 0
+
+
 @for_each
 def test_steps_without_a_row_of_a_kept_group_are_not_counted_as_empty(algorithm, policy_path, tmp_path):
     """Four kept rows for eight optimizer steps: half of the steps move nothing, but a group was kept for them all."""

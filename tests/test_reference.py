@@ -104,6 +104,27 @@ def test_rewards_that_change_their_scale_go_on_to_be_ranked(factor, size):
     assert kept[32:].any()
 
 
+@pytest.mark.parametrize(
+    ("settings", "share"),
+    [
+        ({"snr_quartile": 1}, 0.25),
+        ({"snr_keep": "random", "snr_strategy": "top_k", "snr_value": 0.1}, 0.1),
+        ({"snr_score": "random", "snr_strategy": "top_k", "snr_value": 0.1}, 0.1),
+        ({"snr_strategy": "top_k", "snr_value": 0.1}, 0.1),
+    ],
+    ids=["quarter", "random groups", "random scores", "a tenth"],
+)
+def test_what_keeps_few_groups_does_not_take_its_own_drops_for_a_change_of_scale(settings, share):
+    selector, generator = Selector(config(1, **settings)), torch.Generator().manual_seed(0)
+    rewards = torch.rand(1000, 4, generator=generator)
+    kept = []
+    for step, group in enumerate(rewards):
+        scores = torch.rand(1, generator=generator) if "snr_score" in settings else group_score(group[None])
+        kept.append(bool(selector.select(group[None], scores, None, (step,)).kept))
+    assert sum(kept[256:]) / len(kept[256:]) == pytest.approx(share, rel=0.25)
+    assert len(selector.reference.scores) == 256
+
+
 def test_a_freak_score_is_forgotten():
     reference = RunningReference(256, seed=0)
     streamed(reference, [*draw(100), 1e9])
@@ -221,6 +242,21 @@ def test_eight_groups_are_ranked_by_themselves(policy_path, tmp_path):
     trainer.train()
     assert trainer._selector.reference is None
     assert all("snr/window_groups" not in row for row in log_rows(trainer))
+
+
+@pytest.mark.slow
+def test_rounds_of_a_refill_draw_scores_by_lot_anew(policy_path, tmp_path):
+    settings = {"snr_refill_rounds": 8, "snr_score": "random", "snr_strategy": "top_k", "snr_value": 0.5}
+    trainer = GRPO.make(policy_path, GRPO.args(tmp_path, **ONE_GROUP, **settings, max_steps=4), replay_of(policy_path))
+    score, drawn = trainer._score_groups, []
+
+    def remember(*args):
+        drawn.append(score(*args))
+        return drawn[-1]
+
+    trainer._score_groups = remember
+    trainer.train()
+    assert len({one.item() for one in drawn}) == len(drawn) > 4
 
 
 @pytest.mark.slow

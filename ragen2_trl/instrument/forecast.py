@@ -62,7 +62,7 @@ def forecast_filter(
     >>> forecast.kept, forecast.too_easy, forecast.too_hard
     ({0.9: 0.25}, 0.25, 0.5)
     """
-    scores, is_zero = group_score(rewards), zero_variance(rewards).cpu()
+    scores, is_zero = group_score(rewards), zero_variance(rewards)
     kept = {
         value: select_groups(scores, value=value, selection_eps=selection_eps, is_zero=is_zero) for value in values
     }

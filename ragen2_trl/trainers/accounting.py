@@ -72,7 +72,8 @@ class Accounting(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         # With fewer kept rows than optimizer steps per generation, some steps go without although a group was kept.
         self._complete_row()
-        empty = not self.has_rows and self.latest["snr/kept_groups"] == 0
+        kept = self.latest.get("snr/refilled_groups", self.latest["snr/kept_groups"])
+        empty = not self.has_rows and kept == 0
         self.empty_steps += empty
         self.empty_streak = self.empty_streak + 1 if empty else 0
         self.metrics["snr/empty_steps"] = [float(self.empty_steps)]

@@ -70,9 +70,9 @@ class SNRFilterConfig(PromptSelectionConfig):
             largest one.
         snr_loss_scaling (`str`, *optional*, defaults to `"none"`):
             Multiplies the advantages by the kept fraction (`"linear"`), by its square root (`"sqrt"`), or not at all.
-            KL and entropy terms are left alone. `"whole_loss_by_value"` is what the paper says in Section 4.1: all of
-            the loss, its KL, entropy and value terms included, times `snr_value`. Only for strategies whose value is a
-            fraction.
+            KL and entropy terms are left alone, but for a KL penalty in the reward. `"whole_loss_by_value"` is what
+            the paper says in Section 4.1: all of the loss, its KL, entropy and value terms included, times
+            `snr_value`. Only for strategies whose value is a fraction.
         snr_zero_task_advantage (`bool`, *optional*, defaults to `False`):
             Ablation: the task's part of all advantages is 0, so that KL and entropy terms act alone, on the rows that
             the filter keeps. PPO's critic goes on to learn.

@@ -8,7 +8,7 @@ takes along what a checkpoint needs. `accounting` counts what became of each opt
 import functools
 import os
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -146,7 +146,7 @@ class SNRFilter(ForwardPasses):
                 self._tokenizer.pad_token_id,
                 self.pad_to_multiple_of,
                 self._accounting.log,
-                self._prompts.draw,
+                self._prompts.draw_further,
             )
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
@@ -209,16 +209,16 @@ class SNRFilter(ForwardPasses):
             )
         return batch
 
-    def _sample_further(self, inputs: list[dict[str, Any]]) -> tuple[Batch, Tensor]:
-        """A round of a refill."""
+    def _sample_further(self, inputs: list[dict[str, Any]], number: int) -> tuple[Batch, Tensor]:
+        """A round of a refill, from 1."""
         batch = self._sample_and_score(inputs)
-        return batch, self._select(inputs, batch).kept
+        return batch, self._select(inputs, batch, number).kept
 
-    def _select(self, inputs: list[dict[str, Any]], batch: Batch) -> Selection:
-        """Which groups of a batch are kept, its advantages made those of the kept ones."""
-        rewards = self._group_rewards()
-        scores = self._score_groups(batch, rewards)
-        selection = self._selector.select(rewards, scores, self._tasks(inputs), self._moment)
+    def _select(self, inputs: list[dict[str, Any]], batch: Batch, *number: int) -> Selection:
+        """Which groups of a batch, or of a refill's round of some number, are kept; its advantages become theirs."""
+        rewards, moment = self._group_rewards(), (*self._moment, *number)
+        scores = self._score_groups(batch, rewards, moment)
+        selection = self._selector.select(rewards, scores, self._tasks(inputs), moment)
         self._set_advantages(inputs, batch, selection)
         if self.args.snr_zero_task_advantage:
             self._zero_task_advantages(batch, selection)
@@ -239,7 +239,7 @@ class SNRFilter(ForwardPasses):
         unscorable = per_func.isnan().all(dim=1) | ~rewards.isfinite()
         return rewards.masked_fill(unscorable, torch.nan).view(-1, self.num_generations)
 
-    def _score_groups(self, batch: Batch, rewards: Tensor) -> Tensor:
+    def _score_groups(self, batch: Batch, rewards: Tensor, moment: Sequence[int]) -> Tensor:
         kind = self.args.snr_score
         mask = loss_mask(batch)
         per_group = (-1, self.num_generations)
@@ -251,7 +251,7 @@ class SNRFilter(ForwardPasses):
             means = (per_token * mask).sum(dim=1) / mask.sum(dim=1).clamp(min=1)
             entropies = self.accelerator.gather(means).view(per_group)
         elif kind == "random":
-            generator = generator_of(self.args.seed, *self._moment)
+            generator = generator_of(self.args.seed, *moment)
         return group_score(rewards, kind, entropies=entropies, lengths=lengths, generator=generator)
 
     @property

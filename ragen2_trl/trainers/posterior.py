@@ -60,10 +60,10 @@ class RewardPosterior:
             self.range = (min(low, float(valid.min())), max(high, float(valid.max())))
             if len(self.values) < 3:
                 self.values = np.unique([*self.values, *valid])[:3].tolist()
+        self.clock += len(rows)
         self.evidence[rows] *= self._faded(rows)[:, None]
         own, variances = evidence_of(rewards)
         np.add.at(self.evidence, rows, own)
-        self.clock += len(rows)
         self.seen[rows] = self.clock
         for number in np.flatnonzero(typical & (own[:, 2] > 0)):
             features, keep = self.features[rows[number]], 1 - 1 / MEMORY

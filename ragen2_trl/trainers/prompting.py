@@ -55,7 +55,7 @@ class SamplerStream(PromptStream):
 class AsTheyCome:
     """Prompts as TRL's sampler brings them: nothing is chosen, nothing learnt."""
 
-    draw = None
+    draw_further = None
 
     def replace(self, inputs: list[dict[str, Any]]) -> None:
         pass
@@ -108,6 +108,7 @@ class PromptSelection:
         self.stream = SamplerStream(len(prompts), args.seed, shuffle)
         self.posterior = RewardPosterior(len(prompts), args.snr_prompt_half_life * len(prompts), features)
         self.competes_unseen = features is not None
+        self.of_step: set[int] = set()  # rows that have been drawn for the step
         self.explored = 0.0  # of a place for prompts not sampled for longest, what is left to the next step
         self.compared: list[list[float]] = []  # predicted and realised variance of the latest groups
         self.weights: Floats | None = None  # (N,) of the prompts that were drawn last
@@ -122,7 +123,12 @@ class PromptSelection:
         inputs[:] = [copy.deepcopy(prompts[row]) for row in own]
 
     def draw(self, count: int) -> list[int]:
-        """`count` row numbers, in the order in which the stream had them."""
+        """`count` row numbers to begin a step with, in the order in which the stream had them."""
+        self.of_step.clear()
+        return self.draw_further(count)
+
+    def draw_further(self, count: int) -> list[int]:
+        """`count` more for the same step: others, as far as there are."""
         candidates = self._candidates(count)
         waits = self.posterior.seen[candidates]
         unseen = waits < 0
@@ -143,7 +149,7 @@ class PromptSelection:
         self.typical = (sure | unseen)[chosen]  # not sampled for what their own rewards were
         self.predicted = self.posterior.mean(self.rows)
         self.skipped = len(candidates) - count
-        self.weights, self.clipped = None, 0.0
+        self.weights = None
         if (largest := self.args.snr_importance_weights) > 0:
             chance = np.ones(len(candidates))
             hits = _hits(self.posterior.sample(candidates[others], rng, TIMES), room)
@@ -151,22 +157,24 @@ class PromptSelection:
             chance[others] = (hits + 1) / (TIMES + 1)
             weights = count / len(candidates) / chance[chosen]
             self.weights, self.clipped = np.minimum(weights, largest), float((weights > largest).mean())
+        self.of_step.update(self.rows.tolist())
         return [int(row) for row in self.rows]
 
     def _candidates(self, places: int) -> Rows:
-        """Row numbers, each once: enough for all places, or what is left of the epoch where that fills them, too."""
+        """Row numbers, each once and none that the step has drawn: enough for all places, or what is left of the epoch
+        where that fills them, too."""
         rows: dict[int, None] = {}
         spare: list[int] = []
-        room = places * self.args.snr_candidates
+        room, others = places * self.args.snr_candidates, len(self.prompts) - len(self.of_step)
         while len(rows) + len(spare) < places or (
-            room > 0 and len(rows) < len(self.prompts) and not self.stream.at_start_of_epoch
+            room > 0 and len(rows) < others and not self.stream.at_start_of_epoch
         ):
             (row,) = self.stream.draw(1)
-            if row not in rows:
+            if row not in rows and row not in self.of_step:
                 rows[row] = None
                 never = self.posterior.seen[row] < 0 and not self.competes_unseen
                 room -= self.args.snr_candidates if never else 1
-            elif len(rows) == len(self.prompts):  # more places than prompts
+            elif len(rows) == others:  # more places than prompts
                 spare.append(row)
         return np.array([*rows, *spare], dtype=np.int64)
 
@@ -197,7 +205,7 @@ class PromptSelection:
             **({} if math.isnan(correlation) else {"prediction_rank_correlation": correlation}),
             "skipped_prompts": float(self.skipped),
             "oldest_unseen": float(posterior.clock - max(0, int(posterior.seen.min()))),
-            "importance_clipped": self.clipped,
+            **({} if self.weights is None else {"importance_clipped": self.clipped}),
         }
 
     def weighted(self, advantages: Tensor) -> Tensor:

@@ -24,11 +24,14 @@ class RunningReference:
     Args:
         size: most groups, W.
         seed: of the run.
+        patience: groups with signal that are dropped in a row before those before them are forgotten: more than eight
+            where a selection keeps few.
     """
 
-    def __init__(self, size: int, seed: int):
+    def __init__(self, size: int, seed: int, patience: float = FEW_GROUPS):
         self.size = size
         self.seed = seed
+        self.patience = patience
         self.scores = torch.zeros(0, dtype=torch.float64)  # (n,) of the latest n <= W groups
         self.signal = torch.zeros(0, dtype=torch.bool)  # (n,) whether their rewards vary
         self.seen = 0  # groups in all
@@ -58,7 +61,7 @@ class RunningReference:
 
     def _forget(self, kept: Tensor) -> None:
         self.since_kept = 0 if kept.any() else self.since_kept + len(kept)
-        if self.since_kept and self.signal[-self.since_kept :].sum() >= FEW_GROUPS:
+        if self.since_kept and self.signal[-self.since_kept :].sum() >= self.patience:
             self.scores, self.signal = self.scores[-self.since_kept :], self.signal[-self.since_kept :]
 
     def state(self) -> dict[str, Any]:

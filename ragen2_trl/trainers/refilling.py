@@ -138,7 +138,7 @@ class Refill:
         batch: Batch,
         kept: Tensor,
         step: int,
-        sample: Callable[[list[dict[str, Any]]], tuple[Batch, Tensor]],
+        sample: Callable[[list[dict[str, Any]], int], tuple[Batch, Tensor]],
         logps: Callable[[Batch], Tensor],
     ) -> Batch:
         """A batch of up to N kept groups, filled up with dropped rows where there are fewer.
@@ -147,7 +147,8 @@ class Refill:
             batch: what this process sampled first.
             kept: (N,) bool, which of its groups are kept, over all processes.
             step: optimizer steps so far.
-            sample: from this process's dataset rows to its batch and the groups kept of all of them.
+            sample: from this process's dataset rows and the number of the round, from 1, to its batch and the groups
+                kept of all of them.
             logps: (rows, T) under the present policy.
         """
         limit, process = len(kept), self.accelerator.process_index
@@ -165,7 +166,7 @@ class Refill:
             prompts = [self.prompts[row] for row in self.draw(size)]
             # One for each completion: TRL writes into them what a rollout function returns, environments what they do.
             rows = [copy.deepcopy(prompt) for prompt in prompts for _ in range(pool.group_size)]
-            further, kept = sample(own_share(rows, self.accelerator))
+            further, kept = sample(own_share(rows, self.accelerator), rounds + 1)
             pool.add(with_logps_to_come(further), kept, process)
             rounds, sampled, found = rounds + 1, sampled + size, found + int(kept.sum())
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.logging import get_logger
-from accelerate.utils import broadcast_object_list, gather_object
+from accelerate.utils import broadcast_object_list, gather_object, send_to_device
 from torch.utils.data import Sampler
 from transformers import Trainer
 from trl.trainer.utils import RepeatSampler
@@ -60,7 +60,7 @@ def load_state(
     path = folder and os.path.join(folder, STATE_FILE.format(rank=accelerator.process_index))
     state = None
     if path and os.path.exists(path):
-        state = torch.load(path, map_location=accelerator.device, weights_only=True)
+        state = torch.load(path, map_location="cpu", weights_only=True)
     # What all processes share comes from the first of them: others may be new, or on another machine.
     (shared,) = broadcast_object_list([state and state["shared"]])
     if shared is None:
@@ -72,4 +72,4 @@ def load_state(
             "progress and groups that wait for the next, if any, are sampled anew."
         )
         return shared, None
-    return shared, state["own"]
+    return shared, send_to_device(state["own"], accelerator.device)

@@ -1,5 +1,6 @@
 """From the rewards of a generation batch to the groups that are trained on."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -20,7 +21,7 @@ from ragen2_trl.filtering import (
     zero_variance,
 )
 from ragen2_trl.trainers.config import SNRFilterConfig
-from ragen2_trl.trainers.reference import RunningReference
+from ragen2_trl.trainers.reference import FEW_GROUPS, RunningReference
 
 # How scores scale with the unit of the rewards; those that are not of rewards do not.
 SCORE_DEGREE = {"reward_variance": 2, "reward_std": 1, "reward_mean": 1, "reward_sum": 1}
@@ -83,6 +84,15 @@ class Selection:
         return [own.repeat_interleave(self.rewards.size(1)).to(self.rewards.device) for own in groups]
 
 
+def patience_of(args: SNRFilterConfig) -> float:
+    """Of so many groups with signal a selection by scores would keep one, had the rewards not changed their scale."""
+    if args.snr_keep == "random" or args.snr_score == "random":
+        return math.inf  # a lot does not know what scores are
+    if args.snr_quartile is not None:
+        return 4 * FEW_GROUPS
+    return FEW_GROUPS / args.snr_value if args.snr_strategy == "top_k" else FEW_GROUPS
+
+
 class Selector:
     """Selects groups by the settings of a run, and remembers the rewards and groups that it has seen.
 
@@ -97,7 +107,7 @@ class Selector:
         self.reward_range: tuple[float, float] | None = None
         self.ranges: dict[str, tuple[float, float]] = {}  # of each task, where there are several
         window = args.snr_window if args.ranks_in_window else None
-        self.reference = None if window is None else RunningReference(window, args.seed)
+        self.reference = None if window is None else RunningReference(window, args.seed, patience_of(args))
 
     def select(
         self,
@@ -114,7 +124,7 @@ class Selector:
             tasks: (N,) names of the groups' tasks, where the dataset tells them.
             moment: numbers that tell this generation from others of the run; `snr_keep="random"` draws by them.
         """
-        signal = ~zero_variance(rewards).cpu()
+        signal = ~zero_variance(rewards)
         self.reward_range = widened(self.reward_range, rewards)
         for task in dict.fromkeys(tasks or ()):
             own = torch.tensor([other == task for other in tasks or ()], device=rewards.device)
