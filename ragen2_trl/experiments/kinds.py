@@ -33,6 +33,11 @@ def unit_of(name: str) -> str:
     return "points" if name.startswith(OF_PAIRS) or name.partition("/")[0] in FRACTIONS else "number"
 
 
+def timed(check: Check) -> bool:
+    """Whether times of different runs are compared."""
+    return "seconds" in str(check["statistic"])
+
+
 def paired_difference(runs: Sequence[Run], name: str) -> float:
     """Of a statistic of two runs; `at_equal/<axis>` is held-out success when both had spent all that the cheaper one
     did."""
@@ -46,7 +51,7 @@ def paired_difference(runs: Sequence[Run], name: str) -> float:
 def differences(grid: Grid, check: Check, notes: Notes) -> dict[int, float]:
     """The paired difference of a check, a number a seed: the mean over the axes that it leaves free."""
     found = pairs(grid, check["of"], check["against"])
-    values = by_seed(grid, found, partial(paired_difference, name=check["statistic"]), notes)
+    values = by_seed(grid, found, partial(paired_difference, name=check["statistic"]), notes, timed(check))
     return {seed: float(np.mean(numbers)) for seed, numbers in values.items()}
 
 
@@ -59,7 +64,7 @@ def _trend(grid: Grid, check: Check, notes: Notes) -> Evaluated:
     """Slope of the paired difference over the numbers that the levels of an axis are, seed by seed."""
     found = pairs(grid, check["of"], check["against"])
     x = np.array([float(side[check["axis"]]) for side, _ in found])
-    values = by_seed(grid, found, partial(paired_difference, name=check["statistic"]), notes)
+    values = by_seed(grid, found, partial(paired_difference, name=check["statistic"]), notes, timed(check))
     slopes = {
         seed: float(np.polyfit(x, numbers, 1)[0]) for seed, numbers in values.items() if len(numbers) == len(x) > 1
     }
@@ -106,7 +111,7 @@ def _ratio(grid: Grid, check: Check, notes: Notes) -> Evaluated:
                 numbers[side] = total(run, name.removesuffix("_to_reach"))
         return math.log(numbers[0] / numbers[1]) if min(numbers) > 0 else math.nan
 
-    values = by_seed(grid, found, log_ratio, notes)
+    values = by_seed(grid, found, log_ratio, notes, timed(check))
     means = {seed: float(np.mean(numbers)) for seed, numbers in values.items()}
     within = math.log(1 + float(check.get("within", 0.0)))
     null = math.log(float(check.get("than", 1.0)))

@@ -89,6 +89,11 @@ class Run:
     record: Mapping[str, Any]
 
     @property
+    def host(self) -> str:
+        """Of the machine, as far as the store knows it."""
+        return str(_where(self).get("host", ""))
+
+    @property
     def ended_early(self) -> bool:
         return self.done < self.planned
 
@@ -324,4 +329,9 @@ def read_finished(store: Store, keys: Iterable[str]) -> Finished:
 
 def versions(run: Run) -> dict[str, str]:
     """Of Python and packages, as the store has them."""
-    return {name: str(value) for name, value in json.loads(run.record.get("versions") or "{}").items()}
+    return {name: str(value) for name, value in _where(run).items() if name != "host"}
+
+
+def _where(run: Run) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(run.record.get("versions") or "{}")
+    return found

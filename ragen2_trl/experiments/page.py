@@ -150,7 +150,7 @@ def _claim(grid: Grid, folder: Path) -> Claim:
         cells=len({cell.key for cell in grid.cells}),
         done=len(runs),
         seeds=", ".join(f"{seed} ({number} cells)" for seed, number in sorted(seeds.items())) or "none yet",
-        machine=_counted(f"{run.record['host_cores']} CPU cores" for run in runs),
+        machine=_machines(runs),
         versions=_versions(runs),
         time=_duration(sum(float(run.record["seconds"]) for run in runs)),
         base=", ".join(map(_link, experiment.base)),
@@ -220,6 +220,12 @@ def _link(path: Path) -> str:
 def _flow(fields: Mapping[str, Any]) -> str:
     text = yaml.safe_dump(dict(fields), default_flow_style=True, width=10_000, sort_keys=False).strip()
     return f"`{text[1:-1]}`" if fields else ""
+
+
+def _machines(runs: Sequence[Run]) -> str:
+    cores = _counted(f"{run.record['host_cores']} CPU cores" for run in runs)
+    hosts = {run.host for run in runs}
+    return cores if len(hosts) < 2 else f"{cores}; {len(hosts)} machines, or one after {len(hosts)} starts"
 
 
 def _versions(runs: Sequence[Run]) -> str:

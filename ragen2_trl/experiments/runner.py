@@ -35,7 +35,7 @@ from ragen2_trl.experiments.cells import (
     write_config,
     write_warm_start,
 )
-from ragen2_trl.experiments.curves import VERSIONS, Store, versions_here
+from ragen2_trl.experiments.curves import VERSIONS, Store, where_it_runs
 from ragen2_trl.experiments.estimate import Estimate
 from ragen2_trl.reporting.files import HISTORY_FILE, write_json
 
@@ -212,7 +212,7 @@ class Runner:
         if not resumed:
             _trim(folder, (LOG, LOCK))
         if not (folder / VERSIONS).exists():
-            write_json(folder / VERSIONS, versions_here())
+            write_json(folder / VERSIONS, where_it_runs())
         command = command_of(write_config(folder, job), job)
         process = _process(command, folder, lock, ONE_CORE if job.launch is None else {})
         return Running(job, process, lock, folder, resumed)
