@@ -234,6 +234,19 @@ def test_what_falls_first_is_told_by_the_lag_in_shares_of_the_run():
     assert "b fell by 20% of its peak for good in 4 of 5 runs." in result.notes.others
 
 
+def test_what_has_not_fallen_counts_as_fallen_at_the_last_step_that_both_have():
+    """Nobody knows whether b fell after step 90, where a was measured last."""
+    short = Curve(np.array([0.0, 50.0, 90.0]), np.array([1.0, 0.5, 0.4]))
+
+    def number(levels, seed):
+        run = make_run(curves={"b": [1.0, 0.9, 0.9]})
+        return replace(run, curves={**run.curves, "a": short})
+
+    check = {"name": "e", "kind": "earlier", "first": "a", "then": "b", "of": NONE, "expects": ">"}
+    (result,) = evaluate(make_grid([check], number))
+    assert result.estimate.value == pytest.approx(0.9 - 0.5)
+
+
 def test_a_run_without_one_of_the_two_has_no_lag_and_is_named():
     def number(levels, seed):
         return make_run(curves={"a": [1.0, 0.5, 0.4]} | ({"b": [1.0, 0.9, 0.5]} if seed > 1 else {}))

@@ -103,6 +103,10 @@ def test_the_slope_of_gradients_is_the_exponent_of_a_power_law(exponent):
         curves[f"grad/bucket_{bucket}/task/norm"] = ([1, 50], norms)
         for part in ("kl", "entropy"):
             curves[f"grad/bucket_{bucket}/{part}/norm"] = ([1, 50], [0.01, 0.02])
+        curves[f"grad/bucket_{bucket}/min_reward_std"] = ([1, 50], deviations)
+    # One that holds a group without variance, which has no gradient of the task, says nothing of the others.
+    curves["grad/bucket_2/min_reward_std"] = ([1, 50], [0.0, 0.0])
+    curves["grad/bucket_2/task/norm"] = ([1, 50], [1e-3, 1e-3])
     run = make_run(**curves)
     assert gradient_slope(run, "task") == pytest.approx(exponent)
     assert gradient_slope(run, "regularisers") == pytest.approx(0)

@@ -135,7 +135,8 @@ def _ratio(grid: Grid, check: Check, notes: Notes) -> Evaluated:
 
 
 def _earlier(grid: Grid, check: Check, notes: Notes) -> Evaluated:
-    """By how much of the run one metric falls for good before another does, which it does at the end at the latest."""
+    """By how much of the run one metric falls for good before another does, either at the last step that
+    both have at the latest."""
     settings = [[levels] for levels in grid.settings if check["of"].items() <= dict(levels).items()]
     share = float(check.get("fall", 0.2))
     falls: list[tuple[float, float]] = []
@@ -144,9 +145,11 @@ def _earlier(grid: Grid, check: Check, notes: Notes) -> Evaluated:
         first, then = (runs[0].curve(check[name]) for name in ("first", "then"))
         if first is None or then is None:
             return math.nan
-        earlier, later = (fall(curve, share) / runs[0].planned for curve in on_common_steps(first, then))
+        curves = on_common_steps(first, then)
+        earlier, later = (fall(curve, share) / runs[0].planned for curve in curves)
         falls.append((earlier, later))
-        return min(later, 1.0) - min(earlier, 1.0)
+        end = curves[0].steps[-1] / runs[0].planned
+        return float(min(later, end) - min(earlier, end))
 
     values = by_seed(grid, settings, lag, notes)
     means = {seed: float(np.mean(numbers)) for seed, numbers in values.items()}

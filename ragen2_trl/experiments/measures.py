@@ -221,7 +221,8 @@ def total(run: Run, axis: str) -> float:
 
 @dataclass(frozen=True)
 class GradientPoints:
-    """Gradients of the buckets of one measurement, without those of no reward variance.
+    """Gradients of the buckets of one measurement, without those that hold a group of no reward variance: it adds
+    nothing to the task's gradient.
 
     Args:
         step: Optimizer step.
@@ -242,10 +243,11 @@ def gradient_points(run: Run, part: str) -> list[GradientPoints]:
     rows: dict[float, list[tuple[float, float]]] = {}
     for bucket in buckets:
         spread = run.curves[f"grad/bucket_{bucket}/reward_std"]
+        lowest = run.curves.get(f"grad/bucket_{bucket}/min_reward_std", spread)
         norms = [run.curves[key] for one in parts if (key := f"grad/bucket_{bucket}/{one}/norm") in run.curves]
         for step, deviation in zip(spread.steps, spread.values, strict=True):
             at_step = [float(norm.values[norm.steps == step][0]) for norm in norms if step in norm.steps]
-            if at_step and deviation > 0:
+            if at_step and lowest.at(np.array([step]))[0] > 0:
                 rows.setdefault(float(step), []).append((float(deviation), sum(at_step)))
     return [
         GradientPoints(step, *(np.array(column) for column in zip(*points, strict=True)))

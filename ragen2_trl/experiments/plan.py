@@ -69,6 +69,7 @@ class PaperScale:
         processes: For `--num_processes`.
         gpu_hours: Expected, of one cell.
         fields: Settings on top of those files.
+        skip: Combinations of levels that are left out at that size, beside the experiment's.
     """
 
     base: tuple[Path, ...]
@@ -76,6 +77,7 @@ class PaperScale:
     processes: int
     gpu_hours: float
     fields: Fields = field(default_factory=dict)
+    skip: tuple[dict[str, str], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -162,7 +164,8 @@ class Experiment:
             dict(reversed(list(zip(reversed(self.axes), levels, strict=True))))
             for levels in product(*reversed(self.axes.values()))
         ]
-        grid = [levels for levels in grid if not any(left_out.items() <= levels.items() for left_out in self.skip)]
+        skip = (*self.skip, *(self.paper_scale.skip if scale == "paper" and self.paper_scale else ()))
+        grid = [levels for levels in grid if not any(left_out.items() <= levels.items() for left_out in skip)]
         seeds = self.seeds[:1] if quick else self.seeds
         last = [self.quick if quick else {}, self.overrides]
         settings = []
@@ -237,12 +240,9 @@ def read_experiment(path: Path, overrides: Fields | None = None) -> Experiment:
         fields=_fields(read.get("fields", {}), path, "fields"),
         axes=axes,
         level_files=files,
-        skip=tuple(
-            _levels(_mapping(one, path, f"skip[{n}]"), axes, path, f"skip[{n}]")
-            for n, one in enumerate(_list(read, "skip", path))
-        ),
+        skip=_skip(read, axes, path, "skip"),
         quick=_fields(read.get("quick", {}), path, "quick"),
-        paper_scale=others[0].paper_scale if others else _paper_scale(read.get("paper_scale"), path),
+        paper_scale=others[0].paper_scale if others else _paper_scale(read.get("paper_scale"), axes, path),
         figures=tuple(gridded("figures")),
         note=read.get("note", ""),
         others=others,
@@ -296,7 +296,12 @@ def _fields(value: Any, path: Path, where: str) -> Fields:
     return with_warm_start(own, path)
 
 
-def _paper_scale(value: Any, path: Path) -> PaperScale | None:
+def _skip(read: Mapping[str, Any], axes: dict[str, dict[str, Fields]], path: Path, where: str) -> Any:
+    left_out = enumerate(_list(read, "skip", path))
+    return tuple(_levels(_mapping(one, path, f"{where}[{n}]"), axes, path, f"{where}[{n}]") for n, one in left_out)
+
+
+def _paper_scale(value: Any, axes: dict[str, dict[str, Fields]], path: Path) -> PaperScale | None:
     if value is None:
         return None
     read = _mapping(value, path, "paper_scale")
@@ -312,6 +317,7 @@ def _paper_scale(value: Any, path: Path) -> PaperScale | None:
         processes=read["processes"],
         gpu_hours=float(read["gpu_hours"]),
         fields=_fields(read.get("fields", {}), path, "paper_scale.fields"),
+        skip=_skip(read, axes, path, "paper_scale.skip"),
     )
 
 

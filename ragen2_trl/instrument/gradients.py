@@ -90,7 +90,7 @@ class GradientMeasurement:
         named = {"all": self.whole, **{f"bucket_{i}": bucket for i, bucket in enumerate(self.buckets, start=1)}}
         metrics = {"batch_norm": self.batch_norm}
         for name, bucket in named.items():
-            metrics[f"{name}/reward_std"] = bucket.reward_std[1]
+            metrics[f"{name}/min_reward_std"], metrics[f"{name}/reward_std"], _ = bucket.reward_std
             for part, statistics in bucket.parts.items():
                 metrics |= {f"{name}/{part}/{key}": value for key, value in vars(statistics[WHOLE]).items()}
             if len(bucket.parts) > 1:
