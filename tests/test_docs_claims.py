@@ -26,7 +26,8 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def logged(tmp_path_factory):
-    """All keys that a short training in several turns logs, with refill, prompt selection and every callback."""
+    """All keys that a short training in several turns logs, with refill, prompt selection and every callback; and
+    those of one with importance weights, which do not go with refill."""
     env = make_env("sokoban", multi_turn=True)
     settings = {
         **SMALL,
@@ -50,7 +51,11 @@ def logged(tmp_path_factory):
     trainer.add_callback(EnvironmentEvalCallback(env, trainer, every=2, num_prompts=2, num_samples=2))
     trainer.add_callback(CostCallback(trainer))
     trainer.train()
-    return {key for row in trainer.state.log_history for key in row}
+    args = SNRFilteredGRPOConfig(**{**settings, "max_steps": 1, "snr_refill_rounds": 0, "snr_importance_weights": 5.0})
+    lake = make_env("frozen_lake")
+    weighted = SNRFilteredGRPOTrainer(resolve_model("tiny"), lake.reward_funcs, args, lake.dataset(16, seed=0))
+    weighted.train()
+    return {key for row in trainer.state.log_history + weighted.state.log_history for key in row}
 
 
 def pattern(name: str) -> re.Pattern[str]:
