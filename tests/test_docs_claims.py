@@ -155,6 +155,24 @@ def test_tables_of_time_to_success_are_those_of_the_benchmark(page, count):
     assert [table for table in tables if table not in measured] == []
 
 
+INTERVAL = r"\((?:95 % interval )?([-+]?[\d.]+) to ([-+]?[\d.]+)"
+
+
+def test_intervals_of_the_first_screen_are_those_of_the_results():
+    """Rounded as README has them, and as what is ahead or behind: signs may be turned."""
+    screen = (
+        PAGES["../README.md"].read_text(encoding="utf-8").partition("**Does it hold?**")[2].partition("\nSo expect")[0]
+    )
+    measured = (ROOT / "results" / "README.md").read_text(encoding="utf-8")
+    found = [(float(low), float(high)) for low, high in re.findall(INTERVAL, measured)]
+    found += [(-high, -low) for low, high in found]
+    said = re.findall(INTERVAL, " ".join(screen.split()))
+    assert len(said) >= 12
+    for low, high in said:
+        half = 0.5 / 10 ** len(low.partition(".")[2]) + 1e-9
+        assert any(abs(a - float(low)) <= half and abs(b - float(high)) <= half for a, b in found), (low, high)
+
+
 REFUSED = [(quoted(setting)[0], quoted(message)[0]) for setting, message in rows("swap.md", "What is refused")[1:]]
 
 
