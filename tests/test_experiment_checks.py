@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from ragen2_trl.experiments.checks import Result, evaluate, sentence, validate, verdict
+from ragen2_trl.experiments.curves import SEVERAL
 from ragen2_trl.experiments.grid import Grid, Notes, pairs
 from ragen2_trl.experiments.measures import Curve, Run
 from ragen2_trl.experiments.plan import Cell, Experiment
@@ -376,18 +377,19 @@ def test_levels_of_a_cell_are_found_in_any_order():
     assert Grid(experiment, [cell], {cell.key: run}).run({"b": "y", "a": "x"}, 1) is run
 
 
+@pytest.mark.parametrize(("host", "of"), [("0123abcd", [FILTER]), (SEVERAL, [FILTER, NONE])])
 @pytest.mark.parametrize("statistic", ["cpu_seconds/last", "at_equal/cpu_seconds", "success/last"])
-def test_times_are_compared_between_runs_of_one_machine_alone(statistic):
-    """The filter's third run was made elsewhere, where all takes twice as long; of the others nobody knows where."""
+def test_times_are_compared_between_runs_of_one_machine_alone(statistic, host, of):
+    """One run of the third seed was made elsewhere, where all takes twice as long; or both, on two machines each."""
 
     def made(levels, seed):
-        elsewhere = seed == 3 and levels == FILTER
+        elsewhere = seed == 3 and levels in of
         seconds = [0.0, 50.0, 100.0 + seed] if not elsewhere else [0.0, 100.0, 200.0]
         run = make_run(end=0.6 + noise(levels, seed), curves={"cost/cpu_seconds": seconds})
-        return replace(run, record={"versions": json.dumps({"host": "0123abcd"})}) if elsewhere else run
+        return replace(run, record={"versions": json.dumps({"host": host})}) if elsewhere else run
 
     kind = "ratio" if statistic == "cpu_seconds/last" else "difference"
     (result,) = evaluate(make_grid([{**GAIN, "kind": kind, "statistic": statistic}], made))
     timed = statistic != "success/last"
     assert result.seeds == (4 if timed else 5)
-    assert ("ran on another machine" in " ".join(result.notes.sentences())) == timed
+    assert ("ran on several machines" in " ".join(result.notes.sentences())) == timed

@@ -16,7 +16,16 @@ import yaml
 from ragen2_trl import cli
 from ragen2_trl.cli.experiment import _told
 from ragen2_trl.experiments.cells import Job
-from ragen2_trl.experiments.curves import CELLS_SCHEMA, COSTS, CURVES_SCHEMA, Store, tidy_rows
+from ragen2_trl.experiments.curves import (
+    CELLS_SCHEMA,
+    COSTS,
+    CURVES_SCHEMA,
+    SEVERAL,
+    VERSIONS,
+    Store,
+    host_here,
+    tidy_rows,
+)
 from ragen2_trl.experiments.estimate import Estimate
 from ragen2_trl.experiments.plan import Cell, read_experiment
 from ragen2_trl.experiments.runner import LOCK, LOG, MADE, Progress, Runner, is_locked
@@ -110,6 +119,8 @@ def test_cells_that_were_stopped_go_on_and_end_with_the_numbers_of_whole_ones(ki
     first.send_signal(kill)
     code = first.wait(60)
     if kill == signal.SIGINT:
+        begun = json.loads((run / VERSIONS).read_text())
+        (run / VERSIONS).write_text(json.dumps({**begun, "host": "another machine"}))
         assert code == 130 and not is_locked(run)
         assert "The same command goes on" in (stopped / "output").read_text()
         assert not Store(stopped / "results").done()
@@ -117,6 +128,8 @@ def test_cells_that_were_stopped_go_on_and_end_with_the_numbers_of_whole_ones(ki
         assert is_locked(run)  # nobody else begins the cell while it is trained
     assert begin(stopped, path).wait(900) == 0, (stopped / "output").read_text()
 
+    (where,) = Store(stopped / "results").cells()["versions"]
+    assert json.loads(where)["host"] == (SEVERAL if kill == signal.SIGINT else host_here())
     (trained,) = ([row for row in history(whole / "runs" / cell.key) if "reward" in row],)
     resumed = [row for row in history(run) if "reward" in row]
     same = ("step", "loss", "reward", "entropy", "cost/sampled_tokens", "cost/update_tokens")
@@ -154,7 +167,7 @@ def test_a_failing_cell_is_listed_with_its_command_and_the_others_are_stored(pla
         assert ("snr/kept_fraction" in metrics) == (cell.levels["method"] == "filter")
         assert list(metrics["cost/seconds"]["step"]) == [0, 1, 2]
         kept = {entry.name for entry in (tmp_path / "runs" / cell.key).iterdir()}
-        assert kept == {"config.yaml", LOG, LOCK, HISTORY_FILE, "summary.json", "versions.json"}
+        assert kept == {"config.yaml", LOG, LOCK, HISTORY_FILE, "summary.json", VERSIONS}
 
     # Nothing runs again, also where the trainings' folders are gone, and what was changed is refused by name
     (tmp_path / "output").unlink()
@@ -246,7 +259,7 @@ def trained(tmp_path):
         folder = tmp_path / f"run-{seed}"
         folder.mkdir(exist_ok=True)
         (folder / HISTORY_FILE).write_text(json.dumps(log_rows(steps)))
-        (folder / "versions.json").write_text(json.dumps({"python": "3.12.0"}))
+        (folder / VERSIONS).write_text(json.dumps({"python": "3.12.0"}))
         return folder, Cell({"max_steps": steps}, seed, {})
 
     return leave

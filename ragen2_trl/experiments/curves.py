@@ -25,6 +25,7 @@ from ragen2_trl.reporting.files import HISTORY_FILE, read_json, replace_whole, w
 
 CELLS, CURVES, RECORDS = "cells.parquet", "curves.parquet", "experiments"
 VERSIONS = "versions.json"  # in the folder of a cell, of when its training began
+SEVERAL = "several"  # as host: of a cell that went on where it had not begun
 COSTS = ("seconds", "cpu_seconds", "sampled_tokens", "update_tokens", "update_flops")
 
 # Metrics of log rows that are kept; the others say nothing that an experiment asks for.
@@ -47,7 +48,7 @@ CELLS_SCHEMA = pa.schema(
         ("update_flops", pa.float64()),
         ("wall_seconds", pa.float64()),  # of the process, with evaluations and imports; of its last part, if killed
         ("host_cores", pa.int32()),
-        ("versions", pa.string()),  # JSON, and `host`: where it began, see `host_here`
+        ("versions", pa.string()),  # JSON; with `host`, see `host_here`, or `SEVERAL`
         ("finished", pa.timestamp("s", tz="UTC")),
     ]
 )

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import product
 
+from ragen2_trl.experiments.curves import SEVERAL
 from ragen2_trl.experiments.measures import Run
 from ragen2_trl.experiments.plan import Cell, Experiment
 
@@ -28,7 +29,7 @@ class Notes:
             ("not there", self.missing),
             ("ended before the planned steps, and have their last value from there on", self.early),
             ("do not count in a check, for want of a number, their own or the other's of a pair", self.without),
-            ("do not count where times are compared: the other of their pair ran on another machine", self.apart),
+            ("do not count where times are compared: they, or the two of a pair, ran on several machines", self.apart),
         )
         return [
             *(f"{_count(runs)} {what}: {some(list(dict.fromkeys(runs.values())))}." for what, runs in kinds if runs),
@@ -102,7 +103,7 @@ def by_seed(
         runs = [one for one, any_seed in zip(row, there, strict=True) if any_seed]
         if not runs or any(one is None for one in runs):
             continue
-        if timed and (apart := [run for one in runs if len({run.host for run in one or ()}) > 1 for run in one or ()]):
+        if timed and (apart := [run for one in runs if not of_one_machine(one or ()) for run in one or ()]):
             notes.apart |= {run.key: named(grid, run.levels, seed) for run in apart}
             continue
         numbers = [number(one) for one in runs if one is not None]
@@ -115,6 +116,12 @@ def by_seed(
         left = sum(not one for one in there)
         notes.others.append(f"{left} of {len(there)} settings have not run with any seed, and are left out.")
     return values
+
+
+def of_one_machine(runs: Collection[Run]) -> bool:
+    """Whether their times are comparable, as far as the store knows."""
+    hosts = {run.host for run in runs}
+    return len(hosts) <= 1 and SEVERAL not in hosts
 
 
 def gathered(several: Iterable[Notes]) -> Notes:

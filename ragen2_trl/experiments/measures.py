@@ -90,7 +90,7 @@ class Run:
 
     @property
     def host(self) -> str:
-        """Of the machine, as far as the store knows it."""
+        """Of the machine, as far as the store knows it; or `SEVERAL`."""
         return str(_where(self).get("host", ""))
 
     @property

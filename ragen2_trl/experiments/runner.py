@@ -35,9 +35,9 @@ from ragen2_trl.experiments.cells import (
     write_config,
     write_warm_start,
 )
-from ragen2_trl.experiments.curves import VERSIONS, Store, where_it_runs
+from ragen2_trl.experiments.curves import SEVERAL, VERSIONS, Store, host_here, where_it_runs
 from ragen2_trl.experiments.estimate import Estimate
-from ragen2_trl.reporting.files import HISTORY_FILE, write_json
+from ragen2_trl.reporting.files import HISTORY_FILE, read_json, write_json
 
 LOG, LOCK, SUMMARY = "output.log", ".lock", "summary.json"
 MADE = "made"  # empty file beside a model that a warm start has made to its end
@@ -211,8 +211,11 @@ class Runner:
         resumed = any(folder.glob("checkpoint-*"))
         if not resumed:
             _trim(folder, (LOG, LOCK))
-        if not (folder / VERSIONS).exists():
+        began = read_json(folder / VERSIONS, dict)
+        if began is None:
             write_json(folder / VERSIONS, where_it_runs())
+        elif began.get("host", host_here()) != host_here():
+            write_json(folder / VERSIONS, {**began, "host": SEVERAL})
         command = command_of(write_config(folder, job), job)
         process = _process(command, folder, lock, ONE_CORE if job.launch is None else {})
         return Running(job, process, lock, folder, resumed)
