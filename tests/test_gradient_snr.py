@@ -168,6 +168,17 @@ def test_groups_without_variance_have_regularisers_and_no_task(policy_path, tmp_
     assert row["grad/bucket_6/regulariser_share"] < 0.9
 
 
+def test_what_is_rounding_has_no_share(policy_path, tmp_path):
+    """At the reference policy KL has no gradient, and a group without variance none of the task."""
+    args = GRPO.args(tmp_path, **{**WHOLE_BATCH, "scale_rewards": "none", "beta": 0.5})
+    trainer = GRPO.make(policy_path, args, replay_of(policy_path))
+    trainer.add_callback(each_step(trainer))
+    trainer.train()
+    (row,) = logged(trainer)
+    assert row["grad/bucket_1/reward_std"] == 0.0 and "grad/bucket_1/regulariser_share" not in row
+    assert row["grad/bucket_6/regulariser_share"] < 1e-3
+
+
 @pytest.mark.slow
 def test_an_entropy_bonus_is_measured_as_if_the_run_had_it(policy_path, tmp_path):
     with_it, measured = make(GRPO, policy_path, tmp_path, each_step, entropy_coef=0.1)

@@ -94,15 +94,18 @@ class GradientMeasurement:
             for part, statistics in bucket.parts.items():
                 metrics |= {f"{name}/{part}/{key}": value for key, value in vars(statistics[WHOLE]).items()}
             if len(bucket.parts) > 1:
-                metrics[f"{name}/regulariser_share"] = regulariser_share(bucket)
+                metrics[f"{name}/regulariser_share"] = regulariser_share(bucket, self.batch_norm)
         return {key: value for key, value in metrics.items() if not math.isnan(value)}
 
 
-def regulariser_share(bucket: BucketGradients) -> float:
-    """||g_reg|| / (||g_task|| + ||g_reg||) with the sum of the regularisers' norms for ||g_reg|| (Appendix K)."""
+def regulariser_share(bucket: BucketGradients, batch_norm: float) -> float:
+    """||g_reg|| / (||g_task|| + ||g_reg||) with the sum of the regularisers' norms for ||g_reg|| (Appendix K).
+
+    NaN where all of them are rounding beside `batch_norm`, the norm of the batch's gradient.
+    """
     norms = {part: statistics[WHOLE].norm for part, statistics in bucket.parts.items()}
     total = sum(norms.values())
-    return 1 - norms["task"] / total if total > 0 else math.nan
+    return 1 - norms["task"] / total if total > ROUNDING * batch_norm else math.nan
 
 
 def parameter_group(name: str) -> str:
