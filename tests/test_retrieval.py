@@ -59,12 +59,12 @@ def test_what_is_in_brackets_is_a_mark_if_two_capitals_are(text):
     assert words or not slow.search(plain_text(text))
 
 
-@given(st.text(st.characters()))
-def test_plain_text_can_always_be_encoded_and_stands_on_one_line(text):
+@given(st.text(st.characters()) | st.text("<|>a\x00"))
+def test_plain_text_can_always_be_encoded_stands_on_one_line_and_has_no_mark(text):
     plain = plain_text(text)
     plain.encode()
     assert len(plain.splitlines()) <= 1 or "\u2028" in plain
-    assert "<|" not in plain
+    assert not re.search(r"<\|[^\s<>]{0,50}>", plain)
 
 
 def test_both_forms_of_a_corpus_are_read():
