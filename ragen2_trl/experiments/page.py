@@ -18,7 +18,7 @@ from ragen2_trl.experiments import figures
 from ragen2_trl.experiments.checks import CONTRADICTED, NOT_RUN, Result, evaluate, sentence, validate, verdict
 from ragen2_trl.experiments.curves import Store
 from ragen2_trl.experiments.drawing import MIN_SEEDS
-from ragen2_trl.experiments.grid import Grid, gathered
+from ragen2_trl.experiments.grid import Grid, gathered, of_one_machine
 from ragen2_trl.experiments.kinds import unit_of
 from ragen2_trl.experiments.measures import Finished, Run, read_finished, statistic, versions
 from ragen2_trl.experiments.plan import Experiment
@@ -224,8 +224,7 @@ def _flow(fields: Mapping[str, Any]) -> str:
 
 def _machines(runs: Sequence[Run]) -> str:
     cores = _counted(f"{run.record['host_cores']} CPU cores" for run in runs)
-    hosts = {run.host for run in runs}
-    return cores if len(hosts) < 2 else f"{cores}; {len(hosts)} machines, or one after {len(hosts)} starts"
+    return cores if of_one_machine(runs) else f"{cores}; several machines, or several starts of one"
 
 
 def _versions(runs: Sequence[Run]) -> str:

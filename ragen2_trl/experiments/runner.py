@@ -214,7 +214,7 @@ class Runner:
         began = read_json(folder / VERSIONS, dict)
         if began is None:
             write_json(folder / VERSIONS, where_it_runs())
-        elif began.get("host", host_here()) != host_here():
+        elif began.get("host") not in (None, host_here()):
             write_json(folder / VERSIONS, {**began, "host": SEVERAL})
         command = command_of(write_config(folder, job), job)
         process = _process(command, folder, lock, ONE_CORE if job.launch is None else {})
