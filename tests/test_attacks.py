@@ -47,6 +47,7 @@ SAMPLE = (
     "change the limits of the namespace's first process",
     "report a success of its own",
     "find the expected output among all objects and frames",
+    "find the expected output in its descriptors",
     "take twice its memory at once",
 )
 

@@ -14,23 +14,6 @@ from ragen2_trl.envs.deepcoder.environment import program_of
 ATTACKS = {
     "leave with success": "import sys\nsys.exit(0)",
     "leave at once": "import os\nos._exit(0)",
-    "read the expected output": """
-import gc, os, sys
-found = [str(thing) for thing in gc.get_objects() if isinstance(thing, (str, dict, list, tuple))]
-frame = sys._getframe()
-while frame:
-    found.append(str(frame.f_locals) + str(frame.f_globals))
-    frame = frame.f_back
-for number in range(64):
-    try:
-        os.lseek(number, 0, 0)
-        found.append(os.read(number, 1 << 20).decode(errors="replace"))
-        os.lseek(number, 0, 0)
-    except OSError:
-        pass
-expected = str(2 * int(input()))
-print(expected if any(expected in text for text in found) else "none")
-""",
     "patch the checker": """
 import builtins, json, sys
 class Equal(str):
