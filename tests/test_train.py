@@ -26,6 +26,7 @@ def arguments(folder: Path, **overrides) -> list[str]:
     """A short run of the tiny model, written to `folder`."""
     settings = {
         "config": RECIPE,
+        "env_args": "{}",
         "output_dir": folder,
         "max_steps": 4,
         "save_steps": 2,
@@ -227,7 +228,7 @@ def test_interrupted_runs_say_how_to_go_on(tmp_path, monkeypatch, capsys):
         ({"eval_strategy": "steps"}, ["eval_strategy='steps'", "allowed: 'no', and --eval_every 10"]),
         ({"load_best_model_at_end": True}, ["load_best_model_at_end=True", "--load_best true with --eval_every"]),
         (
-            {"load_best": True},
+            {"load_best": True, "eval_every": 107},
             ["load_best needs held-out success over", "eval_prompts must be above 0, got 107 and 0"],
         ),
         ({"eval_every": -1}, ["eval_every must be at least 0, got -1"]),
