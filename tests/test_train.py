@@ -26,7 +26,7 @@ def arguments(folder: Path, **overrides) -> list[str]:
     """A short run of the tiny model, written to `folder`."""
     settings = {
         "config": RECIPE,
-        "env_args": "{}",
+        "env_args": "{}",  # the recipe's are FrozenLake's, and some tests play another task
         "output_dir": folder,
         "max_steps": 4,
         "save_steps": 2,
