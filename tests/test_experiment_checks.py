@@ -298,6 +298,20 @@ def test_a_stronger_correlation_is_one_whichever_its_sign():
     assert result.estimate.value > 0.5 and result.outcome == 1
 
 
+def test_runs_of_some_levels_can_be_left_out_of_a_correlation():
+    """What breaks has neither success nor the other; among the rest they fall together."""
+    axes = {"bonus": ["0", "0.1"], "setting": [str(n) for n in range(12)]}
+
+    def number(levels, seed):
+        there = (levels["bonus"] == "0") * (1 + int(levels["setting"]) / 20 + 0.01 * seed)
+        return make_run(end=0.3 * there, curves={"x/good": [there and 3 - there] * 3})
+
+    check = {"name": "c", "kind": "correlation", "x": "x/good/mean", "y": "success/last", "expects": ">"}
+    whole, part = evaluate(make_grid([check, {**check, "without": {"bonus": "0.1"}}], number, axes))
+    assert whole.estimate.value > 0.3 and part.estimate.value == pytest.approx(-1)
+    assert part.notes.others[-1] == "60 runs of 12 settings."
+
+
 # Verdicts
 
 
@@ -339,6 +353,27 @@ def test_the_sentence_says_each_check_with_its_number_by_what_came_of_it():
     assert text.index("Opposite: check 1") < text.index("Not decided: check 2")
 
 
+@pytest.mark.parametrize("why", ["beside", "later"])
+def test_a_verdict_rests_on_the_checks_that_state_the_claim(why):
+    """One beside it that is decided makes no verdict, and is told as what it is."""
+    grid = make_grid([], lambda levels, seed: 0.5)
+    first, *rest = results_of([1, 0])
+    results = [replace(first, **{why: True}), *rest]
+    assert verdict(grid, results) == "not at this scale"
+    text = sentence(results)
+    assert text.index("Not decided: check 1") < text.index("Beside the claim, as expected: check 0")
+    aside = [replace(rest[0], **{why: True}), first]
+    assert "check 1" in sentence(aside) and "check 1" not in sentence(aside, whole=False)
+
+
+def test_a_check_that_was_not_there_before_the_runs_came_later():
+    """It is told by what it asks: neither another name nor standing beside the claim makes another check."""
+    renamed, other = {**GAIN, "name": "the gain", "beside": True}, {**GAIN, "statistic": "success/first"}
+    grid = make_grid([renamed, other], lambda levels, seed: 0.5)
+    assert [one.later for one in evaluate(grid, fixed=[GAIN])] == [False, True]
+    assert [one.later for one in evaluate(grid)] == [False, False]
+
+
 def test_two_checks_are_decided_more_strictly_than_one():
     """p of 0.03: alone decided, beside another that is not, no more."""
     values = np.array([0.010, 0.004, 0.012, 0.001, 0.006])
@@ -352,6 +387,8 @@ def test_two_checks_are_decided_more_strictly_than_one():
 @pytest.mark.parametrize(("changes", "parts"), [
     ({"kind": "differences"}, ["kind='differences'", "allowed: difference, trend"]),
     ({"statistics": "success/last"}, ["check 'gain'", "statistics is not known"]),
+    ({"beside": "yes"}, ["beside='yes'", "allowed: true, false"]),
+    ({"beside": True}, ["one that states the claim"]),
     ({"expects": ">="}, ["expects='>='", "'=' with `within`"]),
     ({"expects": "="}, ["expects='='", "within"]),
     ({"statistic": "succes/last"}, ["statistic='succes/last'", "last_fifth"]),
@@ -375,6 +412,12 @@ def test_levels_of_a_cell_are_found_in_any_order():
     experiment = Experiment("i", "c", "s", (), (1,), (), date(2026, 1, 1), axes={"a": {"x": {}}, "b": {"y": {}}})
     run = replace(make_run(cell), key=cell.key)
     assert Grid(experiment, [cell], {cell.key: run}).run({"b": "y", "a": "x"}, 1) is run
+
+
+def test_a_run_of_an_unknown_machine_is_told_where_times_are_compared():
+    check = {**GAIN, "statistic": "at_equal/seconds"}
+    (result,) = evaluate(make_grid([check], lambda levels, seed: 0.6 + noise(levels, seed)))
+    assert result.seeds == 5 and "machine was not recorded" in " ".join(result.notes.sentences())
 
 
 @pytest.mark.parametrize(("host", "of"), [("0123abcd", [FILTER]), (SEVERAL, [FILTER, NONE])])

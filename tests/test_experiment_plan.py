@@ -235,6 +235,11 @@ def test_at_the_paper_s_scale_a_cell_is_launched_by_accelerate(write, tmp_path):
         ({"fields": {"max_steps": 10}}, "fields.max_steps is 9 in"),
         ({"seeds": [3]}, "seeds is [3, 4] in"),
         ({"checks": []}, "checks is "),
+        ({"checks": [{**PLAN["checks"][0], "of": {"method": "none"}}]}, "checks[0].of.method is "),
+        (
+            {"axes": {**PLAN["axes"], "method": {**PLAN["axes"]["method"], "filter": {"unset": ["snr_value"]}}}},
+            "unset",
+        ),
     ],
 )
 def test_results_of_another_configuration_are_refused_by_what_differs(changes, difference, write, tmp_path):
@@ -247,12 +252,25 @@ def test_results_of_another_configuration_are_refused_by_what_differs(changes, d
 
 
 @pytest.mark.parametrize(
-    "changes", [{"claim": "It gains."}, {"paper": "It does."}, {"seeds": [3, 4, 5]}, {"quick": {"max_steps": 1}}]
+    "changes",
+    [
+        {"claim": "It gains."},
+        {"paper": "It does."},
+        {"seeds": [3, 4, 5]},
+        {"quick": {"max_steps": 1}},
+        {"checks": [{**PLAN["checks"][0], "name": "the gain"}, {**PLAN["checks"][0], "kind": "ratio"}]},
+    ],
 )
-def test_prose_may_change_and_seeds_may_be_added(changes, write, tmp_path):
+def test_prose_may_change_and_seeds_and_checks_may_be_added(changes, write, tmp_path):
+    """And the record goes on saying which checks there were before the runs."""
     store = Store(tmp_path / "results")
-    store.write_record(read_experiment(write()), "tiny", quick=False)
-    store.check(read_experiment(write(**changes)), "tiny", quick=False)
+    first = read_experiment(write())
+    assert store.fixed_checks(first) is None
+    store.write_record(first, "tiny", quick=False)
+    changed = read_experiment(write(**changes))
+    store.check(changed, "tiny", quick=False)
+    store.write_record(changed, "tiny", quick=False)
+    assert store.fixed_checks(changed) == PLAN["checks"]
 
 
 def test_a_record_reads_back_as_it_was(write, tmp_path):

@@ -1,17 +1,19 @@
 """What decides a claim: checks with an expected side, and one rule that makes a verdict of them.
 
 A check is a mapping of an experiment's file with a `name`, a `kind` and what the kind asks for (`KINDS`). Holm's
-correction is over the checks of an experiment; a check is decided where its adjusted p-value is at most 0.05.
+correction is over the checks of an experiment; a check is decided where its adjusted p-value is at most 0.05. The
+verdict is made by checks that state the claim: not by those `beside` it, and not by those that came after the runs.
 """
 
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import product
 
 from ragen2_trl.experiments.grid import Grid, Notes
 from ragen2_trl.experiments.kinds import KINDS, Check
 from ragen2_trl.experiments.measures import check_statistic
-from ragen2_trl.experiments.plan import Experiment
+from ragen2_trl.experiments.plan import Experiment, question
 from ragen2_trl.experiments.statistics import CONFIDENCE, Estimate, holm
 
 HOLDS, IN_PART, CONTRADICTED, UNDECIDED, NOT_RUN = (
@@ -47,6 +49,13 @@ class Result:
     seeds: int
     notes: Notes = field(default_factory=Notes)
     adjusted: float = math.nan
+    beside: bool = False
+    later: bool = False
+
+    @property
+    def counts(self) -> bool:
+        """Whether the verdict is made of it."""
+        return not (self.beside or self.later)
 
     @property
     def outcome(self) -> int:
@@ -77,18 +86,27 @@ def show(estimate: Estimate, unit: str) -> str:
     return f"{number} ({form(estimate.low)} to {form(estimate.high)})"
 
 
-def evaluate(grid: Grid) -> list[Result]:
-    """The checks of an experiment, with Holm's correction over them."""
-    results = [_evaluate(grid, check) for check in grid.experiment.checks]
+def evaluate(grid: Grid, fixed: Sequence[Check] | None = None) -> list[Result]:
+    """The checks of an experiment, with Holm's correction over them.
+
+    Args:
+        grid: Its cells.
+        fixed: The checks that there were before its cells ran; `None` if that is not known.
+    """
+    before = None if fixed is None else [question(check) for check in fixed]
+    results = [
+        replace(_evaluate(grid, check), later=before is not None and question(check) not in before)
+        for check in grid.experiment.checks
+    ]
     adjusted = holm([result.estimate.p for result in results])
     return [replace(result, adjusted=p) for result, p in zip(results, adjusted, strict=True)]
 
 
 def verdict(grid: Grid, results: Sequence[Result]) -> str:
-    """The rule, the same for all experiments: `holds` if every check is decided as expected; `holds in part` if some
-    are; `contradicted` if one is decided the other way and none as expected; `not at this scale` otherwise. With fewer
-    cells than planned it is a verdict so far, and `not run yet` while no check has a number. Without checks there is
-    none.
+    """The rule, the same for all experiments: `holds` if every check that counts is decided as expected; `holds in
+    part` if some are; `contradicted` if one is decided the other way and none as expected; `not at this scale`
+    otherwise. With fewer cells than planned it is a verdict so far, and `not run yet` while no check has a number.
+    Without checks there is none.
     """
     done, cells = len(grid.runs), len({cell.key for cell in grid.cells})
     if not results and done:
@@ -96,7 +114,7 @@ def verdict(grid: Grid, results: Sequence[Result]) -> str:
         return f"{made}: {CURVES_ONLY}" + (f", so far ({done} of {cells} cells)" if done < cells else "")
     if not done or (done < cells and all(math.isnan(result.estimate.value) for result in results)):
         return NOT_RUN
-    outcomes = [result.outcome for result in results]
+    outcomes = [result.outcome for result in results if result.counts]
     if all(outcome == 1 for outcome in outcomes):
         said = HOLDS
     elif 1 in outcomes:
@@ -108,15 +126,18 @@ def verdict(grid: Grid, results: Sequence[Result]) -> str:
     return f"{'nothing decided' if said == UNDECIDED else said}, so far ({done} of {cells} cells)"
 
 
-def sentence(results: Sequence[Result], numbers: bool = True) -> str:
-    """Why the verdict is what it is: the checks by what came of them, with their numbers or without."""
-    kinds = ((1, "As expected"), (-1, "Opposite"), (0, "Not decided"))
+def sentence(results: Sequence[Result], whole: bool = True) -> str:
+    """Why the verdict is what it is: the checks by what came of them, and then those that do not count; unless it is
+    to be `whole`, without intervals and without those that neither count nor are decided."""
+    titles = {1: "as expected", -1: "opposite", 0: "not decided"}
     parts = []
-    for outcome, title in kinds:
-        names = [f"{one.name} ({one.shown})" if numbers else one.name for one in results if one.outcome == outcome]
-        if names and len(names) == len(results) > 1 and not numbers:
-            names = [f"all {len(names)} checks"]
-        parts += [f"{title}: {'; '.join(names)}."] if names else []
+    for (start, counts), (outcome, title) in product((("", True), ("beside the claim, ", False)), titles.items()):
+        names = [
+            f"{one.name} ({one.shown if whole else one.shown.partition(' (')[0]})"
+            for one in results
+            if one.outcome == outcome and one.counts == counts and (whole or counts or outcome)
+        ]
+        parts += [f"{f'{start}{title}'.capitalize()}: {'; '.join(names)}."] if names else []
     return " ".join(parts)
 
 
@@ -131,10 +152,12 @@ def validate(experiment: Experiment) -> None:
             raise ValueError(f"{where}: kind={check.get('kind')!r} is not supported; allowed: {', '.join(KINDS)}")
         kind = KINDS[check["kind"]]
         required = {"name", "kind", "expects", *kind.required}
-        allowed = {*required, *kind.optional, "within"}
+        allowed = {*required, *kind.optional, "within", "beside"}
         for names, what in ((required - check.keys(), "is missing"), (check.keys() - allowed, "is not known")):
             if names:
                 raise ValueError(f"{where}: {min(names)} {what}; allowed: {', '.join(sorted(allowed))}")
+        if not isinstance(check.get("beside", False), bool):
+            raise ValueError(f"{where}: beside={check['beside']!r} is not supported; allowed: true, false")
         if check["expects"] not in (">", "<", "=") or (check["expects"] == "=") != ("within" in check):
             raise ValueError(
                 f"{where}: expects={check['expects']!r} is not supported; allowed: '>', '<', and '=' with `within`"
@@ -152,10 +175,13 @@ def validate(experiment: Experiment) -> None:
             raise ValueError(f"{where}: expects='=' is not supported; allowed for {check['kind']}: '>' and '<'")
         if str(check.get("statistic", "")).endswith(TO_REACH) and "target" not in check:
             raise ValueError(f"{where}: {check['statistic']} needs a target: a number, or levels whose end is it")
+    if experiment.checks and all(check.get("beside", False) for check in experiment.checks):
+        raise ValueError(f"{experiment.path}: checks must hold one that states the claim, all are beside it")
 
 
 def _evaluate(grid: Grid, check: Check) -> Result:
     notes = Notes()
     kind = KINDS[check["kind"]]
     estimate, unit, seeds = kind.evaluate(grid, check, notes)
-    return Result(check["name"], check["kind"], check["expects"], estimate, unit, seeds, notes)
+    beside = check.get("beside", False)
+    return Result(check["name"], check["kind"], check["expects"], estimate, unit, seeds, notes, beside=beside)

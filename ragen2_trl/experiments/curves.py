@@ -20,12 +20,14 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import yaml
 
-from ragen2_trl.experiments.plan import Cell, Experiment, json_text, merged
+from ragen2_trl.experiments.plan import Cell, Experiment, question
+from ragen2_trl.experiments.settings import UNSET, Fields, json_text, merged, read_fields
 from ragen2_trl.reporting.files import HISTORY_FILE, read_json, replace_whole, write_text
 
 CELLS, CURVES, RECORDS = "cells.parquet", "curves.parquet", "experiments"
 VERSIONS = "versions.json"  # in the folder of a cell, of when its training began
 SEVERAL = "several"  # as host: of a cell that went on where it had not begun
+THEN = ", then "  # between the versions that such a cell began with and those it went on with
 COSTS = ("seconds", "cpu_seconds", "sampled_tokens", "update_tokens", "update_flops")
 
 # Metrics of log rows that are kept; the others say nothing that an experiment asks for.
@@ -139,7 +141,7 @@ class Store:
 
         Raises:
             ValueError: If the folder holds results of an experiment with that id which differs in more than prose,
-                names of files and further seeds; what differs is named.
+                names of files, further seeds and further checks; what differs is named.
         """
         for one in experiment.others:
             self.check(one, scale, quick)
@@ -149,6 +151,9 @@ class Store:
         then, now = yaml.safe_load(path.read_text(encoding="utf-8")), record(experiment, scale, quick)
         if set(then["seeds"]) <= set(now["seeds"]) or experiment.others:  # theirs, which have been checked
             then["seeds"] = now["seeds"]
+        asked = [question(check) for check in now["checks"]]
+        if all(question(check) in asked for check in then["checks"]):
+            then["checks"] = now["checks"]
         if (difference := _difference(then, now)) is not None:
             where, there, here = difference
             raise ValueError(
@@ -157,11 +162,18 @@ class Store:
                 "seeds, or another folder with --results."
             )
 
+    def fixed_checks(self, experiment: Experiment) -> list[dict[str, Any]] | None:
+        """The checks that an experiment had when its first cell ran; `None` before that."""
+        path = self._record(experiment)
+        return yaml.safe_load(path.read_text(encoding="utf-8"))["checks"] if path.exists() else None
+
     def write_record(self, experiment: Experiment, scale: str, quick: bool) -> None:
-        """Keep what an experiment is, once the folder has a cell of it."""
+        """Keep what an experiment is, once the folder has a cell of it; of its checks, what they were then."""
         path = self._record(experiment)
         path.parent.mkdir(parents=True, exist_ok=True)
-        text = yaml.safe_dump(record(experiment, scale, quick), sort_keys=False, allow_unicode=True, width=120)
+        whole = record(experiment, scale, quick)
+        whole["checks"] = self.fixed_checks(experiment) or whole["checks"]
+        text = yaml.safe_dump(whole, sort_keys=False, allow_unicode=True, width=120)
         comment = (
             f"# What {experiment.id} was when its cells in ../{CELLS} ran: written by `ragen2-trl experiment run`.\n"
         )
@@ -222,6 +234,22 @@ def where_it_runs() -> dict[str, str]:
     return {"python": platform.python_version(), **versions, **_commit(), "host": host_here()}
 
 
+def where_it_ran(began: Mapping[str, str] | None, now: Mapping[str, str]) -> dict[str, str]:
+    """That of a cell which goes on: what is as it was, and both where something has changed.
+
+    >>> where_it_ran({"torch": "2.12", "host": "a"}, {"torch": "2.13", "host": "b"})
+    {'torch': '2.12, then 2.13', 'host': 'several'}
+    """
+    if began is None:
+        return dict(now)
+    ran = {}
+    for name in dict.fromkeys([*began, *now]):
+        before, after = began.get(name, "unknown"), now.get(name, "unknown")
+        same = before.split(THEN)[-1] == after
+        ran[name] = before if same else SEVERAL if name == "host" else f"{before}{THEN}{after}"
+    return ran
+
+
 def host_here() -> str:
     """Tells machines apart, and boots of one, without naming any: a run's time is comparable on one of them alone."""
     boot = Path("/proc/sys/kernel/random/boot_id")
@@ -248,7 +276,7 @@ def record(experiment: Experiment, scale: str, quick: bool) -> dict[str, Any]:
     plain = {
         "id": experiment.id,
         "fields": merged([experiment.settings(scale), experiment.overrides]),
-        "axes": experiment.level_settings(scale),
+        "axes": _level_settings(experiment, scale),
         "cells_of": [one.id for one in experiment.others],
         "skip": list(experiment.skip),
         "quick": experiment.quick if quick else {},
@@ -257,6 +285,19 @@ def record(experiment: Experiment, scale: str, quick: bool) -> dict[str, Any]:
         "settings_fixed": str(experiment.settings_fixed),
     }
     return json.loads(json.dumps(plain))
+
+
+def _level_settings(experiment: Experiment, scale: str) -> dict[str, dict[str, Fields]]:
+    """The grid with what the files of its levels say, and what levels take away."""
+    files = experiment.level_files.get(scale, {})
+    found: dict[str, dict[str, Fields]] = {}
+    for axis, levels in experiment.axes.items():
+        found[axis] = {}
+        for level, own in levels.items():
+            parts = [*map(read_fields, files.get(axis, {}).get(level, ())), own]
+            unset = [pattern for part in parts for pattern in part.get(UNSET, [])]
+            found[axis][level] = merged(parts) | ({UNSET: unset} if unset else {})
+    return found
 
 
 def _difference(then: Any, now: Any, where: str = "") -> tuple[str, str, str] | None:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from ragen2_trl.experiments.cells import Job
 from ragen2_trl.experiments.curves import Store
-from ragen2_trl.experiments.plan import json_text
+from ragen2_trl.experiments.settings import json_text
 
 
 class Estimate:

@@ -270,7 +270,7 @@ def draw_gradients(grid: Grid, spec: Spec) -> Figure:
             axis.set_major_formatter(lambda value, _: f"{value:g}")
             axis.set_minor_formatter(NullFormatter())
         if row == 0:
-            axes.set_title(f"step {step:.0f}")
+            axes.set_title(f"logged at step {step:.0f}")
         if column == 0:
             axes.set_ylabel(f"{level}\ngradient norm")
         if row == len(levels) - 1:

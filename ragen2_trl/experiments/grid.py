@@ -21,6 +21,7 @@ class Notes:
     early: dict[str, str] = field(default_factory=dict)
     without: dict[str, str] = field(default_factory=dict)  # runs without what was asked for
     apart: dict[str, str] = field(default_factory=dict)  # runs of different machines, where times are compared
+    somewhere: dict[str, str] = field(default_factory=dict)  # runs whose machine is not known, likewise
     others: list[str] = field(default_factory=list)
 
     def sentences(self) -> list[str]:
@@ -30,6 +31,7 @@ class Notes:
             ("ended before the planned steps, and have their last value from there on", self.early),
             ("do not count in a check, for want of a number, their own or the other's of a pair", self.without),
             ("do not count where times are compared: they, or the two of a pair, ran on several machines", self.apart),
+            ("count where times are compared though their machine was not recorded", self.somewhere),
         )
         return [
             *(f"{_count(runs)} {what}: {some(list(dict.fromkeys(runs.values())))}." for what, runs in kinds if runs),
@@ -106,6 +108,10 @@ def by_seed(
         if timed and (apart := [run for one in runs if not of_one_machine(one or ()) for run in one or ()]):
             notes.apart |= {run.key: named(grid, run.levels, seed) for run in apart}
             continue
+        if timed:
+            notes.somewhere |= {
+                run.key: named(grid, run.levels, seed) for one in runs for run in one or () if not run.host
+            }
         numbers = [number(one) for one in runs if one is not None]
         if not any(map(math.isnan, numbers)):
             values[seed] = numbers
@@ -132,6 +138,7 @@ def gathered(several: Iterable[Notes]) -> Notes:
         whole.early |= one.early
         whole.without |= one.without
         whole.apart |= one.apart
+        whole.somewhere |= one.somewhere
     return whole
 
 

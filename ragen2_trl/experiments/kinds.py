@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from ragen2_trl.experiments.grid import Grid, Notes, by_seed, named, pairs, runs_of, some
+from ragen2_trl.experiments.grid import Grid, Levels, Notes, by_seed, named, pairs, runs_of, some
 from ragen2_trl.experiments.measures import OF_PAIRS, Run, fall, on_common_steps, statistic, success_at, total
 from ragen2_trl.experiments.statistics import Estimate, correlation_interval, mean_interval
 
@@ -160,15 +160,23 @@ def _earlier(grid: Grid, check: Check, notes: Notes) -> Evaluated:
 
 
 def _correlation(grid: Grid, check: Check, notes: Notes) -> Evaluated:
-    """Spearman's over runs; with `of` and `against`, of the paired gain with what the run it is compared with says."""
+    """Spearman's over runs, but for those of some levels (`without`); with `of` and `against`, of the paired gain with
+    what the run it is compared with says."""
     rows: list[tuple[float, ...]] = []
     settings: list[str] = []
     seen: set[tuple[str, ...]] = set()
     names = [check["x"], *([check["than"]] if "than" in check else [])]
     seeds = 0
+
+    def left_out(levels: Levels) -> bool:
+        return bool(check.get("without")) and check["without"].items() <= dict(levels).items()
+
     for one in grid.others or (grid,):
         of = check.get("of")
-        found = pairs(one, of, check["against"]) if of else [(levels,) for levels in one.settings]
+        found: list[tuple[Levels, ...]] = [(levels,) for levels in one.settings]
+        if of:
+            found = list(pairs(one, of, check["against"]))
+        found = [sides for sides in found if not any(map(left_out, sides))]
         seeds_here = set()
         for setting, seed in product(found, one.seeds):
             runs = runs_of(one, setting, seed, notes)
@@ -207,6 +215,6 @@ KINDS = {
     "mean": Kind(_mean, ("statistic",), ("of", "minus", "than")),
     "ratio": Kind(_ratio, ("statistic", "of", "against"), ("target", "than")),
     "earlier": Kind(_earlier, ("first", "then", "of"), ("fall",)),
-    "correlation": Kind(_correlation, ("x", "y"), ("of", "against")),
-    "stronger_correlation": Kind(_correlation, ("x", "y", "than"), ("of", "against")),
+    "correlation": Kind(_correlation, ("x", "y"), ("of", "against", "without")),
+    "stronger_correlation": Kind(_correlation, ("x", "y", "than"), ("of", "against", "without")),
 }

@@ -6,7 +6,7 @@ ragen2-trl experiment analyse experiments/*.yaml
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from ragen2_trl.experiments.checks import CONTRADICTED, NOT_RUN, Result, evaluat
 from ragen2_trl.experiments.curves import Store
 from ragen2_trl.experiments.drawing import MIN_SEEDS
 from ragen2_trl.experiments.grid import Grid, gathered, of_one_machine
-from ragen2_trl.experiments.kinds import unit_of
+from ragen2_trl.experiments.kinds import Check, unit_of
 from ragen2_trl.experiments.measures import Finished, Run, read_finished, statistic, versions
 from ragen2_trl.experiments.plan import Experiment
 from ragen2_trl.experiments.statistics import mean_interval
@@ -49,6 +49,7 @@ class Claim:
     results: Sequence[Result]
     notes: Sequence[str]
     verdict: str
+    if_all_counted: str  # the verdict, were those checks to count that do not
     why: str
     short: str
     images: Sequence[tuple[str, str]]  # file, what it shows
@@ -67,8 +68,9 @@ class Claim:
         """The number that made the verdict: of the first check that is decided, and decided the other way where that
         contradicts; if none is, of the first that has a number."""
         wanted = -1 if self.verdict.startswith(CONTRADICTED) else 1
-        deciding = [one for one in self.results if one.outcome == wanted]
-        there = deciding or [one for one in self.results if not math.isnan(one.estimate.value)] or self.results
+        counting = [one for one in self.results if one.counts]
+        deciding = [one for one in counting if one.outcome == wanted]
+        there = deciding or [one for one in counting if not math.isnan(one.estimate.value)] or counting
         return f"{there[0].name}: {there[0].shown}" if there else "no check: curves alone"
 
     @property
@@ -98,7 +100,7 @@ def analyse(experiments: Sequence[Experiment], folder: Path, scale: str = "tiny"
     folder.mkdir(parents=True, exist_ok=True)
     cells = [cell for one in experiments for cell in one.cells(quick, scale)]
     finished = read_finished(store, [cell.key for cell in cells])
-    claims = [_claim(read_grid(one, finished, scale, quick), folder) for one in experiments]
+    claims = [_claim(read_grid(one, finished, scale, quick), store.fixed_checks(one), folder) for one in experiments]
     template = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
         undefined=StrictUndefined,
@@ -111,6 +113,9 @@ def analyse(experiments: Sequence[Experiment], folder: Path, scale: str = "tiny"
         claims=claims,
         columns=["setting", "seeds", *COLUMNS],
         outcomes_of_checks=Counter(result.outcome for claim in claims for result in claim.results),
+        decided_so_far=sum(
+            result.outcome != 0 for claim in claims if claim.done < claim.cells for result in claim.results
+        ),
         done=len(finished.runs(cells)),
         planned=len({cell.key for cell in cells}),
         quick=quick,
@@ -134,9 +139,9 @@ def read_grid(experiment: Experiment, finished: Finished, scale: str, quick: boo
     return Grid(experiment, cells, finished.runs(cells), others)
 
 
-def _claim(grid: Grid, folder: Path) -> Claim:
+def _claim(grid: Grid, fixed: Sequence[Check] | None, folder: Path) -> Claim:
     experiment, runs = grid.experiment, list(grid.runs.values())
-    results = evaluate(grid)
+    results = evaluate(grid, fixed)
     said = verdict(grid, results)
     seeds = Counter(run.seed for run in runs)
     return Claim(
@@ -144,8 +149,9 @@ def _claim(grid: Grid, folder: Path) -> Claim:
         results=results,
         notes=_notes(results),
         verdict=said,
+        if_all_counted=verdict(grid, [replace(result, beside=False, later=False) for result in results]),
         why=sentence(results),
-        short=sentence(results, numbers=False),
+        short=sentence(results, whole=False),
         images=_draw_all(grid, folder) if said != NOT_RUN else [],
         cells=len({cell.key for cell in grid.cells}),
         done=len(runs),
@@ -224,7 +230,12 @@ def _flow(fields: Mapping[str, Any]) -> str:
 
 def _machines(runs: Sequence[Run]) -> str:
     cores = _counted(f"{run.record['host_cores']} CPU cores" for run in runs)
-    return cores if of_one_machine(runs) else f"{cores}; several machines, or several starts of one"
+    unknown = sum(not run.host for run in runs)
+    parts = [
+        *([] if of_one_machine([run for run in runs if run.host]) else ["several machines, or several starts of one"]),
+        *([f"not recorded which for {unknown} of {len(runs)} runs"] if unknown else []),
+    ]
+    return "; ".join([cores, *parts])
 
 
 def _versions(runs: Sequence[Run]) -> str:

@@ -144,17 +144,6 @@ class Experiment:
             raise ValueError(f"{self.path}: scale='paper' needs paper_scale, which the file does not have.")
         return merged([*map(read_fields, self.paper_scale.base), *further, self.paper_scale.fields])
 
-    def level_settings(self, scale: str = "tiny") -> dict[str, dict[str, Fields]]:
-        """The grid with what the files of its levels say."""
-        files = self.level_files.get(scale, {})
-        return {
-            axis: {
-                level: merged([*map(read_fields, files.get(axis, {}).get(level, ())), own])
-                for level, own in levels.items()
-            }
-            for axis, levels in self.axes.items()
-        }
-
     def cells(self, quick: bool = False, scale: str = "tiny") -> list[Cell]:
         """All of them, seed by seed; within one the first axis changes fastest, so that what is compared runs side by
         side."""
@@ -269,6 +258,11 @@ def read_experiments(paths: Iterable[Path], overrides: Fields | None = None) -> 
     return experiments
 
 
+def question(check: Mapping[str, Any]) -> str:
+    """What a check asks, however it is called and whether or not it counts: alike for checks that ask alike."""
+    return json_text({name: value for name, value in check.items() if name not in ("name", "beside")})
+
+
 def _digest(value: Mapping[str, Any]) -> str:
     return hashlib.sha256(json_text(value).encode()).hexdigest()[:12]
 
@@ -357,7 +351,7 @@ def _levels(value: Mapping[Any, Any], axes: Mapping[str, Mapping[str, Any]], pat
 def _on_grid(value: Any, axes: Mapping[str, Mapping[str, Any]], path: Path, where: str) -> dict[str, Any]:
     """A check or a figure, whose axes and levels are of the grid."""
     read = dict(_mapping(value, path, where))
-    for name in ("of", "against", "where", "target"):
+    for name in ("of", "against", "where", "without", "target"):
         if name in read and (name != "target" or isinstance(read[name], Mapping)):  # a target may be a number
             read[name] = _levels(_mapping(read[name], path, f"{where}.{name}"), axes, path, f"{where}.{name}")
     for name in ("axis", "lines", "rows", "columns", "marks"):

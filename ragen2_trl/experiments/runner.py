@@ -35,7 +35,7 @@ from ragen2_trl.experiments.cells import (
     write_config,
     write_warm_start,
 )
-from ragen2_trl.experiments.curves import SEVERAL, VERSIONS, Store, host_here, where_it_runs
+from ragen2_trl.experiments.curves import VERSIONS, Store, where_it_ran, where_it_runs
 from ragen2_trl.experiments.estimate import Estimate
 from ragen2_trl.reporting.files import HISTORY_FILE, read_json, write_json
 
@@ -211,11 +211,7 @@ class Runner:
         resumed = any(folder.glob("checkpoint-*"))
         if not resumed:
             _trim(folder, (LOG, LOCK))
-        began = read_json(folder / VERSIONS, dict)
-        if began is None:
-            write_json(folder / VERSIONS, where_it_runs())
-        elif began.get("host") not in (None, host_here()):
-            write_json(folder / VERSIONS, {**began, "host": SEVERAL})
+        write_json(folder / VERSIONS, where_it_ran(read_json(folder / VERSIONS, dict), where_it_runs()))
         command = command_of(write_config(folder, job), job)
         process = _process(command, folder, lock, ONE_CORE if job.launch is None else {})
         return Running(job, process, lock, folder, resumed)
