@@ -48,9 +48,11 @@ ALGO := grpo
 # CONTROL=1 also trains plain TRL: the same recipe with a filter that keeps every group.
 CONTROL :=
 RECIPE = recipes/$(ENV)_tiny$(if $(filter grpo,$(ALGO)),,_$(ALGO)).yaml
-RUN = runs/$(shell sed -n 's/^run_name: //p' $(RECIPE))
+RUN = runs/$(shell sed -n 's/^run_name: //p' $(RECIPE) 2>/dev/null)
+recipes/%.yaml:
+	$(error There is no $@: ENV is frozen_lake, sokoban or countdown, and with frozen_lake ALGO is grpo, rloo or ppo)
 
-demo: $(BIN)/.installed  ## Train the tiny model with the filter on (minutes, no network); ALGO=rloo or ppo; ENV=sokoban for several turns, ENV=countdown for arithmetic; CONTROL=1 for plain TRL beside it
+demo: $(RECIPE) $(BIN)/.installed  ## Train the tiny model with the filter on (minutes, no network); ALGO=rloo or ppo; ENV=sokoban for several turns, ENV=countdown for arithmetic; CONTROL=1 for plain TRL beside it
 	$(BIN)/ragen2-trl train --config $(RECIPE) --overwrite true
 	$(if $(CONTROL),$(BIN)/ragen2-trl train --config $(RECIPE) --overwrite true --run_name $(notdir $(RUN))_control \
 		--snr_value 1.0 --snr_include_zero true)

@@ -5,7 +5,7 @@
 Plain TRL, the filter, and the filter with the callback train the tiny model on FrozenLake with a checkpoint at every
 step; one of each in turn, as often as `--rounds` says. A checkpoint is all that happens in `_save_checkpoint`: card,
 weights, optimizer, state, and what is ours. As all of a log is written with each, rows are repeated until the log is
-as long as the demo's, and for the second half of the run as that of 2,000 steps; every tenth row has a measurement.
+as long as that of 140 steps, and for the second half of the run as that of 2,000; every tenth row has a measurement.
 The first checkpoint of a run is left out. The ending is from the last step to the end of `train()`, where figures are
 drawn. CPU seconds say the same where a machine is shared. Writes `benchmarks/results/checkpoint_cost.{json,md}`.
 """
@@ -29,7 +29,7 @@ from ragen2_trl.tiny import TINY_MODEL_PATH
 RESULTS = Path(__file__).parent / "results"
 VARIANTS = ("plain TRL", "filter", "filter + callback")
 STEPS = 8
-LENGTHS = {"demo": 140, "long": 2000}  # rows of the log, in the first half of a run and in the second
+LENGTHS = {"short": 140, "long": 2000}  # rows of the log, in the first half of a run and in the second
 EVERY = 10  # rows between two with a measurement, as by the callback's defaults
 TARGET = 0.3  # seconds over plain TRL's
 
@@ -38,7 +38,7 @@ class LongLog(TrainerCallback):
     """Makes the log of a short run as long as that of a long one."""
 
     def __init__(self):
-        self.begun = {1: LENGTHS["demo"], STEPS // 2: LENGTHS["long"]}
+        self.begun = {1: LENGTHS["short"], STEPS // 2: LENGTHS["long"]}
 
     def on_step_begin(self, args, state, control, **kwargs):
         history = state.log_history
@@ -106,7 +106,7 @@ def train(variant: str) -> dict[str, list[dict[str, float]]]:
 
     trainer._save_checkpoint = timed
     trainer.train()
-    return {"demo": done[1 : STEPS // 2], "long": done[STEPS // 2 :], "ending": [since(ending.since)]}
+    return {"short": done[1 : STEPS // 2], "long": done[STEPS // 2 :], "ending": [since(ending.since)]}
 
 
 def markdown(results: dict) -> str:
@@ -114,7 +114,7 @@ def markdown(results: dict) -> str:
     lines += [", ".join(f"{name} {value}" for name, value in results["machine"].items()), ""]
     lines += [
         f"Medians over {results['rounds']} rounds, in seconds; in brackets, CPU seconds. Target: less than {TARGET} s "
-        "over plain TRL's after as many steps as the demo has.",
+        "over plain TRL's after 140 steps.",
         "",
         "| | after 140 steps | over plain TRL | of plain TRL | after 2,000 steps | over plain TRL | of plain TRL "
         "| ending, with figures |",

@@ -9,7 +9,7 @@ Three measurements, each side by side in one run:
    known fraction has reward variance and is kept. Timed is the optimizer step less generation and reward: packing,
    forward, backward, optimizer. Part of what `drop` saves is padding that plain TRL computes. Variants take turns, so
    that a slow minute hits all; the median step counts.
-2. *Step time with generation*, in the setting of the demo: plain TRL and the default filter.
+2. *Step time with generation*, 16 prompts x 8 completions of the tiny model: plain TRL and the default filter.
 3. *Peak memory* of a process that does nothing but such updates.
 
 Writes `benchmarks/results/filter_step_time.{json,md}`.
@@ -253,7 +253,7 @@ def markdown(results: dict) -> str:
         lines.append("")
     step = results["step"]
     lines += [
-        "## Step time with generation, demo setting",
+        "## Step time with generation, tiny model, 16 prompts x 8 completions",
         "",
         f"Plain {step['plain']:.2f} s, filter {step['filter']:.2f} s: {step['of_plain']:.3f} of plain at a kept "
         f"fraction of {step['kept']:.2f}.",
@@ -294,7 +294,7 @@ def main() -> None:
             for name, (path, lengths, rounds, steps) in models.items():
                 print(f"update time, {name}")
                 results["update"][name] = measure_updates(path, lengths, rounds, steps)
-            print("step time with generation, tiny model, demo setting")
+            print("step time with generation, tiny model, 16 prompts x 8 completions")
             results["step"] = measure_steps(steps=20)
             print(results["step"])
         for name, (path, lengths, *_) in models.items():

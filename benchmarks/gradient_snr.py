@@ -108,7 +108,7 @@ def draw_figure(run: Path, prompts: int) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--figure", type=Path, help="A run of the demo with checkpoints 70 and 140.")
+    parser.add_argument("--figure", type=Path, help="A run with checkpoints 70 and 140, as above.")
     parser.add_argument("--prompts", type=int, default=64, help="Tasks of the figure.")
     parser.add_argument("--steps", type=int, default=5, help="Measured steps of each case.")
     arguments = parser.parse_args()

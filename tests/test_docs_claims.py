@@ -3,6 +3,7 @@
 import ast
 import re
 
+import numpy as np
 import pytest
 from pages import PAGES, ROOT, SMALL, quoted, rows, scripts
 from trl import RLOOConfig
@@ -155,22 +156,41 @@ def test_tables_of_time_to_success_are_those_of_the_benchmark(page, count):
     assert [table for table in tables if table not in measured] == []
 
 
-INTERVAL = r"\((?:95 % interval )?([-+]?[\d.]+) to ([-+]?[\d.]+)"
+RESULTS = (ROOT / "results" / "README.md").read_text(encoding="utf-8")
+SCREEN = (
+    PAGES["../README.md"].read_text(encoding="utf-8").partition("**Does it hold?**")[2].partition("\nSo expect")[0]
+)
+BULLETS = {
+    re.search(r"results/README\.md#(\w+)", bullet)[1]: " ".join(bullet.split()) for bullet in SCREEN.split("\n- ")[1:]
+}
+NUMBER = r"([-+]?\d+(?:\.\d+)?)"
+INTERVAL = rf"\((?:95 % interval )?{NUMBER} to {NUMBER}"
+FALLS = re.compile(r"\b(behind|below|falls|later)\b")
 
 
-def test_intervals_of_the_first_screen_are_those_of_the_results():
-    """Rounded as README has them, and as what is ahead or behind: signs may be turned."""
-    screen = (
-        PAGES["../README.md"].read_text(encoding="utf-8").partition("**Does it hold?**")[2].partition("\nSo expect")[0]
-    )
-    measured = (ROOT / "results" / "README.md").read_text(encoding="utf-8")
-    found = [(float(low), float(high)) for low, high in re.findall(INTERVAL, measured)]
-    found += [(-high, -low) for low, high in found]
-    said = re.findall(INTERVAL, " ".join(screen.split()))
-    assert len(said) >= 12
-    for low, high in said:
+def test_the_first_screen_tells_every_claim_that_has_all_its_runs():
+    rows = re.findall(r"^\| \[(\w+)\]\(#.*\*\*([^*]+)\*\* \|", RESULTS, re.M)
+    assert BULLETS.keys() == {claim for claim, verdict in rows if "so far" not in verdict}
+
+
+@pytest.mark.parametrize("claim", BULLETS)
+def test_a_bullet_of_the_first_screen_says_what_the_results_say(claim):
+    """Its verdict, and each number that has an interval: as the results have it, or, where something is said to be
+    behind or to fall, with the other sign."""
+    section = RESULTS.partition(f"\n## {claim}\n")[2].partition("\n## ")[0]
+    verdict = re.search(r"^\*\*(.+?)\.\*\*", section, re.M)[1]
+    assert f"**{verdict.lower()}" in BULLETS[claim].lower()
+    found = re.findall(rf"{NUMBER}(?: points| times| %)? {INTERVAL}\)", section)
+    measured = [tuple(map(float, numbers)) for numbers in found]
+    said = re.findall(rf"([^.;:]*?){NUMBER}((?: %| points)?[^()\d]*?)\s?{INTERVAL}", BULLETS[claim])
+    assert said
+    for before, estimate, after, low, high in said:
+        numbers = [float(estimate), float(low), float(high)]
+        if FALLS.search(before.rpartition(")")[2] + after):
+            numbers = [-numbers[0], -numbers[2], -numbers[1]]
         half = 0.5 / 10 ** len(low.partition(".")[2]) + 1e-9
-        assert any(abs(a - float(low)) <= half and abs(b - float(high)) <= half for a, b in found), (low, high)
+        near = [there for there in measured if np.allclose(numbers, there, rtol=0, atol=half)]
+        assert near, (estimate, low, high)
 
 
 REFUSED = [(quoted(setting)[0], quoted(message)[0]) for setting, message in rows("swap.md", "What is refused")[1:]]

@@ -82,6 +82,16 @@ PATHS = {
     "falling": [(0.8, 2.75, "step 10"), (0.7, 1.5, "step 20"), (0.75, 0.0, "step 30")],
     "narrowing": [(0.6, 2.7, "step 10"), (0.05, 2.5, "step 20")],
     "negative": [(0.3, -0.4, "step 10"), (0.02, 0.1, "step 20")],
+    "collapsing": [
+        (0.39, 2.73, "step 10"),
+        (0.42, 2.62, "step 20"),
+        (0.48, 2.76, "step 30"),
+        (0.53, 2.77, "step 40"),
+        (0.76, 2.72, "step 50"),
+        (5.3, 1.5, "step 60"),
+        (5.85, 0.1, "step 70"),
+        (5.82, 0.04, "step 80"),
+    ],
     "staying": [(0.30, 2.7, "step 10"), (0.33, 2.6, "step 20"), (0.32, 2.72, "step 30")],
 }
 
@@ -97,6 +107,10 @@ def test_quadrant_holds_all_points_and_its_texts_do_not_overlap(points):
     (left, right), (bottom, top) = axes.get_xlim(), axes.get_ylim()
     assert all(left < x < right and bottom < y < top for x, y, _ in points)
     assert_nothing_overlaps(axes.texts)
+    drawn = [axes.transData.transform(point[:2]) for point in points]
+    for text in axes.texts:
+        box = extent(text)
+        assert axes.bbox.x0 <= box.x0 and box.x1 <= axes.bbox.x1 and not any(box.contains(*point) for point in drawn)
 
 
 def test_low_entropy_lies_on_the_left_whatever_the_largest_is():

@@ -320,7 +320,7 @@ class TrainArguments(PlayArguments):
         },
     )
     stop_on_template_collapse: bool = field(
-        default=False, metadata={"help": "End training when reasoning stops to depend on its prompt."}
+        default=False, metadata={"help": "End training when reasoning no longer depends on its prompt."}
     )
     episodes_every: int = field(
         default=10,

@@ -128,10 +128,13 @@ def plot_quadrant(points: Sequence[Point], upper_bound: float) -> Figure:
     axes = figure.subplots()
     # Strips above log N and below 0, where no estimate should be, keep the names of the regimes free of the data.
     axes.set_ylim(min(0, *gains) - 0.15 * upper_bound, max(upper_bound, *gains) + 0.15 * upper_bound)
-    axes.set_xlim(0, max(MIN_ENTROPY_RANGE, 1.25 * max(entropies)))
+    largest = max(MIN_ENTROPY_RANGE, 1.25 * max(entropies))
+    axes.set_xlim(-0.16 * largest, largest)  # room for a label left of a low entropy
+    axes.set_xticks([tick for tick in axes.get_xticks() if 0 <= tick <= largest])
     axes.axhline(upper_bound, **REFERENCE)
     grey: dict[str, Any] = {"textcoords": "offset points", "color": "#606060", "fontsize": 10}
-    axes.annotate("log N", (0, upper_bound), (6, -4), xycoords=("axes fraction", "data"), va="top", **grey)
+    above = {"xycoords": ("axes fraction", "data"), "ha": "center", "va": "bottom"}
+    axes.annotate("log N", (0.5, upper_bound), (0, 4), **above, **grey)
     for regime, (x, y) in REGIME_CORNERS.items():
         inwards = (6 - 12 * x, 6 - 12 * y)
         aligned = {"ha": ("left", "right")[x], "va": ("bottom", "top")[y]}
