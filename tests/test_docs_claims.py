@@ -179,7 +179,7 @@ def test_a_bullet_of_the_first_screen_says_what_the_results_say(claim):
     behind or to fall, with the other sign."""
     section = RESULTS.partition(f"\n## {claim}\n")[2].partition("\n## ")[0]
     verdict = re.search(r"^\*\*(.+?)\.\*\*", section, re.M)[1]
-    assert f"**{verdict.lower()}" in BULLETS[claim].lower()
+    assert f"**{verdict.lower()}**" in BULLETS[claim].lower()
     found = re.findall(rf"{NUMBER}(?: points| times| %)? {INTERVAL}\)", section)
     measured = [tuple(map(float, numbers)) for numbers in found]
     said = re.findall(rf"([^.;:]*?){NUMBER}((?: %| points)?[^()\d]*?)\s?{INTERVAL}", BULLETS[claim])

@@ -361,7 +361,8 @@ def test_a_verdict_rests_on_the_checks_that_state_the_claim(why):
     results = [replace(first, **{why: True}), *rest]
     assert verdict(grid, results) == "not at this scale"
     text = sentence(results)
-    assert text.index("Not decided: check 1") < text.index("Beside the claim, as expected: check 0")
+    assert text.index("Not decided: check 1") < text.index("Not counted, as expected: check 0")
+    assert verdict(grid, [replace(first, **{why: True})]).endswith("no verdict")
     aside = [replace(rest[0], **{why: True}), first]
     assert "check 1" in sentence(aside) and "check 1" not in sentence(aside, whole=False)
 
@@ -372,6 +373,8 @@ def test_a_check_that_was_not_there_before_the_runs_came_later():
     grid = make_grid([renamed, other], lambda levels, seed: 0.5)
     assert [one.later for one in evaluate(grid, fixed=[GAIN])] == [False, True]
     assert [one.later for one in evaluate(grid)] == [False, False]
+    promoted = make_grid([GAIN], lambda levels, seed: 0.5)
+    assert [one.later for one in evaluate(promoted, fixed=[renamed])] == [True]
 
 
 def test_two_checks_are_decided_more_strictly_than_one():

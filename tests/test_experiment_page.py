@@ -2,6 +2,7 @@
 
 import re
 import shutil
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 
@@ -72,9 +73,9 @@ def test_the_page_says_what_the_store_has(tmp_path, fig9):
     analyse([fig9], tmp_path)
     text = (tmp_path / "README.md").read_text()
     row = next(line for line in text.splitlines() if line.startswith("| [fig9](#fig9)"))
-    gain = float(re.search(r"the filter gains without noise: \+([\d.]+) points", row)[1])
+    gain = float(re.search(r"the filter gains without noise \(\+([\d.]+) points", row)[1])
     assert 8 < gain < 12
-    assert "**holds in part**" in row  # it gains, and as much in noise
+    assert "**not at this scale**" in row  # it gains, but in noise as much
     assert "60 of 60" in text and "torch 2.13.0" in text and "2 CPU cores" in text
     assert "experiments/fig9.yaml" in text and "2026-" in text
     images = re.findall(r"!\[.+\]\((.+)\)", text)
@@ -114,6 +115,22 @@ def test_the_number_beside_a_verdict_is_the_one_that_made_it(tmp_path):
     )
     *_, ours, verdict, _ = row.split(" | ")
     assert verdict == "**contradicted**" and ours.startswith("the filter beats no filter, at equal steps: -")
+
+
+def test_a_check_that_came_after_the_runs_is_marked_and_makes_no_verdict(tmp_path, fig9):
+    """The filter gains, which is asked beside the claim; that it gains at the end, too, was asked later."""
+    gain, trend = fig9.checks
+    Store(tmp_path).write_record(fig9, "tiny", quick=False)
+    later = {**gain, "name": "it gains at the end", "statistic": "success/last", "beside": False}
+    write_results(tmp_path, fig9.cells(), better_with_the_filter)
+    analyse([replace(fig9, checks=(gain, trend, later))], tmp_path)
+    text = (tmp_path / "README.md").read_text()
+    assert "| it gains at the end (added after the runs) |" in text
+    assert "| the filter gains without noise (beside the claim) |" in text
+    assert "Not counted, as expected: the filter gains without noise (+" in text
+    assert "**Not at this scale.**" in text and "fig9 *holds in part*" in text
+    assert "of 1 checks that make verdicts 0 are decided" in text
+    assert "not recorded which for 60 of 60 runs" in text
 
 
 def test_all_columns_of_a_figure_are_seen_on_the_axis_they_share(tmp_path):

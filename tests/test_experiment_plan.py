@@ -273,6 +273,13 @@ def test_prose_may_change_and_seeds_and_checks_may_be_added(changes, write, tmp_
     assert store.fixed_checks(changed) == PLAN["checks"]
 
 
+def test_an_experiment_that_had_no_checks_had_none_however_often_it_runs(write, tmp_path):
+    store = Store(tmp_path / "results")
+    store.write_record(read_experiment(write(checks=[])), "tiny", quick=False)
+    store.write_record(read_experiment(write()), "tiny", quick=False)
+    assert store.fixed_checks(read_experiment(write())) == []
+
+
 def test_a_record_reads_back_as_it_was(write, tmp_path):
     experiment = read_experiment(write())
     Store(tmp_path).write_record(experiment, "tiny", quick=False)

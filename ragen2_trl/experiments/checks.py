@@ -93,11 +93,15 @@ def evaluate(grid: Grid, fixed: Sequence[Check] | None = None) -> list[Result]:
         grid: Its cells.
         fixed: The checks that there were before its cells ran; `None` if that is not known.
     """
-    before = None if fixed is None else [question(check) for check in fixed]
-    results = [
-        replace(_evaluate(grid, check), later=before is not None and question(check) not in before)
-        for check in grid.experiment.checks
-    ]
+    before = None if fixed is None else {question(check): bool(check.get("beside")) for check in fixed}
+
+    def later(check: Check) -> bool:
+        if before is None:
+            return False
+        was_beside = before.get(question(check))
+        return was_beside is None or (was_beside and not check.get("beside"))
+
+    results = [replace(_evaluate(grid, check), later=later(check)) for check in grid.experiment.checks]
     adjusted = holm([result.estimate.p for result in results])
     return [replace(result, adjusted=p) for result, p in zip(results, adjusted, strict=True)]
 
@@ -106,15 +110,16 @@ def verdict(grid: Grid, results: Sequence[Result]) -> str:
     """The rule, the same for all experiments: `holds` if every check that counts is decided as expected; `holds in
     part` if some are; `contradicted` if one is decided the other way and none as expected; `not at this scale`
     otherwise. With fewer cells than planned it is a verdict so far, and `not run yet` while no check has a number.
-    Without checks there is none.
+    Without a check that counts there is none.
     """
     done, cells = len(grid.runs), len({cell.key for cell in grid.cells})
-    if not results and done:
+    counting = [result for result in results if result.counts]
+    if not counting and done:
         made = "one seed" if len(grid.seeds) == 1 else f"{len(grid.seeds)} seeds"
         return f"{made}: {CURVES_ONLY}" + (f", so far ({done} of {cells} cells)" if done < cells else "")
     if not done or (done < cells and all(math.isnan(result.estimate.value) for result in results)):
         return NOT_RUN
-    outcomes = [result.outcome for result in results if result.counts]
+    outcomes = [result.outcome for result in counting]
     if all(outcome == 1 for outcome in outcomes):
         said = HOLDS
     elif 1 in outcomes:
@@ -131,7 +136,7 @@ def sentence(results: Sequence[Result], whole: bool = True) -> str:
     to be `whole`, without intervals and without those that neither count nor are decided."""
     titles = {1: "as expected", -1: "opposite", 0: "not decided"}
     parts = []
-    for (start, counts), (outcome, title) in product((("", True), ("beside the claim, ", False)), titles.items()):
+    for (start, counts), (outcome, title) in product((("", True), ("not counted, ", False)), titles.items()):
         names = [
             f"{one.name} ({one.shown if whole else one.shown.partition(' (')[0]})"
             for one in results

@@ -159,7 +159,7 @@ class Store:
             raise ValueError(
                 f"{self.folder} holds results of {experiment.id} made with another configuration: {where} is {there} "
                 f"in {path} and {here} in {experiment.path}; allowed: the configuration it was made with, further "
-                "seeds, or another folder with --results."
+                "seeds or checks, or another folder with --results."
             )
 
     def fixed_checks(self, experiment: Experiment) -> list[dict[str, Any]] | None:
@@ -172,7 +172,8 @@ class Store:
         path = self._record(experiment)
         path.parent.mkdir(parents=True, exist_ok=True)
         whole = record(experiment, scale, quick)
-        whole["checks"] = self.fixed_checks(experiment) or whole["checks"]
+        fixed = self.fixed_checks(experiment)
+        whole["checks"] = whole["checks"] if fixed is None else fixed
         text = yaml.safe_dump(whole, sort_keys=False, allow_unicode=True, width=120)
         comment = (
             f"# What {experiment.id} was when its cells in ../{CELLS} ran: written by `ragen2-trl experiment run`.\n"
@@ -243,7 +244,7 @@ def where_it_ran(began: Mapping[str, str] | None, now: Mapping[str, str]) -> dic
     if began is None:
         return dict(now)
     ran = {}
-    for name in dict.fromkeys([*began, *now]):
+    for name in dict.fromkeys([*began, *(name for name in now if name != "host")]):
         before, after = began.get(name, "unknown"), now.get(name, "unknown")
         same = before.split(THEN)[-1] == after
         ran[name] = before if same else SEVERAL if name == "host" else f"{before}{THEN}{after}"

@@ -112,16 +112,17 @@ def analyse(experiments: Sequence[Experiment], folder: Path, scale: str = "tiny"
     page = template.render(
         claims=claims,
         columns=["setting", "seeds", *COLUMNS],
-        outcomes_of_checks=Counter(result.outcome for claim in claims for result in claim.results),
+        number_of_checks=sum(len(claim.results) for claim in claims),
+        outcomes=Counter(one.outcome for claim in claims for one in claim.results if one.counts),
         decided_so_far=sum(
-            result.outcome != 0 for claim in claims if claim.done < claim.cells for result in claim.results
+            one.counts and one.outcome != 0 for claim in claims if claim.done < claim.cells for one in claim.results
         ),
         done=len(finished.runs(cells)),
         planned=len({cell.key for cell in cells}),
         quick=quick,
         cell=_cell,
         expected=_expected,
-        outcomes=OUTCOMES,
+        told=OUTCOMES,
     )
     write_text(folder / PAGE, page)
 
