@@ -59,6 +59,7 @@ def test_long_text_is_cut():
         ({"max_files": 0}, "max_files must be at least 1, got 0"),
         ({"num_prompts": 1}, "num_prompts must be at least 2, got 1: reasoning is compared between prompts"),
         ({"control": "true", "completions": "runs"}, "control must be False with completions"),
+        ({"control": "true", "gradients": "true"}, "control must be False with gradients"),
         ({"num_samples": 0}, "num_samples must be at least 1, got 0"),
         ({"env_name": "chess"}, "environment must be one of .*frozen_lake.* got 'chess'"),
         ({"completions": "nowhere"}, "completions must be .* got 'nowhere': no such file or folder"),

@@ -156,6 +156,8 @@ def test_key_and_address_are_nowhere(endpoint, tmp_path, capsys, caplog, monkeyp
         ({"OPENAI_BASE_URL": f"{KEY}"}, [], "OPENAI_BASE_URL must be http://host/v1"),
         ({}, ["--model", "openai:"], "model must name one of the endpoint's"),
         ({}, ["--max_new_tokens", "9"], "max_new_tokens must be None with openai:NAME"),
+        ({}, ["--context", "last"], "context must be 'full' with openai:NAME, which is sent all turns, got 'last'"),
+        ({}, ["--drop_oldest_turns", "true"], "drop_oldest_turns must be False with openai:NAME"),
         ({}, ["--concurrency", "0"], "concurrency must be between 1 and 1024, got 0"),
         ({}, ["--timeout", "0"], "timeout must be between 1 and 3600, got 0"),
         ({}, ["--temperature", "-1"], "temperature must be at least 0, got -1.0"),

@@ -5,8 +5,11 @@ from dataclasses import replace
 
 import pytest
 import torch
+from trl import TrlParser
 
 from ragen2_trl import cli
+from ragen2_trl.cli import one_batch
+from ragen2_trl.cli.arguments import DiagnoseArguments
 from ragen2_trl.filtering import group_score, select_groups
 from ragen2_trl.instrument.forecast import advice, forecast_filter
 from ragen2_trl.reporting.saved_gradients import read_gradients
@@ -68,6 +71,19 @@ def test_the_command_shows_gradients_and_forecast_of_a_checkpoint(tmp_path, caps
     assert len(measured.buckets) == 4 and set(measured.whole.parts) == {"task", "entropy"}
     assert measured.coefficients == {"entropy": 0.001}
     assert "bucket 4" in shown and "all: attention" in shown
+
+
+@pytest.mark.parametrize(("task", "longest"), [
+    ("--env_name frozen_lake", 128),
+    ("--env_name frozen_lake --max_turn_tokens 400", 400),
+    ("--env_name sokoban --multi_turn true --max_turn_tokens 40", 2 * 40 * 5),
+    ("--env_name sokoban --multi_turn true --max_new_tokens 90", 90),
+])  # fmt: skip
+def test_episodes_are_as_long_as_their_turns_may_be_and_what_is_answered(task, longest, tmp_path):
+    parser = TrlParser(DiagnoseArguments)
+    (arguments,) = parser.parse_args_and_config(["--num_prompts", "4", "--num_samples", "2", *task.split()])
+    trainer, _ = one_batch._make_trainer(arguments, str(tmp_path))
+    assert trainer.max_completion_length == longest
 
 
 @pytest.mark.slow

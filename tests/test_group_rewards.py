@@ -65,6 +65,16 @@ def test_a_run_with_a_filter_keeps_the_rewards_of_all_groups(policy_path, prompt
     assert [one.step for one in read_group_rewards(run_of(again))] == [1]
 
 
+def test_a_step_that_spans_several_generations_keeps_the_rewards_of_all(policy_path, prompts, make_args):
+    args = make_args(max_steps=1, steps_per_generation=1, gradient_accumulation_steps=3)
+    trainer = SNRFilteredGRPOTrainer(policy_path, length_reward, args, prompts)
+    trainer.train()
+    (record,) = read_group_rewards(run_of(trainer))
+    assert len(record.rewards) == len(record.kept) == 3 * len(trainer.latest_selection.kept)
+    (row,) = [row for row in trainer.state.log_history if "snr/score_mean" in row]
+    assert fmean(record.variances) == pytest.approx(row["snr/score_mean"], rel=1e-4)
+
+
 def test_a_resumed_run_forgets_what_comes_after_its_checkpoint_and_half_a_line(tmp_path):
     records = group_rewards(10)
     run = written(tmp_path / "run", records)

@@ -1,11 +1,13 @@
 """Later turns with and without the model's own earlier words: only with them is found what goes on as it began."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from scored_models import run_in_full
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from ragen2_trl.instrument.diagnosis import Sampling, combine, measure_trajectory
+from ragen2_trl.instrument.diagnosis import NotMeasurableError, Sampling, combine, measure_trajectory
 from ragen2_trl.instrument.reasoning import find_turns
 
 LENGTH = 3  # tokens of a turn
@@ -62,6 +64,20 @@ def played(gibberish, policy_path):
 def measure(model, played, **settings):
     generator = torch.Generator().manual_seed(0)
     return measure_trajectory(model, played, range(len(played)), generator, Sampling(TRAJECTORIES, **settings))
+
+
+def test_a_turn_too_long_for_the_model_costs_none_of_the_others(policy_path):
+    tokenizer = AutoTokenizer.from_pretrained(policy_path)
+    policy = AutoModelForCausalLM.from_pretrained(policy_path).eval()
+    ids = episodes(8, torch.Generator().manual_seed(1)).tolist()
+    turns = [find_turns(row[:3], row[3:], tokenizer, WRITTEN[3:].tolist()) for row in ids]
+    fits = measure(policy, turns)
+    assert fits.keys() == {0, 1}
+    filler = (BREAK,) * policy.config.max_position_embeddings
+    long = [[first, replace(second, context=second.context + filler)] for first, second in turns]
+    assert measure(policy, long).keys() == {0}
+    with pytest.raises(NotMeasurableError, match="tokens"):
+        measure(policy, [[replace(turn, context=turn.context + filler) for turn in one] for one in turns])
 
 
 @pytest.mark.slow

@@ -4,13 +4,17 @@ import ast
 import json
 from pathlib import Path
 
+import pyarrow.parquet as pq
 import pytest
+from datasets import Dataset
 from growth import growth
 from hypothesis import example, given
 from hypothesis import strategies as st
 
 import ragen2_trl
+from ragen2_trl.cli.samples import save_rows
 from ragen2_trl.reporting.files import write_json, write_text
+from ragen2_trl.reporting.hub import push_dataset
 from ragen2_trl.reporting.redaction import HIDDEN, hide_credentials, without_credentials
 from ragen2_trl.reporting.settings import public
 
@@ -117,3 +121,22 @@ def test_every_writer_of_text_goes_through_one_function():
                 assert not own_way, f"{name}:{node.lineno} writes by itself"
                 if called == "save" and isinstance(node.func, ast.Attribute):
                     assert getattr(node.func.value, "id", "") != "card", f"{name}:{node.lineno} writes by itself"
+
+
+def test_completions_of_a_diagnosis_are_saved_without_credentials(tmp_path):
+    ids = {"prompt_ids": [1, 2], "completion_ids": [3]}
+    text = "see http://user:VaLuE@host/ and hf_VaLuEVaLuE"
+    save_rows(
+        [{"prompt": text, "completion": [{"role": "assistant", "content": text}], **ids}], tmp_path / "rows.parquet"
+    )
+    (row,) = pq.read_table(tmp_path / "rows.parquet").to_pylist()
+    assert "VaLuE" not in str(row) and HIDDEN in row["prompt"] and {name: row[name] for name in ids} == ids
+
+
+def test_tasks_that_name_a_folder_of_this_machine_are_not_pushed(tmp_path):
+    class Shop:
+        def dataset(self, number, seed, split, data):
+            return Dataset.from_list([{"seed": seed, "catalogue": data}])
+
+    with pytest.raises(ValueError, match=r"stands in each of its tasks .catalogue., which nobody else could play"):
+        push_dataset(Shop(), "me/tasks", data=str(tmp_path))

@@ -2,6 +2,7 @@
 
 import random
 from copy import deepcopy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -79,6 +80,11 @@ def test_reasonings_that_stand_in_another_column_are_counted(policy, tokenizer):
     assert 0 < measured.metrics["verbatim_elsewhere"] < 1
     assert len(contexts) == 10
     assert measure(policy, played(tokenizer, 12, turns=1), 10).metrics["verbatim_elsewhere"] == 0
+    # Contexts that tell no earlier reasoning, as `context="memory"` makes them, hold none, however long they are.
+    told = [
+        [replace(turn, context=turn.context_without_own_words, earlier=()) for turn in one] for one in trajectories
+    ]
+    assert measure(policy, told, 10).metrics["verbatim_elsewhere"] == 0
 
 
 def test_draws_without_reasoning_are_lost(policy, tokenizer):

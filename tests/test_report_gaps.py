@@ -39,6 +39,7 @@ def with_broken_files(folder):
     (folder / "completions" / "completions_00099.parquet").write_bytes(b"PAR1 is not all it takes")
     (folder / "_measurements" / "measurement_00098.json").write_text('{"step": 98, "prompts": [')
     (folder / "_measurements" / "measurement_00099.json").write_bytes(b"\xff\xfe")
+    (folder / "_measurements" / "gradients_00099.json").write_text("{}")
 
 
 def with_odd_measurement(folder):
@@ -106,7 +107,10 @@ NUMBERS, READ, THOUGHT = "45% of the updates", "Prompt 1", "Own prompt ranks 1 o
         (all_nan, ["10 of 10 log rows"], [READ, THOUGHT]),
         (
             with_broken_files,
-            [f"{name} cannot be read" for name in ("completions_00099", "measurement_00098", "measurement_00099")],
+            [
+                f"{name} cannot be read"
+                for name in ("completions_00099", "measurement_00098", "measurement_00099", "gradients_00099")
+            ],
             [NUMBERS, READ, THOUGHT],
         ),
         (with_odd_measurement, ["prompt_index must be between 0 and 7"], [NUMBERS, READ, THOUGHT]),

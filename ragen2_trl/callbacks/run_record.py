@@ -10,6 +10,7 @@ from functools import partial, wraps
 from pathlib import Path
 from typing import Any
 
+import torch
 import yaml
 from accelerate.logging import get_logger
 from huggingface_hub import ModelCard, hf_hub_download, list_repo_files
@@ -75,7 +76,8 @@ class RunRecord(TrainerCallback):
         self.draws = True  # figures; without them, cards have their numbers alone
         self._at_checkpoint = False  # a card is written there before it is known whether it will be uploaded
         self._write_card: Callable[[], None] | None = None  # as the latest card was asked for
-        self._recorded: Any = None  # the selection whose rewards were written last
+        self._recorded: Any = None  # the selection that was noted last
+        self._of_step: list[Any] = []  # those of this optimizer step, which may span several generations
         for name in EXTENDED:
             original, extension = getattr(trainer, name), getattr(self, f"_{name.lstrip('_')}")
             setattr(trainer, name, wraps(original)(partial(extension, original)))
@@ -113,16 +115,25 @@ class RunRecord(TrainerCallback):
             else:
                 write_run(self.trainer)
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         selection = getattr(self.trainer, "latest_selection", None)
-        if selection is self._recorded or selection is None:
-            return
-        self._recorded = selection  # which may serve several optimizer steps
-        if state.is_world_process_zero:
+        if selection is not self._recorded and selection is not None:
+            self._recorded = selection  # which may serve several optimizer steps
+            self._of_step.append(selection)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.on_substep_end(args, state, control)
+        selections, self._of_step = self._of_step, []
+        if selections and state.is_world_process_zero:
             with reported("The rewards of the groups"):
-                predicted = None if selection.scaled_by_task else selection.predicted  # in the unit of the rewards
+                # In the unit of the rewards, or not at all.
+                known = all(one.predicted is not None and not one.scaled_by_task for one in selections)
                 append_group_rewards(
-                    Path(args.output_dir), state.global_step, selection.rewards, selection.kept, predicted
+                    Path(args.output_dir),
+                    state.global_step,
+                    torch.cat([one.rewards for one in selections]),
+                    torch.cat([one.kept for one in selections]),
+                    [value for one in selections for value in one.predicted] if known else None,
                 )
 
     def _create_model_card(self, create: Callable[..., None], *args: Any, **kwargs: Any) -> None:

@@ -250,6 +250,8 @@ class DiagnoseArguments(SamplingArguments):
         of_one_batch = [name for name in ("gradients", "predict_filter") if getattr(self, name)]
         if of_one_batch and self.completions is not None:
             raise ValueError(f"completions are text without rewards; allowed with {of_one_batch[0]}: None")
+        if of_one_batch and self.control:
+            raise ValueError(f"control must be False with {of_one_batch[0]}, which measures no reasoning, got True")
         if of_one_batch and (self.context != "full" or self.drop_oldest_turns):
             raise ValueError(
                 f"context={self.context!r} with drop_oldest_turns={self.drop_oldest_turns} makes several samples "

@@ -46,6 +46,10 @@ class ProgressLine:
         self._printed = None
         self.say(text)
 
+    def note(self, text: str) -> None:
+        """What stays to be read."""
+        self._console.print(Text(text))
+
     def say(self, text: str) -> None:
         """How far it is."""
         now = time.monotonic()

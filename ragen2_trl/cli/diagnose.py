@@ -56,7 +56,7 @@ from ragen2_trl.instrument.diagnosis import (
     measure_trajectory,
 )
 from ragen2_trl.instrument.reasoning import Trajectories, Turn
-from ragen2_trl.instrument.scoring import count_tokens
+from ragen2_trl.instrument.scoring import ContextLengthError, count_tokens
 from ragen2_trl.instrument.verdict import Evidence, judge
 from ragen2_trl.instrument.wording import in_numbers
 from ragen2_trl.reporting import plot_matrix, plot_quadrant
@@ -157,13 +157,14 @@ def diagnose_all(
     """Scores the reasoning of samples under all of their prompts, and judges it in their order.
 
     Raises:
-        InputError: For a sample with fewer than two distinct prompts, or without any reasoning.
+        InputError: For a sample with fewer than two distinct prompts, or without any reasoning, or of which prompt and
+            reasoning do not fit the model's context together.
     """
     measured = []
     for sample in samples:
         try:
             measured.append(_measure(model, tokenizer, sample, sampling, seed, line))
-        except NotMeasurableError as error:
+        except (NotMeasurableError, ContextLengthError) as error:
             raise InputError(f"{printable(sample.label)} cannot be diagnosed: {error}.") from error
     evidence = [
         Evidence.of(
@@ -206,7 +207,10 @@ def _measure(
             )
             if any(trajectories.num_turns(number) > 1 for number in range(len(trajectories))):
                 generator = torch.Generator().manual_seed(seed)
-                later = measure_trajectory(model, trajectories, sample.groups, generator, sampling)
+                try:
+                    later = measure_trajectory(model, trajectories, sample.groups, generator, sampling)
+                except NotMeasurableError as error:
+                    line.note(f"Later turns of {printable(sample.label)} are not measured: {error}.")
         finally:
             telling.remove()
     every = [turn for number in range(len(trajectories)) for turn in trajectories[number]]

@@ -102,6 +102,12 @@ def endpoint_of(arguments: EvaluateArguments) -> Endpoint:
             f"max_new_tokens must be None with {PREFIX}NAME, whose turns max_turn_tokens bounds, got "
             f"{arguments.max_new_tokens!r}"
         )
+    whole = {"context": "full", "context_turns": None, "drop_oldest_turns": False}
+    for name, value in arguments.context_options.items():
+        if value != whole[name]:
+            raise ValueError(
+                f"{name} must be {whole[name]!r} with {PREFIX}NAME, which is sent all turns, got {value!r}"
+            )
     given = arguments.chat_template_kwargs
     return Endpoint(
         arguments.model.removeprefix(PREFIX),

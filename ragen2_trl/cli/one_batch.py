@@ -24,6 +24,7 @@ from ragen2_trl.callbacks.rollouts import Sampled, watch_rollouts
 from ragen2_trl.cli.arguments import SamplingArguments
 from ragen2_trl.cli.models import load_model
 from ragen2_trl.cli.typed import checked_input
+from ragen2_trl.envs.mixture import AnyTask
 from ragen2_trl.instrument.forecast import Forecast, advice, forecast_filter
 from ragen2_trl.instrument.gradients import WHOLE, GradientMeasurement
 from ragen2_trl.reporting.files import write_json
@@ -93,7 +94,7 @@ def _make_trainer(arguments: SamplingArguments, scratch: str) -> tuple[SNRFilter
             num_generations=arguments.num_samples,
             per_device_train_batch_size=rows,
             gradient_accumulation_steps=count // rows,
-            max_completion_length=arguments.max_new_tokens or (env.max_turn_tokens or 128) * env.max_turns,
+            max_completion_length=arguments.max_new_tokens or _longest_episode(env, arguments.max_turn_tokens),
             temperature=arguments.temperature,
             chat_template_kwargs=arguments.chat_template_kwargs or {},
             seed=arguments.seed,
@@ -107,6 +108,12 @@ def _make_trainer(arguments: SamplingArguments, scratch: str) -> tuple[SNRFilter
     rollout = {"rollout_func": TextRollout(env, arguments.max_turn_tokens)} if env.needs_rollout else {}
     trainer = SNRFilteredGRPOTrainer(model, env.reward_funcs, args, tasks, processing_class=tokenizer, **rollout)
     return trainer, [row for row in tasks for _ in range(arguments.num_samples)]
+
+
+def _longest_episode(env: AnyTask, max_turn_tokens: int | None) -> int:
+    """Tokens that hold all turns of a task; with several, as much again for what the environment answers."""
+    turn = max_turn_tokens or env.max_turn_tokens or 128
+    return turn if env.max_turns == 1 else 2 * turn * env.max_turns
 
 
 def forecast_table(forecast: Forecast) -> Table:

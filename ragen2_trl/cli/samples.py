@@ -14,6 +14,7 @@ from ragen2_trl.cli.arguments import SamplingArguments
 from ragen2_trl.envs import completion_text
 from ragen2_trl.envs.mixture import AnyTask
 from ragen2_trl.reporting.files import replace_whole
+from ragen2_trl.reporting.redaction import without_credentials
 from ragen2_trl.rollouts.chat import Chat
 from ragen2_trl.rollouts.context import LATER_SAMPLES, ContextWindow, Trajectory, later_samples
 from ragen2_trl.rollouts.sampling import (
@@ -165,9 +166,12 @@ def sample_control(
 
 
 def save_rows(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """A kill leaves the former table or this one, never half of it."""
+    """Without credentials in texts; ids stay. A kill leaves the former table or this one, never half of it."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    replace_whole(path, lambda unfinished: pq.write_table(pa.Table.from_pylist(list(rows)), unfinished))
+    table = pa.Table.from_pylist([
+        {**row, **{name: without_credentials(row[name]) for name in ("prompt", "completion")}} for row in rows
+    ])  # fmt: skip
+    replace_whole(path, lambda unfinished: pq.write_table(table, unfinished))
 
 
 def find_files(path: Path, max_files: int) -> list[Path]:

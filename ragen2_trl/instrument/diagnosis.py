@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ragen2_trl.instrument.information import information_metrics
 from ragen2_trl.instrument.reasoning import Trajectories, Turn
-from ragen2_trl.instrument.scoring import cross_score
+from ragen2_trl.instrument.scoring import ContextLengthError, cross_score
 
 T = TypeVar("T")
 
@@ -155,7 +155,7 @@ def measure_trajectory(
         By turn position, from 0, for the positions that have two distinct contexts.
 
     Raises:
-        NotMeasurableError: If no position has, or without any reasoning.
+        NotMeasurableError: If no position has that fit the model's context, or without any reasoning.
     """
     rows = []
     for i in draw(range(len(trajectories)), sampling.num_completions, generator):
@@ -174,7 +174,7 @@ def measure_trajectory(
         try:
             measured = _measure(model, stratum, columns, sampling)
             measurements[position] = replace(measured, without_own_words=_retell(model, stratum, columns, sampling))
-        except NotMeasurableError as error:
+        except (NotMeasurableError, ContextLengthError) as error:
             reason = str(error)
     if not measurements:
         raise NotMeasurableError(reason)
@@ -198,7 +198,7 @@ def measure_trajectory_reference(
     It makes published numbers comparable and is not to be relied on: the context of a later turn holds the reasonings
     of earlier ones verbatim, so that a reasoning can be likelier under it than under its own. That makes retrieval and
     mutual information too low; that turns of all positions are mixed makes retrieval easier. `metrics` has
-    `verbatim_elsewhere`, the share of reasonings that stand in another column.
+    `verbatim_elsewhere`, the share of reasonings that stand in another context of their trajectory that was drawn.
 
     Raises:
         NotMeasurableError: With fewer than two distinct contexts, or without any reasoning.
@@ -212,11 +212,20 @@ def measure_trajectory_reference(
             rows.append(_Row(_Column(i, number, turn.context), turn))
     columns = [row.column for row in rows]
     measured = _measure(model, rows, columns, sampling)
-    longest: dict[int, int] = defaultdict(int)  # context that was drawn, by trajectory
+    contexts: dict[int, set[tuple[int, ...]]] = defaultdict(set)  # that were drawn, by trajectory
     for column in columns:
-        longest[column.trajectory] = max(longest[column.trajectory], len(column.context))
-    elsewhere = sum(longest[column.trajectory] > len(column.context) for column in columns) / len(columns)
+        contexts[column.trajectory].add(column.context)
+    elsewhere = sum(
+        any(_holds(context, row.turn.reasoning) for context in contexts[row.column.trajectory] - {row.column.context})
+        for row in rows
+    ) / len(rows)
     return replace(measured, metrics=measured.metrics | {"verbatim_elsewhere": elsewhere})
+
+
+def _holds(context: tuple[int, ...], reasoning: tuple[int, ...]) -> bool:
+    """Whether a context holds all ids of a reasoning in their order."""
+    size = len(reasoning)
+    return any(context[start : start + size] == reasoning for start in range(len(context) - size + 1))
 
 
 def combine(measurements: Sequence[Measurement]) -> dict[str, float]:

@@ -14,8 +14,8 @@ from typing import Any
 from PIL import Image
 
 from ragen2_trl.envs.drawing import draw_board
-from ragen2_trl.reporting.examples import Excerpt, as_text, excerpt, unreadable
-from ragen2_trl.reporting.files import EPISODES, measured_step, numbered
+from ragen2_trl.reporting.examples import Excerpt, as_text, excerpt
+from ragen2_trl.reporting.files import EPISODES, measured_step, numbered, unreadable
 from ragen2_trl.reporting.run import Run
 from ragen2_trl.reporting.saved_episodes import (
     EVALUATION,

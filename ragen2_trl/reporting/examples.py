@@ -13,6 +13,7 @@ from typing import Any
 import pyarrow.parquet as pq
 
 from ragen2_trl.envs import completion_text
+from ragen2_trl.reporting.files import unreadable
 from ragen2_trl.reporting.records import is_number
 from ragen2_trl.reporting.run import Run
 from ragen2_trl.reporting.saved_measurement import SavedMeasurement, read_measurement
@@ -296,8 +297,3 @@ def as_text(messages: str | Sequence[str | Mapping[str, Any]]) -> str:
         said = completion_text([{**message, "role": "assistant"}]) + (json.dumps(calls) if calls else "")
         texts.append(said if len(messages) == 1 else f"[{message.get('role')}]\n{said}")
     return "\n".join(texts)
-
-
-def unreadable(path: Path, error: Exception) -> str:
-    """A file that cannot be read, in words."""
-    return f"{path.name} cannot be read and is left out ({type(error).__name__}: {str(error)[:200]})."

@@ -74,6 +74,11 @@ def write_text(path: Path, text: str) -> None:
     _write_whole(path, hide_credentials(text, MARKUP_ENDS))
 
 
+def unreadable(path: Path, error: Exception) -> str:
+    """A file that cannot be read, in words."""
+    return f"{path.name} cannot be read and is left out ({type(error).__name__}: {str(error)[:200]})."
+
+
 def _write_whole(path: Path, text: str) -> None:
     """A kill leaves the former file or this one, never half of it."""
     if path.exists() and not path.is_file():  # such as /dev/stdout

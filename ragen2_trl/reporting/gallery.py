@@ -36,7 +36,7 @@ from ragen2_trl.reporting.plots import (
 from ragen2_trl.reporting.prompt_plots import PREDICTED, plot_calibration, plot_prompts
 from ragen2_trl.reporting.reward_plots import plot_reward_distribution
 from ragen2_trl.reporting.run import FIRST_TURN, Run
-from ragen2_trl.reporting.saved_gradients import read_gradients
+from ragen2_trl.reporting.saved_gradients import readable_gradients
 from ragen2_trl.reporting.saved_measurement import SavedMeasurement, read_measurement
 
 
@@ -84,8 +84,8 @@ def figures_of(run: Run, measurements: Sequence[SavedMeasurement] | None = None)
         yield "prompts", caption("prompts", run), plot_prompts(rows)
     if any(one.predicted for one in records):
         yield "calibration", caption("calibration", run), plot_calibration(records)
-    if run.gradients:
-        yield "gradients", caption("gradients", run), plot_gradients([read_gradients(path) for path in run.gradients])
+    if gradients := readable_gradients(run.gradients):
+        yield "gradients", caption("gradients", run), plot_gradients(gradients)
     if points_of(rows, COMPUTE):
         yield "compute", caption("compute", run), plot_compute(rows)
 

@@ -69,7 +69,7 @@ class VarianceRow:
 def append_group_rewards(
     folder: Path, step: int, rewards: Tensor, kept: Tensor, predicted: Sequence[float] | None = None
 ) -> None:
-    """Add a generation to the record in a run's folder.
+    """Add a generation, or several that one optimizer step spans, to the record in a run's folder.
 
     Args:
         folder: The trainer's `output_dir`.

@@ -42,10 +42,16 @@ def push_dataset(
         Address of the data set.
 
     Raises:
-        ValueError: As `Environment.dataset` does.
+        ValueError: As `Environment.dataset` does, and for tasks that can be played beside their data alone.
         HfHubHTTPError: If the Hub refuses.
     """
     splits = {split: env.dataset(number, seed, split, data) for split, number in (("train", train), ("test", test))}
+    for name, value in next(iter(splits["test"]), {}).items():
+        if data is not None and value == data:
+            raise ValueError(
+                f"data={public(data)!r} stands in each of its tasks ({name}), which nobody else could play; allowed: "
+                "data that tasks are made of, and not read from while they are played"
+            )
     repo_id = HfApi(token=token).create_repo(repo_id, repo_type="dataset", private=private, exist_ok=True).repo_id
     DatasetDict(splits).push_to_hub(repo_id, token=token)
     card = DatasetCard.load(repo_id, token=token)  # with what `datasets` has written of columns and splits

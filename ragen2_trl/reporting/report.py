@@ -32,6 +32,7 @@ from ragen2_trl.reporting.group_rewards import variance_table
 from ragen2_trl.reporting.labels import distinct_labels
 from ragen2_trl.reporting.plots import plot_comparison, points_of, svg
 from ragen2_trl.reporting.run import FIRST_TURN, Run
+from ragen2_trl.reporting.saved_gradients import readable_gradients
 from ragen2_trl.reporting.saved_measurement import SavedMeasurement
 
 TEMPLATE = "report.html.jinja"
@@ -218,6 +219,7 @@ def _make_part(label: str, run: Run) -> Part:
     measurements = read_measurements(run, problems)
     groups = read_groups(run, problems)
     album = read_album(run, problems)
+    readable_gradients(run.gradients, problems)
     problems += _missing(run)
     last = measurements[-1] if measurements else None
     return Part(

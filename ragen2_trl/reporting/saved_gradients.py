@@ -2,12 +2,13 @@
 
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from ragen2_trl.instrument.gradients import BucketGradients, GradientMeasurement, GradientStatistics
-from ragen2_trl.reporting.files import write_json
+from ragen2_trl.reporting.files import unreadable, write_json
 
 NAME = "gradients"  # of the files, before their step
 
@@ -18,6 +19,18 @@ def save_gradients(measurement: GradientMeasurement, folder: Path) -> Path:
     path = folder / f"{NAME}_{measurement.step:05d}.json"
     write_json(path, _without_nan(asdict(measurement)), allow_nan=False)
     return path
+
+
+def readable_gradients(paths: Sequence[Path], problems: list[str] | None = None) -> list[GradientMeasurement]:
+    """Those that can be read; `problems` takes in the others, in words."""
+    found = []
+    for path in paths:
+        try:
+            found.append(read_gradients(path))
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            if problems is not None:
+                problems.append(unreadable(path, error))
+    return found
 
 
 def read_gradients(path: Path) -> GradientMeasurement:
