@@ -32,6 +32,15 @@ VALUE = {"snr_loss_scaling": "whole_loss_by_value"}
         ({**VALUE, "snr_strategy": "none"}, "snr_strategy='none' does not go with snr_loss_scaling='whole_loss"),
         ({**VALUE, "snr_quartile": 1}, "snr_quartile=1 does not go with snr_loss_scaling='whole_loss"),
         ({**VALUE, **TRAJECTORY}, "snr_level='trajectory' does not go with snr_loss_scaling='whole_loss"),
+        (
+            {"snr_mode": "soft", "snr_value": 0.5},
+            "snr_value=0.5 does not go with snr_mode='soft', which selects nothing",
+        ),
+        ({"snr_mode": "soft", "snr_keep": "smallest"}, "snr_keep='smallest' does not go with snr_mode='soft'"),
+        (
+            {"snr_score": "length", "mask_truncated_completions": True},
+            "snr_score='length' does not go with mask_truncated_completions=True",
+        ),
         ({**VALUE, "snr_mode": "soft"}, "snr_mode='soft' does not go with snr_loss_scaling='whole_loss"),
     ],
 )

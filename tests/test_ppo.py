@@ -294,6 +294,31 @@ def test_settings_out_of_range_are_refused_by_name_value_and_allowed_set(setting
         assert part in str(error.value)
 
 
+@pytest.mark.parametrize(("name", "value"), [("loss_type", "dr_grpo"), ("importance_sampling_level", "sequence")])
+def test_a_plain_configuration_with_another_loss_is_refused_as_well(name, value, policy_path, prompts, make_args):
+    args = make_args(snr=False, **{name: value})
+    with pytest.raises(ValueError, match=f"{name}='{value}'"):
+        SNRFilteredPPOTrainer(policy_path, lambda **_: [], args, prompts)
+
+
+def test_a_critic_of_its_own_refuses_images_that_it_would_not_see(policy_path, make_args):
+    trainer = trained(policy_path, ppo_args(make_args, value_head="separate"))
+    ids = torch.ones(1, 3, dtype=torch.long)
+    with trainer.critic.listening(), pytest.raises(ValueError, match="value_head='separate' cannot see pixel_values"):
+        trainer.model(input_ids=ids, attention_mask=ids, pixel_values=torch.zeros(1, 3, 4, 4))
+
+
+def test_the_critic_of_the_best_checkpoint_comes_back_with_its_policy(policy_path, make_args):
+    args = ppo_args(make_args, max_steps=2, save_strategy="steps", save_steps=1)
+    trainer = trained(policy_path, args)
+    trainer.state.best_model_checkpoint = f"{args.output_dir}/checkpoint-1"
+    trainer._load_best_model()
+    first, last = trainer.weights
+    assert any(not first[name].equal(last[name]) for name in first if name.startswith("critic"))
+    for name, parameter in trainer.model.named_parameters():
+        assert parameter.equal(first[name]), name
+
+
 def test_a_value_model_for_a_shared_head_is_refused(policy_path, prompts, make_args):
     with pytest.raises(ValueError, match="value_model is given and value_head='shared'"):
         SNRFilteredPPOTrainer(policy_path, lambda **_: [], ppo_args(make_args), prompts, value_model=policy_path)

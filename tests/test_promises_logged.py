@@ -2,8 +2,9 @@
 
 import pytest
 import torch
-from algorithms import for_each, replay_of, slow
+from algorithms import GRPO, PPO, for_each, replay_of, slow
 from replay import REWARDS
+from transformers import TrainerCallback
 
 METRICS = {
     "kept_groups",
@@ -40,6 +41,38 @@ def test_nothing_hides(algorithm, mode, steps_per_generation, policy_path, tmp_p
     assert len(log_rows(trainer)) == 4
     for row in log_rows(trainer):
         assert {key for key in row if key.startswith("snr/")} == {f"snr/{name}" for name in names}
+
+
+class Averaged(TrainerCallback):
+    """What TRL will average for the entropy of a log row."""
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self.entropies = list(self.trainer._metrics["train"]["entropy"])
+
+
+@pytest.mark.parametrize("algorithm", [GRPO, pytest.param(PPO, marks=pytest.mark.slow)], ids=lambda one: one.name)
+def test_a_masked_row_adds_no_zero_to_what_is_logged_of_the_update(algorithm, policy_path, tmp_path):
+    """One row a micro-batch, of which half are kept: means over no token are none."""
+    layout = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 32, "steps_per_generation": 32}
+    args = algorithm.args(tmp_path, snr_mode="mask", max_steps=1, **layout)
+    trainer = algorithm.make(policy_path, args, replay_of(policy_path), callbacks=[averaged := Averaged()])
+    averaged.trainer = trainer
+    trainer.train()
+    assert len(averaged.entropies) == 16 and min(averaged.entropies) > 0
+    (row,) = log_rows(trainer)
+    assert row["entropy"] == pytest.approx(sum(averaged.entropies) / 16)
+
+
+@for_each
+def test_a_further_run_may_begin_with_what_an_earlier_one_sampled(algorithm, policy_path, tmp_path):
+    """As in a notebook, whose cell runs again after it ended amid a generation of which nothing was dropped."""
+    layout = {"gradient_accumulation_steps": 1, "steps_per_generation": 4, "max_steps": 3}
+    args = algorithm.args(tmp_path, snr_strategy="none", snr_include_zero=True, **layout)
+    trainer = algorithm.make(policy_path, args, replay_of(policy_path))
+    trainer.train()
+    trainer.train()
+    assert trainer.state.global_step == 3
+    assert [row["snr/empty_steps"] for row in log_rows(trainer)] == [0.0] * len(log_rows(trainer))
 
 
 @for_each

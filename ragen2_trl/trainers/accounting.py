@@ -1,6 +1,8 @@
 """What of each optimizer step: whether it had rows to train on, what its log row says of the filter."""
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from accelerate.logging import get_logger
@@ -51,6 +53,16 @@ class Accounting(TrainerCallback):
         self.metrics[f"snr/{name}"].append(value)
         self.latest[f"snr/{name}"] = value
 
+    @contextmanager
+    def without_rows(self) -> Iterator[None]:
+        """What TRL logs of a micro-batch without a kept row, zeros for means over nothing, is left out."""
+        before = {name: len(values) for name, values in self.metrics.items()}
+        yield
+        for name in set(self.metrics) - {"entropy_coef"}:
+            del self.metrics[name][before.get(name, 0) :]
+            if not self.metrics[name]:
+                del self.metrics[name]  # TRL divides by how many there are
+
     def count(self, step: MicroStep) -> None:
         """A micro-step begins."""
         self.position += 1
@@ -72,7 +84,8 @@ class Accounting(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         # With fewer kept rows than optimizer steps per generation, some steps go without although a group was kept.
         self._complete_row()
-        kept = self.latest.get("snr/refilled_groups", self.latest["snr/kept_groups"])
+        # Neither is there in a further run of a trainer that begins with what an earlier one has sampled.
+        kept = self.latest.get("snr/refilled_groups", self.latest.get("snr/kept_groups", 0.0))
         empty = not self.has_rows and kept == 0
         self.empty_steps += empty
         self.empty_streak = self.empty_streak + 1 if empty else 0

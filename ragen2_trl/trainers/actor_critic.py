@@ -68,8 +68,19 @@ class ActorCritic:
             return
         with without_critic(self.model):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
-        if (Path(resume_from_checkpoint) / FOLDER / WEIGHTS).exists():
-            self.critic.load(Path(resume_from_checkpoint) / FOLDER)
+        self._load_critic(resume_from_checkpoint)
+
+    def _load_best_model(self) -> None:
+        if self.is_deepspeed_enabled or self.is_fsdp_enabled:  # whose shards hold both
+            super()._load_best_model()
+            return
+        with without_critic(self.model):
+            super()._load_best_model()
+        self._load_critic(self.state.best_model_checkpoint)
+
+    def _load_critic(self, checkpoint: str) -> None:
+        if (Path(checkpoint) / FOLDER / WEIGHTS).exists():
+            self.critic.load(Path(checkpoint) / FOLDER)
 
     def push_critic_to_hub(self, repo_id: str, **kwargs: Any) -> Any:
         """Upload the critic, which stays out of the policy's repository, to one of its own.

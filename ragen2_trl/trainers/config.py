@@ -13,6 +13,7 @@ LEVELS = ("group", "trajectory")
 LOSS_SCALINGS = ("none", "linear", "sqrt", "whole_loss_by_value")
 FRACTIONS = ("top_p", "top_p_softmax", "top_k")  # strategies whose value is a fraction, of mass or of groups
 REWARD_SCALINGS = ("batch", "task")
+OF_TOKENS = ("entropy", "entropy_variance", "length")  # scores that are of what was sampled, and not of its reward
 
 
 @dataclass
@@ -289,6 +290,11 @@ class SNRFilterConfig(PromptSelectionConfig):
             beside = {"snr_strategy": FRACTIONS, "snr_quartile": (None,), "snr_level": ("group",)}
             beside["snr_mode"] = ("drop", "mask")
             self._allow("snr_loss_scaling='whole_loss_by_value'", "needs a fraction in use as snr_value", **beside)
+        if self.snr_mode == "soft":
+            self._allow("snr_mode='soft'", "selects nothing", **defaults, snr_keep=("largest",))
+        if self.mask_truncated_completions:
+            others = tuple(score for score in SCORES if score not in OF_TOKENS)
+            self._allow("mask_truncated_completions=True", "hides the tokens that were cut off", snr_score=others)
 
     def _allow(self, setting: str, reason: str, **allowed: tuple[Any, ...]) -> None:
         """Raise a `ValueError` where another setting is not one of those allowed beside a setting."""

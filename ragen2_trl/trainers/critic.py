@@ -71,6 +71,8 @@ class Critic(nn.Module):
 
     def _hear_inputs(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         if self._heard is not None:
+            if kwargs.get("pixel_values") is not None:
+                raise ValueError("value_head='separate' cannot see pixel_values; allowed with images: shared.")
             self._heard.append(self(**{key: kwargs[key] for key in ("input_ids", "attention_mask")}))
 
     def save(self, folder: Path, weights: dict[str, Tensor]) -> None:

@@ -9,6 +9,7 @@ import functools
 import os
 import textwrap
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -328,7 +329,9 @@ class SNRFilter(ForwardPasses):
         if not self._packing.at_hand.runs:
             # A leaf of its own: TRL's training step runs backward on it and reaches no parameter.
             return torch.zeros((), device=self.accelerator.device, requires_grad=True)
-        return self._packing.weighted(compute_loss(model, inputs, *args, **kwargs))
+        with nullcontext() if self._packing.at_hand.kept else self._accounting.without_rows():
+            loss = compute_loss(model, inputs, *args, **kwargs)
+        return self._packing.weighted(loss)
 
     def _backward_of_kept_rows(self, backward: Callable[..., None], loss: Tensor, **kwargs: Any) -> None:
         """Keep DeepSpeed's engine out of micro-steps that are skipped, and so its optimizer out of empty steps.

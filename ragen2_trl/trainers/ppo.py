@@ -18,7 +18,7 @@ from ragen2_trl.trainers.actor_critic import ActorCritic
 from ragen2_trl.trainers.batches import Batch, loss_mask, take
 from ragen2_trl.trainers.filtered import SNRFilter
 from ragen2_trl.trainers.packing import KEPT, LossMean
-from ragen2_trl.trainers.ppo_config import SNRFilteredPPOConfig
+from ragen2_trl.trainers.ppo_config import SNRFilteredPPOConfig, check_loss
 from ragen2_trl.trainers.processes import forward_in_step
 from ragen2_trl.trainers.selecting import Selection
 
@@ -74,6 +74,8 @@ class SNRFilteredPPOTrainer(ActorCritic, SNRFilter, GRPOTrainer):
 
     def __init__(self, model: Any, reward_funcs: Any = None, args: Any = None, *positional: Any, **kwargs: Any):
         value_model = kwargs.pop("value_model", None)
+        if isinstance(args, GRPOConfig):  # a plain one has not been checked
+            check_loss(args)
         # Until 1.13 it takes another loss than the one that we add the critic's to, until 1.14 another forward pass.
         if args is not None and args.use_liger_kernel and Version(trl.__version__) < Version("1.15"):
             raise ValueError(

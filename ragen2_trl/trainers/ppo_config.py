@@ -9,6 +9,13 @@ from ragen2_trl.trainers.advantages import KL_PENALTIES
 from ragen2_trl.trainers.config import SNRFilterConfig
 
 
+def check_loss(args: GRPOConfig) -> None:
+    """Raise a `ValueError` for a loss of GRPO's that is not PPO's."""
+    check_choice("loss_type", args.loss_type, ("dapo",))
+    check_choice("importance_sampling_level", args.importance_sampling_level, ("token",))
+    check_choice("multi_objective_aggregation", args.multi_objective_aggregation, ("sum_then_normalize",))
+
+
 @dataclass
 class SNRFilteredPPOConfig(SNRFilterConfig, GRPOConfig):
     r"""
@@ -77,9 +84,7 @@ class SNRFilteredPPOConfig(SNRFilterConfig, GRPOConfig):
         check_choice("gae", self.gae, ("token", "bi_level"))
         check_choice("kl_in", self.kl_in, ("loss", "reward"))
         check_choice("kl_estimator", self.kl_estimator, KL_PENALTIES)
-        check_choice("loss_type", self.loss_type, ("dapo",))
-        check_choice("importance_sampling_level", self.importance_sampling_level, ("token",))
-        check_choice("multi_objective_aggregation", self.multi_objective_aggregation, ("sum_then_normalize",))
+        check_loss(self)
         for name in ("gamma", "gae_lambda", "turn_gamma", "turn_gae_lambda"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"{name}={getattr(self, name)!r} is out of range; allowed: 0 <= value <= 1.")
