@@ -39,7 +39,7 @@ class SNRFilterConfig(PromptSelectionConfig):
         snr_window (`int` or `None`, *optional*, defaults to `256`):
             Where a generation batch has fewer than 8 groups, they are ranked among this many of the latest groups, and
             kept if a batch of all these would keep them. `None` ranks every batch by itself. Without effect for
-            `"top_k_abs"`, whose number is one of each batch, and for `snr_mode="soft"`.
+            `"top_k_abs"`, whose number is one of each batch, for `snr_level="trajectory"` and for `snr_mode="soft"`.
         snr_selection_eps (`float`, *optional*, defaults to `0.01`):
             Slack of `"top_p"`: the mass that may be missing of `snr_value`.
         snr_selection_eps_scale (`str`, *optional*, defaults to `"reward_range"`):
