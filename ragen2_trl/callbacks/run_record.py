@@ -85,6 +85,7 @@ class RunRecord(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._write_card = None
+        self._of_step = []  # of a step that was interrupted
         check_callbacks(state.stateful_callbacks, "the checkpoint's trainer_state.json")  # it goes on the card
         before = state.stateful_callbacks.get(RUN_STATE, {}).get("resumed_at", [])
         resumed_at = [*before, state.global_step] if state.global_step > 0 else []

@@ -236,7 +236,7 @@ class DiagnoseArguments(SamplingArguments):
     )
     gradients: bool = field(
         default=False,
-        metadata={"help": "Instead: gradients of task and entropy bonus by reward variance, without training."},
+        metadata={"help": "Instead: gradients of task and entropy bonus by reward variance; no training."},
     )
     predict_filter: bool = field(
         default=False, metadata={"help": "Instead: what SNR filtering would keep and save, and whether to try it."}
