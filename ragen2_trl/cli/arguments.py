@@ -235,8 +235,7 @@ class DiagnoseArguments(SamplingArguments):
         default=8, metadata={"help": "Files of a folder to take, evenly spaced, the last included."}
     )
     gradients: bool = field(
-        default=False,
-        metadata={"help": "Instead: gradients of task and entropy bonus by reward variance; no training."},
+        default=False, metadata={"help": "Instead: gradients of task and entropy bonus by reward variance."}
     )
     predict_filter: bool = field(
         default=False, metadata={"help": "Instead: what SNR filtering would keep and save, and whether to try it."}
