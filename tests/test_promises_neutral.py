@@ -5,6 +5,7 @@ import torch
 from algorithms import GRPO, PPO, cases, for_each, replay_of, slow
 from conftest import ENDS, assert_same_parameters, parameters_of
 from replay import move_away
+from transformers import TrainerCallback
 from trl import GRPOTrainer
 
 NEUTRAL = {"snr_value": 1.0, "snr_include_zero": True}
@@ -27,11 +28,11 @@ def length_reward(completions, **kwargs):
     return [len(completion) / 10 for completion in completions]
 
 
-def assert_neutral(algorithm, settings, policy_path, prompts, tmp_path):
+def assert_neutral(algorithm, settings, policy_path, prompts, tmp_path, **kwargs):
     def trained(plain, **filtering):
         lengths = {"per_device_eval_batch_size": 8, "max_completion_length": 6}
         args = algorithm.args(tmp_path, plain, **lengths, **settings, **filtering)
-        trainer = algorithm.make(policy_path, args, length_reward, prompts, eval_dataset=prompts)
+        trainer = algorithm.make(policy_path, args, length_reward, prompts, eval_dataset=prompts, **kwargs)
         before = parameters_of(trainer)
         trainer.train()
         return before, parameters_of(trainer)
@@ -67,6 +68,16 @@ def test_neutral_is_plain_in_every_layout(algorithm, layout, policy_path, prompt
 @pytest.mark.parametrize("loss_type", LOSSES)
 def test_neutral_is_grpo_for_every_loss(loss_type, policy_path, prompts, tmp_path):
     assert_neutral(GRPO, {**TERMS, "loss_type": loss_type}, policy_path, prompts, tmp_path)
+
+
+class EndsEachEpochEarly(TrainerCallback):
+    def on_step_end(self, args, state, control, **kwargs):
+        control.should_epoch_stop = state.global_step % 2 == 0
+
+
+def test_neutral_is_plain_where_a_callback_ends_epochs_early(policy_path, prompts, tmp_path):
+    callbacks = [EndsEachEpochEarly()]
+    assert_neutral(GRPO, {"max_steps": 6}, policy_path, prompts, tmp_path, callbacks=callbacks)
 
 
 class ReturnsForAdvantages(GRPOTrainer):

@@ -23,12 +23,13 @@ class ResumableSampler(Sampler):
     def __init__(self, sampler: RepeatSampler, trainer: Trainer):
         self.sampler = sampler
         self.trainer = trainer
+        self.begun = False
 
     def __iter__(self) -> Iterator[int]:
-        if self.sampler.shuffle:
-            self.sampler.generator.manual_seed(self.sampler.seed)
+        if self.sampler.shuffle and not self.begun:
             for _ in range(int(self.trainer.state.epoch or 0)):
                 torch.randperm(self.sampler.num_samples, generator=self.sampler.generator)
+        self.begun = True
         return iter(self.sampler)
 
     def __len__(self) -> int:
