@@ -151,6 +151,11 @@ def test_waiting_takes_none_of_the_cpu_time(sandbox):
     assert verdicts(sandbox, program, [StdinCase("1", "1")] * 3, cpu_seconds=0.3) == ["passed"] * 3
 
 
+def test_cases_that_wait_share_ten_times_the_cpu_time_of_the_wall_clock(sandbox):
+    program = "import time\ntime.sleep(1.5)\nprint(input())"
+    assert verdicts(sandbox, program, [StdinCase("1", "1")] * 5, cpu_seconds=0.2) == ["passed"] * 2 + ["timeout"] * 3
+
+
 def test_after_a_case_that_waited_for_ever_no_other_is_run():
     program = "import time\nn = int(input())\ntime.sleep(60 * n)\nprint(n)"
     short = Sandbox(Limits(wall_seconds=1.5))
@@ -204,6 +209,7 @@ def test_what_is_no_json_value_is_an_error(sandbox, text):
 def test_tolerance_is_for_fractions_alone():
     assert same_output("0.3 7", "0.30000001   7\n\n")
     assert same_output("1e3", "1000.0000001")
+    assert same_output("\n3\n", "3")
     for expected, actual in (
         ("1000000", "1000001"),
         ("7", "7.0"),

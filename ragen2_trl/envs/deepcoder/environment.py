@@ -18,7 +18,7 @@ from ragen2_trl.envs.base import Environment
 from ragen2_trl.envs.checks import check_choice, check_count, check_range
 from ragen2_trl.envs.deepcoder.data import CONFIGS, HUB, MIXTURE, load_problems, problem_of
 from ragen2_trl.envs.deepcoder.problems import make_problem
-from ragen2_trl.envs.deepcoder.program_tests import CallCase, CaseResult, StdinCase, run_tests
+from ragen2_trl.envs.deepcoder.program_tests import WALL_PER_CPU, CallCase, CaseResult, StdinCase, run_tests
 from ragen2_trl.envs.deepcoder.sandbox import Limits as RunLimits
 from ragen2_trl.envs.deepcoder.sandbox import Sandbox, SandboxUnavailableError
 from ragen2_trl.envs.deepcoder.tests import choose_tests, read_tests, task_row
@@ -197,7 +197,8 @@ class DeepCoder(Environment):
             `None` for all tests of the data, the public ones too, which then count like the others.
         test_seconds: CPU seconds a program has for a test, 1 to 60, rounded up. The wall clock allows ten times as
             many, for programs that wait; a program that it ends fails the tests it has left.
-        program_seconds: CPU seconds for all tests of a program, 1 to 600; what they leave undone has failed.
+        program_seconds: CPU seconds for all tests of a program, 1 to 600, and a tenth of what the wall clock allows
+            them; what they leave undone has failed.
         workers: Programs tested at a time, 1 to 64; the tests of one run one after the other. Default: the number of
             CPUs, but at most 8. All processes of a user on a machine together never run more than it has CPUs.
         allow_unsafe_sandbox: Where bubblewrap cannot work, run programs with the rights of this process.
@@ -245,7 +246,7 @@ class DeepCoder(Environment):
         self.max_tests = max_tests
         self.layout = layout
         self.test_seconds = test_seconds
-        run_limits = RunLimits(cpu_seconds=math.ceil(test_seconds), wall_seconds=10.0 * test_seconds)
+        run_limits = RunLimits(cpu_seconds=math.ceil(test_seconds), wall_seconds=WALL_PER_CPU * test_seconds)
         try:
             self.judge = Judge(Sandbox(run_limits, allow_unsafe=allow_unsafe_sandbox), program_seconds)
         except SandboxUnavailableError as error:

@@ -14,6 +14,7 @@ from ragen2_trl.envs.deepcoder.sandbox import Outcome, Sandbox
 
 Verdict = Literal["passed", "wrong", "error", "timeout"]
 
+WALL_PER_CPU = 10.0  # for programs that wait, and where others have the processor
 MAX_KEPT_CHARS = 1000  # of what a case printed, and of its error
 
 
@@ -52,20 +53,22 @@ def run_tests(
 ) -> list[CaseResult]:
     """Test a program, each case in a process of its own that learns nothing of the other cases.
 
-    All cases share `cpu_seconds`, each within the sandbox's own limits; those that find nothing left are `timeout`,
-    and so are those after one that waited until the wall clock ended it. A program that ends with an exit status,
+    All cases share `cpu_seconds`, and ten times as many of the wall clock, each within the sandbox's own limits; those
+    that find nothing left are `timeout`, and so are those after one that waited until the wall clock ended it. A program that ends with an exit status,
     floods its output or returns no JSON is `error`. Within a `Sandbox.map`, programs are tested side by side.
 
     Raises:
         SandboxFailedError: If the machine can no longer run programs.
     """
     results: list[CaseResult] = []
+    wall_seconds = WALL_PER_CPU * cpu_seconds
     for case in cases:
-        if cpu_seconds <= 0:
+        if min(cpu_seconds, wall_seconds) <= 0:
             results.append(CaseResult("timeout"))
             continue
         outcome = _outcome(sandbox, program, case, math.ceil(cpu_seconds))
         cpu_seconds = 0.0 if outcome.ended == "wall" else cpu_seconds - outcome.cpu_seconds
+        wall_seconds -= outcome.wall_seconds
         results.append(_result(case, outcome))
     return results
 
@@ -97,7 +100,7 @@ def _verdict(case: StdinCase | CallCase, outcome: Outcome) -> Verdict:
 
 
 def same_output(expected: str, actual: str) -> bool:
-    """Equal line by line and token by token, whatever the blanks between tokens and at the end.
+    """Equal line by line and token by token, whatever the blanks between tokens and at both ends.
 
     Where the expected token is a number but no whole one, 1e-6 of it is tolerated.
 
@@ -106,7 +109,7 @@ def same_output(expected: str, actual: str) -> bool:
     >>> same_output("1000000000", "1000000001")
     False
     """
-    rows, actual_rows = ([line.split() for line in text.rstrip().split("\n")] for text in (expected, actual))
+    rows, actual_rows = ([line.split() for line in text.strip().split("\n")] for text in (expected, actual))
     return [len(row) for row in rows] == [len(row) for row in actual_rows] and all(
         _same_token(token, actual_token)
         for row, actual_row in zip(rows, actual_rows, strict=True)

@@ -76,7 +76,8 @@ class Outcome:
     `stdout` and `stderr` hold at most `Limits.output_bytes` each, undecodable bytes replaced. `returncode` is 128 + n
     for signal n. `ended` names the limit that ended the run: `wall`, `cpu`, `memory` (of a control group) or `output`;
     `exit` if it ended by itself. `infrastructure` says nothing of the program: the run could not begin, or something
-    outside ended it; the cause is in `stderr`. `cpu_seconds` is what the program used, at most.
+    outside ended it; the cause is in `stderr`. `cpu_seconds` is what the program used, at most, and `wall_seconds` what
+    passed from its start to its end.
     """
 
     stdout: str
@@ -84,6 +85,7 @@ class Outcome:
     returncode: int
     ended: Ended
     cpu_seconds: float = field(default=0.0, compare=False)
+    wall_seconds: float = field(default=0.0, compare=False)
 
 
 @dataclass(frozen=True)
@@ -154,11 +156,11 @@ def _run(isolation: Isolation | None, group: Cgroup | None, job: Job) -> Outcome
                     group.kill()
         report = json.loads(os.pread(report_fd, 1 << 16, 0) or b"{}")
     out, err = (stream.decode(errors="replace") for stream in (stdout, stderr))
-    elapsed = min(float(limits.cpu_seconds), time.monotonic() - started)
+    elapsed = time.monotonic() - started
     if group and group.ran_out_of_memory():
-        return Outcome(out, err, 128 + signal.SIGKILL, "memory", elapsed)
+        ended = "memory"
     if ended != "exit":
-        return Outcome(out, err, 128 + signal.SIGKILL, ended, elapsed)
+        return Outcome(out, err, 128 + signal.SIGKILL, ended, min(float(limits.cpu_seconds), elapsed), elapsed)
     if "code" not in report:
         return _failure(report.get("failed") or f"{err.strip()[-1000:]} (exit status {process.returncode})")
     code, used = report["code"], report["cpu_seconds"]
@@ -168,7 +170,7 @@ def _run(isolation: Isolation | None, group: Cgroup | None, job: Job) -> Outcome
         if isolation and used < 0.5 * limits.cpu_seconds:
             return _failure("the kernel killed the program within its limits, as it does where memory runs out")
         ended, used = "cpu", max(used, float(limits.cpu_seconds))
-    return Outcome(out, err, code, ended, used)
+    return Outcome(out, err, code, ended, used, elapsed)
 
 
 def _task(isolation: Isolation | None, limits: Limits) -> dict[str, Any]:

@@ -39,7 +39,7 @@ rt_sigaction:13:134 rt_sigprocmask:14:135 rt_sigreturn:15:139 rt_sigpending:127:
 rt_sigsuspend:130:133 sigaltstack:131:132
 getpid:39:172 gettid:186:178 getppid:110:173 getuid:102:174 geteuid:107:175 getgid:104:176 getegid:108:177
 getgroups:115:158 getresuid:118:148 getresgid:120:150 getpgid:121:155 getpgrp:111:- getsid:124:156
-getpriority:140:141 getrlimit:97:163 setrlimit:160:164 uname:63:160 sysinfo:99:179 getrandom:318:278
+getpriority:140:141 getrlimit:97:163 uname:63:160 sysinfo:99:179 getrandom:318:278
 """
 # Memory that no limit counts. Refused as a file system does that has none, which `shutil.copy2` expects.
 _EXTENDED_ATTRIBUTES = """
@@ -48,7 +48,7 @@ llistxattr:195:12 flistxattr:196:13 removexattr:197:14 lremovexattr:198:15 fremo
 """
 _BY_ARGUMENT = """
 clone:56:220 close_range:436:436 prctl:157:167 prlimit64:302:261 fcntl:72:25 ioctl:16:29 socketpair:53:199
-sendto:44:206 kill:62:129 tkill:200:130 tgkill:234:131
+sendto:44:206 setrlimit:160:164 kill:62:129 tkill:200:130 tgkill:234:131
 """
 _THREAD = (0x3D0F00, 0x7D0F00)  # the flags of clone(2) with which glibc and musl start a thread
 # The argument that decides, counted from 0, and the values that pass.
@@ -64,13 +64,16 @@ _ONLY = {
     "socketpair": (0, (1,)),  # AF_UNIX: how asyncio wakes itself
     "sendto": (5, (0,)),  # to the other end, no address
 }
-# The argument that decides and the value that does not pass: SIGKILL, so that it can only have come from the kernel.
-_ALL_BUT = {"kill": (1, 9), "tkill": (1, 9), "tgkill": (2, 9)}
+# The argument that decides and the value that does not pass: SIGKILL, and RLIMIT_CPU, at which the kernel sends it, so
+# that it can only have come from the kernel, and at our limits.
+_ALL_BUT = {"kill": (1, 9), "tkill": (1, 9), "tgkill": (2, 9), "setrlimit": (0, 0), "prlimit64": (1, 0)}
 _UNIFIED = 424  # from here on calls have one number everywhere, and libraries ask whether the kernel knows them
 
 _LOAD, _EQUAL, _AT_LEAST, _RETURN = 0x20, 0x15, 0x35, 0x06  # BPF_LD | BPF_W | BPF_ABS, BPF_JMP | BPF_JEQ, ..., BPF_RET
 _ALLOW, _KILL, _ERRNO = 0x7FFF0000, 0x80000000, 0x50000
 Step = tuple[int, int, int, int]  # operation, steps to jump if it holds and if not, operand
+_PASS: Step = (_RETURN, 0, 0, _ALLOW)
+_REFUSE: Step = (_RETURN, 0, 0, _ERRNO | errno.EPERM)
 
 
 def allowed_calls(machine: str | None = None) -> list[str]:
@@ -94,20 +97,27 @@ def _numbers(table: str, machine: str | None) -> dict[str, int]:
 
 
 def _steps(machine: str) -> Iterator[Step]:
-    refuse, allow = (_RETURN, 0, 0, _ERRNO | errno.EPERM), (_RETURN, 0, 0, _ALLOW)
     yield from ((_LOAD, 0, 0, 4), (_EQUAL, 1, 0, ARCHITECTURES[machine][0]), (_RETURN, 0, 0, _KILL))
     yield from ((_LOAD, 0, 0, 0), (_AT_LEAST, 0, 1, 0x40000000), (_RETURN, 0, 0, _KILL))  # x32's, of the same number
     for number in _numbers(_ALLOWED, machine).values():
-        yield from ((_EQUAL, 0, 1, number), allow)
+        yield from ((_EQUAL, 0, 1, number), _PASS)
     for number in _numbers(_EXTENDED_ATTRIBUTES, machine).values():
         yield from ((_EQUAL, 0, 1, number), (_RETURN, 0, 0, _ERRNO | errno.EOPNOTSUPP))
     for name, number in _numbers(_BY_ARGUMENT, machine).items():
-        argument, values = _ONLY[name] if name in _ONLY else (_ALL_BUT[name][0], _ALL_BUT[name][1:])
-        found, other = (allow, refuse) if name in _ONLY else (refuse, allow)
-        yield (_EQUAL, 0, 2 + 2 * len(values), number)
-        # The lower half, which is all that the kernel takes of these.
+        steps = list(_by_argument(name))
+        yield from ((_EQUAL, 0, len(steps), number), *steps)
+    yield from ((_AT_LEAST, 0, 1, _UNIFIED), (_RETURN, 0, 0, _ERRNO | errno.ENOSYS), _REFUSE)
+
+
+def _by_argument(name: str) -> Iterator[Step]:
+    """Of an argument the lower half, which is all that the kernel takes of these."""
+    if name in _ONLY:
+        argument, values = _ONLY[name]
         yield (_LOAD, 0, 0, 16 + 8 * argument)
-        for value in values:
-            yield from ((_EQUAL, 0, 1, value), found)
-        yield other
-    yield from ((_AT_LEAST, 0, 1, _UNIFIED), (_RETURN, 0, 0, _ERRNO | errno.ENOSYS), refuse)
+        for left, value in zip(range(len(values), 0, -1), values, strict=True):
+            yield (_EQUAL, left, 0, value)
+        yield _REFUSE
+    if name in _ALL_BUT:
+        argument, value = _ALL_BUT[name]
+        yield from ((_LOAD, 0, 0, 16 + 8 * argument), (_EQUAL, 0, 1, value), _REFUSE)
+    yield _PASS
