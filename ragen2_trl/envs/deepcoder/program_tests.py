@@ -54,8 +54,9 @@ def run_tests(
     """Test a program, each case in a process of its own that learns nothing of the other cases.
 
     All cases share `cpu_seconds`, and ten times as many of the wall clock, each within the sandbox's own limits; those
-    that find nothing left are `timeout`, and so are those after one that waited until the wall clock ended it. A program that ends with an exit status,
-    floods its output or returns no JSON is `error`. Within a `Sandbox.map`, programs are tested side by side.
+    that find nothing left are `timeout`, and so are those after one that waited until the wall clock ended it. A
+    program that ends with an exit status, floods its output or returns no JSON is `error`. Within a `Sandbox.map`,
+    programs are tested side by side.
 
     Raises:
         SandboxFailedError: If the machine can no longer run programs.

@@ -31,8 +31,9 @@ def same_answer(given: str, gold: str) -> bool:
     r"""Whether an answer is worth the same as the right one; whatever the text, within milliseconds.
 
     Case, spaces, dollar and percent signs, degrees and a final full stop do not count. A unit in `\text{}` may be left
-    out. `x = 5` is 5. Lists are compared element by element, in brackets in order and elsewhere in any order; one
-    value never equals several. Decimals are exact: 0.33 is not 1/3.
+    out, or stand there in plain words. `x = 5` is 5, and `sqrt(2)` is `\sqrt{2}`. Lists are compared element by element,
+    in brackets in order and elsewhere in any order; one value never equals several. Decimals are exact: 0.33 is not
+    1/3.
 
     A number is a decimal, or a fraction or mixed number in lowest terms; nothing else equals one. Commas with three
     digits after each, without spaces and outside of brackets, are those of thousands. An expression may have no
@@ -49,6 +50,7 @@ def same_answer(given: str, gold: str) -> bool:
     if not given or given == gold:
         return bool(given)
     (name, value, unit), (gold_name, gold_value, gold_unit) = _parts(given), _parts(gold)
+    value = value.removesuffix(gold_unit) if not unit else value
     if not value or unit not in ("", gold_unit) or (name and gold_name and name != gold_name):
         return False
     if _same_value(value, gold_value):
@@ -64,13 +66,17 @@ _THOUSANDS = re.compile(r"(?<![0-9.])(?<![0-9],)[0-9]{1,3}(?:,[0-9]{3})+(?!,?[0-
 
 def _plain(text: str) -> str:
     """The text without what does not count, and with one spelling of fractions and roots."""
-    text = " ".join(text.split()).lstrip("$ ").rstrip("$ .").lower()
+    text = " ".join(text.replace("−", "-").split()).lstrip("$ ").rstrip("$ .").lower()
+    text = re.sub(r"^\\[(\[] ?| ?\\[)\]]$", "", text)
     if text.startswith("\\boxed{"):
         text = text.removeprefix("\\boxed{").removesuffix("}")
-    text = re.sub(r"\\(?:left|right)(?![a-z])|\\!|\{(?=,\})|(?<=,)\}|\^(?:\\circ|\{\\circ\})|\\?%$|^\\?\$", "", text)
+    text = re.sub(r"\\(?:left|right)(?![a-z])|\\!|\{(?=,\})|(?<=,)\}|\^(?:\\circ|\{\\circ\})|°|\\?%$|^\\?\$", "", text)
     text = re.sub(r"\\[dt]frac(?![a-z])", r"\\frac", re.sub(r"\\[,;: ]", " ", text))
+    text = re.sub(r"(?<![a-z\\])(?:sqrt|√) ?(?:\(([^()]*)\)|([0-9]+))", r"\\sqrt{\1\2}", text)
+    text = re.sub(r"(?<![a-z\\])pi(?![a-z])", r"\\pi", text)
     text = re.sub(r"\\(frac|sqrt) ?([0-9])", r"\\\1{\2}", text)
     text = re.sub(r"(\\frac\{[^{}]*\}) ?([0-9])", r"\1{\2}", text)
+    text = re.sub(r"(?<![^(\[{,=])\\frac\{-([0-9]+)\}", r"-\\frac{\1}", text)
     words = re.fullmatch(r"\\(?:text|mbox|textbf|mathrm)\{([^{}]*)\}", text)
     text = words[1] if words else text
     if not _BRACKETS.search(text):  # within them a comma parts elements
@@ -80,7 +86,8 @@ def _plain(text: str) -> str:
 
 def _parts(text: str) -> tuple[str, str, str]:
     """The name that a value is assigned to, the value, and its unit; perhaps empty."""
-    text, _, unit = text.partition("\\text{") if text.endswith("}") else (text, "", "")
+    measured = re.fullmatch(r"(.*?)\\text\{(.*)\}((?:\^\{?[23]\}?)?)", text)
+    text, unit = (measured[1], measured[2] + measured[3]) if measured else (text, "")
     assigned = re.fullmatch(r"([a-z])(?:=|\\in(?![a-z]))([^=]*)", text)
     return (assigned[1], assigned[2], unit) if assigned else ("", text, unit)
 
