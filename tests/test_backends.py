@@ -20,6 +20,8 @@ BACKENDS = ["ddp", "zero1", "zero2", "zero3", "fsdp2", "ddp_lora", "zero3_lora",
 # A newcomer's `make test` has each trainer on two processes, whole and sharded.
 FAST = ("ddp", "zero3")
 FAST_CASES = ("filtered dapo", "rloo", "ppo with a critic of its own")
+# Each process samples in a round of the refill, so that more groups are logged than one process would need.
+SAMPLES_MORE = ("masked and refilled unevenly by three",)
 EMPTY = ("an empty step between", "rloo, an empty step between", "ppo, an empty step between")
 # What a rank reports must be what one process measures, but for these.
 NOT_COMPARED = ("mi/seconds", "mi/tokens", "grad/seconds", "grad/tokens")
@@ -91,7 +93,8 @@ def test_several_processes_end_with_the_parameters_of_one(backend, case, several
 
 @pytest.mark.distributed
 @pytest.mark.parametrize(
-    ("backend", "case"), [mark(backend, case) for backend in BACKENDS for case in cases_of(backend)]
+    ("backend", "case"),
+    [mark(backend, case) for backend in BACKENDS for case in cases_of(backend) if case not in SAMPLES_MORE],
 )
 def test_several_processes_log_what_one_logs(backend, case, several_processes, one_process):
     _, expected = one_process(case, backend.endswith("_lora"))

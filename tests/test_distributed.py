@@ -78,6 +78,17 @@ CASES = {
         PROMPTS,
         [KEPT],
     ),
+    "three rows an optimizer step on two processes": (
+        {
+            "loss_type": "grpo",
+            "per_device_train_batch_size": 2,
+            "gradient_accumulation_steps": 1,
+            "steps_per_generation": 4,
+            "max_steps": 4,
+        },
+        [PROMPTS[0], PROMPTS[1], PROMPTS[2], PROMPTS[5]],
+        [[PROMPTS[0], PROMPTS[2], PROMPTS[5]]],
+    ),
     # The second generation batch of the optimizer step keeps nothing, so its last micro-step has no rows of its own.
     **{
         f"last generation batch of a step is empty {mode}": (

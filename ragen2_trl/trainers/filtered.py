@@ -329,7 +329,8 @@ class SNRFilter(ForwardPasses):
         if not self._packing.at_hand.runs:
             # A leaf of its own: TRL's training step runs backward on it and reaches no parameter.
             return torch.zeros((), device=self.accelerator.device, requires_grad=True)
-        with nullcontext() if self._packing.at_hand.kept else self._accounting.without_rows():
+        without_rows = nullcontext() if self._packing.at_hand.kept else self._accounting.without_rows()
+        with self._packing.gathering(), without_rows:
             loss = compute_loss(model, inputs, *args, **kwargs)
         return self._packing.weighted(loss)
 

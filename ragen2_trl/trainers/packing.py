@@ -5,6 +5,7 @@ weight that makes TRL's mean one over the kept rows. The weight stays here, besi
 applied to the loss when everything a trainer or its subclasses do to it is done.
 """
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import astuple, dataclass
 from enum import Enum
 from typing import Any
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from ragen2_trl.trainers.batches import Batch, join, padded_size, row_lengths, take, without_loss
 from ragen2_trl.trainers.dealing import accumulation_segments, deal_rows
-from ragen2_trl.trainers.processes import exchange_rows
+from ragen2_trl.trainers.processes import exchange_rows, gathering_uneven_rows
 
 KEPT = "snr_kept"  # (rows,) bool in TRL's batch, where rows were dropped: shuffled and split together with the rows
 
@@ -135,6 +136,11 @@ class Packing:
         """The micro-step of this number is next."""
         self.at_hand = MicroStep() if self.steps is None else self.steps[number]
         return self.at_hand
+
+    def gathering(self) -> AbstractContextManager[None]:
+        """Around the loss of the micro-step at hand, of which processes may have unequal numbers of rows."""
+        several = self.steps is not None and self.accelerator.num_processes > 1
+        return gathering_uneven_rows(self.accelerator) if several else nullcontext()
 
     def weighted(self, loss: Tensor) -> Tensor:
         """The loss of the micro-step at hand, as its share of the kept rows and the settings make it."""

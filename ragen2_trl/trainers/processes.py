@@ -1,7 +1,8 @@
 """What processes do together: hand rows to one another, and run forward passes equally often."""
 
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -131,6 +132,26 @@ def forward_in_step(
     if batch is None:
         return None
     return torch.cat(parts) if parts else torch.zeros(0, batch["completion_ids"].size(1), device=accelerator.device)
+
+
+@contextmanager
+def gathering_uneven_rows(accelerator: Accelerator) -> Iterator[None]:
+    """Let a loss gather a value of each row where processes have unequal numbers of rows, as TRL does for metrics.
+
+    Collectives need the same shape from all. What is missing comes as NaN, which TRL's means and extremes leave out.
+    """
+    gather = accelerator.gather
+
+    def gather_padded(tensor: Any) -> Any:
+        if isinstance(tensor, Tensor) and tensor.ndim and tensor.is_floating_point():
+            tensor = accelerator.pad_across_processes(tensor, pad_index=torch.nan)
+        return gather(tensor)
+
+    accelerator.gather = gather_padded
+    try:
+        yield
+    finally:
+        accelerator.gather = gather
 
 
 def own_share(rows: Any, accelerator: Accelerator) -> Any:

@@ -105,6 +105,8 @@ LORA_CASES = (
 )
 # Six groups of four over three processes of four rows each.
 THREE = {"rows": 12, "gradient_accumulation_steps": 2, "prompts": 6}
+# Eight rows are kept of three groups.
+UNEVEN = {"rows": 12, "gradient_accumulation_steps": 1, "prompts": 3}
 CASES_OF_THREE = {
     "gradients by three": {**THREE, "gradients": {}},
     "filtered by three": THREE,
@@ -112,6 +114,10 @@ CASES_OF_THREE = {
     "rloo by three": {**THREE, "algorithm": "rloo"},
     "ppo by three": {**PPO, **THREE},
     "ppo refilled by three": {**SEPARATE, **TURNS, **THREE, "snr_refill_rounds": 2},
+    "unevenly by three": UNEVEN,
+    "rloo unevenly by three": {**UNEVEN, "algorithm": "rloo"},
+    "ppo unevenly by three": {**PPO, **UNEVEN},
+    "masked and refilled unevenly by three": {**UNEVEN, "prompts": 6, "snr_mode": "mask", "snr_refill_rounds": 2},
 }
 
 

@@ -31,7 +31,7 @@ def same_answer(given: str, gold: str) -> bool:
     r"""Whether an answer is worth the same as the right one; whatever the text, within milliseconds.
 
     Case, spaces, dollar and percent signs, degrees and a final full stop do not count. A unit in `\text{}` may be left
-    out, or stand there in plain words. `x = 5` is 5, and `sqrt(2)` is `\sqrt{2}`. Lists are compared element by element,
+    out, or stand there in plain words. `x = 5` is 5, `sqrt(2)` is `\sqrt{2}`. Lists are compared element by element,
     in brackets in order and elsewhere in any order; one value never equals several. Decimals are exact: 0.33 is not
     1/3.
 
@@ -66,7 +66,7 @@ _THOUSANDS = re.compile(r"(?<![0-9.])(?<![0-9],)[0-9]{1,3}(?:,[0-9]{3})+(?!,?[0-
 
 def _plain(text: str) -> str:
     """The text without what does not count, and with one spelling of fractions and roots."""
-    text = " ".join(text.replace("−", "-").split()).lstrip("$ ").rstrip("$ .").lower()
+    text = " ".join(text.replace("\u2212", "-").split()).lstrip("$ ").rstrip("$ .").lower()
     text = re.sub(r"^\\[(\[] ?| ?\\[)\]]$", "", text)
     if text.startswith("\\boxed{"):
         text = text.removeprefix("\\boxed{").removesuffix("}")
