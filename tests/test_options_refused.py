@@ -41,6 +41,16 @@ VALUE = {"snr_loss_scaling": "whole_loss_by_value"}
             {"snr_score": "length", "mask_truncated_completions": True},
             "snr_score='length' does not go with mask_truncated_completions=True",
         ),
+        ({"snr_mode": "soft", "snr_score": "entropy"}, "snr_score='entropy' does not go with snr_mode='soft'"),
+        ({"snr_mode": "soft", "snr_include_zero": True}, "snr_include_zero=True does not go with snr_mode='soft'"),
+        ({"snr_mode": "soft", "snr_loss_scaling": "sqrt"}, "snr_loss_scaling='sqrt' does not go with snr_mode='soft'"),
+        ({"snr_trajectory_fraction": 0.25}, "snr_trajectory_fraction=0.25 does not go with snr_level='group'"),
+        ({"snr_score": "reward_sum"}, "snr_strategy='top_p' does not go with snr_score='reward_sum', which has no"),
+        ({"snr_score": "reward_mean", "snr_strategy": "min_p"}, "snr_strategy='min_p' does not go with snr_score"),
+        (
+            {"snr_zero_task_advantage": True, "beta": 0.0},
+            "snr_zero_task_advantage=True leaves the KL penalty and the entropy bonus alone, and there is neither",
+        ),
         ({**VALUE, "snr_mode": "soft"}, "snr_mode='soft' does not go with snr_loss_scaling='whole_loss"),
     ],
 )
@@ -51,8 +61,13 @@ def test_settings_that_leave_one_another_without_effect_are_refused_by_name(sett
         assert str(refused.value).startswith(message)
 
 
+def test_what_ppo_would_not_read_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"^turn_gamma=0.9 does not go with gae='token', which knows no turns"):
+        PPO.args(tmp_path, turn_gamma=0.9)
+
+
 def test_a_penalty_in_the_reward_is_refused_where_advantages_are_to_be_zero(tmp_path):
     with pytest.raises(ValueError, match=r"^kl_in='reward' makes the KL penalty a part of the advantages"):
         PPO.args(tmp_path, snr_zero_task_advantage=True, kl_in="reward", beta=0.1)
     with pytest.raises(ValueError, match=r"^normalize_advantages=True would scale the KL penalty to one size"):
-        RLOO.args(tmp_path, snr_zero_task_advantage=True, normalize_advantages=True)
+        RLOO.args(tmp_path, snr_zero_task_advantage=True, normalize_advantages=True, beta=0.1)

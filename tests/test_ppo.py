@@ -6,7 +6,7 @@ from conftest import PROMPTS, parameters_of
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 from replay import KEPT, REWARDS, Replay
-from transformers import AutoModel, AutoTokenizer, TrainerCallback
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 from ragen2_trl import SNRFilteredPPOConfig, SNRFilteredPPOTrainer, TextRollout
 from ragen2_trl.envs import make_env
@@ -322,6 +322,14 @@ def test_the_critic_of_the_best_checkpoint_comes_back_with_its_policy(policy_pat
 def test_a_value_model_for_a_shared_head_is_refused(policy_path, prompts, make_args):
     with pytest.raises(ValueError, match="value_model is given and value_head='shared'"):
         SNRFilteredPPOTrainer(policy_path, lambda **_: [], ppo_args(make_args), prompts, value_model=policy_path)
+
+
+def test_a_policy_without_a_name_says_nothing_of_where_a_critic_begins(policy_path, prompts, make_args):
+    policy = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(policy_path))
+    policy.config._name_or_path = ""
+    args, tokenizer = ppo_args(make_args, value_head="separate"), AutoTokenizer.from_pretrained(policy_path)
+    with pytest.raises(ValueError, match="value_model=None, and the policy was not loaded from a folder or the Hub"):
+        SNRFilteredPPOTrainer(policy, lambda **_: [], args, prompts, processing_class=tokenizer)
 
 
 def test_a_schedule_that_looks_at_metrics_cannot_hold_the_policy_back(policy_path, make_args):

@@ -5,7 +5,7 @@ import logging
 
 import pytest
 import torch
-from algorithms import GRPO, cases, for_each, replay_of, slow
+from algorithms import GRPO, PPO, cases, for_each, replay_of, slow
 from conftest import PROMPTS, assert_same_parameters, parameters_of
 from peft import LoraConfig
 from replay import Replay, move_away
@@ -49,7 +49,11 @@ class Snapshots(TrainerCallback):
 @cases(
     grpo={"terms": {"beta": 0.1, "entropy_coef": 0.1}},
     rloo={"terms": {"beta": 0.1}},
-    ppo={"terms": {"beta": 0.1, "entropy_coef": 0.1}, "separate": {"value_head": "separate"}},
+    ppo={
+        "terms": {"beta": 0.1, "entropy_coef": 0.1},
+        "separate": {"value_head": "separate"},
+        "reward": {"beta": 0.1, "kl_in": "reward"},
+    },
 )
 def test_an_empty_selection_changes_nothing(algorithm, settings, mode, accumulation, policy_path, tmp_path):
     """Signal in the first step only, so that momentum, weight decay, KL, entropy and values would move the next."""
@@ -68,7 +72,10 @@ def test_an_empty_selection_changes_nothing(algorithm, settings, mode, accumulat
         assert len(snapshots.optimizer_states[0]) == len(start)
         for index, values in snapshots.optimizer_states[0].items():
             assert all(torch.equal(values[key], state[index][key]) for key in values)
-    assert [row["snr/empty_steps"] for row in log_rows(trainer)] == [0, 1, 2]
+    first, *empty = log_rows(trainer)
+    assert [row["snr/empty_steps"] for row in (first, *empty)] == [0, 1, 2]
+    means = {"ppo/return_mean", *(["kl"] if "beta" in settings else [])} if algorithm is PPO else set()
+    assert means <= first.keys() and not any(means & row.keys() for row in empty)
 
 
 @for_each

@@ -89,7 +89,8 @@ def scores_by_hand(score, trainer, replay):
 @cases(
     slow=("grpo-entropy", "grpo-length", "grpo-reward_std", "grpo-reward_sum", "rloo-length", "ppo-entropy"),
     grpo={
-        score: {"snr_score": score} for score in ("entropy", "entropy_variance", "length", "reward_std", "reward_sum")
+        **{score: {"snr_score": score} for score in ("entropy", "entropy_variance", "length", "reward_std")},
+        "reward_sum": {"snr_score": "reward_sum", "snr_strategy": "top_k"},
     },
     rloo={score: {"snr_score": score} for score in ("entropy", "length")},
     ppo={score: {"snr_score": score} for score in ("entropy", "length")},

@@ -339,10 +339,10 @@ def test_without_the_tasks_advantages_regularisers_act_alone(algorithm, settings
 @pytest.mark.slow
 @grpo_first
 def test_a_refilled_batch_has_no_advantages_of_the_task_either(algorithm, policy_path, tmp_path):
-    settings = {"snr_zero_task_advantage": True, "snr_refill_rounds": 3, "snr_strategy": "none", "beta": 0.0}
+    settings = {"snr_zero_task_advantage": True, "snr_refill_rounds": 3, "snr_strategy": "none", "beta": 1e-30}
     critic = {"value_coef": 0.0} if algorithm is PPO else {}
     _, gradient = run(algorithm, policy_path, tmp_path, **settings, **critic)
-    assert gradient and all((value == 0).all() for value in gradient.values())
+    assert gradient and all((value.abs() < 1e-20).all() for value in gradient.values())
 
 
 @pytest.mark.slow

@@ -142,5 +142,7 @@ def test_best_and_worst_are_those_of_a_task(policy_path, tmp_path):
 def test_rows_that_name_no_task_and_unknown_scalings_are_refused(policy_path, tmp_path):
     with pytest.raises(ValueError, match="snr_reward_scaling_by='task' needs the column 'environment'"):
         sampled(GRPO, policy_path, tmp_path, tasks=False, **BY_TASK)
+    with pytest.raises(ValueError, match="snr_reward_scaling_by='task' needs the column 'environment'"):
+        sampled(GRPO, policy_path, tmp_path, remove_unused_columns=True, **BY_TASK)
     with pytest.raises(ValueError, match="snr_reward_scaling_by"):
         GRPO.args(tmp_path, snr_reward_scaling_by="group")

@@ -23,6 +23,11 @@ class ActorCritic:
         """Make the critic a part of the policy, see `Critic`."""
         if self.args.value_head == "separate":
             value_model = value_model or self.model.config._name_or_path
+            if not value_model:
+                raise ValueError(
+                    "value_model=None, and the policy was not loaded from a folder or the Hub, where a critic could "
+                    "begin; allowed with value_head='separate': a path, a Hub id or a model as value_model."
+                )
         elif value_model is not None:
             raise ValueError("value_model is given and value_head='shared'; allowed with it: value_head='separate'.")
         self.critic = make_critic(self.model, value_model)

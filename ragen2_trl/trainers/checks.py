@@ -107,13 +107,17 @@ def warn_of_equal_rows(train_dataset: Dataset | IterableDataset | None) -> None:
         )
 
 
-def check_task_column(train_dataset: Any, args: Any) -> None:
-    """Raise a `ValueError` where rewards are to be scaled by task, and no column says whose task a row is."""
-    columns = train_dataset.column_names if isinstance(train_dataset, (Dataset, IterableDataset)) else None
+def check_task_column(columns: list[str] | None, args: Any) -> None:
+    """Raise a `ValueError` where rewards are to be scaled by task, and no column says whose task a row is.
+
+    Args:
+        columns: Of the dataset or of its rows, `None` where it does not know them.
+        args: Of the trainer.
+    """
     if getattr(args, "snr_reward_scaling_by", "batch") == "task" and columns is not None and TASK not in columns:
         raise ValueError(
-            f"snr_reward_scaling_by='task' needs the column {TASK!r} in train_dataset, which has {columns}; allowed: "
-            "the dataset of a TaskMixture, or snr_reward_scaling_by='batch'."
+            f"snr_reward_scaling_by='task' needs the column {TASK!r} of the dataset, and the rows have {columns}; "
+            "allowed: the dataset of a TaskMixture with remove_unused_columns=False, or snr_reward_scaling_by='batch'."
         )
 
 

@@ -290,8 +290,21 @@ class SNRFilterConfig(PromptSelectionConfig):
             beside = {"snr_strategy": FRACTIONS, "snr_quartile": (None,), "snr_level": ("group",)}
             beside["snr_mode"] = ("drop", "mask")
             self._allow("snr_loss_scaling='whole_loss_by_value'", "needs a fraction in use as snr_value", **beside)
+        if self.snr_level == "group":
+            beside = {"snr_trajectory_fraction": (fields["snr_trajectory_fraction"].default,)}
+            self._allow("snr_level='group'", "keeps whole groups", **beside)
         if self.snr_mode == "soft":
-            self._allow("snr_mode='soft'", "selects nothing", **defaults, snr_keep=("largest",))
+            beside = {**defaults, "snr_keep": ("largest",), "snr_score": ("reward_variance",)}
+            beside |= {"snr_include_zero": (False,), "snr_loss_scaling": ("none",)}
+            self._allow("snr_mode='soft'", "selects nothing", **beside)
+        if self.snr_score in ("reward_mean", "reward_sum") and self.snr_quartile is None:
+            strategies = tuple(strategy for strategy in STRATEGIES if strategy not in ("top_p", "min_p"))
+            self._allow(f"snr_score={self.snr_score!r}", "has no share where it is negative", snr_strategy=strategies)
+        if self.snr_zero_task_advantage and self.beta == 0.0 == getattr(self, "entropy_coef", 0.0):
+            raise ValueError(
+                "snr_zero_task_advantage=True leaves the KL penalty and the entropy bonus alone, and there is "
+                f"neither: beta={self.beta}, entropy_coef=0.0; allowed with it: one of them above 0."
+            )
         if self.mask_truncated_completions:
             others = tuple(score for score in SCORES if score not in OF_TOKENS)
             self._allow("mask_truncated_completions=True", "hides the tokens that were cut off", snr_score=others)

@@ -92,7 +92,7 @@ class SNRFilter(ForwardPasses):
             name = model if isinstance(model, str) else model.config._name_or_path
             args = self._config_class(f"{name.split('/')[-1]}-{self._name.replace(' ', '-')}")
         check_prompt_column(train_dataset, kwargs.get("environment_factory"))
-        check_task_column(train_dataset, args)
+        check_task_column(getattr(train_dataset, "column_names", None), args)
         plays = any(kwargs.get(name) is not None for name in ("environment_factory", "rollout_func"))
         args = with_snr_fields(args, self._config_class, self._trl_config_class)
         super().__init__(model, reward_funcs, args, train_dataset, eval_dataset, processing_class, **kwargs)
@@ -228,9 +228,9 @@ class SNRFilter(ForwardPasses):
     def _tasks(self, inputs: list[dict[str, Any]]) -> list[str] | None:
         """(N,) the task of each group over all processes, where the dataset tells; a call for all processes."""
         if TASK not in inputs[0]:
+            check_task_column(list(inputs[0]), self.args)
             return None
-        names = [str(row[TASK]) for row in inputs]
-        names = gather_object(names) if self.accelerator.num_processes > 1 else names
+        names = gather_object([str(row[TASK]) for row in inputs])
         return names[:: self.num_generations]
 
     def _group_rewards(self) -> Tensor:
@@ -262,6 +262,7 @@ class SNRFilter(ForwardPasses):
 
     def _log_selection(self, batch: Batch, selection: Selection) -> None:
         self.latest_selection = selection
+        self._accounting.latest.clear()  # what this selection has no number for
         for name, value in {**self._selector.metrics(selection), **self._prompts.metrics()}.items():
             self._accounting.log(name, value)
         tokens = self.accelerator.gather(sampled_tokens(batch)).cpu()  # (B,)

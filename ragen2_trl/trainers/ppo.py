@@ -156,7 +156,8 @@ class SNRFilteredPPOTrainer(ActorCritic, SNRFilter, GRPOTrainer):
             else:
                 batch["advantages"] = self._whitened_by_task(batch["advantages"], mask, tasks)
         metrics = self._metrics["train"]
-        metrics["ppo/return_mean"].append((of_returns[0] / of_returns[2].clamp(min=1)).item())
+        if of_returns[2] > 0:
+            metrics["ppo/return_mean"].append((of_returns[0] / of_returns[2]).item())
         explained = mathematics.explained_variance(of_errors, of_returns)
         if explained == explained:  # NaN where returns do not vary
             metrics["ppo/explained_variance"].append(explained)
@@ -215,7 +216,8 @@ class SNRFilteredPPOTrainer(ActorCritic, SNRFilter, GRPOTrainer):
     def _log_mean(self, name: str, values: Tensor, mask: Tensor) -> None:
         sums = torch.stack([(values * mask).sum(), mask.sum().float()])
         total, count = self.accelerator.reduce(sums, reduction="sum").tolist()
-        self._metrics["train"][name].append(total / max(count, 1.0))
+        if count > 0:
+            self._metrics["train"][name].append(total / count)
 
 
 def _of_completions(values: Tensor, batch: Batch) -> Tensor:

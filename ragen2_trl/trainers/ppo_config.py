@@ -95,6 +95,8 @@ class SNRFilteredPPOConfig(SNRFilterConfig, GRPOConfig):
 
     def _check_selection(self) -> None:
         super()._check_selection()
+        if self.gae == "token":
+            self._allow("gae='token'", "knows no turns", turn_gamma=(1.0,), turn_gae_lambda=(1.0,))
         if self.snr_zero_task_advantage and self.kl_in == "reward" and self.beta != 0.0:
             raise ValueError(
                 "kl_in='reward' makes the KL penalty a part of the advantages, all of which "
