@@ -25,6 +25,10 @@ from ragen2_trl.envs.frozen_lake import ACTIONS, FrozenLakeEpisode
             {"observation": "smell"},
             r"observation must be one of \['grid', 'coordinates', 'both', 'image'\], got 'smell'",
         ),
+        (
+            {"impossible": 0.5, "max_turns": 1, "max_actions": 1},
+            r"max_turns \* max_actions with impossible must be an integer between 2 and 10000, got 1",
+        ),
         ({"impossible": 1.1}, r"impossible must be between 0.0 and 1.0, got 1.1"),
         (
             {"impossible": 0.5, "split": "reference", "generator": "ragen2"},

@@ -43,6 +43,18 @@ def page(episode, *actions):
     return text, names.split(", ")
 
 
+def test_choosing_an_option_that_the_page_does_not_show_has_an_effect():
+    episode = visit()
+    page(episode, "search[jacket]", f"click[{JACKET.asin}]")
+    value = next(iter(JACKET.options.values()))[0]
+    before, shown = episode.snapshot(), page(episode)
+    assert page(episode, f"click[{value}]") == shown
+    assert episode.snapshot() != before
+    before = episode.snapshot()
+    page(episode, f"click[{value}]")
+    assert episode.snapshot() == before
+
+
 def test_webshop_says_what_ragen2_says(shop):
     assert limits(shop) == (9, 1, 9, 400)
     row = shop.dataset(1)[0]
@@ -245,7 +257,7 @@ def parts(tmp_path_factory):
     """The parts of the mixture as a folder, a problem or two each, in the splits that they have."""
     folder = tmp_path_factory.mktemp("deepcoder")
     files = {
-        ("primeintellect", "train"): [stdin_row("p0"), stdin_row("p1")],
+        ("primeintellect", "train"): [stdin_row("p0"), stdin_row("p1"), stdin_row(" c0\n")],  # also for tests
         ("taco", "train"): [{"problem": "t0", "tests": json.dumps({"inputs": ["1\n"], "outputs": ["2\n"]})}],
         ("lcbv5", "train"): [stdin_row("l0", starter_code="", metadata={})],
         ("lcbv5", "test"): [stdin_row("l1", starter_code="", metadata={})],

@@ -22,7 +22,9 @@ pytestmark = pytest.mark.slow
 # Generated goals
 
 
-@pytest.mark.parametrize("options", [{}, {"results": 3}, {"max_turns": 3, "results": 1}, {"products": 50}])
+@pytest.mark.parametrize(
+    "options", [{}, {"results": 3}, {"max_turns": 3, "results": 1}, {"products": 50}, {"max_total_actions": 4}]
+)
 def test_the_solver_buys_what_is_wanted_within_the_turns(options):
     env = WebShop(**options)
     outcomes = [solve(env, row) for split in ("train", "test") for row in env.dataset(100, seed=0, split=split)]
@@ -162,6 +164,7 @@ def test_rows_are_equal_across_processes_with_different_hash_seeds():
         ({"goals": "own"}, r"goals must be one of \['human', 'synthetic'\], got 'own'"),
         ({"max_actions": 2}, r"max_actions must be one of \[1\], got 2"),
         ({"max_turns": 2}, "max_turns must be an integer between 3 and 100, got 2"),
+        ({"max_total_actions": 2}, "max_total_actions must be an integer between 3 and 100, got 2"),
         ({"multi_turn": False}, "multi_turn must be True for webshop, got False"),
     ],
 )
@@ -268,6 +271,14 @@ def test_products_of_webshops_files_are_read(folder):
     assert products["B000000026"].features == ("One line.",)
     assert products["B000000027"].price == 100.0
     assert products["B000000027"].attributes == ()
+
+
+def test_words_are_searched_where_webshop_does(folder):
+    """In titles, descriptions, first features and options, and not in the attributes that wishes are made from."""
+    search = load_catalogue(str(folder)).search
+    assert search("alorab") == ["B000000001"]
+    assert len(search("dry")) == 27 and len(search("navy")) == 26
+    assert search("pockets") == search("light weight") == []
 
 
 @pytest.mark.parametrize(("goals", "number"), [("human", 26), ("synthetic", 26 * 4)])

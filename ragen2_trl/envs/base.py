@@ -129,6 +129,7 @@ class Environment(ABC):
         if split == "reference" and type(self).reference_tasks is Environment.reference_tasks:
             raise ValueError(f"split must be 'held_out' for {self.name}, which has no reference tasks, got {split!r}")
         self.max_total_actions = max_total_actions
+        self.longest = min(self.max_turns * self.max_actions, max_total_actions or 10_000)  # actions of an episode
         self.max_turn_tokens = max_turn_tokens
         self.enable_think = enable_think
         self.forced_tag = TAGS[enable_think] if force_think else ""

@@ -259,6 +259,8 @@ class FrozenLake(Environment):
         check_symbols(symbols, SYMBOLS)
         check_choice("generator", generator, GENERATORS if self.split == "held_out" else GENERATORS[1:])
         check_range("impossible", impossible, 0.0, 1.0)
+        if impossible > 0:  # a goal one move away cannot be shut in
+            check_count("max_turns * max_actions with impossible", self.longest, 2, 10_000)
         if self.split == "reference":
             check_choice("impossible with split='reference'", impossible, (0.0,))
         if observation == IMAGE:
@@ -296,14 +298,11 @@ class FrozenLake(Environment):
         if self.generator == "ragen2":
             return make_reference_grid(self.size, self.frozen, seed)
         rng = random.Random(seed)
-        longest = self.max_turns * self.max_actions
-        if self.max_total_actions is not None:
-            longest = min(longest, self.max_total_actions)
         while True:
             free = frozen_cells(self.size, self.frozen, rng.getrandbits(31))
             start, goal = rng.sample([cell for cell in range(self.size**2) if free >> cell & 1], 2)
             moves = moves_between(free, self.size, start, goal)
-            if moves is not None and moves <= longest:
+            if moves is not None and moves <= self.longest:
                 letters = ["F" if free >> cell & 1 else "H" for cell in range(self.size**2)]
                 letters[start], letters[goal] = "S", "G"
                 return tuple("".join(letters[i : i + self.size]) for i in range(0, len(letters), self.size))

@@ -24,7 +24,7 @@ class Joined:
     """
 
     def __init__(self, tables: Sequence[Dataset]):
-        self._tables = tables
+        self.tables = tables
         self._ends = list(accumulate(map(len, tables)))
         shared = set(tables[0].column_names).intersection(*(table.column_names for table in tables))
         self.column_names = sorted(shared)
@@ -34,7 +34,7 @@ class Joined:
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         table = bisect_right(self._ends, index)
-        row: dict[str, Any] = self._tables[table][index - self._ends[table]]  # counted from the table's end
+        row: dict[str, Any] = self.tables[table][index - self._ends[table]]  # counted from the table's end
         return row
 
 
@@ -67,6 +67,18 @@ def _part(data: str, config: str) -> str:
             f"got {data!r} without {config!r}"
         )
     return str(path / config) if path.is_dir() else data
+
+
+def statements_for_tests(data: str, config: str) -> set[str]:
+    """As `statement` gives them: parts hold problems of the same contests, and some of them both."""
+    rows, _ = load_problems(data, config, "test")
+    tables = rows.tables if isinstance(rows, Joined) else [rows]
+    return {statement(row) for table in tables for row in table.select_columns("problem")}
+
+
+def statement(source: Row) -> str:
+    """The problem of a row, whatever its white space."""
+    return " ".join(problem_of(source).split())
 
 
 def problem_of(source: Row) -> str:

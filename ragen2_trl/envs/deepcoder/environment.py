@@ -16,7 +16,15 @@ from typing import Any
 
 from ragen2_trl.envs.base import Environment
 from ragen2_trl.envs.checks import check_choice, check_count, check_range
-from ragen2_trl.envs.deepcoder.data import CONFIGS, HUB, MIXTURE, load_problems, problem_of
+from ragen2_trl.envs.deepcoder.data import (
+    CONFIGS,
+    HUB,
+    MIXTURE,
+    load_problems,
+    problem_of,
+    statement,
+    statements_for_tests,
+)
 from ragen2_trl.envs.deepcoder.problems import make_problem
 from ragen2_trl.envs.deepcoder.program_tests import WALL_PER_CPU, CallCase, CaseResult, StdinCase, run_tests
 from ragen2_trl.envs.deepcoder.sandbox import Limits as RunLimits
@@ -186,7 +194,8 @@ class DeepCoder(Environment):
     """Write a program: the reward is the fraction of the hidden tests it passes, and success is to pass them all.
 
     Problems are generated, or come from data in the schema of `agentica-org/DeepCoder-Preview-Dataset`. Its `lcbv5`
-    has two splits, `codeforces` is for tests only, and the others, like a single file, are divided by problem.
+    has two splits, `codeforces` is for tests only, and the others, like a single file, are divided by problem. What is
+    also among the problems for tests is left out of training.
     Problems without a hidden test of at most `MAX_TEST_CHARS` characters are left out.
 
     Args:
@@ -269,9 +278,10 @@ class DeepCoder(Environment):
 
     def _loaded(self, stream: random.Random, split: str, data: str) -> Iterator[dict[str, Any]]:
         rows, hashed = load_problems(data, self.config, split)
+        for_tests = statements_for_tests(data, self.config) if split == "train" and not hashed else set()
         for index, source in shuffled(rows, COLUMNS, stream):
-            problem = problem_of(source)
-            if hashed and held_out(" ".join(problem.split())) != (split == "test"):
+            problem = statement(source)
+            if problem in for_tests or (hashed and held_out(problem) != (split == "test")):
                 continue
             task = self._task(index, source)
             if task is not None:

@@ -6,6 +6,7 @@ from collections import Counter
 
 VERBS = ("search", "finish")
 MIN_F1 = 0.3  # answers that share less with the right one earn nothing
+MAX_PARTIAL = 0.9  # the right words in another order are not the right answer
 
 # What parts one candidate from the next.
 _PARTING = re.compile(r"[,;/|&\n]|\b(?:and|or)\b", re.IGNORECASE)
@@ -53,7 +54,7 @@ def token_f1(answer: str, right: str) -> float:
 
 
 def partial_credit(answer: str, right: str) -> float:
-    """What an answer that is not the right one earns: `token_f1` from `MIN_F1` on, or 0.0 for a hedge.
+    """What an answer that is not the right one earns: `token_f1` from `MIN_F1` to `MAX_PARTIAL`, or 0.0 for a hedge.
 
     A hedge has more words than the right answer, so that two candidates side by side are one, or parts its words by a
     comma, a semicolon, a slash, a bar, a line break, "and", "or" or "&" where the right answer has none of these.
@@ -61,11 +62,13 @@ def partial_credit(answer: str, right: str) -> float:
 
     >>> partial_credit("New York", "New York City"), partial_credit("Paris or Rome", "Paris")
     (0.8, 0.0)
+    >>> partial_credit("York New City", "New York City")
+    0.9
     """
     has_more_words = len(normalize(answer).split()) > len(normalize(right).split())
     if has_more_words or (_PARTING.search(answer) and not _PARTING.search(right)):
         return 0.0
-    f1 = token_f1(answer, right)
+    f1 = min(token_f1(answer, right), MAX_PARTIAL)
     return f1 if f1 >= MIN_F1 else 0.0
 
 

@@ -202,12 +202,6 @@ class Sokoban(Environment):
         self._symbols = str.maketrans(SYMBOLS, symbols)
         self.legend = dict(zip(symbols, MEANINGS.values(), strict=True))
 
-    @property
-    def longest(self) -> int:
-        """Number of actions that the limits allow in an episode."""
-        actions = self.max_turns * self.max_actions
-        return actions if self.max_total_actions is None else min(actions, self.max_total_actions)
-
     def tasks(self, seed: int, split: str, data: str | None) -> Iterator[dict[str, Any]]:
         if data is not None:
             raise ValueError(f"data must be None for {self.name}, whose rooms are generated, got {data!r}")

@@ -69,13 +69,15 @@ class Catalogue:
 
     Args:
         products: At least one, each with an id of its own.
+        only_shown: Whether words are searched where WebShop does, and not in all that is known of a product.
     """
 
-    def __init__(self, products: Sequence[Product]):
+    def __init__(self, products: Sequence[Product], only_shown: bool = False):
         self.products = {product.asin: product for product in products}
         self._asins = list(self.products)
         self._index = load_bm25s().BM25(method="lucene", k1=0.9, b=0.4)  # the settings of WebShop's Lucene
-        self._index.index([tokens(_text(product)) for product in products], show_progress=False)
+        searched = webshop_text if only_shown else whole_text
+        self._index.index([tokens(searched(product)) for product in products], show_progress=False)
 
     def search(self, query: str) -> list[str]:
         """Ids of up to `MAX_RESULTS` products that share a word with `query`, best first, ties in catalogue order."""
@@ -98,9 +100,14 @@ def tokens(text: str) -> list[str]:
     return [word[:-1] if len(word) > 3 and word.endswith("s") and word[-2] != "s" else word for word in words]
 
 
-def _text(product: Product) -> str:
+def whole_text(product: Product) -> str:
+    return " ".join([webshop_text(product), *product.attributes, *product.features[1:]])
+
+
+def webshop_text(product: Product) -> str:
+    """What WebShop searches in: not the attributes, from which wishes are made, and of the features the first."""
     values = itertools.chain.from_iterable(product.options.values())
-    return " ".join([product.title, *product.attributes, *product.features, product.description, *values])
+    return " ".join([product.title, product.description, *product.features[:1], *values])
 
 
 # The score

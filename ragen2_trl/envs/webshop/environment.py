@@ -95,7 +95,8 @@ class WebShop(Environment):
         **limits: Any,
     ):
         super().__init__(**limits)
-        check_count("max_turns", self.max_turns, FEWEST_TURNS, 100)
+        limits_named = "max_turns" if self.max_total_actions is None else "max_total_actions"
+        check_count(limits_named, self.longest, FEWEST_TURNS, 100)
         check_choice("max_actions", self.max_actions, (1,))
         check_count("products", products, 50, 10_000)
         check_count("results", results, 1, 20)
@@ -124,13 +125,14 @@ class WebShop(Environment):
                 yield _row(goal_seed, "", goal)
 
     def make_goal(self, seed: int) -> Goal:
-        """The goal of a seed: one whose product a search for the goal's own words finds within the turns."""
+        """The goal of a seed: one whose product a search for the goal's own words finds within the limits."""
         rng = random.Random(seed)
         catalogue = generate_catalogue(self.products)
+        spare = self.longest - FEWEST_TURNS
         while True:
-            goal = draw_goal(catalogue, self.max_turns - FEWEST_TURNS, rng)
+            goal = draw_goal(catalogue, spare, rng)
             hits = catalogue.search(wish_words(goal, catalogue.products[goal.asin]))
-            pages = self.max_turns - FEWEST_TURNS - len(goal.options) + 1
+            pages = spare - len(goal.options) + 1
             if goal.asin in hits[: pages * self.results]:
                 return goal
 

@@ -38,7 +38,7 @@ def load_catalogue(data: str) -> Catalogue:
             products.setdefault(asin, _product(item, known.get(asin, {}).get("attributes", [])))
     if not products:
         raise ValueError(f"data must hold products with an asin of at most 10 characters, got none in {str(items)!r}")
-    return Catalogue(list(products.values()))
+    return Catalogue(list(products.values()), only_shown=True)
 
 
 def _product_file(data: str) -> tuple[Path, Path]:

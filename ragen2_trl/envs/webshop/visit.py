@@ -1,7 +1,7 @@
 """One visit to WebShop: what can be clicked, what comes of it and what is seen."""
 
 import random
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -124,6 +124,11 @@ class WebShopEpisode(Episode):
 
     def _shown_hits(self) -> list[str]:
         return (self.hits or [])[self.page * self._results : (self.page + 1) * self._results]
+
+    def snapshot(self) -> Hashable:
+        asin = self.product.asin if self.product else None
+        hits = None if self.hits is None else tuple(self.hits)
+        return hits, self.page, asin, self.sub_page, tuple(self.chosen.items())
 
     # What is seen
 
