@@ -69,6 +69,17 @@ def test_the_text_protocol_is_the_one_of_the_task(text_server):
         assert remote.outcome == local.outcome
 
 
+def test_measures_bounds_and_limits_of_a_task_travel(run_server):
+    env = make_env("search_qa", multi_turn=True, max_turn_tokens=50)
+    server = run_server(env)
+    served = Served(server.url)
+    assert (served.max_turn_tokens, served.returns) == (50, env.returns)
+    assert served.reward_funcs[0].bounds == env.reward_funcs[0].bounds == (0.0, 1.0)
+    play = served.play(served.dataset(1)[0], random.Random(0))
+    play.respond(format_response("So.", ["finish[No idea]"]))
+    assert play.outcome.measures == {"exact_match": 0.0, "f1_success": 0.0}
+
+
 def test_rewards_of_turns_add_up_to_the_return(session):
     rng = random.Random(2)
     for seed in range(NUM_TASKS):
@@ -203,6 +214,17 @@ def test_bad_settings_are_named():
         make_server(make_env("frozen_lake"), max_sessions=0)
     with pytest.raises(ValueError, match=r"split must be one of"):
         make_server(make_env("frozen_lake"), splits=["dev"])
+
+
+def test_the_command_names_what_it_cannot_serve(capsys):
+    for flags, said in (
+        (["--env_name", "frozen_lake,sokoban"], "env_name must be one task, got 'frozen_lake,sokoban'"),
+        (["--max_sessions", "0"], "max_sessions must be an integer between 1 and 10000, got 0"),
+    ):
+        with pytest.raises(SystemExit) as ended:
+            main(flags)
+        assert ended.value.code == 2
+        assert said in capsys.readouterr().err
 
 
 def test_data_and_splits_are_the_servers(tools_server):

@@ -63,7 +63,7 @@ from ragen2_trl.reporting import plot_matrix, plot_quadrant
 from ragen2_trl.reporting.examples import printable
 from ragen2_trl.reporting.files import write_json
 from ragen2_trl.reporting.settings import public
-from ragen2_trl.rollouts.play import check_words_only
+from ragen2_trl.rollouts.sampling import check_sampling, held_out_rows
 
 
 def main(args: list[str] | None = None) -> None:
@@ -102,7 +102,9 @@ def _diagnose_sampled(
 ) -> tuple[list[Diagnosis], Diagnosis | None, PreTrainedTokenizerBase, str]:
     with checked_input():
         env = arguments.make_env()
-        check_words_only(env)
+        check_sampling(
+            env, arguments.num_samples, arguments.temperature, arguments.max_new_tokens, arguments.batch_size
+        )
         if arguments.control and isinstance(env, TaskMixture):
             raise ValueError(f"control must be False for several tasks ({env.name}), whose rules differ, got True")
         for setting, least in (("num_prompts", 2), ("num_samples", 1)):
@@ -111,6 +113,7 @@ def _diagnose_sampled(
                     f"{setting} must be at least {least}, got {getattr(arguments, setting)!r}"
                     + ": reasoning is compared between prompts." * (setting == "num_prompts")
                 )
+        held_out_rows(env, arguments.num_prompts, arguments.num_samples, arguments.seed, arguments.data)
     model, tokenizer = load_model(arguments.model, arguments.dtype)
     count = arguments.num_prompts * arguments.num_samples
     sampling = Sampling(max(2, count), arguments.num_prompts, arguments.temperature)

@@ -16,10 +16,8 @@ def parse_env_args(env_args: Sequence[str] | Mapping[str, Any]) -> dict[str, Any
     >>> parse_env_args(["size=5", "observation=both", '{"slip": 0.1}'])
     {'size': 5, 'observation': 'both', 'slip': 0.1}
     """
-    if isinstance(env_args, Mapping):
-        return dict(env_args)
-    options: dict[str, Any] = {}
-    for item in env_args:
+    options: dict[str, Any] = dict(env_args) if isinstance(env_args, Mapping) else {}
+    for item in () if isinstance(env_args, Mapping) else env_args:
         key, equals, value = item.partition("=")
         if item.lstrip().startswith("{"):
             options.update(json.loads(item))
@@ -27,6 +25,8 @@ def parse_env_args(env_args: Sequence[str] | Mapping[str, Any]) -> dict[str, Any
             options[key] = _json_or_text(value)
         else:
             raise ValueError(f"env_args must be `key=value` pairs or a JSON object, got {item!r}")
+    if "name" in options:
+        raise ValueError(f"env_args must be options of the task, which env_name names, got name={options['name']!r}")
     return options
 
 

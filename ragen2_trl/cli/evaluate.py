@@ -33,7 +33,7 @@ from ragen2_trl.reporting.examples import printable
 from ragen2_trl.reporting.files import write_json
 from ragen2_trl.reporting.saved_episodes import EVALUATION, episodes_of, episodes_path, save_episodes
 from ragen2_trl.rollouts.outcomes import outcomes_of, summarize
-from ragen2_trl.rollouts.sampling import held_out_plays, held_out_rows, sample_trajectories
+from ragen2_trl.rollouts.sampling import check_sampling, held_out_plays, held_out_rows, sample_trajectories
 
 OnPlays: TypeAlias = Callable[[Dataset, list[Play]], None]
 SCRIPTED = {"oracle": Play.solver_response, "random": Play.random_response}
@@ -45,7 +45,10 @@ def main(args: list[str] | None = None) -> None:
     (script_args,) = parse(TrlParser(EvaluateArguments, prog="ragen2-trl evaluate"), args)
     with checked_input():
         env = script_args.make_env()
+        check_evaluation(script_args, env)
         folder = episodes_folder(script_args)
+        if script_args.output is not None:
+            Path(script_args.output).parent.mkdir(parents=True, exist_ok=True)
     tasks: dict[str, Any] = {
         "num_prompts": script_args.num_prompts,
         "num_samples": script_args.num_samples,
@@ -77,6 +80,18 @@ def main(args: list[str] | None = None) -> None:
         write_json(Path(script_args.output), metrics, indent=2)
     if folder is not None:
         console.print(Text(f"The episodes are in {folder}. To look at them: ragen2-trl report {folder}"))
+
+
+def check_evaluation(arguments: EvaluateArguments, env: AnyTask) -> None:
+    """Raises a `ValueError` for what playing would refuse, before a model is loaded."""
+    held_out_rows(env, arguments.num_prompts, arguments.num_samples, arguments.seed, arguments.data)
+    if arguments.model in SCRIPTED:
+        if arguments.context != "full" or arguments.drop_oldest_turns:
+            raise ValueError(f"context must be 'full' for {arguments.model}, without one, got {arguments.context!r}")
+    elif not arguments.model.startswith(PREFIX):
+        check_sampling(
+            env, arguments.num_samples, arguments.temperature, arguments.max_new_tokens, arguments.batch_size
+        )
 
 
 def episodes_folder(arguments: EvaluateArguments) -> Path | None:

@@ -76,6 +76,7 @@ def main(args: list[str] | None = None) -> None:
     script_args, training_args, model_args = _parse(parser, args)
     with checked_input():
         env = script_args.make_env()
+        _check_effects(script_args, env)
         eval_envs = script_args.make_eval_envs(env)
         run = _run_folder(script_args, training_args, model_args)
     with training_args.main_process_first(local=False), checked_input():
@@ -128,6 +129,16 @@ def main(args: list[str] | None = None) -> None:
         trainer.push_to_hub(**card)
     else:
         trainer.create_model_card(run.resolve().name, **card)
+
+
+def _check_effects(arguments: TrainArguments, env: AnyTask) -> None:
+    """Raises a `ValueError` for what was asked of something that is off."""
+    asked = {"stop_on_template_collapse": "mutual_information", "trajectory_reference": "mutual_information"}
+    for name, needed in {**asked, "gradients_entropy_coef": "gradients_every"}.items():
+        if getattr(arguments, name) not in (False, None) and not getattr(arguments, needed):
+            raise ValueError(f"{name}={getattr(arguments, name)} needs {needed}, got {getattr(arguments, needed)}")
+    if arguments.context != "full" and not env.needs_rollout:
+        raise ValueError(f"context={arguments.context!r} needs a task of several turns in text, got {env.name}")
 
 
 def summarize(
@@ -279,11 +290,12 @@ def _make_trainer(
         rollout = {"rollout_func": plays}
     with checked_input():
         model = resolve_model(script_args.model)
+        tasks = env.dataset(script_args.num_prompts, training_args.seed, data=script_args.data)
     trainer = trainer_class(
         model,
         env.reward_funcs,
         training_args,
-        env.dataset(script_args.num_prompts, training_args.seed, data=script_args.data),
+        tasks,
         quantization_config=get_quantization_config(model_args),
         peft_config=get_peft_config(model_args),
         callbacks=[live_line],

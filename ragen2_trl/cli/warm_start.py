@@ -26,8 +26,9 @@ def main(args: list[str] | None = None) -> None:
     script_args, training_args, model_args = parse(parser, args)
     console = make_console()
     set_seed(training_args.seed)
-    model, tokenizer = _model_and_tokenizer(script_args, training_args, model_args)
-    demonstrations = _demonstrations(script_args)
+    with checked_input():
+        model, tokenizer = _model_and_tokenizer(script_args, training_args, model_args)
+        demonstrations = _demonstrations(script_args)
     # With several turns the completion holds the environment's messages, too.
     training_args.assistant_only_loss |= any(len(completion) > 1 for completion in demonstrations["completion"])
     training_args.disable_tqdm = True  # the live line takes its place
@@ -78,8 +79,7 @@ def _model_and_tokenizer(
         "dtype": model_args.dtype,
         **(training_args.model_init_kwargs or {}),
     }
-    with checked_input():
-        return resolve_model(model_args.model_name_or_path), None
+    return resolve_model(model_args.model_name_or_path), None
 
 
 def _save(trainer: SFTTrainer, output_dir: str) -> None:

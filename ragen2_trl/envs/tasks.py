@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
 from datasets import Dataset, load_dataset
+from datasets.exceptions import DatasetsError
 
 from ragen2_trl.envs.checks import check_count
 
@@ -47,14 +48,20 @@ def load_tasks(data: str, split: str, *, config: str | None = None) -> Dataset:
         config: Name of the dataset's configuration on the Hub.
 
     Raises:
-        ValueError: If a local file is of another kind.
+        ValueError: If a local file is of another kind, is not there or cannot be read.
     """
     path = Path(data)
-    if not path.is_file():
-        return load_dataset(data, config if not path.exists() else None, split=split)
-    if path.suffix not in _FILE_FORMATS:
+    if not path.exists() and path.suffix in _FILE_FORMATS:
+        raise ValueError(f"data must be a Hub id, a folder or a file that is there, got {data!r}")
+    if path.is_file() and path.suffix not in _FILE_FORMATS:
         raise ValueError(f"data must be a Hub id, a folder or a file {sorted(_FILE_FORMATS)}, got {data!r}")
-    return load_dataset(_FILE_FORMATS[path.suffix], data_files=str(path), split="train")
+    try:
+        if path.is_file():
+            return load_dataset(_FILE_FORMATS[path.suffix], data_files=str(path), split="train")
+        return load_dataset(data, config if not path.exists() else None, split=split)
+    except DatasetsError as error:
+        cause = error.__cause__ or error
+        raise ValueError(f"data={data!r} cannot be read: {cause}") from error
 
 
 def check_first_rows(first_rows: int | None) -> None:

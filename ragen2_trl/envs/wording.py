@@ -169,6 +169,8 @@ def read_prompts(path: str) -> dict[str, str]:
     Raises:
         ValueError: If it is no such file, a key is not known, or a value is no text.
     """
+    if not isinstance(path, str):
+        raise ValueError(f"prompts must be the path of a YAML or JSON file, got {path!r}")
     content = Path(path).read_text(encoding="utf-8")
     try:
         texts = json.loads(content) if path.endswith(".json") else yaml.safe_load(content)

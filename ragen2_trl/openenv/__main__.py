@@ -2,10 +2,11 @@
 
 from dataclasses import dataclass, field
 
+import uvicorn
 from transformers import HfArgumentParser
 
 from ragen2_trl.cli.arguments import EnvironmentArguments
-from ragen2_trl.envs import ENVIRONMENTS
+from ragen2_trl.envs import ENVIRONMENTS, TaskMixture
 from ragen2_trl.envs.tasks import SPLITS
 from ragen2_trl.openenv.server import DEFAULT_NUM_TASKS, make_server
 
@@ -32,10 +33,26 @@ def main(args: list[str] | None = None) -> None:
     """Serves a task until it is interrupted; for tools where it has some, unless `--env_args protocol=text`."""
     parser = HfArgumentParser(ServeArguments, prog="python -m ragen2_trl.openenv")  # type: ignore[arg-type]
     (arguments,) = parser.parse_args_into_dataclasses(args)
+    try:
+        server = server_of(arguments)
+    except (ValueError, OSError) as error:
+        parser.error(str(error))
+    server.run()
+
+
+def server_of(arguments: ServeArguments) -> uvicorn.Server:
+    """The server that the arguments ask for.
+
+    Raises:
+        ValueError: If an argument is outside its range.
+    """
     if arguments.env_name in ENVIRONMENTS and ENVIRONMENTS[arguments.env_name].tools is not None:
         arguments.env_args = ["protocol=tools", *arguments.env_args]
-    make_server(
-        arguments.make_env(),
+    env = arguments.make_env()
+    if isinstance(env, TaskMixture):
+        raise ValueError(f"env_name must be one task, got {arguments.env_name!r}")
+    return make_server(
+        env,
         arguments.host,
         arguments.port,
         arguments.num_tasks,
@@ -45,7 +62,7 @@ def main(args: list[str] | None = None) -> None:
         arguments.max_sessions,
         arguments.max_sessions_per_client,
         arguments.idle_seconds,
-    ).run()
+    )
 
 
 if __name__ == "__main__":

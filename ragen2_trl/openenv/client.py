@@ -80,8 +80,10 @@ class Served(Environment):
             raise ValueError(f"url must be that of a server of ragen2-trl, the one at {url} does not tell {missing}")
         self._state = state
         own = ENVIRONMENTS[state["name"]].tools if state["name"] in ENVIRONMENTS else None
-        vars(self).update({name: state[name] for name in _LEARNT}, tools=own or ActTools)
-        super().__init__(max_turns=state["max_turns"], max_actions=state["max_actions"], protocol=state["protocol"])
+        returns = None if state["returns"] is None else tuple(state["returns"])
+        vars(self).update({name: state[name] for name in _LEARNT}, tools=own or ActTools, returns=returns)
+        limits = {name: state[name] for name in ("max_turns", "max_actions", "max_turn_tokens")}
+        super().__init__(protocol=state["protocol"], **limits)
 
     def instructions(self) -> str:
         return str(self._state["instructions"])
@@ -116,6 +118,10 @@ class RemoteEpisode(Episode):
 
     def observation(self) -> str:
         return str(self._seen["text"])
+
+    @property
+    def measures(self) -> dict[str, float]:
+        return dict(self._seen.get("measures", {}))
 
     def image(self) -> Image.Image:
         if self._seen["png"] is None:

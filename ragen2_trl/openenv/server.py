@@ -55,6 +55,7 @@ class TurnObservation(Observation):  # type: ignore[misc]
     num_actions: int = 0
     acting_turns: int = 0
     effective_turns: int = 0
+    measures: dict[str, float] = Field(default_factory=dict)  # further numbers of the task's own
 
 
 # Options that change what a client has to write or read.
@@ -72,6 +73,8 @@ class TaskState(State):  # type: ignore[misc]
     shows_images: bool
     max_turns: int
     max_actions: int
+    max_turn_tokens: int | None
+    returns: tuple[float, float] | None
     workers: int
     tasks: dict[str, int]  # how many there are in each split
 
@@ -154,6 +157,8 @@ class TaskSession(OpenEnvEnvironment[TurnAction, TurnObservation, TaskState]):  
             shows_images=env.shows_images,
             max_turns=env.max_turns,
             max_actions=env.max_actions,
+            max_turn_tokens=env.max_turn_tokens,
+            returns=env.returns,
             workers=env.workers,
             tasks={split: len(rows) for split, rows in self._tasks.items()},
         )
@@ -174,6 +179,7 @@ class TaskSession(OpenEnvEnvironment[TurnAction, TurnObservation, TaskState]):  
             turn_rewards=list(play.turn_rewards),
             success=outcome.success,
             turns=outcome.turns,
+            measures=outcome.measures,
             **{name: getattr(outcome, name) for name in COUNTS},
         )
 

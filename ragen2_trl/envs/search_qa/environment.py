@@ -254,6 +254,8 @@ class SearchQA(Environment):
         check_choice("layout", layout, LAYOUTS)
         check_first_rows(first_rows)
         server: dict[str, Any] = {"dialect": dialect, **({"retries": 0} if show_failures else {})}
+        if corpus is not None and not (isinstance(corpus, str) or callable(getattr(corpus, "search", None))):
+            raise ValueError(f"corpus must be a path, an address, a Retriever or None, got {corpus!r}")
         self.retriever = open_corpus(corpus, **server) if isinstance(corpus, str) else corpus
         self.rules = Rules(top_k, max_chars, judge, any_answer, show_failures, layout)
         self.first_rows = first_rows

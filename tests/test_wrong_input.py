@@ -1,0 +1,97 @@
+"""What is typed and cannot be used is told in a line, with code 2, and before a model is loaded."""
+
+import json
+
+import pytest
+
+from ragen2_trl import cli
+
+
+@pytest.fixture(autouse=True)
+def no_model(monkeypatch):
+    def load(*args):
+        raise AssertionError("a model is loaded for nothing")
+
+    for module in ("evaluate.load_model", "diagnose.load_model", "one_batch.load_model"):
+        monkeypatch.setattr(f"ragen2_trl.cli.{module}", load)
+
+
+@pytest.fixture
+def broken(tmp_path, monkeypatch):
+    """A folder with files that cannot be read, which is where commands run."""
+    (tmp_path / "config.yaml").write_text("env_name: [")
+    (tmp_path / "broken.jsonl").write_text('{"nums": [1, 2], "target"')
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.usefixtures("broken")
+@pytest.mark.parametrize(
+    ("typed", "said"),
+    [
+        ("evaluate --config config.yaml", "config cannot be read as YAML: while parsing a flow node"),
+        ("evaluate --temperature 0", "temperature must be above 0, or 0 with num_samples=1, got 0.0"),
+        ("evaluate --max_new_tokens 0", "max_new_tokens must be at least 1, got 0"),
+        ("evaluate --num_prompts 1", "num_prompts must be at least 2, got 1"),
+        ("evaluate --model random --num_samples 0", "num_samples must be at least 1, got 0"),
+        ("evaluate --model random --context last --context_turns 1", "context must be 'full' for random, without one"),
+        (
+            "evaluate --env_name countdown --env_args split=reference",
+            "data must name rows, such as those of",
+        ),
+        ("evaluate --env_name countdown --data none.jsonl", "data must be a Hub id, a folder or a file that is there"),
+        ("evaluate --env_name countdown --data broken.jsonl", "data='broken.jsonl' cannot be read: "),
+        ("evaluate --env_args name=x", "env_args must be options of the task, which env_name names, got name='x'"),
+        ("evaluate --env_args prompts=5 wording=ragen2", "prompts must be the path of a YAML or JSON file, got 5"),
+        (
+            "evaluate --env_name search_qa --env_args corpus=7",
+            "corpus must be a path, an address, a Retriever",
+        ),
+        ("diagnose --batch_size 0", "batch_size must be at least 1, got 0"),
+        ("diagnose --env_name countdown --data none.jsonl", "data must be a Hub id, a folder or a file that is there"),
+        ("serve-retrieval --corpus broken.jsonl", "data='broken.jsonl' cannot be read: "),
+    ],
+)
+def test_a_command_says_in_a_line_what_it_cannot_use(typed, said, capsys):
+    command, *arguments = typed.split()
+    with pytest.raises(SystemExit) as ended:
+        cli.main([command, *arguments])
+    assert ended.value.code == 2
+    line = " ".join(capsys.readouterr().err.split())
+    assert f"ragen2-trl {command}: {said}" in line
+
+
+@pytest.mark.usefixtures("broken")
+@pytest.mark.parametrize(
+    ("command", "given", "said"),
+    [
+        ("train", {"num_prompts": 0}, "num_prompts must be an integer between 1 and 10000000, got 0"),
+        ("train", {"context": "last"}, "context='last' needs a task of several turns in text, got frozen_lake"),
+        (
+            "train",
+            {"stop_on_template_collapse": True, "mutual_information": False},
+            "stop_on_template_collapse=True needs mutual_information, got False",
+        ),
+        ("train", {"gradients_entropy_coef": 0.1}, "gradients_entropy_coef=0.1 needs gradients_every, got 0"),
+        ("warm-start", {"env_args": {"size": 2}}, "size must be an integer between 3 and 10, got 2"),
+        (
+            "warm-start",
+            {"model_name_or_path": None},
+            "model_name_or_path must be `tiny`, a path or a Hub id",
+        ),
+    ],
+)
+def test_so_do_those_that_train(command, given, said, tmp_path, capsys):
+    model = {"train": "model", "warm-start": "model_name_or_path"}[command]
+    settings = {model: "tiny", "output_dir": str(tmp_path / "run"), "use_cpu": True, "bf16": False, **given}
+    (tmp_path / "settings.yaml").write_text(json.dumps({name: v for name, v in settings.items() if v is not None}))
+    with pytest.raises(SystemExit) as ended:
+        cli.main([command, "--config", str(tmp_path / "settings.yaml")])
+    assert ended.value.code == 2
+    line = " ".join(capsys.readouterr().err.split())
+    assert f"ragen2-trl {command}: {said}" in line
+
+
+def test_results_go_into_a_folder_that_is_made(tmp_path):
+    path = tmp_path / "new" / "results.json"
+    cli.main(["evaluate", "--model", "random", "--num_prompts", "2", "--num_samples", "1", "--output", str(path)])
+    assert json.loads(path.read_text())["num_prompts"] == 2
