@@ -14,6 +14,7 @@ from trl import GRPOTrainer, RLOOTrainer
 from ragen2_trl import MutualInformationCallback, SNRFilteredGRPOTrainer, information_metrics
 from ragen2_trl.callbacks.mutual_information import MIN_STEPS_BETWEEN
 from ragen2_trl.instrument import judge
+from ragen2_trl.reporting.card import headline
 from ragen2_trl.reporting.report import render_report
 from ragen2_trl.reporting.run import run_of
 from ragen2_trl.reporting.saved_measurement import read_measurement
@@ -103,6 +104,20 @@ def test_it_measures_at_the_steps_that_the_settings_ask_for(
 ):
     trainer, _ = run(GRPOTrainer, policy_path, make_args(snr=False, **settings), prompts, callback={"every": every})
     assert [row["step"] for row in rows_of(trainer)] == expected
+
+
+def test_a_row_holds_the_latest_measurement_of_its_steps_and_the_card_tells_of_it(policy_path, prompts, make_args):
+    args = make_args(snr=False, logging_steps=5, max_steps=5)
+    trainer, measuring = run(GRPOTrainer, policy_path, args, prompts, callback={"every": 2})
+    told = run_of(trainer)
+    saved = [read_measurement(path) for path in told.measurements]
+    assert [one.step for one in saved] == [2, 4]
+    (row,) = rows_of(trainer)
+    logged = {key: row[f"mi/first_turn/{key}"] for key in saved[0].metrics}
+    assert logged == pytest.approx(saved[1].metrics)
+    assert logged["mi_seq"] != pytest.approx(saved[0].metrics["mi_seq"])
+    assert row["mi/first_turn/retrieval_accuracy"] == measuring.watch.measurements[-1].retrieval_accuracy
+    assert f"At step 4, {saved[1].metrics['retrieval_accuracy']:.1%} of its reasonings" in headline(told)
 
 
 def test_reasonings_are_subsampled_and_prompts_only_above_their_bound(policy_path, prompts, make_args):

@@ -76,7 +76,8 @@ class MutualInformationCallback(TrainerCallback):
             The trainer that the callback is then added to.
         every (`int`, *optional*):
             Measure at optimizer steps that are multiples of it. By default at logging steps, but no more often than
-            every 10th step. Where rows are logged by epoch, every 10th step, averaged; where none are, never.
+            every 10th step. Where rows are logged by epoch, every 10th step; where none are, never. A row holds the
+            latest measurement of its steps.
         num_completions (`int`, *optional*, defaults to `64`):
             Reasonings that are scored in each scope, drawn without replacement.
         max_prompts (`int`, *optional*, defaults to `64`):
@@ -167,9 +168,7 @@ class MutualInformationCallback(TrainerCallback):
         self._reset()
         if not is_newest(self, self.trainer):
             return
-        metrics = self.trainer._metrics["train"]
-        for key in [key for key in metrics if key.startswith("mi/")]:  # of a step that was interrupted
-            del metrics[key]
+        self._forget_row()  # of a step that was interrupted
         saved = state.stateful_callbacks.get(MI_STATE)
         if saved is not None:
             self.watch = RegimeWatch.restored(saved["watch"])
@@ -239,6 +238,7 @@ class MutualInformationCallback(TrainerCallback):
         if asked is None or not self._pool.is_full:
             self._save_state()
             return
+        self._forget_row()  # what it holds already is an older measurement's
         self.last_step, self._measured = max(asked, step), self._pool.take()
         rollout = joined(self._measured)
         if len(self._measured) > 1:
@@ -373,7 +373,12 @@ class MutualInformationCallback(TrainerCallback):
 
     def _log(self, metrics: dict[str, float]) -> None:
         for key, value in metrics.items():
-            self.trainer._metrics["train"][key].append(value)
+            self.trainer._metrics["train"][key] = [value]  # one measurement and no mean over a row's
+
+    def _forget_row(self) -> None:
+        metrics = self.trainer._metrics["train"]
+        for key in [key for key in metrics if key.startswith("mi/")]:
+            del metrics[key]
 
     def _save_state(self) -> None:
         """Into the trainer's state, which every checkpoint writes."""

@@ -70,12 +70,11 @@ def add_diagnostics(card: ModelCard, run: Run, repo_id: str | None = None, revis
 def headline(run: Run) -> str:
     """One paragraph of Markdown for the head of a card: verdict, state, and the number behind the verdict."""
     sentences = [_verdict(run), *_beside(run), _state(run)]
-    accuracy = run.points(f"{FIRST_TURN}/retrieval_accuracy")
-    if accuracy:
-        step, share = accuracy[-1]
+    if run.evidence:  # and not the log, whose rows are of later steps where not every step has one
+        last = run.evidence[-1]
         sentences.append(
-            f"At step {step}, {share:.1%} of its reasonings were explained best by their own prompt; "
-            f"chance is {_last(run, 'retrieval_chance'):.1%}."
+            f"At step {last.step}, {last.retrieval_accuracy:.1%} of its reasonings were explained best by their own "
+            f"prompt; chance is {last.retrieval_chance:.1%}."
         )
     return f"> {' '.join(sentences)} See [Training diagnostics](#training-diagnostics)."
 
