@@ -105,14 +105,19 @@ def test_files_of_steps_are_in_their_order_and_others_are_left_out(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("step", "mood", "verdict"),
+    ("measured_at", "step", "mood", "verdict"),
     [
-        (45, "healthy", "Reasoning depends on its prompt"),  # measured every tenth step
-        (46, "suspect", "Reasoning depended on its prompt when last measured, at step 25"),
+        ((5, 15, 25), 45, "healthy", "Reasoning depends on its prompt"),  # measured every tenth step
+        ((5, 15, 25), 46, "suspect", "Reasoning depended on its prompt when last measured, at step 25"),
+        ((1,), 8, "healthy", "Reasoning depends on its prompt"),  # where every step is logged, the next is at step 11
+        ((1,), 21, "healthy", "Reasoning depends on its prompt"),
+        ((1,), 22, "suspect", "Reasoning depended on its prompt when last measured, at step 1"),
+        ((50,), 150, "healthy", "Reasoning depends on its prompt"),
+        ((1, 2, 3), 6, "suspect", "Reasoning depended on its prompt when last measured, at step 3"),
     ],
 )
-def test_a_verdict_does_not_outlive_its_measurements(tmp_path, step, mood, verdict):
-    write_state(tmp_path / "diagnostics", step, rows(step), measurements=[measured(at) for at in (5, 15, 25)])
+def test_a_verdict_does_not_outlive_its_measurements(tmp_path, measured_at, step, mood, verdict):
+    write_state(tmp_path / "diagnostics", step, rows(step), measurements=[measured(at) for at in measured_at])
     run = read_run(tmp_path)
     assert (run.mood, run.verdict) == (mood, verdict)
 
