@@ -39,14 +39,14 @@ class At(TrainerCallback):
             self.action()
 
 
-def make(trainer_class, name, figures=False, namespace="tester", **overrides):
+def make(trainer_class, name, figures=False, namespace="tester", min_prompts=2, **overrides):
     run_record.write_figures = draw if figures else lambda run: run
     env = make_env("bandit")
     hub = {"push_to_hub": True, "hub_model_id": f"{namespace}/{name}", "hub_token": None, "hub_always_push": True}
     args = arguments(trainer_class, FOLDER / name, **hub | overrides)
     rewards = [*env.reward_funcs, length_reward]
     trainer = trainer_class(POLICY, rewards, args=args, train_dataset=env.dataset(8))
-    trainer.add_callback(MutualInformationCallback(trainer, every=1, min_prompts=2))
+    trainer.add_callback(MutualInformationCallback(trainer, every=1, min_prompts=min_prompts))
     return trainer
 
 
@@ -107,6 +107,13 @@ def stock():
 def checkpoints():
     """Ours, with checkpoints on the Hub."""
     trainer = make(OURS, "checkpoints", hub_strategy="checkpoint")
+    trainer.train()
+    return push(trainer)
+
+
+def pooled():
+    """TRL's own trainer, whose generations are too small to be measured alone, with all checkpoints on the Hub."""
+    trainer = make(STOCK, "pooled", min_prompts=4, max_steps=1, save_steps=1, hub_strategy="all_checkpoints")
     trainer.train()
     return push(trainer)
 

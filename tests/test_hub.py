@@ -46,7 +46,8 @@ class Told:
         return {str(path.relative_to(self.folder / name)): path for path in (self.folder / name).rglob("*")}
 
 
-NAMES = ("tasks", "healthy", "stock", "checkpoints", "flaky", "dropped", "full", "slow", "foreign", "forbidden")
+NAMES = ("tasks", "healthy", "stock", "checkpoints", "pooled")
+NAMES += ("flaky", "dropped", "full", "slow", "foreign", "forbidden")
 
 
 @pytest.fixture(scope="module")
@@ -137,8 +138,16 @@ def test_checkpoints_with_texts_in_them_go_up_only_with_a_warning(world):
     assert "last-checkpoint/snr_state_0.pt" in hub.repo("tester/checkpoints").files
     assert told.log["checkpoints"].count(warning) == 1
     for name in ("healthy", "stock"):  # every_save, and a trainer that keeps no texts
-        assert "snr_state" not in told.log[name]
-        assert not [path for path in hub.repo(f"tester/{name}").files if "snr_state" in path]
+        assert "word by word" not in told.log[name]
+        assert not [path for path in hub.repo(f"tester/{name}").files if "snr_state" in path or "_pool" in path]
+
+
+def test_completions_that_wait_to_be_measured_go_up_with_checkpoints_only_with_a_warning(world):
+    hub, told = world
+    warning = "uploads checkpoints to tester/pooled: _mutual_information_pool.pt in them holds prompts and completions"
+    assert told["pooled"] == "ok"
+    assert "checkpoint-1/_mutual_information_pool.pt" in hub.repo("tester/pooled").files
+    assert told.log["pooled"].count(warning) == 1
 
 
 def test_logged_completions_go_to_their_own_repository(world):

@@ -17,7 +17,7 @@ from transformers import Trainer, TrainerCallback
 from trl.distributed import DistributedBackend
 from trl.models.utils import unwrap_model_for_generation
 
-from ragen2_trl.callbacks.pooling import Generation, Pool, joined, joined_selection, what_layout_means
+from ragen2_trl.callbacks.pooling import POOL_FILE, Generation, Pool, joined, joined_selection, what_layout_means
 from ragen2_trl.callbacks.regime_watch import RegimeWatch, evidence_of, regime_flags
 from ragen2_trl.callbacks.rollouts import (
     Sampled,
@@ -143,12 +143,13 @@ class MutualInformationCallback(TrainerCallback):
             split_over_processes=trainer.accelerator.num_processes > 1,
         )
         self.min_prompts = min_prompts
+        record = keep_record(trainer)
         if (line := what_layout_means(trainer, min_prompts)) is not None:
             logger.warning(line)
+            record.texts.add(POOL_FILE)
         self._watching = False
         self._pool = Pool(trainer, min_prompts)
         self._reset()
-        keep_record(trainer)
 
     def _reset(self) -> None:
         self.watch = RegimeWatch()

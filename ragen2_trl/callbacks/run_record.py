@@ -74,6 +74,8 @@ class RunRecord(TrainerCallback):
     def __init__(self, trainer: Trainer):
         self.trainer = trainer
         self.draws = True  # figures; without them, cards have their numbers alone
+        # Names of files in checkpoints that hold what a model wrote; callbacks add theirs.
+        self.texts = {"snr_state_*.pt"} if hasattr(trainer.args, "snr_value") else set()
         self._at_checkpoint = False  # a card is written there before it is known whether it will be uploaded
         self._write_card: Callable[[], None] | None = None  # as the latest card was asked for
         self._recorded: Any = None  # the selection that was noted last
@@ -227,11 +229,13 @@ class RunRecord(TrainerCallback):
 
     def _warn_of_texts(self) -> None:
         """A checkpoint goes up as it is: without the groups that wait for the next step a run could not go on."""
-        if self.trainer.args.hub_strategy in CHECKPOINT_STRATEGIES and hasattr(self.trainer.args, "snr_value"):
+        if self.trainer.args.hub_strategy in CHECKPOINT_STRATEGIES and self.texts:
+            hold = "hold" if len(self.texts) > 1 else "holds"
             logger.warning(
                 f"hub_strategy={self.trainer.args.hub_strategy.value!r} uploads checkpoints to "
-                f"{self.trainer.hub_model_id}: snr_state_*.pt in them holds prompts and completions word by word, "
-                "since a run goes on from them. With hub_strategy='every_save' they stay on this machine."
+                f"{self.trainer.hub_model_id}: {' and '.join(sorted(self.texts))} in them {hold} prompts and "
+                "completions word by word, since a run goes on from them. With hub_strategy='every_save' they stay "
+                "on this machine."
             )
 
     def _warn_of_other_content(self) -> None:
