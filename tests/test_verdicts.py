@@ -221,6 +221,14 @@ def test_entropy_tells_the_collapses_apart_by_the_start_of_the_run():
     assert regimes([steps[0], measured(60, 64, 1 / 16, 0.31, step=2)])[-1] == "diverse"
 
 
+def test_a_collapse_is_warned_of_once_however_often_entropy_crosses_its_bound():
+    entropies = (1.0, 0.4, 0.4, 0.6, 0.4, 0.6)
+    steps = [measured(60 if t == 0 else 4, 64, 1 / 16, entropy, step=1 + t) for t, entropy in enumerate(entropies)]
+    collapsing = ["low_entropy_collapse", "template_collapse"] * 2
+    assert regimes(steps) == ["diverse", "weaker", *collapsing]
+    assert [list(warnings(judge(steps[:count]))) for count in range(3, 7)] == [[], ["template_collapse"], [], []]
+
+
 def test_nothing_collapses_before_the_first_update():
     idle = [measured(hits, 64, 1 / 16, step=s, updates=0) for s, hits in ((1, 60), (2, 4), (3, 4), (4, 4))]
     assert not any(finding.is_collapsed for finding in judge(idle))

@@ -83,13 +83,19 @@ def in_numbers(finding: Finding) -> str:
 
 
 def warnings(findings: Sequence[Finding]) -> dict[str, str]:
-    """What to warn of after the last measurement, by its regime: a state that begins with it, and says no good."""
+    """What to warn of after the last measurement, by its regime: a state that begins with it, and says no good.
+
+    Of a low-entropy collapse nothing is said: entropy shows it, too.
+    """
     last, before = findings[-1], findings[-2] if len(findings) > 1 else None
     place = f"Step {last.evidence.step}: "
     texts: dict[str, str] = {}
-    if last.regime in ("template_collapse", "foreign") and (before is None or before.regime != last.regime):
-        words = headline(findings) if last.regime == "foreign" else _since("template_collapse", last.since)
-        texts[last.regime] = f"{place}{words}. {in_numbers(last)}"
+    if last.regime == "foreign" and (before is None or before.regime != "foreign"):
+        texts["foreign"] = f"{place}{headline(findings)}. {in_numbers(last)}"
+    # Of one collapse, entropy may cross its bound again and again.
+    told = any(one.since == last.since and one.regime == last.regime for one in findings[:-1])
+    if last.regime == "template_collapse" and not told:
+        texts["template_collapse"] = f"{place}{_since('template_collapse', last.since)}. {in_numbers(last)}"
     if last.format_since is not None and (before is None or before.format_since is None):
         valid, was = last.evidence.valid_thinking_rate, last.start.valid_thinking_rate
         texts["format_collapse"] = (
