@@ -371,7 +371,10 @@ def test_a_log_tells_what_qualifies_its_verdict(tmp_path):
     }
     (tmp_path / "log_history.json").write_text(json.dumps([row]))
     run = read_run(tmp_path)
-    assert run.verdict == "What the model writes depends on its prompt (no `<think>`: whole completions were scored)"
+    assert run.verdict == (
+        "What the model writes depends on its prompt (no closed `<think>`, 88% of completions cut at the length "
+        "limit: what was written was scored to its end)"
+    )
     assert run.beside == "valid thinking 0%, success 2%, 88% of completions cut at the length limit"
 
 

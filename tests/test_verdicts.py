@@ -252,18 +252,22 @@ def test_an_episode_ends_and_a_later_one_is_another():
 
 
 @pytest.mark.parametrize(
-    ("valid", "said"),
+    ("valid", "cut", "said"),
     [
-        (0.0, "What the model writes depends on its prompt (no `<think>`: whole completions were scored)"),
-        (0.4, "Reasoning depends on its prompt"),
-        (None, "Reasoning depends on its prompt"),
+        (0.0, 0.0, "What the model writes depends on its prompt (no closed `<think>`: what was"),
+        (0.0, None, "What the model writes depends on its prompt (no closed `<think>`: what was"),
+        (0.0, 0.875, "What the model writes depends on its prompt (no closed `<think>`, 88% of completions cut at"),
+        (0.4, 0.875, "Reasoning depends on its prompt"),
+        (None, 0.875, "Reasoning depends on its prompt"),
     ],
 )
-def test_a_model_without_think_tags_is_not_said_to_reason(valid, said):
-    gibberish = measured(60, 64, 1 / 16, 3.8, valid_thinking_rate=valid, success=0.0, clipped_ratio=0.875)
-    assert headline(judge([gibberish])) == said
-    shown = "" if valid is None else f"valid thinking {valid:.0%}, "
-    assert beside(gibberish) == f"{shown}success 0%, 88% of completions cut at the length limit"
+def test_a_model_that_closes_no_reasoning_is_not_said_to_reason_nor_to_have_no_tags(valid, cut, said):
+    gibberish = measured(60, 64, 1 / 16, 3.8, valid_thinking_rate=valid, success=0.0, clipped_ratio=cut)
+    words = headline(judge([gibberish]))
+    assert words.startswith(said) and (valid == 0.0) == words.endswith("was scored to its end)")
+    shown = ["valid thinking 40%"] if valid else [] if valid is None else ["valid thinking 0%"]
+    shown += ["success 0%"] + ([] if cut is None else [f"{cut:.0%} of completions cut at the length limit"])
+    assert beside(gibberish) == ", ".join(shown)
 
 
 # How often that is wrong

@@ -20,7 +20,7 @@ COLLAPSED = {
     "low_entropy_collapse": "Low-entropy collapse",
     "format_collapse": "Format collapse",
 }
-NO_TAGS = "no `<think>`: whole completions were scored"
+CUT_RATIO = 0.5  # share of completions cut at the length limit, from which that is said to be why nothing is closed
 
 
 def headline(findings: Sequence[Finding], step: int = 0) -> str:
@@ -43,7 +43,7 @@ def headline(findings: Sequence[Finding], step: int = 0) -> str:
         words = f"Recovered: {COLLAPSED[latest.regime].lower()} from step {latest.first} to {latest.last}"
     else:
         words = f"{_subject(last.evidence)} depends on its prompt"
-    return words if last.evidence.valid_thinking_rate != 0 else f"{words} ({NO_TAGS})"
+    return words if last.evidence.valid_thinking_rate != 0 else f"{words} ({_unclosed(last.evidence)})"
 
 
 def beside(evidence: Evidence) -> str:
@@ -116,6 +116,13 @@ def _since(regime: str, step: int | None) -> str:
 
 def _subject(evidence: Evidence) -> str:
     return "What the model writes" if evidence.valid_thinking_rate == 0 else "Reasoning"
+
+
+def _unclosed(evidence: Evidence) -> str:
+    """What was scored where no turn closes its reasoning: for want of tags, or because it was cut off before."""
+    cut = evidence.clipped_ratio
+    why = "" if cut is None or cut < CUT_RATIO else f", {cut:.0%} of completions cut at the length limit"
+    return f"no closed `<think>`{why}: what was written was scored to its end"
 
 
 def _open(finding: Finding) -> str:
