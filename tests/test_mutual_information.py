@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOTrainer, RLOOTrainer
 
 from ragen2_trl import MutualInformationCallback, SNRFilteredGRPOTrainer, information_metrics
-from ragen2_trl.callbacks.mutual_information import MIN_STEPS_BETWEEN
+from ragen2_trl.callbacks.cadence import MIN_STEPS_BETWEEN
 from ragen2_trl.instrument import judge
 from ragen2_trl.reporting.card import headline
 from ragen2_trl.reporting.report import render_report
@@ -318,3 +318,32 @@ def test_a_run_too_short_to_be_measured_is_told_before_it_begins(policy_path, pr
         assert part in line
     assert rows_of(trainer) == []
     assert "takes 8 prompts, and 3 are sampled" in run_of(trainer).silence
+
+
+@pytest.mark.parametrize(
+    ("settings", "every", "said"),
+    [
+        ({"logging_steps": 100}, None, "logging_strategy='steps', logging_steps=100"),
+        ({"logging_strategy": "no"}, None, "logging_strategy='no'"),
+        ({}, 3, "every=3"),
+    ],
+)
+def test_a_run_none_of_whose_steps_asks_for_a_measurement_is_told_so_and_its_report_too(
+    policy_path, prompts, make_args, caplog, settings, every, said
+):
+    args = make_args(snr=False, max_steps=2, **settings)
+    trainer, _ = run(GRPOTrainer, policy_path, args, prompts, callback={"every": every})
+    (line,) = [text for text in warnings_of(caplog) if "will not be measured" in text]
+    assert f"none of the 2 optimizer steps asks for it ({said})" in line
+    assert run_of(trainer).silence == f"no optimizer step so far has asked for it ({said})"
+    page = render_report([run_of(trainer)])
+    assert "no optimizer step so far has asked for it" in page and "add_callback" not in page
+
+
+def test_a_run_that_is_measured_at_its_last_step_is_not_told_that_it_will_not_be(
+    policy_path, prompts, make_args, caplog
+):
+    args = make_args(snr=False, max_steps=2, logging_steps=2)
+    trainer, _ = run(GRPOTrainer, policy_path, args, prompts, callback={"every": None})
+    assert not [text for text in warnings_of(caplog) if "not be measured" in text]
+    assert run_of(trainer).silence == "" and len(rows_of(trainer)) == 1

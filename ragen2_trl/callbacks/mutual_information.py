@@ -4,7 +4,6 @@ import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from math import ceil
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,6 +16,7 @@ from transformers import Trainer, TrainerCallback
 from trl.distributed import DistributedBackend
 from trl.models.utils import unwrap_model_for_generation
 
+from ragen2_trl.callbacks.cadence import Cadence
 from ragen2_trl.callbacks.pooling import POOL_FILE, Generation, Pool, joined, joined_selection, what_layout_means
 from ragen2_trl.callbacks.regime_watch import RegimeWatch, evidence_of, regime_flags
 from ragen2_trl.callbacks.rollouts import (
@@ -48,10 +48,6 @@ from ragen2_trl.reporting.run import MI_STATE, run_of
 from ragen2_trl.reporting.saved_measurement import SavedMeasurement
 
 logger = get_logger(__name__)
-
-# Optimizer steps between measurements where every step is logged. One costs about half a step of the demo, so that it
-# stays below a twentieth of the run.
-MIN_STEPS_BETWEEN = 10
 
 
 class MutualInformationCallback(TrainerCallback):
@@ -131,7 +127,7 @@ class MutualInformationCallback(TrainerCallback):
         for scope in scopes:
             check_choice("scopes", scope, (*SCOPES, REFERENCE_SCOPE))
         self.trainer = trainer
-        self.every = every
+        self.cadence = Cadence(trainer, every)
         self.scopes = tuple(scopes)
         self.leading_scope = next((scope for scope in scopes if scope != REFERENCE_SCOPE), None)
         self.stop_on = stop_on
@@ -175,6 +171,11 @@ class MutualInformationCallback(TrainerCallback):
             self.watch = RegimeWatch.restored(saved["watch"])
             self.ema |= {s: MarginalStdEMA(values=saved["ema"][s]) for s in self.scopes if s in saved["ema"]}
             self.last_step, self._asked = saved["last_step"], saved["asked"]
+        if (reason := self.cadence.why_never(self.last_step if self._asked is None else self._asked)) is not None:
+            logger.warning(
+                f"Mutual information will not be measured: {reason}. What would change that: "
+                "MutualInformationCallback(trainer, every=...), a smaller logging_steps or a longer run."
+            )
         self._pool.begin_run()
         self._save_state()
         if not self._watching:
@@ -221,7 +222,7 @@ class MutualInformationCallback(TrainerCallback):
         self._note_selection()
         if not is_newest(self, self.trainer):
             return
-        asked = self._due_step() if self._asked is None else self._asked
+        asked = self.cadence.due_step(self.last_step) if self._asked is None else self._asked
         if asked is None and len(sampled.rewards) >= self.min_prompts:
             return
         started, done = time.perf_counter(), self.trainer.state.global_step
@@ -275,23 +276,6 @@ class MutualInformationCallback(TrainerCallback):
             gather_deepspeed3_params=trainer.args.ds3_gather_for_generation,
             gradient_checkpointing_kwargs=trainer.args.gradient_checkpointing_kwargs,
         )
-
-    def _due_step(self) -> int | None:
-        """The optimizer step that asks for a measurement of these completions, if one does."""
-        args, state = self.trainer.args, self.trainer.state
-        per_generation = args.steps_per_generation * self.trainer.num_iterations / args.gradient_accumulation_steps
-        for step in range(state.global_step + 1, state.global_step + ceil(per_generation) + 1):
-            if self.last_step is not None and step <= self.last_step:
-                continue
-            if self.every is not None:
-                if step % self.every == 0:
-                    return step
-            elif self.last_step is None or step >= self.last_step + MIN_STEPS_BETWEEN:
-                first = step == 1 and args.logging_first_step
-                at_logging_step = args.logging_strategy == "steps" and step % max(1, state.logging_steps) == 0
-                if first or at_logging_step or args.logging_strategy == "epoch":
-                    return step
-        return None
 
     def _generator(self, step: int, number: int) -> torch.Generator:
         """The same draws on every process, and after a resume; no global generator moves."""
@@ -386,6 +370,8 @@ class MutualInformationCallback(TrainerCallback):
         reasons = dict.fromkeys(self._silent.values())
         if self._asked is not None:
             reasons[f"a measurement takes {self.min_prompts} prompts, and {self._pool.num_prompts} are sampled"] = None
+        elif self.last_step is None:
+            reasons[str(self.cadence)] = None
         self.trainer.state.stateful_callbacks[MI_STATE] = {
             "watch": self.watch.state,
             "ema": {scope: dict(ema.values) for scope, ema in self.ema.items()},

@@ -304,7 +304,8 @@ def _missing(run: Run) -> list[str]:
     if run.has_learnt_nothing:
         problems.append(NOTHING_LEARNT)
     if not run.regimes and not run.points(f"{FIRST_TURN}/mi_seq"):
-        problems.append(f"{NOT_MEASURED}: {run.silence}." if run.silence else NO_INFORMATION)
+        silent = f"{NOT_MEASURED}: {run.silence or 'no step asked for it'}."
+        problems.append(NO_INFORMATION if run.silence is None else silent)
     elif not run.measurements:
         problems.append(NO_MEASUREMENTS)
     if not run.completions:
