@@ -85,6 +85,24 @@ def with_two_rewards_of_one_name(folder):
     path.write_text(json.dumps(about))
 
 
+def with_groups_of_groups(folder):
+    path = folder / "_measurements" / "measurement_00010.json"
+    values = json.loads(path.read_text())
+    path.write_text(json.dumps(values | {"scores": [values["scores"]], "kept": [values["kept"]]}))
+
+
+def with_brackets_without_end(folder):
+    (folder / "_measurements" / "measurement_00010.json").write_text("[" * 100_000)
+
+
+def with_gradients_of_nothing(folder):
+    path = folder / "_measurements" / "gradients_00010.json"
+    values = json.loads(path.read_text())
+    for bucket in (values["whole"], *values["buckets"]):
+        del bucket["parts"]["task"]
+    path.write_text(json.dumps(values))
+
+
 def with_prompts_that_are_no_texts(folder):
     path = folder / "_measurements" / "measurement_00010.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"prompts": list(range(PROMPTS))}))
@@ -123,6 +141,9 @@ NUMBERS, READ, THOUGHT = "45% of the updates", "Prompt 1", "Own prompt ranks 1 o
             ["reward_weights [1.0, 0.5] do not fit", "(success): their sums are shown with equal weights"],
             [NUMBERS, READ, THOUGHT],
         ),
+        (with_groups_of_groups, ["measurement_00010 cannot be read", "scores must have shape (groups,)"], [NUMBERS]),
+        (with_brackets_without_end, ["measurement_00010 cannot be read", "RecursionError"], [NUMBERS, READ]),
+        (with_gradients_of_nothing, ["gradients_00010 cannot be read", "must hold the task"], [NUMBERS, THOUGHT]),
         (with_prompts_that_are_no_texts, ["prompts and reasonings must be texts"], [NUMBERS, READ, THOUGHT]),
         (without_texts, ["log_completions=True", "_measurements/"], [NUMBERS]),
     ],

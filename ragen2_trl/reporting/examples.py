@@ -13,7 +13,7 @@ from typing import Any
 import pyarrow.parquet as pq
 
 from ragen2_trl.envs import completion_text
-from ragen2_trl.reporting.files import unreadable
+from ragen2_trl.reporting.files import UNREADABLE, unreadable
 from ragen2_trl.reporting.records import is_number
 from ragen2_trl.reporting.run import Run
 from ragen2_trl.reporting.saved_measurement import SavedMeasurement, read_measurement
@@ -153,7 +153,7 @@ def read_groups(run: Run, problems: list[str]) -> list[Group]:
         try:
             rows = pq.ParquetFile(path).read().to_pylist()
             return sorted(_groups(rows, run, problems), key=lambda group: -group.variance)
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        except UNREADABLE as error:
             problems.append(unreadable(path, error))
     return []
 
@@ -206,7 +206,7 @@ def _first_readable(paths: Sequence[Path], problems: list[str]) -> SavedMeasurem
             measurement = read_measurement(path)
             _check(measurement)
             return measurement
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        except UNREADABLE as error:
             if (problem := unreadable(path, error)) not in problems:
                 problems.append(problem)
     return None
@@ -227,6 +227,8 @@ def _check(measurement: SavedMeasurement) -> None:
         raise ValueError("lengths must be at least 1")
     if measurement.prompt_index.min() < 0 or measurement.prompt_index.max() >= columns:
         raise ValueError(f"prompt_index must be between 0 and {columns - 1}")
+    if measurement.scores.dim() != 1:
+        raise ValueError(f"scores must have shape (groups,), got {tuple(measurement.scores.shape)}")
     if measurement.kept is not None and measurement.kept.shape != measurement.scores.shape:
         raise ValueError("kept must have as many values as scores")
     for name in ("retrieval_accuracy", "retrieval_chance"):

@@ -22,6 +22,10 @@ EVALUATIONS = {when: f"evaluation_{when}.json" for when in ("before", "after")}
 # What says how a training ended, and is of another one when training begins.
 OUTCOMES = (HISTORY_FILE, "summary.json", EVALUATIONS["after"])
 
+# What reading a file may end with that is broken, or of another form: brackets nested without end, and numbers too
+# large for a tensor, among them.
+UNREADABLE = (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RuntimeError)
+
 _STEP = re.compile(r"[a-z]+_(\d+)")  # the name of a numbered file
 
 

@@ -7,8 +7,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from ragen2_trl.instrument.gradients import BucketGradients, GradientMeasurement, GradientStatistics
-from ragen2_trl.reporting.files import unreadable, write_json
+from ragen2_trl.instrument.gradients import WHOLE, BucketGradients, GradientMeasurement, GradientStatistics
+from ragen2_trl.reporting.files import UNREADABLE, unreadable, write_json
+from ragen2_trl.reporting.records import is_number
 
 NAME = "gradients"  # of the files, before their step
 
@@ -27,7 +28,7 @@ def readable_gradients(paths: Sequence[Path], problems: list[str] | None = None)
     for path in paths:
         try:
             found.append(read_gradients(path))
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        except UNREADABLE as error:
             if problems is not None:
                 problems.append(unreadable(path, error))
     return found
@@ -38,6 +39,8 @@ def read_gradients(path: Path) -> GradientMeasurement:
     values = json.loads(path.read_text())
     whole, *buckets = (_bucket(one) for one in (values["whole"], *values["buckets"]))
     norm = _number(values["batch_norm"])
+    if not isinstance(values["step"], int):
+        raise ValueError(f"step must be a whole number, got {ascii(values['step'])[:80]}")
     return GradientMeasurement(values["step"], values["coefficients"], norm, whole, buckets)
 
 
@@ -49,11 +52,15 @@ def _bucket(values: dict[str, Any]) -> BucketGradients:
         }
         for part, groups in values["parts"].items()
     }
+    if "task" not in parts or not all(WHOLE in groups for groups in parts.values()):
+        raise ValueError(f"parts must hold the task, and each of them the {WHOLE}, got {ascii(values['parts'])[:80]}")
     spread = tuple(map(_number, values["reward_std"]))
     return BucketGradients(values["num_groups"], values["num_samples"], spread, parts)
 
 
 def _number(value: float | None) -> float:
+    if value is not None and not is_number(value):
+        raise ValueError(f"all values must be numbers or null, got {ascii(value)[:80]}")
     return math.nan if value is None else value
 
 
