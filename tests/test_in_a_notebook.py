@@ -10,7 +10,13 @@ from measured_runs import length_reward, rows_of
 from transformers import TrainerCallback
 from trl import GRPOTrainer
 
-from ragen2_trl import MutualInformationCallback, RewardVarianceStopCallback, SNRFilteredGRPOTrainer
+from ragen2_trl import (
+    GradientSNRCallback,
+    MutualInformationCallback,
+    RewardVarianceStopCallback,
+    SNRFilteredGRPOTrainer,
+)
+from ragen2_trl.callbacks.pooling import POOL_FILE
 from ragen2_trl.reporting.card import HEADING
 from ragen2_trl.reporting.run import read_run
 
@@ -108,3 +114,27 @@ def test_the_callback_that_was_added_last_is_the_one_that_measures(make, monkeyp
     trainer.train()
     assert set(seen) == {3}
     assert [row["step"] for row in rows_of(trainer)] == [3]
+
+
+def test_of_two_callbacks_that_take_gradients_the_one_that_was_added_last_does(make, monkeypatch):
+    trainer, seen = make(GRPOTrainer, max_steps=2), []
+    for every in (1, 2):
+        callback = GradientSNRCallback(trainer, every=every, num_buckets=2)
+        measure = callback.measure
+        monkeypatch.setattr(
+            callback, "measure", lambda *args, every=every, measure=measure: (seen.append(every), measure(*args))[1]
+        )
+        trainer.add_callback(callback)
+    trainer.train()
+    assert seen == [2, 2]  # the first optimizer step is always measured
+
+
+def test_a_callback_whose_place_was_taken_saves_no_completions(make):
+    """Its pool has two groups of the first run; the one in its place waits for no more."""
+    trainer = make(GRPOTrainer, max_steps=1, save_strategy="steps", save_steps=1)
+    checkpoint = Path(trainer.args.output_dir) / "checkpoint-1"
+    for min_prompts, waits in ((3, True), (2, False)):
+        trainer.add_callback(MutualInformationCallback(trainer, every=1, min_prompts=min_prompts))
+        trainer.train()
+        assert (checkpoint / POOL_FILE).exists() == waits
+        (checkpoint / POOL_FILE).unlink(missing_ok=True)

@@ -45,6 +45,16 @@ def test_a_resumed_run_stops_where_the_uninterrupted_one_does(policy_path, promp
     assert resumed.state.global_step == 3 + 4
 
 
+def test_a_callback_whose_place_was_taken_ends_no_run(policy_path, prompts, make_args, tmp_path):
+    args = make_args(snr=False, max_steps=6, save_strategy="steps", save_steps=5)
+    train(policy_path, args, prompts, start_generations=3, patience=10)  # two generations of ten by the checkpoint
+    resumed = GRPOTrainer(policy_path, spread_reward, args=make_args(snr=False, max_steps=7), train_dataset=prompts)
+    for patience in (2, 10):
+        resumed.add_callback(RewardVarianceStopCallback(resumed, start_generations=3, patience=patience))
+    resumed.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-5"))
+    assert resumed.state.global_step == 7
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [

@@ -11,7 +11,7 @@ from accelerate.utils import gather_object
 from transformers import Trainer, TrainerCallback
 
 from ragen2_trl.callbacks.gradient_probe import check_can_probe, measure_gradients
-from ragen2_trl.callbacks.rollouts import Sampled, check_own_trainer, watch_rollouts
+from ragen2_trl.callbacks.rollouts import Sampled, check_own_trainer, is_newest, watch_rollouts
 from ragen2_trl.callbacks.run_record import keep_record, reported
 from ragen2_trl.instrument.gradients import GradientMeasurement
 from ragen2_trl.instrument.scoring import count_tokens
@@ -36,7 +36,7 @@ class GradientSNRCallback(TrainerCallback):
     `grad/seconds` and `grad/tokens` tell, and keeps up to three copies of the gradient and two more for each term
     (float32; of all but one, each process keeps its share). A load-balancing loss is not measured. What RLOO, or PPO
     with `kl_in="reward"`, takes off the reward belongs to the task. Whatever else a subclass adds to the loss counts
-    as task.
+    as task. Of several on one trainer the one that was added last measures.
 
     Args:
         trainer ([`~trl.GRPOTrainer`] or [`~trl.RLOOTrainer`], or a subclass):
@@ -88,7 +88,7 @@ class GradientSNRCallback(TrainerCallback):
 
     def _on_rollout(self, sampled: Sampled) -> None:
         step = self._due_step()
-        if step is None or self not in self.trainer.callback_handler.callbacks:
+        if step is None or not is_newest(self, self.trainer):
             return
         self._last_step = step
         measurement, cost = self.measure(sampled, self.trainer.state.global_step + 1)

@@ -152,6 +152,7 @@ class MutualInformationCallback(TrainerCallback):
         self.ema = {scope: MarginalStdEMA() for scope in self.scopes}
         self.last_step: int | None = None  # the optimizer step that asked for the latest measurement
         self._asked: int | None = None  # the optimizer step that asked for one which waits for more prompts
+        self._pool.take()  # of an earlier run
         self._latest: Generation | None = None  # until it is known which of its groups are kept
         self._measured: list[Generation] = []  # by the latest measurement, until it is saved
         self._finding: Finding | None = None  # of the latest measurement
@@ -183,7 +184,8 @@ class MutualInformationCallback(TrainerCallback):
             self._watching = True
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._pool.save()
+        if is_newest(self, self.trainer):
+            self._pool.save()
 
     def _note_selection(self) -> None:
         """Of our trainer, which chooses after the rollout has been handed on."""

@@ -19,7 +19,7 @@ class RewardVarianceStopCallback(TrainerCallback):
     (arXiv 2604.06268, Section 4: below 10 % of the first ten steps, five times in a row).
 
     Logs `reward_variance/mean` (of all groups of a generation, ddof 1) and, once the start is known,
-    `reward_variance/of_start`.
+    `reward_variance/of_start`. Of several on one trainer the one that was added last counts.
 
     Args:
         trainer ([`~trl.GRPOTrainer`] or [`~trl.RLOOTrainer`], or a subclass):
@@ -55,7 +55,7 @@ class RewardVarianceStopCallback(TrainerCallback):
             self._watching = True
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self.streak < self.patience:
+        if self.streak < self.patience or not is_newest(self, self.trainer):
             return
         control.should_training_stop = True
         logger.warning(
