@@ -1,10 +1,12 @@
 """GradientSNRCallback through real training: exact, without a trace, and told where others look."""
 
+from collections import Counter
 from functools import partial
 
 import numpy as np
 import pytest
 import torch
+from accelerate import Accelerator
 from algorithms import GRPO, PPO, RLOO, replay_of
 from conftest import assert_same_parameters, parameters_of
 from peft import LoraConfig
@@ -249,6 +251,27 @@ def test_every_layout_is_measured_and_left_as_it_is(settings, policy_path, tmp_p
         parameters.append(parameters_of(trainer))
     assert logged(trainer)
     assert_same_parameters(*parameters)
+
+
+def test_no_loss_of_a_measurement_waits_for_another_process(policy_path, tmp_path, monkeypatch):
+    """Processes without rows of a bucket compute none; the update itself waits without a measurement, too."""
+    waited = Counter()
+
+    def counted(name):
+        wait = getattr(Accelerator, name)
+        monkeypatch.setattr(
+            Accelerator, name, lambda *args, **kwargs: (waited.update([name]), wait(*args, **kwargs))[1]
+        )
+
+    for name in ("pad_across_processes", "gather_for_metrics"):
+        counted(name)
+    counts = []
+    for callback in (None, each_step):
+        trainer, _ = make(GRPO, policy_path, tmp_path, callback, top_entropy_quantile=0.5)
+        waited.clear()
+        trainer.train()
+        counts.append(dict(waited))
+    assert logged(trainer) and counts[0] == counts[1] and counts[0]["pad_across_processes"] > 0
 
 
 def test_it_measures_at_its_own_cadence(policy_path, tmp_path):

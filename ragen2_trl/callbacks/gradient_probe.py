@@ -183,7 +183,11 @@ def _checkpointed(model: nn.Module, args: Any) -> Iterator[None]:
 
 
 class _Alone:
-    """An accelerator that waits for nobody: what a loss gathers are metrics, which are thrown away here."""
+    """An accelerator that waits for nobody: processes have different numbers of losses to compute here.
+
+    What a loss gathers are metrics, which are thrown away, and the entropies that `top_entropy_quantile` takes its
+    threshold from, which is of this process's rows then.
+    """
 
     def __init__(self, accelerator: Accelerator):
         self._accelerator = accelerator
@@ -195,6 +199,9 @@ class _Alone:
         return tensor
 
     def reduce(self, tensor: Tensor, reduction: str = "sum", scale: float = 1.0) -> Tensor:
+        return tensor
+
+    def pad_across_processes(self, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         return tensor
 
     gather_for_metrics = gather
