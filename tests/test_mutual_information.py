@@ -269,6 +269,28 @@ def test_prompts_of_successive_generations_are_pooled_until_there_are_enough(
             assert saved.kept.tolist() == kept
 
 
+@pytest.mark.parametrize("resume", [False, True])
+def test_what_stands_beside_a_pooled_measurement_is_of_all_that_was_measured(
+    resume, policy_path, prompts, make_args, tmp_path
+):
+    shares = iter([0.0, 1.0, 0.2, 1.0, 0.2])  # of success, generation by generation; two again after a resume
+
+    def reward(completion_ids, trainer_state, log_metric, **kwargs):
+        log_metric("env/lake/success", next(shares))
+        return length_reward(completion_ids)
+
+    settings = {**ONE_GROUP, "max_steps": 3, "save_strategy": "steps", "save_steps": 1}
+    arguments = (GRPOTrainer, policy_path, make_args(snr=False, **settings), prompts, reward)
+    trainer, measuring = run(*arguments, {"every": 3, "min_prompts": 3})
+    if resume:
+        checkpoint = str(tmp_path / "run" / "checkpoint-1")
+        trainer, measuring = run(*arguments, {"every": 3, "min_prompts": 3}, resume=checkpoint)
+    (evidence,) = measuring.watch.measurements
+    assert evidence.success == pytest.approx(0.4)
+    cut = [row["completions/clipped_ratio"] for row in trainer.state.log_history[:3]]
+    assert evidence.clipped_ratio == pytest.approx(sum(cut) / 3)
+
+
 def test_a_pooled_measurement_is_that_of_one_generation_where_weights_stand_still(policy_path, make_args):
     """Eight generations of a group, and one of eight groups."""
     tokenizer = AutoTokenizer.from_pretrained(policy_path)

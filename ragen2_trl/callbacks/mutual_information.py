@@ -18,7 +18,7 @@ from trl.models.utils import unwrap_model_for_generation
 
 from ragen2_trl.callbacks.cadence import Cadence
 from ragen2_trl.callbacks.pooling import POOL_FILE, Generation, Pool, joined, joined_selection, what_layout_means
-from ragen2_trl.callbacks.regime_watch import RegimeWatch, evidence_of, regime_flags
+from ragen2_trl.callbacks.regime_watch import RegimeWatch, evidence_of, logged_beside, regime_flags
 from ragen2_trl.callbacks.rollouts import (
     Sampled,
     check_own_trainer,
@@ -236,7 +236,7 @@ class MutualInformationCallback(TrainerCallback):
                 reason = "completions with images cannot be scored without their prompts' images"
                 self._stay_silent(step, "images", reason)
             return
-        self._latest = Generation(gather_rollout(sampled), done)
+        self._latest = Generation(gather_rollout(sampled), done, beside=logged_beside(self.trainer))
         self._pool.add(self._latest)
         self._asked = None if self._pool.is_full else asked
         if asked is None or not self._pool.is_full:
@@ -336,7 +336,8 @@ class MutualInformationCallback(TrainerCallback):
         )
 
     def _follow(self, step: int, metrics: dict[str, float], valid_rate: float) -> None:
-        self._finding, warnings = self.watch.update(evidence_of(self.trainer, step, metrics, valid_rate))
+        beside = [one.beside for one in self._measured]
+        self._finding, warnings = self.watch.update(evidence_of(self.trainer, step, metrics, valid_rate, beside))
         self._log(regime_flags(self._finding))
         for name, text in warnings.items():
             logger.warning(text)

@@ -1,7 +1,7 @@
 """Generations that are measured together, where each has too few prompts to be measured by itself."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial, wraps
 from math import ceil
 from pathlib import Path
@@ -26,11 +26,13 @@ class Generation:
         rollout: Its completions.
         step: Optimizer steps before it.
         selection: (N,) scores and (N,) kept groups of a filter, once it has chosen.
+        beside: From `logged_beside`.
     """
 
     rollout: Rollout
     step: int
     selection: tuple[Tensor, Tensor] | None = None
+    beside: dict[str, float] = field(default_factory=dict)
 
 
 class Pool:
@@ -88,7 +90,7 @@ class Pool:
         self._checkpoint = None
         values: Any = torch.load(path, weights_only=True) if path and path.exists() else []
         (values,) = broadcast_object_list([values])  # from the first process: others may be on another machine
-        generations = [Generation(Rollout(**one["rollout"]), one["step"], one["selection"]) for one in values]
+        generations = [Generation(**{**one, "rollout": Rollout(**one["rollout"])}) for one in values]
         size = self.trainer.num_generations
         self.generations = [one for one in generations if one.rollout.group_size == size]
 

@@ -1,7 +1,8 @@
 """The measurements of a run, as far as verdicts need them, kept over checkpoints."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from statistics import fmean
 from typing import Any
 
 from transformers import Trainer
@@ -37,23 +38,37 @@ class RegimeWatch:
         return findings[-1], warnings(findings)
 
 
-def evidence_of(trainer: Trainer, step: int, metrics: Mapping[str, float], valid_rate: float) -> Evidence:
+def logged_beside(trainer: Trainer) -> dict[str, float]:
+    """What a trainer has logged of the completions that it has just sampled, and a verdict needs to know of them."""
+    latest = {key: values[-1] for key, values in trainer._metrics["train"].items() if values}
+    success = next((latest[key] for key in latest if key.startswith("env/") and key.endswith("/success")), None)
+    beside = {"success": success, "clipped_ratio": latest.get("completions/clipped_ratio")}
+    return {name: value for name, value in beside.items() if value is not None}
+
+
+def evidence_of(
+    trainer: Trainer,
+    step: int,
+    metrics: Mapping[str, float],
+    valid_rate: float,
+    beside: Sequence[Mapping[str, float]],
+) -> Evidence:
     """A measurement, with what the trainer has logged of the completions that were measured.
 
     Args:
         trainer: Amid the optimizer step `step`.
         metrics: From `information_metrics`.
         valid_rate: Share of turns whose reasoning is closed by a tag.
+        beside: Of each generation that was measured, `logged_beside`; they have as many completions each.
     """
-    latest = {key: values[-1] for key, values in trainer._metrics["train"].items() if values}
     accounting = getattr(trainer, "_accounting", None)  # of our trainer, where not every step has an update
+    known = {name: [one[name] for one in beside if name in one] for name in ("success", "clipped_ratio")}
     return Evidence.of(
         metrics,
         step=step,
         updates=trainer.state.global_step - (accounting.empty_steps if accounting else 0),
         valid_thinking_rate=valid_rate,
-        success=next((latest[key] for key in latest if key.startswith("env/") and key.endswith("/success")), None),
-        clipped_ratio=latest.get("completions/clipped_ratio"),
+        **{name: fmean(values) for name, values in known.items() if values},
     )
 
 
