@@ -195,6 +195,24 @@ def test_an_entropy_bonus_is_measured_as_if_the_run_had_it(policy_path, tmp_path
     assert measured.latest.batch_norm != pytest.approx(measured.latest.whole.parts["task"][WHOLE].norm, rel=1e-5)
 
 
+@pytest.mark.parametrize("entropy_coef", [0.01, 0.3])
+def test_the_gradient_of_the_batch_has_the_runs_own_bonus_whatever_it_is_measured_with(
+    entropy_coef, policy_path, tmp_path
+):
+    measured = []
+    for coefficient in (None, entropy_coef):
+        callback = partial(each_step, num_buckets=4, entropy_coef=coefficient)
+        trainer, callback = make(GRPO, policy_path, tmp_path, callback, entropy_coef=0.1)
+        trainer.train()
+        measured.append(callback.latest)
+    own, other = measured
+    assert other.batch_norm == pytest.approx(own.batch_norm, rel=1e-4)
+    cosines = [[bucket.parts["task"][WHOLE].cosine for bucket in one.buckets] for one in measured]
+    assert cosines[0] == pytest.approx(cosines[1], rel=1e-3)
+    norms = [one.whole.parts["entropy"][WHOLE].norm for one in measured]
+    assert norms[1] == pytest.approx(norms[0] * entropy_coef / 0.1, rel=1e-4)
+
+
 # Without a trace
 
 

@@ -46,12 +46,12 @@ class Part:
     Args:
         settings: Attributes of the trainer under which the loss is that term alone.
         keeps_advantages: Whether advantages stay, which make the task's term.
-        trains: Whether the run itself has it.
+        of_run: The run's own coefficient, of the one that it is measured with: 0 where the run does not have it.
     """
 
     settings: dict[str, Any]
     keeps_advantages: bool = False
-    trains: bool = True
+    of_run: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ def measure_gradients(
         whole = [[step for pair in pairs for step in pair[half]] for half in (0, 1)]
         rows = tuple(sum(len(pair[half]) for pair in halves) for half in (0, 1))
         of_whole = probe.gradients(whole)
-        batch = _mean([of_whole[name] for name, part in probe.parts.items() if part.trains], rows)
+        batch = _mean([(part.of_run, of_whole[name]) for name, part in probe.parts.items()], rows)
         measured = measure(list(range(len(stds))), of_whole, rows)
         del of_whole
         of_buckets = [
@@ -136,10 +136,12 @@ def seconds_of_update(trainer: Trainer, sampled: Sampled) -> float:
         return time.perf_counter() - started
 
 
-def _mean(pairs: list[tuple[Gradient, Gradient]], sizes: tuple[int, int]) -> Gradient:
-    """Of all samples and all terms, from the means of the two halves."""
+def _mean(weighted: list[tuple[float, tuple[Gradient, Gradient]]], sizes: tuple[int, int]) -> Gradient:
+    """Of all samples and all terms, each by its weight, from the means of the two halves."""
     first, second = (size / sum(sizes) for size in sizes)
-    return [sum(first * pair[0][i] + second * pair[1][i] for pair in pairs) for i in range(len(pairs[0][0]))]
+    terms = [(weight, pair) for weight, pair in weighted if weight]
+    number = range(len(terms[0][1][0]))
+    return [sum(weight * (first * pair[0][i] + second * pair[1][i]) for weight, pair in terms) for i in number]
 
 
 @contextmanager
@@ -335,5 +337,5 @@ def _parts(coefficients: dict[str, float], own: dict[str, float]) -> dict[str, P
         parts["kl"] = Part(off | {"beta": coefficients["kl"]})
     if (coefficient := coefficients["entropy"]) != 0.0:
         bonus = {"_entropy_bonus_enabled": True, "use_adaptive_entropy": False, "entropy_coef": coefficient}
-        parts["entropy"] = Part(off | bonus, trains=coefficient == own["entropy"])
+        parts["entropy"] = Part(off | bonus, of_run=own["entropy"] / coefficient)
     return parts

@@ -48,7 +48,7 @@ class GradientSNRCallback(TrainerCallback):
             Buckets of equal size. With a number of groups that it does not divide, some groups are in none of them.
         entropy_coef (`float`, *optional*):
             Measure the entropy bonus as if the run had this coefficient, for instance where it has none. Norms have
-            the coefficient in them.
+            the coefficient in them; the gradient of the batch has the run's own.
 
     Raises:
         ValueError: for a setting outside its range; at the start of training, where gradients cannot be taken.
