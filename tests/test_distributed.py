@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from ragen2_trl.reporting.saved_episodes import read_episodes
 sys.path.insert(0, str(Path(__file__).parent / "distributed"))
 
 import held_out
+import played
 import prompts
 import resume
 import several
@@ -230,6 +232,19 @@ def test_two_processes_evaluate_as_one_does(backend, tmp_path):
             assert row[key] == other[key] == pytest.approx(single[key], abs=1e-9), key
     episodes = [read_episodes(tmp_path / name / "_episodes" / "evaluation_00001.parquet") for name in ("two", "one")]
     assert episodes[0] == episodes[1]
+
+
+def test_two_processes_save_the_groups_that_one_saves(tmp_path):
+    """Of two tasks, of which a process has one alone, with a group that lies on both processes."""
+    run_on_two_processes("played.py", tmp_path / "two")
+    played.run(str(tmp_path / "one"), 1)
+    groups = []
+    for name in ("one", "two"):
+        episodes = read_episodes(tmp_path / name / "_episodes" / "train_00001.parquet")
+        groups.append(Counter((one.group, one.task, one.seed) for one in episodes))
+    for found in groups:
+        assert sorted(found.values()) == [4] * 6
+    assert {key[1:] for key in groups[0]} == {key[1:] for key in groups[1]}
 
 
 def test_settings_that_differ_between_processes_are_named_on_each_of_them(policy_path, tmp_path):

@@ -112,7 +112,8 @@ def test_bad_arguments_are_named(policy, tokenizer, make_args):
 def test_groups_that_lie_on_several_processes_come_together():
     whole = lake(0.5, members=4, tasks=2)
     other = lake(0.5, seed=5, members=4, tasks=2)
-    parts = [[whole[:3], other[:6]], [whole[3:], other[6:]]]  # two processes, two generations of a step
+    # Two processes, two generations of a step.
+    parts = [{(0, 0): whole[:3], (1, 0): other[:6]}, {(0, 0): whole[3:], (1, 0): other[6:]}]
     joined = in_groups(parts)
     assert [(one.group, one.sample) for one in joined] == [(g, s) for g in range(4) for s in range(4)]
     assert [one.seed for one in joined] == [one.seed for one in [*whole, *other]]

@@ -14,6 +14,8 @@ from ragen2_trl.envs.mixture import AnyTask
 from ragen2_trl.reporting.files import EPISODES
 from ragen2_trl.reporting.saved_episodes import TRAINING, PlayedEpisode, episodes_of, save_episodes
 
+Generation = tuple[int, int]  # the micro-step that it began, and how many of the same tasks were before it there
+
 
 class EpisodeCallback(TrainerCallback):
     """
@@ -45,21 +47,23 @@ class EpisodeCallback(TrainerCallback):
             raise ValueError("reward_funcs must be those of an environment (env.reward_funcs) to keep its episodes")
         self.trainer, self.every, self.max_episodes = trainer, every, max_episodes
         self._last: int | None = None  # step that was saved last
-        self._generations: list[list[PlayedEpisode]] = []  # of the step that is being saved, this process's part
+        # Of the step that is being saved, this process's part, by generation.
+        self._generations: dict[Generation, list[PlayedEpisode]] = {}
+        self._calls: list[tuple[int, set[str]]] = []  # of each so far, micro-step and tasks
         self._latest: Play | None = None
         for environment in environments:
             environment.on_played = self._keep
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         check_own_trainer(self, self.trainer, state)
-        self._last, self._generations = None, []
+        self._last, self._generations, self._calls = None, {}, []
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Writes what this step has played; the last step that was asked for is the same on all processes."""
         if self._last != state.global_step:
             return
         parts = gather_object([self._generations])  # for each process its generations
-        self._generations, self._latest = [], None
+        self._generations, self._calls, self._latest = {}, [], None
         if state.is_world_process_zero:
             episodes = whole_groups(in_groups(parts), self.max_episodes)
             save_episodes(Path(args.output_dir) / EPISODES, episodes, TRAINING, state.global_step)
@@ -79,7 +83,15 @@ class EpisodeCallback(TrainerCallback):
         if step != self._last or not plays or plays[0] is self._latest:  # two reward functions ask for the same
             return
         self._latest = plays[0]
-        self._generations.append(episodes_of(prompts, seeds, plays, step, completions))
+        played = episodes_of(prompts, seeds, plays, step, completions)
+        self._generations.setdefault(self._generation(plays), []).extend(played)
+
+    def _generation(self, plays: Sequence[Play]) -> Generation:
+        """The generation that plays are of. Each task may tell of its own, and not every process has one of each."""
+        micro_step, tasks = self.trainer._step, {play.env.name for play in plays}
+        told = sum(at == micro_step and not tasks.isdisjoint(others) for at, others in self._calls)
+        self._calls.append((micro_step, tasks))
+        return micro_step, told
 
 
 def environments_of(trainer: Trainer) -> list[AnyTask]:
@@ -89,16 +101,16 @@ def environments_of(trainer: Trainer) -> list[AnyTask]:
     return list(distinct.values())
 
 
-def in_groups(parts: Sequence[Sequence[Sequence[PlayedEpisode]]]) -> list[PlayedEpisode]:
+def in_groups(parts: Sequence[Mapping[Generation, Sequence[PlayedEpisode]]]) -> list[PlayedEpisode]:
     """The episodes of all processes, generation by generation, with their groups numbered over all of them.
 
     Args:
-        parts: For each process, for each generation, its episodes; a group may be spread over processes.
+        parts: For each process, by generation, its episodes; a group may be spread over processes.
     """
-    groups: dict[tuple[int, str, int], list[PlayedEpisode]] = {}
-    for generation in range(max(map(len, parts), default=0)):
+    groups: dict[tuple[Generation, str, int], list[PlayedEpisode]] = {}
+    for generation in sorted({generation for part in parts for generation in part}):
         for part in parts:
-            for episode in part[generation] if generation < len(part) else ():
+            for episode in part.get(generation, ()):
                 groups.setdefault((generation, episode.task, episode.seed), []).append(episode)
     return [
         replace(episode, group=group, sample=sample)
