@@ -58,5 +58,6 @@ class Cadence:
         steps = f", logging_steps={self.trainer.state.logging_steps}" if strategy == "steps" else ""
         return f"logging_strategy={strategy.value!r}{steps}"
 
-    def __str__(self) -> str:
+    @property
+    def why_not_yet(self) -> str:
         return f"no optimizer step so far has asked for it ({self._settings})"

@@ -127,6 +127,7 @@ class MutualInformationCallback(TrainerCallback):
         for scope in scopes:
             check_choice("scopes", scope, (*SCOPES, REFERENCE_SCOPE))
         self.trainer = trainer
+        self.every = every
         self.cadence = Cadence(trainer, every)
         self.scopes = tuple(scopes)
         self.leading_scope = next((scope for scope in scopes if scope != REFERENCE_SCOPE), None)
@@ -374,7 +375,7 @@ class MutualInformationCallback(TrainerCallback):
         if self._asked is not None:
             reasons[f"a measurement takes {self.min_prompts} prompts, and {self._pool.num_prompts} are sampled"] = None
         elif self.last_step is None:
-            reasons[str(self.cadence)] = None
+            reasons[self.cadence.why_not_yet] = None
         self.trainer.state.stateful_callbacks[MI_STATE] = {
             "watch": self.watch.state,
             "ema": {scope: dict(ema.values) for scope, ema in self.ema.items()},
