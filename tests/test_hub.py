@@ -131,23 +131,26 @@ def test_a_token_that_only_the_arguments_know_pushes_and_stays_private(world):
     assert saved.hub_token is None
 
 
-def test_checkpoints_with_texts_in_them_go_up_only_with_a_warning(world):
+@pytest.mark.parametrize(
+    ("name", "held", "texts"),
+    [
+        ("checkpoints", "last-checkpoint/snr_state_0.pt", "snr_state_*.pt"),
+        ("pooled", "checkpoint-1/_mutual_information_pool.pt", "_mutual_information_pool.pt"),
+    ],
+)
+def test_checkpoints_with_texts_in_them_go_up_only_with_a_warning(name, held, texts, world):
     hub, told = world
-    warning = "uploads checkpoints to tester/checkpoints: snr_state_*.pt in them holds prompts and completions"
-    assert told["checkpoints"] == "ok"
-    assert "last-checkpoint/snr_state_0.pt" in hub.repo("tester/checkpoints").files
-    assert told.log["checkpoints"].count(warning) == 1
-    for name in ("healthy", "stock"):  # every_save, and a trainer that keeps no texts
-        assert "word by word" not in told.log[name]
-        assert not [path for path in hub.repo(f"tester/{name}").files if "snr_state" in path or "_pool" in path]
+    warning = f"uploads checkpoints to tester/{name}: {texts} in them holds prompts and completions"
+    assert told[name] == "ok"
+    assert held in hub.repo(f"tester/{name}").files
+    assert told.log[name].count(warning) == 1
 
 
-def test_completions_that_wait_to_be_measured_go_up_with_checkpoints_only_with_a_warning(world):
+@pytest.mark.parametrize("name", ["healthy", "stock"])  # every_save, and a trainer that keeps no texts
+def test_checkpoints_without_texts_go_up_without_a_warning(name, world):
     hub, told = world
-    warning = "uploads checkpoints to tester/pooled: _mutual_information_pool.pt in them holds prompts and completions"
-    assert told["pooled"] == "ok"
-    assert "checkpoint-1/_mutual_information_pool.pt" in hub.repo("tester/pooled").files
-    assert told.log["pooled"].count(warning) == 1
+    assert "word by word" not in told.log[name]
+    assert not [path for path in hub.repo(f"tester/{name}").files if "snr_state" in path or "_pool" in path]
 
 
 def test_logged_completions_go_to_their_own_repository(world):

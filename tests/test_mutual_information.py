@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOTrainer, RLOOTrainer
 
 from ragen2_trl import MutualInformationCallback, SNRFilteredGRPOTrainer, information_metrics
-from ragen2_trl.callbacks.cadence import MIN_STEPS_BETWEEN
 from ragen2_trl.instrument import judge
+from ragen2_trl.instrument.verdict import MIN_STEPS_BETWEEN
 from ragen2_trl.reporting.card import headline
 from ragen2_trl.reporting.report import render_report
 from ragen2_trl.reporting.run import run_of

@@ -5,9 +5,7 @@ from math import ceil
 
 from transformers import Trainer
 
-# Optimizer steps between measurements where every step is logged. One costs about half a step of the demo, so that it
-# stays below a twentieth of the run.
-MIN_STEPS_BETWEEN = 10
+from ragen2_trl.instrument.verdict import MIN_STEPS_BETWEEN
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,9 @@ ENTROPY_RATIO = 0.5  # H(Z|X) per token is low below this share of its start: mo
 LOW_ENTROPY = 0.1  # nats per token; where there is no start: the sampled token has a probability of 0.9
 FORMAT_RATIO = 0.5  # share of closed reasoning, of that at the start, below which the format has collapsed
 FOREIGN_ALPHA = 1e-3  # see `is_foreign`
-FIRST_GAP = 10  # optimizer steps: how far apart measurements are at least, as long as one alone cannot tell
+# Optimizer steps between measurements where every step is logged. One costs about half a step of the demo, so that it
+# stays below a twentieth of the run.
+MIN_STEPS_BETWEEN = 10
 
 
 @dataclass(frozen=True)
@@ -315,7 +317,7 @@ def is_stale(findings: Sequence[Finding], step: int) -> bool:
     steps = [0, *(finding.evidence.step or 0 for finding in findings)]
     longest = max(after - before for before, after in pairwise(steps))
     if len(findings) == 1:  # often at step 1, which does not mean that every step is measured
-        longest = max(longest, FIRST_GAP)
+        longest = max(longest, MIN_STEPS_BETWEEN)
     return step - steps[-1] > 2 * longest
 
 
