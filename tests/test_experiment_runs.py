@@ -326,12 +326,16 @@ def test_a_training_that_had_ended_is_taken_over_and_one_that_is_locked_is_left(
 
 
 def test_the_time_that_is_left_is_told_by_cells_that_have_ended_and_before_by_steps(tmp_path):
-    def job(steps: int, seed: int) -> Job:
-        return Job(Cell({"max_steps": steps}, seed, {}), (), "")
+    def job(steps: int, seed: int, **fields: str) -> Job:
+        return Job(Cell({"max_steps": steps, **fields}, seed, {}), (), "")
 
     estimate = Estimate(Store(tmp_path))
     assert estimate.seconds_left([job(10, 1)], [], 1) is None
     assert estimate.seconds_left([job(10, 2)], [(job(10, 1), 5.0, 20.0)], 1) == 35
     estimate.add(job(10, 1), 30.0)
     assert estimate.seconds_left([job(10, 2), job(20, 2)], [(job(10, 3), 10.0, None)], 2) == (30 + 60 + 20) / 2
+    larger = {"model": "smollm2"}  # of which a step takes longer than of those that have ended
+    assert estimate.of(job(10, 1, **larger)) is None
+    assert estimate.seconds_left([job(10, 2, **larger)], [(job(10, 1, **larger), 5.0, None)], 1) is None
+    assert estimate.seconds_left([job(10, 2, **larger)], [(job(10, 1, **larger), 5.0, 2000.0)], 1) == 3995
     assert _told(Progress(1, 1, 9, ("a",), 5400.0)) == "1/9 cells done, 1 running, 1 failed, about 1 h 30 min left"
