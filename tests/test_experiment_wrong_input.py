@@ -10,7 +10,7 @@ from experiment_results import write_results
 
 from ragen2_trl import cli
 from ragen2_trl.experiments.plan import read_experiment
-from ragen2_trl.experiments.runner import Runner
+from ragen2_trl.experiments.runner import Outcome, Runner
 
 BASE = {
     "algo": "grpo",
@@ -240,3 +240,49 @@ def test_a_record_of_other_content_is_named(content, said, action, finished, ref
     (finished / "results" / "experiments").mkdir()
     (finished / "results" / "experiments" / "small.yaml").write_text(content)
     assert f"results/experiments/{said}" in refused(f"{action} small.yaml")
+
+
+# What was fixed before the runs
+
+
+def test_the_day_on_which_settings_were_fixed_stays(finished, refused):
+    cli.main(["experiment", "run", "small.yaml"])
+    write(finished, PLAN, day="2026-02-01")
+    said = refused("run small.yaml")
+    assert 'settings_fixed is "2026-01-31" in results/experiments/small.yaml and "2026-02-01" in small.yaml' in said
+
+
+def test_what_decides_over_cells_of_others_is_fixed_by_its_own_run_although_they_are_there(finished, refused, capsys):
+    """A source that runs on its own leaves no record of it, which the analysis says."""
+    record = finished / "results" / "experiments" / "over.yaml"
+    cli.main(["experiment", "run", "small.yaml"])
+    cli.main(["experiment", "analyse", "over.yaml", "small.yaml"])
+    told = " ".join(capsys.readouterr().out.split())
+    assert "over has cells and no record of its checks: `ragen2-trl experiment run over.yaml` writes it." in told
+    assert "small has cells" not in told and not record.exists()
+
+    cli.main(["experiment", "run", "over.yaml"])
+    assert "first written, maybe after its cells" in record.read_text().splitlines()[0]
+    cli.main(["experiment", "analyse", "over.yaml"])
+    assert "no record" not in capsys.readouterr().out
+    (check,) = OVER["checks"]
+    write(finished, {**OVER, "checks": [{**check, "x": "entropy/mean"}]})
+    assert 'checks[0].x is "mi/mean" in results/experiments/over.yaml and "entropy/mean"' in refused("run over.yaml")
+    write(finished, {**OVER, "checks": [check, {**check, "name": "another", "x": "entropy/mean"}]})
+    cli.main(["experiment", "run", "over.yaml"])
+    cli.main(["experiment", "analyse", "over.yaml"])
+    assert "| another (added after the runs) |" in (finished / "results" / "README.md").read_text()
+
+
+def test_the_record_over_cells_of_others_is_written_with_the_first_of_them(folder, monkeypatch):
+    """Where all run together, and checks can be changed no more once there is a number."""
+    cell = read_experiment(folder / "small.yaml").cells()[0]
+
+    def run_one(runner, jobs):
+        write_results(folder / "results", [cell])
+        runner.on_added(next(job for job in jobs if job.cell.key == cell.key))
+        return Outcome()
+
+    monkeypatch.setattr(Runner, "run", run_one)
+    cli.main(["experiment", "run", "over.yaml"])
+    assert {path.name for path in (folder / "results" / "experiments").iterdir()} == {"small.yaml", "over.yaml"}

@@ -149,6 +149,12 @@ def _analyse(console: Console, asked: Asked) -> None:
 
     with checked_input():
         analyse(asked.experiments, asked.store.folder, asked.arguments.scale, asked.arguments.quick)
+    done = asked.store.done()
+    for one in asked.experiments:
+        has_cells = any(one.id in job.experiments and job.cell.key in done for job in asked.jobs)
+        if has_cells and asked.store.fixed_checks(one) is None:
+            told = f"{one.id} has cells and no record of its checks: `ragen2-trl experiment run {one.path}` writes it."
+            console.print(Text(told), soft_wrap=True)
     console.print(
         Text(f"{asked.store.folder / 'README.md'} says what came of {', '.join(one.id for one in asked.experiments)}.")
     )

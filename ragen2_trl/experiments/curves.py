@@ -148,7 +148,7 @@ class Store:
         Raises:
             ValueError: If the folder holds results of an experiment with that id which differs in more than prose,
                 names of files, further seeds and further checks; what differs is named. So is a record that cannot
-                be read.
+                be read. The day on which settings were fixed stays the one of before the first cell.
         """
         for one in experiment.others:
             self.check(one, scale, quick)
@@ -181,8 +181,10 @@ class Store:
         fixed = self.fixed_checks(experiment)
         whole["checks"] = whole["checks"] if fixed is None else fixed
         text = yaml.safe_dump(whole, sort_keys=False, allow_unicode=True, width=120)
+        # Cells of `cells_of` may have run long before, for their own experiments.
+        when = "when this was first written, maybe after" if experiment.others else "when"
         comment = (
-            f"# What {experiment.id} was when its cells in ../{CELLS} ran: written by `ragen2-trl experiment run`.\n"
+            f"# What {experiment.id} was {when} its cells in ../{CELLS} ran: written by `ragen2-trl experiment run`.\n"
         )
         if not path.exists() or path.read_text(encoding="utf-8") != comment + text:
             write_text(path, comment + text)
@@ -335,12 +337,10 @@ def _level_settings(experiment: Experiment, scale: str) -> dict[str, dict[str, F
 
 
 def _difference(then: Any, now: Any, where: str = "") -> tuple[str, str, str] | None:
-    """The first place where two records differ and what stands in each; the day may change."""
+    """The first place where two records differ and what stands in each."""
     if isinstance(then, dict) and isinstance(now, dict):
         for name in [*then, *(name for name in now if name not in then)]:
             place = f"{where}.{name}" if where else name
-            if place == "settings_fixed":
-                continue
             if name not in then or name not in now:
                 return place, *(_short(side[name]) if name in side else "not there" for side in (then, now))
             if (found := _difference(then[name], now[name], place)) is not None:
