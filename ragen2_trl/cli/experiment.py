@@ -21,7 +21,7 @@ from rich.text import Text
 
 from ragen2_trl.cli.console import ProgressLine, make_console
 from ragen2_trl.cli.experiment_arguments import ACTIONS, FOLDERS, experiment_parser
-from ragen2_trl.cli.typed import InputError, checked_input
+from ragen2_trl.cli.typed import InputError, checked_input, refuse_in_a_line
 from ragen2_trl.experiments.cells import (
     Job,
     command_of,
@@ -32,7 +32,7 @@ from ragen2_trl.experiments.cells import (
     write_config,
     write_warm_start,
 )
-from ragen2_trl.experiments.curves import Store
+from ragen2_trl.experiments.curves import Store, check_folder
 from ragen2_trl.experiments.plan import Experiment, read_experiments
 from ragen2_trl.experiments.runner import MADE, Progress, Runner, is_locked
 
@@ -61,6 +61,7 @@ def main(args: list[str] | None = None) -> None:
     arguments = experiment_parser().parse_args(args)
     with checked_input():
         experiments = read_experiments(arguments.files, _pairs(arguments.set))
+        _check_claims(experiments)
         only: dict[str, list[str]] = {}
         for axis, level in (_pair(text, "only") for text in arguments.only):
             only.setdefault(axis, []).append(level)
@@ -70,6 +71,8 @@ def main(args: list[str] | None = None) -> None:
         results, runs = FOLDERS["quick" if arguments.quick else arguments.scale]
         results, runs = arguments.results or results, arguments.runs or runs
         store = Store(results)
+        store.check_folder()
+        check_folder(runs, "runs")
         for one in experiments:
             store.check(one, arguments.scale, arguments.quick)
     do = {"run": _run, "status": _status, "analyse": _analyse, "list": _list}
@@ -78,10 +81,9 @@ def main(args: list[str] | None = None) -> None:
 
 
 def _run(console: Console, asked: Asked) -> None:
-    _check_claims(asked.experiments)
     done = asked.store.done()
     if left := [job for job in asked.jobs if job.cell.key not in done]:
-        _check_settings(left)
+        _check_settings(left, asked.arguments.set)
     unrecorded = {source.id: source for one in asked.experiments for source in (*one.others, one)}
 
     def added(job: Job) -> None:
@@ -147,6 +149,12 @@ def _analyse(console: Console, asked: Asked) -> None:
 
     with checked_input():
         analyse(asked.experiments, asked.store.folder, asked.arguments.scale, asked.arguments.quick)
+    done = asked.store.done()
+    for one in asked.experiments:
+        has_cells = any(one.id in job.experiments and job.cell.key in done for job in asked.jobs)
+        if has_cells and asked.store.fixed_checks(one) is None:
+            told = f"{one.id} has cells and no record of its checks: `ragen2-trl experiment run {one.path}` writes it."
+            console.print(Text(told), soft_wrap=True)
     console.print(
         Text(f"{asked.store.folder / 'README.md'} says what came of {', '.join(one.id for one in asked.experiments)}.")
     )
@@ -174,20 +182,19 @@ def _told(progress: Progress) -> str:
 
 
 def _check_claims(experiments: Sequence[Experiment]) -> None:
-    """What decides is read before anything runs.
+    """Raise a `ValueError` if a check or a figure of an experiment is not as it should be."""
+    from ragen2_trl.experiments.page import check_readable  # matplotlib and scipy, which take a second
 
-    Raises:
-        InputError: If a check or a figure of an experiment is not as it should be.
-    """
-    from ragen2_trl.experiments.page import check_readable
-
-    with checked_input():
-        for one in experiments:
-            check_readable(one)
+    for one in experiments:
+        check_readable(one)
 
 
-def _check_settings(jobs: Sequence[Job]) -> None:
+def _check_settings(jobs: Sequence[Job], sets: Sequence[str] = ()) -> None:
     """Let the command that will train a cell read its settings, once for all seeds of them.
+
+    Args:
+        jobs: Their cells.
+        sets: What was typed after `--set`, which the message names.
 
     Raises:
         InputError: With the cell's name, if a setting is not one of its algorithm's or has no allowed value.
@@ -214,20 +221,19 @@ def _check_settings(jobs: Sequence[Job]) -> None:
             try:
                 if job.cell.model_key:
                     warm_start = write_warm_start(Path(folder) / "model", job)
-                    parse(
-                        TrlParser((WarmStartArguments, SFTConfig, ModelConfig)),
-                        ["--config", str(warm_start), *args[2:]],
-                    )
+                    of_warm_start = refuse_in_a_line(TrlParser((WarmStartArguments, SFTConfig, ModelConfig)))
+                    parse(of_warm_start, ["--config", str(warm_start), *args[2:]])
                 write_text(config, text)
                 own = ALGORITHMS[algorithm_of(args)][1]
                 known = {one.name for kind in (TrainArguments, own, ModelConfig) for one in fields(kind)}
                 if unknown := [name for name in own_fields if name not in known]:
                     near = get_close_matches(unknown[0], known, n=3) or ["the arguments of `ragen2-trl train`"]
                     raise ValueError(f"{unknown[0]} is not known to {own.__name__}; allowed: {', '.join(near)}.")
-                script_args, *_ = parse(TrlParser((TrainArguments, own, ModelConfig)), args)
+                script_args, *_ = parse(refuse_in_a_line(TrlParser((TrainArguments, own, ModelConfig))), args)
                 script_args.make_eval_envs(script_args.make_env())
             except ValueError as error:
-                raise InputError(f"{job.name}: {error}") from error
+                with_sets = f", with --set {shlex.join(sets)}" if sets else ""
+                raise InputError(f"{job.name}{with_sets}: {error}") from error
 
 
 def _pair(text: str, name: str) -> tuple[str, str]:
@@ -238,4 +244,12 @@ def _pair(text: str, name: str) -> tuple[str, str]:
 
 
 def _pairs(texts: Sequence[str]) -> dict[str, Any]:
-    return {name: yaml.safe_load(value) for name, value in (_pair(text, "set") for text in texts)}
+    """Names and values of `--set`, whose values are YAML."""
+    found = {}
+    for name, value in (_pair(text, "set") for text in texts):
+        try:
+            found[name] = yaml.safe_load(value)
+        except (yaml.YAMLError, ValueError) as error:  # the latter of days such as 2026-13-45
+            why = " ".join(str(error).split())
+            raise ValueError(f"set={name}={value!r} is not valid YAML: {why}") from error
+    return found

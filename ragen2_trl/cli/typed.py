@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import yaml
 
@@ -53,6 +53,17 @@ def parse(parser: "TrlParser", args: list[str] | None) -> tuple[Any, ...]:
             together = Path(folder) / "config.yaml"
             together.write_text(yaml.safe_dump(read_configs(files)))
             return parser.parse_args_and_config(["--config", str(together), *rest])
+
+
+def refuse_in_a_line(parser: "TrlParser") -> "TrlParser":
+    """A parser whose errors are errors of input and no longer hundreds of lines of usage: of a file that another
+    command writes, nobody typed its arguments."""
+
+    def refuse(message: str) -> NoReturn:
+        raise InputError(message)
+
+    parser.error = refuse  # type: ignore[method-assign]
+    return parser
 
 
 def config_files(args: Sequence[str]) -> tuple[list[str], list[str]]:

@@ -6,9 +6,10 @@ verdict is made by checks that state the claim: not by those `beside` it, and no
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
+from typing import Any
 
 from ragen2_trl.experiments.grid import Grid, Notes
 from ragen2_trl.experiments.kinds import KINDS, Check
@@ -162,16 +163,16 @@ def validate(experiment: Experiment) -> None:
     """Raise a `ValueError` that names file, check and what is allowed, if a check cannot be read."""
     for check in experiment.checks:
         where = f"{experiment.path}: check {check.get('name', '')!r}"
-        if check.get("kind") not in KINDS:
+        if check.get("kind") not in list(KINDS):  # which also takes what cannot be a key
             raise ValueError(f"{where}: kind={check.get('kind')!r} is not supported; allowed: {', '.join(KINDS)}")
         kind = KINDS[check["kind"]]
         required = {"name", "kind", "expects", *kind.required}
         allowed = {*required, *kind.optional, "within", "beside"}
         for names, what in ((required - check.keys(), "is missing"), (check.keys() - allowed, "is not known")):
             if names:
-                raise ValueError(f"{where}: {min(names)} {what}; allowed: {', '.join(sorted(allowed))}")
-        if not isinstance(check.get("beside", False), bool):
-            raise ValueError(f"{where}: beside={check['beside']!r} is not supported; allowed: true, false")
+                one = min(map(str, names))
+                raise ValueError(f"{where}: {one} {what}; allowed: {', '.join(sorted(allowed))}")
+        _check_values(check, where)
         if check["expects"] not in (">", "<", "=") or (check["expects"] == "=") != ("within" in check):
             raise ValueError(
                 f"{where}: expects={check['expects']!r} is not supported; allowed: '>', '<', and '=' with `within`"
@@ -191,6 +192,46 @@ def validate(experiment: Experiment) -> None:
             raise ValueError(f"{where}: {check['statistic']} needs a target: a number, or levels whose end is it")
     if experiment.checks and all(check.get("beside", False) for check in experiment.checks):
         raise ValueError(f"{experiment.path}: checks must hold one that states the claim, all are beside it")
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str) and value != ""
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _is_levels(value: Any) -> bool:
+    return isinstance(value, Mapping)
+
+
+# Name in a check -> whether a value is one of those allowed, and these in words.
+_TEXT = (_is_text, "a text")
+_VALUES: dict[str, tuple[Callable[[Any], bool], str]] = {
+    **dict.fromkeys(("name", "statistic", "x", "y", "minus", "first", "then", "axis"), _TEXT),
+    **dict.fromkeys(("of", "against", "without"), (_is_levels, "levels by axis")),
+    "target": (lambda value: _is_number(value) or _is_levels(value), "a number, or levels by axis"),
+    "than": (_is_number, "a number"),
+    "within": (lambda value: _is_number(value) and value >= 0, "a number of at least 0"),
+    "fall": (lambda value: _is_number(value) and 0 < value < 1, "a number between 0 and 1"),
+    "beside": (lambda value: isinstance(value, bool), "true, false"),
+}
+_OF_KIND = {
+    "ratio": {"than": (lambda value: _is_number(value) and value > 0, "a number above 0")},
+    "stronger_correlation": {"than": _TEXT},
+}
+
+
+def _check_values(check: Check, where: str) -> None:
+    """Raise a `ValueError` for a value of another type or range than its name has."""
+    allowed = {**_VALUES, **_OF_KIND.get(check["kind"], {})}
+    for name in check.keys() & allowed.keys():
+        fine, words = allowed[name]
+        if not fine(check[name]):
+            raise ValueError(f"{where}: {name}={check[name]!r} is not supported; allowed: {words}")
+    if ("of" in check) != ("against" in check) and check["kind"] in OF_ORDER:
+        raise ValueError(f"{where}: of and against must be there together, or neither; got one of them")
 
 
 def _evaluate(grid: Grid, check: Check) -> Result:

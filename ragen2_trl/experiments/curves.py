@@ -21,7 +21,7 @@ import pyarrow.parquet as pq
 import yaml
 
 from ragen2_trl.experiments.plan import Cell, Experiment, question
-from ragen2_trl.experiments.settings import UNSET, Fields, json_text, merged, read_fields
+from ragen2_trl.experiments.settings import UNSET, Fields, json_text, merged, read_fields, read_yaml
 from ragen2_trl.reporting.files import HISTORY_FILE, read_json, replace_whole, write_text
 
 CELLS, CURVES, RECORDS = "cells.parquet", "curves.parquet", "experiments"
@@ -94,6 +94,12 @@ class Store:
         """The keys of finished cells."""
         return set(self._read(CELLS, CELLS_SCHEMA)["key"].to_pylist())
 
+    def check_folder(self) -> None:
+        """Raise a `ValueError` that names what is wrong, if cells cannot be added here or what there is not read."""
+        check_folder(self.folder / RECORDS, "results")
+        for name, schema in ((CELLS, CELLS_SCHEMA), (CURVES, CURVES_SCHEMA)):
+            self._read(name, schema)
+
     def add(self, run_folder: Path, cell: Cell, wall_seconds: float = math.nan) -> None:
         """Take over what a cell's run has left in its folder.
 
@@ -141,14 +147,14 @@ class Store:
 
         Raises:
             ValueError: If the folder holds results of an experiment with that id which differs in more than prose,
-                names of files, further seeds and further checks; what differs is named.
+                names of files, further seeds and further checks; what differs is named. So is a record that cannot
+                be read. The day on which settings were fixed stays the one of before the first cell.
         """
         for one in experiment.others:
             self.check(one, scale, quick)
-        path = self._record(experiment)
-        if not path.exists():
+        path, then, now = self._record(experiment), self._recorded(experiment), record(experiment, scale, quick)
+        if then is None:
             return
-        then, now = yaml.safe_load(path.read_text(encoding="utf-8")), record(experiment, scale, quick)
         if set(then["seeds"]) <= set(now["seeds"]) or experiment.others:  # theirs, which have been checked
             then["seeds"] = now["seeds"]
         asked = [question(check) for check in now["checks"]]
@@ -163,9 +169,9 @@ class Store:
             )
 
     def fixed_checks(self, experiment: Experiment) -> list[dict[str, Any]] | None:
-        """The checks that an experiment had when its first cell ran; `None` before that."""
-        path = self._record(experiment)
-        return yaml.safe_load(path.read_text(encoding="utf-8"))["checks"] if path.exists() else None
+        """The checks that an experiment had when its record was first written; `None` before that."""
+        then = self._recorded(experiment)
+        return None if then is None else list(then["checks"])
 
     def write_record(self, experiment: Experiment, scale: str, quick: bool) -> None:
         """Keep what an experiment is, once the folder has a cell of it; of its checks, what they were then."""
@@ -175,8 +181,10 @@ class Store:
         fixed = self.fixed_checks(experiment)
         whole["checks"] = whole["checks"] if fixed is None else fixed
         text = yaml.safe_dump(whole, sort_keys=False, allow_unicode=True, width=120)
+        # Cells of `cells_of` may have run long before, for their own experiments.
+        when = "when this was first written, maybe after" if experiment.others else "when"
         comment = (
-            f"# What {experiment.id} was when its cells in ../{CELLS} ran: written by `ragen2-trl experiment run`.\n"
+            f"# What {experiment.id} was {when} its cells in ../{CELLS} ran: written by `ragen2-trl experiment run`.\n"
         )
         if not path.exists() or path.read_text(encoding="utf-8") != comment + text:
             write_text(path, comment + text)
@@ -184,11 +192,31 @@ class Store:
     def _record(self, experiment: Experiment) -> Path:
         return self.folder / RECORDS / f"{experiment.id}.yaml"
 
+    def _recorded(self, experiment: Experiment) -> dict[str, Any] | None:
+        """What the record of an experiment says, in the values of `record`; `None` where there is none."""
+        path = self._record(experiment)
+        if not path.exists():
+            return None
+        read = json.loads(json.dumps(read_yaml(path), default=str))
+        if not isinstance(read, dict):
+            raise ValueError(f"{path}: all of it must be a mapping, got {_short(read)}")
+        for name, kind in (("seeds", int), ("checks", dict)):
+            value = read.get(name)
+            if not isinstance(value, list) or not all(isinstance(one, kind) for one in value):
+                what = {int: "whole numbers", dict: "mappings"}[kind]
+                raise ValueError(f"{path}: {name} must be a list of {what}, got {_short(value)}")
+        return read
+
     # Files
 
     def _read(self, name: str, schema: pa.Schema) -> pa.Table:
         path = self.folder / name
-        return pq.read_table(path).select(schema.names).cast(schema) if path.exists() else schema.empty_table()
+        if not path.exists():
+            return schema.empty_table()
+        try:
+            return pq.read_table(path).select(schema.names).cast(schema)
+        except (pa.ArrowException, OSError, KeyError) as error:  # a KeyError of columns that are not there
+            raise ValueError(f"{path} cannot be read as results of cells: {' '.join(str(error).split())}") from error
 
     def _put(self, name: str, schema: pa.Schema, further: pa.Table) -> None:
         """Add rows; those that an earlier row of the same key has are replaced."""
@@ -208,6 +236,13 @@ class Store:
         with (self.folder / ".lock").open("w") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             yield
+
+
+def check_folder(folder: Path, name: str) -> None:
+    """Raise a `ValueError` where a file stands in the way of a folder that `name` names."""
+    there = next(path for path in (folder, *folder.parents) if path.exists())
+    if not there.is_dir():
+        raise ValueError(f"{name} must be a folder, or one that can be made, got the file {there}")
 
 
 def tidy_rows(history: Sequence[Mapping[str, Any]]) -> list[tuple[int, str, float]]:
@@ -310,12 +345,10 @@ def _level_settings(experiment: Experiment, scale: str) -> dict[str, dict[str, F
 
 
 def _difference(then: Any, now: Any, where: str = "") -> tuple[str, str, str] | None:
-    """The first place where two records differ and what stands in each; the day may change."""
+    """The first place where two records differ and what stands in each."""
     if isinstance(then, dict) and isinstance(now, dict):
         for name in [*then, *(name for name in now if name not in then)]:
             place = f"{where}.{name}" if where else name
-            if place == "settings_fixed":
-                continue
             if name not in then or name not in now:
                 return place, *(_short(side[name]) if name in side else "not there" for side in (then, now))
             if (found := _difference(then[name], now[name], place)) is not None:

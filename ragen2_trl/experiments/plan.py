@@ -16,15 +16,16 @@ from typing import Any
 
 from ragen2_trl.experiments.settings import (
     OF_THE_RUNNER,
-    UNSET,
     WARM_START,
     Fields,
+    check_unset,
     json_text,
     merged,
     read_fields,
     read_yaml,
     with_warm_start,
 )
+from ragen2_trl.experiments.values import check_mapping, check_names, check_required, list_at, listed
 
 SCALES = ("tiny", "paper")
 
@@ -161,30 +162,33 @@ class Experiment:
         for levels in grid:
             own = [self.axes[axis][level] for axis, level in levels.items()]
             settings.append(merged([self.settings(scale, levels), *own, *last]))
-        if any(WARM_START in one and "model" in one for one in settings):
-            raise ValueError(f"{self.path}: model must be left out beside {WARM_START}, which makes it.")
+        for one in settings:
+            if WARM_START in one and "model" in one:
+                raise ValueError(f"{self.path}: model must be left out beside {WARM_START}, which makes it.")
+            if not str(one.get("max_steps", 0)).lstrip("-").isdecimal():
+                raise ValueError(f"{self.path}: max_steps must be a whole number, got {one['max_steps']!r}")
         return [Cell(one, seed, levels) for seed in seeds for levels, one in zip(grid, settings, strict=True)]
 
 
-def read_experiment(path: Path, overrides: Fields | None = None) -> Experiment:
+def read_experiment(path: Path, overrides: Fields | None = None, above: tuple[Path, ...] = ()) -> Experiment:
     """The experiment of a file.
 
     Args:
         path: The file; those it names are relative to it.
         overrides: Settings on top of all others, to try it.
+        above: The files that have its cells through their `cells_of`.
 
     Raises:
         ValueError: If the file is not as it should be; the message names file, field, value and what is allowed.
         OSError: If it, or a file that it names, cannot be read.
     """
-    read = _mapping(read_yaml(path), path, "")
+    read = check_mapping(read_yaml(path), path, "")
     allowed = {one.name for one in fields(Experiment)} - {"path", "overrides", "others", "level_files"} | {"cells_of"}
     own = ("axes", "base", "fields", "paper_scale", "quick", "seeds", "skip") if "cells_of" in read else ()
-    _check_names(read, allowed - set(own), path, "")
+    check_names(read, allowed - set(own), path, "")
     required = ("id", "claim", "source", "seeds", "checks", "settings_fixed")
-    _check_required(read, [name for name in required if name not in own], path, "")
-    names = _list(read, "cells_of", path)
-    others = tuple(read_experiment(path.with_name(f"{name}.yaml"), overrides) for name in names)
+    check_required(read, [name for name in required if name not in own], path, "")
+    others = tuple(read_experiment(one, overrides, (*above, path)) for one in _others(read, path, above))
     for name in ("id", "claim", "source", "paper", "note"):
         if not isinstance(read.get(name, ""), str):
             raise ValueError(f"{path}: {name} must be a text, got {read[name]!r}")
@@ -194,10 +198,10 @@ def read_experiment(path: Path, overrides: Fields | None = None) -> Experiment:
         raise ValueError(f"{path}: settings_fixed must be a day such as 2026-01-31, got {read['settings_fixed']!r}")
     axes: dict[str, dict[str, Fields]] = {}
     files: dict[str, dict[str, dict[str, tuple[Path, ...]]]] = {scale: {} for scale in SCALES}
-    for axis, levels in _mapping(read.get("axes", {}), path, "axes").items():
+    for axis, levels in check_mapping(read.get("axes", {}), path, "axes").items():
         named = {
-            _level(level, path, f"axes.{axis}"): dict(_mapping(own, path, f"axes.{axis}.{level}"))
-            for level, own in _mapping(levels, path, f"axes.{axis}").items()
+            _level(level, path, f"axes.{axis}"): dict(check_mapping(own, path, f"axes.{axis}.{level}"))
+            for level, own in check_mapping(levels, path, f"axes.{axis}").items()
         }
         for scale, name in zip(SCALES, ("base", "paper_base"), strict=True):
             files[scale][str(axis)] = {
@@ -211,12 +215,12 @@ def read_experiment(path: Path, overrides: Fields | None = None) -> Experiment:
         known[axis] = {**known.get(axis, {}), **levels}
 
     def gridded(name: str) -> Iterable[dict[str, Any]]:
-        return (_on_grid(one, known, path, f"{name}[{n}]") for n, one in enumerate(_list(read, name, path)))
+        return (_on_grid(one, known, path, f"{name}[{n}]") for n, one in enumerate(list_at(read, name, path)))
 
     if empty := [axis for axis, levels in axes.items() if not levels]:
         raise ValueError(f"{path}: axes.{empty[0]} must have at least one level, got none")
     if not others and not any(axes[axis].keys() == named.keys() for axis, named in files["tiny"].items()):
-        _check_required(read, ("base",), path, "")
+        check_required(read, ("base",), path, "")
     experiment = Experiment(
         id=read["id"],
         claim=read["claim"],
@@ -236,7 +240,7 @@ def read_experiment(path: Path, overrides: Fields | None = None) -> Experiment:
         note=read.get("note", ""),
         others=others,
         path=path,
-        overrides=with_warm_start(overrides or {}, path),
+        overrides=_fields(overrides or {}, path, "set"),
     )
     if not experiment.cells():
         raise ValueError(f"{path}: skip leaves no cell.")
@@ -275,7 +279,7 @@ def check_scale(scale: str) -> None:
 
 def _fields(value: Any, path: Path, where: str) -> Fields:
     """Settings of an experiment's own."""
-    own = dict(_mapping(value, path, where))
+    own = dict(check_mapping(value, path, where))
     if taken := sorted(OF_THE_RUNNER & own.keys()):
         raise ValueError(
             f"{path}: {where}.{taken[0]} is set by the runner; allowed: arguments of `ragen2-trl train` "
@@ -283,24 +287,24 @@ def _fields(value: Any, path: Path, where: str) -> Fields:
         )
     for name in ("env_args",):
         if name in own:
-            _mapping(own[name], path, f"{where}.{name}")
-    unset = own.get(UNSET, [])
-    if not isinstance(unset, list) or not all(isinstance(one, str) for one in unset):
-        raise ValueError(f"{path}: {where}.{UNSET} must be a list of names, got {unset!r}")
+            check_mapping(own[name], path, f"{where}.{name}")
+    check_unset(own, f"{path}: {where}.")
     return with_warm_start(own, path)
 
 
 def _skip(read: Mapping[str, Any], axes: dict[str, dict[str, Fields]], path: Path, where: str) -> Any:
-    left_out = enumerate(_list(read, "skip", path))
-    return tuple(_levels(_mapping(one, path, f"{where}[{n}]"), axes, path, f"{where}[{n}]") for n, one in left_out)
+    left_out = enumerate(list_at(read, "skip", path))
+    return tuple(
+        _levels(check_mapping(one, path, f"{where}[{n}]"), axes, path, f"{where}[{n}]") for n, one in left_out
+    )
 
 
 def _paper_scale(value: Any, axes: dict[str, dict[str, Fields]], path: Path) -> PaperScale | None:
     if value is None:
         return None
-    read = _mapping(value, path, "paper_scale")
-    _check_names(read, {one.name for one in fields(PaperScale)}, path, "paper_scale.")
-    _check_required(read, ("base", "launch", "processes", "gpu_hours"), path, "paper_scale.")
+    read = check_mapping(value, path, "paper_scale")
+    check_names(read, {one.name for one in fields(PaperScale)}, path, "paper_scale.")
+    check_required(read, ("base", "launch", "processes", "gpu_hours"), path, "paper_scale.")
     for name, kind in (("processes", int), ("gpu_hours", int | float)):
         if isinstance(read[name], bool) or not isinstance(read[name], kind) or read[name] <= 0:
             raise ValueError(f"{path}: paper_scale.{name} must be a number above 0, got {read[name]!r}")
@@ -315,8 +319,21 @@ def _paper_scale(value: Any, axes: dict[str, dict[str, Fields]], path: Path) -> 
     )
 
 
+def _others(read: Mapping[str, Any], path: Path, above: tuple[Path, ...]) -> list[Path]:
+    """The files of `cells_of`, none of which may lead back to this one."""
+    names = list_at(read, "cells_of", path)
+    if not names and "cells_of" in read:
+        raise ValueError(f"{path}: cells_of must name at least one experiment, got []")
+    for name in names:
+        if not isinstance(name, str) or Path(name).name != name or not path.with_name(f"{name}.yaml").is_file():
+            raise ValueError(f"{path}: cells_of must name experiments beside this one, got {name!r}")
+        if path.with_name(f"{name}.yaml") in (path, *above):
+            raise ValueError(f"{path}: cells_of must name experiments without this one's cells, got {name!r}")
+    return [path.with_name(f"{name}.yaml") for name in names]
+
+
 def _files(value: Any, path: Path, where: str) -> tuple[Path, ...]:
-    names = _names(value)
+    names = listed(value)
     if not names or not all(isinstance(one, str) for one in names):
         raise ValueError(f"{path}: {where} must name files, relative to this one, got {value!r}")
     files = tuple(Path(os.path.normpath(path.parent / one)) for one in names)
@@ -340,7 +357,7 @@ def _level(level: Any, path: Path, where: str) -> str:
 
 def _levels(value: Mapping[Any, Any], axes: Mapping[str, Mapping[str, Any]], path: Path, where: str) -> dict[str, str]:
     """Axis -> level, both of the grid."""
-    _check_names(value, set(axes), path, f"{where}.")
+    check_names(value, set(axes), path, f"{where}.")
     levels = {axis: _level(level, path, f"{where}.{axis}") for axis, level in value.items()}
     for axis, level in levels.items():
         if level not in axes[axis]:
@@ -350,44 +367,19 @@ def _levels(value: Mapping[Any, Any], axes: Mapping[str, Mapping[str, Any]], pat
 
 def _on_grid(value: Any, axes: Mapping[str, Mapping[str, Any]], path: Path, where: str) -> dict[str, Any]:
     """A check or a figure, whose axes and levels are of the grid."""
-    read = dict(_mapping(value, path, where))
+    read = dict(check_mapping(value, path, where))
     for name in ("of", "against", "where", "without", "target"):
         if name in read and (name != "target" or isinstance(read[name], Mapping)):  # a target may be a number
-            read[name] = _levels(_mapping(read[name], path, f"{where}.{name}"), axes, path, f"{where}.{name}")
+            read[name] = _levels(check_mapping(read[name], path, f"{where}.{name}"), axes, path, f"{where}.{name}")
     for name in ("axis", "lines", "rows", "columns", "marks"):
-        for axis in _names(read.get(name, [])):
-            if axis not in axes:
+        for axis in listed(read.get(name, [])):
+            if axis not in list(axes):  # whatever YAML made of it
                 raise ValueError(f"{path}: {where}.{name} must be one of {list(axes)}, got {axis!r}")
+    if isinstance(read.get("axis"), list):
+        raise ValueError(f"{path}: {where}.axis must be one of {list(axes)}, got {read['axis']!r}")
     for level in axes[read["axis"]] if "axis" in read else ():
         try:
             float(level)
         except ValueError:
             raise ValueError(f"{path}: {where}.axis must have numbers for levels, got {level!r}") from None
     return read
-
-
-def _names(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else [value]
-
-
-def _mapping(value: Any, path: Path, where: str) -> Mapping[Any, Any]:
-    if not isinstance(value, Mapping):
-        raise ValueError(f"{path}: {where or 'all of it'} must be a mapping, got {value!r}")
-    return value
-
-
-def _list(read: Mapping[str, Any], name: str, path: Path) -> list[Any]:
-    value = read.get(name, [])
-    if not isinstance(value, list):
-        raise ValueError(f"{path}: {name} must be a list, got {value!r}")
-    return value
-
-
-def _check_names(read: Mapping[Any, Any], allowed: Iterable[str], path: Path, where: str) -> None:
-    if unknown := [str(name) for name in read if name not in set(allowed)]:
-        raise ValueError(f"{path}: {where}{unknown[0]} is not known; allowed: {', '.join(sorted(allowed))}.")
-
-
-def _check_required(read: Mapping[str, Any], names: Iterable[str], path: Path, where: str) -> None:
-    if missing := [name for name in names if name not in read]:
-        raise ValueError(f"{path}: {where}{missing[0]} is missing; required: {', '.join(names)}.")

@@ -73,7 +73,15 @@ def read_fields(path: Path) -> Fields:
     own = read_yaml(path) or {}
     if not isinstance(own, Mapping):
         raise ValueError(f"{path}: all of it must be a mapping, got {own!r}")
+    check_unset(own, f"{path}: ")
     return with_warm_start({name: value for name, value in own.items() if name not in OF_THE_RUNNER}, path)
+
+
+def check_unset(own: Mapping[str, Any], where: str) -> None:
+    """Raise a `ValueError` if what some settings take away is not a list of names."""
+    unset = own.get(UNSET, [])
+    if not isinstance(unset, list) or not all(isinstance(one, str) for one in unset):
+        raise ValueError(f"{where}{UNSET} must be a list of names, got {unset!r}")
 
 
 def with_warm_start(own: Fields, path: Path) -> Fields:
@@ -93,7 +101,13 @@ def with_warm_start(own: Fields, path: Path) -> Fields:
 
 
 def read_yaml(path: Path) -> Any:
+    """What a file says.
+
+    Raises:
+        ValueError: If it is not YAML in UTF-8; the message names it.
+        OSError: If it cannot be opened.
+    """
     try:
         return yaml.load(path.read_text(encoding="utf-8"), Loader=_LOADER)
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError) as error:  # of bytes that are not UTF-8, and of days such as 2026-13-45
         raise ValueError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from error
