@@ -1,4 +1,4 @@
-"""The figures of the claims: every seed thin, the mean with its 95 % interval, in the look of all figures.
+"""The figures of the claims: the seeds, and their mean with its 95 % interval, in the look of all figures.
 
 A figure is a mapping under `figures:` of an experiment's file, with a `kind` of `FIGURES` and what that asks for.
 """
@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
+from matplotlib.ticker import MaxNLocator
 
 from ragen2_trl.experiments.drawing import (
     AXIS_LABELS,
@@ -27,6 +27,8 @@ from ragen2_trl.experiments.drawing import (
     legend,
     looks,
     make_grid_of_panels,
+    make_logarithmic,
+    start_above_zero,
 )
 from ragen2_trl.experiments.grid import Grid, Levels, Notes, pairs, runs_of
 from ragen2_trl.experiments.kinds import FRACTIONS, differences, paired_difference, unit_of
@@ -52,37 +54,42 @@ def _seeds(grid: Grid, levels: Levels) -> list[Run]:
 def draw_curves(grid: Grid, spec: Spec) -> Figure:
     """Metrics over what a run has spent: a row a metric, a column a level of another axis or a way to count.
 
-    `metrics`, `lines` (an axis), and `x` (of `steps` and the costs) or `columns` (an axis); `where` fixes levels.
+    `metrics`, `lines` (an axis), and `x` (of `steps` and the costs) or `columns` (an axis); `where` fixes levels;
+    `log` are metrics on a logarithmic scale.
     """
     metrics, where = spec["metrics"], spec.get("where", {})
     counted = spec.get("x", ["steps"])
     split = spec.get("columns")
     columns = [(counted[0], level) for level in _levels(grid, split, where)] if split else [(x, "") for x in counted]
+    lines = _levels(grid, spec["lines"], where)
     figure, panels = make_grid_of_panels(len(metrics), len(columns), 1.9, sharey="row", sharex="col")
     for (row, metric), (column, (axis, level)) in product(enumerate(metrics), enumerate(columns)):
         axes = panels[row, column]
-        for look, line in zip(looks(), _levels(grid, spec["lines"], where), strict=False):
+        for look, line in zip(looks(), lines, strict=False):
             levels = {**where, spec["lines"]: line, **({split: level} if split else {})}
-            _draw_line(axes, grid, levels, metric, axis, look, line)
+            _draw_line(axes, grid, levels, metric, axis, look, line, len(lines) * len(grid.seeds))
         if row == 0 and split:
             axes.set_title(level)
         if row == len(metrics) - 1:
             axes.set_xlabel(AXIS_LABELS[axis])
-            axes.xaxis.set_major_locator(MaxNLocator(5))
+            axes.xaxis.set_major_locator(MaxNLocator(5 if len(columns) < 3 else 3))
         if column == 0:
             axes.set_ylabel(METRIC_LABELS.get(metric, metric))
         format_axis(axes.yaxis, metric)
         format_axis(axes.xaxis, axis)
-    for metric, first in zip(metrics, panels[:, 0], strict=True):  # once all columns are drawn, which share the axis
+    for metric, of_metric in zip(metrics, panels, strict=True):  # once all columns are drawn, which share the axis
         if metric in FRACTIONS:
-            low, high = first.get_ylim()
-            first.set_ylim(max(low, -0.02), min(high, 1.02))
+            low, high = of_metric[0].get_ylim()
+            of_metric[0].set_ylim(max(low, -0.02), min(high, 1.02))
+        if metric in spec.get("log", []):
+            make_logarithmic(of_metric[0].yaxis)
+            start_above_zero(of_metric)
     legend(figure, panels[0, 0])
     return figure
 
 
 def _draw_line(
-    axes: Axes, grid: Grid, levels: Levels, metric: str, axis: str, look: Mapping[str, Any], label: str
+    axes: Axes, grid: Grid, levels: Levels, metric: str, axis: str, look: Mapping[str, Any], label: str, crowd: int
 ) -> None:
     drawn = []
     for run in _seeds(grid, levels):
@@ -96,8 +103,7 @@ def _draw_line(
         x = np.unique(np.concatenate([spent for spent, _ in drawn]))
     else:  # up to where every seed has been
         x = np.linspace(0, min(spent[-1] for spent, _ in drawn), POINTS)
-    light = len(grid.experiment.axes) > 0 and max(map(len, grid.experiment.axes.values())) > 2
-    draw_band(axes, x, [np.interp(x, *one) for one in drawn], look, label, light)
+    draw_band(axes, x, [np.interp(x, *one) for one in drawn], look, label, crowd)
 
 
 def _levels(grid: Grid, axis: str, where: Levels) -> list[str]:
@@ -109,7 +115,7 @@ def _levels(grid: Grid, axis: str, where: Levels) -> list[str]:
 def draw_levels(grid: Grid, spec: Spec) -> Figure:
     """A statistic of each setting: a row a setting, a dot a seed, the mean with its interval.
 
-    `statistic`, `rows` (axes whose combinations are the rows), `marks` and `columns` (axes).
+    `statistic`, `rows` (axes whose combinations are the rows), `marks` and `columns` (axes), `label` of the rows.
     """
     marks, split = spec.get("marks"), spec.get("columns")
     rows = [
@@ -136,7 +142,11 @@ def draw_levels(grid: Grid, spec: Spec) -> Figure:
         axes.set_title(column)
         format_axis(axes.xaxis, name)
         axes.xaxis.set_major_locator(MaxNLocator(5 if len(columns) < 3 else 3))
-    figure.supxlabel(label_of(name), fontsize=11)
+    if len(columns) > 1:
+        figure.supxlabel(label_of(name), fontsize=11)
+    else:
+        panels[0, 0].set_xlabel(label_of(name))
+    panels[0, 0].set_ylabel(spec.get("label", ""))
     panels[0, 0].set_yticks(range(len(rows)), [", ".join(row) for row in rows])
     panels[0, 0].set_ylim(len(rows) - 0.5, -0.5)
     legend(figure, panels[0, 0])
@@ -205,7 +215,7 @@ def draw_scatter(grid: Grid, spec: Spec) -> Figure:
     """One statistic against others, a dot a run; with `of` and `against`, the paired gain against what the run it is
     compared with says.
 
-    `x` (a list, a panel each), `y`, `marks` (an axis).
+    `x` (a list, a panel each), `y`, `marks` (an axis), `log` (those of `x` on a logarithmic scale).
     """
     names = spec["x"]
     figure, panels = make_grid_of_panels(1, len(names), 2.9, sharey=True)
@@ -233,6 +243,8 @@ def draw_scatter(grid: Grid, spec: Spec) -> Figure:
     for axes, name in zip(panels[0], names, strict=True):
         axes.set_xlabel(label_of(name).replace(", ", ",\n"))
         axes.xaxis.set_major_locator(MaxNLocator(4))
+        if name in spec.get("log", []):
+            make_logarithmic(axes.xaxis)
         if spec.get("of"):
             axes.axhline(0, **REFERENCE)
     metric = METRIC_LABELS.get(spec["y"].partition("/")[0], spec["y"])
@@ -264,11 +276,8 @@ def draw_gradients(grid: Grid, spec: Spec) -> Figure:
         axes = panels[row, column]
         for look, part in zip(looks(), spec["parts"], strict=False):
             _draw_buckets(axes, _seeds(grid, {spec["rows"]: level}), part, step, look)
-        axes.set(xscale="log", yscale="log")
-        for axis in (axes.xaxis, axes.yaxis):
-            axis.set_major_locator(LogLocator(subs=(1.0, 3.0)))
-            axis.set_major_formatter(lambda value, _: f"{value:g}")
-            axis.set_minor_formatter(NullFormatter())
+        make_logarithmic(axes.xaxis)
+        make_logarithmic(axes.yaxis)
         if row == 0:
             axes.set_title(f"logged at step {step:.0f}")
         if column == 0:
@@ -294,11 +303,11 @@ def _draw_buckets(axes: Axes, runs: Sequence[Run], part: str, step: float, look:
 Draw = Callable[[Grid, Spec], Figure]
 # Kind -> what draws it, what it asks for, what it takes besides.
 FIGURES: dict[str, tuple[Draw, tuple[str, ...], tuple[str, ...]]] = {
-    "curves": (draw_curves, ("metrics", "lines"), ("x", "columns", "where")),
-    "levels": (draw_levels, ("statistic", "rows"), ("marks", "columns", "where")),
+    "curves": (draw_curves, ("metrics", "lines"), ("x", "columns", "where", "log")),
+    "levels": (draw_levels, ("statistic", "rows"), ("marks", "columns", "where", "label")),
     "differences": (draw_differences, (), ()),
     "gains": (draw_gains, ("statistic", "axis", "of", "against"), ("label",)),
-    "scatter": (draw_scatter, ("x", "y"), ("marks", "of", "against")),
+    "scatter": (draw_scatter, ("x", "y"), ("marks", "of", "against", "log")),
     "gradients": (draw_gradients, ("parts", "rows"), ()),
 }
 
@@ -325,5 +334,8 @@ def validate(spec: Spec, where: str) -> None:
     for names, what in ((set(required) - spec.keys(), "is missing"), (spec.keys() - allowed, "is not known")):
         if names:
             raise ValueError(f"{where}: {min(names)} {what}; allowed: {', '.join(sorted(allowed))}")
+    drawn = spec.get("metrics" if spec["kind"] == "curves" else "x", [])
+    if unknown := set(spec.get("log", [])) - set(drawn):
+        raise ValueError(f"{where}: log={min(unknown)!r} is not drawn; allowed: {', '.join(drawn)}")
     if unknown := set(spec.get("x", [])) - {"steps", *COSTS} if spec["kind"] == "curves" else set():
         raise ValueError(f"{where}: x={min(unknown)!r} is not supported; allowed: steps, {', '.join(COSTS)}")
