@@ -167,7 +167,8 @@ def _show_launches(console: Console, jobs: Sequence[Job], runs: Path) -> None:
         hours += job.gpu_hours
         command = shlex.join(command_of(write_config(runs / job.cell.key, job), job))
         console.print(Text(f"# {job.name}: about {job.gpu_hours:.0f} GPU hours\n{command}"), soft_wrap=True)
-    console.print(Text(f"{len(jobs)} cells, about {hours:,.0f} GPU hours: an estimate, nothing of it was run on a GPU."))
+    told = f"{len(jobs)} cells, about {hours:,.0f} GPU hours: an estimate, nothing of it was run on a GPU."
+    console.print(Text(told), soft_wrap=True)
 
 
 def _told(progress: Progress) -> str:
