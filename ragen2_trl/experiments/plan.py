@@ -7,7 +7,7 @@ nothing else, so that experiments which share a cell run it once.
 import hashlib
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from datetime import date
 from functools import cached_property
 from itertools import product
@@ -240,7 +240,7 @@ def read_experiment(path: Path, overrides: Fields | None = None, above: tuple[Pa
         path=path,
         overrides=_fields(overrides or {}, path, "set"),
     )
-    if not experiment.cells():
+    if not replace(experiment, overrides={}).cells():  # overrides are for the scale that is then run
         raise ValueError(f"{path}: skip leaves no cell.")
     return experiment
 
