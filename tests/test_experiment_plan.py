@@ -215,7 +215,7 @@ def test_a_cell_is_a_file_of_settings_that_anybody_can_train(write, tmp_path):
 
 def test_at_the_paper_s_scale_a_cell_is_launched_by_accelerate(write, tmp_path):
     (tmp_path / "paper.yaml").write_text("model: large\nmax_steps: 1600\n")
-    scale = {"base": "paper.yaml", "launch": "paper.yaml", "processes": 8, "gpu_hours": 120}
+    scale = {"base": "paper.yaml", "launch": "paper.yaml", "processes": 8}
     experiment = read_experiment(write(paper_scale=scale))
     job = queue([experiment], scale="paper")[0]
     assert (job.cell.fields["model"], job.cell.fields["max_steps"]) == ("large", 1600)

@@ -207,25 +207,6 @@ def test_a_warm_start_is_made_once_for_all_its_cells_and_one_that_fails_is_told_
 
 
 @pytest.mark.slow
-def test_a_cell_of_the_paper_s_scale_is_launched_with_the_model_cut_down(plan, tmp_path):
-    root = Path(__file__).parents[1]
-    names = [str(root / "recipes" / "ragen2" / f"{name}.yaml") for name in ("paper", "frozen_lake")]
-    launch = str(root / "accelerate_configs" / "cpu_ddp.yaml")
-    cut = {"model": "tiny", "dtype": "float32", "max_steps": 2, "num_prompts": 8, "max_turn_tokens": 8}
-    cut |= {"generation_batch_size": 8, "num_generations": 4, "per_device_train_batch_size": 4}
-    cut |= {"gradient_accumulation_steps": 1, "eval_every": 2, "eval_prompts": 2, "eval_samples": 1}
-    cut |= {"use_cpu": "true", "bf16": "false", "max_completion_length": 64}
-    scale = {"base": names, "launch": launch, "processes": 1, "gpu_hours": 120}
-    path = plan(axes={"method": {"filter": {}}}, paper_scale=scale)
-    sets = ["--set", *(f"{name}={value}" for name, value in cut.items())]
-    assert begin(tmp_path, path, "--scale", "paper", *sets).wait(900) == 0, (tmp_path / "output").read_text()
-    told = (tmp_path / "output").read_text()
-    assert f"accelerate launch --config_file {launch} --num_processes 1 -m ragen2_trl.cli train --config" in told
-    assert "120 GPU hours" in told
-    assert list(Store(tmp_path / "results").cells()["steps"]) == [2]
-
-
-@pytest.mark.slow
 def test_settings_that_training_does_not_know_are_refused_before_anything_runs(plan, tmp_path, capsys):
     for base, message in (
         ({"max_step": 3}, "max_step is not known to GRPOConfig; allowed: max_steps"),

@@ -164,11 +164,11 @@ def _show_launches(console: Console, jobs: Sequence[Job], runs: Path) -> None:
     """Write the settings of all cells and show the line that trains each."""
     hours = 0.0
     for job in jobs:
-        assert job.launch is not None
-        hours += job.launch.gpu_hours
+        hours += job.gpu_hours
         command = shlex.join(command_of(write_config(runs / job.cell.key, job), job))
-        console.print(Text(f"# {job.name}: about {job.launch.gpu_hours:g} GPU hours\n{command}"), soft_wrap=True)
-    console.print(Text(f"{len(jobs)} cells, about {hours:,.0f} GPU hours"))
+        console.print(Text(f"# {job.name}: about {job.gpu_hours:.0f} GPU hours\n{command}"), soft_wrap=True)
+    told = f"{len(jobs)} cells, about {hours:,.0f} GPU hours: an estimate, nothing of it was run on a GPU."
+    console.print(Text(told), soft_wrap=True)
 
 
 def _told(progress: Progress) -> str:

@@ -14,6 +14,10 @@ from ragen2_trl.reporting.files import write_text
 CONFIG = "config.yaml"  # of a cell, in its folder
 MODELS = "models"  # folder among those of cells: models that were made for them
 SAVES = 10  # checkpoints of a cell, of which the last one is kept
+# Assumed of Qwen2.5-3B on an H100, on which nothing was run: tokens a second. docs/experiments.md has the arithmetic.
+SAMPLED, TRAINED = 1_000, 10_000
+# Of `ragen2-trl train`, where the estimate needs them and a cell does not say.
+DEFAULTS = {"max_completion_length": 512, "per_device_train_batch_size": 8, "eval_prompts": 256, "eval_samples": 4}
 
 
 @dataclass(frozen=True)
@@ -28,6 +32,19 @@ class Job:
     @property
     def max_steps(self) -> int:
         return int(self.cell.fields.get("max_steps", 0))
+
+    @property
+    def gpu_hours(self) -> float:
+        """Estimate for its training at the paper's scale, with every episode as long as it may be."""
+        assert self.launch is not None
+        own = DEFAULTS | self.cell.fields
+        rows = own["per_device_train_batch_size"] * own.get("gradient_accumulation_steps", 1) * self.launch.processes
+        trained = self.max_steps * rows
+        evaluations = 1 + self.max_steps // own["eval_every"] if own.get("eval_every") else 2
+        played = trained * (1 + own.get("snr_refill_rounds", 0))
+        played += evaluations * own["eval_prompts"] * own["eval_samples"]
+        models = 2 if own.get("value_head") == "separate" else 1
+        return float(own["max_completion_length"] * (played / SAMPLED + models * trained / TRAINED) / 3600)
 
 
 def queue(

@@ -7,7 +7,7 @@ nothing else, so that experiments which share a cell run it once.
 import hashlib
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from datetime import date
 from functools import cached_property
 from itertools import product
@@ -68,7 +68,6 @@ class PaperScale:
         base: Files of settings in place of the experiment's.
         launch: File of `accelerate launch --config_file`.
         processes: For `--num_processes`.
-        gpu_hours: Expected, of one cell.
         fields: Settings on top of those files.
         skip: Combinations of levels that are left out at that size, beside the experiment's.
     """
@@ -76,7 +75,6 @@ class PaperScale:
     base: tuple[Path, ...]
     launch: Path
     processes: int
-    gpu_hours: float
     fields: Fields = field(default_factory=dict)
     skip: tuple[dict[str, str], ...] = ()
 
@@ -242,7 +240,7 @@ def read_experiment(path: Path, overrides: Fields | None = None, above: tuple[Pa
         path=path,
         overrides=_fields(overrides or {}, path, "set"),
     )
-    if not experiment.cells():
+    if not replace(experiment, overrides={}).cells():  # overrides are for the scale that is then run
         raise ValueError(f"{path}: skip leaves no cell.")
     return experiment
 
@@ -304,16 +302,14 @@ def _paper_scale(value: Any, axes: dict[str, dict[str, Fields]], path: Path) -> 
         return None
     read = check_mapping(value, path, "paper_scale")
     check_names(read, {one.name for one in fields(PaperScale)}, path, "paper_scale.")
-    check_required(read, ("base", "launch", "processes", "gpu_hours"), path, "paper_scale.")
-    for name, kind in (("processes", int), ("gpu_hours", int | float)):
-        if isinstance(read[name], bool) or not isinstance(read[name], kind) or read[name] <= 0:
-            raise ValueError(f"{path}: paper_scale.{name} must be a number above 0, got {read[name]!r}")
+    check_required(read, ("base", "launch", "processes"), path, "paper_scale.")
+    if type(read["processes"]) is not int or read["processes"] <= 0:
+        raise ValueError(f"{path}: paper_scale.processes must be a whole number above 0, got {read['processes']!r}")
     (launch,) = _files([read["launch"]], path, "paper_scale.launch")
     return PaperScale(
         base=_files(read["base"], path, "paper_scale.base"),
         launch=launch,
         processes=read["processes"],
-        gpu_hours=float(read["gpu_hours"]),
         fields=_fields(read.get("fields", {}), path, "paper_scale.fields"),
         skip=_skip(read, axes, path, "paper_scale.skip"),
     )
