@@ -96,3 +96,13 @@ def test_a_logarithm_of_what_is_not_drawn_is_refused():
         validate(spec, "here")
     with pytest.raises(ValueError, match=r"log='success' is not drawn; allowed: mi/mean"):
         validate({"kind": "scatter", "x": ["mi/mean"], "y": "success/last", "log": ["success"]}, "here")
+
+
+@pytest.mark.parametrize("name", ["metrics", "x", "log"])
+def test_what_must_be_a_list_of_names_is_refused_if_it_is_not(name):
+    spec = {"kind": "curves", "metrics": ["success"], "lines": "method"}
+    for value in ("success", [1]):
+        with pytest.raises(ValueError, match=f"here: {name} must be a list of names, got "):
+            validate({**spec, name: value}, "here")
+    with pytest.raises(ValueError, match="here: caption must be a text, got 3"):
+        validate({**spec, "caption": 3}, "here")

@@ -190,6 +190,18 @@ def test_the_quick_look_says_that_it_shows_nothing(tmp_path, fig9):
     assert "says nothing about" in text and "(no interval)" in text
 
 
+def test_what_a_guess_gets_stands_beside_each_setting_in_percent(tmp_path, fig9):
+    """Where it was evaluated; other tasks have no such player."""
+    for guess, told in (({0: 0.2031}, "20.3 %"), (None, "")):
+        floor = {"eval/env/frozen_lake/random_success": guess} if guess else {}
+        write_results(tmp_path, fig9.cells(), lambda cell: curves_of(cell) | floor)  # noqa: B023
+        analyse([fig9], tmp_path)
+        rows = re.findall(
+            r"^\| (?:none|filter), 0\.\d \| 5 \|(.*?)\|", (tmp_path / "README.md").read_text(), re.MULTILINE
+        )
+        assert len(rows) == len(fig9.axes["slip"]) * 2 and {row.strip() for row in rows} == {told}
+
+
 @pytest.mark.slow
 def test_all_claims_are_drawn_and_told_in_one_page(tmp_path, recwarn):
     experiments = read_experiments(FILES)

@@ -310,6 +310,7 @@ FIGURES: dict[str, tuple[Draw, tuple[str, ...], tuple[str, ...]]] = {
     "scatter": (draw_scatter, ("x", "y"), ("marks", "of", "against", "log")),
     "gradients": (draw_gradients, ("parts", "rows"), ()),
 }
+LISTS, TEXTS = {"metrics", "x", "log", "parts"}, {"statistic", "y", "label", "caption"}  # the plan checks the rest
 
 
 def draw(grid: Grid, spec: Spec) -> Figure | None:
@@ -334,6 +335,12 @@ def validate(spec: Spec, where: str) -> None:
     for names, what in ((set(required) - spec.keys(), "is missing"), (spec.keys() - allowed, "is not known")):
         if names:
             raise ValueError(f"{where}: {min(names)} {what}; allowed: {', '.join(sorted(allowed))}")
+    for name in LISTS & spec.keys():
+        if not isinstance(spec[name], list) or not all(isinstance(one, str) for one in spec[name]):
+            raise ValueError(f"{where}: {name} must be a list of names, got {spec[name]!r}")
+    for name in TEXTS & spec.keys():
+        if not isinstance(spec[name], str):
+            raise ValueError(f"{where}: {name} must be a text, got {spec[name]!r}")
     drawn = spec.get("metrics" if spec["kind"] == "curves" else "x", [])
     if unknown := set(spec.get("log", [])) - set(drawn):
         raise ValueError(f"{where}: log={min(unknown)!r} is not drawn; allowed: {', '.join(drawn)}")

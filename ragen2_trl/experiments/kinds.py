@@ -18,7 +18,16 @@ from ragen2_trl.experiments.statistics import Estimate, correlation_interval, me
 
 Check = Mapping[str, Any]
 
-FRACTIONS = ("success", "training_success", "retrieval", "valid_thinking", "kept", "zero_variance", "update_compute")
+FRACTIONS = (
+    "success",
+    "training_success",
+    "retrieval",
+    "valid_thinking",
+    "kept",
+    "zero_variance",
+    "update_compute",
+    "guessing",
+)
 
 Evaluated = tuple[Estimate, str, int]
 
