@@ -118,7 +118,7 @@ def test_a_run_that_ended_early_and_one_without_the_metric_are_told():
     assert result.seeds == 4
     early, without = result.notes.sentences()
     assert "1 run ended before the planned steps" in early and "method filter, seed 2" in early
-    assert "2 runs do not count in a check, for want of a number" in without
+    assert "2 runs left out of a check, for want of a number" in without
     assert "method none, seed 3" in without
 
 
@@ -195,9 +195,7 @@ def test_a_target_that_was_there_before_training_has_no_time():
     grid = make_grid([check], lambda levels, seed: 0.7 if levels == FILTER or seed == 1 else 0.3)
     (result,) = evaluate(grid)
     assert result.seeds == 1
-    assert result.notes.others == [
-        "4 seeds are left out: at the target before training, which leaves no time to compare."
-    ]
+    assert result.notes.others == ["4 seeds left out: at the target before training, which leaves no time to compare."]
     assert verdict(grid, [result]) == "not at this scale"
 
 
@@ -231,8 +229,8 @@ def test_what_falls_first_is_told_by_the_lag_in_shares_of_the_run():
     check = {"name": "e", "kind": "earlier", "first": "a", "then": "b", "of": NONE, "expects": ">"}
     (result,) = evaluate(make_grid([check], number))
     assert result.estimate.value == pytest.approx(mean([0.5, 0.5, 0.5, 0.5, 0.5]))
-    assert "a fell by 20% of its peak for good in 5 of 5 runs." in result.notes.others
-    assert "b fell by 20% of its peak for good in 4 of 5 runs." in result.notes.others
+    assert "a fell by 20 % of its peak for good in 5 of 5 runs." in result.notes.others
+    assert "b fell by 20 % of its peak for good in 4 of 5 runs." in result.notes.others
 
 
 def test_what_has_not_fallen_counts_as_fallen_at_the_last_step_that_both_have():
@@ -255,7 +253,7 @@ def test_a_run_without_one_of_the_two_has_no_lag_and_is_named():
     check = {"name": "e", "kind": "earlier", "first": "a", "then": "b", "of": NONE, "expects": ">"}
     (result,) = evaluate(make_grid([check], number))
     assert result.seeds == 4 and result.estimate.value == pytest.approx(0.5)
-    assert "a fell by 20% of its peak for good in 4 of 4 runs." in result.notes.others
+    assert "a fell by 20 % of its peak for good in 4 of 4 runs." in result.notes.others
     assert list(result.notes.without.values()) == ["method none, seed 1"]
 
 
@@ -432,7 +430,7 @@ def test_levels_of_a_cell_are_found_in_any_order():
 def test_a_run_of_an_unknown_machine_is_told_where_times_are_compared():
     check = {**GAIN, "statistic": "at_equal/seconds"}
     (result,) = evaluate(make_grid([check], lambda levels, seed: 0.6 + noise(levels, seed)))
-    assert result.seeds == 5 and "machine was not recorded" in " ".join(result.notes.sentences())
+    assert result.seeds == 5 and "machine that was not recorded" in " ".join(result.notes.sentences())
 
 
 @pytest.mark.parametrize(("host", "of"), [("0123abcd", [FILTER]), (SEVERAL, [FILTER, NONE])])

@@ -28,15 +28,13 @@ class Notes:
         """What to tell, a run once, also where several experiments share it."""
         kinds = (
             ("not there", self.missing),
-            ("ended before the planned steps, and have their last value from there on", self.early),
-            ("do not count in a check, for want of a number, their own or the other's of a pair", self.without),
-            ("do not count where times are compared: they, or the two of a pair, ran on several machines", self.apart),
-            ("count where times are compared though their machine was not recorded", self.somewhere),
+            ("ended before the planned steps, with the last value from there on", self.early),
+            ("left out of a check, for want of a number, its own or the other's of a pair", self.without),
+            ("left out where times are compared: it, or the two of a pair, ran on several machines", self.apart),
+            ("counted where times are compared, on a machine that was not recorded", self.somewhere),
         )
-        return [
-            *(f"{_count(runs)} {what}: {some(list(dict.fromkeys(runs.values())))}." for what, runs in kinds if runs),
-            *self.others,
-        ]
+        found = ((what, len(runs), some(list(dict.fromkeys(runs.values())))) for what, runs in kinds if runs)
+        return [*(f"{counted(number)} {what}: {names}." for what, number, names in found), *self.others]
 
 
 @dataclass(frozen=True)
@@ -161,8 +159,8 @@ def named(grid: Grid, levels: Levels, seed: int) -> str:
     return Cell({}, seed, {axis: levels[axis] for axis in grid.experiment.axes if axis in levels}).name
 
 
-def _count(runs: Collection[str]) -> str:
-    return f"{len(runs)} run" if len(runs) == 1 else f"{len(runs)} runs"
+def counted(number: int, what: str = "run") -> str:
+    return f"{number} {what}{'s' if number != 1 else ''}"
 
 
 def some(names: Sequence[str], most: int = 3) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from ragen2_trl.experiments.grid import Grid, Levels, Notes, by_seed, named, pairs, runs_of, some
+from ragen2_trl.experiments.grid import Grid, Levels, Notes, by_seed, counted, named, pairs, runs_of, some
 from ragen2_trl.experiments.measures import OF_PAIRS, Run, fall, on_common_steps, statistic, success_at, total
 from ragen2_trl.experiments.statistics import Estimate, correlation_interval, mean_interval
 
@@ -127,13 +127,14 @@ def _ratio(grid: Grid, check: Check, notes: Notes) -> Evaluated:
     log = _over_seeds(means, check, null, within)
     for side, which in enumerate(("of", "against")):
         if censored[side]:
+            whose = some([f"{axis} {level}" for axis, level in check[which].items()])
             notes.others.append(
-                f"{censored[side]} runs of {some([f'{a} {b}' for a, b in check[which].items()])} never reached the "
-                f"target; their whole cost counts instead, so the ratio can only be {('larger', 'smaller')[side]}."
+                f"{counted(censored[side])} of {whose} never reached the target; the whole cost counts instead, "
+                f"so the ratio can only be {('larger', 'smaller')[side]}."
             )
     if below:
         notes.others.append(
-            f"{len(below)} seeds are left out: at the target before training, which leaves no time to compare."
+            f"{counted(len(below), 'seed')} left out: at the target before training, which leaves no time to compare."
         )
     favoured = (log.value < null and censored[0]) or (log.value > null and censored[1]) or all(censored)
     favoured = favoured or (check["expects"] == "=" and any(censored))
@@ -164,7 +165,9 @@ def _earlier(grid: Grid, check: Check, notes: Notes) -> Evaluated:
     means = {seed: float(np.mean(numbers)) for seed, numbers in values.items()}
     for n, name in enumerate(("first", "then") if falls else ()):
         fell = sum(math.isfinite(one[n]) for one in falls)
-        notes.others.append(f"{check[name]} fell by {share:.0%} of its peak for good in {fell} of {len(falls)} runs.")
+        notes.others.append(
+            f"{check[name]} fell by {100 * share:g} % of its peak for good in {fell} of {len(falls)} runs."
+        )
     return _over_seeds(means, check), "points", len(means)
 
 
