@@ -61,7 +61,7 @@ demo: $(RECIPE) $(BIN)/.installed  ## Train the tiny model with the filter on (m
 # RESULTS and RUNS of the experiments are those of `ragen2-trl experiment`.
 EXPERIMENTS = $(wildcard experiments/*.yaml)
 
-reproduce-quick: $(BIN)/.installed  ## Every experiment with one seed and few steps, and the page about them (12 minutes on two cores)
+reproduce-quick: $(BIN)/.installed  ## Every experiment with one seed and few steps, and the page about them (13 minutes on two cores)
 	$(BIN)/ragen2-trl experiment run $(EXPERIMENTS) --quick
 	$(BIN)/ragen2-trl experiment analyse $(EXPERIMENTS) --quick
 

@@ -190,6 +190,15 @@ def test_the_quick_look_says_that_it_shows_nothing(tmp_path, fig9):
     assert "says nothing about" in text and "(no interval)" in text
 
 
+def test_links_lead_to_files_wherever_the_page_is(tmp_path):
+    for folder in (tmp_path / "results", tmp_path / "runs" / "quick" / "results"):
+        analyse([read_experiment(FOLDER / "tab4.yaml")], folder)
+        links = re.findall(r"\]\(([^)#]+)[^)]*\)", (folder / "README.md").read_text())
+        files = [folder / link for link in links if not link.startswith("https://")]
+        assert {path.name for path in files} >= {"experiments.md", "ppo.yaml", "sokoban.yaml"}
+        assert all(path.exists() for path in files)
+
+
 def test_what_a_guess_gets_stands_beside_each_setting_in_percent(tmp_path, fig9):
     """Where it was evaluated; other tasks have no such player."""
     for guess, told in (({0: 0.2031}, "20.3 %"), (None, "")):
@@ -208,7 +217,7 @@ def test_all_claims_are_drawn_and_told_in_one_page(tmp_path, recwarn):
     write_results(tmp_path, chain.from_iterable(one.cells() for one in experiments), better_with_the_filter)
     analyse(experiments, tmp_path)
     text = (tmp_path / "README.md").read_text()
-    assert "| algorithm: PPO | [ppo.yaml](../experiments/base/ppo.yaml) |" in text
+    assert "| algorithm: PPO | [ppo.yaml](" in text
     for one in experiments:
         section = text.partition(f"\n## {one.id}\n")[2].partition("\n## ")[0]
         assert one.claim in section and section.count("![") == len(one.figures)

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from os.path import relpath
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +104,7 @@ def analyse(experiments: Sequence[Experiment], folder: Path, scale: str = "tiny"
     cells = [cell for one in experiments for cell in one.cells(quick, scale)]
     finished = read_finished(store, [cell.key for cell in cells])
     claims = [_claim(read_grid(one, finished, scale, quick), store.fixed_checks(one), folder) for one in experiments]
+    docs = experiments[0].path.resolve().parents[1] / "docs" / "experiments.md"  # with a clone
     template = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
         undefined=StrictUndefined,
@@ -126,6 +128,7 @@ def analyse(experiments: Sequence[Experiment], folder: Path, scale: str = "tiny"
         cell=_cell,
         expected=_expected,
         told=OUTCOMES,
+        docs=relpath(docs, folder) if docs.exists() else None,
     )
     write_text(folder / PAGE, page)
 
@@ -164,8 +167,8 @@ def _claim(grid: Grid, fixed: Sequence[Check] | None, folder: Path) -> Claim:
         versions=_versions(runs),
         time=_duration(sum(float(run.record["seconds"]) for run in runs)),
         wall_time=_duration(_wall_seconds(runs)),
-        base=", ".join(map(_link, experiment.base)),
-        settings=_settings(experiment),
+        base=", ".join(_link(path, folder) for path in experiment.base),
+        settings=_settings(experiment, folder),
         rows=_rows(grid) if not experiment.others else [],
     )
 
@@ -213,19 +216,19 @@ def over_seeds(runs: Sequence[Run], name: str) -> str:
     return f"{value} ({100 * found.low:.1f} to {100 * found.high:.1f})"
 
 
-def _settings(experiment: Experiment) -> list[tuple[str, str]]:
+def _settings(experiment: Experiment, folder: Path) -> list[tuple[str, str]]:
     """What its cells have beside the base files: for all of them, and for each level."""
     found = [("all cells", _flow(experiment.fields))] if experiment.fields else []
     files = experiment.level_files.get("tiny", {})
     for axis, levels in experiment.axes.items():
         for level, fields in levels.items():
-            own = [_link(path) for path in files.get(axis, {}).get(level, ())]
+            own = [_link(path, folder) for path in files.get(axis, {}).get(level, ())]
             found.append((f"{axis}: {level}", ", ".join([*own, *filter(None, [_flow(fields)])]) or "as the base"))
     return found
 
 
-def _link(path: Path) -> str:
-    return f"[{path.name}](../experiments/base/{path.name})"
+def _link(path: Path, folder: Path) -> str:
+    return f"[{path.name}]({relpath(path, folder)})"
 
 
 def _flow(fields: Mapping[str, Any]) -> str:
