@@ -19,10 +19,11 @@ from ragen2_trl import (
     SNRFilteredPPOTrainer,
 )
 from ragen2_trl.cli import main
+from ragen2_trl.columns import TURN_SAMPLES
 from ragen2_trl.envs import format_response, make_env
 from ragen2_trl.instrument.reasoning import Trajectories
 from ragen2_trl.rollouts import Chat, ContextWindow, TextRollout, play_all
-from ragen2_trl.rollouts.context import LATER_SAMPLES, later_samples
+from ragen2_trl.rollouts.context import turn_samples
 
 KINDS = {
     "last": {"context": "last", "context_turns": 2},
@@ -182,7 +183,7 @@ def naive_gradient(trainer, output, seeds, loss_type, beta):
     rows = []
     for number in kept.nonzero().flatten().tolist():
         first = {key: output[key][number] for key in ("prompt_ids", "completion_ids", "env_mask")}
-        rows += [(sample, advantages[number]) for sample in [first, *output[LATER_SAMPLES][number]]]
+        rows += [(sample, advantages[number]) for sample in [first, *output[TURN_SAMPLES][number]]]
     tokens = sum(sum(sample["env_mask"]) for sample, _ in rows)
     trainer.model.zero_grad()
     for sample, advantage in rows:
@@ -242,7 +243,7 @@ def test_the_update_is_grpo_on_every_sample_of_the_kept_episodes(
     settings = {"loss_type": loss_type, "beta": 0.1, **LAYOUTS[layout]}
     trainer, gradients, outputs, seeds = trained(policy, tokenizer, make_args, kind, **settings)
     (output,) = outputs
-    assert any(output[LATER_SAMPLES])
+    assert any(output[TURN_SAMPLES])
     assert 0 < int(trainer.latest_selection.kept.sum()) < len(trainer.latest_selection.kept)
     expected = naive_gradient(trainer, output, seeds[0], loss_type, 0.1)
     assert_close(mean_gradient(gradients), expected)
@@ -287,7 +288,7 @@ def test_turns_of_samples_are_read_with_their_contexts_and_own_words(tokenizer):
         [t.completion_ids for t in trajectories],
         tokenizer,
         [t.env_mask for t in trajectories],
-        [later_samples(t) for t in trajectories],
+        [turn_samples(t) for t in trajectories],
     )
     for number, trajectory in enumerate(trajectories):
         turns = read[number]

@@ -10,7 +10,7 @@ ROOT = Path(__file__).parent.parent
 
 # Rooms from the lowest to the highest; "ragen2_trl" are the public names, the package's own `__init__`.
 LAYERS = (
-    ("filtering",),
+    ("filtering", "columns"),
     ("envs", "instrument", "rollouts", "tiny"),
     ("openenv",),
     ("trainers", "callbacks", "reporting", "experiments"),

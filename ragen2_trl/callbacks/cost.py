@@ -11,8 +11,8 @@ from torch import nn
 from transformers import Trainer, TrainerCallback
 from trl import RLOOTrainer
 
+from ragen2_trl.columns import TURN_SAMPLES
 from ragen2_trl.reporting.records import is_number
-from ragen2_trl.rollouts.context import LATER_SAMPLES
 
 STATE = "ragen2_costs"  # in a checkpoint's trainer_state.json
 COSTS = ("seconds", "cpu_seconds", "sampled_tokens", "update_tokens", "update_flops")
@@ -153,9 +153,7 @@ def _watch_generation(trainer: Trainer, count: Any) -> None:
             _, completion_ids, masks, *others = generated
             if masks is None or isinstance(trainer, RLOOTrainer):  # its third value is something else
                 masks = [[1] * len(ids) for ids in completion_ids]
-            later = [
-                fields[LATER_SAMPLES] for fields in others if isinstance(fields, dict) and LATER_SAMPLES in fields
-            ]
+            later = [fields[TURN_SAMPLES] for fields in others if isinstance(fields, dict) and TURN_SAMPLES in fields]
             further = [sample["env_mask"] for episodes in later for samples in episodes for sample in samples]
             count(sum(int(sum(mask)) for mask in [*masks, *further]))
         return generated

@@ -12,8 +12,8 @@ from transformers import Trainer, TrainerCallback, TrainerState
 from trl import RLOOTrainer
 
 from ragen2_trl.callbacks.cost import outside_of_costs
+from ragen2_trl.columns import TURN_SAMPLES
 from ragen2_trl.filtering import zero_variance
-from ragen2_trl.rollouts.context import LATER_SAMPLES
 
 logger = get_logger(__name__)
 
@@ -66,7 +66,7 @@ class Sampled:
     @property
     def later(self) -> list[list[dict[str, Any]]]:
         """As in `Rollout`, this process's part."""
-        return [row.get(LATER_SAMPLES, []) for row in self.inputs]
+        return [row.get(TURN_SAMPLES, []) for row in self.inputs]
 
 
 def watch_rollouts(trainer: Trainer, handle: Callable[[Sampled], None]) -> None:

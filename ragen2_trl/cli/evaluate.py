@@ -26,9 +26,10 @@ from ragen2_trl.cli.console import ProgressLine, make_console
 from ragen2_trl.cli.endpoint import PREFIX, Endpoint, EndpointError, endpoint_of, play_endpoint
 from ragen2_trl.cli.models import load_model
 from ragen2_trl.cli.typed import checked_input, parse
+from ragen2_trl.columns import TASK
 from ragen2_trl.envs import Environment, Play, respond_all
 from ragen2_trl.envs.floor import random_success
-from ragen2_trl.envs.mixture import TASK, AnyTask, TaskMixture
+from ragen2_trl.envs.mixture import AnyTask, TaskMixture
 from ragen2_trl.reporting.examples import printable
 from ragen2_trl.reporting.files import write_json
 from ragen2_trl.reporting.saved_episodes import EVALUATION, episodes_of, episodes_path, save_episodes

@@ -11,12 +11,13 @@ from datasets import Dataset
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ragen2_trl.cli.arguments import SamplingArguments
+from ragen2_trl.columns import TURN_SAMPLES
 from ragen2_trl.envs import completion_text
 from ragen2_trl.envs.mixture import AnyTask
 from ragen2_trl.reporting.files import replace_whole
 from ragen2_trl.reporting.redaction import without_credentials
 from ragen2_trl.rollouts.chat import Chat
-from ragen2_trl.rollouts.context import LATER_SAMPLES, ContextWindow, Trajectory, later_samples
+from ragen2_trl.rollouts.context import ContextWindow, Trajectory, turn_samples
 from ragen2_trl.rollouts.sampling import (
     LONGEST_TURN,
     OnToken,
@@ -91,7 +92,7 @@ def sample_tasks(
                     "env_mask": trajectory.env_mask,
                     "success": float(trajectory.play.outcome.success),
                     "clipped": float(trajectory.completion_ids[first - 1] not in ends) if first else 1.0,
-                    **({LATER_SAMPLES: later_samples(trajectory)} if splits else {}),
+                    **({TURN_SAMPLES: turn_samples(trajectory)} if splits else {}),
                 }
             )
         save_rows(done, folder / COMPLETIONS_FILE)
@@ -205,7 +206,7 @@ def read_completions(file: Path) -> list[dict[str, Any]]:
     if missing:
         raise ValueError(f"completions must have the columns {COLUMNS}, but {file.name} lacks {missing}")
     own = OWN_COLUMNS if all(name in names for name in OWN_COLUMNS) else ()
-    own = (*own, LATER_SAMPLES) if own and LATER_SAMPLES in names else own
+    own = (*own, TURN_SAMPLES) if own and TURN_SAMPLES in names else own
     rows = parquet.read(columns=[*COLUMNS, *own]).to_pylist()
     if not rows:
         raise ValueError(f"completions must hold at least one row, got none in {file.name}")
@@ -269,7 +270,7 @@ def _sample(label: str, rows: Sequence[Mapping[str, Any]]) -> Sample:
         ids["env_mask"],
         success=mean("success"),
         clipped_ratio=mean("clipped"),
-        later=[row[LATER_SAMPLES] for row in rows] if LATER_SAMPLES in rows[0] else None,
+        later=[row[TURN_SAMPLES] for row in rows] if TURN_SAMPLES in rows[0] else None,
     )
 
 

@@ -37,8 +37,9 @@ from ragen2_trl.cli.checkpoints import checkpoint_to_resume, last_complete_check
 from ragen2_trl.cli.console import make_console
 from ragen2_trl.cli.evaluate import evaluate_model
 from ragen2_trl.cli.typed import InputError, checked_input, config_files, parse, read_configs
+from ragen2_trl.columns import ALL_TASKS
 from ragen2_trl.envs import Environment
-from ragen2_trl.envs.mixture import ALL_TASKS, AnyTask, TaskMixture
+from ragen2_trl.envs.mixture import AnyTask, TaskMixture
 from ragen2_trl.filtering import check_choice
 from ragen2_trl.instrument import REFERENCE_SCOPE, SCOPES
 from ragen2_trl.reporting.files import write_json

@@ -6,13 +6,11 @@ from typing import Any, TypeAlias
 
 from datasets import Dataset, concatenate_datasets
 
+from ragen2_trl.columns import ALL_TASKS, TASK
 from ragen2_trl.envs.base import Environment, RewardFunc
 from ragen2_trl.envs.checks import check_count
 from ragen2_trl.envs.play import OnPlayed, Outcome, Play, mean_outcomes, nobody_looks
 from ragen2_trl.envs.responses import Completion
-
-TASK = "environment"  # the column that says whose task a row is; TRL's name for it
-ALL_TASKS = "all"  # under which metrics of all episodes are logged; it sorts before the name of every task
 
 
 class TaskMixture:

@@ -13,11 +13,11 @@ from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any, ClassVar, Protocol, TypeAlias
 
+from ragen2_trl.columns import EPISODE
 from ragen2_trl.envs.episode import Episode
 from ragen2_trl.envs.responses import Response, format_response
 
 INVALID_TURN = -0.1
-TURN_REWARDS = "turn_rewards"  # under which rollouts hand the rewards of an episode's turns on
 COUNTS = ("valid_turns", "num_actions", "acting_turns", "effective_turns")  # of an outcome, besides its turns
 
 
@@ -36,7 +36,7 @@ class Outcome:
         measures: Further numbers of the task's own, 0.0 to 1.0.
     """
 
-    COLUMN: ClassVar[str] = "episode"  # under which rollouts hand outcomes to reward functions
+    COLUMN: ClassVar[str] = EPISODE  # under which rollouts hand outcomes to reward functions
 
     episode_return: float
     success: bool

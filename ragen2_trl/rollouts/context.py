@@ -10,7 +10,6 @@ from ragen2_trl.envs.responses import plain_text
 from ragen2_trl.rollouts.chat import Chat, Messages
 
 CONTEXTS = ("full", "last", "memory")
-LATER_SAMPLES = "later_samples"  # under which rollouts hand on the samples of an episode after its first
 
 _REMEMBERED_CHARS = 1000  # of an answer: what a model wrote may be of any length
 
@@ -168,6 +167,6 @@ class ContextWindow:
 FULL = ContextWindow()
 
 
-def later_samples(trajectory: Trajectory) -> list[dict[str, Any]]:
+def turn_samples(trajectory: Trajectory) -> list[dict[str, Any]]:
     """What TRL's rows, other processes and files take of the samples after the first."""
     return [{**vars(sample), "earlier": list(map(list, sample.earlier))} for sample in trajectory.later]

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from transformers import Trainer
 
+from ragen2_trl.columns import TURN_REWARDS, TURN_SAMPLES
 from ragen2_trl.envs import Outcome, Play
 from ragen2_trl.envs.mixture import AnyTask
-from ragen2_trl.envs.play import TURN_REWARDS
 from ragen2_trl.rollouts.chat import Chat, Messages
-from ragen2_trl.rollouts.context import LATER_SAMPLES, ContextWindow, later_samples
+from ragen2_trl.rollouts.context import ContextWindow, turn_samples
 from ragen2_trl.rollouts.play import check_words_only, play_all
 
 
@@ -126,7 +126,7 @@ class TextRollout:
             "logprobs": logprobs if any(logprobs) else None,
             Outcome.COLUMN: [asdict(play.outcome) for play in plays],
             TURN_REWARDS: [play.turn_rewards for play in plays],
-            **({LATER_SAMPLES: list(map(later_samples, trajectories))} if self.window.splits_episodes else {}),
+            **({TURN_SAMPLES: list(map(turn_samples, trajectories))} if self.window.splits_episodes else {}),
         }
 
     def _plays(self, step: int) -> list[Play]:

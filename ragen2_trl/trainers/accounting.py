@@ -8,8 +8,8 @@ from typing import Any
 from accelerate.logging import get_logger
 from transformers import TrainerCallback
 
+from ragen2_trl.columns import ALL_TASKS
 from ragen2_trl.envs import Environment, TaskMixture
-from ragen2_trl.envs.mixture import ALL_TASKS
 from ragen2_trl.filtering import ZERO_STD
 from ragen2_trl.trainers.packing import MicroStep
 from ragen2_trl.trainers.selecting import Selector

@@ -8,7 +8,7 @@ from accelerate.logging import get_logger
 from accelerate.utils import gather_object
 from datasets import Dataset, IterableDataset
 
-from ragen2_trl.envs.mixture import TASK
+from ragen2_trl.columns import TASK
 from ragen2_trl.trainers.config import SNRFilterConfig
 from ragen2_trl.trainers.reference import FEW_GROUPS
 

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 from datasets import Dataset
 
+from ragen2_trl.columns import TASK
 from ragen2_trl.envs import Environment, TaskMixture
-from ragen2_trl.envs.mixture import TASK
 from ragen2_trl.trainers.posterior import Floats
 
 

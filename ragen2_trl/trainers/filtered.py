@@ -22,10 +22,9 @@ from torch.utils.data import Sampler
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ragen2_trl.callbacks.run_record import keep_record, with_hidden_tokens
-from ragen2_trl.envs.mixture import TASK
+from ragen2_trl.columns import TASK, TURN_SAMPLES
 from ragen2_trl.filtering import group_score
 from ragen2_trl.rollouts import TextRollout
-from ragen2_trl.rollouts.context import LATER_SAMPLES
 from ragen2_trl.rollouts.text_rollout import end_tokens
 from ragen2_trl.trainers.accounting import Accounting
 from ragen2_trl.trainers.batches import Batch, loss_mask
@@ -167,8 +166,8 @@ class SNRFilter(ForwardPasses):
     def _sample_and_score(self, inputs: list[dict[str, Any]]) -> Batch:
         """TRL's batch before any of it is dropped."""
         batch = super()._generate_and_score_completions(inputs)
-        if self.model.training and LATER_SAMPLES in inputs[0]:
-            batch[LATER_SAMPLES] = [row[LATER_SAMPLES] for row in inputs]
+        if self.model.training and TURN_SAMPLES in inputs[0]:
+            batch[TURN_SAMPLES] = [row[TURN_SAMPLES] for row in inputs]
         return batch
 
     def _sample_first(self, inputs: list[dict[str, Any]]) -> Batch:
@@ -202,7 +201,7 @@ class SNRFilter(ForwardPasses):
             own = self._local(weights).to(batch["advantages"])
             batch["advantages"] = batch["advantages"] * (own if batch["advantages"].ndim == 1 else own.unsqueeze(1))
         batch["advantages"] = self._prompts.weighted(batch["advantages"])
-        if LATER_SAMPLES in batch:
+        if TURN_SAMPLES in batch:
             self._packing.drops = True  # whether it does or not, episodes have unequal numbers of samples
             logps = {"old_per_token_logps": self._logps_now, "ref_per_token_logps": self._reference_logps}
             batch = with_later_samples(

@@ -12,7 +12,7 @@ from packaging.version import Version
 from torch import Tensor
 from trl import GRPOConfig, GRPOTrainer
 
-from ragen2_trl.envs.play import TURN_REWARDS
+from ragen2_trl.columns import TURN_REWARDS
 from ragen2_trl.trainers import advantages as mathematics
 from ragen2_trl.trainers.actor_critic import ActorCritic
 from ragen2_trl.trainers.batches import Batch, loss_mask, take

@@ -14,7 +14,7 @@ from accelerate import Accelerator
 from torch import Tensor
 from trl.trainer.utils import pad
 
-from ragen2_trl.rollouts.context import LATER_SAMPLES
+from ragen2_trl.columns import TURN_SAMPLES
 from ragen2_trl.trainers.batches import Batch, join, loss_mask, take
 from ragen2_trl.trainers.packing import KEPT
 from ragen2_trl.trainers.processes import forward_in_step
@@ -40,8 +40,8 @@ def check_later_samples(trainer: Any) -> None:
 def sampled_tokens(batch: Batch) -> Tensor:
     """Tokens that the model wrote in each episode, those of its later samples included: (rows,)."""
     tokens = loss_mask(batch).sum(dim=1)
-    if LATER_SAMPLES in batch:
-        later = [sum(sum(sample["env_mask"]) for sample in samples) for samples in batch[LATER_SAMPLES]]
+    if TURN_SAMPLES in batch:
+        later = [sum(sum(sample["env_mask"]) for sample in samples) for samples in batch[TURN_SAMPLES]]
         tokens = tokens + torch.tensor(later, device=tokens.device)
     return tokens
 
@@ -69,7 +69,7 @@ def with_later_samples(
         Rows in number a multiple of `steps_per_generation`, filled up with dropped ones; `KEPT` says which are kept.
     """
     batch = dict(batch)
-    later = batch.pop(LATER_SAMPLES)
+    later = batch.pop(TURN_SAMPLES)
     episodes = len(later)
     batch.setdefault(KEPT, torch.ones(episodes, dtype=torch.bool, device=batch["prompt_ids"].device))
     owners = [episode for episode, samples in enumerate(later) for _ in samples]

@@ -10,8 +10,8 @@ from backends import COMMON
 from trl import GRPOConfig, GRPOTrainer
 
 from ragen2_trl import EpisodeCallback
+from ragen2_trl.columns import TASK
 from ragen2_trl.envs import TaskMixture, make_env
-from ragen2_trl.envs.mixture import TASK
 from ragen2_trl.tiny import TINY_MODEL_PATH
 
 ORDER = ("frozen_lake", "bandit", "bandit", "bandit", "frozen_lake", "frozen_lake")  # two generations of three groups

@@ -1,0 +1,17 @@
+"""Names of dataset columns that rollouts, tasks and trainers hand to one another."""
+
+TASK = "environment"
+"""Whose task a row is, in datasets of several tasks; TRL's name for it."""
+
+ALL_TASKS = "all"
+"""Under which metrics of all episodes are logged; it sorts before the name of every task."""
+
+EPISODE = "episode"
+"""Under which rollout functions hand what came of an episode to reward functions."""
+
+TURN_REWARDS = "turn_rewards"
+"""Under which rollout functions hand on the rewards of an episode's turns."""
+
+TURN_SAMPLES = "turn_samples"
+"""Under which rollout functions hand on the training samples of an episode after its first: turns that were sampled
+from a context of their own."""
