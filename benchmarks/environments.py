@@ -23,7 +23,7 @@ from ragen2_trl import SNRFilteredGRPOConfig, SNRFilteredGRPOTrainer, TextRollou
 from ragen2_trl.cli.evaluate import evaluate_scripted
 from ragen2_trl.envs import ENVIRONMENTS, Environment, FrozenLake, format_response, make_env
 from ragen2_trl.envs.frozen_lake import distances_to_goal
-from ragen2_trl.envs.webshop.floor import copying_return
+from ragen2_trl.envs.webshop.baselines import copying_return
 from ragen2_trl.rollouts import play as loop
 from ragen2_trl.tiny import TINY_MODEL_PATH
 

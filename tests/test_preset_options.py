@@ -4,7 +4,7 @@ import pytest
 from test_presets import ragen2
 
 from ragen2_trl.envs import ENVIRONMENTS, make_env, options_of
-from ragen2_trl.envs.floor import random_floor
+from ragen2_trl.envs.random_baseline import random_floor
 
 # What is refused
 

@@ -20,7 +20,7 @@ from trl.models.utils import unwrap_model_for_generation
 from ragen2_trl.callbacks.rollouts import check_own_trainer, is_newest
 from ragen2_trl.callbacks.run_record import keep_record, reported
 from ragen2_trl.envs import Environment
-from ragen2_trl.envs.floor import random_success
+from ragen2_trl.envs.random_baseline import random_success
 from ragen2_trl.reporting.files import EPISODES
 from ragen2_trl.reporting.held_out import LOGGED, curves_of
 from ragen2_trl.reporting.saved_episodes import EVALUATION, PlayedEpisode, episodes_of, save_episodes

@@ -65,7 +65,7 @@ def retrieval_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         "ragen2-trl serve-retrieval",
         description="Search passages over HTTP, in the JSON of RAGEN-2's retrieval server and of Search-R1's: for "
-        "search_qa with `--env_args corpus=http://127.0.0.1:8000`, and `dialect=ragen2` for the former.",
+        "search_qa with `--env_args corpus=http://127.0.0.1:8000`.",
         allow_abbrev=False,
     )
     add = parser.add_argument

@@ -14,7 +14,6 @@ from ragen2_trl.cli.arguments import envs_parser
 from ragen2_trl.cli.console import make_console
 from ragen2_trl.cli.typed import InputError
 from ragen2_trl.envs import ENVIRONMENTS, PRESETS, Environment, options_of
-from ragen2_trl.envs.presets import FREE
 
 _OPTION = re.compile(r"^ {4,8}(\w+): (.+(?:\n {9,}.+)*)", re.MULTILINE)
 
@@ -33,9 +32,9 @@ def main(args: list[str] | None = None) -> None:
         return
     if name not in ENVIRONMENTS:
         raise InputError(f"name must be one of {sorted(ENVIRONMENTS)}, got {name!r}")
-    console.print(options_table(name))
-    for preset in sorted(PRESETS.get(name, {})):
-        console.print(preset_table(name, preset))
+    console.print(options_table(name, ENVIRONMENTS[name]))
+    for preset, tasks in sorted(PRESETS.items()):
+        console.print(options_table(f"{name} with preset={preset}", tasks[name]))
 
 
 def all_tasks() -> Table:
@@ -43,42 +42,23 @@ def all_tasks() -> Table:
     table = Table(title="Tasks (--env_name), options (--env_args key=value), presets (--env_args preset=NAME)")
     for column in ("task", "what it is", "its own options", "presets"):
         table.add_column(column, overflow="fold")
-    shared = set(options_of_all())
+    shared = options_of(Environment)
     for name, task in sorted(ENVIRONMENTS.items()):
         what = " ".join(inspect.getdoc(task).split("\n\n")[0].split())
-        own = [option for option in options_of(name) if option not in shared]
-        table.add_row(*map(Text, (name, what, ", ".join(own), ", ".join(sorted(PRESETS.get(name, {}))))))
+        own = [option for option in options_of(task) if option not in shared]
+        presets = [preset for preset, tasks in sorted(PRESETS.items()) if name in tasks]
+        table.add_row(*map(Text, (name, what, ", ".join(own), ", ".join(presets))))
     return table
 
 
-def options_of_all() -> list[str]:
-    """The options that every task has."""
-    return list(inspect.signature(Environment.__init__).parameters)[1:]
-
-
-def options_table(name: str) -> Table:
+def options_table(title: str, task: type[Environment]) -> Table:
     """The options of a task, their defaults and what they mean: its own, then those that every task has."""
-    table = Table(title=f"Options of {name}")
+    table = Table(title=f"Options of {title}")
     for column in ("option", "default", "what it is"):
         table.add_column(column, overflow="fold")
-    table.add_row("preset", "None", f"A set of options by name: {', '.join(sorted(PRESETS.get(name, {}))) or 'none'}.")
-    for holder in (ENVIRONMENTS[name], Environment):
-        meanings = dict(_OPTION.findall(holder.__doc__ or ""))
-        for parameter in list(inspect.signature(holder.__init__).parameters.values())[1:]:
-            if parameter.kind is not parameter.VAR_KEYWORD:
-                meaning = " ".join(meanings.get(parameter.name, "").split())
-                table.add_row(*map(Text, (parameter.name, repr(parameter.default), meaning)))
-        table.add_section()
-    return table
-
-
-def preset_table(name: str, preset: str) -> Table:
-    """What a preset sets, and which of it may be set otherwise."""
-    chosen = PRESETS[name][preset]
-    table = Table(title=f"preset={preset} of {name}")
-    for column in ("option", "value", "may be another"):
-        table.add_column(column, overflow="fold")
-    for option, value in chosen.options.items():
-        free = option in (*FREE, *chosen.free)
-        table.add_row(*map(Text, (option, repr(value), "yes" if free else "no")))
+    meanings: dict[str, str] = {}
+    for holder in reversed(task.__mro__):
+        meanings.update(_OPTION.findall(holder.__doc__ or ""))
+    for name, parameter in options_of(task).items():
+        table.add_row(*map(Text, (name, repr(parameter.default), " ".join(meanings.get(name, "").split()))))
     return table

@@ -28,8 +28,8 @@ from ragen2_trl.cli.models import load_model
 from ragen2_trl.cli.typed import checked_input, parse
 from ragen2_trl.columns import TASK
 from ragen2_trl.envs import Environment, Play, respond_all
-from ragen2_trl.envs.floor import random_success
 from ragen2_trl.envs.mixture import AnyTask, TaskMixture
+from ragen2_trl.envs.random_baseline import random_success
 from ragen2_trl.reporting.examples import printable
 from ragen2_trl.reporting.files import write_json
 from ragen2_trl.reporting.saved_episodes import EVALUATION, episodes_of, episodes_path, save_episodes
@@ -208,7 +208,7 @@ def evaluate_model(
         tokens included),
         each a mean over completions with `…_ci_low` and `…_ci_high`, bounds of a 95 % confidence interval;
         `num_prompts` and `num_samples`; and `random_success`, that of a player who guesses on the same tasks, where
-        `random_floor` knows it. Of several tasks the same for each, as `<task>/success`.
+        `random_baseline` knows it. Of several tasks the same for each, as `<task>/success`.
 
         Completions of one prompt are not independent, so prompts are the unit of every interval: Wilson with the
         effective sample size for fractions (see `fraction_interval`), normal over the N means of the prompts for

@@ -1,27 +1,51 @@
-"""The tasks, by name. A task is one file, or a folder where it takes several: its rules, its text and its rewards."""
+"""The tasks, by name. A task is one file, or a folder where it takes several: its rules, its text and its rewards.
+
+What RAGEN-2 does differently is a subclass of the task, made with `make_env(name, preset="ragen2")`.
+"""
 
 import inspect
-from collections.abc import Callable
 from typing import Any
 
-from ragen2_trl.envs.bandit import Bandit
-from ragen2_trl.envs.base import Environment
-from ragen2_trl.envs.countdown import Countdown
-from ragen2_trl.envs.deepcoder import DeepCoder
-from ragen2_trl.envs.episode import Episode, Limits
-from ragen2_trl.envs.frozen_lake import FrozenLake
-from ragen2_trl.envs.metamath_qa import MetaMathQA
+from ragen2_trl.envs.bandit import Bandit, RagenBandit
+from ragen2_trl.envs.base import (
+    Environment,
+    Episode,
+    EpisodeOutcome,
+    Limits,
+    Play,
+    ToolEnvironment,
+    respond_all,
+)
+from ragen2_trl.envs.checks import check_choice
+from ragen2_trl.envs.countdown import Countdown, RagenCountdown
+from ragen2_trl.envs.deepcoder import DeepCoder, RagenDeepCoder
+from ragen2_trl.envs.frozen_lake import FrozenLake, RagenFrozenLake
+from ragen2_trl.envs.metamath_qa import MetaMathQA, RagenMetaMathQA
 from ragen2_trl.envs.mixture import TaskMixture
-from ragen2_trl.envs.play import Outcome, Play, respond_all
-from ragen2_trl.envs.presets import PRESETS, preset_options
+from ragen2_trl.envs.ragen2 import RagenProtocol
 from ragen2_trl.envs.responses import Response, completion_text, format_response, parse_response
-from ragen2_trl.envs.search_qa import SearchQA
-from ragen2_trl.envs.sokoban import Sokoban
-from ragen2_trl.envs.tools import ToolEnvironment
-from ragen2_trl.envs.webshop import WebShop
+from ragen2_trl.envs.search_qa import RagenSearchQA, SearchQA
+from ragen2_trl.envs.sokoban import RagenSokoban, Sokoban
+from ragen2_trl.envs.webshop import RagenWebShop, WebShop
 
 ENVIRONMENTS: dict[str, type[Environment]] = {
     task.name: task for task in (FrozenLake, Sokoban, Countdown, MetaMathQA, SearchQA, WebShop, DeepCoder, Bandit)
+}
+# By name: each task as somebody else has configured it.
+PRESETS: dict[str, dict[str, type[RagenProtocol]]] = {
+    "ragen2": {
+        task.name: task
+        for task in (
+            RagenFrozenLake,
+            RagenSokoban,
+            RagenCountdown,
+            RagenMetaMathQA,
+            RagenSearchQA,
+            RagenWebShop,
+            RagenDeepCoder,
+            RagenBandit,
+        )
+    }
 }
 
 
@@ -30,36 +54,47 @@ def make_env(name: str, preset: str | None = None, **options: Any) -> Environmen
 
     Args:
         name: One of `ENVIRONMENTS`.
-        preset: A named set of options, such as `"ragen2"`, the task as RAGEN-2 configures it; see `PRESETS`.
-        **options: Those of the task's class, and those of `Environment`; with a preset, none that contradicts it.
+        preset: `"ragen2"` for the task as RAGEN-2 configures it; see `PRESETS`.
+        **options: Those of the task's class, see `options_of`.
 
     Raises:
+        ImportError: If a package of the task's extra is missing.
         ValueError: If the name, the preset, an option or the value of an option is not known or not allowed.
 
     >>> make_env("frozen_lake", size=5).name
     'frozen_lake'
     """
-    if name not in ENVIRONMENTS:
-        raise ValueError(f"environment must be one of {sorted(ENVIRONMENTS)}, got {name!r}")
-    allowed = options_of(name)
+    check_choice("environment", name, sorted(ENVIRONMENTS))
+    if preset is not None:
+        check_choice("preset", preset, sorted(PRESETS))
+    task = ENVIRONMENTS[name] if preset is None else PRESETS[preset][name]
+    allowed = options_of(task)
     unknown = sorted(set(options) - set(allowed))
     if unknown:
-        raise ValueError(f"options of {name} must be among {[*allowed, 'preset']}, got {unknown}")
-    if preset is None:
-        return ENVIRONMENTS[name](**options)
-    env = ENVIRONMENTS[name](**preset_options(name, preset, options))
-    env.preset, env.options = preset, {"preset": preset, **options}  # from which it can be made again
+        who = name if preset is None else f"{name} with preset={preset!r}"
+        raise ValueError(f"options of {who} must be among {[*allowed, 'preset']}, got {unknown}")
+    env = task(**options)
+    if preset is not None:
+        env.options = {"preset": preset, **options}  # from which it can be made again
     return env
 
 
-def options_of(name: str) -> list[str]:
-    """The options that a task takes, its own before those that all have."""
-    return [*_options(ENVIRONMENTS[name].__init__), *_options(Environment.__init__)]
+def options_of(task: type[Environment]) -> dict[str, inspect.Parameter]:
+    """The options that a class of tasks takes, by name: its own, then those of the classes that it hands others on to.
 
-
-def _options(init: Callable[..., None]) -> list[str]:
-    _self, *parameters = inspect.signature(init).parameters.values()
-    return [parameter.name for parameter in parameters if parameter.kind is not parameter.VAR_KEYWORD]
+    >>> list(options_of(PRESETS["ragen2"]["bandit"]))[:2]
+    ['prompts', 'split']
+    """
+    holders = [holder for holder in task.__mro__ if "__init__" in vars(holder) and issubclass(holder, Environment)]
+    fixed: set[str] = set()
+    if issubclass(task, RagenProtocol):  # which sets the options of all tasks itself, and some of the task's
+        holders, fixed = holders[:-1], set(task.fixed)
+    options: dict[str, inspect.Parameter] = {}
+    for holder in holders:
+        for name, parameter in list(inspect.signature(holder.__init__).parameters.items())[1:]:
+            if parameter.kind is not parameter.VAR_KEYWORD and name not in fixed:
+                options.setdefault(name, parameter)
+    return options
 
 
 __all__ = [
@@ -70,10 +105,10 @@ __all__ = [
     "DeepCoder",
     "Environment",
     "Episode",
+    "EpisodeOutcome",
     "FrozenLake",
     "Limits",
     "MetaMathQA",
-    "Outcome",
     "Play",
     "Response",
     "SearchQA",

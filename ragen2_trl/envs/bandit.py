@@ -9,11 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from ragen2_trl.envs.base import Environment
+from ragen2_trl.envs.base import Environment, Episode, Limits, ToolEnvironment
 from ragen2_trl.envs.checks import check_choice
-from ragen2_trl.envs.episode import Episode, Limits
+from ragen2_trl.envs.ragen2 import RagenProtocol
 from ragen2_trl.envs.tasks import Row
-from ragen2_trl.envs.tools import ToolEnvironment
 
 SAFE_REWARD, BOLD_REWARD, BOLD_CHANCE = 0.1, 1.0, 0.25
 
@@ -46,59 +45,18 @@ PAIRS = {
 }
 
 
-# Those of RAGEN-2: occupations.
-REFERENCE_PAIRS = {
-    "train": (
-        ("Trader", "Teacher"),
-        ("StartupFounder", "Nurse"),
-        ("Investor", "Librarian"),
-        ("StockBroker", "Accountant"),
-        ("RealEstateAgent", "Engineer"),
-        ("Musician", "Pharmacist"),
-        ("Freelancer", "Clerk"),
-        ("Youtuber", "Technician"),
-        ("Artist", "Planner"),
-        ("Pilot", "Postman"),
-        ("VentureCapitalist", "Banker"),
-        ("Cryptominer", "Gardener"),
-    ),
-    "test": (
-        ("Explorer", "Receptionist"),
-        ("Filmmaker", "Archivist"),
-        ("Consultant", "Bookkeeper"),
-        ("Photographer", "SocialWorker"),
-        ("GameDesigner", "Mechanic"),
-        ("Entrepreneur", "Secretary"),
-        ("DataScientist", "Cashier"),
-        ("StartupAccelerator", "CivilServant"),
-    ),
-}
-NAMES = {"own": PAIRS, "ragen2": REFERENCE_PAIRS}
-
-# What is shown of two machines. RAGEN-2 says nothing of what they pay; words are ours, spaces at line ends its own.
-OBSERVATIONS = {
-    "own": "Machines: {0}, {1}.",
-    "ragen2": (
-        "You are playing a bandit game. Choose an arm so that your total reward is as large as can be. \n"
-        "There are two arms: {0} and {1}. \n"
-        "Each of them pays by a distribution of its own, which has to do with its name. \n"
-        "Think about what the two names stand for, and guess from that how each arm may pay.\n"
-        "Then choose {0} or {1}, and give its name as your answer."
-    ),
-}
-
-
 class BanditEpisode(Episode):
     """The rules: what a player sees, may do, and gets for it."""
 
-    def __init__(self, names: list[str], bold: str, rng: random.Random, text: str = OBSERVATIONS["own"]):
+    shown = "Machines: {0}, {1}."
+
+    def __init__(self, names: list[str], bold: str, rng: random.Random):
         self.names = names
         self.bold = bold
         self._rng = rng  # chance comes from here alone, so that equal seeds play equally
-        self._text = text
 
     def observation(self) -> str:
-        return self._text.format(*self.names)
+        return self.shown.format(*self.names)
 
     def is_action(self, action: str) -> bool:
         return action.strip().lower() in [name.lower() for name in self.names]
@@ -110,7 +68,7 @@ class BanditEpisode(Episode):
             return SAFE_REWARD
         return BOLD_REWARD if self._rng.random() < BOLD_CHANCE else 0.0
 
-    # The last two are optional. A solver makes demonstrations, a random player the floor of the task.
+    # The last two are optional: a solver makes demonstrations, and the random baseline is what has to be beaten.
 
     def plan(self, rng: random.Random) -> tuple[str, list[str]]:
         return f"{self.bold} sounds bold.", [self.bold]
@@ -139,8 +97,6 @@ class Bandit(Environment):
     """Pull the machine that pays more on average, known by its name alone.
 
     Args:
-        names: Which machines: `"own"`, or `"ragen2"`, occupations.
-        layout: What is shown: `"own"`, or `"ragen2"`, where nothing is said of payments.
         **limits: The options of `Environment`.
 
     Raises:
@@ -152,16 +108,7 @@ class Bandit(Environment):
     multi_turn_limits = Limits(turns=5, actions=1)
     example = "Name"
     tools = BanditTools
-
-    def __init__(self, names: str = "own", layout: str = "own", **limits: Any):
-        super().__init__(**limits)
-        check_choice("names", names, ("own", "ragen2") if self.split == "held_out" else ("ragen2",))
-        check_choice("layout", layout, tuple(OBSERVATIONS))
-        self._pairs = NAMES[names]
-        self._text = OBSERVATIONS[layout]
-
-    def reference_texts(self) -> dict[str, str]:
-        return {"instruction": ""}  # all is in what is shown
+    pairs = PAIRS
 
     def instructions(self) -> str:
         return (
@@ -174,16 +121,72 @@ class Bandit(Environment):
         check_choice("data", data, (None,))
         stream = random.Random(f"{self.name}/{split}/{seed}")
         while True:
-            bold, safe = stream.choice(self._pairs[split])
+            bold, safe = stream.choice(self.pairs[split])
             yield {"seed": stream.getrandbits(31), "names": stream.sample([bold, safe], 2), "bold": bold}
 
-    def reference_tasks(self, seeds: Iterator[int], split: str, data: str | None) -> Iterator[dict[str, Any]]:
-        """A pair and an order for each seed; the reference adds a number to it that differs within a group."""
+    def episode(self, row: Row, rng: random.Random) -> BanditEpisode:
+        return BanditEpisode(row["names"], row["bold"], rng)
+
+
+# As RAGEN-2 plays it
+
+RAGEN_PAIRS = {
+    "train": (
+        ("Trader", "Teacher"),
+        ("StartupFounder", "Nurse"),
+        ("Investor", "Librarian"),
+        ("StockBroker", "Accountant"),
+        ("RealEstateAgent", "Engineer"),
+        ("Musician", "Pharmacist"),
+        ("Freelancer", "Clerk"),
+        ("Youtuber", "Technician"),
+        ("Artist", "Planner"),
+        ("Pilot", "Postman"),
+        ("VentureCapitalist", "Banker"),
+        ("Cryptominer", "Gardener"),
+    ),
+    "test": (
+        ("Explorer", "Receptionist"),
+        ("Filmmaker", "Archivist"),
+        ("Consultant", "Bookkeeper"),
+        ("Photographer", "SocialWorker"),
+        ("GameDesigner", "Mechanic"),
+        ("Entrepreneur", "Secretary"),
+        ("DataScientist", "Cashier"),
+        ("StartupAccelerator", "CivilServant"),
+    ),
+}
+
+
+class RagenBanditEpisode(BanditEpisode):
+    """What is shown says nothing of payments. Words are ours, spaces at line ends those of RAGEN's code."""
+
+    shown = (
+        "You are playing a bandit game. Choose an arm so that your total reward is as large as can be. \n"
+        "There are two arms: {0} and {1}. \n"
+        "Each of them pays by a distribution of its own, which has to do with its name. \n"
+        "Think about what the two names stand for, and guess from that how each arm may pay.\n"
+        "Then choose {0} or {1}, and give its name as your answer."
+    )
+
+
+class RagenBandit(RagenProtocol, Bandit):
+    """Bandit as RAGEN-2 plays it: the names are occupations."""
+
+    single_turn_limits, multi_turn_limits = Limits(turns=1, actions=1), None
+    max_total, turn_tokens = 1, 500
+    pairs = RAGEN_PAIRS
+
+    def texts(self) -> dict[str, str]:
+        return {"instruction": ""}  # all is in what is shown
+
+    def numbered_tasks(self, seeds: Iterator[int], split: str, data: str | None) -> Iterator[dict[str, Any]]:
+        """A pair and an order for each seed; RAGEN's code adds a number to it that differs within a group."""
         check_choice("data", data, (None,))
         for seed in seeds:
             rng = np.random.Generator(np.random.PCG64(seed))
-            bold, safe = self._pairs[split][int(rng.integers(len(self._pairs[split])))]
+            bold, safe = self.pairs[split][int(rng.integers(len(self.pairs[split])))]
             yield {"seed": seed, "names": [safe, bold] if rng.random() < 0.5 else [bold, safe], "bold": bold}
 
-    def episode(self, row: Row, rng: random.Random) -> BanditEpisode:
-        return BanditEpisode(row["names"], row["bold"], rng, self._text)
+    def episode(self, row: Row, rng: random.Random) -> RagenBanditEpisode:
+        return RagenBanditEpisode(row["names"], row["bold"], rng)

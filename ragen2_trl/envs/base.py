@@ -1,7 +1,12 @@
-"""What a task is made of: an `Episode` holds its rules, an `Environment` its tasks, texts and options.
+"""What tasks are made of: an `Episode` holds the rules of one play, an `Environment` the tasks, texts and options.
 
-Everything else follows from these two: single-turn and multi-turn play, rewards, TRL's tool environments,
-demonstrations, evaluation. Nothing here knows torch or TRL.
+A `Play` is an episode behind RAGEN's text protocol. A response `<think>…</think><answer>a || b</answer>` is one turn.
+Of its first `max_actions` pieces those that name actions are carried out in order until the episode ends. One that
+names none costs `INVALID_TURN`, once for the turn however many there are, and so does a response of another form,
+which carries out nothing and consumes the turn. A `ToolEnvironment` plays the same rules through TRL's
+`environment_factory`.
+
+Rewards, demonstrations and evaluation follow from these. Nothing here knows torch or TRL.
 """
 
 import inspect
@@ -9,24 +14,374 @@ import itertools
 import os
 import random
 from abc import ABC, abstractmethod
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from statistics import fmean
 from types import MappingProxyType
 from typing import Any, ClassVar, TypeAlias
 
 from datasets import Dataset
+from PIL import Image
 
-from ragen2_trl.envs.checks import check_choice, check_count, check_flags, check_limits
-from ragen2_trl.envs.episode import Episode, Limits
-from ragen2_trl.envs.play import OnPlayed, Outcome, Play, mean_outcomes, nobody_looks, respond_all
-from ragen2_trl.envs.responses import TAGS, Completion, Response, completion_text, parse_response
-from ragen2_trl.envs.tasks import FIRST_REFERENCE_SEED, NUMBERINGS, SPLITS, Row
-from ragen2_trl.envs.tools import ToolEnvironment
-from ragen2_trl.envs.wording import WORDINGS, reply_form
+from ragen2_trl.columns import EPISODE
+from ragen2_trl.envs.checks import check_choice, check_count, check_flags, check_installed, check_limits
+from ragen2_trl.envs.responses import TAGS, Completion, Response, completion_text, format_response, parse_response
+from ragen2_trl.envs.tasks import SPLITS, Row
 
 RewardFunc: TypeAlias = Callable[..., list[float]]
+# Text, or content parts where the state is a picture. Not a union: tools are put into the prompt with their types.
+Answer: TypeAlias = Any
 
 PROTOCOLS = ("text", "tools")
+INVALID_TURN = -0.1
+COUNTS = ("valid_turns", "num_actions", "acting_turns", "effective_turns")  # of an outcome, besides its turns
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Turns of an episode, and actions that count in each."""
+
+    turns: int
+    actions: int
+
+
+class Episode(ABC):
+    """One play of one task by one player: the rules and the state, nothing of prompts or formats.
+
+    Attributes:
+        done: Whether the rules have ended the episode.
+        success: Whether the task is solved.
+    """
+
+    done: bool = False
+    success: bool = False
+
+    @property
+    def measures(self) -> dict[str, float]:
+        """Further numbers from 0.0 to 1.0 about the episode so far, by name; logged beside its return and success."""
+        return {}
+
+    @property
+    def difficulty(self) -> dict[str, float]:
+        """Numbers about the task as it begins, by name, that may predict how often it is solved; default: none."""
+        return {}
+
+    @abstractmethod
+    def observation(self) -> str:
+        """What the player sees of the state."""
+
+    @abstractmethod
+    def is_action(self, action: str) -> bool:
+        """Whether this text names an action of the rules. Hostile input: no exception, and quick.
+
+        All actions of a turn are asked for before the first is carried out: where the answer depends on the state,
+        `max_actions` must be 1.
+        """
+
+    @abstractmethod
+    def step(self, action: str) -> float:
+        """Carries out an action and gives its reward. Called only while not `done`, and with `is_action(action)`."""
+
+    def snapshot(self) -> Hashable:
+        """What an action without effect leaves as it was: by default what the player sees."""
+        return self.observation()
+
+    def image(self) -> Image.Image:
+        """The state as an RGB picture.
+
+        Raises:
+            NotImplementedError: If the task has no pictures.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no pictures")
+
+    def board_letters(self) -> str | None:
+        """The state as lines of `drawing.TILES`, one letter a cell, to be drawn later; `None` where it is no grid."""
+        return None
+
+    def plan(self, rng: random.Random) -> tuple[str, list[str]]:
+        """A reasoning and the actions of a solver from here to the end, for demonstrations and as an oracle.
+
+        Raises:
+            NotImplementedError: If the task has no solver.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no solver")
+
+    def random_action(self, rng: random.Random) -> str:
+        """An action of the random baseline, which looks at nothing but which actions there are.
+
+        Raises:
+            NotImplementedError: If there is no set of actions to draw from.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no random baseline")
+
+
+@dataclass(frozen=True)
+class EpisodeOutcome:
+    """What came of an episode; rollouts hand outcomes to reward functions in the column `EPISODE`.
+
+    Args:
+        episode_return: Sum of the rewards, invalid turns included.
+        success: Whether the task was solved.
+        turns: Turns taken.
+        valid_turns: Those with a well-formed response that named known actions and nothing else.
+        num_actions: Actions that were carried out.
+        acting_turns: Turns in which one was.
+        effective_turns: Turns whose last one changed the state, or ended the episode.
+        measures: Further numbers of the task's own, 0.0 to 1.0.
+    """
+
+    episode_return: float
+    success: bool
+    turns: int
+    valid_turns: int
+    num_actions: int = 0
+    acting_turns: int = 0
+    effective_turns: int = 0
+    measures: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class RecordedTurn:
+    """What was done in a turn.
+
+    Args:
+        text: What the player wrote; `None` where it called a tool.
+        actions: The actions that it named, of those that count; none where the text was of another form.
+        valid: Whether the turn was valid.
+        reward: What it earned.
+        reply: What the player was told then; `None` where the text protocol had come to its end.
+        board: The state after it, see `Episode.board_letters`.
+    """
+
+    text: str | None
+    actions: tuple[str, ...]
+    valid: bool
+    reward: float
+    reply: str | None
+    board: str | None
+
+    @property
+    def messages(self) -> list[dict[str, str]]:
+        """What was said in it, where the player wrote a text."""
+        reply = [] if self.reply is None else [{"role": "user", "content": self.reply}]
+        return [{"role": "assistant", "content": self.text or ""}, *reply]
+
+
+@dataclass(frozen=True)
+class TurnOutcome:
+    """What came of a turn.
+
+    Args:
+        reward: Sum of the rewards of its actions, as the rules give them; `0` where there was none.
+        executed: Actions carried out.
+        valid: Whether it named actions and nothing else.
+    """
+
+    reward: float
+    executed: int
+    valid: bool
+
+
+class Play:
+    """One episode behind the text protocol.
+
+    Attributes:
+        turn_rewards: The rewards of the turns so far, `INVALID_TURN` for each that was not valid included.
+        executed: Actions carried out so far.
+        last: What came of the last turn, `None` before the first.
+        turns: What was done so far, turn by turn.
+        first_board: The state at the start, see `Episode.board_letters`.
+
+    Args:
+        env: Limits and texts.
+        episode: The rules, at their start.
+    """
+
+    def __init__(self, env: "Environment", episode: Episode):
+        self.env = env
+        self.episode = episode
+        self.turn_rewards: list[float] = []
+        self.turns: list[RecordedTurn] = []
+        self.first_board = episode.board_letters()
+        self.executed = 0
+        self.last: TurnOutcome | None = None
+        self._valid_turns = 0
+        self._effects: dict[int, bool] = {}  # by turn, whether the last action in it had an effect
+
+    @property
+    def done(self) -> bool:
+        """Whether the rules, the turns or the actions have come to an end."""
+        return self.episode.done or len(self.turn_rewards) >= self.env.max_turns or self.actions_left == 0
+
+    @property
+    def actions_left(self) -> int | None:
+        """Actions that the episode may still take, `None` without a limit."""
+        return None if self.env.max_total_actions is None else self.env.max_total_actions - self.executed
+
+    @property
+    def outcome(self) -> EpisodeOutcome:
+        return EpisodeOutcome(
+            episode_return=sum(self.turn_rewards),
+            success=self.episode.success,
+            turns=len(self.turn_rewards),
+            valid_turns=self._valid_turns,
+            num_actions=self.executed,
+            acting_turns=len(self._effects),
+            effective_turns=sum(self._effects.values()),
+            measures=self.episode.measures,
+        )
+
+    def respond(self, text: str) -> str | None:
+        """Takes a turn with a response; gives the next user message, or `None` when the episode is over."""
+        if self.done:
+            return None
+        response = self.env.read(text)
+        actions = () if response is None else response.actions
+        status = self.take(actions)
+        reply = None if self.done else self.env.message(self, status)
+        self.record(actions, text, reply)
+        return reply
+
+    def solver_response(self, rng: random.Random) -> str:
+        """What the task's solver writes in the next turn.
+
+        Raises:
+            NotImplementedError: If the task has none.
+        """
+        reasoning, actions = self.episode.plan(rng)
+        return format_response(reasoning, actions[: self.env.max_actions], think=self.env.enable_think)
+
+    def random_response(self, rng: random.Random) -> str:
+        """What the random baseline writes: as many actions as a turn takes, whatever the state.
+
+        Raises:
+            NotImplementedError: If there is no set of actions to draw from.
+        """
+        count = self.env.max_actions if self.env.splits_answers else 1
+        actions = [self.episode.random_action(rng) for _ in range(count)]
+        return format_response("", actions, think=self.env.enable_think)
+
+    def take(self, actions: Sequence[str]) -> str:
+        """Takes a turn with actions and says what came of it; not to be called when `done`."""
+        pieces = actions[: self.env.max_actions]
+        known = [action for action in pieces if self.episode.is_action(action)]
+        valid = len(known) == len(pieces) > 0
+        before = self.executed
+        reward: float = 0
+        for action in known:
+            if not self.done:
+                reward += self._carry_out(action)  # whole as long as rewards are, as RAGEN's code shows it
+        self.last = TurnOutcome(reward, self.executed - before, valid)
+        self._valid_turns += valid
+        self.turn_rewards.append(float(reward) if valid else reward + INVALID_TURN)
+        kind = "" if valid else "Partly invalid answer. " if known else "Invalid answer. "
+        return f"{kind}Reward {self.turn_rewards[-1]:g}."
+
+    def _carry_out(self, action: str) -> float:
+        before = self.episode.snapshot()
+        reward = self.episode.step(action)
+        self.executed += 1
+        self._effects[len(self.turn_rewards)] = self.episode.done or self.episode.snapshot() != before
+        return reward
+
+    def record(self, actions: Sequence[str], text: str | None = None, reply: str | None = None) -> None:
+        """Adds the turn that `take` has just taken to `turns`."""
+        valid = self.last is not None and self.last.valid
+        counted = tuple(actions[: self.env.max_actions])
+        self.turns.append(
+            RecordedTurn(text, counted, valid, self.turn_rewards[-1], reply, self.episode.board_letters())
+        )
+
+
+# (prompts, seeds, plays, completions) of episodes that are over; the completions where plays do not know the messages
+OnPlayed: TypeAlias = Callable[[Sequence[Any], Sequence[int], Sequence[Play], Sequence[Any] | None], None]
+
+
+def nobody_looks(
+    prompts: Sequence[Any], seeds: Sequence[int], plays: Sequence[Play], completions: Sequence[Any] | None
+) -> None:
+    """For those who keep no episodes."""
+
+
+def respond_all(plays: Sequence[Play], texts: Sequence[str], workers: int = 1) -> list[str | None]:
+    """`respond` for each play with its text, up to `workers` at a time."""
+    if workers == 1:
+        return [play.respond(text) for play, text in zip(plays, texts, strict=True)]
+    with ThreadPoolExecutor(workers) as pool:
+        return list(pool.map(Play.respond, plays, texts))
+
+
+def mean_outcomes(outcomes: Sequence[EpisodeOutcome], seeds: Sequence[int]) -> dict[str, float]:
+    """Means over episodes, and `pass@k` where each of the tasks, told apart by `seeds`, was played k times."""
+    groups: defaultdict[int, list[bool]] = defaultdict(list)
+    for seed, outcome in zip(seeds, outcomes, strict=True):
+        groups[seed].append(outcome.success)
+    turns = sum(outcome.turns for outcome in outcomes)
+    means = {
+        "success": fmean(outcome.success for outcome in outcomes),
+        "return": fmean(outcome.episode_return for outcome in outcomes),
+        "turns": turns / len(outcomes),
+        "valid_rate": sum(outcome.valid_turns for outcome in outcomes) / max(1, turns),
+        # As RAGEN's code logs them: of each episode the mean over its turns, then the mean over episodes.
+        "num_actions": fmean(outcome.num_actions for outcome in outcomes),
+        "action_is_valid": fmean(outcome.acting_turns / max(1, outcome.turns) for outcome in outcomes),
+        "action_is_effective": fmean(outcome.effective_turns / max(1, outcome.turns) for outcome in outcomes),
+    }
+    shared = [name for name in outcomes[0].measures if all(name in outcome.measures for outcome in outcomes)]
+    means.update({name: fmean(outcome.measures[name] for outcome in outcomes) for name in shared})
+    sizes = {len(members) for members in groups.values()}
+    if len(sizes) == 1:  # elsewhere a group is spread over processes, and k would differ from task to task
+        means[f"pass@{sizes.pop()}"] = fmean(any(members) for members in groups.values())
+    return means
+
+
+class ToolEnvironment:
+    """One player's environment, used again and again: `reset`, then tools, then `get_reward`.
+
+    Chance events count the resets of this instance, which begin again when training is resumed.
+
+    Args:
+        env: The task.
+        number: Tells this instance from others of one trainer.
+    """
+
+    def __init__(self, env: "Environment", number: int):
+        self._env = env
+        self._number = number
+        self._resets = 0
+
+    def reset(self, **row: Any) -> Answer:
+        """Begins a row's task and gives what the player sees of it; TRL appends that to the prompt."""
+        # Members of a group share the row, so their noise comes from the instance, too.
+        noise = f"{row['seed']}/{self._number}/{self._resets}/{os.environ.get('RANK', '0')}"
+        self._resets += 1
+        self._play = self._env.play(row, random.Random(noise))
+        return self._shown(self._play.episode.observation())
+
+    def get_reward(self) -> float:
+        """The return of the episode so far."""
+        return self._play.outcome.episode_return
+
+    def _take(self, actions: object) -> str:
+        """Takes a turn and tells what a tool answers; anything but a list of strings is an invalid turn."""
+        if self._play.done:
+            return "The episode is over."
+        known = isinstance(actions, list) and all(isinstance(action, str) for action in actions)
+        named = [action.strip() for action in actions] if known else []  # type: ignore[attr-defined]
+        status = self._play.take(named)
+        over = self._play.done
+        answer = f"{status} The episode is over." if over else f"{status}\n{self._play.episode.observation()}"
+        self._play.record(named, reply=answer)
+        return answer
+
+    def _shown(self, text: str) -> Answer:
+        """What a player sees: the text, with the picture of the state where the task has one."""
+        if not self._env.shows_images or self._play.done:
+            return text
+        picture = {"type": "image", "image": self._play.episode.image()}
+        return [picture, {"type": "text", "text": text.strip()}] if text.strip() else [picture]
 
 
 class Environment(ABC):
@@ -46,16 +401,9 @@ class Environment(ABC):
         enable_think: Whether a response is reasoning and an answer, or an answer alone.
         force_think: Whether the prompt of each turn ends with the tag that a response opens with: `<think>`, or
             `<answer>` where there is no reasoning. Trained with `TextRollout`, in a single turn as well.
-        stray_tags: What further tags in a response are: `"text"`, or `"deleted"`; see `parse_response`.
-        show_penalty: Whether a player is told what an invalid turn costs.
-        wording: What messages say and how they are laid out: `"own"`, or `"ragen2"` as in RAGEN-2.
-        prompts: YAML or JSON file with texts of the wording `"ragen2"` by key (`ragen2_trl.envs.wording.KEYS`).
-        split: `"held_out"`, where no task of one split appears in the other, or `"reference"`: tasks in the order of
-            RAGEN-2's seeds, for comparison; some of its test tasks occur in training.
-        split_answers: Whether `||` in an answer separates actions; default: but in tasks whose answers may hold it,
-            such as programs.
 
     Raises:
+        ImportError: If a package of the task's extra is missing.
         ValueError: If an option is outside its range.
     """
 
@@ -72,16 +420,18 @@ class Environment(ABC):
     options: Mapping[str, Any] = MappingProxyType({})  # what the environment was made with
     on_played: OnPlayed = staticmethod(nobody_looks)  # told of what is played for rewards, where a callback listens
     preset: str | None = None  # the name of the set of options that it follows, where there is one
-    legend: Mapping[str, str] = MappingProxyType({})  # symbols of an observation and what they mean
-    actions: Sequence[str] = ()  # names of all actions, where there are few
+    packages: ClassVar[tuple[str, ...]] = ()  # those of the extra that has the task's name
     quick: ClassVar[bool] = True  # whether a random player's episodes cost next to nothing
 
     def __new__(cls, *args: Any, **kwargs: Any) -> "Environment":
         env = super().__new__(cls)
         if args or kwargs:  # neither in a copy nor in another process, where the options come with the rest
-            given = inspect.signature(cls).bind(*args, **kwargs).arguments
-            limits = given.pop("limits", {})  # the keywords that a task hands on
-            env.options = {**given, **limits}
+            signature = inspect.signature(cls)
+            given = signature.bind(*args, **kwargs).arguments
+            for parameter in signature.parameters.values():
+                if parameter.kind is parameter.VAR_KEYWORD:  # what a task hands on
+                    given |= given.pop(parameter.name, {})
+            env.options = given
         return env
 
     def __init__(
@@ -94,13 +444,8 @@ class Environment(ABC):
         max_turn_tokens: int | None = None,
         enable_think: bool = True,
         force_think: bool = False,
-        stray_tags: str = "text",
-        show_penalty: bool = True,
-        wording: str = "own",
-        prompts: str | None = None,
-        split: str = "held_out",
-        split_answers: bool | None = None,
     ):
+        check_installed(self.name, *self.packages)
         check_choice("protocol", protocol, PROTOCOLS if self.tools else PROTOCOLS[:1])
         if multi_turn is not None:
             check_choice("multi_turn", multi_turn, (True, False))
@@ -118,27 +463,14 @@ class Environment(ABC):
         check_count("max_actions", self.max_actions, 1, 100)
         self.protocol = protocol
         check_limits(max_total_actions=max_total_actions, max_turn_tokens=max_turn_tokens)
-        check_flags(enable_think=enable_think, force_think=force_think, show_penalty=show_penalty)
-        check_choice("split_answers", split_answers, (None, True, False))
-        check_choice("stray_tags", stray_tags, ("text", "deleted"))
-        check_choice("wording", wording, tuple(WORDINGS))
-        check_choice("split", split, NUMBERINGS)
-        if protocol == "tools":  # whose calls have neither tags nor messages of ours
+        check_flags(enable_think=enable_think, force_think=force_think)
+        if protocol == "tools":  # whose calls have no tags
             check_choice("force_think with protocol='tools'", force_think, (False,))
-            check_choice("wording with protocol='tools'", wording, ("own",))
-        if split == "reference" and type(self).reference_tasks is Environment.reference_tasks:
-            raise ValueError(f"split must be 'held_out' for {self.name}, which has no reference tasks, got {split!r}")
         self.max_total_actions = max_total_actions
         self.longest = min(self.max_turns * self.max_actions, max_total_actions or 10_000)  # actions of an episode
         self.max_turn_tokens = max_turn_tokens
         self.enable_think = enable_think
         self.forced_tag = TAGS[enable_think] if force_think else ""
-        self.stray_tags = stray_tags
-        self.show_penalty = show_penalty
-        self.split = split
-        if split_answers is not None:
-            self.splits_answers = split_answers
-        self.wording = WORDINGS[wording](prompts)
 
     def _show_pictures(self) -> None:
         """Lets the first observation be a picture; called by tasks that have them, once limits are set."""
@@ -173,14 +505,6 @@ class Environment(ABC):
     def episode(self, row: Row, rng: random.Random) -> Episode:
         """A new play of a row's task, whose chance events come from `rng`."""
 
-    def reference_tasks(self, seeds: Iterator[int], split: str, data: str | None) -> Iterator[dict[str, Any]]:
-        """Like `tasks`, but a row for each of `seeds`, the one that RAGEN-2 makes of it, where there are presets."""
-        raise NotImplementedError(f"{self.name} has no reference tasks")
-
-    def reference_texts(self) -> dict[str, str]:
-        """Texts of the wording `"ragen2"` by key, as far as the task has its own; `instruction` at least."""
-        return {"instruction": self.instructions()}
-
     # What follows from it
 
     def dataset(
@@ -202,17 +526,12 @@ class Environment(ABC):
             ValueError: If an argument is outside its range, or there are fewer tasks than `num_prompts`.
         """
         check_choice("split", split, SPLITS)
-        if num_prompts is None and (data is None or self.split == "reference"):
-            cause = "split='reference' has no end" if data else f"{self.name} makes its tasks itself"
-            raise ValueError(f"num_prompts must be given where {cause}, got None")
+        if num_prompts is None and data is None:
+            raise ValueError(f"num_prompts must be given where {self.name} makes its tasks itself, got None")
         if num_prompts is not None:
             check_count("num_prompts", num_prompts, 1, 10_000_000)
         rows: list[dict[str, Any]] = []
-        if self.split == "reference":  # whose numbers a seed does not change
-            tasks = self.reference_tasks(itertools.count(FIRST_REFERENCE_SEED[split]), split, data)
-        else:
-            tasks = self.tasks(seed, split, data)
-        for task in tasks:
+        for task in self.tasks(seed, split, data):
             rows.append({"prompt": self.prompt(task), **task})
             if self.shows_images and self.protocol == "text":  # tools answer with pictures of their own
                 rows[-1]["image"] = self.episode(task, random.Random(0)).image()
@@ -226,31 +545,44 @@ class Environment(ABC):
 
     def prompt(self, row: Row) -> list[dict[str, str]]:
         """The system and the user message that an episode begins with."""
-        system = {"role": "system", "content": self.wording.system(self)}
+        system = {"role": "system", "content": self.system_text()}
         if self.protocol == "tools":  # `reset` appends the observation
             return [system, {"role": "user", "content": ""}]
         return [system, {"role": "user", "content": self.message(self.play(row, random.Random(0)))}]
 
-    def message(self, play: Play, status: str | None = None) -> str:
-        """The user message of the next turn of a play; `status` is what came of the last one, in words."""
-        return self.wording.message(self, play, status)
-
-    def turn_text(self, episode: Episode, status: str | None = None) -> str:
-        """What a user message of our own wording shows: what came of the last turn, the state, the answer's form."""
-        lines = (status, episode.observation(), reply_form(self))
-        return "\n".join(line for line in lines if line)
-
     @property
     def prompt_without_observation(self) -> list[dict[str, str]]:
         """Rules and form of an answer alone: what is written to it cannot depend on a task."""
-        system = {"role": "system", "content": self.wording.system(self)}
-        return [system, {"role": "user", "content": self.wording.without_observation(self)}]
+        system = {"role": "system", "content": self.system_text()}
+        return [system, {"role": "user", "content": self.text_without_observation()}]
+
+    def system_text(self) -> str:
+        """The system message: the rules, and how many turns and actions there are."""
+        one = "one action" if self.splits_answers else "one answer"
+        actions = f"at most {self.max_actions} actions" if self.max_actions > 1 else one
+        total = "" if self.max_total_actions is None else f" All turns together take at most {self.max_total_actions}."
+        if self.max_turns > 1:
+            return f"{self.instructions()} You have {self.max_turns} turns with {actions} each.{total}"
+        return f"{self.instructions()} Give {actions}.{total}" if self.max_actions > 1 else self.instructions()
+
+    def message(self, play: Play, status: str | None = None) -> str:
+        """The user message of the next turn of a play: what came of the last one, the state, the form of an answer."""
+        if status is not None:
+            status = f"{status} Turn {len(play.turn_rewards) + 1} of {self.max_turns}."
+        lines = (status, play.episode.observation(), self.text_without_observation())
+        return "\n".join(line for line in lines if line)
+
+    def text_without_observation(self) -> str:
+        """The user message of the first turn without what is particular to a task."""
+        return f"Reply with {format_response('reasoning', [self.example], think=self.enable_think)}"
 
     def read(self, text: str) -> Response | None:
         """The response that a model wrote, `None` where it has no form of one."""
-        if not text.lstrip().startswith(self.forced_tag):
-            text = self.forced_tag + text
-        return parse_response(text, split=self.splits_answers, think=self.enable_think, stray_tags=self.stray_tags)
+        return parse_response(self.with_forced_tag(text), split=self.splits_answers, think=self.enable_think)
+
+    def with_forced_tag(self, text: str) -> str:
+        """What a model wrote behind the tag that its prompt ends with, and the tag."""
+        return text if text.lstrip().startswith(self.forced_tag) else self.forced_tag + text
 
     @property
     def reward_funcs(self) -> list[RewardFunc]:
@@ -378,14 +710,14 @@ class Environment(ABC):
         seed: Sequence[int],
         columns: Mapping[str, Any],
         step: int,
-    ) -> list[Outcome]:
+    ) -> list[EpisodeOutcome]:
         """What came of each row's episode: as a rollout tells in its column, else by playing its completion."""
         if "environments" in columns:
             plays = [environment._play for environment in columns["environments"]]
             self.on_played(prompts, seed, plays, completions)
             return [play.outcome for play in plays]
-        if Outcome.COLUMN in columns:
-            return [Outcome(**fields) for fields in columns[Outcome.COLUMN]]
+        if EPISODE in columns:
+            return [EpisodeOutcome(**fields) for fields in columns[EPISODE]]
         if self.max_turns > 1:
             raise ValueError(
                 f"rollout_func must be TextRollout(env) for {self.name} with max_turns={self.max_turns}: its "

@@ -1,6 +1,7 @@
-"""Checks of options, whose errors name the field, the value and what is allowed."""
+"""Checks of options and of what is installed; their errors name the field, the value and what is allowed or needed."""
 
 from collections.abc import Iterable
+from importlib.util import find_spec
 
 
 def check_choice(field: str, value: object, allowed: Iterable[object]) -> None:
@@ -32,3 +33,13 @@ def check_limits(**limits: object) -> None:
     for field, value in limits.items():
         if value is not None:
             check_count(field, value, 1, 1_000_000)
+
+
+def check_installed(task: str, *packages: str) -> None:
+    """Raises an `ImportError` unless the packages of a task's extra are installed; nothing is imported.
+
+    >>> check_installed("frozen_lake")
+    """
+    if missing := [package for package in packages if find_spec(package.replace("-", "_")) is None]:
+        extra = task.replace("_", "-")
+        raise ImportError(f"{task} needs {' and '.join(missing)}, not installed: pip install 'ragen2-trl[{extra}]'")

@@ -9,18 +9,17 @@ import random
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
+from types import MappingProxyType
 from typing import Any, TypeAlias
 
 import numpy as np
 from PIL import Image
 
-from ragen2_trl.envs.base import Environment
+from ragen2_trl.envs.base import Answer, Environment, Episode, Limits, ToolEnvironment
 from ragen2_trl.envs.checks import check_choice, check_count, check_range
 from ragen2_trl.envs.drawing import draw_board
-from ragen2_trl.envs.episode import Episode, Limits
-from ragen2_trl.envs.layout import LAYOUTS, check_symbols, show_board
+from ragen2_trl.envs.ragen2 import RagenGrid
 from ragen2_trl.envs.tasks import Row, held_out, impossible_rows
-from ragen2_trl.envs.tools import Answer, ToolEnvironment
 
 Grid: TypeAlias = tuple[str, ...]  # rows of S (start), F (frozen), H (hole), G (goal)
 Cell: TypeAlias = tuple[int, int]  # row, column; both from 0, rows downwards
@@ -28,31 +27,7 @@ Cell: TypeAlias = tuple[int, int]  # row, column; both from 0, rows downwards
 ACTIONS = ("Left", "Down", "Right", "Up")  # in gymnasium's order
 MOVES: tuple[Cell, ...] = ((0, -1), (1, 0), (0, 1), (-1, 0))
 COLUMNS = "abcdefghij"
-OBSERVATIONS = ("grid", "coordinates", "both")  # in words
-IMAGE = "image"
-GENERATORS = ("own", "ragen2")
-# Symbols in the order of RAGEN-2's legend; the last two occur only where an episode has ended.
-MEANINGS = {"P": "player", "_": "empty", "O": "hole", "G": "goal", "X": "player in hole", "√": "player on goal"}
-SYMBOLS = "".join(MEANINGS)
-
-# What RAGEN-2's prompt says, in our words. The corner is the reference's, whatever the size of the map.
-TEXTS = {
-    "coordinates": {
-        "instruction": "This is FrozenLake.\nYou are given the lake as a grid of symbols, and the coordinates of "
-        "start, goal, player and holes, counted from zero.\nThey go from (0, 0) at the top left to (5, 5) at the "
-        "bottom right.\n"
-        "The ice is slippery: you may come to another place than you wanted to.\n"
-        "Your answer is a sequence of actions, for instance <answer>Down || Down || Left</answer>.\n",
-        "length": "Use no more than 120 words.",
-    },
-    "grid": {
-        "instruction": "This is FrozenLake. Keep away from the holes and get to the goal. You may slip and come to "
-        "another place than you wanted to. For instance: <think>The goal is below me and then to the left, with no "
-        "hole on the way.</think> <answer>Down || Left</answer>",
-        "length": "Use no more than 100 words.",
-    },
-}
-
+OBSERVATIONS = ("grid", "coordinates", "both", "image")
 _ACTION_INDEX = {name.lower(): index for index, name in enumerate(ACTIONS)}
 _TILES = str.maketrans({"S": ".", "F": ".", "H": "o", "G": "g"})
 _WITH_PLAYER = {".": "p", "o": "d", "g": "w"}
@@ -218,13 +193,9 @@ class FrozenLake(Environment):
         slip: Probability that a move slips to one of its two perpendicular directions, 0.0 to 1.0.
         observation: What the player sees: the `"grid"`, the `"coordinates"`, `"both"`, or an `"image"` instead of
             words, in single-turn play or through tools.
-        layout: How words show it: `"own"`, spaced symbols and cells as on a chess board, or `"ragen2"`, symbols
-            without spaces and zero-based `(row, column)`.
-        symbols: Six symbols in place of `P_OGX√`: player, ice, hole, goal, player in a hole, player on the goal.
-        generator: How maps are made: `"own"`, or `"ragen2"`, whose ways may be longer than the limits.
         impossible: Share of the training maps on which holes shut in the start or the goal, 0.0 to 1.0: prompts that
             teach nothing. Held-out maps (split `"test"`) never are.
-        **limits: The options of `Environment`. Every map of our own can be solved within the limits.
+        **limits: The options of `Environment`. Every map but the impossible can be solved within the limits.
 
     Raises:
         ValueError: If an option is outside its range.
@@ -235,7 +206,6 @@ class FrozenLake(Environment):
     single_turn_limits = Limits(turns=1, actions=10)
     multi_turn_limits = Limits(turns=5, actions=2)
     example = "Right || Down"
-    actions = ACTIONS
     tools = FrozenLakeTools
 
     def __init__(
@@ -244,9 +214,6 @@ class FrozenLake(Environment):
         frozen: float = 0.8,
         slip: float = 0.0,
         observation: str = "grid",
-        layout: str = "own",
-        symbols: str = SYMBOLS,
-        generator: str = "own",
         impossible: float = 0.0,
         **limits: Any,
     ):
@@ -254,26 +221,17 @@ class FrozenLake(Environment):
         check_count("size", size, 3, 10)
         check_range("frozen", frozen, 0.6, 1.0)  # below, maps with a way through are too rare to draw
         check_range("slip", slip, 0.0, 1.0)
-        check_choice("observation", observation, (*OBSERVATIONS, IMAGE))
-        check_choice("layout", layout, LAYOUTS)
-        check_symbols(symbols, SYMBOLS)
-        check_choice("generator", generator, GENERATORS if self.split == "held_out" else GENERATORS[1:])
+        check_choice("observation", observation, OBSERVATIONS)
         check_range("impossible", impossible, 0.0, 1.0)
         if impossible > 0:  # a goal one move away cannot be shut in
             check_count("max_turns * max_actions with impossible", self.longest, 2, 10_000)
-        if self.split == "reference":
-            check_choice("impossible with split='reference'", impossible, (0.0,))
-        if observation == IMAGE:
+        if observation == "image":
             self._show_pictures()
         self.size = size
         self.frozen = frozen
         self.slip = slip
         self.observation = observation
-        self.layout = layout
-        self.generator = generator
         self.impossible = impossible
-        self._symbols = str.maketrans(SYMBOLS, symbols)
-        self.legend = dict(zip(symbols, MEANINGS.values(), strict=True))
 
     def tasks(self, seed: int, split: str, data: str | None) -> Iterator[dict[str, Any]]:
         if data is not None:
@@ -289,14 +247,8 @@ class FrozenLake(Environment):
                 grid = None if rows is None else "\n".join(rows)
             yield {"seed": map_seed, "grid": grid}
 
-    def reference_tasks(self, seeds: Iterator[int], split: str, data: str | None) -> Iterator[dict[str, Any]]:
-        check_choice("data", data, (None,))
-        return ({"seed": seed, "grid": "\n".join(self.make_grid(seed))} for seed in seeds)
-
     def make_grid(self, seed: int) -> Grid:
         """The map of a seed: gymnasium's random holes, start and goal on cells joined by a short enough way."""
-        if self.generator == "ragen2":
-            return make_reference_grid(self.size, self.frozen, seed)
         rng = random.Random(seed)
         while True:
             free = frozen_cells(self.size, self.frozen, rng.getrandbits(31))
@@ -310,12 +262,8 @@ class FrozenLake(Environment):
     def episode(self, row: Row, rng: random.Random) -> FrozenLakeEpisode:
         return FrozenLakeEpisode(tuple(row["grid"].split("\n")), self.slip, rng, self.show)
 
-    def reference_texts(self) -> dict[str, str]:
-        return TEXTS["grid" if self.observation == "grid" else "coordinates"]
-
     def instructions(self) -> str:
-        player, _, hole, goal, _, _ = self.legend
-        task = f"Walk from {player} to {goal} and avoid the holes {hole}."
+        task = "Walk from P to G and avoid the holes O."
         if self.shows_images:
             task = "The picture shows a frozen lake. Walk from the blue player to the flag and avoid the dark holes."
         slippery = " The ice is slippery, a move may go sideways." if self.slip > 0 else ""
@@ -324,8 +272,6 @@ class FrozenLake(Environment):
     def show(self, grid: Grid, position: Cell) -> str:
         """A map and where the player is in words, in the form that `observation` asks for; none for an image."""
         parts = []
-        if self.layout == "ragen2" and self.observation != IMAGE:
-            return self._show_reference(grid, position)
         if self.observation in ("grid", "both"):
             symbols = [list(row.translate(_CELLS)) for row in grid]
             symbols[position[0]][position[1]] = "P"
@@ -334,33 +280,7 @@ class FrozenLake(Environment):
             holes = _cells(find(grid, "H")) or "none"
             start, goal, corner = _cells([position]), _cells(find(grid, "G")), _cells([(len(grid) - 1,) * 2])
             parts.append(f"P {start}, G {goal}, O {holes}, from a1 top left to {corner} bottom right.")
-        return "\n".join(parts).translate(self._symbols)
-
-    def _show_reference(self, grid: Grid, position: Cell) -> str:
-        lines = [list(row.translate(_CELLS)) for row in grid]
-        row, column = position
-        standing = {"H": "X", "G": "√"}.get(grid[row][column], "P")
-        lines[row][column] = standing
-        places = {
-            "Start": find(grid, "S"),
-            "Goal": find(grid, "G"),
-            {"P": "Player", "√": "Player on goal", "X": "Player in hole"}[standing]: [position],
-            "Holes": find(grid, "H"),
-        }
-        return show_board(["".join(line).translate(self._symbols) for line in lines], places, self.observation)
-
-
-@lru_cache(maxsize=8192)
-def make_reference_grid(size: int, frozen: float, seed: int) -> Grid:
-    """The map of a seed as RAGEN-2 makes it: start and goal on any two cells that a way joins, of any length."""
-    rng = np.random.Generator(np.random.PCG64(seed))
-    while True:
-        cells = rng.choice(["F", "H"], (size, size), p=[frozen, 1 - frozen])
-        start, goal = ((int(rng.integers(size)), int(rng.integers(size))) for _ in range(2))
-        cells[start], cells[goal] = "S", "G"
-        grid = tuple("".join(row) for row in cells)
-        if start != goal and start in distances_to_goal(grid):
-            return grid
+        return "\n".join(parts)
 
 
 def shortest_path(grid: Grid, start: Cell, rng: random.Random) -> tuple[list[Cell], list[int]]:
@@ -391,3 +311,78 @@ def explain(grid: Grid, path: Sequence[Cell]) -> str:
 def _cells(cells: Sequence[Cell]) -> str:
     """Cells as on a chess board, column letter and row number, but with the rows counted from the top."""
     return " ".join(f"{COLUMNS[column]}{row + 1}" for row, column in cells)
+
+
+# As RAGEN-2 plays it
+
+# What RAGEN-2's prompt says, in our words. The corner is that of RAGEN's code, whatever the size of the map.
+RAGEN_TEXTS = {
+    "coordinates": {
+        "instruction": "This is FrozenLake.\nYou are given the lake as a grid of symbols, and the coordinates of "
+        "start, goal, player and holes, counted from zero.\nThey go from (0, 0) at the top left to (5, 5) at the "
+        "bottom right.\n"
+        "The ice is slippery: you may come to another place than you wanted to.\n"
+        "Your answer is a sequence of actions, for instance <answer>Down || Down || Left</answer>.\n",
+        "length": "Use no more than 120 words.",
+    },
+    "grid": {
+        "instruction": "This is FrozenLake. Keep away from the holes and get to the goal. You may slip and come to "
+        "another place than you wanted to. For instance: <think>The goal is below me and then to the left, with no "
+        "hole on the way.</think> <answer>Down || Left</answer>",
+        "length": "Use no more than 100 words.",
+    },
+}
+
+
+class RagenFrozenLake(RagenGrid, FrozenLake):
+    """FrozenLake as RAGEN-2 plays it: ways may be longer than the limits.
+
+    Args:
+        **options: Those of `RagenGrid`, and `size`, `slip` and `impossible` of `FrozenLake`.
+    """
+
+    single_turn_limits, multi_turn_limits = None, Limits(turns=5, actions=2)
+    max_total, turn_tokens = 10, 400
+    fixed = MappingProxyType({"frozen": 0.9})
+    actions = ACTIONS
+    # The last two occur only where an episode has ended.
+    meanings = MappingProxyType(
+        {"P": "player", "_": "empty", "O": "hole", "G": "goal", "X": "player in hole", "√": "player on goal"}
+    )
+
+    def texts(self) -> dict[str, str]:
+        return RAGEN_TEXTS["grid" if self.observation == "grid" else "coordinates"]
+
+    def numbered_tasks(self, seeds: Iterator[int], split: str, data: str | None) -> Iterator[dict[str, Any]]:
+        check_choice("data", data, (None,))
+        check_choice("impossible with split='ragen2'", self.impossible, (0.0,))
+        return ({"seed": seed, "grid": "\n".join(self.make_grid(seed))} for seed in seeds)
+
+    def make_grid(self, seed: int) -> Grid:
+        return make_ragen_grid(self.size, self.frozen, seed)
+
+    def show(self, grid: Grid, position: Cell) -> str:
+        lines = [list(row.translate(_CELLS)) for row in grid]
+        row, column = position
+        standing = {"H": "X", "G": "√"}.get(grid[row][column], "P")
+        lines[row][column] = standing
+        places = {
+            "Start": find(grid, "S"),
+            "Goal": find(grid, "G"),
+            {"P": "Player", "√": "Player on goal", "X": "Player in hole"}[standing]: [position],
+            "Holes": find(grid, "H"),
+        }
+        return self.show_board(["".join(line) for line in lines], places)
+
+
+@lru_cache(maxsize=8192)
+def make_ragen_grid(size: int, frozen: float, seed: int) -> Grid:
+    """The map of a seed as RAGEN-2 makes it: start and goal on any two cells that a way joins, of any length."""
+    rng = np.random.Generator(np.random.PCG64(seed))
+    while True:
+        cells = rng.choice(["F", "H"], (size, size), p=[frozen, 1 - frozen])
+        start, goal = ((int(rng.integers(size)), int(rng.integers(size))) for _ in range(2))
+        cells[start], cells[goal] = "S", "G"
+        grid = tuple("".join(row) for row in cells)
+        if start != goal and start in distances_to_goal(grid):
+            return grid

@@ -7,9 +7,8 @@ from typing import Any, TypeAlias
 from datasets import Dataset, concatenate_datasets
 
 from ragen2_trl.columns import ALL_TASKS, TASK
-from ragen2_trl.envs.base import Environment, RewardFunc
+from ragen2_trl.envs.base import Environment, EpisodeOutcome, OnPlayed, Play, RewardFunc, mean_outcomes, nobody_looks
 from ragen2_trl.envs.checks import check_count
-from ragen2_trl.envs.play import OnPlayed, Outcome, Play, mean_outcomes, nobody_looks
 from ragen2_trl.envs.responses import Completion
 
 
@@ -155,7 +154,7 @@ class TaskMixture:
             "max_actions": self.max_actions,
         }
 
-    def _reward_func(self, func_name: str, value: Callable[[Outcome], float]) -> RewardFunc:
+    def _reward_func(self, func_name: str, value: Callable[[EpisodeOutcome], float]) -> RewardFunc:
         def reward(
             prompts: Sequence[Any],
             completions: Sequence[Completion],

@@ -25,8 +25,6 @@ _CONTROLS = dict.fromkeys({*range(0x20), *range(0x7F, 0xA0), *range(0xD800, 0xE0
 _THINK, _END_THINK = "<think>", "</think>"
 _ANSWER, _END_ANSWER = "<answer>", "</answer>"
 _SEPARATOR = "||"
-_ANSWERED = re.compile(r"</think>\s*<answer>")  # linear: white space is read once behind each tag
-_TAGS = re.compile(r"</?(?:think|answer)>|<\|im_(?:start|end)\|>")
 TAGS = {True: _THINK, False: _ANSWER}  # what a response begins with, with and without thinking
 
 
@@ -38,7 +36,7 @@ class Response:
     actions: tuple[str, ...]
 
 
-def parse_response(text: str, *, split: bool = True, think: bool = True, stray_tags: str = "text") -> Response | None:
+def parse_response(text: str, *, split: bool = True, think: bool = True) -> Response | None:
     """Reads `<think>…</think><answer>a || b</answer>`; `None` when the text does not have that form.
 
     The first `</think>` counts and only white space may stand between it and `<answer>`. The opening `<think>` may be
@@ -50,8 +48,6 @@ def parse_response(text: str, *, split: bool = True, think: bool = True, stray_t
         text: What a model wrote.
         split: Whether `||` separates actions.
         think: Whether there must be a reasoning; else the first answer block counts.
-        stray_tags: `"text"`, where further tags are text like any other, or `"deleted"`, as in RAGEN: the reasoning
-            then ends at the first `</think>` that an answer follows, and tags left within it or the answer go.
 
     >>> parse_response("<think>The goal is right of me.</think><answer>Right || Down</answer>")
     Response(reasoning='The goal is right of me.', actions=('Right', 'Down'))
@@ -61,29 +57,30 @@ def parse_response(text: str, *, split: bool = True, think: bool = True, stray_t
     Response(reasoning='', actions=('Up',))
     """
     text = text[:MAX_RESPONSE_CHARS]
-    if not think:
-        before, _, after = text.partition(_ANSWER)
-        after, reasoning = text[len(before) :], ""
-    else:
-        if stray_tags == "deleted" and (found := _ANSWERED.search(text)):
-            before, end_think, after = text[: found.start()], _END_THINK, text[found.start() + len(_END_THINK) :]
-        else:
-            before, end_think, after = text.partition(_END_THINK)
-        if not end_think:
-            return None
-        _, opened, inside = before.partition(_THINK)
-        reasoning = inside if opened else before
-    after = after.lstrip()
-    if not after.startswith(_ANSWER):
+    before, end_think, after = text.partition(_END_THINK) if think else ("", "", text[text.find(_ANSWER) :])
+    answer = answer_in(after)
+    if answer is None or (think and not end_think):
         return None
-    answer, end_answer, _ = after.removeprefix(_ANSWER).partition(_END_ANSWER)
-    if not end_answer:
-        return None
-    if stray_tags == "deleted":
-        reasoning, answer = _TAGS.sub("", reasoning), _TAGS.sub("", answer)
+    return Response(reasoning_in(before), actions_in(answer, split=split))
+
+
+def reasoning_in(text: str) -> str:
+    """The reasoning in what stands before `</think>`, whose `<think>` may be missing."""
+    before, opened, inside = text.partition(_THINK)
+    return (inside if opened else before).strip()
+
+
+def answer_in(text: str) -> str | None:
+    """What the answer block holds that a text begins with, `None` where it does not."""
+    text = text.lstrip()
+    answer, end_answer, _ = text.removeprefix(_ANSWER).partition(_END_ANSWER)
+    return answer if end_answer and text.startswith(_ANSWER) else None
+
+
+def actions_in(answer: str, *, split: bool) -> tuple[str, ...]:
+    """The actions of an answer, at most `MAX_PARSED_ACTIONS` of them."""
     pieces = answer.split(_SEPARATOR, MAX_PARSED_ACTIONS)[:MAX_PARSED_ACTIONS] if split else [answer]
-    actions = tuple(stripped for piece in pieces if (stripped := piece.strip()))
-    return Response(reasoning=reasoning.strip(), actions=actions)
+    return tuple(stripped for piece in pieces if (stripped := piece.strip()))
 
 
 def format_response(reasoning: str, actions: Sequence[str], *, think: bool = True) -> str:

@@ -9,14 +9,10 @@ from typing import Any, Protocol, TypeAlias
 from datasets import Dataset, load_dataset
 from datasets.exceptions import DatasetsError
 
-from ragen2_trl.envs.checks import check_count
-
 Row: TypeAlias = Mapping[str, Any]
 
 SPLITS = ("train", "test")
-NUMBERINGS = ("held_out", "reference")  # whether these never meet, or are RAGEN-2's
 TEST_FRACTION_INVERSE = 5  # one task in five is held out
-FIRST_REFERENCE_SEED = {"train": 10_000, "test": 123}  # of RAGEN-2's tasks, which count up from there
 _FILE_FORMATS = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".csv": "csv"}
 
 
@@ -64,28 +60,6 @@ def load_tasks(data: str, split: str, *, config: str | None = None) -> Dataset:
         raise ValueError(f"data={data!r} cannot be read: {cause}") from error
 
 
-def check_first_rows(first_rows: int | None) -> None:
-    """Raises a `ValueError` unless an option of that name is `None` or a number of rows."""
-    if first_rows is not None:
-        check_count("first_rows", first_rows, 1, 10_000_000)
-
-
-def first(rows: Dataset, number: int | None) -> Dataset:
-    """The first `number` rows, or all of them."""
-    return rows if number is None else rows.select(range(min(number, len(rows))))
-
-
-def reference_source(name: str, data: str | None, hub: str) -> str:
-    """Where the tasks of RAGEN-2's seeds come from, which are rows of data.
-
-    Raises:
-        ValueError: If no data is named.
-    """
-    if data is None:
-        raise ValueError(f"data must name rows, such as those of {hub}, for {name} with split='reference', got None")
-    return data
-
-
 class Table(Protocol):
     """Rows by number, such as a `Dataset`."""
 
@@ -94,6 +68,10 @@ class Table(Protocol):
     def __len__(self) -> int: ...
 
     def __getitem__(self, index: int, /) -> dict[str, Any]: ...
+
+    def __iter__(self) -> Iterator[dict[str, Any]]: ...
+
+    def select_columns(self, column_names: str, /) -> "Table": ...
 
 
 def check_columns(rows: Dataset | Table, columns: Iterable[str]) -> None:

@@ -19,9 +19,9 @@ from openenv.core.client_types import StepResult
 from PIL import Image
 from websockets.exceptions import ConnectionClosedOK, WebSocketException
 
-from ragen2_trl.envs import ENVIRONMENTS, Environment, Episode, Limits, Outcome, Play, ToolEnvironment
+from ragen2_trl.envs import ENVIRONMENTS, Environment, Episode, EpisodeOutcome, Limits, Play, ToolEnvironment
+from ragen2_trl.envs.base import COUNTS
 from ragen2_trl.envs.checks import check_choice
-from ragen2_trl.envs.play import COUNTS
 from ragen2_trl.envs.responses import MAX_RESPONSE_CHARS
 from ragen2_trl.envs.tasks import Row
 from ragen2_trl.openenv.server import TaskState
@@ -157,7 +157,7 @@ class RemotePlay(Play):
         self.episode.see(result)
 
     @property
-    def outcome(self) -> Outcome:
+    def outcome(self) -> EpisodeOutcome:
         if self._failure is not None:  # TRL turns exceptions of tools into text: here is where training learns of it
             raise self._failure
         return replace(super().outcome, **self._counts)

@@ -20,8 +20,8 @@ from ragen2_trl.envs.local_requests import BODY_SECONDS, MAX_MESSAGE_BYTES, is_o
 SAFE_METHODS = ("GET", "HEAD", "OPTIONS")
 
 
-class BadRequestError(ValueError):
-    """A request that names what there is not: 422 over HTTP, an error that leaves the session alive elsewhere."""
+class InvalidResetError(ValueError):
+    """A reset to a task that there is not: 422 over HTTP, an error that leaves the session alive elsewhere."""
 
 
 class WrongOrderError(RuntimeError):
@@ -151,7 +151,7 @@ def answer_errors(app: FastAPI) -> None:
     """Let an app answer a bad request with its reason. FastAPI repeats the request, which may be no text at all."""
     app.add_exception_handler(RequestValidationError, _invalid)
     app.add_exception_handler(HTTPException, _refused)
-    app.add_exception_handler(BadRequestError, lambda request, error: _json(422, str(error)))
+    app.add_exception_handler(InvalidResetError, lambda request, error: _json(422, str(error)))
     app.add_exception_handler(WrongOrderError, lambda request, error: _json(409, str(error)))
 
 

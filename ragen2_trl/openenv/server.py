@@ -23,13 +23,12 @@ from openenv.core.env_server.types import EnvironmentMetadata
 from PIL import Image
 from pydantic import Field
 
-from ragen2_trl.envs.base import Environment
+from ragen2_trl.envs.base import COUNTS, Environment, Play
 from ragen2_trl.envs.checks import check_count, check_range
 from ragen2_trl.envs.local_requests import MAX_MESSAGE_BYTES, is_loopback
-from ragen2_trl.envs.play import COUNTS, Play
 from ragen2_trl.envs.responses import MAX_PARSED_ACTIONS
 from ragen2_trl.envs.tasks import SPLITS
-from ragen2_trl.openenv.guard import BadRequestError, Guard, WrongOrderError, answer_errors
+from ragen2_trl.openenv.guard import Guard, InvalidResetError, WrongOrderError, answer_errors
 
 DEFAULT_NUM_TASKS = 1000
 MAX_EPISODE_ID_CHARS = 255  # OpenEnv's own bound
@@ -59,7 +58,7 @@ class TurnObservation(Observation):  # type: ignore[misc]
 
 
 # Options that change what a client has to write or read.
-NOT_SERVED = ("enable_think", "force_think", "max_total_actions", "stray_tags", "wording")
+NOT_SERVED = ("enable_think", "force_think", "max_total_actions", "preset")
 
 
 class TaskState(State):  # type: ignore[misc]
@@ -110,21 +109,21 @@ class TaskSession(OpenEnvEnvironment[TurnAction, TurnObservation, TaskState]):  
             split: Which tasks; default: the first split that is served.
 
         Raises:
-            BadRequestError: If an argument is outside its range. The session goes on.
+            InvalidResetError: If an argument is outside its range. The session goes on.
         """
         if split is None:
             split = next(iter(self._tasks))
         if split not in list(self._tasks):
-            raise BadRequestError(f"split must be one of {list(self._tasks)}, got {repr(split)[:100]}")
+            raise InvalidResetError(f"split must be one of {list(self._tasks)}, got {repr(split)[:100]}")
         rows = self._tasks[split]
         if seed is None:
             seed = random.SystemRandom().randrange(len(rows))
         if type(seed) is not int or not 0 <= seed < len(rows):
-            raise BadRequestError(f"seed must be an int between 0 and {len(rows) - 1}, got {repr(seed)[:100]}")
+            raise InvalidResetError(f"seed must be an int between 0 and {len(rows) - 1}, got {repr(seed)[:100]}")
         if episode_id is None:
             episode_id = str(uuid.uuid4())
         if not isinstance(episode_id, str) or len(episode_id) > MAX_EPISODE_ID_CHARS or not _is_text(episode_id):
-            raise BadRequestError(f"episode_id must be a string of at most {MAX_EPISODE_ID_CHARS} characters")
+            raise InvalidResetError(f"episode_id must be a string of at most {MAX_EPISODE_ID_CHARS} characters")
         self._episode_id = episode_id
         with self._slots:
             self._play = self._env.play(rows[seed], random.Random(f"{split}/{seed}/{episode_id}"))
@@ -225,7 +224,7 @@ def make_server(
     Raises:
         ValueError: If an argument is outside its range.
     """
-    unknown = sorted({"preset", *NOT_SERVED} & set(env.options))
+    unknown = sorted(set(NOT_SERVED) & set(env.options))
     if unknown:
         raise ValueError(f"env must be made without {unknown}, which clients do not learn of, got {env.name}")
     check_count("max_sessions", max_sessions, 1, 10_000)

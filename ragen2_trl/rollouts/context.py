@@ -15,7 +15,7 @@ _REMEMBERED_CHARS = 1000  # of an answer: what a model wrote may be of any lengt
 
 
 @dataclass(kw_only=True)
-class Sample:
+class TrainingSample:
     """A stretch of an episode that was sampled from one context growing: what is trained as one row.
 
     Args:
@@ -44,29 +44,29 @@ class Sample:
 
 
 @dataclass(kw_only=True)
-class Trajectory(Sample):
+class Trajectory(TrainingSample):
     """One episode in tokens: its first sample, and those after it, where turns have contexts of their own.
 
     Args:
         play: The episode.
         prompt: The messages that it began with.
-        later: Further samples, in order.
+        turn_samples: Further samples, in order.
         messages: What the environment answered to each turn but the last.
         answers: Ids of each turn of the model.
     """
 
     play: Play
     prompt: Messages
-    later: list[Sample] = field(default_factory=list)
+    turn_samples: list[TrainingSample] = field(default_factory=list)
     messages: list[str] = field(default_factory=list)
     answers: list[list[int]] = field(default_factory=list)
 
     @property
-    def samples(self) -> list[Sample]:
-        return [self, *self.later]
+    def samples(self) -> list[TrainingSample]:
+        return [self, *self.turn_samples]
 
     @property
-    def latest(self) -> Sample:
+    def latest(self) -> TrainingSample:
         """The sample that the next turn is added to."""
         return self.samples[-1]
 
@@ -136,23 +136,23 @@ class ContextWindow:
         for start in range(first, newest + 1 if self.drop_oldest else first + 1):
             sample = self._sample(trajectory, chat, start)
             if max_context is None or len(sample.prompt_ids) + answer_tokens <= max_context:
-                trajectory.later.append(sample)
+                trajectory.turn_samples.append(sample)
                 return True
         return False
 
-    def _sample(self, trajectory: Trajectory, chat: Chat, start: int) -> Sample:
+    def _sample(self, trajectory: Trajectory, chat: Chat, start: int) -> TrainingSample:
         """A sample that begins with the next turn and knows of those from `start`, numbered from 0."""
         *head, first = trajectory.prompt
         shown = [first["content"], *trajectory.messages]
         if self.kind == "memory":
             told = self._told(trajectory, chat, start) + shown[-1]
-            return Sample(prompt_ids=chat.prompt_ids([*head, {**first, "content": told}]))
+            return TrainingSample(prompt_ids=chat.prompt_ids([*head, {**first, "content": told}]))
         # What the model wrote is not tokenised again: it sees the ids that it sampled.
         ids, earlier = chat.prompt_ids([*head, {**first, "content": shown[start]}]), []
         for answer, message in zip(trajectory.answers[start:], shown[start + 1 :], strict=True):
             earlier.append((len(ids), len(ids) + len(answer)))
             ids = ids + answer + chat.reply_ids(answer, message)
-        return Sample(prompt_ids=ids, earlier=earlier)
+        return TrainingSample(prompt_ids=ids, earlier=earlier)
 
     def _told(self, trajectory: Trajectory, chat: Chat, start: int) -> str:
         lines = []
@@ -169,4 +169,4 @@ FULL = ContextWindow()
 
 def turn_samples(trajectory: Trajectory) -> list[dict[str, Any]]:
     """What TRL's rows, other processes and files take of the samples after the first."""
-    return [{**vars(sample), "earlier": list(map(list, sample.earlier))} for sample in trajectory.later]
+    return [{**vars(sample), "earlier": list(map(list, sample.earlier))} for sample in trajectory.turn_samples]

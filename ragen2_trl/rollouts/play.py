@@ -6,7 +6,7 @@ from typing import TypeAlias
 from ragen2_trl.envs import Play, respond_all
 from ragen2_trl.envs.mixture import AnyTask
 from ragen2_trl.rollouts.chat import Chat, Messages
-from ragen2_trl.rollouts.context import FULL, ContextWindow, Sample, Trajectory
+from ragen2_trl.rollouts.context import FULL, ContextWindow, TrainingSample, Trajectory
 
 # (contexts, most new tokens) -> for each context the ids it goes on with, and their log-probs where there are any
 Generate: TypeAlias = Callable[[list[list[int]], int], tuple[list[list[int]], list[list[float]] | None]]
@@ -57,7 +57,7 @@ def play_all(
     if max_context is not None and longest >= max_context:
         raise ValueError(f"prompts must have fewer tokens than the model's {max_context} positions, got {longest}")
 
-    def left(sample: Sample) -> int:
+    def left(sample: TrainingSample) -> int:
         tokens = max_tokens - len(sample.completion_ids)
         return tokens if max_context is None else min(tokens, max_context - len(sample.context))
 

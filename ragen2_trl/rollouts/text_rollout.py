@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from transformers import Trainer
 
-from ragen2_trl.columns import TURN_REWARDS, TURN_SAMPLES
-from ragen2_trl.envs import Outcome, Play
+from ragen2_trl.columns import EPISODE, TURN_REWARDS, TURN_SAMPLES
+from ragen2_trl.envs import Play
 from ragen2_trl.envs.mixture import AnyTask
 from ragen2_trl.rollouts.chat import Chat, Messages
 from ragen2_trl.rollouts.context import ContextWindow, turn_samples
@@ -124,7 +124,7 @@ class TextRollout:
             "completion_ids": [trajectory.completion_ids for trajectory in trajectories],
             "env_mask": [trajectory.env_mask for trajectory in trajectories],
             "logprobs": logprobs if any(logprobs) else None,
-            Outcome.COLUMN: [asdict(play.outcome) for play in plays],
+            EPISODE: [asdict(play.outcome) for play in plays],
             TURN_REWARDS: [play.turn_rewards for play in plays],
             **({TURN_SAMPLES: list(map(turn_samples, trajectories))} if self.window.splits_episodes else {}),
         }

@@ -8,9 +8,12 @@ tenth is earned once.
 import random
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
+from types import MappingProxyType
 from typing import Any
 
-from ragen2_trl.envs.base import Environment
+from datasets import Dataset
+
+from ragen2_trl.envs.base import Environment, Episode, Limits, ToolEnvironment
 from ragen2_trl.envs.checks import check_choice, check_count, check_range
 from ragen2_trl.envs.countdown.arithmetic import (
     evaluate,
@@ -25,28 +28,13 @@ from ragen2_trl.envs.countdown.arithmetic import (
     whole_numbers,
     written,
 )
-from ragen2_trl.envs.episode import Episode, Limits
-from ragen2_trl.envs.layout import LAYOUTS
-from ragen2_trl.envs.tasks import (
-    Row,
-    check_columns,
-    check_first_rows,
-    first,
-    held_out,
-    impossible_rows,
-    load_tasks,
-    reference_source,
-    shuffled,
-)
-from ragen2_trl.envs.tools import ToolEnvironment
+from ragen2_trl.envs.ragen2 import RagenProtocol, first_rows
+from ragen2_trl.envs.tasks import Row, check_columns, held_out, impossible_rows, load_tasks, shuffled
 
 OPERATORS = ("+-*/", "+-")
-JUDGES = ("expression", "text")
 RIGHT, RIGHT_NUMBERS = 1.0, 0.1
-TOLERANCE = Fraction(1, 100_000)  # RAGEN's, of a value that it computes in floating point
 TARGETS = (10, 99)  # of generated tasks, both included
 COLUMNS = ("nums", "target")
-HUB = "Jiayi-Pan/Countdown-Tasks-3to4"
 
 
 class CountdownEpisode(Episode):
@@ -56,23 +44,12 @@ class CountdownEpisode(Episode):
         numbers: What there is to use.
         target: What to make of them.
         operators: The operators that count.
-        judge: How attempts are judged, one of `JUDGES`.
-        layout: How the task is shown, one of `LAYOUTS`.
     """
 
-    def __init__(
-        self,
-        numbers: Sequence[int],
-        target: int,
-        operators: str,
-        judge: str = "expression",
-        layout: str = "own",
-    ):
+    def __init__(self, numbers: Sequence[int], target: int, operators: str):
         self.numbers = list(numbers)
         self.target = target
         self.operators = operators
-        self.judge = judge
-        self.layout = layout
         self.best = 0.0
         self._remark = ""
 
@@ -82,8 +59,6 @@ class CountdownEpisode(Episode):
         return {"numbers": len(self.numbers), "target": self.target}
 
     def observation(self) -> str:
-        if self.layout == "ragen2":
-            return f"Target: {self.target}, nums: {self.numbers}"
         task = f"Numbers: {' '.join(map(str, self.numbers))}. Target: {self.target}."
         return f"{self._remark}\n{task}" if self._remark else task
 
@@ -92,13 +67,14 @@ class CountdownEpisode(Episode):
 
     def step(self, action: str) -> float:
         """Judges an attempt: 1.0 right, 0.1 wrong but of exactly the numbers, else 0.0; less the best so far."""
-        score, self._remark = self._judge_text(action) if self.judge == "text" else self._judge(action)
+        score, self._remark = self.judge(action)
         self.success = self.done = score == RIGHT
         gained = max(0.0, score - self.best)
         self.best = max(self.best, score)
         return gained
 
-    def _judge(self, action: str) -> tuple[float, str]:
+    def judge(self, action: str) -> tuple[float, str]:
+        """What an attempt is worth, and what the player is told of it."""
         tree = parse_expression(action, self.operators)
         if tree is None:
             return 0.0, f"That is not an expression of numbers with {' '.join(self.operators)} and parentheses."
@@ -110,10 +86,6 @@ class CountdownEpisode(Episode):
         makes = "divides by zero" if value is None else f"makes {value}, not {self.target}"
         return RIGHT_NUMBERS, f"{written(tree)} {makes}."
 
-    def _judge_text(self, action: str) -> tuple[float, str]:
-        score = text_reward(action, self.numbers, self.target)
-        return score, "" if score == RIGHT else f"That earns {score:g}."
-
     def plan(self, rng: random.Random) -> tuple[str, list[str]]:
         """One of the right expressions, with its steps as the reasoning; any expression where none is right."""
         tree = solve(self.numbers, self.target, self.operators, rng)
@@ -123,23 +95,6 @@ class CountdownEpisode(Episode):
 
     def random_action(self, rng: random.Random) -> str:
         return show(random_tree(self.numbers, self.operators, rng))
-
-
-def text_reward(text: str, numbers: Sequence[int], target: int) -> float:
-    """RAGEN-2's judgement of any text: 0.0 unless its whole numbers are exactly the given ones, else 0.1 or 1.0.
-
-    1.0 takes an expression that makes the target, whatever its operators; a text that is no expression keeps its 0.1.
-    RAGEN lets Python evaluate the text. Here it is parsed as always, so that what is no arithmetic of `+ - * /` and
-    parentheses (`//`, `%`, `**`, calls) makes nothing.
-
-    >>> [text_reward(text, [44, 19, 35], 98) for text in ("44 + 19 + 35", "44, 19, 35", "44 + 19 + 35 = 98")]
-    [1.0, 0.1, 0.0]
-    """
-    if whole_numbers(text, len(numbers)) != sorted(numbers):
-        return 0.0
-    tree = None if "=" in text else parse_expression(text)
-    value = None if tree is None else value_of(tree)
-    return RIGHT if value is not None and abs(value - target) <= TOLERANCE else RIGHT_NUMBERS
 
 
 class CountdownTools(ToolEnvironment):
@@ -168,10 +123,6 @@ class Countdown(Environment):
         operators: The operators that answers may use and tasks can be solved with, `"+-*/"` or `"+-"`.
         max_numbers: Generated tasks have 3 to this many numbers, 3 or 4.
         largest: Largest number of generated tasks, 5 to 99.
-        judge: `"expression"`, or `"text"` for RAGEN-2's rewards (see `text_reward`): any text with the right numbers
-            earns 0.1, `= n` behind an expression counts as a number, and `operators` bind the tasks alone.
-        first_rows: How many rows of data there are to draw from, the first ones, 1 to 10,000,000; `None` for all.
-        layout: How a task is shown: `"own"`, or `"ragen2"`.
         impossible: Share of generated training tasks whose target no expression makes, 0.0 to 1.0: prompts that teach
             nothing. Held-out tasks (split `"test"`) never are.
         **limits: `multi_turn`, `max_turns`, `max_actions` and `protocol` of `Environment`.
@@ -193,28 +144,17 @@ class Countdown(Environment):
         operators: str = "+-*/",
         max_numbers: int = 4,
         largest: int = 99,
-        judge: str = "expression",
-        first_rows: int | None = None,
-        layout: str = "own",
         impossible: float = 0.0,
         **limits: Any,
     ):
         super().__init__(**limits)
         check_choice("operators", operators, OPERATORS)
-        check_choice("judge", judge, JUDGES)
-        check_choice("layout", layout, LAYOUTS)
-        check_first_rows(first_rows)
         check_count("max_numbers", max_numbers, 3, 4)
         check_count("largest", largest, 5, 99)
         check_range("impossible", impossible, 0.0, 1.0)
-        if self.split == "reference":
-            check_choice("impossible with split='reference'", impossible, (0.0,))
-        self.operators = operators
+        self.operators = self.answer_operators = operators
         self.max_numbers = max_numbers
         self.largest = largest
-        self.judge = judge
-        self.first_rows = first_rows
-        self.layout = layout
         self.impossible = impossible
 
     def tasks(self, seed: int, split: str, data: str | None) -> Iterator[dict[str, Any]]:
@@ -248,40 +188,21 @@ class Countdown(Environment):
                     return {"nums": numbers, "target": target}
 
     def _out_of_reach(self, numbers: list[int], rng: random.Random) -> int | None:
-        operators = OPERATORS[0] if self.judge == "text" else self.operators  # those that count in an answer
         low, high = TARGETS
         targets = rng.sample(range(low, high + 1), high + 1 - low)
-        return next((target for target in targets if solve(numbers, target, operators) is None), None)
+        return next((target for target in targets if solve(numbers, target, self.answer_operators) is None), None)
 
     def _loaded(self, seed: int, split: str, data: str) -> Iterator[dict[str, Any]]:
-        rows = first(load_tasks(data, "train"), self.first_rows)  # the only split there is
-        for index, row in shuffled(rows, COLUMNS, random.Random(f"{self.name}/{split}/{seed}")):
+        for index, row in shuffled(self.load(data), COLUMNS, random.Random(f"{self.name}/{split}/{seed}")):
             numbers, target = _checked(row)
             yield {"seed": index, "nums": numbers, "target": target}
 
+    def load(self, data: str) -> Dataset:
+        """Rows of data: of the only split there is."""
+        return load_tasks(data, "train")
+
     def episode(self, row: Row, rng: random.Random) -> CountdownEpisode:
-        return CountdownEpisode(row["nums"], row["target"], self.operators, self.judge, self.layout)
-
-    def reference_tasks(self, seeds: Iterator[int], split: str, data: str | None) -> Iterator[dict[str, Any]]:
-        """RAGEN-2's rows: among the first ones those that some choice of signs solves, by seed, for both splits."""
-        rows = first(load_tasks(reference_source(self.name, data, HUB), "train"), self.first_rows)
-        check_columns(rows, COLUMNS)
-        numbers, targets = rows["nums"][:], rows["target"][:]
-        places = [place for place, row in enumerate(zip(numbers, targets, strict=True)) if sums_with_signs(*row)]
-        if not places:
-            raise ValueError(f"data must hold tasks whose numbers sum to the target with signs, got none in {data!r}")
-        for seed in seeds:
-            nums, target = _checked(rows[places[seed % len(places)]])
-            yield {"seed": seed, "nums": nums, "target": target}
-
-    def reference_texts(self) -> dict[str, str]:
-        return {
-            # RAGEN-2's example contradicts itself on the way, too.
-            "instruction": "Combine the numbers of the list in an equation whose value is the target. Example, for "
-            "Target: 17, nums: [3, 9, 5]: <think>3 + 9 + 5 makes 18, which is not 17, so I add the other way round: "
-            "3 + 5 + 9 = 17.</think><answer>3 + 5 + 9</answer>",
-            "length": "Use no more than 100 words.",
-        }
+        return CountdownEpisode(row["nums"], row["target"], self.operators)
 
     def instructions(self) -> str:
         return (
@@ -301,3 +222,79 @@ def _checked(row: Row) -> tuple[list[int], int]:
 
 def _is_count(value: object) -> bool:
     return type(value) is int and 1 <= value <= 1000
+
+
+# As RAGEN-2 plays it
+
+TOLERANCE = Fraction(1, 100_000)  # of a value that RAGEN's code computes in floating point
+
+
+def text_reward(text: str, numbers: Sequence[int], target: int) -> float:
+    """RAGEN-2's judgement of any text: 0.0 unless its whole numbers are exactly the given ones, else 0.1 or 1.0.
+
+    1.0 takes an expression that makes the target, whatever its operators; a text that is no expression keeps its 0.1.
+    RAGEN lets Python evaluate the text. Here it is parsed as always, so that what is no arithmetic of `+ - * /` and
+    parentheses (`//`, `%`, `**`, calls) makes nothing.
+
+    >>> [text_reward(text, [44, 19, 35], 98) for text in ("44 + 19 + 35", "44, 19, 35", "44 + 19 + 35 = 98")]
+    [1.0, 0.1, 0.0]
+    """
+    if whole_numbers(text, len(numbers)) != sorted(numbers):
+        return 0.0
+    tree = None if "=" in text else parse_expression(text)
+    value = None if tree is None else value_of(tree)
+    return RIGHT if value is not None and abs(value - target) <= TOLERANCE else RIGHT_NUMBERS
+
+
+class RagenCountdownEpisode(CountdownEpisode):
+    """Attempts at one target, judged by `text_reward`."""
+
+    def observation(self) -> str:
+        return f"Target: {self.target}, nums: {self.numbers}"
+
+    def judge(self, action: str) -> tuple[float, str]:
+        return text_reward(action, self.numbers, self.target), ""
+
+
+class RagenCountdown(RagenProtocol, Countdown):
+    """Countdown as RAGEN-2 plays it: any text with the right numbers earns 0.1, see `text_reward`.
+
+    Args:
+        **options: Those of `RagenProtocol`, and `max_numbers`, `largest` and `impossible` of `Countdown`.
+    """
+
+    single_turn_limits, multi_turn_limits = Limits(turns=1, actions=1), None
+    max_total, turn_tokens = 1, 400
+    fixed = MappingProxyType({"operators": "+-"})  # of the tasks alone
+
+    def __init__(self, **options: Any):
+        super().__init__(**options)
+        self.answer_operators = OPERATORS[0]
+
+    def load(self, data: str) -> Dataset:
+        return first_rows(super().load(data))
+
+    def numbered_tasks(self, seeds: Iterator[int], split: str, data: str | None) -> Iterator[dict[str, Any]]:
+        """RAGEN-2's rows: among the first ones those that some choice of signs solves, by seed, for both splits."""
+        check_choice("impossible with split='ragen2'", self.impossible, (0.0,))
+        rows = self.load(self.source(data, "Jiayi-Pan/Countdown-Tasks-3to4"))
+        check_columns(rows, COLUMNS)
+        numbers, targets = rows["nums"][:], rows["target"][:]
+        places = [place for place, row in enumerate(zip(numbers, targets, strict=True)) if sums_with_signs(*row)]
+        if not places:
+            raise ValueError(f"data must hold tasks whose numbers sum to the target with signs, got none in {data!r}")
+        for seed in seeds:
+            nums, target = _checked(rows[places[seed % len(places)]])
+            yield {"seed": seed, "nums": nums, "target": target}
+
+    def episode(self, row: Row, rng: random.Random) -> RagenCountdownEpisode:
+        return RagenCountdownEpisode(row["nums"], row["target"], self.operators)
+
+    def texts(self) -> dict[str, str]:
+        return {
+            # RAGEN-2's example contradicts itself on the way, too.
+            "instruction": "Combine the numbers of the list in an equation whose value is the target. Example, for "
+            "Target: 17, nums: [3, 9, 5]: <think>3 + 9 + 5 makes 18, which is not 17, so I add the other way round: "
+            "3 + 5 + 9 = 17.</think><answer>3 + 5 + 9</answer>",
+            "length": "Use no more than 100 words.",
+        }

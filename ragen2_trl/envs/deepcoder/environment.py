@@ -10,32 +10,23 @@ import math
 import os
 import random
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, ClassVar
 
-from ragen2_trl.envs.base import Environment
+from datasets import Dataset
+
+from ragen2_trl.envs.base import Environment, Episode, Limits, ToolEnvironment
 from ragen2_trl.envs.checks import check_choice, check_count, check_range
-from ragen2_trl.envs.deepcoder.data import (
-    CONFIGS,
-    HUB,
-    MIXTURE,
-    load_problems,
-    problem_of,
-    statement,
-    statements_for_tests,
-)
 from ragen2_trl.envs.deepcoder.problems import make_problem
 from ragen2_trl.envs.deepcoder.program_tests import WALL_PER_CPU, CallCase, CaseResult, StdinCase, run_tests
-from ragen2_trl.envs.deepcoder.sandbox import Limits as RunLimits
-from ragen2_trl.envs.deepcoder.sandbox import Sandbox, SandboxUnavailableError
-from ragen2_trl.envs.deepcoder.tests import choose_tests, read_tests, task_row
-from ragen2_trl.envs.episode import Episode, Limits
-from ragen2_trl.envs.layout import LAYOUTS
+from ragen2_trl.envs.deepcoder.sandbox import Sandbox, SandboxLimits, SandboxUnavailableError
+from ragen2_trl.envs.deepcoder.tests import Test, choose_tests, read_tests, task_row
 from ragen2_trl.envs.responses import MAX_RESPONSE_CHARS, plain_text
-from ragen2_trl.envs.tasks import Row, check_columns, held_out, reference_source, shuffled
-from ragen2_trl.envs.tools import ToolEnvironment
+from ragen2_trl.envs.tasks import Row, Table, held_out, load_tasks, shuffled
 
+CONFIGS = {"primeintellect": ("train",), "taco": ("train",), "lcbv5": ("train", "test"), "codeforces": ("test",)}
 COLUMNS = ("problem", "tests")
 
 MAX_QUOTED_CHARS = 200  # of an input, of what was expected, and of what came instead
@@ -91,10 +82,9 @@ class DeepCoderEpisode(Episode):
     Args:
         row: The task's.
         judge: What tests the programs.
-        layout: How the problem is shown, one of `LAYOUTS`.
     """
 
-    def __init__(self, row: Row, judge: Judge, layout: str = "own"):
+    def __init__(self, row: Row, judge: Judge):
         self.problem: str = plain_text(row["problem"], keep_lines=True)
         self.starter: str = plain_text(row["starter"], keep_lines=True)
         self.function: str = row["function"]
@@ -107,14 +97,11 @@ class DeepCoderEpisode(Episode):
             for given, expected in json.loads(row["tests"])
         ]
         self._feedback = ""
-        self._layout = layout
 
     def observation(self) -> str:
         """The problem, and once a program has been tested what came of it instead."""
         if self._feedback:
             return self._feedback
-        if self._layout == "ragen2":
-            return f"{self.problem}\n\nStarter code:\n{self.starter}" if self.starter else self.problem
         if self.starter:
             return f"{self.problem}\nStart from:\n```python\n{self.starter}\n```"
         case = self._cases[0]
@@ -199,11 +186,8 @@ class DeepCoder(Environment):
     Problems without a hidden test of at most `MAX_TEST_CHARS` characters are left out.
 
     Args:
-        config: Which part of the data on the Hub: `"primeintellect"`, `"taco"`, `"lcbv5"` or `"codeforces"`, or
-            `"mixture"`: the first three for training and the last two for tests, each from its own split; of a local
-            folder, its folders of these names.
+        config: Which part of the data on the Hub: `"primeintellect"`, `"taco"`, `"lcbv5"` or `"codeforces"`.
         max_tests: Tests a problem has at most, 2 to 100; `choose_tests` says which. Each costs a process, some 50 ms.
-            `None` for all tests of the data, the public ones too, which then count like the others.
         test_seconds: CPU seconds a program has for a test, 1 to 60, rounded up. The wall clock allows ten times as
             many, for programs that wait; a program that it ends fails the tests it has left.
         program_seconds: CPU seconds for all tests of a program, 1 to 600, and a tenth of what the wall clock allows
@@ -211,7 +195,6 @@ class DeepCoder(Environment):
         workers: Programs tested at a time, 1 to 64; the tests of one run one after the other. Default: the number of
             CPUs, but at most 8. All processes of a user on a machine together never run more than it has CPUs.
         allow_unsafe_sandbox: Where bubblewrap cannot work, run programs with the rights of this process.
-        layout: How a problem is shown: `"own"`, or `"ragen2"`.
         **limits: `multi_turn`, `max_turns`, `max_actions` and `protocol` of `Environment`. In several turns a program
             earns what it passes beyond the best one before.
 
@@ -228,34 +211,31 @@ class DeepCoder(Environment):
     example = "print(input())"
     splits_answers = False
     quick = False
+    configs: ClassVar[tuple[str, ...]] = tuple(CONFIGS)
     tools = DeepCoderTools
 
     def __init__(
         self,
         config: str = "primeintellect",
-        max_tests: int | None = 15,
+        max_tests: int = 15,
         test_seconds: float = 4.0,
         program_seconds: float = 20.0,
         workers: int | None = None,
         allow_unsafe_sandbox: bool = False,
-        layout: str = "own",
         **limits: Any,
     ):
         super().__init__(**limits)
-        check_choice("config", config, (*CONFIGS, MIXTURE))
+        check_choice("config", config, self.configs)
         check_choice("allow_unsafe_sandbox", allow_unsafe_sandbox, (True, False))
-        check_choice("layout", layout, LAYOUTS)
-        if max_tests is not None:
-            check_count("max_tests", max_tests, 2, 100)
+        check_count("max_tests", max_tests, 2, 100)
         check_range("test_seconds", test_seconds, 1, 60)
         check_range("program_seconds", program_seconds, 1, 600)
         self.workers = min(8, os.cpu_count() or 1) if workers is None else workers
         check_count("workers", self.workers, 1, 64)
         self.config = config
         self.max_tests = max_tests
-        self.layout = layout
         self.test_seconds = test_seconds
-        run_limits = RunLimits(cpu_seconds=math.ceil(test_seconds), wall_seconds=WALL_PER_CPU * test_seconds)
+        run_limits = SandboxLimits(cpu_seconds=math.ceil(test_seconds), wall_seconds=WALL_PER_CPU * test_seconds)
         try:
             self.judge = Judge(Sandbox(run_limits, allow_unsafe=allow_unsafe_sandbox), program_seconds)
         except SandboxUnavailableError as error:
@@ -268,17 +248,13 @@ class DeepCoder(Environment):
     def _generated(self, stream: random.Random, split: str) -> Iterator[dict[str, Any]]:
         while True:
             task_seed = stream.getrandbits(31)
-            steps, row = make_problem(
-                random.Random(task_seed), min(self.max_tests or GENERATED_TESTS, GENERATED_TESTS)
-            )
-            if self.max_tests is None:
-                row["public"] = 0
+            steps, row = make_problem(random.Random(task_seed), min(self.max_tests, GENERATED_TESTS))
             if held_out(steps) == (split == "test"):  # not by the statement, whose examples differ
                 yield {"seed": task_seed, **row}
 
     def _loaded(self, stream: random.Random, split: str, data: str) -> Iterator[dict[str, Any]]:
-        rows, hashed = load_problems(data, self.config, split)
-        for_tests = statements_for_tests(data, self.config) if split == "train" and not hashed else set()
+        rows, hashed = self.load(data, split)
+        for_tests = self.statements_for_tests(data) if split == "train" and not hashed else set()
         for index, source in shuffled(rows, COLUMNS, stream):
             problem = statement(source)
             if problem in for_tests or (hashed and held_out(problem) != (split == "test")):
@@ -291,36 +267,44 @@ class DeepCoder(Environment):
         """The task of a row, `None` where no test would be judged."""
         problem = problem_of(source)
         function, tests = read_tests(source)
-        public = 0
-        if self.max_tests is not None:
-            tests, public = choose_tests(problem, function, tests, self.max_tests)
+        tests, public = self.choose(problem, function, tests)
         if len(tests) == public:
             return None
         starter = (source.get("starter_code") or "").rstrip()
         return {"seed": seed, **task_row(problem.strip(), starter, function, tests, public, "")}
 
+    def choose(self, problem: str, function: str, tests: list[Test]) -> tuple[list[Test], int]:
+        """The tests that count, the public ones first, and how many those are."""
+        return choose_tests(problem, function, tests, self.max_tests)
+
+    def load(self, data: str, split: str) -> tuple[Dataset | Table, bool]:
+        """Problems, and whether they still have to be divided by problem.
+
+        Args:
+            data: A Hub id, a local file, which is read whole, or a local folder.
+            split: `"train"` or `"test"`.
+
+        Raises:
+            ValueError: If the data have no such split.
+        """
+        splits = self.splits
+        if split == "train" and split not in splits:
+            raise ValueError(f"split must be one of {list(splits)} for config={self.config!r}, got {split!r}")
+        hashed = "test" not in splits or ("train" in splits and Path(data).is_file())
+        return load_tasks(data, split if split in splits else "train", config=self.config), hashed
+
+    @property
+    def splits(self) -> Collection[str]:
+        """Those that the part of the data has."""
+        return CONFIGS[self.config]
+
+    def statements_for_tests(self, data: str) -> set[str]:
+        """As `statement` gives them: parts hold problems of the same contests, and some of them both."""
+        rows, _ = self.load(data, "test")
+        return set(map(statement, rows.select_columns("problem")))  # tests may have megabytes
+
     def episode(self, row: Row, rng: random.Random) -> DeepCoderEpisode:
-        return DeepCoderEpisode(row, self.judge, self.layout)
-
-    def reference_tasks(self, seeds: Iterator[int], split: str, data: str | None) -> Iterator[dict[str, Any]]:
-        """RAGEN-2's rows: one drawn by each seed, for both splits from the problems for tests."""
-        rows, _ = load_problems(reference_source(self.name, data, HUB), self.config, "test")
-        check_columns(rows, COLUMNS)
-        for seed in seeds:
-            number = random.Random(seed).randint(0, len(rows) - 1)
-            task = self._task(seed, rows[number])
-            if task is None:
-                raise ValueError(
-                    f"data must hold tests for each problem with split='reference', got none in row {number}"
-                )
-            yield task
-
-    def reference_texts(self) -> dict[str, str]:
-        return {
-            "instruction": "This is a coding task. Give a complete Python function and nothing else within the answer "
-            "tags. ",
-            "length": "Use no more than 8000 words.",
-        }
+        return DeepCoderEpisode(row, self.judge)
 
     def instructions(self) -> str:
         later = " A later program earns what it passes beyond your best." if self.max_turns > 1 else ""
@@ -329,3 +313,20 @@ class DeepCoder(Environment):
             "prints the answer, unless a function is asked for: then define that, with its imports, and read nothing. "
             f"Each test gives it {self.test_seconds:g} seconds. Reward: the fraction of hidden tests it passes.{later}"
         )
+
+
+def statement(source: Row) -> str:
+    """The problem of a row, whatever its white space."""
+    return " ".join(problem_of(source).split())
+
+
+def problem_of(source: Row) -> str:
+    """The statement of a row.
+
+    Raises:
+        ValueError: If it is no text, or empty.
+    """
+    problem = source["problem"]
+    if not isinstance(problem, str) or not problem.strip():
+        raise ValueError(f"column 'problem' must be a text that is not empty, got {problem!r}")
+    return problem

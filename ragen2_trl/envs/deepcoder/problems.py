@@ -80,28 +80,28 @@ def initials(items: list[str], k: int) -> str:
     return "".join(word[:k] for word in items)
 
 
-Part: TypeAlias = tuple[Callable[[list[Any], int], Any], str]  # what is done, and in words
+Step: TypeAlias = tuple[Callable[[list[Any], int], Any], str]  # what is done, and in words
 
-NUMBER_STEPS: tuple[Part, ...] = (
+NUMBER_STEPS: tuple[Step, ...] = (
     (above, "Keep the numbers greater than {k}."),
     (other_than_multiples, "Drop the multiples of {k}."),
     (scaled, "Multiply each number by {k}."),
     (remainders, "Replace each number by its remainder modulo {k}."),
     (running_sums, "Replace each number by the sum of all up to and including it, plus {k}."),
 )
-NUMBER_ENDS: tuple[Part, ...] = (
+NUMBER_ENDS: tuple[Step, ...] = (
     (total, "The answer is their sum plus {k}."),
     (multiples, "The answer is how many of them are multiples of {k}."),
     (pairs, "The answer is how many pairs of them differ by exactly {k}."),
     (largest_window, "The answer is the largest sum of up to {k} neighbours, 0 if there are none."),
 )
-WORD_STEPS: tuple[Part, ...] = (
+WORD_STEPS: tuple[Step, ...] = (
     (rotated, "Move the first word to the end, {k} times."),
     (without_short, "Drop the words of up to {k} letters."),
     (reversed_long, "Reverse each word of more than {k} letters."),
     (shifted, "Move each letter on by {k} in the alphabet, from z back to a."),
 )
-WORD_ENDS: tuple[Part, ...] = (
+WORD_ENDS: tuple[Step, ...] = (
     (letters, "The answer is the number of their letters plus {k}."),
     (run_lengths, "Join them. The answer is each run of equal letters as the letter and its length plus {k}."),
     (initials, "The answer is the first {k} letters of each, joined."),

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from ragen2_trl.envs.deepcoder.sandbox import Outcome, Sandbox
+from ragen2_trl.envs.deepcoder.sandbox import ProgramResult, Sandbox
 
 Verdict = Literal["passed", "wrong", "error", "timeout"]
 
@@ -74,19 +74,19 @@ def run_tests(
     return results
 
 
-def _outcome(sandbox: Sandbox, program: str, case: StdinCase | CallCase, cpu_seconds: int) -> Outcome:
+def _outcome(sandbox: Sandbox, program: str, case: StdinCase | CallCase, cpu_seconds: int) -> ProgramResult:
     if isinstance(case, StdinCase):
         return sandbox.run(program, case.stdin, cpu_seconds=cpu_seconds)
     return sandbox.run(program, call=(case.function_name, case.arguments), cpu_seconds=cpu_seconds)
 
 
-def _result(case: StdinCase | CallCase, outcome: Outcome) -> CaseResult:
+def _result(case: StdinCase | CallCase, outcome: ProgramResult) -> CaseResult:
     verdict = _verdict(case, outcome)
     complaint = outcome.stderr.strip().splitlines() if verdict == "error" else []
     return CaseResult(verdict, outcome.stdout[:MAX_KEPT_CHARS], complaint[-1][:MAX_KEPT_CHARS] if complaint else "")
 
 
-def _verdict(case: StdinCase | CallCase, outcome: Outcome) -> Verdict:
+def _verdict(case: StdinCase | CallCase, outcome: ProgramResult) -> Verdict:
     if outcome.ended in ("wall", "cpu"):
         return "timeout"
     if outcome.ended != "exit" or outcome.returncode != 0:

@@ -4,7 +4,7 @@ Each run is a process of its own under bubblewrap: no network, no files but Pyth
 libraries, no environment, no other process in reach, no identity outside, and the system calls of a short list. The
 kernel bounds its CPU time, memory, threads and files; this module bounds its output, and its wall clock generously.
 
-    sandbox = Sandbox(Limits(cpu_seconds=5))
+    sandbox = Sandbox(SandboxLimits(cpu_seconds=5))
     sandbox.run("print(int(input()) + 1)", "41\\n").stdout  # "42\\n"
 
 `sandbox_process.py` is one run, `sandbox_runner.py` what happens inside, `sandbox_syscalls.py` the list of calls,
@@ -22,17 +22,17 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from ragen2_trl.envs.deepcoder.sandbox_cgroup import find_parent
-from ragen2_trl.envs.deepcoder.sandbox_process import Isolation, Job, Limits, Outcome, attempt
+from ragen2_trl.envs.deepcoder.sandbox_process import Isolation, ProgramJob, ProgramResult, SandboxLimits, attempt
 from ragen2_trl.envs.deepcoder.sandbox_syscalls import ARCHITECTURES
 
-__all__ = ["Limits", "Outcome", "Sandbox", "SandboxFailedError", "SandboxUnavailableError"]
+__all__ = ["ProgramResult", "Sandbox", "SandboxFailedError", "SandboxLimits", "SandboxUnavailableError"]
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 R = TypeVar("R")
 
-_READY = Job("print('ready')", "", None, Limits(wall_seconds=60.0))
+_READY = ProgramJob("print('ready')", "", None, SandboxLimits(wall_seconds=60.0))
 # Pauses after a run that failed for reasons outside the program: half a minute in all.
 _PAUSES = (0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 8.0, 10.0)
 _PROBE_PAUSES = _PAUSES[:3]  # a machine that forbids namespaces says so at once
@@ -78,13 +78,13 @@ class Sandbox:
 
     def __init__(
         self,
-        limits: Limits | None = None,
+        limits: SandboxLimits | None = None,
         *,
         allow_unsafe: bool = False,
         workers: int | None = None,
         places: int | None = None,
     ):
-        self.limits = limits or Limits()
+        self.limits = limits or SandboxLimits()
         self.workers = workers if workers is not None else os.cpu_count() or 1
         self.places = places if places is not None else os.cpu_count() or 1
         for name in ("workers", "places"):
@@ -104,7 +104,7 @@ class Sandbox:
         *,
         call: tuple[str, Sequence[Any]] | None = None,
         cpu_seconds: int | None = None,
-    ) -> Outcome:
+    ) -> ProgramResult:
         """Run a program to its end, once it has one of the machine's places.
 
         What fails for reasons outside the program is tried again, with pauses that grow to seconds. If it fails to the
@@ -124,7 +124,7 @@ class Sandbox:
         limits = self.limits
         if cpu_seconds is not None:
             limits = replace(limits, cpu_seconds=min(limits.cpu_seconds, cpu_seconds))
-        job = Job(program, stdin, call, limits)
+        job = ProgramJob(program, stdin, call, limits)
         outcome = self._persist(job)
         if outcome.ended == "infrastructure":
             control = self._persist(_READY)
@@ -136,7 +136,7 @@ class Sandbox:
             logger.warning("A program could not be run, though others can: %s", outcome.stderr)
         return outcome
 
-    def _persist(self, job: Job) -> Outcome:
+    def _persist(self, job: ProgramJob) -> ProgramResult:
         return _persist(self.isolation, self.places, job, _PAUSES)
 
     def map(self, work: Callable[[T], R], jobs: Iterable[T]) -> list[R]:
@@ -145,7 +145,7 @@ class Sandbox:
             return list(pool.map(work, jobs))
 
 
-def _persist(isolation: Isolation | None, places: int, job: Job, pauses: Sequence[float]) -> Outcome:
+def _persist(isolation: Isolation | None, places: int, job: ProgramJob, pauses: Sequence[float]) -> ProgramResult:
     for pause in pauses:
         outcome = attempt(isolation, places, job)
         if outcome.ended != "infrastructure":

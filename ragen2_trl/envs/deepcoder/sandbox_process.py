@@ -33,7 +33,7 @@ _OWN_PROCESSES = 8  # of a control group: bubblewrap, the guard, and what starts
 
 
 @dataclass(frozen=True)
-class Limits:
+class SandboxLimits:
     """What one run may use; all positive.
 
     A sandboxed program can start threads but no processes, so that `memory_bytes` bounds all of a run. Verdicts rest
@@ -70,11 +70,11 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class ProgramResult:
     """How a run ended.
 
-    `stdout` and `stderr` hold at most `Limits.output_bytes` each, undecodable bytes replaced. `returncode` is 128 + n
-    for signal n. `ended` names the limit that ended the run: `wall`, `cpu`, `memory` (of a control group) or `output`;
+    `stdout` and `stderr` hold at most `SandboxLimits.output_bytes` each, undecodable bytes replaced. `returncode` is
+    128 + n for signal n. `ended` names the limit that ended the run: `wall`, `cpu`, `memory` (of a control group) or `output`;
     `exit` if it ended by itself. `infrastructure` says nothing of the program: the run could not begin, or something
     outside ended it; the cause is in `stderr`. `cpu_seconds` is what the program used, at most, and
     `wall_seconds` what passed from its start to its end.
@@ -89,13 +89,13 @@ class Outcome:
 
 
 @dataclass(frozen=True)
-class Job:
+class ProgramJob:
     """A program and what it is given; see `Sandbox.run`."""
 
     program: str
     stdin: str
     call: tuple[str, Sequence[Any]] | None
-    limits: Limits
+    limits: SandboxLimits
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ class Isolation:
     parent: CgroupParent | None
 
 
-def attempt(isolation: Isolation | None, places: int, job: Job) -> Outcome:
+def attempt(isolation: Isolation | None, places: int, job: ProgramJob) -> ProgramResult:
     """Run a program once it has one of the machine's `places`. A shortage of anything is an outcome, too."""
     try:
         with slot(places) as number, ExitStack() as stack:
@@ -120,11 +120,11 @@ def attempt(isolation: Isolation | None, places: int, job: Job) -> Outcome:
         return _failure(f"{type(error).__name__}: {error}")
 
 
-def _failure(cause: str) -> Outcome:
-    return Outcome("", cause, -1, "infrastructure")
+def _failure(cause: str) -> ProgramResult:
+    return ProgramResult("", cause, -1, "infrastructure")
 
 
-def _run(isolation: Isolation | None, group: Cgroup | None, job: Job) -> Outcome:
+def _run(isolation: Isolation | None, group: Cgroup | None, job: ProgramJob) -> ProgramResult:
     limits = job.limits
     given = json.dumps({**_task(isolation, limits), "program": job.program, "call": job.call})
     with (
@@ -160,7 +160,7 @@ def _run(isolation: Isolation | None, group: Cgroup | None, job: Job) -> Outcome
     if group and group.ran_out_of_memory():
         ended = "memory"
     if ended != "exit":
-        return Outcome(out, err, 128 + signal.SIGKILL, ended, min(float(limits.cpu_seconds), elapsed), elapsed)
+        return ProgramResult(out, err, 128 + signal.SIGKILL, ended, min(float(limits.cpu_seconds), elapsed), elapsed)
     if "code" not in report:
         return _failure(report.get("failed") or f"{err.strip()[-1000:]} (exit status {process.returncode})")
     code, used = report["code"], report["cpu_seconds"]
@@ -170,10 +170,10 @@ def _run(isolation: Isolation | None, group: Cgroup | None, job: Job) -> Outcome
         if isolation and used < 0.5 * limits.cpu_seconds:
             return _failure("the kernel killed the program within its limits, as it does where memory runs out")
         ended, used = "cpu", max(used, float(limits.cpu_seconds))
-    return Outcome(out, err, code, ended, used, elapsed)
+    return ProgramResult(out, err, code, ended, used, elapsed)
 
 
-def _task(isolation: Isolation | None, limits: Limits) -> dict[str, Any]:
+def _task(isolation: Isolation | None, limits: SandboxLimits) -> dict[str, Any]:
     if isolation is None:
         return {"limits": limits.resources, "isolation": None}
     # The kernel does not count root's threads, so that root's programs become somebody else's.
@@ -242,7 +242,7 @@ def _follow(process: subprocess.Popen[bytes], cap: int, deadline: float) -> tupl
     return bytes(stdout[:cap]), bytes(stderr[:cap]), ended
 
 
-def _isolated(bwrap: str, limits: Limits) -> list[str]:
+def _isolated(bwrap: str, limits: SandboxLimits) -> list[str]:
     """The command that runs the rest of its line in isolation, as the first process of namespaces of its own."""
     base = sys.base_prefix
     visible = [PYTHON, f"{base}/lib", f"{base}/lib64", "/usr/lib", "/usr/lib64", "/lib", "/lib64", "/etc/ld.so.cache"]

@@ -1,20 +1,17 @@
 """MetaMathQA: a word problem or a competition problem, and its answer as a number or in LaTeX."""
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
-from ragen2_trl.envs.base import Environment
-from ragen2_trl.envs.checks import check_choice
-from ragen2_trl.envs.episode import Episode, Limits
+from ragen2_trl.envs.base import Environment, Episode, Limits, ToolEnvironment
 from ragen2_trl.envs.metamath_qa.math_answers import same_answer
+from ragen2_trl.envs.ragen2 import RagenProtocol
 from ragen2_trl.envs.responses import plain_text
-from ragen2_trl.envs.tasks import Row, check_columns, held_out, load_tasks, reference_source, shuffled
-from ragen2_trl.envs.tools import ToolEnvironment
+from ragen2_trl.envs.tasks import Row, check_columns, held_out, load_tasks, shuffled
 
 COLUMNS = ("query", "response", "original_question")
 ANSWER_MARK = "The answer is:"
-CHECKS = ("value", "text")
 
 
 def gold_answer(response: str) -> str:
@@ -27,24 +24,6 @@ def gold_answer(response: str) -> str:
     return answer.strip() if ANSWER_MARK in response else ""
 
 
-def gold_text(response: str) -> str:
-    """RAGEN-2's answer of a response: all that follows the first mark and its space, empty if there is none.
-
-    >>> gold_text("The answer is: $5$\\nThe answer is: 7")
-    '$5$\\nThe answer is: 7'
-    """
-    return response.partition(f"{ANSWER_MARK} ")[2].strip()
-
-
-def same_text(answer: str, right: str) -> bool:
-    """RAGEN-2's check: the same characters but for letter case and white space.
-
-    >>> same_text("X + 1", "x+1"), same_text("0.5", "\\\\frac{1}{2}"), same_text("5.", "5")
-    (True, False, False)
-    """
-    return "".join(answer.lower().split()) == "".join(right.lower().split())
-
-
 class MetaMathQAEpisode(Episode):
     """Attempts at one question.
 
@@ -52,15 +31,15 @@ class MetaMathQAEpisode(Episode):
         question: What is asked.
         answer: The right answer.
         solution: The way to it, for demonstrations.
-        check: How answers are compared, one of `CHECKS`.
+        is_right: Whether an answer, the first argument, is as good as the right one.
     """
 
-    def __init__(self, question: str, answer: str, solution: str, check: str = "value"):
+    def __init__(self, question: str, answer: str, solution: str, is_right: Callable[[str, str], bool] = same_answer):
         self.question = plain_text(question, keep_lines=True)
         self.answer = answer
         self.solution = solution
         self.worth = 1.0
-        self._is_right = same_text if check == "text" else same_answer
+        self._is_right = is_right
 
     def observation(self) -> str:
         return self.question if self.worth == 1.0 else f"Not right.\n{self.question}"
@@ -106,12 +85,10 @@ class MetaMathQA(Environment):
 
     Tasks come from data in the schema of `meta-math/MetaMathQA`, or from a small generator of one-step word problems
     in that schema, a stand-in for demonstrations and tests. The one split of the data is divided by
-    `original_question`, so that all wordings of a question land on one side. Responses that end without an answer
+    `original_question`, so that all forms of a question land on one side. Responses that end without an answer
     cannot be judged and are left out.
 
     Args:
-        check: What makes an answer right: `"value"`, the same number or expression however it is written, or
-            `"text"`, RAGEN-2's check of the text itself (see `same_text`, and `gold_text` for the right one).
         **limits: `multi_turn`, `max_turns`, `max_actions` and `protocol` of `Environment`.
 
     Raises:
@@ -124,12 +101,8 @@ class MetaMathQA(Environment):
     multi_turn_limits = Limits(turns=5, actions=1)
     example = "42"
     splits_answers = False
+    packages = ("math-verify",)
     tools = MetaMathQATools
-
-    def __init__(self, check: str = "value", **limits: Any):
-        super().__init__(**limits)
-        check_choice("check", check, CHECKS)
-        self.check = check
 
     def tasks(self, seed: int, split: str, data: str | None) -> Iterator[dict[str, Any]]:
         rows = self._generated(seed, split) if data is None else self._loaded(seed, split, data)
@@ -140,8 +113,12 @@ class MetaMathQA(Environment):
 
     def _task(self, number: int, row: Row) -> dict[str, Any]:
         solution, _, _ = row["response"].rpartition(ANSWER_MARK)
-        answer = (gold_text if self.check == "text" else gold_answer)(row["response"])
+        answer = self.gold(row["response"])
         return {"seed": number, "question": row["query"], "answer": answer, "solution": solution.strip()}
+
+    def gold(self, response: str) -> str:
+        """The right answer in a response of the data, empty if there is none."""
+        return gold_answer(response)
 
     def _generated(self, seed: int, split: str) -> Iterator[tuple[int, dict[str, str]]]:
         stream = random.Random(f"{self.name}/{split}/{seed}")
@@ -155,17 +132,7 @@ class MetaMathQA(Environment):
             yield index, _checked(row)
 
     def episode(self, row: Row, rng: random.Random) -> MetaMathQAEpisode:
-        return MetaMathQAEpisode(row["question"], row["answer"], row["solution"], self.check)
-
-    def reference_tasks(self, seeds: Iterator[int], split: str, data: str | None) -> Iterator[dict[str, Any]]:
-        """RAGEN-2's rows: one drawn by each seed, for both splits from the same; some have no right answer."""
-        rows = load_tasks(reference_source(self.name, data, "meta-math/MetaMathQA"), "train")
-        check_columns(rows, COLUMNS)
-        for seed in seeds:
-            yield self._task(seed, _checked(rows[random.Random(seed).randint(0, len(rows) - 1)]))
-
-    def reference_texts(self) -> dict[str, str]:
-        return {"instruction": "You are solving Math problems. ", "length": "Use no more than 100 words."}
+        return MetaMathQAEpisode(row["question"], row["answer"], row["solution"])
 
     def instructions(self) -> str:
         again = " A wrong answer may be mended, for half the reward each time." if self.max_turns > 1 else ""
@@ -179,7 +146,7 @@ def _checked(row: dict[str, Any]) -> dict[str, Any]:
     return row
 
 
-# Wordings of a question, and its way to the answer: what is asked of `a` and `b` is `c`.
+# Two forms of a question, and its way to the answer: what is asked of `a` and `b` is `c`.
 _PROBLEMS = (
     (
         "{name} has {a} {things} and buys {b} more. How many {things} does {name} have?",
@@ -207,7 +174,7 @@ _THINGS = ("apples", "books", "cards", "eggs", "pens", "shells")
 
 
 def make_problem(rng: random.Random) -> dict[str, str]:
-    """A one-step word problem as a row of MetaMathQA: `query` is one of two wordings of `original_question`."""
+    """A one-step word problem as a row of MetaMathQA: `query` is one of two forms of `original_question`."""
     original, rephrased, solution = rng.choice(_PROBLEMS)
     product = "*" in solution or "/" in solution
     a, b = (rng.randint(2, 9 if product else 40) for _ in range(2))
@@ -220,3 +187,48 @@ def make_problem(rng: random.Random) -> dict[str, str]:
         "response": f"{steps}\n{ANSWER_MARK} {answer}",
         "original_question": original.format(**words),
     }
+
+
+# As RAGEN-2 plays it
+
+
+def gold_text(response: str) -> str:
+    """RAGEN-2's answer of a response: all that follows the first mark and its space, empty if there is none.
+
+    >>> gold_text("The answer is: $5$\\nThe answer is: 7")
+    '$5$\\nThe answer is: 7'
+    """
+    return response.partition(f"{ANSWER_MARK} ")[2].strip()
+
+
+def same_text(answer: str, right: str) -> bool:
+    """RAGEN-2's check: the same characters but for letter case and white space.
+
+    >>> same_text("X + 1", "x+1"), same_text("0.5", "\\\\frac{1}{2}"), same_text("5.", "5")
+    (True, False, False)
+    """
+    return "".join(answer.lower().split()) == "".join(right.lower().split())
+
+
+class RagenMetaMathQA(RagenProtocol, MetaMathQA):
+    """MetaMathQA as RAGEN-2 plays it: the text of an answer has to be that of the right one, see `same_text`."""
+
+    single_turn_limits, multi_turn_limits = None, Limits(turns=5, actions=2)
+    max_total, turn_tokens = 1, 400
+    packages = ()
+
+    def gold(self, response: str) -> str:
+        return gold_text(response)
+
+    def numbered_tasks(self, seeds: Iterator[int], split: str, data: str | None) -> Iterator[dict[str, Any]]:
+        """RAGEN-2's rows: one drawn by each seed, for both splits from the same; some have no right answer."""
+        rows = load_tasks(self.source(data, "meta-math/MetaMathQA"), "train")
+        check_columns(rows, COLUMNS)
+        for seed in seeds:
+            yield self._task(seed, _checked(rows[random.Random(seed).randint(0, len(rows) - 1)]))
+
+    def episode(self, row: Row, rng: random.Random) -> MetaMathQAEpisode:
+        return MetaMathQAEpisode(row["question"], row["answer"], row["solution"], same_text)
+
+    def texts(self) -> dict[str, str]:
+        return {"instruction": "You are solving Math problems. ", "length": "Use no more than 100 words."}

@@ -1,4 +1,4 @@
-"""What an answer of SearchQA is worth, and which texts are one: ours, and as RAGEN-2 has it."""
+"""What an answer of SearchQA is worth, ours and by RAGEN-2, and which texts are actions."""
 
 import re
 import string
@@ -13,17 +13,6 @@ _PARTING = re.compile(r"[,;/|&\n]|\b(?:and|or)\b", re.IGNORECASE)
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _VERDICTS = ("yes", "no", "noanswer")
-
-# Where RAGEN-2 looks for the answer in a text without an action, and how short the find may be; the first that holds.
-# Each is linear in the text: what repeats cannot match what has to follow.
-_PLACES = (
-    (re.compile(r"\\boxed\{([^{}]*)\}"), 1),
-    (re.compile(r"\*{1,2}([^*\n]+)\*"), 3),  # bold or italic
-    (re.compile(r"\banswer is\b[:\s]*([^\n.]+)", re.IGNORECASE), 1),
-    (re.compile(r"\b(?:therefore|thus|so|hence)\b[,:\s]*([^\n.]+)", re.IGNORECASE), 4),
-    (re.compile(r"([^\n.!?]+)"), 6),  # a sentence
-)
-_REST = 100  # characters that stand for an answer where there is none of these
 
 
 def normalize(answer: str) -> str:
@@ -91,32 +80,3 @@ def parse_action(action: str) -> tuple[str, str] | None:
     verb, _, rest = action.strip().partition("[")
     verb, argument = verb.strip().lower(), rest[:-1].strip()
     return (verb, argument) if verb in VERBS and rest.endswith("]") and argument else None
-
-
-def read_any_text(text: str) -> tuple[str, str]:
-    """RAGEN-2's reading of an answer block: a search, or else a final answer, for which any text will do.
-
-    >>> read_any_text("search[Mira Tavok]"), read_any_text("I think the answer is Rome.")
-    (('search', 'Mira Tavok'), ('finish', 'Rome'))
-    """
-    text = text.strip()
-    for verb in VERBS:
-        if text.startswith(f"{verb}[") and text.endswith("]"):
-            return verb, text[len(verb) + 1 : -1].strip()
-    return "finish", final_answer(text)
-
-
-def final_answer(text: str) -> str:
-    r"""The answer that RAGEN-2 takes out of a text without an action.
-
-    In this order: what `\boxed{}` holds, bold or italic text, what follows "answer is", what follows therefore, thus,
-    so or hence, the first sentence, the first characters.
-
-    >>> final_answer(r"So **Rome** or \boxed{Paris}"), final_answer("Rome fell, thus Paris. It is known.")
-    ('Paris', 'Paris')
-    """
-    for place, shortest in _PLACES:
-        for match in place.finditer(text):
-            if len(found := match.group(1).strip()) >= shortest:
-                return found
-    return text[:_REST].strip()

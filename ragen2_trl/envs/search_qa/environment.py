@@ -5,46 +5,23 @@ know without a search. In single-turn play there is no search: a closed book.
 """
 
 import random
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from datasets import Dataset
 
-from ragen2_trl.envs.base import Environment
-from ragen2_trl.envs.checks import check_choice, check_count
-from ragen2_trl.envs.episode import Episode, Limits
-from ragen2_trl.envs.layout import LAYOUTS
+from ragen2_trl.envs.base import Environment, Episode, Limits, ToolEnvironment
+from ragen2_trl.envs.checks import check_count, check_installed
 from ragen2_trl.envs.responses import plain_text
-from ragen2_trl.envs.search_qa.answers import (
-    VERBS,
-    exact_match,
-    f1_credit,
-    parse_action,
-    partial_credit,
-    read_any_text,
-)
-from ragen2_trl.envs.search_qa.http_retrieval import DIALECTS, HTTPRetriever, RetrievalError
-from ragen2_trl.envs.search_qa.passages import MAX_QUERY_CHARS, Passage, passage_of
-from ragen2_trl.envs.search_qa.results import documents, numbered
+from ragen2_trl.envs.search_qa.answers import VERBS, exact_match, f1_credit, parse_action, partial_credit
+from ragen2_trl.envs.search_qa.http_retrieval import HTTPRetriever
+from ragen2_trl.envs.search_qa.passages import Passage, passage_of
 from ragen2_trl.envs.search_qa.retrieval import BM25Retriever, Retriever, open_corpus
-from ragen2_trl.envs.search_qa.worlds import make_world
-from ragen2_trl.envs.tasks import (
-    Row,
-    check_columns,
-    check_first_rows,
-    first,
-    held_out,
-    load_tasks,
-    reference_source,
-    shuffled,
-)
-from ragen2_trl.envs.tools import ToolEnvironment
+from ragen2_trl.envs.tasks import Row, held_out, load_tasks, shuffled
 
 COLUMNS = ("question", "answer", "context", "supporting_facts")
-JUDGES = ("exact", "f1")
 SERVER_WORKERS = 16  # searches that wait for a server at the same time
 
 
@@ -54,16 +31,18 @@ def context_index(passages: tuple[Passage, ...]) -> BM25Retriever:
     return BM25Retriever.build(passages)
 
 
-@dataclass(frozen=True)
-class Rules:
-    """How a search is shown and an answer judged; the fields are options of `SearchQA`."""
+def numbered(passages: Sequence[Passage], max_chars: int) -> str:
+    """A line for each passage, the best first, cut at `max_chars` characters.
 
-    top_k: int = 5
-    max_chars: int = 4000
-    judge: str = "exact"
-    any_answer: bool = False
-    show_failures: bool = False
-    layout: str = "own"
+    >>> numbered([Passage("Osk", "A river.")], 100)
+    '[1] Osk: A river.'
+    """
+    lines = [
+        # Cut before it is cleaned: a server's passage may have megabytes.
+        f"[{number}] {plain_text(passage.title[:max_chars])}: {plain_text(passage.text[:max_chars])}"
+        for number, passage in enumerate(passages, start=1)
+    ]
+    return "\n".join(lines)[:max_chars] or "No passages found."
 
 
 class SearchQAEpisode(Episode):
@@ -73,10 +52,11 @@ class SearchQAEpisode(Episode):
         row: The task's.
         retriever: What to search; `None` for the task's own passages.
         searches: How many searches the turns leave room for before the answer; 0 for a closed book.
-        rules: How results are shown and answers judged.
+        top_k: Passages that a search gives.
+        max_chars: Characters of these passages in all.
     """
 
-    def __init__(self, row: Row, retriever: Retriever | None, searches: int, rules: Rules):
+    def __init__(self, row: Row, retriever: Retriever | None, searches: int, top_k: int = 5, max_chars: int = 4000):
         self.question: str = row["question"]
         self.answer: str = row["answer"]
         self._given: str | None = None  # the answer
@@ -84,7 +64,8 @@ class SearchQAEpisode(Episode):
         self._passages = tuple(passage_of(passage) for passage in row.get("passages", ()))
         self._retriever = retriever
         self._closed_book = searches == 0
-        self._rules = rules
+        self._top_k = top_k
+        self._max_chars = max_chars
         self._queries: list[str] = []
         self._found = ""
         if searches and retriever is None and not self._passages:
@@ -92,42 +73,36 @@ class SearchQAEpisode(Episode):
 
     def observation(self) -> str:
         question = f"Question: {plain_text(self.question)}"
-        if self._rules.layout == "own":
-            return f"{question}\n{self._found}" if self._found else question
-        actions = "Available actions: search[<query>], finish[<answer>]"
-        if not self._queries:
-            return f"{question}\n{actions}"
-        query = plain_text(self._queries[-1][:MAX_QUERY_CHARS])
-        return f"Search results for '{query}':\n{self._found}\n\n{actions}"
+        return f"{question}\n{self._found}" if self._found else question
 
     def is_action(self, action: str) -> bool:
-        # RAGEN takes any other text for the final answer. Unless asked for it is none here: an answer that counts is
-        # meant as one, and a slip in the form does not end the episode.
-        parsed = self._parse(action)
+        # RAGEN takes any other text for the final answer. It is none here: an answer that counts is meant as one, and
+        # a slip in the form does not end the episode.
+        parsed = self.parse(action)
         return parsed is not None and not (self._closed_book and parsed[0] == "search")
 
-    def _parse(self, action: str) -> tuple[str, str] | None:
-        if not self._rules.any_answer:
-            return parse_action(action)
-        return read_any_text(action) if action.strip() else None
+    def parse(self, action: str) -> tuple[str, str] | None:
+        """The verb and its argument, `None` for a text that is no action."""
+        return parse_action(action)
 
     def step(self, action: str) -> float:
-        """Searches, for nothing, or answers: 1.0 for an exact match, else the credit that the judge gives."""
-        parsed = self._parse(action)
+        """Searches, for nothing, or answers, for what `judge` gives."""
+        parsed = self.parse(action)
         if parsed is None:
             raise ValueError(f"action must be search[...] or finish[...], got {action[:100]!r}")
         verb, argument = parsed
         if verb == "search":
             self._queries.append(argument)
-            self._found = self._search(argument)
+            self._found = self.search(argument)
             return 0.0
         self.done, self._given = True, argument
-        if self._rules.judge == "f1":
-            credit = f1_credit(argument, self.answer)
-            self.success = credit > 0
-            return credit
-        self.success = exact_match(argument, self.answer)
-        return 1.0 if self.success else partial_credit(argument, self.answer)
+        credit, self.success = self.judge(argument)
+        return credit
+
+    def judge(self, answer: str) -> tuple[float, bool]:
+        """What an answer earns, 1.0 for an exact match, else `partial_credit`; and whether it is a success."""
+        right = exact_match(answer, self.answer)
+        return (1.0 if right else partial_credit(answer, self.answer)), right
 
     @property
     def measures(self) -> dict[str, float]:
@@ -138,18 +113,18 @@ class SearchQAEpisode(Episode):
             "f1_success": float(given is not None and f1_credit(given, self.answer) > 0),
         }
 
-    def _search(self, query: str) -> str:
+    def search(self, query: str) -> str:
+        """What a search shows.
+
+        Raises:
+            RetrievalError: If a server that should answer does not.
+        """
+        return numbered(self._passages_for(query), self._max_chars)
+
+    def _passages_for(self, query: str) -> list[Passage]:
         retriever = self._retriever or context_index(self._passages)
-        show = numbered if self._rules.layout == "own" else documents
-        if not query and not self._rules.show_failures:  # which a server refuses: no reason to end a training
-            return show([], self._rules.max_chars)
-        try:
-            (passages,) = retriever.search([query], self._rules.top_k)
-        except RetrievalError as error:
-            if not self._rules.show_failures:
-                raise
-            return error.shown
-        return show(passages, self._rules.max_chars)
+        (passages,) = retriever.search([query], self._top_k)
+        return passages
 
     def plan(self, rng: random.Random) -> tuple[str, list[str]]:
         """Searches for the title of each passage that the question needs, reads what it says of it, then answers."""
@@ -208,18 +183,11 @@ class SearchQA(Environment):
             folder or the URL of a retrieval server (see `open_corpus`), or a `Retriever`.
         top_k: Passages that a search gives, 1 to 100.
         max_chars: Characters of these passages in all, 100 to 100,000.
-        judge: `"exact"`, or `"f1"` for RAGEN-2's (see `f1_credit`): success is then any F1 from 0.3 on.
-        any_answer: Whether any text that is no action is the final answer, as in RAGEN-2 (see `read_any_text`), where
-            letter case of actions counts, too.
-        dialect: The JSON of a retrieval server: `"search_r1"` or `"ragen2"` (see `HTTPRetriever`).
-        show_failures: Whether a search that fails is shown to the model, after one try, rather than an error.
-        first_rows: How many rows of data there are to draw from, the first ones, 1 to 10,000,000; `None` for all.
-        layout: How states are shown: `"own"`, or `"ragen2"`: documents with scores (see `documents`), the actions, the
-            question only at first.
         **limits: `multi_turn`, `max_turns`, `max_actions` and `protocol` of `Environment`. With one turn there is no
             search.
 
     Raises:
+        ImportError: If the extra is missing that searches a question's passages, or a corpus that is no server.
         ValueError: If an option is outside its range.
     """
 
@@ -231,38 +199,25 @@ class SearchQA(Environment):
     splits_answers = False
     tools = SearchQATools
 
-    def __init__(
-        self,
-        corpus: str | Retriever | None = None,
-        top_k: int = 5,
-        max_chars: int = 4000,
-        judge: str = "exact",
-        any_answer: bool = False,
-        dialect: str = "search_r1",
-        show_failures: bool = False,
-        first_rows: int | None = None,
-        layout: str = "own",
-        **limits: Any,
-    ):
+    def __init__(self, corpus: str | Retriever | None = None, top_k: int = 5, max_chars: int = 4000, **limits: Any):
         super().__init__(**limits)
         check_count("top_k", top_k, 1, 100)
         check_count("max_chars", max_chars, 100, 100_000)
-        check_choice("judge", judge, JUDGES)
-        check_choice("any_answer", any_answer, (True, False))
-        check_choice("dialect", dialect, DIALECTS)
-        check_choice("show_failures", show_failures, (True, False))
-        check_choice("layout", layout, LAYOUTS)
-        check_first_rows(first_rows)
-        server: dict[str, Any] = {"dialect": dialect, **({"retries": 0} if show_failures else {})}
         if corpus is not None and not (isinstance(corpus, str) or callable(getattr(corpus, "search", None))):
             raise ValueError(f"corpus must be a path, an address, a Retriever or None, got {corpus!r}")
-        self.retriever = open_corpus(corpus, **server) if isinstance(corpus, str) else corpus
-        self.rules = Rules(top_k, max_chars, judge, any_answer, show_failures, layout)
-        self.first_rows = first_rows
+        self.retriever = self.open(corpus) if isinstance(corpus, str) else corpus
+        self.top_k = top_k
+        self.max_chars = max_chars
+        if self.retriever is None and self.max_turns > 1:
+            check_installed(self.name, "bm25s")
         if isinstance(self.retriever, HTTPRetriever):
             self.workers = SERVER_WORKERS
         if self.max_turns == 1:
             self.example = "finish[answer]"  # a closed book has nothing to search
+
+    def open(self, corpus: str) -> Retriever:
+        """The search engine of a corpus; `open_corpus` says which there are."""
+        return open_corpus(corpus)
 
     def instructions(self) -> str:
         finish = "finish[answer] ends with your answer. The right one earns 1, a part of it less, several 0."
@@ -272,7 +227,7 @@ class SearchQA(Environment):
 
     def tasks(self, seed: int, split: str, data: str | None) -> Iterator[dict[str, Any]]:
         stream = random.Random(f"{self.name}/{split}/{seed}")
-        numbered = generated(stream) if data is None else shuffled(self._load(data, split), COLUMNS, stream)
+        numbered = generated(stream) if data is None else shuffled(self.load(data, split), COLUMNS, stream)
         # The Hub has splits; a single file and the generator have none.
         hashed = data is None or Path(data).is_file()
         for number, source in numbered:
@@ -280,8 +235,9 @@ class SearchQA(Environment):
             if not hashed or held_out(source["question"]) == (split == "test"):
                 yield self._row(number, source)
 
-    def _load(self, data: str, split: str) -> Dataset:
-        return first(load(data, split), self.first_rows)
+    def load(self, data: str, split: str) -> Dataset:
+        """Rows of HotpotQA's schema. The Hub's test split has no answers: its validation split stands for it."""
+        return load_tasks(data, "train" if split == "train" else "validation", config="distractor")
 
     def _row(self, seed: int, source: Row) -> dict[str, Any]:
         """A task from a row in HotpotQA's schema."""
@@ -300,31 +256,7 @@ class SearchQA(Environment):
         return row
 
     def episode(self, row: Row, rng: random.Random) -> SearchQAEpisode:
-        return SearchQAEpisode(row, self.retriever, self.max_turns - 1, self.rules)
-
-    def reference_tasks(self, seeds: Iterator[int], split: str, data: str | None) -> Iterator[dict[str, Any]]:
-        """RAGEN-2's rows: the first ones of the training file by seed, for both splits."""
-        rows = self._load(reference_source(self.name, data, "hotpotqa/hotpot_qa"), "train")
-        check_columns(rows, COLUMNS)
-        for seed in seeds:
-            source = rows[seed % len(rows)]
-            check_hotpot_row(source)
-            yield self._row(seed, source)
-
-    def reference_texts(self) -> dict[str, str]:
-        return {
-            "instruction": "You answer questions as a search agent. search[query] looks for documents, and "
-            "finish[answer] hands in your answer.\nReason first, step by step, within <think> and </think>, then act "
-            "within <answer> and </answer>. Examples:\n"
-            "  <think>I have to know who wrote the song first.</think><answer>search[writer of the song]</answer>\n"
-            "  <think>The second document names the town.</think><answer>finish[Lisbon]</answer>\n",
-            "length": "Use no more than 300 words.",
-        }
-
-
-def load(data: str, split: str) -> Dataset:
-    """Rows of HotpotQA's schema. The Hub's test split has no answers, so that its validation split stands for it."""
-    return load_tasks(data, "train" if split == "train" else "validation", config="distractor")
+        return SearchQAEpisode(row, self.retriever, self.max_turns - 1, self.top_k, self.max_chars)
 
 
 def generated(rng: random.Random) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -357,3 +289,57 @@ def evidence(row: Row) -> list[dict[str, str]]:
             texts[title] = f"{texts.get(title, '')} {sentences[title][number].strip()}".strip()
     titles = sorted(texts, key=lambda title: title not in row["question"])
     return [{"title": title.strip(), "text": texts[title]} for title in titles if title.strip()]
+
+
+# Small worlds: invented people, towns and rivers, and a question about them as a row of HotpotQA
+
+_ONSETS = ("b", "br", "d", "dr", "f", "g", "k", "kr", "l", "m", "n", "p", "r", "s", "st", "t", "tr", "v", "z")
+_VOWELS = ("a", "e", "i", "o", "u")
+_ENDS = ("k", "l", "m", "n", "r", "s", "sk", "th")
+_TRADES = ("baker", "dentist", "farmer", "judge", "miller", "painter", "pilot", "singer")
+
+# What the passages of a made-up world say of one name, and the name that leads on.
+_FACTS: dict[str, str] = {
+    "firm": "{firm} is a firm that was founded by {person}.",
+    "person": "{person} is a {trade} who was born in {town}.",
+    "town": "{town} is a town in {country} on the river {river}.",
+    "river": "{river} is a river that flows into the sea {sea}.",
+}
+# A question, the two names whose passages answer it, and the answer.
+_QUESTIONS = (
+    ("In which town was the founder of {firm} born?", ("firm", "person"), "town"),
+    ("In which country is the town where {person} was born?", ("person", "town"), "country"),
+    ("On which river is the town where {person} was born?", ("person", "town"), "river"),
+    ("Into which sea flows the river of {town}?", ("town", "river"), "sea"),
+)
+_KINDS = ("firm", "person", "town", "country", "river", "sea")
+_CHAINS = 3  # of one name of each kind; all but one mislead
+
+
+def make_world(seed: int) -> dict[str, Any]:
+    """A question about a world of invented names, as a row of HotpotQA: four passages for each of three chains."""
+    rng = random.Random(seed)
+    names = _names(len(_KINDS) * _CHAINS, rng)
+    chains = [{"trade": rng.choice(_TRADES), **{kind: names.pop() for kind in _KINDS}} for _ in range(_CHAINS)]
+    passages = [(chain[kind], fact.format(**chain)) for chain in chains for kind, fact in _FACTS.items()]
+    rng.shuffle(passages)
+    question, hops, answer = rng.choice(_QUESTIONS)
+    asked = rng.choice(chains)
+    return {
+        "id": str(seed),
+        "question": question.format(**asked),
+        "answer": asked[answer],
+        "type": "bridge",
+        "level": "easy",
+        "supporting_facts": {"title": [asked[kind] for kind in hops], "sent_id": [0, 0]},
+        "context": {"title": [title for title, _ in passages], "sentences": [[text] for _, text in passages]},
+    }
+
+
+def _names(count: int, rng: random.Random) -> list[str]:
+    """Names that can be spoken, no two alike."""
+    names: dict[str, None] = {}
+    while len(names) < count:
+        syllables = (_ONSETS, _VOWELS, _ONSETS, _VOWELS, _ENDS)
+        names["".join(rng.choice(syllable) for syllable in syllables).capitalize()] = None
+    return list(names)

@@ -10,13 +10,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from ragen2_trl.envs.checks import check_choice, check_count, check_range
+from ragen2_trl.envs.checks import check_count, check_range
 from ragen2_trl.envs.responses import plain_text
-from ragen2_trl.envs.search_qa.passages import MAX_QUERY_CHARS, Passage, name_of, passage_of
+from ragen2_trl.envs.search_qa.passages import MAX_QUERY_CHARS, Passage, passage_of
 
 T = TypeVar("T")
 
-DIALECTS = ("search_r1", "ragen2")
 MAX_TOP_K = 50  # of RAGEN-2's servers
 
 _READ_BYTES = 65_536
@@ -37,13 +36,11 @@ class RetrievalError(RuntimeError):
 
 
 class HTTPRetriever:
-    """A retrieval server that speaks the JSON of Search-R1's, or of RAGEN-2's.
+    """A retrieval server that speaks the JSON of Search-R1's.
 
-    Search-R1's: `POST {"queries": [...], "topk": k, "return_scores": true}` is answered by
-    `{"result": [[{"document": {"contents": "title\\ntext"}, "score": s}, ...], ...]}`. RAGEN-2's: for each query
-    `POST {"query": q, "top_k": k}` is answered by `{"results": [{"id", "content", "score"}, ...]}`. Every search has a
-    connection of its own. Lost connections, time-outs and 5xx are tried again after 1, 2, 4… times `backoff`; nothing
-    else is.
+    `POST {"queries": [...], "topk": k, "return_scores": true}` is answered by
+    `{"result": [[{"document": {"contents": "title\\ntext"}, "score": s}, ...], ...]}`. Every search has a connection
+    of its own. Lost connections, time-outs and 5xx are tried again after 1, 2, 4… times `backoff`; nothing else is.
 
     Args:
         url: The server's, http or https; the path is `/retrieve` unless given. `user:password@` is sent as basic
@@ -52,11 +49,12 @@ class HTTPRetriever:
         retries: Tries after the first, 0 to 10.
         backoff: Seconds before the second try, 0 to 60.
         max_bytes: Bytes of an answer, 1 to a billion.
-        dialect: `"search_r1"` or `"ragen2"`, whose servers give at most `MAX_TOP_K` passages.
 
     Raises:
         ValueError: If an argument is outside its range.
     """
+
+    form = "{'result': [[{'document': ...}]]}"  # of an answer
 
     def __init__(
         self,
@@ -65,18 +63,15 @@ class HTTPRetriever:
         retries: int = 3,
         backoff: float = 0.5,
         max_bytes: int = 8_000_000,
-        dialect: str = "search_r1",
     ):
         check_range("timeout", timeout, 0.01, 600)
         check_count("retries", retries, 0, 10)
         check_range("backoff", backoff, 0, 60)
         check_count("max_bytes", max_bytes, 1, 1_000_000_000)
-        check_choice("dialect", dialect, DIALECTS)
         parts = urllib.parse.urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ValueError(f"url must be http://host or https://host, got the scheme {parts.scheme!r}")
         self.timeout, self.retries, self.backoff, self.max_bytes = timeout, retries, backoff, max_bytes
-        self.dialect = dialect
         self._connect = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
         self._host, self._port = parts.hostname, parts.port
         path = parts.path if parts.path.strip("/") else "/retrieve"
@@ -96,22 +91,23 @@ class HTTPRetriever:
             RetrievalError: If the server cannot be reached, refuses, or answers in another form.
         """
         cut = [query[:MAX_QUERY_CHARS] for query in queries]
-        if self.dialect == "ragen2":
-            k = min(k, MAX_TOP_K)
-            return [self._read(self._post({"query": query, "top_k": k}), ragen2_results)[:k] for query in cut]
-        answer = self._post({"queries": cut, "topk": k, "return_scores": True})
-        found = self._read(answer, search_r1_results)
+        found = self.ask({"queries": cut, "topk": k, "return_scores": True}, search_r1_results)
         if len(found) != len(queries):
             raise RetrievalError(f"{self.shown_url} answered {len(found)} queries, {len(queries)} were asked")
         return [hits[:k] for hits in found]
 
-    def _read(self, answer: bytes, results: Callable[[Any], T]) -> T:
+    def ask(self, request: Mapping[str, Any], results: Callable[[Any], T]) -> T:
+        """What `results` makes of the server's answer to a request.
+
+        Raises:
+            RetrievalError: If the server cannot be reached, refuses, or answers in another form.
+        """
+        answer = self._post(request)
         try:
             return results(json.loads(answer))
         except (ValueError, TypeError, KeyError, RecursionError, OverflowError) as error:  # a nest of brackets, 1e999
-            form = "{'results': [...]}" if self.dialect == "ragen2" else "{'result': [[{'document': ...}]]}"
             raise RetrievalError(
-                f"{self.shown_url} answered in another form than {form}: {type(error).__name__}"
+                f"{self.shown_url} answered in another form than {self.form}: {type(error).__name__}"
             ) from error
 
     def _post(self, request: Mapping[str, Any]) -> bytes:
@@ -183,22 +179,11 @@ def error_text(answer: bytes) -> str:
 def search_r1_results(answer: Any) -> list[list[Passage]]:
     """The passages of each query in an answer in Search-R1's words."""
     return [
-        [replace(passage_of(hit["document"]), score=_score(hit.get("score"))) for hit in hits]
+        [replace(passage_of(hit["document"]), score=score_of(hit.get("score"))) for hit in hits]
         for hits in answer["result"]
     ]
 
 
-def ragen2_results(answer: Any) -> list[Passage]:
-    """The passages in an answer in RAGEN-2's words; the first of several lines is the title."""
-    return [_ragen2_passage(hit["content"], hit.get("id"), hit.get("score")) for hit in answer["results"]]
-
-
-def _ragen2_passage(content: Any, name: Any, score: Any) -> Passage:
-    if not isinstance(content, str):
-        raise TypeError(f"content must be text, got {type(content).__name__}")
-    title, line_break, text = content.partition("\n")
-    return Passage(title if line_break else "", text if line_break else content, name_of(name), _score(score))
-
-
-def _score(value: Any) -> float:
+def score_of(value: Any) -> float:
+    """The score of a hit, 0.0 where it has none."""
     return float(value) if type(value) in (int, float) else 0.0

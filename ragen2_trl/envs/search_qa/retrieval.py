@@ -5,7 +5,7 @@ The index of a corpus is built once and opened memory-mapped, so that the proces
 
 import hashlib
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -53,7 +53,7 @@ class BM25Retriever:
         """
         if not len(passages):
             raise ValueError("passages must not be empty, got none")
-        index = load_bm25s().BM25()
+        index = load_bm25s("search_qa").BM25()
         words = _words(f"{passage.title} {passage.text}" for passage in passages)
         index.index(words, create_empty_token=False, show_progress=False)
         return cls(index, passages)
@@ -78,7 +78,7 @@ class BM25Retriever:
         if not (Path(folder) / "params.index.json").is_file():
             raise ValueError(f"corpus must be a folder that BM25Retriever.save wrote, got {str(folder)!r}")
         passages = PassageTable(load_from_disk(str(Path(folder) / "passages")))
-        return cls(load_bm25s().BM25.load(folder, mmap=True), passages)
+        return cls(load_bm25s("search_qa").BM25.load(folder, mmap=True), passages)
 
     def search(self, queries: Sequence[str], k: int) -> list[list[Passage]]:
         """As `Retriever.search`. Passages without a word of the query are left out, ties go in the corpus' order."""
@@ -100,23 +100,26 @@ class BM25Retriever:
 
 
 def _words(texts: Any, return_ids: bool = True) -> Any:
-    return load_bm25s().tokenize(texts, token_pattern=_WORD, return_ids=return_ids, show_progress=False)
+    return load_bm25s("search_qa").tokenize(texts, token_pattern=_WORD, return_ids=return_ids, show_progress=False)
 
 
-def open_corpus(corpus: str, cache: Path | None = None, **server: Any) -> Retriever:
+def open_corpus(
+    corpus: str, cache: Path | None = None, server: Callable[[str], Retriever] = HTTPRetriever
+) -> Retriever:
     """The search engine of a corpus.
 
     Args:
         corpus: URL of a retrieval server, folder that `BM25Retriever.save` wrote, or file of passages (json, jsonl,
             parquet, csv), whose index is built when it is first needed and kept.
         cache: Where to keep indices; default: among Hugging Face's cached assets.
-        **server: Further arguments of `HTTPRetriever`, where `corpus` is a URL.
+        server: Makes the search engine of a URL.
 
     Raises:
+        ImportError: If bm25s is missing, which has the index.
         ValueError: If there is no such file or folder, or it holds something else.
     """
     if corpus.startswith(("http://", "https://")):
-        return HTTPRetriever(corpus, **server)
+        return server(corpus)
     path = Path(corpus)
     if path.is_dir():
         return BM25Retriever.load(path)

@@ -1,5 +1,6 @@
 """Sokoban: boxes pushed onto targets."""
 
 from ragen2_trl.envs.sokoban.environment import Sokoban
+from ragen2_trl.envs.sokoban.ragen2 import RagenSokoban
 
-__all__ = ["Sokoban"]
+__all__ = ["RagenSokoban", "Sokoban"]

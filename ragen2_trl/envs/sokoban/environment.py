@@ -1,22 +1,18 @@
 """Sokoban: push boxes onto targets, in rooms where a wrong push cannot be undone.
 
 Rewards are RAGEN's. In single-turn play the whole plan is one answer; in multi-turn play the room is shown again after
-every few moves. Rooms are made in `sokoban_rooms`, each with a solution that fits the limits.
+every few moves. Rooms are made in `rooms.py`, each with a solution that fits the limits.
 """
 
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from PIL import Image
 
-from ragen2_trl.envs.base import Environment
+from ragen2_trl.envs.base import Answer, Environment, Episode, Limits, ToolEnvironment
 from ragen2_trl.envs.checks import check_choice, check_count, check_range
 from ragen2_trl.envs.drawing import draw_board
-from ragen2_trl.envs.episode import Episode, Limits
-from ragen2_trl.envs.layout import LAYOUTS, check_symbols, show_board
-from ragen2_trl.envs.sokoban.reverse_play import make_reference_room
 from ragen2_trl.envs.sokoban.rooms import (
     Cell,
     Room,
@@ -27,14 +23,10 @@ from ragen2_trl.envs.sokoban.rooms import (
     shortest_solution,
     write_room,
 )
-from ragen2_trl.envs.sokoban.texts import LABELS, MEANINGS, reference_texts
 from ragen2_trl.envs.tasks import Row, held_out
-from ragen2_trl.envs.tools import Answer, ToolEnvironment
 
 ACTIONS = ("Up", "Down", "Left", "Right")  # in the order of `Room.directions`
 OBSERVATIONS = ("grid", "coordinates", "both", "image")
-GENERATORS = ("own", "ragen2")
-SYMBOLS = "".join(MEANINGS)
 
 STEP_REWARD = -0.1
 BOX_REWARD = 1.0  # for a box that comes onto a target, and its negative for one that leaves
@@ -51,22 +43,13 @@ class SokobanEpisode(Episode):
         state: Where the player and the boxes are.
         longest: Longest solution that `plan` looks for, in actions.
         show: Puts a room in a state into words.
-        symbols: For `str.translate`, what stands for the usual symbols.
     """
 
-    def __init__(
-        self,
-        room: Room,
-        state: State,
-        longest: int,
-        show: Callable[[Room, State], str],
-        symbols: Mapping[int, int] = MappingProxyType({}),
-    ):
+    def __init__(self, room: Room, state: State, longest: int, show: Callable[[Room, State], str]):
         self.room = room
         self.state = state
         self._longest = longest
         self._show = show
-        self._symbols = symbols
 
     @property
     def difficulty(self) -> dict[str, float]:
@@ -107,7 +90,7 @@ class SokobanEpisode(Episode):
         The reasoning reads the room first (player, boxes, targets) and then follows the player cell by cell, and each
         box that it pushes. Where there is no solution within the limits it says so and tries something.
         """
-        seen = explain(self.room, self.state).translate(self._symbols)
+        seen = explain(self.room, self.state)
         indices = shortest_solution(self.room, self.state, self._longest, rng)
         if indices is None:
             moves = [
@@ -141,7 +124,7 @@ class SokobanTools(ToolEnvironment):
 class Sokoban(Environment):
     """Push every box onto a target: -0.1 an action, 1 for a box onto a target, -1 off it, 10 when all are there.
 
-    The shortest solutions of our own rooms have 2 to `max_turns * max_actions` actions, each length as often as the
+    The shortest solutions have 2 to `max_turns * max_actions` actions, each length as often as the
     others as far as rooms of that size allow (at 6x6 with one box up to about 10).
 
     Args:
@@ -149,14 +132,8 @@ class Sokoban(Environment):
         boxes: Number of boxes, 1 to 4; at most 3 where the size is 5.
         observation: What the prompt shows: the `"grid"`, the `"coordinates"`, `"both"`, or an `"image"` in the row's
             column `image` or, with `protocol="tools"`, in the answers of tools.
-        layout: How words show it: `"own"`, spaced symbols and cells as on a chess board, or `"ragen2"`, symbols
-            without spaces and zero-based `(row, column)`.
-        symbols: Seven in place of `#_O√XPS`: wall, floor, target, box on target, box, player, player on target.
-        generator: How rooms are made: `"own"`, or `"ragen2"`, by playing backwards; these can be a single action from
-            their end, or further than the limits.
-        search_depth: How far the generator `"ragen2"` plays backwards, 3 to 1000.
-        **limits: The options of `Environment`. Every room of our own can be solved within the limits, which must allow
-            two actions for each box.
+        **limits: The options of `Environment`. Every room can be solved within the limits, which must allow two
+            actions for each box.
 
     Raises:
         ValueError: If an option is outside its range, or pictures are asked for in the text of later turns.
@@ -167,28 +144,13 @@ class Sokoban(Environment):
     single_turn_limits = Limits(turns=1, actions=10)
     multi_turn_limits = Limits(turns=5, actions=2)
     example = "Up || Right"
-    actions = ACTIONS
     tools = SokobanTools
 
-    def __init__(
-        self,
-        size: int = 6,
-        boxes: int = 1,
-        observation: str = "grid",
-        layout: str = "own",
-        symbols: str = SYMBOLS,
-        generator: str = "own",
-        search_depth: int = 300,
-        **limits: Any,
-    ):
+    def __init__(self, size: int = 6, boxes: int = 1, observation: str = "grid", **limits: Any):
         super().__init__(**limits)
         check_count("size", size, 5, 10)
         check_count("boxes", boxes, 1, min(4, size - 2))
         check_choice("observation", observation, OBSERVATIONS)
-        check_choice("layout", layout, LAYOUTS)
-        check_symbols(symbols, SYMBOLS)
-        check_choice("generator", generator, GENERATORS if self.split == "held_out" else GENERATORS[1:])
-        check_count("search_depth", search_depth, 3, 1000)
         limits_named = "max_turns * max_actions" if self.max_total_actions is None else "max_total_actions"
         check_range(limits_named, self.longest, 2 * boxes, 100 * 100)
         if observation == "image":
@@ -196,11 +158,6 @@ class Sokoban(Environment):
         self.size = size
         self.boxes = boxes
         self.observation = observation
-        self.layout = layout
-        self.generator = generator
-        self.search_depth = search_depth
-        self._symbols = str.maketrans(SYMBOLS, symbols)
-        self.legend = dict(zip(symbols, MEANINGS.values(), strict=True))
 
     def tasks(self, seed: int, split: str, data: str | None) -> Iterator[dict[str, Any]]:
         if data is not None:
@@ -213,66 +170,54 @@ class Sokoban(Environment):
             if held_out(room) == (split == "test"):
                 yield {"seed": room_seed, "room": room}
 
-    def reference_tasks(self, seeds: Iterator[int], split: str, data: str | None) -> Iterator[dict[str, Any]]:
-        check_choice("data", data, (None,))
-        return ({"seed": seed, "room": self.make_room(seed)} for seed in seeds)
-
     def make_room(self, seed: int) -> str:
         """The room of a seed, in the usual symbols."""
-        if self.generator == "ragen2":
-            return write_room(*make_reference_room(self.size, self.boxes, self.search_depth, seed))
         return write_room(*make_room(self.size, self.boxes, self.longest, random.Random(seed)))
 
     def episode(self, row: Row, rng: random.Random) -> SokobanEpisode:
-        text = row.get("room")
-        if not isinstance(text, str):
-            raise ValueError(f"column room must be the text of a room, got {text!r} in columns {sorted(row)}")
-        return SokobanEpisode(*read_room(text), self.longest, self.show, self._symbols)
-
-    def reference_texts(self) -> dict[str, str]:
-        return reference_texts(self.size, self.observation != "grid")
+        return SokobanEpisode(*room_of(row), self.longest, self.show)
 
     def instructions(self) -> str:
-        _, _, target, _, box, *_ = self.legend
+        goal, rewards = "Push the box X onto the target O.", "the box on the target gives 11"
         if self.boxes > 1:
-            goal = f"Push each box {box} onto a target {target}."
+            goal = "Push each box X onto a target O."
             rewards = "a box on a target gives 1, off it takes 1, and all on targets give 10"
-        else:
-            goal, rewards = f"Push the box {box} onto the target {target}.", "the box on the target gives 11"
         return (
             f"{goal} {self._legend()} You cannot pull, nor push into a wall{' or a box' if self.boxes > 1 else ''}; a "
             f"blocked move changes nothing. Actions: {', '.join(ACTIONS)}. Each costs 0.1, {rewards}."
         )
 
     def _legend(self) -> str:
-        wall, floor, target, placed, box, player, player_placed = self.legend
         if self.observation == "image":
             ticked = ", or ticked on a target" if self.boxes > 1 else ""
-            return f"You are blue, {box} is crossed{ticked}, {target} is a ring."
+            return f"You are blue, X is crossed{ticked}, O is a ring."
         if self.observation == "coordinates":
-            return f"{player} is you, {wall} a wall."
-        on_target = f", {placed} a box on a target" if self.boxes > 1 else ""
-        return f"{player} is you, {player_placed} you on a target{on_target}, {wall} a wall, {floor} floor."
+            return "P is you, # a wall."
+        on_target = ", √ a box on a target" if self.boxes > 1 else ""
+        return f"P is you, S you on a target{on_target}, # a wall, _ floor."
 
     def show(self, room: Room, state: State) -> str:
         """A room in a state as text, in the form that `observation` asks for; none where that is a picture."""
         parts = []
-        lines = write_room(room, state).split("\n")
-        if self.layout == "ragen2" and self.observation != "image":
-            places = {
-                label: [
-                    (row, column) for row, line in enumerate(lines) for column, at in enumerate(line) if at == symbol
-                ]
-                for label, symbol in LABELS.items()
-            }
-            return show_board([line.translate(self._symbols) for line in lines], places, self.observation)
         if self.observation in ("grid", "both"):
-            parts.append("\n".join(" ".join(line) for line in lines))
+            parts.append("\n".join(" ".join(line) for line in write_room(room, state).split("\n")))
         if self.observation == "both":
             parts.append(f"{explain(room, state)}.")
         if self.observation == "coordinates":
             parts.append(f"{explain(room, state)}, {explain_walls(room)}.")
-        return "\n".join(parts).translate(self._symbols)
+        return "\n".join(parts)
+
+
+def room_of(row: Row) -> tuple[Room, State]:
+    """The room of a row, and the state it is in.
+
+    Raises:
+        ValueError: If the row has none.
+    """
+    text = row.get("room")
+    if not isinstance(text, str):
+        raise ValueError(f"column room must be the text of a room, got {text!r} in columns {sorted(row)}")
+    return read_room(text)
 
 
 def explain_walls(room: Room) -> str:

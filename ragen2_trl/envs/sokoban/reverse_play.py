@@ -1,7 +1,7 @@
 """Sokoban's rooms as RAGEN-2 makes them: a room is dug, its boxes start on their targets and are dragged away.
 
 Their solutions are of any length, one action included, and some rooms cannot be solved within ten. Random numbers come
-from Python's and NumPy's older generators, in the reference's order, so that equal seeds give equal rooms.
+from Python's and NumPy's older generators, in the order of RAGEN's code, so that equal seeds give equal rooms.
 """
 
 import random
@@ -31,10 +31,10 @@ _STAMPS = (
 
 
 @lru_cache(maxsize=8192)
-def make_reference_room(size: int, boxes: int, search_depth: int, seed: int) -> tuple[Room, State]:
+def play_backwards(size: int, boxes: int, search_depth: int, seed: int) -> tuple[Room, State]:
     """The room of a seed.
 
-    Where the reference finds none it goes on with a seed that differs from process to process; here the next one comes
+    Where RAGEN's code finds none it goes on with a seed that differs from process to process; here the next one comes
     from the seed alone.
 
     Args:

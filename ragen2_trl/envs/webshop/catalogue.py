@@ -7,11 +7,11 @@ of a group sees the same shop.
 import itertools
 import random
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
-from rapidfuzz import fuzz, utils
 
 from ragen2_trl.envs.bm25 import load_bm25s, stop_words
 
@@ -22,7 +22,7 @@ _STEPS = tuple(10.0 * step for step in range(1, 100))  # dollars; price limits a
 _MAX_QUERY_CHARS, _MAX_QUERY_TOKENS = 1000, 40
 _SAME = 85  # percent; above, two names of an attribute or an option are the same
 _PRICE_WORDS = ", and price lower than "
-OPTION_MATCHES = ("exact", "words")
+Fits: TypeAlias = Callable[[str, str, str], bool]  # (kind, chosen value, wanted option) -> whether it will do
 LEVEL = "\u203a"  # an angle, between the levels of a category
 
 
@@ -75,7 +75,7 @@ class Catalogue:
     def __init__(self, products: Sequence[Product], only_shown: bool = False):
         self.products = {product.asin: product for product in products}
         self._asins = list(self.products)
-        self._index = load_bm25s().BM25(method="lucene", k1=0.9, b=0.4)  # the settings of WebShop's Lucene
+        self._index = load_bm25s("webshop").BM25(method="lucene", k1=0.9, b=0.4)  # the settings of WebShop's Lucene
         searched = webshop_text if only_shown else whole_text
         self._index.index([tokens(searched(product)) for product in products], show_progress=False)
 
@@ -96,7 +96,7 @@ def tokens(text: str) -> list[str]:
     >>> tokens("Shoes for the Rain, 2 Pairs")
     ['shoe', 'rain', '2', 'pair']
     """
-    words = (word for word in re.findall(r"[a-z0-9]+", text.lower()) if word not in stop_words())
+    words = (word for word in re.findall(r"[a-z0-9]+", text.lower()) if word not in stop_words("webshop"))
     return [word[:-1] if len(word) > 3 and word.endswith("s") and word[-2] != "s" else word for word in words]
 
 
@@ -113,9 +113,7 @@ def webshop_text(product: Product) -> str:
 # The score
 
 
-def score(
-    product: Product, chosen: Mapping[str, str], goal: Goal, wanted: Product, option_match: str = "exact"
-) -> float:
+def score(product: Product, chosen: Mapping[str, str], goal: Goal, wanted: Product, fits_option: Fits) -> float:
     """The paper's dense reward of a purchase, 0.0 to 1.0; 1.0 is success.
 
     `type_factor` times the share of met wishes, where each attribute, each option and the price is a wish. Unlike in
@@ -127,13 +125,10 @@ def score(
         chosen: Kind of option to the chosen value.
         goal: What is wanted.
         wanted: The product that the goal was made from.
-        option_match: `"exact"`, or `"words"`, which is the original's: see `fits_words`.
+        fits_option: Whether a choice, its kind and value, is a wanted option.
     """
     attributes = sum(has_attribute(product, attribute) for attribute in goal.attributes)
-    if option_match == "words":
-        options = sum(any(fits_words(value, option, wanted) for value in chosen.values()) for option in goal.options)
-    else:
-        options = sum(any(fits(kind, value, option) for kind, value in chosen.items()) for option in goal.options)
+    options = sum(any(fits_option(kind, value, option) for kind, value in chosen.items()) for option in goal.options)
     cheap_enough = product.price <= goal.price_upper
     wishes = len(goal.attributes) + len(goal.options) + 1
     return type_factor(product, wanted) * (attributes + options + cheap_enough) / wishes
@@ -160,7 +155,7 @@ def _levels(product: Product) -> set[str]:
 
 def has_attribute(product: Product, attribute: str) -> bool:
     """Whether the product is known for an attribute, give or take spelling, or its text names it."""
-    if any(_alike(known, attribute) for known in product.attributes):
+    if any(alike(known, attribute) for known in product.attributes):
         return True
     return any(attribute.lower() in text.lower() for text in (product.title, *product.features, product.description))
 
@@ -168,16 +163,13 @@ def has_attribute(product: Product, attribute: str) -> bool:
 def fits(kind: str, value: str, option: str) -> bool:
     """Whether a chosen value is the wanted option: sizes to the letter, others give or take spelling."""
     value, option = value.lower(), option.lower()
-    return value == option or (kind != "size" and _alike(value, option))
+    return value == option or (kind != "size" and alike(value, option))
 
 
-def fits_words(value: str, option: str, wanted: Product) -> bool:
-    """WebShop's comparison: whether a chosen value is like the wanted option with its kind, or some of its words."""
-    kinds = [kind for kind, values in wanted.options.items() if option in values] or [""]
-    return any(_alike(value, f"{kind} {option}") for kind in kinds)
+def alike(first: str, second: str) -> bool:
+    """Whether two names of an attribute or an option are the same, give or take spelling."""
+    from rapidfuzz import fuzz, utils
 
-
-def _alike(first: str, second: str) -> bool:
     return fuzz.token_set_ratio(first, second, processor=utils.default_process) > _SAME
 
 

@@ -8,18 +8,13 @@ import random
 from collections.abc import Iterator
 from typing import Any
 
-from ragen2_trl.envs.base import Environment
+from ragen2_trl.envs.base import Environment, Limits, ToolEnvironment
 from ragen2_trl.envs.checks import check_choice, check_count
-from ragen2_trl.envs.episode import Limits
-from ragen2_trl.envs.layout import LAYOUTS
-from ragen2_trl.envs.tasks import Row, held_out, reference_source
-from ragen2_trl.envs.tools import ToolEnvironment
-from ragen2_trl.envs.webshop.catalogue import OPTION_MATCHES, Goal, identity
-from ragen2_trl.envs.webshop.files import GOALS, load_catalogue, load_goals, reference_goal, split_goals
+from ragen2_trl.envs.tasks import Row, held_out
+from ragen2_trl.envs.webshop.catalogue import Catalogue, Goal, identity
+from ragen2_trl.envs.webshop.files import GOALS, load_catalogue, load_goals, split_goals
 from ragen2_trl.envs.webshop.generator import draw_goal, generate_catalogue
-from ragen2_trl.envs.webshop.ragen_pages import ADVICE, INSTRUCTION, RagenVisit
-from ragen2_trl.envs.webshop.visit import Rules, WebShopEpisode, wish_words
-from ragen2_trl.envs.wording import Ragen2
+from ragen2_trl.envs.webshop.visit import WebShopEpisode, wish_words
 
 FEWEST_TURNS = 3  # to search, to open a product, to buy it
 
@@ -62,13 +57,6 @@ class WebShop(Environment):
         products: Size of the generated catalogue, 50 to 10000.
         results: Products on a page of results, 1 to 20.
         goals: Which goals of WebShop's files: `"human"`, written by people, or `"synthetic"`.
-        reward: What a purchase earns: `"score"`, or `"success"`, 1.0 where the score is 1 and else 0.0, as in RAGEN-2.
-        option_match: When a choice fits: `"exact"`, or `"words"`, WebShop's own: `large` will do for `x-large` (see
-            `score`).
-        bad_clicks: What is done with text that the page does not allow: `"invalid"`, or `"ignored"`, where it uses up
-            an action and costs nothing, as in RAGEN-2.
-        layout: How pages are shown: `"own"`, or `"ragen2"`: in one line, with advice and the names of all actions, but
-            not with what is chosen.
         **limits: `max_turns`, at least 3, and `protocol` of `Environment`; `max_actions` is 1, since what can be
             clicked depends on the page. Every wish of the generated catalogue can be met within the turns.
 
@@ -81,19 +69,10 @@ class WebShop(Environment):
     single_turn_limits = None
     multi_turn_limits = Limits(turns=9, actions=1)
     example = "search[words]"
+    packages = ("bm25s", "rapidfuzz")
     tools = WebShopTools
 
-    def __init__(
-        self,
-        products: int = 500,
-        results: int = 10,
-        goals: str = "human",
-        reward: str = "score",
-        option_match: str = "exact",
-        bad_clicks: str = "invalid",
-        layout: str = "own",
-        **limits: Any,
-    ):
+    def __init__(self, products: int = 500, results: int = 10, goals: str = "human", **limits: Any):
         super().__init__(**limits)
         limits_named = "max_turns" if self.max_total_actions is None else "max_total_actions"
         check_count(limits_named, self.longest, FEWEST_TURNS, 100)
@@ -101,14 +80,8 @@ class WebShop(Environment):
         check_count("products", products, 50, 10_000)
         check_count("results", results, 1, 20)
         check_choice("goals", goals, GOALS)
-        check_choice("reward", reward, ("score", "success"))
-        check_choice("option_match", option_match, OPTION_MATCHES)
-        check_choice("bad_clicks", bad_clicks, ("invalid", "ignored"))
-        check_choice("layout", layout, LAYOUTS)
         self.products = products
         self.results = results
-        self.layout = layout
-        self.rules = Rules(results, reward, option_match, bad_clicks)
         self.goals = goals
 
     def tasks(self, seed: int, split: str, data: str | None) -> Iterator[dict[str, Any]]:
@@ -116,13 +89,13 @@ class WebShop(Environment):
         if data is not None:
             numbered = split_goals(load_goals(data, self.goals), split)
             stream.shuffle(numbered)
-            yield from (_row(number, data, goal) for number, goal in numbered)
+            yield from (row_of(number, data, goal) for number, goal in numbered)
             return
         while True:
             goal_seed = stream.getrandbits(31)
             goal = self.make_goal(goal_seed)
             if held_out(identity(goal)) == (split == "test"):
-                yield _row(goal_seed, "", goal)
+                yield row_of(goal_seed, "", goal)
 
     def make_goal(self, seed: int) -> Goal:
         """The goal of a seed: one whose product a search for the goal's own words finds within the limits."""
@@ -142,26 +115,17 @@ class WebShop(Environment):
         Raises:
             ValueError: If the shop of the row does not sell what is wanted, or its files are missing.
         """
+        return WebShopEpisode(*self.shop_and_goal(row), self.results)
+
+    def shop_and_goal(self, row: Row) -> tuple[Catalogue, Goal]:
+        """What is on sale, and what is wanted."""
         catalogue = load_catalogue(row["catalogue"]) if row["catalogue"] else generate_catalogue(self.products)
         if row["asin"] not in catalogue.products:
             shop = row["catalogue"] or f"the generated catalogue of {self.products} products"
             raise ValueError(f"asin must be a product of {shop}, got {row['asin']!r}")
-        goal = Goal(
+        return catalogue, Goal(
             row["asin"], row["instruction"], tuple(row["attributes"]), tuple(row["options"]), row["price_upper"]
         )
-        if self.layout == "ragen2":
-            advice = self.wording.text(self, "advice") if isinstance(self.wording, Ragen2) else ADVICE
-            return RagenVisit(catalogue, goal, self.rules, advice)
-        return WebShopEpisode(catalogue, goal, self.rules)
-
-    def reference_tasks(self, seeds: Iterator[int], split: str, data: str | None) -> Iterator[dict[str, Any]]:
-        """RAGEN-2's goals by seed; its test goals are those that WebShop validates on."""
-        data = reference_source(self.name, data, "WebShop's own folder")
-        goals = load_goals(data, self.goals)
-        return (_row(seed, data, reference_goal(goals, seed, split)) for seed in seeds)
-
-    def reference_texts(self) -> dict[str, str]:
-        return {"instruction": INSTRUCTION, "advice": ADVICE, "length": "Use no more than 200 words."}
 
     def instructions(self) -> str:
         actions = (
@@ -176,7 +140,7 @@ class WebShop(Environment):
         )
 
 
-def _row(seed: int, catalogue: str, goal: Goal) -> dict[str, Any]:
+def row_of(seed: int, catalogue: str, goal: Goal) -> dict[str, Any]:
     """A goal as plain columns; `catalogue` is where WebShop's files are, empty for the generated catalogue."""
     return {
         "seed": seed,

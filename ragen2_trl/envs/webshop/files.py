@@ -15,7 +15,7 @@ from ragen2_trl.envs.webshop.catalogue import Catalogue, Goal, Product, identity
 
 GOALS = ("human", "synthetic")
 # The seed of WebShop's order of goals, its test goals, the validation goals after them.
-_PERMUTATION, _TEST, _VALIDATION = 233, 500, 1000
+_PERMUTATION, TEST, VALIDATION = 233, 500, 1000
 
 
 @lru_cache(maxsize=2)
@@ -168,29 +168,9 @@ def split_goals(goals: Sequence[Goal], split: str) -> list[tuple[int, Goal]]:
     there are no more than that, one in five is for tests.
     """
     numbered = list(enumerate(goals))
-    if len(goals) <= _TEST + _VALIDATION:
+    if len(goals) <= TEST + VALIDATION:
         return [(number, goal) for number, goal in numbered if held_out(identity(goal)) == (split == "test")]
     if split == "test":
-        return numbered[:_TEST]
-    test = {identity(goal) for goal in goals[:_TEST]}  # some wishes are there twice
-    return [(number, goal) for number, goal in numbered[_TEST + _VALIDATION :] if identity(goal) not in test]
-
-
-def reference_goal(goals: Sequence[Goal], seed: int, split: str) -> Goal:
-    """RAGEN-2's goal of a seed: its test goals are the thousand that WebShop validates on, in an order of its own.
-
-    Raises:
-        ValueError: If there are no goals beyond those of test and validation.
-    """
-    held = _TEST + _VALIDATION
-    if len(goals) <= held:
-        raise ValueError(f"data must hold more than {held} goals with split='reference', got {len(goals)}")
-    place = seed % _VALIDATION + _TEST if split == "test" else seed % (len(goals) - held) + held
-    return goals[_reference_order(len(goals))[place]]
-
-
-@lru_cache(maxsize=2)
-def _reference_order(num_goals: int) -> list[int]:
-    order = list(range(num_goals))
-    random.Random(42).shuffle(order)
-    return order
+        return numbered[:TEST]
+    test = {identity(goal) for goal in goals[:TEST]}  # some wishes are there twice
+    return [(number, goal) for number, goal in numbered[TEST + VALIDATION :] if identity(goal) not in test]

@@ -2,10 +2,9 @@
 
 import random
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
 from typing import ClassVar
 
-from ragen2_trl.envs.episode import Episode
+from ragen2_trl.envs.base import Episode
 from ragen2_trl.envs.webshop.catalogue import Catalogue, Goal, Product, fits, score
 
 BACK, NEXT, PREVIOUS, BUY = "back to search", "next >", "< prev", "buy now"
@@ -14,31 +13,20 @@ SUB_PAGES = ("description", "features")
 _MAX_INSTRUCTION, _MAX_TITLE, _MAX_OPTIONS, _MAX_TEXT = 600, 100, 1200, 1500  # characters that a page shows
 
 
-@dataclass(frozen=True)
-class Rules:
-    """How a visit goes and what a purchase is worth; the fields are the options of `WebShop`."""
-
-    results: int = 10
-    reward: str = "score"
-    option_match: str = "exact"
-    bad_clicks: str = "invalid"
-
-
 class WebShopEpisode(Episode):
     """One visit to the shop.
 
     Args:
         catalogue: What is on sale.
         goal: What is wanted.
-        rules: How the visit goes and what a purchase is worth.
+        results: Products on a page of results.
     """
 
     sub_pages: ClassVar[tuple[str, ...]] = SUB_PAGES
 
-    def __init__(self, catalogue: Catalogue, goal: Goal, rules: Rules):
+    def __init__(self, catalogue: Catalogue, goal: Goal, results: int = 10):
         self._catalogue = catalogue
-        self._rules = rules
-        self._results = rules.results
+        self._results = results
         self.goal = goal
         self.wanted = catalogue.products[goal.asin]
         self._leave()
@@ -69,11 +57,10 @@ class WebShopEpisode(Episode):
         return len(hits) > (self.page + 1) * self._results
 
     def is_action(self, action: str) -> bool:
-        if self._rules.bad_clicks == "ignored":
-            return bool(action.strip())
-        return self._can(action)
+        return self.can(action)
 
-    def _can(self, action: str) -> bool:
+    def can(self, action: str) -> bool:
+        """Whether the page allows an action."""
         verb, what = _parse(action)
         if verb == "search":
             return bool(what)
@@ -83,9 +70,7 @@ class WebShopEpisode(Episode):
         return next((button for button in self.buttons() if button.lower() == what), None)
 
     def step(self, action: str) -> float:
-        """Searches or clicks. The score, 0.0 to 1.0, at "buy now", else 0.0. What cannot be done changes nothing."""
-        if not self._can(action):
-            return 0.0
+        """Searches or clicks. The score, 0.0 to 1.0, at "buy now", else 0.0."""
         verb, what = _parse(action)
         button = self._button(what) if verb == "click" else None
         if button is None:
@@ -96,12 +81,16 @@ class WebShopEpisode(Episode):
         elif self.product is None:
             self._click_results(button)
         elif button == BUY:
-            reward = score(self.product, self.chosen, self.goal, self.wanted, self._rules.option_match)
+            reward = score(self.product, self.chosen, self.goal, self.wanted, self.fits)
             self.done, self.success = True, reward >= 1
-            return float(self.success) if self._rules.reward == "success" else reward
+            return reward
         else:
             self._click_product(self.product, button)
         return 0.0
+
+    def fits(self, kind: str, value: str, option: str) -> bool:
+        """Whether a choice is a wanted option."""
+        return fits(kind, value, option)
 
     def _click_results(self, button: str) -> None:
         if button in (NEXT, PREVIOUS):

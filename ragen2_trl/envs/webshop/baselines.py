@@ -1,4 +1,4 @@
-"""Players who read nothing of the shop: what a policy has to do better than."""
+"""Players who copy the instruction and read nothing of the shop: what a policy has to do better than."""
 
 import random
 from statistics import fmean

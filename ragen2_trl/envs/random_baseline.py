@@ -1,4 +1,4 @@
-"""How often guessing is enough."""
+"""The random baseline: how often a player succeeds who knows nothing but which actions there are."""
 
 import random
 from collections.abc import Iterable
@@ -10,8 +10,8 @@ from ragen2_trl.envs.base import Environment
 from ragen2_trl.envs.tasks import Row
 
 
-def random_floor(env: Environment, rows: Iterable[Row], samples: int = 8, seed: int = 0) -> float | None:
-    """Success of a player who guesses: what a success has to be compared with.
+def random_baseline(env: Environment, rows: Iterable[Row], samples: int = 8, seed: int = 0) -> float | None:
+    """Success of the random baseline: what a success has to be compared with.
 
     Args:
         env: The task.
@@ -20,8 +20,8 @@ def random_floor(env: Environment, rows: Iterable[Row], samples: int = 8, seed: 
         seed: Of the player and of the tasks' chance events.
 
     Returns:
-        Mean over all episodes; `None` where nobody can guess, or where a guess is not cheap to judge, such as a
-        program or a search on a server: `ragen2-trl evaluate --model random` measures it there.
+        Mean over all episodes; `None` where there are no actions to draw from, or where an episode is not cheap to
+        play, such as a program or a search on a server: `ragen2-trl evaluate --model random` measures it there.
     """
     if not env.quick or env.workers > 1:
         return None
@@ -41,5 +41,5 @@ def random_floor(env: Environment, rows: Iterable[Row], samples: int = 8, seed: 
 
 def random_success(env: Environment, rows: Dataset, num_samples: int) -> dict[str, float]:
     """What success has to be compared with, as a metric; `rows` hold each task `num_samples` times in a row."""
-    floor = random_floor(env, rows.select(range(0, len(rows), num_samples)))
-    return {} if floor is None else {"random_success": floor}
+    baseline = random_baseline(env, rows.select(range(0, len(rows), num_samples)))
+    return {} if baseline is None else {"random_success": baseline}
