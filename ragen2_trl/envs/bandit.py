@@ -173,7 +173,7 @@ class RagenBanditEpisode(BanditEpisode):
 class RagenBandit(RagenProtocol, Bandit):
     """Bandit as RAGEN-2 plays it: the names are occupations."""
 
-    single_turn_limits, multi_turn_limits = Limits(turns=1, actions=1), None
+    limits = Limits(turns=1, actions=1)
     max_total, turn_tokens = 1, 500
     pairs = RAGEN_PAIRS
 

@@ -341,7 +341,7 @@ class RagenFrozenLake(RagenGrid, FrozenLake):
         **options: Those of `RagenGrid`, and `size`, `slip` and `impossible` of `FrozenLake`.
     """
 
-    single_turn_limits, multi_turn_limits = None, Limits(turns=5, actions=2)
+    limits = Limits(turns=5, actions=2)
     max_total, turn_tokens = 10, 400
     fixed = MappingProxyType({"frozen": 0.9})
     actions = ACTIONS

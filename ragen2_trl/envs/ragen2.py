@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 import yaml
 from datasets import Dataset
 
-from ragen2_trl.envs.base import Environment, Play
+from ragen2_trl.envs.base import Environment, Limits, Play
 from ragen2_trl.envs.checks import check_choice
 from ragen2_trl.envs.responses import (
     MAX_RESPONSE_CHARS,
@@ -73,6 +73,7 @@ class RagenProtocol(Environment):
 
     preset = "ragen2"
     splits_answers = True
+    limits: ClassVar[Limits]
     max_total: ClassVar[int]  # actions of an episode
     turn_tokens: ClassVar[int]  # longest turn
     fixed: ClassVar[Mapping[str, Any]] = MappingProxyType({})  # options of the task that belong to the protocol
@@ -89,8 +90,11 @@ class RagenProtocol(Environment):
         multi_turn: bool | None = None,
         **options: Any,
     ):
+        check_choice("multi_turn", multi_turn, (None, self.limits.turns > 1))
         super().__init__(
-            multi_turn=multi_turn,
+            multi_turn=self.limits.turns > 1,
+            max_turns=self.limits.turns,
+            max_actions=self.limits.actions,
             max_total_actions=self.max_total,
             max_turn_tokens=self.turn_tokens if max_turn_tokens is None else max_turn_tokens,
             enable_think=enable_think,
@@ -113,7 +117,7 @@ class RagenProtocol(Environment):
     def tasks(self, seed: int, split: str, data: str | None) -> Iterator[dict[str, Any]]:
         if self.split == "ragen2":  # whose numbers a seed does not change
             return self.numbered_tasks(itertools.count(FIRST_SEED[split]), split, data)
-        return super().tasks(seed, split, data)
+        return super().tasks(seed, split, data)  # type: ignore[safe-super]  # of the task's own class
 
     def dataset(
         self, num_prompts: int | None = None, seed: int = 0, split: str = "train", data: str | None = None

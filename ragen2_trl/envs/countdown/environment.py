@@ -263,7 +263,7 @@ class RagenCountdown(RagenProtocol, Countdown):
         **options: Those of `RagenProtocol`, and `max_numbers`, `largest` and `impossible` of `Countdown`.
     """
 
-    single_turn_limits, multi_turn_limits = Limits(turns=1, actions=1), None
+    limits = Limits(turns=1, actions=1)
     max_total, turn_tokens = 1, 400
     fixed = MappingProxyType({"operators": "+-"})  # of the tasks alone
 

@@ -100,8 +100,10 @@ class DeepCoderEpisode(Episode):
 
     def observation(self) -> str:
         """The problem, and once a program has been tested what came of it instead."""
-        if self._feedback:
-            return self._feedback
+        return self._feedback or self.task()
+
+    def task(self) -> str:
+        """The problem, and what a program starts from or has to define."""
         if self.starter:
             return f"{self.problem}\nStart from:\n```python\n{self.starter}\n```"
         case = self._cases[0]

@@ -51,7 +51,7 @@ class Joined:
 class RagenDeepCoderEpisode(DeepCoderEpisode):
     """Programs for one problem."""
 
-    def observation(self) -> str:
+    def task(self) -> str:
         return f"{self.problem}\n\nStarter code:\n{self.starter}" if self.starter else self.problem
 
 
@@ -64,7 +64,7 @@ class RagenDeepCoder(RagenProtocol, DeepCoder):
         **options: Those of `RagenProtocol` and of `DeepCoder`, except `max_tests`.
     """
 
-    single_turn_limits, multi_turn_limits = Limits(turns=1, actions=1), None
+    limits = Limits(turns=1, actions=1)
     max_total, turn_tokens = 1, 4000
     fixed = MappingProxyType({"max_tests": GENERATED_TESTS})  # of generated problems
     configs = (*CONFIGS, MIXTURE)

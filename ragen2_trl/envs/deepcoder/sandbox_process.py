@@ -74,9 +74,9 @@ class ProgramResult:
     """How a run ended.
 
     `stdout` and `stderr` hold at most `SandboxLimits.output_bytes` each, undecodable bytes replaced. `returncode` is
-    128 + n for signal n. `ended` names the limit that ended the run: `wall`, `cpu`, `memory` (of a control group) or `output`;
-    `exit` if it ended by itself. `infrastructure` says nothing of the program: the run could not begin, or something
-    outside ended it; the cause is in `stderr`. `cpu_seconds` is what the program used, at most, and
+    128 + n for signal n. `ended` names the limit that ended the run: `wall`, `cpu`, `memory` (of a control group) or
+    `output`; `exit` if it ended by itself. `infrastructure` says nothing of the program: the run could not begin, or
+    something outside ended it; the cause is in `stderr`. `cpu_seconds` is what the program used, at most, and
     `wall_seconds` what passed from its start to its end.
     """
 

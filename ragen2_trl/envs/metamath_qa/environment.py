@@ -2,7 +2,7 @@
 
 import random
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 from ragen2_trl.envs.base import Environment, Episode, Limits, ToolEnvironment
 from ragen2_trl.envs.metamath_qa.math_answers import same_answer
@@ -101,7 +101,7 @@ class MetaMathQA(Environment):
     multi_turn_limits = Limits(turns=5, actions=1)
     example = "42"
     splits_answers = False
-    packages = ("math-verify",)
+    packages: ClassVar[tuple[str, ...]] = ("math-verify",)
     tools = MetaMathQATools
 
     def tasks(self, seed: int, split: str, data: str | None) -> Iterator[dict[str, Any]]:
@@ -213,7 +213,7 @@ def same_text(answer: str, right: str) -> bool:
 class RagenMetaMathQA(RagenProtocol, MetaMathQA):
     """MetaMathQA as RAGEN-2 plays it: the text of an answer has to be that of the right one, see `same_text`."""
 
-    single_turn_limits, multi_turn_limits = None, Limits(turns=5, actions=2)
+    limits = Limits(turns=5, actions=2)
     max_total, turn_tokens = 1, 400
     packages = ()
 

@@ -141,7 +141,7 @@ class RagenSearchQA(RagenProtocol, SearchQA):
             has it, tried once.
     """
 
-    single_turn_limits, multi_turn_limits = None, Limits(turns=5, actions=1)
+    limits = Limits(turns=5, actions=1)
     max_total, turn_tokens = 10, 400
     fixed = MappingProxyType({"top_k": 5, "max_chars": 4000})
 

@@ -61,7 +61,7 @@ class RagenSokoban(RagenGrid, Sokoban):
         ValueError: If an option is outside its range.
     """
 
-    single_turn_limits, multi_turn_limits = None, Limits(turns=5, actions=2)
+    limits = Limits(turns=5, actions=2)
     max_total, turn_tokens = 10, 400
     actions = ACTIONS
     meanings = MappingProxyType(

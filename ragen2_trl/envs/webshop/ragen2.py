@@ -145,7 +145,7 @@ class RagenWebShop(RagenProtocol, WebShop):
         **options: Those of `RagenProtocol`, and `products` of `WebShop`.
     """
 
-    single_turn_limits, multi_turn_limits = None, Limits(turns=9, actions=1)
+    limits = Limits(turns=9, actions=1)
     max_total, turn_tokens = 9, 400
     fixed = MappingProxyType({"results": 10, "goals": "synthetic"})
 
