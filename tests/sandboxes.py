@@ -9,10 +9,12 @@ from pathlib import Path
 import pytest
 
 from ragen2_trl.envs.deepcoder import sandbox_process as module
-from ragen2_trl.envs.deepcoder.sandbox import Limits, Sandbox
+from ragen2_trl.envs.deepcoder.sandbox import Sandbox, SandboxLimits
 
-QUICK = Limits(cpu_seconds=1, wall_seconds=3.0, memory_bytes=256 << 20, file_bytes=1 << 20, output_bytes=64 << 10)
-SHORT = Limits(wall_seconds=1.5)
+QUICK = SandboxLimits(
+    cpu_seconds=1, wall_seconds=3.0, memory_bytes=256 << 20, file_bytes=1 << 20, output_bytes=64 << 10
+)
+SHORT = SandboxLimits(wall_seconds=1.5)
 SECRET = "hunter2-do-not-tell"
 ROOT = str(Path(module.__file__).parents[3])
 # The beginning of a program that uses the sandbox, without what else the package imports, which takes its time.
@@ -27,7 +29,7 @@ sys.path[:0] = [{ROOT!r}, {ROOT!r} + "/tests"]
 
 @pytest.fixture(scope="module", name="sandbox")
 def sandbox_fixture():
-    return Sandbox(Limits(wall_seconds=10.0))
+    return Sandbox(SandboxLimits(wall_seconds=10.0))
 
 
 @pytest.fixture(scope="module", name="quick")

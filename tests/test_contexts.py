@@ -135,7 +135,7 @@ def test_the_oldest_turns_go_rather_than_the_episode(kind, limit, tokenizer):
 
 def test_the_whole_history_is_one_sample(tokenizer):
     _, trajectories, asked = played(tokenizer, ContextWindow())
-    assert all(trajectory.later == [] for trajectory in trajectories)
+    assert all(trajectory.turn_samples == [] for trajectory in trajectories)
     assert_sampled_as_trained(trajectories, asked)
 
 

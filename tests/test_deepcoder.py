@@ -10,10 +10,10 @@ from deepcoder_programs import DOUBLE, FUNCTION, SCRIPT, SEVERAL, SINGLE, TESTS,
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ragen2_trl.envs.base import respond_all
 from ragen2_trl.envs.deepcoder import sandbox
 from ragen2_trl.envs.deepcoder.environment import DeepCoder, program_of, quoted
 from ragen2_trl.envs.deepcoder.statements import Statement
-from ragen2_trl.envs.base import respond_all
 from ragen2_trl.envs.responses import format_response
 from ragen2_trl.envs.tasks import held_out
 
@@ -283,7 +283,7 @@ def test_at_most_workers_processes_run_whatever_the_episodes_and_tests(monkeypat
         time.sleep(0.005)
         with lock:
             running -= 1
-        return sandbox.Outcome("0\n", "", 0, "exit")
+        return sandbox.ProgramResult("0\n", "", 0, "exit")
 
     monkeypatch.setattr(env.judge.sandbox, "run", run)
     plays = [env.play(SCRIPT, random.Random(0)) for _ in range(12)]

@@ -209,7 +209,7 @@ def test_what_is_shown_first_is_no_matter_of_chance(name, multi_turn):
     for row in rows_of(env, 20):
         shown = {env.episode(row, random.Random(seed)).observation() for seed in range(5)}
         assert len(shown) == 1
-        assert env.turn_text(env.episode(row, random.Random(7))) == row["prompt"][-1]["content"]
+        assert env.message(env.play(row, random.Random(7))) == row["prompt"][-1]["content"]
 
 
 @every_mode

@@ -22,7 +22,7 @@ from every_task import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ragen2_trl.envs import Outcome, format_response, make_env, respond_all
+from ragen2_trl.envs import EpisodeOutcome, format_response, make_env, respond_all
 from ragen2_trl.envs.tasks import SPLITS
 
 # Play
@@ -35,13 +35,13 @@ def test_an_invalid_turn_costs_a_tenth_and_changes_nothing_else(name, multi_turn
         play = env.play(row, random.Random(0))
         shown = play.episode.observation()
         message = play.respond("I give up.")
-        assert play.outcome == Outcome(-0.1, False, turns=1, valid_turns=0, measures=play.episode.measures)
+        assert play.outcome == EpisodeOutcome(-0.1, False, turns=1, valid_turns=0, measures=play.episode.measures)
         assert play.episode.observation() == shown and not play.episode.done
         if env.max_turns == 1:
             assert message is None and play.done
         else:
             told = f"Invalid answer. Reward -0.1. Turn 2 of {env.max_turns}."
-            assert message == env.turn_text(play.episode, told) and message.startswith(f"{told}\n")
+            assert message == env.message(play, "Invalid answer. Reward -0.1.") and message.startswith(f"{told}\n")
 
 
 @every_mode

@@ -18,7 +18,8 @@ from every_task import (
 )
 from transformers.utils import get_json_schema
 
-from ragen2_trl.envs import Outcome, format_response, respond_all
+from ragen2_trl.columns import EPISODE
+from ragen2_trl.envs import EpisodeOutcome, format_response, respond_all
 
 # Reward functions
 
@@ -86,9 +87,9 @@ def test_episodes_that_were_played_are_not_played_again(name, multi_turn):
         {"episode_return": 0.25, "success": False, "turns": 4, "valid_turns": 3, **acted(5, 3, 1)},
         {"episode_return": 7.5, "success": True, "turns": 2, "valid_turns": 2, **acted(4, 2, 2)},
     ]
-    rewards, logged = rewards_of(env, [row, row], **{Outcome.COLUMN: episodes})
+    rewards, logged = rewards_of(env, [row, row], **{EPISODE: episodes})
     assert rewards == [0.25, 7.5]
-    assert rewards_of(env, [row, row], env.success_func, **{Outcome.COLUMN: episodes})[0] == [0.0, 1.0]
+    assert rewards_of(env, [row, row], env.success_func, **{EPISODE: episodes})[0] == [0.0, 1.0]
     assert logged == {
         f"env/{name}/success": 0.5,
         f"env/{name}/return": pytest.approx(3.875),
@@ -188,7 +189,7 @@ def test_arguments_of_a_wrong_type_make_a_turn_invalid(name, multi_turn):
     for actions in [[1], [None], [["Up"]], [{"a": 1}], [], None, 7, {"a": 1}]:
         player.reset(**row)
         assert player._take(actions).startswith("Invalid answer. Reward -0.1.")
-        assert player._play.outcome == Outcome(
+        assert player._play.outcome == EpisodeOutcome(
             -0.1, success=False, turns=1, valid_turns=0, measures=player._play.episode.measures
         )
 

@@ -1,10 +1,10 @@
-"""Presets of RAGEN-2 from outside: what is refused, the floor of a player who guesses, the command line."""
+"""Presets of RAGEN-2 from outside: what is refused, the random baseline, the command line."""
 
 import pytest
 from test_presets import ragen2
 
 from ragen2_trl.envs import ENVIRONMENTS, make_env, options_of
-from ragen2_trl.envs.random_baseline import random_floor
+from ragen2_trl.envs.random_baseline import random_baseline
 
 # What is refused
 
@@ -12,13 +12,15 @@ from ragen2_trl.envs.random_baseline import random_floor
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("sokoban", {"preset": "paper"}, r"preset of sokoban must be one of \['ragen2'\], got 'paper'"),
-        ("sokoban", {"max_turns": 3}, "max_turns must be 5 with preset='ragen2' of sokoban, got 3"),
-        ("sokoban", {"protocol": "tools"}, "protocol must be 'text' with preset='ragen2' of sokoban, got 'tools'"),
-        ("frozen_lake", {"frozen": 0.8}, "frozen must be 0.9 with preset='ragen2' of frozen_lake, got 0.8"),
-        ("bandit", {"multi_turn": True}, "multi_turn must be False with preset='ragen2' of bandit, got True"),
-        ("sokoban", {"observation": "image"}, "observation must be in words in several turns of the text protocol"),
-        ("sokoban", {"wind": 1}, r"options of sokoban must be among \['size', .*'preset'\], got \['wind'\]"),
+        ("sokoban", {"preset": "paper"}, r"preset must be one of \['ragen2'\], got 'paper'"),
+        ("sokoban", {"max_turns": 3}, r"options of sokoban with preset='ragen2' must .*, got \['max_turns'\]"),
+        ("sokoban", {"protocol": "tools"}, r"options of sokoban with preset='ragen2' must .*, got \['protocol'\]"),
+        ("frozen_lake", {"frozen": 0.8}, r"options of frozen_lake with preset='ragen2' must .*, got \['frozen'\]"),
+        ("countdown", {"operators": "+-"}, r"with preset='ragen2' must .*, got \['operators'\]"),
+        ("bandit", {"multi_turn": True}, r"multi_turn must be one of \[None, False\], got True"),
+        ("sokoban", {"observation": "image"}, r"observation must be one of .*, got 'image'"),
+        ("sokoban", {"split": "train"}, r"split must be one of \['held_out', 'ragen2'\], got 'train'"),
+        ("sokoban", {"wind": 1}, r"must be among \['search_depth', .*'size', .*'preset'\], got \['wind'\]"),
         ("sokoban", {"prompts": "nowhere.yaml"}, "nowhere.yaml"),
     ],
 )
@@ -45,13 +47,11 @@ def test_prompts_of_another_form_are_refused_in_one_line(tmp_path, content, mess
     assert "\n" not in str(raised.value)
 
 
-@pytest.mark.parametrize("option", ["force_think", "wording"])
-def test_tools_have_neither_tags_nor_messages_of_the_reference(option):
-    value = {"force_think": True, "wording": "ragen2"}[option]
-    with pytest.raises(ValueError, match=f"{option} with protocol='tools' must be one of"):
-        make_env("sokoban", protocol="tools", **{option: value})
-    with pytest.raises(ValueError, match="prompts must be None but with wording='ragen2' or a preset"):
-        make_env("sokoban", prompts="texts.yaml")
+def test_what_belongs_to_the_protocol_is_no_option_of_the_task():
+    with pytest.raises(ValueError, match=r"options of sokoban must be among .*, got \['prompts', 'split'\]"):
+        make_env("sokoban", prompts="texts.yaml", split="ragen2")
+    with pytest.raises(ValueError, match="force_think with protocol='tools' must be one of"):
+        make_env("sokoban", protocol="tools", force_think=True)
 
 
 def test_a_room_of_our_own_needs_two_actions_a_box():
@@ -67,25 +67,25 @@ def test_a_preset_cannot_be_served():
         server.make_server(make_env("sokoban", force_think=True))
 
 
-# The floor
+# The random baseline
 
 
-def test_the_random_floor_is_what_a_naive_player_reaches():
+def test_the_random_baseline_is_what_a_naive_player_reaches():
     env = ragen2("bandit")
-    assert random_floor(env, env.dataset(100, split="test"), samples=8) == pytest.approx(0.5, abs=0.06)
+    assert random_baseline(env, env.dataset(100, split="test"), samples=8) == pytest.approx(0.5, abs=0.06)
     env = make_env("sokoban", multi_turn=True)
     rows = env.dataset(20, split="test").to_list()
-    assert random_floor(env, rows) == random_floor(env, rows)
+    assert random_baseline(env, rows) == random_baseline(env, rows)
     env.workers = 2  # where steps wait for something
-    assert random_floor(env, rows) is None
+    assert random_baseline(env, rows) is None
     assert not ENVIRONMENTS["deepcoder"].quick
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "floor"), [("sokoban", 0.178), ("frozen_lake", 0.245)])
-def test_the_random_floor_of_the_reference_s_validation_is_the_one_that_was_measured(name, floor):
-    env = ragen2(name, split="reference")
-    assert random_floor(env, env.dataset(512, split="test"), samples=8) == pytest.approx(floor, abs=0.02)
+def test_the_random_baseline_of_ragens_validation_is_the_one_that_was_measured(name, floor):
+    env = ragen2(name, split="ragen2")
+    assert random_baseline(env, env.dataset(512, split="test"), samples=8) == pytest.approx(floor, abs=0.02)
 
 
 # The command line
@@ -103,8 +103,8 @@ def test_the_list_of_tasks_names_options_and_presets(capsys, monkeypatch):
     for name in ENVIRONMENTS:
         main([name])
         shown = capsys.readouterr().out
-        for option in options_of(name):
-            (row,) = [line for line in shown.split("preset=")[0].splitlines() if line.startswith(f"│ {option} ")]
+        for option in options_of(ENVIRONMENTS[name]):
+            (row,) = [line for line in shown.split("with preset")[0].splitlines() if line.startswith(f"│ {option} ")]
             assert len(row.split("│")[3].strip()) > 20, (name, option)  # it says what the option is
     with pytest.raises(InputError, match=r"name must be one of .*, got 'chess'"):
         main(["chess"])

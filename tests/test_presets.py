@@ -7,8 +7,8 @@ import random
 import pytest
 import yaml
 
-from ragen2_trl.envs import ENVIRONMENTS, PRESETS, make_env
-from ragen2_trl.envs.wording import KEYS
+from ragen2_trl.envs import PRESETS, Limits, make_env
+from ragen2_trl.envs.ragen2 import TEXTS
 
 COORDINATES = "Coordinates: \nBoard size: 6 rows x 6 cols (zero-indexed)."
 ROOMS = {
@@ -54,7 +54,7 @@ MARKS = {
 }
 FORM = "Format <think> [Your thoughts] </think> <answer> [your answer] </answer>. Length."
 GRIDDED = ["sokoban", "frozen_lake"]
-WITH_RAGEN2 = [name for name, presets in PRESETS.items() if "ragen2" in presets]
+WITH_RAGEN2 = sorted(PRESETS["ragen2"])
 
 
 def ragen2(name, **options):
@@ -69,8 +69,8 @@ def marked_fixture(tmp_path):
     return lambda name, **options: ragen2(name, prompts=str(path), **options)
 
 
-def reference_play(env, seed):
-    (row,) = itertools.islice(env.reference_tasks(iter([seed]), "test", None), 1)
+def numbered_play(env, seed):
+    (row,) = itertools.islice(env.numbered_tasks(iter([seed]), "test", None), 1)
     return env.play(row, random.Random(0))
 
 
@@ -83,7 +83,7 @@ def said(*actions):
 
 @pytest.mark.parametrize(("name", "seed"), [(name, seed) for name in GRIDDED for seed in GRIDS[name]])
 def test_check_grids_of_the_reference_come_out(name, seed):
-    assert reference_play(ragen2(name, observation="grid"), seed).episode.observation() == GRIDS[name][seed].replace(
+    assert numbered_play(ragen2(name, observation="grid"), seed).episode.observation() == GRIDS[name][seed].replace(
         "/", "\n"
     )
 
@@ -91,13 +91,13 @@ def test_check_grids_of_the_reference_come_out(name, seed):
 def test_the_check_grid_of_the_larger_room_comes_out():
     env = ragen2("sokoban", size=8, boxes=2, search_depth=10, observation="grid")
     shown = "########/#_____##/#__O__##/#_X#__##/#XP___##/#O___###/#_##_###/########"
-    assert reference_play(env, 123).episode.observation() == shown.replace("/", "\n")
+    assert numbered_play(env, 123).episode.observation() == shown.replace("/", "\n")
 
 
 @pytest.mark.parametrize("name", GRIDDED)
 def test_all_validation_grids_are_the_reference_s(name):
     env = ragen2(name, observation="grid")
-    grids = [reference_play(env, seed).episode.observation() for seed in range(123, 635)]
+    grids = [numbered_play(env, seed).episode.observation() for seed in range(123, 635)]
     assert hashlib.sha256("\n\n".join(grids).encode()).hexdigest() == HASHES[name][0]
 
 
@@ -105,13 +105,13 @@ def test_all_validation_grids_are_the_reference_s(name):
 @pytest.mark.parametrize("name", GRIDDED)
 def test_the_first_training_grids_are_the_reference_s(name):
     env = ragen2(name, observation="grid")
-    grids = [reference_play(env, seed).episode.observation() for seed in range(10_000, 10_800)]
+    grids = [numbered_play(env, seed).episode.observation() for seed in range(10_000, 10_800)]
     assert hashlib.sha256("\n\n".join(grids).encode()).hexdigest() == HASHES[name][1]
 
 
 @pytest.mark.parametrize("name", GRIDDED)
 def test_reference_splits_are_numbered_from_10000_and_123(name):
-    env = ragen2(name, split="reference", observation="grid")
+    env = ragen2(name, split="ragen2", observation="grid")
     for split, first in (("train", 10_000), ("test", 123)):
         rows = env.dataset(3, seed=42, split=split).to_list()
         assert [row["seed"] for row in rows] == [first, first + 1, first + 2]
@@ -128,22 +128,13 @@ def test_held_out_tasks_stay_the_default(name):
     assert env.dataset(3, seed=0).to_list() != env.dataset(3, seed=1).to_list()
 
 
-@pytest.mark.parametrize("name", [*GRIDDED, "bandit"])
-def test_only_the_reference_s_tasks_can_be_numbered_like_it(name, monkeypatch):
-    with pytest.raises(ValueError, match=r"must be one of \['ragen2'\], got 'own'"):
-        make_env(name, split="reference")
-    monkeypatch.delattr(ENVIRONMENTS[name], "reference_tasks")
-    with pytest.raises(ValueError, match=f"split must be 'held_out' for {name}, which has no reference tasks"):
-        make_env(name, split="reference")
-
-
 # Layout
 
 
 def test_messages_of_sokoban_are_laid_out_as_in_the_reference(marked):
     env = marked("sokoban")
     legend = "#: wall, _: empty, O: target, √: box on target, X: box, P: player, S: player on target"
-    play = reference_play(env, 123)
+    play = numbered_play(env, 123)
     system, user = env.prompt({"seed": 123, "room": ROOMS[123].replace("/", "\n")})
     assert system["content"] == (f"Helper. Rules.\n\nLegend:\n{legend}\nActions:\nUp, Down, Left, Right\nAt most 10.")
     room = "######\n######\n#O####\n#XP###\n#__###\n######"
@@ -157,7 +148,7 @@ def test_messages_of_sokoban_are_laid_out_as_in_the_reference(marked):
 
 def test_messages_of_frozen_lake_are_laid_out_as_in_the_reference(marked):
     env = marked("frozen_lake")
-    play = reference_play(env, 123)
+    play = numbered_play(env, 123)
     system, user = env.prompt({"seed": 123, "grid": "FFFF\nFFHS\nGFFF\nFFFF"})
     legend = "P: player, _: empty, O: hole, G: goal, X: player in hole, √: player on goal"
     assert system["content"] == (f"Helper. Rules.\n\nLegend:\n{legend}\nActions:\nLeft, Down, Right, Up\nAt most 10.")
@@ -169,7 +160,7 @@ def test_messages_of_frozen_lake_are_laid_out_as_in_the_reference(marked):
     # The start is kept in the list and is ice in the grid; rewards are whole numbers.
     moved = state.replace("Player: (1, 3)", "Player: (2, 3)").replace("__OP\nG___", "__O_\nG__P")
     assert play.respond(said("Down")) == f"Reward:\n0\n\nTurn 2:\nState:\n{moved}\n9 left. {FORM}"
-    assert "Holes" not in reference_play(env, 125).episode.observation()
+    assert "Holes" not in numbered_play(env, 125).episode.observation()
 
 
 def test_bandit_has_no_rules_and_says_nothing_of_payments(marked):
@@ -184,14 +175,14 @@ def test_bandit_has_no_rules_and_says_nothing_of_payments(marked):
 
 
 def test_the_instruction_says_what_the_reference_says_in_its_order():
-    sokoban, plain = (ragen2("sokoban", **kind).reference_texts() for kind in ({}, {"observation": "grid"}))
+    sokoban, plain = (ragen2("sokoban", **kind).texts() for kind in ({}, {"observation": "grid"}))
     order = ["Sokoban", "every box onto a target", "grid of symbols", "coordinates", "(0, 0)", "(5, 5)", "pushes it"]
     order += ["through a wall", "pulled", "sequence of actions", "||"]
     places = [sokoban["instruction"].index(words) for words in order]
     assert places == sorted(places) and sokoban["instruction"].endswith("\n")
     assert "coordinates" not in plain["instruction"] and "(" not in plain["instruction"]
     assert [texts["length"].count(words) for texts, words in ((sokoban, "120"), (plain, "100"))] == [1, 1]
-    lake = ragen2("frozen_lake").reference_texts()["instruction"]
+    lake = ragen2("frozen_lake").texts()["instruction"]
     order = ["FrozenLake", "grid of symbols", "coordinates", "start", "goal", "player", "holes", "(0, 0)"]
     places = [lake.index(words) for words in [*order, "(5, 5)", "slippery", "another place", "sequence", "||"]]
     assert places == sorted(places) and ragen2("frozen_lake").size == 4  # the corner is the reference's error
@@ -200,7 +191,7 @@ def test_the_instruction_says_what_the_reference_says_in_its_order():
 @pytest.mark.parametrize("name", WITH_RAGEN2)
 def test_the_texts_of_a_preset_are_those_of_its_keys(name):
     env = ragen2(name)
-    assert set(env.reference_texts()) <= set(KEYS) and "instruction" in env.reference_texts()
+    assert set(env.texts()) <= set(TEXTS) and "instruction" in env.texts()
 
 
 @pytest.mark.parametrize(
@@ -220,24 +211,21 @@ def test_the_texts_of_a_preset_are_those_of_its_keys(name):
 )
 def test_other_symbols_have_the_right_legend(symbols, line, legend):
     env = ragen2("sokoban", symbols=symbols)
-    play = reference_play(env, 123)
+    play = numbered_play(env, 123)
     assert line in play.episode.observation().split("\n")
-    assert legend in env.wording.system(env)
-    own = make_env("sokoban", symbols=symbols, multi_turn=True)
-    assert " ".join(line) in own.show(play.episode.room, play.episode.state)
+    assert legend in env.system_text()
     _, _, target, _, box, player, _ = symbols
-    assert f"box {box} onto the target {target}" in own.instructions() and f"{player} is you" in own.instructions()
-    reasoning, _ = own.episode({"room": ROOMS[123].replace("/", "\n")}, random.Random(0)).plan(random.Random(0))
+    reasoning, _ = play.episode.plan(random.Random(0))
     assert reasoning.startswith(f"{player} c4, {box} b4, {target} b3")
     lake = ragen2("frozen_lake", symbols="@.^$!+")
-    assert "_" not in reference_play(lake, 123).episode.observation().split("Grid Map")[1]
-    assert "@: player, .: empty, ^: hole, $: goal" in lake.wording.system(lake)
+    assert "_" not in numbered_play(lake, 123).episode.observation().split("Grid Map")[1]
+    assert "@: player, .: empty, ^: hole, $: goal" in lake.system_text()
 
 
 @pytest.mark.parametrize("symbols", ["W.GCBA", "WWGCBA@", "W GCBA@", 7])
 def test_symbols_that_cannot_be_told_apart_are_refused(symbols):
     with pytest.raises(ValueError, match="symbols must be 7 different ones, none a space, in place of"):
-        make_env("sokoban", symbols=symbols)
+        ragen2("sokoban", symbols=symbols)
 
 
 # Rules, rewards, success
@@ -270,7 +258,7 @@ def test_partly_valid_turns_have_the_outcomes_of_the_reference(case, preset):
     assert (play.executed, play.actions_left, play.outcome.valid_turns) == (used, 10 - used, not penalised)
     if preset:
         assert message.startswith(f"Reward:\n{told}\n\nTurn 2:\n")
-        assert (KEYS["warning"] in message) == warned
+        assert (TEXTS["warning"] in message) == warned
     else:
         kind = "Invalid answer. " if not used else "Partly invalid answer. " if penalised else ""
         assert message.startswith(f"{kind}Reward {play.outcome.episode_return:g}. Turn 2 of 5.")
@@ -286,19 +274,20 @@ def test_tags_left_inside_a_response_are_deleted_in_the_preset_and_text_by_defau
 
 
 def test_with_one_action_left_the_first_of_two_ends_the_episode():
-    play = reference_play(ragen2("sokoban"), 125)
+    play = numbered_play(ragen2("sokoban"), 125)
     for used in (2, 4, 6, 7, 9):
         actions = ["Left", "Left"] if used != 7 else ["Left", "jump"]
         over = play.respond(said(*actions)) is None
     assert over  # the fifth turn is the last
-    play = reference_play(make_env("sokoban", multi_turn=True, max_total_actions=3), 125)
+    own = make_env("sokoban", multi_turn=True, max_total_actions=3)
+    play = own.play({"seed": 125, "room": ROOMS[125].replace("/", "\n")}, random.Random(0))
     assert play.respond(said("Left", "Left")) is not None and play.respond(said("Left", "Left")) is None
     assert (play.executed, play.outcome.episode_return) == (3, pytest.approx(-0.3))
     assert not play.outcome.success
 
 
 def test_an_action_that_ends_the_episode_is_the_last_one():
-    play = reference_play(ragen2("sokoban"), 10001)  # pushed onto the target from the right
+    play = numbered_play(ragen2("sokoban"), 10001)  # pushed onto the target from the right
     play.respond(said("Right", "Up"))
     assert play.respond(said("Left", "jump")) is None
     assert play.outcome.success and play.outcome.episode_return == pytest.approx(-0.2 + 10.9 - 0.1)
@@ -312,18 +301,14 @@ def test_rewards_are_told_as_unrounded_sums():
 
 
 @pytest.mark.parametrize("name", WITH_RAGEN2)
-def test_a_preset_is_the_options_that_it_names(name):
-    chosen = PRESETS[name]["ragen2"].options
-    env = ragen2(name)
-    assert (env.max_turns, env.max_actions, env.max_total_actions, env.max_turn_tokens) == tuple(
-        chosen[option] for option in ("max_turns", "max_actions", "max_total_actions", "max_turn_tokens")
-    )
-    assert env.forced_tag == "<think>" and not env.show_penalty
-    by_hand = make_env(name, **chosen)
-    if name in (*GRIDDED, "bandit"):
-        assert by_hand.dataset(5, seed=0).to_list() == env.dataset(5, seed=0).to_list()
-    assert env.summary["preset"] == "ragen2" and env.summary["options"] == {"preset": "ragen2"}
-    assert "preset" not in by_hand.summary
+def test_a_preset_is_a_class_of_the_task(name):
+    env, direct = ragen2(name), PRESETS["ragen2"][name]()
+    assert type(env) is type(direct) and isinstance(env, type(make_env(name)))
+    assert Limits(env.max_turns, env.max_actions) == env.limits
+    assert env.dataset(2, seed=0).to_list() == direct.dataset(2, seed=0).to_list()
+    assert env.forced_tag == "<think>"
+    assert env.summary["preset"] == direct.preset == "ragen2" and env.summary["options"] == {"preset": "ragen2"}
+    assert "preset" not in make_env(name).summary
 
 
 @pytest.mark.parametrize(
@@ -355,5 +340,5 @@ def test_bandit_pays_as_the_reference_and_success_is_the_bold_arm():
 @pytest.mark.parametrize("name", GRIDDED)
 def test_a_frozen_lake_slips_and_a_room_is_shown_as_it_is_asked_for(name):
     env = ragen2(name, **({"slip": 0.5} if name == "frozen_lake" else {"observation": "coordinates"}))
-    shown = reference_play(env, 123).episode.observation()
+    shown = numbered_play(env, 123).episode.observation()
     assert ("Grid Map" in shown) == (name == "frozen_lake")

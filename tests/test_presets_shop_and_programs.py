@@ -12,10 +12,9 @@ from webshop_visits import GOAL, JACKET, LAMP
 from ragen2_trl.envs import make_env
 from ragen2_trl.envs.deepcoder import DeepCoder
 from ragen2_trl.envs.webshop import WebShop
-from ragen2_trl.envs.webshop.catalogue import Catalogue, score
-from ragen2_trl.envs.webshop.files import reference_goal
-from ragen2_trl.envs.webshop.ragen_pages import ADVICE, RagenVisit
-from ragen2_trl.envs.webshop.visit import Rules, WebShopEpisode
+from ragen2_trl.envs.webshop.catalogue import Catalogue, fits, score
+from ragen2_trl.envs.webshop.ragen2 import ADVICE, RagenWebShopEpisode, fits_words, numbered_goal
+from ragen2_trl.envs.webshop.visit import WebShopEpisode
 
 # WebShop
 
@@ -29,9 +28,8 @@ WISH = f"Instruction: [SEP] {GOAL.instruction} [SEP] "
 BACK = "Back to Search [SEP] "
 
 
-def visit(*products, rules=None):
-    rules = rules or Rules(reward="success", option_match="words", bad_clicks="ignored")
-    return RagenVisit(Catalogue(products or (JACKET, LAMP)), GOAL, rules, "Advice.")
+def visit(*products):
+    return RagenWebShopEpisode(Catalogue(products or (JACKET, LAMP)), GOAL, "Advice.")
 
 
 def page(episode, *actions):
@@ -128,61 +126,47 @@ def test_a_bad_click_is_free_and_uses_an_action(shop, text):
 def test_webshop_pays_success_alone():
     way = ["search[rain jacket]", "click[b00001]"]
     for clicks, reward in ((["red", "small"], 1.0), (["red"], 0.0), ([], 0.0)):
-        for pays_success in (True, False):
-            rules = Rules(reward="success" if pays_success else "score")
-            episode = visit(rules=rules)
-            rewards = [episode.step(action) for action in (*way, *(f"click[{click}]" for click in clicks))]
-            assert set(rewards) == {0.0}
-            paid = episode.step("click[buy now]")
-            assert episode.done and episode.success == (reward == 1.0)
-            assert paid == reward if pays_success else paid >= reward
+        episode, own = visit(), WebShopEpisode(Catalogue((JACKET, LAMP)), GOAL)
+        actions = (*way, *(f"click[{click}]" for click in clicks), "click[buy now]")
+        *before, paid = [episode.step(action) for action in actions]
+        assert set(before) == {0.0} and episode.done and episode.success == (reward == 1.0)
+        assert paid == reward <= [own.step(action) for action in actions][-1]
 
 
 def test_some_words_of_an_option_suffice_as_in_webshop():
     goal = replace(GOAL, options=("navy blue", "x-large"))
     wide = replace(JACKET, options={**JACKET.options, "size": ("large", "x-large")})
     chosen = {"size": "large", "color": "navy blue"}
-    assert score(wide, chosen, goal, JACKET, "words") == 1.0
-    assert score(wide, chosen, goal, JACKET) < 1.0
-    assert score(wide, {"size": "large"}, goal, JACKET, "words") < 1.0
+
+    def in_words(kind, value, option):
+        return fits_words(value, option, JACKET)
+
+    assert score(wide, chosen, goal, JACKET, in_words) == 1.0
+    assert score(wide, chosen, goal, JACKET, fits) < 1.0
+    assert score(wide, {"size": "large"}, goal, JACKET, in_words) < 1.0
 
 
 def test_seeds_are_goals_in_the_order_of_ragen2():
     goals = list(range(6910))
-    found = {
-        seed: reference_goal(goals, seed, "test" if seed < 1000 else "train") for seed in (123, 124, 10000, 10001)
-    }
+    found = {seed: numbered_goal(goals, seed, "test" if seed < 1000 else "train") for seed in (123, 124, 10000, 10001)}
     assert found == {123: 5817, 124: 630, 10000: 329, 10001: 5339}
-    held = {reference_goal(goals, seed, "test") for seed in range(123, 1123)}
+    held = {numbered_goal(goals, seed, "test") for seed in range(123, 1123)}
     assert len(held) == 1000
-    assert not held & {reference_goal(goals, seed, "train") for seed in range(10_000, 20_000)}
-    with pytest.raises(ValueError, match="data must hold more than 1500 goals with split='reference', got 1500"):
-        reference_goal(goals[:1500], 123, "test")
+    assert not held & {numbered_goal(goals, seed, "train") for seed in range(10_000, 20_000)}
+    with pytest.raises(ValueError, match="data must hold more than 1500 goals with split='ragen2', got 1500"):
+        numbered_goal(goals[:1500], 123, "test")
 
 
 def test_webshops_own_goals_are_numbered_for_reference(monkeypatch, tmp_path):
     goals = [replace(GOAL, instruction=f"goal {number}") for number in range(6910)]
     asked = []
-    module = "ragen2_trl.envs.webshop.environment"
-    monkeypatch.setattr(f"{module}.load_goals", lambda data, kind: asked.append(kind) or goals)
-    monkeypatch.setattr(f"{module}.load_catalogue", lambda data: Catalogue([JACKET, LAMP]))
-    env = make_env("webshop", preset="ragen2", split="reference")
+    module = "ragen2_trl.envs.webshop"
+    monkeypatch.setattr(f"{module}.ragen2.load_goals", lambda data, kind: asked.append(kind) or goals)
+    monkeypatch.setattr(f"{module}.environment.load_catalogue", lambda data: Catalogue([JACKET, LAMP]))
+    env = make_env("webshop", preset="ragen2", split="ragen2")
     assert env.dataset(2, split="test", data=str(tmp_path))["instruction"][:] == ["goal 5817", "goal 630"]
     assert env.dataset(1, split="train", data=str(tmp_path))["seed"][:] == [10_000]
     assert set(asked) == {"synthetic"}
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"reward": "dense"}, r"reward must be one of \['score', 'success'\], got 'dense'"),
-        ({"option_match": "any"}, r"option_match must be one of \['exact', 'words'\], got 'any'"),
-        ({"bad_clicks": "free"}, r"bad_clicks must be one of \['invalid', 'ignored'\], got 'free'"),
-    ],
-)
-def test_bad_options_of_the_shop_are_named(options, message):
-    with pytest.raises(ValueError, match=message):
-        WebShop(**options)
 
 
 def test_without_the_preset_the_shop_stays_as_it_is():
@@ -247,7 +231,7 @@ def test_without_the_preset_public_tests_earn_nothing():
 
 def test_all_tests_are_those_of_the_data():
     tests = [(f"{number}\n", f"{2 * number}\n") for number in range(150)]
-    env = make_env("deepcoder", max_tests=None)
+    env = make_env("deepcoder", preset="ragen2")
     assert len(json.loads(task(env, stdin_row("Double.", tests))["tests"])) == 150
     assert env.dataset(1)[0]["public"] == 0
 
@@ -270,13 +254,13 @@ def parts(tmp_path_factory):
 
 
 def test_the_mixture_trains_on_three_parts_and_tests_on_two(parts):
-    env = make_env("deepcoder", config="mixture", max_tests=None)
+    env = make_env("deepcoder", preset="ragen2")
     assert sorted(env.dataset(split="train", data=parts)["problem"]) == ["l0", "p0", "p1", "t0"]
     assert sorted(env.dataset(split="test", data=parts)["problem"]) == ["c0", "c1", "l1"]
 
 
 def test_deepcoder_draws_reference_rows_from_the_tests_alone(parts):
-    env = make_env("deepcoder", preset="ragen2", split="reference")
+    env = make_env("deepcoder", preset="ragen2", split="ragen2")
     order = ["c0", "c1", "l1"]
     for split, begin in (("train", 10_000), ("test", 123)):
         expected = [order[random.Random(seed).randint(0, 2)] for seed in range(begin, begin + 8)]
@@ -289,4 +273,4 @@ def test_a_folder_without_a_part_of_the_mixture_is_named(tmp_path):
     with pytest.raises(
         ValueError, match=r"data must be a folder with .*'taco'.* for config='mixture', got .* without"
     ):
-        make_env("deepcoder", config="mixture").dataset(1, data=str(tmp_path))
+        make_env("deepcoder", preset="ragen2").dataset(1, data=str(tmp_path))

@@ -14,14 +14,14 @@ from ragen2_trl.envs.deepcoder.program_tests import (
     same_output,
     same_value,
 )
-from ragen2_trl.envs.deepcoder.sandbox import Limits, Sandbox
+from ragen2_trl.envs.deepcoder.sandbox import Sandbox, SandboxLimits
 
 pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
 def sandbox():
-    return Sandbox(Limits(wall_seconds=10.0))
+    return Sandbox(SandboxLimits(wall_seconds=10.0))
 
 
 def verdicts(*args, **kwargs):
@@ -158,7 +158,7 @@ def test_cases_that_wait_share_ten_times_the_cpu_time_of_the_wall_clock(sandbox)
 
 def test_after_a_case_that_waited_for_ever_no_other_is_run():
     program = "import time\nn = int(input())\ntime.sleep(60 * n)\nprint(n)"
-    short = Sandbox(Limits(wall_seconds=1.5))
+    short = Sandbox(SandboxLimits(wall_seconds=1.5))
     runs = []
     run = short.run
     short.run = lambda *args, **kwargs: runs.append(run(*args, **kwargs)) or runs[-1]

@@ -16,7 +16,7 @@ from sandboxes import sandbox_fixture as sandbox_fixture
 from sandboxes import short_fixture as short_fixture
 
 from ragen2_trl.envs.deepcoder import sandbox_process as module
-from ragen2_trl.envs.deepcoder.sandbox import Limits, Sandbox, SandboxUnavailableError
+from ragen2_trl.envs.deepcoder.sandbox import Sandbox, SandboxLimits, SandboxUnavailableError
 
 # What it is for
 
@@ -108,7 +108,7 @@ def test_a_flood_of_output_is_cut_off(quick, stream):
 
 
 def test_an_endless_loop_runs_out_of_cpu_time():
-    outcome = Sandbox(Limits(cpu_seconds=1, wall_seconds=30.0)).run(
+    outcome = Sandbox(SandboxLimits(cpu_seconds=1, wall_seconds=30.0)).run(
         "import signal\nsignal.signal(signal.SIGXCPU, signal.SIG_IGN)\nwhile True: pass"
     )
     assert (outcome.ended, outcome.returncode) == ("cpu", 128 + 9)
@@ -216,7 +216,7 @@ def test_unsafe_runs_are_possible_when_asked_for_and_each_sandbox_says_so_once(m
 
 def test_bad_limits_are_named():
     with pytest.raises(ValueError, match="`cpu_seconds` must be positive, got 0"):
-        Limits(cpu_seconds=0)
+        SandboxLimits(cpu_seconds=0)
     with pytest.raises(ValueError, match="`workers` must be positive, got 0"):
         Sandbox(workers=0)
     with pytest.raises(ValueError, match="`places` must be positive, got 0"):

@@ -97,7 +97,7 @@ def test_pauses_between_attempts_grow_to_half_a_minute():
 def test_a_forced_time_out_of_the_probe_is_not_remembered(monkeypatch, quickly):
     monkeypatch.setattr(module, "_working", {})
     with monkeypatch.context() as patch:
-        patch.setattr(module, "_READY", module.Job("import time; time.sleep(60)", "", None, QUICK))
+        patch.setattr(module, "_READY", module.ProgramJob("import time; time.sleep(60)", "", None, QUICK))
         with pytest.raises(SandboxUnavailableError, match="wall"):
             Sandbox(QUICK)
     assert Sandbox(QUICK).run("print(1)").stdout == "1\n"

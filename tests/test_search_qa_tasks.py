@@ -15,11 +15,10 @@ from search_qa_rows import ROW, answer, multi, play
 
 from ragen2_trl.envs.responses import format_response
 from ragen2_trl.envs.search_qa.answers import parse_action
-from ragen2_trl.envs.search_qa.environment import SearchQA
+from ragen2_trl.envs.search_qa.environment import SearchQA, make_world
 from ragen2_trl.envs.search_qa.http_retrieval import HTTPRetriever
 from ragen2_trl.envs.search_qa.passages import Passage
 from ragen2_trl.envs.search_qa.retrieval import BM25Retriever
-from ragen2_trl.envs.search_qa.worlds import make_world
 
 # Generated worlds
 

@@ -18,6 +18,7 @@ from ragen2_trl.cli.typed import InputError
 from ragen2_trl.envs import make_env
 from ragen2_trl.envs.search_qa.http_retrieval import HTTPRetriever, RetrievalError
 from ragen2_trl.envs.search_qa.passages import MAX_QUERY_CHARS
+from ragen2_trl.envs.search_qa.ragen2 import RagenRetriever
 from ragen2_trl.envs.search_qa.retrieval import BM25Retriever
 from ragen2_trl.envs.search_qa.server import MAX_CONNECTIONS, RetrievalServer
 
@@ -50,10 +51,10 @@ def post(server, body, path="/retrieve", **headers):
         connection.close()
 
 
-@pytest.mark.parametrize("dialect", ["search_r1", "ragen2"])
-def test_our_own_client_finds_what_a_search_here_finds(server, dialect):
+@pytest.mark.parametrize("client", [HTTPRetriever, RagenRetriever])
+def test_our_own_client_finds_what_a_search_here_finds(server, client):
     queries = ["tavok", "osk", "speech", "nothing of that"]
-    found = HTTPRetriever(server.url, retries=0, dialect=dialect).search(queries, 3)
+    found = client(server.url, retries=0).search(queries, 3)
     assert found == LOCAL.search(queries, 3)
     for hits, own in zip(found, LOCAL.search(queries, 3), strict=True):
         assert [hit.score for hit in hits] == pytest.approx([hit.score for hit in own])
@@ -152,7 +153,7 @@ def test_failures_are_answered_with_500_and_no_detail():
         thread = run(server)
         assert post(server, {"query": "x"}) == (500, {"error": "the search failed: KeyError"})
         with pytest.raises(RetrievalError, match="did not answer in 1 tries, the last: status 500"):
-            HTTPRetriever(server.url, retries=0, dialect="ragen2").search(["x"], 1)
+            RagenRetriever(server.url, retries=0).search(["x"], 1)
         server.shutdown()
         thread.join()
 

@@ -11,10 +11,10 @@ from statistics import fmean
 import pytest
 from webshop_visits import answer, solve
 
+from ragen2_trl.envs.webshop.baselines import copying_action
 from ragen2_trl.envs.webshop.catalogue import Goal, fits, tokens, type_factor
 from ragen2_trl.envs.webshop.environment import WebShop
 from ragen2_trl.envs.webshop.files import load_catalogue, load_goals, split_goals
-from ragen2_trl.envs.webshop.baselines import copying_action
 from ragen2_trl.envs.webshop.generator import _ACCESSORIES, _DEPARTMENTS, generate_catalogue
 
 pytestmark = pytest.mark.slow

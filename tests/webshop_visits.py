@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from ragen2_trl.envs.responses import format_response
 from ragen2_trl.envs.webshop.catalogue import Catalogue, Goal, Product
-from ragen2_trl.envs.webshop.visit import Rules, WebShopEpisode
+from ragen2_trl.envs.webshop.visit import WebShopEpisode
 
 JACKET = Product(
     asin="B00001",
@@ -28,7 +28,7 @@ def answer(*actions):
 
 
 def shop(*products, goal=GOAL, results=10):
-    return WebShopEpisode(Catalogue(products or (JACKET, LAMP)), goal, Rules(results))
+    return WebShopEpisode(Catalogue(products or (JACKET, LAMP)), goal, results)
 
 
 def do(episode, *actions):

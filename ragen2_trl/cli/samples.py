@@ -277,7 +277,7 @@ def _sample(label: str, rows: Sequence[Mapping[str, Any]]) -> Sample:
 def _messages(tokenizer: PreTrainedTokenizerBase, trajectory: Trajectory) -> list[dict[str, str]]:
     """A completion to be read: what the model wrote and what the environment answered, in turn."""
     messages: list[dict[str, str]] = []
-    if trajectory.later:
+    if trajectory.turn_samples:
         for number, answer in enumerate(trajectory.answers):
             said = {"role": "assistant", "content": tokenizer.decode(answer, skip_special_tokens=True)}
             replies = [{"role": "user", "content": text} for text in trajectory.messages[number : number + 1]]

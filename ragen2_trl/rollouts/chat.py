@@ -30,7 +30,7 @@ class Chat:
         **template_kwargs: Any,
     ):
         self._tokenizer = tokenizer
-        self._processor = processor or tokenizer
+        self._processor: Any = processor or tokenizer
         self._eos = {tokenizer.eos_token_id} if eos_token_ids is None else set(eos_token_ids)
         self._forced_tag = forced_tag
         self._kwargs = template_kwargs
@@ -60,12 +60,12 @@ class Chat:
 
     def text(self, ids: Sequence[int]) -> str:
         """What an answer says."""
-        return self._tokenizer.decode(ids, skip_special_tokens=True)
+        return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
 
     def _render(self, messages: Messages) -> str:
         if self._processor is not self._tokenizer:  # some templates of vision-language models read parts only
             messages = [{**m, "content": [{"type": "text", "text": m["content"]}]} for m in messages]
-        text = self._processor.apply_chat_template(
+        text: str = self._processor.apply_chat_template(
             list(messages), add_generation_prompt=True, tokenize=False, **self._kwargs
         )
         return text if text.rstrip().endswith(self._forced_tag) else text + self._forced_tag

@@ -67,7 +67,7 @@ def fraction_interval(means: Sequence[float], num_samples: int) -> tuple[float, 
     p, prompts = fmean(means), len(means)
     variance, spread = stdev(means) ** 2 / prompts, p * (1 - p)
     # Where every completion agrees nothing is known of their correlation: take members of a group as all alike.
-    n = prompts if spread == 0 else prompts * num_samples
+    n: float = prompts if spread == 0 else prompts * num_samples
     if variance > 0:
         n = min(max(spread / variance, prompts), n)
     center = (p + Z_95**2 / (2 * n)) / (1 + Z_95**2 / n)

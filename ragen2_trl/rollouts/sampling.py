@@ -193,6 +193,7 @@ def generator(
 ) -> Generate:
     """Continues contexts with `model.generate`, the end token included where there is one; gives no log-probs."""
     pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+    generate_ids: Any = model.generate  # which transformers types as a tensor, too
 
     def generate(contexts: list[list[int]], max_new_tokens: int) -> tuple[list[list[int]], None]:
         # Every sampling setting is named: what is left out would come from the checkpoint's own generation config.
@@ -214,7 +215,7 @@ def generator(
             input_ids = torch.tensor([[pad] * (width - len(ids)) + ids for ids in batch], device=model.device)
             mask = torch.tensor([[0] * (width - len(ids)) + [1] * len(ids) for ids in batch], device=model.device)
             telling = [] if on_token is None else [_Telling(on_token, width, max_new_tokens)]
-            output = model.generate(
+            output = generate_ids(
                 input_ids=input_ids,
                 attention_mask=mask,
                 generation_config=config,

@@ -113,7 +113,20 @@ def webshop_text(product: Product) -> str:
 # The score
 
 
-def score(product: Product, chosen: Mapping[str, str], goal: Goal, wanted: Product, fits_option: Fits) -> float:
+def alike(first: str, second: str) -> bool:
+    """Whether two names of an attribute or an option are the same, give or take spelling."""
+    from rapidfuzz import fuzz, utils
+
+    return fuzz.token_set_ratio(first, second, processor=utils.default_process) > _SAME
+
+
+def fits(kind: str, value: str, option: str) -> bool:
+    """Whether a chosen value is the wanted option: sizes to the letter, others give or take spelling."""
+    value, option = value.lower(), option.lower()
+    return value == option or (kind != "size" and alike(value, option))
+
+
+def score(product: Product, chosen: Mapping[str, str], goal: Goal, wanted: Product, fits_option: Fits = fits) -> float:
     """The paper's dense reward of a purchase, 0.0 to 1.0; 1.0 is success.
 
     `type_factor` times the share of met wishes, where each attribute, each option and the price is a wish. Unlike in
@@ -158,19 +171,6 @@ def has_attribute(product: Product, attribute: str) -> bool:
     if any(alike(known, attribute) for known in product.attributes):
         return True
     return any(attribute.lower() in text.lower() for text in (product.title, *product.features, product.description))
-
-
-def fits(kind: str, value: str, option: str) -> bool:
-    """Whether a chosen value is the wanted option: sizes to the letter, others give or take spelling."""
-    value, option = value.lower(), option.lower()
-    return value == option or (kind != "size" and alike(value, option))
-
-
-def alike(first: str, second: str) -> bool:
-    """Whether two names of an attribute or an option are the same, give or take spelling."""
-    from rapidfuzz import fuzz, utils
-
-    return fuzz.token_set_ratio(first, second, processor=utils.default_process) > _SAME
 
 
 # Wishes in words
