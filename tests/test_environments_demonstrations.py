@@ -76,7 +76,7 @@ def test_tasks_without_a_solver_say_so():
 
     with pytest.raises(NotImplementedError, match="Unsolvable has no solver"):
         NoSolver().demonstrations(1, seed=0)
-    with pytest.raises(NotImplementedError, match="Unsolvable has no random player"):
+    with pytest.raises(NotImplementedError, match="Unsolvable has no random baseline"):
         Unsolvable().random_action(random.Random(0))
     with pytest.raises(NotImplementedError, match="Unsolvable has no pictures"):
         Unsolvable().image()

@@ -30,10 +30,6 @@ from ragen2_trl.envs.frozen_lake import ACTIONS, FrozenLakeEpisode
             r"max_turns \* max_actions with impossible must be an integer between 2 and 10000, got 1",
         ),
         ({"impossible": 1.1}, r"impossible must be between 0.0 and 1.0, got 1.1"),
-        (
-            {"impossible": 0.5, "split": "reference", "generator": "ragen2"},
-            r"impossible with split='reference' must be one of \[0.0\], got 0.5",
-        ),
         ({"max_actions": 0}, r"max_actions must be an integer between 1 and 100, got 0"),
         ({"wind": 1}, r"options of frozen_lake must be among \['size', 'frozen', .*\], got \['wind'\]"),
     ],

@@ -3,7 +3,7 @@
 import pytest
 from test_presets import ragen2
 
-from ragen2_trl.envs import ENVIRONMENTS, make_env, options_of
+from ragen2_trl.envs import ENVIRONMENTS, PRESETS, make_env, options_of
 from ragen2_trl.envs.random_baseline import random_baseline
 
 # What is refused
@@ -67,6 +67,13 @@ def test_a_preset_cannot_be_served():
         server.make_server(make_env("sokoban", force_think=True))
 
 
+@pytest.mark.parametrize("name", ["countdown", "frozen_lake"])
+def test_numbered_tasks_are_never_made_impossible(name):
+    options = {"data": "rows"} if name == "countdown" else {}
+    with pytest.raises(ValueError, match=r"impossible with split='ragen2' must be one of \[0.0\], got 0.5"):
+        ragen2(name, impossible=0.5, split="ragen2").dataset(1, **options)
+
+
 # The random baseline
 
 
@@ -99,13 +106,16 @@ def test_the_list_of_tasks_names_options_and_presets(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "300")
     main([])
     shown = capsys.readouterr().out
-    assert all(name in shown for name in ENVIRONMENTS) and "search_depth" in shown and "ragen2" in shown
+    assert all(name in shown for name in ENVIRONMENTS) and "impossible" in shown and "ragen2" in shown
     for name in ENVIRONMENTS:
         main([name])
         shown = capsys.readouterr().out
-        for option in options_of(ENVIRONMENTS[name]):
-            (row,) = [line for line in shown.split("with preset")[0].splitlines() if line.startswith(f"│ {option} ")]
-            assert len(row.split("│")[3].strip()) > 20, (name, option)  # it says what the option is
+        for table, task in zip(
+            shown.split("with preset=ragen2"), (ENVIRONMENTS[name], PRESETS["ragen2"][name]), strict=True
+        ):
+            for option in options_of(task):
+                (row,) = [line for line in table.splitlines() if line.startswith(f"│ {option} ")]
+                assert len(row.split("│")[3].strip()) > 20, (task, option)  # it says what the option is
     with pytest.raises(InputError, match=r"name must be one of .*, got 'chess'"):
         main(["chess"])
     arguments = EnvironmentArguments(env_name="sokoban", env_args=["preset=ragen2", "observation=grid"])

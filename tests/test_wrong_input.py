@@ -35,13 +35,13 @@ def broken(tmp_path, monkeypatch):
         ("evaluate --model random --num_samples 0", "num_samples must be at least 1, got 0"),
         ("evaluate --model random --context last --context_turns 1", "context must be 'full' for random, without one"),
         (
-            "evaluate --env_name countdown --env_args split=reference",
+            "evaluate --env_name countdown --env_args preset=ragen2 split=ragen2",
             "data must name rows, such as those of",
         ),
         ("evaluate --env_name countdown --data none.jsonl", "data must be a Hub id, a folder or a file that is there"),
         ("evaluate --env_name countdown --data broken.jsonl", "data='broken.jsonl' cannot be read: "),
         ("evaluate --env_args name=x", "env_args must be options of the task, which env_name names, got name='x'"),
-        ("evaluate --env_args prompts=5 wording=ragen2", "prompts must be the path of a YAML or JSON file, got 5"),
+        ("evaluate --env_args preset=ragen2 prompts=5", "prompts must be the path of a YAML or JSON file, got 5"),
         (
             "evaluate --env_name search_qa --env_args corpus=7",
             "corpus must be a path, an address, a Retriever",
