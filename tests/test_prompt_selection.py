@@ -160,25 +160,6 @@ def test_rows_that_others_write_into_stay_as_they_are(policy_path, tmp_path):
     assert trainer._prompts.posterior.features.shape == (4, 3)
 
 
-@pytest.mark.parametrize(
-    ("task", "names"),
-    [
-        ("frozen_lake", {"path_length", "holes"}),
-        ("sokoban", {"solution_length", "boxes"}),
-        ("countdown", {"numbers", "target"}),
-        ("bandit", set()),
-    ],
-)
-def test_tasks_name_numbers_that_may_predict_rewards(task, names):
-    env = make_env(task)
-    for row in env.dataset(4, seed=0):
-        episode = env.episode(row, random.Random(0))
-        assert set(episode.difficulty) == names
-        if names & {"path_length", "solution_length"}:
-            _, actions = episode.plan(random.Random(1))
-            assert len(actions) in episode.difficulty.values()
-
-
 def test_features_are_numbers_and_their_squares_in_units_of_their_spread():
     rows = Dataset.from_dict({"prompt": ["a"] * 4, "level": [1, 2, 3, None], "flat": [5, 5, 5, 5]})
     features = difficulty_features(["level", "flat"], rows, [])

@@ -63,11 +63,6 @@ class Episode(ABC):
         """Further numbers from 0.0 to 1.0 about the episode so far, by name; logged beside its return and success."""
         return {}
 
-    @property
-    def difficulty(self) -> dict[str, float]:
-        """Numbers about the task as it begins, by name, that may predict how often it is solved; default: none."""
-        return {}
-
     @abstractmethod
     def observation(self) -> str:
         """What the player sees of the state."""

@@ -117,12 +117,6 @@ class FrozenLakeEpisode(Episode):
         self.grid = grid
         (self.position,) = find(grid, "S")
 
-    @property
-    def difficulty(self) -> dict[str, float]:
-        """Moves of a shortest way, as many as there are cells where there is none; and holes."""
-        length = distances_to_goal(self.grid).get(self.position, len(self.grid) ** 2)
-        return {"path_length": length, "holes": len(find(self.grid, "H"))}
-
     def observation(self) -> str:
         return self._show(self.grid, self.position)
 

@@ -18,7 +18,7 @@ MAX_PARSED_ACTIONS = 256
 
 # What vocabularies write their control tokens as: <s>, <|im_end|>, <start_of_turn>, [INST], [/INST], [gMASK].
 # Comparisons, types and indices, such as a<b, List[int] and x[5], stay as they are.
-# Their lengths are bounded, lest a long word in brackets costs the square of its length.
+# Their lengths are bounded, so that a long word in brackets does not cost the square of its length.
 _MARKUP = re.compile(r"<(?=[^\s<>]{1,60}>)|\[(?=/?\w{1,60}\])(?=/?\w{0,58}[A-Z]{2})")
 _CONTROLS = dict.fromkeys({*range(0x20), *range(0x7F, 0xA0), *range(0xD800, 0xE000)} - {ord("\t")})  # and surrogates
 

@@ -248,7 +248,7 @@ class Session:
             raise
 
     def _drop(self) -> None:
-        """Leaves a connection, lest a late answer is taken for that to the next message."""
+        """Leaves a connection, so that a late answer is not taken for that to the next message."""
         client, self._client = self._client, None
         if client is not None:
             _close(client)

@@ -53,11 +53,6 @@ class CountdownEpisode(Episode):
         self.best = 0.0
         self._remark = ""
 
-    @property
-    def difficulty(self) -> dict[str, float]:
-        """How many numbers there are, and the target."""
-        return {"numbers": len(self.numbers), "target": self.target}
-
     def observation(self) -> str:
         task = f"Numbers: {' '.join(map(str, self.numbers))}. Target: {self.target}."
         return f"{self._remark}\n{task}" if self._remark else task

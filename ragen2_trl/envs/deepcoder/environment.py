@@ -2,7 +2,7 @@
 
 Programs run in a sandbox, each test in a process of its own that never holds what the test expects. A problem's public
 tests are those that its statement shows anyway, input and expected output side by side; feedback quotes no others.
-Without data, problems are generated: two steps over a list, whose functions also make up the reference program.
+Without data, problems are generated: two steps over a list, whose functions also make up the solution.
 """
 
 import json
@@ -144,9 +144,9 @@ class DeepCoderEpisode(Episode):
         return gained
 
     def plan(self, rng: random.Random) -> tuple[str, list[str]]:
-        """The reference program of a generated problem, with the steps it takes as the reasoning."""
+        """The solution of a generated problem, with the steps it takes as the reasoning."""
         if not self._solution:
-            raise NotImplementedError("deepcoder has reference programs for the problems it generates only")
+            raise NotImplementedError("deepcoder has solutions for the problems it generates only")
         return self.problem.partition("\n")[0], [self._solution]
 
     def random_action(self, rng: random.Random) -> str:

@@ -1,6 +1,6 @@
 """DeepCoder's generated problems: two steps over a list.
 
-The functions below compute what is expected, and their source text is the reference program.
+The functions below compute what is expected, and their source text is the solution.
 """
 
 import inspect

@@ -202,7 +202,7 @@ def gold_text(response: str) -> str:
 
 
 def same_text(answer: str, right: str) -> bool:
-    """RAGEN-2's check: the same characters but for letter case and white space.
+    """RAGEN-2's check: the same characters, whatever their letter case and white space.
 
     >>> same_text("X + 1", "x+1"), same_text("0.5", "\\\\frac{1}{2}"), same_text("5.", "5")
     (True, False, False)

@@ -70,7 +70,7 @@ class BM25Retriever:
 
     @classmethod
     def load(cls, folder: str | Path) -> "BM25Retriever":
-        """Opens what `save` wrote, memory-mapped but for the vocabulary.
+        """Opens what `save` wrote, memory-mapped except for the vocabulary.
 
         Raises:
             ValueError: If the folder holds no index.

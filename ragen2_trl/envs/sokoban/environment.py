@@ -51,12 +51,6 @@ class SokobanEpisode(Episode):
         self._longest = longest
         self._show = show
 
-    @property
-    def difficulty(self) -> dict[str, float]:
-        """Actions of a shortest solution, one more than are looked for where there is none; and boxes."""
-        length = distances(self.room, self._longest).get(self.state, self._longest + 1)
-        return {"solution_length": length, "boxes": len(self.state[1])}
-
     def observation(self) -> str:
         return self._show(self.room, self.state)
 

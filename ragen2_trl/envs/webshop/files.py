@@ -116,7 +116,7 @@ def _price(asin: str, pricing: str) -> float:
 
 @lru_cache(maxsize=2)
 def load_goals(data: str, kind: str) -> tuple[Goal, ...]:
-    """The goals of WebShop's files in WebShop's order: place i is its goal number i, but for the price limit.
+    """The goals of WebShop's files in WebShop's order: place i is its goal number i, except for the price limit.
 
     Args:
         data: As in `load_catalogue`.
