@@ -17,7 +17,6 @@ from ragen2_trl.envs.sokoban.rooms import (
     Cell,
     Room,
     State,
-    distances,
     make_room,
     read_room,
     shortest_solution,

@@ -177,7 +177,7 @@ def has_attribute(product: Product, attribute: str) -> bool:
 
 
 def identity(goal: Goal) -> str:
-    """The wish in words except for its price: goals that read alike belong to one split, whatever product made them."""
+    """The wish in words except for its price: goals that read alike belong to one split, whatever their product."""
     return goal.instruction.partition(_PRICE_WORDS)[0].lower()
 
 
