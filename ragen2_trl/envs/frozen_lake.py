@@ -27,7 +27,7 @@ Cell: TypeAlias = tuple[int, int]  # row, column; both from 0, rows downwards
 ACTIONS = ("Left", "Down", "Right", "Up")  # in gymnasium's order
 MOVES: tuple[Cell, ...] = ((0, -1), (1, 0), (0, 1), (-1, 0))
 COLUMNS = "abcdefghij"
-OBSERVATIONS = ("grid", "coordinates", "both", "image")
+OBSERVATIONS = ("grid", "coordinates", "both")  # in words
 _ACTION_INDEX = {name.lower(): index for index, name in enumerate(ACTIONS)}
 _TILES = str.maketrans({"S": ".", "F": ".", "H": "o", "G": "g"})
 _WITH_PLAYER = {".": "p", "o": "d", "g": "w"}
@@ -215,7 +215,7 @@ class FrozenLake(Environment):
         check_count("size", size, 3, 10)
         check_range("frozen", frozen, 0.6, 1.0)  # below, maps with a way through are too rare to draw
         check_range("slip", slip, 0.0, 1.0)
-        check_choice("observation", observation, OBSERVATIONS)
+        check_choice("observation", observation, (*OBSERVATIONS, "image"))
         check_range("impossible", impossible, 0.0, 1.0)
         if impossible > 0:  # a goal one move away cannot be shut in
             check_count("max_turns * max_actions with impossible", self.longest, 2, 10_000)

