@@ -5,6 +5,7 @@ import sys
 
 import pytest
 
+from ragen2_trl import cli
 from ragen2_trl.envs import make_env
 from ragen2_trl.envs.search_qa.passages import Passage
 from ragen2_trl.envs.search_qa.retrieval import BM25Retriever, open_corpus
@@ -59,3 +60,12 @@ def test_the_other_tasks_need_none_of_them():
         "    make_env(name).dataset(1)\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_the_command_line_says_it_in_a_line(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "rapidfuzz", None)
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["evaluate", "--model", "random", "--env_name", "webshop"])
+    said = " ".join(capsys.readouterr().err.split())
+    assert ended.value.code == 2
+    assert "ragen2-trl evaluate: webshop needs rapidfuzz" in said and "ragen2-trl[webshop]" in said

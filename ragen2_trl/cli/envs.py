@@ -44,7 +44,7 @@ def all_tasks() -> Table:
         table.add_column(column, overflow="fold")
     shared = options_of(Environment)
     for name, task in sorted(ENVIRONMENTS.items()):
-        what = " ".join(inspect.getdoc(task).split("\n\n")[0].split())
+        what = " ".join((inspect.getdoc(task) or "").split("\n\n")[0].split())
         own = [option for option in options_of(task) if option not in shared]
         presets = [preset for preset, tasks in sorted(PRESETS.items()) if name in tasks]
         table.add_row(*map(Text, (name, what, ", ".join(own), ", ".join(presets))))

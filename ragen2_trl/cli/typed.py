@@ -22,11 +22,11 @@ def checked_input() -> Iterator[None]:
     """Makes errors in here errors of input.
 
     Raises:
-        InputError: In place of a `ValueError`, an `OSError` or an error in YAML, with its message.
+        InputError: In place of a `ValueError`, an `OSError`, an `ImportError` or an error in YAML, with its message.
     """
     try:
         yield
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, ImportError) as error:
         raise InputError(str(error)) from error
     except yaml.YAMLError as error:
         raise InputError(f"config cannot be read as YAML: {' '.join(str(error).split())}") from error
