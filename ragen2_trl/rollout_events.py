@@ -1,5 +1,4 @@
-"""What a trainer samples, told to listeners before the update begins: the one place where methods of a live trainer are
-rebound.
+"""Tells listeners what a trainer samples, before the update begins: the one place that rebinds methods of a live trainer.
 
 TRL has no callback event between sampling and update. Our trainers announce it themselves (`RolloutEvents.rollout`);
 on TRL's stock trainers `_generate_and_score_completions` is rebound once, however many listen.
@@ -16,6 +15,7 @@ from dataclasses import dataclass, field
 from functools import partial, wraps
 from typing import Any
 
+import torch
 from accelerate.utils import gather_object
 from torch import Tensor
 from trl import RLOOTrainer
@@ -231,7 +231,6 @@ def group_rewards(rewards_per_func: Tensor, weights: Tensor, num_generations: in
     Returns:
         (N, G); NaN where no function gave a number, or the sum is not finite.
 
-    >>> import torch
     >>> per_func = torch.tensor([[1.0, 2.0], [torch.nan, 1.0], [torch.nan, torch.nan], [torch.inf, 0.0]])
     >>> group_rewards(per_func, torch.tensor([1.0, 0.5]), 2).tolist()
     [[2.0, 0.5], [nan, nan]]
