@@ -15,6 +15,14 @@ from trl.trainer.utils import RepeatSampler
 logger = get_logger(__name__)
 
 STATE_FILE = "snr_state_{rank}.pt"
+# Settings by which a generation batch is laid out: under others, one in progress cannot go on.
+LAYOUT_FIELDS = (
+    "per_device_train_batch_size",
+    "gradient_accumulation_steps",
+    "steps_per_generation",
+    "num_generations",
+    "num_iterations",
+)
 
 
 class ResumableSampler(Sampler):

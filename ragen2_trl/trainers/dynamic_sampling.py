@@ -10,9 +10,13 @@ from accelerate import Accelerator
 from accelerate.utils import send_to_device
 from torch import Tensor
 
-from ragen2_trl.trainers.batches import Batch, join, loss_mask, take
-from ragen2_trl.trainers.packing import KEPT
+from ragen2_trl.trainers.batches import Batch, join, take
+from ragen2_trl.trainers.micro_batches import keep_rows
 from ragen2_trl.trainers.processes import forward_in_step, own_share
+
+MAX_STALENESS = 1
+"""Kept groups for which a batch had no room wait for the next one, unless the policy has been updated more often than
+this since they were sampled: importance ratios hold them to one update, as TRL's own `steps_per_generation` does."""
 
 _STREAM = 0x5EED  # tells our permutations from TRL's, which come from the same seed
 
@@ -30,7 +34,7 @@ class PromptStream:
         self.num_rows = num_rows
         self.seed = seed
         self.drawn = drawn
-        self._epoch = -1  # whose permutation is at hand
+        self._epoch = -1  # whose permutation is the current one
 
     def draw(self, count: int) -> list[int]:
         """The next `count` row numbers."""
@@ -49,7 +53,7 @@ class PromptStream:
         return self._order
 
 
-class Groups:
+class KeptGroups:
     """Kept groups, numbered over all processes. Each process holds those of their rows that it sampled itself.
 
     Args:
@@ -84,9 +88,9 @@ class Groups:
             self.numbers += [numbers[groups[row]] for row in own]
         self.count += int(kept.sum())
 
-    def part(self, start: int, stop: int) -> "Groups":
+    def part(self, start: int, stop: int) -> "KeptGroups":
         """The groups from number `start` to before `stop`."""
-        part = Groups(self.group_size, self.pad_token_id, self.pad_to_multiple_of)
+        part = KeptGroups(self.group_size, self.pad_token_id, self.pad_to_multiple_of)
         part.count = max(0, min(stop, self.count) - start)
         own = [row for row, number in enumerate(self.numbers) if start <= number < stop]
         if own:
@@ -96,7 +100,7 @@ class Groups:
         return part
 
 
-class Refill:
+class DynamicSampling:
     """Samples further prompts until as many groups are kept as the generation batch has; what is too much waits.
 
     Args:
@@ -153,13 +157,13 @@ class Refill:
         """
         limit, process = len(kept), self.accelerator.process_index
         pool, stale = self.waiting, 0
-        if step - self.waiting_since > self.args.snr_max_staleness:
+        if step - self.waiting_since > MAX_STALENESS:
             pool, stale = self._no_groups(), pool.count
         carried = pool.count
         first = with_logps_to_come(batch)
         pool.add(first, kept, process)
         rounds, sampled, found = 0, limit, int(kept.sum())
-        while pool.count < limit and rounds < self.args.snr_refill_rounds:
+        while pool.count < limit and rounds < self.args.snr_dynamic_sampling_rounds:
             size = round_size(
                 limit - pool.count, found, sampled, limit, pool.group_size, self.accelerator.num_processes
             )
@@ -172,12 +176,12 @@ class Refill:
 
         used, self.waiting, self.waiting_since = pool.part(0, limit), pool.part(limit, 2 * limit), step
         surplus = max(0, pool.count - limit)
-        if self.updates_per_generation > self.args.snr_max_staleness:  # too old by then: not worth keeping
+        if self.updates_per_generation > MAX_STALENESS:  # too old by then: not worth keeping
             self.waiting, stale, surplus = self._no_groups(), stale + surplus, 0
         self.waiting.rows = self._filled_in(self.waiting.rows, first, logps)  # now: their policy is about to change
         for name, value in (
-            ("refill_rounds", rounds),
-            ("refilled_groups", used.count),
+            ("sampling_rounds", rounds),
+            ("trained_groups", used.count),
             ("carried_groups", carried),
             ("waiting_groups", surplus),
             ("stale_groups", stale),
@@ -186,10 +190,10 @@ class Refill:
             self.log(name, float(value))
         return self._laid_out(used, first, carried > 0, logps)
 
-    def _no_groups(self) -> Groups:
-        return Groups(self.args.num_generations, self.pad_token_id, self.pad_to_multiple_of)
+    def _no_groups(self) -> KeptGroups:
+        return KeptGroups(self.args.num_generations, self.pad_token_id, self.pad_to_multiple_of)
 
-    def _laid_out(self, used: Groups, batch: Batch, carried: bool, logps: Callable[[Batch], Tensor]) -> Batch:
+    def _laid_out(self, used: KeptGroups, batch: Batch, carried: bool, logps: Callable[[Batch], Tensor]) -> Batch:
         """This process's rows of the groups, filled up with rows of `batch` that count as dropped."""
         rows, steps = len(batch["prompt_ids"]), self.args.steps_per_generation
         own = len(used.numbers)
@@ -201,11 +205,7 @@ class Refill:
             laid_out = self._filled_in(laid_out, batch, logps)
         elif has_logps_to_come(batch):
             del laid_out["old_per_token_logps"]
-        laid_out[KEPT] = torch.arange(size, device=self.accelerator.device) < own
-        if "num_items_in_batch" in laid_out:
-            tokens = (loss_mask(laid_out).sum(dim=1) * laid_out[KEPT]).sum()
-            laid_out["num_items_in_batch"] = self.accelerator.reduce(tokens, reduction="sum")
-        return laid_out
+        return keep_rows(laid_out, torch.arange(size, device=self.accelerator.device) < own, self.accelerator)
 
     def _filled_in(self, batch: Batch | None, spare: Batch, logps: Callable[[Batch], Tensor]) -> Batch | None:
         """The batch with log-probs under the present policy for rows that have none. For all processes together."""
@@ -221,7 +221,7 @@ class Refill:
         filled[missing] = computed.to(given)
         return {**batch, "old_per_token_logps": filled}
 
-    # State for a checkpoint
+    # What a checkpoint needs: the same on every process, and this process's own
 
     def shared_state(self) -> dict[str, Any]:
         return {"drawn": self.stream.drawn, "waiting_since": self.waiting_since, "waiting": self.waiting.count}
@@ -229,9 +229,12 @@ class Refill:
     def own_state(self) -> dict[str, Any]:
         return {"rows": self.waiting.rows, "numbers": self.waiting.numbers}
 
-    def load_waiting(self, shared: dict[str, Any], own: dict[str, Any]) -> None:
-        self.waiting_since, self.waiting.count = shared["waiting_since"], shared["waiting"]
-        self.waiting.rows, self.waiting.numbers = own["rows"], own["numbers"]
+    def load(self, shared: dict[str, Any], own: dict[str, Any] | None) -> None:
+        """Go on from a checkpoint; without `own`, in another layout, no group waits."""
+        self.stream.drawn = shared["drawn"]
+        if own is not None:
+            self.waiting_since, self.waiting.count = shared["waiting_since"], shared["waiting"]
+            self.waiting.rows, self.waiting.numbers = own["rows"], own["numbers"]
 
 
 def with_logps_to_come(batch: Batch) -> Batch:

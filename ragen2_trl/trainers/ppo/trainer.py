@@ -1,28 +1,24 @@
 """PPO with the filter, on the rollouts of TRL's GRPO (arXiv 2604.06268, Section 4.1; TRL has no PPO any more)."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, ClassVar
-from zlib import crc32
 
 import torch
 import trl
-from accelerate.utils import gather_object
 from packaging.version import Version
 from torch import Tensor
 from trl import GRPOConfig, GRPOTrainer
 
 from ragen2_trl.columns import TURN_REWARDS
-from ragen2_trl.trainers import advantages as mathematics
-from ragen2_trl.trainers.actor_critic import ActorCritic
+from ragen2_trl.rollout_events import log_row
 from ragen2_trl.trainers.batches import Batch, loss_mask, take
 from ragen2_trl.trainers.filtered import SNRFilter
-from ragen2_trl.trainers.packing import KEPT, LossMean
-from ragen2_trl.trainers.ppo_config import SNRFilteredPPOConfig, check_loss
+from ragen2_trl.trainers.micro_batches import KEPT, LossMean
+from ragen2_trl.trainers.ppo import advantages as mathematics
+from ragen2_trl.trainers.ppo.actor_critic import ActorCritic
+from ragen2_trl.trainers.ppo.config import SNRFilteredPPOConfig, check_loss
 from ragen2_trl.trainers.processes import forward_in_step
-from ragen2_trl.trainers.selecting import Selection
-
-TASK_NUMBER = "snr_task"  # (rows,) int in the batch until advantages are whitened: told apart by it are tasks
+from ragen2_trl.trainers.selection import Selection
 
 
 class SNRFilteredPPOTrainer(ActorCritic, SNRFilter, GRPOTrainer):
@@ -93,24 +89,13 @@ class SNRFilteredPPOTrainer(ActorCritic, SNRFilter, GRPOTrainer):
 
     def _set_advantages(self, inputs: list[dict[str, Any]], batch: Batch, selection: Selection) -> None:
         mask = loss_mask(batch)
-        if selection.scaled_by_task and selection.tasks is not None:
-            numbers = torch.tensor([crc32(task.encode()) for task in selection.tasks], device=mask.device)
-            batch[TASK_NUMBER] = self._local(numbers.repeat_interleave(self.num_generations))
         kept = self._local(selection.kept_rows)
         returns = self._local(selection.rewards.flatten()).to(mask.device)  # (rows,), NaN where nothing scored it
         rewards = mathematics.token_rewards(returns, mask, [row.get(TURN_REWARDS) for row in inputs])
-        if self.args.kl_in == "reward" and self.beta != 0.0:
-            logps = batch.get("old_per_token_logps")
-            logps = self._of_kept(self._logps_now, batch, kept) if logps is None else logps
-            penalty = mathematics.kl_penalty(logps, batch.pop("ref_per_token_logps"), self.args.kl_estimator)
-            of_kept = mask * kept.unsqueeze(1)
-            self._log_mean("kl", penalty, of_kept)
-            rewards = rewards - self.beta * penalty * of_kept
         values = self._of_kept(self._values, batch, kept)
         discounts = (self.args.gamma, self.args.gae_lambda)
         if self.args.gae == "bi_level":
-            turns = (self.args.turn_gamma, self.args.turn_gae_lambda)
-            advantages, targets = mathematics.bi_level_gae(rewards, values, mask, *discounts, *turns)
+            advantages, targets = mathematics.bi_level_gae(rewards, values, mask, *discounts, self.args.turn_gamma)
         else:
             advantages, targets = mathematics.gae(rewards, values, mask, *discounts)
         scored = ~returns.isnan().unsqueeze(1)
@@ -120,10 +105,8 @@ class SNRFilteredPPOTrainer(ActorCritic, SNRFilter, GRPOTrainer):
 
     def _with_all_groups(self, inputs: list[dict[str, Any]], batch: Batch) -> Batch:
         """A batch as an update of the policy on all of its groups would have it, for those who look at gradients."""
-        batch, rewards = dict(batch), self._group_rewards()
-        by_task = self.args.snr_reward_scaling_by == "task"
-        of_all = (rewards, rewards[:, 0], torch.ones(len(rewards)).bool(), self._tasks(inputs), by_task)
-        self._set_advantages(inputs, batch, Selection(*of_all))
+        batch, rewards = dict(batch), self.rollout_events.group_rewards
+        self._set_advantages(inputs, batch, Selection(rewards, rewards[:, 0], torch.ones(len(rewards)).bool()))
         self._finish_advantages(batch)
         return {**batch, "returns": torch.full_like(batch["returns"], torch.nan)}  # teach the critic nothing
 
@@ -146,58 +129,28 @@ class SNRFilteredPPOTrainer(ActorCritic, SNRFilter, GRPOTrainer):
         mask = loss_mask(batch) * ~batch["returns"].isnan()
         if KEPT in batch:
             mask = mask * batch[KEPT].unsqueeze(1)
-        tasks = batch.pop(TASK_NUMBER, None)
         returns, errors = batch["returns"], batch["returns"] - batch["old_values"]
         moments = torch.stack([mathematics.masked_moments(v, mask) for v in (batch["advantages"], returns, errors)])
         of_advantages, of_returns, of_errors = self.accelerator.reduce(moments, reduction="sum")
-        if self.args.whiten_advantages:
-            if tasks is None:
-                batch["advantages"] = mathematics.whiten(batch["advantages"], mask, of_advantages)
-            else:
-                batch["advantages"] = self._whitened_by_task(batch["advantages"], mask, tasks)
-        metrics = self._metrics["train"]
+        batch["advantages"] = mathematics.whiten(batch["advantages"], mask, of_advantages)
         if of_returns[2] > 0:
-            metrics["ppo/return_mean"].append((of_returns[0] / of_returns[2]).item())
+            log_row(self, {"ppo/return_mean": (of_returns[0] / of_returns[2]).item()})
         explained = mathematics.explained_variance(of_errors, of_returns)
         if explained == explained:  # NaN where returns do not vary
-            metrics["ppo/explained_variance"].append(explained)
-
-    def _whitened_by_task(self, advantages: Tensor, mask: Tensor, tasks: Tensor) -> Tensor:
-        """(rows, T) with zero mean and unit variance over the tokens of each task; tasks: (rows,)."""
-        whitened = torch.zeros_like(advantages)
-        for task in sorted(set(gather_object(tasks.tolist()))):
-            of_task = mask * (tasks == task).unsqueeze(1)
-            moments = self.accelerator.reduce(mathematics.masked_moments(advantages, of_task), reduction="sum")
-            whitened = whitened + mathematics.whiten(advantages, of_task, moments)
-        return whitened
+            log_row(self, {"ppo/explained_variance": explained})
 
     # Loss
 
     def _compute_loss(self, model: Any, inputs: Batch) -> Tensor:
         if "returns" not in inputs:  # evaluation: there is nothing to update
             return super()._compute_loss(model, inputs)
-        with self.critic.listening() as heard, self._own_penalty() as beta:
+        with self.critic.listening() as heard:
             loss = super()._compute_loss(model, inputs)
         mask = loss_mask(inputs)
         tokens = inputs["num_items_in_batch"].clamp(min=1.0) / self.accelerator.num_processes
         tokens = tokens * self.current_gradient_accumulation_steps / self.args.steps_per_generation
         per_token = self.args.value_coef * self._value_loss(_of_completions(heard[-1], inputs), inputs, mask)
-        if beta != 0.0:
-            penalty = mathematics.kl_penalty(self._logps, inputs["ref_per_token_logps"], self.args.kl_estimator)
-            self._log_mean("kl", penalty.detach(), mask)
-            per_token = per_token + beta * penalty
         return loss + (per_token * mask).sum() / tokens
-
-    @contextmanager
-    def _own_penalty(self) -> Iterator[float]:
-        """Keep TRL's k3 out of the loss where the penalty is another, or in the reward; gives that of ours."""
-        beta = self.beta
-        if self.args.kl_in == "reward" or self.args.kl_estimator != "k3":
-            self.beta = 0.0
-        try:
-            yield beta if self.beta != beta and self.args.kl_in == "loss" else 0.0
-        finally:
-            self.beta = beta
 
     def _value_loss(self, values: Tensor, inputs: Batch, mask: Tensor) -> Tensor:
         """(rows, T), 0 where nothing scored the row."""
@@ -208,16 +161,11 @@ class SNRFilteredPPOTrainer(ActorCritic, SNRFilter, GRPOTrainer):
         self._log_mean("ppo/value_loss", losses.detach(), mask * known)
         return losses
 
-    def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> Any:
-        outputs = super()._get_per_token_logps_and_entropies(*args, **kwargs)
-        self._logps = outputs[0]  # (rows, T) of the latest forward pass
-        return outputs
-
     def _log_mean(self, name: str, values: Tensor, mask: Tensor) -> None:
         sums = torch.stack([(values * mask).sum(), mask.sum().float()])
         total, count = self.accelerator.reduce(sums, reduction="sum").tolist()
         if count > 0:
-            self._metrics["train"][name].append(total / count)
+            log_row(self, {name: total / count})
 
 
 def _of_completions(values: Tensor, batch: Batch) -> Tensor:

@@ -5,7 +5,6 @@ from dataclasses import dataclass, field
 from trl import GRPOConfig
 
 from ragen2_trl.filtering import check_choice
-from ragen2_trl.trainers.advantages import KL_PENALTIES
 from ragen2_trl.trainers.config import SNRFilterConfig
 
 
@@ -23,6 +22,8 @@ class SNRFilteredPPOConfig(SNRFilterConfig, GRPOConfig):
 
     Inherits the parameters of [`~trl.GRPOConfig`], and the filter's from [`SNRFilterConfig`]. `loss_type` is `"dapo"`,
     whose mean goes over the tokens of the generation batch, as PPO's does in the paper; `scale_rewards` has no effect.
+    Advantages get zero mean and unit variance over the tokens of the kept rows, and `beta` is the weight of TRL's KL
+    term in the loss.
 
     Parameters:
         value_head (`str`, *optional*, defaults to `"shared"`):
@@ -42,15 +43,8 @@ class SNRFilteredPPOConfig(SNRFilterConfig, GRPOConfig):
             Discount and lambda from token to token.
         gae (`str`, *optional*, defaults to `"token"`):
             `"token"`, or `"bi_level"`: over turns first, then over the tokens of each turn.
-        turn_gamma, turn_gae_lambda (`float`, *optional*, default to `1.0`):
-            Discount and lambda from turn to turn, for `gae="bi_level"`.
-        whiten_advantages (`bool`, *optional*, defaults to `True`):
-            Whether advantages get zero mean and unit variance over the tokens of the kept rows.
-        kl_in (`str`, *optional*, defaults to `"loss"`):
-            Where the penalty `beta` goes: into the `"loss"`, or off the `"reward"` of each token.
-        kl_estimator (`str`, *optional*, defaults to `"k3"`):
-            `"k1"`, `"k2"` or `"k3"`, see [`~ragen2_trl.trainers.advantages.kl_penalty`]. In the loss, the expected
-            gradient of `"k1"` is 0 where the policy is that of the rollout.
+        turn_gamma (`float`, *optional*, defaults to `1.0`):
+            Discount from turn to turn, for `gae="bi_level"`; `gae_lambda` is for turns, too, as in RAGEN.
 
     Raises:
         ValueError: for a value outside its allowed set; the message names the field, the value and the set.
@@ -72,33 +66,20 @@ class SNRFilteredPPOConfig(SNRFilterConfig, GRPOConfig):
         default="token", metadata={"help": "'token', or 'bi_level': over turns first, then inside each of them."}
     )
     turn_gamma: float = field(default=1.0, metadata={"help": "Discount from turn to turn, for gae='bi_level'."})
-    turn_gae_lambda: float = field(default=1.0, metadata={"help": "Lambda from turn to turn, for gae='bi_level'."})
-    whiten_advantages: bool = field(
-        default=True, metadata={"help": "Whether advantages get zero mean and unit variance over the kept tokens."}
-    )
-    kl_in: str = field(default="loss", metadata={"help": "Where beta's penalty goes: 'loss' or 'reward'."})
-    kl_estimator: str = field(default="k3", metadata={"help": "Estimator of beta's penalty: 'k1', 'k2' or 'k3'."})
 
     def __post_init__(self) -> None:
         check_choice("value_head", self.value_head, ("shared", "separate"))
         check_choice("gae", self.gae, ("token", "bi_level"))
-        check_choice("kl_in", self.kl_in, ("loss", "reward"))
-        check_choice("kl_estimator", self.kl_estimator, KL_PENALTIES)
         check_loss(self)
-        for name in ("gamma", "gae_lambda", "turn_gamma", "turn_gae_lambda"):
+        for name in ("gamma", "gae_lambda", "turn_gamma"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"{name}={getattr(self, name)!r} is out of range; allowed: 0 <= value <= 1.")
         for name in ("critic_lr", "critic_warmup_steps", "value_coef"):
             if not 0 <= getattr(self, name) < float("inf"):
                 raise ValueError(f"{name}={getattr(self, name)!r} is out of range; allowed: finite, >= 0.")
-        super().__post_init__()
-
-    def _check_selection(self) -> None:
-        super()._check_selection()
-        if self.gae == "token":
-            self._allow("gae='token'", "knows no turns", turn_gamma=(1.0,), turn_gae_lambda=(1.0,))
-        if self.snr_zero_task_advantage and self.kl_in == "reward" and self.beta != 0.0:
+        if self.gae == "token" and self.turn_gamma != 1.0:
             raise ValueError(
-                "kl_in='reward' makes the KL penalty a part of the advantages, all of which "
-                "snr_zero_task_advantage=True makes 0; allowed with it: loss."
+                f"turn_gamma={self.turn_gamma!r} is without effect beside gae='token', which knows no turns; allowed "
+                "with it: 1.0."
             )
+        super().__post_init__()

@@ -1,4 +1,4 @@
-"""Training samples of an episode beside its first: turns that were sampled from contexts of their own.
+"""Training samples of an episode after its first: turns that were sampled from contexts of their own.
 
 A rollout gives one completion for each row of TRL's batch, the first sample of its episode. The others come along in
 a column and join the batch once groups are selected: each with the advantage of its episode, and kept or dropped with
@@ -16,37 +16,38 @@ from trl.trainer.utils import pad
 
 from ragen2_trl.columns import TURN_SAMPLES
 from ragen2_trl.trainers.batches import Batch, join, loss_mask, take
-from ragen2_trl.trainers.packing import KEPT
+from ragen2_trl.trainers.micro_batches import KEPT, keep_rows
 from ragen2_trl.trainers.processes import forward_in_step
 
 LOGPS = ("old_per_token_logps", "ref_per_token_logps")
 
 
-def check_later_samples(trainer: Any) -> None:
+def check_turn_samples(trainer: Any) -> None:
     """Raise a `ValueError` for settings under which an episode cannot be several training samples."""
     args = trainer.args
     unfit = {
-        f"snr_refill_rounds={args.snr_refill_rounds}": args.snr_refill_rounds > 0,
+        f"snr_dynamic_sampling_rounds={args.snr_dynamic_sampling_rounds}": args.snr_dynamic_sampling_rounds > 0,
         f"snr_score={args.snr_score!r}": args.snr_score.startswith("entropy"),
         "vllm_importance_sampling_correction=True": args.use_vllm and args.vllm_importance_sampling_correction,
     }
     if found := [setting for setting, is_unfit in unfit.items() if is_unfit]:
         raise ValueError(
             f"{found[0]} knows of one training sample an episode; allowed with contexts of single turns: "
-            "snr_refill_rounds=0, a snr_score of rewards or lengths, vllm_importance_sampling_correction=False."
+            "snr_dynamic_sampling_rounds=0, a snr_score of rewards or lengths, "
+            "vllm_importance_sampling_correction=False."
         )
 
 
 def sampled_tokens(batch: Batch) -> Tensor:
-    """Tokens that the model wrote in each episode, those of its later samples included: (rows,)."""
+    """Tokens that the model wrote in each episode, those of its turn samples included: (rows,)."""
     tokens = loss_mask(batch).sum(dim=1)
     if TURN_SAMPLES in batch:
-        later = [sum(sum(sample["env_mask"]) for sample in samples) for samples in batch[TURN_SAMPLES]]
-        tokens = tokens + torch.tensor(later, device=tokens.device)
+        further = [sum(sum(sample["env_mask"]) for sample in samples) for samples in batch[TURN_SAMPLES]]
+        tokens = tokens + torch.tensor(further, device=tokens.device)
     return tokens
 
 
-def with_later_samples(
+def with_turn_samples(
     batch: Batch,
     end_tokens: list[int],
     logps: dict[str, Callable[[Batch], Tensor]],
@@ -57,7 +58,7 @@ def with_later_samples(
     """A batch of all samples, each with the advantage of its episode. A call for all processes together.
 
     Args:
-        batch: one row an episode, with its later samples in a list and, where some are dropped, `KEPT`.
+        batch: one row an episode, with its turn samples in a list and `KEPT`.
         end_tokens: ids that end a turn.
         logps: for what the batch has of `LOGPS`, from a batch to (rows, T) under the policy that sampled, and under
             the reference.
@@ -71,7 +72,6 @@ def with_later_samples(
     batch = dict(batch)
     later = batch.pop(TURN_SAMPLES)
     episodes = len(later)
-    batch.setdefault(KEPT, torch.ones(episodes, dtype=torch.bool, device=batch["prompt_ids"].device))
     owners = [episode for episode, samples in enumerate(later) for _ in samples]
     further = _laid_out([sample for samples in later for sample in samples], owners, batch, end_tokens, args)
     for key in LOGPS:
@@ -87,10 +87,7 @@ def with_later_samples(
     spare_rows = [0] * (-len(rows) % args.steps_per_generation)
     whole = take(whole, rows + spare_rows)
     whole[KEPT][len(rows) :] = False
-    if "num_items_in_batch" in whole:
-        tokens = (loss_mask(whole).sum(dim=1) * whole[KEPT]).sum()
-        whole["num_items_in_batch"] = accelerator.reduce(tokens, reduction="sum")
-    return whole
+    return keep_rows(whole, whole[KEPT], accelerator)
 
 
 def _laid_out(

@@ -5,6 +5,7 @@ weight that makes TRL's mean one over the kept rows. The weight stays here, besi
 applied to the loss when everything a trainer or its subclasses do to it is done.
 """
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import astuple, dataclass
 from enum import Enum
@@ -15,11 +16,11 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch import Tensor
 
-from ragen2_trl.trainers.batches import Batch, join, padded_size, row_lengths, take, without_loss
+from ragen2_trl.trainers.batches import Batch, join, loss_mask, padded_size, row_lengths, take, without_loss
 from ragen2_trl.trainers.dealing import accumulation_segments, deal_rows
 from ragen2_trl.trainers.processes import exchange_rows, gathering_uneven_rows
 
-KEPT = "snr_kept"  # (rows,) bool in TRL's batch, where rows were dropped: shuffled and split together with the rows
+KEPT = "snr_kept"  # (rows,) bool in TRL's batch, which rows are kept: shuffled and split together with the rows
 
 
 class LossMean(Enum):
@@ -50,14 +51,31 @@ class MicroStep:
 SKIPPED = MicroStep(weight=0.0, kept=0, runs=False)
 
 
-class Packing:
-    """The micro-batches of the generation batch at hand.
+def keep_rows(batch: Batch, kept: Tensor, accelerator: Accelerator) -> Batch:
+    """The batch with `KEPT`, and normalised over the kept rows where TRL's loss divides by all tokens of a batch.
+
+    TRL counts these before rewards are known. A call for all processes together.
+
+    Args:
+        batch: of this process.
+        kept: (rows,) bool.
+        accelerator: of the trainer.
+    """
+    batch = {**batch, KEPT: kept}
+    if "num_items_in_batch" in batch:
+        tokens = (loss_mask(batch).sum(dim=1) * kept).sum()
+        batch["num_items_in_batch"] = accelerator.reduce(tokens, reduction="sum")
+    return batch
+
+
+class MicroBatches:
+    """Cuts the kept rows of the current generation batch into micro-batches, and weighs these.
 
     Args:
         accelerator: Of the trainer.
         args: Its settings.
         num_iterations: How often TRL goes over a generation batch.
-        loss_mean: What its loss is a mean over.
+        loss_mean: What its loss is a mean over, asked when a batch is cut: `loss_type` may be set after `__init__`.
         pad_token_id: Of its tokenizer.
         pad_to_multiple_of: TRL's setting for padded widths.
     """
@@ -67,7 +85,7 @@ class Packing:
         accelerator: Accelerator,
         args: Any,
         num_iterations: int,
-        loss_mean: LossMean,
+        loss_mean: Callable[[], LossMean],
         pad_token_id: int,
         pad_to_multiple_of: int | None,
     ):
@@ -77,76 +95,78 @@ class Packing:
         self.loss_mean = loss_mean
         self.pad_token_id = pad_token_id
         self.pad_to_multiple_of = pad_to_multiple_of
-        self.at_hand: MicroStep | None = None  # of the micro-batch that is about to be computed
-        self.forget()
+        self._forget()
 
-    def forget(self) -> None:
-        """A new generation batch begins."""
-        self.drops = False  # whether some of its rows are not kept
+    def _forget(self) -> None:
         self.steps: list[MicroStep] | None = None  # of each micro-batch; `None`: TRL's stand as they are
         self.segments: list[int] = []  # that the last pass was cut at
         self.dealt: list[MicroStep] = []  # how it was dealt
-        self.generated: list[Batch] | None = None  # TRL's own micro-batches, if a further pass will need them
+        self.generated: list[Batch] | None = None  # TRL's own micro-batches, as long as a pass over them is to come
 
-    def begin_pass(
-        self, micro_batches: list[Batch], left_in_window: int, window_has_rows: bool
-    ) -> tuple[list[Batch], float]:
-        """The micro-batches of one pass over a generation batch.
+    def begin_generation(self, micro_batches: list[Batch]) -> list[Batch]:
+        """TRL's own micro-batches of a new generation batch, without what the filter has added to them.
+
+        Raises:
+            RuntimeError: where `KEPT` is missing.
+        """
+        self._forget()
+        if any(KEPT not in batch for batch in micro_batches):
+            raise RuntimeError(
+                f"The generation batch has the keys {sorted(micro_batches[0])}; {KEPT!r}, which says what the filter "
+                "drops, must be left in it: _generate_and_score_completions must call "
+                "super()._generate_and_score_completions, which adds it."
+            )
+        rows = [
+            sum(len(batch[KEPT]) for batch in micro_batches),
+            sum(int(batch[KEPT].sum()) for batch in micro_batches),
+        ]
+        if len(set(self.accelerator.gather(torch.tensor(rows, device=self.accelerator.device)).tolist())) > 1:
+            self.generated = micro_batches
+            return micro_batches
+        # Every row of every process is kept, as many on each: TRL's own mean over TRL's own micro-batches.
+        return [{key: value for key, value in batch.items() if key != KEPT} for batch in micro_batches]
+
+    def begin_pass(self, micro_batches: list[Batch], left_to_step: int, has_rows: bool) -> tuple[list[Batch], float]:
+        """The micro-batches of one pass over the generation batch.
 
         Args:
-            micro_batches: `steps_per_generation` of them, TRL's at first and then those of the last pass.
-            left_in_window: micro-steps until the next optimizer step, the first of this pass included.
-            window_has_rows: whether earlier micro-steps of that optimizer step had kept rows.
+            micro_batches: `steps_per_generation` of them, from `begin_generation` at first and then those of the last
+                pass.
+            left_to_step: micro-steps until the next optimizer step, the first of this pass included.
+            has_rows: whether earlier micro-steps of that optimizer step had kept rows.
 
         Returns:
             As many micro-batches, and the share of TRL's padded positions that will be computed.
         """
-        if KEPT in micro_batches[0]:  # fresh from TRL; packed micro-batches no longer carry it
-            self.generated = micro_batches
-        elif self.drops and self.generated is None:
-            raise RuntimeError(
-                f"The generation batch has the keys {sorted(micro_batches[0])}; {KEPT!r}, which says what the filter "
-                "drops, must be left in it."
-            )
         if self.generated is None:  # nothing was dropped
             self.steps = None
             return micro_batches, 1.0
         generated = self.generated
-        segments = accumulation_segments(len(generated), left_in_window, self.args.gradient_accumulation_steps)
+        segments = accumulation_segments(len(generated), left_to_step, self.args.gradient_accumulation_steps)
         if segments != self.segments:  # a further pass mostly cuts as the last one did: its rows are where they belong
             self.segments = segments
-            spare = self._spare_row(generated)
-            pack = self._mask if self.args.snr_mode == "mask" else self._deal
-            micro_batches, self.dealt = pack(generated, segments, spare)
-        if self.num_iterations == 1:
-            self.generated = None
+            cut = self._mask if self.args.snr_mode == "mask" else self._deal
+            micro_batches, self.dealt = cut(generated, segments, self._spare_row(generated))
         steps = list(self.dealt)
-        ends_window = segments[0] == left_in_window
-        if ends_window and window_has_rows and not any(step.runs for step in steps[:left_in_window]):
+        ends_step = segments[0] == left_to_step
+        if ends_step and has_rows and not any(step.runs for step in steps[:left_to_step]):
             # Earlier generation batches of this optimizer step had rows: let its last micro-step run, where gradients
             # synchronise and TRL closes the step's books.
-            steps[left_in_window - 1] = MicroStep(weight=0.0, kept=0)
+            steps[left_to_step - 1] = MicroStep(weight=0.0, kept=0)
         self.steps = steps
         own = sum(padded_size(batch) for batch, step in zip(micro_batches, steps, strict=True) if step.runs)
         sizes = torch.tensor([own, sum(map(padded_size, generated))], device=self.accelerator.device)
         computed, sampled = self.accelerator.reduce(sizes, reduction="sum").tolist()
         return micro_batches, computed / sampled
 
-    def take_up(self, number: int) -> MicroStep:
-        """The micro-step of this number is next."""
-        self.at_hand = MicroStep() if self.steps is None else self.steps[number]
-        return self.at_hand
+    def step(self, number: int) -> MicroStep:
+        """What becomes of the micro-batch of this number."""
+        return MicroStep() if self.steps is None else self.steps[number]
 
     def gathering(self) -> AbstractContextManager[None]:
-        """Around the loss of the micro-step at hand, of which processes may have unequal numbers of rows."""
+        """Around the loss of a micro-batch, of which processes may have unequal numbers of rows."""
         several = self.steps is not None and self.accelerator.num_processes > 1
         return gathering_uneven_rows(self.accelerator) if several else nullcontext()
-
-    def weighted(self, loss: Tensor) -> Tensor:
-        """The loss of the micro-step at hand, as its share of the kept rows and the settings make it."""
-        assert self.at_hand is not None
-        weight = self.at_hand.weight * self.args.loss_factor
-        return loss if weight == 1.0 else loss * weight
 
     def _deal(
         self, micro_batches: list[Batch], segments: list[int], spare: Batch
@@ -163,18 +183,18 @@ class Packing:
         # (process, number of its kept rows) -> row of `held`
         held, place = exchange_rows(rows, kept, deal, accelerator, self.pad_token_id, self.pad_to_multiple_of)
 
-        packed, steps = [], []
+        cut, steps = [], []
         for shares in deal:
             own = [place[row] for row in shares[process]]
             num_kept = sum(map(len, shares))
             if own:
                 weight = len(micro_batches) * accelerator.num_processes * len(own) / total
-                packed.append(self._with_weight(take(held, own, self.pad_to_multiple_of), weight))
+                cut.append(self._with_weight(take(held, own, self.pad_to_multiple_of), weight))
                 steps.append(MicroStep(weight, num_kept))
             else:  # where another process has rows, all must run the same number of forward passes
-                packed.append(dict(spare))
+                cut.append(dict(spare))
                 steps.append(MicroStep(0.0, num_kept) if num_kept else SKIPPED)
-        return packed, steps
+        return cut, steps
 
     def _mask(
         self, micro_batches: list[Batch], segments: list[int], spare: Batch
@@ -184,15 +204,15 @@ class Packing:
         num_kept = self.accelerator.reduce(num_kept, reduction="sum").tolist()
         if not any(num_kept):
             return [dict(spare) for _ in micro_batches], [SKIPPED for _ in micro_batches]
-        packed, steps = [], []
+        cut, steps = [], []
         for batch, num_rows in zip(micro_batches, num_kept, strict=True):
             kept = batch[KEPT]
             # A mean over the micro-batch's tokens is one over its kept rows; a mean over rows counts zeros, too.
-            own = len(kept) if self.loss_mean is LossMean.ROWS else int(kept.sum())
+            own = len(kept) if self.loss_mean() is LossMean.ROWS else int(kept.sum())
             weight = len(micro_batches) * self.accelerator.num_processes * own / sum(num_kept)
-            packed.append(self._with_weight(_silenced(batch, ~kept), weight))
+            cut.append(self._with_weight(_silenced(batch, ~kept), weight))
             steps.append(MicroStep(weight, num_rows))
-        return packed, steps
+        return cut, steps
 
     def _spare_row(self, micro_batches: list[Batch]) -> Batch:
         """A micro-batch of one row without any token in the loss, where no rows are left."""
@@ -210,7 +230,7 @@ class Packing:
             batch["num_items_in_batch"] = batch["num_items_in_batch"] * weight
         return batch
 
-    # State for a checkpoint amid a generation batch
+    # What a checkpoint in the middle of a generation batch needs
 
     def state(self) -> dict[str, Any]:
         def plain(steps: list[MicroStep]) -> list[tuple[Any, ...]]:

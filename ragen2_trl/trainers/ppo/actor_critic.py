@@ -1,6 +1,7 @@
 """A trainer whose policy has a critic: one optimizer, two learning rates, and files of their own."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +10,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 from transformers.integrations import is_deepspeed_zero3_enabled
 
-from ragen2_trl.trainers.critic import FOLDER, WEIGHTS, Critic, make_critic, split_weights, without_critic
-from ragen2_trl.trainers.filtered import wrap
+from ragen2_trl.trainers.ppo.critic import FOLDER, WEIGHTS, Critic, make_critic, split_weights, without_critic
 
 
 class ActorCritic:
@@ -34,8 +34,6 @@ class ActorCritic:
         if not is_deepspeed_zero3_enabled():
             self.critic.to(self.accelerator.device)
         self.critic.join(self.model)
-        if self.use_vllm:  # inference engines know the policy alone
-            wrap(self.vllm_generation, "sync_weights", self._sync_policy)
 
     def create_optimizer(self, model: Any = None) -> Any:
         optimizer = super().create_optimizer(model)
@@ -56,9 +54,10 @@ class ActorCritic:
         torch.nn.utils.clip_grad_norm_(self.critic.parameters(), self.args.max_grad_norm)
         return norm
 
-    def _sync_policy(self, sync_weights: Any, *args: Any, **kwargs: Any) -> Any:
-        with without_critic(self.model):
-            return sync_weights(*args, **kwargs)
+    def _generate(self, *args: Any, **kwargs: Any) -> Any:
+        # Inference engines, to which TRL copies the weights in here, know the policy alone.
+        with without_critic(self.model) if self.use_vllm else nullcontext():
+            return super()._generate(*args, **kwargs)
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Tensor] | None = None) -> None:
         policy, critic = split_weights(self.model.state_dict() if state_dict is None else state_dict)

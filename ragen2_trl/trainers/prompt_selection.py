@@ -15,13 +15,21 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
-from ragen2_trl.trainers.difficulty import difficulty_features
-from ragen2_trl.trainers.posterior import Floats, RewardPosterior, Rows, evidence_of, rank_correlation
+from ragen2_trl.trainers.dynamic_sampling import PromptStream
+from ragen2_trl.trainers.posterior import Floats, RewardPosterior, Rows, evidence_of
 from ragen2_trl.trainers.processes import own_share
-from ragen2_trl.trainers.refilling import PromptStream
 
-WINDOW = 256  # groups that predictions are compared with
-TIMES = 1000  # a draw is repeated, to estimate how likely each prompt was in it
+CANDIDATES = 4
+"""Prompts sampled before that compete for each place: enough that the best of them are mostly worth it where few are,
+and few enough that an epoch of the sampler still passes in a few epochs of training."""
+
+EXPLORE = 0.1
+"""Share of these places that goes to the candidates not sampled for longest, whatever is expected of them."""
+
+HALF_LIFE = 1.0
+"""What a prompt has shown counts half once so many times the dataset's number of prompts have been sampled."""
+
+COMPARED = 256  # groups that predictions are compared with
 _DRAW = 0xD4A3  # tells our draws from others of the same seed
 
 
@@ -52,7 +60,7 @@ class SamplerStream(PromptStream):
         return self._order
 
 
-class AsTheyCome:
+class SamplerOrder:
     """Prompts as TRL's sampler brings them: nothing is chosen, nothing learnt."""
 
     draw_further = None
@@ -66,9 +74,6 @@ class AsTheyCome:
     def metrics(self) -> dict[str, float]:
         return {}
 
-    def weighted(self, advantages: Tensor) -> Tensor:
-        return advantages
-
     def state(self) -> None:
         pass
 
@@ -80,9 +85,9 @@ class PromptSelection:
     """Draws rows of a dataset by the reward variance to be expected of them.
 
     Candidates are read from the order of TRL's sampler. One that was never sampled takes a place at once; for each of
-    the other places there are `snr_candidates` of them. Of these, a share of `snr_explore` goes to those not sampled
+    the other places there are `CANDIDATES` of them. Of these, a share of `EXPLORE` goes to those not sampled
     for longest, and the rest to the largest draws of their reward variance. What has no place comes up again in the
-    next epoch. With features, which tell unseen prompts apart, these compete like all others.
+    next epoch.
 
     Everything here is the same on every process.
 
@@ -91,7 +96,6 @@ class PromptSelection:
         args: Its settings.
         prompts: Rows of the training dataset, M.
         shuffle: Whether TRL's sampler does.
-        features: (M, F) numbers that may predict rewards, see `RewardPosterior`.
     """
 
     def __init__(
@@ -100,18 +104,15 @@ class PromptSelection:
         args: Any,
         prompts: Sequence[dict[str, Any]],
         shuffle: bool,
-        features: Floats | None = None,
     ):
         self.accelerator = accelerator
         self.args = args
         self.prompts = prompts
         self.stream = SamplerStream(len(prompts), args.seed, shuffle)
-        self.posterior = RewardPosterior(len(prompts), args.snr_prompt_half_life * len(prompts), features)
-        self.competes_unseen = features is not None
+        self.posterior = RewardPosterior(len(prompts), HALF_LIFE * len(prompts))
         self.of_step: set[int] = set()  # rows that have been drawn for the step
         self.explored = 0.0  # of a place for prompts not sampled for longest, what is left to the next step
         self.compared: list[list[float]] = []  # predicted and realised variance of the latest groups
-        self.weights: Floats | None = None  # (N,) of the prompts that were drawn last
 
     def replace(self, inputs: list[dict[str, Any]]) -> None:
         """Put this process's rows of the prompts that are drawn in place of those that TRL's sampler has brought."""
@@ -132,31 +133,23 @@ class PromptSelection:
         candidates = self._candidates(count)
         waits = self.posterior.seen[candidates]
         unseen = waits < 0
-        fresh = np.zeros(len(candidates), dtype=bool) if self.competes_unseen else unseen.copy()
-        places = count - int(fresh.sum())
-        self.explored += places * self.args.snr_explore
+        places = count - int(unseen.sum())
+        self.explored += places * EXPLORE
         due = min(int(self.explored), places)
         self.explored -= int(self.explored)
-        longest = np.argsort(np.where(fresh, np.iinfo(np.int64).max, waits), kind="stable")[:due]
-        sure = fresh.copy()
+        longest = np.argsort(np.where(unseen, np.iinfo(np.int64).max, waits), kind="stable")[:due]
+        sure = unseen.copy()
         sure[longest] = True
         others = np.flatnonzero(~sure)
         room = count - int(sure.sum())
         rng = np.random.default_rng([_DRAW, self.args.seed, self.stream.drawn])
         chosen = sure.copy()
-        chosen[others[_largest(self.posterior.sample(candidates[others], rng), room)[0]]] = True
+        drawn = self.posterior.sample(candidates[others], rng)
+        chosen[others[np.argsort(-drawn, kind="stable")[:room]]] = True
         self.rows = candidates[chosen]
-        self.typical = (sure | unseen)[chosen]  # not sampled for what their own rewards were
+        self.typical = sure[chosen]  # not sampled for what their own rewards were
         self.predicted = self.posterior.mean(self.rows)
         self.skipped = len(candidates) - count
-        self.weights = None
-        if (largest := self.args.snr_importance_weights) > 0:
-            chance = np.ones(len(candidates))
-            hits = _hits(self.posterior.sample(candidates[others], rng, TIMES), room)
-            # With one for the draw itself, the inverse has the right mean: 1/q up to the factor 1 - (1-q)^(TIMES+1).
-            chance[others] = (hits + 1) / (TIMES + 1)
-            weights = count / len(candidates) / chance[chosen]
-            self.weights, self.clipped = np.minimum(weights, largest), float((weights > largest).mean())
         self.of_step.update(self.rows.tolist())
         return [int(row) for row in self.rows]
 
@@ -165,15 +158,14 @@ class PromptSelection:
         where that fills them, too."""
         rows: dict[int, None] = {}
         spare: list[int] = []
-        room, others = places * self.args.snr_candidates, len(self.prompts) - len(self.of_step)
+        room, others = places * CANDIDATES, len(self.prompts) - len(self.of_step)
         while len(rows) + len(spare) < places or (
             room > 0 and len(rows) < others and not self.stream.at_start_of_epoch
         ):
             (row,) = self.stream.draw(1)
             if row not in rows and row not in self.of_step:
                 rows[row] = None
-                never = self.posterior.seen[row] < 0 and not self.competes_unseen
-                room -= self.args.snr_candidates if never else 1
+                room -= CANDIDATES if self.posterior.seen[row] < 0 else 1
             elif len(rows) == others:  # more places than prompts
                 spare.append(row)
         return np.array([*rows, *spare], dtype=np.int64)
@@ -191,7 +183,7 @@ class PromptSelection:
         self.posterior.observe(self.rows, earned, self.typical)
         self.realised = evidence_of(earned)[1]
         self.compared += [list(pair) for pair in zip(self.predicted.tolist(), self.realised.tolist(), strict=True)]
-        self.compared = self.compared[-WINDOW:]
+        self.compared = self.compared[-COMPARED:]
         expected: list[float] = self.predicted.tolist()
         return expected
 
@@ -205,29 +197,18 @@ class PromptSelection:
             **({} if math.isnan(correlation) else {"prediction_rank_correlation": correlation}),
             "skipped_prompts": float(self.skipped),
             "oldest_unseen": float(posterior.clock - max(0, int(posterior.seen.min()))),
-            **({} if self.weights is None else {"importance_clipped": self.clipped}),
         }
-
-    def weighted(self, advantages: Tensor) -> Tensor:
-        """Advantages (rows,) or (rows, T) of this process, those of prompts that are drawn often made small."""
-        if self.weights is None:
-            return advantages
-        rows = torch.from_numpy(self.weights).repeat_interleave(self.args.num_generations)
-        own = own_share(rows, self.accelerator).to(advantages)
-        return advantages * (own if advantages.ndim == 1 else own.unsqueeze(1))
 
     def state(self) -> dict[str, Any]:
         """All that a checkpoint needs, the same on every process."""
         known = {"explored": self.explored, "compared": self.compared, "posterior": self.posterior.state()}
-        of = {"num_rows": len(self.prompts), "columns": self.args.snr_difficulty_columns}
-        return {**of, "drawn": self.stream.drawn, **known}
+        return {"num_rows": len(self.prompts), "drawn": self.stream.drawn, **known}
 
     def load(self, state: dict[str, Any] | None) -> None:
         """Go on from a checkpoint; from that of a run which did not choose, with nothing known.
 
         Raises:
-            ValueError: if it is of a dataset of another length, whose rows have other numbers, or has learnt from
-                other columns.
+            ValueError: if it is of a dataset of another length, whose rows have other numbers.
         """
         if state is None:
             return
@@ -236,30 +217,31 @@ class PromptSelection:
                 f"train_dataset has {len(self.prompts)} rows; the checkpoint's snr_prompt_selection knows "
                 f"{state['num_rows']} by their number; allowed: the dataset of the checkpoint, or a run of its own."
             )
-        if state["columns"] != (columns := self.args.snr_difficulty_columns):
-            raise ValueError(
-                f"snr_difficulty_columns={columns!r}; the checkpoint's snr_prompt_selection has learnt from "
-                f"{state['columns']!r}; allowed: the same columns, or a run of its own."
-            )
         self.stream.drawn, self.explored, self.compared = state["drawn"], state["explored"], list(state["compared"])
         self.posterior.load(state["posterior"])
 
 
-def selection_of(trainer: Any) -> PromptSelection | AsTheyCome:
+def selection_of(trainer: Any) -> PromptSelection | SamplerOrder:
     """What chooses a trainer's prompts."""
     if not trainer.args.snr_prompt_selection:
-        return AsTheyCome()
-    args, rows = trainer.args, trainer.train_dataset
-    features = difficulty_features(args.snr_difficulty_columns, rows, trainer.reward_funcs)
-    rows = trainer._remove_unused_columns(rows, description="training")
-    return PromptSelection(trainer.accelerator, args, rows, trainer.shuffle_dataset, features)
+        return SamplerOrder()
+    rows = trainer._remove_unused_columns(trainer.train_dataset, description="training")
+    return PromptSelection(trainer.accelerator, trainer.args, rows, trainer.shuffle_dataset)
 
 
-def _largest(scores: Floats, count: int) -> Rows:
-    """(times, count) numbers of the largest of (times, n) scores; of equal ones, the first."""
-    return np.argsort(-scores, axis=1, kind="stable")[:, :count]
+def rank_correlation(first: Floats, second: Floats) -> float:
+    """Spearman's, NaN where either has one value only. (n,) each.
+
+    >>> round(rank_correlation(np.array([1.0, 2.0, 3.0, 4.0]), np.array([1.0, 3.0, 2.0, 9.0])), 3)
+    0.8
+    """
+    ranks = [_ranks(values) for values in (first, second)]
+    if any(len(np.unique(values)) < 2 for values in ranks):
+        return math.nan
+    return float(np.corrcoef(*ranks)[0, 1])
 
 
-def _hits(scores: Floats, count: int) -> Rows:
-    """(n,) in how many of (times, n) scores each is among the `count` largest."""
-    return np.bincount(_largest(scores, count).ravel(), minlength=scores.shape[1])
+def _ranks(values: Floats) -> Floats:
+    """(n,) ranks, equal values sharing the mean of theirs."""
+    _, places, counts = np.unique(values, return_inverse=True, return_counts=True)
+    return (np.cumsum(counts) - (counts - 1) / 2)[places]

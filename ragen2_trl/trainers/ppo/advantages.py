@@ -26,9 +26,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ragen2_trl.filtering import ZERO_STD, check_choice
-
-KL_PENALTIES = ("k1", "k2", "k3")
+from ragen2_trl.filtering import ZERO_STD
 
 
 def token_rewards(
@@ -95,38 +93,37 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float)
 
 
 def bi_level_gae(
-    rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float, turn_gamma: float, turn_lam: float
+    rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float, turn_gamma: float
 ) -> tuple[Tensor, Tensor]:
     """Generalised advantage estimation on two clocks: over turns first, then over the own tokens inside each turn.
 
     With e(k) the last own token of turn k and m(k) the sum of the rewards of turn k before e(k), the first level is
 
         delta(k) = r(e(k)) + turn_gamma [m(k+1) + V(e(k+1))] - V(e(k))
-        A(k) = delta(k) + turn_gamma turn_lam A(k+1)
+        A(k) = delta(k) + turn_gamma lam A(k+1)
 
     with m, V and A zero after the last turn. The second level takes A(k) as the advantage of e(k). For the other own
     tokens of the turn, with t + 1 the next one of the same turn, it is that of `gae`:
 
         A(t) = r(t) + gamma V(t+1) - V(t) + gamma lam A(t+1)
 
-    So no token discount is paid between turns, and no turn discount inside them. One turn, or all four factors 1,
-    gives `gae`. Rewards at turn ends only, and turn_lam = lam, give the bi-level estimator of RAGEN
+    So no token discount is paid between turns, and no turn discount inside them. One turn, or all three factors 1,
+    gives `gae`. Rewards at turn ends only give the bi-level estimator of RAGEN
     (`compute_bi_level_gae_advantage_return` in ragen/trainer/core_algos.py) and VAGEN. Ours differs from RAGEN's:
 
     - a turn is a run of own tokens. RAGEN's ends wherever a token's reward is not 0: a turn that earned 0 has no
       level of its own, a penalty on every token makes every token a turn, and a row without reward is an IndexError;
     - m(k+1) carries rewards inside a turn, such as a KL penalty, to the turns before it;
-    - turns have a lambda of their own, where RAGEN's has one for both levels;
     - the advantages are not whitened here (`whiten`).
 
     Args:
         rewards, values, mask: (rows, T) each, as for `gae`, and so is what is returned.
-        gamma, lam: from one own token to the next of the same turn.
-        turn_gamma, turn_lam: from one turn to the next; the first is RAGEN's `high_level_gamma`.
+        gamma, lam: from one own token to the next of the same turn; lam from turn to turn, too.
+        turn_gamma: from one turn to the next; RAGEN's `high_level_gamma`.
 
     >>> mask = torch.tensor([[1, 1, 0, 1, 1]])
     >>> rewards, values = torch.tensor([[0.0, 1.0, 0.0, 0.0, 4.0]]), torch.tensor([[1.0, 2.0, 0.0, 2.0, 3.0]])
-    >>> advantages, _ = bi_level_gae(rewards, values, mask, gamma=1.0, lam=1.0, turn_gamma=0.5, turn_lam=1.0)
+    >>> advantages, _ = bi_level_gae(rewards, values, mask, gamma=1.0, lam=1.0, turn_gamma=0.5)
     >>> advantages.tolist()  # turns: 4 - 3 = 1 and 1 + 0.5 x 3 - 2 + 0.5 x 1 = 1; inside: 3 - 2 + 1 and 2 - 1 + 1
     [[2.0, 1.0, 0.0, 2.0, 1.0]]
     """
@@ -137,7 +134,7 @@ def bi_level_gae(
     before_end = torch.zeros(len(own), own.shape[1] + 2, dtype=torch.float64)
     before_end.scatter_add_(1, turn, exact_rewards.where(own & ~ends, 0.0))  # m
     arriving = exact_rewards + turn_gamma * before_end.gather(1, turn + 1)
-    turn_advantages = _advantages(arriving, exact_values, ends, torch.zeros_like(ends), turn_gamma, turn_lam)
+    turn_advantages = _advantages(arriving, exact_values, ends, torch.zeros_like(ends), turn_gamma, lam)
     turn_returns = turn_advantages + exact_values
     advantages = _advantages(turn_returns.where(ends, exact_rewards), exact_values, own, ends, gamma, lam)
     return _with_returns(advantages, exact_values, own, values.device)
@@ -198,20 +195,6 @@ def clipped_value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip
         return loss
     clipped = values.clamp(old_values - clip, old_values + clip)
     return torch.maximum(loss, 0.5 * (clipped - returns).square())
-
-
-def kl_penalty(logps: Tensor, ref_logps: Tensor, kind: str) -> Tensor:
-    """One-sample estimates of KL(policy || reference) at each token (http://joschu.net/blog/kl-approx.html).
-
-    With d = log policy - log reference: `k1` d, `k2` d^2 / 2, `k3` exp(-d) + d - 1; another kind is a `ValueError`.
-    (rows, T) each -> (rows, T) in nats, not clamped. The expectation of `k1` and of `k3` is the KL divergence, and
-    that of the gradient of `k2` is its gradient.
-    """
-    check_choice("kind", kind, KL_PENALTIES)
-    difference = logps.float() - ref_logps.float()
-    if kind == "k1":
-        return difference
-    return 0.5 * difference.square() if kind == "k2" else torch.expm1(-difference) + difference
 
 
 def _advantages(rewards: Tensor, values: Tensor, steps: Tensor, ends: Tensor, gamma: float, lam: float) -> Tensor:
