@@ -11,11 +11,11 @@ from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any
 
-from ragen2_trl.experiments.grid import Grid, Notes
-from ragen2_trl.experiments.kinds import KINDS, Check
-from ragen2_trl.experiments.measures import check_statistic
-from ragen2_trl.experiments.plan import Experiment, question
-from ragen2_trl.experiments.statistics import CONFIDENCE, Estimate, holm
+from research.grid import Grid, Notes
+from research.kinds import KINDS, Check
+from research.measures import check_statistic
+from research.plan import Experiment, question
+from research.statistics import CONFIDENCE, Estimate, holm
 
 HOLDS, IN_PART, CONTRADICTED, UNDECIDED, NOT_RUN = (
     "holds",
@@ -92,8 +92,8 @@ def evaluate(grid: Grid, fixed: Sequence[Check] | None = None) -> list[Result]:
     """The checks of an experiment, with Holm's correction over them.
 
     Args:
-        grid: Its cells.
-        fixed: The checks that there were before its cells ran; `None` if that is not known.
+        grid: Its runs.
+        fixed: The checks that there were before its runs ran; `None` if that is not known.
     """
     before = None if fixed is None else {question(check): bool(check.get("beside")) for check in fixed}
 
@@ -111,15 +111,15 @@ def evaluate(grid: Grid, fixed: Sequence[Check] | None = None) -> list[Result]:
 def verdict(grid: Grid, results: Sequence[Result]) -> str:
     """The rule, the same for all experiments: `holds` if every check that counts is decided as expected; `holds in
     part` if some are; `contradicted` if one is decided the other way and none as expected; `not at this scale`
-    otherwise. With fewer cells than planned it is a verdict so far, and `not run yet` while no check has a number.
+    otherwise. With fewer runs than planned it is a verdict so far, and `not run yet` while no check has a number.
     Without a check that counts there is none.
     """
-    done, cells = len(grid.runs), len({cell.key for cell in grid.cells})
+    done, planned_runs = len(grid.runs), len({planned.key for planned in grid.planned_runs})
     counting = [result for result in results if result.counts]
     if not counting and done:
         made = "one seed" if len(grid.seeds) == 1 else f"{len(grid.seeds)} seeds"
-        return f"{made}: {CURVES_ONLY}" + (f", so far ({done} of {cells} cells)" if done < cells else "")
-    if not done or (done < cells and all(math.isnan(result.estimate.value) for result in results)):
+        return f"{made}: {CURVES_ONLY}" + (f", so far ({done} of {planned_runs} runs)" if done < planned_runs else "")
+    if not done or (done < planned_runs and all(math.isnan(result.estimate.value) for result in results)):
         return NOT_RUN
     outcomes = [result.outcome for result in counting]
     if all(outcome == 1 for outcome in outcomes):
@@ -128,9 +128,9 @@ def verdict(grid: Grid, results: Sequence[Result]) -> str:
         said = IN_PART
     else:
         said = CONTRADICTED if -1 in outcomes else UNDECIDED
-    if done >= cells:
+    if done >= planned_runs:
         return said
-    return f"{'nothing decided' if said == UNDECIDED else said}, so far ({done} of {cells} cells)"
+    return f"{'nothing decided' if said == UNDECIDED else said}, so far ({done} of {planned_runs} runs)"
 
 
 def sentence(results: Sequence[Result]) -> str:

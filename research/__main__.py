@@ -22,8 +22,8 @@ from rich.text import Text
 from ragen2_trl.cli.console import ProgressLine, make_console
 from ragen2_trl.cli.experiment_arguments import ACTIONS, FOLDERS, experiment_parser
 from ragen2_trl.cli.typed import InputError, checked_input, refuse_in_a_line
-from ragen2_trl.experiments.cells import (
-    Job,
+from research.planned_runs import (
+    QueuedRun,
     command_of,
     model_folder,
     queue,
@@ -32,20 +32,20 @@ from ragen2_trl.experiments.cells import (
     write_config,
     write_warm_start,
 )
-from ragen2_trl.experiments.curves import Store, check_folder
-from ragen2_trl.experiments.plan import Experiment, read_experiments
-from ragen2_trl.experiments.runner import MADE, Progress, Runner, is_locked
+from research.store import Store, check_folder
+from research.plan import Experiment, read_experiments
+from research.runner import MADE, Progress, Runner, is_locked
 
 PLAIN_EVERY = 60.0  # seconds between two lines where there is no terminal
 
 
 @dataclass(frozen=True)
 class Asked:
-    """What a command is about: the experiments, their cells that were asked for, and the folders."""
+    """What a command is about: the experiments, their runs that were asked for, and the folders."""
 
     arguments: argparse.Namespace
     experiments: list[Experiment]
-    jobs: list[Job]
+    jobs: list[QueuedRun]
     store: Store
     runs: Path
 
@@ -54,7 +54,7 @@ def main(args: list[str] | None = None) -> None:
     """Do what the first argument says with the experiments after it.
 
     Raises:
-        SystemExit: With code 1 if a cell failed, 130 after Ctrl-C or SIGTERM.
+        SystemExit: With code 1 if a run failed, 130 after Ctrl-C or SIGTERM.
         InputError: For files, settings and folders that cannot be used, before anything runs.
     """
     console = Console()
@@ -82,11 +82,11 @@ def main(args: list[str] | None = None) -> None:
 
 def _run(console: Console, asked: Asked) -> None:
     done = asked.store.done()
-    if left := [job for job in asked.jobs if job.cell.key not in done]:
+    if left := [job for job in asked.jobs if job.planned.key not in done]:
         _check_settings(left, asked.arguments.set)
     unrecorded = {source.id: source for one in asked.experiments for source in (*one.others, one)}
 
-    def added(job: Job) -> None:
+    def added(job: QueuedRun) -> None:
         for name in job.experiments:
             if (experiment := unrecorded.pop(name, None)) is not None:
                 asked.store.write_record(experiment, asked.arguments.scale, asked.arguments.quick)
@@ -100,9 +100,9 @@ def _run(console: Console, asked: Asked) -> None:
                 asked.jobs
             )
         except KeyboardInterrupt:
-            console.print("Stopped. The same command goes on with the cells that are left, from their checkpoints.")
+            console.print("Stopped. The same command goes on with the runs that are left, from their checkpoints.")
             sys.exit(130)
-    console.print(Text(f"{len(outcome.done)} of {len(asked.jobs)} cells are done, in {asked.store.folder}."))
+    console.print(Text(f"{len(outcome.done)} of {len(asked.jobs)} runs are done, in {asked.store.folder}."))
     for failure in outcome.failed:
         told = f"Failed: {failure.job.name}\n  {failure.command}\n  {failure.reason}"
         console.print(Text(told), soft_wrap=True)  # a command is copied whole
@@ -112,13 +112,13 @@ def _run(console: Console, asked: Asked) -> None:
 
 def _status(console: Console, asked: Asked) -> None:
     done = asked.store.done()
-    table = Table("experiment", "cells", "done", "running", "begun", "left", "seeds done")
+    table = Table("experiment", "runs", "done", "running", "begun", "left", "seeds done")
     for one in asked.experiments:
         own = [job for job in asked.jobs if one.id in job.experiments]
-        open_ = [job for job in own if job.cell.key not in done]
-        running = [job for job in open_ if is_locked(asked.runs / job.cell.key)]
-        begun = [job for job in open_ if job not in running and any((asked.runs / job.cell.key).glob("checkpoint-*"))]
-        whole = [str(seed) for seed in one.seeds if own and not any(job.cell.seed == seed for job in open_)]
+        open_ = [job for job in own if job.planned.key not in done]
+        running = [job for job in open_ if is_locked(asked.runs / job.planned.key)]
+        begun = [job for job in open_ if job not in running and any((asked.runs / job.planned.key).glob("checkpoint-*"))]
+        whole = [str(seed) for seed in one.seeds if own and not any(job.planned.seed == seed for job in open_)]
         counts = (len(own), len(own) - len(open_), len(running), len(begun), len(open_) - len(running) - len(begun))
         table.add_row(one.id, *map(str, counts), " ".join(whole) or "none")
     console.print(table)
@@ -130,49 +130,49 @@ def _list(console: Console, asked: Asked) -> None:
         return
     done = asked.store.done()
     for job in asked.jobs:
-        state = "done" if job.cell.key in done else "left"
-        command = _commands(asked.runs / job.cell.key, job) if state == "left" else ""
-        console.print(Text(f"{job.cell.key}  {state}  {job.name}  {command}".rstrip()), soft_wrap=True)
+        state = "done" if job.planned.key in done else "left"
+        command = _commands(asked.runs / job.planned.key, job) if state == "left" else ""
+        console.print(Text(f"{job.planned.key}  {state}  {job.name}  {command}".rstrip()), soft_wrap=True)
 
 
-def _commands(folder: Path, job: Job) -> str:
-    """What trains a cell, after what makes its model if that is not there."""
+def _commands(folder: Path, job: QueuedRun) -> str:
+    """What trains a run, after what makes its model if that is not there."""
     commands = [command_of(write_config(folder, job), job)]
-    model = model_folder(folder, job.cell)
+    model = model_folder(folder, job.planned)
     if model is not None and not (model / MADE).exists():
         commands.insert(0, warm_start_command(write_warm_start(model, job)))
     return " && ".join(map(shlex.join, commands))
 
 
 def _analyse(console: Console, asked: Asked) -> None:
-    from ragen2_trl.experiments.page import analyse  # matplotlib and scipy only where something is drawn
+    from research.page import analyse  # matplotlib and scipy only where something is drawn
 
     with checked_input():
         analyse(asked.experiments, asked.store.folder, asked.arguments.scale, asked.arguments.quick)
     done = asked.store.done()
     for one in asked.experiments:
-        has_cells = any(one.id in job.experiments and job.cell.key in done for job in asked.jobs)
-        if has_cells and asked.store.fixed_checks(one) is None:
-            told = f"{one.id} has cells and no record of its checks: `ragen2-trl experiment run {one.path}` writes it."
+        has_runs = any(one.id in job.experiments and job.planned.key in done for job in asked.jobs)
+        if has_runs and asked.store.fixed_checks(one) is None:
+            told = f"{one.id} has runs and no record of its checks: `ragen2-trl experiment run {one.path}` writes it."
             console.print(Text(told), soft_wrap=True)
     console.print(
         Text(f"{asked.store.folder / 'README.md'} says what came of {', '.join(one.id for one in asked.experiments)}.")
     )
 
 
-def _show_launches(console: Console, jobs: Sequence[Job], runs: Path) -> None:
-    """Write the settings of all cells and show the line that trains each."""
+def _show_launches(console: Console, jobs: Sequence[QueuedRun], runs: Path) -> None:
+    """Write the settings of all runs and show the line that trains each."""
     hours = 0.0
     for job in jobs:
         hours += job.gpu_hours
-        command = shlex.join(command_of(write_config(runs / job.cell.key, job), job))
+        command = shlex.join(command_of(write_config(runs / job.planned.key, job), job))
         console.print(Text(f"# {job.name}: about {job.gpu_hours:.0f} GPU hours\n{command}"), soft_wrap=True)
-    told = f"{len(jobs)} cells, about {hours:,.0f} GPU hours: an estimate, nothing of it was run on a GPU."
+    told = f"{len(jobs)} runs, about {hours:,.0f} GPU hours: an estimate, nothing of it was run on a GPU."
     console.print(Text(told), soft_wrap=True)
 
 
 def _told(progress: Progress) -> str:
-    parts = [f"{progress.done}/{progress.total} cells done", f"{len(progress.running)} running"]
+    parts = [f"{progress.done}/{progress.total} runs done", f"{len(progress.running)} running"]
     if progress.failed:
         parts.append(f"{progress.failed} failed")
     if progress.seconds_left is not None:
@@ -183,21 +183,21 @@ def _told(progress: Progress) -> str:
 
 def _check_claims(experiments: Sequence[Experiment]) -> None:
     """Raise a `ValueError` if a check or a figure of an experiment is not as it should be."""
-    from ragen2_trl.experiments.page import check_readable  # matplotlib and scipy, which take a second
+    from research.page import check_readable  # matplotlib and scipy, which take a second
 
     for one in experiments:
         check_readable(one)
 
 
-def _check_settings(jobs: Sequence[Job], sets: Sequence[str] = ()) -> None:
-    """Let the command that will train a cell read its settings, once for all seeds of them.
+def _check_settings(jobs: Sequence[QueuedRun], sets: Sequence[str] = ()) -> None:
+    """Let the command that will train a run read its settings, once for all seeds of them.
 
     Args:
-        jobs: Their cells.
+        jobs: Their runs.
         sets: What was typed after `--set`, which the message names.
 
     Raises:
-        InputError: With the cell's name, if a setting is not one of its algorithm's or has no allowed value.
+        InputError: With the run's name, if a setting is not one of its algorithm's or has no allowed value.
     """
     from trl import ModelConfig, SFTConfig, TrlParser  # these take seconds
 
@@ -212,14 +212,14 @@ def _check_settings(jobs: Sequence[Job], sets: Sequence[str] = ()) -> None:
     with TemporaryDirectory() as folder:
         config = Path(folder) / "config.yaml"
         for job in jobs:
-            own_fields = training_fields(Path(folder) / "cell", job.cell)
+            own_fields = training_fields(Path(folder) / "run", job.planned)
             text = yaml.safe_dump({**own_fields, "output_dir": folder})
             if text in checked:
                 continue
             checked.add(text)
             args = ["--config", str(config), *(without_gpu if job.launch is not None else [])]
             try:
-                if job.cell.model_key:
+                if job.planned.model_key:
                     warm_start = write_warm_start(Path(folder) / "model", job)
                     of_warm_start = refuse_in_a_line(TrlParser((WarmStartArguments, SFTConfig, ModelConfig)))
                     parse(of_warm_start, ["--config", str(warm_start), *args[2:]])

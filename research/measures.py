@@ -16,8 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.integrate import trapezoid
 
-from ragen2_trl.experiments.curves import Store
-from ragen2_trl.experiments.plan import Cell
+from research.store import Store
+from research.plan import PlannedRun
 
 Array = NDArray[np.float64]
 
@@ -56,7 +56,7 @@ _BUCKET = re.compile(r"grad/bucket_(\d+)/reward_std")
 
 
 @dataclass(frozen=True)
-class Curve:
+class MetricCurve:
     """A metric over the optimizer steps of a run, in their order; at least one point."""
 
     steps: Array
@@ -69,24 +69,24 @@ class Curve:
 
 @dataclass(frozen=True)
 class Run:
-    """A finished cell.
+    """A finished run.
 
     Args:
-        key: Of the cell.
+        key: Of the run.
         seed: Of the run.
         levels: Axis -> level.
-        planned: Optimizer steps it was to have.
+        planned_steps: Optimizer steps it was to have.
         done: Those it had.
         curves: Log key -> curve.
-        record: The row of the cell in the store.
+        record: The row of the run in the store.
     """
 
     key: str
     seed: int
     levels: Mapping[str, str]
-    planned: int
+    planned_steps: int
     done: int
-    curves: Mapping[str, Curve]
+    curves: Mapping[str, MetricCurve]
     record: Mapping[str, Any]
 
     @property
@@ -101,24 +101,24 @@ class Run:
 
     @property
     def ended_early(self) -> bool:
-        return self.done < self.planned
+        return self.done < self.planned_steps
 
-    def curve(self, metric: str) -> Curve | None:
+    def curve(self, metric: str) -> MetricCurve | None:
         """Of a short name or a log key, up to the planned steps; None where the run has no such metric."""
         for pattern in METRICS.get(metric, (re.escape(metric),)):
             if found := sorted(key for key in self.curves if re.fullmatch(pattern, key)):
                 return self._whole(self._mean([self.curves[key] for key in found]))
         return None
 
-    def _mean(self, curves: Sequence[Curve]) -> Curve:
+    def _mean(self, curves: Sequence[MetricCurve]) -> MetricCurve:
         """Of several tasks, at the steps of the first."""
         first = curves[0]
-        return Curve(first.steps, np.mean([one.at(first.steps) for one in curves], axis=0))
+        return MetricCurve(first.steps, np.mean([one.at(first.steps) for one in curves], axis=0))
 
-    def _whole(self, curve: Curve) -> Curve:
-        if not self.ended_early or curve.steps[-1] >= self.planned:
+    def _whole(self, curve: MetricCurve) -> MetricCurve:
+        if not self.ended_early or curve.steps[-1] >= self.planned_steps:
             return curve
-        return Curve(np.append(curve.steps, self.planned), np.append(curve.values, curve.values[-1]))
+        return MetricCurve(np.append(curve.steps, self.planned_steps), np.append(curve.values, curve.values[-1]))
 
     def spent(self, axis: str, steps: Array) -> Array | None:
         """What the run had cost after each of these steps: the steps themselves, or one of `COSTS`."""
@@ -128,7 +128,7 @@ class Run:
         if cost is None:
             return None
         # Nothing is spent before the first step.
-        return Curve(np.append(0, cost.steps), np.append(0, cost.values)).at(steps)
+        return MetricCurve(np.append(0, cost.steps), np.append(0, cost.values)).at(steps)
 
 
 def check_statistic(name: str, of_pairs: bool = False) -> None:
@@ -167,7 +167,7 @@ def statistic(run: Run, name: str, target: float = math.nan) -> float:
     return math.nan if curve is None else of_curve(curve, what)
 
 
-def of_curve(curve: Curve, what: str) -> float:
+def of_curve(curve: MetricCurve, what: str) -> float:
     """One of `OF_CURVES`.
 
     `last_fifth` is the mean of the points in the last fifth of the steps, of which the last is one; `area` that under
@@ -275,7 +275,7 @@ def gradient_slope(run: Run, part: str) -> float:
     return products / squares if squares > 0 else math.nan
 
 
-def on_common_steps(one: Curve, other: Curve) -> tuple[Curve, Curve]:
+def on_common_steps(one: MetricCurve, other: MetricCurve) -> tuple[MetricCurve, MetricCurve]:
     """Both at the steps of the one with fewer points, from where the other has any: its latest value by then.
 
     What is measured more often would otherwise be seen to fall sooner.
@@ -284,12 +284,12 @@ def on_common_steps(one: Curve, other: Curve) -> tuple[Curve, Curve]:
     steps = few.steps[few.steps >= many.steps[0]]
     if len(steps) == 0:
         return one, other
-    latest = Curve(steps, many.values[np.searchsorted(many.steps, steps, side="right") - 1])
-    kept = Curve(steps, few.values[-len(steps) :])
+    latest = MetricCurve(steps, many.values[np.searchsorted(many.steps, steps, side="right") - 1])
+    kept = MetricCurve(steps, few.values[-len(steps) :])
     return (kept, latest) if few is one else (latest, kept)
 
 
-def fall(curve: Curve, share: float) -> float:
+def fall(curve: MetricCurve, share: float) -> float:
     """The step by which a metric has fallen for good: the first point after which it never again is above (1 - share)
     of its peak. Infinite if it does not fall."""
     above = np.flatnonzero(curve.values > (1 - share) * curve.values.max())
@@ -300,37 +300,37 @@ def fall(curve: Curve, share: float) -> float:
 
 @dataclass(frozen=True)
 class Finished:
-    """What a store has: curves and rows of cells, by key."""
+    """What a store has: curves and rows of runs, by key."""
 
-    curves: Mapping[str, Mapping[str, Curve]]
+    curves: Mapping[str, Mapping[str, MetricCurve]]
     records: Mapping[str, Mapping[str, Any]]
 
-    def runs(self, cells: Iterable[Cell]) -> dict[str, Run]:
-        """Those of some cells that have run, by key."""
+    def runs(self, planned_runs: Iterable[PlannedRun]) -> dict[str, Run]:
+        """Those of some runs that have run, by key."""
         return {
-            cell.key: Run(
-                cell.key,
-                cell.seed,
-                cell.levels,
-                int(cell.fields.get("max_steps", self.records[cell.key]["steps"])),
-                int(self.records[cell.key]["steps"]),
-                self.curves.get(cell.key, {}),
-                self.records[cell.key],
+            planned.key: Run(
+                planned.key,
+                planned.seed,
+                planned.levels,
+                int(planned.fields.get("max_steps", self.records[planned.key]["steps"])),
+                int(self.records[planned.key]["steps"]),
+                self.curves.get(planned.key, {}),
+                self.records[planned.key],
             )
-            for cell in cells
-            if cell.key in self.records
+            for planned in planned_runs
+            if planned.key in self.records
         }
 
 
 def read_finished(store: Store, keys: Iterable[str]) -> Finished:
-    """What a store has of some cells; of a step that was logged twice, the last value."""
-    records = {row["key"]: row for row in store.cells().to_dict("records")}
-    curves: dict[str, dict[str, Curve]] = {}
+    """What a store has of some runs; of a step that was logged twice, the last value."""
+    records = {row["key"]: row for row in store.finished().to_dict("records")}
+    curves: dict[str, dict[str, MetricCurve]] = {}
     table = store.curves(sorted(set(keys) & records.keys()))
     table = table[np.isfinite(table["value"])].sort_values("step", kind="stable")
     table = table.drop_duplicates(["key", "metric", "step"], keep="last")
     for (key, metric), points in table.groupby(["key", "metric"], observed=True, sort=False):
-        curve = Curve(points["step"].to_numpy(float), points["value"].to_numpy(float))
+        curve = MetricCurve(points["step"].to_numpy(float), points["value"].to_numpy(float))
         curves.setdefault(str(key), {})[str(metric)] = curve
     return Finished(curves, records)
 

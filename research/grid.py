@@ -1,4 +1,4 @@
-"""The planned cells of an experiment, those that have run, and which of them belong together."""
+"""The planned runs of an experiment, those that have run, and which of them belong together."""
 
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import product
 
-from ragen2_trl.experiments.curves import SEVERAL
-from ragen2_trl.experiments.measures import Run
-from ragen2_trl.experiments.plan import Cell, Experiment
+from research.store import SEVERAL
+from research.measures import Run
+from research.plan import PlannedRun, Experiment
 
 Levels = Mapping[str, str]
 
@@ -17,7 +17,7 @@ Levels = Mapping[str, str]
 class Notes:
     """What a reader must know of the numbers, gathered on the way."""
 
-    missing: dict[str, str] = field(default_factory=dict)  # runs that are not there: key of the cell -> name
+    missing: dict[str, str] = field(default_factory=dict)  # runs that are not there: key of the run -> name
     early: dict[str, str] = field(default_factory=dict)
     without: dict[str, str] = field(default_factory=dict)  # runs without what was asked for
     apart: dict[str, str] = field(default_factory=dict)  # runs of different machines, where times are compared
@@ -39,36 +39,36 @@ class Notes:
 
 @dataclass(frozen=True)
 class Grid:
-    """The planned cells of an experiment and those that have run."""
+    """The planned runs of an experiment and those that have run."""
 
     experiment: Experiment
-    cells: Sequence[Cell]
+    planned_runs: Sequence[PlannedRun]
     runs: Mapping[str, Run]  # by key
-    others: Sequence["Grid"] = ()  # those of `cells_of`
+    others: Sequence["Grid"] = ()  # those of `runs_of`
 
     @cached_property
     def seeds(self) -> list[int]:
         """Planned ones."""
-        return list(dict.fromkeys(cell.seed for cell in self.cells))
+        return list(dict.fromkeys(planned.seed for planned in self.planned_runs))
 
     @cached_property
     def settings(self) -> list[Levels]:
         """Planned ones, each once."""
-        return list({tuple(cell.levels.items()): cell.levels for cell in self.cells}.values())
+        return list({tuple(planned.levels.items()): planned.levels for planned in self.planned_runs}.values())
 
-    def planned(self, levels: Levels) -> bool:
+    def has(self, levels: Levels) -> bool:
         return any((seed, frozenset(levels.items())) in self._keys for seed in self.seeds)
 
     def run(self, levels: Levels, seed: int) -> Run | None:
         return self.runs.get(self.key(levels, seed))
 
     def key(self, levels: Levels, seed: int) -> str:
-        """Of a cell; empty where none is planned."""
+        """Of a run; empty where none is planned."""
         return self._keys.get((seed, frozenset(levels.items())), "")
 
     @cached_property
     def _keys(self) -> dict[tuple[int, frozenset[tuple[str, str]]], str]:
-        return {(cell.seed, frozenset(cell.levels.items())): cell.key for cell in self.cells}
+        return {(planned.seed, frozenset(planned.levels.items())): planned.key for planned in self.planned_runs}
 
 
 def pairs(grid: Grid, of: Levels, against: Levels) -> list[tuple[Levels, Levels]]:
@@ -79,7 +79,7 @@ def pairs(grid: Grid, of: Levels, against: Levels) -> list[tuple[Levels, Levels]
     for rest in product(*free.values()):
         levels = dict(zip(free, rest, strict=True))
         one, other = ({**levels, **side} for side in (of, {**of, **against}))
-        if grid.planned(one) and grid.planned(other):
+        if grid.has(one) and grid.has(other):
             found.append((one, other))
     return found
 
@@ -156,7 +156,7 @@ def runs_of(grid: Grid, setting: Sequence[Levels], seed: int, notes: Notes) -> l
 
 def named(grid: Grid, levels: Levels, seed: int) -> str:
     """The run of these levels and seed as a reader of the page knows it."""
-    return Cell({}, seed, {axis: levels[axis] for axis in grid.experiment.axes if axis in levels}).name
+    return PlannedRun({}, seed, {axis: levels[axis] for axis in grid.experiment.axes if axis in levels}).name
 
 
 def counted(number: int, what: str = "run") -> str:

@@ -9,20 +9,20 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from ragen2_trl.experiments.curves import CELLS, CELLS_SCHEMA, CURVES, CURVES_SCHEMA
+from research.store import RUNS, RUNS_SCHEMA, CURVES, CURVES_SCHEMA
 
 
-def curves_of(cell, end=0.6, noise=0.02, steps=None, speed=1.0):
-    """Metric -> step -> value of a cell whose held-out success goes from 0.45 towards `end`."""
-    planned = int(cell.fields.get("max_steps", 40))
-    done = planned if steps is None else steps
-    rng = np.random.default_rng(zlib.crc32(f"{cell.key}".encode()))
-    task = cell.fields.get("env_name", "frozen_lake")
-    of_seed = 0.02 * np.random.default_rng(cell.seed).normal()
-    every = int(cell.fields.get("eval_every", 20))
+def curves_of(planned, end=0.6, noise=0.02, steps=None, speed=1.0):
+    """Metric -> step -> value of a run whose held-out success goes from 0.45 towards `end`."""
+    all_steps = int(planned.fields.get("max_steps", 40))
+    done = all_steps if steps is None else steps
+    rng = np.random.default_rng(zlib.crc32(f"{planned.key}".encode()))
+    task = planned.fields.get("env_name", "frozen_lake")
+    of_seed = 0.02 * np.random.default_rng(planned.seed).normal()
+    every = int(planned.fields.get("eval_every", 20))
     metrics = {f"eval/env/{task}/success": {}, "entropy": {}, "snr/reward_std_spread": {}}
     for step in [*range(0, done, every), done]:
-        truth = 0.45 + (end - 0.45) * (1 - np.exp(-3 * step / planned)) + of_seed
+        truth = 0.45 + (end - 0.45) * (1 - np.exp(-3 * step / all_steps)) + of_seed
         metrics[f"eval/env/{task}/success"][step] = truth + noise * rng.normal()
     measured = {
         "retrieval_accuracy": end + 0.3,
@@ -39,8 +39,8 @@ def curves_of(cell, end=0.6, noise=0.02, steps=None, speed=1.0):
                        "update_flops": 5e10}.items():  # fmt: skip
         cost = rate * speed if name != "sampled_tokens" else rate
         metrics[f"cost/{name}"] = {0: 0.0} | {step: cost * step for step in range(1, done + 1)}
-    if every := cell.fields.get("gradients_every"):
-        for step in sorted({1, every, planned} - {0}):
+    if every := planned.fields.get("gradients_every"):
+        for step in sorted({1, every, all_steps} - {0}):
             for bucket in range(1, 7):
                 deviation = 0.08 * (bucket - 1)
                 at = f"grad/bucket_{bucket}"
@@ -51,23 +51,23 @@ def curves_of(cell, end=0.6, noise=0.02, steps=None, speed=1.0):
     return metrics
 
 
-def write_results(folder, cells, simulate: Callable = curves_of):
-    """The two files of a store, of different cells."""
+def write_results(folder, planned_runs, simulate: Callable = curves_of):
+    """The two files of a store, of different runs."""
     rows, records = [], []
-    for cell in {cell.key: cell for cell in cells}.values():
-        metrics = simulate(cell)
+    for planned in {planned.key: planned for planned in planned_runs}.values():
+        metrics = simulate(planned)
         rows += [
-            (cell.key, step, metric, value) for metric, points in metrics.items() for step, value in points.items()
+            (planned.key, step, metric, value) for metric, points in metrics.items() for step, value in points.items()
         ]
-        costs = {name: list(metrics[f"cost/{name}"].values())[-1] for name in CELLS_SCHEMA.names
+        costs = {name: list(metrics[f"cost/{name}"].values())[-1] for name in RUNS_SCHEMA.names
                  if f"cost/{name}" in metrics}  # fmt: skip
         records.append(
             {
-                **dict.fromkeys(CELLS_SCHEMA.names),
+                **dict.fromkeys(RUNS_SCHEMA.names),
                 **costs,
-                "key": cell.key,
-                "fields": json.dumps(cell.fields),
-                "seed": cell.seed,
+                "key": planned.key,
+                "fields": json.dumps(planned.fields),
+                "seed": planned.seed,
                 "steps": max(metrics["cost/seconds"]),
                 "sampled_tokens": int(costs["sampled_tokens"]),
                 "update_tokens": int(costs["update_tokens"]),
@@ -89,4 +89,4 @@ def write_results(folder, cells, simulate: Callable = curves_of):
         schema=CURVES_SCHEMA,
     )
     pq.write_table(table, folder / CURVES)
-    pq.write_table(pa.Table.from_pylist(records, CELLS_SCHEMA), folder / CELLS)
+    pq.write_table(pa.Table.from_pylist(records, RUNS_SCHEMA), folder / RUNS)

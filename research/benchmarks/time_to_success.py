@@ -32,15 +32,15 @@ from typing import Any
 
 import numpy as np
 
-from ragen2_trl.cli.experiment import main as experiment
-from ragen2_trl.experiments.checks import show
-from ragen2_trl.experiments.curves import Store
-from ragen2_trl.experiments.drawing import MIN_SEEDS
-from ragen2_trl.experiments.grid import Grid, Notes
-from ragen2_trl.experiments.kinds import KINDS
-from ragen2_trl.experiments.measures import Run, read_finished, statistic
-from ragen2_trl.experiments.page import over_seeds, read_grid
-from ragen2_trl.experiments.plan import read_experiment
+from research.__main__ import main as experiment
+from research.checks import show
+from research.store import Store
+from research.drawing import MIN_SEEDS
+from research.grid import Grid, Notes
+from research.kinds import KINDS
+from research.measures import Run, read_finished, statistic
+from research.page import over_seeds, read_grid
+from research.plan import read_experiment
 
 RESULTS = Path(__file__).parent / "results"
 ROOT = Path(__file__).parent.parent

@@ -14,7 +14,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from ragen2_trl.experiments.drawing import (
+from research.drawing import (
     AXIS_LABELS,
     METRIC_LABELS,
     MIN_SEEDS,
@@ -30,10 +30,10 @@ from ragen2_trl.experiments.drawing import (
     make_logarithmic,
     start_above_zero,
 )
-from ragen2_trl.experiments.grid import Grid, Levels, Notes, pairs, runs_of
-from ragen2_trl.experiments.kinds import FRACTIONS, differences, paired_difference, unit_of
-from ragen2_trl.experiments.measures import COSTS, Run, gradient_points, statistic
-from ragen2_trl.experiments.statistics import mean_interval
+from research.grid import Grid, Levels, Notes, pairs, runs_of
+from research.kinds import FRACTIONS, differences, paired_difference, unit_of
+from research.measures import COSTS, Run, gradient_points, statistic
+from research.statistics import mean_interval
 from ragen2_trl.reporting.style import (
     GREY,
     LINE_WIDTH,

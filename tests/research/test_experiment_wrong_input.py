@@ -9,8 +9,8 @@ import yaml
 from experiment_results import write_results
 
 from ragen2_trl import cli
-from ragen2_trl.experiments.plan import read_experiment
-from ragen2_trl.experiments.runner import Outcome, Runner
+from research.plan import read_experiment
+from research.runner import Outcome, Runner
 
 BASE = {
     "algo": "grpo",
@@ -59,7 +59,7 @@ OVER = {
     "id": "over",
     "claim": "It gains more where there is more.",
     "source": "Nowhere",
-    "cells_of": ["small"],
+    "runs_of": ["small"],
     "checks": [{**CORRELATION, "kind": "correlation", "than": None}],
 }
 
@@ -75,10 +75,10 @@ def write(folder, plan, day="2026-01-31"):
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """With an experiment and another over its cells; nothing can be trained, and commands run here."""
+    """With an experiment and another over its runs; nothing can be trained, and commands run here."""
 
     def train(*args):
-        raise AssertionError("cells are trained for nothing")
+        raise AssertionError("runs are trained for nothing")
 
     monkeypatch.setattr(Runner, "_begin", train)
     monkeypatch.chdir(tmp_path)
@@ -90,8 +90,8 @@ def folder(tmp_path, monkeypatch):
 
 @pytest.fixture
 def finished(folder):
-    """The same, of which all cells have run."""
-    write_results(folder / "results", read_experiment(folder / "small.yaml").cells())
+    """The same, of which all runs have run."""
+    write_results(folder / "results", read_experiment(folder / "small.yaml").planned_runs())
     return folder
 
 
@@ -147,17 +147,17 @@ def test_what_trains_nothing_refuses_a_check_that_cannot_be_read(action, folder,
 @pytest.mark.parametrize(
     ("names", "said"),
     [
-        (["over"], "over.yaml: cells_of must name experiments without this one's cells, got 'over'"),
-        (["small", "back"], "back.yaml: cells_of must name experiments without this one's cells, got 'over'"),
-        (["nowhere"], "over.yaml: cells_of must name experiments beside this one, got 'nowhere'"),
-        (["../small"], "cells_of must name experiments beside this one, got '../small'"),
-        ([3], "cells_of must name experiments beside this one, got 3"),
-        ([], "cells_of must name at least one experiment, got []"),
+        (["over"], "over.yaml: runs_of must name experiments without this one's runs, got 'over'"),
+        (["small", "back"], "back.yaml: runs_of must name experiments without this one's runs, got 'over'"),
+        (["nowhere"], "over.yaml: runs_of must name experiments beside this one, got 'nowhere'"),
+        (["../small"], "runs_of must name experiments beside this one, got '../small'"),
+        ([3], "runs_of must name experiments beside this one, got 3"),
+        ([], "runs_of must name at least one experiment, got []"),
     ],
 )
 def test_cells_are_of_other_experiments_that_are_there(names, said, folder, refused):
-    write(folder, {**OVER, "id": "back", "cells_of": ["over"]})
-    write(folder, {**OVER, "cells_of": names})
+    write(folder, {**OVER, "id": "back", "runs_of": ["over"]})
+    write(folder, {**OVER, "runs_of": names})
     assert said in refused("status over.yaml")
 
 
@@ -214,14 +214,14 @@ def test_a_file_in_place_of_the_folder_of_records_is_refused(folder, refused):
 
 
 @pytest.mark.parametrize("action", ["run", "status", "analyse", "list"])
-@pytest.mark.parametrize("file", ["cells.parquet", "curves.parquet"])
+@pytest.mark.parametrize("file", ["runs.parquet", "curves.parquet"])
 def test_damaged_results_are_named(file, action, finished, refused):
     path = finished / "results" / file
     whole = path.read_bytes()
     path.write_bytes(whole[: len(whole) // 2])
-    assert f"results/{file} cannot be read as results of cells: " in refused(f"{action} small.yaml")
+    assert f"results/{file} cannot be read as results of runs: " in refused(f"{action} small.yaml")
     pq.write_table(pa.table({"other": [1]}), path)
-    assert f"results/{file} cannot be read as results of cells: " in refused(f"{action} small.yaml")
+    assert f"results/{file} cannot be read as results of runs: " in refused(f"{action} small.yaml")
 
 
 @pytest.mark.parametrize(
@@ -258,11 +258,11 @@ def test_what_decides_over_cells_of_others_is_fixed_by_its_own_run_although_they
     cli.main(["experiment", "run", "small.yaml"])
     cli.main(["experiment", "analyse", "over.yaml", "small.yaml"])
     told = " ".join(capsys.readouterr().out.split())
-    assert "over has cells and no record of its checks: `ragen2-trl experiment run over.yaml` writes it." in told
-    assert "small has cells" not in told and not record.exists()
+    assert "over has runs and no record of its checks: `ragen2-trl experiment run over.yaml` writes it." in told
+    assert "small has runs" not in told and not record.exists()
 
     cli.main(["experiment", "run", "over.yaml"])
-    assert "first written, maybe after its cells" in record.read_text().splitlines()[0]
+    assert "first written, maybe after its runs" in record.read_text().splitlines()[0]
     cli.main(["experiment", "analyse", "over.yaml"])
     assert "no record" not in capsys.readouterr().out
     (check,) = OVER["checks"]
@@ -276,11 +276,11 @@ def test_what_decides_over_cells_of_others_is_fixed_by_its_own_run_although_they
 
 def test_the_record_over_cells_of_others_is_written_with_the_first_of_them(folder, monkeypatch):
     """Where all run together, and checks can be changed no more once there is a number."""
-    cell = read_experiment(folder / "small.yaml").cells()[0]
+    planned = read_experiment(folder / "small.yaml").planned_runs()[0]
 
     def run_one(runner, jobs):
-        write_results(folder / "results", [cell])
-        runner.on_added(next(job for job in jobs if job.cell.key == cell.key))
+        write_results(folder / "results", [planned])
+        runner.on_added(next(job for job in jobs if job.planned.key == planned.key))
         return Outcome()
 
     monkeypatch.setattr(Runner, "run", run_one)

@@ -7,9 +7,9 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from ragen2_trl.experiments.measures import (
+from research.measures import (
     METRICS,
-    Curve,
+    MetricCurve,
     Run,
     check_statistic,
     fall,
@@ -18,17 +18,17 @@ from ragen2_trl.experiments.measures import (
     statistic,
     success_at,
 )
-from ragen2_trl.experiments.plan import Cell
+from research.plan import PlannedRun
 
 STEPS = [0, 20, 40, 60, 80, 100]
 SUCCESS = [0.4, 0.5, 0.45, 0.6, 0.62, 0.61]
 KEY = "eval/env/frozen_lake/success"
 
 
-def make_run(planned=100, done=None, **curves):
-    known = {name: Curve(np.array(steps, float), np.array(values, float)) for name, (steps, values) in curves.items()}
-    done = planned if done is None else done
-    return Run("key", 1, {"method": "filter"}, planned, done, known, {})
+def make_run(planned_steps=100, done=None, **curves):
+    known = {name: MetricCurve(np.array(steps, float), np.array(values, float)) for name, (steps, values) in curves.items()}
+    done = planned_steps if done is None else done
+    return Run("key", 1, {"method": "filter"}, planned_steps, done, known, {})
 
 
 @pytest.fixture
@@ -115,8 +115,8 @@ def test_the_slope_of_gradients_is_the_exponent_of_a_power_law(exponent):
 
 def test_a_fall_is_for_good():
     steps = [10, 20, 30, 40, 50]
-    assert fall(Curve(steps, np.array([1, 0.7, 0.9, 0.75, 0.1])), 0.2) == 40
-    assert fall(Curve(steps, np.array([1, 0.1, 0.1, 0.1, 0.9])), 0.2) == math.inf
+    assert fall(MetricCurve(steps, np.array([1, 0.7, 0.9, 0.75, 0.1])), 0.2) == 40
+    assert fall(MetricCurve(steps, np.array([1, 0.1, 0.1, 0.1, 0.9])), 0.2) == math.inf
 
 
 @pytest.mark.parametrize(
@@ -134,14 +134,14 @@ def test_short_names_are_names_of_something():
 
 
 def test_runs_are_read_without_numbers_that_are_none_and_with_the_last_of_a_step():
-    cells = pd.DataFrame({"key": ["a"], "steps": [3]})
+    planned_runs = pd.DataFrame({"key": ["a"], "steps": [3]})
     curves = pd.DataFrame(
         [("a", 2, "entropy", 2.0), ("a", 1, "entropy", 1.0), ("a", 3, "entropy", math.nan), ("a", 2, "entropy", 5.0)],
         columns=["key", "step", "metric", "value"],
     )
-    store = SimpleNamespace(cells=lambda: cells, curves=lambda keys: curves)
-    cell, other = Cell({"max_steps": 4}, 1, {}), Cell({"max_steps": 5}, 1, {})
-    cells.loc[0, "key"] = curves["key"] = cell.key
-    (run,) = read_finished(store, [cell.key, other.key]).runs([cell, other]).values()
+    store = SimpleNamespace(planned_runs=lambda: planned_runs, curves=lambda keys: curves)
+    planned, other = PlannedRun({"max_steps": 4}, 1, {}), PlannedRun({"max_steps": 5}, 1, {})
+    planned_runs.loc[0, "key"] = curves["key"] = planned.key
+    (run,) = read_finished(store, [planned.key, other.key]).runs([planned, other]).values()
     assert list(run.curves["entropy"].steps) == [1, 2] and list(run.curves["entropy"].values) == [1.0, 5.0]
     assert run.ended_early

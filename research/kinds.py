@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from ragen2_trl.experiments.grid import Grid, Levels, Notes, by_seed, counted, named, pairs, runs_of, some
-from ragen2_trl.experiments.measures import OF_PAIRS, Run, fall, on_common_steps, statistic, success_at, total
-from ragen2_trl.experiments.statistics import Estimate, correlation_interval, mean_interval
+from research.grid import Grid, Levels, Notes, by_seed, counted, named, pairs, runs_of, some
+from research.measures import OF_PAIRS, Run, fall, on_common_steps, statistic, success_at, total
+from research.statistics import Estimate, correlation_interval, mean_interval
 
 Check = Mapping[str, Any]
 
@@ -156,9 +156,9 @@ def _earlier(grid: Grid, check: Check, notes: Notes) -> Evaluated:
         if first is None or then is None:
             return math.nan
         curves = on_common_steps(first, then)
-        earlier, later = (fall(curve, share) / runs[0].planned for curve in curves)
+        earlier, later = (fall(curve, share) / runs[0].planned_steps for curve in curves)
         falls.append((earlier, later))
-        end = curves[0].steps[-1] / runs[0].planned
+        end = curves[0].steps[-1] / runs[0].planned_steps
         return float(min(later, end) - min(earlier, end))
 
     values = by_seed(grid, settings, lag, notes)

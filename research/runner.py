@@ -1,10 +1,10 @@
-"""Runs the cells of experiments: each a process of its own, as many at a time as asked for, and every one resumable.
+"""Runs the runs of experiments: each a process of its own, as many at a time as asked for, and every one resumable.
 
-A cell is `ragen2-trl train` with a file of settings in a folder that has the cell's key for a name, so that anybody
-can repeat it in a line. Its lock is held by the process that trains: no two commands run one cell, also where the one
+A run is `ragen2-trl train` with a file of settings in a folder that has the run's key for a name, so that anybody
+can repeat it in a line. Its lock is held by the process that trains: no two commands run one run, also where the one
 that began it was killed and its process lives on.
 
-The model of a cell with a warm start is made first, once for all cells that ask for the same one, in a folder with a
+The model of a run with a warm start is made first, once for all runs that ask for the same one, in a folder with a
 lock of its own.
 """
 
@@ -25,9 +25,9 @@ from pathlib import Path
 from types import FrameType
 from typing import IO, Any
 
-from ragen2_trl.experiments.cells import (
+from research.planned_runs import (
     CONFIG,
-    Job,
+    QueuedRun,
     command_of,
     model_folder,
     runnable,
@@ -35,17 +35,17 @@ from ragen2_trl.experiments.cells import (
     write_config,
     write_warm_start,
 )
-from ragen2_trl.experiments.curves import VERSIONS, Store, where_it_ran, where_it_runs
-from ragen2_trl.experiments.estimate import Estimate
+from research.store import VERSIONS, Store, where_it_ran, where_it_runs
+from research.runner import Estimate
 from ragen2_trl.reporting.files import HISTORY_FILE, read_json, write_json
 
 LOG, LOCK, SUMMARY = "output.log", ".lock", "summary.json"
 MADE = "made"  # empty file beside a model that a warm start has made to its end
-KEPT = (CONFIG, LOG, HISTORY_FILE, SUMMARY, VERSIONS)  # of a cell whose numbers are in the store
+KEPT = (CONFIG, LOG, HISTORY_FILE, SUMMARY, VERSIONS)  # of a run whose numbers are in the store
 GRACE = 10.0  # seconds that a process has to end in
 POLL = 0.2  # seconds
 
-# One core a cell, and memory as in the Makefile: glibc would give a key-value cache back with every token.
+# One core a run, and memory as in the Makefile: glibc would give a key-value cache back with every token.
 ONE_CORE = {
     "OMP_NUM_THREADS": "1",
     "RAYON_NUM_THREADS": "1",
@@ -62,16 +62,16 @@ STEP = re.compile(r"step (\d+)/(\d+)")
 
 @dataclass(frozen=True)
 class Failure:
-    """A cell whose training ended with an error."""
+    """A run whose training ended with an error."""
 
-    job: Job
+    job: QueuedRun
     command: str
     reason: str
 
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a run of cells is; `seconds_left` is `None` as long as nothing tells."""
+    """How far a run of runs is; `seconds_left` is `None` as long as nothing tells."""
 
     done: int
     failed: int
@@ -82,18 +82,18 @@ class Progress:
 
 @dataclass
 class Outcome:
-    """What became of the cells."""
+    """What became of the runs."""
 
-    done: list[Job] = field(default_factory=list)
+    done: list[QueuedRun] = field(default_factory=list)
     failed: list[Failure] = field(default_factory=list)
-    left: list[Job] = field(default_factory=list)
+    left: list[QueuedRun] = field(default_factory=list)
 
 
 @dataclass
 class Running:
-    """A cell and the process that trains it, or makes the model that its training begins with."""
+    """A run and the process that trains it, or makes the model that its training begins with."""
 
-    job: Job
+    job: QueuedRun
     process: subprocess.Popen[bytes]
     lock: IO[str]
     folder: Path
@@ -108,13 +108,13 @@ class Running:
 
 
 class Runner:
-    """Trains cells and adds each to the store when it ends.
+    """Trains runs and adds each to the store when it ends.
 
     Args:
         store: Takes their numbers; it says which are done.
-        runs: Folder with a folder for each cell.
+        runs: Folder with a folder for each run.
         at_once: How many are trained at the same time.
-        on_added: Is told of each cell that the store has taken over.
+        on_added: Is told of each run that the store has taken over.
         on_progress: Is told how far it is, several times a second.
     """
 
@@ -123,7 +123,7 @@ class Runner:
         store: Store,
         runs: Path,
         at_once: int,
-        on_added: Callable[[Job], None],
+        on_added: Callable[[QueuedRun], None],
         on_progress: Callable[[Progress], None],
     ):
         self.store = store
@@ -132,20 +132,20 @@ class Runner:
         self.on_added = on_added
         self.on_progress = on_progress
 
-    def run(self, jobs: Sequence[Job]) -> Outcome:
+    def run(self, jobs: Sequence[QueuedRun]) -> Outcome:
         """Run what is not done.
 
-        Ctrl-C and SIGTERM end the processes, whose cells go on from their last checkpoints next time.
+        Ctrl-C and SIGTERM end the processes, whose runs go on from their last checkpoints next time.
 
         Raises:
             KeyboardInterrupt: After such a signal, once all processes have ended.
         """
         self._outcome, self._running, self._estimate = Outcome(), [], Estimate(self.store)
         done = self.store.done()
-        self._outcome.done = [job for job in jobs if job.cell.key in done]
+        self._outcome.done = [job for job in jobs if job.planned.key in done]
         for job in self._outcome.done:
             self.on_added(job)
-        self._outcome.left = [job for job in jobs if job.cell.key not in done]
+        self._outcome.left = [job for job in jobs if job.planned.key not in done]
         with _stop_asked() as asked:
             try:
                 while (self._outcome.left or self._running) and not asked:
@@ -169,22 +169,22 @@ class Runner:
                 self._end(one)
         self._tell(total)
 
-    def _begin(self, job: Job) -> None:
-        """Start a cell, unless another command is at it."""
-        folder = self.runs / job.cell.key
-        model = model_folder(folder, job.cell)
+    def _begin(self, job: QueuedRun) -> None:
+        """Start a run, unless another command is at it."""
+        folder = self.runs / job.planned.key
+        model = model_folder(folder, job.planned)
         if model is not None and is_locked(model):  # is being made
             return
         lock = _take_lock(folder)
         if lock is None:
             return
-        ended = job.cell.key in self.store.done() or (folder / SUMMARY).exists()
+        ended = job.planned.key in self.store.done() or (folder / SUMMARY).exists()
         if model is not None and not ended and not (model / MADE).exists():
             lock.close()
             self._begin_model(job, model)
             return
         self._outcome.left.remove(job)
-        if job.cell.key in self.store.done():  # by another command, meanwhile
+        if job.planned.key in self.store.done():  # by another command, meanwhile
             lock.close()
             self._outcome.done.append(job)
             self.on_added(job)
@@ -194,8 +194,8 @@ class Runner:
         else:
             self._running.append(self._start(job, folder, lock))
 
-    def _begin_model(self, job: Job, folder: Path) -> None:
-        """Start the warm start of a cell, which is left until that has ended, unless another process is at it."""
+    def _begin_model(self, job: QueuedRun, folder: Path) -> None:
+        """Start the warm start of a run, which is left until that has ended, unless another process is at it."""
         lock = _take_lock(folder)
         if lock is None:
             return
@@ -207,7 +207,7 @@ class Runner:
         process = _process(warm_start_command(write_warm_start(folder, job)), folder, lock, ONE_CORE)
         self._running.append(Running(job, process, lock, folder, makes_model=True))
 
-    def _start(self, job: Job, folder: Path, lock: IO[str]) -> Running:
+    def _start(self, job: QueuedRun, folder: Path, lock: IO[str]) -> Running:
         resumed = any(folder.glob("checkpoint-*"))
         if not resumed:
             _trim(folder, (LOG, LOCK))
@@ -219,8 +219,8 @@ class Runner:
     def _end(self, one: Running) -> None:
         with one.lock:
             if one.process.returncode != 0:
-                key = one.job.cell.model_key if one.makes_model else None
-                alike = [job for job in self._outcome.left if key is not None and job.cell.model_key == key]
+                key = one.job.planned.model_key if one.makes_model else None
+                alike = [job for job in self._outcome.left if key is not None and job.planned.model_key == key]
                 self._outcome.left = [job for job in self._outcome.left if job not in alike]
                 for job in (one.job, *alike):
                     self._fail(job, _last_line(one.folder / LOG), one.process.returncode, one.makes_model)
@@ -230,10 +230,10 @@ class Runner:
             else:
                 self._add(one.job, math.nan if one.resumed else one.seconds)
 
-    def _add(self, job: Job, seconds: float) -> None:
-        folder = self.runs / job.cell.key
+    def _add(self, job: QueuedRun, seconds: float) -> None:
+        folder = self.runs / job.planned.key
         try:
-            self.store.add(folder, job.cell, seconds)
+            self.store.add(folder, job.planned, seconds)
         except ValueError as error:
             self._fail(job, str(error), 0)
             return
@@ -243,9 +243,9 @@ class Runner:
         if job.launch is None:  # at the paper's scale, weights are worth keeping
             _trim(folder, (*KEPT, LOCK))
 
-    def _fail(self, job: Job, reason: str, code: int, in_warm_start: bool = False) -> None:
-        folder = self.runs / job.cell.key
-        model = model_folder(folder, job.cell)
+    def _fail(self, job: QueuedRun, reason: str, code: int, in_warm_start: bool = False) -> None:
+        folder = self.runs / job.planned.key
+        model = model_folder(folder, job.planned)
         if in_warm_start and model is not None:
             command = shlex.join(warm_start_command(model / CONFIG))
         else:
@@ -280,13 +280,13 @@ class Runner:
         )
 
     def _whole(self, one: Running) -> float | None:
-        """Seconds that a cell will have taken, by the last line about steps in its log and when that was written."""
+        """Seconds that a run will have taken, by the last line about steps in its log and when that was written."""
         log = one.folder / LOG
         steps = [] if one.resumed or one.makes_model else STEP.findall(_tail(log))
         if not steps:
             return None
-        made, planned = map(int, steps[-1])
-        return max(0.0, log.stat().st_mtime - one.began) * planned / made
+        made, of_all = map(int, steps[-1])
+        return max(0.0, log.stat().st_mtime - one.began) * of_all / made
 
 
 def _take_lock(folder: Path) -> IO[str] | None:
@@ -316,7 +316,7 @@ def _process(command: Sequence[str], folder: Path, lock: IO[str], env: Mapping[s
 
 
 def is_locked(folder: Path) -> bool:
-    """Whether a process trains the cell of this folder, or makes its model."""
+    """Whether a process trains the run of this folder, or makes its model."""
     path = folder / LOCK
     if not path.exists():
         return False
@@ -350,7 +350,7 @@ def _signal_group(process: subprocess.Popen[bytes], number: int) -> None:
 
 
 def _trim(folder: Path, kept: Iterable[str]) -> None:
-    """Remove everything else from a cell's folder."""
+    """Remove everything else from a run's folder."""
     for path in folder.iterdir():
         if path.name not in kept:
             shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()

@@ -1,13 +1,13 @@
-"""Experiments as files: what is read, what is refused, which cells there are and in which order they run."""
+"""Experiments as files: what is read, what is refused, which runs there are and in which order they run."""
 
 from pathlib import Path
 
 import pytest
 import yaml
 
-from ragen2_trl.experiments.cells import command_of, queue, warm_start_command, write_config, write_warm_start
-from ragen2_trl.experiments.curves import Store, record
-from ragen2_trl.experiments.plan import json_text, read_experiment, read_experiments
+from research.planned_runs import command_of, queue, warm_start_command, write_config, write_warm_start
+from research.store import Store, record
+from research.plan import json_text, read_experiment, read_experiments
 
 ROOT = Path(__file__).parents[1]
 PLAN = {
@@ -46,10 +46,10 @@ def write(tmp_path):
 
 
 def test_a_cell_has_base_fields_and_its_levels_in_this_order(write):
-    cells = read_experiment(write(fields={"env_args": {"preset": "ragen2"}})).cells()
-    assert len(cells) == 8
-    (cell,) = [one for one in cells if one.levels == {"method": "none", "slip": "0.2"} and one.seed == 4]
-    assert cell.fields == {
+    planned_runs = read_experiment(write(fields={"env_args": {"preset": "ragen2"}})).planned_runs()
+    assert len(planned_runs) == 8
+    (planned,) = [one for one in planned_runs if one.levels == {"method": "none", "slip": "0.2"} and one.seed == 4]
+    assert planned.fields == {
         "algo": "grpo",
         "max_steps": 9,
         "env_args": {"size": 4, "preset": "ragen2", "slip": 0.2},
@@ -59,26 +59,26 @@ def test_a_cell_has_base_fields_and_its_levels_in_this_order(write):
 
 
 def test_quick_cells_are_of_the_first_seed_and_have_its_settings_on_top(write):
-    cells = read_experiment(write()).cells(quick=True)
-    assert {(one.seed, one.fields["max_steps"]) for one in cells} == {(3, 2)}
-    assert not {one.key for one in cells} & {one.key for one in read_experiment(write()).cells()}
+    planned_runs = read_experiment(write()).planned_runs(quick=True)
+    assert {(one.seed, one.fields["max_steps"]) for one in planned_runs} == {(3, 2)}
+    assert not {one.key for one in planned_runs} & {one.key for one in read_experiment(write()).planned_runs()}
 
 
 def test_settings_of_the_base_can_be_taken_away(write):
     axes = {"method": {"trl": {"algo": "trl_grpo", "unset": ["snr_*"]}}}
-    (cell, _) = read_experiment(write(axes=axes, checks=[])).cells()
-    assert cell.fields == {"algo": "trl_grpo", "max_steps": 9, "env_args": {"size": 4}}
+    (planned, _) = read_experiment(write(axes=axes, checks=[])).planned_runs()
+    assert planned.fields == {"algo": "trl_grpo", "max_steps": 9, "env_args": {"size": 4}}
 
 
 def test_combinations_can_be_left_out(write):
-    cells = read_experiment(write(skip=[{"method": "filter", "slip": 0.2}])).cells()
-    assert {tuple(one.levels.values()) for one in cells} == {("none", "0.0"), ("none", "0.2"), ("filter", "0.0")}
+    planned_runs = read_experiment(write(skip=[{"method": "filter", "slip": 0.2}])).planned_runs()
+    assert {tuple(one.levels.values()) for one in planned_runs} == {("none", "0.0"), ("none", "0.2"), ("filter", "0.0")}
 
 
 @pytest.mark.parametrize(
     ("changes", "parts"),
     [
-        ({"claims": "x"}, ["claims is not known", "allowed: axes, base, cells_of, checks, claim"]),
+        ({"claims": "x"}, ["claims is not known", "allowed: axes, base, runs_of, checks, claim"]),
         ({"claim": None}, ["claim is missing", "required: id, claim"]),
         ({"id": "other", "base": "nope.yaml"}, ["base names", "nope.yaml"]),
         ({"seeds": [1, 1]}, ["seeds must be a list of different whole numbers, got [1, 1]"]),
@@ -87,7 +87,7 @@ def test_combinations_can_be_left_out(write):
         ({"axes": {"method": {}}}, ["axes.method must have at least one level"]),
         ({"skip": [{"slip": "0.3"}]}, ["skip[0].slip must be one of ['0.0', '0.2'], got '0.3'"]),
         ({"skip": [{"slope": "0.2"}]}, ["skip[0].slope is not known; allowed: method, slip"]),
-        ({"skip": [{"slip": 0.0}, {"slip": 0.2}]}, ["skip leaves no cell"]),
+        ({"skip": [{"slip": 0.0}, {"slip": 0.2}]}, ["skip leaves no run"]),
         ({"checks": [{"of": {"method": "filtre"}}]}, ["checks[0].of.method must be one of ['none', 'filter']"]),
         ({"checks": [{"target": {"slip": 0.3}}]}, ["checks[0].target.slip must be one of ['0.0', '0.2'], got '0.3'"]),
         ({"checks": [{"axis": "method"}]}, ["checks[0].axis must have numbers for levels, got 'none'"]),
@@ -119,11 +119,11 @@ def test_an_id_is_the_name_of_its_file_and_of_no_other(write, tmp_path):
 
 
 def test_a_key_is_of_settings_and_seed_and_of_nothing_else(write):
-    keys = [one.key for one in read_experiment(write()).cells()]
+    keys = [one.key for one in read_experiment(write()).planned_runs()]
     assert len(set(keys)) == len(keys) and all(len(key) == 12 for key in keys)
-    again = read_experiment(write(id="other", claim="Another.", seeds=[4, 3], fields={"max_steps": "9"})).cells()
+    again = read_experiment(write(id="other", claim="Another.", seeds=[4, 3], fields={"max_steps": "9"})).planned_runs()
     assert {one.key for one in again} == set(keys)
-    assert not {one.key for one in read_experiment(write(fields={"max_steps": 10})).cells()} & set(keys)
+    assert not {one.key for one in read_experiment(write(fields={"max_steps": 10})).planned_runs()} & set(keys)
 
 
 def test_numbers_are_the_same_however_they_are_written():
@@ -135,29 +135,29 @@ def test_what_a_warm_start_says_is_part_of_the_key_and_where_its_file_is_and_it_
     recipe = {"model_name_or_path": "tiny", "max_steps": 7, "output_dir": "runs/own"}
     (tmp_path / "recipes").mkdir()
 
-    def cells(name="warm.yaml", quick=False, **changes):
+    def planned_runs(name="warm.yaml", quick=False, **changes):
         (tmp_path / "recipes" / name).write_text(yaml.safe_dump(recipe | changes))
         path = write(fields={"warm_start": f"recipes/{name}"}, quick={"warm_start": {"max_steps": 1}})
-        return read_experiment(path).cells(quick)
+        return read_experiment(path).planned_runs(quick)
 
-    plain = {one.key for one in read_experiment(write()).cells()}
-    keys = {one.key for one in cells()}
+    plain = {one.key for one in read_experiment(write()).planned_runs()}
+    keys = {one.key for one in planned_runs()}
     assert len(keys) == 8 and not keys & plain
-    assert keys == {one.key for one in cells("other.yaml", output_dir="elsewhere")}
-    assert not keys & {one.key for one in cells(max_steps=8)}
-    (model,) = {one.model_key for one in cells()}
-    assert {one.model_key for one in cells(max_steps=8)} != {model} != {one.model_key for one in cells(quick=True)}
-    assert cells(quick=True)[0].fields["warm_start"] == {"model_name_or_path": "tiny", "max_steps": 1}
-    assert {one.model_key for one in read_experiment(write()).cells()} == {None}
+    assert keys == {one.key for one in planned_runs("other.yaml", output_dir="elsewhere")}
+    assert not keys & {one.key for one in planned_runs(max_steps=8)}
+    (model,) = {one.model_key for one in planned_runs()}
+    assert {one.model_key for one in planned_runs(max_steps=8)} != {model} != {one.model_key for one in planned_runs(quick=True)}
+    assert planned_runs(quick=True)[0].fields["warm_start"] == {"model_name_or_path": "tiny", "max_steps": 1}
+    assert {one.model_key for one in read_experiment(write()).planned_runs()} == {None}
 
 
 def test_a_warm_start_is_a_file_of_settings_and_its_cells_train_the_model_it_leaves(write, tmp_path):
     (tmp_path / "warm.yaml").write_text("{model_name_or_path: tiny, output_dir: runs/own, seed: 5}")
     experiment = read_experiment(write(fields={"warm_start": "warm.yaml"}))
     jobs = queue([experiment])
-    configs = [write_config(tmp_path / "runs" / job.cell.key, job) for job in jobs]
+    configs = [write_config(tmp_path / "runs" / job.planned.key, job) for job in jobs]
     (model,) = {yaml.safe_load(config.read_text())["model"] for config in configs}
-    assert model == str(tmp_path / "runs" / "models" / jobs[0].cell.model_key)
+    assert model == str(tmp_path / "runs" / "models" / jobs[0].planned.model_key)
     assert "warm_start" not in yaml.safe_load(configs[0].read_text())
     config = write_warm_start(Path(model), jobs[0])
     assert yaml.safe_load(config.read_text()) == {"model_name_or_path": "tiny", "seed": 5, "output_dir": model}
@@ -168,30 +168,30 @@ def test_a_warm_start_of_a_base_file_is_found_beside_that_file(write, tmp_path):
     (tmp_path / "base").mkdir()
     (tmp_path / "base" / "task.yaml").write_text("warm_start: warm.yaml")
     (tmp_path / "base" / "warm.yaml").write_text("max_steps: 7")
-    (cell, *_) = read_experiment(write(base=["base.yaml", "base/task.yaml"])).cells()
-    assert cell.fields["warm_start"] == {"max_steps": 7}
+    (planned, *_) = read_experiment(write(base=["base.yaml", "base/task.yaml"])).planned_runs()
+    assert planned.fields["warm_start"] == {"max_steps": 7}
 
 
-# The order of cells
+# The order of runs
 
 
 def test_cells_run_seed_by_seed_with_what_is_compared_side_by_side(write):
     jobs = queue([read_experiment(write())])
-    assert [job.cell.seed for job in jobs] == [3] * 4 + [4] * 4
-    assert [job.cell.levels["method"] for job in jobs] == ["none", "filter"] * 4
+    assert [job.planned.seed for job in jobs] == [3] * 4 + [4] * 4
+    assert [job.planned.levels["method"] for job in jobs] == ["none", "filter"] * 4
 
 
 def test_the_first_seed_of_all_experiments_runs_before_the_second_and_shared_cells_once(write):
     first, second = read_experiment(write()), read_experiment(write(id="other", seeds=[4, 5]))
     jobs = queue([first, second])
-    assert [job.cell.seed for job in jobs] == [3] * 4 + [4] * 4 + [5] * 4
-    assert {frozenset(job.experiments) for job in jobs if job.cell.seed == 4} == {frozenset(("gain", "other"))}
+    assert [job.planned.seed for job in jobs] == [3] * 4 + [4] * 4 + [5] * 4
+    assert {frozenset(job.experiments) for job in jobs if job.planned.seed == 4} == {frozenset(("gain", "other"))}
 
 
 def test_cells_can_be_chosen_by_level_and_seed(write):
     experiment = read_experiment(write())
     jobs = queue([experiment], only={"method": ["filter"], "slip": ["0.0", "0.2"]}, seeds=[4])
-    assert [(job.cell.levels, job.cell.seed) for job in jobs] == [
+    assert [(job.planned.levels, job.planned.seed) for job in jobs] == [
         ({"method": "filter", "slip": slip}, 4) for slip in ("0.0", "0.2")
     ]
     for wrong, message in (
@@ -206,10 +206,10 @@ def test_cells_can_be_chosen_by_level_and_seed(write):
 
 def test_a_cell_is_a_file_of_settings_that_anybody_can_train(write, tmp_path):
     job = queue([read_experiment(write())])[0]
-    config = write_config(tmp_path / "cell", job)
+    config = write_config(tmp_path / "run", job)
     settings = yaml.safe_load(config.read_text())
-    assert settings.items() >= job.cell.fields.items()
-    assert (settings["seed"], settings["resume"], settings["output_dir"]) == (3, True, str(tmp_path / "cell"))
+    assert settings.items() >= job.planned.fields.items()
+    assert (settings["seed"], settings["resume"], settings["output_dir"]) == (3, True, str(tmp_path / "run"))
     assert command_of(config, job) == ["ragen2-trl", "train", "--config", str(config)]
 
 
@@ -218,11 +218,11 @@ def test_at_the_paper_s_scale_a_cell_is_launched_by_accelerate(write, tmp_path):
     scale = {"base": "paper.yaml", "launch": "paper.yaml", "processes": 8}
     experiment = read_experiment(write(paper_scale=scale))
     job = queue([experiment], scale="paper")[0]
-    assert (job.cell.fields["model"], job.cell.fields["max_steps"]) == ("large", 1600)
+    assert (job.planned.fields["model"], job.planned.fields["max_steps"]) == ("large", 1600)
     command = command_of(tmp_path / "config.yaml", job)
     assert command[:2] == ["accelerate", "launch"] and command[command.index("--num_processes") + 1] == "8"
     with pytest.raises(ValueError, match="scale='paper' needs paper_scale"):
-        read_experiment(write()).cells(scale="paper")
+        read_experiment(write()).planned_runs(scale="paper")
 
 
 # A folder of results is of one configuration
@@ -294,21 +294,21 @@ def test_a_record_reads_back_as_it_was(write, tmp_path):
 def test_an_experiment_of_the_repository_can_be_read_at_both_scales(path):
     experiment = read_experiment(path)
     assert len(experiment.seeds) >= 5 or not experiment.checks
-    cells = experiment.cells()
-    assert len({cell.key for cell in cells}) == len(cells)
-    at_paper_scale = {cell.key for cell in experiment.cells(scale="paper")}
+    planned_runs = experiment.planned_runs()
+    assert len({planned.key for planned in planned_runs}) == len(planned_runs)
+    at_paper_scale = {planned.key for planned in experiment.planned_runs(scale="paper")}
     skipped = experiment.paper_scale.skip
-    left = [cell for cell in cells if not any(one.items() <= cell.levels.items() for one in skipped)]
+    left = [planned for planned in planned_runs if not any(one.items() <= planned.levels.items() for one in skipped)]
     assert experiment.others or len(at_paper_scale) == len(left)
-    assert not at_paper_scale & {cell.key for cell in cells}
+    assert not at_paper_scale & {planned.key for planned in planned_runs}
 
 
 def test_cells_of_other_experiments_are_trained_for_both(write):
     write()
-    both = {"id": "both", "cells_of": ["gain"], "axes": None, "base": None, "seeds": None, "quick": None}
+    both = {"id": "both", "runs_of": ["gain"], "axes": None, "base": None, "seeds": None, "quick": None}
     experiment = read_experiment(write(**both))
     jobs = queue([experiment], only={"method": ["filter"]})
-    assert {job.cell.key for job in jobs} == {
-        job.cell.key for job in queue([read_experiment(write())], only={"method": ["filter"]})
+    assert {job.planned.key for job in jobs} == {
+        job.planned.key for job in queue([read_experiment(write())], only={"method": ["filter"]})
     }
     assert {job.experiments for job in jobs} == {("gain", "both")}

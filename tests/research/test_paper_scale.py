@@ -11,17 +11,17 @@ import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainingArguments
 
 from ragen2_trl import cli
-from ragen2_trl.cli.experiment import _check_settings
+from research.__main__ import _check_settings
 from ragen2_trl.cli.typed import InputError
 from ragen2_trl.envs.base import Environment
-from ragen2_trl.experiments.cells import Job, command_of, queue, write_config
-from ragen2_trl.experiments.curves import Store
-from ragen2_trl.experiments.plan import read_experiments
+from research.planned_runs import QueuedRun, command_of, queue, write_config
+from research.store import Store
+from research.plan import read_experiments
 from ragen2_trl.reporting.files import HISTORY_FILE
 
 ROOT = Path(__file__).parents[1]
 FILES = sorted((ROOT / "experiments").glob("*.yaml"))
-# With a small model, on top of a cell's settings: two generations of the same eight prompts, on a CPU and without the
+# With a small model, on top of a run's settings: two generations of the same eight prompts, on a CPU and without the
 # Hub.
 CUT = {
     "dtype": "float32",
@@ -63,20 +63,20 @@ def rewards_by_lot(monkeypatch):
     monkeypatch.setattr(Environment, "_reward_func", make)
 
 
-def covering(jobs: list[Job]) -> list[Job]:
-    """Few cells that have each level of each axis."""
-    left, chosen = {level for job in jobs for level in job.cell.levels.items()}, []
+def covering(jobs: list[QueuedRun]) -> list[QueuedRun]:
+    """Few runs that have each level of each axis."""
+    left, chosen = {level for job in jobs for level in job.planned.levels.items()}, []
     while left:
-        chosen.append(max(jobs, key=lambda job: len(left & job.cell.levels.items())))
-        left -= chosen[-1].cell.levels.items()
+        chosen.append(max(jobs, key=lambda job: len(left & job.planned.levels.items())))
+        left -= chosen[-1].planned.levels.items()
     return chosen
 
 
-def paper_jobs(overrides=None, *paths: Path) -> list[Job]:
+def paper_jobs(overrides=None, *paths: Path) -> list[QueuedRun]:
     return queue(read_experiments(paths or FILES, overrides), scale="paper", seeds=[1])
 
 
-# Of the log: what is there if, and only if, a cell has the setting.
+# Of the log: what is there if, and only if, a run has the setting.
 TRACES = {
     "beta": "kl",
     "value_head": "ppo/value_loss",
@@ -89,7 +89,7 @@ TRACES = {
 def test_each_cell_has_the_paper_s_size_and_settings_that_its_processes_accept(monkeypatch):
     jobs = paper_jobs()
     for job in jobs:
-        own, processes = job.cell.fields, job.launch.processes
+        own, processes = job.planned.fields, job.launch.processes
         rows = processes * own["per_device_train_batch_size"] * own["gradient_accumulation_steps"]
         assert (own["model"], own["generation_batch_size"]) == ("Qwen/Qwen2.5-3B", 8 * 16)
         assert rows * own["max_steps"] == 400 * 8 * 16
@@ -109,7 +109,7 @@ def test_the_hours_of_the_docs_are_those_of_the_cells():
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_each_level_of_an_experiment_trains_with_the_model_cut_down(path, model, tmp_path, rewards_by_lot):
     for job in covering(paper_jobs({**CUT, "model": model}, path)):
-        own, folder = job.cell.fields, tmp_path / job.cell.key
+        own, folder = job.planned.fields, tmp_path / job.planned.key
         command = command_of(write_config(folder, job), job)
         cli.main(command[command.index("ragen2_trl.cli") + 1 :])
         rows = json.loads((folder / HISTORY_FILE).read_text())
@@ -150,4 +150,4 @@ def test_a_cell_of_each_trainer_is_launched_by_accelerate_with_the_model_cut_dow
     launch = tmp_path / "accelerate_configs" / "cpu_ddp.yaml"
     assert f"accelerate launch --config_file {launch} --num_processes 1 -m ragen2_trl.cli train --config" in told
     assert "GPU hours: an estimate, nothing of it was run on a GPU" in told
-    assert list(Store(tmp_path / "results").cells()["steps"]) == [CUT["max_steps"]]
+    assert list(Store(tmp_path / "results").planned_runs()["steps"]) == [CUT["max_steps"]]

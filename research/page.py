@@ -15,15 +15,15 @@ from typing import Any
 import yaml
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from ragen2_trl.experiments import figures
-from ragen2_trl.experiments.checks import CONTRADICTED, NOT_RUN, Result, evaluate, reason, sentence, validate, verdict
-from ragen2_trl.experiments.curves import Store
-from ragen2_trl.experiments.drawing import MIN_SEEDS
-from ragen2_trl.experiments.grid import Grid, gathered, of_one_machine
-from ragen2_trl.experiments.kinds import Check, unit_of
-from ragen2_trl.experiments.measures import Finished, Run, read_finished, statistic, versions
-from ragen2_trl.experiments.plan import Experiment
-from ragen2_trl.experiments.statistics import mean_interval
+from research import figures
+from research.checks import CONTRADICTED, NOT_RUN, Result, evaluate, reason, sentence, validate, verdict
+from research.store import Store
+from research.drawing import MIN_SEEDS
+from research.grid import Grid, gathered, of_one_machine
+from research.kinds import Check, unit_of
+from research.measures import Finished, Run, read_finished, statistic, versions
+from research.plan import Experiment
+from research.statistics import mean_interval
 from ragen2_trl.reporting.files import replace_whole, write_text
 
 PAGE, TEMPLATE = "README.md", "results.md.jinja"
@@ -55,7 +55,7 @@ class Claim:
     why: str
     short: str
     images: Sequence[tuple[str, str]]  # file, what it shows
-    cells: int
+    planned: int
     done: int
     seeds: str
     machine: str
@@ -91,7 +91,7 @@ def analyse(experiments: Sequence[Experiment], folder: Path, scale: str = "tiny"
     Args:
         experiments: In the order of the page.
         folder: Of the store.
-        scale: Whose cells count, see `Experiment.cells`.
+        scale: Whose runs count, see `Experiment.runs`.
         quick: Likewise.
 
     Raises:
@@ -101,8 +101,8 @@ def analyse(experiments: Sequence[Experiment], folder: Path, scale: str = "tiny"
         check_readable(one)
     store = Store(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    cells = [cell for one in experiments for cell in one.cells(quick, scale)]
-    finished = read_finished(store, [cell.key for cell in cells])
+    planned_runs = [planned for one in experiments for planned in one.planned_runs(quick, scale)]
+    finished = read_finished(store, [planned.key for planned in planned_runs])
     claims = [_claim(read_grid(one, finished, scale, quick), store.fixed_checks(one), folder) for one in experiments]
     docs = experiments[0].path.resolve().parents[1] / "docs" / "experiments.md"  # with a clone
     template = Environment(
@@ -119,13 +119,13 @@ def analyse(experiments: Sequence[Experiment], folder: Path, scale: str = "tiny"
         number_of_checks=sum(len(claim.results) for claim in claims),
         outcomes=Counter(one.outcome for claim in claims for one in claim.results if one.counts),
         decided_so_far=sum(
-            one.counts and one.outcome != 0 for claim in claims if claim.done < claim.cells for one in claim.results
+            one.counts and one.outcome != 0 for claim in claims if claim.done < claim.planned for one in claim.results
         ),
-        done=len(finished.runs(cells)),
-        wall_time=_duration(_wall_seconds(list(finished.runs(cells).values()))),
-        planned=len({cell.key for cell in cells}),
+        done=len(finished.runs(planned_runs)),
+        wall_time=_duration(_wall_seconds(list(finished.runs(planned_runs).values()))),
+        number_planned=len({planned.key for planned in planned_runs}),
         quick=quick,
-        cell=_cell,
+        escaped=_escaped,
         expected=_expected,
         told=OUTCOMES,
         docs=relpath(docs, folder) if docs.exists() else None,
@@ -141,9 +141,9 @@ def check_readable(experiment: Experiment) -> None:
 
 
 def read_grid(experiment: Experiment, finished: Finished, scale: str, quick: bool) -> Grid:
-    cells = experiment.cells(quick, scale)
+    planned_runs = experiment.planned_runs(quick, scale)
     others = [read_grid(one, finished, scale, quick) for one in experiment.others]
-    return Grid(experiment, cells, finished.runs(cells), others)
+    return Grid(experiment, planned_runs, finished.runs(planned_runs), others)
 
 
 def _claim(grid: Grid, fixed: Sequence[Check] | None, folder: Path) -> Claim:
@@ -160,9 +160,9 @@ def _claim(grid: Grid, fixed: Sequence[Check] | None, folder: Path) -> Claim:
         why=sentence(results),
         short=reason(results),
         images=_draw_all(grid, folder) if said != NOT_RUN else [],
-        cells=len({cell.key for cell in grid.cells}),
+        planned=len({planned.key for planned in grid.planned_runs}),
         done=len(runs),
-        seeds=", ".join(f"{seed} ({number} cells)" for seed, number in sorted(seeds.items())) or "none yet",
+        seeds=", ".join(f"{seed} ({number} runs)" for seed, number in sorted(seeds.items())) or "none yet",
         machine=_machines(runs),
         versions=_versions(runs),
         time=_duration(sum(float(run.record["seconds"]) for run in runs)),
@@ -217,8 +217,8 @@ def over_seeds(runs: Sequence[Run], name: str) -> str:
 
 
 def _settings(experiment: Experiment, folder: Path) -> list[tuple[str, str]]:
-    """What its cells have beside the base files: for all of them, and for each level."""
-    found = [("all cells", _flow(experiment.fields))] if experiment.fields else []
+    """What its runs have beside the base files: for all of them, and for each level."""
+    found = [("all runs", _flow(experiment.fields))] if experiment.fields else []
     files = experiment.level_files.get("tiny", {})
     for axis, levels in experiment.axes.items():
         for level, fields in levels.items():
@@ -268,8 +268,8 @@ def _counted(values: Any) -> str:
     return ", ".join(value for value, _ in Counter(values).most_common()) or "unknown"
 
 
-def _cell(text: str) -> str:
-    """As a cell of a table."""
+def _escaped(text: str) -> str:
+    """As one field of a table."""
     return " ".join(str(text).replace("|", "\\|").split())
 
 

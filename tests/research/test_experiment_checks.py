@@ -10,12 +10,12 @@ from statistics import mean
 import numpy as np
 import pytest
 
-from ragen2_trl.experiments.checks import Result, evaluate, reason, sentence, validate, verdict
-from ragen2_trl.experiments.curves import SEVERAL
-from ragen2_trl.experiments.grid import Grid, Notes, pairs
-from ragen2_trl.experiments.measures import Curve, Run
-from ragen2_trl.experiments.plan import Cell, Experiment
-from ragen2_trl.experiments.statistics import Estimate, mean_interval
+from research.checks import Result, evaluate, reason, sentence, validate, verdict
+from research.store import SEVERAL
+from research.grid import Grid, Notes, pairs
+from research.measures import MetricCurve, Run
+from research.plan import PlannedRun, Experiment
+from research.statistics import Estimate, mean_interval
 
 STEPS = np.array([0.0, 50.0, 100.0])
 FILTER, NONE = {"method": "filter"}, {"method": "none"}
@@ -26,7 +26,7 @@ GAIN = {"name": "gain", "kind": "difference", "statistic": "success/last", "of":
 @pytest.fixture(autouse=True)
 def few_draws(monkeypatch):
     """A tenth of the bootstrap's draws: effects here are large."""
-    monkeypatch.setattr("ragen2_trl.experiments.statistics.RESAMPLES", 200)
+    monkeypatch.setattr("research.statistics.RESAMPLES", 200)
 
 
 def make_grid(checks, number, axes=None, seeds=(1, 2, 3, 4, 5), skip=(), without=(), others=(), name="try"):
@@ -38,25 +38,25 @@ def make_grid(checks, number, axes=None, seeds=(1, 2, 3, 4, 5), skip=(), without
         others=tuple(one.experiment for one in others), path=Path(f"{name}.yaml"),
     )  # fmt: skip
     if others:
-        cells = [cell for one in others for cell in one.cells]
-        return Grid(experiment, cells, {k: v for one in others for k, v in one.runs.items()}, others)
-    grid = Experiment.cells(replace(experiment, base=()))
+        planned_runs = [planned for one in others for planned in one.planned_runs]
+        return Grid(experiment, planned_runs, {k: v for one in others for k, v in one.runs.items()}, others)
+    grid = Experiment.planned_runs(replace(experiment, base=()))
     runs = {}
-    for cell in grid:
-        if (cell.levels, cell.seed) not in without:
-            made = number(cell.levels, cell.seed)
-            runs[cell.key] = made if isinstance(made, Run) else make_run(cell, made)
-            runs[cell.key] = replace(runs[cell.key], key=cell.key, seed=cell.seed, levels=cell.levels)
+    for planned in grid:
+        if (planned.levels, planned.seed) not in without:
+            made = number(planned.levels, planned.seed)
+            runs[planned.key] = made if isinstance(made, Run) else make_run(planned, made)
+            runs[planned.key] = replace(runs[planned.key], key=planned.key, seed=planned.seed, levels=planned.levels)
     return Grid(experiment, grid, runs)
 
 
-def make_run(cell=None, end=0.6, curves=None, done=100, rate=1.0):
+def make_run(planned=None, end=0.6, curves=None, done=100, rate=1.0):
     found = {
-        "eval/env/frozen_lake/success": Curve(STEPS, np.array([0.4, (0.4 + end) / 2, end])),
-        "cost/seconds": Curve(STEPS, rate * STEPS),
-        **{name: Curve(STEPS, np.array(values)) for name, values in (curves or {}).items()},
+        "eval/env/frozen_lake/success": MetricCurve(STEPS, np.array([0.4, (0.4 + end) / 2, end])),
+        "cost/seconds": MetricCurve(STEPS, rate * STEPS),
+        **{name: MetricCurve(STEPS, np.array(values)) for name, values in (curves or {}).items()},
     }
-    return Run(cell.key if cell else "", 1, {}, 100, done, found, {})
+    return Run(planned.key if planned else "", 1, {}, 100, done, found, {})
 
 
 def noise(levels, seed):
@@ -97,7 +97,7 @@ def test_a_seed_with_a_run_missing_is_left_out_and_told():
     (result,) = evaluate(grid)
     assert result.seeds == 4
     assert result.notes.sentences() == ["1 run not there: method filter, seed 4."]
-    assert verdict(grid, [result]).endswith("so far (9 of 10 cells)")
+    assert verdict(grid, [result]).endswith("so far (9 of 10 runs)")
 
 
 def test_a_setting_that_never_ran_is_left_out_and_told():
@@ -106,7 +106,7 @@ def test_a_setting_that_never_ran_is_left_out_and_told():
     grid = make_grid([GAIN], lambda levels, seed: 0.5 + noise(levels, seed), axes, without=gone)
     (result,) = evaluate(grid)
     assert result.seeds == 5 and "1 of 2 settings have not run with any seed" in result.notes.others[-1]
-    assert "so far (15 of 20 cells)" in verdict(grid, [result])
+    assert "so far (15 of 20 runs)" in verdict(grid, [result])
 
 
 def test_a_run_that_ended_early_and_one_without_the_metric_are_told():
@@ -212,7 +212,7 @@ def test_what_is_measured_more_often_does_not_fall_sooner():
 
     def number(levels, seed):
         run = make_run()
-        curves = {name: Curve(steps, np.where(steps < 10, 1.0, 0.1)) for name, steps in (("a", often), ("b", seldom))}
+        curves = {name: MetricCurve(steps, np.where(steps < 10, 1.0, 0.1)) for name, steps in (("a", often), ("b", seldom))}
         return replace(run, curves={**run.curves, **curves})
 
     checks = [
@@ -235,7 +235,7 @@ def test_what_falls_first_is_told_by_the_lag_in_shares_of_the_run():
 
 def test_what_has_not_fallen_counts_as_fallen_at_the_last_step_that_both_have():
     """Nobody knows whether b fell after step 90, where a was measured last."""
-    short = Curve(np.array([0.0, 50.0, 90.0]), np.array([1.0, 0.5, 0.4]))
+    short = MetricCurve(np.array([0.0, 50.0, 90.0]), np.array([1.0, 0.5, 0.4]))
 
     def number(levels, seed):
         run = make_run(curves={"b": [1.0, 0.9, 0.9]})
@@ -335,7 +335,7 @@ def test_one_rule_makes_the_verdict(outcomes, said):
     assert verdict(grid, results_of(outcomes, seeds=3)) == said  # two without a number, which more runs do not bring
     grid = make_grid([], lambda levels, seed: 0.5, without=[(FILTER, 4), (FILTER, 5)])
     so_far = said if any(outcomes) else "nothing decided"  # more seeds may decide
-    assert verdict(grid, results_of(outcomes, seeds=3)) == f"{so_far}, so far (8 of 10 cells)"
+    assert verdict(grid, results_of(outcomes, seeds=3)) == f"{so_far}, so far (8 of 10 runs)"
 
 
 @pytest.mark.parametrize("there", [[], [NONE]])
@@ -421,10 +421,10 @@ def test_what_a_check_must_not_say_is_named(changes, parts):
 
 
 def test_levels_of_a_cell_are_found_in_any_order():
-    cell = Cell({}, 1, {"a": "x", "b": "y"})
+    planned = PlannedRun({}, 1, {"a": "x", "b": "y"})
     experiment = Experiment("i", "c", "s", (), (1,), (), date(2026, 1, 1), axes={"a": {"x": {}}, "b": {"y": {}}})
-    run = replace(make_run(cell), key=cell.key)
-    assert Grid(experiment, [cell], {cell.key: run}).run({"b": "y", "a": "x"}, 1) is run
+    run = replace(make_run(planned), key=planned.key)
+    assert Grid(experiment, [planned], {planned.key: run}).run({"b": "y", "a": "x"}, 1) is run
 
 
 def test_a_run_of_an_unknown_machine_is_told_where_times_are_compared():

@@ -5,31 +5,31 @@ from pathlib import Path
 import time_to_success
 from experiment_results import curves_of, write_results
 
-from ragen2_trl.experiments.plan import read_experiment
+from research.plan import read_experiment
 
 FILE = Path(__file__).parents[1] / "experiments" / "ours2.yaml"
 STEPS = 256
 RISE = {"drop, selection": 0.2, "TRL": 0.1, "mask": 0.1}  # of held-out success, where it is learnt from
 
 
-def straight(cell):
+def straight(planned):
     """Selection learns anywhere, at half of the cost a step; the others not where 70 % are impossible."""
-    method, hard = cell.levels["method"], cell.levels["prompts"] == "70 % impossible"
+    method, hard = planned.levels["method"], planned.levels["prompts"] == "70 % impossible"
     rise = 0.0 if hard and method != "drop, selection" else RISE[method]
-    metrics = curves_of(cell, speed=0.5 if method == "drop, selection" else 1.0)
+    metrics = curves_of(planned, speed=0.5 if method == "drop, selection" else 1.0)
     metrics["eval/env/frozen_lake/success"] = {step: 0.44 + rise * step / STEPS for step in range(0, STEPS + 1, 32)}
     return metrics
 
 
 def test_tables_are_those_of_straight_lines(tmp_path):
-    cells = [
-        cell
-        for cell in read_experiment(FILE).cells()
-        if cell.levels["prompts"] in ("30 % impossible", "70 % impossible") and cell.levels["method"] in RISE
+    planned_runs = [
+        planned
+        for planned in read_experiment(FILE).planned_runs()
+        if planned.levels["prompts"] in ("30 % impossible", "70 % impossible") and planned.levels["method"] in RISE
     ]
-    write_results(tmp_path, cells, straight)
+    write_results(tmp_path, planned_runs, straight)
     page = time_to_success.as_page(time_to_success.grid_of(FILE, tmp_path))
-    assert "30 of 150 cells are done." in page
+    assert "30 of 150 runs are done." in page
     tables = {}
     for section in page.split("\n## ")[1:]:
         title, *lines = section.splitlines()

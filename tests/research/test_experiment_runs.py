@@ -1,4 +1,4 @@
-"""Cells that run: as processes, through the command line, killed and taken up again."""
+"""Runs that run: as processes, through the command line, killed and taken up again."""
 
 import fcntl
 import json
@@ -14,10 +14,10 @@ import pytest
 import yaml
 
 from ragen2_trl import cli
-from ragen2_trl.cli.experiment import _told
-from ragen2_trl.experiments.cells import Job
-from ragen2_trl.experiments.curves import (
-    CELLS_SCHEMA,
+from research.__main__ import _told
+from research.planned_runs import QueuedRun
+from research.store import (
+    RUNS_SCHEMA,
     COSTS,
     CURVES_SCHEMA,
     SEVERAL,
@@ -26,9 +26,9 @@ from ragen2_trl.experiments.curves import (
     host_here,
     tidy_rows,
 )
-from ragen2_trl.experiments.estimate import Estimate
-from ragen2_trl.experiments.plan import Cell, read_experiment
-from ragen2_trl.experiments.runner import LOCK, LOG, MADE, Progress, Runner, is_locked
+from research.runner import Estimate
+from research.plan import PlannedRun, read_experiment
+from research.runner import LOCK, LOG, MADE, Progress, Runner, is_locked
 from ragen2_trl.reporting.files import HISTORY_FILE
 
 # Small enough for a test, and long enough to be killed on the way.
@@ -109,11 +109,11 @@ def history(folder: Path) -> list[dict]:
 def test_cells_that_were_stopped_go_on_and_end_with_the_numbers_of_whole_ones(kill, plan, tmp_path):
     """Ctrl-C ends the trainings; a killed command leaves them to end, and the next one takes them over."""
     path = plan(axes={"method": {"filter": {}}})
-    (cell,) = read_experiment(path).cells()
+    (planned,) = read_experiment(path).planned_runs()
     whole, stopped = tmp_path / "whole", tmp_path / "stopped"
     assert begin(whole, path).wait(900) == 0, (whole / "output").read_text()
 
-    run = stopped / "runs" / cell.key
+    run = stopped / "runs" / planned.key
     first = begin(stopped, path)
     wait_for(lambda: (run / "checkpoint-4").exists(), first, stopped)
     first.send_signal(kill)
@@ -125,12 +125,12 @@ def test_cells_that_were_stopped_go_on_and_end_with_the_numbers_of_whole_ones(ki
         assert "The same command goes on" in (stopped / "output").read_text()
         assert not Store(stopped / "results").done()
     else:
-        assert is_locked(run)  # nobody else begins the cell while it is trained
+        assert is_locked(run)  # nobody else begins the run while it is trained
     assert begin(stopped, path).wait(900) == 0, (stopped / "output").read_text()
 
-    (where,) = Store(stopped / "results").cells()["versions"]
+    (where,) = Store(stopped / "results").planned_runs()["versions"]
     assert json.loads(where)["host"] == (SEVERAL if kill == signal.SIGINT else host_here())
-    (trained,) = ([row for row in history(whole / "runs" / cell.key) if "reward" in row],)
+    (trained,) = ([row for row in history(whole / "runs" / planned.key) if "reward" in row],)
     resumed = [row for row in history(run) if "reward" in row]
     same = ("step", "loss", "reward", "entropy", "cost/sampled_tokens", "cost/update_tokens")
     assert [[row[name] for name in same] for row in resumed] == [[row[name] for name in same] for row in trained]
@@ -144,29 +144,29 @@ def test_a_failing_cell_is_listed_with_its_command_and_the_others_are_stored(pla
     process = begin(tmp_path, path, "--quick", "--jobs", "3")
     assert process.wait(900) == 1
     told = " ".join((tmp_path / "output").read_text().split())
-    lost, *others = read_experiment(path).cells(quick=True)
+    lost, *others = read_experiment(path).planned_runs(quick=True)
     assert lost.levels == {"method": "lost"}
-    assert "2 of 3 cells are done" in told
+    assert "2 of 3 runs are done" in told
     assert f"ragen2-trl train --config {tmp_path / 'runs' / lost.key}/config.yaml" in told
     assert "nowhere" in told and "(exit code" in told
 
     # What is in the store
     store = Store(tmp_path / "results")
-    assert store.done() == {cell.key for cell in others}
-    for name, schema in (("cells", CELLS_SCHEMA), ("curves", CURVES_SCHEMA)):
+    assert store.done() == {planned.key for planned in others}
+    for name, schema in (("runs", RUNS_SCHEMA), ("curves", CURVES_SCHEMA)):
         assert pq.read_schema(tmp_path / "results" / f"{name}.parquet").names == schema.names
-    cells = store.cells().set_index("key")
-    assert set(cells["steps"]) == {2} and set(cells["seed"]) == {1}
-    assert (cells[["seconds", "cpu_seconds", "sampled_tokens", "update_tokens", "update_flops"]] > 0).all(axis=None)
-    assert {"python", "torch", "trl", "transformers", "host"} <= set(json.loads(cells["versions"].iloc[0]))
-    for cell in others:
-        assert json.loads(cells.loc[cell.key, "fields"]).items() >= {"algo": cell.fields["algo"]}.items()
-        curves = store.curves([cell.key])
+    planned_runs = store.finished().set_index("key")
+    assert set(planned_runs["steps"]) == {2} and set(planned_runs["seed"]) == {1}
+    assert (planned_runs[["seconds", "cpu_seconds", "sampled_tokens", "update_tokens", "update_flops"]] > 0).all(axis=None)
+    assert {"python", "torch", "trl", "transformers", "host"} <= set(json.loads(planned_runs["versions"].iloc[0]))
+    for planned in others:
+        assert json.loads(planned_runs.loc[planned.key, "fields"]).items() >= {"algo": planned.fields["algo"]}.items()
+        curves = store.curves([planned.key])
         metrics = dict(tuple(curves.groupby("metric", observed=True)))
         assert {"reward", "entropy", "eval/env/frozen_lake/success", "cost/sampled_tokens"} <= set(metrics)
-        assert ("snr/kept_fraction" in metrics) == (cell.levels["method"] == "filter")
+        assert ("snr/kept_fraction" in metrics) == (planned.levels["method"] == "filter")
         assert list(metrics["cost/seconds"]["step"]) == [0, 1, 2]
-        kept = {entry.name for entry in (tmp_path / "runs" / cell.key).iterdir()}
+        kept = {entry.name for entry in (tmp_path / "runs" / planned.key).iterdir()}
         assert kept == {"config.yaml", LOG, LOCK, HISTORY_FILE, "summary.json", VERSIONS}
 
     # Nothing runs again, also where the trainings' folders are gone, and what was changed is refused by name
@@ -189,11 +189,11 @@ def test_a_warm_start_is_made_once_for_all_its_cells_and_one_that_fails_is_told_
     path = plan(quick={"max_steps": 2, "warm_start": cut}, fields={"warm_start": file})
     (tmp_path / "base.yaml").write_text(yaml.safe_dump(base))
     assert begin(tmp_path, path, "--quick", "--jobs", "2").wait(900) == 0, (tmp_path / "output").read_text()
-    cells = read_experiment(path).cells(quick=True)
-    assert Store(tmp_path / "results").done() == {cell.key for cell in cells} and len(cells) == 2
+    planned_runs = read_experiment(path).planned_runs(quick=True)
+    assert Store(tmp_path / "results").done() == {planned.key for planned in planned_runs} and len(planned_runs) == 2
     (model,) = (tmp_path / "runs" / "models").iterdir()
     assert (model / MADE).exists() and (model / LOG).read_text().count("Model and tokenizer saved") == 1
-    trained = yaml.safe_load((tmp_path / "runs" / cells[0].key / "config.yaml").read_text())
+    trained = yaml.safe_load((tmp_path / "runs" / planned_runs[0].key / "config.yaml").read_text())
     assert trained["model"] == str(model)
 
     path = plan(fields={"warm_start": {**cut, "model_name_or_path": str(tmp_path / "nowhere")}}, id="small")
@@ -234,26 +234,26 @@ def log_rows(steps: int) -> list[dict]:
 
 @pytest.fixture
 def trained(tmp_path):
-    """Leaves what a training leaves, of a cell with this seed; gives the cell and its folder."""
+    """Leaves what a training leaves, of a run with this seed; gives the run and its folder."""
 
-    def leave(seed: int, steps: int = 3) -> tuple[Path, Cell]:
+    def leave(seed: int, steps: int = 3) -> tuple[Path, PlannedRun]:
         folder = tmp_path / f"run-{seed}"
         folder.mkdir(exist_ok=True)
         (folder / HISTORY_FILE).write_text(json.dumps(log_rows(steps)))
         (folder / VERSIONS).write_text(json.dumps({"python": "3.12.0"}))
-        return folder, Cell({"max_steps": steps}, seed, {})
+        return folder, PlannedRun({"max_steps": steps}, seed, {})
 
     return leave
 
 
 def test_a_store_has_a_row_a_cell_and_tidy_curves_that_begin_without_cost(trained, tmp_path):
     store = Store(tmp_path / "results")
-    assert len(store.cells()) == len(store.curves()) == 0
-    for seed in (1, 2, 1):  # the same cell again takes the place of the first
+    assert len(store.finished()) == len(store.curves()) == 0
+    for seed in (1, 2, 1):  # the same run again takes the place of the first
         store.add(*trained(seed, steps=3))
-    cells = store.cells()
-    assert sorted(cells["seed"]) == [1, 2] and list(cells.columns) == CELLS_SCHEMA.names
-    assert set(cells["sampled_tokens"]) == {30}
+    planned_runs = store.finished()
+    assert sorted(planned_runs["seed"]) == [1, 2] and list(planned_runs.columns) == RUNS_SCHEMA.names
+    assert set(planned_runs["sampled_tokens"]) == {30}
     key = trained(1)[1].key
     curves = store.curves([key])
     assert set(curves["key"]) == {key} and "clip_ratio/low_mean" not in set(curves["metric"])
@@ -265,33 +265,33 @@ def test_a_store_has_a_row_a_cell_and_tidy_curves_that_begin_without_cost(traine
 
 def test_what_a_kill_between_the_two_files_leaves_is_not_done(trained, tmp_path):
     store = Store(tmp_path / "results")
-    folder, cell = trained(1)
-    store.add(folder, cell)
-    (tmp_path / "results" / "cells.parquet").unlink()
+    folder, planned = trained(1)
+    store.add(folder, planned)
+    (tmp_path / "results" / "runs.parquet").unlink()
     assert not store.done() and len(store.curves()) == 0
-    store.add(folder, cell)
+    store.add(folder, planned)
     assert len(store.curves()) == len(tidy_rows(log_rows(3)))
 
 
 def test_a_run_without_a_history_or_costs_is_refused(tmp_path):
     store = Store(tmp_path / "results")
     with pytest.raises(ValueError, match=f"no {HISTORY_FILE}"):
-        store.add(tmp_path, Cell({}, 1, {}))
+        store.add(tmp_path, PlannedRun({}, 1, {}))
     (tmp_path / HISTORY_FILE).write_text(json.dumps([{"step": 1, "reward": 1.0}]))
     with pytest.raises(ValueError, match="has no cost/seconds"):
-        store.add(tmp_path, Cell({}, 1, {}))
+        store.add(tmp_path, PlannedRun({}, 1, {}))
 
 
 def test_a_training_that_had_ended_is_taken_over_and_one_that_is_locked_is_left(trained, tmp_path):
     store, added, seen = Store(tmp_path / "results"), [], []
     jobs = []
     for seed in (1, 2):
-        folder, cell = trained(seed)
+        folder, planned = trained(seed)
         (folder / "summary.json").write_text("{}")
         (tmp_path / "runs").mkdir(exist_ok=True)
-        folder.rename(tmp_path / "runs" / cell.key)
-        jobs.append(Job(cell, ("small",), f"seed {seed}"))
-    locked = tmp_path / "runs" / jobs[1].cell.key / LOCK
+        folder.rename(tmp_path / "runs" / planned.key)
+        jobs.append(QueuedRun(planned, ("small",), f"seed {seed}"))
+    locked = tmp_path / "runs" / jobs[1].planned.key / LOCK
     with locked.open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
 
@@ -302,13 +302,13 @@ def test_a_training_that_had_ended_is_taken_over_and_one_that_is_locked_is_left(
 
         with pytest.raises(KeyboardInterrupt):
             Runner(store, tmp_path / "runs", 2, added.append, tell).run(jobs)
-    assert added == jobs[:1] and store.done() == {jobs[0].cell.key}
+    assert added == jobs[:1] and store.done() == {jobs[0].planned.key}
     assert Runner(store, tmp_path / "runs", 2, added.append, lambda progress: None).run(jobs).done == jobs
 
 
 def test_the_time_that_is_left_is_told_by_cells_that_have_ended_and_before_by_steps(tmp_path):
-    def job(steps: int, seed: int, **fields: str) -> Job:
-        return Job(Cell({"max_steps": steps, **fields}, seed, {}), (), "")
+    def job(steps: int, seed: int, **fields: str) -> QueuedRun:
+        return QueuedRun(PlannedRun({"max_steps": steps, **fields}, seed, {}), (), "")
 
     estimate = Estimate(Store(tmp_path))
     assert estimate.seconds_left([job(10, 1)], [], 1) is None
@@ -319,4 +319,4 @@ def test_the_time_that_is_left_is_told_by_cells_that_have_ended_and_before_by_st
     assert estimate.of(job(10, 1, **larger)) is None
     assert estimate.seconds_left([job(10, 2, **larger)], [(job(10, 1, **larger), 5.0, None)], 1) is None
     assert estimate.seconds_left([job(10, 2, **larger)], [(job(10, 1, **larger), 5.0, 2000.0)], 1) == 3995
-    assert _told(Progress(1, 1, 9, ("a",), 5400.0)) == "1/9 cells done, 1 running, 1 failed, about 1 h 30 min left"
+    assert _told(Progress(1, 1, 9, ("a",), 5400.0)) == "1/9 runs done, 1 running, 1 failed, about 1 h 30 min left"

@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from ragen2_trl.experiments.statistics import correlation_interval, holm, mean_band, mean_interval
+from research.statistics import correlation_interval, holm, mean_band, mean_interval
 
 
 @pytest.fixture(autouse=True)
 def few_draws(monkeypatch):
     """A part of the bootstrap's draws, which is enough to see what an interval holds."""
-    monkeypatch.setattr("ragen2_trl.experiments.statistics.RESAMPLES", 400)
+    monkeypatch.setattr("research.statistics.RESAMPLES", 400)
 
 
 VALUES = [0.02, -0.01, 0.05, 0.03, 0.04]

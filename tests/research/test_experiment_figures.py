@@ -5,12 +5,12 @@ from pathlib import Path
 import pytest
 from experiment_results import curves_of, write_results
 
-from ragen2_trl.experiments.curves import Store
-from ragen2_trl.experiments.drawing import MOST_SEEDS, looks
-from ragen2_trl.experiments.figures import draw, validate
-from ragen2_trl.experiments.measures import COSTS, read_finished
-from ragen2_trl.experiments.page import read_grid
-from ragen2_trl.experiments.plan import read_experiment
+from research.store import Store
+from research.drawing import MOST_SEEDS, looks
+from research.figures import draw, validate
+from research.measures import COSTS, read_finished
+from research.page import read_grid
+from research.plan import read_experiment
 
 FOLDER = Path(__file__).parent.parent / "experiments"
 
@@ -20,9 +20,9 @@ def figure_of(folder, name, number=0, seeds=100, simulate=curves_of, **changes):
     experiment = read_experiment(FOLDER / f"{name}.yaml")
     spec = {**experiment.figures[number], **changes}
     where = spec.get("where", {}).items()
-    cells = [cell for cell in experiment.cells() if cell.seed <= seeds and where <= cell.levels.items()]
-    write_results(folder, cells, simulate)
-    finished = read_finished(Store(folder), [cell.key for cell in cells])
+    planned_runs = [planned for planned in experiment.planned_runs() if planned.seed <= seeds and where <= planned.levels.items()]
+    write_results(folder, planned_runs, simulate)
+    finished = read_finished(Store(folder), [planned.key for planned in planned_runs])
     return draw(read_grid(experiment, finished, "tiny", False), spec)
 
 
@@ -64,18 +64,18 @@ def test_seeds_too_few_for_an_interval_are_drawn_however_many_are_to_come(tmp_pa
 @pytest.mark.parametrize("cost", COSTS)
 def test_every_cost_can_be_an_axis(tmp_path, cost):
     (axes,) = figure_of(tmp_path, "tab7", 1, seeds=1, x=[cost]).axes
-    costs = curves_of(next(iter(read_experiment(FOLDER / "tab7.yaml").cells())))[f"cost/{cost}"]
+    costs = curves_of(next(iter(read_experiment(FOLDER / "tab7.yaml").planned_runs())))[f"cost/{cost}"]
     assert [line.get_xdata()[-1] for line in means(axes)] == pytest.approx([max(costs.values())] * 4)
 
 
 def test_one_entropy_that_explodes_does_not_flatten_the_others(tmp_path):
     """Its band comes down to 0.01 and then goes below zero, which no logarithmic axis has."""
 
-    def exploding(cell):
-        first = cell.levels["method"] == "entropy bonus" and cell.seed == 1
+    def exploding(planned):
+        first = planned.levels["method"] == "entropy bonus" and planned.seed == 1
         heights = (0.4, 1.5, 6.0) if first else (0.4, 0.4, 0.4)
         entropy = dict(zip((1, 21, 41), heights, strict=True))
-        return {**curves_of(cell), "mi/first_turn/conditional_entropy_token": entropy}
+        return {**curves_of(planned), "mi/first_turn/conditional_entropy_token": entropy}
 
     *_, axes, _ = figure_of(tmp_path, "fig5", simulate=exploding).axes
     low, high = axes.get_ylim()

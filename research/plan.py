@@ -1,7 +1,7 @@
 """An experiment as its YAML file says it: a grid of trainings with seeds, and what decides its claim.
 
-Settings are those of `ragen2-trl train`. A *cell* is one training: settings and a seed. Its key is made of both and
-nothing else, so that experiments which share a cell run it once.
+Settings are those of `ragen2-trl train`. A *run* is one training: settings and a seed. Its key is made of both and
+nothing else, so that experiments which share a run run it once.
 """
 
 import hashlib
@@ -14,7 +14,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from ragen2_trl.experiments.settings import (
+from research.settings import (
     OF_THE_RUNNER,
     WARM_START,
     Fields,
@@ -25,13 +25,13 @@ from ragen2_trl.experiments.settings import (
     read_yaml,
     with_warm_start,
 )
-from ragen2_trl.experiments.values import check_mapping, check_names, check_required, list_at, listed
+from research.plan import check_mapping, check_names, check_required, list_at, listed
 
 SCALES = ("tiny", "paper")
 
 
 @dataclass(frozen=True)
-class Cell:
+class PlannedRun:
     """One training of an experiment.
 
     Args:
@@ -51,7 +51,7 @@ class Cell:
 
     @property
     def model_key(self) -> str | None:
-        """As many digits for what its warm start says; `None` for a cell without one."""
+        """As many digits for what its warm start says; `None` for a run without one."""
         return _digest(self.fields[WARM_START]) if WARM_START in self.fields else None
 
     @property
@@ -88,9 +88,9 @@ class Experiment:
         claim: What it puts to the test, in one sentence.
         source: Table or figure that the claim is from.
         base: Files of settings, of which the last one that has a setting says.
-        seeds: One run of each cell for each.
-        checks: What decides, as `ragen2_trl.experiments.checks` reads it.
-        settings_fixed: The day on which settings and checks were fixed, before any of its cells ran.
+        seeds: One run of each run for each.
+        checks: What decides, as `research.checks` reads it.
+        settings_fixed: The day on which settings and checks were fixed, before any of its runs ran.
         paper: What the paper reports, in a sentence.
         fields: Settings on top of `base`.
         axes: The grid: axis -> level -> settings.
@@ -99,9 +99,9 @@ class Experiment:
         skip: Combinations of levels that are left out.
         quick: Settings on top of all others for a quick look, with the first seed alone.
         paper_scale: The same at full size.
-        figures: What shows the claim, as `ragen2_trl.experiments.figures` reads it.
+        figures: What shows the claim, as `research.figures` reads it.
         note: What else a reader of the results must know.
-        others: The experiments of `cells_of`, whose cells are this one's.
+        others: The experiments of `runs_of`, whose runs are this one's.
         path: The file.
     """
 
@@ -126,7 +126,7 @@ class Experiment:
     overrides: Fields = field(default_factory=dict)
 
     def settings(self, scale: str = "tiny", levels: Mapping[str, str] | None = None) -> Fields:
-        """What all cells begin with, or those of some levels.
+        """What all runs begin with, or those of some levels.
 
         Raises:
             ValueError: If the experiment has no such scale.
@@ -143,11 +143,11 @@ class Experiment:
             raise ValueError(f"{self.path}: scale='paper' needs paper_scale, which the file does not have.")
         return merged([*map(read_fields, self.paper_scale.base), *further, self.paper_scale.fields])
 
-    def cells(self, quick: bool = False, scale: str = "tiny") -> list[Cell]:
+    def planned_runs(self, quick: bool = False, scale: str = "tiny") -> list[PlannedRun]:
         """All of them, seed by seed; within one the first axis changes fastest, so that what is compared runs side by
         side."""
         if self.others:
-            return list({cell.key: cell for one in self.others for cell in one.cells(quick, scale)}.values())
+            return list({planned.key: planned for one in self.others for planned in one.planned_runs(quick, scale)}.values())
         grid = [
             dict(reversed(list(zip(reversed(self.axes), levels, strict=True))))
             for levels in product(*reversed(self.axes.values()))
@@ -165,7 +165,7 @@ class Experiment:
                 raise ValueError(f"{self.path}: model must be left out beside {WARM_START}, which makes it.")
             if not str(one.get("max_steps", 0)).lstrip("-").isdecimal():
                 raise ValueError(f"{self.path}: max_steps must be a whole number, got {one['max_steps']!r}")
-        return [Cell(one, seed, levels) for seed in seeds for levels, one in zip(grid, settings, strict=True)]
+        return [PlannedRun(one, seed, levels) for seed in seeds for levels, one in zip(grid, settings, strict=True)]
 
 
 def read_experiment(path: Path, overrides: Fields | None = None, above: tuple[Path, ...] = ()) -> Experiment:
@@ -174,15 +174,15 @@ def read_experiment(path: Path, overrides: Fields | None = None, above: tuple[Pa
     Args:
         path: The file; those it names are relative to it.
         overrides: Settings on top of all others, to try it.
-        above: The files that have its cells through their `cells_of`.
+        above: The files that have its runs through their `runs_of`.
 
     Raises:
         ValueError: If the file is not as it should be; the message names file, field, value and what is allowed.
         OSError: If it, or a file that it names, cannot be read.
     """
     read = check_mapping(read_yaml(path), path, "")
-    allowed = {one.name for one in fields(Experiment)} - {"path", "overrides", "others", "level_files"} | {"cells_of"}
-    own = ("axes", "base", "fields", "paper_scale", "quick", "seeds", "skip") if "cells_of" in read else ()
+    allowed = {one.name for one in fields(Experiment)} - {"path", "overrides", "others", "level_files"} | {"runs_of"}
+    own = ("axes", "base", "fields", "paper_scale", "quick", "seeds", "skip") if "runs_of" in read else ()
     check_names(read, allowed - set(own), path, "")
     required = ("id", "claim", "source", "seeds", "checks", "settings_fixed")
     check_required(read, [name for name in required if name not in own], path, "")
@@ -240,8 +240,8 @@ def read_experiment(path: Path, overrides: Fields | None = None, above: tuple[Pa
         path=path,
         overrides=_fields(overrides or {}, path, "set"),
     )
-    if not replace(experiment, overrides={}).cells():  # overrides are for the scale that is then run
-        raise ValueError(f"{path}: skip leaves no cell.")
+    if not replace(experiment, overrides={}).planned_runs():  # overrides are for the scale that is then run
+        raise ValueError(f"{path}: skip leaves no run.")
     return experiment
 
 
@@ -316,15 +316,15 @@ def _paper_scale(value: Any, axes: dict[str, dict[str, Fields]], path: Path) -> 
 
 
 def _others(read: Mapping[str, Any], path: Path, above: tuple[Path, ...]) -> list[Path]:
-    """The files of `cells_of`, none of which may lead back to this one."""
-    names = list_at(read, "cells_of", path)
-    if not names and "cells_of" in read:
-        raise ValueError(f"{path}: cells_of must name at least one experiment, got []")
+    """The files of `runs_of`, none of which may lead back to this one."""
+    names = list_at(read, "runs_of", path)
+    if not names and "runs_of" in read:
+        raise ValueError(f"{path}: runs_of must name at least one experiment, got []")
     for name in names:
         if not isinstance(name, str) or Path(name).name != name or not path.with_name(f"{name}.yaml").is_file():
-            raise ValueError(f"{path}: cells_of must name experiments beside this one, got {name!r}")
+            raise ValueError(f"{path}: runs_of must name experiments beside this one, got {name!r}")
         if path.with_name(f"{name}.yaml") in (path, *above):
-            raise ValueError(f"{path}: cells_of must name experiments without this one's cells, got {name!r}")
+            raise ValueError(f"{path}: runs_of must name experiments without this one's runs, got {name!r}")
     return [path.with_name(f"{name}.yaml") for name in names]
 
 

@@ -1,4 +1,4 @@
-"""What came of cells, as two tidy Parquet files that are whole at any moment: a row a cell, and their curves."""
+"""What came of runs, as two tidy Parquet files that are whole at any moment: a row a run, and their curves."""
 
 import fcntl
 import hashlib
@@ -20,14 +20,14 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import yaml
 
-from ragen2_trl.experiments.plan import Cell, Experiment, question
-from ragen2_trl.experiments.settings import UNSET, Fields, json_text, merged, read_fields, read_yaml
+from research.plan import PlannedRun, Experiment, question
+from research.settings import UNSET, Fields, json_text, merged, read_fields, read_yaml
 from ragen2_trl.reporting.files import HISTORY_FILE, read_json, replace_whole, write_text
 
-CELLS, CURVES, RECORDS = "cells.parquet", "curves.parquet", "experiments"
-VERSIONS = "versions.json"  # in the folder of a cell, of when its training began
-SEVERAL = "several"  # as host: of a cell that went on where it had not begun
-THEN = ", then "  # between the versions that such a cell began with and those it went on with
+RUNS, CURVES, RECORDS = "runs.parquet", "curves.parquet", "experiments"
+VERSIONS = "versions.json"  # in the folder of a run, of when its training began
+SEVERAL = "several"  # as host: of a run that went on where it had not begun
+THEN = ", then "  # between the versions that such a run began with and those it went on with
 COSTS = ("seconds", "cpu_seconds", "sampled_tokens", "update_tokens", "update_flops")
 
 # Metrics of log rows that are kept; the others say nothing that an experiment asks for.
@@ -37,7 +37,7 @@ KEPT = re.compile(
     r"|mi/.*|grad/.*|eval/.*|cost/.*|ppo/(value_loss|explained_variance)"
     r"|env/[^/]+/(success|return|valid_rate|action_is_valid|action_is_effective)"
 )
-CELLS_SCHEMA = pa.schema(
+RUNS_SCHEMA = pa.schema(
     [
         ("key", pa.string()),
         ("fields", pa.string()),  # JSON
@@ -65,9 +65,9 @@ CURVES_SCHEMA = pa.schema(
 
 
 class Store:
-    """The results of cells in a folder.
+    """The results of runs in a folder.
 
-    `cells.parquet` says what is done; it is written after `curves.parquet`. Files are replaced whole, under a lock,
+    `runs.parquet` says what is done; it is written after `curves.parquet`. Files are replaced whole, under a lock,
     so that several commands may add to one folder and a kill leaves it as it was before or after.
 
     Args:
@@ -77,31 +77,31 @@ class Store:
     def __init__(self, folder: Path):
         self.folder = folder
 
-    def cells(self) -> pd.DataFrame:
-        """A row for each finished cell, in the columns of `CELLS_SCHEMA`."""
-        return self._read(CELLS, CELLS_SCHEMA).to_pandas()
+    def finished(self) -> pd.DataFrame:
+        """A row for each finished run, in the columns of `RUNS_SCHEMA`."""
+        return self._read(RUNS, RUNS_SCHEMA).to_pandas()
 
     def curves(self, keys: Sequence[str] | None = None) -> pd.DataFrame:
-        """The metrics of finished cells, or of those with these keys: `key`, `step`, `metric`, `value`."""
+        """The metrics of finished runs, or of those with these keys: `key`, `step`, `metric`, `value`."""
         table = self._read(CURVES, CURVES_SCHEMA)
-        wanted = self.done()  # and not of a cell that a kill cut off between the two files
+        wanted = self.done()  # and not of a run that a kill cut off between the two files
         if keys is not None:
             wanted &= set(keys)
         found = pc.is_in(table["key"].cast(pa.string()), pa.array(sorted(wanted), pa.string()))
         return table.filter(found).to_pandas()
 
     def done(self) -> set[str]:
-        """The keys of finished cells."""
-        return set(self._read(CELLS, CELLS_SCHEMA)["key"].to_pylist())
+        """The keys of finished runs."""
+        return set(self._read(RUNS, RUNS_SCHEMA)["key"].to_pylist())
 
     def check_folder(self) -> None:
-        """Raise a `ValueError` that names what is wrong, if cells cannot be added here or what there is not read."""
+        """Raise a `ValueError` that names what is wrong, if runs cannot be added here or what there is not read."""
         check_folder(self.folder / RECORDS, "results")
-        for name, schema in ((CELLS, CELLS_SCHEMA), (CURVES, CURVES_SCHEMA)):
+        for name, schema in ((RUNS, RUNS_SCHEMA), (CURVES, CURVES_SCHEMA)):
             self._read(name, schema)
 
-    def add(self, run_folder: Path, cell: Cell, wall_seconds: float = math.nan) -> None:
-        """Take over what a cell's run has left in its folder.
+    def add(self, run_folder: Path, planned: PlannedRun, wall_seconds: float = math.nan) -> None:
+        """Take over what a run's run has left in its folder.
 
         Raises:
             ValueError: If there is no log history, or it has no costs.
@@ -115,9 +115,9 @@ class Store:
             raise ValueError(f"{run_folder / HISTORY_FILE} has no cost/{missing[0]}.")
         whole = {name: int(costs[name]) for name in ("sampled_tokens", "update_tokens")}
         own = {
-            "key": cell.key,
-            "fields": json_text(cell.fields),
-            "seed": cell.seed,
+            "key": planned.key,
+            "fields": json_text(planned.fields),
+            "seed": planned.seed,
             "steps": max(step for step, _, _ in rows),
             **costs,
             **whole,
@@ -129,7 +129,7 @@ class Store:
         steps, metrics, values = zip(*rows, strict=True)
         curves = pa.table(
             [
-                pa.array([cell.key] * len(rows)).dictionary_encode(),
+                pa.array([planned.key] * len(rows)).dictionary_encode(),
                 pa.array(steps, pa.int32()),
                 pa.array(metrics).dictionary_encode(),
                 pa.array(values, pa.float32()),
@@ -138,17 +138,17 @@ class Store:
         )
         with self._locked():
             self._put(CURVES, CURVES_SCHEMA, curves)
-            self._put(CELLS, CELLS_SCHEMA, pa.Table.from_pylist([own], CELLS_SCHEMA))
+            self._put(RUNS, RUNS_SCHEMA, pa.Table.from_pylist([own], RUNS_SCHEMA))
 
-    # What experiments were when their cells ran
+    # What experiments were when their runs ran
 
     def check(self, experiment: Experiment, scale: str, quick: bool) -> None:
-        """Refuse to mix cells of one id that were made with different settings.
+        """Refuse to mix runs of one id that were made with different settings.
 
         Raises:
             ValueError: If the folder holds results of an experiment with that id which differs in more than prose,
                 names of files, further seeds and further checks; what differs is named. So is a record that cannot
-                be read. The day on which settings were fixed stays the one of before the first cell.
+                be read. The day on which settings were fixed stays the one of before the first run.
         """
         for one in experiment.others:
             self.check(one, scale, quick)
@@ -174,17 +174,17 @@ class Store:
         return None if then is None else list(then["checks"])
 
     def write_record(self, experiment: Experiment, scale: str, quick: bool) -> None:
-        """Keep what an experiment is, once the folder has a cell of it; of its checks, what they were then."""
+        """Keep what an experiment is, once the folder has a run of it; of its checks, what they were then."""
         path = self._record(experiment)
         path.parent.mkdir(parents=True, exist_ok=True)
         whole = record(experiment, scale, quick)
         fixed = self.fixed_checks(experiment)
         whole["checks"] = whole["checks"] if fixed is None else fixed
         text = yaml.safe_dump(whole, sort_keys=False, allow_unicode=True, width=120)
-        # Cells of `cells_of` may have run long before, for their own experiments.
+        # Runs of `runs_of` may have run long before, for their own experiments.
         when = "when this was first written, maybe after" if experiment.others else "when"
         comment = (
-            f"# What {experiment.id} was {when} its cells in ../{CELLS} ran: written by `ragen2-trl experiment run`.\n"
+            f"# What {experiment.id} was {when} its runs in ../{RUNS} ran: written by `ragen2-trl experiment run`.\n"
         )
         if not path.exists() or path.read_text(encoding="utf-8") != comment + text:
             write_text(path, comment + text)
@@ -216,7 +216,7 @@ class Store:
         try:
             return pq.read_table(path).select(schema.names).cast(schema)
         except (pa.ArrowException, OSError, KeyError) as error:  # a KeyError of columns that are not there
-            raise ValueError(f"{path} cannot be read as results of cells: {' '.join(str(error).split())}") from error
+            raise ValueError(f"{path} cannot be read as results of runs: {' '.join(str(error).split())}") from error
 
     def _put(self, name: str, schema: pa.Schema, further: pa.Table) -> None:
         """Add rows; those that an earlier row of the same key has are replaced."""
@@ -272,7 +272,7 @@ def where_it_runs() -> dict[str, str]:
 
 
 def where_it_ran(began: Mapping[str, str] | None, now: Mapping[str, str]) -> dict[str, str]:
-    """That of a cell which goes on: what is as it was, and both where something has changed.
+    """That of a run which goes on: what is as it was, and both where something has changed.
 
     >>> where_it_ran({"torch": "2.12", "host": "a"}, {"torch": "2.13", "host": "b"})
     {'torch': '2.12, then 2.13', 'host': 'several'}
@@ -316,12 +316,12 @@ def _commit() -> dict[str, str]:
 
 
 def record(experiment: Experiment, scale: str, quick: bool) -> dict[str, Any]:
-    """What must not change between cells of an experiment, as plain values."""
+    """What must not change between runs of an experiment, as plain values."""
     plain = {
         "id": experiment.id,
         "fields": merged([experiment.settings(scale), experiment.overrides]),
         "axes": _level_settings(experiment, scale),
-        "cells_of": [one.id for one in experiment.others],
+        "runs_of": [one.id for one in experiment.others],
         "skip": list(experiment.skip),
         "quick": experiment.quick if quick else {},
         "checks": list(experiment.checks),
