@@ -1,10 +1,11 @@
 """Run experiments, see how far they are, and tell what came of them.
 
-ragen2-trl experiment run experiments/*.yaml
-ragen2-trl experiment analyse experiments/*.yaml
+python -m research run research/experiments/*.yaml
+python -m research analyse research/experiments/*.yaml
 """
 
 import argparse
+import os
 import shlex
 import sys
 from collections.abc import Sequence
@@ -20,9 +21,8 @@ from rich.table import Table
 from rich.text import Text
 
 from ragen2_trl.cli.console import ProgressLine, make_console
-from ragen2_trl.cli.experiment_arguments import ACTIONS, FOLDERS, experiment_parser
 from ragen2_trl.cli.typed import InputError, checked_input, refuse_in_a_line
-from research.planned_runs import (
+from research.commands import (
     QueuedRun,
     command_of,
     model_folder,
@@ -32,10 +32,22 @@ from research.planned_runs import (
     write_config,
     write_warm_start,
 )
-from research.store import Store, check_folder
 from research.plan import Experiment, read_experiments
 from research.runner import MADE, Progress, Runner, is_locked
+from research.store import Store, check_folder
 
+ACTIONS = {
+    "run": "train the runs that are not done",
+    "status": "how many are",
+    "analyse": "tables, figures and verdicts from what there is",
+    "list": "the runs, with the command of each",
+}
+# Where results are kept, and where runs are trained.
+FOLDERS = {
+    "tiny": (Path("research/results"), Path("runs/experiments")),
+    "paper": (Path("research/results/paper"), Path("runs/paper")),
+    "quick": (Path("runs/quick/results"), Path("runs/quick/runs")),
+}
 PLAIN_EVERY = 60.0  # seconds between two lines where there is no terminal
 
 
@@ -54,11 +66,19 @@ def main(args: list[str] | None = None) -> None:
     """Do what the first argument says with the experiments after it.
 
     Raises:
-        SystemExit: With code 1 if a run failed, 130 after Ctrl-C or SIGTERM.
-        InputError: For files, settings and folders that cannot be used, before anything runs.
+        SystemExit: With code 1 if a run failed, 130 after Ctrl-C or SIGTERM. With code 2, and one line on stderr, for
+            files, settings and folders that cannot be used, before anything runs.
     """
+    try:
+        _main(args)
+    except InputError as error:
+        Console(stderr=True).print(f"python -m research: {error}", highlight=False, markup=False)
+        raise SystemExit(2) from None
+
+
+def _main(args: list[str] | None) -> None:
     console = Console()
-    arguments = experiment_parser().parse_args(args)
+    arguments = make_parser().parse_args(args)
     with checked_input():
         experiments = read_experiments(arguments.files, _pairs(arguments.set))
         _check_claims(experiments)
@@ -117,7 +137,9 @@ def _status(console: Console, asked: Asked) -> None:
         own = [job for job in asked.jobs if one.id in job.experiments]
         open_ = [job for job in own if job.planned.key not in done]
         running = [job for job in open_ if is_locked(asked.runs / job.planned.key)]
-        begun = [job for job in open_ if job not in running and any((asked.runs / job.planned.key).glob("checkpoint-*"))]
+        begun = [
+            job for job in open_ if job not in running and any((asked.runs / job.planned.key).glob("checkpoint-*"))
+        ]
         whole = [str(seed) for seed in one.seeds if own and not any(job.planned.seed == seed for job in open_)]
         counts = (len(own), len(own) - len(open_), len(running), len(begun), len(open_) - len(running) - len(begun))
         table.add_row(one.id, *map(str, counts), " ".join(whole) or "none")
@@ -153,7 +175,7 @@ def _analyse(console: Console, asked: Asked) -> None:
     for one in asked.experiments:
         has_runs = any(one.id in job.experiments and job.planned.key in done for job in asked.jobs)
         if has_runs and asked.store.fixed_checks(one) is None:
-            told = f"{one.id} has runs and no record of its checks: `ragen2-trl experiment run {one.path}` writes it."
+            told = f"{one.id} has runs and no record of its checks: `python -m research run {one.path}` writes it."
             console.print(Text(told), soft_wrap=True)
     console.print(
         Text(f"{asked.store.folder / 'README.md'} says what came of {', '.join(one.id for one in asked.experiments)}.")
@@ -253,3 +275,51 @@ def _pairs(texts: Sequence[str]) -> dict[str, Any]:
             why = " ".join(str(error).split())
             raise ValueError(f"set={name}={value!r} is not valid YAML: {why}") from error
     return found
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Of all actions."""
+    listing = "\n".join(f"  {name:<8} {purpose}" for name, purpose in ACTIONS.items())
+    parser = argparse.ArgumentParser(
+        "python -m research",
+        description=f"Claims as YAML files: their trainings, and what came of them.\n\n{listing}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("action", choices=ACTIONS, metavar="ACTION", help=", ".join(ACTIONS))
+    add("files", nargs="+", type=Path, metavar="FILE", help="Experiments; runs that they share are trained once.")
+    add("--jobs", type=int, default=_cores(), help="Runs trained at once, each on a core (default: the cores).")
+    add(
+        "--quick",
+        action="store_true",
+        help="The first seed with each experiment's quick settings, in a store of its own.",
+    )
+    add(
+        "--scale",
+        default="tiny",
+        help="tiny, or paper: its models and sizes, one run after the other with accelerate.",
+    )
+    for number, (name, what) in enumerate((("results", "results"), ("runs", "trainings under way"))):
+        tiny, paper, quick = (FOLDERS[kind][number] for kind in ("tiny", "paper", "quick"))
+        default = f"default: {tiny}; {paper} at that scale, {quick} with --quick"
+        add(f"--{name}", type=Path, help=f"Folder of {what} ({default}).")
+    add("--only", nargs="+", default=[], metavar="AXIS=LEVEL", help="Runs at these levels of the grid alone.")
+    add("--seeds", nargs="+", type=int, metavar="SEED", help="Runs of these seeds alone.")
+    add(
+        "--set",
+        nargs="+",
+        default=[],
+        metavar="NAME=VALUE",
+        help="Settings on top of every run's, to try an experiment; they make other runs.",
+    )
+    return parser
+
+
+def _cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+if __name__ == "__main__":
+    main()

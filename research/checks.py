@@ -15,7 +15,7 @@ from research.grid import Grid, Notes
 from research.kinds import KINDS, Check
 from research.measures import check_statistic
 from research.plan import Experiment, question
-from research.statistics import CONFIDENCE, Estimate, holm
+from research.statistics import CONFIDENCE, IntervalEstimate, holm
 
 HOLDS, IN_PART, CONTRADICTED, UNDECIDED, NOT_RUN = (
     "holds",
@@ -46,7 +46,7 @@ class Result:
     name: str
     kind: str
     expects: str
-    estimate: Estimate
+    estimate: IntervalEstimate
     unit: str
     seeds: int
     notes: Notes = field(default_factory=Notes)
@@ -70,7 +70,7 @@ class Result:
         return show(self.estimate, self.unit)
 
 
-def show(estimate: Estimate, unit: str) -> str:
+def show(estimate: IntervalEstimate, unit: str) -> str:
     """`+2.1 points (-0.4 to +4.6)`, `<= 0.28 times (0.18 to 0.42)`; without numbers, why there are none."""
     if math.isnan(estimate.value):
         return "no number"

@@ -7,12 +7,15 @@ from pathlib import Path
 
 import yaml
 
-from research.plan import PlannedRun, Experiment, PaperScale
-from research.settings import WARM_START, Fields
 from ragen2_trl.reporting.files import write_text
+from research.plan import Experiment, PaperScale, PlannedRun
+from research.settings import WARM_START, Fields
 
+ROOT = Path(__file__).parents[1]  # of the checkout
 CONFIG = "config.yaml"  # of a run, in its folder
 MODELS = "models"  # folder among those of runs: models that were made for them
+# In the checkout's root this finds `research`, whose selectors settings may name; the installed command does not.
+COMMAND_LINE = ["python", "-m", "ragen2_trl.cli"]
 SAVES = 10  # checkpoints of a run, of which the last one is kept
 # Assumed of Qwen2.5-3B on an H100, on which nothing was run: tokens a second. docs/experiments.md has the arithmetic.
 SAMPLED, TRAINED = 1_000, 10_000
@@ -41,7 +44,7 @@ class QueuedRun:
         rows = own["per_device_train_batch_size"] * own.get("gradient_accumulation_steps", 1) * self.launch.processes
         trained = self.max_steps * rows
         evaluations = 1 + self.max_steps // own["eval_every"] if own.get("eval_every") else 2
-        played = trained * (1 + own.get("snr_refill_rounds", 0))
+        played = trained * (1 + own.get("snr_dynamic_sampling_rounds", 0))
         played += evaluations * own["eval_prompts"] * own["eval_samples"]
         models = 2 if own.get("value_head") == "separate" else 1
         return float(own["max_completion_length"] * (played / SAMPLED + models * trained / TRAINED) / 3600)
@@ -111,7 +114,7 @@ def write_warm_start(folder: Path, job: QueuedRun) -> Path:
 
 def warm_start_command(config: Path) -> list[str]:
     """The line that makes a model."""
-    return ["ragen2-trl", "warm-start", "--config", str(config)]
+    return [*COMMAND_LINE, "warm-start", "--config", str(config)]
 
 
 def write_config(folder: Path, job: QueuedRun) -> Path:
@@ -140,13 +143,13 @@ def command_of(config: Path, job: QueuedRun) -> list[str]:
     """The line that trains a run."""
     train = ["train", "--config", str(config)]
     if job.launch is None:
-        return ["ragen2-trl", *train]
+        return [*COMMAND_LINE, *train]
     launch = ["--config_file", str(job.launch.launch), "--num_processes", str(job.launch.processes)]
     return ["accelerate", "launch", *launch, "-m", "ragen2_trl.cli", *train]
 
 
 def runnable(command: Sequence[str]) -> list[str]:
     """The same with this Python, whatever the path finds."""
-    if command[0] == "ragen2-trl":
-        return [sys.executable, "-m", "ragen2_trl.cli", *command[1:]]
+    if command[0] == COMMAND_LINE[0]:
+        return [sys.executable, *command[1:]]
     return [sys.executable, "-m", "accelerate.commands.launch", *command[2:]]

@@ -12,10 +12,10 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, LogLocator, NullFormatter
 from numpy.typing import NDArray
 
+from ragen2_trl.reporting.style import LINE_COLOURS, LINE_STYLES, LINE_WIDTH, MARKERS, THIN, WIDTH
 from research.kinds import unit_of
 from research.measures import COSTS, OF_CURVES
 from research.statistics import mean_band, mean_interval
-from ragen2_trl.reporting.style import LINE_COLOURS, LINE_STYLES, LINE_WIDTH, MARKERS, THIN, WIDTH
 
 Array = NDArray[np.float64]
 

@@ -14,6 +14,13 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from ragen2_trl.reporting.style import (
+    GREY,
+    LINE_WIDTH,
+    REFERENCE,
+    THIN,
+    drawn_in_style,
+)
 from research.drawing import (
     AXIS_LABELS,
     METRIC_LABELS,
@@ -32,20 +39,13 @@ from research.drawing import (
 )
 from research.grid import Grid, Levels, Notes, pairs, runs_of
 from research.kinds import FRACTIONS, differences, paired_difference, unit_of
-from research.measures import COSTS, Run, gradient_points, statistic
+from research.measures import COSTS, FinishedRun, gradient_points, statistic
 from research.statistics import mean_interval
-from ragen2_trl.reporting.style import (
-    GREY,
-    LINE_WIDTH,
-    REFERENCE,
-    THIN,
-    drawn_in_style,
-)
 
 Spec = Mapping[str, Any]
 
 
-def _seeds(grid: Grid, levels: Levels) -> list[Run]:
+def _seeds(grid: Grid, levels: Levels) -> list[FinishedRun]:
     runs = (grid.run(levels, seed) for seed in grid.seeds)
     return [run for run in runs if run is not None]
 
@@ -288,7 +288,7 @@ def draw_gradients(grid: Grid, spec: Spec) -> Figure:
     return figure
 
 
-def _draw_buckets(axes: Axes, runs: Sequence[Run], part: str, step: float, look: Mapping[str, Any]) -> None:
+def _draw_buckets(axes: Axes, runs: Sequence[FinishedRun], part: str, step: float, look: Mapping[str, Any]) -> None:
     x: list[float] = []
     y: list[float] = []
     for run in runs:

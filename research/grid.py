@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import product
 
+from research.measures import FinishedRun
+from research.plan import Experiment, PlannedRun
 from research.store import SEVERAL
-from research.measures import Run
-from research.plan import PlannedRun, Experiment
 
 Levels = Mapping[str, str]
 
@@ -43,7 +43,7 @@ class Grid:
 
     experiment: Experiment
     planned_runs: Sequence[PlannedRun]
-    runs: Mapping[str, Run]  # by key
+    runs: Mapping[str, FinishedRun]  # by key
     others: Sequence["Grid"] = ()  # those of `runs_of`
 
     @cached_property
@@ -59,7 +59,7 @@ class Grid:
     def has(self, levels: Levels) -> bool:
         return any((seed, frozenset(levels.items())) in self._keys for seed in self.seeds)
 
-    def run(self, levels: Levels, seed: int) -> Run | None:
+    def run(self, levels: Levels, seed: int) -> FinishedRun | None:
         return self.runs.get(self.key(levels, seed))
 
     def key(self, levels: Levels, seed: int) -> str:
@@ -87,7 +87,7 @@ def pairs(grid: Grid, of: Levels, against: Levels) -> list[tuple[Levels, Levels]
 def by_seed(
     grid: Grid,
     settings: Sequence[Sequence[Levels]],
-    number: Callable[[Sequence[Run]], float],
+    number: Callable[[Sequence[FinishedRun]], float],
     notes: Notes,
     timed: bool = False,
 ) -> dict[int, list[float]]:
@@ -122,7 +122,7 @@ def by_seed(
     return values
 
 
-def of_one_machine(runs: Collection[Run]) -> bool:
+def of_one_machine(runs: Collection[FinishedRun]) -> bool:
     """Whether their times are comparable, as far as the store knows."""
     hosts = {run.host for run in runs}
     return len(hosts) <= 1 and SEVERAL not in hosts
@@ -140,7 +140,7 @@ def gathered(several: Iterable[Notes]) -> Notes:
     return whole
 
 
-def runs_of(grid: Grid, setting: Sequence[Levels], seed: int, notes: Notes) -> list[Run] | None:
+def runs_of(grid: Grid, setting: Sequence[Levels], seed: int, notes: Notes) -> list[FinishedRun] | None:
     """Those of one seed that belong together; None, and a note, unless all of them are there."""
     found = []
     for levels in setting:

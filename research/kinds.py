@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from research.grid import Grid, Levels, Notes, by_seed, counted, named, pairs, runs_of, some
-from research.measures import OF_PAIRS, Run, fall, on_common_steps, statistic, success_at, total
-from research.statistics import Estimate, correlation_interval, mean_interval
+from research.measures import OF_PAIRS, FinishedRun, fall, on_common_steps, statistic, success_at, total
+from research.statistics import IntervalEstimate, correlation_interval, mean_interval
 
 Check = Mapping[str, Any]
 
@@ -29,10 +29,12 @@ FRACTIONS = (
     "guessing",
 )
 
-Evaluated = tuple[Estimate, str, int]
+Evaluated = tuple[IntervalEstimate, str, int]
 
 
-def _over_seeds(values: Mapping[int, float], check: Check, null: float = 0.0, within: float | None = None) -> Estimate:
+def _over_seeds(
+    values: Mapping[int, float], check: Check, null: float = 0.0, within: float | None = None
+) -> IntervalEstimate:
     margin = float(check.get("within", 0.0)) if within is None else within
     return mean_interval(list(values.values()), null, check["expects"], margin)
 
@@ -47,7 +49,7 @@ def timed(check: Check) -> bool:
     return "seconds" in str(check["statistic"])
 
 
-def paired_difference(runs: Sequence[Run], name: str) -> float:
+def paired_difference(runs: Sequence[FinishedRun], name: str) -> float:
     """Of a statistic of two runs; `at_equal/<axis>` is held-out success when both had spent all that the cheaper one
     did."""
     if not name.startswith(OF_PAIRS):
@@ -86,7 +88,7 @@ def _mean(grid: Grid, check: Check, notes: Notes) -> Evaluated:
     """A statistic itself, less another one of the same runs (`minus`), against a number (`than`)."""
     settings = [[levels] for levels in grid.settings if check.get("of", {}).items() <= dict(levels).items()]
 
-    def number(runs: Sequence[Run]) -> float:
+    def number(runs: Sequence[FinishedRun]) -> float:
         less = statistic(runs[0], check["minus"]) if "minus" in check else 0.0
         return statistic(runs[0], check["statistic"]) - less
 
@@ -108,7 +110,7 @@ def _ratio(grid: Grid, check: Check, notes: Notes) -> Evaluated:
     censored = [0, 0]
     below: set[int] = set()
 
-    def log_ratio(runs: Sequence[Run]) -> float:
+    def log_ratio(runs: Sequence[FinishedRun]) -> float:
         target = statistic(runs[2], "success/last_fifth") if len(runs) > 2 else float(targets or math.nan)
         numbers = [statistic(run, name, target) for run in runs[:2]]
         if 0.0 in numbers:
@@ -151,7 +153,7 @@ def _earlier(grid: Grid, check: Check, notes: Notes) -> Evaluated:
     share = float(check.get("fall", 0.2))
     falls: list[tuple[float, float]] = []
 
-    def lag(runs: Sequence[Run]) -> float:
+    def lag(runs: Sequence[FinishedRun]) -> float:
         first, then = (runs[0].curve(check[name]) for name in ("first", "then"))
         if first is None or then is None:
             return math.nan
@@ -206,7 +208,7 @@ def _correlation(grid: Grid, check: Check, notes: Notes) -> Evaluated:
             seeds_here.add(seed)
         seeds = max(seeds, len(seeds_here))
     if len(rows) < 3:
-        return Estimate(math.nan, math.nan, math.nan, math.nan, 0, 0), "correlation", seeds
+        return IntervalEstimate(math.nan, math.nan, math.nan, math.nan, 0, 0), "correlation", seeds
     x, *than, success = (np.array(column) for column in zip(*rows, strict=True))
     estimate = correlation_interval(x, success, settings, check["expects"], than[0] if than else None)
     notes.others.append(f"{len(rows)} runs of {estimate.n} settings.")

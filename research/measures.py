@@ -16,8 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.integrate import trapezoid
 
-from research.store import Store
 from research.plan import PlannedRun
+from research.store import Store
 
 Array = NDArray[np.float64]
 
@@ -68,7 +68,7 @@ class MetricCurve:
 
 
 @dataclass(frozen=True)
-class Run:
+class FinishedRun:
     """A finished run.
 
     Args:
@@ -150,7 +150,7 @@ def check_statistic(name: str, of_pairs: bool = False) -> None:
         )
 
 
-def statistic(run: Run, name: str, target: float = math.nan) -> float:
+def statistic(run: FinishedRun, name: str, target: float = math.nan) -> float:
     """One number of a run; NaN where it has no such metric, infinite where a target was never reached.
 
     Args:
@@ -184,7 +184,7 @@ def of_curve(curve: MetricCurve, what: str) -> float:
     return float({"first": values[0], "last": values[-1], "peak": values.max(), "mean": values.mean()}[what])
 
 
-def spent_to_reach(run: Run, axis: str, target: float) -> float:
+def spent_to_reach(run: FinishedRun, axis: str, target: float) -> float:
     """What a run had spent when its held-out success first was at `target`, by straight lines between evaluations;
     infinite if it never was, NaN without a curve or a target."""
     curve = run.curve("success")
@@ -203,7 +203,7 @@ def spent_to_reach(run: Run, axis: str, target: float) -> float:
     return float(spent[n - 1] + share * (spent[n] - spent[n - 1]))
 
 
-def success_at(run: Run, axis: str, spent: float) -> float:
+def success_at(run: FinishedRun, axis: str, spent: float) -> float:
     """Held-out success when a run had spent so much, as the mean over the last fifth of it; NaN without curves."""
     curve = run.curve("success")
     if curve is None:
@@ -217,7 +217,7 @@ def success_at(run: Run, axis: str, spent: float) -> float:
     return float(trapezoid(values, knots) / (0.2 * spent)) if spent > 0 else float(values[-1])
 
 
-def total(run: Run, axis: str) -> float:
+def total(run: FinishedRun, axis: str) -> float:
     """What the whole run has cost; NaN where that was not logged."""
     if axis == "steps":
         return float(run.done)
@@ -241,7 +241,7 @@ class GradientPoints:
     norms: Array
 
 
-def gradient_points(run: Run, part: str) -> list[GradientPoints]:
+def gradient_points(run: FinishedRun, part: str) -> list[GradientPoints]:
     """What `GradientSNRCallback` logged of a part of the loss; `regularisers` are those there are, norms summed as in
     the paper."""
     parts = ("kl", "entropy") if part == "regularisers" else (part,)
@@ -261,7 +261,7 @@ def gradient_points(run: Run, part: str) -> list[GradientPoints]:
     ]
 
 
-def gradient_slope(run: Run, part: str) -> float:
+def gradient_slope(run: FinishedRun, part: str) -> float:
     """Slope of log norm on log reward standard deviation over the buckets of all measurements, each with an intercept
     of its own: 1 is a gradient in proportion to it, 0 one that does not know of it. NaN with too few buckets."""
     products = squares = 0.0
@@ -305,10 +305,10 @@ class Finished:
     curves: Mapping[str, Mapping[str, MetricCurve]]
     records: Mapping[str, Mapping[str, Any]]
 
-    def runs(self, planned_runs: Iterable[PlannedRun]) -> dict[str, Run]:
+    def runs(self, planned_runs: Iterable[PlannedRun]) -> dict[str, FinishedRun]:
         """Those of some runs that have run, by key."""
         return {
-            planned.key: Run(
+            planned.key: FinishedRun(
                 planned.key,
                 planned.seed,
                 planned.levels,
@@ -335,11 +335,11 @@ def read_finished(store: Store, keys: Iterable[str]) -> Finished:
     return Finished(curves, records)
 
 
-def versions(run: Run) -> dict[str, str]:
+def versions(run: FinishedRun) -> dict[str, str]:
     """Of Python and packages, as the store has them."""
     return {name: str(value) for name, value in _where(run).items() if name not in ("host", "processor")}
 
 
-def _where(run: Run) -> dict[str, Any]:
+def _where(run: FinishedRun) -> dict[str, Any]:
     found: dict[str, Any] = json.loads(run.record.get("versions") or "{}")
     return found

@@ -15,16 +15,17 @@ from typing import Any
 import yaml
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
+from ragen2_trl.reporting.files import replace_whole, write_text
 from research import figures
 from research.checks import CONTRADICTED, NOT_RUN, Result, evaluate, reason, sentence, validate, verdict
-from research.store import Store
+from research.commands import ROOT
 from research.drawing import MIN_SEEDS
 from research.grid import Grid, gathered, of_one_machine
 from research.kinds import Check, unit_of
-from research.measures import Finished, Run, read_finished, statistic, versions
+from research.measures import Finished, FinishedRun, read_finished, statistic, versions
 from research.plan import Experiment
 from research.statistics import mean_interval
-from ragen2_trl.reporting.files import replace_whole, write_text
+from research.store import Store
 
 PAGE, TEMPLATE = "README.md", "results.md.jinja"
 # Of each setting: what the table of a claim shows; peak is what the paper reports.
@@ -39,7 +40,7 @@ COLUMNS = {
     "sampled tokens": "sampled_tokens/last",
     "update FLOPs": "update_flops/last",
 }
-OUTCOMES = {1: "as expected", -1: "opposite", 0: "not decided"}
+FINDINGS = {1: "as expected", -1: "opposite", 0: "not decided"}
 MAX_SETTINGS = 60  # rows of a table; a sweep of more is what its figure shows
 
 
@@ -104,7 +105,6 @@ def analyse(experiments: Sequence[Experiment], folder: Path, scale: str = "tiny"
     planned_runs = [planned for one in experiments for planned in one.planned_runs(quick, scale)]
     finished = read_finished(store, [planned.key for planned in planned_runs])
     claims = [_claim(read_grid(one, finished, scale, quick), store.fixed_checks(one), folder) for one in experiments]
-    docs = experiments[0].path.resolve().parents[1] / "docs" / "experiments.md"  # with a clone
     template = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
         undefined=StrictUndefined,
@@ -127,8 +127,8 @@ def analyse(experiments: Sequence[Experiment], folder: Path, scale: str = "tiny"
         quick=quick,
         escaped=_escaped,
         expected=_expected,
-        told=OUTCOMES,
-        docs=relpath(docs, folder) if docs.exists() else None,
+        told=FINDINGS,
+        docs=relpath(ROOT / "docs" / "experiments.md", folder.resolve()),
     )
     write_text(folder / PAGE, page)
 
@@ -203,7 +203,7 @@ def _rows(grid: Grid) -> list[list[str]]:
     return rows[:MAX_SETTINGS]
 
 
-def over_seeds(runs: Sequence[Run], name: str) -> str:
+def over_seeds(runs: Sequence[FinishedRun], name: str) -> str:
     """The mean of a statistic with its interval, as tables have it; nothing where no run has it."""
     found = mean_interval([value for run in runs if math.isfinite(value := statistic(run, name))])
     if math.isnan(found.value):
@@ -236,7 +236,7 @@ def _flow(fields: Mapping[str, Any]) -> str:
     return f"`{text[1:-1]}`" if fields else ""
 
 
-def _machines(runs: Sequence[Run]) -> str:
+def _machines(runs: Sequence[FinishedRun]) -> str:
     cores = _counted(
         f"{run.record['host_cores']} CPU cores{f' ({cpu})' if (cpu := run.processor) else ''}" for run in runs
     )
@@ -248,12 +248,12 @@ def _machines(runs: Sequence[Run]) -> str:
     return "; ".join([cores, *parts])
 
 
-def _versions(runs: Sequence[Run]) -> str:
+def _versions(runs: Sequence[FinishedRun]) -> str:
     names = dict.fromkeys(name for run in runs for name in versions(run))
     return "; ".join(f"{name} {_counted(versions(run).get(name, 'unknown') for run in runs)}" for name in names)
 
 
-def _wall_seconds(runs: Sequence[Run]) -> float:
+def _wall_seconds(runs: Sequence[FinishedRun]) -> float:
     """From start to end, with evaluations; of training alone where that is not known, as of resumed runs."""
     both = [(float(run.record["wall_seconds"]), float(run.record["seconds"])) for run in runs]
     return sum(wall if math.isfinite(wall) else training for wall, training in both)

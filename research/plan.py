@@ -4,7 +4,6 @@ Settings are those of `ragen2-trl train`. A *run* is one training: settings and 
 nothing else, so that experiments which share a run run it once.
 """
 
-import hashlib
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
@@ -18,14 +17,15 @@ from research.settings import (
     OF_THE_RUNNER,
     WARM_START,
     Fields,
+    as_stored,
     check_unset,
+    digest,
     json_text,
     merged,
     read_fields,
     read_yaml,
     with_warm_start,
 )
-from research.plan import check_mapping, check_names, check_required, list_at, listed
 
 SCALES = ("tiny", "paper")
 
@@ -47,12 +47,12 @@ class PlannedRun:
     @cached_property
     def key(self) -> str:
         """12 hexadecimal digits that tell its settings and seed from all others."""
-        return _digest({"fields": self.fields, "seed": self.seed})
+        return digest({"fields": self.fields, "seed": self.seed})
 
     @property
     def model_key(self) -> str | None:
         """As many digits for what its warm start says; `None` for a run without one."""
-        return _digest(self.fields[WARM_START]) if WARM_START in self.fields else None
+        return digest(self.fields[WARM_START]) if WARM_START in self.fields else None
 
     @property
     def name(self) -> str:
@@ -147,7 +147,9 @@ class Experiment:
         """All of them, seed by seed; within one the first axis changes fastest, so that what is compared runs side by
         side."""
         if self.others:
-            return list({planned.key: planned for one in self.others for planned in one.planned_runs(quick, scale)}.values())
+            return list(
+                {planned.key: planned for one in self.others for planned in one.planned_runs(quick, scale)}.values()
+            )
         grid = [
             dict(reversed(list(zip(reversed(self.axes), levels, strict=True))))
             for levels in product(*reversed(self.axes.values()))
@@ -180,12 +182,12 @@ def read_experiment(path: Path, overrides: Fields | None = None, above: tuple[Pa
         ValueError: If the file is not as it should be; the message names file, field, value and what is allowed.
         OSError: If it, or a file that it names, cannot be read.
     """
-    read = check_mapping(read_yaml(path), path, "")
+    read = _check_mapping(read_yaml(path), path, "")
     allowed = {one.name for one in fields(Experiment)} - {"path", "overrides", "others", "level_files"} | {"runs_of"}
     own = ("axes", "base", "fields", "paper_scale", "quick", "seeds", "skip") if "runs_of" in read else ()
-    check_names(read, allowed - set(own), path, "")
+    _check_names(read, allowed - set(own), path, "")
     required = ("id", "claim", "source", "seeds", "checks", "settings_fixed")
-    check_required(read, [name for name in required if name not in own], path, "")
+    _check_required(read, [name for name in required if name not in own], path, "")
     others = tuple(read_experiment(one, overrides, (*above, path)) for one in _others(read, path, above))
     for name in ("id", "claim", "source", "paper", "note"):
         if not isinstance(read.get(name, ""), str):
@@ -196,10 +198,10 @@ def read_experiment(path: Path, overrides: Fields | None = None, above: tuple[Pa
         raise ValueError(f"{path}: settings_fixed must be a day such as 2026-01-31, got {read['settings_fixed']!r}")
     axes: dict[str, dict[str, Fields]] = {}
     files: dict[str, dict[str, dict[str, tuple[Path, ...]]]] = {scale: {} for scale in SCALES}
-    for axis, levels in check_mapping(read.get("axes", {}), path, "axes").items():
+    for axis, levels in _check_mapping(read.get("axes", {}), path, "axes").items():
         named = {
-            _level(level, path, f"axes.{axis}"): dict(check_mapping(own, path, f"axes.{axis}.{level}"))
-            for level, own in check_mapping(levels, path, f"axes.{axis}").items()
+            _level(level, path, f"axes.{axis}"): dict(_check_mapping(own, path, f"axes.{axis}.{level}"))
+            for level, own in _check_mapping(levels, path, f"axes.{axis}").items()
         }
         for scale, name in zip(SCALES, ("base", "paper_base"), strict=True):
             files[scale][str(axis)] = {
@@ -213,12 +215,12 @@ def read_experiment(path: Path, overrides: Fields | None = None, above: tuple[Pa
         known[axis] = {**known.get(axis, {}), **levels}
 
     def gridded(name: str) -> Iterable[dict[str, Any]]:
-        return (_on_grid(one, known, path, f"{name}[{n}]") for n, one in enumerate(list_at(read, name, path)))
+        return (_on_grid(one, known, path, f"{name}[{n}]") for n, one in enumerate(_list_at(read, name, path)))
 
     if empty := [axis for axis, levels in axes.items() if not levels]:
         raise ValueError(f"{path}: axes.{empty[0]} must have at least one level, got none")
     if not others and not any(axes[axis].keys() == named.keys() for axis, named in files["tiny"].items()):
-        check_required(read, ("base",), path, "")
+        _check_required(read, ("base",), path, "")
     experiment = Experiment(
         id=read["id"],
         claim=read["claim"],
@@ -262,11 +264,7 @@ def read_experiments(paths: Iterable[Path], overrides: Fields | None = None) -> 
 
 def question(check: Mapping[str, Any]) -> str:
     """What a check asks, however it is called and whether or not it counts: alike for checks that ask alike."""
-    return json_text({name: value for name, value in check.items() if name not in ("name", "beside")})
-
-
-def _digest(value: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json_text(value).encode()).hexdigest()[:12]
+    return json_text(as_stored({name: value for name, value in check.items() if name not in ("name", "beside")}))
 
 
 def check_scale(scale: str) -> None:
@@ -277,7 +275,7 @@ def check_scale(scale: str) -> None:
 
 def _fields(value: Any, path: Path, where: str) -> Fields:
     """Settings of an experiment's own."""
-    own = dict(check_mapping(value, path, where))
+    own = dict(_check_mapping(value, path, where))
     if taken := sorted(OF_THE_RUNNER & own.keys()):
         raise ValueError(
             f"{path}: {where}.{taken[0]} is set by the runner; allowed: arguments of `ragen2-trl train` "
@@ -285,24 +283,24 @@ def _fields(value: Any, path: Path, where: str) -> Fields:
         )
     for name in ("env_args",):
         if name in own:
-            check_mapping(own[name], path, f"{where}.{name}")
+            _check_mapping(own[name], path, f"{where}.{name}")
     check_unset(own, f"{path}: {where}.")
     return with_warm_start(own, path)
 
 
 def _skip(read: Mapping[str, Any], axes: dict[str, dict[str, Fields]], path: Path, where: str) -> Any:
-    left_out = enumerate(list_at(read, "skip", path))
+    left_out = enumerate(_list_at(read, "skip", path))
     return tuple(
-        _levels(check_mapping(one, path, f"{where}[{n}]"), axes, path, f"{where}[{n}]") for n, one in left_out
+        _levels(_check_mapping(one, path, f"{where}[{n}]"), axes, path, f"{where}[{n}]") for n, one in left_out
     )
 
 
 def _paper_scale(value: Any, axes: dict[str, dict[str, Fields]], path: Path) -> PaperScale | None:
     if value is None:
         return None
-    read = check_mapping(value, path, "paper_scale")
-    check_names(read, {one.name for one in fields(PaperScale)}, path, "paper_scale.")
-    check_required(read, ("base", "launch", "processes"), path, "paper_scale.")
+    read = _check_mapping(value, path, "paper_scale")
+    _check_names(read, {one.name for one in fields(PaperScale)}, path, "paper_scale.")
+    _check_required(read, ("base", "launch", "processes"), path, "paper_scale.")
     if type(read["processes"]) is not int or read["processes"] <= 0:
         raise ValueError(f"{path}: paper_scale.processes must be a whole number above 0, got {read['processes']!r}")
     (launch,) = _files([read["launch"]], path, "paper_scale.launch")
@@ -317,7 +315,7 @@ def _paper_scale(value: Any, axes: dict[str, dict[str, Fields]], path: Path) -> 
 
 def _others(read: Mapping[str, Any], path: Path, above: tuple[Path, ...]) -> list[Path]:
     """The files of `runs_of`, none of which may lead back to this one."""
-    names = list_at(read, "runs_of", path)
+    names = _list_at(read, "runs_of", path)
     if not names and "runs_of" in read:
         raise ValueError(f"{path}: runs_of must name at least one experiment, got []")
     for name in names:
@@ -329,7 +327,7 @@ def _others(read: Mapping[str, Any], path: Path, above: tuple[Path, ...]) -> lis
 
 
 def _files(value: Any, path: Path, where: str) -> tuple[Path, ...]:
-    names = listed(value)
+    names = _listed(value)
     if not names or not all(isinstance(one, str) for one in names):
         raise ValueError(f"{path}: {where} must name files, relative to this one, got {value!r}")
     files = tuple(Path(os.path.normpath(path.parent / one)) for one in names)
@@ -353,7 +351,7 @@ def _level(level: Any, path: Path, where: str) -> str:
 
 def _levels(value: Mapping[Any, Any], axes: Mapping[str, Mapping[str, Any]], path: Path, where: str) -> dict[str, str]:
     """Axis -> level, both of the grid."""
-    check_names(value, set(axes), path, f"{where}.")
+    _check_names(value, set(axes), path, f"{where}.")
     levels = {axis: _level(level, path, f"{where}.{axis}") for axis, level in value.items()}
     for axis, level in levels.items():
         if level not in axes[axis]:
@@ -363,12 +361,12 @@ def _levels(value: Mapping[Any, Any], axes: Mapping[str, Mapping[str, Any]], pat
 
 def _on_grid(value: Any, axes: Mapping[str, Mapping[str, Any]], path: Path, where: str) -> dict[str, Any]:
     """A check or a figure, whose axes and levels are of the grid."""
-    read = dict(check_mapping(value, path, where))
+    read = dict(_check_mapping(value, path, where))
     for name in ("of", "against", "where", "without", "target"):
         if name in read and (name != "target" or isinstance(read[name], Mapping)):  # a target may be a number
-            read[name] = _levels(check_mapping(read[name], path, f"{where}.{name}"), axes, path, f"{where}.{name}")
+            read[name] = _levels(_check_mapping(read[name], path, f"{where}.{name}"), axes, path, f"{where}.{name}")
     for name in ("axis", "lines", "rows", "columns", "marks"):
-        for axis in listed(read.get(name, [])):
+        for axis in _listed(read.get(name, [])):
             if axis not in list(axes):  # whatever YAML made of it
                 raise ValueError(f"{path}: {where}.{name} must be one of {list(axes)}, got {axis!r}")
     if isinstance(read.get("axis"), list):
@@ -379,3 +377,38 @@ def _on_grid(value: Any, axes: Mapping[str, Mapping[str, Any]], path: Path, wher
         except ValueError:
             raise ValueError(f"{path}: {where}.axis must have numbers for levels, got {level!r}") from None
     return read
+
+
+# Values of a file, and errors that name file, place, value and what is allowed
+
+
+def _listed(value: Any) -> list[Any]:
+    """A list as it is, and another value as the only one of a list."""
+    return value if isinstance(value, list) else [value]
+
+
+def _check_mapping(value: Any, path: Path, where: str) -> Mapping[Any, Any]:
+    """The value, if it is a mapping; `where` is empty for the whole file."""
+    if not isinstance(value, Mapping):
+        raise ValueError(f"{path}: {where or 'all of it'} must be a mapping, got {value!r}")
+    return value
+
+
+def _list_at(read: Mapping[str, Any], name: str, path: Path) -> list[Any]:
+    """The list of that name, empty where there is none."""
+    value = read.get(name, [])
+    if not isinstance(value, list):
+        raise ValueError(f"{path}: {name} must be a list, got {value!r}")
+    return value
+
+
+def _check_names(read: Mapping[Any, Any], allowed: Iterable[str], path: Path, where: str) -> None:
+    """Raise a `ValueError` for a name that is not among these."""
+    if unknown := [str(name) for name in read if name not in set(allowed)]:
+        raise ValueError(f"{path}: {where}{unknown[0]} is not known; allowed: {', '.join(sorted(allowed))}.")
+
+
+def _check_required(read: Mapping[str, Any], names: Iterable[str], path: Path, where: str) -> None:
+    """Raise a `ValueError` for a name that is not there."""
+    if missing := [name for name in names if name not in read]:
+        raise ValueError(f"{path}: {where}{missing[0]} is missing; required: {', '.join(names)}.")

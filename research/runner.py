@@ -9,6 +9,7 @@ lock of its own.
 """
 
 import fcntl
+import json
 import math
 import os
 import re
@@ -25,8 +26,10 @@ from pathlib import Path
 from types import FrameType
 from typing import IO, Any
 
-from research.planned_runs import (
+from ragen2_trl.reporting.files import HISTORY_FILE, read_json, write_json
+from research.commands import (
     CONFIG,
+    ROOT,
     QueuedRun,
     command_of,
     model_folder,
@@ -35,9 +38,8 @@ from research.planned_runs import (
     write_config,
     write_warm_start,
 )
+from research.settings import WARM_START, Fields, as_stored, json_text
 from research.store import VERSIONS, Store, where_it_ran, where_it_runs
-from research.runner import Estimate
-from ragen2_trl.reporting.files import HISTORY_FILE, read_json, write_json
 
 LOG, LOCK, SUMMARY = "output.log", ".lock", "summary.json"
 MADE = "made"  # empty file beside a model that a warm start has made to its end
@@ -81,7 +83,7 @@ class Progress:
 
 
 @dataclass
-class Outcome:
+class RunnerOutcome:
     """What became of the runs."""
 
     done: list[QueuedRun] = field(default_factory=list)
@@ -90,7 +92,7 @@ class Outcome:
 
 
 @dataclass
-class Running:
+class RunningProcess:
     """A run and the process that trains it, or makes the model that its training begins with."""
 
     job: QueuedRun
@@ -132,7 +134,7 @@ class Runner:
         self.on_added = on_added
         self.on_progress = on_progress
 
-    def run(self, jobs: Sequence[QueuedRun]) -> Outcome:
+    def run(self, jobs: Sequence[QueuedRun]) -> RunnerOutcome:
         """Run what is not done.
 
         Ctrl-C and SIGTERM end the processes, whose runs go on from their last checkpoints next time.
@@ -140,7 +142,7 @@ class Runner:
         Raises:
             KeyboardInterrupt: After such a signal, once all processes have ended.
         """
-        self._outcome, self._running, self._estimate = Outcome(), [], Estimate(self.store)
+        self._outcome, self._running, self._estimate = RunnerOutcome(), [], TimeLeft(self.store)
         done = self.store.done()
         self._outcome.done = [job for job in jobs if job.planned.key in done]
         for job in self._outcome.done:
@@ -205,18 +207,18 @@ class Runner:
         self._outcome.left.remove(job)
         _trim(folder, (LOCK,))
         process = _process(warm_start_command(write_warm_start(folder, job)), folder, lock, ONE_CORE)
-        self._running.append(Running(job, process, lock, folder, makes_model=True))
+        self._running.append(RunningProcess(job, process, lock, folder, makes_model=True))
 
-    def _start(self, job: QueuedRun, folder: Path, lock: IO[str]) -> Running:
+    def _start(self, job: QueuedRun, folder: Path, lock: IO[str]) -> RunningProcess:
         resumed = any(folder.glob("checkpoint-*"))
         if not resumed:
             _trim(folder, (LOG, LOCK))
         write_json(folder / VERSIONS, where_it_ran(read_json(folder / VERSIONS, dict), where_it_runs()))
         command = command_of(write_config(folder, job), job)
         process = _process(command, folder, lock, ONE_CORE if job.launch is None else {})
-        return Running(job, process, lock, folder, resumed)
+        return RunningProcess(job, process, lock, folder, resumed)
 
-    def _end(self, one: Running) -> None:
+    def _end(self, one: RunningProcess) -> None:
         with one.lock:
             if one.process.returncode != 0:
                 key = one.job.planned.model_key if one.makes_model else None
@@ -279,7 +281,7 @@ class Runner:
             )
         )
 
-    def _whole(self, one: Running) -> float | None:
+    def _whole(self, one: RunningProcess) -> float | None:
         """Seconds that a run will have taken, by the last line about steps in its log and when that was written."""
         log = one.folder / LOG
         steps = [] if one.resumed or one.makes_model else STEP.findall(_tail(log))
@@ -287,6 +289,70 @@ class Runner:
             return None
         made, of_all = map(int, steps[-1])
         return max(0.0, log.stat().st_mtime - one.began) * of_all / made
+
+
+class TimeLeft:
+    """Seconds that runs take: as long as those with the same settings took, or else by the steps that they have and
+    what a step took with the same model and task.
+
+    Args:
+        store: Of finished runs.
+    """
+
+    def __init__(self, store: Store):
+        self._same: dict[str, list[float]] = {}
+        self._alike: dict[str, list[tuple[float, int]]] = {}
+        for fields, seconds, steps in store.finished()[["fields", "wall_seconds", "steps"]].itertuples(index=False):
+            self._note(json.loads(fields), seconds, steps)
+
+    def add(self, job: QueuedRun, seconds: float) -> None:
+        """A run has ended after so many seconds, or NaN where they are not those of all of it."""
+        self._note(job.planned.fields, seconds, job.max_steps)
+
+    def _note(self, fields: Fields, seconds: float, steps: int) -> None:
+        if math.isfinite(seconds) and steps > 0:
+            self._same.setdefault(_text(fields), []).append(seconds)
+            self._alike.setdefault(_model_and_task(fields), []).append((seconds, steps))
+
+    def of(self, job: QueuedRun) -> float | None:
+        """Seconds from a run's beginning to its end; `None` where no run with its model and task has ended."""
+        if (same := self._same.get(_text(job.planned.fields))) is not None:
+            return sum(same) / len(same)
+        if (alike := self._alike.get(_model_and_task(job.planned.fields))) is not None:
+            return sum(seconds for seconds, _ in alike) / sum(steps for _, steps in alike) * job.max_steps
+        return None
+
+    def seconds_left(
+        self, waiting: Sequence[QueuedRun], running: Sequence[tuple[QueuedRun, float, float | None]], at_once: int
+    ) -> float | None:
+        """Until all have ended; `None` where nothing tells. Runs of which nothing tells take as long as the others.
+
+        Args:
+            waiting: Runs that have not begun.
+            running: Those that have, each with its seconds so far and those that it will have taken, if something
+                tells.
+            at_once: How many are trained at the same time.
+        """
+        to_come = [self.of(job) for job in waiting]
+        under_way = [whole if (known := self.of(job)) is None else known for job, _, whole in running]
+        told = [whole for whole in (*to_come, *under_way) if whole is not None]
+        if not told:
+            return None
+        mean = sum(told) / len(told)
+        after = sum(mean if whole is None else whole for whole in to_come)
+        left = [
+            max(0.0, (mean if whole is None else whole) - seconds)
+            for whole, (_, seconds, _) in zip(under_way, running, strict=True)
+        ]
+        return max([(after + sum(left)) / at_once, *left])
+
+
+def _text(fields: Fields) -> str:
+    return json_text(as_stored(fields))
+
+
+def _model_and_task(fields: Fields) -> str:
+    return json_text({name: fields.get(name) for name in (WARM_START, "model", "env_name")})
 
 
 def _take_lock(folder: Path) -> IO[str] | None:
@@ -309,10 +375,15 @@ def _process(command: Sequence[str], folder: Path, lock: IO[str], env: Mapping[s
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
-            env={**os.environ, **WIDE, **env},
+            env={**os.environ, **WIDE, **env, "PYTHONPATH": _python_path()},
             pass_fds=[lock.fileno()],
             **OWN_GROUP,
         )
+
+
+def _python_path() -> str:
+    """With this checkout first, so that a training finds the selectors of `research` wherever it was begun."""
+    return os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
 def is_locked(folder: Path) -> bool:

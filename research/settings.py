@@ -1,5 +1,6 @@
-"""Settings of `ragen2-trl train` as plain values: files of them, what later ones change, and their text for keys."""
+"""Settings of `ragen2-trl train` as plain values: files of them, what later ones change, and the keys of runs."""
 
+import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
@@ -22,6 +23,48 @@ OF_THE_RUNNER = frozenset(
         *("episodes_every", "figures"),
     }
 )
+
+# A key is a digest of settings, and stored runs were made when some had other names. Whatever a key or a comparison
+# with the store is made of goes through `as_stored`, so that these runs are found. docs/experiments.md has the table.
+STORED_NAMES = {
+    "snr_dynamic_sampling_rounds": "snr_refill_rounds",
+    # In the records of experiments: of `runs_of`, and of levels, which no key has.
+    "runs_of": "cells_of",
+    "drop, dynamic sampling": "drop, refill",
+    "dynamic sampling and selection": "refill and selection",
+}
+SELECTOR = "snr_selector"
+STORED_SELECTORS: dict[str, Fields] = {
+    "research.ablations:first_quarter": {"snr_quartile": 1},
+    "research.ablations:second_quarter": {"snr_quartile": 2},
+    "research.ablations:third_quarter": {"snr_quartile": 3},
+    "research.ablations:fourth_quarter": {"snr_quartile": 4},
+    "research.ablations:best_and_worst": {"snr_level": "trajectory", "snr_include_zero": True},
+    "research.ablations:as_many_at_random": {"snr_keep": "random"},
+    "research.ablations:smallest_half": {"snr_strategy": "top_k", "snr_value": 0.5, "snr_keep": "smallest"},
+}
+
+
+def as_stored(value: Any) -> Any:
+    """Settings, or a record that holds some, under the names that the store knows; those that have them stay.
+
+    >>> as_stored({"snr_dynamic_sampling_rounds": 2, "snr_selector": "research.ablations:first_quarter"})
+    {'snr_refill_rounds': 2, 'snr_quartile': 1}
+    >>> as_stored({"snr_refill_rounds": 2})
+    {'snr_refill_rounds': 2}
+    """
+    if isinstance(value, Mapping):
+        selector = STORED_SELECTORS.get(str(value.get(SELECTOR)), {})
+        left = {name: one for name, one in value.items() if not (selector and name == SELECTOR)}
+        return {STORED_NAMES.get(name, name): as_stored(one) for name, one in left.items()} | selector
+    if isinstance(value, list | tuple):
+        return [as_stored(one) for one in value]
+    return STORED_NAMES.get(value, value) if isinstance(value, str) else value
+
+
+def digest(value: Mapping[str, Any]) -> str:
+    """12 hexadecimal digits that tell settings from all others, whichever of their names they have."""
+    return hashlib.sha256(json_text(as_stored(value)).encode()).hexdigest()[:12]
 
 
 def merged(parts: Sequence[Mapping[str, Any]]) -> Fields:

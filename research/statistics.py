@@ -24,7 +24,7 @@ RESAMPLES = 2000
 
 
 @dataclass(frozen=True)
-class Estimate:
+class IntervalEstimate:
     """A number with its 95 % interval.
 
     Args:
@@ -46,7 +46,7 @@ class Estimate:
     bound: str = ""
 
 
-def mean_interval(values: ArrayLike, null: float = 0.0, expects: str = ">", within: float = 0.0) -> Estimate:
+def mean_interval(values: ArrayLike, null: float = 0.0, expects: str = ">", within: float = 0.0) -> IntervalEstimate:
     """The mean of a number a seed with Student's t interval, and how sure its side of `null` is.
 
     Args:
@@ -59,18 +59,18 @@ def mean_interval(values: ArrayLike, null: float = 0.0, expects: str = ">", with
     numbers = np.asarray(values, dtype=float) - null
     n = len(numbers)
     if n == 0:
-        return Estimate(math.nan, math.nan, math.nan, math.nan, 0, 0)
+        return IntervalEstimate(math.nan, math.nan, math.nan, math.nan, 0, 0)
     mean = float(numbers.mean())
     side = _side(mean, expects, within)
     if n == 1:
-        return Estimate(mean + null, math.nan, math.nan, math.nan, side, 1)
+        return IntervalEstimate(mean + null, math.nan, math.nan, math.nan, side, 1)
     if np.ptp(numbers) <= 1e-12 * max(1.0, abs(mean)):  # equal to rounding, for which the test is not defined
         low = high = mean
         p = _p_of_constant(mean, n, expects)
     else:
         low, high = stats.ttest_1samp(numbers, 0.0).confidence_interval(CONFIDENCE)
         p = _p_of_mean(numbers, mean, expects, within)
-    return Estimate(mean + null, float(low) + null, float(high) + null, p, side, n)
+    return IntervalEstimate(mean + null, float(low) + null, float(high) + null, p, side, n)
 
 
 def mean_band(curves: ArrayLike) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
@@ -119,7 +119,7 @@ def correlation_interval(
     expects: str = ">",
     than: ArrayLike | None = None,
     seed: int = 0,
-) -> Estimate:
+) -> IntervalEstimate:
     """Spearman's correlation over runs, with the interval of a bootstrap in two levels.
 
     Runs of one setting are alike: settings are drawn, and then seeds of each, so that the interval says what further
@@ -139,7 +139,7 @@ def correlation_interval(
     value = _correlation(columns)
     side = 0 if math.isnan(value) else _side(value, expects, 0.0)
     if len(names) < 4 or math.isnan(value):
-        return Estimate(value, math.nan, math.nan, math.nan, side, len(names))
+        return IntervalEstimate(value, math.nan, math.nan, math.nan, side, len(names))
 
     rng = np.random.default_rng(seed)
 
@@ -165,7 +165,7 @@ def correlation_interval(
     low, high = np.quantile(drawn, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
     beyond = min((drawn <= 0).sum(), (drawn >= 0).sum())
     p = min(1.0, 2 * (beyond + 1) / (len(drawn) + 1))
-    return Estimate(value, float(low), float(high), float(p), side, len(names))
+    return IntervalEstimate(value, float(low), float(high), float(p), side, len(names))
 
 
 def _correlation(columns: Sequence[NDArray[np.float64]]) -> float:

@@ -20,9 +20,9 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import yaml
 
-from research.plan import PlannedRun, Experiment, question
-from research.settings import UNSET, Fields, json_text, merged, read_fields, read_yaml
 from ragen2_trl.reporting.files import HISTORY_FILE, read_json, replace_whole, write_text
+from research.plan import Experiment, PlannedRun, question
+from research.settings import UNSET, Fields, as_stored, json_text, merged, read_fields, read_yaml
 
 RUNS, CURVES, RECORDS = "runs.parquet", "curves.parquet", "experiments"
 VERSIONS = "versions.json"  # in the folder of a run, of when its training began
@@ -40,7 +40,7 @@ KEPT = re.compile(
 RUNS_SCHEMA = pa.schema(
     [
         ("key", pa.string()),
-        ("fields", pa.string()),  # JSON
+        ("fields", pa.string()),  # JSON of what the key is made of, see `as_stored`
         ("seed", pa.int64()),
         ("steps", pa.int32()),
         ("seconds", pa.float64()),  # of training, see `CostCallback`
@@ -116,7 +116,7 @@ class Store:
         whole = {name: int(costs[name]) for name in ("sampled_tokens", "update_tokens")}
         own = {
             "key": planned.key,
-            "fields": json_text(planned.fields),
+            "fields": json_text(as_stored(planned.fields)),
             "seed": planned.seed,
             "steps": max(step for step, _, _ in rows),
             **costs,
@@ -155,6 +155,7 @@ class Store:
         path, then, now = self._record(experiment), self._recorded(experiment), record(experiment, scale, quick)
         if then is None:
             return
+        then, now = as_stored(then), as_stored(now)
         if set(then["seeds"]) <= set(now["seeds"]) or experiment.others:  # theirs, which have been checked
             then["seeds"] = now["seeds"]
         asked = [question(check) for check in now["checks"]]
@@ -174,20 +175,18 @@ class Store:
         return None if then is None else list(then["checks"])
 
     def write_record(self, experiment: Experiment, scale: str, quick: bool) -> None:
-        """Keep what an experiment is, once the folder has a run of it; of its checks, what they were then."""
-        path = self._record(experiment)
+        """Keep what an experiment is, once the folder has a run of it. What was fixed then stays as it was written;
+        further seeds are added."""
+        path, then, whole = self._record(experiment), self._recorded(experiment), record(experiment, scale, quick)
+        if then is not None and then["seeds"] == whole["seeds"]:
+            return
+        whole = whole if then is None else {**then, "seeds": whole["seeds"]}
         path.parent.mkdir(parents=True, exist_ok=True)
-        whole = record(experiment, scale, quick)
-        fixed = self.fixed_checks(experiment)
-        whole["checks"] = whole["checks"] if fixed is None else fixed
         text = yaml.safe_dump(whole, sort_keys=False, allow_unicode=True, width=120)
-        # Runs of `runs_of` may have run long before, for their own experiments.
-        when = "when this was first written, maybe after" if experiment.others else "when"
-        comment = (
-            f"# What {experiment.id} was {when} its runs in ../{RUNS} ran: written by `ragen2-trl experiment run`.\n"
-        )
-        if not path.exists() or path.read_text(encoding="utf-8") != comment + text:
-            write_text(path, comment + text)
+        # Runs of `runs_of` may have been made long before, for their own experiments.
+        when = "when this file was first written, maybe after" if experiment.others else "when"
+        comment = f"# {experiment.id} as it was {when} its runs in ../{RUNS} were made, by `python -m research run`.\n"
+        write_text(path, comment + text)
 
     def _record(self, experiment: Experiment) -> Path:
         return self.folder / RECORDS / f"{experiment.id}.yaml"
@@ -302,14 +301,14 @@ def _processor() -> dict[str, str]:
 
 
 def _commit() -> dict[str, str]:
-    package = Path(__file__).parents[1]
+    root = Path(__file__).parents[1]
 
     def git(*args: str) -> str:
-        command = ["git", "-C", str(package), *args]
+        command = ["git", "-C", str(root), *args]
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
     try:
-        changed = git("status", "--porcelain", "--", ".")
+        changed = git("status", "--porcelain", "--", "ragen2_trl", "research/*.py")
         return {"commit": git("rev-parse", "HEAD") + ("-dirty" if changed else "")}
     except (OSError, subprocess.CalledProcessError):  # no git, or no checkout
         return {}

@@ -3,10 +3,10 @@
     python benchmarks/time_to_success.py             # hours on two cores: trains what is left, then writes
     python benchmarks/time_to_success.py --tables    # writes from what there is
 
-The cells are those of `experiments/ours2.yaml`: plain TRL, the filter that masks, the filter that drops, with refills,
+The runs are those of `experiments/ours2.yaml`: plain TRL, the filter that masks, the filter that drops, with refills,
 with prompt selection and with both, each on 256 fixed FrozenLake prompts of which 0, 30, 50 or 70 % are impossible and
 on Countdown, 1,024 drawn in a run, with five seeds. One process per core, methods interleaved, so that noise hits all
-alike. Every cell resumes where it was stopped, and its numbers are in `results/` as soon as it ends.
+alike. Every run resumes where it was stopped, and its numbers are in `results/` as soon as it ends.
 
 A table of held-out success at the end (the mean of the last fifth of the steps), and three for each cost (processor
 time, wall clock, sampled tokens, floating-point operations of the update):
@@ -34,13 +34,13 @@ import numpy as np
 
 from research.__main__ import main as experiment
 from research.checks import show
-from research.store import Store
 from research.drawing import MIN_SEEDS
 from research.grid import Grid, Notes
 from research.kinds import KINDS
-from research.measures import Run, read_finished, statistic
+from research.measures import FinishedRun, read_finished, statistic
 from research.page import over_seeds, read_grid
 from research.plan import read_experiment
+from research.store import Store
 
 RESULTS = Path(__file__).parent / "results"
 ROOT = Path(__file__).parent.parent
@@ -62,7 +62,7 @@ def at_end(grid: Grid, method: str, prompts: str) -> str:
     return over_seeds(runs_of(grid, prompts, method), "success/last_fifth")
 
 
-def cell(grid: Grid, table: str, cost: str, method: str, prompts: str) -> str:
+def planned(grid: Grid, table: str, cost: str, method: str, prompts: str) -> str:
     """One entry of the table of a cost; empty where the method has not been run."""
     if not runs_of(grid, prompts, method):
         return ""
@@ -84,7 +84,7 @@ def shown(grid: Grid, kind: str, check: dict[str, Any]) -> str:
     return number if seeds == len(grid.seeds) else f"{number}, {seeds} seeds"
 
 
-def runs_of(grid: Grid, prompts: str, *methods: str) -> list[Run]:
+def runs_of(grid: Grid, prompts: str, *methods: str) -> list[FinishedRun]:
     """In the order of their seeds; of all methods if none is named."""
     runs = (run for run in grid.runs.values() if run.levels["prompts"] == prompts)
     return sorted((run for run in runs if not methods or run.levels["method"] in methods), key=lambda run: run.seed)
@@ -97,7 +97,7 @@ def before_training(grid: Grid, prompts: str) -> float:
 
 def grid_of(file: Path, results: Path) -> Grid:
     experiment = read_experiment(file)
-    finished = read_finished(Store(results), [cell.key for cell in experiment.cells()])
+    finished = read_finished(Store(results), [planned.key for planned in experiment.planned_runs()])
     return read_grid(experiment, finished, "tiny", False)
 
 
@@ -109,14 +109,14 @@ def as_page(grid: Grid) -> str:
         "",
         "Made by `python benchmarks/time_to_success.py`, which says what is measured.",
         "",
-        f"{len(grid.runs)} of {len(grid.cells)} cells are done. With some seed plain TRL (<=), the method (>=) or "
+        f"{len(grid.runs)} of {len(grid.planned_runs)} runs are done. With some seed plain TRL (<=), the method (>=) or "
         "both (?) did not get there; where it says none, plain TRL ended no higher than it began.",
         *table_of(grid, AT_END, methods, partial(at_end, grid)),
     ]
     for table in (TO_FINAL, TO_GAIN, AT_EQUAL):
         for cost, name in TITLES.items():
             title = f"{name[0].upper()}{name[1:]}: {table}"
-            lines += table_of(grid, title, others, partial(cell, grid, table, cost))
+            lines += table_of(grid, title, others, partial(planned, grid, table, cost))
     return "\n".join([*lines, ""])
 
 
@@ -131,7 +131,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tables", action="store_true", help="only write what there is")
     parser.add_argument("--results", type=Path, default=ROOT / "results")
-    parser.add_argument("--jobs", default=None, help="cells trained at once (default: the cores)")
+    parser.add_argument("--jobs", default=None, help="runs trained at once (default: the cores)")
     args = parser.parse_args()
     file = str(ROOT / "experiments" / "ours2.yaml")
     if not args.tables:

@@ -9,7 +9,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from research.store import RUNS, RUNS_SCHEMA, CURVES, CURVES_SCHEMA
+from research.store import CURVES, CURVES_SCHEMA, RUNS, RUNS_SCHEMA
 
 
 def curves_of(planned, end=0.6, noise=0.02, steps=None, speed=1.0):

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 from research.checks import Result, evaluate, reason, sentence, validate, verdict
-from research.store import SEVERAL
 from research.grid import Grid, Notes, pairs
-from research.measures import MetricCurve, Run
-from research.plan import PlannedRun, Experiment
-from research.statistics import Estimate, mean_interval
+from research.measures import FinishedRun, MetricCurve
+from research.plan import Experiment, PlannedRun
+from research.statistics import IntervalEstimate, mean_interval
+from research.store import SEVERAL
 
 STEPS = np.array([0.0, 50.0, 100.0])
 FILTER, NONE = {"method": "filter"}, {"method": "none"}
@@ -45,7 +45,7 @@ def make_grid(checks, number, axes=None, seeds=(1, 2, 3, 4, 5), skip=(), without
     for planned in grid:
         if (planned.levels, planned.seed) not in without:
             made = number(planned.levels, planned.seed)
-            runs[planned.key] = made if isinstance(made, Run) else make_run(planned, made)
+            runs[planned.key] = made if isinstance(made, FinishedRun) else make_run(planned, made)
             runs[planned.key] = replace(runs[planned.key], key=planned.key, seed=planned.seed, levels=planned.levels)
     return Grid(experiment, grid, runs)
 
@@ -56,7 +56,7 @@ def make_run(planned=None, end=0.6, curves=None, done=100, rate=1.0):
         "cost/seconds": MetricCurve(STEPS, rate * STEPS),
         **{name: MetricCurve(STEPS, np.array(values)) for name, values in (curves or {}).items()},
     }
-    return Run(planned.key if planned else "", 1, {}, 100, done, found, {})
+    return FinishedRun(planned.key if planned else "", 1, {}, 100, done, found, {})
 
 
 def noise(levels, seed):
@@ -212,7 +212,9 @@ def test_what_is_measured_more_often_does_not_fall_sooner():
 
     def number(levels, seed):
         run = make_run()
-        curves = {name: MetricCurve(steps, np.where(steps < 10, 1.0, 0.1)) for name, steps in (("a", often), ("b", seldom))}
+        curves = {
+            name: MetricCurve(steps, np.where(steps < 10, 1.0, 0.1)) for name, steps in (("a", often), ("b", seldom))
+        }
         return replace(run, curves={**run.curves, **curves})
 
     checks = [
@@ -314,7 +316,7 @@ def test_runs_of_some_levels_can_be_left_out_of_a_correlation():
 
 
 def results_of(outcomes, seeds=5):
-    estimates = [Estimate(0.1, 0, 0, 0, side or 1, 5) for side in outcomes]
+    estimates = [IntervalEstimate(0.1, 0, 0, 0, side or 1, 5) for side in outcomes]
     return [
         Result(f"check {n}", "difference", ">", estimate, "points", seeds, Notes(), 0.01 if side else 0.5)
         for n, (side, estimate) in enumerate(zip(outcomes, estimates, strict=True))

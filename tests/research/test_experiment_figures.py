@@ -5,12 +5,12 @@ from pathlib import Path
 import pytest
 from experiment_results import curves_of, write_results
 
-from research.store import Store
 from research.drawing import MOST_SEEDS, looks
 from research.figures import draw, validate
 from research.measures import COSTS, read_finished
 from research.page import read_grid
 from research.plan import read_experiment
+from research.store import Store
 
 FOLDER = Path(__file__).parent.parent / "experiments"
 
@@ -20,7 +20,9 @@ def figure_of(folder, name, number=0, seeds=100, simulate=curves_of, **changes):
     experiment = read_experiment(FOLDER / f"{name}.yaml")
     spec = {**experiment.figures[number], **changes}
     where = spec.get("where", {}).items()
-    planned_runs = [planned for planned in experiment.planned_runs() if planned.seed <= seeds and where <= planned.levels.items()]
+    planned_runs = [
+        planned for planned in experiment.planned_runs() if planned.seed <= seeds and where <= planned.levels.items()
+    ]
     write_results(folder, planned_runs, simulate)
     finished = read_finished(Store(folder), [planned.key for planned in planned_runs])
     return draw(read_grid(experiment, finished, "tiny", False), spec)

@@ -9,8 +9,8 @@ import pytest
 
 from research.measures import (
     METRICS,
+    FinishedRun,
     MetricCurve,
-    Run,
     check_statistic,
     fall,
     gradient_slope,
@@ -26,9 +26,11 @@ KEY = "eval/env/frozen_lake/success"
 
 
 def make_run(planned_steps=100, done=None, **curves):
-    known = {name: MetricCurve(np.array(steps, float), np.array(values, float)) for name, (steps, values) in curves.items()}
+    known = {
+        name: MetricCurve(np.array(steps, float), np.array(values, float)) for name, (steps, values) in curves.items()
+    }
     done = planned_steps if done is None else done
-    return Run("key", 1, {"method": "filter"}, planned_steps, done, known, {})
+    return FinishedRun("key", 1, {"method": "filter"}, planned_steps, done, known, {})
 
 
 @pytest.fixture

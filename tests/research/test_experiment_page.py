@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 from experiment_results import curves_of, write_results
 
-from research.store import Store
 from research.figures import draw
 from research.measures import read_finished
 from research.page import analyse, check_readable, read_grid
 from research.plan import read_experiment, read_experiments
+from research.store import Store
 
 FOLDER = Path(__file__).parent.parent / "experiments"
 FILES = sorted(FOLDER.glob("*.yaml"))
@@ -50,7 +50,9 @@ def test_levels_with_files_share_cells_with_experiments_of_that_file():
     """The plain run on FrozenLake is one run, whether the task is an axis or the base; at the paper's scale, PPO has a
     critic and GRPO has not."""
     tab4, tab5 = (read_experiment(FOLDER / f"{name}.yaml") for name in ("tab4", "tab5"))
-    plain = {planned.key for planned in tab5.planned_runs() if planned.levels == {"method": "none", "completions": "4"}}
+    plain = {
+        planned.key for planned in tab5.planned_runs() if planned.levels == {"method": "none", "completions": "4"}
+    }
     levels = {"method": "none", "algorithm": "DAPO", "env": "frozen_lake"}
     assert {planned.key for planned in tab4.planned_runs() if planned.levels == levels} <= plain
     critics = {(planned.levels["algorithm"], planned.fields["env_name"], "critic_lr" in planned.fields)
@@ -64,7 +66,9 @@ def test_levels_with_files_share_cells_with_experiments_of_that_file():
 
 def test_an_experiment_over_others_has_their_cells():
     over = read_experiment(FOLDER / "tab8.yaml")
-    assert {planned.key for planned in over.planned_runs()} == {planned.key for one in over.others for planned in one.planned_runs()}
+    assert {planned.key for planned in over.planned_runs()} == {
+        planned.key for one in over.others for planned in one.planned_runs()
+    }
     assert len(over.planned_runs()) == len({planned.key for planned in over.planned_runs()})
 
 

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from research.planned_runs import command_of, queue, warm_start_command, write_config, write_warm_start
-from research.store import Store, record
+from research.commands import command_of, queue, warm_start_command, write_config, write_warm_start
 from research.plan import json_text, read_experiment, read_experiments
+from research.store import Store, record
 
 ROOT = Path(__file__).parents[1]
 PLAN = {
@@ -72,7 +72,11 @@ def test_settings_of_the_base_can_be_taken_away(write):
 
 def test_combinations_can_be_left_out(write):
     planned_runs = read_experiment(write(skip=[{"method": "filter", "slip": 0.2}])).planned_runs()
-    assert {tuple(one.levels.values()) for one in planned_runs} == {("none", "0.0"), ("none", "0.2"), ("filter", "0.0")}
+    assert {tuple(one.levels.values()) for one in planned_runs} == {
+        ("none", "0.0"),
+        ("none", "0.2"),
+        ("filter", "0.0"),
+    }
 
 
 @pytest.mark.parametrize(
@@ -121,7 +125,9 @@ def test_an_id_is_the_name_of_its_file_and_of_no_other(write, tmp_path):
 def test_a_key_is_of_settings_and_seed_and_of_nothing_else(write):
     keys = [one.key for one in read_experiment(write()).planned_runs()]
     assert len(set(keys)) == len(keys) and all(len(key) == 12 for key in keys)
-    again = read_experiment(write(id="other", claim="Another.", seeds=[4, 3], fields={"max_steps": "9"})).planned_runs()
+    again = read_experiment(
+        write(id="other", claim="Another.", seeds=[4, 3], fields={"max_steps": "9"})
+    ).planned_runs()
     assert {one.key for one in again} == set(keys)
     assert not {one.key for one in read_experiment(write(fields={"max_steps": 10})).planned_runs()} & set(keys)
 
@@ -146,7 +152,11 @@ def test_what_a_warm_start_says_is_part_of_the_key_and_where_its_file_is_and_it_
     assert keys == {one.key for one in planned_runs("other.yaml", output_dir="elsewhere")}
     assert not keys & {one.key for one in planned_runs(max_steps=8)}
     (model,) = {one.model_key for one in planned_runs()}
-    assert {one.model_key for one in planned_runs(max_steps=8)} != {model} != {one.model_key for one in planned_runs(quick=True)}
+    assert (
+        {one.model_key for one in planned_runs(max_steps=8)}
+        != {model}
+        != {one.model_key for one in planned_runs(quick=True)}
+    )
     assert planned_runs(quick=True)[0].fields["warm_start"] == {"model_name_or_path": "tiny", "max_steps": 1}
     assert {one.model_key for one in read_experiment(write()).planned_runs()} == {None}
 

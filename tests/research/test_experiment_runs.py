@@ -14,22 +14,21 @@ import pytest
 import yaml
 
 from ragen2_trl import cli
+from ragen2_trl.reporting.files import HISTORY_FILE
 from research.__main__ import _told
-from research.planned_runs import QueuedRun
+from research.commands import QueuedRun
+from research.plan import PlannedRun, read_experiment
+from research.runner import LOCK, LOG, MADE, IntervalEstimate, Progress, Runner, is_locked
 from research.store import (
-    RUNS_SCHEMA,
     COSTS,
     CURVES_SCHEMA,
+    RUNS_SCHEMA,
     SEVERAL,
     VERSIONS,
     Store,
     host_here,
     tidy_rows,
 )
-from research.runner import Estimate
-from research.plan import PlannedRun, read_experiment
-from research.runner import LOCK, LOG, MADE, Progress, Runner, is_locked
-from ragen2_trl.reporting.files import HISTORY_FILE
 
 # Small enough for a test, and long enough to be killed on the way.
 BASE = {
@@ -157,7 +156,9 @@ def test_a_failing_cell_is_listed_with_its_command_and_the_others_are_stored(pla
         assert pq.read_schema(tmp_path / "results" / f"{name}.parquet").names == schema.names
     planned_runs = store.finished().set_index("key")
     assert set(planned_runs["steps"]) == {2} and set(planned_runs["seed"]) == {1}
-    assert (planned_runs[["seconds", "cpu_seconds", "sampled_tokens", "update_tokens", "update_flops"]] > 0).all(axis=None)
+    assert (planned_runs[["seconds", "cpu_seconds", "sampled_tokens", "update_tokens", "update_flops"]] > 0).all(
+        axis=None
+    )
     assert {"python", "torch", "trl", "transformers", "host"} <= set(json.loads(planned_runs["versions"].iloc[0]))
     for planned in others:
         assert json.loads(planned_runs.loc[planned.key, "fields"]).items() >= {"algo": planned.fields["algo"]}.items()
@@ -310,7 +311,7 @@ def test_the_time_that_is_left_is_told_by_cells_that_have_ended_and_before_by_st
     def job(steps: int, seed: int, **fields: str) -> QueuedRun:
         return QueuedRun(PlannedRun({"max_steps": steps, **fields}, seed, {}), (), "")
 
-    estimate = Estimate(Store(tmp_path))
+    estimate = IntervalEstimate(Store(tmp_path))
     assert estimate.seconds_left([job(10, 1)], [], 1) is None
     assert estimate.seconds_left([job(10, 2)], [(job(10, 1), 5.0, 20.0)], 1) == 35
     estimate.add(job(10, 1), 30.0)

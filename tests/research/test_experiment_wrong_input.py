@@ -10,7 +10,7 @@ from experiment_results import write_results
 
 from ragen2_trl import cli
 from research.plan import read_experiment
-from research.runner import Outcome, Runner
+from research.runner import Runner, RunnerOutcome
 
 BASE = {
     "algo": "grpo",
@@ -281,7 +281,7 @@ def test_the_record_over_cells_of_others_is_written_with_the_first_of_them(folde
     def run_one(runner, jobs):
         write_results(folder / "results", [planned])
         runner.on_added(next(job for job in jobs if job.planned.key == planned.key))
-        return Outcome()
+        return RunnerOutcome()
 
     monkeypatch.setattr(Runner, "run", run_one)
     cli.main(["experiment", "run", "over.yaml"])

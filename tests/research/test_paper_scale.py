@@ -11,13 +11,13 @@ import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainingArguments
 
 from ragen2_trl import cli
-from research.__main__ import _check_settings
 from ragen2_trl.cli.typed import InputError
 from ragen2_trl.envs.base import Environment
-from research.planned_runs import QueuedRun, command_of, queue, write_config
-from research.store import Store
-from research.plan import read_experiments
 from ragen2_trl.reporting.files import HISTORY_FILE
+from research.__main__ import _check_settings
+from research.commands import QueuedRun, command_of, queue, write_config
+from research.plan import read_experiments
+from research.store import Store
 
 ROOT = Path(__file__).parents[1]
 FILES = sorted((ROOT / "experiments").glob("*.yaml"))
