@@ -1,13 +1,14 @@
 """What a checkpoint costs beside plain TRL's.
 
-    python benchmarks/checkpoint_cost.py    # minutes on two cores
+    python -m research.benchmarks.checkpoint_cost    # minutes on two cores
 
 Plain TRL, the filter, and the filter with the callback train the tiny model on FrozenLake with a checkpoint at every
 step; one of each in turn, as often as `--rounds` says. A checkpoint is all that happens in `_save_checkpoint`: card,
 weights, optimizer, state, and what is ours. As all of a log is written with each, rows are repeated until the log is
 as long as that of 140 steps, and for the second half of the run as that of 2,000; every tenth row has a measurement.
 The first checkpoint of a run is left out. The ending is from the last step to the end of `train()`, where figures are
-drawn. CPU seconds say the same where a machine is shared. Writes `benchmarks/results/checkpoint_cost.{json,md}`.
+drawn. CPU seconds say the same where a machine is shared. Writes
+`research/benchmarks/results/checkpoint_cost.{json,md}`.
 """
 
 import argparse
@@ -18,13 +19,13 @@ import time
 from pathlib import Path
 
 import transformers
-from measuring import machine, now
 from transformers import TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
 from ragen2_trl import MutualInformationCallback, SNRFilteredGRPOConfig, SNRFilteredGRPOTrainer
 from ragen2_trl.envs import make_env
 from ragen2_trl.tiny import TINY_MODEL_PATH
+from research.benchmarks.measuring import machine, now
 
 RESULTS = Path(__file__).parent / "results"
 VARIANTS = ("plain TRL", "filter", "filter + callback")
@@ -110,7 +111,12 @@ def train(variant: str) -> dict[str, list[dict[str, float]]]:
 
 
 def markdown(results: dict) -> str:
-    lines = ["# Checkpoints", "", "Made by `python benchmarks/checkpoint_cost.py`, which says what is measured.", ""]
+    lines = [
+        "# Checkpoints",
+        "",
+        "Made by `python -m research.benchmarks.checkpoint_cost`, which says what is measured.",
+        "",
+    ]
     lines += [", ".join(f"{name} {value}" for name, value in results["machine"].items()), ""]
     lines += [
         f"Medians over {results['rounds']} rounds, in seconds; in brackets, CPU seconds. Target: less than {TARGET} s "

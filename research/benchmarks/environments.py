@@ -1,7 +1,7 @@
 """How fast the environments are, how well their solver and a guessing player do, and their share of a training step.
 
-    python benchmarks/environments.py          # writes benchmarks/results/environments.md
-    python benchmarks/environments.py webshop  # prints the rows of some tasks
+    python -m research.benchmarks.environments          # writes research/benchmarks/results/environments.md
+    python -m research.benchmarks.environments webshop  # prints the rows of some tasks
 
 A data set of FrozenLake is compared with the same rows from gymnasium's own generator and tables, in turns, by CPU
 time. In the shop there are two more players who read nothing: one searches for the whole instruction and buys the
@@ -17,7 +17,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from gymnasium.envs.toy_text.frozen_lake import FrozenLakeEnv, generate_random_map
-from measuring import machine
 
 from ragen2_trl import SNRFilteredGRPOConfig, SNRFilteredGRPOTrainer, TextRollout
 from ragen2_trl.cli.evaluate import evaluate_scripted
@@ -26,6 +25,7 @@ from ragen2_trl.envs.frozen_lake import distances_to_goal
 from ragen2_trl.envs.webshop.floor import copying_return
 from ragen2_trl.rollouts import play as loop
 from ragen2_trl.tiny import TINY_MODEL_PATH
+from research.benchmarks.measuring import machine
 
 TASKS = ("frozen_lake", "sokoban", "countdown", "metamath_qa", "search_qa", "webshop", "deepcoder", "bandit")
 FEW = {"deepcoder": 24}  # each step is a program run many times
@@ -133,7 +133,7 @@ def main(names: Sequence[str]) -> None:
     lines = [
         "# Environments",
         "",
-        "Made by `python benchmarks/environments.py`, which says what is measured.",
+        "Made by `python -m research.benchmarks.environments`, which says what is measured.",
         "",
         ", ".join(f"{key} {value}" for key, value in machine().items()),
         "",

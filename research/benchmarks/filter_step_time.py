@@ -1,7 +1,7 @@
 """How much time an update takes with dropped groups, as a fraction of plain TRL's.
 
-    python benchmarks/filter_step_time.py            # everything, about a quarter of an hour on two cores
-    python benchmarks/filter_step_time.py --quick    # the tiny model only
+    python -m research.benchmarks.filter_step_time            # everything, about a quarter of an hour on two cores
+    python -m research.benchmarks.filter_step_time --quick    # the tiny model only
 
 Three measurements, each side by side in one run:
 
@@ -12,7 +12,7 @@ Three measurements, each side by side in one run:
 2. *Step time with generation*, 16 prompts x 8 completions of the tiny model: plain TRL and the default filter.
 3. *Peak memory* of a process that does nothing but such updates.
 
-Writes `benchmarks/results/filter_step_time.{json,md}`.
+Writes `research/benchmarks/results/filter_step_time.{json,md}`.
 """
 
 import argparse
@@ -28,7 +28,6 @@ from pathlib import Path
 import torch
 import transformers
 from datasets import Dataset
-from measuring import machine, now, peak_memory
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -42,6 +41,7 @@ from trl import GRPOConfig, GRPOTrainer
 from ragen2_trl import SNRFilteredGRPOConfig, SNRFilteredGRPOTrainer
 from ragen2_trl.envs import make_env
 from ragen2_trl.tiny import TINY_MODEL_PATH
+from research.benchmarks.measuring import machine, now, peak_memory
 
 RESULTS = Path(__file__).parent / "results"
 GROUPS, GROUP_SIZE = 8, 4  # 32 completions a step
@@ -203,7 +203,15 @@ def measure_memory(model_path: str, lengths) -> dict[str, float]:
     """
     peaks = {}
     for variant in VARIANTS:
-        command = [sys.executable, __file__, "--memory-of", variant, model_path, json.dumps(lengths)]
+        command = [
+            sys.executable,
+            "-m",
+            "research.benchmarks.filter_step_time",
+            "--memory-of",
+            variant,
+            model_path,
+            json.dumps(lengths),
+        ]
         output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
         peaks[variant] = float(output.splitlines()[-1])
         print(f"  {variant:<5} {peaks[variant]:7.0f} MiB  {peaks[variant] / peaks['plain']:.3f} of plain")
@@ -239,7 +247,7 @@ def random_model(folder: str) -> str:
 
 
 def markdown(results: dict) -> str:
-    lines = ["# Filter step time", "", "Made by `python benchmarks/filter_step_time.py` (`make bench`).", ""]
+    lines = ["# Filter step time", "", "Made by `python -m research.benchmarks.filter_step_time` (`make bench`).", ""]
     lines += [", ".join(f"{name} {value}" for name, value in results["machine"].items()), ""]
     for name, rows in results["update"].items():
         lines += [f"## Update time as a fraction of plain TRL's, {name}", ""]

@@ -1,6 +1,6 @@
 """Where generation stands against the machine's limit, and what transformers' settings change about it.
 
-    python benchmarks/generation.py    # some ten minutes on two cores
+    python -m research.benchmarks.generation    # some ten minutes on two cores
 
 The tiny model samples 16 FrozenLake prompts, 8 completions each. Per setting: the
 processor time of a call, its ratio to the default, and whether the same seed gives the same tokens. Repeats are
@@ -8,7 +8,7 @@ interleaved, so that noise hits all settings alike, and the least of each counts
 
 The limit is what the call must at least do: matrix products of its live tokens at the rate that this machine reaches
 for products of that shape. Beside it stands what rows cost that had ended already, and prompts that were read once for
-each completion. Writes `benchmarks/results/generation.{json,md}`.
+each completion. Writes `research/benchmarks/results/generation.{json,md}`.
 """
 
 import argparse
@@ -18,11 +18,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from measuring import machine
 from transformers import AutoModelForCausalLM, AutoTokenizer, CompileConfig, GenerationConfig
 
 from ragen2_trl.envs import make_env
 from ragen2_trl.tiny import TINY_MODEL_PATH
+from research.benchmarks.measuring import machine
 
 RESULTS = Path(__file__).parent / "results"
 PROMPTS, GROUP_SIZE, LONGEST = 16, 8, 64
@@ -140,7 +140,7 @@ def as_page(measured: dict) -> str:
     lines = [
         "# Generation",
         "",
-        "Made by `python benchmarks/generation.py`, which says what is measured.",
+        "Made by `python -m research.benchmarks.generation`, which says what is measured.",
         "",
         ", ".join(f"{key} {value}" for key, value in measured["machine"].items()),
         "",

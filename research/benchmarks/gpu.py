@@ -1,8 +1,10 @@
 """What filtering and measuring cost on one NVIDIA GPU, with models of the shapes of Qwen2.5.
 
-    benchmarks/gpu.sh                # at most nine minutes; writes benchmarks/results/gpu_<device>.{json,md}
-    WHEELS=folder benchmarks/gpu.sh  # with the wheels in `folder`, where packages are missing and there is no network
-    benchmarks/gpu.sh --dry          # all of it with sizes cut, on a CPU, too: whether it runs, not how fast
+    research/benchmarks/gpu.sh                # at most nine minutes
+    WHEELS=folder research/benchmarks/gpu.sh  # packages that are missing from wheels in `folder`, without a network
+    research/benchmarks/gpu.sh --dry          # all of it with sizes cut, on a CPU, too: whether it runs, not how fast
+
+Writes `research/benchmarks/results/gpu_<device>.{json,md}`.
 
 Nothing is downloaded: weights are random, in bfloat16, and texts are made. Each number is measured side by side with
 what it is compared to. Parts come in the order of their worth, each with a share of the time; what one leaves over
@@ -33,10 +35,6 @@ from typing import Any
 
 import torch
 import transformers
-from cross_score import make_texts, reference
-from filter_step_time import BASE, StepTimes, make_trainer
-from gpu_tables import markdown, scoring_line, step_line, update_line
-from measuring import machine, now, peak_memory, reset_peak_memory
 from torch.nn.functional import cross_entropy
 from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 from trl import GRPOConfig, GRPOTrainer
@@ -45,6 +43,10 @@ from ragen2_trl import MutualInformationCallback, SNRFilteredGRPOConfig, SNRFilt
 from ragen2_trl.envs import make_env
 from ragen2_trl.instrument import count_tokens
 from ragen2_trl.tiny import TINY_MODEL_PATH
+from research.benchmarks.cross_score import make_texts, reference
+from research.benchmarks.filter_step_time import BASE, StepTimes, make_trainer
+from research.benchmarks.gpu_tables import markdown, scoring_line, step_line, update_line
+from research.benchmarks.measuring import machine, now, peak_memory, reset_peak_memory
 
 RESULTS = Path(__file__).parent / "results"
 SMALL, MIDDLE, LARGE = "Qwen2.5-0.5B", "Qwen2.5-1.5B", "Qwen2.5-3B"
@@ -78,7 +80,7 @@ DRY_SHAPE = (32, 64, 1, 2)
 
 
 @dataclass(frozen=True)
-class Part:
+class CaseList:
     """Cases of one kind: `measure(*case)` gives a row, and `line(row)` prints it."""
 
     title: str
@@ -231,11 +233,11 @@ def measure_step(size: str, variant: str, sizes: Sizes) -> dict[str, Any]:
     }
 
 
-def make_parts(sizes: Sizes, results: dict[str, list[dict[str, Any]]]) -> dict[str, Part]:
+def make_parts(sizes: Sizes, results: dict[str, list[dict[str, Any]]]) -> dict[str, CaseList]:
     def updates(title: str, share: float, name: str, models: tuple[str, ...], on: bool, rows: tuple[int, ...], cases):
         every = [(size, count, on, *case) for size in models for count in rows for case in cases]
         line = partial(update_line, rows=results[name])
-        return Part(title, share, every, partial(measure_update, sizes=sizes), line)
+        return CaseList(title, share, every, partial(measure_update, sizes=sizes), line)
 
     large = (MIDDLE, LARGE)
     scored = [(SMALL, shape) for shape in sizes.texts] + [(size, sizes.texts[0]) for size in large]
@@ -244,8 +246,10 @@ def make_parts(sizes: Sizes, results: dict[str, list[dict[str, Any]]]) -> dict[s
         results[name] = []
     parts = (
         updates("Updates, gradient checkpointing on", 0.3, names[0], (SMALL,), True, sizes.rows, CASES),
-        Part("Cross-scoring", 0.12, scored, partial(measure_scoring, sizes=sizes), scoring_line),
-        Part("Steps", 0.15, [(SMALL, "plain TRL"), (SMALL, FILTERED)], partial(measure_step, sizes=sizes), step_line),
+        CaseList("Cross-scoring", 0.12, scored, partial(measure_scoring, sizes=sizes), scoring_line),
+        CaseList(
+            "Steps", 0.15, [(SMALL, "plain TRL"), (SMALL, FILTERED)], partial(measure_step, sizes=sizes), step_line
+        ),
         updates("Updates, gradient checkpointing off", 0.2, names[3], (SMALL,), False, sizes.rows, CASES),
         updates("Updates of larger models", 0.23, names[4], large, True, (2,), CASES[:2]),
     )
@@ -253,7 +257,7 @@ def make_parts(sizes: Sizes, results: dict[str, list[dict[str, Any]]]) -> dict[s
 
 
 def run_part(
-    part: Part, until: float, rows: list[dict[str, Any]], missing: list[str], save: Callable[[], None]
+    part: CaseList, until: float, rows: list[dict[str, Any]], missing: list[str], save: Callable[[], None]
 ) -> None:
     """Measures the cases that end before `until`, a value of `now()`; what is not measured is told, and why."""
     longest = 0.0
@@ -282,7 +286,7 @@ def main(args: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--dry", action="store_true", help="sizes cut; needs no GPU, results go to a new folder")
     parser.add_argument("--seconds", type=float, default=500.0, help="time for all parts (default: 500)")
-    parser.add_argument("--results", type=Path, help="folder to write to (default: benchmarks/results)")
+    parser.add_argument("--results", type=Path, help="folder to write to (default: research/benchmarks/results)")
     arguments = parser.parse_args(args)
     if not arguments.dry and not torch.cuda.is_available():
         parser.error("no GPU was found; allowed: --dry")

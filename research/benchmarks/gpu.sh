@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
 # Measures on one NVIDIA GPU, within nine minutes and without a network: see gpu.py, which gets all options.
 #
-#   benchmarks/gpu.sh
+#   research/benchmarks/gpu.sh
 #   WHEELS=folder benchmarks/gpu.sh   # packages that this Python lacks are in `folder`, as wheels: beside PyTorch,
 #                                     # transformers, accelerate, pandas, pyarrow and matplotlib at least trl, datasets,
 #                                     # dill, multiprocess, xxhash, bm25s and rapidfuzz (pip download --no-deps)
-#   PYTHON=.venv/bin/python benchmarks/gpu.sh --dry   # sizes cut, also on a CPU
+#   PYTHON=.venv/bin/python research/benchmarks/gpu.sh --dry   # sizes cut, also on a CPU
 set -euo pipefail
 LIMIT=540  # seconds, installation of wheels included
-root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
 python=${PYTHON:-python3}
 export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
 export HF_HUB_OFFLINE=1 HF_HUB_DISABLE_TELEMETRY=1 TRL_EXPERIMENTAL_SILENCE=1 TOKENIZERS_PARALLELISM=false
@@ -22,4 +22,4 @@ if [ -n "${WHEELS:-}" ]; then
   export PYTHONPATH="$root:$site${PYTHONPATH#"$root"}"
 fi
 # Its own limit is sooner, so that it ends by itself; what it has measured by then is written in any case.
-timeout -k 5 $((LIMIT - SECONDS)) "$python" "$root/benchmarks/gpu.py" --seconds $((LIMIT - 60 - SECONDS)) "$@"
+timeout -k 5 $((LIMIT - SECONDS)) "$python" -m research.benchmarks.gpu --seconds $((LIMIT - 60 - SECONDS)) "$@"

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from filter_step_time import FRACTIONS, GROUP_SIZE, GROUPS
+from research.benchmarks.filter_step_time import FRACTIONS, GROUP_SIZE, GROUPS
 
 
 def of_plain(row: dict[str, Any], rows: list[dict[str, Any]], name: str) -> float | None:
@@ -117,7 +117,12 @@ def step_table(rows: list[dict[str, Any]]) -> list[str]:
 def markdown(results: dict[str, Any], titles: dict[str, str]) -> str:
     """The page of all results, given the title of each part."""
     sizes, tables = results["sizes"], {"scoring": scoring_table, "steps": step_table}
-    lines = ["# On a GPU", "", "Made by `benchmarks/gpu.sh`; `benchmarks/gpu.py` says what is measured.", ""]
+    lines = [
+        "# On a GPU",
+        "",
+        "Made by `research/benchmarks/gpu.sh`; `research/benchmarks/gpu.py` says what is measured.",
+        "",
+    ]
     lines += [", ".join(f"{name} {value}" for name, value in results["machine"].items()), ""]
     (shortest, longest), count = sizes["completion"], GROUPS * GROUP_SIZE
     lines += [

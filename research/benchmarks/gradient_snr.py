@@ -1,15 +1,15 @@
 """What `GradientSNRCallback` costs, and the figure of gradients at three points of a training.
 
-    python benchmarks/gradient_snr.py            # the cost, some minutes
+    python -m research.benchmarks.gradient_snr            # the cost, some minutes
     ragen2-trl train --config recipes/frozen_lake_tiny.yaml --run_name demo_gradients --env_args frozen=0.8 --max_steps 140 --save_steps 70 --num_generations 8 --per_device_train_batch_size 32 --gradient_accumulation_steps 4 --learning_rate 1e-4 --logging_steps 1
-    python benchmarks/gradient_snr.py --figure runs/demo_gradients   # docs/gradients.png
+    python -m research.benchmarks.gradient_snr --figure runs/demo_gradients   # docs/gradients.png
 
 *Cost.* A measurement in each step of TRL's own `GRPOTrainer`, whose time less the measurement's is what a step takes
 without it; the median step counts. Terms of the loss are added one by one. Writes
-`benchmarks/results/gradient_snr.{json,md}`.
+`research/benchmarks/results/gradient_snr.{json,md}`.
 
 *Figure.* The tiny model and the run's checkpoints at steps 70 and 140, each on the same 64 held-out tasks with 8
-completions, by `ragen2-trl diagnose --gradients`. Writes `docs/gradients.png` and `benchmarks/results/gradients.json`.
+completions, by `ragen2-trl diagnose --gradients`. Writes `docs/gradients.png` and `research/benchmarks/results/gradients.json`.
 """  # noqa: E501 -- commands
 
 import argparse
@@ -20,7 +20,6 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
-from measuring import machine
 from trl import GRPOConfig, GRPOTrainer
 
 from ragen2_trl import GradientSNRCallback
@@ -29,8 +28,9 @@ from ragen2_trl.envs import make_env
 from ragen2_trl.reporting import plot_gradients
 from ragen2_trl.reporting.saved_gradients import read_gradients
 from ragen2_trl.tiny import TINY_MODEL_PATH
+from research.benchmarks.measuring import machine
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 RESULTS = Path(__file__).parent / "results"
 EVERY = 50  # the callback's default
 CASES = {

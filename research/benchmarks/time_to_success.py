@@ -1,12 +1,13 @@
 """How soon a method reaches plain TRL's final success, and how far it is after the same time.
 
-    python benchmarks/time_to_success.py             # hours on two cores: trains what is left, then writes
-    python benchmarks/time_to_success.py --tables    # writes from what there is
+    python -m research.benchmarks.time_to_success             # hours on two cores: trains what is left, then writes
+    python -m research.benchmarks.time_to_success --tables    # writes from what there is
 
-The runs are those of `experiments/ours2.yaml`: plain TRL, the filter that masks, the filter that drops, with refills,
-with prompt selection and with both, each on 256 fixed FrozenLake prompts of which 0, 30, 50 or 70 % are impossible and
-on Countdown, 1,024 drawn in a run, with five seeds. One process per core, methods interleaved, so that noise hits all
-alike. Every run resumes where it was stopped, and its numbers are in `results/` as soon as it ends.
+The runs are those of `research/experiments/ours2.yaml`: plain TRL, the filter that masks, the filter that drops, with
+dynamic sampling, with prompt selection and with both, each on 256 fixed FrozenLake prompts of which 0, 30, 50 or 70 %
+are impossible and on Countdown, 1,024 drawn in a run, with five seeds. One process per core, methods interleaved, so
+that noise hits all alike. Every run resumes where it was stopped, and its numbers are in `research/results/` as soon
+as it ends.
 
 A table of held-out success at the end (the mean of the last fifth of the steps), and three for each cost (processor
 time, wall clock, sampled tokens, floating-point operations of the update):
@@ -19,7 +20,7 @@ time, wall clock, sampled tokens, floating-point operations of the update):
 - the same for a success five points above that of the model before training.
 - held-out success when both had spent what the cheaper of the two has, less plain TRL's, in points.
 
-Writes `benchmarks/results/time_to_success.md`.
+Writes `research/benchmarks/results/time_to_success.md`.
 """
 
 import argparse
@@ -32,7 +33,7 @@ from typing import Any
 
 import numpy as np
 
-from research.__main__ import main as experiment
+from research.__main__ import main as research
 from research.checks import show
 from research.drawing import MIN_SEEDS
 from research.grid import Grid, Notes
@@ -43,7 +44,7 @@ from research.plan import read_experiment
 from research.store import Store
 
 RESULTS = Path(__file__).parent / "results"
-ROOT = Path(__file__).parent.parent
+RESEARCH = Path(__file__).parents[1]
 PLAIN = "TRL"
 GAIN = 0.05  # of held-out success
 TO_FINAL = "of plain TRL's to reach its final success"
@@ -62,7 +63,7 @@ def at_end(grid: Grid, method: str, prompts: str) -> str:
     return over_seeds(runs_of(grid, prompts, method), "success/last_fifth")
 
 
-def planned(grid: Grid, table: str, cost: str, method: str, prompts: str) -> str:
+def entry_of(grid: Grid, table: str, cost: str, method: str, prompts: str) -> str:
     """One entry of the table of a cost; empty where the method has not been run."""
     if not runs_of(grid, prompts, method):
         return ""
@@ -107,16 +108,16 @@ def as_page(grid: Grid) -> str:
     lines = [
         "# Time to success",
         "",
-        "Made by `python benchmarks/time_to_success.py`, which says what is measured.",
+        "Made by `python -m research.benchmarks.time_to_success`, which says what is measured.",
         "",
-        f"{len(grid.runs)} of {len(grid.planned_runs)} runs are done. With some seed plain TRL (<=), the method (>=) or "
-        "both (?) did not get there; where it says none, plain TRL ended no higher than it began.",
+        f"{len(grid.runs)} of {len(grid.planned_runs)} runs are done. With some seed plain TRL (<=), the method (>=) "
+        "or both (?) did not get there; where it says none, plain TRL ended no higher than it began.",
         *table_of(grid, AT_END, methods, partial(at_end, grid)),
     ]
     for table in (TO_FINAL, TO_GAIN, AT_EQUAL):
         for cost, name in TITLES.items():
             title = f"{name[0].upper()}{name[1:]}: {table}"
-            lines += table_of(grid, title, others, partial(planned, grid, table, cost))
+            lines += table_of(grid, title, others, partial(entry_of, grid, table, cost))
     return "\n".join([*lines, ""])
 
 
@@ -130,12 +131,12 @@ def table_of(grid: Grid, title: str, methods: list[str], entry: Callable[[str, s
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tables", action="store_true", help="only write what there is")
-    parser.add_argument("--results", type=Path, default=ROOT / "results")
+    parser.add_argument("--results", type=Path, default=RESEARCH / "results")
     parser.add_argument("--jobs", default=None, help="runs trained at once (default: the cores)")
     args = parser.parse_args()
-    file = str(ROOT / "experiments" / "ours2.yaml")
+    file = str(RESEARCH / "experiments" / "ours2.yaml")
     if not args.tables:
-        experiment(["run", file, "--results", str(args.results), *(["--jobs", args.jobs] if args.jobs else [])])
+        research(["run", file, "--results", str(args.results), *(["--jobs", args.jobs] if args.jobs else [])])
     page = as_page(grid_of(Path(file), args.results))
     (RESULTS / "time_to_success.md").write_text(page)
     print(page)

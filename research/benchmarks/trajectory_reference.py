@@ -1,6 +1,6 @@
 """What mutual information in the reference code's form costs beside ours: tokens and seconds of each scope.
 
-    python benchmarks/trajectory_reference.py
+    python -m research.benchmarks.trajectory_reference
 
 Solvers play Sokoban in several turns, 8 tasks with 16 completions each; each scope then scores 64 of the same
 completions with the tiny model, as the callback does by default.
@@ -11,7 +11,6 @@ import random
 from pathlib import Path
 
 import torch
-from measuring import machine, now
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
 from ragen2_trl.callbacks.scopes import measure_scope
@@ -19,6 +18,7 @@ from ragen2_trl.envs import format_response, make_env
 from ragen2_trl.instrument import REFERENCE_SCOPE, SCOPES, Sampling, Trajectories, count_tokens
 from ragen2_trl.rollouts.play import Chat, play_all
 from ragen2_trl.tiny import resolve_model
+from research.benchmarks.measuring import machine, now
 
 RESULTS = Path(__file__).parent / "results"
 TASKS, GROUP = 8, 16

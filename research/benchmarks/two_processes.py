@@ -1,6 +1,6 @@
 """What two processes make of the filter and of cross-scoring.
 
-    python benchmarks/two_processes.py    # about five minutes on two cores
+    python -m research.benchmarks.two_processes    # about five minutes on two cores
 
 Each process has one thread. Four measurements:
 
@@ -10,7 +10,7 @@ Each process has one thread. Four measurements:
 3. *Imbalance* of the dealt rows: tokens of the fuller process over their mean, less 1, for random lengths.
 4. *Cross-scoring* of 16 prompts x 64 reasonings on two processes as a fraction of one process's time.
 
-Writes `benchmarks/results/two_processes.{json,md}`.
+Writes `research/benchmarks/results/two_processes.{json,md}`.
 """
 
 import argparse
@@ -29,15 +29,15 @@ import torch.distributed as dist
 import transformers
 from accelerate import PartialState
 from accelerate.utils import gather_object, recursively_apply
-from cross_score import make_case
-from filter_step_time import FRACTIONS, StepTimes, make_trainer
-from measuring import machine, now
 
 from ragen2_trl import cross_score
 from ragen2_trl.tiny import TINY_MODEL_PATH
 from ragen2_trl.trainers import packing, processes
 from ragen2_trl.trainers.batches import take
 from ragen2_trl.trainers.dealing import deal_rows
+from research.benchmarks.cross_score import make_case
+from research.benchmarks.filter_step_time import FRACTIONS, StepTimes, make_trainer
+from research.benchmarks.measuring import machine, now
 
 RESULTS = Path(__file__).parent / "results"
 LENGTHS = [100, [40, 200]]
@@ -146,14 +146,21 @@ def moved_tokens(draws: int) -> dict[str, dict[str, float]]:
 def run(num_processes: int, folder: str) -> dict:
     command = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={num_processes}", "--standalone"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TRL_EXPERIMENTAL_SILENCE": "1"}
-    subprocess.run([*command, __file__, "--worker", folder], check=True, env=environment)
+    subprocess.run(
+        [*command, "-m", "research.benchmarks.two_processes", "--worker", folder], check=True, env=environment
+    )
     return json.loads((Path(folder) / f"{num_processes}.json").read_text())
 
 
 def markdown(results: dict) -> str:
     two = results["two"]
     plain = two["updates"]["plain 1.0"]
-    lines = ["# Two processes", "", "Made by `python benchmarks/two_processes.py`, which says what is measured.", ""]
+    lines = [
+        "# Two processes",
+        "",
+        "Made by `python -m research.benchmarks.two_processes`, which says what is measured.",
+        "",
+    ]
     lines += [", ".join(f"{name} {value}" for name, value in results["machine"].items()), ""]
     lines += ["| kept fraction | update time, of plain TRL's on two processes |", "|---|---|"]
     for fraction in FRACTIONS:

@@ -12,7 +12,7 @@ from research.page import read_grid
 from research.plan import read_experiment
 from research.store import Store
 
-FOLDER = Path(__file__).parent.parent / "experiments"
+FOLDER = Path(__file__).parents[2] / "research" / "experiments"
 
 
 def figure_of(folder, name, number=0, seeds=100, simulate=curves_of, **changes):

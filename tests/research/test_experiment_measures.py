@@ -141,7 +141,7 @@ def test_runs_are_read_without_numbers_that_are_none_and_with_the_last_of_a_step
         [("a", 2, "entropy", 2.0), ("a", 1, "entropy", 1.0), ("a", 3, "entropy", math.nan), ("a", 2, "entropy", 5.0)],
         columns=["key", "step", "metric", "value"],
     )
-    store = SimpleNamespace(planned_runs=lambda: planned_runs, curves=lambda keys: curves)
+    store = SimpleNamespace(finished=lambda: planned_runs, curves=lambda keys: curves)
     planned, other = PlannedRun({"max_steps": 4}, 1, {}), PlannedRun({"max_steps": 5}, 1, {})
     planned_runs.loc[0, "key"] = curves["key"] = planned.key
     (run,) = read_finished(store, [planned.key, other.key]).runs([planned, other]).values()

@@ -15,7 +15,7 @@ from research.page import analyse, check_readable, read_grid
 from research.plan import read_experiment, read_experiments
 from research.store import Store
 
-FOLDER = Path(__file__).parent.parent / "experiments"
+FOLDER = Path(__file__).parents[2] / "research" / "experiments"
 FILES = sorted(FOLDER.glob("*.yaml"))
 CLAIMS = {"fig3", "fig5", "fig6", "fig8", "fig9"} | {f"tab{n}" for n in range(4, 10)} | {"ours1", "ours2", "ours3"}
 

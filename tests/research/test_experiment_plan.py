@@ -9,7 +9,8 @@ from research.commands import command_of, queue, warm_start_command, write_confi
 from research.plan import json_text, read_experiment, read_experiments
 from research.store import Store, record
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
+FILES = sorted((ROOT / "research" / "experiments").glob("*.yaml"))
 PLAN = {
     "id": "gain",
     "claim": "The filter gains.",
@@ -82,7 +83,7 @@ def test_combinations_can_be_left_out(write):
 @pytest.mark.parametrize(
     ("changes", "parts"),
     [
-        ({"claims": "x"}, ["claims is not known", "allowed: axes, base, runs_of, checks, claim"]),
+        ({"claims": "x"}, ["claims is not known", "allowed: axes, base, checks, claim"]),
         ({"claim": None}, ["claim is missing", "required: id, claim"]),
         ({"id": "other", "base": "nope.yaml"}, ["base names", "nope.yaml"]),
         ({"seeds": [1, 1]}, ["seeds must be a list of different whole numbers, got [1, 1]"]),
@@ -171,7 +172,7 @@ def test_a_warm_start_is_a_file_of_settings_and_its_cells_train_the_model_it_lea
     assert "warm_start" not in yaml.safe_load(configs[0].read_text())
     config = write_warm_start(Path(model), jobs[0])
     assert yaml.safe_load(config.read_text()) == {"model_name_or_path": "tiny", "seed": 5, "output_dir": model}
-    assert warm_start_command(config) == ["ragen2-trl", "warm-start", "--config", str(config)]
+    assert warm_start_command(config) == ["python", "-m", "ragen2_trl.cli", "warm-start", "--config", str(config)]
 
 
 def test_a_warm_start_of_a_base_file_is_found_beside_that_file(write, tmp_path):
@@ -220,7 +221,7 @@ def test_a_cell_is_a_file_of_settings_that_anybody_can_train(write, tmp_path):
     settings = yaml.safe_load(config.read_text())
     assert settings.items() >= job.planned.fields.items()
     assert (settings["seed"], settings["resume"], settings["output_dir"]) == (3, True, str(tmp_path / "run"))
-    assert command_of(config, job) == ["ragen2-trl", "train", "--config", str(config)]
+    assert command_of(config, job) == ["python", "-m", "ragen2_trl.cli", "train", "--config", str(config)]
 
 
 def test_at_the_paper_s_scale_a_cell_is_launched_by_accelerate(write, tmp_path):
@@ -300,7 +301,7 @@ def test_a_record_reads_back_as_it_was(write, tmp_path):
 # The experiments of this repository
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "experiments").glob("*.yaml")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_an_experiment_of_the_repository_can_be_read_at_both_scales(path):
     experiment = read_experiment(path)
     assert len(experiment.seeds) >= 5 or not experiment.checks

@@ -13,12 +13,11 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 
-from ragen2_trl import cli
 from ragen2_trl.reporting.files import HISTORY_FILE
-from research.__main__ import _told
+from research.__main__ import _told, main
 from research.commands import QueuedRun
 from research.plan import PlannedRun, read_experiment
-from research.runner import LOCK, LOG, MADE, IntervalEstimate, Progress, Runner, is_locked
+from research.runner import LOCK, LOG, MADE, Progress, Runner, TimeLeft, is_locked
 from research.store import (
     COSTS,
     CURVES_SCHEMA,
@@ -77,14 +76,14 @@ def plan(tmp_path):
 
 def command(folder: Path, action: str, plan: Path, *more: str) -> list[str]:
     where = ["--results", str(folder / "results"), "--runs", str(folder / "runs")]
-    return ["experiment", action, str(plan), *where, *more]
+    return [action, str(plan), *where, *more]
 
 
 def begin(folder: Path, plan: Path, *more: str) -> subprocess.Popen:
     """The command in a process of its own, which writes to `folder/output`."""
     folder.mkdir(exist_ok=True)
     with (folder / "output").open("ab") as output:
-        args = [sys.executable, "-m", "ragen2_trl.cli", *command(folder, "run", plan, *more)]
+        args = [sys.executable, "-m", "research", *command(folder, "run", plan, *more)]
         return subprocess.Popen(args, stdout=output, stderr=output, start_new_session=True)
 
 
@@ -127,7 +126,7 @@ def test_cells_that_were_stopped_go_on_and_end_with_the_numbers_of_whole_ones(ki
         assert is_locked(run)  # nobody else begins the run while it is trained
     assert begin(stopped, path).wait(900) == 0, (stopped / "output").read_text()
 
-    (where,) = Store(stopped / "results").planned_runs()["versions"]
+    (where,) = Store(stopped / "results").finished()["versions"]
     assert json.loads(where)["host"] == (SEVERAL if kill == signal.SIGINT else host_here())
     (trained,) = ([row for row in history(whole / "runs" / planned.key) if "reward" in row],)
     resumed = [row for row in history(run) if "reward" in row]
@@ -146,7 +145,7 @@ def test_a_failing_cell_is_listed_with_its_command_and_the_others_are_stored(pla
     lost, *others = read_experiment(path).planned_runs(quick=True)
     assert lost.levels == {"method": "lost"}
     assert "2 of 3 runs are done" in told
-    assert f"ragen2-trl train --config {tmp_path / 'runs' / lost.key}/config.yaml" in told
+    assert f"python -m ragen2_trl.cli train --config {tmp_path / 'runs' / lost.key}/config.yaml" in told
     assert "nowhere" in told and "(exit code" in told
 
     # What is in the store
@@ -183,7 +182,7 @@ def test_a_failing_cell_is_listed_with_its_command_and_the_others_are_stored(pla
 @pytest.mark.slow
 def test_a_warm_start_is_made_once_for_all_its_cells_and_one_that_fails_is_told_of_each(plan, tmp_path):
     """The recipes of a real model, with `tiny` in its place."""
-    root = Path(__file__).parents[1]
+    root = Path(__file__).parents[2]
     cut = {"model_name_or_path": "tiny", "num_demonstrations": 16, "max_steps": 2, "use_cpu": True, "bf16": False}
     base = {name: value for name, value in BASE.items() if name != "model"}
     file = str(root / "recipes" / "warm_start_smollm2_frozen_lake.yaml")
@@ -203,7 +202,7 @@ def test_a_warm_start_is_made_once_for_all_its_cells_and_one_that_fails_is_told_
     assert begin(lost, path, "--quick").wait(900) == 1
     told = " ".join((lost / "output").read_text().split())
     (model,) = (lost / "runs" / "models").iterdir()
-    assert told.count(f"ragen2-trl warm-start --config {model}/config.yaml") == 2
+    assert told.count(f"python -m ragen2_trl.cli warm-start --config {model}/config.yaml") == 2
     assert "nowhere" in told and not (model / MADE).exists() and not Store(lost / "results").done()
 
 
@@ -216,7 +215,7 @@ def test_settings_that_training_does_not_know_are_refused_before_anything_runs(p
         ({"env_args": {"hole": 3}}, "hole"),
     ):
         with pytest.raises(SystemExit) as ended:
-            cli.main(command(tmp_path, "run", plan(base=base)))
+            main(command(tmp_path, "run", plan(base=base)))
         told = " ".join(capsys.readouterr().err.split())
         assert ended.value.code == 2 and message in told and "small: method" in told
     assert not (tmp_path / "runs").exists()
@@ -311,7 +310,7 @@ def test_the_time_that_is_left_is_told_by_cells_that_have_ended_and_before_by_st
     def job(steps: int, seed: int, **fields: str) -> QueuedRun:
         return QueuedRun(PlannedRun({"max_steps": steps, **fields}, seed, {}), (), "")
 
-    estimate = IntervalEstimate(Store(tmp_path))
+    estimate = TimeLeft(Store(tmp_path))
     assert estimate.seconds_left([job(10, 1)], [], 1) is None
     assert estimate.seconds_left([job(10, 2)], [(job(10, 1), 5.0, 20.0)], 1) == 35
     estimate.add(job(10, 1), 30.0)

@@ -1,4 +1,4 @@
-"""What `ragen2-trl experiment` cannot use is told in a line, with code 2, and before anything is trained."""
+"""What `python -m research` cannot use is told in a line, with code 2, and before anything is trained."""
 
 import shlex
 
@@ -8,7 +8,7 @@ import pytest
 import yaml
 from experiment_results import write_results
 
-from ragen2_trl import cli
+from research.__main__ import main
 from research.plan import read_experiment
 from research.runner import Runner, RunnerOutcome
 
@@ -91,7 +91,7 @@ def folder(tmp_path, monkeypatch):
 @pytest.fixture
 def finished(folder):
     """The same, of which all runs have run."""
-    write_results(folder / "results", read_experiment(folder / "small.yaml").planned_runs())
+    write_results(folder / "research" / "results", read_experiment(folder / "small.yaml").planned_runs())
     return folder
 
 
@@ -101,10 +101,10 @@ def refused(capsys):
 
     def refused(typed):
         with pytest.raises(SystemExit) as ended:
-            cli.main(["experiment", *shlex.split(typed)])
+            main([*shlex.split(typed)])
         assert ended.value.code == 2
         said = capsys.readouterr().err
-        assert said.startswith("ragen2-trl experiment: ")
+        assert said.startswith("python -m research: ")
         return " ".join(said.split())
 
     return refused
@@ -206,9 +206,9 @@ def test_a_folder_that_is_a_file_is_refused(action, option, where, folder, refus
 
 
 def test_a_file_in_place_of_the_folder_of_records_is_refused(folder, refused):
-    (folder / "results").mkdir()
-    (folder / "results" / "experiments").write_text("")
-    assert "results must be a folder, or one that can be made, got the file results/experiments" in refused(
+    (folder / "research" / "results").mkdir(parents=True)
+    (folder / "research" / "results" / "experiments").write_text("")
+    assert "results must be a folder, or one that can be made, got the file research/results/experiments" in refused(
         "run small.yaml"
     )
 
@@ -216,12 +216,12 @@ def test_a_file_in_place_of_the_folder_of_records_is_refused(folder, refused):
 @pytest.mark.parametrize("action", ["run", "status", "analyse", "list"])
 @pytest.mark.parametrize("file", ["runs.parquet", "curves.parquet"])
 def test_damaged_results_are_named(file, action, finished, refused):
-    path = finished / "results" / file
+    path = finished / "research" / "results" / file
     whole = path.read_bytes()
     path.write_bytes(whole[: len(whole) // 2])
-    assert f"results/{file} cannot be read as results of runs: " in refused(f"{action} small.yaml")
+    assert f"research/results/{file} cannot be read as results of runs: " in refused(f"{action} small.yaml")
     pq.write_table(pa.table({"other": [1]}), path)
-    assert f"results/{file} cannot be read as results of runs: " in refused(f"{action} small.yaml")
+    assert f"research/results/{file} cannot be read as results of runs: " in refused(f"{action} small.yaml")
 
 
 @pytest.mark.parametrize(
@@ -237,41 +237,46 @@ def test_damaged_results_are_named(file, action, finished, refused):
 )
 @pytest.mark.parametrize("action", ["run", "status"])
 def test_a_record_of_other_content_is_named(content, said, action, finished, refused):
-    (finished / "results" / "experiments").mkdir()
-    (finished / "results" / "experiments" / "small.yaml").write_text(content)
-    assert f"results/experiments/{said}" in refused(f"{action} small.yaml")
+    (finished / "research" / "results" / "experiments").mkdir()
+    (finished / "research" / "results" / "experiments" / "small.yaml").write_text(content)
+    assert f"research/results/experiments/{said}" in refused(f"{action} small.yaml")
 
 
 # What was fixed before the runs
 
 
 def test_the_day_on_which_settings_were_fixed_stays(finished, refused):
-    cli.main(["experiment", "run", "small.yaml"])
+    main(["run", "small.yaml"])
     write(finished, PLAN, day="2026-02-01")
     said = refused("run small.yaml")
-    assert 'settings_fixed is "2026-01-31" in results/experiments/small.yaml and "2026-02-01" in small.yaml' in said
+    assert (
+        'settings_fixed is "2026-01-31" in research/results/experiments/small.yaml and "2026-02-01" in small.yaml'
+        in said
+    )
 
 
 def test_what_decides_over_cells_of_others_is_fixed_by_its_own_run_although_they_are_there(finished, refused, capsys):
     """A source that runs on its own leaves no record of it, which the analysis says."""
-    record = finished / "results" / "experiments" / "over.yaml"
-    cli.main(["experiment", "run", "small.yaml"])
-    cli.main(["experiment", "analyse", "over.yaml", "small.yaml"])
+    record = finished / "research" / "results" / "experiments" / "over.yaml"
+    main(["run", "small.yaml"])
+    main(["analyse", "over.yaml", "small.yaml"])
     told = " ".join(capsys.readouterr().out.split())
-    assert "over has runs and no record of its checks: `ragen2-trl experiment run over.yaml` writes it." in told
+    assert "over has runs and no record of its checks: `python -m research run over.yaml` writes it." in told
     assert "small has runs" not in told and not record.exists()
 
-    cli.main(["experiment", "run", "over.yaml"])
+    main(["run", "over.yaml"])
     assert "first written, maybe after its runs" in record.read_text().splitlines()[0]
-    cli.main(["experiment", "analyse", "over.yaml"])
+    main(["analyse", "over.yaml"])
     assert "no record" not in capsys.readouterr().out
     (check,) = OVER["checks"]
     write(finished, {**OVER, "checks": [{**check, "x": "entropy/mean"}]})
-    assert 'checks[0].x is "mi/mean" in results/experiments/over.yaml and "entropy/mean"' in refused("run over.yaml")
+    assert 'checks[0].x is "mi/mean" in research/results/experiments/over.yaml and "entropy/mean"' in refused(
+        "run over.yaml"
+    )
     write(finished, {**OVER, "checks": [check, {**check, "name": "another", "x": "entropy/mean"}]})
-    cli.main(["experiment", "run", "over.yaml"])
-    cli.main(["experiment", "analyse", "over.yaml"])
-    assert "| another (added after the runs) |" in (finished / "results" / "README.md").read_text()
+    main(["run", "over.yaml"])
+    main(["analyse", "over.yaml"])
+    assert "| another (added after the runs) |" in (finished / "research" / "results" / "README.md").read_text()
 
 
 def test_the_record_over_cells_of_others_is_written_with_the_first_of_them(folder, monkeypatch):
@@ -279,10 +284,13 @@ def test_the_record_over_cells_of_others_is_written_with_the_first_of_them(folde
     planned = read_experiment(folder / "small.yaml").planned_runs()[0]
 
     def run_one(runner, jobs):
-        write_results(folder / "results", [planned])
+        write_results(folder / "research" / "results", [planned])
         runner.on_added(next(job for job in jobs if job.planned.key == planned.key))
         return RunnerOutcome()
 
     monkeypatch.setattr(Runner, "run", run_one)
-    cli.main(["experiment", "run", "over.yaml"])
-    assert {path.name for path in (folder / "results" / "experiments").iterdir()} == {"small.yaml", "over.yaml"}
+    main(["run", "over.yaml"])
+    assert {path.name for path in (folder / "research" / "results" / "experiments").iterdir()} == {
+        "small.yaml",
+        "over.yaml",
+    }

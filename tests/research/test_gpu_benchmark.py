@@ -1,4 +1,4 @@
-"""benchmarks/gpu.sh: all of it runs with sizes cut, and what is not measured is told."""
+"""research/benchmarks/gpu.sh: all of it runs with sizes cut, and what is not measured is told."""
 
 import json
 import os
@@ -7,16 +7,17 @@ import sys
 import time
 from pathlib import Path
 
-import gpu
 import pytest
 import torch
 
-ROOT = Path(__file__).parents[1]
+from research.benchmarks import gpu
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.slow
 def test_a_dry_run_measures_every_case_on_a_cpu(tmp_path):
-    command = [str(ROOT / "benchmarks" / "gpu.sh"), "--dry", "--results", str(tmp_path)]
+    command = [str(ROOT / "research" / "benchmarks" / "gpu.sh"), "--dry", "--results", str(tmp_path)]
     subprocess.run(command, check=True, env={**os.environ, "PYTHON": sys.executable, "CUDA_VISIBLE_DEVICES": ""})
     results = json.loads((tmp_path / "gpu_dry.json").read_text())
     assert results["missing"] == [] and results["machine"]["torch"] == torch.__version__
@@ -56,7 +57,7 @@ def test_a_case_that_memory_does_not_hold_is_told_and_the_next_is_measured():
     saved = []
     rows: list = []
     missing: list = []
-    part = gpu.Part("Models", 1.0, [("large",), ("small",)], measure, str)
+    part = gpu.CaseList("Models", 1.0, [("large",), ("small",)], measure, str)
     gpu.run_part(part, time.perf_counter() + 60, rows, missing, lambda: saved.append(len(rows)))
     assert missing == ["Models: large: out of memory"] and rows == [{"size": "small"}]
     assert saved == [0, 1]  # results are written after every case
@@ -68,8 +69,8 @@ def test_a_part_that_fails_is_told_and_the_others_are_measured(tmp_path, monkeyp
 
     def parts(sizes, rows):
         rows |= {"updates": [], "steps": []}
-        failing = gpu.Part("Updates", 0.5, [("a",), ("b",)], fail, str)
-        return {"updates": failing, "steps": gpu.Part("Steps", 0.5, [], fail, str)}
+        failing = gpu.CaseList("Updates", 0.5, [("a",), ("b",)], fail, str)
+        return {"updates": failing, "steps": gpu.CaseList("Steps", 0.5, [], fail, str)}
 
     monkeypatch.setattr(gpu, "make_parts", parts)
     assert gpu.main(["--dry", "--results", str(tmp_path)]) == 1

@@ -2,12 +2,12 @@
 
 from pathlib import Path
 
-import time_to_success
 from experiment_results import curves_of, write_results
 
+from research.benchmarks import time_to_success
 from research.plan import read_experiment
 
-FILE = Path(__file__).parents[1] / "experiments" / "ours2.yaml"
+FILE = Path(__file__).parents[2] / "research" / "experiments" / "ours2.yaml"
 STEPS = 256
 RISE = {"drop, selection": 0.2, "TRL": 0.1, "mask": 0.1}  # of held-out success, where it is learnt from
 

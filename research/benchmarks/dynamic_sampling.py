@@ -1,10 +1,11 @@
-"""What refilling buys when most prompts carry no signal.
+"""What dynamic sampling buys when most prompts carry no signal.
 
-    python benchmarks/refill.py    # about five minutes on two cores
+    python -m research.benchmarks.dynamic_sampling    # about five minutes on two cores
 
 The tiny model trains on FrozenLake tasks of which 70 % give no reward at all, whatever is answered. Plain TRL, the
-filter, and refill that keeps all groups with variance each get the same number of sampled tokens, and are then
-compared on held-out tasks. One seed unless `--seeds` says more. Writes `benchmarks/results/refill.{json,md}`.
+filter, and dynamic sampling that keeps all groups with variance each get the same number of sampled tokens, and are
+then compared on held-out tasks. One seed unless `--seeds` says more. Writes
+`research/benchmarks/results/dynamic_sampling.{json,md}`.
 """
 
 import argparse
@@ -16,7 +17,6 @@ from pathlib import Path
 
 import torch
 import transformers
-from measuring import machine, now
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
@@ -24,11 +24,12 @@ from ragen2_trl import SNRFilteredGRPOConfig, SNRFilteredGRPOTrainer
 from ragen2_trl.cli.evaluate import evaluate_model
 from ragen2_trl.envs import make_env
 from ragen2_trl.tiny import TINY_MODEL_PATH
+from research.benchmarks.measuring import machine, now
 
 RESULTS = Path(__file__).parent / "results"
 DEAD = 0.7
-REFILL = {"snr_refill_rounds": 4, "snr_strategy": "none"}
-VARIANTS = {"plain TRL": None, "filter": {}, "refill, all with variance": REFILL}
+DYNAMIC_SAMPLING = {"snr_dynamic_sampling_rounds": 4, "snr_strategy": "none"}
+VARIANTS = {"plain TRL": None, "filter": {}, "dynamic sampling, all with variance": DYNAMIC_SAMPLING}
 
 
 class TokenBudget(TrainerCallback):
@@ -83,13 +84,13 @@ def train(settings: dict | None, budget: int, seed: int) -> dict[str, float]:
     trainer.train()
     seconds = now() - start
     rows = [row for row in trainer.state.log_history if "reward" in row]
-    filled = "snr/refilled_groups" if settings and "snr_refill_rounds" in settings else "snr/kept_groups"
+    trained = "snr/trained_groups" if settings and "snr_dynamic_sampling_rounds" in settings else "snr/kept_groups"
     return {
         "success": evaluate(trainer.model),
         "seconds": seconds,
         "steps": trainer.state.global_step,
         "tokens": float(trainer.state.num_input_tokens_seen),
-        "groups_trained_on": statistics.mean(row.get(filled, 16.0) for row in rows),
+        "groups_trained_on": statistics.mean(row.get(trained, 16.0) for row in rows),
     }
 
 
@@ -100,7 +101,8 @@ def evaluate(model) -> float:
 
 
 def markdown(results: dict) -> str:
-    lines = ["# Refill", "", "Made by `python benchmarks/refill.py`, which says what is measured.", ""]
+    made_by = "Made by `python -m research.benchmarks.dynamic_sampling`, which says what is measured."
+    lines = ["# Dynamic sampling", "", made_by, ""]
     lines += [", ".join(f"{name} {value}" for name, value in results["machine"].items()), ""]
     lines += [
         f"Held-out success before: {results['before']:.1%}. Budget: {results['budget']:,} sampled tokens "
@@ -135,8 +137,8 @@ def main() -> None:
         results["runs"][name] = [train(settings, arguments.budget, seed) for seed in range(arguments.seeds)]
         print(name, results["runs"][name])
     RESULTS.mkdir(exist_ok=True)
-    (RESULTS / "refill.json").write_text(json.dumps(results, indent=2) + "\n")
-    (RESULTS / "refill.md").write_text(markdown(results))
+    (RESULTS / "dynamic_sampling.json").write_text(json.dumps(results, indent=2) + "\n")
+    (RESULTS / "dynamic_sampling.md").write_text(markdown(results))
     print(markdown(results))
 
 
