@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[1]
 
 
 def simulation():
-    path = ROOT / "benchmarks" / "missed_collapses.py"
+    path = ROOT / "research" / "benchmarks" / "missed_collapses.py"
     spec = importlib.util.spec_from_file_location(path.stem, path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
