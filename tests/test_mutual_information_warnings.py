@@ -15,10 +15,10 @@ from trl import GRPOTrainer, SFTConfig, SFTTrainer
 from ragen2_trl import MutualInformationCallback, SNRFilteredGRPOTrainer, information_metrics
 from ragen2_trl.callbacks import scopes
 from ragen2_trl.callbacks.mutual_information import group_metrics
-from ragen2_trl.callbacks.rollouts import Rollout, watch_rollouts
 from ragen2_trl.instrument.diagnosis import Measurement
 from ragen2_trl.instrument.verdict import judge
 from ragen2_trl.instrument.wording import headline
+from ragen2_trl.rollout_events import Rollout, listen
 
 
 def test_an_exception_inside_scoring_propagates(policy_path, prompts, make_args, monkeypatch):
@@ -90,7 +90,7 @@ def test_a_trainer_that_does_not_sample_is_refused(policy_path, tmp_path):
     args = SFTConfig(str(tmp_path), use_cpu=True, bf16=False, gradient_checkpointing=False, report_to="none")
     trainer = SFTTrainer(policy_path, args=args, train_dataset=Dataset.from_dict({"text": ["Go right"]}))
     with pytest.raises(TypeError, match="SFTTrainer has no _generate_and_score_completions"):
-        watch_rollouts(trainer, lambda batch, rewards: None)
+        listen(trainer, on_rollout=lambda batch, rewards: None)
 
 
 def sft_policy(policy_path, folder, depends: bool):

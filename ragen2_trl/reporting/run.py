@@ -157,7 +157,7 @@ class Run:
     @property
     def kept_units(self) -> str:
         """What the filter keeps or drops: `groups`, or `completions`."""
-        return "completions" if self.settings.get("snr_level") == "trajectory" else "groups"
+        return "groups"
 
     @property
     def filters_nothing(self) -> bool:

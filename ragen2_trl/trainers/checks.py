@@ -129,8 +129,8 @@ def check_subclass(trainer_class: type, args: SNRFilterConfig) -> None:
     if args.snr_dynamic_sampling_rounds > 0 and {"_calculate_rewards", "_generate_and_score_completions"} <= own:
         raise TypeError(
             f"snr_dynamic_sampling_rounds={args.snr_dynamic_sampling_rounds} makes a batch of several rounds, and "
-            f"what {trainer_class.__name__}._calculate_rewards leaves for its _generate_and_score_completions is of the "
-            "last round alone; allowed with both of them overridden: 0."
+            f"what {trainer_class.__name__}._calculate_rewards leaves for its own _generate_and_score_completions is "
+            "of the last round; allowed with both of them overridden: 0."
         )
     check_mask_loss(trainer_class, args)
 

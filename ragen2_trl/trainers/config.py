@@ -49,8 +49,8 @@ class SNRFilterConfig:
         sampling, DAPO). What is too much waits for the next generation. `0` trains on what is kept of the first ones.
     snr_prompt_selection (`bool`, *optional*, defaults to `False`):
         Whether prompts are chosen before they are sampled, by the reward variance that their earlier groups let
-        expect. Prompts are then drawn by their row in `train_dataset`, in the order of TRL's sampler as long as they are new,
-        and those of dynamic sampling by the same rule.
+        expect. Prompts are then drawn by their row in `train_dataset`, in the order of TRL's sampler as long as they
+        are new, and those of dynamic sampling by the same rule.
 
     Raises:
         ValueError: for a value outside its allowed set; the message names the field, the value and the set.

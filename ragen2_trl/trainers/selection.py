@@ -22,7 +22,8 @@ FEW_GROUPS = 8
 """From so many groups a generation is ranked by itself: the paper's batch. TRL's defaults sample one."""
 
 RECENT_GROUPS = 256
-"""Where a generation has fewer, it is ranked among so many of the latest groups, which cost nothing to keep: enough that a share of their summed variance is as steady as that of a large batch."""
+"""Where a generation has fewer, it is ranked among so many of the latest groups, which cost nothing to keep: enough
+that a share of their summed variance is as steady as that of a large batch."""
 
 # How scores scale with the unit of the rewards; those that are not of rewards do not.
 SCORE_DEGREE = {"reward_variance": 2, "reward_std": 1, "reward_mean": 1, "reward_sum": 1}
