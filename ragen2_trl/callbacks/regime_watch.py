@@ -7,8 +7,7 @@ from typing import Any
 
 from transformers import Trainer
 
-from ragen2_trl.instrument.verdict import COLLAPSES, DEPENDENT, Evidence, Finding, judge
-from ragen2_trl.instrument.wording import warnings
+from ragen2_trl.instrument.verdict import COLLAPSES, DEPENDENT, Evidence, Finding, judge, warnings
 
 
 @dataclass

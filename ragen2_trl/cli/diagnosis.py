@@ -14,7 +14,7 @@ from ragen2_trl.instrument.diagnosis import Measurement
 from ragen2_trl.instrument.information import RETRIEVAL_DEPTHS, chance_p_value
 from ragen2_trl.instrument.reasoning import Turn
 from ragen2_trl.instrument.verdict import LOW_ENTROPY, Finding
-from ragen2_trl.instrument.wording import headline, in_numbers
+from ragen2_trl.instrument.verdict import headline, in_numbers
 from ragen2_trl.reporting.examples import printable
 
 NUM_EXAMPLES = 2  # of each kind

@@ -11,8 +11,17 @@ from typing import Any
 
 from transformers import Trainer
 
-from ragen2_trl.instrument import wording
-from ragen2_trl.instrument.verdict import Collapse, Evidence, Finding, Mood, collapses, judge, mood
+from ragen2_trl.instrument.verdict import (
+    Collapse,
+    Evidence,
+    Finding,
+    Status,
+    collapses,
+    headline,
+    judge,
+    qualifiers,
+    status,
+)
 from ragen2_trl.reporting.files import (
     DIAGNOSTICS,
     EVALUATIONS,
@@ -131,17 +140,17 @@ class Run:
         """In a few words, whether reasoning depends on its prompt."""
         if self.is_played:
             return "Episodes alone, no training"
-        return wording.headline(self.findings, self.step)
+        return headline(self.findings, self.step)
 
     @property
     def beside(self) -> str:
         """What qualifies the verdict, or nothing: valid thinking, success, and the share cut at the length limit."""
-        return wording.beside(self.evidence[-1]) if self.evidence else ""
+        return qualifiers(self.evidence[-1]) if self.evidence else ""
 
     @property
-    def mood(self) -> Mood:
+    def mood(self) -> Status:
         """`unknown`, `open`, `collapsed`, `suspect`, `recovered` or `healthy`: see `ragen2_trl.instrument.verdict`."""
-        return mood(self.findings, self.step)
+        return status(self.findings, self.step)
 
     @property
     def has_learnt_nothing(self) -> bool:

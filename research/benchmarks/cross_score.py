@@ -213,7 +213,7 @@ def print_extra_memory(name: str, shape: str, model: str, vocabulary: str) -> No
 
 
 def copied_cache(cache, rows: int):
-    """A copy for every row, in place of `shared_cache.share`."""
+    """A copy for every row, in place of `scoring.share`."""
     copied = copy.deepcopy(cache)
     copied.reorder_cache(torch.zeros(rows, dtype=torch.long))
     return copied

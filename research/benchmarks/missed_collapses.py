@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ragen2_trl.instrument.verdict import trace
+from ragen2_trl.instrument.verdict import follow_dependence
 
 PROMPTS = REASONINGS = (2, 4, 8, 16, 32, 64)
 RUNS = 1000
@@ -34,7 +34,7 @@ def false_collapses(prompts: int, reasonings: int, retrieval: float, runs: int =
     chance = 1 / prompts
     generator = np.random.default_rng([prompts, reasonings, round(1000 * retrieval)])
     hits = generator.binomial(reasonings, max(retrieval, chance), size=(runs, LENGTH))
-    return float(trace(hits, reasonings, chance).collapsed.any(axis=1).mean())
+    return float(follow_dependence(hits, reasonings, chance).collapsed.any(axis=1).mean())
 
 
 def missed_collapses(prompts: int, reasonings: int, retrieval: float, runs: int = RUNS) -> list[float]:
@@ -43,7 +43,7 @@ def missed_collapses(prompts: int, reasonings: int, retrieval: float, runs: int 
     generator = np.random.default_rng([prompts, reasonings, round(1000 * retrieval), 1])
     before = generator.binomial(reasonings, max(retrieval, chance), size=(runs, BEFORE))
     after = generator.binomial(reasonings, chance, size=(runs, max(AFTER)))
-    collapsed = trace(np.concatenate([before, after], axis=1), reasonings, chance).collapsed[:, BEFORE:]
+    collapsed = follow_dependence(np.concatenate([before, after], axis=1), reasonings, chance).collapsed[:, BEFORE:]
     return [float(1 - collapsed[:, :count].any(axis=1).mean()) for count in AFTER]
 
 
