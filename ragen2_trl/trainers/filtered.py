@@ -21,9 +21,10 @@ from torch import Tensor
 from torch.utils.data import Sampler
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from ragen2_trl.callbacks.run_record import keep_record, with_hidden_tokens
+from ragen2_trl.callbacks.run_record import keep_record
 from ragen2_trl.columns import TASK, TURN_SAMPLES
 from ragen2_trl.filtering import group_score
+from ragen2_trl.hidden_tokens import with_hidden_tokens
 from ragen2_trl.rollouts import TextRollout
 from ragen2_trl.rollouts.text_rollout import end_tokens
 from ragen2_trl.trainers.accounting import Accounting
