@@ -1,4 +1,4 @@
-"""Tells listeners what a trainer samples, before the update begins: the one place that rebinds methods of a live trainer.
+"""Tells listeners what a trainer samples, before the update: the one place that rebinds methods of a live trainer.
 
 TRL has no callback event between sampling and update. Our trainers announce it themselves (`RolloutEvents.rollout`);
 on TRL's stock trainers `_generate_and_score_completions` is rebound once, however many listen.
@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from functools import partial, wraps
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from accelerate.utils import gather_object
@@ -74,7 +74,19 @@ class Rollout:
         return self.rewards.shape[1]
 
 
-@dataclass
+@runtime_checkable
+class NeedsRows(Protocol):
+    """A rollout function that sees the dataset rows of each generation, once it is attached to a trainer."""
+
+    @property
+    def splits_episodes(self) -> bool:
+        """Whether an episode may be several training samples."""
+
+    def attach(self, trainer: Any) -> None:
+        """Listen to a trainer."""
+
+
+@dataclass(eq=False)
 class Listener:
     """Whom a trainer tells of its sampling; see `listen`."""
 
@@ -238,6 +250,13 @@ def group_rewards(rewards_per_func: Tensor, weights: Tensor, num_generations: in
     sums = (rewards_per_func * weights.to(rewards_per_func.device)).nansum(dim=1)
     unscorable = rewards_per_func.isnan().all(dim=1) | ~sums.isfinite()
     return sums.masked_fill(unscorable, torch.nan).view(-1, num_generations)
+
+
+def end_tokens(trainer: Any) -> list[int]:
+    """Ids that end a turn where the trainer generates."""
+    if hasattr(trainer, "eos_token_ids"):  # since TRL 1.14.2: those of the model's generation config, too
+        return list(trainer.eos_token_ids)
+    return [trainer._tokenizer.eos_token_id]
 
 
 def log_row(trainer: Any, metrics: Mapping[str, float], *, replace: bool = False) -> None:

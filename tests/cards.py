@@ -71,8 +71,6 @@ def arguments(trainer_class, folder, **overrides):
         "seed": 3,
         "hub_token": TOKEN,
     }
-    if trainer_class is OURS:
-        settings["snr_selection_eps"] = 0.0
     return config(**settings | overrides)
 
 

@@ -57,7 +57,7 @@ def no_figures_where_nobody_looks(request, monkeypatch):
 @pytest.fixture(autouse=True)
 def no_record_where_nobody_looks(request, monkeypatch):
     if request.path.stem.startswith(WITHOUT_RECORD):
-        monkeypatch.setattr("ragen2_trl.trainers.filtered.keep_record", lambda trainer: None)
+        monkeypatch.setattr("ragen2_trl.trainers.filtered.COMPANIONS", ())
         monkeypatch.setattr("accelerate.utils.imports._is_package_available", is_package_available)
 
 
@@ -141,8 +141,6 @@ def make_args(tmp_path):
 
     def make(snr: bool = True, **overrides) -> GRPOConfig:
         settings = {"output_dir": str(tmp_path / "run"), **RUN}
-        if snr:
-            settings["snr_selection_eps"] = 0.0
         return (SNRFilteredGRPOConfig if snr else GRPOConfig)(**{**settings, **overrides})
 
     return make

@@ -13,7 +13,7 @@ def replay_with(policy_path, varied):
 
 
 def rows_of(trainer):
-    return [row for row in trainer.state.log_history if "snr/refill_rounds" in row]
+    return [row for row in trainer.state.log_history if "snr/sampling_rounds" in row]
 
 
 class Seen:

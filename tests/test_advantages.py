@@ -10,7 +10,7 @@ from by_loops import assert_same, numbers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ragen2_trl.trainers.advantages import (
+from ragen2_trl.trainers.ppo.advantages import (
     bi_level_gae,
     explained_variance,
     gae,

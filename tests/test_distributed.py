@@ -34,7 +34,6 @@ COMMON = {
     "learning_rate": 0.0,
     "max_grad_norm": 0.0,
     "beta": 0.1,
-    "snr_selection_eps": 0.0,
     "max_steps": 1,
     "save_strategy": "no",
     "report_to": "none",

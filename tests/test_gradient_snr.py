@@ -13,11 +13,11 @@ from peft import LoraConfig
 from replay import GROUP_SIZE, PROMPTS, move_away
 
 from ragen2_trl import GradientSNRCallback
-from ragen2_trl.callbacks.rollouts import watch_rollouts
 from ragen2_trl.filtering import group_score
 from ragen2_trl.instrument.gradients import WHOLE, quantile_buckets, split_in_halves
 from ragen2_trl.reporting.run import read_run
 from ragen2_trl.reporting.saved_gradients import read_gradients
+from ragen2_trl.rollout_events import listen
 
 OFF = {"snr_strategy": "none", "snr_include_zero": True}
 # All 32 rows of the eight prompts in one optimizer step of four micro-batches.
@@ -120,7 +120,7 @@ def test_gradients_of_buckets_are_means_of_gradients_computed_one_sample_at_a_ti
         seen["rewards"] = sampled.rewards
         seen.update({part: one_by_one(trainer, part, sampled) for part in ("task", "kl", "entropy")})
 
-    watch_rollouts(trainer, compute)
+    listen(trainer, on_rollout=compute)
     trainer.train()
     buckets, left_over = quantile_buckets(group_score(seen["rewards"], "reward_std"), 4)
     assert not left_over

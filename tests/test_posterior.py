@@ -11,7 +11,7 @@ import torch
 from trl.trainer.utils import RepeatSampler
 
 from ragen2_trl.trainers.posterior import RewardPosterior, evidence_of, rank_correlation
-from ragen2_trl.trainers.prompting import PromptSelection, SamplerStream
+from ragen2_trl.trainers.prompt_selection import PromptSelection, SamplerStream
 
 GROUP = 8
 ALONE = SimpleNamespace(num_processes=1, process_index=0)

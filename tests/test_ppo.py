@@ -19,7 +19,7 @@ def ppo_args(make_args, **settings):
     plain = make_args(snr=False)
     names = ("output_dir", "num_generations", "max_completion_length", "logging_steps", "report_to", "use_cpu", "bf16")
     common = {name: getattr(plain, name) for name in (*names, "gradient_checkpointing", "disable_tqdm", "seed")}
-    ours = {"per_device_train_batch_size": 32, "max_steps": 1, "save_strategy": "no", "snr_selection_eps": 0.0}
+    ours = {"per_device_train_batch_size": 32, "max_steps": 1, "save_strategy": "no"}
     return SNRFilteredPPOConfig(**{**common, **ours, "learning_rate": 1e-2, "critic_lr": 1e-2, **settings})
 
 

@@ -10,7 +10,7 @@ from test_ppo import ppo_args
 from transformers import AutoModelForCausalLM
 
 from ragen2_trl import SNRFilteredPPOTrainer
-from ragen2_trl.trainers.critic import FOLDER, WEIGHTS
+from ragen2_trl.trainers.ppo.critic import FOLDER, WEIGHTS
 
 
 def length_reward(completions, **kwargs):

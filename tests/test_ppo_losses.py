@@ -8,7 +8,7 @@ from by_loops import assert_same, numbers
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ragen2_trl.trainers.advantages import (
+from ragen2_trl.trainers.ppo.advantages import (
     clipped_value_loss,
     kl_penalty,
 )

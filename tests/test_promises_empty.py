@@ -110,7 +110,12 @@ def test_empty_steps_in_a_row_stop_the_run_and_say_why(algorithm, policy_path, t
 def test_nor_are_they_where_the_kept_group_is_that_of_a_refill(policy_path, tmp_path):
     """Of the four prompts of the first generation none has variance, and of its refill one."""
     layout = {"per_device_train_batch_size": 4, "steps_per_generation": 4, "max_steps": 4, "num_generations": 4}
-    settings = {"snr_refill_rounds": 1, "snr_strategy": "none", "snr_max_empty_steps": 1, "scale_rewards": "group"}
+    settings = {
+        "snr_dynamic_sampling_rounds": 1,
+        "snr_strategy": "none",
+        "snr_max_empty_steps": 1,
+        "scale_rewards": "group",
+    }
     args = GRPO.args(tmp_path, **settings, **layout)
     trainer = GRPO.make(policy_path, args, replay_of(policy_path, {prompt: [0.0] * 4 for prompt in PROMPTS}))
     sampled, further = [], trainer._sample_further
@@ -124,7 +129,7 @@ def test_nor_are_they_where_the_kept_group_is_that_of_a_refill(policy_path, tmp_
     trainer.train()
     assert sampled == [1] and trainer.state.global_step == 4
     (row, *_) = log_rows(trainer)
-    assert (row["snr/kept_groups"], row["snr/refilled_groups"]) == (0, 1)
+    assert (row["snr/kept_groups"], row["snr/trained_groups"]) == (0, 1)
     assert log_rows(trainer)[-1]["snr/empty_steps"] == 0
 
 

@@ -339,7 +339,12 @@ def test_without_the_tasks_advantages_regularisers_act_alone(algorithm, settings
 @pytest.mark.slow
 @grpo_first
 def test_a_refilled_batch_has_no_advantages_of_the_task_either(algorithm, policy_path, tmp_path):
-    settings = {"snr_zero_task_advantage": True, "snr_refill_rounds": 3, "snr_strategy": "none", "beta": 1e-30}
+    settings = {
+        "snr_zero_task_advantage": True,
+        "snr_dynamic_sampling_rounds": 3,
+        "snr_strategy": "none",
+        "beta": 1e-30,
+    }
     critic = {"value_coef": 0.0} if algorithm is PPO else {}
     _, gradient = run(algorithm, policy_path, tmp_path, **settings, **critic)
     assert gradient and all((value.abs() < 1e-20).all() for value in gradient.values())
@@ -349,7 +354,7 @@ def test_a_refilled_batch_has_no_advantages_of_the_task_either(algorithm, policy
 def test_the_scaling_by_the_value_goes_with_a_refill(policy_path, tmp_path):
     gradients = []
     for scaling in ("none", "whole_loss_by_value"):
-        options = {"snr_refill_rounds": 2, "snr_loss_scaling": scaling}
+        options = {"snr_dynamic_sampling_rounds": 2, "snr_loss_scaling": scaling}
         gradients.append(run(GRPO, policy_path, tmp_path, **options)[1])
     assert_close(gradients[1], {name: 0.9 * value for name, value in gradients[0].items()})
 

@@ -9,7 +9,12 @@ from replay import GROUP_SIZE, Recorder, assert_close, move_away
 from transformers import TrainerCallback
 
 # Few groups at first, so that a round overshoots: more are kept than there is room for.
-SURPLUS = {"snr_refill_rounds": 20, "snr_strategy": "none", "per_device_train_batch_size": 16, "max_steps": 6}
+SURPLUS = {
+    "snr_dynamic_sampling_rounds": 20,
+    "snr_strategy": "none",
+    "per_device_train_batch_size": 16,
+    "max_steps": 6,
+}
 
 
 def surplus_run(algorithm, policy_path, tmp_path, **settings):
@@ -132,11 +137,16 @@ def test_a_second_run_of_a_trainer_begins_without_groups_of_the_first(algorithm,
 
 @for_each
 def test_prompts_without_variance_end_in_empty_steps_and_not_in_a_hang(algorithm, policy_path, tmp_path):
-    settings = {"snr_refill_rounds": 3, "max_steps": 10, "snr_max_empty_steps": 2, "per_device_train_batch_size": 16}
+    settings = {
+        "snr_dynamic_sampling_rounds": 3,
+        "max_steps": 10,
+        "snr_max_empty_steps": 2,
+        "per_device_train_batch_size": 16,
+    }
     trainer = algorithm.make(policy_path, algorithm.args(tmp_path, **settings), replay_with(policy_path, set()))
     start = parameters_of(trainer)
     trainer.train()
     assert trainer.state.global_step == 2
     assert_same_parameters(start, parameters_of(trainer))
     for row in rows_of(trainer):
-        assert (row["snr/refill_rounds"], row["snr/refilled_groups"], row["snr/prompts_used"]) == (3, 0, 16)
+        assert (row["snr/sampling_rounds"], row["snr/trained_groups"], row["snr/prompts_used"]) == (3, 0, 16)

@@ -8,6 +8,7 @@ import torch
 from algorithms import ALGORITHMS, GRPO, PPO, RLOO, STILL, for_each, replay_of, slow
 from conftest import PROMPTS, assert_same_parameters, parameters_of
 from datasets import Dataset, IterableDataset
+from ragen2_trl.trainers.difficulty import difficulty_features
 from refills import WORDS, Seen, replay_with
 from replay import Recorder, move_away
 from test_promises_resume import assert_same_optimizer_states, log_rows
@@ -15,7 +16,6 @@ from transformers import TrainerCallback
 
 from ragen2_trl.envs import make_env
 from ragen2_trl.tiny import resolve_model
-from ragen2_trl.trainers.difficulty import difficulty_features
 
 SELECTS = {"snr_prompt_selection": True, "snr_strategy": "none"}
 quickest = pytest.mark.parametrize("algorithm", [GRPO, slow(RLOO), slow(PPO)], ids=ALGORITHMS)
@@ -66,7 +66,7 @@ def test_prompts_that_teach_nothing_are_sampled_less_and_none_starves(algorithm,
 
 @quickest
 def test_resuming_continues_the_same_run(algorithm, policy_path, tmp_path):
-    settings = {"max_steps": 9, "save_steps": 6, "save_strategy": "steps", "snr_refill_rounds": 2}
+    settings = {"max_steps": 9, "save_steps": 6, "save_strategy": "steps", "snr_dynamic_sampling_rounds": 2}
     whole = selecting_run(algorithm, policy_path, tmp_path / "whole", **settings)
     whole.train()
     resumed = selecting_run(algorithm, policy_path, tmp_path / "resumed", **settings)
@@ -82,13 +82,13 @@ def test_resuming_continues_the_same_run(algorithm, policy_path, tmp_path):
 @quickest
 def test_refilled_batches_are_full_of_prompts_that_teach(algorithm, policy_path, tmp_path):
     """The further ones are drawn from the same stream."""
-    settings = {"snr_refill_rounds": 8, "max_steps": 8, "learning_rate": 0.0, "snr_prompt_half_life": 8}
+    settings = {"snr_dynamic_sampling_rounds": 8, "max_steps": 8, "learning_rate": 0.0, "snr_prompt_half_life": 8}
     used = []
     for on in (False, True):
         trainer = selecting_run(algorithm, policy_path, tmp_path, **settings, snr_prompt_selection=on)
         trainer.train()
         rows = log_rows(trainer)
-        assert all(row["snr/refilled_groups"] == 2 for row in rows)
+        assert all(row["snr/trained_groups"] == 2 for row in rows)
         used.append(sum(row["snr/prompts_used"] for row in rows[4:]))
     assert used[1] < used[0]
 
@@ -206,7 +206,7 @@ def test_datasets_without_rows_are_refused(policy_path, make_args):
         ({"snr_importance_weights": 2.0}, "snr_importance_weights=2.0 is about how prompts are chosen"),
         ({"snr_difficulty_columns": ["a"]}, "is about how prompts are chosen; allowed without snr_prompt_selection"),
         (
-            {"snr_prompt_selection": True, "snr_importance_weights": 2.0, "snr_refill_rounds": 1},
+            {"snr_prompt_selection": True, "snr_importance_weights": 2.0, "snr_dynamic_sampling_rounds": 1},
             "hangs on the rewards of others; allowed with it: 0",
         ),
     ],

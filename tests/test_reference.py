@@ -11,8 +11,7 @@ from replay import Recorder, assert_close, move_away
 
 from ragen2_trl import SNRFilteredGRPOConfig, SNRFilteredGRPOTrainer
 from ragen2_trl.filtering import group_score, select_groups
-from ragen2_trl.trainers.reference import FEW_GROUPS, RunningReference
-from ragen2_trl.trainers.selecting import Selector
+from ragen2_trl.trainers.selection import FEW_GROUPS, RunningReference, Selector
 
 CPU = {"use_cpu": True, "bf16": False, "gradient_checkpointing": False, "report_to": "none"}
 
@@ -246,7 +245,7 @@ def test_eight_groups_are_ranked_by_themselves(policy_path, tmp_path):
 
 @pytest.mark.slow
 def test_rounds_of_a_refill_draw_scores_by_lot_anew(policy_path, tmp_path):
-    settings = {"snr_refill_rounds": 8, "snr_score": "random", "snr_strategy": "top_k", "snr_value": 0.5}
+    settings = {"snr_dynamic_sampling_rounds": 8, "snr_score": "random", "snr_strategy": "top_k", "snr_value": 0.5}
     trainer = GRPO.make(policy_path, GRPO.args(tmp_path, **ONE_GROUP, **settings, max_steps=4), replay_of(policy_path))
     score, drawn = trainer._score_groups, []
 
@@ -262,12 +261,12 @@ def test_rounds_of_a_refill_draw_scores_by_lot_anew(policy_path, tmp_path):
 @pytest.mark.slow
 @for_each
 def test_rounds_of_a_refill_are_ranked_among_the_same_groups(algorithm, policy_path, tmp_path):
-    args = algorithm.args(tmp_path, **ONE_GROUP, max_steps=6, snr_refill_rounds=8)
+    args = algorithm.args(tmp_path, **ONE_GROUP, max_steps=6, snr_dynamic_sampling_rounds=8)
     trainer = algorithm.make(policy_path, args, replay_of(policy_path))
     kept = Kept(trainer)
     trainer.train()
     assert trainer._selector.reference.seen == len(kept.steps) > 6
-    assert all(row["snr/refilled_groups"] == 1 for row in log_rows(trainer))
+    assert all(row["snr/trained_groups"] == 1 for row in log_rows(trainer))
 
 
 @pytest.mark.parametrize(
@@ -277,7 +276,7 @@ def test_rounds_of_a_refill_are_ranked_among_the_same_groups(algorithm, policy_p
         ({"snr_strategy": "top_k_abs", "snr_value": 1}, ["top_k_abs", "snr_value=1", "generation_batch_size=32"]),
         ({"snr_mode": "soft"}, ["snr_mode='soft'", "generation_batch_size=32"]),
         ({}, []),
-        ({"snr_window": None, "snr_strategy": "none"}, []),
+        ({"snr_strategy": "none"}, []),
     ],
 )
 def test_a_layout_that_leaves_nothing_to_rank_is_told_at_once(policy_path, tmp_path, caplog, settings, parts):

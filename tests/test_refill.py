@@ -8,8 +8,8 @@ from refills import WORDS, Seen, replay_with, rows_of
 from replay import GROUP_SIZE, Replay
 
 from ragen2_trl import SNRFilteredGRPOTrainer
-from ragen2_trl.callbacks.rollouts import watch_rollouts
-from ragen2_trl.trainers.refilling import PromptStream, round_size
+from ragen2_trl.rollout_events import listen
+from ragen2_trl.trainers.dynamic_sampling import PromptStream, round_size
 
 
 def train(policy_path, args, replay, prompts=WORDS):
@@ -26,20 +26,20 @@ def train(policy_path, args, replay, prompts=WORDS):
 
 @pytest.mark.parametrize("varied", [{0, 3}, {5}, {1, 2, 3, 4, 5, 6, 7}])
 def test_a_batch_is_filled_up_with_kept_groups(policy_path, make_args, varied):
-    args = make_args(per_device_train_batch_size=16, snr_refill_rounds=50, max_steps=2, snr_strategy="none")
+    args = make_args(per_device_train_batch_size=16, snr_dynamic_sampling_rounds=50, max_steps=2, snr_strategy="none")
     trainer = train(policy_path, args, replay_with(policy_path, varied))
     for row in rows_of(trainer):
-        assert row["snr/refilled_groups"] == 4
+        assert row["snr/trained_groups"] == 4
         assert row["snr/prompts_used"] >= 4
     assert trainer.state.num_input_tokens_seen > 0
 
 
 def test_the_cap_trains_on_what_there_is(policy_path, make_args):
-    args = make_args(per_device_train_batch_size=16, snr_refill_rounds=1, max_steps=1, snr_strategy="none")
+    args = make_args(per_device_train_batch_size=16, snr_dynamic_sampling_rounds=1, max_steps=1, snr_strategy="none")
     trainer = train(policy_path, args, replay_with(policy_path, {5}))
     (row,) = rows_of(trainer)
-    assert row["snr/refill_rounds"] == 1
-    assert 0 <= row["snr/refilled_groups"] < 4
+    assert row["snr/sampling_rounds"] == 1
+    assert 0 <= row["snr/trained_groups"] < 4
     assert row["snr/prompts_used"] == 8
 
 
@@ -47,17 +47,24 @@ def test_a_full_batch_is_not_refilled_and_trains_as_without(policy_path, make_ar
     replay = replay_with(policy_path, set(range(8)))
     states = []
     for rounds in (0, 5):
-        args = make_args(per_device_train_batch_size=16, snr_refill_rounds=rounds, max_steps=3, snr_strategy="none")
+        args = make_args(
+            per_device_train_batch_size=16, snr_dynamic_sampling_rounds=rounds, max_steps=3, snr_strategy="none"
+        )
         trainer = train(policy_path, args, replay)
         states.append(parameters_of(trainer))
-    assert [row["snr/refill_rounds"] for row in rows_of(trainer)] == [0, 0, 0]
+    assert [row["snr/sampling_rounds"] for row in rows_of(trainer)] == [0, 0, 0]
     for name in states[0]:
         torch.testing.assert_close(states[0][name], states[1][name], rtol=1e-4, atol=1e-5)
 
 
 def surplus_run(policy_path, make_args, **overrides):
     """Few groups at first, so that a round overshoots: more are kept than there is room for."""
-    settings = {"per_device_train_batch_size": 16, "snr_refill_rounds": 20, "max_steps": 6, "snr_strategy": "none"}
+    settings = {
+        "per_device_train_batch_size": 16,
+        "snr_dynamic_sampling_rounds": 20,
+        "max_steps": 6,
+        "snr_strategy": "none",
+    }
     return make_args(**{**settings, **overrides}), replay_with(policy_path, {0, 3, 5})
 
 
@@ -83,9 +90,9 @@ def test_callbacks_see_the_first_prompts_of_a_step_and_no_round_of_a_refill(poli
         policy_path, Replay.reward, args, Dataset.from_dict({"prompt": WORDS}), rollout_func=replay.rollout
     )
     seen = []
-    watch_rollouts(trainer, lambda sampled: seen.append(sampled.rewards.shape))
+    listen(trainer, on_rollout=lambda sampled: seen.append(sampled.rewards.shape))
     trainer.train()
-    assert any(row["snr/refill_rounds"] for row in rows_of(trainer))
+    assert any(row["snr/sampling_rounds"] for row in rows_of(trainer))
     assert seen == [(4, GROUP_SIZE)] * 3
 
 
@@ -121,21 +128,27 @@ def test_a_round_is_as_large_as_the_kept_fraction_makes_it():
 
 def test_datasets_without_rows_are_refused(policy_path, make_args):
     dataset = IterableDataset.from_generator(lambda: ({"prompt": prompt} for prompt in WORDS))
-    with pytest.raises(ValueError, match="snr_refill_rounds=2 draws further prompts by their row"):
+    with pytest.raises(ValueError, match="snr_dynamic_sampling_rounds=2 draws further prompts by their row"):
         SNRFilteredGRPOTrainer(
-            policy_path, lambda completions, **_: [0.0] * len(completions), make_args(snr_refill_rounds=2), dataset
+            policy_path,
+            lambda completions, **_: [0.0] * len(completions),
+            make_args(snr_dynamic_sampling_rounds=2),
+            dataset,
         )
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"snr_refill_rounds": -1}, "snr_refill_rounds=-1 is out of range"),
+        ({"snr_dynamic_sampling_rounds": -1}, "snr_dynamic_sampling_rounds=-1 is out of range"),
         ({"snr_max_staleness": -1}, "snr_max_staleness=-1 is out of range"),
-        ({"snr_refill_rounds": 1, "snr_mode": "soft"}, "snr_mode='soft' selects nothing"),
-        ({"snr_refill_rounds": 1, "snr_loss_scaling": "sqrt"}, "snr_loss_scaling='sqrt'"),
-        ({"snr_refill_rounds": 1, "scale_rewards": "batch"}, "scale_rewards='batch'"),
-        ({"snr_refill_rounds": 1, "multi_objective_aggregation": "normalize_then_sum"}, "normalize_then_sum"),
+        ({"snr_dynamic_sampling_rounds": 1, "snr_mode": "soft"}, "snr_mode='soft' selects nothing"),
+        ({"snr_dynamic_sampling_rounds": 1, "snr_loss_scaling": "sqrt"}, "snr_loss_scaling='sqrt'"),
+        ({"snr_dynamic_sampling_rounds": 1, "scale_rewards": "batch"}, "scale_rewards='batch'"),
+        (
+            {"snr_dynamic_sampling_rounds": 1, "multi_objective_aggregation": "normalize_then_sum"},
+            "normalize_then_sum",
+        ),
     ],
 )
 def test_a_bad_setting_is_named(make_args, settings, message):

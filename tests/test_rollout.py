@@ -245,7 +245,7 @@ def test_continuous_batching_plays_too(make_args):
 
 
 def test_refilled_rows_are_played_with_their_own_tasks(policy, tokenizer, make_args):
-    args = multi_turn_args(make_args, snr_refill_rounds=2)
+    args = multi_turn_args(make_args, snr_dynamic_sampling_rounds=2)
     trainer, _ = make_trainer(policy, tokenizer, args)
     Player(trainer, tokenizer)
     batches = capture(trainer)

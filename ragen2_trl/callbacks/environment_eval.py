@@ -16,7 +16,7 @@ from transformers import Trainer, TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl.models.utils import unwrap_model_for_generation
 
-from ragen2_trl.callbacks.rollouts import check_own_trainer, is_newest
+from ragen2_trl.callbacks.attached import check_own_trainer, is_newest
 from ragen2_trl.callbacks.run_record import keep_record, reported
 from ragen2_trl.envs import Environment
 from ragen2_trl.envs.floor import random_success

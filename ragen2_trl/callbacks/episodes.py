@@ -8,7 +8,7 @@ from typing import Any
 from accelerate.utils import gather_object
 from transformers import TrainerCallback
 
-from ragen2_trl.callbacks.rollouts import check_own_trainer
+from ragen2_trl.callbacks.attached import check_own_trainer
 from ragen2_trl.envs import Play
 from ragen2_trl.envs.mixture import AnyTask
 from ragen2_trl.reporting.files import EPISODES, TRAINING

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 from trl import TrlParser
 
 from ragen2_trl.cli.env_args import options_by_task, parse_env_args
-from ragen2_trl.cli.experiment_arguments import experiment_parser
 
 if TYPE_CHECKING:
     from ragen2_trl.envs import Environment
@@ -388,7 +387,6 @@ ARGUMENTS = {
 # Of commands without a configuration.
 PARSERS = {
     "report": report_parser,
-    "experiment": experiment_parser,
     "check-sandbox": sandbox_parser,
     "envs": envs_parser,
     "serve-retrieval": retrieval_parser,

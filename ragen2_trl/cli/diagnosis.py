@@ -11,10 +11,9 @@ from transformers import PreTrainedTokenizerBase
 
 from ragen2_trl.cli.samples import Sample
 from ragen2_trl.instrument.diagnosis import Measurement
-from ragen2_trl.instrument.information import RETRIEVAL_DEPTHS, chance_p_value
+from ragen2_trl.instrument.information import RETRIEVAL_DEPTHS
 from ragen2_trl.instrument.reasoning import Turn
-from ragen2_trl.instrument.verdict import LOW_ENTROPY, Finding
-from ragen2_trl.instrument.wording import headline, in_numbers
+from ragen2_trl.instrument.verdict import LOW_ENTROPY, Finding, chance_p_value, headline, in_numbers
 from ragen2_trl.reporting.examples import printable
 
 NUM_EXAMPLES = 2  # of each kind

@@ -20,7 +20,6 @@ from rich.text import Text
 
 from ragen2_trl.callbacks import GradientSNRCallback
 from ragen2_trl.callbacks.gradient_probe import seconds_of_update
-from ragen2_trl.callbacks.rollouts import Sampled, watch_rollouts
 from ragen2_trl.cli.arguments import SamplingArguments
 from ragen2_trl.cli.models import load_model
 from ragen2_trl.cli.typed import checked_input
@@ -30,6 +29,7 @@ from ragen2_trl.instrument.gradients import WHOLE, GradientMeasurement
 from ragen2_trl.reporting.files import write_json
 from ragen2_trl.reporting.measurement_plots import plot_gradients
 from ragen2_trl.reporting.saved_gradients import save_gradients
+from ragen2_trl.rollout_events import LocalRollout, listen
 from ragen2_trl.rollouts import TextRollout
 from ragen2_trl.trainers import SNRFilteredGRPOConfig, SNRFilteredGRPOTrainer
 
@@ -57,12 +57,12 @@ def look_at_one_batch(
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as scratch:
         trainer, inputs = _make_trainer(arguments, scratch)
-        seen: list[tuple[Sampled, float]] = []
-        watch_rollouts(trainer, lambda sampled: seen.append((sampled, time.perf_counter())))
+        seen: list[tuple[LocalRollout, float]] = []
+        listen(trainer, on_rollout=lambda sampled: seen.append((sampled, time.perf_counter())))
         trainer.model.train()
         console.print(Text(f"Sampling {len(inputs)} completions ..."))
         started = time.perf_counter()
-        trainer._sample_first(inputs)
+        trainer._generate_and_score_completions(inputs)
         ((sampled, ended),) = seen
         if predict_filter:
             update = seconds_of_update(trainer, sampled)

@@ -1,10 +1,11 @@
-"""Reporting makes figures, reports and model cards of a run's log history and of what it keeps on disk."""
+"""Reporting makes figures, reports, model cards and metrics of a run's log history and of what it keeps on disk."""
 
 from importlib import import_module
 from typing import Any
 
 # By name, the module that has it: imported only when it is asked for, since most runs need no matplotlib.
 _HOMES = {
+    "ReasoningInformation": "metric",
     "Run": "run",
     "add_diagnostics": "card",
     "log_figures": "trackers",

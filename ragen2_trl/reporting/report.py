@@ -10,8 +10,7 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 from markupsafe import Markup
 
-from ragen2_trl.instrument.verdict import COLLAPSES
-from ragen2_trl.instrument.wording import REGIMES, collapse_words
+from ragen2_trl.instrument.verdict import COLLAPSES, REGIMES, collapse_label
 from ragen2_trl.reporting.card import running_means
 from ragen2_trl.reporting.episodes import CHOICES, Album, read_album
 from ragen2_trl.reporting.examples import (
@@ -361,7 +360,7 @@ def _comparison(parts: Sequence[RunSection]) -> Markup | None:
         {part.label: part.run.rows for part in logged},
         {part.label: part.run.success_metric for part in logged},
         {
-            part.label: (part.run.collapses[-1].first, collapse_words(part.run.collapses[-1]))
+            part.label: (part.run.collapses[-1].first, collapse_label(part.run.collapses[-1]))
             for part in logged
             if part.run.collapses
         },

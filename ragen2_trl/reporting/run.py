@@ -9,8 +9,17 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from ragen2_trl.instrument import wording
-from ragen2_trl.instrument.verdict import Collapse, Evidence, Finding, Mood, collapses, judge, mood
+from ragen2_trl.instrument.verdict import (
+    Collapse,
+    Evidence,
+    Finding,
+    Status,
+    collapses,
+    headline,
+    judge,
+    qualifiers,
+    status,
+)
 from ragen2_trl.reporting.files import (
     DIAGNOSTICS,
     EPISODE_FILES,
@@ -129,17 +138,17 @@ class Run:
         """In a few words, whether reasoning depends on its prompt."""
         if self.is_played:
             return "Episodes alone, no training"
-        return wording.headline(self.findings, self.step)
+        return headline(self.findings, self.step)
 
     @property
     def beside(self) -> str:
         """What qualifies the verdict, or nothing: valid thinking, success, and the share cut at the length limit."""
-        return wording.beside(self.evidence[-1]) if self.evidence else ""
+        return qualifiers(self.evidence[-1]) if self.evidence else ""
 
     @property
-    def verdict_status(self) -> Mood:
+    def verdict_status(self) -> Status:
         """`unknown`, `open`, `collapsed`, `suspect`, `recovered` or `healthy`: see `ragen2_trl.instrument.verdict`."""
-        return mood(self.findings, self.step)
+        return status(self.findings, self.step)
 
     @property
     def has_learnt_nothing(self) -> bool:
