@@ -41,7 +41,7 @@ from ragen2_trl.reporting import (
     save_figure,
     svg,
 )
-from ragen2_trl.reporting.information_plots import Arrow
+from ragen2_trl.reporting.plots import Arrow
 
 pytestmark = pytest.mark.slow
 

@@ -20,7 +20,7 @@ from ragen2_trl.callbacks.run_record import RunRecord
 from ragen2_trl.reporting.card import (
     FIGURES,
     HEADING,
-    WINDOW,
+    MEAN_OVER,
     add_diagnostics,
     diagnostics_section,
     headline,
@@ -244,7 +244,7 @@ def test_figures_that_are_older_than_the_numbers_say_so(tmp_path):
 def test_running_means_span_ten_steps_or_half_of_a_short_run():
     points = [(step, float(step)) for step in range(1, 31)]
     means = running_means(points)
-    assert means[0] == (WINDOW, 5.5)
+    assert means[0] == (MEAN_OVER, 5.5)
     assert means[-1] == (30, 25.5)
     assert running_means(points[:4]) == [(2, 1.5), (3, 2.5), (4, 3.5)]
     assert running_means(points[:1]) == [(1, 1.0)]

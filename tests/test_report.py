@@ -24,7 +24,7 @@ from reported_runs import words_only_fixture as words_only_fixture
 from ragen2_trl import MutualInformationCallback, SNRFilteredGRPOConfig, SNRFilteredGRPOTrainer, cli
 from ragen2_trl.envs import completion_text, make_env
 from ragen2_trl.reporting.card import FIGURES
-from ragen2_trl.reporting.examples import MAX_GROUP, distinguishing, pick_reasonings, read_groups
+from ragen2_trl.reporting.examples import MAX_GROUP, distinguishing, pick_traces, read_groups
 from ragen2_trl.reporting.gallery import draw_figures, figures_of, measurement_figures
 from ragen2_trl.reporting.report import distinct_labels, render_report
 from ragen2_trl.reporting.run import read_run
@@ -139,11 +139,11 @@ def test_groups_with_most_reward_variance_come_first(tmp_path):
 
 def test_a_template_fits_every_prompt_alike_and_a_thought_only_its_own():
     for depends in (False, True):
-        for reasoning in pick_reasonings(make_measurement(3, depends)):
+        for reasoning in pick_traces(make_measurement(3, depends)):
             own, *others, worst = (candidate.probability for candidate in reasoning.candidates)
             assert own == pytest.approx(math.exp(-0.3), rel=0.01)
             assert max(own, *others) - worst < 0.01 if not depends else own > 1.9 * max(others)
-    ranks = [one.candidates[0].rank for one in pick_reasonings(make_measurement(3, False))]
+    ranks = [one.candidates[0].rank for one in pick_traces(make_measurement(3, False))]
     assert ranks == sorted(ranks) and ranks[0] == 1 and ranks[-1] > 4
 
 

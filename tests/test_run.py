@@ -119,7 +119,7 @@ def test_files_of_steps_are_in_their_order_and_others_are_left_out(tmp_path):
 def test_a_verdict_does_not_outlive_its_measurements(tmp_path, measured_at, step, mood, verdict):
     write_state(tmp_path / "diagnostics", step, rows(step), measurements=[measured(at) for at in measured_at])
     run = read_run(tmp_path)
-    assert (run.mood, run.verdict) == (mood, verdict)
+    assert (run.verdict_status, run.verdict) == (mood, verdict)
 
 
 def test_a_later_loss_of_format_outweighs_an_earlier_collapse():

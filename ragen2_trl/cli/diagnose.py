@@ -57,8 +57,7 @@ from ragen2_trl.instrument.diagnosis import (
 )
 from ragen2_trl.instrument.reasoning import Trajectories, Turn
 from ragen2_trl.instrument.scoring import ContextLengthError, count_tokens
-from ragen2_trl.instrument.verdict import Evidence, judge
-from ragen2_trl.instrument.verdict import in_numbers
+from ragen2_trl.instrument.verdict import Evidence, in_numbers, judge
 from ragen2_trl.reporting import plot_matrix, plot_quadrant
 from ragen2_trl.reporting.examples import printable
 from ragen2_trl.reporting.files import write_json

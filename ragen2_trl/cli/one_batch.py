@@ -27,7 +27,7 @@ from ragen2_trl.envs.mixture import AnyTask
 from ragen2_trl.instrument.forecast import Forecast, advice, forecast_filter
 from ragen2_trl.instrument.gradients import WHOLE, GradientMeasurement
 from ragen2_trl.reporting.files import write_json
-from ragen2_trl.reporting.gradient_plots import plot_gradients
+from ragen2_trl.reporting.measurement_plots import plot_gradients
 from ragen2_trl.reporting.saved_gradients import save_gradients
 from ragen2_trl.rollout_events import LocalRollout, listen
 from ragen2_trl.rollouts import TextRollout

@@ -20,8 +20,8 @@ from torch import Tensor
 from torch.utils.data import Sampler
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from ragen2_trl.callbacks.run_record import with_hidden_tokens
 from ragen2_trl.columns import TURN_SAMPLES
+from ragen2_trl.hidden_tokens import with_hidden_tokens
 from ragen2_trl.rollout_events import NeedsRows, RolloutEvents, end_tokens, extend
 from ragen2_trl.trainers.batches import Batch, chunks, loss_mask
 from ragen2_trl.trainers.checkpoints import LAYOUT_FIELDS, ResumableSampler, load_state, save_state
