@@ -1,7 +1,7 @@
 """What decides a claim: checks with an expected side, and one rule that makes a verdict of them.
 
 A check is a mapping of an experiment's file with a `name`, a `kind` and what the kind asks for (`KINDS`). Holm's
-correction is over the checks of an experiment; a check is decided where its adjusted p-value is at most 0.05. The
+correction is over the checks of an experiment; a check is significant where its adjusted p-value is at most 0.05. The
 verdict is made by checks that state the claim: not by those `beside` it, and not by those that came after the runs.
 """
 
@@ -17,16 +17,16 @@ from research.measures import check_statistic
 from research.plan import Experiment, question
 from research.statistics import CONFIDENCE, IntervalEstimate, holm
 
-HOLDS, IN_PART, CONTRADICTED, UNDECIDED, NOT_RUN = (
-    "holds",
-    "holds in part",
-    "contradicted",
-    "not at this scale",
+SUPPORTED, IN_PART, OPPOSITE, INCONCLUSIVE, NOT_RUN = (
+    "supported",
+    "partly supported",
+    "opposite",
+    "inconclusive",
     "not run yet",
 )
 TO_REACH = "_to_reach"
 OF_ORDER = ("correlation", "stronger_correlation")
-NAMED = 2  # checks that the reason of a verdict names, of each outcome
+NAMED = 2  # checks that the reason of a verdict names, of each finding
 CURVES_ONLY = "curves only, no verdict"  # of an experiment without checks
 
 
@@ -60,8 +60,8 @@ class Result:
         return not (self.beside or self.later)
 
     @property
-    def outcome(self) -> int:
-        """1 as expected, -1 opposite, 0 not decided."""
+    def finding(self) -> int:
+        """1 as expected, -1 opposite, 0 not significant."""
         return self.estimate.side if self.adjusted <= 1 - CONFIDENCE else 0
 
     @property
@@ -109,8 +109,8 @@ def evaluate(grid: Grid, fixed: Sequence[Check] | None = None) -> list[Result]:
 
 
 def verdict(grid: Grid, results: Sequence[Result]) -> str:
-    """The rule, the same for all experiments: `holds` if every check that counts is decided as expected; `holds in
-    part` if some are; `contradicted` if one is decided the other way and none as expected; `not at this scale`
+    """The rule, the same for all experiments: `supported` if every check that counts is significant as expected;
+    `partly supported` if some are; `opposite` if one is significant the other way and none as expected; `inconclusive`
     otherwise. With fewer runs than planned it is a verdict so far, and `not run yet` while no check has a number.
     Without a check that counts there is none.
     """
@@ -121,24 +121,24 @@ def verdict(grid: Grid, results: Sequence[Result]) -> str:
         return f"{made}: {CURVES_ONLY}" + (f", so far ({done} of {planned_runs} runs)" if done < planned_runs else "")
     if not done or (done < planned_runs and all(math.isnan(result.estimate.value) for result in results)):
         return NOT_RUN
-    outcomes = [result.outcome for result in counting]
-    if all(outcome == 1 for outcome in outcomes):
-        said = HOLDS
-    elif 1 in outcomes:
+    findings = [result.finding for result in counting]
+    if all(finding == 1 for finding in findings):
+        said = SUPPORTED
+    elif 1 in findings:
         said = IN_PART
     else:
-        said = CONTRADICTED if -1 in outcomes else UNDECIDED
+        said = OPPOSITE if -1 in findings else INCONCLUSIVE
     if done >= planned_runs:
         return said
-    return f"{'nothing decided' if said == UNDECIDED else said}, so far ({done} of {planned_runs} runs)"
+    return f"{said}, so far ({done} of {planned_runs} runs)"
 
 
 def sentence(results: Sequence[Result]) -> str:
     """The checks with their numbers by what came of them, and then those that do not count."""
-    titles = {1: "as expected", -1: "opposite", 0: "not decided"}
+    titles = {1: "as expected", -1: "opposite", 0: "not significant"}
     parts = []
-    for (start, counts), (outcome, title) in product((("", True), ("not counted, ", False)), titles.items()):
-        names = [f"{one.name} ({one.shown})" for one in results if one.outcome == outcome and one.counts == counts]
+    for (start, counts), (finding, title) in product((("", True), ("not counted, ", False)), titles.items()):
+        names = [f"{one.name} ({one.shown})" for one in results if one.finding == finding and one.counts == counts]
         parts += [f"{f'{start}{title}'.capitalize()}: {'; '.join(names)}."] if names else []
     return " ".join(parts)
 
@@ -147,10 +147,10 @@ def reason(results: Sequence[Result]) -> str:
     """Why the verdict is what it is, in a sentence: of the checks that count how many came as expected, and the names
     of the first that did not."""
     counting = [one for one in results if one.counts]
-    expected = sum(one.outcome == 1 for one in counting)
+    expected = sum(one.finding == 1 for one in counting)
     parts = [f"{expected} of {len(counting)} came as expected"] if expected else []
-    for outcome, title in ((-1, "the other way"), (0, "not decided")):
-        names = [one.name for one in counting if one.outcome == outcome]
+    for finding, title in ((-1, "opposite"), (0, "not significant")):
+        names = [one.name for one in counting if one.finding == finding]
         more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
         parts += [f"{title}: {'; '.join(names[:NAMED])}{more}"] if names else []
     return " ".join(f"{part[0].upper()}{part[1:]}." for part in parts)

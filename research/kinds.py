@@ -26,7 +26,7 @@ FRACTIONS = (
     "kept",
     "zero_variance",
     "update_compute",
-    "guessing",
+    "random_baseline",
 )
 
 Evaluated = tuple[IntervalEstimate, str, int]
@@ -101,7 +101,7 @@ def _ratio(grid: Grid, check: Check, notes: Notes) -> Evaluated:
     """Of two runs' costs, on the scale of logarithms.
 
     A run that never reached its target counts with all it has cost, a lower bound: what this could favour stays
-    undecided.
+    not significant.
     """
     name, targets = check["statistic"], check.get("target")
     found = [list(pair) for pair in pairs(grid, check["of"], check["against"])]
@@ -174,7 +174,7 @@ def _earlier(grid: Grid, check: Check, notes: Notes) -> Evaluated:
 
 
 def _correlation(grid: Grid, check: Check, notes: Notes) -> Evaluated:
-    """Spearman's over runs, but for those of some levels (`without`); with `of` and `against`, of the paired gain with
+    """Spearman's over runs, except those of some levels (`without`); with `of` and `against`, of the paired gain with
     what the run it is compared with says."""
     rows: list[tuple[float, ...]] = []
     settings: list[str] = []

@@ -25,7 +25,7 @@ _FORMS = ("mi/trajectory/", "mi/first_turn/")  # over all turns where there are 
 # Short name -> patterns of keys in log rows, of which the first that a run has counts.
 METRICS: dict[str, tuple[str, ...]] = {
     "success": (r"eval/env/[^/]+/success",),
-    "guessing": (r"eval/env/[^/]+/random_success",),  # of a player who guesses on the same tasks
+    "random_baseline": (r"eval/env/[^/]+/random_success",),  # of random actions on the same tasks
     "training_success": (r"env/[^/]+/success",),
     "reward": ("reward",),
     "entropy": ("entropy",),  # of the policy, nats per token

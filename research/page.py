@@ -17,7 +17,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from ragen2_trl.reporting.files import replace_whole, write_text
 from research import figures
-from research.checks import CONTRADICTED, NOT_RUN, Result, evaluate, reason, sentence, validate, verdict
+from research.checks import NOT_RUN, OPPOSITE, Result, evaluate, reason, sentence, validate, verdict
 from research.commands import ROOT
 from research.drawing import MIN_SEEDS
 from research.grid import Grid, gathered, of_one_machine
@@ -30,7 +30,7 @@ from research.store import Store
 PAGE, TEMPLATE = "README.md", "results.md.jinja"
 # Of each setting: what the table of a claim shows; peak is what the paper reports.
 COLUMNS = {
-    "guessing": "guessing/first",
+    "random baseline": "random_baseline/first",
     "before": "success/first",
     "last": "success/last",
     "last fifth": "success/last_fifth",
@@ -40,7 +40,7 @@ COLUMNS = {
     "sampled tokens": "sampled_tokens/last",
     "update FLOPs": "update_flops/last",
 }
-FINDINGS = {1: "as expected", -1: "opposite", 0: "not decided"}
+FINDINGS = {1: "as expected", -1: "opposite", 0: "not significant"}
 MAX_SETTINGS = 60  # rows of a table; a sweep of more is what its figure shows
 
 
@@ -69,11 +69,11 @@ class Claim:
 
     @property
     def ours(self) -> str:
-        """The number that made the verdict: of the first check that is decided, and decided the other way where that
-        contradicts; if none is, of the first that has a number."""
-        wanted = -1 if self.verdict.startswith(CONTRADICTED) else 1
+        """The number that made the verdict: of the first check that is significant, the other way where the
+        verdict is so; if none is, of the first that has a number."""
+        wanted = -1 if self.verdict.startswith(OPPOSITE) else 1
         counting = [one for one in self.results if one.counts]
-        deciding = [one for one in counting if one.outcome == wanted]
+        deciding = [one for one in counting if one.finding == wanted]
         there = deciding or [one for one in counting if not math.isnan(one.estimate.value)] or counting
         return f"{there[0].name}: {there[0].shown}" if there else "no check: curves alone"
 
@@ -117,9 +117,9 @@ def analyse(experiments: Sequence[Experiment], folder: Path, scale: str = "tiny"
         claims=claims,
         columns=["setting", "seeds", *COLUMNS],
         number_of_checks=sum(len(claim.results) for claim in claims),
-        outcomes=Counter(one.outcome for claim in claims for one in claim.results if one.counts),
-        decided_so_far=sum(
-            one.counts and one.outcome != 0 for claim in claims if claim.done < claim.planned for one in claim.results
+        findings=Counter(one.finding for claim in claims for one in claim.results if one.counts),
+        significant_so_far=sum(
+            one.counts and one.finding != 0 for claim in claims if claim.done < claim.planned for one in claim.results
         ),
         done=len(finished.runs(planned_runs)),
         wall_time=_duration(_wall_seconds(list(finished.runs(planned_runs).values()))),

@@ -401,7 +401,7 @@ def is_locked(folder: Path) -> bool:
 
 @contextmanager
 def _stop_asked() -> Iterator[list[int]]:
-    """Ctrl-C and SIGTERM, as a list that then is not empty: neither comes amid the start of a process."""
+    """Ctrl-C and SIGTERM, as a list that then is not empty: neither comes during the start of a process."""
     asked: list[int] = []
 
     def note(number: int, frame: FrameType | None) -> None:

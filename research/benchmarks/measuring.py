@@ -30,7 +30,7 @@ def peak_memory() -> float:
 
 
 def reset_peak_memory() -> float:
-    """Starts the peak anew and returns what is in use now, in MiB."""
+    """Starts the peak again and returns what is in use now, in MiB."""
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
         return torch.cuda.memory_allocated() / 2**20

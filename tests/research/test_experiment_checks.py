@@ -83,7 +83,7 @@ def test_a_difference_is_paired_over_seeds_and_averaged_over_the_other_axes():
     by_seed = mean_interval([mean(two) for two in zip(*naive.values(), strict=True)])
     assert (both.estimate.low, both.estimate.high) == pytest.approx((by_seed.low, by_seed.high))
     assert noisy.estimate.value == pytest.approx(mean(naive["0.2"]))
-    assert (both.unit, both.seeds, both.outcome) == ("points", 5, 1)
+    assert (both.unit, both.seeds, both.finding) == ("points", 5, 1)
 
 
 def test_combinations_that_are_left_out_have_no_pair():
@@ -132,7 +132,7 @@ def test_a_trend_is_the_slope_of_the_gain_seed_by_seed():
     check = {**GAIN, "kind": "trend", "axis": "slip", "expects": "<"}
     (result,) = evaluate(make_grid([check], number, axes))
     assert result.estimate.value == pytest.approx(-0.1)  # at the mean seed, 3
-    assert result.outcome == 1
+    assert result.finding == 1
 
 
 def test_a_mean_is_of_all_runs_less_another_statistic_of_theirs():
@@ -147,7 +147,7 @@ def test_a_ratio_is_that_of_logarithms():
 
     check = {**GAIN, "kind": "ratio", "statistic": "seconds/last", "expects": "<"}
     (result,) = evaluate(make_grid([check], number))
-    assert result.estimate.value == pytest.approx(0.5, rel=1e-4) and result.unit == "ratio" and result.outcome == 1
+    assert result.estimate.value == pytest.approx(0.5, rel=1e-4) and result.unit == "ratio" and result.finding == 1
 
 
 def test_what_never_reached_its_target_is_a_lower_bound_that_decides_nothing_in_its_favour():
@@ -159,14 +159,14 @@ def test_what_never_reached_its_target_is_a_lower_bound_that_decides_nothing_in_
 
     check = {**GAIN, "kind": "ratio", "statistic": "seconds_to_reach", "target": 0.6, "expects": "<"}
     (result,) = evaluate(make_grid([check], number))
-    assert result.estimate.value < 1 and result.outcome == 0
+    assert result.estimate.value < 1 and result.finding == 0
     assert "5 runs of method filter never reached the target" in result.notes.others[-1]
     assert result.notes.others[-1].endswith("the ratio can only be larger.")
     assert result.estimate.bound == ">=" and result.shown.startswith(">= 0.1")
     (result,) = evaluate(make_grid([{**check, "of": NONE, "against": FILTER}], number))
     assert result.estimate.bound == "<="
     (result,) = evaluate(make_grid([{**check, "target": 0.7}], number))  # neither gets there
-    assert result.estimate.bound == "?" and result.outcome == 0
+    assert result.estimate.bound == "?" and result.finding == 0
     (result,) = evaluate(make_grid([{**check, "target": 0.5}], number))  # both do
     assert result.estimate.bound == "" and "never" not in " ".join(result.notes.others)
 
@@ -196,14 +196,14 @@ def test_a_target_that_was_there_before_training_has_no_time():
     (result,) = evaluate(grid)
     assert result.seeds == 1
     assert result.notes.others == ["4 seeds left out: at the target before training, which leaves no time to compare."]
-    assert verdict(grid, [result]) == "not at this scale"
+    assert verdict(grid, [result]) == "inconclusive"
 
 
 def test_a_cost_that_is_a_bound_shows_nothing_equal():
     check = {"name": "r", "kind": "ratio", "statistic": "seconds_to_reach", "of": FILTER, "against": NONE,
              "target": 0.8, "expects": "=", "within": 0.5}  # fmt: skip
     (result,) = evaluate(make_grid([check], lambda levels, seed: 0.5 if levels == FILTER else 0.8 + 0.01 * seed))
-    assert result.estimate.side == 1 and result.outcome == 0
+    assert result.estimate.side == 1 and result.finding == 0
 
 
 def test_what_is_measured_more_often_does_not_fall_sooner():
@@ -282,7 +282,7 @@ def test_gains_of_other_experiments_are_correlated_once_each():
     (result,) = evaluate(make_grid([check], number, axes, others=(first, again)))
     assert result.estimate.value > 0.9 and result.estimate.n == 5
     assert result.notes.others[-1] == "25 runs of 5 settings."
-    assert result.outcome == 1
+    assert result.finding == 1
 
 
 def test_a_stronger_correlation_is_one_whichever_its_sign():
@@ -295,7 +295,7 @@ def test_a_stronger_correlation_is_one_whichever_its_sign():
     check = {"name": "s", "kind": "stronger_correlation", "x": "x/good/mean", "than": "x/bad/mean"}
     check |= {"y": "success/last", "expects": ">"}
     (result,) = evaluate(make_grid([check], number, axes))
-    assert result.estimate.value > 0.5 and result.outcome == 1
+    assert result.estimate.value > 0.5 and result.finding == 1
 
 
 def test_runs_of_some_levels_can_be_left_out_of_a_correlation():
@@ -315,29 +315,28 @@ def test_runs_of_some_levels_can_be_left_out_of_a_correlation():
 # Verdicts
 
 
-def results_of(outcomes, seeds=5):
-    estimates = [IntervalEstimate(0.1, 0, 0, 0, side or 1, 5) for side in outcomes]
+def results_of(findings, seeds=5):
+    estimates = [IntervalEstimate(0.1, 0, 0, 0, side or 1, 5) for side in findings]
     return [
         Result(f"check {n}", "difference", ">", estimate, "points", seeds, Notes(), 0.01 if side else 0.5)
-        for n, (side, estimate) in enumerate(zip(outcomes, estimates, strict=True))
+        for n, (side, estimate) in enumerate(zip(findings, estimates, strict=True))
     ]
 
 
-@pytest.mark.parametrize(("outcomes", "said"), [
-    ([1, 1], "holds"),
-    ([1, 0], "holds in part"),
-    ([1, -1], "holds in part"),
-    ([-1, 0], "contradicted"),
-    ([-1, -1], "contradicted"),
-    ([0, 0], "not at this scale"),
+@pytest.mark.parametrize(("findings", "said"), [
+    ([1, 1], "supported"),
+    ([1, 0], "partly supported"),
+    ([1, -1], "partly supported"),
+    ([-1, 0], "opposite"),
+    ([-1, -1], "opposite"),
+    ([0, 0], "inconclusive"),
 ])  # fmt: skip
-def test_one_rule_makes_the_verdict(outcomes, said):
+def test_one_rule_makes_the_verdict(findings, said):
     grid = make_grid([], lambda levels, seed: 0.5)
-    assert verdict(grid, results_of(outcomes)) == said
-    assert verdict(grid, results_of(outcomes, seeds=3)) == said  # two without a number, which more runs do not bring
+    assert verdict(grid, results_of(findings)) == said
+    assert verdict(grid, results_of(findings, seeds=3)) == said  # two without a number, which more runs do not bring
     grid = make_grid([], lambda levels, seed: 0.5, without=[(FILTER, 4), (FILTER, 5)])
-    so_far = said if any(outcomes) else "nothing decided"  # more seeds may decide
-    assert verdict(grid, results_of(outcomes, seeds=3)) == f"{so_far}, so far (8 of 10 runs)"
+    assert verdict(grid, results_of(findings, seeds=3)) == f"{said}, so far (8 of 10 runs)"
 
 
 @pytest.mark.parametrize("there", [[], [NONE]])
@@ -350,33 +349,33 @@ def test_nothing_that_ran_is_no_verdict_and_neither_are_runs_without_what_they_a
 def test_the_sentence_says_each_check_with_its_number_by_what_came_of_it():
     text = sentence(results_of([1, -1, 0]))
     assert text.index("As expected: check 0 (+10.0 points") < text.index("Opposite: check 1")
-    assert text.index("Opposite: check 1") < text.index("Not decided: check 2")
+    assert text.index("Opposite: check 1") < text.index("Not significant: check 2")
 
 
 @pytest.mark.parametrize("why", ["beside", "later"])
 def test_a_verdict_rests_on_the_checks_that_state_the_claim(why):
-    """One beside it that is decided makes no verdict, and is told as what it is."""
+    """One beside it that is significant makes no verdict, and is told as what it is."""
     grid = make_grid([], lambda levels, seed: 0.5)
     first, *rest = results_of([1, 0])
     results = [replace(first, **{why: True}), *rest]
-    assert verdict(grid, results) == "not at this scale"
+    assert verdict(grid, results) == "inconclusive"
     text = sentence(results)
-    assert text.index("Not decided: check 1") < text.index("Not counted, as expected: check 0")
+    assert text.index("Not significant: check 1") < text.index("Not counted, as expected: check 0")
     assert verdict(grid, [replace(first, **{why: True})]).endswith("no verdict")
     assert "check 0" not in reason(results)
 
 
 @pytest.mark.parametrize(
-    ("outcomes", "said"),
+    ("findings", "said"),
     [
         ([1, 1], "2 of 2 came as expected."),
-        ([1, 0], "1 of 2 came as expected. Not decided: check 1."),
-        ([-1, 1, 0], "1 of 3 came as expected. The other way: check 0. Not decided: check 2."),
-        ([0, 0, 0, 0], "Not decided: check 0; check 1 and 2 more."),
+        ([1, 0], "1 of 2 came as expected. Not significant: check 1."),
+        ([-1, 1, 0], "1 of 3 came as expected. Opposite: check 0. Not significant: check 2."),
+        ([0, 0, 0, 0], "Not significant: check 0; check 1 and 2 more."),
     ],
 )
-def test_the_reason_counts_what_came_as_expected_and_names_what_did_not(outcomes, said):
-    assert reason(results_of(outcomes)) == said
+def test_the_reason_counts_what_came_as_expected_and_names_what_did_not(findings, said):
+    assert reason(results_of(findings)) == said
 
 
 def test_a_check_that_was_not_there_before_the_runs_came_later():
@@ -389,14 +388,14 @@ def test_a_check_that_was_not_there_before_the_runs_came_later():
     assert [one.later for one in evaluate(promoted, fixed=[renamed])] == [True]
 
 
-def test_two_checks_are_decided_more_strictly_than_one():
-    """p of 0.03: alone decided, beside another that is not, no more."""
+def test_two_checks_are_tested_more_strictly_than_one():
+    """p of 0.03: significant alone, and no more beside another that is not."""
     values = np.array([0.010, 0.004, 0.012, 0.001, 0.006])
     assert 0.025 < mean_interval(values).p < 0.05
     alone, beside = ([GAIN], [GAIN, {**GAIN, "name": "not", "statistic": "success/first"}])
     number = lambda levels, seed: 0.5 + (values[seed - 1] if levels == FILTER else 0)  # noqa: E731
-    assert [one.outcome for one in evaluate(make_grid(alone, number))] == [1]
-    assert [one.outcome for one in evaluate(make_grid(beside, number))] == [0, 0]
+    assert [one.finding for one in evaluate(make_grid(alone, number))] == [1]
+    assert [one.finding for one in evaluate(make_grid(beside, number))] == [0, 0]
 
 
 @pytest.mark.parametrize(("changes", "parts"), [
@@ -422,7 +421,7 @@ def test_what_a_check_must_not_say_is_named(changes, parts):
         assert part in str(error.value)
 
 
-def test_levels_of_a_cell_are_found_in_any_order():
+def test_levels_of_a_run_are_found_in_any_order():
     planned = PlannedRun({}, 1, {"a": "x", "b": "y"})
     experiment = Experiment("i", "c", "s", (), (1,), (), date(2026, 1, 1), axes={"a": {"x": {}}, "b": {"y": {}}})
     run = replace(make_run(planned), key=planned.key)

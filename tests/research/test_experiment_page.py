@@ -46,7 +46,7 @@ def test_the_full_set_shares_what_claims_have_in_common():
     assert len(read_experiment(FOLDER / "tab7.yaml").seeds) == 10
 
 
-def test_levels_with_files_share_cells_with_experiments_of_that_file():
+def test_levels_with_files_share_runs_with_experiments_of_that_file():
     """The plain run on FrozenLake is one run, whether the task is an axis or the base; at the paper's scale, PPO has a
     critic and GRPO has not."""
     tab4, tab5 = (read_experiment(FOLDER / f"{name}.yaml") for name in ("tab4", "tab5"))
@@ -64,7 +64,7 @@ def test_levels_with_files_share_cells_with_experiments_of_that_file():
     } | {("RLOO", "countdown", False)}  # it plays one turn, and the other two have several at that scale
 
 
-def test_an_experiment_over_others_has_their_cells():
+def test_an_experiment_over_others_has_their_runs():
     over = read_experiment(FOLDER / "tab8.yaml")
     assert {planned.key for planned in over.planned_runs()} == {
         planned.key for one in over.others for planned in one.planned_runs()
@@ -79,7 +79,7 @@ def test_the_page_says_what_the_store_has(tmp_path, fig9):
     row = next(line for line in text.splitlines() if line.startswith("| [fig9](#fig9)"))
     gain = float(re.search(r"the filter gains without noise \(\+([\d.]+) points", text)[1])
     assert 8 < gain < 12
-    assert "**not at this scale**" in row  # it gains, but in noise as much
+    assert "**inconclusive**" in row  # it gains, but in noise as much
     assert "60 of 60" in text and "torch 2.13.0" in text and "2 CPU cores" in text
     assert "experiments/fig9.yaml" in text and "2026-" in text
     images = re.findall(r"!\[.+\]\((.+)\)", text)
@@ -106,7 +106,7 @@ def test_what_is_there_so_far_is_told_as_that(tmp_path, fig9):
 
 
 def test_the_number_beside_a_verdict_is_the_one_that_made_it(tmp_path):
-    """Of tab7 where the filter is behind none, and ahead of random groups by too little to be decided."""
+    """Of tab7 where the filter is behind none, and ahead of random groups by too little to be significant."""
     experiment = read_experiment(FOLDER / "tab7.yaml")
 
     def behind(planned):
@@ -118,7 +118,7 @@ def test_the_number_beside_a_verdict_is_the_one_that_made_it(tmp_path):
         line for line in (tmp_path / "README.md").read_text().splitlines() if line.startswith("| [tab7](#tab7)")
     )
     *_, ours, verdict, _ = row.split(" | ")
-    assert verdict == "**contradicted**" and ours.startswith("the filter beats no filter, at equal steps: -")
+    assert verdict == "**opposite**" and ours.startswith("the filter beats no filter, at equal steps: -")
 
 
 def test_a_check_that_came_after_the_runs_is_marked_and_makes_no_verdict(tmp_path, fig9):
@@ -132,8 +132,8 @@ def test_a_check_that_came_after_the_runs_is_marked_and_makes_no_verdict(tmp_pat
     assert "| it gains at the end (added after the runs) |" in text
     assert "| the filter gains without noise (beside the claim) |" in text
     assert "Not counted, as expected: the filter gains without noise (+" in text
-    assert "**Not at this scale.**" in text and "fig9 *holds in part*" in text
-    assert "of 1 checks that make verdicts 0 are decided" in text
+    assert "**Inconclusive.**" in text and "fig9 *partly supported*" in text
+    assert "of 1 checks that make verdicts 0 are significant" in text
     assert "not recorded which for 60 of 60 runs" in text
 
 
@@ -203,11 +203,11 @@ def test_links_lead_to_files_wherever_the_page_is(tmp_path):
         assert all(path.exists() for path in files)
 
 
-def test_what_a_guess_gets_stands_beside_each_setting_in_percent(tmp_path, fig9):
+def test_the_random_baseline_stands_beside_each_setting_in_percent(tmp_path, fig9):
     """Where it was evaluated; other tasks have no such player."""
-    for guess, told in (({0: 0.2031}, "20.3 %"), (None, "")):
-        floor = {"eval/env/frozen_lake/random_success": guess} if guess else {}
-        write_results(tmp_path, fig9.planned_runs(), lambda planned: curves_of(planned) | floor)  # noqa: B023
+    for success, told in (({0: 0.2031}, "20.3 %"), (None, "")):
+        baseline = {"eval/env/frozen_lake/random_success": success} if success else {}
+        write_results(tmp_path, fig9.planned_runs(), lambda planned: curves_of(planned) | baseline)  # noqa: B023
         analyse([fig9], tmp_path)
         rows = re.findall(
             r"^\| (?:none|filter), 0\.\d \| 5 \|(.*?)\|", (tmp_path / "README.md").read_text(), re.MULTILINE

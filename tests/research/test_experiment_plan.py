@@ -46,7 +46,7 @@ def write(tmp_path):
 # What a file says
 
 
-def test_a_cell_has_base_fields_and_its_levels_in_this_order(write):
+def test_a_run_has_base_fields_and_its_levels_in_this_order(write):
     planned_runs = read_experiment(write(fields={"env_args": {"preset": "ragen2"}})).planned_runs()
     assert len(planned_runs) == 8
     (planned,) = [one for one in planned_runs if one.levels == {"method": "none", "slip": "0.2"} and one.seed == 4]
@@ -59,7 +59,7 @@ def test_a_cell_has_base_fields_and_its_levels_in_this_order(write):
     }
 
 
-def test_quick_cells_are_of_the_first_seed_and_have_its_settings_on_top(write):
+def test_quick_runs_are_of_the_first_seed_and_have_its_settings_on_top(write):
     planned_runs = read_experiment(write()).planned_runs(quick=True)
     assert {(one.seed, one.fields["max_steps"]) for one in planned_runs} == {(3, 2)}
     assert not {one.key for one in planned_runs} & {one.key for one in read_experiment(write()).planned_runs()}
@@ -162,7 +162,7 @@ def test_what_a_warm_start_says_is_part_of_the_key_and_where_its_file_is_and_it_
     assert {one.model_key for one in read_experiment(write()).planned_runs()} == {None}
 
 
-def test_a_warm_start_is_a_file_of_settings_and_its_cells_train_the_model_it_leaves(write, tmp_path):
+def test_a_warm_start_is_a_file_of_settings_and_its_runs_train_the_model_it_leaves(write, tmp_path):
     (tmp_path / "warm.yaml").write_text("{model_name_or_path: tiny, output_dir: runs/own, seed: 5}")
     experiment = read_experiment(write(fields={"warm_start": "warm.yaml"}))
     jobs = queue([experiment])
@@ -186,20 +186,20 @@ def test_a_warm_start_of_a_base_file_is_found_beside_that_file(write, tmp_path):
 # The order of runs
 
 
-def test_cells_run_seed_by_seed_with_what_is_compared_side_by_side(write):
+def test_runs_run_seed_by_seed_with_what_is_compared_side_by_side(write):
     jobs = queue([read_experiment(write())])
     assert [job.planned.seed for job in jobs] == [3] * 4 + [4] * 4
     assert [job.planned.levels["method"] for job in jobs] == ["none", "filter"] * 4
 
 
-def test_the_first_seed_of_all_experiments_runs_before_the_second_and_shared_cells_once(write):
+def test_the_first_seed_of_all_experiments_runs_before_the_second_and_shared_runs_once(write):
     first, second = read_experiment(write()), read_experiment(write(id="other", seeds=[4, 5]))
     jobs = queue([first, second])
     assert [job.planned.seed for job in jobs] == [3] * 4 + [4] * 4 + [5] * 4
     assert {frozenset(job.experiments) for job in jobs if job.planned.seed == 4} == {frozenset(("gain", "other"))}
 
 
-def test_cells_can_be_chosen_by_level_and_seed(write):
+def test_runs_can_be_chosen_by_level_and_seed(write):
     experiment = read_experiment(write())
     jobs = queue([experiment], only={"method": ["filter"], "slip": ["0.0", "0.2"]}, seeds=[4])
     assert [(job.planned.levels, job.planned.seed) for job in jobs] == [
@@ -215,7 +215,7 @@ def test_cells_can_be_chosen_by_level_and_seed(write):
         assert message in str(error.value)
 
 
-def test_a_cell_is_a_file_of_settings_that_anybody_can_train(write, tmp_path):
+def test_a_run_is_a_file_of_settings_that_anybody_can_train(write, tmp_path):
     job = queue([read_experiment(write())])[0]
     config = write_config(tmp_path / "run", job)
     settings = yaml.safe_load(config.read_text())
@@ -224,7 +224,7 @@ def test_a_cell_is_a_file_of_settings_that_anybody_can_train(write, tmp_path):
     assert command_of(config, job) == ["python", "-m", "ragen2_trl.cli", "train", "--config", str(config)]
 
 
-def test_at_the_paper_s_scale_a_cell_is_launched_by_accelerate(write, tmp_path):
+def test_at_the_paper_s_scale_a_run_is_launched_by_accelerate(write, tmp_path):
     (tmp_path / "paper.yaml").write_text("model: large\nmax_steps: 1600\n")
     scale = {"base": "paper.yaml", "launch": "paper.yaml", "processes": 8}
     experiment = read_experiment(write(paper_scale=scale))
@@ -314,7 +314,7 @@ def test_an_experiment_of_the_repository_can_be_read_at_both_scales(path):
     assert not at_paper_scale & {planned.key for planned in planned_runs}
 
 
-def test_cells_of_other_experiments_are_trained_for_both(write):
+def test_runs_of_other_experiments_are_trained_for_both(write):
     write()
     both = {"id": "both", "runs_of": ["gain"], "axes": None, "base": None, "seeds": None, "quick": None}
     experiment = read_experiment(write(**both))

@@ -1,4 +1,4 @@
-"""Runs that run: as processes, through the command line, killed and taken up again."""
+"""Runs as processes, through the command line, stopped and resumed."""
 
 import fcntl
 import json
@@ -104,7 +104,7 @@ def history(folder: Path) -> list[dict]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kill", [signal.SIGINT, signal.SIGKILL], ids=["ctrl-c", "killed"])
-def test_cells_that_were_stopped_go_on_and_end_with_the_numbers_of_whole_ones(kill, plan, tmp_path):
+def test_runs_that_were_stopped_go_on_and_end_with_the_numbers_of_whole_ones(kill, plan, tmp_path):
     """Ctrl-C ends the trainings; a killed command leaves them to end, and the next one takes them over."""
     path = plan(axes={"method": {"filter": {}}})
     (planned,) = read_experiment(path).planned_runs()
@@ -137,7 +137,7 @@ def test_cells_that_were_stopped_go_on_and_end_with_the_numbers_of_whole_ones(ki
 
 
 @pytest.mark.slow
-def test_a_failing_cell_is_listed_with_its_command_and_the_others_are_stored(plan, tmp_path):
+def test_a_failing_run_is_listed_with_its_command_and_the_others_are_stored(plan, tmp_path):
     path = plan(axes={"method": {"lost": {"model": str(tmp_path / "nowhere")}, **PLAN["axes"]["method"]}})
     process = begin(tmp_path, path, "--quick", "--jobs", "3")
     assert process.wait(900) == 1
@@ -180,7 +180,7 @@ def test_a_failing_cell_is_listed_with_its_command_and_the_others_are_stored(pla
 
 
 @pytest.mark.slow
-def test_a_warm_start_is_made_once_for_all_its_cells_and_one_that_fails_is_told_of_each(plan, tmp_path):
+def test_a_warm_start_is_made_once_for_all_its_runs_and_one_that_fails_is_told_of_each(plan, tmp_path):
     """The recipes of a real model, with `tiny` in its place."""
     root = Path(__file__).parents[2]
     cut = {"model_name_or_path": "tiny", "num_demonstrations": 16, "max_steps": 2, "use_cpu": True, "bf16": False}
@@ -246,7 +246,7 @@ def trained(tmp_path):
     return leave
 
 
-def test_a_store_has_a_row_a_cell_and_tidy_curves_that_begin_without_cost(trained, tmp_path):
+def test_a_store_has_a_row_a_run_and_tidy_curves_that_begin_without_cost(trained, tmp_path):
     store = Store(tmp_path / "results")
     assert len(store.finished()) == len(store.curves()) == 0
     for seed in (1, 2, 1):  # the same run again takes the place of the first
@@ -306,7 +306,7 @@ def test_a_training_that_had_ended_is_taken_over_and_one_that_is_locked_is_left(
     assert Runner(store, tmp_path / "runs", 2, added.append, lambda progress: None).run(jobs).done == jobs
 
 
-def test_the_time_that_is_left_is_told_by_cells_that_have_ended_and_before_by_steps(tmp_path):
+def test_the_time_that_is_left_is_told_by_runs_that_have_ended_and_before_by_steps(tmp_path):
     def job(steps: int, seed: int, **fields: str) -> QueuedRun:
         return QueuedRun(PlannedRun({"max_steps": steps, **fields}, seed, {}), (), "")
 

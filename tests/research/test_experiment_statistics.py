@@ -50,16 +50,16 @@ def test_the_p_value_is_below_5_percent_where_the_interval_excludes_the_null(shi
     assert (found.p <= 0.05) == (not found.low <= 0 <= found.high)
 
 
-@pytest.mark.parametrize(("values", "side", "decided"), [
+@pytest.mark.parametrize(("values", "side", "significant"), [
     ([0.001, -0.002, 0.003, 0.0, 0.001], 1, True),  # all of the interval within
     ([0.02, -0.02, 0.03, -0.01, 0.0], 1, False),
     ([0.05, 0.06, 0.05, 0.055, 0.06], -1, True),  # all of it beyond
     ([-0.05, -0.06, -0.05, -0.055, -0.06], -1, True),
 ])  # fmt: skip
-def test_equal_means_that_all_of_the_interval_is_within_the_margin(values, side, decided):
+def test_equal_means_that_all_of_the_interval_is_within_the_margin(values, side, significant):
     found = mean_interval(values, expects="=", within=0.02)
-    assert (found.side, found.p <= 0.05) == (side, decided)
-    if decided:
+    assert (found.side, found.p <= 0.05) == (side, significant)
+    if significant:
         within = abs(found.low) <= 0.02 and abs(found.high) <= 0.02
         assert within if side == 1 else min(abs(found.low), abs(found.high)) >= 0.02
 

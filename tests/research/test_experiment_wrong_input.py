@@ -155,7 +155,7 @@ def test_what_trains_nothing_refuses_a_check_that_cannot_be_read(action, folder,
         ([], "runs_of must name at least one experiment, got []"),
     ],
 )
-def test_cells_are_of_other_experiments_that_are_there(names, said, folder, refused):
+def test_runs_are_of_other_experiments_that_are_there(names, said, folder, refused):
     write(folder, {**OVER, "id": "back", "runs_of": ["over"]})
     write(folder, {**OVER, "runs_of": names})
     assert said in refused("status over.yaml")
@@ -255,7 +255,7 @@ def test_the_day_on_which_settings_were_fixed_stays(finished, refused):
     )
 
 
-def test_what_decides_over_cells_of_others_is_fixed_by_its_own_run_although_they_are_there(finished, refused, capsys):
+def test_what_decides_over_runs_of_others_is_fixed_by_its_own_run_although_they_are_there(finished, refused, capsys):
     """A source that runs on its own leaves no record of it, which the analysis says."""
     record = finished / "research" / "results" / "experiments" / "over.yaml"
     main(["run", "small.yaml"])
@@ -279,7 +279,7 @@ def test_what_decides_over_cells_of_others_is_fixed_by_its_own_run_although_they
     assert "| another (added after the runs) |" in (finished / "research" / "results" / "README.md").read_text()
 
 
-def test_the_record_over_cells_of_others_is_written_with_the_first_of_them(folder, monkeypatch):
+def test_the_record_over_runs_of_others_is_written_with_the_first_of_them(folder, monkeypatch):
     """Where all run together, and checks can be changed no more once there is a number."""
     planned = read_experiment(folder / "small.yaml").planned_runs()[0]
 

@@ -85,7 +85,7 @@ TRACES = {
 }
 
 
-def test_each_cell_has_the_paper_s_size_and_settings_that_its_processes_accept(monkeypatch):
+def test_each_run_has_the_paper_s_size_and_settings_that_its_processes_accept(monkeypatch):
     jobs = paper_jobs()
     for job in jobs:
         own, processes = job.planned.fields, job.launch.processes
@@ -135,7 +135,7 @@ def test_each_level_of_an_experiment_trains_with_the_model_cut_down(path, model,
     ],
     ids=lambda value: "-".join(value) if isinstance(value, list) else value,
 )
-def test_a_cell_of_each_trainer_is_launched_by_accelerate_with_the_model_cut_down(
+def test_a_run_of_each_trainer_is_launched_by_accelerate_with_the_model_cut_down(
     name, levels, model, tmp_path, capsys
 ):
     """Only the file of `accelerate launch` and the number of processes are others."""
