@@ -221,7 +221,9 @@ def _check_settings(jobs: Sequence[QueuedRun], sets: Sequence[str] = ()) -> None
     Raises:
         InputError: With the run's name, if a setting is not one of its algorithm's or has no allowed value.
     """
-    from trl import ModelConfig, SFTConfig, TrlParser  # these take seconds
+    from trl.scripts.utils import TrlParser  # these take seconds
+    from trl.trainer.model_config import ModelConfig
+    from trl.trainer.sft_config import SFTConfig
 
     from ragen2_trl.cli.arguments import TrainArguments, WarmStartArguments
     from ragen2_trl.cli.train import ALGORITHMS, algorithm_of
@@ -231,6 +233,7 @@ def _check_settings(jobs: Sequence[QueuedRun], sets: Sequence[str] = ()) -> None
     make_console()  # its filters of warnings
     without_gpu = ["--use_cpu", "true", "--bf16", "false"]  # elsewhere than here, what needs one is allowed
     checked: set[str] = set()
+    of_warm_start: list[Any] = [WarmStartArguments, SFTConfig, ModelConfig]
     with TemporaryDirectory() as folder:
         config = Path(folder) / "config.yaml"
         for job in jobs:
@@ -243,15 +246,15 @@ def _check_settings(jobs: Sequence[QueuedRun], sets: Sequence[str] = ()) -> None
             try:
                 if job.planned.model_key:
                     warm_start = write_warm_start(Path(folder) / "model", job)
-                    of_warm_start = refuse_in_a_line(TrlParser((WarmStartArguments, SFTConfig, ModelConfig)))
-                    parse(of_warm_start, ["--config", str(warm_start), *args[2:]])
+                    parse(refuse_in_a_line(TrlParser(of_warm_start)), ["--config", str(warm_start), *args[2:]])
                 write_text(config, text)
-                own = ALGORITHMS[algorithm_of(args)][1]
-                known = {one.name for kind in (TrainArguments, own, ModelConfig) for one in fields(kind)}
+                own: Any = ALGORITHMS[algorithm_of(args)][1]
+                kinds: list[Any] = [TrainArguments, own, ModelConfig]
+                known = {one.name for kind in kinds for one in fields(kind)}
                 if unknown := [name for name in own_fields if name not in known]:
                     near = get_close_matches(unknown[0], known, n=3) or ["the arguments of `ragen2-trl train`"]
                     raise ValueError(f"{unknown[0]} is not known to {own.__name__}; allowed: {', '.join(near)}.")
-                script_args, *_ = parse(refuse_in_a_line(TrlParser((TrainArguments, own, ModelConfig))), args)
+                script_args, *_ = parse(refuse_in_a_line(TrlParser(kinds)), args)
                 script_args.make_eval_envs(script_args.make_env())
             except ValueError as error:
                 with_sets = f", with --set {shlex.join(sets)}" if sets else ""

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from trl import RLOOTrainer
+from trl.trainer.rloo_trainer import RLOOTrainer
 
 from ragen2_trl.filtering import group_score, zero_variance
 from ragen2_trl.trainers.selection import Groups, ScoreSelector, Selector
@@ -174,7 +174,8 @@ class WithoutTaskAdvantage:
         baselines = (rewards.nansum(dim=1, keepdim=True) - rewards) / others
         of_task = (rewards - baselines).nan_to_num(0.0, 0.0, 0.0).flatten()
         process = self.accelerator.process_index  # type: ignore[attr-defined]
-        return of_task.view(-1, len(like))[process].to(like)
+        own: Tensor = of_task.view(-1, len(like))[process]
+        return own.to(like)
 
 
 class AdvantagesByKeptFraction:
@@ -202,4 +203,5 @@ class LossByValue:
 
     def _compute_loss(self, model: Any, inputs: Any) -> Tensor:
         loss: Tensor = super()._compute_loss(model, inputs)  # type: ignore[misc]
-        return loss * self.args.snr_value if self.model.training else loss  # type: ignore[attr-defined]
+        factor: float = self.args.snr_value if self.model.training else 1.0  # type: ignore[attr-defined]
+        return loss * factor

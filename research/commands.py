@@ -40,7 +40,7 @@ class QueuedRun:
     def gpu_hours(self) -> float:
         """Estimate for its training at the paper's scale, with every episode as long as it may be."""
         assert self.launch is not None
-        own = DEFAULTS | self.planned.fields
+        own: Fields = {**DEFAULTS, **self.planned.fields}
         rows = own["per_device_train_batch_size"] * own.get("gradient_accumulation_steps", 1) * self.launch.processes
         trained = self.max_steps * rows
         evaluations = 1 + self.max_steps // own["eval_every"] if own.get("eval_every") else 2
@@ -71,9 +71,9 @@ def queue(
     sources = [(one, source) for one in experiments for source in one.others or (one,)]
     for axis, levels in (only or {}).items():
         known = list(dict.fromkeys(level for _, source in sources for level in source.axes.get(axis, {})))
-        if unknown := [level for level in levels if level not in known]:
+        if wrong := [level for level in levels if level not in known]:
             axes = sorted({axis for _, source in sources for axis in source.axes})
-            raise ValueError(f"only={axis}={unknown[0]} is in no experiment; allowed: {known or f'the axes {axes}'}.")
+            raise ValueError(f"only={axis}={wrong[0]} is in no experiment; allowed: {known or f'the axes {axes}'}.")
     known_seeds = {seed for _, source in sources for seed in source.seeds}
     if unknown := [seed for seed in seeds or () if seed not in known_seeds]:
         raise ValueError(f"seeds must be planned in an experiment ({sorted(known_seeds)}), got {unknown[0]}")

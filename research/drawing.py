@@ -7,8 +7,9 @@ from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.axis import Axis
+from matplotlib.axis import Axis, XAxis
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from matplotlib.ticker import EngFormatter, LogLocator, NullFormatter
 from numpy.typing import NDArray
 
@@ -76,7 +77,9 @@ def legend(figure: Figure, axes: Axes) -> None:
     """Above all panels, in as few rows as the names need; lines long enough for their dashes to be told apart."""
     handles, labels = axes.get_legend_handles_labels()
     if len(handles) > 1:
-        length = 4.0 if any(handle.get_linestyle() != "None" for handle in handles) else 1.0  # in letters' heights
+        length = (
+            4.0 if any(isinstance(one, Line2D) and one.get_linestyle() != "None" for one in handles) else 1.0
+        )  # in letters' heights
         rows = math.ceil(sum(0.3 + 0.14 * length + 0.085 * len(label) for label in labels) / WIDTH)  # inches
         options: dict[str, Any] = {"ncols": math.ceil(len(labels) / rows), "handlelength": length}
         figure.legend(handles, labels, loc="outside upper left", **options)
@@ -92,7 +95,8 @@ def format_axis(axis: Axis, name: str) -> None:
 
 
 def make_logarithmic(axis: Axis) -> None:
-    axis.axes.set(**{f"{axis.axis_name}scale": "log"})
+    scale = "xscale" if isinstance(axis, XAxis) else "yscale"
+    axis.axes.set(**{scale: "log"})
     axis.set_major_locator(LogLocator(subs=(1.0, 3.0)))
     axis.set_major_formatter(lambda value, _: f"{value:g}")
     axis.set_minor_formatter(NullFormatter())
@@ -100,7 +104,8 @@ def make_logarithmic(axis: Axis) -> None:
 
 def start_above_zero(row: Sequence[Axes]) -> None:
     """A logarithmic axis that panels share begins at the least that a line has: a band may go below zero."""
-    if above := [value for axes in row for line in axes.lines for value in line.get_ydata() if value > 0]:
+    drawn = [np.asarray(line.get_ydata(), dtype=float) for axes in row for line in axes.lines]
+    if above := [float(values[values > 0].min()) for values in drawn if (values > 0).any()]:
         row[0].set_ylim(bottom=0.9 * min(above))
 
 

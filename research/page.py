@@ -210,10 +210,10 @@ def over_seeds(runs: Sequence[FinishedRun], name: str) -> str:
         return ""
     if unit_of(name) != "points":
         return f"{found.value:,.0f}" if found.value < 1e6 else f"{found.value:.3g}"
-    value = f"{100 * found.value:.1f} %"
+    percent = f"{100 * found.value:.1f} %"
     if found.n < MIN_SEEDS or found.low == found.high:
-        return value
-    return f"{value} ({100 * found.low:.1f} to {100 * found.high:.1f})"
+        return percent
+    return f"{percent} ({100 * found.low:.1f} to {100 * found.high:.1f})"
 
 
 def _settings(experiment: Experiment, folder: Path) -> list[tuple[str, str]]:

@@ -142,7 +142,8 @@ class Runner:
         Raises:
             KeyboardInterrupt: After such a signal, once all processes have ended.
         """
-        self._outcome, self._running, self._estimate = RunnerOutcome(), [], TimeLeft(self.store)
+        self._outcome, self._estimate = RunnerOutcome(), TimeLeft(self.store)
+        self._running: list[RunningProcess] = []
         done = self.store.done()
         self._outcome.done = [job for job in jobs if job.planned.key in done]
         for job in self._outcome.done:

@@ -110,8 +110,9 @@ class Store:
         if history is None:
             raise ValueError(f"{run_folder} has no {HISTORY_FILE} that can be read.")
         rows = tidy_rows(history)
-        costs = {name: _last(rows, f"cost/{name}") for name in COSTS}
-        if missing := [name for name, value in costs.items() if value is None]:
+        found = {name: _last(rows, f"cost/{name}") for name in COSTS}
+        costs = {name: value for name, value in found.items() if value is not None}
+        if missing := [name for name in COSTS if name not in costs]:
             raise ValueError(f"{run_folder / HISTORY_FILE} has no cost/{missing[0]}.")
         whole = {name: int(costs[name]) for name in ("sampled_tokens", "update_tokens")}
         own = {
@@ -327,7 +328,8 @@ def record(experiment: Experiment, scale: str, quick: bool) -> dict[str, Any]:
         "seeds": list(experiment.seeds),
         "settings_fixed": str(experiment.settings_fixed),
     }
-    return json.loads(json.dumps(plain))
+    copied: dict[str, Any] = json.loads(json.dumps(plain))
+    return copied
 
 
 def _level_settings(experiment: Experiment, scale: str) -> dict[str, dict[str, Fields]]:
@@ -349,7 +351,8 @@ def _difference(then: Any, now: Any, where: str = "") -> tuple[str, str, str] | 
         for name in [*then, *(name for name in now if name not in then)]:
             place = f"{where}.{name}" if where else name
             if name not in then or name not in now:
-                return place, *(_short(side[name]) if name in side else "not there" for side in (then, now))
+                before, after = (_short(side[name]) if name in side else "not there" for side in (then, now))
+                return place, before, after
             if (found := _difference(then[name], now[name], place)) is not None:
                 return found
         return None
