@@ -133,7 +133,7 @@ smallest_half: Selector = ScoreSelector("top_k", 0.5, include_zero=True, keep="s
 
 
 class WithoutTaskAdvantage:
-    """Leaves the regularisers of the loss alone, on the groups that the filter keeps: KL penalty, entropy bonus, critic.
+    """Leaves the regularisers of the loss alone, on the groups that the filter keeps: KL, entropy bonus, critic.
 
     RLOO takes its KL penalty off the rewards, and its advantages are linear in both: the penalty's part of them stays.
     """
@@ -148,13 +148,13 @@ class WithoutTaskAdvantage:
             )
         if isinstance(self, RLOOTrainer) and own.normalize_advantages:
             raise ValueError(
-                "normalize_advantages=True would scale the KL penalty, all that is left of the advantages, to one size "
-                "whatever beta is; allowed: False."
+                "normalize_advantages=True would scale the KL penalty, all that is left of the advantages, to one "
+                "size whatever beta is; allowed: False."
             )
         if isinstance(self, RLOOTrainer) and own.snr_dynamic_sampling_rounds > 0:
             raise ValueError(
-                f"snr_dynamic_sampling_rounds={own.snr_dynamic_sampling_rounds} has rows of several generations, whose "
-                "task's part of the advantages is not told apart; allowed: 0."
+                f"snr_dynamic_sampling_rounds={own.snr_dynamic_sampling_rounds} has rows of several generations, "
+                "whose task's part of the advantages is not told apart; allowed: 0."
             )
 
     def _generate_and_score_completions(self, inputs: Any) -> Any:

@@ -18,10 +18,10 @@ from research.plan import Experiment, question
 from research.statistics import CONFIDENCE, IntervalEstimate, holm
 
 HOLDS, IN_PART, CONTRADICTED, UNDECIDED, NOT_RUN = (
-    "holds",
-    "holds in part",
-    "contradicted",
-    "not at this scale",
+    "supported",
+    "partly supported",
+    "opposite",
+    "inconclusive",
     "not run yet",
 )
 TO_REACH = "_to_reach"
@@ -61,7 +61,7 @@ class Result:
 
     @property
     def outcome(self) -> int:
-        """1 as expected, -1 opposite, 0 not decided."""
+        """1 as expected, -1 opposite, 0 inconclusive."""
         return self.estimate.side if self.adjusted <= 1 - CONFIDENCE else 0
 
     @property
@@ -109,8 +109,8 @@ def evaluate(grid: Grid, fixed: Sequence[Check] | None = None) -> list[Result]:
 
 
 def verdict(grid: Grid, results: Sequence[Result]) -> str:
-    """The rule, the same for all experiments: `holds` if every check that counts is decided as expected; `holds in
-    part` if some are; `contradicted` if one is decided the other way and none as expected; `not at this scale`
+    """The rule, the same for all experiments: `supported` if every check that counts is decided as expected; `partly
+    supported` if some are; `opposite` if one is decided the other way and none as expected; `inconclusive`
     otherwise. With fewer runs than planned it is a verdict so far, and `not run yet` while no check has a number.
     Without a check that counts there is none.
     """
@@ -135,7 +135,7 @@ def verdict(grid: Grid, results: Sequence[Result]) -> str:
 
 def sentence(results: Sequence[Result]) -> str:
     """The checks with their numbers by what came of them, and then those that do not count."""
-    titles = {1: "as expected", -1: "opposite", 0: "not decided"}
+    titles = {1: "as expected", -1: "opposite", 0: "inconclusive"}
     parts = []
     for (start, counts), (outcome, title) in product((("", True), ("not counted, ", False)), titles.items()):
         names = [f"{one.name} ({one.shown})" for one in results if one.outcome == outcome and one.counts == counts]
@@ -149,7 +149,7 @@ def reason(results: Sequence[Result]) -> str:
     counting = [one for one in results if one.counts]
     expected = sum(one.outcome == 1 for one in counting)
     parts = [f"{expected} of {len(counting)} came as expected"] if expected else []
-    for outcome, title in ((-1, "the other way"), (0, "not decided")):
+    for outcome, title in ((-1, "the other way"), (0, "inconclusive")):
         names = [one.name for one in counting if one.outcome == outcome]
         more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
         parts += [f"{title}: {'; '.join(names[:NAMED])}{more}"] if names else []

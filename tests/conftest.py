@@ -35,7 +35,7 @@ LONG = ("test_train", "test_backends", "test_distributed", "test_hub", "test_pic
 # How the names of files about figures begin. Elsewhere, two seconds at the end of a run are for nothing.
 ABOUT_FIGURES = ("test_card", "test_docs", "test_hub", "test_report")
 # Hundreds of runs of a few steps, which nobody reads the record of.
-WITHOUT_RECORD = ("test_hostile", "test_promises", "test_reference", "test_refill")
+WITHOUT_RECORD = ("test_hostile", "test_promises", "test_reference", "test_dynamic_sampling")
 
 
 def pytest_collection_modifyitems(items):

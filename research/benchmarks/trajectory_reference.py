@@ -11,7 +11,7 @@ import random
 from pathlib import Path
 
 import torch
-from ragen2_trl.callbacks.scopes import measure_scope
+from ragen2_trl.callbacks.mutual_information import measure_scope
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
 from ragen2_trl.envs import format_response, make_env

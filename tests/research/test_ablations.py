@@ -95,7 +95,7 @@ def test_a_random_control_has_the_size_of_the_selection_and_forgets_the_rest():
 
 def test_the_random_control_draws_as_many_as_the_filter_keeps_by_the_generator_alone():
     draws = [as_many_at_random(groups_of(REWARDS, seed)) for seed in (1, 1, 2, 3)]
-    assert {int(draw.sum()) for draw in draws} == {4}  # the filter keeps all four with variance
+    assert {int(draw.sum()) for draw in draws} == {3}  # three of the four with variance hold 0.9 of it
     assert torch.equal(draws[0], draws[1])
     assert any(draw[[2, 3, 6, 7]].any() for draw in draws)
     assert as_many_at_random(groups_of(REWARDS), best_and_worst).shape == REWARDS.shape

@@ -196,7 +196,7 @@ def test_a_target_that_was_there_before_training_has_no_time():
     (result,) = evaluate(grid)
     assert result.seeds == 1
     assert result.notes.others == ["4 seeds left out: at the target before training, which leaves no time to compare."]
-    assert verdict(grid, [result]) == "not at this scale"
+    assert verdict(grid, [result]) == "inconclusive"
 
 
 def test_a_cost_that_is_a_bound_shows_nothing_equal():
@@ -324,12 +324,12 @@ def results_of(outcomes, seeds=5):
 
 
 @pytest.mark.parametrize(("outcomes", "said"), [
-    ([1, 1], "holds"),
-    ([1, 0], "holds in part"),
-    ([1, -1], "holds in part"),
-    ([-1, 0], "contradicted"),
-    ([-1, -1], "contradicted"),
-    ([0, 0], "not at this scale"),
+    ([1, 1], "supported"),
+    ([1, 0], "partly supported"),
+    ([1, -1], "partly supported"),
+    ([-1, 0], "opposite"),
+    ([-1, -1], "opposite"),
+    ([0, 0], "inconclusive"),
 ])  # fmt: skip
 def test_one_rule_makes_the_verdict(outcomes, said):
     grid = make_grid([], lambda levels, seed: 0.5)
@@ -350,7 +350,7 @@ def test_nothing_that_ran_is_no_verdict_and_neither_are_runs_without_what_they_a
 def test_the_sentence_says_each_check_with_its_number_by_what_came_of_it():
     text = sentence(results_of([1, -1, 0]))
     assert text.index("As expected: check 0 (+10.0 points") < text.index("Opposite: check 1")
-    assert text.index("Opposite: check 1") < text.index("Not decided: check 2")
+    assert text.index("Opposite: check 1") < text.index("Inconclusive: check 2")
 
 
 @pytest.mark.parametrize("why", ["beside", "later"])
@@ -359,9 +359,9 @@ def test_a_verdict_rests_on_the_checks_that_state_the_claim(why):
     grid = make_grid([], lambda levels, seed: 0.5)
     first, *rest = results_of([1, 0])
     results = [replace(first, **{why: True}), *rest]
-    assert verdict(grid, results) == "not at this scale"
+    assert verdict(grid, results) == "inconclusive"
     text = sentence(results)
-    assert text.index("Not decided: check 1") < text.index("Not counted, as expected: check 0")
+    assert text.index("Inconclusive: check 1") < text.index("Not counted, as expected: check 0")
     assert verdict(grid, [replace(first, **{why: True})]).endswith("no verdict")
     assert "check 0" not in reason(results)
 
@@ -370,9 +370,9 @@ def test_a_verdict_rests_on_the_checks_that_state_the_claim(why):
     ("outcomes", "said"),
     [
         ([1, 1], "2 of 2 came as expected."),
-        ([1, 0], "1 of 2 came as expected. Not decided: check 1."),
-        ([-1, 1, 0], "1 of 3 came as expected. The other way: check 0. Not decided: check 2."),
-        ([0, 0, 0, 0], "Not decided: check 0; check 1 and 2 more."),
+        ([1, 0], "1 of 2 came as expected. Inconclusive: check 1."),
+        ([-1, 1, 0], "1 of 3 came as expected. The other way: check 0. Inconclusive: check 2."),
+        ([0, 0, 0, 0], "Inconclusive: check 0; check 1 and 2 more."),
     ],
 )
 def test_the_reason_counts_what_came_as_expected_and_names_what_did_not(outcomes, said):

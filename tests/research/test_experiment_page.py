@@ -79,7 +79,7 @@ def test_the_page_says_what_the_store_has(tmp_path, fig9):
     row = next(line for line in text.splitlines() if line.startswith("| [fig9](#fig9)"))
     gain = float(re.search(r"the filter gains without noise \(\+([\d.]+) points", text)[1])
     assert 8 < gain < 12
-    assert "**not at this scale**" in row  # it gains, but in noise as much
+    assert "**inconclusive**" in row  # it gains, but in noise as much
     assert "60 of 60" in text and "torch 2.13.0" in text and "2 CPU cores" in text
     assert "experiments/fig9.yaml" in text and "2026-" in text
     images = re.findall(r"!\[.+\]\((.+)\)", text)
@@ -118,7 +118,7 @@ def test_the_number_beside_a_verdict_is_the_one_that_made_it(tmp_path):
         line for line in (tmp_path / "README.md").read_text().splitlines() if line.startswith("| [tab7](#tab7)")
     )
     *_, ours, verdict, _ = row.split(" | ")
-    assert verdict == "**contradicted**" and ours.startswith("the filter beats no filter, at equal steps: -")
+    assert verdict == "**opposite**" and ours.startswith("the filter beats no filter, at equal steps: -")
 
 
 def test_a_check_that_came_after_the_runs_is_marked_and_makes_no_verdict(tmp_path, fig9):
@@ -132,7 +132,7 @@ def test_a_check_that_came_after_the_runs_is_marked_and_makes_no_verdict(tmp_pat
     assert "| it gains at the end (added after the runs) |" in text
     assert "| the filter gains without noise (beside the claim) |" in text
     assert "Not counted, as expected: the filter gains without noise (+" in text
-    assert "**Not at this scale.**" in text and "fig9 *holds in part*" in text
+    assert "**Inconclusive.**" in text and "fig9 *partly supported*" in text
     assert "of 1 checks that make verdicts 0 are decided" in text
     assert "not recorded which for 60 of 60 runs" in text
 
