@@ -52,6 +52,7 @@ class FakeHub:
     # In place of methods and functions of huggingface_hub
 
     def create_repo(self, repo_id, *, private=None, **kwargs):
+        repo_id = repo_id if "/" in repo_id else f"me/{repo_id}"
         if repo_id not in self.uploads:
             self.uploads[repo_id] = []
             self.private |= {repo_id} if private else set()
