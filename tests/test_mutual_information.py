@@ -316,7 +316,7 @@ def test_a_pooled_measurement_is_that_of_one_generation_where_weights_stand_stil
 
 @pytest.mark.slow
 @pytest.mark.parametrize("save_steps", [3, 7])
-def test_a_run_resumed_amid_a_pool_measures_what_the_uninterrupted_one_measures(
+def test_a_run_resumed_within_a_pool_measures_what_the_uninterrupted_one_measures(
     policy_path, prompts, make_args, tmp_path, save_steps
 ):
     settings = {**ONE_GROUP, "save_strategy": "steps", "save_steps": save_steps, "learning_rate": 1e-3}

@@ -154,7 +154,7 @@ def _own_classes(trainer_class: type) -> Iterator[type]:
 
 
 def _calls_super(method: Any, name: str) -> bool:
-    """Whether a method's code names `super` (or ours, or a class below) and the method of that name; without code, yes."""
+    """Whether a method's code names `super`, or a class of ours or below, and the method `name`; without code, yes."""
     function = inspect.unwrap(getattr(method, "__func__", method))
     if not hasattr(function, "__code__"):
         return True  # seen at the first step
