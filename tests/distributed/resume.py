@@ -1,4 +1,4 @@
-"""Resumes a run with dynamic sampling on the processes that torchrun starts; each saves what it should share with the others."""
+"""Resumes a run with dynamic sampling on processes of torchrun; each saves what it should share with the others."""
 
 import json
 import sys
