@@ -95,8 +95,10 @@ def test_the_card_that_goes_up_has_the_numbers_of_the_log_in_its_index(hub, poli
 
 @pytest.mark.parametrize("trainer_class", [OURS, STOCK])
 def test_nothing_private_goes_up(trainer_class, hub, policy_path, tmp_path, without_figures):
-    folder = tmp_path / "run"
-    trainer = pushing(trainer_class, policy_path, folder, hub_private_repo=True, hub_strategy="checkpoint")
+    folder, tokens = tmp_path / "run", {"token": TOKEN}
+    trainer = pushing(
+        trainer_class, policy_path, folder, hub_private_repo=True, hub_strategy="checkpoint", model_init_kwargs=tokens
+    )
     trainer.add_callback(EpisodeCallback(trainer, every=1))
     trainer.train()
     trainer.push_to_hub()
@@ -108,6 +110,11 @@ def test_nothing_private_goes_up(trainer_class, hub, policy_path, tmp_path, with
     assert not [path for path, content in uploaded.items() if TOKEN.encode() in content]
     assert not [path for path in folder.rglob("*") if path.is_file() and TOKEN.encode() in path.read_bytes()]
     assert torch.load(folder / "training_args.bin", weights_only=False).hub_token is None
+    assert (trainer.args.hub_token, tokens) == (TOKEN, {"token": TOKEN})
+    (measurement, *_) = (folder / "_measurements").glob("measurement_*.json")
+    prompts = json.loads(measurement.read_text())["prompts"]
+    texts = "".join(content.decode() for path, content in uploaded.items() if path.endswith((".md", "run.json")))
+    assert prompts and not any(prompt in texts for prompt in prompts)
 
 
 def test_the_critic_stays_here_with_the_policys_upload(hub, policy_path, make_args, prompts, tmp_path):
