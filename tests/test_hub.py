@@ -117,7 +117,7 @@ def test_nothing_private_goes_up(trainer_class, hub, policy_path, tmp_path, with
     assert prompts and not any(prompt in texts for prompt in prompts)
 
 
-def test_the_critic_stays_here_with_the_policys_upload(hub, policy_path, make_args, prompts, tmp_path):
+def test_the_critic_stays_here_with_the_upload_of_the_policy(hub, policy_path, make_args, prompts, tmp_path):
     settings = {"push_to_hub": True, "hub_model_id": "tester/model", "hub_token": TOKEN, "max_steps": 1}
     args = ppo_args(make_args, save_strategy="steps", save_steps=1, **settings)
     trainer = SNRFilteredPPOTrainer(policy_path, lambda completions, **kwargs: [1.0] * len(completions), args, prompts)
