@@ -73,7 +73,7 @@ PROXIES = (
     ("MI z-score, running", "mi_zscore_ema_seq", None),
 )
 VALIDITY = "mi/valid_thinking_rate"
-INFORMATION, ENTROPY = "mi/first_turn/mi_seq", "mi/first_turn/conditional_entropy_token"
+INFORMATION, CONDITIONAL_ENTROPY = "mi/first_turn/mi_seq", "mi/first_turn/conditional_entropy_token"
 INFORMATION_LABEL, ENTROPY_LABEL = "I(X;Z) (nats)", "H(Z|X) (nats per token)"
 
 
@@ -459,13 +459,15 @@ def plot_arrows(runs: Mapping[str, Arrow], height_label: str = "success") -> Fig
 
 def path_of(log_history: Rows) -> list[tuple[float, float, float, float]]:
     """(step, share of valid thinking, I(X;Z), H(Z|X)) of each measurement that has all."""
-    valid, gains, entropies = (dict(points_of(log_history, key)) for key in (VALIDITY, INFORMATION, ENTROPY))
+    valid, gains, entropies = (
+        dict(points_of(log_history, key)) for key in (VALIDITY, INFORMATION, CONDITIONAL_ENTROPY)
+    )
     return [(step, valid[step], gains[step], entropies[step]) for step in valid if step in gains and step in entropies]
 
 
 def arrow_of(log_history: Rows, height: Series) -> Arrow | None:
     """A run's arrow, where it has two measurements; at each the mean of the ten values of `height` nearest to it."""
-    gains, entropies = (dict(points_of(log_history, key)) for key in (INFORMATION, ENTROPY))
+    gains, entropies = (dict(points_of(log_history, key)) for key in (INFORMATION, CONDITIONAL_ENTROPY))
     steps = [step for step in gains if step in entropies]
     if len(steps) < 2 or not height:
         return None
