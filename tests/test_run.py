@@ -227,7 +227,7 @@ def test_a_measurement_comes_back_as_it_was_saved(tmp_path):
         metrics={"mi_seq": 0.5},
         regime=None,
         prompts=["é\n", "b"],
-        reasonings=["</script>"],
+        traces=["</script>"],
         prompt_index=torch.tensor([1]),
         lengths=torch.tensor([3]),
         cross_logps=torch.tensor([[-1.5, -2.5]]),
