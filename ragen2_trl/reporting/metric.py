@@ -27,8 +27,8 @@ CITATION = """\
 
 INPUTS_DESCRIPTION = """
 Args:
-    cross_logps: for each of B reasoning traces a row of N log-probabilities in nats, summed over its tokens: one for each
-        prompt. From `ragen2_trl.cross_score`.
+    cross_logps: for each of B reasoning traces a row of N log-probabilities in nats, summed over its tokens: one for
+        each prompt. From `ragen2_trl.cross_score`.
     lengths: for each trace its number of tokens.
     prompt_index: for each trace the column, from 0, of the prompt that it was sampled from.
     prompt_class: N ids, equal for identical prompts. Default: all differ. Only in `compute`.
