@@ -61,7 +61,7 @@ class Result:
 
     @property
     def finding(self) -> int:
-        """1 as expected, -1 opposite, 0 not significant."""
+        """1 as expected, -1 opposite, 0 inconclusive."""
         return self.estimate.side if self.adjusted <= 1 - CONFIDENCE else 0
 
     @property
@@ -135,7 +135,7 @@ def verdict(grid: Grid, results: Sequence[Result]) -> str:
 
 def sentence(results: Sequence[Result]) -> str:
     """The checks with their numbers by what came of them, and then those that do not count."""
-    titles = {1: "as expected", -1: "opposite", 0: "not significant"}
+    titles = {1: "as expected", -1: "opposite", 0: "inconclusive"}
     parts = []
     for (start, counts), (finding, title) in product((("", True), ("not counted, ", False)), titles.items()):
         names = [f"{one.name} ({one.shown})" for one in results if one.finding == finding and one.counts == counts]
@@ -149,7 +149,7 @@ def reason(results: Sequence[Result]) -> str:
     counting = [one for one in results if one.counts]
     expected = sum(one.finding == 1 for one in counting)
     parts = [f"{expected} of {len(counting)} came as expected"] if expected else []
-    for finding, title in ((-1, "opposite"), (0, "not significant")):
+    for finding, title in ((-1, "opposite"), (0, "inconclusive")):
         names = [one.name for one in counting if one.finding == finding]
         more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
         parts += [f"{title}: {'; '.join(names[:NAMED])}{more}"] if names else []

@@ -16,8 +16,8 @@ from matplotlib.ticker import MaxNLocator
 
 from ragen2_trl.reporting.style import (
     GREY,
+    GUIDE_LINE,
     LINE_WIDTH,
-    REFERENCE,
     THIN,
     drawn_in_style,
 )
@@ -167,7 +167,7 @@ def draw_differences(grid: Grid, spec: Spec) -> Figure:
     for y, check in enumerate(checks):
         if numbers := list(differences(grid, check, Notes()).values()):
             draw_estimate(axes, numbers, y, looks()[0], "")
-    axes.axvline(0, **REFERENCE)
+    axes.axvline(0, **GUIDE_LINE)
     axes.set_yticks(range(len(checks)), [fill(str(check["name"]), 34) for check in checks])
     axes.set_ylim(len(checks) - 0.5, -0.5)
     axes.xaxis.set_major_formatter(in_points)
@@ -202,7 +202,7 @@ def draw_gains(grid: Grid, spec: Spec) -> Figure:
         if estimate.n >= MIN_SEEDS:
             axes.plot([place] * 2, [estimate.low, estimate.high], color=look["color"], linewidth=LINE_WIDTH)
     axes.plot(x, [estimate.value for estimate in estimates], **look)
-    axes.axhline(0, **REFERENCE)
+    axes.axhline(0, **GUIDE_LINE)
     axes.set_xticks(x, list(gains))
     axes.set_xlabel(spec.get("label", axis))
     axes.set_ylabel(f"gain in {METRIC_LABELS.get(name.partition('/')[0], name)}\n(points)")
@@ -246,7 +246,7 @@ def draw_scatter(grid: Grid, spec: Spec) -> Figure:
         if name in spec.get("log", []):
             make_logarithmic(axes.xaxis)
         if spec.get("of"):
-            axes.axhline(0, **REFERENCE)
+            axes.axhline(0, **GUIDE_LINE)
     metric = METRIC_LABELS.get(spec["y"].partition("/")[0], spec["y"])
     panels[0, 0].set_ylabel(
         f"gain in {metric} (points)" if spec.get("of") else label_of(spec["y"]).replace(", ", ",\n")

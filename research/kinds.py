@@ -101,7 +101,7 @@ def _ratio(grid: Grid, check: Check, notes: Notes) -> Evaluated:
     """Of two runs' costs, on the scale of logarithms.
 
     A run that never reached its target counts with all it has cost, a lower bound: what this could favour stays
-    not significant.
+    inconclusive.
     """
     name, targets = check["statistic"], check.get("target")
     found = [list(pair) for pair in pairs(grid, check["of"], check["against"])]

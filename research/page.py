@@ -40,7 +40,7 @@ COLUMNS = {
     "sampled tokens": "sampled_tokens/last",
     "update FLOPs": "update_flops/last",
 }
-FINDINGS = {1: "as expected", -1: "opposite", 0: "not significant"}
+FINDINGS = {1: "as expected", -1: "opposite", 0: "inconclusive"}
 MAX_SETTINGS = 60  # rows of a table; a sweep of more is what its figure shows
 
 

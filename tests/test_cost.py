@@ -46,7 +46,7 @@ class Naive:
         (SNRFilteredGRPOTrainer, {"snr_strategy": "none", "snr_dynamic_sampling_rounds": 2}),
         (GRPOTrainer, {"snr": False}),
     ],
-    ids=["filter", "refill", "trl"],
+    ids=["filter", "dynamic sampling", "trl"],
 )
 def test_costs_are_those_of_a_naive_count(trainer_class, settings, policy_path, prompts, make_args):
     trainer = trainer_class(policy_path, half, make_args(max_steps=3, **settings), prompts)

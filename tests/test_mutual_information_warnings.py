@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import GRPOTrainer, SFTConfig, SFTTrainer
 
 from ragen2_trl import MutualInformationCallback, SNRFilteredGRPOTrainer, information_metrics
-from ragen2_trl.callbacks import scopes
+from ragen2_trl.callbacks import mutual_information
 from ragen2_trl.callbacks.mutual_information import group_metrics
 from ragen2_trl.instrument.diagnosis import Measurement
 from ragen2_trl.instrument.verdict import headline, judge
@@ -174,7 +174,7 @@ def test_drift_into_template_collapse_warns_once_and_stops_where_asked_to(
     lengths, own = torch.tensor([5, 5]), torch.tensor([0, 1])
     metrics = information_metrics(separable, lengths, own)
     before = Measurement(metrics, separable, lengths, own, trajectories=[0, 4], columns=[0, 4])
-    monkeypatch.setattr(scopes, "measure_first_turn", Drift(before, trials))
+    monkeypatch.setattr(mutual_information, "measure_first_turn", Drift(before, trials))
     callback = {"every": 1, "stop_on": stop_on}
     trainer, _ = run(GRPOTrainer, policy_path, make_args(snr=False, max_steps=6), prompts, callback=callback)
     told = trials == 64  # with two reasoning traces nothing can be told, and nothing ends
@@ -194,7 +194,7 @@ def test_groups_without_variance_are_told_apart_by_whether_completions_differ():
         completion_ids=[[5], [5], [5], [6], [5], [6]],
         tool_masks=[None] * 6,
         rewards=torch.tensor([[1.0, 1.0], [0.0, 0.0], [0.0, 1.0]]),
-        later=[[]] * 6,
+        turn_samples=[[]] * 6,
     )
     assert group_metrics(rollout) == pytest.approx(
         {

@@ -330,9 +330,7 @@ class MutualInformationCallback(TrainerCallback):
             metrics=measurement.metrics,
             regime=None if self._finding is None or self._finding.evidence.step != step else self._finding.regime,
             prompts=[decode(context, skip_special_tokens=True) for context in distinct],
-            reasonings=[
-                decode(trajectories[i][0].reasoning, skip_special_tokens=True) for i in measurement.trajectories
-            ],
+            traces=[decode(trajectories[i][0].reasoning, skip_special_tokens=True) for i in measurement.trajectories],
             prompt_index=place[measurement.prompt_index],
             lengths=measurement.lengths,
             cross_logps=measurement.cross_logps[:, columns],

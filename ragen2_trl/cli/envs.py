@@ -45,7 +45,7 @@ def all_tasks() -> Table:
         table.add_column(column, overflow="fold")
     shared = set(options_of_all())
     for name, task in sorted(ENVIRONMENTS.items()):
-        what = " ".join(inspect.getdoc(task).split("\n\n")[0].split())
+        what = " ".join((inspect.getdoc(task) or "").split("\n\n")[0].split())
         own = [option for option in options_of(name) if option not in shared]
         table.add_row(*map(Text, (name, what, ", ".join(own), ", ".join(sorted(PRESETS.get(name, {}))))))
     return table

@@ -264,7 +264,8 @@ class _Scorer:
 
     def _tolerance(self, cache: Cache) -> float:
         # What is computed in, under autocast or a sharded model's mixed precision, too, shows in the cache.
-        keys = [layer.keys for layer in cache.layers if getattr(layer, "keys", None) is not None]
+        layers: list[Any] = list(cache.layers)
+        keys = [layer.keys for layer in layers if getattr(layer, "keys", None) is not None]
         dtypes = {tensor.dtype for tensor in (*keys, *self.model.parameters())}
         if self.device.type == "cuda" and torch.get_float32_matmul_precision() != "highest":
             dtypes.add(torch.float16)  # TF32 has as many digits
@@ -325,7 +326,7 @@ def _default_tokens(device: torch.device, vocabulary: int) -> int:
 
 
 def _text_config(model: nn.Module) -> Any:
-    module = model
+    module: Any = model
     while not hasattr(module, "config"):  # wrappers of accelerate and torch
         module = module.module
     return module.config.get_text_config()
@@ -397,7 +398,7 @@ def unshareable(cache: Any, length: int) -> str | None:
     """What is wrong with the cache of `length` ids; `None` if `share` can give it to other rows."""
     if not isinstance(cache, Cache):
         return f"{type(cache).__name__} in place of a cache of its input"
-    layers = [layer for layer in cache.layers if not _is_empty(layer)]
+    layers: list[Any] = [layer for layer in cache.layers if not _is_empty(layer)]
     unknown = next((type(layer).__name__ for layer in layers if type(layer) not in _SHARED), None)
     if unknown is not None:
         return f"a cache with layers of the class {unknown}, which is not known to serve other rows"
@@ -412,6 +413,11 @@ def _is_empty(layer: Any) -> bool:
     return not isinstance(layer, LinearAttentionCacheLayerMixin) and layer.keys is None
 
 
+def _append(held: Any, states: Tensor) -> Tensor:
+    """States (rows, ..., L, size) after those that are held once, (1, ..., P - 1, size)."""
+    return torch.cat([held.expand(len(states), *held.shape[1:]), states], dim=-2)
+
+
 class _SharedKeys(DynamicLayer):
     """Keys and values (1, heads, P - 1, head size) of all tokens, or of the latest within a window."""
 
@@ -419,9 +425,7 @@ class _SharedKeys(DynamicLayer):
         self.__dict__.update(vars(layer))
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        rows = len(key_states)
-        keys = torch.cat([self.keys.expand(rows, -1, -1, -1), key_states], dim=-2)
-        return keys, torch.cat([self.values.expand(rows, -1, -1, -1), value_states], dim=-2)
+        return _append(self.keys, key_states), _append(self.values, value_states)
 
 
 class _SharedWindow(_SharedKeys, DynamicSlidingWindowLayer):
@@ -432,7 +436,7 @@ class _SharedIndex(_SharedKeys, DynamicIndexedLayer):
     """Sparse attention, with keys (1, P - 1, size) of its index."""
 
     def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
-        return torch.cat([self.indexer_keys.expand(len(indexer_key_states), -1, -1), indexer_key_states], dim=1)
+        return _append(self.indexer_keys, indexer_key_states)
 
 
 class _Repeated(dict[int, Tensor | None]):
@@ -457,14 +461,16 @@ class _SharedStates(LinearAttentionLayer):
         self.recurrent_states = _Repeated(layer.recurrent_states, rows)
 
     def update_recurrent_state(self, recurrent_states: Tensor, state_idx: int = 0, **kwargs: Any) -> Tensor:
-        return self.recurrent_states[state_idx].copy_(recurrent_states)
+        state: Any = self.recurrent_states[state_idx]
+        updated: Tensor = state.copy_(recurrent_states)
+        return updated
 
 
-class _SharedStatesAndKeys(_SharedStates, _SharedKeys, LinearAttentionAndFullAttentionLayer):
+class _SharedStatesAndKeys(_SharedStates, _SharedKeys, LinearAttentionAndFullAttentionLayer):  # type: ignore[misc, override]
     pass
 
 
-class _SharedStatesAndWindow(_SharedStates, _SharedWindow, LinearAttentionAndSlidingWindowAttentionLayer):
+class _SharedStatesAndWindow(_SharedStates, _SharedWindow, LinearAttentionAndSlidingWindowAttentionLayer):  # type: ignore[misc, override]
     pass
 
 

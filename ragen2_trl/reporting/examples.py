@@ -177,9 +177,7 @@ def pick_traces(measurement: SavedMeasurement) -> list[ReasoningTrace]:
     per_token = measurement.cross_logps / measurement.lengths[:, None]
     short = distinguishing(measurement.prompts)
     scored = []
-    for text, own, row in zip(
-        measurement.reasonings, measurement.prompt_index.tolist(), per_token.tolist(), strict=True
-    ):
+    for text, own, row in zip(measurement.traces, measurement.prompt_index.tolist(), per_token.tolist(), strict=True):
         logps: dict[str, float] = {}  # the best, of columns with the same prompt
         for prompt, logp in zip(measurement.prompts, row, strict=True):
             logps[prompt] = max(logp, logps.get(prompt, -math.inf))
@@ -213,12 +211,12 @@ def _first_readable(paths: Sequence[Path], problems: list[str]) -> SavedMeasurem
 
 
 def _check(measurement: SavedMeasurement) -> None:
-    rows, columns = len(measurement.reasonings), len(measurement.prompts)
+    rows, columns = len(measurement.traces), len(measurement.prompts)
     for name, shape in (("cross_logps", (rows, columns)), ("lengths", (rows,)), ("prompt_index", (rows,))):
         if (found := tuple(getattr(measurement, name).shape)) != shape:
             raise ValueError(f"{name} must have shape {shape}, got {found}")
-    if not all(isinstance(text, str) for text in (*measurement.prompts, *measurement.reasonings)):
-        raise ValueError("prompts and reasonings must be texts")
+    if not all(isinstance(text, str) for text in (*measurement.prompts, *measurement.traces)):
+        raise ValueError("prompts and traces must be texts")
     if not rows or len(set(measurement.prompts)) < 2:
         raise ValueError("there must be at least one reasoning trace and two distinct prompts")
     if not measurement.cross_logps.isfinite().all():

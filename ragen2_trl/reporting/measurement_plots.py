@@ -20,9 +20,9 @@ from ragen2_trl.reporting.group_rewards import GroupRewards, early_middle_late
 from ragen2_trl.reporting.style import (
     BLUE,
     GREEN,
+    GUIDE_LINE,
     MARKERS,
     ORANGE,
-    REFERENCE,
     WIDTH,
     drawn_in_style,
     legend_above,
@@ -143,7 +143,7 @@ def plot_quadrant(points: Sequence[Point], upper_bound: float) -> Figure:
     largest = max(MIN_ENTROPY_RANGE, 1.25 * max(entropies))
     axes.set_xlim(-0.16 * largest, largest)  # room for a label left of a low entropy
     axes.set_xticks([tick for tick in axes.get_xticks() if 0 <= tick <= largest])
-    axes.axhline(upper_bound, **REFERENCE)
+    axes.axhline(upper_bound, **GUIDE_LINE)
     grey: dict[str, Any] = {"textcoords": "offset points", "color": "#606060", "fontsize": 10}
     above: dict[str, Any] = {"xycoords": ("axes fraction", "data"), "ha": "center", "va": "bottom"}
     axes.annotate("log N", (0.5, upper_bound), (0, 4), **above, **grey)
@@ -281,7 +281,7 @@ def plot_calibration(records: Sequence[GroupRewards]) -> Figure:
     figure = Figure(figsize=(WIDTH, 0.62 * WIDTH), layout="constrained")
     axes = figure.subplots()
     largest = 1.08 * max(float((means[:, 1] + errors).max()), float(means.max()), 1e-6)
-    axes.plot([0, largest], [0, largest], label="as expected", **REFERENCE)
+    axes.plot([0, largest], [0, largest], label="as expected", **GUIDE_LINE)
     across, up = means.T
     axes.errorbar(across, up, yerr=errors, color=BLUE, marker="o", linestyle="none", label="groups", capsize=2)
     axes.set_xlim(0, largest)
@@ -326,7 +326,7 @@ def plot_gradients(measurements: Sequence[GradientMeasurement]) -> Figure:
             axes.plot(numbers, [value(bucket) for bucket in one.buckets], label=f"step {one.step}", **look)
         axes.set_ylabel(label)
         if "cosine" in label:
-            axes.axhline(0, **REFERENCE)
+            axes.axhline(0, **GUIDE_LINE)
         else:
             axes.set_ylim(bottom=0)
     legend_above(axes_of[0])

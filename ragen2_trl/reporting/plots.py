@@ -25,12 +25,12 @@ from ragen2_trl.reporting.style import (
     BLUE,
     GREEN,
     GREY,
+    GUIDE_LINE,
     LINE_COLOURS,
     LINE_STYLES,
     LINE_WIDTH,
     MARKERS,
     ORANGE,
-    REFERENCE,
     THIN,
     WIDTH,
     drawn_in_style,
@@ -73,7 +73,7 @@ PROXIES = (
     ("MI z-score, running", "mi_zscore_ema_seq", None),
 )
 VALIDITY = "mi/valid_thinking_rate"
-INFORMATION, ENTROPY = "mi/first_turn/mi_seq", "mi/first_turn/conditional_entropy_token"
+INFORMATION, CONDITIONAL_ENTROPY = "mi/first_turn/mi_seq", "mi/first_turn/conditional_entropy_token"
 INFORMATION_LABEL, ENTROPY_LABEL = "I(X;Z) (nats)", "H(Z|X) (nats per token)"
 
 
@@ -174,7 +174,7 @@ def plot_compute(log_history: Rows) -> Figure:
     trained = accumulate(float(fraction > 0) for fraction in fractions)
     saved = [1 - total / count if count else 0.0 for count, total in zip(trained, accumulate(fractions), strict=True)]
     figure, (above, below) = make_panels(2, height=1.9)
-    above.axhline(1, label="plain TRL", **REFERENCE)
+    above.axhline(1, label="plain TRL", **GUIDE_LINE)
     draw_line(above, Line("update compute", points, BLUE, "-"))
     above.set_ylim(0, 1.08 * max(1, *fractions))
     label = f"saved so far: {saved[-1]:.0%} at step {steps[-1]:.0f}"
@@ -287,7 +287,7 @@ def plot_held_out(curves: Mapping[str, HeldOutCurve]) -> Figure:
         else:  # a band of no width
             axes.vlines(steps, low, high, color=colour)
         if curve.random_baseline is not None:
-            axes.axhline(curve.random_baseline, **REFERENCE | {"color": colour, "zorder": 1})
+            axes.axhline(curve.random_baseline, **GUIDE_LINE | {"color": colour, "zorder": 1})
     axes.set_ylim(-0.03, 1.03)
     axes.set_ylabel("held-out success")
     axes.set_xlabel("optimizer step")
@@ -364,7 +364,7 @@ def plot_proxies(log_history: Rows) -> Figure:
                 axes, points_of(log_history, f"{scope}/{name}"), color=colour, linestyle=line, marker=marker
             )
             if bound and (points := points_of(log_history, f"{scope}/{bound}")):
-                axes.plot(*zip(*points, strict=True), **REFERENCE | {"color": colour})
+                axes.plot(*zip(*points, strict=True), **GUIDE_LINE | {"color": colour})
         axes.set_title(title)
         if name.startswith("retrieval"):
             axes.set_ylim(FRACTIONS)
@@ -459,13 +459,15 @@ def plot_arrows(runs: Mapping[str, Arrow], height_label: str = "success") -> Fig
 
 def path_of(log_history: Rows) -> list[tuple[float, float, float, float]]:
     """(step, share of valid thinking, I(X;Z), H(Z|X)) of each measurement that has all."""
-    valid, gains, entropies = (dict(points_of(log_history, key)) for key in (VALIDITY, INFORMATION, ENTROPY))
+    valid, gains, entropies = (
+        dict(points_of(log_history, key)) for key in (VALIDITY, INFORMATION, CONDITIONAL_ENTROPY)
+    )
     return [(step, valid[step], gains[step], entropies[step]) for step in valid if step in gains and step in entropies]
 
 
 def arrow_of(log_history: Rows, height: Series) -> Arrow | None:
     """A run's arrow, where it has two measurements; at each the mean of the ten values of `height` nearest to it."""
-    gains, entropies = (dict(points_of(log_history, key)) for key in (INFORMATION, ENTROPY))
+    gains, entropies = (dict(points_of(log_history, key)) for key in (INFORMATION, CONDITIONAL_ENTROPY))
     steps = [step for step in gains if step in entropies]
     if len(steps) < 2 or not height:
         return None
@@ -526,11 +528,11 @@ def _draw_chances(axes: Axes, chances: Sequence[Series]) -> None:
     """Grey where chance is the same for all runs, otherwise each run's in its colour."""
     levels = {value for points in chances for _, value in points}
     if len(levels) == 1:
-        axes.axhline(levels.pop(), **REFERENCE)
+        axes.axhline(levels.pop(), **GUIDE_LINE)
         return
     for number, points in enumerate(chances):
         if points:
-            axes.plot(*zip(*points, strict=True), **REFERENCE | {"color": _colour(number)})
+            axes.plot(*zip(*points, strict=True), **GUIDE_LINE | {"color": _colour(number)})
 
 
 def _colour(number: int) -> str:

@@ -19,8 +19,8 @@ class SavedMeasurement:
         step: Optimizer step.
         metrics: From `information_metrics`.
         regime: From `judge`; `None` where there is none.
-        prompts: (N,) what reasoning traces were scored under.
-        reasonings: (B,) the traces.
+        prompts: (N,) what the traces were scored under.
+        traces: (B,) the reasoning traces.
         prompt_index: (B,) own column of each trace.
         lengths: (B,) tokens.
         cross_logps: (B, N) log p(Z_b | x_n) in nats.
@@ -33,7 +33,7 @@ class SavedMeasurement:
     metrics: dict[str, float]
     regime: str | None
     prompts: list[str]
-    reasonings: list[str]
+    traces: list[str]
     prompt_index: Tensor
     lengths: Tensor
     cross_logps: Tensor

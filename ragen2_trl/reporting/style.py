@@ -29,7 +29,7 @@ MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 
 WIDTH = 6.0  # inches
 LINE_WIDTH, THIN = 1.8, 0.8  # points
-REFERENCE: dict[str, Any] = {"color": GREY, "linestyle": ":", "linewidth": 1.4}  # chance, bounds, plain TRL
+GUIDE_LINE: dict[str, Any] = {"color": GREY, "linestyle": ":", "linewidth": 1.4}  # chance, bounds, plain TRL
 
 STYLE = {
     "font.family": "sans-serif",
@@ -63,7 +63,7 @@ STYLE = {
 def drawn_in_style(draw: Callable[P, Figure]) -> Callable[P, Figure]:
     """Gives the figures of `draw` the common look, whatever the caller's settings are, and fixes their layout.
 
-    Matplotlib makes ticks only when it draws and lays out anew whenever it does: drawn once in here, a figure looks
+    Matplotlib makes ticks only when it draws and lays out again whenever it does: drawn once in here, a figure looks
     the same in every file.
     """
 

@@ -154,7 +154,7 @@ def _own_classes(trainer_class: type) -> Iterator[type]:
 
 
 def _calls_super(method: Any, name: str) -> bool:
-    """Whether a method's code names `super` (or a class of ours) and the method of that name; without code, yes."""
+    """Whether a method's code names `super`, or a class of ours or below, and the method `name`; without code, yes."""
     function = inspect.unwrap(getattr(method, "__func__", method))
     if not hasattr(function, "__code__"):
         return True  # seen at the first step
@@ -166,6 +166,6 @@ def _calls_super(method: Any, name: str) -> bool:
                 yield from names(constant)
 
     named = set(names(function.__code__))
-    ours = {one for one in named if isinstance(function.__globals__.get(one), type)}
-    ours = {one for one in ours if function.__globals__[one].__module__.startswith("ragen2_trl.")}
-    return name in named and ("super" in named or bool(ours))
+    known = {**function.__globals__, **inspect.getclosurevars(function).nonlocals}
+    above = {owner for one in named if isinstance(known.get(one), type) for owner in known[one].__mro__}
+    return name in named and ("super" in named or any(one.__module__.startswith("ragen2_trl.") for one in above))

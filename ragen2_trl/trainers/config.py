@@ -126,13 +126,7 @@ class SNRFilterConfig:
             )
         if self.snr_selector is not None:
             named_object(self.snr_selector, "snr_selector")
-            for name in ("snr_strategy", "snr_value", "snr_score", "snr_include_zero"):
-                default = SNRFilterConfig.__dataclass_fields__[name].default
-                if (value := getattr(self, name)) != default:
-                    raise ValueError(
-                        f"{name}={value!r} is without effect beside snr_selector={self.snr_selector!r}, which takes "
-                        f"its place; allowed with it: {default!r}."
-                    )
+            self.check_alone(f"snr_selector={self.snr_selector!r}")
         if self.snr_score in ("reward_mean", "reward_sum") and self.snr_strategy in ("top_p", "min_p"):
             allowed = ", ".join(one for one in STRATEGIES if one not in ("top_p", "min_p"))
             raise ValueError(
@@ -147,6 +141,16 @@ class SNRFilterConfig:
         if self.snr_dynamic_sampling_rounds > 0:
             self._check_dynamic_sampling()
         super().__post_init__()
+
+    def check_alone(self, selector: str) -> None:
+        """Refuse settings whose place a selector takes."""
+        for name in ("snr_strategy", "snr_value", "snr_score", "snr_include_zero"):
+            default = SNRFilterConfig.__dataclass_fields__[name].default
+            if (value := getattr(self, name)) != default:
+                raise ValueError(
+                    f"{name}={value!r} is without effect beside {selector}, which takes its place; allowed with it: "
+                    f"{default!r}."
+                )
 
     @property
     def groups_per_generation(self) -> int:

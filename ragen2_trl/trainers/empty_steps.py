@@ -13,7 +13,7 @@ from ragen2_trl.columns import ALL_TASKS
 from ragen2_trl.filtering import ZERO_STD
 from ragen2_trl.rollout_events import log_row
 from ragen2_trl.trainers.micro_batches import MicroStep
-from ragen2_trl.trainers.selection import SELECTION_EPS, GroupFilter
+from ragen2_trl.trainers.selection import SELECTION_EPS, GroupFilter, ScoreSelector
 
 logger = get_logger(__name__)
 
@@ -129,6 +129,8 @@ class EmptySteps(TrainerCallback):
     def _settings(self, args: Any) -> str:
         if args.snr_selector is not None:
             return f"snr_selector={args.snr_selector!r}"
+        if not isinstance(self.group_filter.selector, ScoreSelector):
+            return f"selector={self.group_filter.selector!r}"
         return f"snr_strategy={args.snr_strategy!r}, snr_value={args.snr_value}, snr_score={args.snr_score!r}"
 
     def _why_cold(self, args: Any) -> str:

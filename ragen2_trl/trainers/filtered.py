@@ -102,8 +102,10 @@ class SNRFilter:
         check_prompt_column(train_dataset, kwargs.get("environment_factory"))
         args = with_snr_fields(args, self._config_class, self._trl_config_class)
         check_subclass(type(self), args)
-        if selector is not None and args.snr_selector is not None:
-            raise ValueError(f"selector is given and snr_selector={args.snr_selector!r}; allowed: one of them.")
+        if selector is not None:
+            if args.snr_selector is not None:
+                raise ValueError(f"selector is given and snr_selector={args.snr_selector!r}; allowed: one of them.")
+            args.check_alone(f"selector={selector!r}")
         super().__init__(
             model, reward_funcs, args, train_dataset, eval_dataset, processing_class, *positional, **kwargs
         )

@@ -15,10 +15,10 @@ from pathlib import Path
 
 import torch
 import transformers
-from missed_collapses import fill
 
 from ragen2_trl.cli import diagnose
 from ragen2_trl.instrument import chance_p_value
+from research.benchmarks.missed_collapses import fill
 
 TASKS = {
     "frozen_lake": ["--env_args", "multi_turn=true", "max_turns=2"],

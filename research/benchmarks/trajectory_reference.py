@@ -11,9 +11,9 @@ import random
 from pathlib import Path
 
 import torch
-from ragen2_trl.callbacks.scopes import measure_scope
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
+from ragen2_trl.callbacks.mutual_information import measure_scope
 from ragen2_trl.envs import format_response, make_env
 from ragen2_trl.instrument import REFERENCE_SCOPE, SCOPES, Sampling, Trajectories, count_tokens
 from ragen2_trl.rollouts.play import Chat, play_all

@@ -32,7 +32,7 @@ from accelerate.utils import gather_object, recursively_apply
 
 from ragen2_trl import cross_score
 from ragen2_trl.tiny import TINY_MODEL_PATH
-from ragen2_trl.trainers import packing, processes
+from ragen2_trl.trainers import micro_batches, processes
 from ragen2_trl.trainers.batches import take
 from ragen2_trl.trainers.dealing import deal_rows
 from research.benchmarks.cross_score import make_case
@@ -77,7 +77,7 @@ def worker(folder: str) -> None:
 def moved_bytes(fraction: float) -> dict[str, int]:
     """Bytes that this process sends in steps of the above, and those of its kept rows for every other process."""
     count = {"moved": 0, "every kept row": 0}
-    exchange, exchange_rows = processes.exchange, packing.exchange_rows
+    exchange, exchange_rows = processes.exchange, micro_batches.exchange_rows
 
     def counted(parcels, device):
         count["moved"] += sum(size_of(parcel) for parcel in parcels if parcel is not None)
@@ -88,9 +88,9 @@ def moved_bytes(fraction: float) -> dict[str, int]:
             count["every kept row"] += (accelerator.num_processes - 1) * size_of(take(rows, kept))
         return exchange_rows(rows, kept, deal, accelerator, *arguments)
 
-    processes.exchange, packing.exchange_rows = counted, counted_rows
+    processes.exchange, micro_batches.exchange_rows = counted, counted_rows
     make_trainer("drop", str(TINY_MODEL_PATH), ROWS, MOVING_STEPS, fraction, LENGTHS, StepTimes()).train()
-    processes.exchange, packing.exchange_rows = exchange, exchange_rows
+    processes.exchange, micro_batches.exchange_rows = exchange, exchange_rows
     return count
 
 

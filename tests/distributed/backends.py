@@ -70,11 +70,11 @@ RLOO_CASES = {
 # Three steps: the critic's head begins at 0, and what lies below it learns from the second one on.
 PPO = {**LAYOUT, "algorithm": "ppo", "critic_lr": 0.1, "max_steps": 3}
 SEPARATE = {**PPO, "value_head": "separate"}
-TURNS = {"turns": True, "gae": "bi_level", "gamma": 0.9, "gae_lambda": 0.8, "turn_gamma": 0.7, "turn_gae_lambda": 0.6}
+TURNS = {"turns": True, "gae": "bi_level", "gamma": 0.9, "gae_lambda": 0.8, "turn_gamma": 0.7}
 PPO_CASES = {
     "ppo": {**PPO, "gae_lambda": 0.9},
-    "ppo with a critic of its own": {**SEPARATE, **TURNS, "kl_in": "reward", "kl_estimator": "k1"},
-    "ppo in two passes": {**SEPARATE, "num_iterations": 2, "kl_estimator": "k2", "value_clip": 0.0},
+    "ppo with a critic of its own": {**SEPARATE, **TURNS},
+    "ppo in two passes": {**SEPARATE, "num_iterations": 2, "value_clip": 0.0},
     "ppo refilled": {**PPO, **TURNS, "snr_dynamic_sampling_rounds": 4, "snr_strategy": "none"},
     "ppo with a critic of its own refilled": {**SEPARATE, "snr_dynamic_sampling_rounds": 4, "snr_strategy": "none"},
     "ppo with gradient checkpointing": {**SEPARATE, "gradient_checkpointing": True},
@@ -94,7 +94,7 @@ GRADIENT_CASES = {
     "gradients by reward variance": {**LAYOUT, "gradients": {"entropy_coef": 0.05}, "loss_type": "dapo"},
     "gradients of checkpointed layers": {**LAYOUT, **GRADIENTS, "gradient_checkpointing": True},
     "gradients of rloo": {**RLOO, **GRADIENTS},
-    "gradients of ppo": {**SEPARATE, **GRADIENTS, "kl_estimator": "k2"},
+    "gradients of ppo": {**SEPARATE, **GRADIENTS},
 }
 CASES |= {**RLOO_CASES, **PPO_CASES, **GRADIENT_CASES}
 LORA_CASES = (

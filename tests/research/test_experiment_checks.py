@@ -349,7 +349,7 @@ def test_nothing_that_ran_is_no_verdict_and_neither_are_runs_without_what_they_a
 def test_the_sentence_says_each_check_with_its_number_by_what_came_of_it():
     text = sentence(results_of([1, -1, 0]))
     assert text.index("As expected: check 0 (+10.0 points") < text.index("Opposite: check 1")
-    assert text.index("Opposite: check 1") < text.index("Not significant: check 2")
+    assert text.index("Opposite: check 1") < text.index("Inconclusive: check 2")
 
 
 @pytest.mark.parametrize("why", ["beside", "later"])
@@ -360,7 +360,7 @@ def test_a_verdict_rests_on_the_checks_that_state_the_claim(why):
     results = [replace(first, **{why: True}), *rest]
     assert verdict(grid, results) == "inconclusive"
     text = sentence(results)
-    assert text.index("Not significant: check 1") < text.index("Not counted, as expected: check 0")
+    assert text.index("Inconclusive: check 1") < text.index("Not counted, as expected: check 0")
     assert verdict(grid, [replace(first, **{why: True})]).endswith("no verdict")
     assert "check 0" not in reason(results)
 
@@ -369,9 +369,9 @@ def test_a_verdict_rests_on_the_checks_that_state_the_claim(why):
     ("findings", "said"),
     [
         ([1, 1], "2 of 2 came as expected."),
-        ([1, 0], "1 of 2 came as expected. Not significant: check 1."),
-        ([-1, 1, 0], "1 of 3 came as expected. Opposite: check 0. Not significant: check 2."),
-        ([0, 0, 0, 0], "Not significant: check 0; check 1 and 2 more."),
+        ([1, 0], "1 of 2 came as expected. Inconclusive: check 1."),
+        ([-1, 1, 0], "1 of 3 came as expected. Opposite: check 0. Inconclusive: check 2."),
+        ([0, 0, 0, 0], "Inconclusive: check 0; check 1 and 2 more."),
     ],
 )
 def test_the_reason_counts_what_came_as_expected_and_names_what_did_not(findings, said):

@@ -4,7 +4,7 @@ import pytest
 import torch
 from conftest import parameters_of
 from datasets import Dataset, IterableDataset
-from refills import WORDS, Seen, replay_with, rows_of
+from dynamic_samplings import WORDS, Seen, replay_with, rows_of
 from replay import GROUP_SIZE, Replay
 
 from ragen2_trl import SNRFilteredGRPOTrainer
@@ -43,7 +43,7 @@ def test_the_cap_trains_on_what_there_is(policy_path, make_args):
     assert row["snr/prompts_used"] == 8
 
 
-def test_a_full_batch_is_not_refilled_and_trains_as_without(policy_path, make_args):
+def test_a_full_batch_needs_no_round_and_trains_as_without(policy_path, make_args):
     replay = replay_with(policy_path, set(range(8)))
     states = []
     for rounds in (0, 5):
@@ -77,20 +77,20 @@ def test_surplus_groups_wait_for_the_next_step(policy_path, make_args):
     assert not any(row["snr/stale_groups"] for row in rows)
 
 
-def test_groups_older_than_allowed_are_left_behind(policy_path, make_args):
-    args, replay = surplus_run(policy_path, make_args, snr_max_staleness=0)
+def test_groups_that_would_be_two_updates_old_are_left_behind(policy_path, make_args):
+    args, replay = surplus_run(policy_path, make_args, num_iterations=2, max_steps=12)
     rows = rows_of(train(policy_path, args, replay))
     assert any(row["snr/stale_groups"] for row in rows)
     assert not any(row["snr/waiting_groups"] or row["snr/carried_groups"] for row in rows)
 
 
-def test_callbacks_see_the_first_prompts_of_a_step_and_no_round_of_a_refill(policy_path, make_args):
+def test_callbacks_see_the_first_prompts_of_a_step_and_no_further_round(policy_path, make_args):
     args, replay = surplus_run(policy_path, make_args, max_steps=3)
     trainer = SNRFilteredGRPOTrainer(
         policy_path, Replay.reward, args, Dataset.from_dict({"prompt": WORDS}), rollout_func=replay.rollout
     )
     seen = []
-    listen(trainer, on_rollout=lambda sampled: seen.append(sampled.rewards.shape))
+    listen(trainer, on_rollout=lambda rollout: seen.append(rollout.rewards.shape))
     trainer.train()
     assert any(row["snr/sampling_rounds"] for row in rows_of(trainer))
     assert seen == [(4, GROUP_SIZE)] * 3
@@ -141,9 +141,6 @@ def test_datasets_without_rows_are_refused(policy_path, make_args):
     ("settings", "message"),
     [
         ({"snr_dynamic_sampling_rounds": -1}, "snr_dynamic_sampling_rounds=-1 is out of range"),
-        ({"snr_max_staleness": -1}, "snr_max_staleness=-1 is out of range"),
-        ({"snr_dynamic_sampling_rounds": 1, "snr_mode": "soft"}, "snr_mode='soft' selects nothing"),
-        ({"snr_dynamic_sampling_rounds": 1, "snr_loss_scaling": "sqrt"}, "snr_loss_scaling='sqrt'"),
         ({"snr_dynamic_sampling_rounds": 1, "scale_rewards": "batch"}, "scale_rewards='batch'"),
         (
             {"snr_dynamic_sampling_rounds": 1, "multi_objective_aggregation": "normalize_then_sum"},

@@ -1,10 +1,10 @@
-"""Refill: the promises hold for batches that were filled up with the groups of further prompts."""
+"""Dynamic sampling: the promises hold for batches that were filled up with the groups of further prompts."""
 
 import torch
 from algorithms import STILL, cases, for_each
 from conftest import assert_same_parameters, parameters_of
 from datasets import Dataset
-from refills import WORDS, Seen, replay_with, rows_of
+from dynamic_samplings import WORDS, Seen, replay_with, rows_of
 from replay import GROUP_SIZE, Recorder, assert_close, move_away
 from transformers import TrainerCallback
 

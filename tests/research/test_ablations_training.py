@@ -1,5 +1,7 @@
-"""Promise 2 for what selects otherwise: quarters, draws at random, completions; and for what scales the loss, or
-leaves only its regularisers."""
+"""Promise 2 for the ablations: quarters, draws at random and single completions as selectors of a training, and the
+trainers that scale a loss or its advantages, or leave only regularisers."""
+
+from functools import partial
 
 import pytest
 import torch
@@ -8,11 +10,30 @@ from conftest import PROMPTS, assert_same_parameters, parameters_of
 from replay import KEPT, REWARDS, Recorder, assert_close, mean_gradient, move_away
 from test_promises_update import LAYOUTS, LOSSES, PPO_STILL, TERMS, need_equal_lengths
 
+from ragen2_trl.envs import make_env
+from ragen2_trl.rollouts import TextRollout
+from ragen2_trl.tiny import resolve_model
+from ragen2_trl.trainers.selection import seeded_generator
+from research.ablations import (
+    AdvantagesByKeptFraction,
+    AdvantagesBySqrtOfKeptFraction,
+    LossByValue,
+    WithoutTaskAdvantage,
+    as_many_at_random,
+    best_and_worst,
+    draw_as_many,
+    quarter_of,
+    smallest_half,
+)
+
 # By variance: 0 and 5, 2 and 6, 7 and the first of those without any, the other two of these.
 QUARTERS = {1: (0, 5), 2: (2, 6), 3: (7, 1), 4: (3, 4)}
+NAMES = {1: "first_quarter", 2: "second_quarter", 3: "third_quarter", 4: "fourth_quarter"}
 # Each costs a third of a second: where one shows the property, the others are for CI.
 grpo_first = pytest.mark.parametrize("algorithm", [GRPO, slow(RLOO), slow(PPO)], ids=lambda one: one.name)
 PARTLY = ("four micro-batches", "optimizer steps of one row")
+REGULARISED = {"grpo": {"beta": 0.1}, "rloo": {"beta": 0.1}, "ppo": PPO_STILL}
+PPO_TERMS = {name: TERMS["ppo"][name] for name in ("shared", "separate")}
 
 
 def settings_of(layout):
@@ -27,15 +48,36 @@ def settings_of(layout):
     }
 
 
-def run(algorithm, policy_path, tmp_path, layout="four micro-batches", replay=None, equal_lengths=False, **settings):
+def run(
+    algorithm,
+    policy_path,
+    tmp_path,
+    layout="four micro-batches",
+    *,
+    equal_lengths=False,
+    selector=None,
+    mixin=None,
+    callbacks=(),
+    **settings,
+):
     """A filtered trainer after a run at weights that stay, and the mean gradient of its steps, if all had one."""
     recorder = Recorder()
     args = algorithm.args(tmp_path, **{**settings_of(layout), **settings})
-    replay = replay or replay_of(policy_path, equal_lengths=equal_lengths)
-    trainer = algorithm.make(policy_path, args, replay, callbacks=[recorder])
+    trainer = algorithm.make(
+        policy_path,
+        args,
+        replay_of(policy_path, equal_lengths=equal_lengths),
+        callbacks=[recorder, *callbacks],
+        selector=selector,
+        trainer_class=mixin and with_mixin(mixin, algorithm),
+    )
     move_away(trainer.model)
     trainer.train()
     return trainer, mean_gradient(recorder.gradients) if all(recorder.gradients) else {}
+
+
+def with_mixin(mixin, algorithm):
+    return type(mixin.__name__, (mixin, algorithm.trainer), {})
 
 
 def row_of(trainer):
@@ -44,24 +86,24 @@ def row_of(trainer):
 
 # Quarters of the groups
 
-REGULARISED = {"grpo": {"beta": 0.1}, "rloo": {"beta": 0.1}, "ppo": PPO_STILL}
-
 
 @pytest.mark.parametrize("mode", ["drop", slow("mask")])
-@pytest.mark.parametrize("quartile", [slow(1), slow(2), 3])
+@pytest.mark.parametrize("quarter", [slow(1), slow(2), 3])
 @grpo_first
-def test_a_quarter_is_trained_on_as_if_it_were_all(algorithm, quartile, mode, policy_path, tmp_path):
+def test_a_quarter_is_trained_on_as_if_it_were_all(algorithm, quarter, mode, policy_path, tmp_path):
     """Groups without variance that rank among it are in it, and in its mean."""
     settings = REGULARISED[algorithm.name]
-    trainer, gradient = run(algorithm, policy_path, tmp_path, snr_quartile=quartile, snr_mode=mode, **settings)
-    expected = algorithm.plain_gradient(policy_path, [PROMPTS[n] for n in QUARTERS[quartile]], **settings)
+    named = {"snr_selector": f"research.ablations:{NAMES[quarter]}", "snr_mode": mode}
+    trainer, gradient = run(algorithm, policy_path, tmp_path, **named, **settings)
+    expected = algorithm.plain_gradient(policy_path, [PROMPTS[n] for n in QUARTERS[quarter]], **settings)
     assert_close(gradient, expected)
     assert row_of(trainer)["snr/kept_fraction"] == 0.25
 
 
 @grpo_first
 def test_a_quarter_without_variance_is_an_empty_step(algorithm, policy_path, tmp_path):
-    trainer, gradient = run(algorithm, policy_path, tmp_path, snr_quartile=4, **REGULARISED[algorithm.name])
+    settings = REGULARISED[algorithm.name]
+    trainer, gradient = run(algorithm, policy_path, tmp_path, selector=partial(quarter_of, quarter=4), **settings)
     assert gradient == {}
     row = row_of(trainer)
     assert row["snr/kept_groups"] == 0 and row["snr/empty_steps"] == 1 and row["snr/update_compute_fraction"] == 0
@@ -70,19 +112,27 @@ def test_a_quarter_without_variance_is_an_empty_step(algorithm, policy_path, tmp
 @pytest.mark.slow
 @grpo_first
 def test_a_quarter_without_variance_is_trained_on_where_such_groups_are_included(algorithm, policy_path, tmp_path):
-    settings = REGULARISED[algorithm.name]
-    _, gradient = run(algorithm, policy_path, tmp_path, snr_quartile=4, snr_include_zero=True, **settings)
+    settings, selector = REGULARISED[algorithm.name], partial(quarter_of, quarter=4, include_zero=True)
+    _, gradient = run(algorithm, policy_path, tmp_path, selector=selector, **settings)
     assert_close(gradient, algorithm.plain_gradient(policy_path, [PROMPTS[3], PROMPTS[4]], **settings))
 
 
 @pytest.mark.slow
-def test_with_few_groups_a_quarter_is_that_of_the_window(policy_path, tmp_path):
-    """Two of eight groups a generation: each is kept if it is in the quarter of those before it and itself."""
-    layout = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1, "steps_per_generation": 1}
-    trainer, _ = run(GRPO, policy_path, tmp_path, snr_quartile=1, **{**layout, "max_steps": 24})
-    kept = [row["snr/kept_fraction"] for row in trainer.state.log_history if "snr/kept_fraction" in row]
-    assert 0.15 < sum(kept) / len(kept) < 0.4
-    assert row_of(trainer)["snr/window_groups"] == 2
+def test_a_long_row_of_empty_quarters_says_whose_they_are(policy_path, tmp_path, caplog):
+    options = {"snr_selector": "research.ablations:fourth_quarter", "snr_max_empty_steps": 4, "max_steps": 9}
+    with caplog.at_level("WARNING"):
+        trainer, _ = run(GRPO, policy_path, tmp_path, layout="one micro-batch", **options)
+    assert trainer.state.global_step == 4
+    assert "snr_selector='research.ablations:fourth_quarter'" in caplog.text
+
+
+@grpo_first
+def test_the_smallest_half_is_trained_on_as_if_it_were_all(algorithm, policy_path, tmp_path):
+    settings = REGULARISED[algorithm.name]
+    trainer, gradient = run(algorithm, policy_path, tmp_path, selector=smallest_half, **settings)
+    prompts = [PROMPTS[n] for n in (1, 3, 4, 7)]
+    assert_close(gradient, algorithm.plain_gradient(policy_path, prompts, **settings))
+    assert row_of(trainer)["snr/kept_fraction"] == 0.5
 
 
 # Groups at random
@@ -91,8 +141,8 @@ def test_with_few_groups_a_quarter_is_that_of_the_window(policy_path, tmp_path):
 @pytest.mark.parametrize("mode", ["drop", slow("mask")])
 @grpo_first
 def test_as_many_groups_at_random_are_trained_on_as_if_they_were_all(algorithm, mode, policy_path, tmp_path):
-    settings = REGULARISED[algorithm.name]
-    trainer, gradient = run(algorithm, policy_path, tmp_path, snr_keep="random", snr_mode=mode, **settings)
+    settings, named = REGULARISED[algorithm.name], {"snr_selector": "research.ablations:as_many_at_random"}
+    trainer, gradient = run(algorithm, policy_path, tmp_path, snr_mode=mode, **named, **settings)
     kept = trainer.latest_selection.kept
     assert int(kept.sum()) == len(KEPT)
     drawn = [prompt for prompt, is_kept in zip(PROMPTS, kept, strict=True) if is_kept]
@@ -102,22 +152,26 @@ def test_as_many_groups_at_random_are_trained_on_as_if_they_were_all(algorithm, 
 @pytest.mark.slow
 def test_the_draw_differs_from_step_to_step_takes_groups_without_variance_and_no_random_number(policy_path, tmp_path):
     states, kept = [], []
-    for keep in ("largest", "random"):
-        trainer, _ = run(GRPO, policy_path, tmp_path, layout="one micro-batch", snr_keep=keep, max_steps=4)
+
+    def watched(groups):
+        kept.append(as_many_at_random(groups))
+        return kept[-1]
+
+    for selector in (None, watched):
+        trainer, _ = run(GRPO, policy_path, tmp_path, layout="one micro-batch", selector=selector, max_steps=4)
         states.append(torch.get_rng_state())
-    for step in range(4):
-        select = trainer._selector.select
-        rewards = torch.tensor([REWARDS[prompt] for prompt in PROMPTS])
-        kept.append(select(rewards, rewards.var(dim=1), moment=(step, 0)).kept.tolist())
     assert torch.equal(*states)
-    assert trainer.latest_selection.kept.tolist() == kept[3]  # of step and seed alone
-    assert len({tuple(one) for one in kept}) > 1
+    by_filter = torch.tensor([prompt in KEPT for prompt in PROMPTS])
+    of_seed_and_step = [draw_as_many(by_filter, seeded_generator(trainer.args.seed, step, 0)) for step in range(4)]
+    assert [one.tolist() for one in kept] == [one.tolist() for one in of_seed_and_step]
+    assert len({tuple(one.tolist()) for one in kept}) > 1
     assert any(one[n] for one in kept for n in (1, 3, 4))
 
 
 # Completions
 
 # The earliest of the highest and the latest of the lowest, in the groups with variance.
+ENDS_OF_VARIED = partial(best_and_worst, include_zero=False)
 ENDS = {0: (0, 2), 2: (2, 1), 5: (3, 2), 6: (1, 2), 7: (1, 2)}
 
 
@@ -168,7 +222,7 @@ def gradient_on_ends(algorithm, policy_path, tmp_path, equal_lengths=False, **se
 
 def assert_ends(algorithm, settings, layout, mode, policy_path, tmp_path):
     equal_lengths = need_equal_lengths(settings) and LAYOUTS[layout][2] > 1
-    options = {"snr_level": "trajectory", "snr_mode": mode, "equal_lengths": equal_lengths, **settings}
+    options = {"selector": ENDS_OF_VARIED, "snr_mode": mode, "equal_lengths": equal_lengths, **settings}
     _, gradient = run(algorithm, policy_path, tmp_path, layout, **options)
     assert_close(gradient, gradient_on_ends(algorithm, policy_path, tmp_path, equal_lengths, **settings))
 
@@ -181,7 +235,7 @@ SUMMED = {"multi_objective_aggregation": "normalize_then_sum"}
     slow=("grpo-bonus", "grpo-rows", "grpo-scaled", "grpo-summed", "rloo-clipped", "rloo-normalised", "ppo-separate"),
     grpo={**TERMS["grpo"], "default": {}, "scaled": SCALED, "summed": SUMMED},
     rloo=TERMS["rloo"],
-    ppo={name: TERMS["ppo"][name] for name in ("shared", "separate")},
+    ppo=PPO_TERMS,
 )
 def test_the_ends_of_each_group_are_trained_on_with_the_advantages_of_the_whole(
     algorithm, settings, policy_path, tmp_path
@@ -214,7 +268,7 @@ def test_every_term_is_that_of_the_ends(algorithm, settings, layout, policy_path
 
 @pytest.mark.parametrize("mode", ["drop", slow("mask")])
 def test_metrics_count_completions_where_these_are_kept(mode, policy_path, tmp_path):
-    trainer, _ = run(GRPO, policy_path, tmp_path, snr_level="trajectory", snr_mode=mode)
+    trainer, _ = run(GRPO, policy_path, tmp_path, selector=ENDS_OF_VARIED, snr_mode=mode)
     row, lengths = row_of(trainer), replay_of(policy_path).completions
     assert row["snr/kept_groups"] == len(ENDS)
     assert row["snr/kept_fraction"] == 10 / 32
@@ -226,58 +280,45 @@ def test_metrics_count_completions_where_these_are_kept(mode, policy_path, tmp_p
 @pytest.mark.slow
 @grpo_first
 def test_all_completions_of_all_groups_are_the_plain_trainers(algorithm, policy_path, prompts, tmp_path):
-    def trained(plain, **settings):
-        args = algorithm.args(tmp_path, plain, max_completion_length=6, **settings)
+    def trained(plain, **kwargs):
+        args = algorithm.args(tmp_path, plain, max_completion_length=6)
         trainer = algorithm.make(
-            policy_path, args, lambda completions, **_: [len(c) / 10 for c in completions], prompts
+            policy_path, args, lambda completions, **_: [len(c) / 10 for c in completions], prompts, **kwargs
         )
         trainer.train()
         return parameters_of(trainer)
 
-    whole = {"snr_level": "trajectory", "snr_trajectory_fraction": 1.0, "snr_include_zero": True}
-    assert_same_parameters(trained(True), trained(False, **whole))
+    assert_same_parameters(trained(True), trained(False, selector=partial(best_and_worst, fraction=1.0)))
 
 
 @pytest.mark.slow
 @grpo_first
 def test_as_many_completions_at_random_are_drawn_from_all(algorithm, policy_path, tmp_path):
-    level = {"snr_level": "trajectory", "snr_keep": "random"}
-    trainer, gradient = run(algorithm, policy_path, tmp_path, **level)
+    selector = partial(as_many_at_random, selector=ENDS_OF_VARIED)
+    trainer, gradient = run(algorithm, policy_path, tmp_path, selector=selector)
     completions = trainer.latest_selection.completions
     assert completions.sum() == 10 and gradient
     assert row_of(trainer)["snr/kept_groups"] == completions.any(dim=1).sum() > len(ENDS)
 
 
 @pytest.mark.slow
-def test_episodes_of_several_samples_are_kept_or_dropped_whole_at_the_level_of_trajectories(policy_path, tmp_path):
-    from ragen2_trl import SNRFilteredGRPOTrainer
-    from ragen2_trl.envs import make_env
-    from ragen2_trl.rollouts import TextRollout
-    from ragen2_trl.tiny import resolve_model
-
+def test_episodes_of_several_samples_are_kept_or_dropped_whole_where_completions_are_selected(policy_path, tmp_path):
     env = make_env("frozen_lake", multi_turn=True, size=3, max_turns=3)
-    args = GRPO.args(
-        tmp_path,
-        per_device_train_batch_size=32,
-        max_completion_length=300,
-        max_steps=1,
-        snr_level="trajectory",
-    )
-    seen = []
+    args = GRPO.args(tmp_path, per_device_train_batch_size=32, max_completion_length=300, max_steps=1)
+    seen, samples = [], []
 
-    class Seen(SNRFilteredGRPOTrainer):
+    class Seen(GRPO.trainer):
         def _compute_loss(self, model, inputs):
             seen.append(len(inputs["prompt_ids"]))
             return super()._compute_loss(model, inputs)
-
-    samples = []
 
     def by_place(completions, **columns):
         samples.extend(columns["seed"])
         return [float(number % 4) for number in range(len(completions))]
 
     rollout = TextRollout(env, context="last", context_turns=1)
-    trainer = Seen(resolve_model("tiny"), by_place, args, env.dataset(8, seed=0), rollout_func=rollout)
+    dataset = env.dataset(8, seed=0)
+    trainer = Seen(resolve_model("tiny"), by_place, args, dataset, rollout_func=rollout, selector=ENDS_OF_VARIED)
     trainer.train()
     assert row_of(trainer)["snr/kept_fraction"] == 0.5
     assert sum(seen) > 16 and len(samples) == 32  # each of 16 episodes, with its later turns
@@ -290,16 +331,25 @@ def test_episodes_of_several_samples_are_kept_or_dropped_whole_at_the_level_of_t
     slow=("grpo-bonus", "grpo-rows", "rloo-kl", "rloo-normalised", "rloo-clipped", "ppo-separate"),
     grpo=TERMS["grpo"],
     rloo=TERMS["rloo"],
-    ppo={name: TERMS["ppo"][name] for name in ("shared", "separate")},
+    ppo=PPO_TERMS,
 )
 def test_the_whole_loss_is_scaled_by_the_value(algorithm, settings, policy_path, tmp_path):
-    """Here 0.8 of the mass keep what 0.9 keep, with KL, entropy and value terms."""
-    options = {"snr_loss_scaling": "whole_loss_by_value", "snr_value": 0.8, **settings}
+    """Here 0.85 of the mass keep what 0.9 keep, with KL, entropy and value terms."""
     equal_lengths = need_equal_lengths(settings)
-    trainer, gradient = run(algorithm, policy_path, tmp_path, equal_lengths=equal_lengths, **options)
+    options = {"mixin": LossByValue, "snr_value": 0.85, "equal_lengths": equal_lengths, **settings}
+    trainer, gradient = run(algorithm, policy_path, tmp_path, **options)
     assert int(trainer.latest_selection.kept.sum()) == len(KEPT)
     plain = algorithm.plain_gradient(policy_path, KEPT, equal_lengths, **settings)
-    assert_close(gradient, {name: 0.8 * value for name, value in plain.items()})
+    assert_close(gradient, {name: 0.85 * value for name, value in plain.items()})
+
+
+@pytest.mark.slow
+def test_the_scaling_by_the_value_goes_with_dynamic_sampling(policy_path, tmp_path):
+    gradients = [
+        run(GRPO, policy_path, tmp_path, mixin=mixin, snr_dynamic_sampling_rounds=2)[1]
+        for mixin in (None, LossByValue)
+    ]
+    assert_close(gradients[1], {name: 0.9 * value for name, value in gradients[0].items()})
 
 
 def regularisers_alone(algorithm, policy_path, tmp_path, equal_lengths, **settings):
@@ -320,49 +370,67 @@ def regularisers_alone(algorithm, policy_path, tmp_path, equal_lengths, **settin
 
 
 @cases(
-    slow=("grpo-rows", "rloo-clipped", "ppo-shared", "ppo-separate", "ppo-k2"),
+    slow=("grpo-rows", "rloo-clipped", "ppo-shared", "ppo-separate"),
     grpo=TERMS["grpo"],
     rloo={"kl": {"beta": 0.1}, "clipped": {"beta": 0.1, "reward_clip_range": (0.0, 0.6)}},
-    ppo={
-        **{name: TERMS["ppo"][name] for name in ("shared", "separate")},
-        "k2": {**PPO_STILL, "kl_estimator": "k2"},
-    },
+    ppo={"token": PPO_STILL, **PPO_TERMS},
 )
 def test_without_the_tasks_advantages_regularisers_act_alone(algorithm, settings, policy_path, tmp_path):
     equal_lengths = need_equal_lengths(settings)
-    options = {"snr_zero_task_advantage": True, "equal_lengths": equal_lengths, **settings}
+    options = {"mixin": WithoutTaskAdvantage, "equal_lengths": equal_lengths, **settings}
     trainer, gradient = run(algorithm, policy_path, tmp_path, **options)
     assert int(trainer.latest_selection.kept.sum()) == len(KEPT)
     assert_close(gradient, regularisers_alone(algorithm, policy_path, tmp_path, equal_lengths, **settings))
 
 
 @pytest.mark.slow
-@grpo_first
-def test_a_refilled_batch_has_no_advantages_of_the_task_either(algorithm, policy_path, tmp_path):
-    settings = {
-        "snr_zero_task_advantage": True,
-        "snr_dynamic_sampling_rounds": 3,
-        "snr_strategy": "none",
-        "beta": 1e-30,
-    }
+@pytest.mark.parametrize("algorithm", [GRPO, PPO], ids=lambda one: one.name)
+def test_a_batch_of_dynamic_sampling_has_no_advantages_of_the_task_either(algorithm, policy_path, tmp_path):
+    settings = {"snr_dynamic_sampling_rounds": 3, "snr_strategy": "none", "beta": 1e-30}
     critic = {"value_coef": 0.0} if algorithm is PPO else {}
-    _, gradient = run(algorithm, policy_path, tmp_path, **settings, **critic)
+    _, gradient = run(algorithm, policy_path, tmp_path, mixin=WithoutTaskAdvantage, **settings, **critic)
     assert gradient and all((value.abs() < 1e-20).all() for value in gradient.values())
 
 
-@pytest.mark.slow
-def test_the_scaling_by_the_value_goes_with_a_refill(policy_path, tmp_path):
-    gradients = []
-    for scaling in ("none", "whole_loss_by_value"):
-        options = {"snr_dynamic_sampling_rounds": 2, "snr_loss_scaling": scaling}
-        gradients.append(run(GRPO, policy_path, tmp_path, **options)[1])
-    assert_close(gradients[1], {name: 0.9 * value for name, value in gradients[0].items()})
+@pytest.mark.parametrize(
+    ("algorithm", "settings", "parts"),
+    [
+        (GRPO, {"beta": 0.0}, ["beta=0.0", "entropy_coef"]),
+        (PPO, {"beta": 0.0}, ["beta=0.0", "entropy_coef"]),
+        (RLOO, {"beta": 0.1, "normalize_advantages": True}, ["normalize_advantages=True"]),
+        (RLOO, {"beta": 0.1, "snr_dynamic_sampling_rounds": 2}, ["snr_dynamic_sampling_rounds=2"]),
+    ],
+)
+def test_settings_that_leave_nothing_without_the_tasks_advantages_are_refused(
+    algorithm, settings, parts, policy_path, tmp_path
+):
+    trainer_class = with_mixin(WithoutTaskAdvantage, algorithm)
+    with pytest.raises(ValueError) as refused:
+        algorithm.make(
+            policy_path, algorithm.args(tmp_path, **settings), replay_of(policy_path), trainer_class=trainer_class
+        )
+    assert all(part in str(refused.value) for part in parts)
 
 
-@pytest.mark.slow
-def test_a_long_row_of_empty_quarters_says_whose_they_are(policy_path, tmp_path, caplog):
-    with caplog.at_level("WARNING"):
-        options = {"snr_quartile": 4, "snr_max_empty_steps": 4, "max_steps": 9}
-        trainer, _ = run(GRPO, policy_path, tmp_path, layout="one micro-batch", **options)
-    assert trainer.state.global_step == 4
-    assert "there is no variance in the quarter that snr_quartile=4 keeps" in caplog.text
+@pytest.mark.parametrize(
+    ("mixin", "factor"),
+    [(AdvantagesByKeptFraction, 0.5), slow(AdvantagesBySqrtOfKeptFraction, 0.5**0.5)],
+    ids=["linear", "sqrt"],
+)
+@cases(
+    slow=("rloo-kl", "ppo-separate"),
+    grpo={"kl": {"beta": 0.1}},
+    rloo={"kl": {"beta": 0.1}},
+    ppo=PPO_TERMS,
+)
+def test_advantages_are_scaled_by_the_kept_fraction_and_regularisers_are_not(
+    algorithm, settings, mixin, factor, policy_path, tmp_path
+):
+    """RLOO's penalty is a part of its advantages."""
+    equal_lengths = need_equal_lengths(settings)
+    _, gradient = run(algorithm, policy_path, tmp_path, mixin=mixin, equal_lengths=equal_lengths, **settings)
+    plain = algorithm.plain_gradient(policy_path, KEPT, equal_lengths, **settings)
+    alone = dict.fromkeys(plain, 0.0)
+    if algorithm is not RLOO:
+        alone = regularisers_alone(algorithm, policy_path, tmp_path, equal_lengths, **settings)
+    assert_close(gradient, {name: factor * plain[name] + (1 - factor) * alone[name] for name in plain})
