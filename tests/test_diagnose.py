@@ -227,7 +227,7 @@ def test_a_folder_is_a_path_that_ends_with_its_last_step(played, tmp_path, capsy
 
 @pytest.mark.parametrize(
     ("saved", "steps"),
-    [(1, [1]), (8, list(range(1, 9))), (15, list(range(1, 16, 2))), (10, [1, 2, 3, 4, 6, 7, 8, 10])],
+    [(1, [1]), (8, list(range(1, 9))), (15, list(range(1, 16, 2))), (22, list(range(1, 23, 3)))],
 )
 def test_up_to_eight_files_are_taken_evenly_and_the_last_always(saved, steps, tmp_path):
     for step in range(1, saved + 1):

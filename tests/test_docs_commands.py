@@ -76,7 +76,8 @@ def check_command(words: list[str]) -> None:
         if args[1] == "research":
             from research.__main__ import make_parser
 
-            make_parser().parse_args(args[2:])
+            with pytest.raises(Parsed):
+                make_parser().parse_args(args[2:])
         elif args[1].startswith("research.benchmarks."):
             assert (ROOT / args[1].replace(".", "/")).with_suffix(".py").exists(), args[1]
         else:

@@ -160,12 +160,3 @@ def test_the_instrument_is_imported_without_trl_and_tasks():
 
 def test_no_search_is_imported_before_one_is_made():
     assert "bm25s" not in loaded("import ragen2_trl.envs")
-
-
-def test_no_class_name_comes_twice():
-    classes: dict[str, list[str]] = {}
-    for name, tree in SOURCES.items():
-        for node in ast.walk(tree):
-            if isinstance(node, ast.ClassDef):
-                classes.setdefault(node.name, []).append(name)
-    assert {name: where for name, where in classes.items() if len(where) > 1} == {}
