@@ -58,16 +58,15 @@ demo: $(RECIPE) $(BIN)/.installed  ## Train the tiny model with the filter on (m
 		--snr_value 1.0 --snr_include_zero true)
 	$(BIN)/ragen2-trl report $(RUN) $(if $(CONTROL),$(RUN)_control) --output $(RUN)/report.html
 
-# RESULTS and RUNS of the experiments are those of `ragen2-trl experiment`.
-EXPERIMENTS = $(wildcard experiments/*.yaml)
+EXPERIMENTS = $(wildcard research/experiments/*.yaml)
 
 reproduce-quick: $(BIN)/.installed  ## Every experiment with one seed and few steps, and the page about them (13 minutes on two cores)
-	$(BIN)/ragen2-trl experiment run $(EXPERIMENTS) --quick
-	$(BIN)/ragen2-trl experiment analyse $(EXPERIMENTS) --quick
+	$(BIN)/python -m research run $(EXPERIMENTS) --quick
+	$(BIN)/python -m research analyse $(EXPERIMENTS) --quick
 
-reproduce: $(BIN)/.installed-smollm2  ## Every experiment with all seeds, as far as results/ does not have it; goes on where it was stopped
-	$(BIN)/ragen2-trl experiment run $(EXPERIMENTS)
-	$(BIN)/ragen2-trl experiment analyse $(EXPERIMENTS)
+reproduce: $(BIN)/.installed-smollm2  ## Every experiment with all seeds, as far as research/results/ does not have it; goes on where it was stopped
+	$(BIN)/python -m research run $(EXPERIMENTS)
+	$(BIN)/python -m research analyse $(EXPERIMENTS)
 
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 # A file stays on one core, so that what its tests share is made once.
@@ -98,7 +97,7 @@ test-slow: $(BIN)/.installed-smollm2  ## Slow tests, among them one on a real in
 # A release of TRL from the range in pyproject.toml; it gets an environment of its own beside .venv.
 TRL := 1.12.0
 TRL_VENV := .venv-trl-$(TRL)
-TRAINER_TESTS = $(wildcard tests/test_trl_*.py tests/test_promises_*.py tests/test_refill.py tests/test_ppo.py \
+TRAINER_TESTS = $(wildcard tests/test_trl_*.py tests/test_promises_*.py tests/test_dynamic_sampling.py tests/test_ppo.py \
 	tests/test_snr_grpo_trainer.py tests/test_rollout*.py tests/test_mutual_information*.py)
 
 $(TRL_VENV)/.installed: pyproject.toml constraints.txt
@@ -117,17 +116,16 @@ check: $(BIN)/.installed  ## Lint, format, types, spelling
 	$(BIN)/mypy
 	$(BIN)/typos
 
-bench: $(BIN)/.installed  ## Side-by-side measurements; writes benchmarks/results/
-	$(BIN)/python benchmarks/filter_step_time.py
-	$(BIN)/python benchmarks/cross_score.py
-	$(BIN)/python benchmarks/two_processes.py
-	$(BIN)/python benchmarks/refill.py
-	$(BIN)/python benchmarks/small_batches.py
-	$(BIN)/python benchmarks/environments.py
-	$(BIN)/python benchmarks/checkpoint_cost.py
+bench: $(BIN)/.installed  ## Side-by-side measurements; writes research/benchmarks/results/
+	$(BIN)/python -m research.benchmarks.filter_step_time
+	$(BIN)/python -m research.benchmarks.cross_score
+	$(BIN)/python -m research.benchmarks.two_processes
+	$(BIN)/python -m research.benchmarks.dynamic_sampling
+	$(BIN)/python -m research.benchmarks.environments
+	$(BIN)/python -m research.benchmarks.checkpoint_cost
 
-bench-gpu: $(BIN)/.installed  ## The same on one NVIDIA GPU, nine minutes; writes benchmarks/results/gpu_<device>.md
-	PYTHON=$(BIN)/python benchmarks/gpu.sh
+bench-gpu: $(BIN)/.installed  ## The same on one NVIDIA GPU, nine minutes; writes research/benchmarks/results/gpu_<device>.md
+	PYTHON=$(BIN)/python research/benchmarks/gpu.sh
 
 warm-start: $(BIN)/.installed  ## Regenerate the tiny models' weights (half an hour)
 	$(BIN)/ragen2-trl warm-start --config recipes/warm_start_tiny.yaml --output_dir ragen2_trl/tiny/model

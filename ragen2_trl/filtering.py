@@ -31,7 +31,6 @@ SCORES = (
     "random",
 )
 KEEP = ("largest", "smallest")
-QUARTILES = (1, 2, 3, 4)
 
 ZERO_STD = 1e-6
 """A group whose reward standard deviation is at most this carries no signal; float noise must not leak it in."""
@@ -186,84 +185,11 @@ def select_groups(
     return kept
 
 
-def select_quarter(scores: Tensor, quartile: int) -> Tensor:
-    """One quarter of the groups, by the rank of their score: 1 has the highest (Table 6).
-
-    All groups are ranked, those without signal too; of equal scores the earlier group comes first. Where 4 does not
-    divide N, the first N mod 4 quarters, those of higher scores, have one group more than the others.
-
-    Args:
-        scores: (N,) from `group_score`.
-        quartile: 1, 2, 3 or 4.
-
-    Returns:
-        (N,) bool on the CPU, True = in that quarter.
-
-    Raises:
-        ValueError: for another quartile.
-
-    >>> select_quarter(torch.tensor([4.0, 0.0, 2.0, 1.0, 3.0]), 1).tolist()
-    [True, False, False, False, True]
-    """
-    if quartile not in QUARTILES:
-        raise ValueError(f"quartile={quartile!r} is out of range; allowed: {', '.join(map(str, QUARTILES))}.")
-    order = scores.detach().cpu().double().argsort(descending=True, stable=True)
-    kept = torch.zeros(len(scores), dtype=torch.bool)
-    kept[order.tensor_split(len(QUARTILES))[quartile - 1]] = True
-    return kept
-
-
-def select_completions(rewards: Tensor, fraction: float = 0.5) -> Tensor:
-    """Inside each group the completions with the highest and the lowest rewards ("trajectory-level", Table 7).
-
-    Of each group `fraction` x G completions are kept, rounded down and at least two: half of them from the top of the
-    ranking, one more where that is odd, and the others from its bottom. Of equal rewards the earlier completion ranks
-    higher. One without a finite reward ranks as the mean of its group.
-
-    Args:
-        rewards: (N, G) raw weighted reward sums.
-        fraction: in (0, 1]; 1 keeps every completion.
-
-    Returns:
-        (N, G) bool on the CPU, True = kept, in groups without signal, too.
-
-    Raises:
-        ValueError: for a fraction out of range.
-
-    >>> select_completions(torch.tensor([[0.2, 1.0, 0.0, 0.7], [1.0, 0.0, 0.0, 1.0]])).tolist()
-    [[False, True, True, False], [True, False, True, False]]
-    """
-    if not 0 < fraction <= 1:
-        raise ValueError(f"fraction={fraction!r} is out of range; allowed: 0 < value <= 1.")
-    rewards = _finite(rewards)
-    rewards = rewards.where(~rewards.isnan(), rewards.nanmean(dim=1, keepdim=True).nan_to_num())
-    size = rewards.size(1)
-    number = min(size, max(2, int(fraction * size + 1e-9)))
-    order = rewards.argsort(dim=1, descending=True, stable=True)
-    ends = torch.cat([order[:, : number - number // 2], order[:, size - number // 2 :]], dim=1)
-    return torch.zeros(rewards.shape, dtype=torch.bool).scatter_(1, ends, True)
-
-
-def as_many_at_random(kept: Tensor, generator: torch.Generator) -> Tensor:
-    """A control of a selection: as many as it keeps, drawn without replacement from all there are, kept or not.
-
-    Args:
-        kept: bool of any shape, as (N,) for groups or (N, G) for completions.
-        generator: of the draw, which must not touch the global random state.
-
-    Returns:
-        Bool of that shape, on the CPU.
-    """
-    drawn = torch.zeros(kept.numel(), dtype=torch.bool)
-    drawn[torch.randperm(kept.numel(), generator=generator)[: int(kept.sum())]] = True
-    return drawn.view(kept.shape)
-
-
 def selection_metrics(
     rewards: Tensor,
     scores: Tensor,
     kept: Tensor,
-    reward_range: tuple[float | Tensor, float | Tensor] | None = None,
+    reward_range: tuple[float, float] | None = None,
     variances: Tensor | None = None,
 ) -> dict[str, float]:
     """What a selection did, for the logs.
@@ -272,8 +198,7 @@ def selection_metrics(
         rewards: (N, G) raw weighted reward sums, NaN where a completion could not be scored.
         scores: (N,) from `group_score`.
         kept: (N,) bool from `select_groups`.
-        reward_range: lowest and highest reward that count as worst and best, of all groups or (N,) of each, by default
-            those of this batch.
+        reward_range: lowest and highest reward that count as worst and best, by default those of this batch.
         variances: (n,) of the rewards of all groups that these were ranked among, by default of these alone.
 
     Returns:

@@ -44,7 +44,7 @@ class Algorithm:
     without_filter: dict[str, Any] = field(default_factory=dict)
 
     def args(self, folder: Any, plain: bool = False, **settings: Any) -> Any:
-        own = self.without_filter if plain else {"snr_selection_eps": 0.0}
+        own = self.without_filter if plain else {}
         config = self.plain_config if plain else self.config
         return config(**{"output_dir": str(folder), **RUN, **own, **settings})
 

@@ -71,19 +71,17 @@ def arguments(trainer_class, folder, **overrides):
         "seed": 3,
         "hub_token": TOKEN,
     }
-    if trainer_class is OURS:
-        settings["snr_selection_eps"] = 0.0
     return config(**settings | overrides)
 
 
-def make(trainer_class, policy_path, folder, env=None, callback=True, **overrides):
+def make(trainer_class, policy_path, folder, env=None, callback=True, min_prompts=2, **overrides):
     """A trainer, with the callback that measures at every step."""
     rewards = [*env.reward_funcs, length_reward] if env else [length_reward]
     rows = env.dataset(8) if env else Dataset.from_dict({"prompt": PROMPTS})
     args = arguments(trainer_class, folder, **overrides)
     trainer = trainer_class(policy_path, rewards, args=args, train_dataset=rows)
     if callback:
-        trainer.add_callback(MutualInformationCallback(trainer, every=1, min_prompts=2))
+        trainer.add_callback(MutualInformationCallback(trainer, every=1, min_prompts=min_prompts))
     return trainer
 
 

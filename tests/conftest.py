@@ -10,7 +10,6 @@ import torch
 import trl
 from accelerate.utils import imports
 from datasets import Dataset
-from hub import hub_double as hub_double
 from hypothesis import settings
 from packaging.version import Version
 from transformers import Qwen3Config, Qwen3ForCausalLM
@@ -29,13 +28,13 @@ settings.register_profile("searching", deadline=None, max_examples=2000)
 settings.load_profile("repeatable")
 
 # Files of minutes. First, so that on several cores none of them begins when all others have ended.
-LONG = ("test_train", "test_backends", "test_distributed", "test_hub", "test_pictures")
+LONG = ("test_train", "test_backends", "test_distributed", "test_pictures")
 
 
 # How the names of files about figures begin. Elsewhere, two seconds at the end of a run are for nothing.
 ABOUT_FIGURES = ("test_card", "test_docs", "test_hub", "test_report")
 # Hundreds of runs of a few steps, which nobody reads the record of.
-WITHOUT_RECORD = ("test_hostile", "test_promises", "test_reference", "test_refill")
+WITHOUT_RECORD = ("test_hostile", "test_promises", "test_reference", "test_dynamic_sampling")
 
 
 def pytest_collection_modifyitems(items):
@@ -57,7 +56,7 @@ def no_figures_where_nobody_looks(request, monkeypatch):
 @pytest.fixture(autouse=True)
 def no_record_where_nobody_looks(request, monkeypatch):
     if request.path.stem.startswith(WITHOUT_RECORD):
-        monkeypatch.setattr("ragen2_trl.trainers.filtered.keep_record", lambda trainer: None)
+        monkeypatch.setattr("ragen2_trl.trainers.filtered.COMPANIONS", ())
         monkeypatch.setattr("accelerate.utils.imports._is_package_available", is_package_available)
 
 
@@ -141,8 +140,6 @@ def make_args(tmp_path):
 
     def make(snr: bool = True, **overrides) -> GRPOConfig:
         settings = {"output_dir": str(tmp_path / "run"), **RUN}
-        if snr:
-            settings["snr_selection_eps"] = 0.0
         return (SNRFilteredGRPOConfig if snr else GRPOConfig)(**{**settings, **overrides})
 
     return make

@@ -13,7 +13,7 @@ KEY = "sk-VerySecretKey0123456789"
 SECRET_PATH = "tenant-4711"  # of the address, which nobody needs to see either
 
 
-class Endpoint(ThreadingHTTPServer):
+class EndpointDouble(ThreadingHTTPServer):
     """Chat completions: `faults` are used up one a request, the rest are answered with `answer`."""
 
     daemon_threads = True
@@ -110,7 +110,7 @@ def endless(handler):
 @pytest.fixture(name="endpoint")
 def endpoint_fixture(monkeypatch):
     """A stand-in that the environment's variables name."""
-    with Endpoint() as server:
+    with EndpointDouble() as server:
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
         monkeypatch.setenv("OPENAI_BASE_URL", server.url)

@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 from ragen2_trl import MutualInformationCallback, SNRFilteredGRPOTrainer
 
 VARIED = (0, 3, 5, 6)  # prompts whose groups have reward variance; the others are dropped
-REFILL = {"snr_refill_rounds": 2}
+REFILL = {"snr_dynamic_sampling_rounds": 2}
 SELECT = {"snr_prompt_selection": True, "max_steps": 5}  # the second epoch begins with step 3
 both = pytest.mark.parametrize("snr", [{}, REFILL], ids=["filter", "refill"])
 all_ways = pytest.mark.parametrize("snr", [{}, REFILL, SELECT], ids=["filter", "refill", "selection"])
@@ -46,7 +46,7 @@ def run(policy, args, dataset=None, reward=alternating, prepare=None, resume=Non
     def seeing(model, inputs):
         if model.training:
             trainer.seen.append(inputs)
-            trainer.weights.append(trainer._packing.at_hand.weight)
+            trainer.weights.append(trainer._micro_batches.at_hand.weight)
         return compute(model, inputs)
 
     trainer._compute_loss = seeing
@@ -61,8 +61,8 @@ def run(policy, args, dataset=None, reward=alternating, prepare=None, resume=Non
     assert min(row["snr/kept_fraction"] for row in rows) < 1
     if args.learning_rate:
         assert any(not torch.equal(start[name], value) for name, value in parameters_of(trainer).items())
-    if args.snr_refill_rounds:
-        assert any(row["snr/refill_rounds"] for row in rows)
+    if args.snr_dynamic_sampling_rounds:
+        assert any(row["snr/sampling_rounds"] for row in rows)
     if args.snr_prompt_selection:
         assert any(row["snr/skipped_prompts"] for row in rows)
     return trainer

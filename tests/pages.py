@@ -1,12 +1,9 @@
 """The pages of README and docs/, their parts, and how their Python is run.
 
-What is replaced in it is in `REPLACED`, `SMALL` and `load_dataset`. A page can be run in a process of its own:
-`python tests/pages.py PAGE FOLDER`.
+What is replaced in it is in `REPLACED`, `SMALL` and `load_dataset`.
 """
 
-import re
 import shlex
-import sys
 from pathlib import Path
 
 import datasets
@@ -30,7 +27,6 @@ REPLACED = {
     '"Qwen/Qwen2.5-0.5B-Instruct"': f'"{TINY_MODEL_PATH}"',
     '"Qwen/Qwen3-0.6B"': '"tool_model"',  # tiny, with a chat template that knows tools
     '"http://127.0.0.1:8000"': '"{server}"',
-    '"me/': '"tester/',  # the user of the Hub's double
 }
 # Settings of every trainer, whatever a block says.
 SMALL = {
@@ -88,19 +84,6 @@ def commands(page: str) -> list[list[str]]:
     return [words for line in lines if (words := shlex.split(line, comments=True))]
 
 
-def rows(page: str, heading: str | None = None) -> list[list[str]]:
-    """Cells of the rows of the tables of a page, or of those under a heading."""
-    text = PAGES[page].read_text(encoding="utf-8")
-    if heading is not None:
-        text = re.split(r"\n## ", text.split(f"\n## {heading}\n")[1])[0]
-    lines = [line.replace("\\|", "\0") for line in text.splitlines() if line.startswith("| ")]
-    return [[cell.strip().replace("\0", "|") for cell in line.strip("|").split("|")] for line in lines]
-
-
-def quoted(cell: str) -> list[str]:
-    return re.findall(r"`([^`]+)`", cell)
-
-
 def run_page(page: str, server: str = "") -> dict:
     """Run the Python of a page with what it replaces; gives its names."""
     names: dict = {"__name__": "page"}
@@ -115,12 +98,6 @@ def run_page(page: str, server: str = "") -> dict:
     return names
 
 
-def replace_settings(patch: pytest.MonkeyPatch) -> None:
-    for config in CONFIGS:
-        patch.setattr(config, "__init__", smaller(config.__init__))
-    patch.setattr(datasets, "load_dataset", load_dataset)
-
-
 def smaller(init):
     def init_small(self, *args, **settings):
         fits = SMALL | {"save_strategy": "no"}
@@ -131,15 +108,7 @@ def smaller(init):
 
 @pytest.fixture(name="small")
 def small_fixture(monkeypatch, tmp_path):
-    replace_settings(monkeypatch)
+    for config in CONFIGS:
+        monkeypatch.setattr(config, "__init__", smaller(config.__init__))
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     monkeypatch.chdir(tmp_path)
-
-
-if __name__ == "__main__":
-    import os
-
-    named, place = sys.argv[1:]
-    os.chdir(place)
-    with pytest.MonkeyPatch.context() as patch:
-        replace_settings(patch)
-        run_page(named)

@@ -10,7 +10,7 @@ from ragen2_trl.instrument.diagnosis import Measurement
 from ragen2_trl.instrument.gradients import BucketGradients, GradientMeasurement, inner_products, statistics_of
 from ragen2_trl.instrument.information import information_metrics
 from ragen2_trl.reporting.group_rewards import GroupRewards
-from ragen2_trl.reporting.held_out import Curve, Point
+from ragen2_trl.reporting.held_out import HeldOutCurve, HeldOutPoint
 
 
 def extent(artist):
@@ -51,11 +51,12 @@ def groups(count: int, **filter_options) -> tuple[list[float], list[bool]]:
     return scores.tolist(), select_groups(scores, **filter_options).tolist()
 
 
-def held_out_curve(task: str, steps=range(0, 141, 20), **metrics) -> Curve:
+def held_out_curve(task: str, steps=range(0, 141, 20), **metrics) -> HeldOutCurve:
     """Success that rises, with intervals."""
     points = [(step, 0.3 + 0.5 * step / 140) for step in steps]
-    return Curve(
-        task, [Point(step, value, value - 0.1, value + 0.1, {"success": value, **metrics}) for step, value in points]
+    return HeldOutCurve(
+        task,
+        [HeldOutPoint(step, value, value - 0.1, value + 0.1, {"success": value, **metrics}) for step, value in points],
     )
 
 

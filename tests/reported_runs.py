@@ -79,7 +79,7 @@ def make_measurement(step, depends, reasoning="Go right.", suffix=""):
         metrics=information_metrics(cross_logps, lengths, index),
         regime="diverse" if depends else "independent",
         prompts=[messages[0]["content"] for messages in prompts_of(suffix)],
-        reasonings=[f"{reasoning} {number}\ud800" for number in range(len(index))],  # no text, but JSON
+        traces=[f"{reasoning} {number}\ud800" for number in range(len(index))],  # no text, but JSON
         prompt_index=index,
         lengths=lengths,
         cross_logps=cross_logps,

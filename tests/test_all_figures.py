@@ -7,7 +7,6 @@ import matplotlib
 import matplotlib.colors
 import matplotlib.image
 import pytest
-from matplotlib.figure import Figure
 from plotted import (
     assert_nothing_overlaps,
     chosen_history,
@@ -41,7 +40,7 @@ from ragen2_trl.reporting import (
     save_figure,
     svg,
 )
-from ragen2_trl.reporting.information_plots import Arrow
+from ragen2_trl.reporting.plots import Arrow
 
 pytestmark = pytest.mark.slow
 
@@ -100,13 +99,6 @@ def test_a_figure_gives_the_same_files_each_time(draw, tmp_path):
         for drawn, name in ((figure, "one"), (figure, "again"), (draw(), "other"))
     )
     assert one == again == other
-
-
-def test_a_figure_is_drawn_once_for_each_of_its_files(tmp_path, monkeypatch):
-    figure, drawn, draw = plot_training(history(25, 10)), [], Figure.draw
-    monkeypatch.setattr(Figure, "draw", lambda self, renderer: (drawn.append(renderer), draw(self, renderer)))
-    save_figure(figure, tmp_path / "run")
-    assert len(drawn) == 2
 
 
 @pytest.mark.slow

@@ -16,6 +16,7 @@ from backends import CASES, CASES_OF_THREE, GROUP_SIZE, cases_of, processes_of, 
 
 from ragen2_trl.reporting.saved_episodes import read_episodes
 
+ROOT = str(Path(__file__).parent.parent)
 BACKENDS = ["ddp", "zero1", "zero2", "zero3", "fsdp2", "ddp_lora", "zero3_lora", "ddp_three"]
 # A newcomer's `make test` has each trainer on two processes, whole and sharded.
 FAST = ("ddp", "zero3")
@@ -37,7 +38,7 @@ def launch(script: str, processes: int, *arguments: str) -> None:
     """Runs a script of `distributed/` on so many processes."""
     start = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={processes}", "--standalone"]
     path = Path(__file__).parent / "distributed" / script
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TRL_EXPERIMENTAL_SILENCE": "1"}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TRL_EXPERIMENTAL_SILENCE": "1", "PYTHONPATH": ROOT}
     subprocess.run([*start, str(path), *arguments], check=True, timeout=900, env=environment)
 
 

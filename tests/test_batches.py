@@ -199,7 +199,7 @@ def test_rows_that_are_taken_keep_their_own(layout, drawn, multiple):
     taken = take(join(batches, PAD), chosen, multiple)
     expected = [contents_of(batch_of([rows[row]], layout), layout)[0] for row in chosen]
     assert contents_of(taken, layout) == expected
-    # As in a refill: rows are pooled, joined with more, and taken out again.
+    # As in dynamic sampling: rows are pooled, joined with more, and taken out again.
     again = take(join([taken, *batches], PAD), list(range(len(chosen)))[::-1], multiple)
     assert contents_of(again, layout) == expected[::-1]
     assert row_lengths(taken).tolist() == [len(rows[row]["prompt"]) + len(rows[row]["completion"]) for row in chosen]

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import re
 
 import numpy as np
 import pytest
@@ -28,7 +29,7 @@ def test_a_resumed_run_says_so_and_shows_no_evaluation_of_the_run_before(policy_
     trainer.train(resume_from_checkpoint=True)
     assert list(watcher.cards) == [3, 4]
     for text in (watcher.cards[3], read_card(folder)):
-        assert "It was resumed from a checkpoint at step 2; the numbers span all of it." in section_of(text)
+        assert re.search(r"resumed .* at step 2\b", section_of(text))
         assert rows_of(text)["held-out success (95 % interval)"][:2] == ["25.0% (20.0% to 30.0%)", ""]
     run = run_of(trainer)
     assert [step for step, _ in run.points("mi/first_turn/mi_seq")] == [1, 2, 3, 4]
@@ -42,18 +43,18 @@ def test_a_run_that_raised_is_unfinished_and_a_fresh_one_shows_nothing_of_it(pol
     trainer.add_callback(Watcher(raise_at=3))
     with pytest.raises(RuntimeError):
         trainer.train()
-    assert "Training is unfinished: at step 2 of 4" in read_card(folder)
+    assert "unfinished: at step 2 of 4" in read_card(folder)
     assert figures_in(folder) == set()
     state = (folder / "diagnostics" / "trainer_state.json").read_text()
     make(OURS, policy_path, folder).create_model_card("run")  # in a new process, to upload what a killed one left
     assert figures_in(folder) == set(FIGURES) - {"gradients", "held_out", "prompts", "calibration"}
-    assert "Training is unfinished: at step 2 of 4" in read_card(folder)
-    assert "are not drawn yet" not in read_card(folder)
+    assert "unfinished: at step 2 of 4" in read_card(folder)
+    assert "not drawn yet" not in read_card(folder)
     assert (folder / "diagnostics" / "trainer_state.json").read_text() == state
     with monkeypatch.context() as patch:
         patch.setattr(run_record, "write_figures", lambda run: run)
         trainer.create_model_card("run")
-    assert "Training is unfinished: at step 3 of 4" in read_card(folder)
+    assert "unfinished: at step 3 of 4" in read_card(folder)
     (folder / "log_history.json").write_text("[{}]")
     again, watcher = make(OURS, policy_path, folder, callback=False, max_steps=2), Watcher(raise_at=1)
     again.add_callback(watcher)
@@ -63,7 +64,7 @@ def test_a_run_that_raised_is_unfinished_and_a_fresh_one_shows_nothing_of_it(pol
     assert (run.status, run.rows, run.measurements) == ("unfinished: at step 0 of 2", [], [])
     again.remove_callback(watcher)
     again.train()  # the same trainer, from the start
-    assert "Training finished 2 steps" in read_card(folder)
+    assert "finished 2 steps" in read_card(folder)
     assert "was not measured" in section_of(read_card(folder))
     assert "retrieval accuracy (" not in read_card(folder)
     assert figures_in(folder) == {"training", "compute", "reward_distribution"}
@@ -74,7 +75,7 @@ def test_a_run_that_was_stopped_says_where(policy_path, tmp_path, without_figure
     trainer = make(STOCK, policy_path, tmp_path / "run")
     trainer.add_callback(Watcher(stop_at=3))
     trainer.train()
-    assert "Training stopped at step 3 of 4." in section_of(read_card(tmp_path / "run"))
+    assert "stopped at step 3 of 4" in section_of(read_card(tmp_path / "run"))
 
 
 def test_one_trainer_trains_twice_and_tells_of_the_second_time(policy_path, tmp_path, without_figures):
@@ -99,7 +100,7 @@ def test_broken_metadata_is_a_warning_and_training_goes_on(policy_path, tmp_path
     with caplog.at_level(logging.WARNING):
         trainer.train()
     assert trainer.state.global_step == 2
-    assert "README.md has no valid metadata and gets no diagnostics" in caplog.text
+    assert "README.md" in caplog.text and "metadata" in caplog.text
     assert read_run(tmp_path / "run").status == "finished 2 steps"
 
 
@@ -110,9 +111,8 @@ def test_a_picture_that_cannot_be_drawn_costs_no_checkpoint_and_no_card(policy_p
     monkeypatch.setattr(run_record, "write_figures", fail)
     make(STOCK, policy_path, tmp_path / "run", max_steps=2).train()
     assert (tmp_path / "run" / "checkpoint-2" / "trainer_state.json").exists()
-    assert "Figures could not be written." in caplog.text
-    assert "no font" in caplog.text
-    assert "Training finished 2 steps" in section_of(read_card(tmp_path / "run"))
+    assert "Figures" in caplog.text and "no font" in caplog.text
+    assert "finished 2 steps" in section_of(read_card(tmp_path / "run"))
 
 
 @pytest.mark.parametrize("save_strategy", ["no", "steps"])
@@ -126,7 +126,7 @@ def test_a_record_that_cannot_be_written_costs_no_training(policy_path, tmp_path
     trainer = make(OURS, policy_path, tmp_path / "run", max_steps=2, save_strategy=save_strategy)
     trainer.train()
     assert trainer.state.global_step == 2
-    assert "The record of this run could not be written." in caplog.text and "no space left" in caplog.text
+    assert "record of this run" in caplog.text and "no space left" in caplog.text
 
 
 def test_a_log_of_odd_numbers_is_written(policy_path, tmp_path, without_figures):
@@ -142,5 +142,5 @@ def test_a_trainer_that_has_not_begun_tells_the_run_in_its_folder(policy_path, t
     make(OURS, policy_path, tmp_path / "run", max_steps=2).train()
     state = (tmp_path / "run" / "diagnostics" / "trainer_state.json").read_text()
     make(OURS, policy_path, tmp_path / "run", max_steps=2).create_model_card("again")
-    assert "Training finished 2 steps." in read_card(tmp_path / "run")
+    assert "finished 2 steps" in read_card(tmp_path / "run")
     assert (tmp_path / "run" / "diagnostics" / "trainer_state.json").read_text() == state

@@ -3,6 +3,7 @@
 import logging
 
 import pytest
+import torch
 from algorithms import GRPO, for_each, replay_of
 from conftest import PROMPTS, assert_same_parameters, parameters_of
 from datasets import Dataset
@@ -57,20 +58,32 @@ def test_a_task_with_known_rewards_tells_too_hard_from_too_easy_from_the_first_s
         assert part in warnings[0]
 
 
+def keeps_none(groups):
+    return torch.zeros(len(groups.rewards), dtype=torch.bool)
+
+
+KEEPS_NONE = {"snr_selector": "test_cold_start:keeps_none"}
+
+
 @pytest.mark.parametrize(
-    ("rewards", "said"),
+    ("rewards", "settings", "said"),
     [
-        ({prompt: [0.0] * 4 for prompt in PROMPTS}, "every completion had the same reward, 0"),
+        ({prompt: [0.0] * 4 for prompt in PROMPTS}, {}, "every completion had the same reward, 0"),
         (
             {prompt: [float(number % 2)] * 4 for number, prompt in enumerate(PROMPTS)},
+            {},
             "Prompts are solved always or never",
         ),
-        ({prompt: [0.0, 0.001, 0.0, 0.001] for prompt in PROMPTS}, "snr_selection_eps=0.01"),
-        ({prompt: [None] * 4 for prompt in PROMPTS}, "no reward function returned a finite number"),
+        (
+            {prompt: [0.0, 0.001, 0.0, 0.001] for prompt in PROMPTS},
+            KEEPS_NONE,
+            "snr_selector='test_cold_start:keeps_none'",
+        ),
+        ({prompt: [None] * 4 for prompt in PROMPTS}, {}, "no reward function returned a finite number"),
     ],
 )
-def test_a_cold_start_is_told_after_three_steps(rewards, said, policy_path, tmp_path, caplog):
-    args = GRPO.args(tmp_path, snr_selection_eps=0.01, snr_selection_eps_scale="absolute", max_steps=4)
+def test_a_cold_start_is_told_after_three_steps(rewards, settings, said, policy_path, tmp_path, caplog):
+    args = GRPO.args(tmp_path, max_steps=4, **settings)
     trainer = GRPO.make(policy_path, args, replay_of(policy_path, rewards))
     with caplog.at_level(logging.WARNING):
         trainer.train()

@@ -320,7 +320,10 @@ def test_trainers_of_one_sample_an_episode_are_refused_in_one_line(kind, policy,
 
 @pytest.mark.parametrize(
     ("settings", "said"),
-    [({"snr_refill_rounds": 2}, "snr_refill_rounds=2"), ({"snr_score": "entropy"}, "snr_score='entropy'")],
+    [
+        ({"snr_dynamic_sampling_rounds": 2}, "snr_dynamic_sampling_rounds=2"),
+        ({"snr_score": "entropy"}, "snr_score='entropy'"),
+    ],
 )
 def test_settings_of_one_sample_an_episode_are_refused_before_training(settings, said, policy, tokenizer, make_args):
     rollout = TextRollout(make_env("frozen_lake", **LAKE), context="memory")

@@ -7,7 +7,7 @@ from test_ppo import ppo_args
 from trl import GRPOTrainer
 
 from ragen2_trl import CostCallback, MutualInformationCallback, SNRFilteredGRPOTrainer, SNRFilteredPPOTrainer
-from ragen2_trl.callbacks.rollouts import watch_rollouts
+from ragen2_trl.rollout_events import listen
 
 
 def half(completions, **kwargs):
@@ -43,10 +43,10 @@ class Naive:
     ("trainer_class", "settings"),
     [
         (SNRFilteredGRPOTrainer, {"snr_value": 0.5}),
-        (SNRFilteredGRPOTrainer, {"snr_strategy": "none", "snr_refill_rounds": 2}),
+        (SNRFilteredGRPOTrainer, {"snr_strategy": "none", "snr_dynamic_sampling_rounds": 2}),
         (GRPOTrainer, {"snr": False}),
     ],
-    ids=["filter", "refill", "trl"],
+    ids=["filter", "dynamic sampling", "trl"],
 )
 def test_costs_are_those_of_a_naive_count(trainer_class, settings, policy_path, prompts, make_args):
     trainer = trainer_class(policy_path, half, make_args(max_steps=3, **settings), prompts)
@@ -128,6 +128,6 @@ def test_what_callbacks_measure_costs_training_nothing(policy_path, prompts, mak
     trainer = SNRFilteredGRPOTrainer(policy_path, half, make_args(max_steps=1), prompts)
     costs, seen = CostCallback(trainer), []
     trainer.add_callback(costs)
-    watch_rollouts(trainer, lambda sampled: (measure(sampled), measure(sampled)))
+    listen(trainer, on_rollout=lambda sampled: (measure(sampled), measure(sampled)))
     trainer.train()
     assert seen[0] == seen[1] > 0

@@ -108,7 +108,7 @@ def test_what_is_sampled_is_on_disk_as_it_comes_and_scores_to_the_same_numbers(t
 
 
 @pytest.mark.slow
-def test_a_kill_amid_sampling_loses_nothing_that_was_played(tmp_path, monkeypatch):
+def test_a_kill_during_sampling_loses_nothing_that_was_played(tmp_path, monkeypatch):
     generate, calls = sampling.generator, []
 
     def killed(*args):
@@ -132,13 +132,12 @@ def test_a_kill_amid_sampling_loses_nothing_that_was_played(tmp_path, monkeypatc
 
 @pytest.mark.slow
 def test_reasoning_whose_observation_was_withheld_comes_out_at_chance(tmp_path, capsys):
-    """And is said to be foreign to the prompts that it was not written for."""
     report = run(tmp_path, num_prompts=8, num_samples=8, control="true")
     control = report["control"]["metrics"]
     assert report["metrics"]["retrieval_accuracy"] > 0.9
     p_value = chance_p_value(control)
     assert p_value > 0.01 and control["retrieval_accuracy"] < 0.3
-    assert report["control"]["regime"] in ("foreign", "independent", "undecided")
+    assert report["control"]["regime"] in ("foreign", "independent", "inconclusive")
     assert "Control, the observation withheld: The own prompt explains" in " ".join(capsys.readouterr().out.split())
 
 
@@ -168,10 +167,8 @@ def test_one_prompt_is_one_clear_line(played, tmp_path, capsys):
         cli.main(command)
     shown = " ".join(capsys.readouterr().err.split())
     assert ended.value.code == 2
-    assert shown == (
-        "ragen2-trl diagnose: step 40 cannot be diagnosed: all 1 prompts are the same, and two different ones are "
-        "needed."
-    )
+    assert shown.startswith("ragen2-trl diagnose: ") and "step 40" in shown and "1 prompts" in shown
+    assert "Traceback" not in shown
 
 
 # Completions that TRL saved
@@ -229,14 +226,13 @@ def test_a_folder_is_a_path_that_ends_with_its_last_step(played, tmp_path, capsy
 
 
 @pytest.mark.parametrize(
-    ("max_files", "steps"),
-    [(1, [10]), (2, [1, 10]), (4, [1, 4, 7, 10]), (10, list(range(1, 11))), (99, list(range(1, 11)))],
+    ("saved", "steps"),
+    [(1, [1]), (8, list(range(1, 9))), (15, list(range(1, 16, 2))), (22, list(range(1, 23, 3)))],
 )
-def test_files_are_taken_evenly_and_the_last_always(max_files, steps, tmp_path):
-    for step in range(1, 11):
+def test_up_to_eight_files_are_taken_evenly_and_the_last_always(saved, steps, tmp_path):
+    for step in range(1, saved + 1):
         (tmp_path / f"completions_{step:05d}.parquet").touch()
-    found = find_files(tmp_path, max_files)
-    assert [int(path.stem.split("_")[1]) for path in found] == steps
+    assert [int(path.stem.split("_")[1]) for path in find_files(tmp_path)] == steps
 
 
 @pytest.mark.parametrize("conversational", [pytest.param(True, marks=pytest.mark.slow), False])
@@ -290,6 +286,3 @@ def test_the_script_starts_beside_the_script_called_evaluate():
 def test_diagnose_is_a_command(capsys):
     cli.main(["--help"])
     assert "  diagnose " in capsys.readouterr().out
-    with pytest.raises(SystemExit) as ended:
-        cli.main(["diagnose", "--max_files", "0"])
-    assert ended.value.code == 2 and "max_files must be at least 1, got 0" in capsys.readouterr().err

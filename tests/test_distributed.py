@@ -28,13 +28,13 @@ import several
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
+ROOT = str(Path(__file__).parent.parent)  # of `research`, whose selectors settings name
 COMMON = {
     "num_generations": 4,
     "max_completion_length": 10,
     "learning_rate": 0.0,
     "max_grad_norm": 0.0,
     "beta": 0.1,
-    "snr_selection_eps": 0.0,
     "max_steps": 1,
     "save_strategy": "no",
     "report_to": "none",
@@ -140,7 +140,13 @@ CASES = {
 def run_on_two_processes(script, *arguments):
     path = Path(__file__).parent / "distributed" / script
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone", str(path)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TRL_EXPERIMENTAL_SILENCE": "1", "HF_HUB_OFFLINE": "1"}
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "TRL_EXPERIMENTAL_SILENCE": "1",
+        "PYTHONPATH": ROOT,
+        "HF_HUB_OFFLINE": "1",
+    }
     subprocess.run([*command, *map(str, arguments)], check=True, timeout=900, env=environment)
 
 
@@ -258,17 +264,17 @@ def test_settings_that_differ_between_processes_are_named_on_each_of_them(policy
 
 def test_a_run_resumed_on_more_processes_has_the_same_state_on_each(policy_path, tmp_path):
     before = resume.train(policy_path, str(tmp_path), 16, 2)
-    drawn = before._refill.stream.drawn
+    drawn = before._dynamic_sampling.stream.drawn
     assert drawn > 0
     run_on_two_processes("resume.py", policy_path, tmp_path)
     first, second = (json.loads((tmp_path / f"shared_{process}.json").read_text()) for process in (0, 1))
     assert first == second
     assert first["drawn"] >= drawn
     assert first["step"] == 4
-    assert first["selector"]["reference"]["seen"] > before._selector.reference.seen
+    assert first["filter"]["recent"]["seen"] > before._filter.recent.seen
 
 
-def test_samples_of_several_turns_and_tasks_are_those_of_one_process(policy_path, tmp_path):
+def test_samples_of_several_turns_and_selectors_are_those_of_one_process(policy_path, tmp_path):
     run_on_two_processes("several.py", policy_path, tmp_path)
     first, second = (torch.load(tmp_path / f"gradients_{process}.pt") for process in (0, 1))
     alone = several.gradients(policy_path, str(tmp_path), 1)

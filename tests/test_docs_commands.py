@@ -73,11 +73,19 @@ def check_command(words: list[str]) -> None:
         known, _ = get_args_parser().parse_known_args(args)
         check_script(known.training_script, known.training_script_args)
     elif program == "python" and args[0] == "-m":
-        assert args[1] == "ragen2_trl.openenv", args[1]
-        from ragen2_trl.openenv.__main__ import main
+        if args[1] == "research":
+            from research.__main__ import make_parser
 
-        with pytest.raises(Parsed):
-            main(args[2:])
+            with pytest.raises(Parsed):
+                make_parser().parse_args(args[2:])
+        elif args[1].startswith("research.benchmarks."):
+            assert (ROOT / args[1].replace(".", "/")).with_suffix(".py").exists(), args[1]
+        else:
+            from ragen2_trl.openenv.__main__ import main
+
+            assert args[1] == "ragen2_trl.openenv", args[1]
+            with pytest.raises(Parsed):
+                main(args[2:])
     elif program == "python":
         check_script(args[0], args[1:])
     elif program == "make":

@@ -233,7 +233,7 @@ def test_nothing_is_saved_where_no_checkpoints_are(tmp_path):
 
 
 @pytest.mark.slow
-def test_training_stops_after_patience_below_the_floor_also_when_it_was_resumed(tmp_path, caplog):
+def test_training_stops_after_patience_below_the_bound_also_when_it_was_resumed(tmp_path, caplog):
     successes = [0.0, 0.0, 0.5, 0.0, 0.0, 0.0]  # the one before training does not count
     whole = scripted(tmp_path, successes, {"stop_below": 0.1, "stop_patience": 2})
     whole.train()

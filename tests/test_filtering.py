@@ -10,14 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ragen2_trl.filtering import (
-    QUARTILES,
     SCORES,
     STRATEGIES,
-    as_many_at_random,
     group_score,
-    select_completions,
     select_groups,
-    select_quarter,
     zero_variance,
 )
 
@@ -182,55 +178,3 @@ def test_errors_name_the_field_the_value_and_the_allowed_set(arguments, names):
         group_score(torch.ones(3, 3), "variance")
     for name in SCORES:
         assert name in str(error.value)
-
-
-@given(st.lists(st.sampled_from([0.0, 0.1, 0.25, 1.0]), min_size=1, max_size=14))
-def test_quarters_are_those_of_a_naive_ranking(scores):
-    ranking = sorted(range(len(scores)), key=lambda group: -scores[group])  # stable: of equal scores the earlier one
-    start = 0
-    for quartile in QUARTILES:
-        size = len(scores) // 4 + (quartile <= len(scores) % 4)
-        kept = indices(select_quarter(torch.tensor(scores), quartile))
-        assert kept == sorted(ranking[start : start + size])
-        start += size
-    assert start == len(scores)
-
-
-@given(rewards_of_groups, st.sampled_from([0.01, 0.25, 0.5, 0.75, 1.0]))
-def test_kept_completions_are_the_ends_of_a_naive_ranking(rewards, fraction):
-    kept = select_completions(torch.tensor(rewards), fraction).tolist()
-    for group, of_group in zip(rewards, kept, strict=True):
-        number = min(len(group), max(2, math.floor(fraction * len(group))))
-        ranking = sorted(range(len(group)), key=lambda member: -group[member])
-        ends = set(ranking[: math.ceil(number / 2)]) | set(ranking[len(ranking) - number // 2 :])
-        assert {member for member, is_kept in enumerate(of_group) if is_kept} == ends
-        assert len(ends) == number
-
-
-def test_a_completion_without_a_reward_is_in_the_middle():
-    rewards = torch.tensor([[math.nan, 1.0, math.inf, 0.0], [math.nan] * 4])
-    assert select_completions(rewards).tolist() == [[False, True, False, True], [True, False, False, True]]
-    assert select_completions(rewards, 1.0).all()
-
-
-def test_a_random_control_has_the_size_of_the_selection_and_forgets_the_rest():
-    kept = torch.tensor([True, True, False, False, False, False])
-    state = torch.get_rng_state()
-    draws = [as_many_at_random(kept, torch.Generator().manual_seed(seed)) for seed in range(400)]
-    assert torch.equal(torch.get_rng_state(), state)
-    assert all(draw.sum() == 2 for draw in draws)
-    often = torch.stack(draws).double().mean(dim=0)
-    assert ((often - 1 / 3).abs() < 0.1).all()  # four standard errors
-    assert as_many_at_random(kept.view(2, 3), torch.Generator().manual_seed(0)).shape == (2, 3)
-
-
-@pytest.mark.parametrize("quartile", [0, 5, -1])
-def test_other_quarters_are_refused(quartile):
-    with pytest.raises(ValueError, match=f"quartile={quartile} is out of range; allowed: 1, 2, 3, 4"):
-        select_quarter(torch.ones(8), quartile)
-
-
-@pytest.mark.parametrize("fraction", [0.0, 1.1, -0.5])
-def test_other_fractions_of_completions_are_refused(fraction):
-    with pytest.raises(ValueError, match=f"fraction={fraction} is out of range; allowed: 0 < value <= 1"):
-        select_completions(torch.ones(2, 4), fraction)

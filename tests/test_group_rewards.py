@@ -30,7 +30,7 @@ from ragen2_trl.reporting.group_rewards import (
     read_group_rewards,
     variance_table,
 )
-from ragen2_trl.reporting.information_plots import Arrow, arrow_of, path_of
+from ragen2_trl.reporting.plots import Arrow, arrow_of, path_of
 from ragen2_trl.reporting.run import read_run, run_of
 
 FILE = "_measurements/group_rewards.jsonl"

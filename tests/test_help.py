@@ -1,6 +1,5 @@
 """What the command line says before it does anything: at once, and with one name for the task."""
 
-import argparse
 import subprocess
 import sys
 
@@ -56,9 +55,3 @@ def test_the_task_has_one_name_in_yaml_and_on_the_command_line(tmp_path, capsys)
     with pytest.raises(SystemExit):
         train(["--env", "bandit"])
     assert "--env_name" in capsys.readouterr().err
-
-
-def test_report_names_its_arguments_without_reading_a_run():
-    from ragen2_trl.cli.arguments import report_parser
-
-    assert isinstance(report_parser(), argparse.ArgumentParser)

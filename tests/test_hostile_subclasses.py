@@ -5,10 +5,10 @@ import pytest
 import torch
 from algorithms import GRPO, STILL, cases, for_each, replay_of, slow
 from conftest import PROMPTS, assert_same_parameters, parameters_of
-from replay import KEPT, assert_close, mean_gradient
+from replay import KEPT, Recorder, assert_close, mean_gradient, move_away
 from trl import GRPOTrainer, RLOOTrainer
 
-from ragen2_trl.trainers.packing import KEPT as KEPT_KEY
+from ragen2_trl.trainers.micro_batches import KEPT as KEPT_KEY
 
 LAYOUT = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 8, "max_steps": 1, **STILL}
 SETTINGS = {
@@ -109,6 +109,46 @@ def test_losses_that_come_from_super_are_weighted(algorithm, settings, mixin, fa
     (gradient,) = algorithm.gradients(policy_path, args, replay_of(policy_path), trainer_class=trainer_class)
     plain = algorithm.plain_gradient(policy_path, KEPT, **settings)
     assert_close(gradient, {name: factor * of_kept for name, of_kept in plain.items()})
+
+
+@pytest.mark.parametrize("mode", ["drop", "mask"])
+@pytest.mark.parametrize(("first", "then"), [("dapo", "grpo"), slow("grpo", "dapo"), slow("dapo", "bnpo")])
+def test_the_loss_is_the_one_that_is_set_when_training_begins(first, then, mode, policy_path, tmp_path):
+    """Scripts set `trainer.loss_type` after `__init__`."""
+    recorder, replay = Recorder(), replay_of(policy_path, equal_lengths=True)
+    args = GRPO.args(tmp_path, loss_type=first, snr_mode=mode, **LAYOUT)
+    trainer = GRPO.make(policy_path, args, replay, callbacks=[recorder])
+    move_away(trainer.model)
+    trainer.loss_type = then
+    trainer.train()
+    (gradient,) = recorder.gradients
+    assert_close(gradient, GRPO.plain_gradient(policy_path, KEPT, equal_lengths=True, loss_type=then))
+
+
+class ComputesTheLossTwice:
+    """As sharpness-aware minimisation does: the gradient of a first loss moves the weights for a second one."""
+
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        model.train()
+        inputs = self._prepare_inputs(inputs)
+        parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        first = self._compute_loss(model, inputs)
+        gradients = torch.autograd.grad(first, parameters, allow_unused=True)
+        assert all(gradient is None or gradient.isfinite().all() for gradient in gradients)
+        loss = self._compute_loss(model, inputs)
+        if isinstance(self, RLOOTrainer):  # as transformers does; GRPO's loss is divided already
+            loss = loss / self.current_gradient_accumulation_steps
+        self.accelerator.backward(loss)
+        self._step += 1
+        return loss.detach()
+
+
+@cases(**SETTINGS)
+def test_training_steps_of_subclasses_may_call_the_loss_themselves(algorithm, settings, policy_path, tmp_path):
+    args = algorithm.args(tmp_path, **LAYOUT, **settings)
+    trainer_class = subclass(ComputesTheLossTwice, algorithm.trainer)
+    (gradient,) = algorithm.gradients(policy_path, args, replay_of(policy_path), trainer_class=trainer_class)
+    assert_close(gradient, algorithm.plain_gradient(policy_path, KEPT, **settings))
 
 
 # Inputs: the gradient is that of the trainer without the subclass
@@ -237,24 +277,153 @@ class DropsWhatIsKept:
         return {key: value for key, value in batch.items() if key != KEPT_KEY}
 
 
+def at_construction(algorithm, mixins, error, said, policy_path, tmp_path, **settings):
+    trainer_class = algorithm.trainer
+    for mixin in mixins:
+        trainer_class = subclass(mixin, trainer_class)
+    with pytest.raises(error, match=said):
+        algorithm.make(
+            policy_path, algorithm.args(tmp_path, **settings), replay_of(policy_path), trainer_class=trainer_class
+        )
+
+
+def assert_refused_in_training(algorithm, mixin, said, policy_path, tmp_path):
+    layout = {"per_device_train_batch_size": 16, "gradient_accumulation_steps": 2, "max_steps": 1, "weight_decay": 0.1}
+    trainer_class = subclass(mixin, algorithm.trainer)
+    trainer = algorithm.make(
+        policy_path, algorithm.args(tmp_path, **layout), replay_of(policy_path), trainer_class=trainer_class
+    )
+    start = parameters_of(trainer)
+    with pytest.raises(RuntimeError, match=said):
+        trainer.train()
+    assert_same_parameters(start, parameters_of(trainer))
+
+
 REFUSED = {
     PreparesInputsOfTRL: r"PreparesInputsOfTRL\._prepare_inputs must call super\(\)\._prepare_inputs",
     GeneratesAsTRL: r"GeneratesAsTRL\._generate_and_score_completions must call super\(\)",
-    DropsWhatIsKept: r"'snr_kept', which says what the filter drops, must be left in it",
 }
 
 
 @pytest.mark.parametrize("mixin", REFUSED)
 @for_each
-def test_subclasses_that_lose_the_filter_are_refused_before_a_parameter_moves(algorithm, mixin, policy_path, tmp_path):
-    args = algorithm.args(tmp_path, per_device_train_batch_size=16, gradient_accumulation_steps=2, weight_decay=0.1)
-    trainer = algorithm.make(
-        policy_path, args, replay_of(policy_path), trainer_class=subclass(mixin, algorithm.trainer)
-    )
+def test_subclasses_that_pass_the_filter_by_are_refused_when_they_are_made(algorithm, mixin, policy_path, tmp_path):
+    at_construction(algorithm, [mixin], TypeError, REFUSED[mixin], policy_path, tmp_path)
+
+
+@for_each
+def test_a_subclass_that_drops_what_is_kept_is_refused_before_a_parameter_moves(algorithm, policy_path, tmp_path):
+    said = r"'snr_kept', which says what the filter drops, must be left in it"
+    assert_refused_in_training(algorithm, DropsWhatIsKept, said, policy_path, tmp_path)
+
+
+@for_each
+def test_the_class_above_may_be_called_by_its_name(algorithm, policy_path, tmp_path):
+    class Between(algorithm.trainer):
+        def _prepare_inputs(self, generation_batch):
+            self.prepared = getattr(self, "prepared", 0) + 1
+            return super()._prepare_inputs(generation_batch)
+
+    def below(parent):
+        class Below(parent):
+            def _prepare_inputs(self, generation_batch):
+                return parent._prepare_inputs(self, generation_batch)
+
+        return Below
+
+    args = algorithm.args(tmp_path, **LAYOUT)
+    trainer_class = below(Between)
+    trainer = algorithm.make(policy_path, args, replay_of(policy_path), trainer_class=trainer_class)
+    trainer.train()
+    assert trainer.prepared == 8
+
+
+class PassesTheWeightsBy:
+    """In all micro-steps, in the first one of a step, or in the last."""
+
+    micro_steps = (0, 1)
+
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        model.train()
+        by = self._step in self.micro_steps
+        inputs = self._prepare_inputs(inputs)
+        loss = trl_trainer(self)._compute_loss(self, model, inputs) if by else self._compute_loss(model, inputs)
+        self.accelerator.backward(loss)
+        self._step += 1
+        return loss.detach()
+
+
+class PassesTheFirstBy(PassesTheWeightsBy):
+    micro_steps = (0,)
+
+
+class PassesTheLastBy(PassesTheWeightsBy):
+    micro_steps = (1,)
+
+
+@pytest.mark.parametrize("mixin", [PassesTheWeightsBy, PassesTheFirstBy, PassesTheLastBy])
+@for_each
+def test_training_steps_that_pass_the_weights_by_are_refused_before_a_parameter_moves(
+    algorithm, mixin, policy_path, tmp_path
+):
+    said = rf"{mixin.__name__}\.training_step has not called self\.compute_loss or self\._compute_loss"
+    assert_refused_in_training(algorithm, mixin, said, policy_path, tmp_path)
+
+
+class LossOfItsOwn:
+    def _compute_loss(self, model, inputs):
+        return 2 * super()._compute_loss(model, inputs)
+
+
+class ComputeLossOfItsOwn:
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        return 2 * super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+
+
+OWN_LOSSES = {LossOfItsOwn: "_compute_loss", ComputeLossOfItsOwn: "compute_loss"}
+
+
+@pytest.mark.parametrize("mixin", OWN_LOSSES)
+@for_each
+def test_masks_cannot_weigh_a_loss_of_somebody_else(algorithm, mixin, policy_path, tmp_path):
+    said = rf"snr_mode='mask'.*{mixin.__name__}\.{OWN_LOSSES[mixin]};.*snr_mode='drop'"
+    at_construction(algorithm, [mixin], TypeError, said, policy_path, tmp_path, snr_mode="mask")
+    trainer_class = subclass(mixin, algorithm.trainer)
+    args = algorithm.args(tmp_path)
+    trainer = algorithm.make(policy_path, args, replay_of(policy_path), trainer_class=trainer_class)
+    trainer.args.snr_mode = "mask"  # nor from now on
     start = parameters_of(trainer)
-    with pytest.raises(RuntimeError, match=REFUSED[mixin]):
+    with pytest.raises(TypeError, match=said):
         trainer.train()
     assert_same_parameters(start, parameters_of(trainer))
+
+
+class RewardsOfItsOwn:
+    def _calculate_rewards(self, *args):
+        self.own = super()._calculate_rewards(*args)
+        return self.own
+
+
+class BatchOfItsOwn:
+    def _generate_and_score_completions(self, inputs):
+        return {**super()._generate_and_score_completions(inputs), "own": getattr(self, "own", None)}
+
+
+FURTHER = {"snr_dynamic_sampling_rounds": 1}
+
+
+@for_each
+def test_rewards_of_one_round_are_not_those_of_a_batch_of_several(algorithm, policy_path, tmp_path):
+    settings = {**FURTHER, "scale_rewards": "none"} if algorithm is GRPO else FURTHER
+    mixins = [RewardsOfItsOwn, BatchOfItsOwn]
+    said = r"snr_dynamic_sampling_rounds=1.*_calculate_rewards.*_generate_and_score_completions.*0"
+    at_construction(algorithm, mixins, TypeError, said, policy_path, tmp_path, **settings)
+    replay = replay_of(policy_path)
+    for one in mixins:
+        trainer_class = subclass(one, algorithm.trainer)
+        algorithm.make(policy_path, algorithm.args(tmp_path, **settings), replay, trainer_class=trainer_class)
+    both = subclass(BatchOfItsOwn, subclass(RewardsOfItsOwn, algorithm.trainer))
+    algorithm.make(policy_path, algorithm.args(tmp_path), replay, trainer_class=both)
 
 
 @pytest.mark.parametrize("num_iterations", [1, 2])

@@ -1,329 +1,284 @@
-"""Trainings and data sets on the Hub, end to end against its double, in good times and in bad."""
+"""What goes up to the Hub, and what becomes of a training whose uploads fail.
+
+All of it against a fake, and once against the Hub itself, where a repository of one's own is named.
+"""
 
 import json
+import logging
+import os
 import re
 import shlex
-import subprocess
-import sys
-import threading
-from pathlib import Path
 
 import pytest
 import torch
-from hub import Hub
-from hub_messages import QUOTA
-from hub_repos import card_metadata
-from hub_service import TOKEN
+from cards import OURS, STOCK, TOKEN, make, read_card
+from cards import without_figures_fixture as without_figures_fixture
+from datasets import load_dataset
+from fake_hub import REFUSED
+from fake_hub import hub_fixture as hub_fixture
+from huggingface_hub import HfApi, ModelCard, snapshot_download
+from huggingface_hub.cli.hf import app as hf
+from test_ppo import ppo_args
+from test_train import arguments as of_recipe
+from transformers import AutoModelForCausalLM, TrainerCallback
 
+from ragen2_trl import EpisodeCallback, SNRFilteredPPOTrainer
+from ragen2_trl.cli import train
+from ragen2_trl.envs import make_env
 from ragen2_trl.reporting.card import HEADING
-from ragen2_trl.reporting.hub import publish_metrics
+from ragen2_trl.reporting.hub import publish_metrics, push_dataset
 from ragen2_trl.reporting.run import read_run
 
-pytestmark = pytest.mark.slow
-
-SCENARIOS = Path(__file__).with_name("hub_scenarios.py")
-RECIPE = Path(__file__).parents[1] / "recipes" / "frozen_lake_tiny.yaml"
-ONLINE = {"HF_HUB_OFFLINE": "0", "OMP_NUM_THREADS": "1"}
 FILES = {"README.md", "config.json", "model.safetensors", "tokenizer.json", "training_args.bin"}
+FILES |= {"diagnostics/trainer_state.json", "diagnostics/run.json"}
+SHORT = {"max_steps": 2, "save_steps": 1}  # two checkpoints
+REPOSITORY = os.environ.get("RAGEN2_HUB_REPO")
 
 
-class Told:
-    """What scenarios came to: `[name]` is their answer, `log[name]` what they logged."""
-
-    def __init__(self, hub, folder, policy_path, *names):
-        done = hub.run(SCENARIOS, str(folder), policy_path, *names, environment=ONLINE)
-        assert done.returncode == 0, done.stderr[-4000:]
-        assert TOKEN not in done.stdout + done.stderr
-        self.folder = folder
-        self.answers = json.loads(done.stdout.splitlines()[-1])
-        parts = re.split(r"^--- (\w+)$", done.stderr, flags=re.MULTILINE)
-        self.log = dict(zip(parts[1::2], parts[2::2], strict=True))
-
-    def __getitem__(self, name):
-        return self.answers[name]
-
-    def files(self, name):
-        return {str(path.relative_to(self.folder / name)): path for path in (self.folder / name).rglob("*")}
+def pushing(trainer_class, policy_path, folder, repo_id="tester/model", **overrides):
+    """A trainer whose checkpoints go up, none of them left out because the one before is still going up."""
+    settings = {"push_to_hub": True, "hub_model_id": repo_id, "hub_always_push": True, **SHORT, **overrides}
+    return make(trainer_class, policy_path, folder, make_env("bandit"), **settings)
 
 
-NAMES = ("tasks", "healthy", "stock", "checkpoints", "pooled")
-NAMES += ("flaky", "dropped", "full", "slow", "foreign", "forbidden")
+def warnings_in(caplog, *parts):
+    """Warnings that name all of the parts."""
+    texts = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    return [text for text in texts if all(part in text for part in parts)]
 
 
-@pytest.fixture(scope="module")
-def world(policy_path, tmp_path_factory):
-    """(Hub, what came of the scenarios); all in one process, because the imports of one take as long as they do."""
-    folder = tmp_path_factory.mktemp("world")
-    with Hub(folder / "hf_home") as hub:
-        hub.add_repo("tester/foreign", {"README.md": b"# Mine", "notes.txt": b"mine too"})
-        hub.fail("tester/flaky/commit", 500, times=1)
-        hub.reset("tester/dropped/commit", times=1)
-        hub.fail("tester/full/commit", 403, error=QUOTA)
-        hub.slow("tester/slow/preupload", 1.0)
-        told = Told(hub, folder, policy_path, *NAMES)
-        hub.heal()
-        yield hub, told
+@pytest.mark.slow
+def test_each_upload_has_the_card_and_the_figures_of_its_step(hub, policy_path, tmp_path):
+    class SlowUpload(TrainerCallback):
+        """The first one ends when the second has been asked for."""
 
+        def on_save(self, args, state, control, **kwargs):
+            if state.global_step == 2:
+                hub.goes_on.set()
 
-def test_what_comes_back_from_the_hub_is_the_trained_model_with_its_metrics(world):
-    _, told = world
-    healthy = told["healthy"]
-    assert healthy["same weights"]
-    assert healthy["same ids"]
-    results = {result["metric_type"]: result for result in healthy["clone"]}
-    row = healthy["rows"][-1]
-    assert results["retrieval_accuracy"]["metric_value"] == round(row["mi/first_turn/retrieval_accuracy"], 6)
-    assert results["mutual_information"]["metric_value"] == round(row["mi/first_turn/mi_seq"], 6)
-    assert {"success_rate", "mean_reward", "retrieval_chance"} <= results.keys()
-    for result in results.values():
-        assert result["verified"] is False
-        assert result["dataset_type"] == "tester/tasks"
-        assert result["source_url"].endswith("tester/healthy/blob/main/diagnostics/trainer_state.json")
-    clone = read_run(told.folder / "clone")
-    assert clone.status == "finished 4 steps"
-    assert [row["reward"] for row in clone.rows] == [row["reward"] for row in healthy["rows"]]
-
-
-def test_every_checkpoint_is_pushed_with_its_own_card_and_figures(world):
-    hub, _ = world
-    history = hub.repo("tester/healthy").branches["main"]
-    cards = {
-        commit.message: commit.files["README.md"].content.decode()
-        for commit in history
-        if commit.message.startswith(("Training", "End"))
-    }
-    messages = ["Training in progress, step 2", "Training in progress, step 4", "End of training"]
-    if messages[1] in cards:
-        assert "unfinished: at step 2 of 4" in cards[messages[0]]
-        assert "Training finished 4 steps" in cards[messages[1]]
-    else:  # on a slow machine the first upload still reads when the next is due, takes its files and leaves nothing
-        messages.remove("Training in progress, step 4")
-    assert list(cards) == messages
-    assert "Training finished 4 steps" in cards[messages[-1]]
-    for commit in history[1:]:
-        card = commit.files["README.md"].content.decode()
-        figures = re.findall(r"!\[.+?\]\((.+?)\)", card)
-        assert len(figures) == 8
-        assert set(figures) <= set(commit.files)
+    trainer = pushing(OURS, policy_path, tmp_path / "run")
+    trainer.add_callback(SlowUpload())
+    hub.goes_on.clear()
+    trainer.train()
+    trainer.push_to_hub()
+    assert hub.messages("tester/model")[-1] == "End of training"
+    assert len(hub.uploads["tester/model"]) == 3
+    for number, (_, files) in enumerate(hub.uploads["tester/model"], 1):
+        assert files.keys() >= FILES
+        card = files["README.md"].decode()
         assert card.count(HEADING) == 1
+        figures = re.findall(r"!\[.+?\]\((.+?)\)", card)
+        assert len(figures) >= 6 and set(figures) <= files.keys()
+        if number > 1:
+            assert "Training finished 2 steps" in card
+    pictures = {path for path in hub.files("tester/model") if path.endswith((".png", ".svg"))}
+    assert len(pictures) == 16
+    assert "README.md" in hub.changed
+    assert not pictures & hub.changed  # a picture that is drawn again while it goes up breaks a real upload
+    for path in pictures | FILES:
+        assert hub.files("tester/model")[path] == (tmp_path / "run" / path).read_bytes(), path
 
 
-def test_uploads_hold_no_measurement_and_no_token(world):
-    hub, told = world
-    contents = [
-        blob for repo in hub.repos.values() for commit in repo.branches["main"] for blob in commit.files.items()
-    ]
-    assert not [path for path, _ in contents if "measurement" in path]
-    assert not [path for path, blob in contents if TOKEN.encode() in blob.content]
-    on_disk = [path for path in told.folder.rglob("*") if path.is_file()]
-    assert any("_measurements" in path.parts for path in on_disk)
-    assert not [path for path in on_disk if TOKEN.encode() in path.read_bytes()]
+def test_the_card_that_goes_up_has_the_numbers_of_the_log_in_its_index(hub, policy_path, tmp_path, without_figures):
+    trainer = pushing(OURS, policy_path, tmp_path / "run")
+    trainer.train()
+    trainer.push_to_hub(dataset_name="tester/tasks")
+    results = {result.metric_type: result for result in ModelCard.load("tester/model").data.eval_results}
+    row = [row for row in trainer.state.log_history if "reward" in row][-1]
+    assert {"success_rate", "mean_reward", "retrieval_chance"} < results.keys()
+    for metric, key in (("retrieval_accuracy", "retrieval_accuracy"), ("mutual_information", "mi_seq")):
+        assert results[metric].metric_value == round(row[f"mi/first_turn/{key}"], 6)
+    for result in results.values():
+        assert (result.verified, result.dataset_type) == (False, "tester/tasks")
+        assert result.source_url.endswith("tester/model/blob/main/diagnostics/trainer_state.json")
 
 
-def test_a_token_that_only_the_arguments_know_pushes_and_stays_private(world):
-    hub, told = world
-    assert told["stock"] == "ok"
-    repo = hub.repo("tester/stock")
-    assert repo.private
-    assert {*FILES, "last-checkpoint/training_args.bin", "diagnostics/trainer_state.json"} <= repo.files.keys()
-    assert {"ragen2", "trl", "grpo"} <= set(card_metadata(repo.files["README.md"].decode())["tags"])
-    saved = torch.load(told.folder / "stock" / "training_args.bin", weights_only=False)
-    assert saved.hub_token is None
+@pytest.mark.parametrize("trainer_class", [OURS, STOCK])
+def test_nothing_private_goes_up(trainer_class, hub, policy_path, tmp_path, without_figures):
+    folder, tokens = tmp_path / "run", {"token": TOKEN}
+    trainer = pushing(
+        trainer_class, policy_path, folder, hub_private_repo=True, hub_strategy="checkpoint", model_init_kwargs=tokens
+    )
+    trainer.add_callback(EpisodeCallback(trainer, every=1))
+    trainer.train()
+    trainer.push_to_hub()
+    assert hub.private == {"tester/model"}
+    assert any((folder / "_measurements").iterdir()) and any((folder / "_episodes").iterdir())
+    uploaded = hub.files("tester/model")
+    assert {*FILES, "last-checkpoint/training_args.bin"} <= uploaded.keys()
+    assert not [path for path in uploaded if path.startswith(("_", "checkpoint-"))]
+    assert not [path for path, content in uploaded.items() if TOKEN.encode() in content]
+    assert not [path for path in folder.rglob("*") if path.is_file() and TOKEN.encode() in path.read_bytes()]
+    assert torch.load(folder / "training_args.bin", weights_only=False).hub_token is None
+    assert (trainer.args.hub_token, tokens) == (TOKEN, {"token": TOKEN})
+    (measurement, *_) = (folder / "_measurements").glob("measurement_*.json")
+    prompts = json.loads(measurement.read_text())["prompts"]
+    texts = "".join(content.decode() for path, content in uploaded.items() if path.endswith((".md", "run.json")))
+    assert prompts and not any(prompt in texts for prompt in prompts)
+
+
+def test_the_critic_stays_here_with_the_upload_of_the_policy(hub, policy_path, make_args, prompts, tmp_path):
+    settings = {"push_to_hub": True, "hub_model_id": "tester/model", "hub_token": TOKEN, "max_steps": 1}
+    args = ppo_args(make_args, save_strategy="steps", save_steps=1, **settings)
+    trainer = SNRFilteredPPOTrainer(policy_path, lambda completions, **kwargs: [1.0] * len(completions), args, prompts)
+    trainer.train()
+    trainer.push_to_hub()
+    assert any((tmp_path / "run" / "_critic").iterdir())
+    assert "model.safetensors" in hub.files("tester/model")
+    assert not [path for path in hub.files("tester/model") if "critic" in path]
 
 
 @pytest.mark.parametrize(
-    ("name", "held", "texts"),
+    ("trainer_class", "strategy", "held", "settings"),
     [
-        ("checkpoints", "last-checkpoint/snr_state_0.pt", "snr_state_*.pt"),
-        ("pooled", "checkpoint-1/_mutual_information_pool.pt", "_mutual_information_pool.pt"),
+        (OURS, "checkpoint", "last-checkpoint/snr_state_0.pt", {}),
+        (STOCK, "all_checkpoints", "checkpoint-1/_mutual_information_pool.pt", {"min_prompts": 4}),
+        (OURS, "every_save", None, {}),
+        (STOCK, "checkpoint", None, {}),
     ],
 )
-def test_checkpoints_with_texts_in_them_go_up_only_with_a_warning(name, held, texts, world):
-    hub, told = world
-    warning = f"uploads checkpoints to tester/{name}: {texts} in them holds prompts and completions"
-    assert told[name] == "ok"
-    assert held in hub.repo(f"tester/{name}").files
-    assert told.log[name].count(warning) == 1
+def test_checkpoints_with_texts_in_them_go_up_only_with_a_warning(
+    trainer_class, strategy, held, settings, hub, policy_path, tmp_path, without_figures, caplog
+):
+    trainer = pushing(trainer_class, policy_path, tmp_path / "run", hub_strategy=strategy, **settings)
+    with caplog.at_level(logging.WARNING):
+        trainer.train()
+    texts = [path for path in hub.files("tester/model") if "snr_state" in path or "_pool" in path]
+    warned = warnings_in(caplog, f"hub_strategy={strategy!r}", "tester/model", "every_save")
+    assert len(warned) == (held is not None)
+    if held is None:
+        assert texts == []
+    else:
+        assert held in texts and held.split("/")[-1].replace("_0", "_*") in warned[0]
 
 
-@pytest.mark.parametrize("name", ["healthy", "stock"])  # every_save, and a trainer that keeps no texts
-def test_checkpoints_without_texts_go_up_without_a_warning(name, world):
-    hub, told = world
-    assert "word by word" not in told.log[name]
-    assert not [path for path in hub.repo(f"tester/{name}").files if "snr_state" in path or "_pool" in path]
+def test_a_failed_upload_of_a_checkpoint_is_a_warning_and_the_next_one_brings_all(
+    hub, policy_path, tmp_path, without_figures, caplog
+):
+    hub.refusals["tester/model"] = 1
+    trainer = pushing(OURS, policy_path, tmp_path / "run")
+    with caplog.at_level(logging.WARNING):
+        trainer.train()
+    assert trainer.state.global_step == 2
+    assert len(warnings_in(caplog, "OSError", REFUSED, str(tmp_path / "run"), "hf upload tester/model")) == 1
+    assert hub.messages("tester/model") == ["Training in progress, step 2"]
+    assert hub.files("tester/model").keys() >= FILES
+    assert read_run(tmp_path / "run").status == "finished 2 steps"
 
 
-def test_logged_completions_go_to_their_own_repository(world):
-    hub, told = world
-    assert told["healthy"]["logs"] == 4 * 8
-    files = hub.repo("tester/logs", "dataset").files
-    assert "TRL" in files["README.md"].decode()
+def test_an_upload_that_was_asked_for_raises_and_the_command_that_it_names_works(
+    hub, policy_path, tmp_path, without_figures, caplog
+):
+    hub.refusals["tester/model"] = 3
+    trainer = pushing(OURS, policy_path, tmp_path / "a run", hub_private_repo=True)
+    trainer.train()
+    with pytest.raises(OSError, match=REFUSED):
+        trainer.push_to_hub()
+    assert hub.messages("tester/model") == []
+    errors = [record.getMessage() for record in caplog.records if record.levelno == logging.ERROR]
+    (said,) = [text for text in errors if REFUSED in text]
+    assert str(tmp_path / "a run") in said
+    program, *command = shlex.split(said[said.index("hf upload") :])
+    assert program == "hf"
+    del hub.uploads["tester/model"]  # it has to be made again, and again private
+    hub.private.clear()
+    hf(command, standalone_mode=False)
+    assert hub.private == {"tester/model"}
+    assert hub.files("tester/model").keys() >= FILES
+    assert not [path for path in hub.files("tester/model") if path.startswith(("_", "checkpoint-"))]
+    assert hub.files("tester/model")["README.md"].decode() == read_card(tmp_path / "a run")
 
 
-def test_tasks_come_back_as_the_environment_made_them_with_a_card_that_explains_them(world):
-    hub, told = world
-    assert told["tasks"]["same"] == {"train": True, "test": True}
-    assert told["tasks"]["url"].endswith("/datasets/tester/tasks")
-    assert told["tasks"]["again"] == 4
-    card = hub.repo("tester/tasks", "dataset").files["README.md"].decode()
-    data = card_metadata(card)
-    assert data["license"] == "apache-2.0"
-    assert data["task_categories"] == ["reinforcement-learning"]
-    assert [split["num_examples"] for split in data["dataset_info"]["splits"]] == [4, 3]
-    for part in (
-        "# frozen_lake tasks",
-        "## Rules",
-        "4 of the split `train`",
-        "with seed 0",
-        "arxiv.org/abs/2604.06268",
-    ):
-        assert card.count(part) == 1, part
+def test_what_others_wrote_is_named_before_it_is_replaced(hub, policy_path, tmp_path, without_figures, caplog):
+    hub.add("tester/model", "Mine", {"README.md": b"# Mine", "notes.txt": b"mine too"})
+    with caplog.at_level(logging.WARNING):
+        pushing(OURS, policy_path, tmp_path / "run").train()
+    assert len(warnings_in(caplog, "tester/model", "README.md, notes.txt")) == 1
+    assert hub.files("tester/model")["notes.txt"] == b"mine too"
+    assert HEADING in hub.files("tester/model")["README.md"].decode()
+    caplog.clear()
+    with caplog.at_level(logging.WARNING):
+        pushing(OURS, policy_path, tmp_path / "run").train()  # now they are a trainer's
+    assert warnings_in(caplog, "README.md") == []
+
+
+def test_a_repository_that_cannot_be_looked_at_ends_no_training(
+    hub, policy_path, tmp_path, without_figures, monkeypatch, caplog
+):
+    def fail(*args, **kwargs):
+        raise OSError("timed out")
+
+    monkeypatch.setattr("ragen2_trl.callbacks.run_record.list_repo_files", fail)
+    trainer = pushing(OURS, policy_path, tmp_path / "run")
+    trainer.train()
+    assert trainer.state.global_step == 2
+    assert len(warnings_in(caplog, "tester/model", "timed out")) == 1
+
+
+def test_published_metrics_replace_earlier_ones_beside_those_of_training(hub, policy_path, tmp_path, without_figures):
+    trainer = pushing(OURS, policy_path, tmp_path / "run")
+    trainer.train()
+    trainer.push_to_hub()
+    for success in (0.25, 0.75):
+        metrics = {"success": success, "return": 0.5, "pass@2": 0.8, "pass@2_ci_low": 0}
+        publish_metrics("tester/model", "bandit", metrics)
+    results = ModelCard.load("tester/model").data.eval_results
+    held_out = [(result.metric_type, result.metric_value) for result in results if result.dataset_split == "test"]
+    assert held_out == [("success_rate", 0.75), ("mean_return", 0.5), ("pass@2", 0.8)]
+    assert "retrieval_accuracy" in [result.metric_type for result in results if result.dataset_split == "train"]
+    assert {result.verified for result in results} == {False}
+    assert json.loads(hub.files("tester/model")["diagnostics/evaluation_bandit.json"])["success"] == 0.75
+    with pytest.raises(ValueError, match=r"'success'.*got \['reward'\]"):
+        publish_metrics("tester/model", "bandit", {"reward": 1.0})
+
+
+def test_tasks_go_up_as_the_environment_made_them_with_a_card_that_explains_them(hub):
+    env = make_env("frozen_lake", size=5)
+    url = push_dataset(env, "tester/tasks", train=6, test=3, seed=7)
+    assert url.endswith("/datasets/tester/tasks")
+    for split, rows in hub.datasets["tester/tasks"].items():
+        assert rows.to_list() == env.dataset({"train": 6, "test": 3}[split], 7, split).to_list()
+    card = hub.files("tester/tasks")["README.md"].decode()
+    assert "license: apache-2.0" in card and "- reinforcement-learning" in card
+    for part in (env.prompt(hub.datasets["tester/tasks"]["train"][0])[0]["content"], "size=5", "seed 7", "2604.06268"):
+        assert part in card
     code = re.search(r"```python\n(.*?)```", card, re.DOTALL)[1]
-    assert 'load_dataset("tester/tasks", split="train")' in code
+    assert '"tester/tasks"' in code
     compile(code, "card", "exec")
 
 
-def test_published_metrics_replace_earlier_ones_beside_those_of_training(world):
-    hub, told = world
-    index = told["healthy"]["index"]
-    held_out = [[metric, value] for metric, split, value in index if split == "test"]
-    assert held_out == [["success_rate", 0.75], ["mean_return", 0.5], ["pass@2", 0.8]]
-    assert ["retrieval_accuracy", "train"] in [entry[:2] for entry in index]
-    assert set(told["healthy"]["verified"]) == {False}
-    evidence = hub.repo("tester/healthy").files["diagnostics/evaluation_bandit.json"]
-    assert json.loads(evidence)["success"] == 0.75
-    with pytest.raises(ValueError, match=r"metrics must hold 'success'.*got \['reward'\]"):
-        publish_metrics("tester/healthy", "bandit", {"reward": 1.0})
-
-
-def test_a_failed_push_of_a_checkpoint_is_a_warning_and_the_next_one_brings_all(world):
-    hub, told = world
-    assert told["flaky"] == 2
-    log = told.log["flaky"]
-    assert log.count("Upload to the Hub failed with HfHubHTTPError: Server error '500 Internal Server Error'") == 1
-    assert log.count("Training goes on.") == 1
-    assert f"Everything is in {told.folder / 'flaky'}" in log
-    assert hub.repo("tester/flaky").messages == ["initial commit", "Training in progress, step 2"]
-    assert hub.repo("tester/flaky").files.keys() >= FILES
-    assert read_run(told.folder / "flaky").status == "finished 2 steps"
-
-
-def test_a_connection_that_breaks_after_the_commit_costs_nothing_at_all(world):
-    hub, told = world
-    assert told["dropped"] == 2
-    assert told.log["dropped"].count("Upload to the Hub failed with ReadError") == 1
-    messages = hub.repo("tester/dropped").messages
-    assert messages == ["initial commit", "Training in progress, step 1", "Training in progress, step 2"]
-
-
-def test_a_full_account_costs_nothing_but_the_upload_and_the_retry_command_works(world):
-    hub, told = world
-    assert told["full"] == [2, "HfHubHTTPError"]
-    log = told.log["full"]
-    assert log.count("Upload to the Hub failed with HfHubHTTPError: 403 Forbidden") == 3  # two checkpoints, the end
-    assert log.count(QUOTA) >= 3
-    assert log.count("ERROR ragen2_trl.callbacks.run_record [RANK 0] Upload") == 1
-    assert told.files("full").keys() >= FILES
-    (command,) = set(re.findall(r"To upload it, .*?: (hf upload .*)", log))
-    del hub.repos["model", "tester/full"]  # it has to be made anew, and again private
-    arguments = shlex.split(command)
-    program = Path(sys.executable).with_name("hf")
-    done = subprocess.run(
-        [program, *arguments[1:]], env=hub.environment | ONLINE, capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 0, done.stderr
-    repo = hub.repo("tester/full")
-    assert repo.private
-    assert repo.files["README.md"] == (told.folder / "full" / "README.md").read_bytes()
-    assert repo.files.keys() >= FILES
-    assert not [path for path in repo.files if path.startswith(("_", "checkpoint-"))]
-
-
-def test_figures_that_change_during_a_slow_upload_do_not_break_it(world):
-    hub, told = world
-    assert told["slow"] == "ok"
-    assert "failed" not in told.log["slow"]
-    files = hub.repo("tester/slow").files
-    pictures = {path for path in files if path.endswith((".png", ".svg"))}
-    assert len(pictures) == 16
-    for path in {*pictures, "README.md", "diagnostics/trainer_state.json"}:
-        assert files[path] == (told.folder / "slow" / path).read_bytes(), path
-    assert "Training finished 2 steps" in files["README.md"].decode()
-
-
-def test_a_repository_of_someone_else_is_spoken_of_before_it_is_written_to(world):
-    hub, told = world
-    warning = "tester/foreign on the Hub holds README.md, notes.txt, which no trainer has written"
-    assert told.log["foreign"].count(warning) == 1
-    assert all("which no trainer has written" not in log for name, log in told.log.items() if name != "foreign")
-    repo = hub.repo("tester/foreign")
-    assert repo.files["notes.txt"] == b"mine too"
-    assert HEADING in repo.files["README.md"].decode()
-    assert repo.branches["main"][1].files["README.md"].content == b"# Mine"
-
-
-def test_a_namespace_of_others_is_refused_before_training(world):
-    _, told = world
-    name, message = told["forbidden"]
-    assert name == "HfHubHTTPError"
-    assert 'create a model under the namespace "others"' in message
-    assert not (told.folder / "forbidden").exists()
-
-
 @pytest.mark.slow
-def test_a_hub_that_goes_away_for_good_costs_nothing_but_the_upload(hub, policy_path, tmp_path):
-    done = threading.Event()
-
-    def close_when_asked():
-        while not (tmp_path / "close").exists() and not done.wait(0.05):
-            pass
-        hub.close()
-
-    closing = threading.Thread(target=close_when_asked)
-    closing.start()
-    try:
-        told = Told(hub, tmp_path, policy_path, "offline")
-    finally:
-        done.set()
-        closing.join()
-    assert told["offline"] == [4, "ConnectError"]
-    assert "Upload to the Hub failed with ConnectError" in told.log["offline"]
-    assert "hf upload tester/offline" in told.log["offline"]
-    assert told.files("offline").keys() >= FILES
-    assert read_run(tmp_path / "offline").status == "finished 4 steps"
-
-
-@pytest.mark.slow
-def test_the_command_line_pushes_what_it_trained(hub, tmp_path):
-    run = tmp_path / "run"
-    small = {
-        "num_prompts": 8,
-        "eval_prompts": 4,
-        "eval_samples": 2,
-        "eval_every": 0,
-        "max_steps": 2,
-        "per_device_train_batch_size": 8,
-        "gradient_accumulation_steps": 1,
-        "num_generations": 4,
-        "output_dir": str(run),
-        "push_to_hub": "true",
-        "hub_model_id": "tester/x",
-        "save_steps": 1,
-    }
-    options = [str(part) for name, value in small.items() for part in (f"--{name}", value)]
-    code = f"from ragen2_trl.cli import train; train.main({['--config', str(RECIPE), *options]!r})"
-    done = hub.run(code, environment=ONLINE)
-    assert done.returncode == 0, done.stderr
-    assert TOKEN not in done.stdout + done.stderr
-    files = hub.repo("tester/x").files
+def test_the_command_line_uploads_what_it_trained(hub, tmp_path, without_figures):
+    options = {"push_to_hub": "true", "hub_model_id": "tester/x", "hub_token": TOKEN, "max_steps": 2, "save_steps": 1}
+    train.main(of_recipe(tmp_path / "run", **options, eval_prompts=4, eval_samples=2, eval_every=0))
+    files = hub.files("tester/x")
     assert {*FILES, "log_history.json", "summary.json", "evaluation_after.json"} <= files.keys()
-    data = card_metadata(files["README.md"].decode())
-    after = json.loads(files["evaluation_after.json"])
-    (held_out,) = [
-        metric["value"]
-        for result in data["model-index"][0]["results"]
-        for metric in result["metrics"]
-        if metric["name"] == "Held-out success rate"
-    ]
-    assert held_out == pytest.approx(after["success"], abs=1e-6)
-    assert {"ragen2", "snr-filter", "trl"} <= set(data["tags"])
+    data = ModelCard.load("tester/x").data
+    success = [result.metric_value for result in data.eval_results if result.dataset_split == "test"]
+    assert success == [pytest.approx(json.loads(files["evaluation_after.json"])["success"], abs=1e-6)]
+    assert {"ragen2", "snr-filter", "trl"} <= set(data.tags)
+
+
+@pytest.mark.skipif(
+    REPOSITORY is None,
+    reason="to the Hub: HF_HUB_OFFLINE=0 HF_TOKEN=hf_... RAGEN2_HUB_REPO=me/scratch pytest tests/test_hub.py",
+)
+def test_a_run_comes_back_from_the_hub_itself(policy_path, tmp_path, without_figures):
+    """Leaves the private repository behind, and a data set of its name with `-tasks`."""
+    trainer = pushing(OURS, policy_path, tmp_path / "run", REPOSITORY, hub_token=None, hub_private_repo=True)
+    trainer.train()
+    trainer.push_to_hub()
+    publish_metrics(REPOSITORY, "bandit", {"success": 0.75})
+    files = HfApi().list_repo_files(REPOSITORY)
+    assert {*FILES, "diagnostics/evaluation_bandit.json"} <= set(files)
+    assert not [path for path in files if path.startswith(("_", "checkpoint-"))]
+    clone = snapshot_download(REPOSITORY, local_dir=tmp_path / "clone")
+    trained = trainer.model.state_dict()
+    for name, value in AutoModelForCausalLM.from_pretrained(clone).state_dict().items():
+        assert torch.equal(value, trained[name])
+    assert read_run(tmp_path / "clone").status == "finished 2 steps"
+    listed = HfApi().model_info(REPOSITORY).model_index[0]["results"]  # as the Hub has read it
+    assert {"retrieval_accuracy", "success_rate"} <= {m["type"] for result in listed for m in result["metrics"]}
+    env = make_env("frozen_lake")
+    push_dataset(env, f"{REPOSITORY}-tasks", train=4, test=3, private=True)
+    assert load_dataset(f"{REPOSITORY}-tasks", split="test").to_list() == env.dataset(3, 0, "test").to_list()

@@ -126,7 +126,7 @@ def in_every_other_round(trainer):
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 @pytest.mark.parametrize("family", [llava, llava_next, idefics3], ids=lambda family: family.__name__)
 def test_prompts_with_and_without_images_train_together(family, layout, mixed, policy_path, make_args):
-    """In one batch, which TRL can do given such a processor, or each in a round of a refill of its own."""
+    """In one batch, which TRL can do given such a processor, or each in a round of dynamic sampling of its own."""
     model, processor = family(policy_path)
     prepare = in_every_other_round if mixed == "rounds" else None
     if mixed == "rows":

@@ -1,4 +1,4 @@
-"""Imports go downwards, and in no circles: read from the source, those for type checkers and in functions included."""
+"""Imports go in one direction: read from the source, those for type checkers and in functions included."""
 
 import ast
 import subprocess
@@ -6,31 +6,36 @@ import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parent.parent
 
-# Rooms from the lowest to the highest; "ragen2_trl" are the public names, the package's own `__init__`.
-LAYERS = (
-    ("filtering", "columns"),
-    ("envs", "instrument", "rollouts", "tiny"),
-    ("openenv",),
-    ("trainers", "callbacks", "reporting", "experiments"),
-    ("ragen2_trl",),
-    ("cli",),
-    ("scripts",),
-)
-# Who may know whom of the same layer.
-NEIGHBOURS = {
-    "rollouts": {"envs"},
+# Which rooms a room may know, besides itself; "ragen2_trl" are the public names, the package's own `__init__`.
+CORE = {"filtering", "columns", "hidden_tokens", "rollout_events", "trainers", "instrument"}
+MAY_KNOW = {
+    "filtering": set(),
+    "columns": set(),
+    "hidden_tokens": set(),
+    "rollout_events": {"columns"},
+    "instrument": {"filtering", "columns"},
+    "trainers": CORE - {"instrument"},
+    "envs": {"columns"},
+    "openenv": {"envs", "columns"},
     "tiny": {"envs"},
-    "trainers": {"callbacks", "reporting"},
-    "callbacks": {"trainers", "reporting"},
-    "reporting": {"trainers", "callbacks"},
-    "experiments": {"trainers", "callbacks", "reporting"},
+    "rollouts": {"envs", "columns", "rollout_events", "instrument"},
+    "reporting": {*CORE - {"trainers"}, "envs", "rollouts"},
+    "callbacks": {*CORE, "envs", "rollouts", "reporting"},
+    "ragen2_trl": {*CORE, "rollouts", "callbacks"},
 }
+EVERYTHING = {*MAY_KNOW, "cli"}
+MAY_KNOW |= {"cli": EVERYTHING, "scripts": EVERYTHING, "research": EVERYTHING}
 # What rooms must not know of the world outside; transformers brings torch.
+HEAVY = {"pandas", "scipy", "rich", "jinja2", "matplotlib"}
 STRANGERS = {
-    "filtering": {"trl", "transformers", "datasets"},
-    "instrument": {"trl", "datasets"},
+    "filtering": {"trl", "transformers", "datasets", *HEAVY},
+    "instrument": {"trl", "datasets", *HEAVY},
+    "rollout_events": HEAVY,
+    "trainers": HEAVY,
     "rollouts": {"trl"},
     "tiny": {"trl"},
     "openenv": {"trl"},
@@ -48,7 +53,7 @@ def module_name(path: Path) -> str:
 
 SOURCES = {
     module_name(path): ast.parse(path.read_text(encoding="utf-8"))
-    for folder in ("ragen2_trl", "scripts")
+    for folder in ("ragen2_trl", "scripts", "research")
     for path in sorted((ROOT / folder).rglob("*.py"))
 }
 
@@ -56,8 +61,8 @@ SOURCES = {
 def imports(name: str, tree: ast.AST) -> Iterator[str]:
     """Files of ours, by their modules, and packages of others that a file imports.
 
-    A file counts for what it names: `from ragen2_trl.envs import play` is `envs/play.py`, `from ragen2_trl.envs import
-    Play` is `envs/__init__.py`, and neither is `ragen2_trl/__init__.py`, which Python runs on the way.
+    A file counts for what it names: `from ragen2_trl.envs import base` is `envs/base.py`, `from ragen2_trl.envs import
+    Environment` is `envs/__init__.py`, and neither is `ragen2_trl/__init__.py`, which Python runs on the way.
     """
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -73,7 +78,7 @@ def imports(name: str, tree: ast.AST) -> Iterator[str]:
 
 def ours_or_package(module: str) -> str:
     package = module.partition(".")[0]
-    if package != "ragen2_trl":
+    if package not in ("ragen2_trl", "research"):
         return package
     assert module in SOURCES, f"{module} is imported and does not exist"
     return module
@@ -87,11 +92,6 @@ def room(module: str) -> str:
         return "scripts"
     first, *rest = module.split(".")
     return rest[0] if first == "ragen2_trl" and rest else first
-
-
-def layer(module: str) -> int:
-    (found,) = (number for number, rooms in enumerate(LAYERS) if room(module) in rooms)
-    return found
 
 
 def circle(graph: Mapping[str, list[str]]) -> list[str]:
@@ -110,17 +110,13 @@ def circle(graph: Mapping[str, list[str]]) -> list[str]:
     return next((found for start in graph if start not in done and (found := search([start]))), [])
 
 
-def is_downwards(name: str, target: str) -> bool:
-    own, other = room(name), room(target)
-    return own == other or layer(target) < layer(name) or other in NEIGHBOURS.get(own, ())
-
-
-def test_imports_go_downwards():
+def test_imports_go_in_one_direction():
     pairs = [(name, target) for name, targets in IMPORTS.items() for target in targets if target in SOURCES]
-    assert [f"{name} imports {target}" for name, target in pairs if not is_downwards(name, target)] == []
+    wrong = [pair for pair in pairs if room(pair[1]) not in {room(pair[0]), *MAY_KNOW[room(pair[0])]}]
+    assert [f"{name} imports {target}" for name, target in wrong] == []
 
 
-def test_lower_rooms_know_nothing_of_trl_and_environments_nothing_of_torch():
+def test_the_core_knows_nothing_of_environments_reporting_and_what_these_need():
     known = {
         name: STRANGERS.get(room(name), set()) & set(targets) - MAY_KNOW_MORE.get(name, set())
         for name, targets in IMPORTS.items()
@@ -142,13 +138,34 @@ def test_circles_are_found():
     assert circle({"a": ["b", "c"], "b": ["d"], "c": ["d"]}) == []
 
 
+def loaded(code: str, before: str = "") -> set[str]:
+    """Modules that some code loads beside those that other code has loaded."""
+    lines = ["import sys", before, "before = set(sys.modules)", code, "print(*(set(sys.modules) - before))"]
+    done = subprocess.run([sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, check=True)
+    return set(done.stdout.splitlines()[-1].split())
+
+
+@pytest.mark.parametrize("name", ["SNRFilteredGRPOTrainer", "MutualInformationCallback"])
+def test_the_trainer_and_the_callback_load_neither_environments_nor_what_reports_are_made_with(name):
+    modules = loaded(f"from ragen2_trl import {name}", before="from trl import GRPOTrainer")
+    ours = {room(module) for module in modules if module.startswith("ragen2_trl.")}
+    allowed = MAY_KNOW["trainers"] | {"trainers"}
+    assert ours <= allowed if "Trainer" in name else ours <= {*CORE, "callbacks", "reporting"}
+    assert not HEAVY & {module.partition(".")[0] for module in modules}
+
+
 def test_the_instrument_is_imported_without_trl_and_tasks():
-    code = "import sys, ragen2_trl.instrument; print({'trl', 'datasets', 'ragen2_trl.envs'} & set(sys.modules))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "set()"
+    assert not {"trl", "datasets", "ragen2_trl.envs"} & loaded("import ragen2_trl.instrument")
 
 
 def test_no_search_is_imported_before_one_is_made():
-    code = "import sys, ragen2_trl.envs; print('bm25s' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "False"
+    assert "bm25s" not in loaded("import ragen2_trl.envs")
+
+
+def test_no_class_name_comes_twice():
+    classes: dict[str, list[str]] = {}
+    for name, tree in SOURCES.items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef):
+                classes.setdefault(node.name, []).append(name)
+    assert {name: where for name, where in classes.items() if len(where) > 1} == {}

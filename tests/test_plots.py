@@ -265,10 +265,10 @@ def test_names_of_collapses_at_the_same_step_do_not_lie_on_each_other():
 # Held-out success
 
 
-def test_the_success_of_a_player_who_guesses_is_a_dotted_line():
+def test_the_random_baseline_is_a_dotted_line():
     figure = plot_held_out({"sokoban": held_out_curve("sokoban", random_success=0.06)})
-    (floor,) = [one for one in figure.axes[0].lines if one.get_linestyle() == ":"]
-    assert list(floor.get_ydata()) == [0.06, 0.06]
+    (baseline,) = [one for one in figure.axes[0].lines if one.get_linestyle() == ":"]
+    assert list(baseline.get_ydata()) == [0.06, 0.06]
 
 
 def test_held_out_success_is_drawn_with_the_band_of_its_interval():

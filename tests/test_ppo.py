@@ -1,5 +1,7 @@
 """PPO on TRL's rollouts: its update against a slow double loop, and its settings."""
 
+import math
+
 import pytest
 import torch
 from conftest import PROMPTS, parameters_of
@@ -10,8 +12,9 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokeni
 
 from ragen2_trl import SNRFilteredPPOConfig, SNRFilteredPPOTrainer, TextRollout
 from ragen2_trl.envs import make_env
+from ragen2_trl.rollout_events import extend
 from ragen2_trl.tiny import TINY_SOKOBAN_PATH
-from ragen2_trl.trainers import advantages as mathematics
+from ragen2_trl.trainers.ppo import advantages as mathematics
 
 
 def ppo_args(make_args, **settings):
@@ -19,7 +22,7 @@ def ppo_args(make_args, **settings):
     plain = make_args(snr=False)
     names = ("output_dir", "num_generations", "max_completion_length", "logging_steps", "report_to", "use_cpu", "bf16")
     common = {name: getattr(plain, name) for name in (*names, "gradient_checkpointing", "disable_tqdm", "seed")}
-    ours = {"per_device_train_batch_size": 32, "max_steps": 1, "save_strategy": "no", "snr_selection_eps": 0.0}
+    ours = {"per_device_train_batch_size": 32, "max_steps": 1, "save_strategy": "no"}
     return SNRFilteredPPOConfig(**{**common, **ours, "learning_rate": 1e-2, "critic_lr": 1e-2, **settings})
 
 
@@ -63,10 +66,15 @@ def trained(policy_path, args, replay_class=Replay, **kwargs):
         policy_path, Replay.reward, args, dataset, rollout_func=replay.rollout, callbacks=[weights], **kwargs
     )
     trainer.seen, trainer.replay, trainer.weights = [], replay, weights.after
-    with torch.no_grad():  # a critic with opinions
-        trainer.critic.head.weight.normal_(std=0.2, generator=torch.Generator().manual_seed(3))
+    give_opinions(trainer.critic)
     trainer.train()
     return trainer
+
+
+@torch.no_grad()
+def give_opinions(critic):
+    """A critic begins with values of 0."""
+    critic.head.weight.normal_(std=0.2, generator=torch.Generator().manual_seed(3))
 
 
 def slow_advantages(rewards, values, own, gamma, lam):
@@ -96,11 +104,21 @@ def slow_rewards(trainer, inputs, row, own):
 
 
 @pytest.mark.parametrize("value_head", ["shared", "separate"])
-@pytest.mark.parametrize("replay_class", [Replay, Turns, SingleTokens])
-def test_the_update_is_that_of_a_double_loop_over_rows_and_tokens(replay_class, value_head, policy_path, make_args):
-    """The second pass over a generation batch: its weights are no longer those that sampled, so that clips bite."""
+@pytest.mark.parametrize(("replay_class", "beta"), [(Replay, 0.0), (Replay, 0.3), (Turns, 0.3), (SingleTokens, 0.0)])
+def test_the_update_is_that_of_a_double_loop_over_rows_and_tokens(
+    replay_class, beta, value_head, policy_path, make_args
+):
+    """The second pass over a generation batch: its weights are no longer those that sampled, so that clips bite. The
+    weights that sampled are those of the reference policy."""
     gamma, lam, clip, coef = 0.95, 0.9, 0.05, 0.3
-    settings = {"gamma": gamma, "gae_lambda": lam, "value_clip": clip, "value_coef": coef, "value_head": value_head}
+    settings = {
+        "gamma": gamma,
+        "gae_lambda": lam,
+        "value_clip": clip,
+        "value_coef": coef,
+        "value_head": value_head,
+        "beta": beta,
+    }
     args = ppo_args(make_args, **settings, num_iterations=2, max_steps=2, max_grad_norm=0.0)
     trainer = trained(policy_path, args, replay_class)
     (inputs, _), (_, loss) = trainer.seen
@@ -120,7 +138,7 @@ def test_the_update_is_that_of_a_double_loop_over_rows_and_tokens(replay_class, 
     width = inputs["completion_ids"].size(1)
     new_values = torch.cat(heard)[:, -width - 1 : -1].double().tolist()
     old = inputs["old_per_token_logps"].double().tolist()
-    policy_loss = value_loss = 0.0
+    policy_loss = value_loss = divergence = 0.0
     clipped = 0
     for row, t in own.nonzero().tolist():
         advantage, target = (raw[row][t] - mean) / deviation, raw[row][t] + values[row][t]
@@ -128,53 +146,35 @@ def test_the_update_is_that_of_a_double_loop_over_rows_and_tokens(replay_class, 
         assert inputs["returns"][row][t].item() == pytest.approx(target, abs=1e-6)
         ratio = torch.tensor(logps[row][t] - old[row][t], dtype=torch.float64).exp().item()
         policy_loss -= min(ratio * advantage, min(max(ratio, 0.8), 1.2) * advantage)
+        divergence += (1 / ratio - 1 + math.log(ratio)) * (ratio if trainer.args.use_bias_correction_kl else 1)
         value = new_values[row][t]
         near = min(max(value, values[row][t] - clip), values[row][t] + clip)
         clipped += near != value
         value_loss += 0.5 * max((value - target) ** 2, (near - target) ** 2)
     assert clipped
-    assert loss == pytest.approx((policy_loss + coef * value_loss) / len(flat), rel=1e-5, abs=1e-6)
-
-
-@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
-def test_a_penalty_in_the_reward_is_taken_off_each_token(estimator, policy_path, make_args):
-    args = ppo_args(make_args, beta=0.3, kl_in="reward", kl_estimator=estimator, whiten_advantages=False, max_steps=2)
-    trainer = trained(policy_path, args)
-    inputs, _ = trainer.seen[1]
-    reference = trainer.ref_model
-    trainer.model.load_state_dict(trainer.weights[0], strict=False)
-    logps = trainer._logps_and_entropies(inputs)[0]
-    trainer.model, policy = reference, trainer.model
-    ref_logps = trainer._logps_and_entropies(inputs)[0]
-    trainer.model = policy
-    difference = (logps - ref_logps).double()
-    penalty = {"k1": difference, "k2": difference**2 / 2, "k3": (-difference).exp() - 1 + difference}[estimator]
-    own = inputs["completion_mask"].bool()
-    values = inputs["old_values"].double().tolist()
-    for row, mask in enumerate(own.tolist()):
-        rewards = torch.tensor(slow_rewards(trainer, inputs, row, mask)) - 0.3 * penalty[row] * own[row]
-        expected = slow_advantages(rewards.tolist(), values[row], mask, 1.0, 1.0)
-        torch.testing.assert_close(
-            inputs["advantages"][row].double(), torch.tensor(expected, dtype=torch.float64), rtol=0, atol=2e-4
-        )
-    assert trainer.state.log_history[1]["kl"] == pytest.approx(penalty[own].mean().item(), abs=1e-5)
+    expected = (policy_loss + coef * value_loss + beta * divergence) / len(flat)
+    assert loss == pytest.approx(expected, rel=1e-5, abs=1e-6)
+    if beta:
+        assert divergence / len(flat) > 1e-4
+        assert trainer.state.log_history[1]["kl"] == pytest.approx(divergence / len(flat), rel=1e-4, abs=1e-6)
 
 
 def test_bi_level_advantages_are_those_of_the_turns(policy_path, make_args):
-    settings = {"gamma": 0.9, "gae_lambda": 0.8, "turn_gamma": 0.7, "turn_gae_lambda": 0.6}
-    args = ppo_args(make_args, gae="bi_level", whiten_advantages=False, **settings)
+    settings = {"gamma": 0.9, "gae_lambda": 0.8, "turn_gamma": 0.7}
+    args = ppo_args(make_args, gae="bi_level", **settings)
     inputs, _ = (trainer := trained(policy_path, args, Turns)).seen[0]
     own = (inputs["completion_mask"] * inputs["tool_mask"]).bool()
     rewards = torch.tensor([slow_rewards(trainer, inputs, row, mask) for row, mask in enumerate(own.tolist())])
     expected, returns = mathematics.bi_level_gae(rewards, inputs["old_values"], own, *settings.values())
-    torch.testing.assert_close(inputs["advantages"], expected)
+    whitened = mathematics.whiten(expected, own, mathematics.masked_moments(expected, own))
+    torch.testing.assert_close(inputs["advantages"], whitened)
     torch.testing.assert_close(inputs["returns"], returns)
     token_level, _ = mathematics.gae(rewards, inputs["old_values"], own, 0.9, 0.8)
     assert not torch.allclose(expected, token_level)
 
 
 def test_completions_that_nothing_scored_move_neither_actor_nor_critic(policy_path, make_args):
-    args = ppo_args(make_args, snr_strategy="none", whiten_advantages=False)
+    args = ppo_args(make_args, snr_strategy="none")
     replay = Replay(AutoTokenizer.from_pretrained(policy_path), REWARDS)
 
     def one_unscored(prompts, replayed, **kwargs):
@@ -262,8 +262,13 @@ def test_adapters_on_both_halves_train_nothing_else(policy_path, make_args):
 
 
 def test_values_are_computed_for_kept_rows_only(policy_path, make_args):
-    trainer = trained(policy_path, ppo_args(make_args, snr_mode="mask"))
-    inputs, _ = trainer.seen[0]
+    args, replay = ppo_args(make_args, snr_mode="mask"), Replay(AutoTokenizer.from_pretrained(policy_path), REWARDS)
+    dataset, seen = Dataset.from_dict({"prompt": PROMPTS}), []
+    trainer = SNRFilteredPPOTrainer(policy_path, Replay.reward, args, dataset, rollout_func=replay.rollout)
+    extend(trainer, "_compute_loss", lambda compute, model, inputs: seen.append(inputs) or compute(model, inputs))
+    give_opinions(trainer.critic)
+    trainer.train()
+    (inputs,) = seen
     prompts = trainer._tokenizer.batch_decode(inputs["prompt_ids"], skip_special_tokens=True)
     assert len(prompts) == 32
     has_values = inputs["old_values"].abs().sum(dim=1) > 0
@@ -278,8 +283,9 @@ def test_values_are_computed_for_kept_rows_only(policy_path, make_args):
     [
         ({"value_head": "both"}, ["value_head", "'both'", "shared", "separate"]),
         ({"gae": "turn"}, ["gae", "'turn'", "token", "bi_level"]),
-        ({"kl_in": "actor"}, ["kl_in", "'actor'", "loss", "reward"]),
-        ({"kl_estimator": "k4"}, ["kl_estimator", "'k4'", "k1", "k2", "k3"]),
+        ({"turn_gamma": 0.5}, ["turn_gamma", "0.5", "gae='token'", "1.0"]),
+        ({"gae": "bi_level", "turn_gamma": -0.5}, ["turn_gamma", "-0.5", "0 <= value <= 1"]),
+        ({"multi_objective_aggregation": "normalize_then_sum"}, ["normalize_then_sum", "sum_then_normalize"]),
         ({"loss_type": "grpo"}, ["loss_type", "'grpo'", "dapo"]),
         ({"importance_sampling_level": "sequence"}, ["importance_sampling_level", "'sequence'", "token"]),
         ({"gamma": 1.5}, ["gamma", "1.5", "0 <= value <= 1"]),

@@ -8,9 +8,10 @@ from peft import LoraConfig
 from safetensors.torch import load_file
 from test_ppo import ppo_args
 from transformers import AutoModelForCausalLM
+from trl import GRPOTrainer
 
 from ragen2_trl import SNRFilteredPPOTrainer
-from ragen2_trl.trainers.critic import FOLDER, WEIGHTS
+from ragen2_trl.trainers.ppo.critic import FOLDER, WEIGHTS
 
 
 def length_reward(completions, **kwargs):
@@ -71,9 +72,16 @@ def test_a_critic_of_another_kind_is_refused(policy_path, make_args, tmp_path):
         other.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-1"))
 
 
-def test_inference_engines_are_given_the_policy_alone(policy_path, make_args):
+def test_inference_engines_are_given_the_policy_alone(policy_path, make_args, monkeypatch):
+    """TRL copies the weights to them in `_generate`."""
+
+    def generate(trainer, prompts):
+        return [name for name, _ in trainer.model.named_parameters()]
+
+    monkeypatch.setattr(GRPOTrainer, "_generate", generate)
     trainer = make_trainer(policy_path, ppo_args(make_args))
-    seen = trainer._sync_policy(lambda: [name for name, _ in trainer.model.named_parameters()])
+    trainer.use_vllm = True
+    seen = trainer._generate(PROMPTS)
     assert seen and not any(name.startswith("critic.") for name in seen)
     assert any(name.startswith("critic.") for name, _ in trainer.model.named_parameters())
 

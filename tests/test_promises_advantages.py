@@ -1,10 +1,10 @@
-"""Promise 2, the advantages: they are those of a batch of the kept groups, or weighed as a setting says."""
+"""Promise 2, the advantages: they are those of a batch of the kept groups."""
 
 import pytest
-import torch
 from algorithms import GRPO, STILL, for_each, replay_of, slow
-from conftest import PROMPTS
-from replay import KEPT, REWARDS, assert_close
+from replay import KEPT, assert_close
+
+from research.ablations import AdvantagesByKeptFraction, AdvantagesBySqrtOfKeptFraction
 
 ONE_STEP = {**STILL, "max_steps": 1, "per_device_train_batch_size": 32}
 
@@ -18,29 +18,15 @@ def test_advantages_are_normalised_over_the_kept_groups(aggregation, scale_rewar
     assert_close(filtered[0], GRPO.plain_gradient(policy_path, KEPT, **settings))
 
 
+@pytest.mark.parametrize(
+    ("mixin", "factor"), [slow(AdvantagesByKeptFraction, 0.5), (AdvantagesBySqrtOfKeptFraction, 0.5**0.5)]
+)
 @for_each
-def test_soft_mode_scales_advantages_by_group_std(algorithm, policy_path, tmp_path):
-    replay = replay_of(policy_path)
-
-    class Reweighted(algorithm.plain_trainer):
-        def _generate_and_score_completions(self, inputs):
-            batch = super()._generate_and_score_completions(inputs)
-            std = torch.tensor([REWARDS[row["prompt"]] for row in inputs]).std(dim=1)
-            weights = std / std.max()
-            per_token = batch["advantages"].ndim == 2
-            return {**batch, "advantages": batch["advantages"] * (weights.unsqueeze(1) if per_token else weights)}
-
-    soft = algorithm.gradients(policy_path, algorithm.args(tmp_path, snr_mode="soft", **ONE_STEP), replay)
-    plain_args = algorithm.args(tmp_path, plain=True, **ONE_STEP)
-    plain = algorithm.gradients(policy_path, plain_args, replay, PROMPTS, trainer_class=Reweighted)
-    assert_close(soft[0], plain[0])
-
-
-@pytest.mark.parametrize(("scaling", "factor"), [slow("linear", 0.5), ("sqrt", 0.5**0.5)])
-@for_each
-def test_loss_scaling_is_the_kept_fraction(algorithm, scaling, factor, policy_path, tmp_path):
+def test_advantages_may_be_scaled_by_the_kept_fraction(algorithm, mixin, factor, policy_path, tmp_path):
+    """As RAGEN's code can, and as a subclass can here."""
     policy_only = {"value_coef": 0.0} if algorithm.name == "ppo" else {}
-    args = algorithm.args(tmp_path, snr_loss_scaling=scaling, **policy_only, **ONE_STEP)
-    (scaled,) = algorithm.gradients(policy_path, args, replay_of(policy_path))
+    args = algorithm.args(tmp_path, **policy_only, **ONE_STEP)
+    scaled_class = type(mixin.__name__, (mixin, algorithm.trainer), {})
+    (scaled,) = algorithm.gradients(policy_path, args, replay_of(policy_path), trainer_class=scaled_class)
     unscaled = algorithm.plain_gradient(policy_path, KEPT, **policy_only)
     assert_close(scaled, {name: gradient * factor for name, gradient in unscaled.items()})

@@ -48,7 +48,7 @@ GRPO_SCALES = {
         "clipped": {"reward_clip_range": (0.9, 0.95)},  # to which most groups are alike
         "normalised": {"normalize_advantages": True},
     },
-    ppo={"shared": {}, "kl": {"beta": 100.0, "kl_in": "reward"}},
+    ppo={"shared": {}, "kl": {"beta": 100.0}},
 )
 def test_whole_groups_are_kept_by_their_raw_weighted_rewards(algorithm, settings, policy_path, tmp_path):
     """Two reward functions whose weighted sum is REWARDS, with offsets that cancel in it."""
@@ -154,5 +154,5 @@ def test_an_infinite_reward_neither_spoils_the_batch_nor_the_range_of_rewards(al
     row = log_rows(trainer)[0]
     assert row["snr/kept_groups"] == 4  # prompts 0, 5, 6 and 7
     assert row["snr/dropped_all_best"] == 1 / 8
-    assert trainer._selector.reward_range == (0.0, 1.0)
+    assert trainer._filter.reward_range == (0.0, 1.0)
     assert all(parameter.isfinite().all() for parameter in trainer.model.parameters())

@@ -46,7 +46,7 @@ def assert_neutral(algorithm, settings, policy_path, prompts, tmp_path, **kwargs
 @cases(
     grpo={"loss": TERMS},
     rloo={"loss": {"gradient_accumulation_steps": 2, "beta": 0.01, "normalize_advantages": True}},
-    ppo={"shared": TERMS, "separate": {**TERMS, "value_head": "separate", "kl_in": "reward", "kl_estimator": "k1"}},
+    ppo={"shared": TERMS, "separate": {**TERMS, "value_head": "separate"}},
 )
 def test_neutral_is_plain(algorithm, settings, policy_path, prompts, tmp_path):
     assert_neutral(algorithm, settings, policy_path, prompts, tmp_path)
@@ -80,20 +80,26 @@ def test_neutral_is_plain_where_a_callback_ends_epochs_early(policy_path, prompt
     assert_neutral(GRPO, {"max_steps": 6}, policy_path, prompts, tmp_path, callbacks=callbacks)
 
 
-class ReturnsForAdvantages(GRPOTrainer):
+class WhitenedReturnsForAdvantages(GRPOTrainer):
+    """Of zero mean and unit variance over the tokens of the generation batch."""
+
     def _calculate_rewards(self, *args):
         self.returns = super()._calculate_rewards(*args)[:, 0]
         return self.returns.unsqueeze(1)
 
     def _generate_and_score_completions(self, inputs):
-        return {**super()._generate_and_score_completions(inputs), "advantages": self.returns}
+        batch = super()._generate_and_score_completions(inputs)
+        of_rows = self.returns.double()
+        of_tokens = of_rows.repeat_interleave(batch["completion_mask"].sum(dim=1))
+        whitened = (of_rows - of_tokens.mean()) / (of_tokens.var() + 1e-8).sqrt()
+        return {**batch, "advantages": whitened.float()}
 
 
 @pytest.mark.parametrize("value_head", ["shared", slow("separate")])
-def test_ppo_without_a_critic_is_grpo_with_returns_for_advantages(value_head, policy_path, tmp_path):
-    """A critic at zero that does not learn, nothing whitened or discounted. Gradients are clipped, as by default."""
+def test_ppo_without_a_critic_is_grpo_with_whitened_returns_for_advantages(value_head, policy_path, tmp_path):
+    """A critic at zero that does not learn, nothing discounted. Gradients are clipped, as by default."""
     settings = {"gradient_accumulation_steps": 2, "steps_per_generation": 4, "max_steps": 4, "beta": 0.1}
-    none = {"value_coef": 0.0, "critic_lr": 0.0, "whiten_advantages": False, "value_head": value_head}
+    none = {"value_coef": 0.0, "critic_lr": 0.0, "value_head": value_head}
     replay = replay_of(policy_path)
 
     def trained(algorithm, args, trainer_class):
@@ -108,4 +114,4 @@ def test_ppo_without_a_critic_is_grpo_with_returns_for_advantages(value_head, po
 
     ppo = trained(PPO, PPO.args(tmp_path, plain=True, **settings, **none), None)
     grpo_args = GRPO.args(tmp_path, plain=True, scale_rewards="none", loss_type="dapo", **settings)
-    assert_same_parameters(trained(GRPO, grpo_args, ReturnsForAdvantages), ppo)
+    assert_same_parameters(trained(GRPO, grpo_args, WhitenedReturnsForAdvantages), ppo)

@@ -1,10 +1,14 @@
 """Promise 7: evaluation is never filtered, and a resumed run is the same run."""
 
+from functools import partial
+
 import pytest
 import torch
 from algorithms import GRPO, cases, for_each
 from conftest import assert_same_parameters, parameters_of
 from peft import LoraConfig
+
+from research.ablations import as_many_at_random, best_and_worst, smallest_half
 
 
 def length_reward(completions, **kwargs):
@@ -46,13 +50,13 @@ def assert_same_optimizer_states(first, second):
 
 def assert_resumed_run_is_the_same(algorithm, settings, policy_path, prompts, tmp_path):
     settings = {"max_steps": 5, "save_steps": 3, "save_strategy": "steps", "max_completion_length": 6, **settings}
-    adapter = {}
+    given = {"selector": settings.pop("selector", None)}
     if settings.pop("lora", False):
-        adapter["peft_config"] = LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM")
+        given["peft_config"] = LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM")
 
     def trained(folder, resume=None):
         args = algorithm.args(tmp_path / folder, **settings)
-        trainer = algorithm.make(policy_path, args, length_reward, prompts, **adapter)
+        trainer = algorithm.make(policy_path, args, length_reward, prompts, **given)
         trainer.train(resume_from_checkpoint=resume)
         return trainer
 
@@ -81,10 +85,11 @@ def test_resuming_continues_the_same_run(algorithm, settings, policy_path, promp
 MORE = {
     "default": {},
     "random scores": {"snr_score": "random", "snr_value": 0.5},
-    "random groups": {"snr_keep": "random", "snr_value": 0.5, **AMID_GENERATION},
-    "random completions": {"snr_keep": "random", "snr_level": "trajectory"},
-    "ends of groups amid two iterations": {"snr_level": "trajectory", **AMID_ITERATIONS},
-    "a quarter": {"snr_quartile": 1},
+    "random groups": {"snr_selector": "research.ablations:as_many_at_random", **AMID_GENERATION},
+    "random completions": {"selector": partial(as_many_at_random, selector=best_and_worst)},
+    "ends of groups amid two iterations": {"snr_selector": "research.ablations:best_and_worst", **AMID_ITERATIONS},
+    "a quarter": {"snr_selector": "research.ablations:first_quarter"},
+    "the smallest half": {"selector": smallest_half},
     "amid two iterations": AMID_ITERATIONS,
     "windows out of step": OUT_OF_STEP,
     "mask": {"snr_mode": "mask", "num_iterations": 2},

@@ -11,8 +11,15 @@ from replay import Recorder, assert_close, move_away
 
 from ragen2_trl import SNRFilteredGRPOConfig, SNRFilteredGRPOTrainer
 from ragen2_trl.filtering import group_score, select_groups
-from ragen2_trl.trainers.reference import FEW_GROUPS, RunningReference
-from ragen2_trl.trainers.selecting import Selector
+from ragen2_trl.trainers.selection import (
+    FEW_GROUPS,
+    RECENT_GROUPS,
+    GroupFilter,
+    Groups,
+    RecentGroups,
+    ScoreSelector,
+    seeded_generator,
+)
 
 CPU = {"use_cpu": True, "bf16": False, "gradient_checkpointing": False, "report_to": "none"}
 
@@ -26,10 +33,10 @@ def top_p(scores, signal):
     return select_groups(scores, "top_p", 0.9, selection_eps=0.0, is_zero=~signal)
 
 
-def streamed(reference, scores, size=1, select=top_p):
+def streamed(recent, scores, size=1, select=top_p):
     """(n,) what is kept of scores that come `size` at a time."""
     scores = torch.as_tensor(scores, dtype=torch.float64)
-    return torch.cat([reference.select(part, part > 0, select) for part in scores.split(size)])
+    return torch.cat([recent.select(part, part > 0, select) for part in scores.split(size)])
 
 
 def draw(count, seed=0):
@@ -52,7 +59,7 @@ def draw(count, seed=0):
 )
 def test_a_group_is_kept_where_a_batch_of_the_latest_groups_would_keep_it(size, select):
     scores = draw(200)
-    kept = streamed(RunningReference(40, seed=0), scores, size, select)
+    kept = streamed(RecentGroups(0, size=40), scores, size, select)
     since_kept, begin = 0, 0
     for start in range(0, len(scores), size):
         stop = start + size
@@ -68,9 +75,9 @@ def test_small_batches_keep_what_a_large_one_of_them_all_keeps():
     scores = draw(256)
     large = top_p(scores, scores > 0)
     for size in (1, 2, 4):
-        reference = RunningReference(256, seed=0)
-        streamed(reference, draw(256, seed=1), size)  # others of the same kind before
-        kept = streamed(reference, scores, size)
+        recent = RecentGroups(seed=0)
+        streamed(recent, draw(256, seed=1), size)  # others of the same kind before
+        kept = streamed(recent, scores, size)
         assert (kept == large).double().mean() > 0.95
         assert kept.double().mean() == pytest.approx(large.double().mean().item(), abs=0.03)
 
@@ -79,7 +86,7 @@ def test_of_equal_scores_as_many_are_kept_as_of_a_large_batch_and_not_always_the
     """Rewards of right and wrong give few different variances, so that the border runs through equal ones."""
     scores = torch.tensor([0.2, 0.2, 0.2, 0.25]).repeat(150)
     large = top_p(scores, scores > 0)
-    kept = streamed(RunningReference(256, seed=0), scores)[200:]
+    kept = streamed(RecentGroups(seed=0), scores)[200:]
     assert large.double().mean() < 0.9
     assert kept.double().mean() == pytest.approx(large.double().mean().item(), abs=0.04)
     streaks = "".join("k" if one else "d" for one in kept)
@@ -87,48 +94,58 @@ def test_of_equal_scores_as_many_are_kept_as_of_a_large_batch_and_not_always_the
 
 
 def test_the_first_group_with_signal_is_kept_and_those_without_never():
-    kept = streamed(RunningReference(256, seed=0), [0.0, 0.006, 0.0, 0.25, 0.001])
+    kept = streamed(RecentGroups(seed=0), [0.0, 0.006, 0.0, 0.25, 0.001])
     assert kept.tolist() == [False, True, False, True, False]
 
 
 @pytest.mark.parametrize("factor", [0.01, 0.1, 0.5, 100.0])
 @pytest.mark.parametrize("size", [1, 4])
 def test_rewards_that_change_their_scale_go_on_to_be_ranked(factor, size):
-    reference = RunningReference(256, seed=0)
-    streamed(reference, draw(256), size)
+    recent = RecentGroups(seed=0)
+    streamed(recent, draw(256), size)
     after = factor * draw(64, seed=2)
-    kept = streamed(reference, after, size)
+    kept = streamed(recent, after, size)
     with_signal = kept[after > 0]
     longest = max(map(len, "".join("k" if one else "d" for one in with_signal).split("k")))
     assert longest < 3 * FEW_GROUPS
     assert kept[32:].any()
 
 
-@pytest.mark.parametrize(
-    ("settings", "share"),
-    [
-        ({"snr_quartile": 1}, 0.25),
-        ({"snr_keep": "random", "snr_strategy": "top_k", "snr_value": 0.1}, 0.1),
-        ({"snr_score": "random", "snr_strategy": "top_k", "snr_value": 0.1}, 0.1),
-        ({"snr_strategy": "top_k", "snr_value": 0.1}, 0.1),
-    ],
-    ids=["quarter", "random groups", "random scores", "a tenth"],
-)
-def test_what_keeps_few_groups_does_not_take_its_own_drops_for_a_change_of_scale(settings, share):
-    selector, generator = Selector(config(1, **settings)), torch.Generator().manual_seed(0)
-    rewards = torch.rand(1000, 4, generator=generator)
-    kept = []
-    for step, group in enumerate(rewards):
-        scores = torch.rand(1, generator=generator) if "snr_score" in settings else group_score(group[None])
-        kept.append(bool(selector.select(group[None], scores, None, (step,)).kept))
-    assert sum(kept[256:]) / len(kept[256:]) == pytest.approx(share, rel=0.25)
-    assert len(selector.reference.scores) == 256
+def filter_of(groups, **settings):
+    return GroupFilter(config(groups, **settings))
+
+
+def groups_of(rewards, number=0, reward_range=None):
+    """Of (N, G) rewards, in the generation of that number."""
+    lengths = torch.ones(rewards.shape)
+    return Groups(rewards, rewards.unsqueeze(2), lengths, seeded_generator(0, number), reward_range, lambda: lengths)
+
+
+def selected(group_filter, rewards, number=0):
+    """(N,) what a filter keeps of a generation, after it has seen its rewards as those before."""
+    return group_filter.select(groups_of(rewards, number, group_filter.see(rewards))).kept
+
+
+@pytest.mark.parametrize("settings", [{"snr_score": "random"}, {}], ids=["random scores", "a tenth"])
+def test_what_keeps_few_groups_does_not_take_its_own_drops_for_a_change_of_scale(settings):
+    group_filter = filter_of(1, snr_strategy="top_k", snr_value=0.1, **settings)
+    rewards = torch.rand(1000, 1, 4, generator=torch.Generator().manual_seed(0))
+    kept = [selected(group_filter, group, number).item() for number, group in enumerate(rewards)]
+    assert sum(kept[256:]) / len(kept[256:]) == pytest.approx(0.1, rel=0.25)
+    assert len(group_filter.recent.scores) == RECENT_GROUPS == 256
+
+
+def test_a_selector_of_ones_own_that_is_the_filter_ranks_among_recent_groups_and_others_do_not():
+    largest = GroupFilter(config(1), ScoreSelector("top_k", 0.1))
+    assert largest.recent.most_dropped == FEW_GROUPS / 0.1
+    assert GroupFilter(config(1), ScoreSelector(score="random")).recent.most_dropped == float("inf")
+    assert GroupFilter(config(1), lambda groups: groups.rewards[:, 0] > 0).recent is None
 
 
 def test_a_freak_score_is_forgotten():
-    reference = RunningReference(256, seed=0)
-    streamed(reference, [*draw(100), 1e9])
-    assert streamed(reference, draw(64, seed=3))[24:].double().mean() > 0.2
+    recent = RecentGroups(seed=0)
+    streamed(recent, [*draw(100), 1e9])
+    assert streamed(recent, draw(64, seed=3))[24:].double().mean() > 0.2
 
 
 # The slack
@@ -137,31 +154,26 @@ def test_a_freak_score_is_forgotten():
 @pytest.mark.parametrize("scale", [1.0, 0.02])
 def test_the_slack_is_that_of_rewards_from_0_to_1_for_all_that_lie_closer(scale):
     rewards = torch.tensor([[1.0, 0.0, 0.0, 1.0], [0.1, 0.0, 0.0, 0.1], [0.0] * 4] * 4) * scale
-    args = config(12)
-    selection = Selector(args).select(rewards, group_score(rewards))
     expected = select_groups(group_score(rewards / scale), "top_p", 0.9, selection_eps=0.01)
-    assert selection.kept.tolist() == expected.tolist()
+    assert selected(filter_of(12), rewards).tolist() == expected.tolist()
 
 
-def test_the_only_group_with_variance_is_never_dropped_for_the_slack():
+@pytest.mark.parametrize("scale", [1.0, 1e-3])
+def test_the_only_group_with_variance_is_never_dropped_for_the_slack(scale):
     rewards = torch.zeros(9, 4, dtype=torch.float64)
-    rewards[8] = 1.0
-    rewards[3, 0] = 0.1  # a variance of 0.0025
-    for scale, kept in (("reward_range", 1), ("absolute", 0)):
-        args = config(9, snr_selection_eps_scale=scale)
-        assert Selector(args).select(rewards, group_score(rewards)).kept.sum() == kept
+    rewards[8] = scale
+    rewards[3, 0] = 0.1 * scale  # a variance of 0.0025
+    assert selected(filter_of(9), rewards).nonzero().flatten().tolist() == [3]
     rewards[3] = 0.0
-    args = config(9, snr_include_zero=True)
-    assert Selector(args).select(rewards, group_score(rewards)).kept.sum() == 0
+    assert selected(filter_of(9, snr_include_zero=True), rewards).sum() == 0
 
 
-def test_the_slack_never_exceeds_its_setting_however_far_apart_rewards_lie():
+def test_the_slack_never_exceeds_its_value_however_far_apart_rewards_lie():
     rewards = torch.tensor([[0.0, 0.3, 0.0, 0.3]] * 8, dtype=torch.float64)
-    args = config(8)
-    selector = Selector(args)
-    selector.select(freak := torch.tensor([[-1000.0, 0.0, 0.0, 0.0]] * 8), group_score(freak))
+    group_filter = filter_of(8)
+    selected(group_filter, torch.tensor([[-1000.0, 0.0, 0.0, 0.0]] * 8))
     expected = select_groups(group_score(rewards), "top_p", 0.9, selection_eps=0.01)
-    assert selector.select(rewards, group_score(rewards)).kept.tolist() == expected.tolist()
+    assert selected(group_filter, rewards).tolist() == expected.tolist()
 
 
 # In trainings
@@ -175,14 +187,14 @@ class Kept:
 
         def begin_and_watch():
             begin()
-            select = trainer._selector.select
+            select = trainer._filter.select
 
-            def selected(*args):
-                selection = select(*args)
+            def watched(groups):
+                selection = select(groups)
                 self.steps.append(selection.kept)
                 return selection
 
-            trainer._selector.select = selected
+            trainer._filter.select = watched
 
         trainer._begin_run = begin_and_watch
 
@@ -210,7 +222,7 @@ def test_one_group_a_step_is_kept_or_dropped_and_its_update_is_the_plain_one(alg
     assert [fates[8 + n] for n in (1, 3, 4, 7)] == [False] * 4
     rows = log_rows(trainer)
     assert [row["snr/kept_groups"] for row in rows] == [float(fate) for fate in fates]
-    assert [row["snr/window_groups"] for row in rows] == list(range(1, 17))
+    assert len(trainer._filter.recent.scores) == 16
     assert rows[-1]["snr/reward_variance_spread"] > 0
     for step, prompt in enumerate(PROMPTS, start=8):
         if fates[step]:
@@ -228,10 +240,10 @@ def test_a_resumed_run_ranks_among_the_groups_before_the_checkpoint(algorithm, p
     for resume in (None, str(tmp_path / "checkpoint-7")):
         trainer = algorithm.make(policy_path, algorithm.args(tmp_path, **settings), replay_of(policy_path))
         trainer.train(resume_from_checkpoint=resume)
-        runs.append((parameters_of(trainer), trainer._selector.state(), log_rows(trainer)))
+        runs.append((parameters_of(trainer), trainer._filter.state(), log_rows(trainer)))
     (whole, state, rows), (resumed, state_after, rows_after) = runs
     assert_same_parameters(whole, resumed)
-    assert state == state_after and state["reference"]["seen"] == 10
+    assert state == state_after and state["recent"]["seen"] == 10
     assert [row["snr/kept_groups"] for row in rows] == [row["snr/kept_groups"] for row in rows_after]
     assert rows[7]["snr/kept_groups"] == 0
 
@@ -240,44 +252,41 @@ def test_eight_groups_are_ranked_by_themselves(policy_path, tmp_path):
     args = GRPO.args(tmp_path, per_device_train_batch_size=32, max_steps=2)
     trainer = GRPO.make(policy_path, args, replay_of(policy_path))
     trainer.train()
-    assert trainer._selector.reference is None
-    assert all("snr/window_groups" not in row for row in log_rows(trainer))
+    assert trainer._filter.recent is None
 
 
 @pytest.mark.slow
-def test_rounds_of_a_refill_draw_scores_by_lot_anew(policy_path, tmp_path):
-    settings = {"snr_refill_rounds": 8, "snr_score": "random", "snr_strategy": "top_k", "snr_value": 0.5}
+def test_rounds_of_dynamic_sampling_draw_scores_by_lot_anew(policy_path, tmp_path, monkeypatch):
+    settings = {"snr_dynamic_sampling_rounds": 8, "snr_score": "random", "snr_strategy": "top_k", "snr_value": 0.5}
     trainer = GRPO.make(policy_path, GRPO.args(tmp_path, **ONE_GROUP, **settings, max_steps=4), replay_of(policy_path))
-    score, drawn = trainer._score_groups, []
+    scores, drawn = ScoreSelector.scores, []
 
-    def remember(*args):
-        drawn.append(score(*args))
+    def remember(self, groups):
+        drawn.append(scores(self, groups))
         return drawn[-1]
 
-    trainer._score_groups = remember
+    monkeypatch.setattr(ScoreSelector, "scores", remember)
     trainer.train()
     assert len({one.item() for one in drawn}) == len(drawn) > 4
 
 
 @pytest.mark.slow
 @for_each
-def test_rounds_of_a_refill_are_ranked_among_the_same_groups(algorithm, policy_path, tmp_path):
-    args = algorithm.args(tmp_path, **ONE_GROUP, max_steps=6, snr_refill_rounds=8)
+def test_rounds_of_dynamic_sampling_are_ranked_among_the_same_groups(algorithm, policy_path, tmp_path):
+    args = algorithm.args(tmp_path, **ONE_GROUP, max_steps=6, snr_dynamic_sampling_rounds=8)
     trainer = algorithm.make(policy_path, args, replay_of(policy_path))
     kept = Kept(trainer)
     trainer.train()
-    assert trainer._selector.reference.seen == len(kept.steps) > 6
-    assert all(row["snr/refilled_groups"] == 1 for row in log_rows(trainer))
+    assert trainer._filter.recent.seen == len(kept.steps) > 6
+    assert all(row["snr/trained_groups"] == 1 for row in log_rows(trainer))
 
 
 @pytest.mark.parametrize(
     ("settings", "parts"),
     [
-        ({"snr_window": None}, ["one group", "snr_window=256", "generation_batch_size=32"]),
         ({"snr_strategy": "top_k_abs", "snr_value": 1}, ["top_k_abs", "snr_value=1", "generation_batch_size=32"]),
-        ({"snr_mode": "soft"}, ["snr_mode='soft'", "generation_batch_size=32"]),
         ({}, []),
-        ({"snr_window": None, "snr_strategy": "none"}, []),
+        ({"snr_strategy": "none"}, []),
     ],
 )
 def test_a_layout_that_leaves_nothing_to_rank_is_told_at_once(policy_path, tmp_path, caplog, settings, parts):
@@ -288,9 +297,10 @@ def test_a_layout_that_leaves_nothing_to_rank_is_told_at_once(policy_path, tmp_p
     assert all(part in said[0] for part in parts)
 
 
-def test_trls_default_layout_ranks_in_the_window():
+def test_trls_default_layout_ranks_among_recent_groups():
     args = SNRFilteredGRPOConfig(**CPU)
-    assert (args.groups_per_generation, args.snr_window, args.ranks_in_window) == (1, 256, True)
+    assert args.groups_per_generation == 1
+    assert GroupFilter(args).recent.size == 256
     assert SNRFilteredGRPOTrainer._config_class is SNRFilteredGRPOConfig
 
 

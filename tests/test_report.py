@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from pathlib import Path
 
 import pandas as pd
@@ -22,9 +23,10 @@ from reported_runs import runs_fixture as runs_fixture
 from reported_runs import words_only_fixture as words_only_fixture
 
 from ragen2_trl import MutualInformationCallback, SNRFilteredGRPOConfig, SNRFilteredGRPOTrainer, cli
+from ragen2_trl.cli.train import summarize
 from ragen2_trl.envs import completion_text, make_env
-from ragen2_trl.reporting.card import FIGURES
-from ragen2_trl.reporting.examples import MAX_GROUP, distinguishing, pick_reasonings, read_groups
+from ragen2_trl.reporting.card import FIGURES, diagnostics_section
+from ragen2_trl.reporting.examples import MAX_GROUP, distinguishing, pick_traces, read_groups
 from ragen2_trl.reporting.gallery import draw_figures, figures_of, measurement_figures
 from ragen2_trl.reporting.report import distinct_labels, render_report
 from ragen2_trl.reporting.run import read_run
@@ -36,16 +38,20 @@ pytestmark = pytest.mark.slow
 
 def test_headline_tells_which_run_collapsed_and_when(compared):
     page = Page(compared.read_text())
-    assert page.headline == "1 of 2 runs collapsed: “drifted”, template collapse since step 60"
+    assert (
+        page.headline.startswith("1 of 2 runs collapsed")
+        and "“drifted”" in page.headline
+        and "step 60" in page.headline
+    )
 
 
 def test_headline_claims_nothing_of_runs_that_were_not_measured(tmp_path, words_only):
     silent = [make_run(tmp_path / name, None, 20) for name in ("a", "b")]
     for folder in silent:
         without_information(folder)
-    assert report_of(*silent).headline == "None of 2 runs was measured"
+    assert "None of 2 runs" in report_of(*silent).headline
     healthy = make_run(tmp_path / "c", None, 20)
-    assert report_of(healthy, *silent).headline == "No measured run is collapsed; 2 of 3 not measured"
+    assert "2 of 3 not measured" in report_of(healthy, *silent).headline
 
 
 def test_first_screen_has_the_numbers_of_both_runs(compared):
@@ -71,17 +77,6 @@ def test_page_asks_for_nothing_and_breaks_no_policy(browser, tmp_path):
         assert browser.evaluate("document.scripts.length") == 0
         assert browser.evaluate("document.title").startswith("1 of 2 runs collapsed")
         assert "<script>document.title='owned'</script>" in browser.evaluate("document.body.textContent")
-
-
-def test_a_page_that_loads_and_runs_would_be_found_out(browser, tmp_path):
-    path = tmp_path / "page.html"
-    path.write_text(
-        "<meta http-equiv=Content-Security-Policy content=\"script-src 'none'\">"
-        "<script>1</script><img src='https://evil.invalid/x.png'>"
-    )
-    browser.open(path)
-    assert "https://evil.invalid/x.png" in browser.requests
-    assert any("Content Security Policy" in complaint for complaint in browser.complaints)
 
 
 @pytest.mark.parametrize("dark", [False, True])
@@ -139,11 +134,11 @@ def test_groups_with_most_reward_variance_come_first(tmp_path):
 
 def test_a_template_fits_every_prompt_alike_and_a_thought_only_its_own():
     for depends in (False, True):
-        for reasoning in pick_reasonings(make_measurement(3, depends)):
+        for reasoning in pick_traces(make_measurement(3, depends)):
             own, *others, worst = (candidate.probability for candidate in reasoning.candidates)
             assert own == pytest.approx(math.exp(-0.3), rel=0.01)
             assert max(own, *others) - worst < 0.01 if not depends else own > 1.9 * max(others)
-    ranks = [one.candidates[0].rank for one in pick_reasonings(make_measurement(3, False))]
+    ranks = [one.candidates[0].rank for one in pick_traces(make_measurement(3, False))]
     assert ranks == sorted(ranks) and ranks[0] == 1 and ranks[-1] > 4
 
 
@@ -158,7 +153,7 @@ def test_only_what_tells_prompts_apart_is_shown():
 
 def test_a_run_given_twice_is_shown_once(runs, words_only):
     page = report_of(runs[0], runs[0].parent / "." / runs[0].name)
-    assert page.headline == "“healthy”: reasoning depends on its prompt"
+    assert page.headline.count("healthy") == 1 and "of 2" not in page.headline
 
 
 def test_runs_of_one_name_are_told_apart_by_their_parents(tmp_path, words_only):
@@ -234,11 +229,6 @@ def test_reward_is_not_called_success(tmp_path, words_only):
     assert "Verdict Success or reward" in report_of(folders[1], folders[0]).text
 
 
-def test_a_single_row_is_a_report(tmp_path):
-    page = report_of(make_run(tmp_path / "run", steps=1))
-    assert page.headline == "“run”: reasoning depends on its prompt"
-
-
 def test_unfinished_and_resumed_runs_say_so(tmp_path, words_only):
     text = report_of(make_run(tmp_path / "run", steps=20, ended=False, resumed_at=[5, 10])).text
     assert "unfinished: at step 20 of 100, resumed at step 5, 10" in text
@@ -254,15 +244,6 @@ def test_held_out_success_comes_with_its_interval(tmp_path, words_only):
 
 def test_settings_that_differ_come_first(runs, words_only):
     assert "Settings healthy drifted seed 0 60 beta 0.0 0.0" in report_of(*runs).text
-
-
-def test_where_completions_are_kept_the_report_says_so(tmp_path, words_only):
-    groups, completions = (make_run(tmp_path / name, steps=1) for name in ("groups", "completions"))
-    about = completions / "diagnostics" / "run.json"
-    about.write_text(about.read_text().replace('"beta"', '"snr_level": "trajectory", "beta"'))
-    assert "Completions kept" in report_of(completions).text
-    assert "Groups kept" in report_of(groups).text
-    assert "Groups kept or completions kept" in report_of(groups, completions).text
 
 
 def test_a_folder_without_a_run_ends_with_code_2_and_its_name(runs, tmp_path, capsys):
@@ -333,4 +314,69 @@ def test_of_two_real_runs_the_report_tells_which_one_collapsed_and_when(tmp_path
     collapse = read_run(tmp_path / "empty words").collapses[-1]
     assert collapse.regime == "template_collapse" and 2 < collapse.first < 8 and collapse.last is None
     page = report_of(tmp_path / "healthy", tmp_path / "empty words")
-    assert page.headline == f"1 of 2 runs collapsed: “empty words”, template collapse since step {collapse.first}"
+    assert "1 of 2" in page.headline and re.search(rf"“empty words”.* step {collapse.first}$", page.headline)
+
+
+# The gain of a run, and the control beside it
+
+FILTER = {"trainer": "SNRFilteredGRPOTrainer", "snr_strategy": "top_p", "snr_value": 0.9, "snr_include_zero": False}
+
+
+def evaluated(folder, before, after, **settings):
+    make_run(folder, None, 20, ended=True)
+    for when, success in (("before", before), ("after", after)):
+        metrics = {"success": success, "success_ci_low": success - 0.05, "success_ci_high": success + 0.05}
+        (folder / f"evaluation_{when}.json").write_text(json.dumps(metrics))
+    about = {"settings": {**FILTER, **settings}, "versions": {}}
+    (folder / "diagnostics" / "run.json").write_text(json.dumps(about))
+    return folder
+
+
+def without_signal(folder, steps):
+    """The rows of the first steps as those of empty ones."""
+
+    def change(state):
+        for row in state["log_history"][:steps]:
+            row |= {"snr/kept_fraction": 0.0, "snr/update_compute_fraction": 0.0}
+
+    edit_state(folder, change)
+    return folder
+
+
+def test_a_report_opens_with_the_gain(tmp_path, words_only):
+    headline = report_of(evaluated(tmp_path / "demo", 0.458, 0.563)).headline
+    assert headline.startswith("held-out success 46% → 56%") and "“demo”" in headline
+
+
+def test_a_report_opens_with_the_gain_and_the_control(tmp_path, words_only):
+    run = evaluated(tmp_path / "demo", 0.458, 0.563)
+    control = evaluated(tmp_path / "demo_control", 0.458, 0.541, snr_value=1.0, snr_include_zero=True)
+    headline = report_of(run, control).headline
+    assert re.search("“demo”.* 46% → 56%.*“demo_control”.*nothing filtered.* 46% → 54%", headline)
+
+
+def test_trls_own_trainer_counts_as_a_control_and_a_subclass_of_ours_does_not(tmp_path):
+    kinds = {"GRPOTrainer": True, "MyTrainer": False, "SNRFilteredGRPOTrainer": False}
+    for name, is_control in kinds.items():
+        assert read_run(evaluated(tmp_path / name, 0.4, 0.5, trainer=name)).filters_nothing == is_control
+
+
+def test_nothing_is_saved_where_nothing_was_trained(tmp_path, words_only):
+    empty = without_signal(make_run(tmp_path / "empty", None, 20), 20)
+    part = without_signal(make_run(tmp_path / "part", None, 20), 10)
+    shown = report_of(empty).text.split("How to read these numbers")[0]
+    assert "Compute saved" in shown and "of the updates" not in shown
+    assert "45% of the updates" in report_of(part).text  # as in a run without empty steps
+    assert "update compute saved" not in diagnostics_section(read_run(empty))
+    assert "| update compute saved | 45.0% | 45.0% |" in diagnostics_section(read_run(part))
+
+
+def test_the_summary_of_a_run_without_signal_says_nothing_of_savings():
+    class State:
+        global_step, best_model_checkpoint = 2, None
+        log_history = [  # noqa: RUF012
+            {"step": step, "snr/kept_fraction": 0.0, "snr/empty_steps": step, "snr/update_compute_fraction": 0.0}
+            for step in (1, 2)
+        ]
+
+    assert summarize(State(), None, None, 1.0)["update_compute_saved"] is None

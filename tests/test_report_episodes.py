@@ -13,19 +13,20 @@ from reported_runs import words_only_fixture as words_only_fixture
 from ragen2_trl import cli
 from ragen2_trl.envs import make_env
 from ragen2_trl.reporting.episodes import (
-    MAX_CELLS,
     MAX_EPISODES,
+    MAX_GROUPS,
     MAX_ROWS,
     MAX_TURNS,
-    Cell,
+    GroupResult,
     bands_of,
     pick_groups,
     picture_of,
     read_album,
 )
+from ragen2_trl.reporting.files import EVALUATION, TRAINING
 from ragen2_trl.reporting.report import render_report
 from ragen2_trl.reporting.run import read_run
-from ragen2_trl.reporting.saved_episodes import EVALUATION, TRAINING, PlayedEpisode, PlayedTurn, save_episodes
+from ragen2_trl.reporting.saved_episodes import PlayedEpisode, PlayedTurn, save_episodes
 
 pytestmark = pytest.mark.slow
 
@@ -68,10 +69,10 @@ def test_cells_are_groups_and_rows_are_files_by_step(run):
         ("training, step 10", [1, 1, 1]),
     ]
     # The task that is solved most often stands first in both evaluations, the same tasks below one another.
-    assert [cell.solved for cell in album.rows[0].cells] == [3, 0, 0]
-    assert [cell.solved for cell in album.rows[1].cells] == [4, 4, 1]
+    assert [one.solved for one in album.rows[0].groups] == [3, 0, 0]
+    assert [one.solved for one in album.rows[1].groups] == [4, 4, 1]
     assert [row.success for row in album.rows] == [3 / 12, 9 / 12, 6 / 12]
-    assert {Cell(4, 4).kind, Cell(1, 4).kind, Cell(0, 4).kind} == {"right", "mixed", "wrong"}
+    assert {GroupResult(4, 4).kind, GroupResult(1, 4).kind, GroupResult(0, 4).kind} == {"right", "mixed", "wrong"}
 
 
 def test_numbers_are_bounded_and_the_last_row_is_shown(run, words_only):
@@ -83,7 +84,7 @@ def test_numbers_are_bounded_and_the_last_row_is_shown(run, words_only):
     album = read_album(replace(edit, step=50), [])
     assert len(album.rows) == MAX_ROWS + 1 and album.left_out == 41 - len(album.rows)
     assert max(row.step for row in album.rows if row.source == EVALUATION) == 39
-    assert len(album.rows[-1].cells) == MAX_CELLS
+    assert len(album.rows[-1].groups) == MAX_GROUPS
     assert sum(album.rows[-1].counts.values()) == 60
     assert len(album.episodes) <= MAX_EPISODES
     assert max(len(one.turns) for one in album.episodes) == MAX_TURNS

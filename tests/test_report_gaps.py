@@ -144,7 +144,7 @@ NUMBERS, READ, THOUGHT = "45% of the updates", "Prompt 1", "Own prompt ranks 1 o
         (with_groups_of_groups, ["measurement_00010 cannot be read", "scores must have shape (groups,)"], [NUMBERS]),
         (with_brackets_without_end, ["measurement_00010 cannot be read", "RecursionError"], [NUMBERS, READ]),
         (with_gradients_of_nothing, ["gradients_00010 cannot be read", "must hold the task"], [NUMBERS, THOUGHT]),
-        (with_prompts_that_are_no_texts, ["prompts and reasonings must be texts"], [NUMBERS, READ, THOUGHT]),
+        (with_prompts_that_are_no_texts, ["prompts and traces must be texts"], [NUMBERS, READ, THOUGHT]),
         (without_texts, ["log_completions=True", "_measurements/"], [NUMBERS]),
     ],
 )

@@ -244,8 +244,8 @@ def test_continuous_batching_plays_too(make_args):
     assert any(row["env/frozen_lake/valid_rate"] > 0.5 for row in rows)
 
 
-def test_refilled_rows_are_played_with_their_own_tasks(policy, tokenizer, make_args):
-    args = multi_turn_args(make_args, snr_refill_rounds=2)
+def test_rows_of_dynamic_sampling_are_played_with_their_own_tasks(policy, tokenizer, make_args):
+    args = multi_turn_args(make_args, snr_dynamic_sampling_rounds=2)
     trainer, _ = make_trainer(policy, tokenizer, args)
     Player(trainer, tokenizer)
     batches = capture(trainer)

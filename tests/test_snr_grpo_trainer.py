@@ -45,13 +45,12 @@ def test_a_config_of_another_trainer_is_refused(policy_path, prompts, make_args)
     [
         ({"snr_strategy": "top-p"}, ["snr_strategy", "'top-p'", "top_p", "min_p", "none"]),
         ({"snr_score": "variance"}, ["snr_score", "'variance'", "reward_variance", "random"]),
-        ({"snr_keep": "best"}, ["snr_keep", "'best'", "largest", "smallest"]),
-        ({"snr_mode": "skip"}, ["snr_mode", "'skip'", "drop", "mask", "soft"]),
-        ({"snr_loss_scaling": "log"}, ["snr_loss_scaling", "'log'", "none", "linear", "sqrt"]),
+        ({"snr_mode": "skip"}, ["snr_mode", "'skip'", "drop", "mask"]),
+        ({"snr_selector": "hardest"}, ["snr_selector", "'hardest'", "package.module:name"]),
+        ({"snr_dynamic_sampling_rounds": -1}, ["snr_dynamic_sampling_rounds", "-1", "0 or more"]),
         ({"snr_value": 1.5}, ["snr_value", "1.5", "0 < value <= 1"]),
         ({"snr_strategy": "top_k_abs"}, ["snr_value", "0.9", "whole number"]),
-        ({"snr_selection_eps": -0.1}, ["snr_selection_eps", "-0.1", ">= 0"]),
-        ({"snr_selection_eps": float("nan")}, ["snr_selection_eps", "nan", ">= 0"]),
+        ({"snr_value": float("nan")}, ["snr_value", "nan", "0 < value <= 1"]),
         ({"num_generations": 1}, ["num_generations", "1", ">= 2"]),
         (
             {"snr_mode": "mask", "entropy_coef": 0.1, "loss_type": "grpo"},
@@ -108,7 +107,7 @@ def test_the_card_names_the_method_and_the_paper(policy_path, prompts, make_args
 def test_defaults_are_the_papers():
     config = SNRFilteredGRPOConfig(use_cpu=True, bf16=False)
     assert (config.snr_strategy, config.snr_value, config.snr_score) == ("top_p", 0.9, "reward_variance")
-    assert (config.snr_include_zero, config.snr_mode, config.snr_loss_scaling) == (False, "drop", "none")
+    assert (config.snr_include_zero, config.snr_selector, config.snr_mode) == (False, None, "drop")
 
 
 def test_a_group_size_that_does_not_divide_the_batch_is_refused_with_its_numbers(make_args):

@@ -77,7 +77,7 @@ def test_a_mixture_trains_and_its_groups_stay_within_a_task(snr, policy, tokeniz
     tasks = [make_env("frozen_lake", multi_turn=True, max_turns=2, size=3), make_env("bandit", max_turns=3)]
     mixture, seen = TaskMixture(tasks), []
     settings = {"per_device_train_batch_size": 16, "max_completion_length": 200, "max_steps": 2}
-    args = make_args(**{**settings, **snr}, snr_reward_scaling_by="task")
+    args = make_args(**{**settings, **snr})
 
     def vary(environment, seed, completion_ids, **columns):
         seen.append(list(zip(environment, seed, strict=True)))
@@ -167,7 +167,7 @@ def test_a_run_of_two_tasks_has_a_summary_of_each(tmp_path):
         "observation=coordinates max_turns=2 max_actions=1 --max_turn_tokens 64 --max_completion_length 256 "
         "--num_prompts 32 --max_steps 2 --per_device_train_batch_size 32 --num_generations 4 --eval_prompts 4 "
         "--eval_samples 2 --use_cpu true --bf16 false --gradient_checkpointing false --report_to none "
-        f"--logging_steps 1 --snr_reward_scaling_by task --output_dir {tmp_path / 'run'}".split()
+        f"--logging_steps 1 --output_dir {tmp_path / 'run'}".split()
     )
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert {"success", "sokoban/success", "frozen_lake/success"} <= set(summary["after"])

@@ -243,7 +243,7 @@ def test_reference_models_and_adapters(kind, snr, policy_path, make_args):
 
 @pytest.mark.parametrize("mode", ["drop", "mask"])
 @pytest.mark.parametrize("loss_type", ["grpo", "dr_grpo", "dapo", "bnpo", "cispo", "sapo", "luspo", "vespo"])
-def test_every_loss_trains_on_refilled_batches(loss_type, mode, policy_path, make_args):
+def test_every_loss_trains_on_batches_of_dynamic_sampling(loss_type, mode, policy_path, make_args):
     args = make_args(per_device_train_batch_size=16, max_steps=2, loss_type=loss_type, snr_mode=mode, **REFILL)
     run(policy_path, args)
 
@@ -269,7 +269,7 @@ def test_logged_completions_have_a_value_in_every_column(policy_path, make_args,
         assert all(own == f"own {prompt}" for own, prompt in zip(table["own"], table["prompt"], strict=True))
 
 
-def test_evaluation_amid_training_is_neither_filtered_nor_refilled_nor_measured(policy_path, make_args):
+def test_evaluation_during_training_is_neither_filtered_nor_filled_up_nor_measured(policy_path, make_args):
     counts = {"train": [], "eval": []}
 
     def prepare(trainer):

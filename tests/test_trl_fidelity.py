@@ -84,7 +84,7 @@ def test_tools_and_environments_run_and_what_they_write_stays_out_of_the_loss(ki
     trainer = run(model, args, dataset, prepare=calling_a_tool, processing_class=tokenizer, **tools)
     if kind == "environment":
         prompts = 4 * args.max_steps
-        if args.snr_refill_rounds:
+        if args.snr_dynamic_sampling_rounds:
             prompts = sum(row["snr/prompts_used"] for row in rows_of(trainer))
         assert (Lake.resets, Lake.looks) == (4 * prompts, 2 * prompts)
         assert all(row["rewards/Lake/mean"] == 0.25 for row in rows_of(trainer))
@@ -288,7 +288,7 @@ def test_a_refilled_update_is_grpo_on_the_groups_that_filled_it(layout, loss_typ
 
         trainer._generate_and_score_completions = refilled
 
-    args = make_args(per_device_train_batch_size=rows, snr_refill_rounds=20, **settings, **layout)
+    args = make_args(per_device_train_batch_size=rows, snr_dynamic_sampling_rounds=20, **settings, **layout)
     run(policy_path, args, None, Replay.reward, prepare, rollout_func=replay.rollout, callbacks=[recorder])
     plain = make_args(snr=False, per_device_train_batch_size=32, max_steps=1, **settings)
     expected = [gradients_of(GRPOTrainer, policy_path, plain, replay, groups)[0] for groups in generations]

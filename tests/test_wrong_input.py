@@ -68,8 +68,8 @@ def test_a_command_says_in_a_line_what_it_cannot_use(typed, said, capsys):
         ("train", {"context": "last"}, "context='last' needs a task of several turns in text, got frozen_lake"),
         (
             "train",
-            {"stop_on_template_collapse": True, "mutual_information": False},
-            "stop_on_template_collapse=True needs mutual_information, got False",
+            {"trajectory_reference": True, "mutual_information": False},
+            "trajectory_reference=True needs",
         ),
         ("train", {"gradients_entropy_coef": 0.1}, "gradients_entropy_coef=0.1 needs gradients_every, got 0"),
         ("warm-start", {"env_args": {"size": 2}}, "size must be an integer between 3 and 10, got 2"),

@@ -1,12 +1,26 @@
-"""Callbacks for TRL's trainers."""
+"""Callbacks for TRL's trainers, each imported when it is asked for."""
 
-from ragen2_trl.callbacks.cost import CostCallback
-from ragen2_trl.callbacks.environment_eval import EnvironmentEvalCallback
-from ragen2_trl.callbacks.episodes import EpisodeCallback
-from ragen2_trl.callbacks.gradient_snr import GradientSNRCallback
-from ragen2_trl.callbacks.live_line import LiveLineCallback
-from ragen2_trl.callbacks.mutual_information import MutualInformationCallback
-from ragen2_trl.callbacks.reward_variance_stop import RewardVarianceStopCallback
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ragen2_trl.callbacks.cost import CostCallback
+    from ragen2_trl.callbacks.environment_eval import EnvironmentEvalCallback
+    from ragen2_trl.callbacks.episodes import EpisodeCallback
+    from ragen2_trl.callbacks.gradient_snr import GradientSNRCallback
+    from ragen2_trl.callbacks.live_line import LiveLineCallback
+    from ragen2_trl.callbacks.mutual_information import MutualInformationCallback
+    from ragen2_trl.callbacks.reward_variance_stop import RewardVarianceStopCallback
+
+_HOMES = {
+    "CostCallback": "cost",
+    "EnvironmentEvalCallback": "environment_eval",
+    "EpisodeCallback": "episodes",
+    "GradientSNRCallback": "gradient_snr",
+    "LiveLineCallback": "live_line",
+    "MutualInformationCallback": "mutual_information",
+    "RewardVarianceStopCallback": "reward_variance_stop",
+}
 
 __all__ = [
     "CostCallback",
@@ -17,3 +31,9 @@ __all__ = [
     "MutualInformationCallback",
     "RewardVarianceStopCallback",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)

@@ -9,10 +9,9 @@ import torch
 from peft import PeftModel
 from torch import nn
 from transformers import Trainer, TrainerCallback
-from trl import RLOOTrainer
 
-from ragen2_trl.columns import TURN_SAMPLES
 from ragen2_trl.reporting.records import is_number
+from ragen2_trl.rollout_events import listen, log_row
 
 STATE = "ragen2_costs"  # in a checkpoint's trainer_state.json
 COSTS = ("seconds", "cpu_seconds", "sampled_tokens", "update_tokens", "update_flops")
@@ -28,8 +27,8 @@ class CostCallback(TrainerCallback):
       logging, and what callbacks measure of completions (mutual information, gradients) are left out.
     - `cost/cpu_seconds`: CPU time of the training processes for the same, over all their threads. Where others use the
       machine, too, it is the fairer clock; time of GPUs and of programs in the sandbox is not in it.
-    - `cost/sampled_tokens`: tokens that the model wrote in training, on all processes, those of refill rounds and of
-      groups that were dropped included.
+    - `cost/sampled_tokens`: tokens that the model wrote in training, on all processes, those of further rounds of
+      dynamic sampling and of groups that were dropped included.
     - `cost/update_tokens`: positions, padding included, of every forward pass that the update ran backward through.
     - `cost/update_flops`: floating-point operations of the update in the usual estimate, 6 x parameters x positions:
       2 a parameter and position forward, 2 backward to the activations, 2 for the gradient of the parameter itself,
@@ -54,7 +53,7 @@ class CostCallback(TrainerCallback):
         self._own = self._nothing()  # of this process since training began here
         self._before = self._nothing()  # of all processes, from the checkpoint
         self._started: tuple[float, float] | None = None  # wall and CPU clock when the present stretch began
-        _watch_generation(trainer, self._count_sampled)
+        listen(trainer, on_generated=self._count_sampled, aside=self.paused)
         policy = trainer.accelerator.unwrap_model(trainer.model)
         body = policy.get_base_model() if isinstance(policy, PeftModel) else policy
         critic = getattr(trainer, "critic", None)
@@ -83,8 +82,7 @@ class CostCallback(TrainerCallback):
             own |= dict(zip(summed, accelerator.reduce(values, reduction="sum").tolist(), strict=True))
         total = {name: self._before[name] + own[name] for name in COSTS}
         state.stateful_callbacks[STATE] = total
-        for name, value in total.items():
-            self.trainer._metrics["train"][f"cost/{name}"] = [float(value)]  # a sum and no mean over a row's steps
+        log_row(self.trainer, {f"cost/{name}": float(value) for name, value in total.items()}, replace=True)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -130,35 +128,6 @@ class CostCallback(TrainerCallback):
             self._own["update_flops"] += per_position * inputs.numel()
 
         module.register_forward_pre_hook(count, with_kwargs=True)
-
-
-@contextmanager
-def outside_of_costs(trainer: Trainer) -> Iterator[None]:
-    """What is done in here is not for training, and counts for no cost of it."""
-    counting = [one for one in trainer.callback_handler.callbacks if isinstance(one, CostCallback)]
-    if not counting:
-        yield
-        return
-    with counting[-1].paused():
-        yield
-
-
-def _watch_generation(trainer: Trainer, count: Any) -> None:
-    """Calls `count` with the tokens that the model wrote in each generation for training, on this process."""
-    generate = trainer._generate
-
-    def generate_and_count(*args: Any, **kwargs: Any) -> Any:
-        generated = generate(*args, **kwargs)
-        if trainer.model.training:
-            _, completion_ids, masks, *others = generated
-            if masks is None or isinstance(trainer, RLOOTrainer):  # its third value is something else
-                masks = [[1] * len(ids) for ids in completion_ids]
-            later = [fields[TURN_SAMPLES] for fields in others if isinstance(fields, dict) and TURN_SAMPLES in fields]
-            further = [sample["env_mask"] for episodes in later for samples in episodes for sample in samples]
-            count(sum(int(sum(mask)) for mask in [*masks, *further]))
-        return generated
-
-    trainer._generate = generate_and_count
 
 
 def _size(parameter: nn.Parameter) -> int:

@@ -1,4 +1,4 @@
-"""Success on held-out tasks while a model trains: a curve, the best checkpoint, and an end where nothing is learnt."""
+"""Held-out tasks are played while a model trains: a curve, the best checkpoint, and an end where nothing is learnt."""
 
 import re
 import time
@@ -12,18 +12,18 @@ import numpy as np
 from accelerate.logging import get_logger
 from accelerate.utils import gather_object
 from datasets import Dataset
-from torch import nn
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl.models.utils import unwrap_model_for_generation
 
-from ragen2_trl.callbacks.rollouts import check_own_trainer, is_newest
+from ragen2_trl.callbacks.attached import check_own_trainer, is_newest
 from ragen2_trl.callbacks.run_record import keep_record, reported
 from ragen2_trl.envs import Environment
 from ragen2_trl.envs.random_baseline import random_success
-from ragen2_trl.reporting.files import EPISODES
+from ragen2_trl.reporting.files import EPISODES, EVALUATION
 from ragen2_trl.reporting.held_out import LOGGED, curves_of
-from ragen2_trl.reporting.saved_episodes import EVALUATION, PlayedEpisode, episodes_of, save_episodes
+from ragen2_trl.reporting.saved_episodes import PlayedEpisode, episodes_of, save_episodes
+from ragen2_trl.rollout_events import forget_in_row, log_row
 from ragen2_trl.rollouts.outcomes import outcomes_of, summarize
 from ragen2_trl.rollouts.sampling import check_sampling, held_out_rows, play_rows
 
@@ -100,7 +100,7 @@ class EnvironmentEvalCallback(TrainerCallback):
     def __init__(
         self,
         env: Environment | Sequence[Environment],
-        trainer: Trainer,
+        trainer: Any,
         every: int = 10,
         num_prompts: int = 256,
         num_samples: int = 4,
@@ -147,7 +147,7 @@ class EnvironmentEvalCallback(TrainerCallback):
         self.best_task, self.best_metric, self._best_sign = self._what_is_best()
         self.context_options = context_options
         self.seconds = 0.0  # of all evaluations here
-        self._floors: dict[str, dict[str, float]] = {}
+        self._random_baselines: dict[str, dict[str, float]] = {}
         self._pending: list[str] = []  # keys of an evaluation whose row is not logged yet
         if trainer.use_vllm:
             logger.warning("Held-out tasks are sampled by transformers, from the model that trains, and not by vLLM.")
@@ -160,7 +160,7 @@ class EnvironmentEvalCallback(TrainerCallback):
         if not is_newest(self, self.trainer):
             return
         for key in self._pending:  # of a step that was interrupted
-            self.trainer._metrics["train"].pop(key, None)
+            forget_in_row(self.trainer, key)
         self._pending = []
         if next(iter(self.tasks)) not in curves_of(state.log_history):
             values = self._evaluate()
@@ -174,12 +174,11 @@ class EnvironmentEvalCallback(TrainerCallback):
         if step % self.every and step < state.max_steps and not control.should_training_stop:
             return
         values = self._evaluate()
-        for key, value in values.items():
-            self.trainer._metrics["train"][key].append(value)
+        log_row(self.trainer, values)
         control.should_log = True
         self._note_best(state, control, values[f"{LOGGED}{self.best_task}/{self.best_metric}"])
         if self.stop_below is not None:
-            self._stop_below(state, control, values)
+            self._stop_if_below(self.stop_below, state, control, values)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         """Trackers have had the row; in the history it gets the names that they show."""
@@ -201,13 +200,13 @@ class EnvironmentEvalCallback(TrainerCallback):
             played = {name: self._play(model, env, rows) for name, (env, rows) in self.tasks.items()}
         self._save(list(played.values()))
         metrics = {name: summarize(self.num_samples, **columns) for name, (columns, _) in played.items()}
-        return {name: values | self._floor(name) for name, values in metrics.items()}
+        return {name: values | self._random_baseline(name) for name, values in metrics.items()}
 
-    def _floor(self, name: str) -> dict[str, float]:
+    def _random_baseline(self, name: str) -> dict[str, float]:
         """What success has to be compared with; the tasks are the same each time."""
-        if name not in self._floors:
-            self._floors[name] = random_success(*self.tasks[name], self.num_samples)
-        return self._floors[name]
+        if name not in self._random_baselines:
+            self._random_baselines[name] = random_success(*self.tasks[name], self.num_samples)
+        return self._random_baselines[name]
 
     def _evaluate(self) -> dict[str, float]:
         """What is logged of an evaluation."""
@@ -223,9 +222,7 @@ class EnvironmentEvalCallback(TrainerCallback):
         self._pending = list(values)
         return values
 
-    def _play(
-        self, model: nn.Module, env: Environment, rows: Dataset
-    ) -> tuple[dict[str, list[float]], list[PlayedEpisode]]:
+    def _play(self, model: Any, env: Environment, rows: Dataset) -> tuple[dict[str, list[float]], list[PlayedEpisode]]:
         """What came of each row, on all processes, and the episodes."""
         accelerator = self.trainer.accelerator
         processes, me = accelerator.num_processes, accelerator.process_index
@@ -281,16 +278,16 @@ class EnvironmentEvalCallback(TrainerCallback):
         state.best_model_checkpoint = str(folder / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
         control.should_save = True
 
-    def _stop_below(self, state: Any, control: Any, values: dict[str, float]) -> None:
+    def _stop_if_below(self, bound: float, state: Any, control: Any, values: dict[str, float]) -> None:
         task = next(iter(self.tasks))
         curve = curves_of(state.log_history).get(task)
         before = [point.success for point in curve.points if point.step > 0] if curve else []
         latest = [*before, values[f"{LOGGED}{task}/success"]][-self.stop_patience :]
-        if len(latest) == self.stop_patience and max(latest) < self.stop_below:
+        if len(latest) == self.stop_patience and max(latest) < bound:
             control.should_training_stop = True
             logger.warning(
                 f"Training stops after step {state.global_step}: held-out success on {task} was below "
-                f"{self.stop_below:.1%} in {self.stop_patience} evaluations in a row (now {latest[-1]:.1%})."
+                f"{bound:.1%} in {self.stop_patience} evaluations in a row (now {latest[-1]:.1%})."
             )
 
     def _what_is_best(self) -> tuple[str, str, int]:
@@ -335,7 +332,7 @@ def task_names(envs: Sequence[Environment]) -> list[str]:
     return names
 
 
-def chat_template_of(trainer: Trainer) -> dict[str, Any]:
+def chat_template_of(trainer: Any) -> dict[str, Any]:
     """What a trainer hands to its chat template; TRL's RLOO has none of its own and takes the tokenizer's."""
     own = {"chat_template": trainer.chat_template} if hasattr(trainer, "chat_template") else {}
     return {**own, **trainer.chat_template_kwargs}

@@ -1,4 +1,4 @@
-"""Keeps the episodes that a trainer plays, to be looked at: Parquet and JSONL beside its checkpoints."""
+"""Episodes that a trainer plays are saved now and then, to be looked at: Parquet and JSONL beside its checkpoints."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import Any
 
 from accelerate.utils import gather_object
-from transformers import Trainer, TrainerCallback
+from transformers import TrainerCallback
 
-from ragen2_trl.callbacks.rollouts import check_own_trainer
+from ragen2_trl.callbacks.attached import check_own_trainer
 from ragen2_trl.envs import Play
 from ragen2_trl.envs.mixture import AnyTask
-from ragen2_trl.reporting.files import EPISODES
-from ragen2_trl.reporting.saved_episodes import TRAINING, PlayedEpisode, episodes_of, save_episodes
+from ragen2_trl.reporting.files import EPISODES, TRAINING
+from ragen2_trl.reporting.saved_episodes import PlayedEpisode, episodes_of, save_episodes
 
 Generation = tuple[int, int]  # the micro-step that it began, and how many of the same tasks were before it there
 
@@ -38,7 +38,7 @@ class EpisodeCallback(TrainerCallback):
         ValueError: If no reward function is that of an environment, or a number is below 1.
     """
 
-    def __init__(self, trainer: Trainer, every: int = 10, max_episodes: int = 256):
+    def __init__(self, trainer: Any, every: int = 10, max_episodes: int = 256):
         for name, value in (("every", every), ("max_episodes", max_episodes)):
             if value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value!r}")
@@ -94,7 +94,7 @@ class EpisodeCallback(TrainerCallback):
         return micro_step, told
 
 
-def environments_of(trainer: Trainer) -> list[AnyTask]:
+def environments_of(trainer: Any) -> list[AnyTask]:
     """The tasks that a trainer's reward functions belong to, each once."""
     found = [getattr(func, "environment", None) for func in trainer.reward_funcs]
     distinct = {id(env): env for env in found if isinstance(env, AnyTask)}

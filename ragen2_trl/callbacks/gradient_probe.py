@@ -20,7 +20,6 @@ from transformers import Trainer
 from trl.distributed import DistributedBackend
 from trl.models.utils import unwrap_model_for_generation
 
-from ragen2_trl.callbacks.rollouts import Batch, Sampled
 from ragen2_trl.filtering import group_score
 from ragen2_trl.instrument.gradients import (
     BucketGradients,
@@ -32,15 +31,16 @@ from ragen2_trl.instrument.gradients import (
     split_in_halves,
     statistics_of,
 )
+from ragen2_trl.rollout_events import Batch, LocalRollout
 from ragen2_trl.trainers.batches import loss_mask, take
-from ragen2_trl.trainers.critic import NAME as CRITIC
+from ragen2_trl.trainers.ppo.critic import NAME as CRITIC
 from ragen2_trl.trainers.processes import exchange_rows
 
 Gradient = list[Tensor]  # for each parameter, flat, the part of it that this process keeps
 
 
 @dataclass(frozen=True)
-class Part:
+class LossTerm:
     """One term of the loss.
 
     Args:
@@ -55,7 +55,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Step:
+class ForwardStep:
     """Rows of one forward pass: this process's, and how many all processes have."""
 
     rows: list[int]
@@ -75,7 +75,7 @@ def check_can_probe(trainer: Trainer) -> None:
 
 def measure_gradients(
     trainer: Trainer,
-    sampled: Sampled,
+    local: LocalRollout,
     step: int,
     num_buckets: int,
     entropy_coef: float | None,
@@ -91,16 +91,16 @@ def measure_gradients(
         entropy_coef: as if the run's were this one; `None` for the run's own.
         generator: of the halves, the same on every process.
     """
-    if any(sampled.later):
+    if any(local.turn_samples):
         raise ValueError(
             "GradientSNRCallback takes gradients of one training sample an episode; allowed: TextRollout(env) with "
             "context='full' and drop_oldest_turns=False."
         )
-    stds = group_score(sampled.rewards, "reward_std")
+    stds = group_score(local.rewards, "reward_std")
     buckets, left_over = quantile_buckets(stds, num_buckets)
-    size = sampled.rewards.shape[1]
+    size = local.rewards.shape[1]
     halves = [split_in_halves(groups, size, generator) for groups in [*buckets, left_over]]
-    with _probe(trainer, sampled, entropy_coef) as probe:
+    with _probe(trainer, local, entropy_coef) as probe:
         cells = probe.deal([half for pair in halves for half in pair])
         pairs = list(zip(cells[0::2], cells[1::2], strict=True))
 
@@ -125,10 +125,10 @@ def measure_gradients(
     return GradientMeasurement(step, coefficients, norm, measured, of_buckets)
 
 
-def seconds_of_update(trainer: Trainer, sampled: Sampled) -> float:
+def seconds_of_update(trainer: Trainer, local: LocalRollout) -> float:
     """How long a generation batch takes forward and backward, without the optimizer's own step."""
-    rows = list(range(sampled.rewards.numel()))
-    with _probe(trainer, sampled, None) as probe:
+    rows = list(range(local.rewards.numel()))
+    with _probe(trainer, local, None) as probe:
         (steps,) = probe.deal([rows])
         probe.task_gradient(steps[:1])  # what is done once: kernels, allocations
         started = time.perf_counter()
@@ -145,12 +145,12 @@ def _mean(weighted: list[tuple[float, tuple[Gradient, Gradient]]], sizes: tuple[
 
 
 @contextmanager
-def _probe(trainer: Trainer, sampled: Sampled, entropy_coef: float | None) -> Iterator["Probe"]:
+def _probe(trainer: Trainer, local: LocalRollout, entropy_coef: float | None) -> Iterator["Probe"]:
     """A copy of the trainer at whole parameters; no random state moves."""
     device = trainer.accelerator.device
     devices = [device] if device.type == "cuda" else []
     with _whole_parameters(trainer) as model, torch.random.fork_rng(devices), torch.enable_grad():
-        yield Probe(trainer, model, sampled, entropy_coef)
+        yield Probe(trainer, model, local, entropy_coef)
 
 
 @contextmanager
@@ -215,11 +215,11 @@ class Probe:
     Args:
         trainer: whose loss it is.
         model: the policy with whole parameters.
-        sampled: rows and what they are trained with.
+        local: rows and what they are trained with.
         entropy_coef: see `measure_gradients`.
     """
 
-    def __init__(self, trainer: Trainer, model: nn.Module, sampled: Sampled, entropy_coef: float | None):
+    def __init__(self, trainer: Trainer, model: nn.Module, local: LocalRollout, entropy_coef: float | None):
         self.model, self.accelerator = model, trainer.accelerator
         self.trainer = copy.copy(trainer)
         self.trainer._metrics = {mode: defaultdict(list) for mode in ("train", "eval")}
@@ -228,10 +228,10 @@ class Probe:
         self.trainer.args = copy.copy(trainer.args)
         self.trainer.args.steps_per_generation = 1
         self.trainer.aux_loss_enabled = False
-        self.batch: Batch = dict(sampled.batch)
+        self.batch: Batch = dict(local.batch)
         if hasattr(trainer, "_with_all_groups"):  # of our PPO, whose advantages are not TRL's
             with trainer.compute_loss_context_manager():
-                self.batch = self.trainer._with_all_groups(sampled.inputs, self.batch)
+                self.batch = self.trainer._with_all_groups(local.inputs, self.batch)
         # From here on for losses alone, of which processes have different numbers, over different numbers of rows.
         self.trainer.accelerator = cast(Accelerator, _Alone(self.accelerator))
         lengths = loss_mask(self.batch).sum(dim=1).float().mean()
@@ -242,7 +242,7 @@ class Probe:
         self.coefficients = _coefficients(trainer, self.batch, entropy_coef)
         self.parts = _parts(self.coefficients, _coefficients(trainer, self.batch, None))
 
-    def deal(self, cells: Sequence[Sequence[int]]) -> list[list[Step]]:
+    def deal(self, cells: Sequence[Sequence[int]]) -> list[list[ForwardStep]]:
         """Forward passes for lists of rows, numbered over all processes, which get equal shares of each."""
         own, processes = len(self.batch["prompt_ids"]), self.accelerator.num_processes
         size = self.trainer.args.per_device_train_batch_size * processes
@@ -256,13 +256,13 @@ class Probe:
         arguments = (self.batch, list(range(own)), deal, self.accelerator, tokenizer.pad_token_id, multiple)
         self.batch, place = exchange_rows(*arguments)
         me = iter([shares[self.accelerator.process_index] for shares in deal])
-        return [[Step([place[row] for row in next(me)], len(chunk)) for chunk in cell] for cell in chunks]
+        return [[ForwardStep([place[row] for row in next(me)], len(chunk)) for chunk in cell] for cell in chunks]
 
-    def gradients(self, halves: Sequence[Sequence[Step]]) -> dict[str, tuple[Gradient, Gradient]]:
+    def gradients(self, halves: Sequence[Sequence[ForwardStep]]) -> dict[str, tuple[Gradient, Gradient]]:
         """Of each part of the loss, the mean gradients of the samples of two halves."""
         return {name: tuple(self._gradient(steps, part) for steps in halves) for name, part in self.parts.items()}
 
-    def task_gradient(self, steps: Sequence[Step]) -> Gradient:
+    def task_gradient(self, steps: Sequence[ForwardStep]) -> Gradient:
         """The mean gradient of some samples, of the task alone."""
         return self._gradient(steps, self.parts["task"])
 
@@ -276,7 +276,7 @@ class Probe:
         """Over all processes."""
         return self.accelerator.reduce(values, reduction="sum")
 
-    def _gradient(self, steps: Sequence[Step], part: Part) -> Gradient:
+    def _gradient(self, steps: Sequence[ForwardStep], part: LossTerm) -> Gradient:
         total = [torch.zeros_like(parameter, dtype=torch.float32) for parameter in self.parameters]
         count = sum(step.total for step in steps)
         for step in steps:
@@ -291,7 +291,7 @@ class Probe:
         processes, me = self.accelerator.num_processes, self.accelerator.process_index
         return [self.summed(value).flatten().tensor_split(processes)[me].clone() for value in total]
 
-    def _loss(self, rows: list[int], part: Part) -> Tensor:
+    def _loss(self, rows: list[int], part: LossTerm) -> Tensor:
         """A mean over rows in which every token of the batch counts as it does in the whole batch.
 
         Losses over the tokens of a generation batch divide by `num_items_in_batch`, which is set to what these rows
@@ -305,7 +305,8 @@ class Probe:
             inputs["advantages"] = torch.zeros_like(inputs["advantages"])
         vars(trainer).update(part.settings)
         with trainer.compute_loss_context_manager():
-            loss: Tensor = trainer._compute_loss(self.model, inputs)
+            # Of the class: on the instance it is weighted for a micro-batch of training.
+            loss: Tensor = type(trainer)._compute_loss(trainer, self.model, inputs)
         if part.settings.get("_entropy_bonus_enabled") or vars(trainer).get("loss_type") == "bnpo":
             loss = loss * (loss_mask(inputs).sum() / expected)
         return loss
@@ -330,12 +331,12 @@ def _coefficients(trainer: Trainer, batch: Batch, entropy_coef: float | None) ->
     return coefficients
 
 
-def _parts(coefficients: dict[str, float], own: dict[str, float]) -> dict[str, Part]:
+def _parts(coefficients: dict[str, float], own: dict[str, float]) -> dict[str, LossTerm]:
     off = {"beta": 0.0, "_entropy_bonus_enabled": False}
-    parts = {"task": Part(off, keeps_advantages=True)}
+    parts = {"task": LossTerm(off, keeps_advantages=True)}
     if coefficients["kl"] != 0.0:
-        parts["kl"] = Part(off | {"beta": coefficients["kl"]})
+        parts["kl"] = LossTerm(off | {"beta": coefficients["kl"]})
     if (coefficient := coefficients["entropy"]) != 0.0:
         bonus = {"_entropy_bonus_enabled": True, "use_adaptive_entropy": False, "entropy_coef": coefficient}
-        parts["entropy"] = Part(off | bonus, of_run=own["entropy"] / coefficient)
+        parts["entropy"] = LossTerm(off | bonus, of_run=own["entropy"] / coefficient)
     return parts

@@ -10,13 +10,14 @@ import torch
 from accelerate.utils import gather_object
 from transformers import Trainer, TrainerCallback
 
+from ragen2_trl.callbacks.attached import check_own_trainer, is_newest
 from ragen2_trl.callbacks.gradient_probe import check_can_probe, measure_gradients
-from ragen2_trl.callbacks.rollouts import Sampled, check_own_trainer, is_newest, watch_rollouts
 from ragen2_trl.callbacks.run_record import keep_record, reported
 from ragen2_trl.instrument.gradients import GradientMeasurement
 from ragen2_trl.instrument.scoring import count_tokens
 from ragen2_trl.reporting.files import MEASUREMENTS
 from ragen2_trl.reporting.saved_gradients import save_gradients
+from ragen2_trl.rollout_events import Listener, LocalRollout, listen, log_row
 
 
 class GradientSNRCallback(TrainerCallback):
@@ -74,7 +75,7 @@ class GradientSNRCallback(TrainerCallback):
         self.num_buckets = num_buckets
         self.entropy_coef = entropy_coef
         self.latest: GradientMeasurement | None = None
-        self._watching = False
+        self._listener: Listener | None = None
         self._last_step = 0
         keep_record(trainer)
 
@@ -82,23 +83,20 @@ class GradientSNRCallback(TrainerCallback):
         check_own_trainer(self, self.trainer, state)
         check_can_probe(self.trainer)
         self.latest, self._last_step = None, state.global_step
-        if not self._watching:
-            watch_rollouts(self.trainer, self._on_rollout)
-            self._watching = True
+        self._listener = self._listener or listen(self.trainer, on_rollout=self._on_rollout)
 
-    def _on_rollout(self, sampled: Sampled) -> None:
+    def _on_rollout(self, local: LocalRollout) -> None:
         step = self._due_step()
         if step is None or not is_newest(self, self.trainer):
             return
         self._last_step = step
-        measurement, cost = self.measure(sampled, self.trainer.state.global_step + 1)
-        for key, value in {**measurement.metrics(), **cost}.items():
-            self.trainer._metrics["train"][f"grad/{key}"].append(value)
+        measurement, cost = self.measure(local, self.trainer.state.global_step + 1)
+        log_row(self.trainer, {f"grad/{key}": value for key, value in {**measurement.metrics(), **cost}.items()})
         if self.trainer.is_world_process_zero():
             with reported("The gradients by reward variance"):
                 save_gradients(measurement, Path(self.trainer.args.output_dir) / MEASUREMENTS)
 
-    def measure(self, sampled: Sampled, step: int) -> tuple[GradientMeasurement, dict[str, float]]:
+    def measure(self, local: LocalRollout, step: int) -> tuple[GradientMeasurement, dict[str, float]]:
         """The gradients of a generation batch, and what they cost: `seconds`, and `tokens` forward, padding included.
 
         A call for all processes together.
@@ -108,15 +106,13 @@ class GradientSNRCallback(TrainerCallback):
         seed = np.random.SeedSequence([self.trainer.args.seed, step]).generate_state(1)[0]
         generator = torch.Generator().manual_seed(int(seed))
         with count_tokens(self.trainer.model) as tokens:
-            measurement = measure_gradients(
-                self.trainer, sampled, step, self.num_buckets, self.entropy_coef, generator
-            )
+            measurement = measure_gradients(self.trainer, local, step, self.num_buckets, self.entropy_coef, generator)
         total = sum(gather_object([sum(tokens)]))
         self.latest = measurement
         return measurement, {"seconds": time.perf_counter() - started, "tokens": float(total)}
 
     def _due_step(self) -> int | None:
-        """The optimizer step that asks for the gradients of the completions at hand, if one does."""
+        """The optimizer step that asks for the gradients of the current completions, if one does."""
         args, done = self.trainer.args, self.trainer.state.global_step
         per_generation = args.steps_per_generation * self.trainer.num_iterations / args.gradient_accumulation_steps
         served = range(max(done, self._last_step) + 1, done + ceil(per_generation) + 1)

@@ -1,4 +1,4 @@
-"""A progress bar with one compact line of what matters, in place of a printed dictionary per step."""
+"""The live line is a progress bar with one compact line of what matters, in place of a printed dictionary per step."""
 
 import re
 from typing import Any
@@ -54,8 +54,9 @@ class LiveLineCallback(TrainerCallback):
             self._progress.update(self._task, completed=state.global_step)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
-        self._held_out = next((logs[key] for key in logs or () if HELD_OUT.fullmatch(key)), self._held_out)
-        if self._progress is None or not logs or (logs.get("reward") is None and "loss" not in logs):
+        logs = logs or {}
+        self._held_out = next((logs[key] for key in logs if HELD_OUT.fullmatch(key)), self._held_out)
+        if self._progress is None or (logs.get("reward") is None and "loss" not in logs):
             return
         line = self.line(logs)
         self._progress.update(self._task, description=line)
@@ -73,7 +74,7 @@ class LiveLineCallback(TrainerCallback):
         parts = [f"reward {logs['reward']:.2f}"]
         if logs.get("snr/kept_fraction") is not None:
             parts.append(f"kept {logs['snr/kept_fraction']:.0%}")
-        if logs.get(self.success_metric) is not None:
+        if self.success_metric is not None and logs.get(self.success_metric) is not None:
             parts.append(f"success {logs[self.success_metric]:.0%}")
         if self._held_out is not None:
             parts.append(f"held out {self._held_out:.0%}")

@@ -3,7 +3,8 @@
 import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from math import ceil
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,36 +17,39 @@ from transformers import Trainer, TrainerCallback
 from trl.distributed import DistributedBackend
 from trl.models.utils import unwrap_model_for_generation
 
-from ragen2_trl.callbacks.cadence import Cadence
+from ragen2_trl.callbacks.attached import check_own_trainer, is_newest
 from ragen2_trl.callbacks.pooling import POOL_FILE, Generation, Pool, joined, joined_selection, what_layout_means
 from ragen2_trl.callbacks.regime_watch import RegimeWatch, evidence_of, logged_beside, regime_flags
-from ragen2_trl.callbacks.rollouts import (
-    Sampled,
-    check_own_trainer,
-    gather_rollout,
-    group_metrics,
-    is_newest,
-    warn_of_unequal_prompts,
-    watch_rollouts,
-)
 from ragen2_trl.callbacks.run_record import keep_record, reported
-from ragen2_trl.callbacks.scopes import measure_scope
-from ragen2_trl.filtering import check_choice, group_score
+from ragen2_trl.filtering import check_choice, group_score, zero_variance
 from ragen2_trl.instrument.diagnosis import (
     REFERENCE_SCOPE,
     SCOPES,
     Measurement,
     NotMeasurableError,
     Sampling,
+    combine,
     draw,
+    measure_first_turn,
+    measure_trajectory,
+    measure_trajectory_reference,
 )
 from ragen2_trl.instrument.information import MarginalStdEMA
 from ragen2_trl.instrument.reasoning import Trajectories, Turn
 from ragen2_trl.instrument.scoring import ContextLengthError, count_tokens
-from ragen2_trl.instrument.verdict import Finding
+from ragen2_trl.instrument.verdict import MIN_STEPS_BETWEEN, Finding
 from ragen2_trl.reporting.files import MEASUREMENTS
 from ragen2_trl.reporting.run import MI_STATE, run_of
 from ragen2_trl.reporting.saved_measurement import SavedMeasurement
+from ragen2_trl.rollout_events import (
+    Listener,
+    LocalRollout,
+    Rollout,
+    forget_in_row,
+    gather_rollout,
+    listen,
+    log_row,
+)
 
 logger = get_logger(__name__)
 
@@ -144,7 +148,7 @@ class MutualInformationCallback(TrainerCallback):
         if (line := what_layout_means(trainer, min_prompts)) is not None:
             logger.warning(line)
             record.texts.add(POOL_FILE)
-        self._watching = False
+        self._listener: Listener | None = None
         self._pool = Pool(trainer, min_prompts)
         self._reset()
 
@@ -166,6 +170,9 @@ class MutualInformationCallback(TrainerCallback):
         check_own_trainer(self, self.trainer, state)
         self._reset()
         if not is_newest(self, self.trainer):
+            if self._listener is not None:
+                self._listener.remove()
+                self._listener = None
             return
         self._forget_row()  # of a step that was interrupted
         saved = state.stateful_callbacks.get(MI_STATE)
@@ -180,9 +187,7 @@ class MutualInformationCallback(TrainerCallback):
             )
         self._pool.begin_run()
         self._save_state()
-        if not self._watching:
-            watch_rollouts(self.trainer, self._on_rollout)
-            self._watching = True
+        self._listener = self._listener or listen(self.trainer, on_rollout=self._on_rollout)
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if is_newest(self, self.trainer):
@@ -221,23 +226,23 @@ class MutualInformationCallback(TrainerCallback):
                 figures = measurement_figures(run_of(self.trainer), measurement)
                 log_figures(self.trainer, {f"mi/{name}": figure for name, figure in figures})
 
-    def _on_rollout(self, sampled: Sampled) -> None:
+    def _on_rollout(self, local: LocalRollout) -> None:
         self._note_selection()
         if not is_newest(self, self.trainer):
             return
         asked = self.cadence.due_step(self.last_step) if self._asked is None else self._asked
-        if asked is None and len(sampled.rewards) >= self.min_prompts:
+        if asked is None and len(local.rewards) >= self.min_prompts:
             return
         started, done = time.perf_counter(), self.trainer.state.global_step
         # Completions may serve several optimizer steps. They are told by the first of them, whose row is logged next.
         step = done + 1
-        if any(gather_object([sampled.has_images])):  # on some processes perhaps, told to all
+        if any(gather_object([local.has_images])):  # on some processes perhaps, told to all
             if asked is not None:
                 self.last_step = asked
                 reason = "completions with images cannot be scored without their prompts' images"
                 self._stay_silent(step, "images", reason)
             return
-        self._latest = Generation(gather_rollout(sampled), done, beside=logged_beside(self.trainer))
+        self._latest = Generation(gather_rollout(local), done, beside=logged_beside(self.trainer))
         self._pool.add(self._latest)
         self._asked = None if self._pool.is_full else asked
         if asked is None or not self._pool.is_full:
@@ -250,7 +255,7 @@ class MutualInformationCallback(TrainerCallback):
             self._log({"mi/pooled_steps": float(done - self._measured[0].step)})
         tokenizer = self.trainer._tokenizer
         trajectories = Trajectories(
-            rollout.prompt_ids, rollout.completion_ids, tokenizer, rollout.tool_masks, rollout.later
+            rollout.prompt_ids, rollout.completion_ids, tokenizer, rollout.tool_masks, rollout.turn_samples
         )
         groups = [row // rollout.group_size for row in range(len(trajectories))]
         self._log(group_metrics(rollout))
@@ -325,9 +330,7 @@ class MutualInformationCallback(TrainerCallback):
             metrics=measurement.metrics,
             regime=None if self._finding is None or self._finding.evidence.step != step else self._finding.regime,
             prompts=[decode(context, skip_special_tokens=True) for context in distinct],
-            reasonings=[
-                decode(trajectories[i][0].reasoning, skip_special_tokens=True) for i in measurement.trajectories
-            ],
+            traces=[decode(trajectories[i][0].reasoning, skip_special_tokens=True) for i in measurement.trajectories],
             prompt_index=place[measurement.prompt_index],
             lengths=measurement.lengths,
             cross_logps=measurement.cross_logps[:, columns],
@@ -361,13 +364,10 @@ class MutualInformationCallback(TrainerCallback):
         self._save_state()
 
     def _log(self, metrics: dict[str, float]) -> None:
-        for key, value in metrics.items():
-            self.trainer._metrics["train"][key] = [value]  # one measurement and no mean over a row's
+        log_row(self.trainer, metrics, replace=True)  # one measurement and no mean over a row's
 
     def _forget_row(self) -> None:
-        metrics = self.trainer._metrics["train"]
-        for key in [key for key in metrics if key.startswith("mi/")]:
-            del metrics[key]
+        forget_in_row(self.trainer, "mi/")
 
     def _save_state(self) -> None:
         """Into the trainer's state, which every checkpoint writes."""
@@ -383,3 +383,128 @@ class MutualInformationCallback(TrainerCallback):
             "asked": self._asked,
             "silence": "; ".join(reasons),
         }
+
+
+# When, and what
+
+
+@dataclass(frozen=True)
+class Cadence:
+    """Multiples of `every`, or logging steps that lie at least `MIN_STEPS_BETWEEN` apart.
+
+    Args:
+        trainer: In whose run they are.
+        every: See `MutualInformationCallback`.
+    """
+
+    trainer: Trainer
+    every: int | None
+
+    def asks(self, step: int, last: int | None) -> bool:
+        """Whether an optimizer step asks for a measurement, after the step `last` that asked for the latest."""
+        if last is not None and step <= last:
+            return False
+        if self.every is not None:
+            return step % self.every == 0
+        if last is not None and step < last + MIN_STEPS_BETWEEN:
+            return False
+        args = self.trainer.args
+        first = step == 1 and args.logging_first_step
+        at_logging_step = args.logging_strategy == "steps" and step % max(1, self.trainer.state.logging_steps) == 0
+        return first or at_logging_step or args.logging_strategy == "epoch"
+
+    def due_step(self, last: int | None) -> int | None:
+        """The optimizer step that asks for a measurement of the completions that come next, if one does."""
+        args, done = self.trainer.args, self.trainer.state.global_step
+        per_generation = args.steps_per_generation * self.trainer.num_iterations / args.gradient_accumulation_steps
+        steps = range(done + 1, done + ceil(per_generation) + 1)
+        return next((step for step in steps if self.asks(step, last)), None)
+
+    def why_never(self, last: int | None) -> str | None:
+        """Why none of the steps that are left asks for the first measurement; `None` if one does, or has done so."""
+        state = self.trainer.state
+        to_come = range(state.global_step + 1, state.max_steps + 1)
+        if last is not None or any(self.asks(step, last) for step in to_come):
+            return None
+        return f"none of the {state.max_steps} optimizer steps asks for it ({self._settings})"
+
+    @property
+    def _settings(self) -> str:
+        if self.every is not None:
+            return f"every={self.every}"
+        strategy = self.trainer.args.logging_strategy
+        steps = f", logging_steps={self.trainer.state.logging_steps}" if strategy == "steps" else ""
+        return f"logging_strategy={strategy.value!r}{steps}"
+
+    @property
+    def why_not_yet(self) -> str:
+        return f"no optimizer step so far has asked for it ({self._settings})"
+
+
+# Of a trajectory's single positions, only what tells them apart.
+PER_POSITION = ("retrieval_accuracy", "retrieval_chance", "mi_seq", "conditional_entropy_token", "num_completions")
+# Of contexts without the model's own words, what means something.
+WITHOUT_OWN_WORDS = ("retrieval_accuracy", "retrieval_chance", "num_completions")
+
+
+def measure_scope(scope: str, *arguments: Any) -> tuple[dict[str, float], dict[str, float], Measurement | None]:
+    """Measures one scope.
+
+    Args:
+        scope: `first_turn`, `trajectory` or `trajectory_reference`.
+        *arguments: of `measure_first_turn` and its siblings.
+
+    Returns:
+        The metrics of the scope, further ones of its parts by their names within the scope, and the measurement where
+        it is of first turns.
+
+    Raises:
+        NotMeasurableError: Where there is nothing to measure.
+    """
+    if scope == REFERENCE_SCOPE:
+        return measure_trajectory_reference(*arguments).metrics, {}, None
+    if scope == "first_turn":
+        measurement = measure_first_turn(*arguments)
+        return measurement.metrics, {}, measurement
+    by_position = measure_trajectory(*arguments)
+    parts = {
+        f"turn_{position + 1}/{key}": measurement.metrics[key]
+        for position, measurement in by_position.items()
+        for key in PER_POSITION
+    }
+    retold = [one.without_own_words for one in by_position.values() if one.without_own_words]
+    if retold:
+        without = combine(retold)
+        parts |= {f"without_own_words/{name}": without[name] for name in WITHOUT_OWN_WORDS}
+    return combine(list(by_position.values())), parts, None
+
+
+def group_metrics(rollout: Rollout) -> dict[str, float]:
+    """Why groups have no reward variance: shares of all groups, under `mi/groups/`.
+
+    `identical_completions`: all G are the same ids. `equal_rewards`: completions differ and their rewards do not.
+    `zero_variance`: rewards do not vary, for either reason.
+    """
+    size = rollout.group_size
+    episodes = zip(rollout.completion_ids, rollout.turn_samples, strict=True)
+    texts = [(*map(tuple, [ids, *(sample["completion_ids"] for sample in samples)]),) for ids, samples in episodes]
+    identical = torch.tensor([len(set(texts[i : i + size])) == 1 for i in range(0, len(texts), size)])
+    constant = zero_variance(rollout.rewards)
+    return {
+        "mi/groups/identical_completions": identical.float().mean().item(),
+        "mi/groups/equal_rewards": (constant & ~identical).float().mean().item(),
+        "mi/groups/zero_variance": constant.float().mean().item(),
+    }
+
+
+def warn_of_unequal_prompts(rollout: Rollout, groups: list[int]) -> None:
+    """Once, of groups that are not the answers to one question."""
+    prompts: dict[int, set[tuple[int, ...]]] = {}
+    for group, prompt in zip(groups, rollout.prompt_ids, strict=True):
+        prompts.setdefault(group, set()).add(tuple(prompt))
+    group = next((group for group, distinct in prompts.items() if len(distinct) > 1), None)
+    if group is not None:
+        logger.warning_once(
+            f"The completions of group {group} have {len(prompts[group])} different prompts. Each is scored as a "
+            "prompt of its own, but advantages within such a group compare answers to different questions."
+        )

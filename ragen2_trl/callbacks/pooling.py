@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial, wraps
 from math import ceil
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from torch import Tensor
 from transformers import Trainer
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from ragen2_trl.callbacks.rollouts import Rollout
+from ragen2_trl.rollout_events import Rollout, extend
 
 POOL_FILE = "_mutual_information_pool.pt"
 
@@ -51,8 +50,7 @@ class Pool:
         self.min_prompts = min_prompts
         self.generations: list[Generation] = []
         self._checkpoint: str | None = None  # that training is about to resume from
-        load = trainer._load_optimizer_and_scheduler
-        trainer._load_optimizer_and_scheduler = wraps(load)(partial(self._note_checkpoint, load))
+        extend(trainer, "_load_optimizer_and_scheduler", self._note_checkpoint)
 
     def _note_checkpoint(self, load: Callable[[str | None], None], checkpoint: str | None) -> None:
         self._checkpoint = checkpoint
@@ -103,7 +101,7 @@ def joined(generations: list[Generation]) -> Rollout:
         completion_ids=[ids for rollout in rollouts for ids in rollout.completion_ids],
         tool_masks=[mask for rollout in rollouts for mask in rollout.tool_masks],
         rewards=torch.cat([rollout.rewards for rollout in rollouts]),
-        later=[samples for rollout in rollouts for samples in rollout.later],
+        turn_samples=[samples for rollout in rollouts for samples in rollout.turn_samples],
     )
 
 
@@ -120,7 +118,8 @@ def what_layout_means(trainer: Trainer, min_prompts: int) -> str | None:
     """What a layout makes of measurements, and the setting that would change it; `None` if a generation suffices."""
     args = trainer.args
     groups = args.generation_batch_size // args.num_generations
-    if groups >= min_prompts:
+    columns = getattr(trainer.train_dataset, "column_names", None) or ()
+    if groups >= min_prompts or {"image", "images"} & set(columns):  # whose completions are not measured
         return None
     steps = args.steps_per_generation * trainer.num_iterations / args.gradient_accumulation_steps  # a generation
     whole = f"generation_batch_size={-(-min_prompts // groups) * args.generation_batch_size}"

@@ -7,8 +7,7 @@ from typing import Any
 
 from transformers import Trainer
 
-from ragen2_trl.instrument.verdict import COLLAPSES, DEPENDENT, Evidence, Finding, judge
-from ragen2_trl.instrument.wording import warnings
+from ragen2_trl.instrument.verdict import COLLAPSES, DEPENDENT, Evidence, Finding, judge, warnings
 
 
 @dataclass
@@ -61,7 +60,7 @@ def evidence_of(
         valid_rate: Share of turns whose reasoning is closed by a tag.
         beside: Of each generation that was measured, `logged_beside`; they have as many completions each.
     """
-    accounting = getattr(trainer, "_accounting", None)  # of our trainer, where not every step has an update
+    accounting = getattr(trainer, "_empty_steps", None)  # of our trainer, where not every step has an update
     known = {name: [one[name] for one in beside if name in one] for name in ("success", "clipped_ratio")}
     return Evidence.of(
         metrics,

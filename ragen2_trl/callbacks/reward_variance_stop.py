@@ -5,8 +5,9 @@ from typing import Any
 from accelerate.logging import get_logger
 from transformers import Trainer, TrainerCallback
 
-from ragen2_trl.callbacks.rollouts import Sampled, check_own_trainer, is_newest, watch_rollouts
+from ragen2_trl.callbacks.attached import check_own_trainer, is_newest
 from ragen2_trl.filtering import group_score
+from ragen2_trl.rollout_events import Listener, LocalRollout, listen, log_row
 
 logger = get_logger(__name__)
 
@@ -42,7 +43,7 @@ class RewardVarianceStopCallback(TrainerCallback):
         self.fraction = fraction
         self.start_generations = start_generations
         self.patience = patience
-        self._watching = False
+        self._listener: Listener | None = None
         self.start: list[float] = []
         self.streak = 0
 
@@ -50,9 +51,7 @@ class RewardVarianceStopCallback(TrainerCallback):
         check_own_trainer(self, self.trainer, state)
         saved = state.stateful_callbacks.get(STATE_KEY, {"start": [], "streak": 0})
         self.start, self.streak = list(saved["start"]), saved["streak"]
-        if not self._watching:
-            watch_rollouts(self.trainer, self._on_rollout)
-            self._watching = True
+        self._listener = self._listener or listen(self.trainer, on_rollout=self._on_rollout)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self.streak < self.patience or not is_newest(self, self.trainer):
@@ -63,17 +62,17 @@ class RewardVarianceStopCallback(TrainerCallback):
             f"{self.fraction:.0%} of its start ({self._start_mean():.3g}) for {self.streak} generations in a row."
         )
 
-    def _on_rollout(self, sampled: Sampled) -> None:
+    def _on_rollout(self, local: LocalRollout) -> None:
         if not is_newest(self, self.trainer):
             return
-        variance = group_score(sampled.rewards).mean().item()
-        self.trainer._metrics["train"]["reward_variance/mean"].append(variance)
+        variance = group_score(local.rewards).mean().item()
+        log_row(self.trainer, {"reward_variance/mean": variance})
         if len(self.start) < self.start_generations:
             if variance > 0:
                 self.start.append(variance)
         else:
             share = variance / self._start_mean()
-            self.trainer._metrics["train"]["reward_variance/of_start"].append(share)
+            log_row(self.trainer, {"reward_variance/of_start": share})
             self.streak = self.streak + 1 if share < self.fraction else 0
         self.trainer.state.stateful_callbacks[STATE_KEY] = {"start": self.start, "streak": self.streak}
 

@@ -1,32 +1,36 @@
-"""Keeps what others will look at: diagnostics on the model card and beside it, and word of uploads that failed."""
+"""The record of a run that others will look at: diagnostics on its model card and beside it, and failed uploads."""
 
-import copy
 import shlex
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial, wraps
 from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 from accelerate.logging import get_logger
-from huggingface_hub import ModelCard, hf_hub_download, list_repo_files
-from transformers import Trainer, TrainerCallback
+from huggingface_hub import hf_hub_download, list_repo_files
+from transformers import TrainerCallback
 from transformers.trainer_utils import HubStrategy
 
-from ragen2_trl.reporting.card import FIGURES, add_diagnostics
-from ragen2_trl.reporting.files import DIAGNOSTICS, EPISODES, EVALUATIONS, MEASUREMENTS, measured_step, write_text
+from ragen2_trl.hidden_tokens import with_hidden_tokens
+from ragen2_trl.reporting.files import (
+    DIAGNOSTICS,
+    EPISODES,
+    EVALUATIONS,
+    MEASUREMENTS,
+    measured_step,
+    write_text,
+)
 from ragen2_trl.reporting.group_rewards import append_group_rewards, forget_group_rewards
 from ragen2_trl.reporting.records import check_callbacks
 from ragen2_trl.reporting.run import RUN_STATE, Run, read_run, run_of, write_run
+from ragen2_trl.rollout_events import extend
 
 logger = get_logger(__name__)
 
 CHECKPOINT_STRATEGIES = (HubStrategy.CHECKPOINT, HubStrategy.ALL_CHECKPOINTS)
-EXTENDED = ("create_model_card", "push_to_hub", "_push_from_checkpoint", "_save_checkpoint")  # methods of the trainer
 
 
 @contextmanager
@@ -38,7 +42,7 @@ def reported(what: str) -> Iterator[None]:
         logger.error(f"{what} could not be written.", exc_info=True)
 
 
-def keep_record(trainer: Trainer) -> "RunRecord":
+def keep_record(trainer: Any) -> "RunRecord":
     """Let a trainer write diagnostics with every model card, and say what to do where an upload fails."""
     for callback in trainer.callback_handler.callbacks:
         if isinstance(callback, RunRecord):
@@ -71,7 +75,7 @@ class RunRecord(TrainerCallback):
             extended.
     """
 
-    def __init__(self, trainer: Trainer):
+    def __init__(self, trainer: Any):
         self.trainer = trainer
         self.draws = True  # figures; without them, cards have their numbers alone
         # Names of files in checkpoints that hold what a model wrote; callbacks add theirs.
@@ -80,9 +84,10 @@ class RunRecord(TrainerCallback):
         self._write_card: Callable[[], None] | None = None  # as the latest card was asked for
         self._recorded: Any = None  # the selection that was noted last
         self._of_step: list[Any] = []  # those of this optimizer step, which may span several generations
-        for name in EXTENDED:
-            original, extension = getattr(trainer, name), getattr(self, f"_{name.lstrip('_')}")
-            setattr(trainer, name, wraps(original)(partial(extension, original)))
+        extend(trainer, "create_model_card", self._create_model_card)
+        extend(trainer, "push_to_hub", self._push_to_hub)
+        extend(trainer, "_push_from_checkpoint", self._push_from_checkpoint)
+        extend(trainer, "_save_checkpoint", self._save_checkpoint)
         trainer.args = with_hidden_tokens(trainer.args)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -129,8 +134,7 @@ class RunRecord(TrainerCallback):
         selections, self._of_step = self._of_step, []
         if selections and state.is_world_process_zero:
             with reported("The rewards of the groups"):
-                # In the unit of the rewards, or not at all.
-                known = all(one.predicted is not None and not one.scaled_by_task for one in selections)
+                known = all(one.predicted is not None for one in selections)
                 append_group_rewards(
                     Path(args.output_dir),
                     state.global_step,
@@ -151,9 +155,8 @@ class RunRecord(TrainerCallback):
         """The run that the card is about, with its numbers in `diagnostics/` once it has begun."""
         has_begun = self._has_begun()
         run = run_of(self.trainer) if has_begun else _run_before(self.trainer)
-        if (
-            with_figures and self.draws and all(job.done() for job in self._jobs())
-        ):  # a picture that changes breaks its upload
+        is_uploading = any(not job.done() for job in self._jobs())  # which a picture that changes would break
+        if with_figures and self.draws and not is_uploading:
             with reported("Figures"):
                 run = write_figures(run)
         if not has_begun:
@@ -190,14 +193,14 @@ class RunRecord(TrainerCallback):
             if job not in known:
                 self._watch(job, "\nTraining goes on.")
 
-    def _jobs(self) -> list[Future]:
+    def _jobs(self) -> list[Future[Any]]:
         """Uploads of checkpoints; transformers never asks them whether they failed."""
         # The attribute is there once there is a repository.
         in_progress = getattr(self.trainer, "push_in_progress", None)
         return [] if in_progress is None else list(in_progress.jobs)
 
-    def _watch(self, job: Future, consequence: str = "") -> None:
-        def report(done: Future) -> None:
+    def _watch(self, job: Future[Any], consequence: str = "") -> None:
+        def report(done: Future[Any]) -> None:
             error = None if done.cancelled() else done.exception()
             if error is not None:  # in a thread that does not know accelerate's state
                 logger.warning(self._failed(error) + consequence, main_process_only=False)
@@ -217,6 +220,8 @@ class RunRecord(TrainerCallback):
         )
 
     def _remove_leftovers(self) -> None:
+        from ragen2_trl.reporting.card import FIGURES
+
         folder = Path(self.trainer.args.output_dir)
         figures = [folder / DIAGNOSTICS / f"{name}{suffix}" for name in FIGURES for suffix in (".png", ".svg")]
         for path in [*figures, folder / EVALUATIONS["after"]]:
@@ -270,42 +275,7 @@ def write_figures(run: Run) -> Run:
     return replace(run, drawn=len(run.rows))
 
 
-class Token(str):
-    """A token that is `None` in a pickle, and not shown where arguments are printed."""
-
-    def __repr__(self) -> str:
-        return "<TOKEN>"
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(None), ()
-
-    def __copy__(self) -> "Token":
-        return self
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "Token":
-        return self
-
-
-def with_hidden_tokens(args: Any) -> Any:
-    """A trainer's own copy of its arguments, from which `training_args.bin` and trackers get no tokens.
-
-    transformers writes all arguments to both, and masks only `hub_token`, for trackers. That of `model_init_kwargs`
-    has done its work when the trainer has its model. Arguments without tokens are given back, others stay as they are.
-    """
-    model_init = vars(args).get("model_init_kwargs")
-    has_token = isinstance(args.hub_token, str) and not isinstance(args.hub_token, Token)
-    has_model_token = isinstance(model_init, dict) and "token" in model_init
-    if not (has_token or has_model_token):
-        return args
-    args = copy.copy(args)
-    if has_token:
-        args.hub_token = Token(args.hub_token)
-    if has_model_token:
-        args.model_init_kwargs = {name: value for name, value in model_init.items() if name != "token"}
-    return args
-
-
-def _run_before(trainer: Trainer) -> Run:
+def _run_before(trainer: Any) -> Run:
     """Of a trainer that has not begun: the run whose files are in its folder, which it may be there to upload."""
     try:
         return read_run(Path(trainer.args.output_dir))
@@ -313,7 +283,12 @@ def _run_before(trainer: Trainer) -> Run:
         return run_of(trainer)
 
 
-def _extend_card(trainer: Trainer, run: Run) -> None:
+def _extend_card(trainer: Any, run: Run) -> None:
+    import yaml  # with what is needed for cards alone
+    from huggingface_hub import ModelCard
+
+    from ragen2_trl.reporting.card import add_diagnostics
+
     path = Path(trainer.args.output_dir) / "README.md"
     try:
         card = ModelCard.load(path)

@@ -15,7 +15,6 @@ COMMANDS = {
     "diagnose": "whether a model's reasoning depends on its prompt",
     "envs": "the tasks: names, options and presets",
     "report": "one HTML file that compares runs and opens offline",
-    "experiment": "claims as YAML files: run their trainings, and tell what came of them",
     "serve-retrieval": "a search engine over HTTP, as RAGEN-2 and Search-R1 have one",
     "check-sandbox": "which defences against model-written programs hold on this machine",
 }

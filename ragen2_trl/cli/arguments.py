@@ -1,17 +1,16 @@
-"""What can be typed after each command.
+"""The arguments of each command, with their help texts.
 
 `--help` needs nothing but this module, which imports neither torch nor transformers nor a task: it answers at once.
 """
 
 import argparse
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trl import TrlParser
-
-from ragen2_trl.cli.env_args import options_by_task, parse_env_args
-from ragen2_trl.cli.experiment_arguments import experiment_parser
+from ragen2_trl.cli.typed import parser_of
 
 if TYPE_CHECKING:
     from ragen2_trl.envs import Environment
@@ -19,15 +18,15 @@ if TYPE_CHECKING:
 
 
 def show_help(command: str) -> None:
-    """Print the arguments of a command of ours, without those of the configurations that it takes along."""
+    """Print a command's own arguments, without those of the configurations that it takes as well."""
     if command in PARSERS:
         PARSERS[command]().print_help()
         return
     others = FURTHER.get(command)
     more = f"And those of {others}: --help_all shows them, which takes some seconds to load." if others else None
-    parser = TrlParser(ARGUMENTS[command], prog=f"ragen2-trl {command}", epilog=more)
+    parser = parser_of(command, ARGUMENTS[command], epilog=more)
     parser.add_argument(
-        "--config", nargs="+", help="YAML files with any of the arguments; later files and the command line say last."
+        "--config", nargs="+", help="YAML files with any of the arguments; later files and the command line win."
     )
     parser.print_help()
 
@@ -88,6 +87,55 @@ def retrieval_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def parse_env_args(env_args: Sequence[str] | Mapping[str, Any]) -> dict[str, Any]:
+    """Options from `key=value` strings, JSON objects, or the mapping that a YAML file gives.
+
+    Values are read as JSON where they are JSON, `True` and `False` as well, and are strings elsewhere.
+
+    Raises:
+        ValueError: If an item is neither a pair nor a JSON object.
+
+    >>> parse_env_args(["size=5", "observation=both", '{"slip": 0.1}'])
+    {'size': 5, 'observation': 'both', 'slip': 0.1}
+    """
+    options: dict[str, Any] = dict(env_args) if isinstance(env_args, Mapping) else {}
+    for item in () if isinstance(env_args, Mapping) else env_args:
+        key, equals, value = item.partition("=")
+        if item.lstrip().startswith("{"):
+            options.update(json.loads(item))
+        elif equals:
+            options[key] = _json_or_text(value)
+        else:
+            raise ValueError(f"env_args must be `key=value` pairs or a JSON object, got {item!r}")
+    if "name" in options:
+        raise ValueError(f"env_args must be options of the task, which env_name names, got name={options['name']!r}")
+    return options
+
+
+def options_by_task(
+    options: Mapping[str, Any], names: Sequence[str]
+) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
+    """Options of all tasks, and by task those of one: `{"sokoban.size": 7, "multi_turn": True}`."""
+    for_all: dict[str, Any] = {}
+    for_one: dict[str, dict[str, Any]] = {name: {} for name in names}
+    for key, value in options.items():
+        name, dot, own = key.partition(".")
+        if dot and name not in for_one:
+            raise ValueError(f"env_args must name one of the tasks {list(names)} before the dot, got {key!r}")
+        (for_one[name] if dot else for_all)[own if dot else key] = value
+    for name, own_options in for_one.items():
+        if twice := sorted(set(own_options) & set(for_all)):
+            raise ValueError(f"env_args must give {twice} for all tasks or for {name}, got both")
+    return for_all, for_one
+
+
+def _json_or_text(value: str) -> Any:
+    try:
+        return json.loads(value.lower() if value in ("True", "False") else value)
+    except json.JSONDecodeError:
+        return value
+
+
 @dataclass
 class EnvironmentArguments:
     """Which task to play. It is not called `env`, which TrlParser keeps for environment variables."""
@@ -139,7 +187,7 @@ class PlayArguments(EnvironmentArguments):
         default="full",
         metadata={
             "help": "What a turn is sampled from: 'full' (all turns so far), 'last' (the last turns) or 'memory' (one "
-            "message that tells the answers of earlier turns). Trained as it was sampled."
+            "message that tells the answers of earlier turns). Each turn is trained as it was sampled."
         },
     )
     context_turns: int | None = field(
@@ -162,7 +210,6 @@ class SamplingArguments(PlayArguments):
     model: str = field(
         default="tiny", metadata={"help": "`tiny`, `tiny-sokoban`, `tiny-countdown`, `smollm2`, a path or a Hub id."}
     )
-    dtype: str = field(default="auto", metadata={"help": "Weights' dtype; `auto` takes the one they were saved in."})
     num_prompts: int = field(default=256, metadata={"help": "Number of held-out tasks."})
     num_samples: int = field(default=8, metadata={"help": "Completions per task."})
     temperature: float = field(default=1.0, metadata={"help": "Sampling temperature; 0 is greedy."})
@@ -185,7 +232,7 @@ class EvaluateArguments(SamplingArguments):
     model: str = field(
         default="tiny",
         metadata={
-            "help": "`tiny`, a path or a Hub id; `oracle` for the task's solver, `random` for a guessing player; "
+            "help": "`tiny`, a path or a Hub id; `oracle` for the task's solver, `random` for the random baseline; "
             "`openai:NAME` for a model behind the OpenAI-compatible endpoint of OPENAI_BASE_URL and OPENAI_API_KEY."
         },
     )
@@ -220,28 +267,22 @@ class DiagnoseArguments(SamplingArguments):
     control: bool = field(
         default=False,
         metadata={
-            "help": "Also score reasonings that were sampled without the observation, which must come out at chance."
+            "help": "Also score reasoning that was sampled without the observation, which must come out at chance."
         },
     )
     completions: str | None = field(
         default=None,
         metadata={
             "help": "Instead of sampling: a parquet file that TRL saved with `log_completions=True`, or a folder of "
-            "them, which become a path. Warning: `--model` scores all of them, and the numbers are those of the run "
-            "only for the file of the step that its weights are of. Or the file that this command saved."
+            "them, of which up to 8 become a path. Warning: `--model` scores all of them, and the numbers are those "
+            "of the run only for the file of the step that its weights are of. Or the file that this command saved."
         },
-    )
-    max_files: int = field(
-        default=8, metadata={"help": "Files of a folder to take, evenly spaced, the last included."}
     )
     gradients: bool = field(
         default=False, metadata={"help": "Instead: gradients of task and entropy bonus by reward variance."}
     )
     predict_filter: bool = field(
         default=False, metadata={"help": "Instead: what SNR filtering would keep and save, and whether to try it."}
-    )
-    entropy_coef: float = field(
-        default=0.001, metadata={"help": "Of the entropy bonus that `--gradients` measures; by default the paper's."}
     )
     output_dir: str = field(default="runs/diagnosis", metadata={"help": "Folder for the results."})
 
@@ -256,12 +297,8 @@ class DiagnoseArguments(SamplingArguments):
                 f"context={self.context!r} with drop_oldest_turns={self.drop_oldest_turns} makes several samples "
                 f"of an episode; allowed with {of_one_batch[0]}: 'full' and False"
             )
-        if self.gradients and self.entropy_coef <= 0:
-            raise ValueError(f"entropy_coef must be above 0, got {self.entropy_coef!r}")
         if self.temperature <= 0:
             raise ValueError(f"temperature must be above 0 (greedy reasoning never varies), got {self.temperature!r}")
-        if self.max_files < 1:
-            raise ValueError(f"max_files must be at least 1, got {self.max_files!r}")
         if self.control and self.completions is not None:
             raise ValueError("control must be False with completions, whose tasks are not known, got True")
 
@@ -316,12 +353,9 @@ class TrainArguments(PlayArguments):
     trajectory_reference: bool = field(
         default=False,
         metadata={
-            "help": "Log mutual information in the reference code's form, too: all turns in one matrix, which more "
+            "help": "Log mutual information in the form of RAGEN's code, too: all turns in one matrix, which more "
             "than doubles the cost of measuring."
         },
-    )
-    stop_on_template_collapse: bool = field(
-        default=False, metadata={"help": "End training when reasoning no longer depends on its prompt."}
     )
     episodes_every: int = field(
         default=10,
@@ -375,7 +409,7 @@ class WarmStartArguments(EnvironmentArguments):
         },
     )
     from_scratch: bool = field(
-        default=False, metadata={"help": "Build the tiny model anew; only with `--model_name_or_path tiny`."}
+        default=False, metadata={"help": "Begin with untrained weights; only with `--model_name_or_path tiny`."}
     )
 
 
@@ -385,15 +419,14 @@ ARGUMENTS = {
     "warm-start": WarmStartArguments,
     "diagnose": DiagnoseArguments,
 }
-# Of commands without a configuration.
+# Commands without a configuration.
 PARSERS = {
     "report": report_parser,
-    "experiment": experiment_parser,
     "check-sandbox": sandbox_parser,
     "envs": envs_parser,
     "serve-retrieval": retrieval_parser,
 }
-# Whose fields a command takes beside its own.
+# The configurations whose fields a command takes beside its own.
 FURTHER = {
     "train": "SNRFilteredGRPOConfig (snr_* are the filter's; --algo has its own) and trl.ModelConfig",
     "warm-start": "trl.SFTConfig and trl.ModelConfig",

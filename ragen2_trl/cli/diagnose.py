@@ -1,4 +1,4 @@
-"""Diagnosis: whether a model's reasoning depends on its prompt (arXiv 2604.06268, Section 2).
+"""Diagnose whether a model's reasoning depends on its prompt (arXiv 2604.06268, Section 2).
 
     python scripts/diagnose.py --model tiny
     python scripts/diagnose.py --model runs/my_run --env_args size=5 --output_dir runs/my_diagnosis
@@ -18,27 +18,28 @@ These sample one batch as GRPO would and write `gradients_00000.json` and `gradi
 """
 
 import time
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 import trl
+from rich.console import Console
+from rich.panel import Panel
+from rich.table import Table
 from rich.text import Text
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
-from trl import TrlParser
 
 import ragen2_trl
 from ragen2_trl.cli.arguments import DiagnoseArguments
 from ragen2_trl.cli.console import ProgressLine, make_console
-from ragen2_trl.cli.diagnosis import Diagnosis, metrics_table, show_examples, verdict
 from ragen2_trl.cli.models import load_model
 from ragen2_trl.cli.samples import (
     COMPLETIONS_FILE,
     CONTROL_FILE,
-    Sample,
+    Completions,
     find_files,
     has_ids,
     read_completions,
@@ -46,7 +47,7 @@ from ragen2_trl.cli.samples import (
     sample_control,
     sample_tasks,
 )
-from ragen2_trl.cli.typed import InputError, checked_input, parse
+from ragen2_trl.cli.typed import InputError, checked_input, parse, parser_of
 from ragen2_trl.envs import TaskMixture
 from ragen2_trl.instrument.diagnosis import (
     Measurement,
@@ -55,26 +56,56 @@ from ragen2_trl.instrument.diagnosis import (
     measure_first_turn,
     measure_trajectory,
 )
+from ragen2_trl.instrument.information import RETRIEVAL_DEPTHS
 from ragen2_trl.instrument.reasoning import Trajectories, Turn
 from ragen2_trl.instrument.scoring import ContextLengthError, count_tokens
-from ragen2_trl.instrument.verdict import Evidence, judge
-from ragen2_trl.instrument.wording import in_numbers
+from ragen2_trl.instrument.verdict import LOW_ENTROPY, Evidence, Finding, chance_p_value, headline, in_numbers, judge
 from ragen2_trl.reporting import plot_matrix, plot_quadrant
 from ragen2_trl.reporting.examples import printable
 from ragen2_trl.reporting.files import write_json
 from ragen2_trl.reporting.settings import public
 from ragen2_trl.rollouts.sampling import check_sampling, held_out_rows
 
+NUM_EXAMPLES = 2  # of each kind
+MAX_SHOWN_CHARS, MAX_SHOWN_LINES = 400, 10  # of each text of an example
+WITHOUT_OWN_WORDS = "without own words"
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """What a sample says about the dependence of reasoning on its prompt.
+
+    Args:
+        sample: The completions.
+        finding: What `judge` makes of them, with those of earlier files.
+        metrics: From `information_metrics`, and `valid_thinking_rate` (fraction of turns), `tokens_forwarded` (padding
+            included), `sampling_seconds`, `scoring_seconds` and their sum `seconds`; `success` and `clipped_ratio`
+            where they are known.
+        measurement: The matrix of first turns.
+        turns: First turn of each completion by its number, empty ones left out.
+        later: By turn position from 1, the measurements of later turns.
+    """
+
+    sample: Completions
+    finding: Finding
+    metrics: dict[str, float]
+    measurement: Measurement
+    turns: dict[int, Turn]
+    later: dict[int, Measurement]
+
+    @property
+    def label(self) -> str:
+        return self.sample.label
+
 
 def main(args: list[str] | None = None) -> None:
     """Diagnoses a model, shows what was found and writes it to `--output_dir`."""
     console = make_console()
-    (script_args,) = parse(TrlParser(DiagnoseArguments, prog="ragen2-trl diagnose"), args)
+    (script_args,) = parse(parser_of("diagnose", DiagnoseArguments), args)
     if script_args.gradients or script_args.predict_filter:
         from ragen2_trl.cli.one_batch import look_at_one_batch  # trainers, which the rest does without
 
-        what = (script_args.gradients, script_args.predict_filter, script_args.entropy_coef)
-        look_at_one_batch(script_args, *what, Path(script_args.output_dir), console)
+        look_at_one_batch(script_args, Path(script_args.output_dir), console)
         return
     name = script_args.model.rstrip("/").split("/")[-1]
     folder = Path(script_args.output_dir)
@@ -114,7 +145,7 @@ def _diagnose_sampled(
                     + ": reasoning is compared between prompts." * (setting == "num_prompts")
                 )
         held_out_rows(env, arguments.num_prompts, arguments.num_samples, arguments.seed, arguments.data)
-    model, tokenizer = load_model(arguments.model, arguments.dtype)
+    model, tokenizer = load_model(arguments.model)
     count = arguments.num_prompts * arguments.num_samples
     sampling = Sampling(max(2, count), arguments.num_prompts, arguments.temperature)
     line.begin(f"Sampling: 0 of {count} completions")
@@ -123,7 +154,7 @@ def _diagnose_sampled(
     seconds = time.perf_counter() - started
     (diagnosis,) = diagnose_all(model, tokenizer, [sample], sampling, arguments.seed, line, seconds)
     control = None
-    if arguments.control:
+    if arguments.control and not isinstance(env, TaskMixture):  # which is refused above
         line.begin(f"Control: 0 of {count} completions")
         started = time.perf_counter()
         blank = sample_control(model, tokenizer, env, sample, arguments, folder, line.say)
@@ -136,9 +167,9 @@ def _diagnose_saved(
     arguments: DiagnoseArguments, name: str, line: ProgressLine
 ) -> tuple[list[Diagnosis], PreTrainedTokenizerBase, str, str]:
     with checked_input():
-        files = find_files(Path(arguments.completions or ""), arguments.max_files)
+        files = find_files(Path(arguments.completions or ""))
         tables = [read_completions(file) for file in files]
-    model, tokenizer = load_model(arguments.model, arguments.dtype)
+    model, tokenizer = load_model(arguments.model)
     samples = [read_sample(tokenizer, table, file.stem) for file, table in zip(files, tables, strict=True)]
     own = has_ids(tables[-1])
     whole = max(len(tables[-1]), 2) if own else Sampling().num_completions
@@ -151,7 +182,7 @@ def _diagnose_saved(
 def diagnose_all(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    samples: Sequence[Sample],
+    samples: Sequence[Completions],
     sampling: Sampling,
     seed: int,
     line: ProgressLine,
@@ -191,13 +222,13 @@ def diagnose_all(
 def _measure(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    sample: Sample,
+    sample: Completions,
     sampling: Sampling,
     seed: int,
     line: ProgressLine,
-) -> tuple[Measurement, list[Turn | None], dict[str, float], dict[int, Measurement]]:
+) -> tuple[Measurement, dict[int, Turn], dict[str, float], dict[int, Measurement]]:
     started = time.perf_counter()
-    trajectories = Trajectories(sample.prompt_ids, sample.completion_ids, tokenizer, sample.masks, sample.later)
+    trajectories = Trajectories(sample.prompt_ids, sample.completion_ids, tokenizer, sample.masks, sample.turn_samples)
     later: dict[int, Measurement] = {}
     line.begin(f"Scoring {printable(sample.label)}")
     with count_tokens(model) as tokens:
@@ -223,7 +254,7 @@ def _measure(
         "scoring_seconds": time.perf_counter() - started,
     }
     later.pop(0, None)  # first turns have been measured, all of them
-    return measurement, [next(iter(trajectories[i]), None) for i in range(len(trajectories))], metrics, later
+    return measurement, {i: trajectories[i][0] for i in range(len(trajectories)) if trajectories[i]}, metrics, later
 
 
 def write(
@@ -260,3 +291,107 @@ def write(
 def _told(measurement: Measurement) -> dict[str, Any]:
     without = measurement.without_own_words
     return {"metrics": measurement.metrics, "without_own_words": without and without.metrics}
+
+
+def metrics_table(diagnosis: Diagnosis, title: str, caption: str) -> Table:
+    """The metrics of a diagnosis; p is the probability of so high a retrieval accuracy by chance."""
+    metrics = diagnosis.metrics
+    table = Table(title=Text(beginning(title)), caption=Text(caption))  # file names can be hostile too
+    for name in ("", "value", "by chance", "p"):
+        table.add_column(name, justify="left" if name == "" else "right")
+
+    def add_retrieval(label: str, found: Mapping[str, float], key: str = "") -> None:
+        accuracy, chance = found[f"retrieval_accuracy{key}"], found[f"retrieval_chance{key}"]
+        of_depth = {**found, "retrieval_accuracy": accuracy, "retrieval_chance": chance}
+        # With no more prompts than places there is nothing to test.
+        p_value = f"{chance_p_value(of_depth):.2g}" if chance < 1 else "-"
+        table.add_row(label, f"{accuracy:.1%}", f"{chance:.1%}", p_value)
+
+    for depth in (1, *RETRIEVAL_DEPTHS):
+        key = "" if depth == 1 else f"@{depth}"
+        add_retrieval(f"retrieval accuracy{key}", metrics, key)
+    for position, later in diagnosis.later.items():
+        add_retrieval(f"turn {position + 1}: retrieval accuracy", later.metrics)
+        if later.without_own_words:
+            add_retrieval(f"turn {position + 1}, {WITHOUT_OWN_WORDS}", later.without_own_words.metrics)
+    table.add_section()
+    for label, key in (
+        ("I(X;Z), nats per token", "mi_token"),
+        ("I(X;Z), nats per token, tempered", "mi_token_tempered"),
+        ("H(Z|X), nats per token", "conditional_entropy_token"),
+        ("H(Z), nats per token", "marginal_entropy_token"),
+    ):
+        table.add_row(label, f"{metrics[key]:.3f}")
+    bound = metrics["mi_upper_bound"]
+    table.add_row(f"I(X;Z), nats (at most log N = {bound:.2f})", f"{metrics['mi_seq']:.2f}")
+    table.add_section()
+    for label, key in (
+        ("valid thinking", "valid_thinking_rate"),
+        ("success", "success"),
+        ("cut at the length limit", "clipped_ratio"),
+    ):
+        if key in metrics:
+            table.add_row(label, f"{metrics[key]:.1%}")
+    table.add_row(
+        "reasoning traces / distinct prompts", f"{metrics['num_completions']:.0f} / {metrics['num_prompts']:.0f}"
+    )
+    table.add_row("tokens forwarded", f"{metrics['tokens_forwarded']:,.0f}")
+    parts = f" ({metrics['sampling_seconds']:.1f} of them sampling)" if metrics["sampling_seconds"] else ""
+    table.add_row(f"seconds{parts}", f"{metrics['seconds']:.1f}")
+    return table
+
+
+def verdict(diagnoses: Sequence[Diagnosis]) -> str:
+    """What was found in a sentence, by which numbers, and how low entropy was told."""
+    finding = diagnoses[-1].finding
+    low = "" if finding.entropy_is_low else "not "
+    bound = (
+        f"H(Z|X) is {low}below {LOW_ENTROPY} nats per token, an absolute bound, as there is no start of a run to "
+        "compare with."
+        if finding.evidence.step is None
+        else f"H(Z|X) is {low}below half of that in the first file."
+    )
+    return f"{headline([one.finding for one in diagnoses])}. {in_numbers(finding)} {bound}"
+
+
+def show_examples(console: Console, diagnosis: Diagnosis, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Show reasoning that its own prompt explains best by far, and such that the prompt of another task does."""
+    for gain, trajectory, foreign in examples(diagnosis):
+        turn, other = diagnosis.turns[trajectory], diagnosis.turns[foreign]
+        contexts = [
+            str(tokenizer.decode(list(ids), skip_special_tokens=True)) for ids in (turn.context, other.context)
+        ]
+        differ = next((i for i, chars in enumerate(zip(*contexts, strict=False)) if chars[0] != chars[1]), 0)
+        start = contexts[0].rfind("\n", 0, differ) + 1
+        body = Text(beginning(str(tokenizer.decode(list(turn.reasoning)))))
+        for heading, context in zip(("own prompt", "best other prompt"), contexts, strict=True):
+            body.append(f"\n{heading}, from where they differ:\n", style="bold").append(beginning(context[start:]))
+        hit = "Hit: {:.1f} nats likelier under its own prompt than under any other"
+        said = hit if gain < 0 else "Miss: {:.1f} nats likelier under another prompt"
+        console.print(Panel(body, title=Text(said.format(abs(gain)))))
+
+
+def examples(diagnosis: Diagnosis) -> list[tuple[float, int, int]]:
+    """(nats gained by another prompt, completion, completion of that prompt): the clearest hits, the worst misses."""
+    measurement = diagnosis.measurement
+    contexts = [diagnosis.turns[trajectory].context for trajectory in measurement.columns]
+    found = []
+    for logps, own, trajectory in zip(
+        measurement.cross_logps.tolist(), measurement.prompt_index.tolist(), measurement.trajectories, strict=True
+    ):
+        others = [column for column, context in enumerate(contexts) if context != contexts[own]]
+        best = max(others, key=lambda column: logps[column])
+        found.append((logps[best] - logps[own], trajectory, measurement.columns[best]))
+    hits = sorted(one for one in found if one[0] < 0)[:NUM_EXAMPLES]
+    misses = sorted((one for one in found if one[0] > 0), reverse=True)[:NUM_EXAMPLES]
+    return [*hits, *misses]
+
+
+def beginning(text: str) -> str:
+    """The beginning of a model's text, without what could steer a terminal.
+
+    >>> beginning("go" + chr(27) + "[31m right")
+    'go�[31m right'
+    """
+    lines = text.expandtabs(4).strip()[:MAX_SHOWN_CHARS].splitlines()[:MAX_SHOWN_LINES]
+    return printable("\n".join(lines))

@@ -13,7 +13,7 @@ import urllib.parse
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from datasets import Dataset
 
@@ -249,7 +249,7 @@ class _Client:
         endpoint = self._endpoint
         ask = self._client.chat.completions.with_streaming_response.create(
             model=endpoint.model,
-            messages=list(messages),
+            messages=cast(Any, list(messages)),
             temperature=endpoint.temperature,
             extra_body={self._limit: endpoint.max_turn_tokens, **(endpoint.extra or {})},
         )

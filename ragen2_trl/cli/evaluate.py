@@ -3,7 +3,7 @@
 python scripts/evaluate.py --model tiny
 python scripts/evaluate.py --model runs/my_run --env_name frozen_lake --env_args size=5 --output results.json
 python scripts/evaluate.py --model tiny --env_name sokoban --multi_turn true
-python scripts/evaluate.py --model oracle --env_name sokoban     # the task's solver; `random` is a player who guesses
+python scripts/evaluate.py --model oracle --env_name sokoban     # the task's solver; `random` is the random baseline
 python scripts/evaluate.py --model openai:gpt-4o-mini --env_name sokoban --multi_turn true  # OPENAI_BASE_URL, _API_KEY
 """
 
@@ -19,13 +19,12 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
-from trl import TrlParser
 
 from ragen2_trl.cli.arguments import EvaluateArguments
 from ragen2_trl.cli.console import ProgressLine, make_console
 from ragen2_trl.cli.endpoint import PREFIX, Endpoint, EndpointError, endpoint_of, play_endpoint
 from ragen2_trl.cli.models import load_model
-from ragen2_trl.cli.typed import checked_input, parse
+from ragen2_trl.cli.typed import checked_input, parse, parser_of
 from ragen2_trl.columns import TASK
 from ragen2_trl.envs import Environment, Play, respond_all
 from ragen2_trl.envs.mixture import AnyTask, TaskMixture
@@ -43,7 +42,7 @@ SCRIPTED = {"oracle": Play.solver_response, "random": Play.random_response}
 def main(args: list[str] | None = None) -> None:
     """Evaluates a model, shows a table and, with `--output` and `--episodes`, writes metrics and what was played."""
     console = make_console()
-    (script_args,) = parse(TrlParser(EvaluateArguments, prog="ragen2-trl evaluate"), args)
+    (script_args,) = parse(parser_of("evaluate", EvaluateArguments), args)
     with checked_input():
         env = script_args.make_env()
         check_evaluation(script_args, env)
@@ -56,7 +55,7 @@ def main(args: list[str] | None = None) -> None:
         "seed": script_args.seed,
         "data": script_args.data,
     }
-    keep = {} if folder is None else {"on_played": partial(keep_episodes, folder)}
+    keep: dict[str, Any] = {} if folder is None else {"on_played": partial(keep_episodes, folder)}
     if script_args.model in SCRIPTED:
         metrics = evaluate_scripted(script_args.model, env, **tasks, **keep)
     elif folder is not None and script_args.model.startswith(PREFIX):
@@ -64,8 +63,10 @@ def main(args: list[str] | None = None) -> None:
             endpoint = endpoint_of(script_args)
         metrics = evaluate_endpoint(endpoint, env, folder, console, **tasks)
     else:
+        model, tokenizer = load_model(script_args.model)
         metrics = evaluate_model(
-            *load_model(script_args.model, script_args.dtype),
+            model,
+            tokenizer,
             env,
             temperature=script_args.temperature,
             max_new_tokens=script_args.max_new_tokens,
@@ -207,8 +208,8 @@ def evaluate_model(
         `return` (the sum of an episode's rewards), `turns`, and `completion_length` (tokens that the model wrote, end
         tokens included),
         each a mean over completions with `…_ci_low` and `…_ci_high`, bounds of a 95 % confidence interval;
-        `num_prompts` and `num_samples`; and `random_success`, that of a player who guesses on the same tasks, where
-        `random_baseline` knows it. Of several tasks the same for each, as `<task>/success`.
+        `num_prompts` and `num_samples`; and `random_success`, that of the random baseline on the same tasks, where the
+        task has one. Of several tasks the same for each, as `<task>/success`.
 
         Completions of one prompt are not independent, so prompts are the unit of every interval: Wilson with the
         effective sample size for fractions (see `fraction_interval`), normal over the N means of the prompts for
@@ -250,10 +251,10 @@ def evaluate_scripted(
     data: str | None = None,
     on_played: OnPlays | None = None,
 ) -> dict[str, float]:
-    """Like `evaluate_model`, but played by the task's solver (`"oracle"`) or by a player who guesses (`"random"`).
+    """Like `evaluate_model`, but played by the task's solver (`"oracle"`) or by the random baseline (`"random"`).
 
     Raises:
-        NotImplementedError: If the task has no such player.
+        NotImplementedError: If the task has none.
     """
     rows, plays = held_out_plays(env, num_prompts, num_samples, seed, data)
     running = [(play, random.Random(f"{policy}/{seed}/{number}")) for number, play in enumerate(plays)]
@@ -262,23 +263,23 @@ def evaluate_scripted(
         respond_all([play for play, _ in running], texts, env.workers)
     if on_played is not None:
         on_played(rows, plays)
-    return _metrics(env, rows, num_samples, outcomes_of(plays), with_floor=policy != "random")
+    return _metrics(env, rows, num_samples, outcomes_of(plays), with_baseline=policy != "random")
 
 
 def _metrics(
-    env: AnyTask, rows: Dataset, num_samples: int, values: Mapping[str, Sequence[float]], with_floor: bool = True
+    env: AnyTask, rows: Dataset, num_samples: int, values: Mapping[str, Sequence[float]], with_baseline: bool = True
 ) -> dict[str, float]:
     """Metrics of all episodes; of several tasks also those of each, as `<task>/success` and so on."""
     metrics = summarize(num_samples, **values)
     if not isinstance(env, TaskMixture):
-        return metrics | (random_success(env, rows, num_samples) if with_floor else {})
+        return metrics | (random_success(env, rows, num_samples) if with_baseline else {})
     tasks = rows[TASK][:]
     for name, task in env.environments.items():
         numbers = [number for number, of in enumerate(tasks) if of == name]
         own = rows.select(numbers)
         own = own.remove_columns([column for column in own.column_names if all(v is None for v in own[column][:])])
         of_task = {key: [column[number] for number in numbers] for key, column in values.items()}
-        metrics |= {f"{name}/{key}": v for key, v in _metrics(task, own, num_samples, of_task, with_floor).items()}
+        metrics |= {f"{name}/{key}": v for key, v in _metrics(task, own, num_samples, of_task, with_baseline).items()}
     return metrics
 
 
@@ -294,5 +295,5 @@ def metrics_table(metrics: dict[str, float], title: str) -> Table:
             low, high = metrics[f"{name}_ci_low"], metrics[f"{name}_ci_high"]
             table.add_row(name, f"{value:.3f}", f"{low:.3f} to {high:.3f}")
         if name == "success" and "random_success" in metrics:
-            table.add_row("of a player who guesses", f"{metrics['random_success']:.3f}", "")
+            table.add_row("random baseline", f"{metrics['random_success']:.3f}", "")
     return table

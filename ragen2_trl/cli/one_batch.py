@@ -1,9 +1,9 @@
-"""What one rollout batch of a checkpoint says without training: its gradients, and what filtering would do.
+"""Looks at one rollout batch of a checkpoint without training: its gradients, and what filtering would do.
 
     ragen2-trl diagnose --model runs/my_run --gradients true
     ragen2-trl diagnose --model runs/my_run --predict_filter true --num_prompts 64 --num_samples 8
 
-Parts of `ragen2-trl diagnose`.
+Both are parts of `ragen2-trl diagnose`.
 """
 
 import math
@@ -20,59 +20,51 @@ from rich.text import Text
 
 from ragen2_trl.callbacks import GradientSNRCallback
 from ragen2_trl.callbacks.gradient_probe import seconds_of_update
-from ragen2_trl.callbacks.rollouts import Sampled, watch_rollouts
-from ragen2_trl.cli.arguments import SamplingArguments
+from ragen2_trl.cli.arguments import DiagnoseArguments
 from ragen2_trl.cli.models import load_model
 from ragen2_trl.cli.typed import checked_input
 from ragen2_trl.envs.mixture import AnyTask
 from ragen2_trl.instrument.forecast import Forecast, advice, forecast_filter
 from ragen2_trl.instrument.gradients import WHOLE, GradientMeasurement
 from ragen2_trl.reporting.files import write_json
-from ragen2_trl.reporting.gradient_plots import plot_gradients
+from ragen2_trl.reporting.measurement_plots import plot_gradients
 from ragen2_trl.reporting.saved_gradients import save_gradients
+from ragen2_trl.rollout_events import LocalRollout, listen
 from ragen2_trl.rollouts import TextRollout
 from ragen2_trl.trainers import SNRFilteredGRPOConfig, SNRFilteredGRPOTrainer
 
 ROWS = 8  # completions in a forward and backward pass
+ENTROPY_COEF = 0.001  # the paper's, of the entropy bonus whose gradient is measured
 
 
-def look_at_one_batch(
-    arguments: SamplingArguments,
-    gradients: bool,
-    predict_filter: bool,
-    entropy_coef: float,
-    folder: Path,
-    console: Console,
-) -> None:
+def look_at_one_batch(arguments: DiagnoseArguments, folder: Path, console: Console) -> None:
     """Sample a batch of held-out tasks as GRPO would, and show and write what was asked for.
 
     Args:
-        arguments: which model, on which tasks, how many.
-        gradients: write `gradients_00000.json` and `gradients.png`.
-        predict_filter: write `forecast.json`.
-        entropy_coef: of the entropy bonus whose gradient is measured.
+        arguments: which model, on which tasks, how many; `gradients` writes `gradients_00000.json` and
+            `gradients.png`, `predict_filter` writes `forecast.json`.
         folder: to write to.
         console: to show it on.
     """
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as scratch:
         trainer, inputs = _make_trainer(arguments, scratch)
-        seen: list[tuple[Sampled, float]] = []
-        watch_rollouts(trainer, lambda sampled: seen.append((sampled, time.perf_counter())))
+        seen: list[tuple[LocalRollout, float]] = []
+        listen(trainer, on_rollout=lambda sampled: seen.append((sampled, time.perf_counter())))
         trainer.model.train()
         console.print(Text(f"Sampling {len(inputs)} completions ..."))
         started = time.perf_counter()
-        trainer._sample_first(inputs)
+        trainer._generate_and_score_completions(inputs)
         ((sampled, ended),) = seen
-        if predict_filter:
+        if arguments.predict_filter:
             update = seconds_of_update(trainer, sampled)
             forecast = forecast_filter(sampled.rewards, update_share=update / (update + ended - started))
             console.print(forecast_table(forecast))
             console.print(Text(advice(forecast)))
             report = {**asdict(forecast), "advice": advice(forecast), "settings": asdict(arguments)}
             write_json(folder / "forecast.json", report, indent=2)
-        if gradients:
-            callback = GradientSNRCallback(trainer, entropy_coef=entropy_coef)
+        if arguments.gradients:
+            callback = GradientSNRCallback(trainer, entropy_coef=ENTROPY_COEF)
             measurement, cost = callback.measure(sampled, step=0)
             console.print(gradients_table(measurement, f"{cost['seconds']:.1f} s"))
             save_gradients(measurement, folder)
@@ -80,7 +72,7 @@ def look_at_one_batch(
     console.print(Text(f"Written to {folder}"))
 
 
-def _make_trainer(arguments: SamplingArguments, scratch: str) -> tuple[SNRFilteredGRPOTrainer, list[dict[str, Any]]]:
+def _make_trainer(arguments: DiagnoseArguments, scratch: str) -> tuple[SNRFilteredGRPOTrainer, list[dict[str, Any]]]:
     """A trainer that never trains, and the rows that it samples for: each task as often as it has completions."""
     with checked_input():
         env = arguments.make_env()
@@ -104,7 +96,7 @@ def _make_trainer(arguments: SamplingArguments, scratch: str) -> tuple[SNRFilter
             gradient_checkpointing=on_gpu,
             disable_tqdm=True,
         )
-    model, tokenizer = load_model(arguments.model, arguments.dtype)
+    model, tokenizer = load_model(arguments.model)
     rollout = {"rollout_func": TextRollout(env, arguments.max_turn_tokens)} if env.needs_rollout else {}
     trainer = SNRFilteredGRPOTrainer(model, env.reward_funcs, args, tasks, processing_class=tokenizer, **rollout)
     return trainer, [row for row in tasks for _ in range(arguments.num_samples)]

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ragen2_trl.cli.arguments import SamplingArguments
 from ragen2_trl.columns import TURN_SAMPLES
-from ragen2_trl.envs import completion_text
+from ragen2_trl.envs import Environment, completion_text
 from ragen2_trl.envs.mixture import AnyTask
 from ragen2_trl.reporting.files import replace_whole
 from ragen2_trl.reporting.redaction import without_credentials
@@ -32,10 +32,11 @@ COLUMNS = ("step", "prompt", "completion")  # what is read of TRL's table
 OWN_COLUMNS = ("group", "prompt_ids", "completion_ids", "env_mask", "success", "clipped")
 COMPLETIONS_FILE, CONTROL_FILE = "completions.parquet", "completions_control.parquet"
 WITHHELD = "the observation was withheld"
+MAX_FILES = 8  # of a folder: a path that a figure can show
 
 
 @dataclass(frozen=True)
-class Sample:
+class Completions:
     """Completions of one policy.
 
     Args:
@@ -47,7 +48,7 @@ class Sample:
         step: Of the run that they are from, if they are from one.
         success: Share of the episodes that solved their task, where it is known.
         clipped_ratio: Share of the completions whose first turn was cut at the length limit, where it is known.
-        later: For each completion the samples of its episode after it, where turns had contexts of their own.
+        turn_samples: For each completion the samples of its later turns, where turns had contexts of their own.
     """
 
     label: str
@@ -58,7 +59,7 @@ class Sample:
     step: int | None = None
     success: float | None = None
     clipped_ratio: float | None = None
-    later: list[list[dict[str, Any]]] | None = None
+    turn_samples: list[list[dict[str, Any]]] | None = None
 
 
 def sample_tasks(
@@ -68,7 +69,7 @@ def sample_tasks(
     arguments: SamplingArguments,
     folder: Path,
     tell: Callable[[str], None],
-) -> Sample:
+) -> Completions:
     """Completions of held-out tasks, as the very ids that were sampled; a group is a task.
 
     `completions.parquet` in `folder` holds, at any time, all that have been played.
@@ -123,15 +124,15 @@ def sample_tasks(
 def sample_control(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    env: AnyTask,
-    sample: Sample,
+    env: Environment,
+    sample: Completions,
     arguments: SamplingArguments,
     folder: Path,
     tell: Callable[[str], None],
-) -> Sample:
+) -> Completions:
     """As many first turns, written to rules without a task, in the places of the completions of a sample.
 
-    Scored under the prompts of the sample they say how the instrument reads reasoning that cannot depend on them.
+    Scored under the prompts of the sample, they say how the instrument reads reasoning that cannot depend on them.
     """
     ends = end_tokens(model, tokenizer)
     chat = Chat(tokenizer, ends, forced_tag=env.forced_tag, **(arguments.chat_template_kwargs or {}))
@@ -175,8 +176,8 @@ def save_rows(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
     replace_whole(path, lambda unfinished: pq.write_table(table, unfinished))
 
 
-def find_files(path: Path, max_files: int) -> list[Path]:
-    """The parquet file `path`, or up to `max_files` of those in the folder `path`, evenly spaced, the last included.
+def find_files(path: Path) -> list[Path]:
+    """The parquet file `path`, or up to `MAX_FILES` of those in the folder `path`, evenly spaced, the last included.
 
     Raises:
         ValueError: If there is none.
@@ -188,7 +189,7 @@ def find_files(path: Path, max_files: int) -> list[Path]:
     if not files:
         what = "a folder without *.parquet" if path.is_dir() else "no such file or folder"
         raise ValueError(f"completions must be a parquet file or a folder of them, got {str(path)!r}: {what}")
-    count = min(max_files, len(files))
+    count = min(MAX_FILES, len(files))
     return [files[len(files) - 1 - i * (len(files) - 1) // max(1, count - 1)] for i in reversed(range(count))]
 
 
@@ -205,7 +206,7 @@ def read_completions(file: Path) -> list[dict[str, Any]]:
     missing = [name for name in COLUMNS if name not in names]
     if missing:
         raise ValueError(f"completions must have the columns {COLUMNS}, but {file.name} lacks {missing}")
-    own = OWN_COLUMNS if all(name in names for name in OWN_COLUMNS) else ()
+    own: tuple[str, ...] = OWN_COLUMNS if all(name in names for name in OWN_COLUMNS) else ()
     own = (*own, TURN_SAMPLES) if own and TURN_SAMPLES in names else own
     rows = parquet.read(columns=[*COLUMNS, *own]).to_pylist()
     if not rows:
@@ -225,12 +226,12 @@ def has_ids(rows: Sequence[Mapping[str, Any]]) -> bool:
     return all(name in rows[0] for name in OWN_COLUMNS)
 
 
-def read_sample(tokenizer: PreTrainedTokenizerBase, rows: Sequence[Mapping[str, Any]], label: str) -> Sample:
+def read_sample(tokenizer: PreTrainedTokenizerBase, rows: Sequence[Mapping[str, Any]], label: str) -> Completions:
     """Completions of a table: by their ids where it has them, which are given `label`, else by their text."""
     return _sample(label, rows) if has_ids(rows) else tokenize_completions(tokenizer, rows)
 
 
-def tokenize_completions(tokenizer: PreTrainedTokenizerBase, rows: Sequence[Mapping[str, Any]]) -> Sample:
+def tokenize_completions(tokenizer: PreTrainedTokenizerBase, rows: Sequence[Mapping[str, Any]]) -> Completions:
     """Ids of TRL's text, as TRL makes them of prompts; identical prompts form a group."""
     prompt_ids, completion_ids = [], []
     for row in rows:
@@ -246,7 +247,7 @@ def tokenize_completions(tokenizer: PreTrainedTokenizerBase, rows: Sequence[Mapp
     numbers: dict[tuple[int, ...], int] = {}
     groups = [numbers.setdefault(tuple(ids), len(numbers)) for ids in prompt_ids]
     step = int(rows[-1]["step"])
-    return Sample(f"step {step}", prompt_ids, completion_ids, groups, [None] * len(groups), step)
+    return Completions(f"step {step}", prompt_ids, completion_ids, groups, [None] * len(groups), step)
 
 
 def first_turn_text(completion: str | Sequence[Mapping[str, Any]]) -> str:
@@ -256,13 +257,13 @@ def first_turn_text(completion: str | Sequence[Mapping[str, Any]]) -> str:
     return completion_text([message for message in completion if message["role"] == "assistant"][:1])
 
 
-def _sample(label: str, rows: Sequence[Mapping[str, Any]]) -> Sample:
+def _sample(label: str, rows: Sequence[Mapping[str, Any]]) -> Completions:
     def mean(name: str) -> float | None:
         values = [row[name] for row in rows]
         return None if None in values else sum(values) / len(values)
 
     ids = {name: [row[name] for row in rows] for name in ("prompt_ids", "completion_ids", "env_mask", "group")}
-    return Sample(
+    return Completions(
         label,
         ids["prompt_ids"],
         ids["completion_ids"],
@@ -270,7 +271,7 @@ def _sample(label: str, rows: Sequence[Mapping[str, Any]]) -> Sample:
         ids["env_mask"],
         success=mean("success"),
         clipped_ratio=mean("clipped"),
-        later=[row[TURN_SAMPLES] for row in rows] if TURN_SAMPLES in rows[0] else None,
+        turn_samples=[row[TURN_SAMPLES] for row in rows] if TURN_SAMPLES in rows[0] else None,
     )
 
 
@@ -279,14 +280,14 @@ def _messages(tokenizer: PreTrainedTokenizerBase, trajectory: Trajectory) -> lis
     messages: list[dict[str, str]] = []
     if trajectory.turn_samples:
         for number, answer in enumerate(trajectory.answers):
-            said = {"role": "assistant", "content": tokenizer.decode(answer, skip_special_tokens=True)}
+            said = {"role": "assistant", "content": str(tokenizer.decode(answer, skip_special_tokens=True))}
             replies = [{"role": "user", "content": text} for text in trajectory.messages[number : number + 1]]
             messages += [said, *replies]
         return messages
     start = 0
     for place in range(1, len(trajectory.env_mask) + 1):
         if place == len(trajectory.env_mask) or trajectory.env_mask[place] != trajectory.env_mask[start]:
-            text = tokenizer.decode(trajectory.completion_ids[start:place], skip_special_tokens=True)
+            text = str(tokenizer.decode(trajectory.completion_ids[start:place], skip_special_tokens=True))
             messages.append({"role": "assistant" if trajectory.env_mask[start] else "user", "content": text})
             start = place
     return messages

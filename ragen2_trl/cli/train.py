@@ -12,6 +12,7 @@ of `trl.ModelConfig`. A run lives in `runs/<run_name>/`: the model, `log_history
 
 import argparse
 import json
+import shutil
 import sys
 import time
 from pathlib import Path
@@ -19,7 +20,8 @@ from typing import Any, TypeAlias
 
 from rich.table import Table
 from rich.text import Text
-from transformers import PrinterCallback, TrainerState
+from transformers import PrinterCallback, TrainerState, TrainingArguments
+from transformers.trainer_utils import IntervalStrategy
 from trl import GRPOConfig, GRPOTrainer, ModelConfig, TrlParser, get_peft_config, get_quantization_config
 
 from ragen2_trl.callbacks import (
@@ -33,16 +35,15 @@ from ragen2_trl.callbacks import (
 from ragen2_trl.callbacks.environment_eval import chat_template_of
 from ragen2_trl.callbacks.run_record import keep_record
 from ragen2_trl.cli.arguments import TrainArguments
-from ragen2_trl.cli.checkpoints import checkpoint_to_resume, last_complete_checkpoint
 from ragen2_trl.cli.console import make_console
 from ragen2_trl.cli.evaluate import evaluate_model
-from ragen2_trl.cli.typed import InputError, checked_input, config_files, parse, read_configs
+from ragen2_trl.cli.typed import InputError, checked_input, config_files, parse, parser_of, read_configs
 from ragen2_trl.columns import ALL_TASKS
 from ragen2_trl.envs import Environment
 from ragen2_trl.envs.mixture import AnyTask, TaskMixture
 from ragen2_trl.filtering import check_choice
 from ragen2_trl.instrument import REFERENCE_SCOPE, SCOPES
-from ragen2_trl.reporting.files import write_json
+from ragen2_trl.reporting.files import DIAGNOSTICS, EPISODES, MEASUREMENTS, OUTCOMES, write_json
 from ragen2_trl.reporting.held_out import curves_of
 from ragen2_trl.rollouts import TextRollout
 from ragen2_trl.rollouts.sampling import held_out_rows
@@ -73,7 +74,7 @@ def main(args: list[str] | None = None) -> None:
     console = make_console()
     with checked_input():
         trainer_class, config_class = ALGORITHMS[algorithm_of(args)]
-    parser = TrlParser((TrainArguments, config_class, ModelConfig), prog="ragen2-trl train")
+    parser = parser_of("train", TrainArguments, config_class, ModelConfig)
     script_args, training_args, model_args = _parse(parser, args)
     with checked_input():
         env = script_args.make_env()
@@ -116,7 +117,7 @@ def main(args: list[str] | None = None) -> None:
     if trainer.is_world_process_zero():
         curve = curves_of(trainer.state.log_history).get(env.name)
         if curve is not None:
-            loaded = trainer.state.best_global_step if trainer.args.load_best_model_at_end else None
+            loaded = trainer.state.best_global_step if training_args.load_best_model_at_end else None
             before, after = curve.first.metrics, curve.end(loaded).metrics
         summary = summarize(trainer.state, before, after, seconds)
         write_json(run / "summary.json", summary, indent=2)
@@ -125,7 +126,7 @@ def main(args: list[str] | None = None) -> None:
         console.print(f"{', '.join(files[:-1])} and {files[-1]} are in {run}", highlight=False, markup=False)
         console.print(f"To look at it: ragen2-trl report {run}", highlight=False, markup=False)
     on_hub = script_args.data is not None and not Path(script_args.data).exists()
-    card = {"dataset_name": script_args.data if on_hub else None}
+    card: dict[str, Any] = {"dataset_name": script_args.data if on_hub else None}
     if training_args.push_to_hub:
         trainer.push_to_hub(**card)
     else:
@@ -134,8 +135,8 @@ def main(args: list[str] | None = None) -> None:
 
 def _check_effects(arguments: TrainArguments, env: AnyTask) -> None:
     """Raises a `ValueError` for what was asked of something that is off."""
-    asked = {"stop_on_template_collapse": "mutual_information", "trajectory_reference": "mutual_information"}
-    for name, needed in {**asked, "gradients_entropy_coef": "gradients_every"}.items():
+    asked = {"trajectory_reference": "mutual_information", "gradients_entropy_coef": "gradients_every"}
+    for name, needed in asked.items():
         if getattr(arguments, name) not in (False, None) and not getattr(arguments, needed):
             raise ValueError(f"{name}={getattr(arguments, name)} needs {needed}, got {getattr(arguments, needed)}")
     if arguments.context != "full" and not env.needs_rollout:
@@ -191,9 +192,11 @@ def summary_table(summary: dict[str, Any], title: str) -> Table:
         metrics = summary[when]
         if metrics is not None:
             interval = f"{metrics['success_ci_low']:.1%} to {metrics['success_ci_high']:.1%}"
-            guessed = metrics.get("random_success")
-            floor = "" if guessed is None else f"; a player who guesses: {guessed:.1%}"
-            table.add_row(f"held-out success {when}", f"{metrics['success']:.1%}  (95 % interval {interval}{floor})")
+            random_success = metrics.get("random_success")
+            baseline = "" if random_success is None else f"; random baseline: {random_success:.1%}"
+            table.add_row(
+                f"held-out success {when}", f"{metrics['success']:.1%}  (95 % interval {interval}{baseline})"
+            )
             for key in (key for key in metrics if key.endswith("/success")):
                 table.add_row(f"  {key.partition('/')[0]}", f"{metrics[key]:.1%}")
     for task, curve in summary["held_out"].items():
@@ -250,9 +253,10 @@ def _parse(parser: TrlParser, args: list[str] | None) -> tuple[Any, ...]:
 
 def _run_folder(script_args: TrainArguments, training_args: Config, model_args: ModelConfig) -> Path:
     if training_args.eval_strategy != "no":
+        given = IntervalStrategy(training_args.eval_strategy).value
         raise ValueError(
-            f"eval_strategy={training_args.eval_strategy.value!r} evaluates on a dataset, not on tasks; allowed: "
-            "'no', and --eval_every 10 for held-out success every 10 steps."
+            f"eval_strategy={given!r} evaluates on a dataset, not on tasks; allowed: 'no', and --eval_every 10 for "
+            "held-out success every 10 steps."
         )
     script_args.model = script_args.model or model_args.model_name_or_path
     if script_args.model is None:
@@ -263,7 +267,51 @@ def _run_folder(script_args: TrainArguments, training_args: Config, model_args: 
             or f"{script_args.env_name.replace(',', '-')}-{script_args.model.rstrip('/').split('/')[-1]}"
         )
         training_args.output_dir = str(Path("runs") / name)
-    return Path(training_args.output_dir)
+    return Path(str(training_args.output_dir))
+
+
+def last_complete_checkpoint(run: Path) -> Path | None:
+    """The latest checkpoint that was written to its end; a run can be killed while it writes one.
+
+    `trainer_state.json` is written after everything a resumed run needs, so one that can be read marks such a
+    checkpoint.
+    """
+
+    def is_complete(folder: Path) -> bool:
+        try:
+            json.loads((folder / "trainer_state.json").read_text())
+        except (FileNotFoundError, json.JSONDecodeError):
+            return False
+        return True
+
+    folders = sorted(run.glob("checkpoint-*"), key=lambda folder: int(folder.name.split("-")[1]), reverse=True)
+    return next(filter(is_complete, folders), None)
+
+
+def checkpoint_to_resume(run: Path, script_args: TrainArguments, training_args: TrainingArguments) -> Path | None:
+    """Where training begins, in a folder without outcomes of an earlier one."""
+    checkpoint = _find_checkpoint(run, script_args, training_args)
+    for name in OUTCOMES:
+        (run / name).unlink(missing_ok=True)
+    return checkpoint
+
+
+def _find_checkpoint(run: Path, script_args: TrainArguments, training_args: TrainingArguments) -> Path | None:
+    if training_args.resume_from_checkpoint is not None:
+        return Path(training_args.resume_from_checkpoint)
+    if script_args.resume:
+        return last_complete_checkpoint(run)
+    leftovers = [*run.glob("checkpoint-*"), *run.glob("evaluation_*.json")]
+    if leftovers and not script_args.overwrite:
+        raise ValueError(
+            f"output_dir={str(run)!r} holds {leftovers[0].name} of an earlier run; allowed: --resume true to continue "
+            "it, --overwrite true to replace it, or another --run_name."
+        )
+    for name in (MEASUREMENTS, EPISODES, DIAGNOSTICS, "completions", "*.safetensors", "*.safetensors.index.json"):
+        leftovers += run.glob(name)  # none of it, and no weights, beside those of the run that begins
+    for leftover in leftovers:
+        shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
+    return None
 
 
 def _make_trainer(
@@ -274,11 +322,12 @@ def _make_trainer(
     env: AnyTask,
     live_line: LiveLineCallback,
 ) -> Trainer:
+    given: Any = training_args.model_init_kwargs or {}  # a mapping, once it is parsed
     training_args.model_init_kwargs = {
         "revision": model_args.model_revision,
         "attn_implementation": model_args.attn_implementation,
         "dtype": model_args.dtype,
-        **(training_args.model_init_kwargs or {}),
+        **given,
     }
     training_args.disable_tqdm = True  # the live line takes its place
     if training_args.num_completions_to_print is None:
@@ -290,9 +339,10 @@ def _make_trainer(
             plays.check_trainer(trainer_class)
         rollout = {"rollout_func": plays}
     with checked_input():
-        model = resolve_model(script_args.model)
+        model = resolve_model(str(script_args.model))
         tasks = env.dataset(script_args.num_prompts, training_args.seed, data=script_args.data)
-    trainer = trainer_class(
+    make: Any = trainer_class  # each takes the configuration of its own algorithm
+    trainer: Trainer = make(
         model,
         env.reward_funcs,
         training_args,
@@ -308,9 +358,8 @@ def _make_trainer(
     trainer.remove_callback(PrinterCallback)
     trainer.add_callback(CostCallback(trainer))
     if script_args.mutual_information:
-        stop_on = "template_collapse" if script_args.stop_on_template_collapse else None
         scopes = (*SCOPES, REFERENCE_SCOPE) if script_args.trajectory_reference else SCOPES
-        trainer.add_callback(MutualInformationCallback(trainer, scopes=scopes, stop_on=stop_on))
+        trainer.add_callback(MutualInformationCallback(trainer, scopes=scopes))
     if script_args.episodes_every > 0:
         trainer.add_callback(EpisodeCallback(trainer, script_args.episodes_every))
     if script_args.gradients_every > 0:
@@ -338,13 +387,14 @@ def _held_out_curve(trainer: Trainer, envs: list[Environment], script_args: Trai
 
 def _train(trainer: Trainer, checkpoint: Path | None) -> None:
     """Train, from `checkpoint` if there is one; a checkpoint of the last step is loaded and left as it is."""
+    args: Any = trainer.args
     if checkpoint is not None:
         state = TrainerState.load_from_json(str(checkpoint / "trainer_state.json"))
-        if 0 < trainer.args.max_steps <= state.global_step:
+        if 0 < args.max_steps <= state.global_step:
             # A run killed after its last step. `Trainer.train` looks at max_steps only after one step more.
             trainer._load_from_checkpoint(str(checkpoint))
             trainer.state = state
-            if trainer.args.load_best_model_at_end and state.best_model_checkpoint is not None:
+            if args.load_best_model_at_end and state.best_model_checkpoint is not None:
                 trainer._load_best_model()
             return
     trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
@@ -369,14 +419,16 @@ def _evaluate(
     if not again:
         with checked_input():  # fewer tasks than asked for are told in a line
             held_out_rows(env, script_args.eval_prompts, script_args.eval_samples, 0, script_args.data)
+    args: Any = trainer.args
+    model: Any = trainer.model
     metrics = evaluate_model(
-        trainer.model,
+        model,
         trainer._tokenizer,
         env,
         num_prompts=script_args.eval_prompts,
         num_samples=script_args.eval_samples,
-        temperature=trainer.args.temperature,
-        max_new_tokens=trainer.args.max_completion_length,
+        temperature=args.temperature,
+        max_new_tokens=args.max_completion_length,
         data=script_args.data,
         max_turn_tokens=script_args.max_turn_tokens,
         chat_template_kwargs=chat_template_of(trainer),

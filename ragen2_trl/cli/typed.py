@@ -1,16 +1,14 @@
-"""What was typed: arguments and files of `--config`, read into dataclasses, and the error of input that is wrong."""
+"""What was typed is read here: arguments and files of `--config` become dataclasses, wrong input becomes one line."""
 
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import yaml
-
-if TYPE_CHECKING:
-    from trl import TrlParser  # which takes seconds
+from trl import TrlParser
 
 
 class InputError(ValueError):
@@ -32,11 +30,17 @@ def checked_input() -> Iterator[None]:
         raise InputError(f"config cannot be read as YAML: {' '.join(str(error).split())}") from error
 
 
-def parse(parser: "TrlParser", args: list[str] | None) -> tuple[Any, ...]:
+def parser_of(command: str, *dataclasses: type, epilog: str | None = None) -> TrlParser:
+    """The parser of a command whose arguments are the fields of these dataclasses."""
+    # TrlParser names the type of its classes by a `NewType` that no class of ours can have.
+    return TrlParser(cast(Any, dataclasses), prog=f"ragen2-trl {command}", epilog=epilog)
+
+
+def parse(parser: TrlParser, args: list[str] | None) -> tuple[Any, ...]:
     """The dataclasses of a parser, filled from arguments and the file of `--config`.
 
     Raises:
-        InputError: If an argument is not known, which is said before anything else, or a value is not allowed.
+        InputError: If an argument is not known, which is told before anything else, or a value is not allowed.
     """
     args = sys.argv[1:] if args is None else list(args)
     if "--help_all" in args:
@@ -55,7 +59,7 @@ def parse(parser: "TrlParser", args: list[str] | None) -> tuple[Any, ...]:
             return parser.parse_args_and_config(["--config", str(together), *rest])
 
 
-def refuse_in_a_line(parser: "TrlParser") -> "TrlParser":
+def refuse_in_a_line(parser: TrlParser) -> TrlParser:
     """A parser whose errors are errors of input and no longer hundreds of lines of usage: of a file that another
     command writes, nobody typed its arguments."""
 
@@ -76,7 +80,7 @@ def config_files(args: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def read_configs(files: Sequence[str]) -> dict[str, Any]:
-    """The settings of YAML files; where several have one, the last of them says.
+    """The settings of YAML files; where several have one, the last of them wins.
 
     Raises:
         ValueError: If a file holds something else.

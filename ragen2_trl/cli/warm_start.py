@@ -6,15 +6,17 @@
 Takes the arguments below together with those of `trl.SFTConfig` and `trl.ModelConfig`.
 """
 
+from typing import Any
+
 from datasets import Dataset, concatenate_datasets
 from rich.console import Console
 from transformers import PreTrainedModel, PreTrainedTokenizerFast, PrinterCallback, set_seed
-from trl import ModelConfig, SFTConfig, SFTTrainer, TrlParser, get_peft_config, get_quantization_config
+from trl import ModelConfig, SFTConfig, SFTTrainer, get_peft_config, get_quantization_config
 
 from ragen2_trl.callbacks import LiveLineCallback
 from ragen2_trl.cli.arguments import WarmStartArguments, parse_env_args
 from ragen2_trl.cli.console import make_console
-from ragen2_trl.cli.typed import checked_input, parse
+from ragen2_trl.cli.typed import checked_input, parse, parser_of
 from ragen2_trl.envs import make_env
 from ragen2_trl.tiny import resolve_model
 from ragen2_trl.tiny.build import build_model, build_tokenizer
@@ -22,7 +24,7 @@ from ragen2_trl.tiny.build import build_model, build_tokenizer
 
 def main(args: list[str] | None = None) -> None:
     """Trains on demonstrations and saves model and tokenizer to `output_dir`."""
-    parser = TrlParser((WarmStartArguments, SFTConfig, ModelConfig), prog="ragen2-trl warm-start")
+    parser = parser_of("warm-start", WarmStartArguments, SFTConfig, ModelConfig)
     script_args, training_args, model_args = parse(parser, args)
     console = make_console()
     set_seed(training_args.seed)
@@ -73,11 +75,12 @@ def _model_and_tokenizer(
                 f"got {model_args.model_name_or_path!r}"
             )
         return build_model(training_args.seed), build_tokenizer()
+    given: Any = training_args.model_init_kwargs or {}  # a mapping, once it is parsed
     training_args.model_init_kwargs = {
         "revision": model_args.model_revision,
         "attn_implementation": model_args.attn_implementation,
         "dtype": model_args.dtype,
-        **(training_args.model_init_kwargs or {}),
+        **given,
     }
     return resolve_model(model_args.model_name_or_path), None
 
@@ -87,5 +90,6 @@ def _save(trainer: SFTTrainer, output_dir: str) -> None:
     state_dict = trainer.accelerator.get_state_dict(trainer.model)  # gathers sharded weights: on every process
     if trainer.is_world_process_zero():
         trainer.accelerator.unwrap_model(trainer.model).save_pretrained(output_dir, state_dict=state_dict)
-        trainer.processing_class.save_pretrained(output_dir)
+        tokenizer: Any = trainer.processing_class
+        tokenizer.save_pretrained(output_dir)
         Console().print(f"Model and tokenizer saved to [bold]{output_dir}[/bold]")

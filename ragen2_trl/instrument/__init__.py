@@ -1,8 +1,8 @@
-"""The instrument: whether a model's reasoning still depends on its input.
+"""The instrument tells whether a model's reasoning still depends on its input.
 
 `reasoning` finds the reasoning in sampled token ids, `scoring` its log-probs under every prompt, `information` what
-they say, and `diagnosis` goes all the way. `verdict` decides what that means, in the words of `wording`. Nothing here
-knows TRL or a task.
+they say, and `diagnosis` goes all the way; `verdict` decides what the measurements of a run mean. `gradients` and
+`forecast` say how much of an update is signal, and what filtering would do. Nothing here knows TRL or a task.
 """
 
 from ragen2_trl.instrument.diagnosis import (
@@ -16,15 +16,10 @@ from ragen2_trl.instrument.diagnosis import (
     measure_trajectory,
     measure_trajectory_reference,
 )
-from ragen2_trl.instrument.information import (
-    MarginalStdEMA,
-    chance_p_value,
-    information_metrics,
-)
+from ragen2_trl.instrument.information import MarginalStdEMA, information_metrics
 from ragen2_trl.instrument.reasoning import Trajectories, Turn, find_turns
 from ragen2_trl.instrument.scoring import ContextLengthError, count_tokens, cross_score
-from ragen2_trl.instrument.verdict import Evidence, Finding, Regime, judge
-from ragen2_trl.instrument.wording import headline, in_numbers
+from ragen2_trl.instrument.verdict import Evidence, Finding, Regime, chance_p_value, headline, in_numbers, judge
 
 __all__ = [
     "REFERENCE_SCOPE",

@@ -1,4 +1,4 @@
-"""From turns that a model sampled to what they say about the dependence of its reasoning on its input."""
+"""A diagnosis of sampled turns: their reasoning is scored under every prompt, and what that says is measured."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -29,13 +29,13 @@ class Measurement:
     Args:
         metrics: From `information_metrics`.
         cross_logps: (B, N) log p(Z_b | x_n) in nats.
-        lengths: (B,) tokens of each reasoning.
-        prompt_index: (B,) own column of each reasoning.
+        lengths: (B,) tokens of each reasoning trace.
+        prompt_index: (B,) own column of each reasoning trace.
         trajectories: For each of the B rows, the number of its trajectory.
         columns: For each of the N columns, the number of a trajectory with that context.
-        without_own_words: The same reasonings under the same contexts, each without what the model itself wrote in
-            earlier turns; `None` in a first turn, and where such contexts are all the same. The log-probabilities are
-            not those that the reasonings were sampled with: only retrieval means something.
+        without_own_words: The same reasoning traces under the same contexts, each without what the model itself wrote
+            in earlier turns; `None` in a first turn, and where such contexts are all the same. The log-probabilities
+            are not those that the reasoning was sampled with: only retrieval means something.
     """
 
     metrics: dict[str, float]
@@ -49,13 +49,13 @@ class Measurement:
 
 @dataclass(frozen=True)
 class Sampling:
-    """How many reasonings are scored under how many prompts.
+    """How many reasoning traces are scored under how many prompts.
 
-    Reasonings are subsampled, prompts only where there are more than `max_prompts`: against fewer candidates than the
-    batch has, mutual information is biased and retrieval is easier.
+    Reasoning traces are subsampled, prompts only where there are more than `max_prompts`: against fewer candidates
+    than the batch has, mutual information is biased and retrieval is easier.
 
     Args:
-        num_completions: Reasonings to score in each scope, drawn without replacement.
+        num_completions: Reasoning traces to score in each scope, drawn without replacement.
         max_prompts: Prompts to score them under.
         temperature: Of the policy.
         max_tokens_per_forward: See `cross_score`.
@@ -148,8 +148,8 @@ def measure_trajectory(
     compared within their position only. A later context of the same trajectory would hold the reasoning verbatim, and
     is therefore never a candidate.
 
-    A context of a later turn holds the model's own words of earlier ones, by which even gibberish is told apart: later
-    turns are therefore measured without them, too (`Measurement.without_own_words`).
+    A context of a later turn holds what the model itself wrote in earlier ones, by which even gibberish is told apart:
+    later turns are therefore measured without that, too (`Measurement.without_own_words`).
 
     Returns:
         By turn position, from 0, for the positions that have two distinct contexts.
@@ -173,7 +173,9 @@ def measure_trajectory(
         stratum = [row for row in stratum if row.column.key in chosen]
         try:
             measured = _measure(model, stratum, columns, sampling)
-            measurements[position] = replace(measured, without_own_words=_retell(model, stratum, columns, sampling))
+            measurements[position] = replace(
+                measured, without_own_words=_without_own_words(model, stratum, columns, sampling)
+            )
         except (NotMeasurableError, ContextLengthError) as error:
             reason = str(error)
     if not measurements:
@@ -188,17 +190,17 @@ def measure_trajectory_reference(
     generator: torch.Generator,
     sampling: Sampling,
 ) -> Measurement:
-    """Scores reasoning of all turns under the contexts of all turns, in one matrix: the reference code's own form.
+    """Scores reasoning of all turns under the contexts of all turns, in one matrix, as RAGEN's code does.
 
     A trajectory is drawn uniformly, then one of its turns that has reasoning, with replacement and as often as there
     are completions to score; a draw of a trajectory without reasoning is lost. Each draw is a column of its own,
     whatever its group, and equal contexts form a class: 64 x 64 with the default sampling, chance 1/64 where all
     contexts differ (arXiv 2604.06268, trajectory-uniform sampling).
 
-    It makes published numbers comparable and is not to be relied on: the context of a later turn holds the reasonings
-    of earlier ones verbatim, so that a reasoning can be likelier under it than under its own. That makes retrieval and
-    mutual information too low; that turns of all positions are mixed makes retrieval easier. `metrics` has
-    `verbatim_elsewhere`, the share of reasonings that stand in another context of their trajectory that was drawn.
+    It makes published numbers comparable and is not to be relied on: the context of a later turn holds the reasoning
+    of earlier ones verbatim, so that a reasoning trace can be likelier under it than under its own. That makes
+    retrieval and mutual information too low; that turns of all positions are mixed makes retrieval easier. `metrics`
+    has `verbatim_elsewhere`, the share of reasoning traces that stand in another drawn context of their trajectory.
 
     Raises:
         NotMeasurableError: With fewer than two distinct contexts, or without any reasoning.
@@ -223,13 +225,13 @@ def measure_trajectory_reference(
 
 
 def _holds(context: tuple[int, ...], reasoning: tuple[int, ...]) -> bool:
-    """Whether a context holds all ids of a reasoning in their order."""
+    """Whether a context holds all ids of a reasoning trace in their order."""
     size = len(reasoning)
     return any(context[start : start + size] == reasoning for start in range(len(context) - size + 1))
 
 
 def combine(measurements: Sequence[Measurement]) -> dict[str, float]:
-    """Metrics of several strata as one: means weighted by reasonings, sums for the counts."""
+    """Metrics of several strata as one: means weighted by reasoning traces, sums for the counts."""
     total = sum(m.metrics["num_completions"] for m in measurements)
     metrics = {}
     for key in measurements[0].metrics:
@@ -240,7 +242,7 @@ def combine(measurements: Sequence[Measurement]) -> dict[str, float]:
     return metrics
 
 
-def _retell(
+def _without_own_words(
     model: nn.Module, rows: Sequence[_Row], columns: Sequence[_Column], sampling: Sampling
 ) -> Measurement | None:
     """The measurement under contexts that differ only in prompts and in what the environment answered."""

@@ -46,16 +46,13 @@ class Forecast:
         return None if self.update_share is None else self.update_saved(value) * self.update_share
 
 
-def forecast_filter(
-    rewards: Tensor, values: Sequence[float] = VALUES, update_share: float | None = None, selection_eps: float = 0.01
-) -> Forecast:
+def forecast_filter(rewards: Tensor, values: Sequence[float] = VALUES, update_share: float | None = None) -> Forecast:
     """What the default strategy, `top_p`, would do with one batch.
 
     Args:
         rewards: (N, G) weighted reward sums; those that are not finite are left out.
         values: of `snr_value`.
         update_share: see `Forecast`.
-        selection_eps: `snr_selection_eps`.
 
     >>> import torch
     >>> forecast = forecast_filter(torch.tensor([[1.0, 0.0], [1.0, 1.0], [0.0, 0.0], [0.0, 0.0]]), (0.9,))
@@ -63,9 +60,7 @@ def forecast_filter(
     ({0.9: 0.25}, 0.25, 0.5)
     """
     scores, is_zero = group_score(rewards), zero_variance(rewards)
-    kept = {
-        value: select_groups(scores, value=value, selection_eps=selection_eps, is_zero=is_zero) for value in values
-    }
+    kept = {value: select_groups(scores, value=value, is_zero=is_zero) for value in values}
     metrics = selection_metrics(rewards, scores, ~is_zero)
     return Forecast(
         num_groups=rewards.shape[0],
@@ -81,7 +76,7 @@ def forecast_filter(
 
 
 def advice(forecast: Forecast) -> str:
-    """In plain words, whether to filter. Three settings of a table are not a law, and the words say so."""
+    """Whether to filter, in sentences that say how little three settings of a table prove."""
     if forecast.zero_variance == 1:
         return (
             "No group has reward variance: there is nothing to learn from here, with a filter or without. "

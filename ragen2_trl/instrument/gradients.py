@@ -22,7 +22,7 @@ from torch import Tensor
 
 WHOLE = "model"
 ROUNDING = 1e-6
-"""A gradient this small beside the batch's is rounding, which has no direction: that of KL at the reference model."""
+"""A gradient this small beside the batch's is rounding, which has no direction: that of KL at the reference policy."""
 PARAMETER_GROUPS = ("attention", "mlp", "embeddings", "norms", "other")
 # In this order: `post_attention_layernorm` and `self_attn.q_norm` are norms, whatever module they belong to.
 _NAMES = (
@@ -198,14 +198,14 @@ def _statistics(row: Sequence[float], sizes: tuple[int, int]) -> GradientStatist
     aa, bb, ab, a_batch, b_batch, batch = row
     share_a, share_b = (size / sum(sizes) for size in sizes)
     squared = share_a**2 * aa + share_b**2 * bb + 2 * share_a * share_b * ab
-    floor = ROUNDING**2 * batch
+    least = ROUNDING**2 * batch
     return GradientStatistics(
         norm=math.sqrt(max(0.0, squared)),
         squared_norm_debiased=ab,
-        cosine=_cosine(share_a * a_batch + share_b * b_batch, squared, batch, floor),
-        half_cosine=_cosine(ab, aa, bb, floor),
+        cosine=_cosine(share_a * a_batch + share_b * b_batch, squared, batch, least),
+        half_cosine=_cosine(ab, aa, bb, least),
     )
 
 
-def _cosine(product: float, squared: float, other: float, floor: float) -> float:
-    return product / math.sqrt(squared * other) if min(squared, other) > floor else math.nan
+def _cosine(product: float, squared: float, other: float, least: float) -> float:
+    return product / math.sqrt(squared * other) if min(squared, other) > least else math.nan

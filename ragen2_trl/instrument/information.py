@@ -1,8 +1,8 @@
 """How much reasoning depends on its input: the proxies of arXiv 2604.06268 (Table 1) from a cross-scoring matrix.
 
-The matrix holds, for every reasoning Z, its log-probability under every prompt X of a batch. If Z is likelier under
-its own prompt than under the others, it carries information about the prompt; if all prompts explain it equally well,
-it is a template.
+The matrix holds, for every reasoning trace Z, its log-probability under every prompt X of a batch. If Z is likelier
+under its own prompt than under the others, it carries information about the prompt; if all prompts explain it equally
+well, it is a template.
 """
 
 import math
@@ -12,11 +12,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ragen2_trl.instrument.binomial import at_least
-
 RETRIEVAL_DEPTHS = (2, 4, 8)
-# Sequence mixture in nats; the same in nats per token (the paper's Eq. 1); mixture of per-token means (the reference
-# code's).
+# Sequence mixture in nats; the same in nats per token (the paper's Eq. 1); mixture of per-token means (RAGEN's code).
 FORMS = ("seq", "token", "token_tempered")
 ZSCORE_EPS = 1e-3
 
@@ -31,25 +28,25 @@ def information_metrics(
 ) -> dict[str, float]:
     """All proxies of the mutual information between prompts and reasoning (arXiv 2604.06268, Eq. 1 and Table 1).
 
-    With L the matrix and i the own prompt of a reasoning of `length` tokens, in nats:
+    With L the matrix and i the own prompt of a reasoning trace of `length` tokens, in nats:
 
     - `mi_seq`: mean of L_i - log(1/N Σ_j exp L_j), at most log N;
     - `mi_token`: the same divided by each length (the paper's form, which shrinks as 1/length once it saturates);
-    - `mi_token_tempered`: mean of L_i/length - log(1/N Σ_j exp(L_j/length)). The reference code logs this one. It is
-      not bounded by the mutual information, but does not shrink with length;
+    - `mi_token_tempered`: mean of L_i/length - log(1/N Σ_j exp(L_j/length)). RAGEN's code logs this one. It is not
+      bounded by the mutual information, but does not shrink with length;
     - `mi_zscore_*`: each of them over `marginal_std_*` + 0.001, the standard deviation of the second term (ddof 0);
     - `conditional_entropy_*` H(Z|X) and `marginal_entropy_*` H(Z): minus the means of the first and of the second
       term, for sequences and per token;
     - `retrieval_accuracy` and `retrieval_accuracy@k`, k = 2, 4, 8: how often the own prompt explains the reasoning
-      best, or is among the k that do. Columns of an identical prompt count as the own one. Ties count as if broken at
-      random, so that a model that ignores its prompt lands on chance;
-    - `retrieval_chance` and `retrieval_chance@k`: what random guessing gives, exact also with identical prompts
+      trace best, or is among the k that do. Columns of an identical prompt count as the own one. Ties count as if
+      broken at random, so that a model that ignores its prompt lands on chance;
+    - `retrieval_chance` and `retrieval_chance@k`: what a random choice gives, exact also with identical prompts
       (hypergeometric).
 
     Args:
         cross_logps: (B, N) log p(Z_b | x_n) in nats, summed over reasoning tokens.
-        lengths: (B,) number of tokens of each reasoning.
-        prompt_index: (B,) column of the prompt that each reasoning was sampled from.
+        lengths: (B,) number of tokens of each reasoning trace.
+        prompt_index: (B,) column of the prompt that each reasoning trace was sampled from.
         prompt_class: (N,) equal ids for identical prompts. Default: all differ.
         prefix: put before each key.
 
@@ -58,8 +55,8 @@ def information_metrics(
         where each has as many columns), `num_prompts` (distinct ones) and `num_completions`.
 
     Raises:
-        ValueError: With fewer than two distinct prompts, no reasoning, shapes that do not fit, an index outside its
-            range, a length below 1 or a log-probability that is not finite.
+        ValueError: With fewer than two distinct prompts, no reasoning trace, shapes that do not fit, an index outside
+            its range, a length below 1 or a log-probability that is not finite.
 
     >>> separable = torch.tensor([[-1.0, -50.0], [-50.0, -1.0]])
     >>> metrics = information_metrics(separable, torch.tensor([5, 5]), torch.tensor([0, 1]))
@@ -94,10 +91,10 @@ def information_metrics(
     for depth in (1, *RETRIEVAL_DEPTHS):
         suffix = "" if depth == 1 else f"@{depth}"
         metrics[f"retrieval_accuracy{suffix}"] = _hit_rate(logps, own_class, depth)
-        # Guessing is what is left where every prompt explains a reasoning equally well.
+        # Chance is what is left where every prompt explains a reasoning trace equally well.
         metrics[f"retrieval_chance{suffix}"] = _hit_rate(torch.zeros_like(logps), own_class, depth)
     num_classes = len(set(prompt_class.tolist()))
-    # No reasoning can say more than which class its prompt is in, of d identical columns among N.
+    # No reasoning trace can say more than which class its prompt is in, of d identical columns among N.
     metrics |= {
         "mi_upper_bound": math.log(num_prompts) - own_class.sum(dim=1).double().log().mean().item(),
         "num_prompts": float(num_classes),
@@ -172,16 +169,3 @@ class MarginalStdEMA:
             self.values[form] = self.decay * self.values.get(form, std) + (1 - self.decay) * std
             scores[f"mi_zscore_ema_{form}"] = metrics[f"mi_{form}"] / (self.values[form] + ZSCORE_EPS)
         return scores
-
-
-def chance_p_value(metrics: Mapping[str, float]) -> float:
-    """One-sided binomial test: how probable so high a retrieval accuracy is when reasoning is independent of prompts.
-
-    Each reasoning is a trial: under that hypothesis those of one prompt are no more alike than any others. A fraction
-    of a hit, which ties make, counts as a whole one.
-
-    >>> chance_p_value({"retrieval_accuracy": 0.25, "retrieval_chance": 0.25, "num_completions": 4.0}) > 0.5
-    True
-    """
-    trials, chance = round(metrics["num_completions"]), metrics["retrieval_chance"]
-    return at_least(metrics["retrieval_accuracy"] * trials, trials, chance)

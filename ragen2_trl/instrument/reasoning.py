@@ -100,7 +100,7 @@ class Trajectories:
         completion_ids: Their ids, without padding.
         tokenizer: See `find_turns`.
         tool_masks: For each completion its `tool_mask`, see `find_turns`. Default: the model wrote all of it.
-        later: For each completion its further samples, whose turns had contexts of their own: mappings with
+        turn_samples: For each completion its further samples, whose turns had contexts of their own: mappings with
             `prompt_ids`, `completion_ids`, `env_mask` and `earlier`, see `find_turns`. Default: none.
     """
 
@@ -110,13 +110,13 @@ class Trajectories:
         completion_ids: Sequence[Sequence[int]],
         tokenizer: PreTrainedTokenizerBase,
         tool_masks: Sequence[Sequence[int] | None] | None = None,
-        later: Sequence[Sequence[Mapping[str, Any]]] | None = None,
+        turn_samples: Sequence[Sequence[Mapping[str, Any]]] | None = None,
     ):
         self.prompt_ids = prompt_ids
         self.completion_ids = completion_ids
         self.tokenizer = tokenizer
         self.tool_masks = tool_masks or [None] * len(prompt_ids)
-        self.later = later or [()] * len(prompt_ids)
+        self.turn_samples = turn_samples or [()] * len(prompt_ids)
         self._read: dict[int, list[Turn]] = {}
 
     def __len__(self) -> int:
@@ -128,7 +128,7 @@ class Trajectories:
         if number not in self._read:
             prompt, completion, mask = self.prompt_ids[number], self.completion_ids[number], self.tool_masks[number]
             turns = find_turns(prompt, completion, self.tokenizer, mask)
-            for sample in self.later[number]:
+            for sample in self.turn_samples[number]:
                 ids = (sample["prompt_ids"], sample["completion_ids"])
                 turns += find_turns(*ids, self.tokenizer, sample["env_mask"], sample["earlier"])
             self._read[number] = turns
@@ -136,7 +136,7 @@ class Trajectories:
 
     def num_turns(self, number: int) -> int:
         """Turns of a completion, without reading it."""
-        masks = [self.tool_masks[number], *(sample["env_mask"] for sample in self.later[number])]
+        masks = [self.tool_masks[number], *(sample["env_mask"] for sample in self.turn_samples[number])]
         if masks[0] is None:
             masks[0] = [1] * len(self.completion_ids[number])
         return sum(written_by_model for mask in masks for written_by_model, _ in groupby(mask, key=bool))

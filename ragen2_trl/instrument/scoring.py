@@ -6,6 +6,7 @@ cache cannot be reused, or reusing it turns out to change a log-probability, eac
 that says why.
 """
 
+import copy
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,10 +17,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, pad
-from transformers.cache_utils import Cache
+from transformers.cache_utils import (
+    Cache,
+    DynamicIndexedLayer,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionAndSlidingWindowAttentionLayer,
+    LinearAttentionCacheLayerMixin,
+    LinearAttentionLayer,
+)
 from transformers.utils import logging
-
-from ragen2_trl.instrument.shared_cache import share, unshareable
 
 logger = logging.get_logger(__name__)
 
@@ -256,7 +264,8 @@ class _Scorer:
 
     def _tolerance(self, cache: Cache) -> float:
         # What is computed in, under autocast or a sharded model's mixed precision, too, shows in the cache.
-        keys = [layer.keys for layer in cache.layers if getattr(layer, "keys", None) is not None]
+        layers: list[Any] = list(cache.layers)
+        keys = [layer.keys for layer in layers if getattr(layer, "keys", None) is not None]
         dtypes = {tensor.dtype for tensor in (*keys, *self.model.parameters())}
         if self.device.type == "cuda" and torch.get_float32_matmul_precision() != "highest":
             dtypes.add(torch.float16)  # TF32 has as many digits
@@ -317,7 +326,7 @@ def _default_tokens(device: torch.device, vocabulary: int) -> int:
 
 
 def _text_config(model: nn.Module) -> Any:
-    module = model
+    module: Any = model
     while not hasattr(module, "config"):  # wrappers of accelerate and torch
         module = module.module
     return module.config.get_text_config()
@@ -371,3 +380,106 @@ def _check_arguments(
             f"{len(prompts[longest_prompt])} (prompt {longest_prompt}) + {len(completions[longest_completion])} "
             f"(completion {longest_completion}) = {total}"
         )
+
+
+# The cache of one prompt under many completions at once, held once and changed by none of them. A layer hands out what
+# it holds for as many rows as ask, and drops what it is given: beside the prompt's cache, no more than one layer's
+# keys and values exist for all rows at any time, those that attention is computed from.
+
+
+def share(cache: Cache, rows: int) -> Cache:
+    """A cache for one forward pass of `rows` rows on top of `cache`, which holds one."""
+    shared = copy.copy(cache)
+    shared.layers = [layer if _is_empty(layer) else _SHARED[type(layer)](layer, rows) for layer in cache.layers]
+    return shared
+
+
+def unshareable(cache: Any, length: int) -> str | None:
+    """What is wrong with the cache of `length` ids; `None` if `share` can give it to other rows."""
+    if not isinstance(cache, Cache):
+        return f"{type(cache).__name__} in place of a cache of its input"
+    layers: list[Any] = [layer for layer in cache.layers if not _is_empty(layer)]
+    unknown = next((type(layer).__name__ for layer in layers if type(layer) not in _SHARED), None)
+    if unknown is not None:
+        return f"a cache with layers of the class {unknown}, which is not known to serve other rows"
+    lengths = {layer.get_seq_length() for layer in layers if getattr(layer, "keys", None) is not None}
+    if lengths != {length}:
+        return f"{type(cache).__name__} of {sorted(lengths)} tokens in place of a cache of its {length}"
+    return None
+
+
+def _is_empty(layer: Any) -> bool:
+    """Whether it is there for the count only: of a layer without attention, or one that attends to another's keys."""
+    return not isinstance(layer, LinearAttentionCacheLayerMixin) and layer.keys is None
+
+
+def _append(held: Any, states: Tensor) -> Tensor:
+    """States (rows, ..., L, size) after those that are held once, (1, ..., P - 1, size)."""
+    return torch.cat([held.expand(len(states), *held.shape[1:]), states], dim=-2)
+
+
+class _SharedKeys(DynamicLayer):
+    """Keys and values (1, heads, P - 1, head size) of all tokens, or of the latest within a window."""
+
+    def __init__(self, layer: DynamicLayer, rows: int):
+        self.__dict__.update(vars(layer))
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        return _append(self.keys, key_states), _append(self.values, value_states)
+
+
+class _SharedWindow(_SharedKeys, DynamicSlidingWindowLayer):
+    """Its masks come from the number of tokens seen, which stays that of the prompt."""
+
+
+class _SharedIndex(_SharedKeys, DynamicIndexedLayer):
+    """Sparse attention, with keys (1, P - 1, size) of its index."""
+
+    def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
+        return _append(self.indexer_keys, indexer_key_states)
+
+
+class _Repeated(dict[int, Tensor | None]):
+    """States (1, ...) that are read as (rows, ...): a copy each time, which a kernel may write to."""
+
+    def __init__(self, states: dict[int, Tensor | None], rows: int):
+        super().__init__(states)
+        self.rows = rows
+
+    def __getitem__(self, number: int) -> Tensor | None:
+        state = super().__getitem__(number)
+        return None if state is None else state.repeat(self.rows, *[1] * (state.ndim - 1))
+
+
+class _SharedStates(LinearAttentionLayer):
+    """States of convolutions and recurrences, which updates replace: in a copy that nobody keeps."""
+
+    def __init__(self, layer: LinearAttentionLayer, rows: int):
+        self.__dict__.update(vars(layer))
+        self.has_previous_state = dict(layer.has_previous_state)
+        self.conv_states = _Repeated(layer.conv_states, rows)
+        self.recurrent_states = _Repeated(layer.recurrent_states, rows)
+
+    def update_recurrent_state(self, recurrent_states: Tensor, state_idx: int = 0, **kwargs: Any) -> Tensor:
+        state: Any = self.recurrent_states[state_idx]
+        updated: Tensor = state.copy_(recurrent_states)
+        return updated
+
+
+class _SharedStatesAndKeys(_SharedStates, _SharedKeys, LinearAttentionAndFullAttentionLayer):  # type: ignore[misc, override]
+    pass
+
+
+class _SharedStatesAndWindow(_SharedStates, _SharedWindow, LinearAttentionAndSlidingWindowAttentionLayer):  # type: ignore[misc, override]
+    pass
+
+
+# By class and not by inheritance: what a layer of another class does with its input is not known.
+_SHARED: dict[type, Any] = {
+    DynamicLayer: _SharedKeys,
+    DynamicSlidingWindowLayer: _SharedWindow,
+    DynamicIndexedLayer: _SharedIndex,
+    LinearAttentionLayer: _SharedStates,
+    LinearAttentionAndFullAttentionLayer: _SharedStatesAndKeys,
+    LinearAttentionAndSlidingWindowAttentionLayer: _SharedStatesAndWindow,
+}

@@ -1,19 +1,19 @@
-"""What the measurements of a run say together: the one place that decides. `wording` has the words for it.
+"""What may be said of the measurements of a run: the one place that decides, and that puts it into text.
 
-A measurement has a verdict only if it could have come out otherwise, and *collapse* is a change: it is said only of
-reasoning that has depended on its prompt before the weights moved on, and whose upper confidence bound has come down.
+Log, warning, card, report and `diagnose` all say the same. A measurement has a verdict only if it could have come out
+otherwise, and *collapse* is a change: it is said only of reasoning that has depended on its prompt before the weights
+moved on, and whose upper confidence bound has come down.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import groupby, pairwise
 from typing import Any, ClassVar, Literal
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-
-from ragen2_trl.instrument.binomial import at_least, at_most, lower_bound, upper_bound
 
 Regime = Literal[
     "diverse",  # depends on its prompt, and varies between samples
@@ -22,17 +22,17 @@ Regime = Literal[
     "low_entropy_collapse",  # the same, and hardly varies
     "weaker",  # depends less than half as much as before, which chance may explain
     "independent",  # has not depended on its prompt so far
-    "undecided",  # too few reasonings to tell
+    "inconclusive",  # too few reasoning traces to tell
     "foreign",  # less likely under the own prompt than chance allows: not of these prompts, or not of this model
 ]
-Mood = Literal["healthy", "recovered", "suspect", "collapsed", "open", "unknown"]
+Status = Literal["healthy", "recovered", "suspect", "collapsed", "open", "unknown"]
 
 DEPENDENT, COLLAPSES = ("diverse", "compressed"), ("template_collapse", "low_entropy_collapse")
 # The paper publishes no thresholds; these are ours.
 ALPHA = 0.01  # probability of each error: that chance looks like dependence, or dependence like the lack of it
 BEST_ALPHA = 0.001  # of the dependence that later measurements are compared with: the best of many is often chance
 RATIO = 0.5  # dependence below this share of its best is a collapse; of full dependence, is none
-PATIENCE = 2  # measurements in a row that make a collapse: one alone may be a batch of hard prompts
+MIN_STREAK = 2  # measurements in a row that make a collapse: one alone may be a batch of hard prompts
 ENTROPY_RATIO = 0.5  # H(Z|X) per token is low below this share of its start: models and tasks differ too much
 LOW_ENTROPY = 0.1  # nats per token; where there is no start: the sampled token has a probability of 0.9
 FORMAT_RATIO = 0.5  # share of closed reasoning, of that at the start, below which the format has collapsed
@@ -40,6 +40,25 @@ FOREIGN_ALPHA = 1e-3  # see `is_foreign`
 # Optimizer steps between measurements where every step is logged. One costs about half a step of the demo, so that it
 # stays below a twentieth of the run.
 MIN_STEPS_BETWEEN = 10
+
+# What each regime is called in a list of measurements.
+REGIMES = {
+    "diverse": "Diverse: depends on its prompt and varies between samples",
+    "compressed": "Compressed: depends on its prompt and hardly varies between samples",
+    "template_collapse": "Template collapse: varies between samples, and no longer depends on its prompt",
+    "low_entropy_collapse": "Low-entropy collapse: hardly varies, and no longer depends on its prompt",
+    "weaker": "Depends less on its prompt than before, which one measurement cannot tell from chance",
+    "independent": "Does not depend on its prompt",
+    "inconclusive": "Too few reasoning traces to tell",
+    "foreign": "Does not belong to these prompts, or not to this model",
+}
+COLLAPSED = {
+    "template_collapse": "Template collapse",
+    "low_entropy_collapse": "Low-entropy collapse",
+    "format_collapse": "Format collapse",
+}
+CUT_RATIO = 0.5  # share of completions cut at the length limit, from which that is said to be why nothing is closed
+ROUNDING = 1e-6  # of a hit: means of shares are not exact
 
 
 @dataclass(frozen=True)
@@ -143,9 +162,9 @@ class Finding:
 
     @property
     def enough(self) -> int:
-        """The number of reasonings that would tell, if their retrieval accuracy were the same."""
+        """The number of reasoning traces that would tell, if their retrieval accuracy were the same."""
         evidence, trials = self.evidence, self.evidence.trials
-        while not _is_decided(evidence.retrieval_accuracy * trials, trials, evidence.retrieval_chance):
+        while not _is_conclusive(evidence.retrieval_accuracy * trials, trials, evidence.retrieval_chance):
             trials += 1
         return trials
 
@@ -166,14 +185,14 @@ class Collapse:
 
 
 @dataclass(frozen=True)
-class Trace:
+class Dependence:
     """How dependence went over the measurements of runs; all arrays are (..., T).
 
     Args:
         depends: Whether retrieval is above chance at `ALPHA`.
         best: Measurement before it that depended most surely, by its lower bound; -1 if none did.
         streak: Measurements in a row, up to this, that lie below `RATIO` of the best one.
-        streak_hits, streak_trials: Hits and reasonings of the streak.
+        streak_hits, streak_trials: Hits and reasoning traces of the streak.
         collapsed: Whether the streak is a collapse.
     """
 
@@ -185,26 +204,21 @@ class Trace:
     collapsed: NDArray[np.bool_]
 
 
-_at_least = np.vectorize(at_least, otypes=[float])
-_at_most = np.vectorize(at_most, otypes=[float])
-_lower_bound = np.vectorize(lower_bound, otypes=[float])
-
-
-def trace(hits: ArrayLike, trials: ArrayLike, chance: ArrayLike, counts: ArrayLike = True) -> Trace:
+def follow_dependence(hits: ArrayLike, trials: ArrayLike, chance: ArrayLike, counts: ArrayLike = True) -> Dependence:
     """Follows runs by the counts of their measurements, any number of runs at once.
 
-    With e = (accuracy - chance)/(1 - chance), which is 0 at chance and 1 where every reasoning is retrieved: a
+    With e = (accuracy - chance)/(1 - chance), which is 0 at chance and 1 where every reasoning trace is retrieved: a
     measurement depends if a one-sided binomial test against chance passes at `ALPHA`. It is compared with the earlier
-    one whose e has the highest lower bound, at `BEST_ALPHA`, if that is above 0. A collapse is a streak of `PATIENCE`
-    measurements or more with e below `RATIO` of that bound, whose hits together are too few, at `ALPHA`, for any e
-    that is not.
+    one whose e has the highest lower bound, at `BEST_ALPHA`, if that is above 0. A collapse is a streak of
+    `MIN_STREAK` measurements or more with e below `RATIO` of that bound, whose hits together are too few, at `ALPHA`,
+    for any e that is not.
 
     Args:
-        hits: (..., T) reasonings that were retrieved, of T measurements in their order.
-        trials: Reasonings, broadcast to the shape of `hits`; as are
-        chance: probability of a hit by guessing, and
-        counts: whether a measurement may end a dependence: not before the weights have moved. None does whose
-            reasonings are too few to be told from chance: it could not have come out otherwise.
+        hits: (..., T) reasoning traces that were retrieved, of T measurements in their order.
+        trials: Reasoning traces; like the two below, broadcast to the shape of `hits`.
+        chance: Probability of a hit where reasoning does not depend on its prompt.
+        counts: Whether a measurement may end a dependence: not before the weights have moved. None does whose
+            reasoning traces are too few to be told from chance: it could not have come out otherwise.
     """
     hits = np.asarray(hits, dtype=float)
     trials, chance, counting = (np.broadcast_to(values, hits.shape) for values in (trials, chance, counts))
@@ -224,16 +238,16 @@ def trace(hits: ArrayLike, trials: ArrayLike, chance: ArrayLike, counts: ArrayLi
         streak = np.where(goes_on, streak + counted, 0)
         streak_hits = np.where(goes_on, streak_hits + counted * hits[..., t], 0.0)
         streak_trials = np.where(goes_on, streak_trials + counted * trials[..., t], 0)
-        long = counted & (streak >= PATIENCE)
+        long = counted & (streak >= MIN_STREAK)
         if long.any():
-            floor = np.asarray(chance[..., t] + RATIO * before * (1 - chance[..., t]))
-            collapsed[..., t][long] = _at_most(streak_hits[long], streak_trials[long], floor[long]) <= ALPHA
+            bound = np.asarray(chance[..., t] + RATIO * before * (1 - chance[..., t]))
+            collapsed[..., t][long] = _at_most(streak_hits[long], streak_trials[long], bound[long]) <= ALPHA
         for name, values in (("best", best), ("streak", streak), ("streak_hits", streak_hits)):
             made[name][..., t] = values
         made["streak_trials"][..., t] = streak_trials
         best = np.where(sure[..., t] > before, t, best)
         before = np.maximum(before, sure[..., t])
-    return Trace(depends, collapsed=collapsed, **made)
+    return Dependence(depends, collapsed=collapsed, **made)
 
 
 def judge(measurements: Sequence[Evidence]) -> list[Finding]:
@@ -241,7 +255,7 @@ def judge(measurements: Sequence[Evidence]) -> list[Finding]:
     if not measurements:
         return []
     start = measurements[0]
-    path = trace(
+    path = follow_dependence(
         [one.hits for one in measurements],
         [one.trials for one in measurements],
         [one.retrieval_chance for one in measurements],
@@ -257,8 +271,8 @@ def judge(measurements: Sequence[Evidence]) -> list[Finding]:
         format_streak = format_streak + 1 if _lost_format(evidence, start) else 0
         format_since = (format_since if format_streak > 1 else evidence.step) if format_streak else None
         best = int(path.best[t])
-        floor = LOW_ENTROPY if evidence.step is None else ENTROPY_RATIO * start.conditional_entropy_token
-        is_low = evidence.conditional_entropy_token < floor
+        bound = LOW_ENTROPY if evidence.step is None else ENTROPY_RATIO * start.conditional_entropy_token
+        is_low = evidence.conditional_entropy_token < bound
         trials = int(path.streak_trials[t])
         findings.append(
             Finding(
@@ -269,7 +283,7 @@ def judge(measurements: Sequence[Evidence]) -> list[Finding]:
                 best=measurements[best] if best >= 0 else None,
                 since=low_since if path.collapsed[t] else None,
                 upper=upper_bound(float(path.streak_hits[t]), trials, ALPHA) if trials else 1.0,
-                format_since=format_since if format_streak >= PATIENCE else None,
+                format_since=format_since if format_streak >= MIN_STREAK else None,
             )
         )
     return findings
@@ -293,7 +307,7 @@ def collapses(findings: Sequence[Finding]) -> list[Collapse]:
     return sorted(found, key=lambda one: (one.last is None, one.last or 0, one.regime in COLLAPSES))
 
 
-def mood(findings: Sequence[Finding], step: int = 0) -> Mood:
+def status(findings: Sequence[Finding], step: int = 0) -> Status:
     """How a run is, after `step` optimizer steps.
 
     Suspect is one whose last measurement alone is low, and one that could not be measured for more than twice as long
@@ -305,7 +319,7 @@ def mood(findings: Sequence[Finding], step: int = 0) -> Mood:
     if found and found[-1].last is None:
         return "collapsed"
     regime = findings[-1].regime
-    if regime in ("independent", "undecided", "foreign"):
+    if regime in ("independent", "inconclusive", "foreign"):
         return "open"
     if regime == "weaker" or is_stale(findings, step):
         return "suspect"
@@ -322,17 +336,17 @@ def is_stale(findings: Sequence[Finding], step: int) -> bool:
 
 
 def is_attainable(trials: Any, chance: Any) -> Any:
-    """Whether so many reasonings, all of them retrieved, would be told from chance at `ALPHA`."""
+    """Whether so many reasoning traces, all of them retrieved, would be told from chance at `ALPHA`."""
     return chance**trials <= ALPHA
 
 
 def above_chance(accuracy: Any, chance: Any) -> Any:
-    """0 at chance, 1 where every reasoning is retrieved."""
+    """0 at chance, 1 where every reasoning trace is retrieved."""
     return (accuracy - chance) / np.maximum(1 - np.asarray(chance), 1e-12)
 
 
-def _is_decided(hits: float, trials: int, chance: float) -> bool:
-    """Whether reasonings depend on their prompts, or too few of them are retrieved for half of full dependence.
+def _is_conclusive(hits: float, trials: int, chance: float) -> bool:
+    """Whether reasoning traces depend on their prompts, or too few of them are retrieved for half of full dependence.
 
     Neither, where even full retrieval would not have been told from chance.
     """
@@ -343,7 +357,7 @@ def _is_decided(hits: float, trials: int, chance: float) -> bool:
     return at_least(hits, trials, chance) <= ALPHA or at_most(hits, trials, chance + RATIO * (1 - chance)) <= ALPHA
 
 
-def _regime(evidence: Evidence, is_low: bool, path: Trace, t: int) -> Regime:
+def _regime(evidence: Evidence, is_low: bool, path: Dependence, t: int) -> Regime:
     if evidence.is_foreign:
         return "foreign"
     if path.collapsed[t]:
@@ -352,11 +366,212 @@ def _regime(evidence: Evidence, is_low: bool, path: Trace, t: int) -> Regime:
         return "weaker"
     if path.depends[t]:
         return "compressed" if is_low else "diverse"
-    decided = _is_decided(evidence.hits, evidence.trials, evidence.retrieval_chance)
-    return "independent" if decided else "undecided"
+    conclusive = _is_conclusive(evidence.hits, evidence.trials, evidence.retrieval_chance)
+    return "independent" if conclusive else "inconclusive"
 
 
 def _lost_format(evidence: Evidence, start: Evidence) -> bool:
     if evidence.valid_thinking_rate is None or start.valid_thinking_rate is None:
         return False
     return evidence.valid_thinking_rate < FORMAT_RATIO * start.valid_thinking_rate
+
+
+# Text
+
+
+def headline(findings: Sequence[Finding], step: int = 0) -> str:
+    """In a few words, whether reasoning depends on its prompt, after `step` optimizer steps of a run.
+
+    >>> headline([])
+    'Not measured'
+    """
+    if not findings:
+        return "Not measured"
+    last, found, how = findings[-1], collapses(findings), status(findings, step)
+    latest = found[-1] if found else None
+    if how == "collapsed" and latest is not None:
+        text = f"{COLLAPSED[latest.regime]} since step {latest.first}"
+    elif how == "open":
+        text = _open(last)
+    elif how == "suspect":
+        text = _suspect(last)
+    elif how == "recovered" and latest is not None:
+        text = f"Recovered: {COLLAPSED[latest.regime].lower()} from step {latest.first} to {latest.last}"
+    else:
+        text = f"{_subject(last.evidence)} depends on its prompt"
+    return text if last.evidence.valid_thinking_rate != 0 else f"{text} ({_unclosed(last.evidence)})"
+
+
+def qualifiers(evidence: Evidence) -> str:
+    """What qualifies a verdict, as far as it is known: valid thinking, success, and what was cut at the limit."""
+    parts = []
+    if evidence.valid_thinking_rate is not None:
+        parts.append(f"valid thinking {evidence.valid_thinking_rate:.0%}")
+    if evidence.success is not None:
+        parts.append(f"success {evidence.success:.0%}")
+    if evidence.clipped_ratio is not None:
+        parts.append(f"{evidence.clipped_ratio:.0%} of completions cut at the length limit")
+    return ", ".join(parts)
+
+
+def in_numbers(finding: Finding) -> str:
+    """The numbers behind a verdict, in sentences."""
+    evidence, best, start = finding.evidence, finding.best, finding.start
+    sentences = [
+        f"The own prompt explains {evidence.retrieval_accuracy:.1%} of {evidence.num_completions:.0f} reasoning "
+        f"traces best (chance: {evidence.retrieval_chance:.1%}"
+    ]
+    if finding.is_collapsed and best is not None:
+        sentences[0] += (
+            f"; at step {best.step}: {best.retrieval_accuracy:.1%}), and since step {finding.since} at most "
+            f"{finding.upper:.1%} (99 % confidence)"
+        )
+    else:
+        sentences[0] += f", p = {evidence.p_value:.2g})"
+    was = f" ({start.conditional_entropy_token:.2f} at step {start.step})" if start is not evidence else ""
+    sentences.append(
+        f"Mutual information is {evidence.mi_seq:.2f} of at most {evidence.mi_upper_bound:.2f} nats, entropy "
+        f"{evidence.conditional_entropy_token:.2f} nats per token{was}"
+    )
+    if qualified := qualifiers(evidence):
+        sentences.append(qualified[:1].upper() + qualified[1:])
+    return "".join(f"{sentence}. " for sentence in sentences).strip()
+
+
+def warnings(findings: Sequence[Finding]) -> dict[str, str]:
+    """Warnings of bad states that begin with the last measurement, by regime.
+
+    There is none of a low-entropy collapse: entropy shows it, too.
+    """
+    last, before = findings[-1], findings[-2] if len(findings) > 1 else None
+    place = f"Step {last.evidence.step}: "
+    texts: dict[str, str] = {}
+    if last.regime == "foreign" and (before is None or before.regime != "foreign"):
+        texts["foreign"] = f"{place}{headline(findings)}. {in_numbers(last)}"
+    # Of one collapse, entropy may cross its bound again and again.
+    told = any(one.since == last.since and one.regime == last.regime for one in findings[:-1])
+    if last.regime == "template_collapse" and not told:
+        texts["template_collapse"] = f"{place}{_since('template_collapse', last.since)}. {in_numbers(last)}"
+    if last.format_since is not None and (before is None or before.format_since is None):
+        valid, was = last.evidence.valid_thinking_rate, last.start.valid_thinking_rate
+        texts["format_collapse"] = (
+            f"{place}{_since('format_collapse', last.format_since)}. {valid:.0%} of turns hold reasoning that a tag "
+            f"closes, {was:.0%} at step {last.start.step}."
+        )
+    return texts
+
+
+def collapse_label(collapse: Collapse) -> str:
+    """What a collapse is called beside a curve."""
+    return COLLAPSED[collapse.regime].lower()
+
+
+def _since(regime: str, step: int | None) -> str:
+    return f"{COLLAPSED[regime]} since step {step}"
+
+
+def _subject(evidence: Evidence) -> str:
+    return "What the model writes" if evidence.valid_thinking_rate == 0 else "Reasoning"
+
+
+def _unclosed(evidence: Evidence) -> str:
+    """What was scored where no turn closes its reasoning: because there are no tags, or it was cut off before."""
+    cut = evidence.clipped_ratio
+    why = "" if cut is None or cut < CUT_RATIO else f", {cut:.0%} of completions cut at the length limit"
+    return f"no closed `<think>`{why}: what was written was scored to its end"
+
+
+def _open(finding: Finding) -> str:
+    evidence = finding.evidence
+    if finding.regime == "foreign":
+        return "The completions do not belong to these prompts, or not to this model"
+    if finding.regime == "inconclusive":
+        return (
+            f"Cannot tell from {evidence.num_completions:.0f} reasoning traces whether they depend on their prompts; "
+            f"{finding.enough} would do"
+        )
+    yet = " yet" if evidence.step is not None and not finding.has_depended else ""
+    return f"{_subject(evidence)} does not depend on its prompt{yet}"
+
+
+def _suspect(finding: Finding) -> str:
+    step = finding.evidence.step
+    if finding.regime == "weaker":
+        return f"Depends less on its prompt at step {step} than before, which one measurement cannot tell from chance"
+    return f"{_subject(finding.evidence)} depended on its prompt when last measured, at step {step}"
+
+
+# Exact binomial tails, and the bounds that follow from them: how sure a share of so many trials is. The core does
+# without SciPy, which has them, too.
+
+
+def chance_p_value(metrics: Mapping[str, float]) -> float:
+    """One-sided binomial test: how probable so high a retrieval accuracy is when reasoning is independent of prompts.
+
+    Each reasoning is a trial: under that hypothesis those of one prompt are no more alike than any others. A fraction
+    of a hit, which ties make, counts as a whole one.
+
+    >>> chance_p_value({"retrieval_accuracy": 0.25, "retrieval_chance": 0.25, "num_completions": 4.0}) > 0.5
+    True
+    """
+    trials, chance = round(metrics["num_completions"]), metrics["retrieval_chance"]
+    return at_least(metrics["retrieval_accuracy"] * trials, trials, chance)
+
+
+@lru_cache(maxsize=2**16)
+def at_least(hits: float, trials: int, chance: float) -> float:
+    """The probability of so many hits or more; a fraction of a hit counts as a whole one.
+
+    >>> at_least(2, 2, 0.5)
+    0.25
+    """
+    return _sum(range(math.ceil(hits - ROUNDING), trials + 1), trials, chance)
+
+
+@lru_cache(maxsize=2**16)
+def at_most(hits: float, trials: int, chance: float) -> float:
+    """The probability of so many hits or fewer; a fraction of a hit counts as a whole one."""
+    return _sum(range(math.ceil(hits - ROUNDING) + 1), trials, chance)
+
+
+@lru_cache(maxsize=2**16)
+def lower_bound(hits: float, trials: int, alpha: float) -> float:
+    """The share below which so many hits or more have at most probability `alpha` (Clopper and Pearson, 1934).
+
+    >>> round(lower_bound(2, 2, 0.25), 3), lower_bound(0, 2, 0.25)
+    (0.5, 0.0)
+    """
+    whole = math.floor(hits + ROUNDING)
+    return 0.0 if whole == 0 else _bisect(lambda share: at_least.__wrapped__(whole, trials, share) <= alpha)
+
+
+@lru_cache(maxsize=2**16)
+def upper_bound(hits: float, trials: int, alpha: float) -> float:
+    """The share above which so many hits or fewer have at most probability `alpha`."""
+    whole = math.ceil(hits - ROUNDING)
+    return 1.0 if whole >= trials else _bisect(lambda share: at_most.__wrapped__(whole, trials, share) > alpha)
+
+
+def _bisect(is_below: Callable[[float], bool]) -> float:
+    low, high = 0.0, 1.0
+    for _ in range(40):
+        middle = (low + high) / 2
+        low, high = (middle, high) if is_below(middle) else (low, middle)
+    return (low + high) / 2
+
+
+def _sum(counts: range, trials: int, chance: float) -> float:
+    if chance in (0.0, 1.0):
+        return float(round(chance * trials) in counts)
+    log_hit, log_miss = math.log(chance), math.log1p(-chance)
+    every = math.lgamma(trials + 1)
+    terms = (
+        math.exp(every - math.lgamma(k + 1) - math.lgamma(trials - k + 1) + k * log_hit + (trials - k) * log_miss)
+        for k in counts
+    )
+    return min(1.0, math.fsum(terms))
+
+
+_at_least = np.vectorize(at_least, otypes=[float])
+_at_most = np.vectorize(at_most, otypes=[float])
+_lower_bound = np.vectorize(lower_bound, otypes=[float])

@@ -1,34 +1,32 @@
-"""From a run's log history and its measurements to pictures, reports, model cards and metrics."""
+"""Reporting makes figures, reports, model cards and metrics of a run's log history and of what it keeps on disk."""
 
 from importlib import import_module
 from typing import Any
 
-# By name, the module that has it: imported only when it is asked for. Trainers lean on this package and need no
-# matplotlib, and `python scripts/train.py` puts scripts/ first on the path, where `import evaluate` would find
-# scripts/evaluate.py.
+# By name, the module that has it: imported only when it is asked for, since most runs need no matplotlib.
 _HOMES = {
     "ReasoningInformation": "metric",
     "Run": "run",
     "add_diagnostics": "card",
     "log_figures": "trackers",
-    "plot_arrows": "information_plots",
-    "plot_calibration": "prompt_plots",
+    "plot_arrows": "plots",
+    "plot_calibration": "measurement_plots",
     "plot_comparison": "plots",
     "plot_compute": "plots",
-    "plot_gradients": "gradient_plots",
-    "plot_held_out": "held_out_plots",
-    "plot_matrix": "plots",
-    "plot_prompts": "prompt_plots",
-    "plot_proxies": "information_plots",
-    "plot_quadrant": "plots",
-    "plot_reward_distribution": "reward_plots",
-    "plot_reward_variance": "plots",
+    "plot_gradients": "measurement_plots",
+    "plot_held_out": "plots",
+    "plot_matrix": "measurement_plots",
+    "plot_prompts": "plots",
+    "plot_proxies": "plots",
+    "plot_quadrant": "measurement_plots",
+    "plot_reward_distribution": "measurement_plots",
+    "plot_reward_variance": "measurement_plots",
     "plot_training": "plots",
-    "plot_validity": "information_plots",
+    "plot_validity": "plots",
     "read_run": "run",
     "render_report": "report",
-    "save_figure": "plots",
-    "svg": "plots",
+    "save_figure": "style",
+    "svg": "style",
 }
 
 __all__ = list(_HOMES)

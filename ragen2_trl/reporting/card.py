@@ -1,4 +1,4 @@
-"""Whether the model reasons about its input, on its model card: a verdict, a section with figures, the model index."""
+"""The model card of a run has a verdict on its reasoning, a section with numbers and figures, and a model index."""
 
 import html
 import re
@@ -8,21 +8,21 @@ from typing import Any
 from huggingface_hub import EvalResult, ModelCard
 
 from ragen2_trl.reporting.files import DIAGNOSTICS, EVALUATIONS, STATE_FILE
-from ragen2_trl.reporting.held_out import Point
+from ragen2_trl.reporting.held_out import HeldOutPoint
 from ragen2_trl.reporting.run import FIRST_TURN, Run
 
 HEADING = "## Training diagnostics"
 TAGS = ("ragen2", "trl")
 MAX_CHARS = 500  # of a text of others
-WINDOW = 10  # log rows: single training steps are noisy
+MEAN_OVER = 10  # log rows: single training steps are noisy
 
 FIGURES = {  # of the run's folder, in the order of the card
     "training": "Success, retrieval accuracy, entropy and what the filter kept, over training",
     "held_out": "Success on held-out tasks over the steps, with 95 % intervals",
     "quadrant": "The path of the run between the four regimes of arXiv 2604.06268",
-    "proxies": "Six proxies of how much reasoning says about its prompt; dotted: guessing, or the bound",
+    "proxies": "Six proxies of how much reasoning says about its prompt; dotted: chance, or the bound",
     "validity": "Valid thinking against mutual information and entropy, measurement by measurement",
-    "cross_scores": "How well each prompt explains each reasoning, {when}",
+    "cross_scores": "How well each prompt explains each reasoning trace, {when}",
     "reward_variance": "{score} of the groups {when}, and which of them the filter kept",
     "reward_distribution": "Rewards of completions and reward variances of groups, early, midway and late",
     "prompts": "Prompts chosen by expected reward variance: what was expected, what was found, how many were passed",
@@ -57,9 +57,10 @@ def add_diagnostics(card: ModelCard, run: Run, repo_id: str | None = None, revis
         repo_id: Where the model is going on the Hub, for the source of the index's entries.
         revision: The branch there.
     """
-    card.data.tags = list(dict.fromkeys([*(card.data.tags or []), *TAGS]))
-    card.data.model_name = card.data.model_name or run.name
-    card.data.eval_results = eval_results(run, repo_id, card.data.datasets, revision) or None
+    metadata: Any = card.data  # whose fields `huggingface_hub` does not declare
+    metadata.tags = list(dict.fromkeys([*(metadata.tags or []), *TAGS]))
+    metadata.model_name = metadata.model_name or run.name
+    metadata.eval_results = eval_results(run, repo_id, metadata.datasets, revision) or None
     text = card.text.replace("[None](https://huggingface.co/None)", "a model that is not on the Hub")
     text = text.replace('model="None"', 'model="path/to/this/folder"')
     text = text.replace("## Quick start", f"{headline(run)}\n\n## Quick start", 1)
@@ -73,8 +74,8 @@ def headline(run: Run) -> str:
     if run.evidence:  # and not the log, whose rows are of later steps where not every step has one
         last = run.evidence[-1]
         sentences.append(
-            f"At step {last.step}, {last.retrieval_accuracy:.1%} of its reasonings were explained best by their own "
-            f"prompt; chance is {last.retrieval_chance:.1%}."
+            f"At step {last.step}, {last.retrieval_accuracy:.1%} of its reasoning traces were explained best by their "
+            f"own prompt; chance is {last.retrieval_chance:.1%}."
         )
     return f"> {' '.join(sentences)} See [Training diagnostics](#training-diagnostics)."
 
@@ -133,7 +134,7 @@ def eval_results(
             results.append(eval_result(task, "train", metric, name, means[-1][1], url))
     for key, metric, name in (
         ("retrieval_accuracy", "retrieval_accuracy", "Reasoning explained best by its own prompt"),
-        ("retrieval_chance", "retrieval_chance", "The same by guessing"),
+        ("retrieval_chance", "retrieval_chance", "The same by chance"),
         ("mi_seq", "mutual_information", "Mutual information of prompt and reasoning (nats)"),
     ):
         points = run.points(f"{FIRST_TURN}/{key}")
@@ -174,10 +175,15 @@ def file_url(repo_id: str | None, path: str, revision: str = "main") -> str | No
 
 
 def running_means(points: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
-    """(step, mean over the `WINDOW` values up to there); in short runs over fewer, so that first and last differ."""
-    window = max(1, min(WINDOW, len(points) // 2))
-    ends = range(window, len(points) + 1)
-    return [(points[end - 1][0], sum(value for _, value in points[end - window : end]) / window) for end in ends]
+    """(step, mean over the `mean_span` values up to there), from the first step that has as many."""
+    span = mean_span(len(points))
+    ends = range(span, len(points) + 1)
+    return [(points[end - 1][0], sum(value for _, value in points[end - span : end]) / span) for end in ends]
+
+
+def mean_span(count: int) -> int:
+    """Over how many of so many values running means go: in short runs over fewer, so that first and last differ."""
+    return max(1, min(MEAN_OVER, count // 2))
 
 
 def _verdict(run: Run) -> str:
@@ -242,7 +248,7 @@ def _table(run: Run) -> list[list[str]]:
         rows.append(["regime", *names, ""])
     smooth = [
         ("entropy", "policy entropy (nats per token)", nats, None),
-        ("snr/kept_fraction", f"{run.kept_units} kept by the filter", percent, None),
+        ("snr/kept_fraction", "groups kept by the filter", percent, None),
     ]
     rows += _rows(smooth, lambda key: running_means(run.points(key)))
     saved_row = ("snr/update_compute_fraction", "update compute saved", saved, None)
@@ -258,8 +264,8 @@ def _rows(
         points = points_of(key) if key else []
         if points:
             step, value = best(points, key=lambda point: point[1]) if best else (0, 0.0)
-            best_cell = f"{shown(value)} (step {step})" if best else ""
-            rows.append([label, shown(points[0][1]), shown(points[-1][1]), best_cell])
+            best_of = f"{shown(value)} (step {step})" if best else ""
+            rows.append([label, shown(points[0][1]), shown(points[-1][1]), best_of])
     return rows
 
 
@@ -273,7 +279,7 @@ def _held_out(run: Run, when: str) -> str:
 def _curves(run: Run) -> list[list[str]]:
     """Two rows for each task that has a curve."""
 
-    def shown(point: Point) -> str:
+    def shown(point: HeldOutPoint) -> str:
         return f"{point.success:.1%} ({point.low:.1%} to {point.high:.1%})"
 
     rows = []
@@ -291,13 +297,13 @@ def _legend(run: Run) -> list[str]:
     lines = []
     if run.regimes:
         lines = [
-            "*Retrieval accuracy* is the share of reasonings Z that their own prompt X explains better than the other "
-            "prompts of the batch do: near chance, the model writes the same whatever it is asked. *I(X;Z)* is their "
-            "mutual information; entropies are of the reasoning, given its prompt and over all prompts. Each is a "
-            "single measurement.",
+            "*Retrieval accuracy* is the share of reasoning traces Z that their own prompt X explains better than the "
+            "other prompts of the batch do: near chance, the model writes the same whatever it is asked. *I(X;Z)* is "
+            "their mutual information; entropies are of the reasoning, given its prompt and over all prompts. Each is "
+            "a single measurement.",
             "",
         ]
-    means = f"Success, reward, policy entropy and what the filter did are means over up to {WINDOW} logged steps."
+    means = f"Success, reward, policy entropy and what the filter did are means over up to {MEAN_OVER} logged steps."
     files = {} if run.held_out else EVALUATIONS
     held_out = [f"[`{file}`]({file})" for when, file in files.items() if when in run.evaluations]
     if run.held_out:

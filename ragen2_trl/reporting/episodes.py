@@ -1,4 +1,4 @@
-"""Episodes of a run for its report: how each group fared over time, and some to be looked at turn by turn."""
+"""Episodes of a run as its report shows them: how each group fared over time, and some turn by turn."""
 
 import base64
 import io
@@ -15,11 +15,9 @@ from PIL import Image
 
 from ragen2_trl.envs.drawing import draw_board
 from ragen2_trl.reporting.examples import Excerpt, as_text, excerpt
-from ragen2_trl.reporting.files import EPISODES, measured_step, numbered, unreadable
+from ragen2_trl.reporting.files import EPISODES, EVALUATION, TRAINING, measured_step, numbered, unreadable
 from ragen2_trl.reporting.run import Run
 from ragen2_trl.reporting.saved_episodes import (
-    EVALUATION,
-    TRAINING,
     PlayedEpisode,
     PlayedTurn,
     read_episodes,
@@ -27,10 +25,10 @@ from ragen2_trl.reporting.saved_episodes import (
 )
 
 SOURCES = {EVALUATION: "evaluation", TRAINING: "training"}  # by the names of files, in the order of the page
-MAX_ROWS, MAX_CELLS = 32, 48  # of the map: files, and groups of each
+MAX_ROWS, MAX_GROUPS = 32, 48  # of the map: files, and groups of each
 MAX_EPISODES, MAX_OF_GROUP = 24, 4  # that are shown of a run
 MAX_TURNS, MAX_TEXT = 12, 800  # of an episode, and characters of a turn
-MAX_BOARD_CELLS, TILE = 400, 20  # of a picture; pixels a cell
+MAX_TILES, TILE = 400, 20  # of a picture; pixels a tile
 MAX_BANDS = 4  # of returns
 
 RIGHT, MIXED, WRONG = "right", "mixed", "wrong"
@@ -46,7 +44,7 @@ CHOICES = (
 
 
 @dataclass(frozen=True)
-class Cell:
+class GroupResult:
     """A group in the map: how many of its episodes solved their task."""
 
     solved: int
@@ -64,7 +62,7 @@ class Row:
     Args:
         source: Of `SOURCES`.
         step: Optimizer step.
-        cells: Its groups, or some of them, the easiest tasks first.
+        groups: Its groups, or some of them, the easiest tasks first.
         counts: Of all of its groups, by kind.
         success: Share of all of its episodes that solved their task.
         size: Number of its episodes.
@@ -72,7 +70,7 @@ class Row:
 
     source: str
     step: int
-    cells: list[Cell]
+    groups: list[GroupResult]
     counts: dict[str, int]
     success: float
     size: int
@@ -203,7 +201,7 @@ def pick_groups(episodes: Sequence[PlayedEpisode], limit: int) -> list[tuple[str
     """
     by_kind: dict[str, list[list[PlayedEpisode]]] = {MIXED: [], WRONG: [], RIGHT: []}
     for group in _groups(episodes).values():
-        by_kind[Cell(sum(one.success for one in group), len(group)).kind].append(group)
+        by_kind[GroupResult(sum(one.success for one in group), len(group)).kind].append(group)
     turns = zip_longest(*([(kind, group) for group in groups] for kind, groups in by_kind.items()))
     picked: list[tuple[str, list[PlayedEpisode]]] = []
     for kind, group in (one for turn in turns for one in turn if one is not None):
@@ -232,7 +230,7 @@ def bands_of(returns: Sequence[float | None]) -> tuple[list[str], list[float]]:
 @lru_cache(maxsize=1024)
 def picture_of(board: str) -> str | None:
     """A board as an address that holds its picture; `None` for letters or a size that are no board's."""
-    if len(board) > MAX_BOARD_CELLS:
+    if len(board) > MAX_TILES:
         return None
     try:
         picture = draw_board(board, TILE)
@@ -258,14 +256,14 @@ def _rows(name: str, paths: Sequence[Path], problems: list[str]) -> list[Row]:
     ease = {task: fmean(solved) for task, solved in tasks.items()}
     rows = []
     for path, groups in outcomes.items():
-        cells = [
-            Cell(sum(solved), len(solved))
+        results = [
+            GroupResult(sum(solved), len(solved))
             for task, solved in sorted(groups, key=lambda group: (-ease[group[0]], group[0], -fmean(group[1])))
         ]
-        counts = {kind: sum(cell.kind == kind for cell in cells) for kind in KINDS}
-        size = sum(cell.size for cell in cells)
-        success = sum(cell.solved for cell in cells) / size
-        rows.append(Row(name, measured_step(path) or 0, _evenly(cells, MAX_CELLS), counts, success, size))
+        counts = {kind: sum(one.kind == kind for one in results) for kind in KINDS}
+        size = sum(one.size for one in results)
+        success = sum(one.solved for one in results) / size
+        rows.append(Row(name, measured_step(path) or 0, _evenly(results, MAX_GROUPS), counts, success, size))
     return rows
 
 
@@ -331,7 +329,7 @@ def _seen(messages: Sequence[Mapping[str, Any]], first: int) -> Iterator[Excerpt
 
 
 def _by_model(message: Mapping[str, Any]) -> bool:
-    return message["role"] == "assistant"
+    return bool(message["role"] == "assistant")
 
 
 def _at(values: Sequence[Any], number: int) -> Any:

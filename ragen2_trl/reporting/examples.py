@@ -1,4 +1,4 @@
-"""Completions and reasonings of a run to read side by side, cut to a size that a page can hold."""
+"""Examples of what a run has written, to read side by side: completions and reasoning traces, cut for a page."""
 
 import json
 import math
@@ -21,7 +21,7 @@ from ragen2_trl.reporting.saved_measurement import SavedMeasurement, read_measur
 MAX_CHARS = 1500  # of a text
 MAX_PROMPTS, MAX_SHARED = 8, 4  # of a run, and of several runs together
 MAX_GROUP = 8  # completions of a prompt: the best and the worst half of them
-MAX_REASONINGS, MAX_RIVALS = 6, 3
+MAX_TRACES, MAX_RIVALS = 6, 3
 JOINERS = "\u200c\u200d"  # of Persian and of emoji; other format characters turn or hide the text around them
 
 
@@ -70,12 +70,12 @@ class Group:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A prompt under which a reasoning was scored.
+    """A prompt under which a reasoning trace was scored.
 
     Args:
         prompt: What tells it from the other prompts.
-        logp: log p(Z given it), in nats per token of the reasoning.
-        rank: 1 for the prompt that explains the reasoning best.
+        logp: log p(Z given it), in nats per token of the trace.
+        rank: 1 for the prompt that explains the trace best.
         role: `own prompt`, `other prompt` or `worst prompt`.
     """
 
@@ -91,8 +91,8 @@ class Candidate:
 
 
 @dataclass(frozen=True)
-class Reasoning:
-    """A reasoning with the prompts that explain it: its own one, the best of the others, and the worst."""
+class ReasoningTrace:
+    """A reasoning trace with the prompts that explain it: its own one, the best of the others, and the worst."""
 
     text: Excerpt
     candidates: list[Candidate]
@@ -172,21 +172,19 @@ def read_measurements(run: Run, problems: list[str]) -> list[SavedMeasurement]:
     return [last] if first is None or first.step == last.step else [first, last]
 
 
-def pick_reasonings(measurement: SavedMeasurement) -> list[Reasoning]:
-    """Reasonings, evenly from the one that its own prompt explains best to the one that it explains least."""
+def pick_traces(measurement: SavedMeasurement) -> list[ReasoningTrace]:
+    """Reasoning traces, evenly from the one that its own prompt explains best to the one that it explains least."""
     per_token = measurement.cross_logps / measurement.lengths[:, None]
     short = distinguishing(measurement.prompts)
     scored = []
-    for text, own, row in zip(
-        measurement.reasonings, measurement.prompt_index.tolist(), per_token.tolist(), strict=True
-    ):
+    for text, own, row in zip(measurement.traces, measurement.prompt_index.tolist(), per_token.tolist(), strict=True):
         logps: dict[str, float] = {}  # the best, of columns with the same prompt
         for prompt, logp in zip(measurement.prompts, row, strict=True):
             logps[prompt] = max(logp, logps.get(prompt, -math.inf))
         candidates = _candidates(logps, measurement.prompts[own], short)
-        scored.append(Reasoning(excerpt(text), candidates, len(short)))
+        scored.append(ReasoningTrace(excerpt(text), candidates, len(short)))
     scored.sort(key=lambda one: (one.candidates[0].rank, one.candidates[1].logp - one.candidates[0].logp))
-    count = min(MAX_REASONINGS, len(scored))
+    count = min(MAX_TRACES, len(scored))
     return [scored[i * (len(scored) - 1) // max(1, count - 1)] for i in range(count)]
 
 
@@ -213,14 +211,14 @@ def _first_readable(paths: Sequence[Path], problems: list[str]) -> SavedMeasurem
 
 
 def _check(measurement: SavedMeasurement) -> None:
-    rows, columns = len(measurement.reasonings), len(measurement.prompts)
+    rows, columns = len(measurement.traces), len(measurement.prompts)
     for name, shape in (("cross_logps", (rows, columns)), ("lengths", (rows,)), ("prompt_index", (rows,))):
         if (found := tuple(getattr(measurement, name).shape)) != shape:
             raise ValueError(f"{name} must have shape {shape}, got {found}")
-    if not all(isinstance(text, str) for text in (*measurement.prompts, *measurement.reasonings)):
-        raise ValueError("prompts and reasonings must be texts")
+    if not all(isinstance(text, str) for text in (*measurement.prompts, *measurement.traces)):
+        raise ValueError("prompts and traces must be texts")
     if not rows or len(set(measurement.prompts)) < 2:
-        raise ValueError("there must be at least one reasoning and two distinct prompts")
+        raise ValueError("there must be at least one reasoning trace and two distinct prompts")
     if not measurement.cross_logps.isfinite().all():
         raise ValueError("cross_logps must be finite")
     if measurement.lengths.min() < 1:

@@ -1,4 +1,4 @@
-"""The files of a run's folder: their names, and how they are read and written.
+"""The files of a run's folder have their names here, and are read and written here.
 
 Whatever this package writes, it writes by `write_json`, `append_json` or `write_text`, which hide credentials;
 pictures apart.
@@ -19,6 +19,8 @@ DIAGNOSTICS, MEASUREMENTS, EPISODES = "diagnostics", "_measurements", "_episodes
 STATE_FILE, RUN_FILE = "trainer_state.json", "run.json"
 HISTORY_FILE = "log_history.json"  # of `ragen2-trl train`, also after Ctrl-C
 EVALUATIONS = {when: f"evaluation_{when}.json" for when in ("before", "after")}
+# Beginnings of the names of files of episodes.
+EPISODE_FILES = TRAINING, EVALUATION = "train", "evaluation"
 # What says how a training ended, and is of another one when training begins.
 OUTCOMES = (HISTORY_FILE, "summary.json", EVALUATIONS["after"])
 

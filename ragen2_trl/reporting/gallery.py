@@ -1,4 +1,4 @@
-"""The figures of a run, by the names that they have in its folder, on its card and in its report."""
+"""Which figures a run has data for, by the names that they have in its folder, on its card and in its report."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
@@ -9,35 +9,36 @@ from markupsafe import Markup
 from matplotlib.figure import Figure
 
 from ragen2_trl.reporting.card import FIGURES, caption
-from ragen2_trl.reporting.gradient_plots import plot_gradients
 from ragen2_trl.reporting.group_rewards import read_group_rewards
-from ragen2_trl.reporting.held_out_plots import plot_held_out
-from ragen2_trl.reporting.information_plots import (
-    INFORMATION,
-    arrow_of,
-    path_of,
-    plot_arrows,
-    plot_proxies,
-    plot_validity,
+from ragen2_trl.reporting.measurement_plots import (
+    plot_calibration,
+    plot_gradients,
+    plot_matrix,
+    plot_quadrant,
+    plot_reward_distribution,
+    plot_reward_variance,
 )
 from ragen2_trl.reporting.plots import (
     COMPUTE,
+    INFORMATION,
+    PREDICTED,
     REWARD,
+    arrow_of,
+    path_of,
+    plot_arrows,
     plot_compute,
-    plot_matrix,
-    plot_quadrant,
-    plot_reward_variance,
+    plot_held_out,
+    plot_prompts,
+    plot_proxies,
     plot_training,
+    plot_validity,
     points_of,
-    save_figure,
-    svg,
     with_steps,
 )
-from ragen2_trl.reporting.prompt_plots import PREDICTED, plot_calibration, plot_prompts
-from ragen2_trl.reporting.reward_plots import plot_reward_distribution
 from ragen2_trl.reporting.run import FIRST_TURN, Run
 from ragen2_trl.reporting.saved_gradients import readable_gradients
 from ragen2_trl.reporting.saved_measurement import SavedMeasurement, read_measurement
+from ragen2_trl.reporting.style import save_figure, svg
 
 
 def draw_figures(run: Run, folder: Path) -> None:

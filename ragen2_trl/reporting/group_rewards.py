@@ -1,4 +1,4 @@
-"""The rewards of all groups, generation by generation, as a run keeps them on disk and a report shows them."""
+"""The rewards of all groups of a run by generation, as they are kept on disk, read back, and summed up."""
 
 import json
 import math
@@ -163,13 +163,13 @@ def _record(values: Any) -> GroupRewards | None:
     return GroupRewards(step, finite, kept if fits else None, predicted)
 
 
-def early_middle_late(records: Sequence[GroupRewards], window: int = 10) -> list[Sequence[GroupRewards]]:
-    """Up to `window` generations each from the start, the middle and the end, none in two of them.
+def early_middle_late(records: Sequence[GroupRewards], most: int = 10) -> list[Sequence[GroupRewards]]:
+    """Up to `most` generations each from the start, the middle and the end, none in two of them.
 
     >>> records = [GroupRewards(step, [[0.0]], None) for step in range(9)]
     >>> [[one.step for one in part] for part in early_middle_late(records, 2)]
     [[0, 1], [3, 4], [7, 8]]
     """
-    size = max(1, min(window, len(records) // 3))
+    size = max(1, min(most, len(records) // 3))
     starts = [0, (len(records) - size) // 2, len(records) - size]
     return [records[start : start + size] for start in sorted(set(starts))] if len(records) > 2 else [records]

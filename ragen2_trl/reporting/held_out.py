@@ -1,4 +1,4 @@
-"""Success on held-out tasks over the steps of a training: what its log rows say of it."""
+"""Held-out success over the steps of a training, as its log rows have it."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -16,7 +16,7 @@ _SUCCESS = re.compile(f"{PREFIX}([^/]+)/success")
 
 
 @dataclass(frozen=True)
-class Point:
+class HeldOutPoint:
     """One evaluation: optimizer steps before it, success and the bounds of its 95 % interval, and all metrics."""
 
     step: int
@@ -27,22 +27,22 @@ class Point:
 
 
 @dataclass(frozen=True)
-class Curve:
+class HeldOutCurve:
     """Held-out success of one task over the steps of a run, in their order; at least one point."""
 
     task: str
-    points: list[Point]
+    points: list[HeldOutPoint]
 
     @property
-    def first(self) -> Point:
+    def first(self) -> HeldOutPoint:
         return self.points[0]
 
     @property
-    def last(self) -> Point:
+    def last(self) -> HeldOutPoint:
         return self.points[-1]
 
     @property
-    def peak(self) -> Point:
+    def peak(self) -> HeldOutPoint:
         """The best, the earliest of equals."""
         return max(self.points, key=lambda point: point.success)
 
@@ -56,11 +56,11 @@ class Curve:
         return sum(areas) / span
 
     @property
-    def floor(self) -> float | None:
-        """Success of a player who guesses on these tasks, where the evaluation has measured it."""
+    def random_baseline(self) -> float | None:
+        """Success of random play on these tasks, where the evaluation has measured it."""
         return self.last.metrics.get("random_success")
 
-    def end(self, loaded: int | None) -> Point:
+    def end(self, loaded: int | None) -> HeldOutPoint:
         """The evaluation of the weights that training has ended with: the last, or that of a step that was loaded."""
         return next((point for point in self.points if point.step == loaded), self.last)
 
@@ -72,9 +72,9 @@ class Curve:
     @property
     def note(self) -> str:
         """What the last number does not say, in words."""
-        guessed = "" if self.floor is None else f"; a player who guesses {self.floor:.1%}"
+        baseline = "" if self.random_baseline is None else f"; random baseline {self.random_baseline:.1%}"
         return (
-            f"held out; 95 % interval {self.last.low:.0%} to {self.last.high:.0%}{guessed}; best "
+            f"held out; 95 % interval {self.last.low:.0%} to {self.last.high:.0%}{baseline}; best "
             f"{self.peak.success:.0%} at step {self.peak.step}; area under the curve {self.area:.3f}"
         )
 
@@ -86,19 +86,20 @@ class Curve:
         return {**points, "area_under_curve": self.area, "evaluations": len(self.points)}
 
 
-def curves_of(log_history: Sequence[Mapping[str, Any]]) -> dict[str, Curve]:
+def curves_of(log_history: Sequence[Mapping[str, Any]]) -> dict[str, HeldOutCurve]:
     """The held-out curves in the rows of a log, by task; rows that anyone may have written and that hold something
     else than fractions are left out.
     """
-    points: dict[str, dict[int, Point]] = {}
+    points: dict[str, dict[int, HeldOutPoint]] = {}
     for row in log_history:
         step = row.get("step")
-        tasks = [match[1] for key in row if (match := _SUCCESS.fullmatch(key))] if is_number(step) else []
-        for task in tasks:
+        if not is_number(step):
+            continue
+        for task in [match[1] for key in row if (match := _SUCCESS.fullmatch(key))]:
             prefix = f"{PREFIX}{task}/"
             found = {key.removeprefix(prefix): row[key] for key in row if key.startswith(prefix)}
             metrics = {name: value for name, value in found.items() if is_number(value)}
-            success = [metrics.get(f"success{bound}", -1.0) for bound in ("", "_ci_low", "_ci_high")]
-            if all(0 <= value <= 1 for value in success):
-                points.setdefault(task, {})[int(step)] = Point(int(step), *success, metrics)
-    return {task: Curve(task, [by_step[step] for step in sorted(by_step)]) for task, by_step in points.items()}
+            success, low, high = (metrics.get(f"success{bound}", -1.0) for bound in ("", "_ci_low", "_ci_high"))
+            if all(0 <= value <= 1 for value in (success, low, high)):
+                points.setdefault(task, {})[int(step)] = HeldOutPoint(int(step), success, low, high, metrics)
+    return {task: HeldOutCurve(task, [by_step[step] for step in sorted(by_step)]) for task, by_step in points.items()}

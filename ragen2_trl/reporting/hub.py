@@ -1,4 +1,4 @@
-"""Tasks and held-out metrics on the Hub, each with a card that says what they are."""
+"""Tasks and held-out metrics are pushed to the Hub, each with a card that says what they are."""
 
 from collections.abc import Mapping
 

@@ -1,19 +1,28 @@
-"""Figures of one measurement: its matrix, where it lies between the regimes, and the groups it was made of."""
+"""Figures of what a run has measured: how its prompts explain its reasoning, rewards of groups, and gradients.
+
+Those of what it logs at each step are in `plots`, the look of all of them is in `style`. Figures of the paper
+(arXiv 2604.06268) among them: 3 (gradients by reward variance) and 11 (rewards early, midway and late).
+"""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
 from typing import Any, Protocol, TypeAlias
 
+import numpy as np
 import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
+from ragen2_trl.instrument.gradients import WHOLE, BucketGradients, GradientMeasurement
+from ragen2_trl.reporting.group_rewards import GroupRewards, early_middle_late
 from ragen2_trl.reporting.style import (
     BLUE,
+    GREEN,
+    GUIDE_LINE,
+    MARKERS,
     ORANGE,
-    REFERENCE,
     WIDTH,
     drawn_in_style,
     legend_above,
@@ -39,6 +48,9 @@ MIN_ENTROPY_RANGE = 0.5  # nats per token: a run of low entropy belongs to the l
 LIGHT_GREY = "#B8B8B8"  # groups left out, far lighter than kept ones in greyscale too
 FEW_GROUPS = 64  # that are told apart by a gap between them
 
+REWARD_BINS, EXPECTATION_BINS = 20, 10
+LOOKS = ((BLUE, "-"), (ORANGE, "--"), (GREEN, "-."))  # early, midway and late
+
 Point: TypeAlias = tuple[float, float, str]
 
 
@@ -57,12 +69,12 @@ class Matrix(Protocol):
 
 @drawn_in_style
 def plot_matrix(measurement: Matrix) -> Figure:
-    """Draw how well each reasoning is explained by each prompt, next to the prompt that explains it best.
+    """Draw how well each reasoning trace is explained by each prompt, next to the prompt that explains it best.
 
-    Rows are reasonings, sorted by their own prompt; columns are prompts in that same order; the own one is framed.
-    Colour is log p(Z|x_n) minus its maximum over the row, in nats per token: 0 is the best prompt. Reasoning that
-    depends on its prompt shows as a bright diagonal; a template gives rows of one colour. The darkest twentieth of
-    the pairs is drawn as equal.
+    Rows are reasoning traces, sorted by their own prompt; columns are prompts in that same order; the own one is
+    framed. Colour is log p(Z|x_n) minus its maximum over the row, in nats per token: 0 is the best prompt. Reasoning
+    that depends on its prompt shows as a bright diagonal; a template gives rows of one colour. The darkest twentieth
+    of the pairs is drawn as equal.
 
     Args:
         measurement: from `measure_first_turn`, `measure_trajectory` or `read_measurement`.
@@ -93,16 +105,16 @@ def plot_matrix(measurement: Matrix) -> Figure:
         axis.set_major_locator(whole_numbers())
     axes.grid(False)
     axes.set_xlabel("prompt")
-    axes.set_ylabel("reasoning, in the order of its own prompt (framed)")
+    axes.set_ylabel("reasoning trace, in the order of its own prompt (framed)")
     bar = figure.colorbar(image, extend="min")
     bar.set_label("log-probability below the best prompt's\n(nats per token)")
     metrics = measurement.metrics
     title = (
-        f"own prompt explains best: {metrics['retrieval_accuracy']:.0%} of reasonings\n"
+        f"own prompt explains best: {metrics['retrieval_accuracy']:.0%} of reasoning traces\n"
         f"(chance {metrics['retrieval_chance']:.1%})"
     )
     axes.set_title(title)
-    figure.set_label(f"{rows} reasonings scored under {columns} prompts; {title.replace(chr(10), ' ')}.")
+    figure.set_label(f"{rows} reasoning traces scored under {columns} prompts; {title.replace(chr(10), ' ')}.")
     return figure
 
 
@@ -131,13 +143,13 @@ def plot_quadrant(points: Sequence[Point], upper_bound: float) -> Figure:
     largest = max(MIN_ENTROPY_RANGE, 1.25 * max(entropies))
     axes.set_xlim(-0.16 * largest, largest)  # room for a label left of a low entropy
     axes.set_xticks([tick for tick in axes.get_xticks() if 0 <= tick <= largest])
-    axes.axhline(upper_bound, **REFERENCE)
+    axes.axhline(upper_bound, **GUIDE_LINE)
     grey: dict[str, Any] = {"textcoords": "offset points", "color": "#606060", "fontsize": 10}
-    above = {"xycoords": ("axes fraction", "data"), "ha": "center", "va": "bottom"}
+    above: dict[str, Any] = {"xycoords": ("axes fraction", "data"), "ha": "center", "va": "bottom"}
     axes.annotate("log N", (0.5, upper_bound), (0, 4), **above, **grey)
     for regime, (x, y) in REGIME_CORNERS.items():
         inwards = (6 - 12 * x, 6 - 12 * y)
-        aligned = {"ha": ("left", "right")[x], "va": ("bottom", "top")[y]}
+        aligned: dict[str, Any] = {"ha": ("left", "right")[x], "va": ("bottom", "top")[y]}
         axes.annotate(regime, (x, y), inwards, xycoords="axes fraction", **aligned, **grey)
     draw_path(axes, points)
     axes.set_xlabel("entropy of reasoning given its prompt,\nH(Z|X) (nats per token)")
@@ -208,6 +220,123 @@ def plot_reward_variance(
     return figure
 
 
+@drawn_in_style
+def plot_reward_distribution(records: Sequence[GroupRewards]) -> Figure:
+    """Draw how rewards of completions and reward variances of groups are distributed, early, midway and late.
+
+    Each row is of up to ten generations.
+
+    Args:
+        records: of one run, by step.
+
+    Raises:
+        ValueError: if there is none, or none with a reward.
+    """
+    parts = early_middle_late(records)
+    rewards = [[reward for one in part for group in one.rewards for reward in group] for part in parts]
+    if not any(rewards):
+        raise ValueError(f"records must hold at least one reward, got {len(records)} generations without any")
+    variances = [[value for one in part for value in one.variances] for part in parts]
+    figure = Figure(figsize=(WIDTH, 0.9 + 1.35 * len(parts)), layout="constrained")
+    panels = figure.subplots(len(parts), 2, sharex="col", sharey="col", squeeze=False)
+    for column, values in enumerate((rewards, variances)):
+        low, high = min(map(min, filter(None, values))), max(map(max, filter(None, values)))
+        room = 0.5 * (high == low)  # a single value
+        edges = [low - room + i * (high - low + 2 * room) / REWARD_BINS for i in range(REWARD_BINS + 1)]
+        for axes, shown in zip(panels[:, column], values, strict=True):
+            _histogram(axes, shown, edges)
+    for axes, part in zip(panels[:, 0], parts, strict=True):
+        first, last = part[0].step, part[-1].step
+        axes.set_ylabel(f"step\n{first}" if first == last else f"steps\n{first} to {last}")
+    for axes, title in zip(panels[0], ("share of completions", "share of groups"), strict=True):
+        axes.set_title(title)
+    for axes, below in zip(panels[-1], ("reward\n(dashed: mean)", "reward variance\n(dashed: mean)"), strict=True):
+        axes.set_xlabel(below)
+    spans = "; ".join(axes.get_ylabel().replace("\n", " ") for axes in panels[:, 0])
+    figure.set_label(f"Rewards of completions and reward variances of groups: {spans}.")
+    return figure
+
+
+@drawn_in_style
+def plot_calibration(records: Sequence[GroupRewards]) -> Figure:
+    """Draw the reward variance of groups over what was expected of their prompts.
+
+    Points are means of bins of equally many groups, with 95 % intervals. On the dotted line, expectations came true.
+
+    Args:
+        records: of one run; those without predictions are left out.
+
+    Raises:
+        ValueError: if none has a prediction.
+    """
+    pairs = [
+        pair for one in records if one.predicted is not None for pair in zip(one.predicted, one.variances, strict=True)
+    ]
+    if not pairs:
+        raise ValueError(f"records must hold at least one prediction, got {len(records)} generations without any")
+    expected, found = np.array(sorted(pairs)).T
+    bins = [part for part in np.array_split(np.arange(len(pairs)), EXPECTATION_BINS) if len(part)]
+    means = np.array([(expected[part].mean(), found[part].mean()) for part in bins])
+    errors = [1.96 * found[part].std(ddof=1) / len(part) ** 0.5 if len(part) > 1 else 0.0 for part in bins]
+    figure = Figure(figsize=(WIDTH, 0.62 * WIDTH), layout="constrained")
+    axes = figure.subplots()
+    largest = 1.08 * max(float((means[:, 1] + errors).max()), float(means.max()), 1e-6)
+    axes.plot([0, largest], [0, largest], label="as expected", **GUIDE_LINE)
+    across, up = means.T
+    axes.errorbar(across, up, yerr=errors, color=BLUE, marker="o", linestyle="none", label="groups", capsize=2)
+    axes.set_xlim(0, largest)
+    axes.set_ylim(0, largest)
+    axes.set_xlabel("expected reward variance")
+    axes.set_ylabel("reward variance")
+    legend_above(axes)
+    figure.set_label(f"Reward variance of {len(pairs)} groups over what was expected of their prompts.")
+    return figure
+
+
+@drawn_in_style
+def plot_gradients(measurements: Sequence[GradientMeasurement]) -> Figure:
+    """Draw gradients of the mean sample of each bucket of reward variance, early, midway and late in a run.
+
+    From above: norm of the task's gradient; the same without its noise (0 where that estimate is negative); norms of
+    the regularisers, summed as in the paper, where the loss has any; cosine between the gradients of the two halves of
+    a bucket.
+
+    Args:
+        measurements: of one run, in the order of their steps; the first, the middle and the last are drawn.
+
+    Raises:
+        ValueError: if there is none.
+    """
+    if not measurements:
+        raise ValueError("measurements must hold at least one measurement of gradients, got none")
+    middle = (len(measurements) - 1) // 2
+    shown = [measurements[i] for i in sorted({0, middle, len(measurements) - 1})]
+    panels: list[tuple[str, Callable[[BucketGradients], float]]] = [
+        ("task:\nnorm", lambda bucket: bucket.parts["task"][WHOLE].norm),
+        ("task: norm\nless noise", _debiased_norm),
+        ("task: cosine\nof halves", lambda bucket: bucket.parts["task"][WHOLE].half_cosine),
+    ]
+    if any(len(one.whole.parts) > 1 for one in shown):
+        panels.insert(2, ("regularisers:\nnorm", _regularisers))
+    figure, axes_of = make_panels(len(panels), height=1.5)
+    for axes, (label, value) in zip(axes_of, panels, strict=True):
+        for (colour, line), marker, one in zip(LOOKS, MARKERS, shown, strict=False):
+            numbers = range(1, len(one.buckets) + 1)
+            look: dict[str, Any] = {"color": colour, "linestyle": line, "marker": marker}
+            axes.plot(numbers, [value(bucket) for bucket in one.buckets], label=f"step {one.step}", **look)
+        axes.set_ylabel(label)
+        if "cosine" in label:
+            axes.axhline(0, **GUIDE_LINE)
+        else:
+            axes.set_ylim(bottom=0)
+    legend_above(axes_of[0])
+    axes_of[-1].set_xlabel("bucket, from the lowest reward variance up")
+    axes_of[-1].xaxis.set_major_locator(whole_numbers())
+    steps = ", ".join(str(one.step) for one in shown)
+    figure.set_label(f"Gradients of the mean sample by reward variance at steps {steps}.")
+    return figure
+
+
 def _rank(scores: Sequence[float], kept: Sequence[bool]) -> list[tuple[float, bool]]:
     """Groups from the largest score down; of equal ones the kept first or last, whichever needs fewer cuts."""
     groups = list(zip(scores, map(bool, kept), strict=True))
@@ -270,3 +399,18 @@ def _runs(values: torch.Tensor) -> tuple[list[int], list[int], list[int]]:
     """Value, start and length of each run of equal values."""
     distinct, counts = values.unique_consecutive(return_counts=True)
     return distinct.tolist(), (counts.cumsum(0) - counts).tolist(), counts.tolist()
+
+
+def _histogram(axes: Axes, values: Sequence[float], edges: Sequence[float]) -> None:
+    if not values:
+        return
+    axes.hist(values, bins=edges, weights=[1 / len(values)] * len(values), color=BLUE)
+    axes.axvline(sum(values) / len(values), color=ORANGE, linestyle="--", linewidth=1.4)
+
+
+def _debiased_norm(bucket: BucketGradients) -> float:
+    return math.sqrt(max(0.0, bucket.parts["task"][WHOLE].squared_norm_debiased))
+
+
+def _regularisers(bucket: BucketGradients) -> float:
+    return sum(statistics[WHOLE].norm for part, statistics in bucket.parts.items() if part != "task")

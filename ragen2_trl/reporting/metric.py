@@ -27,10 +27,10 @@ CITATION = """\
 
 INPUTS_DESCRIPTION = """
 Args:
-    cross_logps: for each of B reasonings a row of N log-probabilities in nats, summed over its tokens: one for each
-        prompt. From `ragen2_trl.cross_score`.
-    lengths: for each reasoning its number of tokens.
-    prompt_index: for each reasoning the column, from 0, of the prompt that it was sampled from.
+    cross_logps: for each of B reasoning traces a row of N log-probabilities in nats, summed over its tokens: one for
+        each prompt. From `ragen2_trl.cross_score`.
+    lengths: for each trace its number of tokens.
+    prompt_index: for each trace the column, from 0, of the prompt that it was sampled from.
     prompt_class: N ids, equal for identical prompts. Default: all differ. Only in `compute`.
 Returns:
     The dictionary of `ragen2_trl.information_metrics`: `retrieval_accuracy`, `mi_seq` and others.

@@ -1,7 +1,8 @@
-"""Figures of runs: what was logged, over the optimizer steps. Those of one measurement are in `measurement_plots.py`.
+"""Figures of what runs have logged over their optimizer steps; those of what they measured are in `measurement_plots`.
 
 Each function returns a matplotlib `Figure`, which notebooks show and `save_figure` and `svg` write; its label says in
-words what it shows. The look of all of them is in `style.py`.
+words what it shows. The look of all of them is in `style`. Figures of the paper (arXiv 2604.06268) among them: 12
+(format validity), 13 (arrows from the start to the end of runs) and 14 (the proxies).
 """
 
 import math
@@ -16,39 +17,28 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from ragen2_trl.reporting.card import WINDOW
-from ragen2_trl.reporting.measurement_plots import plot_matrix, plot_quadrant, plot_reward_variance
+from ragen2_trl.reporting.card import mean_span
+from ragen2_trl.reporting.held_out import HeldOutCurve
+from ragen2_trl.reporting.measurement_plots import draw_path
 from ragen2_trl.reporting.records import is_number
 from ragen2_trl.reporting.style import (
     BLUE,
     GREEN,
     GREY,
+    GUIDE_LINE,
     LINE_COLOURS,
     LINE_STYLES,
     LINE_WIDTH,
     MARKERS,
     ORANGE,
-    REFERENCE,
     THIN,
+    WIDTH,
     drawn_in_style,
     legend_above,
     make_panels,
     plain_name,
-    save_figure,
-    svg,
     whole_numbers,
 )
-
-__all__ = [
-    "plot_comparison",
-    "plot_compute",
-    "plot_matrix",
-    "plot_quadrant",
-    "plot_reward_variance",
-    "plot_training",
-    "save_figure",
-    "svg",
-]
 
 Rows: TypeAlias = Sequence[Mapping[str, Any]]
 Series: TypeAlias = list[tuple[float, float]]  # (optimizer step, value)
@@ -64,6 +54,27 @@ MARKS = {"-": "o", "--": "x", ":": "."}  # none hides another
 FEW, MANY = 16, 64  # up to the first all points of a run are marked, beyond the second those of no measurement
 MARK_HEIGHTS = (0.5, 0.68, 0.32, 0.86, 0.14)  # of names beside one another, as fractions
 MOST = 600  # points of a line, about one for each pixel of a small screen
+PREDICTED, REALISED = "snr/predicted_variance", "snr/realised_variance"
+CORRELATION, SKIPPED = "snr/prediction_rank_correlation", "snr/skipped_prompts"
+FEW_EVALUATIONS = 24  # of a held-out curve, up to which each is marked
+LETTERS = 60  # of a row of a legend
+SCOPES: dict[str, tuple[str, str, Any, str]] = {  # log prefix to name and look
+    "mi/first_turn": ("first turns", BLUE, "-", "o"),
+    "mi/trajectory": ("all turns, each by itself", ORANGE, "--", "s"),
+    "mi/trajectory_reference": ("all turns together (as RAGEN's code)", GREEN, "-.", "^"),
+}
+# The six of Table 1: title, key, key of chance or of the bound.
+PROXIES = (
+    ("retrieval accuracy", "retrieval_accuracy", "retrieval_chance"),
+    ("own prompt among the best 4", "retrieval_accuracy@4", "retrieval_chance@4"),
+    ("MI (nats)", "mi_seq", "mi_upper_bound"),
+    ("MI per token, tempered", "mi_token_tempered", None),
+    ("MI z-score", "mi_zscore_seq", None),
+    ("MI z-score, running", "mi_zscore_ema_seq", None),
+)
+VALIDITY = "mi/valid_thinking_rate"
+INFORMATION, CONDITIONAL_ENTROPY = "mi/first_turn/mi_seq", "mi/first_turn/conditional_entropy_token"
+INFORMATION_LABEL, ENTROPY_LABEL = "I(X;Z) (nats)", "H(Z|X) (nats per token)"
 
 
 @dataclass(frozen=True)
@@ -75,6 +86,21 @@ class Line:
     colour: str
     style: str
     measured: bool = False
+
+
+@dataclass(frozen=True)
+class Arrow:
+    """A run from its first to its last measurement.
+
+    Args:
+        information: I(X;Z) in nats, first and last.
+        entropy: H(Z|X) in nats per token, first and last.
+        height: success, or reward, around the two.
+    """
+
+    information: tuple[float, float]
+    entropy: tuple[float, float]
+    height: tuple[float, float]
 
 
 @drawn_in_style
@@ -148,7 +174,7 @@ def plot_compute(log_history: Rows) -> Figure:
     trained = accumulate(float(fraction > 0) for fraction in fractions)
     saved = [1 - total / count if count else 0.0 for count, total in zip(trained, accumulate(fractions), strict=True)]
     figure, (above, below) = make_panels(2, height=1.9)
-    above.axhline(1, label="plain TRL", **REFERENCE)
+    above.axhline(1, label="plain TRL", **GUIDE_LINE)
     draw_line(above, Line("update compute", points, BLUE, "-"))
     above.set_ylim(0, 1.08 * max(1, *fractions))
     label = f"saved so far: {saved[-1]:.0%} at step {steps[-1]:.0f}"
@@ -205,13 +231,14 @@ def plot_comparison(
         measured = title.startswith("retrieval")
         if measured:
             _draw_chances(axes, [points_of(rows, CHANCE) for rows in histories.values()])
-        window = _window(min(len(points) for points in series.values() if points))  # the same for all lines
+        span = mean_span(min(len(points) for points in series.values() if points))  # the same for all lines
         marks = 0
         for number, (name, points) in enumerate(series.items()):
             if points:
-                drawn[name] = _draw_run(axes, points if measured else _means(_thin_out(points), window), number)
-            if measured and name in (collapses or {}):
-                _mark(axes, *collapses[name], _colour(number), MARK_HEIGHTS[marks % len(MARK_HEIGHTS)])
+                drawn[name] = _draw_run(axes, points if measured else _means(_thin_out(points), span), number)
+            if measured and collapses and name in collapses:
+                step, text = collapses[name]
+                _mark(axes, step, text, _colour(number), MARK_HEIGHTS[marks % len(MARK_HEIGHTS)])
                 marks += 1
         axes.set_title(title)
         if measured or title == "fraction of groups kept":
@@ -227,6 +254,227 @@ def plot_comparison(
     )
     figure.set_label(f"Comparison of {', '.join(names.values())}: {', '.join(shown)}.")
     return figure
+
+
+@drawn_in_style
+def plot_held_out(curves: Mapping[str, HeldOutCurve]) -> Figure:
+    """Draw success on held-out tasks against optimizer steps, with the band of its 95 % interval, one line a task.
+
+    A dotted line is the success of the random baseline, where evaluations have it.
+
+    Args:
+        curves: by task, those of `Run.held_out`.
+
+    Raises:
+        ValueError: if there is no curve.
+    """
+    if not curves:
+        raise ValueError("curves must hold at least one task, got none")
+    names = [
+        f"{plain_name(curve.task)}, best {curve.peak.success:.0%} at step {curve.peak.step}"
+        for curve in curves.values()
+    ]
+    columns = max(1, min(len(names), LETTERS // (max(map(len, names)) + 5)))
+    figure, (axes,) = make_panels(1, height=2.4, extra=0.6 + 0.2 * -(-len(names) // columns))
+    for number, (curve, name) in enumerate(zip(curves.values(), names, strict=True)):
+        steps = [point.step for point in curve.points]
+        success, low, high = zip(*((point.success, point.low, point.high) for point in curve.points), strict=True)
+        colour = LINE_COLOURS[number % len(LINE_COLOURS)]
+        marker = MARKERS[number % len(MARKERS)] if len(steps) <= FEW_EVALUATIONS else None
+        axes.plot(steps, success, LINE_STYLES[number % len(LINE_STYLES)], color=colour, marker=marker, label=name)
+        if len(steps) > 1:
+            axes.fill_between(steps, low, high, color=colour, alpha=0.18, linewidth=0)
+        else:  # a band of no width
+            axes.vlines(steps, low, high, color=colour)
+        if curve.random_baseline is not None:
+            axes.axhline(curve.random_baseline, **GUIDE_LINE | {"color": colour, "zorder": 1})
+    axes.set_ylim(-0.03, 1.03)
+    axes.set_ylabel("held-out success")
+    axes.set_xlabel("optimizer step")
+    axes.xaxis.set_major_locator(whole_numbers())
+    left, right = axes.get_xlim()
+    if right - left < 1:
+        axes.set_xlim(left - 1, right + 1)
+    figure.legend(loc="outside upper left", ncols=columns, handlelength=3.2)
+    figure.set_label(f"Held-out success over the steps, with 95 % intervals: {'; '.join(names)}.")
+    return figure
+
+
+@drawn_in_style
+def plot_prompts(log_history: Rows) -> Figure:
+    """Draw, step by step, the reward variance that was expected of the prompts sampled and what they had, how well
+    the two are in the same order, the share of zero-variance groups, and how many candidates were passed over.
+
+    Thin and thick lines as in `plot_training`.
+
+    Args:
+        log_history: `trainer.state.log_history` of a run with `snr_prompt_selection`.
+
+    Raises:
+        ValueError: if no row has a prediction.
+    """
+    if not points_of(log_history, PREDICTED):
+        raise ValueError(
+            f"log_history has {len(log_history)} rows, but none has a finite {PREDICTED!r}, "
+            "which trainers with snr_prompt_selection log."
+        )
+    panels = [
+        ("reward\nvariance", (0, None), [("expected", PREDICTED, ORANGE, "--"), ("found", REALISED, BLUE, "-")]),
+        ("fraction", FRACTIONS, [("zero-variance groups", ZERO_VARIANCE[0], GREY, "-")]),
+        ("rank\ncorrelation", (None, None), [("expected and found, latest 256 groups", CORRELATION, BLUE, "-")]),
+        ("prompts", (0, None), [("passed over", SKIPPED, GREEN, "-")]),
+    ]
+    shown = [panel for panel in panels if any(points_of(log_history, key) for _, key, *_ in panel[2])]
+    figure, axes_of = make_panels(len(shown), height=1.5)
+    for axes, (unit, limits, lines) in zip(axes_of, shown, strict=True):
+        for label, key, colour, style in lines:
+            draw_line(axes, Line(label, points_of(log_history, key), colour, style))
+        axes.set_ylim(*limits)
+        axes.set_ylabel(unit)
+        legend_above(axes)
+    number_steps(axes_of[-1])
+    last = max(step for step, _ in points_of(log_history, PREDICTED))
+    figure.set_label(f"Prompts chosen by expected reward variance, up to step {last:.0f}.")
+    return figure
+
+
+@drawn_in_style
+def plot_proxies(log_history: Rows) -> Figure:
+    """Draw the six proxies of the mutual information over a run (paper, Table 1 and Figure 14).
+
+    Dotted is chance, or the bound; where it differs between scopes, each has its own.
+
+    Args:
+        log_history: `trainer.state.log_history`.
+
+    Raises:
+        ValueError: if there is no measurement in it.
+    """
+    scopes = [scope for scope in SCOPES if points_of(log_history, f"{scope}/mi_seq")]
+    if not scopes:
+        raise ValueError(
+            f"log_history has {len(log_history)} rows, but none with a measurement, such as {INFORMATION!r}."
+        )
+    figure = Figure(figsize=(WIDTH, 6.2 + 0.2 * len(scopes)), layout="constrained")
+    panels = figure.subplots(3, 2, sharex=True).flat
+    for axes, (title, name, bound) in zip(panels, PROXIES, strict=True):
+        for scope in scopes:
+            _, colour, line, marker = SCOPES[scope]
+            _draw_measured(
+                axes, points_of(log_history, f"{scope}/{name}"), color=colour, linestyle=line, marker=marker
+            )
+            if bound and (points := points_of(log_history, f"{scope}/{bound}")):
+                axes.plot(*zip(*points, strict=True), **GUIDE_LINE | {"color": colour})
+        axes.set_title(title)
+        if name.startswith("retrieval"):
+            axes.set_ylim(FRACTIONS)
+        else:
+            axes.set_ylim(*_with_room(*axes.get_ylim()))
+        if axes.get_subplotspec().is_last_row():
+            number_steps(axes)
+    # Named by lines of their own: not every panel has all of them.
+    named = [
+        Line2D([], [], label=name, color=colour, linestyle=line, marker=marker)
+        for name, colour, line, marker in map(SCOPES.__getitem__, scopes)
+    ]
+    figure.legend(handles=named, loc="outside upper left", ncols=1, handlelength=3.2, borderpad=0.6)
+    names = ", ".join(SCOPES[scope][0] for scope in scopes)
+    figure.set_label(f"Six proxies of the mutual information over training: {names}.")
+    return figure
+
+
+@drawn_in_style
+def plot_validity(log_history: Rows) -> Figure:
+    """Draw the share of turns with valid thinking against mutual information and against entropy (paper, Figure 12).
+
+    A path through all measurements, the first and the last with their steps. A collapse with valid reasoning runs
+    straight down on the right; one of the format runs to the left.
+
+    Args:
+        log_history: `trainer.state.log_history`.
+
+    Raises:
+        ValueError: if no row has all three.
+    """
+    path = path_of(log_history)
+    if not path:
+        raise ValueError(f"log_history has {len(log_history)} rows, but none with {VALIDITY!r} and a measurement.")
+    figure, axes_of = make_panels(2, height=2.5)
+    steps, valid, gains, entropies = zip(*path, strict=True)
+    for axes, label, drawn in zip(axes_of, (INFORMATION_LABEL, ENTROPY_LABEL), (gains, entropies), strict=True):
+        axes.set_xlim(-0.3, 1.3)  # with room for the names of both ends
+        axes.set_xticks([i / 5 for i in range(6)])
+        room = 0.15 * (max(drawn) - min(0, *drawn)) or 0.1
+        axes.set_ylim(min(0, *drawn) - room, max(drawn) + room)
+        axes.set_ylabel(label)
+        names = [f"step {step:.0f}" for step in steps]
+        draw_path(axes, list(zip(valid, drawn, names, strict=True)))
+    axes_of[-1].set_xlabel("share of turns with valid thinking")
+    figure.set_label(
+        f"Valid thinking against mutual information and entropy, from step {steps[0]:.0f} ({valid[0]:.0%} valid) to "
+        f"step {steps[-1]:.0f} ({valid[-1]:.0%})."
+    )
+    return figure
+
+
+@drawn_in_style
+def plot_arrows(runs: Mapping[str, Arrow], height_label: str = "success") -> Figure:
+    """Draw each run as an arrow from its first to its last measurement (paper, Figure 13).
+
+    Args:
+        runs: by name.
+        height_label: what the vertical axis is.
+
+    Raises:
+        ValueError: if there is no run.
+    """
+    if not runs:
+        raise ValueError("runs must hold at least one run, got none")
+    names = {name: plain_name(name) for name in runs}
+    columns = max(1, min(3, len(names), 60 // (max(map(len, names.values())) + 5)))
+    rows = math.ceil(len(names) / columns)
+    figure = Figure(figsize=(WIDTH, 3.4 + 0.25 * rows), layout="constrained")
+    left, right = figure.subplots(1, 2, sharey=True)
+    handles = []
+    for number, arrow in enumerate(runs.values()):
+        colour, line = LINE_COLOURS[number % len(LINE_COLOURS)], LINE_STYLES[number % len(LINE_STYLES)]
+        marker = MARKERS[number % len(MARKERS)]
+        for axes, across in ((left, arrow.information), (right, arrow.entropy)):
+            start, end = zip(across, arrow.height, strict=True)
+            look: dict[str, Any] = {"color": colour, "linestyle": line, "marker": marker}
+            (drawn,) = axes.plot(*zip(start, end, strict=True), markevery=[0], **look)
+            # The head alone: a line that is drawn with it gives it its dashes.
+            head = {"arrowstyle": "-|>", "mutation_scale": 16, "linewidth": 0, "shrinkA": 0, "shrinkB": 0}
+            axes.annotate("", end, start, arrowprops={"color": colour, **head})
+        handles.append(drawn)
+    for axes, label in ((left, INFORMATION_LABEL), (right, ENTROPY_LABEL)):
+        axes.margins(0.12)
+        axes.set_xlim(*_with_room(*axes.get_xlim()))
+        axes.set_xlabel(label)
+    left.set_ylabel(f"{height_label} (the marker is the start)")
+    figure.legend(handles, names.values(), loc="outside upper left", ncols=columns, handlelength=3.2, borderpad=0.6)
+    figure.set_label(f"From the first to the last measurement of {', '.join(names.values())}: {height_label}.")
+    return figure
+
+
+def path_of(log_history: Rows) -> list[tuple[float, float, float, float]]:
+    """(step, share of valid thinking, I(X;Z), H(Z|X)) of each measurement that has all."""
+    valid, gains, entropies = (
+        dict(points_of(log_history, key)) for key in (VALIDITY, INFORMATION, CONDITIONAL_ENTROPY)
+    )
+    return [(step, valid[step], gains[step], entropies[step]) for step in valid if step in gains and step in entropies]
+
+
+def arrow_of(log_history: Rows, height: Series) -> Arrow | None:
+    """A run's arrow, where it has two measurements; at each the mean of the ten values of `height` nearest to it."""
+    gains, entropies = (dict(points_of(log_history, key)) for key in (INFORMATION, CONDITIONAL_ENTROPY))
+    steps = [step for step in gains if step in entropies]
+    if len(steps) < 2 or not height:
+        return None
+    ends = (steps[0], steps[-1])
+    first, last = (_around(height, step) for step in ends)
+    information, entropy = ((values[ends[0]], values[ends[1]]) for values in (gains, entropies))
+    return Arrow(information, entropy, (first, last))
 
 
 def draw_line(axes: Axes, line: Line) -> None:
@@ -245,7 +493,7 @@ def draw_line(axes: Axes, line: Line) -> None:
 
 
 def _mark(axes: Axes, step: int, text: str, colour: Any, height: float) -> None:
-    """A line at a step with its name: behind it, where accuracy has fallen, unless the panel ends there."""
+    """Draw a line at a step with its name: behind it, where accuracy has fallen, unless the panel ends there."""
     low, high = axes.dataLim.intervalx
     on_left = step > low + 0.65 * (high - low)
     axes.axvline(step, color=colour, linewidth=1.2)
@@ -280,11 +528,11 @@ def _draw_chances(axes: Axes, chances: Sequence[Series]) -> None:
     """Grey where chance is the same for all runs, otherwise each run's in its colour."""
     levels = {value for points in chances for _, value in points}
     if len(levels) == 1:
-        axes.axhline(levels.pop(), **REFERENCE)
+        axes.axhline(levels.pop(), **GUIDE_LINE)
         return
     for number, points in enumerate(chances):
         if points:
-            axes.plot(*zip(*points, strict=True), **REFERENCE | {"color": _colour(number)})
+            axes.plot(*zip(*points, strict=True), **GUIDE_LINE | {"color": _colour(number)})
 
 
 def _colour(number: int) -> str:
@@ -298,16 +546,11 @@ def _thin_out(points: Series) -> Series:
     return [(fmean(step for step, _ in block), fmean(value for _, value in block)) for block in blocks]
 
 
-def _window(count: int) -> int:
-    """Of running means, as on the model card."""
-    return max(1, min(WINDOW, count // 2))
-
-
-def _means(points: Series, window: int | None = None) -> Series:
-    """Running means, over what there is at the beginning."""
+def _means(points: Series, span: int | None = None) -> Series:
+    """Running means over `span` points, by default as on the model card; over what there is at the beginning."""
     steps, values = zip(*points, strict=True)
-    window = window or _window(len(points))
-    return [(step, fmean(values[max(0, i - window + 1) : i + 1])) for i, step in enumerate(steps)]
+    span = span or mean_span(len(points))
+    return [(step, fmean(values[max(0, i - span + 1) : i + 1])) for i, step in enumerate(steps)]
 
 
 def with_steps(log_history: Rows) -> Rows:
@@ -317,7 +560,7 @@ def with_steps(log_history: Rows) -> Rows:
 
 def points_of(log_history: Rows, *keys: str | None) -> Series:
     """The finite values of the first of `keys` that has any; one for each step, where several rows have that step."""
-    for key in keys:
+    for key in filter(None, keys):
         values = defaultdict(list)
         for row in with_steps(log_history):
             value = row.get(key)
@@ -335,3 +578,20 @@ def number_steps(axes: Axes) -> None:
     left, right = axes.get_xlim()
     if right - left < 1:  # a single step
         axes.set_xlim(left - 1, right + 1)
+
+
+def _with_room(low: float, high: float) -> tuple[float, float]:
+    """Limits that are not so narrow that rounding errors look like changes, or ticks need an offset."""
+    lacking = max(0.0, 0.05 * max(abs(low), abs(high), 0.2) - (high - low))
+    return low - lacking / 2, high + lacking / 2
+
+
+def _around(points: Sequence[tuple[float, float]], step: float) -> float:
+    count = max(1, min(10, len(points) // 2))
+    nearest = sorted(points, key=lambda point: abs(point[0] - step))[:count]
+    return math.fsum(value for _, value in nearest) / count
+
+
+def _draw_measured(axes: Axes, points: Series, **look: Any) -> None:
+    if points:
+        axes.plot(*zip(*points, strict=True), markevery=None if len(points) <= FEW else len(points) // 8, **look)

@@ -1,17 +1,17 @@
-"""Whether what a run has left is of the form that is read here: checkpoints and run records may be anybody's.
+"""Checks that what a run has left is of the form that is read here: checkpoints and run records may be anybody's.
 
 Each check raises a `ValueError` of one line that names the file and the field.
 """
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeGuard
 
 MAX_STEP = 10**12
 LARGEST = 1e100  # of a number that can be drawn
 
 
-def is_number(value: Any) -> bool:
+def is_number(value: Any) -> TypeGuard[float]:
     """Whether a value can be drawn: neither NaN nor so large that a scale for it would overflow."""
     return isinstance(value, int | float) and abs(value) <= LARGEST
 

@@ -1,4 +1,4 @@
-"""Runs side by side as one page: it loads nothing, runs nothing, and opens from a file."""
+"""The report shows runs side by side on one HTML page, which loads nothing, runs nothing, and opens from a file."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -10,8 +10,7 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 from markupsafe import Markup
 
-from ragen2_trl.instrument.verdict import COLLAPSES
-from ragen2_trl.instrument.wording import REGIMES, collapse_words
+from ragen2_trl.instrument.verdict import COLLAPSES, REGIMES, collapse_label
 from ragen2_trl.reporting.card import running_means
 from ragen2_trl.reporting.episodes import CHOICES, Album, read_album
 from ragen2_trl.reporting.examples import (
@@ -19,21 +18,21 @@ from ragen2_trl.reporting.examples import (
     MAX_SHARED,
     Excerpt,
     Group,
-    Reasoning,
+    ReasoningTrace,
     distinguishing,
     excerpt,
-    pick_reasonings,
+    pick_traces,
     printable,
     read_groups,
     read_measurements,
 )
 from ragen2_trl.reporting.gallery import arrows_svg, figures_of
 from ragen2_trl.reporting.group_rewards import variance_table
-from ragen2_trl.reporting.labels import distinct_labels
-from ragen2_trl.reporting.plots import plot_comparison, points_of, svg
+from ragen2_trl.reporting.plots import plot_comparison, points_of
 from ragen2_trl.reporting.run import FIRST_TURN, Run
 from ragen2_trl.reporting.saved_gradients import readable_gradients
 from ragen2_trl.reporting.saved_measurement import SavedMeasurement
+from ragen2_trl.reporting.style import svg
 
 TEMPLATE = "report.html.jinja"
 MAX_STREAKS = 30  # regimes of a run, in the table
@@ -45,8 +44,8 @@ NOT_MEASURED = "Mutual information was not measured, so nothing here says whethe
 NO_INFORMATION = f"{NOT_MEASURED}. Before training: trainer.add_callback(MutualInformationCallback(trainer))"
 NOTHING_LEARNT = "No step had a group to train on: the weights are those that the run began with."
 NO_MEASUREMENTS = (
-    "No measurement with its texts is in _measurements/, so there is no matrix and no reasoning to read. Texts stay "
-    "on the machine of the run: they are never uploaded."
+    "No measurement with its texts is in _measurements/, so there is no matrix and no reasoning trace to read. "
+    "Texts stay on the machine of the run: they are never uploaded."
 )
 NO_COMPLETIONS = "No completions were saved. Before training: log_completions=True in the trainer's settings."
 
@@ -80,7 +79,7 @@ class Streak:
 
 
 @dataclass(frozen=True)
-class Part:
+class RunSection:
     """A run as the page shows it.
 
     Args:
@@ -90,7 +89,8 @@ class Part:
         figures: (caption, SVG).
         streaks: Its regimes over time.
         groups: Completions by prompt.
-        reasonings: Of the last measurement, and its step.
+        traces: Reasoning traces of the last measurement.
+        measured_at: Its step.
         problems: What is missing or cannot be read.
         album: Its episodes, where any were saved.
     """
@@ -101,15 +101,15 @@ class Part:
     figures: list[tuple[str, Markup]]
     streaks: list[Streak]
     groups: list[Group]
-    reasonings: list[Reasoning]
+    traces: list[ReasoningTrace]
     measured_at: int | None
     problems: list[str]
     album: Album | None
 
     @property
-    def mood(self) -> str:
+    def verdict_status(self) -> str:
         """Chooses colour and shape."""
-        return self.run.mood
+        return self.run.verdict_status
 
     @property
     def status(self) -> str:
@@ -155,14 +155,33 @@ def render_report(runs: Sequence[Run]) -> str:
     return page + "\n"
 
 
-def headline(parts: Sequence[Part]) -> str:
+def distinct_labels(folders: Sequence[Path]) -> list[str]:
+    """What runs are called side by side: the name of each folder, with as many parents as tell it from the others.
+
+    >>> distinct_labels([Path("/a/run"), Path("/b/run"), Path("/b/other")])
+    ['a/run', 'b/run', 'other']
+    """
+
+    def name(folder: Path, depth: int) -> str:
+        return printable("/".join(folder.parts[-depth:])).replace("\n", "\N{REPLACEMENT CHARACTER}")
+
+    labels = []
+    for folder in folders:
+        depth = 1
+        while sum(name(other, depth) == name(folder, depth) for other in folders) > 1 and depth < len(folder.parts):
+            depth += 1
+        labels.append(name(folder, depth))
+    return labels
+
+
+def headline(parts: Sequence[RunSection]) -> str:
     """What the page says first: what was gained, which of the runs collapsed, and when."""
     gains = [gain for part in parts if (gain := _gain(part, alone=len(parts) == 1))]
     trained = [part for part in parts if not part.run.is_played]
     return "; ".join([*gains[:MAX_NAMED], *([_collapses(trained or parts)] if trained or not gains else [])])
 
 
-def _gain(part: Part, alone: bool) -> str:
+def _gain(part: RunSection, alone: bool) -> str:
     """Held-out success of a run that was evaluated before and after."""
     if part.run.is_played and part.album:
         return f"{_quoted(part)}: {part.album.summary}"
@@ -173,24 +192,25 @@ def _gain(part: Part, alone: bool) -> str:
     return f"{name}held-out success {before['success']:.0%} → {after['success']:.0%}"
 
 
-def _collapses(parts: Sequence[Part]) -> str:
+def _collapses(parts: Sequence[RunSection]) -> str:
     if len(parts) == 1:
         return f"{_quoted(parts[0])}: {_lower(parts[0].run.verdict)}"
-    collapsed = [part for part in parts if part.mood == "collapsed"]
+    collapsed = [part for part in parts if part.verdict_status == "collapsed"]
     named = "; ".join(f"{_quoted(part)}, {_lower(part.run.verdict)}" for part in collapsed[:MAX_NAMED])
-    if all(part.mood == "unknown" for part in parts):
+    if all(part.verdict_status == "unknown" for part in parts):
         return f"None of {len(parts)} runs was measured"
-    none = "No run is collapsed" if all(part.mood != "unknown" for part in parts) else "No measured run is collapsed"
+    all_measured = all(part.verdict_status != "unknown" for part in parts)
+    none = "No run is collapsed" if all_measured else "No measured run is collapsed"
     words = [f"{len(collapsed)} of {len(parts)} runs collapsed: {named}" if collapsed else none]
     if len(collapsed) > MAX_NAMED:
         words.append(f"{len(collapsed) - MAX_NAMED} more")
-    for mood, was in (("recovered", "recovered"), ("open", "without shown dependence"), ("unknown", "not measured")):
-        count = sum(part.mood == mood for part in parts)
+    for status, was in (("recovered", "recovered"), ("open", "without shown dependence"), ("unknown", "not measured")):
+        count = sum(part.verdict_status == status for part in parts)
         words += [f"{count} of {len(parts)} {was}"] if count else []
     return "; ".join(words)
 
 
-def _quoted(part: Part) -> str:
+def _quoted(part: RunSection) -> str:
     return f"“{part.label}”"
 
 
@@ -214,7 +234,7 @@ def _template() -> Template:
     return environment.get_template(TEMPLATE)
 
 
-def _make_part(label: str, run: Run) -> Part:
+def _make_part(label: str, run: Run) -> RunSection:
     problems: list[str] = []
     measurements = read_measurements(run, problems)
     groups = read_groups(run, problems)
@@ -222,14 +242,14 @@ def _make_part(label: str, run: Run) -> Part:
     readable_gradients(run.gradients, problems)
     problems += _missing(run)
     last = measurements[-1] if measurements else None
-    return Part(
+    return RunSection(
         label=label,
         run=run,
         numbers=_numbers(run),
         figures=_figures(label, run, measurements),
         streaks=_streaks(run),
         groups=groups,
-        reasonings=pick_reasonings(last) if last else [],
+        traces=pick_traces(last) if last else [],
         measured_at=last.step if last else None,
         problems=problems[:MAX_PROBLEMS],
         album=album,
@@ -245,7 +265,6 @@ def _numbers(run: Run) -> list[Number]:
     information = run.points(f"{FIRST_TURN}/mi_seq")
     computed = [value for _, value in run.update_compute]
     saved = f"{1 - sum(computed) / len(computed):.0%}" if computed else ""
-    kept = f"{run.kept_units.capitalize()} kept"
     return [
         _success(run),
         _number(
@@ -258,12 +277,12 @@ def _numbers(run: Run) -> list[Number]:
             f"nats, at most {bound[-1][1]:.2f}" if bound else "",
         ),
         _number("Entropy", running_means(run.points("entropy")), lambda value: f"{value:.2f}", "nats per token"),
-        _number(kept, running_means(run.points("snr/kept_fraction")), percent, "by the filter"),
+        _number("Groups kept", running_means(run.points("snr/kept_fraction")), percent, "by the filter"),
         Number("Compute saved", "", saved, "of the updates, on average" if saved else ""),
     ]
 
 
-def _columns(parts: Sequence[Part]) -> list[str]:
+def _columns(parts: Sequence[RunSection]) -> list[str]:
     """What stands above the numbers: all that it is called, where runs have not the same of it."""
     columns = zip(*(part.numbers for part in parts), strict=True)
     return [" or ".join(dict.fromkeys(number.label for number in column)).capitalize() for column in columns]
@@ -333,7 +352,7 @@ def _figures(label: str, run: Run, measurements: Sequence[SavedMeasurement]) -> 
     ]
 
 
-def _comparison(parts: Sequence[Part]) -> Markup | None:
+def _comparison(parts: Sequence[RunSection]) -> Markup | None:
     logged = [part for part in parts if points_of(part.run.rows, "reward", "entropy")]
     if len(logged) < 2:
         return None
@@ -341,7 +360,7 @@ def _comparison(parts: Sequence[Part]) -> Markup | None:
         {part.label: part.run.rows for part in logged},
         {part.label: part.run.success_metric for part in logged},
         {
-            part.label: (part.run.collapses[-1].first, collapse_words(part.run.collapses[-1]))
+            part.label: (part.run.collapses[-1].first, collapse_label(part.run.collapses[-1]))
             for part in logged
             if part.run.collapses
         },
@@ -349,7 +368,7 @@ def _comparison(parts: Sequence[Part]) -> Markup | None:
     return Markup(svg(figure, "comparison"))
 
 
-def _pick_examples(parts: Sequence[Part]) -> tuple[list[Example], dict[str, list[Example]]]:
+def _pick_examples(parts: Sequence[RunSection]) -> tuple[list[Example], dict[str, list[Example]]]:
     """Prompts that several runs have, and further ones by the label of the run that has them."""
     by_prompt: dict[str, dict[str, Group]] = {}
     for part in parts:

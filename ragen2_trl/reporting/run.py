@@ -1,4 +1,4 @@
-"""A training run as its report and its model card tell it: from a trainer, or from what it left on disk."""
+"""A training run as its report and its model card tell it, made of a trainer or of what it left on disk."""
 
 import json
 import platform
@@ -9,12 +9,20 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from transformers import Trainer
-
-from ragen2_trl.instrument import wording
-from ragen2_trl.instrument.verdict import Collapse, Evidence, Finding, Mood, collapses, judge, mood
+from ragen2_trl.instrument.verdict import (
+    Collapse,
+    Evidence,
+    Finding,
+    Status,
+    collapses,
+    headline,
+    judge,
+    qualifiers,
+    status,
+)
 from ragen2_trl.reporting.files import (
     DIAGNOSTICS,
+    EPISODE_FILES,
     EVALUATIONS,
     HISTORY_FILE,
     MEASUREMENTS,
@@ -24,9 +32,8 @@ from ragen2_trl.reporting.files import (
     read_json,
     write_json,
 )
-from ragen2_trl.reporting.held_out import Curve, curves_of
+from ragen2_trl.reporting.held_out import HeldOutCurve, curves_of
 from ragen2_trl.reporting.records import MAX_STEP, check_about, check_evaluation, check_history, check_state, is_number
-from ragen2_trl.reporting.saved_episodes import NAMES
 from ragen2_trl.reporting.settings import settings_of, versions_of_packages
 
 MAX_COMPLETIONS = 10**6  # of a measurement; more cannot have been scored
@@ -90,7 +97,7 @@ class Run:
         return next(keys, None)
 
     @cached_property
-    def held_out(self) -> dict[str, Curve]:
+    def held_out(self) -> dict[str, HeldOutCurve]:
         """Held-out success over the steps by task, that of the trained task first."""
         curves = curves_of(self.log_history)
         return dict(sorted(curves.items(), key=lambda item: item[0] != self.environment)[:MAX_CURVES])
@@ -131,17 +138,17 @@ class Run:
         """In a few words, whether reasoning depends on its prompt."""
         if self.is_played:
             return "Episodes alone, no training"
-        return wording.headline(self.findings, self.step)
+        return headline(self.findings, self.step)
 
     @property
     def beside(self) -> str:
         """What qualifies the verdict, or nothing: valid thinking, success, and the share cut at the length limit."""
-        return wording.beside(self.evidence[-1]) if self.evidence else ""
+        return qualifiers(self.evidence[-1]) if self.evidence else ""
 
     @property
-    def mood(self) -> Mood:
+    def verdict_status(self) -> Status:
         """`unknown`, `open`, `collapsed`, `suspect`, `recovered` or `healthy`: see `ragen2_trl.instrument.verdict`."""
-        return mood(self.findings, self.step)
+        return status(self.findings, self.step)
 
     @property
     def has_learnt_nothing(self) -> bool:
@@ -153,11 +160,6 @@ class Run:
     def update_compute(self) -> list[tuple[int, float]]:
         """(step, share of plain TRL's update that was computed) of the steps that had anything to train on."""
         return [(step, share) for step, share in self.points("snr/update_compute_fraction") if share > 0]
-
-    @property
-    def kept_units(self) -> str:
-        """What the filter keeps or drops: `groups`, or `completions`."""
-        return "completions" if self.settings.get("snr_level") == "trajectory" else "groups"
 
     @property
     def filters_nothing(self) -> bool:
@@ -183,7 +185,7 @@ class Run:
         return numbered(self.folder / "completions", "completions", ".parquet", self.step)
 
 
-def run_of(trainer: Trainer) -> Run:
+def run_of(trainer: Any) -> Run:
     """The run that a trainer is in, or has done."""
     return _make_run(
         Path(trainer.args.output_dir),
@@ -211,14 +213,14 @@ def read_run(folder: Path) -> Run:
     checkpoints = [state for path in folder.glob(f"checkpoint-*/{STATE_FILE}") if (state := _read_state(path))]
     newest = max(checkpoints, key=lambda state: state["global_step"], default=None)
     state = _read_state(folder / DIAGNOSTICS / STATE_FILE) or _read_state(folder / STATE_FILE) or newest
-    if newest and state["log_history"] and _goes_on(state["log_history"], newest["log_history"]):
+    if newest and state and state["log_history"] and _goes_on(state["log_history"], newest["log_history"]):
         state = newest  # training went on without us
     history = read_json(folder / HISTORY_FILE, list)
     if history is not None:
         check_history(history, str(folder / HISTORY_FILE))
-    if state is None and history is None and any(numbered(folder, name, ".parquet", MAX_STEP) for name in NAMES):
-        return Run(folder, [], step=MAX_STEP, ended=True, is_played=True)
     if state is None and history is None:
+        if any(numbered(folder, name, ".parquet", MAX_STEP) for name in EPISODE_FILES):
+            return Run(folder, [], step=MAX_STEP, ended=True, is_played=True)
         raise ValueError(
             f"{str(folder)!r} holds no log of a run; allowed: the output_dir of a trainer, with "
             f"{DIAGNOSTICS}/{STATE_FILE}, {HISTORY_FILE} or checkpoint-*/{STATE_FILE}."
@@ -235,7 +237,7 @@ def read_run(folder: Path) -> Run:
     return _make_run(folder, state, _mapping(about, "settings"), _mapping(about, "versions"))
 
 
-def write_run(trainer: Trainer) -> Run:
+def write_run(trainer: Any) -> Run:
     """Write into `diagnostics/` what `read_run` reads, and give it."""
     folder = Path(trainer.args.output_dir) / DIAGNOSTICS
     folder.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Episodes as they were played, as a run or an evaluation keeps them on disk: Parquet, and JSONL for everything else.
+"""Episodes as they were played are kept on disk by a run or an evaluation: Parquet, and JSONL for everything else.
 
 `<name>_<step>.parquet` and `<name>_<step>.jsonl` hold the same rows: OpenAI's `messages`, what came of each turn, and
 what the episode was. Texts in them are a model's, and its prompts.
@@ -16,10 +16,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from ragen2_trl.envs.base import Play
-from ragen2_trl.reporting.files import replace_whole, write_json_lines
+from ragen2_trl.reporting.files import EVALUATION, replace_whole, write_json_lines
 from ragen2_trl.reporting.redaction import without_credentials
 
-NAMES = TRAINING, EVALUATION = "train", "evaluation"  # of files
 MAX_EPISODES = 100_000  # of a file that is read
 PICTURE = "[picture]"  # stands for one in a message
 

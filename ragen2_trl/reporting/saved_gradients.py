@@ -1,4 +1,4 @@
-"""Gradients by reward variance, as a run keeps them on disk."""
+"""A measurement of gradients by reward variance, as a run keeps it on disk."""
 
 import json
 import math
@@ -54,8 +54,8 @@ def _bucket(values: dict[str, Any]) -> BucketGradients:
     }
     if "task" not in parts or not all(WHOLE in groups for groups in parts.values()):
         raise ValueError(f"parts must hold the task, and each of them the {WHOLE}, got {ascii(values['parts'])[:80]}")
-    spread = tuple(map(_number, values["reward_std"]))
-    return BucketGradients(values["num_groups"], values["num_samples"], spread, parts)
+    lowest, mean, highest = map(_number, values["reward_std"])
+    return BucketGradients(values["num_groups"], values["num_samples"], (lowest, mean, highest), parts)
 
 
 def _number(value: float | None) -> float:

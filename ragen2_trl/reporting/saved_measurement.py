@@ -1,4 +1,4 @@
-"""A measurement with its texts, as a run keeps it on disk."""
+"""A measurement of reasoning with its texts, as a run keeps it on disk."""
 
 import json
 import math
@@ -19,9 +19,9 @@ class SavedMeasurement:
         step: Optimizer step.
         metrics: From `information_metrics`.
         regime: From `judge`; `None` where there is none.
-        prompts: (N,) what reasonings were scored under.
-        reasonings: (B,).
-        prompt_index: (B,) own column of each reasoning.
+        prompts: (N,) what the traces were scored under.
+        traces: (B,) the reasoning traces.
+        prompt_index: (B,) own column of each trace.
         lengths: (B,) tokens.
         cross_logps: (B, N) log p(Z_b | x_n) in nats.
         rewards: For each group of the generation, the G weighted reward sums; NaN where there is none.
@@ -33,7 +33,7 @@ class SavedMeasurement:
     metrics: dict[str, float]
     regime: str | None
     prompts: list[str]
-    reasonings: list[str]
+    traces: list[str]
     prompt_index: Tensor
     lengths: Tensor
     cross_logps: Tensor

@@ -1,15 +1,12 @@
-"""What was trained and with what, as anyone may read it."""
+"""The settings and package versions of a run, as anyone may read them."""
 
 import functools
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from transformers import Trainer
-
-from ragen2_trl.envs import Environment, TaskMixture
 from ragen2_trl.reporting.redaction import HIDDEN, hide_credentials, without_credentials
 
 PACKAGES = ("ragen2-trl", "trl", "transformers", "datasets", "accelerate", "peft", "deepspeed", "torch")
@@ -31,13 +28,12 @@ SETTINGS = (
 )
 
 
-def settings_of(trainer: Trainer) -> dict[str, Any]:
+def settings_of(trainer: Any) -> dict[str, Any]:
+    """The settings of a trainer that say what it trains, each as `public` has it."""
     args = vars(trainer.args)
     names = [*SETTINGS, *sorted(name for name in args if name.startswith("snr_"))]
-    rewards_of = (getattr(func, "environment", None) for func in vars(trainer).get("reward_funcs", ()))
-    environment = next((found for found in rewards_of if isinstance(found, (Environment, TaskMixture))), None)
     return {
-        **({} if environment is None else {"environment": public(environment.summary)}),
+        **_environment_of(vars(trainer).get("reward_funcs", ())),
         "trainer": type(trainer).__name__,
         "model": public(getattr(trainer.model.config, "_name_or_path", None)),
         "reward_funcs": list(getattr(trainer, "reward_func_names", ())),
@@ -45,6 +41,17 @@ def settings_of(trainer: Trainer) -> dict[str, Any]:
         **{name: public(args[name]) for name in names if name in args},
         **({"load_best_model_at_end": True} if args.get("load_best_model_at_end") else {}),
     }
+
+
+def _environment_of(reward_funcs: Iterable[Any]) -> dict[str, Any]:
+    """The task whose rewards a trainer has, where it is one of ours."""
+    tasks = [func.environment for func in reward_funcs if hasattr(func, "environment")]
+    if not tasks:
+        return {}
+    from ragen2_trl.envs import Environment, TaskMixture  # loaded already, if a task is one of them
+
+    ours = [task for task in tasks if isinstance(task, Environment | TaskMixture)]
+    return {"environment": public(ours[0].summary)} if ours else {}
 
 
 def public(value: Any) -> Any:

@@ -29,7 +29,7 @@ MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 
 WIDTH = 6.0  # inches
 LINE_WIDTH, THIN = 1.8, 0.8  # points
-REFERENCE: dict[str, Any] = {"color": GREY, "linestyle": ":", "linewidth": 1.4}  # chance, bounds, plain TRL
+GUIDE_LINE: dict[str, Any] = {"color": GREY, "linestyle": ":", "linewidth": 1.4}  # chance, bounds, plain TRL
 
 STYLE = {
     "font.family": "sans-serif",
@@ -63,7 +63,7 @@ STYLE = {
 def drawn_in_style(draw: Callable[P, Figure]) -> Callable[P, Figure]:
     """Gives the figures of `draw` the common look, whatever the caller's settings are, and fixes their layout.
 
-    Matplotlib makes ticks only when it draws and lays out anew whenever it does: drawn once in here, a figure looks
+    Matplotlib makes ticks only when it draws and lays out again whenever it does: drawn once in here, a figure looks
     the same in every file.
     """
 
@@ -87,7 +87,8 @@ def make_panels(count: int, height: float, extra: float = 0.6) -> tuple[Figure, 
         extra: inches for all of the figure besides.
     """
     figure = Figure(figsize=(WIDTH, count * height + extra), layout="constrained")
-    return figure, figure.subplots(count, 1, sharex=True, squeeze=False)[:, 0]
+    panels = figure.subplots(count, 1, sharex=True, squeeze=False)
+    return figure, list(panels[:, 0])
 
 
 def legend_above(axes: Axes) -> None:
@@ -122,7 +123,7 @@ def svg(figure: Figure, name: str = "") -> str:
     with style.context(["default", STYLE]):
         figure.savefig(file, format="svg", metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
     prefix = hashlib.sha256(name.encode("utf-8", "backslashreplace") + file.getvalue()).hexdigest()[:12]
-    document = minidom.parseString(file.getvalue())
+    document: Any = minidom.parseString(file.getvalue())
     root = document.documentElement
     for sheet in root.getElementsByTagName("style"):
         sheet.parentNode.removeChild(sheet)  # it would hold for the whole page; the root's attributes say the same
@@ -131,9 +132,9 @@ def svg(figure: Figure, name: str = "") -> str:
     for element in root.getElementsByTagName("*"):
         _prefix_ids(element, prefix)
     root.setAttribute("role", "img")
-    root.setAttribute("aria-label", figure.get_label())
+    root.setAttribute("aria-label", str(figure.get_label()))
     title = document.createElement("title")
-    title.appendChild(document.createTextNode(figure.get_label()))
+    title.appendChild(document.createTextNode(str(figure.get_label())))
     root.insertBefore(title, root.firstChild)
     return root.toxml()
 

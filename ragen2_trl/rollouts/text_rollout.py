@@ -12,6 +12,7 @@ from transformers import Trainer
 from ragen2_trl.columns import EPISODE, TURN_REWARDS, TURN_SAMPLES
 from ragen2_trl.envs import Play
 from ragen2_trl.envs.mixture import AnyTask
+from ragen2_trl.rollout_events import end_tokens, listen
 from ragen2_trl.rollouts.chat import Chat, Messages
 from ragen2_trl.rollouts.context import ContextWindow, turn_samples
 from ragen2_trl.rollouts.play import check_words_only, play_all
@@ -72,19 +73,19 @@ class TextRollout:
             ValueError: If an episode may be several training samples, and the trainer takes one of each.
         """
         self.check_trainer(type(trainer))
-        # Ours draws further rows within a step, which do not pass TRL's method.
-        seam = "_sample_and_score" if hasattr(trainer, "_sample_and_score") else "_generate_and_score_completions"
-        sample = getattr(trainer, seam)
+        listen(trainer, on_rows=self._see_rows)
 
-        def with_rows(inputs: list[dict[str, Any]]) -> Any:
-            self._rows = inputs
-            return sample(inputs)
+    def _see_rows(self, rows: list[dict[str, Any]]) -> None:
+        self._rows = rows
 
-        setattr(trainer, seam, with_rows)
+    @property
+    def splits_episodes(self) -> bool:
+        """Whether an episode may be several training samples."""
+        return self.window.splits_episodes
 
     def check_trainer(self, trainer_class: type) -> None:
         """Raises a `ValueError` where an episode may be several training samples, and the trainer takes one."""
-        if self.window.splits_episodes and not getattr(trainer_class, "takes_later_samples", False):
+        if self.window.splits_episodes and not getattr(trainer_class, "takes_turn_samples", False):
             raise ValueError(
                 f"context={self.window.kind!r} with drop_oldest_turns={self.window.drop_oldest} makes several "
                 f"training samples of an episode, which {trainer_class.__name__} cannot take; allowed: "
@@ -136,13 +137,6 @@ class TextRollout:
         names = [name for name in self._rows[0] if name not in ("prompt", "seed")]
         columns = {name: [row[name] for row in self._rows] for name in names}
         return self._env.plays([row["seed"] for row in self._rows], columns, step)
-
-
-def end_tokens(trainer: Any) -> list[int]:
-    """Ids that end a turn where the trainer generates."""
-    if hasattr(trainer, "eos_token_ids"):  # since TRL 1.14.2: those of the model's generation config, too
-        return list(trainer.eos_token_ids)
-    return [trainer._tokenizer.eos_token_id]
 
 
 def _generate(trainer: Any, contexts: list[list[int]], limit: int) -> tuple[list[list[int]], list[list[float]] | None]:

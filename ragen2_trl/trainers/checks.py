@@ -1,27 +1,22 @@
-"""What is looked at before training."""
+"""What is checked before training: settings, dataset, and whether a subclass can be given the right gradient."""
 
 import copy
-from collections.abc import Sequence
+import inspect
+from collections.abc import Iterator, Sequence
+from types import CodeType
 from typing import Any
 
 from accelerate.logging import get_logger
 from accelerate.utils import gather_object
 from datasets import Dataset, IterableDataset
 
-from ragen2_trl.columns import TASK
+from ragen2_trl.trainers.checkpoints import LAYOUT_FIELDS
 from ragen2_trl.trainers.config import SNRFilterConfig
-from ragen2_trl.trainers.reference import FEW_GROUPS
+from ragen2_trl.trainers.selection import FEW_GROUPS
 
 logger = get_logger(__name__)
 
 EQUAL_ROWS = 16  # that are looked at
-LAYOUT_FIELDS = (
-    "per_device_train_batch_size",
-    "gradient_accumulation_steps",
-    "steps_per_generation",
-    "num_generations",
-    "num_iterations",
-)
 
 
 def with_snr_fields(args: Any, config_class: type, trl_config_class: type) -> Any:
@@ -43,28 +38,13 @@ def with_snr_fields(args: Any, config_class: type, trl_config_class: type) -> An
 def nothing_to_rank(args: SNRFilterConfig) -> str | None:
     """Why a layout leaves the filter nothing to choose among, and which settings would; `None` where it has."""
     groups = args.groups_per_generation
-    larger = f"generation_batch_size={-(-FEW_GROUPS // groups) * args.generation_batch_size}"
-    if args.snr_mode == "soft":
-        reason = f"snr_mode='soft' compares groups of one generation, which has one. What would change that: {larger}."
-        return reason if groups == 1 else None
-    if neutral(args) or args.snr_level == "trajectory":
+    if args.keeps_all_signal or args.snr_strategy != "top_k_abs" or args.snr_value < groups:
         return None
-    if args.snr_strategy == "top_k_abs" and args.snr_value >= groups:
-        return (
-            f"snr_strategy='top_k_abs' with snr_value={args.snr_value:g} keeps every group with signal of a "
-            f"generation, which has {groups}. What would change that: a smaller snr_value, or {larger}."
-        )
-    if groups == 1 and args.snr_window is None:
-        return (
-            "A generation has one group, and snr_window=None ranks it against no other. What would change that: "
-            f"snr_window=256, or {larger}."
-        )
-    return None
-
-
-def neutral(args: SNRFilterConfig) -> bool:
-    """Whether all groups with signal are to be kept."""
-    return args.snr_strategy == "none" or (args.snr_strategy.startswith("top_p") and args.snr_value >= 1)
+    larger = f"generation_batch_size={-(-FEW_GROUPS // groups) * args.generation_batch_size}"
+    return (
+        f"snr_strategy='top_k_abs' with snr_value={args.snr_value:g} keeps every group with signal of a "
+        f"generation, which has {groups}. What would change that: a smaller snr_value, or {larger}."
+    )
 
 
 def check_same_on_all_processes(args: SNRFilterConfig, num_processes: int) -> None:
@@ -107,20 +87,6 @@ def warn_of_equal_rows(train_dataset: Dataset | IterableDataset | None) -> None:
         )
 
 
-def check_task_column(columns: list[str] | None, args: Any) -> None:
-    """Raise a `ValueError` where rewards are to be scaled by task, and no column says whose task a row is.
-
-    Args:
-        columns: Of the dataset or of its rows, `None` where it does not know them.
-        args: Of the trainer.
-    """
-    if getattr(args, "snr_reward_scaling_by", "batch") == "task" and columns is not None and TASK not in columns:
-        raise ValueError(
-            f"snr_reward_scaling_by='task' needs the column {TASK!r} of the dataset, and the rows have {columns}; "
-            "allowed: the dataset of a TaskMixture with remove_unused_columns=False, or snr_reward_scaling_by='batch'."
-        )
-
-
 def check_has_rows(train_dataset: Any, args: SNRFilterConfig) -> None:
     """Raise a `ValueError` where prompts are to be drawn by their row, and a dataset has none."""
     found = type(train_dataset).__name__
@@ -129,10 +95,10 @@ def check_has_rows(train_dataset: Any, args: SNRFilterConfig) -> None:
             f"snr_prompt_selection=True draws prompts by their row, which a {found} does not have; allowed: "
             "datasets.Dataset, or False."
         )
-    if args.snr_refill_rounds > 0 and not isinstance(train_dataset, Dataset):
+    if args.snr_dynamic_sampling_rounds > 0 and not isinstance(train_dataset, Dataset):
         raise ValueError(
-            f"snr_refill_rounds={args.snr_refill_rounds} draws further prompts by their row, which a {found} does not "
-            "have; allowed: datasets.Dataset, or 0 rounds."
+            f"snr_dynamic_sampling_rounds={args.snr_dynamic_sampling_rounds} draws further prompts "
+            f"by their row, which a {found} does not have; allowed: datasets.Dataset, or 0 rounds."
         )
 
 
@@ -142,3 +108,64 @@ def check_prompt_column(train_dataset: Dataset | IterableDataset | None, environ
         return  # a transform may make the prompt of other columns
     if columns is not None and "prompt" not in columns and environment_factory is None:
         raise ValueError(f"train_dataset has the columns {columns}; one of them must be 'prompt'.")
+
+
+# Subclasses: what cannot be given the right gradient is refused before a parameter moves
+
+
+def check_subclass(trainer_class: type, args: SNRFilterConfig) -> None:
+    """Refuse a subclass that loses the filter, or whose loss or rewards a setting would make wrong.
+
+    Raises:
+        TypeError: naming the method and what is allowed.
+    """
+    for name in ("_prepare_inputs", "_generate_and_score_completions"):
+        for owner in _own_classes(trainer_class):
+            if name in vars(owner) and not _calls_super(vars(owner)[name], name):
+                raise TypeError(
+                    f"{owner.__name__}.{name} must call super().{name}, in which the filter works; it does not."
+                )
+    own = {name for owner in _own_classes(trainer_class) for name in vars(owner)}
+    if args.snr_dynamic_sampling_rounds > 0 and {"_calculate_rewards", "_generate_and_score_completions"} <= own:
+        raise TypeError(
+            f"snr_dynamic_sampling_rounds={args.snr_dynamic_sampling_rounds} makes a batch of several rounds, and "
+            f"what {trainer_class.__name__}._calculate_rewards leaves for its own _generate_and_score_completions is "
+            "of the last round; allowed with both of them overridden: 0."
+        )
+    check_mask_loss(trainer_class, args)
+
+
+def check_mask_loss(trainer_class: type, args: SNRFilterConfig) -> None:
+    """Refuse `snr_mode="mask"` for a loss that is not TRL's: nobody else knows what it is a mean over, or whether it
+    leaves alone what is masked."""
+    own = {name for owner in _own_classes(trainer_class) for name in vars(owner)}
+    if args.snr_mode == "mask" and (found := sorted({"compute_loss", "_compute_loss"} & own)):
+        raise TypeError(
+            f"snr_mode='mask' cannot weigh the loss of {trainer_class.__name__}.{found[0]}; allowed with it: the "
+            "losses of TRL. snr_mode='drop' supports every loss."
+        )
+
+
+def _own_classes(trainer_class: type) -> Iterator[type]:
+    """Classes of a trainer that are neither ours nor of a library that it is made of."""
+    for owner in trainer_class.__mro__:
+        if owner.__module__.partition(".")[0] not in ("ragen2_trl", "trl", "transformers", "builtins"):
+            yield owner
+
+
+def _calls_super(method: Any, name: str) -> bool:
+    """Whether a method's code names `super`, or a class of ours or below, and the method `name`; without code, yes."""
+    function = inspect.unwrap(getattr(method, "__func__", method))
+    if not hasattr(function, "__code__"):
+        return True  # seen at the first step
+
+    def names(code: CodeType) -> Iterator[str]:
+        yield from (*code.co_names, *code.co_freevars)
+        for constant in code.co_consts:
+            if isinstance(constant, CodeType):
+                yield from names(constant)
+
+    named = set(names(function.__code__))
+    known = {**function.__globals__, **inspect.getclosurevars(function).nonlocals}
+    above = {owner for one in named if isinstance(known.get(one), type) for owner in known[one].__mro__}
+    return name in named and ("super" in named or any(one.__module__.startswith("ragen2_trl.") for one in above))

@@ -7,8 +7,8 @@ from trl import GRPOConfig, GRPOTrainer
 
 from ragen2_trl.trainers.config import SNRFilterConfig
 from ragen2_trl.trainers.filtered import CLIP_RATIOS, SNRFilter
-from ragen2_trl.trainers.packing import LossMean
-from ragen2_trl.trainers.selecting import Selection, renormalised, std_ratio
+from ragen2_trl.trainers.micro_batches import LossMean
+from ragen2_trl.trainers.selection import Selection, renormalised, std_ratio
 
 # Their losses divide by the tokens of the whole generation batch. Of the others, bnpo's is a mean over the tokens of a
 # micro-batch, and the rest are means over its rows.
@@ -36,11 +36,12 @@ class SNRFilteredGRPOConfig(SNRFilterConfig, GRPOConfig):
             )
         super().__post_init__()
 
-    def _check_refill(self) -> None:
-        super()._check_refill()
+    def _check_dynamic_sampling(self) -> None:
+        super()._check_dynamic_sampling()
         if self.multi_objective_aggregation == "normalize_then_sum" or self.scale_rewards == "batch":
             raise ValueError(
-                f"snr_refill_rounds={self.snr_refill_rounds} mixes groups of several generations, whose advantages "
+                f"snr_dynamic_sampling_rounds={self.snr_dynamic_sampling_rounds} mixes groups of several "
+                "generations, whose advantages "
                 f"scale_rewards={self.scale_rewards!r} with multi_objective_aggregation="
                 f"{self.multi_objective_aggregation!r} would scale by different batches; allowed with it: "
                 "scale_rewards 'group' or 'none', multi_objective_aggregation 'sum_then_normalize'."
@@ -66,10 +67,12 @@ class SNRFilteredGRPOTrainer(SNRFilter, GRPOTrainer):
             As for [`~trl.GRPOTrainer`].
         args ([`SNRFilteredGRPOConfig`] or [`~trl.GRPOConfig`], *optional*):
             A plain `GRPOConfig` gets the filter's default settings, in a copy.
+        selector ([`~ragen2_trl.trainers.selection.Selector`], *optional*):
+            A function from the groups of a generation to what is kept, in place of `snr_strategy` and its siblings.
 
     Raises:
         ValueError: before training for a setting out of range or a dataset without prompts.
-        TypeError: for a configuration that is neither of the two.
+        TypeError: for a configuration that is neither of the two, or a subclass that loses the filter.
 
     Example:
 
@@ -92,7 +95,7 @@ class SNRFilteredGRPOTrainer(SNRFilter, GRPOTrainer):
     _name = "SNR-filtered GRPO"
     _config_class: ClassVar[type] = SNRFilteredGRPOConfig
     _trl_config_class: ClassVar[type] = GRPOConfig
-    takes_later_samples: ClassVar[bool] = True
+    takes_turn_samples: ClassVar[bool] = True
 
     @property
     def _of_no_update(self) -> tuple[str, ...]:
@@ -108,11 +111,11 @@ class SNRFilteredGRPOTrainer(SNRFilter, GRPOTrainer):
 
     def _set_advantages(self, inputs: list[dict[str, Any]], batch: dict[str, Any], selection: Selection) -> None:
         """As if the kept groups were the whole batch. Those scaled by group are so already."""
-        if (selection.kept.all() and not selection.scaled_by_task) or not selection.kept.any():
+        if selection.kept.all() or not selection.kept.any():
             return
         if self.multi_objective_aggregation == "normalize_then_sum":
             everywhere = self.accelerator.gather(batch["advantages"])
             advantages = renormalised(everywhere, selection.scorable_rows, selection)
             batch["advantages"] = self._local(advantages)
         elif self.scale_rewards == "batch":
-            batch["advantages"] = batch["advantages"] * self._local(std_ratio(selection))
+            batch["advantages"] = batch["advantages"] * std_ratio(selection)

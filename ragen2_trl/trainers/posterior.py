@@ -11,7 +11,6 @@ Rows = NDArray[np.int64]
 
 BEGINNING = 4.0  # groups that the prior of a run's beginning weighs: rewards of two values, any share of each
 MEMORY = 256.0  # groups after which what the prior was learned from counts 1/e
-RIDGE = 1.0  # on the coefficients of features, in groups
 SHARE_WITHIN = (0.1, 0.8)  # of all variance, that within prompts; at the ends a prior weighs 0.1 and 4 rewards
 FREEDOM = 4.0  # of the prior of a variance; its mean is that of the prior
 
@@ -24,27 +23,23 @@ class RewardPosterior:
     every `half_life` prompts that are sampled, so that one not seen for long is as unknown as one never seen.
 
     The prior of a prompt has the mean and the variance of rewards that prompts turned out to have which were not
-    sampled for what was known of them: the same for all, or by a ridge regression on features.
+    sampled for what was known of them.
 
     Args:
         num_rows: Prompts, M.
         half_life: In prompts sampled.
-        features: (M, F), of about unit scale, no constant among them; default: none.
     """
 
-    def __init__(self, num_rows: int, half_life: float, features: Floats | None = None):
+    def __init__(self, num_rows: int, half_life: float):
         self.half_life = half_life
-        constant = np.ones((num_rows, 1))
-        self.features = constant if features is None else np.hstack([constant, features])
         # Of valid rewards, their sum, degrees of freedom and squared deviations from group means, all of them faded.
         self.evidence = np.zeros((num_rows, 4))
         self.seen = np.full(num_rows, -1, dtype=np.int64)  # the clock when a prompt was last sampled; -1: never
         self.clock = 0  # prompts sampled so far
         self.values: list[float] = []  # of rewards, up to three different ones
         self.range = (0.0, 0.0)
-        size = self.features.shape[1]
-        self.gram = np.zeros((size, size))  # of the features of the groups that the prior is learned from
-        self.moments = np.zeros((size, 2))  # and their products with mean and variance of the rewards
+        self.weight = 0.0  # of the groups that the prior is learned from
+        self.moments = np.zeros(2)  # and the weighted sums of mean and variance of their rewards
 
     def observe(self, rows: Rows, rewards: Floats, typical: NDArray[np.bool_]) -> None:
         """Learn from groups.
@@ -66,10 +61,10 @@ class RewardPosterior:
         np.add.at(self.evidence, rows, own)
         self.seen[rows] = self.clock
         for number in np.flatnonzero(typical & (own[:, 2] > 0)):
-            features, keep = self.features[rows[number]], 1 - 1 / MEMORY
+            keep = 1 - 1 / MEMORY
             mean = own[number, 1] / own[number, 0]
-            self.gram = keep * self.gram + np.outer(features, features)
-            self.moments = keep * self.moments + np.outer(features, (mean, variances[number]))
+            self.weight = keep * self.weight + 1
+            self.moments = keep * self.moments + np.array([mean, variances[number]])
 
     def mean(self, rows: Rows) -> Floats:
         """(n,) reward variance to be expected of prompts."""
@@ -79,13 +74,13 @@ class RewardPosterior:
         freedom, squares = self._inverse_chi_squared(rows)
         return squares / (freedom - 2)
 
-    def sample(self, rows: Rows, rng: np.random.Generator, times: int = 1) -> Floats:
-        """(times, n) reward variances of prompts, drawn from what is known of each."""
+    def sample(self, rows: Rows, rng: np.random.Generator) -> Floats:
+        """(n,) reward variances of prompts, drawn from what is known of each."""
         if self._binary:
-            chance = rng.beta(*self._beta(rows), size=(times, len(rows)))
+            chance = rng.beta(*self._beta(rows))
             return self._unit**2 * chance * (1 - chance)
         freedom, squares = self._inverse_chi_squared(rows)
-        drawn = squares / rng.chisquare(freedom, size=(times, len(rows)))
+        drawn = squares / rng.chisquare(freedom)
         return np.minimum(drawn, self._unit**2 / 4)  # no variance within a range is larger
 
     @property
@@ -100,41 +95,39 @@ class RewardPosterior:
     def _faded(self, rows: Rows) -> Floats:
         return np.exp2((self.seen[rows] - self.clock) / self.half_life)
 
-    def _prior(self, rows: Rows) -> tuple[Floats, Floats]:
-        """(n,) mean of the rewards, in units of their range from the lowest up, and their variance in rewards'."""
-        penalty = np.diag([BEGINNING] + [RIDGE] * (len(self.gram) - 1))
-        moments = self.moments.copy()
-        moments[0] += BEGINNING * np.array([self.range[0] + self._unit / 2, self._unit**2 / 6])
-        means, variances = (self.features[rows] @ np.linalg.solve(self.gram + penalty, moments)).T
-        means = np.clip((means - self.range[0]) / self._unit, 0.01, 0.99)
-        return means, np.clip(variances, 1e-3 * self._unit**2, self._unit**2 / 4)
+    def _prior(self) -> tuple[float, float]:
+        """Mean of the rewards, in units of their range from the lowest up, and their variance in rewards'."""
+        at_first = BEGINNING * np.array([self.range[0] + self._unit / 2, self._unit**2 / 6])
+        mean, variance = (self.moments + at_first) / (self.weight + BEGINNING)
+        mean = np.clip((mean - self.range[0]) / self._unit, 0.01, 0.99)
+        return float(mean), float(np.clip(variance, 1e-3 * self._unit**2, self._unit**2 / 4))
 
     def _beta(self, rows: Rows) -> tuple[Floats, Floats]:
         """(n,) each: the parameters, those of the prior being the ones with its mean and E[p (1 - p)]."""
-        means, variances = self._prior(rows)
-        within = np.clip(variances / (self._unit**2 * means * (1 - means)), *SHARE_WITHIN)
+        mean, variance = self._prior()
+        within = np.clip(variance / (self._unit**2 * mean * (1 - mean)), *SHARE_WITHIN)
         strength = within / (1 - within)
         count, total = (self.evidence[rows, :2] * self._faded(rows)[:, None]).T
         wins = np.clip((total - count * self.range[0]) / self._unit, 0, count)
-        return means * strength + wins, (1 - means) * strength + count - wins
+        return mean * strength + wins, (1 - mean) * strength + count - wins
 
     def _inverse_chi_squared(self, rows: Rows) -> tuple[Floats, Floats]:
         """(n,) each: degrees of freedom, and sum of squares."""
         freedom, squares = (self.evidence[rows, 2:] * self._faded(rows)[:, None]).T
-        return FREEDOM + freedom, (FREEDOM - 2) * self._prior(rows)[1] + squares
+        return FREEDOM + freedom, (FREEDOM - 2) * self._prior()[1] + squares
 
     def state(self) -> dict[str, Any]:
         """All that a checkpoint needs; of the prompts, those that have been seen."""
         rows = np.flatnonzero(self.seen >= 0)
         arrays = {"rows": rows, "evidence": self.evidence[rows], "seen": self.seen[rows]}
-        arrays |= {"gram": self.gram, "moments": self.moments}
+        arrays |= {"moments": self.moments}
         tensors = {name: torch.from_numpy(values.copy()) for name, values in arrays.items()}
-        return {**tensors, "clock": self.clock, "values": self.values, "range": self.range}
+        return {**tensors, "weight": self.weight, "clock": self.clock, "values": self.values, "range": self.range}
 
     def load(self, state: dict[str, Any]) -> None:
         arrays = {name: value.cpu().numpy() for name, value in state.items() if isinstance(value, torch.Tensor)}
         self.evidence[arrays["rows"]], self.seen[arrays["rows"]] = arrays["evidence"], arrays["seen"]
-        self.gram, self.moments = arrays["gram"], arrays["moments"]
+        self.weight, self.moments = state["weight"], arrays["moments"]
         self.clock, self.values, self.range = state["clock"], list(state["values"]), tuple(state["range"])
 
 
@@ -161,16 +154,3 @@ def evidence_of(rewards: Floats) -> tuple[Floats, Floats]:
     freedom = np.maximum(count - 1, 0)
     squares = np.where(freedom > 0, squares, 0.0)
     return np.stack([count, total, freedom, squares], axis=1), squares / np.maximum(freedom, 1)
-
-
-def rank_correlation(first: Floats, second: Floats) -> float:
-    """Spearman's, NaN where either has one value only.
-
-    >>> round(rank_correlation(np.array([1.0, 2.0, 3.0, 4.0]), np.array([1.0, 3.0, 2.0, 9.0])), 3)
-    0.8
-    """
-    from scipy.stats import spearmanr  # half a second, for those alone who choose prompts
-
-    if any(len(np.unique(values)) < 2 for values in (first, second)):
-        return float("nan")
-    return float(spearmanr(first, second).statistic)

@@ -7,8 +7,8 @@ from trl import RLOOConfig, RLOOTrainer
 
 from ragen2_trl.trainers.config import SNRFilterConfig
 from ragen2_trl.trainers.filtered import SNRFilter
-from ragen2_trl.trainers.packing import LossMean
-from ragen2_trl.trainers.selecting import Selection, renormalised
+from ragen2_trl.trainers.micro_batches import LossMean
+from ragen2_trl.trainers.selection import Selection, renormalised
 
 
 @dataclass
@@ -22,19 +22,12 @@ class SNRFilteredRLOOConfig(SNRFilterConfig, RLOOConfig):
         ValueError: for a value outside its allowed set; the message names the field, the value and the set.
     """
 
-    def _check_selection(self) -> None:
-        super()._check_selection()
-        if self.snr_zero_task_advantage and self.normalize_advantages:
-            raise ValueError(
-                "normalize_advantages=True would scale the KL penalty to one size whatever beta is, where "
-                "snr_zero_task_advantage=True leaves nothing else in the advantages; allowed with it: False."
-            )
-
-    def _check_refill(self) -> None:
-        super()._check_refill()
+    def _check_dynamic_sampling(self) -> None:
+        super()._check_dynamic_sampling()
         if self.normalize_advantages:
             raise ValueError(
-                f"snr_refill_rounds={self.snr_refill_rounds} mixes groups of several generations, whose advantages "
+                f"snr_dynamic_sampling_rounds={self.snr_dynamic_sampling_rounds} mixes groups of several "
+                "generations, whose advantages "
                 "normalize_advantages=True would scale by different batches; allowed with it: False."
             )
 
@@ -53,6 +46,7 @@ class SNRFilteredRLOOTrainer(SNRFilter, RLOOTrainer):
             As for [`~trl.RLOOTrainer`].
         args ([`SNRFilteredRLOOConfig`] or [`~trl.RLOOConfig`], *optional*):
             A plain `RLOOConfig` gets the filter's default settings, in a copy.
+        selector: as for [`SNRFilteredGRPOTrainer`].
 
     Raises:
         ValueError: before training for a setting out of range or a dataset without prompts.
@@ -96,23 +90,9 @@ class SNRFilteredRLOOTrainer(SNRFilter, RLOOTrainer):
 
     def _set_advantages(self, inputs: list[dict[str, Any]], batch: dict[str, Any], selection: Selection) -> None:
         """Each leaves the own row out of its group's mean, which dropping other groups does not change."""
-        unchanged = bool(selection.kept.all()) and not selection.scaled_by_task
-        if not self.args.normalize_advantages or unchanged or not selection.kept.any():
+        if not self.args.normalize_advantages or selection.kept.all() or not selection.kept.any():
             return
         valid = ~selection.rewards.isnan()
         scorable = valid & (valid.sum(dim=1, keepdim=True) > 1)  # one alone in its group has no others to be left of
         everywhere = self.accelerator.gather(batch["advantages"])
         batch["advantages"] = self._local(renormalised(everywhere, scorable.flatten(), selection))
-
-    def _zero_task_advantages(self, batch: dict[str, Any], selection: Selection) -> None:
-        """The KL penalty is taken off the rewards, and advantages are linear in both: its part of them stays."""
-        if self.beta == 0.0:
-            super()._zero_task_advantages(batch, selection)
-            return
-        rewards = selection.rewards
-        if self.reward_clip_range:
-            rewards = rewards.clamp(*self.reward_clip_range)
-        others = (~rewards.isnan()).sum(dim=1, keepdim=True) - 1
-        baselines = (rewards.nansum(dim=1, keepdim=True) - rewards) / others
-        of_task = (rewards - baselines).nan_to_num(0.0, 0.0, 0.0).flatten()
-        batch["advantages"] = batch["advantages"] - self._local(of_task).to(batch["advantages"])

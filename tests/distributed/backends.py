@@ -32,7 +32,6 @@ COMMON = {
     "optim": "sgd",
     "max_grad_norm": 0.0,
     "beta": 0.1,
-    "snr_selection_eps": 0.0,
     "logging_steps": 1,
     "save_strategy": "no",
     "report_to": "none",
@@ -54,7 +53,7 @@ CASES = {
     "filtered bnpo": {**LAYOUT, "loss_type": "bnpo", "equal_lengths": True},
     "filtered without kl": {**LAYOUT, "beta": 0.0},
     "filtered with adam": {**LAYOUT, **ADAM, "max_steps": 3},
-    "refilled": {**LAYOUT, "snr_refill_rounds": 4, "snr_strategy": "none", "max_steps": 3},
+    "refilled": {**LAYOUT, "snr_dynamic_sampling_rounds": 4, "snr_strategy": "none", "max_steps": 3},
     "with gradient checkpointing": {**LAYOUT, "gradient_checkpointing": True},
     # Only under ZeRO-3 does it make a difference: the model is scored without being gathered.
     "scored while sharded": {**LAYOUT, "ds3_gather_for_generation": False},
@@ -65,19 +64,19 @@ RLOO = {**LAYOUT, "algorithm": "rloo"}
 RLOO_CASES = {
     "rloo": RLOO,
     "rloo normalised": {**RLOO, "normalize_advantages": True, "num_iterations": 2},
-    "rloo refilled": {**RLOO, "snr_refill_rounds": 4, "snr_strategy": "none", "max_steps": 3},
+    "rloo refilled": {**RLOO, "snr_dynamic_sampling_rounds": 4, "snr_strategy": "none", "max_steps": 3},
     "rloo, an empty step between": {**RLOO, **ADAM, "max_steps": 3, "flat_steps": [1]},
 }
 # Three steps: the critic's head begins at 0, and what lies below it learns from the second one on.
 PPO = {**LAYOUT, "algorithm": "ppo", "critic_lr": 0.1, "max_steps": 3}
 SEPARATE = {**PPO, "value_head": "separate"}
-TURNS = {"turns": True, "gae": "bi_level", "gamma": 0.9, "gae_lambda": 0.8, "turn_gamma": 0.7, "turn_gae_lambda": 0.6}
+TURNS = {"turns": True, "gae": "bi_level", "gamma": 0.9, "gae_lambda": 0.8, "turn_gamma": 0.7}
 PPO_CASES = {
     "ppo": {**PPO, "gae_lambda": 0.9},
-    "ppo with a critic of its own": {**SEPARATE, **TURNS, "kl_in": "reward", "kl_estimator": "k1"},
-    "ppo in two passes": {**SEPARATE, "num_iterations": 2, "kl_estimator": "k2", "value_clip": 0.0},
-    "ppo refilled": {**PPO, **TURNS, "snr_refill_rounds": 4, "snr_strategy": "none"},
-    "ppo with a critic of its own refilled": {**SEPARATE, "snr_refill_rounds": 4, "snr_strategy": "none"},
+    "ppo with a critic of its own": {**SEPARATE, **TURNS},
+    "ppo in two passes": {**SEPARATE, "num_iterations": 2, "value_clip": 0.0},
+    "ppo refilled": {**PPO, **TURNS, "snr_dynamic_sampling_rounds": 4, "snr_strategy": "none"},
+    "ppo with a critic of its own refilled": {**SEPARATE, "snr_dynamic_sampling_rounds": 4, "snr_strategy": "none"},
     "ppo with gradient checkpointing": {**SEPARATE, "gradient_checkpointing": True},
     "ppo, the critic first": {**PPO, "critic_warmup_steps": 2, "max_steps": 4},
     "ppo, an empty step between": {
@@ -95,7 +94,7 @@ GRADIENT_CASES = {
     "gradients by reward variance": {**LAYOUT, "gradients": {"entropy_coef": 0.05}, "loss_type": "dapo"},
     "gradients of checkpointed layers": {**LAYOUT, **GRADIENTS, "gradient_checkpointing": True},
     "gradients of rloo": {**RLOO, **GRADIENTS},
-    "gradients of ppo": {**SEPARATE, **GRADIENTS, "kl_estimator": "k2"},
+    "gradients of ppo": {**SEPARATE, **GRADIENTS},
 }
 CASES |= {**RLOO_CASES, **PPO_CASES, **GRADIENT_CASES}
 LORA_CASES = (
@@ -110,14 +109,19 @@ UNEVEN = {"rows": 12, "gradient_accumulation_steps": 1, "prompts": 3}
 CASES_OF_THREE = {
     "gradients by three": {**THREE, "gradients": {}},
     "filtered by three": THREE,
-    "refilled by three": {**THREE, "snr_refill_rounds": 2},
+    "refilled by three": {**THREE, "snr_dynamic_sampling_rounds": 2},
     "rloo by three": {**THREE, "algorithm": "rloo"},
     "ppo by three": {**PPO, **THREE},
-    "ppo refilled by three": {**SEPARATE, **TURNS, **THREE, "snr_refill_rounds": 2},
+    "ppo refilled by three": {**SEPARATE, **TURNS, **THREE, "snr_dynamic_sampling_rounds": 2},
     "unevenly by three": UNEVEN,
     "rloo unevenly by three": {**UNEVEN, "algorithm": "rloo"},
     "ppo unevenly by three": {**PPO, **UNEVEN},
-    "masked and refilled unevenly by three": {**UNEVEN, "prompts": 6, "snr_mode": "mask", "snr_refill_rounds": 2},
+    "masked and refilled unevenly by three": {
+        **UNEVEN,
+        "prompts": 6,
+        "snr_mode": "mask",
+        "snr_dynamic_sampling_rounds": 2,
+    },
 }
 
 

@@ -18,7 +18,6 @@ SETTINGS = {
     "num_generations": 4,
     "max_completion_length": 6,
     "max_steps": 2,
-    "snr_selection_eps": 0.0,
     "save_strategy": "no",
     "report_to": "none",
     "use_cpu": True,

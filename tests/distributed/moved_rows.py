@@ -79,7 +79,7 @@ def moves(policy_path: str, folder: str) -> dict:
 def refills(policy_path: str, folder: str) -> list[dict]:
     """For each generation: rows of the forward passes without gradients, and what this process holds."""
     args = {**FOUR_BY_FOUR, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 8, "max_steps": 3}
-    args |= {"snr_refill_rounds": 4, "snr_strategy": "none", "output_dir": folder}
+    args |= {"snr_dynamic_sampling_rounds": 4, "snr_strategy": "none", "output_dir": folder}
     trainer = make_trainer(policy_path, args, PROMPTS)
     generations, forward = [], trainer._get_per_token_logps_and_entropies
     generate = trainer._generate_and_score_completions
@@ -90,10 +90,10 @@ def refills(policy_path: str, folder: str) -> list[dict]:
         return forward(model, input_ids, *arguments, **keywords)
 
     def sampled(inputs):
-        generations.append({"forwards": [], "carried": len(trainer._refill.waiting.numbers)})
-        generations[-1]["carries"] = trainer._refill.waiting.count > 0
+        generations.append({"forwards": [], "carried": len(trainer._dynamic_sampling.waiting.numbers)})
+        generations[-1]["carries"] = trainer._dynamic_sampling.waiting.count > 0
         batch = generate(inputs)
-        waiting = trainer._refill.waiting
+        waiting = trainer._dynamic_sampling.waiting
         generations[-1] |= {"waiting": len(waiting.numbers), "groups": waiting.count, "size": len(batch["prompt_ids"])}
         return batch
 

@@ -22,12 +22,11 @@ from ragen2_trl import SNRFilteredGRPOConfig, SNRFilteredGRPOTrainer
 
 
 def decisions(policy_path: str, folder: str, rows: int, resume: str | None = None) -> dict[str, Any]:
-    """The rows of each step's last draw and their weights, and what is known at the end."""
+    """The rows of each step's last draw, and what is known at the end."""
     settings = {**COMMON, "max_steps": 8, "save_strategy": "steps", "save_steps": 6, "snr_strategy": "none"}
     args = SNRFilteredGRPOConfig(
         folder,
         **{**settings, "per_device_train_batch_size": rows, "snr_prompt_selection": True},
-        snr_importance_weights=10.0,
     )
     replay = Replay(AutoTokenizer.from_pretrained(policy_path), REWARDS)
     trainer = SNRFilteredGRPOTrainer(
@@ -37,7 +36,7 @@ def decisions(policy_path: str, folder: str, rows: int, resume: str | None = Non
 
     class Steps(TrainerCallback):
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            drawn.append([trainer._prompts.rows.tolist(), trainer._prompts.weights.tolist()])
+            drawn.append(trainer._prompts.rows.tolist())
 
     trainer.add_callback(Steps())
     trainer.train(resume_from_checkpoint=resume)

@@ -1,4 +1,4 @@
-"""Resumes a refilled run on the processes that torchrun starts; each saves what it should share with the others."""
+"""Resumes a run with dynamic sampling on processes of torchrun; each saves what it should share with the others."""
 
 import json
 import sys
@@ -23,7 +23,7 @@ def train(policy_path: str, folder: str, rows: int, max_steps: int, resume: str 
         num_generations=4,
         max_completion_length=10,
         max_steps=max_steps,
-        snr_refill_rounds=3,
+        snr_dynamic_sampling_rounds=3,
         snr_strategy="none",
         save_strategy="steps",
         save_steps=2,
@@ -47,8 +47,8 @@ def main() -> None:
     state = PartialState(cpu=True, backend="gloo")
     checkpoint = str(Path(folder) / "checkpoint-2")
     trainer = train(policy_path, folder, 8, 4, checkpoint, ddp_backend="gloo")
-    drawn, selector = trainer._refill.stream.drawn, trainer._selector.state()
-    shared = {"drawn": drawn, "selector": selector, "step": trainer.state.global_step}
+    drawn, selected = trainer._dynamic_sampling.stream.drawn, trainer._filter.state()
+    shared = {"drawn": drawn, "filter": selected, "step": trainer.state.global_step}
     (Path(folder) / f"shared_{state.process_index}.json").write_text(json.dumps(shared))
 
 

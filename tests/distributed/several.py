@@ -1,5 +1,5 @@
-"""Gradients of updates in which rows are not alike: samples of several turns, rewards scaled by task, completions
-kept or dropped inside groups; and those of other options of the filter.
+"""Gradients of updates in which rows are not alike: samples of several turns, completions kept or dropped
+inside groups, and other selectors.
 
 python -m torch.distributed.run --standalone --nproc_per_node=2 several.py POLICY FOLDER
 """
@@ -10,7 +10,6 @@ from zlib import crc32
 
 import torch
 from accelerate import PartialState
-from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -81,47 +80,20 @@ def of_contexts(policy_path: str, folder: str, name: str, rows: int, accumulatio
     return gradient
 
 
-def of_tasks(policy_path: str, folder: str, rows: int, accumulation: int) -> dict[str, torch.Tensor]:
-    """The gradient where rewards are scaled by task."""
-    rewards = {p: [r * (12 if n > 3 else 1) for r in REWARDS[p]] for n, p in enumerate(PROMPTS)}
-    replay = Replay(AutoTokenizer.from_pretrained(policy_path), rewards)
-    args = SNRFilteredGRPOConfig(
-        folder,
-        **{
-            **{**SETTINGS, "loss_type": "dapo", "scale_rewards": "batch", "snr_reward_scaling_by": "task"},
-            **{"per_device_train_batch_size": rows, "gradient_accumulation_steps": accumulation},
-        },
-    )
-    recorder = Recorder()
-    tasks = ["walk", "shop", "walk", "walk", "shop", "shop", "walk", "shop"]
-    trainer = SNRFilteredGRPOTrainer(
-        policy_path,
-        Replay.reward,
-        args,
-        Dataset.from_dict({"prompt": PROMPTS, "environment": tasks}),
-        rollout_func=replay.rollout,
-        callbacks=[recorder],
-    )
-    move_away(trainer.model)
-    trainer.train()
-    (gradient,) = recorder.gradients
-    return gradient
-
-
 OPTIONS = {
-    "quarter": {"snr_quartile": 3, "snr_include_zero": True},
-    "random groups": {"snr_keep": "random"},
-    "ends of groups": {"snr_level": "trajectory"},
-    "ends of groups, masked": {"snr_level": "trajectory", "snr_mode": "mask"},
-    "ends of groups, scaled by batch": {"snr_level": "trajectory", "scale_rewards": "batch"},
-    "random completions": {"snr_level": "trajectory", "snr_keep": "random"},
-    "loss by value": {"snr_loss_scaling": "whole_loss_by_value"},
-    "regularisers alone": {"snr_zero_task_advantage": True},
+    "a quarter": {"snr_selector": "research.ablations:third_quarter"},
+    "random groups": {"snr_selector": "research.ablations:as_many_at_random"},
+    "ends of groups": {"snr_selector": "research.ablations:best_and_worst"},
+    "ends of groups, masked": {"snr_selector": "research.ablations:best_and_worst", "snr_mode": "mask"},
+    "ends of groups, scaled by batch": {
+        "snr_selector": "research.ablations:best_and_worst",
+        "scale_rewards": "batch",
+    },
 }
 
 
 def of_options(policy_path: str, folder: str, ppo: bool, name: str, rows: int, accumulation: int) -> dict:
-    """The gradient under what selects otherwise than by the defaults, or scales the loss."""
+    """The gradient under a selector."""
     trainer_class, config = SNRFilteredGRPOTrainer, SNRFilteredGRPOConfig
     if ppo:
         trainer_class, config = SNRFilteredPPOTrainer, SNRFilteredPPOConfig
@@ -142,7 +114,7 @@ def gradients(policy_path: str, folder: str, processes: int) -> dict[str, dict[s
         for ppo in (False, True)
         for name in OPTIONS
     }
-    return {**found, **options, "scaled by task": of_tasks(policy_path, folder, *layout)}
+    return {**found, **options}
 
 
 def main() -> None:

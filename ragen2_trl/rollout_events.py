@@ -1,0 +1,304 @@
+"""Tells listeners what a trainer samples, before the update: the one place that rebinds methods of a live trainer.
+
+TRL has no callback event between sampling and update. Our trainers announce it themselves (`RolloutEvents.rollout`);
+on TRL's stock trainers `_generate_and_score_completions` is rebound once, however many listen.
+
+    >>> listener = listen(trainer, on_rollout=lambda rollout: print(rollout.rewards.shape))  # doctest: +SKIP
+    >>> listener.remove()  # doctest: +SKIP
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass, field
+from functools import partial, wraps
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from accelerate.utils import gather_object
+from torch import Tensor
+from trl import RLOOTrainer
+
+from ragen2_trl.columns import TURN_SAMPLES
+
+Batch = dict[str, Any]
+_ATTRIBUTE = "_rollout_events"  # of a trainer: its `RolloutEvents`
+
+
+@dataclass(frozen=True)
+class LocalRollout:
+    """What one generation sampled on this process, as ids without padding, and the rewards of all processes.
+
+    Args:
+        prompt_ids: ids of the prompt of each row.
+        completion_ids: ids of the completion of each row, as they were sampled.
+        tool_masks: where there are turns, 1 for each id that the model wrote and 0 for the others; else `None`.
+        has_images: whether prompts came with images.
+        rewards: (N, G) weighted reward sums of all processes; NaN where there is no finite one.
+        inputs: the rows of the dataset, as the trainer was given them.
+        batch: what it made of them, before any row is dropped.
+    """
+
+    prompt_ids: list[list[int]]
+    completion_ids: list[list[int]]
+    tool_masks: list[list[int] | None]
+    has_images: bool
+    rewards: Tensor
+    inputs: list[dict[str, Any]]
+    batch: Batch
+
+    @property
+    def turn_samples(self) -> list[list[dict[str, Any]]]:
+        """For each row, the training samples of its episode after the first (see `ContextWindow`)."""
+        return [row.get(TURN_SAMPLES, []) for row in self.inputs]
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """Completions of one generation over all processes: N groups of G rows, one after the other.
+
+    Args:
+        prompt_ids, completion_ids, tool_masks, turn_samples: of each of the B rows, as in `LocalRollout`.
+        rewards: (N, G), as in `LocalRollout`.
+    """
+
+    prompt_ids: list[list[int]]
+    completion_ids: list[list[int]]
+    tool_masks: list[list[int] | None]
+    rewards: Tensor
+    turn_samples: list[list[dict[str, Any]]]
+
+    @property
+    def group_size(self) -> int:
+        return self.rewards.shape[1]
+
+
+@runtime_checkable
+class NeedsRows(Protocol):
+    """A rollout function that sees the dataset rows of each generation, once it is attached to a trainer."""
+
+    @property
+    def splits_episodes(self) -> bool:
+        """Whether an episode may be several training samples."""
+
+    def attach(self, trainer: Any) -> None:
+        """Listen to a trainer."""
+
+
+@dataclass(eq=False)
+class Listener:
+    """Whom a trainer tells of its sampling; see `listen`."""
+
+    events: RolloutEvents = field(repr=False)
+    on_rows: Callable[[list[dict[str, Any]]], None] | None = None
+    on_generated: Callable[[int], None] | None = None
+    on_rollout: Callable[[LocalRollout], None] | None = None
+    aside: Callable[[], AbstractContextManager[None]] | None = None
+
+    def remove(self) -> None:
+        """Hear of nothing any more."""
+        if self in self.events.listeners:
+            self.events.listeners.remove(self)
+
+
+class RolloutEvents:
+    """What a trainer has sampled last, and who is told of it.
+
+    `_generate` and `_calculate_rewards` are rebound on the instance, outside of what subclasses make of them, so that
+    what is told is what they return.
+
+    Args:
+        trainer: TRL's GRPO or RLOO trainer, or a subclass.
+        announces: whether the trainer calls `rows` and `rollout` itself; else they are called around its
+            `_generate_and_score_completions`.
+
+    Raises:
+        TypeError: for a trainer that does not sample completions.
+    """
+
+    def __init__(self, trainer: Any, announces: bool = False):
+        for name in ("_generate_and_score_completions", "_generate", "_calculate_rewards", "_metrics"):
+            if not hasattr(trainer, name):
+                raise TypeError(f"{type(trainer).__name__} has no {name}; allowed: GRPOTrainer, RLOOTrainer and kin.")
+        self.trainer = trainer
+        self.listeners: list[Listener] = []
+        self.rewards_per_func: Tensor | None = None  # (B, F) of the latest generation, over all processes
+        self._generated: Any = None  # what `_generate` returned
+        extend(trainer, "_generate", self._note_generated)
+        extend(trainer, "_calculate_rewards", self._note_rewards)
+        if not announces:
+            extend(trainer, "_generate_and_score_completions", self._around_sampling)
+        setattr(trainer, _ATTRIBUTE, self)
+
+    def rows(self, inputs: list[dict[str, Any]]) -> None:
+        """A generation for these rows of the dataset is about to begin, in training or evaluation."""
+        for listener in list(self.listeners):
+            if listener.on_rows is not None:
+                listener.on_rows(inputs)
+
+    def rollout(self, inputs: list[dict[str, Any]], batch: Batch) -> None:
+        """A generation for training is complete, with the weights that sampled it and before any row is dropped."""
+        interested = [one.on_rollout for one in self.listeners if one.on_rollout is not None]
+        if not interested:
+            return
+        prompt_ids, completion_ids, masks, *_ = self._generated
+        # The third value of RLOO's `_generate` is something else.
+        masks = [None] * len(completion_ids) if masks is None or isinstance(self.trainer, RLOOTrainer) else masks
+        local = LocalRollout(
+            *map(_as_lists, (prompt_ids, completion_ids, masks)),
+            has_images=batch.get("pixel_values") is not None,
+            rewards=self.group_rewards.cpu(),
+            inputs=inputs,
+            batch=batch,
+        )
+        with ExitStack() as stack:
+            for listener in self.listeners:
+                if listener.aside is not None:
+                    stack.enter_context(listener.aside())
+            for tell in interested:
+                tell(local)
+
+    @property
+    def group_rewards(self) -> Tensor:
+        """(N, G) of the latest generation, see `group_rewards`."""
+        assert self.rewards_per_func is not None
+        return group_rewards(self.rewards_per_func, self.trainer.reward_weights, self.trainer.num_generations)
+
+    def _note_generated(self, generate: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._generated = generate(*args, **kwargs)
+        if self.trainer.model.training:
+            counting = [one.on_generated for one in self.listeners if one.on_generated is not None]
+            if counting:
+                tokens = self._tokens_written()
+                for tell in counting:
+                    tell(tokens)
+        return self._generated
+
+    def _tokens_written(self) -> int:
+        """By the model on this process, in the latest generation; its turn samples included."""
+        _, completion_ids, masks, *others = self._generated
+        if masks is None or isinstance(self.trainer, RLOOTrainer):
+            masks = [[1] * len(ids) for ids in completion_ids]
+        fields = [one for one in others if isinstance(one, dict) and TURN_SAMPLES in one]
+        further = [sample["env_mask"] for one in fields for samples in one[TURN_SAMPLES] for sample in samples]
+        return sum(int(sum(mask)) for mask in [*masks, *further])
+
+    def _note_rewards(self, calculate: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+        self.rewards_per_func = calculate(*args, **kwargs)
+        return self.rewards_per_func
+
+    def _around_sampling(self, sample: Callable[[Any], Batch], inputs: Any) -> Batch:
+        self.rows(inputs)
+        batch = sample(inputs)
+        if self.trainer.model.training:
+            self.rollout(inputs, batch)
+        return batch
+
+
+def listen(
+    trainer: Any,
+    *,
+    on_rows: Callable[[list[dict[str, Any]]], None] | None = None,
+    on_generated: Callable[[int], None] | None = None,
+    on_rollout: Callable[[LocalRollout], None] | None = None,
+    aside: Callable[[], AbstractContextManager[None]] | None = None,
+) -> Listener:
+    """Be told of a trainer's sampling, in the order in which listeners came, until `remove` is called.
+
+    Args:
+        trainer: TRL's GRPO or RLOO trainer, or a subclass.
+        on_rows: takes this process's rows of the dataset before each generation, further rounds of dynamic sampling
+            and evaluations included.
+        on_generated: takes the number of tokens that the model wrote on this process, after each generation for
+            training, further rounds of dynamic sampling included.
+        on_rollout: takes what was sampled for training, once a step's first prompts are scored and before any is
+            dropped.
+        aside: entered while others work in `on_rollout`: a clock of training stops in there.
+
+    Raises:
+        TypeError: for a trainer that does not sample completions.
+    """
+    events: RolloutEvents = getattr(trainer, _ATTRIBUTE, None) or RolloutEvents(trainer)
+    listener = Listener(events, on_rows, on_generated, on_rollout, aside)
+    events.listeners.append(listener)
+    return listener
+
+
+def gather_rollout(local: LocalRollout) -> Rollout:
+    """The completions of all processes, on each of them. A call for all processes together."""
+    parts = (local.prompt_ids, local.completion_ids, local.tool_masks, local.turn_samples)
+    prompt_ids, completion_ids, tool_masks, turn_samples = (gather_object(part) for part in parts)
+    return Rollout(prompt_ids, completion_ids, tool_masks, local.rewards, turn_samples)
+
+
+def group_rewards(rewards_per_func: Tensor, weights: Tensor, num_generations: int) -> Tensor:
+    """Weighted reward sums as TRL forms them, before any normalisation.
+
+    Args:
+        rewards_per_func: (B, F), NaN where a function gave no number.
+        weights: (F,).
+        num_generations: G.
+
+    Returns:
+        (N, G); NaN where no function gave a number, or the sum is not finite.
+
+    >>> per_func = torch.tensor([[1.0, 2.0], [torch.nan, 1.0], [torch.nan, torch.nan], [torch.inf, 0.0]])
+    >>> group_rewards(per_func, torch.tensor([1.0, 0.5]), 2).tolist()
+    [[2.0, 0.5], [nan, nan]]
+    """
+    sums = (rewards_per_func * weights.to(rewards_per_func.device)).nansum(dim=1)
+    unscorable = rewards_per_func.isnan().all(dim=1) | ~sums.isfinite()
+    return sums.masked_fill(unscorable, torch.nan).view(-1, num_generations)
+
+
+def end_tokens(trainer: Any) -> list[int]:
+    """Ids that end a turn where the trainer generates."""
+    if hasattr(trainer, "eos_token_ids"):  # since TRL 1.14.2: those of the model's generation config, too
+        return list(trainer.eos_token_ids)
+    return [trainer._tokenizer.eos_token_id]
+
+
+def log_row(trainer: Any, metrics: Mapping[str, float], *, replace: bool = False) -> None:
+    """Let metrics join the trainer's next log row, where TRL averages the values of a name.
+
+    Args:
+        trainer: TRL's, whose `_metrics["train"]` becomes the row.
+        metrics: values by name.
+        replace: in place of what the row has by these names: one measurement, or a sum so far, and no mean.
+    """
+    row = trainer._metrics["train"]
+    for name, value in metrics.items():
+        if replace:
+            row[name] = [value]
+        else:
+            row[name].append(value)
+
+
+def forget_in_row(trainer: Any, prefix: str) -> None:
+    """Take out of the trainer's next log row what begins with a prefix."""
+    row = trainer._metrics["train"]
+    for name in [name for name in row if name.startswith(prefix)]:
+        del row[name]
+
+
+def extend(owner: Any, name: str, extension: Callable[..., Any]) -> Callable[[], None]:
+    """Call `extension(method, ...)` in place of a method of one object, whatever class it is of.
+
+    Returns:
+        What takes the extension off again; a call does nothing where another was put around it since.
+    """
+    method = getattr(owner, name)
+    bound = wraps(method)(partial(extension, method))
+    own = name in vars(owner)
+    setattr(owner, name, bound)
+
+    def take_off() -> None:
+        if vars(owner).get(name) is bound:
+            setattr(owner, name, method) if own else delattr(owner, name)
+
+    return take_off
+
+
+def _as_lists(rows: list[Any]) -> list[Any]:
+    return [None if row is None else list(map(int, row)) for row in rows]

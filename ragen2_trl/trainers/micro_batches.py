@@ -1,0 +1,257 @@
+"""The kept rows of a generation batch in as few micro-batches as they need, and what each of those weighs.
+
+TRL makes the mean over equal micro-batches. Once rows are dropped, micro-batches are no longer equal: each gets the
+weight that makes TRL's mean one over the kept rows. The weight stays here, beside the batch and not in it, and is
+applied to the loss when everything a trainer or its subclasses do to it is done.
+"""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import astuple, dataclass
+from enum import Enum
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import gather_object
+from torch import Tensor
+
+from ragen2_trl.trainers.batches import Batch, join, loss_mask, padded_size, row_lengths, take, without_loss
+from ragen2_trl.trainers.dealing import accumulation_segments, deal_rows
+from ragen2_trl.trainers.processes import exchange_rows, gathering_uneven_rows
+
+KEPT = "snr_kept"  # (rows,) bool in TRL's batch, which rows are kept: shuffled and split together with the rows
+
+
+class LossMean(Enum):
+    """What a trainer's loss is a mean over, before micro-batches are averaged."""
+
+    TOKENS_OF_GENERATION = "tokens of the generation batch"
+    TOKENS = "tokens of the micro-batch"
+    ROWS = "rows of the micro-batch"
+
+
+@dataclass(frozen=True)
+class MicroStep:
+    """What becomes of one micro-batch.
+
+    Args:
+        weight: What its loss is multiplied by: its share of the kept rows, times what plain TRL would make of that
+            share. 1 where every micro-batch of every process is equally full, 0 where this process has no row of its
+            own and runs a spare one to keep step with the others.
+        kept: Kept rows in it, over all processes.
+        runs: Whether there is a forward and a backward pass at all.
+    """
+
+    weight: float = 1.0
+    kept: int = 1
+    runs: bool = True
+
+
+SKIPPED = MicroStep(weight=0.0, kept=0, runs=False)
+
+
+def keep_rows(batch: Batch, kept: Tensor, accelerator: Accelerator) -> Batch:
+    """The batch with `KEPT`, and normalised over the kept rows where TRL's loss divides by all tokens of a batch.
+
+    TRL counts these before rewards are known. A call for all processes together.
+
+    Args:
+        batch: of this process.
+        kept: (rows,) bool.
+        accelerator: of the trainer.
+    """
+    batch = {**batch, KEPT: kept}
+    if "num_items_in_batch" in batch:
+        tokens = (loss_mask(batch).sum(dim=1) * kept).sum()
+        batch["num_items_in_batch"] = accelerator.reduce(tokens, reduction="sum")
+    return batch
+
+
+class MicroBatches:
+    """Cuts the kept rows of the current generation batch into micro-batches, and weighs these.
+
+    Args:
+        accelerator: Of the trainer.
+        args: Its settings.
+        num_iterations: How often TRL goes over a generation batch.
+        loss_mean: What its loss is a mean over, asked when a batch is cut: `loss_type` may be set after `__init__`.
+        pad_token_id: Of its tokenizer.
+        pad_to_multiple_of: TRL's setting for padded widths.
+    """
+
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        args: Any,
+        num_iterations: int,
+        loss_mean: Callable[[], LossMean],
+        pad_token_id: int,
+        pad_to_multiple_of: int | None,
+    ):
+        self.accelerator = accelerator
+        self.args = args
+        self.num_iterations = num_iterations
+        self.loss_mean = loss_mean
+        self.pad_token_id = pad_token_id
+        self.pad_to_multiple_of = pad_to_multiple_of
+        self._forget()
+
+    def _forget(self) -> None:
+        self.steps: list[MicroStep] | None = None  # of each micro-batch; `None`: TRL's stand as they are
+        self.segments: list[int] = []  # that the last pass was cut at
+        self.dealt: list[MicroStep] = []  # how it was dealt
+        self.generated: list[Batch] | None = None  # TRL's own micro-batches, as long as a pass over them is to come
+
+    def begin_generation(self, micro_batches: list[Batch]) -> list[Batch]:
+        """TRL's own micro-batches of a new generation batch, without what the filter has added to them.
+
+        Raises:
+            RuntimeError: where `KEPT` is missing.
+        """
+        self._forget()
+        if any(KEPT not in batch for batch in micro_batches):
+            raise RuntimeError(
+                f"The generation batch has the keys {sorted(micro_batches[0])}; {KEPT!r}, which says what the filter "
+                "drops, must be left in it: _generate_and_score_completions must call "
+                "super()._generate_and_score_completions, which adds it."
+            )
+        rows = [
+            sum(len(batch[KEPT]) for batch in micro_batches),
+            sum(int(batch[KEPT].sum()) for batch in micro_batches),
+        ]
+        if len(set(self.accelerator.gather(torch.tensor(rows, device=self.accelerator.device)).tolist())) > 1:
+            self.generated = micro_batches
+            return micro_batches
+        # Every row of every process is kept, as many on each: TRL's own mean over TRL's own micro-batches.
+        return [{key: value for key, value in batch.items() if key != KEPT} for batch in micro_batches]
+
+    def begin_pass(self, micro_batches: list[Batch], left_to_step: int, has_rows: bool) -> tuple[list[Batch], float]:
+        """The micro-batches of one pass over the generation batch.
+
+        Args:
+            micro_batches: `steps_per_generation` of them, from `begin_generation` at first and then those of the last
+                pass.
+            left_to_step: micro-steps until the next optimizer step, the first of this pass included.
+            has_rows: whether earlier micro-steps of that optimizer step had kept rows.
+
+        Returns:
+            As many micro-batches, and the share of TRL's padded positions that will be computed.
+        """
+        if self.generated is None:  # nothing was dropped
+            self.steps = None
+            return micro_batches, 1.0
+        generated = self.generated
+        segments = accumulation_segments(len(generated), left_to_step, self.args.gradient_accumulation_steps)
+        if segments != self.segments:  # a further pass mostly cuts as the last one did: its rows are where they belong
+            self.segments = segments
+            cut = self._mask if self.args.snr_mode == "mask" else self._deal
+            micro_batches, self.dealt = cut(generated, segments, self._spare_row(generated))
+        steps = list(self.dealt)
+        ends_step = segments[0] == left_to_step
+        if ends_step and has_rows and not any(step.runs for step in steps[:left_to_step]):
+            # Earlier generation batches of this optimizer step had rows: let its last micro-step run, where gradients
+            # synchronise and TRL closes the step's books.
+            steps[left_to_step - 1] = MicroStep(weight=0.0, kept=0)
+        self.steps = steps
+        own = sum(padded_size(batch) for batch, step in zip(micro_batches, steps, strict=True) if step.runs)
+        sizes = torch.tensor([own, sum(map(padded_size, generated))], device=self.accelerator.device)
+        computed, sampled = self.accelerator.reduce(sizes, reduction="sum").tolist()
+        return micro_batches, computed / sampled
+
+    def step(self, number: int) -> MicroStep:
+        """What becomes of the micro-batch of this number."""
+        return MicroStep() if self.steps is None else self.steps[number]
+
+    def gathering(self) -> AbstractContextManager[None]:
+        """Around the loss of a micro-batch, of which processes may have unequal numbers of rows."""
+        several = self.steps is not None and self.accelerator.num_processes > 1
+        return gathering_uneven_rows(self.accelerator) if several else nullcontext()
+
+    def _deal(
+        self, micro_batches: list[Batch], segments: list[int], spare: Batch
+    ) -> tuple[list[Batch], list[MicroStep]]:
+        """`drop`: the kept rows in as few micro-batches as they need; the others stay empty."""
+        accelerator, process = self.accelerator, self.accelerator.process_index
+        rows = join(micro_batches, self.pad_token_id)
+        kept = rows.pop(KEPT).nonzero().squeeze(1).tolist()
+        all_lengths = row_lengths(rows).tolist()
+        lengths = [all_lengths[row] for row in kept]
+        everyones = gather_object([lengths]) if accelerator.num_processes > 1 else [lengths]
+        deal = deal_rows(everyones, segments, self.args.per_device_train_batch_size)
+        total = sum(map(len, everyones))
+        # (process, number of its kept rows) -> row of `held`
+        held, place = exchange_rows(rows, kept, deal, accelerator, self.pad_token_id, self.pad_to_multiple_of)
+
+        cut, steps = [], []
+        for shares in deal:
+            own = [place[row] for row in shares[process]]
+            num_kept = sum(map(len, shares))
+            if own:
+                weight = len(micro_batches) * accelerator.num_processes * len(own) / total
+                cut.append(self._with_weight(take(held, own, self.pad_to_multiple_of), weight))
+                steps.append(MicroStep(weight, num_kept))
+            else:  # where another process has rows, all must run the same number of forward passes
+                cut.append(dict(spare))
+                steps.append(MicroStep(0.0, num_kept) if num_kept else SKIPPED)
+        return cut, steps
+
+    def _mask(
+        self, micro_batches: list[Batch], segments: list[int], spare: Batch
+    ) -> tuple[list[Batch], list[MicroStep]]:
+        """`mask`: compute every row, count the kept ones only."""
+        num_kept = torch.stack([batch[KEPT].sum() for batch in micro_batches])  # (steps_per_generation,)
+        num_kept = self.accelerator.reduce(num_kept, reduction="sum").tolist()
+        if not any(num_kept):
+            return [dict(spare) for _ in micro_batches], [SKIPPED for _ in micro_batches]
+        cut, steps = [], []
+        for batch, num_rows in zip(micro_batches, num_kept, strict=True):
+            kept = batch[KEPT]
+            # A mean over the micro-batch's tokens is one over its kept rows; a mean over rows counts zeros, too.
+            own = len(kept) if self.loss_mean() is LossMean.ROWS else int(kept.sum())
+            weight = len(micro_batches) * self.accelerator.num_processes * own / sum(num_kept)
+            cut.append(self._with_weight(_silenced(batch, ~kept), weight))
+            steps.append(MicroStep(weight, num_rows))
+        return cut, steps
+
+    def _spare_row(self, micro_batches: list[Batch]) -> Batch:
+        """A micro-batch of one row without any token in the loss, where no rows are left."""
+        row = take(join(micro_batches[:1], self.pad_token_id), [0])
+        return self._with_weight(_silenced(row, torch.ones_like(row[KEPT])), 0.0)
+
+    def _with_weight(self, batch: Batch, weight: float) -> Batch:
+        """Undo in the divisor of a loss over the generation batch's tokens what the weight will do to it.
+
+        Such losses, TRL's or a subclass's own whatever the `loss_type`, need no weight, but the entropy bonus and the
+        load-balancing loss beside them do.
+        """
+        batch = {key: value for key, value in batch.items() if key != KEPT}
+        if "num_items_in_batch" in batch and weight > 0:
+            batch["num_items_in_batch"] = batch["num_items_in_batch"] * weight
+        return batch
+
+    # What a checkpoint in the middle of a generation batch needs
+
+    def state(self) -> dict[str, Any]:
+        def plain(steps: list[MicroStep]) -> list[tuple[Any, ...]]:
+            return [astuple(step) for step in steps]
+
+        return {
+            "steps": None if self.steps is None else plain(self.steps),
+            "dealt": plain(self.dealt),
+            "segments": self.segments,
+            "generated": self.generated,
+        }
+
+    def load(self, state: dict[str, Any]) -> None:
+        self.steps = None if state["steps"] is None else [MicroStep(*step) for step in state["steps"]]
+        self.dealt = [MicroStep(*step) for step in state["dealt"]]
+        self.segments, self.generated = state["segments"], state["generated"]
+
+
+def _silenced(batch: Batch, rows: Tensor) -> Batch:
+    """The batch with nothing of the given rows in its loss: no token that counts and, for losses that count by row,
+    no advantage. (rows,) bool."""
+    advantages = batch["advantages"]
+    silent = rows if advantages.ndim == 1 else rows.unsqueeze(1)
+    return {**without_loss(batch, rows), "advantages": advantages.masked_fill(silent, 0.0)}

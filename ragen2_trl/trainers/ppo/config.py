@@ -1,0 +1,85 @@
+"""Configuration of PPO with the filter."""
+
+from dataclasses import dataclass, field
+
+from trl import GRPOConfig
+
+from ragen2_trl.filtering import check_choice
+from ragen2_trl.trainers.config import SNRFilterConfig
+
+
+def check_loss(args: GRPOConfig) -> None:
+    """Raise a `ValueError` for a loss of GRPO's that is not PPO's."""
+    check_choice("loss_type", args.loss_type, ("dapo",))
+    check_choice("importance_sampling_level", args.importance_sampling_level, ("token",))
+    check_choice("multi_objective_aggregation", args.multi_objective_aggregation, ("sum_then_normalize",))
+
+
+@dataclass
+class SNRFilteredPPOConfig(SNRFilterConfig, GRPOConfig):
+    r"""
+    Configuration class for the [`SNRFilteredPPOTrainer`].
+
+    Inherits the parameters of [`~trl.GRPOConfig`], and the filter's from [`SNRFilterConfig`]. `loss_type` is `"dapo"`,
+    whose mean goes over the tokens of the generation batch, as PPO's does in the paper; `scale_rewards` has no effect.
+    Advantages get zero mean and unit variance over the tokens of the kept rows, and `beta` is the weight of TRL's KL
+    term in the loss.
+
+    Parameters:
+        value_head (`str`, *optional*, defaults to `"shared"`):
+            `"shared"` reads values from the policy's last hidden state, `"separate"` from a model of its own (the
+            paper's), see `value_model` of the trainer.
+        critic_lr (`float`, *optional*, defaults to `1e-5`):
+            Learning rate of the critic, under the schedule of the policy's.
+        critic_warmup_steps (`int`, *optional*, defaults to `0`):
+            Optimizer steps for which only the critic learns.
+        value_coef (`float`, *optional*, defaults to `0.1`):
+            Weight of the value loss. A separate critic under Adam does not feel it; with a shared one it says how much
+            the policy's body bends to the values.
+        value_clip (`float`, *optional*, defaults to `0.5`):
+            How far a value may move from that of the rollout before the loss stops following (paper, Appendix B);
+            0 or less does not clip.
+        gamma, gae_lambda (`float`, *optional*, default to `1.0`):
+            Discount and lambda from token to token.
+        gae (`str`, *optional*, defaults to `"token"`):
+            `"token"`, or `"bi_level"`: over turns first, then over the tokens of each turn.
+        turn_gamma (`float`, *optional*, defaults to `1.0`):
+            Discount from turn to turn, for `gae="bi_level"`; `gae_lambda` is for turns, too, as in RAGEN.
+
+    Raises:
+        ValueError: for a value outside its allowed set; the message names the field, the value and the set.
+    """
+
+    value_head: str = field(
+        default="shared",
+        metadata={"help": "'shared' reads values from the policy's hidden state, 'separate' from a model of its own."},
+    )
+    critic_lr: float = field(default=1e-5, metadata={"help": "Learning rate of the critic."})
+    critic_warmup_steps: int = field(default=0, metadata={"help": "Optimizer steps for which only the critic learns."})
+    value_coef: float = field(default=0.1, metadata={"help": "Weight of the value loss."})
+    value_clip: float = field(
+        default=0.5, metadata={"help": "Clip range of values around the rollout's; 0 or less does not clip."}
+    )
+    gamma: float = field(default=1.0, metadata={"help": "Discount from token to token."})
+    gae_lambda: float = field(default=1.0, metadata={"help": "Lambda of the advantages from token to token."})
+    gae: str = field(
+        default="token", metadata={"help": "'token', or 'bi_level': over turns first, then inside each of them."}
+    )
+    turn_gamma: float = field(default=1.0, metadata={"help": "Discount from turn to turn, for gae='bi_level'."})
+
+    def __post_init__(self) -> None:
+        check_choice("value_head", self.value_head, ("shared", "separate"))
+        check_choice("gae", self.gae, ("token", "bi_level"))
+        check_loss(self)
+        for name in ("gamma", "gae_lambda", "turn_gamma"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"{name}={getattr(self, name)!r} is out of range; allowed: 0 <= value <= 1.")
+        for name in ("critic_lr", "critic_warmup_steps", "value_coef"):
+            if not 0 <= getattr(self, name) < float("inf"):
+                raise ValueError(f"{name}={getattr(self, name)!r} is out of range; allowed: finite, >= 0.")
+        if self.gae == "token" and self.turn_gamma != 1.0:
+            raise ValueError(
+                f"turn_gamma={self.turn_gamma!r} is without effect beside gae='token', which knows no turns; allowed "
+                "with it: 1.0."
+            )
+        super().__post_init__()

@@ -1,0 +1,120 @@
+"""Training samples of an episode after its first: turns that were sampled from contexts of their own.
+
+A rollout gives one completion for each row of TRL's batch, the first sample of its episode. The others come along in
+a column and join the batch once groups are selected: each with the advantage of its episode, and kept or dropped with
+it.
+What the model saw when it sampled a turn is the prompt of that turn's row.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor
+from trl.trainer.utils import pad
+
+from ragen2_trl.columns import TURN_SAMPLES
+from ragen2_trl.trainers.batches import Batch, join, loss_mask, take
+from ragen2_trl.trainers.micro_batches import KEPT, keep_rows
+from ragen2_trl.trainers.processes import forward_in_step
+
+LOGPS = ("old_per_token_logps", "ref_per_token_logps")
+
+
+def check_turn_samples(trainer: Any) -> None:
+    """Raise a `ValueError` for settings under which an episode cannot be several training samples."""
+    args = trainer.args
+    unfit = {
+        f"snr_dynamic_sampling_rounds={args.snr_dynamic_sampling_rounds}": args.snr_dynamic_sampling_rounds > 0,
+        f"snr_score={args.snr_score!r}": args.snr_score.startswith("entropy"),
+        "vllm_importance_sampling_correction=True": args.use_vllm and args.vllm_importance_sampling_correction,
+    }
+    if found := [setting for setting, is_unfit in unfit.items() if is_unfit]:
+        raise ValueError(
+            f"{found[0]} knows of one training sample an episode; allowed with contexts of single turns: "
+            "snr_dynamic_sampling_rounds=0, a snr_score of rewards or lengths, "
+            "vllm_importance_sampling_correction=False."
+        )
+
+
+def sampled_tokens(batch: Batch) -> Tensor:
+    """Tokens that the model wrote in each episode, those of its turn samples included: (rows,)."""
+    tokens = loss_mask(batch).sum(dim=1)
+    if TURN_SAMPLES in batch:
+        further = [sum(sum(sample["env_mask"]) for sample in samples) for samples in batch[TURN_SAMPLES]]
+        tokens = tokens + torch.tensor(further, device=tokens.device)
+    return tokens
+
+
+def with_turn_samples(
+    batch: Batch,
+    end_tokens: list[int],
+    logps: dict[str, Callable[[Batch], Tensor]],
+    args: Any,
+    pad_token_id: int,
+    accelerator: Accelerator,
+) -> Batch:
+    """A batch of all samples, each with the advantage of its episode. A call for all processes together.
+
+    Args:
+        batch: one row an episode, with its turn samples in a list and `KEPT`.
+        end_tokens: ids that end a turn.
+        logps: for what the batch has of `LOGPS`, from a batch to (rows, T) under the policy that sampled, and under
+            the reference.
+        args: of the trainer.
+        pad_token_id: of its tokenizer.
+        accelerator: of the trainer.
+
+    Returns:
+        Rows in number a multiple of `steps_per_generation`, filled up with dropped ones; `KEPT` says which are kept.
+    """
+    batch = dict(batch)
+    later = batch.pop(TURN_SAMPLES)
+    episodes = len(later)
+    owners = [episode for episode, samples in enumerate(later) for _ in samples]
+    further = _laid_out([sample for samples in later for sample in samples], owners, batch, end_tokens, args)
+    for key in LOGPS:
+        if key in batch:
+            kept = further[KEPT].nonzero().squeeze(1).tolist() if further else []
+            size, spare = args.per_device_train_batch_size, take(batch, [0])
+            computed = forward_in_step(logps[key], further or None, kept, spare, size, accelerator)
+            if further:
+                further[key] = torch.zeros_like(further["completion_ids"], dtype=torch.float)
+                further[key][kept] = computed.float()
+    whole = join([batch, further], pad_token_id) if further else batch
+    rows = list(range(episodes + len(owners)))
+    spare_rows = [0] * (-len(rows) % args.steps_per_generation)
+    whole = take(whole, rows + spare_rows)
+    whole[KEPT][len(rows) :] = False
+    return keep_rows(whole, whole[KEPT], accelerator)
+
+
+def _laid_out(
+    samples: list[dict[str, Any]], owners: list[int], batch: Batch, end_tokens: list[int], args: Any
+) -> Batch:
+    """Samples as TRL lays out rows, with what they share with the rows of their episodes; empty without any."""
+    if not samples:
+        return {}
+    device = batch["prompt_ids"].device
+    # Fill values do not matter where masks are 0.
+    prompts = [torch.tensor(sample["prompt_ids"]) for sample in samples]
+    completions = [torch.tensor(sample["completion_ids"]) for sample in samples]
+    laid_out: Batch = {
+        "prompt_ids": pad(prompts, padding_value=0, padding_side="left"),
+        "prompt_mask": pad([torch.ones_like(ids) for ids in prompts], padding_value=0, padding_side="left"),
+        "completion_ids": pad(completions, padding_value=0),
+        "completion_mask": pad([torch.ones_like(ids) for ids in completions], padding_value=0),
+        "tool_mask": pad([torch.tensor(sample["env_mask"]) for sample in samples], padding_value=1),
+    }
+    if args.mask_truncated_completions:
+        ended = torch.tensor([sample["completion_ids"][-1] in end_tokens for sample in samples])
+        for key in ("completion_mask", "tool_mask"):
+            laid_out[key] = laid_out[key] * ended.unsqueeze(1)
+    if "sampling_per_token_logps" in batch:
+        logps = [torch.tensor([torch.nan if x is None else x for x in sample["logprobs"]]) for sample in samples]
+        laid_out["sampling_per_token_logps"] = pad(logps, padding_value=0.0)
+    laid_out = {key: value.to(device) for key, value in laid_out.items()}
+    shared = {key: batch[key][owners] for key in ("advantages", KEPT)}
+    whole = {key: value for key, value in batch.items() if not (isinstance(value, Tensor) and value.ndim)}
+    return {**whole, **laid_out, **shared}

@@ -1,0 +1,207 @@
+"""The paper's ablations of the filter: selectors that settings name, and trainers that do something else with a loss.
+
+A selector is named in a configuration or an experiment's file, as `snr_selector: research.ablations:first_quarter`. A
+trainer is made by mixing one of the classes in before a filtered one:
+
+    class WithoutTask(WithoutTaskAdvantage, SNRFilteredGRPOTrainer): ...
+"""
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from trl.trainer.rloo_trainer import RLOOTrainer
+
+from ragen2_trl.filtering import group_score, zero_variance
+from ragen2_trl.trainers.selection import Groups, ScoreSelector, Selector
+
+QUARTERS = (1, 2, 3, 4)
+
+# Pure functions
+
+
+def select_quarter(scores: Tensor, quarter: int) -> Tensor:
+    """One quarter of the groups, by the rank of their score: 1 has the highest (Table 6).
+
+    All groups are ranked, those without signal too; of equal scores the earlier group comes first. Where 4 does not
+    divide N, the first N mod 4 quarters, those of higher scores, have one group more than the others.
+
+    Args:
+        scores: (N,) from `group_score`.
+        quarter: 1, 2, 3 or 4.
+
+    Returns:
+        (N,) bool on the CPU, True = in that quarter.
+
+    Raises:
+        ValueError: For another quarter.
+
+    >>> select_quarter(torch.tensor([4.0, 0.0, 2.0, 1.0, 3.0]), 1).tolist()
+    [True, False, False, False, True]
+    """
+    if quarter not in QUARTERS:
+        raise ValueError(f"quarter={quarter!r} is out of range; allowed: {', '.join(map(str, QUARTERS))}.")
+    order = scores.detach().cpu().double().argsort(descending=True, stable=True)
+    kept = torch.zeros(len(scores), dtype=torch.bool)
+    kept[order.tensor_split(len(QUARTERS))[quarter - 1]] = True
+    return kept
+
+
+def select_completions(rewards: Tensor, fraction: float = 0.5) -> Tensor:
+    """Inside each group the completions with the highest and the lowest rewards ("trajectory-level", Table 7).
+
+    Of each group `fraction` x G completions are kept, rounded down and at least two: half of them from the top of the
+    ranking, one more where that is odd, and the others from its bottom. Of equal rewards the earlier completion ranks
+    higher. One without a finite reward ranks as the mean of its group.
+
+    Args:
+        rewards: (N, G) weighted reward sums.
+        fraction: In (0, 1]; 1 keeps every completion.
+
+    Returns:
+        (N, G) bool on the CPU, True = kept, in groups without signal, too.
+
+    Raises:
+        ValueError: For a fraction out of range.
+
+    >>> select_completions(torch.tensor([[0.2, 1.0, 0.0, 0.7], [1.0, 0.0, 0.0, 1.0]])).tolist()
+    [[False, True, True, False], [True, False, True, False]]
+    """
+    if not 0 < fraction <= 1:
+        raise ValueError(f"fraction={fraction!r} is out of range; allowed: 0 < value <= 1.")
+    rewards = rewards.detach().cpu().double()
+    rewards = rewards.where(rewards.isfinite(), torch.nan)
+    rewards = rewards.where(~rewards.isnan(), rewards.nanmean(dim=1, keepdim=True).nan_to_num())
+    size = rewards.size(1)
+    number = min(size, max(2, int(fraction * size + 1e-9)))
+    order = rewards.argsort(dim=1, descending=True, stable=True)
+    ends = torch.cat([order[:, : number - number // 2], order[:, size - number // 2 :]], dim=1)
+    return torch.zeros(rewards.shape, dtype=torch.bool).scatter_(1, ends, True)
+
+
+def draw_as_many(kept: Tensor, generator: torch.Generator) -> Tensor:
+    """A control of a selection: as many as it keeps, drawn without replacement from all there are, kept or not.
+
+    Args:
+        kept: Bool of any shape, as (N,) for groups or (N, G) for completions.
+        generator: Of the draw, which must not touch the global random state.
+
+    Returns:
+        Bool of that shape, on the CPU.
+    """
+    drawn = torch.zeros(kept.numel(), dtype=torch.bool)
+    drawn[torch.randperm(kept.numel(), generator=generator)[: int(kept.sum())]] = True
+    return drawn.view(kept.shape)
+
+
+# Selectors
+
+
+def quarter_of(groups: Groups, quarter: int, include_zero: bool = False) -> Tensor:
+    """(N,) the groups of a quarter by reward variance (Table 6).
+
+    Of a quarter without any group with variance nothing is kept, as there is nothing to be learnt from it alone,
+    unless `include_zero` says so.
+    """
+    kept = select_quarter(group_score(groups.rewards), quarter)
+    return kept & (include_zero | (kept & ~zero_variance(groups.rewards)).any())
+
+
+first_quarter: Selector = partial(quarter_of, quarter=1)
+second_quarter: Selector = partial(quarter_of, quarter=2)
+third_quarter: Selector = partial(quarter_of, quarter=3)
+fourth_quarter: Selector = partial(quarter_of, quarter=4)
+
+
+def best_and_worst(groups: Groups, fraction: float = 0.5, include_zero: bool = True) -> Tensor:
+    """(N, G) of each group the completions with the highest and the lowest rewards, with the advantages of the whole
+    group (Table 7); of groups without variance, too, unless `include_zero` is off."""
+    return select_completions(groups.rewards, fraction) & (include_zero | ~zero_variance(groups.rewards)).unsqueeze(1)
+
+
+def as_many_at_random(groups: Groups, selector: Selector = ScoreSelector()) -> Tensor:  # noqa: B008 -- has no state
+    """As many groups, or completions, as a selector keeps, by default the filter with its defaults, drawn from all."""
+    return draw_as_many(selector(groups), groups.generator)
+
+
+smallest_half: Selector = ScoreSelector("top_k", 0.5, include_zero=True, keep="smallest")
+"""The half of the groups with the least reward variance: the reverse of what `top_k` at 0.5 keeps."""
+
+
+# Trainers
+
+
+class WithoutTaskAdvantage:
+    """Leaves only the regularisers of the loss, on the groups that are kept: KL penalty, entropy bonus, critic.
+
+    RLOO takes its KL penalty off the rewards, and its advantages are linear in both: the penalty's part of them stays.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        own = self.args  # type: ignore[attr-defined]
+        if own.beta == 0.0 == getattr(own, "entropy_coef", 0.0):
+            raise ValueError(
+                f"beta={own.beta} and entropy_coef=0.0 leave nothing without the task's advantages; allowed: one of "
+                "them above 0."
+            )
+        if isinstance(self, RLOOTrainer) and own.normalize_advantages:
+            raise ValueError(
+                "normalize_advantages=True would scale the KL penalty, which is all of the advantages here, to one "
+                "size whatever beta is; allowed: False."
+            )
+        if isinstance(self, RLOOTrainer) and own.snr_dynamic_sampling_rounds > 0:
+            raise ValueError(
+                f"snr_dynamic_sampling_rounds={own.snr_dynamic_sampling_rounds} has rows of several "
+                "generations, whose rewards are not told apart; allowed: 0."
+            )
+
+    def _generate_and_score_completions(self, inputs: Any) -> Any:
+        batch = super()._generate_and_score_completions(inputs)  # type: ignore[misc]
+        if self.model.training:  # type: ignore[attr-defined]
+            of_penalty = isinstance(self, RLOOTrainer) and self.beta != 0.0
+            of_task = self._task_advantages(batch["advantages"]) if of_penalty else batch["advantages"]
+            batch["advantages"] = batch["advantages"] - of_task
+        return batch
+
+    def _task_advantages(self, like: Tensor) -> Tensor:
+        """(rows,) the leave-one-out advantages of the rewards alone, of this process."""
+        rewards = self.latest_selection.rewards  # type: ignore[attr-defined]
+        if self.reward_clip_range:  # type: ignore[attr-defined]
+            rewards = rewards.clamp(*self.reward_clip_range)  # type: ignore[attr-defined]
+        others = (~rewards.isnan()).sum(dim=1, keepdim=True) - 1
+        baselines = (rewards.nansum(dim=1, keepdim=True) - rewards) / others
+        of_task = (rewards - baselines).nan_to_num(0.0, 0.0, 0.0).flatten()
+        process = self.accelerator.process_index  # type: ignore[attr-defined]
+        own: Tensor = of_task.view(-1, len(like))[process]
+        return own.to(like)
+
+
+class AdvantagesByKeptFraction:
+    """Multiplies advantages by the fraction of completions that the filter keeps, as RAGEN's code can. KL, entropy and
+    value terms stay as they are, except for a KL penalty in the reward, which is a part of the advantages."""
+
+    exponent = 1.0  # linear; 0.5 for the square root
+
+    def _generate_and_score_completions(self, inputs: Any) -> Any:
+        batch = super()._generate_and_score_completions(inputs)  # type: ignore[misc]
+        if self.model.training:  # type: ignore[attr-defined]
+            kept = self.latest_selection.kept_fraction  # type: ignore[attr-defined]
+            batch["advantages"] = batch["advantages"] * (kept**self.exponent or 1.0)
+        return batch
+
+
+class AdvantagesBySqrtOfKeptFraction(AdvantagesByKeptFraction):
+    """The same by the square root of the fraction."""
+
+    exponent = 0.5
+
+
+class LossByValue:
+    """Multiplies all of the loss, its KL, entropy and value terms included, by `snr_value`: what Section 4.1 says."""
+
+    def _compute_loss(self, model: Any, inputs: Any) -> Tensor:
+        loss: Tensor = super()._compute_loss(model, inputs)  # type: ignore[misc]
+        factor: float = self.args.snr_value if self.model.training else 1.0  # type: ignore[attr-defined]
+        return loss * factor

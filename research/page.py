@@ -1,0 +1,285 @@
+"""`results/README.md`: what became of each claim, written from the store alone.
+
+ragen2-trl experiment analyse experiments/*.yaml
+"""
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from os.path import relpath
+from pathlib import Path
+from typing import Any
+
+import yaml
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+from ragen2_trl.reporting.files import replace_whole, write_text
+from research import figures
+from research.checks import NOT_RUN, OPPOSITE, Result, evaluate, reason, sentence, validate, verdict
+from research.commands import ROOT
+from research.drawing import MIN_SEEDS
+from research.grid import Grid, gathered, of_one_machine
+from research.kinds import Check, unit_of
+from research.measures import Finished, FinishedRun, read_finished, statistic, versions
+from research.plan import Experiment
+from research.statistics import mean_interval
+from research.store import Store
+
+PAGE, TEMPLATE = "README.md", "results.md.jinja"
+# Of each setting: what the table of a claim shows; peak is what the paper reports.
+COLUMNS = {
+    "random baseline": "random_baseline/first",
+    "before": "success/first",
+    "last": "success/last",
+    "last fifth": "success/last_fifth",
+    "area": "success/area",
+    "peak": "success/peak",
+    "CPU seconds": "cpu_seconds/last",
+    "sampled tokens": "sampled_tokens/last",
+    "update FLOPs": "update_flops/last",
+}
+FINDINGS = {1: "as expected", -1: "opposite", 0: "inconclusive"}
+MAX_SETTINGS = 60  # rows of a table; a sweep of more is what its figure shows
+
+
+@dataclass(frozen=True)
+class Claim:
+    """What the page says of an experiment."""
+
+    experiment: Experiment
+    results: Sequence[Result]
+    notes: Sequence[str]
+    verdict: str
+    if_all_counted: str  # the verdict, were those checks to count that do not
+    why: str
+    short: str
+    images: Sequence[tuple[str, str]]  # file, what it shows
+    planned: int
+    done: int
+    seeds: str
+    machine: str
+    versions: str
+    time: str
+    wall_time: str
+    base: str
+    settings: Sequence[tuple[str, str]]
+    rows: Sequence[Sequence[str]]
+
+    @property
+    def ours(self) -> str:
+        """The number that made the verdict: of the first check that is significant, the other way where the
+        verdict is so; if none is, of the first that has a number."""
+        wanted = -1 if self.verdict.startswith(OPPOSITE) else 1
+        counting = [one for one in self.results if one.counts]
+        deciding = [one for one in counting if one.finding == wanted]
+        there = deciding or [one for one in counting if not math.isnan(one.estimate.value)] or counting
+        return f"{there[0].name}: {there[0].shown}" if there else "no check: curves alone"
+
+    @property
+    def has_run(self) -> bool:
+        return self.verdict != NOT_RUN
+
+    @property
+    def anchor(self) -> str:
+        return self.experiment.id
+
+
+def analyse(experiments: Sequence[Experiment], folder: Path, scale: str = "tiny", quick: bool = False) -> None:
+    """Write `README.md` and the figures of some experiments into the folder of their results.
+
+    Args:
+        experiments: In the order of the page.
+        folder: Of the store.
+        scale: Whose runs count, see `Experiment.runs`.
+        quick: Likewise.
+
+    Raises:
+        ValueError: If a check or a figure of one of them cannot be read.
+    """
+    for one in experiments:
+        check_readable(one)
+    store = Store(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    planned_runs = [planned for one in experiments for planned in one.planned_runs(quick, scale)]
+    finished = read_finished(store, [planned.key for planned in planned_runs])
+    claims = [_claim(read_grid(one, finished, scale, quick), store.fixed_checks(one), folder) for one in experiments]
+    template = Environment(
+        loader=FileSystemLoader(Path(__file__).parent),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+        autoescape=False,
+    ).get_template(TEMPLATE)
+    page = template.render(
+        claims=claims,
+        columns=["setting", "seeds", *COLUMNS],
+        number_of_checks=sum(len(claim.results) for claim in claims),
+        findings=Counter(one.finding for claim in claims for one in claim.results if one.counts),
+        significant_so_far=sum(
+            one.counts and one.finding != 0 for claim in claims if claim.done < claim.planned for one in claim.results
+        ),
+        done=len(finished.runs(planned_runs)),
+        wall_time=_duration(_wall_seconds(list(finished.runs(planned_runs).values()))),
+        number_planned=len({planned.key for planned in planned_runs}),
+        quick=quick,
+        escaped=_escaped,
+        expected=_expected,
+        told=FINDINGS,
+        docs=relpath(ROOT / "docs" / "experiments.md", folder.resolve()),
+    )
+    write_text(folder / PAGE, page)
+
+
+def check_readable(experiment: Experiment) -> None:
+    """Raise a `ValueError` if a check or a figure of an experiment is not as it should be."""
+    validate(experiment)
+    for n, spec in enumerate(experiment.figures):
+        figures.validate(spec, f"{experiment.path}: figures[{n}]")
+
+
+def read_grid(experiment: Experiment, finished: Finished, scale: str, quick: bool) -> Grid:
+    planned_runs = experiment.planned_runs(quick, scale)
+    others = [read_grid(one, finished, scale, quick) for one in experiment.others]
+    return Grid(experiment, planned_runs, finished.runs(planned_runs), others)
+
+
+def _claim(grid: Grid, fixed: Sequence[Check] | None, folder: Path) -> Claim:
+    experiment, runs = grid.experiment, list(grid.runs.values())
+    results = evaluate(grid, fixed)
+    said = verdict(grid, results)
+    seeds = Counter(run.seed for run in runs)
+    return Claim(
+        experiment=experiment,
+        results=results,
+        notes=_notes(results),
+        verdict=said,
+        if_all_counted=verdict(grid, [replace(result, beside=False, later=False) for result in results]),
+        why=sentence(results),
+        short=reason(results),
+        images=_draw_all(grid, folder) if said != NOT_RUN else [],
+        planned=len({planned.key for planned in grid.planned_runs}),
+        done=len(runs),
+        seeds=", ".join(f"{seed} ({number} runs)" for seed, number in sorted(seeds.items())) or "none yet",
+        machine=_machines(runs),
+        versions=_versions(runs),
+        time=_duration(sum(float(run.record["seconds"]) for run in runs)),
+        wall_time=_duration(_wall_seconds(runs)),
+        base=", ".join(_link(path, folder) for path in experiment.base),
+        settings=_settings(experiment, folder),
+        rows=_rows(grid) if not experiment.others else [],
+    )
+
+
+def _notes(results: Sequence[Result]) -> list[str]:
+    """What is said of runs once for all checks, then what is said of one."""
+    own = [f"{result.name}: {' '.join(result.notes.others)}" for result in results if result.notes.others]
+    return [*gathered(result.notes for result in results).sentences(), *own]
+
+
+def _draw_all(grid: Grid, folder: Path) -> list[tuple[str, str]]:
+    """File and caption of each figure that has something to show."""
+    images = []
+    for number, spec in enumerate(grid.experiment.figures, 1):
+        figure = figures.draw(grid, spec)
+        if figure is not None:
+            name = f"{grid.experiment.id}{f'_{number}' if number > 1 else ''}.png"
+            options: dict[str, Any] = {"format": "png", "metadata": {"Software": None}}
+            replace_whole(folder / name, partial(figure.savefig, **options))
+            images.append((name, str(spec.get("caption", grid.experiment.claim))))
+    return images
+
+
+def _rows(grid: Grid) -> list[list[str]]:
+    """Of each setting that has run: its statistics with their intervals over seeds."""
+    rows = []
+    for levels in grid.settings:
+        runs = [run for seed in grid.seeds if (run := grid.run(levels, seed)) is not None]
+        if runs:
+            numbers = (over_seeds(runs, name) for name in COLUMNS.values())
+            rows.append([", ".join(levels.values()) or "all", str(len(runs)), *numbers])
+    return rows[:MAX_SETTINGS]
+
+
+def over_seeds(runs: Sequence[FinishedRun], name: str) -> str:
+    """The mean of a statistic with its interval, as tables have it; nothing where no run has it."""
+    found = mean_interval([value for run in runs if math.isfinite(value := statistic(run, name))])
+    if math.isnan(found.value):
+        return ""
+    if unit_of(name) != "points":
+        return f"{found.value:,.0f}" if found.value < 1e6 else f"{found.value:.3g}"
+    percent = f"{100 * found.value:.1f} %"
+    if found.n < MIN_SEEDS or found.low == found.high:
+        return percent
+    return f"{percent} ({100 * found.low:.1f} to {100 * found.high:.1f})"
+
+
+def _settings(experiment: Experiment, folder: Path) -> list[tuple[str, str]]:
+    """What its runs have beside the base files: for all of them, and for each level."""
+    found = [("all runs", _flow(experiment.fields))] if experiment.fields else []
+    files = experiment.level_files.get("tiny", {})
+    for axis, levels in experiment.axes.items():
+        for level, fields in levels.items():
+            own = [_link(path, folder) for path in files.get(axis, {}).get(level, ())]
+            found.append((f"{axis}: {level}", ", ".join([*own, *filter(None, [_flow(fields)])]) or "as the base"))
+    return found
+
+
+def _link(path: Path, folder: Path) -> str:
+    return f"[{path.name}]({relpath(path, folder)})"
+
+
+def _flow(fields: Mapping[str, Any]) -> str:
+    text = yaml.safe_dump(dict(fields), default_flow_style=True, width=10_000, sort_keys=False).strip()
+    return f"`{text[1:-1]}`" if fields else ""
+
+
+def _machines(runs: Sequence[FinishedRun]) -> str:
+    cores = _counted(
+        f"{run.record['host_cores']} CPU cores{f' ({cpu})' if (cpu := run.processor) else ''}" for run in runs
+    )
+    unknown = sum(not run.host for run in runs)
+    parts = [
+        *([] if of_one_machine([run for run in runs if run.host]) else ["several machines, or several starts of one"]),
+        *([f"not recorded which for {unknown} of {len(runs)} runs"] if unknown else []),
+    ]
+    return "; ".join([cores, *parts])
+
+
+def _versions(runs: Sequence[FinishedRun]) -> str:
+    names = dict.fromkeys(name for run in runs for name in versions(run))
+    return "; ".join(f"{name} {_counted(versions(run).get(name, 'unknown') for run in runs)}" for name in names)
+
+
+def _wall_seconds(runs: Sequence[FinishedRun]) -> float:
+    """From start to end, with evaluations; of training alone where that is not known, as of resumed runs."""
+    both = [(float(run.record["wall_seconds"]), float(run.record["seconds"])) for run in runs]
+    return sum(wall if math.isfinite(wall) else training for wall, training in both)
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds / 3600:.1f} hours" if seconds >= 3600 else f"{seconds / 60:.0f} minutes"
+
+
+def _counted(values: Any) -> str:
+    """Different values, the most frequent first."""
+    return ", ".join(value for value, _ in Counter(values).most_common()) or "unknown"
+
+
+def _escaped(text: str) -> str:
+    """As one field of a table."""
+    return " ".join(str(text).replace("|", "\\|").split())
+
+
+def _expected(check: Mapping[str, Any]) -> str:
+    """What a check expects, in words."""
+    kind, margin = check["kind"], check.get("within", 0)
+    null = check.get("than", 1 if kind == "ratio" else 0)
+    null = 0 if kind == "stronger_correlation" else null
+    points = unit_of(check.get("statistic", "")) == "points" and kind != "ratio"
+    number = f"{100 * float(null):g} points" if points and null else f"{null:g}"
+    if check["expects"] == "=":
+        return f"within {f'{100 * margin:g} points' if points else f'{margin:g}'} of {number}"
+    return f"{'above' if check['expects'] == '>' else 'below'} {number}"

@@ -1,0 +1,436 @@
+"""Promise 2 for the ablations: quarters, draws at random and single completions as selectors of a training, and the
+trainers that scale a loss or its advantages, or leave only regularisers."""
+
+from functools import partial
+
+import pytest
+import torch
+from algorithms import GRPO, PPO, RLOO, STILL, cases, replay_of, slow
+from conftest import PROMPTS, assert_same_parameters, parameters_of
+from replay import KEPT, REWARDS, Recorder, assert_close, mean_gradient, move_away
+from test_promises_update import LAYOUTS, LOSSES, PPO_STILL, TERMS, need_equal_lengths
+
+from ragen2_trl.envs import make_env
+from ragen2_trl.rollouts import TextRollout
+from ragen2_trl.tiny import resolve_model
+from ragen2_trl.trainers.selection import seeded_generator
+from research.ablations import (
+    AdvantagesByKeptFraction,
+    AdvantagesBySqrtOfKeptFraction,
+    LossByValue,
+    WithoutTaskAdvantage,
+    as_many_at_random,
+    best_and_worst,
+    draw_as_many,
+    quarter_of,
+    smallest_half,
+)
+
+# By variance: 0 and 5, 2 and 6, 7 and the first of those without any, the other two of these.
+QUARTERS = {1: (0, 5), 2: (2, 6), 3: (7, 1), 4: (3, 4)}
+NAMES = {1: "first_quarter", 2: "second_quarter", 3: "third_quarter", 4: "fourth_quarter"}
+# Each costs a third of a second: where one shows the property, the others are for CI.
+grpo_first = pytest.mark.parametrize("algorithm", [GRPO, slow(RLOO), slow(PPO)], ids=lambda one: one.name)
+PARTLY = ("four micro-batches", "optimizer steps of one row")
+REGULARISED = {"grpo": {"beta": 0.1}, "rloo": {"beta": 0.1}, "ppo": PPO_STILL}
+PPO_TERMS = {name: TERMS["ppo"][name] for name in ("shared", "separate")}
+
+
+def settings_of(layout):
+    rows, accumulation, steps = LAYOUTS[layout]
+    return {
+        "per_device_train_batch_size": rows,
+        "gradient_accumulation_steps": accumulation,
+        "steps_per_generation": steps,
+        "max_steps": steps // accumulation,
+        "shuffle_dataset": False,  # of groups without variance, the earlier ones rank higher
+        **STILL,
+    }
+
+
+def run(
+    algorithm,
+    policy_path,
+    tmp_path,
+    layout="four micro-batches",
+    *,
+    equal_lengths=False,
+    selector=None,
+    mixin=None,
+    callbacks=(),
+    **settings,
+):
+    """A filtered trainer after a run at weights that stay, and the mean gradient of its steps, if all had one."""
+    recorder = Recorder()
+    args = algorithm.args(tmp_path, **{**settings_of(layout), **settings})
+    trainer = algorithm.make(
+        policy_path,
+        args,
+        replay_of(policy_path, equal_lengths=equal_lengths),
+        callbacks=[recorder, *callbacks],
+        selector=selector,
+        trainer_class=mixin and with_mixin(mixin, algorithm),
+    )
+    move_away(trainer.model)
+    trainer.train()
+    return trainer, mean_gradient(recorder.gradients) if all(recorder.gradients) else {}
+
+
+def with_mixin(mixin, algorithm):
+    return type(mixin.__name__, (mixin, algorithm.trainer), {})
+
+
+def row_of(trainer):
+    return next(row for row in trainer.state.log_history if "snr/kept_fraction" in row)
+
+
+# Quarters of the groups
+
+
+@pytest.mark.parametrize("mode", ["drop", slow("mask")])
+@pytest.mark.parametrize("quarter", [slow(1), slow(2), 3])
+@grpo_first
+def test_a_quarter_is_trained_on_as_if_it_were_all(algorithm, quarter, mode, policy_path, tmp_path):
+    """Groups without variance that rank among it are in it, and in its mean."""
+    settings = REGULARISED[algorithm.name]
+    named = {"snr_selector": f"research.ablations:{NAMES[quarter]}", "snr_mode": mode}
+    trainer, gradient = run(algorithm, policy_path, tmp_path, **named, **settings)
+    expected = algorithm.plain_gradient(policy_path, [PROMPTS[n] for n in QUARTERS[quarter]], **settings)
+    assert_close(gradient, expected)
+    assert row_of(trainer)["snr/kept_fraction"] == 0.25
+
+
+@grpo_first
+def test_a_quarter_without_variance_is_an_empty_step(algorithm, policy_path, tmp_path):
+    settings = REGULARISED[algorithm.name]
+    trainer, gradient = run(algorithm, policy_path, tmp_path, selector=partial(quarter_of, quarter=4), **settings)
+    assert gradient == {}
+    row = row_of(trainer)
+    assert row["snr/kept_groups"] == 0 and row["snr/empty_steps"] == 1 and row["snr/update_compute_fraction"] == 0
+
+
+@pytest.mark.slow
+@grpo_first
+def test_a_quarter_without_variance_is_trained_on_where_such_groups_are_included(algorithm, policy_path, tmp_path):
+    settings, selector = REGULARISED[algorithm.name], partial(quarter_of, quarter=4, include_zero=True)
+    _, gradient = run(algorithm, policy_path, tmp_path, selector=selector, **settings)
+    assert_close(gradient, algorithm.plain_gradient(policy_path, [PROMPTS[3], PROMPTS[4]], **settings))
+
+
+@pytest.mark.slow
+def test_a_long_row_of_empty_quarters_says_whose_they_are(policy_path, tmp_path, caplog):
+    options = {"snr_selector": "research.ablations:fourth_quarter", "snr_max_empty_steps": 4, "max_steps": 9}
+    with caplog.at_level("WARNING"):
+        trainer, _ = run(GRPO, policy_path, tmp_path, layout="one micro-batch", **options)
+    assert trainer.state.global_step == 4
+    assert "snr_selector='research.ablations:fourth_quarter'" in caplog.text
+
+
+@grpo_first
+def test_the_smallest_half_is_trained_on_as_if_it_were_all(algorithm, policy_path, tmp_path):
+    settings = REGULARISED[algorithm.name]
+    trainer, gradient = run(algorithm, policy_path, tmp_path, selector=smallest_half, **settings)
+    prompts = [PROMPTS[n] for n in (1, 3, 4, 7)]
+    assert_close(gradient, algorithm.plain_gradient(policy_path, prompts, **settings))
+    assert row_of(trainer)["snr/kept_fraction"] == 0.5
+
+
+# Groups at random
+
+
+@pytest.mark.parametrize("mode", ["drop", slow("mask")])
+@grpo_first
+def test_as_many_groups_at_random_are_trained_on_as_if_they_were_all(algorithm, mode, policy_path, tmp_path):
+    settings, named = REGULARISED[algorithm.name], {"snr_selector": "research.ablations:as_many_at_random"}
+    trainer, gradient = run(algorithm, policy_path, tmp_path, snr_mode=mode, **named, **settings)
+    kept = trainer.latest_selection.kept
+    assert int(kept.sum()) == len(KEPT)
+    drawn = [prompt for prompt, is_kept in zip(PROMPTS, kept, strict=True) if is_kept]
+    assert_close(gradient, algorithm.plain_gradient(policy_path, drawn, **settings))
+
+
+@pytest.mark.slow
+def test_the_draw_differs_from_step_to_step_takes_groups_without_variance_and_no_random_number(policy_path, tmp_path):
+    states, kept = [], []
+
+    def watched(groups):
+        kept.append(as_many_at_random(groups))
+        return kept[-1]
+
+    for selector in (None, watched):
+        trainer, _ = run(GRPO, policy_path, tmp_path, layout="one micro-batch", selector=selector, max_steps=4)
+        states.append(torch.get_rng_state())
+    assert torch.equal(*states)
+    by_filter = torch.tensor([prompt in KEPT for prompt in PROMPTS])
+    of_seed_and_step = [draw_as_many(by_filter, seeded_generator(trainer.args.seed, step, 0)) for step in range(4)]
+    assert [one.tolist() for one in kept] == [one.tolist() for one in of_seed_and_step]
+    assert len({tuple(one.tolist()) for one in kept}) > 1
+    assert any(one[n] for one in kept for n in (1, 3, 4))
+
+
+# Completions
+
+# The earliest of the highest and the latest of the lowest, in the groups with variance.
+ENDS_OF_VARIED = partial(best_and_worst, include_zero=False)
+ENDS = {0: (0, 2), 2: (2, 1), 5: (3, 2), 6: (1, 2), 7: (1, 2)}
+
+
+def advantages_of(algorithm, policy_path, tmp_path, equal_lengths, **settings):
+    """By prompt and place in the group, those that the plain trainer gives to the whole groups with variance."""
+    found = {}
+
+    class Seen(algorithm.plain_trainer):
+        def _generate_and_score_completions(self, inputs):
+            batch = super()._generate_and_score_completions(inputs)
+            for number, row in enumerate(inputs):
+                found[row["prompt"], number % 4] = batch["advantages"][number]
+            return batch
+
+    layout = {"per_device_train_batch_size": 4 * len(ENDS), "max_steps": 1, **STILL}
+    args = algorithm.args(tmp_path, plain=True, **layout, **settings)
+    replay = replay_of(policy_path, equal_lengths=equal_lengths)
+    algorithm.gradients(policy_path, args, replay, [PROMPTS[n] for n in ENDS], trainer_class=Seen)
+    return found
+
+
+def gradient_on_ends(algorithm, policy_path, tmp_path, equal_lengths=False, **settings):
+    """That of the plain trainer on a batch of nothing but those completions, with advantages of whole groups. PPO's
+    are of single completions and need no group."""
+    advantages = {}
+    if algorithm is not PPO:
+        advantages = advantages_of(algorithm, policy_path, tmp_path, equal_lengths, **settings)
+
+    class WithAdvantages(algorithm.plain_trainer):
+        def _generate_and_score_completions(self, inputs):
+            batch = super()._generate_and_score_completions(inputs)
+            if advantages:
+                places = [(row["prompt"], ENDS[PROMPTS.index(row["prompt"])][n % 2]) for n, row in enumerate(inputs)]
+                batch["advantages"] = torch.stack([advantages[place] for place in places])
+            return batch
+
+    replay = replay_of(policy_path, equal_lengths=equal_lengths)
+    replay.group_size = 2
+    for number, ends in ENDS.items():
+        prompt = PROMPTS[number]
+        replay.completions[prompt] = [replay.completions[prompt][end] for end in ends]
+    replay.rewards = {PROMPTS[n]: [REWARDS[PROMPTS[n]][end] for end in ends] for n, ends in ENDS.items()}
+    layout = {"per_device_train_batch_size": 2 * len(ENDS), "num_generations": 2, "max_steps": 1, **STILL}
+    args = algorithm.args(tmp_path, plain=True, **layout, **settings)
+    (gradient,) = algorithm.gradients(policy_path, args, replay, trainer_class=WithAdvantages)
+    return gradient
+
+
+def assert_ends(algorithm, settings, layout, mode, policy_path, tmp_path):
+    equal_lengths = need_equal_lengths(settings) and LAYOUTS[layout][2] > 1
+    options = {"selector": ENDS_OF_VARIED, "snr_mode": mode, "equal_lengths": equal_lengths, **settings}
+    _, gradient = run(algorithm, policy_path, tmp_path, layout, **options)
+    assert_close(gradient, gradient_on_ends(algorithm, policy_path, tmp_path, equal_lengths, **settings))
+
+
+SCALED = {"scale_rewards": "batch", "beta": 0.1}
+SUMMED = {"multi_objective_aggregation": "normalize_then_sum"}
+
+
+@cases(
+    slow=("grpo-bonus", "grpo-rows", "grpo-scaled", "grpo-summed", "rloo-clipped", "rloo-normalised", "ppo-separate"),
+    grpo={**TERMS["grpo"], "default": {}, "scaled": SCALED, "summed": SUMMED},
+    rloo=TERMS["rloo"],
+    ppo=PPO_TERMS,
+)
+def test_the_ends_of_each_group_are_trained_on_with_the_advantages_of_the_whole(
+    algorithm, settings, policy_path, tmp_path
+):
+    assert_ends(algorithm, settings, "four micro-batches", "drop", policy_path, tmp_path)
+
+
+@pytest.mark.slow
+@grpo_first
+def test_masked_completions_leave_the_update_of_the_others(algorithm, policy_path, tmp_path):
+    settings = {"grpo": {"beta": 0.1}, "rloo": {"beta": 0.1}, "ppo": PPO_STILL}[algorithm.name]
+    assert_ends(algorithm, settings, "four rows per device", "mask", policy_path, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["drop", "mask"])
+@pytest.mark.parametrize("layout", PARTLY)
+@pytest.mark.parametrize("loss_type", LOSSES)
+def test_every_loss_of_grpo_is_that_of_the_ends(loss_type, layout, mode, policy_path, tmp_path):
+    settings = {"loss_type": loss_type, "beta": 0.1}
+    assert_ends(GRPO, settings, layout, mode, policy_path, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", PARTLY)
+@cases(rloo=TERMS["rloo"], ppo=TERMS["ppo"])
+def test_every_term_is_that_of_the_ends(algorithm, settings, layout, policy_path, tmp_path):
+    assert_ends(algorithm, settings, layout, "drop", policy_path, tmp_path)
+
+
+@pytest.mark.parametrize("mode", ["drop", slow("mask")])
+def test_metrics_count_completions_where_these_are_kept(mode, policy_path, tmp_path):
+    trainer, _ = run(GRPO, policy_path, tmp_path, selector=ENDS_OF_VARIED, snr_mode=mode)
+    row, lengths = row_of(trainer), replay_of(policy_path).completions
+    assert row["snr/kept_groups"] == len(ENDS)
+    assert row["snr/kept_fraction"] == 10 / 32
+    kept = sum(len(lengths[PROMPTS[n]][end]) for n, ends in ENDS.items() for end in ends)
+    assert row["snr/kept_tokens_fraction"] == pytest.approx(kept / sum(len(c) for p in PROMPTS for c in lengths[p]))
+    assert row["snr/update_compute_fraction"] == 1.0 if mode == "mask" else row["snr/update_compute_fraction"] < 0.4
+
+
+@pytest.mark.slow
+@grpo_first
+def test_all_completions_of_all_groups_are_the_plain_trainers(algorithm, policy_path, prompts, tmp_path):
+    def trained(plain, **kwargs):
+        args = algorithm.args(tmp_path, plain, max_completion_length=6)
+        trainer = algorithm.make(
+            policy_path, args, lambda completions, **_: [len(c) / 10 for c in completions], prompts, **kwargs
+        )
+        trainer.train()
+        return parameters_of(trainer)
+
+    assert_same_parameters(trained(True), trained(False, selector=partial(best_and_worst, fraction=1.0)))
+
+
+@pytest.mark.slow
+@grpo_first
+def test_as_many_completions_at_random_are_drawn_from_all(algorithm, policy_path, tmp_path):
+    selector = partial(as_many_at_random, selector=ENDS_OF_VARIED)
+    trainer, gradient = run(algorithm, policy_path, tmp_path, selector=selector)
+    completions = trainer.latest_selection.completions
+    assert completions.sum() == 10 and gradient
+    assert row_of(trainer)["snr/kept_groups"] == completions.any(dim=1).sum() > len(ENDS)
+
+
+@pytest.mark.slow
+def test_episodes_of_several_samples_are_kept_or_dropped_whole_where_completions_are_selected(policy_path, tmp_path):
+    env = make_env("frozen_lake", multi_turn=True, size=3, max_turns=3)
+    args = GRPO.args(tmp_path, per_device_train_batch_size=32, max_completion_length=300, max_steps=1)
+    seen, samples = [], []
+
+    class Seen(GRPO.trainer):
+        def _compute_loss(self, model, inputs):
+            seen.append(len(inputs["prompt_ids"]))
+            return super()._compute_loss(model, inputs)
+
+    def by_place(completions, **columns):
+        samples.extend(columns["seed"])
+        return [float(number % 4) for number in range(len(completions))]
+
+    rollout = TextRollout(env, context="last", context_turns=1)
+    dataset = env.dataset(8, seed=0)
+    trainer = Seen(resolve_model("tiny"), by_place, args, dataset, rollout_func=rollout, selector=ENDS_OF_VARIED)
+    trainer.train()
+    assert row_of(trainer)["snr/kept_fraction"] == 0.5
+    assert sum(seen) > 16 and len(samples) == 32  # each of 16 episodes, with its later turns
+
+
+# What scales the loss, or leaves only its regularisers
+
+
+@cases(
+    slow=("grpo-bonus", "grpo-rows", "rloo-kl", "rloo-normalised", "rloo-clipped", "ppo-separate"),
+    grpo=TERMS["grpo"],
+    rloo=TERMS["rloo"],
+    ppo=PPO_TERMS,
+)
+def test_the_whole_loss_is_scaled_by_the_value(algorithm, settings, policy_path, tmp_path):
+    """Here 0.85 of the mass keep what 0.9 keep, with KL, entropy and value terms."""
+    equal_lengths = need_equal_lengths(settings)
+    options = {"mixin": LossByValue, "snr_value": 0.85, "equal_lengths": equal_lengths, **settings}
+    trainer, gradient = run(algorithm, policy_path, tmp_path, **options)
+    assert int(trainer.latest_selection.kept.sum()) == len(KEPT)
+    plain = algorithm.plain_gradient(policy_path, KEPT, equal_lengths, **settings)
+    assert_close(gradient, {name: 0.85 * value for name, value in plain.items()})
+
+
+@pytest.mark.slow
+def test_the_scaling_by_the_value_goes_with_dynamic_sampling(policy_path, tmp_path):
+    gradients = [
+        run(GRPO, policy_path, tmp_path, mixin=mixin, snr_dynamic_sampling_rounds=2)[1]
+        for mixin in (None, LossByValue)
+    ]
+    assert_close(gradients[1], {name: 0.9 * value for name, value in gradients[0].items()})
+
+
+def regularisers_alone(algorithm, policy_path, tmp_path, equal_lengths, **settings):
+    """The plain trainer on the kept groups: with rewards of 0 for RLOO, whose KL penalty is in the advantages."""
+
+    class Regularised(algorithm.plain_trainer):
+        def _generate_and_score_completions(self, inputs):
+            batch = super()._generate_and_score_completions(inputs)
+            return batch if algorithm is RLOO else {**batch, "advantages": torch.zeros_like(batch["advantages"])}
+
+    replay = replay_of(policy_path, equal_lengths=equal_lengths)
+    if algorithm is RLOO:
+        replay.rewards = dict.fromkeys(PROMPTS, [0.0] * 4)
+    layout = {"per_device_train_batch_size": 4 * len(KEPT), "max_steps": 1, **STILL}
+    args = algorithm.args(tmp_path, plain=True, **layout, **settings)
+    (gradient,) = algorithm.gradients(policy_path, args, replay, KEPT, trainer_class=Regularised)
+    return gradient
+
+
+@cases(
+    slow=("grpo-rows", "rloo-clipped", "ppo-shared", "ppo-separate"),
+    grpo=TERMS["grpo"],
+    rloo={"kl": {"beta": 0.1}, "clipped": {"beta": 0.1, "reward_clip_range": (0.0, 0.6)}},
+    ppo={"token": PPO_STILL, **PPO_TERMS},
+)
+def test_without_the_tasks_advantages_regularisers_act_alone(algorithm, settings, policy_path, tmp_path):
+    equal_lengths = need_equal_lengths(settings)
+    options = {"mixin": WithoutTaskAdvantage, "equal_lengths": equal_lengths, **settings}
+    trainer, gradient = run(algorithm, policy_path, tmp_path, **options)
+    assert int(trainer.latest_selection.kept.sum()) == len(KEPT)
+    assert_close(gradient, regularisers_alone(algorithm, policy_path, tmp_path, equal_lengths, **settings))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("algorithm", [GRPO, PPO], ids=lambda one: one.name)
+def test_a_batch_of_dynamic_sampling_has_no_advantages_of_the_task_either(algorithm, policy_path, tmp_path):
+    settings = {"snr_dynamic_sampling_rounds": 3, "snr_strategy": "none", "beta": 1e-30}
+    critic = {"value_coef": 0.0} if algorithm is PPO else {}
+    _, gradient = run(algorithm, policy_path, tmp_path, mixin=WithoutTaskAdvantage, **settings, **critic)
+    assert gradient and all((value.abs() < 1e-20).all() for value in gradient.values())
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "settings", "parts"),
+    [
+        (GRPO, {"beta": 0.0}, ["beta=0.0", "entropy_coef"]),
+        (PPO, {"beta": 0.0}, ["beta=0.0", "entropy_coef"]),
+        (RLOO, {"beta": 0.1, "normalize_advantages": True}, ["normalize_advantages=True"]),
+        (RLOO, {"beta": 0.1, "snr_dynamic_sampling_rounds": 2}, ["snr_dynamic_sampling_rounds=2"]),
+    ],
+)
+def test_settings_that_leave_nothing_without_the_tasks_advantages_are_refused(
+    algorithm, settings, parts, policy_path, tmp_path
+):
+    trainer_class = with_mixin(WithoutTaskAdvantage, algorithm)
+    with pytest.raises(ValueError) as refused:
+        algorithm.make(
+            policy_path, algorithm.args(tmp_path, **settings), replay_of(policy_path), trainer_class=trainer_class
+        )
+    assert all(part in str(refused.value) for part in parts)
+
+
+@pytest.mark.parametrize(
+    ("mixin", "factor"),
+    [(AdvantagesByKeptFraction, 0.5), slow(AdvantagesBySqrtOfKeptFraction, 0.5**0.5)],
+    ids=["linear", "sqrt"],
+)
+@cases(
+    slow=("rloo-kl", "ppo-separate"),
+    grpo={"kl": {"beta": 0.1}},
+    rloo={"kl": {"beta": 0.1}},
+    ppo=PPO_TERMS,
+)
+def test_advantages_are_scaled_by_the_kept_fraction_and_regularisers_are_not(
+    algorithm, settings, mixin, factor, policy_path, tmp_path
+):
+    """RLOO's penalty is a part of its advantages."""
+    equal_lengths = need_equal_lengths(settings)
+    _, gradient = run(algorithm, policy_path, tmp_path, mixin=mixin, equal_lengths=equal_lengths, **settings)
+    plain = algorithm.plain_gradient(policy_path, KEPT, equal_lengths, **settings)
+    alone = dict.fromkeys(plain, 0.0)
+    if algorithm is not RLOO:
+        alone = regularisers_alone(algorithm, policy_path, tmp_path, equal_lengths, **settings)
+    assert_close(gradient, {name: factor * plain[name] + (1 - factor) * alone[name] for name in plain})

@@ -1,0 +1,232 @@
+"""The page of results: from a store of runs whose truth is known, and the files of the claims."""
+
+import re
+import shutil
+from dataclasses import replace
+from itertools import chain
+from pathlib import Path
+
+import pytest
+from experiment_results import curves_of, write_results
+
+from research.figures import draw
+from research.measures import read_finished
+from research.page import analyse, check_readable, read_grid
+from research.plan import read_experiment, read_experiments
+from research.store import Store
+
+FOLDER = Path(__file__).parents[2] / "research" / "experiments"
+FILES = sorted(FOLDER.glob("*.yaml"))
+CLAIMS = {"fig3", "fig5", "fig6", "fig8", "fig9"} | {f"tab{n}" for n in range(4, 10)} | {"ours1", "ours2", "ours3"}
+
+
+def better_with_the_filter(planned):
+    return curves_of(planned, 0.5 if planned.fields.get("snr_value") == 1.0 else 0.6)
+
+
+@pytest.fixture(scope="module")
+def fig9():
+    return read_experiment(FOLDER / "fig9.yaml")
+
+
+def test_every_claim_has_a_file_that_can_be_read():
+    experiments = read_experiments(FILES)
+    assert {one.id for one in experiments} >= CLAIMS
+    for one in experiments:
+        check_readable(one)
+        assert (one.checks or len(one.seeds) == 1) and one.figures and one.claim.endswith(".")
+
+
+def test_the_full_set_shares_what_claims_have_in_common():
+    experiments = read_experiments(FILES)
+    each = [len({planned.key for planned in one.planned_runs()}) for one in experiments if not one.others]
+    together = len({planned.key for one in experiments for planned in one.planned_runs()})
+    assert together <= 820 and sum(each) - together >= 40
+    assert min(len(one.seeds) for one in experiments if one.checks) >= 5
+    assert len(read_experiment(FOLDER / "tab7.yaml").seeds) == 10
+
+
+def test_levels_with_files_share_runs_with_experiments_of_that_file():
+    """The plain run on FrozenLake is one run, whether the task is an axis or the base; at the paper's scale, PPO has a
+    critic and GRPO has not."""
+    tab4, tab5 = (read_experiment(FOLDER / f"{name}.yaml") for name in ("tab4", "tab5"))
+    plain = {
+        planned.key for planned in tab5.planned_runs() if planned.levels == {"method": "none", "completions": "4"}
+    }
+    levels = {"method": "none", "algorithm": "DAPO", "env": "frozen_lake"}
+    assert {planned.key for planned in tab4.planned_runs() if planned.levels == levels} <= plain
+    critics = {(planned.levels["algorithm"], planned.fields["env_name"], "critic_lr" in planned.fields)
+               for planned in tab4.planned_runs(scale="paper")}  # fmt: skip
+    assert critics == {
+        (name, env, name == "PPO")
+        for name in ("PPO", "DAPO", "GRPO", "Dr. GRPO")
+        for env in ("frozen_lake", "sokoban", "countdown")
+    } | {("RLOO", "countdown", False)}  # it plays one turn, and the other two have several at that scale
+
+
+def test_an_experiment_over_others_has_their_runs():
+    over = read_experiment(FOLDER / "tab8.yaml")
+    assert {planned.key for planned in over.planned_runs()} == {
+        planned.key for one in over.others for planned in one.planned_runs()
+    }
+    assert len(over.planned_runs()) == len({planned.key for planned in over.planned_runs()})
+
+
+def test_the_page_says_what_the_store_has(tmp_path, fig9):
+    write_results(tmp_path, fig9.planned_runs(), better_with_the_filter)
+    analyse([fig9], tmp_path)
+    text = (tmp_path / "README.md").read_text()
+    row = next(line for line in text.splitlines() if line.startswith("| [fig9](#fig9)"))
+    gain = float(re.search(r"the filter gains without noise \(\+([\d.]+) points", text)[1])
+    assert 8 < gain < 12
+    assert "**inconclusive**" in row  # it gains, but in noise as much
+    assert "60 of 60" in text and "torch 2.13.0" in text and "2 CPU cores" in text
+    assert "experiments/fig9.yaml" in text and "2026-" in text
+    images = re.findall(r"!\[.+\]\((.+)\)", text)
+    assert images and all((tmp_path / image).stat().st_size > 5000 for image in images)
+    assert not re.search(r"\bnan\b|None", text)
+
+
+@pytest.mark.slow
+def test_the_same_store_gives_the_same_page(tmp_path, fig9):
+    write_results(tmp_path / "one", fig9.planned_runs(), better_with_the_filter)
+    shutil.copytree(tmp_path / "one", tmp_path / "two")
+    for name in ("one", "two"):
+        analyse([fig9], tmp_path / name)
+    for name in ("README.md", "fig9.png"):
+        assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes()
+
+
+@pytest.mark.slow
+def test_what_is_there_so_far_is_told_as_that(tmp_path, fig9):
+    write_results(tmp_path, [planned for planned in fig9.planned_runs() if planned.seed <= 3], better_with_the_filter)
+    analyse([fig9], tmp_path)
+    text = (tmp_path / "README.md").read_text()
+    assert "so far (36 of 60 runs)" in text and "24 runs not there" in text
+
+
+def test_the_number_beside_a_verdict_is_the_one_that_made_it(tmp_path):
+    """Of tab7 where the filter is behind none, and ahead of random groups by too little to be significant."""
+    experiment = read_experiment(FOLDER / "tab7.yaml")
+
+    def behind(planned):
+        return curves_of(planned, {"none": 0.7, "random, same size": 0.595}.get(planned.levels["method"], 0.6))
+
+    write_results(tmp_path, experiment.planned_runs(), behind)
+    analyse([experiment], tmp_path)
+    row = next(
+        line for line in (tmp_path / "README.md").read_text().splitlines() if line.startswith("| [tab7](#tab7)")
+    )
+    *_, ours, verdict, _ = row.split(" | ")
+    assert verdict == "**opposite**" and ours.startswith("the filter beats no filter, at equal steps: -")
+
+
+def test_a_check_that_came_after_the_runs_is_marked_and_makes_no_verdict(tmp_path, fig9):
+    """The filter gains, which is asked beside the claim; that it gains at the end, too, was asked later."""
+    gain, trend = fig9.checks
+    Store(tmp_path).write_record(fig9, "tiny", quick=False)
+    later = {**gain, "name": "it gains at the end", "statistic": "success/last", "beside": False}
+    write_results(tmp_path, fig9.planned_runs(), better_with_the_filter)
+    analyse([replace(fig9, checks=(gain, trend, later))], tmp_path)
+    text = (tmp_path / "README.md").read_text()
+    assert "| it gains at the end (added after the runs) |" in text
+    assert "| the filter gains without noise (beside the claim) |" in text
+    assert "Not counted, as expected: the filter gains without noise (+" in text
+    assert "**Inconclusive.**" in text and "fig9 *partly supported*" in text
+    assert "of 1 checks that make verdicts 0 are significant" in text
+    assert "not recorded which for 60 of 60 runs" in text
+
+
+def test_all_columns_of_a_figure_are_seen_on_the_axis_they_share(tmp_path):
+    """Sokoban's success is far below FrozenLake's, which is drawn first."""
+    experiment = read_experiment(FOLDER / "fig5.yaml")
+    planned_runs = [planned for planned in experiment.planned_runs() if planned.seed == 1]
+
+    def lower_on_sokoban(planned):
+        metrics = curves_of(planned)
+        if planned.levels["env"] == "sokoban":
+            key = "eval/env/sokoban/success"
+            metrics[key] = {step: value - 0.4 for step, value in metrics[key].items()}
+        return metrics
+
+    write_results(tmp_path, planned_runs, lower_on_sokoban)
+    finished = read_finished(Store(tmp_path), [planned.key for planned in planned_runs])
+    figure = draw(read_grid(experiment, finished, "tiny", False), experiment.figures[0])
+    of_success = figure.axes[:2]
+    assert [axes.get_title("left") for axes in of_success] == ["frozen_lake", "sokoban"]
+    for axes in of_success:
+        low, high = axes.get_ylim()
+        assert axes.lines and all(low < value < high for line in axes.lines for value in line.get_ydata())
+
+
+def test_a_figure_of_which_nothing_has_run_is_left_out(tmp_path):
+    experiment = read_experiment(FOLDER / "ours2.yaml")
+    planned_runs = [planned for planned in experiment.planned_runs() if planned.levels["prompts"] == "70 % impossible"]
+    write_results(tmp_path, planned_runs, curves_of)
+    analyse([experiment], tmp_path)
+    assert re.findall(r"!\[.+\]\((.+)\)", (tmp_path / "README.md").read_text()) == ["ours2.png"]
+    assert not (tmp_path / "ours2_3.png").exists()
+
+
+def test_before_anything_ran_the_page_says_so(tmp_path, fig9):
+    analyse([fig9], tmp_path)
+    text = (tmp_path / "README.md").read_text()
+    assert "**Not run yet.**" in text and "| 0 of 60 |" in text and "no number" in text and "![" not in text
+
+
+def test_an_experiment_without_checks_has_curves_and_no_verdict(tmp_path):
+    experiment = read_experiment(FOLDER / "smollm2.yaml")
+    planned_runs = experiment.planned_runs()
+    so_far = "no verdict, so far (3 of 8 runs)**"  # all of GRPO, and PPO has a figure of its own
+    for number, images, said in ((0, 0, "| 0 of 8 |"), (3, 1, so_far), (8, 2, "no verdict**")):
+        write_results(tmp_path, planned_runs[:number], curves_of)
+        analyse([experiment], tmp_path)
+        text = (tmp_path / "README.md").read_text()
+        assert said in text and ("**one seed: curves only, no verdict" in text) == (number > 0)
+        assert "| check |" not in text and text.count("![") == images
+    assert "**One seed: curves only, no verdict.**" in text
+
+
+def test_the_quick_look_says_that_it_shows_nothing(tmp_path, fig9):
+    write_results(tmp_path, fig9.planned_runs(quick=True), better_with_the_filter)
+    analyse([fig9], tmp_path, quick=True)
+    text = (tmp_path / "README.md").read_text()
+    assert "says nothing about" in text and "(no interval)" in text
+
+
+def test_links_lead_to_files_wherever_the_page_is(tmp_path):
+    for folder in (tmp_path / "results", tmp_path / "runs" / "quick" / "results"):
+        analyse([read_experiment(FOLDER / "tab4.yaml")], folder)
+        links = re.findall(r"\]\(([^)#]+)[^)]*\)", (folder / "README.md").read_text())
+        files = [folder / link for link in links if not link.startswith("https://")]
+        assert {path.name for path in files} >= {"experiments.md", "ppo.yaml", "sokoban.yaml"}
+        assert all(path.exists() for path in files)
+
+
+def test_the_random_baseline_stands_beside_each_setting_in_percent(tmp_path, fig9):
+    """Where it was evaluated; other tasks have no such player."""
+    for success, told in (({0: 0.2031}, "20.3 %"), (None, "")):
+        baseline = {"eval/env/frozen_lake/random_success": success} if success else {}
+        write_results(tmp_path, fig9.planned_runs(), lambda planned: curves_of(planned) | baseline)  # noqa: B023
+        analyse([fig9], tmp_path)
+        rows = re.findall(
+            r"^\| (?:none|filter), 0\.\d \| 5 \|(.*?)\|", (tmp_path / "README.md").read_text(), re.MULTILINE
+        )
+        assert len(rows) == len(fig9.axes["slip"]) * 2 and {row.strip() for row in rows} == {told}
+
+
+@pytest.mark.slow
+def test_all_claims_are_drawn_and_told_in_one_page(tmp_path, recwarn):
+    experiments = read_experiments(FILES)
+    write_results(tmp_path, chain.from_iterable(one.planned_runs() for one in experiments), better_with_the_filter)
+    analyse(experiments, tmp_path)
+    text = (tmp_path / "README.md").read_text()
+    assert "| algorithm: PPO | [ppo.yaml](" in text
+    for one in experiments:
+        section = text.partition(f"\n## {one.id}\n")[2].partition("\n## ")[0]
+        assert one.claim in section and section.count("![") == len(one.figures)
+        assert "no number" not in section
+    assert not re.search(r"\bnan\b", text)
+    assert sum(path.stat().st_size for path in tmp_path.iterdir()) < 10e6
+    assert not [one for one in recwarn if "constrained_layout" in str(one.message)]
+    assert len(Store(tmp_path).done()) > 400

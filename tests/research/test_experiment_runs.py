@@ -1,0 +1,322 @@
+"""Runs as processes, through the command line, stopped and resumed."""
+
+import fcntl
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+import yaml
+
+from ragen2_trl.reporting.files import HISTORY_FILE
+from research.__main__ import _told, main
+from research.commands import QueuedRun
+from research.plan import PlannedRun, read_experiment
+from research.runner import LOCK, LOG, MADE, Progress, Runner, TimeLeft, is_locked
+from research.store import (
+    COSTS,
+    CURVES_SCHEMA,
+    RUNS_SCHEMA,
+    SEVERAL,
+    VERSIONS,
+    Store,
+    host_here,
+    tidy_rows,
+)
+
+# Small enough for a test, and long enough to be killed on the way.
+BASE = {
+    "algo": "grpo",
+    "model": "tiny",
+    "env_name": "frozen_lake",
+    "num_prompts": 64,
+    "max_steps": 12,
+    "num_generations": 4,
+    "per_device_train_batch_size": 16,
+    "gradient_accumulation_steps": 1,
+    "max_completion_length": 48,
+    "eval_every": 6,
+    "eval_prompts": 4,
+    "eval_samples": 2,
+    "learning_rate": 1e-4,
+    "logging_steps": 1,
+    "use_cpu": True,
+    "bf16": False,
+    "gradient_checkpointing": False,
+}
+PLAN = {
+    "id": "small",
+    "claim": "The filter drops groups.",
+    "source": "Nowhere",
+    "base": "base.yaml",
+    "axes": {"method": {"trl": {"algo": "trl_grpo", "unset": ["snr_*"]}, "filter": {}}},
+    "seeds": [1],
+    "quick": {"max_steps": 2},
+    "checks": [],
+}
+
+
+@pytest.fixture
+def plan(tmp_path):
+    """Writes `PLAN` with changes and gives its path."""
+
+    def write(base=None, **changes) -> Path:
+        (tmp_path / "base.yaml").write_text(yaml.safe_dump(BASE | (base or {})))
+        text = yaml.safe_dump(PLAN | changes, sort_keys=False) + "settings_fixed: 2026-01-31\n"
+        (tmp_path / "small.yaml").write_text(text)
+        return tmp_path / "small.yaml"
+
+    return write
+
+
+def command(folder: Path, action: str, plan: Path, *more: str) -> list[str]:
+    where = ["--results", str(folder / "results"), "--runs", str(folder / "runs")]
+    return [action, str(plan), *where, *more]
+
+
+def begin(folder: Path, plan: Path, *more: str) -> subprocess.Popen:
+    """The command in a process of its own, which writes to `folder/output`."""
+    folder.mkdir(exist_ok=True)
+    with (folder / "output").open("ab") as output:
+        args = [sys.executable, "-m", "research", *command(folder, "run", plan, *more)]
+        return subprocess.Popen(args, stdout=output, stderr=output, start_new_session=True)
+
+
+def wait_for(condition, process: subprocess.Popen, folder: Path, seconds: float = 900.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert process.poll() is None, (folder / "output").read_text()
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def history(folder: Path) -> list[dict]:
+    return json.loads((folder / HISTORY_FILE).read_text())
+
+
+# Whole runs
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kill", [signal.SIGINT, signal.SIGKILL], ids=["ctrl-c", "killed"])
+def test_runs_that_were_stopped_go_on_and_end_with_the_numbers_of_whole_ones(kill, plan, tmp_path):
+    """Ctrl-C ends the trainings; a killed command leaves them to end, and the next one takes them over."""
+    path = plan(axes={"method": {"filter": {}}})
+    (planned,) = read_experiment(path).planned_runs()
+    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
+    assert begin(whole, path).wait(900) == 0, (whole / "output").read_text()
+
+    run = stopped / "runs" / planned.key
+    first = begin(stopped, path)
+    wait_for(lambda: (run / "checkpoint-4").exists(), first, stopped)
+    first.send_signal(kill)
+    code = first.wait(60)
+    if kill == signal.SIGINT:
+        begun = json.loads((run / VERSIONS).read_text())
+        (run / VERSIONS).write_text(json.dumps({**begun, "host": "another machine"}))
+        assert code == 130 and not is_locked(run)
+        assert "The same command goes on" in (stopped / "output").read_text()
+        assert not Store(stopped / "results").done()
+    else:
+        assert is_locked(run)  # nobody else begins the run while it is trained
+    assert begin(stopped, path).wait(900) == 0, (stopped / "output").read_text()
+
+    (where,) = Store(stopped / "results").finished()["versions"]
+    assert json.loads(where)["host"] == (SEVERAL if kill == signal.SIGINT else host_here())
+    (trained,) = ([row for row in history(whole / "runs" / planned.key) if "reward" in row],)
+    resumed = [row for row in history(run) if "reward" in row]
+    same = ("step", "loss", "reward", "entropy", "cost/sampled_tokens", "cost/update_tokens")
+    assert [[row[name] for name in same] for row in resumed] == [[row[name] for name in same] for row in trained]
+    attempts = (run / LOG).read_text().count("tiny on frozen_lake, in")
+    assert attempts == (2 if kill == signal.SIGINT else 1)
+
+
+@pytest.mark.slow
+def test_a_failing_run_is_listed_with_its_command_and_the_others_are_stored(plan, tmp_path):
+    path = plan(axes={"method": {"lost": {"model": str(tmp_path / "nowhere")}, **PLAN["axes"]["method"]}})
+    process = begin(tmp_path, path, "--quick", "--jobs", "3")
+    assert process.wait(900) == 1
+    told = " ".join((tmp_path / "output").read_text().split())
+    lost, *others = read_experiment(path).planned_runs(quick=True)
+    assert lost.levels == {"method": "lost"}
+    assert "2 of 3 runs are done" in told
+    assert f"python -m ragen2_trl.cli train --config {tmp_path / 'runs' / lost.key}/config.yaml" in told
+    assert "nowhere" in told and "(exit code" in told
+
+    # What is in the store
+    store = Store(tmp_path / "results")
+    assert store.done() == {planned.key for planned in others}
+    for name, schema in (("runs", RUNS_SCHEMA), ("curves", CURVES_SCHEMA)):
+        assert pq.read_schema(tmp_path / "results" / f"{name}.parquet").names == schema.names
+    planned_runs = store.finished().set_index("key")
+    assert set(planned_runs["steps"]) == {2} and set(planned_runs["seed"]) == {1}
+    assert (planned_runs[["seconds", "cpu_seconds", "sampled_tokens", "update_tokens", "update_flops"]] > 0).all(
+        axis=None
+    )
+    assert {"python", "torch", "trl", "transformers", "host"} <= set(json.loads(planned_runs["versions"].iloc[0]))
+    for planned in others:
+        assert json.loads(planned_runs.loc[planned.key, "fields"]).items() >= {"algo": planned.fields["algo"]}.items()
+        curves = store.curves([planned.key])
+        metrics = dict(tuple(curves.groupby("metric", observed=True)))
+        assert {"reward", "entropy", "eval/env/frozen_lake/success", "cost/sampled_tokens"} <= set(metrics)
+        assert ("snr/kept_fraction" in metrics) == (planned.levels["method"] == "filter")
+        assert list(metrics["cost/seconds"]["step"]) == [0, 1, 2]
+        kept = {entry.name for entry in (tmp_path / "runs" / planned.key).iterdir()}
+        assert kept == {"config.yaml", LOG, LOCK, HISTORY_FILE, "summary.json", VERSIONS}
+
+    # Nothing runs again, also where the trainings' folders are gone, and what was changed is refused by name
+    (tmp_path / "output").unlink()
+    again = begin(tmp_path, plan(), "--quick", "--runs", str(tmp_path / "elsewhere"))
+    assert again.wait(300) == 2
+    assert "axes.method.lost" in " ".join((tmp_path / "output").read_text().split())
+    (tmp_path / "results" / "experiments" / "small.yaml").unlink()
+    assert begin(tmp_path, plan(), "--quick", "--runs", str(tmp_path / "elsewhere")).wait(300) == 0
+    assert not list((tmp_path / "elsewhere").glob("*"))
+
+
+@pytest.mark.slow
+def test_a_warm_start_is_made_once_for_all_its_runs_and_one_that_fails_is_told_of_each(plan, tmp_path):
+    """The recipes of a real model, with `tiny` in its place."""
+    root = Path(__file__).parents[2]
+    cut = {"model_name_or_path": "tiny", "num_demonstrations": 16, "max_steps": 2, "use_cpu": True, "bf16": False}
+    base = {name: value for name, value in BASE.items() if name != "model"}
+    file = str(root / "recipes" / "warm_start_smollm2_frozen_lake.yaml")
+    path = plan(quick={"max_steps": 2, "warm_start": cut}, fields={"warm_start": file})
+    (tmp_path / "base.yaml").write_text(yaml.safe_dump(base))
+    assert begin(tmp_path, path, "--quick", "--jobs", "2").wait(900) == 0, (tmp_path / "output").read_text()
+    planned_runs = read_experiment(path).planned_runs(quick=True)
+    assert Store(tmp_path / "results").done() == {planned.key for planned in planned_runs} and len(planned_runs) == 2
+    (model,) = (tmp_path / "runs" / "models").iterdir()
+    assert (model / MADE).exists() and (model / LOG).read_text().count("Model and tokenizer saved") == 1
+    trained = yaml.safe_load((tmp_path / "runs" / planned_runs[0].key / "config.yaml").read_text())
+    assert trained["model"] == str(model)
+
+    path = plan(fields={"warm_start": {**cut, "model_name_or_path": str(tmp_path / "nowhere")}}, id="small")
+    (tmp_path / "base.yaml").write_text(yaml.safe_dump(base))
+    lost = tmp_path / "lost"
+    assert begin(lost, path, "--quick").wait(900) == 1
+    told = " ".join((lost / "output").read_text().split())
+    (model,) = (lost / "runs" / "models").iterdir()
+    assert told.count(f"python -m ragen2_trl.cli warm-start --config {model}/config.yaml") == 2
+    assert "nowhere" in told and not (model / MADE).exists() and not Store(lost / "results").done()
+
+
+@pytest.mark.slow
+def test_settings_that_training_does_not_know_are_refused_before_anything_runs(plan, tmp_path, capsys):
+    for base, message in (
+        ({"max_step": 3}, "max_step is not known to GRPOConfig; allowed: max_steps"),
+        ({"snr_value": 2}, "snr_value=2"),
+        ({"algo": "grp"}, "algo='grp' is not supported"),
+        ({"env_args": {"hole": 3}}, "hole"),
+    ):
+        with pytest.raises(SystemExit) as ended:
+            main(command(tmp_path, "run", plan(base=base)))
+        told = " ".join(capsys.readouterr().err.split())
+        assert ended.value.code == 2 and message in told and "small: method" in told
+    assert not (tmp_path / "runs").exists()
+
+
+# What needs no training
+
+
+def log_rows(steps: int) -> list[dict]:
+    costs = [{f"cost/{name}": float(10 * step) for name in COSTS} for step in range(1, steps + 1)]
+    rows = [
+        {"step": step, "reward": step / 2, "clip_ratio/low_mean": 0.0, **cost} for step, cost in enumerate(costs, 1)
+    ]
+    return [{"step": 0, "eval/env/frozen_lake/success": 0.5}, *rows, {"step": steps, "train_runtime": 3.0}]
+
+
+@pytest.fixture
+def trained(tmp_path):
+    """Leaves what a training leaves, of a run with this seed; gives the run and its folder."""
+
+    def leave(seed: int, steps: int = 3) -> tuple[Path, PlannedRun]:
+        folder = tmp_path / f"run-{seed}"
+        folder.mkdir(exist_ok=True)
+        (folder / HISTORY_FILE).write_text(json.dumps(log_rows(steps)))
+        (folder / VERSIONS).write_text(json.dumps({"python": "3.12.0"}))
+        return folder, PlannedRun({"max_steps": steps}, seed, {})
+
+    return leave
+
+
+def test_a_store_has_a_row_a_run_and_tidy_curves_that_begin_without_cost(trained, tmp_path):
+    store = Store(tmp_path / "results")
+    assert len(store.finished()) == len(store.curves()) == 0
+    for seed in (1, 2, 1):  # the same run again takes the place of the first
+        store.add(*trained(seed, steps=3))
+    planned_runs = store.finished()
+    assert sorted(planned_runs["seed"]) == [1, 2] and list(planned_runs.columns) == RUNS_SCHEMA.names
+    assert set(planned_runs["sampled_tokens"]) == {30}
+    key = trained(1)[1].key
+    curves = store.curves([key])
+    assert set(curves["key"]) == {key} and "clip_ratio/low_mean" not in set(curves["metric"])
+    by_metric = curves.groupby("metric", observed=True)
+    values = {name: list(zip(part["step"], part["value"], strict=True)) for name, part in by_metric}
+    assert values["reward"] == [(1, 0.5), (2, 1.0), (3, 1.5)]
+    assert values["cost/seconds"] == [(0, 0.0), (1, 10.0), (2, 20.0), (3, 30.0)]
+
+
+def test_what_a_kill_between_the_two_files_leaves_is_not_done(trained, tmp_path):
+    store = Store(tmp_path / "results")
+    folder, planned = trained(1)
+    store.add(folder, planned)
+    (tmp_path / "results" / "runs.parquet").unlink()
+    assert not store.done() and len(store.curves()) == 0
+    store.add(folder, planned)
+    assert len(store.curves()) == len(tidy_rows(log_rows(3)))
+
+
+def test_a_run_without_a_history_or_costs_is_refused(tmp_path):
+    store = Store(tmp_path / "results")
+    with pytest.raises(ValueError, match=f"no {HISTORY_FILE}"):
+        store.add(tmp_path, PlannedRun({}, 1, {}))
+    (tmp_path / HISTORY_FILE).write_text(json.dumps([{"step": 1, "reward": 1.0}]))
+    with pytest.raises(ValueError, match="has no cost/seconds"):
+        store.add(tmp_path, PlannedRun({}, 1, {}))
+
+
+def test_a_training_that_had_ended_is_taken_over_and_one_that_is_locked_is_left(trained, tmp_path):
+    store, added, seen = Store(tmp_path / "results"), [], []
+    jobs = []
+    for seed in (1, 2):
+        folder, planned = trained(seed)
+        (folder / "summary.json").write_text("{}")
+        (tmp_path / "runs").mkdir(exist_ok=True)
+        folder.rename(tmp_path / "runs" / planned.key)
+        jobs.append(QueuedRun(planned, ("small",), f"seed {seed}"))
+    locked = tmp_path / "runs" / jobs[1].planned.key / LOCK
+    with locked.open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+
+        def tell(progress: Progress) -> None:
+            seen.append(progress.done)
+            if progress.done == 1 and len(seen) == 5:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+        with pytest.raises(KeyboardInterrupt):
+            Runner(store, tmp_path / "runs", 2, added.append, tell).run(jobs)
+    assert added == jobs[:1] and store.done() == {jobs[0].planned.key}
+    assert Runner(store, tmp_path / "runs", 2, added.append, lambda progress: None).run(jobs).done == jobs
+
+
+def test_the_time_that_is_left_is_told_by_runs_that_have_ended_and_before_by_steps(tmp_path):
+    def job(steps: int, seed: int, **fields: str) -> QueuedRun:
+        return QueuedRun(PlannedRun({"max_steps": steps, **fields}, seed, {}), (), "")
+
+    estimate = TimeLeft(Store(tmp_path))
+    assert estimate.seconds_left([job(10, 1)], [], 1) is None
+    assert estimate.seconds_left([job(10, 2)], [(job(10, 1), 5.0, 20.0)], 1) == 35
+    estimate.add(job(10, 1), 30.0)
+    assert estimate.seconds_left([job(10, 2), job(20, 2)], [(job(10, 3), 10.0, None)], 2) == (30 + 60 + 20) / 2
+    larger = {"model": "smollm2"}  # of which a step takes longer than of those that have ended
+    assert estimate.of(job(10, 1, **larger)) is None
+    assert estimate.seconds_left([job(10, 2, **larger)], [(job(10, 1, **larger), 5.0, None)], 1) is None
+    assert estimate.seconds_left([job(10, 2, **larger)], [(job(10, 1, **larger), 5.0, 2000.0)], 1) == 3995
+    assert _told(Progress(1, 1, 9, ("a",), 5400.0)) == "1/9 runs done, 1 running, 1 failed, about 1 h 30 min left"

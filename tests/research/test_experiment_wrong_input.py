@@ -1,0 +1,296 @@
+"""What `python -m research` cannot use is told in a line, with code 2, and before anything is trained."""
+
+import shlex
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import yaml
+from experiment_results import write_results
+
+from research.__main__ import main
+from research.plan import read_experiment
+from research.runner import Runner, RunnerOutcome
+
+BASE = {
+    "algo": "grpo",
+    "model": "tiny",
+    "env_name": "frozen_lake",
+    "num_prompts": 64,
+    "max_steps": 12,
+    "num_generations": 4,
+    "per_device_train_batch_size": 16,
+    "use_cpu": True,
+    "bf16": False,
+}
+FILTER, NONE = {"method": "filter"}, {"method": "none"}
+GAIN = {
+    "name": "gain",
+    "kind": "difference",
+    "statistic": "success/last_fifth",
+    "of": FILTER,
+    "against": NONE,
+    "expects": ">",
+}
+CORRELATION = {
+    "name": "c",
+    "kind": "stronger_correlation",
+    "x": "mi/mean",
+    "than": "entropy/mean",
+    "y": "success/last_fifth",
+    "expects": ">",
+}
+RATIO = {**GAIN, "kind": "ratio", "statistic": "seconds_to_reach", "target": 0.5, "than": 0.9}
+MEAN = {"name": "m", "kind": "mean", "statistic": "kept/mean", "expects": ">", "of": FILTER}
+EARLIER = {"name": "e", "kind": "earlier", "first": "retrieval", "then": "success", "of": NONE, "expects": ">"}
+PLAN = {
+    "id": "small",
+    "claim": "The filter gains.",
+    "source": "Nowhere",
+    "base": "base.yaml",
+    "axes": {
+        "method": {"none": {"snr_value": 1.0}, "filter": {}},
+        "slip": {"0.0": {}, "0.2": {"env_args": {"slip": 0.2}}},
+    },
+    "seeds": [1, 2, 3],
+    "checks": [GAIN],
+}
+OVER = {
+    "id": "over",
+    "claim": "It gains more where there is more.",
+    "source": "Nowhere",
+    "runs_of": ["small"],
+    "checks": [{**CORRELATION, "kind": "correlation", "than": None}],
+}
+
+
+def write(folder, plan, day="2026-01-31"):
+    """The file of an experiment; what is `None` is left out."""
+    plan = {name: value for name, value in plan.items() if value is not None}
+    plan["checks"] = [{name: one for name, one in check.items() if one is not None} for check in plan["checks"]]
+    path = folder / f"{plan['id']}.yaml"
+    path.write_text(f"{yaml.safe_dump(plan, sort_keys=False)}settings_fixed: {day}\n")
+    return path
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """With an experiment and another over its runs; nothing can be trained, and commands run here."""
+
+    def train(*args):
+        raise AssertionError("runs are trained for nothing")
+
+    monkeypatch.setattr(Runner, "_begin", train)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "base.yaml").write_text(yaml.safe_dump(BASE))
+    write(tmp_path, PLAN)
+    write(tmp_path, OVER)
+    return tmp_path
+
+
+@pytest.fixture
+def finished(folder):
+    """The same, of which all runs have run."""
+    write_results(folder / "research" / "results", read_experiment(folder / "small.yaml").planned_runs())
+    return folder
+
+
+@pytest.fixture
+def refused(capsys):
+    """What a command that is refused says, in one line."""
+
+    def refused(typed):
+        with pytest.raises(SystemExit) as ended:
+            main([*shlex.split(typed)])
+        assert ended.value.code == 2
+        said = capsys.readouterr().err
+        assert said.startswith("python -m research: ")
+        return " ".join(said.split())
+
+    return refused
+
+
+@pytest.mark.parametrize(
+    ("check", "said"),
+    [
+        ({**GAIN, "kind": ["trend"]}, "kind=['trend'] is not supported; allowed: difference, trend"),
+        ({**GAIN, "name": ["gain"]}, "name=['gain'] is not supported; allowed: a text"),
+        ({**GAIN, "statistic": [1]}, "check 'gain': statistic=[1] is not supported; allowed: a text"),
+        ({**GAIN, "kind": "trend", "axis": ["slip"]}, "[0].axis must be one of ['method', 'slip'], got ['slip']"),
+        ({**GAIN, "kind": "trend", "axis": [["slip"]]}, "[0].axis must be one of ['method', 'slip'], got ['slip']"),
+        ({**GAIN, "expects": "=", "within": "abc"}, "within='abc' is not supported; allowed: a number of at least 0"),
+        ({**GAIN, "expects": "=", "within": -0.1}, "within=-0.1 is not supported"),
+        ({**MEAN, "than": "half"}, "than='half' is not supported; allowed: a number"),
+        ({**MEAN, "than": True}, "than=True is not supported"),
+        ({**MEAN, "minus": 1}, "minus=1 is not supported; allowed: a text"),
+        ({**RATIO, "target": "half"}, "target='half' is not supported; allowed: a number, or levels by axis"),
+        ({**RATIO, "than": 0}, "than=0 is not supported; allowed: a number above 0"),
+        ({**EARLIER, "fall": "abc"}, "fall='abc' is not supported; allowed: a number between 0 and 1"),
+        ({**EARLIER, "first": ["retrieval"]}, "first=['retrieval'] is not supported"),
+        ({**CORRELATION, "than": 0.5}, "than=0.5 is not supported; allowed: a text"),
+        ({**CORRELATION, "x": {"mi": "mean"}}, "x={'mi': 'mean'} is not supported"),
+        ({**CORRELATION, "of": FILTER}, "of and against must be there together"),
+        ({**GAIN, 1: 2, "what": 3}, "1 is not known"),
+    ],
+)  # fmt: skip
+def test_a_check_of_another_type_is_named(check, said, folder, refused):
+    write(folder, {**PLAN, "checks": [check]})
+    assert said in refused("run small.yaml")
+
+
+@pytest.mark.parametrize("action", ["status", "list"])
+def test_what_trains_nothing_refuses_a_check_that_cannot_be_read(action, folder, refused):
+    write(folder, {**PLAN, "checks": [{**GAIN, "kind": "differences"}]})
+    assert "small.yaml: check 'gain': kind='differences' is not supported" in refused(f"{action} small.yaml")
+
+
+@pytest.mark.parametrize(
+    ("names", "said"),
+    [
+        (["over"], "over.yaml: runs_of must name experiments without this one's runs, got 'over'"),
+        (["small", "back"], "back.yaml: runs_of must name experiments without this one's runs, got 'over'"),
+        (["nowhere"], "over.yaml: runs_of must name experiments beside this one, got 'nowhere'"),
+        (["../small"], "runs_of must name experiments beside this one, got '../small'"),
+        ([3], "runs_of must name experiments beside this one, got 3"),
+        ([], "runs_of must name at least one experiment, got []"),
+    ],
+)
+def test_runs_are_of_other_experiments_that_are_there(names, said, folder, refused):
+    write(folder, {**OVER, "id": "back", "runs_of": ["over"]})
+    write(folder, {**OVER, "runs_of": names})
+    assert said in refused("status over.yaml")
+
+
+@pytest.mark.parametrize("file", ["small.yaml", "base.yaml"])
+def test_a_file_that_is_not_utf_8_is_named(file, folder, refused):
+    (folder / file).write_bytes("claim: größer".encode("latin-1"))
+    assert f"{file} is not valid YAML: 'utf-8' codec can't decode byte" in refused("run small.yaml")
+
+
+def test_a_day_that_does_not_exist_is_told_with_its_file(folder, refused):
+    write(folder, PLAN, day="2026-13-45")
+    assert "small.yaml is not valid YAML: month must be in 1..12" in refused("run small.yaml")
+
+
+@pytest.mark.parametrize(
+    ("typed", "said"),
+    [
+        ("learning_rate=abc", "with --set learning_rate=abc: argument --learning_rate"),
+        ("learning_rate=[", "set=learning_rate='[' is not valid YAML"),
+        ("max_steps=abc", "max_steps must be a whole number, got 'abc'"),
+        ("max_steps=", "max_steps must be a whole number, got None"),
+        (
+            "output_dir=here",
+            "set.output_dir is set by the runner; allowed: arguments of `ragen2-trl train` other than",
+        ),
+        ("env_args=3", "set.env_args must be a mapping, got 3"),
+        ("unset=snr_value", "set.unset must be a list of names, got 'snr_value'"),
+    ],
+)
+def test_a_setting_that_was_typed_is_told_with_its_option(typed, said, folder, refused):
+    told = refused(f"run small.yaml --set {typed}")
+    assert said in told and "usage" not in told
+    assert not (folder / "runs").exists()
+
+
+# Folders and what is in them
+
+
+@pytest.mark.parametrize("where", ["taken", "taken/below"])
+@pytest.mark.parametrize("option", ["results", "runs"])
+@pytest.mark.parametrize("action", ["run", "run --quick", "status"])
+def test_a_folder_that_is_a_file_is_refused(action, option, where, folder, refused):
+    (folder / "taken").write_text("")
+    said = refused(f"{action} small.yaml --{option} {where}")
+    assert f"{option} must be a folder, or one that can be made, got the file taken" in said
+
+
+def test_a_file_in_place_of_the_folder_of_records_is_refused(folder, refused):
+    (folder / "research" / "results").mkdir(parents=True)
+    (folder / "research" / "results" / "experiments").write_text("")
+    assert "results must be a folder, or one that can be made, got the file research/results/experiments" in refused(
+        "run small.yaml"
+    )
+
+
+@pytest.mark.parametrize("action", ["run", "status", "analyse", "list"])
+@pytest.mark.parametrize("file", ["runs.parquet", "curves.parquet"])
+def test_damaged_results_are_named(file, action, finished, refused):
+    path = finished / "research" / "results" / file
+    whole = path.read_bytes()
+    path.write_bytes(whole[: len(whole) // 2])
+    assert f"research/results/{file} cannot be read as results of runs: " in refused(f"{action} small.yaml")
+    pq.write_table(pa.table({"other": [1]}), path)
+    assert f"research/results/{file} cannot be read as results of runs: " in refused(f"{action} small.yaml")
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("id: small", "small.yaml: seeds must be a list of whole numbers, got null"),
+        ("seeds: [[1]]", "small.yaml: seeds must be a list of whole numbers, got [[1]]"),
+        ("seeds: [1]\nchecks: {a: 1}", 'small.yaml: checks must be a list of mappings, got {"a": 1}'),
+        ("[1, 2]", "small.yaml: all of it must be a mapping, got [1, 2]"),
+        ("", "small.yaml: all of it must be a mapping, got null"),
+        ("seeds: [", "small.yaml is not valid YAML: "),
+    ],
+)
+@pytest.mark.parametrize("action", ["run", "status"])
+def test_a_record_of_other_content_is_named(content, said, action, finished, refused):
+    (finished / "research" / "results" / "experiments").mkdir()
+    (finished / "research" / "results" / "experiments" / "small.yaml").write_text(content)
+    assert f"research/results/experiments/{said}" in refused(f"{action} small.yaml")
+
+
+# What was fixed before the runs
+
+
+def test_the_day_on_which_settings_were_fixed_stays(finished, refused):
+    main(["run", "small.yaml"])
+    write(finished, PLAN, day="2026-02-01")
+    said = refused("run small.yaml")
+    assert (
+        'settings_fixed is "2026-01-31" in research/results/experiments/small.yaml and "2026-02-01" in small.yaml'
+        in said
+    )
+
+
+def test_what_decides_over_runs_of_others_is_fixed_by_its_own_run_although_they_are_there(finished, refused, capsys):
+    """A source that runs on its own leaves no record of it, which the analysis says."""
+    record = finished / "research" / "results" / "experiments" / "over.yaml"
+    main(["run", "small.yaml"])
+    main(["analyse", "over.yaml", "small.yaml"])
+    told = " ".join(capsys.readouterr().out.split())
+    assert "over has runs and no record of its checks: `python -m research run over.yaml` writes it." in told
+    assert "small has runs" not in told and not record.exists()
+
+    main(["run", "over.yaml"])
+    assert "first written, maybe after its runs" in record.read_text().splitlines()[0]
+    main(["analyse", "over.yaml"])
+    assert "no record" not in capsys.readouterr().out
+    (check,) = OVER["checks"]
+    write(finished, {**OVER, "checks": [{**check, "x": "entropy/mean"}]})
+    assert 'checks[0].x is "mi/mean" in research/results/experiments/over.yaml and "entropy/mean"' in refused(
+        "run over.yaml"
+    )
+    write(finished, {**OVER, "checks": [check, {**check, "name": "another", "x": "entropy/mean"}]})
+    main(["run", "over.yaml"])
+    main(["analyse", "over.yaml"])
+    assert "| another (added after the runs) |" in (finished / "research" / "results" / "README.md").read_text()
+
+
+def test_the_record_over_runs_of_others_is_written_with_the_first_of_them(folder, monkeypatch):
+    """Where all run together, and checks can be changed no more once there is a number."""
+    planned = read_experiment(folder / "small.yaml").planned_runs()[0]
+
+    def run_one(runner, jobs):
+        write_results(folder / "research" / "results", [planned])
+        runner.on_added(next(job for job in jobs if job.planned.key == planned.key))
+        return RunnerOutcome()
+
+    monkeypatch.setattr(Runner, "run", run_one)
+    main(["run", "over.yaml"])
+    assert {path.name for path in (folder / "research" / "results" / "experiments").iterdir()} == {
+        "small.yaml",
+        "over.yaml",
+    }

@@ -1,0 +1,86 @@
+"""research/benchmarks/gpu.sh: all of it runs with sizes cut, and what is not measured is told."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from research.benchmarks import gpu
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.slow
+def test_a_dry_run_measures_every_case_on_a_cpu(tmp_path):
+    command = [str(ROOT / "research" / "benchmarks" / "gpu.sh"), "--dry", "--results", str(tmp_path)]
+    subprocess.run(command, check=True, env={**os.environ, "PYTHON": sys.executable, "CUDA_VISIBLE_DEVICES": ""})
+    results = json.loads((tmp_path / "gpu_dry.json").read_text())
+    assert results["missing"] == [] and results["machine"]["torch"] == torch.__version__
+    rows: dict = {}
+    parts = gpu.make_parts(gpu.DRY, rows)
+    assert {name: len(of_part) for name, of_part in results["rows"].items()} == {
+        name: len(part.cases) for name, part in parts.items()
+    }
+    for row in results["rows"]["updates"]:
+        assert row["seconds"] > 0 and row["memory_mib"] > 0
+    for row in results["rows"]["scoring"]:  # reuse is as far from float32 as rounding is
+        errors = row["root_mean_square_nats"]
+        assert errors["default"] < 5 * errors["one by one"] < 0.1 * -row["mean_nats"]
+    plain, filtered = results["rows"]["steps"]
+    assert plain["generation"] > 0 and plain["update"] > 0 and plain["measuring"] == 0
+    assert filtered["measuring"] > 0 and 0 < filtered["generation_share"] < 1
+    report = (tmp_path / "gpu_dry.md").read_text()
+    assert "numbers say nothing" in report and "Nothing: all cases were." in report
+
+
+def test_without_time_every_case_is_named_as_not_measured(tmp_path, capsys):
+    assert gpu.main(["--dry", "--seconds", "0", "--results", str(tmp_path)]) == 0
+    rows: dict = {}
+    cases = sum(len(part.cases) for part in gpu.make_parts(gpu.DRY, rows).values())
+    missing = json.loads((tmp_path / "gpu_dry.json").read_text())["missing"]
+    assert len(missing) == cases and all(line.endswith("no time left") for line in missing)
+    report = (tmp_path / "gpu_dry.md").read_text()
+    assert all(f"- {line}" in report for line in missing)
+
+
+def test_a_case_that_memory_does_not_hold_is_told_and_the_next_is_measured():
+    def measure(size):
+        if size == "large":
+            raise torch.OutOfMemoryError("out of memory")
+        return {"size": size}
+
+    saved = []
+    rows: list = []
+    missing: list = []
+    part = gpu.CaseList("Models", 1.0, [("large",), ("small",)], measure, str)
+    gpu.run_part(part, time.perf_counter() + 60, rows, missing, lambda: saved.append(len(rows)))
+    assert missing == ["Models: large: out of memory"] and rows == [{"size": "small"}]
+    assert saved == [0, 1]  # results are written after every case
+
+
+def test_a_part_that_fails_is_told_and_the_others_are_measured(tmp_path, monkeypatch, capsys):
+    def fail(*case):
+        raise RuntimeError("no kernel")
+
+    def parts(sizes, rows):
+        rows |= {"updates": [], "steps": []}
+        failing = gpu.CaseList("Updates", 0.5, [("a",), ("b",)], fail, str)
+        return {"updates": failing, "steps": gpu.CaseList("Steps", 0.5, [], fail, str)}
+
+    monkeypatch.setattr(gpu, "make_parts", parts)
+    assert gpu.main(["--dry", "--results", str(tmp_path)]) == 1
+    missing = json.loads((tmp_path / "gpu_dry.json").read_text())["missing"]
+    assert missing == ["Updates: failed with RuntimeError: no kernel"]
+    assert "RuntimeError: no kernel" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_it_is_refused_in_a_line(capsys):
+    with pytest.raises(SystemExit):
+        gpu.main([])
+    assert "no GPU was found; allowed: --dry" in capsys.readouterr().err

@@ -1,0 +1,154 @@
+"""Every experiment at the paper's scale: settings, the lines that launch them, and both with the model cut down."""
+
+import json
+import shutil
+from functools import wraps
+from pathlib import Path
+from random import Random
+
+import pytest
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainingArguments
+
+from ragen2_trl import cli
+from ragen2_trl.cli.typed import InputError
+from ragen2_trl.envs.base import Environment
+from ragen2_trl.reporting.files import HISTORY_FILE
+from research.__main__ import _check_settings, main
+from research.commands import QueuedRun, command_of, queue, write_config
+from research.plan import read_experiments
+from research.store import Store
+
+ROOT = Path(__file__).parents[2]
+FILES = sorted((ROOT / "research" / "experiments").glob("*.yaml"))
+# With a small model, on top of a run's settings: two generations of the same eight prompts, on a CPU and without the
+# Hub.
+CUT = {
+    "dtype": "float32",
+    "use_cpu": True,
+    "bf16": False,
+    "data": None,
+    "num_prompts": 8,
+    "generation_batch_size": 16,
+    "num_generations": 2,
+    "per_device_train_batch_size": 8,
+    "gradient_accumulation_steps": 1,
+    "max_steps": 4,
+    "max_turn_tokens": 4,
+    "max_completion_length": 600,
+    "eval_every": 4,
+    "eval_prompts": 2,
+    "logging_steps": 1,
+}
+
+
+@pytest.fixture(scope="session")
+def model(policy_path, tmp_path_factory):
+    """The random policy with room for the longest episodes."""
+    folder = tmp_path_factory.mktemp("model")
+    AutoModelForCausalLM.from_pretrained(policy_path, max_position_embeddings=32768).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(policy_path).save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture
+def rewards_by_lot(monkeypatch):
+    """Rewards that differ within a group, as a random model's do not: else the filter would leave nothing to train."""
+    made, lot = Environment._reward_func, Random(0)
+
+    def make(self, *args):
+        func = made(self, *args)
+        return wraps(func)(lambda *args, **columns: [value + lot.random() for value in func(*args, **columns)])
+
+    monkeypatch.setattr(Environment, "_reward_func", make)
+
+
+def covering(jobs: list[QueuedRun]) -> list[QueuedRun]:
+    """Few runs that have each level of each axis."""
+    left, chosen = {level for job in jobs for level in job.planned.levels.items()}, []
+    while left:
+        chosen.append(max(jobs, key=lambda job: len(left & job.planned.levels.items())))
+        left -= chosen[-1].planned.levels.items()
+    return chosen
+
+
+def paper_jobs(overrides=None, *paths: Path) -> list[QueuedRun]:
+    return queue(read_experiments(paths or FILES, overrides), scale="paper", seeds=[1])
+
+
+# Of the log: what is there if, and only if, a run has the setting.
+TRACES = {
+    "beta": "kl",
+    "value_head": "ppo/value_loss",
+    "gradients_every": "grad/all/task/norm",
+    "snr_dynamic_sampling_rounds": "snr/sampling_rounds",
+    "snr_prompt_selection": "snr/predicted_variance",
+}
+
+
+def test_each_run_has_the_paper_s_size_and_settings_that_its_processes_accept(monkeypatch):
+    jobs = paper_jobs()
+    for job in jobs:
+        own, processes = job.planned.fields, job.launch.processes
+        rows = processes * own["per_device_train_batch_size"] * own["gradient_accumulation_steps"]
+        assert (own["model"], own["generation_batch_size"]) == ("Qwen/Qwen2.5-3B", 8 * 16)
+        assert rows * own["max_steps"] == 400 * 8 * 16
+    monkeypatch.setattr(TrainingArguments, "world_size", property(lambda self: processes))
+    _check_settings(jobs)
+    with pytest.raises(InputError, match="num_generations"):
+        _check_settings(paper_jobs({"num_generations": 3}, ROOT / "research" / "experiments" / "tab7.yaml"))
+
+
+def test_the_hours_of_a_run_are_those_of_the_arithmetic_in_the_docs():
+    """Of GRPO on FrozenLake: sampled at 1,000 tokens a second, evaluations included, and trained on at 10,000."""
+    plain, *_ = [
+        job
+        for job in paper_jobs(None, ROOT / "research" / "experiments" / "fig3.yaml")
+        if job.planned.levels["algorithm"] == "GRPO"
+    ]
+    assert plain.gpu_hours == pytest.approx((72_192 / 1_000 + 51_200 / 10_000) * 3_200 / 3_600)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_each_level_of_an_experiment_trains_with_the_model_cut_down(path, model, tmp_path, rewards_by_lot):
+    for job in covering(paper_jobs({**CUT, "model": model}, path)):
+        own, folder = job.planned.fields, tmp_path / job.planned.key
+        command = command_of(write_config(folder, job), job)
+        cli.main(command[command.index("ragen2_trl.cli") + 1 :])
+        rows = json.loads((folder / HISTORY_FILE).read_text())
+        logged = {key for row in rows for key in row}
+        assert [row["loss"] for row in rows if "loss" in row].count(0.0) < CUT["max_steps"] == rows[-1]["step"]
+        assert ("snr/kept_fraction" in logged) == (own["algo"] != "trl_grpo")
+        assert {row["entropy_coef"] for row in rows if "entropy_coef" in row} <= {own.get("entropy_coef")}
+        for name, trace in TRACES.items():
+            assert (trace in logged) == bool(own.get(name)), (job.name, name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "levels"),
+    [
+        ("tab4", ["algorithm=PPO", "env=sokoban"]),
+        ("tab4", ["algorithm=GRPO", "env=frozen_lake"]),
+        ("tab4", ["algorithm=RLOO", "env=countdown"]),
+        ("ours2", ["method=TRL", "prompts=countdown"]),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, list) else value,
+)
+def test_a_run_of_each_trainer_is_launched_by_accelerate_with_the_model_cut_down(
+    name, levels, model, tmp_path, capsys
+):
+    """Only the file of `accelerate launch` and the number of processes are others."""
+    for folder in ("research/experiments", "recipes", "accelerate_configs"):
+        shutil.copytree(ROOT / folder, tmp_path / folder)
+    path = tmp_path / "research" / "experiments" / f"{name}.yaml"
+    path.write_text(path.read_text().replace("zero2.yaml", "cpu_ddp.yaml").replace("processes: 4", "processes: 1"))
+    only = [*levels, *(["method=none"] if name == "tab4" else [])]
+    sets = [f"{field}={json.dumps(value)}" for field, value in {**CUT, "model": model}.items()]
+    where = ["--results", str(tmp_path / "results"), "--runs", str(tmp_path / "runs")]
+    main(["run", str(path), "--scale", "paper", "--only", *only, "--seeds", "1", *where, "--set", *sets])
+    told = capsys.readouterr().out
+    launch = tmp_path / "accelerate_configs" / "cpu_ddp.yaml"
+    assert f"accelerate launch --config_file {launch} --num_processes 1 -m ragen2_trl.cli train --config" in told
+    assert "GPU hours: an estimate, nothing of it was run on a GPU" in told
+    assert list(Store(tmp_path / "results").finished()["steps"]) == [CUT["max_steps"]]

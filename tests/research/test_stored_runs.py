@@ -1,0 +1,62 @@
+"""The runs in the store are those of the experiments, although settings have other names today than when they ran."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from ragen2_trl.trainers.selection import named_object
+from research.plan import PlannedRun, question, read_experiments
+from research.settings import STORED_NAMES, STORED_SELECTORS, as_stored, digest
+from research.store import Store
+
+RESEARCH = Path(__file__).parents[2] / "research"
+STORE = Store(RESEARCH / "results")
+
+
+@pytest.fixture(scope="module")
+def experiments():
+    return read_experiments(sorted((RESEARCH / "experiments").glob("*.yaml")))
+
+
+def test_every_planned_run_is_in_the_store(experiments):
+    planned = {one.key for experiment in experiments for one in experiment.planned_runs()}
+    assert len(planned) == 818
+    assert planned == STORE.done()
+
+
+def test_a_key_is_the_digest_of_what_the_store_says_of_the_run():
+    rows = STORE.finished()[["key", "fields", "seed"]].itertuples(index=False)
+    assert all(key == digest({"fields": json.loads(fields), "seed": seed}) for key, fields, seed in rows)
+
+
+def test_no_experiment_says_a_name_of_old(experiments):
+    old = {name for name in STORED_NAMES.values() if name.startswith("snr_")}
+    old |= {name for own in STORED_SELECTORS.values() for name in own} - {
+        "snr_strategy",
+        "snr_value",
+        "snr_include_zero",
+    }
+    assert old and not [
+        name for one in experiments for planned in one.planned_runs() for name in old & planned.fields.keys()
+    ]
+
+
+@pytest.mark.parametrize("name", STORED_SELECTORS)
+def test_each_selector_that_is_translated_is_one_that_settings_can_name(name):
+    assert callable(named_object(name, "snr_selector"))
+
+
+def test_each_experiment_is_still_what_its_record_says(experiments):
+    for one in experiments:
+        STORE.check(one, "tiny", quick=False)
+        fixed = {question(check) for check in STORE.fixed_checks(one)}
+        assert fixed <= {question(check) for check in one.checks}
+
+
+def test_a_setting_that_is_changed_is_another_run(experiments):
+    (tab6,) = (one for one in experiments if one.id == "tab6")
+    first, *_ = tab6.planned_runs()
+    changed = {**first.fields, "snr_selector": "research.ablations:select_quarter"}
+    assert PlannedRun(changed, first.seed, first.levels).key != first.key
+    assert as_stored(as_stored(first.fields)) == as_stored(first.fields)
