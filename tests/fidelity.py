@@ -46,7 +46,7 @@ def run(policy, args, dataset=None, reward=alternating, prepare=None, resume=Non
     def seeing(model, inputs):
         if model.training:
             trainer.seen.append(inputs)
-            trainer.weights.append(trainer._micro_batches.at_hand.weight)
+            trainer.weights.append(trainer._micro_step.weight)
         return compute(model, inputs)
 
     trainer._compute_loss = seeing

@@ -23,6 +23,7 @@ from ragen2_trl.envs.countdown.arithmetic import (
     solve,
     value_of,
 )
+from ragen2_trl.envs.countdown.environment import RagenCountdown
 
 ROW = {"seed": 1, "nums": [3, 4, 5], "target": 35}
 
@@ -54,10 +55,13 @@ def outcome(env, *answers, row=ROW):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [{}, {"operators": "+-"}, {"operators": "+-", "judge": "text"}, {"largest": 5}])
-def test_that_share_of_the_training_targets_is_out_of_reach_and_no_held_out_one(options):
-    env = Countdown(impossible=0.5, **options)
-    counted = "+-*/" if env.judge == "text" else env.operators
+@pytest.mark.parametrize(
+    ("task", "options"),
+    [(Countdown, {}), (Countdown, {"operators": "+-"}), (RagenCountdown, {}), (Countdown, {"largest": 5})],
+)
+def test_that_share_of_the_training_targets_is_out_of_reach_and_no_held_out_one(task, options):
+    env = task(impossible=0.5, **options)
+    counted = "+-*/" if task is RagenCountdown else env.operators
 
     def reachable(rows, operators):
         return [solve(row["nums"], row["target"], operators) is not None for row in rows]
@@ -67,7 +71,7 @@ def test_that_share_of_the_training_targets_is_out_of_reach_and_no_held_out_one(
     assert all(10 <= row["target"] <= 99 for row in rows)
     assert len(env.demonstrations(60, seed=0)) == sum(reachable(rows, env.operators))
     held = env.dataset(30, seed=0, split="test")
-    assert held.to_list() == Countdown(**options).dataset(30, seed=0, split="test").to_list()
+    assert held.to_list() == task(**options).dataset(30, seed=0, split="test").to_list()
 
 
 def test_impossible_tasks_are_generated_and_not_loaded(tmp_path):

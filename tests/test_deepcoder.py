@@ -27,7 +27,7 @@ pytestmark = pytest.mark.slow
     [
         (
             {"config": "apps"},
-            r"config must be one of \['primeintellect', 'taco', 'lcbv5', 'codeforces', 'mixture'\], got 'apps'",
+            r"config must be one of \['primeintellect', 'taco', 'lcbv5', 'codeforces'\], got 'apps'",
         ),
         ({"max_tests": 1}, "max_tests must be an integer between 2 and 100, got 1"),
         ({"test_seconds": 0}, "test_seconds must be between 1 and 60, got 0"),

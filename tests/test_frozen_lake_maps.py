@@ -9,7 +9,7 @@ from gymnasium.envs.toy_text.frozen_lake import generate_random_map
 from lakes import answer, grids_of, score
 
 from ragen2_trl.envs import FrozenLake
-from ragen2_trl.envs.frozen_lake import distances_to_goal, find, frozen_cells, moves_between
+from ragen2_trl.envs.frozen_lake import RagenFrozenLake, distances_to_goal, find, frozen_cells, moves_between
 from ragen2_trl.envs.tasks import held_out
 
 
@@ -94,16 +94,19 @@ def has_way(grid):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [{}, {"size": 3}, {"frozen": 1.0}, {"generator": "ragen2"}])
-def test_that_share_of_the_training_maps_has_no_way_and_held_out_maps_all_have_one(options):
-    env = FrozenLake(impossible=0.7, **options)
+@pytest.mark.parametrize(
+    ("task", "options"),
+    [(FrozenLake, {}), (FrozenLake, {"size": 3}), (FrozenLake, {"frozen": 1.0}), (RagenFrozenLake, {})],
+)
+def test_that_share_of_the_training_maps_has_no_way_and_held_out_maps_all_have_one(task, options):
+    env = task(impossible=0.7, **options)
     grids = grids_of(env.dataset(600, seed=0))
     assert sum(map(has_way, grids)) / 600 == pytest.approx(0.3, abs=0.06)
     assert all(len(find(grid, symbol)) == 1 for grid in grids for symbol in "SG")
     assert not any(held_out("\n".join(grid)) for grid in grids)
     assert env.dataset(600, seed=0).to_list() == env.dataset(600, seed=0).to_list()
     held = env.dataset(100, seed=0, split="test")
-    assert held.to_list() == FrozenLake(**options).dataset(100, seed=0, split="test").to_list()
+    assert held.to_list() == task(**options).dataset(100, seed=0, split="test").to_list()
 
 
 def test_an_impossible_map_rewards_nobody_and_is_not_demonstrated():
