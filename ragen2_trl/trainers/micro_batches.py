@@ -120,7 +120,9 @@ class MicroBatches:
             sum(len(batch[KEPT]) for batch in micro_batches),
             sum(int(batch[KEPT].sum()) for batch in micro_batches),
         ]
-        if len(set(self.accelerator.gather(torch.tensor(rows, device=self.accelerator.device)).tolist())) > 1:
+        counts = self.accelerator.gather(torch.tensor(rows, device=self.accelerator.device)).tolist()
+        # Rows of several rounds may be some with images and some without, which TRL's micro-batches do not tell apart.
+        if len(set(counts)) > 1 or self.args.snr_dynamic_sampling_rounds > 0:
             self.generated = micro_batches
             return micro_batches
         # Every row of every process is kept, as many on each: TRL's own mean over TRL's own micro-batches.
