@@ -79,7 +79,7 @@ class MutualInformationCallback(TrainerCallback):
             every 10th step. Where rows are logged by epoch, every 10th step; where none are, never. A row holds the
             latest measurement of its steps.
         num_completions (`int`, *optional*, defaults to `64`):
-            Reasonings that are scored in each scope, drawn without replacement.
+            Reasoning traces that are scored in each scope, drawn without replacement.
         max_prompts (`int`, *optional*, defaults to `64`):
             Prompts that they are scored under, if the batch has more.
         min_prompts (`int`, *optional*, defaults to `8`):

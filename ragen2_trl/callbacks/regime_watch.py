@@ -55,17 +55,17 @@ def evidence_of(
     """A measurement, with what the trainer has logged of the completions that were measured.
 
     Args:
-        trainer: Amid the optimizer step `step`.
+        trainer: During the optimizer step `step`.
         metrics: From `information_metrics`.
         valid_rate: Share of turns whose reasoning is closed by a tag.
         beside: Of each generation that was measured, `logged_beside`; they have as many completions each.
     """
-    accounting = getattr(trainer, "_empty_steps", None)  # of our trainer, where not every step has an update
+    empty = getattr(trainer, "_empty_steps", None)  # of our trainer, where not every step has an update
     known = {name: [one[name] for one in beside if name in one] for name in ("success", "clipped_ratio")}
     return Evidence.of(
         metrics,
         step=step,
-        updates=trainer.state.global_step - (accounting.empty_steps if accounting else 0),
+        updates=trainer.state.global_step - (empty.empty_steps if empty else 0),
         valid_thinking_rate=valid_rate,
         **{name: fmean(values) for name, values in known.items() if values},
     )

@@ -231,7 +231,7 @@ def _concatenate(key: str, parts: list[Batch], side: str | None, widths: Widths,
     if len({shape[1:] for shape in shapes}) > 1:
         raise ValueError(
             f"{key!r} has the shapes {[tuple(part[key].shape) for part in parts]}; allowed: as wide as the "
-            "completions, the prompts or both in each batch, or the same shape in all but for the number of rows."
+            "completions, the prompts or both in each batch, or the same shape in all except for the number of rows."
         )
     return torch.cat(padded)
 

@@ -78,7 +78,7 @@ def load_state(
     if any(other != layout for other in layouts):
         logger.warning(
             f"The checkpoint was written with {layouts[0]} and is resumed with {layout}: the generation batch in "
-            "progress and groups that wait for the next, if any, are sampled anew."
+            "progress and groups that wait for the next, if any, are sampled again."
         )
         return shared, None
     return shared, send_to_device(state["own"], accelerator.device)

@@ -125,8 +125,10 @@ def check_subclass(trainer_class: type, args: SNRFilterConfig) -> None:
                 raise TypeError(
                     f"{owner.__name__}.{name} must call super().{name}, in which the filter works; it does not."
                 )
-    own = {name for owner in _own_classes(trainer_class) for name in vars(owner)}
-    if args.snr_dynamic_sampling_rounds > 0 and {"_calculate_rewards", "_generate_and_score_completions"} <= own:
+    if args.snr_dynamic_sampling_rounds > 0 and {
+        "_calculate_rewards",
+        "_generate_and_score_completions",
+    } <= _overridden(trainer_class):
         raise TypeError(
             f"snr_dynamic_sampling_rounds={args.snr_dynamic_sampling_rounds} makes a batch of several rounds, and "
             f"what {trainer_class.__name__}._calculate_rewards leaves for its own _generate_and_score_completions is "
@@ -138,8 +140,8 @@ def check_subclass(trainer_class: type, args: SNRFilterConfig) -> None:
 def check_mask_loss(trainer_class: type, args: SNRFilterConfig) -> None:
     """Refuse `snr_mode="mask"` for a loss that is not TRL's: nobody else knows what it is a mean over, or whether it
     leaves alone what is masked."""
-    own = {name for owner in _own_classes(trainer_class) for name in vars(owner)}
-    if args.snr_mode == "mask" and (found := sorted({"compute_loss", "_compute_loss"} & own)):
+    found = sorted({"compute_loss", "_compute_loss"} & _overridden(trainer_class))
+    if args.snr_mode == "mask" and found:
         raise TypeError(
             f"snr_mode='mask' cannot weigh the loss of {trainer_class.__name__}.{found[0]}; allowed with it: the "
             "losses of TRL. snr_mode='drop' supports every loss."
@@ -151,6 +153,11 @@ def _own_classes(trainer_class: type) -> Iterator[type]:
     for owner in trainer_class.__mro__:
         if owner.__module__.partition(".")[0] not in ("ragen2_trl", "trl", "transformers", "builtins"):
             yield owner
+
+
+def _overridden(trainer_class: type) -> set[str]:
+    """What a subclass of ours has of its own, by name."""
+    return {name for owner in _own_classes(trainer_class) for name in vars(owner)}
 
 
 def _calls_super(method: Any, name: str) -> bool:

@@ -95,7 +95,7 @@ def _deal_segment(rows: list[Row], lengths: Sequence[Sequence[int]], num_filled:
 
 
 def _deal_at_home(rows: list[Row], num_processes: int, num_filled: int) -> Deal:
-    """Each process its own rows, but for those it has too many of, in blocks of a like length."""
+    """Each process its own rows, except those it has too many of, in blocks of a like length."""
     shares = _prefer_home(_deal_to_and_fro(rows, num_processes, start=0))
     place = {row: number for number, row in enumerate(rows)}
     cuts = [_cut(sorted(share, key=place.__getitem__), num_filled) for share in shares]

@@ -11,6 +11,7 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object, recursively_apply, send_to_device
 from torch import Tensor
 
+from ragen2_trl.rollout_events import extend
 from ragen2_trl.trainers.batches import Batch, join, take
 from ragen2_trl.trainers.dealing import Deal, Row
 
@@ -140,18 +141,17 @@ def gathering_uneven_rows(accelerator: Accelerator) -> Iterator[None]:
 
     Collectives need the same shape from all. What is missing comes as NaN, which TRL's means and extremes leave out.
     """
-    gather = accelerator.gather
 
-    def gather_padded(tensor: Any) -> Any:
+    def gather_padded(gather: Callable[[Any], Any], tensor: Any) -> Any:
         if isinstance(tensor, Tensor) and tensor.ndim and tensor.is_floating_point():
             tensor = accelerator.pad_across_processes(tensor, pad_index=torch.nan)
         return gather(tensor)
 
-    accelerator.gather = gather_padded
+    take_off = extend(accelerator, "gather", gather_padded)
     try:
         yield
     finally:
-        accelerator.gather = gather
+        take_off()
 
 
 def own_share(rows: Any, accelerator: Accelerator) -> Any:

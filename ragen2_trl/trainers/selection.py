@@ -178,9 +178,9 @@ class GroupFilter:
         self.known_range = known_range
         self.reward_range: tuple[float, float] | None = None
         # A number of groups is one of each batch; what somebody else selects is of the groups that it is given.
-        small = args.groups_per_generation < FEW_GROUPS and args.snr_strategy != "top_k_abs"
         self.recent: RecentGroups | None = None
-        if isinstance(self.selector, ScoreSelector) and small:
+        ranks = isinstance(self.selector, ScoreSelector) and self.selector.strategy != "top_k_abs"
+        if ranks and args.groups_per_generation < FEW_GROUPS:
             self.recent = RecentGroups(args.seed, self.selector.most_dropped)
 
     @property

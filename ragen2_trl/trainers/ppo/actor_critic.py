@@ -115,7 +115,7 @@ def _give_critic_its_rate(optimizer: Any, critic: nn.Module, rate: float) -> Non
 def _hold_policy_back(scheduler: Any, num_steps: int) -> None:
     """Keep the policy's learning rate at 0 for so many optimizer steps, while the critic learns to foresee returns.
 
-    Its gradients are still computed, so that the optimizer's moments are at hand when it begins.
+    Its gradients are still computed, so that the optimizer's moments are there when it begins.
     """
     if num_steps == 0:
         return
