@@ -1,12 +1,12 @@
 """Whether reasoning still depends on its input, measured while a model trains (arXiv 2604.06268)."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from math import ceil
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import numpy as np
 import torch
@@ -50,6 +50,7 @@ from ragen2_trl.rollout_events import (
     listen,
     log_row,
 )
+from ragen2_trl.trainers.stock import StockTrainer
 
 logger = get_logger(__name__)
 
@@ -130,26 +131,26 @@ class MutualInformationCallback(TrainerCallback):
             raise ValueError(f"scopes must name at least one of {(*SCOPES, REFERENCE_SCOPE)}, got {scopes!r}")
         for scope in scopes:
             check_choice("scopes", scope, (*SCOPES, REFERENCE_SCOPE))
-        self.trainer = trainer
+        self.trainer = cast(StockTrainer, trainer)
         self.every = every
-        self.cadence = Cadence(trainer, every)
+        self.cadence = Cadence(self.trainer, every)
         self.scopes = tuple(scopes)
         self.leading_scope = next((scope for scope in scopes if scope != REFERENCE_SCOPE), None)
         self.stop_on = stop_on
         self.sampling = Sampling(
             num_completions,
             max_prompts,
-            trainer.args.temperature,
+            self.trainer.args.temperature,
             max_tokens_per_forward,
             split_over_processes=trainer.accelerator.num_processes > 1,
         )
         self.min_prompts = min_prompts
         record = keep_record(trainer)
-        if (line := what_layout_means(trainer, min_prompts)) is not None:
+        if (line := what_layout_means(self.trainer, min_prompts)) is not None:
             logger.warning(line)
             record.texts.add(POOL_FILE)
         self._listener: Listener | None = None
-        self._pool = Pool(trainer, min_prompts)
+        self._pool = Pool(self.trainer, min_prompts)
         self._reset()
 
     def _reset(self) -> None:
@@ -320,7 +321,7 @@ class MutualInformationCallback(TrainerCallback):
     def _with_texts(
         self, step: int, measurement: Measurement, trajectories: Trajectories, rewards: torch.Tensor
     ) -> SavedMeasurement:
-        decode = self.trainer._tokenizer.decode
+        decode: Callable[..., Any] = self.trainer._tokenizer.decode  # a string for ids of one text
         contexts = [trajectories.first_context(i) for i in measurement.columns]
         distinct = {context: contexts.index(context) for context in contexts}  # a prompt may come several times
         columns = list(distinct.values())
@@ -329,7 +330,7 @@ class MutualInformationCallback(TrainerCallback):
             step=step,
             metrics=measurement.metrics,
             regime=None if self._finding is None or self._finding.evidence.step != step else self._finding.regime,
-            prompts=[decode(context, skip_special_tokens=True) for context in distinct],
+            prompts=[decode(list(context), skip_special_tokens=True) for context in distinct],
             traces=[decode(trajectories[i][0].reasoning, skip_special_tokens=True) for i in measurement.trajectories],
             prompt_index=place[measurement.prompt_index],
             lengths=measurement.lengths,
@@ -397,7 +398,7 @@ class Cadence:
         every: See `MutualInformationCallback`.
     """
 
-    trainer: Trainer
+    trainer: StockTrainer
     every: int | None
 
     def asks(self, step: int, last: int | None) -> bool:
@@ -502,9 +503,9 @@ def warn_of_unequal_prompts(rollout: Rollout, groups: list[int]) -> None:
     prompts: dict[int, set[tuple[int, ...]]] = {}
     for group, prompt in zip(groups, rollout.prompt_ids, strict=True):
         prompts.setdefault(group, set()).add(tuple(prompt))
-    group = next((group for group, distinct in prompts.items() if len(distinct) > 1), None)
-    if group is not None:
+    unequal = next((group for group, distinct in prompts.items() if len(distinct) > 1), None)
+    if unequal is not None:
         logger.warning_once(
-            f"The completions of group {group} have {len(prompts[group])} different prompts. Each is scored as a "
+            f"The completions of group {unequal} have {len(prompts[unequal])} different prompts. Each is scored as a "
             "prompt of its own, but advantages within such a group compare answers to different questions."
         )

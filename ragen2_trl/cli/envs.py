@@ -42,7 +42,7 @@ def all_tasks() -> Table:
     table = Table(title="Tasks (--env_name), options (--env_args key=value), presets (--env_args preset=NAME)")
     for column in ("task", "what it is", "its own options", "presets"):
         table.add_column(column, overflow="fold")
-    shared = options_of(Environment)
+    shared = options_of(Environment)  # type: ignore[type-abstract]  # its signature is read, nothing is made
     for name, task in sorted(ENVIRONMENTS.items()):
         what = " ".join((inspect.getdoc(task) or "").split("\n\n")[0].split())
         own = [option for option in options_of(task) if option not in shared]

@@ -97,7 +97,9 @@ def _make_trainer(arguments: DiagnoseArguments, scratch: str) -> tuple[SNRFilter
             disable_tqdm=True,
         )
     model, tokenizer = load_model(arguments.model)
-    rollout = {"rollout_func": TextRollout(env, arguments.max_turn_tokens)} if env.needs_rollout else {}
+    rollout: dict[str, Any] = (
+        {"rollout_func": TextRollout(env, arguments.max_turn_tokens)} if env.needs_rollout else {}
+    )
     trainer = SNRFilteredGRPOTrainer(model, env.reward_funcs, args, tasks, processing_class=tokenizer, **rollout)
     return trainer, [row for row in tasks for _ in range(arguments.num_samples)]
 

@@ -81,4 +81,5 @@ def load_state(
             "progress and groups that wait for the next, if any, are sampled again."
         )
         return shared, None
+    assert state is not None  # as its layout is this one
     return shared, send_to_device(state["own"], accelerator.device)

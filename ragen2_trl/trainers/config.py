@@ -1,16 +1,22 @@
 """The filter's settings, mixed into the configuration of each trainer."""
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from ragen2_trl.filtering import SCORES, STRATEGIES, check_choice, check_selection_value
 from ragen2_trl.trainers.selection import named_object
+
+if TYPE_CHECKING:
+    from ragen2_trl.trainers.stock import StockConfig
+else:
+    StockConfig = object  # it is mixed in before one of TRL's
 
 MODES = ("drop", "mask")
 OF_TOKENS = ("entropy", "entropy_variance", "length")  # scores that are of what was sampled, and not of its reward
 
 
 @dataclass
-class SNRFilterConfig:
+class SNRFilterConfig(StockConfig):
     r"""
     The settings of the filter, the same for each trainer. The defaults are the paper's recommendation: keep the
     prompts that hold 90 % of the summed reward variance, drop those without any.

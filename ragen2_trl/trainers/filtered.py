@@ -10,7 +10,7 @@ import textwrap
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from accelerate.logging import get_logger
@@ -53,6 +53,11 @@ from ragen2_trl.trainers.selection import (
 )
 from ragen2_trl.trainers.turn_samples import check_turn_samples, sampled_tokens, with_turn_samples
 
+if TYPE_CHECKING:
+    from ragen2_trl.trainers.stock import StockTrainer
+else:
+    StockTrainer = object  # it is mixed in before one of TRL's
+
 CLIP_RATIOS = tuple(f"clip_ratio/{name}" for name in ("low_mean", "low_min", "high_mean", "high_max", "region_mean"))
 # What a trainer brings along, as `package.module:name` of a function that takes it: by name, as the filter knows
 # nothing of callbacks and of what they report.
@@ -60,7 +65,7 @@ COMPANIONS = ("ragen2_trl.callbacks.run_record:keep_record",)
 logger = get_logger(__name__)
 
 
-class SNRFilter:
+class SNRFilter(StockTrainer):
     """Trains one of TRL's trainers only on the prompt groups that carry signal. Mixed in before that trainer.
 
     What is particular to a trainer: its configurations, what its loss is a mean over, and what becomes of advantages
@@ -224,7 +229,10 @@ class SNRFilter:
             self._empty_steps.entropy = self._entropy_of_some(batch)
         self._finish_advantages(batch)
         if TURN_SAMPLES in batch:
-            logps = {"old_per_token_logps": self._logps_now, "ref_per_token_logps": self._reference_logps}
+            logps: dict[str, Callable[[Batch], Tensor]] = {
+                "old_per_token_logps": self._logps_now,
+                "ref_per_token_logps": self._reference_logps,
+            }
             batch = with_turn_samples(
                 batch, end_tokens(self), logps, self.args, self._tokenizer.pad_token_id, self.accelerator
             )
@@ -252,6 +260,7 @@ class SNRFilter:
         """Which groups of a batch are kept; its advantages become theirs."""
         rewards = self.rollout_events.group_rewards
         per_func = self.rollout_events.rewards_per_func
+        assert per_func is not None  # a batch has been scored
         tokens = self.accelerator.gather(sampled_tokens(batch)).cpu()  # (B,)
         groups = Groups(
             rewards,
@@ -345,8 +354,11 @@ class SNRFilter:
     @torch.no_grad()
     def _logps_and_entropies(
         self, batch: Batch, compute_entropy: bool = False, model: Any = None
-    ) -> tuple[Tensor, Tensor | None]:
-        """(rows, T) each, log-probs and entropies in nats under the present weights, or under those of a model."""
+    ) -> tuple[Tensor, Any]:
+        """(rows, T) each, log-probs and entropies in nats under the present weights, or under those of a model.
+
+        Without `compute_entropy`, entropies are `None`.
+        """
         parts = [
             self._get_per_token_logps_and_entropies(
                 self.model if model is None else model,
@@ -404,7 +416,7 @@ class SNRFilter:
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         folder = os.path.join(self._get_output_dir(trial=trial), f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
         shared = {"filter": self._filter.state(), "steps": self._empty_steps.state(), "prompts": self._prompts.state()}
-        own = {"step": self._step, "buffered_inputs": None, "micro_batches": None}
+        own: dict[str, Any] = {"step": self._step, "buffered_inputs": None, "micro_batches": None}
         if self._step % (self.args.steps_per_generation * self.num_iterations) != 0:
             # TRL samples again after a resume; a checkpoint in the middle of a generation batch takes it along.
             own |= {"buffered_inputs": self._buffered_inputs, "micro_batches": self._micro_batches.state()}

@@ -73,6 +73,7 @@ class SNRFilteredRLOOTrainer(SNRFilter, RLOOTrainer):
     _name = "SNR-filtered RLOO"
     _config_class: ClassVar[type] = SNRFilteredRLOOConfig
     _trl_config_class: ClassVar[type] = RLOOConfig
+    args: SNRFilteredRLOOConfig
 
     def __init__(self, model: Any, reward_funcs: Any = None, args: Any = None, *positional: Any, **kwargs: Any):
         for name in ("rollout_func", "environment_factory", "tools"):

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -179,9 +180,9 @@ class GroupFilter:
         self.reward_range: tuple[float, float] | None = None
         # A number of groups is one of each batch; what somebody else selects is of the groups that it is given.
         self.recent: RecentGroups | None = None
-        ranks = isinstance(self.selector, ScoreSelector) and self.selector.strategy != "top_k_abs"
-        if ranks and args.groups_per_generation < FEW_GROUPS:
-            self.recent = RecentGroups(args.seed, self.selector.most_dropped)
+        own, few = self.selector, args.groups_per_generation < FEW_GROUPS
+        if few and isinstance(own, ScoreSelector) and own.strategy != "top_k_abs":
+            self.recent = RecentGroups(args.seed, own.most_dropped)
 
     @property
     def keeps_everything(self) -> bool:
@@ -208,11 +209,8 @@ class GroupFilter:
         signal = ~zero_variance(groups.rewards)
         if isinstance(self.selector, ScoreSelector):
             scores = self.selector.scores(groups).cpu()
-            select = self.selector.select
-            if self.recent is None:
-                kept = select(scores, signal, groups.reward_range)
-            else:
-                kept = self.recent.select(scores, signal, lambda *of: select(*of, groups.reward_range))
+            select = partial(self.selector.select, reward_range=groups.reward_range)
+            kept = select(scores, signal) if self.recent is None else self.recent.select(scores, signal, select)
             return Selection(groups.rewards, scores, kept)
         kept = self.selector(groups)
         size = tuple(groups.rewards.shape)
