@@ -225,7 +225,7 @@ class Probe:
 
     def __init__(self, trainer: StockTrainer, model: nn.Module, local: LocalRollout, entropy_coef: float | None):
         self.model, self.accelerator = model, trainer.accelerator
-        self.trainer: Any = copy.copy(trainer)
+        self.trainer = cast(Any, copy.copy(trainer))  # with what is set on it
         self.trainer._metrics = {mode: defaultdict(list) for mode in ("train", "eval")}
         # What TRL divides by for micro-batches and windows, whichever way a release of it does, is 1.
         self.trainer.current_gradient_accumulation_steps = 1
@@ -237,7 +237,7 @@ class Probe:
             with trainer.compute_loss_context_manager():
                 self.batch = self.trainer._with_all_groups(local.inputs, self.batch)
         # From here on for losses alone, of which processes have different numbers, over different numbers of rows.
-        self.trainer.accelerator = cast(Accelerator, _Alone(self.accelerator))
+        self.trainer.accelerator = _Alone(self.accelerator)
         lengths = loss_mask(self.batch).sum(dim=1).float().mean()
         self.mean_length = self.accelerator.reduce(lengths, reduction="mean").clamp(min=1.0)  # tokens a row
         named = [(n, p) for n, p in model.named_parameters() if p.requires_grad and not n.startswith(f"{CRITIC}.")]

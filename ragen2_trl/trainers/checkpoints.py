@@ -25,7 +25,7 @@ LAYOUT_FIELDS = (
 )
 
 
-class ResumableSampler(Sampler):
+class ResumableSampler(Sampler[int]):
     """TRL's sampler, with the permutation of the current epoch also in a process that starts at a later one."""
 
     def __init__(self, sampler: RepeatSampler, trainer: Trainer):

@@ -410,7 +410,7 @@ class SNRFilter(StockTrainer):
 
     # Checkpoints
 
-    def _get_train_sampler(self, dataset: Dataset | None = None) -> Sampler:
+    def _get_train_sampler(self, dataset: Dataset | None = None) -> Sampler[int]:
         return ResumableSampler(super()._get_train_sampler(dataset), self)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:

@@ -26,7 +26,9 @@ import random
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
@@ -52,7 +54,7 @@ CASES = [  # shape, model, vocabulary, rounds
     ("64 x 64", "hidden 768, 8 layers", 8_192, 1),
 ]
 ROWS = 4
-SIZES = {
+SIZES: dict[str, Any] = {
     "vocab_size": 8_192,
     "hidden_size": 256,
     "intermediate_size": 768,
@@ -67,7 +69,7 @@ SIZES = {
 }
 PLAIN = "Qwen3: full attention"
 LINEAR, FULL, SLIDING = "linear_attention", "full_attention", "sliding_attention"
-KINDS = {  # model type, and what it has beside SIZES
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {  # model type, and what it has beside SIZES
     PLAIN: ("qwen3", {}),
     "Mistral: a window of 128": ("mistral", {"sliding_window": 128}),
     "Gemma 3: three of four layers with a window of 128": (
@@ -161,16 +163,18 @@ def measure_case(shape: str, model: str, vocabulary: int, rounds: int) -> dict:
     policy, prompts, reasonings = make_case(shape, model, vocabulary)
     chosen = prompts[:1]
     cross_score(policy, prompts[:1], reasonings[:4])  # warm
-    seconds, tokens, matrices = {"reference": [], "ours": []}, {}, {}
+    spent: dict[str, list[float]] = {"reference": [], "ours": []}
+    tokens: dict[str, float] = {}
+    matrices: dict[str, torch.Tensor] = {}
     for name, score in (("reference", reference), ("ours", cross_score)) * rounds:
         with count_tokens(policy) as counts:
             start = now()
             matrices[name] = score(policy, chosen, reasonings)
-            seconds[name].append(now() - start)
+            spent[name].append(now() - start)
         tokens[name] = sum(counts)
     # Whether a cache can be reused is tried once, on the first of all N prompts, in the three passes after its own.
     tokens["ours"] -= sum(counts[1:4]) * (1 - 1 / len(prompts))
-    seconds = {name: min(values) for name, values in seconds.items()}
+    seconds = {name: min(values) for name, values in spent.items()}
     bound = len(chosen[0]) + sum(map(len, reasonings))
     memory = {}
     for name in seconds:
@@ -208,7 +212,8 @@ def print_extra_memory(name: str, shape: str, model: str, vocabulary: str) -> No
     policy, prompts, reasonings = make_case(shape, model, int(vocabulary))
     in_use = reset_peak_memory()
     longest = sorted(reasonings, key=len)[-16:]  # the most there is to pad, and enough to fill a chunk
-    {"reference": reference, "ours": cross_score}[name](policy, prompts[:1], longest)
+    ways: dict[str, Callable[..., torch.Tensor]] = {"reference": reference, "ours": cross_score}
+    ways[name](policy, prompts[:1], longest)
     print(peak_memory() - in_use)
 
 
@@ -225,13 +230,14 @@ def measure_caches() -> list[dict]:
     rng = random.Random(0)
     prompts = [[rng.randrange(8_192) for _ in range(prompt_length)] for _ in range(num_prompts)]
     reasonings = [[rng.randrange(8_192) for _ in range(length)] for _ in range(num_reasonings)]
-    rows = []
+    rows: list[dict] = []
     for kind, (model_type, particular) in KINDS.items():
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[model_type](**SIZES | particular)).eval()
         cross_score(model, prompts[:1], reasonings[:4])  # warm
         ways = {"shared": scoring.share, "copied": copied_cache}
-        elements, seconds, matrices = {}, {way: [] for way in ways}, {}
+        seconds: dict[str, list[float]] = {way: [] for way in ways}
+        elements, matrices = {}, {}
         for way, share in list(ways.items()) * 3:
             scoring.share = share
             with count_cache_elements(model) as counts:
@@ -240,7 +246,11 @@ def measure_caches() -> list[dict]:
                 seconds[way].append(now() - start)
             elements[way] = max(counts)
         scoring.share = ways["shared"]
-        row = {"kind": kind, "elements": elements, "seconds": {way: min(values) for way, values in seconds.items()}}
+        row: dict[str, Any] = {
+            "kind": kind,
+            "elements": elements,
+            "seconds": {way: min(values) for way, values in seconds.items()},
+        }
         row["largest_difference_nats"] = (matrices["shared"] - matrices["copied"]).abs().max().item()
         rows.append(row)
         row["elements_of_plain"] = {way: elements[way] / rows[0]["elements"]["shared"] for way in ways}

@@ -109,7 +109,8 @@ def make_model(size: str, sizes: Sizes) -> Qwen2ForCausalLM:
     if not torch.cuda.is_available():  # where bfloat16 is slow, and nothing is learnt from it
         return Qwen2ForCausalLM(config)
     with torch.device("cuda"):
-        return Qwen2ForCausalLM(config).to(torch.bfloat16)
+        model: Any = Qwen2ForCausalLM(config)  # whose `to` is wrapped in a way that hides its arguments
+        return model.to(torch.bfloat16)
 
 
 @functools.cache
@@ -154,10 +155,11 @@ def measure_scoring(size: str, shape: tuple[int, int, int, int], sizes: Sizes) -
     policy = make_model(size, sizes).eval().to(torch.bfloat16)
     prompts, reasonings = make_texts(*shape, sizes.vocabulary)
     chosen = prompts[:8]
-    ways = {"reference": reference, "default": cross_score}
+    ways: dict[str, Callable[..., torch.Tensor]] = {"reference": reference, "default": cross_score}
     ways |= {str(tokens): partial(cross_score, max_tokens_per_forward=tokens) for tokens in sizes.tokens}
     cross_score(policy, chosen[:1], reasonings[:4])  # warm
-    seconds, memory, tokens, matrices = {name: [] for name in ways}, {}, {}, {}
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    memory, tokens, matrices = {}, {}, {}
     for name, score in list(ways.items()) * sizes.rounds:
         of = chosen[:1] if name == "reference" else chosen
         in_use = reset_peak_memory()
@@ -191,8 +193,9 @@ def measure_step(size: str, variant: str, sizes: Sizes) -> dict[str, Any]:
     def alternating(completions: list[Any], **columns: Any) -> list[float]:
         return [float(number // 8 % 2 and number % 2) for number in range(len(completions))]
 
+    rewards: list[Any] = [*env.reward_funcs, alternating]
     with tempfile.TemporaryDirectory() as folder:
-        settings = {
+        settings: dict[str, Any] = {
             **BASE,
             "output_dir": folder,
             "per_device_train_batch_size": 8,
@@ -205,10 +208,10 @@ def measure_step(size: str, variant: str, sizes: Sizes) -> dict[str, Any]:
             "logging_strategy": "steps",
             "logging_steps": 1,
         }
-        snr = {"snr_strategy": "none"}  # keeps exactly the groups with variance
+        snr: dict[str, Any] = {"snr_strategy": "none"}  # keeps exactly the groups with variance
         trainer = (SNRFilteredGRPOTrainer if filtered else GRPOTrainer)(
             make_model(size, sizes),
-            [*env.reward_funcs, alternating],
+            rewards,
             SNRFilteredGRPOConfig(**settings, **snr) if filtered else GRPOConfig(**settings),
             env.dataset(8 * sizes.steps, seed=0),
             processing_class=_tokenizer(),

@@ -18,6 +18,7 @@ import statistics
 import tempfile
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from trl import GRPOConfig, GRPOTrainer
@@ -38,7 +39,7 @@ CASES = {
     "task, entropy": {"entropy_coef": 0.001},
     "task, entropy, KL": {"entropy_coef": 0.001, "beta": 0.01},
 }
-DEMO = {
+DEMO: dict[str, Any] = {
     "num_generations": 8,
     "per_device_train_batch_size": 32,
     "gradient_accumulation_steps": 4,
@@ -59,7 +60,8 @@ def cost(settings: dict, steps: int) -> dict[str, float]:
     """Median seconds of a measurement and of a step without it; the first step warms up."""
     env = make_env("frozen_lake")
     args = GRPOConfig(tempfile.mkdtemp(), max_steps=steps + 1, **DEMO, **settings)
-    trainer = GRPOTrainer(str(TINY_MODEL_PATH), env.reward_funcs, args, env.dataset(256, seed=0))
+    reward_funcs: list[Any] = env.reward_funcs
+    trainer = GRPOTrainer(str(TINY_MODEL_PATH), reward_funcs, args, env.dataset(256, seed=0))
     trainer.add_callback(GradientSNRCallback(trainer, every=1))
     trainer.train()
     rows = [row for row in trainer.state.log_history if "grad/seconds" in row][1:]
