@@ -101,8 +101,8 @@ def measure_gradients(
     size = local.rewards.shape[1]
     halves = [split_in_halves(groups, size, generator) for groups in [*buckets, left_over]]
     with _probe(trainer, local, entropy_coef) as probe:
-        cells = probe.deal([half for pair in halves for half in pair])
-        pairs = list(zip(cells[0::2], cells[1::2], strict=True))
+        dealt = probe.deal([half for pair in halves for half in pair])
+        pairs = list(zip(dealt[0::2], dealt[1::2], strict=True))
 
         def measure(groups: list[int], gradients: dict[str, tuple[Gradient, Gradient]], rows: tuple[int, int]) -> Any:
             of_groups = stds[groups].tolist()
@@ -246,21 +246,21 @@ class Probe:
         self.coefficients = _coefficients(trainer, self.batch, entropy_coef)
         self.parts = _parts(self.coefficients, _coefficients(trainer, self.batch, None))
 
-    def deal(self, cells: Sequence[Sequence[int]]) -> list[list[ForwardStep]]:
+    def deal(self, lists: Sequence[Sequence[int]]) -> list[list[ForwardStep]]:
         """Forward passes for lists of rows, numbered over all processes, which get equal shares of each."""
         own, processes = len(self.batch["prompt_ids"]), self.accelerator.num_processes
         size = self.trainer.args.per_device_train_batch_size * processes
-        chunks = [[cell[start : start + size] for start in range(0, len(cell), size)] for cell in cells]
+        chunks = [[rows[start : start + size] for start in range(0, len(rows), size)] for rows in lists]
         deal = [
             [[divmod(row, own) for row in chunk[process::processes]] for process in range(processes)]
-            for cell in chunks
-            for chunk in cell
+            for parts in chunks
+            for chunk in parts
         ]
         tokenizer, multiple = self.trainer._tokenizer, self.trainer.pad_to_multiple_of
         arguments = (self.batch, list(range(own)), deal, self.accelerator, tokenizer.pad_token_id, multiple)
         self.batch, place = exchange_rows(*arguments)
         me = iter([shares[self.accelerator.process_index] for shares in deal])
-        return [[ForwardStep([place[row] for row in next(me)], len(chunk)) for chunk in cell] for cell in chunks]
+        return [[ForwardStep([place[row] for row in next(me)], len(chunk)) for chunk in parts] for parts in chunks]
 
     def gradients(self, halves: Sequence[Sequence[ForwardStep]]) -> dict[str, tuple[Gradient, Gradient]]:
         """Of each part of the loss, the mean gradients of the samples of two halves."""

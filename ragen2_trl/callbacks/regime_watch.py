@@ -72,8 +72,8 @@ def evidence_of(
 
 def regime_flags(finding: Finding) -> dict[str, float]:
     """What a measurement says, for the logs: 1 or 0 each, and nothing of what it cannot tell."""
-    decided = finding.regime in (*DEPENDENT, *COLLAPSES, "independent")
-    flags = {"decided": decided, "collapsed": finding.regime in COLLAPSES, "low_entropy": finding.entropy_is_low}
-    if decided:
+    conclusive = finding.regime in (*DEPENDENT, *COLLAPSES, "independent")
+    flags = {"conclusive": conclusive, "collapsed": finding.regime in COLLAPSES, "low_entropy": finding.entropy_is_low}
+    if conclusive:
         flags["depends_on_prompt"] = finding.regime in DEPENDENT
     return {f"mi/regime/{name}": float(value) for name, value in flags.items()}

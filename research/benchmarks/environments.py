@@ -1,4 +1,4 @@
-"""How fast the environments are, how well their solver and a guessing player do, and their share of a training step.
+"""How fast the environments are, how well their solver and a random player do, and their share of a training step.
 
     python -m research.benchmarks.environments          # writes research/benchmarks/results/environments.md
     python -m research.benchmarks.environments webshop  # prints the rows of some tasks
@@ -38,7 +38,7 @@ def playing(name: str) -> Environment:
 
 
 def speeds(env: Environment, episodes: int) -> tuple[float, float]:
-    """Resets and actions a second, both by a player who guesses; the first dataset is not counted."""
+    """Resets and actions a second, both by a player who acts at random; the first dataset is not counted."""
     rows = env.dataset(episodes, seed=1)
     columns = {name: rows[name][:] for name in rows.column_names if name not in ("prompt", "seed")}
     started = time.perf_counter()
@@ -139,7 +139,7 @@ def main(names: Sequence[str]) -> None:
         "",
         ", ".join(f"{key} {value}" for key, value in machine().items()),
         "",
-        "| task | success of the solver | of a guessing player | its return | return of a copying player "
+        "| task | success of the solver | of a random player | its return | return of a copying player "
         "| resets a second | actions a second |",
         "|---|---|---|---|---|---|---|",
     ]

@@ -164,7 +164,7 @@ def as_page(measured: dict) -> str:
         f"| prompts read once more for each further completion | {measured['prompt_copies_seconds']:.2f} |",
         f"| rows that have ended ({measured['share_of_ended_positions']:.0%} of sampled positions) | "
         f"{measured['ended_rows_seconds']:.2f} |",
-        f"| the rest: attention, {measured['cache_bytes_copied'] / 1e9:.1f} GB of cache read and written anew as it "
+        f"| the rest: attention, {measured['cache_bytes_copied'] / 1e9:.1f} GB of cache read and written again as it "
         "grows, small operations, Python | "
         f"{default - sum(measured[f'{part}_seconds'] for part in ('limit', 'prompt_copies', 'ended_rows')):.2f} |",
         "",

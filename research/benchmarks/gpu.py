@@ -140,10 +140,10 @@ def measure_update(
 
 
 @torch.no_grad()
-def one_by_one(model: Qwen2ForCausalLM, prompt: list[int], reasonings: list[list[int]]) -> torch.Tensor:
+def one_by_one(model: Qwen2ForCausalLM, prompt: list[int], traces: list[list[int]]) -> torch.Tensor:
     """(B, 1) log-probabilities in nats, one pair after the other, normalised in float32."""
     scores = []
-    for ids in reasonings:
+    for ids in traces:
         inputs = torch.tensor([[*prompt, *ids]], device=model.device)
         logits = model(inputs, use_cache=False, logits_to_keep=len(ids) + 1).logits[0, :-1].float()
         scores.append(-cross_entropy(logits, inputs[0, len(prompt) :], reduction="sum"))
@@ -153,11 +153,11 @@ def one_by_one(model: Qwen2ForCausalLM, prompt: list[int], reasonings: list[list
 def measure_scoring(size: str, shape: tuple[int, int, int, int], sizes: Sizes) -> dict[str, Any]:
     """Ours on 8 of the N prompts, the reference's way on one of them: they are the same work each."""
     policy = make_model(size, sizes).eval().to(torch.bfloat16)
-    prompts, reasonings = make_texts(*shape, sizes.vocabulary)
+    prompts, traces = make_texts(*shape, sizes.vocabulary)
     chosen = prompts[:8]
     ways: dict[str, Callable[..., torch.Tensor]] = {"reference": reference, "default": cross_score}
     ways |= {str(tokens): partial(cross_score, max_tokens_per_forward=tokens) for tokens in sizes.tokens}
-    cross_score(policy, chosen[:1], reasonings[:4])  # warm
+    cross_score(policy, chosen[:1], traces[:4])  # warm
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     memory, tokens, matrices = {}, {}, {}
     for name, score in list(ways.items()) * sizes.rounds:
@@ -165,12 +165,12 @@ def measure_scoring(size: str, shape: tuple[int, int, int, int], sizes: Sizes) -
         in_use = reset_peak_memory()
         with count_tokens(policy) as counts:
             start = now()
-            matrices[name] = score(policy, of, reasonings)[:, :1]
+            matrices[name] = score(policy, of, traces)[:, :1]
             seconds[name].append((now() - start) / len(of))
         memory[name] = peak_memory() - in_use
         tokens[name] = sum(counts)
-    rounded = one_by_one(policy, chosen[0], reasonings)
-    exact = one_by_one(policy.float(), chosen[0], reasonings)
+    rounded = one_by_one(policy, chosen[0], traces)
+    exact = one_by_one(policy.float(), chosen[0], traces)
     differences = {name: matrix - exact for name, matrix in [*matrices.items(), ("one by one", rounded)]}
     best = {name: min(values) for name, values in seconds.items()}
     return {
@@ -179,7 +179,7 @@ def measure_scoring(size: str, shape: tuple[int, int, int, int], sizes: Sizes) -
         "seconds": best,
         "speedup": best["reference"] / best["default"],
         "memory_mib": memory,
-        "tokens_of_bound": tokens["default"] / (sum(map(len, chosen)) + len(chosen) * sum(map(len, reasonings))),
+        "tokens_of_bound": tokens["default"] / (sum(map(len, chosen)) + len(chosen) * sum(map(len, traces))),
         "mean_nats": exact.mean().item(),
         "root_mean_square_nats": {name: value.square().mean().sqrt().item() for name, value in differences.items()},
         "largest_nats": {name: value.abs().max().item() for name, value in differences.items()},

@@ -8,7 +8,7 @@ Each process has one thread. Four measurements:
 2. *Bytes that change process* as a fraction of what sending every kept row to every other process would take, on the
    rows of such a run and, as tokens, for random generation batches on two to eight processes.
 3. *Imbalance* of the dealt rows: tokens of the fuller process over their mean, less 1, for random lengths.
-4. *Cross-scoring* of 16 prompts x 64 reasonings on two processes as a fraction of one process's time.
+4. *Cross-scoring* of 16 prompts x 64 traces on two processes as a fraction of one process's time.
 
 Writes `research/benchmarks/results/two_processes.{json,md}`.
 """
@@ -58,13 +58,13 @@ def worker(folder: str) -> None:
             seconds[variant, fraction] += times.updates[1:]
     moved = {fraction: moved_bytes(fraction) for fraction in FRACTIONS if state.num_processes > 1}
     moved = {fraction: {name: sum(gather_object([of[name]])) for name in of} for fraction, of in moved.items()}
-    model, prompts, reasonings = make_case("64 x 64", "hidden 256, 4 layers", 8_192)
+    model, prompts, traces = make_case("64 x 64", "hidden 256, 4 layers", 8_192)
     scoring = []
     for _ in range(ROUNDS):
         if state.num_processes > 1:
             dist.barrier()
         start = now()
-        cross_score(model, prompts[:COLUMNS], reasonings, split_over_processes=state.num_processes > 1)
+        cross_score(model, prompts[:COLUMNS], traces, split_over_processes=state.num_processes > 1)
         scoring.append(now() - start)
     if state.is_main_process:
         updates = {
