@@ -142,7 +142,10 @@ class EnvironmentArguments:
 
     env_name: str = field(
         default="frozen_lake",
-        metadata={"help": "Task, by its name in `make_env`; several with commas between, as `sokoban,frozen_lake`."},
+        metadata={
+            "help": "Task, by its name in `make_env` or as `module:Class`; several with commas between, as "
+            "`sokoban,frozen_lake`."
+        },
     )
     env_args: list[str] = field(
         default_factory=list,
@@ -162,10 +165,26 @@ class EnvironmentArguments:
     data: str | None = field(
         default=None, metadata={"help": "Hub id or local path of the tasks; default: the task makes its own."}
     )
+    dataset: str | None = field(
+        default=None,
+        metadata={"help": "Instead of a task: Hub id or local path of rows with `prompt`, rewarded by `--reward`."},
+    )
+    reward: list[str] = field(
+        default_factory=list,
+        metadata={"help": "Reward functions for `--dataset`, as TRL takes them: `module:function`, one or several."},
+    )
+    success_at: float = field(
+        default=1.0, metadata={"help": "With `--dataset`: the first reward from which on a prompt counts as solved."}
+    )
 
     def make_env(self) -> "AnyTask":
-        """The task with its options, or the mixture of several."""
+        """The task with its options, the mixture of several, or the dataset with its rewards."""
         from ragen2_trl.envs import TaskMixture, make_env  # not to ask for help
+
+        if self.dataset is not None:
+            return self._own_data()
+        if self.reward:
+            raise ValueError(f"reward={self.reward} needs a dataset, got None")
 
         options = parse_env_args(self.env_args)
         if self.multi_turn:
@@ -177,6 +196,21 @@ class EnvironmentArguments:
             return make_env(self.env_name, **options)
         for_all, for_one = options_by_task(options, names)
         return TaskMixture([make_env(name, **for_all, **for_one[name]) for name in names], self.env_weights or None)
+
+    def _own_data(self) -> "Environment":
+        from ragen2_trl.envs.own_data import DatasetEnvironment, load_own_data
+        from ragen2_trl.names import named_object
+
+        given = {"env_args": self.env_args, "env_weights": self.env_weights, "data": self.data}
+        if others := [name for name, value in given.items() if value] + ["multi_turn"] * self.multi_turn:
+            raise ValueError(f"{others[0]} is for tasks by name; with dataset={self.dataset!r} it must be left out")
+        if not self.reward:
+            raise ValueError(
+                f"reward must name a function for dataset={self.dataset!r}, as 'module:function', got none"
+            )
+        functions = [named_object(name, "reward") for name in self.reward]
+        rows, held_out = load_own_data(str(self.dataset))
+        return DatasetEnvironment(rows, functions, held_out, self.success_at, name=Path(str(self.dataset)).stem)
 
 
 @dataclass

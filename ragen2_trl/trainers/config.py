@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from ragen2_trl.filtering import SCORES, STRATEGIES, check_choice, check_selection_value
-from ragen2_trl.trainers.selection import named_object
+from ragen2_trl.names import named_object
 
 MODES = ("drop", "mask")
 OF_TOKENS = ("entropy", "entropy_variance", "length")  # scores that are of what was sampled, and not of its reward
