@@ -205,9 +205,7 @@ class EnvironmentArguments:
         if others := [name for name, value in given.items() if value] + ["multi_turn"] * self.multi_turn:
             raise ValueError(f"{others[0]} is for tasks by name; with dataset={self.dataset!r} it must be left out")
         if not self.reward:
-            raise ValueError(
-                f"reward must name a function for dataset={self.dataset!r}, as 'module:function', got none"
-            )
+            raise ValueError(f"reward must be 'module:function' for dataset={self.dataset!r}, got none")
         functions = [named_object(name, "reward") for name in self.reward]
         rows, held_out = load_own_data(str(self.dataset))
         return DatasetEnvironment(rows, functions, held_out, self.success_at, name=Path(str(self.dataset)).stem)

@@ -31,10 +31,8 @@ from ragen2_trl.envs.sokoban import RagenSokoban, Sokoban
 from ragen2_trl.envs.webshop import RagenWebShop, WebShop
 from ragen2_trl.names import named_object
 
-ENVIRONMENTS: dict[str, type[Environment]] = {
-    task.name: task
-    for task in (FrozenLake, Sokoban, Countdown, MetaMathQA, SearchQA, WebShop, DeepCoder, Bandit, ReasoningGym)
-}
+_TASKS = (FrozenLake, Sokoban, Countdown, MetaMathQA, SearchQA, WebShop, DeepCoder, Bandit, ReasoningGym)
+ENVIRONMENTS: dict[str, type[Environment]] = {task.name: task for task in _TASKS}
 # By name: each task as somebody else has configured it.
 PRESETS: dict[str, dict[str, type[RagenProtocol]]] = {
     "ragen2": {

@@ -171,11 +171,6 @@ class DatasetEnvironment(Environment):
     def instructions(self) -> str:
         return "Prompts of a dataset, with reward functions."
 
-    @property
-    def prompt_without_observation(self) -> list[dict[str, str]]:
-        """Nothing is known of a dataset but whole prompts."""
-        raise ValueError("control must be False for prompts of a dataset, whose rules nobody knows apart from tasks")
-
 
 def _text(prompt: Prompt) -> str:
     return prompt if isinstance(prompt, str) else completion_text([{**m, "role": "assistant"} for m in prompt])
