@@ -305,10 +305,14 @@ class DiagnoseArguments(SamplingArguments):
     completions: str | None = field(
         default=None,
         metadata={
-            "help": "Instead of sampling: a parquet file that TRL saved with `log_completions=True`, or a folder of "
-            "them, of which up to 8 become a path. Warning: `--model` scores all of them, and the numbers are those "
-            "of the run only for the file of the step that its weights are of. Or the file that this command saved."
+            "help": "Instead of sampling: `prompt` and `completion` as lines of JSON (*.jsonl) or Parquet, as TRL "
+            "saves with `log_completions=True`, or a folder of those, of which up to 8 become a path. Warning: "
+            "`--model` scores all of them, and the numbers are those of the run only for the file of the step that "
+            "its weights are of. Or the file that this command saved."
         },
+    )
+    prompts: str | None = field(
+        default=None, metadata={"help": "Instead of a task: a file or Hub id of rows with `prompt` to sample for."}
     )
     gradients: bool = field(
         default=False, metadata={"help": "Instead: gradients of task and entropy bonus by reward variance."}
@@ -322,6 +326,10 @@ class DiagnoseArguments(SamplingArguments):
         of_one_batch = [name for name in ("gradients", "predict_filter") if getattr(self, name)]
         if of_one_batch and self.completions is not None:
             raise ValueError(f"completions are text without rewards; allowed with {of_one_batch[0]}: None")
+        if of_one_batch and self.prompts is not None:
+            raise ValueError(
+                f"prompts have no rewards; allowed with {of_one_batch[0]}: None, or a dataset with reward"
+            )
         if of_one_batch and self.control:
             raise ValueError(f"control must be False with {of_one_batch[0]}, which measures no reasoning, got True")
         if of_one_batch and (self.context != "full" or self.drop_oldest_turns):
@@ -333,6 +341,20 @@ class DiagnoseArguments(SamplingArguments):
             raise ValueError(f"temperature must be above 0 (greedy reasoning never varies), got {self.temperature!r}")
         if self.control and self.completions is not None:
             raise ValueError("control must be False with completions, whose tasks are not known, got True")
+
+    def make_env(self) -> "AnyTask":
+        """The task, or prompts without one, which are worth nothing."""
+        if self.prompts is None:
+            return super().make_env()
+        from ragen2_trl.envs.own_data import DatasetEnvironment, load_own_data
+
+        rows, held_out = load_own_data(self.prompts)
+        every = rows if held_out is None else held_out
+        return DatasetEnvironment(every, _worth_nothing, every, name=Path(self.prompts).stem)
+
+
+def _worth_nothing(completions: Sequence[Any], **columns: Any) -> list[float]:
+    return [0.0] * len(completions)
 
 
 @dataclass

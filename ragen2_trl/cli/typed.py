@@ -7,9 +7,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NoReturn, cast
 
-import torch
 import yaml
-from rich.console import Console
 from trl import TrlParser
 
 
@@ -22,8 +20,8 @@ def checked_input() -> Iterator[None]:
     """Makes errors in here errors of input.
 
     Raises:
-        InputError: In place of a `ValueError`, an `OSError`, an `ImportError`, a `NotImplementedError` or an error in YAML,
-            with its message.
+        InputError: With the message of a `ValueError`, an `OSError`, an `ImportError`, a `NotImplementedError` or an
+            error in YAML.
     """
     try:
         yield
@@ -65,6 +63,9 @@ def parse(parser: TrlParser, args: list[str] | None) -> tuple[Any, ...]:
 
 def _choose_device(parser: TrlParser, given: Sequence[str]) -> None:
     """Trains on the CPU, in float32, where there is nothing else and nobody has said what to train on."""
+    import torch  # not to ask for help
+    from rich.console import Console
+
     trains = any(action.dest == "use_cpu" for action in parser._actions)
     if trains and not torch.accelerator.is_available() and "use_cpu" not in given:
         Console(stderr=True).print("No GPU here: training on the CPU.", highlight=False)

@@ -96,12 +96,6 @@ def task_class(name: str) -> type[Environment]:
     return task
 
 
-def task_name(env: Environment) -> str:
-    """What `make_env` calls the task of an environment."""
-    own = ENVIRONMENTS.get(env.name)
-    return env.name if own is not None and isinstance(env, own) else f"{type(env).__module__}:{type(env).__qualname__}"
-
-
 def presets_of(name: str) -> list[str]:
     """The presets that a task has."""
     return sorted(preset for preset, tasks in PRESETS.items() if name in tasks)
@@ -154,5 +148,4 @@ __all__ = [
     "presets_of",
     "respond_all",
     "task_class",
-    "task_name",
 ]

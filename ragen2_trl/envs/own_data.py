@@ -138,7 +138,8 @@ class DatasetEnvironment(Environment):
         columns = {name: [value] for name, value in row.items() if name not in ("prompt", "completion")}
         silent = {"trainer_state": None, "log_metric": lambda *_: None, "log_extra": lambda *_: None}
         given = {"prompts": [prompt], "completions": [spoken], **columns, **silent}
-        return [reward for (reward,) in (function(**given) for function in self.functions)]
+        rewards: list[float | None] = [reward for (reward,) in (function(**given) for function in self.functions)]
+        return rewards
 
     @property
     def reward_funcs(self) -> list[RewardFunc]:
@@ -146,10 +147,8 @@ class DatasetEnvironment(Environment):
         first = self.functions[0]
 
         @functools.wraps(first)
-        def counted(
-            *args: Any, log_metric: Callable[[str, float], None] | None = None, **kwargs: Any
-        ) -> list[float | None]:
-            rewards: list[float | None] = first(*args, log_metric=log_metric, **kwargs)
+        def counted(*args: Any, log_metric: Callable[[str, float], None] | None = None, **kwargs: Any) -> list[Any]:
+            rewards: list[Any] = first(*args, log_metric=log_metric, **kwargs)
             if log_metric is not None:
                 solved = [reward is not None and reward >= self.success_at for reward in rewards]
                 log_metric(f"env/{self.name}/success", sum(solved) / len(solved))
