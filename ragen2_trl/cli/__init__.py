@@ -1,6 +1,7 @@
 """The command line: `ragen2-trl <command>`, one module a command, each with a `main(args)` of its own."""
 
 import gc
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -51,6 +52,8 @@ def main(args: list[str] | None = None) -> None:
 
         show_help(command)
         return
+    if os.getcwd() not in sys.path:  # where modules of one's own are, which arguments name
+        sys.path.append(os.getcwd())
     # Imported only now: a command should not wait for the imports of the others.
     status = Console(stderr=True).status(f"ragen2-trl {command} begins")  # in a terminal alone; imports take seconds
     with status, _imports():

@@ -48,7 +48,7 @@ from ragen2_trl.cli.samples import (
     sample_tasks,
 )
 from ragen2_trl.cli.typed import InputError, checked_input, parse, parser_of
-from ragen2_trl.envs import TaskMixture
+from ragen2_trl.envs import DatasetEnvironment, TaskMixture
 from ragen2_trl.instrument.diagnosis import (
     Measurement,
     NotMeasurableError,
@@ -138,6 +138,8 @@ def _diagnose_sampled(
         )
         if arguments.control and isinstance(env, TaskMixture):
             raise ValueError(f"control must be False for several tasks ({env.name}), whose rules differ, got True")
+        if arguments.control and isinstance(env, DatasetEnvironment):
+            raise ValueError(f"control must be False for a dataset ({env.name}), which has no rules, got True")
         for setting, least in (("num_prompts", 2), ("num_samples", 1)):
             if getattr(arguments, setting) < least:
                 raise ValueError(

@@ -57,7 +57,8 @@ def main(args: list[str] | None = None) -> None:
     }
     keep: dict[str, Any] = {} if folder is None else {"on_played": partial(keep_episodes, folder)}
     if script_args.model in SCRIPTED:
-        metrics = evaluate_scripted(script_args.model, env, **tasks, **keep)
+        with checked_input():  # a task without a solver
+            metrics = evaluate_scripted(script_args.model, env, **tasks, **keep)
     elif folder is not None and script_args.model.startswith(PREFIX):
         with checked_input():
             endpoint = endpoint_of(script_args)

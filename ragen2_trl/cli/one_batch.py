@@ -78,7 +78,7 @@ def _make_trainer(arguments: DiagnoseArguments, scratch: str) -> tuple[SNRFilter
         env = arguments.make_env()
         tasks = env.dataset(arguments.num_prompts, arguments.seed, split="test", data=arguments.data)
     on_gpu = torch.cuda.is_available()
-    count = arguments.num_prompts * arguments.num_samples
+    count = len(tasks) * arguments.num_samples
     rows = math.gcd(count, ROWS)
     with checked_input():
         args = SNRFilteredGRPOConfig(

@@ -15,6 +15,7 @@ import json
 import shutil
 import sys
 import time
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -65,7 +66,7 @@ ALGORITHMS: dict[str, tuple[type[Trainer], type[Config]]] = {
     "grpo": (SNRFilteredGRPOTrainer, SNRFilteredGRPOConfig),
     "rloo": (SNRFilteredRLOOTrainer, SNRFilteredRLOOConfig),
     "ppo": (SNRFilteredPPOTrainer, SNRFilteredPPOConfig),
-    "trl_grpo": (GRPOTrainer, GRPOConfig),  # TRL's own, to compare with
+    "trl_grpo": (GRPOTrainer, SNRFilteredGRPOConfig),  # TRL's own, to compare with: `without_filter`
 }
 
 
@@ -73,9 +74,12 @@ def main(args: list[str] | None = None) -> None:
     """Train, evaluate before and after, and leave model, logs, plot and summary in the run's folder."""
     console = make_console()
     with checked_input():
-        trainer_class, config_class = ALGORITHMS[algorithm_of(args)]
+        algorithm = algorithm_of(args)
+        trainer_class, config_class = ALGORITHMS[algorithm]
     parser = parser_of("train", TrainArguments, config_class, ModelConfig)
     script_args, training_args, model_args = _parse(parser, args)
+    if algorithm == "trl_grpo" and (unused := without_filter(training_args)):
+        console.print(f"algo=trl_grpo has no filter: {', '.join(unused)} are left out.", highlight=False)
     with checked_input():
         env = script_args.make_env()
         _check_effects(script_args, env)
@@ -237,6 +241,19 @@ def algorithm_of(args: list[str] | None) -> str:
     algo: str = named.algo or read_configs(files).get("algo", "grpo")
     check_choice("algo", algo, tuple(ALGORITHMS))
     return algo
+
+
+def without_filter(args: GRPOConfig) -> list[str]:
+    """Makes a configuration with the filter's settings TRL's own; gives those that had been set.
+
+    A recipe serves for its control then: `--algo trl_grpo` is the only difference.
+    """
+    settings = [setting for setting in fields(args) if setting.name.startswith("snr_")]
+    used = [setting.name for setting in settings if getattr(args, setting.name) != setting.default]
+    for setting in settings:
+        vars(args).pop(setting.name)
+    args.__class__ = GRPOConfig  # a new instance would check and derive again what this one has
+    return used
 
 
 def _parse(parser: TrlParser, args: list[str] | None) -> tuple[Any, ...]:

@@ -20,11 +20,12 @@ def checked_input() -> Iterator[None]:
     """Makes errors in here errors of input.
 
     Raises:
-        InputError: In place of a `ValueError`, an `OSError`, an `ImportError` or an error in YAML, with its message.
+        InputError: With the message of a `ValueError`, an `OSError`, an `ImportError`, a `NotImplementedError` or an
+            error in YAML.
     """
     try:
         yield
-    except (ValueError, OSError, ImportError) as error:
+    except (ValueError, OSError, ImportError, NotImplementedError) as error:
         raise InputError(str(error)) from error
     except yaml.YAMLError as error:
         raise InputError(f"config cannot be read as YAML: {' '.join(str(error).split())}") from error
@@ -51,12 +52,24 @@ def parse(parser: TrlParser, args: list[str] | None) -> tuple[Any, ...]:
     if unknown:
         raise InputError(f"not known: {' '.join(unknown)}; `--help` lists the arguments.")
     with checked_input():
+        _choose_device(parser, [*(word.lstrip("-").partition("=")[0] for word in rest), *read_configs(files)])
         if len(files) < 2:
             return parser.parse_args_and_config(args)
         with TemporaryDirectory() as folder:  # TrlParser reads one file
             together = Path(folder) / "config.yaml"
             together.write_text(yaml.safe_dump(read_configs(files)))
             return parser.parse_args_and_config(["--config", str(together), *rest])
+
+
+def _choose_device(parser: TrlParser, given: Sequence[str]) -> None:
+    """Trains on the CPU, in float32, where there is nothing else and nobody has said what to train on."""
+    import torch  # not to ask for help
+    from rich.console import Console
+
+    trains = any(action.dest == "use_cpu" for action in parser._actions)
+    if trains and not torch.accelerator.is_available() and "use_cpu" not in given:
+        Console(stderr=True).print("No GPU here: training on the CPU.", highlight=False)
+        parser.set_defaults(use_cpu=True, **({} if {"bf16", "fp16"} & set(given) else {"bf16": False}))
 
 
 def refuse_in_a_line(parser: TrlParser) -> TrlParser:

@@ -13,6 +13,7 @@ import inspect
 import itertools
 import os
 import random
+import shlex
 from abc import ABC, abstractmethod
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -666,6 +667,23 @@ class Environment(ABC):
         if not solved:
             raise ValueError(f"num must be larger, the solver has solved none of {num} tasks of {self.name}")
         return Dataset.from_list(solved)
+
+    @property
+    def qualified_name(self) -> str:
+        """What `make_env` calls the task: its name, or `package.module:Class` of one that is not of this package."""
+        ours = type(self).__module__.startswith(__name__.partition(".")[0] + ".")
+        return self.name if ours else f"{type(self).__module__}:{type(self).__qualname__}"
+
+    @property
+    def warm_start(self) -> str | None:
+        """The command that trains a model on demonstrations of this task, `None` where there are none."""
+        try:
+            self.demonstrations(8, seed=0)
+        except (NotImplementedError, ValueError):
+            return None
+        options = [f"{name}={value}" for name, value in self.options.items()]
+        arguments = ["--env_name", self.qualified_name, *(["--env_args", *options] if options else [])]
+        return shlex.join(["ragen2-trl", "warm-start", *arguments, "--model_name_or_path"]) + " <your model>"
 
     def _demonstration(self, row: Row, seed: int) -> dict[str, Any] | None:
         rng = random.Random(f"demonstration/{seed}/{row['seed']}")

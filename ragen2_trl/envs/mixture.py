@@ -131,6 +131,12 @@ class TaskMixture:
         return concatenate_datasets([env.demonstrations(count, seed) for env, count in envs])
 
     @property
+    def warm_start(self) -> str | None:
+        """A command for each task that has one, see `Environment.warm_start`."""
+        commands = [env.warm_start for env in self.environments.values()]
+        return "; ".join(filter(None, commands)) or None
+
+    @property
     def reward_funcs(self) -> list[RewardFunc]:
         """One function for TRL trainers: the return of each episode, by the rules of its task.
 

@@ -110,6 +110,7 @@ def episodes_of(
         sample = members[group] = members.get(group, -1) + 1
         outcome = play.outcome
         said = _spoken(play) if completions is None else completions[number]
+        asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         boards = [play.first_board, *(turn.board for turn in play.turns)]
         episodes.append(
             PlayedEpisode(
@@ -117,7 +118,7 @@ def episodes_of(
                 int(seed),
                 bool(outcome.success),
                 _finite(outcome.episode_return),
-                [_message(message) for message in (*prompt, *said)],
+                [_message(message) for message in (*asked, *said)],
                 [PlayedTurn(list(turn.actions), turn.valid, _finite(turn.reward)) for turn in play.turns],
                 [board for board in boards if board is not None],
                 group,

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from ragen2_trl.filtering import SCORES, STRATEGIES, check_choice, check_selection_value
-from ragen2_trl.trainers.selection import named_object
+from ragen2_trl.names import named_object
 
 if TYPE_CHECKING:
     from ragen2_trl.trainers.stock import StockConfig

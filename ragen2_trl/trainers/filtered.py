@@ -22,6 +22,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ragen2_trl.columns import TURN_SAMPLES
 from ragen2_trl.hidden_tokens import with_hidden_tokens
+from ragen2_trl.names import named_object
 from ragen2_trl.rollout_events import NeedsRows, RolloutEvents, end_tokens, extend
 from ragen2_trl.trainers.batches import Batch, chunks, loss_mask
 from ragen2_trl.trainers.checkpoints import LAYOUT_FIELDS, ResumableSampler, load_state, save_state
@@ -48,7 +49,6 @@ from ragen2_trl.trainers.selection import (
     Groups,
     Selection,
     Selector,
-    named_object,
     seeded_generator,
 )
 from ragen2_trl.trainers.turn_samples import check_turn_samples, sampled_tokens, with_turn_samples

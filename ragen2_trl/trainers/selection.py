@@ -4,7 +4,6 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from importlib import import_module
 from typing import Any
 
 import numpy as np
@@ -317,27 +316,6 @@ def seeded_generator(*numbers: int) -> torch.Generator:
     """For a draw that these numbers tell from others: training draws the same global random numbers, and so do all
     processes, and a resumed run."""
     return torch.Generator().manual_seed(int(np.random.SeedSequence(numbers).generate_state(1)[0]))
-
-
-def named_object(name: str, field_name: str) -> Any:
-    """What `package.module:name` names.
-
-    Args:
-        name: as in `my_package.selectors:hardest_half`.
-        field_name: of the setting that it is of, for messages.
-
-    Raises:
-        ValueError: for another form, or where there is no such module or name.
-    """
-    module, colon, attribute = name.partition(":")
-    if not (colon and module and attribute):
-        raise ValueError(f"{field_name}={name!r} is not supported; allowed: 'package.module:name'.")
-    try:
-        return getattr(import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
-        raise ValueError(
-            f"{field_name}={name!r} cannot be imported ({error}); allowed: 'package.module:name'."
-        ) from error
 
 
 # Advantages that TRL makes over a whole batch, as they would be if the kept groups were all of it

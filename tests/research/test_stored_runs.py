@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from ragen2_trl.trainers.selection import named_object
+from ragen2_trl.names import named_object
 from research.plan import PlannedRun, question, read_experiments
 from research.settings import STORED_NAMES, STORED_SELECTORS, as_stored, digest
 from research.store import Store
