@@ -47,9 +47,9 @@ ALGO := grpo
 
 # CONTROL=1 also trains plain TRL: the same recipe with a filter that keeps every group.
 CONTROL :=
-RECIPE = recipes/$(ENV)_tiny$(if $(filter grpo,$(ALGO)),,_$(ALGO)).yaml
+RECIPE = ragen2_trl/recipes/$(ENV)_tiny$(if $(filter grpo,$(ALGO)),,_$(ALGO)).yaml
 RUN = runs/$(shell sed -n 's/^run_name: //p' $(RECIPE) 2>/dev/null)
-recipes/%.yaml:
+ragen2_trl/recipes/%.yaml:
 	$(error There is no $@: ENV is frozen_lake, sokoban or countdown, and with frozen_lake ALGO is grpo, rloo or ppo)
 
 demo: $(RECIPE) $(BIN)/.installed  ## Train the tiny model with the filter on (minutes, no network); ALGO=rloo or ppo; ENV=sokoban for several turns, ENV=countdown for arithmetic; CONTROL=1 for plain TRL beside it
@@ -128,10 +128,10 @@ bench-gpu: $(BIN)/.installed  ## The same on one NVIDIA GPU, nine minutes; write
 	PYTHON=$(BIN)/python research/benchmarks/gpu.sh
 
 warm-start: $(BIN)/.installed  ## Regenerate the tiny models' weights (half an hour)
-	$(BIN)/ragen2-trl warm-start --config recipes/warm_start_tiny.yaml --output_dir ragen2_trl/tiny/model
-	$(BIN)/ragen2-trl warm-start --config recipes/warm_start_tiny_sokoban.yaml \
+	$(BIN)/ragen2-trl warm-start --recipe warm_start_tiny --output_dir ragen2_trl/tiny/model
+	$(BIN)/ragen2-trl warm-start --recipe warm_start_tiny_sokoban \
 		--output_dir ragen2_trl/tiny/model_sokoban
-	$(BIN)/ragen2-trl warm-start --config recipes/warm_start_tiny_countdown.yaml \
+	$(BIN)/ragen2-trl warm-start --recipe warm_start_tiny_countdown \
 		--output_dir ragen2_trl/tiny/model_countdown
 
 clean:  ## Remove environments, caches and runs

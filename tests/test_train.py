@@ -14,12 +14,13 @@ from transformers import TrainerState
 
 from ragen2_trl import cli
 from ragen2_trl.cli import train
+from ragen2_trl.cli.shipped import recipe_path
 from ragen2_trl.cli.train import last_complete_checkpoint, summarize
 from ragen2_trl.reporting.report import NO_COMPLETIONS, render_report
 from ragen2_trl.reporting.run import read_run
 
 SCRIPT = Path(__file__).parents[1] / "scripts" / "train.py"
-RECIPE = Path(__file__).parents[1] / "recipes" / "frozen_lake_tiny.yaml"
+RECIPE = recipe_path("frozen_lake_tiny")
 
 
 def arguments(folder: Path, **overrides) -> list[str]:
