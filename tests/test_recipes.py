@@ -9,6 +9,7 @@ import yaml
 from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.commands.launch import launch_command_parser
 from accelerate.utils import DistributedType
+from every_task import needs_of, tasks
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainingArguments
 from trl import ModelConfig, TrlParser, get_peft_config
 
@@ -135,7 +136,12 @@ def test_every_task_of_the_paper_has_a_recipe():
     assert {task for name, task in RAGEN2.items() if name.endswith("_vl")} == {"sokoban", "frozen_lake"}
 
 
-OF_PAPER = [(name, lora) for name in RAGEN2 for lora in (False, True) if not (lora and name.endswith("_vl"))]
+OF_PAPER = [
+    pytest.param(name, lora, marks=needs_of(name))
+    for name in RAGEN2
+    for lora in (False, True)
+    if not (lora and name.endswith("_vl"))
+]
 
 
 @pytest.mark.parametrize(("name", "lora"), OF_PAPER)
@@ -178,7 +184,7 @@ def test_the_last_of_several_files_says(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("lora", [False, True])
-@pytest.mark.parametrize("name", [name for name in RAGEN2 if not name.endswith("_vl")])
+@pytest.mark.parametrize("name", tasks(name for name in RAGEN2 if not name.endswith("_vl")))
 def test_a_recipe_of_the_paper_trains_with_the_model_cut_down(name, lora, policy_path, tmp_path):
     """Two steps of a random model on tasks that need no network."""
     model = AutoModelForCausalLM.from_pretrained(policy_path, max_position_embeddings=32768)

