@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import transformers
 import trl
+from conftest import need
 from pages import PAGES, ROOT, blocks, commands
 
 from ragen2_trl import cli
@@ -85,6 +86,7 @@ def check_command(words: list[str]) -> None:
         elif args[1].startswith("research.benchmarks."):
             assert (ROOT / args[1].replace(".", "/")).with_suffix(".py").exists(), args[1]
         else:
+            need("openenv")
             from ragen2_trl.openenv.__main__ import main
 
             assert args[1] == "ragen2_trl.openenv", args[1]
@@ -99,6 +101,7 @@ def check_command(words: list[str]) -> None:
         assert args[0] == "install"
         check_extras([extra for word in args for extra in re.findall(r"(?:\.|ragen2-trl)\[(.+)\]", word)])
     elif program == "trackio":
+        need("trackers")
         from trackio import cli as trackio_cli
 
         with pytest.MonkeyPatch.context() as patch, pytest.raises(Parsed):
