@@ -1,13 +1,12 @@
 """DDP, DeepSpeed ZeRO, FSDP2 and LoRA on several processes end where one process ends."""
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from launching import launch
 from safetensors.torch import load_file
 
 sys.path.insert(0, str(Path(__file__).parent / "distributed"))
@@ -16,7 +15,6 @@ from backends import CASES, CASES_OF_THREE, GROUP_SIZE, cases_of, processes_of, 
 
 from ragen2_trl.reporting.saved_episodes import read_episodes
 
-ROOT = str(Path(__file__).parent.parent)
 BACKENDS = ["ddp", "zero1", "zero2", "zero3", "fsdp2", "ddp_lora", "zero3_lora", "ddp_three"]
 # A newcomer's `make test` has each trainer on two processes, whole and sharded.
 FAST = ("ddp", "zero3")
@@ -30,16 +28,10 @@ COMPARED_METRICS = ("reward", "snr/", "mi/", "ppo/", "grad/")
 
 
 def mark(backend: str, case: str):
-    fast = backend in FAST and case in FAST_CASES
-    return pytest.param(backend, case, marks=[] if fast else pytest.mark.slow, id=f"{backend}, {case}")
-
-
-def launch(script: str, processes: int, *arguments: str) -> None:
-    """Runs a script of `distributed/` on so many processes."""
-    start = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={processes}", "--standalone"]
-    path = Path(__file__).parent / "distributed" / script
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TRL_EXPERIMENTAL_SILENCE": "1", "PYTHONPATH": ROOT}
-    subprocess.run([*start, str(path), *arguments], check=True, timeout=900, env=environment)
+    marks = [] if backend in FAST and case in FAST_CASES else [pytest.mark.slow]
+    if backend.startswith("zero"):
+        marks.append(pytest.mark.needs("deepspeed"))
+    return pytest.param(backend, case, marks=marks, id=f"{backend}, {case}")
 
 
 @pytest.fixture(scope="module")
@@ -124,7 +116,7 @@ def test_an_empty_step_moves_neither_weights_nor_optimizer(backend, case, severa
 
 @pytest.mark.distributed
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", ["ddp", "zero3", "fsdp2"])
+@pytest.mark.parametrize("backend", ["ddp", pytest.param("zero3", marks=pytest.mark.needs("deepspeed")), "fsdp2"])
 def test_processes_whose_episodes_differ_in_turns_generate_together(backend, policy_path, tmp_path):
     """Process 0 plays four turns and process 1 two: generation under ZeRO-3 hangs if they call it unequally often."""
     launch("episodes.py", 2, backend, policy_path, str(tmp_path))

@@ -1,6 +1,7 @@
 """Presets of RAGEN-2 from outside: what is refused, the random baseline, the command line."""
 
 import pytest
+from conftest import need
 from test_presets import ragen2
 
 from ragen2_trl.envs import ENVIRONMENTS, PRESETS, make_env, options_of, presets_of
@@ -60,7 +61,9 @@ def test_a_room_of_our_own_needs_two_actions_a_box():
 
 
 def test_a_preset_cannot_be_served():
-    server = pytest.importorskip("ragen2_trl.openenv.server")
+    need("openenv")
+    from ragen2_trl.openenv import server
+
     with pytest.raises(ValueError, match=r"env must be made without \['preset'\], which clients do not learn of"):
         server.make_server(ragen2("sokoban"))
     with pytest.raises(ValueError, match=r"env must be made without \['force_think'\]"):

@@ -64,6 +64,7 @@ def test_first_screen_has_the_numbers_of_both_runs(compared):
     assert "45% of the updates" in text
 
 
+@pytest.mark.needs("chromium")
 def test_page_asks_for_nothing_and_breaks_no_policy(browser, tmp_path):
     folders = [make_run(tmp_path / 'a"><img src=x onerror=alert(1)>$b_{c', None, 20, HOSTILE, HOSTILE[::-1])]
     folders.append(make_run(tmp_path / "b", 10, 20, HOSTILE))
@@ -79,6 +80,7 @@ def test_page_asks_for_nothing_and_breaks_no_policy(browser, tmp_path):
         assert "<script>document.title='owned'</script>" in browser.evaluate("document.body.textContent")
 
 
+@pytest.mark.needs("chromium")
 @pytest.mark.parametrize("dark", [False, True])
 @pytest.mark.parametrize(("width", "height"), [(1400, 1000), (390, 844)])
 def test_collapse_is_in_sight_without_scrolling(browser, compared, width, height, dark):

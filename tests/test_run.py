@@ -15,13 +15,14 @@ import torch
 from transformers import TrainerState
 
 from ragen2_trl.cli import train
+from ragen2_trl.cli.shipped import recipe_path
 from ragen2_trl.envs import FrozenLake, make_env
 from ragen2_trl.instrument.verdict import Collapse, Evidence
 from ragen2_trl.reporting.run import Run, read_run
 from ragen2_trl.reporting.saved_measurement import SavedMeasurement, read_measurement
 from ragen2_trl.reporting.settings import public
 
-RECIPE = Path(__file__).parents[1] / "recipes" / "frozen_lake_tiny.yaml"
+RECIPE = recipe_path("frozen_lake_tiny")
 
 
 def row(step):

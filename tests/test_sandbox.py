@@ -18,6 +18,8 @@ from sandboxes import short_fixture as short_fixture
 from ragen2_trl.envs.deepcoder import sandbox_process as module
 from ragen2_trl.envs.deepcoder.sandbox import Sandbox, SandboxLimits, SandboxUnavailableError
 
+pytestmark = pytest.mark.needs("bubblewrap")
+
 # What it is for
 
 

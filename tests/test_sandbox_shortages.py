@@ -18,7 +18,7 @@ from ragen2_trl.envs.deepcoder.environment import DeepCoder
 from ragen2_trl.envs.deepcoder.sandbox import Sandbox, SandboxFailedError, SandboxUnavailableError
 from ragen2_trl.envs.deepcoder.sandbox_slots import runtime_folder, slot
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.needs("bubblewrap")]
 
 FAILURES = {
     "no namespace": "echo 'bwrap: Creating new namespace failed: Resource temporarily unavailable' >&2; exit 1",

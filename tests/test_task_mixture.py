@@ -19,6 +19,7 @@ def bandit_and_countdown(**options):
     return TaskMixture([make_env("bandit", **options), make_env("countdown", **options)], [1, 3])
 
 
+@pytest.mark.needs("bubblewrap")
 def test_every_row_is_its_tasks_own_row():
     mixture = TaskMixture([make_env(name) for name in ENVIRONMENTS])
     rows = mixture.dataset(3 * len(ENVIRONMENTS), seed=5)

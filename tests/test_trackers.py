@@ -15,6 +15,7 @@ from pathlib import Path
 from unittest.mock import MagicMock
 
 import pytest
+from conftest import need
 from matplotlib.figure import Figure
 from PIL import Image
 from transformers import TrainerCallback
@@ -73,9 +74,7 @@ def train(folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    pytest.importorskip("tensorboard")
-    pytest.importorskip("trackio")
-    pytest.importorskip("wandb")
+    need("trackers")
     folder = tmp_path_factory.mktemp("trackers")
     places = {"TRACKIO_DIR": "trackio", "WANDB_DIR": "", "TENSORBOARD_LOGGING_DIR": "tensorboard"}
     env = os.environ | {name: str(folder / place) for name, place in places.items()} | {"WANDB_MODE": "offline"}
@@ -206,7 +205,7 @@ def test_an_error_of_a_tracker_ends_training(policy_path, prompts, make_args):
 
 
 def tensorboard_callback(writer):
-    pytest.importorskip("tensorboard")
+    need("trackers")
     return TensorBoardCallback(writer)
 
 

@@ -14,12 +14,13 @@ from transformers import TrainerState
 
 from ragen2_trl import cli
 from ragen2_trl.cli import train
+from ragen2_trl.cli.shipped import recipe_path
 from ragen2_trl.cli.train import last_complete_checkpoint, summarize
 from ragen2_trl.reporting.report import NO_COMPLETIONS, render_report
 from ragen2_trl.reporting.run import read_run
 
 SCRIPT = Path(__file__).parents[1] / "scripts" / "train.py"
-RECIPE = Path(__file__).parents[1] / "recipes" / "frozen_lake_tiny.yaml"
+RECIPE = recipe_path("frozen_lake_tiny")
 
 
 def arguments(folder: Path, **overrides) -> list[str]:
@@ -283,6 +284,7 @@ def test_what_was_mistyped_is_said_in_a_line(arguments, message, capsys):
 
 
 @pytest.mark.slow
+@pytest.mark.needs("smollm2")
 def test_a_real_instruct_model_trains_through_the_script(tmp_path):
     run = tmp_path / "run"
     command = arguments(run, model="smollm2", max_steps=2, save_strategy="no", snr_include_zero="true")

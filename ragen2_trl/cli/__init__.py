@@ -15,6 +15,7 @@ COMMANDS = {
     "warm-start": "supervised fine-tuning on demonstrations of an environment",
     "diagnose": "whether a model's reasoning depends on its prompt",
     "envs": "the tasks: names, options and presets",
+    "recipes": "settings that ship with the package, for `train --recipe` and `accelerate launch`",
     "report": "one HTML file that compares runs and opens offline",
     "serve-retrieval": "a search engine over HTTP, as RAGEN-2 and Search-R1 have one",
     "check-sandbox": "which defences against model-written programs hold on this machine",

@@ -28,6 +28,10 @@ def show_help(command: str) -> None:
     parser.add_argument(
         "--config", nargs="+", help="YAML files with any of the arguments; later files and the command line win."
     )
+    if others:
+        parser.add_argument(
+            "--recipe", nargs="+", help="The same with files of the package, by names that `ragen2-trl recipes` lists."
+        )
     parser.print_help()
 
 
@@ -49,6 +53,16 @@ def envs_parser() -> argparse.ArgumentParser:
         "ragen2-trl envs", description="The tasks: their names, options and presets.", allow_abbrev=False
     )
     parser.add_argument("name", nargs="?", metavar="NAME", help="A task, for its options and what its presets set.")
+    return parser
+
+
+def recipes_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        "ragen2-trl recipes",
+        description="The recipes and the configurations of `accelerate launch` that ship with the package.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("name", nargs="?", metavar="NAME", help="One of them, to print its file.")
     return parser
 
 
@@ -478,6 +492,7 @@ PARSERS = {
     "report": report_parser,
     "check-sandbox": sandbox_parser,
     "envs": envs_parser,
+    "recipes": recipes_parser,
     "serve-retrieval": retrieval_parser,
 }
 # The configurations whose fields a command takes beside its own.

@@ -1,9 +1,9 @@
 """Train a model on an environment with SNR-filtered GRPO, RLOO or PPO.
 
-    python scripts/train.py --config recipes/frozen_lake_tiny.yaml
-    python scripts/train.py --model Qwen/Qwen2.5-0.5B-Instruct --env_name frozen_lake --env_args size=5 slip=0.1
+    ragen2-trl train --recipe frozen_lake_tiny
+    ragen2-trl train --model Qwen/Qwen2.5-0.5B-Instruct --env_name frozen_lake --env_args size=5 slip=0.1
 
-    python scripts/train.py --algo ppo --config recipes/frozen_lake_tiny_ppo.yaml
+    ragen2-trl train --recipe frozen_lake_tiny_ppo
 
 Takes the arguments below together with those of `SNRFilteredGRPOConfig`, or of the algorithm that `--algo` names, and
 of `trl.ModelConfig`. A run lives in `runs/<run_name>/`: the model, `log_history.json`, `summary.json` and

@@ -1,4 +1,4 @@
-"""What was typed is read here: arguments and files of `--config` become dataclasses, wrong input becomes one line."""
+"""What was typed is read here: arguments and YAML files become dataclasses, wrong input becomes one line."""
 
 import sys
 from collections.abc import Iterator, Sequence
@@ -9,6 +9,8 @@ from typing import Any, NoReturn, cast
 
 import yaml
 from trl import TrlParser
+
+from ragen2_trl.cli.shipped import recipe_path
 
 
 class InputError(ValueError):
@@ -38,7 +40,7 @@ def parser_of(command: str, *dataclasses: type, epilog: str | None = None) -> Tr
 
 
 def parse(parser: TrlParser, args: list[str] | None) -> tuple[Any, ...]:
-    """The dataclasses of a parser, filled from arguments and the file of `--config`.
+    """The dataclasses of a parser, filled from arguments and the files of `--recipe` and `--config`.
 
     Raises:
         InputError: If an argument is not known, which is told before anything else, or a value is not allowed.
@@ -47,14 +49,17 @@ def parse(parser: TrlParser, args: list[str] | None) -> tuple[Any, ...]:
     if "--help_all" in args:
         parser.print_help()
         raise SystemExit(0)
-    files, rest = config_files(args)
+    with checked_input():
+        files, rest = config_files(args)
     _, unknown = parser.parse_known_args(rest)
     if unknown:
         raise InputError(f"not known: {' '.join(unknown)}; `--help` lists the arguments.")
     with checked_input():
         _choose_device(parser, [*(word.lstrip("-").partition("=")[0] for word in rest), *read_configs(files)])
-        if len(files) < 2:
-            return parser.parse_args_and_config(args)
+        if not files:
+            return parser.parse_args_and_config(rest)
+        if len(files) == 1:
+            return parser.parse_args_and_config(["--config", files[0], *rest])
         with TemporaryDirectory() as folder:  # TrlParser reads one file
             together = Path(folder) / "config.yaml"
             together.write_text(yaml.safe_dump(read_configs(files)))
@@ -84,11 +89,24 @@ def refuse_in_a_line(parser: TrlParser) -> TrlParser:
 
 
 def config_files(args: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The files named after `--config`, and the arguments without them."""
-    if "--config" not in args:
+    """The files of `--recipe`, then those of `--config`, and the arguments without them.
+
+    Raises:
+        ValueError: If there is no recipe of a name, or nothing comes after one of the two.
+    """
+    recipes, rest = _values_of("--recipe", args)
+    files, rest = _values_of("--config", rest)
+    return [*(str(recipe_path(name)) for name in recipes), *files], rest
+
+
+def _values_of(option: str, args: Sequence[str]) -> tuple[list[str], list[str]]:
+    """What comes after an option, and the arguments without both."""
+    if option not in args:
         return [], list(args)
-    place = args.index("--config")
+    place = args.index(option)
     after = next((n for n in range(place + 1, len(args)) if args[n].startswith("--")), len(args))
+    if after == place + 1:
+        raise ValueError(f"{option[2:]} must be followed by one or more names, got none")
     return list(args[place + 1 : after]), [*args[:place], *args[after:]]
 
 

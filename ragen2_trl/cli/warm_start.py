@@ -1,7 +1,7 @@
 """Warm start: supervised fine-tuning on demonstrations, so that a model solves some tasks before RL begins.
 
-    python scripts/warm_start.py --config recipes/warm_start_tiny.yaml
-    python scripts/warm_start.py --model_name_or_path Qwen/Qwen2.5-0.5B-Instruct --env_args size=5
+    ragen2-trl warm-start --recipe warm_start_tiny
+    ragen2-trl warm-start --model_name_or_path Qwen/Qwen2.5-0.5B-Instruct --env_args size=5
 
 Takes the arguments below together with those of `trl.SFTConfig` and `trl.ModelConfig`.
 """

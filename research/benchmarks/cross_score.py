@@ -36,6 +36,7 @@ import yaml
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from ragen2_trl import MutualInformationCallback, SNRFilteredGRPOConfig, SNRFilteredGRPOTrainer, cross_score
+from ragen2_trl.cli.shipped import recipe_path
 from ragen2_trl.envs import make_env
 from ragen2_trl.instrument import count_tokens, scoring
 from ragen2_trl.tiny import TINY_MODEL_PATH
@@ -260,7 +261,7 @@ def measure_caches() -> list[dict]:
 
 def measure_callback(steps: int) -> dict:
     """Share of a run's time that measuring takes, 16 prompts x 8 completions a step, callback at its defaults."""
-    recipe = yaml.safe_load((ROOT / "recipes" / "frozen_lake_tiny.yaml").read_text())
+    recipe = yaml.safe_load(recipe_path("frozen_lake_tiny").read_text())
     fields = SNRFilteredGRPOConfig.__dataclass_fields__
     settings = {name: value for name, value in recipe.items() if name in fields and name != "run_name"}
     with tempfile.TemporaryDirectory() as folder:

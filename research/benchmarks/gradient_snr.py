@@ -1,7 +1,7 @@
 """What `GradientSNRCallback` costs, and the figure of gradients at three points of a training.
 
     python -m research.benchmarks.gradient_snr            # the cost, some minutes
-    ragen2-trl train --config recipes/frozen_lake_tiny.yaml --run_name demo_gradients --env_args frozen=0.8 --max_steps 140 --save_steps 70 --num_generations 8 --per_device_train_batch_size 32 --gradient_accumulation_steps 4 --learning_rate 1e-4 --logging_steps 1
+    ragen2-trl train --recipe frozen_lake_tiny --run_name demo_gradients --env_args frozen=0.8 --max_steps 140 --save_steps 70 --num_generations 8 --per_device_train_batch_size 32 --gradient_accumulation_steps 4 --learning_rate 1e-4 --logging_steps 1
     python -m research.benchmarks.gradient_snr --figure runs/demo_gradients   # docs/gradients.png
 
 *Cost.* A measurement in each step of TRL's own `GRPOTrainer`, whose time less the measurement's is what a step takes

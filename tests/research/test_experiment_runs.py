@@ -13,6 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 
+from ragen2_trl.cli.shipped import recipe_path
 from ragen2_trl.reporting.files import HISTORY_FILE
 from research.__main__ import _told, main
 from research.commands import QueuedRun
@@ -182,10 +183,9 @@ def test_a_failing_run_is_listed_with_its_command_and_the_others_are_stored(plan
 @pytest.mark.slow
 def test_a_warm_start_is_made_once_for_all_its_runs_and_one_that_fails_is_told_of_each(plan, tmp_path):
     """The recipes of a real model, with `tiny` in its place."""
-    root = Path(__file__).parents[2]
     cut = {"model_name_or_path": "tiny", "num_demonstrations": 16, "max_steps": 2, "use_cpu": True, "bf16": False}
     base = {name: value for name, value in BASE.items() if name != "model"}
-    file = str(root / "recipes" / "warm_start_smollm2_frozen_lake.yaml")
+    file = str(recipe_path("warm_start_smollm2_frozen_lake"))
     path = plan(quick={"max_steps": 2, "warm_start": cut}, fields={"warm_start": file})
     (tmp_path / "base.yaml").write_text(yaml.safe_dump(base))
     assert begin(tmp_path, path, "--quick", "--jobs", "2").wait(900) == 0, (tmp_path / "output").read_text()
