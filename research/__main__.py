@@ -228,7 +228,7 @@ def _check_settings(jobs: Sequence[QueuedRun], sets: Sequence[str] = ()) -> None
     from ragen2_trl.cli.arguments import TrainArguments, WarmStartArguments
     from ragen2_trl.cli.train import ALGORITHMS, algorithm_of
     from ragen2_trl.cli.typed import parse
-    from ragen2_trl.reporting.files import write_text
+    from ragen2_trl.reporting.files import write_private
 
     make_console()  # its filters of warnings
     without_gpu = ["--use_cpu", "true", "--bf16", "false"]  # elsewhere than here, what needs one is allowed
@@ -247,7 +247,7 @@ def _check_settings(jobs: Sequence[QueuedRun], sets: Sequence[str] = ()) -> None
                 if job.planned.model_key:
                     warm_start = write_warm_start(Path(folder) / "model", job)
                     parse(refuse_in_a_line(TrlParser(of_warm_start)), ["--config", str(warm_start), *args[2:]])
-                write_text(config, text)
+                write_private(config, text)
                 own: Any = ALGORITHMS[algorithm_of(args)][1]
                 kinds: list[Any] = [TrainArguments, own, ModelConfig]
                 known = {one.name for kind in kinds for one in fields(kind)}

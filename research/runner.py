@@ -26,7 +26,7 @@ from pathlib import Path
 from types import FrameType
 from typing import IO, Any
 
-from ragen2_trl.reporting.files import HISTORY_FILE, read_json, write_json
+from ragen2_trl.reporting.files import HISTORY_FILE, read_json, write_private
 from research.commands import (
     CONFIG,
     ROOT,
@@ -214,7 +214,8 @@ class Runner:
         resumed = any(folder.glob("checkpoint-*"))
         if not resumed:
             _trim(folder, (LOG, LOCK))
-        write_json(folder / VERSIONS, where_it_ran(read_json(folder / VERSIONS, dict), where_it_runs()))
+        versions = where_it_ran(read_json(folder / VERSIONS, dict), where_it_runs())
+        write_private(folder / VERSIONS, json.dumps(versions))
         command = command_of(write_config(folder, job), job)
         process = _process(command, folder, lock, ONE_CORE if job.launch is None else {})
         return RunningProcess(job, process, lock, folder, resumed)

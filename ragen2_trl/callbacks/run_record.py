@@ -14,7 +14,7 @@ from huggingface_hub import hf_hub_download, list_repo_files
 from transformers import TrainerCallback
 from transformers.trainer_utils import HubStrategy
 
-from ragen2_trl.hidden_tokens import with_hidden_tokens
+from ragen2_trl.redaction import with_hidden_credentials
 from ragen2_trl.reporting.files import (
     DIAGNOSTICS,
     EPISODES,
@@ -88,7 +88,7 @@ class RunRecord(TrainerCallback):
         extend(trainer, "push_to_hub", self._push_to_hub)
         extend(trainer, "_push_from_checkpoint", self._push_from_checkpoint)
         extend(trainer, "_save_checkpoint", self._save_checkpoint)
-        trainer.args = with_hidden_tokens(trainer.args)
+        trainer.args = with_hidden_credentials(trainer.args)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._write_card = None

@@ -1,7 +1,7 @@
 """The files of a run's folder have their names here, and are read and written here.
 
-Whatever this package writes, it writes by `write_json`, `append_json` or `write_text`, which hide credentials;
-pictures apart.
+Whatever this package shows, it writes by `write_json`, `append_json` or `write_text`, which hide credentials; pictures
+apart. What it reads back to go on from is written by `write_private`, as it is.
 """
 
 import json
@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from ragen2_trl.reporting.redaction import MARKUP_ENDS, hide_credentials, without_credentials
+from ragen2_trl.redaction import MARKUP_ENDS, hide_credentials, without_credentials
 
 # Names of the parts of a run's folder. What begins with an underscore is left out when transformers uploads it:
 # measurements and episodes hold prompts and completions word by word.
@@ -78,6 +78,16 @@ def write_json_lines(path: Path, values: Iterable[Any]) -> None:
 def write_text(path: Path, text: str) -> None:
     """Write HTML, SVG or Markdown without credentials."""
     _write_whole(path, hide_credentials(text, MARKUP_ENDS))
+
+
+def write_private(path: Path, text: str) -> None:
+    """Write what is read back, such as settings: as it is, so that nobody but its owner may read it."""
+
+    def write(unfinished: Path) -> None:
+        unfinished.touch(0o600)
+        unfinished.write_text(text, encoding="utf-8")
+
+    replace_whole(path, write)
 
 
 def unreadable(path: Path, error: Exception) -> str:

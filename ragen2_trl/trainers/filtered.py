@@ -21,7 +21,7 @@ from torch.utils.data import Sampler
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ragen2_trl.columns import TURN_SAMPLES
-from ragen2_trl.hidden_tokens import with_hidden_tokens
+from ragen2_trl.redaction import with_hidden_credentials
 from ragen2_trl.rollout_events import NeedsRows, RolloutEvents, end_tokens, extend
 from ragen2_trl.trainers.batches import Batch, chunks, loss_mask
 from ragen2_trl.trainers.checkpoints import LAYOUT_FIELDS, ResumableSampler, load_state, save_state
@@ -109,7 +109,7 @@ class SNRFilter:
         super().__init__(
             model, reward_funcs, args, train_dataset, eval_dataset, processing_class, *positional, **kwargs
         )
-        self.args = with_hidden_tokens(self.args)  # before others hold them
+        self.args = with_hidden_credentials(self.args)  # before others hold them
         if self.args.snr_mode == "mask" and self.aux_loss_enabled:
             raise ValueError(
                 f"snr_mode='mask' cannot weigh the load-balancing loss (router_aux_loss_coef="
