@@ -180,16 +180,6 @@ def test_a_run_killed_after_its_last_step_takes_none_more(tmp_path):
     assert json.loads((run / "summary.json").read_text())["steps"] == 4
 
 
-def test_a_checkpoint_cut_off_while_it_was_written_is_passed_over(tmp_path):
-    for step, state in ((2, "{}"), (4, '{"global_step": 4'), (10, None)):
-        folder = tmp_path / f"checkpoint-{step}"
-        folder.mkdir()
-        if state is not None:
-            (folder / "trainer_state.json").write_text(state)
-    assert last_complete_checkpoint(tmp_path) == tmp_path / "checkpoint-2"
-    assert last_complete_checkpoint(tmp_path / "nowhere") is None
-
-
 def test_an_earlier_run_is_neither_continued_nor_replaced_by_accident(tmp_path):
     (tmp_path / "checkpoint-7").mkdir()
     with pytest.raises(ValueError, match=r"output_dir=.*checkpoint-7.*--resume.*--overwrite.*--run_name"):

@@ -56,6 +56,7 @@ from ragen2_trl.trainers import (
     SNRFilteredRLOOConfig,
     SNRFilteredRLOOTrainer,
 )
+from ragen2_trl.trainers.checkpoints import check_complete, last_complete_checkpoint
 from ragen2_trl.trainers.filtered import SNRFilter
 
 Config: TypeAlias = SNRFilteredGRPOConfig | SNRFilteredRLOOConfig | SNRFilteredPPOConfig | GRPOConfig
@@ -270,24 +271,6 @@ def _run_folder(script_args: TrainArguments, training_args: Config, model_args: 
     return Path(str(training_args.output_dir))
 
 
-def last_complete_checkpoint(run: Path) -> Path | None:
-    """The latest checkpoint that was written to its end; a run can be killed while it writes one.
-
-    `trainer_state.json` is written after everything a resumed run needs, so one that can be read marks such a
-    checkpoint.
-    """
-
-    def is_complete(folder: Path) -> bool:
-        try:
-            json.loads((folder / "trainer_state.json").read_text())
-        except (FileNotFoundError, json.JSONDecodeError):
-            return False
-        return True
-
-    folders = sorted(run.glob("checkpoint-*"), key=lambda folder: int(folder.name.split("-")[1]), reverse=True)
-    return next(filter(is_complete, folders), None)
-
-
 def checkpoint_to_resume(run: Path, script_args: TrainArguments, training_args: TrainingArguments) -> Path | None:
     """Where training begins, in a folder without outcomes of an earlier one."""
     checkpoint = _find_checkpoint(run, script_args, training_args)
@@ -298,7 +281,7 @@ def checkpoint_to_resume(run: Path, script_args: TrainArguments, training_args: 
 
 def _find_checkpoint(run: Path, script_args: TrainArguments, training_args: TrainingArguments) -> Path | None:
     if training_args.resume_from_checkpoint is not None:
-        return Path(training_args.resume_from_checkpoint)
+        return check_complete(Path(training_args.resume_from_checkpoint))
     if script_args.resume:
         return last_complete_checkpoint(run)
     leftovers = [*run.glob("checkpoint-*"), *run.glob("evaluation_*.json")]
