@@ -15,6 +15,7 @@ import json
 import shutil
 import sys
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -45,6 +46,7 @@ from ragen2_trl.filtering import check_choice
 from ragen2_trl.instrument import REFERENCE_SCOPE, SCOPES
 from ragen2_trl.reporting.files import DIAGNOSTICS, EPISODES, MEASUREMENTS, OUTCOMES, write_json
 from ragen2_trl.reporting.held_out import curves_of
+from ragen2_trl.reporting.lock import alone_in
 from ragen2_trl.rollouts import TextRollout
 from ragen2_trl.rollouts.sampling import held_out_rows
 from ragen2_trl.tiny import resolve_model
@@ -72,6 +74,11 @@ ALGORITHMS: dict[str, tuple[type[Trainer], type[Config]]] = {
 
 def main(args: list[str] | None = None) -> None:
     """Train, evaluate before and after, and leave model, logs, plot and summary in the run's folder."""
+    with ExitStack() as held:
+        _main(args, held)
+
+
+def _main(args: list[str] | None, held: ExitStack) -> None:
     console = make_console()
     with checked_input():
         trainer_class, config_class = ALGORITHMS[algorithm_of(args)]
@@ -83,6 +90,8 @@ def main(args: list[str] | None = None) -> None:
         eval_envs = script_args.make_eval_envs(env)
         run = _run_folder(script_args, training_args, model_args)
     with training_args.main_process_first(local=False), checked_input():
+        if training_args.process_index == 0:
+            held.enter_context(alone_in(run))
         checkpoint = checkpoint_to_resume(run, script_args, training_args)
     live_line = LiveLineCallback(_success_metric(env), console)
     trainer = _make_trainer(trainer_class, script_args, training_args, model_args, env, live_line)

@@ -28,6 +28,8 @@ OUTCOMES = (HISTORY_FILE, "summary.json", EVALUATIONS["after"])
 # large for a tensor, among them.
 UNREADABLE = (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RuntimeError)
 
+UNFINISHED = ".unfinished."  # beginning of the names of files that are being written
+
 _STEP = re.compile(r"[a-z]+_(\d+)")  # the name of a numbered file
 
 
@@ -105,9 +107,15 @@ def _write_whole(path: Path, text: str) -> None:
 
 def replace_whole(path: Path, write: Callable[[Path], object]) -> None:
     """The same for a file that `write` writes."""
-    unfinished = path.with_name(f".{os.getpid()}.{path.name}")  # another process may be writing it, too
+    unfinished = path.with_name(f"{UNFINISHED}{os.getpid()}.{path.name}")  # another process may be writing it, too
     try:
         write(unfinished)
         os.replace(unfinished, path)
     finally:
         unfinished.unlink(missing_ok=True)
+
+
+def remove_unfinished(folder: Path, name: str = "*") -> None:
+    """Remove what kills have left of files of this name, or of any; for who knows that nobody is writing them."""
+    for path in folder.glob(f"{UNFINISHED}*.{name}"):
+        path.unlink(missing_ok=True)
