@@ -14,7 +14,6 @@ import argparse
 import json
 import shutil
 import sys
-import time
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -33,6 +32,7 @@ from ragen2_trl.callbacks import (
     LiveLineCallback,
     MutualInformationCallback,
 )
+from ragen2_trl.callbacks.cost import STATE as COST_STATE
 from ragen2_trl.callbacks.environment_eval import chat_template_of
 from ragen2_trl.callbacks.run_record import keep_record
 from ragen2_trl.cli.arguments import TrainArguments
@@ -59,6 +59,7 @@ from ragen2_trl.trainers import (
     SNRFilteredRLOOTrainer,
 )
 from ragen2_trl.trainers.checkpoints import check_complete, last_complete_checkpoint
+from ragen2_trl.trainers.checks import check_enough_prompts
 from ragen2_trl.trainers.filtered import SNRFilter
 
 Config: TypeAlias = SNRFilteredGRPOConfig | SNRFilteredRLOOConfig | SNRFilteredPPOConfig | GRPOConfig
@@ -95,11 +96,9 @@ def _main(args: list[str] | None, held: ExitStack) -> None:
         checkpoint = checkpoint_to_resume(run, script_args, training_args)
     live_line = LiveLineCallback(_success_metric(env), console)
     trainer = _make_trainer(trainer_class, script_args, training_args, model_args, env, live_line)
-    held_out = None
     if script_args.has_curve:
         with checked_input():
-            held_out = _held_out_curve(trainer, eval_envs, script_args)
-        trainer.add_callback(held_out)
+            trainer.add_callback(_held_out_curve(trainer, eval_envs, script_args))
     if trainer.is_world_process_zero():
         console.print(Text(f"{script_args.model} on {env.name}, in {run}"))
         turns = env.max_turns * (script_args.max_turn_tokens or env.max_turn_tokens or 0)
@@ -107,7 +106,6 @@ def _main(args: list[str] | None, held: ExitStack) -> None:
             console.print(f"Episodes are cut at max_completion_length={longest}; {turns} hold all turns of the task.")
 
     before = _evaluate(trainer, env, script_args, run / "evaluation_before.json")
-    started = time.perf_counter()
     try:
         _train(trainer, checkpoint)
     except KeyboardInterrupt:
@@ -120,7 +118,6 @@ def _main(args: list[str] | None, held: ExitStack) -> None:
         sys.exit(130)
     finally:
         live_line.close()
-    seconds = time.perf_counter() - started - (0.0 if held_out is None else held_out.seconds)
     trainer.save_model()
     _write_history(trainer, env, run, script_args.figures)
     after = _evaluate(trainer, env, script_args, run / "evaluation_after.json", again=True)
@@ -129,7 +126,7 @@ def _main(args: list[str] | None, held: ExitStack) -> None:
         if curve is not None:
             loaded = trainer.state.best_global_step if training_args.load_best_model_at_end else None
             before, after = curve.first.metrics, curve.end(loaded).metrics
-        summary = summarize(trainer.state, before, after, seconds)
+        summary = summarize(trainer.state, before, after)
         write_json(run / "summary.json", summary, indent=2)
         console.print(summary_table(summary, title=f"{script_args.model} on {env.name}"))
         files = ["Model", "log_history.json", "summary.json", *(["training.png"] if script_args.figures else [])]
@@ -153,12 +150,7 @@ def _check_effects(arguments: TrainArguments, env: AnyTask) -> None:
         raise ValueError(f"context={arguments.context!r} needs a task of several turns in text, got {env.name}")
 
 
-def summarize(
-    state: TrainerState,
-    before: dict[str, float] | None,
-    after: dict[str, float] | None,
-    train_seconds: float,
-) -> dict[str, Any]:
+def summarize(state: TrainerState, before: dict[str, float] | None, after: dict[str, float] | None) -> dict[str, Any]:
     """The numbers of a run: evaluations before and after, and what the filter did on average over the logged steps."""
     rows = [row for row in state.log_history if "snr/kept_fraction" in row]
 
@@ -174,7 +166,7 @@ def summarize(
         "after": after,
         "steps": state.global_step,
         "empty_steps": rows[-1]["snr/empty_steps"] if rows else None,
-        "train_seconds": round(train_seconds, 1),
+        "train_seconds": round(state.stateful_callbacks.get(COST_STATE, {}).get("seconds", 0.0), 1),
         "kept_fraction": mean("snr/kept_fraction"),
         "zero_variance_fraction": mean("snr/zero_variance_fraction"),
         "update_compute_saved": None if computed is None else 1 - computed,
@@ -333,6 +325,7 @@ def _make_trainer(
     with checked_input():
         model = resolve_model(str(script_args.model))
         tasks = env.dataset(script_args.num_prompts, training_args.seed, data=script_args.data)
+        check_enough_prompts(tasks, training_args)
     make: Any = trainer_class  # each takes the configuration of its own algorithm
     trainer: Trainer = make(
         model,

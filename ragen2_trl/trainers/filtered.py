@@ -34,6 +34,7 @@ from ragen2_trl.trainers.checkpoints import (
     write_manifest,
 )
 from ragen2_trl.trainers.checks import (
+    check_enough_prompts,
     check_has_rows,
     check_mask_loss,
     check_prompt_column,
@@ -180,6 +181,7 @@ class SNRFilter:
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         check_mask_loss(type(self), self.args)
+        check_enough_prompts(self.train_dataset, self.args)
         checkpoint = checkpoint_to_resume(self.args.output_dir, resume_from_checkpoint, self.accelerator)
         self._begin_run()
         self._metrics["train"].clear()  # of a step that was interrupted before it was logged
