@@ -20,7 +20,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import yaml
 
-from ragen2_trl.reporting.files import HISTORY_FILE, read_json, replace_whole, write_text
+from ragen2_trl.reporting.files import HISTORY_FILE, read_json, remove_unfinished, replace_whole, write_private
 from research.plan import Experiment, PlannedRun, question
 from research.settings import UNSET, Fields, as_stored, json_text, merged, read_fields, read_yaml
 
@@ -187,7 +187,7 @@ class Store:
         # Runs of `runs_of` may have been made long before, for their own experiments.
         when = "when this file was first written, maybe after" if experiment.others else "when"
         comment = f"# {experiment.id} as it was {when} its runs in ../{RUNS} were made, by `python -m research run`.\n"
-        write_text(path, comment + text)
+        write_private(path, comment + text)
 
     def _record(self, experiment: Experiment) -> Path:
         return self.folder / RECORDS / f"{experiment.id}.yaml"
@@ -219,8 +219,9 @@ class Store:
             raise ValueError(f"{path} cannot be read as results of runs: {' '.join(str(error).split())}") from error
 
     def _put(self, name: str, schema: pa.Schema, further: pa.Table) -> None:
-        """Add rows; those that an earlier row of the same key has are replaced."""
+        """Add rows, under the lock; those that an earlier row of the same key has are replaced."""
         key = further["key"][0].as_py()
+        remove_unfinished(self.folder, name)
         table = self._read(name, schema)
         kept = table.filter(pc.not_equal(table["key"].cast(pa.string()), key))
         whole = pa.concat_tables([kept, further]).unify_dictionaries()

@@ -41,6 +41,8 @@ SAMPLE = (
     "clear its parent's death signal and leave the session",
     "interrupt the first process as a terminal would",
     "end itself as the kernel would, so that it counts as somebody else's fault",
+    "leave with the status that a shell gives to what was killed, so that it is tried again and again",
+    "leave a time stamp for the next run on a device, which is the machine's own",
     "change the settings of its own network",
     "hold the kernel in the middle of a page fault",
     "make system calls where no filter looks",

@@ -46,6 +46,7 @@ def test_installed_trl_is_in_the_supported_range():
         ("compute_loss", ["self", "model", "inputs", "return_outputs", "num_items_in_batch"]),
         ("_get_train_sampler", ["self", "dataset"]),
         ("_save_checkpoint", ["self", "model", "trial"]),
+        ("_save_rng_state", ["self", "output_dir"]),
         ("_load_optimizer_and_scheduler", ["self", "checkpoint"]),
         ("_get_grad_norm", ["self", "model", "grad_norm"]),
         ("create_optimizer", ["self", "model"]),

@@ -38,7 +38,7 @@ def main(args: list[str] | None = None) -> None:
 
     Raises:
         SystemExit: if the first argument is not a command; the message lists them. With code 2, and one line on
-            stderr, for arguments and files that cannot be used.
+            stderr, for arguments and files that cannot be used; with code 130 after Ctrl-C.
     """
     command, *rest = (sys.argv[1:] if args is None else args) or [""]
     if command not in COMMANDS:
@@ -57,12 +57,17 @@ def main(args: list[str] | None = None) -> None:
         sys.path.append(os.getcwd())
     # Imported only now: a command should not wait for the imports of the others.
     status = Console(stderr=True).status(f"ragen2-trl {command} begins")  # in a terminal alone; imports take seconds
-    with status, _imports():
-        run = import_module(f"{__name__}.{command.replace('-', '_')}").main
-        from ragen2_trl.cli.typed import InputError
-
     try:
+        with status, _imports():
+            run = import_module(f"{__name__}.{command.replace('-', '_')}").main
         run(rest)
-    except InputError as error:
+    except KeyboardInterrupt:
+        Console(stderr=True).print(f"ragen2-trl {command}: interrupted", highlight=False, markup=False)
+        raise SystemExit(130) from None
+    except ValueError as error:
+        from ragen2_trl.cli.typed import InputError  # and TRL with it, which takes seconds
+
+        if not isinstance(error, InputError):
+            raise
         Console(stderr=True).print(f"ragen2-trl {command}: {error}", highlight=False, markup=False)
         raise SystemExit(2) from None

@@ -118,7 +118,7 @@ def read_configs(files: Sequence[str]) -> dict[str, Any]:
     """
     settings: dict[str, Any] = {}
     for file in files:
-        read = yaml.safe_load(Path(file).read_text()) or {}
+        read = yaml.safe_load(Path(file).read_text(encoding="utf-8")) or {}
         if not isinstance(read, dict):
             raise ValueError(f"config must be a YAML mapping, got a {type(read).__name__} in {file}")
         settings |= read

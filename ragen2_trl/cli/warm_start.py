@@ -18,6 +18,7 @@ from ragen2_trl.cli.arguments import WarmStartArguments, parse_env_args
 from ragen2_trl.cli.console import make_console
 from ragen2_trl.cli.typed import checked_input, parse, parser_of
 from ragen2_trl.envs import make_env
+from ragen2_trl.redaction import with_hidden_credentials
 from ragen2_trl.tiny import resolve_model
 from ragen2_trl.tiny.build import build_model, build_tokenizer
 
@@ -44,6 +45,7 @@ def main(args: list[str] | None = None) -> None:
         quantization_config=get_quantization_config(model_args),
         callbacks=[live_line],
     )
+    trainer.args = with_hidden_credentials(trainer.args)  # which checkpoints hold
     trainer.remove_callback(PrinterCallback)
     try:
         trainer.train(resume_from_checkpoint=training_args.resume_from_checkpoint)

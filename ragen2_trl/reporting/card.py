@@ -7,6 +7,7 @@ from typing import Any
 
 from huggingface_hub import EvalResult, ModelCard
 
+from ragen2_trl.reporting.examples import printable
 from ragen2_trl.reporting.files import DIAGNOSTICS, EVALUATIONS, STATE_FILE
 from ragen2_trl.reporting.held_out import HeldOutPoint
 from ragen2_trl.reporting.run import FIRST_TURN, Run
@@ -151,7 +152,7 @@ def eval_result(task: str, split: str, metric: str, name: str, value: float, sou
     return EvalResult(
         task_type="reinforcement-learning",
         dataset_type=_dataset_type(task),
-        dataset_name=task,
+        dataset_name=printable(task),
         dataset_split=split,
         metric_type=metric,
         metric_name=name,
@@ -354,7 +355,7 @@ def _count(number: int, noun: str) -> str:
 
 def code(text: str) -> str:
     """Text of others as Markdown code in one line: nothing in it is markup, or ends a cell of a table."""
-    return f"`{' '.join(re.sub('[`|]', ' ', text[:MAX_CHARS]).split())}`"
+    return f"`{' '.join(re.sub('[`|]', ' ', printable(text[:MAX_CHARS])).split())}`"
 
 
 def inline(text: str) -> str:
@@ -363,4 +364,6 @@ def inline(text: str) -> str:
     >>> inline("<b>1.0</b>[x](y)")
     '&lt;b&gt;1.0&lt;/b&gt;\\\\[x\\\\]\\\\(y\\\\)'
     """
-    return re.sub(r"([\\`*_\[\]()#|!~$])", r"\\\1", html.escape(" ".join(text[:MAX_CHARS].split()), quote=False))
+    return re.sub(
+        r"([\\`*_\[\]()#|!~$])", r"\\\1", html.escape(" ".join(printable(text[:MAX_CHARS]).split()), quote=False)
+    )

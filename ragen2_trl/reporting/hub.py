@@ -7,9 +7,9 @@ from huggingface_hub import DatasetCard, HfApi, metadata_update
 from huggingface_hub.repocard_data import eval_results_to_model_index
 
 from ragen2_trl.envs import Environment
+from ragen2_trl.redaction import MARKUP_ENDS, hide_credentials
 from ragen2_trl.reporting.card import HELD_OUT_SUCCESS, code, eval_result, file_url
 from ragen2_trl.reporting.files import DIAGNOSTICS, json_text
-from ragen2_trl.reporting.redaction import MARKUP_ENDS, hide_credentials
 from ragen2_trl.reporting.settings import public
 
 PAPER = "[arXiv 2604.06268](https://arxiv.org/abs/2604.06268)"

@@ -102,6 +102,17 @@ def check_has_rows(train_dataset: Any, args: SNRFilterConfig) -> None:
         )
 
 
+def check_enough_prompts(train_dataset: Any, args: Any) -> None:
+    """Raise a `ValueError` where there are too few prompts for a generation: TRL would end after no step at all."""
+    needed = args.generation_batch_size // args.num_generations
+    if isinstance(train_dataset, Dataset) and len(train_dataset) < needed:
+        raise ValueError(
+            f"train_dataset has {len(train_dataset)} prompts, and a generation takes {needed} "
+            f"(generation_batch_size={args.generation_batch_size} / num_generations={args.num_generations}); allowed: "
+            "as many or more, or a smaller generation_batch_size."
+        )
+
+
 def check_prompt_column(train_dataset: Dataset | IterableDataset | None, environment_factory: Any) -> None:
     columns = train_dataset.column_names if isinstance(train_dataset, (Dataset, IterableDataset)) else None
     if isinstance(train_dataset, Dataset) and train_dataset.format["type"] == "custom":

@@ -21,12 +21,21 @@ from torch.utils.data import Sampler
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ragen2_trl.columns import TURN_SAMPLES
-from ragen2_trl.hidden_tokens import with_hidden_tokens
 from ragen2_trl.names import named_object
+from ragen2_trl.redaction import with_hidden_credentials
 from ragen2_trl.rollout_events import NeedsRows, RolloutEvents, end_tokens, extend
 from ragen2_trl.trainers.batches import Batch, chunks, loss_mask
-from ragen2_trl.trainers.checkpoints import LAYOUT_FIELDS, ResumableSampler, load_state, save_state
+from ragen2_trl.trainers.checkpoints import (
+    LAYOUT_FIELDS,
+    ResumableSampler,
+    checkpoint_to_resume,
+    load_state,
+    open_checkpoint,
+    save_state,
+    write_manifest,
+)
 from ragen2_trl.trainers.checks import (
+    check_enough_prompts,
     check_has_rows,
     check_mask_loss,
     check_prompt_column,
@@ -114,7 +123,7 @@ class SNRFilter(StockTrainer):
         super().__init__(
             model, reward_funcs, args, train_dataset, eval_dataset, processing_class, *positional, **kwargs
         )
-        self.args = with_hidden_tokens(self.args)  # before others hold them
+        self.args = with_hidden_credentials(self.args)  # before others hold them
         if self.args.snr_mode == "mask" and self.aux_loss_enabled:
             raise ValueError(
                 f"snr_mode='mask' cannot weigh the load-balancing loss (router_aux_loss_coef="
@@ -175,8 +184,10 @@ class SNRFilter(StockTrainer):
                 self._prompts.draw_further,
             )
 
-    def train(self, *args: Any, **kwargs: Any) -> Any:
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         check_mask_loss(type(self), self.args)
+        check_enough_prompts(self.train_dataset, self.args)
+        checkpoint = checkpoint_to_resume(self.args.output_dir, resume_from_checkpoint, self.accelerator)
         self._begin_run()
         self._metrics["train"].clear()  # of a step that was interrupted before it was logged
         if self._micro_batches.steps is not None:  # cut for the steps of an earlier run, which ended in the middle
@@ -186,7 +197,7 @@ class SNRFilter(StockTrainer):
                 "loss and grad_norm are means over the rows that the filter keeps: where it drops some, both are "
                 "larger than those of the plain trainer, which has the others in its mean (see docs/mathematics.md)."
             )
-        return super().train(*args, **kwargs)
+        return super().train(checkpoint, *args, **kwargs)
 
     # 1. TRL asks for the inputs of a micro-step, and samples where a generation batch begins
 
@@ -423,9 +434,18 @@ class SNRFilter(StockTrainer):
         if self._dynamic_sampling is not None:
             shared["dynamic_sampling"] = self._dynamic_sampling.shared_state()
             own["dynamic_sampling"] = self._dynamic_sampling.own_state()
-        # Written before the rest: a checkpoint that has its trainer_state.json is complete.
+        if self.args.should_save:
+            open_checkpoint(folder)
+        self.accelerator.wait_for_everyone()
         save_state(folder, self.accelerator.process_index, self._batch_layout(), shared, own)
         super()._save_checkpoint(model, trial)
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        """The last thing of a checkpoint that every process writes."""
+        super()._save_rng_state(output_dir)
+        self.accelerator.wait_for_everyone()
+        if self.args.should_save:
+            write_manifest(output_dir)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)

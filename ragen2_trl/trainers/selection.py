@@ -8,10 +8,13 @@ from typing import Any
 
 import numpy as np
 import torch
+from accelerate.logging import get_logger
 from torch import Tensor
 from trl.trainer.utils import nanstd
 
 from ragen2_trl.filtering import group_score, select_groups, selection_metrics, zero_variance
+
+logger = get_logger(__name__)
 
 SELECTION_EPS = 0.01
 """Slack of `top_p`, the mass that may be missing of its value: RAGEN's, for rewards that lie 1 apart or more. Where
@@ -24,6 +27,9 @@ FEW_GROUPS = 8
 RECENT_GROUPS = 256
 """Where a generation has fewer, it is ranked among so many of the latest groups, which cost nothing to keep: enough
 that a share of their summed variance is as steady as that of a large batch."""
+
+LARGEST_REWARD = 1e19
+"""Of which TRL can take the deviation: it squares rewards in float32."""
 
 # How scores scale with the unit of the rewards; those that are not of rewards do not.
 SCORE_DEGREE = {"reward_variance": 2, "reward_std": 1, "reward_mean": 1, "reward_sum": 1}
@@ -196,6 +202,13 @@ class GroupFilter:
         valid = rewards[~rewards.isnan()]
         if valid.numel():
             low, high = self.reward_range or (math.inf, -math.inf)
+            largest = valid.abs().max().item()
+            if largest > LARGEST_REWARD >= max(-low, high):
+                logger.warning(
+                    f"A reward sum of {largest:g} is beyond {LARGEST_REWARD:g}, whose square is infinite in float32: "
+                    "TRL's deviation of such a group is infinite and its advantages are 0, and the filter, which "
+                    "ranks by variance in float64, keeps it in place of all others."
+                )
             self.reward_range = min(low, valid.min().item()), max(high, valid.max().item())
         return self.reward_range
 
