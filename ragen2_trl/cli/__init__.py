@@ -13,6 +13,7 @@ COMMANDS = {
     "evaluate": "success, pass@k and reward on held-out tasks, with confidence intervals",
     "warm-start": "supervised fine-tuning on demonstrations of an environment",
     "diagnose": "whether a model's reasoning depends on its prompt",
+    "health": "whether training is failing, from a log of TRL, verl or RAGEN",
     "envs": "the tasks: names, options and presets",
     "report": "one HTML file that compares runs and opens offline",
     "serve-retrieval": "a search engine over HTTP, as RAGEN-2 and Search-R1 have one",

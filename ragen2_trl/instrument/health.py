@@ -21,6 +21,7 @@ HALF = 0.5  # of its best, for what goes up and down in healthy runs too: succes
 SURE = 5.0  # standard errors: the best and the worst of some hundred windows lie four apart by chance
 COMPLETIONS = 16  # in a row that does not say how many; fewer than most have, so that chance is given more room
 VARIED = 0.05  # share of groups with reward variance that is as good as none
+MAX_KEYS = 1024  # that are remembered: of a log that anyone may have written
 COUNT = "health/completions"  # log key of how many completions a row is about
 
 Scale = Literal["share", "ratio", "plain"]
@@ -202,13 +203,15 @@ class Health:
         count = int(completions) if _is_number(completions) and completions >= 1 else self.completions
         changed: list[Alarm] = []
         for key, value in row.items():
-            name = self._name(key)
+            name = self.name_of(key)
             if name is None or not isinstance(value, int | float):
                 continue
             signal = SIGNALS[COMPLEMENTS.get(name, name)]
             if not math.isfinite(value):
                 if name == "grad_norm":
                     self._begin(Alarm(self._step, signal.kind, key, signal.what, None, None, 0, False), changed)
+                continue
+            if key not in self._watched and len(self._watched) >= MAX_KEYS:
                 continue
             watch = self._watched.setdefault(key, _Watch())
             is_possible = signal.scale != "share" or 0 <= value <= 1
@@ -223,9 +226,11 @@ class Health:
                 changed.append(replace(alarm, until=self._step))
         return changed
 
-    def _name(self, key: str) -> str | None:
+    def name_of(self, key: str) -> str | None:
         """What a log key tells; later patterns win."""
         if key not in self._names:
+            if len(self._names) >= MAX_KEYS:
+                self._names.clear()
             fits = [name for pattern, name in self.keys.items() if _fits(pattern.split("/"), key.split("/"))]
             self._names[key] = fits[-1] if fits else None
         return self._names[key]
@@ -261,7 +266,11 @@ def health(
     >>> [(alarm.step, alarm.kind) for alarm in health(rows, completions=128)]
     [(52, 'format')]
     """
-    watch = Health(keys, completions)
+    return told_by(Health(keys, completions), rows)
+
+
+def told_by(watch: Health, rows: Iterable[Mapping[str, Any]]) -> list[Alarm]:
+    """Every alarm of further rows, in the order in which they began, each as it was last told."""
     found: dict[tuple[int, Kind], Alarm] = {}
     for row in rows:
         found |= {(alarm.step, alarm.kind): alarm for alarm in watch.update(row)}
