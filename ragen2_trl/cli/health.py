@@ -1,7 +1,7 @@
 """Health: whether training is failing, from the logs of a run, whoever made it.
 
-    ragen2-trl health runs/my_run/checkpoint-100/trainer_state.json
-    ragen2-trl health train.log --completions 128 --key rewards/solved/mean=success
+ragen2-trl health runs/my_run/checkpoint-100/trainer_state.json
+ragen2-trl health train.log --completions 128 --key rewards/solved/mean=success
 """
 
 from collections.abc import Sequence

@@ -22,6 +22,7 @@ SURE = 5.0  # standard errors: the best and the worst of some hundred windows li
 COMPLETIONS = 16  # in a row that does not say how many; fewer than most have, so that chance is given more room
 VARIED = 0.05  # share of groups with reward variance that is as good as none
 MAX_KEYS = 1024  # that are remembered: of a log that anyone may have written
+LARGEST = 1e100  # of a number; what is larger counts as not finite, as its square would not be
 COUNT = "health/completions"  # log key of how many completions a row is about
 
 Scale = Literal["share", "ratio", "plain"]
@@ -207,7 +208,7 @@ class Health:
             if name is None or not isinstance(value, int | float):
                 continue
             signal = SIGNALS[COMPLEMENTS.get(name, name)]
-            if not math.isfinite(value):
+            if not _is_number(value):
                 if name == "grad_norm":
                     self._begin(Alarm(self._step, signal.kind, key, signal.what, None, None, 0, False), changed)
                 continue
@@ -325,4 +326,4 @@ def _fits(pattern: list[str], key: list[str]) -> bool:
 
 
 def _is_number(value: Any) -> TypeGuard[float]:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= LARGEST
