@@ -4,9 +4,9 @@
     python -m research.real_runs RL-Result    # a minute
 
 Reads the `train.log`s of a clone that its user makes; no file of it is copied here. The runs are Sokoban with the
-paper's code, Qwen2.5-0.5B to 3B and Qwen3-4B, with PPO, GRPO and Dr. GRPO, filter on and off, 128 episodes a step and at
-most 200 steps, 512 held-out episodes every 10 steps, one seed each. Constants of `health`, and thresholds of the other
-signals, were fixed on the 12 runs of Qwen2.5-0.5B and 3B; the 13 others were read afterwards.
+paper's code, Qwen2.5-0.5B to 3B and Qwen3-4B, with PPO, GRPO and Dr. GRPO, filter on and off, 128 episodes a step and
+at most 200 steps, 512 held-out episodes every 10 steps, one seed each. Constants of `health`, and thresholds of the
+other signals, were fixed on the 12 runs of Qwen2.5-0.5B and 3B; the 13 others were read afterwards.
 
 Writes `results/real_runs.md` and `results/real_runs.png`, and the table into `docs/health.md`.
 """
