@@ -54,6 +54,8 @@ from ragen2_trl.trainers.stock import StockTrainer
 
 logger = get_logger(__name__)
 
+STOP_ON_TEMPLATE = "template_even_if_success_rises"
+
 
 class MutualInformationCallback(TrainerCallback):
     """
@@ -91,9 +93,10 @@ class MutualInformationCallback(TrainerCallback):
             has to be named, does as the reference code: all turns in one matrix, to compare with published numbers. It
             costs more than both together, and no verdict rests on it.
         stop_on (`str`, *optional*):
-            `"template_collapse"` ends training when reasoning that has depended on its prompt surely does so less than
-            half as much, in two measurements in a row or more, with high entropy (see
-            [`~ragen2_trl.instrument.judge`]). Measurements that are too small to tell never end it.
+            `"template_even_if_success_rises"` ends training when reasoning has become a template: it has depended on
+            its prompt and surely does so less than half as much, in two measurements in a row or more, with high
+            entropy (see [`~ragen2_trl.instrument.judge`]). On real runs success has gone on rising in this state; to
+            end runs that fail, there is [`TrainingHealthCallback`]. Measurements too small to tell never end it.
         max_tokens_per_forward (`int`, *optional*):
             See [`~ragen2_trl.instrument.cross_score`].
 
@@ -117,7 +120,7 @@ class MutualInformationCallback(TrainerCallback):
         num_completions: int = 64,
         max_prompts: int = 64,
         scopes: Sequence[str] = SCOPES,
-        stop_on: Literal["template_collapse"] | None = None,
+        stop_on: Literal["template_even_if_success_rises"] | None = None,
         max_tokens_per_forward: int | None = None,
         min_prompts: int = 8,
     ):
@@ -126,7 +129,7 @@ class MutualInformationCallback(TrainerCallback):
         if min_prompts < 2:
             raise ValueError(f"min_prompts must be at least 2, got {min_prompts!r}")
         if stop_on is not None:
-            check_choice("stop_on", stop_on, ("template_collapse",))
+            check_choice("stop_on", stop_on, (STOP_ON_TEMPLATE,))
         if not scopes:
             raise ValueError(f"scopes must name at least one of {(*SCOPES, REFERENCE_SCOPE)}, got {scopes!r}")
         for scope in scopes:
@@ -346,8 +349,9 @@ class MutualInformationCallback(TrainerCallback):
         self._log(regime_flags(self._finding))
         for name, text in warnings.items():
             logger.warning(text)
-            if name == self.stop_on:
-                logger.warning(f"Training stops after step {self.trainer.state.global_step + 1}: stop_on={name!r}.")
+            if name == "template_collapse" and self.stop_on is not None:
+                step = self.trainer.state.global_step + 1
+                logger.warning(f"Training stops after step {step}: stop_on={self.stop_on!r}.")
                 self._stop = True
 
     def _log_validity(self, trajectories: list[list[Turn]]) -> float:

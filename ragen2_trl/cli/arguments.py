@@ -48,6 +48,40 @@ def report_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def health_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        "ragen2-trl health",
+        description="Whether training is failing, and since when, from logs alone: TRL's trainer_state.json or "
+        "log_history.json, or what verl and RAGEN print (step:N - key:value - …).",
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("logs", nargs="+", type=Path, metavar="LOG", help="Files, each the log of a run.")
+    add(
+        "--key",
+        action="append",
+        type=_pair,
+        default=[],
+        metavar="KEY=SIGNAL",
+        help="Further log keys, * for a part between slashes, by what they tell: success, held_out_success, reward, "
+        "valid, valid_thinking, clipped, length, entropy, grad_norm, kl, zero_variance.",
+    )
+    add(
+        "--completions",
+        type=int,
+        default=16,
+        help="Completions of a row, by which chance is told, where rows do not say so (default: 16).",
+    )
+    return parser
+
+
+def _pair(text: str) -> tuple[str, str]:
+    key, equals, signal = text.rpartition("=")
+    if not (key and equals):
+        raise argparse.ArgumentTypeError(f"{text!r} must be KEY=SIGNAL")
+    return key, signal
+
+
 def envs_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         "ragen2-trl envs", description="The tasks: their names, options and presets.", allow_abbrev=False
@@ -493,6 +527,7 @@ PARSERS = {
     "check-sandbox": sandbox_parser,
     "envs": envs_parser,
     "recipes": recipes_parser,
+    "health": health_parser,
     "serve-retrieval": retrieval_parser,
 }
 # The configurations whose fields a command takes beside its own.

@@ -70,7 +70,7 @@ else:
 CLIP_RATIOS = tuple(f"clip_ratio/{name}" for name in ("low_mean", "low_min", "high_mean", "high_max", "region_mean"))
 # What a trainer brings along, as `package.module:name` of a function that takes it: by name, as the filter knows
 # nothing of callbacks and of what they report.
-COMPANIONS = ("ragen2_trl.callbacks.run_record:keep_record",)
+COMPANIONS = ("ragen2_trl.callbacks.run_record:keep_record", "ragen2_trl.callbacks.training_health:keep_watch")
 logger = get_logger(__name__)
 
 
