@@ -304,9 +304,9 @@ def _with_shared_tokens(batch: Batch) -> Batch:
 def _divided_by_shared_tokens(batch: Batch) -> Batch:
     """A micro-batch whose mean over tokens divides each row by its `SHARED_TOKENS`, as losses follow advantages."""
     batch = dict(batch)
-    scale = loss_mask(batch).sum().clamp(min=1) / batch.pop(SHARED_TOKENS)  # (rows,)
     advantages = batch["advantages"]
-    batch["advantages"] = advantages * (scale if advantages.ndim == 1 else scale.unsqueeze(1)).to(advantages)
+    scale = loss_mask(batch).sum().clamp(min=1).to(advantages) / batch.pop(SHARED_TOKENS)  # (rows,)
+    batch["advantages"] = advantages * (scale if advantages.ndim == 1 else scale.unsqueeze(1))
     return batch
 
 
