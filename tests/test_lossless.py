@@ -31,6 +31,11 @@ LAYOUTS = {
         "gradient_accumulation_steps": 4,
         "steps_per_generation": 1,
     },
+    "a shorter step ends each epoch": {
+        "per_device_train_batch_size": 8,
+        "gradient_accumulation_steps": 3,
+        "steps_per_generation": 1,
+    },
     "padded": {**SEVERAL, "pad_to_multiple_of": 8},
 }
 
