@@ -11,14 +11,14 @@ from safetensors.torch import load_file
 
 sys.path.insert(0, str(Path(__file__).parent / "distributed"))
 
-from backends import CASES, CASES_OF_THREE, GROUP_SIZE, cases_of, processes_of, run_case
+from backends import AS_TRL, CASES, CASES_OF_THREE, GROUP_SIZE, LOSSLESS_CASES, cases_of, processes_of, run_case
 
 from ragen2_trl.reporting.saved_episodes import read_episodes
 
 BACKENDS = ["ddp", "zero1", "zero2", "zero3", "fsdp2", "ddp_lora", "zero3_lora", "ddp_three"]
 # A newcomer's `make test` has each trainer on two processes, whole and sharded.
 FAST = ("ddp", "zero3")
-FAST_CASES = ("filtered dapo", "rloo", "ppo with a critic of its own")
+FAST_CASES = ("filtered dapo", "rloo", "ppo with a critic of its own", "lossless bnpo")
 # Each process samples in a round of the refill, so that more groups are logged than one process would need.
 SAMPLES_MORE = ("masked and refilled unevenly by three",)
 EMPTY = ("an empty step between", "rloo, an empty step between", "ppo, an empty step between")
@@ -41,7 +41,10 @@ def several_processes(policy_path, tmp_path_factory, request):
     for item in request.session.items:
         if "several_processes" in item.fixturenames:
             parameters = item.callspec.params
-            selected.setdefault(parameters["backend"], {})[parameters["case"]] = None
+            of_backend = selected.setdefault(parameters["backend"], {})
+            of_backend[parameters["case"]] = None
+            if parameters["case"] in LOSSLESS_CASES:
+                of_backend[f"{parameters['case']} as TRL"] = None
 
     def run(backend: str):
         if backend not in results:
@@ -67,9 +70,13 @@ def one_process(policy_path, tmp_path_factory):
     return run
 
 
+def filtered_cases_of(backend: str) -> list[str]:
+    return [case for case in cases_of(backend) if case not in {**LOSSLESS_CASES, **AS_TRL}]
+
+
 @pytest.mark.distributed
 @pytest.mark.parametrize(
-    ("backend", "case"), [mark(backend, case) for backend in BACKENDS for case in cases_of(backend)]
+    ("backend", "case"), [mark(backend, case) for backend in BACKENDS for case in filtered_cases_of(backend)]
 )
 def test_several_processes_end_with_the_parameters_of_one(backend, case, several_processes, one_process):
     expected, _ = one_process(case, backend.endswith("_lora"))
@@ -87,7 +94,7 @@ def test_several_processes_end_with_the_parameters_of_one(backend, case, several
 @pytest.mark.distributed
 @pytest.mark.parametrize(
     ("backend", "case"),
-    [mark(backend, case) for backend in BACKENDS for case in cases_of(backend) if case not in SAMPLES_MORE],
+    [mark(backend, case) for backend in BACKENDS for case in filtered_cases_of(backend) if case not in SAMPLES_MORE],
 )
 def test_several_processes_log_what_one_logs(backend, case, several_processes, one_process):
     _, expected = one_process(case, backend.endswith("_lora"))
@@ -100,6 +107,22 @@ def test_several_processes_log_what_one_logs(backend, case, several_processes, o
             # `None`: explained variance without a kept row
             same = None if alone[key] is None else pytest.approx(alone[key], rel=1e-3, abs=1e-4)
             assert row[key] == same, (key, json.dumps(row))
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("backend", "case"),
+    [mark(backend, case) for backend in BACKENDS for case in cases_of(backend) if case in LOSSLESS_CASES],
+)
+def test_lossless_ends_with_the_parameters_of_trl_on_as_many_processes(backend, case, several_processes):
+    ours, plain = several_processes(backend)[case], several_processes(backend)[f"{case} as TRL"]
+    for name, value in plain["parameters"].items():
+        torch.testing.assert_close(ours["parameters"][name], value, rtol=1e-4, atol=1e-5)
+    for row, of_plain in zip(ours["rows"], plain["rows"], strict=True):
+        assert row["loss"] == pytest.approx(of_plain["loss"], rel=1e-3, abs=1e-4)
+        assert row["grad_norm"] == pytest.approx(of_plain["grad_norm"], rel=1e-3, abs=1e-4)
+        assert row["snr/update_compute_fraction"] < 0.9 < of_plain["snr/update_compute_fraction"]
+        assert row["snr/empty_steps"] == 0
 
 
 @pytest.mark.distributed

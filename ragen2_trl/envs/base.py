@@ -26,7 +26,7 @@ from typing import Any, ClassVar, TypeAlias
 from datasets import Dataset
 from PIL import Image
 
-from ragen2_trl.columns import EPISODE
+from ragen2_trl.columns import EPISODE, SUCCESS
 from ragen2_trl.envs.checks import check_choice, check_count, check_flags, check_installed, check_limits
 from ragen2_trl.envs.responses import TAGS, Completion, Response, completion_text, format_response, parse_response
 from ragen2_trl.envs.tasks import SPLITS, Row
@@ -587,7 +587,8 @@ class Environment(ABC):
         It gives the return of each episode: the rewards of its actions and -0.1 for each invalid turn. In single-turn
         play it plays the completions; in multi-turn play `TextRollout` has played them. Where TRL offers `log_metric`
         it logs `env/<name>/success`, `return`, `turns`, `valid_rate` and `pass@k` with the k completions of a prompt
-        on this process. Use it or `success_func`, not both: each plays the completions of single-turn play.
+        on this process, and with `log_extra` a column `success` of single completions. Use it or `success_func`, not
+        both: each plays the completions of single-turn play.
         """
         return [self._reward_func(f"{self.name}_return", "episode_return", self.returns)]
 
@@ -702,10 +703,13 @@ class Environment(ABC):
             seed: Sequence[int],
             trainer_state: Any = None,
             log_metric: Callable[[str, float], None] | None = None,
+            log_extra: Callable[[str, list[Any]], None] | None = None,
             **columns: Any,
         ) -> list[float]:
             step = 0 if trainer_state is None else trainer_state.global_step
             outcomes = self.outcomes(prompts, completions, seed, columns, step)
+            if log_extra is not None:
+                log_extra(SUCCESS, [float(outcome.success) for outcome in outcomes])
             if log_metric is not None:
                 for key, value in mean_outcomes(outcomes, seed).items():
                     log_metric(f"env/{self.name}/{key}", value)

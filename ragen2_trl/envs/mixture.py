@@ -6,7 +6,7 @@ from typing import Any, TypeAlias
 
 from datasets import Dataset, concatenate_datasets
 
-from ragen2_trl.columns import ALL_TASKS, TASK
+from ragen2_trl.columns import ALL_TASKS, SUCCESS, TASK
 from ragen2_trl.envs.base import Environment, EpisodeOutcome, OnPlayed, Play, RewardFunc, mean_outcomes, nobody_looks
 from ragen2_trl.envs.checks import check_count
 from ragen2_trl.envs.responses import Completion
@@ -167,6 +167,7 @@ class TaskMixture:
             seed: Sequence[int],
             trainer_state: Any = None,
             log_metric: Callable[[str, float], None] | None = None,
+            log_extra: Callable[[str, list[Any]], None] | None = None,
             **columns: Any,
         ) -> list[float]:
             step = 0 if trainer_state is None else trainer_state.global_step
@@ -183,6 +184,8 @@ class TaskMixture:
                 )
                 for row, outcome in zip(rows, of_task, strict=True):
                     outcomes[row] = outcome
+            if log_extra is not None:
+                log_extra(SUCCESS, [float(outcome.success) for outcome in outcomes])
             if log_metric is not None:
                 distinct: dict[tuple[str, int], int] = {}  # tasks of two kinds may have the same seed
                 keys = [distinct.setdefault(key, len(distinct)) for key in zip(columns[TASK], seed, strict=True)]

@@ -37,8 +37,9 @@ from ragen2_trl.trainers.checkpoints import (
 from ragen2_trl.trainers.checks import (
     check_enough_prompts,
     check_has_rows,
-    check_mask_loss,
+    check_loss_of_trl,
     check_prompt_column,
+    check_router_loss,
     check_same_on_all_processes,
     check_subclass,
     known_range,
@@ -58,7 +59,10 @@ from ragen2_trl.trainers.selection import (
     Groups,
     Selection,
     Selector,
+    finer_than,
+    score_rewards,
     seeded_generator,
+    with_advantage,
 )
 from ragen2_trl.trainers.turn_samples import check_turn_samples, sampled_tokens, with_turn_samples
 
@@ -124,11 +128,7 @@ class SNRFilter(StockTrainer):
             model, reward_funcs, args, train_dataset, eval_dataset, processing_class, *positional, **kwargs
         )
         self.args = with_hidden_credentials(self.args)  # before others hold them
-        if self.args.snr_mode == "mask" and self.aux_loss_enabled:
-            raise ValueError(
-                f"snr_mode='mask' cannot weigh the load-balancing loss (router_aux_loss_coef="
-                f"{self.router_aux_loss_coef}); allowed: snr_mode='drop', or router_aux_loss_coef=0."
-            )
+        check_router_loss(self)
         check_same_on_all_processes(self.args, self.accelerator.num_processes)
         if (reason := nothing_to_rank(self.args)) is not None:
             logger.warning(reason)
@@ -167,7 +167,10 @@ class SNRFilter(StockTrainer):
         self.latest_selection: Selection | None = None
         self._micro_step: MicroStep | None = None  # of the micro-batch that is about to be computed
         self._is_weighted = True  # whether its loss has come through `_loss_of_kept_rows`
-        known = known_range(self.reward_funcs, self.reward_weights.tolist())
+        self._has_suggested = False  # what to score groups by
+        known = known_range(
+            self.reward_funcs, self.reward_func_names, self.reward_weights.tolist(), self.args.snr_score_reward
+        )
         self._filter = GroupFilter(self.args, self._own_selector, known)
         self._empty_steps.begin_run(self._filter)
         self._prompts = selection_of(self)
@@ -185,14 +188,14 @@ class SNRFilter(StockTrainer):
             )
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
-        check_mask_loss(type(self), self.args)
+        check_loss_of_trl(type(self), self.args)
         check_enough_prompts(self.train_dataset, self.args)
         checkpoint = checkpoint_to_resume(self.args.output_dir, resume_from_checkpoint, self.accelerator)
         self._begin_run()
         self._metrics["train"].clear()  # of a step that was interrupted before it was logged
         if self._micro_batches.steps is not None:  # cut for the steps of an earlier run, which ended in the middle
             self._step, self._buffered_inputs = 0, None
-        if not self._filter.keeps_everything:
+        if not self._filter.keeps_everything and not self.args.is_lossless:
             logger.warning(
                 "loss and grad_norm are means over the rows that the filter keeps: where it drops some, both are "
                 "larger than those of the plain trainer, which has the others in its mean (see docs/mathematics.md)."
@@ -232,7 +235,8 @@ class SNRFilter(StockTrainer):
         if self._dynamic_sampling is not None:
             step = self.state.global_step
             batch = self._dynamic_sampling.fill(batch, selection.kept, step, self._sample_further, self._logps_now)
-        elif selection.keeps_all:
+        elif selection.keeps_all or self.args.is_lossless:
+            # Without loss, every mean is one over all rows, and micro-batches are cut of those with an advantage.
             batch[KEPT] = torch.ones(len(batch["prompt_ids"]), dtype=torch.bool, device=self.accelerator.device)
         else:
             batch = keep_rows(batch, self._local(selection.kept_rows), self.accelerator)
@@ -272,22 +276,39 @@ class SNRFilter(StockTrainer):
         rewards = self.rollout_events.group_rewards
         per_func = self.rollout_events.rewards_per_func
         assert per_func is not None  # a batch has been scored
+        scored = self._scored_rewards(rewards)
         tokens = self.accelerator.gather(sampled_tokens(batch)).cpu()  # (B,)
         groups = Groups(
-            rewards,
+            scored,
             per_func.view(*rewards.shape, -1),
             tokens.view(rewards.shape),
             seeded_generator(self.args.seed, *key),
-            self._filter.see(rewards),
+            self._filter.see(scored),
             lambda: self._mean_entropies(batch).view(rewards.shape),
         )
-        selection = self._filter.select(groups)
-        if self._own_selector is not None and self.accelerator.num_processes > 1:
-            # Whatever somebody's function draws from: processes that select differently wait for one another for ever.
-            kept, completions = broadcast_object_list([selection.kept, selection.completions])
-            selection = replace(selection, kept=kept, completions=completions)
-        self._set_advantages(inputs, batch, selection)
-        return replace(selection, lengths=groups.lengths, predicted=self._prompts.learn(rewards))
+        if self.args.is_lossless:
+            selection = with_advantage(rewards, self.accelerator.gather(batch["advantages"]))
+        else:
+            selection = self._filter.select(groups)
+            if self._own_selector is not None and self.accelerator.num_processes > 1:
+                # Whatever somebody's function draws from: processes that select differently wait for ever.
+                kept, completions = broadcast_object_list([selection.kept, selection.completions])
+                selection = replace(selection, kept=kept, completions=completions)
+            self._set_advantages(inputs, batch, replace(selection, rewards=rewards))
+        return replace(selection, lengths=groups.lengths, predicted=self._prompts.learn(scored))
+
+    def _scored_rewards(self, sums: Tensor) -> Tensor:
+        """(N, G) what groups are scored by: the weighted sums of all rewards, or the rewards of `snr_score_reward`."""
+        per_func, logged = self.rollout_events.rewards_per_func, self._logs["extra"]
+        assert per_func is not None  # a batch has been scored
+        if self.args.snr_score_reward is not None:
+            return score_rewards(self.args.snr_score_reward, sums, self.reward_func_names, per_func, logged)
+        if not self._has_suggested and self._filter.ranks_rewards:
+            suggestion = finer_than(sums, self.reward_func_names, per_func, logged)
+            self._has_suggested = suggestion is not None
+            if suggestion is not None:
+                logger.warning(suggestion)
+        return sums
 
     def _log_selection(self, selection: Selection) -> None:
         self.latest_selection = selection

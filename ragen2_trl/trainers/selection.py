@@ -1,9 +1,10 @@
 """From the rewards of a generation batch to the groups that are trained on (arXiv 2604.06268, Section 3.3)."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from types import NoneType
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,9 @@ it, so that a reward of small numbers is filtered as one of large numbers is."""
 FEW_GROUPS = 8
 """From so many groups a generation is ranked by itself: the paper's batch. TRL's defaults sample one."""
 
+MANY_VALUES = 4
+"""A reward of so many times the values of another is said to be finer: shaped, or continuous."""
+
 RECENT_GROUPS = 256
 """Where a generation has fewer, it is ranked among so many of the latest groups, which cost nothing to keep: enough
 that a share of their summed variance is as steady as that of a large batch."""
@@ -40,11 +44,12 @@ class Groups:
     """The groups of one generation over all processes, as a selector sees them.
 
     Args:
-        rewards: (N, G) weighted reward sums as sampled, NaN where there is no finite one.
+        rewards: (N, G) weighted reward sums as sampled, or what `snr_score_reward` names; NaN where there is no finite
+            one.
         rewards_per_func: (N, G, F) of each reward function, before weights.
         lengths: (N, G) tokens that the model wrote.
         generator: of draws, the same on all processes and in a resumed run; never the global random state.
-        reward_range: lowest and highest reward sum of the run so far, these included; `None` without any.
+        reward_range: lowest and highest of these rewards in the run so far; `None` without any.
         compute_entropies: what `entropies` calls.
     """
 
@@ -126,7 +131,7 @@ class Selection:
     """Which groups of a generation batch are kept, over all processes.
 
     Args:
-        rewards: (N, G) weighted reward sums as sampled, NaN where there is no finite one.
+        rewards: (N, G) as `Groups` has them.
         scores: (N,) what groups were ranked by.
         kept: (N,) bool; of a group that is kept, one completion at least is.
         completions: (N, G) bool, which completions are kept, where a selector does not keep groups whole.
@@ -168,6 +173,80 @@ class Selection:
         return ~self.rewards.isnan().flatten()
 
 
+def score_rewards(
+    name: str, sums: Tensor, names: Sequence[str], rewards_per_func: Tensor, logged: Mapping[str, Sequence[Any]]
+) -> Tensor:
+    """The rewards that groups are scored by: those of one function, or a column that one logs.
+
+    Args:
+        name: of `snr_score_reward`.
+        sums: (N, G) weighted reward sums.
+        names: of the reward functions, F.
+        rewards_per_func: (B, F).
+        logged: columns of the latest completions, this generation's last.
+
+    Returns:
+        (N, G), NaN where there is no finite number.
+
+    Raises:
+        ValueError: where there is neither.
+    """
+    columns = _of_functions_and_columns(sums, names, rewards_per_func, logged)
+    if name not in columns:
+        raise ValueError(
+            f"snr_score_reward={name!r} is neither a reward function nor a column of numbers that one logs for each "
+            f"completion (log_extra); allowed: {', '.join(columns)}."
+        )
+    return columns[name]
+
+
+def finer_than(
+    sums: Tensor, names: Sequence[str], rewards_per_func: Tensor, logged: Mapping[str, Sequence[Any]]
+) -> str | None:
+    """Why groups might better be scored by one of their rewards than by the sum; `None` without a reason.
+
+    Args:
+        sums, names, rewards_per_func, logged: as for `score_rewards`.
+    """
+    values = len(sums[~sums.isnan()].unique())
+    for name, rewards in _of_functions_and_columns(sums, names, rewards_per_func, logged).items():
+        own = len(rewards[~rewards.isnan()].unique())
+        if own > 1 and values >= MANY_VALUES * own:
+            return (
+                f"Groups are scored by a reward of {values} different values, in which failures may differ, too; "
+                f"{name} has {own}. If that is what training is for, score by it: snr_score_reward={name!r}."
+            )
+    return None
+
+
+def _of_functions_and_columns(
+    sums: Tensor, names: Sequence[str], rewards_per_func: Tensor, logged: Mapping[str, Sequence[Any]]
+) -> dict[str, Tensor]:
+    """(N, G) each, NaN where there is no finite number; functions come before columns of the same name."""
+    found: dict[str, Tensor] = {}
+    for name, rewards in zip(names, rewards_per_func.T, strict=False):  # a subclass may have made one of several
+        found.setdefault(name, rewards)
+    for name, column in logged.items():
+        values = list(column)[-sums.numel() :]
+        if len(values) == sums.numel() and all(isinstance(value, (int, float, NoneType)) for value in values):
+            found.setdefault(name, torch.tensor([math.nan if value is None else value for value in values]))
+    return {
+        name: values.to(sums).masked_fill(~values.to(sums).isfinite(), torch.nan).view(sums.shape)
+        for name, values in found.items()
+    }
+
+
+def with_advantage(rewards: Tensor, advantages: Tensor) -> Selection:
+    """The completions that TRL's loss does not multiply by zero.
+
+    Args:
+        rewards: (N, G) weighted reward sums.
+        advantages: (B,) as TRL has made them.
+    """
+    completions = (advantages != 0).view(rewards.shape).cpu()
+    return Selection(rewards, group_score(rewards), completions.any(dim=1), completions)
+
+
 class GroupFilter:
     """Selects groups by the settings of a run, and remembers the rewards and groups that it has seen.
 
@@ -186,8 +265,14 @@ class GroupFilter:
         # A number of groups is one of each batch; what somebody else selects is of the groups that it is given.
         self.recent: RecentGroups | None = None
         own, few = self.selector, args.groups_per_generation < FEW_GROUPS
-        if few and isinstance(own, ScoreSelector) and own.strategy != "top_k_abs":
+        if few and isinstance(own, ScoreSelector) and own.strategy not in ("top_k_abs", "lossless"):
             self.recent = RecentGroups(args.seed, own.most_dropped)
+
+    @property
+    def ranks_rewards(self) -> bool:
+        """Whether groups are kept for how their rewards vary."""
+        own = self.selector
+        return isinstance(own, ScoreSelector) and own.score in ("reward_variance", "reward_std")
 
     @property
     def keeps_everything(self) -> bool:

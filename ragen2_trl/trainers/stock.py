@@ -31,6 +31,7 @@ class StockTrainer(Trainer):
     num_iterations: int
     pad_to_multiple_of: Any  # `int | None`
     ref_model: Any
+    reward_func_names: list[str]
     reward_funcs: list[Any]
     reward_weights: Tensor
     router_aux_loss_coef: float
@@ -38,6 +39,7 @@ class StockTrainer(Trainer):
     train_dataset: Any
     use_vllm: bool
     _buffered_inputs: Any  # micro-batches, `None` before the first generation
+    _logs: dict[str, Any]
     _metrics: dict[str, defaultdict[str, list[float]]]
     _name: Any
     _step: int
