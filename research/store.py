@@ -18,7 +18,9 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
+import torch
 import yaml
+from safetensors.torch import load_file
 
 from ragen2_trl.reporting.files import HISTORY_FILE, read_json, remove_unfinished, replace_whole, write_private
 from research.plan import Experiment, PlannedRun, question
@@ -27,6 +29,8 @@ from research.settings import UNSET, Fields, as_stored, json_text, merged, read_
 RUNS, CURVES, RECORDS = "runs.parquet", "curves.parquet", "experiments"
 VERSIONS = "versions.json"  # in the folder of a run, of when its training began
 SEVERAL = "several"  # as host: of a run that went on where it had not begun
+WEIGHTS = "weights/"  # metrics that are a run's parameters at its end
+SAMPLED_WEIGHTS = 256  # of them
 THEN = ", then "  # between the versions that such a run began with and those it went on with
 COSTS = ("seconds", "cpu_seconds", "sampled_tokens", "update_tokens", "update_flops")
 
@@ -127,6 +131,7 @@ class Store:
             "versions": json.dumps(read_json(run_folder / VERSIONS, dict) or where_it_runs()),
             "finished": datetime.now(timezone.utc).replace(microsecond=0),
         }
+        rows += sampled_weights(run_folder, max(step for step, _, _ in rows))
         steps, metrics, values = zip(*rows, strict=True)
         curves = pa.table(
             [
@@ -244,6 +249,19 @@ def check_folder(folder: Path, name: str) -> None:
     there = next(path for path in (folder, *folder.parents) if path.exists())
     if not there.is_dir():
         raise ValueError(f"{name} must be a folder, or one that can be made, got the file {there}")
+
+
+def sampled_weights(run_folder: Path, step: int) -> list[tuple[int, str, float]]:
+    """(step, `weights/<number>`, value) of `SAMPLED_WEIGHTS` parameters of the model that a run has left.
+
+    Evenly spaced over all of it, the same of every run of a model; none where it has left no model in one file.
+    """
+    if not (path := run_folder / "model.safetensors").exists():
+        return []
+    state = load_file(path)
+    flat = torch.cat([state[name].flatten().float() for name in sorted(state)])
+    places = torch.linspace(0, len(flat) - 1, SAMPLED_WEIGHTS, dtype=torch.float64).long()
+    return [(step, f"{WEIGHTS}{number:03}", value) for number, value in enumerate(flat[places].tolist())]
 
 
 def tidy_rows(history: Sequence[Mapping[str, Any]]) -> list[tuple[int, str, float]]:

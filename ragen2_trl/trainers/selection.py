@@ -272,7 +272,8 @@ class GroupFilter:
     def ranks_rewards(self) -> bool:
         """Whether groups are kept for how their rewards vary."""
         own = self.selector
-        return isinstance(own, ScoreSelector) and own.score in ("reward_variance", "reward_std")
+        ranks = isinstance(own, ScoreSelector) and own.strategy != "lossless"
+        return ranks and own.score in ("reward_variance", "reward_std")
 
     @property
     def keeps_everything(self) -> bool:
