@@ -97,7 +97,7 @@ test-slow: $(BIN)/.installed-smollm2  ## Slow tests, among them one on a real in
 # A release of TRL from the range in pyproject.toml; it gets an environment of its own beside .venv. The oldest comes
 # with the oldest transformers.
 TRL := 1.12.0
-TRANSFORMERS := $(if $(filter 1.12.0,$(TRL)),5.14.0)
+TRANSFORMERS := $(if $(filter 1.12.0,$(TRL)),5.15.0)
 TRL_VENV := .venv-trl-$(TRL)
 TRAINER_TESTS = $(wildcard tests/test_trl_*.py tests/test_promises_*.py tests/test_dynamic_sampling.py tests/test_ppo.py \
 	tests/test_snr_grpo_trainer.py tests/test_rollout*.py tests/test_mutual_information*.py tests/test_scoring*.py)
