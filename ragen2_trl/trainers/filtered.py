@@ -51,6 +51,7 @@ from ragen2_trl.trainers.selection import (
     named_object,
     seeded_generator,
 )
+from ragen2_trl.trainers.trl_contract import check_trl
 from ragen2_trl.trainers.turn_samples import check_turn_samples, sampled_tokens, with_turn_samples
 
 CLIP_RATIOS = tuple(f"clip_ratio/{name}" for name in ("low_mean", "low_min", "high_mean", "high_max", "region_mean"))
@@ -96,6 +97,7 @@ class SNRFilter:
         selector: Selector | None = None,
         **kwargs: Any,
     ):
+        check_trl(type(self))
         if args is None:
             name = model if isinstance(model, str) else model.config._name_or_path
             args = self._config_class(f"{name.split('/')[-1]}-{self._name.replace(' ', '-')}")
