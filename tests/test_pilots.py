@@ -11,7 +11,7 @@ import torch
 from algorithms import GRPO, STILL, cases, for_each
 from conftest import PROMPTS, assert_same_parameters, parameters_of
 from datasets import IterableDataset
-from pilot_replay import FIRST, PILOTS, PilotReplay, replay_of_pilots
+from pilot_replay import FIRST, PILOTS, replay_of_pilots
 from players import LAKE, Player, make_trainer, multi_turn_args
 from players import policy_fixture as policy_fixture
 from players import tokenizer_fixture as tokenizer_fixture
@@ -191,7 +191,7 @@ def test_tools_are_those_of_the_completion(policy_path, make_args):
         for context in contexts:
             done = tokenizer.decode(context).count("<tool_call>")
             call = '<tool_call>\n{"name": "move", "arguments": {"directions": ["Up"]}}\n</tool_call><|im_end|>'
-            goes_on = done == 0 and next(numbers) % 3 or 0 < done < 2
+            goes_on = next(numbers) % 3 if done == 0 else done < 2
             answers.append(tokenizer(call if goes_on else "Enough<|im_end|>")["input_ids"])
         return answers, None
 
@@ -220,7 +220,7 @@ def test_a_number_out_of_range_is_named(make_args, given):
 
 def test_groups_on_two_processes_are_refused():
     args = {"snr_pilot_generations": 2, "num_generations": 4, "steps_per_generation": 1}
-    with pytest.raises(ValueError, match="snr_pilot_generations=2 .* 6 .* num_generations=4"):
+    with pytest.raises(ValueError, match=r"snr_pilot_generations=2 .* 6 .* num_generations=4"):
         check_pilots(SimpleNamespace(**args, per_device_train_batch_size=6), 2)
     check_pilots(SimpleNamespace(**args, per_device_train_batch_size=6), 1)
     check_pilots(SimpleNamespace(**args, per_device_train_batch_size=8), 2)
@@ -265,6 +265,10 @@ def posterior_of(rewards):
     return posterior
 
 
+def log_beta(a, b):
+    return math.lgamma(a) + math.lgamma(b) - math.lgamma(a + b)
+
+
 def test_expected_variance_of_two_values_is_the_sum_over_all_outcomes():
     low, high, further = -1.0, 2.0, 5
     drawn = np.random.default_rng(1).random((40, 3)) < 0.3
@@ -277,8 +281,7 @@ def test_expected_variance_of_two_values_is_the_sum_over_all_outcomes():
         a, b = a + (have == high).sum(), b + (have == low).sum()
         expected = 0.0
         for wins in range(further + 1):
-            beta = [math.lgamma(x) + math.lgamma(y) - math.lgamma(x + y) for x, y in ((a + wins, b + further - wins), (a, b))]
-            chance = math.comb(further, wins) * math.exp(beta[0] - beta[1])
+            chance = math.comb(further, wins) * math.exp(log_beta(a + wins, b + further - wins) - log_beta(a, b))
             group = [*have, *[high] * wins, *[low] * (further - wins)]
             expected += chance * np.var(group, ddof=1)
         assert found == pytest.approx(expected)

@@ -1,4 +1,4 @@
-"""A few completions of each prompt are sampled and scored first, and the rest only where rewards may be expected to vary.
+"""Some completions of each prompt are sampled and scored first, the rest only where rewards may be expected to vary.
 
 A filter saves the update once the samples are paid for; this saves the samples, from the first epoch on. Pilot-Commit
 (arXiv 2605.26606) and AERO (arXiv 2602.14338) go on where a pilot's rewards vary. Here a prompt is worth its remaining
@@ -357,9 +357,9 @@ def together(like: Any, size: int, rows: list[Any]) -> Any:
         return tuple(together(one, size, [row[number] for row in rows]) for number, one in enumerate(like))
     if isinstance(like, dict):
         return {key: together(one, size, [row[key] for row in rows]) for key, one in like.items()}
-    # None where these happen to have no images.
-    is_by_row = isinstance(like, list) and len(like) == size or any(row is not None for row in rows) and like is None
-    return rows if is_by_row else like
+    if like is None:  # these may happen to have no images
+        return rows if any(row is not None for row in rows) else None
+    return rows if isinstance(like, list) and len(like) == size else like
 
 
 def taken_logs(trainer: Any, size: int) -> list[dict[str, Any]]:

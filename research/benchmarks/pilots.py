@@ -124,7 +124,7 @@ def markdown(results: dict) -> str:
         lines.append(f"| {case} | " + " | ".join(cells) + " |")
     whole = results["counted"]["whole groups"]["completions_per_group"]
     lines += ["", f"Dynamic sampling of the tiny model, G = 16, {DEAD:.0%} dead prompts:", ""]
-    lines += ["| | completions scored | full groups | completions a group | of whole groups' | further rounds a step |"]
+    lines += ["| | completions scored | full groups | a group | of whole groups' | further rounds a step |"]
     lines += ["|---" * 6 + "|"]
     for name, run in results["counted"].items():
         lines.append(
