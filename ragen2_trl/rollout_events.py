@@ -167,19 +167,23 @@ class RolloutEvents:
         assert self.rewards_per_func is not None
         return group_rewards(self.rewards_per_func, self.trainer.reward_weights, self.trainer.num_generations)
 
+    def generated(self, generated: Any) -> None:
+        """Completions were sampled for training, given as `_generate` returns them; those of a batch or others."""
+        counting = [one.on_generated for one in self.listeners if one.on_generated is not None]
+        if counting:
+            tokens = self._tokens_written(generated)
+            for tell in counting:
+                tell(tokens)
+
     def _note_generated(self, generate: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self._generated = generate(*args, **kwargs)
         if self.trainer.model.training:
-            counting = [one.on_generated for one in self.listeners if one.on_generated is not None]
-            if counting:
-                tokens = self._tokens_written()
-                for tell in counting:
-                    tell(tokens)
+            self.generated(self._generated)
         return self._generated
 
-    def _tokens_written(self) -> int:
-        """By the model on this process, in the latest generation; its turn samples included."""
-        _, completion_ids, masks, *others = self._generated
+    def _tokens_written(self, generated: Any) -> int:
+        """By the model on this process; its turn samples included."""
+        _, completion_ids, masks, *others = generated
         if masks is None or isinstance(self.trainer, RLOOTrainer):
             masks = [[1] * len(ids) for ids in completion_ids]
         fields = [one for one in others if isinstance(one, dict) and TURN_SAMPLES in one]
@@ -210,12 +214,12 @@ def listen(
 
     Args:
         trainer: TRL's GRPO or RLOO trainer, or a subclass.
-        on_rows: takes this process's rows of the dataset before each generation, further rounds of dynamic sampling
-            and evaluations included.
+        on_rows: takes this process's rows of the dataset before each generation, further rounds of dynamic sampling,
+            pilots and evaluations included.
         on_generated: takes the number of tokens that the model wrote on this process, after each generation for
-            training, further rounds of dynamic sampling included.
+            training, further rounds of dynamic sampling and pilots included.
         on_rollout: takes what was sampled for training, once a step's first prompts are scored and before any is
-            dropped.
+            dropped; with pilots, the groups that were sampled whole.
         aside: entered while others work in `on_rollout`: a clock of training stops in there.
 
     Raises:

@@ -69,7 +69,7 @@ def differences(grid: Grid, check: Check, notes: Notes) -> dict[int, float]:
 
 def _difference(grid: Grid, check: Check, notes: Notes) -> Evaluated:
     values = differences(grid, check, notes)
-    return _over_seeds(values, check), unit_of(check["statistic"]), len(values)
+    return _over_seeds(values, check, float(check.get("than", 0.0))), unit_of(check["statistic"]), len(values)
 
 
 def _trend(grid: Grid, check: Check, notes: Notes) -> Evaluated:
@@ -243,7 +243,7 @@ def _apart(grid: Grid, check: Check, notes: Notes) -> Evaluated:
 
 
 KINDS = {
-    "difference": Kind(_difference, ("statistic", "of", "against"), (), True),
+    "difference": Kind(_difference, ("statistic", "of", "against"), ("than",), True),
     "trend": Kind(_trend, ("statistic", "axis", "of", "against"), (), True),
     "mean": Kind(_mean, ("statistic",), ("of", "minus", "than")),
     "ratio": Kind(_ratio, ("statistic", "of", "against"), ("target", "than")),

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from algorithms import GRPO
 from conftest import PROMPTS
 from datasets import Dataset
 from launching import launch
@@ -274,3 +275,23 @@ def test_prompts_are_chosen_as_on_one_process_also_after_a_resume(policy_path, t
     assert first == second == prompts.decisions(policy_path, str(tmp_path / "alone"), 8)
     resumed = prompts.decisions(policy_path, str(tmp_path / "alone"), 8, str(tmp_path / "alone" / "checkpoint-6"))
     assert resumed == {**first, "drawn": first["drawn"][6:]}
+
+
+def test_pilots_are_dealt_to_processes_and_the_update_is_the_plain_one_on_whole_groups(policy_path, tmp_path):
+    """Each completion is scored once, by one of the processes, which have as many of them."""
+    launch("pilots.py", 2, policy_path, tmp_path)
+    first, second = (torch.load(tmp_path / f"pilots_{process}.pt") for process in (0, 1))
+    for name in first:
+        assert_close(first[name]["gradient"], second[name]["gradient"])
+        trained = Counter(first[name]["trained"] + second[name]["trained"])
+        groups = [prompt for prompt, rows in trained.items() for _ in range(rows // 4)]
+        plain = GRPO.plain_gradient(policy_path, sorted(groups), beta=0.1, loss_type="dapo")
+        assert_close(first[name]["gradient"], plain)
+        assert len(first[name]["scored"]) == len(second[name]["scored"])
+        scored = Counter(first[name]["scored"] + second[name]["scored"])
+        assert sum(scored.values()) == first[name]["sampled"]
+    whole = first["alone"]["whole"]
+    assert whole == second["alone"]["whole"] and 0 < len(whole) < 8 and len(whole) % 2 == 0
+    scored = Counter(first["alone"]["scored"] + second["alone"]["scored"])
+    assert set(scored.values()) == {1} and len(scored) == 8 * 3 + len(whole)
+    assert sum(Counter(first["filled up"]["trained"] + second["filled up"]["trained"]).values()) == 16

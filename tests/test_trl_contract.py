@@ -24,6 +24,7 @@ from ragen2_trl.tiny import TINY_MODEL_PATH
 from ragen2_trl.trainers.batches import COMPLETION_PADDING, PROMPT_PADDING, WHOLE_SEQUENCE
 from ragen2_trl.trainers.grpo import TOKEN_NORMALIZED_LOSSES
 from ragen2_trl.trainers.images import IMAGE_KEYS
+from ragen2_trl.trainers.pilots import BY_ROW
 from ragen2_trl.trainers.stock import StockConfig, StockTrainer
 from ragen2_trl.trainers.trl_contract import NEWEST, OLDEST, IncompatibleTRLError, check_trl, needs, untested
 
@@ -307,3 +308,17 @@ def test_uploads_and_cards_pass_the_methods_that_the_run_record_extends():
     assert "self.create_model_card(" in inspect.getsource(Trainer.push_to_hub)
     upload = inspect.getsource(Trainer._push_from_checkpoint)
     assert "self.push_in_progress" in upload and '"_*"' in upload  # what begins with an underscore stays here
+
+
+@BOTH
+def test_pilots_can_be_sampled_first(trainer_class):
+    """What is by row where some of the rows are sampled, and where reward functions put what they log."""
+    source = inspect.getsource(trainer_class)
+    assert "self._pending_extra_logs = defaultdict(list)" in source
+    returned = inspect.getsource(trainer_class._generate).rsplit("return ", 1)[1].split()
+    assert returned[2 if trainer_class is RLOOTrainer else 3].strip(",") == "completions"
+    if trainer_class is GRPOTrainer:
+        for name in BY_ROW:
+            assert f"self.{name} = " in source
+        # Columns of a rollout function join the rows once it has returned: by row where they are lists.
+        assert "isinstance(values, list) and i < len(values)" in source

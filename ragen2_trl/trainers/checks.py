@@ -134,6 +134,17 @@ def check_enough_prompts(train_dataset: Any, args: Any) -> None:
         )
 
 
+def check_pilots(args: SNRFilterConfig, num_processes: int) -> None:
+    """Raise a `ValueError` where pilots could not be dealt to processes as whole prompts."""
+    rows = args.per_device_train_batch_size * args.steps_per_generation
+    if args.snr_pilot_generations > 0 and num_processes > 1 and rows % args.num_generations != 0:
+        raise ValueError(
+            f"snr_pilot_generations={args.snr_pilot_generations} needs whole groups on each process, and "
+            f"per_device_train_batch_size * steps_per_generation = {rows} completions are none of "
+            f"num_generations={args.num_generations}; allowed: a multiple of it, or 0 pilots."
+        )
+
+
 def check_prompt_column(train_dataset: Dataset | IterableDataset | None, environment_factory: Any) -> None:
     columns = train_dataset.column_names if isinstance(train_dataset, (Dataset, IterableDataset)) else None
     if isinstance(train_dataset, Dataset) and train_dataset.format["type"] == "custom":
@@ -157,15 +168,14 @@ def check_subclass(trainer_class: type, args: SNRFilterConfig) -> None:
                 raise TypeError(
                     f"{owner.__name__}.{name} must call super().{name}, in which the filter works; it does not."
                 )
-    if args.snr_dynamic_sampling_rounds > 0 and {
-        "_calculate_rewards",
-        "_generate_and_score_completions",
-    } <= _overridden(trainer_class):
-        raise TypeError(
-            f"snr_dynamic_sampling_rounds={args.snr_dynamic_sampling_rounds} makes a batch of several rounds, and "
-            f"what {trainer_class.__name__}._calculate_rewards leaves for its own _generate_and_score_completions is "
-            "of the last round; allowed with both of them overridden: 0."
-        )
+    own = {"_calculate_rewards", "_generate_and_score_completions"}
+    for name in ("snr_dynamic_sampling_rounds", "snr_pilot_generations"):
+        if getattr(args, name) > 0 and own <= _overridden(trainer_class):
+            raise TypeError(
+                f"{name}={getattr(args, name)} makes a batch of several rounds, and what "
+                f"{trainer_class.__name__}._calculate_rewards leaves for its own _generate_and_score_completions is "
+                "of the last round; allowed with both of them overridden: 0."
+            )
     check_loss_of_trl(trainer_class, args)
 
 

@@ -59,6 +59,10 @@ class SNRFilterConfig(StockConfig):
     snr_dynamic_sampling_rounds (`int`, *optional*, defaults to `0`):
         How often a step may sample further prompts, until as many groups are kept as the generation batch has (dynamic
         sampling, DAPO). What is too much waits for the next generation. `0` trains on what is kept of the first ones.
+    snr_pilot_generations (`int`, *optional*, defaults to `0`):
+        How many completions of each prompt are sampled and scored first; the other ones only of prompts whose rewards
+        may then be expected to vary enough. Groups of the others have no completions: a batch is filled up by dynamic
+        sampling, or has fewer groups. `0` samples all completions at once. Reward functions see a group in two calls.
     snr_prompt_selection (`bool`, *optional*, defaults to `False`):
         Whether prompts are chosen before they are sampled, by the reward variance that their earlier groups let
         expect. Prompts are then drawn by their row in `train_dataset`, in the order of TRL's sampler as long as they
@@ -124,6 +128,13 @@ class SNRFilterConfig(StockConfig):
             "generation batch has (dynamic sampling); 0 trains on what is kept of the first ones."
         },
     )
+    snr_pilot_generations: int = field(
+        default=0,
+        metadata={
+            "help": "Sample and score so many completions of each prompt first, and the others only where rewards may "
+            "then be expected to vary; 0 samples all at once."
+        },
+    )
     snr_prompt_selection: bool = field(
         default=False,
         metadata={
@@ -145,6 +156,11 @@ class SNRFilterConfig(StockConfig):
             raise ValueError(
                 f"snr_dynamic_sampling_rounds={self.snr_dynamic_sampling_rounds!r} is out of range; allowed: 0 or "
                 "more."
+            )
+        if self.snr_pilot_generations != 0 and not 2 <= self.snr_pilot_generations < self.num_generations:
+            raise ValueError(
+                f"snr_pilot_generations={self.snr_pilot_generations!r} is out of range; allowed: 0, or from 2 to "
+                f"below num_generations={self.num_generations}."
             )
         if self.snr_selector is not None:
             named_object(self.snr_selector, "snr_selector")
@@ -212,6 +228,7 @@ class SNRFilterConfig(StockConfig):
             "snr_mode": ("drop", "computes what is to be left out"),
             "snr_dynamic_sampling_rounds": (0, other),
             "snr_prompt_selection": (False, other),
+            "snr_pilot_generations": (0, other),
             "beta": (0.0, "is the weight of a KL penalty, which acts on rows without reward variance, too"),
         }
 

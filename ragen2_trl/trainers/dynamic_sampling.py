@@ -149,13 +149,16 @@ class DynamicSampling:
 
         Args:
             batch: what this process sampled first.
-            kept: (N,) bool, which of its groups are kept, over all processes.
+            kept: (n,) bool, which of its groups are kept, over all processes; with pilots n may be less than N.
             step: optimizer steps so far.
             sample: from this process's dataset rows and the number of the round, from 1, to its batch and the groups
                 kept of all of them.
             logps: (rows, T) under the present policy.
         """
-        limit, process = len(kept), self.accelerator.process_index
+        limit, process = self.args.groups_per_generation, self.accelerator.process_index
+        pilots, group_size = self.args.snr_pilot_generations, self.args.num_generations
+        # With pilots a round may look at as many prompts as a batch has room for, dealt out as whole prompts.
+        most, unit = (limit * group_size // pilots, 1) if pilots else (limit, group_size)
         pool, stale = self.waiting, 0
         if step - self.waiting_since > MAX_STALENESS:
             pool, stale = self._no_groups(), pool.count
@@ -164,9 +167,7 @@ class DynamicSampling:
         pool.add(first, kept, process)
         rounds, sampled, found = 0, limit, int(kept.sum())
         while pool.count < limit and rounds < self.args.snr_dynamic_sampling_rounds:
-            size = round_size(
-                limit - pool.count, found, sampled, limit, pool.group_size, self.accelerator.num_processes
-            )
+            size = round_size(limit - pool.count, found, sampled, most, unit, self.accelerator.num_processes)
             prompts = [self.prompts[row] for row in self.draw(size)]
             # One for each completion: TRL writes into them what a rollout function returns, environments what they do.
             rows = [copy.deepcopy(prompt) for prompt in prompts for _ in range(pool.group_size)]
@@ -195,11 +196,13 @@ class DynamicSampling:
 
     def _laid_out(self, used: KeptGroups, batch: Batch, carried: bool, logps: Callable[[Batch], Tensor]) -> Batch:
         """This process's rows of the groups, filled up with rows of `batch` that count as dropped."""
-        rows, steps = len(batch["prompt_ids"]), self.args.steps_per_generation
+        spare, steps = len(batch["prompt_ids"]), self.args.steps_per_generation
         own = len(used.numbers)
-        size = max(rows, -(-own // steps) * steps)  # TRL cuts it into equal micro-batches
+        # TRL cuts it into equal micro-batches.
+        size = steps * max(self.args.per_device_train_batch_size, -(-own // steps))
         parts = [] if used.rows is None else [send_to_device(used.rows, self.accelerator.device)]
-        parts += [take(batch, list(range(size - own)), self.pad_to_multiple_of)] if size > own else []
+        if size > own:
+            parts.append(take(batch, [row % spare for row in range(size - own)], self.pad_to_multiple_of))
         laid_out = take(join(parts, self.pad_token_id), list(range(size)), self.pad_to_multiple_of)
         if carried:  # an older policy's rows need ratios, so that all need the log-probs of their policies
             filled = self._filled_in(laid_out, batch, logps)
@@ -259,8 +262,8 @@ def round_size(need: int, kept: int, sampled: int, limit: int, group_size: int, 
         need: groups that are missing.
         kept, sampled: groups of this step so far.
         limit: most groups of a round, N.
-        group_size: G.
-        num_processes: each gets as many completions as every other.
+        group_size: completions of a group that are sampled together.
+        num_processes: each gets as many of them as every other.
 
     >>> round_size(need=3, kept=4, sampled=8, limit=8, group_size=4, num_processes=1)
     6

@@ -38,6 +38,7 @@ from ragen2_trl.trainers.checks import (
     check_enough_prompts,
     check_has_rows,
     check_loss_of_trl,
+    check_pilots,
     check_prompt_column,
     check_router_loss,
     check_same_on_all_processes,
@@ -52,6 +53,7 @@ from ragen2_trl.trainers.dynamic_sampling import DynamicSampling
 from ragen2_trl.trainers.empty_steps import EmptySteps
 from ragen2_trl.trainers.images import IMAGE_KEYS
 from ragen2_trl.trainers.micro_batches import KEPT, LossMean, MicroBatches, MicroStep, keep_rows
+from ragen2_trl.trainers.pilots import PilotSampling
 from ragen2_trl.trainers.processes import own_share
 from ragen2_trl.trainers.prompt_selection import selection_of
 from ragen2_trl.trainers.selection import (
@@ -137,6 +139,7 @@ class SNRFilter(StockTrainer):
         if any(kwargs.get(name) is not None for name in ("environment_factory", "rollout_func")):
             warn_of_equal_rows(self.train_dataset)
         check_has_rows(self.train_dataset, self.args)
+        check_pilots(self.args, self.accelerator.num_processes)
         named = self.args.snr_selector
         self._own_selector = selector if named is None else named_object(named, "snr_selector")
         self._micro_batches = MicroBatches(
@@ -176,13 +179,15 @@ class SNRFilter(StockTrainer):
         self._filter = GroupFilter(self.args, self._own_selector, known)
         self._empty_steps.begin_run(self._filter)
         self._prompts = selection_of(self)
+        self._pilots = PilotSampling(self, self._prompts) if self.args.snr_pilot_generations > 0 else None
         self._dynamic_sampling: DynamicSampling | None = None
-        if self.args.snr_dynamic_sampling_rounds > 0:
+        rounds = self.args.snr_dynamic_sampling_rounds
+        if rounds > 0 or self._pilots is not None:  # pilots leave places in a batch, with further prompts or without
             self._dynamic_sampling = DynamicSampling(
                 self.accelerator,
                 self.args,
                 self.args.steps_per_generation * self.num_iterations // self.args.gradient_accumulation_steps,
-                self._remove_unused_columns(self.train_dataset, description="training"),
+                self._remove_unused_columns(self.train_dataset, description="training") if rounds > 0 else [],
                 self._tokenizer.pad_token_id,
                 self.pad_to_multiple_of,
                 self._empty_steps.log,
@@ -229,8 +234,10 @@ class SNRFilter(StockTrainer):
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> Batch:
         if not self.model.training:
             return self._sample_and_score(inputs)
+        if self._pilots is not None:
+            self._pilots.begin_step()
         self._prompts.replace(inputs)
-        batch = self._sample_and_score(inputs)
+        batch = self._sample_round(inputs, self._sampling_key)
         self.rollout_events.rollout(inputs, batch)
         selection = self._select(inputs, batch, self._sampling_key)
         self._log_selection(selection)
@@ -242,6 +249,9 @@ class SNRFilter(StockTrainer):
             batch[KEPT] = torch.ones(len(batch["prompt_ids"]), dtype=torch.bool, device=self.accelerator.device)
         else:
             batch = keep_rows(batch, self._local(selection.kept_rows), self.accelerator)
+        if self._pilots is not None:
+            for name, value in self._pilots.metrics().items():
+                self._empty_steps.log(name, value)
         if not self.accelerator.reduce(batch[KEPT].sum(), reduction="sum"):
             self._empty_steps.entropy = self._entropy_of_some(batch)
         self._finish_advantages(batch)
@@ -263,10 +273,27 @@ class SNRFilter(StockTrainer):
             batch[TURN_SAMPLES] = [row[TURN_SAMPLES] for row in inputs]
         return batch
 
+    def _sample_round(self, inputs: list[dict[str, Any]], key: tuple[int, ...]) -> Batch:
+        """TRL's batch of the prompts, or of those that their pilots speak for; `inputs` become its rows."""
+        if self._pilots is None:
+            return self._sample_and_score(inputs)
+        return self._pilots.sample(inputs, key, super()._generate_and_score_completions)
+
+    def _generate(self, prompts: list[Any]) -> tuple[Any, ...]:
+        if self._pilots is None:
+            return super()._generate(prompts)
+        return self._pilots.generate(super()._generate, super()._calculate_rewards, prompts)
+
+    def _calculate_rewards(self, *rows: list[Any]) -> Tensor:
+        if self._pilots is None:
+            return super()._calculate_rewards(*rows)
+        return self._pilots.calculate(super()._calculate_rewards, *rows)
+
     def _sample_further(self, inputs: list[dict[str, Any]], number: int) -> tuple[Batch, Tensor]:
         """A round of dynamic sampling, from 1."""
-        batch = self._sample_and_score(inputs)
-        return batch, self._select(inputs, batch, (*self._sampling_key, number)).kept
+        key = (*self._sampling_key, number)
+        batch = self._sample_round(inputs, key)
+        return batch, self._select(inputs, batch, key).kept
 
     @property
     def _sampling_key(self) -> tuple[int, int]:
@@ -279,13 +306,14 @@ class SNRFilter(StockTrainer):
         per_func = self.rollout_events.rewards_per_func
         assert per_func is not None  # a batch has been scored
         scored = self._scored_rewards(rewards)
+        earned = scored if self._pilots is None else self._pilots.learn(scored)
         tokens = self.accelerator.gather(sampled_tokens(batch)).cpu()  # (B,)
         groups = Groups(
             scored,
             per_func.view(*rewards.shape, -1),
             tokens.view(rewards.shape),
             seeded_generator(self.args.seed, *key),
-            self._filter.see(scored),
+            self._filter.see(earned),
             lambda: self._mean_entropies(batch).view(rewards.shape),
         )
         if self.args.is_lossless:
@@ -297,7 +325,10 @@ class SNRFilter(StockTrainer):
                 kept, completions = broadcast_object_list([selection.kept, selection.completions])
                 selection = replace(selection, kept=kept, completions=completions)
             self._set_advantages(inputs, batch, replace(selection, rewards=rewards))
-        return replace(selection, lengths=groups.lengths, predicted=self._prompts.learn(scored))
+        predicted = self._prompts.learn(earned, self.args.snr_pilot_generations or None)
+        if predicted is not None and self._pilots is not None:
+            predicted = [predicted[prompt] for prompt in self._pilots.whole]
+        return replace(selection, lengths=groups.lengths, predicted=predicted)
 
     def _scored_rewards(self, sums: Tensor) -> Tensor:
         """(N, G) what groups are scored by: the weighted sums of all rewards, or the rewards of `snr_score_reward`."""
@@ -454,6 +485,8 @@ class SNRFilter(StockTrainer):
         if self._step % (self.args.steps_per_generation * self.num_iterations) != 0:
             # TRL samples again after a resume; a checkpoint in the middle of a generation batch takes it along.
             own |= {"buffered_inputs": self._buffered_inputs, "micro_batches": self._micro_batches.state()}
+        if self._pilots is not None:
+            shared["pilots"] = self._pilots.state()
         if self._dynamic_sampling is not None:
             shared["dynamic_sampling"] = self._dynamic_sampling.shared_state()
             own["dynamic_sampling"] = self._dynamic_sampling.own_state()
@@ -478,6 +511,8 @@ class SNRFilter(StockTrainer):
         self._filter.load(shared["filter"])
         self._empty_steps.load(shared["steps"])
         self._prompts.load(shared["prompts"])
+        if self._pilots is not None and "pilots" in shared:
+            self._pilots.load(shared["pilots"])
         if self._dynamic_sampling is not None and "dynamic_sampling" in shared:
             self._dynamic_sampling.load(shared["dynamic_sampling"], own and own.get("dynamic_sampling"))
         if own is not None:

@@ -41,45 +41,79 @@ class RewardPosterior:
         self.weight = 0.0  # of the groups that the prior is learned from
         self.moments = np.zeros(2)  # and the weighted sums of mean and variance of their rewards
 
-    def observe(self, rows: Rows, rewards: Floats, typical: NDArray[np.bool_]) -> None:
+    def observe(self, rows: Rows, rewards: Floats, typical: NDArray[np.bool_], first: int | None = None) -> None:
         """Learn from groups.
 
         Args:
             rows: (N,) whose prompts they are of.
             rewards: (N, G), NaN where there is none.
             typical: (N,) bool, of prompts that were not sampled for their rewards so far: these tell of the others.
+            first: members of a group that were sampled whatever its rewards were; default: all.
         """
+        self.see(rewards)
+        self.clock += len(rows)
+        self.evidence[rows] = self.known(rows)
+        np.add.at(self.evidence, rows, evidence_of(rewards)[0])
+        self.seen[rows] = self.clock
+        self.learn_prior(rewards[typical, :first])
+
+    def see(self, rewards: Floats) -> None:
+        """Take in which values rewards have. (N, G)"""
         valid = rewards[~np.isnan(rewards)]
         if valid.size:
             low, high = self.range if self.values else (np.inf, -np.inf)
             self.range = (min(low, float(valid.min())), max(high, float(valid.max())))
             if len(self.values) < 3:
                 self.values = np.unique([*self.values, *valid])[:3].tolist()
-        self.clock += len(rows)
-        self.evidence[rows] *= self._faded(rows)[:, None]
-        own, variances = evidence_of(rewards)
-        np.add.at(self.evidence, rows, own)
-        self.seen[rows] = self.clock
-        for number in np.flatnonzero(typical & (own[:, 2] > 0)):
-            keep = 1 - 1 / MEMORY
-            mean = own[number, 1] / own[number, 0]
-            self.weight = keep * self.weight + 1
-            self.moments = keep * self.moments + np.array([mean, variances[number]])
+
+    def learn_prior(self, rewards: Floats) -> None:
+        """Learn from (N, G) rewards of prompts and completions that were not sampled for their rewards so far."""
+        evidence, variances = evidence_of(rewards)
+        for (count, total, freedom, _), variance in zip(evidence, variances, strict=True):
+            if freedom > 0:
+                keep = 1 - 1 / MEMORY
+                self.weight = keep * self.weight + 1
+                self.moments = keep * self.moments + np.array([total / count, variance])
 
     def mean(self, rows: Rows) -> Floats:
         """(n,) reward variance to be expected of prompts."""
         if self._binary:
-            a, b = self._beta(rows)
+            a, b = self._beta(self.known(rows))
             return self._unit**2 * a * b / ((a + b) * (a + b + 1))
-        freedom, squares = self._inverse_chi_squared(rows)
+        freedom, squares = self._inverse_chi_squared(self.known(rows))
         return squares / (freedom - 2)
+
+    def group_variance(self, pilots: Floats, further: int, known: Floats | None = None) -> Floats:
+        """The sample variance to be expected of groups, of which some rewards are there.
+
+        Args:
+            pilots: (n, G0) the rewards that are there, NaN where there is none.
+            further: how many are to come, G - G0.
+            known: (n, 4) of `known`, what earlier groups of these prompts have shown; default: nothing.
+
+        Returns:
+            (n,)
+        """
+        own = evidence_of(pilots)[0]
+        known = np.zeros_like(own) if known is None else known
+        size = own[:, 0] + further
+        if not self._binary:
+            freedom, squares = self._inverse_chi_squared(known + own)
+            # Around the mean of the whole group: each further reward adds the variance of one.
+            return (own[:, 3] + further * squares / (freedom - 2)) / (size - 1)
+        a, b = self._beta(known + own)
+        wins = (own[:, 1] - own[:, 0] * self.range[0]) / self._unit
+        mean = further * a / (a + b)  # of the further wins, which are beta-binomial
+        square = mean**2 + mean * b * (a + b + further) / ((a + b) * (a + b + 1))
+        split = wins * (size - wins) + mean * (size - 2 * wins) - square  # wins times losses
+        return self._unit**2 * split / (size * (size - 1))
 
     def sample(self, rows: Rows, rng: np.random.Generator) -> Floats:
         """(n,) reward variances of prompts, drawn from what is known of each."""
         if self._binary:
-            chance = rng.beta(*self._beta(rows))
+            chance = rng.beta(*self._beta(self.known(rows)))
             return self._unit**2 * chance * (1 - chance)
-        freedom, squares = self._inverse_chi_squared(rows)
+        freedom, squares = self._inverse_chi_squared(self.known(rows))
         drawn = squares / rng.chisquare(freedom)
         return np.minimum(drawn, self._unit**2 / 4)  # no variance within a range is larger
 
@@ -92,8 +126,9 @@ class RewardPosterior:
         """The range of rewards; 1 where all were the same, which then count as the lower of two values."""
         return (self.range[1] - self.range[0]) or 1.0
 
-    def _faded(self, rows: Rows) -> Floats:
-        return np.exp2((self.seen[rows] - self.clock) / self.half_life)
+    def known(self, rows: Rows) -> Floats:
+        """(n, 4) evidence of prompts, faded."""
+        return self.evidence[rows] * np.exp2((self.seen[rows] - self.clock) / self.half_life)[:, None]
 
     def _prior(self) -> tuple[float, float]:
         """Mean of the rewards, in units of their range from the lowest up, and their variance in rewards'."""
@@ -102,18 +137,18 @@ class RewardPosterior:
         mean = np.clip((mean - self.range[0]) / self._unit, 0.01, 0.99)
         return float(mean), float(np.clip(variance, 1e-3 * self._unit**2, self._unit**2 / 4))
 
-    def _beta(self, rows: Rows) -> tuple[Floats, Floats]:
+    def _beta(self, evidence: Floats) -> tuple[Floats, Floats]:
         """(n,) each: the parameters, those of the prior being the ones with its mean and E[p (1 - p)]."""
         mean, variance = self._prior()
         within = np.clip(variance / (self._unit**2 * mean * (1 - mean)), *SHARE_WITHIN)
         strength = within / (1 - within)
-        count, total = (self.evidence[rows, :2] * self._faded(rows)[:, None]).T
+        count, total = evidence[:, :2].T
         wins = np.clip((total - count * self.range[0]) / self._unit, 0, count)
         return mean * strength + wins, (1 - mean) * strength + count - wins
 
-    def _inverse_chi_squared(self, rows: Rows) -> tuple[Floats, Floats]:
+    def _inverse_chi_squared(self, evidence: Floats) -> tuple[Floats, Floats]:
         """(n,) each: degrees of freedom, and sum of squares."""
-        freedom, squares = (self.evidence[rows, 2:] * self._faded(rows)[:, None]).T
+        freedom, squares = evidence[:, 2:].T
         return FREEDOM + freedom, (FREEDOM - 2) * self._prior()[1] + squares
 
     def state(self) -> dict[str, Any]:

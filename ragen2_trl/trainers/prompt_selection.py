@@ -68,7 +68,7 @@ class SamplerOrder:
     def replace(self, inputs: list[dict[str, Any]]) -> None:
         pass
 
-    def learn(self, rewards: Tensor) -> None:
+    def learn(self, rewards: Tensor, first: int | None = None) -> None:
         pass
 
     def metrics(self) -> dict[str, float]:
@@ -170,17 +170,18 @@ class PromptSelection:
                 spare.append(row)
         return np.array([*rows, *spare], dtype=np.int64)
 
-    def learn(self, rewards: Tensor) -> list[float]:
+    def learn(self, rewards: Tensor, first: int | None = None) -> list[float]:
         """Take in what the prompts that were drawn last have earned.
 
         Args:
             rewards: (N, G) over all processes, NaN where there is no finite one.
+            first: members of a group that were sampled whatever its rewards were; default: all.
 
         Returns:
             (N,) the reward variance that was expected of each.
         """
         earned = rewards.cpu().double().numpy()
-        self.posterior.observe(self.rows, earned, self.typical)
+        self.posterior.observe(self.rows, earned, self.typical, first)
         self.realised = evidence_of(earned)[1]
         self.compared += [list(pair) for pair in zip(self.predicted.tolist(), self.realised.tolist(), strict=True)]
         self.compared = self.compared[-COMPARED:]

@@ -27,6 +27,7 @@ OLDEST, NEWEST = "1.12.0", "1.16.0"  # that our tests run on
 OVERRIDDEN = {
     "_prepare_inputs": "generation_batch",
     "_generate_and_score_completions": "inputs",
+    "_generate": "prompts",
     "_compute_loss": "model inputs",
     "_get_train_sampler": "dataset",
     "_save_checkpoint": "model trial",
@@ -47,7 +48,6 @@ CALLED = {
     "__init__": "model reward_funcs args train_dataset eval_dataset processing_class",
     "compute_loss": "model inputs return_outputs num_items_in_batch",
     "log": "logs start_time",
-    "_generate": "prompts",
     "_calculate_rewards": "inputs prompts completions completion_ids_list",
     "_get_per_token_logps_and_entropies": "model input_ids attention_mask logits_to_keep batch_size compute_entropy",
     "_get_output_dir": "trial",

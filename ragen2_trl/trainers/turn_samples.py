@@ -27,13 +27,14 @@ def check_turn_samples(trainer: Any) -> None:
     args = trainer.args
     unfit = {
         f"snr_dynamic_sampling_rounds={args.snr_dynamic_sampling_rounds}": args.snr_dynamic_sampling_rounds > 0,
+        f"snr_pilot_generations={args.snr_pilot_generations}": args.snr_pilot_generations > 0,
         f"snr_score={args.snr_score!r}": args.snr_score.startswith("entropy"),
         "vllm_importance_sampling_correction=True": args.use_vllm and args.vllm_importance_sampling_correction,
     }
     if found := [setting for setting, is_unfit in unfit.items() if is_unfit]:
         raise ValueError(
             f"{found[0]} knows of one training sample an episode; allowed with contexts of single turns: "
-            "snr_dynamic_sampling_rounds=0, a snr_score of rewards or lengths, "
+            "snr_dynamic_sampling_rounds=0, snr_pilot_generations=0, a snr_score of rewards or lengths, "
             "vllm_importance_sampling_correction=False."
         )
 

@@ -1,0 +1,159 @@
+"""What it costs to find groups with reward variance: whole groups, or pilots first.
+
+    python -m research.benchmarks.pilots    # about five minutes on two cores
+
+First a simulation of rewards of two values: reward variance per sampled completion, over that of plain sampling, where
+so many prompts are dead and the others' chances are Beta(1.2, 1.2). Beside our rule, which goes on with the prompts
+worth it, the one that goes on where a pilot's rewards vary. Then the tiny model on FrozenLake, of whose prompts 70 %
+give no reward whatever is answered: completions that dynamic sampling scores for each group it trains on. Writes
+`research/benchmarks/results/pilots.{json,md}`.
+"""
+
+import argparse
+import json
+import random
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+
+from ragen2_trl import SNRFilteredGRPOConfig, SNRFilteredGRPOTrainer
+from ragen2_trl.envs import make_env
+from ragen2_trl.tiny import TINY_MODEL_PATH
+from ragen2_trl.trainers.pilots import RECENT, worth_going_on
+from ragen2_trl.trainers.posterior import RewardPosterior
+from research.benchmarks.measuring import machine, now
+
+RESULTS = Path(__file__).parent / "results"
+DEAD = 0.7
+SHARES = (0.0, 0.3, 0.5, 0.7)  # of dead prompts
+CASES = ((16, 3), (8, 3), (16, 2), (8, 2))  # G and G0
+ROUNDS = {"whole groups": 0, "pilots of 3": 3, "pilots of 2": 2}
+
+
+def simulated(
+    size: int, first: int, dead: float, prompts: int = 64, rounds: int = 400, seed: int = 0
+) -> dict[str, float]:
+    """Reward variance per completion, over that of plain sampling, by rule; rounds of so many prompts, whose first
+    fifth is for learning the prior."""
+    rng = np.random.default_rng(seed)
+    posterior, recent = RewardPosterior(0, 1.0), np.zeros(0)
+    held = dict.fromkeys(("ours", "those that vary", "plain"), 0.0)
+    paid = dict.fromkeys(held, 0)
+    for number in range(rounds):
+        chances = np.where(rng.random(prompts) < dead, 0.0, rng.beta(1.2, 1.2, prompts))
+        rewards = (rng.random((prompts, size)) < chances[:, None]).astype(float)
+        variances, pilots = rewards.var(axis=1, ddof=1), rewards[:, :first]
+        posterior.see(pilots)
+        posterior.learn_prior(pilots)
+        expected = posterior.group_variance(pilots, size - first)
+        recent = np.concatenate([recent, expected])[-RECENT:]
+        if number < rounds // 5:
+            continue
+        rules = {"ours": expected >= worth_going_on(recent, first, size), "those that vary": pilots.std(axis=1) > 0}
+        for name, committed in rules.items():
+            held[name] += variances[committed].sum()
+            paid[name] += prompts * first + committed.sum() * (size - first)
+        held["plain"] += variances.sum()
+        paid["plain"] += prompts * size
+    plain = held.pop("plain") / paid["plain"]
+    return {name: float(value / paid[name] / plain) for name, value in held.items()}
+
+
+def counted(pilots: int, steps: int, seed: int) -> dict[str, float]:
+    """Completions that dynamic sampling has scored, and groups that it has trained on."""
+    env = make_env("frozen_lake")
+    dataset = env.dataset(2048, seed=seed)
+    rng = random.Random(seed)
+    dataset = dataset.add_column("dead", [rng.random() < DEAD for _ in range(len(dataset))])
+    scored = 0
+
+    def reward(completions, dead, **columns):
+        nonlocal scored
+        scored += len(completions)
+        rewards = env.success_func(completions=completions, **columns)
+        return [0.0 if is_dead else value for value, is_dead in zip(rewards, dead, strict=True)]
+
+    args = SNRFilteredGRPOConfig(
+        tempfile.mkdtemp(),
+        num_generations=16,
+        per_device_train_batch_size=32,
+        gradient_accumulation_steps=4,  # 8 groups of 16
+        snr_strategy="none",
+        snr_dynamic_sampling_rounds=20,
+        snr_pilot_generations=pilots,
+        max_completion_length=64,
+        learning_rate=1e-4,
+        max_steps=steps,
+        logging_steps=1,
+        save_strategy="no",
+        report_to="none",
+        use_cpu=not torch.cuda.is_available(),
+        bf16=False,
+        gradient_checkpointing=False,
+        disable_tqdm=True,
+        seed=seed,
+    )
+    trainer = SNRFilteredGRPOTrainer(str(TINY_MODEL_PATH), reward, args, dataset)
+    trainer.remove_callback(transformers.PrinterCallback)
+    start = now()
+    trainer.train()
+    rows = [row for row in trainer.state.log_history if "snr/trained_groups" in row]
+    groups = sum(row["snr/trained_groups"] for row in rows) + rows[-1]["snr/waiting_groups"]
+    return {
+        "completions": scored,
+        "groups": groups,
+        "completions_per_group": scored / groups,
+        "rounds": sum(row["snr/sampling_rounds"] for row in rows) / len(rows),
+        "missed": rows[-1].get("snr/missed_variance", float("nan")),
+        "seconds": now() - start,
+    }
+
+
+def markdown(results: dict) -> str:
+    made_by = "Made by `python -m research.benchmarks.pilots`, which says what is measured."
+    lines = ["# Pilots", "", made_by, ""]
+    lines += [", ".join(f"{name} {value}" for name, value in results["machine"].items()), ""]
+    lines += ["Reward variance per completion, over that of plain sampling (simulated); in brackets, going on", ""]
+    lines[-2] += " where a pilot's rewards vary:"
+    lines += ["| G, G0 | " + " | ".join(f"{share:.0%} dead" for share in SHARES) + " |", "|---" * 5 + "|"]
+    for case, of_shares in results["simulated"].items():
+        cells = [f"{found['ours']:.2f} ({found['those that vary']:.2f})" for found in of_shares]
+        lines.append(f"| {case} | " + " | ".join(cells) + " |")
+    whole = results["counted"]["whole groups"]["completions_per_group"]
+    lines += ["", f"Dynamic sampling of the tiny model, G = 16, {DEAD:.0%} dead prompts:", ""]
+    lines += ["| | completions scored | full groups | a group | of whole groups' | further rounds a step |"]
+    lines += ["|---" * 6 + "|"]
+    for name, run in results["counted"].items():
+        lines.append(
+            f"| {name} | {run['completions']} | {run['groups']:.0f} | {run['completions_per_group']:.1f} | "
+            f"{run['completions_per_group'] / whole:.2f} | {run['rounds']:.1f} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--steps", type=int, default=6, help="optimizer steps of each run")
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    results: dict[str, Any] = {"machine": machine(), "simulated": {}, "counted": {}}
+    for size, first in CASES:
+        found = [simulated(size, first, dead, seed=arguments.seed) for dead in SHARES]
+        results["simulated"][f"{size}, {first}"] = found
+    for name, pilots in ROUNDS.items():
+        results["counted"][name] = counted(pilots, arguments.steps, arguments.seed)
+        print(name, results["counted"][name])
+    RESULTS.mkdir(exist_ok=True)
+    (RESULTS / "pilots.json").write_text(json.dumps(results, indent=2) + "\n")
+    (RESULTS / "pilots.md").write_text(markdown(results))
+    print(markdown(results))
+
+
+if __name__ == "__main__":
+    main()
