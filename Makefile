@@ -1,5 +1,5 @@
 # Everything runs inside .venv, which `make` creates, or in another folder: make VENV=<folder>. A fresh machine needs
-# Python >= 3.10, make and a C compiler.
+# Python >= 3.10 and make.
 
 PYTHON ?= python3
 VENV := .venv

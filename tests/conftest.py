@@ -32,7 +32,11 @@ settings.load_profile("repeatable")
 
 # What a test may need beside the package and its development tools: what shows that it is there, and how to get it.
 # Programs are of a Debian package, modules of an extra in pyproject.toml.
-PROGRAMS = {"bubblewrap": ("bwrap",), "chromium": ("chromium", "chromium-browser", "google-chrome")}
+PROGRAMS = {
+    "bubblewrap": ("bwrap",),
+    "chromium": ("chromium", "chromium-browser", "google-chrome"),
+    "git": ("git",),
+}
 MODULES = {
     "deepspeed": ("deepspeed",),
     "dense": ("faiss",),

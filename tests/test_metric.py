@@ -92,6 +92,7 @@ def test_two_of_them_combine_under_names_of_their_own(options):
     assert metrics == {f"{name}_{key}": value for name in ("early", "late") for key, value in EXPECTED.items()}
 
 
+@pytest.mark.needs("git")  # `evaluate` asks it for the commit
 def test_results_are_saved_as_json(options, tmp_path):
     path = evaluate.save(tmp_path / "results.json", **ReasoningInformation(**options).compute(**INPUTS))
     saved = json.loads(path.read_text())
