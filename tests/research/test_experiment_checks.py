@@ -150,6 +150,21 @@ def test_a_ratio_is_that_of_logarithms():
     assert result.estimate.value == pytest.approx(0.5, rel=1e-4) and result.unit == "ratio" and result.finding == 1
 
 
+def test_runs_are_apart_by_their_farthest_parameter_as_a_power_of_ten():
+    def number(levels, seed):
+        weights = [1.0, 2.0 + (10.0 ** (-6 + 0.1 * (seed - 3)) if levels == FILTER else 0.0)]
+        own = {f"weights/{n:03}": [0.0, 0.0, value] for n, value in enumerate(weights)}
+        return make_run(curves=own)
+
+    check = {"name": "same", "kind": "apart", "of": FILTER, "against": NONE, "than": -3, "expects": "<"}
+    (result,) = evaluate(make_grid([check], number))
+    assert result.estimate.value == pytest.approx(-6, abs=1e-4) and result.finding == 1
+    (result,) = evaluate(make_grid([{**check, "than": -7}], number))
+    assert result.finding == -1
+    (result,) = evaluate(make_grid([check], lambda levels, seed: make_run()))
+    assert result.seeds == 0
+
+
 def test_what_never_reached_its_target_is_a_lower_bound_that_decides_nothing_in_its_favour():
     """The filter never gets there, in less time than the other needs: cheap failures are no success."""
 
