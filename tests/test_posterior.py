@@ -73,7 +73,7 @@ def test_the_beta_counts_faded_rewards():
     posterior.observe(np.array([0]), first, np.array([True]))
     for row in (1, 2):
         posterior.observe(np.array([row]), np.array([[low] * GROUP]), np.array([True]))
-    a, b = posterior._beta(np.array([0, 3]))
+    a, b = posterior._beta(posterior.known(np.array([0, 3])))
     assert (a[0] - a[1], b[0] - b[1]) == pytest.approx((2 * 0.5, 6 * 0.5))
     groups, keep = [(-0.5, variance(first[0])), (low, 0.0), (low, 0.0)], 1 - 1 / 256
     weights = [keep**2, keep, 1.0]
@@ -92,9 +92,9 @@ def test_evidence_of_a_prompt_that_is_sampled_again_and_again_fades_all_the_same
         groups.append((2 * (step + 1), rewards[0]))  # the clock after the prompts of the step
     wins = sum(2 ** ((when - posterior.clock) / half_life) * rewards.sum() for when, rewards in groups)
     losses = sum(2 ** ((when - posterior.clock) / half_life) * (1 - rewards).sum() for when, rewards in groups)
-    a, b = posterior._beta(np.array([0]))
+    a, b = posterior._beta(posterior.known(np.array([0])))
     posterior.evidence[0] = 0.0
-    prior_a, prior_b = posterior._beta(np.array([0]))
+    prior_a, prior_b = posterior._beta(posterior.known(np.array([0])))
     assert (a - prior_a, b - prior_b) == (pytest.approx(wins), pytest.approx(losses))
 
 
