@@ -26,7 +26,6 @@ SUPPORTED, IN_PART, OPPOSITE, INCONCLUSIVE, NOT_RUN = (
 )
 TO_REACH = "_to_reach"
 OF_ORDER = ("correlation", "stronger_correlation")
-NAMED = 2  # checks that the reason of a verdict names, of each finding
 CURVES_ONLY = "curves only, no verdict"  # of an experiment without checks
 
 
@@ -141,19 +140,6 @@ def sentence(results: Sequence[Result]) -> str:
         names = [f"{one.name} ({one.shown})" for one in results if one.finding == finding and one.counts == counts]
         parts += [f"{f'{start}{title}'.capitalize()}: {'; '.join(names)}."] if names else []
     return " ".join(parts)
-
-
-def reason(results: Sequence[Result]) -> str:
-    """Why the verdict is what it is, in a sentence: of the checks that count how many came as expected, and the names
-    of the first that did not."""
-    counting = [one for one in results if one.counts]
-    expected = sum(one.finding == 1 for one in counting)
-    parts = [f"{expected} of {len(counting)} came as expected"] if expected else []
-    for finding, title in ((-1, "opposite"), (0, "inconclusive")):
-        names = [one.name for one in counting if one.finding == finding]
-        more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
-        parts += [f"{title}: {'; '.join(names[:NAMED])}{more}"] if names else []
-    return " ".join(f"{part[0].upper()}{part[1:]}." for part in parts)
 
 
 # What a check says

@@ -10,7 +10,7 @@ from statistics import mean
 import numpy as np
 import pytest
 
-from research.checks import Result, evaluate, reason, sentence, validate, verdict
+from research.checks import Result, evaluate, sentence, validate, verdict
 from research.grid import Grid, Notes, pairs
 from research.measures import FinishedRun, MetricCurve
 from research.plan import Experiment, PlannedRun
@@ -362,20 +362,6 @@ def test_a_verdict_rests_on_the_checks_that_state_the_claim(why):
     text = sentence(results)
     assert text.index("Inconclusive: check 1") < text.index("Not counted, as expected: check 0")
     assert verdict(grid, [replace(first, **{why: True})]).endswith("no verdict")
-    assert "check 0" not in reason(results)
-
-
-@pytest.mark.parametrize(
-    ("findings", "said"),
-    [
-        ([1, 1], "2 of 2 came as expected."),
-        ([1, 0], "1 of 2 came as expected. Inconclusive: check 1."),
-        ([-1, 1, 0], "1 of 3 came as expected. Opposite: check 0. Inconclusive: check 2."),
-        ([0, 0, 0, 0], "Inconclusive: check 0; check 1 and 2 more."),
-    ],
-)
-def test_the_reason_counts_what_came_as_expected_and_names_what_did_not(findings, said):
-    assert reason(results_of(findings)) == said
 
 
 def test_a_check_that_was_not_there_before_the_runs_came_later():
