@@ -1,6 +1,5 @@
 """What the figures of experiments are made of: labels, panels, a curve with its seeds, a number with its interval."""
 
-import math
 from collections.abc import Mapping, Sequence
 from itertools import cycle
 from typing import Any

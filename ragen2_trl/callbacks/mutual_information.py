@@ -77,8 +77,9 @@ class MutualInformationCallback(TrainerCallback):
             The trainer that the callback is then added to.
         every (`int`, *optional*):
             Measure at optimizer steps that are multiples of it. By default at logging steps, but no more often than
-            every 10th step: a run that is shorter than its `logging_steps` (10 in TRL) is not measured. Where rows are logged by epoch, every 10th step; where none are, never. A row holds the
-            latest measurement of its steps.
+            every 10th step, so that a run shorter than its `logging_steps` (10 in TRL) is not measured. Where rows
+            are logged by epoch, every 10th step; where none are, never. A row holds the latest measurement of its
+            steps.
         num_completions (`int`, *optional*, defaults to `64`):
             Reasoning traces that are scored in each scope, drawn without replacement.
         max_prompts (`int`, *optional*, defaults to `64`):

@@ -85,9 +85,9 @@ def advice(forecast: Forecast) -> str:
             + _difficulty(forecast)
         )
     verdict = (
-        f"Std/mean of the groups' reward standard deviations is {forecast.reward_std_spread:.2f}. In the paper's Table 8 "
-        f"the filter gained at {GAINED[1]} and {GAINED[0]} and lost at {LOST}; tested here, whether gains go with it is "
-        f"inconclusive ({OURS}). Two short runs would tell."
+        f"Std/mean of the groups' reward standard deviations is {forecast.reward_std_spread:.2f}. In the paper's "
+        f"Table 8 the filter gained at {GAINED[1]} and {GAINED[0]} and lost at {LOST}; tested here, whether gains go "
+        f"with it is inconclusive ({OURS}). Two short runs would tell."
     )
     if DEFAULT in forecast.kept:
         saved = forecast.step_saved(DEFAULT)
