@@ -13,7 +13,7 @@ export MALLOC_MMAP_THRESHOLD_ := 4294967296
 export MALLOC_TRIM_THRESHOLD_ := 17179869184
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo reproduce-quick reproduce test test-all test-sandbox test-distributed test-slow test-trl check bench bench-gpu warm-start clean
+.PHONY: help install docs demo reproduce-quick reproduce test test-all test-sandbox test-distributed test-slow test-trl check bench bench-gpu warm-start clean
 
 help:  ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-16s %s\n", $$1, $$2}'
@@ -38,7 +38,15 @@ $(BIN)/.installed-extras: $(BIN)/.installed
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[openai,openenv,dense,trackers]"
 	touch $@
 
-install: $(BIN)/.installed  ## Create .venv with everything that the other targets need
+$(BIN)/.installed-docs: $(BIN)/.installed
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[docs]"
+	touch $@
+
+install: $(BIN)/.installed  ## Create .venv with what train, test and check need; extras come with the targets that need them
+
+docs: $(BIN)/.installed-docs  ## The site, strictly, into build/site
+	$(BIN)/python scripts/make_site.py build/pages
+	$(BIN)/zensical build --strict --clean
 
 # Or sokoban, which is played in several turns, or countdown.
 ENV := frozen_lake
@@ -135,4 +143,4 @@ warm-start: $(BIN)/.installed  ## Regenerate the tiny models' weights (half an h
 		--output_dir ragen2_trl/tiny/model_countdown
 
 clean:  ## Remove environments, caches and runs
-	rm -rf $(VENV) .venv-trl-* runs .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-trl-* build runs .pytest_cache .mypy_cache .ruff_cache .hypothesis
