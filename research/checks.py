@@ -8,7 +8,6 @@ verdict is made by checks that state the claim: not by those `beside` it, and no
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import product
 from typing import Any
 
 from research.grid import Grid, Notes
@@ -130,16 +129,6 @@ def verdict(grid: Grid, results: Sequence[Result]) -> str:
     if done >= planned_runs:
         return said
     return f"{said}, so far ({done} of {planned_runs} runs)"
-
-
-def sentence(results: Sequence[Result]) -> str:
-    """The checks with their numbers by what came of them, and then those that do not count."""
-    titles = {1: "as expected", -1: "opposite", 0: "inconclusive"}
-    parts = []
-    for (start, counts), (finding, title) in product((("", True), ("not counted, ", False)), titles.items()):
-        names = [f"{one.name} ({one.shown})" for one in results if one.finding == finding and one.counts == counts]
-        parts += [f"{f'{start}{title}'.capitalize()}: {'; '.join(names)}."] if names else []
-    return " ".join(parts)
 
 
 # What a check says

@@ -25,7 +25,6 @@ from research.checks import (
     SUPPORTED,
     Result,
     evaluate,
-    sentence,
     validate,
     verdict,
 )
@@ -65,7 +64,6 @@ class Claim:
     notes: Sequence[str]
     verdict: str
     if_all_counted: str  # the verdict, were those checks to count that do not
-    why: str
     images: Sequence[tuple[str, str]]  # file, what it shows
     planned: int
     done: int
@@ -179,7 +177,6 @@ def _claim(grid: Grid, fixed: Sequence[Check] | None, folder: Path) -> Claim:
         notes=_notes(results),
         verdict=said,
         if_all_counted=verdict(grid, [replace(result, beside=False, later=False) for result in results]),
-        why=sentence(results),
         images=_draw_all(grid, folder) if said != NOT_RUN else [],
         planned=len({planned.key for planned in grid.planned_runs}),
         done=len(runs),

@@ -2,9 +2,9 @@
 
     python scripts/make_site.py build/site
 
-The pages are written to be read on GitHub, and are here in other places: links between them are set anew, a link to a
-file that is no page goes to the repository, or loses its target where pyproject.toml names none. What is generated takes the place
-of comments in them: `<!-- commands -->`, `<!-- options: TASK -->` and `<!-- api: NAME ... -->`.
+The pages are written to be read on GitHub, and are here in other places: links between them are set again, a link to a
+file that is no page goes to the repository, or loses its target where pyproject.toml names none. What is generated
+takes the place of comments in them: `<!-- commands -->`, `<!-- options: TASK -->` and `<!-- api: NAME ... -->`.
 """
 
 import argparse
@@ -21,8 +21,9 @@ sys.path.insert(0, str(ROOT))  # `ragen2_trl` of this checkout
 # Where a file of the repository is on the site.
 FOLDERS = {"docs": "", "research/results": "results", "research/benchmarks/results": "benchmarks"}
 FILES = {"CHANGELOG.md": "changelog.md", "CONTRIBUTING.md": "contributing.md", "SECURITY.md": "security.md"}
-SHOWN = {".md", ".png", ".svg"}
+SHOWN = {".md", ".png", ".svg", ".ipynb", ".css"}
 FENCE = re.compile(r"(^```.*?^```$)", re.MULTILINE | re.DOTALL)
+MATHS = re.compile(r"(?<![\\$`\w])\$(?=[^\s$])([^$`]+?)(?<=[^\s$])\$(?![\w$])")
 LINK = re.compile(r'(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s]+)\)|<img src="([^"]+)"')
 
 
@@ -67,13 +68,23 @@ def as_page(text: str, path: Path, places: dict[Path, Path], address: str | None
     parts = FENCE.split(text)
     for n, part in enumerate(parts):
         if part.startswith("```math"):
-            parts[n] = f"$$\n{part[8:-3].strip()}\n$$"
+            parts[n] = f"<p>{mathml(part[8:-3], 'block')}</p>"
         elif not part.startswith("```"):
             part = re.sub(r"<!-- commands -->", lambda _: commands(), part)
             part = re.sub(r"<!-- options: (\w+) -->", lambda found: options(found[1]), part)
             part = re.sub(r"<!-- api: (.+?) -->", lambda found: api(found[1].split()), part)
+            part = MATHS.sub(lambda found: mathml(found[1], "inline"), part)
             parts[n] = LINK.sub(link, part).replace("<details>", '<details markdown="1">')
     return "".join(parts)
+
+
+def mathml(formula: str, display: str) -> str:
+    """Formulas as browsers show them without a script; Markdown reads no emphasis into them."""
+    from latex2mathml.converter import convert
+
+    sized = re.sub(r"\\[bB]igg?([lr])(?![a-z])", lambda found: {"l": r"\left", "r": r"\right"}[found[1]], formula)
+    text = convert(" ".join(sized.split()), display=display).replace("*", "&#42;").replace("_", "&#95;")
+    return f"<span>{text}</span>"  # a line that begins with <math> would be a paragraph of its own
 
 
 def api(names: list[str]) -> str:
@@ -109,12 +120,16 @@ def options(name: str) -> str:
     from ragen2_trl.envs import ENVIRONMENTS
 
     lines = ["| option | default | what it is |", "|---|---|---|"]
-    lines += [f"| `{one}` | `{default}` | {cell(what)} |" for one, default, what in described_options(ENVIRONMENTS[name])]
+    lines += [
+        f"| `{one}` | `{default}` | {cell(what)} |" for one, default, what in described_options(ENVIRONMENTS[name])
+    ]
     return "\n".join(lines)
 
 
 def cell(text: str) -> str:
-    return " ".join(inspect.cleandoc(text).split()).replace("|", "\\|").replace("<", "&lt;")
+    parts = " ".join(inspect.cleandoc(text).split()).replace("|", "\\|").split("`")
+    parts[::2] = [part.replace("<", "&lt;") for part in parts[::2]]  # what is not code
+    return "`".join(parts)
 
 
 def main() -> None:
