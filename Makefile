@@ -45,6 +45,7 @@ $(BIN)/.installed-docs: $(BIN)/.installed
 install: $(BIN)/.installed  ## Create .venv with what train, test and check need; extras come with the targets that need them
 
 docs: $(BIN)/.installed-docs  ## The site, strictly, into build/site
+	$(PYTEST) --quiet tests/test_site.py
 	$(BIN)/python scripts/make_site.py build/pages
 	$(BIN)/zensical build --strict --clean
 
