@@ -50,7 +50,12 @@ COLUMNS = {
     "sampled tokens": "sampled_tokens/last",
     "update FLOPs": "update_flops/last",
 }
-ORDER = (SUPPORTED, IN_PART, OPPOSITE, INCONCLUSIVE)  # of the claims on the first page
+MEANINGS = {  # in the order of the claims on the first page
+    SUPPORTED: "All checks that count came out significantly as expected.",
+    IN_PART: "Some of the checks that count came out significantly as expected.",
+    OPPOSITE: "No check that counts came out as expected, and one significantly the other way.",
+    INCONCLUSIVE: "These runs cannot tell: no check that counts is significant.",
+}
 FINDINGS = {1: "as expected", -1: "opposite", 0: "inconclusive"}
 MAX_SETTINGS = 60  # rows of a table; a sweep of more is what its figure shows
 
@@ -101,7 +106,11 @@ class Claim:
     @property
     def rank(self) -> int:
         """Where it stands on the first page; what has no verdict stands last."""
-        return next((n for n, said in enumerate(ORDER) if self.verdict.startswith(said)), len(ORDER))
+        return next((n for n, said in enumerate(MEANINGS) if self.verdict.startswith(said)), len(MEANINGS))
+
+    @property
+    def meaning(self) -> str:
+        return next((means for said, means in MEANINGS.items() if self.verdict.startswith(said)), "")
 
 
 def analyse(experiments: Sequence[Experiment], folder: Path, scale: str = "tiny", quick: bool = False) -> None:
