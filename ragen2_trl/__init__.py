@@ -11,9 +11,10 @@ if TYPE_CHECKING:
         GradientSNRCallback,
         MutualInformationCallback,
         RewardVarianceStopCallback,
+        TrainingHealthCallback,
     )
     from ragen2_trl.filtering import group_score, select_groups
-    from ragen2_trl.instrument import Evidence, cross_score, information_metrics, judge
+    from ragen2_trl.instrument import Evidence, cross_score, health, information_metrics, judge
     from ragen2_trl.rollouts import TextRollout
     from ragen2_trl.trainers import (
         SNRFilteredGRPOConfig,
@@ -43,8 +44,10 @@ _HOMES = {
     "SNRFilteredRLOOConfig": "trainers",
     "SNRFilteredRLOOTrainer": "trainers",
     "TextRollout": "rollouts",
+    "TrainingHealthCallback": "callbacks",
     "cross_score": "instrument",
     "group_score": "filtering",
+    "health": "instrument",
     "information_metrics": "instrument",
     "judge": "instrument",
     "select_groups": "filtering",
@@ -65,8 +68,10 @@ __all__ = [
     "SNRFilteredRLOOConfig",
     "SNRFilteredRLOOTrainer",
     "TextRollout",
+    "TrainingHealthCallback",
     "cross_score",
     "group_score",
+    "health",
     "information_metrics",
     "judge",
     "select_groups",

@@ -15,3 +15,6 @@ TURN_REWARDS = "turn_rewards"
 TURN_SAMPLES = "turn_samples"
 """Under which rollout functions hand on the training samples of an episode after its first: turns that were sampled
 from a context of their own."""
+
+SUCCESS = "success"
+"""Under which tasks log, for each completion, whether it solved its task, 1.0 or 0.0."""

@@ -146,7 +146,9 @@ class RolloutEvents:
         # The third value of RLOO's `_generate` is something else.
         masks = [None] * len(completion_ids) if masks is None or isinstance(self.trainer, RLOOTrainer) else masks
         local = LocalRollout(
-            *map(_as_lists, (prompt_ids, completion_ids, masks)),
+            prompt_ids=_as_lists(prompt_ids),
+            completion_ids=_as_lists(completion_ids),
+            tool_masks=_as_lists(masks),
             has_images=batch.get("pixel_values") is not None,
             rewards=self.group_rewards.cpu(),
             inputs=inputs,

@@ -5,6 +5,7 @@ python -m research analyse research/experiments/*.yaml
 """
 
 import argparse
+import math
 import os
 import shlex
 import sys
@@ -74,6 +75,9 @@ def main(args: list[str] | None = None) -> None:
     except InputError as error:
         Console(stderr=True).print(f"python -m research: {error}", highlight=False, markup=False)
         raise SystemExit(2) from None
+    except KeyboardInterrupt:
+        Console(stderr=True).print("python -m research: interrupted", highlight=False, markup=False)
+        raise SystemExit(130) from None
 
 
 def _main(args: list[str] | None) -> None:
@@ -88,6 +92,8 @@ def _main(args: list[str] | None) -> None:
         jobs = queue(experiments, arguments.quick, arguments.scale, only, arguments.seeds)
         if arguments.jobs < 1:
             raise ValueError(f"jobs must be at least 1, got {arguments.jobs}")
+        if not arguments.limit > 0:
+            raise ValueError(f"limit must be above 0, got {arguments.limit:g}")
         results, runs = FOLDERS["quick" if arguments.quick else arguments.scale]
         results, runs = arguments.results or results, arguments.runs or runs
         store = Store(results)
@@ -116,9 +122,9 @@ def _run(console: Console, asked: Asked) -> None:
         _show_launches(console, asked.jobs, asked.runs)
     with ProgressLine(console, PLAIN_EVERY) as line:
         try:
-            outcome = Runner(asked.store, asked.runs, at_once, added, lambda progress: line.say(_told(progress))).run(
-                asked.jobs
-            )
+            say = lambda progress: line.say(_told(progress))  # noqa: E731
+            limit = 3600.0 * asked.arguments.limit
+            outcome = Runner(asked.store, asked.runs, at_once, added, say, limit).run(asked.jobs)
         except KeyboardInterrupt:
             console.print("Stopped. The same command goes on with the runs that are left, from their checkpoints.")
             sys.exit(130)
@@ -228,7 +234,7 @@ def _check_settings(jobs: Sequence[QueuedRun], sets: Sequence[str] = ()) -> None
     from ragen2_trl.cli.arguments import TrainArguments, WarmStartArguments
     from ragen2_trl.cli.train import ALGORITHMS, algorithm_of
     from ragen2_trl.cli.typed import parse
-    from ragen2_trl.reporting.files import write_text
+    from ragen2_trl.reporting.files import write_private
 
     make_console()  # its filters of warnings
     without_gpu = ["--use_cpu", "true", "--bf16", "false"]  # elsewhere than here, what needs one is allowed
@@ -247,7 +253,7 @@ def _check_settings(jobs: Sequence[QueuedRun], sets: Sequence[str] = ()) -> None
                 if job.planned.model_key:
                     warm_start = write_warm_start(Path(folder) / "model", job)
                     parse(refuse_in_a_line(TrlParser(of_warm_start)), ["--config", str(warm_start), *args[2:]])
-                write_text(config, text)
+                write_private(config, text)
                 own: Any = ALGORITHMS[algorithm_of(args)][1]
                 kinds: list[Any] = [TrainArguments, own, ModelConfig]
                 known = {one.name for kind in kinds for one in fields(kind)}
@@ -293,6 +299,13 @@ def make_parser() -> argparse.ArgumentParser:
     add("action", choices=ACTIONS, metavar="ACTION", help=", ".join(ACTIONS))
     add("files", nargs="+", type=Path, metavar="FILE", help="Experiments; runs that they share are trained once.")
     add("--jobs", type=int, default=_cores(), help="Runs trained at once, each on a core (default: the cores).")
+    add(
+        "--limit",
+        type=float,
+        default=math.inf,
+        metavar="HOURS",
+        help="A training that has not ended after so many hours is ended and counts as failed (default: none is).",
+    )
     add(
         "--quick",
         action="store_true",

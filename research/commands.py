@@ -7,7 +7,7 @@ from pathlib import Path
 
 import yaml
 
-from ragen2_trl.reporting.files import write_text
+from ragen2_trl.reporting.files import write_private
 from research.plan import Experiment, PaperScale, PlannedRun
 from research.settings import WARM_START, Fields
 
@@ -108,7 +108,7 @@ def write_warm_start(folder: Path, job: QueuedRun) -> Path:
     """The settings of a run's warm start, as `ragen2-trl warm-start --config` takes them."""
     folder.mkdir(parents=True, exist_ok=True)
     settings = {**job.planned.fields[WARM_START], "output_dir": str(folder)}
-    write_text(folder / CONFIG, yaml.safe_dump(settings, sort_keys=False, allow_unicode=True, width=120))
+    write_private(folder / CONFIG, yaml.safe_dump(settings, sort_keys=False, allow_unicode=True, width=120))
     return folder / CONFIG
 
 
@@ -135,7 +135,7 @@ def write_config(folder: Path, job: QueuedRun) -> Path:
         "figures": False,
     }
     text = f"# {job.name}\n" + yaml.safe_dump(settings, sort_keys=False, allow_unicode=True, width=120)
-    write_text(folder / CONFIG, text)
+    write_private(folder / CONFIG, text)
     return folder / CONFIG
 
 

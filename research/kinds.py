@@ -15,6 +15,7 @@ import numpy as np
 from research.grid import Grid, Levels, Notes, by_seed, counted, named, pairs, runs_of, some
 from research.measures import OF_PAIRS, FinishedRun, fall, on_common_steps, statistic, success_at, total
 from research.statistics import IntervalEstimate, correlation_interval, mean_interval
+from research.store import WEIGHTS
 
 Check = Mapping[str, Any]
 
@@ -223,11 +224,30 @@ class Kind:
     pairs: bool = False
 
 
+def _apart(grid: Grid, check: Check, notes: Notes) -> Evaluated:
+    """The largest difference of the parameters that two runs ended with, as a power of ten: of those that the store
+    has a sample of."""
+
+    def exponent(runs: Sequence[FinishedRun]) -> float:
+        one, other = (
+            {name: c.values[-1] for name, c in run.curves.items() if name.startswith(WEIGHTS)} for run in runs
+        )
+        if not one or one.keys() != other.keys():
+            return math.nan
+        largest = max(abs(one[name] - other[name]) for name in one)
+        return math.log10(max(largest, float(np.finfo(np.float32).tiny)))
+
+    values = by_seed(grid, pairs(grid, check["of"], check["against"]), exponent, notes)
+    means = {seed: float(np.mean(numbers)) for seed, numbers in values.items()}
+    return _over_seeds(means, check, float(check["than"])), "number", len(means)
+
+
 KINDS = {
     "difference": Kind(_difference, ("statistic", "of", "against"), (), True),
     "trend": Kind(_trend, ("statistic", "axis", "of", "against"), (), True),
     "mean": Kind(_mean, ("statistic",), ("of", "minus", "than")),
     "ratio": Kind(_ratio, ("statistic", "of", "against"), ("target", "than")),
+    "apart": Kind(_apart, ("of", "against", "than")),
     "earlier": Kind(_earlier, ("first", "then", "of"), ("fall",)),
     "correlation": Kind(_correlation, ("x", "y"), ("of", "against", "without")),
     "stronger_correlation": Kind(_correlation, ("x", "y", "than"), ("of", "against", "without")),

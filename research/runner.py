@@ -26,7 +26,7 @@ from pathlib import Path
 from types import FrameType
 from typing import IO, Any
 
-from ragen2_trl.reporting.files import HISTORY_FILE, read_json, write_json
+from ragen2_trl.reporting.files import HISTORY_FILE, read_json, write_private
 from research.commands import (
     CONFIG,
     ROOT,
@@ -118,6 +118,7 @@ class Runner:
         at_once: How many are trained at the same time.
         on_added: Is told of each run that the store has taken over.
         on_progress: Is told how far it is, several times a second.
+        limit: Seconds after which a process that has not ended is ended, and its run counts as failed.
     """
 
     def __init__(
@@ -127,12 +128,14 @@ class Runner:
         at_once: int,
         on_added: Callable[[QueuedRun], None],
         on_progress: Callable[[Progress], None],
+        limit: float = math.inf,
     ):
         self.store = store
         self.runs = runs
         self.at_once = at_once
         self.on_added = on_added
         self.on_progress = on_progress
+        self.limit = limit
 
     def run(self, jobs: Sequence[QueuedRun]) -> RunnerOutcome:
         """Run what is not done.
@@ -166,10 +169,12 @@ class Runner:
             if len(self._running) >= self.at_once:
                 break
             self._begin(job)
+        hanging = [one for one in self._running if one.seconds > self.limit and one.process.poll() is None]
+        _end_processes(hanging)
         for one in list(self._running):
             if one.process.poll() is not None:
                 self._running.remove(one)
-                self._end(one)
+                self._end(one, f"ended after its limit of {self.limit:g} s" if one in hanging else "")
         self._tell(total)
 
     def _begin(self, job: QueuedRun) -> None:
@@ -214,19 +219,21 @@ class Runner:
         resumed = any(folder.glob("checkpoint-*"))
         if not resumed:
             _trim(folder, (LOG, LOCK))
-        write_json(folder / VERSIONS, where_it_ran(read_json(folder / VERSIONS, dict), where_it_runs()))
+        versions = where_it_ran(read_json(folder / VERSIONS, dict), where_it_runs())
+        write_private(folder / VERSIONS, json.dumps(versions))
         command = command_of(write_config(folder, job), job)
         process = _process(command, folder, lock, ONE_CORE if job.launch is None else {})
         return RunningProcess(job, process, lock, folder, resumed)
 
-    def _end(self, one: RunningProcess) -> None:
+    def _end(self, one: RunningProcess, reason: str = "") -> None:
         with one.lock:
             if one.process.returncode != 0:
                 key = one.job.planned.model_key if one.makes_model else None
                 alike = [job for job in self._outcome.left if key is not None and job.planned.model_key == key]
                 self._outcome.left = [job for job in self._outcome.left if job not in alike]
                 for job in (one.job, *alike):
-                    self._fail(job, _last_line(one.folder / LOG), one.process.returncode, one.makes_model)
+                    why = reason or _last_line(one.folder / LOG)
+                    self._fail(job, why, one.process.returncode, one.makes_model)
             elif one.makes_model:
                 (one.folder / MADE).touch()
                 self._outcome.left.insert(0, one.job)
@@ -257,16 +264,8 @@ class Runner:
         self._outcome.failed.append(Failure(job, command, f"{reason or 'no output'} ({ended})"))
 
     def _stop(self) -> None:
-        """End what still runs: first kindly, and after a while whatever it takes."""
+        _end_processes(self._running)
         for one in self._running:
-            _signal_group(one.process, signal.SIGTERM)
-        deadline = time.monotonic() + GRACE
-        for one in self._running:
-            try:
-                one.process.wait(max(0.0, deadline - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                _signal_group(one.process, signal.SIGKILL)
-                one.process.wait()
             one.lock.close()
 
     def _tell(self, total: int) -> None:
@@ -414,6 +413,19 @@ def _stop_asked() -> Iterator[list[int]]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def _end_processes(running: Sequence[RunningProcess]) -> None:
+    """First kindly, and after a while whatever it takes."""
+    for one in running:
+        _signal_group(one.process, signal.SIGTERM)
+    deadline = time.monotonic() + GRACE
+    for one in running:
+        try:
+            one.process.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            _signal_group(one.process, signal.SIGKILL)
+            one.process.wait()
 
 
 def _signal_group(process: subprocess.Popen[bytes], number: int) -> None:

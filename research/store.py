@@ -18,15 +18,19 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
+import torch
 import yaml
+from safetensors.torch import load_file
 
-from ragen2_trl.reporting.files import HISTORY_FILE, read_json, replace_whole, write_text
+from ragen2_trl.reporting.files import HISTORY_FILE, read_json, remove_unfinished, replace_whole, write_private
 from research.plan import Experiment, PlannedRun, question
 from research.settings import UNSET, Fields, as_stored, json_text, merged, read_fields, read_yaml
 
 RUNS, CURVES, RECORDS = "runs.parquet", "curves.parquet", "experiments"
 VERSIONS = "versions.json"  # in the folder of a run, of when its training began
 SEVERAL = "several"  # as host: of a run that went on where it had not begun
+WEIGHTS = "weights/"  # metrics that are a run's parameters at its end
+SAMPLED_WEIGHTS = 256  # of them
 THEN = ", then "  # between the versions that such a run began with and those it went on with
 COSTS = ("seconds", "cpu_seconds", "sampled_tokens", "update_tokens", "update_flops")
 
@@ -127,6 +131,7 @@ class Store:
             "versions": json.dumps(read_json(run_folder / VERSIONS, dict) or where_it_runs()),
             "finished": datetime.now(timezone.utc).replace(microsecond=0),
         }
+        rows += sampled_weights(run_folder, max(step for step, _, _ in rows))
         steps, metrics, values = zip(*rows, strict=True)
         curves = pa.table(
             [
@@ -187,7 +192,7 @@ class Store:
         # Runs of `runs_of` may have been made long before, for their own experiments.
         when = "when this file was first written, maybe after" if experiment.others else "when"
         comment = f"# {experiment.id} as it was {when} its runs in ../{RUNS} were made, by `python -m research run`.\n"
-        write_text(path, comment + text)
+        write_private(path, comment + text)
 
     def _record(self, experiment: Experiment) -> Path:
         return self.folder / RECORDS / f"{experiment.id}.yaml"
@@ -219,8 +224,9 @@ class Store:
             raise ValueError(f"{path} cannot be read as results of runs: {' '.join(str(error).split())}") from error
 
     def _put(self, name: str, schema: pa.Schema, further: pa.Table) -> None:
-        """Add rows; those that an earlier row of the same key has are replaced."""
+        """Add rows, under the lock; those that an earlier row of the same key has are replaced."""
         key = further["key"][0].as_py()
+        remove_unfinished(self.folder, name)
         table = self._read(name, schema)
         kept = table.filter(pc.not_equal(table["key"].cast(pa.string()), key))
         whole = pa.concat_tables([kept, further]).unify_dictionaries()
@@ -243,6 +249,19 @@ def check_folder(folder: Path, name: str) -> None:
     there = next(path for path in (folder, *folder.parents) if path.exists())
     if not there.is_dir():
         raise ValueError(f"{name} must be a folder, or one that can be made, got the file {there}")
+
+
+def sampled_weights(run_folder: Path, step: int) -> list[tuple[int, str, float]]:
+    """(step, `weights/<number>`, value) of `SAMPLED_WEIGHTS` parameters of the model that a run has left.
+
+    Evenly spaced over all of it, the same of every run of a model; none where it has left no model in one file.
+    """
+    if not (path := run_folder / "model.safetensors").exists():
+        return []
+    state = load_file(path)
+    flat = torch.cat([state[name].flatten().float() for name in sorted(state)])
+    places = torch.linspace(0, len(flat) - 1, SAMPLED_WEIGHTS, dtype=torch.float64).long()
+    return [(step, f"{WEIGHTS}{number:03}", value) for number, value in enumerate(flat[places].tolist())]
 
 
 def tidy_rows(history: Sequence[Mapping[str, Any]]) -> list[tuple[int, str, float]]:

@@ -1,6 +1,6 @@
 """SNR-filtered GRPO on an environment, from a recipe or from arguments; see `--help`.
 
-python scripts/train.py --config recipes/frozen_lake_tiny.yaml
+python scripts/train.py --recipe frozen_lake_tiny
 """
 
 import sys

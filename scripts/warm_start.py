@@ -1,6 +1,6 @@
-"""Warm start by supervised fine-tuning on demonstrations; see `--help` and `recipes/warm_start_tiny.yaml`.
+"""Warm start by supervised fine-tuning on demonstrations; see `--help` and `ragen2-trl recipes`.
 
-python scripts/warm_start.py --config recipes/warm_start_tiny.yaml
+python scripts/warm_start.py --recipe warm_start_tiny
 """
 
 import sys

@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-NAMES = ("chromium", "chromium-browser", "google-chrome")
+from conftest import PROGRAMS
+
 FLAGS = (
     "--headless",
     "--no-sandbox",
@@ -103,14 +104,8 @@ class Browser:
 
 @contextmanager
 def open_browser() -> Iterator[Browser]:
-    """Chromium with an empty profile.
-
-    Raises:
-        FileNotFoundError: If there is no Chromium: a page that nobody has looked at is not tested.
-    """
-    program = next(filter(None, map(shutil.which, NAMES)), None)
-    if program is None:
-        raise FileNotFoundError(f"none of {', '.join(NAMES)} is installed; Debian: apt-get install chromium")
+    """Chromium with an empty profile; tests that open it are marked with `needs("chromium")`."""
+    program = next(filter(None, map(shutil.which, PROGRAMS["chromium"])))
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
         ours, theirs = os.pipe(), os.pipe()  # (read, write) of commands and of messages
         # Chromium reads file descriptor 3 and writes 4. Above 9 ours cannot be in the way.

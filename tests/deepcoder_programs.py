@@ -1,5 +1,6 @@
 """A problem as a script and as a function, and how tests let programs answer it."""
 
+import functools
 import json
 import random
 
@@ -7,8 +8,6 @@ from ragen2_trl.envs.deepcoder.environment import DeepCoder
 from ragen2_trl.envs.deepcoder.tests import task_row
 from ragen2_trl.envs.responses import format_response
 
-SINGLE = DeepCoder(workers=2)
-SEVERAL = DeepCoder(workers=2, multi_turn=True)
 DOUBLE = "print(2 * int(input()))"
 
 # Doubling, of which the statement shows the first test.
@@ -17,6 +16,16 @@ SCRIPT = {"seed": 1, **task_row("Double a number. Input: 21 Output: 42", "", "",
 CALLS = [([21], 42), ([-4], -8), ([0], 0), ([31337], 62674)]
 HIDDEN = {**SCRIPT, "tests": json.dumps(TESTS[3:]), "public": 0}  # one test, of which the statement says nothing
 FUNCTION = {"seed": 2, **task_row("Double a number. double(21) = 42", "", "double", CALLS, 1, "")}
+
+
+@functools.cache
+def single():
+    return DeepCoder(workers=2)
+
+
+@functools.cache
+def several():
+    return DeepCoder(workers=2, multi_turn=True)
 
 
 def answer(program):
@@ -29,4 +38,4 @@ def play(env, row, *texts):
 
 
 def score(row, program):
-    return play(SINGLE, row, answer(program))[0].outcome.episode_return
+    return play(single(), row, answer(program))[0].outcome.episode_return

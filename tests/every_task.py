@@ -28,12 +28,25 @@ WITH_TOOLS = [(name, multi_turn) for name, multi_turn in MODES if ENVIRONMENTS[n
 PICTURED = [name for name in ("frozen_lake", "sokoban") if name in ENVIRONMENTS]
 
 
+def needs_of(name):
+    """Marks of a test that makes the task."""
+    return [pytest.mark.needs("bubblewrap")] if name == "deepcoder" else []
+
+
+def tasks(names):
+    """Parameters of tests that make a task each."""
+    return [pytest.param(name, marks=needs_of(name)) for name in names]
+
+
 def _played(modes):
     """Parameters of tests that play: what takes long is not for everybody's `make test`."""
-    return [pytest.param(*mode, marks=[pytest.mark.slow] if mode[0] in FEW else []) for mode in modes]
+    return [
+        pytest.param(*mode, marks=[*needs_of(mode[0]), *([pytest.mark.slow] if mode[0] in FEW else [])])
+        for mode in modes
+    ]
 
 
-every_task = pytest.mark.parametrize("name", TASKS)
+every_task = pytest.mark.parametrize("name", tasks(TASKS))
 every_mode = pytest.mark.parametrize(("name", "multi_turn"), _played(MODES))
 every_fuzzed_mode = pytest.mark.parametrize(("name", "multi_turn"), [mode for mode in MODES if mode[0] not in FEW])
 every_single_turn = pytest.mark.parametrize("name", _played([(name,) for name, multi_turn in MODES if not multi_turn]))

@@ -6,8 +6,9 @@ import threading
 import time
 
 import pytest
+from conftest import need
 
-pytest.importorskip("openenv", reason='OpenEnv is not installed: pip install "ragen2-trl[openenv]"')
+need("openenv")
 
 from openenv.core import GenericEnvClient
 

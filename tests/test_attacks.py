@@ -41,6 +41,8 @@ SAMPLE = (
     "clear its parent's death signal and leave the session",
     "interrupt the first process as a terminal would",
     "end itself as the kernel would, so that it counts as somebody else's fault",
+    "leave with the status that a shell gives to what was killed, so that it is tried again and again",
+    "leave a time stamp for the next run on a device, which is the machine's own",
     "change the settings of its own network",
     "hold the kernel in the middle of a page fault",
     "make system calls where no filter looks",
@@ -80,6 +82,7 @@ def env_fixture():
     return DeepCoder(workers=2, test_seconds=1, program_seconds=1)
 
 
+@pytest.mark.needs("bubblewrap")
 @pytest.mark.parametrize("attack", cases())
 def test_no_attack_earns_a_reward_or_leaves_anybody_behind(env, attack, leftovers, caplog):
     with caplog.at_level(logging.INFO):
@@ -89,6 +92,7 @@ def test_no_attack_earns_a_reward_or_leaves_anybody_behind(env, attack, leftover
     assert [record.message for record in caplog.records if "sandbox" in record.name] == []  # nor looks like a shortage
 
 
+@pytest.mark.needs("bubblewrap")
 def test_an_attack_that_succeeded_would_earn_the_reward(env):
     for statements in ("pass", "check(0)", "answered(39 if os.uname().machine == 'x86_64' else 172)"):  # getpid
         assert play(env, TWICE, answer(whole(statements)))[0].outcome.episode_return == 1.0

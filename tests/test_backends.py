@@ -1,26 +1,24 @@
 """DDP, DeepSpeed ZeRO, FSDP2 and LoRA on several processes end where one process ends."""
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from launching import launch
 from safetensors.torch import load_file
 
 sys.path.insert(0, str(Path(__file__).parent / "distributed"))
 
-from backends import CASES, CASES_OF_THREE, GROUP_SIZE, cases_of, processes_of, run_case
+from backends import AS_TRL, CASES, CASES_OF_THREE, GROUP_SIZE, LOSSLESS_CASES, cases_of, processes_of, run_case
 
 from ragen2_trl.reporting.saved_episodes import read_episodes
 
-ROOT = str(Path(__file__).parent.parent)
 BACKENDS = ["ddp", "zero1", "zero2", "zero3", "fsdp2", "ddp_lora", "zero3_lora", "ddp_three"]
 # A newcomer's `make test` has each trainer on two processes, whole and sharded.
 FAST = ("ddp", "zero3")
-FAST_CASES = ("filtered dapo", "rloo", "ppo with a critic of its own")
+FAST_CASES = ("filtered dapo", "rloo", "ppo with a critic of its own", "lossless bnpo")
 # Each process samples in a round of the refill, so that more groups are logged than one process would need.
 SAMPLES_MORE = ("masked and refilled unevenly by three",)
 EMPTY = ("an empty step between", "rloo, an empty step between", "ppo, an empty step between")
@@ -30,16 +28,10 @@ COMPARED_METRICS = ("reward", "snr/", "mi/", "ppo/", "grad/")
 
 
 def mark(backend: str, case: str):
-    fast = backend in FAST and case in FAST_CASES
-    return pytest.param(backend, case, marks=[] if fast else pytest.mark.slow, id=f"{backend}, {case}")
-
-
-def launch(script: str, processes: int, *arguments: str) -> None:
-    """Runs a script of `distributed/` on so many processes."""
-    start = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={processes}", "--standalone"]
-    path = Path(__file__).parent / "distributed" / script
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TRL_EXPERIMENTAL_SILENCE": "1", "PYTHONPATH": ROOT}
-    subprocess.run([*start, str(path), *arguments], check=True, timeout=900, env=environment)
+    marks = [] if backend in FAST and case in FAST_CASES else [pytest.mark.slow]
+    if backend.startswith("zero"):
+        marks.append(pytest.mark.needs("deepspeed"))
+    return pytest.param(backend, case, marks=marks, id=f"{backend}, {case}")
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +41,10 @@ def several_processes(policy_path, tmp_path_factory, request):
     for item in request.session.items:
         if "several_processes" in item.fixturenames:
             parameters = item.callspec.params
-            selected.setdefault(parameters["backend"], {})[parameters["case"]] = None
+            of_backend = selected.setdefault(parameters["backend"], {})
+            of_backend[parameters["case"]] = None
+            if parameters["case"] in LOSSLESS_CASES:
+                of_backend[f"{parameters['case']} as TRL"] = None
 
     def run(backend: str):
         if backend not in results:
@@ -75,9 +70,13 @@ def one_process(policy_path, tmp_path_factory):
     return run
 
 
+def filtered_cases_of(backend: str) -> list[str]:
+    return [case for case in cases_of(backend) if case not in {**LOSSLESS_CASES, **AS_TRL}]
+
+
 @pytest.mark.distributed
 @pytest.mark.parametrize(
-    ("backend", "case"), [mark(backend, case) for backend in BACKENDS for case in cases_of(backend)]
+    ("backend", "case"), [mark(backend, case) for backend in BACKENDS for case in filtered_cases_of(backend)]
 )
 def test_several_processes_end_with_the_parameters_of_one(backend, case, several_processes, one_process):
     expected, _ = one_process(case, backend.endswith("_lora"))
@@ -95,7 +94,7 @@ def test_several_processes_end_with_the_parameters_of_one(backend, case, several
 @pytest.mark.distributed
 @pytest.mark.parametrize(
     ("backend", "case"),
-    [mark(backend, case) for backend in BACKENDS for case in cases_of(backend) if case not in SAMPLES_MORE],
+    [mark(backend, case) for backend in BACKENDS for case in filtered_cases_of(backend) if case not in SAMPLES_MORE],
 )
 def test_several_processes_log_what_one_logs(backend, case, several_processes, one_process):
     _, expected = one_process(case, backend.endswith("_lora"))
@@ -108,6 +107,22 @@ def test_several_processes_log_what_one_logs(backend, case, several_processes, o
             # `None`: explained variance without a kept row
             same = None if alone[key] is None else pytest.approx(alone[key], rel=1e-3, abs=1e-4)
             assert row[key] == same, (key, json.dumps(row))
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("backend", "case"),
+    [mark(backend, case) for backend in BACKENDS for case in cases_of(backend) if case in LOSSLESS_CASES],
+)
+def test_lossless_ends_with_the_parameters_of_trl_on_as_many_processes(backend, case, several_processes):
+    ours, plain = several_processes(backend)[case], several_processes(backend)[f"{case} as TRL"]
+    for name, value in plain["parameters"].items():
+        torch.testing.assert_close(ours["parameters"][name], value, rtol=1e-4, atol=1e-5)
+    for row, of_plain in zip(ours["rows"], plain["rows"], strict=True):
+        assert row["loss"] == pytest.approx(of_plain["loss"], rel=1e-3, abs=1e-4)
+        assert row["grad_norm"] == pytest.approx(of_plain["grad_norm"], rel=1e-3, abs=1e-4)
+        assert row["snr/update_compute_fraction"] < 0.9 < of_plain["snr/update_compute_fraction"]
+        assert row["snr/empty_steps"] == 0
 
 
 @pytest.mark.distributed
@@ -124,7 +139,7 @@ def test_an_empty_step_moves_neither_weights_nor_optimizer(backend, case, severa
 
 @pytest.mark.distributed
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", ["ddp", "zero3", "fsdp2"])
+@pytest.mark.parametrize("backend", ["ddp", pytest.param("zero3", marks=pytest.mark.needs("deepspeed")), "fsdp2"])
 def test_processes_whose_episodes_differ_in_turns_generate_together(backend, policy_path, tmp_path):
     """Process 0 plays four turns and process 1 two: generation under ZeRO-3 hangs if they call it unequally often."""
     launch("episodes.py", 2, backend, policy_path, str(tmp_path))

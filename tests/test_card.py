@@ -17,6 +17,7 @@ from markdown_it import MarkdownIt
 from ragen2_trl import MutualInformationCallback
 from ragen2_trl.callbacks.run_record import RunRecord
 from ragen2_trl.envs import make_env
+from ragen2_trl.redaction import HIDDEN
 from ragen2_trl.reporting.card import (
     FIGURES,
     HEADING,
@@ -261,7 +262,8 @@ def test_tokens_in_arguments_survive_copies_but_no_pickle(tmp_path, policy_path)
     torch.save(trainer.args, tmp_path / "after")
     assert TOKEN.encode() not in (tmp_path / "after").read_bytes()
     loaded = torch.load(tmp_path / "after", weights_only=False)
-    assert (loaded.hub_token, loaded.model_init_kwargs) == (None, {})
+    assert (loaded.hub_token, loaded.model_init_kwargs) == (None, {"token": HIDDEN})
+    assert type(loaded) is type(given)
     assert TOKEN not in trainer.args.to_json_string()  # what trackers get
     for args in (copy.copy(trainer.args), copy.deepcopy(trainer.args)):
         assert args.hub_token == TOKEN

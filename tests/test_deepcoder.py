@@ -6,7 +6,7 @@ import threading
 import time
 
 import pytest
-from deepcoder_programs import DOUBLE, FUNCTION, SCRIPT, SEVERAL, SINGLE, TESTS, answer, play, score
+from deepcoder_programs import DOUBLE, FUNCTION, SCRIPT, TESTS, answer, play, score, several, single
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -17,7 +17,7 @@ from ragen2_trl.envs.deepcoder.statements import Statement
 from ragen2_trl.envs.responses import format_response
 from ragen2_trl.envs.tasks import held_out
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.needs("bubblewrap")]
 
 # Options
 
@@ -75,7 +75,7 @@ def test_demonstrations_end_with_success_and_hold_the_reference():
 
 
 def test_prompts_show_the_public_tests_and_no_others():
-    for row in SINGLE.dataset(200, seed=1):
+    for row in single().dataset(200, seed=1):
         shown = " ".join(message["content"] for message in row["prompt"])
         tests = json.loads(row["tests"])
         assert row["public"] == 2 and len(tests) == 8
@@ -89,7 +89,7 @@ def test_prompts_show_the_public_tests_and_no_others():
 
 
 def test_no_constant_answer_passes_more_than_two_thirds():
-    for row in SINGLE.dataset(200, seed=2):
+    for row in single().dataset(200, seed=2):
         answers = [str(expected) for _, expected in json.loads(row["tests"])]
         assert max(map(answers.count, answers)) <= len(answers) / 2
         hidden = answers[row["public"] :]
@@ -97,17 +97,17 @@ def test_no_constant_answer_passes_more_than_two_thirds():
 
 
 def test_seeds_decide_the_problems_and_nothing_else_does():
-    first = SINGLE.dataset(60, seed=3)
+    first = single().dataset(60, seed=3)
     random.seed(1)
     state = random.getstate()
-    assert SINGLE.dataset(60, seed=3).to_list() == first.to_list()
+    assert single().dataset(60, seed=3).to_list() == first.to_list()
     assert random.getstate() == state
-    assert not set(first["problem"]) & set(SINGLE.dataset(60, seed=4)["problem"])
+    assert not set(first["problem"]) & set(single().dataset(60, seed=4)["problem"])
 
 
 def test_generated_splits_never_meet():
     def steps(split):
-        return {problem.partition("\n")[0] for problem in SINGLE.dataset(400, seed=0, split=split)["problem"]}
+        return {problem.partition("\n")[0] for problem in single().dataset(400, seed=0, split=split)["problem"]}
 
     train, test = steps("train"), steps("test")
     assert len(train) > 200 and len(test) > 100
@@ -147,14 +147,14 @@ def test_random_player_solves_nothing():
     ],
 )
 def test_reward_is_the_fraction_of_hidden_tests_passed(row, program, fraction):
-    (returns,) = SINGLE.reward_funcs
+    (returns,) = single().reward_funcs
     columns = {name: [value] for name, value in row.items()}
     assert returns(prompts=[None], completions=[answer(program)], **columns) == [fraction]
 
 
 def test_an_answer_without_a_program_costs():
     for text in ("", DOUBLE, answer(""), answer("```python\n\n```"), answer("x" * 100_001)):
-        outcome = play(SINGLE, SCRIPT, text)[0].outcome
+        outcome = play(single(), SCRIPT, text)[0].outcome
         assert (outcome.episode_return, outcome.valid_turns) == (-0.1, 0)
 
 
@@ -174,7 +174,7 @@ def test_the_last_fenced_program_counts(text, program):
 
 
 def test_later_turns_earn_what_they_add_to_the_best():
-    begun, messages = play(SEVERAL, SCRIPT, answer("print(0)"), answer("print(42)"), answer(DOUBLE))
+    begun, messages = play(several(), SCRIPT, answer("print(0)"), answer("print(42)"), answer(DOUBLE))
     assert [message and message.split("\n")[0] for message in messages] == [
         "Reward 0.333333. Turn 2 of 3.",
         "Reward 0. Turn 3 of 3.",
@@ -184,7 +184,7 @@ def test_later_turns_earn_what_they_add_to_the_best():
 
 
 def test_success_ends_the_episode():
-    begun, _ = play(SEVERAL, SCRIPT, answer(DOUBLE))
+    begun, _ = play(several(), SCRIPT, answer(DOUBLE))
     assert begun.done and begun.outcome.turns == 1
 
 
@@ -194,7 +194,7 @@ def test_text_and_tools_give_the_same_return_and_feedback():
         tools.reset(**FUNCTION) == "Double a number. double(21) = 42\nDefine the function double with 1 argument(s)."
     )
     wrong, right = "def double(x):\n    return x", "def double(x):\n    return x + x"
-    begun, (message, _) = play(SEVERAL, FUNCTION, answer(wrong), answer(right))
+    begun, (message, _) = play(several(), FUNCTION, answer(wrong), answer(right))
     told = tools.submit(wrong)
     assert told.splitlines()[1] == message.splitlines()[1]
     assert tools.submit(right) == "Reward 0.666667. The episode is over."
@@ -219,7 +219,7 @@ def test_an_endless_program_fails_and_is_told_so():
 
 def test_feedback_quotes_an_example_and_never_a_hidden_test():
     _, (wrong, hidden) = play(
-        SEVERAL,
+        several(),
         SCRIPT,
         answer("print(input())"),  # echoes the hidden inputs, too
         answer("print(42, end='') if int(input()) == 21 else print(open(0).read(), flush=True)"),
@@ -241,7 +241,7 @@ def test_feedback_takes_no_run_beside_the_tests(monkeypatch):
 
 
 def test_feedback_tells_errors():
-    assert 'got the error "NameError: name ' in play(SEVERAL, SCRIPT, answer("print(x)"))[1][0]
+    assert 'got the error "NameError: name ' in play(several(), SCRIPT, answer("print(x)"))[1][0]
 
 
 @pytest.mark.parametrize(
@@ -254,7 +254,7 @@ def test_feedback_tells_errors():
     ],
 )
 def test_what_a_program_prints_is_neutral_and_short_in_the_next_prompt(program):
-    _, (message,) = play(SEVERAL, SCRIPT, answer(program))
+    _, (message,) = play(several(), SCRIPT, answer(program))
     _status, feedback, _form = message.split("\n")  # it stays within its line
     assert len(feedback) < 2000 and feedback.isascii() and feedback.isprintable()
     assert "<" not in feedback and "[INST]" not in feedback and "[/INST]" not in feedback

@@ -4,12 +4,14 @@ import json
 import random
 
 import pytest
-from deepcoder_programs import CALLS, FUNCTION, HIDDEN, SCRIPT, SEVERAL, SINGLE, answer, play, score
+from deepcoder_programs import CALLS, FUNCTION, HIDDEN, SCRIPT, answer, play, score, several, single
 from growth import growth
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ragen2_trl.envs.deepcoder.environment import program_of
+
+pytestmark = pytest.mark.needs("bubblewrap")
 
 ATTACKS = {
     "leave with success": "import sys\nsys.exit(0)",
@@ -64,7 +66,7 @@ def test_no_attack_of_a_function_earns_more_than_a_guess(attack):
 
 
 def test_the_public_examples_by_heart_earn_nothing():
-    begun, (message,) = play(SEVERAL, SCRIPT, answer("print({'21': '42'}.get(input(), ''))"))
+    begun, (message,) = play(several(), SCRIPT, answer("print({'21': '42'}.get(input(), ''))"))
     assert message.splitlines()[:2] == ["Reward 0. Turn 2 of 3.", "Your program passes 0 of 3 hidden tests."]
     assert begun.outcome.episode_return == 0.0 and not begun.outcome.success
     assert score(FUNCTION, "def double(x):\n    return {21: 42}.get(x)") == 0.0
@@ -79,17 +81,17 @@ def test_a_program_leaves_nothing_for_the_next_one():
 @settings(max_examples=8)
 @given(program=st.text(min_size=1) | st.sampled_from(["\0", "\ud800", "(" * 5000, "input(" * 300, "#" * 50_000]))
 def test_no_text_raises_or_earns_a_reward_without_a_right_answer(program):
-    begun, _ = play(SINGLE, HIDDEN, answer(program))
+    begun, _ = play(single(), HIDDEN, answer(program))
     assert begun.outcome.episode_return in (0.0, -0.1) and not begun.outcome.success
 
 
 @settings(max_examples=200)
 @given(st.text() | st.text(alphabet="`\npy thon|<>answer/", max_size=300))
 def test_any_text_is_read_or_refused_without_an_exception(text):
-    assert SINGLE.play(SCRIPT, random.Random(0)).episode.is_action(text) == bool(program_of(text))
+    assert single().play(SCRIPT, random.Random(0)).episode.is_action(text) == bool(program_of(text))
 
 
 @pytest.mark.parametrize("piece", ["`", "```", "```python\n", "\n", "x", " ```\n", "<", "\ud800"])
 def test_hostile_text_is_read_in_linear_time(piece):
-    episode = SINGLE.play(SCRIPT, random.Random(0)).episode
+    episode = single().play(SCRIPT, random.Random(0)).episode
     assert growth(episode.is_action, lambda size: piece * (size // len(piece)), 100_000) < 24  # 64 were its square

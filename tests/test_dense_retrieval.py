@@ -4,13 +4,14 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
+from conftest import need
 from passages import PASSAGES, write_jsonl
 
 
 @pytest.fixture(scope="module")
 def encoder(tmp_path_factory):
     """A tiny random BERT, saved."""
-    pytest.importorskip("faiss")
+    need("dense")
     import torch
     from transformers import BertConfig, BertModel, BertTokenizerFast
 

@@ -1,5 +1,7 @@
 """What the diagnose command makes of hostile text and of input that it cannot use."""
 
+import json
+
 import pandas as pd
 import pytest
 from diagnosed import messages, run, save
@@ -8,6 +10,34 @@ from diagnosed import played_fixture as played_fixture
 from ragen2_trl.cli import diagnose
 from ragen2_trl.cli.diagnose import beginning
 from ragen2_trl.cli.typed import InputError
+
+# Other people's files
+
+
+def test_lines_of_json_without_a_step_are_diagnosed_like_a_table(played, tmp_path):
+    prompts, texts = played
+    lines = [json.dumps({"prompt": p, "completion": c}) for p, c in zip(prompts, messages(texts), strict=True)]
+    (tmp_path / "mine.jsonl").write_text("\n".join(lines))
+    of_lines = run(tmp_path / "lines", completions=tmp_path / "mine.jsonl")
+    of_table = run(tmp_path / "table", completions=save(tmp_path / "saved", 0, prompts, messages(texts)))
+    for found in (of_lines, of_table):  # all but the clock's
+        found["metrics"] = {name: value for name, value in found["metrics"].items() if "seconds" not in name}
+    assert of_lines["metrics"] == of_table["metrics"]
+
+
+@pytest.mark.parametrize("lines", ["{", "[1]", '{"prompt": "a"}', '{"prompt": "a", "completion": 1}'])
+def test_lines_of_something_else_are_named(lines, tmp_path):
+    (tmp_path / "mine.jsonl").write_text(lines)
+    with pytest.raises(ValueError, match=r"mine\.jsonl"):
+        run(tmp_path, completions=tmp_path / "mine.jsonl")
+
+
+def test_prompts_of_a_file_are_sampled_for(tmp_path):
+    lines = [json.dumps({"prompt": f"Say {number}.", "other": number}) for number in range(4)]
+    (tmp_path / "mine.jsonl").write_text("\n".join(lines))
+    run(tmp_path, prompts=tmp_path / "mine.jsonl", num_prompts=8, num_samples=2, max_new_tokens=12)
+    assert (tmp_path / "diagnosis" / "diagnosis.json").exists()
+
 
 # Hostile text
 
@@ -78,7 +108,7 @@ def test_a_folder_without_a_table_is_named(tmp_path):
 def test_a_table_without_a_column_is_named(tmp_path):
     path = tmp_path / "other.parquet"
     pd.DataFrame({"step": [1], "prompt": ["Go"], "text": ["there"]}).to_parquet(path)
-    with pytest.raises(ValueError, match=r"columns \('step', 'prompt', 'completion'\), but other.parquet lacks"):
+    with pytest.raises(ValueError, match=r"columns \('prompt', 'completion'\), but other.parquet lacks"):
         run(tmp_path, completions=path)
 
 

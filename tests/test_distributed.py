@@ -1,8 +1,6 @@
 """Several processes compute the update that one computes."""
 
 import json
-import os
-import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
@@ -11,6 +9,7 @@ import pytest
 import torch
 from conftest import PROMPTS
 from datasets import Dataset
+from launching import launch
 from replay import KEPT, REWARDS, Replay, assert_close, gradients_of, mean_gradient
 from transformers import AutoTokenizer
 from trl import GRPOTrainer
@@ -28,7 +27,6 @@ import several
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
-ROOT = str(Path(__file__).parent.parent)  # of `research`, whose selectors settings name
 COMMON = {
     "num_generations": 4,
     "max_completion_length": 10,
@@ -137,19 +135,6 @@ CASES = {
 }
 
 
-def run_on_two_processes(script, *arguments):
-    path = Path(__file__).parent / "distributed" / script
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone", str(path)]
-    environment = {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
-        "TRL_EXPERIMENTAL_SILENCE": "1",
-        "PYTHONPATH": ROOT,
-        "HF_HUB_OFFLINE": "1",
-    }
-    subprocess.run([*command, *map(str, arguments)], check=True, timeout=900, env=environment)
-
-
 @pytest.fixture(scope="module")
 def gradients_of_two_processes(policy_path, tmp_path_factory):
     folder = tmp_path_factory.mktemp("two_processes")
@@ -158,7 +143,7 @@ def gradients_of_two_processes(policy_path, tmp_path_factory):
         for name, (settings, prompts, _) in CASES.items()
     }
     (folder / "cases.json").write_text(json.dumps(cases))
-    run_on_two_processes("filtered_update.py", policy_path, folder / "cases.json", folder)
+    launch("filtered_update.py", 2, policy_path, folder / "cases.json", folder)
     return [torch.load(folder / f"gradients_{process}.pt") for process in (0, 1)]
 
 
@@ -193,7 +178,7 @@ def test_two_processes_compute_grpo_on_the_kept_groups(name, gradients_of_two_pr
 def test_two_processes_measure_what_one_measures(policy_path, make_args, tmp_path, generations):
     """On stock GRPO, with more completions than are scored: both processes draw the same ones from all of them, be
     they of one generation or pooled."""
-    run_on_two_processes("measured_rollouts.py", policy_path, tmp_path, generations)
+    launch("measured_rollouts.py", 2, policy_path, tmp_path, generations)
     row, other = (json.loads((tmp_path / f"row_{process}.json").read_text()) for process in (0, 1))
     replay = Replay(AutoTokenizer.from_pretrained(policy_path), REWARDS)
     layout = {"per_device_train_batch_size": 32 // generations, "max_steps": generations}
@@ -223,10 +208,10 @@ def test_two_processes_measure_what_one_measures(policy_path, make_args, tmp_pat
     assert len(costs) == 4 and all(row[key] == other[key] for key in costs)
 
 
-@pytest.mark.parametrize("backend", ["ddp", "zero3"])
+@pytest.mark.parametrize("backend", ["ddp", pytest.param("zero3", marks=pytest.mark.needs("deepspeed"))])
 def test_two_processes_evaluate_as_one_does(backend, tmp_path):
     """Greedily, in one turn and in several, on tasks that they cannot share evenly."""
-    run_on_two_processes("held_out.py", backend, tmp_path / "two")
+    launch("held_out.py", 2, backend, tmp_path / "two")
     first, second = (json.loads((tmp_path / "two" / f"{process}.json").read_text()) for process in (0, 1))
     alone = held_out.run(str(tmp_path / "one"), 1)
     expected = [row for row in alone.state.log_history if "eval/seconds" in row]
@@ -242,7 +227,7 @@ def test_two_processes_evaluate_as_one_does(backend, tmp_path):
 
 def test_two_processes_save_the_groups_that_one_saves(tmp_path):
     """Of two tasks, of which a process has one alone, with a group that lies on both processes."""
-    run_on_two_processes("played.py", tmp_path / "two")
+    launch("played.py", 2, tmp_path / "two")
     played.run(str(tmp_path / "one"), 1)
     groups = []
     for name in ("one", "two"):
@@ -254,7 +239,7 @@ def test_two_processes_save_the_groups_that_one_saves(tmp_path):
 
 
 def test_settings_that_differ_between_processes_are_named_on_each_of_them(policy_path, tmp_path):
-    run_on_two_processes("mismatch.py", policy_path, tmp_path)
+    launch("mismatch.py", 2, policy_path, tmp_path)
     messages = [(tmp_path / f"error_{process}.txt").read_text() for process in (0, 1)]
     assert (
         messages
@@ -266,7 +251,7 @@ def test_a_run_resumed_on_more_processes_has_the_same_state_on_each(policy_path,
     before = resume.train(policy_path, str(tmp_path), 16, 2)
     drawn = before._dynamic_sampling.stream.drawn
     assert drawn > 0
-    run_on_two_processes("resume.py", policy_path, tmp_path)
+    launch("resume.py", 2, policy_path, tmp_path)
     first, second = (json.loads((tmp_path / f"shared_{process}.json").read_text()) for process in (0, 1))
     assert first == second
     assert first["drawn"] >= drawn
@@ -275,7 +260,7 @@ def test_a_run_resumed_on_more_processes_has_the_same_state_on_each(policy_path,
 
 
 def test_samples_of_several_turns_and_selectors_are_those_of_one_process(policy_path, tmp_path):
-    run_on_two_processes("several.py", policy_path, tmp_path)
+    launch("several.py", 2, policy_path, tmp_path)
     first, second = (torch.load(tmp_path / f"gradients_{process}.pt") for process in (0, 1))
     alone = several.gradients(policy_path, str(tmp_path), 1)
     for name, gradient in alone.items():
@@ -284,7 +269,7 @@ def test_samples_of_several_turns_and_selectors_are_those_of_one_process(policy_
 
 
 def test_prompts_are_chosen_as_on_one_process_also_after_a_resume(policy_path, tmp_path):
-    run_on_two_processes("prompts.py", policy_path, tmp_path)
+    launch("prompts.py", 2, policy_path, tmp_path)
     first, second = (json.loads((tmp_path / f"prompts_{process}.json").read_text()) for process in (0, 1))
     assert first == second == prompts.decisions(policy_path, str(tmp_path / "alone"), 8)
     resumed = prompts.decisions(policy_path, str(tmp_path / "alone"), 8, str(tmp_path / "alone" / "checkpoint-6"))

@@ -16,6 +16,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from conftest import need
 from fake_hub import hub_fixture as hub_fixture
 from markdown_it import MarkdownIt
 from pages import AS_PRINTED, DOCS, ON_THE_HUB, PAGES, SERVED, TOOL_TEMPLATE, run_page, scripts
@@ -62,7 +63,7 @@ def test_the_guide_to_an_environment_of_ones_own_runs_as_printed():
 
 
 def test_the_guide_to_a_server_runs(small, tool_model):
-    pytest.importorskip("openenv")
+    need("openenv")
     from ragen2_trl.openenv.server import make_server
 
     server = make_server(make_env("frozen_lake", multi_turn=True, protocol="tools"), port=0, num_tasks=1000)

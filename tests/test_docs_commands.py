@@ -10,9 +10,11 @@ from pathlib import Path
 import pytest
 import transformers
 import trl
+from conftest import need
 from pages import PAGES, ROOT, blocks, commands
 
 from ragen2_trl import cli
+from ragen2_trl.cli.shipped import ACCELERATE_CONFIGS, RECIPES
 
 
 class Parsed(Exception):
@@ -62,6 +64,9 @@ def check_command(words: list[str]) -> None:
         words = words[1:]
     program, *args = words
     if program == "ragen2-trl":
+        args = args[: args.index(">")] if ">" in args else args
+        if args[0] == "recipes":
+            assert {*args[1:]} <= {*RECIPES, *ACCELERATE_CONFIGS}
         with pytest.raises(Parsed):
             cli.main(args)
     elif program == "accelerate":
@@ -71,7 +76,7 @@ def check_command(words: list[str]) -> None:
 
         # `parse_known_args` lies below `parse_args`, which ends here
         known, _ = get_args_parser().parse_known_args(args)
-        check_script(known.training_script, known.training_script_args)
+        check_launched(known.training_script, known.training_script_args, known.module)
     elif program == "python" and args[0] == "-m":
         if args[1] == "research":
             from research.__main__ import make_parser
@@ -81,6 +86,7 @@ def check_command(words: list[str]) -> None:
         elif args[1].startswith("research.benchmarks."):
             assert (ROOT / args[1].replace(".", "/")).with_suffix(".py").exists(), args[1]
         else:
+            need("openenv")
             from ragen2_trl.openenv.__main__ import main
 
             assert args[1] == "ragen2_trl.openenv", args[1]
@@ -98,6 +104,7 @@ def check_command(words: list[str]) -> None:
         assert args[0] == "install"
         check_extras([extra for word in args for extra in re.findall(r"(?:\.|ragen2-trl)\[(.+)\]", word)])
     elif program == "trackio":
+        need("trackers")
         from trackio import cli as trackio_cli
 
         with pytest.MonkeyPatch.context() as patch, pytest.raises(Parsed):
@@ -118,8 +125,17 @@ def check_accelerate(args: list[str]) -> None:
 
     assert args[0] == "launch"
     known, unknown = launch_command_parser().parse_known_args(args[1:])
-    assert Path(known.config_file).is_file() and not unknown
-    check_script(known.training_script, known.training_script_args)
+    assert Path(known.config_file).stem in ACCELERATE_CONFIGS and not unknown
+    check_launched(known.training_script, known.training_script_args, known.module)
+
+
+def check_launched(script: str, args: list[str], module: bool) -> None:
+    if module:
+        assert script == "ragen2_trl.cli"
+        with pytest.raises(Parsed):
+            cli.main(args)
+    else:
+        check_script(script, args)
 
 
 def check_script(script: str, args: list[str]) -> None:
@@ -140,9 +156,12 @@ def check_extras(extras: list[str]) -> None:
 
 def test_a_command_that_does_not_exist_would_be_found_out(only_parsed):
     for line in (
-        "ragen2-trl train --config recipes/frozen_lake_tiny.yaml --snr_vale 0.9",
+        "ragen2-trl train --recipe frozen_lake_tiny --snr_vale 0.9",
+        "ragen2-trl train --recipe frozen_lake_tinny",
         "ragen2-trl drain --model tiny",
-        "accelerate launch --config_file accelerate_configs/ddp.yaml scripts/none.py",
+        "ragen2-trl recipes zero4 > zero4.yaml",
+        "accelerate launch --config_file ddp.yaml scripts/none.py",
+        "accelerate launch --config_file dddp.yaml -m ragen2_trl.cli train --recipe frozen_lake_tiny",
         "make test-nothing",
         'pip install "ragen2-trl[nothing]"',
     ):

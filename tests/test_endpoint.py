@@ -4,6 +4,7 @@ import json
 import logging
 
 import pytest
+from conftest import need
 from endpoints import KEY, SECRET_PATH, completion, cut_off, endless, html, says, slow, status
 from endpoints import endpoint_fixture as endpoint_fixture
 
@@ -14,7 +15,7 @@ from ragen2_trl.reporting.saved_episodes import read_episodes
 
 pytestmark = pytest.mark.slow
 
-pytest.importorskip("openai", reason="the extra `openai` is not installed")
+need("openai")
 
 
 def evaluate(folder, *options):

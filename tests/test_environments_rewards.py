@@ -47,15 +47,16 @@ def test_reward_functions_log_what_came_of_the_episodes(name):
     plays = env.plays([row["seed"] for row in rows], columns_of(rows))
     respond_all(plays, texts)
     outcomes = [play.outcome for play in plays]
-    logged = {}
+    logged, columns = {}, {}
     env.reward_funcs[0](
         prompts=[None] * len(rows),
         completions=texts,
         **columns_of(rows),
         log_metric=logged.__setitem__,
-        log_extra=None,
+        log_extra=columns.__setitem__,
         trainer_state=None,
     )
+    assert columns == {"success": [float(outcome.success) for outcome in outcomes]}  # what groups may be scored by
     pairs = list(zip(outcomes[::2], outcomes[1::2], strict=True))
     assert logged == {
         f"env/{name}/success": pytest.approx(sum(outcome.success for outcome in outcomes) / len(rows)),

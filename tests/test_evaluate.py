@@ -3,7 +3,6 @@
 import itertools
 import json
 import random
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,6 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from ragen2_trl.cli import evaluate
 from ragen2_trl.cli.arguments import EnvironmentArguments, parse_env_args
 from ragen2_trl.cli.evaluate import evaluate_model, evaluate_scripted
+from ragen2_trl.cli.shipped import recipe_path
 from ragen2_trl.envs import make_env
 from ragen2_trl.rollouts.outcomes import fraction_interval, mean_interval, pass_at_k, summarize
 from ragen2_trl.rollouts.play import Chat
@@ -108,7 +108,7 @@ def test_shipped_model_solves_some_held_out_tasks_but_not_all(tiny):
 
 @pytest.mark.slow
 def test_tiny_countdown_solves_some_of_its_tasks_and_most_prompts_can_teach_it():
-    recipe = yaml.safe_load((Path(__file__).parents[1] / "recipes" / "countdown_tiny.yaml").read_text())
+    recipe = yaml.safe_load(recipe_path("countdown_tiny").read_text())
     model = AutoModelForCausalLM.from_pretrained(TINY_COUNTDOWN_PATH)
     tokenizer = AutoTokenizer.from_pretrained(TINY_COUNTDOWN_PATH)
     groups = {}

@@ -1,9 +1,6 @@
 """Vision-language models whose prompts have two images, one or none, through real training runs."""
 
-import subprocess
-import sys
 from itertools import count
-from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +8,7 @@ import transformers
 from conftest import PROMPTS
 from datasets import Dataset
 from fidelity import REFILL, VARIED, row_of, run
+from launching import launch
 from PIL import Image
 from test_trl_batches import vision_model
 from transformers import AutoTokenizer, Qwen3Config
@@ -152,9 +150,7 @@ def test_prompts_with_and_without_images_train_together(family, layout, mixed, p
 @pytest.mark.distributed
 @pytest.mark.slow
 def test_a_process_with_images_trains_beside_one_without(policy_path, tmp_path):
-    script = Path(__file__).parent / "distributed" / "images.py"
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(script)]
-    subprocess.run([*command, policy_path, str(tmp_path)], check=True, timeout=900)
+    launch("images.py", 2, policy_path, tmp_path)
     for process in range(2):
         steps = torch.load(tmp_path / f"seen_{process}.pt")
         assert len(steps) == 6  # three families, two steps

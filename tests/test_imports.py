@@ -11,15 +11,16 @@ import pytest
 ROOT = Path(__file__).parent.parent
 
 # Which rooms a room may know, besides itself; "ragen2_trl" are the public names, the package's own `__init__`.
-CORE = {"filtering", "columns", "hidden_tokens", "rollout_events", "trainers", "instrument"}
+CORE = {"filtering", "columns", "redaction", "names", "rollout_events", "trainers", "instrument"}
 MAY_KNOW = {
     "filtering": set(),
     "columns": set(),
-    "hidden_tokens": set(),
+    "redaction": set(),
+    "names": set(),
     "rollout_events": {"columns"},
     "instrument": {"filtering", "columns"},
     "trainers": CORE - {"instrument"},
-    "envs": {"columns"},
+    "envs": {"columns", "names"},
     "openenv": {"envs", "columns"},
     "tiny": {"envs"},
     "rollouts": {"envs", "columns", "rollout_events", "instrument"},

@@ -1,7 +1,6 @@
 """One line in place of a row of fifty numbers, also where reasoning is measured, and where there is no reward."""
 
 import io
-from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -9,6 +8,7 @@ from transformers import TrainerState
 
 from ragen2_trl import cli
 from ragen2_trl.callbacks import LiveLineCallback
+from ragen2_trl.cli.shipped import recipe_path
 
 MEASURED = {"mi/first_turn/retrieval_accuracy": 0.97, "mi/first_turn/mi_seq": 2.5}
 
@@ -41,7 +41,7 @@ def test_a_line_of_a_log_is_one_line(tmp_path):
 
 @pytest.mark.slow
 def test_a_warm_start_shows_the_line_and_no_wall_of_numbers(tmp_path, capsys):
-    recipe = Path(__file__).parents[1] / "recipes" / "warm_start_tiny.yaml"
+    recipe = recipe_path("warm_start_tiny")
     settings = {"config": recipe, "output_dir": tmp_path / "warm", "max_steps": 3, "num_demonstrations": 16}
     settings |= {"per_device_train_batch_size": 4, "logging_steps": 1}
     cli.main(["warm-start", *(part for name, value in settings.items() for part in (f"--{name}", str(value)))])

@@ -9,7 +9,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent / "distributed"))
 
-from test_distributed import run_on_two_processes
+from launching import launch
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 def seen(policy_path, tmp_path_factory):
     """What each process saw."""
     folder = tmp_path_factory.mktemp("moved_rows")
-    run_on_two_processes("moved_rows.py", policy_path, folder)
+    launch("moved_rows.py", 2, policy_path, folder)
     return [torch.load(folder / f"seen_{process}.pt") for process in (0, 1)]
 
 

@@ -76,7 +76,7 @@ def test_what_cannot_be_measured_is_said_once_and_leaves_no_number(
         ({"max_prompts": 1}, "max_prompts must be at least 2"),
         ({"scopes": ("first",)}, "scopes='first' is not supported; allowed values: first_turn, trajectory"),
         ({"scopes": ()}, "scopes must name at least one"),
-        ({"stop_on": "collapse"}, "stop_on='collapse' is not supported; allowed values: template_collapse"),
+        ({"stop_on": "collapse"}, "stop_on='collapse' is not supported; allowed values: template_even"),
     ],
 )
 def test_a_bad_setting_is_named(policy_path, prompts, make_args, settings, message):
@@ -153,6 +153,9 @@ def test_a_policy_trained_on_templates_does_not_depend_on_its_prompt_yet_while_i
             assert row["mi/first_turn/mi_seq"] < 0.1 * math.log(16)
 
 
+ASKED_FOR = "template_even_if_success_rises"
+
+
 class Drift:
     """In place of a measurement: reasoning depends on its prompt for two measurements, and then no longer."""
 
@@ -166,7 +169,7 @@ class Drift:
         return replace(self.before, metrics=self.before.metrics | changed)
 
 
-@pytest.mark.parametrize(("stop_on", "trials"), [(None, 64), ("template_collapse", 64), ("template_collapse", 2)])
+@pytest.mark.parametrize(("stop_on", "trials"), [(None, 64), (ASKED_FOR, 64), (ASKED_FOR, 2)])
 def test_drift_into_template_collapse_warns_once_and_stops_where_asked_to(
     policy_path, prompts, make_args, monkeypatch, caplog, stop_on, trials
 ):
@@ -179,10 +182,10 @@ def test_drift_into_template_collapse_warns_once_and_stops_where_asked_to(
     trainer, _ = run(GRPOTrainer, policy_path, make_args(snr=False, max_steps=6), prompts, callback=callback)
     told = trials == 64  # with two reasoning traces nothing can be told, and nothing ends
     assert trainer.state.global_step == (4 if told and stop_on else 6)
-    warnings = [text for text in warnings_of(caplog) if "ollapse since" in text]
+    warnings = [text for text in warnings_of(caplog) if "become a template" in text]
     assert len(warnings) == told
     if told:
-        for part in ("Step 4: Template collapse since step 3.", "10.0% of 64", "chance: 10.0%", "step 1: 90.0%"):
+        for part in ("Step 4: ", "since step 3 ", "10.0% of 64", "chance: 10.0%", "step 1: 90.0%"):
             assert part in warnings[0]
         rows = [row["mi/regime/collapsed"] for row in rows_of(trainer)]
         assert rows == [0.0] * 3 + [1.0] * (1 if stop_on else 3)

@@ -7,10 +7,11 @@ import urllib.error
 import urllib.request
 
 import pytest
+from conftest import need
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-pytest.importorskip("openenv", reason='OpenEnv is not installed: pip install "ragen2-trl[openenv]"')
+need("openenv")
 
 from servers import LAKE, NUM_TASKS, Running, free_port
 from servers import run_server_fixture as run_server_fixture

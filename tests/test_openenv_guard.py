@@ -12,8 +12,9 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from conftest import need
 
-pytest.importorskip("openenv", reason='OpenEnv is not installed: pip install "ragen2-trl[openenv]"')
+need("openenv")
 
 from servers import LAKE, NUM_TASKS
 from servers import run_server_fixture as run_server_fixture

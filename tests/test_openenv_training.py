@@ -4,8 +4,9 @@ import json
 import random
 
 import pytest
+from conftest import need
 
-pytest.importorskip("openenv", reason='OpenEnv is not installed: pip install "ragen2-trl[openenv]"')
+need("openenv")
 
 from servers import NUM_TASKS, Running
 from servers import run_server_fixture as run_server_fixture

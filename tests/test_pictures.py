@@ -19,6 +19,7 @@ from trl.chat_template_utils import qwen3_vl_chat_template
 from trl.trainer import grpo_trainer
 
 from ragen2_trl import EpisodeCallback, SNRFilteredGRPOTrainer
+from ragen2_trl.cli.shipped import recipe_path
 from ragen2_trl.cli.train import main as train
 from ragen2_trl.envs import make_env
 from ragen2_trl.reporting.saved_episodes import PICTURE, read_episodes
@@ -154,7 +155,7 @@ def test_the_recipe_of_pictures_trains_with_the_model_cut_down(name, model, proc
     model.save_pretrained(tmp_path / "model")
     monkeypatch.setattr(grpo_trainer.AutoProcessor, "from_pretrained", lambda *args, **kwargs: processor)
     monkeypatch.setattr(processor, "save_pretrained", lambda folder, **kwargs: None)  # its videos cannot be
-    recipe = Path(__file__).parents[1] / "recipes" / "ragen2" / f"{name}_vl.yaml"
+    recipe = recipe_path(f"ragen2/{name}_vl")
     settings = yaml.safe_load(recipe.read_text())
     rows = {"generation_batch_size": 8, "num_generations": 4, "per_device_train_batch_size": 4, "num_prompts": 8}
     settings |= {**rows, "gradient_accumulation_steps": 1, "max_steps": 2, "max_completion_length": 16}

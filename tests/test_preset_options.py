@@ -1,9 +1,10 @@
 """Presets of RAGEN-2 from outside: what is refused, the random baseline, the command line."""
 
 import pytest
+from conftest import need
 from test_presets import ragen2
 
-from ragen2_trl.envs import ENVIRONMENTS, PRESETS, make_env, options_of
+from ragen2_trl.envs import ENVIRONMENTS, PRESETS, make_env, options_of, presets_of
 from ragen2_trl.envs.random_baseline import random_baseline
 
 # What is refused
@@ -60,7 +61,9 @@ def test_a_room_of_our_own_needs_two_actions_a_box():
 
 
 def test_a_preset_cannot_be_served():
-    server = pytest.importorskip("ragen2_trl.openenv.server")
+    need("openenv")
+    from ragen2_trl.openenv import server
+
     with pytest.raises(ValueError, match=r"env must be made without \['preset'\], which clients do not learn of"):
         server.make_server(ragen2("sokoban"))
     with pytest.raises(ValueError, match=r"env must be made without \['force_think'\]"):
@@ -111,12 +114,14 @@ def test_the_list_of_tasks_names_options_and_presets(capsys, monkeypatch):
         main([name])
         shown = capsys.readouterr().out
         for table, task in zip(
-            shown.split("with preset=ragen2"), (ENVIRONMENTS[name], PRESETS["ragen2"][name]), strict=True
+            shown.split("with preset="),
+            (ENVIRONMENTS[name], *(PRESETS[preset][name] for preset in presets_of(name))),
+            strict=True,
         ):
             for option in options_of(task):
                 (row,) = [line for line in table.splitlines() if line.startswith(f"│ {option} ")]
                 assert len(row.split("│")[3].strip()) > 20, (task, option)  # it says what the option is
-    with pytest.raises(InputError, match=r"name must be one of .*, got 'chess'"):
+    with pytest.raises(InputError, match=r"environment must be one of .*, got 'chess'"):
         main(["chess"])
     arguments = EnvironmentArguments(env_name="sokoban", env_args=["preset=ragen2", "observation=grid"])
     env = arguments.make_env()

@@ -6,6 +6,7 @@ import random
 
 import pytest
 import yaml
+from every_task import tasks
 
 from ragen2_trl.envs import PRESETS, Limits, make_env
 from ragen2_trl.envs.ragen2 import TEXTS
@@ -188,7 +189,7 @@ def test_the_instruction_says_what_the_reference_says_in_its_order():
     assert places == sorted(places) and ragen2("frozen_lake").size == 4  # the corner is the reference's error
 
 
-@pytest.mark.parametrize("name", WITH_RAGEN2)
+@pytest.mark.parametrize("name", tasks(WITH_RAGEN2))
 def test_the_texts_of_a_preset_are_those_of_its_keys(name):
     env = ragen2(name)
     assert set(env.texts()) <= set(TEXTS) and "instruction" in env.texts()
@@ -300,7 +301,7 @@ def test_rewards_are_told_as_unrounded_sums():
     assert play.respond(said("Right", "Right")).startswith("Reward:\n-0.20000000000000007\n\nTurn 2:\n")
 
 
-@pytest.mark.parametrize("name", WITH_RAGEN2)
+@pytest.mark.parametrize("name", tasks(WITH_RAGEN2))
 def test_a_preset_is_a_class_of_the_task(name):
     env, direct = ragen2(name), PRESETS["ragen2"][name]()
     assert type(env) is type(direct) and isinstance(env, type(make_env(name)))

@@ -7,6 +7,7 @@ import socket
 import threading
 
 import pytest
+from every_task import tasks
 from passages import write_jsonl
 from ragen_prompts import Rows, limits, prompt_of, say
 from search_qa_rows import ROW
@@ -26,7 +27,7 @@ def play(env, row, *texts):
     return begun, [begun.respond(text) for text in texts]
 
 
-@pytest.mark.parametrize("name", ["countdown", "metamath_qa", "search_qa", "webshop", "deepcoder"])
+@pytest.mark.parametrize("name", tasks(["countdown", "metamath_qa", "search_qa", "webshop", "deepcoder"]))
 def test_numbered_tasks_are_rows_of_data(name):
     with pytest.raises(ValueError, match=f"data must name rows, .* for {name} with split='ragen2', got None"):
         preset(name, split="ragen2").dataset(2)

@@ -195,6 +195,7 @@ def task(env, source):
     return env._task(1, source)
 
 
+@pytest.mark.needs("bubblewrap")
 def test_deepcoder_says_what_ragen2_says(coder):
     assert limits(coder) == (1, 1, 1, 4000)
     instruction, state, last = prompt_of(coder, task(coder, stdin_row("Double a number. Input: 21 Output: 42")))
@@ -206,6 +207,7 @@ def test_deepcoder_says_what_ragen2_says(coder):
     assert state == f"Double it.\n\nStarter code:\n{starter}"
 
 
+@pytest.mark.needs("bubblewrap")
 @pytest.mark.parametrize(
     ("program", "reward"),
     [
@@ -224,11 +226,13 @@ def test_deepcoder_pays_the_fraction_of_all_tests(coder, program, reward):
     assert (play.outcome.episode_return, play.outcome.success) == (reward, reward == 1.0)
 
 
+@pytest.mark.needs("bubblewrap")
 def test_without_the_preset_public_tests_earn_nothing():
     row = task(DeepCoder(workers=1), stdin_row("Double a number. Input: 21 Output: 42"))
     assert row["public"] == 1
 
 
+@pytest.mark.needs("bubblewrap")
 def test_all_tests_are_those_of_the_data():
     tests = [(f"{number}\n", f"{2 * number}\n") for number in range(150)]
     env = make_env("deepcoder", preset="ragen2")
@@ -253,12 +257,14 @@ def parts(tmp_path_factory):
     return str(folder)
 
 
+@pytest.mark.needs("bubblewrap")
 def test_the_mixture_trains_on_three_parts_and_tests_on_two(parts):
     env = make_env("deepcoder", preset="ragen2")
     assert sorted(env.dataset(split="train", data=parts)["problem"]) == ["l0", "p0", "p1", "t0"]
     assert sorted(env.dataset(split="test", data=parts)["problem"]) == ["c0", "c1", "l1"]
 
 
+@pytest.mark.needs("bubblewrap")
 def test_deepcoder_draws_reference_rows_from_the_tests_alone(parts):
     env = make_env("deepcoder", preset="ragen2", split="ragen2")
     order = ["c0", "c1", "l1"]
@@ -269,6 +275,7 @@ def test_deepcoder_draws_reference_rows_from_the_tests_alone(parts):
         assert rows["seed"][:] == [*range(begin, begin + 8)]
 
 
+@pytest.mark.needs("bubblewrap")
 def test_a_folder_without_a_part_of_the_mixture_is_named(tmp_path):
     with pytest.raises(
         ValueError, match=r"data must be a folder with .*'taco'.* for config='mixture', got .* without"

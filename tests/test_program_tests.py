@@ -16,7 +16,7 @@ from ragen2_trl.envs.deepcoder.program_tests import (
 )
 from ragen2_trl.envs.deepcoder.sandbox import Sandbox, SandboxLimits
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.needs("bubblewrap")]
 
 
 @pytest.fixture(scope="module")

@@ -9,23 +9,26 @@ import yaml
 from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.commands.launch import launch_command_parser
 from accelerate.utils import DistributedType
+from every_task import needs_of, tasks
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainingArguments
 from trl import ModelConfig, TrlParser, get_peft_config
 
+from ragen2_trl import cli
+from ragen2_trl.cli.shipped import ACCELERATE_CONFIGS as CONFIGS
+from ragen2_trl.cli.shipped import RECIPES, recipe_path
 from ragen2_trl.cli.train import ALGORITHMS, TrainArguments, algorithm_of
 from ragen2_trl.cli.train import main as train
+from ragen2_trl.cli.typed import config_files, read_configs
 from ragen2_trl.cli.typed import parse as together
-from ragen2_trl.cli.typed import read_configs
 from ragen2_trl.envs import ENVIRONMENTS
 
 ROOT = Path(__file__).parents[1]
-CONFIGS = {path.stem: path for path in sorted((ROOT / "accelerate_configs").glob("*.yaml"))}
-TRAINING = {path.stem: path for path in sorted((ROOT / "recipes").glob("frozen_lake_*.yaml"))}
+TRAINING = {name: path for name, path in RECIPES.items() if name.startswith("frozen_lake_")}
 PAPER = {name: path for name, path in TRAINING.items() if "qwen" in name}
 # The launch command that a recipe names in its first comment.
 COMMAND = re.compile(
-    r"accelerate launch --config_file accelerate_configs/(\w+)\.yaml --num_processes (\d+) "
-    r"scripts/train\.py --config recipes/([\w.]+)\.yaml"
+    r"ragen2-trl recipes (\w+) > \1\.yaml .*accelerate launch --config_file \1\.yaml --num_processes (\d+) "
+    r"-m ragen2_trl\.cli train --recipe ([\w.]+)"
 )
 # A machine without a GPU refuses bf16 and, with `use_cpu`, everything else about one.
 WITHOUT_GPU = ["--use_cpu", "true", "--bf16", "false"]
@@ -47,14 +50,14 @@ def parse(path: Path, *overrides: str):
 # Files that are named together after `--config`, and the task that is played.
 RAGEN2 = {
     path.stem: path.stem.removesuffix("_vl")
-    for path in sorted((ROOT / "recipes" / "ragen2").glob("*.yaml"))
-    if path.stem not in ("paper", "lora")
+    for name, path in RECIPES.items()
+    if name.startswith("ragen2/") and path.stem not in ("paper", "lora")
 }
 
 
 def files_of(name: str, lora: bool = False) -> list[str]:
     names = [name] if name.endswith("_vl") else ["paper", name, *(["lora"] if lora else [])]
-    return [str(ROOT / "recipes" / "ragen2" / f"{one}.yaml") for one in names]
+    return [str(recipe_path(f"ragen2/{one}")) for one in names]
 
 
 def parse_together(files: list[str], *overrides: str):
@@ -81,7 +84,11 @@ def test_a_recipe_has_no_unknown_field_and_makes_its_environment(name):
     assert training_args.run_name is not None
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "recipes").glob("[!w]*.yaml")), ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path",
+    [path for name, path in RECIPES.items() if not name.startswith(("warm_start_", "ragen2/"))],
+    ids=lambda path: path.stem,
+)
 def test_a_recipe_samples_prompts_enough_to_rank_and_to_compare(path):
     assert parse(path)[1].groups_per_generation >= 8
 
@@ -124,12 +131,17 @@ def test_a_recipe_has_the_settings_of_the_paper(name):
 
 
 def test_every_task_of_the_paper_has_a_recipe():
-    tasks = set(ENVIRONMENTS) - {"bandit"}
+    tasks = set(ENVIRONMENTS) - {"bandit", "reasoning_gym"}
     assert {task for name, task in RAGEN2.items() if not name.endswith("_vl")} == tasks
     assert {task for name, task in RAGEN2.items() if name.endswith("_vl")} == {"sokoban", "frozen_lake"}
 
 
-OF_PAPER = [(name, lora) for name in RAGEN2 for lora in (False, True) if not (lora and name.endswith("_vl"))]
+OF_PAPER = [
+    pytest.param(name, lora, marks=needs_of(name))
+    for name in RAGEN2
+    for lora in (False, True)
+    if not (lora and name.endswith("_vl"))
+]
 
 
 @pytest.mark.parametrize(("name", "lora"), OF_PAPER)
@@ -155,7 +167,7 @@ def test_a_recipe_of_the_paper_plays_its_task_with_the_paper_s_settings(name, lo
 
 
 def test_each_value_of_the_paper_s_settings_names_its_source():
-    text = (ROOT / "recipes" / "ragen2" / "paper.yaml").read_text()
+    text = recipe_path("ragen2/paper").read_text()
     settings, _ = text.split("\nper_device_train_batch_size")
     lines = [line for line in settings.splitlines() if line and not line.startswith("#")]
     assert len(lines) > 20
@@ -172,7 +184,7 @@ def test_the_last_of_several_files_says(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("lora", [False, True])
-@pytest.mark.parametrize("name", [name for name in RAGEN2 if not name.endswith("_vl")])
+@pytest.mark.parametrize("name", tasks(name for name in RAGEN2 if not name.endswith("_vl")))
 def test_a_recipe_of_the_paper_trains_with_the_model_cut_down(name, lora, policy_path, tmp_path):
     """Two steps of a random model on tasks that need no network."""
     model = AutoModelForCausalLM.from_pretrained(policy_path, max_position_embeddings=32768)
@@ -236,8 +248,40 @@ def test_an_accelerate_config_is_what_its_name_says(name):
         assert config.deepspeed_config.get("zero3_save_16bit_model", False) == (stage[1] == "3")
 
 
-def test_the_guide_names_files_that_exist_and_every_configuration():
+def test_the_guide_names_every_configuration():
     guide = (ROOT / "docs" / "distributed.md").read_text()
-    named = set(re.findall(r"(?:accelerate_configs|recipes)/[\w.]+\.yaml", guide))
-    assert not [path for path in named if not (ROOT / path).exists()]
     assert not [name for name in CONFIGS if f"`{name}`" not in guide]
+
+
+def test_a_recipe_by_its_name_is_its_file_and_comes_before_other_files(tmp_path):
+    mine = tmp_path / "mine.yaml"
+    mine.write_text("learning_rate: 0.5")
+    words = ["--config", str(mine), "--recipe", "ragen2/paper", "ragen2/sokoban", "--seed", "3"]
+    files, rest = config_files(words)
+    assert files == [*map(str, (recipe_path("ragen2/paper"), recipe_path("ragen2/sokoban"), mine))]
+    assert rest == ["--seed", "3"]
+    kinds = (TrainArguments, ALGORITHMS[algorithm_of(words)][1], ModelConfig)
+    script_args, args, _ = together(TrlParser(kinds), [*words, *WITHOUT_GPU])
+    assert (script_args.env_name, args.learning_rate, args.seed) == ("sokoban", 0.5, 3)
+
+
+@pytest.mark.parametrize("words", [["frozen_lake_tinny"], []], ids=["a name that no recipe has", "no name"])
+def test_a_wrong_recipe_is_told_in_a_line(words, capsys):
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["train", "--recipe", *words])
+    assert ended.value.code == 2
+    assert "recipe must be" in (told := capsys.readouterr().err)
+    assert not words or (words[0] in told and "frozen_lake_tiny_ppo" in told)
+
+
+def test_a_shipped_file_is_printed_as_it_is(capsys):
+    for name, path in {**RECIPES, **CONFIGS}.items():
+        cli.main(["recipes", name])
+        assert capsys.readouterr().out == path.read_text()
+
+
+def test_the_list_names_each_shipped_file(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    cli.main(["recipes"])
+    told = capsys.readouterr().out
+    assert not [name for name in (*RECIPES, *CONFIGS) if f" {name} " not in told]

@@ -1,21 +1,26 @@
 """Credentials stay out of whatever is written, and hiding them is linear."""
 
 import ast
+import copy
 import json
 from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
+import torch
 from datasets import Dataset
 from growth import growth
 from hypothesis import example, given
 from hypothesis import strategies as st
+from trl import GRPOTrainer
 
 import ragen2_trl
+from ragen2_trl import MutualInformationCallback, SNRFilteredGRPOTrainer
+from ragen2_trl.callbacks.run_record import keep_record
 from ragen2_trl.cli.samples import save_rows
+from ragen2_trl.redaction import HIDDEN, hide_credentials, without_credentials
 from ragen2_trl.reporting.files import write_json, write_text
 from ragen2_trl.reporting.hub import push_dataset
-from ragen2_trl.reporting.redaction import HIDDEN, hide_credentials, without_credentials
 from ragen2_trl.reporting.settings import public
 
 PACKAGE = Path(ragen2_trl.__file__).parent
@@ -39,14 +44,39 @@ def test_users_and_passwords_of_addresses_are_hidden(user, password, rest, schem
             assert "UsEr" not in hidden and "SeCrEt" not in hidden
 
 
-@given(st.sampled_from(["hf_", "sk-", "sk-proj-", "ghp_", "github_pat_", "AKIA"]), WORD, LINE, LINE)
-def test_tokens_are_hidden_by_their_form(prefix, body, before, after):
-    token = f"{prefix}AbCdEf{body}"
+LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
+# Beginning, alphabet and length of tokens as they are given out.
+FORMS = [
+    ("hf_", LETTERS, 34),
+    ("sk-", f"{LETTERS}0123456789", 48),
+    ("sk-", "0123456789abcdef", 32),
+    ("sk-proj-", f"{LETTERS}0123456789_-", 156),
+    ("sk-ant-api03-", f"{LETTERS}0123456789_-", 95),
+    ("ghp_", f"{LETTERS}0123456789", 36),
+    ("github_pat_", f"{LETTERS}0123456789_", 82),
+    ("glpat-", f"{LETTERS}0123456789_-", 20),
+    ("xoxb-", f"{LETTERS}0123456789-", 50),
+    ("AKIA", "ABCDEFGHIJKLMNOPQRSTUVWXYZ234567", 16),
+    ("AIza", f"{LETTERS}0123456789_-", 35),
+]
+TOKENS = st.sampled_from(FORMS).flatmap(
+    lambda form: st.text(form[1], min_size=form[2] - 1, max_size=form[2] - 1).map(
+        lambda body: form[0] + (body if form[0] in ("hf_", "AKIA") else f"7{body}") + "A"
+    )
+)
+
+
+@given(TOKENS, LINE, LINE)
+def test_tokens_are_hidden_by_their_form(token, before, after):
     for text in (f"{before} {token} {after}", f"{before}={token}", f"key:'{token}'", token, f"{before}/{token}/"):
-        assert "AbCdEf" not in hide_credentials(text)
+        assert token[6:] not in hide_credentials(text)
 
 
-@given(st.sampled_from(["token", "api_key", "API-KEY", "password", "access_token", "hub_token", "secret"]), WORD)
+SECRETS = ["token", "api_key", "API-KEY", "password", "access_token", "hub_token", "secret"]
+PREFIXED = ["wandb_api_key", "WANDB_API_KEY", "openai-api-key", "vllm.apiKey", "db_password", "aws_secret_access_key"]
+
+
+@given(st.sampled_from([*SECRETS, *PREFIXED]), WORD)
 def test_values_are_hidden_by_their_names(name, body):
     value = f"VaLuE{body}"
     for text in (f"{name}={value}", f"?k=5&{name}={value}&x=1", f"http://h/p?{name}={value}", f"a {name}={value} b"):
@@ -61,6 +91,8 @@ def test_values_are_hidden_by_their_names(name, body):
     [
         "0.5 nats per token: 0.5, mi_token=0.25 and max_turn_tokens=400",
         "a task-specific sk-learn, hf_xet and risk-averse",
+        "/home/me/hf_workspace/runs, /data/sk-experiments/sk-experiments-with-a-long-name-of-a-folder/x",
+        "ghs_town, github_pat_terns, glpat-h, xoxb-ox, AKIAtsuki, AIzawa/AIzawa_and_others",
         "http://127.0.0.1:8000/retrieve?k=5&page=2#part",
         "me@example.org and then http://example.org",
         "@misc{a, url={https://arxiv.org/abs/2604.06268}}",
@@ -86,7 +118,7 @@ def test_hiding_is_linear_in_the_text(piece):
 
 
 def test_files_hold_no_credentials(tmp_path):
-    secret = "http://someone:pass/word@host/x and hf_abcdefghijkl"
+    secret = f"http://someone:pass/word@host/x and hf_{'abcdefghijkl' * 3}"
     write_json(tmp_path / "a.json", {"env_args": [f"corpus={secret}"], "hub_token": "opaque", "step": 3})
     written = json.loads((tmp_path / "a.json").read_text())
     assert written == {"env_args": [f"corpus=http://{HIDDEN}@host/x and hf_{HIDDEN}"], "hub_token": HIDDEN, "step": 3}
@@ -97,13 +129,14 @@ def test_files_hold_no_credentials(tmp_path):
     )
 
 
-# The writers that do not go through `files.py`: what programs say of themselves, indices, what torch writes, and a
-# file that is gone when it has been read.
+# The writers that do not go through `files.py`: what programs say of themselves, indices, what torch writes, the names
+# of its files, and a file that is gone when it has been read.
 OTHERS = {
     "reporting/files.py",
     "envs/deepcoder",
     "envs/search_qa/retrieval.py",
     "trainers/processes.py",
+    "trainers/checkpoints.py",
     "cli/typed.py",
 }
 
@@ -125,7 +158,7 @@ def test_every_writer_of_text_goes_through_one_function():
 
 def test_completions_of_a_diagnosis_are_saved_without_credentials(tmp_path):
     ids = {"prompt_ids": [1, 2], "completion_ids": [3]}
-    text = "see http://user:VaLuE@host/ and hf_VaLuEVaLuE"
+    text = f"see http://user:VaLuE@host/ and hf_{'VaLuE' * 7}"
     save_rows(
         [{"prompt": text, "completion": [{"role": "assistant", "content": text}], **ids}], tmp_path / "rows.parquet"
     )
@@ -140,3 +173,38 @@ def test_tasks_that_name_a_folder_of_this_machine_are_not_pushed(tmp_path):
 
     with pytest.raises(ValueError, match=r"stands in each of its tasks .catalogue., which nobody else could play"):
         push_dataset(Shop(), "me/tasks", data=str(tmp_path))
+
+
+SECRET_ARGUMENTS = {
+    "vllm_server_base_url": "http://me:VaLuE@host:8000",
+    "generation_kwargs": {"api_key": "VaLuE", "min_p": 0.1},
+    "model_init_kwargs": {"token": "VaLuE"},
+    "hub_token": "VaLuE",
+    "run_name": f"of hf_{'VaLuE' * 7}",
+}
+
+
+@pytest.mark.parametrize("snr", [True, False], ids=["ours", "stock"])
+def test_no_argument_with_a_credential_is_saved_or_sent_to_trackers(snr, policy_path, make_args, prompts, tmp_path):
+    """And whoever asks in the process, such as a client of vLLM, has it."""
+    given = {name: value for name, value in SECRET_ARGUMENTS.items() if name != "generation_kwargs"}
+    args = make_args(snr, max_steps=1, save_strategy="steps", save_steps=1, report_to="tensorboard", **given)
+    trainer = (SNRFilteredGRPOTrainer if snr else GRPOTrainer)(policy_path, length, args, prompts)
+    trainer.args.generation_kwargs = SECRET_ARGUMENTS["generation_kwargs"]  # which this model would not take
+    MutualInformationCallback(trainer)
+    keep_record(trainer).draws = False
+    trainer.train()
+    files = [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
+    assert any("tfevents" in path.name for path in files)
+    assert [path.name for path in files if "VaLuE" in path.read_bytes().decode(errors="replace")] == []
+    copies = (trainer.args, copy.copy(trainer.args), copy.deepcopy(trainer.args))
+    assert all(getattr(one, name) == value for one in copies for name, value in SECRET_ARGUMENTS.items())
+    assert "VaLuE" not in str(trainer.args) and "VaLuE" not in trainer.args.to_json_string()
+    saved = torch.load(tmp_path / "run" / "checkpoint-1" / "training_args.bin", weights_only=False)
+    assert type(saved) is type(args) and saved.generation_kwargs == {"api_key": HIDDEN, "min_p": 0.1}
+    kept = {name for name, value in vars(args).items() if vars(saved)[name] == value}
+    assert vars(args).keys() - kept <= {*SECRET_ARGUMENTS, "distributed_state"}
+
+
+def length(completions, **kwargs):
+    return [float(len(text)) for text in completions]

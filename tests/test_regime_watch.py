@@ -20,21 +20,6 @@ def test_one_measurement_at_chance_is_no_collapse():
     assert not any(follow(run_of(60, 4, 60, 4, 60)))
 
 
-def test_lost_tags_are_called_format_collapse():
-    rates = [0.9, 0.5, 0.4, 0.2, 0.2]
-    steps = [run_of(60, 60, 60, 60, 60, valid_thinking_rate=rate)[number] for number, rate in enumerate(rates)]
-    warnings = follow(steps)
-    assert warnings[:3] == [{}, {}, {}] and warnings[4] == {}
-    assert warnings[3] == {
-        "format_collapse": "Step 31: Format collapse since step 21. 20% of turns hold reasoning that a tag closes, "
-        "90% at step 1."
-    }
-
-
-def test_a_model_that_never_used_tags_has_no_format_to_lose():
-    assert not any(follow(run_of(60, 60, 60, valid_thinking_rate=0.0)))
-
-
 @pytest.mark.parametrize("cut", [1, 2, 3])
 def test_the_state_survives_json(cut):
     watch = RegimeWatch()

@@ -39,7 +39,7 @@ pytestmark = pytest.mark.slow
 def test_headline_tells_which_run_collapsed_and_when(compared):
     page = Page(compared.read_text())
     assert (
-        page.headline.startswith("1 of 2 runs collapsed")
+        page.headline.startswith("In 1 of 2 runs reasoning is a template")
         and "“drifted”" in page.headline
         and "step 60" in page.headline
     )
@@ -56,7 +56,7 @@ def test_headline_claims_nothing_of_runs_that_were_not_measured(tmp_path, words_
 
 def test_first_screen_has_the_numbers_of_both_runs(compared):
     text = Page(compared.read_text()).text.split("How to read these numbers")[0]
-    for words in ("finished 100 steps", "Reasoning depends on its prompt", "Template collapse since step 60"):
+    for words in ("finished 100 steps", "Reasoning depends on its prompt", "a template: since step 60"):
         assert words in text
     assert "100% → 100%".replace(" → ", " ") in text  # the arrow is the style's
     assert "chance 12.5%" in text
@@ -64,6 +64,7 @@ def test_first_screen_has_the_numbers_of_both_runs(compared):
     assert "45% of the updates" in text
 
 
+@pytest.mark.needs("chromium")
 def test_page_asks_for_nothing_and_breaks_no_policy(browser, tmp_path):
     folders = [make_run(tmp_path / 'a"><img src=x onerror=alert(1)>$b_{c', None, 20, HOSTILE, HOSTILE[::-1])]
     folders.append(make_run(tmp_path / "b", 10, 20, HOSTILE))
@@ -75,10 +76,11 @@ def test_page_asks_for_nothing_and_breaks_no_policy(browser, tmp_path):
         assert loaded == [path.resolve().as_uri()]
         assert browser.complaints == []
         assert browser.evaluate("document.scripts.length") == 0
-        assert browser.evaluate("document.title").startswith("1 of 2 runs collapsed")
+        assert browser.evaluate("document.title").startswith("In 1 of 2 runs reasoning is a template")
         assert "<script>document.title='owned'</script>" in browser.evaluate("document.body.textContent")
 
 
+@pytest.mark.needs("chromium")
 @pytest.mark.parametrize("dark", [False, True])
 @pytest.mark.parametrize(("width", "height"), [(1400, 1000), (390, 844)])
 def test_collapse_is_in_sight_without_scrolling(browser, compared, width, height, dark):

@@ -177,6 +177,7 @@ def test_a_folder_of_episodes_alone_has_a_report(tmp_path, words_only):
     assert both.headline.startswith("“played”: 38% of 16 episodes solved; “run”: ")
 
 
+@pytest.mark.needs("chromium")
 def test_filters_choose_episodes_without_a_script(browser, run, tmp_path, words_only):
     save_episodes(run / "_episodes", groups(4, 2, 0), EVALUATION, 10)
     save_episodes(run / "_episodes", lake(0.5, step=20), TRAINING, 20)

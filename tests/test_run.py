@@ -15,13 +15,14 @@ import torch
 from transformers import TrainerState
 
 from ragen2_trl.cli import train
+from ragen2_trl.cli.shipped import recipe_path
 from ragen2_trl.envs import FrozenLake, make_env
 from ragen2_trl.instrument.verdict import Collapse, Evidence
 from ragen2_trl.reporting.run import Run, read_run
 from ragen2_trl.reporting.saved_measurement import SavedMeasurement, read_measurement
 from ragen2_trl.reporting.settings import public
 
-RECIPE = Path(__file__).parents[1] / "recipes" / "frozen_lake_tiny.yaml"
+RECIPE = recipe_path("frozen_lake_tiny")
 
 
 def row(step):
@@ -122,14 +123,6 @@ def test_a_verdict_does_not_outlive_its_measurements(tmp_path, measured_at, step
     assert (run.verdict_status, run.verdict) == (mood, verdict)
 
 
-def test_a_later_loss_of_format_outweighs_an_earlier_collapse():
-    steps = [(10, "d", 1.0), (20, "t", 1.0), (30, "t", 1.0), (40, "d", 0.1), (50, "d", 0.1)]
-    evidence = [measured(*one) for one in steps]
-    assert Run(Path("run"), [], evidence, step=50).verdict == "Format collapse since step 40"
-    evidence[-1] = measured(50, "d", 1.0)
-    assert Run(Path("run"), [], evidence, step=50).verdict == "Recovered: template collapse from step 20 to 30"
-
-
 def test_a_log_history_is_enough_and_adds_what_came_after_the_last_checkpoint(tmp_path):
     (tmp_path / "log_history.json").write_text(json.dumps(rows(30)))
     assert (read_run(tmp_path).step, len(read_run(tmp_path).rows)) == (30, 30)
@@ -193,6 +186,9 @@ def test_an_evaluation_after_training_is_shown_only_when_training_is_over(tmp_pa
 
 
 WEAKER = "Depends less on its prompt at step {} "
+TEMPLATE = "Reasoning has become a template: since step {} "
+THE_SAME = "Reasoning has become nearly the same words for every prompt: since step {} "
+AGAIN = "Reasoning depends on its prompt again: it was a template from step {} to {}"
 
 
 @pytest.mark.parametrize(
@@ -202,17 +198,17 @@ WEAKER = "Depends less on its prompt at step {} "
         ("dcdc", [], "Reasoning depends on its prompt"),
         ("tt", [], "Reasoning does not depend on its prompt yet"),
         ("ddt", [], WEAKER.format(30)),
-        ("ddtt", [Collapse("template_collapse", 30, None)], "Template collapse since step 30"),
-        ("dlll", [Collapse("low_entropy_collapse", 20, None)], "Low-entropy collapse since step 20"),
-        ("dttd", [Collapse("template_collapse", 20, 30)], "Recovered: template collapse from step 20 to 30"),
+        ("ddtt", [Collapse("template_collapse", 30, None)], TEMPLATE.format(30)),
+        ("dlll", [Collapse("low_entropy_collapse", 20, None)], THE_SAME.format(20)),
+        ("dttd", [Collapse("template_collapse", 20, 30)], AGAIN.format(20, 30)),
         ("tdtd", [], "Reasoning depends on its prompt"),
-        ("dttl", [Collapse("low_entropy_collapse", 20, None)], "Low-entropy collapse since step 20"),
-        ("dtltd", [Collapse("template_collapse", 20, 40)], "Recovered: template collapse from step 20 to 40"),
+        ("dttl", [Collapse("low_entropy_collapse", 20, None)], THE_SAME.format(20)),
+        ("dtltd", [Collapse("template_collapse", 20, 40)], AGAIN.format(20, 40)),
         ("dttdt", [Collapse("template_collapse", 20, 30)], WEAKER.format(50)),
         (
             "dttdll",
             [Collapse("template_collapse", 20, 30), Collapse("low_entropy_collapse", 50, None)],
-            "Low-entropy collapse since step 50",
+            THE_SAME.format(50),
         ),
     ],
 )
@@ -346,7 +342,7 @@ def test_a_log_alone_tells_its_regimes(tmp_path):
     (tmp_path / "log_history.json").write_text(json.dumps([{"reward": 0.5, "step": 1}, *rows]))
     run = read_run(tmp_path)
     assert run.regimes == [(10, "diverse"), (20, "weaker"), (30, "template_collapse")]
-    assert run.verdict == "Template collapse since step 20"
+    assert run.verdict.startswith(TEMPLATE.format(20))
 
 
 def test_a_log_tells_what_qualifies_its_verdict(tmp_path):
@@ -371,15 +367,14 @@ def test_a_run_whose_steps_were_all_empty_has_not_collapsed(tmp_path):
     assert [found.regime for found in read_run(tmp_path).collapses] == ["template_collapse"]
 
 
-def test_lost_format_is_a_collapse_beside_the_regimes(tmp_path):
-    rates = ((10, 0.9), (20, 0.8), (30, 0.3), (40, 0.2), (50, 0.1))
-    rows = [logged(step, valid=rate) for step, rate in rates]
+def test_lost_format_is_failing_training_and_no_word_on_dependence(tmp_path):
+    rows = [logged(10 * number, valid=0.9 if number < 14 else 0.1) for number in range(1, 17)]
     (tmp_path / "log_history.json").write_text(json.dumps(rows))
     run = read_run(tmp_path)
-    assert [(found.regime, found.first, found.last) for found in run.collapses] == [("format_collapse", 30, None)]
-    assert run.verdict == "Format collapse since step 30"
-    (tmp_path / "log_history.json").write_text(json.dumps(rows[:3]))
-    assert read_run(tmp_path).collapses == []  # one measurement may be chance
+    assert run.collapses == [] and run.verdict == "Reasoning depends on its prompt"
+    assert (run.failure.kind, run.failure.step, run.failure.key) == ("format", 150, "mi/valid_thinking_rate")
+    (tmp_path / "log_history.json").write_text(json.dumps(rows[:14]))
+    assert read_run(tmp_path).failure is None  # one measurement may be chance
 
 
 def test_a_run_that_had_no_group_to_train_on_has_learnt_nothing():

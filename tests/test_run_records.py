@@ -175,6 +175,21 @@ def test_no_value_of_a_record_is_markup_on_the_card(record):
     json.dumps(card.data.to_dict())
 
 
+def test_no_value_of_a_record_steers_a_terminal_that_shows_the_card(record):
+    steering = "\x1b[2J\x9b31m\u202elake"
+    about = json.loads((record / ABOUT).read_text())
+    about["settings"] |= {"snr_score": steering}
+    about["settings"]["environment"] |= {"name": steering, "options": {steering: steering}}
+    about["versions"] = {"trl": steering}
+    (record / ABOUT).write_text(json.dumps(about))
+    state = json.loads((record / STATE).read_text())
+    for row in state["log_history"]:
+        row[f"env/{steering}/success"] = row.pop("env/frozen_lake/success")
+    (record / STATE).write_text(json.dumps(state))
+    _, card = tell(record)
+    assert "lake" in card.text and not {*"\x1b\x9b\u202e"} & {*str(card)}
+
+
 def test_a_hostile_checkpoint_is_refused_before_it_is_resumed(policy_path, make_args, tmp_path):
     from cards import OURS, make
 

@@ -18,6 +18,7 @@ def rows(text):
     return {name: (active, detail) for name, active, detail in cells if name}
 
 
+@pytest.mark.needs("bubblewrap")
 def test_the_table_shows_what_holds_here(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
     cli.main(["check-sandbox"])
@@ -29,6 +30,7 @@ def test_the_table_shows_what_holds_here(capsys, monkeypatch):
         assert shown[f"control group: {name}"][0] == ("yes" if name in parent.controllers else "no")
 
 
+@pytest.mark.needs("bubblewrap")
 @pytest.mark.parametrize("missing", ["system calls", "size of /tmp"])
 def test_a_defence_that_does_not_hold_is_told(monkeypatch, missing):
     """What is seen inside decides, not what was asked for."""

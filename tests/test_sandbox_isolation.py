@@ -17,7 +17,7 @@ from sandboxes import short_fixture as short_fixture
 from ragen2_trl.envs.deepcoder import sandbox_process as module
 from ragen2_trl.envs.deepcoder.sandbox import Sandbox
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.needs("bubblewrap")]
 
 # Network
 

@@ -15,10 +15,11 @@ from sandboxes import LIGHTLY, QUICK
 from ragen2_trl.envs.deepcoder import sandbox as module
 from ragen2_trl.envs.deepcoder import sandbox_process, sandbox_slots
 from ragen2_trl.envs.deepcoder.environment import DeepCoder
+from ragen2_trl.envs.deepcoder.program_tests import StdinCase, run_tests
 from ragen2_trl.envs.deepcoder.sandbox import Sandbox, SandboxFailedError, SandboxUnavailableError
 from ragen2_trl.envs.deepcoder.sandbox_slots import runtime_folder, slot
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.needs("bubblewrap")]
 
 FAILURES = {
     "no namespace": "echo 'bwrap: Creating new namespace failed: Resource temporarily unavailable' >&2; exit 1",
@@ -87,6 +88,26 @@ def test_a_program_that_alone_fails_ends_no_training(monkeypatch, quickly, caplo
         assert play(env, HIDDEN, answer(f"{DOUBLE} # cursed"))[0].outcome.episode_return == 0.0
         assert play(env, HIDDEN, answer(DOUBLE))[0].outcome.episode_return == 1.0
     assert [record.message for record in caplog.records] == ["A program could not be run, though others can: it broke"]
+
+
+def test_attempts_that_the_kernel_ends_are_counted_and_the_program_gets_no_further_case(monkeypatch, quickly):
+    """Each case would cost as many attempts, and half a minute of pauses."""
+    attempt, tries = sandbox_process.attempt, []
+
+    def end(isolation, places, job):
+        if "cursed" not in job.program:
+            return attempt(isolation, places, job)
+        tries.append(job.stdin)
+        return sandbox_process._failure("the kernel killed it", 0.25, 0.5)
+
+    sandbox = Sandbox(QUICK)
+    monkeypatch.setattr(module, "attempt", end)
+    outcome = sandbox.run("cursed")
+    assert (outcome.cpu_seconds, outcome.wall_seconds) == (0.25 * len(tries), 0.5 * len(tries))
+    tries.clear()
+    results = run_tests(sandbox, "cursed", [StdinCase(given, "") for given in "abc"])
+    assert [result.verdict for result in results] == ["error", "timeout", "timeout"]
+    assert set(tries) == {"a"}
 
 
 def test_pauses_between_attempts_grow_to_half_a_minute():

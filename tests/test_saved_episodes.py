@@ -17,7 +17,7 @@ from ragen2_trl.envs import format_response, make_env
 from ragen2_trl.envs.drawing import draw_board
 from ragen2_trl.reporting.saved_episodes import SCHEMA, episodes_of, read_episodes, save_episodes
 
-SECRET = "sk-0123456789abcdef"
+SECRET = f"sk-{'0123456789abcdef' * 2}"
 
 
 def played(texts, members=2, **options):

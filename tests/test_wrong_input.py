@@ -3,8 +3,10 @@
 import json
 
 import pytest
+from test_train import arguments
 
-from ragen2_trl import cli
+from ragen2_trl import SNRFilteredGRPOTrainer, cli
+from ragen2_trl.callbacks.run_record import keep_record
 
 
 @pytest.fixture(autouse=True)
@@ -95,3 +97,41 @@ def test_results_go_into_a_folder_that_is_made(tmp_path):
     path = tmp_path / "new" / "results.json"
     cli.main(["evaluate", "--model", "random", "--num_prompts", "2", "--num_samples", "1", "--output", str(path)])
     assert json.loads(path.read_text())["num_prompts"] == 2
+
+
+def test_ctrl_c_is_no_traceback(monkeypatch, capsys):
+    def interrupted(args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("ragen2_trl.cli.envs.main", interrupted)
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["envs"])
+    assert ended.value.code == 130 and capsys.readouterr().err.strip() == "ragen2-trl envs: interrupted"
+
+
+def test_a_training_set_of_fewer_prompts_than_a_generation_is_refused(
+    policy_path, make_args, prompts, tmp_path, capsys
+):
+    """TRL would end after no step, with success."""
+    args = make_args(per_device_train_batch_size=36)
+    trainer = SNRFilteredGRPOTrainer(policy_path, lambda prompts, **kwargs: [0.0] * len(prompts), args, prompts)
+    with pytest.raises(ValueError, match="train_dataset has 8 prompts, and a generation takes 9"):
+        trainer.train()
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["train", *arguments(tmp_path / "command", num_prompts=3)])
+    told = " ".join(capsys.readouterr().err.split())
+    assert ended.value.code == 2 and "train_dataset has 3 prompts, and a generation takes 4" in told
+
+
+def test_rewards_that_trl_cannot_take_the_deviation_of_are_told_once(
+    policy_path, make_args, prompts, tmp_path, caplog
+):
+    def huge(prompts, **kwargs):
+        return [1e25, *[float(number % 2) for number in range(1, len(prompts))]]
+
+    trainer = SNRFilteredGRPOTrainer(policy_path, huge, make_args(max_steps=2), prompts)
+    keep_record(trainer).draws = False
+    with caplog.at_level("WARNING"):
+        trainer.train()
+    (line,) = [record.getMessage() for record in caplog.records if "float32" in record.getMessage()]
+    assert "1e+25" in line and "1e+19" in line

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from ragen2_trl.callbacks.live_line import LiveLineCallback
     from ragen2_trl.callbacks.mutual_information import MutualInformationCallback
     from ragen2_trl.callbacks.reward_variance_stop import RewardVarianceStopCallback
+    from ragen2_trl.callbacks.training_health import TrainingHealthCallback
 
 _HOMES = {
     "CostCallback": "cost",
@@ -20,6 +21,7 @@ _HOMES = {
     "LiveLineCallback": "live_line",
     "MutualInformationCallback": "mutual_information",
     "RewardVarianceStopCallback": "reward_variance_stop",
+    "TrainingHealthCallback": "training_health",
 }
 
 __all__ = [
@@ -30,6 +32,7 @@ __all__ = [
     "LiveLineCallback",
     "MutualInformationCallback",
     "RewardVarianceStopCallback",
+    "TrainingHealthCallback",
 ]
 
 

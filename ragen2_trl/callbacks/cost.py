@@ -55,7 +55,7 @@ class CostCallback(TrainerCallback):
         self._started: tuple[float, float] | None = None  # wall and CPU clock when the present stretch began
         listen(trainer, on_generated=self._count_sampled, aside=self.paused)
         policy = trainer.accelerator.unwrap_model(trainer.model)
-        body = policy.get_base_model() if isinstance(policy, PeftModel) else policy
+        body: Any = policy.get_base_model() if isinstance(policy, PeftModel) else policy
         critic = getattr(trainer, "critic", None)
         own = set() if critic is None else set(map(id, critic.parameters()))
         self._count_passes(body.base_model, [one for one in policy.parameters() if id(one) not in own])

@@ -146,7 +146,6 @@ class EnvironmentEvalCallback(TrainerCallback):
         self.stop_below, self.stop_patience = stop_below, stop_patience
         self.best_task, self.best_metric, self._best_sign = self._what_is_best()
         self.context_options = context_options
-        self.seconds = 0.0  # of all evaluations here
         self._random_baselines: dict[str, dict[str, float]] = {}
         self._pending: list[str] = []  # keys of an evaluation whose row is not logged yet
         if trainer.use_vllm:
@@ -218,7 +217,6 @@ class EnvironmentEvalCallback(TrainerCallback):
             if name not in COUNTS
         }
         values[SECONDS] = time.perf_counter() - started
-        self.seconds += values[SECONDS]
         self._pending = list(values)
         return values
 

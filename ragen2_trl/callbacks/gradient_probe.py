@@ -16,7 +16,6 @@ from typing import Any, cast
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
-from transformers import Trainer
 from trl.distributed import DistributedBackend
 from trl.models.utils import unwrap_model_for_generation
 
@@ -35,6 +34,7 @@ from ragen2_trl.rollout_events import Batch, LocalRollout
 from ragen2_trl.trainers.batches import loss_mask, take
 from ragen2_trl.trainers.ppo.critic import NAME as CRITIC
 from ragen2_trl.trainers.processes import exchange_rows
+from ragen2_trl.trainers.stock import StockTrainer
 
 Gradient = list[Tensor]  # for each parameter, flat, the part of it that this process keeps
 
@@ -62,7 +62,7 @@ class ForwardStep:
     total: int
 
 
-def check_can_probe(trainer: Trainer) -> None:
+def check_can_probe(trainer: StockTrainer) -> None:
     """Raise a `ValueError` where gradients cannot be taken aside from training."""
     name, args = "GradientSNRCallback", trainer.args
     if trainer.is_fsdp_enabled:
@@ -74,7 +74,7 @@ def check_can_probe(trainer: Trainer) -> None:
 
 
 def measure_gradients(
-    trainer: Trainer,
+    trainer: StockTrainer,
     local: LocalRollout,
     step: int,
     num_buckets: int,
@@ -101,8 +101,8 @@ def measure_gradients(
     size = local.rewards.shape[1]
     halves = [split_in_halves(groups, size, generator) for groups in [*buckets, left_over]]
     with _probe(trainer, local, entropy_coef) as probe:
-        cells = probe.deal([half for pair in halves for half in pair])
-        pairs = list(zip(cells[0::2], cells[1::2], strict=True))
+        dealt = probe.deal([half for pair in halves for half in pair])
+        pairs = list(zip(dealt[0::2], dealt[1::2], strict=True))
 
         def measure(groups: list[int], gradients: dict[str, tuple[Gradient, Gradient]], rows: tuple[int, int]) -> Any:
             of_groups = stds[groups].tolist()
@@ -111,13 +111,13 @@ def measure_gradients(
             return BucketGradients(len(groups), sum(rows), spread, parts)
 
         whole = [[step for pair in pairs for step in pair[half]] for half in (0, 1)]
-        rows = tuple(sum(len(pair[half]) for pair in halves) for half in (0, 1))
+        rows = (sum(len(pair[0]) for pair in halves), sum(len(pair[1]) for pair in halves))
         of_whole = probe.gradients(whole)
         batch = _mean([(part.of_run, of_whole[name]) for name, part in probe.parts.items()], rows)
         measured = measure(list(range(len(stds))), of_whole, rows)
         del of_whole
         of_buckets = [
-            measure(groups, probe.gradients(pair), tuple(map(len, both)))
+            measure(groups, probe.gradients(pair), (len(both[0]), len(both[1])))
             for groups, pair, both in zip(buckets, pairs, halves, strict=False)
         ]
         norm = probe.summed(torch.stack([share.square().sum() for share in batch]).sum()).sqrt().item()
@@ -125,14 +125,15 @@ def measure_gradients(
     return GradientMeasurement(step, coefficients, norm, measured, of_buckets)
 
 
-def seconds_of_update(trainer: Trainer, local: LocalRollout) -> float:
+def seconds_of_update(trainer: StockTrainer, local: LocalRollout) -> float:
     """How long a generation batch takes forward and backward, without the optimizer's own step."""
     rows = list(range(local.rewards.numel()))
     with _probe(trainer, local, None) as probe:
         (steps,) = probe.deal([rows])
         probe.task_gradient(steps[:1])  # what is done once: kernels, allocations
         started = time.perf_counter()
-        sum(share.sum() for share in probe.task_gradient(steps)).item()  # waits for the accelerator
+        total: Any = sum(share.sum() for share in probe.task_gradient(steps))
+        total.item()  # waits for the accelerator
         return time.perf_counter() - started
 
 
@@ -141,11 +142,14 @@ def _mean(weighted: list[tuple[float, tuple[Gradient, Gradient]]], sizes: tuple[
     first, second = (size / sum(sizes) for size in sizes)
     terms = [(weight, pair) for weight, pair in weighted if weight]
     number = range(len(terms[0][1][0]))
-    return [sum(weight * (first * pair[0][i] + second * pair[1][i]) for weight, pair in terms) for i in number]
+    means: list[Any] = [
+        sum(weight * (first * pair[0][i] + second * pair[1][i]) for weight, pair in terms) for i in number
+    ]
+    return means
 
 
 @contextmanager
-def _probe(trainer: Trainer, local: LocalRollout, entropy_coef: float | None) -> Iterator["Probe"]:
+def _probe(trainer: StockTrainer, local: LocalRollout, entropy_coef: float | None) -> Iterator["Probe"]:
     """A copy of the trainer at whole parameters; no random state moves."""
     device = trainer.accelerator.device
     devices = [device] if device.type == "cuda" else []
@@ -154,7 +158,7 @@ def _probe(trainer: Trainer, local: LocalRollout, entropy_coef: float | None) ->
 
 
 @contextmanager
-def _whole_parameters(trainer: Trainer) -> Iterator[nn.Module]:
+def _whole_parameters(trainer: StockTrainer) -> Iterator[nn.Module]:
     if not DistributedBackend(trainer.accelerator).is_zero3:
         with _checkpointed(trainer.model, trainer.args):
             yield trainer.model
@@ -171,7 +175,7 @@ def _whole_parameters(trainer: Trainer) -> Iterator[nn.Module]:
 
 
 @contextmanager
-def _checkpointed(model: nn.Module, args: Any) -> Iterator[None]:
+def _checkpointed(model: Any, args: Any) -> Iterator[None]:
     """As in training, which generation ends, but in the way that `torch.autograd.grad` can go back through."""
     if not args.gradient_checkpointing:
         yield
@@ -219,9 +223,9 @@ class Probe:
         entropy_coef: see `measure_gradients`.
     """
 
-    def __init__(self, trainer: Trainer, model: nn.Module, local: LocalRollout, entropy_coef: float | None):
+    def __init__(self, trainer: StockTrainer, model: nn.Module, local: LocalRollout, entropy_coef: float | None):
         self.model, self.accelerator = model, trainer.accelerator
-        self.trainer = copy.copy(trainer)
+        self.trainer = cast(Any, copy.copy(trainer))  # with what is set on it
         self.trainer._metrics = {mode: defaultdict(list) for mode in ("train", "eval")}
         # What TRL divides by for micro-batches and windows, whichever way a release of it does, is 1.
         self.trainer.current_gradient_accumulation_steps = 1
@@ -233,7 +237,7 @@ class Probe:
             with trainer.compute_loss_context_manager():
                 self.batch = self.trainer._with_all_groups(local.inputs, self.batch)
         # From here on for losses alone, of which processes have different numbers, over different numbers of rows.
-        self.trainer.accelerator = cast(Accelerator, _Alone(self.accelerator))
+        self.trainer.accelerator = _Alone(self.accelerator)
         lengths = loss_mask(self.batch).sum(dim=1).float().mean()
         self.mean_length = self.accelerator.reduce(lengths, reduction="mean").clamp(min=1.0)  # tokens a row
         named = [(n, p) for n, p in model.named_parameters() if p.requires_grad and not n.startswith(f"{CRITIC}.")]
@@ -242,25 +246,28 @@ class Probe:
         self.coefficients = _coefficients(trainer, self.batch, entropy_coef)
         self.parts = _parts(self.coefficients, _coefficients(trainer, self.batch, None))
 
-    def deal(self, cells: Sequence[Sequence[int]]) -> list[list[ForwardStep]]:
+    def deal(self, lists: Sequence[Sequence[int]]) -> list[list[ForwardStep]]:
         """Forward passes for lists of rows, numbered over all processes, which get equal shares of each."""
         own, processes = len(self.batch["prompt_ids"]), self.accelerator.num_processes
         size = self.trainer.args.per_device_train_batch_size * processes
-        chunks = [[cell[start : start + size] for start in range(0, len(cell), size)] for cell in cells]
+        chunks = [[rows[start : start + size] for start in range(0, len(rows), size)] for rows in lists]
         deal = [
             [[divmod(row, own) for row in chunk[process::processes]] for process in range(processes)]
-            for cell in chunks
-            for chunk in cell
+            for parts in chunks
+            for chunk in parts
         ]
         tokenizer, multiple = self.trainer._tokenizer, self.trainer.pad_to_multiple_of
         arguments = (self.batch, list(range(own)), deal, self.accelerator, tokenizer.pad_token_id, multiple)
         self.batch, place = exchange_rows(*arguments)
         me = iter([shares[self.accelerator.process_index] for shares in deal])
-        return [[ForwardStep([place[row] for row in next(me)], len(chunk)) for chunk in cell] for cell in chunks]
+        return [[ForwardStep([place[row] for row in next(me)], len(chunk)) for chunk in parts] for parts in chunks]
 
     def gradients(self, halves: Sequence[Sequence[ForwardStep]]) -> dict[str, tuple[Gradient, Gradient]]:
         """Of each part of the loss, the mean gradients of the samples of two halves."""
-        return {name: tuple(self._gradient(steps, part) for steps in halves) for name, part in self.parts.items()}
+        return {
+            name: (self._gradient(halves[0], part), self._gradient(halves[1], part))
+            for name, part in self.parts.items()
+        }
 
     def task_gradient(self, steps: Sequence[ForwardStep]) -> Gradient:
         """The mean gradient of some samples, of the task alone."""
@@ -312,7 +319,7 @@ class Probe:
         return loss
 
 
-def _coefficients(trainer: Trainer, batch: Batch, entropy_coef: float | None) -> dict[str, float]:
+def _coefficients(trainer: StockTrainer, batch: Batch, entropy_coef: float | None) -> dict[str, float]:
     """Of the regularisers of a loss. RLOO has no entropy bonus, and KL in the reward, where it belongs to the task."""
     known = vars(trainer)
     coefficients = {"kl": trainer.beta if "ref_per_token_logps" in batch else 0.0, "entropy": 0.0}
@@ -326,8 +333,8 @@ def _coefficients(trainer: Trainer, batch: Batch, entropy_coef: float | None) ->
     if entropy_coef is not None:
         coefficients["entropy"] = entropy_coef
     elif known["_entropy_bonus_enabled"]:
-        rests = trainer.use_adaptive_entropy and trainer._last_world_entropy > trainer.args.entropy_target
-        coefficients["entropy"] = 0.0 if rests else trainer.entropy_coef
+        rests = known["use_adaptive_entropy"] and known["_last_world_entropy"] > trainer.args.entropy_target
+        coefficients["entropy"] = 0.0 if rests else known["entropy_coef"]
     return coefficients
 
 

@@ -3,7 +3,7 @@
 import time
 from math import ceil
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -18,6 +18,7 @@ from ragen2_trl.instrument.scoring import count_tokens
 from ragen2_trl.reporting.files import MEASUREMENTS
 from ragen2_trl.reporting.saved_gradients import save_gradients
 from ragen2_trl.rollout_events import Listener, LocalRollout, listen, log_row
+from ragen2_trl.trainers.stock import StockTrainer
 
 
 class GradientSNRCallback(TrainerCallback):
@@ -70,7 +71,7 @@ class GradientSNRCallback(TrainerCallback):
                 raise ValueError(f"{name} must be at least 1, got {value!r}")
         if entropy_coef is not None and entropy_coef <= 0:
             raise ValueError(f"entropy_coef must be above 0, or None for the run's own, got {entropy_coef!r}")
-        self.trainer = trainer
+        self.trainer = cast(StockTrainer, trainer)  # `check_can_probe` refuses others
         self.every = every
         self.num_buckets = num_buckets
         self.entropy_coef = entropy_coef

@@ -7,7 +7,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from transformers import TrainerCallback
 
+from ragen2_trl.instrument.health import FAILING
 from ragen2_trl.reporting.held_out import LOGGED
+from ragen2_trl.reporting.run import HEALTH_STATE
 
 MEASURED = ("mi/first_turn/retrieval_accuracy", "mi/first_turn/mi_seq")
 HELD_OUT = re.compile(f"{LOGGED}[^/]+/success")
@@ -15,7 +17,7 @@ HELD_OUT = re.compile(f"{LOGGED}[^/]+/success")
 
 class LiveLineCallback(TrainerCallback):
     """Shows reward, kept fraction, success, and the latest held-out success and measurement of reasoning beside a
-    progress bar; loss and accuracy of tokens where there is no reward.
+    progress bar, and where training is failing, what has fallen; loss and accuracy of tokens where there is no reward.
 
     On a pipe, a plain line every tenth of the run.
 
@@ -30,6 +32,7 @@ class LiveLineCallback(TrainerCallback):
         self._progress: Progress | None = None
         self._measured: dict[str, Any] = {}  # what rows seldom have, and the line keeps
         self._held_out: float | None = None  # the same, of the first of several tasks
+        self._alarms: list[dict[str, Any]] = []  # that stand
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if not state.is_world_process_zero:
@@ -55,6 +58,8 @@ class LiveLineCallback(TrainerCallback):
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
         logs = logs or {}
+        if state is not None:
+            self._alarms = state.stateful_callbacks.get(HEALTH_STATE, {}).get("health", {}).get("alarms", [])
         self._held_out = next((logs[key] for key in logs if HELD_OUT.fullmatch(key)), self._held_out)
         if self._progress is None or (logs.get("reward") is None and "loss" not in logs):
             return
@@ -72,7 +77,9 @@ class LiveLineCallback(TrainerCallback):
             if logs.get("mean_token_accuracy") is not None:
                 parts.append(f"right tokens {logs['mean_token_accuracy']:.0%}")
             return "  ".join(parts)
-        parts = [f"reward {logs['reward']:.2f}"]
+        failing = [one["what"] for one in self._alarms if one["kind"] in FAILING]
+        parts = [f"FAILING: {', '.join(failing)}"] if failing else []
+        parts.append(f"reward {logs['reward']:.2f}")
         if logs.get("snr/kept_fraction") is not None:
             parts.append(f"kept {logs['snr/kept_fraction']:.0%}")
         if self.success_metric is not None and logs.get(self.success_metric) is not None:

@@ -1,12 +1,12 @@
 """Whether reasoning still depends on its input, measured while a model trains (arXiv 2604.06268)."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from math import ceil
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import numpy as np
 import torch
@@ -50,8 +50,11 @@ from ragen2_trl.rollout_events import (
     listen,
     log_row,
 )
+from ragen2_trl.trainers.stock import StockTrainer
 
 logger = get_logger(__name__)
+
+STOP_ON_TEMPLATE = "template_even_if_success_rises"
 
 
 class MutualInformationCallback(TrainerCallback):
@@ -92,9 +95,10 @@ class MutualInformationCallback(TrainerCallback):
             has to be named, does as the reference code: all turns in one matrix, to compare with published numbers. It
             costs more than both together, and no verdict rests on it.
         stop_on (`str`, *optional*):
-            `"template_collapse"` ends training when reasoning that has depended on its prompt surely does so less than
-            half as much, in two measurements in a row or more, with high entropy (see
-            [`~ragen2_trl.instrument.judge`]). Measurements that are too small to tell never end it.
+            `"template_even_if_success_rises"` ends training when reasoning has become a template: it has depended on
+            its prompt and surely does so less than half as much, in two measurements in a row or more, with high
+            entropy (see [`~ragen2_trl.instrument.judge`]). On real runs success has gone on rising in this state; to
+            end runs that fail, there is [`TrainingHealthCallback`]. Measurements too small to tell never end it.
         max_tokens_per_forward (`int`, *optional*):
             See [`~ragen2_trl.instrument.cross_score`].
 
@@ -118,7 +122,7 @@ class MutualInformationCallback(TrainerCallback):
         num_completions: int = 64,
         max_prompts: int = 64,
         scopes: Sequence[str] = SCOPES,
-        stop_on: Literal["template_collapse"] | None = None,
+        stop_on: Literal["template_even_if_success_rises"] | None = None,
         max_tokens_per_forward: int | None = None,
         min_prompts: int = 8,
     ):
@@ -127,31 +131,31 @@ class MutualInformationCallback(TrainerCallback):
         if min_prompts < 2:
             raise ValueError(f"min_prompts must be at least 2, got {min_prompts!r}")
         if stop_on is not None:
-            check_choice("stop_on", stop_on, ("template_collapse",))
+            check_choice("stop_on", stop_on, (STOP_ON_TEMPLATE,))
         if not scopes:
             raise ValueError(f"scopes must name at least one of {(*SCOPES, REFERENCE_SCOPE)}, got {scopes!r}")
         for scope in scopes:
             check_choice("scopes", scope, (*SCOPES, REFERENCE_SCOPE))
-        self.trainer = trainer
+        self.trainer = cast(StockTrainer, trainer)
         self.every = every
-        self.cadence = Cadence(trainer, every)
+        self.cadence = Cadence(self.trainer, every)
         self.scopes = tuple(scopes)
         self.leading_scope = next((scope for scope in scopes if scope != REFERENCE_SCOPE), None)
         self.stop_on = stop_on
         self.sampling = Sampling(
             num_completions,
             max_prompts,
-            trainer.args.temperature,
+            self.trainer.args.temperature,
             max_tokens_per_forward,
             split_over_processes=trainer.accelerator.num_processes > 1,
         )
         self.min_prompts = min_prompts
         record = keep_record(trainer)
-        if (line := what_layout_means(trainer, min_prompts)) is not None:
+        if (line := what_layout_means(self.trainer, min_prompts)) is not None:
             logger.warning(line)
             record.texts.add(POOL_FILE)
         self._listener: Listener | None = None
-        self._pool = Pool(trainer, min_prompts)
+        self._pool = Pool(self.trainer, min_prompts)
         self._reset()
 
     def _reset(self) -> None:
@@ -322,7 +326,7 @@ class MutualInformationCallback(TrainerCallback):
     def _with_texts(
         self, step: int, measurement: Measurement, trajectories: Trajectories, rewards: torch.Tensor
     ) -> SavedMeasurement:
-        decode = self.trainer._tokenizer.decode
+        decode: Callable[..., Any] = self.trainer._tokenizer.decode  # a string for ids of one text
         contexts = [trajectories.first_context(i) for i in measurement.columns]
         distinct = {context: contexts.index(context) for context in contexts}  # a prompt may come several times
         columns = list(distinct.values())
@@ -331,7 +335,7 @@ class MutualInformationCallback(TrainerCallback):
             step=step,
             metrics=measurement.metrics,
             regime=None if self._finding is None or self._finding.evidence.step != step else self._finding.regime,
-            prompts=[decode(context, skip_special_tokens=True) for context in distinct],
+            prompts=[decode(list(context), skip_special_tokens=True) for context in distinct],
             traces=[decode(trajectories[i][0].reasoning, skip_special_tokens=True) for i in measurement.trajectories],
             prompt_index=place[measurement.prompt_index],
             lengths=measurement.lengths,
@@ -347,8 +351,9 @@ class MutualInformationCallback(TrainerCallback):
         self._log(regime_flags(self._finding))
         for name, text in warnings.items():
             logger.warning(text)
-            if name == self.stop_on:
-                logger.warning(f"Training stops after step {self.trainer.state.global_step + 1}: stop_on={name!r}.")
+            if name == "template_collapse" and self.stop_on is not None:
+                step = self.trainer.state.global_step + 1
+                logger.warning(f"Training stops after step {step}: stop_on={self.stop_on!r}.")
                 self._stop = True
 
     def _log_validity(self, trajectories: list[list[Turn]]) -> float:
@@ -399,7 +404,7 @@ class Cadence:
         every: See `MutualInformationCallback`.
     """
 
-    trainer: Trainer
+    trainer: StockTrainer
     every: int | None
 
     def asks(self, step: int, last: int | None) -> bool:
@@ -504,9 +509,9 @@ def warn_of_unequal_prompts(rollout: Rollout, groups: list[int]) -> None:
     prompts: dict[int, set[tuple[int, ...]]] = {}
     for group, prompt in zip(groups, rollout.prompt_ids, strict=True):
         prompts.setdefault(group, set()).add(tuple(prompt))
-    group = next((group for group, distinct in prompts.items() if len(distinct) > 1), None)
-    if group is not None:
+    unequal = next((group for group, distinct in prompts.items() if len(distinct) > 1), None)
+    if unequal is not None:
         logger.warning_once(
-            f"The completions of group {group} have {len(prompts[group])} different prompts. Each is scored as a "
+            f"The completions of group {unequal} have {len(prompts[unequal])} different prompts. Each is scored as a "
             "prompt of its own, but advantages within such a group compare answers to different questions."
         )

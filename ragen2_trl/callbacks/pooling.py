@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from accelerate.utils import broadcast_object_list
 from torch import Tensor
-from transformers import Trainer
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ragen2_trl.rollout_events import Rollout, extend
+from ragen2_trl.trainers.stock import StockTrainer
 
 POOL_FILE = "_mutual_information_pool.pt"
 
@@ -45,7 +45,7 @@ class Pool:
         min_prompts: Groups that a measurement needs.
     """
 
-    def __init__(self, trainer: Trainer, min_prompts: int):
+    def __init__(self, trainer: StockTrainer, min_prompts: int):
         self.trainer = trainer
         self.min_prompts = min_prompts
         self.generations: list[Generation] = []
@@ -114,7 +114,7 @@ def joined_selection(generations: list[Generation]) -> tuple[Tensor, Tensor] | N
     return torch.cat(scores), torch.cat(kept)
 
 
-def what_layout_means(trainer: Trainer, min_prompts: int) -> str | None:
+def what_layout_means(trainer: StockTrainer, min_prompts: int) -> str | None:
     """What a layout makes of measurements, and the setting that would change it; `None` if a generation suffices."""
     args = trainer.args
     groups = args.generation_batch_size // args.num_generations

@@ -5,9 +5,8 @@ from dataclasses import asdict, dataclass, field
 from statistics import fmean
 from typing import Any
 
-from transformers import Trainer
-
 from ragen2_trl.instrument.verdict import COLLAPSES, DEPENDENT, Evidence, Finding, judge, warnings
+from ragen2_trl.trainers.stock import StockTrainer
 
 
 @dataclass
@@ -37,7 +36,7 @@ class RegimeWatch:
         return findings[-1], warnings(findings)
 
 
-def logged_beside(trainer: Trainer) -> dict[str, float]:
+def logged_beside(trainer: StockTrainer) -> dict[str, float]:
     """What a trainer has logged of the completions that it has just sampled, and a verdict needs to know of them."""
     latest = {key: values[-1] for key, values in trainer._metrics["train"].items() if values}
     success = next((latest[key] for key in latest if key.startswith("env/") and key.endswith("/success")), None)
@@ -46,7 +45,7 @@ def logged_beside(trainer: Trainer) -> dict[str, float]:
 
 
 def evidence_of(
-    trainer: Trainer,
+    trainer: StockTrainer,
     step: int,
     metrics: Mapping[str, float],
     valid_rate: float,
@@ -73,8 +72,8 @@ def evidence_of(
 
 def regime_flags(finding: Finding) -> dict[str, float]:
     """What a measurement says, for the logs: 1 or 0 each, and nothing of what it cannot tell."""
-    decided = finding.regime in (*DEPENDENT, *COLLAPSES, "independent")
-    flags = {"decided": decided, "collapsed": finding.regime in COLLAPSES, "low_entropy": finding.entropy_is_low}
-    if decided:
+    conclusive = finding.regime in (*DEPENDENT, *COLLAPSES, "independent")
+    flags = {"conclusive": conclusive, "collapsed": finding.regime in COLLAPSES, "low_entropy": finding.entropy_is_low}
+    if conclusive:
         flags["depends_on_prompt"] = finding.regime in DEPENDENT
     return {f"mi/regime/{name}": float(value) for name, value in flags.items()}

@@ -74,7 +74,8 @@ class RewardVarianceStopCallback(TrainerCallback):
             share = variance / self._start_mean()
             log_row(self.trainer, {"reward_variance/of_start": share})
             self.streak = self.streak + 1 if share < self.fraction else 0
-        self.trainer.state.stateful_callbacks[STATE_KEY] = {"start": self.start, "streak": self.streak}
+        state: Any = self.trainer.state  # which annotates what follows as a list
+        state.stateful_callbacks[STATE_KEY] = {"start": self.start, "streak": self.streak}
 
     def _start_mean(self) -> float:
         return sum(self.start) / len(self.start)

@@ -3,7 +3,7 @@
 import shlex
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,16 +14,18 @@ from huggingface_hub import hf_hub_download, list_repo_files
 from transformers import TrainerCallback
 from transformers.trainer_utils import HubStrategy
 
-from ragen2_trl.hidden_tokens import with_hidden_tokens
+from ragen2_trl.redaction import with_hidden_credentials
 from ragen2_trl.reporting.files import (
     DIAGNOSTICS,
     EPISODES,
     EVALUATIONS,
     MEASUREMENTS,
     measured_step,
+    remove_unfinished,
     write_text,
 )
 from ragen2_trl.reporting.group_rewards import append_group_rewards, forget_group_rewards
+from ragen2_trl.reporting.lock import alone_in
 from ragen2_trl.reporting.records import check_callbacks
 from ragen2_trl.reporting.run import RUN_STATE, Run, read_run, run_of, write_run
 from ragen2_trl.reporting.settings import public_prompt
@@ -67,13 +69,15 @@ class RunRecord(TrainerCallback):
 
     Where a filter chooses among groups, the rewards of all of them are kept in `_measurements/`, by generation.
 
+    While it trains, no other process can train into its `output_dir`.
+
     When training begins, what an earlier one left in `diagnostics/`, `evaluation_after.json`, and measurements and
     episodes of steps that are still to come are removed from `output_dir`.
 
     Args:
         trainer ([`~transformers.Trainer`]):
-            The trainer whose `create_model_card`, `push_to_hub`, `_push_from_checkpoint` and `_save_checkpoint` are
-            extended.
+            The trainer whose `train`, `create_model_card`, `push_to_hub`, `_push_from_checkpoint` and
+            `_save_checkpoint` are extended.
     """
 
     def __init__(self, trainer: Any):
@@ -85,11 +89,17 @@ class RunRecord(TrainerCallback):
         self._write_card: Callable[[], None] | None = None  # as the latest card was asked for
         self._recorded: Any = None  # the selection that was noted last
         self._of_step: list[Any] = []  # those of this optimizer step, which may span several generations
+        extend(trainer, "train", self._train)
         extend(trainer, "create_model_card", self._create_model_card)
         extend(trainer, "push_to_hub", self._push_to_hub)
         extend(trainer, "_push_from_checkpoint", self._push_from_checkpoint)
         extend(trainer, "_save_checkpoint", self._save_checkpoint)
-        trainer.args = with_hidden_tokens(trainer.args)
+        trainer.args = with_hidden_credentials(trainer.args)
+
+    def _train(self, train: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        folder = Path(self.trainer.args.output_dir)
+        with alone_in(folder) if self.trainer.is_world_process_zero() else nullcontext():
+            return train(*args, **kwargs)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._write_card = None
@@ -224,6 +234,8 @@ class RunRecord(TrainerCallback):
         from ragen2_trl.reporting.card import FIGURES
 
         folder = Path(self.trainer.args.output_dir)
+        for place in (folder, *(folder / name for name in (DIAGNOSTICS, MEASUREMENTS, EPISODES))):
+            remove_unfinished(place)
         figures = [folder / DIAGNOSTICS / f"{name}{suffix}" for name in FIGURES for suffix in (".png", ".svg")]
         for path in [*figures, folder / EVALUATIONS["after"]]:
             path.unlink(missing_ok=True)

@@ -1,6 +1,7 @@
 """The command line: `ragen2-trl <command>`, one module a command, each with a `main(args)` of its own."""
 
 import gc
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,7 +14,9 @@ COMMANDS = {
     "evaluate": "success, pass@k and reward on held-out tasks, with confidence intervals",
     "warm-start": "supervised fine-tuning on demonstrations of an environment",
     "diagnose": "whether a model's reasoning depends on its prompt",
+    "health": "whether training is failing, from a log of TRL, verl or RAGEN",
     "envs": "the tasks: names, options and presets",
+    "recipes": "settings that ship with the package, for `train --recipe` and `accelerate launch`",
     "report": "one HTML file that compares runs and opens offline",
     "serve-retrieval": "a search engine over HTTP, as RAGEN-2 and Search-R1 have one",
     "check-sandbox": "which defences against model-written programs hold on this machine",
@@ -36,7 +39,7 @@ def main(args: list[str] | None = None) -> None:
 
     Raises:
         SystemExit: if the first argument is not a command; the message lists them. With code 2, and one line on
-            stderr, for arguments and files that cannot be used.
+            stderr, for arguments and files that cannot be used; with code 130 after Ctrl-C.
     """
     command, *rest = (sys.argv[1:] if args is None else args) or [""]
     if command not in COMMANDS:
@@ -51,14 +54,21 @@ def main(args: list[str] | None = None) -> None:
 
         show_help(command)
         return
+    if os.getcwd() not in sys.path:  # where modules of one's own are, which arguments name
+        sys.path.append(os.getcwd())
     # Imported only now: a command should not wait for the imports of the others.
     status = Console(stderr=True).status(f"ragen2-trl {command} begins")  # in a terminal alone; imports take seconds
-    with status, _imports():
-        run = import_module(f"{__name__}.{command.replace('-', '_')}").main
-        from ragen2_trl.cli.typed import InputError
-
     try:
+        with status, _imports():
+            run = import_module(f"{__name__}.{command.replace('-', '_')}").main
         run(rest)
-    except InputError as error:
+    except KeyboardInterrupt:
+        Console(stderr=True).print(f"ragen2-trl {command}: interrupted", highlight=False, markup=False)
+        raise SystemExit(130) from None
+    except ValueError as error:
+        from ragen2_trl.cli.typed import InputError  # and TRL with it, which takes seconds
+
+        if not isinstance(error, InputError):
+            raise
         Console(stderr=True).print(f"ragen2-trl {command}: {error}", highlight=False, markup=False)
         raise SystemExit(2) from None

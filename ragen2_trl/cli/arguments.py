@@ -28,6 +28,10 @@ def show_help(command: str) -> None:
     parser.add_argument(
         "--config", nargs="+", help="YAML files with any of the arguments; later files and the command line win."
     )
+    if others:
+        parser.add_argument(
+            "--recipe", nargs="+", help="The same with files of the package, by names that `ragen2-trl recipes` lists."
+        )
     parser.print_help()
 
 
@@ -44,11 +48,55 @@ def report_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def health_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        "ragen2-trl health",
+        description="Whether training is failing, and since when, from logs alone: TRL's trainer_state.json or "
+        "log_history.json, or what verl and RAGEN print (step:N - key:value - …).",
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("logs", nargs="+", type=Path, metavar="LOG", help="Files, each the log of a run.")
+    add(
+        "--key",
+        action="append",
+        type=_pair,
+        default=[],
+        metavar="KEY=SIGNAL",
+        help="Further log keys, * for a part between slashes, by what they tell: success, held_out_success, reward, "
+        "valid, valid_thinking, clipped, length, entropy, grad_norm, kl, zero_variance.",
+    )
+    add(
+        "--completions",
+        type=int,
+        default=16,
+        help="Completions of a row, by which chance is told, where rows do not say so (default: 16).",
+    )
+    return parser
+
+
+def _pair(text: str) -> tuple[str, str]:
+    key, equals, signal = text.rpartition("=")
+    if not (key and equals):
+        raise argparse.ArgumentTypeError(f"{text!r} must be KEY=SIGNAL")
+    return key, signal
+
+
 def envs_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         "ragen2-trl envs", description="The tasks: their names, options and presets.", allow_abbrev=False
     )
     parser.add_argument("name", nargs="?", metavar="NAME", help="A task, for its options and what its presets set.")
+    return parser
+
+
+def recipes_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        "ragen2-trl recipes",
+        description="The recipes and the configurations of `accelerate launch` that ship with the package.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("name", nargs="?", metavar="NAME", help="One of them, to print its file.")
     return parser
 
 
@@ -142,7 +190,10 @@ class EnvironmentArguments:
 
     env_name: str = field(
         default="frozen_lake",
-        metadata={"help": "Task, by its name in `make_env`; several with commas between, as `sokoban,frozen_lake`."},
+        metadata={
+            "help": "Task, by its name in `make_env` or as `module:Class`; several with commas between, as "
+            "`sokoban,frozen_lake`."
+        },
     )
     env_args: list[str] = field(
         default_factory=list,
@@ -162,10 +213,26 @@ class EnvironmentArguments:
     data: str | None = field(
         default=None, metadata={"help": "Hub id or local path of the tasks; default: the task makes its own."}
     )
+    dataset: str | None = field(
+        default=None,
+        metadata={"help": "Instead of a task: Hub id or local path of rows with `prompt`, rewarded by `--reward`."},
+    )
+    reward: list[str] = field(
+        default_factory=list,
+        metadata={"help": "Reward functions for `--dataset`, as TRL takes them: `module:function`, one or several."},
+    )
+    success_at: float = field(
+        default=1.0, metadata={"help": "With `--dataset`: the first reward from which on a prompt counts as solved."}
+    )
 
     def make_env(self) -> "AnyTask":
-        """The task with its options, or the mixture of several."""
+        """The task with its options, the mixture of several, or the dataset with its rewards."""
         from ragen2_trl.envs import TaskMixture, make_env  # not to ask for help
+
+        if self.dataset is not None:
+            return self._own_data()
+        if self.reward:
+            raise ValueError(f"reward={self.reward} needs a dataset, got None")
 
         options = parse_env_args(self.env_args)
         if self.multi_turn:
@@ -177,6 +244,19 @@ class EnvironmentArguments:
             return make_env(self.env_name, **options)
         for_all, for_one = options_by_task(options, names)
         return TaskMixture([make_env(name, **for_all, **for_one[name]) for name in names], self.env_weights or None)
+
+    def _own_data(self) -> "Environment":
+        from ragen2_trl.envs.own_data import DatasetEnvironment, load_own_data
+        from ragen2_trl.names import named_object
+
+        given = {"env_args": self.env_args, "env_weights": self.env_weights, "data": self.data}
+        if others := [name for name, value in given.items() if value] + ["multi_turn"] * self.multi_turn:
+            raise ValueError(f"{others[0]} is for tasks by name; with dataset={self.dataset!r} it must be left out")
+        if not self.reward:
+            raise ValueError(f"reward must be 'module:function' for dataset={self.dataset!r}, got none")
+        functions = [named_object(name, "reward") for name in self.reward]
+        rows, held_out = load_own_data(str(self.dataset))
+        return DatasetEnvironment(rows, functions, held_out, self.success_at, name=Path(str(self.dataset)).stem)
 
 
 @dataclass
@@ -273,10 +353,14 @@ class DiagnoseArguments(SamplingArguments):
     completions: str | None = field(
         default=None,
         metadata={
-            "help": "Instead of sampling: a parquet file that TRL saved with `log_completions=True`, or a folder of "
-            "them, of which up to 8 become a path. Warning: `--model` scores all of them, and the numbers are those "
-            "of the run only for the file of the step that its weights are of. Or the file that this command saved."
+            "help": "Instead of sampling: `prompt` and `completion` as lines of JSON (*.jsonl) or Parquet, as TRL "
+            "saves with `log_completions=True`, or a folder of those, of which up to 8 become a path. Warning: "
+            "`--model` scores all of them, and the numbers are those of the run only for the file of the step that "
+            "its weights are of. Or the file that this command saved."
         },
+    )
+    prompts: str | None = field(
+        default=None, metadata={"help": "Instead of a task: a file or Hub id of rows with `prompt` to sample for."}
     )
     gradients: bool = field(
         default=False, metadata={"help": "Instead: gradients of task and entropy bonus by reward variance."}
@@ -291,6 +375,10 @@ class DiagnoseArguments(SamplingArguments):
         of_one_batch = [name for name in ("gradients", "predict_filter") if getattr(self, name)]
         if of_one_batch and self.completions is not None:
             raise ValueError(f"completions are text without rewards; allowed with {of_one_batch[0]}: None")
+        if of_one_batch and self.prompts is not None:
+            raise ValueError(
+                f"prompts have no rewards; allowed with {of_one_batch[0]}: None, or a dataset with reward"
+            )
         if of_one_batch and self.control:
             raise ValueError(f"control must be False with {of_one_batch[0]}, which measures no reasoning, got True")
         if of_one_batch and (self.context != "full" or self.drop_oldest_turns):
@@ -302,6 +390,20 @@ class DiagnoseArguments(SamplingArguments):
             raise ValueError(f"temperature must be above 0 (greedy reasoning never varies), got {self.temperature!r}")
         if self.control and self.completions is not None:
             raise ValueError("control must be False with completions, whose tasks are not known, got True")
+
+    def make_env(self) -> "AnyTask":
+        """The task, or prompts without one, which are worth nothing."""
+        if self.prompts is None:
+            return super().make_env()
+        from ragen2_trl.envs.own_data import DatasetEnvironment, load_own_data
+
+        rows, held_out = load_own_data(self.prompts)
+        every = rows if held_out is None else held_out
+        return DatasetEnvironment(every, _worth_nothing, every, name=Path(self.prompts).stem)
+
+
+def _worth_nothing(completions: Sequence[Any], **columns: Any) -> list[float]:
+    return [0.0] * len(completions)
 
 
 @dataclass
@@ -425,6 +527,8 @@ PARSERS = {
     "report": report_parser,
     "check-sandbox": sandbox_parser,
     "envs": envs_parser,
+    "recipes": recipes_parser,
+    "health": health_parser,
     "serve-retrieval": retrieval_parser,
 }
 # The configurations whose fields a command takes beside its own.

@@ -48,7 +48,7 @@ from ragen2_trl.cli.samples import (
     sample_tasks,
 )
 from ragen2_trl.cli.typed import InputError, checked_input, parse, parser_of
-from ragen2_trl.envs import TaskMixture
+from ragen2_trl.envs import DatasetEnvironment, TaskMixture
 from ragen2_trl.instrument.diagnosis import (
     Measurement,
     NotMeasurableError,
@@ -56,6 +56,7 @@ from ragen2_trl.instrument.diagnosis import (
     measure_first_turn,
     measure_trajectory,
 )
+from ragen2_trl.instrument.health import COUNT, Alarm, health
 from ragen2_trl.instrument.information import RETRIEVAL_DEPTHS
 from ragen2_trl.instrument.reasoning import Trajectories, Turn
 from ragen2_trl.instrument.scoring import ContextLengthError, count_tokens
@@ -121,6 +122,8 @@ def main(args: list[str] | None = None) -> None:
     last = diagnoses[-1]
     console.print(metrics_table(last, title, caption))
     console.print(Text(verdict(diagnoses)))
+    for alarm in alarms(diagnoses):
+        console.print(Text(alarm.sentence))
     if control is not None:
         console.print(Text(f"Control, the observation withheld: {in_numbers(control.finding)}"))
     show_examples(console, last, tokenizer)
@@ -138,6 +141,8 @@ def _diagnose_sampled(
         )
         if arguments.control and isinstance(env, TaskMixture):
             raise ValueError(f"control must be False for several tasks ({env.name}), whose rules differ, got True")
+        if arguments.control and isinstance(env, DatasetEnvironment):
+            raise ValueError(f"control must be False for a dataset ({env.name}), which has no rules, got True")
         for setting, least in (("num_prompts", 2), ("num_samples", 1)):
             if getattr(arguments, setting) < least:
                 raise ValueError(
@@ -266,6 +271,7 @@ def write(
         "metrics": last.metrics,
         "regime": last.finding.regime,
         "verdict": verdict(diagnoses),
+        "alarms": [alarm.sentence for alarm in alarms(diagnoses)],
         "later_turns": {f"turn_{position + 1}": _told(later) for position, later in last.later.items()},
         "control": control and {"regime": control.finding.regime, "metrics": control.metrics},
         "path": [{"label": one.label, "regime": one.finding.regime, "metrics": one.metrics} for one in diagnoses],
@@ -352,6 +358,20 @@ def verdict(diagnoses: Sequence[Diagnosis]) -> str:
         else f"H(Z|X) is {low}below half of that in the first file."
     )
     return f"{headline([one.finding for one in diagnoses])}. {in_numbers(finding)} {bound}"
+
+
+def alarms(diagnoses: Sequence[Diagnosis]) -> list[Alarm]:
+    """What files of several steps have to warn of, as far as texts tell: closed reasoning, success, length limit."""
+    keys = {
+        "valid_thinking_rate": "mi/valid_thinking_rate",
+        "success": "eval/env/saved/success",
+        "clipped_ratio": "completions/clipped_ratio",
+    }
+    return health(
+        {"step": number if one.sample.step is None else one.sample.step, COUNT: len(one.sample.groups)}
+        | {key: one.metrics[name] for name, key in keys.items() if name in one.metrics}
+        for number, one in enumerate(diagnoses)
+    )
 
 
 def show_examples(console: Console, diagnosis: Diagnosis, tokenizer: PreTrainedTokenizerBase) -> None:

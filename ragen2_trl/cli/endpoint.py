@@ -20,8 +20,8 @@ from datasets import Dataset
 from ragen2_trl.cli.arguments import EvaluateArguments
 from ragen2_trl.cli.typed import InputError, checked_input
 from ragen2_trl.envs import Environment, Play, completion_text
+from ragen2_trl.redaction import HIDDEN, hide_credentials
 from ragen2_trl.reporting.examples import printable
-from ragen2_trl.reporting.redaction import HIDDEN, hide_credentials
 from ragen2_trl.rollouts.play import check_words_only
 from ragen2_trl.rollouts.sampling import held_out_plays
 

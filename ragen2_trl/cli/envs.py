@@ -12,8 +12,8 @@ from rich.text import Text
 
 from ragen2_trl.cli.arguments import envs_parser
 from ragen2_trl.cli.console import make_console
-from ragen2_trl.cli.typed import InputError
-from ragen2_trl.envs import ENVIRONMENTS, PRESETS, Environment, options_of
+from ragen2_trl.cli.typed import checked_input
+from ragen2_trl.envs import ENVIRONMENTS, PRESETS, Environment, options_of, presets_of, task_class
 
 _OPTION = re.compile(r"^ {4,8}(\w+): (.+(?:\n {9,}.+)*)", re.MULTILINE)
 
@@ -30,11 +30,11 @@ def main(args: list[str] | None = None) -> None:
         console.print(all_tasks())
         console.print("Options of a task: ragen2-trl envs NAME", highlight=False)
         return
-    if name not in ENVIRONMENTS:
-        raise InputError(f"name must be one of {sorted(ENVIRONMENTS)}, got {name!r}")
-    console.print(options_table(name, ENVIRONMENTS[name]))
-    for preset, tasks in sorted(PRESETS.items()):
-        console.print(options_table(f"{name} with preset={preset}", tasks[name]))
+    with checked_input():
+        task = task_class(name)
+    console.print(options_table(name, task))
+    for preset in presets_of(name):
+        console.print(options_table(f"{name} with preset={preset}", PRESETS[preset][name]))
 
 
 def all_tasks() -> Table:
@@ -42,12 +42,11 @@ def all_tasks() -> Table:
     table = Table(title="Tasks (--env_name), options (--env_args key=value), presets (--env_args preset=NAME)")
     for column in ("task", "what it is", "its own options", "presets"):
         table.add_column(column, overflow="fold")
-    shared = options_of(Environment)
+    shared = options_of(Environment)  # type: ignore[type-abstract]  # its signature is read, nothing is made
     for name, task in sorted(ENVIRONMENTS.items()):
         what = " ".join((inspect.getdoc(task) or "").split("\n\n")[0].split())
         own = [option for option in options_of(task) if option not in shared]
-        presets = [preset for preset, tasks in sorted(PRESETS.items()) if name in tasks]
-        table.add_row(*map(Text, (name, what, ", ".join(own), ", ".join(presets))))
+        table.add_row(*map(Text, (name, what, ", ".join(own), ", ".join(presets_of(name)))))
     return table
 
 

@@ -30,8 +30,8 @@ from ragen2_trl.envs import Environment, Play, respond_all
 from ragen2_trl.envs.mixture import AnyTask, TaskMixture
 from ragen2_trl.envs.random_baseline import random_success
 from ragen2_trl.reporting.examples import printable
-from ragen2_trl.reporting.files import write_json
-from ragen2_trl.reporting.saved_episodes import EVALUATION, episodes_of, episodes_path, save_episodes
+from ragen2_trl.reporting.files import EVALUATION, write_json
+from ragen2_trl.reporting.saved_episodes import episodes_of, episodes_path, save_episodes
 from ragen2_trl.rollouts.outcomes import outcomes_of, summarize
 from ragen2_trl.rollouts.sampling import check_sampling, held_out_plays, held_out_rows, sample_trajectories
 
@@ -57,7 +57,8 @@ def main(args: list[str] | None = None) -> None:
     }
     keep: dict[str, Any] = {} if folder is None else {"on_played": partial(keep_episodes, folder)}
     if script_args.model in SCRIPTED:
-        metrics = evaluate_scripted(script_args.model, env, **tasks, **keep)
+        with checked_input():  # a task without a solver
+            metrics = evaluate_scripted(script_args.model, env, **tasks, **keep)
     elif folder is not None and script_args.model.startswith(PREFIX):
         with checked_input():
             endpoint = endpoint_of(script_args)

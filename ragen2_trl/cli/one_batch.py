@@ -78,7 +78,7 @@ def _make_trainer(arguments: DiagnoseArguments, scratch: str) -> tuple[SNRFilter
         env = arguments.make_env()
         tasks = env.dataset(arguments.num_prompts, arguments.seed, split="test", data=arguments.data)
     on_gpu = torch.cuda.is_available()
-    count = arguments.num_prompts * arguments.num_samples
+    count = len(tasks) * arguments.num_samples
     rows = math.gcd(count, ROWS)
     with checked_input():
         args = SNRFilteredGRPOConfig(
@@ -97,7 +97,9 @@ def _make_trainer(arguments: DiagnoseArguments, scratch: str) -> tuple[SNRFilter
             disable_tqdm=True,
         )
     model, tokenizer = load_model(arguments.model)
-    rollout = {"rollout_func": TextRollout(env, arguments.max_turn_tokens)} if env.needs_rollout else {}
+    rollout: dict[str, Any] = (
+        {"rollout_func": TextRollout(env, arguments.max_turn_tokens)} if env.needs_rollout else {}
+    )
     trainer = SNRFilteredGRPOTrainer(model, env.reward_funcs, args, tasks, processing_class=tokenizer, **rollout)
     return trainer, [row for row in tasks for _ in range(arguments.num_samples)]
 

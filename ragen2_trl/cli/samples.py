@@ -1,5 +1,6 @@
 """Completions that a diagnosis looks at: sampled now and saved as they come, or read from what was saved."""
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,8 +15,8 @@ from ragen2_trl.cli.arguments import SamplingArguments
 from ragen2_trl.columns import TURN_SAMPLES
 from ragen2_trl.envs import Environment, completion_text
 from ragen2_trl.envs.mixture import AnyTask
+from ragen2_trl.redaction import without_credentials
 from ragen2_trl.reporting.files import replace_whole
-from ragen2_trl.reporting.redaction import without_credentials
 from ragen2_trl.rollouts.chat import Chat
 from ragen2_trl.rollouts.context import ContextWindow, Trajectory, turn_samples
 from ragen2_trl.rollouts.sampling import (
@@ -27,7 +28,7 @@ from ragen2_trl.rollouts.sampling import (
     sample_trajectories,
 )
 
-COLUMNS = ("step", "prompt", "completion")  # what is read of TRL's table
+COLUMNS = ("prompt", "completion")  # what is read of a table; TRL's have `step`, too
 # What a table of our own has besides: the ids as they were sampled, so that scoring it again gives the same numbers.
 OWN_COLUMNS = ("group", "prompt_ids", "completion_ids", "env_mask", "success", "clipped")
 COMPLETIONS_FILE, CONTROL_FILE = "completions.parquet", "completions_control.parquet"
@@ -177,7 +178,7 @@ def save_rows(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
 
 
 def find_files(path: Path) -> list[Path]:
-    """The parquet file `path`, or up to `MAX_FILES` of those in the folder `path`, evenly spaced, the last included.
+    """The file `path`, or up to `MAX_FILES` parquet files of the folder `path`, evenly spaced, the last included.
 
     Raises:
         ValueError: If there is none.
@@ -188,27 +189,30 @@ def find_files(path: Path) -> list[Path]:
     files = sorted(path.glob("*.parquet"), key=lambda file: (len(file.name), file.name))
     if not files:
         what = "a folder without *.parquet" if path.is_dir() else "no such file or folder"
-        raise ValueError(f"completions must be a parquet file or a folder of them, got {str(path)!r}: {what}")
+        raise ValueError(
+            f"completions must be a file (parquet, jsonl) or a folder of parquet, got {str(path)!r}: {what}"
+        )
     count = min(MAX_FILES, len(files))
     return [files[len(files) - 1 - i * (len(files) - 1) // max(1, count - 1)] for i in reversed(range(count))]
 
 
 def read_completions(file: Path) -> list[dict[str, Any]]:
-    """Rows of a table that TRL saved: `step` (int), `prompt` and `completion` (string or list of messages each).
+    """Rows of a file: `prompt` and `completion` (string or list of messages each), and `step` (int) where it is known.
 
-    A table of our own has the columns of `OWN_COLUMNS`, too.
+    Parquet is what TRL saves; lines of JSON do as well. A table of our own has the columns of `OWN_COLUMNS`, too.
 
     Raises:
-        ValueError: If it is no parquet file, lacks a column, or has no row or a prompt of another kind.
+        ValueError: If it is no such file, lacks a column, or has no row or a prompt of another kind.
     """
-    parquet = pq.ParquetFile(file)  # read as one file: `read_table` would look for more columns in the path
-    names = parquet.schema_arrow.names
+    table = _lines(file) if file.suffix in (".jsonl", ".json") else _parquet(file)
+    names = table.column_names
     missing = [name for name in COLUMNS if name not in names]
     if missing:
         raise ValueError(f"completions must have the columns {COLUMNS}, but {file.name} lacks {missing}")
     own: tuple[str, ...] = OWN_COLUMNS if all(name in names for name in OWN_COLUMNS) else ()
     own = (*own, TURN_SAMPLES) if own and TURN_SAMPLES in names else own
-    rows = parquet.read(columns=[*COLUMNS, *own]).to_pylist()
+    step = ("step",) if "step" in names else ()
+    rows = table.select([*step, *COLUMNS, *own]).to_pylist()
     if not rows:
         raise ValueError(f"completions must hold at least one row, got none in {file.name}")
     for number, row in enumerate(rows):
@@ -219,6 +223,33 @@ def read_completions(file: Path) -> list[dict[str, Any]]:
                     f"of {file.name}"
                 )
     return rows
+
+
+def _parquet(file: Path) -> pa.Table:
+    try:
+        return pq.ParquetFile(file).read()  # as one file: `read_table` would look for more columns in the path
+    except pa.ArrowInvalid as error:
+        raise ValueError(
+            f"completions must be parquet or, named *.jsonl, lines of JSON, got {file.name}: {error}"
+        ) from error
+
+
+def _lines(file: Path) -> pa.Table:
+    rows = []
+    for number, line in enumerate(file.read_text().splitlines(), start=1):
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise ValueError(
+                f"completions must hold an object of JSON a line, got line {number} of {file.name}: {error}"
+            ) from error
+        if not isinstance(row, dict):
+            raise ValueError(f"completions must hold an object of JSON a line, got line {number} of {file.name}")
+        rows.append(row)
+    try:
+        return pa.Table.from_pylist(rows)
+    except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
+        raise ValueError(f"completions must have values of one kind a column, got {file.name}: {error}") from error
 
 
 def has_ids(rows: Sequence[Mapping[str, Any]]) -> bool:
@@ -246,7 +277,7 @@ def tokenize_completions(tokenizer: PreTrainedTokenizerBase, rows: Sequence[Mapp
         completion_ids.append(tokenizer(first_turn_text(row["completion"]), add_special_tokens=False)["input_ids"])
     numbers: dict[tuple[int, ...], int] = {}
     groups = [numbers.setdefault(tuple(ids), len(numbers)) for ids in prompt_ids]
-    step = int(rows[-1]["step"])
+    step = int(rows[-1].get("step") or 0)
     return Completions(f"step {step}", prompt_ids, completion_ids, groups, [None] * len(groups), step)
 
 

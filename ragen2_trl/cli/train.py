@@ -1,9 +1,9 @@
 """Train a model on an environment with SNR-filtered GRPO, RLOO or PPO.
 
-    python scripts/train.py --config recipes/frozen_lake_tiny.yaml
-    python scripts/train.py --model Qwen/Qwen2.5-0.5B-Instruct --env_name frozen_lake --env_args size=5 slip=0.1
+    ragen2-trl train --recipe frozen_lake_tiny
+    ragen2-trl train --model Qwen/Qwen2.5-0.5B-Instruct --env_name frozen_lake --env_args size=5 slip=0.1
 
-    python scripts/train.py --algo ppo --config recipes/frozen_lake_tiny_ppo.yaml
+    ragen2-trl train --recipe frozen_lake_tiny_ppo
 
 Takes the arguments below together with those of `SNRFilteredGRPOConfig`, or of the algorithm that `--algo` names, and
 of `trl.ModelConfig`. A run lives in `runs/<run_name>/`: the model, `log_history.json`, `summary.json` and
@@ -14,7 +14,8 @@ import argparse
 import json
 import shutil
 import sys
-import time
+from contextlib import ExitStack
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -32,6 +33,7 @@ from ragen2_trl.callbacks import (
     LiveLineCallback,
     MutualInformationCallback,
 )
+from ragen2_trl.callbacks.cost import STATE as COST_STATE
 from ragen2_trl.callbacks.environment_eval import chat_template_of
 from ragen2_trl.callbacks.run_record import keep_record
 from ragen2_trl.cli.arguments import TrainArguments
@@ -45,6 +47,7 @@ from ragen2_trl.filtering import check_choice
 from ragen2_trl.instrument import REFERENCE_SCOPE, SCOPES
 from ragen2_trl.reporting.files import DIAGNOSTICS, EPISODES, MEASUREMENTS, OUTCOMES, write_json
 from ragen2_trl.reporting.held_out import curves_of
+from ragen2_trl.reporting.lock import alone_in
 from ragen2_trl.rollouts import TextRollout
 from ragen2_trl.rollouts.sampling import held_out_rows
 from ragen2_trl.tiny import resolve_model
@@ -56,6 +59,8 @@ from ragen2_trl.trainers import (
     SNRFilteredRLOOConfig,
     SNRFilteredRLOOTrainer,
 )
+from ragen2_trl.trainers.checkpoints import check_complete, last_complete_checkpoint
+from ragen2_trl.trainers.checks import check_enough_prompts
 from ragen2_trl.trainers.filtered import SNRFilter
 
 Config: TypeAlias = SNRFilteredGRPOConfig | SNRFilteredRLOOConfig | SNRFilteredPPOConfig | GRPOConfig
@@ -65,31 +70,39 @@ ALGORITHMS: dict[str, tuple[type[Trainer], type[Config]]] = {
     "grpo": (SNRFilteredGRPOTrainer, SNRFilteredGRPOConfig),
     "rloo": (SNRFilteredRLOOTrainer, SNRFilteredRLOOConfig),
     "ppo": (SNRFilteredPPOTrainer, SNRFilteredPPOConfig),
-    "trl_grpo": (GRPOTrainer, GRPOConfig),  # TRL's own, to compare with
+    "trl_grpo": (GRPOTrainer, SNRFilteredGRPOConfig),  # TRL's own, to compare with: `without_filter`
 }
 
 
 def main(args: list[str] | None = None) -> None:
     """Train, evaluate before and after, and leave model, logs, plot and summary in the run's folder."""
+    with ExitStack() as held:
+        _main(args, held)
+
+
+def _main(args: list[str] | None, held: ExitStack) -> None:
     console = make_console()
     with checked_input():
-        trainer_class, config_class = ALGORITHMS[algorithm_of(args)]
+        algorithm = algorithm_of(args)
+        trainer_class, config_class = ALGORITHMS[algorithm]
     parser = parser_of("train", TrainArguments, config_class, ModelConfig)
     script_args, training_args, model_args = _parse(parser, args)
+    if algorithm == "trl_grpo" and (unused := without_filter(training_args)):
+        console.print(f"algo=trl_grpo has no filter: {', '.join(unused)} are left out.", highlight=False)
     with checked_input():
         env = script_args.make_env()
         _check_effects(script_args, env)
         eval_envs = script_args.make_eval_envs(env)
         run = _run_folder(script_args, training_args, model_args)
     with training_args.main_process_first(local=False), checked_input():
+        if training_args.process_index == 0:
+            held.enter_context(alone_in(run))
         checkpoint = checkpoint_to_resume(run, script_args, training_args)
     live_line = LiveLineCallback(_success_metric(env), console)
     trainer = _make_trainer(trainer_class, script_args, training_args, model_args, env, live_line)
-    held_out = None
     if script_args.has_curve:
         with checked_input():
-            held_out = _held_out_curve(trainer, eval_envs, script_args)
-        trainer.add_callback(held_out)
+            trainer.add_callback(_held_out_curve(trainer, eval_envs, script_args))
     if trainer.is_world_process_zero():
         console.print(Text(f"{script_args.model} on {env.name}, in {run}"))
         turns = env.max_turns * (script_args.max_turn_tokens or env.max_turn_tokens or 0)
@@ -97,7 +110,6 @@ def main(args: list[str] | None = None) -> None:
             console.print(f"Episodes are cut at max_completion_length={longest}; {turns} hold all turns of the task.")
 
     before = _evaluate(trainer, env, script_args, run / "evaluation_before.json")
-    started = time.perf_counter()
     try:
         _train(trainer, checkpoint)
     except KeyboardInterrupt:
@@ -110,7 +122,6 @@ def main(args: list[str] | None = None) -> None:
         sys.exit(130)
     finally:
         live_line.close()
-    seconds = time.perf_counter() - started - (0.0 if held_out is None else held_out.seconds)
     trainer.save_model()
     _write_history(trainer, env, run, script_args.figures)
     after = _evaluate(trainer, env, script_args, run / "evaluation_after.json", again=True)
@@ -119,7 +130,7 @@ def main(args: list[str] | None = None) -> None:
         if curve is not None:
             loaded = trainer.state.best_global_step if training_args.load_best_model_at_end else None
             before, after = curve.first.metrics, curve.end(loaded).metrics
-        summary = summarize(trainer.state, before, after, seconds)
+        summary = summarize(trainer.state, before, after)
         write_json(run / "summary.json", summary, indent=2)
         console.print(summary_table(summary, title=f"{script_args.model} on {env.name}"))
         files = ["Model", "log_history.json", "summary.json", *(["training.png"] if script_args.figures else [])]
@@ -143,12 +154,7 @@ def _check_effects(arguments: TrainArguments, env: AnyTask) -> None:
         raise ValueError(f"context={arguments.context!r} needs a task of several turns in text, got {env.name}")
 
 
-def summarize(
-    state: TrainerState,
-    before: dict[str, float] | None,
-    after: dict[str, float] | None,
-    train_seconds: float,
-) -> dict[str, Any]:
+def summarize(state: TrainerState, before: dict[str, float] | None, after: dict[str, float] | None) -> dict[str, Any]:
     """The numbers of a run: evaluations before and after, and what the filter did on average over the logged steps."""
     rows = [row for row in state.log_history if "snr/kept_fraction" in row]
 
@@ -159,12 +165,13 @@ def summarize(
     # Nothing is saved where nothing was trained.
     shares = [share for row in rows if (share := row.get("snr/update_compute_fraction"))]
     computed = sum(shares) / len(shares) if shares else None
+    saved: Any = state.stateful_callbacks  # in a finished run states by name, not callbacks
     return {
         "before": before,
         "after": after,
         "steps": state.global_step,
         "empty_steps": rows[-1]["snr/empty_steps"] if rows else None,
-        "train_seconds": round(train_seconds, 1),
+        "train_seconds": round(saved.get(COST_STATE, {}).get("seconds", 0.0), 1),
         "kept_fraction": mean("snr/kept_fraction"),
         "zero_variance_fraction": mean("snr/zero_variance_fraction"),
         "update_compute_saved": None if computed is None else 1 - computed,
@@ -239,6 +246,19 @@ def algorithm_of(args: list[str] | None) -> str:
     return algo
 
 
+def without_filter(args: GRPOConfig) -> list[str]:
+    """Makes a configuration with the filter's settings TRL's own; gives those that had been set.
+
+    A recipe serves for its control then: `--algo trl_grpo` is the only difference.
+    """
+    settings = [setting for setting in fields(args) if setting.name.startswith("snr_")]
+    used = [setting.name for setting in settings if getattr(args, setting.name) != setting.default]
+    for setting in settings:
+        vars(args).pop(setting.name)
+    args.__class__ = GRPOConfig  # a new instance would check and derive again what this one has
+    return used
+
+
 def _parse(parser: TrlParser, args: list[str] | None) -> tuple[Any, ...]:
     try:
         return parse(parser, args)
@@ -270,24 +290,6 @@ def _run_folder(script_args: TrainArguments, training_args: Config, model_args: 
     return Path(str(training_args.output_dir))
 
 
-def last_complete_checkpoint(run: Path) -> Path | None:
-    """The latest checkpoint that was written to its end; a run can be killed while it writes one.
-
-    `trainer_state.json` is written after everything a resumed run needs, so one that can be read marks such a
-    checkpoint.
-    """
-
-    def is_complete(folder: Path) -> bool:
-        try:
-            json.loads((folder / "trainer_state.json").read_text())
-        except (FileNotFoundError, json.JSONDecodeError):
-            return False
-        return True
-
-    folders = sorted(run.glob("checkpoint-*"), key=lambda folder: int(folder.name.split("-")[1]), reverse=True)
-    return next(filter(is_complete, folders), None)
-
-
 def checkpoint_to_resume(run: Path, script_args: TrainArguments, training_args: TrainingArguments) -> Path | None:
     """Where training begins, in a folder without outcomes of an earlier one."""
     checkpoint = _find_checkpoint(run, script_args, training_args)
@@ -298,7 +300,7 @@ def checkpoint_to_resume(run: Path, script_args: TrainArguments, training_args: 
 
 def _find_checkpoint(run: Path, script_args: TrainArguments, training_args: TrainingArguments) -> Path | None:
     if training_args.resume_from_checkpoint is not None:
-        return Path(training_args.resume_from_checkpoint)
+        return check_complete(Path(training_args.resume_from_checkpoint))
     if script_args.resume:
         return last_complete_checkpoint(run)
     leftovers = [*run.glob("checkpoint-*"), *run.glob("evaluation_*.json")]
@@ -341,6 +343,7 @@ def _make_trainer(
     with checked_input():
         model = resolve_model(str(script_args.model))
         tasks = env.dataset(script_args.num_prompts, training_args.seed, data=script_args.data)
+        check_enough_prompts(tasks, training_args)
     make: Any = trainer_class  # each takes the configuration of its own algorithm
     trainer: Trainer = make(
         model,

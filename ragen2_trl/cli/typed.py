@@ -1,4 +1,4 @@
-"""What was typed is read here: arguments and files of `--config` become dataclasses, wrong input becomes one line."""
+"""What was typed is read here: arguments and YAML files become dataclasses, wrong input becomes one line."""
 
 import sys
 from collections.abc import Iterator, Sequence
@@ -10,6 +10,8 @@ from typing import Any, NoReturn, cast
 import yaml
 from trl import TrlParser
 
+from ragen2_trl.cli.shipped import recipe_path
+
 
 class InputError(ValueError):
     """What was typed, or a file that was named, cannot be used: the command line says so without a traceback."""
@@ -20,11 +22,12 @@ def checked_input() -> Iterator[None]:
     """Makes errors in here errors of input.
 
     Raises:
-        InputError: In place of a `ValueError`, an `OSError`, an `ImportError` or an error in YAML, with its message.
+        InputError: With the message of a `ValueError`, an `OSError`, an `ImportError`, a `NotImplementedError` or an
+            error in YAML.
     """
     try:
         yield
-    except (ValueError, OSError, ImportError) as error:
+    except (ValueError, OSError, ImportError, NotImplementedError) as error:
         raise InputError(str(error)) from error
     except yaml.YAMLError as error:
         raise InputError(f"config cannot be read as YAML: {' '.join(str(error).split())}") from error
@@ -37,7 +40,7 @@ def parser_of(command: str, *dataclasses: type, epilog: str | None = None) -> Tr
 
 
 def parse(parser: TrlParser, args: list[str] | None) -> tuple[Any, ...]:
-    """The dataclasses of a parser, filled from arguments and the file of `--config`.
+    """The dataclasses of a parser, filled from arguments and the files of `--recipe` and `--config`.
 
     Raises:
         InputError: If an argument is not known, which is told before anything else, or a value is not allowed.
@@ -46,17 +49,32 @@ def parse(parser: TrlParser, args: list[str] | None) -> tuple[Any, ...]:
     if "--help_all" in args:
         parser.print_help()
         raise SystemExit(0)
-    files, rest = config_files(args)
+    with checked_input():
+        files, rest = config_files(args)
     _, unknown = parser.parse_known_args(rest)
     if unknown:
         raise InputError(f"not known: {' '.join(unknown)}; `--help` lists the arguments.")
     with checked_input():
-        if len(files) < 2:
-            return parser.parse_args_and_config(args)
+        _choose_device(parser, [*(word.lstrip("-").partition("=")[0] for word in rest), *read_configs(files)])
+        if not files:
+            return parser.parse_args_and_config(rest)
+        if len(files) == 1:
+            return parser.parse_args_and_config(["--config", files[0], *rest])
         with TemporaryDirectory() as folder:  # TrlParser reads one file
             together = Path(folder) / "config.yaml"
             together.write_text(yaml.safe_dump(read_configs(files)))
             return parser.parse_args_and_config(["--config", str(together), *rest])
+
+
+def _choose_device(parser: TrlParser, given: Sequence[str]) -> None:
+    """Trains on the CPU, in float32, where there is nothing else and nobody has said what to train on."""
+    import torch  # not to ask for help
+    from rich.console import Console
+
+    trains = any(action.dest == "use_cpu" for action in parser._actions)
+    if trains and not torch.accelerator.is_available() and "use_cpu" not in given:
+        Console(stderr=True).print("No GPU here: training on the CPU.", highlight=False)
+        parser.set_defaults(use_cpu=True, **({} if {"bf16", "fp16"} & set(given) else {"bf16": False}))
 
 
 def refuse_in_a_line(parser: TrlParser) -> TrlParser:
@@ -71,11 +89,24 @@ def refuse_in_a_line(parser: TrlParser) -> TrlParser:
 
 
 def config_files(args: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The files named after `--config`, and the arguments without them."""
-    if "--config" not in args:
+    """The files of `--recipe`, then those of `--config`, and the arguments without them.
+
+    Raises:
+        ValueError: If there is no recipe of a name, or nothing comes after one of the two.
+    """
+    recipes, rest = _values_of("--recipe", args)
+    files, rest = _values_of("--config", rest)
+    return [*(str(recipe_path(name)) for name in recipes), *files], rest
+
+
+def _values_of(option: str, args: Sequence[str]) -> tuple[list[str], list[str]]:
+    """What comes after an option, and the arguments without both."""
+    if option not in args:
         return [], list(args)
-    place = args.index("--config")
+    place = args.index(option)
     after = next((n for n in range(place + 1, len(args)) if args[n].startswith("--")), len(args))
+    if after == place + 1:
+        raise ValueError(f"{option[2:]} must be followed by one or more names, got none")
     return list(args[place + 1 : after]), [*args[:place], *args[after:]]
 
 
@@ -87,7 +118,7 @@ def read_configs(files: Sequence[str]) -> dict[str, Any]:
     """
     settings: dict[str, Any] = {}
     for file in files:
-        read = yaml.safe_load(Path(file).read_text()) or {}
+        read = yaml.safe_load(Path(file).read_text(encoding="utf-8")) or {}
         if not isinstance(read, dict):
             raise ValueError(f"config must be a YAML mapping, got a {type(read).__name__} in {file}")
         settings |= read

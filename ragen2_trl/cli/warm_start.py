@@ -1,7 +1,7 @@
 """Warm start: supervised fine-tuning on demonstrations, so that a model solves some tasks before RL begins.
 
-    python scripts/warm_start.py --config recipes/warm_start_tiny.yaml
-    python scripts/warm_start.py --model_name_or_path Qwen/Qwen2.5-0.5B-Instruct --env_args size=5
+    ragen2-trl warm-start --recipe warm_start_tiny
+    ragen2-trl warm-start --model_name_or_path Qwen/Qwen2.5-0.5B-Instruct --env_args size=5
 
 Takes the arguments below together with those of `trl.SFTConfig` and `trl.ModelConfig`.
 """
@@ -18,6 +18,7 @@ from ragen2_trl.cli.arguments import WarmStartArguments, parse_env_args
 from ragen2_trl.cli.console import make_console
 from ragen2_trl.cli.typed import checked_input, parse, parser_of
 from ragen2_trl.envs import make_env
+from ragen2_trl.redaction import with_hidden_credentials
 from ragen2_trl.tiny import resolve_model
 from ragen2_trl.tiny.build import build_model, build_tokenizer
 
@@ -44,6 +45,7 @@ def main(args: list[str] | None = None) -> None:
         quantization_config=get_quantization_config(model_args),
         callbacks=[live_line],
     )
+    trainer.args = with_hidden_credentials(trainer.args)  # which checkpoints hold
     trainer.remove_callback(PrinterCallback)
     try:
         trainer.train(resume_from_checkpoint=training_args.resume_from_checkpoint)

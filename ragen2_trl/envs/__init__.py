@@ -22,15 +22,17 @@ from ragen2_trl.envs.deepcoder import DeepCoder, RagenDeepCoder
 from ragen2_trl.envs.frozen_lake import FrozenLake, RagenFrozenLake
 from ragen2_trl.envs.metamath_qa import MetaMathQA, RagenMetaMathQA
 from ragen2_trl.envs.mixture import TaskMixture
+from ragen2_trl.envs.own_data import DatasetEnvironment
 from ragen2_trl.envs.ragen2 import RagenProtocol
+from ragen2_trl.envs.reasoning_gym import ReasoningGym
 from ragen2_trl.envs.responses import Response, completion_text, format_response, parse_response
 from ragen2_trl.envs.search_qa import RagenSearchQA, SearchQA
 from ragen2_trl.envs.sokoban import RagenSokoban, Sokoban
 from ragen2_trl.envs.webshop import RagenWebShop, WebShop
+from ragen2_trl.names import named_object
 
-ENVIRONMENTS: dict[str, type[Environment]] = {
-    task.name: task for task in (FrozenLake, Sokoban, Countdown, MetaMathQA, SearchQA, WebShop, DeepCoder, Bandit)
-}
+_TASKS = (FrozenLake, Sokoban, Countdown, MetaMathQA, SearchQA, WebShop, DeepCoder, Bandit, ReasoningGym)
+ENVIRONMENTS: dict[str, type[Environment]] = {task.name: task for task in _TASKS}
 # By name: each task as somebody else has configured it.
 PRESETS: dict[str, dict[str, type[RagenProtocol]]] = {
     "ragen2": {
@@ -53,7 +55,7 @@ def make_env(name: str, preset: str | None = None, **options: Any) -> Environmen
     """The task called `name`, with the options its class takes.
 
     Args:
-        name: One of `ENVIRONMENTS`.
+        name: One of `ENVIRONMENTS`, or `package.module:Class` of a task of your own.
         preset: `"ragen2"` for the task as RAGEN-2 configures it; see `PRESETS`.
         **options: Those of the task's class, see `options_of`.
 
@@ -64,10 +66,10 @@ def make_env(name: str, preset: str | None = None, **options: Any) -> Environmen
     >>> make_env("frozen_lake", size=5).name
     'frozen_lake'
     """
-    check_choice("environment", name, sorted(ENVIRONMENTS))
+    task = task_class(name)
     if preset is not None:
-        check_choice("preset", preset, sorted(PRESETS))
-    task = ENVIRONMENTS[name] if preset is None else PRESETS[preset][name]
+        check_choice("preset", preset, presets_of(name))
+        task = PRESETS[preset][name]
     allowed = options_of(task)
     unknown = sorted(set(options) - set(allowed))
     if unknown:
@@ -77,6 +79,26 @@ def make_env(name: str, preset: str | None = None, **options: Any) -> Environmen
     if preset is not None:
         env.options = {"preset": preset, **options}  # from which it can be made again
     return env
+
+
+def task_class(name: str) -> type[Environment]:
+    """The class of a task, by one of `ENVIRONMENTS` or as `package.module:Class`.
+
+    Raises:
+        ValueError: If there is no such class, or it is no task.
+    """
+    if ":" not in name:
+        check_choice("environment", name, [*sorted(ENVIRONMENTS), "package.module:Class"])
+        return ENVIRONMENTS[name]
+    task = named_object(name, "environment")
+    if not (isinstance(task, type) and issubclass(task, Environment)):
+        raise ValueError(f"environment={name!r} must name a subclass of ragen2_trl.envs.Environment, got {task!r}")
+    return task
+
+
+def presets_of(name: str) -> list[str]:
+    """The presets that a task has."""
+    return sorted(preset for preset, tasks in PRESETS.items() if name in tasks)
 
 
 def options_of(task: type[Environment]) -> dict[str, inspect.Parameter]:
@@ -102,6 +124,7 @@ __all__ = [
     "PRESETS",
     "Bandit",
     "Countdown",
+    "DatasetEnvironment",
     "DeepCoder",
     "Environment",
     "Episode",
@@ -110,6 +133,7 @@ __all__ = [
     "Limits",
     "MetaMathQA",
     "Play",
+    "ReasoningGym",
     "Response",
     "SearchQA",
     "Sokoban",
@@ -121,5 +145,7 @@ __all__ = [
     "make_env",
     "options_of",
     "parse_response",
+    "presets_of",
     "respond_all",
+    "task_class",
 ]

@@ -13,6 +13,7 @@ import inspect
 import itertools
 import os
 import random
+import shlex
 from abc import ABC, abstractmethod
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -25,7 +26,7 @@ from typing import Any, ClassVar, TypeAlias
 from datasets import Dataset
 from PIL import Image
 
-from ragen2_trl.columns import EPISODE
+from ragen2_trl.columns import EPISODE, SUCCESS
 from ragen2_trl.envs.checks import check_choice, check_count, check_flags, check_installed, check_limits
 from ragen2_trl.envs.responses import TAGS, Completion, Response, completion_text, format_response, parse_response
 from ragen2_trl.envs.tasks import SPLITS, Row
@@ -586,7 +587,8 @@ class Environment(ABC):
         It gives the return of each episode: the rewards of its actions and -0.1 for each invalid turn. In single-turn
         play it plays the completions; in multi-turn play `TextRollout` has played them. Where TRL offers `log_metric`
         it logs `env/<name>/success`, `return`, `turns`, `valid_rate` and `pass@k` with the k completions of a prompt
-        on this process. Use it or `success_func`, not both: each plays the completions of single-turn play.
+        on this process, and with `log_extra` a column `success` of single completions. Use it or `success_func`, not
+        both: each plays the completions of single-turn play.
         """
         return [self._reward_func(f"{self.name}_return", "episode_return", self.returns)]
 
@@ -667,6 +669,23 @@ class Environment(ABC):
             raise ValueError(f"num must be larger, the solver has solved none of {num} tasks of {self.name}")
         return Dataset.from_list(solved)
 
+    @property
+    def qualified_name(self) -> str:
+        """What `make_env` calls the task: its name, or `package.module:Class` of one that is not of this package."""
+        ours = type(self).__module__.startswith(__name__.partition(".")[0] + ".")
+        return self.name if ours else f"{type(self).__module__}:{type(self).__qualname__}"
+
+    @property
+    def warm_start(self) -> str | None:
+        """The command that trains a model on demonstrations of this task, `None` where there are none."""
+        try:
+            self.demonstrations(8, seed=0)
+        except (NotImplementedError, ValueError):
+            return None
+        options = [f"{name}={value}" for name, value in self.options.items()]
+        arguments = ["--env_name", self.qualified_name, *(["--env_args", *options] if options else [])]
+        return shlex.join(["ragen2-trl", "warm-start", *arguments, "--model_name_or_path"]) + " <your model>"
+
     def _demonstration(self, row: Row, seed: int) -> dict[str, Any] | None:
         rng = random.Random(f"demonstration/{seed}/{row['seed']}")
         play = self.play(row, rng)
@@ -684,10 +703,13 @@ class Environment(ABC):
             seed: Sequence[int],
             trainer_state: Any = None,
             log_metric: Callable[[str, float], None] | None = None,
+            log_extra: Callable[[str, list[Any]], None] | None = None,
             **columns: Any,
         ) -> list[float]:
             step = 0 if trainer_state is None else trainer_state.global_step
             outcomes = self.outcomes(prompts, completions, seed, columns, step)
+            if log_extra is not None:
+                log_extra(SUCCESS, [float(outcome.success) for outcome in outcomes])
             if log_metric is not None:
                 for key, value in mean_outcomes(outcomes, seed).items():
                     log_metric(f"env/{self.name}/{key}", value)

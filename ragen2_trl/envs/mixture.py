@@ -6,7 +6,7 @@ from typing import Any, TypeAlias
 
 from datasets import Dataset, concatenate_datasets
 
-from ragen2_trl.columns import ALL_TASKS, TASK
+from ragen2_trl.columns import ALL_TASKS, SUCCESS, TASK
 from ragen2_trl.envs.base import Environment, EpisodeOutcome, OnPlayed, Play, RewardFunc, mean_outcomes, nobody_looks
 from ragen2_trl.envs.checks import check_count
 from ragen2_trl.envs.responses import Completion
@@ -131,6 +131,12 @@ class TaskMixture:
         return concatenate_datasets([env.demonstrations(count, seed) for env, count in envs])
 
     @property
+    def warm_start(self) -> str | None:
+        """A command for each task that has one, see `Environment.warm_start`."""
+        commands = [env.warm_start for env in self.environments.values()]
+        return "; ".join(filter(None, commands)) or None
+
+    @property
     def reward_funcs(self) -> list[RewardFunc]:
         """One function for TRL trainers: the return of each episode, by the rules of its task.
 
@@ -161,6 +167,7 @@ class TaskMixture:
             seed: Sequence[int],
             trainer_state: Any = None,
             log_metric: Callable[[str, float], None] | None = None,
+            log_extra: Callable[[str, list[Any]], None] | None = None,
             **columns: Any,
         ) -> list[float]:
             step = 0 if trainer_state is None else trainer_state.global_step
@@ -177,6 +184,8 @@ class TaskMixture:
                 )
                 for row, outcome in zip(rows, of_task, strict=True):
                     outcomes[row] = outcome
+            if log_extra is not None:
+                log_extra(SUCCESS, [float(outcome.success) for outcome in outcomes])
             if log_metric is not None:
                 distinct: dict[tuple[str, int], int] = {}  # tasks of two kinds may have the same seed
                 keys = [distinct.setdefault(key, len(distinct)) for key in zip(columns[TASK], seed, strict=True)]

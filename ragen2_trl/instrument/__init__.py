@@ -1,8 +1,9 @@
 """The instrument tells whether a model's reasoning still depends on its input.
 
 `reasoning` finds the reasoning in sampled token ids, `scoring` its log-probs under every prompt, `information` what
-they say, and `diagnosis` goes all the way; `verdict` decides what the measurements of a run mean. `gradients` and
-`forecast` say how much of an update is signal, and what filtering would do. Nothing here knows TRL or a task.
+they say, and `diagnosis` goes all the way; `verdict` decides what the measurements of a run mean. `health` tells
+whether training is failing, which is another question. `gradients` and `forecast` say how much of an update is signal,
+and what filtering would do. Nothing here knows TRL or a task.
 """
 
 from ragen2_trl.instrument.diagnosis import (
@@ -16,6 +17,7 @@ from ragen2_trl.instrument.diagnosis import (
     measure_trajectory,
     measure_trajectory_reference,
 )
+from ragen2_trl.instrument.health import Alarm, Health, health
 from ragen2_trl.instrument.information import MarginalStdEMA, information_metrics
 from ragen2_trl.instrument.reasoning import Trajectories, Turn, find_turns
 from ragen2_trl.instrument.scoring import ContextLengthError, count_tokens, cross_score
@@ -24,9 +26,11 @@ from ragen2_trl.instrument.verdict import Evidence, Finding, Regime, chance_p_va
 __all__ = [
     "REFERENCE_SCOPE",
     "SCOPES",
+    "Alarm",
     "ContextLengthError",
     "Evidence",
     "Finding",
+    "Health",
     "MarginalStdEMA",
     "Measurement",
     "NotMeasurableError",
@@ -40,6 +44,7 @@ __all__ = [
     "cross_score",
     "find_turns",
     "headline",
+    "health",
     "in_numbers",
     "information_metrics",
     "judge",

@@ -38,6 +38,9 @@ Rows = Sequence[tuple[tuple[int, ...], int]]  # ids of each completion, and how 
 # chunks are fastest (benchmarks/cross_score.py): less padding, and less memory to be mapped for logits.
 MAX_TOKENS_CPU, MAX_TOKENS = 1024, 8192
 MAX_LOGITS_CPU, MAX_LOGITS = 2**27, 2**29  # 512 MiB in float32, 1 GiB in bfloat16
+# Times `max_tokens_per_forward` that rows and the prompt before each may be together, in tokens: attention holds a
+# layer's keys and values of all of them.
+ATTENDED = 16
 # Logits that are normalised at once, in float32; few enough to stay in a cache.
 LOGITS_SLICE = 2**18
 # Nats by which two orders of operations may differ at a token: rounding makes a tenth of it, a wrong cache whole nats.
@@ -69,8 +72,9 @@ def cross_score(
             but their log-probability is not counted. Default: none.
         temperature: Divides the logits, as in sampling.
         max_tokens_per_forward: Upper bound for the padded tokens of one forward pass over completions, and over
-            prompt and completions where the prompt cannot be reused; a longer one runs alone. Default: 1024 on a CPU
-            and 8192 elsewhere, fewer for large vocabularies.
+            prompt and completions where the prompt cannot be reused; a longer one runs alone. Where it is reused, rows
+            with the prompt before each are at most 16 times as many. Default: 1024 on a CPU and 8192 elsewhere, fewer
+            for large vocabularies.
         split_over_processes: Whether the processes of `torch.distributed` each score a share of the prompts. All of
             them must then make this call with the same arguments, and run the same number of forward passes, so that
             a sharded model never waits for one of them. All get the whole matrix.
@@ -189,9 +193,13 @@ class _Scorer:
         self.temperature = temperature
         self.distributed = distributed
         self.device = next(model.parameters()).device
-        self.chunks = _chunks(rows, self.device, lambda count, shortest, longest: count * longest <= max_tokens)
         # As many for each prompt, because processes keep step.
         before = max(map(len, prompts))
+        self.chunks = _chunks(
+            rows,
+            self.device,
+            lambda count, least, most: count * most <= max_tokens and count * (before + most) <= ATTENDED * max_tokens,
+        )
         self.in_full = _chunks(
             rows, self.device, lambda count, least, most: least == most and count * (before + most) <= max_tokens
         )

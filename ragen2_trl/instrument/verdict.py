@@ -1,8 +1,9 @@
-"""What may be said of the measurements of a run: the one place that decides, and that puts it into text.
+"""Whether reasoning depends on its prompt, by the measurements of a run: the one place that decides, and says it.
 
-Log, warning, card, report and `diagnose` all say the same. A measurement has a verdict only if it could have come out
-otherwise, and *collapse* is a change: it is said only of reasoning that has depended on its prompt before the weights
-moved on, and whose upper confidence bound has come down.
+It is not said that training fails: on real runs success has gone on rising while reasoning became a template. What
+warns of failure is in `health`. Log, warning, card, report and `diagnose` all say the same. A measurement has a
+verdict only if it could have come out otherwise, and *collapse* is a change: it is said only of reasoning that has
+depended on its prompt before the weights moved on, and whose upper confidence bound has come down.
 """
 
 import math
@@ -35,7 +36,6 @@ RATIO = 0.5  # dependence below this share of its best is a collapse; of full de
 MIN_STREAK = 2  # measurements in a row that make a collapse: one alone may be a batch of hard prompts
 ENTROPY_RATIO = 0.5  # H(Z|X) per token is low below this share of its start: models and tasks differ too much
 LOW_ENTROPY = 0.1  # nats per token; where there is no start: the sampled token has a probability of 0.9
-FORMAT_RATIO = 0.5  # share of closed reasoning, of that at the start, below which the format has collapsed
 FOREIGN_ALPHA = 1e-3  # see `is_foreign`
 # Optimizer steps between measurements where every step is logged. One costs about half a step of the demo, so that it
 # stays below a twentieth of the run.
@@ -52,11 +52,8 @@ REGIMES = {
     "inconclusive": "Too few reasoning traces to tell",
     "foreign": "Does not belong to these prompts, or not to this model",
 }
-COLLAPSED = {
-    "template_collapse": "Template collapse",
-    "low_entropy_collapse": "Low-entropy collapse",
-    "format_collapse": "Format collapse",
-}
+BECOME = {"template_collapse": "a template", "low_entropy_collapse": "nearly the same words for every prompt"}
+NOT_FAILURE = "On real runs success has gone on rising in this state."
 CUT_RATIO = 0.5  # share of completions cut at the length limit, from which that is said to be why nothing is closed
 ROUNDING = 1e-6  # of a hit: means of shares are not exact
 
@@ -140,7 +137,6 @@ class Finding:
         best: The earlier one that its reasoning is compared with, the one that depended most surely; if any.
         since: Optimizer step of the first measurement of a collapse; `None` outside of one.
         upper: What retrieval accuracy may be at most, at 1 - `ALPHA`, by all measurements of the collapse together.
-        format_since: Optimizer step of the first measurement of a format collapse; `None` outside of one.
     """
 
     regime: Regime
@@ -150,7 +146,6 @@ class Finding:
     best: Evidence | None = None
     since: int | None = None
     upper: float = 1.0
-    format_since: int | None = None
 
     @property
     def is_collapsed(self) -> bool:
@@ -171,10 +166,10 @@ class Finding:
 
 @dataclass(frozen=True)
 class Collapse:
-    """Consecutive measurements, two at least, in one of the collapsed regimes or without the format of reasoning.
+    """Consecutive measurements, two at least, in one of the collapsed regimes.
 
     Args:
-        regime: `template_collapse`, `low_entropy_collapse` or `format_collapse`.
+        regime: `template_collapse` or `low_entropy_collapse`.
         first: Optimizer step of the first of them.
         last: Optimizer step of the last; `None` if the run ended with it.
     """
@@ -262,14 +257,11 @@ def judge(measurements: Sequence[Evidence]) -> list[Finding]:
         [one.updates != 0 and not one.is_foreign for one in measurements],
     )
     findings: list[Finding] = []
-    low_since = format_since = None
-    format_streak = 0
+    low_since = None
     for t, evidence in enumerate(measurements):
         before, streak = (int(path.streak[t - 1]) if t else 0), int(path.streak[t])
         if streak <= 1:  # where it goes on beyond a measurement that says nothing, it began earlier
             low_since = low_since if streak == before == 1 else evidence.step
-        format_streak = format_streak + 1 if _lost_format(evidence, start) else 0
-        format_since = (format_since if format_streak > 1 else evidence.step) if format_streak else None
         best = int(path.best[t])
         bound = LOW_ENTROPY if evidence.step is None else ENTROPY_RATIO * start.conditional_entropy_token
         is_low = evidence.conditional_entropy_token < bound
@@ -283,28 +275,20 @@ def judge(measurements: Sequence[Evidence]) -> list[Finding]:
                 best=measurements[best] if best >= 0 else None,
                 since=low_since if path.collapsed[t] else None,
                 upper=upper_bound(float(path.streak_hits[t]), trials, ALPHA) if trials else 1.0,
-                format_since=format_since if format_streak >= MIN_STREAK else None,
             )
         )
     return findings
 
 
 def collapses(findings: Sequence[Finding]) -> list[Collapse]:
-    """All there were, the latest last: one that lasts, and a regime rather than a format."""
+    """All there were, the latest last."""
     found = []
-    for regimes, since in (
-        ([one.regime if one.is_collapsed else "" for one in findings], [one.since for one in findings]),
-        (
-            ["" if one.format_since is None else "format_collapse" for one in findings],
-            [one.format_since for one in findings],
-        ),
-    ):
-        for is_collapsed, numbers in groupby(range(len(findings)), key=lambda number: bool(regimes[number])):
-            streak = list(numbers)
-            if is_collapsed:
-                last = None if streak[-1] == len(findings) - 1 else findings[streak[-1]].evidence.step
-                found.append(Collapse(regimes[streak[-1]], since[streak[0]] or 0, last))
-    return sorted(found, key=lambda one: (one.last is None, one.last or 0, one.regime in COLLAPSES))
+    for is_collapsed, group in groupby(findings, key=lambda finding: finding.is_collapsed):
+        streak = list(group)
+        if is_collapsed:
+            last = None if streak[-1] is findings[-1] else streak[-1].evidence.step
+            found.append(Collapse(streak[-1].regime, streak[0].since or 0, last))
+    return found
 
 
 def status(findings: Sequence[Finding], step: int = 0) -> Status:
@@ -370,12 +354,6 @@ def _regime(evidence: Evidence, is_low: bool, path: Dependence, t: int) -> Regim
     return "independent" if conclusive else "inconclusive"
 
 
-def _lost_format(evidence: Evidence, start: Evidence) -> bool:
-    if evidence.valid_thinking_rate is None or start.valid_thinking_rate is None:
-        return False
-    return evidence.valid_thinking_rate < FORMAT_RATIO * start.valid_thinking_rate
-
-
 # Text
 
 
@@ -390,13 +368,14 @@ def headline(findings: Sequence[Finding], step: int = 0) -> str:
     last, found, how = findings[-1], collapses(findings), status(findings, step)
     latest = found[-1] if found else None
     if how == "collapsed" and latest is not None:
-        text = f"{COLLAPSED[latest.regime]} since step {latest.first}"
+        text = _become(latest.regime, latest.first)
     elif how == "open":
         text = _open(last)
     elif how == "suspect":
         text = _suspect(last)
     elif how == "recovered" and latest is not None:
-        text = f"Recovered: {COLLAPSED[latest.regime].lower()} from step {latest.first} to {latest.last}"
+        was = f"it was {BECOME[latest.regime]} from step {latest.first} to {latest.last}"
+        text = f"Reasoning depends on its prompt again: {was}"
     else:
         text = f"{_subject(last.evidence)} depends on its prompt"
     return text if last.evidence.valid_thinking_rate != 0 else f"{text} ({_unclosed(last.evidence)})"
@@ -439,7 +418,7 @@ def in_numbers(finding: Finding) -> str:
 
 
 def warnings(findings: Sequence[Finding]) -> dict[str, str]:
-    """Warnings of bad states that begin with the last measurement, by regime.
+    """What begins with the last measurement and should be known, by regime.
 
     There is none of a low-entropy collapse: entropy shows it, too.
     """
@@ -451,23 +430,18 @@ def warnings(findings: Sequence[Finding]) -> dict[str, str]:
     # Of one collapse, entropy may cross its bound again and again.
     told = any(one.since == last.since and one.regime == last.regime for one in findings[:-1])
     if last.regime == "template_collapse" and not told:
-        texts["template_collapse"] = f"{place}{_since('template_collapse', last.since)}. {in_numbers(last)}"
-    if last.format_since is not None and (before is None or before.format_since is None):
-        valid, was = last.evidence.valid_thinking_rate, last.start.valid_thinking_rate
-        texts["format_collapse"] = (
-            f"{place}{_since('format_collapse', last.format_since)}. {valid:.0%} of turns hold reasoning that a tag "
-            f"closes, {was:.0%} at step {last.start.step}."
-        )
+        said = _become("template_collapse", last.since)
+        texts["template_collapse"] = f"{place}{said}. {NOT_FAILURE} {in_numbers(last)}"
     return texts
 
 
 def collapse_label(collapse: Collapse) -> str:
     """What a collapse is called beside a curve."""
-    return COLLAPSED[collapse.regime].lower()
+    return "a template" if collapse.regime == "template_collapse" else "the same words"
 
 
-def _since(regime: str, step: int | None) -> str:
-    return f"{COLLAPSED[regime]} since step {step}"
+def _become(regime: str, step: int | None) -> str:
+    return f"Reasoning has become {BECOME[regime]}: since step {step} it says little about its prompt"
 
 
 def _subject(evidence: Evidence) -> str:

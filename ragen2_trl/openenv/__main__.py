@@ -6,7 +6,7 @@ import uvicorn
 from transformers import HfArgumentParser
 
 from ragen2_trl.cli.arguments import EnvironmentArguments
-from ragen2_trl.envs import ENVIRONMENTS, TaskMixture
+from ragen2_trl.envs import TaskMixture, task_class
 from ragen2_trl.envs.tasks import SPLITS
 from ragen2_trl.openenv.server import DEFAULT_NUM_TASKS, make_server
 
@@ -46,7 +46,7 @@ def server_of(arguments: ServeArguments) -> uvicorn.Server:
     Raises:
         ValueError: If an argument is outside its range.
     """
-    if arguments.env_name in ENVIRONMENTS and ENVIRONMENTS[arguments.env_name].tools is not None:
+    if "," not in arguments.env_name and task_class(arguments.env_name).tools is not None:
         arguments.env_args = ["protocol=tools", *arguments.env_args]
     env = arguments.make_env()
     if isinstance(env, TaskMixture):

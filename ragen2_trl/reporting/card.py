@@ -8,6 +8,8 @@ from typing import Any
 
 from huggingface_hub import EvalResult, ModelCard
 
+from ragen2_trl.instrument.verdict import NOT_FAILURE
+from ragen2_trl.reporting.examples import printable
 from ragen2_trl.reporting.files import DIAGNOSTICS, EVALUATIONS, STATE_FILE
 from ragen2_trl.reporting.held_out import HeldOutPoint
 from ragen2_trl.reporting.run import FIRST_TURN, Run
@@ -15,6 +17,7 @@ from ragen2_trl.reporting.run import FIRST_TURN, Run
 HEADING = "## Training diagnostics"
 TAGS = ("ragen2", "trl")
 MAX_CHARS = 500  # of a text of others
+MAX_ALARMS = 10  # the latest
 MEAN_OVER = 10  # log rows: single training steps are noisy
 
 FIGURES = {  # of the run's folder, in the order of the card
@@ -82,7 +85,7 @@ def add_diagnostics(
 
 def headline(run: Run) -> str:
     """One paragraph of Markdown for the head of a card: verdict, state, and the number behind the verdict."""
-    sentences = [_verdict(run), *_beside(run), _state(run)]
+    sentences = [*_failure(run), _verdict(run), *_beside(run), _state(run)]
     if run.evidence:  # and not the log, whose rows are of later steps where not every step has one
         last = run.evidence[-1]
         sentences.append(
@@ -94,7 +97,9 @@ def headline(run: Run) -> str:
 
 def diagnostics_section(run: Run) -> str:
     """Markdown: verdict and state of the run, its numbers, its figures, and how it was made."""
-    lines = [HEADING, "", " ".join([_verdict(run), *_beside(run), _state(run)]), ""]
+    lines = [HEADING, "", " ".join([*_failure(run), _verdict(run), *_beside(run), _state(run)]), ""]
+    lines += [f"- {inline(alarm.sentence)}" for alarm in run.alarms[-MAX_ALARMS:]]
+    lines += [""] if run.alarms else []
     rows = _table(run)
     if rows:
         lines += ["| | first | last | best |", "|---|---|---|---|"]
@@ -163,7 +168,7 @@ def eval_result(task: str, split: str, metric: str, name: str, value: float, sou
     return EvalResult(
         task_type="reinforcement-learning",
         dataset_type=_dataset_type(task),
-        dataset_name=task,
+        dataset_name=printable(task),
         dataset_split=split,
         metric_type=metric,
         metric_name=name,
@@ -201,7 +206,13 @@ def mean_span(count: int) -> int:
 def _verdict(run: Run) -> str:
     if not run.regimes:
         return "Whether reasoning depends on its prompt was not measured."
-    return f"**{run.verdict}.**"
+    calm = f" {NOT_FAILURE}" if run.verdict_status == "collapsed" else ""
+    return f"**{run.verdict}.**{calm}"
+
+
+def _failure(run: Run) -> list[str]:
+    """The sentence that comes first where training is failing."""
+    return [f"**{inline(run.failure.sentence)}**"] if run.failure else []
 
 
 def _beside(run: Run) -> list[str]:
@@ -366,7 +377,7 @@ def _count(number: int, noun: str) -> str:
 
 def code(text: str) -> str:
     """Text of others as Markdown code in one line: nothing in it is markup, or ends a cell of a table."""
-    return f"`{' '.join(re.sub('[`|]', ' ', text[:MAX_CHARS]).split())}`"
+    return f"`{' '.join(re.sub('[`|]', ' ', printable(text[:MAX_CHARS])).split())}`"
 
 
 def inline(text: str) -> str:
@@ -375,4 +386,6 @@ def inline(text: str) -> str:
     >>> inline("<b>1.0</b>[x](y)")
     '&lt;b&gt;1.0&lt;/b&gt;\\\\[x\\\\]\\\\(y\\\\)'
     """
-    return re.sub(r"([\\`*_\[\]()#|!~$])", r"\\\1", html.escape(" ".join(text[:MAX_CHARS].split()), quote=False))
+    return re.sub(
+        r"([\\`*_\[\]()#|!~$])", r"\\\1", html.escape(" ".join(printable(text[:MAX_CHARS]).split()), quote=False)
+    )

@@ -1,7 +1,7 @@
 """The files of a run's folder have their names here, and are read and written here.
 
-Whatever this package writes, it writes by `write_json`, `append_json` or `write_text`, which hide credentials;
-pictures apart.
+Whatever this package shows, it writes by `write_json`, `append_json` or `write_text`, which hide credentials; pictures
+apart. What it reads back to go on from is written by `write_private`, as it is.
 """
 
 import json
@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from ragen2_trl.reporting.redaction import MARKUP_ENDS, hide_credentials, without_credentials
+from ragen2_trl.redaction import MARKUP_ENDS, hide_credentials, without_credentials
 
 # Names of the parts of a run's folder. What begins with an underscore is left out when transformers uploads it:
 # measurements and episodes hold prompts and completions word by word.
@@ -27,6 +27,8 @@ OUTCOMES = (HISTORY_FILE, "summary.json", EVALUATIONS["after"])
 # What reading a file may end with that is broken, or of another form: brackets nested without end, and numbers too
 # large for a tensor, among them.
 UNREADABLE = (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RuntimeError)
+
+UNFINISHED = ".unfinished."  # beginning of the names of files that are being written
 
 _STEP = re.compile(r"[a-z]+_(\d+)")  # the name of a numbered file
 
@@ -80,6 +82,16 @@ def write_text(path: Path, text: str) -> None:
     _write_whole(path, hide_credentials(text, MARKUP_ENDS))
 
 
+def write_private(path: Path, text: str) -> None:
+    """Write what is read back, such as settings: as it is, so that nobody but its owner may read it."""
+
+    def write(unfinished: Path) -> None:
+        unfinished.touch(0o600)
+        unfinished.write_text(text, encoding="utf-8")
+
+    replace_whole(path, write)
+
+
 def unreadable(path: Path, error: Exception) -> str:
     """A file that cannot be read, in words."""
     return f"{path.name} cannot be read and is left out ({type(error).__name__}: {str(error)[:200]})."
@@ -95,9 +107,15 @@ def _write_whole(path: Path, text: str) -> None:
 
 def replace_whole(path: Path, write: Callable[[Path], object]) -> None:
     """The same for a file that `write` writes."""
-    unfinished = path.with_name(f".{os.getpid()}.{path.name}")  # another process may be writing it, too
+    unfinished = path.with_name(f"{UNFINISHED}{os.getpid()}.{path.name}")  # another process may be writing it, too
     try:
         write(unfinished)
         os.replace(unfinished, path)
     finally:
         unfinished.unlink(missing_ok=True)
+
+
+def remove_unfinished(folder: Path, name: str = "*") -> None:
+    """Remove what kills have left of files of this name, or of any; for who knows that nobody is writing them."""
+    for path in folder.glob(f"{UNFINISHED}*.{name}"):
+        path.unlink(missing_ok=True)

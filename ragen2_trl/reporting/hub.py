@@ -7,9 +7,9 @@ from huggingface_hub import DatasetCard, HfApi, metadata_update
 from huggingface_hub.repocard_data import eval_results_to_model_index
 
 from ragen2_trl.envs import Environment
+from ragen2_trl.redaction import MARKUP_ENDS, hide_credentials
 from ragen2_trl.reporting.card import HELD_OUT_SUCCESS, code, eval_result, file_url
 from ragen2_trl.reporting.files import DIAGNOSTICS, json_text
-from ragen2_trl.reporting.redaction import MARKUP_ENDS, hide_credentials
 from ragen2_trl.reporting.settings import public
 
 PAPER = "[arXiv 2604.06268](https://arxiv.org/abs/2604.06268)"
@@ -101,7 +101,7 @@ def publish_metrics(
 def _describe(env: Environment, splits: Mapping[str, Dataset], repo_id: str, seed: int, data: str | None) -> str:
     """The card's text. Rules and an example stand in a block of code: they may hold anything."""
     options = "".join(f", {name}={value!r}" for name, value in public(dict(env.options)).items())
-    made = f'make_env("{env.name}"{options})'
+    made = f'make_env("{env.qualified_name}"{options})'
     source = "Made by its generator" if data is None else f"They come from {code(str(public(data)))}"
     counts = ", ".join(f"{len(rows)} of the split `{split}`" for split, rows in splits.items())
     columns = ", ".join(f"`{name}`" for name in splits["train"].column_names if name != "prompt")

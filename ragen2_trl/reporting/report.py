@@ -175,10 +175,11 @@ def distinct_labels(folders: Sequence[Path]) -> list[str]:
 
 
 def headline(parts: Sequence[RunSection]) -> str:
-    """What the page says first: what was gained, which of the runs collapsed, and when."""
+    """What the page says first: what was gained, which of the runs are failing, and what became of reasoning."""
     gains = [gain for part in parts if (gain := _gain(part, alone=len(parts) == 1))]
     trained = [part for part in parts if not part.run.is_played]
-    return "; ".join([*gains[:MAX_NAMED], *([_collapses(trained or parts)] if trained or not gains else [])])
+    said = [*_failures(trained), _collapses(trained or parts)] if trained or not gains else []
+    return "; ".join([*gains[:MAX_NAMED], *said])
 
 
 def _gain(part: RunSection, alone: bool) -> str:
@@ -192,16 +193,24 @@ def _gain(part: RunSection, alone: bool) -> str:
     return f"{name}held-out success {before['success']:.0%} → {after['success']:.0%}"
 
 
+def _failures(parts: Sequence[RunSection]) -> list[str]:
+    failing = [f"{_quoted(part)} since step {part.run.failure.step}" for part in parts if part.run.failure]
+    if not failing:
+        return []
+    named = ", ".join(failing[:MAX_NAMED]) + (f" and {len(failing) - MAX_NAMED} more" * (len(failing) > MAX_NAMED))
+    return [f"training is failing in {len(failing)} of {len(parts)} runs: {named}"]
+
+
 def _collapses(parts: Sequence[RunSection]) -> str:
     if len(parts) == 1:
         return f"{_quoted(parts[0])}: {_lower(parts[0].run.verdict)}"
     collapsed = [part for part in parts if part.verdict_status == "collapsed"]
-    named = "; ".join(f"{_quoted(part)}, {_lower(part.run.verdict)}" for part in collapsed[:MAX_NAMED])
+    named = ", ".join(f"{_quoted(part)} since step {part.run.collapses[-1].first}" for part in collapsed[:MAX_NAMED])
     if all(part.verdict_status == "unknown" for part in parts):
         return f"None of {len(parts)} runs was measured"
     all_measured = all(part.verdict_status != "unknown" for part in parts)
-    none = "No run is collapsed" if all_measured else "No measured run is collapsed"
-    words = [f"{len(collapsed)} of {len(parts)} runs collapsed: {named}" if collapsed else none]
+    none = f"In no {'' if all_measured else 'measured '}run has reasoning become a template"
+    words = [f"In {len(collapsed)} of {len(parts)} runs reasoning is a template: {named}" if collapsed else none]
     if len(collapsed) > MAX_NAMED:
         words.append(f"{len(collapsed) - MAX_NAMED} more")
     for status, was in (("recovered", "recovered"), ("open", "without shown dependence"), ("unknown", "not measured")):

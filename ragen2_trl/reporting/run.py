@@ -9,6 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from ragen2_trl.instrument.health import COMPLEMENTS, SIGNALS, Alarm, health
 from ragen2_trl.instrument.verdict import (
     Collapse,
     Evidence,
@@ -40,7 +41,7 @@ MAX_COMPLETIONS = 10**6  # of a measurement; more cannot have been scored
 MAX_CURVES = 8  # tasks
 FIRST_TURN = "mi/first_turn"  # log keys of the scope that regimes are told by
 # What callbacks keep in `TrainerState.stateful_callbacks`, which every checkpoint carries.
-MI_STATE, RUN_STATE = "ragen2_mutual_information", "ragen2_run"
+MI_STATE, RUN_STATE, HEALTH_STATE = "ragen2_mutual_information", "ragen2_run", "ragen2_health"
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,7 @@ class Run:
         evaluations: Held-out metrics, by `before` and `after`, of the curve where there is one.
         drawn: How many of its `rows` the figures in `diagnostics/` show; 0 if there are none.
         is_played: Whether it is no training, but a folder of episodes, as `evaluate --episodes` leaves.
+        health_keys: Further log keys that health is told by.
         silence: Why mutual information was not measured when it last should have been; `None` without the callback.
     """
 
@@ -74,6 +76,7 @@ class Run:
     versions: dict[str, str] = field(default_factory=dict)
     evaluations: dict[str, dict[str, float]] = field(default_factory=dict)
     drawn: int = 0
+    health_keys: dict[str, str] = field(default_factory=dict)
     silence: str | None = None
     is_played: bool = False
 
@@ -112,6 +115,16 @@ class Run:
         """What each measurement says, seen with those before it."""
         return judge(self.evidence)
 
+    @cached_property
+    def alarms(self) -> list[Alarm]:
+        """What there was to warn of, by the log rows."""
+        return health(self.log_history, self.health_keys)
+
+    @property
+    def failure(self) -> Alarm | None:
+        """The first alarm of training that is failing now; `None` where it is not."""
+        return next((alarm for alarm in self.alarms if alarm.failing and alarm.until is None), None)
+
     @property
     def regimes(self) -> list[tuple[int, str]]:
         """(optimizer step, regime) of each measurement."""
@@ -119,7 +132,7 @@ class Run:
 
     @property
     def collapses(self) -> list[Collapse]:
-        """All there were, the latest last: one that lasts, and a regime rather than a format."""
+        """All there were, the latest last."""
         return collapses(self.findings)
 
     @property
@@ -288,6 +301,11 @@ def _make_run(folder: Path, state: Mapping[str, Any], settings: dict[str, Any], 
         settings=settings,
         versions=versions,
         drawn=lifecycle.get("drawn", 0),
+        health_keys={
+            key: name
+            for key, name in _mapping(_mapping(kept, HEALTH_STATE), "keys").items()
+            if name in SIGNALS or name in COMPLEMENTS
+        },
         silence=_mapping(kept, MI_STATE).get("silence"),
         evaluations=evaluations,
     )

@@ -16,8 +16,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from ragen2_trl.envs.base import Play
+from ragen2_trl.redaction import without_credentials
 from ragen2_trl.reporting.files import EVALUATION, replace_whole, write_json_lines
-from ragen2_trl.reporting.redaction import without_credentials
 
 MAX_EPISODES = 100_000  # of a file that is read
 PICTURE = "[picture]"  # stands for one in a message
@@ -110,6 +110,7 @@ def episodes_of(
         sample = members[group] = members.get(group, -1) + 1
         outcome = play.outcome
         said = _spoken(play) if completions is None else completions[number]
+        asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         boards = [play.first_board, *(turn.board for turn in play.turns)]
         episodes.append(
             PlayedEpisode(
@@ -117,7 +118,7 @@ def episodes_of(
                 int(seed),
                 bool(outcome.success),
                 _finite(outcome.episode_return),
-                [_message(message) for message in (*prompt, *said)],
+                [_message(message) for message in (*asked, *said)],
                 [PlayedTurn(list(turn.actions), turn.valid, _finite(turn.reward)) for turn in play.turns],
                 [board for board in boards if board is not None],
                 group,

@@ -7,7 +7,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from ragen2_trl.reporting.redaction import HIDDEN, hide_credentials, without_credentials
+from ragen2_trl.redaction import HIDDEN, hide_credentials, without_credentials
 
 PACKAGES = ("ragen2-trl", "trl", "transformers", "datasets", "accelerate", "peft", "deepspeed", "torch")
 # Of TRL's settings, those that say what was trained; all of `snr_*` comes with them. Nothing that may hold a secret.

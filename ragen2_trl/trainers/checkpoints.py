@@ -1,7 +1,12 @@
-"""What a checkpoint of a filtered run holds beside TRL's, and a sampler that a resumed run reads on from."""
+"""What a checkpoint of a filtered run holds beside TRL's, which checkpoints are complete, and a sampler that a resumed
+run reads on from."""
 
+import json
 import os
+import re
+import zipfile
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,6 +20,16 @@ from trl.trainer.utils import RepeatSampler
 logger = get_logger(__name__)
 
 STATE_FILE = "snr_state_{rank}.pt"
+# Names and sizes of all files of a checkpoint but the last one to be written, the trainer's own state.
+MANIFEST, TRAINER_STATE = "snr_manifest.json", "trainer_state.json"
+_NUMBERED = re.compile(r"checkpoint-(\d+)")
+# What a checkpoint must have to be resumed from, whichever trainer wrote it: for each part any of these.
+PARTS = {
+    "weights": ("model*.safetensors", "adapter_model.*", "*/adapter_model.*", "pytorch_model*", "global_step*"),
+    "optimizer": ("optimizer.pt", "optimizer*.bin", "optimizer_*", "rank*-optimizer.pt", "global_step*"),
+    "scheduler": ("scheduler.pt", "global_step*"),
+    "random state": ("rng_state*.pth",),
+}
 # Settings by which a generation batch is laid out: under others, one in progress cannot go on.
 LAYOUT_FIELDS = (
     "per_device_train_batch_size",
@@ -25,7 +40,7 @@ LAYOUT_FIELDS = (
 )
 
 
-class ResumableSampler(Sampler):
+class ResumableSampler(Sampler[int]):
     """TRL's sampler, with the permutation of the current epoch also in a process that starts at a later one."""
 
     def __init__(self, sampler: RepeatSampler, trainer: Trainer):
@@ -81,4 +96,130 @@ def load_state(
             "progress and groups that wait for the next, if any, are sampled again."
         )
         return shared, None
+    assert state is not None  # as its layout is this one
     return shared, send_to_device(state["own"], accelerator.device)
+
+
+def open_checkpoint(folder: str) -> None:
+    """Make a checkpoint that is written again an incomplete one until it is whole."""
+    for name in (TRAINER_STATE, MANIFEST):
+        (Path(folder) / name).unlink(missing_ok=True)
+
+
+def write_manifest(folder: str) -> None:
+    """Say what there is in a checkpoint, once all processes have written; `trainer_state.json` comes after it."""
+    files = {name: path.stat().st_size for name, path in _files(Path(folder))}
+    unfinished = Path(folder) / f"{MANIFEST}.unfinished"
+    unfinished.write_text(json.dumps(files, indent=0), encoding="utf-8")
+    os.replace(unfinished, Path(folder) / MANIFEST)
+
+
+def _files(folder: Path) -> Iterator[tuple[str, Path]]:
+    for path in sorted(folder.rglob("*")):
+        if path.is_file() and path.name not in (MANIFEST, TRAINER_STATE):
+            yield path.relative_to(folder).as_posix(), path
+
+
+def flaw_of(folder: Path) -> str | None:
+    """What keeps a checkpoint from being resumed from, in words; `None` for a complete one.
+
+    One without a manifest, of another trainer, is looked at for what resuming takes, and for files that were cut off.
+    """
+    state = _mapping(folder / TRAINER_STATE)
+    if state is None or not isinstance(state.get("global_step"), int):
+        return f"{TRAINER_STATE} is missing or cut off"
+    if (folder / MANIFEST).exists():
+        listed = _mapping(folder / MANIFEST)
+        if listed is None:
+            return f"{MANIFEST} is cut off"
+        for name, size in listed.items():
+            if not (folder / name).is_file():
+                return f"{name} is missing"
+            if (found := (folder / name).stat().st_size) != size:
+                return f"{name} has {found} bytes of {size}"
+    for part, names in PARTS.items():
+        if not any(any(folder.glob(name)) for name in names):
+            return f"{names[0].replace('*', '')} is missing, and with it the {part}"
+    return next((f"{name} is cut off" for name, path in _files(folder) if _is_cut_off(path)), None)
+
+
+def _mapping(path: Path) -> dict[str, Any] | None:
+    try:
+        read = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return None
+    return read if isinstance(read, dict) else None
+
+
+def _is_cut_off(path: Path) -> bool:
+    """Of a file whose form tells where it ends: an archive of torch, whose table is last, or safetensors."""
+    if path.suffix in (".pt", ".pth"):
+        return not zipfile.is_zipfile(path)
+    if path.suffix != ".safetensors":
+        return False
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        header = int.from_bytes(file.read(8), "little")
+        if size < 8 + header:
+            return True
+        try:
+            tensors = [entry for entry in json.loads(file.read(header)).values() if "dtype" in entry]
+            return bool(size != 8 + header + max((entry["data_offsets"][1] for entry in tensors), default=0))
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+            return True
+
+
+def check_complete(folder: Path) -> Path:
+    """The folder itself.
+
+    Raises:
+        ValueError: If it is no complete checkpoint.
+    """
+    if (flaw := flaw_of(folder)) is not None:
+        raise ValueError(
+            f"resume_from_checkpoint={str(folder)!r} cannot be resumed from: {flaw}; allowed: a complete checkpoint."
+        )
+    return folder
+
+
+def last_complete_checkpoint(run: Path) -> Path | None:
+    """The latest checkpoint of an `output_dir` that was written to its end; later ones are named in a line."""
+    found = [(int(match[1]), path) for path in run.glob("*") if (match := _NUMBERED.fullmatch(path.name))]
+    passed_over: list[str] = []
+    for _, folder in sorted(found, reverse=True):
+        if folder.is_dir():
+            if (flaw := flaw_of(folder)) is None:
+                if passed_over:
+                    logger.warning(f"The run goes on from {folder.name}; passed over: {'; '.join(passed_over)}.")
+                return folder
+            passed_over.append(f"{folder.name}, where {flaw}")
+    if passed_over:
+        logger.warning(f"No checkpoint in {run} is complete: {'; '.join(passed_over)}.")
+    return None
+
+
+def checkpoint_to_resume(output_dir: str | None, asked: str | bool | None, accelerator: Accelerator) -> str | None:
+    """What `resume_from_checkpoint` means; `True` is the last complete checkpoint. A call for all processes together.
+
+    Raises:
+        ValueError: If there is none, or the one that is named is incomplete.
+    """
+    if not asked:
+        return None
+    found: list[Any] = [None, None]  # the folder, or an error, as the main process has it
+    if accelerator.is_main_process:
+        try:
+            found[0] = (
+                last_complete_checkpoint(Path(str(output_dir))) if asked is True else check_complete(Path(asked))
+            )
+            if found[0] is None:
+                raise ValueError(
+                    f"resume_from_checkpoint=True finds no complete checkpoint in output_dir={output_dir!r}; allowed "
+                    "there: None, to begin again."
+                )
+        except ValueError as error:
+            found[1] = str(error)
+    folder, refusal = broadcast_object_list(found)
+    if refusal is not None:
+        raise ValueError(refusal)
+    return str(folder)

@@ -10,6 +10,7 @@ from accelerate.logging import get_logger
 from accelerate.utils import gather_object
 from datasets import Dataset, IterableDataset
 
+from ragen2_trl.columns import SUCCESS
 from ragen2_trl.trainers.checkpoints import LAYOUT_FIELDS
 from ragen2_trl.trainers.config import SNRFilterConfig
 from ragen2_trl.trainers.selection import FEW_GROUPS
@@ -47,6 +48,20 @@ def nothing_to_rank(args: SNRFilterConfig) -> str | None:
     )
 
 
+def check_router_loss(trainer: Any) -> None:
+    """Raise a `ValueError` for the load-balancing loss of a mixture of experts where dropped rows are part of it."""
+    if not trainer.aux_loss_enabled:
+        return
+    loss = f"the load-balancing loss (router_aux_loss_coef={trainer.router_aux_loss_coef})"
+    if trainer.args.snr_mode == "mask":
+        raise ValueError(f"snr_mode='mask' cannot weigh {loss}; allowed: snr_mode='drop', or router_aux_loss_coef=0.")
+    if trainer.args.is_lossless:
+        raise ValueError(
+            f"snr_strategy='lossless' leaves out rows without advantage, on which {loss} acts, too; allowed with it: "
+            "router_aux_loss_coef=0."
+        )
+
+
 def check_same_on_all_processes(args: SNRFilterConfig, num_processes: int) -> None:
     """Processes that select differently would wait for one another forever."""
     if num_processes == 1:
@@ -63,8 +78,14 @@ def check_same_on_all_processes(args: SNRFilterConfig, num_processes: int) -> No
             )
 
 
-def known_range(reward_funcs: Sequence[Any], weights: Sequence[float]) -> tuple[float, float] | None:
-    """Reward sums of a failure and of a solved task, where all of the reward is one environment's that knows them."""
+def known_range(
+    reward_funcs: Sequence[Any], names: Sequence[str], weights: Sequence[float], score_reward: str | None
+) -> tuple[float, float] | None:
+    """What a failure and a solved task are scored by, where that is of one environment that knows them."""
+    if score_reward == SUCCESS:
+        return 0.0, 1.0
+    if score_reward is not None:
+        weights = [float(name == score_reward) for name in names]
     counted = [(func, weight) for func, weight in zip(reward_funcs, weights, strict=True) if weight != 0]
     if len(counted) != 1:
         return None
@@ -102,6 +123,17 @@ def check_has_rows(train_dataset: Any, args: SNRFilterConfig) -> None:
         )
 
 
+def check_enough_prompts(train_dataset: Any, args: Any) -> None:
+    """Raise a `ValueError` where there are too few prompts for a generation: TRL would end after no step at all."""
+    needed = args.generation_batch_size // args.num_generations
+    if isinstance(train_dataset, Dataset) and len(train_dataset) < needed:
+        raise ValueError(
+            f"train_dataset has {len(train_dataset)} prompts, and a generation takes {needed} "
+            f"(generation_batch_size={args.generation_batch_size} / num_generations={args.num_generations}); allowed: "
+            "as many or more, or a smaller generation_batch_size."
+        )
+
+
 def check_prompt_column(train_dataset: Dataset | IterableDataset | None, environment_factory: Any) -> None:
     columns = train_dataset.column_names if isinstance(train_dataset, (Dataset, IterableDataset)) else None
     if isinstance(train_dataset, Dataset) and train_dataset.format["type"] == "custom":
@@ -134,18 +166,19 @@ def check_subclass(trainer_class: type, args: SNRFilterConfig) -> None:
             f"what {trainer_class.__name__}._calculate_rewards leaves for its own _generate_and_score_completions is "
             "of the last round; allowed with both of them overridden: 0."
         )
-    check_mask_loss(trainer_class, args)
+    check_loss_of_trl(trainer_class, args)
 
 
-def check_mask_loss(trainer_class: type, args: SNRFilterConfig) -> None:
-    """Refuse `snr_mode="mask"` for a loss that is not TRL's: nobody else knows what it is a mean over, or whether it
-    leaves alone what is masked."""
+def check_loss_of_trl(trainer_class: type, args: SNRFilterConfig) -> None:
+    """Refuse a loss that is not TRL's where one must know what it is a mean over, and that it is 0 for a row that is
+    masked, or that has no advantage."""
     found = sorted({"compute_loss", "_compute_loss"} & _overridden(trainer_class))
-    if args.snr_mode == "mask" and found:
-        raise TypeError(
-            f"snr_mode='mask' cannot weigh the loss of {trainer_class.__name__}.{found[0]}; allowed with it: the "
-            "losses of TRL. snr_mode='drop' supports every loss."
-        )
+    for name in ("snr_mode='mask'", "snr_strategy='lossless'"):
+        if found and name in (f"snr_mode={args.snr_mode!r}", f"snr_strategy={args.snr_strategy!r}"):
+            raise TypeError(
+                f"{name} cannot weigh the loss of {trainer_class.__name__}.{found[0]}; allowed with it: the losses of "
+                "TRL. The other strategies support every loss in snr_mode='drop'."
+            )
 
 
 def _own_classes(trainer_class: type) -> Iterator[type]:

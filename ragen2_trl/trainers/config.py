@@ -1,16 +1,23 @@
 """The filter's settings, mixed into the configuration of each trainer."""
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 from ragen2_trl.filtering import SCORES, STRATEGIES, check_choice, check_selection_value
-from ragen2_trl.trainers.selection import named_object
+from ragen2_trl.names import named_object
+
+if TYPE_CHECKING:
+    from ragen2_trl.trainers.stock import StockConfig
+else:
+    StockConfig = object  # it is mixed in before one of TRL's
 
 MODES = ("drop", "mask")
+LOSSLESS = "lossless"  # the strategy that is TRL's own training: of rows without advantage, not of groups by a score
 OF_TOKENS = ("entropy", "entropy_variance", "length")  # scores that are of what was sampled, and not of its reward
 
 
 @dataclass
-class SNRFilterConfig:
+class SNRFilterConfig(StockConfig):
     r"""
     The settings of the filter, the same for each trainer. The defaults are the paper's recommendation: keep the
     prompts that hold 90 % of the summed reward variance, drop those without any.
@@ -21,11 +28,16 @@ class SNRFilterConfig:
         How groups are selected by their score: `"top_p"` (fraction of the summed score), `"top_p_softmax"`, `"top_k"`
         (fraction of the groups), `"top_k_abs"` (number of groups), `"min_p"` (fraction of the largest score), or
         `"none"`. See [`select_groups`]. Where a generation batch has fewer than 8 groups they are ranked among the
-        latest 256, except by `"top_k_abs"`.
+        latest 256, except by `"top_k_abs"`. `"lossless"` is TRL's own training for less: it leaves out only rows whose
+        advantage is zero, which add nothing to the gradient, and every mean stays one over all rows.
     snr_value (`float`, *optional*, defaults to `0.9`):
         Threshold of the strategy (rho in the paper).
     snr_score (`str`, *optional*, defaults to `"reward_variance"`):
         What groups are ranked by. See [`group_score`].
+    snr_score_reward (`str`, *optional*):
+        The reward function whose rewards groups are scored by, in place of the weighted sum of all: by a shaped sum,
+        failures differ, too. Or a column that a reward function logs by TRL's `log_extra`, as our tasks do
+        `"success"`. Advantages stay those of the sum.
     snr_include_zero (`bool`, *optional*, defaults to `False`):
         Whether groups whose rewards do not vary (standard deviation at most 1e-6) may be kept.
     snr_selector (`str`, *optional*):
@@ -58,7 +70,10 @@ class SNRFilterConfig:
 
     snr_strategy: str = field(
         default="top_p",
-        metadata={"help": f"How groups are selected by their score. One of: {', '.join(STRATEGIES)}."},
+        metadata={
+            "help": f"How groups are selected by their score. One of: {', '.join(STRATEGIES)}. Or {LOSSLESS}: TRL's "
+            "own training, without rows whose advantage is zero, and divided by all rows."
+        },
     )
     snr_value: float = field(
         default=0.9,
@@ -70,6 +85,13 @@ class SNRFilterConfig:
     snr_score: str = field(
         default="reward_variance",
         metadata={"help": f"What groups are ranked by. One of: {', '.join(SCORES)}."},
+    )
+    snr_score_reward: str | None = field(
+        default=None,
+        metadata={
+            "help": "The reward function whose rewards groups are scored by, in place of the weighted sum of all; or "
+            "a column that one logs for each completion, as our tasks do 'success'. Advantages stay those of the sum."
+        },
     )
     snr_include_zero: bool = field(
         default=False,
@@ -111,7 +133,7 @@ class SNRFilterConfig:
     )
 
     def __post_init__(self) -> None:
-        check_choice("snr_strategy", self.snr_strategy, STRATEGIES)
+        check_choice("snr_strategy", self.snr_strategy, (*STRATEGIES, LOSSLESS))
         check_selection_value("snr_value", self.snr_strategy, self.snr_value)
         check_choice("snr_score", self.snr_score, SCORES)
         check_choice("snr_mode", self.snr_mode, MODES)
@@ -140,6 +162,8 @@ class SNRFilterConfig:
             )
         if self.snr_dynamic_sampling_rounds > 0:
             self._check_dynamic_sampling()
+        if self.is_lossless:
+            self._check_lossless()
         super().__post_init__()
 
     def check_alone(self, selector: str) -> None:
@@ -159,10 +183,37 @@ class SNRFilterConfig:
         return groups
 
     @property
+    def is_lossless(self) -> bool:
+        """Whether this is TRL's own training, without the rows that add nothing to it."""
+        return self.snr_strategy == LOSSLESS
+
+    @property
     def keeps_all_signal(self) -> bool:
         """Whether every group with reward variance is to be kept."""
         share_of_all = self.snr_strategy.startswith("top_p") and self.snr_value >= 1
-        return self.snr_selector is None and (self.snr_strategy == "none" or share_of_all)
+        return self.snr_selector is None and (self.snr_strategy in ("none", LOSSLESS) or share_of_all)
+
+    def _check_lossless(self) -> None:
+        """Refuse what would make of `lossless` another training than TRL's, or leave it nothing to leave out."""
+        for name, (allowed, reason) in self._of_lossless.items():
+            if (value := getattr(self, name)) != allowed:
+                raise ValueError(f"{name}={value!r} {reason}; allowed with snr_strategy={LOSSLESS!r}: {allowed!r}.")
+
+    @property
+    def _of_lossless(self) -> dict[str, tuple[Any, str]]:
+        """Settings of which `snr_strategy="lossless"` allows one value, and why no other."""
+        no_effect = "is without effect where rows are left out by their advantage"
+        other = "samples other prompts than TRL, whose training this is to be"
+        return {
+            "snr_value": (0.9, no_effect),
+            "snr_score": ("reward_variance", no_effect),
+            "snr_score_reward": (None, no_effect),
+            "snr_include_zero": (False, no_effect),
+            "snr_mode": ("drop", "computes what is to be left out"),
+            "snr_dynamic_sampling_rounds": (0, other),
+            "snr_prompt_selection": (False, other),
+            "beta": (0.0, "is the weight of a KL penalty, which acts on rows without reward variance, too"),
+        }
 
     def _check_dynamic_sampling(self) -> None:
         """Refuse what would scale groups of several generations by different batches."""

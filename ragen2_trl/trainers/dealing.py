@@ -38,21 +38,27 @@ def accumulation_segments(num_micro_steps: int, left_in_window: int, accumulatio
     return [stop - start for start, stop in pairwise(cuts)]
 
 
-def deal_rows(lengths: Sequence[Sequence[int]], segments: Sequence[int], rows_per_micro_batch: int) -> Deal:
+def deal_rows(
+    lengths: Sequence[Sequence[int]],
+    segments: Sequence[int],
+    rows_per_micro_batch: int,
+    of_segments: Sequence[Sequence[int]] | None = None,
+) -> Deal:
     """Deal kept rows to micro-steps and processes.
 
     Rows are taken in their given (shuffled) order to fill the segments evenly, so that no optimizer step sees only
-    short completions. Inside a segment every process gets as many rows as every other, up to one, and rows of similar
-    length share a micro-batch, which keeps padding small. Rows stay on their process where that costs at most
-    `TOLERANCE` of what the micro-steps would take in the best balance we know: dealing the rows of each micro-step to
-    and fro. A segment's filled micro-batches come last, so that the micro-step before an optimizer step has rows and
-    gradients synchronise.
+    short completions, unless it is given how many belong to each. Inside a segment every process gets as many rows as
+    every other, up to one, and rows of similar length share a micro-batch, which keeps padding small. Rows stay on
+    their process where that costs at most `TOLERANCE` of what the micro-steps would take in the best balance we know:
+    dealing the rows of each micro-step to and fro. A segment's filled micro-batches come last, so that the micro-step
+    before an optimizer step has rows and gradients synchronise.
 
     Args:
         lengths: tokens of each kept row, for each process.
         segments: from `accumulation_segments`.
         rows_per_micro_batch: `per_device_train_batch_size`, the most rows a process takes in one micro-step; where
             there are more rows than fit into all micro-steps so, each takes its share of them.
+        of_segments: for each process, how many of its kept rows belong to each segment, in their order.
 
     Returns:
         For each micro-step, for each process, the rows. A micro-step with no row on any process is skipped.
@@ -61,17 +67,27 @@ def deal_rows(lengths: Sequence[Sequence[int]], segments: Sequence[int], rows_pe
     [[[]], [[]], [[(0, 1), (0, 3)]], [[(0, 0), (0, 2)]]]
     >>> deal_rows([[7, 3], [9, 5]], segments=[1], rows_per_micro_batch=2)
     [[[(0, 1), (0, 0)], [(1, 1), (1, 0)]]]
+    >>> deal_rows([[7, 3, 9]], segments=[1, 1], rows_per_micro_batch=2, of_segments=[[2, 1]])
+    [[[(0, 1), (0, 0)]], [[(0, 2)]]]
     """
     num_processes = len(lengths)
-    rows = [(home, number) for home, own in enumerate(lengths) for number in range(len(own))]
-    rows.sort(key=lambda row: (row[1] + 0.5) / len(lengths[row[0]]))  # of all processes in turn
+    if of_segments is None:
+        rows = [(home, number) for home, own in enumerate(lengths) for number in range(len(own))]
+        rows.sort(key=lambda row: (row[1] + 0.5) / len(lengths[row[0]]))  # of all processes in turn
+        ends = [len(rows) * steps // sum(segments) for steps in accumulate(segments)]
+        shares = [rows[start:stop] for start, stop in pairwise([0, *ends])]
+    else:
+        cuts = [list(pairwise(accumulate(own, initial=0))) for own in of_segments]
+        shares = [
+            [(home, number) for home, bounds in enumerate(of_processes) for number in range(*bounds)]
+            for of_processes in zip(*cuts, strict=True)
+        ]
     micro_steps: Deal = []
-    ends = [len(rows) * steps // sum(segments) for steps in accumulate(segments)]
-    for num_steps, (start, stop) in zip(segments, pairwise([0, *ends]), strict=True):
-        num_filled = min(num_steps, -(-(stop - start) // (rows_per_micro_batch * num_processes)))
+    for num_steps, share in zip(segments, shares, strict=True):
+        num_filled = min(num_steps, -(-len(share) // (rows_per_micro_batch * num_processes)))
         micro_steps += [[[] for _ in range(num_processes)] for _ in range(num_steps - num_filled)]
         if num_filled:
-            micro_steps += _deal_segment(rows[start:stop], lengths, num_filled)
+            micro_steps += _deal_segment(share, lengths, num_filled)
     return micro_steps
 
 

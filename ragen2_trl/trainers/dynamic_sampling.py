@@ -202,7 +202,9 @@ class DynamicSampling:
         parts += [take(batch, list(range(size - own)), self.pad_to_multiple_of)] if size > own else []
         laid_out = take(join(parts, self.pad_token_id), list(range(size)), self.pad_to_multiple_of)
         if carried:  # an older policy's rows need ratios, so that all need the log-probs of their policies
-            laid_out = self._filled_in(laid_out, batch, logps)
+            filled = self._filled_in(laid_out, batch, logps)
+            assert filled is not None  # as a batch was given
+            laid_out = filled
         elif has_logps_to_come(batch):
             del laid_out["old_per_token_logps"]
         return keep_rows(laid_out, torch.arange(size, device=self.accelerator.device) < own, self.accelerator)
@@ -211,12 +213,13 @@ class DynamicSampling:
         """The batch with log-probs under the present policy for rows that have none. For all processes together."""
         if not has_logps_to_come(spare):
             return batch
-        given = None if batch is None else batch["old_per_token_logps"]
+        given: Any = None if batch is None else batch["old_per_token_logps"]
         missing = [] if given is None else given.isnan().any(dim=1).nonzero().squeeze(1).tolist()
         size = self.args.per_device_train_batch_size
         computed = forward_in_step(logps, batch, missing, take(spare, [0]), size, self.accelerator)
-        if given is None or not missing:
+        if batch is None or not missing:
             return batch
+        assert computed is not None  # of a batch
         filled = given.clone()
         filled[missing] = computed.to(given)
         return {**batch, "old_per_token_logps": filled}

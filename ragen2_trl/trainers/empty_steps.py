@@ -9,7 +9,6 @@ from typing import Any
 from accelerate.logging import get_logger
 from transformers import TrainerCallback
 
-from ragen2_trl.columns import ALL_TASKS
 from ragen2_trl.filtering import ZERO_STD
 from ragen2_trl.rollout_events import log_row
 from ragen2_trl.trainers.micro_batches import MicroStep
@@ -139,19 +138,17 @@ class EmptySteps(TrainerCallback):
             return "no reward function returned a finite number for any completion."
         lowest, highest = self.group_filter.reward_range
         valid, success = (self._logged_of_tasks(name) for name in ("valid_rate", "success"))
-        tasks = [task for task in self._tasks() if task != ALL_TASKS]
-        warm_start = f"`ragen2-trl warm-start --env_name {','.join(tasks)} --model_name_or_path <your model>`"
+        env = next((vars(func)["environment"] for func in self.trainer.reward_funcs if _has_task(func)), None)
+        command = env and env.warm_start
+        warm_start = f"a warm start{f' (`{command}`)' if command else ''}"
         if valid and max(valid) == 0:
             return (
                 "no completion held a valid answer (env/*/valid_rate is 0). The model has to know the format before "
-                f"rewards can differ: {warm_start}, or an instruct model. If completions/clipped_ratio is high, "
+                f"rewards can differ: {warm_start} or an instruct model. If completions/clipped_ratio is high, "
                 "answers are cut off: raise max_completion_length."
             )
         if success and max(success) == 0:
-            return (
-                f"every answer was wrong (env/*/success is 0). Warm start ({warm_start}), or begin with easier tasks "
-                "(`--env_args`)."
-            )
+            return f"every answer was wrong (env/*/success is 0). What helps: {warm_start}, or easier tasks."
         if success and min(success) == 1:
             return "every answer was right (env/*/success is 1). Take harder tasks: these have nothing to teach."
         if self.latest["snr/zero_variance_fraction"] < 1:
@@ -189,3 +186,8 @@ class EmptySteps(TrainerCallback):
     def load(self, state: dict[str, Any]) -> None:
         self.latest, self.entropy = state["latest"], state["entropy"]
         self.empty_steps, self.empty_streak = state["empty_steps"], state["empty_streak"]
+
+
+def _has_task(func: Any) -> bool:
+    """Whether a reward function is that of an environment, which says so."""
+    return "environment" in getattr(func, "__dict__", {})

@@ -10,7 +10,7 @@ import textwrap
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from accelerate.logging import get_logger
@@ -21,14 +21,25 @@ from torch.utils.data import Sampler
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ragen2_trl.columns import TURN_SAMPLES
-from ragen2_trl.hidden_tokens import with_hidden_tokens
+from ragen2_trl.names import named_object
+from ragen2_trl.redaction import with_hidden_credentials
 from ragen2_trl.rollout_events import NeedsRows, RolloutEvents, end_tokens, extend
 from ragen2_trl.trainers.batches import Batch, chunks, loss_mask
-from ragen2_trl.trainers.checkpoints import LAYOUT_FIELDS, ResumableSampler, load_state, save_state
+from ragen2_trl.trainers.checkpoints import (
+    LAYOUT_FIELDS,
+    ResumableSampler,
+    checkpoint_to_resume,
+    load_state,
+    open_checkpoint,
+    save_state,
+    write_manifest,
+)
 from ragen2_trl.trainers.checks import (
+    check_enough_prompts,
     check_has_rows,
-    check_mask_loss,
+    check_loss_of_trl,
     check_prompt_column,
+    check_router_loss,
     check_same_on_all_processes,
     check_subclass,
     known_range,
@@ -48,19 +59,26 @@ from ragen2_trl.trainers.selection import (
     Groups,
     Selection,
     Selector,
-    named_object,
+    finer_than,
+    score_rewards,
     seeded_generator,
+    with_advantage,
 )
 from ragen2_trl.trainers.turn_samples import check_turn_samples, sampled_tokens, with_turn_samples
+
+if TYPE_CHECKING:
+    from ragen2_trl.trainers.stock import StockTrainer
+else:
+    StockTrainer = object  # it is mixed in before one of TRL's
 
 CLIP_RATIOS = tuple(f"clip_ratio/{name}" for name in ("low_mean", "low_min", "high_mean", "high_max", "region_mean"))
 # What a trainer brings along, as `package.module:name` of a function that takes it: by name, as the filter knows
 # nothing of callbacks and of what they report.
-COMPANIONS = ("ragen2_trl.callbacks.run_record:keep_record",)
+COMPANIONS = ("ragen2_trl.callbacks.run_record:keep_record", "ragen2_trl.callbacks.training_health:keep_watch")
 logger = get_logger(__name__)
 
 
-class SNRFilter:
+class SNRFilter(StockTrainer):
     """Trains one of TRL's trainers only on the prompt groups that carry signal. Mixed in before that trainer.
 
     What is particular to a trainer: its configurations, what its loss is a mean over, and what becomes of advantages
@@ -109,12 +127,8 @@ class SNRFilter:
         super().__init__(
             model, reward_funcs, args, train_dataset, eval_dataset, processing_class, *positional, **kwargs
         )
-        self.args = with_hidden_tokens(self.args)  # before others hold them
-        if self.args.snr_mode == "mask" and self.aux_loss_enabled:
-            raise ValueError(
-                f"snr_mode='mask' cannot weigh the load-balancing loss (router_aux_loss_coef="
-                f"{self.router_aux_loss_coef}); allowed: snr_mode='drop', or router_aux_loss_coef=0."
-            )
+        self.args = with_hidden_credentials(self.args)  # before others hold them
+        check_router_loss(self)
         check_same_on_all_processes(self.args, self.accelerator.num_processes)
         if (reason := nothing_to_rank(self.args)) is not None:
             logger.warning(reason)
@@ -153,7 +167,10 @@ class SNRFilter:
         self.latest_selection: Selection | None = None
         self._micro_step: MicroStep | None = None  # of the micro-batch that is about to be computed
         self._is_weighted = True  # whether its loss has come through `_loss_of_kept_rows`
-        known = known_range(self.reward_funcs, self.reward_weights.tolist())
+        self._has_suggested = False  # what to score groups by
+        known = known_range(
+            self.reward_funcs, self.reward_func_names, self.reward_weights.tolist(), self.args.snr_score_reward
+        )
         self._filter = GroupFilter(self.args, self._own_selector, known)
         self._empty_steps.begin_run(self._filter)
         self._prompts = selection_of(self)
@@ -170,18 +187,20 @@ class SNRFilter:
                 self._prompts.draw_further,
             )
 
-    def train(self, *args: Any, **kwargs: Any) -> Any:
-        check_mask_loss(type(self), self.args)
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
+        check_loss_of_trl(type(self), self.args)
+        check_enough_prompts(self.train_dataset, self.args)
+        checkpoint = checkpoint_to_resume(self.args.output_dir, resume_from_checkpoint, self.accelerator)
         self._begin_run()
         self._metrics["train"].clear()  # of a step that was interrupted before it was logged
         if self._micro_batches.steps is not None:  # cut for the steps of an earlier run, which ended in the middle
             self._step, self._buffered_inputs = 0, None
-        if not self._filter.keeps_everything:
+        if not self._filter.keeps_everything and not self.args.is_lossless:
             logger.warning(
                 "loss and grad_norm are means over the rows that the filter keeps: where it drops some, both are "
                 "larger than those of the plain trainer, which has the others in its mean (see docs/mathematics.md)."
             )
-        return super().train(*args, **kwargs)
+        return super().train(checkpoint, *args, **kwargs)
 
     # 1. TRL asks for the inputs of a micro-step, and samples where a generation batch begins
 
@@ -216,7 +235,8 @@ class SNRFilter:
         if self._dynamic_sampling is not None:
             step = self.state.global_step
             batch = self._dynamic_sampling.fill(batch, selection.kept, step, self._sample_further, self._logps_now)
-        elif selection.keeps_all:
+        elif selection.keeps_all or self.args.is_lossless:
+            # Without loss, every mean is one over all rows, and micro-batches are cut of those with an advantage.
             batch[KEPT] = torch.ones(len(batch["prompt_ids"]), dtype=torch.bool, device=self.accelerator.device)
         else:
             batch = keep_rows(batch, self._local(selection.kept_rows), self.accelerator)
@@ -224,7 +244,10 @@ class SNRFilter:
             self._empty_steps.entropy = self._entropy_of_some(batch)
         self._finish_advantages(batch)
         if TURN_SAMPLES in batch:
-            logps = {"old_per_token_logps": self._logps_now, "ref_per_token_logps": self._reference_logps}
+            logps: dict[str, Callable[[Batch], Tensor]] = {
+                "old_per_token_logps": self._logps_now,
+                "ref_per_token_logps": self._reference_logps,
+            }
             batch = with_turn_samples(
                 batch, end_tokens(self), logps, self.args, self._tokenizer.pad_token_id, self.accelerator
             )
@@ -252,22 +275,40 @@ class SNRFilter:
         """Which groups of a batch are kept; its advantages become theirs."""
         rewards = self.rollout_events.group_rewards
         per_func = self.rollout_events.rewards_per_func
+        assert per_func is not None  # a batch has been scored
+        scored = self._scored_rewards(rewards)
         tokens = self.accelerator.gather(sampled_tokens(batch)).cpu()  # (B,)
         groups = Groups(
-            rewards,
+            scored,
             per_func.view(*rewards.shape, -1),
             tokens.view(rewards.shape),
             seeded_generator(self.args.seed, *key),
-            self._filter.see(rewards),
+            self._filter.see(scored),
             lambda: self._mean_entropies(batch).view(rewards.shape),
         )
-        selection = self._filter.select(groups)
-        if self._own_selector is not None and self.accelerator.num_processes > 1:
-            # Whatever somebody's function draws from: processes that select differently wait for one another for ever.
-            kept, completions = broadcast_object_list([selection.kept, selection.completions])
-            selection = replace(selection, kept=kept, completions=completions)
-        self._set_advantages(inputs, batch, selection)
-        return replace(selection, lengths=groups.lengths, predicted=self._prompts.learn(rewards))
+        if self.args.is_lossless:
+            selection = with_advantage(rewards, self.accelerator.gather(batch["advantages"]))
+        else:
+            selection = self._filter.select(groups)
+            if self._own_selector is not None and self.accelerator.num_processes > 1:
+                # Whatever somebody's function draws from: processes that select differently wait for ever.
+                kept, completions = broadcast_object_list([selection.kept, selection.completions])
+                selection = replace(selection, kept=kept, completions=completions)
+            self._set_advantages(inputs, batch, replace(selection, rewards=rewards))
+        return replace(selection, lengths=groups.lengths, predicted=self._prompts.learn(scored))
+
+    def _scored_rewards(self, sums: Tensor) -> Tensor:
+        """(N, G) what groups are scored by: the weighted sums of all rewards, or the rewards of `snr_score_reward`."""
+        per_func, logged = self.rollout_events.rewards_per_func, self._logs["extra"]
+        assert per_func is not None  # a batch has been scored
+        if self.args.snr_score_reward is not None:
+            return score_rewards(self.args.snr_score_reward, sums, self.reward_func_names, per_func, logged)
+        if not self._has_suggested and self._filter.ranks_rewards:
+            suggestion = finer_than(sums, self.reward_func_names, per_func, logged)
+            self._has_suggested = suggestion is not None
+            if suggestion is not None:
+                logger.warning(suggestion)
+        return sums
 
     def _log_selection(self, selection: Selection) -> None:
         self.latest_selection = selection
@@ -345,8 +386,11 @@ class SNRFilter:
     @torch.no_grad()
     def _logps_and_entropies(
         self, batch: Batch, compute_entropy: bool = False, model: Any = None
-    ) -> tuple[Tensor, Tensor | None]:
-        """(rows, T) each, log-probs and entropies in nats under the present weights, or under those of a model."""
+    ) -> tuple[Tensor, Any]:
+        """(rows, T) each, log-probs and entropies in nats under the present weights, or under those of a model.
+
+        Without `compute_entropy`, entropies are `None`.
+        """
         parts = [
             self._get_per_token_logps_and_entropies(
                 self.model if model is None else model,
@@ -398,22 +442,31 @@ class SNRFilter:
 
     # Checkpoints
 
-    def _get_train_sampler(self, dataset: Dataset | None = None) -> Sampler:
+    def _get_train_sampler(self, dataset: Dataset | None = None) -> Sampler[int]:
         return ResumableSampler(super()._get_train_sampler(dataset), self)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         folder = os.path.join(self._get_output_dir(trial=trial), f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
         shared = {"filter": self._filter.state(), "steps": self._empty_steps.state(), "prompts": self._prompts.state()}
-        own = {"step": self._step, "buffered_inputs": None, "micro_batches": None}
+        own: dict[str, Any] = {"step": self._step, "buffered_inputs": None, "micro_batches": None}
         if self._step % (self.args.steps_per_generation * self.num_iterations) != 0:
             # TRL samples again after a resume; a checkpoint in the middle of a generation batch takes it along.
             own |= {"buffered_inputs": self._buffered_inputs, "micro_batches": self._micro_batches.state()}
         if self._dynamic_sampling is not None:
             shared["dynamic_sampling"] = self._dynamic_sampling.shared_state()
             own["dynamic_sampling"] = self._dynamic_sampling.own_state()
-        # Written before the rest: a checkpoint that has its trainer_state.json is complete.
+        if self.args.should_save:
+            open_checkpoint(folder)
+        self.accelerator.wait_for_everyone()
         save_state(folder, self.accelerator.process_index, self._batch_layout(), shared, own)
         super()._save_checkpoint(model, trial)
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        """The last thing of a checkpoint that every process writes."""
+        super()._save_rng_state(output_dir)
+        self.accelerator.wait_for_everyone()
+        if self.args.should_save:
+            write_manifest(output_dir)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)

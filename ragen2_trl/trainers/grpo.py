@@ -36,6 +36,20 @@ class SNRFilteredGRPOConfig(SNRFilterConfig, GRPOConfig):
             )
         super().__post_init__()
 
+    @property
+    def _of_lossless(self) -> dict[str, tuple[Any, str]]:
+        bonus = "is an entropy bonus, which acts on rows without advantage, too"
+        return {
+            **super()._of_lossless,
+            "entropy_coef": (0.0, bonus),
+            "use_adaptive_entropy": (False, bonus),
+            "top_entropy_quantile": (1.0, "takes its threshold from all rows, those without advantage, too"),
+            "multi_objective_aggregation": (
+                "sum_then_normalize",
+                "centres advantages over the batch, where rounding leaves none at zero",
+            ),
+        }
+
     def _check_dynamic_sampling(self) -> None:
         super()._check_dynamic_sampling()
         if self.multi_objective_aggregation == "normalize_then_sum" or self.scale_rewards == "batch":

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import astuple, dataclass
 from enum import Enum
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from ragen2_trl.trainers.dealing import accumulation_segments, deal_rows
 from ragen2_trl.trainers.processes import exchange_rows, gathering_uneven_rows
 
 KEPT = "snr_kept"  # (rows,) bool in TRL's batch, which rows are kept: shuffled and split together with the rows
+SHARED_TOKENS = "snr_shared_tokens"  # (rows,) tokens that TRL's mean over a micro-batch would divide each row by
 
 
 class LossMean(Enum):
@@ -118,14 +120,14 @@ class MicroBatches:
             )
         rows = [
             sum(len(batch[KEPT]) for batch in micro_batches),
-            sum(int(batch[KEPT].sum()) for batch in micro_batches),
+            sum(int(self._computed(batch).sum()) for batch in micro_batches),
         ]
         counts = self.accelerator.gather(torch.tensor(rows, device=self.accelerator.device)).tolist()
         # Rows of several rounds may be some with images and some without, which TRL's micro-batches do not tell apart.
         if len(set(counts)) > 1 or self.args.snr_dynamic_sampling_rounds > 0:
             self.generated = micro_batches
             return micro_batches
-        # Every row of every process is kept, as many on each: TRL's own mean over TRL's own micro-batches.
+        # Every row of every process is computed, as many on each: TRL's own mean over TRL's own micro-batches.
         return [{key: value for key, value in batch.items() if key != KEPT} for batch in micro_batches]
 
     def begin_pass(self, micro_batches: list[Batch], left_to_step: int, has_rows: bool) -> tuple[list[Batch], float]:
@@ -145,12 +147,16 @@ class MicroBatches:
             return micro_batches, 1.0
         generated = self.generated
         segments = accumulation_segments(len(generated), left_to_step, self.args.gradient_accumulation_steps)
-        if segments != self.segments:  # a further pass mostly cuts as the last one did: its rows are where they belong
-            self.segments = segments
-            cut = self._mask if self.args.snr_mode == "mask" else self._deal
-            micro_batches, self.dealt = cut(generated, segments, self._spare_row(generated))
-        steps = list(self.dealt)
         ends_step = segments[0] == left_to_step
+        # A further pass mostly cuts as the last one did: its rows are where they belong.
+        if segments != self.segments or self.args.is_lossless:
+            self.segments = segments
+            spare = self._spare_row(generated)
+            if self.args.snr_mode == "mask":
+                micro_batches, self.dealt = self._mask(generated, spare)
+            else:
+                micro_batches, self.dealt = self._deal(generated, segments, ends_step, spare)
+        steps = list(self.dealt)
         if ends_step and has_rows and not any(step.runs for step in steps[:left_to_step]):
             # Earlier generation batches of this optimizer step had rows: let its last micro-step run, where gradients
             # synchronise and TRL closes the step's books.
@@ -171,17 +177,27 @@ class MicroBatches:
         return gathering_uneven_rows(self.accelerator) if several else nullcontext()
 
     def _deal(
-        self, micro_batches: list[Batch], segments: list[int], spare: Batch
+        self, micro_batches: list[Batch], segments: list[int], ends_step: bool, spare: Batch
     ) -> tuple[list[Batch], list[MicroStep]]:
         """`drop`: the kept rows in as few micro-batches as they need; the others stay empty."""
         accelerator, process = self.accelerator, self.accelerator.process_index
+        if self.args.is_lossless and self.loss_mean() is LossMean.TOKENS:
+            micro_batches = [_with_shared_tokens(batch) for batch in micro_batches]
+        of_segments = [micro_batches[start:stop] for start, stop in pairwise(accumulate(segments, initial=0))]
+        computed = self._computed_of_segments(of_segments, ends_step)
         rows = join(micro_batches, self.pad_token_id)
-        kept = rows.pop(KEPT).nonzero().squeeze(1).tolist()
+        counted = int(rows.pop(KEPT).sum())
+        kept = torch.cat(computed).nonzero().squeeze(1).tolist()
         all_lengths = row_lengths(rows).tolist()
-        lengths = [all_lengths[row] for row in kept]
-        everyones = gather_object([lengths]) if accelerator.num_processes > 1 else [lengths]
-        deal = deal_rows(everyones, segments, self.args.per_device_train_batch_size)
-        total = sum(map(len, everyones))
+        own_part = [all_lengths[row] for row in kept], [int(part.sum()) for part in computed], counted
+        everyones = gather_object([own_part]) if accelerator.num_processes > 1 else [own_part]
+        lengths, of_each_segment, counts = zip(*everyones, strict=True)
+        deal = deal_rows(
+            lengths,
+            segments,
+            self.args.per_device_train_batch_size,
+            of_each_segment if self.args.is_lossless else None,  # the rows of TRL's optimizer steps stay theirs
+        )
         # (process, number of its kept rows) -> row of `held`
         held, place = exchange_rows(rows, kept, deal, accelerator, self.pad_token_id, self.pad_to_multiple_of)
 
@@ -190,17 +206,46 @@ class MicroBatches:
             own = [place[row] for row in shares[process]]
             num_kept = sum(map(len, shares))
             if own:
-                weight = len(micro_batches) * accelerator.num_processes * len(own) / total
-                cut.append(self._with_weight(take(held, own, self.pad_to_multiple_of), weight))
+                # Positions as TRL has them: rotary embeddings round by them, in whatever precision a model is.
+                batch = take(held, own, self.pad_to_multiple_of, keep_positions=self.args.is_lossless)
+                if SHARED_TOKENS in batch:
+                    weight, batch = 1.0, _divided_by_shared_tokens(batch)
+                else:
+                    weight = len(micro_batches) * accelerator.num_processes * len(own) / sum(counts)
+                cut.append(self._with_weight(batch, weight))
                 steps.append(MicroStep(weight, num_kept))
             else:  # where another process has rows, all must run the same number of forward passes
                 cut.append(dict(spare))
                 steps.append(MicroStep(0.0, num_kept) if num_kept else SKIPPED)
         return cut, steps
 
-    def _mask(
-        self, micro_batches: list[Batch], segments: list[int], spare: Batch
-    ) -> tuple[list[Batch], list[MicroStep]]:
+    def _computed(self, batch: Batch) -> Tensor:
+        """Which rows go through the model: (rows,) bool. Without loss, of those kept the ones with an advantage."""
+        kept: Tensor = batch[KEPT]
+        if not self.args.is_lossless:
+            return kept
+        has_advantage: Tensor = (batch["advantages"].reshape(len(kept), -1) != 0).any(dim=1)
+        return kept & has_advantage
+
+    def _computed_of_segments(self, segments: list[list[Batch]], ends_step: bool) -> list[Tensor]:
+        """`_computed` for each segment, (rows,) bool.
+
+        Without loss, an optimizer step without any such row computes one of each process, whose gradient is zero: TRL
+        takes that step, too, in which momentum and weight decay move the weights.
+
+        Args:
+            segments: micro-batches of this process.
+            ends_step: whether an optimizer step ends with the first of them.
+        """
+        computed = [torch.cat([self._computed(batch) for batch in segment]) for segment in segments]
+        if self.args.is_lossless:
+            counts = self.accelerator.reduce(torch.stack([part.sum() for part in computed]), reduction="sum").tolist()
+            for number, (segment, part, count) in enumerate(zip(segments, computed, counts, strict=True)):
+                if count == 0 and (ends_step or number > 0):
+                    part[torch.cat([batch[KEPT] for batch in segment]).nonzero()[:1]] = True
+        return computed
+
+    def _mask(self, micro_batches: list[Batch], spare: Batch) -> tuple[list[Batch], list[MicroStep]]:
         """`mask`: compute every row, count the kept ones only."""
         num_kept = torch.stack([batch[KEPT].sum() for batch in micro_batches])  # (steps_per_generation,)
         num_kept = self.accelerator.reduce(num_kept, reduction="sum").tolist()
@@ -249,6 +294,21 @@ class MicroBatches:
         self.steps = None if state["steps"] is None else [MicroStep(*step) for step in state["steps"]]
         self.dealt = [MicroStep(*step) for step in state["dealt"]]
         self.segments, self.generated = state["segments"], state["generated"]
+
+
+def _with_shared_tokens(batch: Batch) -> Batch:
+    """A micro-batch of TRL's with `SHARED_TOKENS`, so that its rows may go into others."""
+    tokens = (loss_mask(batch).sum(dim=1) * batch[KEPT]).sum().clamp(min=1)
+    return {**batch, SHARED_TOKENS: tokens.expand(len(batch[KEPT])).clone()}
+
+
+def _divided_by_shared_tokens(batch: Batch) -> Batch:
+    """A micro-batch whose mean over tokens divides each row by its `SHARED_TOKENS`, as losses follow advantages."""
+    batch = dict(batch)
+    advantages = batch["advantages"]
+    scale = loss_mask(batch).sum().clamp(min=1).to(advantages) / batch.pop(SHARED_TOKENS)  # (rows,)
+    batch["advantages"] = advantages * (scale if advantages.ndim == 1 else scale.unsqueeze(1))
+    return batch
 
 
 def _silenced(batch: Batch, rows: Tensor) -> Batch:

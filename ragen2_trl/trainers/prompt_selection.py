@@ -235,7 +235,7 @@ def rank_correlation(first: Floats, second: Floats) -> float:
     >>> round(rank_correlation(np.array([1.0, 2.0, 3.0, 4.0]), np.array([1.0, 3.0, 2.0, 9.0])), 3)
     0.8
     """
-    ranks = [_ranks(values) for values in (first, second)]
+    ranks = _ranks(first), _ranks(second)
     if any(len(np.unique(values)) < 2 for values in ranks):
         return math.nan
     return float(np.corrcoef(*ranks)[0, 1])

@@ -22,6 +22,11 @@ class SNRFilteredRLOOConfig(SNRFilterConfig, RLOOConfig):
         ValueError: for a value outside its allowed set; the message names the field, the value and the set.
     """
 
+    @property
+    def _of_lossless(self) -> dict[str, tuple[Any, str]]:
+        centred = "centres advantages over the batch, where rounding leaves none at zero"
+        return {**super()._of_lossless, "normalize_advantages": (False, centred)}
+
     def _check_dynamic_sampling(self) -> None:
         super()._check_dynamic_sampling()
         if self.normalize_advantages:
@@ -73,6 +78,7 @@ class SNRFilteredRLOOTrainer(SNRFilter, RLOOTrainer):
     _name = "SNR-filtered RLOO"
     _config_class: ClassVar[type] = SNRFilteredRLOOConfig
     _trl_config_class: ClassVar[type] = RLOOConfig
+    args: SNRFilteredRLOOConfig
 
     def __init__(self, model: Any, reward_funcs: Any = None, args: Any = None, *positional: Any, **kwargs: Any):
         for name in ("rollout_func", "environment_factory", "tools"):

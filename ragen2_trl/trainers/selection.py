@@ -1,17 +1,21 @@
 """From the rewards of a generation batch to the groups that are trained on (arXiv 2604.06268, Section 3.3)."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib import import_module
+from functools import partial
+from types import NoneType
 from typing import Any
 
 import numpy as np
 import torch
+from accelerate.logging import get_logger
 from torch import Tensor
 from trl.trainer.utils import nanstd
 
 from ragen2_trl.filtering import group_score, select_groups, selection_metrics, zero_variance
+
+logger = get_logger(__name__)
 
 SELECTION_EPS = 0.01
 """Slack of `top_p`, the mass that may be missing of its value: RAGEN's, for rewards that lie 1 apart or more. Where
@@ -21,9 +25,15 @@ it, so that a reward of small numbers is filtered as one of large numbers is."""
 FEW_GROUPS = 8
 """From so many groups a generation is ranked by itself: the paper's batch. TRL's defaults sample one."""
 
+MANY_VALUES = 4
+"""A reward of so many times the values of another is said to be finer: shaped, or continuous."""
+
 RECENT_GROUPS = 256
 """Where a generation has fewer, it is ranked among so many of the latest groups, which cost nothing to keep: enough
 that a share of their summed variance is as steady as that of a large batch."""
+
+LARGEST_REWARD = 1e19
+"""Of which TRL can take the deviation: it squares rewards in float32."""
 
 # How scores scale with the unit of the rewards; those that are not of rewards do not.
 SCORE_DEGREE = {"reward_variance": 2, "reward_std": 1, "reward_mean": 1, "reward_sum": 1}
@@ -34,11 +44,12 @@ class Groups:
     """The groups of one generation over all processes, as a selector sees them.
 
     Args:
-        rewards: (N, G) weighted reward sums as sampled, NaN where there is no finite one.
+        rewards: (N, G) weighted reward sums as sampled, or what `snr_score_reward` names; NaN where there is no finite
+            one.
         rewards_per_func: (N, G, F) of each reward function, before weights.
         lengths: (N, G) tokens that the model wrote.
         generator: of draws, the same on all processes and in a resumed run; never the global random state.
-        reward_range: lowest and highest reward sum of the run so far, these included; `None` without any.
+        reward_range: lowest and highest of these rewards in the run so far; `None` without any.
         compute_entropies: what `entropies` calls.
     """
 
@@ -120,7 +131,7 @@ class Selection:
     """Which groups of a generation batch are kept, over all processes.
 
     Args:
-        rewards: (N, G) weighted reward sums as sampled, NaN where there is no finite one.
+        rewards: (N, G) as `Groups` has them.
         scores: (N,) what groups were ranked by.
         kept: (N,) bool; of a group that is kept, one completion at least is.
         completions: (N, G) bool, which completions are kept, where a selector does not keep groups whole.
@@ -162,6 +173,80 @@ class Selection:
         return ~self.rewards.isnan().flatten()
 
 
+def score_rewards(
+    name: str, sums: Tensor, names: Sequence[str], rewards_per_func: Tensor, logged: Mapping[str, Sequence[Any]]
+) -> Tensor:
+    """The rewards that groups are scored by: those of one function, or a column that one logs.
+
+    Args:
+        name: of `snr_score_reward`.
+        sums: (N, G) weighted reward sums.
+        names: of the reward functions, F.
+        rewards_per_func: (B, F).
+        logged: columns of the latest completions, this generation's last.
+
+    Returns:
+        (N, G), NaN where there is no finite number.
+
+    Raises:
+        ValueError: where there is neither.
+    """
+    columns = _of_functions_and_columns(sums, names, rewards_per_func, logged)
+    if name not in columns:
+        raise ValueError(
+            f"snr_score_reward={name!r} is neither a reward function nor a column of numbers that one logs for each "
+            f"completion (log_extra); allowed: {', '.join(columns)}."
+        )
+    return columns[name]
+
+
+def finer_than(
+    sums: Tensor, names: Sequence[str], rewards_per_func: Tensor, logged: Mapping[str, Sequence[Any]]
+) -> str | None:
+    """Why groups might better be scored by one of their rewards than by the sum; `None` without a reason.
+
+    Args:
+        sums, names, rewards_per_func, logged: as for `score_rewards`.
+    """
+    values = len(sums[~sums.isnan()].unique())
+    for name, rewards in _of_functions_and_columns(sums, names, rewards_per_func, logged).items():
+        own = len(rewards[~rewards.isnan()].unique())
+        if own > 1 and values >= MANY_VALUES * own:
+            return (
+                f"Groups are scored by a reward of {values} different values, in which failures may differ, too; "
+                f"{name} has {own}. If that is what training is for, score by it: snr_score_reward={name!r}."
+            )
+    return None
+
+
+def _of_functions_and_columns(
+    sums: Tensor, names: Sequence[str], rewards_per_func: Tensor, logged: Mapping[str, Sequence[Any]]
+) -> dict[str, Tensor]:
+    """(N, G) each, NaN where there is no finite number; functions come before columns of the same name."""
+    found: dict[str, Tensor] = {}
+    for name, rewards in zip(names, rewards_per_func.T, strict=False):  # a subclass may have made one of several
+        found.setdefault(name, rewards)
+    for name, column in logged.items():
+        values = list(column)[-sums.numel() :]
+        if len(values) == sums.numel() and all(isinstance(value, (int, float, NoneType)) for value in values):
+            found.setdefault(name, torch.tensor([math.nan if value is None else value for value in values]))
+    return {
+        name: values.to(sums).masked_fill(~values.to(sums).isfinite(), torch.nan).view(sums.shape)
+        for name, values in found.items()
+    }
+
+
+def with_advantage(rewards: Tensor, advantages: Tensor) -> Selection:
+    """The completions that TRL's loss does not multiply by zero.
+
+    Args:
+        rewards: (N, G) weighted reward sums.
+        advantages: (B,) as TRL has made them.
+    """
+    completions = (advantages != 0).view(rewards.shape).cpu()
+    return Selection(rewards, group_score(rewards), completions.any(dim=1), completions)
+
+
 class GroupFilter:
     """Selects groups by the settings of a run, and remembers the rewards and groups that it has seen.
 
@@ -179,9 +264,16 @@ class GroupFilter:
         self.reward_range: tuple[float, float] | None = None
         # A number of groups is one of each batch; what somebody else selects is of the groups that it is given.
         self.recent: RecentGroups | None = None
-        ranks = isinstance(self.selector, ScoreSelector) and self.selector.strategy != "top_k_abs"
-        if ranks and args.groups_per_generation < FEW_GROUPS:
-            self.recent = RecentGroups(args.seed, self.selector.most_dropped)
+        own, few = self.selector, args.groups_per_generation < FEW_GROUPS
+        if few and isinstance(own, ScoreSelector) and own.strategy not in ("top_k_abs", "lossless"):
+            self.recent = RecentGroups(args.seed, own.most_dropped)
+
+    @property
+    def ranks_rewards(self) -> bool:
+        """Whether groups are kept for how their rewards vary."""
+        own = self.selector
+        ranks = isinstance(own, ScoreSelector) and own.strategy != "lossless"
+        return ranks and own.score in ("reward_variance", "reward_std")
 
     @property
     def keeps_everything(self) -> bool:
@@ -196,6 +288,13 @@ class GroupFilter:
         valid = rewards[~rewards.isnan()]
         if valid.numel():
             low, high = self.reward_range or (math.inf, -math.inf)
+            largest = valid.abs().max().item()
+            if largest > LARGEST_REWARD >= max(-low, high):
+                logger.warning(
+                    f"A reward sum of {largest:g} is beyond {LARGEST_REWARD:g}, whose square is infinite in float32: "
+                    "TRL's deviation of such a group is infinite and its advantages are 0, and the filter, which "
+                    "ranks by variance in float64, keeps it in place of all others."
+                )
             self.reward_range = min(low, valid.min().item()), max(high, valid.max().item())
         return self.reward_range
 
@@ -208,11 +307,8 @@ class GroupFilter:
         signal = ~zero_variance(groups.rewards)
         if isinstance(self.selector, ScoreSelector):
             scores = self.selector.scores(groups).cpu()
-            select = self.selector.select
-            if self.recent is None:
-                kept = select(scores, signal, groups.reward_range)
-            else:
-                kept = self.recent.select(scores, signal, lambda *of: select(*of, groups.reward_range))
+            select = partial(self.selector.select, reward_range=groups.reward_range)
+            kept = select(scores, signal) if self.recent is None else self.recent.select(scores, signal, select)
             return Selection(groups.rewards, scores, kept)
         kept = self.selector(groups)
         size = tuple(groups.rewards.shape)
@@ -319,27 +415,6 @@ def seeded_generator(*numbers: int) -> torch.Generator:
     """For a draw that these numbers tell from others: training draws the same global random numbers, and so do all
     processes, and a resumed run."""
     return torch.Generator().manual_seed(int(np.random.SeedSequence(numbers).generate_state(1)[0]))
-
-
-def named_object(name: str, field_name: str) -> Any:
-    """What `package.module:name` names.
-
-    Args:
-        name: as in `my_package.selectors:hardest_half`.
-        field_name: of the setting that it is of, for messages.
-
-    Raises:
-        ValueError: for another form, or where there is no such module or name.
-    """
-    module, colon, attribute = name.partition(":")
-    if not (colon and module and attribute):
-        raise ValueError(f"{field_name}={name!r} is not supported; allowed: 'package.module:name'.")
-    try:
-        return getattr(import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
-        raise ValueError(
-            f"{field_name}={name!r} cannot be imported ({error}); allowed: 'package.module:name'."
-        ) from error
 
 
 # Advantages that TRL makes over a whole batch, as they would be if the kept groups were all of it

@@ -80,6 +80,7 @@ def with_turn_samples(
             size, spare = args.per_device_train_batch_size, take(batch, [0])
             computed = forward_in_step(logps[key], further or None, kept, spare, size, accelerator)
             if further:
+                assert computed is not None  # of rows of its own
                 further[key] = torch.zeros_like(further["completion_ids"], dtype=torch.float)
                 further[key][kept] = computed.float()
     whole = join([batch, further], pad_token_id) if further else batch
@@ -113,7 +114,7 @@ def _laid_out(
             laid_out[key] = laid_out[key] * ended.unsqueeze(1)
     if "sampling_per_token_logps" in batch:
         logps = [torch.tensor([torch.nan if x is None else x for x in sample["logprobs"]]) for sample in samples]
-        laid_out["sampling_per_token_logps"] = pad(logps, padding_value=0.0)
+        laid_out["sampling_per_token_logps"] = pad(logps, padding_value=0)
     laid_out = {key: value.to(device) for key, value in laid_out.items()}
     shared = {key: batch[key][owners] for key in ("advantages", KEPT)}
     whole = {key: value for key, value in batch.items() if not (isinstance(value, Tensor) and value.ndim)}

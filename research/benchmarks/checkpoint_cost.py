@@ -17,6 +17,7 @@ import statistics
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import transformers
 from transformers import TrainerCallback
@@ -69,7 +70,7 @@ def since(start: tuple[float, float]) -> dict[str, float]:
 def train(variant: str) -> dict[str, list[dict[str, float]]]:
     """Seconds of each checkpoint, with a log of either length, and of the ending."""
     env = make_env("frozen_lake")
-    common = {
+    common: dict[str, Any] = {
         "output_dir": tempfile.mkdtemp(),
         "per_device_train_batch_size": 32,
         "gradient_accumulation_steps": 1,
@@ -86,11 +87,13 @@ def train(variant: str) -> dict[str, list[dict[str, float]]]:
         "disable_tqdm": True,
     }
     dataset = env.dataset(256, seed=0)
+    reward_funcs: list[Any] = env.reward_funcs
+    trainer: Any
     if variant == "plain TRL":
-        trainer = GRPOTrainer(str(TINY_MODEL_PATH), env.reward_funcs, GRPOConfig(**common), dataset)
+        trainer = GRPOTrainer(str(TINY_MODEL_PATH), reward_funcs, GRPOConfig(**common), dataset)
     else:
         args = SNRFilteredGRPOConfig(**common)
-        trainer = SNRFilteredGRPOTrainer(str(TINY_MODEL_PATH), env.reward_funcs, args, dataset)
+        trainer = SNRFilteredGRPOTrainer(str(TINY_MODEL_PATH), reward_funcs, args, dataset)
     if variant == "filter + callback":
         trainer.add_callback(MutualInformationCallback(trainer))
     trainer.remove_callback(transformers.PrinterCallback)

@@ -8,8 +8,8 @@ Three measurements, each side by side in one run:
 
 1. *Cross-scoring.* The reference (mll-lab-nu/RAGEN, `collapse_metrics.py` over verl 0.6) runs each prompt with every
    reasoning in full, four rows at a time (`log_prob_micro_batch_size_per_gpu` of its base configuration), all
-   reasonings padded to the longest, with logits of every position and their entropy, which it discards. Ours is
-   `cross_score`. They take turns, and the best of up to three rounds counts. Lengths of reasonings follow a
+   traces padded to the longest, with logits of every position and their entropy, which it discards. Ours is
+   `cross_score`. They take turns, and the best of up to three rounds counts. Lengths of traces follow a
    gamma distribution of shape 6, so that their standard deviation is 0.4 of their mean. Timed is one of the N prompts:
    they are the same work each. Memory is what a process of its own needs beyond model and data, for one prompt.
 2. *Caches.* Models of one size with caches of every kind: elements that caches hold at most, counted after each
@@ -26,7 +26,9 @@ import random
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
@@ -34,6 +36,7 @@ import yaml
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from ragen2_trl import MutualInformationCallback, SNRFilteredGRPOConfig, SNRFilteredGRPOTrainer, cross_score
+from ragen2_trl.cli.shipped import recipe_path
 from ragen2_trl.envs import make_env
 from ragen2_trl.instrument import count_tokens, scoring
 from ragen2_trl.tiny import TINY_MODEL_PATH
@@ -52,7 +55,7 @@ CASES = [  # shape, model, vocabulary, rounds
     ("64 x 64", "hidden 768, 8 layers", 8_192, 1),
 ]
 ROWS = 4
-SIZES = {
+SIZES: dict[str, Any] = {
     "vocab_size": 8_192,
     "hidden_size": 256,
     "intermediate_size": 768,
@@ -67,7 +70,7 @@ SIZES = {
 }
 PLAIN = "Qwen3: full attention"
 LINEAR, FULL, SLIDING = "linear_attention", "full_attention", "sliding_attention"
-KINDS = {  # model type, and what it has beside SIZES
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {  # model type, and what it has beside SIZES
     PLAIN: ("qwen3", {}),
     "Mistral: a window of 128": ("mistral", {"sliding_window": 128}),
     "Gemma 3: three of four layers with a window of 128": (
@@ -94,7 +97,7 @@ CACHE_SHAPE = (2, 16, 600, 60)  # N, NK, P, T
 
 
 def make_case(shape: str, model: str, vocabulary: int):
-    """A random model, and prompts and reasonings of random ids."""
+    """A random model, and prompts and traces of random ids."""
     hidden, layers = MODELS[model]
     config = Qwen2Config(
         vocab_size=vocabulary,
@@ -115,8 +118,8 @@ def make_case(shape: str, model: str, vocabulary: int):
     return policy, *make_texts(*SHAPES[shape], vocabulary)
 
 
-def make_texts(num_prompts: int, num_reasonings: int, prompt_length: int, length: int, vocabulary: int):
-    """Prompts and reasonings of random ids, with these numbers of tokens on average."""
+def make_texts(num_prompts: int, num_traces: int, prompt_length: int, length: int, vocabulary: int):
+    """Prompts and traces of random ids, with these numbers of tokens on average."""
     rng = random.Random(0)
 
     def ids(count: int) -> list[int]:
@@ -124,19 +127,19 @@ def make_texts(num_prompts: int, num_reasonings: int, prompt_length: int, length
 
     prompts = [ids(rng.randint(prompt_length * 9 // 10, prompt_length * 11 // 10)) for _ in range(num_prompts)]
     # Expected order statistics instead of one draw, so that the mean is `length` and the longest as long as usual.
-    draws = sorted(rng.gammavariate(6, length / 6) for _ in range(1000 * num_reasonings))
+    draws = sorted(rng.gammavariate(6, length / 6) for _ in range(1000 * num_traces))
     lengths = [round(sum(draws[i : i + 1000]) / 1000) for i in range(0, len(draws), 1000)]
-    reasonings = [ids(length) for length in rng.sample(lengths, num_reasonings)]
-    return prompts, reasonings
+    traces = [ids(length) for length in rng.sample(lengths, num_traces)]
+    return prompts, traces
 
 
 @torch.no_grad()
-def reference(model, prompts, reasonings) -> torch.Tensor:
+def reference(model, prompts, traces) -> torch.Tensor:
     """(B, N) the reference's way, from a description of what it computes."""
-    longest = max(len(reasoning) for reasoning in reasonings)
+    longest = max(len(trace) for trace in traces)
     device = model.device
-    ids = torch.tensor([[*reasoning, *[0] * (longest - len(reasoning))] for reasoning in reasonings], device=device)
-    lengths = torch.tensor([len(reasoning) for reasoning in reasonings], device=device)
+    ids = torch.tensor([[*reasoning, *[0] * (longest - len(reasoning))] for reasoning in traces], device=device)
+    lengths = torch.tensor([len(trace) for trace in traces], device=device)
     mask = torch.arange(longest, device=device) < lengths[:, None]  # (B, T)
     columns = []
     for prompt in prompts:
@@ -158,20 +161,22 @@ def reference(model, prompts, reasonings) -> torch.Tensor:
 
 
 def measure_case(shape: str, model: str, vocabulary: int, rounds: int) -> dict:
-    policy, prompts, reasonings = make_case(shape, model, vocabulary)
+    policy, prompts, traces = make_case(shape, model, vocabulary)
     chosen = prompts[:1]
-    cross_score(policy, prompts[:1], reasonings[:4])  # warm
-    seconds, tokens, matrices = {"reference": [], "ours": []}, {}, {}
+    cross_score(policy, prompts[:1], traces[:4])  # warm
+    spent: dict[str, list[float]] = {"reference": [], "ours": []}
+    tokens: dict[str, float] = {}
+    matrices: dict[str, torch.Tensor] = {}
     for name, score in (("reference", reference), ("ours", cross_score)) * rounds:
         with count_tokens(policy) as counts:
             start = now()
-            matrices[name] = score(policy, chosen, reasonings)
-            seconds[name].append(now() - start)
+            matrices[name] = score(policy, chosen, traces)
+            spent[name].append(now() - start)
         tokens[name] = sum(counts)
     # Whether a cache can be reused is tried once, on the first of all N prompts, in the three passes after its own.
     tokens["ours"] -= sum(counts[1:4]) * (1 - 1 / len(prompts))
-    seconds = {name: min(values) for name, values in seconds.items()}
-    bound = len(chosen[0]) + sum(map(len, reasonings))
+    seconds = {name: min(values) for name, values in spent.items()}
+    bound = len(chosen[0]) + sum(map(len, traces))
     memory = {}
     for name in seconds:
         command = [
@@ -205,10 +210,11 @@ def measure_case(shape: str, model: str, vocabulary: int, rounds: int) -> dict:
 
 
 def print_extra_memory(name: str, shape: str, model: str, vocabulary: str) -> None:
-    policy, prompts, reasonings = make_case(shape, model, int(vocabulary))
+    policy, prompts, traces = make_case(shape, model, int(vocabulary))
     in_use = reset_peak_memory()
-    longest = sorted(reasonings, key=len)[-16:]  # the most there is to pad, and enough to fill a chunk
-    {"reference": reference, "ours": cross_score}[name](policy, prompts[:1], longest)
+    longest = sorted(traces, key=len)[-16:]  # the most there is to pad, and enough to fill a chunk
+    ways: dict[str, Callable[..., torch.Tensor]] = {"reference": reference, "ours": cross_score}
+    ways[name](policy, prompts[:1], longest)
     print(peak_memory() - in_use)
 
 
@@ -221,26 +227,31 @@ def copied_cache(cache, rows: int):
 
 def measure_caches() -> list[dict]:
     """Elements held and seconds for each kind of cache, shared and copied in turn; the best of three rounds."""
-    num_prompts, num_reasonings, prompt_length, length = CACHE_SHAPE
+    num_prompts, num_traces, prompt_length, length = CACHE_SHAPE
     rng = random.Random(0)
     prompts = [[rng.randrange(8_192) for _ in range(prompt_length)] for _ in range(num_prompts)]
-    reasonings = [[rng.randrange(8_192) for _ in range(length)] for _ in range(num_reasonings)]
-    rows = []
+    traces = [[rng.randrange(8_192) for _ in range(length)] for _ in range(num_traces)]
+    rows: list[dict] = []
     for kind, (model_type, particular) in KINDS.items():
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[model_type](**SIZES | particular)).eval()
-        cross_score(model, prompts[:1], reasonings[:4])  # warm
+        cross_score(model, prompts[:1], traces[:4])  # warm
         ways = {"shared": scoring.share, "copied": copied_cache}
-        elements, seconds, matrices = {}, {way: [] for way in ways}, {}
+        seconds: dict[str, list[float]] = {way: [] for way in ways}
+        elements, matrices = {}, {}
         for way, share in list(ways.items()) * 3:
             scoring.share = share
             with count_cache_elements(model) as counts:
                 start = now()
-                matrices[way] = cross_score(model, prompts, reasonings)
+                matrices[way] = cross_score(model, prompts, traces)
                 seconds[way].append(now() - start)
             elements[way] = max(counts)
         scoring.share = ways["shared"]
-        row = {"kind": kind, "elements": elements, "seconds": {way: min(values) for way, values in seconds.items()}}
+        row: dict[str, Any] = {
+            "kind": kind,
+            "elements": elements,
+            "seconds": {way: min(values) for way, values in seconds.items()},
+        }
         row["largest_difference_nats"] = (matrices["shared"] - matrices["copied"]).abs().max().item()
         rows.append(row)
         row["elements_of_plain"] = {way: elements[way] / rows[0]["elements"]["shared"] for way in ways}
@@ -250,7 +261,7 @@ def measure_caches() -> list[dict]:
 
 def measure_callback(steps: int) -> dict:
     """Share of a run's time that measuring takes, 16 prompts x 8 completions a step, callback at its defaults."""
-    recipe = yaml.safe_load((ROOT / "recipes" / "frozen_lake_tiny.yaml").read_text())
+    recipe = yaml.safe_load(recipe_path("frozen_lake_tiny").read_text())
     fields = SNRFilteredGRPOConfig.__dataclass_fields__
     settings = {name: value for name, value in recipe.items() if name in fields and name != "run_name"}
     with tempfile.TemporaryDirectory() as folder:
@@ -309,11 +320,11 @@ def markdown(results: dict) -> str:
     callback, caches = results["callback"], results["caches"]
     lines += [
         "",
-        "8 x 128: prompts of 300 and reasonings of 100 tokens on average; 64 x 64: 600 and 150.",
+        "8 x 128: prompts of 300 and traces of 100 tokens on average; 64 x 64: 600 and 150.",
         "",
         "## Caches",
         "",
-        "{} prompts, {} reasonings, {} and {} tokens; {}.".format(*CACHE_SHAPE, describe(caches["machine"])),
+        "{} prompts, {} traces, {} and {} tokens; {}.".format(*CACHE_SHAPE, describe(caches["machine"])),
         "",
         "| model | elements held | of the plain cache's | seconds | a copy for every row: elements | seconds | "
         "largest difference, nats |",

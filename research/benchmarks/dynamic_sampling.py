@@ -14,6 +14,7 @@ import random
 import statistics
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
@@ -53,7 +54,7 @@ def train(settings: dict | None, budget: int, seed: int) -> dict[str, float]:
         rewards = env.success_func(completions=completions, **columns)
         return [0.0 if is_dead else value for value, is_dead in zip(rewards, dead, strict=True)]
 
-    common = {
+    common: dict[str, Any] = {
         "output_dir": tempfile.mkdtemp(),
         "per_device_train_batch_size": 32,
         "gradient_accumulation_steps": 4,

@@ -24,6 +24,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
@@ -48,8 +49,8 @@ GROUPS, GROUP_SIZE = 8, 4  # 32 completions a step
 FRACTIONS = (0.25, 0.5, 0.75)
 ROWS_PER_DEVICE = (1, 4, 32)
 VARIANTS = ("plain", "off", "mask", "drop")
-OFF = {"snr_strategy": "none", "snr_include_zero": True}
-BASE = {
+OFF: dict[str, Any] = {"snr_strategy": "none", "snr_include_zero": True}
+BASE: dict[str, Any] = {
     "report_to": "none",
     "use_cpu": not torch.cuda.is_available(),
     "bf16": torch.cuda.is_available(),
@@ -114,7 +115,8 @@ def make_trainer(
     variant: str, model: str | PreTrainedModel, rows: int, steps: int, fraction: float, lengths, times, **others
 ):
     """A trainer of replayed completions; `others` are further settings, and `tokenizer` where a model is given."""
-    rollout, reward, dataset = replay(*lengths, fraction)
+    prompt_length, completion_lengths = lengths
+    rollout, reward, dataset = replay(prompt_length, completion_lengths, fraction)
     tokenizer = others.pop("tokenizer", None)
     settings = {
         **BASE,
@@ -146,7 +148,7 @@ def measure_updates(model_path: str, lengths, rounds: int, steps: int) -> list[d
     for rows in ROWS_PER_DEVICE:
         # `mask` costs the same whatever is kept: one fraction tells.
         cases = [("plain", 1.0), ("off", 1.0), ("mask", 0.5), *(("drop", fraction) for fraction in FRACTIONS)]
-        seconds = {case: [] for case in cases}
+        seconds: dict[tuple[str, float], list[float]] = {case: [] for case in cases}
         for _ in range(rounds):
             for case in cases:
                 times = StepTimes()
@@ -167,7 +169,9 @@ def measure_steps(steps: int) -> dict:
     """Step time with generation on the tiny model, plain TRL and the default filter, in turns."""
     env = make_env("frozen_lake")
     dataset = env.dataset(1024, seed=0)
-    seconds, kept = {"plain": [], "filter": []}, []
+    seconds: dict[str, list[float]] = {"plain": [], "filter": []}
+    kept: list[float] = []
+    reward_funcs: list[Any] = env.reward_funcs
     for round_number in range(2):
         for variant in seconds:
             settings = {
@@ -186,7 +190,7 @@ def measure_steps(steps: int) -> dict:
             args = (GRPOConfig if plain else SNRFilteredGRPOConfig)(**settings)
             times = StepTimes()
             trainer = (GRPOTrainer if plain else SNRFilteredGRPOTrainer)(
-                str(TINY_MODEL_PATH), env.reward_funcs, args, dataset, callbacks=[times]
+                str(TINY_MODEL_PATH), reward_funcs, args, dataset, callbacks=[times]
             )
             trainer.remove_callback(transformers.PrinterCallback)
             trainer.train()
@@ -291,7 +295,7 @@ def main() -> None:
         return
 
     torch.manual_seed(0)
-    results = {"machine": machine(), "update": {}, "memory_mib": {}}
+    results: dict[str, Any] = {"machine": machine(), "update": {}, "memory_mib": {}}
     if arguments.memory_only:
         results = {**json.loads((RESULTS / "filter_step_time.json").read_text()), "memory_mib": {}}
     with tempfile.TemporaryDirectory() as folder:

@@ -15,7 +15,9 @@ import argparse
 import json
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, CompileConfig, GenerationConfig
@@ -26,10 +28,10 @@ from research.benchmarks.measuring import machine
 
 RESULTS = Path(__file__).parent / "results"
 PROMPTS, GROUP_SIZE, LONGEST = 16, 8, 64
-ON_CPUS = CompileConfig()
+ON_CPUS: Any = CompileConfig()
 ON_CPUS._compile_all_devices = True  # transformers compiles on accelerators alone unless told so
 COMPILED = "static cache, compiled forward"
-SETTINGS = {
+SETTINGS: dict[str, dict[str, Any]] = {
     "default": {},
     "static cache": {"cache_implementation": "static", "disable_compile": True},
     COMPILED: {"cache_implementation": "static", "compile_config": ON_CPUS},
@@ -73,7 +75,7 @@ def main() -> None:
         tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True, return_dict=False)
         for row in env.dataset(PROMPTS, seed=0)
     ]
-    rows = [ids for ids in prompts for _ in range(GROUP_SIZE)]
+    rows: list[Any] = [ids for ids in prompts for _ in range(GROUP_SIZE)]
     inputs = tokenizer.pad([{"input_ids": ids} for ids in rows], padding_side="left", return_tensors="pt")
     sampling = {"do_sample": True, "temperature": 1.0, "top_k": 0, "max_new_tokens": LONGEST}
 
@@ -88,7 +90,7 @@ def main() -> None:
     least = dict.fromkeys(SETTINGS, float("inf"))
     for _ in range(args.repeats):
         for name, setting in SETTINGS.items():
-            least[name] = min(least[name], seconds(lambda setting=setting: generate(**setting)))
+            least[name] = min(least[name], seconds(partial(generate, **setting)))
 
     few = rows[:GROUP_SIZE]  # continuous batching on one group: it is far from the others
     config = GenerationConfig(**sampling, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
@@ -162,7 +164,7 @@ def as_page(measured: dict) -> str:
         f"| prompts read once more for each further completion | {measured['prompt_copies_seconds']:.2f} |",
         f"| rows that have ended ({measured['share_of_ended_positions']:.0%} of sampled positions) | "
         f"{measured['ended_rows_seconds']:.2f} |",
-        f"| the rest: attention, {measured['cache_bytes_copied'] / 1e9:.1f} GB of cache read and written anew as it "
+        f"| the rest: attention, {measured['cache_bytes_copied'] / 1e9:.1f} GB of cache read and written again as it "
         "grows, small operations, Python | "
         f"{default - sum(measured[f'{part}_seconds'] for part in ('limit', 'prompt_copies', 'ended_rows')):.2f} |",
         "",

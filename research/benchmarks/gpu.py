@@ -109,7 +109,8 @@ def make_model(size: str, sizes: Sizes) -> Qwen2ForCausalLM:
     if not torch.cuda.is_available():  # where bfloat16 is slow, and nothing is learnt from it
         return Qwen2ForCausalLM(config)
     with torch.device("cuda"):
-        return Qwen2ForCausalLM(config).to(torch.bfloat16)
+        model: Any = Qwen2ForCausalLM(config)  # whose `to` is wrapped in a way that hides its arguments
+        return model.to(torch.bfloat16)
 
 
 @functools.cache
@@ -139,10 +140,10 @@ def measure_update(
 
 
 @torch.no_grad()
-def one_by_one(model: Qwen2ForCausalLM, prompt: list[int], reasonings: list[list[int]]) -> torch.Tensor:
+def one_by_one(model: Qwen2ForCausalLM, prompt: list[int], traces: list[list[int]]) -> torch.Tensor:
     """(B, 1) log-probabilities in nats, one pair after the other, normalised in float32."""
     scores = []
-    for ids in reasonings:
+    for ids in traces:
         inputs = torch.tensor([[*prompt, *ids]], device=model.device)
         logits = model(inputs, use_cache=False, logits_to_keep=len(ids) + 1).logits[0, :-1].float()
         scores.append(-cross_entropy(logits, inputs[0, len(prompt) :], reduction="sum"))
@@ -152,23 +153,24 @@ def one_by_one(model: Qwen2ForCausalLM, prompt: list[int], reasonings: list[list
 def measure_scoring(size: str, shape: tuple[int, int, int, int], sizes: Sizes) -> dict[str, Any]:
     """Ours on 8 of the N prompts, the reference's way on one of them: they are the same work each."""
     policy = make_model(size, sizes).eval().to(torch.bfloat16)
-    prompts, reasonings = make_texts(*shape, sizes.vocabulary)
+    prompts, traces = make_texts(*shape, sizes.vocabulary)
     chosen = prompts[:8]
-    ways = {"reference": reference, "default": cross_score}
+    ways: dict[str, Callable[..., torch.Tensor]] = {"reference": reference, "default": cross_score}
     ways |= {str(tokens): partial(cross_score, max_tokens_per_forward=tokens) for tokens in sizes.tokens}
-    cross_score(policy, chosen[:1], reasonings[:4])  # warm
-    seconds, memory, tokens, matrices = {name: [] for name in ways}, {}, {}, {}
+    cross_score(policy, chosen[:1], traces[:4])  # warm
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    memory, tokens, matrices = {}, {}, {}
     for name, score in list(ways.items()) * sizes.rounds:
         of = chosen[:1] if name == "reference" else chosen
         in_use = reset_peak_memory()
         with count_tokens(policy) as counts:
             start = now()
-            matrices[name] = score(policy, of, reasonings)[:, :1]
+            matrices[name] = score(policy, of, traces)[:, :1]
             seconds[name].append((now() - start) / len(of))
         memory[name] = peak_memory() - in_use
         tokens[name] = sum(counts)
-    rounded = one_by_one(policy, chosen[0], reasonings)
-    exact = one_by_one(policy.float(), chosen[0], reasonings)
+    rounded = one_by_one(policy, chosen[0], traces)
+    exact = one_by_one(policy.float(), chosen[0], traces)
     differences = {name: matrix - exact for name, matrix in [*matrices.items(), ("one by one", rounded)]}
     best = {name: min(values) for name, values in seconds.items()}
     return {
@@ -177,7 +179,7 @@ def measure_scoring(size: str, shape: tuple[int, int, int, int], sizes: Sizes) -
         "seconds": best,
         "speedup": best["reference"] / best["default"],
         "memory_mib": memory,
-        "tokens_of_bound": tokens["default"] / (sum(map(len, chosen)) + len(chosen) * sum(map(len, reasonings))),
+        "tokens_of_bound": tokens["default"] / (sum(map(len, chosen)) + len(chosen) * sum(map(len, traces))),
         "mean_nats": exact.mean().item(),
         "root_mean_square_nats": {name: value.square().mean().sqrt().item() for name, value in differences.items()},
         "largest_nats": {name: value.abs().max().item() for name, value in differences.items()},
@@ -191,8 +193,9 @@ def measure_step(size: str, variant: str, sizes: Sizes) -> dict[str, Any]:
     def alternating(completions: list[Any], **columns: Any) -> list[float]:
         return [float(number // 8 % 2 and number % 2) for number in range(len(completions))]
 
+    rewards: list[Any] = [*env.reward_funcs, alternating]
     with tempfile.TemporaryDirectory() as folder:
-        settings = {
+        settings: dict[str, Any] = {
             **BASE,
             "output_dir": folder,
             "per_device_train_batch_size": 8,
@@ -205,10 +208,10 @@ def measure_step(size: str, variant: str, sizes: Sizes) -> dict[str, Any]:
             "logging_strategy": "steps",
             "logging_steps": 1,
         }
-        snr = {"snr_strategy": "none"}  # keeps exactly the groups with variance
+        snr: dict[str, Any] = {"snr_strategy": "none"}  # keeps exactly the groups with variance
         trainer = (SNRFilteredGRPOTrainer if filtered else GRPOTrainer)(
             make_model(size, sizes),
-            [*env.reward_funcs, alternating],
+            rewards,
             SNRFilteredGRPOConfig(**settings, **snr) if filtered else GRPOConfig(**settings),
             env.dataset(8 * sizes.steps, seed=0),
             processing_class=_tokenizer(),

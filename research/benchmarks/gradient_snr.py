@@ -1,7 +1,7 @@
 """What `GradientSNRCallback` costs, and the figure of gradients at three points of a training.
 
     python -m research.benchmarks.gradient_snr            # the cost, some minutes
-    ragen2-trl train --config recipes/frozen_lake_tiny.yaml --run_name demo_gradients --env_args frozen=0.8 --max_steps 140 --save_steps 70 --num_generations 8 --per_device_train_batch_size 32 --gradient_accumulation_steps 4 --learning_rate 1e-4 --logging_steps 1
+    ragen2-trl train --recipe frozen_lake_tiny --run_name demo_gradients --env_args frozen=0.8 --max_steps 140 --save_steps 70 --num_generations 8 --per_device_train_batch_size 32 --gradient_accumulation_steps 4 --learning_rate 1e-4 --logging_steps 1
     python -m research.benchmarks.gradient_snr --figure runs/demo_gradients   # docs/gradients.png
 
 *Cost.* A measurement in each step of TRL's own `GRPOTrainer`, whose time less the measurement's is what a step takes
@@ -18,6 +18,7 @@ import statistics
 import tempfile
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from trl import GRPOConfig, GRPOTrainer
@@ -38,7 +39,7 @@ CASES = {
     "task, entropy": {"entropy_coef": 0.001},
     "task, entropy, KL": {"entropy_coef": 0.001, "beta": 0.01},
 }
-DEMO = {
+DEMO: dict[str, Any] = {
     "num_generations": 8,
     "per_device_train_batch_size": 32,
     "gradient_accumulation_steps": 4,
@@ -59,7 +60,8 @@ def cost(settings: dict, steps: int) -> dict[str, float]:
     """Median seconds of a measurement and of a step without it; the first step warms up."""
     env = make_env("frozen_lake")
     args = GRPOConfig(tempfile.mkdtemp(), max_steps=steps + 1, **DEMO, **settings)
-    trainer = GRPOTrainer(str(TINY_MODEL_PATH), env.reward_funcs, args, env.dataset(256, seed=0))
+    reward_funcs: list[Any] = env.reward_funcs
+    trainer = GRPOTrainer(str(TINY_MODEL_PATH), reward_funcs, args, env.dataset(256, seed=0))
     trainer.add_callback(GradientSNRCallback(trainer, every=1))
     trainer.train()
     rows = [row for row in trainer.state.log_history if "grad/seconds" in row][1:]

@@ -2,8 +2,8 @@
 
     python -m research.benchmarks.missed_collapses    # half a minute on one CPU core
 
-Reasonings are retrieved at random with a given probability, independently, which is the best case: prompts of a real
-task differ, so that the reasonings of a few prompts tell less. Nothing is trained; the decision is the package's own.
+Traces are retrieved at random with a given probability, independently, which is the best case: prompts of a real
+task differ, so that the traces of a few prompts tell less. Nothing is trained; the decision is the package's own.
 Writes `research/benchmarks/results/missed_collapses.md`, and the same into `docs/diagnosing.md`.
 """
 
@@ -13,7 +13,7 @@ import numpy as np
 
 from ragen2_trl.instrument.verdict import follow_dependence
 
-PROMPTS = REASONINGS = (2, 4, 8, 16, 32, 64)
+PROMPTS = TRACES = (2, 4, 8, 16, 32, 64)
 RUNS = 1000
 LENGTH = 20  # measurements of a run in which nothing changes
 BEFORE = 5  # measurements before a collapse
@@ -22,41 +22,41 @@ RESULTS = Path(__file__).parent / "results" / "missed_collapses.md"
 GUIDE = Path(__file__).parents[2] / "docs" / "diagnosing.md"
 
 
-def false_collapses(prompts: int, reasonings: int, retrieval: float, runs: int = RUNS) -> float:
+def false_collapses(prompts: int, traces: int, retrieval: float, runs: int = RUNS) -> float:
     """Share of runs with a collapse in their history, where retrieval is the same all along.
 
     Args:
         prompts: Distinct ones in each measurement.
-        reasonings: Those that are scored in each.
+        traces: Those that are scored in each.
         retrieval: Probability that a reasoning is retrieved, at least that of guessing.
         runs: Seeds.
     """
     chance = 1 / prompts
-    generator = np.random.default_rng([prompts, reasonings, round(1000 * retrieval)])
-    hits = generator.binomial(reasonings, max(retrieval, chance), size=(runs, LENGTH))
-    return float(follow_dependence(hits, reasonings, chance).collapsed.any(axis=1).mean())
+    generator = np.random.default_rng([prompts, traces, round(1000 * retrieval)])
+    hits = generator.binomial(traces, max(retrieval, chance), size=(runs, LENGTH))
+    return float(follow_dependence(hits, traces, chance).collapsed.any(axis=1).mean())
 
 
-def missed_collapses(prompts: int, reasonings: int, retrieval: float, runs: int = RUNS) -> list[float]:
+def missed_collapses(prompts: int, traces: int, retrieval: float, runs: int = RUNS) -> list[float]:
     """Shares of runs without a word of collapse by each of `AFTER`, where retrieval has fallen to chance."""
     chance = 1 / prompts
-    generator = np.random.default_rng([prompts, reasonings, round(1000 * retrieval), 1])
-    before = generator.binomial(reasonings, max(retrieval, chance), size=(runs, BEFORE))
-    after = generator.binomial(reasonings, chance, size=(runs, max(AFTER)))
-    collapsed = follow_dependence(np.concatenate([before, after], axis=1), reasonings, chance).collapsed[:, BEFORE:]
+    generator = np.random.default_rng([prompts, traces, round(1000 * retrieval), 1])
+    before = generator.binomial(traces, max(retrieval, chance), size=(runs, BEFORE))
+    after = generator.binomial(traces, chance, size=(runs, max(AFTER)))
+    collapsed = follow_dependence(np.concatenate([before, after], axis=1), traces, chance).collapsed[:, BEFORE:]
     return [float(1 - collapsed[:, :count].any(axis=1).mean()) for count in AFTER]
 
 
 def table(retrieval: float) -> str:
     """Missed collapses from a retrieval accuracy to chance, as Markdown."""
     lines = [
-        "| prompts | " + " | ".join(f"{reasonings} reasonings" for reasonings in REASONINGS) + " |",
-        "|---" * (len(REASONINGS) + 1) + "|",
+        "| prompts | " + " | ".join(f"{traces} traces" for traces in TRACES) + " |",
+        "|---" * (len(TRACES) + 1) + "|",
     ]
     for prompts in PROMPTS:
         cells = []
-        for reasonings in REASONINGS:
-            missed = missed_collapses(prompts, reasonings, retrieval)
+        for traces in TRACES:
+            missed = missed_collapses(prompts, traces, retrieval)
             cells.append(" / ".join(f"{100 * share:.0f}" for share in missed))
         lines.append(f"| {prompts} | {' | '.join(cells)} |")
     return "\n".join(lines)
@@ -73,9 +73,9 @@ def fill(name: str, text: str) -> None:
 
 def main() -> None:
     said = [
-        false_collapses(prompts, reasonings, retrieval)
+        false_collapses(prompts, traces, retrieval)
         for prompts in PROMPTS
-        for reasonings in REASONINGS
+        for traces in TRACES
         for retrieval in (1.0, 0.5, 0.0)
     ]
     parts = [

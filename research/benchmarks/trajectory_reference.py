@@ -16,7 +16,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 from ragen2_trl.callbacks.mutual_information import measure_scope
 from ragen2_trl.envs import format_response, make_env
 from ragen2_trl.instrument import REFERENCE_SCOPE, SCOPES, Sampling, Trajectories, count_tokens
-from ragen2_trl.rollouts.play import Chat, play_all
+from ragen2_trl.rollouts.chat import Chat
+from ragen2_trl.rollouts.play import play_all
 from ragen2_trl.tiny import resolve_model
 from research.benchmarks.measuring import machine, now
 

@@ -8,7 +8,7 @@ Each process has one thread. Four measurements:
 2. *Bytes that change process* as a fraction of what sending every kept row to every other process would take, on the
    rows of such a run and, as tokens, for random generation batches on two to eight processes.
 3. *Imbalance* of the dealt rows: tokens of the fuller process over their mean, less 1, for random lengths.
-4. *Cross-scoring* of 16 prompts x 64 reasonings on two processes as a fraction of one process's time.
+4. *Cross-scoring* of 16 prompts x 64 traces on two processes as a fraction of one process's time.
 
 Writes `research/benchmarks/results/two_processes.{json,md}`.
 """
@@ -50,7 +50,7 @@ def worker(folder: str) -> None:
     """On each process: medians of update times, and the time to score; process 0 writes them."""
     state = PartialState(cpu=not torch.cuda.is_available())
     cases = [("plain", 1.0), *(("drop", fraction) for fraction in FRACTIONS)]
-    seconds = {case: [] for case in cases}
+    seconds: dict[tuple[str, float], list[float]] = {case: [] for case in cases}
     for _ in range(ROUNDS):
         for variant, fraction in cases:
             times = StepTimes()
@@ -58,13 +58,13 @@ def worker(folder: str) -> None:
             seconds[variant, fraction] += times.updates[1:]
     moved = {fraction: moved_bytes(fraction) for fraction in FRACTIONS if state.num_processes > 1}
     moved = {fraction: {name: sum(gather_object([of[name]])) for name in of} for fraction, of in moved.items()}
-    model, prompts, reasonings = make_case("64 x 64", "hidden 256, 4 layers", 8_192)
+    model, prompts, traces = make_case("64 x 64", "hidden 256, 4 layers", 8_192)
     scoring = []
     for _ in range(ROUNDS):
         if state.num_processes > 1:
             dist.barrier()
         start = now()
-        cross_score(model, prompts[:COLUMNS], reasonings, split_over_processes=state.num_processes > 1)
+        cross_score(model, prompts[:COLUMNS], traces, split_over_processes=state.num_processes > 1)
         scoring.append(now() - start)
     if state.is_main_process:
         updates = {
@@ -77,7 +77,7 @@ def worker(folder: str) -> None:
 def moved_bytes(fraction: float) -> dict[str, int]:
     """Bytes that this process sends in steps of the above, and those of its kept rows for every other process."""
     count = {"moved": 0, "every kept row": 0}
-    exchange, exchange_rows = processes.exchange, micro_batches.exchange_rows
+    exchange, exchange_rows = processes.exchange, processes.exchange_rows
 
     def counted(parcels, device):
         count["moved"] += sum(size_of(parcel) for parcel in parcels if parcel is not None)
@@ -88,9 +88,9 @@ def moved_bytes(fraction: float) -> dict[str, int]:
             count["every kept row"] += (accelerator.num_processes - 1) * size_of(take(rows, kept))
         return exchange_rows(rows, kept, deal, accelerator, *arguments)
 
-    processes.exchange, micro_batches.exchange_rows = counted, counted_rows
+    processes.exchange, vars(micro_batches)["exchange_rows"] = counted, counted_rows
     make_trainer("drop", str(TINY_MODEL_PATH), ROWS, MOVING_STEPS, fraction, LENGTHS, StepTimes()).train()
-    processes.exchange, micro_batches.exchange_rows = exchange, exchange_rows
+    processes.exchange, vars(micro_batches)["exchange_rows"] = exchange, exchange_rows
     return count
 
 
@@ -106,7 +106,7 @@ def random_deals(num_processes: int, fraction: float, draws: int):
     for _ in range(draws):
         groups = [[max(8, round(rng.gammavariate(6, 50))) for _ in range(8)] for _ in range(16)]
         kept = set(rng.sample(range(16), round(fraction * 16)))
-        lengths = [[] for _ in range(num_processes)]
+        lengths: list[list[int]] = [[] for _ in range(num_processes)]
         for number in sorted(kept):
             lengths[number * num_processes // 16] += groups[number]
         yield deal_rows(lengths, [32 // num_processes], ROWS), lengths
@@ -130,7 +130,7 @@ def imbalance(draws: int) -> dict[str, float]:
 
 def moved_tokens(draws: int) -> dict[str, dict[str, float]]:
     """Tokens that change process over those of every kept row for every other process, in such batches."""
-    result = {}
+    result: dict[str, dict[str, float]] = {}
     for num_processes in (2, 4, 8):
         result[str(num_processes)] = of_fraction = {}
         for fraction in FRACTIONS:

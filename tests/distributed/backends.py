@@ -11,6 +11,7 @@ import torch
 from accelerate import PartialState
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType
+from ending import end
 from torch.distributed.tensor import DTensor
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -97,7 +98,23 @@ GRADIENT_CASES = {
     "gradients of ppo": {**SEPARATE, **GRADIENTS},
 }
 CASES |= {**RLOO_CASES, **PPO_CASES, **GRADIENT_CASES}
+# Two optimizer steps a generation, of which the second has no reward variance; clipped. Which rows a step has depends
+# on the number of processes in TRL, too, so these are compared with TRL on as many: a filter that keeps everything.
+LOSSLESS = {
+    **{"rows": 8, "gradient_accumulation_steps": 2, "steps_per_generation": 4, "flat_steps": [2]},
+    **{**ADAM, "adam_epsilon": 1e-6, "beta": 0.0, "max_grad_norm": 0.5, "max_steps": 5, "snr_strategy": "lossless"},
+}
+LOSSLESS_CASES = {
+    **{f"lossless {loss}": {**LOSSLESS, "loss_type": loss} for loss in (*LOSSES, "bnpo")},
+    "lossless rloo": {**LOSSLESS, "algorithm": "rloo", "num_iterations": 2},
+}
+AS_TRL = {
+    f"{name} as TRL": {**case, "snr_strategy": "top_p", "snr_value": 1.0, "snr_include_zero": True}
+    for name, case in LOSSLESS_CASES.items()
+}
+CASES |= {**LOSSLESS_CASES, **AS_TRL}
 LORA_CASES = (
+    *("lossless grpo", "lossless grpo as TRL"),
     *("gradients by reward variance", "gradients of checkpointed layers"),
     *("filtered dapo", "with gradient checkpointing", "an empty step between", "rloo"),
     *("ppo", "ppo with a critic of its own", "ppo with gradient checkpointing", "ppo, an empty step between"),
@@ -234,4 +251,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
-    PartialState().destroy_process_group()  # its threads may abort a process that ends with them
+    end()

@@ -7,8 +7,8 @@ import json
 import sys
 from pathlib import Path
 
-from accelerate import PartialState
 from backends import COMMON, is_sharded, start
+from ending import end
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl.rewards import think_format_reward  # noqa: F401 -- imports TRL before deepspeed looks at it
 
@@ -57,4 +57,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
-    PartialState().destroy_process_group()  # its threads may abort a process that ends with them
+    end()

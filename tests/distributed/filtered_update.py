@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 from accelerate import PartialState
+from ending import end
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -29,4 +30,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
-    PartialState().destroy_process_group()  # its threads may abort a process that ends with them
+    end()

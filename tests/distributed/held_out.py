@@ -9,6 +9,7 @@ from pathlib import Path
 
 from accelerate import PartialState
 from backends import COMMON, is_sharded, start
+from ending import end
 from trl.rewards import think_format_reward  # noqa: F401 -- imports TRL before deepspeed looks at it
 
 from ragen2_trl import EnvironmentEvalCallback, SNRFilteredGRPOConfig, SNRFilteredGRPOTrainer
@@ -47,4 +48,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
-    PartialState().destroy_process_group()  # its threads may abort a process that ends with them
+    end()

@@ -4,6 +4,7 @@ import sys
 from pathlib import Path
 
 from accelerate import PartialState
+from ending import end
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -36,4 +37,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
-    PartialState().destroy_process_group()  # its threads may abort a process that ends with them
+    end()

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 from accelerate import Accelerator, PartialState
+from ending import end
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -147,4 +148,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
-    PartialState().destroy_process_group()  # its threads may abort a process that ends with them
+    end()

@@ -5,8 +5,8 @@ python -m torch.distributed.run --standalone --nproc_per_node=2 played.py FOLDER
 
 import sys
 
-from accelerate import PartialState
 from backends import COMMON
+from ending import end
 from trl import GRPOConfig, GRPOTrainer
 
 from ragen2_trl import EpisodeCallback
@@ -33,4 +33,4 @@ def run(folder: str, processes: int) -> None:
 
 if __name__ == "__main__":
     run(sys.argv[1], 2)
-    PartialState().destroy_process_group()  # its threads may abort a process that ends with them
+    end()

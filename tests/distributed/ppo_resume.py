@@ -10,6 +10,7 @@ import torch
 from accelerate import PartialState
 from backends import ADAM, COMMON, PPO, REPLAYED, is_sharded, parameters_of, start
 from conftest import PROMPTS
+from ending import end
 from replayed import make_trainer
 
 
@@ -43,4 +44,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
-    PartialState().destroy_process_group()  # its threads may abort a process that ends with them
+    end()

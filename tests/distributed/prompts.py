@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from accelerate import PartialState
+from ending import end
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -53,4 +54,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
-    PartialState().destroy_process_group()  # its threads may abort a process that ends with them
+    end()

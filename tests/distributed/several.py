@@ -10,6 +10,7 @@ from zlib import crc32
 
 import torch
 from accelerate import PartialState
+from ending import end
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -126,4 +127,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
-    PartialState().destroy_process_group()  # its threads may abort a process that ends with them
+    end()

@@ -4,8 +4,11 @@ from pathlib import Path
 
 import pytest
 import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from research.commands import command_of, queue, warm_start_command, write_config, write_warm_start
+from ragen2_trl.cli.typed import read_configs
+from research.commands import QueuedRun, command_of, queue, warm_start_command, write_config, write_warm_start
 from research.plan import json_text, read_experiment, read_experiments
 from research.store import Store, record
 
@@ -323,3 +326,31 @@ def test_runs_of_other_experiments_are_trained_for_both(write):
         job.planned.key for job in queue([read_experiment(write())], only={"method": ["filter"]})
     }
     assert {job.experiments for job in jobs} == {("gain", "both")}
+
+
+PARTS = ["hf_workspace", "sk-experiments", f"hf_{'a' * 34}", f"sk-{'Ab1' * 16}", "me:pass@host", "?token=x&k=5", "~"]
+PART = st.sampled_from(PARTS) | st.text(
+    st.characters(exclude_categories=["Cs"], exclude_characters="\0/"), min_size=1, max_size=40
+).filter(lambda name: name not in (".", ".."))
+ADDRESSES = ["http://me:pa/ss@host/search?api_key=x", "postgres://a b:c@d/e"]
+
+
+@settings(max_examples=60)
+@given(st.lists(PART, min_size=1, max_size=4).map("/".join), st.sampled_from(ADDRESSES))
+def test_every_path_and_address_comes_back_as_it_was_given(tmp_path_factory, relative, address):
+    """Of settings and of records, which training and later commands go on from: nobody else may read them."""
+    base = tmp_path_factory.mktemp("store")
+    folder = base / relative
+    experiment = read_experiment(
+        ROOT / "research" / "experiments" / "fig3.yaml", {"model": str(folder), "env_args": {"corpus": address}}
+    )
+    store = Store(folder / "results")
+    store.write_record(experiment, "tiny", quick=False)
+    store.check(experiment, "tiny", quick=False)
+    planned = experiment.planned_runs()[0]
+    config = write_config(folder / planned.key, QueuedRun(planned, (), "a run"))
+    read = read_configs([str(config)])
+    assert (read["output_dir"], read["model"]) == (str(config.parent), str(folder))
+    assert read["env_args"]["corpus"] == address
+    files = [path for path in folder.rglob("*.yaml") if path.is_file()]
+    assert len(files) == 2 and {path.stat().st_mode & 0o777 for path in files} == {0o600}

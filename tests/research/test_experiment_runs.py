@@ -13,9 +13,10 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 
+from ragen2_trl.cli.shipped import recipe_path
 from ragen2_trl.reporting.files import HISTORY_FILE
 from research.__main__ import _told, main
-from research.commands import QueuedRun
+from research.commands import QueuedRun, queue
 from research.plan import PlannedRun, read_experiment
 from research.runner import LOCK, LOG, MADE, Progress, Runner, TimeLeft, is_locked
 from research.store import (
@@ -182,10 +183,9 @@ def test_a_failing_run_is_listed_with_its_command_and_the_others_are_stored(plan
 @pytest.mark.slow
 def test_a_warm_start_is_made_once_for_all_its_runs_and_one_that_fails_is_told_of_each(plan, tmp_path):
     """The recipes of a real model, with `tiny` in its place."""
-    root = Path(__file__).parents[2]
     cut = {"model_name_or_path": "tiny", "num_demonstrations": 16, "max_steps": 2, "use_cpu": True, "bf16": False}
     base = {name: value for name, value in BASE.items() if name != "model"}
-    file = str(root / "recipes" / "warm_start_smollm2_frozen_lake.yaml")
+    file = str(recipe_path("warm_start_smollm2_frozen_lake"))
     path = plan(quick={"max_steps": 2, "warm_start": cut}, fields={"warm_start": file})
     (tmp_path / "base.yaml").write_text(yaml.safe_dump(base))
     assert begin(tmp_path, path, "--quick", "--jobs", "2").wait(900) == 0, (tmp_path / "output").read_text()
@@ -304,6 +304,24 @@ def test_a_training_that_had_ended_is_taken_over_and_one_that_is_locked_is_left(
             Runner(store, tmp_path / "runs", 2, added.append, tell).run(jobs)
     assert added == jobs[:1] and store.done() == {jobs[0].planned.key}
     assert Runner(store, tmp_path / "runs", 2, added.append, lambda progress: None).run(jobs).done == jobs
+
+
+def test_a_run_that_hangs_is_ended_at_the_limit_and_the_next_one_begins(plan, tmp_path, monkeypatch):
+    """Also one that a kind signal does not end."""
+    hanging = (
+        "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('hung', flush=True); time.sleep(60)"
+    )
+    monkeypatch.setattr("research.runner.runnable", lambda command: [sys.executable, "-c", hanging])
+    monkeypatch.setattr("research.runner.GRACE", 0.2)
+    jobs = queue([read_experiment(plan())])
+    began = time.monotonic()
+    outcome = Runner(Store(tmp_path / "results"), tmp_path / "runs", 1, print, lambda progress: None, limit=0.3).run(
+        jobs
+    )
+    assert time.monotonic() - began < 30
+    assert [failure.job for failure in outcome.failed] == jobs and len(jobs) == 2
+    assert all("0.3 s" in failure.reason and "signal 9" in failure.reason for failure in outcome.failed)
+    assert not any(is_locked(tmp_path / "runs" / job.planned.key) for job in jobs)
 
 
 def test_the_time_that_is_left_is_told_by_runs_that_have_ended_and_before_by_steps(tmp_path):

@@ -139,7 +139,7 @@ def test_a_run_of_each_trainer_is_launched_by_accelerate_with_the_model_cut_down
     name, levels, model, tmp_path, capsys
 ):
     """Only the file of `accelerate launch` and the number of processes are others."""
-    for folder in ("research/experiments", "recipes", "accelerate_configs"):
+    for folder in ("research/experiments", "ragen2_trl/recipes", "ragen2_trl/accelerate_configs"):
         shutil.copytree(ROOT / folder, tmp_path / folder)
     path = tmp_path / "research" / "experiments" / f"{name}.yaml"
     path.write_text(path.read_text().replace("zero2.yaml", "cpu_ddp.yaml").replace("processes: 4", "processes: 1"))
@@ -148,7 +148,7 @@ def test_a_run_of_each_trainer_is_launched_by_accelerate_with_the_model_cut_down
     where = ["--results", str(tmp_path / "results"), "--runs", str(tmp_path / "runs")]
     main(["run", str(path), "--scale", "paper", "--only", *only, "--seeds", "1", *where, "--set", *sets])
     told = capsys.readouterr().out
-    launch = tmp_path / "accelerate_configs" / "cpu_ddp.yaml"
+    launch = tmp_path / "ragen2_trl" / "accelerate_configs" / "cpu_ddp.yaml"
     assert f"accelerate launch --config_file {launch} --num_processes 1 -m ragen2_trl.cli train --config" in told
     assert "GPU hours: an estimate, nothing of it was run on a GPU" in told
     assert list(Store(tmp_path / "results").finished()["steps"]) == [CUT["max_steps"]]

@@ -55,8 +55,8 @@ def run_tests(
 
     All cases share `cpu_seconds`, and ten times as many of the wall clock, each within the sandbox's own limits; those
     that find nothing left are `timeout`, and so are those after one that waited until the wall clock ended it. A
-    program that ends with an exit status, floods its output or returns no JSON is `error`. Within a `Sandbox.map`,
-    programs are tested side by side.
+    program that ends with an exit status, floods its output or returns no JSON is `error`; so is one that cannot be
+    run though others can, whose further cases are `timeout`. Within a `Sandbox.map`, programs are tested side by side.
 
     Raises:
         SandboxFailedError: If the machine can no longer run programs.
@@ -68,7 +68,8 @@ def run_tests(
             results.append(CaseResult("timeout"))
             continue
         outcome = _outcome(sandbox, program, case, math.ceil(cpu_seconds))
-        cpu_seconds = 0.0 if outcome.ended == "wall" else cpu_seconds - outcome.cpu_seconds
+        is_last = outcome.ended in ("wall", "infrastructure")  # either took half a minute or more
+        cpu_seconds = 0.0 if is_last else cpu_seconds - outcome.cpu_seconds
         wall_seconds -= outcome.wall_seconds
         results.append(_result(case, outcome))
     return results
@@ -89,7 +90,7 @@ def _result(case: StdinCase | CallCase, outcome: ProgramResult) -> CaseResult:
 def _verdict(case: StdinCase | CallCase, outcome: ProgramResult) -> Verdict:
     if outcome.ended in ("wall", "cpu"):
         return "timeout"
-    if outcome.ended != "exit" or outcome.returncode != 0:
+    if outcome.ended != "exit" or outcome.exit_status != 0:
         return "error"
     if isinstance(case, StdinCase):
         return "passed" if same_output(case.expected, outcome.stdout) else "wrong"

@@ -108,7 +108,8 @@ class Sandbox:
         """Run a program to its end, once it has one of the machine's places.
 
         What fails for reasons outside the program is tried again, with pauses that grow to seconds. If it fails to the
-        end while another program runs, the outcome says `infrastructure`.
+        end while another program runs, the outcome says `infrastructure`. What attempts used in which the program had
+        begun is counted in the outcome.
 
         Args:
             program: Python source.
@@ -146,13 +147,21 @@ class Sandbox:
 
 
 def _persist(isolation: Isolation | None, places: int, job: ProgramJob, pauses: Sequence[float]) -> ProgramResult:
-    for pause in pauses:
+    cpu_seconds = wall_seconds = 0.0  # of attempts in which the program had begun, with the pauses after them
+    for pause in (*pauses, None):
         outcome = attempt(isolation, places, job)
-        if outcome.ended != "infrastructure":
-            return outcome
+        if outcome.ended != "infrastructure" or pause is None:
+            break
         logger.info("A run failed and is tried again in %g s: %s", pause, outcome.stderr)
         time.sleep(pause)
-    return attempt(isolation, places, job)
+        if outcome.wall_seconds > 0:
+            cpu_seconds += outcome.cpu_seconds
+            wall_seconds += outcome.wall_seconds + pause
+    return replace(
+        outcome,
+        cpu_seconds=outcome.cpu_seconds + cpu_seconds,
+        wall_seconds=outcome.wall_seconds + wall_seconds,
+    )
 
 
 def _isolation(places: int) -> Isolation | str:

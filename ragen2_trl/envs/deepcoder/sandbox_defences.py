@@ -25,7 +25,8 @@ print(json.dumps({
     "capabilities": int(status["CapEff"], 16) | int(status["CapPrm"], 16),
     "filtered": status["NoNewPrivs"].strip() == "1" and refused(os.memfd_create, "memory") and refused(os.setsid),
     "networks": [line.split(":")[0].strip() for line in open("/proc/self/net/dev")][2:],
-    "settings": all(refused(open, path, "w") for path in ("/proc/sys/kernel/shmmax", "/attack", "/dev/attack")),
+    "settings": all(refused(open, path, "w") for path in ("/proc/sys/kernel/shmmax", "/attack", "/dev/attack"))
+    and all(refused(os.utime, f"/dev/{name}") for name in ("null", "zero", "full", "random", "urandom")),
     "tmp_bytes": tmp.f_frsize * tmp.f_blocks,
     "tmp_files": tmp.f_files,
     "limits": {"RLIMIT_CPU": int(seconds)} | {

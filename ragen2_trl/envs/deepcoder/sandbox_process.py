@@ -24,6 +24,7 @@ Ended = Literal["exit", "wall", "cpu", "memory", "output", "infrastructure"]
 _RUNNER = Path(__file__).with_name("sandbox_runner.py").read_text(encoding="utf-8")
 PYTHON = f"{sys.base_prefix}/bin/python{sys.version_info.major}.{sys.version_info.minor}"
 _NOBODY = 65534
+_DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
 # Bubblewrap gets no other: what a process was started with stays readable in /proc for all of its user.
 _ENVIRONMENT = {"PATH": "/usr/bin:/bin", "HOME": "/tmp", "PYTHONHASHSEED": "0", "PYTHONUTF8": "1"}
 # What the kernel would keep for a program: queued signals and messages, memory that cannot be swapped.
@@ -73,16 +74,18 @@ class SandboxLimits:
 class ProgramResult:
     """How a run ended.
 
-    `stdout` and `stderr` hold at most `SandboxLimits.output_bytes` each, undecodable bytes replaced. `returncode` is
-    128 + n for signal n. `ended` names the limit that ended the run: `wall`, `cpu`, `memory` (of a control group) or
-    `output`; `exit` if it ended by itself. `infrastructure` says nothing of the program: the run could not begin, or
-    something outside ended it; the cause is in `stderr`. `cpu_seconds` is what the program used, at most, and
-    `wall_seconds` what passed from its start to its end.
+    `stdout` and `stderr` hold at most `SandboxLimits.output_bytes` each, undecodable bytes replaced. `exit_status` is
+    the program's own, `None` where a signal ended it, which then is `signal`. `ended` names the limit that ended the
+    run: `wall`, `cpu`, `memory` (of a control group) or `output`; `exit` if it ended by itself. `infrastructure` says
+    nothing of the program: the run could not begin, or something outside ended it; the cause is in `stderr`.
+    `cpu_seconds` is what the program used, at most, and `wall_seconds` what passed from its start to its end, both
+    with what earlier attempts used that the kernel ended, and the pauses after them.
     """
 
     stdout: str
     stderr: str
-    returncode: int
+    exit_status: int | None
+    signal: int | None
     ended: Ended
     cpu_seconds: float = field(default=0.0, compare=False)
     wall_seconds: float = field(default=0.0, compare=False)
@@ -120,8 +123,8 @@ def attempt(isolation: Isolation | None, places: int, job: ProgramJob) -> Progra
         return _failure(f"{type(error).__name__}: {error}")
 
 
-def _failure(cause: str) -> ProgramResult:
-    return ProgramResult("", cause, -1, "infrastructure")
+def _failure(cause: str, cpu_seconds: float = 0.0, wall_seconds: float = 0.0) -> ProgramResult:
+    return ProgramResult("", cause, None, None, "infrastructure", cpu_seconds, wall_seconds)
 
 
 def _run(isolation: Isolation | None, group: Cgroup | None, job: ProgramJob) -> ProgramResult:
@@ -160,17 +163,19 @@ def _run(isolation: Isolation | None, group: Cgroup | None, job: ProgramJob) -> 
     if group and group.ran_out_of_memory():
         ended = "memory"
     if ended != "exit":
-        return ProgramResult(out, err, 128 + signal.SIGKILL, ended, min(float(limits.cpu_seconds), elapsed), elapsed)
-    if "code" not in report:
+        used = min(float(limits.cpu_seconds), elapsed)
+        return ProgramResult(out, err, None, signal.SIGKILL, ended, used, elapsed)
+    if "cpu_seconds" not in report:
         return _failure(report.get("failed") or f"{err.strip()[-1000:]} (exit status {process.returncode})")
-    code, used = report["code"], report["cpu_seconds"]
-    if code == 128 + signal.SIGKILL:
+    used = report["cpu_seconds"]
+    if report["signal"] == signal.SIGKILL:
         # The kernel's signal, since the filter lets no program send it: at the end of its time, or to free memory.
         # The clock of the limit counts in ticks and runs fast or slow where many share a processor.
         if isolation and used < 0.5 * limits.cpu_seconds:
-            return _failure("the kernel killed the program within its limits, as it does where memory runs out")
+            cause = "the kernel killed the program within its limits, as it does where memory runs out"
+            return _failure(cause, used, elapsed)
         ended, used = "cpu", max(used, float(limits.cpu_seconds))
-    return ProgramResult(out, err, code, ended, used, elapsed)
+    return ProgramResult(out, err, report["exit_status"], report["signal"], ended, used, elapsed)
 
 
 def _task(isolation: Isolation | None, limits: SandboxLimits) -> dict[str, Any]:
@@ -178,7 +183,7 @@ def _task(isolation: Isolation | None, limits: SandboxLimits) -> dict[str, Any]:
         return {"limits": limits.resources, "isolation": None}
     # The kernel does not count root's threads, so that root's programs become somebody else's.
     user = _NOBODY if os.geteuid() == 0 else None
-    sealed = {"inodes": limits.files, "user": user, "filter": seccomp_filter().hex()}
+    sealed = {"inodes": limits.files, "devices": _DEVICES, "user": user, "filter": seccomp_filter().hex()}
     return {"limits": {**limits.resources, **_NO_KERNEL_MEMORY}, "isolation": sealed}
 
 
@@ -254,7 +259,6 @@ def _isolated(bwrap: str, limits: SandboxLimits) -> list[str]:
     else:
         namespaces = ["--unshare-all", "--unshare-user", "--uid", str(_NOBODY), "--gid", str(_NOBODY)]
         rights = ["CAP_SYS_ADMIN"]  # over its own namespaces; the runner gives it up before there is a program
-    devices = ("null", "zero", "full", "random", "urandom")
     streams = {"/dev/fd": "", "/dev/stdin": "/0", "/dev/stdout": "/1", "/dev/stderr": "/2"}
     return [
         *(bwrap, *namespaces, "--as-pid-1", "--die-with-parent", "--hostname", "sandbox", "--cap-drop", "ALL"),
@@ -263,7 +267,7 @@ def _isolated(bwrap: str, limits: SandboxLimits) -> list[str]:
         *(word for path in sorted({*parents, "/dev"}) for word in ("--perms", "0755", "--dir", path)),
         *(word for path in dict.fromkeys(visible) for word in ("--ro-bind-try", path, path)),
         *(word for path in hidden for word in ("--tmpfs", path, "--remount-ro", path)),
-        *(word for name in devices for word in ("--dev-bind", f"/dev/{name}", f"/dev/{name}")),
+        *(word for path in _DEVICES for word in ("--dev-bind", path, path)),
         *(word for name, end in streams.items() for word in ("--symlink", f"/proc/self/fd{end}", name)),
         *("--proc", "/proc", "--remount-ro", "/", "--"),
     ]

@@ -3,11 +3,12 @@
 `sandbox_process.py` passes this file's text to `python -c`, so that no file of the package is visible inside. Its
 arguments are two descriptors: of a JSON job, and of a file for the report. A job has `program` (text), `call` (None,
 or a function's name and its arguments), `limits` (resource name → value) and `isolation`: None, or `inodes` of `/tmp`,
-the `user` to become, if any, and the `filter` for system calls in hexadecimal.
+the `devices` in sight, the `user` to become, if any, and the `filter` for system calls in hexadecimal.
 
 The guard is the first process of its namespace: whatever the program does, the kernel ends it with the guard, and the
 guard with whoever started it. It has the program's user, at most, but none of its memory, files or signals can be
-reached from below. Its report is JSON: `code` and `cpu_seconds` of the program, or what has `failed` before it began.
+reached from below. Its report is JSON: the program's `exit_status`, or the `signal` that ended it, and `cpu_seconds`;
+or what has `failed` before it began.
 
 A job without a call is the program as a script. A job with a call prints what the function returns as JSON on stdout;
 what the program itself prints goes to stderr.
@@ -55,6 +56,9 @@ def seal(isolation: dict[str, Any]) -> None:
     none, always = None, MS_REMOUNT | MS_NOSUID | MS_NODEV | MS_NOEXEC
     kernel("mount", none, b"/tmp", none, always, f"nr_inodes={isolation['inodes']}".encode())
     kernel("mount", none, b"/proc", none, always | MS_BIND | MS_RDONLY, none)
+    for device in isolation["devices"]:  # inodes of the machine, whose time stamps would outlive the run
+        read_only = MS_REMOUNT | MS_BIND | MS_RDONLY | MS_NOSUID | MS_NOEXEC
+        kernel("mount", none, device.encode(), none, read_only, none)
 
 
 def confine(isolation: dict[str, Any]) -> None:
@@ -75,14 +79,14 @@ def install(program: bytes) -> None:
 
 
 def guard(child: int, report: int) -> None:
-    """Wait for the program, report, and end as it did; never returns."""
+    """Wait for the program and report how it ended; never returns."""
     os.closerange(0, 3)  # so that the streams end with the program
     _, status, usage = os.wait4(child, 0)
-    code = os.waitstatus_to_exitcode(status)
-    code = code if code >= 0 else 128 - code
+    number = os.WTERMSIG(status) if os.WIFSIGNALED(status) else None
+    code = None if number else os.WEXITSTATUS(status)
     if os.fstat(report).st_size == 0:
-        write(report, {"code": code, "cpu_seconds": usage.ru_utime + usage.ru_stime})
-    os._exit(code)
+        write(report, {"exit_status": code, "signal": number, "cpu_seconds": usage.ru_utime + usage.ru_stime})
+    os._exit(code or 0)
 
 
 def write(report: int, values: dict[str, Any]) -> None:

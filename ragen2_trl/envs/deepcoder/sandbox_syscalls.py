@@ -21,7 +21,7 @@ ARCHITECTURES = {"x86_64": (0xC000003E, 0), "aarch64": (0xC00000B7, 1)}
 _ALLOWED = """
 read:0:63 write:1:64 readv:19:65 writev:20:66 pread64:17:67 pwrite64:18:68 preadv:295:69 pwritev:296:70 lseek:8:62
 open:2:- openat:257:56 creat:85:- close:3:57 dup:32:23 dup2:33:- dup3:292:24 pipe:22:- pipe2:293:59 sendfile:40:71
-fsync:74:82 fdatasync:75:83 ftruncate:77:46 truncate:76:45 fadvise64:221:223 flock:73:32 stat:4:- fstat:5:80
+fsync:74:82 fdatasync:75:83 ftruncate:77:46 truncate:76:45 fadvise64:221:223 stat:4:- fstat:5:80
 lstat:6:- newfstatat:262:79 statx:332:291 statfs:137:43 fstatfs:138:44 access:21:- faccessat:269:48
 faccessat2:439:439 readlink:89:- readlinkat:267:78 getdents64:217:61 getcwd:79:17 chdir:80:49 fchdir:81:50
 mkdir:83:- mkdirat:258:34 rmdir:84:- unlink:87:- unlinkat:263:35 rename:82:- renameat:264:38 renameat2:316:276

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -12,8 +12,13 @@ from transformers.integrations import is_deepspeed_zero3_enabled
 
 from ragen2_trl.trainers.ppo.critic import FOLDER, WEIGHTS, Critic, make_critic, split_weights, without_critic
 
+if TYPE_CHECKING:
+    from ragen2_trl.trainers.stock import StockTrainer
+else:
+    StockTrainer = object  # it is mixed in before one of TRL's
 
-class ActorCritic:
+
+class ActorCritic(StockTrainer):
     """Mixed in before one of TRL's trainers, whose arguments have `value_head`, `critic_lr` and
     `critic_warmup_steps`."""
 
@@ -80,6 +85,7 @@ class ActorCritic:
             return
         with without_critic(self.model):
             super()._load_best_model()
+        assert self.state.best_model_checkpoint is not None  # without one, there is nothing to load
         self._load_critic(self.state.best_model_checkpoint)
 
     def _load_critic(self, checkpoint: str) -> None:

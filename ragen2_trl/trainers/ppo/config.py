@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 from trl import GRPOConfig
 
-from ragen2_trl.filtering import check_choice
+from ragen2_trl.filtering import STRATEGIES, check_choice
 from ragen2_trl.trainers.config import SNRFilterConfig
 
 
@@ -83,3 +83,9 @@ class SNRFilteredPPOConfig(SNRFilterConfig, GRPOConfig):
                 "with it: 1.0."
             )
         super().__post_init__()
+
+    def _check_lossless(self) -> None:
+        raise ValueError(
+            f"snr_strategy={self.snr_strategy!r} leaves out rows without advantage, and PPO's critic learns from "
+            f"every row; allowed: {', '.join(STRATEGIES)}."
+        )

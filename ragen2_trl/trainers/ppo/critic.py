@@ -48,7 +48,8 @@ class Critic(nn.Module):
     @contextmanager
     def listening(self) -> Iterator[list[Tensor]]:
         """Gives a list to which each forward pass of the policy adds its (rows, prompt + T) values."""
-        self._heard = heard = []
+        heard: list[Tensor] = []
+        self._heard = heard
         try:
             yield heard
         finally:
@@ -57,7 +58,7 @@ class Critic(nn.Module):
     def join(self, policy: nn.Module) -> None:
         """Become a submodule of the policy, and listen to its forward passes."""
         policy.add_module(NAME, self)
-        body = policy.get_base_model() if isinstance(policy, PeftModel) else policy
+        body: Any = policy.get_base_model() if isinstance(policy, PeftModel) else policy
         body.base_model.register_forward_hook(self._hear_policy)
         if self.backbone is not None:
             policy.register_forward_pre_hook(self._hear_inputs, with_kwargs=True)

@@ -115,6 +115,7 @@ class SNRFilteredPPOTrainer(ActorCritic, SNRFilter, GRPOTrainer):
         rows = kept.nonzero().squeeze(1).tolist()
         size = self.args.per_device_train_batch_size
         computed = forward_in_step(forward, batch, rows, take(batch, [0]), size, self.accelerator)
+        assert computed is not None  # of a batch
         values = torch.zeros_like(batch["completion_ids"], dtype=torch.float)
         values[kept] = computed.float()
         return values

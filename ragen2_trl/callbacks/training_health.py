@@ -1,0 +1,152 @@
+"""Whether training is failing, said while it trains: from the rows that are logged anyway, without a forward pass."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from accelerate.logging import get_logger
+from accelerate.utils import broadcast_object_list, gather_object
+from transformers import TrainerCallback
+
+from ragen2_trl.callbacks.attached import check_own_trainer, is_newest
+from ragen2_trl.callbacks.run_record import reported
+from ragen2_trl.filtering import check_choice
+from ragen2_trl.instrument.health import COUNT, KINDS, Alarm, Health
+from ragen2_trl.instrument.reasoning import Trajectories
+from ragen2_trl.reporting.run import HEALTH_STATE
+from ragen2_trl.rollout_events import Listener, LocalRollout, listen, log_row
+
+logger = get_logger(__name__)
+
+STOP_ON = ("failing", *KINDS)
+
+
+def keep_watch(trainer: Any) -> None:
+    """Let a trainer tell when its training is failing, unless it has a callback that does."""
+    if not any(isinstance(callback, TrainingHealthCallback) for callback in trainer.callback_handler.callbacks):
+        trainer.add_callback(TrainingHealthCallback(trainer))
+
+
+class TrainingHealthCallback(TrainerCallback):
+    """
+    Warns when training is failing, by what warned of it in real runs: valid answers, or success, fall below their best
+    by more than chance explains (see [`~ragen2_trl.instrument.health`]). The trainers with the filter bring it along.
+
+    It reads log rows, and of each generation whether its answers are valid; training is left bit-identical. An alarm
+    is a warning, and an alert in trackio and wandb; the live line, the model card and the report have it, too.
+
+    `health/completions` is how many completions a row is about, and `health/valid_rate` the share of them that are
+    valid: by `valid`, or where no environment of ours says it, the share of turns that close their reasoning. A run
+    that has never closed any has no such rate.
+
+    Of several on one trainer the one that was added last watches.
+
+    Args:
+        trainer ([`~transformers.Trainer`]):
+            The trainer that the callback is then added to.
+        stop_on (`Sequence[str]`, *optional*, defaults to `()`):
+            What ends training: `"failing"`, or single kinds of alarm.
+        valid (`Callable[[str], bool]`, *optional*):
+            Whether the text of a completion, without what tools have said, is a valid answer.
+        keys (`Mapping[str, str]`, *optional*):
+            Further log keys by what they tell, for instance `{"rewards/solved/mean": "success"}`.
+
+    Raises:
+        ValueError: For a setting outside its range.
+
+    Example:
+
+    ```python
+    >>> from ragen2_trl import TrainingHealthCallback
+
+    >>> trainer.add_callback(TrainingHealthCallback(trainer, stop_on=("failing",)))  # doctest: +SKIP
+    ```
+    """
+
+    def __init__(
+        self,
+        trainer: Any,
+        stop_on: Sequence[str] = (),
+        valid: Callable[[str], bool] | None = None,
+        keys: Mapping[str, str] | None = None,
+    ):
+        for kind in (stop_on,) if isinstance(stop_on, str) else stop_on:
+            check_choice("stop_on", kind, STOP_ON)
+        self.trainer, self.valid, self.own_keys = trainer, valid, dict(keys or {})
+        self.stop_on = {stop_on} if isinstance(stop_on, str) else set(stop_on)
+        self.health = Health(self.own_keys)
+        self._closes = False  # whether any reasoning has been closed
+        self._listener: Listener | None = None
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        check_own_trainer(self, self.trainer, state)
+        self.health, self._closes = Health(self.own_keys), False
+        if (saved := state.stateful_callbacks.get(HEALTH_STATE)) is not None:
+            self.health.restore(saved["health"])
+            self._closes = saved["closes"]
+        if self._listener is None and hasattr(self.trainer, "_generate_and_score_completions"):
+            self._listener = listen(self.trainer, on_rollout=self._on_rollout)
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        if not is_newest(self, self.trainer):
+            return
+        changed = self.health.update({**(logs or {}), "step": state.global_step})
+        state.stateful_callbacks[HEALTH_STATE] = {
+            "health": self.health.state,
+            "closes": self._closes,
+            "keys": self.own_keys,
+        }
+        for alarm in changed:
+            logger.warning(alarm.sentence)
+            self._alert(alarm)
+        if self.stop_on and self._agreed([alarm.kind for alarm in changed if self._ends(alarm)]):
+            logger.warning(f"Training stops after step {state.global_step}: stop_on={sorted(self.stop_on)}.")
+            control.should_training_stop = True
+
+    def _ends(self, alarm: Alarm) -> bool:
+        return alarm.until is None and (alarm.kind in self.stop_on or (alarm.failing and "failing" in self.stop_on))
+
+    def _agreed(self, kinds: list[Any]) -> list[Any]:
+        """What the main process says: rows may differ between processes, and all must stop together."""
+        if self.trainer.accelerator.num_processes == 1:
+            return kinds
+        told = [kinds]
+        broadcast_object_list(told)
+        return told[0]
+
+    def _alert(self, alarm: Alarm) -> None:
+        if self.trainer.args.report_to and self.trainer.state.is_world_process_zero:
+            from ragen2_trl.reporting.trackers import send_alert
+
+            with reported("The alert for the trackers"):
+                title = f"{'Training is failing' if alarm.failing else 'Worth a look'}: {alarm.what}"
+                send_alert(self.trainer, title, alarm.sentence, is_error=alarm.failing and alarm.until is None)
+
+    def _on_rollout(self, local: LocalRollout) -> None:
+        if not is_newest(self, self.trainer):
+            return
+        log_row(self.trainer, {COUNT: float(local.rewards.numel())}, replace=True)
+        counted = [one for one in gather_object([self._count_valid(local)]) if one is not None]
+        valid, answers = (sum(one[number] for one in counted) for number in (0, 1))
+        self._closes = self._closes or valid > 0
+        if answers and (self.valid is not None or self._closes):
+            log_row(self.trainer, {"health/valid_rate": valid / answers})
+
+    def _count_valid(self, local: LocalRollout) -> tuple[int, int] | None:
+        """(valid, all) answers of this process; `None` where an environment of ours tells."""
+        tokenizer = self.trainer._tokenizer
+        if self.valid is not None:
+            masks = (mask or [1] * len(ids) for ids, mask in zip(local.completion_ids, local.tool_masks, strict=True))
+            own = [
+                [token for token, is_own in zip(ids, mask, strict=True) if is_own]
+                for ids, mask in zip(local.completion_ids, masks, strict=True)
+            ]
+            texts = tokenizer.batch_decode(own, skip_special_tokens=True)
+            return sum(bool(self.valid(text)) for text in texts), len(texts)
+        logged = self.trainer._metrics["train"]
+        if any(key.startswith("env/") and key.endswith("/valid_rate") for key in logged):
+            return None
+        trajectories = Trajectories(
+            local.prompt_ids, local.completion_ids, tokenizer, local.tool_masks, local.turn_samples
+        )
+        turns = [turn for number in range(len(trajectories)) for turn in trajectories[number]]
+        return sum(turn.valid for turn in turns), len(turns)

@@ -1,0 +1,90 @@
+"""Health: whether training is failing, from the logs of a run, whoever made it.
+
+ragen2-trl health runs/my_run/checkpoint-100/trainer_state.json
+ragen2-trl health train.log --completions 128 --key rewards/solved/mean=success
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from rich.table import Table
+from rich.text import Text
+
+from ragen2_trl.cli.arguments import health_parser
+from ragen2_trl.cli.typed import checked_input
+from ragen2_trl.instrument.health import Alarm, Health, told_by
+from ragen2_trl.reporting.examples import printable
+from ragen2_trl.reporting.logs import read_log
+
+BARS, WIDTH, MAX_CHARTS = "▁▂▃▄▅▆▇█", 60, 12
+CHARTED = ("valid", "valid_thinking", "success", "held_out_success", "reward")
+
+
+def main(args: list[str] | None = None) -> None:
+    """Print the alarms of each log, and a chart of what they rest on.
+
+    Raises:
+        InputError: If a log cannot be read, or a key cannot be mapped.
+    """
+    from rich.console import Console
+
+    console = Console()
+    arguments = health_parser().parse_args(args)
+    for path in arguments.logs:
+        with checked_input():
+            rows, too_long = read_log(path)
+            watch = Health(dict(arguments.key), arguments.completions)
+        alarms = told_by(watch, rows)
+        name = printable(path.name)
+        console.print(alarm_table(name, rows, alarms) if alarms else Text(f"{name}: nothing to warn of."))
+        console.print(charts(watch, rows, alarms))
+        if too_long:
+            console.print(Text(f"{name}: {too_long} lines of more than a megabyte were left out."))
+
+
+def alarm_table(name: str, rows: Sequence[dict[str, Any]], alarms: Sequence[Alarm]) -> Table:
+    """What began when, and what is said of it."""
+    table = Table(title=Text(f"{name}, {len(rows)} rows"))
+    for column in ("step", "until", "kind", ""):
+        table.add_column(column)
+    for alarm in alarms:
+        until = "" if alarm.until is None else str(alarm.until)
+        style = "bold red" if alarm.failing else ""
+        table.add_row(str(alarm.step), until, alarm.kind, Text(printable(alarm.sentence)), style=style)
+    return table
+
+
+def charts(watch: Health, rows: Sequence[dict[str, Any]], alarms: Sequence[Alarm]) -> Text:
+    """A line of bars for each key that success and validity are told by, and marks where training began to fail."""
+    points: dict[str, dict[int, float]] = {}
+    for row in rows:
+        for key, value in row.items():
+            if watch.name_of(key) in CHARTED and isinstance(value, int | float) and abs(value) < 1e100:
+                points.setdefault(key, {})[int(row.get("step") or 0)] = value
+    if not points:
+        return Text("No key here is one that success or validity is told by; --key maps others.")
+    last = max(max(found) for found in points.values()) or 1
+    marks = [" "] * WIDTH
+    for alarm in alarms:
+        if alarm.failing:
+            marks[_column(alarm.step, last)] = "!"
+    lines = []
+    for key, found in list(points.items())[:MAX_CHARTS]:
+        columns: list[list[float]] = [[] for _ in range(WIDTH)]
+        for step, value in found.items():
+            columns[_column(step, last)].append(value)
+        top, low = max(found.values()), min(0.0, *found.values())
+        height = (top - low) or 1.0
+        bars, bar = "", " "
+        for column in columns:
+            if column:  # where there is none, the last one stands
+                bar = BARS[round((sum(column) / len(column) - low) / height * (len(BARS) - 1))]
+            bars += bar
+        lines += [f"{printable(key)}, at most {top:.3g}", bars]
+    if "!" in marks:
+        lines += ["".join(marks), "! training begins to fail"]
+    return Text("\n".join([*lines, f"steps 0 to {last}"]))
+
+
+def _column(step: int, last: int) -> int:
+    return min(WIDTH - 1, max(0, step * (WIDTH - 1) // last))

@@ -1,0 +1,197 @@
+"""reasoning-gym: a hundred generators of puzzles, each with a scorer of its own (arXiv 2505.24760)."""
+
+import ast
+import inspect
+import json
+import os
+import random
+import select
+import subprocess
+import sys
+import textwrap
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from types import MethodType
+from typing import Any, ClassVar
+
+from ragen2_trl.envs.base import Environment, Episode, Limits
+from ragen2_trl.envs.checks import check_choice
+from ragen2_trl.envs.reasoning_gym import scorer
+from ragen2_trl.envs.responses import plain_text
+from ragen2_trl.envs.tasks import Row, held_out
+
+MAX_ANSWER_CHARS = 10_000
+SECONDS_TO_START, SECONDS_TO_SCORE = 300.0, 2.0
+# Functions that run text as a program; SymPy's parser is Python's `eval`.
+EVALUATING = {"eval", "exec", "compile", "parse_expr", "parse_latex", "sympify", "S", "lambdify"}
+
+
+class Scorer:
+    """The program `scorer.py`, started when first needed, and again after an answer that it did not survive."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._owner = 0  # a forked process must not share the pipes
+
+    def __call__(self, task: str, config: str, number: int, answer: str) -> float:
+        """The score of an answer, 0.0 to 1.0; 0.0 where it cost too much to find out.
+
+        Raises:
+            RuntimeError: If the program does not start.
+        """
+        with self._lock:
+            if self._process is None or self._owner != os.getpid() or self._process.poll() is not None:
+                self._process, self._owner = self._started(), os.getpid()
+            request = {"task": task, "config": config, "number": number, "answer": answer}
+            answered = self._ask(self._process, json.dumps(request).encode() + b"\n")
+            if answered is None:
+                self._process.kill()
+                self._process.wait()
+                self._process = None
+                return 0.0
+            return float(answered)
+
+    @staticmethod
+    def _started() -> "subprocess.Popen[bytes]":
+        command = [sys.executable, "-I", str(scorer.__file__)]
+        pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "bufsize": 0}
+        process = subprocess.Popen(command, **pipes)  # unbuffered, as `select` sees no buffers of ours
+        if _line(process, SECONDS_TO_START) != b"ready":
+            process.kill()
+            raise RuntimeError(f"the scorer of reasoning_gym did not start: {' '.join(command)}")
+        return process
+
+    @staticmethod
+    def _ask(process: "subprocess.Popen[bytes]", request: bytes) -> bytes | None:
+        assert process.stdin is not None
+        try:
+            process.stdin.write(request)
+            process.stdin.flush()
+        except BrokenPipeError:
+            return None
+        return _line(process, SECONDS_TO_SCORE) if _line(process, SECONDS_TO_START) == b"made" else None
+
+
+def _line(process: "subprocess.Popen[bytes]", seconds: float) -> bytes | None:
+    """The next line that a program writes, `None` if there is none in time. Its lines are short, and one at a time."""
+    assert process.stdout is not None
+    if not select.select([process.stdout], [], [], seconds)[0]:
+        return None
+    return process.stdout.readline().strip() or None
+
+
+score_answer = Scorer()
+
+
+def evaluating_functions(method: MethodType) -> set[str]:
+    """Functions by which a generator's scorer, or what it calls of its own package, runs text as a program."""
+    found: set[str] = set()
+    seen: set[Any] = set()
+    waiting = [method.__func__]
+    while waiting:
+        function = waiting.pop()
+        seen.add(function)
+        for node in ast.walk(ast.parse(textwrap.dedent(inspect.getsource(function)))):
+            name = node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""
+            found |= EVALUATING & {name}
+            called = getattr(type(method.__self__), name, None) or function.__globals__.get(name)
+            if inspect.isfunction(called) and called.__module__.startswith("reasoning_gym") and called not in seen:
+                waiting.append(called)
+    return found
+
+
+class ReasoningGymEpisode(Episode):
+    """One answer to one question.
+
+    Args:
+        question: What is asked.
+        answer: A right answer, where the generator knows one.
+        score: What an answer is worth.
+    """
+
+    def __init__(self, question: str, answer: str | None, score: Callable[[str], float]):
+        self.question = plain_text(question, keep_lines=True)
+        self.answer = answer
+        self._score = score
+
+    def observation(self) -> str:
+        return self.question
+
+    def is_action(self, action: str) -> bool:
+        return 0 < len(action.strip()) <= MAX_ANSWER_CHARS
+
+    def step(self, action: str) -> float:
+        """The score of the generator, 0.0 to 1.0; solved at 1.0."""
+        worth = self._score(action)
+        self.done, self.success = True, worth == 1.0
+        return worth
+
+    def plan(self, rng: random.Random) -> tuple[str, list[str]]:
+        """The answer that the generator gives."""
+        if self.answer is None:
+            raise NotImplementedError("this generator of reasoning_gym gives no answers")
+        return "", [self.answer]
+
+
+class ReasoningGym(Environment):
+    """Questions of a generator of reasoning-gym, worth what its scorer says of an answer.
+
+    A task of the split `"test"` is one in five, by its question, so that none of them is ever trained.
+
+    Args:
+        task: Name of the generator, see `reasoning_gym.factory.DATASETS`.
+        config: Settings of the generator, by name.
+        **limits: `enable_think`, `force_think` and `max_turn_tokens` of `Environment`.
+
+    Raises:
+        ImportError: If reasoning-gym is not installed.
+        ValueError: If the generator or a setting is not known, or its scorer runs answers as programs.
+    """
+
+    name = "reasoning_gym"
+    returns = (0.0, 1.0)
+    single_turn_limits = Limits(turns=1, actions=1)
+    multi_turn_limits = None
+    example = "answer"
+    splits_answers = False
+    packages: ClassVar[tuple[str, ...]] = ("reasoning-gym",)
+
+    def __init__(self, task: str = "leg_counting", config: Mapping[str, Any] | None = None, **limits: Any):
+        super().__init__(**limits)
+        from reasoning_gym.factory import DATASETS
+
+        check_choice("task", task, sorted(DATASETS))
+        fixed = sorted({"seed", "size"} & set(config or {}))
+        if fixed:
+            raise ValueError(f"config of reasoning_gym must leave {fixed} to num_prompts and seed, got {config!r}")
+        self.task = task
+        self.config = json.dumps(dict(config or {}))
+        try:
+            items = scorer.generator(task, self.config)
+        except (AssertionError, TypeError, ValueError) as error:  # by which its configurations refuse settings
+            raise ValueError(f"config={self.config} is not for task={task!r} of reasoning_gym: {error}") from error
+        if unsafe := sorted(evaluating_functions(items.score_answer)):
+            raise ValueError(
+                f"task must be one whose scorer reads answers as text, got {task!r}, which runs them by {unsafe}"
+            )
+
+    def tasks(self, seed: int, split: str, data: str | None) -> Iterator[dict[str, Any]]:
+        check_choice("data", data, (None,))
+        items = scorer.generator(self.task, self.config)
+        numbers = list(range(scorer.SIZE))
+        random.Random(f"{self.name}/{self.task}/{seed}").shuffle(numbers)
+        for number in numbers:
+            item = items[number]
+            if held_out(item["question"]) == (split == "test"):
+                yield {"seed": number, "question": item["question"], "answer": item["answer"]}
+
+    def episode(self, row: Row, rng: random.Random) -> ReasoningGymEpisode:
+        return ReasoningGymEpisode(
+            row["question"],
+            row["answer"],
+            lambda answer: score_answer(self.task, self.config, row["seed"], answer),
+        )
+
+    def instructions(self) -> str:
+        return "Answer the question. Reward: 1 if the answer is right, less or nothing if not."

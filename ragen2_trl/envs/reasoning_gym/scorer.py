@@ -1,0 +1,52 @@
+"""A program that scores answers to tasks of reasoning-gym, run beside training, because answers are hostile text.
+
+It reads lines `{"task", "config", "number", "answer"}`, answers each with `made` when it has the task, and then with
+the score. Over some answers a scorer takes for ever, or all memory (a move repeated 10^9 times, a number of as many
+digits): who asks ends this program then and starts another. Nothing here evaluates what a model wrote; tasks whose
+scorer does are refused before (see `evaluating_functions`).
+"""
+
+import functools
+import json
+import os
+import resource
+import sys
+from typing import Any
+
+SIZE = 10_000  # tasks of a generator; some make a list of all of them
+MEMORY = 4 << 30  # bytes
+
+
+@functools.lru_cache(maxsize=8)
+def generator(task: str, config: str) -> Any:
+    """The generator of a task; its item of a number is the same in every process."""
+    from reasoning_gym.factory import create_dataset
+
+    return create_dataset(task, **{"seed": 0, "size": SIZE, **json.loads(config)})
+
+
+def score(items: Any, item: dict[str, Any], answer: str) -> float:
+    """What an answer is worth, 0.0 to 1.0; nothing where the scorer fails over it."""
+    try:
+        return min(1.0, max(0.0, float(items.score_answer(answer, item))))
+    except Exception:  # noqa: BLE001 - scorers were not written for every text
+        return 0.0
+
+
+def main() -> None:
+    import reasoning_gym  # noqa: F401 - takes seconds, and is done when the first line is written
+
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what a scorer prints is no answer
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+    print("ready", file=answers, flush=True)
+    for line in sys.stdin:
+        request = json.loads(line)
+        items = generator(request["task"], request["config"])
+        item = items[request["number"]]
+        print("made", file=answers, flush=True)
+        print(score(items, item, request["answer"]), file=answers, flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,75 @@
+"""Logs of trainers, ours and other people's, as rows: TRL's JSON, or what verl and the paper's code print."""
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from ragen2_trl.reporting.files import HISTORY_FILE, STATE_FILE
+from ragen2_trl.reporting.records import check_history
+
+MAX_JSON = 512 * 2**20  # bytes
+MAX_LINE = 2**20  # bytes of a printed row, which takes some 10,000
+_ESCAPES = re.compile(rb"\x1b\[[0-?]*[ -/]*[@-~]")
+_ROW = re.compile(r"(?:^|\s)step:(\d{1,12}) - ")
+# `key:value`, where NumPy may have printed its type as well, and a progress bar may follow without a space.
+_PAIR = re.compile(r"([\w@/.\-]{1,200}):(?:np\.\w+\()?(-?(?:\d+\.?\d*(?:[eE][-+]?\d+)?|inf|nan))", re.ASCII)
+
+
+def read_log(path: Path) -> tuple[list[dict[str, Any]], int]:
+    """The rows of a log, and how many lines were too long to be read.
+
+    Args:
+        path: `trainer_state.json`, `log_history.json`, or the console log of verl or RAGEN, whose rows are printed
+            as `step:N - key:value - …`.
+
+    Raises:
+        ValueError: If it is none of these; the message is one line.
+        OSError: If it cannot be read.
+    """
+    with path.open("rb") as file:
+        is_json = file.read(64).lstrip()[:1] in (b"{", b"[")
+    if is_json and path.suffix != ".log":
+        return _read_json(path), 0
+    too_long: list[int] = []
+    rows = list(_read_console(path, too_long))
+    if not rows:
+        raise ValueError(
+            f"{str(path)!r} holds no log rows; allowed: {STATE_FILE}, {HISTORY_FILE}, or a console log with lines "
+            "such as 'step:1 - key:0.5'."
+        )
+    return rows, len(too_long)
+
+
+def _read_json(path: Path) -> list[dict[str, Any]]:
+    if (size := path.stat().st_size) > MAX_JSON:
+        raise ValueError(f"{str(path)!r} has {size} bytes; allowed: {MAX_JSON}.")
+    try:
+        content = json.loads(path.read_text())
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{str(path)!r} cannot be read as JSON: {' '.join(str(error).split())[:200]}") from error
+    rows = content.get("log_history") if isinstance(content, Mapping) else content
+    check_history(rows, str(path), "log_history")
+    found = [row for row in rows or () if isinstance(row, dict)]
+    if not found:
+        raise ValueError(f"{str(path)!r} holds no log rows.")
+    return found
+
+
+def _read_console(path: Path, too_long: list[int]) -> Iterator[dict[str, Any]]:
+    number = 0
+    with path.open("rb") as file:
+        while line := file.readline(MAX_LINE):
+            number += 1
+            if len(line) == MAX_LINE and not line.endswith(b"\n"):
+                too_long.append(number)
+                while (line := file.readline(MAX_LINE)) and not line.endswith(b"\n"):
+                    pass
+                continue
+            if b"step:" not in line:
+                continue
+            text = _ESCAPES.sub(b"", line).decode("utf-8", errors="replace")
+            if (row := _ROW.search(text)) is not None:
+                pairs = (_PAIR.match(part) for part in text[row.end() :].split(" - "))
+                yield {"step": int(row[1]), **{pair[1]: float(pair[2]) for pair in pairs if pair}}

@@ -1,0 +1,134 @@
+"""Which checkpoints are complete, and that no other is resumed from: of ours, and of TRL's own trainer."""
+
+import json
+import shutil
+
+import pytest
+from conftest import RUN, assert_same_parameters, parameters_of
+from datasets import Dataset
+from trl import GRPOConfig, GRPOTrainer
+
+from ragen2_trl import SNRFilteredGRPOConfig, SNRFilteredGRPOTrainer
+from ragen2_trl.trainers.checkpoints import MANIFEST, flaw_of, last_complete_checkpoint
+
+PARTS = ("model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth", "trainer_state.json")
+OWN = ("snr_state_0.pt", MANIFEST)
+KINDS = {"ours": (SNRFilteredGRPOTrainer, SNRFilteredGRPOConfig), "TRL's": (GRPOTrainer, GRPOConfig)}
+
+
+def length(completions, **kwargs):
+    return [float(len(text)) for text in completions]
+
+
+def make(kind, policy_path, folder, **settings):
+    trainer, config = KINDS[kind]
+    saving = {"max_steps": 3, "save_steps": 1, "save_strategy": "steps", "max_completion_length": 6}
+    args = config(**{**RUN, **saving, "output_dir": str(folder), **settings})
+    prompts = Dataset.from_dict({"prompt": [f"Go {number}" for number in range(8)]})
+    return trainer(policy_path, length, args, prompts)
+
+
+@pytest.fixture(scope="module")
+def runs(policy_path, tmp_path_factory):
+    """Folder and trainer of a whole run of each kind."""
+    found = {}
+    for kind in KINDS:
+        folder = tmp_path_factory.mktemp("run")
+        trainer = make(kind, policy_path, folder)
+        trainer.train()
+        found[kind] = folder, trainer
+    return found
+
+
+@pytest.fixture
+def run(runs, tmp_path):
+    """Gives a copy of a run's folder."""
+
+    def copied(kind):
+        return shutil.copytree(runs[kind][0], tmp_path / "run", dirs_exist_ok=True)
+
+    return copied
+
+
+def damage(path, how):
+    if how == "missing":
+        path.unlink()
+    else:
+        path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+@pytest.mark.parametrize("how", ["missing", "cut off"])
+@pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind in KINDS for name in PARTS + OWN * (kind == "ours")])
+def test_a_checkpoint_that_lacks_anything_is_told_from_a_complete_one(kind, name, how, run):
+    checkpoint = run(kind) / "checkpoint-3"
+    assert flaw_of(checkpoint) is None
+    if (name, how) == (MANIFEST, "missing"):
+        return
+    damage(checkpoint / name, how)
+    assert name in flaw_of(checkpoint)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "how"), [("ours", "snr_state_0.pt", "missing"), ("TRL's", "optimizer.pt", "cut off")]
+)
+def test_a_run_goes_on_from_the_checkpoint_before_an_incomplete_one(kind, name, how, run, runs, policy_path, caplog):
+    folder = run(kind)
+    damage(folder / "checkpoint-3" / name, how)
+    resumed = make("ours", policy_path, folder)
+    with caplog.at_level("WARNING"):
+        resumed.train(resume_from_checkpoint=True)
+    (line,) = [record.getMessage() for record in caplog.records if "passed over" in record.getMessage()]
+    assert all(part in line for part in ("checkpoint-2", "checkpoint-3", name))
+    rows = [row["step"] for row in resumed.state.log_history if "loss" in row]
+    assert rows == [1, 2, 3]
+    if kind == "ours":
+        assert_same_parameters(parameters_of(resumed), parameters_of(runs[kind][1]))
+
+
+def test_an_incomplete_checkpoint_is_refused_by_name(run, policy_path):
+    folder = run("ours")
+    damage(folder / "checkpoint-2" / "scheduler.pt", "missing")
+    trainer = make("ours", policy_path, folder)
+    before = parameters_of(trainer)
+    with pytest.raises(ValueError, match=r"resume_from_checkpoint=.*checkpoint-2.*scheduler\.pt is missing"):
+        trainer.train(resume_from_checkpoint=str(folder / "checkpoint-2"))
+    for number in (1, 3):
+        damage(folder / f"checkpoint-{number}" / "optimizer.pt", "missing")
+    with pytest.raises(ValueError, match=r"resume_from_checkpoint=True finds no complete checkpoint in output_dir="):
+        trainer.train(resume_from_checkpoint=True)
+    assert_same_parameters(before, parameters_of(trainer))
+
+
+def test_what_is_only_named_like_a_checkpoint_is_none(run):
+    folder = run("ours")
+    (folder / "checkpoint-best").mkdir()
+    (folder / "checkpoint-99").touch()
+    assert last_complete_checkpoint(folder) == folder / "checkpoint-3"
+    for content in ("[]", "{}", '{"global_step": 3', '"text"', "[" * 10_000):
+        (folder / "checkpoint-3" / "trainer_state.json").write_text(content)
+        assert last_complete_checkpoint(folder) == folder / "checkpoint-2"
+    assert last_complete_checkpoint(folder / "nowhere") is None
+
+
+def test_weights_alone_are_no_checkpoint_to_resume_from(policy_path, tmp_path):
+    make("ours", policy_path, tmp_path, max_steps=1, save_only_model=True).train()
+    assert "optimizer" in flaw_of(tmp_path / "checkpoint-1")
+
+
+@pytest.mark.parametrize("last", ["_save_optimizer_and_scheduler", "_save_rng_state"])
+def test_a_checkpoint_is_complete_only_when_all_of_it_is_written(last, run, runs, policy_path, monkeypatch):
+    """Also where one of the same name was complete before."""
+    folder = run("ours")
+    listed = json.loads((folder / "checkpoint-3" / MANIFEST).read_text())
+    files = {path.name for path in (folder / "checkpoint-3").iterdir()}
+    assert files - listed.keys() == {MANIFEST, "trainer_state.json"} and not listed.keys() - files
+    trainer = make("ours", policy_path, folder)
+
+    def killed(output_dir):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(trainer, last, killed)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train(resume_from_checkpoint=str(folder / "checkpoint-2"))
+    assert "trainer_state.json" in flaw_of(folder / "checkpoint-3")
+    assert last_complete_checkpoint(folder) == folder / "checkpoint-2"

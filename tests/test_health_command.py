@@ -1,0 +1,57 @@
+"""`ragen2-trl health` on logs of others: a table of alarms, a small chart, and a line for what is no log."""
+
+import json
+
+import pytest
+from test_health import console_line
+
+from ragen2_trl import cli
+
+
+def write_log(path, valid):
+    path.write_text(
+        "".join(
+            console_line(step, **{"train/Sokoban/action_is_valid": rate, "train/Sokoban/success": 0.2})
+            for step, rate in enumerate(valid)
+        )
+    )
+
+
+def test_the_alarm_and_a_chart_are_printed(tmp_path, capsys):
+    write_log(tmp_path / "failing.log", [0.98] * 60 + [0.5] * 20)
+    write_log(tmp_path / "sound.log", [0.98] * 80)
+    cli.main(["health", str(tmp_path / "failing.log"), str(tmp_path / "sound.log"), "--completions", "128"])
+    failing, _, sound = capsys.readouterr().out.partition("sound.log")
+    for part in ("failing.log, 80 rows", "format", "61", "train/Sokoban/action_is_valid", "█", "!"):
+        assert part in failing
+    assert "nothing to warn of" in sound and "!" not in sound
+
+
+def test_escape_codes_do_not_reach_the_terminal(tmp_path, capsys):
+    path = tmp_path / "hostile.log"
+    path.write_text("".join(f"\x1b]0;owned\x07 step:{step} - env/\x1b[31ma/success:0.5\x1b[2J\n" for step in range(3)))
+    rows = [{"step": step, "env/\x1b[31m/success": 0.5} for step in range(3)]
+    (tmp_path / "hostile.json").write_text(json.dumps(rows))
+    cli.main(["health", str(path), str(tmp_path / "hostile.json")])
+    out = capsys.readouterr().out
+    assert out.count("/success, at most 0.5") == 2
+    assert "\x1b]0" not in out and "\x1b[2J" not in out and "\x1b[31m" not in out
+
+
+@pytest.mark.parametrize("content", [None, "nothing here", "[1]"])
+def test_what_is_no_log_is_answered_in_a_line(tmp_path, capsys, content):
+    path = tmp_path / "odd.json"
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["health", str(path)])
+    assert ended.value.code == 2
+    said = capsys.readouterr().err
+    assert "odd.json" in said.replace("\n", "") and "Traceback" not in said
+
+
+def test_a_key_without_a_signal_is_named(tmp_path, capsys):
+    write_log(tmp_path / "a.log", [0.5])
+    with pytest.raises(SystemExit):
+        cli.main(["health", str(tmp_path / "a.log"), "--key", "x=nonsense"])
+    assert "nonsense" in capsys.readouterr().err

@@ -1,0 +1,187 @@
+"""Tasks of one's own: a dataset with reward functions, a class by its name, and the commands that take them."""
+
+import json
+
+import pytest
+from datasets import Dataset
+
+from ragen2_trl import SNRFilteredGRPOConfig, SNRFilteredGRPOTrainer, cli
+from ragen2_trl.cli.arguments import EvaluateArguments
+from ragen2_trl.cli.evaluate import evaluate_model
+from ragen2_trl.cli.train import ALGORITHMS
+from ragen2_trl.cli.train import main as train
+from ragen2_trl.envs import DatasetEnvironment, make_env
+from ragen2_trl.tiny import TINY_MODEL_PATH
+
+MODULE = """
+from ragen2_trl.envs.bandit import Bandit
+
+class Mine(Bandit):
+    name = "mine"
+
+NO_TASK = 3
+
+def digit(prompts, completions, answer, **kwargs):
+    texts = [c if isinstance(c, str) else c[0]["content"] for c in completions]
+    return [float(a in text) for text, a in zip(texts, answer)]
+
+def short(completions, **kwargs):
+    return [-0.01 * len(c if isinstance(c, str) else c[0]["content"]) for c in completions]
+"""
+
+
+def right(prompts, completions, answer, **kwargs):
+    """As in TRL: all columns are lists, and messages where prompts are messages."""
+    texts = [text if isinstance(text, str) else text[0]["content"] for text in completions]
+    return [None if a == "9" else float(a in text) for text, a in zip(texts, answer, strict=True)]
+
+
+def rows(count=50, chat=True):
+    texts = [f"Say {number % 10}, number {number}." for number in range(count)]
+    prompts = [[{"role": "user", "content": text}] for text in texts] if chat else texts
+    return Dataset.from_dict({"prompt": prompts, "answer": [str(number % 10) for number in range(count)]})
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    """A folder with a module and data of somebody's own, from which commands are given."""
+    (tmp_path / "somebodys.py").write_text(MODULE)
+    lines = [json.dumps(row) for row in rows(40)]
+    (tmp_path / "mine.jsonl").write_text("\n".join(lines))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend("")  # restores sys.path, to which the command line adds the folder
+    return tmp_path
+
+
+@pytest.mark.parametrize("chat", [True, False])
+def test_held_out_rows_are_never_trained_and_every_row_is_somewhere(chat):
+    env = DatasetEnvironment(rows(200, chat), right)
+    splits = [env.dataset(split=split) for split in ("train", "test")]
+    seeds = [set(split["seed"]) for split in splits]
+    assert not seeds[0] & seeds[1] and len(seeds[0] | seeds[1]) == 200
+    assert 20 < len(splits[1]) < 60
+    again = DatasetEnvironment(rows(200, chat), right)
+    assert again.dataset(5, seed=3).to_list() == env.dataset(5, seed=3).to_list() != env.dataset(5, seed=4).to_list()
+
+
+def test_a_split_of_ones_own_is_held_out_as_it_is():
+    env = DatasetEnvironment(rows(20), right, eval_dataset=rows(5))
+    assert len(env.dataset()) == 20 and len(env.dataset(split="test")) == 5
+    play = env.play(env.dataset(1, split="test")[0], None)
+    assert play.episode.observation().startswith("Say ")
+
+
+@pytest.mark.parametrize("chat", [True, False])
+def test_a_completion_is_worth_what_trl_would_be_given_for_it(chat):
+    def penalty(completions, **kwargs):
+        assert isinstance(completions[0], str) is not chat
+        return [-0.25] * len(completions)
+
+    env = DatasetEnvironment(rows(60, chat), [right, penalty])
+    for row in env.dataset():
+        play = env.play(row, None)
+        play.respond("I say 1")
+        first = right(None, ["I say 1"], [row["answer"]])[0]
+        assert play.outcome.episode_return == (first or 0.0) - 0.25
+        assert play.outcome.success == (first == 1.0) and play.done
+
+
+def test_own_rewards_train_as_in_trl_and_log_success(tmp_path):
+    """The reward functions are those that TRL would call: the run is the one without the environment."""
+    env = DatasetEnvironment(rows(), right)
+    histories = []
+    for functions in (env.reward_funcs, [right]):
+        args = SNRFilteredGRPOConfig(
+            str(tmp_path),
+            max_steps=2,
+            per_device_train_batch_size=16,
+            num_generations=4,
+            max_completion_length=12,
+            logging_steps=1,
+            use_cpu=True,
+            bf16=False,
+            save_strategy="no",
+            report_to="none",
+            snr_prompt_selection=True,
+        )
+        trainer = SNRFilteredGRPOTrainer(str(TINY_MODEL_PATH), functions, args, env.dataset())
+        trainer.train()
+        histories.append([row for row in trainer.state.log_history if "reward" in row])
+    with_env, without = histories
+    assert [row["reward"] for row in with_env] == [row["reward"] for row in without]
+    assert all("env/dataset/success" in row and "rewards/right/mean" in row for row in with_env)
+    assert not any("env/dataset/success" in row for row in without)
+    metrics = evaluate_model(
+        trainer.model, trainer.processing_class, env, num_prompts=99, num_samples=2, max_new_tokens=8
+    )
+    assert metrics["num_prompts"] == len(env.dataset(split="test"))
+    assert 0 <= metrics["success"] <= metrics["pass@2"] <= 1
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"reward_funcs": []}, "reward_funcs"),
+        ({"reward_funcs": ["a/model"]}, "a/model"),
+        ({"reward_funcs": lambda prompts, completions: [0.0]}, "kwargs"),
+        ({"dataset": Dataset.from_dict({"question": ["?"]})}, "prompt"),
+        ({"dataset": Dataset.from_dict({"prompt": ["?"], "seed": [1]})}, "seed"),
+    ],
+)
+def test_what_cannot_be_played_is_refused_by_name(change, named):
+    with pytest.raises(ValueError, match=named):
+        DatasetEnvironment(**{"dataset": rows(4), "reward_funcs": right, **change})
+
+
+def test_a_class_of_ones_own_is_a_task_by_its_name(here):
+    env = EvaluateArguments(env_name="somebodys:Mine", env_args=["max_actions=2"]).make_env()
+    assert (env.name, env.max_actions, env.qualified_name) == ("mine", 2, "somebodys:Mine")
+    assert env.warm_start.startswith("ragen2-trl warm-start --env_name somebodys:Mine --env_args max_actions=2 ")
+    for name in ("somebodys:NO_TASK", "somebodys:Nobody", "nowhere:Mine"):
+        with pytest.raises(ValueError, match=name):
+            make_env(name)
+
+
+@pytest.mark.slow
+def test_the_commands_take_a_dataset_with_rewards_and_a_class(here, capsys):
+    own = ["--dataset", "mine.jsonl", "--reward", "somebodys:digit", "somebodys:short"]
+    few = ["--num_prompts", "4", "--num_samples", "2", "--max_new_tokens", "12"]
+    cli.main(["evaluate", "--model", "tiny", *own, *few, "--output", "metrics.json"])
+    assert json.loads((here / "metrics.json").read_text())["num_prompts"] == 4
+    cli.main(["evaluate", "--model", "oracle", "--env_name", "somebodys:Mine", "--num_prompts", "4"])
+    cli.main(["diagnose", "--model", "tiny", *own, *few, "--output_dir", "diagnosis"])
+    assert (here / "diagnosis" / "diagnosis.json").exists()
+    length = ["--max_completion_length", "12", "--num_generations", "2", "--per_device_train_batch_size", "8"]
+    cli.main(["train", "--model", "tiny", *own, *length, "--max_steps", "2", "--eval_every", "1", "--run_name", "own"])
+    shown = capsys.readouterr().out
+    assert "held-out success on mine" in shown
+    cli.main(["report", "runs/own"])
+    for wrong, named in (
+        (["--dataset", "mine.jsonl"], "reward"),
+        (["--dataset", "nothing.jsonl", "--reward", "somebodys:digit"], "nothing.jsonl"),
+        (["--dataset", "mine.jsonl", "--reward", "somebodys:nobody"], "somebodys:nobody"),
+        (["--reward", "somebodys:digit"], "dataset"),
+        ([*own, "--multi_turn", "true"], "multi_turn"),
+    ):
+        with pytest.raises(SystemExit):
+            cli.main(["evaluate", "--model", "tiny", *wrong])
+        assert named in capsys.readouterr().err
+
+
+def test_a_control_takes_the_recipe_and_leaves_the_filter_out(tmp_path, capsys, monkeypatch):
+    """`--algo trl_grpo` is the only difference: the recipe's settings of the filter are named and left out."""
+    seen = []
+    trainer_class, config_class = ALGORITHMS["trl_grpo"]
+
+    class Seen(trainer_class):
+        def train(self, *args, **kwargs):
+            seen.append(self.args)
+
+    monkeypatch.setitem(ALGORITHMS, "trl_grpo", (Seen, config_class))
+    options = {"model": "tiny", "algo": "trl_grpo", "snr_value": 0.5, "snr_include_zero": True, "eval_prompts": 0}
+    options |= {"output_dir": tmp_path / "run", "max_steps": 1, "num_prompts": 8, "figures": False}
+    train([part for name, value in options.items() for part in (f"--{name}", str(value))])
+    assert not [name for name in vars(seen[0]) if name.startswith("snr_")]
+    assert not isinstance(seen[0], SNRFilteredGRPOConfig)
+    told = capsys.readouterr()
+    assert "snr_value, snr_include_zero" in told.out

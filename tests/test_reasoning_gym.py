@@ -1,0 +1,98 @@
+"""Puzzles of reasoning-gym: what holds for every task is tested with the others; here, its scorers."""
+
+import json
+import time
+
+import pytest
+
+pytest.importorskip("reasoning_gym", reason='reasoning-gym is not installed: pip install "ragen2-trl[reasoning-gym]"')
+
+from reasoning_gym.factory import DATASETS
+
+from ragen2_trl.envs import make_env
+from ragen2_trl.envs.reasoning_gym import environment
+from ragen2_trl.envs.reasoning_gym.environment import evaluating_functions, score_answer
+
+RUNS_ANSWERS = {
+    "binary_matrix",
+    "countdown",
+    "intermediate_integration",
+    "n_queens",
+    "polynomial_multiplication",
+    "puzzle24",
+    "simple_integration",
+    "spiral_matrix",
+    "string_insertion",
+}
+
+
+def played(env, row, answer):
+    play = env.play(row, None)
+    play.respond(f"<think>So.</think><answer>{answer}</answer>")
+    return play.outcome
+
+
+def test_a_right_answer_is_solved_a_partly_right_one_is_not_and_another_is_nothing():
+    env = make_env("reasoning_gym", task="basic_arithmetic", config={"min_terms": 2, "max_terms": 2})
+    for row in env.dataset(5, seed=1):
+        assert played(env, row, row["answer"]).success
+        wrong = played(env, row, "no number")
+        assert not wrong.success and wrong.episode_return < 1
+    partly = make_env("reasoning_gym", task="letter_counting")
+    assert not played(partly, partly.dataset(1)[0], "many").success
+
+
+@pytest.mark.parametrize("task", sorted(RUNS_ANSWERS))
+def test_a_task_whose_scorer_runs_answers_as_programs_is_refused_by_name(task):
+    with pytest.raises(ValueError, match=task):
+        make_env("reasoning_gym", task=task)
+
+
+@pytest.mark.slow
+def test_every_other_task_gives_and_scores_rows():
+    """What is offered has rows, and a score for any answer."""
+    offered = 0
+    for task in sorted(set(DATASETS) - RUNS_ANSWERS - {"composite"}):
+        try:
+            env = make_env("reasoning_gym", task=task)
+        except ValueError as refused:
+            assert "runs them by" in str(refused), task
+            continue
+        row = env.dataset(1)[0]
+        assert 0 <= played(env, row, "3").episode_return <= 1
+        offered += 1
+    assert offered > 90
+
+
+def test_the_scorers_of_an_allowed_task_are_read_to_their_end():
+    """What a scorer calls of its own package counts as the scorer's."""
+
+    class Items:
+        def score_answer(self, answer, entry):
+            return self.helper(answer)
+
+        def helper(self, answer):
+            return eval(answer)
+
+    Items.helper.__module__ = Items.score_answer.__module__ = "reasoning_gym.mine"
+    assert evaluating_functions(Items().score_answer) == {"eval"}
+
+
+@pytest.mark.parametrize(
+    ("task", "answer"), [("coin_flip", "1e999999999"), ("rubiks_cube", "R999999999999"), ("coin_flip", "\0" * 50)]
+)
+def test_an_answer_without_end_costs_its_reward_and_no_more_than_seconds(task, answer):
+    score_answer(task, "{}", 3, "warm")  # the program is running
+    started = time.monotonic()
+    assert score_answer(task, "{}", 3, answer) < 0.1
+    assert time.monotonic() - started < environment.SECONDS_TO_START  # not for ever
+    assert score_answer("leg_counting", "{}", 3, "nothing") == 0.0  # and the next is scored
+
+
+def test_settings_of_a_generator_are_checked():
+    for config, named in (({"wind": 1}, "wind"), ({"seed": 1}, "seed"), ({"min_animals": -3}, "min_animals")):
+        with pytest.raises(ValueError, match=named):
+            make_env("reasoning_gym", config=config)
+    with pytest.raises(ValueError, match="leg_counting"):
+        make_env("reasoning_gym", task="flying")
+    assert json.loads(make_env("reasoning_gym", config={"max_animals": 4}).config) == {"max_animals": 4}
