@@ -54,8 +54,13 @@ def public_prompt(reward_funcs: Iterable[Any]) -> list[dict[str, str]] | None:
     The rows of its dataset are no substitute: they may be private. A task whose `split` counts rows of files has none.
     """
     task = _task_of(reward_funcs)
-    parts = list(getattr(task, "environments", {"": task}).values())
-    own = [part for part in parts if type(part).__module__.startswith("ragen2_trl.envs.")]
+    if task is None:
+        return None
+    from ragen2_trl.envs import ENVIRONMENTS  # loaded already
+
+    parts = getattr(task, "environments", {"": task}).values()
+    package = ("ragen2_trl.envs.", tuple(ENVIRONMENTS.values()))
+    own = [part for part in parts if type(part).__module__.startswith(package[0]) and isinstance(part, package[1])]
     if not own or "split" in own[0].options:
         return None
     prompt: list[dict[str, str]] = own[0].dataset(1, seed=0)[0]["prompt"]
