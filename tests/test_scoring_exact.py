@@ -96,15 +96,15 @@ def test_a_model_that_gives_all_logits_whatever_it_is_asked_is_scored(caplog):
     assert_full_runs(model, prompts, completions, caplog, "xLSTMForCausalLM returns NoneType in place of a cache")
 
 
-class AllLogits(LlamaForCausalLM):
-    """Reuses caches and knows nothing of `logits_to_keep`."""
+class HiddenHead(LlamaForCausalLM):
+    """Reuses caches, and does not say which layer makes its logits."""
 
-    def forward(self, *args, logits_to_keep=0, **kwargs):
-        return super().forward(*args, **kwargs)
+    def get_output_embeddings(self):
+        return None
 
 
 def test_all_logits_are_no_reason_not_to_reuse_caches(caplog):
-    model = seeded(lambda: AllLogits(LlamaConfig(**SMALL))).eval()
+    model = seeded(lambda: HiddenHead(LlamaConfig(**SMALL))).eval()
     prompts, completions, lead_in = random_ids(20, 7), random_ids(1, 9, 17, seed=1), [0, 3, 16]
     with caplog.at_level(logging.WARNING):
         scores = cross_score(model, prompts, completions, lead_in=lead_in)

@@ -100,6 +100,15 @@ def recipes_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def trl_parser() -> argparse.ArgumentParser:
+    return argparse.ArgumentParser(
+        "ragen2-trl check-trl",
+        description="Whether the TRL that is installed has the methods, parameters and keys that the trainers lean "
+        "on. Ends with code 1 where it lacks one.",
+        allow_abbrev=False,
+    )
+
+
 def sandbox_parser() -> argparse.ArgumentParser:
     return argparse.ArgumentParser(
         "ragen2-trl check-sandbox",
@@ -525,6 +534,7 @@ ARGUMENTS = {
 # Commands without a configuration.
 PARSERS = {
     "report": report_parser,
+    "check-trl": trl_parser,
     "check-sandbox": sandbox_parser,
     "envs": envs_parser,
     "recipes": recipes_parser,

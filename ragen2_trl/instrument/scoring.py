@@ -1,9 +1,9 @@
 """Log-probabilities of many completions under many prompts, with the work of each prompt done once.
 
 Each prompt is run once into a key-value cache; all completions are then run on top of that cache, which no forward
-pass changes. Only standard calls `model(input_ids, position_ids, past_key_values, logits_to_keep)` are made. Where a
-cache cannot be reused, or reusing it turns out to change a log-probability, each pair is run in full, with a warning
-that says why.
+pass changes, and logits are made of scored tokens only. Only standard calls `model(input_ids, position_ids,
+past_key_values)` are made. Where a cache cannot be reused, or reusing it turns out to change a log-probability, each
+pair is run in full, with a warning that says why.
 """
 
 import copy
@@ -292,16 +292,17 @@ class _Scorer:
         inputs = torch.cat([before.expand(rows, -1), after], dim=1)  # (R, P + L) or (R, L)
         start = 0 if in_full else ids.shape[1] - 1
         kept = pad(chunk.scored, (before.shape[1] - 1, inputs.shape[1] - before.shape[1] + 1 - length))
-        logits = self.model(
-            input_ids=inputs,
-            position_ids=torch.arange(start, start + inputs.shape[1], device=ids.device).expand(rows, -1),
-            past_key_values=None if cache is None else share(cache, rows),
-            use_cache=cache is not None,
-            logits_to_keep=kept,  # those only, as (number of scored tokens, vocabulary)
-        ).logits
-        if logits.shape[:-1] == kept.shape:  # of a model that does not know `logits_to_keep`
-            logits = logits[kept]
-        logps = _token_logps(logits.view(-1, logits.shape[-1]), chunk.ids[chunk.scored], self.temperature)
+        with _logits_of(self.model, kept):
+            logits = self.model(
+                input_ids=inputs,
+                position_ids=torch.arange(start, start + inputs.shape[1], device=ids.device).expand(rows, -1),
+                past_key_values=None if cache is None else share(cache, rows),
+                use_cache=cache is not None,
+            ).logits
+        logits = logits.view(-1, logits.shape[-1])
+        if len(logits) == kept.numel():  # all of them: no layer was found to select at
+            logits = logits[kept.flatten()]
+        logps = _token_logps(logits, chunk.ids[chunk.scored], self.temperature)
         return torch.zeros(chunk.ids.shape, device=ids.device).masked_scatter(chunk.scored, logps)
 
 
@@ -313,6 +314,26 @@ def _token_logps(logits: Tensor, ids: Tensor, temperature: float) -> Tensor:
         scaled = part.float() if temperature == 1.0 else part.float() / temperature
         logps.append(-cross_entropy(scaled, targets, reduction="none"))
     return torch.cat(logps)
+
+
+@contextmanager
+def _logits_of(model: nn.Module, kept: Tensor) -> Iterator[None]:
+    """Within, the output layer makes the logits of kept (R, L) positions only, as (number of them, vocabulary).
+
+    A mask for `logits_to_keep` is known to transformers since 5.21 only, and not to forwards that others patch.
+    """
+
+    def select(module: nn.Module, args: tuple[Tensor]) -> tuple[Tensor] | None:
+        (hidden,) = args
+        return (hidden[kept],) if hidden.shape[:-1] == kept.shape else None
+
+    head = _unwrapped(model).get_output_embeddings()
+    handle = None if head is None else head.register_forward_pre_hook(select)
+    try:
+        yield
+    finally:
+        if handle is not None:
+            handle.remove()
 
 
 @contextmanager
@@ -333,11 +354,15 @@ def _default_tokens(device: torch.device, vocabulary: int) -> int:
     return min(MAX_TOKENS, MAX_LOGITS // vocabulary)
 
 
-def _text_config(model: nn.Module) -> Any:
+def _unwrapped(model: nn.Module) -> Any:
     module: Any = model
     while not hasattr(module, "config"):  # wrappers of accelerate and torch
         module = module.module
-    return module.config.get_text_config()
+    return module
+
+
+def _text_config(model: nn.Module) -> Any:
+    return _unwrapped(model).config.get_text_config()
 
 
 def _longrope_switch(config: Any) -> int | None:

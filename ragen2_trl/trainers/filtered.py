@@ -64,6 +64,7 @@ from ragen2_trl.trainers.selection import (
     seeded_generator,
     with_advantage,
 )
+from ragen2_trl.trainers.trl_contract import check_trl
 from ragen2_trl.trainers.turn_samples import check_turn_samples, sampled_tokens, with_turn_samples
 
 if TYPE_CHECKING:
@@ -114,6 +115,7 @@ class SNRFilter(StockTrainer):
         selector: Selector | None = None,
         **kwargs: Any,
     ):
+        check_trl(type(self))
         if args is None:
             name = model if isinstance(model, str) else model.config._name_or_path
             args = self._config_class(f"{name.split('/')[-1]}-{self._name.replace(' ', '-')}")

@@ -272,8 +272,9 @@ class GroupFilter:
     def ranks_rewards(self) -> bool:
         """Whether groups are kept for how their rewards vary."""
         own = self.selector
-        ranks = isinstance(own, ScoreSelector) and own.strategy != "lossless"
-        return ranks and own.score in ("reward_variance", "reward_std")
+        if not isinstance(own, ScoreSelector) or own.strategy == "lossless":
+            return False
+        return own.score in ("reward_variance", "reward_std")
 
     @property
     def keeps_everything(self) -> bool:

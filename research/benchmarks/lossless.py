@@ -15,6 +15,7 @@ import os
 import statistics
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
@@ -66,7 +67,8 @@ def train(plain: bool, share: float, seed: int, steps: int) -> tuple[StepTimes, 
     trainer.remove_callback(transformers.PrinterCallback)
     times.watch(trainer)
     trainer.train()
-    after = [parameter.detach().clone() for parameter in trainer.model.parameters()]
+    model: Any = trainer.model
+    after = [parameter.detach().clone() for parameter in model.parameters()]
     return times, after, largest_difference(before.parameters, after)
 
 
