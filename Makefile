@@ -14,7 +14,7 @@ export MALLOC_MMAP_THRESHOLD_ := 4294967296
 export MALLOC_TRIM_THRESHOLD_ := 17179869184
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo reproduce-quick reproduce test test-all test-sandbox test-needs test-distributed test-slow \
+.PHONY: help install docs demo reproduce-quick reproduce test test-all test-sandbox test-needs test-distributed test-slow \
 	test-trl test-vllm check wheel bench bench-gpu warm-start clean
 
 help:  ## Show this list
@@ -40,7 +40,16 @@ $(BIN)/.installed-extras: $(BIN)/.installed
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[openai,openenv,dense,trackers]"
 	touch $@
 
+$(BIN)/.installed-docs: $(BIN)/.installed
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[docs]"
+	touch $@
+
 install: $(BIN)/.installed  ## Create .venv: the package and its development tools; a target that needs more adds it
+
+docs: $(BIN)/.installed-docs  ## The site, strictly, into build/site
+	$(PYTEST) --quiet tests/test_site.py
+	$(BIN)/python scripts/make_site.py build/pages
+	$(BIN)/zensical build --strict --clean
 
 # Or sokoban, which is played in several turns, or countdown.
 ENV := frozen_lake
@@ -160,4 +169,4 @@ warm-start: $(BIN)/.installed  ## Regenerate the tiny models' weights (half an h
 		--output_dir ragen2_trl/tiny/model_countdown
 
 clean:  ## Remove environments, caches and runs
-	rm -rf $(VENV) .venv* dist runs .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv* dist build runs .pytest_cache .mypy_cache .ruff_cache .hypothesis

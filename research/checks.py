@@ -8,7 +8,6 @@ verdict is made by checks that state the claim: not by those `beside` it, and no
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import product
 from typing import Any
 
 from research.grid import Grid, Notes
@@ -26,7 +25,6 @@ SUPPORTED, IN_PART, OPPOSITE, INCONCLUSIVE, NOT_RUN = (
 )
 TO_REACH = "_to_reach"
 OF_ORDER = ("correlation", "stronger_correlation")
-NAMED = 2  # checks that the reason of a verdict names, of each finding
 CURVES_ONLY = "curves only, no verdict"  # of an experiment without checks
 
 
@@ -131,29 +129,6 @@ def verdict(grid: Grid, results: Sequence[Result]) -> str:
     if done >= planned_runs:
         return said
     return f"{said}, so far ({done} of {planned_runs} runs)"
-
-
-def sentence(results: Sequence[Result]) -> str:
-    """The checks with their numbers by what came of them, and then those that do not count."""
-    titles = {1: "as expected", -1: "opposite", 0: "inconclusive"}
-    parts = []
-    for (start, counts), (finding, title) in product((("", True), ("not counted, ", False)), titles.items()):
-        names = [f"{one.name} ({one.shown})" for one in results if one.finding == finding and one.counts == counts]
-        parts += [f"{f'{start}{title}'.capitalize()}: {'; '.join(names)}."] if names else []
-    return " ".join(parts)
-
-
-def reason(results: Sequence[Result]) -> str:
-    """Why the verdict is what it is, in a sentence: of the checks that count how many came as expected, and the names
-    of the first that did not."""
-    counting = [one for one in results if one.counts]
-    expected = sum(one.finding == 1 for one in counting)
-    parts = [f"{expected} of {len(counting)} came as expected"] if expected else []
-    for finding, title in ((-1, "opposite"), (0, "inconclusive")):
-        names = [one.name for one in counting if one.finding == finding]
-        more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
-        parts += [f"{title}: {'; '.join(names[:NAMED])}{more}"] if names else []
-    return " ".join(f"{part[0].upper()}{part[1:]}." for part in parts)
 
 
 # What a check says

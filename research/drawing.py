@@ -1,6 +1,5 @@
 """What the figures of experiments are made of: labels, panels, a curve with its seeds, a number with its interval."""
 
-import math
 from collections.abc import Mapping, Sequence
 from itertools import cycle
 from typing import Any
@@ -80,8 +79,11 @@ def legend(figure: Figure, axes: Axes) -> None:
         length = (
             4.0 if any(isinstance(one, Line2D) and one.get_linestyle() != "None" for one in handles) else 1.0
         )  # in letters' heights
-        rows = math.ceil(sum(0.3 + 0.14 * length + 0.085 * len(label) for label in labels) / WIDTH)  # inches
-        options: dict[str, Any] = {"ncols": math.ceil(len(labels) / rows), "handlelength": length}
+        widths = [0.3 + 0.14 * length + 0.085 * len(label) for label in labels]  # inches
+        # A column is as wide as its widest name; names go down the columns.
+        fits = (n for n in range(len(widths), 1, -1) if sum(max(part) for part in np.array_split(widths, n)) <= WIDTH)
+        columns = next(fits, 1)
+        options: dict[str, Any] = {"ncols": columns, "handlelength": length}
         figure.legend(handles, labels, loc="outside upper left", **options)
 
 

@@ -1,6 +1,6 @@
-"""`results/README.md`: what became of each claim, written from the store alone.
+"""The pages of `results/`: what became of the claims on one screen, a page a claim, and how to read them.
 
-ragen2-trl experiment analyse experiments/*.yaml
+They are written from the store alone, by `python -m research analyse research/experiments/*.yaml`.
 """
 
 import math
@@ -17,7 +17,17 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from ragen2_trl.reporting.files import replace_whole, write_text
 from research import figures
-from research.checks import NOT_RUN, OPPOSITE, Result, evaluate, reason, sentence, validate, verdict
+from research.checks import (
+    IN_PART,
+    INCONCLUSIVE,
+    NOT_RUN,
+    OPPOSITE,
+    SUPPORTED,
+    Result,
+    evaluate,
+    validate,
+    verdict,
+)
 from research.commands import ROOT
 from research.drawing import MIN_SEEDS
 from research.grid import Grid, gathered, of_one_machine
@@ -27,7 +37,7 @@ from research.plan import Experiment
 from research.statistics import mean_interval
 from research.store import Store
 
-PAGE, TEMPLATE = "README.md", "results.md.jinja"
+PAGE, METHOD, CLAIM = "README.md", "method.md", "claim.md"  # each with its template
 # Of each setting: what the table of a claim shows; peak is what the paper reports.
 COLUMNS = {
     "random baseline": "random_baseline/first",
@@ -39,6 +49,12 @@ COLUMNS = {
     "CPU seconds": "cpu_seconds/last",
     "sampled tokens": "sampled_tokens/last",
     "update FLOPs": "update_flops/last",
+}
+MEANINGS = {  # in the order of the claims on the first page
+    SUPPORTED: "All checks that count came out significantly as expected.",
+    IN_PART: "Some of the checks that count came out significantly as expected.",
+    OPPOSITE: "No check that counts came out as expected, and one significantly the other way.",
+    INCONCLUSIVE: "These runs cannot tell: no check that counts is significant.",
 }
 FINDINGS = {1: "as expected", -1: "opposite", 0: "inconclusive"}
 MAX_SETTINGS = 60  # rows of a table; a sweep of more is what its figure shows
@@ -53,8 +69,6 @@ class Claim:
     notes: Sequence[str]
     verdict: str
     if_all_counted: str  # the verdict, were those checks to count that do not
-    why: str
-    short: str
     images: Sequence[tuple[str, str]]  # file, what it shows
     planned: int
     done: int
@@ -85,9 +99,22 @@ class Claim:
     def anchor(self) -> str:
         return self.experiment.id
 
+    @property
+    def page(self) -> str:
+        return f"{self.experiment.id}.md"
+
+    @property
+    def rank(self) -> int:
+        """Where it stands on the first page; what has no verdict stands last."""
+        return next((n for n, said in enumerate(MEANINGS) if self.verdict.startswith(said)), len(MEANINGS))
+
+    @property
+    def meaning(self) -> str:
+        return next((means for said, means in MEANINGS.items() if self.verdict.startswith(said)), "")
+
 
 def analyse(experiments: Sequence[Experiment], folder: Path, scale: str = "tiny", quick: bool = False) -> None:
-    """Write `README.md` and the figures of some experiments into the folder of their results.
+    """Write the pages and the figures of some experiments into the folder of their results.
 
     Args:
         experiments: In the order of the page.
@@ -105,32 +132,34 @@ def analyse(experiments: Sequence[Experiment], folder: Path, scale: str = "tiny"
     planned_runs = [planned for one in experiments for planned in one.planned_runs(quick, scale)]
     finished = read_finished(store, [planned.key for planned in planned_runs])
     claims = [_claim(read_grid(one, finished, scale, quick), store.fixed_checks(one), folder) for one in experiments]
-    template = Environment(
-        loader=FileSystemLoader(Path(__file__).parent),
+    templates = Environment(
+        loader=FileSystemLoader(Path(__file__).parent / "templates"),
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
         keep_trailing_newline=True,
         autoescape=False,
-    ).get_template(TEMPLATE)
-    page = template.render(
-        claims=claims,
-        columns=["setting", "seeds", *COLUMNS],
-        number_of_checks=sum(len(claim.results) for claim in claims),
-        findings=Counter(one.finding for claim in claims for one in claim.results if one.counts),
-        significant_so_far=sum(
+    )
+    templates.globals.update(escaped=_escaped, expected=_expected, told=FINDINGS)
+    done = finished.runs(planned_runs)
+    said = {
+        "claims": claims,
+        "number_of_checks": sum(len(claim.results) for claim in claims),
+        "findings": Counter(one.finding for claim in claims for one in claim.results if one.counts),
+        "significant_so_far": sum(
             one.counts and one.finding != 0 for claim in claims if claim.done < claim.planned for one in claim.results
         ),
-        done=len(finished.runs(planned_runs)),
-        wall_time=_duration(_wall_seconds(list(finished.runs(planned_runs).values()))),
-        number_planned=len({planned.key for planned in planned_runs}),
-        quick=quick,
-        escaped=_escaped,
-        expected=_expected,
-        told=FINDINGS,
-        docs=relpath(ROOT / "docs" / "experiments.md", folder.resolve()),
-    )
-    write_text(folder / PAGE, page)
+        "done": len(done),
+        "wall_time": _duration(_wall_seconds(list(done.values()))),
+        "number_planned": len({planned.key for planned in planned_runs}),
+        "quick": quick,
+        "docs": relpath(ROOT / "docs" / "experiments.md", folder.resolve()),
+    }
+    for page in (PAGE, METHOD):
+        write_text(folder / page, templates.get_template(f"{page}.jinja").render(said))
+    for claim in claims:
+        columns = ["setting", "seeds", *COLUMNS]
+        write_text(folder / claim.page, templates.get_template(f"{CLAIM}.jinja").render(claim=claim, columns=columns))
 
 
 def check_readable(experiment: Experiment) -> None:
@@ -157,8 +186,6 @@ def _claim(grid: Grid, fixed: Sequence[Check] | None, folder: Path) -> Claim:
         notes=_notes(results),
         verdict=said,
         if_all_counted=verdict(grid, [replace(result, beside=False, later=False) for result in results]),
-        why=sentence(results),
-        short=reason(results),
         images=_draw_all(grid, folder) if said != NOT_RUN else [],
         planned=len({planned.key for planned in grid.planned_runs}),
         done=len(runs),

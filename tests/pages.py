@@ -17,10 +17,11 @@ from ragen2_trl.tiny import TINY_MODEL_PATH
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
-PAGES = {path.name if path.parent == DOCS else f"../{path.name}": path for path in sorted(DOCS.glob("*.md"))}
-PAGES |= {"../README.md": ROOT / "README.md", "../CONTRIBUTING.md": ROOT / "CONTRIBUTING.md"}
+PAGES = {path.relative_to(DOCS).as_posix(): path for path in sorted(DOCS.rglob("*.md"))}
+PAGES |= {f"../{name}.md": ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "CHANGELOG")}
 AS_PRINTED = "your_own_environment.md"
 ON_THE_HUB = "reporting.md"
+SERVED = "environments/openenv.md"
 
 # What a block names -> what the test has instead.
 REPLACED = {

@@ -10,11 +10,14 @@ import torch
 from cards import OURS, STOCK, TOKEN, figures_in, make, read_card, rows_of, section_of
 from cards import trained_fixture as trained_fixture
 from cards import without_figures_fixture as without_figures_fixture
+from conftest import PROMPTS
+from datasets import Dataset
 from huggingface_hub import ModelCard
 from markdown_it import MarkdownIt
 
 from ragen2_trl import MutualInformationCallback
 from ragen2_trl.callbacks.run_record import RunRecord
+from ragen2_trl.envs import DatasetEnvironment, make_env
 from ragen2_trl.redaction import HIDDEN
 from ragen2_trl.reporting.card import (
     FIGURES,
@@ -26,6 +29,7 @@ from ragen2_trl.reporting.card import (
     running_means,
 )
 from ragen2_trl.reporting.run import Run, run_of
+from ragen2_trl.reporting.settings import public_prompt
 
 pytestmark = pytest.mark.slow
 
@@ -93,6 +97,37 @@ def test_the_verdict_stands_at_the_head_of_the_card(trained):
     head = text[: text.index("## Quick start")]
     assert f"**{run_of(trainer).verdict}.** " in head and "finished 4 steps" in head
     assert "chance is 50.0%" in head
+
+
+def test_the_quick_start_asks_a_question_of_the_task(trained):
+    trainer, _ = trained
+    text = read_card(trainer.args.output_dir)
+    (script,) = re.findall(r"```python\n(from transformers import pipeline.+?)```", text, re.DOTALL)
+    asked = []
+
+    def pipeline(*args, **kwargs):
+        return lambda messages, **options: asked.append(messages) or [{"generated_text": ""}]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("transformers.pipeline", pipeline)
+        exec(script, {"print": lambda *_: None})
+    env = make_env("bandit", max_actions=2, protocol="text")
+    assert asked == [env.dataset(1, seed=0)[0]["prompt"]]
+
+
+def test_the_quick_start_shows_no_prompt_of_a_dataset(policy_path, tmp_path, without_figures):
+    trainer = make(STOCK, policy_path, tmp_path, callback=True)
+    trainer.create_model_card()
+    text = read_card(tmp_path)
+    assert "question = " in text and not any(prompt in text for prompt in PROMPTS)
+
+
+def test_a_dataset_that_is_a_task_stays_out_of_the_quick_start():
+    def right(completions, **columns):
+        return [1.0 for _ in completions]
+
+    assert public_prompt(DatasetEnvironment(Dataset.from_dict({"prompt": PROMPTS}), right).reward_funcs) is None
+    assert public_prompt(make_env("bandit").reward_funcs) is not None
 
 
 def test_figures_on_the_card_are_there(trained):

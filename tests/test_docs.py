@@ -19,7 +19,7 @@ import pytest
 from conftest import need
 from fake_hub import hub_fixture as hub_fixture
 from markdown_it import MarkdownIt
-from pages import AS_PRINTED, DOCS, ON_THE_HUB, PAGES, TOOL_TEMPLATE, run_page, scripts
+from pages import AS_PRINTED, DOCS, ON_THE_HUB, PAGES, SERVED, TOOL_TEMPLATE, run_page, scripts
 from pages import small_fixture as small_fixture
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl.chat_template_utils import qwen3_template
@@ -41,7 +41,7 @@ def tool_model(tmp_path):
     AutoModelForCausalLM.from_pretrained(TINY_MODEL_PATH).save_pretrained(tmp_path / "tool_model")
 
 
-IN_PROCESS = [page for page in PAGES if scripts(page) and page not in (AS_PRINTED, ON_THE_HUB, "openenv.md")]
+IN_PROCESS = [page for page in PAGES if scripts(page) and page not in (AS_PRINTED, ON_THE_HUB, SERVED)]
 
 
 @pytest.mark.parametrize(
@@ -74,7 +74,7 @@ def test_the_guide_to_a_server_runs(small, tool_model):
         assert thread.is_alive()
         time.sleep(0.01)
     try:
-        names = run_page("openenv.md", server=f"http://127.0.0.1:{socket.getsockname()[1]}")
+        names = run_page(SERVED, server=f"http://127.0.0.1:{socket.getsockname()[1]}")
     finally:
         server.should_exit = True
         thread.join(10)
@@ -133,7 +133,8 @@ def test_links_lead_somewhere(page):
 
 def test_every_page_is_in_the_index():
     index = (DOCS / "README.md").read_text(encoding="utf-8")
-    assert [page for page in PAGES if f"({page})" not in index and page != "README.md"] == []
+    pages = [path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md")]
+    assert [page for page in pages if f"({page})" not in index and page != "README.md"] == []
 
 
 def test_tables_have_rows_of_one_length():

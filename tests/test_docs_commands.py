@@ -92,6 +92,9 @@ def check_command(words: list[str]) -> None:
             assert args[1] == "ragen2_trl.openenv", args[1]
             with pytest.raises(Parsed):
                 main(args[2:])
+    elif program == ".venv/bin/python" and args[:2] == ["-m", "pytest"]:
+        file, of, words_of_names = args[2:]
+        assert of == "-k" and re.search(rf"^def test_\w*{words_of_names}", (ROOT / file).read_text(), re.MULTILINE)
     elif program == "python":
         check_script(args[0], args[1:])
     elif program == "make":

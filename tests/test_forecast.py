@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,8 +12,15 @@ from ragen2_trl import cli
 from ragen2_trl.cli import one_batch
 from ragen2_trl.cli.arguments import DiagnoseArguments
 from ragen2_trl.filtering import group_score, select_groups
-from ragen2_trl.instrument.forecast import advice, forecast_filter
+from ragen2_trl.instrument.forecast import OURS, advice, forecast_filter
 from ragen2_trl.reporting.saved_gradients import read_gradients
+from research.checks import evaluate
+from research.measures import read_finished
+from research.page import read_grid
+from research.plan import read_experiment
+from research.store import Store
+
+EXPERIMENTS = Path(__file__).parents[1] / "research" / "experiments"
 
 EASY, HARD, SOME = [1.0] * 4, [0.0] * 4, [1.0, 0.0, 0.0, 0.0]
 
@@ -43,11 +51,20 @@ def test_kept_fractions_are_those_of_the_filter_and_save_their_part_of_a_step():
     assert forecast.kept[0.5] < forecast.kept[0.9] < 1
 
 
-@pytest.mark.parametrize(("spread", "words"), [(1.3, "Filter."), (0.2, "Do not expect"), (0.7, "Not clear")])
-def test_the_advice_follows_the_table_of_the_paper(spread, words):
+@pytest.mark.parametrize("spread", [0.2, 0.7, 1.3])
+def test_the_advice_gives_the_ratio_and_that_what_it_predicts_is_inconclusive(spread):
     forecast = forecast_filter(torch.tensor([SOME, SOME, SOME, EASY]))
     said = advice(replace(forecast, reward_std_spread=spread))
-    assert said.startswith(words) and f"{spread:.2f}" in said and "Table 8" in said
+    assert f"{spread:.2f}" in said and "Table 8" in said and "inconclusive" in said
+
+
+def test_the_interval_of_the_advice_is_the_one_of_the_results():
+    experiment = read_experiment(EXPERIMENTS / "tab8.yaml")
+    store = Store(EXPERIMENTS.parent / "results")
+    finished = read_finished(store, [planned.key for planned in experiment.planned_runs()])
+    grid = read_grid(experiment, finished, scale="tiny", quick=False)
+    (found,) = [one.estimate for one in evaluate(grid, store.fixed_checks(experiment)) if one.counts]
+    assert f"{found.value:.2f}, 95 % interval {found.low:.2f} to {found.high:.2f}" in OURS
 
 
 @pytest.mark.parametrize(("group", "words"), [(EASY, "too easy"), (HARD, "too hard")])

@@ -1,6 +1,7 @@
 """The notebook runs from its first cell to its last, and what is kept of it is what it shows."""
 
 import os
+import re
 from pathlib import Path
 
 import nbformat
@@ -24,6 +25,14 @@ def test_the_notebook_is_kept_with_what_it_shows():
     assert not [cell for cell in notebook.cells if any(o.output_type == "error" for o in cell.get("outputs", ()))]
     text = NOTEBOOK.read_text()
     assert len(text) < 1_500_000 and str(ROOT) not in text
+
+
+def test_links_of_the_notebook_lead_to_pages():
+    cells = nbformat.read(NOTEBOOK, as_version=4).cells
+    links = [
+        link for cell in cells if cell.cell_type == "markdown" for link in re.findall(r"\]\(([\w./]+)\)", cell.source)
+    ]
+    assert links and all((NOTEBOOK.parent / link).exists() for link in links)
 
 
 @pytest.mark.slow

@@ -304,11 +304,11 @@ def test_trls_default_layout_ranks_among_recent_groups():
     assert SNRFilteredGRPOTrainer._config_class is SNRFilteredGRPOConfig
 
 
-def test_in_trls_default_layout_the_example_of_the_readme_keeps_drops_and_measures(
+def test_the_example_of_the_readme_keeps_drops_and_measures_in_a_layout_of_eight_prompts(
     policy_path, prompts, tmp_path, monkeypatch
 ):
     """As printed but for model, data and reward; what is added says nothing of the layout."""
-    added = {**CPU, "max_steps": 20, "max_completion_length": 10, "disable_tqdm": True, "save_strategy": "no"}
+    added = {**CPU, "max_steps": 10, "max_completion_length": 10, "disable_tqdm": True, "save_strategy": "no"}
     make = SNRFilteredGRPOConfig.__init__
     monkeypatch.setattr(SNRFilteredGRPOConfig, "__init__", lambda self, **said: make(self, **said, **added))
     monkeypatch.setattr("datasets.load_dataset", lambda *args, **kwargs: prompts)
@@ -320,11 +320,9 @@ def test_in_trls_default_layout_the_example_of_the_readme_keeps_drops_and_measur
     names = {}
     exec(scripts("../README.md")[0].replace('"Qwen/Qwen2.5-0.5B-Instruct"', repr(policy_path)), names)
     trainer = names["trainer"]
-    assert (trainer.args.per_device_train_batch_size, trainer.args.num_generations) == (8, 8)
-    assert trainer.args.steps_per_generation == 1
-    kept = [row["snr/kept_fraction"] for row in log_rows(trainer)]  # means over ten steps
-    assert len(kept) == 2 and all(0 < fraction < 1 for fraction in kept)
-    assert 0 < sum(row["snr/zero_variance_fraction"] for row in log_rows(trainer)) / 2 < 1 - sum(kept) / 2
-    measured = [row for row in trainer.state.log_history if "mi/first_turn/retrieval_accuracy" in row]
-    assert [row["step"] for row in measured] == [10, 20]
-    assert all(row["mi/first_turn/num_prompts"] >= 4 and row["mi/pooled_steps"] == 7 for row in measured)
+    assert trainer.args.groups_per_generation >= 8
+    (row,) = log_rows(trainer)  # of TRL's ten steps
+    assert 0 < row["snr/kept_fraction"] < 1
+    (measured,) = [row for row in trainer.state.log_history if "mi/first_turn/retrieval_accuracy" in row]
+    assert measured["step"] == 10 and measured["mi/first_turn/num_prompts"] >= 4
+    assert "mi/pooled_steps" not in measured

@@ -316,7 +316,7 @@ def test_following_many_runs_at_once_is_following_each_of_them():
 def test_the_table_of_missed_collapses_is_the_commands_own():
     simulated = simulation()
     results = simulated.RESULTS.read_text()
-    page = (ROOT / "docs" / "metrics.md").read_text()
+    page = (ROOT / "docs" / "diagnosing.md").read_text()
     for prompts, reasonings in ((16, 64), (8, 16)):
         cell = " / ".join(f"{100 * share:.0f}" for share in simulated.missed_collapses(prompts, reasonings, 1.0))
         row = next(line for line in results.splitlines() if line.startswith(f"| {prompts} |"))

@@ -67,7 +67,8 @@ class LiveLineCallback(TrainerCallback):
         self._progress.update(self._task, description=line)
         if not self.console.is_terminal and state.global_step >= self._next_line:
             self._next_line = state.global_step + state.max_steps // 10
-            self.console.print(f"step {state.global_step}/{state.max_steps}  {line}")
+            # Whole, also where a log is taken for a terminal of 80 columns.
+            self.console.print(f"step {state.global_step}/{state.max_steps}  {line}", soft_wrap=True)
 
     def line(self, logs: dict[str, Any]) -> str:
         """The line for one log row; what the row does not have is left out."""

@@ -63,7 +63,8 @@ class MutualInformationCallback(TrainerCallback):
 
     The completions of a generation are scored under the prompts of the whole batch, with the weights that sampled
     them and before anything is filtered (see [`~ragen2_trl.instrument.cross_score`]). Where a generation has fewer
-    than `min_prompts` groups, the latest are pooled; `mi/pooled_steps` logs how many optimizer steps they reach back.
+    than `min_prompts` groups, the latest are pooled and scored with the weights of the moment, which have sampled the
+    last of them alone; `mi/pooled_steps` logs how many optimizer steps they reach back.
     The metrics of [`~ragen2_trl.instrument.information_metrics`] land under `mi/first_turn/` and, with several turns,
     under `mi/trajectory/`. Training is left bit-identical. Exceptions are not caught; where there is nothing to
     measure, a warning says why and no number is logged.
@@ -79,8 +80,9 @@ class MutualInformationCallback(TrainerCallback):
             The trainer that the callback is then added to.
         every (`int`, *optional*):
             Measure at optimizer steps that are multiples of it. By default at logging steps, but no more often than
-            every 10th step. Where rows are logged by epoch, every 10th step; where none are, never. A row holds the
-            latest measurement of its steps.
+            every 10th step, so that a run shorter than its `logging_steps` (10 in TRL) is not measured. Where rows
+            are logged by epoch, every 10th step; where none are, never. A row holds the latest measurement of its
+            steps.
         num_completions (`int`, *optional*, defaults to `64`):
             Reasoning traces that are scored in each scope, drawn without replacement.
         max_prompts (`int`, *optional*, defaults to `64`):

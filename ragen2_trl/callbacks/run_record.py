@@ -28,6 +28,7 @@ from ragen2_trl.reporting.group_rewards import append_group_rewards, forget_grou
 from ragen2_trl.reporting.lock import alone_in
 from ragen2_trl.reporting.records import check_callbacks
 from ragen2_trl.reporting.run import RUN_STATE, Run, read_run, run_of, write_run
+from ragen2_trl.reporting.settings import public_prompt
 from ragen2_trl.rollout_events import extend
 
 logger = get_logger(__name__)
@@ -307,5 +308,6 @@ def _extend_card(trainer: Any, run: Run) -> None:
     except (ValueError, yaml.YAMLError) as error:
         logger.warning(f"{path} has no valid metadata and gets no diagnostics, which are in {DIAGNOSTICS}/: {error}")
         return
-    add_diagnostics(card, run, trainer.hub_model_id, trainer.args.hub_revision or "main")
+    prompt = public_prompt(vars(trainer).get("reward_funcs", ()))
+    add_diagnostics(card, run, trainer.hub_model_id, trainer.args.hub_revision or "main", prompt)
     write_text(path, str(card))

@@ -10,7 +10,7 @@ from importlib import import_module
 from rich.console import Console
 
 COMMANDS = {
-    "train": "train a model on an environment with SNR-filtered GRPO",
+    "train": "train a model on an environment with GRPO, RLOO or PPO, filtered or as TRL has it",
     "evaluate": "success, pass@k and reward on held-out tasks, with confidence intervals",
     "warm-start": "supervised fine-tuning on demonstrations of an environment",
     "diagnose": "whether a model's reasoning depends on its prompt",

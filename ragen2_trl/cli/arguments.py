@@ -375,7 +375,8 @@ class DiagnoseArguments(SamplingArguments):
         default=False, metadata={"help": "Instead: gradients of task and entropy bonus by reward variance."}
     )
     predict_filter: bool = field(
-        default=False, metadata={"help": "Instead: what SNR filtering would keep and save, and whether to try it."}
+        default=False,
+        metadata={"help": "Instead: what SNR filtering would keep and save, with the predictor of Table 8."},
     )
     output_dir: str = field(default="runs/diagnosis", metadata={"help": "Folder for the results."})
 

@@ -48,7 +48,7 @@ class ProgressLine:
 
     def note(self, text: str) -> None:
         """What stays to be read."""
-        self._console.print(Text(text))
+        self._console.print(Text(text), soft_wrap=True)
 
     def say(self, text: str) -> None:
         """How far it is."""
@@ -57,5 +57,5 @@ class ProgressLine:
         if self._console.is_terminal:
             self._status.update(line)
         elif self._printed is None or now >= self._printed + self._every:
-            self._console.print(line)
+            self._console.print(line, soft_wrap=True)
             self._printed = now

@@ -12,7 +12,7 @@ scores it again, also what there is of it after a kill. Several turns are scored
 Writes `diagnosis.json`, `matrix.png`, `quadrant.png` and what was sampled.
 
     python scripts/diagnose.py --model runs/my_run --gradients true       # by reward variance, signal and noise
-    python scripts/diagnose.py --model runs/my_run --predict_filter true  # would SNR filtering help here?
+    python scripts/diagnose.py --model runs/my_run --predict_filter true  # what would filtering keep and save?
 
 These sample one batch as GRPO would and write `gradients_00000.json` and `gradients.png`, and `forecast.json`.
 """

@@ -55,9 +55,17 @@ def options_table(title: str, task: type[Environment]) -> Table:
     table = Table(title=f"Options of {title}")
     for column in ("option", "default", "what it is"):
         table.add_column(column, overflow="fold")
+    for option in described_options(task):
+        table.add_row(*map(Text, option))
+    return table
+
+
+def described_options(task: type[Environment]) -> list[tuple[str, str, str]]:
+    """Name, default and meaning of each option of a task, the meaning from the docstrings of its classes."""
     meanings: dict[str, str] = {}
     for holder in reversed(task.__mro__):
         meanings.update(_OPTION.findall(holder.__doc__ or ""))
-    for name, parameter in options_of(task).items():
-        table.add_row(*map(Text, (name, repr(parameter.default), " ".join(meanings.get(name, "").split()))))
-    return table
+    return [
+        (name, repr(parameter.default), " ".join(meanings.get(name, "").split()))
+        for name, parameter in options_of(task).items()
+    ]

@@ -1,8 +1,9 @@
 """The model card of a run has a verdict on its reasoning, a section with numbers and figures, and a model index."""
 
 import html
+import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from huggingface_hub import EvalResult, ModelCard
@@ -48,7 +49,13 @@ FOLDED = (
 Shown = Callable[[float], str]
 
 
-def add_diagnostics(card: ModelCard, run: Run, repo_id: str | None = None, revision: str = "main") -> None:
+def add_diagnostics(
+    card: ModelCard,
+    run: Run,
+    repo_id: str | None = None,
+    revision: str = "main",
+    prompt: Sequence[Mapping[str, str]] | None = None,
+) -> None:
     """Add a run's diagnostics to a card: a verdict at its head, a section before its citations, tags, the model index.
 
     Every number comes from `diagnostics/trainer_state.json`, which is uploaded beside the card, and from held-out
@@ -59,6 +66,7 @@ def add_diagnostics(card: ModelCard, run: Run, repo_id: str | None = None, revis
         run: What is known of the run by now.
         repo_id: Where the model is going on the Hub, for the source of the index's entries.
         revision: The branch there.
+        prompt: Messages that may be shown to anyone, for the quick start in place of TRL's question.
     """
     metadata: Any = card.data  # whose fields `huggingface_hub` does not declare
     metadata.tags = list(dict.fromkeys([*(metadata.tags or []), *TAGS]))
@@ -66,6 +74,10 @@ def add_diagnostics(card: ModelCard, run: Run, repo_id: str | None = None, revis
     metadata.eval_results = eval_results(run, repo_id, metadata.datasets, revision) or None
     text = card.text.replace("[None](https://huggingface.co/None)", "a model that is not on the Hub")
     text = text.replace('model="None"', 'model="path/to/this/folder"')
+    if prompt is not None:
+        messages = json.dumps([dict(message) for message in prompt], indent=4, ensure_ascii=False)
+        text = re.sub(r"^question = .*$", lambda _: f"messages = {messages}", text, count=1, flags=re.MULTILINE)
+        text = text.replace('generator([{"role": "user", "content": question}], ', "generator(messages, ")
     text = text.replace("## Quick start", f"{headline(run)}\n\n## Quick start", 1)
     before, citations, after = text.partition("## Citations")
     card.text = f"{before.rstrip()}\n\n{diagnostics_section(run)}\n\n{citations}{after}"

@@ -44,14 +44,37 @@ def settings_of(trainer: Any) -> dict[str, Any]:
 
 
 def _environment_of(reward_funcs: Iterable[Any]) -> dict[str, Any]:
-    """The task whose rewards a trainer has, where it is one of ours."""
+    task = _task_of(reward_funcs)
+    return {} if task is None else {"environment": public(task.summary)}
+
+
+def public_prompt(reward_funcs: Iterable[Any]) -> list[dict[str, str]] | None:
+    """The messages of a prompt that a trainer's task makes from a seed, where it is a task of this package.
+
+    The rows of its dataset are no substitute: they may be private. A task whose `split` counts rows of files has none.
+    """
+    task = _task_of(reward_funcs)
+    if task is None:
+        return None
+    from ragen2_trl.envs import ENVIRONMENTS  # loaded already
+
+    parts = getattr(task, "environments", {"": task}).values()
+    package = ("ragen2_trl.envs.", tuple(ENVIRONMENTS.values()))
+    own = [part for part in parts if type(part).__module__.startswith(package[0]) and isinstance(part, package[1])]
+    if not own or "split" in own[0].options:
+        return None
+    prompt: list[dict[str, str]] = own[0].dataset(1, seed=0)[0]["prompt"]
+    return prompt
+
+
+def _task_of(reward_funcs: Iterable[Any]) -> Any | None:
+    """The task whose rewards these are, where it is one of ours or made as ours are."""
     tasks = [func.environment for func in reward_funcs if hasattr(func, "environment")]
     if not tasks:
-        return {}
+        return None
     from ragen2_trl.envs import Environment, TaskMixture  # loaded already, if a task is one of them
 
-    ours = [task for task in tasks if isinstance(task, Environment | TaskMixture)]
-    return {"environment": public(ours[0].summary)} if ours else {}
+    return next((task for task in tasks if isinstance(task, Environment | TaskMixture)), None)
 
 
 def public(value: Any) -> Any:

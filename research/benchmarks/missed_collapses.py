@@ -4,7 +4,7 @@
 
 Traces are retrieved at random with a given probability, independently, which is the best case: prompts of a real
 task differ, so that the traces of a few prompts tell less. Nothing is trained; the decision is the package's own.
-Writes `research/benchmarks/results/missed_collapses.md`, and the same into `docs/metrics.md`.
+Writes `research/benchmarks/results/missed_collapses.md`, and the same into `docs/diagnosing.md`.
 """
 
 from pathlib import Path
@@ -19,7 +19,7 @@ LENGTH = 20  # measurements of a run in which nothing changes
 BEFORE = 5  # measurements before a collapse
 AFTER = (2, 5, 10)  # measurements after it by which it has to be said
 RESULTS = Path(__file__).parent / "results" / "missed_collapses.md"
-GUIDE = Path(__file__).parents[2] / "docs" / "metrics.md"
+GUIDE = Path(__file__).parents[2] / "docs" / "diagnosing.md"
 
 
 def false_collapses(prompts: int, traces: int, retrieval: float, runs: int = RUNS) -> float:

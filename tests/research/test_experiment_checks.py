@@ -10,7 +10,7 @@ from statistics import mean
 import numpy as np
 import pytest
 
-from research.checks import Result, evaluate, reason, sentence, validate, verdict
+from research.checks import Result, evaluate, validate, verdict
 from research.grid import Grid, Notes, pairs
 from research.measures import FinishedRun, MetricCurve
 from research.plan import Experiment, PlannedRun
@@ -361,36 +361,14 @@ def test_nothing_that_ran_is_no_verdict_and_neither_are_runs_without_what_they_a
     assert verdict(grid, evaluate(grid)) == "not run yet"
 
 
-def test_the_sentence_says_each_check_with_its_number_by_what_came_of_it():
-    text = sentence(results_of([1, -1, 0]))
-    assert text.index("As expected: check 0 (+10.0 points") < text.index("Opposite: check 1")
-    assert text.index("Opposite: check 1") < text.index("Inconclusive: check 2")
-
-
 @pytest.mark.parametrize("why", ["beside", "later"])
 def test_a_verdict_rests_on_the_checks_that_state_the_claim(why):
-    """One beside it that is significant makes no verdict, and is told as what it is."""
+    """One beside it that is significant makes no verdict."""
     grid = make_grid([], lambda levels, seed: 0.5)
     first, *rest = results_of([1, 0])
     results = [replace(first, **{why: True}), *rest]
     assert verdict(grid, results) == "inconclusive"
-    text = sentence(results)
-    assert text.index("Inconclusive: check 1") < text.index("Not counted, as expected: check 0")
     assert verdict(grid, [replace(first, **{why: True})]).endswith("no verdict")
-    assert "check 0" not in reason(results)
-
-
-@pytest.mark.parametrize(
-    ("findings", "said"),
-    [
-        ([1, 1], "2 of 2 came as expected."),
-        ([1, 0], "1 of 2 came as expected. Inconclusive: check 1."),
-        ([-1, 1, 0], "1 of 3 came as expected. Opposite: check 0. Inconclusive: check 2."),
-        ([0, 0, 0, 0], "Inconclusive: check 0; check 1 and 2 more."),
-    ],
-)
-def test_the_reason_counts_what_came_as_expected_and_names_what_did_not(findings, said):
-    assert reason(results_of(findings)) == said
 
 
 def test_a_check_that_was_not_there_before_the_runs_came_later():

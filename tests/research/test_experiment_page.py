@@ -20,6 +20,17 @@ FILES = sorted(FOLDER.glob("*.yaml"))
 CLAIMS = {"fig3", "fig5", "fig6", "fig8", "fig9"} | {f"tab{n}" for n in range(4, 10)} | {"ours1", "ours2", "ours3"}
 
 
+def page_of(folder, *names):
+    """The text of the first page and of those of claims."""
+    return "\n".join((folder / f"{name}.md").read_text() for name in ("README", "method", *names))
+
+
+def row_of(folder, name):
+    """The claim's row on the first page: claim, verdict, number."""
+    rows = (folder / "README.md").read_text().splitlines()
+    return next(row for row in rows if f"]({name}.md)" in row).strip("| ").split(" | ")
+
+
 def better_with_the_filter(planned):
     return curves_of(planned, 0.5 if planned.fields.get("snr_value") == 1.0 else 0.6)
 
@@ -75,11 +86,12 @@ def test_an_experiment_over_others_has_their_runs():
 def test_the_page_says_what_the_store_has(tmp_path, fig9):
     write_results(tmp_path, fig9.planned_runs(), better_with_the_filter)
     analyse([fig9], tmp_path)
-    text = (tmp_path / "README.md").read_text()
-    row = next(line for line in text.splitlines() if line.startswith("| [fig9](#fig9)"))
-    gain = float(re.search(r"the filter gains without noise \(\+([\d.]+) points", text)[1])
+    text = page_of(tmp_path, "fig9")
+    gain = float(
+        re.search(r"the filter gains without noise \(beside the claim\) \| above 0 \| \+([\d.]+) points", text)[1]
+    )
     assert 8 < gain < 12
-    assert "**inconclusive**" in row  # it gains, but in noise as much
+    assert row_of(tmp_path, "fig9")[1] == "**inconclusive**"  # it gains, but in noise as much
     assert "60 of 60" in text and "torch 2.13.0" in text and "2 CPU cores" in text
     assert "experiments/fig9.yaml" in text and "2026-" in text
     images = re.findall(r"!\[.+\]\((.+)\)", text)
@@ -93,7 +105,7 @@ def test_the_same_store_gives_the_same_page(tmp_path, fig9):
     shutil.copytree(tmp_path / "one", tmp_path / "two")
     for name in ("one", "two"):
         analyse([fig9], tmp_path / name)
-    for name in ("README.md", "fig9.png"):
+    for name in ("README.md", "method.md", "fig9.md", "fig9.png"):
         assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes()
 
 
@@ -101,7 +113,7 @@ def test_the_same_store_gives_the_same_page(tmp_path, fig9):
 def test_what_is_there_so_far_is_told_as_that(tmp_path, fig9):
     write_results(tmp_path, [planned for planned in fig9.planned_runs() if planned.seed <= 3], better_with_the_filter)
     analyse([fig9], tmp_path)
-    text = (tmp_path / "README.md").read_text()
+    text = page_of(tmp_path, "fig9")
     assert "so far (36 of 60 runs)" in text and "24 runs not there" in text
 
 
@@ -114,10 +126,7 @@ def test_the_number_beside_a_verdict_is_the_one_that_made_it(tmp_path):
 
     write_results(tmp_path, experiment.planned_runs(), behind)
     analyse([experiment], tmp_path)
-    row = next(
-        line for line in (tmp_path / "README.md").read_text().splitlines() if line.startswith("| [tab7](#tab7)")
-    )
-    *_, ours, verdict, _ = row.split(" | ")
+    _, verdict, ours = row_of(tmp_path, "tab7")
     assert verdict == "**opposite**" and ours.startswith("the filter beats no filter, at equal steps: -")
 
 
@@ -128,11 +137,10 @@ def test_a_check_that_came_after_the_runs_is_marked_and_makes_no_verdict(tmp_pat
     later = {**gain, "name": "it gains at the end", "statistic": "success/last", "beside": False}
     write_results(tmp_path, fig9.planned_runs(), better_with_the_filter)
     analyse([replace(fig9, checks=(gain, trend, later))], tmp_path)
-    text = (tmp_path / "README.md").read_text()
+    text = page_of(tmp_path, "fig9")
     assert "| it gains at the end (added after the runs) |" in text
     assert "| the filter gains without noise (beside the claim) |" in text
-    assert "Not counted, as expected: the filter gains without noise (+" in text
-    assert "**Inconclusive.**" in text and "fig9 *partly supported*" in text
+    assert "**Inconclusive.**" in text and "[fig9](fig9.md) *partly supported*" in text
     assert "of 1 checks that make verdicts 0 are significant" in text
     assert "not recorded which for 60 of 60 runs" in text
 
@@ -164,13 +172,13 @@ def test_a_figure_of_which_nothing_has_run_is_left_out(tmp_path):
     planned_runs = [planned for planned in experiment.planned_runs() if planned.levels["prompts"] == "70 % impossible"]
     write_results(tmp_path, planned_runs, curves_of)
     analyse([experiment], tmp_path)
-    assert re.findall(r"!\[.+\]\((.+)\)", (tmp_path / "README.md").read_text()) == ["ours2.png"]
+    assert re.findall(r"!\[.+\]\((.+)\)", (tmp_path / "ours2.md").read_text()) == ["ours2.png", "ours2_2.png"]
     assert not (tmp_path / "ours2_3.png").exists()
 
 
 def test_before_anything_ran_the_page_says_so(tmp_path, fig9):
     analyse([fig9], tmp_path)
-    text = (tmp_path / "README.md").read_text()
+    text = page_of(tmp_path, "fig9")
     assert "**Not run yet.**" in text and "| 0 of 60 |" in text and "no number" in text and "![" not in text
 
 
@@ -181,7 +189,7 @@ def test_an_experiment_without_checks_has_curves_and_no_verdict(tmp_path):
     for number, images, said in ((0, 0, "| 0 of 8 |"), (3, 1, so_far), (8, 2, "no verdict**")):
         write_results(tmp_path, planned_runs[:number], curves_of)
         analyse([experiment], tmp_path)
-        text = (tmp_path / "README.md").read_text()
+        text = page_of(tmp_path, "smollm2")
         assert said in text and ("**one seed: curves only, no verdict" in text) == (number > 0)
         assert "| check |" not in text and text.count("![") == images
     assert "**One seed: curves only, no verdict.**" in text
@@ -190,14 +198,14 @@ def test_an_experiment_without_checks_has_curves_and_no_verdict(tmp_path):
 def test_the_quick_look_says_that_it_shows_nothing(tmp_path, fig9):
     write_results(tmp_path, fig9.planned_runs(quick=True), better_with_the_filter)
     analyse([fig9], tmp_path, quick=True)
-    text = (tmp_path / "README.md").read_text()
+    text = page_of(tmp_path, "fig9")
     assert "says nothing about" in text and "(no interval)" in text
 
 
 def test_links_lead_to_files_wherever_the_page_is(tmp_path):
     for folder in (tmp_path / "results", tmp_path / "runs" / "quick" / "results"):
         analyse([read_experiment(FOLDER / "tab4.yaml")], folder)
-        links = re.findall(r"\]\(([^)#]+)[^)]*\)", (folder / "README.md").read_text())
+        links = re.findall(r"\]\(([^)#]+)[^)]*\)", page_of(folder, "tab4"))
         files = [folder / link for link in links if not link.startswith("https://")]
         assert {path.name for path in files} >= {"experiments.md", "ppo.yaml", "sokoban.yaml"}
         assert all(path.exists() for path in files)
@@ -210,23 +218,23 @@ def test_the_random_baseline_stands_beside_each_setting_in_percent(tmp_path, fig
         write_results(tmp_path, fig9.planned_runs(), lambda planned: curves_of(planned) | baseline)  # noqa: B023
         analyse([fig9], tmp_path)
         rows = re.findall(
-            r"^\| (?:none|filter), 0\.\d \| 5 \|(.*?)\|", (tmp_path / "README.md").read_text(), re.MULTILINE
+            r"^\| (?:none|filter), 0\.\d \| 5 \|(.*?)\|", (tmp_path / "fig9.md").read_text(), re.MULTILINE
         )
         assert len(rows) == len(fig9.axes["slip"]) * 2 and {row.strip() for row in rows} == {told}
 
 
 @pytest.mark.slow
-def test_all_claims_are_drawn_and_told_in_one_page(tmp_path, recwarn):
+def test_all_claims_are_drawn_and_told_on_a_screen_and_a_page_each(tmp_path, recwarn):
     experiments = read_experiments(FILES)
     write_results(tmp_path, chain.from_iterable(one.planned_runs() for one in experiments), better_with_the_filter)
     analyse(experiments, tmp_path)
-    text = (tmp_path / "README.md").read_text()
-    assert "| algorithm: PPO | [ppo.yaml](" in text
+    first = (tmp_path / "README.md").read_text()
+    assert len(first.splitlines()) < 50 and all(f"[{one.claim}]({one.id}.md)" in first for one in experiments)
+    assert "| algorithm: PPO | [ppo.yaml](" in (tmp_path / "tab4.md").read_text()
     for one in experiments:
-        section = text.partition(f"\n## {one.id}\n")[2].partition("\n## ")[0]
-        assert one.claim in section and section.count("![") == len(one.figures)
-        assert "no number" not in section
-    assert not re.search(r"\bnan\b", text)
+        page = (tmp_path / f"{one.id}.md").read_text()
+        assert one.claim.rstrip(".") in page and page.count("![") == len(one.figures)
+        assert "no number" not in page and not re.search(r"\bnan\b", page)
     assert sum(path.stat().st_size for path in tmp_path.iterdir()) < 10e6
     assert not [one for one in recwarn if "constrained_layout" in str(one.message)]
     assert len(Store(tmp_path).done()) > 400

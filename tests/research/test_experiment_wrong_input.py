@@ -276,7 +276,7 @@ def test_what_decides_over_runs_of_others_is_fixed_by_its_own_run_although_they_
     write(finished, {**OVER, "checks": [check, {**check, "name": "another", "x": "entropy/mean"}]})
     main(["run", "over.yaml"])
     main(["analyse", "over.yaml"])
-    assert "| another (added after the runs) |" in (finished / "research" / "results" / "README.md").read_text()
+    assert "| another (added after the runs) |" in (finished / "research" / "results" / "over.md").read_text()
 
 
 def test_the_record_over_runs_of_others_is_written_with_the_first_of_them(folder, monkeypatch):
