@@ -27,7 +27,8 @@ def reads(monkeypatch):
     return contexts
 
 
-def test_a_training_run_reads_no_more_completions_than_it_scores(policy_path, make_args, reads):
+def test_a_measurement_reads_no_more_completions_than_it_scores(policy_path, make_args, reads, monkeypatch):
+    monkeypatch.setattr("ragen2_trl.trainers.filtered.COMPANIONS", ())  # health counts what is valid of all
     replay = Replay(AutoTokenizer.from_pretrained(policy_path), REWARDS)
     for group in replay.completions.values():  # no white space, which counts as no reasoning at either end
         group[:] = [[40 + token % 100 for token in completion] for completion in group]

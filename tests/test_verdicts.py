@@ -298,7 +298,7 @@ def test_hardly_any_run_in_which_nothing_changes_is_said_to_collapse():
     """1,000 seeds, prompts and reasoning traces from 2 to 64, retrieval of 1.0, 0.5 and chance; 20 measurements."""
     simulated = simulation()
     for prompts in simulated.PROMPTS:
-        for reasonings in simulated.REASONINGS:
+        for reasonings in simulated.TRACES:
             for retrieval in (1.0, 0.5, 0.0):
                 assert simulated.false_collapses(prompts, reasonings, retrieval) < 0.01
 
@@ -320,7 +320,7 @@ def test_the_table_of_missed_collapses_is_the_commands_own():
     for prompts, reasonings in ((16, 64), (8, 16)):
         cell = " / ".join(f"{100 * share:.0f}" for share in simulated.missed_collapses(prompts, reasonings, 1.0))
         row = next(line for line in results.splitlines() if line.startswith(f"| {prompts} |"))
-        assert row.split(" | ")[1 + simulated.REASONINGS.index(reasonings)].strip(" |") == cell
+        assert row.split(" | ")[1 + simulated.TRACES.index(reasonings)].strip(" |") == cell
     for line in results.splitlines():
         if line.startswith("|"):
             assert line in page

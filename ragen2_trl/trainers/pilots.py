@@ -55,8 +55,8 @@ def worth_going_on(expected: Floats, first: int, size: int) -> float:
 
     >>> worth_going_on(np.array([0.2, 0.01, 0.01, 0.2]), first=3, size=16)
     0.2
-    >>> worth_going_on(np.array([0.2, 0.15, 0.2, 0.2]), first=3, size=16)
-    0.15
+    >>> worth_going_on(np.array([0.2, 0.16, 0.2, 0.2]), first=3, size=16)
+    0.16
     """
     falling = np.sort(expected)[::-1]
     costs = len(falling) * first + np.arange(1, len(falling) + 1) * (size - first)

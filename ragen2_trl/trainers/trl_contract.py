@@ -170,6 +170,8 @@ def _signature_problem(owner: Any, name: str, expected: list[str], exactly: bool
     if {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD} <= kinds:
         return None  # what it is given goes on to another
     found = [parameter.name for parameter in parameters]
+    if expected[0] == "self":
+        found[:1] = ["self"]  # whatever somebody calls it
     always = [name for name in expected if not name.startswith("[")]
     further = [one for one in parameters[len(always) :] if f"[{one.name}]" not in expected]
     refused = further if exactly else [one for one in further if one.default is inspect.Parameter.empty]

@@ -131,7 +131,7 @@ class ReasoningGymEpisode(Episode):
         """The answer that the generator gives."""
         if self.answer is None:
             raise NotImplementedError("this generator of reasoning_gym gives no answers")
-        return "", [self.answer]
+        return f"It is {self.answer}.", [self.answer]
 
 
 class ReasoningGym(Environment):
