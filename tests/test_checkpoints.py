@@ -132,3 +132,19 @@ def test_a_checkpoint_is_complete_only_when_all_of_it_is_written(last, run, runs
         trainer.train(resume_from_checkpoint=str(folder / "checkpoint-2"))
     assert "trainer_state.json" in flaw_of(folder / "checkpoint-3")
     assert last_complete_checkpoint(folder) == folder / "checkpoint-2"
+
+
+def test_an_interrupted_training_names_the_checkpoint_that_it_goes_on_from(policy_path, tmp_path, caplog):
+    trainer = make("ours", policy_path, tmp_path / "run")
+
+    def interrupted(*args, **kwargs):
+        if trainer.state.global_step == 2:
+            raise KeyboardInterrupt
+        return [0.0, 1.0] * (len(kwargs["completions"]) // 2)
+
+    interrupted.__name__ = "interrupted"
+    trainer.reward_funcs = [interrupted]
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    (told,) = [record.getMessage() for record in caplog.records if "Interrupted" in record.getMessage()]
+    assert "checkpoint-2" in told and "resume_from_checkpoint=True" in told

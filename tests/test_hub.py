@@ -47,6 +47,15 @@ def warnings_in(caplog, *parts):
     return [text for text in texts if all(part in text for part in parts)]
 
 
+def test_a_hub_that_cannot_be_reached_ends_no_training(policy_path, tmp_path, caplog):
+    """Nothing stands for the Hub here, and the machine is offline."""
+    trainer = pushing(OURS, policy_path, tmp_path / "run", max_steps=1)
+    assert warnings_in(caplog, "push_to_hub=True", "tester/model")
+    trainer.train()
+    assert trainer.state.global_step == 1 and (tmp_path / "run" / "checkpoint-1").is_dir()
+    assert warnings_in(caplog, "hf upload")
+
+
 @pytest.mark.slow
 def test_each_upload_has_the_card_and_the_figures_of_its_step(hub, policy_path, tmp_path):
     class SlowUpload(TrainerCallback):

@@ -10,6 +10,7 @@ import textwrap
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -22,13 +23,14 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ragen2_trl.columns import TURN_SAMPLES
 from ragen2_trl.names import named_object
-from ragen2_trl.redaction import with_hidden_credentials
+from ragen2_trl.redaction import hide_credentials, with_hidden_credentials
 from ragen2_trl.rollout_events import NeedsRows, RolloutEvents, end_tokens, extend
 from ragen2_trl.trainers.batches import Batch, chunks, loss_mask
 from ragen2_trl.trainers.checkpoints import (
     LAYOUT_FIELDS,
     ResumableSampler,
     checkpoint_to_resume,
+    last_complete_checkpoint,
     load_state,
     open_checkpoint,
     save_state,
@@ -194,6 +196,18 @@ class SNRFilter(StockTrainer):
                 self._prompts.draw_further,
             )
 
+    def init_hf_repo(self, *args: Any, **kwargs: Any) -> None:
+        """A Hub that cannot be reached, or refuses, ends no training before it begins: uploads are tried later."""
+        try:
+            super().init_hf_repo(*args, **kwargs)
+        except Exception as error:  # noqa: BLE001 - of whichever HTTP library
+            self.push_in_progress: Any = None
+            self.hub_model_id: Any = self.args.hub_model_id or Path(str(self.args.output_dir)).absolute().name
+            logger.warning(
+                f"push_to_hub=True: {self.hub_model_id} cannot be made on the Hub ({hide_credentials(str(error))}). "
+                "Training goes on, and each upload is tried when its time comes."
+            )
+
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         check_loss_of_trl(type(self), self.args)
         check_enough_prompts(self.train_dataset, self.args)
@@ -207,7 +221,18 @@ class SNRFilter(StockTrainer):
                 "loss and grad_norm are means over the rows that the filter keeps: where it drops some, both are "
                 "larger than those of the plain trainer, which has the others in its mean (see docs/mathematics.md)."
             )
-        return super().train(checkpoint, *args, **kwargs)
+        try:
+            return super().train(checkpoint, *args, **kwargs)
+        except KeyboardInterrupt:
+            if self.is_world_process_zero():
+                last = last_complete_checkpoint(Path(str(self.args.output_dir)))
+                how = (
+                    f"train(resume_from_checkpoint=True) goes on from {last.name}"
+                    if last
+                    else "no checkpoint is whole"
+                )
+                logger.warning(f"Interrupted at step {self.state.global_step}; {how} in {self.args.output_dir}.")
+            raise
 
     # 1. TRL asks for the inputs of a micro-step, and samples where a generation batch begins
 
