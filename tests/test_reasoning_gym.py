@@ -4,8 +4,9 @@ import json
 import time
 
 import pytest
+from conftest import need
 
-pytest.importorskip("reasoning_gym", reason='reasoning-gym is not installed: pip install "ragen2-trl[reasoning-gym]"')
+need("reasoning-gym")
 
 from reasoning_gym.factory import DATASETS
 
