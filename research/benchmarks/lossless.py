@@ -109,8 +109,8 @@ def markdown(rows: dict[float, dict[str, float]], steps: int, note: str) -> str:
     ]
     lines += [
         f"Tiny model, {PROMPTS} prompts x {GROUP_SIZE} completions, float32, {steps} steps of Adam. CPU time of "
-        "lossless as a fraction of plain TRL's; largest difference of a parameter between both at the end, and how far "
-        "the farthest parameter moved.",
+        "lossless as a fraction of plain TRL's; largest difference of a parameter between both at the end, and how "
+        "far the farthest parameter moved.",
         "",
         "| groups without variance | TRL's update | lossless, update | TRL's step | lossless, step "
         "| parameters differ by | and moved by |",
