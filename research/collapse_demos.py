@@ -3,8 +3,8 @@
     python -m research.collapse_demos    # five minutes on a CPU core
 
 *template*: the reward pays for reasoning that is one of 16 fixed sentences, whichever, and less for one that others of
-the batch have written. What remains is fluent, closed, varied, and says little about its prompt. *format*: the reward is the task's own,
-with an entropy bonus that is too large.
+the batch have written. What remains is fluent, closed, varied, and says little about its prompt. *format*: the reward
+is the task's own, with an entropy bonus that is too large.
 
 Draws `docs/template.png` and `docs/format.png`, and writes what is said into `docs/health.md`.
 """
@@ -42,8 +42,8 @@ SETTINGS = {
     "disable_tqdm": True,
 }
 DEMOS: dict[str, dict[str, Any]] = {
-    "template": {"max_steps": 56, "learning_rate": 5e-4, "reward_weights": [0.0, 1.0]},
-    "format": {"max_steps": 40, "learning_rate": 2e-4, "entropy_coef": 0.03},
+    "template": {"max_steps": 100, "learning_rate": 6e-4, "reward_weights": [0.0, 1.0]},
+    "format": {"max_steps": 60, "learning_rate": 2e-4, "entropy_coef": 0.1},
 }
 SQUARES = [f"{column}{row}" for column in "abcd" for row in range(1, 5)]
 _DRAW = random.Random(0)
@@ -76,7 +76,7 @@ def train(name: str, folder: Path) -> Run:
     args = GRPOConfig(str(folder / name), **{**SETTINGS, **DEMOS[name]})
     trainer = GRPOTrainer(str(TINY_MODEL_PATH), rewards, args, env.dataset(2048, seed=0))
     trainer.add_callback(TrainingHealthCallback(trainer))
-    trainer.add_callback(MutualInformationCallback(trainer, every=2))
+    trainer.add_callback(MutualInformationCallback(trainer, every=5))
     trainer.train()
     return run_of(trainer)
 
