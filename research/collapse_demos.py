@@ -42,8 +42,8 @@ SETTINGS = {
     "disable_tqdm": True,
 }
 DEMOS: dict[str, dict[str, Any]] = {
-    "template": {"max_steps": 110, "learning_rate": 6e-4, "reward_weights": [0.0, 1.0]},
-    "format": {"max_steps": 80, "learning_rate": 3e-4, "entropy_coef": 0.1},
+    "template": {"max_steps": 100, "learning_rate": 6e-4, "reward_weights": [0.0, 1.0]},
+    "format": {"max_steps": 60, "learning_rate": 2e-4, "entropy_coef": 0.1},
 }
 SQUARES = [f"{column}{row}" for column in "abcd" for row in range(1, 5)]
 _DRAW = random.Random(0)
