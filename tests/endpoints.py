@@ -9,7 +9,7 @@ import pytest
 
 from ragen2_trl.envs import format_response
 
-KEY = "sk-VerySecretKey0123456789"
+KEY = "sk-VerySecretKey0123456789abcdefghijklm"  # as long as those that there are
 SECRET_PATH = "tenant-4711"  # of the address, which nobody needs to see either
 
 

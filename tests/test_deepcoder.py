@@ -283,7 +283,7 @@ def test_at_most_workers_processes_run_whatever_the_episodes_and_tests(monkeypat
         time.sleep(0.005)
         with lock:
             running -= 1
-        return sandbox.ProgramResult("0\n", "", 0, "exit")
+        return sandbox.ProgramResult("0\n", "", 0, None, "exit")
 
     monkeypatch.setattr(env.judge.sandbox, "run", run)
     plays = [env.play(SCRIPT, random.Random(0)) for _ in range(12)]

@@ -9,7 +9,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from research.store import CURVES, CURVES_SCHEMA, RUNS, RUNS_SCHEMA
+from research.store import CURVES, CURVES_SCHEMA, RUNS, RUNS_SCHEMA, WEIGHTS
 
 
 def curves_of(planned, end=0.6, noise=0.02, steps=None, speed=1.0):
@@ -39,6 +39,8 @@ def curves_of(planned, end=0.6, noise=0.02, steps=None, speed=1.0):
                        "update_flops": 5e10}.items():  # fmt: skip
         cost = rate * speed if name != "sampled_tokens" else rate
         metrics[f"cost/{name}"] = {0: 0.0} | {step: cost * step for step in range(1, done + 1)}
+    for number in range(4):  # of its parameters, near those that all runs of a seed end with
+        metrics[f"{WEIGHTS}{number}"] = {done: of_seed + 1e-6 * rng.normal()}
     if every := planned.fields.get("gradients_every"):
         for step in sorted({1, every, all_steps} - {0}):
             for bucket in range(1, 7):
