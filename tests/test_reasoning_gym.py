@@ -1,19 +1,15 @@
-"""Puzzles of reasoning-gym: what holds for every task is tested with the others; here, its scorers."""
+"""Puzzles of reasoning-gym: rows, and scorers that read hostile text."""
 
 import json
 import time
 
 import pytest
-from conftest import need
-
-need("reasoning-gym")
-
-from reasoning_gym.factory import DATASETS
 
 from ragen2_trl.envs import make_env
 from ragen2_trl.envs.reasoning_gym import environment
 from ragen2_trl.envs.reasoning_gym.environment import evaluating_functions, score_answer
 
+pytestmark = pytest.mark.needs("reasoning-gym")
 RUNS_ANSWERS = {
     "binary_matrix",
     "countdown",
@@ -52,6 +48,8 @@ def test_a_task_whose_scorer_runs_answers_as_programs_is_refused_by_name(task):
 @pytest.mark.slow
 def test_every_other_task_gives_and_scores_rows():
     """What is offered has rows, and a score for any answer."""
+    from reasoning_gym.factory import DATASETS
+
     offered = 0
     for task in sorted(set(DATASETS) - RUNS_ANSWERS - {"composite"}):
         try:
@@ -97,3 +95,21 @@ def test_settings_of_a_generator_are_checked():
     with pytest.raises(ValueError, match="leg_counting"):
         make_env("reasoning_gym", task="flying")
     assert json.loads(make_env("reasoning_gym", config={"max_animals": 4}).config) == {"max_animals": 4}
+
+
+def test_splits_never_meet_and_equal_seeds_give_equal_rows():
+    env = make_env("reasoning_gym", task="leg_counting", config={"max_animals": 3})
+    train, test = (set(env.dataset(200, split=split)["question"]) for split in ("train", "test"))
+    assert not train & test
+    assert env.dataset(20, seed=3).to_list() == env.dataset(20, seed=3).to_list() != env.dataset(20, seed=4).to_list()
+    assert all(row["answer"] not in row["prompt"][0]["content"] for row in env.dataset(20))
+
+
+def test_the_solver_solves_and_no_text_raises():
+    env = make_env("reasoning_gym")
+    assert len(env.demonstrations(10, seed=0)) == 10
+    row = env.dataset(1)[0]
+    for text in ("", "3", "<think></think><answer></answer>", "<think></think><answer>" + "9" * 99_999 + "</answer>"):
+        play = env.play(row, None)
+        play.respond(text)
+        assert play.done and play.outcome.episode_return == -0.1

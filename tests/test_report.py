@@ -375,7 +375,7 @@ def test_nothing_is_saved_where_nothing_was_trained(tmp_path, words_only):
 
 def test_the_summary_of_a_run_without_signal_says_nothing_of_savings():
     class State:
-        global_step, best_model_checkpoint, stateful_callbacks = 2, None, {}  # noqa: RUF012
+        global_step, best_model_checkpoint, stateful_callbacks = 2, None, {}
         log_history = [  # noqa: RUF012
             {"step": step, "snr/kept_fraction": 0.0, "snr/empty_steps": step, "snr/update_compute_fraction": 0.0}
             for step in (1, 2)

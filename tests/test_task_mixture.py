@@ -4,6 +4,7 @@ import json
 
 import pytest
 from conftest import needs_ends
+from every_task import TASKS
 from players import policy_fixture as policy_fixture
 from players import tokenizer_fixture as tokenizer_fixture
 
@@ -11,7 +12,7 @@ from ragen2_trl import SNRFilteredGRPOTrainer
 from ragen2_trl.cli import main
 from ragen2_trl.cli.arguments import EnvironmentArguments
 from ragen2_trl.cli.evaluate import evaluate_scripted
-from ragen2_trl.envs import ENVIRONMENTS, TaskMixture, format_response, make_env
+from ragen2_trl.envs import TaskMixture, format_response, make_env
 from ragen2_trl.rollouts import TextRollout
 
 
@@ -21,8 +22,8 @@ def bandit_and_countdown(**options):
 
 @pytest.mark.needs("bubblewrap")
 def test_every_row_is_its_tasks_own_row():
-    mixture = TaskMixture([make_env(name) for name in ENVIRONMENTS])
-    rows = mixture.dataset(3 * len(ENVIRONMENTS), seed=5)
+    mixture = TaskMixture([make_env(name) for name in TASKS])
+    rows = mixture.dataset(3 * len(TASKS), seed=5)
     for name, env in mixture.environments.items():
         own = [{k: v for k, v in row.items() if v is not None} for row in rows if row["environment"] == name]
         expected = [{**row, "environment": name} for row in env.dataset(3, seed=5)]
