@@ -17,8 +17,10 @@ from ragen2_trl.reporting.saved_episodes import read_episodes
 
 BACKENDS = ["ddp", "zero1", "zero2", "zero3", "fsdp2", "ddp_lora", "zero3_lora", "ddp_three"]
 # A newcomer's `make test` has each trainer on two processes, whole and sharded.
-FAST = ("ddp", "zero3")
-FAST_CASES = ("filtered dapo", "rloo", "ppo with a critic of its own", "lossless bnpo")
+FAST = {
+    "ddp": ("filtered dapo", "rloo", "ppo with a critic of its own", "lossless bnpo"),
+    "zero3": ("filtered dapo",),
+}
 # Each process samples in a round of the refill, so that more groups are logged than one process would need.
 SAMPLES_MORE = ("masked and refilled unevenly by three",)
 EMPTY = ("an empty step between", "rloo, an empty step between", "ppo, an empty step between")
@@ -28,7 +30,7 @@ COMPARED_METRICS = ("reward", "snr/", "mi/", "ppo/", "grad/")
 
 
 def mark(backend: str, case: str):
-    marks = [] if backend in FAST and case in FAST_CASES else [pytest.mark.slow]
+    marks = [] if case in FAST.get(backend, ()) else [pytest.mark.slow]
     if backend.startswith("zero"):
         marks.append(pytest.mark.needs("deepspeed"))
     return pytest.param(backend, case, marks=marks, id=f"{backend}, {case}")
