@@ -1,12 +1,10 @@
 """Puzzles of reasoning-gym: rows, and scorers that read hostile text."""
 
 import json
-import time
 
 import pytest
 
 from ragen2_trl.envs import make_env
-from ragen2_trl.envs.reasoning_gym import environment
 from ragen2_trl.envs.reasoning_gym.environment import evaluating_functions, score_answer
 
 pytestmark = pytest.mark.needs("reasoning-gym")
@@ -80,11 +78,9 @@ def test_the_scorers_of_an_allowed_task_are_read_to_their_end():
 @pytest.mark.parametrize(
     ("task", "answer"), [("coin_flip", "1e999999999"), ("rubiks_cube", "R999999999999"), ("coin_flip", "\0" * 50)]
 )
-def test_an_answer_without_end_costs_its_reward_and_no_more_than_seconds(task, answer):
+def test_an_answer_without_end_costs_its_reward_and_not_the_training(task, answer):
     score_answer(task, "{}", 3, "warm")  # the program is running
-    started = time.monotonic()
     assert score_answer(task, "{}", 3, answer) < 0.1
-    assert time.monotonic() - started < environment.SECONDS_TO_START  # not for ever
     assert score_answer("leg_counting", "{}", 3, "nothing") == 0.0  # and the next is scored
 
 

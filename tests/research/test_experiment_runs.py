@@ -314,11 +314,9 @@ def test_a_run_that_hangs_is_ended_at_the_limit_and_the_next_one_begins(plan, tm
     monkeypatch.setattr("research.runner.runnable", lambda command: [sys.executable, "-c", hanging])
     monkeypatch.setattr("research.runner.GRACE", 0.2)
     jobs = queue([read_experiment(plan())])
-    began = time.monotonic()
     outcome = Runner(Store(tmp_path / "results"), tmp_path / "runs", 1, print, lambda progress: None, limit=0.3).run(
         jobs
     )
-    assert time.monotonic() - began < 30
     assert [failure.job for failure in outcome.failed] == jobs and len(jobs) == 2
     assert all("0.3 s" in failure.reason and "signal 9" in failure.reason for failure in outcome.failed)
     assert not any(is_locked(tmp_path / "runs" / job.planned.key) for job in jobs)
