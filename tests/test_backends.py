@@ -158,6 +158,22 @@ def test_processes_whose_episodes_differ_in_turns_generate_together(backend, pol
 
 @pytest.mark.distributed
 @pytest.mark.slow
+@pytest.mark.parametrize("backend", ["ddp", pytest.param("zero3", marks=pytest.mark.needs("deepspeed")), "fsdp2"])
+def test_processes_generate_pilots_and_the_rest_of_their_groups_together(backend, policy_path, tmp_path):
+    """Under ZeRO-3 and FSDP, too, where a process that called generation less often would leave the others waiting."""
+    settings = {"snr_pilot_generations": 2, "snr_strategy": "none", "per_device_train_batch_size": 16}
+    launch("episodes.py", 2, backend, policy_path, str(tmp_path), json.dumps(settings))
+    first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
+    assert len(first["calls"]) == len(second["calls"]) == 2 * 2 * max(4, 2)  # steps, stages and turns
+    for step, row in enumerate(row for row in first["rows"] if "loss" in row):
+        pilots, rest = (first["calls"][8 * step + turn] for turn in (0, 4))
+        assert pilots == 4 * 2  # prompts of a process
+        assert row["snr/sampled_completions"] == 2 * (pilots + rest)
+        assert 0 < rest <= pilots
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", FAST)
 def test_ppo_goes_on_from_a_checkpoint_with_its_critic_and_optimizer(backend, policy_path, tmp_path):
     launch("ppo_resume.py", 2, backend, policy_path, str(tmp_path))

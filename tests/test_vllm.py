@@ -187,6 +187,20 @@ def test_further_rounds_of_dynamic_sampling_are_sampled_by_what_is_trained(tmp_p
     assert max(differences(trainer)) < SAME
 
 
+def test_pilots_and_the_rest_of_their_groups_are_sampled_by_what_is_trained(tmp_path):
+    trainer = make(tmp_path, max_steps=2, snr_pilot_generations=2, snr_strategy="none")
+    calls, seen = recorded(trainer), batches_of(trainer, lambda batch: logps_now(trainer, batch))
+    trainer.train()
+    answered = [len(completions) for _, (_, completions, *_) in calls]
+    whole = [int(row["snr/sampled_completions"] - 8 * 2) // 2 for row in rows_of(trainer)]
+    assert answered == [8 * 2, 2 * whole[0], 8 * 2, 2 * whole[1]]
+    assert min(whole) < 8
+    for batch, logps in seen:
+        mask = batch["completion_mask"].bool()
+        assert (logps - batch["sampling_per_token_logps"])[mask].abs().max() < SAME
+    assert max(differences(trainer)) < SAME
+
+
 def test_turns_of_an_episode_are_sampled_by_what_is_trained(tmp_path):
     env = make_env("frozen_lake", multi_turn=True)
     trainer = make(

@@ -1,6 +1,6 @@
 """Episodes whose turns differ in number from process to process, which generate together all the same.
 
-python -m torch.distributed.run --standalone --nproc_per_node=2 episodes.py BACKEND POLICY FOLDER
+python -m torch.distributed.run --standalone --nproc_per_node=2 episodes.py BACKEND POLICY FOLDER [SETTINGS]
 """
 
 import json
@@ -20,8 +20,8 @@ TURNS = (4, 2)  # on each process
 
 
 def main() -> None:
-    backend, policy_path, folder = sys.argv[1:]
-    settings = start(backend)
+    backend, policy_path, folder, *further = sys.argv[1:]
+    settings = {**start(backend), **{name: value for one in further for name, value in json.loads(one).items()}}
     args = SNRFilteredGRPOConfig(
         **{**COMMON, "max_completion_length": 300, "per_device_train_batch_size": 4, **settings},
         output_dir=folder,
