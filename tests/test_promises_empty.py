@@ -2,6 +2,7 @@
 
 import copy
 import logging
+from dataclasses import replace
 
 import pytest
 import torch
@@ -120,15 +121,16 @@ def test_nor_are_they_where_the_kept_group_was_sampled_further(policy_path, tmp_
     sampled, further = [], trainer._sample_further
 
     def first_group_varies(inputs, number):
-        batch, kept = further(inputs, number)
+        batch, selection = further(inputs, number)
         sampled.append(number)
-        return batch, kept.new_tensor([True] + [False] * (len(kept) - 1))
+        first = selection.kept.new_tensor([True] + [False] * (len(selection.kept) - 1))
+        return batch, replace(selection, kept=first)
 
     trainer._sample_further = first_group_varies
     trainer.train()
     assert sampled == [1] and trainer.state.global_step == 4
     (row, *_) = log_rows(trainer)
-    assert (row["snr/kept_groups"], row["snr/trained_groups"]) == (0, 1)
+    assert (row["snr/kept_groups"], row["snr/trained_groups"]) == (1, 1)
     assert log_rows(trainer)[-1]["snr/empty_steps"] == 0
 
 
