@@ -143,7 +143,7 @@ def test_live_line_card_and_record_say_the_same(policy_path, prompts, make_args,
 
     args = make_args(max_steps=13)
     trainer = make_trainer(policy_path, prompts, args, SNRFilteredGRPOTrainer)
-    trainer.add_callback(Sees())
+    trainer.add_callback(Sees(trainer))
     trainer.train()
     assert ["FAILING: valid answers" in line for line in lines] == [False] * 11 + [True] * 2
     trainer.create_model_card()

@@ -100,7 +100,7 @@ def test_trackers_get_eight_metrics_in_their_order_and_the_history_all(
     shown = EIGHT if is_ours else [name for name in EIGHT if name not in OF_FILTER]
     assert [ours(row) for row in rows] == [shown] * 2
     history = [row for row in trainer.state.log_history if "reward" in row]
-    assert all(len(ours(row)) > 40 for row in history)
+    assert all(len(ours(row)) > 3 * len(shown) for row in history)
     for row, whole in zip(rows, history, strict=True):  # of TRL, nothing is missing
         assert set(whole) - set(row) - {"step"} == set(ours(whole)) - set(shown)
 
@@ -117,10 +117,11 @@ def test_a_training_of_ones_own_ends_with_a_table_and_a_command_that_runs(
     policy_path, prompts, make_args, tmp_path, capfd
 ):
     args = make_args(per_device_train_batch_size=16, max_steps=2, disable_tqdm=False)
-    trainer, _ = trained(policy_path, args, prompts)
+    trained(policy_path, args, prompts)
     shown = capfd.readouterr()
+    table = shown.out[shown.out.index("train_runtime") :]
     for part in ("groups kept", "saved by the filter", "tokens", "mutual information", "verdict", "health"):
-        assert shown.out.count(part) == 1, part
+        assert table.count(part) == 1, part
     assert re.search(r"\d/2 .*reward \d", shown.err)  # on transformers' bar
     (command,) = re.findall("ragen2-trl (report .*)", shown.out)
     cli.main([*shlex.split(command), "--output", str(tmp_path / "report.html")])

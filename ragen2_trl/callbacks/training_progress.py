@@ -30,7 +30,8 @@ class TrainingProgressCallback(TrainerCallback):
     """Shows reward, kept fraction, success, and the latest held-out success and measurement of reasoning beside a
     progress bar, and where training is failing, what has fallen; loss and accuracy of tokens where there is no reward.
     In the end there is a table: groups kept, what the filter saved, whether reasoning depends on its prompt, health.
-    On the main process alone; the trainers with the filter bring it along unless progress bars are off.
+    On the main process alone, and nothing where nothing is logged; the trainers with the filter bring it along unless
+    progress bars are off.
 
     The line stands on transformers' bar. Where that is off (`disable_tqdm`), the bar is one of its own, and on a pipe
     a plain line every tenth of the run.
@@ -118,7 +119,8 @@ class TrainingProgressCallback(TrainerCallback):
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.close()
-        if self.with_table and any(row.get("reward") is not None for row in state.log_history):
+        is_logged = args.logging_strategy != "no"
+        if self.with_table and is_logged and any(row.get("reward") is not None for row in state.log_history):
             folder = Path(args.output_dir)
             self.show_table(summarize(state, folder), args.run_name or folder.resolve().name)
 
