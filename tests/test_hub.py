@@ -13,6 +13,7 @@ import pytest
 import torch
 from cards import OURS, STOCK, TOKEN, make, read_card
 from cards import without_figures_fixture as without_figures_fixture
+from conftest import told_last
 from datasets import load_dataset
 from fake_hub import REFUSED
 from fake_hub import hub_fixture as hub_fixture
@@ -181,10 +182,10 @@ def test_an_upload_that_was_asked_for_raises_and_the_command_that_it_names_works
     hub.refusals["tester/model"] = 3
     trainer = pushing(OURS, policy_path, tmp_path / "a run", hub_private_repo=True)
     trainer.train()
-    with pytest.raises(OSError, match=REFUSED):
+    with pytest.raises(OSError, match=REFUSED) as error:
         trainer.push_to_hub()
     assert hub.messages("tester/model") == []
-    errors = [record.getMessage() for record in caplog.records if record.levelno == logging.ERROR]
+    errors = told_last(error.value, caplog)
     (said,) = [text for text in errors if REFUSED in text]
     assert str(tmp_path / "a run") in said
     program, *command = shlex.split(said[said.index("hf upload") :])

@@ -197,3 +197,13 @@ def test_the_entropy_of_an_empty_step_draws_no_random_number(policy_path, tmp_pa
         assert [row["entropy"] > 0 for row in log_rows(trainer)] == [True, measured, measured]
         states.append(torch.random.get_rng_state())
     assert torch.equal(*states)
+
+
+@pytest.mark.parametrize(("logging_steps", "norms"), [(1, [True, False, False]), (3, [True])])
+def test_a_gradient_norm_is_of_a_step_of_its_row_that_moved_something(logging_steps, norms, policy_path, tmp_path):
+    """An empty step at the end of a row does not make it look dead, and a row of empty ones has none."""
+    trainer = GRPO.make(policy_path, GRPO.args(tmp_path, logging_steps=logging_steps), signal_in(policy_path, 0))
+    trainer.train()
+    rows = log_rows(trainer)
+    assert [row.get("grad_norm", 0) > 0 for row in rows] == ["grad_norm" in row for row in rows] == norms
+    assert [row["snr/kept_fraction"] > 0 for row in rows] == norms

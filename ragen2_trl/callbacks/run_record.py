@@ -15,6 +15,7 @@ from transformers import TrainerCallback
 from transformers.trainer_utils import HubStrategy
 
 from ragen2_trl.callbacks.shown_metrics import shown_metrics
+from ragen2_trl.messages import tell_last
 from ragen2_trl.redaction import with_hidden_credentials
 from ragen2_trl.reporting.files import (
     DIAGNOSTICS,
@@ -42,8 +43,9 @@ def reported(what: str) -> Iterator[None]:
     """An error in what others look at is said, and does not cost them the training that it is about."""
     try:
         yield
-    except Exception:
-        logger.error(f"{what} could not be written.", exc_info=True)
+    except Exception as error:
+        logger.debug(f"{what} could not be written.", exc_info=True)
+        logger.error(f"{what} could not be written ({type(error).__name__}: {error}).")
 
 
 def keep_record(trainer: Any) -> "RunRecord":
@@ -65,8 +67,8 @@ class RunRecord(TrainerCallback):
     card. At any other checkpoint the card and `diagnostics/` get their numbers, which figures can be drawn of later.
 
     An upload that fails at a checkpoint is a warning, and training goes on; one that a script asked for with
-    `trainer.push_to_hub()` raises, after it has been said that the files are there and how to upload them. Tokens in
-    the trainer's arguments stay out of `training_args.bin`, which is uploaded too.
+    `trainer.push_to_hub()` raises, and below the traceback it is said that the files are there and how to upload them.
+    Tokens in the trainer's arguments stay out of `training_args.bin`, which is uploaded too.
 
     Where a filter chooses among groups, the rewards of all of them are kept in `_measurements/`, by generation.
 
@@ -194,7 +196,7 @@ class RunRecord(TrainerCallback):
                 self.trainer._finish_current_push()
             pushed = push(*args, **kwargs)
         except Exception as error:
-            logger.error(self._failed(error))
+            tell_last(error, self._failed(error), logger.error)
             raise
         if isinstance(pushed, Future):
             self._watch(pushed)

@@ -19,6 +19,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from accelerate.logging import get_logger
 from rich.text import Text
 from transformers import PrinterCallback, TrainerState, TrainingArguments
 from transformers.trainer_utils import IntervalStrategy
@@ -64,6 +65,8 @@ from ragen2_trl.trainers.filtered import SNRFilter
 
 Config: TypeAlias = SNRFilteredGRPOConfig | SNRFilteredRLOOConfig | SNRFilteredPPOConfig | GRPOConfig
 Trainer: TypeAlias = SNRFilteredGRPOTrainer | SNRFilteredRLOOTrainer | SNRFilteredPPOTrainer | GRPOTrainer
+
+logger = get_logger(__name__)
 
 ALGORITHMS: dict[str, tuple[type[Trainer], type[Config]]] = {
     "grpo": (SNRFilteredGRPOTrainer, SNRFilteredGRPOConfig),
@@ -138,7 +141,12 @@ def _main(args: list[str] | None, held: ExitStack) -> None:
     on_hub = script_args.data is not None and not Path(script_args.data).exists()
     card: dict[str, Any] = {"dataset_name": script_args.data if on_hub else None}
     if training_args.push_to_hub:
-        trainer.push_to_hub(**card)
+        try:
+            trainer.push_to_hub(**card)
+        except Exception as error:
+            logger.debug("The upload", exc_info=True)
+            lines = getattr(error, "__notes__", [f"{type(error).__name__}: {error}"])  # in Python 3.10 they are logged
+            raise SystemExit("\n".join(lines)) from None
     else:
         trainer.create_model_card(run.resolve().name, **card)
 

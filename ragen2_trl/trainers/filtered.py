@@ -22,6 +22,7 @@ from torch.utils.data import Sampler
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ragen2_trl.columns import TURN_SAMPLES
+from ragen2_trl.messages import tell_last
 from ragen2_trl.names import named_object
 from ragen2_trl.redaction import hide_credentials, with_hidden_credentials
 from ragen2_trl.rollout_events import NeedsRows, RolloutEvents, end_tokens, extend
@@ -231,7 +232,7 @@ class SNRFilter(StockTrainer):
             )
         try:
             return super().train(checkpoint, *args, **kwargs)
-        except KeyboardInterrupt:
+        except KeyboardInterrupt as interrupt:
             if self.is_world_process_zero():
                 last = last_complete_checkpoint(Path(str(self.args.output_dir)))
                 how = (
@@ -239,7 +240,8 @@ class SNRFilter(StockTrainer):
                     if last
                     else "no checkpoint is whole"
                 )
-                logger.warning(f"Interrupted at step {self.state.global_step}; {how} in {self.args.output_dir}.")
+                where = f"Interrupted at step {self.state.global_step}; {how} in {self.args.output_dir}."
+                tell_last(interrupt, where, logger.warning)
             raise
 
     # 1. TRL asks for the inputs of a micro-step, and samples where a generation batch begins
