@@ -125,7 +125,7 @@ def _main(args: list[str] | None, held: ExitStack) -> None:
         sys.exit(130)
     finally:
         progress.close()
-    trainer.save_model()
+    trainer.save_model(_internal_call=True)  # the upload comes last: one that is refused costs nothing of a run
     _write_history(trainer, env, run, script_args.figures)
     after = _evaluate(trainer, env, script_args, run / "evaluation_after.json", again=True)
     if trainer.is_world_process_zero():
