@@ -18,3 +18,6 @@ from a context of their own."""
 
 SUCCESS = "success"
 """Under which tasks log, for each completion, whether it solved its task, 1.0 or 0.0."""
+
+# In `TrainerState.stateful_callbacks`, which every checkpoint carries: what the filter has saved so far.
+SAVINGS_STATE = "ragen2_savings"

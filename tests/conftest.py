@@ -207,3 +207,8 @@ def assert_same_parameters(first: dict, second: dict) -> None:
     assert first.keys() == second.keys()
     different = [name for name in first if not torch.equal(first[name], second[name])]
     assert different == []
+
+
+def told_last(error: BaseException, caplog) -> list[str]:
+    """What stands below the traceback of an error, or in Python 3.10 in the log before it."""
+    return getattr(error, "__notes__", None) or [record.getMessage() for record in caplog.records]

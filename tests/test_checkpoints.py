@@ -4,7 +4,7 @@ import json
 import shutil
 
 import pytest
-from conftest import RUN, assert_same_parameters, parameters_of
+from conftest import RUN, assert_same_parameters, parameters_of, told_last
 from datasets import Dataset
 from trl import GRPOConfig, GRPOTrainer
 
@@ -144,7 +144,7 @@ def test_an_interrupted_training_names_the_checkpoint_that_it_goes_on_from(polic
 
     interrupted.__name__ = "interrupted"
     trainer.reward_funcs = [interrupted]
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(KeyboardInterrupt) as interrupt:
         trainer.train()
-    (told,) = [record.getMessage() for record in caplog.records if "Interrupted" in record.getMessage()]
+    (told,) = [line for line in told_last(interrupt.value, caplog) if "Interrupted" in line]
     assert "checkpoint-2" in told and "resume_from_checkpoint=True" in told

@@ -43,6 +43,18 @@ def test_the_cap_trains_on_what_there_is(policy_path, make_args):
     assert row["snr/prompts_used"] == 8
 
 
+@pytest.mark.parametrize("varied", [{5}, {1, 2, 6}])
+def test_what_is_kept_is_a_share_of_all_that_a_step_sampled(varied, policy_path, make_args):
+    """As TRL's reward in the same row is, and not of its first prompts alone."""
+    args = make_args(per_device_train_batch_size=16, snr_dynamic_sampling_rounds=3, max_steps=2, snr_strategy="none")
+    rows = rows_of(train(policy_path, args, replay_with(policy_path, varied)))
+    assert any(row["snr/sampling_rounds"] for row in rows)
+    for row in rows:
+        assert row["snr/kept_fraction"] == pytest.approx(row["snr/kept_groups"] / row["snr/prompts_used"])
+        assert row["snr/zero_variance_fraction"] == pytest.approx(1 - row["snr/kept_fraction"])
+        assert row["snr/zero_variance_fraction"] == pytest.approx(row["frac_reward_zero_std"], abs=0.2)
+
+
 def test_a_full_batch_needs_no_round_and_trains_as_without(policy_path, make_args):
     replay = replay_with(policy_path, set(range(8)))
     states = []

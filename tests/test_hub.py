@@ -8,11 +8,13 @@ import logging
 import os
 import re
 import shlex
+import sys
 
 import pytest
 import torch
 from cards import OURS, STOCK, TOKEN, make, read_card
 from cards import without_figures_fixture as without_figures_fixture
+from conftest import told_last
 from datasets import load_dataset
 from fake_hub import REFUSED
 from fake_hub import hub_fixture as hub_fixture
@@ -181,10 +183,10 @@ def test_an_upload_that_was_asked_for_raises_and_the_command_that_it_names_works
     hub.refusals["tester/model"] = 3
     trainer = pushing(OURS, policy_path, tmp_path / "a run", hub_private_repo=True)
     trainer.train()
-    with pytest.raises(OSError, match=REFUSED):
+    with pytest.raises(OSError, match=REFUSED) as error:
         trainer.push_to_hub()
     assert hub.messages("tester/model") == []
-    errors = [record.getMessage() for record in caplog.records if record.levelno == logging.ERROR]
+    errors = told_last(error.value, caplog)
     (said,) = [text for text in errors if REFUSED in text]
     assert str(tmp_path / "a run") in said
     program, *command = shlex.split(said[said.index("hf upload") :])
@@ -266,6 +268,20 @@ def test_the_command_line_uploads_what_it_trained(hub, tmp_path, without_figures
     success = [result.metric_value for result in data.eval_results if result.dataset_split == "test"]
     assert success == [pytest.approx(json.loads(files["evaluation_after.json"])["success"], abs=1e-6)]
     assert {"ragen2", "snr-filter", "trl"} <= set(data.tags)
+
+
+@pytest.mark.slow
+def test_the_command_line_ends_with_how_to_upload_what_the_hub_refused(hub, tmp_path, without_figures, caplog):
+    """In place of a traceback through two libraries."""
+    hub.refusals["tester/x"] = 9
+    options = {"push_to_hub": "true", "hub_model_id": "tester/x", "hub_token": TOKEN, "max_steps": 1}
+    with pytest.raises(SystemExit) as ended:
+        train.main(of_recipe(tmp_path / "run", **options, eval_every=0))
+    told = str(ended.value.code) if sys.version_info >= (3, 11) else caplog.text
+    assert REFUSED in told and "hf upload tester/x" in told and TOKEN not in told
+    assert ended.value.__suppress_context__
+    left = {path.name for path in (tmp_path / "run").iterdir()}
+    assert left >= {"model.safetensors", "log_history.json", "summary.json"}
 
 
 @pytest.mark.skipif(

@@ -11,12 +11,13 @@ import pytest
 ROOT = Path(__file__).parent.parent
 
 # Which rooms a room may know, besides itself; "ragen2_trl" are the public names, the package's own `__init__`.
-CORE = {"filtering", "columns", "redaction", "names", "rollout_events", "trainers", "instrument"}
+CORE = {"filtering", "columns", "redaction", "names", "messages", "rollout_events", "trainers", "instrument"}
 MAY_KNOW = {
     "filtering": set(),
     "columns": set(),
     "redaction": set(),
     "names": set(),
+    "messages": set(),
     "rollout_events": {"columns"},
     "instrument": {"filtering", "columns"},
     "trainers": CORE - {"instrument"},

@@ -7,6 +7,7 @@ import pytest
 from conftest import RUN
 from datasets import Dataset
 from measured_runs import length_reward
+from transformers import TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
 from ragen2_trl import (
@@ -75,3 +76,20 @@ def test_every_metric_that_is_logged_is_in_the_reference(
         assert key in ours
     known = documented()
     assert sorted(key for key in ours if not any(one.fullmatch(key) for one in known)) == []
+
+
+class Shown(TrainerCallback):
+    """What trackers and the console get of the filter, of reasoning and of health."""
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        if "mi/tokens" in state.log_history[-1]:
+            self.keys = [key for key in logs if key.startswith(("mi/", "snr/", "health/"))]
+
+
+def test_what_is_shown_by_default_is_what_the_page_says(policy_path, prompts, tmp_path):
+    args = SNRFilteredGRPOConfig(**{**RUN, "output_dir": str(tmp_path), "max_steps": 2})
+    trainer = SNRFilteredGRPOTrainer(policy_path, length_reward, args, prompts, callbacks=[shown := Shown()])
+    trainer.add_callback(MutualInformationCallback(trainer, every=1, min_prompts=3))
+    trainer.train()
+    table = PAGE.read_text(encoding="utf-8").partition("| shown by default |")[2].partition("\n\n")[0]
+    assert shown.keys == re.findall(r"`([^`]+)`", table)

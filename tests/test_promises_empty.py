@@ -2,6 +2,7 @@
 
 import copy
 import logging
+from dataclasses import replace
 
 import pytest
 import torch
@@ -120,15 +121,16 @@ def test_nor_are_they_where_the_kept_group_was_sampled_further(policy_path, tmp_
     sampled, further = [], trainer._sample_further
 
     def first_group_varies(inputs, number):
-        batch, kept = further(inputs, number)
+        batch, selection = further(inputs, number)
         sampled.append(number)
-        return batch, kept.new_tensor([True] + [False] * (len(kept) - 1))
+        first = selection.kept.new_tensor([True] + [False] * (len(selection.kept) - 1))
+        return batch, replace(selection, kept=first)
 
     trainer._sample_further = first_group_varies
     trainer.train()
     assert sampled == [1] and trainer.state.global_step == 4
     (row, *_) = log_rows(trainer)
-    assert (row["snr/kept_groups"], row["snr/trained_groups"]) == (0, 1)
+    assert (row["snr/kept_groups"], row["snr/trained_groups"]) == (1, 1)
     assert log_rows(trainer)[-1]["snr/empty_steps"] == 0
 
 
@@ -195,3 +197,13 @@ def test_the_entropy_of_an_empty_step_draws_no_random_number(policy_path, tmp_pa
         assert [row["entropy"] > 0 for row in log_rows(trainer)] == [True, measured, measured]
         states.append(torch.random.get_rng_state())
     assert torch.equal(*states)
+
+
+@pytest.mark.parametrize(("logging_steps", "norms"), [(1, [True, False, False]), (3, [True])])
+def test_a_gradient_norm_is_of_a_step_of_its_row_that_moved_something(logging_steps, norms, policy_path, tmp_path):
+    """An empty step at the end of a row does not make it look dead, and a row of empty ones has none."""
+    trainer = GRPO.make(policy_path, GRPO.args(tmp_path, logging_steps=logging_steps), signal_in(policy_path, 0))
+    trainer.train()
+    rows = log_rows(trainer)
+    assert [row.get("grad_norm", 0) > 0 for row in rows] == ["grad_norm" in row for row in rows] == norms
+    assert [row["snr/kept_fraction"] > 0 for row in rows] == norms

@@ -21,9 +21,9 @@ from reported_runs import browser_fixture as browser_fixture
 from reported_runs import compared_fixture as compared_fixture
 from reported_runs import runs_fixture as runs_fixture
 from reported_runs import words_only_fixture as words_only_fixture
+from transformers import TrainerState
 
 from ragen2_trl import MutualInformationCallback, SNRFilteredGRPOConfig, SNRFilteredGRPOTrainer, cli
-from ragen2_trl.cli.train import summarize
 from ragen2_trl.envs import completion_text, make_env
 from ragen2_trl.reporting.card import FIGURES, diagnostics_section
 from ragen2_trl.reporting.examples import MAX_GROUP, distinguishing, pick_traces, read_groups
@@ -31,6 +31,7 @@ from ragen2_trl.reporting.gallery import draw_figures, figures_of, measurement_f
 from ragen2_trl.reporting.report import distinct_labels, render_report
 from ragen2_trl.reporting.run import read_run
 from ragen2_trl.reporting.saved_measurement import read_measurement
+from ragen2_trl.reporting.summary import summarize
 from ragen2_trl.tiny import resolve_model
 
 pytestmark = pytest.mark.slow
@@ -373,12 +374,10 @@ def test_nothing_is_saved_where_nothing_was_trained(tmp_path, words_only):
     assert "| update compute saved | 45.0% | 45.0% |" in diagnostics_section(read_run(part))
 
 
-def test_the_summary_of_a_run_without_signal_says_nothing_of_savings():
-    class State:
-        global_step, best_model_checkpoint, stateful_callbacks = 2, None, {}
-        log_history = [  # noqa: RUF012
-            {"step": step, "snr/kept_fraction": 0.0, "snr/empty_steps": step, "snr/update_compute_fraction": 0.0}
-            for step in (1, 2)
-        ]
-
-    assert summarize(State(), None, None)["update_compute_saved"] is None
+def test_the_summary_of_a_run_without_signal_says_nothing_of_savings(tmp_path):
+    rows = [
+        {"step": step, "snr/kept_fraction": 0.0, "snr/empty_steps": step, "snr/update_compute_fraction": 0.0}
+        for step in (1, 2)
+    ]
+    state = TrainerState(global_step=2, log_history=rows)
+    assert summarize(state, tmp_path)["update_compute_saved"] is None

@@ -195,7 +195,9 @@ def test_rows_of_an_evaluation_get_no_figures_of_the_measurement_before(policy_p
     trainer = GRPOTrainer(policy_path, no_reward, args, prompts, prompts.select(range(2)), callbacks=[tracker])
     trainer.add_callback(MutualInformationCallback(trainer, every=1, min_prompts=2))
     trainer.train()
-    assert {call.args[2] for call in writer.add_scalar.call_args_list if call.args[0] == "train/mi/tokens"} == {2}
+    assert {
+        call.args[2] for call in writer.add_scalar.call_args_list if call.args[0] == "train/mi/valid_thinking_rate"
+    } == {2}
     assert {call.args[2] for call in writer.add_image.call_args_list} == {2}
 
 

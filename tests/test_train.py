@@ -15,9 +15,10 @@ from transformers import TrainerState
 from ragen2_trl import cli
 from ragen2_trl.cli import train
 from ragen2_trl.cli.shipped import recipe_path
-from ragen2_trl.cli.train import last_complete_checkpoint, summarize
+from ragen2_trl.cli.train import last_complete_checkpoint
 from ragen2_trl.reporting.report import NO_COMPLETIONS, render_report
 from ragen2_trl.reporting.run import read_run
+from ragen2_trl.reporting.summary import summarize
 
 SCRIPT = Path(__file__).parents[1] / "scripts" / "train.py"
 RECIPE = recipe_path("frozen_lake_tiny")
@@ -118,6 +119,7 @@ def test_a_run_with_a_held_out_curve_leaves_curve_episodes_and_the_best_checkpoi
     shown = " ".join(capsys.readouterr().out.split())
     assert "held-out success on" in shown and "mean over the steps" in shown and "best checkpoint" in shown
     assert "held out " in shown  # in the live line
+    assert shown.count("update compute saved") == shown.count("To look at it: ragen2-trl report") == 1
     assert "area under the curve" in render_report([read_run(run)])
 
 
@@ -240,8 +242,8 @@ def test_a_missing_model_is_named_as_a_field(tmp_path):
         train.main(["--output_dir", str(tmp_path), "--use_cpu", "true", "--bf16", "false"])
 
 
-def test_summary_of_a_run_without_a_logged_step():
-    summary = summarize(TrainerState(), None, None)
+def test_summary_of_a_run_without_a_logged_step(tmp_path):
+    summary = summarize(TrainerState(), tmp_path)
     assert summary["steps"] == 0
     assert summary["update_compute_saved"] is None
 

@@ -7,7 +7,7 @@ from conftest import assert_same_parameters, parameters_of
 from trl import GRPOTrainer
 
 from ragen2_trl import SNRFilteredGRPOTrainer, TrainingHealthCallback
-from ragen2_trl.callbacks import LiveLineCallback
+from ragen2_trl.callbacks import TrainingProgressCallback
 from ragen2_trl.instrument import Health, health
 from ragen2_trl.reporting.run import read_run
 
@@ -136,14 +136,14 @@ def test_what_may_end_training_is_checked(policy_path, prompts, make_args, stop_
 def test_live_line_card_and_record_say_the_same(policy_path, prompts, make_args, tmp_path):
     lines = []
 
-    class Sees(LiveLineCallback):
+    class Sees(TrainingProgressCallback):
         def line(self, logs):
             lines.append(super().line(logs))
             return lines[-1]
 
     args = make_args(max_steps=13)
     trainer = make_trainer(policy_path, prompts, args, SNRFilteredGRPOTrainer)
-    trainer.add_callback(Sees())
+    trainer.add_callback(Sees(trainer))
     trainer.train()
     assert ["FAILING: valid answers" in line for line in lines] == [False] * 11 + [True] * 2
     trainer.create_model_card()

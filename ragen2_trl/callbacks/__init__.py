@@ -8,20 +8,20 @@ if TYPE_CHECKING:
     from ragen2_trl.callbacks.environment_eval import EnvironmentEvalCallback
     from ragen2_trl.callbacks.episodes import EpisodeCallback
     from ragen2_trl.callbacks.gradient_snr import GradientSNRCallback
-    from ragen2_trl.callbacks.live_line import LiveLineCallback
     from ragen2_trl.callbacks.mutual_information import MutualInformationCallback
     from ragen2_trl.callbacks.reward_variance_stop import RewardVarianceStopCallback
     from ragen2_trl.callbacks.training_health import TrainingHealthCallback
+    from ragen2_trl.callbacks.training_progress import TrainingProgressCallback
 
 _HOMES = {
     "CostCallback": "cost",
     "EnvironmentEvalCallback": "environment_eval",
     "EpisodeCallback": "episodes",
     "GradientSNRCallback": "gradient_snr",
-    "LiveLineCallback": "live_line",
     "MutualInformationCallback": "mutual_information",
     "RewardVarianceStopCallback": "reward_variance_stop",
     "TrainingHealthCallback": "training_health",
+    "TrainingProgressCallback": "training_progress",
 }
 
 __all__ = [
@@ -29,10 +29,10 @@ __all__ = [
     "EnvironmentEvalCallback",
     "EpisodeCallback",
     "GradientSNRCallback",
-    "LiveLineCallback",
     "MutualInformationCallback",
     "RewardVarianceStopCallback",
     "TrainingHealthCallback",
+    "TrainingProgressCallback",
 ]
 
 

@@ -11,9 +11,9 @@ from torch import nn
 from transformers import Trainer, TrainerCallback
 
 from ragen2_trl.reporting.records import is_number
+from ragen2_trl.reporting.run import COST_STATE
 from ragen2_trl.rollout_events import listen, log_row
 
-STATE = "ragen2_costs"  # in a checkpoint's trainer_state.json
 COSTS = ("seconds", "cpu_seconds", "sampled_tokens", "update_tokens", "update_flops")
 
 
@@ -65,7 +65,7 @@ class CostCallback(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._own, self._before, self._started = self._nothing(), self._nothing(), None
         if state.global_step > 0:
-            self._before |= _checked(state.stateful_callbacks.get(STATE, {}))
+            self._before |= _checked(state.stateful_callbacks.get(COST_STATE, {}))
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._resume()
@@ -81,7 +81,7 @@ class CostCallback(TrainerCallback):
             values = torch.tensor([own[name] for name in summed], dtype=torch.float64, device=accelerator.device)
             own |= dict(zip(summed, accelerator.reduce(values, reduction="sum").tolist(), strict=True))
         total = {name: self._before[name] + own[name] for name in COSTS}
-        state.stateful_callbacks[STATE] = total
+        state.stateful_callbacks[COST_STATE] = total
         log_row(self.trainer, {f"cost/{name}": float(value) for name, value in total.items()}, replace=True)
 
     @contextmanager
@@ -139,6 +139,6 @@ def _checked(saved: Any) -> dict[str, float]:
     """The sums of a checkpoint, which may be anybody's."""
     if not isinstance(saved, Mapping) or not all(is_number(value) for value in saved.values()):
         raise ValueError(
-            f"the checkpoint's trainer_state.json: {STATE} must be numbers by name, got {ascii(saved)[:80]}"
+            f"the checkpoint's trainer_state.json: {COST_STATE} must be numbers by name, got {ascii(saved)[:80]}"
         )
     return {name: float(saved[name]) for name in COSTS if name in saved}

@@ -89,6 +89,10 @@ class MutualInformationCallback(TrainerCallback):
             Prompts that they are scored under, if the batch has more.
         min_prompts (`int`, *optional*, defaults to `8`):
             Groups that a measurement waits for. Each completion is measured once.
+        verbose (`bool`, *optional*, defaults to `False`):
+            Whether trackers and the console get every metric, in place of retrieval accuracy and chance, the mutual
+            information with its bound, valid thinking, and three of the filter. `trainer.state.log_history` and the
+            run's files always have all.
         scopes (`Sequence[str]`, *optional*, defaults to `("first_turn", "trajectory")`):
             `first_turn` compares the first turns of all groups. `trajectory` draws from all turns and compares within
             each turn position; it is left out as long as completions have a single turn. `trajectory_reference`, which
@@ -125,6 +129,7 @@ class MutualInformationCallback(TrainerCallback):
         stop_on: Literal["template_even_if_success_rises"] | None = None,
         max_tokens_per_forward: int | None = None,
         min_prompts: int = 8,
+        verbose: bool = False,
     ):
         if every is not None and every < 1:
             raise ValueError(f"every must be at least 1 or None, got {every!r}")
@@ -151,6 +156,7 @@ class MutualInformationCallback(TrainerCallback):
         )
         self.min_prompts = min_prompts
         record = keep_record(trainer)
+        record.verbose |= verbose
         if (line := what_layout_means(self.trainer, min_prompts)) is not None:
             logger.warning(line)
             record.texts.add(POOL_FILE)
@@ -220,7 +226,7 @@ class MutualInformationCallback(TrainerCallback):
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         """After the trackers: they have the row, so that images can join it."""
-        if self._to_draw is None or "mi/tokens" not in logs:  # rows of an evaluation come in between
+        if self._to_draw is None or "mi/tokens" not in state.log_history[-1]:  # rows of an evaluation come in between
             return
         measurement, self._to_draw = self._to_draw, None
         from ragen2_trl.reporting.trackers import has_image_trackers, log_figures

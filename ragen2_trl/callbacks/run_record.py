@@ -14,6 +14,8 @@ from huggingface_hub import hf_hub_download, list_repo_files
 from transformers import TrainerCallback
 from transformers.trainer_utils import HubStrategy
 
+from ragen2_trl.callbacks.shown_metrics import shown_metrics
+from ragen2_trl.messages import tell_last
 from ragen2_trl.redaction import with_hidden_credentials
 from ragen2_trl.reporting.files import (
     DIAGNOSTICS,
@@ -41,8 +43,9 @@ def reported(what: str) -> Iterator[None]:
     """An error in what others look at is said, and does not cost them the training that it is about."""
     try:
         yield
-    except Exception:
-        logger.error(f"{what} could not be written.", exc_info=True)
+    except Exception as error:
+        logger.debug(f"{what} could not be written.", exc_info=True)
+        logger.error(f"{what} could not be written ({type(error).__name__}: {error}).")
 
 
 def keep_record(trainer: Any) -> "RunRecord":
@@ -64,10 +67,13 @@ class RunRecord(TrainerCallback):
     card. At any other checkpoint the card and `diagnostics/` get their numbers, which figures can be drawn of later.
 
     An upload that fails at a checkpoint is a warning, and training goes on; one that a script asked for with
-    `trainer.push_to_hub()` raises, after it has been said that the files are there and how to upload them. Tokens in
-    the trainer's arguments stay out of `training_args.bin`, which is uploaded too.
+    `trainer.push_to_hub()` raises, and below the traceback it is said that the files are there and how to upload them.
+    Tokens in the trainer's arguments stay out of `training_args.bin`, which is uploaded too.
 
     Where a filter chooses among groups, the rewards of all of them are kept in `_measurements/`, by generation.
+
+    Of its metrics, trackers and the console get the eight of [`shown_metrics`] (all with `verbose`), while
+    `trainer.state.log_history`, and with it checkpoints, card and report, has them all.
 
     While it trains, no other process can train into its `output_dir`.
 
@@ -76,13 +82,14 @@ class RunRecord(TrainerCallback):
 
     Args:
         trainer ([`~transformers.Trainer`]):
-            The trainer whose `train`, `create_model_card`, `push_to_hub`, `_push_from_checkpoint` and
-            `_save_checkpoint` are extended.
+            The trainer whose `train`, `create_model_card`, `push_to_hub`, `_push_from_checkpoint`, `_save_checkpoint`
+            and `callback_handler.on_log` are extended.
     """
 
     def __init__(self, trainer: Any):
         self.trainer = trainer
         self.draws = True  # figures; without them, cards have their numbers alone
+        self.verbose = getattr(trainer.args, "snr_verbose", False)  # whether callbacks get all that is logged
         # Names of files in checkpoints that hold what a model wrote; callbacks add theirs.
         self.texts = {"snr_state_*.pt"} if hasattr(trainer.args, "snr_value") else set()
         self._at_checkpoint = False  # a card is written there before it is known whether it will be uploaded
@@ -90,6 +97,7 @@ class RunRecord(TrainerCallback):
         self._recorded: Any = None  # the selection that was noted last
         self._of_step: list[Any] = []  # those of this optimizer step, which may span several generations
         extend(trainer, "train", self._train)
+        extend(trainer.callback_handler, "on_log", self._tell)
         extend(trainer, "create_model_card", self._create_model_card)
         extend(trainer, "push_to_hub", self._push_to_hub)
         extend(trainer, "_push_from_checkpoint", self._push_from_checkpoint)
@@ -100,6 +108,10 @@ class RunRecord(TrainerCallback):
         folder = Path(self.trainer.args.output_dir)
         with alone_in(folder) if self.trainer.is_world_process_zero() else nullcontext():
             return train(*args, **kwargs)
+
+    def _tell(self, on_log: Callable[..., Any], args: Any, state: Any, control: Any, logs: dict[str, Any]) -> Any:
+        """The log history has the whole row by now: a callback that needs it looks there."""
+        return on_log(args, state, control, logs if self.verbose else shown_metrics(logs))
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._write_card = None
@@ -184,7 +196,7 @@ class RunRecord(TrainerCallback):
                 self.trainer._finish_current_push()
             pushed = push(*args, **kwargs)
         except Exception as error:
-            logger.error(self._failed(error))
+            tell_last(error, self._failed(error), logger.error)
             raise
         if isinstance(pushed, Future):
             self._watch(pushed)

@@ -89,7 +89,7 @@ class TrainingHealthCallback(TrainerCallback):
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         if not is_newest(self, self.trainer):
             return
-        changed = self.health.update({**(logs or {}), "step": state.global_step})
+        changed = self.health.update(state.log_history[-1])
         state.stateful_callbacks[HEALTH_STATE] = {
             "health": self.health.state,
             "closes": self._closes,

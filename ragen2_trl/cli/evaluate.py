@@ -9,6 +9,7 @@ python scripts/evaluate.py --model openai:gpt-4o-mini --env_name sokoban --multi
 
 import random
 import re
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -82,7 +83,8 @@ def main(args: list[str] | None = None) -> None:
     if script_args.output is not None:
         write_json(Path(script_args.output), metrics, indent=2)
     if folder is not None:
-        console.print(Text(f"The episodes are in {folder}. To look at them: ragen2-trl report {folder}"))
+        command = shlex.join(["ragen2-trl", "report", str(folder)])
+        console.print(Text(f"The episodes are in {folder}. To look at them: {command}"), soft_wrap=True)
 
 
 def check_evaluation(arguments: EvaluateArguments, env: AnyTask) -> None:

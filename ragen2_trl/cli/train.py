@@ -19,7 +19,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from rich.table import Table
+from accelerate.logging import get_logger
 from rich.text import Text
 from transformers import PrinterCallback, TrainerState, TrainingArguments
 from transformers.trainer_utils import IntervalStrategy
@@ -30,10 +30,9 @@ from ragen2_trl.callbacks import (
     EnvironmentEvalCallback,
     EpisodeCallback,
     GradientSNRCallback,
-    LiveLineCallback,
     MutualInformationCallback,
+    TrainingProgressCallback,
 )
-from ragen2_trl.callbacks.cost import STATE as COST_STATE
 from ragen2_trl.callbacks.environment_eval import chat_template_of
 from ragen2_trl.callbacks.run_record import keep_record
 from ragen2_trl.cli.arguments import TrainArguments
@@ -48,6 +47,7 @@ from ragen2_trl.instrument import REFERENCE_SCOPE, SCOPES
 from ragen2_trl.reporting.files import DIAGNOSTICS, EPISODES, MEASUREMENTS, OUTCOMES, write_json
 from ragen2_trl.reporting.held_out import curves_of
 from ragen2_trl.reporting.lock import alone_in
+from ragen2_trl.reporting.summary import summarize
 from ragen2_trl.rollouts import TextRollout
 from ragen2_trl.rollouts.sampling import held_out_rows
 from ragen2_trl.tiny import resolve_model
@@ -65,6 +65,8 @@ from ragen2_trl.trainers.filtered import SNRFilter
 
 Config: TypeAlias = SNRFilteredGRPOConfig | SNRFilteredRLOOConfig | SNRFilteredPPOConfig | GRPOConfig
 Trainer: TypeAlias = SNRFilteredGRPOTrainer | SNRFilteredRLOOTrainer | SNRFilteredPPOTrainer | GRPOTrainer
+
+logger = get_logger(__name__)
 
 ALGORITHMS: dict[str, tuple[type[Trainer], type[Config]]] = {
     "grpo": (SNRFilteredGRPOTrainer, SNRFilteredGRPOConfig),
@@ -98,8 +100,9 @@ def _main(args: list[str] | None, held: ExitStack) -> None:
         if training_args.process_index == 0:
             held.enter_context(alone_in(run))
         checkpoint = checkpoint_to_resume(run, script_args, training_args)
-    live_line = LiveLineCallback(_success_metric(env), console)
-    trainer = _make_trainer(trainer_class, script_args, training_args, model_args, env, live_line)
+    trainer = _make_trainer(trainer_class, script_args, training_args, model_args, env)
+    progress = TrainingProgressCallback(trainer, console, with_table=False)  # which comes after the last evaluation
+    trainer.add_callback(progress)
     if script_args.has_curve:
         with checked_input():
             trainer.add_callback(_held_out_curve(trainer, eval_envs, script_args))
@@ -113,7 +116,7 @@ def _main(args: list[str] | None, held: ExitStack) -> None:
     try:
         _train(trainer, checkpoint)
     except KeyboardInterrupt:
-        live_line.close()
+        progress.close()
         _write_history(trainer, env, run, script_args.figures)
         trainer.create_model_card(run.resolve().name)  # how far it got, and not the last checkpoint
         last = last_complete_checkpoint(run)
@@ -121,8 +124,8 @@ def _main(args: list[str] | None, held: ExitStack) -> None:
         console.print("The same command with `--resume true` goes on from there.")
         sys.exit(130)
     finally:
-        live_line.close()
-    trainer.save_model()
+        progress.close()
+    trainer.save_model(_internal_call=True)  # the upload comes last: one that is refused costs nothing of a run
     _write_history(trainer, env, run, script_args.figures)
     after = _evaluate(trainer, env, script_args, run / "evaluation_after.json", again=True)
     if trainer.is_world_process_zero():
@@ -130,16 +133,20 @@ def _main(args: list[str] | None, held: ExitStack) -> None:
         if curve is not None:
             loaded = trainer.state.best_global_step if training_args.load_best_model_at_end else None
             before, after = curve.first.metrics, curve.end(loaded).metrics
-        summary = summarize(trainer.state, before, after)
+        summary = summarize(trainer.state, run, before, after)
         write_json(run / "summary.json", summary, indent=2)
-        console.print(summary_table(summary, title=f"{script_args.model} on {env.name}"))
+        progress.show_table(summary, f"{script_args.model} on {env.name}")
         files = ["Model", "log_history.json", "summary.json", *(["training.png"] if script_args.figures else [])]
         console.print(f"{', '.join(files[:-1])} and {files[-1]} are in {run}", highlight=False, markup=False)
-        console.print(f"To look at it: ragen2-trl report {run}", highlight=False, markup=False)
     on_hub = script_args.data is not None and not Path(script_args.data).exists()
     card: dict[str, Any] = {"dataset_name": script_args.data if on_hub else None}
     if training_args.push_to_hub:
-        trainer.push_to_hub(**card)
+        try:
+            trainer.push_to_hub(**card)
+        except Exception as error:
+            logger.debug("The upload", exc_info=True)
+            lines = getattr(error, "__notes__", [f"{type(error).__name__}: {error}"])  # in Python 3.10 they are logged
+            raise SystemExit("\n".join(lines)) from None
     else:
         trainer.create_model_card(run.resolve().name, **card)
 
@@ -152,87 +159,6 @@ def _check_effects(arguments: TrainArguments, env: AnyTask) -> None:
             raise ValueError(f"{name}={getattr(arguments, name)} needs {needed}, got {getattr(arguments, needed)}")
     if arguments.context != "full" and not env.needs_rollout:
         raise ValueError(f"context={arguments.context!r} needs a task of several turns in text, got {env.name}")
-
-
-def summarize(state: TrainerState, before: dict[str, float] | None, after: dict[str, float] | None) -> dict[str, Any]:
-    """The numbers of a run: evaluations before and after, and what the filter did on average over the logged steps."""
-    rows = [row for row in state.log_history if "snr/kept_fraction" in row]
-
-    def mean(key: str) -> float | None:
-        values = [row[key] for row in rows if row.get(key) is not None]
-        return sum(values) / len(values) if values else None
-
-    # Nothing is saved where nothing was trained.
-    shares = [share for row in rows if (share := row.get("snr/update_compute_fraction"))]
-    computed = sum(shares) / len(shares) if shares else None
-    saved: Any = state.stateful_callbacks  # in a finished run states by name, not callbacks
-    return {
-        "before": before,
-        "after": after,
-        "steps": state.global_step,
-        "empty_steps": rows[-1]["snr/empty_steps"] if rows else None,
-        "train_seconds": round(saved.get(COST_STATE, {}).get("seconds", 0.0), 1),
-        "kept_fraction": mean("snr/kept_fraction"),
-        "zero_variance_fraction": mean("snr/zero_variance_fraction"),
-        "update_compute_saved": None if computed is None else 1 - computed,
-        "mutual_information": _first_and_last(state.log_history),
-        "held_out": {task: curve.summary for task, curve in curves_of(state.log_history).items()},
-        "best_checkpoint": state.best_model_checkpoint and Path(state.best_model_checkpoint).name,
-    }
-
-
-def _first_and_last(history: list[dict[str, Any]]) -> dict[str, Any] | None:
-    """The first and the last measurement of whether reasoning depends on its prompt."""
-    names = ("retrieval_accuracy", "retrieval_chance", "mi_seq", "mi_upper_bound")
-    measured = [
-        {"step": row["step"], **{name: row[f"mi/first_turn/{name}"] for name in names}}
-        for row in history
-        if row.get("mi/first_turn/retrieval_accuracy") is not None
-    ]
-    return {"first": measured[0], "last": measured[-1]} if measured else None
-
-
-def summary_table(summary: dict[str, Any], title: str) -> Table:
-    """A run's summary as a table."""
-    table = Table(title=Text(title), show_header=False)
-    for when in ("before", "after"):
-        metrics = summary[when]
-        if metrics is not None:
-            interval = f"{metrics['success_ci_low']:.1%} to {metrics['success_ci_high']:.1%}"
-            random_success = metrics.get("random_success")
-            baseline = "" if random_success is None else f"; random baseline: {random_success:.1%}"
-            table.add_row(
-                f"held-out success {when}", f"{metrics['success']:.1%}  (95 % interval {interval}{baseline})"
-            )
-            for key in (key for key in metrics if key.endswith("/success")):
-                table.add_row(f"  {key.partition('/')[0]}", f"{metrics[key]:.1%}")
-    for task, curve in summary["held_out"].items():
-        peak, last = curve["peak"], curve["last"]
-        table.add_row(
-            f"held-out success on {task}, best and last",
-            f"{peak['success']:.1%} at step {peak['step']}, {last['success']:.1%} at step {last['step']} "
-            f"(mean over the steps {curve['area_under_curve']:.1%})",
-        )
-    if summary["best_checkpoint"] is not None:
-        table.add_row("best checkpoint", summary["best_checkpoint"])
-    table.add_row("steps", f"{summary['steps']}, {summary['empty_steps'] or 0:.0f} of them without a kept group")
-    table.add_row("training time", f"{summary['train_seconds']:.0f} s")
-    for key, label in (
-        ("kept_fraction", "groups kept"),
-        ("zero_variance_fraction", "groups without reward variance"),
-        ("update_compute_saved", "update compute saved by the filter"),
-    ):
-        if summary[key] is not None:
-            table.add_row(label, f"{summary[key]:.1%}")
-    if summary["mutual_information"] is not None:
-        first, last = (summary["mutual_information"][when] for when in ("first", "last"))
-        table.add_row(
-            "reasoning explained best by its own prompt",
-            f"{first['retrieval_accuracy']:.1%} at step {first['step']}, {last['retrieval_accuracy']:.1%} at step "
-            f"{last['step']} (chance {last['retrieval_chance']:.1%})",
-        )
-        table.add_row("mutual information", f"{last['mi_seq']:.2f} of at most {last['mi_upper_bound']:.2f} nats")
-    return table
 
 
 def algorithm_of(args: list[str] | None) -> str:
@@ -322,7 +248,6 @@ def _make_trainer(
     training_args: Config,
     model_args: ModelConfig,
     env: AnyTask,
-    live_line: LiveLineCallback,
 ) -> Trainer:
     given: Any = training_args.model_init_kwargs or {}  # a mapping, once it is parsed
     training_args.model_init_kwargs = {
@@ -352,7 +277,6 @@ def _make_trainer(
         tasks,
         quantization_config=get_quantization_config(model_args),
         peft_config=get_peft_config(model_args),
-        callbacks=[live_line],
         **rollout,
     )
     if rollout and not isinstance(trainer, SNRFilter):  # ours attach what plays

@@ -13,7 +13,7 @@ from rich.console import Console
 from transformers import PreTrainedModel, PreTrainedTokenizerFast, PrinterCallback, set_seed
 from trl import ModelConfig, SFTConfig, SFTTrainer, get_peft_config, get_quantization_config
 
-from ragen2_trl.callbacks import LiveLineCallback
+from ragen2_trl.callbacks import TrainingProgressCallback
 from ragen2_trl.cli.arguments import WarmStartArguments, parse_env_args
 from ragen2_trl.cli.console import make_console
 from ragen2_trl.cli.typed import checked_input, parse, parser_of
@@ -35,7 +35,6 @@ def main(args: list[str] | None = None) -> None:
     # With several turns the completion holds the environment's messages, too.
     training_args.assistant_only_loss |= any(len(completion) > 1 for completion in demonstrations["completion"])
     training_args.disable_tqdm = True  # the live line takes its place
-    live_line = LiveLineCallback(console=console)
     trainer = SFTTrainer(
         model=model,
         args=training_args,
@@ -43,14 +42,15 @@ def main(args: list[str] | None = None) -> None:
         processing_class=tokenizer,
         peft_config=get_peft_config(model_args),
         quantization_config=get_quantization_config(model_args),
-        callbacks=[live_line],
     )
     trainer.args = with_hidden_credentials(trainer.args)  # which checkpoints hold
     trainer.remove_callback(PrinterCallback)
+    progress = TrainingProgressCallback(trainer, console, with_table=False)  # which is of rewards
+    trainer.add_callback(progress)
     try:
         trainer.train(resume_from_checkpoint=training_args.resume_from_checkpoint)
     finally:
-        live_line.close()
+        progress.close()
     _save(trainer, training_args.output_dir)
 
 

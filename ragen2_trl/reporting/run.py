@@ -42,6 +42,7 @@ MAX_CURVES = 8  # tasks
 FIRST_TURN = "mi/first_turn"  # log keys of the scope that regimes are told by
 # What callbacks keep in `TrainerState.stateful_callbacks`, which every checkpoint carries.
 MI_STATE, RUN_STATE, HEALTH_STATE = "ragen2_mutual_information", "ragen2_run", "ragen2_health"
+COST_STATE = "ragen2_costs"
 
 
 @dataclass(frozen=True)
@@ -206,6 +207,11 @@ def run_of(trainer: Any) -> Run:
         settings_of(trainer),
         {"python": platform.python_version(), **versions_of_packages()},
     )
+
+
+def run_of_state(folder: Path, state: Any) -> Run:
+    """The run that a `TrainerState` is of, without its settings."""
+    return _make_run(folder, vars(state), {}, {})
 
 
 def read_run(folder: Path) -> Run:

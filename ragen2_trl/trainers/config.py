@@ -68,6 +68,13 @@ class SNRFilterConfig(StockConfig):
         expect. Prompts are then drawn by their row in `train_dataset`, in the order of TRL's sampler as long as they
         are new, and those of dynamic sampling by the same rule.
 
+    > Parameters that control logging
+
+    snr_verbose (`bool`, *optional*, defaults to `False`):
+        Whether trackers and the console get every metric of the filter, of mutual information and of health, in place
+        of eight; the same as `verbose=` of [`MutualInformationCallback`]. `trainer.state.log_history` and the run's
+        files always have all.
+
     Raises:
         ValueError: for a value outside its allowed set; the message names the field, the value and the set.
     """
@@ -140,6 +147,13 @@ class SNRFilterConfig(StockConfig):
         metadata={
             "help": "Choose prompts before they are sampled, by the reward variance that their earlier groups let "
             "expect; those never sampled come in TRL's order."
+        },
+    )
+    snr_verbose: bool = field(
+        default=False,
+        metadata={
+            "help": "Show trackers and the console every metric of the filter, of reasoning and of health, in "
+            "place of eight; the run's files always have all."
         },
     )
 

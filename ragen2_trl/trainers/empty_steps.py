@@ -38,6 +38,7 @@ class EmptySteps(TrainerCallback):
         """Count from 0; `group_filter` knows the rewards of the run, which say why it may have to stop."""
         self.group_filter = group_filter
         self.latest: dict[str, float] = {}  # the filter's metrics, for steps that reuse completions
+        self.grad_norm: Any = None  # of the latest step with rows since the last log row
         self.entropy = math.nan  # of the policy in nats per token, when last seen
         self.empty_steps = 0
         self.empty_streak = 0
@@ -53,9 +54,11 @@ class EmptySteps(TrainerCallback):
         row: dict[str, list[float]] = self.trainer._metrics["train"]
         return row
 
-    def begin_generation(self) -> None:
-        """Metrics of an earlier generation are none of this one."""
+    def begin_generation(self, metrics: dict[str, float]) -> None:
+        """Metrics of an earlier generation are none of this one, which begins with these."""
         self.latest = {}
+        for name, value in metrics.items():
+            self.log(name, value)
 
     def log(self, name: str, value: float) -> None:
         """A metric of the filter, under `snr/`."""
@@ -80,6 +83,10 @@ class EmptySteps(TrainerCallback):
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.begin_step()
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        if "loss" in logs:
+            self.grad_norm = None
 
     def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.check_update()

@@ -22,6 +22,7 @@ from torch.utils.data import Sampler
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ragen2_trl.columns import TURN_SAMPLES
+from ragen2_trl.messages import tell_last
 from ragen2_trl.names import named_object
 from ragen2_trl.redaction import hide_credentials, with_hidden_credentials
 from ragen2_trl.rollout_events import NeedsRows, RolloutEvents, end_tokens, extend
@@ -58,12 +59,14 @@ from ragen2_trl.trainers.micro_batches import KEPT, LossMean, MicroBatches, Micr
 from ragen2_trl.trainers.pilots import PilotSampling
 from ragen2_trl.trainers.processes import own_share
 from ragen2_trl.trainers.prompt_selection import selection_of
+from ragen2_trl.trainers.savings import Savings
 from ragen2_trl.trainers.selection import (
     GroupFilter,
     Groups,
     Selection,
     Selector,
     finer_than,
+    joined_selections,
     score_rewards,
     seeded_generator,
     with_advantage,
@@ -79,7 +82,11 @@ else:
 CLIP_RATIOS = tuple(f"clip_ratio/{name}" for name in ("low_mean", "low_min", "high_mean", "high_max", "region_mean"))
 # What a trainer brings along, as `package.module:name` of a function that takes it: by name, as the filter knows
 # nothing of callbacks and of what they report.
-COMPANIONS = ("ragen2_trl.callbacks.run_record:keep_record", "ragen2_trl.callbacks.training_health:keep_watch")
+COMPANIONS = (
+    "ragen2_trl.callbacks.run_record:keep_record",
+    "ragen2_trl.callbacks.training_health:keep_watch",
+    "ragen2_trl.callbacks.training_progress:show_progress",
+)
 logger = get_logger(__name__)
 
 
@@ -153,6 +160,7 @@ class SNRFilter(StockTrainer):
             self.pad_to_multiple_of,
         )
         self._empty_steps = EmptySteps(self, self._check_weighted)
+        self._savings = Savings()
         self._begin_run()
         # Around what subclasses make of these methods: none can lose a weight, or a reward.
         self.rollout_events = RolloutEvents(self, announces=True)
@@ -166,6 +174,7 @@ class SNRFilter(StockTrainer):
             if rollout.splits_episodes:
                 check_turn_samples(self)
         self.add_callback(self._empty_steps)
+        self.add_callback(self._savings)
         for companion in COMPANIONS:
             named_object(companion, "companion")(self)
 
@@ -223,7 +232,7 @@ class SNRFilter(StockTrainer):
             )
         try:
             return super().train(checkpoint, *args, **kwargs)
-        except KeyboardInterrupt:
+        except KeyboardInterrupt as interrupt:
             if self.is_world_process_zero():
                 last = last_complete_checkpoint(Path(str(self.args.output_dir)))
                 how = (
@@ -231,7 +240,8 @@ class SNRFilter(StockTrainer):
                     if last
                     else "no checkpoint is whole"
                 )
-                logger.warning(f"Interrupted at step {self.state.global_step}; {how} in {self.args.output_dir}.")
+                where = f"Interrupted at step {self.state.global_step}; {how} in {self.args.output_dir}."
+                tell_last(interrupt, where, logger.warning)
             raise
 
     # 1. TRL asks for the inputs of a micro-step, and samples where a generation batch begins
@@ -246,13 +256,20 @@ class SNRFilter(StockTrainer):
         number = self._step % self.args.steps_per_generation
         if number == 0:
             left_to_step = self.current_gradient_accumulation_steps - self._empty_steps.position
-            self._buffered_inputs, computed = self._micro_batches.begin_pass(
+            self._buffered_inputs, computed, plain = self._micro_batches.begin_pass(
                 self._buffered_inputs, left_to_step, self._empty_steps.has_rows
             )
-            self._empty_steps.log("update_compute_fraction", computed)
+            self._empty_steps.log("update_compute_fraction", computed / plain)
+            self._savings.add_pass(computed, plain)
         self._micro_step, self._is_weighted = self._micro_batches.step(number), False
         self._empty_steps.count(self._micro_step)
+        self._savings.begin_update()
         return self._buffered_inputs[number]
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+        loss: Tensor = super().training_step(*args, **kwargs)
+        self._savings.end_update(self.accelerator.device, ends_step=self.accelerator.sync_gradients)
+        return loss
 
     # 2. Sampling, scoring, selecting
 
@@ -265,18 +282,26 @@ class SNRFilter(StockTrainer):
         batch = self._sample_round(inputs, self._sampling_key)
         self.rollout_events.rollout(inputs, batch)
         selection = self._select(inputs, batch, self._sampling_key)
-        self._log_selection(selection)
+        self.latest_selection = selection
+        self._empty_steps.begin_generation(self._prompts.metrics())
+        rounds = [selection]
         if self._dynamic_sampling is not None:
+
+            def sample_further(inputs: list[dict[str, Any]], number: int) -> tuple[Batch, Tensor]:
+                batch, further = self._sample_further(inputs, number)
+                rounds.append(further)
+                return batch, further.kept
+
             step = self.state.global_step
-            batch = self._dynamic_sampling.fill(batch, selection.kept, step, self._sample_further, self._logps_now)
+            batch = self._dynamic_sampling.fill(batch, selection.kept, step, sample_further, self._logps_now)
         elif selection.keeps_all or self.args.is_lossless:
             # Without loss, every mean is one over all rows, and micro-batches are cut of those with an advantage.
             batch[KEPT] = torch.ones(len(batch["prompt_ids"]), dtype=torch.bool, device=self.accelerator.device)
         else:
             batch = keep_rows(batch, self._local(selection.kept_rows), self.accelerator)
-        if self._pilots is not None:
-            for name, value in self._pilots.metrics().items():
-                self._empty_steps.log(name, value)
+        metrics = self._filter.metrics(joined_selections(rounds))
+        for name, value in (metrics if self._pilots is None else metrics | self._pilots.metrics()).items():
+            self._empty_steps.log(name, value)
         if not self.accelerator.reduce(batch[KEPT].sum(), reduction="sum"):
             self._empty_steps.entropy = self._entropy_of_some(batch)
         self._finish_advantages(batch)
@@ -314,11 +339,11 @@ class SNRFilter(StockTrainer):
             return super()._calculate_rewards(*rows)
         return self._pilots.calculate(super()._calculate_rewards, *rows)
 
-    def _sample_further(self, inputs: list[dict[str, Any]], number: int) -> tuple[Batch, Tensor]:
+    def _sample_further(self, inputs: list[dict[str, Any]], number: int) -> tuple[Batch, Selection]:
         """A round of dynamic sampling, from 1."""
         key = (*self._sampling_key, number)
         batch = self._sample_round(inputs, key)
-        return batch, self._select(inputs, batch, key).kept
+        return batch, self._select(inputs, batch, key)
 
     @property
     def _sampling_key(self) -> tuple[int, int]:
@@ -368,12 +393,6 @@ class SNRFilter(StockTrainer):
                 logger.warning(suggestion)
         return sums
 
-    def _log_selection(self, selection: Selection) -> None:
-        self.latest_selection = selection
-        self._empty_steps.begin_generation()
-        for name, value in {**self._filter.metrics(selection), **self._prompts.metrics()}.items():
-            self._empty_steps.log(name, value)
-
     # 3. The loss of each micro-batch, weighted by its share of the kept rows
 
     def _loss_of_kept_rows(
@@ -419,8 +438,10 @@ class SNRFilter(StockTrainer):
             backward(loss, **kwargs)
 
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
-        # DeepSpeed would report that of the last step it took.
-        return super()._get_grad_norm(model, grad_norm=grad_norm) if self._empty_steps.has_rows else 0.0
+        """Of the latest step of a log row that had rows; `None`, which is not logged, where none had any."""
+        if self._empty_steps.has_rows:  # else DeepSpeed would report that of the last step it took
+            self._empty_steps.grad_norm = super()._get_grad_norm(model, grad_norm=grad_norm)
+        return self._empty_steps.grad_norm
 
     # What is particular to a trainer
 

@@ -130,7 +130,9 @@ class MicroBatches:
         # Every row of every process is computed, as many on each: TRL's own mean over TRL's own micro-batches.
         return [{key: value for key, value in batch.items() if key != KEPT} for batch in micro_batches]
 
-    def begin_pass(self, micro_batches: list[Batch], left_to_step: int, has_rows: bool) -> tuple[list[Batch], float]:
+    def begin_pass(
+        self, micro_batches: list[Batch], left_to_step: int, has_rows: bool
+    ) -> tuple[list[Batch], int, int]:
         """The micro-batches of one pass over the generation batch.
 
         Args:
@@ -140,11 +142,13 @@ class MicroBatches:
             has_rows: whether earlier micro-steps of that optimizer step had kept rows.
 
         Returns:
-            As many micro-batches, and the share of TRL's padded positions that will be computed.
+            As many micro-batches, the padded positions that will be computed, and those of TRL's own micro-batches,
+            over all processes.
         """
         if self.generated is None:  # nothing was dropped
             self.steps = None
-            return micro_batches, 1.0
+            plain = self._over_processes(sum(map(padded_size, micro_batches)))[0]
+            return micro_batches, plain, plain
         generated = self.generated
         segments = accumulation_segments(len(generated), left_to_step, self.args.gradient_accumulation_steps)
         ends_step = segments[0] == left_to_step
@@ -163,9 +167,14 @@ class MicroBatches:
             steps[left_to_step - 1] = MicroStep(weight=0.0, kept=0)
         self.steps = steps
         own = sum(padded_size(batch) for batch, step in zip(micro_batches, steps, strict=True) if step.runs)
-        sizes = torch.tensor([own, sum(map(padded_size, generated))], device=self.accelerator.device)
-        computed, sampled = self.accelerator.reduce(sizes, reduction="sum").tolist()
-        return micro_batches, computed / sampled
+        computed, plain = self._over_processes(own, sum(map(padded_size, generated)))
+        return micro_batches, computed, plain
+
+    def _over_processes(self, *counts: int) -> list[int]:
+        """Sums of each. A call for all processes together."""
+        own = torch.tensor(counts, device=self.accelerator.device)
+        sums: list[int] = self.accelerator.reduce(own, reduction="sum").tolist()
+        return sums
 
     def step(self, number: int) -> MicroStep:
         """What becomes of the micro-batch of this number."""

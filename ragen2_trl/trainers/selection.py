@@ -173,6 +173,20 @@ class Selection:
         return ~self.rewards.isnan().flatten()
 
 
+def joined_selections(rounds: Sequence[Selection]) -> Selection:
+    """All groups that a step has sampled: those of its first prompts, and of rounds of dynamic sampling."""
+    if len(rounds) == 1:
+        return rounds[0]
+    whole = all(one.completions is None for one in rounds)
+    return Selection(
+        torch.cat([one.rewards for one in rounds]),
+        torch.cat([one.scores for one in rounds]),
+        torch.cat([one.kept for one in rounds]),
+        None if whole else torch.cat([one.kept_rows.view(one.rewards.shape) for one in rounds]),
+        torch.cat([one.lengths for one in rounds if one.lengths is not None]),
+    )
+
+
 def score_rewards(
     name: str, sums: Tensor, names: Sequence[str], rewards_per_func: Tensor, logged: Mapping[str, Sequence[Any]]
 ) -> Tensor:

@@ -1,41 +1,59 @@
-"""The live line is a progress bar with one compact line of what matters, in place of a printed dictionary per step."""
+"""What a person sees of a training: one line of what matters while it lasts, and a table of what it was good for."""
 
 import re
+import shlex
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from transformers import TrainerCallback
+from transformers import ProgressCallback, TrainerCallback
 
 from ragen2_trl.instrument.health import FAILING
 from ragen2_trl.reporting.held_out import LOGGED
 from ragen2_trl.reporting.run import HEALTH_STATE
+from ragen2_trl.reporting.summary import summarize, summary_table
 
 MEASURED = ("mi/first_turn/retrieval_accuracy", "mi/first_turn/mi_seq")
 HELD_OUT = re.compile(f"{LOGGED}[^/]+/success")
+TRAINED = re.compile("env/[^/]+/success")
 
 
-class LiveLineCallback(TrainerCallback):
+def show_progress(trainer: Any) -> None:
+    """Let a trainer show its progress, unless progress bars are off."""
+    if not trainer.args.disable_tqdm:
+        trainer.add_callback(TrainingProgressCallback(trainer))
+
+
+class TrainingProgressCallback(TrainerCallback):
     """Shows reward, kept fraction, success, and the latest held-out success and measurement of reasoning beside a
     progress bar, and where training is failing, what has fallen; loss and accuracy of tokens where there is no reward.
+    In the end there is a table: groups kept, what the filter saved, whether reasoning depends on its prompt, health.
+    On the main process alone, and nothing where nothing is logged; the trainers with the filter bring it along unless
+    progress bars are off.
 
-    On a pipe, a plain line every tenth of the run.
+    The line stands on transformers' bar. Where that is off (`disable_tqdm`), the bar is one of its own, and on a pipe
+    a plain line every tenth of the run.
 
     Args:
-        success_metric: log key of the success rate, for instance `rewards/frozen_lake_success/mean`.
-        console: where to draw.
+        trainer: The trainer that the callback is then added to.
+        console: Where to draw.
+        with_table: Whether the table comes when training ends.
     """
 
-    def __init__(self, success_metric: str | None = None, console: Console | None = None):
-        self.success_metric = success_metric
+    def __init__(self, trainer: Any, console: Console | None = None, with_table: bool = True):
+        self.trainer = trainer
         self.console = console or Console()
+        self.with_table = with_table
         self._progress: Progress | None = None
         self._measured: dict[str, Any] = {}  # what rows seldom have, and the line keeps
         self._held_out: float | None = None  # the same, of the first of several tasks
         self._alarms: list[dict[str, Any]] = []  # that stand
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if not state.is_world_process_zero:
+        self._measured, self._held_out, self._alarms = {}, None, []
+        if not state.is_world_process_zero or not self.trainer.args.disable_tqdm:
             return
         self._progress = Progress(
             TextColumn("step"),
@@ -58,12 +76,16 @@ class LiveLineCallback(TrainerCallback):
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
         logs = logs or {}
-        if state is not None:
-            self._alarms = state.stateful_callbacks.get(HEALTH_STATE, {}).get("health", {}).get("alarms", [])
+        self._alarms = state.stateful_callbacks.get(HEALTH_STATE, {}).get("health", {}).get("alarms", [])
         self._held_out = next((logs[key] for key in logs if HELD_OUT.fullmatch(key)), self._held_out)
-        if self._progress is None or (logs.get("reward") is None and "loss" not in logs):
+        if not state.is_world_process_zero or (logs.get("reward") is None and "loss" not in logs):
             return
         line = self.line(logs)
+        for callback in self.trainer.callback_handler.callbacks:
+            if isinstance(callback, ProgressCallback) and callback.training_bar is not None:
+                callback.training_bar.set_postfix_str(line)
+        if self._progress is None:
+            return
         self._progress.update(self._task, description=line)
         if not self.console.is_terminal and state.global_step >= self._next_line:
             self._next_line = state.global_step + state.max_steps // 10
@@ -82,8 +104,9 @@ class LiveLineCallback(TrainerCallback):
         parts.append(f"reward {logs['reward']:.2f}")
         if logs.get("snr/kept_fraction") is not None:
             parts.append(f"kept {logs['snr/kept_fraction']:.0%}")
-        if self.success_metric is not None and logs.get(self.success_metric) is not None:
-            parts.append(f"success {logs[self.success_metric]:.0%}")
+        success = min((key for key in logs if TRAINED.fullmatch(key)), default=None)  # of several tasks that of all
+        if success is not None and logs[success] is not None:
+            parts.append(f"success {logs[success]:.0%}")
         if self._held_out is not None:
             parts.append(f"held out {self._held_out:.0%}")
         self._measured |= {key: logs[key] for key in MEASURED if logs.get(key) is not None}
@@ -96,6 +119,17 @@ class LiveLineCallback(TrainerCallback):
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.close()
+        is_logged = args.logging_strategy != "no"
+        if self.with_table and is_logged and any(row.get("reward") is not None for row in state.log_history):
+            folder = Path(args.output_dir)
+            self.show_table(summarize(state, folder), args.run_name or folder.resolve().name)
+
+    def show_table(self, summary: Mapping[str, Any], title: str) -> None:
+        """On the main process: a run's summary, and how to look at more of it."""
+        if self.trainer.is_world_process_zero():
+            self.console.print(summary_table(summary, title))
+            command = shlex.join(["ragen2-trl", "report", str(self.trainer.args.output_dir)])
+            self.console.print(f"To look at it: {command}", highlight=False, markup=False, soft_wrap=True)
 
     def close(self) -> None:
         """Give the terminal back, also after an interruption."""

@@ -1,0 +1,129 @@
+"""A run in a table: what its training was good for, for the one who has just waited for it."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+from rich.text import Text
+from transformers import TrainerState
+
+from ragen2_trl.columns import SAVINGS_STATE
+from ragen2_trl.reporting.held_out import curves_of
+from ragen2_trl.reporting.run import COST_STATE, run_of_state
+
+
+def summarize(
+    state: TrainerState,
+    folder: Path,
+    before: Mapping[str, float] | None = None,
+    after: Mapping[str, float] | None = None,
+) -> dict[str, Any]:
+    """The numbers of a run: evaluations before and after, what the filter did on average over the logged steps, and
+    what may be said of reasoning and health.
+
+    Args:
+        state: Of the trainer, when training is over.
+        folder: The trainer's `output_dir`.
+        before, after: Metrics on held-out tasks.
+    """
+    rows = [row for row in state.log_history if "snr/kept_fraction" in row]
+
+    def mean(key: str) -> float | None:
+        values = [row[key] for row in rows if row.get(key) is not None]
+        return sum(values) / len(values) if values else None
+
+    # Nothing is saved where nothing was trained.
+    shares = [share for row in rows if (share := row.get("snr/update_compute_fraction"))]
+    computed = sum(shares) / len(shares) if shares else None
+    kept: Any = state.stateful_callbacks  # in a finished run states by name, not callbacks
+    runtime = next((row["train_runtime"] for row in reversed(state.log_history) if "train_runtime" in row), 0.0)
+    run = run_of_state(folder, state)
+    return {
+        "before": before,
+        "after": after,
+        "steps": state.global_step,
+        "empty_steps": rows[-1]["snr/empty_steps"] if rows else None,
+        "train_seconds": round(kept.get(COST_STATE, {}).get("seconds", runtime), 1),
+        "kept_fraction": mean("snr/kept_fraction"),
+        "zero_variance_fraction": mean("snr/zero_variance_fraction"),
+        "update_compute_saved": None if computed is None else 1 - computed,
+        "update_saved": _saved(kept.get(SAVINGS_STATE, {})),
+        "mutual_information": _first_and_last(state.log_history),
+        "verdict": run.verdict if run.evidence else None,
+        "alarms": [alarm.sentence for alarm in run.alarms if alarm.failing],
+        "held_out": {task: curve.summary for task, curve in curves_of(state.log_history).items()},
+        "best_checkpoint": state.best_model_checkpoint and Path(state.best_model_checkpoint).name,
+    }
+
+
+def _saved(sums: Mapping[str, float]) -> dict[str, float] | None:
+    """Positions of the update that were not computed, and the seconds that they would have taken at the pace of the
+    others; `None` where nothing is known of them."""
+    if not sums.get("computed"):
+        return None
+    tokens = sums["plain"] - sums["computed"]
+    return {"tokens": tokens, "seconds": round(sums["seconds"] * tokens / sums["computed"], 2)}
+
+
+def _first_and_last(history: list[dict[str, Any]]) -> dict[str, Any] | None:
+    """The first and the last measurement of whether reasoning depends on its prompt."""
+    names = ("retrieval_accuracy", "retrieval_chance", "mi_seq", "mi_upper_bound")
+    measured = [
+        {"step": row["step"], **{name: row[f"mi/first_turn/{name}"] for name in names}}
+        for row in history
+        if row.get("mi/first_turn/retrieval_accuracy") is not None
+    ]
+    return {"first": measured[0], "last": measured[-1]} if measured else None
+
+
+def summary_table(summary: Mapping[str, Any], title: str) -> Table:
+    """A run's summary as a table."""
+    table = Table(title=Text(title), show_header=False)
+    for when in ("before", "after"):
+        metrics = summary[when]
+        if metrics is not None:
+            interval = f"{metrics['success_ci_low']:.1%} to {metrics['success_ci_high']:.1%}"
+            random_success = metrics.get("random_success")
+            baseline = "" if random_success is None else f"; random baseline: {random_success:.1%}"
+            table.add_row(
+                f"held-out success {when}", f"{metrics['success']:.1%}  (95 % interval {interval}{baseline})"
+            )
+            for key in (key for key in metrics if key.endswith("/success")):
+                table.add_row(f"  {key.partition('/')[0]}", f"{metrics[key]:.1%}")
+    for task, curve in summary["held_out"].items():
+        peak, last = curve["peak"], curve["last"]
+        table.add_row(
+            f"held-out success on {task}, best and last",
+            f"{peak['success']:.1%} at step {peak['step']}, {last['success']:.1%} at step {last['step']} "
+            f"(mean over the steps {curve['area_under_curve']:.1%})",
+        )
+    if summary["best_checkpoint"] is not None:
+        table.add_row("best checkpoint", summary["best_checkpoint"])
+    empty = summary["empty_steps"]
+    of_them = "" if empty is None else f", {empty:.0f} of them without a kept group"
+    table.add_row("steps", f"{summary['steps']}{of_them}")
+    table.add_row("training time", f"{summary['train_seconds']:.0f} s")
+    for key, label in (
+        ("kept_fraction", "groups kept"),
+        ("zero_variance_fraction", "groups without reward variance"),
+    ):
+        if summary[key] is not None:
+            table.add_row(label, f"{summary[key]:.1%}")
+    if summary["update_compute_saved"] is not None:
+        amount, saved = f"{summary['update_compute_saved']:.1%}", summary["update_saved"]
+        if saved is not None:
+            amount += f", {saved['tokens']:,} tokens, some {saved['seconds']:,.1f} s"
+        table.add_row("update compute saved by the filter", amount)
+    if summary["mutual_information"] is not None:
+        first, last = (summary["mutual_information"][when] for when in ("first", "last"))
+        table.add_row(
+            "reasoning explained best by its own prompt",
+            f"{first['retrieval_accuracy']:.1%} at step {first['step']}, {last['retrieval_accuracy']:.1%} at step "
+            f"{last['step']} (chance {last['retrieval_chance']:.1%})",
+        )
+        table.add_row("mutual information", f"{last['mi_seq']:.2f} of at most {last['mi_upper_bound']:.2f} nats")
+    if summary["verdict"] is not None:
+        table.add_row("verdict", summary["verdict"])
+    table.add_row("health", "\n".join(summary["alarms"]) or "nothing says that training failed")
+    return table

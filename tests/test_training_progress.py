@@ -1,0 +1,165 @@
+"""What a person sees of a training: eight metrics of eighty, one line, and a table of what it was good for."""
+
+import io
+import re
+import shlex
+from types import SimpleNamespace
+
+import pytest
+from measured_runs import length_reward
+from rich.console import Console
+from transformers import TrainerCallback, TrainerState
+from trl import GRPOTrainer
+
+from ragen2_trl import MutualInformationCallback, SNRFilteredGRPOTrainer, cli
+from ragen2_trl.callbacks import TrainingProgressCallback
+from ragen2_trl.cli.shipped import recipe_path
+from ragen2_trl.columns import SAVINGS_STATE
+
+MEASURED = {"mi/first_turn/retrieval_accuracy": 0.97, "mi/first_turn/mi_seq": 2.5}
+EIGHT = [
+    "mi/first_turn/retrieval_accuracy",
+    "mi/first_turn/retrieval_chance",
+    "mi/first_turn/mi_seq",
+    "mi/first_turn/mi_upper_bound",
+    "mi/valid_thinking_rate",
+    "snr/kept_fraction",
+    "snr/update_compute_fraction",
+    "snr/empty_steps",
+]
+OF_FILTER = [key for key in EIGHT if key.startswith("snr/")]
+
+
+def progress(console=None):
+    trainer = SimpleNamespace(args=SimpleNamespace(disable_tqdm=True), callback_handler=SimpleNamespace(callbacks=[]))
+    return TrainingProgressCallback(trainer, console)
+
+
+def test_the_line_keeps_the_latest_measurement():
+    line = progress()
+    assert line.line({"reward": 0.5}) == "reward 0.50"
+    assert line.line({"reward": 0.5, "env/sokoban/success": 0.25, **MEASURED}) == (
+        "reward 0.50  success 25%  retrieval 97%  information 2.50 nats"
+    )
+    assert line.line({"reward": 0.75}) == "reward 0.75  retrieval 97%  information 2.50 nats"
+
+
+def test_the_line_has_the_success_of_all_tasks():
+    row = {"reward": 0.5, "env/sokoban/success": 0.25, "env/all/success": 0.75}
+    assert progress().line(row) == "reward 0.50  success 75%"
+
+
+def test_the_line_keeps_the_latest_held_out_success_of_the_first_task():
+    line = progress()
+    line.on_log(
+        None, TrainerState(), None, logs={"eval_env/frozen_lake/success": 0.46, "eval_env/sokoban/success": 0.1}
+    )
+    assert line.line({"reward": 0.5}) == "reward 0.50  held out 46%"
+    assert line.line({"reward": 0.75, "env/a/success": 0.25}) == "reward 0.75  success 25%  held out 46%"
+
+
+def test_a_line_of_a_log_is_one_line():
+    log = io.StringIO()
+    line = progress(Console(file=log, width=80, force_terminal=False))
+    state = TrainerState(max_steps=1000, global_step=100)
+    line.on_train_begin(None, state, None)
+    logs = {"reward": 0.5, "snr/kept_fraction": 0.5, "env/a/success": 0.25, "eval_env/a/success": 0.5, **MEASURED}
+    line.on_log(None, state, None, logs=logs)
+    assert "step 100/1000" in log.getvalue() and log.getvalue().count("\n") == 1 and len(log.getvalue()) > 80
+
+
+class Rows(TrainerCallback):
+    """What trackers and the console get."""
+
+    def __init__(self):
+        self.rows = []
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        if "reward" in logs:
+            self.rows.append(list(logs))
+
+
+def trained(policy_path, args, prompts, trainer_class=SNRFilteredGRPOTrainer, **settings):
+    trainer = trainer_class(policy_path, length_reward, args, prompts, callbacks=[rows := Rows()])
+    trainer.add_callback(MutualInformationCallback(trainer, every=1, min_prompts=2, **settings))
+    trainer.train()
+    return trainer, rows.rows
+
+
+def ours(names):
+    return [name for name in names if name.startswith(("mi/", "snr/", "health/"))]
+
+
+@pytest.mark.parametrize("trainer_class", [SNRFilteredGRPOTrainer, GRPOTrainer])
+def test_trackers_get_eight_metrics_in_their_order_and_the_history_all(
+    trainer_class, policy_path, prompts, make_args, tmp_path
+):
+    is_ours = trainer_class is SNRFilteredGRPOTrainer
+    args = make_args(snr=is_ours, per_device_train_batch_size=16, max_steps=2)
+    trainer, rows = trained(policy_path, args, prompts, trainer_class)
+    shown = EIGHT if is_ours else [name for name in EIGHT if name not in OF_FILTER]
+    assert [ours(row) for row in rows] == [shown] * 2
+    history = [row for row in trainer.state.log_history if "reward" in row]
+    assert all(len(ours(row)) > 3 * len(shown) for row in history)
+    for row, whole in zip(rows, history, strict=True):  # of TRL, nothing is missing
+        assert set(whole) - set(row) - {"step"} == set(ours(whole)) - set(shown)
+
+
+@pytest.mark.parametrize("where", ["callback", "trainer"])
+def test_with_verbose_trackers_get_all(where, policy_path, prompts, make_args):
+    is_of_trainer = where == "trainer"
+    args = make_args(per_device_train_batch_size=16, max_steps=1, snr_verbose=is_of_trainer)
+    trainer, rows = trained(policy_path, args, prompts, verbose=not is_of_trainer)
+    assert set(rows[0]) == set(trainer.state.log_history[0]) - {"step"}
+
+
+def test_a_training_of_ones_own_ends_with_a_table_and_a_command_that_runs(
+    policy_path, prompts, make_args, tmp_path, capfd
+):
+    args = make_args(per_device_train_batch_size=16, max_steps=2, disable_tqdm=False)
+    trained(policy_path, args, prompts)
+    shown = capfd.readouterr()
+    table = shown.out[shown.out.index("train_runtime") :]
+    for part in ("groups kept", "saved by the filter", "tokens", "mutual information", "verdict", "health"):
+        assert table.count(part) == 1, part
+    assert re.search(r"\d/2 .*reward \d", shown.err)  # on transformers' bar
+    (command,) = re.findall("ragen2-trl (report .*)", shown.out)
+    cli.main([*shlex.split(command), "--output", str(tmp_path / "report.html")])
+    assert (tmp_path / "report.html").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize("settings", [{"disable_tqdm": True}, {"disable_tqdm": False, "logging_strategy": "no"}])
+def test_no_table_where_bars_or_logs_are_off(settings, policy_path, prompts, make_args, capsys):
+    args = make_args(max_steps=1, **settings)
+    SNRFilteredGRPOTrainer(policy_path, length_reward, args, prompts).train()
+    assert "groups kept" not in capsys.readouterr().out
+
+
+def test_what_was_saved_is_what_was_not_computed_and_a_resumed_run_goes_on_with_it(policy_path, prompts, make_args):
+    """At an unpadded width of its own for each pass, known from the share that is logged of it."""
+    settings = {"per_device_train_batch_size": 16, "save_strategy": "steps", "save_steps": 2}
+    trainer = SNRFilteredGRPOTrainer(policy_path, length_reward, make_args(max_steps=4, **settings), prompts)
+    passes, begin_pass = [], trainer._micro_batches.begin_pass
+    trainer._micro_batches.begin_pass = lambda *args: passes.append(begin_pass(*args)) or passes[-1]
+    trainer.train()
+    sums = trainer.state.stateful_callbacks[SAVINGS_STATE]
+    computed, plain = (sum(one[number] for one in passes if one[1]) for number in (1, 2))
+    shares = [row["snr/update_compute_fraction"] for row in trainer.state.log_history if "reward" in row]
+    assert shares == pytest.approx([one[1] / one[2] for one in passes])
+    assert (sums["computed"], sums["plain"]) == (computed, plain) and computed < plain
+    assert 0 < sums["seconds"] < trainer.state.log_history[-1]["train_runtime"]
+    resumed = SNRFilteredGRPOTrainer(policy_path, length_reward, make_args(max_steps=4, **settings), prompts)
+    resumed.train(resume_from_checkpoint=f"{trainer.args.output_dir}/checkpoint-2")
+    again = resumed.state.stateful_callbacks[SAVINGS_STATE]
+    assert (again["computed"], again["plain"]) == (computed, plain)
+
+
+@pytest.mark.slow
+def test_a_warm_start_shows_the_line_and_no_wall_of_numbers(tmp_path, capsys):
+    recipe = recipe_path("warm_start_tiny")
+    settings = {"config": recipe, "output_dir": tmp_path / "warm", "max_steps": 3, "num_demonstrations": 16}
+    settings |= {"per_device_train_batch_size": 4, "logging_steps": 1}
+    cli.main(["warm-start", *(part for name, value in settings.items() for part in (f"--{name}", str(value)))])
+    shown = capsys.readouterr().out
+    assert "step 3/3  loss " in shown and "right tokens" in shown
+    assert "'grad_norm'" not in shown and "{'" not in shown
