@@ -27,7 +27,7 @@ EVALUATING = {"eval", "exec", "compile", "parse_expr", "parse_latex", "sympify",
 class Scorer:
     """The program `scorer.py`, started when first needed, and again after an answer that it did not survive.
 
-    It ends with the process that asks, however that ends: it reads from a pipe of that process, and bounds its own time.
+    It ends with the process that asks, however that ends: it reads from a pipe of that process, and bounds its time.
     """
 
     def __init__(self) -> None:

@@ -1,9 +1,9 @@
 """A program that scores answers to tasks of reasoning-gym, run beside training, because answers are hostile text.
 
-It reads lines `{"task", "config", "number", "answer"}` and answers each with the score. Over some answers a scorer takes
-for ever, or all memory (a move repeated 10^9 times, a number of as many digits): a signal ends this program then, whether
-anyone still waits for it or not, and who asks starts another. Nothing here evaluates what a model wrote; tasks whose
-scorer does are refused before (see `evaluating_functions`).
+It reads lines `{"task", "config", "number", "answer"}` and answers each with the score. Over some answers a scorer
+takes for ever, or all memory (a move repeated 10^9 times, a number of as many digits): a signal ends this program,
+whether anyone still waits for it or not, and who asks starts another. Nothing here evaluates what a model wrote; tasks
+whose scorer does are refused before (see `evaluating_functions`).
 """
 
 import functools
