@@ -90,11 +90,7 @@ class Run:
     @cached_property
     def rows(self) -> list[dict[str, Any]]:
         """The rows of training steps, or of the measurements of a diagnosis."""
-        return (
-            self.log_history
-            if self.is_diagnosed
-            else [row for row in self.log_history if row.get("reward") is not None]
-        )
+        return [row for row in self.log_history if self.is_diagnosed or row.get("reward") is not None]
 
     @property
     def environment(self) -> str | None:
@@ -292,7 +288,8 @@ def _diagnosed(folder: Path, diagnosis: Mapping[str, Any]) -> Run:
     if not rows:
         raise ValueError(f"{file!r} must have a measurement in path, got none")
     about = {name: _mapping(diagnosis, name) for name in ("settings", "versions")}
-    return Run(folder, rows, evidence, MAX_STEP, ended=True, is_diagnosed=True, **about)
+    step = max(row["step"] for row in rows)
+    return Run(folder, rows, evidence, step, ended=True, is_diagnosed=True, **about)
 
 
 def write_run(trainer: Any) -> Run:
