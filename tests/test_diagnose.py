@@ -49,6 +49,21 @@ def test_the_tiny_model_depends_on_its_prompt(tmp_path, capsys):
         assert part in shown
 
 
+def test_a_diagnosis_can_be_put_into_a_report(tmp_path, capsys):
+    """With its verdict, its reasoning traces, what was sampled, and how."""
+    written = run(tmp_path, num_prompts=8, num_samples=2)
+    folder, page = tmp_path / "diagnosis", tmp_path / "report.html"
+    cli.main(["report", str(folder), "--output", str(page)])
+    shown = page.read_text()
+    assert written["verdict"].split(".")[0].lower() in shown.lower()
+    for part in ("diagnosed", "Own prompt ranks", "of what was diagnosed", "num_prompts", "<h2>Completions"):
+        assert part in shown, part
+    (folder / "diagnosis.json").write_text(json.dumps({"path": [{"metrics": {}}]}))
+    with pytest.raises(SystemExit):
+        cli.main(["report", str(folder), "--output", str(page)])
+    assert "retrieval_accuracy" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_no_credential_reaches_the_file(played, tmp_path):
     settings = [

@@ -21,7 +21,7 @@ from ragen2_trl.callbacks.attached import check_own_trainer, is_newest
 from ragen2_trl.callbacks.pooling import POOL_FILE, Generation, Pool, joined, joined_selection, what_layout_means
 from ragen2_trl.callbacks.regime_watch import RegimeWatch, evidence_of, logged_beside, regime_flags
 from ragen2_trl.callbacks.run_record import keep_record, reported
-from ragen2_trl.filtering import check_choice, group_score, zero_variance
+from ragen2_trl.filtering import check_choice, zero_variance
 from ragen2_trl.instrument.diagnosis import (
     REFERENCE_SCOPE,
     SCOPES,
@@ -333,22 +333,14 @@ class MutualInformationCallback(TrainerCallback):
         self, step: int, measurement: Measurement, trajectories: Trajectories, rewards: torch.Tensor
     ) -> SavedMeasurement:
         decode: Callable[..., Any] = self.trainer._tokenizer.decode  # a string for ids of one text
-        contexts = [trajectories.first_context(i) for i in measurement.columns]
-        distinct = {context: contexts.index(context) for context in contexts}  # a prompt may come several times
-        columns = list(distinct.values())
-        place = torch.tensor([columns.index(distinct[context]) for context in contexts])
-        return SavedMeasurement(
-            step=step,
-            metrics=measurement.metrics,
-            regime=None if self._finding is None or self._finding.evidence.step != step else self._finding.regime,
-            prompts=[decode(list(context), skip_special_tokens=True) for context in distinct],
-            traces=[decode(trajectories[i][0].reasoning, skip_special_tokens=True) for i in measurement.trajectories],
-            prompt_index=place[measurement.prompt_index],
-            lengths=measurement.lengths,
-            cross_logps=measurement.cross_logps[:, columns],
-            rewards=rewards,
-            scores=group_score(rewards),
-            kept=None,
+        return SavedMeasurement.of(
+            step,
+            measurement,
+            [trajectories.first_context(i) for i in measurement.columns],
+            [trajectories[i][0].reasoning for i in measurement.trajectories],
+            decode,
+            None if self._finding is None or self._finding.evidence.step != step else self._finding.regime,
+            rewards,
         )
 
     def _follow(self, step: int, metrics: dict[str, float], valid_rate: float) -> None:

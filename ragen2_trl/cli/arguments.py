@@ -40,7 +40,11 @@ def report_parser() -> argparse.ArgumentParser:
         "ragen2-trl report", description="Compare runs in one HTML file that opens offline.", allow_abbrev=False
     )
     parser.add_argument(
-        "runs", nargs="+", type=Path, metavar="RUN", help="Folder of a run, its output_dir, or of episodes."
+        "runs",
+        nargs="+",
+        type=Path,
+        metavar="RUN",
+        help="The output_dir of a run or of a diagnosis, or a folder of episodes.",
     )
     parser.add_argument(
         "--output", type=Path, default=Path("report.html"), help="HTML file to write (default: report.html here)."

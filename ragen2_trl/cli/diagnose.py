@@ -63,7 +63,8 @@ from ragen2_trl.instrument.scoring import ContextLengthError, count_tokens
 from ragen2_trl.instrument.verdict import LOW_ENTROPY, Evidence, Finding, chance_p_value, headline, in_numbers, judge
 from ragen2_trl.reporting import plot_matrix, plot_quadrant
 from ragen2_trl.reporting.examples import printable
-from ragen2_trl.reporting.files import write_json
+from ragen2_trl.reporting.files import DIAGNOSIS_FILE, write_json
+from ragen2_trl.reporting.saved_measurement import SavedMeasurement
 from ragen2_trl.reporting.settings import public
 from ragen2_trl.rollouts.sampling import check_sampling, held_out_rows
 
@@ -127,8 +128,8 @@ def main(args: list[str] | None = None) -> None:
     if control is not None:
         console.print(Text(f"Control, the observation withheld: {in_numbers(control.finding)}"))
     show_examples(console, last, tokenizer)
-    written = write(diagnoses, control, script_args, folder)
-    console.print(Text(f"{', '.join(written)} are in {folder}"))
+    written = write(diagnoses, control, script_args, folder, tokenizer)
+    console.print(Text(f"{', '.join(written)} are in {folder}; ragen2-trl report {folder} shows them"))
 
 
 def _diagnose_sampled(
@@ -263,9 +264,14 @@ def _measure(
 
 
 def write(
-    diagnoses: Sequence[Diagnosis], control: Diagnosis | None, arguments: DiagnoseArguments, output_dir: Path
+    diagnoses: Sequence[Diagnosis],
+    control: Diagnosis | None,
+    arguments: DiagnoseArguments,
+    output_dir: Path,
+    tokenizer: PreTrainedTokenizerBase,
 ) -> list[str]:
-    """Writes `diagnosis.json`, `matrix.png` (of the last) and `quadrant.png` (of all); gives all files' names."""
+    """Writes `diagnosis.json`, `matrix.png` (of the last), `quadrant.png` (of all) and what the report reads beside
+    it, `measurement_<step>.json` of each; gives all files' names."""
     last = diagnoses[-1]
     report = {
         "metrics": last.metrics,
@@ -274,7 +280,10 @@ def write(
         "alarms": [alarm.sentence for alarm in alarms(diagnoses)],
         "later_turns": {f"turn_{position + 1}": _told(later) for position, later in last.later.items()},
         "control": control and {"regime": control.finding.regime, "metrics": control.metrics},
-        "path": [{"label": one.label, "regime": one.finding.regime, "metrics": one.metrics} for one in diagnoses],
+        "path": [
+            {"label": one.label, "step": one.sample.step, "regime": one.finding.regime, "metrics": one.metrics}
+            for one in diagnoses
+        ],
         "settings": public(asdict(arguments)),
         "versions": {
             "torch": torch.__version__,
@@ -284,11 +293,24 @@ def write(
         },
     }
     output_dir.mkdir(parents=True, exist_ok=True)
-    write_json(output_dir / "diagnosis.json", report, indent=2)
+    for former in output_dir.glob("measurement_*.json"):
+        former.unlink()
+    for number, one in enumerate(diagnoses):
+        found = one.measurement
+        SavedMeasurement.of(
+            number if one.sample.step is None else one.sample.step,
+            found,
+            [one.turns[i].context for i in found.columns],
+            [one.turns[i].reasoning for i in found.trajectories],
+            tokenizer.decode,
+            one.finding.regime,
+            rewards=torch.empty(0, 1),
+        ).save(output_dir)
+    write_json(output_dir / DIAGNOSIS_FILE, report, indent=2)
     plot_matrix(last.measurement).savefig(output_dir / "matrix.png")
     points = [(one.metrics["conditional_entropy_token"], one.metrics["mi_seq"], one.label) for one in diagnoses]
     plot_quadrant(points, last.metrics["mi_upper_bound"]).savefig(output_dir / "quadrant.png")
-    written = ["diagnosis.json", "matrix.png", "quadrant.png"]
+    written = [DIAGNOSIS_FILE, "matrix.png", "quadrant.png", "measurement_*.json"]
     if arguments.completions is None:
         written.append(COMPLETIONS_FILE)
     return written if control is None else [*written, CONTROL_FILE]

@@ -275,6 +275,8 @@ def _weights(names: Sequence[str], run: Run, problems: list[str]) -> list[float]
 
 def _reward_columns(rows: Sequence[Mapping[str, Any]], run: Run) -> list[str]:
     """The reward functions among the columns, by what was logged of them; without a log, all numbers."""
+    if run.is_diagnosed:  # whose tables hold numbers that are no rewards
+        return [name for name in ("success",) if rows and name in rows[0]]
     logged = {key.split("/")[1] for row in run.rows for key in row if key.startswith("rewards/")}
     columns = [name for name in (rows[0] if rows else {}) if name not in ("step", "prompt", "completion", "advantage")]
     return [name for name in columns if name in logged or (not logged and any(is_number(row[name]) for row in rows))]

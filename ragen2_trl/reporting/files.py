@@ -17,6 +17,7 @@ from ragen2_trl.redaction import MARKUP_ENDS, hide_credentials, without_credenti
 # measurements and episodes hold prompts and completions word by word.
 DIAGNOSTICS, MEASUREMENTS, EPISODES = "diagnostics", "_measurements", "_episodes"
 STATE_FILE, RUN_FILE = "trainer_state.json", "run.json"
+DIAGNOSIS_FILE = "diagnosis.json"  # of `ragen2-trl diagnose`, whose folder has measurements beside it
 HISTORY_FILE = "log_history.json"  # of `ragen2-trl train`, also after Ctrl-C
 EVALUATIONS = {when: f"evaluation_{when}.json" for when in ("before", "after")}
 # Beginnings of the names of files of episodes.

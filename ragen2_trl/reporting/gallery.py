@@ -62,7 +62,7 @@ def figures_of(run: Run, measurements: Sequence[SavedMeasurement] | None = None)
     if measurements is None:
         measurements = [read_measurement(path) for path in run.measurements[-1:]]
     rows = with_steps(run.rows)
-    if rows:
+    if rows and not run.is_diagnosed:
         yield "training", caption("training", run), plot_training(rows, run.success_metric)
     if run.held_out:
         yield "held_out", caption("held_out", run), plot_held_out(run.held_out)

@@ -308,8 +308,9 @@ def _success(run: Run) -> Number:
         start = f"{before['success']:.0%}" if before else ""
         bounds = ", then ".join(f"{one['success_ci_low']:.0%} to {one['success_ci_high']:.0%}" for one in measured)
         return Number("Success", start, f"{after['success']:.0%}", f"held out; 95 % interval {bounds}")
+    where = "of what was diagnosed" if run.is_diagnosed else "in training"
     if run.success_metric:
-        return _number("Success", running_means(run.points(run.success_metric)), lambda x: f"{x:.0%}", "in training")
+        return _number("Success", running_means(run.points(run.success_metric)), lambda x: f"{x:.0%}", where)
     rewards = running_means(run.points("reward"))
     return _number("Reward" if rewards else "Success", rewards, lambda x: f"{x:.2f}", "in training")
 
@@ -326,7 +327,7 @@ def _streaks(run: Run) -> list[Streak]:
 
 
 def _missing(run: Run) -> list[str]:
-    if run.is_played:
+    if run.is_played or run.is_diagnosed:
         return []
     problems = [] if run.rows else [NO_ROWS]
     if run.has_learnt_nothing:

@@ -22,6 +22,7 @@ from ragen2_trl.instrument.verdict import (
     status,
 )
 from ragen2_trl.reporting.files import (
+    DIAGNOSIS_FILE,
     DIAGNOSTICS,
     EPISODE_FILES,
     EVALUATIONS,
@@ -62,6 +63,7 @@ class Run:
         evaluations: Held-out metrics, by `before` and `after`, of the curve where there is one.
         drawn: How many of its `rows` the figures in `diagnostics/` show; 0 if there are none.
         is_played: Whether it is no training, but a folder of episodes, as `evaluate --episodes` leaves.
+        is_diagnosed: Whether it is no training, but a diagnosis, as `diagnose` leaves: rows are of what it measured.
         health_keys: Further log keys that health is told by.
         silence: Why mutual information was not measured when it last should have been; `None` without the callback.
     """
@@ -80,6 +82,7 @@ class Run:
     health_keys: dict[str, str] = field(default_factory=dict)
     silence: str | None = None
     is_played: bool = False
+    is_diagnosed: bool = False
 
     @property
     def name(self) -> str:
@@ -87,8 +90,8 @@ class Run:
 
     @cached_property
     def rows(self) -> list[dict[str, Any]]:
-        """The rows of training steps."""
-        return [row for row in self.log_history if row.get("reward") is not None]
+        """The rows of training steps, or of the measurements of a diagnosis."""
+        return [row for row in self.log_history if self.is_diagnosed or row.get("reward") is not None]
 
     @property
     def environment(self) -> str | None:
@@ -140,6 +143,8 @@ class Run:
     def status(self) -> str:
         if self.is_played:
             return "played"
+        if self.is_diagnosed:
+            return "diagnosed"
         planned = f" of {self.max_steps}" if self.max_steps > 0 else ""
         if not self.ended:
             return f"unfinished: at step {self.step}{planned}"
@@ -184,18 +189,24 @@ class Run:
         return of_trl or (keeps_all and bool(self.settings.get("snr_include_zero")))
 
     @property
+    def _measured(self) -> Path:
+        return self.folder if self.is_diagnosed else self.folder / MEASUREMENTS
+
+    @property
     def measurements(self) -> list[Path]:
         """Files of its measurements, by step."""
-        return numbered(self.folder / MEASUREMENTS, "measurement", ".json", self.step)
+        return numbered(self._measured, "measurement", ".json", self.step)
 
     @property
     def gradients(self) -> list[Path]:
         """Files of its gradients by reward variance, by step."""
-        return numbered(self.folder / MEASUREMENTS, "gradients", ".json", self.step)
+        return numbered(self._measured, "gradients", ".json", self.step)
 
     @property
     def completions(self) -> list[Path]:
-        """Files of completions that TRL has saved, by step."""
+        """Files of completions that TRL has saved, by step, or that a diagnosis has sampled."""
+        if self.is_diagnosed:
+            return [path for path in (self.folder / "completions.parquet",) if path.exists()]
         return numbered(self.folder / "completions", "completions", ".parquet", self.step)
 
 
@@ -220,7 +231,7 @@ def read_run(folder: Path) -> Run:
     `diagnostics/` says most: it is written when training begins and ends, and with every card, before the checkpoint
     of the same step. Without it, the newest checkpoint speaks.
 
-    A folder of episodes is a run that never trained.
+    A folder of episodes, or of a diagnosis, is a run that never trained.
 
     Raises:
         ValueError: If `folder` holds no log of a run, or a file there another value than it should; the message is
@@ -240,9 +251,13 @@ def read_run(folder: Path) -> Run:
     if state is None and history is None:
         if any(numbered(folder, name, ".parquet", MAX_STEP) for name in EPISODE_FILES):
             return Run(folder, [], step=MAX_STEP, ended=True, is_played=True)
+        diagnosis = read_json(folder / DIAGNOSIS_FILE, dict)
+        if diagnosis is not None:
+            return _diagnosed(folder, diagnosis)
         raise ValueError(
             f"{str(folder)!r} holds no log of a run; allowed: the output_dir of a trainer, with "
-            f"{DIAGNOSTICS}/{STATE_FILE}, {HISTORY_FILE} or checkpoint-*/{STATE_FILE}."
+            f"{DIAGNOSTICS}/{STATE_FILE}, {HISTORY_FILE} or checkpoint-*/{STATE_FILE}, or of a diagnosis, with "
+            f"{DIAGNOSIS_FILE}."
         )
     if state is None or (state["log_history"] and _goes_on(state["log_history"], history or [])):
         last = max((row["step"] for row in _rows(history) if isinstance(row.get("step"), int)), default=0)
@@ -254,6 +269,40 @@ def read_run(folder: Path) -> Run:
     about = read_json(folder / DIAGNOSTICS / RUN_FILE, dict) or {}
     check_about(about, str(folder / DIAGNOSTICS / RUN_FILE))
     return _make_run(folder, state, _mapping(about, "settings"), _mapping(about, "versions"))
+
+
+def _diagnosed(folder: Path, diagnosis: Mapping[str, Any]) -> Run:
+    """A diagnosis as its `diagnosis.json` tells it: its numbers under the log keys that a training has for them."""
+    known = {
+        "valid_thinking_rate": "mi/valid_thinking_rate",
+        "success": "env/diagnosed/success",
+        "clipped_ratio": "completions/clipped_ratio",
+    }
+    file, rows, evidence = str(folder / DIAGNOSIS_FILE), [], []
+    for number, one in enumerate(_rows(diagnosis.get("path"))):
+        metrics = {name: value for name, value in _mapping(one, "metrics").items() if is_number(value)}
+        found = _evidence(metrics, metrics)
+        if found is None:
+            raise ValueError(f"{file!r} must have {Evidence.METRICS} in path[{number}], got {sorted(metrics)}")
+        step = one["step"] if isinstance(one.get("step"), int) else None
+        evidence.append(replace(found, step=step))
+        rows.append(
+            {"step": number if step is None else step}
+            | {f"{FIRST_TURN}/{name}": value for name, value in metrics.items() if name not in known}
+            | {key: metrics[name] for name, key in known.items() if name in metrics}
+        )
+    if not rows:
+        raise ValueError(f"{file!r} must have a measurement in path, got none")
+    return Run(
+        folder,
+        rows,
+        evidence,
+        step=max(row["step"] for row in rows),
+        ended=True,
+        settings=_mapping(diagnosis, "settings"),
+        versions=_mapping(diagnosis, "versions"),
+        is_diagnosed=True,
+    )
 
 
 def write_run(trainer: Any) -> Run:

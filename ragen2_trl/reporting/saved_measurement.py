@@ -2,12 +2,16 @@
 
 import json
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from ragen2_trl.filtering import group_score
+from ragen2_trl.instrument.diagnosis import Measurement
 from ragen2_trl.reporting.files import write_json
 
 
@@ -40,6 +44,35 @@ class SavedMeasurement:
     rewards: Tensor
     scores: Tensor
     kept: Tensor | None
+
+    @classmethod
+    def of(
+        cls,
+        step: int,
+        measurement: Measurement,
+        contexts: Sequence[tuple[int, ...]],
+        reasoning: Sequence[Sequence[int]],
+        decode: Callable[..., Any],
+        regime: str | None,
+        rewards: Tensor,
+    ) -> "SavedMeasurement":
+        """A measurement with its texts, of the token ids of its columns and of its traces; a prompt has one column."""
+        distinct = {context: contexts.index(context) for context in contexts}
+        columns = list(distinct.values())
+        place = torch.tensor([columns.index(distinct[context]) for context in contexts])
+        return cls(
+            step=step,
+            metrics=measurement.metrics,
+            regime=regime,
+            prompts=[decode(list(context), skip_special_tokens=True) for context in distinct],
+            traces=[decode(list(ids), skip_special_tokens=True) for ids in reasoning],
+            prompt_index=place[measurement.prompt_index],
+            lengths=measurement.lengths,
+            cross_logps=measurement.cross_logps[:, columns],
+            rewards=rewards,
+            scores=group_score(rewards),
+            kept=None,
+        )
 
     def save(self, folder: Path) -> Path:
         """Write `measurement_<step>.json` into `folder`."""
