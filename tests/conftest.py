@@ -35,6 +35,7 @@ settings.load_profile("repeatable")
 PROGRAMS = {
     "bubblewrap": ("bwrap",),
     "chromium": ("chromium", "chromium-browser", "google-chrome"),
+    "g++": ("c++", "g++"),
     "git": ("git",),
 }
 MODULES = {
