@@ -2,8 +2,8 @@
 
     python -m research.benchmarks.offloading 0.5B    # two processes; some minutes, and the memory that it finds
 
-Trains one step of FrozenLake by the command line, with the filter on, and prints each process's largest resident memory.
-Random weights answer nothing right: the reward is the shaped one, and what is measured is memory.
+Trains one step of FrozenLake by the command line, with the filter on, and prints each process's largest
+resident memory. Random weights answer nothing right: what is measured is memory.
 """
 
 import argparse
@@ -28,7 +28,7 @@ SHAPES = {  # those of Qwen2.5
 GIB = 2**20  # of /proc's kilobytes
 
 
-def make_model(shape: str, folder: Path) -> int:
+def make_model(shape: str, folder: str) -> int:
     """A model of this shape in bfloat16 with the tiny model's tokenizer; how many parameters it has."""
     config = Qwen2Config(
         **SHAPES[shape], vocab_size=151936, num_key_value_heads=2, tie_word_embeddings=True, dtype="bfloat16"
@@ -59,21 +59,19 @@ def peaks(launcher: int) -> dict[int, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("shape", choices=SHAPES)
-    parser.add_argument("--nvme", type=Path, help="folder on a disk that optimizer states are kept in instead")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=Path.cwd()) as name:
         folder = Path(name)
+        make = "import sys; from research.benchmarks.offloading import make_model; print(make_model(*sys.argv[1:]))"
+        # In a process of its own, whose memory is given back.
         made = subprocess.run(
-            [sys.executable, "-c", f"from research.benchmarks.offloading import *; print(make_model({arguments.shape!r}, Path({name!r})))"],
-            check=True, capture_output=True, text=True,
+            [sys.executable, "-c", make, arguments.shape, name], check=True, capture_output=True, text=True
         )
         parameters = int(made.stdout.split()[-1])
-        where = ["--offload_optimizer_device", "nvme", "--offload_optimizer_nvme_path", str(arguments.nvme)]
         command = [
             *(sys.executable, "-m", "accelerate.commands.launch"),
             *("--config_file", str(ACCELERATE_CONFIGS["cpu_zero3"]), "--mixed_precision", "bf16"),
-            *(where if arguments.nvme else ["--offload_optimizer_device", "cpu"]),
-            *("--offload_param_device", "cpu"),
+            *("--offload_optimizer_device", "cpu", "--offload_param_device", "cpu"),
             *("-m", "ragen2_trl.cli", "train", "--model", name, "--env_name", "frozen_lake"),
             *("--dtype", "bfloat16", "--bf16", "true", "--use_cpu", "true", "--ddp_backend", "gloo"),
             *("--per_device_train_batch_size", "4", "--num_generations", "4", "--max_completion_length", "8"),
@@ -88,11 +86,11 @@ def main() -> None:
                 found.update(peaks(launched.pid))
                 time.sleep(0.2)
         if launched.returncode != 0:
-            sys.exit((folder / "log").read_text()[-4000:])
+            sys.exit((folder / "log").read_text()[-8000:])
         rows = json.loads((folder / "run" / "log_history.json").read_text())
         told = ", ".join(f"{gib:.1f}" for gib in sorted(found.values()))
-        print(f"{arguments.shape}: {parameters:,} parameters; GiB of a process at most: {told}; "
-              f"{time.monotonic() - begun:.0f} s in all, of which the step {rows[0].get('step_time', float('nan')):.0f} s")
+        seconds = f"{time.monotonic() - begun:.0f} s in all, of which the step {rows[0]['step_time']:.0f} s"
+        print(f"{arguments.shape}: {parameters:,} parameters; GiB of a process at most: {told}; {seconds}")
 
 
 if __name__ == "__main__":
