@@ -14,6 +14,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
@@ -21,7 +22,7 @@ from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 from ragen2_trl.cli.shipped import ACCELERATE_CONFIGS
 from ragen2_trl.tiny import TINY_MODEL_PATH
 
-SHAPES = {  # those of Qwen2.5
+SHAPES: dict[str, dict[str, Any]] = {  # those of Qwen2.5
     "0.5B": {"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "num_attention_heads": 14},
     "1.5B": {"hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28, "num_attention_heads": 12},
 }
