@@ -137,8 +137,12 @@ def kill_and_resume(layout: str, policy_path: str, folder: Path, kill: tuple[int
 def print_all(layouts: list[str]) -> None:
     from conftest import make_policy
 
-    print("| layout | rank | moment | call | seconds to the end of all | resumed from | named | equal |")
-    print("|---|---|---|---|---|---|---|---|", flush=True)
+    def write(*cells) -> None:
+        sys.stdout.write(f"| {' | '.join(map(str, cells))} |\n")
+        sys.stdout.flush()
+
+    write("layout", "rank", "moment", "call", "seconds to the end of all", "resumed from", "cause named", "equal")
+    write(*["---"] * 8)
     with TemporaryDirectory() as scratch, ThreadPoolExecutor(2) as pool:
         policy = make_policy(Path(scratch) / "policy")
         wholes = {layout: pool.submit(whole_run, layout, policy, Path(scratch) / layout) for layout in layouts}
@@ -147,8 +151,7 @@ def print_all(layouts: list[str]) -> None:
             kill = KILLS[number]
             outcome = kill_and_resume(layout, policy, Path(scratch) / f"{layout}_{number}", kill)
             is_equal, is_named = outcome.equals(wholes[layout].result()), outcome.names(kill[0])
-            cells = (layout, *kill, f"{outcome.seconds:.1f}", outcome.resumed_from, is_named, is_equal)
-            print("|", " | ".join(map(str, cells)), "|", flush=True)
+            write(layout, *kill, f"{outcome.seconds:.1f}", outcome.resumed_from, is_named, is_equal)
 
         rows = [pool.submit(row, number, layout) for number in range(len(KILLS)) for layout in layouts]
         for one in rows:
