@@ -39,6 +39,7 @@ def train(layout: str, policy_path: str, folder: Path, kill: tuple[int, str, int
     from backends import ADAM, is_sharded, parameters_of, start
     from conftest import RUN
     from datasets import Dataset
+    from transformers import PrinterCallback
 
     from ragen2_trl import MutualInformationCallback, SNRFilteredGRPOConfig, SNRFilteredGRPOTrainer
     from ragen2_trl.trainers.checkpoints import last_complete_checkpoint
@@ -56,6 +57,7 @@ def train(layout: str, policy_path: str, folder: Path, kill: tuple[int, str, int
     trainer = SNRFilteredGRPOTrainer(policy_path, is_short, args, prompts)
     measuring = MutualInformationCallback(trainer, every=1, num_completions=12)
     trainer.add_callback(measuring)
+    trainer.remove_callback(PrinterCallback)  # the table goes there
     functions = {
         "sampling": (trainer, "_generate_single_turn"),
         "further round": (trainer, "_sample_further"),
