@@ -31,7 +31,7 @@ KILLS = (
     *((1, "before saving", 2), (0, "before the manifest", 2)),
 )
 STEPS = 6
-DIED, PARAMETERS = "died.txt", "parameters.pt"
+DIED, RESUMED, PARAMETERS = "died.txt", "resumed_from.txt", "parameters.pt"
 
 
 def train(layout: str, policy_path: str, folder: Path, kill: tuple[int, str, int] | None) -> None:
@@ -68,11 +68,12 @@ def train(layout: str, policy_path: str, folder: Path, kill: tuple[int, str, int
     }
     if kill is not None and kill[0] == PartialState().process_index:
         die_at(*functions[kill[1]], kill[2], folder)
-    last = last_complete_checkpoint(folder) if folder.exists() else None
+    last = last_complete_checkpoint(folder)
     trainer.train(resume_from_checkpoint=last is not None)
     assert layout != "zero3" or is_sharded(trainer)
     parameters = parameters_of(trainer)
     if PartialState().is_main_process:
+        (folder / RESUMED).write_text(last.name if last else "the start")
         torch.save(parameters, folder / PARAMETERS)
 
 
@@ -119,8 +120,6 @@ class Outcome:
 
 
 def kill_and_resume(layout: str, policy_path: str, folder: Path, kill: tuple[int, str, int]) -> Outcome:
-    from ragen2_trl.trainers.checkpoints import last_complete_checkpoint
-
     folder.mkdir()
     try:
         launch("killed.py", 2, layout, policy_path, folder, *kill)
@@ -130,10 +129,9 @@ def kill_and_resume(layout: str, policy_path: str, folder: Path, kill: tuple[int
         raise AssertionError(f"{kill} killed nothing")
     if not (folder / DIED).exists():
         raise AssertionError(f"{kill} failed before: {told}")
-    last = last_complete_checkpoint(folder)
     seconds = ended - float((folder / DIED).read_text())
     launch("killed.py", 2, layout, policy_path, folder)
-    return Outcome(told, seconds, last.name if last else "the start", torch.load(folder / PARAMETERS))
+    return Outcome(told, seconds, (folder / RESUMED).read_text(), torch.load(folder / PARAMETERS))
 
 
 def print_all(layouts: list[str]) -> None:
