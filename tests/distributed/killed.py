@@ -24,8 +24,8 @@ from launching import launch
 LAYOUTS = ("ddp", "zero2", "zero3")
 # Of a run of six steps with a checkpoint after every second: rank, moment, and which call of its function.
 KILLS = (
-    *((1, "sampling", 5), (0, "sampling", 9)),
-    *((1, "further round", 4), (0, "further round", 7)),
+    *((1, "sampling", 5), (0, "sampling", 6)),
+    *((1, "further round", 2), (0, "further round", 3)),
     *((1, "measuring", 3), (0, "measuring", 2)),
     *((1, "update", 6), (0, "update", 9)),
     *((1, "before saving", 2), (0, "before the manifest", 2)),
