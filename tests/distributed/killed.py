@@ -116,7 +116,8 @@ class Outcome:
 
     def names(self, rank: int) -> bool:
         """Whether the signal and the process it ended were told."""
-        return "SIGKILL" in self.told and f"(local_rank: {rank})" in self.told
+        cause = self.told.partition("Root Cause")[2]
+        return "SIGKILL" in cause and f"(local_rank: {rank})" in cause
 
 
 def kill_and_resume(layout: str, policy_path: str, folder: Path, kill: tuple[int, str, int]) -> Outcome:
