@@ -126,8 +126,11 @@ needs_ends = pytest.mark.skipif(not ENDS, reason="in this release of TRL the pol
 
 @pytest.fixture(scope="session")
 def policy_path(tmp_path_factory):
+    return make_policy(tmp_path_factory.mktemp("policy"))
+
+
+def make_policy(path) -> str:
     """Folder of the random policy and its tokenizer. Every eighth token ends a completion, so that lengths differ."""
-    path = tmp_path_factory.mktemp("policy")
     tokenizer = build_tokenizer()
     config = Qwen3Config(
         vocab_size=len(tokenizer),
