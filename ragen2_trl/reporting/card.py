@@ -342,7 +342,10 @@ def _legend(run: Run) -> list[str]:
             "a single measurement.",
             "",
         ]
-    means = f"Success, reward, policy entropy and what the filter did are means over up to {MEAN_OVER} logged steps."
+    means = (
+        f"Success in training, reward, policy entropy and what the filter did are means over up to {MEAN_OVER} logged "
+        "steps."
+    )
     files = {} if run.held_out else EVALUATIONS
     held_out = [f"[`{file}`]({file})" for when, file in files.items() if when in run.evaluations]
     if run.held_out:

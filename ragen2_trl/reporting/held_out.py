@@ -19,23 +19,22 @@ _SUCCESS = re.compile(f"{PREFIX}([^/]+)/success")
 
 
 def differ(one: Mapping[str, float], other: Mapping[str, float]) -> bool:
-    """Whether the success of two evaluations differs by more than chance explains: by more than the root of the sum of
-    squares of half their 95 % intervals, as of samples of tasks that know nothing of each other."""
-    halves = [(metrics["success_ci_high"] - metrics["success_ci_low"]) / 2 for metrics in (one, other)]
-    return abs(one["success"] - other["success"]) > math.hypot(*halves)
+    """Whether the success of two evaluations differs by more than chance explains, as of tasks that know nothing of
+    each other: Newcombe's interval of the difference (method 10), made of their 95 % intervals, leaves out 0."""
+    low, high = sorted((one, other), key=lambda metrics: metrics["success"])
+    gained, spread = high["success"] - low["success"], (low["success_ci_high"] - low["success"])
+    return gained > math.hypot(high["success"] - high["success_ci_low"], spread)
 
 
 def tasks_to_tell(one: float, other: float) -> int | None:
     """Tasks of each of two evaluations that would find such a difference at the 5 % level in 80 of 100 cases (two
-    proportions, normal approximation); `None` where there is no difference.
+    proportions, normal approximation); `None` where there is no difference, or no spread to compute with.
 
     >>> tasks_to_tell(0.46, 0.59)
     231
     """
-    if one == other:
-        return None
     spread = one * (1 - one) + other * (1 - other)
-    return math.ceil((LEVEL + POWER) ** 2 * spread / (one - other) ** 2)
+    return math.ceil((LEVEL + POWER) ** 2 * spread / (one - other) ** 2) if spread and one != other else None
 
 
 @dataclass(frozen=True)

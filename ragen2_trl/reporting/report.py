@@ -193,11 +193,11 @@ def _inconclusive(before: Mapping[str, float], after: Mapping[str, float]) -> st
 
 
 def _ends(parts: Sequence[RunSection]) -> list[str]:
-    """Whether the best and the worst end of the runs differ, where that is not sure."""
+    """Whether the best end of the runs differs from the next, where that is not sure."""
     ends = sorted(
         (part.run.evaluations["after"] for part in parts if "after" in part.run.evaluations), key=_of_success
     )
-    unsure = _inconclusive(ends[0], ends[-1]) if len(ends) > 1 else ""
+    unsure = _inconclusive(ends[-2], ends[-1]) if len(ends) > 1 else ""
     return [f"which of them ends best is {unsure}"] if unsure else []
 
 
