@@ -31,7 +31,7 @@ def tasks_to_tell(one: float, other: float) -> int | None:
     proportions, normal approximation); `None` where there is no difference, or no spread to compute with.
 
     >>> tasks_to_tell(0.46, 0.59)
-    231
+    228
     """
     spread = one * (1 - one) + other * (1 - other)
     return math.ceil((LEVEL + POWER) ** 2 * spread / (one - other) ** 2) if spread and one != other else None
