@@ -84,7 +84,7 @@ class Line:
     label: str
     points: Series
     colour: str
-    style: str
+    style: Any  # of matplotlib: a name, or an offset with dashes
     measured: bool = False
 
 
