@@ -35,6 +35,7 @@ settings.load_profile("repeatable")
 PROGRAMS = {
     "bubblewrap": ("bwrap",),
     "chromium": ("chromium", "chromium-browser", "google-chrome"),
+    "g++": ("c++", "g++"),
     "git": ("git",),
 }
 MODULES = {
@@ -125,8 +126,11 @@ needs_ends = pytest.mark.skipif(not ENDS, reason="in this release of TRL the pol
 
 @pytest.fixture(scope="session")
 def policy_path(tmp_path_factory):
+    return make_policy(tmp_path_factory.mktemp("policy"))
+
+
+def make_policy(path) -> str:
     """Folder of the random policy and its tokenizer. Every eighth token ends a completion, so that lengths differ."""
-    path = tmp_path_factory.mktemp("policy")
     tokenizer = build_tokenizer()
     config = Qwen3Config(
         vocab_size=len(tokenizer),

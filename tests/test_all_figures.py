@@ -40,7 +40,7 @@ from ragen2_trl.reporting import (
     save_figure,
     svg,
 )
-from ragen2_trl.reporting.plots import Arrow
+from ragen2_trl.reporting.plots import Arrow, plot_course
 
 pytestmark = pytest.mark.slow
 
@@ -56,6 +56,7 @@ FIGURES = {
         {HOSTILE: Arrow((2, 1), (0.4, 0.5), (0.1, 0.6)), "b": Arrow((1, 1), (1, 1), (0, 0))}
     ),
     "reward distribution": lambda: plot_reward_distribution(group_rewards(3000, num_groups=2)),
+    "course": lambda: plot_course([{"step": step, f"rewards/{HOSTILE}/mean": 0.1, "kl": 1.0} for step in range(50)]),
     "prompts": lambda: plot_prompts(chosen_history(200)),
     "calibration": lambda: plot_calibration(expected_groups(20)),
     "training": lambda: plot_training(history(25, 10), "success"),

@@ -136,7 +136,7 @@ def test_figures_on_the_card_are_there(trained):
     folder = Path(trainer.args.output_dir)
     figures = re.findall(r"!\[.+?\]\((.+?)\)", section_of(read_card(folder)))
     assert all((folder / path).is_file() for path in figures)
-    names = ["training", "quadrant", "cross_scores", "proxies", "validity"]
+    names = ["training", "quadrant", "cross_scores", "course", "proxies", "validity"]
     names += ["reward_variance", "reward_distribution", "compute"]
     expected = [f"diagnostics/{name}.png" for name in names] if type(trainer) is OURS else []
     assert figures == expected
@@ -171,7 +171,7 @@ def test_figures_of_the_same_numbers_are_not_drawn_twice(trained):
     before = [path.stat().st_mtime_ns for path in pictures]
     if type(trainer) is OURS:
         trainer.create_model_card("run")
-        assert len(before) == 16
+        assert len(before) == 18
         assert [path.stat().st_mtime_ns for path in pictures] == before
 
 

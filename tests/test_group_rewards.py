@@ -136,7 +136,7 @@ def test_a_long_run_has_a_table_of_the_first_the_last_and_some_between(tmp_path)
 def test_the_report_has_the_table(tmp_path, words_only):
     written(tmp_path / "run", group_rewards(5))
     text = report_of(tmp_path / "run").text
-    assert "Variance of rewards within groups, step by step" in text
+    assert "Variance of rewards within groups, 5 steps" in text
     assert "Best reward of a group" in text
 
 

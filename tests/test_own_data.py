@@ -10,7 +10,7 @@ from ragen2_trl.cli.arguments import EvaluateArguments
 from ragen2_trl.cli.evaluate import evaluate_model
 from ragen2_trl.cli.train import ALGORITHMS
 from ragen2_trl.cli.train import main as train
-from ragen2_trl.envs import DatasetEnvironment, make_env
+from ragen2_trl.envs import DatasetEnvironment, make_env, own_data
 from ragen2_trl.tiny import TINY_MODEL_PATH
 
 MODULE = """
@@ -140,6 +140,15 @@ def test_a_class_of_ones_own_is_a_task_by_its_name(here):
     for name in ("somebodys:NO_TASK", "somebodys:Nobody", "nowhere:Mine"):
         with pytest.raises(ValueError, match=name):
             make_env(name)
+
+
+def test_a_name_of_the_hub_without_a_network_names_what_can_be_had_without_one(monkeypatch):
+    def unreachable(source):
+        raise ConnectionError(f"Couldn't reach {source!r} on the Hub")
+
+    monkeypatch.setattr(own_data, "load_dataset", unreachable)
+    with pytest.raises(ValueError, match=r"nobody/nothing.*a file or a folder"):
+        own_data.load_own_data("nobody/nothing")
 
 
 @pytest.mark.slow

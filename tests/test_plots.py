@@ -7,6 +7,7 @@ from plotted import assert_nothing_overlaps, held_out_curve, history, legend, li
 
 from ragen2_trl.reporting import plot_comparison, plot_compute, plot_held_out, plot_training, svg
 from ragen2_trl.reporting.card import running_means
+from ragen2_trl.reporting.plots import plot_course
 
 pytestmark = pytest.mark.slow
 
@@ -16,7 +17,7 @@ pytestmark = pytest.mark.slow
 def test_all_that_was_logged_has_a_panel_named_in_a_legend():
     figure = plot_training(history(25, 10), "success")
     assert [legend(axes) for axes in figure.axes] == [
-        ["reward", "success"],
+        ["reward", "success in training"],
         ["retrieval accuracy", "chance"],
         ["entropy"],
         ["groups kept", "zero-variance groups", "update compute"],
@@ -143,6 +144,23 @@ def test_a_history_without_a_reward_is_refused(rows):
 
 
 # Compute
+
+
+def test_the_course_of_a_training_has_a_line_for_each_reward_function_and_a_panel_for_what_was_logged():
+    row = {"rewards/right/mean": 0.5, "rewards/brief/mean": 0.1, "learning_rate": 1e-5, "kl": 0.2, "step_time": 3.0}
+    row |= {"completions/mean_length": 30.0, "num_tokens": 900.0}
+    figure = plot_course([{"step": step, **row} for step in range(1, 20)])
+    assert [legend(axes) for axes in figure.axes] == [
+        ["brief", "right"],
+        ["mean length"],
+        ["KL"],
+        ["learning rate"],
+        ["a step"],
+        ["seen so far"],
+    ]
+    assert len(plot_course([{"step": 1, "learning_rate": 1e-5}]).axes) == 1
+    with pytest.raises(ValueError, match="1 rows"):
+        plot_course([{"step": 1, "reward": 0.5}])
 
 
 def test_compute_is_drawn_beside_plain_trl_and_summed_up_to_what_is_saved():

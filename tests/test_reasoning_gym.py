@@ -1,16 +1,10 @@
 """Puzzles of reasoning-gym: rows, and scorers that read hostile text."""
 
 import json
-import signal
-import subprocess
-import sys
-import time
 
 import pytest
-from launching import launch
 
 from ragen2_trl.envs import make_env
-from ragen2_trl.envs.reasoning_gym import environment
 from ragen2_trl.envs.reasoning_gym.environment import evaluating_functions, score_answer
 
 pytestmark = pytest.mark.needs("reasoning-gym")
@@ -88,65 +82,6 @@ def test_an_answer_without_end_costs_its_reward_and_not_the_training(task, answe
     score_answer(task, "{}", 3, "warm")  # the program is running
     assert score_answer(task, "{}", 3, answer) < 0.1
     assert score_answer("leg_counting", "{}", 3, "nothing") == 0.0  # and the next is scored
-
-
-ASKS_WITHOUT_END = """
-from ragen2_trl.envs.reasoning_gym.environment import score_answer
-score_answer("leg_counting", "{}", 3, "warm")
-print(score_answer._process.pid, flush=True)
-while True:
-    score_answer("rubiks_cube", "{}", 3, "R999999999999")
-"""
-
-
-def is_running(pid):
-    try:
-        with open(f"/proc/{pid}/stat") as stat:
-            return stat.read().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
-def test_no_scorer_is_left_of_a_process_that_was_ended_in_the_middle_of_an_answer(number):
-    asking = subprocess.Popen(
-        [sys.executable, "-c", ASKS_WITHOUT_END], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
-    )
-    scorer = int(asking.stdout.readline())
-    assert is_running(scorer)
-    time.sleep(0.3)  # it is at the answer that takes for ever
-    asking.send_signal(number)
-    asking.wait()
-    while is_running(scorer):
-        time.sleep(0.05)
-
-
-def test_an_answer_after_an_interrupted_one_is_scored_by_itself(monkeypatch):
-    """Ctrl-C between question and answer: training goes on to evaluate, and must not read what was asked before."""
-    row = make_env("reasoning_gym").dataset(1)[0]
-    right, line = ("leg_counting", "{}", row["seed"], row["answer"]), environment._line
-
-    def interrupted(process):
-        raise KeyboardInterrupt
-
-    assert score_answer(*right) == 1.0
-    monkeypatch.setattr(environment, "_line", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        score_answer(*right)
-    monkeypatch.setattr(environment, "_line", line)
-    assert score_answer("leg_counting", "{}", row["seed"], "none") == 0.0
-    assert score_answer(*right) == 1.0
-
-
-@pytest.mark.slow
-@pytest.mark.distributed
-def test_puzzles_train_on_two_processes_each_with_a_scorer_of_its_own(tmp_path):
-    launch("puzzles.py", 2, tmp_path)
-    first, second = (json.loads((tmp_path / f"{number}.json").read_text()) for number in (0, 1))
-    assert first["rewards"] == second["rewards"] == [0.5, 0.5]
-    assert first["moved"] and second["moved"]
-    assert first["scorer"] != second["scorer"]
-    assert not any(map(is_running, (first["scorer"], second["scorer"])))
 
 
 def test_settings_of_a_generator_are_checked():

@@ -194,7 +194,7 @@ def test_figures_name_the_score_and_the_step_of_their_measurement(tmp_path):
 def test_figures_of_the_card_are_those_of_the_report(tmp_path):
     folder = make_run(tmp_path / "run", steps=10)
     held_out = {f"eval/env/frozen_lake/success{bound}": 0.5 for bound in ("", "_ci_low", "_ci_high")}
-    edit_state(folder, lambda state: state["log_history"][4].update(held_out))
+    edit_state(folder, lambda state: state["log_history"][4].update({**held_out, "learning_rate": 1e-5}))
     run = read_run(folder)
     expected = [name for name in FIGURES if name not in ("prompts", "calibration")]  # its prompts came as they come
     assert [name for name, _, _ in figures_of(run)] == expected
@@ -227,9 +227,9 @@ def test_reward_is_not_called_success(tmp_path, words_only):
             del row["env/frozen_lake/success"]
 
     edit_state(folders[0], change)
-    assert "Verdict Reward Retrieval accuracy" in report_of(folders[0]).text
-    assert "Verdict Success Retrieval accuracy" in report_of(folders[1]).text
-    assert "Verdict Success or reward" in report_of(folders[1], folders[0]).text
+    assert "Verdict Reward in training Retrieval accuracy" in report_of(folders[0]).text
+    assert "Verdict Success in training Retrieval accuracy" in report_of(folders[1]).text
+    assert "Verdict Success in training or reward in training" in report_of(folders[1], folders[0]).text
 
 
 def test_unfinished_and_resumed_runs_say_so(tmp_path, words_only):
@@ -242,7 +242,7 @@ def test_held_out_success_comes_with_its_interval(tmp_path, words_only):
     for when, success in (("before", 0.25), ("after", 0.5)):
         metrics = {"success": success, "success_ci_low": success - 0.05, "success_ci_high": success + 0.05}
         (folder / f"evaluation_{when}.json").write_text(json.dumps(metrics))
-    assert "25% 50% held out; 95 % interval 20% to 30%, then 45% to 55%" in report_of(folder).text
+    assert "25% 50% 95 % interval 20% to 30%, then 45% to 55%" in report_of(folder).text
 
 
 def test_settings_that_differ_come_first(runs, words_only):
@@ -349,6 +349,43 @@ def without_signal(folder, steps):
 def test_a_report_opens_with_the_gain(tmp_path, words_only):
     headline = report_of(evaluated(tmp_path / "demo", 0.458, 0.563)).headline
     assert headline.startswith("held-out success 46% → 56%") and "“demo”" in headline
+
+
+def test_a_gain_that_chance_may_have_made_is_inconclusive_and_the_tasks_that_would_tell_are_counted(tmp_path):
+    """By the two-proportion formula, of which 0.458 and 0.478 are worked out here by hand."""
+    sure, unsure = evaluated(tmp_path / "sure", 0.458, 0.563), evaluated(tmp_path / "unsure", 0.458, 0.478)
+    assert "inconclusive" not in report_of(sure).headline
+    tasks = math.ceil((1.96 + 0.842) ** 2 * (0.458 * 0.542 + 0.478 * 0.522) / 0.02**2)
+    assert f"inconclusive: some {tasks:,} held-out tasks would tell" in report_of(unsure).headline
+
+
+def test_runs_whose_ends_do_not_surely_differ_have_no_best_one(tmp_path):
+    ends = [evaluated(tmp_path / str(end), 0.4, end) for end in (0.5, 0.563, 0.59, 0.7)]
+    assert "which of them ends best is inconclusive" in report_of(*ends[:3]).headline  # a third is surely worse
+    assert "inconclusive" not in report_of(ends[0], ends[3]).headline
+
+
+def test_a_value_of_mutual_information_stands_beside_the_bound_of_its_own_measurement(tmp_path, words_only):
+    folder = make_run(tmp_path / "run", None, 20, ended=True)
+
+    def change(state):  # the best one is of more prompts than the last
+        rows = [row for row in state["log_history"] if "mi/first_turn/mi_seq" in row]
+        rows[0] |= {"mi/first_turn/mi_seq": 2.75, "mi/first_turn/mi_upper_bound": 2.77}
+        rows[-1] |= {"mi/first_turn/mi_seq": 1.5, "mi/first_turn/mi_upper_bound": 2.08}
+        state["log_history"].append({"step": 21, "mi/first_turn/mi_upper_bound": 0.69})
+
+    edit_state(folder, change)
+    assert "1.50 nats, at most 2.08" in report_of(folder).text
+    section = diagnostics_section(read_run(folder))
+    assert "| I(X;Z) (nats) | 2.75 of at most 2.77 | 1.50 of at most 2.08 | 2.75 of at most 2.77 (step" in section
+
+
+def test_every_link_of_the_contents_leads_to_a_part_of_the_page(tmp_path, words_only):
+    page = render_report([read_run(evaluated(tmp_path / name, 0.4, 0.6)) for name in ("one", "two")])
+    (contents,) = re.findall(r"<nav.*?</nav>", page, re.DOTALL)
+    links = re.findall('href="#([^"]*)"', contents)
+    assert {"run-1", "run-2", "settings-and-versions"} <= set(links)
+    assert all(page.count(f'id="{link}"') == 1 for link in links)
 
 
 def test_a_report_opens_with_the_gain_and_the_control(tmp_path, words_only):

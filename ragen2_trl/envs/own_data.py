@@ -202,6 +202,8 @@ def load_own_data(source: str) -> tuple[Dataset, Dataset | None]:
         splits = load_dataset(source)
     except DatasetsError as error:
         raise ValueError(f"dataset={source!r} cannot be read: {error.__cause__ or error}") from error
+    except ConnectionError as error:
+        raise ValueError(f"dataset={source!r} cannot be read: {error}; allowed offline: a file or a folder") from error
     held = next((splits[name] for name in ("test", "validation") if name in splits), None)
     if "train" not in splits:
         raise ValueError(f"dataset={source!r} must have the split 'train', got {sorted(splits)}")

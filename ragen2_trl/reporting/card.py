@@ -21,8 +21,9 @@ MAX_ALARMS = 10  # the latest
 MEAN_OVER = 10  # log rows: single training steps are noisy
 
 FIGURES = {  # of the run's folder, in the order of the card
-    "training": "Success, retrieval accuracy, entropy and what the filter kept, over training",
     "held_out": "Success on held-out tasks over the steps, with 95 % intervals",
+    "training": "Success in training, retrieval accuracy, entropy and what the filter kept, over training",
+    "course": "Each reward function, lengths, KL, learning rate, seconds and tokens",
     "quadrant": "The path of the run between the four regimes of arXiv 2604.06268",
     "proxies": "Six proxies of how much reasoning says about its prompt; dotted: chance, or the bound",
     "validity": "Valid thinking against mutual information and entropy, measurement by measurement",
@@ -36,6 +37,7 @@ FIGURES = {  # of the run's folder, in the order of the card
 }
 # Figures about details, signal and cost come last, with the settings.
 FOLDED = (
+    "course",
     "proxies",
     "validity",
     "reward_variance",
@@ -261,11 +263,10 @@ def _table(run: Run) -> list[list[str]]:
             percent,
             max,
         ),
-        (f"{FIRST_TURN}/mi_seq", f"I(X;Z) (nats, at most {_last(run, 'mi_upper_bound'):.2f})", nats, max),
         (f"{FIRST_TURN}/conditional_entropy_token", "H(Z\\|X) (nats per token)", nats, None),
         (f"{FIRST_TURN}/marginal_entropy_token", "H(Z) (nats per token)", nats, None),
     ]
-    rows += _rows(single, run.points)
+    rows += _rows(single[:1], run.points) + _information(run) + _rows(single[1:], run.points)
     if run.regimes:
         names = [regime.replace("_", " ") for _, regime in (run.regimes[0], run.regimes[-1])]
         rows.append(["regime", *names, ""])
@@ -276,6 +277,21 @@ def _table(run: Run) -> list[list[str]]:
     rows += _rows(smooth, lambda key: running_means(run.points(key)))
     saved_row = ("snr/update_compute_fraction", "update compute saved", saved, None)
     return rows + _rows([saved_row], lambda key: running_means(run.update_compute))
+
+
+def _information(run: Run) -> list[list[str]]:
+    """I(X;Z), each value with the bound of its own measurement: another may have had another number of prompts."""
+    points = run.points(f"{FIRST_TURN}/mi_seq")
+    bounds = dict(run.points(f"{FIRST_TURN}/mi_upper_bound"))
+    if not points:
+        return []
+
+    def shown(point: tuple[int, float]) -> str:
+        bound = bounds.get(point[0])
+        return f"{point[1]:.2f}" + ("" if bound is None else f" of at most {bound:.2f}")
+
+    best = max(points, key=lambda point: point[1])
+    return [["I(X;Z) (nats)", shown(points[0]), shown(points[-1]), f"{shown(best)} (step {best[0]})"]]
 
 
 def _rows(
@@ -326,7 +342,10 @@ def _legend(run: Run) -> list[str]:
             "a single measurement.",
             "",
         ]
-    means = f"Success, reward, policy entropy and what the filter did are means over up to {MEAN_OVER} logged steps."
+    means = (
+        f"Success in training, reward, policy entropy and what the filter did are means over up to {MEAN_OVER} logged "
+        "steps."
+    )
     files = {} if run.held_out else EVALUATIONS
     held_out = [f"[`{file}`]({file})" for when, file in files.items() if when in run.evaluations]
     if run.held_out:

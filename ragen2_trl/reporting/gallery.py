@@ -27,6 +27,7 @@ from ragen2_trl.reporting.plots import (
     path_of,
     plot_arrows,
     plot_compute,
+    plot_course,
     plot_held_out,
     plot_prompts,
     plot_proxies,
@@ -62,10 +63,12 @@ def figures_of(run: Run, measurements: Sequence[SavedMeasurement] | None = None)
     if measurements is None:
         measurements = [read_measurement(path) for path in run.measurements[-1:]]
     rows = with_steps(run.rows)
-    if rows and not run.is_diagnosed:
-        yield "training", caption("training", run), plot_training(rows, run.success_metric)
     if run.held_out:
         yield "held_out", caption("held_out", run), plot_held_out(run.held_out)
+    if rows and not run.is_diagnosed:
+        yield "training", caption("training", run), plot_training(rows, run.success_metric)
+        if points_of(rows, "learning_rate", "step_time"):
+            yield "course", caption("course", run), plot_course(rows)
     for name, figure in _quadrant(run):
         yield name, caption(name, run), figure
     if len(points_of(rows, INFORMATION)) > 1:

@@ -17,7 +17,7 @@ from ragen2_trl.reporting.run import Run
 
 FILE = "group_rewards.jsonl"  # among the measurements, which are not uploaded: it grows while others read
 DIGITS = 6
-MAX_ROWS = 200  # of the table
+MAX_ROWS = 12  # of the table
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,6 @@
 """Held-out success over the steps of a training, as its log rows have it."""
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,7 +13,28 @@ PREFIX = "eval/env/"  # of the keys in `log_history`, then the task
 # The same as it is logged: transformers writes the part before the first underscore as a group of its own, so that
 # trackers show `eval/env/<task>/success`, and not `train/eval/env/<task>/success`.
 LOGGED = "eval_env/"
+# Standard normal quantiles of a two-sided test at 5 %, and of 80 % power.
+LEVEL, POWER = 1.96, 0.842
 _SUCCESS = re.compile(f"{PREFIX}([^/]+)/success")
+
+
+def differ(one: Mapping[str, float], other: Mapping[str, float]) -> bool:
+    """Whether the success of two evaluations differs by more than chance explains, as of tasks that know nothing of
+    each other: Newcombe's interval of the difference (method 10), made of their 95 % intervals, leaves out 0."""
+    low, high = sorted((one, other), key=lambda metrics: metrics["success"])
+    gained, spread = high["success"] - low["success"], (low["success_ci_high"] - low["success"])
+    return gained > math.hypot(high["success"] - high["success_ci_low"], spread)
+
+
+def tasks_to_tell(one: float, other: float) -> int | None:
+    """Tasks of each of two evaluations that would find such a difference at the 5 % level in 80 of 100 cases (two
+    proportions, normal approximation); `None` where there is no difference, or no spread to compute with.
+
+    >>> tasks_to_tell(0.46, 0.59)
+    228
+    """
+    spread = one * (1 - one) + other * (1 - other)
+    return math.ceil((LEVEL + POWER) ** 2 * spread / (one - other) ** 2) if spread and one != other else None
 
 
 @dataclass(frozen=True)
@@ -74,7 +96,7 @@ class HeldOutCurve:
         """What the last number does not say, in words."""
         baseline = "" if self.random_baseline is None else f"; random baseline {self.random_baseline:.1%}"
         return (
-            f"held out; 95 % interval {self.last.low:.0%} to {self.last.high:.0%}{baseline}; best "
+            f"95 % interval {self.last.low:.0%} to {self.last.high:.0%}{baseline}; best "
             f"{self.peak.success:.0%} at step {self.peak.step}; area under the curve {self.area:.3f}"
         )
 

@@ -84,7 +84,7 @@ class Line:
     label: str
     points: Series
     colour: str
-    style: str
+    style: Any  # of matplotlib: a name, or an offset with dashes
     measured: bool = False
 
 
@@ -122,7 +122,7 @@ def plot_training(log_history: Rows, success_metric: str | None = None) -> Figur
     if all(row.get(REWARD) is None for row in rows):
         raise ValueError(f"log_history has {len(log_history)} rows, but none has a 'reward' to plot at its 'step'.")
     reward = Line("reward", points_of(log_history, REWARD), BLUE, "-")
-    success = Line("success", points_of(log_history, success_metric), ORANGE, "--")
+    success = Line("success in training", points_of(log_history, success_metric), ORANGE, "--")
     accuracy = Line("retrieval accuracy", points_of(log_history, ACCURACY), BLUE, "-", measured=True)
     chance = Line("chance", points_of(log_history, CHANCE), GREY, ":", measured=True)
     entropy = Line("entropy", points_of(log_history, ENTROPY), ORANGE, "-")
@@ -149,6 +149,63 @@ def plot_training(log_history: Rows, success_metric: str | None = None) -> Figur
     names = [line.label for _, _, lines in shown for line in lines if line.points]
     figure.set_label(f"Training up to step {max(row['step'] for row in rows)}: {', '.join(names)}.")
     return figure
+
+
+@drawn_in_style
+def plot_course(log_history: Rows) -> Figure:
+    """Draw what else TRL logs of a training: each reward function, lengths, KL, learning rate, seconds and tokens.
+
+    Thin and thick lines as in `plot_training`. What was not logged gets no panel.
+
+    Args:
+        log_history: `trainer.state.log_history`, of the stock `GRPOTrainer` too.
+
+    Raises:
+        ValueError: if no row has any of it.
+    """
+    keys = {key for row in log_history for key in row}
+    rewards = sorted(key for key in keys if key.startswith("rewards/") and key.endswith("/mean"))
+    rewards = rewards[: len(LINE_STYLES)]
+    panels = [
+        ("reward", [(key.removeprefix("rewards/").removesuffix("/mean"), key) for key in rewards]),
+        ("tokens", [("mean length", "completions/mean_length"), ("longest", "completions/max_length")]),
+        ("nats per token", [("KL", "kl")]),
+        ("learning rate", [("learning rate", "learning_rate")]),
+        ("seconds", [("a step", "step_time")]),
+        ("tokens", [("seen so far", "num_tokens")]),
+    ]
+    lines = [
+        (
+            unit,
+            [
+                line
+                for number, (name, key) in enumerate(named)
+                if (line := _course(log_history, name, key, number)).points
+            ],
+        )
+        for unit, named in panels
+    ]
+    shown = [(unit, found) for unit, found in lines if found]
+    if not shown:
+        raise ValueError(
+            f"log_history has {len(log_history)} rows, but none has anything of the course of a training."
+        )
+    figure, axes_of = make_panels(len(shown), height=1.5)
+    for axes, (unit, found) in zip(axes_of, shown, strict=True):
+        for line in found:
+            draw_line(axes, line)
+        axes.set_ylabel(unit)
+        axes.yaxis.set_major_formatter("{x:g}")  # without a factor above, where the legend is
+        legend_above(axes)
+    number_steps(axes_of[-1])
+    figure.set_label(f"Course of the training: {', '.join(line.label for _, found in shown for line in found)}.")
+    return figure
+
+
+def _course(log_history: Rows, name: str, key: str, number: int) -> Line:
+    label = plain_name(name) if len(name) <= LETTERS else f"{plain_name(name[:LETTERS])}…"
+    steady = key in ("learning_rate", "num_tokens")
+    return Line(label, points_of(log_history, key), _colour(number), LINE_STYLES[number % len(LINE_STYLES)], steady)
 
 
 @drawn_in_style

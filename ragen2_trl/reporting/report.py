@@ -1,7 +1,7 @@
 """The report shows runs side by side on one HTML page, which loads nothing, runs nothing, and opens from a file."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -28,6 +28,7 @@ from ragen2_trl.reporting.examples import (
 )
 from ragen2_trl.reporting.gallery import arrows_svg, figures_of
 from ragen2_trl.reporting.group_rewards import variance_table
+from ragen2_trl.reporting.held_out import differ, tasks_to_tell
 from ragen2_trl.reporting.plots import plot_comparison, points_of
 from ragen2_trl.reporting.run import FIRST_TURN, Run
 from ragen2_trl.reporting.saved_gradients import readable_gradients
@@ -147,6 +148,7 @@ def render_report(runs: Sequence[Run]) -> str:
         comparison=_comparison(parts),
         shared=shared,
         own=own,
+        contents=contents(parts, shared, own),
         settings=_table([part.run.settings for part in parts]),
         versions=_table([part.run.versions for part in parts]),
         max_streaks=MAX_STREAKS,
@@ -179,7 +181,28 @@ def headline(parts: Sequence[RunSection]) -> str:
     gains = [gain for part in parts if (gain := _gain(part, alone=len(parts) == 1))]
     trained = [part for part in parts if not part.run.is_played]
     said = [*_failures(trained), _collapses(trained or parts)] if trained or not gains else []
-    return "; ".join([*gains[:MAX_NAMED], *said])
+    return "; ".join([*gains[:MAX_NAMED], *_ends(parts), *said])
+
+
+def _inconclusive(before: Mapping[str, float], after: Mapping[str, float]) -> str:
+    """What chance may have made, with the tasks that it would take to know."""
+    if differ(before, after):
+        return ""
+    tasks = tasks_to_tell(before["success"], after["success"])
+    return "inconclusive" + ("" if tasks is None else f": some {tasks:,} held-out tasks would tell")
+
+
+def _ends(parts: Sequence[RunSection]) -> list[str]:
+    """Whether the best end of the runs differs from the next, where that is not sure."""
+    ends = sorted(
+        (part.run.evaluations["after"] for part in parts if "after" in part.run.evaluations), key=_of_success
+    )
+    unsure = _inconclusive(ends[-2], ends[-1]) if len(ends) > 1 else ""
+    return [f"which of them ends best is {unsure}"] if unsure else []
+
+
+def _of_success(metrics: Mapping[str, float]) -> float:
+    return metrics["success"]
 
 
 def _gain(part: RunSection, alone: bool) -> str:
@@ -190,7 +213,10 @@ def _gain(part: RunSection, alone: bool) -> str:
     if not before or not after:
         return ""
     name = "" if alone else f"{_quoted(part)}{' (nothing filtered)' if part.run.filters_nothing else ''}: "
-    return f"{name}held-out success {before['success']:.0%} → {after['success']:.0%}"
+    unsure = _inconclusive(before, after)
+    return f"{name}held-out success {before['success']:.0%} → {after['success']:.0%}" + (
+        f" ({unsure})" if unsure else ""
+    )
 
 
 def _failures(parts: Sequence[RunSection]) -> list[str]:
@@ -269,21 +295,23 @@ def _numbers(run: Run) -> list[Number]:
     def percent(value: float) -> str:
         return f"{value:.0%}"
 
-    bound, chance = (run.points(f"{FIRST_TURN}/{key}") for key in ("mi_upper_bound", "retrieval_chance"))
-    accuracy = run.points(f"{FIRST_TURN}/retrieval_accuracy")
-    information = run.points(f"{FIRST_TURN}/mi_seq")
+    accuracy, information = (run.points(f"{FIRST_TURN}/{key}") for key in ("retrieval_accuracy", "mi_seq"))
+    # Of the measurement that is shown: another one may have had another number of prompts.
+    bounds, chances = (dict(run.points(f"{FIRST_TURN}/{key}")) for key in ("mi_upper_bound", "retrieval_chance"))
+    bound = bounds.get(information[-1][0]) if information else None
+    chance = chances.get(accuracy[-1][0]) if accuracy else None
     computed = [value for _, value in run.update_compute]
     saved = f"{1 - sum(computed) / len(computed):.0%}" if computed else ""
     return [
         _success(run),
         _number(
-            "Retrieval accuracy", accuracy, percent, f"own prompt found; chance {chance[-1][1]:.1%}" if chance else ""
+            "Retrieval accuracy", accuracy, percent, "" if chance is None else f"own prompt found; chance {chance:.1%}"
         ),
         _number(
             "Mutual information",
             information,
             lambda value: f"{round(value, 2) + 0.0:.2f}",  # never -0.00
-            f"nats, at most {bound[-1][1]:.2f}" if bound else "",
+            "" if bound is None else f"nats, at most {bound:.2f}",
         ),
         _number("Entropy", running_means(run.points("entropy")), lambda value: f"{value:.2f}", "nats per token"),
         _number("Groups kept", running_means(run.points("snr/kept_fraction")), percent, "by the filter"),
@@ -297,22 +325,34 @@ def _columns(parts: Sequence[RunSection]) -> list[str]:
     return [" or ".join(dict.fromkeys(number.label for number in column)).capitalize() for column in columns]
 
 
+def contents(
+    parts: Sequence[RunSection], shared: Sequence[Example], own: Mapping[str, Sequence[Example]]
+) -> list[str]:
+    """The sections of the page beside its runs and their episodes, by their titles."""
+    there = {
+        "Completions": bool(shared or any(own.values())),
+        "Reasoning traces": any(part.traces for part in parts),
+        "Settings and versions": any(part.run.settings or part.run.versions for part in parts),
+    }
+    return [title for title, is_there in there.items() if is_there]
+
+
 def _success(run: Run) -> Number:
     """Held out where the end was evaluated, else in training, else the reward."""
     before, after = (run.evaluations.get(when) for when in ("before", "after"))
     if run.held_out:
         curve = next(iter(run.held_out.values()))
-        return Number("Success", curve.start, f"{curve.last.success:.0%}", curve.note)
+        return Number("Held-out success", curve.start, f"{curve.last.success:.0%}", curve.note)
     if after:
         measured = [metrics for metrics in (before, after) if metrics]
         start = f"{before['success']:.0%}" if before else ""
         bounds = ", then ".join(f"{one['success_ci_low']:.0%} to {one['success_ci_high']:.0%}" for one in measured)
-        return Number("Success", start, f"{after['success']:.0%}", f"held out; 95 % interval {bounds}")
+        return Number("Held-out success", start, f"{after['success']:.0%}", f"95 % interval {bounds}")
     where = "of what was diagnosed" if run.is_diagnosed else "in training"
     if run.success_metric:
-        return _number("Success", running_means(run.points(run.success_metric)), lambda x: f"{x:.0%}", where)
+        return _number(f"Success {where}", running_means(run.points(run.success_metric)), lambda x: f"{x:.0%}", "")
     rewards = running_means(run.points("reward"))
-    return _number("Reward" if rewards else "Success", rewards, lambda x: f"{x:.2f}", "in training")
+    return _number(f"{'Reward' if rewards else 'Success'} {where}", rewards, lambda x: f"{x:.2f}", "")
 
 
 def _number(label: str, points: Sequence[tuple[int, float]], shown: Callable[[float], str], note: str) -> Number:

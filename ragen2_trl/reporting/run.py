@@ -293,9 +293,16 @@ def _diagnosed(folder: Path, diagnosis: Mapping[str, Any]) -> Run:
         )
     if not rows:
         raise ValueError(f"{file!r} must have a measurement in path, got none")
-    about = {name: _mapping(diagnosis, name) for name in ("settings", "versions")}
-    step = max(row["step"] for row in rows)
-    return Run(folder, rows, evidence, step, ended=True, is_diagnosed=True, **about)
+    return Run(
+        folder,
+        rows,
+        evidence,
+        step=max(row["step"] for row in rows),
+        ended=True,
+        settings=_mapping(diagnosis, "settings"),
+        versions=_mapping(diagnosis, "versions"),
+        is_diagnosed=True,
+    )
 
 
 def write_run(trainer: Any) -> Run:

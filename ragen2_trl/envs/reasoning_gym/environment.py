@@ -5,6 +5,7 @@ import inspect
 import json
 import os
 import random
+import select
 import subprocess
 import sys
 import textwrap
@@ -20,15 +21,13 @@ from ragen2_trl.envs.responses import plain_text
 from ragen2_trl.envs.tasks import Row, held_out
 
 MAX_ANSWER_CHARS = 10_000
+SECONDS_TO_START, SECONDS_TO_SCORE = 300.0, 2.0
 # Functions that run text as a program; SymPy's parser is Python's `eval`.
 EVALUATING = {"eval", "exec", "compile", "parse_expr", "parse_latex", "sympify", "S", "lambdify"}
 
 
 class Scorer:
-    """The program `scorer.py`, started when first needed, and again after an answer that it did not survive.
-
-    It ends with the process that asks, however that ends: it reads from a pipe of that process, and bounds its time.
-    """
+    """The program `scorer.py`, started when first needed, and again after an answer that it did not survive."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -41,54 +40,44 @@ class Scorer:
         Raises:
             RuntimeError: If the program does not start.
         """
-        request = {"task": task, "config": config, "number": number, "answer": answer}
         with self._lock:
             if self._process is None or self._owner != os.getpid() or self._process.poll() is not None:
-                self._process, self._owner = _started(), os.getpid()
-            try:
-                answered = _ask(self._process, json.dumps(request).encode() + b"\n")
-            except BaseException:  # Ctrl-C: what is asked next must not read this answer
-                self._end()
-                raise
+                self._process, self._owner = self._started(), os.getpid()
+            request = {"task": task, "config": config, "number": number, "answer": answer}
+            answered = self._ask(self._process, json.dumps(request).encode() + b"\n")
             if answered is None:
-                self._end()
-            return float(answered or 0.0)
+                self._process.kill()
+                self._process.wait()
+                self._process = None
+                return 0.0
+            return float(answered)
 
-    def _end(self) -> None:
-        assert self._process is not None
-        self._process.kill()
-        self._process.wait()
-        self._process = None
+    @staticmethod
+    def _started() -> "subprocess.Popen[bytes]":
+        command = [sys.executable, "-I", str(scorer.__file__)]
+        pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "bufsize": 0}
+        process = subprocess.Popen(command, **pipes)  # unbuffered, as `select` sees no buffers of ours
+        if _line(process, SECONDS_TO_START) != b"ready":
+            process.kill()
+            raise RuntimeError(f"the scorer of reasoning_gym did not start: {' '.join(command)}")
+        return process
 
-
-def _started() -> "subprocess.Popen[bytes]":
-    command = [sys.executable, "-I", str(scorer.__file__)]
-    pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "bufsize": 0}
-    # A session of its own, as Ctrl-C is for training, which may go on to save and to evaluate.
-    process = subprocess.Popen(command, start_new_session=True, **pipes)
-    try:
-        ready = _line(process)
-    except BaseException:
-        process.kill()
-        raise
-    if ready != b"ready":
-        process.kill()
-        raise RuntimeError(f"the scorer of reasoning_gym did not start: {' '.join(command)}")
-    return process
-
-
-def _ask(process: "subprocess.Popen[bytes]", request: bytes) -> bytes | None:
-    assert process.stdin is not None
-    try:
-        process.stdin.write(request)
-    except BrokenPipeError:
-        return None
-    return _line(process)
+    @staticmethod
+    def _ask(process: "subprocess.Popen[bytes]", request: bytes) -> bytes | None:
+        assert process.stdin is not None
+        try:
+            process.stdin.write(request)
+            process.stdin.flush()
+        except BrokenPipeError:
+            return None
+        return _line(process, SECONDS_TO_SCORE) if _line(process, SECONDS_TO_START) == b"made" else None
 
 
-def _line(process: "subprocess.Popen[bytes]") -> bytes | None:
-    """The next line that a program writes, `None` if it ends before. Its lines are short, and one at a time."""
+def _line(process: "subprocess.Popen[bytes]", seconds: float) -> bytes | None:
+    """The next line that a program writes, `None` if there is none in time. Its lines are short, and one at a time."""
     assert process.stdout is not None
+    if not select.select([process.stdout], [], [], seconds)[0]:
+        return None
     return process.stdout.readline().strip() or None
 
 

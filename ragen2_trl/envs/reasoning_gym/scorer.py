@@ -1,23 +1,20 @@
 """A program that scores answers to tasks of reasoning-gym, run beside training, because answers are hostile text.
 
-It reads lines `{"task", "config", "number", "answer"}` and answers each with the score. Over some answers a scorer
-takes for ever, or all memory (a move repeated 10^9 times, a number of as many digits): a signal ends this program,
-whether anyone still waits for it or not, and who asks starts another. Nothing here evaluates what a model wrote; tasks
-whose scorer does are refused before (see `evaluating_functions`).
+It reads lines `{"task", "config", "number", "answer"}`, answers each with `made` when it has the task, and then with
+the score. Over some answers a scorer takes for ever, or all memory (a move repeated 10^9 times, a number of as many
+digits): who asks ends this program then and starts another. Nothing here evaluates what a model wrote; tasks whose
+scorer does are refused before (see `evaluating_functions`).
 """
 
 import functools
 import json
 import os
 import resource
-import signal
 import sys
 from typing import Any
 
 SIZE = 10_000  # tasks of a generator; some make a list of all of them
 MEMORY = 4 << 30  # bytes
-# Of the processor, so that a machine with much to do takes no reward from a right answer.
-SECONDS_TO_MAKE, SECONDS_TO_SCORE = 300.0, 2.0
 
 
 @functools.lru_cache(maxsize=8)
@@ -45,13 +42,10 @@ def main() -> None:
     print("ready", file=answers, flush=True)
     for line in sys.stdin:
         request = json.loads(line)
-        signal.setitimer(signal.ITIMER_PROF, SECONDS_TO_MAKE)
         items = generator(request["task"], request["config"])
         item = items[request["number"]]
-        signal.setitimer(signal.ITIMER_PROF, SECONDS_TO_SCORE)
-        worth = score(items, item, request["answer"])
-        signal.setitimer(signal.ITIMER_PROF, 0.0)
-        print(worth, file=answers, flush=True)
+        print("made", file=answers, flush=True)
+        print(score(items, item, request["answer"]), file=answers, flush=True)
 
 
 if __name__ == "__main__":

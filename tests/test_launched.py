@@ -1,0 +1,82 @@
+"""What `accelerate launch` starts: on one machine, on two, and with optimizer and weights in main memory."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from ragen2_trl.cli.shipped import ACCELERATE_CONFIGS
+from ragen2_trl.tiny import TINY_MODEL_PATH
+
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+
+TRAIN = [
+    *("-m", "ragen2_trl.cli", "train", "--recipe", "frozen_lake_tiny", "--ddp_backend", "gloo"),
+    *("--per_device_train_batch_size", "8", "--num_prompts", "64", "--eval_prompts", "0", "--eval_every", "0"),
+    *("--max_steps", "4", "--logging_steps", "1", "--log_completions", "false", "--figures", "false"),
+]
+
+
+def start(config: str, folder: Path, *machine: str) -> subprocess.Popen:
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(ACCELERATE_CONFIGS[config])]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[1])}
+    return subprocess.Popen(
+        [*command, *machine, *TRAIN, "--output_dir", str(folder)],
+        env=environment,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
+
+
+def finish(*launched: subprocess.Popen) -> None:
+    try:
+        for process in launched:
+            told, _ = process.communicate(timeout=400)
+            assert process.returncode == 0, told[-4000:]
+    finally:
+        for process in launched:
+            process.terminate()  # to the launcher, which ends its own
+
+
+def parameters_of(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "model.safetensors")
+
+
+@pytest.mark.parametrize("config", ["cpu_ddp", pytest.param("cpu_zero3", marks=pytest.mark.needs("deepspeed"))])
+def test_two_launch_commands_train_as_one_with_two_processes(config, tmp_path):
+    finish(start(config, tmp_path / "one"))
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    where = ("--num_machines", "2", "--num_processes", "2", "--main_process_ip", "127.0.0.1")
+    where = (*where, "--main_process_port", str(port))
+    finish(*[start(config, tmp_path / "two", *where, "--machine_rank", rank) for rank in ("0", "1")])
+    one, two, begun = map(parameters_of, (tmp_path / "one", tmp_path / "two", TINY_MODEL_PATH))
+    assert any(not torch.equal(value, begun[name]) for name, value in one.items())
+    assert one.keys() == two.keys()
+    assert [name for name in one if not torch.equal(one[name], two[name])] == []
+
+
+@pytest.mark.needs("deepspeed", "g++")
+@pytest.mark.parametrize(
+    ("config", "further"),
+    [("cpu_zero2", ()), ("cpu_zero3", ("--offload_param_device", "cpu"))],
+)
+def test_offloading_to_main_memory_trains_as_without(config, further, tmp_path):
+    """DeepSpeed's own Adam, which it compiles, in place of PyTorch's; the recipe filters and measures."""
+    finish(start(config, tmp_path / "without"))
+    finish(start(config, tmp_path / "with", "--offload_optimizer_device", "cpu", *further))
+    without, offloaded, begun = map(parameters_of, (tmp_path / "without", tmp_path / "with", TINY_MODEL_PATH))
+    moved = max((without[name] - value).abs().max().item() for name, value in begun.items())
+    apart = max((value - offloaded[name]).abs().max().item() for name, value in without.items())
+    assert apart < moved / 100
+    rows = json.loads((tmp_path / "with" / "log_history.json").read_text())
+    assert any("mi/first_turn/retrieval_accuracy" in row for row in rows)
+    assert all(0 < row["snr/kept_fraction"] < 1 for row in rows if "loss" in row)
