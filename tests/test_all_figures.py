@@ -56,7 +56,13 @@ FIGURES = {
         {HOSTILE: Arrow((2, 1), (0.4, 0.5), (0.1, 0.6)), "b": Arrow((1, 1), (1, 1), (0, 0))}
     ),
     "reward distribution": lambda: plot_reward_distribution(group_rewards(3000, num_groups=2)),
-    "course": lambda: plot_course([{"step": step, f"rewards/{HOSTILE}/mean": 0.1, "kl": 1.0} for step in range(50)]),
+    "course": lambda: plot_course(
+        [
+            {"step": step, "kl": 1.0}
+            | {f"rewards/{name}/mean": 0.1 for name in (HOSTILE, *map("long_name_{}".format, "abcdef"))}
+            for step in range(50)
+        ]
+    ),
     "prompts": lambda: plot_prompts(chosen_history(200)),
     "calibration": lambda: plot_calibration(expected_groups(20)),
     "training": lambda: plot_training(history(25, 10), "success"),

@@ -150,17 +150,40 @@ def test_the_course_of_a_training_has_a_line_for_each_reward_function_and_a_pane
     row = {"rewards/right/mean": 0.5, "rewards/brief/mean": 0.1, "learning_rate": 1e-5, "kl": 0.2, "step_time": 3.0}
     row |= {"completions/mean_length": 30.0, "num_tokens": 900.0}
     figure = plot_course([{"step": step, **row} for step in range(1, 20)])
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["brief", "right"]
     assert [legend(axes) for axes in figure.axes] == [
-        ["brief", "right"],
+        [],
         ["mean length"],
         ["KL"],
         ["learning rate"],
         ["a step"],
+        ["steps so far"],
         ["seen so far"],
     ]
     assert len(plot_course([{"step": 1, "learning_rate": 1e-5}]).axes) == 1
     with pytest.raises(ValueError, match="1 rows"):
         plot_course([{"step": 1, "reward": 0.5}])
+
+
+def test_many_reward_functions_with_long_names_leave_room_for_their_curves():
+    rows = [{f"rewards/a_function_with_a_long_name_{number}/mean": 0.1 * number for number in range(9)}]
+    figure = plot_course([{"step": step, **rows[0]} for step in range(20)])
+    (axes,) = figure.axes
+    named = [one for one in axes.lines if not one.get_label().startswith("_")]
+    assert len(named) == len({(one.get_color(), one.get_linestyle()) for one in named}) == 9
+    assert axes.get_position().width > 0.7 and axes.get_position().height > 0.3
+
+
+def test_a_single_step_of_many_reward_functions_is_seen():
+    (axes,) = plot_course([{"step": 1, **{f"rewards/{number}/mean": 0.5 for number in range(28)}}]).axes
+    assert len(axes.lines) == 28 and all(one.get_marker() != "None" for one in axes.lines)
+
+
+@pytest.mark.parametrize("every", [1, 5])
+def test_time_so_far_is_that_of_all_steps_however_often_they_are_logged(every):
+    _, axes = plot_course([{"step": step, "step_time": 20.0} for step in range(every, 31, every)]).axes
+    assert axes.get_ylabel() == "minutes"
+    assert axes.lines[0].get_xydata()[-1].tolist() == [30, pytest.approx(10)]
 
 
 def test_compute_is_drawn_beside_plain_trl_and_summed_up_to_what_is_saved():

@@ -94,6 +94,35 @@ def test_collapse_is_in_sight_without_scrolling(browser, compared, width, height
     assert abs(lightness[0] - lightness[1]) > 500 and (lightness[0] > lightness[1]) == dark
 
 
+@pytest.mark.needs("chromium")
+@pytest.mark.parametrize("dark", [False, True])
+def test_drawings_have_the_ground_and_the_ink_of_the_page(browser, compared, dark):
+    browser.open(compared, dark=dark)
+    ground = browser.evaluate("getComputedStyle(document.querySelector('.summary')).backgroundColor")
+    ink = browser.evaluate("getComputedStyle(document.body).color")
+
+    def painted(selector, name):
+        drawings = "[...document.querySelectorAll('figure > .drawing > svg')]"
+        look = f"getComputedStyle(svg.querySelector('{selector}'))"
+        return set(browser.evaluate(f"{drawings}.map(svg => {look}.{name})"))
+
+    assert painted("text", "fill") == {ink}
+    assert painted("[id$=patch_1] path", "fill") == {ground}
+    # A map of colours says the same in the dark.
+    assert browser.evaluate("getComputedStyle(document.querySelector('svg:has(image)')).filter") == "none"
+
+
+@pytest.mark.needs("chromium")
+def test_a_click_makes_a_drawing_as_large_as_the_window_and_another_one_small_again(browser, compared):
+    browser.open(compared, 1400, 1000)
+    height = "document.querySelector('.drawing svg').getBoundingClientRect().height"
+    small = browser.evaluate(height)
+    assert small != 1000
+    for expected in (1000, small):
+        browser.evaluate("document.querySelector('.drawing').click()")
+        assert browser.evaluate(height) == expected
+
+
 def test_hostile_text_stays_text(tmp_path, words_only):
     page = render_report([read_run(make_run(tmp_path / "<b>run", 10, 20, HOSTILE, HOSTILE))])
     read = Page(page)

@@ -58,6 +58,8 @@ PREDICTED, REALISED = "snr/predicted_variance", "snr/realised_variance"
 CORRELATION, SKIPPED = "snr/prediction_rank_correlation", "snr/skipped_prompts"
 FEW_EVALUATIONS = 24  # of a held-out curve, up to which each is marked
 LETTERS = 60  # of a row of a legend
+MOST_REWARDS = len(LINE_COLOURS) * len(LINE_STYLES)  # of which no two share colour and style
+UNITS = (("hours", 3600), ("minutes", 60), ("seconds", 1))
 SCOPES: dict[str, tuple[str, str, Any, str]] = {  # log prefix to name and look
     "mi/first_turn": ("first turns", BLUE, "-", "o"),
     "mi/trajectory": ("all turns, each by itself", ORANGE, "--", "s"),
@@ -153,9 +155,10 @@ def plot_training(log_history: Rows, success_metric: str | None = None) -> Figur
 
 @drawn_in_style
 def plot_course(log_history: Rows) -> Figure:
-    """Draw what else TRL logs of a training: each reward function, lengths, KL, learning rate, seconds and tokens.
+    """Draw what else TRL logs of a training: each reward function, lengths, KL, learning rate, time and tokens.
 
-    Thin and thick lines as in `plot_training`. What was not logged gets no panel.
+    Thin and thick lines as in `plot_training`. Time so far is that of the steps, without evaluations and checkpoints.
+    What was not logged gets no panel, and of more than 28 reward functions the first are drawn.
 
     Args:
         log_history: `trainer.state.log_history`, of the stock `GRPOTrainer` too.
@@ -165,7 +168,7 @@ def plot_course(log_history: Rows) -> Figure:
     """
     keys = {key for row in log_history for key in row}
     rewards = sorted(key for key in keys if key.startswith("rewards/") and key.endswith("/mean"))
-    rewards = rewards[: len(LINE_STYLES)]
+    rewards = [key for key in rewards if points_of(log_history, key)][:MOST_REWARDS]
     panels = [
         ("reward", [(key.removeprefix("rewards/").removesuffix("/mean"), key) for key in rewards]),
         ("tokens", [("mean length", "completions/mean_length"), ("longest", "completions/max_length")]),
@@ -185,27 +188,46 @@ def plot_course(log_history: Rows) -> Figure:
         )
         for unit, named in panels
     ]
+    times = _time_so_far(log_history)
+    unit, size = next((unit for unit in UNITS if times and times[-1][1] >= 3 * unit[1]), UNITS[-1])
+    so_far = [Line("steps so far", [(step, seconds / size) for step, seconds in times], _colour(0), "-", True)]
+    lines.insert(5, (unit, so_far if times else []))
     shown = [(unit, found) for unit, found in lines if found]
     if not shown:
         raise ValueError(
             f"log_history has {len(log_history)} rows, but none has anything of the course of a training."
         )
-    figure, axes_of = make_panels(len(shown), height=1.5)
+    names = [line.label for line in lines[0][1]]
+    columns = max(1, min(3, len(names), LETTERS // (max(map(len, names), default=0) + 5)))
+    figure, axes_of = make_panels(len(shown), height=1.5, extra=0.6 + 0.2 * -(-len(names) // columns))
     for axes, (unit, found) in zip(axes_of, shown, strict=True):
         for line in found:
             draw_line(axes, line)
         axes.set_ylabel(unit)
         axes.yaxis.set_major_formatter("{x:g}")  # without a factor above, where the legend is
-        legend_above(axes)
+        if unit != "reward":
+            legend_above(axes)
+    if names:  # above all of the figure, where many and long names have room
+        handles, _ = axes_of[0].get_legend_handles_labels()
+        figure.legend(handles, names, loc="outside upper left", ncols=columns, handlelength=3.2)
     number_steps(axes_of[-1])
     figure.set_label(f"Course of the training: {', '.join(line.label for _, found in shown for line in found)}.")
     return figure
 
 
 def _course(log_history: Rows, name: str, key: str, number: int) -> Line:
-    label = plain_name(name) if len(name) <= LETTERS else f"{plain_name(name[:LETTERS])}…"
     steady = key in ("learning_rate", "num_tokens")
-    return Line(label, points_of(log_history, key), _colour(number), LINE_STYLES[number % len(LINE_STYLES)], steady)
+    return Line(
+        plain_name(name), points_of(log_history, key), _colour(number), LINE_STYLES[number % len(LINE_STYLES)], steady
+    )
+
+
+def _time_so_far(log_history: Rows) -> Series:
+    """(step, seconds): a row has the mean over the steps since the row before."""
+    points = points_of(log_history, "step_time")
+    before = [0.0, *(step for step, _ in points)]
+    seconds = accumulate((step - last) * mean for (step, mean), last in zip(points, before, strict=False))
+    return [(step, total) for (step, _), total in zip(points, seconds, strict=True)]
 
 
 @drawn_in_style
@@ -540,7 +562,7 @@ def draw_line(axes: Axes, line: Line) -> None:
     steps, values = zip(*line.points, strict=True)
     look: dict[str, Any] = {"color": line.colour, "linestyle": line.style, "label": line.label}
     if line.measured or len(steps) == 1:
-        axes.plot(steps, values, marker=MARKS[line.style] if len(steps) <= MANY else None, **look)
+        axes.plot(steps, values, marker=MARKS.get(line.style, "o") if len(steps) <= MANY else None, **look)
         return
     points = _thin_out(line.points)
     means = _means(points)
