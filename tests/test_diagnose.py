@@ -56,7 +56,7 @@ def test_a_diagnosis_can_be_put_into_a_report(tmp_path, capsys):
     cli.main(["report", str(folder), "--output", str(page)])
     shown = page.read_text()
     assert written["verdict"].split(".")[0].lower() in shown.lower()
-    for part in ("diagnosed", "Own prompt ranks", "of what was diagnosed", "num_prompts", "<h2>Completions"):
+    for part in ("diagnosed", "Own prompt ranks", "of what was diagnosed", "num_prompts", "Completions</h2>"):
         assert part in shown, part
     (folder / "diagnosis.json").write_text(json.dumps({"path": [{"metrics": {}}]}))
     with pytest.raises(SystemExit):

@@ -406,7 +406,7 @@ def test_a_value_of_mutual_information_stands_beside_the_bound_of_its_own_measur
     edit_state(folder, change)
     assert "1.50 nats, at most 2.08" in report_of(folder).text
     section = diagnostics_section(read_run(folder))
-    assert "| I(X;Z) (nats) | 2.75 of at most 2.77 | 1.50 of at most 2.08 | 2.75 of at most 2.77 (step" in section
+    assert "| I(X;Z) (nats) | 2.75 (at most 2.77) | 1.50 (at most 2.08) | 2.75 (at most 2.77) (step" in section
 
 
 def test_every_link_of_the_contents_leads_to_a_part_of_the_page(tmp_path, words_only):

@@ -256,17 +256,13 @@ def _table(run: Run) -> list[list[str]]:
         ("reward", "reward in training", lambda value: f"{value:.3f}", max),
     ]
     rows += _rows(smooth, lambda key: running_means(run.points(key)))
+    rows += _measured(run, "retrieval_accuracy", "retrieval accuracy", percent, "retrieval_chance", "chance")
+    rows += _measured(run, "mi_seq", "I(X;Z) (nats)", nats, "mi_upper_bound", "at most")
     single: list[tuple[str | None, str, Shown, Any]] = [
-        (
-            f"{FIRST_TURN}/retrieval_accuracy",
-            f"retrieval accuracy (chance {_last(run, 'retrieval_chance'):.1%})",
-            percent,
-            max,
-        ),
         (f"{FIRST_TURN}/conditional_entropy_token", "H(Z\\|X) (nats per token)", nats, None),
         (f"{FIRST_TURN}/marginal_entropy_token", "H(Z) (nats per token)", nats, None),
     ]
-    rows += _rows(single[:1], run.points) + _information(run) + _rows(single[1:], run.points)
+    rows += _rows(single, run.points)
     if run.regimes:
         names = [regime.replace("_", " ") for _, regime in (run.regimes[0], run.regimes[-1])]
         rows.append(["regime", *names, ""])
@@ -279,19 +275,19 @@ def _table(run: Run) -> list[list[str]]:
     return rows + _rows([saved_row], lambda key: running_means(run.update_compute))
 
 
-def _information(run: Run) -> list[list[str]]:
-    """I(X;Z), each value with the bound of its own measurement: another may have had another number of prompts."""
-    points = run.points(f"{FIRST_TURN}/mi_seq")
-    bounds = dict(run.points(f"{FIRST_TURN}/mi_upper_bound"))
+def _measured(run: Run, key: str, label: str, shown: Shown, limit: str, word: str) -> list[list[str]]:
+    """A row of a measured quantity, each value with the chance or the bound of its own measurement: another may have
+    had another number of prompts."""
+    points, limits = (run.points(f"{FIRST_TURN}/{name}") for name in (key, limit))
     if not points:
         return []
+    at = dict(limits)
 
-    def shown(point: tuple[int, float]) -> str:
-        bound = bounds.get(point[0])
-        return f"{point[1]:.2f}" + ("" if bound is None else f" of at most {bound:.2f}")
+    def told(point: tuple[int, float]) -> str:
+        return shown(point[1]) + (f" ({word} {shown(at[point[0]])})" if point[0] in at else "")
 
     best = max(points, key=lambda point: point[1])
-    return [["I(X;Z) (nats)", shown(points[0]), shown(points[-1]), f"{shown(best)} (step {best[0]})"]]
+    return [[label, told(points[0]), told(points[-1]), f"{told(best)} (step {best[0]})"]]
 
 
 def _rows(
@@ -365,11 +361,6 @@ def _age_of_figures(run: Run) -> list[str]:
 def _figure(name: str, run: Run) -> list[str]:
     text = caption(name, run)
     return [f"![{text}]({DIAGNOSTICS}/{name}.png)", "", f"*{text}.*", ""]
-
-
-def _last(run: Run, key: str) -> float:
-    points = run.points(f"{FIRST_TURN}/{key}")
-    return points[-1][1] if points else 0.0
 
 
 def _how(run: Run) -> list[str]:

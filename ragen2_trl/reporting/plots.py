@@ -169,35 +169,36 @@ def plot_course(log_history: Rows) -> Figure:
     keys = {key for row in log_history for key in row}
     rewards = sorted(key for key in keys if key.startswith("rewards/") and key.endswith("/mean"))
     rewards = [key for key in rewards if points_of(log_history, key)][:MOST_REWARDS]
-    panels = [
-        ("reward", [(key.removeprefix("rewards/").removesuffix("/mean"), key) for key in rewards]),
-        ("tokens", [("mean length", "completions/mean_length"), ("longest", "completions/max_length")]),
-        ("nats per token", [("KL", "kl")]),
-        ("learning rate", [("learning rate", "learning_rate")]),
-        ("seconds", [("a step", "step_time")]),
-        ("tokens", [("seen so far", "num_tokens")]),
-    ]
-    lines = [
-        (
-            unit,
-            [
-                line
-                for number, (name, key) in enumerate(named)
-                if (line := _course(log_history, name, key, number)).points
-            ],
-        )
-        for unit, named in panels
-    ]
+
+    def lines_of(*named: tuple[str, str], measured: bool = False) -> list[Line]:
+        lines = [
+            Line(plain_name(name), points_of(log_history, key), _colour(number), style_of(number), measured)
+            for number, (name, key) in enumerate(named)
+        ]
+        return [line for line in lines if line.points]
+
+    def style_of(number: int) -> Any:
+        return LINE_STYLES[number % len(LINE_STYLES)]
+
+    of_rewards = lines_of(*((key.removeprefix("rewards/").removesuffix("/mean"), key) for key in rewards))
     times = _time_so_far(log_history)
     unit, size = next((unit for unit in UNITS if times and times[-1][1] >= 3 * unit[1]), UNITS[-1])
     so_far = [Line("steps so far", [(step, seconds / size) for step, seconds in times], _colour(0), "-", True)]
-    lines.insert(5, (unit, so_far if times else []))
+    lines = [
+        ("reward", of_rewards),
+        ("tokens", lines_of(("mean length", "completions/mean_length"), ("longest", "completions/max_length"))),
+        ("nats per token", lines_of(("KL", "kl"))),
+        ("learning rate", lines_of(("learning rate", "learning_rate"), measured=True)),
+        ("seconds", lines_of(("a step", "step_time"))),
+        (unit, so_far if times else []),
+        ("tokens", lines_of(("seen so far", "num_tokens"), measured=True)),
+    ]
     shown = [(unit, found) for unit, found in lines if found]
     if not shown:
         raise ValueError(
             f"log_history has {len(log_history)} rows, but none has anything of the course of a training."
         )
-    names = [line.label for line in lines[0][1]]
+    names = [line.label for line in of_rewards]
     columns = max(1, min(3, len(names), LETTERS // (max(map(len, names), default=0) + 5)))
     figure, axes_of = make_panels(len(shown), height=1.5, extra=0.6 + 0.2 * -(-len(names) // columns))
     for axes, (unit, found) in zip(axes_of, shown, strict=True):
@@ -205,7 +206,7 @@ def plot_course(log_history: Rows) -> Figure:
             draw_line(axes, line)
         axes.set_ylabel(unit)
         axes.yaxis.set_major_formatter("{x:g}")  # without a factor above, where the legend is
-        if unit != "reward":
+        if found is not of_rewards:
             legend_above(axes)
     if names:  # above all of the figure, where many and long names have room
         handles, _ = axes_of[0].get_legend_handles_labels()
@@ -213,13 +214,6 @@ def plot_course(log_history: Rows) -> Figure:
     number_steps(axes_of[-1])
     figure.set_label(f"Course of the training: {', '.join(line.label for _, found in shown for line in found)}.")
     return figure
-
-
-def _course(log_history: Rows, name: str, key: str, number: int) -> Line:
-    steady = key in ("learning_rate", "num_tokens")
-    return Line(
-        plain_name(name), points_of(log_history, key), _colour(number), LINE_STYLES[number % len(LINE_STYLES)], steady
-    )
 
 
 def _time_so_far(log_history: Rows) -> Series:

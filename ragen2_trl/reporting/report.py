@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -195,14 +196,10 @@ def _inconclusive(before: Mapping[str, float], after: Mapping[str, float]) -> st
 def _ends(parts: Sequence[RunSection]) -> list[str]:
     """Whether the best end of the runs differs from the next, where that is not sure."""
     ends = sorted(
-        (part.run.evaluations["after"] for part in parts if "after" in part.run.evaluations), key=_of_success
+        (part.run.evaluations["after"] for part in parts if "after" in part.run.evaluations), key=itemgetter("success")
     )
     unsure = _inconclusive(ends[-2], ends[-1]) if len(ends) > 1 else ""
     return [f"which of them ends best is {unsure}"] if unsure else []
-
-
-def _of_success(metrics: Mapping[str, float]) -> float:
-    return metrics["success"]
 
 
 def _gain(part: RunSection, alone: bool) -> str:
@@ -214,9 +211,8 @@ def _gain(part: RunSection, alone: bool) -> str:
         return ""
     name = "" if alone else f"{_quoted(part)}{' (nothing filtered)' if part.run.filters_nothing else ''}: "
     unsure = _inconclusive(before, after)
-    return f"{name}held-out success {before['success']:.0%} → {after['success']:.0%}" + (
-        f" ({unsure})" if unsure else ""
-    )
+    gain = f"{name}held-out success {before['success']:.0%} → {after['success']:.0%}"
+    return f"{gain} ({unsure})" if unsure else gain
 
 
 def _failures(parts: Sequence[RunSection]) -> list[str]:

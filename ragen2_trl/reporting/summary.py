@@ -77,6 +77,10 @@ def _first_and_last(history: list[dict[str, Any]]) -> dict[str, Any] | None:
     return {"first": measured[0], "last": measured[-1]} if measured else None
 
 
+def _chance(measured: Mapping[str, float]) -> str:
+    return f" (chance {measured['retrieval_chance']:.1%})"
+
+
 def summary_table(summary: Mapping[str, Any], title: str) -> Table:
     """A run's summary as a table."""
     table = Table(title=Text(title), show_header=False)
@@ -117,10 +121,11 @@ def summary_table(summary: Mapping[str, Any], title: str) -> Table:
         table.add_row("update compute saved by the filter", amount)
     if summary["mutual_information"] is not None:
         first, last = (summary["mutual_information"][when] for when in ("first", "last"))
+        differs = first["retrieval_chance"] != last["retrieval_chance"]  # another number of prompts
         table.add_row(
             "reasoning explained best by its own prompt",
-            f"{first['retrieval_accuracy']:.1%} at step {first['step']}, {last['retrieval_accuracy']:.1%} at step "
-            f"{last['step']} (chance {last['retrieval_chance']:.1%})",
+            f"{first['retrieval_accuracy']:.1%} at step {first['step']}{_chance(first) if differs else ''}, "
+            f"{last['retrieval_accuracy']:.1%} at step {last['step']}{_chance(last)}",
         )
         table.add_row("mutual information", f"{last['mi_seq']:.2f} of at most {last['mi_upper_bound']:.2f} nats")
     if summary["verdict"] is not None:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config
 
 from ragen2_trl.cli.shipped import ACCELERATE_CONFIGS
 from ragen2_trl.tiny import TINY_MODEL_PATH
@@ -31,14 +31,8 @@ GIB = 2**20  # of /proc's kilobytes
 
 def make_model(shape: str, folder: str) -> int:
     """A model of this shape in bfloat16 with the tiny model's tokenizer; how many parameters it has."""
-    config = Qwen2Config(
-        **SHAPES[shape], vocab_size=151936, num_key_value_heads=2, tie_word_embeddings=True, dtype="bfloat16"
-    )
-    torch.set_default_dtype(torch.bfloat16)
-    try:
-        model = Qwen2ForCausalLM(config)
-    finally:
-        torch.set_default_dtype(torch.float32)
+    config = Qwen2Config(**SHAPES[shape], vocab_size=151936, num_key_value_heads=2, tie_word_embeddings=True)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     model.save_pretrained(folder)
     AutoTokenizer.from_pretrained(TINY_MODEL_PATH).save_pretrained(folder)
     return int(model.num_parameters())

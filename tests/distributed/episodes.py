@@ -20,8 +20,8 @@ TURNS = (4, 2)  # on each process
 
 
 def main() -> None:
-    backend, policy_path, folder, *further = sys.argv[1:]
-    settings = {**start(backend), **{name: value for one in further for name, value in json.loads(one).items()}}
+    backend, policy_path, folder, given = [*sys.argv[1:], "{}"][:4]
+    settings = {**start(backend), **json.loads(given)}
     args = SNRFilteredGRPOConfig(
         **{**COMMON, "max_completion_length": 300, "per_device_train_batch_size": 4, **settings},
         output_dir=folder,
