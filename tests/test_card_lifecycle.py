@@ -67,7 +67,7 @@ def test_a_run_that_raised_is_unfinished_and_a_fresh_one_shows_nothing_of_it(pol
     assert "finished 2 steps" in read_card(folder)
     assert "was not measured" in section_of(read_card(folder))
     assert "retrieval accuracy (" not in read_card(folder)
-    assert figures_in(folder) == {"training", "compute", "reward_distribution"}
+    assert figures_in(folder) == {"training", "course", "compute", "reward_distribution"}
     assert [generation.step for generation in read_group_rewards(read_run(folder))] == [1, 2]
 
 

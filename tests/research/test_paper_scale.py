@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TrainingArguments
 
 from ragen2_trl import cli
 from ragen2_trl.cli.typed import InputError
+from ragen2_trl.columns import SUCCESS
 from ragen2_trl.envs.base import Environment
 from ragen2_trl.reporting.files import HISTORY_FILE
 from research.__main__ import _check_settings, main
@@ -52,12 +53,21 @@ def model(policy_path, tmp_path_factory):
 
 @pytest.fixture
 def rewards_by_lot(monkeypatch):
-    """Rewards that differ within a group, as a random model's do not: else the filter would leave nothing to train."""
+    """Rewards and success that differ within a group, as a random model's do not: else nothing would be trained on."""
     made, lot = Environment._reward_func, Random(0)
 
     def make(self, *args):
         func = made(self, *args)
-        return wraps(func)(lambda *args, **columns: [value + lot.random() for value in func(*args, **columns)])
+
+        @wraps(func)
+        def by_lot(*args, log_extra=None, **columns):
+            if log_extra is not None:
+                columns["log_extra"] = lambda name, values: log_extra(
+                    name, [float(lot.random() < 0.5) for _ in values] if name == SUCCESS else values
+                )
+            return [value + lot.random() for value in func(*args, **columns)]
+
+        return by_lot
 
     monkeypatch.setattr(Environment, "_reward_func", make)
 
