@@ -33,7 +33,9 @@ def main(args: list[str] | None = None) -> None:
         model, tokenizer = _model_and_tokenizer(script_args, training_args, model_args)
         demonstrations = _demonstrations(script_args)
     # With several turns the completion holds the environment's messages, too.
-    training_args.assistant_only_loss |= any(len(completion) > 1 for completion in demonstrations["completion"])
+    training_args.assistant_only_loss |= any(
+        not isinstance(completion, str) and len(completion) > 1 for completion in demonstrations["completion"]
+    )
     training_args.disable_tqdm = True  # the live line takes its place
     trainer = SFTTrainer(
         model=model,
