@@ -13,6 +13,7 @@ from ragen2_trl.reporting.examples import printable
 from ragen2_trl.reporting.files import DIAGNOSTICS, EVALUATIONS, STATE_FILE
 from ragen2_trl.reporting.held_out import HeldOutPoint
 from ragen2_trl.reporting.run import FIRST_TURN, Run
+from ragen2_trl.reporting.settings import has_effect
 
 HEADING = "## Training diagnostics"
 TAGS = ("ragen2", "trl")
@@ -374,8 +375,9 @@ def _how(run: Run) -> list[str]:
             f"- Environment: {code(environment['name'] + options)}, {_count(environment['max_turns'], 'turn')} of up "
             f"to {_count(environment['max_actions'], 'action')}"
         )
-    if settings:
-        lines.append("- Settings: " + ", ".join(code(f"{name}={value}") for name, value in settings.items()))
+    shown = [code(f"{name}={value}") for name, value in settings.items() if has_effect(name, value)]
+    if shown:
+        lines.append(f"- Settings: {', '.join(shown)}")
     if run.versions:
         lines.append("- Versions: " + ", ".join(inline(f"{name} {number}") for name, number in run.versions.items()))
     return lines
