@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 ARGUMENTS_FILE = "training_args.bin"
-MAX_FILE, MAX_PICKLE = 2**22, 2**18  # bytes; a real one has some 8,000
+MAX_FILE, MAX_PICKLE = 2**20, 2**18  # bytes; a real one has some 8,000
 MAX_TEXT, MAX_LIST = 200, 32
 
 
@@ -33,7 +33,8 @@ def read_arguments(path: Path) -> tuple[str, dict[str, Any]]:
         raise ValueError("it holds no arguments of a trainer")
     if made.name == "_reconstructor" and made.args and isinstance(made.args[0], Named):  # how copyreg makes an object
         made.name = made.args[0].name
-    return made.name, {name: _plain(value) for name, value in made.state.items() if _is_plain(_plain(value))}
+    values = {name: _plain(value) for name, value in made.state.items()}
+    return made.name, {name: value for name, value in values.items() if _is_plain(value)}
 
 
 def _pickle_of(path: Path) -> bytes:
@@ -46,7 +47,9 @@ def _pickle_of(path: Path) -> bytes:
                 raise ValueError("it holds no data.pkl")
             # PyTorch does not compress, so that no more is read than the file has.
             if entries[0].compress_type != zipfile.ZIP_STORED or entries[0].file_size > MAX_PICKLE:
-                raise ValueError(f"its data.pkl is compressed or has {entries[0].file_size} bytes; allowed: {MAX_PICKLE}")
+                raise ValueError(
+                    f"its data.pkl is compressed or has {entries[0].file_size} bytes; allowed: {MAX_PICKLE}"
+                )
             return archive.read(entries[0])
     except (zipfile.BadZipFile, EOFError) as error:
         raise ValueError(f"it is no file of torch.save: {error}") from error
@@ -55,11 +58,11 @@ def _pickle_of(path: Path) -> bytes:
 def _parse(data: bytes) -> Any:
     """What a pickle is of, with a `Named` for each class and object: nothing that it names is looked up or called.
 
-    An unpickler would do here but for two things: a pickle can make it take memory without end, or hash for ever.
+    A restricted unpickler is not enough: a pickle can make it take memory without end, or hash a key forever.
     """
     stack: list[Any] = []
     marks: list[int] = []
-    memo: dict[int, Any] = {}
+    memo: dict[Any, Any] = {}
 
     def take(start: int) -> list[Any]:
         taken = stack[start:]
@@ -102,7 +105,7 @@ def _parse(data: bytes) -> Any:
             case "BINGET" | "LONG_BINGET":
                 stack.append(memo[value])
             case "GLOBAL":
-                stack.append(Named(value.rpartition(" ")[2]))
+                stack.append(Named(str(value).rpartition(" ")[2]))
             case "REDUCE" | "NEWOBJ":
                 kind, args = take(-2)
                 if not isinstance(kind, Named) or not isinstance(args, tuple):
