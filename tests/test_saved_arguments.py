@@ -58,7 +58,7 @@ def test_a_run_of_trls_own_trainer_shows_its_settings(policy_path, prompts, make
     }
     assert run.settings.items() >= expected.items() and run.problems == []
     text = f"{report_of(args.output_dir).text} "
-    for name, value in {**expected, "top_p": 0.9}.items():
+    for name, value in {**expected, "top_p": 0.9, "reward_weights": 0.5}.items():
         assert f"{name} {value} " in text, name
     assert "vllm" not in text and "weight_decay" not in text  # which do nothing here
     assert "hf_a" not in text

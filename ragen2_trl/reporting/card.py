@@ -23,7 +23,7 @@ MEAN_OVER = 10  # log rows: single training steps are noisy
 
 FIGURES = {  # of the run's folder, in the order of the card
     "held_out": "Success on held-out tasks over the steps, with 95 % intervals",
-    "training": "Success in training, retrieval accuracy, entropy and what the filter kept, over training",
+    "training": "Reward, success, retrieval accuracy, entropy and what the filter kept, as far as they were logged",
     "course": "Each reward function, lengths, KL, learning rate, time and tokens",
     "quadrant": "The path of the run between the four regimes of arXiv 2604.06268",
     "proxies": "Six proxies of how much reasoning says about its prompt; dotted: chance, or the bound",

@@ -183,7 +183,8 @@ def headline(parts: Sequence[RunSection]) -> str:
     gains = [gain for part in parts if (gain := _gain(part, alone=len(parts) == 1))]
     trained = [part for part in parts if not part.run.is_played]
     said = [*_failures(trained), _collapses(trained or parts)] if trained or not gains else []
-    return "; ".join([*gains[:MAX_NAMED], *_ends(parts), *said])
+    first, *others = [*gains[:MAX_NAMED], *_ends(parts), *said]
+    return "; ".join([first, *map(_lower, others)])
 
 
 def _inconclusive(before: Mapping[str, float], after: Mapping[str, float]) -> str:
@@ -441,16 +442,19 @@ def _pick_examples(parts: Sequence[RunSection]) -> tuple[list[Example], dict[str
 
 
 def _table(columns: Sequence[dict[str, Any]]) -> list[tuple[str, list[str], bool]]:
-    """(name, value for each run, whether they differ), those that differ first; without what does nothing in any."""
+    """(name, value for each run, whether those that have one differ); those that differ first, then those that not
+    every run has. What does nothing in any run is left out."""
     names = dict.fromkeys(name for column in columns for name, value in column.items() if has_effect(name, value))
     rows = []
     for name in names:
         values = [_plain(column[name]) if name in column else "" for column in columns]
-        rows.append((name, [value[:200] for value in values], len(set(values)) > 1))
-    return sorted(rows, key=lambda row: not row[2])
+        rows.append((name, [value[:200] for value in values], len({*values} - {""}) > 1))
+    return sorted(rows, key=lambda row: (not row[2], "" not in row[1]))
 
 
 def _plain(value: Any) -> str:
     if isinstance(value, dict):
         return ", ".join(f"{name} {_plain(one)}" for name, one in value.items())
+    if isinstance(value, list):
+        return ", ".join(map(_plain, value))
     return str(value)

@@ -46,7 +46,7 @@ SETTINGS = (
     "use_vllm",
     "vllm_mode",
 )
-WITHOUT_EFFECT = {
+WITHOUT_EFFECT = {  # values at which a setting does nothing
     "warmup_steps": 0,
     "warmup_ratio": 0,
     "weight_decay": 0,
@@ -60,6 +60,12 @@ WITHOUT_EFFECT = {
     "repetition_penalty": 1,
     "max_steps": -1,
     "use_vllm": False,
+    "snr_dynamic_sampling_rounds": 0,
+    "snr_pilot_generations": 0,
+    "snr_prompt_selection": False,
+    "snr_score_reward": None,
+    "snr_selector": None,
+    "snr_verbose": False,
 }
 
 
