@@ -282,7 +282,7 @@ def test_settings_of_some_runs_come_next_and_those_without_effect_in_any_are_lef
     first = evaluated(tmp_path / "first", 0.4, 0.5, trainer="A", seed=0, beta=0.0, top_p=1.0, top_k=0)
     second = evaluated(tmp_path / "second", 0.4, 0.5, trainer="B", seed=0, beta=0.0, top_p=0.9, top_k=0, epsilon=0.2)
     text = report_of(first, second).text
-    assert "Settings first second trainer A B top_p 1.0 0.9 epsilon – 0.2 " in text
+    assert "Settings first second trainer A B top_p 1.0 0.9 epsilon \N{EN DASH} 0.2 " in text
     assert "seed 0 0 beta 0.0 0.0" in text and "top_k" not in text
     assert re.findall('class="differs"><th>(.*?)</th>', render_report([read_run(first), read_run(second)])) == [
         "trainer",
