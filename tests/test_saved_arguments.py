@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from reported_runs import make_run, report_of
 from reported_runs import words_only_fixture as words_only_fixture
+from transformers import TrainerState
 from trl import GRPOConfig, GRPOTrainer
 
 from ragen2_trl import SNRFilteredGRPOConfig
@@ -74,6 +75,16 @@ def test_arguments_are_read_as_they_were_saved(tmp_path, make_args):
         fields = values.keys() & {field.name for field in dataclasses.fields(saved)}
         assert {name: getattr(saved, name) for name in fields} == {name: values[name] for name in fields}
         assert {"seed", "optim", "logging_steps", "beta", "save_strategy"} <= fields
+
+
+def test_of_several_checkpoints_the_newest_tells_the_settings(tmp_path, make_args):
+    for step in (9, 20):
+        folder = tmp_path / f"checkpoint-{step}"
+        folder.mkdir()
+        TrainerState(global_step=step, log_history=[{"step": step}]).save_to_json(str(folder / "trainer_state.json"))
+        torch.save(make_args(seed=step, snr_value=0.5), folder / FILE)
+    settings = read_run(tmp_path).settings
+    assert (settings["config"], settings["seed"], settings["snr_value"]) == ("SNRFilteredGRPOConfig", 20, 0.5)
 
 
 # Files that are no such arguments
