@@ -103,8 +103,7 @@ def test_a_point_is_what_evaluate_says_of_the_same_weights(curved):
     settings = {name: value for name, value in SMALL.items() if name != "every"}
     expected = evaluate_model(model, tokenizer, LAKE, temperature=0.5, **settings)
     (first, *_) = curved.state.log_history
-    found = {name: first[f"eval/env/frozen_lake/{name}"] for name in expected if not name.startswith("num_")}
-    assert found == {name: value for name, value in expected.items() if not name.startswith("num_")}
+    assert {name: first[f"eval/env/frozen_lake/{name}"] for name in expected} == expected
 
 
 def test_evaluated_episodes_are_saved_as_they_were_played(curved):
@@ -134,6 +133,7 @@ def test_card_and_report_tell_peak_last_and_area(curved):
     page = render_report([run])
     assert f"best {peak.success:.0%} at step {peak.step}; area under the curve {curve.area:.3f}" in page
     assert "Success on held-out tasks over the steps" in page
+    assert f"frozen_lake ({SMALL['num_prompts']} tasks)" in page and f", {SMALL['num_prompts']} tasks" in page
     assert f"held-out success {first.success:.0%} → {last.success:.0%}" in page
 
 

@@ -313,7 +313,10 @@ def test_the_random_baseline_is_a_dotted_line():
 
 
 def test_held_out_success_is_drawn_with_the_band_of_its_interval():
-    curves = {"frozen_lake": held_out_curve("frozen_lake"), "sokoban": held_out_curve("sokoban", [0])}
+    curves = {
+        "frozen_lake": held_out_curve("frozen_lake", num_prompts=256.0),
+        "sokoban": held_out_curve("sokoban", [0]),
+    }
     figure = plot_held_out(curves)
     (axes,) = figure.axes
     for drawn, curve in zip(axes.lines, curves.values(), strict=True):
@@ -325,6 +328,6 @@ def test_held_out_success_is_drawn_with_the_band_of_its_interval():
     } <= corners
     assert alone.get_segments()[0].tolist() == [[0, 0.3 - 0.1], [0, 0.3 + 0.1]]  # an interval of one evaluation
     texts = [text.get_text() for text in figure.legends[0].get_texts()]
-    assert texts == ["frozen_lake, best 80% at step 140", "sokoban, best 30% at step 0"]
+    assert texts == ["frozen_lake (256 tasks), best 80% at step 140", "sokoban, best 30% at step 0"]
     with pytest.raises(ValueError, match="curves must hold at least one task, got none"):
         plot_held_out({})

@@ -278,6 +278,26 @@ def test_settings_that_differ_come_first(runs, words_only):
     assert "Settings healthy drifted seed 0 60 beta 0.0 0.0" in report_of(*runs).text
 
 
+def test_settings_of_some_runs_come_next_and_those_without_effect_in_any_are_left_out(tmp_path, words_only):
+    first = evaluated(tmp_path / "first", 0.4, 0.5, trainer="A", seed=0, beta=0.0, top_p=1.0, top_k=0)
+    second = evaluated(tmp_path / "second", 0.4, 0.5, trainer="B", seed=0, beta=0.0, top_p=0.9, top_k=0, epsilon=0.2)
+    text = report_of(first, second).text
+    assert "Settings first second trainer A B top_p 1.0 0.9 epsilon \N{EN DASH} 0.2 " in text
+    assert "seed 0 0 beta 0.0 0.0" in text and "top_k" not in text
+    assert re.findall('class="differs"><th>(.*?)</th>', render_report([read_run(first), read_run(second)])) == [
+        "trainer",
+        "top_p",
+    ]
+
+
+def test_held_out_success_says_on_how_many_tasks_it_stands(tmp_path, words_only):
+    folder = evaluated(tmp_path / "run", 0.4, 0.5)
+    for when, tasks in (("before", 64), ("after", 1024)):
+        path = folder / f"evaluation_{when}.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"num_prompts": tasks}))
+    assert "64 to 1,024 tasks" in report_of(folder).text
+
+
 def test_a_folder_without_a_run_ends_with_code_2_and_its_name(runs, tmp_path, capsys):
     output = tmp_path / "report.html"
     with pytest.raises(SystemExit) as ended:

@@ -30,7 +30,6 @@ from ragen2_trl.rollouts.sampling import check_sampling, held_out_rows, play_row
 logger = get_logger(__name__)
 
 SECONDS = "eval_seconds"  # log key of what evaluating cost
-COUNTS = ("num_prompts", "num_samples")  # the same in every row
 
 
 class EnvironmentEvalCallback(TrainerCallback):
@@ -214,7 +213,6 @@ class EnvironmentEvalCallback(TrainerCallback):
             f"{LOGGED}{task}/{name}": value
             for task, metrics in self.evaluate().items()
             for name, value in metrics.items()
-            if name not in COUNTS
         }
         values[SECONDS] = time.perf_counter() - started
         self._pending = list(values)

@@ -13,6 +13,7 @@ from ragen2_trl.reporting.examples import printable
 from ragen2_trl.reporting.files import DIAGNOSTICS, EVALUATIONS, STATE_FILE
 from ragen2_trl.reporting.held_out import HeldOutPoint
 from ragen2_trl.reporting.run import FIRST_TURN, Run
+from ragen2_trl.reporting.settings import has_effect
 
 HEADING = "## Training diagnostics"
 TAGS = ("ragen2", "trl")
@@ -22,7 +23,7 @@ MEAN_OVER = 10  # log rows: single training steps are noisy
 
 FIGURES = {  # of the run's folder, in the order of the card
     "held_out": "Success on held-out tasks over the steps, with 95 % intervals",
-    "training": "Success in training, retrieval accuracy, entropy and what the filter kept, over training",
+    "training": "Reward, success, retrieval accuracy, entropy and what the filter kept, as far as they were logged",
     "course": "Each reward function, lengths, KL, learning rate, time and tokens",
     "quadrant": "The path of the run between the four regimes of arXiv 2604.06268",
     "proxies": "Six proxies of how much reasoning says about its prompt; dotted: chance, or the bound",
@@ -374,8 +375,9 @@ def _how(run: Run) -> list[str]:
             f"- Environment: {code(environment['name'] + options)}, {_count(environment['max_turns'], 'turn')} of up "
             f"to {_count(environment['max_actions'], 'action')}"
         )
-    if settings:
-        lines.append("- Settings: " + ", ".join(code(f"{name}={value}") for name, value in settings.items()))
+    shown = [code(f"{name}={value}") for name, value in settings.items() if has_effect(name, value)]
+    if shown:
+        lines.append(f"- Settings: {', '.join(shown)}")
     if run.versions:
         lines.append("- Versions: " + ", ".join(inline(f"{name} {number}") for name, number in run.versions.items()))
     return lines

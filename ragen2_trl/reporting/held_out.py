@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -35,6 +35,17 @@ def tasks_to_tell(one: float, other: float) -> int | None:
     """
     spread = one * (1 - one) + other * (1 - other)
     return math.ceil((LEVEL + POWER) ** 2 * spread / (one - other) ** 2) if spread and one != other else None
+
+
+def tasks_of(evaluations: Iterable[Mapping[str, float]]) -> str:
+    """On how many tasks these evaluations stand, in words; nothing where they do not tell.
+
+    >>> tasks_of([{"success": 0.5, "num_prompts": 256.0}])
+    '256 tasks'
+    """
+    known = [metrics["num_prompts"] for metrics in evaluations if is_number(metrics.get("num_prompts"))]
+    counts = dict.fromkeys(f"{count:,.0f}" for count in (min(known), max(known))) if known else ()
+    return f"{' to '.join(counts)} tasks" if counts else ""
 
 
 @dataclass(frozen=True)
@@ -87,6 +98,11 @@ class HeldOutCurve:
         return next((point for point in self.points if point.step == loaded), self.last)
 
     @property
+    def tasks(self) -> str:
+        """On how many tasks its points stand, in words; nothing where it is not known."""
+        return tasks_of(point.metrics for point in self.points)
+
+    @property
     def start(self) -> str:
         """Success at the first evaluation, or nothing where there is no other."""
         return f"{self.first.success:.0%}" if len(self.points) > 1 else ""
@@ -95,8 +111,9 @@ class HeldOutCurve:
     def note(self) -> str:
         """What the last number does not say, in words."""
         baseline = "" if self.random_baseline is None else f"; random baseline {self.random_baseline:.1%}"
+        tasks = f", {self.tasks}" if self.tasks else ""
         return (
-            f"95 % interval {self.last.low:.0%} to {self.last.high:.0%}{baseline}; best "
+            f"95 % interval {self.last.low:.0%} to {self.last.high:.0%}{tasks}{baseline}; best "
             f"{self.peak.success:.0%} at step {self.peak.step}; area under the curve {self.area:.3f}"
         )
 

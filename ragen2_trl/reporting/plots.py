@@ -344,7 +344,8 @@ def plot_held_out(curves: Mapping[str, HeldOutCurve]) -> Figure:
     if not curves:
         raise ValueError("curves must hold at least one task, got none")
     names = [
-        f"{plain_name(curve.task)}, best {curve.peak.success:.0%} at step {curve.peak.step}"
+        f"{plain_name(curve.task)}{f' ({curve.tasks})' if curve.tasks else ''}, best {curve.peak.success:.0%} "
+        f"at step {curve.peak.step}"
         for curve in curves.values()
     ]
     columns = max(1, min(len(names), LETTERS // (max(map(len, names)) + 5)))

@@ -29,11 +29,12 @@ from ragen2_trl.reporting.examples import (
 )
 from ragen2_trl.reporting.gallery import arrows_svg, figures_of
 from ragen2_trl.reporting.group_rewards import variance_table
-from ragen2_trl.reporting.held_out import differ, tasks_to_tell
+from ragen2_trl.reporting.held_out import differ, tasks_of, tasks_to_tell
 from ragen2_trl.reporting.plots import plot_comparison, points_of
 from ragen2_trl.reporting.run import FIRST_TURN, Run
 from ragen2_trl.reporting.saved_gradients import readable_gradients
 from ragen2_trl.reporting.saved_measurement import SavedMeasurement
+from ragen2_trl.reporting.settings import has_effect
 from ragen2_trl.reporting.style import svg
 
 TEMPLATE = "report.html.jinja"
@@ -182,7 +183,8 @@ def headline(parts: Sequence[RunSection]) -> str:
     gains = [gain for part in parts if (gain := _gain(part, alone=len(parts) == 1))]
     trained = [part for part in parts if not part.run.is_played]
     said = [*_failures(trained), _collapses(trained or parts)] if trained or not gains else []
-    return "; ".join([*gains[:MAX_NAMED], *_ends(parts), *said])
+    first, *others = [*gains[:MAX_NAMED], *_ends(parts), *said]
+    return "; ".join([first, *map(_lower, others)])
 
 
 def _inconclusive(before: Mapping[str, float], after: Mapping[str, float]) -> str:
@@ -266,7 +268,7 @@ def _template() -> Template:
 
 
 def _make_part(label: str, run: Run) -> RunSection:
-    problems: list[str] = []
+    problems = list(run.problems)
     measurements = read_measurements(run, problems)
     groups = read_groups(run, problems)
     album = read_album(run, problems)
@@ -343,7 +345,9 @@ def _success(run: Run) -> Number:
         measured = [metrics for metrics in (before, after) if metrics]
         start = f"{before['success']:.0%}" if before else ""
         bounds = ", then ".join(f"{one['success_ci_low']:.0%} to {one['success_ci_high']:.0%}" for one in measured)
-        return Number("Held-out success", start, f"{after['success']:.0%}", f"95 % interval {bounds}")
+        tasks = tasks_of(measured)
+        note = f"95 % interval {bounds}" + (f"; {tasks}" if tasks else "")
+        return Number("Held-out success", start, f"{after['success']:.0%}", note)
     where = "of what was diagnosed" if run.is_diagnosed else "in training"
     if run.success_metric:
         return _number(f"Success {where}", running_means(run.points(run.success_metric)), lambda x: f"{x:.0%}", "")
@@ -438,16 +442,19 @@ def _pick_examples(parts: Sequence[RunSection]) -> tuple[list[Example], dict[str
 
 
 def _table(columns: Sequence[dict[str, Any]]) -> list[tuple[str, list[str], bool]]:
-    """(name, value for each run, whether they differ), those that differ first."""
-    names = dict.fromkeys(name for column in columns for name in column)
+    """(name, value for each run, whether those that have one differ); those that differ first, then those that not
+    every run has. What does nothing in any run is left out."""
+    names = dict.fromkeys(name for column in columns for name, value in column.items() if has_effect(name, value))
     rows = []
     for name in names:
         values = [_plain(column[name]) if name in column else "" for column in columns]
-        rows.append((name, [value[:200] for value in values], len(set(values)) > 1))
-    return sorted(rows, key=lambda row: not row[2])
+        rows.append((name, [value[:200] for value in values], len({*values} - {""}) > 1))
+    return sorted(rows, key=lambda row: (not row[2], "" not in row[1]))
 
 
 def _plain(value: Any) -> str:
     if isinstance(value, dict):
         return ", ".join(f"{name} {_plain(one)}" for name, one in value.items())
+    if isinstance(value, list):
+        return ", ".join(map(_plain, value))
     return str(value)

@@ -3,7 +3,7 @@
 import json
 import platform
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -30,13 +30,16 @@ from ragen2_trl.reporting.files import (
     MEASUREMENTS,
     RUN_FILE,
     STATE_FILE,
+    UNREADABLE,
     numbered,
     read_json,
+    unreadable,
     write_json,
 )
 from ragen2_trl.reporting.held_out import HeldOutCurve, curves_of
 from ragen2_trl.reporting.records import MAX_STEP, check_about, check_evaluation, check_history, check_state, is_number
-from ragen2_trl.reporting.settings import settings_of, versions_of_packages
+from ragen2_trl.reporting.saved_arguments import ARGUMENTS_FILE, read_arguments
+from ragen2_trl.reporting.settings import settings_of, settings_of_arguments, versions_of_packages
 
 MAX_COMPLETIONS = 10**6  # of a measurement; more cannot have been scored
 MAX_CURVES = 8  # tasks
@@ -66,6 +69,7 @@ class Run:
         is_diagnosed: Whether it is no training, but a diagnosis, as `diagnose` leaves: rows are of what it measured.
         health_keys: Further log keys that health is told by.
         silence: Why mutual information was not measured when it last should have been; `None` without the callback.
+        problems: What of it cannot be read.
     """
 
     folder: Path
@@ -81,6 +85,7 @@ class Run:
     drawn: int = 0
     health_keys: dict[str, str] = field(default_factory=dict)
     silence: str | None = None
+    problems: list[str] = field(default_factory=list)
     is_played: bool = False
     is_diagnosed: bool = False
 
@@ -184,7 +189,7 @@ class Run:
     def filters_nothing(self) -> bool:
         """Whether every group was trained on, which is plain TRL."""
         strategy, value = self.settings.get("snr_strategy"), self.settings.get("snr_value", 0)
-        keeps_all = strategy == "none" or (str(strategy).startswith("top_p") and value >= 1)
+        keeps_all = strategy == "none" or (str(strategy).startswith("top_p") and is_number(value) and value >= 1)
         of_trl = self.settings.get("trainer") in ("GRPOTrainer", "RLOOTrainer")
         return of_trl or (keeps_all and bool(self.settings.get("snr_include_zero")))
 
@@ -240,8 +245,9 @@ def read_run(folder: Path) -> Run:
     folder = Path(folder)
     if not folder.is_dir():
         raise ValueError(f"{str(folder)!r} is no folder; allowed: the output_dir of a trainer.")
-    checkpoints = [state for path in folder.glob(f"checkpoint-*/{STATE_FILE}") if (state := _read_state(path))]
-    newest = max(checkpoints, key=lambda state: state["global_step"], default=None)
+    paths = list(folder.glob(f"checkpoint-*/{STATE_FILE}"))
+    checkpoints = [(state, path.parent) for path in paths if (state := _read_state(path))]
+    newest, its_folder = max(checkpoints, key=lambda found: found[0]["global_step"], default=(None, folder))
     state = _read_state(folder / DIAGNOSTICS / STATE_FILE) or _read_state(folder / STATE_FILE) or newest
     if newest and state and state["log_history"] and _goes_on(state["log_history"], newest["log_history"]):
         state = newest  # training went on without us
@@ -268,7 +274,22 @@ def read_run(folder: Path) -> Run:
         }
     about = read_json(folder / DIAGNOSTICS / RUN_FILE, dict) or {}
     check_about(about, str(folder / DIAGNOSTICS / RUN_FILE))
-    return _make_run(folder, state, _mapping(about, "settings"), _mapping(about, "versions"))
+    problems: list[str] = []
+    # TRL's own trainers leave nothing but their arguments.
+    settings = _mapping(about, "settings") or _saved_settings((its_folder, folder), problems)
+    return replace(_make_run(folder, state, settings, _mapping(about, "versions")), problems=problems)
+
+
+def _saved_settings(folders: Iterable[Path], problems: list[str]) -> dict[str, Any]:
+    """The settings in the arguments that transformers has saved in the first folder that has any."""
+    path = next((path for one in folders if (path := one / ARGUMENTS_FILE).is_file()), None)
+    if path is None:
+        return {}
+    try:
+        return settings_of_arguments(*read_arguments(path))
+    except UNREADABLE as error:
+        problems.append(f"The settings of this run are not shown: {unreadable(path, error)}")
+        return {}
 
 
 def _diagnosed(folder: Path, diagnosis: Mapping[str, Any]) -> Run:

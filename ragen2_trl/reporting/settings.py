@@ -14,33 +14,88 @@ PACKAGES = ("ragen2-trl", "trl", "transformers", "datasets", "accelerate", "peft
 SETTINGS = (
     "seed",
     "learning_rate",
+    "lr_scheduler_type",
+    "warmup_steps",
+    "warmup_ratio",  # before transformers 5
+    "optim",
+    "weight_decay",
+    "max_grad_norm",
     "loss_type",
     "beta",
+    "epsilon",
+    "epsilon_high",
+    "num_iterations",
+    "scale_rewards",
+    "importance_sampling_level",
+    "mask_truncated_completions",
+    "entropy_coef",
     "num_generations",
     "reward_weights",
     "temperature",
-    "entropy_coef",
+    "top_p",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
     "max_steps",
+    "num_train_epochs",
     "max_completion_length",
     "per_device_train_batch_size",
     "gradient_accumulation_steps",
     "steps_per_generation",
+    "bf16",
+    "use_vllm",
+    "vllm_mode",
 )
+WITHOUT_EFFECT = {  # values at which a setting does nothing
+    "warmup_steps": 0,
+    "warmup_ratio": 0,
+    "weight_decay": 0,
+    "epsilon_high": None,
+    "mask_truncated_completions": False,
+    "entropy_coef": 0,
+    "reward_weights": None,
+    "top_p": 1,
+    "top_k": 0,
+    "min_p": None,
+    "repetition_penalty": 1,
+    "max_steps": -1,
+    "use_vllm": False,
+    "snr_dynamic_sampling_rounds": 0,
+    "snr_pilot_generations": 0,
+    "snr_prompt_selection": False,
+    "snr_score_reward": None,
+    "snr_selector": None,
+    "snr_verbose": False,
+}
 
 
 def settings_of(trainer: Any) -> dict[str, Any]:
     """The settings of a trainer that say what it trains, each as `public` has it."""
-    args = vars(trainer.args)
-    names = [*SETTINGS, *sorted(name for name in args if name.startswith("snr_"))]
     return {
         **_environment_of(vars(trainer).get("reward_funcs", ())),
         "trainer": type(trainer).__name__,
         "model": public(getattr(trainer.model.config, "_name_or_path", None)),
         "reward_funcs": list(getattr(trainer, "reward_func_names", ())),
         "processes": trainer.args.world_size,  # the accelerator forgets it when a script makes its next configuration
-        **{name: public(args[name]) for name in names if name in args},
-        **({"load_best_model_at_end": True} if args.get("load_best_model_at_end") else {}),
+        **_telling(vars(trainer.args)),
     }
+
+
+def settings_of_arguments(kind: str, args: Mapping[str, Any]) -> dict[str, Any]:
+    """The same of a trainer's arguments alone, whose class is called `kind`."""
+    return {"config": kind, **_telling(args)}
+
+
+def has_effect(name: str, value: Any) -> bool:
+    """Whether a setting does anything at this value."""
+    return name not in WITHOUT_EFFECT or value != WITHOUT_EFFECT[name]
+
+
+def _telling(args: Mapping[str, Any]) -> dict[str, Any]:
+    unused = {"vllm_mode": not args.get("use_vllm"), "num_train_epochs": args.get("max_steps", -1) > 0}
+    names = [*SETTINGS, *sorted(name for name in args if name.startswith("snr_"))]
+    found = {name: public(args[name]) for name in names if name in args and not unused.get(name)}
+    return found | ({"load_best_model_at_end": True} if args.get("load_best_model_at_end") else {})
 
 
 def _environment_of(reward_funcs: Iterable[Any]) -> dict[str, Any]:
