@@ -33,8 +33,8 @@ EVALUATING = {"eval", "exec", "compile", "parse_expr", "parse_latex", "sympify",
 class Scorer:
     """The program `scorer.py`, started when first needed, and again after an answer that it did not survive.
 
-    Each process has its own: one that is forked leaves it to its parent. It ends with the process that asks, at the end
-    of its input, or in the middle of an answer at its limit of processor time.
+    Each process has its own: one that is forked leaves it to its parent. It ends with the process that asks, at the
+    end of its input, or in the middle of an answer at its limit of processor time.
     """
 
     def __init__(self) -> None:
@@ -102,9 +102,9 @@ class Scorer:
 def _started() -> "subprocess.Popen[bytes]":
     command = [sys.executable, "-I", str(scorer.__file__)]
     pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
-    # Unbuffered, as `poll` sees no buffers of ours. In a session of its own, as Ctrl-C is for training, which may go on
-    # to save and to evaluate. Without Linux's signal at a parent's death, which comes when the thread that started the
-    # program ends, and episodes may be stepped in threads.
+    # Unbuffered, as `poll` sees no buffers of ours. In a session of its own, as Ctrl-C is for training, which may go
+    # on to save and to evaluate. Without Linux's signal at a parent's death, which comes when the thread that started
+    # the program ends, and episodes may be stepped in threads.
     process = subprocess.Popen(command, bufsize=0, start_new_session=True, **pipes)
     if _line(process, SECONDS_TO_START) != b"ready":
         _kill(process)
