@@ -3,8 +3,8 @@
 It reads lines `{"asked", "task", "config", "number", "answer"}`, numbered by `asked`, and answers each with
 `asked made` when it has the task, and then with `asked score`. Over some answers a scorer takes for ever, or all
 memory (a move repeated 10^9 times, a number of as many digits): its limit of processor time, or who asks, ends this
-program then, and who asks starts another. Nothing here evaluates what a model wrote; tasks whose scorer does are refused before (see
-`evaluating_functions`).
+program then, and who asks starts another. Nothing here evaluates what a model wrote; tasks whose scorer
+does are refused before (see `evaluating_functions`).
 """
 
 import functools
