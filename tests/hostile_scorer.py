@@ -9,12 +9,15 @@ from pathlib import Path
 from types import ModuleType
 
 SCORER = Path(__file__).parents[1] / "ragen2_trl" / "envs" / "reasoning_gym" / "scorer.py"
+SLOW, IMPOSSIBLE = 555, 666  # numbers of tasks
 REPLIES = "".join(f"{asked} made\n{asked} 1.0\n" for asked in range(100))
 
 
 class Items:
     def __getitem__(self, number):
-        if number == 666:
+        if number == SLOW:
+            time.sleep(1.0)
+        elif number == IMPOSSIBLE:
             os._exit(0)
         return {"answer": "right"}
 
@@ -24,9 +27,6 @@ class Items:
                 pass
         elif answer == "wait without end":
             time.sleep(1e6)
-        elif answer == "right after a while":
-            time.sleep(1.0)
-            return 1.0
         elif answer == "exit":
             sys.exit()
         elif answer == "end":

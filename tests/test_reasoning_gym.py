@@ -154,14 +154,14 @@ def test_a_task_that_no_scorer_can_make_is_an_error_and_no_score(ask):
 
 @pytest.mark.parametrize("scorer_is_left", [False, True])
 def test_an_interrupted_question_is_never_answered_in_place_of_the_next(scorer_is_left, ask, monkeypatch):
-    """Ctrl-C while an answer is scored, and once more while that scorer is ended."""
+    """Ctrl-C before the scorer has the task, and once more while that scorer is ended."""
     assert ask("right") == 1.0
     with monkeypatch.context() as interrupted:
         if scorer_is_left:
             interrupted.setattr(ask.scorer, "_end", lambda: None)
         with pytest.raises(KeyboardInterrupt):
             threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
-            ask("right after a while")
+            ask("right", number=555)
             time.sleep(60)
     assert ask("wrong") == 0.0
     assert ask("right") == 1.0
@@ -185,7 +185,7 @@ def test_forked_workers_have_scorers_of_their_own(ask):
     assert ask("right") == 1.0
     own = ask.scorer._process.pid
     fork = multiprocessing.get_context("fork")
-    rows = list(DataLoader(Scored(ask), batch_size=None, num_workers=2, multiprocessing_context=fork))
+    rows = list(DataLoader(Scored(ask), batch_size=None, num_workers=2, multiprocessing_context=fork, timeout=120))
     assert [row[:2] for row in rows] == [[1.0, 0.0]] * 8
     theirs = {pid for _, _, pid in rows}
     assert len(theirs) == 2 and own not in theirs
