@@ -1,11 +1,22 @@
 """Puzzles of reasoning-gym: rows, and scorers that read hostile text."""
 
 import json
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
 
 import pytest
+from launching import launch
+from torch.utils.data import DataLoader
 
 from ragen2_trl.envs import make_env
-from ragen2_trl.envs.reasoning_gym.environment import evaluating_functions, score_answer
+from ragen2_trl.envs.reasoning_gym import environment, scorer
+from ragen2_trl.envs.reasoning_gym.environment import Scorer, evaluating_functions, score_answer
 
 pytestmark = pytest.mark.needs("reasoning-gym")
 RUNS_ANSWERS = {
@@ -82,6 +93,144 @@ def test_an_answer_without_end_costs_its_reward_and_not_the_training(task, answe
     score_answer(task, "{}", 3, "warm")  # the program is running
     assert score_answer(task, "{}", 3, answer) < 0.1
     assert score_answer("leg_counting", "{}", 3, "nothing") == 0.0  # and the next is scored
+
+
+@pytest.fixture
+def ask(monkeypatch):
+    """Scores an answer by a scorer that the test alone has, to which an answer may do anything."""
+    monkeypatch.setattr(scorer, "__file__", str(Path(__file__).with_name("hostile_scorer.py")))
+    score = Scorer()
+
+    def ask(answer, number=0):
+        return score("hostile", "{}", number, answer)
+
+    ask.scorer = score
+    yield ask
+    score._end()
+
+
+def ends(pid):
+    """Whether a process ends; it is given a minute."""
+    for _ in range(600):
+        try:
+            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except FileNotFoundError:
+            return True
+        if state == "Z":
+            return True
+        time.sleep(0.1)
+    return False
+
+
+@pytest.mark.parametrize("answer", ["compute without end", "exit", "end", "crash", "print"])
+def test_what_an_answer_does_to_its_scorer_is_worth_nothing_and_the_next_is_scored_right(answer, ask):
+    for number in range(2):
+        assert ask(answer, number) == 0.0
+        assert ask("right", number) == 1.0
+        assert ask("wrong", number) == 0.0
+
+
+def test_a_scorer_that_neither_answers_nor_computes_is_ended(ask, monkeypatch):
+    assert ask("right") == 1.0
+    waiting = ask.scorer._process.pid
+    with monkeypatch.context() as short:
+        short.setattr(environment, "SECONDS_TO_SCORE", 0.5)
+        assert ask("wait without end") == 0.0
+    assert ends(waiting)
+    assert ask("right") == 1.0
+
+
+def test_a_scorer_that_ended_between_two_answers_takes_nothing_from_the_second(ask):
+    assert ask("right") == 1.0
+    ask.scorer._process.kill()
+    assert ask("right") == 1.0
+
+
+def test_a_task_that_no_scorer_can_make_is_an_error_and_no_score(ask):
+    with pytest.raises(RuntimeError, match="hostile"):
+        ask("right", number=666)
+    assert ask("right") == 1.0
+
+
+@pytest.mark.parametrize("scorer_is_left", [False, True])
+def test_an_interrupted_question_is_never_answered_in_place_of_the_next(scorer_is_left, ask, monkeypatch):
+    """Ctrl-C before the scorer has the task, and once more while that scorer is ended."""
+    assert ask("right") == 1.0
+    with monkeypatch.context() as interrupted:
+        if scorer_is_left:
+            interrupted.setattr(ask.scorer, "_end", lambda: None)
+        with pytest.raises(KeyboardInterrupt):
+            threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+            ask("right", number=555)
+            time.sleep(60)
+    assert ask("wrong") == 0.0
+    assert ask("right") == 1.0
+
+
+class Scored:
+    """Rows of a data loader, each scored where it is loaded."""
+
+    def __init__(self, ask):
+        self.ask = ask
+
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, number):
+        right, wrong = (self.ask(answer, number) for answer in ("right", "wrong"))
+        return right, wrong, self.ask.scorer._process.pid
+
+
+def test_forked_workers_have_scorers_of_their_own(ask):
+    assert ask("right") == 1.0
+    own = ask.scorer._process.pid
+    fork = multiprocessing.get_context("fork")
+    rows = list(DataLoader(Scored(ask), batch_size=None, num_workers=2, multiprocessing_context=fork, timeout=120))
+    assert [row[:2] for row in rows] == [[1.0, 0.0]] * 8
+    theirs = {pid for _, _, pid in rows}
+    assert len(theirs) == 2 and own not in theirs
+    assert all(map(ends, theirs))
+    assert ask("right") == 1.0 and ask.scorer._process.pid == own
+
+
+def test_a_scorer_outlives_the_thread_that_first_asked(ask):
+    thread = threading.Thread(target=ask, args=("right",))
+    thread.start()
+    thread.join()
+    first = ask.scorer._process.pid
+    assert ask("right") == 1.0
+    assert ask.scorer._process.pid == first
+
+
+ASKS_WITHOUT_END = """
+from ragen2_trl.envs.reasoning_gym.environment import score_answer
+score_answer("leg_counting", "{}", 3, "warm")
+print(score_answer._process.pid, flush=True)
+score_answer("coin_flip", "{}", 3, "1e999999999")
+"""
+
+
+def test_no_scorer_is_left_of_a_process_that_is_killed_in_the_middle_of_an_answer():
+    with subprocess.Popen([sys.executable, "-c", ASKS_WITHOUT_END], stdout=subprocess.PIPE) as asking:
+        pid = int(asking.stdout.readline())
+        time.sleep(0.5)  # it is at the answer that takes for ever
+        asking.kill()
+    assert ends(pid)
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_puzzles_train_on_two_processes_each_with_a_scorer_of_its_own(tmp_path):
+    launch("puzzles.py", 2, tmp_path)
+    told = [json.loads((tmp_path / f"{process}.json").read_text()) for process in (0, 1)]
+    for process in told:
+        assert process["scores"] == process["expected"] and len(set(process["scores"])) == 2
+        assert process["kept"] == [0.5, 0.5]
+        assert process["moved"]
+    assert told[0]["rewards"] == told[1]["rewards"] == [0.25, 0.25]
+    pids = {process["scorer"] for process in told}
+    assert len(pids) == 2
+    assert all(map(ends, pids))
 
 
 def test_settings_of_a_generator_are_checked():

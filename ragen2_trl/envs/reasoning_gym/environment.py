@@ -6,10 +6,12 @@ import json
 import os
 import random
 import select
+import signal
 import subprocess
 import sys
 import textwrap
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from types import MethodType
 from typing import Any, ClassVar
@@ -21,64 +23,107 @@ from ragen2_trl.envs.responses import plain_text
 from ragen2_trl.envs.tasks import Row, held_out
 
 MAX_ANSWER_CHARS = 10_000
-SECONDS_TO_START, SECONDS_TO_SCORE = 300.0, 2.0
+# Of wall time, and generous: a machine with much to do must take no reward from a right answer. What takes for ever is
+# mostly ended before, by the scorer's own limit of processor time.
+SECONDS_TO_START, SECONDS_TO_SCORE = 300.0, 60.0
 # Functions that run text as a program; SymPy's parser is Python's `eval`.
 EVALUATING = {"eval", "exec", "compile", "parse_expr", "parse_latex", "sympify", "S", "lambdify"}
 
 
 class Scorer:
-    """The program `scorer.py`, started when first needed, and again after an answer that it did not survive."""
+    """The program `scorer.py`, started when first needed, and again after an answer that it did not survive.
+
+    Each process has its own: one that is forked leaves it to its parent. It ends with the process that asks, at the
+    end of its input, or in the middle of an answer at its limit of processor time.
+    """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._process: subprocess.Popen[bytes] | None = None
-        self._owner = 0  # a forked process must not share the pipes
+        self._leave()
+        os.register_at_fork(after_in_child=self._leave)
 
     def __call__(self, task: str, config: str, number: int, answer: str) -> float:
         """The score of an answer, 0.0 to 1.0; 0.0 where it cost too much to find out.
 
         Raises:
-            RuntimeError: If the program does not start.
+            RuntimeError: If the program does not start, or cannot make the task.
         """
+        question = {"task": task, "config": config, "number": number, "answer": answer}
         with self._lock:
-            if self._process is None or self._owner != os.getpid() or self._process.poll() is not None:
-                self._process, self._owner = self._started(), os.getpid()
-            request = {"task": task, "config": config, "number": number, "answer": answer}
-            answered = self._ask(self._process, json.dumps(request).encode() + b"\n")
-            if answered is None:
-                self._process.kill()
-                self._process.wait()
-                self._process = None
+            try:
+                # One that ended since the last answer, as where memory ran out, takes nothing from this one.
+                if not self._makes(question):
+                    self._end()
+                    if not self._makes(question):
+                        raise RuntimeError(f"the scorer of reasoning_gym cannot make task={task!r} with config={config}")
+                worth = self._reply(SECONDS_TO_SCORE)
+            except BaseException:  # Ctrl-C, too: nothing is left that could answer later
+                self._end()
+                raise
+            if worth is None:
+                self._end()
                 return 0.0
-            return float(answered)
+            return float(worth)
 
-    @staticmethod
-    def _started() -> "subprocess.Popen[bytes]":
-        command = [sys.executable, "-I", str(scorer.__file__)]
-        pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "bufsize": 0}
-        process = subprocess.Popen(command, **pipes)  # unbuffered, as `select` sees no buffers of ours
-        if _line(process, SECONDS_TO_START) != b"ready":
-            process.kill()
-            raise RuntimeError(f"the scorer of reasoning_gym did not start: {' '.join(command)}")
-        return process
+    def _leave(self) -> None:
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._asked = 0
 
-    @staticmethod
-    def _ask(process: "subprocess.Popen[bytes]", request: bytes) -> bytes | None:
-        assert process.stdin is not None
+    def _end(self) -> None:
+        process, self._process = self._process, None
+        if process is not None:
+            _kill(process)
+
+    def _makes(self, question: dict[str, Any]) -> bool:
+        """Whether the program, started if need be, has the task of a question and now scores the answer."""
+        if self._process is None:
+            self._process = _started()
+        assert self._process.stdin is not None
+        self._asked += 1
+        line = json.dumps({"asked": self._asked, **question}).encode() + b"\n"
         try:
-            process.stdin.write(request)
-            process.stdin.flush()
+            while line:
+                line = line[self._process.stdin.write(line) :]
         except BrokenPipeError:
-            return None
-        return _line(process, SECONDS_TO_SCORE) if _line(process, SECONDS_TO_START) == b"made" else None
+            return False
+        return self._reply(SECONDS_TO_START) == b"made"
 
-
-def _line(process: "subprocess.Popen[bytes]", seconds: float) -> bytes | None:
-    """The next line that a program writes, `None` if there is none in time. Its lines are short, and one at a time."""
-    assert process.stdout is not None
-    if not select.select([process.stdout], [], [], seconds)[0]:
+    def _reply(self, seconds: float) -> bytes | None:
+        """What the program says next of the question asked last; `None` where it ends or takes longer."""
+        assert self._process is not None
+        until = time.monotonic() + seconds
+        while line := _line(self._process, until - time.monotonic()):
+            asked, said = line.split()
+            if int(asked) == self._asked:
+                return said
         return None
-    return process.stdout.readline().strip() or None
+
+
+def _started() -> "subprocess.Popen[bytes]":
+    command = [sys.executable, "-I", str(scorer.__file__)]
+    pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+    # Unbuffered, as `poll` sees no buffers of ours. In a session of its own, as Ctrl-C is for training, which may go
+    # on to save and to evaluate. Without Linux's signal at a parent's death, which comes when the thread that started
+    # the program ends, and episodes may be stepped in threads.
+    process = subprocess.Popen(command, bufsize=0, start_new_session=True, **pipes)
+    if _line(process, SECONDS_TO_START) != b"ready":
+        _kill(process)
+        raise RuntimeError(f"the scorer of reasoning_gym did not start: {' '.join(command)}")
+    return process
+
+
+def _kill(process: "subprocess.Popen[bytes]") -> None:
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def _line(process: "subprocess.Popen[bytes]", seconds: float) -> bytes:
+    """The next line that a program writes, empty if it ends or writes none in time. Its lines are short, and whole."""
+    assert process.stdout is not None
+    written = select.poll()  # unlike `select.select`, for any number of open files
+    written.register(process.stdout, select.POLLIN)
+    return process.stdout.readline().strip() if written.poll(max(0.0, seconds) * 1000) else b""
 
 
 score_answer = Scorer()

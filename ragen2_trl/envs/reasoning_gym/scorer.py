@@ -1,20 +1,24 @@
 """A program that scores answers to tasks of reasoning-gym, run beside training, because answers are hostile text.
 
-It reads lines `{"task", "config", "number", "answer"}`, answers each with `made` when it has the task, and then with
-the score. Over some answers a scorer takes for ever, or all memory (a move repeated 10^9 times, a number of as many
-digits): who asks ends this program then and starts another. Nothing here evaluates what a model wrote; tasks whose
-scorer does are refused before (see `evaluating_functions`).
+It reads lines `{"asked", "task", "config", "number", "answer"}`, numbered by `asked`, and answers each with
+`asked made` when it has the task, and then with `asked score`. Over some answers a scorer takes for ever, or all
+memory (a move repeated 10^9 times, a number of as many digits): its limit of processor time, or who asks, ends this
+program then, and who asks starts another. Nothing here evaluates what a model wrote; tasks whose scorer
+does are refused before (see `evaluating_functions`).
 """
 
 import functools
 import json
+import math
 import os
 import resource
 import sys
+import time
 from typing import Any
 
 SIZE = 10_000  # tasks of a generator; some make a list of all of them
 MEMORY = 4 << 30  # bytes
+PROCESSOR_SECONDS = 2  # for an answer; a right one takes hundredths
 
 
 @functools.lru_cache(maxsize=8)
@@ -39,13 +43,18 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what a scorer prints is no answer
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    usual = resource.getrlimit(resource.RLIMIT_CPU)
     print("ready", file=answers, flush=True)
     for line in sys.stdin:
-        request = json.loads(line)
-        items = generator(request["task"], request["config"])
-        item = items[request["number"]]
-        print("made", file=answers, flush=True)
-        print(score(items, item, request["answer"]), file=answers, flush=True)
+        question = json.loads(line)
+        items = generator(question["task"], question["config"])
+        item = items[question["number"]]
+        print(question["asked"], "made", file=answers, flush=True)
+        resource.setrlimit(resource.RLIMIT_CPU, (math.ceil(time.process_time()) + PROCESSOR_SECONDS, usual[1]))
+        worth = score(items, item, question["answer"])
+        resource.setrlimit(resource.RLIMIT_CPU, usual)
+        print(question["asked"], worth, file=answers, flush=True)
 
 
 if __name__ == "__main__":
