@@ -71,5 +71,5 @@ def main(args: list[str] | None = None) -> None:
 
         if not isinstance(error, InputError):
             raise
-        Console(stderr=True).print(f"ragen2-trl {command}: {error}", highlight=False, markup=False)
+        Console(stderr=True).print(f"ragen2-trl {command}: {error}", highlight=False, markup=False, soft_wrap=True)
         raise SystemExit(2) from None
