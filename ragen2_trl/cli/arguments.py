@@ -410,7 +410,7 @@ class DiagnoseArguments(SamplingArguments):
             return super().make_env()
         from ragen2_trl.envs.own_data import DatasetEnvironment, load_own_data
 
-        rows, held_out = load_own_data(self.prompts)
+        rows, held_out = load_own_data(self.prompts, "prompts")
         every = rows if held_out is None else held_out
         return DatasetEnvironment(every, _worth_nothing, every, name=Path(self.prompts).stem)
 

@@ -5,9 +5,11 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from ragen2_trl.cli.typed import InputError, checked_input
+from ragen2_trl.envs.tasks import means_a_path
 from ragen2_trl.tiny import resolve_model
 
 ALLOWED = "tiny, tiny-sokoban, tiny-countdown, smollm2, a path or a Hub id; to evaluate, also oracle and random"
@@ -27,23 +29,23 @@ def check_model(name: str | None) -> str:
             inside = sorted(one.parent.name for one in path.glob("checkpoint-*/config.json"))
             has = f" It holds {', '.join(inside)}." if inside else ""
             raise ValueError(f"model={name!r} is a folder without config.json; allowed: the folder of a model.{has}")
-    elif name.startswith((".", "/", "~")) or name.count("/") > 1 or ("/" in name and Path(path.parts[0]).is_dir()):
+    elif means_a_path(name):
         raise ValueError(f"model={name!r}: no such folder, and no name of a model on the Hub; allowed: {ALLOWED}.")
     return name
 
 
 @contextmanager
 def loading(name: str | None) -> Iterator[None]:
-    """Makes it an error of input that transformers finds no model of this name.
+    """Makes it an error of input that transformers finds no model of this name, or one that was cut off.
 
     Raises:
         InputError: With the first line of what transformers says.
     """
     try:
         yield
-    except OSError as error:
-        if type(error) is not OSError or error.errno is not None:  # of a disk, or of a server for sampling
-            raise
+    except (OSError, SafetensorError) as error:
+        if isinstance(error, OSError) and (type(error) is not OSError or error.errno is not None):
+            raise  # of a disk, or of a server for sampling
         reason = str(error).strip().splitlines()[0]
         raise InputError(f"model={name!r} cannot be loaded; allowed: {ALLOWED}. {reason}") from error
 

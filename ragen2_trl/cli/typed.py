@@ -12,10 +12,7 @@ import yaml
 from trl import TrlParser
 
 from ragen2_trl.cli.shipped import recipe_path
-
-
-class InputError(ValueError):
-    """What was typed, or a file that was named, cannot be used: the command line says so without a traceback."""
+from ragen2_trl.messages import InputError as InputError
 
 
 @contextmanager
