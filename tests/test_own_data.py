@@ -29,6 +29,9 @@ def digit(prompts, completions, answer, **kwargs):
 
 def short(completions, **kwargs):
     return [-0.01 * len(c if isinstance(c, str) else c[0]["content"]) for c in completions]
+
+def fails(completions, **kwargs):
+    return [1 / 0 for _ in completions]
 """
 
 
@@ -186,7 +189,7 @@ def test_a_name_of_the_hub_without_a_network_names_what_can_be_had_without_one(m
         ("--dataset empty.jsonl --reward somebodys:digit", ["dataset", "empty.jsonl"]),
         ("--dataset latin.jsonl --reward somebodys:digit", ["prompt", "UTF-8"]),
         ("--dataset other.jsonl --reward somebodys:digit", ["prompt", "question"]),
-        ("--dataset three.jsonl --reward somebodys:short", ["dataset", "3 rows"]),
+        ("--dataset three.jsonl --reward somebodys:short", ["three", "held"]),
         ("--dataset mine.jsonl --reward broken:digit", ["reward", "broken:digit", "SyntaxError"]),
         ("--dataset mine.jsonl --reward somebodys:fails", ["somebodys:fails", "ZeroDivisionError", "somebodys.py"]),
         ("--dataset mine.jsonl --reward somebodys:digit --model no_template", ["prompt", "chat template"]),
@@ -197,8 +200,6 @@ def test_a_name_of_the_hub_without_a_network_names_what_can_be_had_without_one(m
     ],
 )
 def test_data_rewards_and_models_that_cannot_be_used_are_a_line(given, named, here, capsys):
-    with (here / "somebodys.py").open("a") as module:
-        module.write("\ndef fails(completions, **kwargs):\n    return [1 / 0]\n")
     (here / "broken.py").write_text("def digit(:")
     (here / "folder").mkdir()
     (here / "empty.jsonl").touch()

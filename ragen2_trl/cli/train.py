@@ -210,12 +210,9 @@ def _run_folder(script_args: TrainArguments, training_args: Config) -> Path:
             f"eval_strategy={given!r} evaluates on a dataset, not on tasks; allowed: 'no', and --eval_every 10 for "
             "held-out success every 10 steps."
         )
-    check_model(script_args.model)
+    model = check_model(script_args.model)
     if training_args.output_dir == "trainer_output":  # transformers' default
-        name = (
-            training_args.run_name
-            or f"{script_args.env_name.replace(',', '-')}-{script_args.model.rstrip('/').split('/')[-1]}"
-        )
+        name = training_args.run_name or f"{script_args.env_name.replace(',', '-')}-{model.rstrip('/').split('/')[-1]}"
         training_args.output_dir = str(Path("runs") / name)
     return Path(str(training_args.output_dir))
 

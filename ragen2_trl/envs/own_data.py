@@ -126,8 +126,8 @@ class DatasetEnvironment(Environment):
             check_count("num_prompts", num_prompts, 1, 10_000_000)
         if not len(rows):
             raise ValueError(
-                f"dataset must have rows of the split {split!r}, got none: of {len(self._sources[0])} rows one in five "
-                "is held out; allowed: more rows, or an eval_dataset (in a folder, a split 'test')"
+                f"dataset must have rows of the split {split!r}, got none of {len(self._sources[0])}, of which one in "
+                "five is held out; allowed: more rows, or an eval_dataset (in a folder, a split 'test')"
             )
         order = list(range(len(rows)))
         random.Random(f"{split}/{seed}").shuffle(order)
@@ -168,7 +168,7 @@ class DatasetEnvironment(Environment):
             completions: Sequence[Prompt],
             log_metric: Callable[[str, float], None] | None = None,
             **kwargs: Any,
-        ) -> list[float | None]:
+        ) -> list[Any]:
             found = first(prompts=prompts, completions=completions, log_metric=log_metric, **kwargs)
             rewards = _checked(first, found, len(completions))
             if log_metric is not None:
