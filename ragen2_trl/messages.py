@@ -1,8 +1,12 @@
-"""What a person should read last: below a traceback, which may be long, and not above it."""
+"""What a person should read last: a line in place of a traceback, or below it, and not above it."""
 
 import sys
 from collections.abc import Callable
 from typing import Any
+
+
+class InputError(ValueError):
+    """What was typed, or a file or a function that was named, cannot be used: a command says so in a line."""
 
 
 def tell_last(error: BaseException, message: str, log: Callable[[str], Any]) -> None:

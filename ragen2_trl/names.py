@@ -12,14 +12,15 @@ def named_object(name: str, field_name: str) -> Any:
         field_name: of the setting that it is of, for messages.
 
     Raises:
-        ValueError: for another form, or where there is no such module or name.
+        ValueError: for another form, or where there is no such module or name, or the module fails.
     """
     module, colon, attribute = name.partition(":")
     if not (colon and module and attribute):
         raise ValueError(f"{field_name}={name!r} is not supported; allowed: 'package.module:name'.")
     try:
         return getattr(import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
+    except Exception as error:  # a module of one's own may raise anything
+        what = str(error) if isinstance(error, (ImportError, AttributeError)) else f"{type(error).__name__}: {error}"
         raise ValueError(
-            f"{field_name}={name!r} cannot be imported ({error}); allowed: 'package.module:name'."
+            f"{field_name}={name!r} cannot be imported ({what}); allowed: 'package.module:name'."
         ) from error

@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import subprocess
+import sys
 
 import pytest
 from conftest import RUN, assert_same_parameters, parameters_of, told_last
@@ -110,6 +112,17 @@ def test_what_is_only_named_like_a_checkpoint_is_none(run):
     assert last_complete_checkpoint(folder / "nowhere") is None
 
 
+def test_checkpoints_are_found_and_named_in_a_process_without_a_trainer(run):
+    folder = run("ours")
+    damage(folder / "checkpoint-3" / "optimizer.pt", "missing")
+    code = (
+        "import sys; from pathlib import Path; from ragen2_trl.trainers.checkpoints import last_complete_checkpoint; "
+        "print(last_complete_checkpoint(Path(sys.argv[1])).name)"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(folder)], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "checkpoint-2" and "checkpoint-3, where optimizer.pt is missing" in done.stderr
+
+
 def test_weights_alone_are_no_checkpoint_to_resume_from(policy_path, tmp_path):
     make("ours", policy_path, tmp_path, max_steps=1, save_only_model=True).train()
     assert "optimizer" in flaw_of(tmp_path / "checkpoint-1")
@@ -134,17 +147,31 @@ def test_a_checkpoint_is_complete_only_when_all_of_it_is_written(last, run, runs
     assert last_complete_checkpoint(folder) == folder / "checkpoint-2"
 
 
-def test_an_interrupted_training_names_the_checkpoint_that_it_goes_on_from(policy_path, tmp_path, caplog):
-    trainer = make("ours", policy_path, tmp_path / "run")
+def ended_by(error, at_step, policy_path, folder, **settings):
+    """What a training raises whose reward function raises `error` at a step."""
+    trainer = make("ours", policy_path, folder, **settings)
 
-    def interrupted(*args, **kwargs):
-        if trainer.state.global_step == 2:
-            raise KeyboardInterrupt
+    def failing(*args, **kwargs):
+        if trainer.state.global_step == at_step:
+            raise error
         return [0.0, 1.0] * (len(kwargs["completions"]) // 2)
 
-    interrupted.__name__ = "interrupted"
-    trainer.reward_funcs = [interrupted]
-    with pytest.raises(KeyboardInterrupt) as interrupt:
+    trainer.reward_funcs = [failing]
+    with pytest.raises(type(error)) as raised:
         trainer.train()
-    (told,) = [line for line in told_last(interrupt.value, caplog) if "Interrupted" in line]
-    assert "checkpoint-2" in told and "resume_from_checkpoint=True" in told
+    return raised.value
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), ZeroDivisionError("a reward")], ids=["interrupt", "error"])
+def test_a_training_that_ends_early_names_the_checkpoint_that_it_goes_on_from(error, policy_path, tmp_path, caplog):
+    ended = ended_by(error, 2, policy_path, tmp_path / "run")
+    (told,) = [line for line in told_last(ended, caplog) if "resume_from_checkpoint=True" in line]
+    assert "checkpoint-2" in told and "step 2" in told
+
+
+@pytest.mark.parametrize(("at_step", "settings"), [(0, {}), (1, {"save_strategy": "no"})])
+def test_an_error_names_no_checkpoint_where_the_run_has_none(at_step, settings, run, policy_path, tmp_path, caplog):
+    """Not one of an earlier run either, which a new one has not gone past its first step to replace."""
+    folder = run("ours") if at_step == 0 else tmp_path / "new"
+    ended = ended_by(ZeroDivisionError("a reward"), at_step, policy_path, folder, **settings)
+    assert not [line for line in told_last(ended, caplog) if "resume_from_checkpoint" in line]

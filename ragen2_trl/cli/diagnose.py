@@ -104,13 +104,15 @@ def main(args: list[str] | None = None) -> None:
     """Diagnoses a model, shows what was found and writes it to `--output_dir`."""
     console = make_console()
     (script_args,) = parse(parser_of("diagnose", DiagnoseArguments), args)
+    folder = Path(script_args.output_dir)
+    if folder.is_file():
+        raise InputError(f"output_dir={script_args.output_dir!r} is a file; allowed: a folder.")
     if script_args.gradients or script_args.predict_filter:
         from ragen2_trl.cli.one_batch import look_at_one_batch  # trainers, which the rest does without
 
-        look_at_one_batch(script_args, Path(script_args.output_dir), console)
+        look_at_one_batch(script_args, folder, console)
         return
     name = script_args.model.rstrip("/").split("/")[-1]
-    folder = Path(script_args.output_dir)
     with ProgressLine(console) as line:
         line.begin(f"Loading {printable(name)}")
         if script_args.completions is None:

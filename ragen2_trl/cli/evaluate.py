@@ -25,7 +25,7 @@ from ragen2_trl.cli.arguments import EvaluateArguments
 from ragen2_trl.cli.console import ProgressLine, make_console
 from ragen2_trl.cli.endpoint import PREFIX, Endpoint, EndpointError, endpoint_of, play_endpoint
 from ragen2_trl.cli.models import load_model
-from ragen2_trl.cli.typed import checked_input, parse, parser_of
+from ragen2_trl.cli.typed import InputError, checked_input, parse, parser_of
 from ragen2_trl.columns import TASK
 from ragen2_trl.envs import Environment, Play, respond_all
 from ragen2_trl.envs.mixture import AnyTask, TaskMixture
@@ -49,6 +49,8 @@ def main(args: list[str] | None = None) -> None:
         check_evaluation(script_args, env)
         folder = episodes_folder(script_args)
         if script_args.output is not None:
+            if Path(script_args.output).is_dir():
+                raise ValueError(f"output={script_args.output!r} is a folder; allowed: a file.")
             Path(script_args.output).parent.mkdir(parents=True, exist_ok=True)
     tasks: dict[str, Any] = {
         "num_prompts": script_args.num_prompts,
@@ -58,8 +60,10 @@ def main(args: list[str] | None = None) -> None:
     }
     keep: dict[str, Any] = {} if folder is None else {"on_played": partial(keep_episodes, folder)}
     if script_args.model in SCRIPTED:
-        with checked_input():  # a task without a solver
+        try:
             metrics = evaluate_scripted(script_args.model, env, **tasks, **keep)
+        except NotImplementedError as error:
+            raise InputError(f"model={script_args.model!r} cannot play {env.name}: {error}.") from error
     elif folder is not None and script_args.model.startswith(PREFIX):
         with checked_input():
             endpoint = endpoint_of(script_args)

@@ -1,10 +1,53 @@
-"""Loads models by the names that the command line has for them."""
+"""Finds and loads models by the names that the command line has for them."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from ragen2_trl.cli.typed import InputError, checked_input
+from ragen2_trl.envs.tasks import means_a_path
 from ragen2_trl.tiny import resolve_model
+
+ALLOWED = "tiny, tiny-sokoban, tiny-countdown, smollm2, a path or a Hub id; to evaluate, also oracle and random"
+
+
+def check_model(name: str | None) -> str:
+    """The name itself; whether the Hub has a model of that name is for whoever loads it to find out.
+
+    Raises:
+        ValueError: If there is no name, or it is of a folder that is not there or holds no model.
+    """
+    if name is None:
+        raise ValueError(f"model=None; allowed: {ALLOWED}.")
+    path = Path(name)
+    if path.is_dir():
+        if not any((path / file).is_file() for file in ("config.json", "adapter_config.json")):
+            inside = sorted(one.parent.name for one in path.glob("checkpoint-*/config.json"))
+            has = f" It holds {', '.join(inside)}." if inside else ""
+            raise ValueError(f"model={name!r} is a folder without config.json; allowed: the folder of a model.{has}")
+    elif means_a_path(name):
+        raise ValueError(f"model={name!r}: no such folder, and no name of a model on the Hub; allowed: {ALLOWED}.")
+    return name
+
+
+@contextmanager
+def loading(name: str | None) -> Iterator[None]:
+    """Makes it an error of input that transformers finds no model of this name, or one that was cut off.
+
+    Raises:
+        InputError: With the first line of what transformers says.
+    """
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        if isinstance(error, OSError) and (type(error) is not OSError or error.errno is not None):
+            raise  # of a disk, or of a server for sampling
+        reason = str(error).strip().splitlines()[0]
+        raise InputError(f"model={name!r} cannot be loaded; allowed: {ALLOWED}. {reason}") from error
 
 
 def load_model(name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
@@ -14,14 +57,9 @@ def load_model(name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
         InputError: If there is no such model.
     """
     with checked_input():
-        path = resolve_model(name)
-    try:
+        path = resolve_model(check_model(name))
+    with loading(name):
         model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(path, dtype="auto")
-    except OSError as error:
-        reason = str(error).strip().splitlines()[0]
-        allowed = (
-            "tiny, tiny-sokoban, tiny-countdown, smollm2, a path or a Hub id; to evaluate, also oracle and random"
-        )
-        raise InputError(f"model={name!r} cannot be loaded; allowed: {allowed}. {reason}") from error
+        tokenizer = AutoTokenizer.from_pretrained(path)
     model.to("cuda" if torch.cuda.is_available() else "cpu")  # type: ignore[arg-type]  # its decorator hides its types
-    return model, AutoTokenizer.from_pretrained(path)
+    return model, tokenizer

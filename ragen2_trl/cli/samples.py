@@ -14,6 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ragen2_trl.cli.arguments import SamplingArguments
 from ragen2_trl.columns import TURN_SAMPLES
 from ragen2_trl.envs import Environment, completion_text
+from ragen2_trl.envs.checks import check_text_or_messages
 from ragen2_trl.envs.mixture import AnyTask
 from ragen2_trl.redaction import without_credentials
 from ragen2_trl.reporting.files import replace_whole
@@ -216,12 +217,10 @@ def read_completions(file: Path) -> list[dict[str, Any]]:
     if not rows:
         raise ValueError(f"completions must hold at least one row, got none in {file.name}")
     for number, row in enumerate(rows):
-        for name in ("prompt", "completion"):
-            if not isinstance(row[name], (str, list)):
-                raise ValueError(
-                    f"{name} must be a string or a list of messages, got {type(row[name]).__name__} in row {number} "
-                    f"of {file.name}"
-                )
+        for name in COLUMNS:
+            check_text_or_messages(name, row[name], f"row {number} of {file.name}")
+        if not isinstance(row.get("step"), (int, float, type(None))):
+            raise ValueError(f"step must be a number, got {row['step']!r} in row {number} of {file.name}")
     return rows
 
 
@@ -236,7 +235,13 @@ def _parquet(file: Path) -> pa.Table:
 
 def _lines(file: Path) -> pa.Table:
     rows = []
-    for number, line in enumerate(file.read_text().splitlines(), start=1):
+    try:
+        text = file.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"completions must be text in UTF-8, got {file.name}: {error}") from error
+    for number, line in enumerate(text.split("\n"), start=1):  # others that end lines may stand in texts
+        if not line.strip():
+            continue
         try:
             row = json.loads(line)
         except json.JSONDecodeError as error:
@@ -246,6 +251,8 @@ def _lines(file: Path) -> pa.Table:
         if not isinstance(row, dict):
             raise ValueError(f"completions must hold an object of JSON a line, got line {number} of {file.name}")
         rows.append(row)
+    if not rows:
+        raise ValueError(f"completions must hold at least one row, got none in {file.name}")
     try:
         return pa.Table.from_pylist(rows)
     except (pa.ArrowInvalid, pa.ArrowTypeError) as error:

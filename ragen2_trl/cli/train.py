@@ -38,12 +38,14 @@ from ragen2_trl.callbacks.run_record import keep_record
 from ragen2_trl.cli.arguments import TrainArguments
 from ragen2_trl.cli.console import make_console
 from ragen2_trl.cli.evaluate import evaluate_model
+from ragen2_trl.cli.models import check_model, loading
 from ragen2_trl.cli.typed import InputError, checked_input, config_files, parse, parser_of, read_configs
 from ragen2_trl.columns import ALL_TASKS
 from ragen2_trl.envs import Environment
 from ragen2_trl.envs.mixture import AnyTask, TaskMixture
 from ragen2_trl.filtering import check_choice
 from ragen2_trl.instrument import REFERENCE_SCOPE, SCOPES
+from ragen2_trl.messages import tell_last
 from ragen2_trl.reporting.files import DIAGNOSTICS, EPISODES, MEASUREMENTS, OUTCOMES, write_json
 from ragen2_trl.reporting.held_out import curves_of
 from ragen2_trl.reporting.lock import alone_in
@@ -95,7 +97,7 @@ def _main(args: list[str] | None, held: ExitStack) -> None:
         env = script_args.make_env()
         _check_effects(script_args, env)
         eval_envs = script_args.make_eval_envs(env)
-        run = _run_folder(script_args, training_args, model_args)
+        run = _run_folder(script_args, training_args)
     with training_args.main_process_first(local=False), checked_input():
         if training_args.process_index == 0:
             held.enter_context(alone_in(run))
@@ -123,6 +125,10 @@ def _main(args: list[str] | None, held: ExitStack) -> None:
         console.print(f"Interrupted at step {trainer.state.global_step}; last complete checkpoint: {last or 'none'}.")
         console.print("The same command with `--resume true` goes on from there.")
         sys.exit(130)
+    except Exception as error:
+        if (last := last_complete_checkpoint(run)) is not None:
+            tell_last(error, f"The same command with `--resume true` goes on from {last}.", logger.error)
+        raise
     finally:
         progress.close()
     trainer.save_model(_internal_call=True)  # the upload comes last: one that is refused costs nothing of a run
@@ -197,21 +203,16 @@ def _parse(parser: TrlParser, args: list[str] | None) -> tuple[Any, ...]:
         ) from error
 
 
-def _run_folder(script_args: TrainArguments, training_args: Config, model_args: ModelConfig) -> Path:
+def _run_folder(script_args: TrainArguments, training_args: Config) -> Path:
     if training_args.eval_strategy != "no":
         given = IntervalStrategy(training_args.eval_strategy).value
         raise ValueError(
             f"eval_strategy={given!r} evaluates on a dataset, not on tasks; allowed: 'no', and --eval_every 10 for "
             "held-out success every 10 steps."
         )
-    script_args.model = script_args.model or model_args.model_name_or_path
-    if script_args.model is None:
-        raise ValueError("model=None; allowed: 'tiny', a path, or a Hub id.")
+    model = check_model(script_args.model)
     if training_args.output_dir == "trainer_output":  # transformers' default
-        name = (
-            training_args.run_name
-            or f"{script_args.env_name.replace(',', '-')}-{script_args.model.rstrip('/').split('/')[-1]}"
-        )
+        name = training_args.run_name or f"{script_args.env_name.replace(',', '-')}-{model.rstrip('/').split('/')[-1]}"
         training_args.output_dir = str(Path("runs") / name)
     return Path(str(training_args.output_dir))
 
@@ -270,15 +271,16 @@ def _make_trainer(
         tasks = env.dataset(script_args.num_prompts, training_args.seed, data=script_args.data)
         check_enough_prompts(tasks, training_args)
     make: Any = trainer_class  # each takes the configuration of its own algorithm
-    trainer: Trainer = make(
-        model,
-        env.reward_funcs,
-        training_args,
-        tasks,
-        quantization_config=get_quantization_config(model_args),
-        peft_config=get_peft_config(model_args),
-        **rollout,
-    )
+    with loading(str(script_args.model)):
+        trainer: Trainer = make(
+            model,
+            env.reward_funcs,
+            training_args,
+            tasks,
+            quantization_config=get_quantization_config(model_args),
+            peft_config=get_peft_config(model_args),
+            **rollout,
+        )
     if rollout and not isinstance(trainer, SNRFilter):  # ours attach what plays
         plays.attach(trainer)
     keep_record(trainer).draws = script_args.figures

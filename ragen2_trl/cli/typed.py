@@ -1,5 +1,6 @@
 """What was typed is read here: arguments and YAML files become dataclasses, wrong input becomes one line."""
 
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -11,10 +12,7 @@ import yaml
 from trl import TrlParser
 
 from ragen2_trl.cli.shipped import recipe_path
-
-
-class InputError(ValueError):
-    """What was typed, or a file that was named, cannot be used: the command line says so without a traceback."""
+from ragen2_trl.messages import InputError as InputError
 
 
 @contextmanager
@@ -51,18 +49,19 @@ def parse(parser: TrlParser, args: list[str] | None) -> tuple[Any, ...]:
         raise SystemExit(0)
     with checked_input():
         files, rest = config_files(args)
+    # TRL's name for what is `model` here, so that neither hides the other.
+    rest = [re.sub(r"^--model([_-])name\1or\1path(?==|$)", "--model", word) for word in rest]
     _, unknown = parser.parse_known_args(rest)
     if unknown:
         raise InputError(f"not known: {' '.join(unknown)}; `--help` lists the arguments.")
     with checked_input():
-        _choose_device(parser, [*(word.lstrip("-").partition("=")[0] for word in rest), *read_configs(files)])
+        settings = read_configs(files)
+        _choose_device(parser, [*(word.lstrip("-").partition("=")[0] for word in rest), *settings])
         if not files:
             return parser.parse_args_and_config(rest)
-        if len(files) == 1:
-            return parser.parse_args_and_config(["--config", files[0], *rest])
         with TemporaryDirectory() as folder:  # TrlParser reads one file
             together = Path(folder) / "config.yaml"
-            together.write_text(yaml.safe_dump(read_configs(files)))
+            together.write_text(yaml.safe_dump(settings))
             return parser.parse_args_and_config(["--config", str(together), *rest])
 
 
@@ -111,7 +110,7 @@ def _values_of(option: str, args: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def read_configs(files: Sequence[str]) -> dict[str, Any]:
-    """The settings of YAML files; where several have one, the last of them wins.
+    """The settings of YAML files; where several have one, the last of them wins. `model_name_or_path` is `model`.
 
     Raises:
         ValueError: If a file holds something else.
@@ -121,5 +120,7 @@ def read_configs(files: Sequence[str]) -> dict[str, Any]:
         read = yaml.safe_load(Path(file).read_text(encoding="utf-8")) or {}
         if not isinstance(read, dict):
             raise ValueError(f"config must be a YAML mapping, got a {type(read).__name__} in {file}")
+        if "model_name_or_path" in read:
+            read["model"] = read.pop("model_name_or_path")
         settings |= read
     return settings

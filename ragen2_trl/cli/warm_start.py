@@ -1,7 +1,7 @@
 """Warm start: supervised fine-tuning on demonstrations, so that a model solves some tasks before RL begins.
 
     ragen2-trl warm-start --recipe warm_start_tiny
-    ragen2-trl warm-start --model_name_or_path Qwen/Qwen2.5-0.5B-Instruct --env_args size=5
+    ragen2-trl warm-start --model Qwen/Qwen2.5-0.5B-Instruct --env_args size=5
 
 Takes the arguments below together with those of `trl.SFTConfig` and `trl.ModelConfig`.
 """
@@ -16,6 +16,7 @@ from trl import ModelConfig, SFTConfig, SFTTrainer, get_peft_config, get_quantiz
 from ragen2_trl.callbacks import TrainingProgressCallback
 from ragen2_trl.cli.arguments import WarmStartArguments, parse_env_args
 from ragen2_trl.cli.console import make_console
+from ragen2_trl.cli.models import check_model, loading
 from ragen2_trl.cli.typed import checked_input, parse, parser_of
 from ragen2_trl.envs import make_env
 from ragen2_trl.redaction import with_hidden_credentials
@@ -37,14 +38,15 @@ def main(args: list[str] | None = None) -> None:
         not isinstance(completion, str) and len(completion) > 1 for completion in demonstrations["completion"]
     )
     training_args.disable_tqdm = True  # the live line takes its place
-    trainer = SFTTrainer(
-        model=model,
-        args=training_args,
-        train_dataset=demonstrations,
-        processing_class=tokenizer,
-        peft_config=get_peft_config(model_args),
-        quantization_config=get_quantization_config(model_args),
-    )
+    with loading(script_args.model):
+        trainer = SFTTrainer(
+            model=model,
+            args=training_args,
+            train_dataset=demonstrations,
+            processing_class=tokenizer,
+            peft_config=get_peft_config(model_args),
+            quantization_config=get_quantization_config(model_args),
+        )
     trainer.args = with_hidden_credentials(trainer.args)  # which checkpoints hold
     trainer.remove_callback(PrinterCallback)
     progress = TrainingProgressCallback(trainer, console, with_table=False)  # which is of rewards
@@ -70,14 +72,10 @@ def _model_and_tokenizer(
     script_args: WarmStartArguments, training_args: SFTConfig, model_args: ModelConfig
 ) -> tuple[str | PreTrainedModel, PreTrainedTokenizerFast | None]:
     """The model to train; a path is left to the trainer to load, with the options of `model_args`."""
-    if model_args.model_name_or_path is None:
-        raise ValueError("model_name_or_path must be `tiny`, a path or a Hub id, got None")
+    name = check_model(script_args.model)
     if script_args.from_scratch:
-        if model_args.model_name_or_path != "tiny":
-            raise ValueError(
-                "from_scratch must be False for every model_name_or_path but `tiny`, "
-                f"got {model_args.model_name_or_path!r}"
-            )
+        if name != "tiny":
+            raise ValueError(f"from_scratch must be False for every model but `tiny`, got {name!r}")
         return build_model(training_args.seed), build_tokenizer()
     given: Any = training_args.model_init_kwargs or {}  # a mapping, once it is parsed
     training_args.model_init_kwargs = {
@@ -86,7 +84,7 @@ def _model_and_tokenizer(
         "dtype": model_args.dtype,
         **given,
     }
-    return resolve_model(model_args.model_name_or_path), None
+    return resolve_model(name), None
 
 
 def _save(trainer: SFTTrainer, output_dir: str) -> None:

@@ -684,7 +684,7 @@ class Environment(ABC):
             return None
         options = [f"{name}={value}" for name, value in self.options.items()]
         arguments = ["--env_name", self.qualified_name, *(["--env_args", *options] if options else [])]
-        return shlex.join(["ragen2-trl", "warm-start", *arguments, "--model_name_or_path"]) + " <your model>"
+        return shlex.join(["ragen2-trl", "warm-start", *arguments, "--model"]) + " <your model>"
 
     def _demonstration(self, row: Row, seed: int) -> dict[str, Any] | None:
         rng = random.Random(f"demonstration/{seed}/{row['seed']}")

@@ -1,6 +1,6 @@
 """Checks of options and of what is installed; their errors name the field, the value and what is allowed or needed."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from importlib.util import find_spec
 
 
@@ -33,6 +33,22 @@ def check_limits(**limits: object) -> None:
     for field, value in limits.items():
         if value is not None:
             check_count(field, value, 1, 1_000_000)
+
+
+def check_text_or_messages(field: str, value: object, where: str) -> None:
+    """Raises a `ValueError` that names the place unless it is text, or a list of messages as in TRL."""
+    if isinstance(value, str):
+        return
+    got = type(value).__name__
+    if isinstance(value, list):
+        wrong = [one for one in value if not (isinstance(one, Mapping) and isinstance(one.get("role"), str))]
+        wrong += [one for one in value if not wrong and "content" not in one]
+        if not wrong:
+            return
+        got = f"{wrong[0]!r:.60}"
+    raise ValueError(
+        f"{field} must be a string or a list of messages, got {got} in {where}; a message has role and content"
+    )
 
 
 def check_installed(task: str, *packages: str) -> None:

@@ -2,20 +2,24 @@
 
 import functools
 import inspect
+import math
 import random
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
 from datasets import Dataset, load_dataset
-from datasets.exceptions import DatasetsError
 
 from ragen2_trl.envs.base import Environment, Episode, Limits, RewardFunc
-from ragen2_trl.envs.checks import check_choice, check_count
+from ragen2_trl.envs.checks import check_choice, check_count, check_text_or_messages
 from ragen2_trl.envs.responses import Response, completion_text
-from ragen2_trl.envs.tasks import SPLITS, Row, check_columns, held_out, load_tasks
+from ragen2_trl.envs.tasks import SPLITS, Row, check_columns, held_out, load_tasks, means_a_path, readable
+from ragen2_trl.messages import InputError
 
 Prompt: TypeAlias = str | Sequence[Mapping[str, Any]]
+# What TRL hands to a reward function beside the columns, of which an evaluation has nothing.
+SILENT: Mapping[str, Any] = {"trainer_state": None, "log_metric": lambda *_: None, "log_extra": lambda *_: None}
 
 
 class DatasetEpisode(Episode):
@@ -84,8 +88,6 @@ class DatasetEnvironment(Environment):
         vars(self)["name"] = name
         self.functions = [reward_funcs] if callable(reward_funcs) else list(reward_funcs)
         self.success_at = success_at
-        for function in self.functions:
-            _check_function(function)
         if not self.functions:
             raise ValueError("reward_funcs must be one function or more, got none")
         self._sources = [dataset] if eval_dataset is None else [dataset, eval_dataset]
@@ -93,6 +95,9 @@ class DatasetEnvironment(Environment):
             check_columns(rows, ("prompt",))
             if "seed" in rows.column_names:
                 raise ValueError(f"columns must leave the name 'seed' to the numbers of rows, got {rows.column_names}")
+            _check_prompts(rows)
+            for function in self.functions:
+                _check_function(function, rows.column_names)
         numbered = dataset.add_column("seed", range(len(dataset)))
         if eval_dataset is None:
             outside = [held_out(_text(prompt)) for prompt in dataset["prompt"]]
@@ -120,7 +125,10 @@ class DatasetEnvironment(Environment):
         if num_prompts is not None:
             check_count("num_prompts", num_prompts, 1, 10_000_000)
         if not len(rows):
-            raise ValueError(f"dataset must have rows of the split {split!r}, got none; allowed: an eval_dataset")
+            raise ValueError(
+                f"dataset must have rows of the split {split!r}, got none of {len(self._sources[0])}, of which one in "
+                "five is held out; allowed: more rows, or an eval_dataset (in a folder, a split 'test')"
+            )
         order = list(range(len(rows)))
         random.Random(f"{split}/{seed}").shuffle(order)
         return rows.select(order[:num_prompts])
@@ -136,9 +144,17 @@ class DatasetEnvironment(Environment):
         """What TRL would get from each function for a completion of a row."""
         spoken = text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
         columns = {name: [value] for name, value in row.items() if name not in ("prompt", "completion")}
-        silent = {"trainer_state": None, "log_metric": lambda *_: None, "log_extra": lambda *_: None}
-        given = {"prompts": [prompt], "completions": [spoken], **columns, **silent}
-        rewards: list[float | None] = [reward for (reward,) in (function(**given) for function in self.functions)]
+        given = {"prompts": [prompt], "completions": [spoken], **columns, **SILENT}
+        rewards = []
+        for function in self.functions:
+            try:
+                found = function(**given)
+            except Exception as error:
+                place = traceback.extract_tb(error.__traceback__)[-1]
+                where = f"{Path(place.filename).name}, line {place.lineno}"
+                what = f"{type(error).__name__}: {' '.join(str(error).split())}"
+                raise InputError(f"reward {_name(function)} raised {what} ({where})") from error
+            rewards += _checked(function, found, 1)
         return rewards
 
     @property
@@ -147,8 +163,14 @@ class DatasetEnvironment(Environment):
         first = self.functions[0]
 
         @functools.wraps(first)
-        def counted(*args: Any, log_metric: Callable[[str, float], None] | None = None, **kwargs: Any) -> list[Any]:
-            rewards: list[Any] = first(*args, log_metric=log_metric, **kwargs)
+        def counted(
+            prompts: Sequence[Prompt],
+            completions: Sequence[Prompt],
+            log_metric: Callable[[str, float], None] | None = None,
+            **kwargs: Any,
+        ) -> list[Any]:
+            found = first(prompts=prompts, completions=completions, log_metric=log_metric, **kwargs)
+            rewards = _checked(first, found, len(completions))
             if log_metric is not None:
                 solved = [reward is not None and reward >= self.success_at for reward in rewards]
                 log_metric(f"env/{self.name}/success", sum(solved) / len(solved))
@@ -175,7 +197,46 @@ def _text(prompt: Prompt) -> str:
     return prompt if isinstance(prompt, str) else completion_text([{**m, "role": "assistant"} for m in prompt])
 
 
-def _check_function(function: Any) -> None:
+def _name(function: RewardFunc) -> str:
+    return f"{function.__module__}:{function.__name__}"
+
+
+def _checked(function: RewardFunc, rewards: Any, count: int) -> list[float | None]:
+    """What a function has given for so many completions; NaN is `None`, as for TRL.
+
+    Raises:
+        InputError: If it is something else than as many finite numbers or `None`.
+    """
+    told = f"reward {_name(function)} must give a list with a number or None for each completion"
+    try:
+        found = list(rewards)
+    except TypeError:
+        raise InputError(f"{told}, got {rewards!r:.60}") from None
+    if len(found) != count:
+        raise InputError(f"{told}, got {len(found)} for {count}")
+    numbers: list[float | None] = []
+    for reward in found:
+        if reward is not None and not hasattr(reward, "__float__"):
+            raise InputError(f"{told}, got {reward!r:.60} among them")
+        number = math.nan if reward is None else float(reward)
+        if math.isinf(number):
+            raise InputError(f"{told}, got {number} among them, which is not finite")
+        numbers.append(None if math.isnan(number) else number)
+    return numbers
+
+
+def _check_prompts(rows: Dataset) -> None:
+    try:
+        prompts = rows["prompt"][:]
+    except UnicodeDecodeError as error:
+        raise ValueError(f"prompt must be text in UTF-8: {error}") from error
+    for number, prompt in enumerate(prompts):
+        check_text_or_messages("prompt", prompt, f"row {number}")
+        if not prompt:
+            raise ValueError(f"prompt must not be empty, got {prompt!r} in row {number}")
+
+
+def _check_function(function: Any, columns: Sequence[str]) -> None:
     if not callable(function) or not hasattr(function, "__name__"):
         raise ValueError(f"reward_funcs must be functions, got {function!r}")
     if inspect.iscoroutinefunction(function):
@@ -183,28 +244,26 @@ def _check_function(function: Any) -> None:
     parameters = inspect.signature(function).parameters.values()
     if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         raise ValueError(f"reward_funcs must take **kwargs, as TRL passes all columns, {function.__name__} does not")
-    if any(parameter.name == "completion_ids" and parameter.default is parameter.empty for parameter in parameters):
+    given = {"prompts", "completions", "seed", *SILENT, *columns} - {"prompt", "completion"}
+    named = [p for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL) and p.default is p.empty]
+    if missing := [parameter.name for parameter in named if parameter.name not in given]:
         raise ValueError(
-            f"reward_funcs must do without completion_ids, which evaluation does not have, "
-            f"{function.__name__} asks for them"
+            f"reward_funcs must do with {sorted(given)}, which evaluation has, {function.__name__} asks for {missing}"
         )
 
 
-def load_own_data(source: str) -> tuple[Dataset, Dataset | None]:
+def load_own_data(source: str, field: str = "dataset") -> tuple[Dataset, Dataset | None]:
     """Training rows, and held-out ones where the data have a split for them, of a Hub id, a folder or a file.
 
     Raises:
         ValueError: If there is nothing to read.
     """
-    if Path(source).is_file() or Path(source).suffix:
-        return load_tasks(source, "train"), None
-    try:
+    path = Path(source)
+    if path.is_file() or (not path.exists() and (path.suffix or means_a_path(source))):
+        return load_tasks(source, "train", field=field), None
+    with readable(field, source):
         splits = load_dataset(source)
-    except DatasetsError as error:
-        raise ValueError(f"dataset={source!r} cannot be read: {error.__cause__ or error}") from error
-    except ConnectionError as error:
-        raise ValueError(f"dataset={source!r} cannot be read: {error}; allowed offline: a file or a folder") from error
     held = next((splits[name] for name in ("test", "validation") if name in splits), None)
     if "train" not in splits:
-        raise ValueError(f"dataset={source!r} must have the split 'train', got {sorted(splits)}")
+        raise ValueError(f"{field}={source!r} must have the split 'train', got {sorted(splits)}")
     return splits["train"], held

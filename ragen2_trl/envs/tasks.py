@@ -3,6 +3,7 @@
 import random
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
@@ -35,29 +36,50 @@ def impossible_rows(share: float, task: str, split: str, seed: int) -> Iterator[
         yield split == "train" and rng.random() < share
 
 
-def load_tasks(data: str, split: str, *, config: str | None = None) -> Dataset:
+def means_a_path(name: str) -> bool:
+    """Whether a name, where there is no such file or folder, cannot be of the Hub or was not meant to be.
+
+    >>> [means_a_path(name) for name in ("./mine", "runs/mine/best", "Qwen/Qwen3-0.6B", "gpt2")]
+    [True, True, False, False]
+    """
+    first, slash, _ = name.partition("/")
+    return name.startswith((".", "/", "~")) or name.count("/") > 1 or (bool(slash) and Path(first).is_dir())
+
+
+@contextmanager
+def readable(field: str, data: str) -> Iterator[None]:
+    """Makes what `load_dataset` raises a `ValueError` that names a field and its value."""
+    try:
+        yield
+    except (DatasetsError, ValueError, OSError) as error:
+        cause = (isinstance(error, DatasetsError) and error.__cause__) or error
+        offline = "; allowed offline: a file or a folder" if isinstance(error, ConnectionError) else ""
+        raise ValueError(f"{field}={data!r} cannot be read: {cause}{offline}") from error
+
+
+def load_tasks(data: str, split: str, *, config: str | None = None, field: str = "data") -> Dataset:
     """Rows of a Hub dataset or of a local file (json, jsonl, parquet, csv) or folder.
 
     Args:
         data: A Hub id or a local path.
         split: The split to load; a single file has none and is read whole, so that tasks have to hold out by hash.
         config: Name of the dataset's configuration on the Hub.
+        field: Of the setting that named the data, for messages.
 
     Raises:
         ValueError: If a local file is of another kind, is not there or cannot be read.
     """
     path = Path(data)
-    if not path.exists() and path.suffix in _FILE_FORMATS:
-        raise ValueError(f"data must be a Hub id, a folder or a file that is there, got {data!r}")
+    if not path.exists() and (path.suffix in _FILE_FORMATS or means_a_path(data)):
+        raise ValueError(f"{field} must be a Hub id, a folder or a file that is there, got {data!r}")
     if path.is_file() and path.suffix not in _FILE_FORMATS:
-        raise ValueError(f"data must be a Hub id, a folder or a file {sorted(_FILE_FORMATS)}, got {data!r}")
-    try:
+        raise ValueError(f"{field} must be a Hub id, a folder or a file {sorted(_FILE_FORMATS)}, got {data!r}")
+    if path.is_file() and not path.stat().st_size:
+        raise ValueError(f"{field}={data!r} cannot be read: the file is empty")
+    with readable(field, data):
         if path.is_file():
             return load_dataset(_FILE_FORMATS[path.suffix], data_files=str(path), split="train")
         return load_dataset(data, config if not path.exists() else None, split=split)
-    except DatasetsError as error:
-        cause = error.__cause__ or error
-        raise ValueError(f"data={data!r} cannot be read: {cause}") from error
 
 
 class Table(Protocol):

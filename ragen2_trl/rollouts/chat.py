@@ -3,7 +3,10 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
+from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
+
+from ragen2_trl.messages import InputError
 
 Messages: TypeAlias = Sequence[Mapping[str, Any]]
 
@@ -67,7 +70,12 @@ class Chat:
     def _render(self, messages: Messages) -> str:
         if self._processor is not self._tokenizer:  # some templates of vision-language models read parts only
             messages = [{**m, "content": [{"type": "text", "text": m["content"]}]} for m in messages]
-        text: str = self._processor.apply_chat_template(
-            list(messages), add_generation_prompt=True, tokenize=False, **self._kwargs
-        )
+        try:
+            text: str = self._processor.apply_chat_template(
+                list(messages), add_generation_prompt=True, tokenize=False, **self._kwargs
+            )
+        except (TemplateError, ValueError) as error:
+            if self._processor.chat_template is None:
+                raise InputError("prompt is messages, and the model has no chat template; allowed: text") from error
+            raise InputError(f"prompt does not fit the model's chat template: {error}") from error
         return text if text.rstrip().endswith(self._forced_tag) else text + self._forced_tag

@@ -5,6 +5,7 @@ from typing import TypeAlias
 
 from ragen2_trl.envs import Play, respond_all
 from ragen2_trl.envs.mixture import AnyTask
+from ragen2_trl.messages import InputError
 from ragen2_trl.rollouts.chat import Chat, Messages
 from ragen2_trl.rollouts.context import FULL, ContextWindow, TrainingSample, Trajectory
 
@@ -55,7 +56,7 @@ def play_all(
     ]
     longest = max((len(trajectory.prompt_ids) for trajectory in trajectories), default=0)
     if max_context is not None and longest >= max_context:
-        raise ValueError(f"prompts must have fewer tokens than the model's {max_context} positions, got {longest}")
+        raise InputError(f"prompts must have fewer tokens than the model's {max_context} positions, got {longest}")
 
     def left(sample: TrainingSample) -> int:
         tokens = max_tokens - len(sample.completion_ids)

@@ -54,6 +54,8 @@ def held_out_rows(env: AnyTask, num_prompts: int, num_samples: int, seed: int, d
     if isinstance(env, TaskMixture) and min(env.shares(num_prompts)) < 2:
         raise ValueError(f"num_prompts must give each task of {env.name} at least 2, got {num_prompts!r}")
     rows = env.dataset(num_prompts, seed, split="test", data=data)
+    if len(rows) < 2:
+        raise ValueError(f"held-out tasks of {env.name} must be at least 2, got {len(rows)}")
     return rows.select([index for index in range(len(rows)) for _ in range(num_samples)])  # groups stay together
 
 

@@ -2,6 +2,7 @@
 run reads on from."""
 
 import json
+import logging
 import os
 import re
 import zipfile
@@ -11,13 +12,12 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.logging import get_logger
 from accelerate.utils import broadcast_object_list, gather_object, send_to_device
 from torch.utils.data import Sampler
 from transformers import Trainer
 from trl.trainer.utils import RepeatSampler
 
-logger = get_logger(__name__)
+logger = logging.getLogger(__name__)  # accelerate's fails where there is no trainer
 
 STATE_FILE = "snr_state_{rank}.pt"
 # Names and sizes of all files of a checkpoint but the last one to be written, the trainer's own state.
@@ -91,10 +91,11 @@ def load_state(
         return None, None
     layouts = gather_object([state and state["layout"]])
     if any(other != layout for other in layouts):
-        logger.warning(
-            f"The checkpoint was written with {layouts[0]} and is resumed with {layout}: the generation batch in "
-            "progress and groups that wait for the next, if any, are sampled again."
-        )
+        if accelerator.is_main_process:
+            logger.warning(
+                f"The checkpoint was written with {layouts[0]} and is resumed with {layout}: the generation batch in "
+                "progress and groups that wait for the next, if any, are sampled again."
+            )
         return shared, None
     assert state is not None  # as its layout is this one
     return shared, send_to_device(state["own"], accelerator.device)

@@ -232,17 +232,22 @@ class SNRFilter(StockTrainer):
             )
         try:
             return super().train(checkpoint, *args, **kwargs)
-        except KeyboardInterrupt as interrupt:
-            if self.is_world_process_zero():
-                last = last_complete_checkpoint(Path(str(self.args.output_dir)))
-                how = (
-                    f"train(resume_from_checkpoint=True) goes on from {last.name}"
-                    if last
-                    else "no checkpoint is whole"
-                )
-                where = f"Interrupted at step {self.state.global_step}; {how} in {self.args.output_dir}."
-                tell_last(interrupt, where, logger.warning)
+        except (KeyboardInterrupt, Exception) as end:
+            self._tell_where_to_resume(end)
             raise
+
+    def _tell_where_to_resume(self, end: BaseException) -> None:
+        """A line below the traceback; of an error only where a step was done, and not if there is no checkpoint."""
+        interrupted = isinstance(end, KeyboardInterrupt)  # which all processes are; an error may be of one alone
+        if not (self.is_world_process_zero() if interrupted else self.state.global_step):
+            return
+        last = last_complete_checkpoint(Path(str(self.args.output_dir)))
+        if last is None and not interrupted:
+            return
+        how = f"train(resume_from_checkpoint=True) goes on from {last.name}" if last else "no checkpoint is whole"
+        what = "Interrupted" if interrupted else "Failed"
+        where = f"{what} at step {self.state.global_step}; {how} in {self.args.output_dir}."
+        tell_last(end, where, logger.warning)
 
     # 1. TRL asks for the inputs of a micro-step, and samples where a generation batch begins
 
