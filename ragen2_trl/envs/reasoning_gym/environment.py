@@ -54,7 +54,7 @@ class Scorer:
                 if not self._makes(question):
                     self._end()
                     if not self._makes(question):
-                        raise RuntimeError(f"the scorer of reasoning_gym cannot make task={task!r} with config={config}")
+                        raise RuntimeError(f"the scorer of reasoning_gym cannot make task={task!r}, config={config}")
                 worth = self._reply(SECONDS_TO_SCORE)
             except BaseException:  # Ctrl-C, too: nothing is left that could answer later
                 self._end()
