@@ -46,7 +46,7 @@ def test_lines_of_json_may_have_a_byte_order_mark_blank_lines_and_line_separator
         '{"prompt": [{"text": "a"}], "completion": "b"}',
         '{"prompt": "a", "completion": ["b"]}',
         '{"prompt": "a", "completion": "b", "step": "ten"}',
-        '{"prompt": "caf\xe9", "completion": "b"}',
+        '{"prompt": "\xe9", "completion": "b"}',
     ],
 )
 def test_lines_of_something_else_are_named(lines, tmp_path):
