@@ -1,4 +1,4 @@
-"""Numbers to sort: a task for a real language model, of which some are too easy to teach anything and many too hard."""
+"""Numbers to sort: a task for a real language model, partly too easy to teach anything and partly too hard."""
 
 import random
 from typing import Any

@@ -40,7 +40,8 @@ class Items:
         return float(answer == item["answer"])
 
 
-factory = ModuleType("reasoning_gym.factory")
-factory.create_dataset = lambda task, **settings: Items()
-sys.modules.update({"reasoning_gym": ModuleType("reasoning_gym"), "reasoning_gym.factory": factory})
-runpy.run_path(str(SCORER), run_name="__main__")
+if __name__ == "__main__":  # pytest imports every file, for its examples
+    factory = ModuleType("reasoning_gym.factory")
+    factory.create_dataset = lambda task, **settings: Items()
+    sys.modules.update({"reasoning_gym": ModuleType("reasoning_gym"), "reasoning_gym.factory": factory})
+    runpy.run_path(str(SCORER), run_name="__main__")

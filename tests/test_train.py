@@ -237,11 +237,6 @@ def test_bad_input_ends_before_anything_is_loaded(overrides, parts, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-def test_a_missing_model_is_named_as_a_field(tmp_path):
-    with pytest.raises(ValueError, match=r"model=None; allowed: 'tiny'"):
-        train.main(["--output_dir", str(tmp_path), "--use_cpu", "true", "--bf16", "false"])
-
-
 def test_summary_of_a_run_without_a_logged_step(tmp_path):
     summary = summarize(TrainerState(), tmp_path)
     assert summary["steps"] == 0
