@@ -14,13 +14,13 @@ def sorted_right(completions: list[str], answer: list[str], **kwargs: Any) -> li
 
 
 class Sorting(DatasetEnvironment):
-    """Prompts such as `Sort: 52 7 93 =>`, of three to ten numbers below a hundred, as many of each length: what
+    """Prompts such as `Sort: 52 7 93 =>`, of three to twelve numbers below a hundred, as many of each length: what
     reasoning-gym's `number_sorting` asks, in a prompt that is short.
     """
 
     def __init__(self) -> None:
         stream = random.Random("sorting")
-        asked = [stream.sample(range(100), 3 + n % 8) for n in range(16_000)]
+        asked = [stream.sample(range(100), 3 + n % 10) for n in range(16_000)]
         texts = {f"Sort: {_text(numbers)} =>": _text(sorted(numbers)) for numbers in asked}
         rows = Dataset.from_dict({"prompt": [*texts], "answer": [*texts.values()]})
         super().__init__(rows, sorted_right, name="sorting")

@@ -303,7 +303,8 @@ def test_a_folder_without_a_run_ends_with_code_2_and_its_name(runs, tmp_path, ca
     with pytest.raises(SystemExit) as ended:
         cli.main(["report", str(runs[0]), str(tmp_path / "nothing here"), "--output", str(output)])
     assert ended.value.code == 2
-    assert "nothing here'" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "nothing here'" in said and said.count("\n") == 1
     assert not output.exists()
 
 
@@ -311,7 +312,8 @@ def test_a_place_that_cannot_be_written_ends_with_code_2(runs, tmp_path, capsys)
     with pytest.raises(SystemExit) as ended:
         cli.main(["report", str(runs[0]), "--output", str(tmp_path)])
     assert ended.value.code == 2
-    assert "--output cannot be written" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert f"output='{tmp_path}' cannot be written" in said and said.count("\n") == 1
 
 
 def length_reward(completion_ids, **kwargs):

@@ -7,6 +7,7 @@ from rich.text import Text
 
 from ragen2_trl.cli.arguments import report_parser
 from ragen2_trl.cli.console import make_console
+from ragen2_trl.messages import InputError
 from ragen2_trl.reporting.files import write_text
 from ragen2_trl.reporting.report import render_report
 from ragen2_trl.reporting.run import read_run
@@ -16,19 +17,18 @@ def main(args: list[str] | None = None) -> None:
     """Read runs from their folders and write the report.
 
     Raises:
-        SystemExit: With code 2 and a message if a folder holds no run, or if the file cannot be written.
+        InputError: If a folder holds no run, or the file cannot be written.
     """
     console = make_console()
-    parser = report_parser()
-    arguments = parser.parse_args(args)
+    arguments = report_parser().parse_args(args)
     try:
         runs = [read_run(folder) for folder in arguments.runs]
     except ValueError as error:
-        parser.error(str(error))
+        raise InputError(str(error)) from error
     page = render_report(runs)
     try:
         arguments.output.parent.mkdir(parents=True, exist_ok=True)
         write_text(arguments.output, page)
     except OSError as error:
-        parser.error(f"--output cannot be written: {error}")
+        raise InputError(f"output={str(arguments.output)!r} cannot be written: {error.strerror}") from error
     console.print(Text(f"{arguments.output} ({len(page) / 1e3:,.0f} kB) opens in a browser, also offline."))

@@ -10,6 +10,7 @@ from ragen2_trl.reporting.files import HISTORY_FILE, STATE_FILE
 from ragen2_trl.reporting.records import check_history
 
 MAX_JSON = 512 * 2**20  # bytes
+ALLOWED = f"{STATE_FILE}, {HISTORY_FILE}, or a console log with lines such as 'step:1 - key:0.5'"
 MAX_LINE = 2**20  # bytes of a printed row, which takes some 10,000
 _ESCAPES = re.compile(rb"\x1b\[[0-?]*[ -/]*[@-~]")
 _ROW = re.compile(r"(?:^|\s)step:(\d{1,12}) - ")
@@ -28,6 +29,8 @@ def read_log(path: Path) -> tuple[list[dict[str, Any]], int]:
         ValueError: If it is none of these; the message is one line.
         OSError: If it cannot be read.
     """
+    if not path.is_file():
+        raise ValueError(f"{str(path)!r} is no file; allowed: {ALLOWED}.")
     with path.open("rb") as file:
         is_json = file.read(64).lstrip()[:1] in (b"{", b"[")
     if is_json and path.suffix != ".log":
@@ -35,10 +38,7 @@ def read_log(path: Path) -> tuple[list[dict[str, Any]], int]:
     too_long: list[int] = []
     rows = list(_read_console(path, too_long))
     if not rows:
-        raise ValueError(
-            f"{str(path)!r} holds no log rows; allowed: {STATE_FILE}, {HISTORY_FILE}, or a console log with lines "
-            "such as 'step:1 - key:0.5'."
-        )
+        raise ValueError(f"{str(path)!r} holds no log rows; allowed: {ALLOWED}.")
     return rows, len(too_long)
 
 
@@ -53,7 +53,7 @@ def _read_json(path: Path) -> list[dict[str, Any]]:
     check_history(rows, str(path), "log_history")
     found = [row for row in rows or () if isinstance(row, dict)]
     if not found:
-        raise ValueError(f"{str(path)!r} holds no log rows.")
+        raise ValueError(f"{str(path)!r} holds no log rows; allowed: {ALLOWED}.")
     return found
 
 
