@@ -145,7 +145,7 @@ def test_the_command_says_in_one_line_which_file_and_field(path, new, field, rec
         cli.main(["report", str(record), "--output", str(record / "report.html")])
     error = capsys.readouterr().err.strip().splitlines()[-1]
     assert ended.value.code == 2
-    assert error.startswith("ragen2-trl report: error: ") and STATE in error and field in error
+    assert error.startswith("ragen2-trl report: ") and STATE in error and field in error
 
 
 def test_brackets_without_end_are_no_record(record):

@@ -123,7 +123,7 @@ def test_the_hours_of_a_run_are_those_of_the_arithmetic_in_the_docs():
 @pytest.mark.slow
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_each_level_of_an_experiment_trains_with_the_model_cut_down(path, model, tmp_path, rewards_by_lot):
-    cut = {**CUT, "num_generations": 4} if path.stem == "signal" else CUT  # room for pilots of two
+    cut = {**CUT, "num_generations": 4} if path.stem in ("signal", "real_model") else CUT  # room for pilots of two
     for job in covering(paper_jobs({**cut, "model": model}, path)):
         own, folder = job.planned.fields, tmp_path / job.planned.key
         command = command_of(write_config(folder, job), job)
