@@ -1,9 +1,6 @@
 """The diagnose command: from a model, or from completions that TRL saved, to numbers, a verdict and pictures."""
 
 import json
-import subprocess
-import sys
-from pathlib import Path
 
 import pandas as pd
 import pytest
@@ -20,9 +17,6 @@ from ragen2_trl.cli.samples import find_files, first_turn_text, read_completions
 from ragen2_trl.instrument import chance_p_value
 from ragen2_trl.rollouts import sampling
 from ragen2_trl.tiny import TINY_MODEL_PATH
-
-SCRIPT = Path(__file__).parents[1] / "scripts" / "diagnose.py"
-
 
 # Sampling
 
@@ -287,15 +281,6 @@ def test_empty_keys_of_saved_messages_do_not_reach_the_chat_template(played, tmp
     tokenizer.apply_chat_template = lambda batch, **kwargs: seen.append(batch) or template(batch, **kwargs)
     tokenize_completions(tokenizer, read_completions(save(tmp_path / "saved", 1, padded, messages(texts))))
     assert seen == prompts
-
-
-@pytest.mark.slow
-def test_the_script_starts_beside_the_script_called_evaluate():
-    """scripts/evaluate.py must not be taken for Hugging Face's `evaluate`."""
-    result = subprocess.run([sys.executable, str(SCRIPT), "--help"], capture_output=True, text=True, check=True)
-    shown = " ".join(result.stdout.split())
-    assert "log_completions=True" in shown
-    assert "only for the file of the step that its weights are of" in shown
 
 
 def test_diagnose_is_a_command(capsys):

@@ -20,7 +20,7 @@ from ragen2_trl.reporting.report import NO_COMPLETIONS, render_report
 from ragen2_trl.reporting.run import read_run
 from ragen2_trl.reporting.summary import summarize
 
-SCRIPT = Path(__file__).parents[1] / "scripts" / "train.py"
+TRAIN = [sys.executable, "-m", "ragen2_trl.cli", "train"]
 RECIPE = recipe_path("frozen_lake_tiny")
 
 
@@ -150,9 +150,7 @@ def test_a_run_killed_at_any_moment_ends_with_the_same_parameters(tmp_path):
 
     killed = tmp_path / "killed"
     with (tmp_path / "output").open("w") as output:
-        process = subprocess.Popen(
-            [sys.executable, str(SCRIPT), *arguments(killed, max_steps=6)], stdout=output, stderr=output
-        )
+        process = subprocess.Popen([*TRAIN, *arguments(killed, max_steps=6)], stdout=output, stderr=output)
         deadline = time.monotonic() + 240
         # The folder appears before its files: this may well hit the checkpoint while it is being written.
         while not (killed / "checkpoint-4").exists():
@@ -276,7 +274,7 @@ def test_what_was_mistyped_is_said_in_a_line(arguments, message, capsys):
 def test_a_real_instruct_model_trains_through_the_script(tmp_path):
     run = tmp_path / "run"
     command = arguments(run, model="smollm2", max_steps=2, save_strategy="no", snr_include_zero="true")
-    subprocess.run([sys.executable, str(SCRIPT), *command], check=True, timeout=1500)
+    subprocess.run([*TRAIN, *command], check=True, timeout=1500)
     rows = [row for row in json.loads((run / "log_history.json").read_text()) if "loss" in row]
     assert len(rows) == 2
     for row in rows:

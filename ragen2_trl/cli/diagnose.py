@@ -1,9 +1,9 @@
 """Diagnose whether a model's reasoning depends on its prompt (arXiv 2604.06268, Section 2).
 
-    python scripts/diagnose.py --model tiny
-    python scripts/diagnose.py --model runs/my_run --env_args size=5 --output_dir runs/my_diagnosis
-    python scripts/diagnose.py --model runs/my_run --completions runs/my_run/completions
-    python scripts/diagnose.py --model tiny --control
+    ragen2-trl diagnose --model tiny
+    ragen2-trl diagnose --model runs/my_run --env_args size=5 --output_dir runs/my_diagnosis
+    ragen2-trl diagnose --model runs/my_run --completions runs/my_run/completions
+    ragen2-trl diagnose --model tiny --control
 
 Samples held-out tasks, or takes the completions that TRL saved with `log_completions=True`. Those are text, so that
 they have to be tokenised again, with the model's chat template and without tools; of several turns the first is taken.
@@ -11,8 +11,8 @@ What it samples itself it saves as it comes, with the sampled ids: `--completion
 scores it again, also what there is of it after a kill. Several turns are scored as they were played.
 Writes `diagnosis.json`, `matrix.png`, `quadrant.png` and what was sampled.
 
-    python scripts/diagnose.py --model runs/my_run --gradients true       # by reward variance, signal and noise
-    python scripts/diagnose.py --model runs/my_run --predict_filter true  # what would filtering keep and save?
+    ragen2-trl diagnose --model runs/my_run --gradients true       # by reward variance, signal and noise
+    ragen2-trl diagnose --model runs/my_run --predict_filter true  # what would filtering keep and save?
 
 These sample one batch as GRPO would and write `gradients_00000.json` and `gradients.png`, and `forecast.json`.
 """

@@ -1,10 +1,10 @@
 """Evaluation: how often a model solves held-out tasks, and how sure we can be of it.
 
-python scripts/evaluate.py --model tiny
-python scripts/evaluate.py --model runs/my_run --env_name frozen_lake --env_args size=5 --output results.json
-python scripts/evaluate.py --model tiny --env_name sokoban --multi_turn true
-python scripts/evaluate.py --model oracle --env_name sokoban     # the task's solver; `random` is the random baseline
-python scripts/evaluate.py --model openai:gpt-4o-mini --env_name sokoban --multi_turn true  # OPENAI_BASE_URL, _API_KEY
+ragen2-trl evaluate --model tiny
+ragen2-trl evaluate --model runs/my_run --env_name frozen_lake --env_args size=5 --output results.json
+ragen2-trl evaluate --model tiny --env_name sokoban --multi_turn true
+ragen2-trl evaluate --model oracle --env_name sokoban     # the task's solver; `random` is the random baseline
+ragen2-trl evaluate --model openai:gpt-4o-mini --env_name sokoban --multi_turn true  # OPENAI_BASE_URL, _API_KEY
 """
 
 import random
