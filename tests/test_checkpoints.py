@@ -1,5 +1,6 @@
 """Which checkpoints are complete, and that no other is resumed from: of ours, and of TRL's own trainer."""
 
+import errno
 import json
 import shutil
 import subprocess
@@ -11,6 +12,7 @@ from datasets import Dataset
 from trl import GRPOConfig, GRPOTrainer
 
 from ragen2_trl import SNRFilteredGRPOConfig, SNRFilteredGRPOTrainer
+from ragen2_trl.trainers import checkpoints
 from ragen2_trl.trainers.checkpoints import MANIFEST, flaw_of, last_complete_checkpoint
 
 PARTS = ("model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth", "trainer_state.json")
@@ -110,6 +112,15 @@ def test_what_is_only_named_like_a_checkpoint_is_none(run):
         (folder / "checkpoint-3" / "trainer_state.json").write_text(content)
         assert last_complete_checkpoint(folder) == folder / "checkpoint-2"
     assert last_complete_checkpoint(folder / "nowhere") is None
+
+
+def test_a_disk_that_fails_is_a_flaw_and_no_error_of_its_own(run, monkeypatch):
+    def fails(path):
+        raise OSError(errno.EIO, "Input/output error", str(path))
+
+    monkeypatch.setattr(checkpoints, "_is_cut_off", fails)
+    assert "Input/output error" in flaw_of(run("ours") / "checkpoint-3")
+    assert last_complete_checkpoint(run("ours")) is None
 
 
 def test_checkpoints_are_found_and_named_in_a_process_without_a_trainer(run):

@@ -5,6 +5,7 @@ import math
 import shutil
 
 import pytest
+import torch
 from datasets import Dataset
 
 from ragen2_trl import SNRFilteredGRPOConfig, SNRFilteredGRPOTrainer, cli
@@ -143,7 +144,7 @@ def test_what_cannot_be_played_is_refused_by_name(change, named):
         DatasetEnvironment(**{"dataset": rows(4), "reward_funcs": right, **change})
 
 
-@pytest.mark.parametrize("given", [None, 1.0, [], [1.0, 1.0], ["1"], [math.inf]], ids=str)
+@pytest.mark.parametrize("given", [None, 1.0, [], [1.0, 1.0], ["1"], [math.inf], [torch.ones(2)]], ids=str)
 def test_rewards_of_another_form_are_refused_by_the_name_of_their_function(given):
     def odd(completions, **columns):
         return given
@@ -153,6 +154,17 @@ def test_rewards_of_another_form_are_refused_by_the_name_of_their_function(given
         env.play(env.dataset(1)[0], None).respond("I say 1")
     with pytest.raises(ValueError, match=r"test_own_data:odd"):
         env.reward_funcs[0](prompts=["a"], completions=["b"], log_metric=lambda *_: None)
+
+
+def test_an_error_of_a_reward_that_yields_is_its_own():
+    def odd(completions, **columns):
+        yield from (len(None) for _ in completions)
+
+    env = DatasetEnvironment(rows(), odd)
+    with pytest.raises(ValueError, match="TypeError: object of type 'NoneType' has no len"):
+        env.play(env.dataset(1)[0], None).respond("I say 1")
+    with pytest.raises(TypeError, match="no len"):
+        env.reward_funcs[0](prompts=["a"], completions=["b"])
 
 
 def test_a_reward_that_is_nan_does_not_apply_as_in_trl():

@@ -152,6 +152,24 @@ def test_a_task_that_no_scorer_can_make_is_an_error_and_no_score(ask):
     assert ask("right") == 1.0
 
 
+def test_a_scorer_that_does_not_start_says_why(monkeypatch, tmp_path):
+    program = tmp_path / "broken.py"
+    program.write_text("raise OSError('no memory here')")
+    monkeypatch.setattr(scorer, "__file__", str(program))
+    with pytest.raises(RuntimeError, match="no memory here"):
+        environment.Scorer()("leg_counting", "{}", 0, "1")
+
+
+@pytest.mark.skipif(os.name != "posix", reason="limits of processes are POSIX's")
+def test_a_lower_limit_from_outside_is_kept_and_answers_are_scored(ask, monkeypatch):
+    def limited(command, **options):
+        return started(["sh", "-c", 'ulimit -v 3000000 -t 600; exec "$@"', "sh", *command], **options)
+
+    started = subprocess.Popen
+    monkeypatch.setattr(environment.subprocess, "Popen", limited)
+    assert ask("right") == 1.0
+
+
 @pytest.mark.parametrize("scorer_is_left", [False, True])
 def test_an_interrupted_question_is_never_answered_in_place_of_the_next(scorer_is_left, ask, monkeypatch):
     """Ctrl-C before the scorer has the task, and once more while that scorer is ended."""

@@ -87,6 +87,17 @@ def test_of_several_checkpoints_the_newest_tells_the_settings(tmp_path, make_arg
     assert (settings["config"], settings["seed"], settings["snr_value"]) == ("SNRFilteredGRPOConfig", 20, 0.5)
 
 
+def test_a_later_run_in_the_folder_shows_its_own_settings(tmp_path, make_args):
+    """Though an earlier one, in other words, left a checkpoint of a later step."""
+    for folder, steps, reward in ((tmp_path / "checkpoint-9", 9, 0.5), (tmp_path, 3, 0.7)):
+        folder.mkdir(exist_ok=True)
+        log = [{"step": step, "reward": reward} for step in range(1, steps + 1)]
+        TrainerState(global_step=steps, log_history=log).save_to_json(str(folder / "trainer_state.json"))
+        torch.save(make_args(seed=steps), folder / FILE)
+    run = read_run(tmp_path)
+    assert (run.step, run.settings["seed"]) == (3, 3)
+
+
 # Files that are no such arguments
 
 

@@ -9,7 +9,8 @@ from trl import ModelConfig, SFTConfig
 from ragen2_trl import SNRFilteredGRPOConfig, SNRFilteredGRPOTrainer, cli
 from ragen2_trl.callbacks.run_record import keep_record
 from ragen2_trl.cli.arguments import EvaluateArguments, TrainArguments, WarmStartArguments
-from ragen2_trl.cli.typed import parse, parser_of
+from ragen2_trl.cli.models import check_model, load_model, loading
+from ragen2_trl.cli.typed import InputError, parse, parser_of
 
 
 @pytest.fixture(autouse=True)
@@ -190,3 +191,55 @@ def test_rewards_that_trl_cannot_take_the_deviation_of_are_told_once(
         trainer.train()
     (line,) = [record.getMessage() for record in caplog.records if "float32" in record.getMessage()]
     assert "1e+25" in line and "1e+19" in line
+
+
+def test_a_shipped_model_is_not_the_folder_of_its_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tiny").mkdir()
+    assert check_model("tiny") == "tiny"
+
+
+def test_a_folder_of_an_organisation_s_name_hides_none_of_its_models(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "Qwen").mkdir()
+    assert check_model("Qwen/Qwen3-0.6B") == "Qwen/Qwen3-0.6B"
+
+
+def test_what_is_no_error_of_a_model_is_not_told_as_one():
+    with pytest.raises(OSError, match="CUDA_HOME"), loading("tiny"):
+        raise OSError("CUDA_HOME environment variable is not set")
+
+
+@pytest.mark.parametrize("text", ["", "{}"])
+def test_a_model_without_a_type_is_a_line(text, tmp_path):
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(InputError, match="cannot be loaded"):
+        load_model(str(tmp_path))
+
+
+def test_an_abbreviated_argument_is_not_known(capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["warm-start", "--recipe", "warm_start_tiny", "--model_name", "tiny"])
+    assert "not known: --model_name" in capsys.readouterr().err
+
+
+def test_a_line_of_input_says_below_where_training_can_be_resumed(tmp_path, monkeypatch, capsys):
+    """A reward that fails in the middle of training, with a checkpoint behind it."""
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps({"prompt": f"Say {n}."}) + "\n" for n in range(40)))
+    (tmp_path / "late.py").write_text(
+        "calls = []\n"
+        "def reward(completions, **kwargs):\n"
+        "    calls.append(1)\n"
+        "    return [float(len(text) % 3) for text in completions][: 1 if len(calls) > 2 else None]\n"
+    )
+    monkeypatch.undo()
+    monkeypatch.chdir(tmp_path)
+    command = "train --model tiny --dataset data.jsonl --reward late:reward --output_dir run --use_cpu true"
+    command += " --bf16 false --num_generations 2 --per_device_train_batch_size 4 --gradient_accumulation_steps 1 --save_steps 1"
+    command += " --max_completion_length 4 --max_steps 4 --eval_prompts 0 --figures false --mutual_information false"
+    with pytest.raises(SystemExit) as ended:
+        cli.main(command.split())
+    assert ended.value.code == 2
+    line, below = capsys.readouterr().err.strip().splitlines()[-2:]
+    assert line.startswith("ragen2-trl train: reward late:reward") and "--resume true" in below
+    assert "checkpoint-2" in below

@@ -42,7 +42,8 @@ def main(args: list[str] | None = None) -> None:
 
     Raises:
         SystemExit: if the first argument is not a command; the message lists them. With code 2, and one line on
-            stderr, for arguments and files that cannot be used; with code 130 after Ctrl-C.
+            stderr, for arguments and files that cannot be used, with another where training can be resumed; with code
+            130 after Ctrl-C.
     """
     command, *rest = (sys.argv[1:] if args is None else args) or [""]
     if command not in COMMANDS:
@@ -71,6 +72,6 @@ def main(args: list[str] | None = None) -> None:
     except InputError as error:
         from ragen2_trl.reporting.examples import printable  # a model's text may be in what a reward raised
 
-        said = printable(f"ragen2-trl {command}: {error}")
+        said = printable("\n".join([f"ragen2-trl {command}: {error}", *getattr(error, "__notes__", ())]))
         Console(stderr=True).print(said, highlight=False, markup=False, soft_wrap=True)
         raise SystemExit(2) from None

@@ -1,5 +1,6 @@
 """Finds and loads models by the names that the command line has for them."""
 
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 
 from ragen2_trl.cli.typed import InputError, checked_input
 from ragen2_trl.envs.tasks import means_a_path
-from ragen2_trl.tiny import resolve_model
+from ragen2_trl.tiny import is_shipped, resolve_model
 
 ALLOWED = "tiny, tiny-sokoban, tiny-countdown, smollm2, a path or a Hub id; to evaluate, also oracle and random"
 
@@ -24,6 +25,8 @@ def check_model(name: str | None) -> str:
     if name is None:
         raise ValueError(f"model=None; allowed: {ALLOWED}.")
     path = Path(name)
+    if is_shipped(name):
+        return name
     if path.is_dir():
         if not any((path / file).is_file() for file in ("config.json", "adapter_config.json")):
             inside = sorted(one.parent.name for one in path.glob("checkpoint-*/config.json"))
@@ -43,10 +46,15 @@ def loading(name: str | None) -> Iterator[None]:
     """
     try:
         yield
-    except (OSError, SafetensorError) as error:
-        if isinstance(error, OSError) and (type(error) is not OSError or error.errno is not None):
-            raise  # of a disk, or of a server for sampling
-        reason = str(error).strip().splitlines()[0]
+    except (OSError, ValueError, SafetensorError) as error:
+        on_the_way = [frame.name for frame in traceback.extract_tb(error.__traceback__)]
+        of_the_model = isinstance(error, SafetensorError) or "from_pretrained" in on_the_way
+        if not of_the_model or (isinstance(error, OSError) and error.errno is not None):
+            raise  # of a disk, of a server for sampling, of what else is made along with the model
+        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        first, slash, _ = str(name).partition("/")
+        if slash and Path(first).is_dir() and not Path(str(name)).exists():  # most likely meant one in this folder
+            reason = f"There is no such folder in {first!r}, and from the Hub: {reason}"
         raise InputError(f"model={name!r} cannot be loaded; allowed: {ALLOWED}. {reason}") from error
 
 

@@ -115,6 +115,10 @@ def _main(args: list[str] | None, held: ExitStack) -> None:
             console.print(f"Episodes are cut at max_completion_length={longest}; {turns} hold all turns of the task.")
 
     before = _evaluate(trainer, env, script_args, run / "evaluation_before.json")
+    named = training_args.resume_from_checkpoint is not None  # and would win over the last one again
+    again = f"The same command with `{'--resume_from_checkpoint' if named else '--resume true'}`"
+    if isinstance(trainer, SNRFilter):
+        trainer.how_to_resume = again
     try:
         _train(trainer, checkpoint)
     except KeyboardInterrupt:
@@ -123,11 +127,12 @@ def _main(args: list[str] | None, held: ExitStack) -> None:
         trainer.create_model_card(run.resolve().name)  # how far it got, and not the last checkpoint
         last = last_complete_checkpoint(run)
         console.print(f"Interrupted at step {trainer.state.global_step}; last complete checkpoint: {last or 'none'}.")
-        console.print("The same command with `--resume true` goes on from there.")
+        console.print(f"{again} goes on from there.")
         sys.exit(130)
-    except Exception as error:
-        if (last := last_complete_checkpoint(run)) is not None:
-            tell_last(error, f"The same command with `--resume true` goes on from {last}.", logger.error)
+    except Exception as error:  # ours tell by themselves
+        told = isinstance(trainer, SNRFilter) or not trainer.state.global_step
+        if not told and (last := last_complete_checkpoint(run)) is not None:
+            tell_last(error, f"{again} goes on from {last}.", logger.error)
         raise
     finally:
         progress.close()

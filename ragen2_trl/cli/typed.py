@@ -34,7 +34,7 @@ def checked_input() -> Iterator[None]:
 def parser_of(command: str, *dataclasses: type, epilog: str | None = None) -> TrlParser:
     """The parser of a command whose arguments are the fields of these dataclasses."""
     # TrlParser names the type of its classes by a `NewType` that no class of ours can have.
-    return TrlParser(cast(Any, dataclasses), prog=f"ragen2-trl {command}", epilog=epilog)
+    return TrlParser(cast(Any, dataclasses), prog=f"ragen2-trl {command}", epilog=epilog, allow_abbrev=False)
 
 
 def parse(parser: TrlParser, args: list[str] | None) -> tuple[Any, ...]:

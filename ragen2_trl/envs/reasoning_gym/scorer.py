@@ -37,21 +37,31 @@ def score(items: Any, item: dict[str, Any], answer: str) -> float:
         return 0.0
 
 
+def _at_most(wanted: int, kind: int) -> int:
+    """A limit, or the lower one that was set from outside, beyond which nobody but root may go."""
+    _, hard = resource.getrlimit(kind)
+    return wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+
+
 def main() -> None:
     import reasoning_gym  # noqa: F401 - takes seconds, and is done when the first line is written
 
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what a scorer prints is no answer
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+    memory = _at_most(MEMORY, resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     usual = resource.getrlimit(resource.RLIMIT_CPU)
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for output in (1, 2):  # what a scorer prints is no answer
+        os.dup2(nowhere, output)
     print("ready", file=answers, flush=True)
     for line in sys.stdin:
         question = json.loads(line)
         items = generator(question["task"], question["config"])
         item = items[question["number"]]
         print(question["asked"], "made", file=answers, flush=True)
-        resource.setrlimit(resource.RLIMIT_CPU, (math.ceil(time.process_time()) + PROCESSOR_SECONDS, usual[1]))
+        seconds = _at_most(math.ceil(time.process_time()) + PROCESSOR_SECONDS, resource.RLIMIT_CPU)
+        resource.setrlimit(resource.RLIMIT_CPU, (seconds, usual[1]))
         worth = score(items, item, question["answer"])
         resource.setrlimit(resource.RLIMIT_CPU, usual)
         print(question["asked"], worth, file=answers, flush=True)
