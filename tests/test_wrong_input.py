@@ -210,6 +210,13 @@ def test_what_is_no_error_of_a_model_is_not_told_as_one():
         raise OSError("CUDA_HOME environment variable is not set")
 
 
+@pytest.mark.parametrize(("typed", "meant"), [("--snr_vale 0.9", "--snr_value"), ("--env bandit", "--env_name")])
+def test_an_argument_that_is_not_known_is_told_with_what_was_meant(typed, meant, capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["train", *typed.split()])
+    assert f"not known: {typed}" in (said := capsys.readouterr().err) and meant in said.split("allowed: ")[1]
+
+
 @pytest.mark.parametrize("text", ["", "{}"])
 def test_a_model_without_a_type_is_a_line(text, tmp_path):
     (tmp_path / "config.json").write_text(text)
@@ -235,8 +242,9 @@ def test_a_line_of_input_says_below_where_training_can_be_resumed(tmp_path, monk
     monkeypatch.undo()
     monkeypatch.chdir(tmp_path)
     command = "train --model tiny --dataset data.jsonl --reward late:reward --output_dir run --use_cpu true"
-    command += " --bf16 false --num_generations 2 --per_device_train_batch_size 4 --gradient_accumulation_steps 1 --save_steps 1"
-    command += " --max_completion_length 4 --max_steps 4 --eval_prompts 0 --figures false --mutual_information false"
+    command += " --bf16 false --num_generations 2 --per_device_train_batch_size 4 --gradient_accumulation_steps 1"
+    command += " --save_steps 1 --max_completion_length 4 --max_steps 4 --eval_prompts 0 --figures false"
+    command += " --mutual_information false"
     with pytest.raises(SystemExit) as ended:
         cli.main(command.split())
     assert ended.value.code == 2

@@ -4,6 +4,7 @@ import re
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from difflib import get_close_matches
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NoReturn, cast
@@ -53,7 +54,13 @@ def parse(parser: TrlParser, args: list[str] | None) -> tuple[Any, ...]:
     rest = [re.sub(r"^--model([_-])name\1or\1path(?==|$)", "--model", word) for word in rest]
     _, unknown = parser.parse_known_args(rest)
     if unknown:
-        raise InputError(f"not known: {' '.join(unknown)}; `--help` lists the arguments.")
+        known = [name for action in parser._actions for name in action.option_strings if "-" not in name[2:]]
+        typed = [word.partition("=")[0] for word in unknown if word.startswith("--")]
+        alike = {name for word in typed for name in _alike(word, known)}
+        allowed = (
+            f"allowed: {', '.join(sorted(alike))} and others, see `--help`." if alike else "allowed: see `--help`."
+        )
+        raise InputError(f"not known: {' '.join(unknown)}; {allowed}")
     with checked_input():
         settings = read_configs(files)
         _choose_device(parser, [*(word.lstrip("-").partition("=")[0] for word in rest), *settings])
@@ -63,6 +70,11 @@ def parse(parser: TrlParser, args: list[str] | None) -> tuple[Any, ...]:
             together = Path(folder) / "config.yaml"
             together.write_text(yaml.safe_dump(settings))
             return parser.parse_args_and_config(["--config", str(together), *rest])
+
+
+def _alike(word: str, names: Sequence[str]) -> list[str]:
+    """What somebody may have meant."""
+    return [name for name in names if name.startswith(word)] or get_close_matches(word, names, n=2)
 
 
 def _choose_device(parser: TrlParser, given: Sequence[str]) -> None:
