@@ -3,6 +3,7 @@
 import json
 import multiprocessing
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -160,14 +161,15 @@ def test_a_scorer_that_does_not_start_says_why(monkeypatch, tmp_path):
         environment.Scorer()("leg_counting", "{}", 0, "1")
 
 
-@pytest.mark.skipif(os.name != "posix", reason="limits of processes are POSIX's")
 def test_a_lower_limit_from_outside_is_kept_and_answers_are_scored(ask, monkeypatch):
     def limited(command, **options):
-        return started(["sh", "-c", 'ulimit -v 3000000 -t 600; exec "$@"', "sh", *command], **options)
+        return started(["sh", "-c", 'ulimit -v 3000000; ulimit -t 600; exec "$@"', "sh", *command], **options)
 
     started = subprocess.Popen
     monkeypatch.setattr(environment.subprocess, "Popen", limited)
     assert ask("right") == 1.0
+    # Also by root, who might raise it.
+    assert resource.prlimit(ask.scorer._process.pid, resource.RLIMIT_AS)[0] == 3_000_000 * 1024
 
 
 @pytest.mark.parametrize("scorer_is_left", [False, True])

@@ -116,7 +116,7 @@ def _main(args: list[str] | None, held: ExitStack) -> None:
 
     before = _evaluate(trainer, env, script_args, run / "evaluation_before.json")
     named = training_args.resume_from_checkpoint is not None  # and would win over the last one again
-    again = f"The same command with `{'--resume_from_checkpoint' if named else '--resume true'}`"
+    again = f"the same command with `{'--resume_from_checkpoint' if named else '--resume true'}`"
     if isinstance(trainer, SNRFilter):
         trainer.how_to_resume = again
     try:
@@ -127,12 +127,12 @@ def _main(args: list[str] | None, held: ExitStack) -> None:
         trainer.create_model_card(run.resolve().name)  # how far it got, and not the last checkpoint
         last = last_complete_checkpoint(run)
         console.print(f"Interrupted at step {trainer.state.global_step}; last complete checkpoint: {last or 'none'}.")
-        console.print(f"{again} goes on from there.")
+        console.print(f"To go on from there: {again}.")
         sys.exit(130)
     except Exception as error:  # ours tell by themselves
         told = isinstance(trainer, SNRFilter) or not trainer.state.global_step
         if not told and (last := last_complete_checkpoint(run)) is not None:
-            tell_last(error, f"{again} goes on from {last}.", logger.error)
+            tell_last(error, f"To go on from {last}: {again}.", logger.error)
         raise
     finally:
         progress.close()
