@@ -426,6 +426,19 @@ def test_rewards_of_one_round_are_not_those_of_a_batch_of_several(algorithm, pol
     algorithm.make(policy_path, algorithm.args(tmp_path), replay, trainer_class=both)
 
 
+class CompletionsOfItsOwn:
+    def _generate(self, prompts):
+        return super()._generate(prompts)
+
+
+@for_each
+def test_pilots_are_not_scored_before_a_subclass_has_changed_them(algorithm, policy_path, tmp_path):
+    said = r"snr_pilot_generations=2.*_generate.*0.*_generate_single_turn"
+    at_construction(algorithm, [CompletionsOfItsOwn], TypeError, said, policy_path, tmp_path, snr_pilot_generations=2)
+    trainer_class = subclass(CompletionsOfItsOwn, algorithm.trainer)
+    algorithm.make(policy_path, algorithm.args(tmp_path), replay_of(policy_path), trainer_class=trainer_class)
+
+
 @pytest.mark.parametrize("num_iterations", [1, 2])
 def test_a_filter_that_is_lost_later_is_refused_too(num_iterations, policy_path, tmp_path):
     """A subclass that calls super() in the first generation only."""

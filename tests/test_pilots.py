@@ -77,6 +77,28 @@ def test_dynamic_sampling_fills_batches_for_fewer_completions(algorithm, policy_
     assert sampled[1] < 0.95 * sampled[0]  # where a pilot is three quarters of a group
 
 
+@for_each
+def test_no_round_samples_more_whole_groups_than_a_batch_has(algorithm, policy_path, tmp_path):
+    """Also where it has looked at more prompts, since the first ones were all dead and the others are not."""
+    asked = []
+
+    def reward(prompts, completion_ids, **columns):
+        asked.append(len(prompts))
+        values = [float(sum(ids) % 2) for ids in completion_ids]
+        return [0.0 if prompt.startswith("dead") else value for prompt, value in zip(prompts, values, strict=True)]
+
+    prompts = [f"dead {number}" for number in range(4)] + [f"{number}" for number in range(60)]
+    settings = {"num_generations": 8, "per_device_train_batch_size": 32, "shuffle_dataset": False, "max_steps": 1}
+    settings |= {"snr_strategy": "none", "snr_pilot_generations": 2, "snr_dynamic_sampling_rounds": 1}
+    trainer = algorithm.make(policy_path, algorithm.args(tmp_path, **settings), reward, prompts)
+    trainer.train()
+    groups = trainer.args.groups_per_generation
+    assert asked[2] == 4 * groups * 2  # four times as many pilots
+    assert asked[3] == groups * 6
+    (row,) = log_rows(trainer)
+    assert row["snr/trained_groups"] + row["snr/waiting_groups"] <= groups + 1
+
+
 @cases(grpo={"alone": {}, "selection": {"snr_prompt_selection": True}})
 def test_a_resumed_run_looks_and_goes_on_as_before(algorithm, settings, policy_path, tmp_path, monkeypatch):
     monkeypatch.setattr(pilots, "AUDIT", 0.3)
@@ -184,9 +206,10 @@ def test_tools_are_those_of_the_completion(policy_path, make_args):
         processing_class=tokenizer,
         environment_factory=env.environment_factory,
     )
-    numbers = itertools.count()
+    numbers, members = itertools.count(), set()
 
     def generate(contexts, *others, **named):
+        members.add((trainer.num_generations, trainer.args.num_generations))
         answers = []
         for context in contexts:
             done = tokenizer.decode(context).count("<tool_call>")
@@ -200,6 +223,7 @@ def test_tools_are_those_of_the_completion(policy_path, make_args):
     assert len(seen) == 4 * FIRST + len(trainer._pilots.whole)
     assert all(called == played for called, played in seen)
     assert {called for called, _ in seen} == {0, 2}
+    assert members == {(FIRST, FIRST), (GROUP_SIZE - FIRST, GROUP_SIZE - FIRST)}
 
 
 def test_datasets_without_rows_and_evaluation_work(policy_path, tmp_path):

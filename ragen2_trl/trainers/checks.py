@@ -176,6 +176,12 @@ def check_subclass(trainer_class: type, args: SNRFilterConfig) -> None:
                 f"{trainer_class.__name__}._calculate_rewards leaves for its own _generate_and_score_completions is "
                 "of the last round; allowed with both of them overridden: 0."
             )
+    if args.snr_pilot_generations > 0 and "_generate" in _overridden(trainer_class):
+        raise TypeError(
+            f"snr_pilot_generations={args.snr_pilot_generations} scores completions as TRL's _generate gives them, "
+            f"and {trainer_class.__name__}._generate may change them; allowed with it overridden: 0, or overriding "
+            "_generate_single_turn in its place."
+        )
     check_loss_of_trl(trainer_class, args)
 
 

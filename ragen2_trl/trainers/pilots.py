@@ -184,6 +184,9 @@ class PilotSampling:
         self.committed = expected >= worth_going_on(np.array(self.recent), self.first, self.size)
         rng = np.random.default_rng([_DRAW, self.args.seed, *key])
         self.audited = ~self.committed & (rng.random(len(expected)) < AUDIT)
+        # No more whole groups than a generation batch has: memory is TRL's, and none are sampled for nobody.
+        places = max(0, self.args.groups_per_generation - int(self.audited.sum()))
+        self.committed[np.argsort(-expected, kind="stable")[places:]] = False
         whole = self.committed | self.audited
         processes = self.accelerator.num_processes
         # The next best, where processes would else wait for others; and so where nothing is worth it.
@@ -272,7 +275,7 @@ class _Look:
     def generate(self, generate: Generate, calculate: Calculate, prompts: list[Any]) -> tuple[Any, ...]:
         trainer = self.trainer
         trainer.rollout_events.rows(self.inputs)
-        with replaced(trainer, {"num_generations": self.first}):
+        with members_asked_for(trainer, self.first):
             generated = generate(prompts)
         # As TRL does it with what a rollout function gives, once `_generate` has returned.
         fields = [next((one for one in row if isinstance(one, dict)), {}) for row in by_row(generated, len(prompts))]
@@ -316,14 +319,14 @@ class _Rest:
 
     def generate(self, generate: Generate, calculate: Calculate, prompts: list[Any]) -> tuple[Any, ...]:
         self.trainer.rollout_events.rows(self._of_rest(self.inputs))
-        with self._tools_of_rest({"num_generations": self.further}):
+        with members_asked_for(self.trainer, self.further), self._tools_of_rest():
             generated = generate(self._of_rest(prompts))
         rows = [row for row, _ in self.kept] + by_row(generated, len(self.rest))
         whole: tuple[Any, ...] = together(generated, len(self.rest), [rows[number] for number in self.order])
         return whole
 
     def calculate(self, calculate: Calculate, *rows: list[Any]) -> Tensor:
-        with self._tools_of_rest({}):
+        with self._tools_of_rest():
             rewards = calculate(*map(self._of_rest, rows))
         logs = [log for _, log in self.kept] + taken_logs(self.trainer, len(self.rest))
         for column in sorted({column for log in logs for column in log}):
@@ -335,9 +338,9 @@ class _Rest:
     def _of_rest(self, rows: list[Any]) -> list[Any]:
         return [rows[row] for row in self.rest]
 
-    def _tools_of_rest(self, values: dict[str, Any]) -> AbstractContextManager[None]:
+    def _tools_of_rest(self) -> AbstractContextManager[None]:
         lists = {name: getattr(self.trainer, name, None) for name in BY_ROW}
-        return replaced(self.trainer, {**values, **{name: self._of_rest(one) for name, one in lists.items() if one}})
+        return replaced(self.trainer, {name: self._of_rest(one) for name, one in lists.items() if one})
 
 
 def by_row(generated: tuple[Any, ...], size: int) -> list[list[Any]]:
@@ -383,6 +386,13 @@ def taken_logs(trainer: Any, size: int) -> list[dict[str, Any]]:
             log[column] = value
     trainer._pending_extra_logs.clear()
     return logs
+
+
+@contextmanager
+def members_asked_for(trainer: Any, number: int) -> Iterator[None]:
+    """For a while, groups have so many completions, for TRL and for rollout functions, which may ask either."""
+    with replaced(trainer, {"num_generations": number}), replaced(trainer.args, {"num_generations": number}):
+        yield
 
 
 @contextmanager
