@@ -34,6 +34,7 @@ STORED_NAMES = {
     "dynamic sampling and selection": "refill and selection",
 }
 SELECTOR = "snr_selector"
+WHOLE = {"snr_pilot_generations": 0}  # said by nobody before dynamic sampling had pilots by default
 STORED_SELECTORS: dict[str, Fields] = {
     "research.ablations:first_quarter": {"snr_quartile": 1},
     "research.ablations:second_quarter": {"snr_quartile": 2},
@@ -50,12 +51,16 @@ def as_stored(value: Any) -> Any:
 
     >>> as_stored({"snr_dynamic_sampling_rounds": 2, "snr_selector": "research.ablations:first_quarter"})
     {'snr_refill_rounds': 2, 'snr_quartile': 1}
-    >>> as_stored({"snr_refill_rounds": 2})
+    >>> as_stored({"snr_refill_rounds": 2, "snr_pilot_generations": 0})
     {'snr_refill_rounds': 2}
     """
     if isinstance(value, Mapping):
         selector = STORED_SELECTORS.get(str(value.get(SELECTOR)), {})
-        left = {name: one for name, one in value.items() if not (selector and name == SELECTOR)}
+        left = {
+            name: one
+            for name, one in value.items()
+            if not (selector and name == SELECTOR) and WHOLE.get(name, ...) != one
+        }
         return {STORED_NAMES.get(name, name): as_stored(one) for name, one in left.items()} | selector
     if isinstance(value, list | tuple):
         return [as_stored(one) for one in value]

@@ -26,7 +26,7 @@ from ragen2_trl.envs import make_env
 from ragen2_trl.rollout_events import listen
 from ragen2_trl.rollouts import TextRollout
 from ragen2_trl.trainers import pilots
-from ragen2_trl.trainers.checks import check_pilots
+from ragen2_trl.trainers.checks import check_pilots, with_default_pilots
 from ragen2_trl.trainers.posterior import RewardPosterior
 
 ALL = {**PILOTS, "per_device_train_batch_size": 32, "shuffle_dataset": False}  # all eight prompts in a generation
@@ -240,6 +240,71 @@ def test_datasets_without_rows_and_evaluation_work(policy_path, tmp_path):
 def test_a_number_out_of_range_is_named(make_args, given):
     with pytest.raises(ValueError, match=f"snr_pilot_generations={given} .* num_generations=4"):
         make_args(snr_pilot_generations=given)
+
+
+FURTHER = {
+    **{"snr_strategy": "none", "snr_dynamic_sampling_rounds": 1, "num_generations": 16},
+    "per_device_train_batch_size": 32,
+}
+
+
+@pytest.mark.parametrize(
+    ("settings", "pilots"),
+    [
+        (FURTHER, 2),
+        ({**FURTHER, "snr_strategy": "top_p", "snr_value": 1.0}, 2),
+        ({**FURTHER, "snr_pilot_generations": 3}, 3),
+        ({**FURTHER, "snr_pilot_generations": 0}, 0),
+        ({**FURTHER, "num_generations": 8}, 0),
+        ({**FURTHER, "snr_dynamic_sampling_rounds": 0}, 0),
+        # What would choose otherwise than pilots do has whole groups to choose from.
+        ({**FURTHER, "snr_strategy": "top_p"}, 0),
+        ({**FURTHER, "snr_include_zero": True}, 0),
+        ({"snr_strategy": "lossless"}, 0),
+    ],
+)
+def test_dynamic_sampling_of_large_groups_has_pilots_by_default(settings, pilots, policy_path, tmp_path):
+    args = GRPO.args(tmp_path, **settings)
+    trainer = GRPO.make(policy_path, args, no_reward, PROMPTS)
+    assert trainer.args.snr_pilot_generations == pilots
+    assert args.snr_pilot_generations == settings.get("snr_pilot_generations")  # another trainer has its own default
+
+
+def no_reward(completions, **columns):
+    return [0.0] * len(completions)
+
+
+def test_completions_that_a_subclass_changes_are_not_looked_at_by_default(policy_path, tmp_path):
+    class Cuts(GRPO.trainer):
+        def _generate(self, prompts):
+            return super()._generate(prompts)
+
+    args = GRPO.args(tmp_path, **FURTHER)
+    assert GRPO.make(policy_path, args, no_reward, PROMPTS, trainer_class=Cuts).args.snr_pilot_generations == 0
+
+
+@pytest.mark.parametrize(("rows", "pilots"), [(16, 2), (8, 0)])
+def test_where_processes_share_groups_there_are_none_by_default(rows, pilots):
+    shared = {"num_generations": 16, "per_device_train_batch_size": rows, "steps_per_generation": 1, "world_size": 2}
+    choice = {"snr_dynamic_sampling_rounds": 1, "keeps_all_signal": True, "snr_include_zero": False}
+    args = SimpleNamespace(snr_pilot_generations=None, **shared, **choice)
+    assert with_default_pilots(args, GRPO.trainer).snr_pilot_generations == pilots
+
+
+@for_each
+def test_by_default_large_groups_are_looked_at_first(algorithm, policy_path, tmp_path, caplog):
+    asked = []
+
+    def reward(completion_ids, **columns):
+        asked.append(len(completion_ids))
+        return [float(sum(ids) % 2) for ids in completion_ids]
+
+    trainer = algorithm.make(policy_path, algorithm.args(tmp_path, **FURTHER, max_steps=1), reward, PROMPTS)
+    assert "snr_pilot_generations=2" in caplog.text
+    trainer.train()
+    assert asked[0] == trainer.args.groups_per_generation * 2
+    (row,) = log_rows(trainer)
+    assert row["snr/sampled_completions"] == sum(asked)
 
 
 def test_groups_on_two_processes_are_refused():

@@ -17,6 +17,8 @@ from ragen2_trl.trainers.selection import FEW_GROUPS
 
 logger = get_logger(__name__)
 
+PILOTS = 2
+LARGE_GROUP = 16  # completions: two of them cost as good as nothing where no prompt is dead; of eight they do
 EQUAL_ROWS = 16  # that are looked at
 
 
@@ -34,6 +36,34 @@ def with_snr_fields(args: Any, config_class: type, trl_config_class: type) -> An
     args = copy.copy(args)
     args.__class__ = config_class
     return args
+
+
+def with_default_pilots(args: SNRFilterConfig, trainer_class: type) -> SNRFilterConfig:
+    """Let dynamic sampling look first, where that is cheaper and chooses by what the filter keeps: reward variance."""
+    if args.snr_pilot_generations is not None:
+        return args
+    args = copy.copy(args)  # whoever derives another configuration from the given one has the default again
+    looks_first = (
+        args.snr_dynamic_sampling_rounds > 0
+        and args.num_generations >= LARGE_GROUP
+        and args.keeps_all_signal
+        and not args.snr_include_zero
+        and "_generate" not in _overridden(trainer_class)
+        and _has_whole_groups(args, args.world_size)
+    )
+    args.snr_pilot_generations = PILOTS if looks_first else 0
+    if looks_first:
+        logger.warning(
+            f"snr_pilot_generations={PILOTS} by default: of {args.num_generations} completions so many are sampled "
+            "and scored first, the others only where rewards may then be expected to vary. With 0, all at once."
+        )
+    return args
+
+
+def _has_whole_groups(args: SNRFilterConfig, num_processes: int) -> bool:
+    """Whether each process samples all completions of its prompts."""
+    rows: int = args.per_device_train_batch_size * args.steps_per_generation
+    return num_processes == 1 or rows % args.num_generations == 0
 
 
 def nothing_to_rank(args: SNRFilterConfig) -> str | None:
@@ -136,11 +166,11 @@ def check_enough_prompts(train_dataset: Any, args: Any) -> None:
 
 def check_pilots(args: SNRFilterConfig, num_processes: int) -> None:
     """Raise a `ValueError` where pilots could not be dealt to processes as whole prompts."""
-    rows = args.per_device_train_batch_size * args.steps_per_generation
-    if args.snr_pilot_generations > 0 and num_processes > 1 and rows % args.num_generations != 0:
+    if args.snr_pilot_generations and not _has_whole_groups(args, num_processes):
         raise ValueError(
             f"snr_pilot_generations={args.snr_pilot_generations} needs whole groups on each process, and "
-            f"per_device_train_batch_size * steps_per_generation = {rows} completions are none of "
+            f"per_device_train_batch_size * steps_per_generation = "
+            f"{args.per_device_train_batch_size * args.steps_per_generation} completions are none of "
             f"num_generations={args.num_generations}; allowed: a multiple of it, or 0 pilots."
         )
 
@@ -176,7 +206,7 @@ def check_subclass(trainer_class: type, args: SNRFilterConfig) -> None:
                 f"{trainer_class.__name__}._calculate_rewards leaves for its own _generate_and_score_completions is "
                 "of the last round; allowed with both of them overridden: 0."
             )
-    if args.snr_pilot_generations > 0 and "_generate" in _overridden(trainer_class):
+    if args.snr_pilot_generations and "_generate" in _overridden(trainer_class):
         raise TypeError(
             f"snr_pilot_generations={args.snr_pilot_generations} scores completions as TRL's _generate gives them, "
             f"and {trainer_class.__name__}._generate may change them; allowed with it overridden: 0, or overriding "

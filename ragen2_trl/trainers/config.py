@@ -59,10 +59,12 @@ class SNRFilterConfig(StockConfig):
     snr_dynamic_sampling_rounds (`int`, *optional*, defaults to `0`):
         How often a step may sample further prompts, until as many groups are kept as the generation batch has (dynamic
         sampling, DAPO). What is too much waits for the next generation. `0` trains on what is kept of the first ones.
-    snr_pilot_generations (`int`, *optional*, defaults to `0`):
+    snr_pilot_generations (`int`, *optional*):
         How many completions of each prompt are sampled and scored first; the other ones only of prompts whose rewards
         may then be expected to vary enough. Groups of the others have no completions: a batch is filled up by dynamic
         sampling, or has fewer groups. `0` samples all completions at once. Reward functions see a group in two calls.
+        By default `2` with `snr_dynamic_sampling_rounds` and `snr_strategy="none"` where `num_generations` is 16 or
+        more and each process has whole groups, else `0`.
     snr_prompt_selection (`bool`, *optional*, defaults to `False`):
         Whether prompts are chosen before they are sampled, by the reward variance that their earlier groups let
         expect. Prompts are then drawn by their row in `train_dataset`, in the order of TRL's sampler as long as they
@@ -135,11 +137,12 @@ class SNRFilterConfig(StockConfig):
             "generation batch has (dynamic sampling); 0 trains on what is kept of the first ones."
         },
     )
-    snr_pilot_generations: int = field(
-        default=0,
+    snr_pilot_generations: int | None = field(
+        default=None,
         metadata={
             "help": "Sample and score so many completions of each prompt first, and the others only where rewards may "
-            "then be expected to vary; 0 samples all at once."
+            "then be expected to vary; 0 samples all at once. By default 2 with dynamic sampling of groups of 16 or "
+            "more and snr_strategy='none', else 0."
         },
     )
     snr_prompt_selection: bool = field(
@@ -171,7 +174,7 @@ class SNRFilterConfig(StockConfig):
                 f"snr_dynamic_sampling_rounds={self.snr_dynamic_sampling_rounds!r} is out of range; allowed: 0 or "
                 "more."
             )
-        if self.snr_pilot_generations != 0 and not 2 <= self.snr_pilot_generations < self.num_generations:
+        if self.snr_pilot_generations and not 2 <= self.snr_pilot_generations < self.num_generations:
             raise ValueError(
                 f"snr_pilot_generations={self.snr_pilot_generations!r} is out of range; allowed: 0, or from 2 to "
                 f"below num_generations={self.num_generations}."
@@ -226,7 +229,7 @@ class SNRFilterConfig(StockConfig):
     def _check_lossless(self) -> None:
         """Refuse what would make of `lossless` another training than TRL's, or leave it nothing to leave out."""
         for name, (allowed, reason) in self._of_lossless.items():
-            if (value := getattr(self, name)) != allowed:
+            if (value := getattr(self, name)) != allowed and value is not None:
                 raise ValueError(f"{name}={value!r} {reason}; allowed with snr_strategy={LOSSLESS!r}: {allowed!r}.")
 
     @property

@@ -49,6 +49,7 @@ from ragen2_trl.trainers.checks import (
     known_range,
     nothing_to_rank,
     warn_of_equal_rows,
+    with_default_pilots,
     with_snr_fields,
 )
 from ragen2_trl.trainers.config import SNRFilterConfig
@@ -133,6 +134,7 @@ class SNRFilter(StockTrainer):
             args = self._config_class(f"{name.split('/')[-1]}-{self._name.replace(' ', '-')}")
         check_prompt_column(train_dataset, kwargs.get("environment_factory"))
         args = with_snr_fields(args, self._config_class, self._trl_config_class)
+        args = with_default_pilots(args, type(self))
         check_subclass(type(self), args)
         if selector is not None:
             if args.snr_selector is not None:
@@ -191,7 +193,7 @@ class SNRFilter(StockTrainer):
         self._filter = GroupFilter(self.args, self._own_selector, known)
         self._empty_steps.begin_run(self._filter)
         self._prompts = selection_of(self)
-        self._pilots = PilotSampling(self, self._prompts) if self.args.snr_pilot_generations > 0 else None
+        self._pilots = PilotSampling(self, self._prompts) if self.args.snr_pilot_generations else None
         self._dynamic_sampling: DynamicSampling | None = None
         rounds = self.args.snr_dynamic_sampling_rounds
         if rounds > 0 or self._pilots is not None:  # pilots leave places in a batch, with further prompts or without

@@ -29,7 +29,7 @@ from research.benchmarks.measuring import machine, now
 
 RESULTS = Path(__file__).parent / "results"
 DEAD = 0.7
-DYNAMIC_SAMPLING = {"snr_dynamic_sampling_rounds": 4, "snr_strategy": "none"}
+DYNAMIC_SAMPLING = {"snr_dynamic_sampling_rounds": 4, "snr_pilot_generations": 0, "snr_strategy": "none"}
 VARIANTS = {"plain TRL": None, "filter": {}, "dynamic sampling, all with variance": DYNAMIC_SAMPLING}
 
 

@@ -1,6 +1,6 @@
 """What it costs to find groups with reward variance: whole groups, or pilots first.
 
-    python -m research.benchmarks.pilots    # about eight minutes on two cores
+    python -m research.benchmarks.pilots    # about ten minutes on two cores
 
 First a simulation of rewards of two values: reward variance per sampled completion, over that of plain sampling, where
 so many prompts are dead and the others' chances are Beta(1.2, 1.2). Beside our rule, which goes on with the prompts
@@ -28,7 +28,7 @@ from ragen2_trl.trainers.posterior import RewardPosterior
 from research.benchmarks.measuring import machine, now
 
 RESULTS = Path(__file__).parent / "results"
-COUNTED = (0.0, 0.7)
+COUNTED = ((16, 0.0), (16, 0.7), (8, 0.0), (8, 0.7))  # G and the share of dead prompts
 SHARES = (0.0, 0.3, 0.5, 0.7)  # of dead prompts
 CASES = ((16, 3), (8, 3), (16, 2), (8, 2))  # G and G0
 ROUNDS = {"whole groups": 0, "pilots of 3": 3, "pilots of 2": 2}
@@ -63,7 +63,16 @@ def simulated(
     return {name: float(value / paid[name] / plain) for name, value in held.items()}
 
 
-def counted(pilots: int, dead_share: float, steps: int, seed: int) -> dict[str, float]:
+class Counting(SNRFilteredGRPOTrainer):
+    held = 0.0  # reward variance of the groups that were kept
+
+    def _select(self, *args: Any) -> Any:
+        selection = super()._select(*args)
+        self.held += float(selection.rewards[selection.kept].var(dim=1).sum())
+        return selection
+
+
+def counted(size: int, dead_share: float, pilots: int, steps: int, seed: int) -> dict[str, float]:
     """Completions that dynamic sampling has scored, and groups that it has trained on."""
     env = make_env("frozen_lake")
     dataset = env.dataset(2048, seed=seed)
@@ -79,9 +88,9 @@ def counted(pilots: int, dead_share: float, steps: int, seed: int) -> dict[str, 
 
     args = SNRFilteredGRPOConfig(
         tempfile.mkdtemp(),
-        num_generations=16,
+        num_generations=size,
         per_device_train_batch_size=32,
-        gradient_accumulation_steps=4,  # 8 groups of 16
+        gradient_accumulation_steps=4,  # 8 groups of 16, or 16 of 8
         snr_strategy="none",
         snr_dynamic_sampling_rounds=20,
         snr_pilot_generations=pilots,
@@ -97,7 +106,7 @@ def counted(pilots: int, dead_share: float, steps: int, seed: int) -> dict[str, 
         disable_tqdm=True,
         seed=seed,
     )
-    trainer = SNRFilteredGRPOTrainer(str(TINY_MODEL_PATH), reward, args, dataset)
+    trainer = Counting(str(TINY_MODEL_PATH), reward, args, dataset)
     trainer.remove_callback(transformers.PrinterCallback)
     start = now()
     trainer.train()
@@ -107,6 +116,7 @@ def counted(pilots: int, dead_share: float, steps: int, seed: int) -> dict[str, 
         "completions": scored,
         "groups": groups,
         "completions_per_group": scored / groups,
+        "variance_per_completion": trainer.held / scored,
         "rounds": sum(row["snr/sampling_rounds"] for row in rows) / len(rows),
         "missed": rows[-1].get("snr/missed_variance", float("nan")),
         "seconds": now() - start,
@@ -123,18 +133,18 @@ def markdown(results: dict) -> str:
     for case, of_shares in results["simulated"].items():
         cells = [f"{found['ours']:.2f} ({found['those that vary']:.2f})" for found in of_shares]
         lines.append(f"| {case} | " + " | ".join(cells) + " |")
-    lines += ["", "Dynamic sampling of the tiny model, G = 16:", ""]
-    lines += [
-        "| dead prompts | | completions scored | full groups | a group | of whole groups' | further rounds a step |"
-    ]
-    lines += ["|---" * 7 + "|"]
-    for share, runs in results["counted"].items():
+    lines += ["", "Dynamic sampling of the tiny model:", ""]
+    lines += ["| | | completions scored | full groups | a group | of whole groups' | reward variance a completion |"]
+    lines[-1] += " of whole groups' |"
+    lines += ["|---" * 8 + "|"]
+    for case, runs in results["counted"].items():
+        whole = runs["whole groups"]
         for name, run in runs.items():
-            a_group = run["completions_per_group"]
-            ratio = a_group / runs["whole groups"]["completions_per_group"]
+            a_group, bought = run["completions_per_group"], run["variance_per_completion"]
             lines.append(
-                f"| {share} | {name} | {run['completions']} | {run['groups']:.0f} | {a_group:.1f} | {ratio:.2f} | "
-                f"{run['rounds']:.1f} |"
+                f"| {case} | {name} | {run['completions']} | {run['groups']:.0f} | {a_group:.1f} | "
+                f"{a_group / whole['completions_per_group']:.2f} | {bought:.4f} | "
+                f"{bought / whole['variance_per_completion']:.2f} |"
             )
     return "\n".join(lines) + "\n"
 
@@ -150,11 +160,11 @@ def main() -> None:
     for size, first in CASES:
         found = [simulated(size, first, dead, seed=arguments.seed) for dead in SHARES]
         results["simulated"][f"{size}, {first}"] = found
-    for share in COUNTED:
+    for size, dead_share in COUNTED:
+        of_case = results["counted"].setdefault(f"G = {size}, {dead_share:.0%} dead", {})
         for name, pilots in ROUNDS.items():
-            found_of_share = results["counted"].setdefault(f"{share:.0%}", {})
-            found_of_share[name] = counted(pilots, share, arguments.steps, arguments.seed)
-            print(f"{share:.0%}", name, found_of_share[name])
+            of_case[name] = counted(size, dead_share, pilots, arguments.steps, arguments.seed)
+            print(size, dead_share, name, of_case[name])
     RESULTS.mkdir(exist_ok=True)
     (RESULTS / "pilots.json").write_text(json.dumps(results, indent=2) + "\n")
     (RESULTS / "pilots.md").write_text(markdown(results))

@@ -179,6 +179,7 @@ def test_a_day_that_does_not_exist_is_told_with_its_file(folder, refused):
         ("learning_rate=[", "set=learning_rate='[' is not valid YAML"),
         ("max_steps=abc", "max_steps must be a whole number, got 'abc'"),
         ("max_steps=", "max_steps must be a whole number, got None"),
+        ("snr_dynamic_sampling_rounds=2", "snr_dynamic_sampling_rounds=2 needs snr_pilot_generations"),
         (
             "output_dir=here",
             "set.output_dir is set by the runner; allowed: arguments of `ragen2-trl train` other than",
