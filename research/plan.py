@@ -167,7 +167,7 @@ class Experiment:
                 raise ValueError(f"{self.path}: model must be left out beside {WARM_START}, which makes it.")
             if not str(one.get("max_steps", 0)).lstrip("-").isdecimal():
                 raise ValueError(f"{self.path}: max_steps must be a whole number, got {one['max_steps']!r}")
-            if one.get("snr_dynamic_sampling_rounds") and "snr_pilot_generations" not in one:
+            if one.get("snr_dynamic_sampling_rounds") and one.get("snr_pilot_generations") is None:
                 raise ValueError(
                     f"{self.path}: snr_dynamic_sampling_rounds={one['snr_dynamic_sampling_rounds']} needs "
                     "snr_pilot_generations beside it, since stored runs without it sampled whole groups; allowed: 0, "
