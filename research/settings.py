@@ -34,7 +34,7 @@ STORED_NAMES = {
     "dynamic sampling and selection": "refill and selection",
 }
 SELECTOR = "snr_selector"
-WHOLE = {"snr_pilot_generations": 0}  # said by nobody before dynamic sampling had pilots by default
+PILOTS = "snr_pilot_generations"  # 0 was said by nobody before dynamic sampling had pilots by default
 STORED_SELECTORS: dict[str, Fields] = {
     "research.ablations:first_quarter": {"snr_quartile": 1},
     "research.ablations:second_quarter": {"snr_quartile": 2},
@@ -56,11 +56,8 @@ def as_stored(value: Any) -> Any:
     """
     if isinstance(value, Mapping):
         selector = STORED_SELECTORS.get(str(value.get(SELECTOR)), {})
-        left = {
-            name: one
-            for name, one in value.items()
-            if not (selector and name == SELECTOR) and WHOLE.get(name, ...) != one
-        }
+        unsaid = {*([SELECTOR] if selector else []), *([PILOTS] if value.get(PILOTS) == 0 else [])}
+        left = {name: one for name, one in value.items() if name not in unsaid}
         return {STORED_NAMES.get(name, name): as_stored(one) for name, one in left.items()} | selector
     if isinstance(value, list | tuple):
         return [as_stored(one) for one in value]

@@ -31,6 +31,8 @@ class Items:
             sys.exit()
         elif answer == "end":
             os._exit(0)
+        elif answer == "raise":
+            raise KeyError(answer)
         elif answer == "crash":
             os.kill(os.getpid(), signal.SIGSEGV)
         elif answer == "print":

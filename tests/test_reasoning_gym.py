@@ -131,6 +131,12 @@ def test_what_an_answer_does_to_its_scorer_is_worth_nothing_and_the_next_is_scor
         assert ask("wrong", number) == 0.0
 
 
+def test_a_scorer_that_fails_over_answers_says_so_once(ask, caplog):
+    assert [ask("raise"), ask("raise"), ask("right")] == [0.0, 0.0, 1.0]
+    (told,) = [record.getMessage() for record in caplog.records]
+    assert "'hostile'" in told and "KeyError" in told and "raise" not in told
+
+
 def test_a_scorer_that_neither_answers_nor_computes_is_ended(ask, monkeypatch):
     assert ask("right") == 1.0
     waiting = ask.scorer._process.pid

@@ -17,8 +17,10 @@ from ragen2_trl.trainers.selection import FEW_GROUPS
 
 logger = get_logger(__name__)
 
-PILOTS = 2
-LARGE_GROUP = 16  # completions: two of them cost as good as nothing where no prompt is dead; of eight they do
+PILOTS, LARGE_GROUP = (
+    2,
+    16,
+)  # by default, and from what size of group on: of 8 they cost where no prompt is dead, of 16 not
 EQUAL_ROWS = 16  # that are looked at
 
 
@@ -169,7 +171,7 @@ def check_pilots(args: SNRFilterConfig, num_processes: int) -> None:
     if args.snr_pilot_generations and not _has_whole_groups(args, num_processes):
         raise ValueError(
             f"snr_pilot_generations={args.snr_pilot_generations} needs whole groups on each process, and "
-            f"per_device_train_batch_size * steps_per_generation = "
+            "per_device_train_batch_size * steps_per_generation = "
             f"{args.per_device_train_batch_size * args.steps_per_generation} completions are none of "
             f"num_generations={args.num_generations}; allowed: a multiple of it, or 0 pilots."
         )

@@ -229,7 +229,7 @@ class SNRFilterConfig(StockConfig):
     def _check_lossless(self) -> None:
         """Refuse what would make of `lossless` another training than TRL's, or leave it nothing to leave out."""
         for name, (allowed, reason) in self._of_lossless.items():
-            if (value := getattr(self, name)) != allowed and value is not None:
+            if (value := getattr(self, name)) not in (allowed, None):  # None: pilots that nobody asked for
                 raise ValueError(f"{name}={value!r} {reason}; allowed with snr_strategy={LOSSLESS!r}: {allowed!r}.")
 
     @property

@@ -184,7 +184,7 @@ class PilotSampling:
         self.committed = expected >= worth_going_on(np.array(self.recent), self.first, self.size)
         rng = np.random.default_rng([_DRAW, self.args.seed, *key])
         self.audited = ~self.committed & (rng.random(len(expected)) < AUDIT)
-        # No more whole groups than a generation batch has: memory is TRL's, and none are sampled for nobody.
+        # No more whole groups than a generation batch has: memory is that of TRL's batches, and there is room to wait.
         places = max(0, self.args.groups_per_generation - int(self.audited.sum()))
         self.committed[np.argsort(-expected, kind="stable")[places:]] = False
         whole = self.committed | self.audited

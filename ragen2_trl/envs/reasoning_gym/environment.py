@@ -3,6 +3,7 @@
 import ast
 import inspect
 import json
+import logging
 import os
 import random
 import select
@@ -23,6 +24,8 @@ from ragen2_trl.envs.reasoning_gym import scorer
 from ragen2_trl.envs.responses import plain_text
 from ragen2_trl.envs.tasks import Row, held_out
 
+logger = logging.getLogger(__name__)
+
 MAX_ANSWER_CHARS = 10_000
 # Of wall time, and generous: a machine with much to do must take no reward from a right answer. What takes for ever is
 # mostly ended before, by the scorer's own limit of processor time.
@@ -39,11 +42,12 @@ class Scorer:
     """
 
     def __init__(self) -> None:
+        self._failed: set[str] = set()  # tasks of which that has been told
         self._leave()
         os.register_at_fork(after_in_child=self._leave)
 
     def __call__(self, task: str, config: str, number: int, answer: str) -> float:
-        """The score of an answer, 0.0 to 1.0; 0.0 where it cost too much to find out.
+        """The score of an answer, 0.0 to 1.0; 0.0 where it cost too much to find out, or the scorer failed over it.
 
         Raises:
             RuntimeError: If the program does not start, or cannot make the task.
@@ -63,7 +67,16 @@ class Scorer:
             if worth is None:
                 self._end()
                 return 0.0
-            return float(worth)
+            return self._worth(task, worth.decode())
+
+    def _worth(self, task: str, said: str) -> float:
+        try:
+            return float(said)
+        except ValueError:  # not a number, but an error's name
+            if task not in self._failed:
+                self._failed.add(task)
+                logger.warning("The scorer of task=%r failed over an answer, which is worth 0: %s", task, said)
+            return 0.0
 
     def _leave(self) -> None:
         self._lock = threading.Lock()

@@ -1,10 +1,10 @@
 """A program that scores answers to tasks of reasoning-gym, run beside training, because answers are hostile text.
 
 It reads lines `{"asked", "task", "config", "number", "answer"}`, numbered by `asked`, and answers each with
-`asked made` when it has the task, and then with `asked score`. Over some answers a scorer takes for ever, or all
-memory (a move repeated 10^9 times, a number of as many digits): its limit of processor time, or who asks, ends this
-program then, and who asks starts another. Nothing here evaluates what a model wrote; tasks whose scorer
-does are refused before (see `evaluating_functions`).
+`asked made` when it has the task, and then with `asked score`, or the name of the error with which the scorer failed.
+Over some answers a scorer takes for ever, or all memory (a move repeated 10^9 times, a number of as many digits): its
+limit of processor time, or who asks, ends this program then, and who asks starts another. Nothing here evaluates what
+a model wrote; tasks whose scorer does are refused before (see `evaluating_functions`).
 """
 
 import functools
@@ -29,12 +29,12 @@ def generator(task: str, config: str) -> Any:
     return create_dataset(task, **{"seed": 0, "size": SIZE, **json.loads(config)})
 
 
-def score(items: Any, item: dict[str, Any], answer: str) -> float:
-    """What an answer is worth, 0.0 to 1.0; nothing where the scorer fails over it."""
+def score(items: Any, item: dict[str, Any], answer: str) -> str:
+    """What an answer is worth, 0.0 to 1.0; where the scorer fails over it, the name of the error."""
     try:
-        return min(1.0, max(0.0, float(items.score_answer(answer, item))))
-    except Exception:  # noqa: BLE001 - scorers were not written for every text
-        return 0.0
+        return str(min(1.0, max(0.0, float(items.score_answer(answer, item)))))
+    except Exception as error:  # noqa: BLE001 - scorers were not written for every text
+        return type(error).__name__
 
 
 def _at_most(wanted: int, kind: int) -> int:
