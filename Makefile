@@ -101,7 +101,7 @@ SANDBOX_TESTS = $(wildcard tests/test_sandbox*.py tests/test_attacks.py tests/te
 SANDBOX_MARK := not slow
 
 test-sandbox: $(BIN)/.installed  ## Fast tests of the sandbox as an ordinary user, also where you are root
-	$(if $(filter 0,$(shell id -u)),VENV=$(VENV) .ci/as_user )$(BIN)/python -m pytest -m "$(SANDBOX_MARK)" -p no:cacheprovider $(SANDBOX_TESTS)
+	$(if $(filter 0,$(shell id -u)),VENV=$(VENV) .ci/as_user )$(BIN)/python -m pytest -m "$(SANDBOX_MARK)" -p no:cacheprovider $(IN_PARALLEL) $(SANDBOX_TESTS)
 
 test-all: test test-slow  ## All tests: fast, slow and distributed
 

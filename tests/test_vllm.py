@@ -188,18 +188,18 @@ def test_further_rounds_of_dynamic_sampling_are_sampled_by_what_is_trained(tmp_p
 
 
 def test_pilots_and_the_rest_of_their_groups_are_sampled_by_what_is_trained(tmp_path):
-    def lengths_of_the_living(completions, dead, **kwargs):
-        return [0.0 if of_dead else float(len(str(one))) for one, of_dead in zip(completions, dead, strict=True)]
+    def halves(completions, dead, **kwargs):
+        return [0.0 if of_dead else float(len(str(one)) % 2) for one, of_dead in zip(completions, dead, strict=True)]
 
-    dataset = ENV.dataset(64, seed=0).add_column("dead", [True, False] * 32)
-    settings = {"max_steps": 2, "snr_pilot_generations": 2, "snr_strategy": "none", "shuffle_dataset": False}
-    trainer = make(tmp_path, dataset=dataset, reward=lengths_of_the_living, **settings)
+    dataset = ENV.dataset(64, seed=0).add_column("dead", [True, True, True, False] * 16)
+    settings = {"max_steps": 6, "num_generations": 8, "snr_pilot_generations": 2, "snr_strategy": "none"}
+    trainer = make(tmp_path, dataset=dataset, reward=halves, shuffle_dataset=False, **settings)
     calls, seen = recorded(trainer), batches_of(trainer, lambda batch: logps_now(trainer, batch))
     trainer.train()
     answered = [len(completions) for _, (_, completions, *_) in calls]
-    whole = [int(row["snr/sampled_completions"] - 8 * 2) // 2 for row in rows_of(trainer)]
-    assert answered == [8 * 2, 2 * whole[0], 8 * 2, 2 * whole[1]]
-    assert all(0 < of_step <= 4 for of_step in whole)
+    whole = [int(row["snr/sampled_completions"] - 4 * 2) // 6 for row in rows_of(trainer)]
+    assert answered == [count for of_step in whole for count in (4 * 2, 6 * of_step) if count]
+    assert min(whole) < 4
     for batch, logps in seen:
         mask = batch["completion_mask"].bool()
         assert (logps - batch["sampling_per_token_logps"])[mask].abs().max() < SAME
