@@ -21,8 +21,8 @@ from research.store import Store
 
 ROOT = Path(__file__).parents[2]
 FILES = sorted((ROOT / "research" / "experiments").glob("*.yaml"))
-# With a small model, on top of a run's settings: two generations of the same prompts, on a CPU and without the Hub; with
-# room for pilots of two in a group.
+# With a small model, on top of a run's settings: two generations of the same prompts, on a CPU and without the Hub,
+# with room for pilots of two in a group.
 CUT = {
     "dtype": "float32",
     "use_cpu": True,
