@@ -74,7 +74,9 @@ def rewards_by_lot(monkeypatch):
 
 def covering(jobs: list[QueuedRun]) -> list[QueuedRun]:
     """Few runs that have each value of each setting."""
-    values = {job.planned.key: {(k, json.dumps(v)) for k, v in job.planned.fields.items()} for job in jobs}
+    values = {
+        job.planned.key: {(name, json.dumps(value)) for name, value in job.planned.fields.items()} for job in jobs
+    }
     left, chosen = set().union(*values.values()), []
     while left:
         chosen.append(max(jobs, key=lambda job: len(left & values[job.planned.key])))
@@ -129,9 +131,10 @@ def test_each_value_of_a_setting_trains_with_the_model_cut_down(model, tmp_path,
         cli.main(command[command.index("ragen2_trl.cli") + 1 :])
         rows = json.loads((folder / HISTORY_FILE).read_text())
         logged = {key for row in rows for key in row}
-        assert [row["loss"] for row in rows if "loss" in row].count(0.0) < CUT["max_steps"] == rows[-1]["step"]
-        assert ("snr/kept_fraction" in logged) == (own["algo"] != "trl_grpo")
-        assert {row["entropy_coef"] for row in rows if "entropy_coef" in row} <= {own.get("entropy_coef")}
+        losses = [row["loss"] for row in rows if "loss" in row]
+        assert losses.count(0.0) < CUT["max_steps"] == rows[-1]["step"], job.name
+        assert ("snr/kept_fraction" in logged) == (own["algo"] != "trl_grpo"), job.name
+        assert {row["entropy_coef"] for row in rows if "entropy_coef" in row} <= {own.get("entropy_coef")}, job.name
         for name, trace in TRACES.items():
             assert (trace in logged) == bool(own.get(name)), (job.name, name)
 
