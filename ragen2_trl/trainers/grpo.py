@@ -26,24 +26,14 @@ class SNRFilteredGRPOConfig(SNRFilterConfig, GRPOConfig):
         ValueError: for a value outside its allowed set; the message names the field, the value and the set.
     """
 
-    def __post_init__(self) -> None:
-        entropy_bonus = self.entropy_coef != 0 or self.use_adaptive_entropy
-        if self.snr_mode == "mask" and entropy_bonus and self.loss_type not in (*TOKEN_NORMALIZED_LOSSES, "bnpo"):
-            raise ValueError(
-                f"snr_mode='mask' cannot weigh the entropy bonus (entropy_coef={self.entropy_coef}) for "
-                f"loss_type={self.loss_type!r}; allowed with it: {', '.join(TOKEN_NORMALIZED_LOSSES)}, bnpo. "
-                "snr_mode='drop' supports every loss."
-            )
-        super().__post_init__()
-
     @property
-    def _of_lossless(self) -> dict[str, tuple[Any, str]]:
-        bonus = "is an entropy bonus, which acts on rows without advantage, too"
+    def _required_by_lossless(self) -> dict[str, tuple[Any, str]]:
+        bonus = "is an entropy bonus, which also acts on rows without an advantage"
         return {
-            **super()._of_lossless,
+            **super()._required_by_lossless,
             "entropy_coef": (0.0, bonus),
             "use_adaptive_entropy": (False, bonus),
-            "top_entropy_quantile": (1.0, "takes its threshold from all rows, those without advantage, too"),
+            "top_entropy_quantile": (1.0, "takes its threshold from all rows, also those without an advantage"),
             "multi_objective_aggregation": (
                 "sum_then_normalize",
                 "centres advantages over the batch, where rounding leaves none at zero",

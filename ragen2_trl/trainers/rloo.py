@@ -23,9 +23,9 @@ class SNRFilteredRLOOConfig(SNRFilterConfig, RLOOConfig):
     """
 
     @property
-    def _of_lossless(self) -> dict[str, tuple[Any, str]]:
+    def _required_by_lossless(self) -> dict[str, tuple[Any, str]]:
         centred = "centres advantages over the batch, where rounding leaves none at zero"
-        return {**super()._of_lossless, "normalize_advantages": (False, centred)}
+        return {**super()._required_by_lossless, "normalize_advantages": (False, centred)}
 
     def _check_dynamic_sampling(self) -> None:
         super()._check_dynamic_sampling()
