@@ -79,9 +79,9 @@ class SNRFilterConfig(StockConfig):
     snr_strategy: str = field(
         default="top_p",
         metadata={
-            "help": f"How groups are selected. One of: {', '.join(STRATEGIES)}. 'all' is plain TRL; 'lossless' is TRL's "
-            "own update without rows that have no advantage; 'nonzero' keeps every group whose rewards vary; the others "
-            "are the paper's."
+            "help": f"How groups are selected. One of: {', '.join(STRATEGIES)}. 'all' is plain TRL; 'lossless' is "
+            "TRL's own update without rows that have no advantage; 'nonzero' keeps every group whose rewards vary; "
+            "the others are the paper's."
         },
     )
     snr_value: float = field(
