@@ -1,5 +1,4 @@
-"""The state of a filtered run in a checkpoint, which checkpoints are complete, and a sampler that a resumed run reads on
-from."""
+"""The state of a filtered run in a checkpoint, whether a checkpoint is complete, and a sampler for resumed runs."""
 
 import json
 import logging

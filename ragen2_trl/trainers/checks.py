@@ -35,7 +35,7 @@ def with_snr_fields(args: Any, config_class: type, trl_config_class: type) -> An
             f"args={type(args).__name__}; allowed: {config_class.__name__}, a class derived from it, or exactly "
             f"trl.{trl_config_class.__name__}."
         )
-    # The new fields' defaults are class attributes. A new instance would check and derive again what TRL's has derived.
+    # The new fields' defaults are class attributes. A new instance would derive again what TRL's has derived.
     shared = object.__new__(config_class)
     shared.__dict__ = args.__dict__
     return shared
@@ -75,7 +75,7 @@ def check_router_loss(trainer: Any) -> None:
     if trainer.args.snr_strategy == "lossless":
         raise ValueError(
             "snr_strategy='lossless' leaves out rows without an advantage, on which the load-balancing loss "
-            f"(router_aux_loss_coef={trainer.router_aux_loss_coef}) acts, too; allowed with it: router_aux_loss_coef=0."
+            f"(router_aux_loss_coef={trainer.router_aux_loss_coef}) acts, too; allowed with it: 0."
         )
 
 
@@ -152,7 +152,7 @@ def check_enough_prompts(train_dataset: Any, args: Any) -> None:
 
 
 def check_pilots(trainer: Any, rollout_func: Any) -> None:
-    """Raise a `ValueError` where pilots cannot be whole prompts of a process, or TRL's method has lost their images."""
+    """Raise a `ValueError` where pilots cannot be whole prompts of a process, or TRL keeps the images of all rows."""
     args, pilots = trainer.args, trainer.pilot_generations
     if not pilots:
         return
@@ -166,8 +166,8 @@ def check_pilots(trainer: Any, rollout_func: Any) -> None:
     images = {"image", "images"} & set(getattr(trainer.train_dataset, "column_names", None) or ())
     if images and (rollout_func is not None or isinstance(trainer, RLOOTrainer)):
         raise ValueError(
-            f"snr_pilot_generations={pilots} drops rows while TRL samples, and with a rollout function, or in RLOO, TRL "
-            f"keeps the images of all rows (column {sorted(images)[0]!r}); allowed here: snr_pilot_generations=0."
+            f"snr_pilot_generations={pilots} drops rows while TRL samples, and with a rollout function, or in RLOO, "
+            f"TRL keeps the images of all rows (column {sorted(images)[0]!r}); allowed here: snr_pilot_generations=0."
         )
 
 
@@ -217,8 +217,8 @@ def check_loss_of_trl(trainer_class: type, args: SNRFilterConfig) -> None:
     found = sorted({"compute_loss", "_compute_loss"} & _overridden(trainer_class))
     if found and args.snr_strategy == "lossless":
         raise TypeError(
-            f"snr_strategy='lossless' leaves out rows for which TRL's losses are 0, and {trainer_class.__name__} has a "
-            f"{found[0]} of its own; allowed with it: the other strategies, which support every loss."
+            f"snr_strategy='lossless' leaves out rows for which TRL's losses are 0, and {trainer_class.__name__} has "
+            f"a {found[0]} of its own; allowed with it: the other strategies, which support every loss."
         )
 
 

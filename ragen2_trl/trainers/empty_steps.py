@@ -100,8 +100,8 @@ class EmptySteps(TrainerCallback):
         log_row(self.trainer, {name: value for name, value in self.latest.items() if not row[name]})
         if 0 < args.snr_max_empty_steps <= self.empty_streak:
             logger.warning(
-                f"Training stops at step {state.global_step}: {self.empty_streak} optimizer steps in a row had no kept "
-                f"group (snr_max_empty_steps={args.snr_max_empty_steps}). Rewards in this run lie in "
+                f"Training stops at step {state.global_step}: {self.empty_streak} optimizer steps in a row had no "
+                f"kept group (snr_max_empty_steps={args.snr_max_empty_steps}). Rewards in this run lie in "
                 f"{self.trainer._filter.reward_range}. Either completions of one prompt never differ in reward (see "
                 f"frac_reward_zero_std, snr/dropped_all_best and snr/dropped_all_worst: too easy, or too hard), or "
                 f"every completion is truncated, or the selection keeps none ({self._settings(args)})."

@@ -1,9 +1,9 @@
 """The hooks of a training step, from top to bottom: what the filtered trainers do to TRL's.
 
-A step samples and scores completions, selects the groups that carry signal, cuts their rows into micro-batches, computes
-the loss of each and takes an optimizer step. The decision is a bool mask: (N, G) over all processes in a `Selection`, and
-`KEPT`, this process's part of it, in the batch until micro-batches are cut. How a trainer is made is in `construction.py`,
-its checkpoints are in `checkpointed.py`.
+A step samples and scores completions, selects the groups that carry signal, cuts their rows into micro-batches,
+computes the loss of each and takes an optimizer step. The decision is one bool mask: (N, G) over all processes in a
+`Selection`, and this process's rows of it, `KEPT`, in the batch until micro-batches are cut. `construction.py` makes a
+trainer, `checkpointed.py` holds its runs and checkpoints.
 """
 
 from collections.abc import Callable
@@ -91,6 +91,7 @@ class SNRFilter(Constructed, Checkpointed):
             trained = int(of_rounds["trained_groups"])
             metrics |= of_rounds
         self._row_means.close()
+        self._row_means = None
         self.latest_selection = joined_selections(rounds)
         metrics |= self._filter.metrics(self.latest_selection)
         if self._pilots is not None:
@@ -102,7 +103,7 @@ class SNRFilter(Constructed, Checkpointed):
         return self._with_turn_samples(batch) if TURN_SAMPLES in batch else batch
 
     def _sample_round(self, inputs: list[dict[str, Any]], number: int) -> Batch:
-        """TRL's batch of a round of the step, from 0; with pilots `inputs` become the rows that were sampled in full."""
+        """TRL's batch of a round, from 0; with pilots `inputs` become the rows that were sampled in full."""
         if self._pilots is None:
             inputs[:] = separate(inputs)
             self.rollout_events.rows(inputs)
@@ -169,8 +170,7 @@ class SNRFilter(Constructed, Checkpointed):
         if predicted is not None and self._pilots is not None:
             predicted = [predicted[prompt] for prompt in self._pilots.whole]
         selection = Selection(sums, scores, kept, lengths, predicted)
-        if not self._is_neutral:
-            self._set_advantages(inputs, batch, selection)
+        self._set_advantages(inputs, batch, selection)
         return selection
 
     def _with_turn_samples(self, batch: Batch) -> Batch:

@@ -89,9 +89,7 @@ ATTRIBUTES_OF_GRPO = ["environments", "_batch_environments", "_sync_tool_dicts",
 OF_GRPO = ["tool_mask", "num_items_in_batch", "old_per_token_logps", "sampling_per_token_logps"]
 OF_RLOO = ["old_logps"]
 FIELDS = ["steps_per_generation", "generation_batch_size", "num_generations", "num_iterations", "beta"]
-FIELDS_  # Lists by row, from which pilots take the rows that they sample.
-ATTRIBUTES_OF_GRPO = ["environments", "_batch_environments", "_sync_tool_dicts", "_async_tool_dicts"]
-OF_GRPO = ["loss_type", "scale_rewards", "entropy_coef", "use_adaptive_entropy", "top_entropy_quantile"]
+FIELDS_OF_GRPO = ["loss_type", "scale_rewards", "entropy_coef", "use_adaptive_entropy", "top_entropy_quantile"]
 FIELDS_OF_RLOO = ["normalize_advantages"]
 
 
