@@ -72,7 +72,7 @@ ragen2_trl/recipes/%.yaml:
 demo: $(RECIPE) $(BIN)/.installed  ## Train the tiny model with the filter on (minutes, no network); ALGO=rloo or ppo; ENV=sokoban for several turns, ENV=countdown for arithmetic; CONTROL=1 for plain TRL beside it
 	$(BIN)/ragen2-trl train --config $(RECIPE) --overwrite true
 	$(if $(CONTROL),$(BIN)/ragen2-trl train --config $(RECIPE) --overwrite true --run_name $(notdir $(RUN))_control \
-		--snr_value 1.0 --snr_include_zero true)
+		--snr_strategy all)
 	$(BIN)/ragen2-trl report $(RUN) $(if $(CONTROL),$(RUN)_control) --output $(RUN)/report.html
 
 EXPERIMENTS = $(wildcard research/experiments/*.yaml)

@@ -161,7 +161,7 @@ def test_processes_whose_episodes_differ_in_turns_generate_together(backend, pol
 @pytest.mark.parametrize("backend", ["ddp", pytest.param("zero3", marks=pytest.mark.needs("deepspeed")), "fsdp2"])
 def test_processes_generate_pilots_and_the_rest_of_their_groups_together(backend, policy_path, tmp_path):
     """Under ZeRO-3 and FSDP, too, where a process that called generation less often would leave the others waiting."""
-    settings = {"snr_pilot_generations": 2, "snr_strategy": "none", "per_device_train_batch_size": 16}
+    settings = {"snr_pilot_generations": 2, "snr_strategy": "nonzero", "per_device_train_batch_size": 16}
     launch("episodes.py", 2, backend, policy_path, str(tmp_path), json.dumps(settings))
     first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
     assert len(first["calls"]) == len(second["calls"]) == 2 * 2 * 4  # steps, stages, and turns of the longer episodes

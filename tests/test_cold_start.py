@@ -126,7 +126,7 @@ def test_rewards_that_are_none_at_first_do_not_stop_a_run(keeps_all, policy_path
         trainer.train()
         return trainer
 
-    neutral = {"snr_value": 1.0, "snr_include_zero": True} if keeps_all else {}
+    neutral = {"snr_strategy": "all"} if keeps_all else {}
     ours = train(SNRFilteredGRPOTrainer, **neutral)
     assert ours.state.global_step == 3
     assert log_rows(ours)[0]["snr/empty_steps"] == (0 if keeps_all else 1)

@@ -218,7 +218,7 @@ LAYOUTS = {
         "steps_per_generation": 8,
         "max_steps": 2,
     },
-    "masked": {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 4, "snr_mode": "mask"},
+    "four micro-batches": {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 4},
     "two passes": {"per_device_train_batch_size": 16, "num_iterations": 2, "max_steps": 2},
 }
 

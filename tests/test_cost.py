@@ -43,7 +43,7 @@ class Naive:
     ("trainer_class", "settings"),
     [
         (SNRFilteredGRPOTrainer, {"snr_value": 0.5}),
-        (SNRFilteredGRPOTrainer, {"snr_strategy": "none", "snr_dynamic_sampling_rounds": 2}),
+        (SNRFilteredGRPOTrainer, {"snr_strategy": "nonzero", "snr_dynamic_sampling_rounds": 2}),
         (GRPOTrainer, {"snr": False}),
     ],
     ids=["filter", "dynamic sampling", "trl"],

@@ -48,10 +48,9 @@ COMMON = {
 # name: (settings, prompts, kept prompts of each generation batch)
 CASES = {
     **{
-        f"{loss_type} {mode}": (
+        loss_type: (
             {
                 "loss_type": loss_type,
-                "snr_mode": mode,
                 "per_device_train_batch_size": 4,
                 "gradient_accumulation_steps": 4,
                 "max_steps": 1,
@@ -60,7 +59,6 @@ CASES = {
             [KEPT],
         )
         for loss_type in ("grpo", "dapo", "bnpo", "dr_grpo", "luspo")
-        for mode in ("drop", "mask")
     },
     # Three groups of four on two processes of six rows each: the second group is on both.
     "groups straddle processes": (
@@ -91,21 +89,17 @@ CASES = {
         [[PROMPTS[0], PROMPTS[2], PROMPTS[5]]],
     ),
     # The second generation batch of the optimizer step keeps nothing, so its last micro-step has no rows of its own.
-    **{
-        f"last generation batch of a step is empty {mode}": (
-            {
-                "loss_type": "grpo",
-                "snr_mode": mode,
-                "per_device_train_batch_size": 4,
-                "gradient_accumulation_steps": 2,
-                "steps_per_generation": 1,
-                "max_steps": 1,
-            },
-            [PROMPTS[0], PROMPTS[2], PROMPTS[1], PROMPTS[3]],
-            [[PROMPTS[0], PROMPTS[2]], []],
-        )
-        for mode in ("drop", "mask")
-    },
+    "last generation batch of a step is empty": (
+        {
+            "loss_type": "grpo",
+            "per_device_train_batch_size": 4,
+            "gradient_accumulation_steps": 2,
+            "steps_per_generation": 1,
+            "max_steps": 1,
+        },
+        [PROMPTS[0], PROMPTS[2], PROMPTS[1], PROMPTS[3]],
+        [[PROMPTS[0], PROMPTS[2]], []],
+    ),
     # Each generation of one group, whose rows are on both processes, is ranked among those before it.
     "one group a generation": (
         {
@@ -119,7 +113,7 @@ CASES = {
     ),
     **{
         f"scores over processes {score}": (
-            {"loss_type": "dapo", "snr_score": score, "snr_strategy": "none", "per_device_train_batch_size": 6},
+            {"loss_type": "dapo", "snr_score": score, "snr_value": 1.0, "per_device_train_batch_size": 6},
             [PROMPTS[0], PROMPTS[5], PROMPTS[1]],
             [[PROMPTS[0], PROMPTS[5]]],
         )

@@ -26,7 +26,9 @@ def train(policy_path, args, replay, prompts=WORDS):
 
 @pytest.mark.parametrize("varied", [{0, 3}, {5}, {1, 2, 3, 4, 5, 6, 7}])
 def test_a_batch_is_filled_up_with_kept_groups(policy_path, make_args, varied):
-    args = make_args(per_device_train_batch_size=16, snr_dynamic_sampling_rounds=50, max_steps=2, snr_strategy="none")
+    args = make_args(
+        per_device_train_batch_size=16, snr_dynamic_sampling_rounds=50, max_steps=2, snr_strategy="nonzero"
+    )
     trainer = train(policy_path, args, replay_with(policy_path, varied))
     for row in rows_of(trainer):
         assert row["snr/trained_groups"] == 4
@@ -35,7 +37,9 @@ def test_a_batch_is_filled_up_with_kept_groups(policy_path, make_args, varied):
 
 
 def test_the_cap_trains_on_what_there_is(policy_path, make_args):
-    args = make_args(per_device_train_batch_size=16, snr_dynamic_sampling_rounds=1, max_steps=1, snr_strategy="none")
+    args = make_args(
+        per_device_train_batch_size=16, snr_dynamic_sampling_rounds=1, max_steps=1, snr_strategy="nonzero"
+    )
     trainer = train(policy_path, args, replay_with(policy_path, {5}))
     (row,) = rows_of(trainer)
     assert row["snr/sampling_rounds"] == 1
@@ -46,7 +50,9 @@ def test_the_cap_trains_on_what_there_is(policy_path, make_args):
 @pytest.mark.parametrize("varied", [{5}, {1, 2, 6}])
 def test_what_is_kept_is_a_share_of_all_that_a_step_sampled(varied, policy_path, make_args):
     """As TRL's reward in the same row is, and not of its first prompts alone."""
-    args = make_args(per_device_train_batch_size=16, snr_dynamic_sampling_rounds=3, max_steps=2, snr_strategy="none")
+    args = make_args(
+        per_device_train_batch_size=16, snr_dynamic_sampling_rounds=3, max_steps=2, snr_strategy="nonzero"
+    )
     rows = rows_of(train(policy_path, args, replay_with(policy_path, varied)))
     assert any(row["snr/sampling_rounds"] for row in rows)
     for row in rows:
@@ -60,7 +66,7 @@ def test_a_full_batch_needs_no_round_and_trains_as_without(policy_path, make_arg
     states = []
     for rounds in (0, 5):
         args = make_args(
-            per_device_train_batch_size=16, snr_dynamic_sampling_rounds=rounds, max_steps=3, snr_strategy="none"
+            per_device_train_batch_size=16, snr_dynamic_sampling_rounds=rounds, max_steps=3, snr_strategy="nonzero"
         )
         trainer = train(policy_path, args, replay)
         states.append(parameters_of(trainer))
@@ -75,7 +81,7 @@ def surplus_run(policy_path, make_args, **overrides):
         "per_device_train_batch_size": 16,
         "snr_dynamic_sampling_rounds": 20,
         "max_steps": 6,
-        "snr_strategy": "none",
+        "snr_strategy": "nonzero",
     }
     return make_args(**{**settings, **overrides}), replay_with(policy_path, {0, 3, 5})
 

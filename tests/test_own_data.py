@@ -273,10 +273,10 @@ def test_a_control_takes_the_recipe_and_leaves_the_filter_out(tmp_path, capsys, 
             seen.append(self.args)
 
     monkeypatch.setitem(ALGORITHMS, "trl_grpo", (Seen, config_class))
-    options = {"model": "tiny", "algo": "trl_grpo", "snr_value": 0.5, "snr_include_zero": True, "eval_prompts": 0}
+    options = {"model": "tiny", "algo": "trl_grpo", "snr_value": 0.5, "snr_verbose": True, "eval_prompts": 0}
     options |= {"output_dir": tmp_path / "run", "max_steps": 1, "num_prompts": 8, "figures": False}
     train([part for name, value in options.items() for part in (f"--{name}", str(value))])
     assert not [name for name in vars(seen[0]) if name.startswith("snr_")]
     assert not isinstance(seen[0], SNRFilteredGRPOConfig)
     told = capsys.readouterr()
-    assert "snr_value, snr_include_zero" in told.out
+    assert "snr_value, snr_verbose" in told.out

@@ -89,7 +89,7 @@ def test_no_round_samples_more_whole_groups_than_a_batch_has(algorithm, policy_p
 
     prompts = [f"dead {number}" for number in range(4)] + [f"{number}" for number in range(60)]
     settings = {"num_generations": 8, "per_device_train_batch_size": 32, "shuffle_dataset": False, "max_steps": 1}
-    settings |= {"snr_strategy": "none", "snr_pilot_generations": 2, "snr_dynamic_sampling_rounds": 1}
+    settings |= {"snr_strategy": "nonzero", "snr_pilot_generations": 2, "snr_dynamic_sampling_rounds": 1}
     trainer = algorithm.make(policy_path, algorithm.args(tmp_path, **settings), reward, prompts)
     trainer.train()
     groups = trainer.args.groups_per_generation
@@ -243,7 +243,7 @@ def test_a_number_out_of_range_is_named(make_args, given):
 
 
 FURTHER = {
-    **{"snr_strategy": "none", "snr_dynamic_sampling_rounds": 1, "num_generations": 16},
+    **{"snr_strategy": "nonzero", "snr_dynamic_sampling_rounds": 1, "num_generations": 16},
     "per_device_train_batch_size": 32,
 }
 
@@ -259,7 +259,6 @@ FURTHER = {
         ({**FURTHER, "snr_dynamic_sampling_rounds": 0}, 0),
         # What would choose otherwise than pilots do has whole groups to choose from.
         ({**FURTHER, "snr_strategy": "top_p"}, 0),
-        ({**FURTHER, "snr_include_zero": True}, 0),
         ({"snr_strategy": "lossless"}, 0),
     ],
 )
@@ -286,7 +285,7 @@ def test_completions_that_a_subclass_changes_are_not_looked_at_by_default(policy
 @pytest.mark.parametrize(("rows", "pilots"), [(16, 2), (8, 0)])
 def test_where_processes_share_groups_there_are_none_by_default(rows, pilots):
     shared = {"num_generations": 16, "per_device_train_batch_size": rows, "steps_per_generation": 1, "world_size": 2}
-    choice = {"snr_dynamic_sampling_rounds": 1, "keeps_all_signal": True, "snr_include_zero": False}
+    choice = {"snr_dynamic_sampling_rounds": 1, "keeps_every_varying_group": True}
     args = SimpleNamespace(snr_pilot_generations=None, **shared, **choice)
     assert with_default_pilots(args, GRPO.trainer).snr_pilot_generations == pilots
 

@@ -92,7 +92,7 @@ MORE = {
     "the smallest half": {"selector": smallest_half},
     "amid two iterations": AMID_ITERATIONS,
     "windows out of step": OUT_OF_STEP,
-    "mask": {"snr_mode": "mask", "num_iterations": 2},
+    "two iterations": {"num_iterations": 2},
     "second epoch": {"gradient_accumulation_steps": 4, "save_steps": 2},
     "adapter": LORA,
 }

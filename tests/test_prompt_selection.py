@@ -15,7 +15,7 @@ from test_promises_resume import assert_same_optimizer_states, log_rows
 from ragen2_trl.envs import make_env
 from ragen2_trl.tiny import resolve_model
 
-SELECTS = {"snr_prompt_selection": True, "snr_strategy": "none"}
+SELECTS = {"snr_prompt_selection": True, "snr_strategy": "nonzero"}
 quickest = pytest.mark.parametrize("algorithm", [GRPO, slow(RLOO), slow(PPO)], ids=ALGORITHMS)
 
 
@@ -145,7 +145,7 @@ STEPS = 150  # the first four of them with fresh prompts
 def test_gradients_average_to_that_of_the_prompts_drawn_and_not_to_that_of_all(policy_path, tmp_path):
     """At weights that stay, of groups that are always the same."""
     plain = flat(GRPO.plain_gradient(policy_path, PROMPTS, loss_type="grpo"))
-    neutral = {"snr_strategy": "none", "snr_include_zero": True, "loss_type": "grpo", "max_steps": STEPS, **STILL}
+    neutral = {"snr_strategy": "all", "loss_type": "grpo", "max_steps": STEPS, **STILL}
     args = GRPO.args(tmp_path, **neutral, snr_prompt_selection=True)
     recorder = Recorder()
     trainer = GRPO.make(policy_path, args, replay_of(policy_path), callbacks=[recorder])

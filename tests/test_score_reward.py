@@ -30,7 +30,7 @@ def trained(algorithm, policy_path, folder, rewards=(right, shaping), prompts=PR
     """A trainer of one step on all groups in one batch, and its gradient."""
     rows = {"per_device_train_batch_size": len(prompts) * GROUP_SIZE, "max_steps": 1}
     args = algorithm.args(
-        folder, plain, **{**STILL, **rows, **({} if plain else {"snr_strategy": "none"}), **settings}
+        folder, plain, **{**STILL, **rows, **({} if plain else {"snr_strategy": "nonzero"}), **settings}
     )
     recorder = Recorder()
     trainer = algorithm.make(policy_path, args, list(rewards), prompts, callbacks=[recorder])

@@ -188,10 +188,8 @@ class Run:
     @property
     def filters_nothing(self) -> bool:
         """Whether every group was trained on, which is plain TRL."""
-        strategy, value = self.settings.get("snr_strategy"), self.settings.get("snr_value", 0)
-        keeps_all = strategy == "none" or (str(strategy).startswith("top_p") and is_number(value) and value >= 1)
         of_trl = self.settings.get("trainer") in ("GRPOTrainer", "RLOOTrainer")
-        return of_trl or (keeps_all and bool(self.settings.get("snr_include_zero")))
+        return of_trl or self.settings.get("snr_strategy") == "all"
 
     @property
     def _measured(self) -> Path:
