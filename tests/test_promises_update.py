@@ -82,7 +82,7 @@ def test_a_masked_update_is_the_plain_one_on_the_kept_groups(algorithm, settings
     assert_update(algorithm, settings, LAYOUTS["four rows per device"], policy_path, tmp_path, snr_mode="mask")
 
 
-@pytest.mark.slow
+@pytest.mark.product
 @pytest.mark.parametrize("mode", ["drop", "mask"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @cases(**TERMS)
@@ -90,7 +90,7 @@ def test_every_term_in_every_layout_and_mode(algorithm, settings, layout, mode, 
     assert_update(algorithm, settings, LAYOUTS[layout], policy_path, tmp_path, snr_mode=mode)
 
 
-@pytest.mark.slow
+@pytest.mark.product
 @pytest.mark.parametrize("mode", ["drop", "mask"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("loss_type", LOSSES)
@@ -140,7 +140,7 @@ def test_iterations_out_of_step_with_the_optimizer_are_exact(algorithm, mode, po
     assert_iterations(algorithm, settings, 6, mode, policy_path, tmp_path)
 
 
-@pytest.mark.slow
+@pytest.mark.product
 @pytest.mark.parametrize("mode", ["drop", "mask"])
 @pytest.mark.parametrize("accumulation", ITERATIONS)
 @pytest.mark.parametrize("loss_type", LOSSES)

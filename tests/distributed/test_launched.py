@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from ragen2_trl.cli.shipped import ACCELERATE_CONFIGS
 from ragen2_trl.tiny import TINY_MODEL_PATH
 
-pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 TRAIN = [
     *("-m", "ragen2_trl.cli", "train", "--recipe", "frozen_lake_tiny", "--ddp_backend", "gloo"),
@@ -25,7 +25,7 @@ TRAIN = [
 
 def start(config: str, folder: Path, *machine: str) -> subprocess.Popen:
     command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(ACCELERATE_CONFIGS[config])]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[1])}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
     return subprocess.Popen(
         [*command, *machine, *TRAIN, "--output_dir", str(folder)],
         env=environment,

@@ -1,17 +1,12 @@
 """DDP, DeepSpeed ZeRO, FSDP2 and LoRA on several processes end where one process ends."""
 
 import json
-import sys
-from pathlib import Path
 
 import pytest
 import torch
+from backends import AS_TRL, CASES, CASES_OF_THREE, GROUP_SIZE, LOSSLESS_CASES, cases_of, processes_of, run_case
 from launching import launch
 from safetensors.torch import load_file
-
-sys.path.insert(0, str(Path(__file__).parent / "distributed"))
-
-from backends import AS_TRL, CASES, CASES_OF_THREE, GROUP_SIZE, LOSSLESS_CASES, cases_of, processes_of, run_case
 
 from ragen2_trl.reporting.saved_episodes import read_episodes
 
@@ -76,7 +71,6 @@ def filtered_cases_of(backend: str) -> list[str]:
     return [case for case in cases_of(backend) if case not in {**LOSSLESS_CASES, **AS_TRL}]
 
 
-@pytest.mark.distributed
 @pytest.mark.parametrize(
     ("backend", "case"), [mark(backend, case) for backend in BACKENDS for case in filtered_cases_of(backend)]
 )
@@ -93,7 +87,6 @@ def test_several_processes_end_with_the_parameters_of_one(backend, case, several
         assert parameters["critic.head.weight"].abs().max() > 0  # where it began
 
 
-@pytest.mark.distributed
 @pytest.mark.parametrize(
     ("backend", "case"),
     [mark(backend, case) for backend in BACKENDS for case in filtered_cases_of(backend) if case not in SAMPLES_MORE],
@@ -111,7 +104,6 @@ def test_several_processes_log_what_one_logs(backend, case, several_processes, o
             assert row[key] == same, (key, json.dumps(row))
 
 
-@pytest.mark.distributed
 @pytest.mark.parametrize(
     ("backend", "case"),
     [mark(backend, case) for backend in BACKENDS for case in cases_of(backend) if case in LOSSLESS_CASES],
@@ -127,7 +119,6 @@ def test_lossless_ends_with_the_parameters_of_trl_on_as_many_processes(backend, 
         assert row["snr/empty_steps"] == 0
 
 
-@pytest.mark.distributed
 @pytest.mark.slow
 @pytest.mark.parametrize(("backend", "case"), [(backend, case) for backend in FAST for case in EMPTY])
 def test_an_empty_step_moves_neither_weights_nor_optimizer(backend, case, several_processes, policy_path, tmp_path):
@@ -139,7 +130,6 @@ def test_an_empty_step_moves_neither_weights_nor_optimizer(backend, case, severa
         torch.testing.assert_close(parameters[name], value, rtol=1e-3, atol=2e-5)
 
 
-@pytest.mark.distributed
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["ddp", pytest.param("zero3", marks=pytest.mark.needs("deepspeed")), "fsdp2"])
 def test_processes_whose_episodes_differ_in_turns_generate_together(backend, policy_path, tmp_path):
@@ -156,7 +146,6 @@ def test_processes_whose_episodes_differ_in_turns_generate_together(backend, pol
         assert sorted(len(one.turns) for one in episodes) == [2] * 4 + [4] * 4
 
 
-@pytest.mark.distributed
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["ddp", pytest.param("zero3", marks=pytest.mark.needs("deepspeed")), "fsdp2"])
 def test_processes_generate_pilots_and_the_rest_of_their_groups_together(backend, policy_path, tmp_path):
@@ -172,7 +161,6 @@ def test_processes_generate_pilots_and_the_rest_of_their_groups_together(backend
         assert 0 < rest <= pilots
 
 
-@pytest.mark.distributed
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", FAST)
 def test_ppo_goes_on_from_a_checkpoint_with_its_critic_and_optimizer(backend, policy_path, tmp_path):

@@ -1,11 +1,14 @@
 """Several processes compute the update that one computes."""
 
 import json
-import sys
 from collections import Counter
-from pathlib import Path
 
+import held_out
+import played
+import prompts
 import pytest
+import resume
+import several
 import torch
 from algorithms import GRPO
 from conftest import PROMPTS
@@ -18,15 +21,7 @@ from trl import GRPOTrainer
 from ragen2_trl import CostCallback, MutualInformationCallback
 from ragen2_trl.reporting.saved_episodes import read_episodes
 
-sys.path.insert(0, str(Path(__file__).parent / "distributed"))
-
-import held_out
-import played
-import prompts
-import resume
-import several
-
-pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 COMMON = {
     "num_generations": 4,
