@@ -170,7 +170,7 @@ def test_two_processes_compute_grpo_on_the_kept_groups(name, gradients_of_two_pr
     assert_close(mean_gradient(first), expected)
 
 
-@pytest.mark.parametrize("generations", [1, 4])
+@pytest.mark.parametrize("generations", [pytest.param(1, marks=pytest.mark.full), 4])
 def test_two_processes_measure_what_one_measures(policy_path, make_args, tmp_path, generations):
     """On stock GRPO, with more completions than are scored: both processes draw the same ones from all of them, be
     they of one generation or pooled."""
@@ -204,7 +204,10 @@ def test_two_processes_measure_what_one_measures(policy_path, make_args, tmp_pat
     assert len(costs) == 4 and all(row[key] == other[key] for key in costs)
 
 
-@pytest.mark.parametrize("backend", ["ddp", pytest.param("zero3", marks=pytest.mark.needs("deepspeed"))])
+@pytest.mark.parametrize(
+    "backend",
+    [pytest.param("ddp", marks=pytest.mark.full), pytest.param("zero3", marks=pytest.mark.needs("deepspeed"))],
+)
 def test_two_processes_evaluate_as_one_does(backend, tmp_path):
     """Greedily, in one turn and in several, on tasks that they cannot share evenly."""
     launch("held_out.py", 2, backend, tmp_path / "two")

@@ -250,7 +250,7 @@ def test_masked_completions_leave_the_update_of_the_others(algorithm, policy_pat
     assert_ends(algorithm, settings, "four rows per device", "mask", policy_path, tmp_path)
 
 
-@pytest.mark.slow
+@pytest.mark.product
 @pytest.mark.parametrize("mode", ["drop", "mask"])
 @pytest.mark.parametrize("layout", PARTLY)
 @pytest.mark.parametrize("loss_type", LOSSES)
@@ -259,7 +259,7 @@ def test_every_loss_of_grpo_is_that_of_the_ends(loss_type, layout, mode, policy_
     assert_ends(GRPO, settings, layout, mode, policy_path, tmp_path)
 
 
-@pytest.mark.slow
+@pytest.mark.product
 @pytest.mark.parametrize("layout", PARTLY)
 @cases(rloo=TERMS["rloo"], ppo=TERMS["ppo"])
 def test_every_term_is_that_of_the_ends(algorithm, settings, layout, policy_path, tmp_path):
