@@ -230,7 +230,7 @@ LAYOUTS = {
         ("memory", "grpo", "one micro-batch"),
         ("dropping", "dapo", "one micro-batch"),
         *[
-            pytest.param(kind, loss_type, layout, marks=pytest.mark.slow)
+            pytest.param(kind, loss_type, layout, marks=pytest.mark.product)
             for kind in KINDS
             for loss_type in ("dapo", "grpo", "dr_grpo")
             for layout in LAYOUTS

@@ -75,7 +75,7 @@ def test_each_kind_of_failure_is_told_and_when(kind, completions):
 
 
 @pytest.mark.parametrize("completions", BATCHES)
-@pytest.mark.parametrize("runs", [60, pytest.param(1000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("runs", [60, pytest.param(1000, marks=pytest.mark.full)])
 def test_hardly_any_healthy_run_is_said_to_fail(completions, runs):
     accused = sum(any(alarm.failing for alarm in health(healthy(seed, completions))) for seed in range(runs))
     assert accused <= max(1, 0.01 * runs)

@@ -72,14 +72,14 @@ def test_every_term_is_that_of_the_kept_groups(algorithm, settings, policy_path,
     assert_update(algorithm, settings, LAYOUTS["four micro-batches"], policy_path, tmp_path)
 
 
-@pytest.mark.slow
+@pytest.mark.product
 @pytest.mark.parametrize("layout", LAYOUTS)
 @cases(**TERMS)
 def test_every_term_in_every_layout(algorithm, settings, layout, policy_path, tmp_path):
     assert_update(algorithm, settings, LAYOUTS[layout], policy_path, tmp_path)
 
 
-@pytest.mark.slow
+@pytest.mark.product
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("loss_type", LOSSES)
 def test_every_loss_of_grpo_in_every_layout(loss_type, layout, policy_path, tmp_path):
@@ -124,7 +124,7 @@ def test_iterations_out_of_step_with_the_optimizer_are_exact(algorithm, policy_p
     assert_iterations(algorithm, settings, 6, policy_path, tmp_path)
 
 
-@pytest.mark.slow
+@pytest.mark.product
 @pytest.mark.parametrize("accumulation", ITERATIONS)
 @pytest.mark.parametrize("loss_type", LOSSES)
 def test_every_iteration_is_exact_for_every_loss(loss_type, accumulation, policy_path, tmp_path):

@@ -161,7 +161,7 @@ def test_gradients_average_to_that_of_the_prompts_drawn_and_not_to_that_of_all(p
     torch.testing.assert_close(found.mean(dim=0), reweighted, rtol=1e-3, atol=1e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_on_lakes_of_which_most_are_dead_flat_groups_become_few(tmp_path):
     """The tiny model on 96 lakes, 70 % of which give no reward whatever is answered; the first epoch is 12 steps."""
     env = make_env("frozen_lake")

@@ -245,7 +245,6 @@ def test_no_scorer_is_left_of_a_process_that_is_killed_in_the_middle_of_an_answe
 
 
 @pytest.mark.slow
-@pytest.mark.distributed
 def test_puzzles_train_on_two_processes_each_with_a_scorer_of_its_own(tmp_path):
     launch("puzzles.py", 2, tmp_path)
     told = [json.loads((tmp_path / f"{process}.json").read_text()) for process in (0, 1)]

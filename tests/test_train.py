@@ -273,10 +273,10 @@ def test_what_was_mistyped_is_said_in_a_line(arguments, message, capsys):
 @pytest.mark.needs("smollm2")
 def test_a_real_instruct_model_trains_through_the_script(tmp_path):
     run = tmp_path / "run"
-    command = arguments(run, model="smollm2", max_steps=2, save_strategy="no", snr_strategy="all")
+    rows = {"max_steps": 1, "per_device_train_batch_size": 4}  # minutes otherwise
+    command = arguments(run, model="smollm2", save_strategy="no", snr_strategy="all", **rows)
     subprocess.run([*TRAIN, *command], check=True, timeout=1500)
     rows = [row for row in json.loads((run / "log_history.json").read_text()) if "loss" in row]
-    assert len(rows) == 2
-    for row in rows:
-        assert row["completions/mean_length"] > 1
-        assert "snr/kept_fraction" in row
+    assert len(rows) == 1
+    assert rows[0]["completions/mean_length"] > 1
+    assert "snr/kept_fraction" in rows[0]

@@ -241,7 +241,7 @@ def test_the_ends_of_each_group_are_trained_on_with_the_advantages_of_the_whole(
     assert_ends(algorithm, settings, "four micro-batches", policy_path, tmp_path)
 
 
-@pytest.mark.slow
+@pytest.mark.product
 @pytest.mark.parametrize("layout", PARTLY)
 @pytest.mark.parametrize("loss_type", LOSSES)
 def test_every_loss_of_grpo_is_that_of_the_ends(loss_type, layout, policy_path, tmp_path):
@@ -249,7 +249,7 @@ def test_every_loss_of_grpo_is_that_of_the_ends(loss_type, layout, policy_path, 
     assert_ends(GRPO, settings, layout, policy_path, tmp_path)
 
 
-@pytest.mark.slow
+@pytest.mark.product
 @pytest.mark.parametrize("layout", PARTLY)
 @cases(rloo=TERMS["rloo"], ppo=TERMS["ppo"])
 def test_every_term_is_that_of_the_ends(algorithm, settings, layout, policy_path, tmp_path):

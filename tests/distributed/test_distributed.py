@@ -1,11 +1,14 @@
 """Several processes compute the update that one computes."""
 
 import json
-import sys
 from collections import Counter
-from pathlib import Path
 
+import held_out
+import played
+import prompts
 import pytest
+import resume
+import several
 import torch
 from algorithms import GRPO
 from conftest import PROMPTS
@@ -18,15 +21,7 @@ from trl import GRPOTrainer
 from ragen2_trl import CostCallback, MutualInformationCallback
 from ragen2_trl.reporting.saved_episodes import read_episodes
 
-sys.path.insert(0, str(Path(__file__).parent / "distributed"))
-
-import held_out
-import played
-import prompts
-import resume
-import several
-
-pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 COMMON = {
     "num_generations": 4,
@@ -169,7 +164,7 @@ def test_two_processes_compute_grpo_on_the_kept_groups(name, gradients_of_two_pr
     assert_close(mean_gradient(first), expected)
 
 
-@pytest.mark.parametrize("generations", [1, 4])
+@pytest.mark.parametrize("generations", [pytest.param(1, marks=pytest.mark.full), 4])
 def test_two_processes_measure_what_one_measures(policy_path, make_args, tmp_path, generations):
     """On stock GRPO, with more completions than are scored: both processes draw the same ones from all of them, be
     they of one generation or pooled."""
@@ -203,7 +198,10 @@ def test_two_processes_measure_what_one_measures(policy_path, make_args, tmp_pat
     assert len(costs) == 4 and all(row[key] == other[key] for key in costs)
 
 
-@pytest.mark.parametrize("backend", ["ddp", pytest.param("zero3", marks=pytest.mark.needs("deepspeed"))])
+@pytest.mark.parametrize(
+    "backend",
+    [pytest.param("ddp", marks=pytest.mark.full), pytest.param("zero3", marks=pytest.mark.needs("deepspeed"))],
+)
 def test_two_processes_evaluate_as_one_does(backend, tmp_path):
     """Greedily, in one turn and in several, on tasks that they cannot share evenly."""
     launch("held_out.py", 2, backend, tmp_path / "two")
