@@ -136,9 +136,8 @@ def plot_training(log_history: Rows, success_metric: str | None = None) -> Figur
     chance = Line(label(CHANCE), points_of(log_history, CHANCE), GREY, ":", measured=True)
     entropy = Line("entropy", points_of(log_history, ENTROPY), ORANGE, "-")
     kept = Line(label(KEPT), points_of(log_history, KEPT), GREEN, "-")
-    no_variance = Line(
-        "zero-variance groups", points_of(log_history, ZERO_VARIANCE, "frac_reward_zero_std"), GREY, ":"
-    )
+    flat = points_of(log_history, ZERO_VARIANCE, "frac_reward_zero_std")  # the second is that of the stock trainer
+    no_variance = Line("zero-variance groups", flat, GREY, ":")
     compute = Line(label(COMPUTE), points_of(log_history, COMPUTE), BLUE, "--")
     panels = [
         ("reward", (None, None), [reward, success]),
@@ -410,8 +409,8 @@ def plot_prompts(log_history: Rows) -> Figure:
     shown = [panel for panel in panels if any(points_of(log_history, key) for _, key, *_ in panel[2])]
     figure, axes_of = make_panels(len(shown), height=1.5)
     for axes, (unit, limits, lines) in zip(axes_of, shown, strict=True):
-        for label, key, colour, style in lines:
-            draw_line(axes, Line(label, points_of(log_history, key), colour, style))
+        for name, key, colour, style in lines:
+            draw_line(axes, Line(name, points_of(log_history, key), colour, style))
         axes.set_ylim(*limits)
         axes.set_ylabel(unit)
         legend_above(axes)
@@ -486,12 +485,12 @@ def plot_validity(log_history: Rows) -> Figure:
         )
     figure, axes_of = make_panels(2, height=2.5)
     steps, valid, gains, entropies = zip(*path, strict=True)
-    for axes, label, drawn in zip(axes_of, (INFORMATION_LABEL, ENTROPY_LABEL), (gains, entropies), strict=True):
+    for axes, title, drawn in zip(axes_of, (INFORMATION_LABEL, ENTROPY_LABEL), (gains, entropies), strict=True):
         axes.set_xlim(-0.3, 1.3)  # with room for the names of both ends
         axes.set_xticks([i / 5 for i in range(6)])
         room = 0.15 * (max(drawn) - min(0, *drawn)) or 0.1
         axes.set_ylim(min(0, *drawn) - room, max(drawn) + room)
-        axes.set_ylabel(label)
+        axes.set_ylabel(title)
         names = [f"step {step:.0f}" for step in steps]
         draw_path(axes, list(zip(valid, drawn, names, strict=True)))
     axes_of[-1].set_xlabel("share of turns with valid thinking")
@@ -532,10 +531,10 @@ def plot_arrows(runs: Mapping[str, Arrow], height_label: str = "success") -> Fig
             head = {"arrowstyle": "-|>", "mutation_scale": 16, "linewidth": 0, "shrinkA": 0, "shrinkB": 0}
             axes.annotate("", end, start, arrowprops={"color": colour, **head})
         handles.append(drawn)
-    for axes, label in ((left, INFORMATION_LABEL), (right, ENTROPY_LABEL)):
+    for axes, title in ((left, INFORMATION_LABEL), (right, ENTROPY_LABEL)):
         axes.margins(0.12)
         axes.set_xlim(*_with_room(*axes.get_xlim()))
-        axes.set_xlabel(label)
+        axes.set_xlabel(title)
     left.set_ylabel(f"{height_label} (the marker is the start)")
     figure.legend(handles, names.values(), loc="outside upper left", ncols=columns, handlelength=3.2, borderpad=0.6)
     figure.set_label(f"From the first to the last measurement of {', '.join(names.values())}: {height_label}.")

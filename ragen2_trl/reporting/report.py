@@ -12,6 +12,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 from markupsafe import Markup
 
 from ragen2_trl.instrument.verdict import COLLAPSES, REGIMES, collapse_label
+from ragen2_trl.metrics import ACCURACY, BOUND, CHANCE, ENTROPY, INFORMATION, KEPT, label
 from ragen2_trl.reporting.card import running_means
 from ragen2_trl.reporting.episodes import CHOICES, Album, read_album
 from ragen2_trl.reporting.examples import (
