@@ -162,7 +162,7 @@ class RunRecord(TrainerCallback):
                     Path(args.output_dir),
                     state.global_step,
                     torch.cat([one.rewards for one in selections]),
-                    torch.cat([one.kept for one in selections]),
+                    torch.cat([one.kept.any(dim=1) for one in selections]),
                     [value for one in selections for value in one.predicted] if known else None,
                 )
 

@@ -17,6 +17,23 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
+from ragen2_trl.metrics import (
+    ACCURACY,
+    CHANCE,
+    COMPUTE,
+    CONDITIONAL_ENTROPY,
+    CORRELATION,
+    ENTROPY,
+    INFORMATION,
+    KEPT,
+    PREDICTED,
+    REALISED,
+    REWARD,
+    SKIPPED,
+    VALID_THINKING,
+    ZERO_VARIANCE,
+    label,
+)
 from ragen2_trl.reporting.card import mean_span
 from ragen2_trl.reporting.held_out import HeldOutCurve
 from ragen2_trl.reporting.measurement_plots import draw_path
@@ -43,19 +60,11 @@ from ragen2_trl.reporting.style import (
 Rows: TypeAlias = Sequence[Mapping[str, Any]]
 Series: TypeAlias = list[tuple[float, float]]  # (optimizer step, value)
 
-REWARD, ENTROPY = "reward", "entropy"
-ACCURACY, CHANCE = "mi/first_turn/retrieval_accuracy", "mi/first_turn/retrieval_chance"
-KEPT, COMPUTE = "snr/kept_fraction", "snr/update_compute_fraction"
-# The second is TRL's name, for a history of the stock trainer.
-ZERO_VARIANCE = ("snr/zero_variance_fraction", "frac_reward_zero_std")
-
 FRACTIONS = (-0.03, 1.03)  # a scale from 0 to 1 that cuts no line in half
 MARKS = {"-": "o", "--": "x", ":": "."}  # none hides another
 FEW, MANY = 16, 64  # up to the first all points of a run are marked, beyond the second those of no measurement
 MARK_HEIGHTS = (0.5, 0.68, 0.32, 0.86, 0.14)  # of names beside one another, as fractions
 MOST = 600  # points of a line, about one for each pixel of a small screen
-PREDICTED, REALISED = "snr/predicted_variance", "snr/realised_variance"
-CORRELATION, SKIPPED = "snr/prediction_rank_correlation", "snr/skipped_prompts"
 FEW_EVALUATIONS = 24  # of a held-out curve, up to which each is marked
 LETTERS = 60  # of a row of a legend
 MOST_REWARDS = len(LINE_COLOURS) * len(LINE_STYLES)  # of which no two share colour and style
@@ -74,9 +83,7 @@ PROXIES = (
     ("MI z-score", "mi_zscore_seq", None),
     ("MI z-score, running", "mi_zscore_ema_seq", None),
 )
-VALIDITY = "mi/valid_thinking_rate"
-INFORMATION, CONDITIONAL_ENTROPY = "mi/first_turn/mi_seq", "mi/first_turn/conditional_entropy_token"
-INFORMATION_LABEL, ENTROPY_LABEL = "I(X;Z) (nats)", "H(Z|X) (nats per token)"
+INFORMATION_LABEL, ENTROPY_LABEL = f"{label(INFORMATION)} (nats)", f"{label(CONDITIONAL_ENTROPY)} (nats per token)"
 
 
 @dataclass(frozen=True)
@@ -125,12 +132,13 @@ def plot_training(log_history: Rows, success_metric: str | None = None) -> Figur
         raise ValueError(f"log_history has {len(log_history)} rows, but none has a 'reward' to plot at its 'step'.")
     reward = Line("reward", points_of(log_history, REWARD), BLUE, "-")
     success = Line("success in training", points_of(log_history, success_metric), ORANGE, "--")
-    accuracy = Line("retrieval accuracy", points_of(log_history, ACCURACY), BLUE, "-", measured=True)
-    chance = Line("chance", points_of(log_history, CHANCE), GREY, ":", measured=True)
+    accuracy = Line(label(ACCURACY), points_of(log_history, ACCURACY), BLUE, "-", measured=True)
+    chance = Line(label(CHANCE), points_of(log_history, CHANCE), GREY, ":", measured=True)
     entropy = Line("entropy", points_of(log_history, ENTROPY), ORANGE, "-")
-    kept = Line("groups kept", points_of(log_history, KEPT), GREEN, "-")
-    no_variance = Line("zero-variance groups", points_of(log_history, *ZERO_VARIANCE), GREY, ":")
-    compute = Line("update compute", points_of(log_history, COMPUTE), BLUE, "--")
+    kept = Line(label(KEPT), points_of(log_history, KEPT), GREEN, "-")
+    flat = points_of(log_history, ZERO_VARIANCE, "frac_reward_zero_std")  # the second is that of the stock trainer
+    no_variance = Line("zero-variance groups", flat, GREY, ":")
+    compute = Line(label(COMPUTE), points_of(log_history, COMPUTE), BLUE, "--")
     panels = [
         ("reward", (None, None), [reward, success]),
         ("fraction", FRACTIONS, [accuracy, chance]),
@@ -290,7 +298,7 @@ def plot_comparison(
         "reward": rewards if not all(success.values()) else {},
         "retrieval accuracy (dotted: chance)": {name: points_of(rows, ACCURACY) for name, rows in histories.items()},
         "entropy (nats per token)": {name: points_of(rows, ENTROPY) for name, rows in histories.items()},
-        "fraction of groups kept": {name: points_of(rows, KEPT) for name, rows in histories.items()},
+        "fraction of completions kept": {name: points_of(rows, KEPT) for name, rows in histories.items()},
     }
     shown = {title: series for title, series in panels.items() if any(series.values())}
     if not shown:
@@ -314,7 +322,7 @@ def plot_comparison(
                 _mark(axes, step, text, _colour(number), MARK_HEIGHTS[marks % len(MARK_HEIGHTS)])
                 marks += 1
         axes.set_title(title)
-        if measured or title == "fraction of groups kept":
+        if measured or title == "fraction of completions kept":
             axes.set_ylim(FRACTIONS)
     number_steps(axes_of[-1])
     figure.legend(
@@ -394,15 +402,15 @@ def plot_prompts(log_history: Rows) -> Figure:
         )
     panels = [
         ("reward\nvariance", (0, None), [("expected", PREDICTED, ORANGE, "--"), ("found", REALISED, BLUE, "-")]),
-        ("fraction", FRACTIONS, [("zero-variance groups", ZERO_VARIANCE[0], GREY, "-")]),
+        ("fraction", FRACTIONS, [("zero-variance groups", ZERO_VARIANCE, GREY, "-")]),
         ("rank\ncorrelation", (None, None), [("expected and found, latest 256 groups", CORRELATION, BLUE, "-")]),
         ("prompts", (0, None), [("passed over", SKIPPED, GREEN, "-")]),
     ]
     shown = [panel for panel in panels if any(points_of(log_history, key) for _, key, *_ in panel[2])]
     figure, axes_of = make_panels(len(shown), height=1.5)
     for axes, (unit, limits, lines) in zip(axes_of, shown, strict=True):
-        for label, key, colour, style in lines:
-            draw_line(axes, Line(label, points_of(log_history, key), colour, style))
+        for name, key, colour, style in lines:
+            draw_line(axes, Line(name, points_of(log_history, key), colour, style))
         axes.set_ylim(*limits)
         axes.set_ylabel(unit)
         legend_above(axes)
@@ -472,15 +480,17 @@ def plot_validity(log_history: Rows) -> Figure:
     """
     path = path_of(log_history)
     if not path:
-        raise ValueError(f"log_history has {len(log_history)} rows, but none with {VALIDITY!r} and a measurement.")
+        raise ValueError(
+            f"log_history has {len(log_history)} rows, but none with {VALID_THINKING!r} and a measurement."
+        )
     figure, axes_of = make_panels(2, height=2.5)
     steps, valid, gains, entropies = zip(*path, strict=True)
-    for axes, label, drawn in zip(axes_of, (INFORMATION_LABEL, ENTROPY_LABEL), (gains, entropies), strict=True):
+    for axes, title, drawn in zip(axes_of, (INFORMATION_LABEL, ENTROPY_LABEL), (gains, entropies), strict=True):
         axes.set_xlim(-0.3, 1.3)  # with room for the names of both ends
         axes.set_xticks([i / 5 for i in range(6)])
         room = 0.15 * (max(drawn) - min(0, *drawn)) or 0.1
         axes.set_ylim(min(0, *drawn) - room, max(drawn) + room)
-        axes.set_ylabel(label)
+        axes.set_ylabel(title)
         names = [f"step {step:.0f}" for step in steps]
         draw_path(axes, list(zip(valid, drawn, names, strict=True)))
     axes_of[-1].set_xlabel("share of turns with valid thinking")
@@ -521,10 +531,10 @@ def plot_arrows(runs: Mapping[str, Arrow], height_label: str = "success") -> Fig
             head = {"arrowstyle": "-|>", "mutation_scale": 16, "linewidth": 0, "shrinkA": 0, "shrinkB": 0}
             axes.annotate("", end, start, arrowprops={"color": colour, **head})
         handles.append(drawn)
-    for axes, label in ((left, INFORMATION_LABEL), (right, ENTROPY_LABEL)):
+    for axes, title in ((left, INFORMATION_LABEL), (right, ENTROPY_LABEL)):
         axes.margins(0.12)
         axes.set_xlim(*_with_room(*axes.get_xlim()))
-        axes.set_xlabel(label)
+        axes.set_xlabel(title)
     left.set_ylabel(f"{height_label} (the marker is the start)")
     figure.legend(handles, names.values(), loc="outside upper left", ncols=columns, handlelength=3.2, borderpad=0.6)
     figure.set_label(f"From the first to the last measurement of {', '.join(names.values())}: {height_label}.")
@@ -534,7 +544,7 @@ def plot_arrows(runs: Mapping[str, Arrow], height_label: str = "success") -> Fig
 def path_of(log_history: Rows) -> list[tuple[float, float, float, float]]:
     """(step, share of valid thinking, I(X;Z), H(Z|X)) of each measurement that has all."""
     valid, gains, entropies = (
-        dict(points_of(log_history, key)) for key in (VALIDITY, INFORMATION, CONDITIONAL_ENTROPY)
+        dict(points_of(log_history, key)) for key in (VALID_THINKING, INFORMATION, CONDITIONAL_ENTROPY)
     )
     return [(step, valid[step], gains[step], entropies[step]) for step in valid if step in gains and step in entropies]
 

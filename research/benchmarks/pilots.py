@@ -68,7 +68,7 @@ class Counting(SNRFilteredGRPOTrainer):
 
     def _select(self, *args: Any) -> Any:
         selection = super()._select(*args)
-        self.held += float(selection.rewards[selection.kept].var(dim=1).sum())
+        self.held += float(selection.rewards[selection.kept.any(dim=1)].var(dim=1).sum())
         return selection
 
 
