@@ -34,7 +34,7 @@ def test_a_callable_and_its_name_select_the_same(algorithm, policy_path, tmp_pat
     named = trained(algorithm, policy_path, tmp_path, snr_selector="test_selector:last_two")
     assert_same_parameters(parameters_of(given), parameters_of(named))
     for trainer in (given, named):
-        assert torch.equal(trainer.latest_selection.kept, LAST_TWO)
+        assert torch.equal(trainer.latest_selection.groups, LAST_TWO)
         rows = [row for row in trainer.state.log_history if "snr/kept_groups" in row]
         assert [row["snr/kept_groups"] for row in rows] == [2, 2]
 
@@ -61,8 +61,8 @@ def test_a_mask_of_completions_keeps_single_ones(algorithm, policy_path, tmp_pat
     kept[0, 1] = kept[0, 3] = kept[5, 2] = True
     trainer = trained(algorithm, policy_path, tmp_path, lambda groups: kept)
     selection = trainer.latest_selection
-    assert torch.equal(selection.completions, kept)
-    assert selection.kept.nonzero().flatten().tolist() == [0, 5]
+    assert torch.equal(selection.kept, kept)
+    assert selection.groups.nonzero().flatten().tolist() == [0, 5]
     row = next(row for row in trainer.state.log_history if "snr/kept_groups" in row)
     assert (row["snr/kept_groups"], row["snr/kept_fraction"]) == (2, 3 / 32)
 

@@ -15,6 +15,7 @@ from accelerate.utils import broadcast_object_list
 from torch import Tensor
 
 from ragen2_trl.columns import TURN_SAMPLES
+from ragen2_trl.filtering import group_score
 from ragen2_trl.rollout_events import end_tokens
 from ragen2_trl.trainers.batches import Batch, chunks, loss_mask
 from ragen2_trl.trainers.checkpointed import Checkpointed
@@ -158,12 +159,14 @@ class SNRFilter(Constructed, Checkpointed):
             self._filter.see(earned),
             lambda: self._mean_entropies(batch).view(sums.shape),
         )
-        scores, kept = self._filter.select(groups)
-        if self.args.snr_strategy == "lossless" and self._own_selector is None:
+        if self.args.snr_strategy == "lossless":
             equal = self._local(equal_rewards(sums).repeat_interleave(sums.size(1))).to(batch["advantages"].device)
             batch["advantages"] = batch["advantages"].masked_fill(equal, 0.0)  # rounding noise in TRL
             kept = with_advantage(groups, self.accelerator.gather(batch["advantages"]))
-        elif self._own_selector is not None and self.accelerator.num_processes > 1:
+            scores = group_score(rewards)
+        else:
+            scores, kept = self._filter.select(groups)
+        if self._own_selector is not None and self.accelerator.num_processes > 1:
             # Somebody's function may draw from anywhere: processes that select differently wait for ever.
             (kept,) = broadcast_object_list([kept])
         predicted = self._prompts.learn(earned, self._pilots and self._pilots.first)
