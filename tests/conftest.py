@@ -40,7 +40,6 @@ PROGRAMS = {
 }
 MODULES = {
     "deepspeed": ("deepspeed",),
-    "dense": ("faiss",),
     "openai": ("openai",),
     "openenv": ("openenv",),
     "reasoning-gym": ("reasoning_gym",),

@@ -121,33 +121,6 @@ def sandbox_parser() -> argparse.ArgumentParser:
     )
 
 
-def retrieval_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        "ragen2-trl serve-retrieval",
-        description="Search passages over HTTP, in the JSON of RAGEN-2's retrieval server and of Search-R1's: for "
-        "search_qa with `--env_args corpus=http://127.0.0.1:8000`.",
-        allow_abbrev=False,
-    )
-    add = parser.add_argument
-    add("--corpus", help="File of passages (json, jsonl, parquet, csv) or folder that BM25Retriever.save wrote.")
-    add(
-        "--num_worlds",
-        type=int,
-        default=1000,
-        help="Without a corpus: generated tasks of each split to take those of.",
-    )
-    add("--seed", type=int, default=0, help="Which generated tasks.")
-    add(
-        "--encoder",
-        help="Hub id or folder of an E5 encoder, for a dense index instead of BM25; needs the extra dense.",
-    )
-    add("--index", help="FAISS index of the corpus for the encoder; default: one is built in memory.")
-    add("--device", default="cpu", help="Where the encoder runs.")
-    add("--host", default="127.0.0.1", help="Address to listen on; there is no authentication.")
-    add("--port", type=int, default=8000, help="Port to listen on; 0 takes a free one.")
-    return parser
-
-
 def parse_env_args(env_args: Sequence[str] | Mapping[str, Any]) -> dict[str, Any]:
     """Options from `key=value` strings, JSON objects, or the mapping that a YAML file gives.
 
@@ -544,7 +517,6 @@ PARSERS = {
     "envs": envs_parser,
     "recipes": recipes_parser,
     "health": health_parser,
-    "serve-retrieval": retrieval_parser,
 }
 # The configurations whose fields a command takes beside its own.
 FURTHER = {
