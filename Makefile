@@ -39,7 +39,7 @@ $(BIN)/.installed-deepspeed: $(BIN)/.installed
 	touch $@
 
 $(BIN)/.installed-extras: $(BIN)/.installed
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[openai,openenv,trackers]"
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[openenv,trackers]"
 	touch $@
 
 $(BIN)/.installed-reasoning-gym: $(BIN)/.installed

