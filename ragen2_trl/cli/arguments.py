@@ -342,26 +342,19 @@ class DiagnoseArguments(SamplingArguments):
     gradients: bool = field(
         default=False, metadata={"help": "Instead: gradients of task and entropy bonus by reward variance."}
     )
-    predict_filter: bool = field(
-        default=False,
-        metadata={"help": "Instead: what SNR filtering would keep and save, with the predictor of Table 8."},
-    )
     output_dir: str = field(default="runs/diagnosis", metadata={"help": "Folder for the results."})
 
     def __post_init__(self) -> None:
-        of_one_batch = [name for name in ("gradients", "predict_filter") if getattr(self, name)]
-        if of_one_batch and self.completions is not None:
-            raise ValueError(f"completions are text without rewards; allowed with {of_one_batch[0]}: None")
-        if of_one_batch and self.prompts is not None:
-            raise ValueError(
-                f"prompts have no rewards; allowed with {of_one_batch[0]}: None, or a dataset with reward"
-            )
-        if of_one_batch and self.control:
-            raise ValueError(f"control must be False with {of_one_batch[0]}, which measures no reasoning, got True")
-        if of_one_batch and (self.context != "full" or self.drop_oldest_turns):
+        if self.gradients and self.completions is not None:
+            raise ValueError("completions are text without rewards; allowed with gradients: None")
+        if self.gradients and self.prompts is not None:
+            raise ValueError("prompts have no rewards; allowed with gradients: None, or a dataset with reward")
+        if self.gradients and self.control:
+            raise ValueError("control must be False with gradients, which measures no reasoning, got True")
+        if self.gradients and (self.context != "full" or self.drop_oldest_turns):
             raise ValueError(
                 f"context={self.context!r} with drop_oldest_turns={self.drop_oldest_turns} makes several samples "
-                f"of an episode; allowed with {of_one_batch[0]}: 'full' and False"
+                f"of an episode; allowed with gradients: 'full' and False"
             )
         if self.temperature <= 0:
             raise ValueError(f"temperature must be above 0 (greedy reasoning never varies), got {self.temperature!r}")
