@@ -5,7 +5,6 @@ from typing import Any
 
 # By name, the module that has it: imported only when it is asked for, since most runs need no matplotlib.
 _HOMES = {
-    "ReasoningInformation": "metric",
     "Run": "run",
     "add_diagnostics": "card",
     "log_figures": "trackers",
