@@ -307,6 +307,10 @@ class EvaluateArguments(SamplingArguments):
         default=None,
         metadata={"help": "Folder for the episodes, as Parquet and JSONL; `report` shows them."},
     )
+    push_to_hub: str | None = field(
+        default=None,
+        metadata={"help": "Model on the Hub, such as me/my_run, whose card gets the metrics in its model index."},
+    )
 
 
 @dataclass

@@ -3,6 +3,7 @@
 ragen2-trl evaluate --model tiny
 ragen2-trl evaluate --model runs/my_run --env_name frozen_lake --env_args size=5 --output results.json
 ragen2-trl evaluate --model tiny --env_name sokoban --multi_turn true
+ragen2-trl evaluate --model runs/my_run --push_to_hub me/my_run  # into the model index of its card
 ragen2-trl evaluate --model oracle --env_name sokoban     # the task's solver; `random` is the random baseline
 """
 
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from datasets import Dataset
+from huggingface_hub.utils import validate_repo_id
 from rich.table import Table
 from rich.text import Text
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -78,6 +80,12 @@ def main(args: list[str] | None = None) -> None:
     console.print(metrics_table(metrics, title=f"{printable(script_args.model)} on held-out {env.name}"))
     if script_args.output is not None:
         write_json(Path(script_args.output), metrics, indent=2)
+    if script_args.push_to_hub is not None:
+        from ragen2_trl.reporting.hub import publish_metrics  # the card's module, for those who ask for it
+
+        with checked_input():
+            publish_metrics(script_args.push_to_hub, env.name, metrics)
+        console.print(Text(f"The metrics are on the card of {script_args.push_to_hub}"), soft_wrap=True)
     if folder is not None:
         command = shlex.join(["ragen2-trl", "report", str(folder)])
         console.print(Text(f"The episodes are in {folder}. To look at them: {command}"), soft_wrap=True)
@@ -86,6 +94,8 @@ def main(args: list[str] | None = None) -> None:
 def check_evaluation(arguments: EvaluateArguments, env: AnyTask) -> None:
     """Raises a `ValueError` for what playing would refuse, before a model is loaded."""
     held_out_rows(env, arguments.num_prompts, arguments.num_samples, arguments.seed, arguments.data)
+    if arguments.push_to_hub is not None:
+        validate_repo_id(arguments.push_to_hub)
     if arguments.model in SCRIPTED:
         if arguments.context != "full" or arguments.drop_oldest_turns:
             raise ValueError(f"context must be 'full' for {arguments.model}, without one, got {arguments.context!r}")
