@@ -1,5 +1,5 @@
 # Everything runs inside .venv, which `make` creates, or in another folder: make VENV=<folder>. A fresh machine needs
-# Python >= 3.10 and make.
+# Python >= 3.11 and make.
 
 PYTHON ?= python3
 VENV := .venv
@@ -26,7 +26,7 @@ help:  ## Show this list
 
 # PyTorch first and on its own: any later package would otherwise choose its build.
 $(BIN)/.installed: pyproject.toml constraints.txt
-	$(PYTHON) -c 'import sys; sys.exit("Python >= 3.10 is needed, " + sys.version.split()[0] + " was found: set PYTHON=") if sys.version_info < (3, 10) else None'
+	$(PYTHON) -c 'import sys; sys.exit("Python >= 3.11 is needed, " + sys.version.split()[0] + " was found: set PYTHON=") if sys.version_info < (3, 11) else None'
 	$(PYTHON) -m venv $(VENV)
 	$(call install_into,$(VENV)) $(TORCH_PIP_ARGS) --constraint constraints.txt torch
 	$(call install_into,$(VENV)) --constraint constraints.txt --editable ".[dev]"
@@ -43,7 +43,7 @@ $(BIN)/.installed-deepspeed: $(BIN)/.installed
 	touch $@
 
 $(BIN)/.installed-extras: $(BIN)/.installed
-	$(call install_into,$(VENV)) --constraint constraints.txt --editable ".[openai,openenv,dense,trackers]"
+	$(call install_into,$(VENV)) --constraint constraints.txt --editable ".[openenv,trackers]"
 	touch $@
 
 $(BIN)/.installed-reasoning-gym: $(BIN)/.installed

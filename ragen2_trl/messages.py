@@ -1,6 +1,5 @@
 """What a person should read last: a line in place of a traceback, or below it, and not above it."""
 
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -10,8 +9,5 @@ class InputError(ValueError):
 
 
 def tell_last(error: BaseException, message: str, log: Callable[[str], Any]) -> None:
-    """A line for whoever sees an error end a program: below its traceback, or logged before it in Python 3.10."""
-    if sys.version_info >= (3, 11):
-        error.add_note(message)
-    else:
-        log(message)
+    """A line below the traceback of an error that ends a program. `log` is not used any more."""
+    error.add_note(message)

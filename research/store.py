@@ -10,7 +10,7 @@ import re
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -129,7 +129,7 @@ class Store:
             "wall_seconds": wall_seconds,
             "host_cores": os.cpu_count(),
             "versions": json.dumps(read_json(run_folder / VERSIONS, dict) or where_it_runs()),
-            "finished": datetime.now(timezone.utc).replace(microsecond=0),
+            "finished": datetime.now(UTC).replace(microsecond=0),
         }
         rows += sampled_weights(run_folder, max(step for step, _, _ in rows))
         steps, metrics, values = zip(*rows, strict=True)

@@ -4,7 +4,6 @@ import threading
 from pathlib import Path
 
 import pytest
-from datasets import DatasetDict
 from huggingface_hub import HfApi, RepoUrl, repocard
 from huggingface_hub.utils import filter_repo_objects
 
@@ -19,7 +18,6 @@ class FakeHub:
     Attributes:
         uploads: (message, all files of the repository after it) of each upload.
         private: Repositories that were made private.
-        datasets: What `DatasetDict.push_to_hub` was called on.
         refusals: How many of the next uploads are refused.
         goes_on: Cleared, it holds up uploads of folders between their first look at the files and their second.
         changed: Files that were not the same in both looks, which a real upload of a picture does not survive.
@@ -29,7 +27,6 @@ class FakeHub:
         self.folder = folder
         self.uploads: dict[str, list[tuple[str, dict[str, bytes]]]] = {}
         self.private: set[str] = set()
-        self.datasets: dict[str, DatasetDict] = {}
         self.refusals: dict[str, int] = {}
         self.goes_on = threading.Event()
         self.goes_on.set()
@@ -87,10 +84,6 @@ class FakeHub:
         path.write_bytes(self.files(repo_id)[filename])
         return str(path)
 
-    def push_dataset(self, splits, repo_id):
-        self.datasets[repo_id] = splits
-        self.add(repo_id, "Data", {"README.md": b"---\n---\n"})
-
 
 @pytest.fixture(name="hub")
 def hub_fixture(monkeypatch, tmp_path):
@@ -98,9 +91,6 @@ def hub_fixture(monkeypatch, tmp_path):
     monkeypatch.setattr(HfApi, "create_repo", lambda api, repo_id, **kwargs: fake.create_repo(repo_id, **kwargs))
     monkeypatch.setattr(HfApi, "upload_folder", lambda api, **kwargs: fake.upload_folder(api, **kwargs))
     monkeypatch.setattr(HfApi, "upload_file", lambda api, **kwargs: fake.upload_file(**kwargs))
-    monkeypatch.setattr(
-        DatasetDict, "push_to_hub", lambda splits, repo_id, **kwargs: fake.push_dataset(splits, repo_id)
-    )
     monkeypatch.setattr(run_record, "list_repo_files", fake.list_repo_files)
     for module in (run_record, repocard):
         monkeypatch.setattr(module, "hf_hub_download", fake.hf_hub_download)

@@ -132,30 +132,6 @@ def measured_history(
     return rows
 
 
-def expected_groups(steps: int, num_groups: int = 16, size: int = 8) -> list[GroupRewards]:
-    """Of prompts that were chosen by what was expected of them, somewhat too little."""
-    rng, records = random.Random(0), []
-    for step in range(1, steps + 1):
-        chances = [rng.uniform(0, 0.5) for _ in range(num_groups)]
-        rewards = [[float(rng.random() < chance) for _ in range(size)] for chance in chances]
-        records.append(GroupRewards(step, rewards, None, [0.8 * chance * (1 - chance) for chance in chances]))
-    return records
-
-
-def chosen_history(steps: int) -> list[dict]:
-    """What a run with prompt selection logs: an epoch of what comes, and then what teaches."""
-    rng, rows = random.Random(0), []
-    for step in range(1, steps + 1):
-        known = min(1.0, max(0.0, step / steps * 2 - 0.6))
-        row = {"step": step, "reward": 0.3, "snr/zero_variance_fraction": 0.7 - 0.5 * known + rng.uniform(-0.1, 0.1)}
-        row |= {"snr/predicted_variance": 0.06 + 0.12 * known, "snr/skipped_prompts": 48 * (known > 0)}
-        row["snr/realised_variance"] = row["snr/predicted_variance"] + rng.gauss(0, 0.03)
-        if step > 2:
-            row["snr/prediction_rank_correlation"] = 0.6 * known
-        rows.append(row)
-    return rows
-
-
 def group_rewards(steps: int, num_groups: int = 8, size: int = 8) -> list[GroupRewards]:
     """Of a task with partial credit that is learnt."""
     rng = random.Random(0)

@@ -9,11 +9,8 @@ import matplotlib.image
 import pytest
 from plotted import (
     assert_nothing_overlaps,
-    chosen_history,
-    expected_groups,
     extent,
     gradients,
-    group_rewards,
     groups,
     held_out_curve,
     history,
@@ -24,23 +21,18 @@ from plotted import (
 
 from ragen2_trl.reporting import (
     plot_arrows,
-    plot_calibration,
     plot_comparison,
-    plot_compute,
     plot_gradients,
     plot_held_out,
     plot_matrix,
-    plot_prompts,
     plot_proxies,
     plot_quadrant,
-    plot_reward_distribution,
     plot_reward_variance,
     plot_training,
-    plot_validity,
     save_figure,
     svg,
 )
-from ragen2_trl.reporting.plots import Arrow, plot_course
+from ragen2_trl.reporting.plots import Arrow
 
 pytestmark = pytest.mark.slow
 
@@ -51,22 +43,10 @@ FIGURES = {
     "reward variance": lambda: plot_reward_variance(*groups(16, value=0.7)),
     "gradients": lambda: plot_gradients([gradients(step) for step in (1, 20, 40, 60)]),
     "proxies": lambda: plot_proxies(measured_history(200)),
-    "validity": lambda: plot_validity(measured_history(1000, every=50)),
     "arrows": lambda: plot_arrows(
         {HOSTILE: Arrow((2, 1), (0.4, 0.5), (0.1, 0.6)), "b": Arrow((1, 1), (1, 1), (0, 0))}
     ),
-    "reward distribution": lambda: plot_reward_distribution(group_rewards(3000, num_groups=2)),
-    "course": lambda: plot_course(
-        [
-            {"step": step, "kl": 1.0}
-            | {f"rewards/{name}/mean": 0.1 for name in (HOSTILE, *map("long_name_{}".format, "abcdef"))}
-            for step in range(50)
-        ]
-    ),
-    "prompts": lambda: plot_prompts(chosen_history(200)),
-    "calibration": lambda: plot_calibration(expected_groups(20)),
     "training": lambda: plot_training(history(25, 10), "success"),
-    "compute": lambda: plot_compute(history(25, 10)),
     "held out": lambda: plot_held_out({name: held_out_curve(name) for name in ("frozen_lake", HOSTILE, "sokoban")}),
     "comparison": lambda: plot_comparison({HOSTILE: history(25, 10), "b" * 60: stock_history(25)}, {}),
 }

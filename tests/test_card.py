@@ -133,8 +133,7 @@ def test_figures_on_the_card_are_there(trained):
     folder = Path(trainer.args.output_dir)
     figures = re.findall(r"!\[.+?\]\((.+?)\)", section_of(read_card(folder)))
     assert all((folder / path).is_file() for path in figures)
-    names = ["training", "quadrant", "cross_scores", "course", "proxies", "validity"]
-    names += ["reward_variance", "reward_distribution", "compute"]
+    names = ["training", "quadrant", "cross_scores", "proxies", "reward_variance"]
     expected = [f"diagnostics/{name}.png" for name in names] if type(trainer) is OURS else []
     assert figures == expected
     assert all((folder / path).with_suffix(".svg").is_file() for path in figures)
@@ -158,7 +157,7 @@ def test_checkpoints_write_numbers_and_the_end_draws_figures_of_them(trained):
     final = read_card(trainer.args.output_dir)
     assert ("not drawn yet" in final) == (type(trainer) is not OURS)
     assert figures_in(trainer.args.output_dir) == (
-        set(FIGURES) - {"gradients", "held_out", "prompts", "calibration"} if type(trainer) is OURS else set()
+        set(FIGURES) - {"gradients", "held_out"} if type(trainer) is OURS else set()
     )
 
 
@@ -168,7 +167,7 @@ def test_figures_of_the_same_numbers_are_not_drawn_twice(trained):
     before = [path.stat().st_mtime_ns for path in pictures]
     if type(trainer) is OURS:
         trainer.create_model_card("run")
-        assert len(before) == 18
+        assert len(before) == 10
         assert [path.stat().st_mtime_ns for path in pictures] == before
 
 

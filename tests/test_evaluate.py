@@ -8,14 +8,23 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from evaluate import combine
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ragen2_trl.cli import evaluate
 from ragen2_trl.cli.arguments import EnvironmentArguments, parse_env_args
 from ragen2_trl.cli.evaluate import evaluate_model, evaluate_scripted
 from ragen2_trl.cli.shipped import recipe_path
+from ragen2_trl.cli.typed import InputError
 from ragen2_trl.envs import make_env
-from ragen2_trl.rollouts.outcomes import fraction_interval, mean_interval, pass_at_k, summarize
+from ragen2_trl.rollouts.outcomes import (
+    MeanOutcome,
+    PassAtK,
+    fraction_interval,
+    mean_interval,
+    pass_at_k,
+    summarize,
+)
 from ragen2_trl.rollouts.play import Chat
 from ragen2_trl.rollouts.sampling import generator, sample_trajectories
 from ragen2_trl.tiny import TINY_COUNTDOWN_PATH, TINY_MODEL_PATH
@@ -94,6 +103,20 @@ def test_summary_groups_by_prompt():
     assert (metrics["num_prompts"], metrics["num_samples"]) == (2.0, 4.0)
     for name in ("success", "pass@1", "pass@2", "pass@4", "valid_rate", "return", "completion_length"):
         assert metrics[f"{name}_ci_low"] <= metrics[name] <= metrics[f"{name}_ci_high"]
+
+
+def test_metrics_combine_with_those_of_others_and_need_no_network(monkeypatch, tmp_path):
+    def refuse(*_, **__):
+        raise AssertionError("the network was used")
+
+    monkeypatch.setattr("socket.socket.connect", refuse)
+    solved = [[1.0, 0.0], [1.0, 1.0], [0.0, 0.0]]
+    options = {"cache_dir": str(tmp_path)}
+    combined = combine([PassAtK(**options), MeanOutcome("return", **options)])  # through files, as by default
+    combined.add_batch(success=solved, **{"return": solved})
+    metrics = combined.compute()
+    assert metrics["pass@1"] == metrics["return"] == pytest.approx(0.5)
+    assert metrics["pass@2"] == pytest.approx(2 / 3)
 
 
 # A model that plays
@@ -262,6 +285,13 @@ def test_command_writes_what_the_function_returns(tiny, tmp_path, capsys):
     evaluate.main(["--model", "tiny", "--env_name", "frozen_lake", "--env_args", "size=5", *options])
     assert json.loads(output.read_text()) == evaluate_model(*tiny, make_env("frozen_lake", size=5), **SMALL)
     assert "pass@2" in capsys.readouterr().out
+
+
+def test_an_evaluation_writes_over_no_other(tmp_path):
+    command = ["--model", "random", "--num_prompts", "2", "--num_samples", "1", "--episodes", str(tmp_path / "played")]
+    evaluate.main(command)
+    with pytest.raises(InputError, match="of an earlier evaluation; allowed: another folder"):
+        evaluate.main(command)
 
 
 def test_env_args_read_pairs_json_and_mappings_alike():

@@ -8,14 +8,12 @@ import logging
 import os
 import re
 import shlex
-import sys
 
 import pytest
 import torch
 from cards import OURS, STOCK, TOKEN, make, read_card
 from cards import without_figures_fixture as without_figures_fixture
 from conftest import told_last
-from datasets import load_dataset
 from fake_hub import REFUSED
 from fake_hub import hub_fixture as hub_fixture
 from huggingface_hub import HfApi, ModelCard, snapshot_download
@@ -24,11 +22,11 @@ from test_ppo import ppo_args
 from test_train import arguments as of_recipe
 from transformers import AutoModelForCausalLM, TrainerCallback
 
-from ragen2_trl import EpisodeCallback, SNRFilteredPPOTrainer
+from ragen2_trl import EpisodeCallback, SNRFilteredPPOTrainer, cli
 from ragen2_trl.cli import train
 from ragen2_trl.envs import make_env
 from ragen2_trl.reporting.card import HEADING
-from ragen2_trl.reporting.hub import publish_metrics, push_dataset
+from ragen2_trl.reporting.hub import publish_metrics
 from ragen2_trl.reporting.run import read_run
 
 FILES = {"README.md", "config.json", "model.safetensors", "tokenizer.json", "training_args.bin"}
@@ -178,7 +176,7 @@ def test_a_failed_upload_of_a_checkpoint_is_a_warning_and_the_next_one_brings_al
 
 
 def test_an_upload_that_was_asked_for_raises_and_the_command_that_it_names_works(
-    hub, policy_path, tmp_path, without_figures, caplog
+    hub, policy_path, tmp_path, without_figures
 ):
     hub.refusals["tester/model"] = 3
     trainer = pushing(OURS, policy_path, tmp_path / "a run", hub_private_repo=True)
@@ -186,7 +184,7 @@ def test_an_upload_that_was_asked_for_raises_and_the_command_that_it_names_works
     with pytest.raises(OSError, match=REFUSED) as error:
         trainer.push_to_hub()
     assert hub.messages("tester/model") == []
-    errors = told_last(error.value, caplog)
+    errors = told_last(error.value)
     (said,) = [text for text in errors if REFUSED in text]
     assert str(tmp_path / "a run") in said
     program, *command = shlex.split(said[said.index("hf upload") :])
@@ -243,19 +241,17 @@ def test_published_metrics_replace_earlier_ones_beside_those_of_training(hub, po
         publish_metrics("tester/model", "bandit", {"reward": 1.0})
 
 
-def test_tasks_go_up_as_the_environment_made_them_with_a_card_that_explains_them(hub):
-    env = make_env("frozen_lake", size=5)
-    url = push_dataset(env, "tester/tasks", train=6, test=3, seed=7)
-    assert url.endswith("/datasets/tester/tasks")
-    for split, rows in hub.datasets["tester/tasks"].items():
-        assert rows.to_list() == env.dataset({"train": 6, "test": 3}[split], 7, split).to_list()
-    card = hub.files("tester/tasks")["README.md"].decode()
-    assert "license: apache-2.0" in card and "- reinforcement-learning" in card
-    for part in (env.prompt(hub.datasets["tester/tasks"]["train"][0])[0]["content"], "size=5", "seed 7", "2604.06268"):
-        assert part in card
-    code = re.search(r"```python\n(.*?)```", card, re.DOTALL)[1]
-    assert '"tester/tasks"' in code
-    compile(code, "card", "exec")
+def test_an_evaluation_goes_to_the_card_of_its_model(hub, capsys):
+    hub.add("tester/model", "Mine", {"README.md": b"---\n---\n# Mine"})
+    command = ["evaluate", "--model", "random", "--num_prompts", "4", "--num_samples", "2"]
+    cli.main([*command, "--push_to_hub", "tester/model"])
+    card = ModelCard.load("tester/model")
+    measured = json.loads(hub.files("tester/model")["diagnostics/evaluation_frozen_lake.json"])
+    (success,) = [result.metric_value for result in card.data.eval_results if result.metric_type == "success_rate"]
+    assert success == pytest.approx(measured["success"], abs=1e-6) and "# Mine" in card.text
+    with pytest.raises(SystemExit) as ended:
+        cli.main([*command, "--push_to_hub", "no such/name"])
+    assert ended.value.code == 2 and "no such/name" in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -271,13 +267,13 @@ def test_the_command_line_uploads_what_it_trained(hub, tmp_path, without_figures
 
 
 @pytest.mark.slow
-def test_the_command_line_ends_with_how_to_upload_what_the_hub_refused(hub, tmp_path, without_figures, caplog):
+def test_the_command_line_ends_with_how_to_upload_what_the_hub_refused(hub, tmp_path, without_figures):
     """In place of a traceback through two libraries."""
     hub.refusals["tester/x"] = 9
     options = {"push_to_hub": "true", "hub_model_id": "tester/x", "hub_token": TOKEN, "max_steps": 1}
     with pytest.raises(SystemExit) as ended:
         train.main(of_recipe(tmp_path / "run", **options, eval_every=0))
-    told = str(ended.value.code) if sys.version_info >= (3, 11) else caplog.text
+    told = str(ended.value.code)
     assert REFUSED in told and "hf upload tester/x" in told and TOKEN not in told
     assert ended.value.__suppress_context__
     left = {path.name for path in (tmp_path / "run").iterdir()}
@@ -289,7 +285,7 @@ def test_the_command_line_ends_with_how_to_upload_what_the_hub_refused(hub, tmp_
     reason="to the Hub: HF_HUB_OFFLINE=0 HF_TOKEN=hf_... RAGEN2_HUB_REPO=me/scratch pytest tests/test_hub.py",
 )
 def test_a_run_comes_back_from_the_hub_itself(policy_path, tmp_path, without_figures):
-    """Leaves the private repository behind, and a data set of its name with `-tasks`."""
+    """Leaves the private repository behind."""
     trainer = pushing(OURS, policy_path, tmp_path / "run", REPOSITORY, hub_token=None, hub_private_repo=True)
     trainer.train()
     trainer.push_to_hub()
@@ -304,6 +300,3 @@ def test_a_run_comes_back_from_the_hub_itself(policy_path, tmp_path, without_fig
     assert read_run(tmp_path / "clone").status == "finished 2 steps"
     listed = HfApi().model_info(REPOSITORY).model_index[0]["results"]  # as the Hub has read it
     assert {"retrieval_accuracy", "success_rate"} <= {m["type"] for result in listed for m in result["metrics"]}
-    env = make_env("frozen_lake")
-    push_dataset(env, f"{REPOSITORY}-tasks", train=4, test=3, private=True)
-    assert load_dataset(f"{REPOSITORY}-tasks", split="test").to_list() == env.dataset(3, 0, "test").to_list()

@@ -54,8 +54,6 @@ STRANGERS = {
     "openenv": {"trl"},
     "envs": {"trl", "torch", "transformers"},
 }
-# An encoder for those who ask for one; no environment imports it.
-MAY_KNOW_MORE = {"ragen2_trl.envs.search_qa.dense_retrieval": {"torch", "transformers"}}
 ENTRY_POINTS = {"ragen2_trl.openenv.__main__"}  # `python -m`, which stand as high as scripts
 
 
@@ -130,16 +128,8 @@ def test_imports_go_in_one_direction():
 
 
 def test_the_core_knows_nothing_of_environments_reporting_and_what_these_need():
-    known = {
-        name: STRANGERS.get(room(name), set()) & set(targets) - MAY_KNOW_MORE.get(name, set())
-        for name, targets in IMPORTS.items()
-    }
+    known = {name: STRANGERS.get(room(name), set()) & set(targets) for name, targets in IMPORTS.items()}
     assert {name: packages for name, packages in known.items() if packages} == {}
-
-
-def test_no_environment_imports_what_knows_torch():
-    environments = {name: targets for name, targets in IMPORTS.items() if room(name) == "envs"}
-    assert not [name for name, targets in environments.items() if set(MAY_KNOW_MORE) & set(targets)]
 
 
 def test_imports_go_in_no_circles():

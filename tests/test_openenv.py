@@ -4,6 +4,7 @@ import json
 import random
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from conftest import need
@@ -185,6 +186,29 @@ def test_a_full_server_says_so_and_goes_on(run_server):
     assert held[0].take(["Up"]).startswith("Reward")
     del held[1]
     assert served.play(row, random.Random(0)).take(["Up"]).startswith("Reward")
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_workers_is_a_limit_over_all_sessions(workers, run_server):
+    env = make_env("frozen_lake", **LAKE)
+    env.workers = workers
+    usual, lock, at_work, most = env.episode, threading.Lock(), [0], [0]
+
+    def slow(row, rng):
+        with lock:
+            at_work[0] += 1
+            most[0] = max(most[0], at_work[0])
+        time.sleep(0.05)
+        with lock:
+            at_work[0] -= 1
+        return usual(row, rng)
+
+    served = Served(run_server(env).url)
+    (row,) = served.dataset(1)
+    env.episode = slow
+    with ThreadPoolExecutor(8) as pool:
+        plays = list(pool.map(lambda _: served.play(row, random.Random(0)), range(8)))
+    assert len(plays) == 8 and most[0] == workers
 
 
 # The command line

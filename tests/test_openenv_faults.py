@@ -1,15 +1,10 @@
-"""What an OpenEnv server and its client make of hostile input, and of servers that are not there."""
+"""What an OpenEnv server and its client make of wrong input, and of servers that are not there."""
 
-import json
 import random
 import time
-import urllib.error
-import urllib.request
 
 import pytest
 from conftest import need
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 need("openenv")
 
@@ -17,15 +12,13 @@ from servers import LAKE, NUM_TASKS, Running, free_port
 from servers import run_server_fixture as run_server_fixture
 from servers import session_fixture as session_fixture
 from servers import tools_server_fixture as tools_server_fixture
-from websockets.sync.client import connect
 
 from ragen2_trl.envs import make_env
-from ragen2_trl.envs.local_requests import MAX_MESSAGE_BYTES
 from ragen2_trl.openenv import Served
 
 pytestmark = pytest.mark.slow
 
-# Hostile input
+# Wrong input
 
 
 @pytest.mark.parametrize(
@@ -41,49 +34,6 @@ def test_a_bad_action_is_an_invalid_turn(actions, tools_server):
     assert tools.get_reward() == -0.1
     assert tools.move(["Fly"]).startswith("Invalid answer. Reward -0.1.")  # the session is alive
     assert tools.get_reward() == -0.2
-
-
-@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(actions=st.lists(st.text(st.characters(exclude_categories=())), max_size=300))
-def test_no_text_is_an_error(actions, session):
-    session.reset(seed=0)
-    for part in (actions, actions[:256]):
-        if len(part) <= 256:
-            assert session.step({"actions": part}).reward <= 0
-
-
-HOSTILE = [
-    "", "{", "[]", "null", "1", '"x"', "[" * 100_000, '{"type": "fly"}', '{"type": []}', '{"type": "step"}',
-    '{"type": "step", "data": {"actions": ["Up"]}}', '{"type": "step", "data": {"actions": "Up"}}',
-    '{"type": "step", "data": {"actions": ["Up"], "more": 1}}', '{"type": "reset", "data": {"seed": -1}}',
-    '{"type": "reset", "data": {"seed": 1e999}}', '{"type": "reset", "data": {"seed": true}}',
-    '{"type": "reset", "data": {"seed": "0"}}', '{"type": "reset", "data": {"split": ["x"]}}',
-    '{"type": "reset", "data": {"episode_id": {}}}', '{"type": "reset", "data": {"episode_id": "\\ud800"}}',
-    '{"type": "reset", "data": {"self": 1, "row": {"grid": "x"}}}', '{"type": "mcp", "data": {"method": "x"}}',
-    '{"type": "step", "data": {"actions": ' + json.dumps(["Up"] * 1000) + "}}", "x" * (MAX_MESSAGE_BYTES + 1),
-]  # fmt: skip
-
-
-def test_hostile_messages_end_a_session_at_most(tools_server):
-    for message in HOSTILE:
-        with connect(f"{tools_server.url.replace('http', 'ws')}/ws", max_size=None) as websocket:
-            websocket.send(message)
-            try:
-                answer = json.loads(websocket.recv(timeout=10))
-                assert answer["type"] in ("error", "observation", "mcp"), message[:80]
-            except OSError:
-                raise
-            except Exception as closed:  # noqa: BLE001
-                assert type(closed).__name__.startswith("ConnectionClosed"), message[:80]
-    assert Served(tools_server.url).play({"seed": 0, "split": "train"}, random.Random(0)).take(["Up"])
-
-
-def test_large_http_bodies_are_refused(tools_server):
-    request = urllib.request.Request(f"{tools_server.url}/reset", b"x" * (MAX_MESSAGE_BYTES + 1), method="POST")
-    with pytest.raises((urllib.error.HTTPError, ConnectionError, urllib.error.URLError)) as refused:
-        urllib.request.urlopen(request, timeout=10)
-    assert getattr(refused.value, "code", 413) == 413
-    assert json.load(urllib.request.urlopen(f"{tools_server.url}/health", timeout=10)) == {"status": "healthy"}
 
 
 @pytest.mark.parametrize(

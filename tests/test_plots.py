@@ -5,9 +5,8 @@ import math
 import pytest
 from plotted import assert_nothing_overlaps, held_out_curve, history, legend, line, stock_history
 
-from ragen2_trl.reporting import plot_comparison, plot_compute, plot_held_out, plot_training, svg
+from ragen2_trl.reporting import plot_comparison, plot_held_out, plot_training, svg
 from ragen2_trl.reporting.card import running_means
-from ragen2_trl.reporting.plots import plot_course
 
 pytestmark = pytest.mark.slow
 
@@ -79,7 +78,6 @@ def test_rows_without_a_step_are_left_out(step):
     stray = {"reward": 9.0, "snr/update_compute_fraction": 9.0} | step
     rows = [*history(25, 10), stray]
     assert svg(plot_training(rows)) == svg(plot_training(rows[:-1]))
-    assert svg(plot_compute(rows)) == svg(plot_compute(rows[:-1]))
     assert svg(plot_comparison({"a": rows}, {})) == svg(plot_comparison({"a": rows[:-1]}, {}))
     with pytest.raises(ValueError, match="has 1 rows, but none has a 'reward' to plot at its 'step'"):
         plot_training([stray])
@@ -141,70 +139,6 @@ def test_rewards_that_are_all_nan_are_said_to_be_so():
 def test_a_history_without_a_reward_is_refused(rows):
     with pytest.raises(ValueError, match=f"has {len(rows)} rows, but none has a 'reward'"):
         plot_training(rows)
-
-
-# Compute
-
-
-def test_the_course_of_a_training_has_a_line_for_each_reward_function_and_a_panel_for_what_was_logged():
-    row = {"rewards/right/mean": 0.5, "rewards/brief/mean": 0.1, "learning_rate": 1e-5, "kl": 0.2, "step_time": 3.0}
-    row |= {"completions/mean_length": 30.0, "num_tokens": 900.0}
-    figure = plot_course([{"step": step, **row} for step in range(1, 20)])
-    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["brief", "right"]
-    assert [legend(axes) for axes in figure.axes] == [
-        [],
-        ["mean length"],
-        ["KL"],
-        ["learning rate"],
-        ["a step"],
-        ["steps so far"],
-        ["seen so far"],
-    ]
-    assert len(plot_course([{"step": 1, "learning_rate": 1e-5}]).axes) == 1
-    with pytest.raises(ValueError, match="1 rows"):
-        plot_course([{"step": 1, "reward": 0.5}])
-
-
-def test_many_reward_functions_with_long_names_leave_room_for_their_curves():
-    rows = [{f"rewards/a_function_with_a_long_name_{number}/mean": 0.1 * number for number in range(9)}]
-    figure = plot_course([{"step": step, **rows[0]} for step in range(20)])
-    (axes,) = figure.axes
-    named = [one for one in axes.lines if not one.get_label().startswith("_")]
-    assert len(named) == len({(one.get_color(), one.get_linestyle()) for one in named}) == 9
-    assert axes.get_position().width > 0.7 and axes.get_position().height > 0.3
-
-
-def test_a_single_step_of_many_reward_functions_is_seen():
-    (axes,) = plot_course([{"step": 1, **{f"rewards/{number}/mean": 0.5 for number in range(28)}}]).axes
-    assert len(axes.lines) == 28 and all(one.get_marker() != "None" for one in axes.lines)
-
-
-@pytest.mark.parametrize("every", [1, 5])
-def test_time_so_far_is_that_of_all_steps_however_often_they_are_logged(every):
-    _, axes = plot_course([{"step": step, "step_time": 20.0} for step in range(every, 31, every)]).axes
-    assert axes.get_ylabel() == "minutes"
-    assert axes.lines[0].get_xydata()[-1].tolist() == [30, pytest.approx(10)]
-
-
-def test_compute_is_drawn_beside_plain_trl_and_summed_up_to_what_is_saved():
-    rows = [{"step": step, "snr/update_compute_fraction": value} for step, value in enumerate([1, 0.5, 0.6], start=1)]
-    above, below = plot_compute(rows).axes
-    assert set(line(above, "plain TRL").get_ydata()) == {1}
-    assert list(line(above, "update compute").get_ydata()) == [1, 0.5, 0.6]
-    (saved,) = below.lines
-    assert list(saved.get_ydata()) == pytest.approx([0, 0.25, 0.3])
-    assert legend(below) == ["saved so far: 30% at step 3"]
-
-
-def test_nothing_is_saved_by_steps_without_anything_to_train_on():
-    rows = [{"step": step, "snr/update_compute_fraction": value} for step, value in enumerate([0, 0.5, 0], start=1)]
-    (saved,) = plot_compute(rows).axes[1].lines
-    assert list(saved.get_ydata()) == pytest.approx([0, 0.5, 0.5])
-
-
-def test_compute_of_a_run_without_a_filter_is_refused():
-    with pytest.raises(ValueError, match="has 9 rows, but none has a finite 'snr/update_compute_fraction'"):
-        plot_compute(stock_history(9))
 
 
 # Several runs

@@ -4,18 +4,20 @@ import json
 import random
 import re
 import socket
-import threading
 
 import pytest
 from every_task import tasks
 from passages import write_jsonl
 from ragen_prompts import Rows, limits, prompt_of, say
+from retrieval_servers import (
+    server_fixture,  # noqa: F401
+    status,
+)
 from search_qa_rows import ROW
 
 from ragen2_trl.envs import make_env, ragen2
 from ragen2_trl.envs.search_qa.passages import Passage
 from ragen2_trl.envs.search_qa.ragen2 import RagenRetriever, final_answer
-from ragen2_trl.envs.search_qa.server import RetrievalServer
 
 
 def preset(name, **options):
@@ -279,30 +281,26 @@ def test_both_kinds_of_success_are_logged():
     assert logged["env/search_qa/f1_success"] == 0.5
 
 
-class Broken:
-    def search(self, queries, k):
-        raise KeyError("secret")
-
-
 def shown_failure(env):
     begun, _ = play(env, ROW, say("search[x]"))
     assert not begun.done
     return begun.episode.observation().split("\n")[1]
 
 
-def test_failures_of_a_server_are_shown_as_results_after_one_try():
-    with RetrievalServer(Broken(), 0, port=0) as server:
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-        thread.start()
-        url = server.url
-        error = "Retrieval server error (status 500): the search failed: KeyError"
-        assert shown_failure(preset("search_qa", corpus=url)) == error
-        missing = "Retrieval server error (status 404): there are POST /retrieve and GET /health"
-        assert shown_failure(preset("search_qa", corpus=f"{url}/elsewhere")) == missing
-        server.shutdown()
-        thread.join()
-    closed = f"Could not connect to retrieval server at {url}. Is it running?"
-    assert shown_failure(preset("search_qa", corpus=url.replace("//", "//ann:secret@"))) == closed
+def test_failures_of_a_server_are_shown_as_results_after_one_try(server):
+    for code in (500, 404):
+        server.faults = [status(code)]
+        error = f"Retrieval server error (status {code}): no"
+        assert shown_failure(preset("search_qa", corpus=server.url)) == error
+    assert len(server.requests) == 2
+
+
+def test_a_server_that_is_not_there_or_slow_is_shown_as_a_result():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # bound, but nobody listens
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        closed = f"Could not connect to retrieval server at http://{address}. Is it running?"
+        assert shown_failure(preset("search_qa", corpus=f"http://ann:secret@{address}")) == closed
     with socket.create_server(("127.0.0.1", 0)) as silent:
         slow = RagenRetriever(f"http://127.0.0.1:{silent.getsockname()[1]}", timeout=0.1, retries=0)
         late = "Search request timed out after 0.1 seconds."

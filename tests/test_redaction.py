@@ -8,7 +8,6 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 import torch
-from datasets import Dataset
 from growth import growth
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -20,7 +19,6 @@ from ragen2_trl.callbacks.run_record import keep_record
 from ragen2_trl.cli.samples import save_rows
 from ragen2_trl.redaction import HIDDEN, hide_credentials, without_credentials
 from ragen2_trl.reporting.files import write_json, write_text
-from ragen2_trl.reporting.hub import push_dataset
 from ragen2_trl.reporting.settings import public
 
 PACKAGE = Path(ragen2_trl.__file__).parent
@@ -164,15 +162,6 @@ def test_completions_of_a_diagnosis_are_saved_without_credentials(tmp_path):
     )
     (row,) = pq.read_table(tmp_path / "rows.parquet").to_pylist()
     assert "VaLuE" not in str(row) and HIDDEN in row["prompt"] and {name: row[name] for name in ids} == ids
-
-
-def test_tasks_that_name_a_folder_of_this_machine_are_not_pushed(tmp_path):
-    class Shop:
-        def dataset(self, number, seed, split, data):
-            return Dataset.from_list([{"seed": seed, "catalogue": data}])
-
-    with pytest.raises(ValueError, match=r"stands in each of its tasks .catalogue., which nobody else could play"):
-        push_dataset(Shop(), "me/tasks", data=str(tmp_path))
 
 
 SECRET_ARGUMENTS = {

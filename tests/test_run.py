@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from transformers import TrainerState
+from trl import GRPOTrainer
 
 from ragen2_trl.cli import train
 from ragen2_trl.cli.shipped import recipe_path
@@ -56,6 +57,18 @@ def write_state(folder, step, rows, max_steps=100, ended=False, measurements=())
 
 def rows(last):
     return [row(step) for step in range(1, last + 1)]
+
+
+def test_a_run_of_trls_own_trainer_tells_what_its_state_knows_of_the_settings(policy_path, prompts, make_args):
+    def length(completions, **kwargs):
+        return [float(len(text)) for text in completions]
+
+    args = make_args(False, max_steps=2, save_strategy="steps", save_steps=1)
+    GRPOTrainer(policy_path, length, args, prompts).train()
+    run = read_run(args.output_dir)
+    assert run.settings == {"max_steps": 2, "per_device_train_batch_size": 8}
+    (problem,) = run.problems
+    assert "run.json" in problem
 
 
 def test_diagnostics_alone_are_enough(tmp_path):

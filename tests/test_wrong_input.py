@@ -54,7 +54,6 @@ def broken(tmp_path, monkeypatch):
         ),
         ("diagnose --batch_size 0", "batch_size must be at least 1, got 0"),
         ("diagnose --env_name countdown --data none.jsonl", "data must be a Hub id, a folder or a file that is there"),
-        ("serve-retrieval --corpus broken.jsonl", "data='broken.jsonl' cannot be read: "),
     ],
 )
 def test_a_command_says_in_a_line_what_it_cannot_use(typed, said, capsys):

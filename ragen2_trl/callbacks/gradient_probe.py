@@ -6,7 +6,6 @@ by which DDP and DeepSpeed take gradients up.
 """
 
 import copy
-import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -123,18 +122,6 @@ def measure_gradients(
         norm = probe.summed(torch.stack([share.square().sum() for share in batch]).sum()).sqrt().item()
     coefficients = {name: value for name, value in probe.coefficients.items() if name in probe.parts}
     return GradientMeasurement(step, coefficients, norm, measured, of_buckets)
-
-
-def seconds_of_update(trainer: StockTrainer, local: LocalRollout) -> float:
-    """How long a generation batch takes forward and backward, without the optimizer's own step."""
-    rows = list(range(local.rewards.numel()))
-    with _probe(trainer, local, None) as probe:
-        (steps,) = probe.deal([rows])
-        probe.task_gradient(steps[:1])  # what is done once: kernels, allocations
-        started = time.perf_counter()
-        total: Any = sum(share.sum() for share in probe.task_gradient(steps))
-        total.item()  # waits for the accelerator
-        return time.perf_counter() - started
 
 
 def _mean(weighted: list[tuple[float, tuple[Gradient, Gradient]]], sizes: tuple[int, int]) -> Gradient:

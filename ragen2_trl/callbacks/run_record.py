@@ -15,7 +15,6 @@ from transformers import TrainerCallback
 from transformers.trainer_utils import HubStrategy
 
 from ragen2_trl.callbacks.shown_metrics import shown_metrics
-from ragen2_trl.messages import tell_last
 from ragen2_trl.redaction import with_hidden_credentials
 from ragen2_trl.reporting.files import (
     DIAGNOSTICS,
@@ -196,7 +195,7 @@ class RunRecord(TrainerCallback):
                 self.trainer._finish_current_push()
             pushed = push(*args, **kwargs)
         except Exception as error:
-            tell_last(error, self._failed(error), logger.error)
+            error.add_note(self._failed(error))
             raise
         if isinstance(pushed, Future):
             self._watch(pushed)

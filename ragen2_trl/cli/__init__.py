@@ -20,7 +20,6 @@ COMMANDS = {
     "envs": "the tasks: names, options and presets",
     "recipes": "settings that ship with the package, for `train --recipe` and `accelerate launch`",
     "report": "one HTML file that compares runs and opens offline",
-    "serve-retrieval": "a search engine over HTTP, as RAGEN-2 and Search-R1 have one",
     "check-trl": "whether the TRL that is installed has all that the trainers lean on",
     "check-sandbox": "which defences against model-written programs hold on this machine",
 }

@@ -121,33 +121,6 @@ def sandbox_parser() -> argparse.ArgumentParser:
     )
 
 
-def retrieval_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        "ragen2-trl serve-retrieval",
-        description="Search passages over HTTP, in the JSON of RAGEN-2's retrieval server and of Search-R1's: for "
-        "search_qa with `--env_args corpus=http://127.0.0.1:8000`.",
-        allow_abbrev=False,
-    )
-    add = parser.add_argument
-    add("--corpus", help="File of passages (json, jsonl, parquet, csv) or folder that BM25Retriever.save wrote.")
-    add(
-        "--num_worlds",
-        type=int,
-        default=1000,
-        help="Without a corpus: generated tasks of each split to take those of.",
-    )
-    add("--seed", type=int, default=0, help="Which generated tasks.")
-    add(
-        "--encoder",
-        help="Hub id or folder of an E5 encoder, for a dense index instead of BM25; needs the extra dense.",
-    )
-    add("--index", help="FAISS index of the corpus for the encoder; default: one is built in memory.")
-    add("--device", default="cpu", help="Where the encoder runs.")
-    add("--host", default="127.0.0.1", help="Address to listen on; there is no authentication.")
-    add("--port", type=int, default=8000, help="Port to listen on; 0 takes a free one.")
-    return parser
-
-
 def parse_env_args(env_args: Sequence[str] | Mapping[str, Any]) -> dict[str, Any]:
     """Options from `key=value` strings, JSON objects, or the mapping that a YAML file gives.
 
@@ -325,24 +298,19 @@ class EvaluateArguments(SamplingArguments):
     model: str = field(
         default="tiny",
         metadata={
-            "help": "`tiny`, a path or a Hub id; `oracle` for the task's solver, `random` for the random baseline; "
-            "`openai:NAME` for a model behind the OpenAI-compatible endpoint of OPENAI_BASE_URL and OPENAI_API_KEY."
+            "help": "`tiny`, a path or a Hub id; `oracle` for the task's solver, `random` for the random baseline."
         },
     )
     num_samples: int = field(default=8, metadata={"help": "Completions per task; pass@k is reported up to it."})
-    max_turn_tokens: int | None = field(
-        default=None, metadata={"help": "Longest turn in tokens; default with `openai:NAME`: 1024."}
-    )
     output: str | None = field(default=None, metadata={"help": "JSON file for the metrics."})
     episodes: str | None = field(
         default=None,
-        metadata={
-            "help": "Folder for the episodes, as Parquet and JSONL; `report` shows them. With `openai:NAME`, "
-            "runs/<task>-<NAME> by default."
-        },
+        metadata={"help": "Folder for the episodes, as Parquet and JSONL; `report` shows them."},
     )
-    concurrency: int = field(default=8, metadata={"help": "With `openai:NAME`: episodes played at once."})
-    timeout: float = field(default=120.0, metadata={"help": "With `openai:NAME`: seconds that an answer may take."})
+    push_to_hub: str | None = field(
+        default=None,
+        metadata={"help": "Model on the Hub, such as me/my_run, whose card gets the metrics in its model index."},
+    )
 
 
 @dataclass
@@ -378,26 +346,19 @@ class DiagnoseArguments(SamplingArguments):
     gradients: bool = field(
         default=False, metadata={"help": "Instead: gradients of task and entropy bonus by reward variance."}
     )
-    predict_filter: bool = field(
-        default=False,
-        metadata={"help": "Instead: what SNR filtering would keep and save, with the predictor of Table 8."},
-    )
     output_dir: str = field(default="runs/diagnosis", metadata={"help": "Folder for the results."})
 
     def __post_init__(self) -> None:
-        of_one_batch = [name for name in ("gradients", "predict_filter") if getattr(self, name)]
-        if of_one_batch and self.completions is not None:
-            raise ValueError(f"completions are text without rewards; allowed with {of_one_batch[0]}: None")
-        if of_one_batch and self.prompts is not None:
-            raise ValueError(
-                f"prompts have no rewards; allowed with {of_one_batch[0]}: None, or a dataset with reward"
-            )
-        if of_one_batch and self.control:
-            raise ValueError(f"control must be False with {of_one_batch[0]}, which measures no reasoning, got True")
-        if of_one_batch and (self.context != "full" or self.drop_oldest_turns):
+        if self.gradients and self.completions is not None:
+            raise ValueError("completions are text without rewards; allowed with gradients: None")
+        if self.gradients and self.prompts is not None:
+            raise ValueError("prompts have no rewards; allowed with gradients: None, or a dataset with reward")
+        if self.gradients and self.control:
+            raise ValueError("control must be False with gradients, which measures no reasoning, got True")
+        if self.gradients and (self.context != "full" or self.drop_oldest_turns):
             raise ValueError(
                 f"context={self.context!r} with drop_oldest_turns={self.drop_oldest_turns} makes several samples "
-                f"of an episode; allowed with {of_one_batch[0]}: 'full' and False"
+                f"of an episode; allowed with gradients: 'full' and False"
             )
         if self.temperature <= 0:
             raise ValueError(f"temperature must be above 0 (greedy reasoning never varies), got {self.temperature!r}")
@@ -544,7 +505,6 @@ PARSERS = {
     "envs": envs_parser,
     "recipes": recipes_parser,
     "health": health_parser,
-    "serve-retrieval": retrieval_parser,
 }
 # The configurations whose fields a command takes beside its own.
 FURTHER = {

@@ -12,9 +12,8 @@ scores it again, also what there is of it after a kill. Several turns are scored
 Writes `diagnosis.json`, `matrix.png`, `quadrant.png` and what was sampled.
 
     ragen2-trl diagnose --model runs/my_run --gradients true       # by reward variance, signal and noise
-    ragen2-trl diagnose --model runs/my_run --predict_filter true  # what would filtering keep and save?
 
-These sample one batch as GRPO would and write `gradients_00000.json` and `gradients.png`, and `forecast.json`.
+It samples one batch as GRPO would and writes `gradients_00000.json` and `gradients.png`.
 """
 
 import time
@@ -107,7 +106,7 @@ def main(args: list[str] | None = None) -> None:
     folder = Path(script_args.output_dir)
     if folder.is_file():
         raise InputError(f"output_dir={script_args.output_dir!r} is a file; allowed: a folder.")
-    if script_args.gradients or script_args.predict_filter:
+    if script_args.gradients:
         from ragen2_trl.cli.one_batch import look_at_one_batch  # trainers, which the rest does without
 
         look_at_one_batch(script_args, folder, console)

@@ -3,12 +3,11 @@
 ragen2-trl evaluate --model tiny
 ragen2-trl evaluate --model runs/my_run --env_name frozen_lake --env_args size=5 --output results.json
 ragen2-trl evaluate --model tiny --env_name sokoban --multi_turn true
+ragen2-trl evaluate --model runs/my_run --push_to_hub me/my_run  # into the model index of its card
 ragen2-trl evaluate --model oracle --env_name sokoban     # the task's solver; `random` is the random baseline
-ragen2-trl evaluate --model openai:gpt-4o-mini --env_name sokoban --multi_turn true  # OPENAI_BASE_URL, _API_KEY
 """
 
 import random
-import re
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -16,18 +15,17 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from datasets import Dataset
-from rich.console import Console
+from huggingface_hub.utils import validate_repo_id
 from rich.table import Table
 from rich.text import Text
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ragen2_trl.cli.arguments import EvaluateArguments
-from ragen2_trl.cli.console import ProgressLine, make_console
-from ragen2_trl.cli.endpoint import PREFIX, Endpoint, EndpointError, endpoint_of, play_endpoint
+from ragen2_trl.cli.console import make_console
 from ragen2_trl.cli.models import load_model
 from ragen2_trl.cli.typed import InputError, checked_input, parse, parser_of
 from ragen2_trl.columns import TASK
-from ragen2_trl.envs import Environment, Play, respond_all
+from ragen2_trl.envs import Play, respond_all
 from ragen2_trl.envs.mixture import AnyTask, TaskMixture
 from ragen2_trl.envs.random_baseline import random_success
 from ragen2_trl.reporting.examples import printable
@@ -64,10 +62,6 @@ def main(args: list[str] | None = None) -> None:
             metrics = evaluate_scripted(script_args.model, env, **tasks, **keep)
         except NotImplementedError as error:
             raise InputError(f"model={script_args.model!r} cannot play {env.name}: {error}.") from error
-    elif folder is not None and script_args.model.startswith(PREFIX):
-        with checked_input():
-            endpoint = endpoint_of(script_args)
-        metrics = evaluate_endpoint(endpoint, env, folder, console, **tasks)
     else:
         model, tokenizer = load_model(script_args.model)
         metrics = evaluate_model(
@@ -86,6 +80,12 @@ def main(args: list[str] | None = None) -> None:
     console.print(metrics_table(metrics, title=f"{printable(script_args.model)} on held-out {env.name}"))
     if script_args.output is not None:
         write_json(Path(script_args.output), metrics, indent=2)
+    if script_args.push_to_hub is not None:
+        from ragen2_trl.reporting.hub import publish_metrics  # the card's module, for those who ask for it
+
+        with checked_input():
+            publish_metrics(script_args.push_to_hub, env.name, metrics)
+        console.print(Text(f"The metrics are on the card of {script_args.push_to_hub}"), soft_wrap=True)
     if folder is not None:
         command = shlex.join(["ragen2-trl", "report", str(folder)])
         console.print(Text(f"The episodes are in {folder}. To look at them: {command}"), soft_wrap=True)
@@ -94,25 +94,26 @@ def main(args: list[str] | None = None) -> None:
 def check_evaluation(arguments: EvaluateArguments, env: AnyTask) -> None:
     """Raises a `ValueError` for what playing would refuse, before a model is loaded."""
     held_out_rows(env, arguments.num_prompts, arguments.num_samples, arguments.seed, arguments.data)
+    if arguments.push_to_hub is not None:
+        validate_repo_id(arguments.push_to_hub)
     if arguments.model in SCRIPTED:
         if arguments.context != "full" or arguments.drop_oldest_turns:
             raise ValueError(f"context must be 'full' for {arguments.model}, without one, got {arguments.context!r}")
-    elif not arguments.model.startswith(PREFIX):
+    else:
         check_sampling(
             env, arguments.num_samples, arguments.temperature, arguments.max_new_tokens, arguments.batch_size
         )
 
 
 def episodes_folder(arguments: EvaluateArguments) -> Path | None:
-    """Where episodes go, if anywhere; those of an endpoint always go somewhere, since they cost time and money.
+    """Where episodes go, if anywhere.
 
     Raises:
         ValueError: If there are some of an earlier evaluation.
     """
-    if arguments.episodes is None and not arguments.model.startswith(PREFIX):
+    if arguments.episodes is None:
         return None
-    model = re.sub(r"[^\w.-]+", "-", arguments.model.removeprefix(PREFIX))
-    folder = Path(arguments.episodes or f"runs/{arguments.env_name}-{model}")
+    folder = Path(arguments.episodes)
     if (path := episodes_path(folder, EVALUATION)).exists():
         raise ValueError(
             f"episodes={str(folder)!r} holds {path.name} of an earlier evaluation; allowed: another folder."
@@ -120,53 +121,9 @@ def episodes_folder(arguments: EvaluateArguments) -> Path | None:
     return folder
 
 
-def keep_episodes(folder: Path, rows: Dataset, plays: Sequence[Play], ended_alone: bool = False) -> None:
-    """Saves what was played, or of it what has come to an end by its rules: Parquet and JSONL in `folder`."""
-    episodes = episodes_of(rows["prompt"][:], rows["seed"][:], plays)
-    kept = [one for one, play in zip(episodes, plays, strict=True) if play.done or not ended_alone]
-    save_episodes(folder, kept)
-
-
-def evaluate_endpoint(
-    endpoint: Endpoint, env: Environment, folder: Path, console: Console, **tasks: Any
-) -> dict[str, float]:
-    """Like `evaluate_model`, but played by a model behind an OpenAI-compatible endpoint, which counts its own tokens.
-
-    Episodes are saved while they are played, and all that were played to their end are there if it fails.
-
-    Raises:
-        InputError: If the endpoint fails, with how many episodes there are, or an argument is outside its range.
-    """
-    count = tasks["num_prompts"] * tasks["num_samples"]
-    played: tuple[Dataset, list[Play]] | None = None
-    saved = finished = 0
-
-    def save() -> None:
-        nonlocal saved
-        if played is not None and finished > saved:
-            keep_episodes(folder, *played, ended_alone=True)
-            saved = finished
-
-    with ProgressLine(console) as line:
-        line.begin(f"Playing: 0 of {count} episodes")
-
-        def on_finished(rows: Dataset, plays: list[Play], number: int) -> None:
-            nonlocal played, finished
-            played, finished = (rows, plays), number
-            line.say(f"Playing: {number} of {count} episodes")
-            if finished >= saved + max(8, saved // 8):  # each time all of them
-                save()
-
-        try:
-            plays = play_endpoint(endpoint, env, **tasks, on_finished=on_finished)
-        except EndpointError as error:
-            save()
-            where = f"; {finished} of {count} episodes were played and are in {folder}" if finished else ""
-            raise EndpointError(f"{error}{where}") from None
-        finally:
-            save()
-    rows = held_out_rows(env, *(tasks[name] for name in ("num_prompts", "num_samples", "seed", "data")))
-    return _metrics(env, rows, tasks["num_samples"], outcomes_of(plays))
+def keep_episodes(folder: Path, rows: Dataset, plays: Sequence[Play]) -> None:
+    """Saves what was played: Parquet and JSONL in `folder`."""
+    save_episodes(folder, episodes_of(rows["prompt"][:], rows["seed"][:], plays))
 
 
 def evaluate_model(

@@ -1,15 +1,10 @@
-"""Looks at one rollout batch of a checkpoint without training: its gradients, and what filtering would do.
+"""Looks at the gradients of one rollout batch of a checkpoint without training.
 
-    ragen2-trl diagnose --model runs/my_run --gradients true
-    ragen2-trl diagnose --model runs/my_run --predict_filter true --num_prompts 64 --num_samples 8
-
-Both are parts of `ragen2-trl diagnose`.
+ragen2-trl diagnose --model runs/my_run --gradients true
 """
 
 import math
 import tempfile
-import time
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +14,11 @@ from rich.table import Table
 from rich.text import Text
 
 from ragen2_trl.callbacks import GradientSNRCallback
-from ragen2_trl.callbacks.gradient_probe import seconds_of_update
 from ragen2_trl.cli.arguments import DiagnoseArguments
 from ragen2_trl.cli.models import load_model
 from ragen2_trl.cli.typed import checked_input
 from ragen2_trl.envs.mixture import AnyTask
-from ragen2_trl.instrument.forecast import Forecast, advice, forecast_filter
 from ragen2_trl.instrument.gradients import WHOLE, GradientMeasurement
-from ragen2_trl.reporting.files import write_json
 from ragen2_trl.reporting.measurement_plots import plot_gradients
 from ragen2_trl.reporting.saved_gradients import save_gradients
 from ragen2_trl.rollout_events import LocalRollout, listen
@@ -42,33 +34,24 @@ def look_at_one_batch(arguments: DiagnoseArguments, folder: Path, console: Conso
 
     Args:
         arguments: which model, on which tasks, how many; `gradients` writes `gradients_00000.json` and
-            `gradients.png`, `predict_filter` writes `forecast.json`.
+            `gradients.png`.
         folder: to write to.
         console: to show it on.
     """
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as scratch:
         trainer, inputs = _make_trainer(arguments, scratch)
-        seen: list[tuple[LocalRollout, float]] = []
-        listen(trainer, on_rollout=lambda sampled: seen.append((sampled, time.perf_counter())))
+        seen: list[LocalRollout] = []
+        listen(trainer, on_rollout=seen.append)
         trainer.model.train()
         console.print(Text(f"Sampling {len(inputs)} completions ..."))
-        started = time.perf_counter()
         trainer._generate_and_score_completions(inputs)
-        ((sampled, ended),) = seen
-        if arguments.predict_filter:
-            update = seconds_of_update(trainer, sampled)
-            forecast = forecast_filter(sampled.rewards, update_share=update / (update + ended - started))
-            console.print(forecast_table(forecast))
-            console.print(Text(advice(forecast)))
-            report = {**asdict(forecast), "advice": advice(forecast), "settings": asdict(arguments)}
-            write_json(folder / "forecast.json", report, indent=2)
-        if arguments.gradients:
-            callback = GradientSNRCallback(trainer, entropy_coef=ENTROPY_COEF)
-            measurement, cost = callback.measure(sampled, step=0)
-            console.print(gradients_table(measurement, f"{cost['seconds']:.1f} s"))
-            save_gradients(measurement, folder)
-            plot_gradients([measurement]).savefig(folder / "gradients.png")
+        (sampled,) = seen
+        callback = GradientSNRCallback(trainer, entropy_coef=ENTROPY_COEF)
+        measurement, cost = callback.measure(sampled, step=0)
+        console.print(gradients_table(measurement, f"{cost['seconds']:.1f} s"))
+        save_gradients(measurement, folder)
+        plot_gradients([measurement]).savefig(folder / "gradients.png")
     console.print(Text(f"Written to {folder}"))
 
 
@@ -108,27 +91,6 @@ def _longest_episode(env: AnyTask, max_turn_tokens: int | None) -> int:
     """Tokens that hold all turns of a task; with several, as much again for what the environment answers."""
     turn = max_turn_tokens or env.max_turn_tokens or 128
     return turn if env.max_turns == 1 else 2 * turn * env.max_turns
-
-
-def forecast_table(forecast: Forecast) -> Table:
-    """What the filter would keep, at several thresholds."""
-    table = Table(title=f"{forecast.num_groups} groups of {forecast.group_size}", show_header=False)
-    table.add_column()
-    table.add_column(justify="right")
-    table.add_row("std/mean of reward standard deviations (Table 8)", f"{forecast.reward_std_spread:.2f}")
-    table.add_row("std/mean of reward variances", f"{forecast.reward_variance_spread:.2f}")
-    table.add_row("groups without reward variance", f"{forecast.zero_variance:.1%}")
-    table.add_row("of all groups, too easy / too hard", f"{forecast.too_easy:.1%} / {forecast.too_hard:.1%}")
-    table.add_section()
-    for value, kept in forecast.kept.items():
-        step = forecast.step_saved(value)
-        time_saved = "" if step is None else f", a step {step:.0%}"
-        saved = f"the update saves {forecast.update_saved(value):.0%}{time_saved}"
-        table.add_row(f"snr_value={value}: groups kept", f"{kept:.1%} ({saved})")
-    if forecast.update_share is not None:
-        table.add_section()
-        table.add_row("update's share of a step, measured here", f"{forecast.update_share:.0%}")
-    return table
 
 
 def gradients_table(measurement: GradientMeasurement, cost: str) -> Table:

@@ -45,7 +45,6 @@ from ragen2_trl.envs import Environment
 from ragen2_trl.envs.mixture import AnyTask, TaskMixture
 from ragen2_trl.filtering import check_choice
 from ragen2_trl.instrument import REFERENCE_SCOPE, SCOPES
-from ragen2_trl.messages import tell_last
 from ragen2_trl.reporting.files import DIAGNOSTICS, EPISODES, MEASUREMENTS, OUTCOMES, write_json
 from ragen2_trl.reporting.held_out import curves_of
 from ragen2_trl.reporting.lock import alone_in
@@ -132,7 +131,7 @@ def _main(args: list[str] | None, held: ExitStack) -> None:
     except Exception as error:  # ours tell by themselves
         told = isinstance(trainer, SNRFilter) or not trainer.state.global_step
         if not told and (last := last_complete_checkpoint(run)) is not None:
-            tell_last(error, f"To go on from {last}: {again}.", logger.error)
+            error.add_note(f"To go on from {last}: {again}.")
         raise
     finally:
         progress.close()
@@ -156,7 +155,7 @@ def _main(args: list[str] | None, held: ExitStack) -> None:
             trainer.push_to_hub(**card)
         except Exception as error:
             logger.debug("The upload", exc_info=True)
-            lines = getattr(error, "__notes__", [f"{type(error).__name__}: {error}"])  # in Python 3.10 they are logged
+            lines = getattr(error, "__notes__", [f"{type(error).__name__}: {error}"])
             raise SystemExit("\n".join(lines)) from None
     else:
         trainer.create_model_card(run.resolve().name, **card)

@@ -23,10 +23,6 @@ class ServeArguments(EnvironmentArguments):
     seed: int = field(default=0, metadata={"help": "Order of the tasks."})
     splits: list[str] = field(default_factory=lambda: list(SPLITS), metadata={"help": "Splits to serve."})
     max_sessions: int = field(default=256, metadata={"help": "Episodes at the same time, of all trainers together."})
-    max_sessions_per_client: int | None = field(
-        default=None, metadata={"help": "Those of one address; default: three quarters of `--max_sessions`."}
-    )
-    idle_seconds: float = field(default=3600.0, metadata={"help": "A session ends after that long without a message."})
 
 
 def main(args: list[str] | None = None) -> None:
@@ -60,8 +56,6 @@ def server_of(arguments: ServeArguments) -> uvicorn.Server:
         arguments.data,
         arguments.splits,
         arguments.max_sessions,
-        arguments.max_sessions_per_client,
-        arguments.idle_seconds,
     )
 
 

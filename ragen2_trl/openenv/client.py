@@ -9,9 +9,10 @@ import io
 import random
 import threading
 import weakref
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 from openenv.core import GenericEnvClient
@@ -194,6 +195,15 @@ def _event_loop() -> asyncio.AbstractEventLoop:
     return loop
 
 
+def _in_loop(call: Callable[[], Awaitable[Any]]) -> "Future[Any]":
+    """Calls OpenEnv's client inside of the loop: outside of one it would make a loop and a thread of its own."""
+
+    async def run() -> Any:
+        return await call()
+
+    return asyncio.run_coroutine_threadsafe(run(), _event_loop())
+
+
 class Session:
     """One OpenEnv session, synchronous, whose errors name the server.
 
@@ -210,20 +220,20 @@ class Session:
     def state(self) -> dict[str, Any]:
         """What the server tells of itself."""
         client = self._connected()
-        return dict(self._wait(client.state()))
+        return dict(self._wait(client.state))
 
     def reset(self, **task: Any) -> StepResult[dict[str, Any]]:
         """Begins an episode, over a new connection where the old one was lost since the last episode."""
         if self._client is not None:
             try:
-                return self._wait(self._client.reset(**task))
+                return self._wait(partial(self._client.reset, **task))
             except ConnectionError:
                 pass
-        return self._wait(self._connected().reset(**task))
+        return self._wait(partial(self._connected().reset, **task))
 
     def step(self, action: dict[str, Any]) -> StepResult[dict[str, Any]]:
         """Takes a turn."""
-        return self._wait(self._connected().step(action))
+        return self._wait(partial(self._connected().step, action))
 
     def _connected(self) -> GenericEnvClient:
         if self._client is None:
@@ -231,17 +241,17 @@ class Session:
             weakref.finalize(self, _close, self._client)
         return self._client
 
-    def _wait(self, call: Coroutine[Any, Any, Any]) -> Any:
+    def _wait(self, call: Callable[[], Awaitable[Any]]) -> Any:
         try:
-            return asyncio.run_coroutine_threadsafe(call, _event_loop()).result()
+            return _in_loop(call).result()
         except RuntimeError as error:
             raise RuntimeError(f"the OpenEnv server at {self._url} answered: {error}") from error
-        except (OSError, WebSocketException, asyncio.TimeoutError) as error:
+        except (TimeoutError, OSError, WebSocketException) as error:
             self._drop()
             reason = str(error) or type(error).__name__
             # Of a closed one the message with the reason is lost where ours came too late.
             if isinstance(error, ConnectionClosedOK) or reason.endswith("HTTP 429"):
-                reason += "; a server ends sessions beyond its max_sessions, max_sessions_per_client and idle_seconds"
+                reason += "; a server refuses sessions beyond its max_sessions"
             raise ConnectionError(f"no answer from an OpenEnv server at {self._url}: {reason}") from error
         except BaseException:
             self._drop()
@@ -255,4 +265,4 @@ class Session:
 
 
 def _close(client: GenericEnvClient) -> None:
-    asyncio.run_coroutine_threadsafe(client.close(), _event_loop())
+    _in_loop(client.close)

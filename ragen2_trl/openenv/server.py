@@ -6,7 +6,6 @@ so that answers and tests never leave it.
 
 import base64
 import io
-import math
 import random
 import threading
 import uuid
@@ -16,22 +15,21 @@ from typing import Any
 
 import uvicorn
 from datasets import Dataset
-from fastapi import FastAPI
-from openenv.core.env_server import Action, Observation, State, create_app
+from openenv.core.env_server import Action, Observation, State, create_fastapi_app
 from openenv.core.env_server import Environment as OpenEnvEnvironment
 from openenv.core.env_server.types import EnvironmentMetadata
 from PIL import Image
 from pydantic import Field
 
 from ragen2_trl.envs.base import COUNTS, Environment, Play
-from ragen2_trl.envs.checks import check_count, check_range
-from ragen2_trl.envs.local_requests import MAX_MESSAGE_BYTES, is_loopback
+from ragen2_trl.envs.checks import check_count
 from ragen2_trl.envs.responses import MAX_PARSED_ACTIONS
 from ragen2_trl.envs.tasks import SPLITS
-from ragen2_trl.openenv.guard import Guard, InvalidResetError, WrongOrderError, answer_errors
 
 DEFAULT_NUM_TASKS = 1000
 MAX_EPISODE_ID_CHARS = 255  # OpenEnv's own bound
+# A turn has at most MAX_RESPONSE_CHARS characters, each at most 12 bytes of JSON.
+MAX_MESSAGE_BYTES = 2 * 2**20
 
 
 class TurnAction(Action):  # type: ignore[misc]
@@ -109,21 +107,21 @@ class TaskSession(OpenEnvEnvironment[TurnAction, TurnObservation, TaskState]):  
             split: Which tasks; default: the first split that is served.
 
         Raises:
-            InvalidResetError: If an argument is outside its range. The session goes on.
+            ValueError: If an argument is outside its range. The session goes on.
         """
         if split is None:
             split = next(iter(self._tasks))
         if split not in list(self._tasks):
-            raise InvalidResetError(f"split must be one of {list(self._tasks)}, got {repr(split)[:100]}")
+            raise ValueError(f"split must be one of {list(self._tasks)}, got {repr(split)[:100]}")
         rows = self._tasks[split]
         if seed is None:
             seed = random.SystemRandom().randrange(len(rows))
         if type(seed) is not int or not 0 <= seed < len(rows):
-            raise InvalidResetError(f"seed must be an int between 0 and {len(rows) - 1}, got {repr(seed)[:100]}")
+            raise ValueError(f"seed must be an int between 0 and {len(rows) - 1}, got {repr(seed)[:100]}")
         if episode_id is None:
             episode_id = str(uuid.uuid4())
         if not isinstance(episode_id, str) or len(episode_id) > MAX_EPISODE_ID_CHARS or not _is_text(episode_id):
-            raise InvalidResetError(f"episode_id must be a string of at most {MAX_EPISODE_ID_CHARS} characters")
+            raise ValueError(f"episode_id must be a string of at most {MAX_EPISODE_ID_CHARS} characters")
         self._episode_id = episode_id
         with self._slots:
             self._play = self._env.play(rows[seed], random.Random(f"{split}/{seed}/{episode_id}"))
@@ -133,10 +131,10 @@ class TaskSession(OpenEnvEnvironment[TurnAction, TurnObservation, TaskState]):  
         """Takes a turn, by the rules of `Play.take`. After the end nothing happens and nothing is paid.
 
         Raises:
-            WrongOrderError: If there was no `reset`. The session goes on.
+            RuntimeError: If there was no `reset`. The session goes on.
         """
         if self._play is None:
-            raise WrongOrderError("reset must come before step, and in the same session: use the websocket")
+            raise RuntimeError("reset must come before step, and in the same session: use the websocket")
         before = self._play.outcome.episode_return
         with self._slots:
             status = "The episode is over." if self._play.done else self._play.take(action.actions)
@@ -202,8 +200,6 @@ def make_server(
     data: str | None = None,
     splits: Sequence[str] = SPLITS,
     max_sessions: int = 256,
-    max_sessions_per_client: int | None = None,
-    idle_seconds: float = 3600.0,
 ) -> uvicorn.Server:
     """A server of a task; its `run()` serves until it is interrupted.
 
@@ -217,9 +213,6 @@ def make_server(
         splits: Splits to serve.
         max_sessions: Sessions at the same time, that is episodes of all trainers together; 1 to 10,000. Their rules
             work up to `env.workers` at a time.
-        max_sessions_per_client: Those of one address; default: three quarters of `max_sessions`.
-        idle_seconds: After how long without a message a session ends, 0.01 to a million; longer than the model may
-            take for a turn of all episodes.
 
     Raises:
         ValueError: If an argument is outside its range.
@@ -228,23 +221,15 @@ def make_server(
     if unknown:
         raise ValueError(f"env must be made without {unknown}, which clients do not learn of, got {env.name}")
     check_count("max_sessions", max_sessions, 1, 10_000)
-    if max_sessions_per_client is None:
-        max_sessions_per_client = math.ceil(0.75 * max_sessions)
-    check_count("max_sessions_per_client", max_sessions_per_client, 1, max_sessions)
-    check_range("idle_seconds", idle_seconds, 0.01, 1_000_000)
     if num_tasks is None and data is None:
         num_tasks = DEFAULT_NUM_TASKS
     tasks = {split: _rows(env.dataset(num_tasks, seed, split, data)) for split in splits}
-    app: FastAPI = create_app(
+    app = create_fastapi_app(
         partial(TaskSession, env, tasks, threading.BoundedSemaphore(env.workers)),
         TurnAction,
         TurnObservation,
-        env.name,
         max_concurrent_envs=max_sessions,
-    )
-    answer_errors(app)
-    app.add_middleware(
-        Guard, max_per_client=max_sessions_per_client, idle_seconds=idle_seconds, is_local=is_loopback(host)
+        state_cls=TaskState,
     )
     return uvicorn.Server(uvicorn.Config(app, host, port, ws_max_size=MAX_MESSAGE_BYTES, access_log=False))
 

@@ -39,29 +39,17 @@ MEAN_OVER = 10  # log rows: single training steps are noisy
 FIGURES = {  # of the run's folder, in the order of the card
     "held_out": "Success on held-out tasks over the steps, with 95 % intervals",
     "training": "Reward, success, retrieval accuracy, entropy and what the filter kept, as far as they were logged",
-    "course": "Each reward function, lengths, KL, learning rate, time and tokens",
     "quadrant": "The path of the run between the four regimes of arXiv 2604.06268",
     "proxies": "Six proxies of how much reasoning says about its prompt; dotted: chance, or the bound",
-    "validity": "Valid thinking against mutual information and entropy, measurement by measurement",
     "cross_scores": "How well each prompt explains each reasoning trace, {when}",
     "reward_variance": "{score} of the groups {when}, and which of them the filter kept",
-    "reward_distribution": "Rewards of completions and reward variances of groups, early, midway and late",
-    "prompts": "Prompts chosen by expected reward variance: what was expected, what was found, how many were passed",
-    "calibration": "Reward variance of groups over what was expected of their prompts",
     "gradients": "Gradients of task and regularisers by reward variance, early, midway and late",
-    "compute": "Update compute, of what plain TRL would have computed",
 }
 # Figures about details, signal and cost come last, with the settings.
 FOLDED = (
-    "course",
     "proxies",
-    "validity",
     "reward_variance",
-    "reward_distribution",
-    "prompts",
-    "calibration",
     "gradients",
-    "compute",
 )
 
 

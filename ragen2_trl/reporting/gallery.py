@@ -9,30 +9,20 @@ from markupsafe import Markup
 from matplotlib.figure import Figure
 
 from ragen2_trl.reporting.card import FIGURES, caption
-from ragen2_trl.reporting.group_rewards import read_group_rewards
 from ragen2_trl.reporting.measurement_plots import (
-    plot_calibration,
     plot_gradients,
     plot_matrix,
     plot_quadrant,
-    plot_reward_distribution,
     plot_reward_variance,
 )
 from ragen2_trl.reporting.plots import (
-    COMPUTE,
     INFORMATION,
-    PREDICTED,
     REWARD,
     arrow_of,
-    path_of,
     plot_arrows,
-    plot_compute,
-    plot_course,
     plot_held_out,
-    plot_prompts,
     plot_proxies,
     plot_training,
-    plot_validity,
     points_of,
     with_steps,
 )
@@ -67,31 +57,18 @@ def figures_of(run: Run, measurements: Sequence[SavedMeasurement] | None = None)
         yield "held_out", caption("held_out", run), plot_held_out(run.held_out)
     if rows and not run.is_diagnosed:
         yield "training", caption("training", run), plot_training(rows, run.success_metric)
-        if points_of(rows, "learning_rate", "step_time"):
-            yield "course", caption("course", run), plot_course(rows)
     for name, figure in _quadrant(run):
         yield name, caption(name, run), figure
     if len(points_of(rows, INFORMATION)) > 1:
         yield "proxies", caption("proxies", run), plot_proxies(rows)
-        if path_of(rows):
-            yield "validity", caption("validity", run), plot_validity(rows)
     for measurement in measurements:
         for name, figure in _matrix(measurement):
             yield name, caption(name, run, measurement.step), figure
     for measurement in measurements[-1:]:
         for name, figure in _groups(run, measurement):
             yield name, caption(name, run, measurement.step), figure
-    records = read_group_rewards(run)
-    if any(group for one in records for group in one.rewards):
-        yield "reward_distribution", caption("reward_distribution", run), plot_reward_distribution(records)
-    if points_of(rows, PREDICTED):
-        yield "prompts", caption("prompts", run), plot_prompts(rows)
-    if any(one.predicted for one in records):
-        yield "calibration", caption("calibration", run), plot_calibration(records)
     if gradients := readable_gradients(run.gradients):
         yield "gradients", caption("gradients", run), plot_gradients(gradients)
-    if points_of(rows, COMPUTE):
-        yield "compute", caption("compute", run), plot_compute(rows)
 
 
 def measurement_figures(run: Run, measurement: SavedMeasurement) -> Iterator[tuple[str, Figure]]:

@@ -1,23 +1,19 @@
-"""The rewards of all groups of a run by generation, as they are kept on disk, read back, and summed up."""
+"""The rewards of all groups of a run by generation, as they are kept on disk and read back."""
 
 import json
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean, median, variance
 from typing import Any
 
 from torch import Tensor
 
-from ragen2_trl.filtering import ZERO_STD
-from ragen2_trl.reporting.files import MEASUREMENTS, append_json, read_json, write_text
+from ragen2_trl.reporting.files import MEASUREMENTS, append_json, write_text
 from ragen2_trl.reporting.records import is_number
-from ragen2_trl.reporting.run import Run
 
 FILE = "group_rewards.jsonl"  # among the measurements, which are not uploaded: it grows while others read
 DIGITS = 6
-MAX_ROWS = 12  # of the table
 
 
 @dataclass(frozen=True)
@@ -35,35 +31,6 @@ class GroupRewards:
     rewards: list[list[float]]
     kept: list[bool] | None
     predicted: list[float] | None = None
-
-    @property
-    def variances(self) -> list[float]:
-        """For each group the sample variance (paper, Section 3.3); 0 where there are fewer than two rewards."""
-        return [variance(group) if len(group) > 1 else 0.0 for group in self.rewards]
-
-
-@dataclass(frozen=True)
-class VarianceRow:
-    """How reward variance is spread over the groups of a generation.
-
-    Args:
-        step: Optimizer step.
-        groups: How many there are.
-        largest, median, mean: Of their reward variances.
-        zero: Groups whose rewards do not vary.
-        kept: Groups that the filter kept; `None` without a filter.
-        best, average: Of a group's rewards, means over the groups; `None` where no group has any.
-    """
-
-    step: int
-    groups: int
-    largest: float
-    median: float
-    mean: float
-    zero: int
-    kept: int | None
-    best: float | None
-    average: float | None
 
 
 def append_group_rewards(
@@ -93,21 +60,10 @@ def forget_group_rewards(folder: Path, after: int) -> None:
         path.unlink(missing_ok=True)
 
 
-def read_group_rewards(run: Run) -> list[GroupRewards]:
-    """What is known of a run's groups, by step; of one without a filter, what its measurements have kept."""
-    records = {one.step: one for one in _read(run.folder / MEASUREMENTS / FILE) if one.step <= run.step}
-    if not records:
-        found = (_record(read_json(path, dict)) for path in run.measurements)
-        records = {one.step: one for one in found if one is not None}
+def read_group_rewards(folder: Path) -> list[GroupRewards]:
+    """The record in a run's folder, by step; empty where there is none."""
+    records = {one.step: one for one in _read(folder / MEASUREMENTS / FILE)}
     return [records[step] for step in sorted(records)]
-
-
-def variance_table(run: Run) -> list[VarianceRow]:
-    """A row for each generation; evenly chosen ones, the first and the last among them, where there are too many."""
-    records = read_group_rewards(run)
-    count = min(MAX_ROWS, len(records))
-    chosen = [records[i * (len(records) - 1) // max(1, count - 1)] for i in range(count)]
-    return [_row(one) for one in chosen]
 
 
 def _rounded(value: float) -> float:
@@ -117,21 +73,6 @@ def _rounded(value: float) -> float:
 def _written(record: GroupRewards) -> dict[str, Any]:
     """As `append_group_rewards` writes it."""
     return {key: value for key, value in vars(record).items() if key != "predicted" or value is not None}
-
-
-def _row(record: GroupRewards) -> VarianceRow:
-    variances, earned = record.variances, [group for group in record.rewards if group]
-    return VarianceRow(
-        step=record.step,
-        groups=len(variances),
-        largest=max(variances),
-        median=median(variances),
-        mean=fmean(variances),
-        zero=sum(math.sqrt(one) <= ZERO_STD for one in variances),
-        kept=None if record.kept is None else sum(record.kept),
-        best=fmean(map(max, earned)) if earned else None,
-        average=fmean(map(fmean, earned)) if earned else None,
-    )
 
 
 def _read(path: Path) -> Iterator[GroupRewards]:
@@ -161,15 +102,3 @@ def _record(values: Any) -> GroupRewards | None:
     if not isinstance(predicted, list) or len(predicted) != len(groups) or not all(map(is_number, predicted)):
         predicted = None
     return GroupRewards(step, finite, kept if fits else None, predicted)
-
-
-def early_middle_late(records: Sequence[GroupRewards], most: int = 10) -> list[Sequence[GroupRewards]]:
-    """Up to `most` generations each from the start, the middle and the end, none in two of them.
-
-    >>> records = [GroupRewards(step, [[0.0]], None) for step in range(9)]
-    >>> [[one.step for one in part] for part in early_middle_late(records, 2)]
-    [[0, 1], [3, 4], [7, 8]]
-    """
-    size = max(1, min(most, len(records) // 3))
-    starts = [0, (len(records) - size) // 2, len(records) - size]
-    return [records[start : start + size] for start in sorted(set(starts))] if len(records) > 2 else [records]

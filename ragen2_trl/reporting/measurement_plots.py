@@ -9,14 +9,12 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
 from typing import Any, Protocol, TypeAlias
 
-import numpy as np
 import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
 from ragen2_trl.instrument.gradients import WHOLE, BucketGradients, GradientMeasurement
-from ragen2_trl.reporting.group_rewards import GroupRewards, early_middle_late
 from ragen2_trl.reporting.style import (
     BLUE,
     GREEN,
@@ -48,7 +46,6 @@ MIN_ENTROPY_RANGE = 0.5  # nats per token: a run of low entropy belongs to the l
 LIGHT_GREY = "#B8B8B8"  # groups left out, far lighter than kept ones in greyscale too
 FEW_GROUPS = 64  # that are told apart by a gap between them
 
-REWARD_BINS, EXPECTATION_BINS = 20, 10
 LOOKS = ((BLUE, "-"), (ORANGE, "--"), (GREEN, "-."))  # early, midway and late
 
 Point: TypeAlias = tuple[float, float, str]
@@ -221,79 +218,6 @@ def plot_reward_variance(
 
 
 @drawn_in_style
-def plot_reward_distribution(records: Sequence[GroupRewards]) -> Figure:
-    """Draw how rewards of completions and reward variances of groups are distributed, early, midway and late.
-
-    Each row is of up to ten generations.
-
-    Args:
-        records: of one run, by step.
-
-    Raises:
-        ValueError: if there is none, or none with a reward.
-    """
-    parts = early_middle_late(records)
-    rewards = [[reward for one in part for group in one.rewards for reward in group] for part in parts]
-    if not any(rewards):
-        raise ValueError(f"records must hold at least one reward, got {len(records)} generations without any")
-    variances = [[value for one in part for value in one.variances] for part in parts]
-    figure = Figure(figsize=(WIDTH, 0.9 + 1.35 * len(parts)), layout="constrained")
-    panels = figure.subplots(len(parts), 2, sharex="col", sharey="col", squeeze=False)
-    for column, values in enumerate((rewards, variances)):
-        low, high = min(map(min, filter(None, values))), max(map(max, filter(None, values)))
-        room = 0.5 * (high == low)  # a single value
-        edges = [low - room + i * (high - low + 2 * room) / REWARD_BINS for i in range(REWARD_BINS + 1)]
-        for axes, shown in zip(panels[:, column], values, strict=True):
-            _histogram(axes, shown, edges)
-    for axes, part in zip(panels[:, 0], parts, strict=True):
-        first, last = part[0].step, part[-1].step
-        axes.set_ylabel(f"step\n{first}" if first == last else f"steps\n{first} to {last}")
-    for axes, title in zip(panels[0], ("share of completions", "share of groups"), strict=True):
-        axes.set_title(title)
-    for axes, below in zip(panels[-1], ("reward\n(dashed: mean)", "reward variance\n(dashed: mean)"), strict=True):
-        axes.set_xlabel(below)
-    spans = "; ".join(axes.get_ylabel().replace("\n", " ") for axes in panels[:, 0])
-    figure.set_label(f"Rewards of completions and reward variances of groups: {spans}.")
-    return figure
-
-
-@drawn_in_style
-def plot_calibration(records: Sequence[GroupRewards]) -> Figure:
-    """Draw the reward variance of groups over what was expected of their prompts.
-
-    Points are means of bins of equally many groups, with 95 % intervals. On the dotted line, expectations came true.
-
-    Args:
-        records: of one run; those without predictions are left out.
-
-    Raises:
-        ValueError: if none has a prediction.
-    """
-    pairs = [
-        pair for one in records if one.predicted is not None for pair in zip(one.predicted, one.variances, strict=True)
-    ]
-    if not pairs:
-        raise ValueError(f"records must hold at least one prediction, got {len(records)} generations without any")
-    expected, found = np.array(sorted(pairs)).T
-    bins = [part for part in np.array_split(np.arange(len(pairs)), EXPECTATION_BINS) if len(part)]
-    means = np.array([(expected[part].mean(), found[part].mean()) for part in bins])
-    errors = [1.96 * found[part].std(ddof=1) / len(part) ** 0.5 if len(part) > 1 else 0.0 for part in bins]
-    figure = Figure(figsize=(WIDTH, 0.62 * WIDTH), layout="constrained")
-    axes = figure.subplots()
-    largest = 1.08 * max(float((means[:, 1] + errors).max()), float(means.max()), 1e-6)
-    axes.plot([0, largest], [0, largest], label="as expected", **GUIDE_LINE)
-    across, up = means.T
-    axes.errorbar(across, up, yerr=errors, color=BLUE, marker="o", linestyle="none", label="groups", capsize=2)
-    axes.set_xlim(0, largest)
-    axes.set_ylim(0, largest)
-    axes.set_xlabel("expected reward variance")
-    axes.set_ylabel("reward variance")
-    legend_above(axes)
-    figure.set_label(f"Reward variance of {len(pairs)} groups over what was expected of their prompts.")
-    return figure
-
-
-@drawn_in_style
 def plot_gradients(measurements: Sequence[GradientMeasurement]) -> Figure:
     """Draw gradients of the mean sample of each bucket of reward variance, early, midway and late in a run.
 
@@ -399,13 +323,6 @@ def _runs(values: torch.Tensor) -> tuple[list[int], list[int], list[int]]:
     """Value, start and length of each run of equal values."""
     distinct, counts = values.unique_consecutive(return_counts=True)
     return distinct.tolist(), (counts.cumsum(0) - counts).tolist(), counts.tolist()
-
-
-def _histogram(axes: Axes, values: Sequence[float], edges: Sequence[float]) -> None:
-    if not values:
-        return
-    axes.hist(values, bins=edges, weights=[1 / len(values)] * len(values), color=BLUE)
-    axes.axvline(sum(values) / len(values), color=ORANGE, linestyle="--", linewidth=1.4)
 
 
 def _debiased_norm(bucket: BucketGradients) -> float:

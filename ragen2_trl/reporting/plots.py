@@ -1,15 +1,14 @@
 """Figures of what runs have logged over their optimizer steps; those of what they measured are in `measurement_plots`.
 
 Each function returns a matplotlib `Figure`, which notebooks show and `save_figure` and `svg` write; its label says in
-words what it shows. The look of all of them is in `style`. Figures of the paper (arXiv 2604.06268) among them: 12
-(format validity), 13 (arrows from the start to the end of runs) and 14 (the proxies).
+words what it shows. The look of all of them is in `style`. Figures of the paper (arXiv 2604.06268) among them: 13
+(arrows from the start to the end of runs) and 14 (the proxies).
 """
 
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from statistics import fmean
 from typing import Any, TypeAlias
 
@@ -22,21 +21,15 @@ from ragen2_trl.metrics import (
     CHANCE,
     COMPUTE,
     CONDITIONAL_ENTROPY,
-    CORRELATION,
     ENTROPY,
     INFORMATION,
     KEPT,
-    PREDICTED,
-    REALISED,
     REWARD,
-    SKIPPED,
-    VALID_THINKING,
     ZERO_VARIANCE,
     label,
 )
 from ragen2_trl.reporting.card import mean_span
 from ragen2_trl.reporting.held_out import HeldOutCurve
-from ragen2_trl.reporting.measurement_plots import draw_path
 from ragen2_trl.reporting.records import is_number
 from ragen2_trl.reporting.style import (
     BLUE,
@@ -67,8 +60,6 @@ MARK_HEIGHTS = (0.5, 0.68, 0.32, 0.86, 0.14)  # of names beside one another, as 
 MOST = 600  # points of a line, about one for each pixel of a small screen
 FEW_EVALUATIONS = 24  # of a held-out curve, up to which each is marked
 LETTERS = 60  # of a row of a legend
-MOST_REWARDS = len(LINE_COLOURS) * len(LINE_STYLES)  # of which no two share colour and style
-UNITS = (("hours", 3600), ("minutes", 60), ("seconds", 1))
 SCOPES: dict[str, tuple[str, str, Any, str]] = {  # log prefix to name and look
     "mi/first_turn": ("first turns", BLUE, "-", "o"),
     "mi/trajectory": ("all turns, each by itself", ORANGE, "--", "s"),
@@ -158,114 +149,6 @@ def plot_training(log_history: Rows, success_metric: str | None = None) -> Figur
     number_steps(axes_of[-1])
     names = [line.label for _, _, lines in shown for line in lines if line.points]
     figure.set_label(f"Training up to step {max(row['step'] for row in rows)}: {', '.join(names)}.")
-    return figure
-
-
-@drawn_in_style
-def plot_course(log_history: Rows) -> Figure:
-    """Draw what else TRL logs of a training: each reward function, lengths, KL, learning rate, time and tokens.
-
-    Thin and thick lines as in `plot_training`. Time so far is that of the steps, without evaluations and checkpoints.
-    What was not logged gets no panel, and of more than 28 reward functions the first are drawn.
-
-    Args:
-        log_history: `trainer.state.log_history`, of the stock `GRPOTrainer` too.
-
-    Raises:
-        ValueError: if no row has any of it.
-    """
-    keys = {key for row in log_history for key in row}
-    rewards = sorted(key for key in keys if key.startswith("rewards/") and key.endswith("/mean"))
-    rewards = [key for key in rewards if points_of(log_history, key)][:MOST_REWARDS]
-
-    def lines_of(*named: tuple[str, str], measured: bool = False) -> list[Line]:
-        lines = [
-            Line(plain_name(name), points_of(log_history, key), _colour(number), style_of(number), measured)
-            for number, (name, key) in enumerate(named)
-        ]
-        return [line for line in lines if line.points]
-
-    def style_of(number: int) -> Any:
-        return LINE_STYLES[number % len(LINE_STYLES)]
-
-    of_rewards = lines_of(*((key.removeprefix("rewards/").removesuffix("/mean"), key) for key in rewards))
-    times = _time_so_far(log_history)
-    unit, size = next((unit for unit in UNITS if times and times[-1][1] >= 3 * unit[1]), UNITS[-1])
-    so_far = [Line("steps so far", [(step, seconds / size) for step, seconds in times], _colour(0), "-", True)]
-    lines = [
-        ("reward", of_rewards),
-        ("tokens", lines_of(("mean length", "completions/mean_length"), ("longest", "completions/max_length"))),
-        ("nats per token", lines_of(("KL", "kl"))),
-        ("learning rate", lines_of(("learning rate", "learning_rate"), measured=True)),
-        ("seconds", lines_of(("a step", "step_time"))),
-        (unit, so_far if times else []),
-        ("tokens", lines_of(("seen so far", "num_tokens"), measured=True)),
-    ]
-    shown = [(unit, found) for unit, found in lines if found]
-    if not shown:
-        raise ValueError(
-            f"log_history has {len(log_history)} rows, but none has anything of the course of a training."
-        )
-    names = [line.label for line in of_rewards]
-    columns = max(1, min(3, len(names), LETTERS // (max(map(len, names), default=0) + 5)))
-    figure, axes_of = make_panels(len(shown), height=1.5, extra=0.6 + 0.2 * -(-len(names) // columns))
-    for axes, (unit, found) in zip(axes_of, shown, strict=True):
-        for line in found:
-            draw_line(axes, line)
-        axes.set_ylabel(unit)
-        axes.yaxis.set_major_formatter("{x:g}")  # without a factor above, where the legend is
-        if found is not of_rewards:
-            legend_above(axes)
-    if names:  # above all of the figure, where many and long names have room
-        handles, _ = axes_of[0].get_legend_handles_labels()
-        figure.legend(handles, names, loc="outside upper left", ncols=columns, handlelength=3.2)
-    number_steps(axes_of[-1])
-    figure.set_label(f"Course of the training: {', '.join(line.label for _, found in shown for line in found)}.")
-    return figure
-
-
-def _time_so_far(log_history: Rows) -> Series:
-    """(step, seconds): a row has the mean over the steps since the row before."""
-    points = points_of(log_history, "step_time")
-    before = [0.0, *(step for step, _ in points)]
-    seconds = accumulate((step - last) * mean for (step, mean), last in zip(points, before, strict=False))
-    return [(step, total) for (step, _), total in zip(points, seconds, strict=True)]
-
-
-@drawn_in_style
-def plot_compute(log_history: Rows) -> Figure:
-    """Draw what updates compute as a fraction of plain TRL's, step by step, and the share that is saved so far.
-
-    Thin and thick lines as in `plot_training`.
-
-    Args:
-        log_history: `trainer.state.log_history` of an `SNRFilteredGRPOTrainer`.
-
-    Raises:
-        ValueError: if no row says what its update computed.
-    """
-    points = points_of(log_history, COMPUTE)
-    if not points:
-        raise ValueError(
-            f"log_history has {len(log_history)} rows, but none has a finite {COMPUTE!r}, "
-            "which SNRFilteredGRPOTrainer logs."
-        )
-    steps, fractions = zip(*points, strict=True)
-    # Nothing is saved where nothing was trained.
-    trained = accumulate(float(fraction > 0) for fraction in fractions)
-    saved = [1 - total / count if count else 0.0 for count, total in zip(trained, accumulate(fractions), strict=True)]
-    figure, (above, below) = make_panels(2, height=1.9)
-    above.axhline(1, label="plain TRL", **GUIDE_LINE)
-    draw_line(above, Line("update compute", points, BLUE, "-"))
-    above.set_ylim(0, 1.08 * max(1, *fractions))
-    label = f"saved so far: {saved[-1]:.0%} at step {steps[-1]:.0f}"
-    draw_line(below, Line(label, _thin_out(list(zip(steps, saved, strict=True))), GREEN, "-", measured=True))
-    below.set_ylim(min(FRACTIONS[0], *saved), FRACTIONS[1])
-    for axes in (above, below):
-        axes.set_ylabel("fraction")
-        legend_above(axes)
-    number_steps(below)
-    figure.set_label(f"Update compute as a fraction of plain TRL's; {label}.")
     return figure
 
 
@@ -383,44 +266,6 @@ def plot_held_out(curves: Mapping[str, HeldOutCurve]) -> Figure:
 
 
 @drawn_in_style
-def plot_prompts(log_history: Rows) -> Figure:
-    """Draw, step by step, the reward variance that was expected of the prompts sampled and what they had, how well
-    the two are in the same order, the share of zero-variance groups, and how many candidates were passed over.
-
-    Thin and thick lines as in `plot_training`.
-
-    Args:
-        log_history: `trainer.state.log_history` of a run with `snr_prompt_selection`.
-
-    Raises:
-        ValueError: if no row has a prediction.
-    """
-    if not points_of(log_history, PREDICTED):
-        raise ValueError(
-            f"log_history has {len(log_history)} rows, but none has a finite {PREDICTED!r}, "
-            "which trainers with snr_prompt_selection log."
-        )
-    panels = [
-        ("reward\nvariance", (0, None), [("expected", PREDICTED, ORANGE, "--"), ("found", REALISED, BLUE, "-")]),
-        ("fraction", FRACTIONS, [("zero-variance groups", ZERO_VARIANCE, GREY, "-")]),
-        ("rank\ncorrelation", (None, None), [("expected and found, latest 256 groups", CORRELATION, BLUE, "-")]),
-        ("prompts", (0, None), [("passed over", SKIPPED, GREEN, "-")]),
-    ]
-    shown = [panel for panel in panels if any(points_of(log_history, key) for _, key, *_ in panel[2])]
-    figure, axes_of = make_panels(len(shown), height=1.5)
-    for axes, (unit, limits, lines) in zip(axes_of, shown, strict=True):
-        for name, key, colour, style in lines:
-            draw_line(axes, Line(name, points_of(log_history, key), colour, style))
-        axes.set_ylim(*limits)
-        axes.set_ylabel(unit)
-        legend_above(axes)
-    number_steps(axes_of[-1])
-    last = max(step for step, _ in points_of(log_history, PREDICTED))
-    figure.set_label(f"Prompts chosen by expected reward variance, up to step {last:.0f}.")
-    return figure
-
-
-@drawn_in_style
 def plot_proxies(log_history: Rows) -> Figure:
     """Draw the six proxies of the mutual information over a run (paper, Table 1 and Figure 14).
 
@@ -466,42 +311,6 @@ def plot_proxies(log_history: Rows) -> Figure:
 
 
 @drawn_in_style
-def plot_validity(log_history: Rows) -> Figure:
-    """Draw the share of turns with valid thinking against mutual information and against entropy (paper, Figure 12).
-
-    A path through all measurements, the first and the last with their steps. A collapse with valid reasoning runs
-    straight down on the right; one of the format runs to the left.
-
-    Args:
-        log_history: `trainer.state.log_history`.
-
-    Raises:
-        ValueError: if no row has all three.
-    """
-    path = path_of(log_history)
-    if not path:
-        raise ValueError(
-            f"log_history has {len(log_history)} rows, but none with {VALID_THINKING!r} and a measurement."
-        )
-    figure, axes_of = make_panels(2, height=2.5)
-    steps, valid, gains, entropies = zip(*path, strict=True)
-    for axes, title, drawn in zip(axes_of, (INFORMATION_LABEL, ENTROPY_LABEL), (gains, entropies), strict=True):
-        axes.set_xlim(-0.3, 1.3)  # with room for the names of both ends
-        axes.set_xticks([i / 5 for i in range(6)])
-        room = 0.15 * (max(drawn) - min(0, *drawn)) or 0.1
-        axes.set_ylim(min(0, *drawn) - room, max(drawn) + room)
-        axes.set_ylabel(title)
-        names = [f"step {step:.0f}" for step in steps]
-        draw_path(axes, list(zip(valid, drawn, names, strict=True)))
-    axes_of[-1].set_xlabel("share of turns with valid thinking")
-    figure.set_label(
-        f"Valid thinking against mutual information and entropy, from step {steps[0]:.0f} ({valid[0]:.0%} valid) to "
-        f"step {steps[-1]:.0f} ({valid[-1]:.0%})."
-    )
-    return figure
-
-
-@drawn_in_style
 def plot_arrows(runs: Mapping[str, Arrow], height_label: str = "success") -> Figure:
     """Draw each run as an arrow from its first to its last measurement (paper, Figure 13).
 
@@ -539,14 +348,6 @@ def plot_arrows(runs: Mapping[str, Arrow], height_label: str = "success") -> Fig
     figure.legend(handles, names.values(), loc="outside upper left", ncols=columns, handlelength=3.2, borderpad=0.6)
     figure.set_label(f"From the first to the last measurement of {', '.join(names.values())}: {height_label}.")
     return figure
-
-
-def path_of(log_history: Rows) -> list[tuple[float, float, float, float]]:
-    """(step, share of valid thinking, I(X;Z), H(Z|X)) of each measurement that has all."""
-    valid, gains, entropies = (
-        dict(points_of(log_history, key)) for key in (VALID_THINKING, INFORMATION, CONDITIONAL_ENTROPY)
-    )
-    return [(step, valid[step], gains[step], entropies[step]) for step in valid if step in gains and step in entropies]
 
 
 def arrow_of(log_history: Rows, height: Series) -> Arrow | None:

@@ -29,7 +29,6 @@ from ragen2_trl.reporting.examples import (
     read_measurements,
 )
 from ragen2_trl.reporting.gallery import arrows_svg, figures_of
-from ragen2_trl.reporting.group_rewards import variance_table
 from ragen2_trl.reporting.held_out import differ, tasks_of, tasks_to_tell
 from ragen2_trl.reporting.plots import plot_comparison, points_of
 from ragen2_trl.reporting.run import Run
@@ -264,7 +263,7 @@ def _template() -> Template:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.globals.update(arrows_of=arrows_svg, variance_table=variance_table)
+    environment.globals.update(arrows_of=arrows_svg)
     return environment.get_template(TEMPLATE)
 
 

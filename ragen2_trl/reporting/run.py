@@ -3,7 +3,7 @@
 import json
 import platform
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -31,22 +31,23 @@ from ragen2_trl.reporting.files import (
     MEASUREMENTS,
     RUN_FILE,
     STATE_FILE,
-    UNREADABLE,
     numbered,
     read_json,
-    unreadable,
     write_json,
 )
 from ragen2_trl.reporting.held_out import HeldOutCurve, curves_of
 from ragen2_trl.reporting.records import MAX_STEP, check_about, check_evaluation, check_history, check_state, is_number
-from ragen2_trl.reporting.saved_arguments import ARGUMENTS_FILE, read_arguments
-from ragen2_trl.reporting.settings import settings_of, settings_of_arguments, versions_of_packages
+from ragen2_trl.reporting.settings import settings_of, settings_of_state, versions_of_packages
 
 MAX_COMPLETIONS = 10**6  # of a measurement; more cannot have been scored
 MAX_CURVES = 8  # tasks
 # What callbacks keep in `TrainerState.stateful_callbacks`, which every checkpoint carries.
 MI_STATE, RUN_STATE, HEALTH_STATE = "ragen2_mutual_information", "ragen2_run", "ragen2_health"
 COST_STATE = "ragen2_costs"
+NO_SETTINGS = (
+    f"No {DIAGNOSTICS}/{RUN_FILE} was left: of the settings only those in the trainer's state are known. Before "
+    "training: trainer.add_callback(MutualInformationCallback(trainer))"
+)
 
 
 @dataclass(frozen=True)
@@ -244,12 +245,11 @@ def read_run(folder: Path) -> Run:
     if not folder.is_dir():
         raise ValueError(f"{str(folder)!r} is no folder; allowed: the output_dir of a trainer.")
     paths = list(folder.glob(f"checkpoint-*/{STATE_FILE}"))
-    checkpoints = [(state, path.parent) for path in paths if (state := _read_state(path))]
-    newest, its_folder = max(checkpoints, key=lambda found: found[0]["global_step"], default=(None, folder))
+    states = [state for path in paths if (state := _read_state(path))]
+    newest = max(states, key=lambda state: state["global_step"], default=None)
     state = _read_state(folder / DIAGNOSTICS / STATE_FILE) or _read_state(folder / STATE_FILE) or newest
     if newest and state and state["log_history"] and _goes_on(state["log_history"], newest["log_history"]):
         state = newest  # training went on without us
-    in_checkpoint = state is newest
     history = read_json(folder / HISTORY_FILE, list)
     if history is not None:
         check_history(history, str(folder / HISTORY_FILE))
@@ -273,24 +273,10 @@ def read_run(folder: Path) -> Run:
         }
     about = read_json(folder / DIAGNOSTICS / RUN_FILE, dict) or {}
     check_about(about, str(folder / DIAGNOSTICS / RUN_FILE))
-    problems: list[str] = []
-    # TRL's own trainers leave nothing but their arguments.
-    settings = _mapping(about, "settings") or _saved_settings(
-        (its_folder, folder) if in_checkpoint else (folder, its_folder), problems
-    )
-    return replace(_make_run(folder, state, settings, _mapping(about, "versions")), problems=problems)
-
-
-def _saved_settings(folders: Iterable[Path], problems: list[str]) -> dict[str, Any]:
-    """The settings in the arguments that transformers has saved in the first folder that has any."""
-    path = next((path for one in folders if (path := one / ARGUMENTS_FILE).is_file()), None)
-    if path is None:
-        return {}
-    try:
-        return settings_of_arguments(*read_arguments(path))
-    except UNREADABLE as error:
-        problems.append(f"The settings of this run are not shown: {unreadable(path, error)}")
-        return {}
+    settings = _mapping(about, "settings")
+    problems = [] if settings else [NO_SETTINGS]
+    run = _make_run(folder, state, settings or settings_of_state(state), _mapping(about, "versions"))
+    return replace(run, problems=problems)
 
 
 def _diagnosed(folder: Path, diagnosis: Mapping[str, Any]) -> Run:

@@ -81,9 +81,14 @@ def settings_of(trainer: Any) -> dict[str, Any]:
     }
 
 
-def settings_of_arguments(kind: str, args: Mapping[str, Any]) -> dict[str, Any]:
-    """The same of a trainer's arguments alone, whose class is called `kind`."""
-    return {"config": kind, **_telling(args)}
+def settings_of_state(state: Mapping[str, Any]) -> dict[str, Any]:
+    """What a `trainer_state.json` tells of the settings, where nothing else does."""
+    told = {
+        "max_steps": state.get("max_steps"),
+        "num_train_epochs": state.get("num_train_epochs"),
+        "per_device_train_batch_size": state.get("train_batch_size"),
+    }
+    return _telling({name: value for name, value in told.items() if isinstance(value, int | float)})
 
 
 def has_effect(name: str, value: Any) -> bool:

@@ -1,12 +1,20 @@
-"""What came of many episodes: means and pass@k, each with a 95 % confidence interval that takes tasks as the unit."""
+"""What came of many episodes: means and pass@k, each with a 95 % confidence interval that takes tasks as the unit.
+
+The metrics are modules of Hugging Face's `evaluate`, which `summarize` combines. They load nothing from the Hub.
+"""
 
 import math
 from collections.abc import Sequence
 from statistics import NormalDist, fmean, stdev
 
+import evaluate
+from datasets import Features, Value
+from datasets import Sequence as SequenceFeature
+
 from ragen2_trl.envs import Play
 
 Z_95 = NormalDist().inv_cdf(0.975)
+NO_FRACTIONS = ("return", "turns", "completion_length")
 
 
 def outcomes_of(plays: Sequence[Play]) -> dict[str, list[float]]:
@@ -30,20 +38,59 @@ def summarize(num_samples: int, **values: Sequence[float]) -> dict[str, float]:
         name: [list(flat[i : i + num_samples]) for i in range(0, len(flat), num_samples)]
         for name, flat in values.items()
     }
-    metrics: dict[str, float] = {}
-    for name, rows in groups.items():
+    modules = [MeanOutcome(config_name=name, keep_in_memory=True) for name in groups]
+    combined = evaluate.combine([*modules, PassAtK(keep_in_memory=True)])
+    combined.add_batch(**groups)
+    metrics: dict[str, float] = combined.compute()
+    return metrics | {"num_prompts": float(len(groups["success"])), "num_samples": float(num_samples)}
+
+
+class MeanOutcome(evaluate.Metric):
+    """Mean of one outcome over tasks, as a metric of `evaluate`: `config_name` is the outcome, and the input's name.
+
+    The input has a row for each task, with the values of its G episodes. The interval is normal for `return`, `turns`
+    and `completion_length`, and Wilson's for all others, which are fractions.
+
+    >>> MeanOutcome("return", keep_in_memory=True).compute(**{"return": [[1.0, 2.0], [3.0, 4.0]]})["return"]
+    2.5
+    """
+
+    def _info(self) -> evaluate.MetricInfo:
+        return _info(f"Mean {self.config_name} of episodes, with a 95 % interval over tasks.", self.config_name)
+
+    def _compute(self, **outcome: Sequence[Sequence[float]]) -> dict[str, float]:
+        ((name, rows),) = outcome.items()
         means = [fmean(row) for row in rows]
-        if name in ("return", "turns", "completion_length"):
-            _add(metrics, name, fmean(means), mean_interval(means))
-            continue
-        _add(metrics, name, fmean(means), fraction_interval(means, num_samples))
-    solved = [round(sum(row)) for row in groups["success"]]
-    k = 1
-    while k <= num_samples:
-        estimates = [pass_at_k(num_samples, count, k) for count in solved]
-        _add(metrics, f"pass@{k}", fmean(estimates), fraction_interval(estimates, num_samples))
-        k *= 2
-    return metrics | {"num_prompts": float(len(solved)), "num_samples": float(num_samples)}
+        interval = mean_interval(means) if name in NO_FRACTIONS else fraction_interval(means, len(rows[0]))
+        return _with_interval(name, fmean(means), interval)
+
+
+class PassAtK(evaluate.Metric):
+    """pass@k for k = 1, 2, 4, … up to G, as a metric of `evaluate`; `success` has a row of G zeros and ones a task.
+
+    >>> PassAtK(keep_in_memory=True).compute(success=[[1.0, 0.0], [0.0, 0.0]])["pass@2"]
+    0.5
+    """
+
+    def _info(self) -> evaluate.MetricInfo:
+        return _info("Chance that one of k samples solves a task (arXiv 2107.03374).", "success")
+
+    def _compute(self, success: Sequence[Sequence[float]]) -> dict[str, float]:
+        num_samples, solved = len(success[0]), [round(sum(row)) for row in success]
+        metrics: dict[str, float] = {}
+        for k in (2**power for power in range(num_samples.bit_length())):
+            estimates = [pass_at_k(num_samples, count, k) for count in solved]
+            metrics |= _with_interval(f"pass@{k}", fmean(estimates), fraction_interval(estimates, num_samples))
+        return metrics
+
+
+def _info(description: str, column: str) -> evaluate.MetricInfo:
+    return evaluate.MetricInfo(
+        description=description,
+        citation="",
+        inputs_description=f"{column}: for each task a row of G values, one for each episode.",
+        features=Features({column: SequenceFeature(Value("float64"))}),
+    )
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
@@ -82,6 +129,5 @@ def mean_interval(means: Sequence[float]) -> tuple[float, float]:
     return fmean(means) - half, fmean(means) + half
 
 
-def _add(metrics: dict[str, float], name: str, value: float, interval: tuple[float, float]) -> None:
-    metrics[name] = value
-    metrics[f"{name}_ci_low"], metrics[f"{name}_ci_high"] = interval
+def _with_interval(name: str, value: float, interval: tuple[float, float]) -> dict[str, float]:
+    return {name: value, f"{name}_ci_low": interval[0], f"{name}_ci_high": interval[1]}
