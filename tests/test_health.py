@@ -106,6 +106,17 @@ def test_length_and_entropy_alone_are_no_failure():
     assert "failing" not in health(rows)[0].sentence
 
 
+@pytest.mark.parametrize("reward", [0.0, 0.1, 0.5, 1.0, -3.0])
+def test_a_reward_that_never_changes_is_no_fall(reward):
+    rows = [{"step": step, "reward": reward} for step in range(200)]
+    assert health(rows) == []
+
+
+def test_a_reward_that_is_constant_at_first_may_still_fall():
+    rows = [{"step": step, "reward": 0.5 if step < 60 else -0.5} for step in range(160)]
+    assert [(alarm.kind, alarm.failing) for alarm in health(rows)] == [("success", True)]
+
+
 def test_a_gradient_that_is_no_number_is_told():
     rows = [{"step": step, "grad_norm": math.nan if step == 5 else 1.0} for step in range(20)]
     (alarm,) = health(rows)
