@@ -2,8 +2,8 @@
 
 Every block of Python runs, those of a page one after the other with the same names, and a trainer that a block only
 makes is trained. What is replaced is in `pages.py`; nothing is in the guide to an environment of one's own, which is
-small as it stands. What only an extra brings cannot be imported (`core_only.py`), unless the page names that extra. The
-page on reporting runs against a fake of the Hub.
+small as it stands. What only an extra brings cannot be imported (`core_only.py`), unless the page names that extra.
+The page on reporting runs against a fake of the Hub.
 """
 
 import io
@@ -65,7 +65,7 @@ def test_the_code_of_a_page_runs_with_the_extras_that_it_names(page):
 
 
 def test_what_no_core_dependency_brings_cannot_be_imported_there():
-    code = "from core_only import *; block_others(distributions()); import datasets, math_verify, trl; import hypothesis"
+    code = "from core_only import *; block_others(distributions()); import math_verify, trl; import hypothesis"
     folder = Path(core_only.__file__).parent
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=folder)
     assert "import of hypothesis halted" in done.stderr
