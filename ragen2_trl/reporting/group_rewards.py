@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from ragen2_trl.filtering import ZERO_STD
-from ragen2_trl.reporting.files import MEASUREMENTS, append_json, read_json, write_text
+from ragen2_trl.reporting.files import MEASUREMENTS, append_json, read_json, read_text, write_text
 from ragen2_trl.reporting.records import is_number
 from ragen2_trl.reporting.run import Run
 
@@ -136,7 +136,7 @@ def _row(record: GroupRewards) -> VarianceRow:
 
 def _read(path: Path) -> Iterator[GroupRewards]:
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = read_text(path).splitlines()
     except (OSError, ValueError):
         return
     for line in lines:
