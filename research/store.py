@@ -234,7 +234,7 @@ class Store:
         if "value" in schema.names:
             options |= {"use_dictionary": ["key", "metric"], "column_encoding": {"value": "BYTE_STREAM_SPLIT"}}
             options["column_encoding"]["step"] = "DELTA_BINARY_PACKED"
-        replace_whole(self.folder / name, lambda path: pq.write_table(whole, path, **options))
+        replace_whole(self.folder / name, lambda file: pq.write_table(whole, file, **options))
 
     @contextmanager
     def _locked(self) -> Iterator[None]:

@@ -283,3 +283,9 @@ def test_the_solver_solves_and_no_text_raises():
         play = env.play(row, None)
         play.respond(text)
         assert play.done and play.outcome.episode_return == -0.1
+
+
+def test_a_generator_that_is_made_of_others_is_refused_by_name():
+    parts = {"datasets": [{"name": "leg_counting", "weight": 1}, {"name": "complex_arithmetic", "weight": 1}]}
+    with pytest.raises(ValueError, match="'composite'"):
+        make_env("reasoning_gym", task="composite", config=parts)

@@ -15,7 +15,7 @@ from transformers import TrainerCallback
 from transformers.trainer_utils import HubStrategy
 
 from ragen2_trl.callbacks.shown_metrics import shown_metrics
-from ragen2_trl.redaction import with_hidden_credentials
+from ragen2_trl.redaction import hide_credentials, with_hidden_credentials
 from ragen2_trl.reporting.files import (
     DIAGNOSTICS,
     EPISODES,
@@ -44,7 +44,7 @@ def reported(what: str) -> Iterator[None]:
         yield
     except Exception as error:
         logger.debug(f"{what} could not be written.", exc_info=True)
-        logger.error(f"{what} could not be written ({type(error).__name__}: {error}).")
+        logger.error(f"{what} could not be written ({type(error).__name__}: {hide_credentials(str(error))}).")
 
 
 def keep_record(trainer: Any) -> "RunRecord":
@@ -236,7 +236,7 @@ class RunRecord(TrainerCallback):
         command += ["--private"] if args.hub_private_repo else []
         command += ["--revision", args.hub_revision] if args.hub_revision else []
         reason = " ".join(str(error).partition("For more information")[0].split())
-        return (
+        return hide_credentials(
             f"Upload to the Hub failed with {type(error).__name__}: {reason}\nEverything is in {args.output_dir}. "
             f"To upload it, logged in by `hf auth login`: {shlex.join(command)}"
         )
@@ -273,9 +273,13 @@ class RunRecord(TrainerCallback):
         where = {"revision": args.hub_revision, "token": args.hub_token}
         try:
             files = set(list_repo_files(repo_id, **where)) - {".gitattributes"}
-            card = Path(hf_hub_download(repo_id, "README.md", **where)).read_text() if "README.md" in files else ""
+            card = (
+                Path(hf_hub_download(repo_id, "README.md", **where)).read_text("utf-8") if "README.md" in files else ""
+            )
         except Exception as error:  # noqa: BLE001 - of whichever HTTP library; a look must not end a training
-            logger.warning(f"Training begins without a look at what {repo_id} holds on the Hub: {error}")
+            logger.warning(
+                f"Training begins without a look at what {repo_id} holds on the Hub: {hide_credentials(str(error))}"
+            )
             return
         if files and "generated_from_trainer" not in card:
             logger.warning(

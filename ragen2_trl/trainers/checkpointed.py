@@ -9,7 +9,6 @@ from datasets import Dataset
 from torch.utils.data import Sampler
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from ragen2_trl.messages import tell_last
 from ragen2_trl.redaction import hide_credentials
 from ragen2_trl.trainers.checkpoints import (
     LAYOUT_FIELDS,
@@ -76,7 +75,7 @@ class Checkpointed(Constructed):
         how = f"{self.how_to_resume} goes on from {last.name}" if last else "no checkpoint is whole"
         event = "Interrupted" if interrupted else "Failed"
         where = f"{event} at step {self.state.global_step}; {how} in {self.args.output_dir}."
-        tell_last(end, where, logger.warning)
+        end.add_note(where)
 
     def _get_train_sampler(self, dataset: Dataset | None = None) -> Sampler[int]:
         return ResumableSampler(super()._get_train_sampler(dataset), self)

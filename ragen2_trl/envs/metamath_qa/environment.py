@@ -2,7 +2,7 @@
 
 import random
 from collections.abc import Callable, Iterator
-from typing import Any, ClassVar
+from typing import Any
 
 from ragen2_trl.envs.base import Environment, Episode, Limits, ToolEnvironment
 from ragen2_trl.envs.metamath_qa.math_answers import same_answer
@@ -101,7 +101,6 @@ class MetaMathQA(Environment):
     multi_turn_limits = Limits(turns=5, actions=1)
     example = "42"
     splits_answers = False
-    packages: ClassVar[tuple[str, ...]] = ("math-verify",)
     tools = MetaMathQATools
 
     def tasks(self, seed: int, split: str, data: str | None) -> Iterator[dict[str, Any]]:
@@ -215,7 +214,6 @@ class RagenMetaMathQA(RagenProtocol, MetaMathQA):
 
     limits = Limits(turns=5, actions=2)
     max_total, turn_tokens = 1, 400
-    packages = ()
 
     def gold(self, response: str) -> str:
         return gold_text(response)
