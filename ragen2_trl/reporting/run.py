@@ -204,11 +204,6 @@ class Run:
         return numbered(self._measured, "measurement", ".json", self.step)
 
     @property
-    def gradients(self) -> list[Path]:
-        """Files of its gradients by reward variance, by step."""
-        return numbered(self._measured, "gradients", ".json", self.step)
-
-    @property
     def completions(self) -> list[Path]:
         """Files of completions that TRL has saved, by step, or that a diagnosis has sampled."""
         if self.is_diagnosed:
