@@ -13,8 +13,8 @@ from typing import Any
 import pyarrow.parquet as pq
 
 from ragen2_trl.envs import completion_text
+from ragen2_trl.instrument.health import is_number
 from ragen2_trl.reporting.files import UNREADABLE, unreadable
-from ragen2_trl.reporting.records import is_number
 from ragen2_trl.reporting.run import Run
 from ragen2_trl.reporting.saved_measurement import SavedMeasurement, read_measurement
 
