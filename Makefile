@@ -166,9 +166,6 @@ bench: $(BIN)/.installed  ## Side-by-side measurements; writes research/benchmar
 	$(BIN)/python -m research.benchmarks.filter_step_time
 	$(BIN)/python -m research.benchmarks.cross_score
 	$(BIN)/python -m research.benchmarks.two_processes
-	$(BIN)/python -m research.benchmarks.dynamic_sampling
-	$(BIN)/python -m research.benchmarks.environments
-	$(BIN)/python -m research.benchmarks.checkpoint_cost
 
 bench-gpu: $(BIN)/.installed  ## The same on one NVIDIA GPU, nine minutes; writes research/benchmarks/results/gpu_<device>.md
 	PYTHON=$(BIN)/python research/benchmarks/gpu.sh

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from ragen2_trl.instrument.health import is_number
 from research.grid import Grid, Notes
 from research.kinds import KINDS, Check
 from research.measures import check_statistic
@@ -173,10 +174,6 @@ def _is_text(value: Any) -> bool:
     return isinstance(value, str) and value != ""
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-
-
 def _is_levels(value: Any) -> bool:
     return isinstance(value, Mapping)
 
@@ -186,14 +183,14 @@ _TEXT = (_is_text, "a text")
 _VALUES: dict[str, tuple[Callable[[Any], bool], str]] = {
     **dict.fromkeys(("name", "statistic", "x", "y", "minus", "first", "then", "axis"), _TEXT),
     **dict.fromkeys(("of", "against", "without"), (_is_levels, "levels by axis")),
-    "target": (lambda value: _is_number(value) or _is_levels(value), "a number, or levels by axis"),
-    "than": (_is_number, "a number"),
-    "within": (lambda value: _is_number(value) and value >= 0, "a number of at least 0"),
-    "fall": (lambda value: _is_number(value) and 0 < value < 1, "a number between 0 and 1"),
+    "target": (lambda value: is_number(value) or _is_levels(value), "a number, or levels by axis"),
+    "than": (is_number, "a number"),
+    "within": (lambda value: is_number(value) and value >= 0, "a number of at least 0"),
+    "fall": (lambda value: is_number(value) and 0 < value < 1, "a number between 0 and 1"),
     "beside": (lambda value: isinstance(value, bool), "true, false"),
 }
 _OF_KIND = {
-    "ratio": {"than": (lambda value: _is_number(value) and value > 0, "a number above 0")},
+    "ratio": {"than": (lambda value: is_number(value) and value > 0, "a number above 0")},
     "stronger_correlation": {"than": _TEXT},
 }
 

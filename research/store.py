@@ -1,6 +1,5 @@
 """What came of runs, as two tidy Parquet files that are whole at any moment: a row a run, and their curves."""
 
-import fcntl
 import hashlib
 import json
 import math
@@ -20,6 +19,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import torch
 import yaml
+from filelock import FileLock
 from safetensors.torch import load_file
 
 from ragen2_trl.reporting.files import HISTORY_FILE, read_json, remove_unfinished, replace_whole, write_private
@@ -239,8 +239,7 @@ class Store:
     @contextmanager
     def _locked(self) -> Iterator[None]:
         self.folder.mkdir(parents=True, exist_ok=True)
-        with (self.folder / ".lock").open("w") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
+        with FileLock(self.folder / ".lock"):
             yield
 
 

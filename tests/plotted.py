@@ -7,7 +7,6 @@ import torch
 
 from ragen2_trl.filtering import group_score, select_groups
 from ragen2_trl.instrument.diagnosis import Measurement
-from ragen2_trl.instrument.gradients import BucketGradients, GradientMeasurement, inner_products, statistics_of
 from ragen2_trl.instrument.information import information_metrics
 from ragen2_trl.reporting.group_rewards import GroupRewards
 from ragen2_trl.reporting.held_out import HeldOutCurve, HeldOutPoint
@@ -81,24 +80,6 @@ def history(steps: int, measured_every: int | None, **changes) -> list[dict]:
 def stock_history(steps: int) -> list[dict]:
     """What `trl.GRPOTrainer` logs, of that which is drawn."""
     return [{"step": step, "reward": 0.5, "entropy": 0.4, "frac_reward_zero_std": 0.3} for step in range(1, steps + 1)]
-
-
-def gradients(step: int, num_buckets: int = 6) -> GradientMeasurement:
-    """Of a task whose signal grows with reward variance, and of a bonus that knows nothing of it; noise on both."""
-    generator = torch.Generator().manual_seed(step)
-
-    def noisy(mean: float) -> list[torch.Tensor]:
-        return [mean + torch.randn(50, generator=generator) for _ in range(2)]
-
-    def bucket(std: float) -> BucketGradients:
-        parts = {}
-        for part, mean in (("task", std), ("entropy", 0.3)):
-            first, second, batch = noisy(mean), noisy(mean), noisy(mean)
-            parts[part] = statistics_of(inner_products(first, second, batch, ["attention", "mlp"]), (8, 8))
-        return BucketGradients(2, 16, (std, std, std), parts)
-
-    buckets = [bucket(number / num_buckets) for number in range(num_buckets)]
-    return GradientMeasurement(step, {"entropy": 0.01}, 1.0, bucket(0.5), buckets)
 
 
 def measured_history(

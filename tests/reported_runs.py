@@ -10,7 +10,6 @@ import pandas as pd
 import pytest
 import torch
 from browser import open_browser
-from plotted import gradients
 
 from ragen2_trl import cli, information_metrics
 from ragen2_trl.instrument.information import FORMS
@@ -18,7 +17,6 @@ from ragen2_trl.instrument.verdict import Evidence
 from ragen2_trl.reporting import report
 from ragen2_trl.reporting.report import render_report
 from ragen2_trl.reporting.run import read_run
-from ragen2_trl.reporting.saved_gradients import save_gradients
 from ragen2_trl.reporting.saved_measurement import SavedMeasurement
 
 STEPS, EVERY, PROMPTS, GROUP = 100, 10, 8, 4
@@ -113,7 +111,6 @@ def make_run(folder, collapsed_at=None, steps=STEPS, text="<think>Go right.</thi
             measurements.append(asdict(evidence))
             if step in (1, steps):
                 measurement.save(folder / "_measurements")
-                save_gradients(gradients(step), folder / "_measurements")
         rows.append(row)
     state = {
         "log_history": rows,

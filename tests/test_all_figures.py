@@ -10,7 +10,6 @@ import pytest
 from plotted import (
     assert_nothing_overlaps,
     extent,
-    gradients,
     groups,
     held_out_curve,
     history,
@@ -22,7 +21,6 @@ from plotted import (
 from ragen2_trl.reporting import (
     plot_arrows,
     plot_comparison,
-    plot_gradients,
     plot_held_out,
     plot_matrix,
     plot_proxies,
@@ -41,7 +39,6 @@ FIGURES = {
     "matrix": lambda: plot_matrix(measurement(8, 4, gain=0.2)),
     "quadrant": lambda: plot_quadrant([(0.3, 1.0, "step 10"), (0.2, 0.1, HOSTILE)], upper_bound=2.77),
     "reward variance": lambda: plot_reward_variance(*groups(16, value=0.7)),
-    "gradients": lambda: plot_gradients([gradients(step) for step in (1, 20, 40, 60)]),
     "proxies": lambda: plot_proxies(measured_history(200)),
     "arrows": lambda: plot_arrows(
         {HOSTILE: Arrow((2, 1), (0.4, 0.5), (0.1, 0.6)), "b": Arrow((1, 1), (1, 1), (0, 0))}

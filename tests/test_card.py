@@ -156,9 +156,7 @@ def test_checkpoints_write_numbers_and_the_end_draws_figures_of_them(trained):
         assert "not drawn yet" in watcher.cards[step] and "`ragen2-trl report`" in watcher.cards[step]
     final = read_card(trainer.args.output_dir)
     assert ("not drawn yet" in final) == (type(trainer) is not OURS)
-    assert figures_in(trainer.args.output_dir) == (
-        set(FIGURES) - {"gradients", "held_out"} if type(trainer) is OURS else set()
-    )
+    assert figures_in(trainer.args.output_dir) == (set(FIGURES) - {"held_out"} if type(trainer) is OURS else set())
 
 
 def test_figures_of_the_same_numbers_are_not_drawn_twice(trained):

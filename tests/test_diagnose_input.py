@@ -112,7 +112,6 @@ def test_long_text_is_cut():
         ({"temperature": 0.0}, "temperature must be above 0 .* got 0.0"),
         ({"num_prompts": 1}, "num_prompts must be at least 2, got 1"),
         ({"control": "true", "completions": "runs"}, "control must be False with completions"),
-        ({"control": "true", "gradients": "true"}, "control must be False with gradients"),
         ({"num_samples": 0}, "num_samples must be at least 1, got 0"),
         ({"env_name": "chess"}, "environment must be one of .*frozen_lake.* got 'chess'"),
         ({"output_dir": __file__}, "output_dir=.*is a file"),

@@ -14,10 +14,8 @@ from replay import GROUP_SIZE, PROMPTS, move_away
 from trl import GRPOTrainer
 
 from ragen2_trl import GradientSNRCallback
+from ragen2_trl.callbacks.gradient_snr import quantile_buckets, split_in_halves
 from ragen2_trl.filtering import group_score
-from ragen2_trl.instrument.gradients import WHOLE, quantile_buckets, split_in_halves
-from ragen2_trl.reporting.run import read_run
-from ragen2_trl.reporting.saved_gradients import read_gradients
 from ragen2_trl.rollout_events import listen
 
 OFF = {"snr_strategy": "all"}
@@ -131,27 +129,14 @@ def test_gradients_of_buckets_are_means_of_gradients_computed_one_sample_at_a_ti
         assert bucket.num_samples == len(rows)
         for part, statistics in bucket.parts.items():
             gradient = seen[part][rows].mean(dim=0)
-            assert statistics[WHOLE].norm == pytest.approx(gradient.norm().item(), rel=1e-4, abs=1e-6)
+            assert statistics.norm == pytest.approx(gradient.norm().item(), rel=1e-4, abs=1e-6)
             first, second = (seen[part][half].mean(dim=0) for half in halves[number])
             product = torch.dot(first, second).item()
-            assert statistics[WHOLE].squared_norm_debiased == pytest.approx(product, rel=1e-3, abs=1e-6)
+            assert statistics.squared_norm_debiased == pytest.approx(product, rel=1e-3, abs=1e-6)
             if gradient.norm() > 1e-6:
                 cosine = torch.cosine_similarity(gradient, batch, dim=0).item()
-                assert statistics[WHOLE].cosine == pytest.approx(cosine, abs=1e-4)
+                assert statistics.cosine == pytest.approx(cosine, abs=1e-4)
     assert {"task", "kl", "entropy"} == set(callback.latest.whole.parts)
-
-
-@pytest.mark.slow
-def test_groups_of_parameters_make_up_the_whole(policy_path, tmp_path):
-    trainer, callback = make(GRPO, policy_path, tmp_path, each_step)
-    trainer.train()
-    statistics = callback.latest.whole.parts["task"]
-    assert set(statistics) == {WHOLE, "attention", "mlp", "embeddings", "norms"}
-    parts = [statistics[name] for name in statistics if name != WHOLE]
-    assert sum(one.norm**2 for one in parts) == pytest.approx(statistics[WHOLE].norm ** 2, rel=1e-5)
-    assert sum(one.squared_norm_debiased for one in parts) == pytest.approx(
-        statistics[WHOLE].squared_norm_debiased, rel=1e-4, abs=1e-8
-    )
 
 
 @pytest.mark.slow
@@ -161,8 +146,8 @@ def test_groups_without_variance_have_regularisers_and_no_task(policy_path, tmp_
     trainer.train()
     lowest, highest = callback.latest.buckets[0], callback.latest.buckets[-1]
     assert lowest.reward_std == (0.0, 0.0, 0.0)
-    assert lowest.parts["task"][WHOLE].norm < 1e-5 * highest.parts["task"][WHOLE].norm
-    assert lowest.parts["entropy"][WHOLE].norm > 1e-3 and lowest.parts["kl"][WHOLE].norm > 1e-3
+    assert lowest.parts["task"].norm < 1e-5 * highest.parts["task"].norm
+    assert lowest.parts["entropy"].norm > 1e-3 and lowest.parts["kl"].norm > 1e-3
     (row,) = logged(trainer)
     assert row["grad/bucket_1/regulariser_share"] > 0.999
     assert row["grad/bucket_6/regulariser_share"] < 0.9
@@ -186,11 +171,11 @@ def test_an_entropy_bonus_is_measured_as_if_the_run_had_it(policy_path, tmp_path
     for trainer in (with_it, without):
         trainer.train()
     assert as_if.latest.whole.parts["entropy"] != {}
-    norms = [one.latest.whole.parts["entropy"][WHOLE].norm for one in (measured, as_if)]
+    norms = [one.latest.whole.parts["entropy"].norm for one in (measured, as_if)]
     assert norms[0] == pytest.approx(norms[1], rel=1e-5)
     # and it is no part of the update's gradient
-    assert as_if.latest.batch_norm == pytest.approx(as_if.latest.whole.parts["task"][WHOLE].norm, rel=1e-5)
-    assert measured.latest.batch_norm != pytest.approx(measured.latest.whole.parts["task"][WHOLE].norm, rel=1e-5)
+    assert as_if.latest.batch_norm == pytest.approx(as_if.latest.whole.parts["task"].norm, rel=1e-5)
+    assert measured.latest.batch_norm != pytest.approx(measured.latest.whole.parts["task"].norm, rel=1e-5)
 
 
 @pytest.mark.parametrize("entropy_coef", [0.01, 0.3])
@@ -205,9 +190,9 @@ def test_the_gradient_of_the_batch_has_the_runs_own_bonus_whatever_it_is_measure
         measured.append(callback.latest)
     own, other = measured
     assert other.batch_norm == pytest.approx(own.batch_norm, rel=1e-4)
-    cosines = [[bucket.parts["task"][WHOLE].cosine for bucket in one.buckets] for one in measured]
+    cosines = [[bucket.parts["task"].cosine for bucket in one.buckets] for one in measured]
     assert cosines[0] == pytest.approx(cosines[1], rel=1e-3)
-    norms = [one.whole.parts["entropy"][WHOLE].norm for one in measured]
+    norms = [one.whole.parts["entropy"].norm for one in measured]
     assert norms[1] == pytest.approx(norms[0] * entropy_coef / 0.1, rel=1e-4)
 
 
@@ -303,38 +288,6 @@ def test_it_measures_at_its_own_cadence(policy_path, tmp_path):
     trainer.train()
     assert [row["step"] for row in logged(trainer)] == [1, 2, 4]
     assert all(row["grad/seconds"] > 0 and row["grad/tokens"] > 0 for row in logged(trainer))
-
-
-# Where others look
-
-
-@pytest.mark.slow
-def test_gradients_are_saved_with_every_group_of_parameters_and_drawn_on_the_card(policy_path, tmp_path, monkeypatch):
-    trainer, callback = make(GRPO, policy_path, tmp_path / "run", each_step)
-    trainer.train()
-    run = read_run(tmp_path / "run")
-    (path,) = run.gradients
-    saved = read_gradients(path)
-    assert saved.metrics() == pytest.approx(callback.latest.metrics())
-    assert saved.buckets[-1].parts["task"]["mlp"].norm == callback.latest.buckets[-1].parts["task"]["mlp"].norm
-    (row,) = logged(trainer)
-    assert {f"grad/{key}" for key in saved.metrics()} == {key for key in row if key.startswith("grad/")} - {
-        "grad/seconds",
-        "grad/tokens",
-    }
-    monkeypatch.undo()  # tests draw no figures otherwise
-    trainer.create_model_card()
-    assert "diagnostics/gradients.png" in (tmp_path / "run" / "README.md").read_text()
-
-
-@pytest.mark.slow
-def test_gradients_of_an_earlier_run_are_removed(policy_path, tmp_path):
-    leftover = tmp_path / "_measurements" / "gradients_00050.json"
-    leftover.parent.mkdir()
-    leftover.write_text("{}")
-    trainer, _ = make(GRPO, policy_path, tmp_path, each_step)
-    trainer.train()
-    assert [path.name for path in leftover.parent.glob("gradients_*")] == ["gradients_00001.json"]
 
 
 # Refusals

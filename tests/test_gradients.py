@@ -6,12 +6,9 @@ from itertools import chain
 import pytest
 import torch
 
-from ragen2_trl.instrument.gradients import (
-    PARAMETER_GROUPS,
-    WHOLE,
+from ragen2_trl.callbacks.gradient_snr import (
     GradientStatistics,
     inner_products,
-    parameter_group,
     quantile_buckets,
     split_in_halves,
     statistics_of,
@@ -19,8 +16,8 @@ from ragen2_trl.instrument.gradients import (
 
 
 def whole(first, second, batch=None, sizes=(1, 1)) -> GradientStatistics:
-    products = inner_products([first], [second], [first if batch is None else batch], ["mlp"])
-    return statistics_of(products, sizes)[WHOLE]
+    products = inner_products([first], [second], [first if batch is None else batch])
+    return statistics_of(products, sizes)
 
 
 def test_buckets_have_as_many_groups_each_sorted_by_score():
@@ -48,20 +45,14 @@ def test_each_half_has_half_of_each_group(size):
 
 def test_statistics_are_those_of_the_gradients_themselves():
     generator = torch.Generator().manual_seed(1)
-    names = ["attention", "mlp", "mlp", "embeddings"]
-    first, second, batch = ([torch.randn(7, generator=generator) for _ in names] for _ in range(3))
-    found = statistics_of(inner_products(first, second, batch, names), (3, 2))
-    assert set(found) == {WHOLE, *names}
-    for name, statistics in found.items():
-        a, b, g = (
-            torch.cat([part for part, group in zip(gradient, names, strict=True) if name in (WHOLE, group)])
-            for gradient in (first, second, batch)
-        )
-        mean = 0.6 * a + 0.4 * b
-        assert statistics.norm == pytest.approx(mean.norm().item(), rel=1e-5)
-        assert statistics.squared_norm_debiased == pytest.approx(torch.dot(a, b).item(), rel=1e-4, abs=1e-5)
-        for value, x, y in ((statistics.cosine, mean, g), (statistics.half_cosine, a, b)):
-            assert value == pytest.approx(torch.cosine_similarity(x, y, dim=0).item(), rel=1e-4, abs=1e-5)
+    first, second, batch = ([torch.randn(7, generator=generator) for _ in range(4)] for _ in range(3))
+    statistics = statistics_of(inner_products(first, second, batch), (3, 2))
+    a, b, g = map(torch.cat, (first, second, batch))
+    mean = 0.6 * a + 0.4 * b
+    assert statistics.norm == pytest.approx(mean.norm().item(), rel=1e-5)
+    assert statistics.squared_norm_debiased == pytest.approx(torch.dot(a, b).item(), rel=1e-4, abs=1e-5)
+    for value, x, y in ((statistics.cosine, mean, g), (statistics.half_cosine, a, b)):
+        assert value == pytest.approx(torch.cosine_similarity(x, y, dim=0).item(), rel=1e-4, abs=1e-5)
 
 
 def test_a_gradient_of_nothing_has_no_direction():
@@ -109,21 +100,3 @@ def test_advantages_of_a_group_that_sum_to_zero_add_no_floor(spread):
     assert abs(debiased.mean() - truth) < 3 * debiased.std() / math.sqrt(trials)
     naive = halves.mean(dim=1).square().sum(dim=1).mean()
     assert naive - truth > 20 * debiased.std() / math.sqrt(trials)
-
-
-def test_parameters_belong_to_the_group_that_their_name_says():
-    names = {
-        "model.embed_tokens.weight": "embeddings",
-        "lm_head.weight": "embeddings",
-        "model.layers.0.self_attn.o_proj.weight": "attention",
-        "base_model.model.model.layers.0.self_attn.v_proj.lora_B.default.weight": "attention",
-        "transformer.h.1.attn.c_attn.weight": "attention",
-        "model.layers.0.mlp.experts.3.down_proj.weight": "mlp",
-        "model.layers.0.block_sparse_moe.gate.weight": "mlp",
-        "model.layers.0.post_attention_layernorm.weight": "norms",
-        "model.norm.weight": "norms",
-        "transformer.ln_f.bias": "norms",
-        "score.weight": "other",
-    }
-    assert {name: parameter_group(name) for name in names} == names
-    assert set(names.values()) == set(PARAMETER_GROUPS)

@@ -207,7 +207,6 @@ def test_figures_name_the_score_and_the_step_of_their_measurement(tmp_path):
         "cross_scores",
         "cross_scores",
         "reward_variance",
-        "gradients",
     ]
     captions = [caption for _, caption in drawn]
     assert "arXiv 2604.06268" in captions[1] and "](" not in captions[1]

@@ -39,7 +39,6 @@ def with_broken_files(folder):
     (folder / "completions" / "completions_00099.parquet").write_bytes(b"PAR1 is not all it takes")
     (folder / "_measurements" / "measurement_00098.json").write_text('{"step": 98, "prompts": [')
     (folder / "_measurements" / "measurement_00099.json").write_bytes(b"\xff\xfe")
-    (folder / "_measurements" / "gradients_00099.json").write_text("{}")
 
 
 def with_odd_measurement(folder):
@@ -95,14 +94,6 @@ def with_brackets_without_end(folder):
     (folder / "_measurements" / "measurement_00010.json").write_text("[" * 100_000)
 
 
-def with_gradients_of_nothing(folder):
-    path = folder / "_measurements" / "gradients_00010.json"
-    values = json.loads(path.read_text())
-    for bucket in (values["whole"], *values["buckets"]):
-        del bucket["parts"]["task"]
-    path.write_text(json.dumps(values))
-
-
 def with_prompts_that_are_no_texts(folder):
     path = folder / "_measurements" / "measurement_00010.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"prompts": list(range(PROMPTS))}))
@@ -125,10 +116,7 @@ NUMBERS, READ, THOUGHT = "45% of the updates", "Prompt 1", "Own prompt ranks 1 o
         (all_nan, ["10 of 10 log rows"], [READ, THOUGHT]),
         (
             with_broken_files,
-            [
-                f"{name} cannot be read"
-                for name in ("completions_00099", "measurement_00098", "measurement_00099", "gradients_00099")
-            ],
+            [f"{name} cannot be read" for name in ("completions_00099", "measurement_00098", "measurement_00099")],
             [NUMBERS, READ, THOUGHT],
         ),
         (with_odd_measurement, ["prompt_index must be between 0 and 7"], [NUMBERS, READ, THOUGHT]),
@@ -143,7 +131,6 @@ NUMBERS, READ, THOUGHT = "45% of the updates", "Prompt 1", "Own prompt ranks 1 o
         ),
         (with_groups_of_groups, ["measurement_00010 cannot be read", "scores must have shape (groups,)"], [NUMBERS]),
         (with_brackets_without_end, ["measurement_00010 cannot be read", "RecursionError"], [NUMBERS, READ]),
-        (with_gradients_of_nothing, ["gradients_00010 cannot be read", "must hold the task"], [NUMBERS, THOUGHT]),
         (with_prompts_that_are_no_texts, ["prompts and traces must be texts"], [NUMBERS, READ, THOUGHT]),
         (without_texts, ["log_completions=True", "_measurements/"], [NUMBERS]),
     ],

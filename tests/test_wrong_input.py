@@ -18,7 +18,7 @@ def no_model(monkeypatch):
     def load(*args):
         raise AssertionError("a model is loaded for nothing")
 
-    for module in ("evaluate.load_model", "diagnose.load_model", "one_batch.load_model"):
+    for module in ("evaluate.load_model", "diagnose.load_model"):
         monkeypatch.setattr(f"ragen2_trl.cli.{module}", load)
 
 
@@ -98,7 +98,6 @@ def test_so_do_those_that_train(command, given, said, tmp_path, capsys):
 TO_A_MODEL = {
     "evaluate": [],
     "diagnose": ["--output_dir", "diagnosis"],
-    "diagnose --gradients true": ["--output_dir", "diagnosis"],
     "train": ["--num_prompts", "8", "--use_cpu", "true", "--bf16", "false"],
     "warm-start": ["--num_demonstrations", "8", "--output_dir", "warm", "--use_cpu", "true", "--bf16", "false"],
 }

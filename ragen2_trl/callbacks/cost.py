@@ -10,7 +10,7 @@ from peft import PeftModel
 from torch import nn
 from transformers import Trainer, TrainerCallback
 
-from ragen2_trl.reporting.records import is_number
+from ragen2_trl.instrument.health import is_number
 from ragen2_trl.reporting.run import COST_STATE
 from ragen2_trl.rollout_events import LocalRollout, listen, log_row
 

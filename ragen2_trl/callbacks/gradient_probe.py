@@ -18,17 +18,6 @@ from torch import Tensor, nn
 from trl.distributed import DistributedBackend
 from trl.models.utils import unwrap_model_for_generation
 
-from ragen2_trl.filtering import group_score
-from ragen2_trl.instrument.gradients import (
-    BucketGradients,
-    GradientMeasurement,
-    GradientStatistics,
-    inner_products,
-    parameter_group,
-    quantile_buckets,
-    split_in_halves,
-    statistics_of,
-)
 from ragen2_trl.rollout_events import Batch, LocalRollout
 from ragen2_trl.trainers.batches import loss_mask, take
 from ragen2_trl.trainers.ppo.critic import NAME as CRITIC
@@ -72,71 +61,8 @@ def check_can_probe(trainer: StockTrainer) -> None:
         )
 
 
-def measure_gradients(
-    trainer: StockTrainer,
-    local: LocalRollout,
-    step: int,
-    num_buckets: int,
-    entropy_coef: float | None,
-    generator: torch.Generator,
-) -> GradientMeasurement:
-    """The gradients of a generation batch by reward variance. A call for all processes together.
-
-    Args:
-        trainer: TRL's or ours, in training mode.
-        sampled: what it has just sampled.
-        step: optimizer step to name.
-        num_buckets: of reward variance.
-        entropy_coef: as if the run's were this one; `None` for the run's own.
-        generator: of the halves, the same on every process.
-    """
-    if any(local.turn_samples):
-        raise ValueError(
-            "GradientSNRCallback takes gradients of one training sample an episode; allowed: TextRollout(env) with "
-            "context='full' and drop_oldest_turns=False."
-        )
-    stds = group_score(local.rewards, "reward_std")
-    buckets, left_over = quantile_buckets(stds, num_buckets)
-    size = local.rewards.shape[1]
-    halves = [split_in_halves(groups, size, generator) for groups in [*buckets, left_over]]
-    with _probe(trainer, local, entropy_coef) as probe:
-        dealt = probe.deal([half for pair in halves for half in pair])
-        pairs = list(zip(dealt[0::2], dealt[1::2], strict=True))
-
-        def measure(groups: list[int], gradients: dict[str, tuple[Gradient, Gradient]], rows: tuple[int, int]) -> Any:
-            of_groups = stds[groups].tolist()
-            spread = (min(of_groups), sum(of_groups) / len(of_groups), max(of_groups))
-            parts = {name: probe.statistics(*both, batch, rows) for name, both in gradients.items()}
-            return BucketGradients(len(groups), sum(rows), spread, parts)
-
-        whole = [[step for pair in pairs for step in pair[half]] for half in (0, 1)]
-        rows = (sum(len(pair[0]) for pair in halves), sum(len(pair[1]) for pair in halves))
-        of_whole = probe.gradients(whole)
-        batch = _mean([(part.of_run, of_whole[name]) for name, part in probe.parts.items()], rows)
-        measured = measure(list(range(len(stds))), of_whole, rows)
-        del of_whole
-        of_buckets = [
-            measure(groups, probe.gradients(pair), (len(both[0]), len(both[1])))
-            for groups, pair, both in zip(buckets, pairs, halves, strict=False)
-        ]
-        norm = probe.summed(torch.stack([share.square().sum() for share in batch]).sum()).sqrt().item()
-    coefficients = {name: value for name, value in probe.coefficients.items() if name in probe.parts}
-    return GradientMeasurement(step, coefficients, norm, measured, of_buckets)
-
-
-def _mean(weighted: list[tuple[float, tuple[Gradient, Gradient]]], sizes: tuple[int, int]) -> Gradient:
-    """Of all samples and all terms, each by its weight, from the means of the two halves."""
-    first, second = (size / sum(sizes) for size in sizes)
-    terms = [(weight, pair) for weight, pair in weighted if weight]
-    number = range(len(terms[0][1][0]))
-    means: list[Any] = [
-        sum(weight * (first * pair[0][i] + second * pair[1][i]) for weight, pair in terms) for i in number
-    ]
-    return means
-
-
 @contextmanager
-def _probe(trainer: StockTrainer, local: LocalRollout, entropy_coef: float | None) -> Iterator["Probe"]:
+def probe_of(trainer: StockTrainer, local: LocalRollout, entropy_coef: float | None) -> Iterator["Probe"]:
     """A copy of the trainer at whole parameters; no random state moves."""
     device = trainer.accelerator.device
     devices = [device] if device.type == "cuda" else []
@@ -227,9 +153,8 @@ class Probe:
         self.trainer.accelerator = _Alone(self.accelerator)
         lengths = loss_mask(self.batch).sum(dim=1).float().mean()
         self.mean_length = self.accelerator.reduce(lengths, reduction="mean").clamp(min=1.0)  # tokens a row
-        named = [(n, p) for n, p in model.named_parameters() if p.requires_grad and not n.startswith(f"{CRITIC}.")]
-        self.parameters = [parameter for _, parameter in named]
-        self.groups = [parameter_group(name) for name, _ in named]
+        named = model.named_parameters()
+        self.parameters = [p for n, p in named if p.requires_grad and not n.startswith(f"{CRITIC}.")]
         self.coefficients = _coefficients(trainer, self.batch, entropy_coef)
         self.parts = _parts(self.coefficients, _coefficients(trainer, self.batch, None))
 
@@ -259,12 +184,6 @@ class Probe:
     def task_gradient(self, steps: Sequence[ForwardStep]) -> Gradient:
         """The mean gradient of some samples, of the task alone."""
         return self._gradient(steps, self.parts["task"])
-
-    def statistics(
-        self, first: Gradient, second: Gradient, batch: Gradient, sizes: tuple[int, int]
-    ) -> dict[str, GradientStatistics]:
-        products = inner_products(first, second, batch, self.groups).to(self.accelerator.device, torch.float32)
-        return statistics_of(self.summed(products).double().cpu(), sizes)
 
     def summed(self, values: Tensor) -> Tensor:
         """Over all processes."""

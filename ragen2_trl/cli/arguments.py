@@ -350,23 +350,9 @@ class DiagnoseArguments(SamplingArguments):
     prompts: str | None = field(
         default=None, metadata={"help": "Instead of a task: a file or Hub id of rows with `prompt` to sample for."}
     )
-    gradients: bool = field(
-        default=False, metadata={"help": "Instead: gradients of task and entropy bonus by reward variance."}
-    )
     output_dir: str = field(default="runs/diagnosis", metadata={"help": "Folder for the results."})
 
     def __post_init__(self) -> None:
-        if self.gradients and self.completions is not None:
-            raise ValueError("completions are text without rewards; allowed with gradients: None")
-        if self.gradients and self.prompts is not None:
-            raise ValueError("prompts have no rewards; allowed with gradients: None, or a dataset with reward")
-        if self.gradients and self.control:
-            raise ValueError("control must be False with gradients, which measures no reasoning, got True")
-        if self.gradients and (self.context != "full" or self.drop_oldest_turns):
-            raise ValueError(
-                f"context={self.context!r} with drop_oldest_turns={self.drop_oldest_turns} makes several samples "
-                f"of an episode; allowed with gradients: 'full' and False"
-            )
         if not self.model and self.completions is not None:
             raise ValueError(
                 f"model must be named for completions={self.completions!r}, which it scores, got none; allowed: the "

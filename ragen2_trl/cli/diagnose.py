@@ -10,10 +10,6 @@ they have to be tokenised again, with the model's chat template and without tool
 What it samples itself it saves as it comes, with the sampled ids: `--completions runs/diagnosis/completions.parquet`
 scores it again, also what there is of it after a kill. Several turns are scored as they were played.
 Writes `diagnosis.json`, `matrix.png`, `quadrant.png` and what was sampled.
-
-    ragen2-trl diagnose --model runs/my_run --gradients true       # by reward variance, signal and noise
-
-It samples one batch as GRPO would and writes `gradients_00000.json` and `gradients.png`.
 """
 
 import time
@@ -106,11 +102,6 @@ def main(args: list[str] | None = None) -> None:
     folder = Path(script_args.output_dir)
     if folder.is_file():
         raise InputError(f"output_dir={script_args.output_dir!r} is a file; allowed: a folder.")
-    if script_args.gradients:
-        from ragen2_trl.cli.one_batch import look_at_one_batch  # trainers, which the rest does without
-
-        look_at_one_batch(script_args, folder, console)
-        return
     name = script_args.model.rstrip("/").split("/")[-1]
     with ProgressLine(console) as line:
         line.begin(f"Loading {printable(name)}")

@@ -197,18 +197,18 @@ class Health:
         what is no number.
         """
         step = row.get("step", self._step + 1)
-        if not _is_number(step) or step < self._step:
+        if not is_number(step) or step < self._step:
             return []
         self._step = int(step)
         completions = row.get(COUNT, self.completions)
-        count = int(completions) if _is_number(completions) and completions >= 1 else self.completions
+        count = int(completions) if is_number(completions) and completions >= 1 else self.completions
         changed: list[Alarm] = []
         for key, value in row.items():
             name = self.name_of(key)
             if name is None or not isinstance(value, int | float):
                 continue
             signal = SIGNALS[COMPLEMENTS.get(name, name)]
-            if not _is_number(value):
+            if not is_number(value):
                 if name == "grad_norm":
                     self._begin(Alarm(self._step, signal.kind, key, signal.what, None, None, 0, False), changed)
                 continue
@@ -325,5 +325,6 @@ def _fits(pattern: list[str], key: list[str]) -> bool:
     return len(pattern) == len(key) and all(want in ("*", part) for want, part in zip(pattern, key, strict=True))
 
 
-def _is_number(value: Any) -> TypeGuard[float]:
+def is_number(value: Any) -> TypeGuard[float]:
+    """Whether a value of a log can be computed with: neither NaN nor so large that a scale for it would overflow."""
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= LARGEST

@@ -10,7 +10,6 @@ _HOMES = {
     "log_figures": "trackers",
     "plot_arrows": "plots",
     "plot_comparison": "plots",
-    "plot_gradients": "measurement_plots",
     "plot_held_out": "plots",
     "plot_matrix": "measurement_plots",
     "plot_proxies": "plots",

@@ -43,13 +43,11 @@ FIGURES = {  # of the run's folder, in the order of the card
     "proxies": "Six proxies of how much reasoning says about its prompt; dotted: chance, or the bound",
     "cross_scores": "How well each prompt explains each reasoning trace, {when}",
     "reward_variance": "{score} of the groups {when}, and which of them the filter kept",
-    "gradients": "Gradients of task and regularisers by reward variance, early, midway and late",
 }
 # Figures about details, signal and cost come last, with the settings.
 FOLDED = (
     "proxies",
     "reward_variance",
-    "gradients",
 )
 
 

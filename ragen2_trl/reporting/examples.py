@@ -11,9 +11,9 @@ from statistics import fmean, pvariance
 from typing import Any
 
 from ragen2_trl.envs import completion_text
+from ragen2_trl.instrument.health import is_number
 from ragen2_trl.reporting.files import UNREADABLE, unreadable
 from ragen2_trl.reporting.parquet import open_parquet, rows_of
-from ragen2_trl.reporting.records import is_number
 from ragen2_trl.reporting.run import Run
 from ragen2_trl.reporting.saved_measurement import SavedMeasurement, read_measurement
 

@@ -10,7 +10,6 @@ from matplotlib.figure import Figure
 
 from ragen2_trl.reporting.card import FIGURES, caption
 from ragen2_trl.reporting.measurement_plots import (
-    plot_gradients,
     plot_matrix,
     plot_quadrant,
     plot_reward_variance,
@@ -27,7 +26,6 @@ from ragen2_trl.reporting.plots import (
     with_steps,
 )
 from ragen2_trl.reporting.run import FIRST_TURN, Run
-from ragen2_trl.reporting.saved_gradients import readable_gradients
 from ragen2_trl.reporting.saved_measurement import SavedMeasurement, read_measurement
 from ragen2_trl.reporting.style import save_figure, svg
 
@@ -67,8 +65,6 @@ def figures_of(run: Run, measurements: Sequence[SavedMeasurement] | None = None)
     for measurement in measurements[-1:]:
         for name, figure in _groups(run, measurement):
             yield name, caption(name, run, measurement.step), figure
-    if gradients := readable_gradients(run.gradients):
-        yield "gradients", caption("gradients", run), plot_gradients(gradients)
 
 
 def measurement_figures(run: Run, measurement: SavedMeasurement) -> Iterator[tuple[str, Figure]]:

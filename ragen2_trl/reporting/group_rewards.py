@@ -9,8 +9,8 @@ from typing import Any
 
 from torch import Tensor
 
+from ragen2_trl.instrument.health import is_number
 from ragen2_trl.reporting.files import MEASUREMENTS, append_json, read_text, write_text
-from ragen2_trl.reporting.records import is_number
 
 FILE = "group_rewards.jsonl"  # among the measurements, which are not uploaded: it grows while others read
 DIGITS = 6

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from ragen2_trl.reporting.records import is_number
+from ragen2_trl.instrument.health import is_number
 
 PREFIX = "eval/env/"  # of the keys in `log_history`, then the task
 # The same as it is logged: transformers writes the part before the first underscore as a group of its own, so that

