@@ -9,7 +9,7 @@ from replay import GROUP_SIZE, Replay
 
 from ragen2_trl import SNRFilteredGRPOTrainer
 from ragen2_trl.rollout_events import listen
-from ragen2_trl.trainers.dynamic_sampling import PromptStream, round_size
+from ragen2_trl.trainers.dynamic_sampling import round_size
 
 
 def train(policy_path, args, replay, prompts=WORDS):
@@ -127,21 +127,12 @@ def test_each_round_asks_for_whole_groups_of_prompts_from_the_dataset(policy_pat
         assert all(len(set(group)) == 1 and group[0] in WORDS for group in groups)
 
 
-def test_a_stream_of_prompts_meets_every_row_once_before_any_twice():
-    stream = PromptStream(num_rows=7, seed=1)
-    drawn = stream.draw(3) + stream.draw(11)
-    assert sorted(drawn[:7]) == sorted(drawn[7:]) == list(range(7))
-    assert drawn[:7] != drawn[7:]
-    assert PromptStream(7, seed=1, drawn=3).draw(11) == drawn[3:]
-    assert PromptStream(7, seed=2).draw(7) != drawn[:7]
-
-
 def test_a_round_is_as_large_as_the_kept_fraction_makes_it():
-    sizes = {"limit": 16, "group_size": 4, "num_processes": 1}
+    sizes = {"limit": 16, "unit": 4, "num_processes": 1}
     assert round_size(need=4, kept=8, sampled=16, **sizes) == 8
     assert round_size(need=8, kept=1, sampled=16, **sizes) == 16
     assert round_size(need=8, kept=0, sampled=16, **sizes) == 16
-    assert round_size(need=1, kept=16, sampled=16, limit=16, group_size=4, num_processes=3) == 3
+    assert round_size(need=1, kept=16, sampled=16, limit=16, unit=4, num_processes=3) == 3
 
 
 def test_datasets_without_rows_are_refused(policy_path, make_args):

@@ -128,6 +128,4 @@ def test_another_accumulation_samples_the_generation_batch_in_progress_anew(poli
     with caplog.at_level("WARNING"):
         resumed = trained("resumed", 2, str(tmp_path / "whole" / "checkpoint-2"))
     assert resumed.state.global_step == 4
-    assert (
-        "the generation batch in progress and groups that wait for the next, if any, are sampled again" in caplog.text
-    )
+    assert "the generation batch in progress and surplus groups, if any, are sampled again" in caplog.text

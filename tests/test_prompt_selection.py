@@ -125,7 +125,7 @@ def test_rows_that_others_write_into_stay_as_they_are(policy_path, tmp_path):
     vars(reward)["environment"] = env
     trainer = GRPO.make(policy_path, args, reward, dataset)
     trainer.train()
-    assert [dict(row) for row in trainer._prompts.prompts] == rows
+    assert [dict(row) for row in trainer._prompts.rows] == rows
 
 
 def test_datasets_without_rows_are_refused(policy_path, make_args):

@@ -8,6 +8,7 @@ trainer, `checkpointed.py` holds its runs and checkpoints.
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -172,8 +173,8 @@ class SNRFilter(Constructed, Checkpointed):
         predicted = self._prompts.learn(earned, self._pilots and self._pilots.first)
         if predicted is not None and self._pilots is not None:
             predicted = [predicted[prompt] for prompt in self._pilots.whole]
-        selection = Selection(sums, scores, kept, lengths, predicted)
-        self._set_advantages(inputs, batch, selection)
+        selection = Selection(rewards, scores, kept, lengths, predicted)
+        self._set_advantages(inputs, batch, replace(selection, rewards=sums))
         return selection
 
     def _with_turn_samples(self, batch: Batch) -> Batch:
