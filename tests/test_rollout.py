@@ -273,7 +273,7 @@ def test_log_probs_are_there_if_the_backend_has_them_whatever_was_answered(
     backend_knows, policy, tokenizer, make_args, monkeypatch
 ):
     """Of several processes, one may have nothing but empty answers."""
-    trainer, rollout = make_trainer(policy, tokenizer, multi_turn_args(make_args, max_steps=1))
+    trainer, rollout = make_trainer(policy, tokenizer, multi_turn_args(make_args, max_steps=1), max_turns=1)
 
     def nothing(trainer, contexts, limit):
         return [[] for _ in contexts], [[] for _ in contexts] if backend_knows else None
