@@ -267,7 +267,7 @@ class AdvantagesByKeptFraction:
     def _generate_and_score_completions(self, inputs: Any) -> Any:
         batch = super()._generate_and_score_completions(inputs)  # type: ignore[misc]
         if self.model.training:  # type: ignore[attr-defined]
-            kept = self.latest_selection.kept_fraction  # type: ignore[attr-defined]
+            kept = float(self.latest_selection.kept.double().mean())  # type: ignore[attr-defined]
             batch["advantages"] = batch["advantages"] * (kept**self.exponent or 1.0)
         return batch
 

@@ -8,7 +8,7 @@ from conftest import PROMPTS, assert_same_parameters, parameters_of
 from replay import KEPT, Recorder, assert_close, mean_gradient, move_away
 from trl import GRPOTrainer, RLOOTrainer
 
-from ragen2_trl.trainers.micro_batches import KEPT as KEPT_KEY
+from ragen2_trl.trainers.plans import KEPT as KEPT_KEY
 
 LAYOUT = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 8, "max_steps": 1, **STILL}
 SETTINGS = {

@@ -136,10 +136,10 @@ def test_promise_2_the_update_is_plain_grpo_on_the_groups_that_are_kept(tmp_path
     listen(trainer, on_rows=inputs.extend)
     trainer.train()
     ((_, answer),) = calls
-    kept = trainer.latest_selection.kept
+    kept = trainer.latest_selection.groups
     assert 0 < kept.sum() < len(kept)
 
-    rows = trainer.latest_selection.kept_rows.nonzero().flatten().tolist()
+    rows = trainer.latest_selection.kept.flatten().nonzero().flatten().tolist()
     plain_recorder = Recorder()
     plain = make(
         tmp_path / "plain",
@@ -170,7 +170,7 @@ def test_promise_3_what_is_dropped_is_not_computed(tmp_path):
 
     trainer.model.register_forward_pre_hook(count, with_kwargs=True)
     trainer.train()
-    kept = int(trainer.latest_selection.kept_rows.sum())
+    kept = int(trainer.latest_selection.kept.flatten().sum())
     assert 0 < kept < 32
     assert sum(rows) == kept and max(rows) == 4
 

@@ -32,7 +32,7 @@ from accelerate.utils import gather_object, recursively_apply
 
 from ragen2_trl import cross_score
 from ragen2_trl.tiny import TINY_MODEL_PATH
-from ragen2_trl.trainers import micro_batches, processes
+from ragen2_trl.trainers import plans, processes
 from ragen2_trl.trainers.batches import take
 from ragen2_trl.trainers.dealing import deal_rows
 from research.benchmarks.cross_score import make_case
@@ -88,9 +88,9 @@ def moved_bytes(fraction: float) -> dict[str, int]:
             count["every kept row"] += (accelerator.num_processes - 1) * size_of(take(rows, kept))
         return exchange_rows(rows, kept, deal, accelerator, *arguments)
 
-    processes.exchange, vars(micro_batches)["exchange_rows"] = counted, counted_rows
+    processes.exchange, vars(plans)["exchange_rows"] = counted, counted_rows
     make_trainer("drop", str(TINY_MODEL_PATH), ROWS, MOVING_STEPS, fraction, LENGTHS, StepTimes()).train()
-    processes.exchange, vars(micro_batches)["exchange_rows"] = exchange, exchange_rows
+    processes.exchange, vars(plans)["exchange_rows"] = exchange, exchange_rows
     return count
 
 

@@ -242,7 +242,7 @@ def test_settings_that_differ_between_processes_are_named_on_each_of_them(policy
 
 def test_a_run_resumed_on_more_processes_has_the_same_state_on_each(policy_path, tmp_path):
     before = resume.train(policy_path, str(tmp_path), 16, 2)
-    drawn = before._dynamic_sampling.stream.drawn
+    drawn = before._prompts.stream.drawn
     assert drawn > 0
     launch("resume.py", 2, policy_path, tmp_path)
     first, second = (json.loads((tmp_path / f"shared_{process}.json").read_text()) for process in (0, 1))
@@ -287,3 +287,13 @@ def test_pilots_are_dealt_to_processes_and_the_update_is_the_plain_one_on_whole_
     scored = Counter(first["alone"]["scored"] + second["alone"]["scored"])
     assert set(scored.values()) == {1} and len(scored) == 8 * 3 + len(whole)
     assert sum(Counter(first["filled up"]["trained"] + second["filled up"]["trained"]).values()) == 16
+
+
+@pytest.mark.needs("deepspeed")
+@pytest.mark.parametrize("algorithm", ["grpo", *(pytest.param(one, marks=pytest.mark.full) for one in ("rloo", "ppo"))])
+def test_a_scheduler_of_deepspeeds_own_takes_empty_steps_too(algorithm, policy_path, tmp_path):
+    """Its engine takes no empty step; the learning rate is that of as many steps all the same."""
+    launch("scheduler.py", 2, algorithm, policy_path, tmp_path)
+    rates = json.loads((tmp_path / "rates.json").read_text())
+    assert rates["empty"].pop("empty") == 3 and rates["full"].pop("empty") == 0
+    assert rates["empty"] == rates["full"]

@@ -141,7 +141,7 @@ def test_the_smallest_half_is_trained_on_as_if_it_were_all(algorithm, policy_pat
 def test_as_many_groups_at_random_are_trained_on_as_if_they_were_all(algorithm, policy_path, tmp_path):
     settings, named = REGULARISED[algorithm.name], {"snr_selector": "research.ablations:as_many_at_random"}
     trainer, gradient = run(algorithm, policy_path, tmp_path, **named, **settings)
-    kept = trainer.latest_selection.kept
+    kept = trainer.latest_selection.groups
     assert int(kept.sum()) == len(KEPT)
     drawn = [prompt for prompt, is_kept in zip(PROMPTS, kept, strict=True) if is_kept]
     assert_close(gradient, algorithm.plain_gradient(policy_path, drawn, **settings))
@@ -285,7 +285,7 @@ def test_all_completions_of_all_groups_are_the_plain_trainers(algorithm, policy_
 def test_as_many_completions_at_random_are_drawn_from_all(algorithm, policy_path, tmp_path):
     selector = partial(as_many_at_random, selector=ENDS_OF_VARIED)
     trainer, gradient = run(algorithm, policy_path, tmp_path, selector=selector)
-    completions = trainer.latest_selection.completions
+    completions = trainer.latest_selection.kept
     assert completions.sum() == 10 and gradient
     assert row_of(trainer)["snr/kept_groups"] == completions.any(dim=1).sum() > len(ENDS)
 
@@ -327,7 +327,7 @@ def test_the_whole_loss_is_scaled_by_the_value(algorithm, settings, policy_path,
     equal_lengths = need_equal_lengths(settings)
     options = {"mixin": LossByValue, "snr_value": 0.85, "equal_lengths": equal_lengths, **settings}
     trainer, gradient = run(algorithm, policy_path, tmp_path, **options)
-    assert int(trainer.latest_selection.kept.sum()) == len(KEPT)
+    assert int(trainer.latest_selection.groups.sum()) == len(KEPT)
     plain = algorithm.plain_gradient(policy_path, KEPT, equal_lengths, **settings)
     assert_close(gradient, {name: 0.85 * value for name, value in plain.items()})
 
@@ -368,7 +368,7 @@ def test_without_the_tasks_advantages_regularisers_act_alone(algorithm, settings
     equal_lengths = need_equal_lengths(settings)
     options = {"mixin": WithoutTaskAdvantage, "equal_lengths": equal_lengths, **settings}
     trainer, gradient = run(algorithm, policy_path, tmp_path, **options)
-    assert int(trainer.latest_selection.kept.sum()) == len(KEPT)
+    assert int(trainer.latest_selection.groups.sum()) == len(KEPT)
     assert_close(gradient, regularisers_alone(algorithm, policy_path, tmp_path, equal_lengths, **settings))
 
 
