@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).parent / "distributed"))
 
 from backends import AS_TRL, CASES, CASES_OF_THREE, GROUP_SIZE, LOSSLESS_CASES, cases_of, processes_of, run_case
 
-from ragen2_trl.reporting.saved_episodes import read_episodes
+from ragen2_trl.record.saved_episodes import read_episodes
 
 BACKENDS = ["ddp", "zero1", "zero2", "zero3", "fsdp2", "ddp_lora", "zero3_lora", "ddp_three"]
 # A newcomer's `make test` has each trainer on two processes, whole and sharded.

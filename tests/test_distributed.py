@@ -16,7 +16,7 @@ from transformers import AutoTokenizer
 from trl import GRPOTrainer
 
 from ragen2_trl import CostCallback, MutualInformationCallback
-from ragen2_trl.reporting.saved_episodes import read_episodes
+from ragen2_trl.record.saved_episodes import read_episodes
 
 sys.path.insert(0, str(Path(__file__).parent / "distributed"))
 

@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM
 from ragen2_trl import EpisodeCallback, SNRFilteredGRPOTrainer, TextRollout
 from ragen2_trl.callbacks.episodes import in_groups, whole_groups
 from ragen2_trl.envs import TaskMixture, make_env
-from ragen2_trl.reporting.run import read_run
-from ragen2_trl.reporting.saved_episodes import read_episodes, save_episodes
+from ragen2_trl.record.run import read_run
+from ragen2_trl.record.saved_episodes import read_episodes, save_episodes
 
 
 def saved(args):

@@ -8,7 +8,7 @@ import pytest
 
 from ragen2_trl.instrument import Health, health
 from ragen2_trl.instrument.health import KINDS
-from ragen2_trl.reporting.logs import MAX_LINE, read_log
+from ragen2_trl.record.logs import MAX_LINE, read_log
 
 BATCHES = (4, 8, 16, 32, 128, 512)
 STEPS = 200

@@ -25,8 +25,9 @@ MAY_KNOW = {
     "openenv": {"envs", "columns"},
     "tiny": {"envs"},
     "rollouts": {"envs", "columns", "messages", "rollout_events", "instrument"},
-    "reporting": {*CORE - {"trainers"}, "envs", "rollouts"},
-    "callbacks": {*CORE, "envs", "rollouts", "reporting"},
+    "record": {*CORE - {"trainers"}, "envs", "rollouts"},
+    "report": {*CORE - {"trainers"}, "envs", "rollouts", "record"},
+    "callbacks": {*CORE, "envs", "rollouts", "record", "report"},
     "ragen2_trl": {*CORE, "rollouts", "callbacks"},
 }
 EVERYTHING = {*MAY_KNOW, "cli"}
@@ -116,7 +117,7 @@ def test_imports_go_in_one_direction():
     assert [f"{name} imports {target}" for name, target in wrong] == []
 
 
-def test_the_core_knows_nothing_of_environments_reporting_and_what_these_need():
+def test_the_core_knows_nothing_of_environments_reports_and_what_these_need():
     known = {name: STRANGERS.get(room(name), set()) & set(targets) for name, targets in IMPORTS.items()}
     assert {name: packages for name, packages in known.items() if packages} == {}
 
@@ -142,7 +143,7 @@ def test_the_trainer_and_the_callback_load_neither_environments_nor_what_reports
     modules = loaded(f"from ragen2_trl import {name}", before="from trl import GRPOTrainer")
     ours = {room(module) for module in modules if module.startswith("ragen2_trl.")}
     allowed = MAY_KNOW["trainers"] | {"trainers"}
-    assert ours <= allowed if "Trainer" in name else ours <= {*CORE, "callbacks", "reporting"}
+    assert ours <= allowed if "Trainer" in name else ours <= {*CORE, "callbacks", "record", "report"}
     assert not HEAVY & {module.partition(".")[0] for module in modules}
 
 

@@ -16,8 +16,8 @@ from ragen2_trl.columns import TURN_SAMPLES
 from ragen2_trl.envs import Environment, completion_text
 from ragen2_trl.envs.checks import check_text_or_messages
 from ragen2_trl.envs.mixture import AnyTask
+from ragen2_trl.record.files import replace_whole
 from ragen2_trl.redaction import without_credentials
-from ragen2_trl.reporting.files import replace_whole
 from ragen2_trl.rollouts.chat import Chat
 from ragen2_trl.rollouts.context import ContextWindow, Trajectory, turn_samples
 from ragen2_trl.rollouts.sampling import (

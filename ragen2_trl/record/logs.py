@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from ragen2_trl.reporting.files import HISTORY_FILE, STATE_FILE
-from ragen2_trl.reporting.records import check_history
+from ragen2_trl.record.checks import check_history
+from ragen2_trl.record.files import HISTORY_FILE, STATE_FILE
 
 MAX_JSON = 512 * 2**20  # bytes
 ALLOWED = f"{STATE_FILE}, {HISTORY_FILE}, or a console log with lines such as 'step:1 - key:0.5'"

@@ -9,11 +9,11 @@ from typing import Any
 from huggingface_hub import EvalResult, ModelCard
 
 from ragen2_trl.instrument.verdict import NOT_FAILURE
-from ragen2_trl.reporting.examples import printable
-from ragen2_trl.reporting.files import DIAGNOSTICS, EVALUATIONS, STATE_FILE
-from ragen2_trl.reporting.held_out import HeldOutPoint
-from ragen2_trl.reporting.run import FIRST_TURN, Run
-from ragen2_trl.reporting.settings import has_effect
+from ragen2_trl.record.files import DIAGNOSTICS, EVALUATIONS, STATE_FILE
+from ragen2_trl.record.held_out import HeldOutPoint
+from ragen2_trl.record.run import FIRST_TURN, Run
+from ragen2_trl.record.settings import has_effect
+from ragen2_trl.report.examples import printable
 
 HEADING = "## Training diagnostics"
 TAGS = ("ragen2", "trl")

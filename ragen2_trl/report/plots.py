@@ -17,9 +17,9 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from ragen2_trl.instrument.health import is_number
-from ragen2_trl.reporting.card import mean_span
-from ragen2_trl.reporting.held_out import HeldOutCurve
-from ragen2_trl.reporting.style import (
+from ragen2_trl.record.held_out import HeldOutCurve
+from ragen2_trl.report.card import mean_span
+from ragen2_trl.report.style import (
     BLUE,
     GREEN,
     GREY,
