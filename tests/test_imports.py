@@ -62,7 +62,7 @@ SOURCES = {
 def imports(name: str, tree: ast.AST) -> Iterator[str]:
     """Files of ours, by their modules, and packages of others that a file imports.
 
-    A file counts for what it names: `from ragen2_trl.envs import base` is `envs/base.py`, `from ragen2_trl.envs import
+    A file counts for what it names: `from ragen2_trl.envs import play` is `envs/play.py`, `from ragen2_trl.envs import
     Environment` is `envs/__init__.py`, and neither is `ragen2_trl/__init__.py`, which Python runs on the way.
     """
     for node in ast.walk(tree):

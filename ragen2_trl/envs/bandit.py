@@ -9,10 +9,12 @@ from typing import Any
 
 import numpy as np
 
-from ragen2_trl.envs.base import Environment, Episode, Limits, ToolEnvironment
 from ragen2_trl.envs.checks import check_choice
+from ragen2_trl.envs.environment import Environment
+from ragen2_trl.envs.episode import Episode, Limits
 from ragen2_trl.envs.ragen2 import RagenProtocol
 from ragen2_trl.envs.tasks import Row
+from ragen2_trl.envs.tools import ToolEnvironment
 
 SAFE_REWARD, BOLD_REWARD, BOLD_CHANCE = 0.1, 1.0, 0.25
 

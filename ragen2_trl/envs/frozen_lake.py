@@ -15,11 +15,13 @@ from typing import Any, TypeAlias
 import numpy as np
 from PIL import Image
 
-from ragen2_trl.envs.base import Answer, Environment, Episode, Limits, ToolEnvironment
 from ragen2_trl.envs.checks import check_choice, check_count, check_range
 from ragen2_trl.envs.drawing import draw_board
+from ragen2_trl.envs.environment import Environment
+from ragen2_trl.envs.episode import Episode, Limits
 from ragen2_trl.envs.ragen2 import RagenGrid
 from ragen2_trl.envs.tasks import Row, held_out, impossible_rows
+from ragen2_trl.envs.tools import Answer, ToolEnvironment
 
 Grid: TypeAlias = tuple[str, ...]  # rows of S (start), F (frozen), H (hole), G (goal)
 Cell: TypeAlias = tuple[int, int]  # row, column; both from 0, rows downwards

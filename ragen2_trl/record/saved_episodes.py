@@ -15,7 +15,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from ragen2_trl.envs.base import Play
+from ragen2_trl.envs.play import Play
 from ragen2_trl.record.files import EVALUATION, replace_whole, write_json_lines
 from ragen2_trl.redaction import without_credentials
 

@@ -13,7 +13,6 @@ from typing import Any
 
 from datasets import Dataset
 
-from ragen2_trl.envs.base import Environment, Episode, Limits, ToolEnvironment
 from ragen2_trl.envs.checks import check_choice, check_count, check_range
 from ragen2_trl.envs.countdown.arithmetic import (
     evaluate,
@@ -28,8 +27,11 @@ from ragen2_trl.envs.countdown.arithmetic import (
     whole_numbers,
     written,
 )
+from ragen2_trl.envs.environment import Environment
+from ragen2_trl.envs.episode import Episode, Limits
 from ragen2_trl.envs.ragen2 import RagenProtocol, first_rows
 from ragen2_trl.envs.tasks import Row, check_columns, held_out, impossible_rows, load_tasks, shuffled
+from ragen2_trl.envs.tools import ToolEnvironment
 
 OPERATORS = ("+-*/", "+-")
 RIGHT, RIGHT_NUMBERS = 1.0, 0.1

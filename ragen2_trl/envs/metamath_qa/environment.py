@@ -4,11 +4,13 @@ import random
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
-from ragen2_trl.envs.base import Environment, Episode, Limits, ToolEnvironment
+from ragen2_trl.envs.environment import Environment
+from ragen2_trl.envs.episode import Episode, Limits
 from ragen2_trl.envs.metamath_qa.math_answers import same_answer
 from ragen2_trl.envs.ragen2 import RagenProtocol
 from ragen2_trl.envs.responses import plain_text
 from ragen2_trl.envs.tasks import Row, check_columns, held_out, load_tasks, shuffled
+from ragen2_trl.envs.tools import ToolEnvironment
 
 COLUMNS = ("query", "response", "original_question")
 ANSWER_MARK = "The answer is:"
