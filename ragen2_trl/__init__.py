@@ -10,7 +10,6 @@ if TYPE_CHECKING:
         EpisodeCallback,
         GradientSNRCallback,
         MutualInformationCallback,
-        RewardVarianceStopCallback,
         TrainingHealthCallback,
     )
     from ragen2_trl.filtering import group_score, select_groups
@@ -36,7 +35,6 @@ _HOMES = {
     "Evidence": "instrument",
     "GradientSNRCallback": "callbacks",
     "MutualInformationCallback": "callbacks",
-    "RewardVarianceStopCallback": "callbacks",
     "SNRFilteredGRPOConfig": "trainers",
     "SNRFilteredGRPOTrainer": "trainers",
     "SNRFilteredPPOConfig": "trainers",
@@ -60,7 +58,6 @@ __all__ = [
     "Evidence",
     "GradientSNRCallback",
     "MutualInformationCallback",
-    "RewardVarianceStopCallback",
     "SNRFilteredGRPOConfig",
     "SNRFilteredGRPOTrainer",
     "SNRFilteredPPOConfig",

@@ -20,4 +20,3 @@ SUCCESS = "success"
 """Under which tasks log, for each completion, whether it solved its task, 1.0 or 0.0."""
 
 # In `TrainerState.stateful_callbacks`, which every checkpoint carries: what the filter has saved so far.
-SAVINGS_STATE = "ragen2_savings"

@@ -19,7 +19,7 @@ from torch import Tensor
 
 T = TypeVar("T")
 
-STRATEGIES = ("none", "top_p", "top_p_softmax", "top_k", "top_k_abs", "min_p")
+STRATEGIES = ("all", "nonzero", "top_p", "top_k", "min_p")
 SCORES = (
     "reward_variance",
     "reward_std",
@@ -33,10 +33,12 @@ SCORES = (
 KEEP = ("largest", "smallest")
 
 ZERO_STD = 1e-6
-"""A group whose reward standard deviation is at most this carries no signal; float noise must not leak it in."""
+"""A group whose reward standard deviation is at most this carries no signal: float noise is no variance."""
 
 ZERO_SCORE = 1e-10
 """Scores at most this far from 0 count as zero when `select_groups` is not told which groups are zero."""
+
+ROUNDING = 1e-9  # 0.29 of 100 groups are 29, although 0.29 * 100 is 28.999999999999996
 
 
 def check_choice(field: str, value: object, allowed: tuple[str, ...]) -> None:
@@ -47,20 +49,17 @@ def check_choice(field: str, value: object, allowed: tuple[str, ...]) -> None:
 
 def check_selection_value(field: str, strategy: str, value: float) -> None:
     """Raise a `ValueError` unless `value` is in the range that `strategy` gives a meaning to."""
-    whole_number_at_least_one = value >= 1 and float(value).is_integer()
-    if strategy == "top_k_abs" and not whole_number_at_least_one:
-        raise ValueError(f"{field}={value!r} is out of range for 'top_k_abs'; allowed: a whole number >= 1 (groups).")
-    if strategy in ("top_p", "top_p_softmax", "top_k") and not 0 < value <= 1:
+    if strategy in ("top_p", "top_k") and not 0 < value <= 1:
         raise ValueError(f"{field}={value!r} is out of range for {strategy!r}; allowed: 0 < value <= 1.")
     if strategy == "min_p" and not 0 <= value <= 1:
         raise ValueError(f"{field}={value!r} is out of range for 'min_p'; allowed: 0 <= value <= 1.")
 
 
 def zero_variance(rewards: Tensor) -> Tensor:
-    """Which groups carry no signal: reward standard deviation at most 1e-6, or fewer than two valid rewards.
+    """Groups without signal: a reward standard deviation of at most 1e-6, or fewer than two finite rewards.
 
     Args:
-        rewards: (N, G) rewards; those that are not finite are left out.
+        rewards: (N, G) rewards. Rewards that are not finite are left out.
 
     Returns:
         (N,) bool.
@@ -83,11 +82,11 @@ def group_score(
     """Score each group of completions by the signal it carries.
 
     Args:
-        rewards: (N, G) raw weighted reward sums, before any normalisation. Those that are not finite are left out.
-        kind: `reward_variance` (the paper's RV, Section 3.3 and Appendix G), `reward_std` (what the reference code
-            ranks by under the name of the variance), `reward_mean`, `reward_sum`, `entropy` and `entropy_variance`
-            (mean and standard deviation over the group of the completions' mean token entropy; the reference's
-            names), `length` (mean completion length), or `random` (uniform, the control).
+        rewards: (N, G) raw weighted reward sums, before any normalisation. Sums that are not finite are left out.
+        kind: `reward_variance` (the paper's RV, Section 3.3 and Appendix G), `reward_std` (the reference code ranks by
+            it and calls it variance), `reward_mean`, `reward_sum`, `entropy` and `entropy_variance` (mean and standard
+            deviation over the group of the completions' mean token entropy; the reference's names), `length` (mean
+            completion length), or `random` (uniform, the control).
         ddof: 1 divides by G - 1 as the paper does, 0 by G.
         entropies: (N, G) mean token entropy of each completion in nats; for the two entropy scores.
         lengths: (N, G) completion lengths in tokens; for `length`.
@@ -131,24 +130,23 @@ def select_groups(
 
     | strategy | keeps |
     |---|---|
-    | `none` | every group |
+    | `all` | every group |
+    | `nonzero` | every group with signal |
     | `top_p` | the shortest prefix of the ranking that sums to `value` x total - `selection_eps` (Section 3.3) |
-    | `top_p_softmax` | the shortest prefix whose softmax probabilities sum to `value`; never empty |
     | `top_k` | the first `value` x N groups, rounded down, at least one |
-    | `top_k_abs` | the first `value` groups |
     | `min_p` | groups that score at least `value` x the largest score |
 
     Args:
         scores: (N,) from `group_score`.
         strategy: one of the above.
-        value: a fraction in (0, 1], for `top_k_abs` a number of groups. `top_p` at 1.0 keeps every candidate.
-        include_zero: whether groups without signal are candidates at all.
+        value: a fraction in (0, 1]. `top_p` at 1.0 keeps every candidate.
+        include_zero: whether groups without signal are candidates, too.
         selection_eps: slack of `top_p`, in the unit of the scores. A batch whose mass is not above
-            `selection_eps / value` keeps nothing: all of it is taken for noise.
-        at_least_one: keep the first candidate of the ranking where the slack of `top_p` would leave nothing.
+            `selection_eps / value` counts as noise and keeps nothing.
         keep: `largest` ranks downwards, `smallest` upwards (the paper's reverse ablation; for `min_p` it keeps the
             groups that score at most `value` x the largest score).
-        is_zero: (N,) bool, which groups are without signal; by default those with |score| <= 1e-10.
+        is_zero: (N,) bool, the groups without signal; by default groups with |score| <= 1e-10.
+        at_least_one: keep the first candidate of the ranking where the slack of `top_p` would leave nothing.
 
     Returns:
         (N,) bool on the CPU, True = kept.
@@ -169,7 +167,7 @@ def select_groups(
 
     scores = scores.detach().cpu().double()
     kept = torch.zeros(len(scores), dtype=torch.bool)
-    if include_zero:
+    if include_zero or strategy == "all":
         candidates = torch.arange(len(scores))
     else:
         is_zero = scores.abs() <= ZERO_SCORE if is_zero is None else is_zero.cpu()
@@ -177,11 +175,18 @@ def select_groups(
     if len(candidates) == 0:
         return kept
     ranked, order = scores[candidates].sort(descending=keep == "largest", stable=True)
-    if strategy == "top_k":  # a fraction of all groups, zero ones included, as in the paper: floor(rho x N)
-        # The tolerance makes 0.29 of 100 groups 29, although 0.29 * 100 is 28.999999999999996.
-        strategy, value = "top_k_abs", max(1, int(value * len(scores) + 1e-9))
-    length = _prefix_length(ranked, strategy, value, selection_eps, keep)
-    kept[candidates[order[: max(length, at_least_one and strategy == "top_p")]]] = True
+    # Every strategy keeps a prefix of the ranking.
+    if strategy in ("all", "nonzero") or (strategy == "top_p" and value >= 1):
+        length = len(ranked)
+    elif strategy == "top_p":
+        target = value * ranked.sum() - selection_eps
+        length = max(shortest_prefix(ranked, target) if target > 0 else 0, int(at_least_one))
+    elif strategy == "top_k":  # a fraction of all groups, with and without signal: floor(rho x N), as in the paper
+        length = max(1, int(value * len(scores) + ROUNDING))
+    else:
+        threshold = value * ranked.max()
+        length = int((ranked >= threshold if keep == "largest" else ranked <= threshold).sum())
+    kept[candidates[order[:length]]] = True
     return kept
 
 
@@ -189,44 +194,48 @@ def selection_metrics(
     rewards: Tensor,
     scores: Tensor,
     kept: Tensor,
+    *,
+    lengths: Tensor | None = None,
     reward_range: tuple[float, float] | None = None,
     variances: Tensor | None = None,
 ) -> dict[str, float]:
-    """What a selection did, for the logs.
+    """Metrics of a selection, for the logs.
 
     Args:
-        rewards: (N, G) raw weighted reward sums, NaN where a completion could not be scored.
+        rewards: (N, G) raw weighted reward sums, NaN for a completion without a score.
         scores: (N,) from `group_score`.
-        kept: (N,) bool from `select_groups`.
+        kept: (N, G) bool, True = the completion is trained on.
+        lengths: (N, G) tokens of each completion.
         reward_range: lowest and highest reward that count as worst and best, by default those of this batch.
-        variances: (n,) of the rewards of all groups that these were ranked among, by default of these alone.
+        variances: (n,) reward variances of all groups in the ranking, by default of these N groups.
 
     Returns:
-        `kept_groups` (number) and `kept_fraction`; `score_mean` and `score_max` over these groups; `in_group_max` and
-        `in_group_mean`, best and mean reward of a group, as means over groups with a reward;
-        `reward_std_spread` and `reward_variance_spread`, standard deviation over mean of the groups' reward standard
-        deviations (Table 8's predictor of the filter's gain) and of their variances, 0 when the mean is 0;
-        `zero_variance_fraction`; `dropped_all_best` and `dropped_all_worst`, the fractions of all groups that were
-        dropped because every completion had the best, or the worst, reward: too easy, or too hard; and
-        `dropped_all_same`, those dropped because rewards do not differ, of which neither can be said.
+        `kept_groups` (number of groups with a kept completion), `kept_fraction` (of completions) and, with lengths,
+        `kept_tokens_fraction`; `score_mean` and `score_max` over groups; `in_group_max` and `in_group_mean`, best and
+        mean reward of a group, as means over groups with a reward; `reward_std_spread` and `reward_variance_spread`,
+        standard deviation over mean of the groups' reward standard deviations (Table 8's predictor of the filter's
+        gain) and of their variances, 0 when the mean is 0; `zero_variance_fraction`; `dropped_all_best` and
+        `dropped_all_worst`, fractions of groups that were dropped because every completion had the best reward (too
+        easy) or the worst (too hard); and `dropped_all_same`, the fraction dropped for any other equal rewards.
 
     >>> rewards = torch.tensor([[1.0, 0.0], [1.0, 1.0], [0.0, 0.0], [0.0, 0.0]])
-    >>> metrics = selection_metrics(rewards, group_score(rewards), torch.tensor([True, False, False, False]))
+    >>> kept = torch.tensor([[True, True], [False, False], [False, False], [False, False]])
+    >>> metrics = selection_metrics(rewards, group_score(rewards), kept)
     >>> metrics["kept_fraction"], metrics["dropped_all_best"], metrics["dropped_all_worst"]
     (0.25, 0.25, 0.5)
     """
     rewards = _finite(rewards)
     valid = rewards[~rewards.isnan()]
     low, high = reward_range or ((valid.min().item(), valid.max().item()) if valid.numel() else (0.0, 0.0))
-    uniform = zero_variance(rewards)
-    dropped_uniform = ~kept & uniform
-    means = rewards.nanmean(dim=1)  # NaN, so neither best nor worst, where no completion could be scored
+    uniform, kept_groups = zero_variance(rewards), kept.any(dim=1)
+    dropped_uniform = ~kept_groups & uniform
+    means = rewards.nanmean(dim=1)  # NaN, so neither best nor worst, in a group without any score
     tells_best_from_worst = high - low > ZERO_STD
     variances = group_score(rewards, "reward_variance") if variances is None else variances
     all_best = dropped_uniform & (means >= high - ZERO_STD) & tells_best_from_worst
     all_worst = dropped_uniform & (means <= low + ZERO_STD) & tells_best_from_worst
-    return {
-        "kept_groups": float(kept.sum()),
+    metrics = {
+        "kept_groups": float(kept_groups.sum()),
         "kept_fraction": _fraction(kept),
         "score_mean": scores.mean().item(),
         "score_max": scores.max().item(),
@@ -239,6 +248,9 @@ def selection_metrics(
         "dropped_all_worst": _fraction(all_worst),
         "dropped_all_same": _fraction(dropped_uniform & ~all_best & ~all_worst),
     }
+    if lengths is not None:
+        metrics["kept_tokens_fraction"] = (lengths[kept].sum() / lengths.sum().clamp(min=1)).item()
+    return metrics
 
 
 def _spread(values: Tensor) -> float:
@@ -248,7 +260,7 @@ def _spread(values: Tensor) -> float:
 
 
 def _mean(values: Tensor) -> float:
-    """Over those that are finite; 0 where none is. (N,)."""
+    """Mean of the finite values; 0 without any. (N,)."""
     return values[values.isfinite()].mean().nan_to_num().item()
 
 
@@ -256,22 +268,7 @@ def _fraction(mask: Tensor) -> float:
     return float(mask.double().mean())
 
 
-def _prefix_length(ranked: Tensor, strategy: str, value: float, selection_eps: float, keep: str) -> int:
-    """How many of the candidates, in ranking order, are kept. Every strategy keeps a prefix of the ranking."""
-    if strategy == "none" or (strategy.startswith("top_p") and value >= 1):
-        return len(ranked)
-    if strategy == "top_p":
-        target = value * ranked.sum() - selection_eps
-        return _shortest_prefix(ranked, target) if target > 0 else 0
-    if strategy == "top_p_softmax":
-        return max(1, _shortest_prefix(ranked.softmax(dim=0), torch.tensor(value)))
-    if strategy == "top_k_abs":
-        return min(int(value), len(ranked))
-    threshold = value * ranked.max()
-    return int((ranked >= threshold if keep == "largest" else ranked <= threshold).sum())
-
-
-def _shortest_prefix(ranked: Tensor, target: Tensor) -> int:
+def shortest_prefix(ranked: Tensor, target: Tensor) -> int:
     """Length of the shortest prefix with a sum of at least `target`, up to rounding; 0 when no prefix reaches it."""
     reached = (ranked.cumsum(dim=0) >= target - 1e-12 * ranked.abs().sum()).nonzero()
     return int(reached[0]) + 1 if len(reached) else 0

@@ -1,17 +1,47 @@
 """What a person should read last: a line in place of a traceback, or below it, and not above it."""
 
-import sys
-from collections.abc import Callable
-from typing import Any
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
 
 
 class InputError(ValueError):
     """What was typed, or a file or a function that was named, cannot be used: a command says so in a line."""
 
 
-def tell_last(error: BaseException, message: str, log: Callable[[str], Any]) -> None:
-    """A line for whoever sees an error end a program: below its traceback, or logged before it in Python 3.10."""
-    if sys.version_info >= (3, 11):
-        error.add_note(message)
-    else:
-        log(message)
+class Stopped(KeyboardInterrupt):
+    """A signal by which a scheduler, a terminal or a person ends a program, to be cleaned up after like Ctrl-C."""
+
+    def __init__(self, number: int):
+        super().__init__(signal.Signals(number).name)
+        self.number = number
+
+    @property
+    def code(self) -> int:
+        """The exit status that a shell gives to a program that this signal has ended."""
+        return 128 + self.number
+
+
+@contextmanager
+def stopped_by_signals() -> Iterator[None]:
+    """Makes SIGTERM, SIGHUP and SIGUSR1, which would end the process at once, raise `Stopped`.
+
+    The first one does; after it they are ignored, as schedulers repeat them, until what it has interrupted is tidied
+    up. What already has a handler, or is ignored as `nohup` has it, stays.
+    """
+    names = [name for name in ("SIGTERM", "SIGHUP", "SIGUSR1") if hasattr(signal, name)]  # Windows has the first
+    ours = [number for name in names if signal.getsignal(number := getattr(signal, name)) is signal.SIG_DFL]
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        for one in ours:
+            signal.signal(one, signal.SIG_IGN)
+        raise Stopped(number)
+
+    for number in ours:
+        signal.signal(number, stop)
+    try:
+        yield
+    finally:
+        for number in ours:
+            signal.signal(number, signal.SIG_DFL)

@@ -99,7 +99,8 @@ def _without_secret(name: Any, item: Any) -> Any:
 
 
 def with_hidden_credentials(args: Any) -> Any:
-    """A trainer's own copy of its arguments, which has no credentials where it is saved, sent to trackers or shown.
+    """A trainer's arguments without credentials where they are saved, sent to trackers or shown. They share their
+    fields with the given ones, so that a setting that is changed in either counts.
 
     transformers writes all arguments to `training_args.bin` and to trackers, and masks only `hub_token`, for trackers.
     Whoever reads them in this process, such as a client of vLLM, gets them as they are. Arguments without credentials
@@ -111,10 +112,10 @@ def with_hidden_credentials(args: Any) -> Any:
     seen = _seen(args)
     if isinstance(args, _Hiding) or all(seen[name] is value for name, value in vars(args).items()):
         return args
-    args = copy.copy(args)
     kind: Any = type(args)  # mypy takes a class for unhashable
-    args.__class__ = _hiding(kind)
-    return args
+    shared = object.__new__(_hiding(kind))
+    shared.__dict__ = args.__dict__
+    return shared
 
 
 def _seen(args: Any) -> dict[str, Any]:

@@ -1,7 +1,7 @@
-"""Tells listeners what a trainer samples, before the update: the one place that rebinds methods of a live trainer.
+"""Events of a trainer's sampling, before the update, and the one function that rebinds methods of a live object.
 
-TRL has no callback event between sampling and update. Our trainers announce it themselves (`RolloutEvents.rollout`);
-on TRL's stock trainers `_generate_and_score_completions` is rebound once, however many listen.
+TRL has no callback event between sampling and update. Our trainers announce their rollouts (`RolloutEvents.rollout`);
+on TRL's stock trainers `_generate_and_score_completions` is rebound once, whatever the number of listeners.
 
     >>> listener = listen(trainer, on_rollout=lambda rollout: print(rollout.rewards.shape))  # doctest: +SKIP
     >>> listener.remove()  # doctest: +SKIP
@@ -28,7 +28,7 @@ _ATTRIBUTE = "_rollout_events"  # of a trainer: its `RolloutEvents`
 
 @dataclass(frozen=True)
 class LocalRollout:
-    """What one generation sampled on this process, as ids without padding, and the rewards of all processes.
+    """The completions of one generation on this process, as ids without padding, and the rewards of all processes.
 
     Args:
         prompt_ids: ids of the prompt of each row.
@@ -37,7 +37,7 @@ class LocalRollout:
         has_images: whether prompts came with images.
         rewards: (N, G) weighted reward sums of all processes; NaN where there is no finite one.
         inputs: the rows of the dataset, as the trainer was given them.
-        batch: what it made of them, before any row is dropped.
+        batch: the trainer's batch of these rows, before any is dropped.
     """
 
     prompt_ids: list[list[int]]
@@ -74,6 +74,20 @@ class Rollout:
         return self.rewards.shape[1]
 
 
+@dataclass(frozen=True)
+class Scored:
+    """The result of one call of `_calculate_rewards`.
+
+    Args:
+        rewards_per_func: (B, F) rewards by function over all processes, NaN where a function gave no number.
+        columns: by column, the values that reward functions logged in this call (TRL's `log_extra`) for this process's
+            rows; twice as many where two functions logged the same column.
+    """
+
+    rewards_per_func: Tensor
+    columns: Mapping[str, list[Any]]
+
+
 @runtime_checkable
 class NeedsRows(Protocol):
     """A rollout function that sees the dataset rows of each generation, once it is attached to a trainer."""
@@ -88,25 +102,26 @@ class NeedsRows(Protocol):
 
 @dataclass(eq=False)
 class Listener:
-    """Whom a trainer tells of its sampling; see `listen`."""
+    """A subscription to a trainer's sampling events; see `listen`."""
 
     events: RolloutEvents = field(repr=False)
     on_rows: Callable[[list[dict[str, Any]]], None] | None = None
-    on_generated: Callable[[int], None] | None = None
+    on_generated: Callable[[int, int], None] | None = None
     on_rollout: Callable[[LocalRollout], None] | None = None
+    on_pass: Callable[[int, int], None] | None = None
     aside: Callable[[], AbstractContextManager[None]] | None = None
 
     def remove(self) -> None:
-        """Hear of nothing any more."""
+        """Unsubscribe."""
         if self in self.events.listeners:
             self.events.listeners.remove(self)
 
 
 class RolloutEvents:
-    """What a trainer has sampled last, and who is told of it.
+    """The latest completions and rewards of a trainer, and the listeners to its sampling.
 
-    `_generate` and `_calculate_rewards` are rebound on the instance, outside of what subclasses make of them, so that
-    what is told is what they return.
+    `_generate` and `_calculate_rewards` are rebound on the instance, around the methods of subclasses, so that
+    listeners get the values that TRL gets.
 
     Args:
         trainer: TRL's GRPO or RLOO trainer, or a subclass.
@@ -123,8 +138,8 @@ class RolloutEvents:
                 raise TypeError(f"{type(trainer).__name__} has no {name}; allowed: GRPOTrainer, RLOOTrainer and kin.")
         self.trainer = trainer
         self.listeners: list[Listener] = []
-        self.rewards_per_func: Tensor | None = None  # (B, F) of the latest generation, over all processes
-        self._generated: Any = None  # what `_generate` returned
+        self.scored: Scored | None = None  # of the latest call of `_calculate_rewards`
+        self._generated: Any = None  # the latest result of `_generate`
         extend(trainer, "_generate", self._note_generated)
         extend(trainer, "_calculate_rewards", self._note_rewards)
         if not announces:
@@ -132,13 +147,13 @@ class RolloutEvents:
         setattr(trainer, _ATTRIBUTE, self)
 
     def rows(self, inputs: list[dict[str, Any]]) -> None:
-        """A generation for these rows of the dataset is about to begin, in training or evaluation."""
+        """Announce that a generation for these rows of the dataset begins, in training or evaluation."""
         for listener in list(self.listeners):
             if listener.on_rows is not None:
                 listener.on_rows(inputs)
 
     def rollout(self, inputs: list[dict[str, Any]], batch: Batch) -> None:
-        """A generation for training is complete, with the weights that sampled it and before any row is dropped."""
+        """Announce a complete generation for training, with the weights that sampled it, before any row is dropped."""
         interested = [one.on_rollout for one in self.listeners if one.on_rollout is not None]
         if not interested:
             return
@@ -164,16 +179,23 @@ class RolloutEvents:
     @property
     def group_rewards(self) -> Tensor:
         """(N, G) of the latest generation, see `group_rewards`."""
-        assert self.rewards_per_func is not None
-        return group_rewards(self.rewards_per_func, self.trainer.reward_weights, self.trainer.num_generations)
+        assert self.scored is not None  # a generation has been scored
+        per_func = self.scored.rewards_per_func
+        return group_rewards(per_func, self.trainer.reward_weights, self.trainer.num_generations)
 
     def generated(self, generated: Any) -> None:
-        """Completions were sampled for training, given as `_generate` returns them; those of a batch or others."""
+        """Announce completions that were sampled for training, in the form of a result of `_generate`."""
         counting = [one.on_generated for one in self.listeners if one.on_generated is not None]
         if counting:
-            tokens = self._tokens_written(generated)
+            tokens, completions = self._tokens_written(generated), len(generated[1])
             for tell in counting:
-                tell(tokens)
+                tell(tokens, completions)
+
+    def update_pass(self, computed: int, plain: int) -> None:
+        """Announce a pass over a generation; see `on_pass` of `listen`."""
+        for listener in self.listeners:
+            if listener.on_pass is not None:
+                listener.on_pass(computed, plain)
 
     def _note_generated(self, generate: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self._generated = generate(*args, **kwargs)
@@ -191,8 +213,12 @@ class RolloutEvents:
         return sum(int(sum(mask)) for mask in [*masks, *further])
 
     def _note_rewards(self, calculate: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
-        self.rewards_per_func = calculate(*args, **kwargs)
-        return self.rewards_per_func
+        pending = self.trainer._pending_extra_logs  # TRL moves it to its table of completions later
+        before = {column: len(values) for column, values in pending.items()}
+        rewards = calculate(*args, **kwargs)
+        logged = {column: list(values[before.get(column, 0) :]) for column, values in pending.items()}
+        self.scored = Scored(rewards, {column: values for column, values in logged.items() if values})
+        return rewards
 
     def _around_sampling(self, sample: Callable[[Any], Batch], inputs: Any) -> Batch:
         self.rows(inputs)
@@ -206,27 +232,30 @@ def listen(
     trainer: Any,
     *,
     on_rows: Callable[[list[dict[str, Any]]], None] | None = None,
-    on_generated: Callable[[int], None] | None = None,
+    on_generated: Callable[[int, int], None] | None = None,
     on_rollout: Callable[[LocalRollout], None] | None = None,
+    on_pass: Callable[[int, int], None] | None = None,
     aside: Callable[[], AbstractContextManager[None]] | None = None,
 ) -> Listener:
-    """Be told of a trainer's sampling, in the order in which listeners came, until `remove` is called.
+    """Subscribe to a trainer's sampling, until `remove` is called. Listeners are called in the order they subscribed.
 
     Args:
         trainer: TRL's GRPO or RLOO trainer, or a subclass.
         on_rows: takes this process's rows of the dataset before each generation, further rounds of dynamic sampling,
             pilots and evaluations included.
-        on_generated: takes the number of tokens that the model wrote on this process, after each generation for
-            training, further rounds of dynamic sampling and pilots included.
-        on_rollout: takes what was sampled for training, once a step's first prompts are scored and before any is
-            dropped; with pilots, the groups that were sampled whole.
-        aside: entered while others work in `on_rollout`: a clock of training stops in there.
+        on_generated: takes the numbers of tokens and of completions that the model wrote on this process, after each
+            generation for training, further rounds of dynamic sampling and pilots included.
+        on_rollout: takes the completions sampled for training, once a step's first prompts are scored and before any
+            is dropped; with pilots, the groups that were sampled whole.
+        on_pass: takes the padded positions that a pass over a generation computes, and the positions of plain TRL's
+            micro-batches of it, over all processes. Our trainers announce it.
+        aside: a context around `on_rollout` of all listeners: a clock of training stops inside.
 
     Raises:
         TypeError: for a trainer that does not sample completions.
     """
     events: RolloutEvents = getattr(trainer, _ATTRIBUTE, None) or RolloutEvents(trainer)
-    listener = Listener(events, on_rows, on_generated, on_rollout, aside)
+    listener = Listener(events, on_rows, on_generated, on_rollout, on_pass, aside)
     events.listeners.append(listener)
     return listener
 
@@ -289,10 +318,10 @@ def forget_in_row(trainer: Any, prefix: str) -> None:
 
 
 def extend(owner: Any, name: str, extension: Callable[..., Any]) -> Callable[[], None]:
-    """Call `extension(method, ...)` in place of a method of one object, whatever class it is of.
+    """Call `extension(method, ...)` in place of a method of one object, whatever its class.
 
     Returns:
-        What takes the extension off again; a call does nothing where another was put around it since.
+        A function that removes the extension; it does nothing once another extension was put around this one.
     """
     method = getattr(owner, name)
     bound = wraps(method)(partial(extension, method))

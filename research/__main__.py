@@ -89,7 +89,7 @@ def _main(args: list[str] | None) -> None:
         only: dict[str, list[str]] = {}
         for axis, level in (_pair(text, "only") for text in arguments.only):
             only.setdefault(axis, []).append(level)
-        jobs = queue(experiments, arguments.quick, arguments.scale, only, arguments.seeds)
+        planned = queue(experiments, arguments.quick, arguments.scale, only, arguments.seeds)
         if arguments.jobs < 1:
             raise ValueError(f"jobs must be at least 1, got {arguments.jobs}")
         if not arguments.limit > 0:
@@ -101,6 +101,11 @@ def _main(args: list[str] | None) -> None:
         check_folder(runs, "runs")
         for one in experiments:
             store.check(one, arguments.scale, arguments.quick)
+    done = store.done()
+    jobs = [job for job in planned if not job.planned.retired or job.planned.key in done]
+    if len(jobs) < len(planned):
+        gone = f"{len(planned) - len(jobs)} runs are left out: their settings no longer exist (`retired`)."
+        console.print(Text(gone), soft_wrap=True)
     do = {"run": _run, "status": _status, "analyse": _analyse, "list": _list}
     assert do.keys() == ACTIONS.keys()
     do[arguments.action](console, Asked(arguments, experiments, jobs, store, runs))

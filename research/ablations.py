@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from trl.trainer.rloo_trainer import RLOOTrainer
 
-from ragen2_trl.filtering import group_score, zero_variance
+from ragen2_trl.filtering import ROUNDING, group_score, shortest_prefix, zero_variance
 from ragen2_trl.trainers.selection import Groups, ScoreSelector, Selector
 
 QUARTERS = (1, 2, 3, 4)
@@ -74,7 +74,7 @@ def select_completions(rewards: Tensor, fraction: float = 0.5) -> Tensor:
     rewards = rewards.where(rewards.isfinite(), torch.nan)
     rewards = rewards.where(~rewards.isnan(), rewards.nanmean(dim=1, keepdim=True).nan_to_num())
     size = rewards.size(1)
-    number = min(size, max(2, int(fraction * size + 1e-9)))
+    number = min(size, max(2, int(fraction * size + ROUNDING)))
     order = rewards.argsort(dim=1, descending=True, stable=True)
     ends = torch.cat([order[:, : number - number // 2], order[:, size - number // 2 :]], dim=1)
     return torch.zeros(rewards.shape, dtype=torch.bool).scatter_(1, ends, True)
@@ -93,6 +93,68 @@ def draw_as_many(kept: Tensor, generator: torch.Generator) -> Tensor:
     drawn = torch.zeros(kept.numel(), dtype=torch.bool)
     drawn[torch.randperm(kept.numel(), generator=generator)[: int(kept.sum())]] = True
     return drawn.view(kept.shape)
+
+
+def select_by_softmax(scores: Tensor, value: float = 0.9, is_zero: Tensor | None = None) -> Tensor:
+    """The reference's other top-p: the shortest prefix of the ranking whose softmax probabilities sum to `value`.
+
+    The softmax runs over the candidates. Of equal scores the earlier group ranks higher.
+
+    Args:
+        scores: (N,) from `group_score`.
+        value: in (0, 1]; 1 keeps every candidate.
+        is_zero: (N,) bool, groups that are no candidates; by default every group is one.
+
+    Returns:
+        (N,) bool on the CPU, True = kept: at least one group, if there is a candidate.
+
+    Raises:
+        ValueError: for a value out of range.
+
+    >>> select_by_softmax(torch.tensor([0.0, 3.0, 1.0]), 0.9).tolist()
+    [False, True, True]
+    """
+    if not 0 < value <= 1:
+        raise ValueError(f"value={value!r} is out of range; allowed: 0 < value <= 1.")
+    candidates, ranked = _ranking(scores, is_zero)
+    length = max(1, shortest_prefix(ranked.softmax(dim=0), torch.tensor(value)))
+    return _mask(len(scores), candidates[: len(ranked) if value == 1 else length])
+
+
+def select_count(scores: Tensor, count: int, is_zero: Tensor | None = None) -> Tensor:
+    """A fixed number of groups: the `count` candidates with the highest scores, or all of them if there are fewer.
+
+    Of equal scores the earlier group ranks higher.
+
+    Args:
+        scores: (N,) from `group_score`.
+        count: a whole number, at least 1.
+        is_zero: (N,) bool, groups that are no candidates; by default every group is one.
+
+    Returns:
+        (N,) bool on the CPU, True = kept.
+
+    Raises:
+        ValueError: for a count out of range.
+
+    >>> select_count(torch.tensor([0.2, 0.3, 0.3, 0.3]), 2).tolist()
+    [False, True, True, False]
+    """
+    if count < 1 or int(count) != count:
+        raise ValueError(f"count={count!r} is out of range; allowed: a whole number >= 1.")
+    return _mask(len(scores), _ranking(scores, is_zero)[0][: int(count)])
+
+
+def _ranking(scores: Tensor, is_zero: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Indices of the candidates and their scores, from the highest score down."""
+    scores = scores.detach().cpu().double()
+    candidates = torch.arange(len(scores)) if is_zero is None else (~is_zero.cpu()).nonzero().squeeze(1)
+    ranked, order = scores[candidates].sort(descending=True, stable=True)
+    return candidates[order], ranked
+
+
+def _mask(size: int, indices: Tensor) -> Tensor:
+    return torch.zeros(size, dtype=torch.bool).index_fill_(0, indices, True)
 
 
 # Selectors
@@ -125,8 +187,26 @@ def as_many_at_random(groups: Groups, selector: Selector = ScoreSelector()) -> T
     return draw_as_many(selector(groups), groups.generator)
 
 
-smallest_half: Selector = ScoreSelector("top_k", 0.5, include_zero=True, keep="smallest")
-"""The half of the groups with the least reward variance: the reverse of what `top_k` at 0.5 keeps."""
+def top_p_softmax(groups: Groups, value: float = 0.9) -> Tensor:
+    """(N,) the shortest prefix of the groups with reward variance whose softmax probabilities sum to `value`."""
+    return select_by_softmax(group_score(groups.rewards), value, zero_variance(groups.rewards))
+
+
+def top_count(groups: Groups, count: int) -> Tensor:
+    """(N,) the `count` groups with the highest reward variance, or all groups that have any if these are fewer."""
+    return select_count(group_score(groups.rewards), count, zero_variance(groups.rewards))
+
+
+_half = partial(ScoreSelector, "top_k", 0.5, include_zero=True)
+"""Half of all groups, with and without reward variance (Table 9)."""
+
+largest_half: Selector = _half()
+smallest_half: Selector = _half(keep="smallest")
+half_by_reward_sum: Selector = _half("reward_sum")
+half_by_entropy: Selector = _half("entropy")
+half_by_entropy_variance: Selector = _half("entropy_variance")
+half_by_length: Selector = _half("length")
+half_at_random: Selector = _half("random")
 
 
 # Trainers

@@ -38,11 +38,13 @@ class PlannedRun:
         fields: Arguments of `ragen2-trl train` without the seed and what is the runner's.
         seed: Of the run.
         levels: Where it stands in the experiment's grid: axis -> level.
+        retired: Whether it has settings that no longer exist.
     """
 
     fields: Fields
     seed: int
     levels: dict[str, str]
+    retired: bool = False
 
     @cached_property
     def key(self) -> str:
@@ -97,6 +99,8 @@ class Experiment:
         level_files: Of levels that have files of settings besides, by scale: scale -> axis -> level -> files. They
             come after `base` and before all other settings, those of the last axis first.
         skip: Combinations of levels that are left out.
+        retired: Combinations of levels with settings that no longer exist. Their stored runs are analysed; none is
+            trained.
         quick: Settings on top of all others for a quick look, with the first seed alone.
         paper_scale: The same at full size.
         figures: What shows the claim, as `research.figures` reads it.
@@ -117,6 +121,7 @@ class Experiment:
     axes: dict[str, dict[str, Fields]] = field(default_factory=dict)
     level_files: Mapping[str, Mapping[str, Mapping[str, tuple[Path, ...]]]] = field(default_factory=dict)
     skip: tuple[dict[str, str], ...] = ()
+    retired: tuple[dict[str, str], ...] = ()
     quick: Fields = field(default_factory=dict)
     paper_scale: PaperScale | None = None
     figures: tuple[Mapping[str, Any], ...] = ()
@@ -155,7 +160,9 @@ class Experiment:
             for levels in product(*reversed(self.axes.values()))
         ]
         skip = (*self.skip, *(self.paper_scale.skip if scale == "paper" and self.paper_scale else ()))
-        grid = [levels for levels in grid if not any(left_out.items() <= levels.items() for left_out in skip)]
+        if quick or scale == "paper" or self.overrides:
+            skip += self.retired  # no such run is stored
+        grid = [levels for levels in grid if not _is_among(levels, skip)]
         seeds = self.seeds[:1] if quick else self.seeds
         last = [self.quick if quick else {}, self.overrides]
         settings = []
@@ -173,7 +180,11 @@ class Experiment:
                     "snr_pilot_generations beside it, since stored runs without it sampled whole groups; allowed: 0, "
                     "or how many are sampled first."
                 )
-        return [PlannedRun(one, seed, levels) for seed in seeds for levels, one in zip(grid, settings, strict=True)]
+        return [
+            PlannedRun(one, seed, levels, _is_among(levels, self.retired))
+            for seed in seeds
+            for levels, one in zip(grid, settings, strict=True)
+        ]
 
 
 def read_experiment(path: Path, overrides: Fields | None = None, above: tuple[Path, ...] = ()) -> Experiment:
@@ -190,7 +201,7 @@ def read_experiment(path: Path, overrides: Fields | None = None, above: tuple[Pa
     """
     read = _check_mapping(read_yaml(path), path, "")
     allowed = {one.name for one in fields(Experiment)} - {"path", "overrides", "others", "level_files"} | {"runs_of"}
-    own = ("axes", "base", "fields", "paper_scale", "quick", "seeds", "skip") if "runs_of" in read else ()
+    own = ("axes", "base", "fields", "paper_scale", "quick", "retired", "seeds", "skip") if "runs_of" in read else ()
     _check_names(read, allowed - set(own), path, "")
     required = ("id", "claim", "source", "seeds", "checks", "settings_fixed")
     _check_required(read, [name for name in required if name not in own], path, "")
@@ -239,7 +250,8 @@ def read_experiment(path: Path, overrides: Fields | None = None, above: tuple[Pa
         fields=_fields(read.get("fields", {}), path, "fields"),
         axes=axes,
         level_files=files,
-        skip=_skip(read, axes, path, "skip"),
+        skip=_combinations(read, axes, path, "skip"),
+        retired=_combinations(read, axes, path, "retired"),
         quick=_fields(read.get("quick", {}), path, "quick"),
         paper_scale=others[0].paper_scale if others else _paper_scale(read.get("paper_scale"), axes, path),
         figures=tuple(gridded("figures")),
@@ -294,11 +306,14 @@ def _fields(value: Any, path: Path, where: str) -> Fields:
     return with_warm_start(own, path)
 
 
-def _skip(read: Mapping[str, Any], axes: dict[str, dict[str, Fields]], path: Path, where: str) -> Any:
-    left_out = enumerate(_list_at(read, "skip", path))
-    return tuple(
-        _levels(_check_mapping(one, path, f"{where}[{n}]"), axes, path, f"{where}[{n}]") for n, one in left_out
-    )
+def _combinations(read: Mapping[str, Any], axes: dict[str, dict[str, Fields]], path: Path, where: str) -> Any:
+    """Combinations of levels, each of some axes or of all."""
+    listed = enumerate(_list_at(read, where.rpartition(".")[2], path))
+    return tuple(_levels(_check_mapping(one, path, f"{where}[{n}]"), axes, path, f"{where}[{n}]") for n, one in listed)
+
+
+def _is_among(levels: Mapping[str, str], combinations: Iterable[Mapping[str, str]]) -> bool:
+    return any(one.items() <= levels.items() for one in combinations)
 
 
 def _paper_scale(value: Any, axes: dict[str, dict[str, Fields]], path: Path) -> PaperScale | None:
@@ -315,7 +330,7 @@ def _paper_scale(value: Any, axes: dict[str, dict[str, Fields]], path: Path) -> 
         launch=launch,
         processes=read["processes"],
         fields=_fields(read.get("fields", {}), path, "paper_scale.fields"),
-        skip=_skip(read, axes, path, "paper_scale.skip"),
+        skip=_combinations(read, axes, path, "paper_scale.skip"),
     )
 
 

@@ -17,14 +17,13 @@ import shlex
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import IO, Any
+from typing import IO
 
 from ragen2_trl.record.files import HISTORY_FILE, read_json, write_private
 from research.commands import (
@@ -57,8 +56,6 @@ ONE_CORE = {
     "HF_HUB_DISABLE_TELEMETRY": "1",
 }
 WIDE = {"COLUMNS": "500"}  # what is said in one line is one in the log
-# Ctrl-C in a terminal is for this process, which then ends them.
-OWN_GROUP: dict[str, Any] = {"process_group": 0} if sys.version_info >= (3, 11) else {"preexec_fn": os.setpgrp}
 STEP = re.compile(r"step (\d+)/(\d+)")
 
 
@@ -377,7 +374,7 @@ def _process(command: Sequence[str], folder: Path, lock: IO[str], env: Mapping[s
             stderr=log,
             env={**os.environ, **WIDE, **env, "PYTHONPATH": _python_path()},
             pass_fds=[lock.fileno()],
-            **OWN_GROUP,
+            process_group=0,  # Ctrl-C in a terminal is for this process, which then ends them
         )
 
 

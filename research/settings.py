@@ -33,16 +33,27 @@ STORED_NAMES = {
     "drop, dynamic sampling": "drop, refill",
     "dynamic sampling and selection": "refill and selection",
 }
-SELECTOR = "snr_selector"
 PILOTS = "snr_pilot_generations"  # 0 was said by nobody before dynamic sampling had pilots by default
-STORED_SELECTORS: dict[str, Fields] = {
-    "research.ablations:first_quarter": {"snr_quartile": 1},
-    "research.ablations:second_quarter": {"snr_quartile": 2},
-    "research.ablations:third_quarter": {"snr_quartile": 3},
-    "research.ablations:fourth_quarter": {"snr_quartile": 4},
-    "research.ablations:best_and_worst": {"snr_level": "trajectory", "snr_include_zero": True},
-    "research.ablations:as_many_at_random": {"snr_keep": "random"},
-    "research.ablations:smallest_half": {"snr_strategy": "top_k", "snr_value": 0.5, "snr_keep": "smallest"},
+EVERY_GROUP: Fields = {"snr_strategy": "top_p", "snr_value": 1.0, "snr_include_zero": True}
+HALF: Fields = {"snr_strategy": "top_k", "snr_value": 0.5, "snr_include_zero": True}
+# Setting -> value -> the settings in its place in the store.
+STORED_VALUES: dict[str, dict[str, Fields]] = {
+    "snr_strategy": {"all": EVERY_GROUP, "nonzero": {"snr_strategy": "none"}},
+    "snr_selector": {
+        "research.ablations:first_quarter": {"snr_quartile": 1},
+        "research.ablations:second_quarter": {"snr_quartile": 2},
+        "research.ablations:third_quarter": {"snr_quartile": 3},
+        "research.ablations:fourth_quarter": {"snr_quartile": 4},
+        "research.ablations:best_and_worst": {"snr_level": "trajectory", "snr_include_zero": True},
+        "research.ablations:as_many_at_random": {"snr_keep": "random"},
+        "research.ablations:largest_half": HALF,
+        "research.ablations:smallest_half": {**HALF, "snr_keep": "smallest"},
+        "research.ablations:half_by_reward_sum": {**HALF, "snr_score": "reward_sum"},
+        "research.ablations:half_by_entropy": {**HALF, "snr_score": "entropy"},
+        "research.ablations:half_by_entropy_variance": {**HALF, "snr_score": "entropy_variance"},
+        "research.ablations:half_by_length": {**HALF, "snr_score": "length"},
+        "research.ablations:half_at_random": {**HALF, "snr_score": "random"},
+    },
 }
 
 
@@ -53,12 +64,18 @@ def as_stored(value: Any) -> Any:
     {'snr_refill_rounds': 2, 'snr_quartile': 1}
     >>> as_stored({"snr_refill_rounds": 2, "snr_pilot_generations": 0})
     {'snr_refill_rounds': 2}
+    >>> as_stored({"snr_strategy": "all", "snr_value": 0.9}) == as_stored({"snr_value": 1.0, "snr_include_zero": True})
+    True
     """
     if isinstance(value, Mapping):
-        selector = STORED_SELECTORS.get(str(value.get(SELECTOR)), {})
-        unsaid = {*([SELECTOR] if selector else []), *([PILOTS] if value.get(PILOTS) == 0 else [])}
+        stored = {name: of[str(value[name])] for name, of in STORED_VALUES.items() if str(value.get(name)) in of}
+        unsaid = {*stored, *([PILOTS] if value.get(PILOTS) == 0 else [])}
         left = {name: one for name, one in value.items() if name not in unsaid}
-        return {STORED_NAMES.get(name, name): as_stored(one) for name, one in left.items()} | selector
+        settings = {STORED_NAMES.get(name, name): as_stored(one) for name, one in left.items()}
+        for own in stored.values():
+            settings |= own
+        every_group = settings.get("snr_include_zero") is True and settings.get("snr_value") == 1.0
+        return {**EVERY_GROUP, **settings} if every_group else settings  # levels leave the strategy to their base
     if isinstance(value, list | tuple):
         return [as_stored(one) for one in value]
     return STORED_NAMES.get(value, value) if isinstance(value, str) else value

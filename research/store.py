@@ -9,7 +9,7 @@ import re
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -129,7 +129,7 @@ class Store:
             "wall_seconds": wall_seconds,
             "host_cores": os.cpu_count(),
             "versions": json.dumps(read_json(run_folder / VERSIONS, dict) or where_it_runs()),
-            "finished": datetime.now(timezone.utc).replace(microsecond=0),
+            "finished": datetime.now(UTC).replace(microsecond=0),
         }
         rows += sampled_weights(run_folder, max(step for step, _, _ in rows))
         steps, metrics, values = zip(*rows, strict=True)
@@ -161,7 +161,7 @@ class Store:
         path, then, now = self._record(experiment), self._recorded(experiment), record(experiment, scale, quick)
         if then is None:
             return
-        then, now = as_stored(then), as_stored(now)
+        then, now = (_with_zero_in_levels(as_stored(one)) for one in (then, now))
         if set(then["seeds"]) <= set(now["seeds"]) or experiment.others:  # theirs, which have been checked
             then["seeds"] = now["seeds"]
         asked = [question(check) for check in now["checks"]]
@@ -234,7 +234,7 @@ class Store:
         if "value" in schema.names:
             options |= {"use_dictionary": ["key", "metric"], "column_encoding": {"value": "BYTE_STREAM_SPLIT"}}
             options["column_encoding"]["step"] = "DELTA_BINARY_PACKED"
-        replace_whole(self.folder / name, lambda path: pq.write_table(whole, path, **options))
+        replace_whole(self.folder / name, lambda file: pq.write_table(whole, file, **options))
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
@@ -361,6 +361,17 @@ def _level_settings(experiment: Experiment, scale: str) -> dict[str, dict[str, F
             unset = [pattern for part in parts for pattern in part.get(UNSET, [])]
             found[axis][level] = merged(parts) | ({UNSET: unset} if unset else {})
     return found
+
+
+def _with_zero_in_levels(record: dict[str, Any]) -> dict[str, Any]:
+    """The same record with `snr_include_zero` in the levels of the first axis: selectors of levels say it today, and
+    one record says it of all runs."""
+    fields = dict(record["fields"])
+    if not record["axes"] or (include_zero := fields.pop("snr_include_zero", None)) is None:
+        return record
+    (axis, levels), *others = record["axes"].items()
+    levels = {level: {"snr_include_zero": include_zero, **own} for level, own in levels.items()}
+    return {**record, "fields": fields, "axes": {axis: levels, **dict(others)}}
 
 
 def _difference(then: Any, now: Any, where: str = "") -> tuple[str, str, str] | None:

@@ -104,7 +104,7 @@ ALGORITHMS = {
         SNRFilteredPPOConfig,
         SNRFilteredPPOTrainer,
         SNRFilteredPPOConfig,
-        without_filter={"snr_strategy": "none", "snr_include_zero": True},
+        without_filter={"snr_strategy": "all"},
     ),
 }
 GRPO, RLOO, PPO = ALGORITHMS.values()

@@ -5,8 +5,9 @@ import gc
 import logging
 import os
 import shutil
-from collections import Counter
+from collections import Counter, defaultdict
 from importlib.util import find_spec
+from itertools import combinations
 
 import pytest
 import torch
@@ -90,7 +91,31 @@ ABOUT_FIGURES = ("test_card", "test_docs", "test_hub", "test_report")
 WITHOUT_RECORD = ("test_hostile", "test_promises", "test_reference", "test_dynamic_sampling")
 
 
+def covering(rows: list[dict]) -> set[int]:
+    """Indices of rows that together hold each pair of values, of two columns, that occurs in any row.
+
+    The row with the most new pairs is taken next, and of several the first.
+    """
+    pairs_of = [set(combinations(row.items(), 2)) for row in rows]
+    missing, chosen = set().union(*pairs_of), set()
+    while missing:
+        best = max(range(len(rows)), key=lambda index: len(pairs_of[index] & missing))
+        chosen.add(best)
+        missing -= pairs_of[best]
+    return chosen
+
+
+@pytest.hookimpl(tryfirst=True)  # before `-m` reads the marks
 def pytest_collection_modifyitems(items):
+    products = defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("product"):
+            products[item.path, item.originalname].append(item)
+    for cases in products.values():
+        # Values need not be hashable, and are the same objects in each combination.
+        sample = covering([{name: id(value) for name, value in case.callspec.params.items()} for case in cases])
+        for index, case in enumerate(cases):
+            case.add_marker("slow" if index in sample else "full")
     items.sort(key=lambda item: item.path.stem not in LONG)
 
 
@@ -109,7 +134,7 @@ def no_figures_where_nobody_looks(request, monkeypatch):
 @pytest.fixture(autouse=True)
 def no_record_where_nobody_looks(request, monkeypatch):
     if request.path.stem.startswith(WITHOUT_RECORD):
-        monkeypatch.setattr("ragen2_trl.trainers.filtered.COMPANIONS", ())
+        monkeypatch.setattr("ragen2_trl.trainers.construction.COMPANIONS", ())
         monkeypatch.setattr("accelerate.utils.imports._is_package_available", is_package_available)
 
 
@@ -211,6 +236,6 @@ def assert_same_parameters(first: dict, second: dict) -> None:
     assert different == []
 
 
-def told_last(error: BaseException, caplog) -> list[str]:
-    """What stands below the traceback of an error, or in Python 3.10 in the log before it."""
-    return getattr(error, "__notes__", None) or [record.getMessage() for record in caplog.records]
+def told_last(error: BaseException) -> list[str]:
+    """What stands below the traceback of an error."""
+    return getattr(error, "__notes__", [])

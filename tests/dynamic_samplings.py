@@ -21,14 +21,14 @@ class Seen:
 
     def __init__(self, trainer):
         self.batches, self.asked = [], []
-        compute, sample = trainer._compute_loss, trainer._sample_and_score
+        compute, sample = trainer._compute_loss, trainer._sample_round
 
         def kept(model, inputs):
             self.batches.append({k: v.clone() for k, v in inputs.items() if isinstance(v, torch.Tensor)})
             return compute(model, inputs)
 
-        def asked(inputs):
+        def asked(inputs, number):
             self.asked.append([row["prompt"] for row in inputs])
-            return sample(inputs)
+            return sample(inputs, number)
 
-        trainer._compute_loss, trainer._sample_and_score = kept, asked
+        trainer._compute_loss, trainer._sample_round = kept, asked

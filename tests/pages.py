@@ -4,13 +4,15 @@ What is replaced in it is in `REPLACED`, `SMALL` and `load_dataset`.
 """
 
 import shlex
+from collections.abc import Callable
 from pathlib import Path
 
 import datasets
-import pytest
 from datasets import Dataset
 from markdown_it import MarkdownIt
+from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import GRPOConfig, RLOOConfig
+from trl.chat_template_utils import qwen3_template
 
 from ragen2_trl import SNRFilteredGRPOConfig, SNRFilteredPPOConfig
 from ragen2_trl.tiny import TINY_MODEL_PATH
@@ -107,9 +109,15 @@ def smaller(init):
     return init_small
 
 
-@pytest.fixture(name="small")
-def small_fixture(monkeypatch, tmp_path):
+def make_small(replace: Callable[[object, str, object], None]) -> None:
+    """Trainers take one small step, and data sets of the Hub have a few rows; `replace` is `setattr` or undoes it."""
     for config in CONFIGS:
-        monkeypatch.setattr(config, "__init__", smaller(config.__init__))
-    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    monkeypatch.chdir(tmp_path)
+        replace(config, "__init__", smaller(config.__init__))
+    replace(datasets, "load_dataset", load_dataset)
+
+
+def make_tool_model() -> None:
+    tokenizer = AutoTokenizer.from_pretrained(TINY_MODEL_PATH)
+    tokenizer.chat_template, tokenizer.response_template = TOOL_TEMPLATE, qwen3_template
+    tokenizer.save_pretrained("tool_model")
+    AutoModelForCausalLM.from_pretrained(TINY_MODEL_PATH).save_pretrained("tool_model")

@@ -6,7 +6,7 @@ from replay import GROUP_SIZE, REWARDS, Replay
 from trl import RLOOTrainer
 
 FIRST = 3  # so that a call that asks for one completion of a prompt asks for the rest
-PILOTS = {"snr_pilot_generations": FIRST, "snr_strategy": "none"}
+PILOTS = {"snr_pilot_generations": FIRST, "snr_strategy": "nonzero"}
 
 
 class PilotReplay(Replay):

@@ -60,14 +60,14 @@ class Player:
 
 def capture(trainer):
     """Batches as TRL made them, before any row is dropped."""
-    batches, sample = [], trainer._sample_and_score
+    batches, sample = [], trainer._sample_round
 
-    def seeing(inputs):
-        batch = sample(inputs)
+    def seeing(inputs, number):
+        batch = sample(inputs, number)
         batches.append((inputs, {key: batch[key] for key in batch}))
         return batch
 
-    trainer._sample_and_score = seeing
+    trainer._sample_round = seeing
     return batches
 
 

@@ -73,11 +73,11 @@ def test_numbers_on_the_card_are_those_of_the_uploaded_state(trained):
     assert all(result.verified is False and result.dataset_name == "bandit" for result in results.values())
     if type(trainer) is OURS:
         kept = [row["snr/kept_fraction"] for row in rows]
-        assert table["groups kept by the filter"][1] == f"{sum(kept[-2:]) / 2:.1%}"
+        assert table["completions kept"][1] == f"{sum(kept[-2:]) / 2:.1%}"
         saved = [1 - row["snr/update_compute_fraction"] for row in rows]
         assert table["update compute saved"][1] == f"{sum(saved[-2:]) / 2:.1%}"
     else:
-        assert "groups kept by the filter" not in table
+        assert "completions kept" not in table
 
 
 def test_the_card_says_how_the_run_was_made(trained):

@@ -174,15 +174,15 @@ def ended_by(error, at_step, policy_path, folder, **settings):
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), ZeroDivisionError("a reward")], ids=["interrupt", "error"])
-def test_a_training_that_ends_early_names_the_checkpoint_that_it_goes_on_from(error, policy_path, tmp_path, caplog):
+def test_a_training_that_ends_early_names_the_checkpoint_that_it_goes_on_from(error, policy_path, tmp_path):
     ended = ended_by(error, 2, policy_path, tmp_path / "run")
-    (told,) = [line for line in told_last(ended, caplog) if "resume_from_checkpoint=True" in line]
+    (told,) = [line for line in told_last(ended) if "resume_from_checkpoint=True" in line]
     assert "checkpoint-2" in told and "step 2" in told
 
 
 @pytest.mark.parametrize(("at_step", "settings"), [(0, {}), (1, {"save_strategy": "no"})])
-def test_an_error_names_no_checkpoint_where_the_run_has_none(at_step, settings, run, policy_path, tmp_path, caplog):
+def test_an_error_names_no_checkpoint_where_the_run_has_none(at_step, settings, run, policy_path, tmp_path):
     """Not one of an earlier run either, which a new one has not gone past its first step to replace."""
     folder = run("ours") if at_step == 0 else tmp_path / "new"
     ended = ended_by(ZeroDivisionError("a reward"), at_step, policy_path, folder, **settings)
-    assert not [line for line in told_last(ended, caplog) if "resume_from_checkpoint" in line]
+    assert not [line for line in told_last(ended) if "resume_from_checkpoint" in line]

@@ -1,4 +1,4 @@
-"""A run that begins with steps without signal: what it says, and that its log rows are whole."""
+"""A run that begins with steps without signal: what it says, and that it logs nothing of an update."""
 
 import logging
 
@@ -8,7 +8,6 @@ from algorithms import GRPO, for_each, replay_of
 from conftest import PROMPTS, assert_same_parameters, parameters_of
 from datasets import Dataset
 from lakes import CROSSING, answer, row
-from replay import REWARDS
 from trl import GRPOTrainer
 
 from ragen2_trl import SNRFilteredGRPOTrainer
@@ -98,17 +97,13 @@ def test_groups_of_one_reward_are_said_where_nothing_tells_whether_it_is_the_bes
 
 
 @for_each
-def test_rows_of_empty_steps_have_the_metrics_of_an_update(algorithm, policy_path, tmp_path):
+def test_rows_of_empty_steps_have_nothing_of_an_update(algorithm, policy_path, tmp_path):
     rewards = {prompt: [0.0] * 4 for prompt in PROMPTS}
     trainer = algorithm.make(policy_path, algorithm.args(tmp_path), replay_of(policy_path, rewards))
     trainer.train()
-    signal = algorithm.make(policy_path, algorithm.args(tmp_path, max_steps=1), replay_of(policy_path, REWARDS))
-    signal.train()
-    (whole,) = log_rows(signal)
+    assert trainer.state.log_history
     for row_ in log_rows(trainer):
-        assert {key for key in whole if "clip_ratio" in key or key == "entropy"} <= set(row_)
-        assert row_["entropy"] == pytest.approx(whole["entropy"], rel=0.2)  # of the same policy, on other rows
-        assert row_["clip_ratio/region_mean"] == 0.0
+        assert not {key for key in row_ if "clip_ratio" in key or key in ("entropy", "grad_norm")}
 
 
 @pytest.mark.parametrize("keeps_all", [False, True])
@@ -126,7 +121,7 @@ def test_rewards_that_are_none_at_first_do_not_stop_a_run(keeps_all, policy_path
         trainer.train()
         return trainer
 
-    neutral = {"snr_value": 1.0, "snr_include_zero": True} if keeps_all else {}
+    neutral = {"snr_strategy": "all"} if keeps_all else {}
     ours = train(SNRFilteredGRPOTrainer, **neutral)
     assert ours.state.global_step == 3
     assert log_rows(ours)[0]["snr/empty_steps"] == (0 if keeps_all else 1)

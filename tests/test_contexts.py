@@ -162,13 +162,13 @@ def trained(policy, tokenizer, make_args, kind, **settings):
         return outputs[-1]
 
     trainer.rollout_func = recorded
-    seeds, sample = [], trainer._sample_and_score
+    seeds, sample = [], trainer._sample_round
 
-    def with_seeds(inputs):
+    def with_seeds(inputs, number):
         seeds.append([row["seed"] for row in inputs])
-        return sample(inputs)
+        return sample(inputs, number)
 
-    trainer._sample_and_score = with_seeds
+    trainer._sample_round = with_seeds
     move_away(trainer.model)
     trainer.train()
     return trainer, recorder.gradients, outputs, seeds
@@ -179,7 +179,7 @@ def naive_gradient(trainer, output, seeds, loss_type, beta):
     rewards = torch.tensor(some_variance(seeds)).view(-1, GROUP)
     spread = rewards.std(dim=1, keepdim=True)
     advantages = ((rewards - rewards.mean(dim=1, keepdim=True)) / (spread + 1e-4)).flatten()
-    kept = trainer.latest_selection.kept.repeat_interleave(GROUP)
+    kept = trainer.latest_selection.kept.flatten()
     rows = []
     for number in kept.nonzero().flatten().tolist():
         first = {key: output[key][number] for key in ("prompt_ids", "completion_ids", "env_mask")}
@@ -218,7 +218,7 @@ LAYOUTS = {
         "steps_per_generation": 8,
         "max_steps": 2,
     },
-    "masked": {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 4, "snr_mode": "mask"},
+    "four micro-batches": {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 4},
     "two passes": {"per_device_train_batch_size": 16, "num_iterations": 2, "max_steps": 2},
 }
 
@@ -230,7 +230,7 @@ LAYOUTS = {
         ("memory", "grpo", "one micro-batch"),
         ("dropping", "dapo", "one micro-batch"),
         *[
-            pytest.param(kind, loss_type, layout, marks=pytest.mark.slow)
+            pytest.param(kind, loss_type, layout, marks=pytest.mark.product)
             for kind in KINDS
             for loss_type in ("dapo", "grpo", "dr_grpo")
             for layout in LAYOUTS
@@ -244,7 +244,7 @@ def test_the_update_is_grpo_on_every_sample_of_the_kept_episodes(
     trainer, gradients, outputs, seeds = trained(policy, tokenizer, make_args, kind, **settings)
     (output,) = outputs
     assert any(output[TURN_SAMPLES])
-    assert 0 < int(trainer.latest_selection.kept.sum()) < len(trainer.latest_selection.kept)
+    assert 0 < int(trainer.latest_selection.groups.sum()) < len(trainer.latest_selection.groups)
     expected = naive_gradient(trainer, output, seeds[0], loss_type, 0.1)
     assert_close(mean_gradient(gradients), expected)
 

@@ -23,12 +23,13 @@ class Naive:
     """Counts beside the callback: tokens by the masks of what is generated, positions in the loss's own forward."""
 
     def __init__(self, trainer):
-        self.sampled = self.positions = 0
+        self.sampled = self.completions = self.positions = 0
         generate, logps = trainer._generate_single_turn, trainer._get_per_token_logps_and_entropies
 
         def counted_generate(*args, **kwargs):
             generated = generate(*args, **kwargs)
             self.sampled += sum(len(ids) for ids in generated[0])
+            self.completions += len(generated[0])
             return generated
 
         def counted_logps(model, input_ids, *args, **kwargs):
@@ -43,7 +44,7 @@ class Naive:
     ("trainer_class", "settings"),
     [
         (SNRFilteredGRPOTrainer, {"snr_value": 0.5}),
-        (SNRFilteredGRPOTrainer, {"snr_strategy": "none", "snr_dynamic_sampling_rounds": 2}),
+        (SNRFilteredGRPOTrainer, {"snr_strategy": "nonzero", "snr_dynamic_sampling_rounds": 2}),
         (GRPOTrainer, {"snr": False}),
     ],
     ids=["filter", "dynamic sampling", "trl"],
@@ -57,7 +58,13 @@ def test_costs_are_those_of_a_naive_count(trainer_class, settings, policy_path, 
     trainer.train()
     last = rows_of(trainer)[-1]
     assert last["cost/sampled_tokens"] == naive.sampled > 0
+    assert last["cost/sampled_completions"] == naive.completions
+    assert last["cost/plain_completions"] == 3 * trainer.args.generation_batch_size <= naive.completions
     assert last["cost/update_tokens"] == naive.positions > 0
+    if trainer_class is GRPOTrainer:  # which announces no passes
+        assert "cost/update_positions" not in last
+    else:
+        assert last["cost/update_positions"] == naive.positions < last["cost/plain_update_positions"]
     size = sum(parameter.numel() for parameter in trainer.model.parameters())
     assert last["cost/update_flops"] == 6 * size * naive.positions
     assert last["cost/cpu_seconds"] > 0 and last["cost/seconds"] > 0
@@ -111,7 +118,7 @@ def test_a_resumed_run_goes_on_with_the_costs_of_its_checkpoint(policy_path, pro
     (before,) = [row for row in rows_of(begun) if row["step"] == 2]
     resumed = make("begun", max_steps=4)
     resumed.train(resume_from_checkpoint=str(tmp_path / "begun" / "checkpoint-2"))
-    for name in ("sampled_tokens", "update_tokens", "update_flops"):
+    for name in ("sampled_tokens", "sampled_completions", "update_positions", "update_tokens", "update_flops"):
         values = [[row[f"cost/{name}"] for row in rows_of(trainer)] for trainer in (whole, resumed)]
         assert values[0] == values[1] == sorted(values[0])
     assert rows_of(resumed)[2]["cost/cpu_seconds"] > before["cost/cpu_seconds"]

@@ -8,6 +8,7 @@ from diagnosed import messages, run, save
 from diagnosed import played_fixture as played_fixture
 
 from ragen2_trl.cli import diagnose
+from ragen2_trl.cli.arguments import DiagnoseArguments
 from ragen2_trl.cli.diagnose import beginning
 from ragen2_trl.cli.samples import read_completions
 from ragen2_trl.cli.typed import InputError
@@ -167,3 +168,27 @@ def test_completions_without_reasoning_are_not_measurable(played, tmp_path):
     path = save(tmp_path / "saved", 40, prompts, messages([""] * len(texts)))
     with pytest.raises(InputError, match="step 40 cannot be diagnosed"):
         run(tmp_path, completions=path)
+
+
+def test_completions_are_scored_by_the_model_that_is_named(tmp_path):
+    with pytest.raises(ValueError, match="model must be named for completions"):
+        DiagnoseArguments(completions="completions.parquet")
+    assert DiagnoseArguments().model == "tiny"
+
+
+def test_content_in_parts_is_read_as_its_text(tmp_path):
+    said = [
+        [{"role": role, "content": [{"type": "text", "text": "Go "}, {"type": "text", "text": "up."}]}]
+        for role in ("user", "assistant")
+    ]
+    (tmp_path / "parts.jsonl").write_text(json.dumps({"prompt": said[0], "completion": said[1]}))
+    (row,) = read_completions(tmp_path / "parts.jsonl")
+    assert [row[name][0]["content"] for name in ("prompt", "completion")] == ["Go up.", "Go up."]
+
+
+def test_half_of_a_surrogate_pair_is_named_with_file_and_line(tmp_path):
+    (tmp_path / "half.jsonl").write_text(
+        '{"prompt": "a", "completion": "b"}\n{"prompt": "a", "completion": "\\ud800"}\n'
+    )
+    with pytest.raises(ValueError, match=r"line 2 of half\.jsonl"):
+        read_completions(tmp_path / "half.jsonl")

@@ -2,12 +2,15 @@
 
 Every block of Python runs, those of a page one after the other with the same names, and a trainer that a block only
 makes is trained. What is replaced is in `pages.py`; nothing is in the guide to an environment of one's own, which is
-small as it stands. The page on reporting runs against a fake of the Hub.
+small as it stands. What only an extra brings cannot be imported (`core_only.py`), unless the page names that extra.
+The page on reporting runs against a fake of the Hub.
 """
 
 import io
 import json
 import re
+import subprocess
+import sys
 import threading
 import time
 from contextlib import redirect_stdout
@@ -15,18 +18,16 @@ from html import unescape
 from itertools import pairwise
 from pathlib import Path
 
+import core_only
 import pytest
 from conftest import need
+from core_only import named_extras
 from fake_hub import hub_fixture as hub_fixture
 from markdown_it import MarkdownIt
-from pages import AS_PRINTED, DOCS, ON_THE_HUB, PAGES, SERVED, TOOL_TEMPLATE, run_page, scripts
-from pages import small_fixture as small_fixture
-from transformers import AutoModelForCausalLM, AutoTokenizer
-from trl.chat_template_utils import qwen3_template
+from pages import DOCS, ON_THE_HUB, PAGES, SERVED, make_small, make_tool_model, run_page, scripts
 
 from ragen2_trl import cli
 from ragen2_trl.envs import make_env
-from ragen2_trl.tiny import TINY_MODEL_PATH
 
 pytestmark = pytest.mark.slow
 
@@ -34,36 +35,45 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture
-def tool_model(tmp_path):
-    tokenizer = AutoTokenizer.from_pretrained(TINY_MODEL_PATH)
-    tokenizer.chat_template, tokenizer.response_template = TOOL_TEMPLATE, qwen3_template
-    tokenizer.save_pretrained(tmp_path / "tool_model")
-    AutoModelForCausalLM.from_pretrained(TINY_MODEL_PATH).save_pretrained(tmp_path / "tool_model")
+def small(monkeypatch, tmp_path):
+    make_small(monkeypatch.setattr)
+    monkeypatch.chdir(tmp_path)
 
 
-IN_PROCESS = [page for page in PAGES if scripts(page) and page not in (AS_PRINTED, ON_THE_HUB, SERVED)]
+ALONE = [page for page in PAGES if scripts(page) and page not in (ON_THE_HUB, SERVED)]
+SANDBOXED = "environments/deepcoder.md"
+EXTRAS = [page for page in ALONE if named_extras([PAGES[page]])]
 
 
-@pytest.mark.parametrize(
-    "page", [page if "README" in page else pytest.param(page, marks=pytest.mark.slow) for page in IN_PROCESS]
-)
-def test_the_code_of_a_page_runs(page, small, tool_model):
-    names = run_page(page)
-    if "trainer" in names:
-        assert names["trainer"].state.global_step == 1
+def run_with_core(*pages: str) -> None:
+    done = subprocess.run([sys.executable, core_only.__file__, *pages], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
-def test_the_guide_to_an_environment_of_ones_own_runs_as_printed():
-    from ragen2_trl.envs import Environment
-
-    assert len(scripts(AS_PRINTED)) >= 8
-    names = run_page(AS_PRINTED)
-    assert issubclass(names["Sum"], Environment)
-    assert len(names["trainer"].state.log_history) > 0
+def test_the_code_of_every_page_runs_with_the_core_dependencies_alone():
+    run_with_core(*(page for page in ALONE if page not in (*EXTRAS, SANDBOXED)))
 
 
-def test_the_guide_to_a_server_runs(small, tool_model):
+@pytest.mark.needs("bubblewrap")
+def test_the_code_of_the_page_on_programs_runs_with_the_core_dependencies_alone():
+    run_with_core(SANDBOXED)
+
+
+@pytest.mark.parametrize("page", EXTRAS)
+def test_the_code_of_a_page_runs_with_the_extras_that_it_names(page):
+    run_with_core(page)
+
+
+def test_what_no_core_dependency_brings_cannot_be_imported_there():
+    code = "from core_only import *; block_others(distributions()); import math_verify, trl; import hypothesis"
+    folder = Path(core_only.__file__).parent
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=folder)
+    assert "import of hypothesis halted" in done.stderr
+
+
+def test_the_guide_to_a_server_runs(small):
     need("openenv")
+    make_tool_model()
     from ragen2_trl.openenv.server import make_server
 
     server = make_server(make_env("frozen_lake", multi_turn=True, protocol="tools"), port=0, num_tasks=1000)
@@ -84,7 +94,7 @@ def test_the_guide_to_a_server_runs(small, tool_model):
 def test_what_python_blocks_print_is_what_they_say_they_print(small):
     """A comment behind a `print` of numbers is its output."""
     checked = 0
-    for page in IN_PROCESS:
+    for page in ALONE:
         for script in scripts(page):
             said = re.findall(r"print\(.*\)  # (\[?\d.*)", script)
             if said:

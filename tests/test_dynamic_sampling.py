@@ -9,7 +9,7 @@ from replay import GROUP_SIZE, Replay
 
 from ragen2_trl import SNRFilteredGRPOTrainer
 from ragen2_trl.rollout_events import listen
-from ragen2_trl.trainers.dynamic_sampling import PromptStream, round_size
+from ragen2_trl.trainers.dynamic_sampling import round_size
 
 
 def train(policy_path, args, replay, prompts=WORDS):
@@ -26,7 +26,9 @@ def train(policy_path, args, replay, prompts=WORDS):
 
 @pytest.mark.parametrize("varied", [{0, 3}, {5}, {1, 2, 3, 4, 5, 6, 7}])
 def test_a_batch_is_filled_up_with_kept_groups(policy_path, make_args, varied):
-    args = make_args(per_device_train_batch_size=16, snr_dynamic_sampling_rounds=50, max_steps=2, snr_strategy="none")
+    args = make_args(
+        per_device_train_batch_size=16, snr_dynamic_sampling_rounds=50, max_steps=2, snr_strategy="nonzero"
+    )
     trainer = train(policy_path, args, replay_with(policy_path, varied))
     for row in rows_of(trainer):
         assert row["snr/trained_groups"] == 4
@@ -35,7 +37,9 @@ def test_a_batch_is_filled_up_with_kept_groups(policy_path, make_args, varied):
 
 
 def test_the_cap_trains_on_what_there_is(policy_path, make_args):
-    args = make_args(per_device_train_batch_size=16, snr_dynamic_sampling_rounds=1, max_steps=1, snr_strategy="none")
+    args = make_args(
+        per_device_train_batch_size=16, snr_dynamic_sampling_rounds=1, max_steps=1, snr_strategy="nonzero"
+    )
     trainer = train(policy_path, args, replay_with(policy_path, {5}))
     (row,) = rows_of(trainer)
     assert row["snr/sampling_rounds"] == 1
@@ -46,7 +50,9 @@ def test_the_cap_trains_on_what_there_is(policy_path, make_args):
 @pytest.mark.parametrize("varied", [{5}, {1, 2, 6}])
 def test_what_is_kept_is_a_share_of_all_that_a_step_sampled(varied, policy_path, make_args):
     """As TRL's reward in the same row is, and not of its first prompts alone."""
-    args = make_args(per_device_train_batch_size=16, snr_dynamic_sampling_rounds=3, max_steps=2, snr_strategy="none")
+    args = make_args(
+        per_device_train_batch_size=16, snr_dynamic_sampling_rounds=3, max_steps=2, snr_strategy="nonzero"
+    )
     rows = rows_of(train(policy_path, args, replay_with(policy_path, varied)))
     assert any(row["snr/sampling_rounds"] for row in rows)
     for row in rows:
@@ -60,7 +66,7 @@ def test_a_full_batch_needs_no_round_and_trains_as_without(policy_path, make_arg
     states = []
     for rounds in (0, 5):
         args = make_args(
-            per_device_train_batch_size=16, snr_dynamic_sampling_rounds=rounds, max_steps=3, snr_strategy="none"
+            per_device_train_batch_size=16, snr_dynamic_sampling_rounds=rounds, max_steps=3, snr_strategy="nonzero"
         )
         trainer = train(policy_path, args, replay)
         states.append(parameters_of(trainer))
@@ -75,7 +81,7 @@ def surplus_run(policy_path, make_args, **overrides):
         "per_device_train_batch_size": 16,
         "snr_dynamic_sampling_rounds": 20,
         "max_steps": 6,
-        "snr_strategy": "none",
+        "snr_strategy": "nonzero",
     }
     return make_args(**{**settings, **overrides}), replay_with(policy_path, {0, 3, 5})
 
@@ -121,21 +127,12 @@ def test_each_round_asks_for_whole_groups_of_prompts_from_the_dataset(policy_pat
         assert all(len(set(group)) == 1 and group[0] in WORDS for group in groups)
 
 
-def test_a_stream_of_prompts_meets_every_row_once_before_any_twice():
-    stream = PromptStream(num_rows=7, seed=1)
-    drawn = stream.draw(3) + stream.draw(11)
-    assert sorted(drawn[:7]) == sorted(drawn[7:]) == list(range(7))
-    assert drawn[:7] != drawn[7:]
-    assert PromptStream(7, seed=1, drawn=3).draw(11) == drawn[3:]
-    assert PromptStream(7, seed=2).draw(7) != drawn[:7]
-
-
 def test_a_round_is_as_large_as_the_kept_fraction_makes_it():
-    sizes = {"limit": 16, "group_size": 4, "num_processes": 1}
+    sizes = {"limit": 16, "unit": 4, "num_processes": 1}
     assert round_size(need=4, kept=8, sampled=16, **sizes) == 8
     assert round_size(need=8, kept=1, sampled=16, **sizes) == 16
     assert round_size(need=8, kept=0, sampled=16, **sizes) == 16
-    assert round_size(need=1, kept=16, sampled=16, limit=16, group_size=4, num_processes=3) == 3
+    assert round_size(need=1, kept=16, sampled=16, limit=16, unit=4, num_processes=3) == 3
 
 
 def test_datasets_without_rows_are_refused(policy_path, make_args):

@@ -339,3 +339,11 @@ def test_rows_that_are_no_evaluations_make_no_curve():
     rows += [{"step": 3, "eval/env/frozen_lake/success": 0.5}]
     rows += [{"step": 4, "eval/env/frozen_lake/success": "high"}, {"eval/env/a/b/success": 0.5}, {}]
     assert [point.step for point in curves_of(rows)["frozen_lake"].points] == [0]
+
+
+def test_the_best_weights_are_not_promised_where_a_sharded_checkpoint_has_none_to_load(tmp_path):
+    trainer = make(tmp_path, callback=None, save_strategy="steps", save_only_model=True)
+    EnvironmentEvalCallback(LAKE, trainer, **SMALL, load_best=True)  # whole weights can be loaded
+    trainer.is_fsdp_enabled = True
+    with pytest.raises(ValueError, match=r"load_best=True .*save_only_model=True"):
+        EnvironmentEvalCallback(LAKE, trainer, **SMALL, load_best=True)

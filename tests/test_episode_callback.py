@@ -1,5 +1,8 @@
 """Episodes that training keeps: what the model played, in whole groups, with the same parameters as without."""
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -119,3 +122,24 @@ def test_groups_that_lie_on_several_processes_come_together():
     assert [one.seed for one in joined] == [one.seed for one in [*whole, *other]]
     assert len(whole_groups(joined, 11)) == 8 and len(whole_groups(joined, 1)) == 4
     assert whole_groups([], 5) == []
+
+
+def test_episodes_that_cannot_be_written_do_not_end_the_training(policy, tokenizer, make_args, caplog):
+    args = multi_turn_args(make_args, max_steps=2)
+    trainer, _ = make_trainer(policy, tokenizer, args)
+    Player(trainer, tokenizer)
+    trainer.add_callback(EpisodeCallback(trainer, 1))
+    Path(args.output_dir).mkdir(parents=True, exist_ok=True)
+    (Path(args.output_dir) / "_episodes").write_text("no folder")
+    trainer.train()
+    assert trainer.state.global_step == 2 and "could not be written" in caplog.text
+
+
+def test_episodes_are_written_where_the_locale_cannot_say_the_folders_name(tmp_path):
+    code = (
+        "import sys; from pathlib import Path; from ragen2_trl.record.saved_episodes import save_episodes\n"
+        "save_episodes(Path(sys.argv[1]), [])"
+    )
+    ascii_only = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    subprocess.run([sys.executable, "-c", code, str(tmp_path / "földer")], check=True, env=ascii_only)
+    assert [path.suffix for path in sorted((tmp_path / "földer").iterdir())] == [".jsonl", ".parquet"]

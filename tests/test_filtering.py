@@ -12,10 +12,12 @@ from hypothesis import strategies as st
 from ragen2_trl.filtering import (
     SCORES,
     STRATEGIES,
+    ZERO_SCORE,
     group_score,
     select_groups,
     zero_variance,
 )
+from research.ablations import select_by_softmax, select_count
 
 # 324 selections made by the reference implementation's own functions, each by standard deviation and by variance.
 REFERENCE = json.loads((Path(__file__).parent / "data" / "ragen2_filter_vectors.json").read_text())
@@ -36,11 +38,15 @@ def indices(mask: torch.Tensor) -> list[int]:
 @pytest.mark.parametrize("number", range(len(REFERENCE)))
 def test_selection_agrees_with_the_reference(number: int, score: str):
     case = REFERENCE[number]
-    strategy = "top_p_softmax" if case["mode"] == "softmax" else case["strategy"]
+    strategy, value, include_zero = case["strategy"], case["value"], case["include_zero"]
     scores = group_score(torch.tensor(case["rewards"]), f"reward_{score}")
-    kept = indices(
-        select_groups(scores, strategy, case["value"], include_zero=case["include_zero"], selection_eps=case["eps"])
-    )
+    is_zero = None if include_zero else scores <= ZERO_SCORE
+    if case["mode"] == "softmax":
+        kept = indices(select_by_softmax(scores, value, is_zero))
+    elif strategy == "top_k_abs":
+        kept = indices(select_count(scores, value, is_zero))
+    else:
+        kept = indices(select_groups(scores, strategy, value, include_zero=include_zero, selection_eps=case["eps"]))
     expected = case[f"kept_by_{score}"]
     if (number, score) in FLOAT32_ROUNDING:
         assert kept == expected[:-1]
@@ -53,7 +59,7 @@ def test_selection_agrees_with_the_reference(number: int, score: str):
 
 
 def test_uniform_rewards_keep_no_group():
-    for strategy in STRATEGIES:
+    for strategy in set(STRATEGIES) - {"all"}:
         scores = group_score(torch.full((4, 8), 0.7))
         assert indices(select_groups(scores, strategy, 1, selection_eps=0.0)) == []
 
@@ -67,9 +73,9 @@ def test_float_noise_is_not_signal():
 
 @given(rewards_of_groups)
 def test_keeping_everything_keeps_everything(rewards):
-    for strategy in ("top_p", "top_p_softmax", "top_k"):
+    for strategy in ("top_p", "top_k", "nonzero"):
         assert select_groups(group_score(torch.tensor(rewards)), strategy, 1.0, include_zero=True).all()
-    assert select_groups(group_score(torch.tensor(rewards)), "none", include_zero=True).all()
+    assert select_groups(group_score(torch.tensor(rewards)), "all").all()
 
 
 @given(rewards_of_groups, st.sampled_from([0.1, 0.5, 0.9]))
@@ -88,7 +94,7 @@ def test_top_p_keeps_the_smallest_set_that_holds_the_mass(rewards, mass):
 def test_zero_variance_groups_are_never_candidates(rewards, kind):
     rewards = torch.tensor(rewards)
     scores = group_score(rewards, kind, lengths=rewards + 5, generator=torch.Generator().manual_seed(0))
-    kept = select_groups(scores, "none", is_zero=zero_variance(rewards))
+    kept = select_groups(scores, "nonzero", is_zero=zero_variance(rewards))
     assert kept.tolist() == (~zero_variance(rewards)).tolist()
 
 
@@ -99,8 +105,8 @@ def test_top_p_mass_below_the_slack_keeps_nothing():
 
 def test_ties_keep_the_earlier_group():
     scores = torch.tensor([0.2, 0.3, 0.3, 0.3])
-    assert indices(select_groups(scores, "top_k_abs", 2)) == [1, 2]
-    assert indices(select_groups(torch.tensor([0.3, 0.2, 0.2]), "top_k_abs", 1, keep="smallest")) == [1]
+    assert indices(select_groups(scores, "top_k", 0.5)) == [1, 2]
+    assert indices(select_groups(torch.tensor([0.3, 0.2, 0.2]), "top_k", 0.34, keep="smallest")) == [1]
 
 
 def test_keep_smallest_reverses_the_ranking():
@@ -165,7 +171,6 @@ def test_scores_name_the_input_they_miss(kind, missing):
         ({"keep": "both"}, ["keep", "both", "largest", "smallest"]),
         ({"strategy": "top_p", "value": 0.0}, ["value", "0.0", "0 < value <= 1"]),
         ({"strategy": "top_k", "value": 3}, ["value", "3", "0 < value <= 1"]),
-        ({"strategy": "top_k_abs", "value": 0.5}, ["value", "0.5", "whole number"]),
         ({"strategy": "min_p", "value": -1}, ["value", "-1", "0 <= value <= 1"]),
     ],
 )

@@ -18,7 +18,7 @@ from ragen2_trl.callbacks.gradient_snr import quantile_buckets, split_in_halves
 from ragen2_trl.filtering import group_score
 from ragen2_trl.rollout_events import listen
 
-OFF = {"snr_strategy": "none", "snr_include_zero": True}
+OFF = {"snr_strategy": "all"}
 # All 32 rows of the eight prompts in one optimizer step of four micro-batches.
 WHOLE_BATCH = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 4, "max_steps": 1}
 REGULARISED = {"beta": 0.5, "entropy_coef": 0.1}

@@ -2,6 +2,9 @@
 
 import json
 import math
+import os
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -75,7 +78,7 @@ def test_each_kind_of_failure_is_told_and_when(kind, completions):
 
 
 @pytest.mark.parametrize("completions", BATCHES)
-@pytest.mark.parametrize("runs", [60, pytest.param(1000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("runs", [60, pytest.param(1000, marks=pytest.mark.full)])
 def test_hardly_any_healthy_run_is_said_to_fail(completions, runs):
     accused = sum(any(alarm.failing for alarm in health(healthy(seed, completions))) for seed in range(runs))
     assert accused <= max(1, 0.01 * runs)
@@ -104,6 +107,17 @@ def test_length_and_entropy_alone_are_no_failure():
     rows = [{"step": step, "completions/mean_length": 100 if step < 50 else 400} for step in range(80)]
     assert [(alarm.kind, alarm.failing) for alarm in health(rows)] == [("length", False)]
     assert "failing" not in health(rows)[0].sentence
+
+
+@pytest.mark.parametrize("reward", [0.0, 0.1, 0.5, 1.0, -3.0])
+def test_a_reward_that_never_changes_is_no_fall(reward):
+    rows = [{"step": step, "reward": reward} for step in range(200)]
+    assert health(rows) == []
+
+
+def test_a_reward_that_is_constant_at_first_may_still_fall():
+    rows = [{"step": step, "reward": 0.5 if step < 60 else -0.5} for step in range(160)]
+    assert [(alarm.kind, alarm.failing) for alarm in health(rows)] == [("success", True)]
 
 
 def test_a_gradient_that_is_no_number_is_told():
@@ -199,3 +213,30 @@ def test_a_file_without_rows_is_refused_in_a_line(tmp_path, content):
     with pytest.raises(ValueError, match="odd") as refused:
         read_log(path)
     assert "\n" not in str(refused.value)
+
+
+def test_a_byte_order_mark_does_not_hide_a_log(tmp_path):
+    rows = [{"step": 1, "reward": 0.5}]
+    (tmp_path / "trainer_state.json").write_text(json.dumps({"log_history": rows}), encoding="utf-8-sig")
+    assert read_log(tmp_path / "trainer_state.json") == (rows, 0)
+
+
+def test_lines_of_json_are_rows_and_a_wrong_one_is_named(tmp_path):
+    rows = [{"step": step, "reward": 0.5} for step in range(3)]
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert read_log(path) == (rows, 0)
+    path.write_text(json.dumps(rows[0]) + "\n\n{nonsense\n")
+    with pytest.raises(ValueError, match=r"metrics\.jsonl.*line 3"):
+        read_log(path)
+
+
+def test_a_log_is_utf_8_whatever_the_locale_says(tmp_path):
+    (tmp_path / "trainer_state.json").write_text('{"log_history": [{"step": 1, "größe": 0.5}]}', encoding="utf-8")
+    code = (
+        "from pathlib import Path; from ragen2_trl.record.files import read_json\n"
+        "from ragen2_trl.record.logs import read_log\n"
+        f"path = Path({str(tmp_path / 'trainer_state.json')!r}); assert read_json(path, dict) and read_log(path)"
+    )
+    ascii_only = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    subprocess.run([sys.executable, "-c", code], check=True, env=ascii_only)

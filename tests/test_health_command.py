@@ -55,3 +55,12 @@ def test_a_key_without_a_signal_is_named(tmp_path, capsys):
     with pytest.raises(SystemExit):
         cli.main(["health", str(tmp_path / "a.log"), "--key", "x=nonsense"])
     assert "nonsense" in capsys.readouterr().err
+
+
+def test_a_runs_folder_is_read_as_report_reads_it(tmp_path, capsys):
+    rows = [{"step": step, "env/a/valid_rate": 0.98 if step < 50 else 0.6} for step in range(60)]
+    (tmp_path / "checkpoint-59").mkdir()
+    state = {"global_step": 59, "log_history": rows}
+    (tmp_path / "checkpoint-59" / "trainer_state.json").write_text(json.dumps(state))
+    cli.main(["health", str(tmp_path), "--completions", "128"])
+    assert "is failing" in " ".join(capsys.readouterr().out.split())

@@ -111,12 +111,11 @@ def test_losses_that_come_from_super_are_weighted(algorithm, settings, mixin, fa
     assert_close(gradient, {name: factor * of_kept for name, of_kept in plain.items()})
 
 
-@pytest.mark.parametrize("mode", ["drop", "mask"])
 @pytest.mark.parametrize(("first", "then"), [("dapo", "grpo"), slow("grpo", "dapo"), slow("dapo", "bnpo")])
-def test_the_loss_is_the_one_that_is_set_when_training_begins(first, then, mode, policy_path, tmp_path):
+def test_the_loss_is_the_one_that_is_set_when_training_begins(first, then, policy_path, tmp_path):
     """Scripts set `trainer.loss_type` after `__init__`."""
     recorder, replay = Recorder(), replay_of(policy_path, equal_lengths=True)
-    args = GRPO.args(tmp_path, loss_type=first, snr_mode=mode, **LAYOUT)
+    args = GRPO.args(tmp_path, loss_type=first, **LAYOUT)
     trainer = GRPO.make(policy_path, args, replay, callbacks=[recorder])
     move_away(trainer.model)
     trainer.loss_type = then
@@ -381,21 +380,6 @@ class ComputeLossOfItsOwn:
 
 
 OWN_LOSSES = {LossOfItsOwn: "_compute_loss", ComputeLossOfItsOwn: "compute_loss"}
-
-
-@pytest.mark.parametrize("mixin", OWN_LOSSES)
-@for_each
-def test_masks_cannot_weigh_a_loss_of_somebody_else(algorithm, mixin, policy_path, tmp_path):
-    said = rf"snr_mode='mask'.*{mixin.__name__}\.{OWN_LOSSES[mixin]};.*snr_mode='drop'"
-    at_construction(algorithm, [mixin], TypeError, said, policy_path, tmp_path, snr_mode="mask")
-    trainer_class = subclass(mixin, algorithm.trainer)
-    args = algorithm.args(tmp_path)
-    trainer = algorithm.make(policy_path, args, replay_of(policy_path), trainer_class=trainer_class)
-    trainer.args.snr_mode = "mask"  # nor from now on
-    start = parameters_of(trainer)
-    with pytest.raises(TypeError, match=said):
-        trainer.train()
-    assert_same_parameters(start, parameters_of(trainer))
 
 
 class RewardsOfItsOwn:

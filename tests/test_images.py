@@ -147,7 +147,6 @@ def test_prompts_with_and_without_images_train_together(family, layout, mixed, p
     assert set(kinds) == {True, False}
 
 
-@pytest.mark.distributed
 @pytest.mark.slow
 def test_a_process_with_images_trains_beside_one_without(policy_path, tmp_path):
     launch("images.py", 2, policy_path, tmp_path)

@@ -11,15 +11,26 @@ import pytest
 ROOT = Path(__file__).parent.parent
 
 # Which rooms a room may know, besides itself; "ragen2_trl" are the public names, the package's own `__init__`.
-CORE = {"filtering", "columns", "redaction", "names", "messages", "rollout_events", "trainers", "instrument"}
+CORE = {
+    "filtering",
+    "metrics",
+    "columns",
+    "redaction",
+    "names",
+    "messages",
+    "rollout_events",
+    "trainers",
+    "instrument",
+}
 MAY_KNOW = {
-    "filtering": set(),
+    "filtering": {"metrics"},
+    "metrics": set(),
     "columns": set(),
     "redaction": set(),
     "names": set(),
     "messages": set(),
-    "rollout_events": {"columns"},
-    "instrument": {"filtering", "columns"},
+    "rollout_events": {"columns", "metrics"},
+    "instrument": {"filtering", "columns", "metrics"},
     "trainers": CORE - {"instrument"},
     "envs": {"columns", "names", "messages"},
     "openenv": {"envs", "columns"},

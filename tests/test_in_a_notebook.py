@@ -13,7 +13,6 @@ from trl import GRPOTrainer
 from ragen2_trl import (
     GradientSNRCallback,
     MutualInformationCallback,
-    RewardVarianceStopCallback,
     SNRFilteredGRPOTrainer,
 )
 from ragen2_trl.callbacks.pooling import POOL_FILE
@@ -96,7 +95,6 @@ def test_a_callback_that_was_added_twice_measures_and_speaks_once(kind, policy_p
     trainer = kind(policy_path, length_reward, args, same)
     for every in (2, 1):  # the cell was run again with another setting
         trainer.add_callback(MutualInformationCallback(trainer, every=every, min_prompts=2))
-        trainer.add_callback(RewardVarianceStopCallback(trainer))
     with caplog.at_level(logging.WARNING):
         trainer.train()
     told = [record.getMessage() for record in caplog.records if "is not measured" in record.getMessage()]

@@ -163,7 +163,7 @@ def test_a_step_without_any_advantage_is_taken_as_trl_takes_it(algorithm, settin
     assert [share < 0.05 for share in computed] == [False, True, False, True]
     assert [row["grad_norm"] == 0 for row in rows_of(ours)] == [False, True, False, True]
     assert rows_of(ours)[-1]["snr/empty_steps"] == 0
-    left_out = trained(algorithm, policy_path, tmp_path, False, replay=FlatAtTimes, snr_strategy="none", **settings)
+    left_out = trained(algorithm, policy_path, tmp_path, False, replay=FlatAtTimes, snr_strategy="nonzero", **settings)
     assert largest_difference(ours, left_out) > 1e-6
 
 
@@ -300,7 +300,7 @@ def test_what_gives_rows_of_flat_groups_an_advantage_is_refused_as_nothing_would
 def test_ppo_is_refused_as_its_critic_learns_from_every_row(policy_path, tmp_path):
     with pytest.raises(ValueError, match=r"snr_strategy='lossless'.*critic"):
         PPO.args(tmp_path, **LOSSLESS)
-    everything = {"snr_strategy": "none", "snr_include_zero": True, "critic_lr": 1e-2, "max_steps": 1}
+    everything = {"snr_strategy": "all", "critic_lr": 1e-2, "max_steps": 1}
     args = PPO.args(tmp_path, **everything, per_device_train_batch_size=8)
     trainer = PPO.make(policy_path, args, replay_of(policy_path), WITHOUT_ADVANTAGE)
     before = trainer.model.critic.head.weight.detach().clone()
@@ -328,11 +328,9 @@ def test_load_balancing_of_experts_is_refused_as_it_acts_on_every_row(policy_pat
 @pytest.mark.parametrize(
     "settings",
     [
-        {"snr_mode": "mask"},
         {"snr_value": 0.5},
         {"snr_score": "random"},
         {"snr_score_reward": "score"},
-        {"snr_include_zero": True},
         {"snr_dynamic_sampling_rounds": 1},
         {"snr_prompt_selection": True},
         {"snr_selector": "ragen2_trl.filtering:zero_variance"},

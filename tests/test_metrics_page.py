@@ -1,7 +1,6 @@
-"""The reference of metrics, docs/metrics.md, leaves none out."""
+"""The registry of metrics leaves none out, and docs/metrics.md is made from it."""
 
 import re
-from pathlib import Path
 
 import pytest
 from conftest import RUN
@@ -14,30 +13,37 @@ from ragen2_trl import (
     CostCallback,
     GradientSNRCallback,
     MutualInformationCallback,
-    RewardVarianceStopCallback,
     SNRFilteredGRPOConfig,
     SNRFilteredGRPOTrainer,
     SNRFilteredPPOConfig,
     SNRFilteredPPOTrainer,
 )
+from ragen2_trl.instrument.health import KEYS
+from ragen2_trl.metrics import FAMILIES, METRICS, metric
+from scripts.make_metrics_page import PAGE, table, with_tables
 
-PAGE = Path(__file__).parents[1] / "docs" / "metrics.md"
+
+def test_the_committed_page_is_what_the_registry_generates():
+    page = PAGE.read_text(encoding="utf-8")
+    assert with_tables(page) == page
+    assert set(re.findall(r"<!-- metrics: (\w+) -->", page)) == {"shown", *FAMILIES}
 
 
-def documented() -> list[re.Pattern]:
-    """The keys in the first column of its tables, under each of the prefixes that the table's head names."""
-    keys, prefixes = [], [""]
-    for line in PAGE.read_text(encoding="utf-8").splitlines():
-        if not line.startswith("|"):
-            prefixes = [""]
-            continue
-        first = line.split("|")[1]
-        names = re.findall(r"`([^`]+)`", first)
-        if first.strip().startswith("key"):
-            prefixes = names or [""]
-        else:
-            keys += [prefix + name for prefix in prefixes for name in names]
-    return [re.compile(re.sub(r"<\w+>", "[^/]+", re.sub(r"([.@])", r"\\\1", key))) for key in keys]
+def test_no_key_is_two_metrics():
+    names = [re.sub(r"\{k\}", "1", one.name) for one in METRICS]
+    assert len(names) == len(set(names))
+    places = {"scope": "trajectory", "turn": "turn_1", "bucket": "all", "part": "task", "task": "lake", "bound": ""}
+    for one in METRICS:
+        assert metric(one.name.format(k=1, **places)) is one
+
+
+def test_health_watches_registered_metrics_only_and_all_that_the_registry_says():
+    ours = {key: name for key, name in KEYS.items() if metric(key) is not None}
+    told = {re.sub(r"\{\w+\}", "*", one.name).removesuffix("*"): one.health for one in METRICS if one.health}
+    told = {key if key in KEYS else key.replace("{bound}", ""): name for key, name in told.items()}
+    assert told.items() <= ours.items()
+    prefixes = ("snr/", "mi/", "env/", "eval/", "health/")
+    assert {key for key in KEYS if key.startswith(prefixes)} <= set(ours)
 
 
 def logged(trainer) -> set[str]:
@@ -67,15 +73,13 @@ def test_every_metric_that_is_logged_is_in_the_reference(
     args = config(**{**RUN, "output_dir": str(tmp_path), "max_steps": 3}, snr_prompt_selection=True, **settings)
     trainer = trainer_class(policy_path, length_reward, args, prompts)
     trainer.add_callback(MutualInformationCallback(trainer, every=1, min_prompts=3))
-    trainer.add_callback(RewardVarianceStopCallback(trainer, start_generations=1))
     trainer.add_callback(GradientSNRCallback(trainer, num_buckets=2))
     trainer.add_callback(CostCallback(trainer))
     trainer.train()
     ours = logged(trainer) - of_trl
     for key in ("mi/pooled_steps", "mi/regime/collapsed", "snr/predicted_variance", "cost/seconds", "grad/batch_norm"):
         assert key in ours
-    known = documented()
-    assert sorted(key for key in ours if not any(one.fullmatch(key) for one in known)) == []
+    assert sorted(key for key in ours if metric(key) is None) == []
 
 
 class Shown(TrainerCallback):
@@ -91,5 +95,4 @@ def test_what_is_shown_by_default_is_what_the_page_says(policy_path, prompts, tm
     trainer = SNRFilteredGRPOTrainer(policy_path, length_reward, args, prompts, callbacks=[shown := Shown()])
     trainer.add_callback(MutualInformationCallback(trainer, every=1, min_prompts=3))
     trainer.train()
-    table = PAGE.read_text(encoding="utf-8").partition("| shown by default |")[2].partition("\n\n")[0]
-    assert shown.keys == re.findall(r"`([^`]+)`", table)
+    assert shown.keys == re.findall(r"`([^`]+)`", table("shown"))

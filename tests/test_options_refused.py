@@ -13,7 +13,6 @@ SELECTOR = {"snr_selector": "ragen2_trl.filtering:zero_variance"}
         ({**SELECTOR, "snr_strategy": "top_k"}, ["snr_strategy='top_k'", "snr_selector=", "'top_p'"]),
         ({**SELECTOR, "snr_value": 0.5}, ["snr_value=0.5", "snr_selector=", "0.9"]),
         ({**SELECTOR, "snr_score": "length"}, ["snr_score='length'", "snr_selector=", "'reward_variance'"]),
-        ({**SELECTOR, "snr_include_zero": True}, ["snr_include_zero=True", "snr_selector=", "False"]),
         (
             {"snr_score": "length", "mask_truncated_completions": True},
             ["snr_score='length'", "mask_truncated_completions=True", "reward_variance"],
@@ -23,7 +22,14 @@ SELECTOR = {"snr_selector": "ragen2_trl.filtering:zero_variance"}
             {"snr_score": "reward_mean", "snr_strategy": "min_p", "snr_value": 0.1},
             ["snr_strategy='min_p'", "snr_score='reward_mean'", "top_k"],
         ),
-        ({"snr_mode": "soft"}, ["snr_mode='soft'", "drop", "mask"]),
+        *[
+            ({"snr_strategy": strategy, name: value}, [f"{name}={value!r}", f"snr_strategy={strategy!r}", allowed])
+            for strategy in ("all", "nonzero")
+            for name, value, allowed in (("snr_value", 0.5, "0.9"), ("snr_score", "length", "reward_variance"))
+        ],
+        ({"snr_strategy": "all", "snr_score_reward": "success"}, ["snr_score_reward='success'", "'all'"]),
+        ({"snr_strategy": "all", "snr_dynamic_sampling_rounds": 1}, ["snr_dynamic_sampling_rounds=1", "'all'"]),
+        ({"snr_strategy": "all", "snr_pilot_generations": 2}, ["snr_pilot_generations=2", "'all'"]),
     ],
 )
 def test_settings_that_leave_one_another_without_effect_are_refused_by_name(settings, parts, tmp_path):

@@ -4,6 +4,8 @@ import json
 import math
 import shutil
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from datasets import Dataset
@@ -14,6 +16,7 @@ from ragen2_trl.cli.evaluate import evaluate_model
 from ragen2_trl.cli.train import ALGORITHMS
 from ragen2_trl.cli.train import main as train
 from ragen2_trl.envs import DatasetEnvironment, make_env, own_data
+from ragen2_trl.envs.checks import check_text_or_messages
 from ragen2_trl.tiny import TINY_MODEL_PATH
 
 MODULE = """
@@ -273,10 +276,52 @@ def test_a_control_takes_the_recipe_and_leaves_the_filter_out(tmp_path, capsys, 
             seen.append(self.args)
 
     monkeypatch.setitem(ALGORITHMS, "trl_grpo", (Seen, config_class))
-    options = {"model": "tiny", "algo": "trl_grpo", "snr_value": 0.5, "snr_include_zero": True, "eval_prompts": 0}
+    options = {"model": "tiny", "algo": "trl_grpo", "snr_value": 0.5, "snr_verbose": True, "eval_prompts": 0}
     options |= {"output_dir": tmp_path / "run", "max_steps": 1, "num_prompts": 8, "figures": False}
     train([part for name, value in options.items() for part in (f"--{name}", str(value))])
     assert not [name for name in vars(seen[0]) if name.startswith("snr_")]
     assert not isinstance(seen[0], SNRFilteredGRPOConfig)
     told = capsys.readouterr()
-    assert "snr_value, snr_include_zero" in told.out
+    assert "snr_value, snr_verbose" in told.out
+
+
+PARTS = [{"role": "user", "content": [{"type": "text", "text": "Say "}, {"type": "text", "text": "7."}]}]
+
+
+def test_content_in_parts_is_the_text_of_the_parts():
+    env = DatasetEnvironment(
+        Dataset.from_list([{"prompt": PARTS, "answer": str(number)} for number in range(20)]), right
+    )
+    assert {one[0]["content"] for one in env.dataset(split="test")["prompt"]} == {"Say 7."}
+
+
+def test_a_command_takes_content_in_parts(here, capsys):
+    lines = [
+        json.dumps({"prompt": [{**PARTS[0], "content": [{"type": "text", "text": f"Say {n}."}]}], "answer": "7"})
+        for n in range(40)
+    ]
+    (here / "mine.jsonl").write_text("\n".join(lines))
+    typed = (
+        "--model tiny --dataset mine.jsonl --reward somebodys:digit --num_prompts 2 --num_samples 1 --max_new_tokens 4"
+    )
+    cli.main(["evaluate", *typed.split()])
+    assert "success" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("part", [{"type": "image"}, {"type": "text"}, {"type": "text", "text": 3}, "text"])
+def test_a_part_that_is_no_text_is_named_with_its_row(part):
+    prompt = [{"role": "user", "content": [part]}]
+    with pytest.raises(ValueError, match=r"prompt .* row 1"):
+        check_text_or_messages("prompt", prompt, "row 1")
+
+
+@pytest.mark.parametrize("name", ["mine.jsonl", "mine.parquet"])
+def test_text_that_is_no_utf_8_is_named_with_its_row(name, here):
+    if name.endswith("jsonl"):
+        (here / name).write_text('{"prompt": "fine"}\n{"prompt": "half \\ud800"}\n')
+    else:
+        prompts = pa.array([b"fine", b"half \xed\xa0\x80"]).view(pa.string())
+        pq.write_table(pa.table({"prompt": prompts}), here / name)
+    with pytest.raises(ValueError, match=r"row 1|line 2") as refused:
+        DatasetEnvironment(own_data.load_own_data(name)[0], right)
+    assert "prompt" in str(refused.value) or name in str(refused.value)

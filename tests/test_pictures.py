@@ -159,7 +159,7 @@ def test_the_recipe_of_pictures_trains_with_the_model_cut_down(name, model, proc
     settings = yaml.safe_load(recipe.read_text())
     rows = {"generation_batch_size": 8, "num_generations": 4, "per_device_train_batch_size": 4, "num_prompts": 8}
     settings |= {**rows, "gradient_accumulation_steps": 1, "max_steps": 2, "max_completion_length": 16}
-    settings |= {"use_cpu": True, "bf16": False, "dtype": "float32", "save_strategy": "no", "snr_include_zero": True}
+    settings |= {"use_cpu": True, "bf16": False, "dtype": "float32", "save_strategy": "no", "snr_strategy": "all"}
     settings |= {"model": str(tmp_path / "model"), "output_dir": str(tmp_path / "run")}
     (tmp_path / "cut.yaml").write_text(yaml.safe_dump(settings))
     train(["--config", str(tmp_path / "cut.yaml")])

@@ -26,7 +26,7 @@ from ragen2_trl.envs import make_env
 from ragen2_trl.rollout_events import listen
 from ragen2_trl.rollouts import TextRollout
 from ragen2_trl.trainers import pilots
-from ragen2_trl.trainers.checks import check_pilots, with_default_pilots
+from ragen2_trl.trainers.checks import check_pilots, pilots_of
 from ragen2_trl.trainers.posterior import RewardPosterior
 
 ALL = {**PILOTS, "per_device_train_batch_size": 32, "shuffle_dataset": False}  # all eight prompts in a generation
@@ -89,7 +89,7 @@ def test_no_round_samples_more_whole_groups_than_a_batch_has(algorithm, policy_p
 
     prompts = [f"dead {number}" for number in range(4)] + [f"{number}" for number in range(60)]
     settings = {"num_generations": 8, "per_device_train_batch_size": 32, "shuffle_dataset": False, "max_steps": 1}
-    settings |= {"snr_strategy": "none", "snr_pilot_generations": 2, "snr_dynamic_sampling_rounds": 1}
+    settings |= {"snr_strategy": "nonzero", "snr_pilot_generations": 2, "snr_dynamic_sampling_rounds": 1}
     trainer = algorithm.make(policy_path, algorithm.args(tmp_path, **settings), reward, prompts)
     trainer.train()
     groups = trainer.args.groups_per_generation
@@ -243,7 +243,7 @@ def test_a_number_out_of_range_is_named(make_args, given):
 
 
 FURTHER = {
-    **{"snr_strategy": "none", "snr_dynamic_sampling_rounds": 1, "num_generations": 16},
+    **{"snr_strategy": "nonzero", "snr_dynamic_sampling_rounds": 1, "num_generations": 16},
     "per_device_train_batch_size": 32,
 }
 
@@ -259,14 +259,13 @@ FURTHER = {
         ({**FURTHER, "snr_dynamic_sampling_rounds": 0}, 0),
         # What would choose otherwise than pilots do has whole groups to choose from.
         ({**FURTHER, "snr_strategy": "top_p"}, 0),
-        ({**FURTHER, "snr_include_zero": True}, 0),
         ({"snr_strategy": "lossless"}, 0),
     ],
 )
 def test_dynamic_sampling_of_large_groups_has_pilots_by_default(settings, pilots, policy_path, tmp_path):
     args = GRPO.args(tmp_path, **settings)
     trainer = GRPO.make(policy_path, args, no_reward, PROMPTS)
-    assert trainer.args.snr_pilot_generations == pilots
+    assert trainer.pilot_generations == pilots
     assert args.snr_pilot_generations == settings.get("snr_pilot_generations")  # another trainer has its own default
 
 
@@ -280,15 +279,15 @@ def test_completions_that_a_subclass_changes_are_not_looked_at_by_default(policy
             return super()._generate(prompts)
 
     args = GRPO.args(tmp_path, **FURTHER)
-    assert GRPO.make(policy_path, args, no_reward, PROMPTS, trainer_class=Cuts).args.snr_pilot_generations == 0
+    assert GRPO.make(policy_path, args, no_reward, PROMPTS, trainer_class=Cuts).pilot_generations == 0
 
 
 @pytest.mark.parametrize(("rows", "pilots"), [(16, 2), (8, 0)])
 def test_where_processes_share_groups_there_are_none_by_default(rows, pilots):
     shared = {"num_generations": 16, "per_device_train_batch_size": rows, "steps_per_generation": 1, "world_size": 2}
-    choice = {"snr_dynamic_sampling_rounds": 1, "keeps_all_signal": True, "snr_include_zero": False}
+    choice = {"snr_dynamic_sampling_rounds": 1, "keeps_every_varying_group": True}
     args = SimpleNamespace(snr_pilot_generations=None, **shared, **choice)
-    assert with_default_pilots(args, GRPO.trainer).snr_pilot_generations == pilots
+    assert pilots_of(args, GRPO.trainer) == pilots
 
 
 @for_each
@@ -308,11 +307,21 @@ def test_by_default_large_groups_are_looked_at_first(algorithm, policy_path, tmp
 
 
 def test_groups_on_two_processes_are_refused():
-    args = {"snr_pilot_generations": 2, "num_generations": 4, "steps_per_generation": 1}
+    args = {"num_generations": 4, "steps_per_generation": 1}
+
+    def check(rows, processes):
+        trainer = SimpleNamespace(
+            args=SimpleNamespace(**args, per_device_train_batch_size=rows),
+            accelerator=SimpleNamespace(num_processes=processes),
+            pilot_generations=2,
+            train_dataset=None,
+        )
+        check_pilots(trainer, None)
+
     with pytest.raises(ValueError, match=r"snr_pilot_generations=2 .* 6 .* num_generations=4"):
-        check_pilots(SimpleNamespace(**args, per_device_train_batch_size=6), 2)
-    check_pilots(SimpleNamespace(**args, per_device_train_batch_size=6), 1)
-    check_pilots(SimpleNamespace(**args, per_device_train_batch_size=8), 2)
+        check(6, 2)
+    check(6, 1)
+    check(8, 2)
 
 
 def test_episodes_of_several_samples_are_refused(policy, tokenizer, make_args):

@@ -19,14 +19,14 @@ def test_all_that_was_logged_has_a_panel_named_in_a_legend():
         ["reward", "success in training"],
         ["retrieval accuracy", "chance"],
         ["entropy"],
-        ["groups kept", "zero-variance groups", "update compute"],
+        ["completions kept", "zero-variance groups", "update compute"],
     ]
     assert [axes.get_ylabel() for axes in figure.axes] == ["reward", "fraction", "nats per token", "fraction"]
 
 
 def test_a_history_without_mutual_information_has_no_panel_of_it():
     figure = plot_training(history(25, None))
-    assert [legend(axes)[0] for axes in figure.axes] == ["reward", "entropy", "groups kept"]
+    assert [legend(axes)[0] for axes in figure.axes] == ["reward", "entropy", "completions kept"]
 
 
 def test_a_history_of_the_stock_trainer_shows_its_own_share_of_zero_variance_groups():
@@ -120,7 +120,7 @@ def test_rows_without_a_finite_value_are_left_out(value):
     reward, dependence, entropy, fractions = plot_training(rows).axes
     assert list(dependence.lines[0].get_xdata()) == [11, 21]
     assert 4 not in line(entropy, "entropy").get_xdata()
-    assert 5 not in line(fractions, "groups kept").get_xdata()
+    assert 5 not in line(fractions, "completions kept").get_xdata()
     assert 6 not in line(reward, "reward").get_xdata()
 
 
@@ -165,7 +165,7 @@ def test_what_runs_have_in_common_is_compared_in_a_panel_each():
         "reward": [140, 90, 40],  # as one run has no success
         "retrieval accuracy (dotted: chance)": [1, 131, 31],  # the first is chance, across the panel
         "entropy (nats per token)": [140, 90, 40],
-        "fraction of groups kept": [140, 40],
+        "fraction of completions kept": [140, 40],
     }
     assert [text.get_text() for text in figure.legends[0].get_texts()] == ["filtered", "stock", "plain"]
 
@@ -180,7 +180,7 @@ def test_a_run_has_the_same_look_in_every_panel_and_in_the_legend():
 def test_reward_is_compared_only_where_a_run_has_no_success():
     runs = {"a": history(20, None), "b": history(20, None)}
     titles = [axes.get_title(loc="left") for axes in plot_comparison(runs, dict.fromkeys(runs, "success")).axes]
-    assert titles == ["success", "entropy (nats per token)", "fraction of groups kept"]
+    assert titles == ["success", "entropy (nats per token)", "fraction of completions kept"]
     assert plot_comparison(runs, {}).axes[0].get_title(loc="left") == "reward"
 
 

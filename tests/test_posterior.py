@@ -11,7 +11,8 @@ import torch
 from trl.trainer.utils import RepeatSampler
 
 from ragen2_trl.trainers.posterior import RewardPosterior, evidence_of
-from ragen2_trl.trainers.prompt_selection import PromptSelection, SamplerStream, rank_correlation
+from ragen2_trl.trainers.prompt_selection import PromptSelection, rank_correlation
+from ragen2_trl.trainers.prompt_source import SamplerStream
 
 GROUP = 8
 ALONE = SimpleNamespace(num_processes=1, process_index=0)
@@ -25,7 +26,7 @@ def play(chosen, chances, steps, count, rng):
     """Draw, sample and learn, as a training run does; gives the rows of each step."""
     drawn = []
     for _ in range(steps):
-        drawn.append(chosen.draw(count))
+        drawn.append(chosen.draw_first(count))
         rewards = rng.random((count, GROUP)) < chances[drawn[-1]][:, None]
         chosen.learn(torch.tensor(rewards, dtype=torch.float))
     return drawn
@@ -145,7 +146,7 @@ def test_where_an_epoch_ends_during_a_step_each_prompt_is_drawn_once():
     for seed in range(20):
         chosen = selection(8, seed=seed)
         for _ in range(6):
-            assert len(set(chosen.draw(5))) == len(chosen.rows) == 5
+            assert len(set(chosen.draw_first(5))) == len(chosen.drawn) == 5
             chosen.learn(torch.tensor([[0.0, 1.0] * 4] * 5))
 
 
@@ -155,10 +156,10 @@ def test_a_step_that_draws_further_prompts_draws_others_while_there_are_some(cou
     for seed in range(20):
         chosen = selection(12, seed=seed)
         for _ in range(6):
-            drawn = chosen.draw(count)
+            drawn = chosen.draw_first(count)
             chosen.learn(torch.tensor([[0.0, 1.0] * 4] * count))
             while len(drawn) < 12:
-                further = chosen.draw_further(count)
+                further = chosen.draw(count)
                 chosen.learn(torch.tensor([[0.0, 1.0] * 4] * count))
                 assert len(further) == count
                 assert len({*drawn, *further}) == min(12, len(drawn) + count)
@@ -175,15 +176,15 @@ def test_fresh_prompts_pass_and_candidates_are_distinct():
     chosen, stream = selection(20), SamplerStream(20, 5, True)
     rewards = torch.tensor([[0.0, 1.0] * 4] * 6)
     for _ in range(3):
-        assert chosen.draw(6) == stream.draw(6)
+        assert chosen.draw_first(6) == stream.draw(6)
         chosen.learn(rewards)
     tail = stream.draw(2)
-    drawn = chosen.draw(6)  # two are left of the epoch, for four more places there are sixteen candidates
+    drawn = chosen.draw_first(6)  # two are left of the epoch, for four more places there are sixteen candidates
     assert drawn[:2] == tail and len(set(drawn)) == 6
     assert chosen.skipped == 12
     chosen.learn(rewards)
     for _ in range(20):
-        assert len(set(chosen.draw(6))) == 6
+        assert len(set(chosen.draw_first(6))) == 6
         chosen.learn(rewards)
 
 
@@ -195,7 +196,7 @@ def test_a_state_carries_everything():
     copy.load(chosen.state())
     rewards = torch.tensor(rng.random((8, GROUP)) < 0.5).float()
     for _ in range(6):
-        assert copy.draw(8) == chosen.draw(8)
+        assert copy.draw_first(8) == chosen.draw_first(8)
         copy.learn(rewards)
         chosen.learn(rewards)
         assert copy.metrics() == chosen.metrics()

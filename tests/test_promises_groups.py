@@ -109,7 +109,7 @@ def test_groups_are_scored_by_the_quantity_that_is_named(algorithm, settings, po
 
 @for_each
 def test_random_scores_choose_among_the_groups_with_signal(algorithm, policy_path, tmp_path):
-    settings = {**ONE_STEP, "snr_score": "random", "snr_strategy": "top_k_abs", "snr_value": 2, "max_steps": 2}
+    settings = {**ONE_STEP, "snr_score": "random", "snr_strategy": "top_k", "snr_value": 0.25, "max_steps": 2}
     trainer = algorithm.make(policy_path, algorithm.args(tmp_path, **settings), replay_of(policy_path))
     trainer.train()
     first, second = log_rows(trainer)
@@ -137,7 +137,7 @@ class OnceInfinite(Replay):
 
 @for_each
 def test_completions_without_a_reward_are_left_out_of_the_scores(algorithm, policy_path, tmp_path):
-    args = algorithm.args(tmp_path, snr_strategy="none", **ONE_STEP)
+    args = algorithm.args(tmp_path, snr_strategy="nonzero", **ONE_STEP)
     trainer = algorithm.make(policy_path, args, WithoutSome(replay_of(policy_path).tokenizer, REWARDS))
     trainer.train()
     row = log_rows(trainer)[0]
@@ -148,7 +148,7 @@ def test_completions_without_a_reward_are_left_out_of_the_scores(algorithm, poli
 
 @for_each
 def test_an_infinite_reward_neither_spoils_the_batch_nor_the_range_of_rewards(algorithm, policy_path, tmp_path):
-    args = algorithm.args(tmp_path, snr_strategy="none", **ONE_STEP)
+    args = algorithm.args(tmp_path, snr_strategy="nonzero", **ONE_STEP)
     trainer = algorithm.make(policy_path, args, OnceInfinite(replay_of(policy_path).tokenizer, REWARDS))
     trainer.train()
     row = log_rows(trainer)[0]

@@ -4,9 +4,8 @@ import logging
 
 import pytest
 import torch
-from algorithms import GRPO, PPO, for_each, replay_of, slow
+from algorithms import GRPO, for_each, replay_of, slow
 from replay import REWARDS
-from transformers import TrainerCallback
 
 METRICS = {
     "kept_groups",
@@ -32,43 +31,22 @@ def log_rows(trainer) -> list[dict]:
 
 
 @pytest.mark.parametrize("steps_per_generation", [slow(2), 4])
-@pytest.mark.parametrize("mode", ["drop", slow("mask")])
 @for_each
-def test_nothing_hides(algorithm, mode, steps_per_generation, policy_path, tmp_path):
+def test_nothing_hides(algorithm, steps_per_generation, policy_path, tmp_path):
     """In steps that reuse completions of an earlier generation, too."""
     layout = {"gradient_accumulation_steps": 2, "steps_per_generation": steps_per_generation, "max_steps": 4}
-    trainer = algorithm.make(policy_path, algorithm.args(tmp_path, snr_mode=mode, **layout), replay_of(policy_path))
+    trainer = algorithm.make(policy_path, algorithm.args(tmp_path, **layout), replay_of(policy_path))
     trainer.train()
     assert len(log_rows(trainer)) == 4
     for row in log_rows(trainer):
         assert {key for key in row if key.startswith("snr/")} == {f"snr/{name}" for name in METRICS}
 
 
-class Averaged(TrainerCallback):
-    """What TRL will average for the entropy of a log row."""
-
-    def on_step_end(self, args, state, control, **kwargs):
-        self.entropies = list(self.trainer._metrics["train"]["entropy"])
-
-
-@pytest.mark.parametrize("algorithm", [GRPO, pytest.param(PPO, marks=pytest.mark.slow)], ids=lambda one: one.name)
-def test_a_masked_row_adds_no_zero_to_what_is_logged_of_the_update(algorithm, policy_path, tmp_path):
-    """One row a micro-batch, of which half are kept: means over no token are none."""
-    layout = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 32, "steps_per_generation": 32}
-    args = algorithm.args(tmp_path, snr_mode="mask", max_steps=1, **layout)
-    trainer = algorithm.make(policy_path, args, replay_of(policy_path), callbacks=[averaged := Averaged()])
-    averaged.trainer = trainer
-    trainer.train()
-    assert len(averaged.entropies) == 16 and min(averaged.entropies) > 0
-    (row,) = log_rows(trainer)
-    assert row["entropy"] == pytest.approx(sum(averaged.entropies) / 16)
-
-
 @for_each
 def test_a_further_run_may_begin_with_what_an_earlier_one_sampled(algorithm, policy_path, tmp_path):
     """As in a notebook, whose cell runs again after it ended amid a generation of which nothing was dropped."""
     layout = {"gradient_accumulation_steps": 1, "steps_per_generation": 4, "max_steps": 3}
-    args = algorithm.args(tmp_path, snr_strategy="none", snr_include_zero=True, **layout)
+    args = algorithm.args(tmp_path, snr_strategy="all", **layout)
     trainer = algorithm.make(policy_path, args, replay_of(policy_path))
     trainer.train()
     trainer.train()
@@ -108,10 +86,8 @@ def test_metrics_describe_the_selection(algorithm, policy_path, tmp_path):
     ("settings", "warnings"),
     [
         ({}, 1),
-        ({"snr_strategy": "none"}, 1),  # drops what has no signal
-        ({"snr_include_zero": True}, 1),
-        ({"snr_strategy": "none", "snr_include_zero": True}, 0),
-        ({"snr_value": 1.0, "snr_include_zero": True}, 0),
+        ({"snr_strategy": "nonzero"}, 1),  # drops what has no signal
+        ({"snr_strategy": "all"}, 0),
     ],
 )
 @for_each

@@ -8,7 +8,7 @@ from replay import move_away
 from transformers import TrainerCallback
 from trl import GRPOTrainer
 
-NEUTRAL = {"snr_value": 1.0, "snr_include_zero": True}
+NEUTRAL = {"snr_strategy": "all"}
 LAYOUTS = {
     "iterations": {"num_iterations": 2, "gradient_accumulation_steps": 2, "mask_truncated_completions": ENDS},
     "steps": {"steps_per_generation": 2, "gradient_accumulation_steps": 1, "pad_to_multiple_of": 8},

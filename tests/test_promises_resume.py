@@ -92,7 +92,7 @@ MORE = {
     "the smallest half": {"selector": smallest_half},
     "amid two iterations": AMID_ITERATIONS,
     "windows out of step": OUT_OF_STEP,
-    "mask": {"snr_mode": "mask", "num_iterations": 2},
+    "two iterations": {"num_iterations": 2},
     "second epoch": {"gradient_accumulation_steps": 4, "save_steps": 2},
     "adapter": LORA,
 }
@@ -128,6 +128,4 @@ def test_another_accumulation_samples_the_generation_batch_in_progress_anew(poli
     with caplog.at_level("WARNING"):
         resumed = trained("resumed", 2, str(tmp_path / "whole" / "checkpoint-2"))
     assert resumed.state.global_step == 4
-    assert (
-        "the generation batch in progress and groups that wait for the next, if any, are sampled again" in caplog.text
-    )
+    assert "the generation batch in progress and surplus groups, if any, are sampled again" in caplog.text

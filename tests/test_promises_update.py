@@ -72,39 +72,26 @@ def test_every_term_is_that_of_the_kept_groups(algorithm, settings, policy_path,
     assert_update(algorithm, settings, LAYOUTS["four micro-batches"], policy_path, tmp_path)
 
 
-@cases(
-    slow=("grpo-bonus", "ppo-shared"),
-    grpo=TERMS["grpo"],
-    rloo={"normalised": TERMS["rloo"]["normalised"]},
-    ppo={name: TERMS["ppo"][name] for name in ("shared", "separate")},
-)
-def test_a_masked_update_is_the_plain_one_on_the_kept_groups(algorithm, settings, policy_path, tmp_path):
-    assert_update(algorithm, settings, LAYOUTS["four rows per device"], policy_path, tmp_path, snr_mode="mask")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("mode", ["drop", "mask"])
+@pytest.mark.product
 @pytest.mark.parametrize("layout", LAYOUTS)
 @cases(**TERMS)
-def test_every_term_in_every_layout_and_mode(algorithm, settings, layout, mode, policy_path, tmp_path):
-    assert_update(algorithm, settings, LAYOUTS[layout], policy_path, tmp_path, snr_mode=mode)
+def test_every_term_in_every_layout(algorithm, settings, layout, policy_path, tmp_path):
+    assert_update(algorithm, settings, LAYOUTS[layout], policy_path, tmp_path)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("mode", ["drop", "mask"])
+@pytest.mark.product
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("loss_type", LOSSES)
-def test_every_loss_of_grpo_in_every_layout_and_mode(loss_type, layout, mode, policy_path, tmp_path):
-    bonus = 0.02 if mode == "drop" or loss_type in ("dapo", "cispo", "vespo", "bnpo") else 0.0
-    settings = {"loss_type": loss_type, "beta": 0.1, "entropy_coef": bonus}
-    assert_update(GRPO, settings, LAYOUTS[layout], policy_path, tmp_path, snr_mode=mode)
+def test_every_loss_of_grpo_in_every_layout(loss_type, layout, policy_path, tmp_path):
+    settings = {"loss_type": loss_type, "beta": 0.1, "entropy_coef": 0.02}
+    assert_update(GRPO, settings, LAYOUTS[layout], policy_path, tmp_path)
 
 
 # In step and out of step with the optimizer's windows (4 and 6 of 8 micro-steps)
 ITERATIONS = {4: {"num_iterations": 2, "max_steps": 4}, 6: {"num_iterations": 3, "max_steps": 4}}
 
 
-def assert_iterations(algorithm, settings, accumulation, mode, policy_path, tmp_path):
+def assert_iterations(algorithm, settings, accumulation, policy_path, tmp_path):
     settings = {"beta": 0.1, **settings}
     equal_lengths = need_equal_lengths(settings)
     args = algorithm.args(
@@ -112,7 +99,6 @@ def assert_iterations(algorithm, settings, accumulation, mode, policy_path, tmp_
         per_device_train_batch_size=4,
         gradient_accumulation_steps=accumulation,
         steps_per_generation=8,
-        snr_mode=mode,
         **ITERATIONS[accumulation],
         **STILL,
         **settings,
@@ -125,37 +111,33 @@ def assert_iterations(algorithm, settings, accumulation, mode, policy_path, tmp_
         assert_close(mean_gradient(filtered[:2]), mean_gradient(filtered[2:]))
 
 
-@pytest.mark.parametrize("mode", ["drop", slow("mask")])
 @for_each
-def test_every_iteration_over_a_generation_batch_is_exact(algorithm, mode, policy_path, tmp_path):
+def test_every_iteration_over_a_generation_batch_is_exact(algorithm, policy_path, tmp_path):
     settings = {"critic_lr": 0.0} if algorithm.name == "ppo" else {}
-    assert_iterations(algorithm, settings, 4, mode, policy_path, tmp_path)
+    assert_iterations(algorithm, settings, 4, policy_path, tmp_path)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["drop", "mask"])
 @for_each
-def test_iterations_out_of_step_with_the_optimizer_are_exact(algorithm, mode, policy_path, tmp_path):
+def test_iterations_out_of_step_with_the_optimizer_are_exact(algorithm, policy_path, tmp_path):
     settings = {"critic_lr": 0.0} if algorithm.name == "ppo" else {}
-    assert_iterations(algorithm, settings, 6, mode, policy_path, tmp_path)
+    assert_iterations(algorithm, settings, 6, policy_path, tmp_path)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("mode", ["drop", "mask"])
+@pytest.mark.product
 @pytest.mark.parametrize("accumulation", ITERATIONS)
 @pytest.mark.parametrize("loss_type", LOSSES)
-def test_every_iteration_is_exact_for_every_loss(loss_type, accumulation, mode, policy_path, tmp_path):
-    assert_iterations(GRPO, {"loss_type": loss_type}, accumulation, mode, policy_path, tmp_path)
+def test_every_iteration_is_exact_for_every_loss(loss_type, accumulation, policy_path, tmp_path):
+    assert_iterations(GRPO, {"loss_type": loss_type}, accumulation, policy_path, tmp_path)
 
 
-@pytest.mark.parametrize("mode", ["drop", slow("mask")])
 @cases(
     slow=("grpo-grpo", "grpo-dr_grpo"),
     grpo={loss_type: {"loss_type": loss_type} for loss_type in ("grpo", "dapo", "dr_grpo")},
     rloo={"normalised": {"normalize_advantages": True}},
     ppo={"shared": {"critic_lr": 0.0}},
 )
-def test_generation_batches_of_one_step_weigh_the_same(algorithm, settings, mode, policy_path, tmp_path):
+def test_generation_batches_of_one_step_weigh_the_same(algorithm, settings, policy_path, tmp_path):
     """One optimizer step over two generation batches: the mean of what is computed on the kept groups of each."""
     args = algorithm.args(
         tmp_path,
@@ -163,8 +145,7 @@ def test_generation_batches_of_one_step_weigh_the_same(algorithm, settings, mode
         gradient_accumulation_steps=2,
         steps_per_generation=1,
         max_steps=1,
-        snr_strategy="none",
-        snr_mode=mode,
+        snr_strategy="nonzero",
         shuffle_dataset=False,
         **STILL,
         **settings,
@@ -189,8 +170,7 @@ TRUNCATED = {"mask_truncated_completions": True, "max_completion_length": 10}
     rloo={"truncated": TRUNCATED, "padded": {"pad_to_multiple_of": 8}},
     ppo={"truncated": TRUNCATED, "padded": {"pad_to_multiple_of": 8}},
 )
-@pytest.mark.parametrize("mode", ["drop", slow("mask")])
-def test_other_settings_of_trl_keep_the_update_exact(algorithm, settings, mode, policy_path, tmp_path):
+def test_other_settings_of_trl_keep_the_update_exact(algorithm, settings, policy_path, tmp_path):
     settings = {**settings, **STILL, "max_steps": 1}
     replay = replay_of(policy_path)
     for completions in replay.completions.values():  # two of four end with the end token, the others are truncated
@@ -199,7 +179,7 @@ def test_other_settings_of_trl_keep_the_update_exact(algorithm, settings, mode, 
     plain_args = algorithm.args(tmp_path, plain=True, per_device_train_batch_size=16, **settings)
     (plain,) = algorithm.gradients(policy_path, plain_args, replay, KEPT)
     layout = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 8}
-    args = algorithm.args(tmp_path, snr_mode=mode, **layout, **settings)
+    args = algorithm.args(tmp_path, **layout, **settings)
     assert_close(algorithm.gradients(policy_path, args, replay)[0], plain)
 
 
@@ -212,13 +192,12 @@ class Turns(Replay):
         return {**output, "env_mask": masks}
 
 
-@pytest.mark.parametrize("mode", ["drop", slow("mask")])
 @pytest.mark.parametrize("algorithm", [ALGORITHMS["grpo"], ALGORITHMS["ppo"]], ids=["grpo", "ppo"])
-def test_tokens_that_the_environment_wrote_stay_out_of_the_loss(algorithm, mode, policy_path, tmp_path):
+def test_tokens_that_the_environment_wrote_stay_out_of_the_loss(algorithm, policy_path, tmp_path):
     settings = {**STILL, "max_steps": 1}
     replay = Turns(replay_of(policy_path).tokenizer, replay_of(policy_path).rewards)
     plain_args = algorithm.args(tmp_path, plain=True, per_device_train_batch_size=16, **settings)
     (plain,) = algorithm.gradients(policy_path, plain_args, replay, KEPT, rollout_func=replay.rollout)
     layout = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 8}
-    args = algorithm.args(tmp_path, snr_mode=mode, **layout, **settings)
+    args = algorithm.args(tmp_path, **layout, **settings)
     assert_close(algorithm.gradients(policy_path, args, replay, rollout_func=replay.rollout)[0], plain)

@@ -15,7 +15,7 @@ from test_promises_resume import assert_same_optimizer_states, log_rows
 from ragen2_trl.envs import make_env
 from ragen2_trl.tiny import resolve_model
 
-SELECTS = {"snr_prompt_selection": True, "snr_strategy": "none"}
+SELECTS = {"snr_prompt_selection": True, "snr_strategy": "nonzero"}
 quickest = pytest.mark.parametrize("algorithm", [GRPO, slow(RLOO), slow(PPO)], ids=ALGORITHMS)
 
 
@@ -125,7 +125,7 @@ def test_rows_that_others_write_into_stay_as_they_are(policy_path, tmp_path):
     vars(reward)["environment"] = env
     trainer = GRPO.make(policy_path, args, reward, dataset)
     trainer.train()
-    assert [dict(row) for row in trainer._prompts.prompts] == rows
+    assert [dict(row) for row in trainer._prompts.rows] == rows
 
 
 def test_datasets_without_rows_are_refused(policy_path, make_args):
@@ -145,7 +145,7 @@ STEPS = 150  # the first four of them with fresh prompts
 def test_gradients_average_to_that_of_the_prompts_drawn_and_not_to_that_of_all(policy_path, tmp_path):
     """At weights that stay, of groups that are always the same."""
     plain = flat(GRPO.plain_gradient(policy_path, PROMPTS, loss_type="grpo"))
-    neutral = {"snr_strategy": "none", "snr_include_zero": True, "loss_type": "grpo", "max_steps": STEPS, **STILL}
+    neutral = {"snr_strategy": "all", "loss_type": "grpo", "max_steps": STEPS, **STILL}
     args = GRPO.args(tmp_path, **neutral, snr_prompt_selection=True)
     recorder = Recorder()
     trainer = GRPO.make(policy_path, args, replay_of(policy_path), callbacks=[recorder])
@@ -161,7 +161,7 @@ def test_gradients_average_to_that_of_the_prompts_drawn_and_not_to_that_of_all(p
     torch.testing.assert_close(found.mean(dim=0), reweighted, rtol=1e-3, atol=1e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_on_lakes_of_which_most_are_dead_flat_groups_become_few(tmp_path):
     """The tiny model on 96 lakes, 70 % of which give no reward whatever is answered; the first epoch is 12 steps."""
     env = make_env("frozen_lake")

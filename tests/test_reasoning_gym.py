@@ -245,7 +245,6 @@ def test_no_scorer_is_left_of_a_process_that_is_killed_in_the_middle_of_an_answe
 
 
 @pytest.mark.slow
-@pytest.mark.distributed
 def test_puzzles_train_on_two_processes_each_with_a_scorer_of_its_own(tmp_path):
     launch("puzzles.py", 2, tmp_path)
     told = [json.loads((tmp_path / f"{process}.json").read_text()) for process in (0, 1)]
@@ -284,3 +283,9 @@ def test_the_solver_solves_and_no_text_raises():
         play = env.play(row, None)
         play.respond(text)
         assert play.done and play.outcome.episode_return == -0.1
+
+
+def test_a_generator_that_is_made_of_others_is_refused_by_name():
+    parts = {"datasets": [{"name": "leg_counting", "weight": 1}, {"name": "complex_arithmetic", "weight": 1}]}
+    with pytest.raises(ValueError, match="'composite'"):
+        make_env("reasoning_gym", task="composite", config=parts)

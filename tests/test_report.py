@@ -368,7 +368,7 @@ def test_of_two_real_runs_the_report_tells_which_one_collapsed_and_when(tmp_path
 
 # The gain of a run, and the control beside it
 
-FILTER = {"trainer": "SNRFilteredGRPOTrainer", "snr_strategy": "top_p", "snr_value": 0.9, "snr_include_zero": False}
+FILTER = {"trainer": "SNRFilteredGRPOTrainer", "snr_strategy": "top_p", "snr_value": 0.9}
 
 
 def evaluated(folder, before, after, **settings):
@@ -436,7 +436,7 @@ def test_every_link_of_the_contents_leads_to_a_part_of_the_page(tmp_path, words_
 
 def test_a_report_opens_with_the_gain_and_the_control(tmp_path, words_only):
     run = evaluated(tmp_path / "demo", 0.458, 0.563)
-    control = evaluated(tmp_path / "demo_control", 0.458, 0.541, snr_value=1.0, snr_include_zero=True)
+    control = evaluated(tmp_path / "demo_control", 0.458, 0.541, snr_strategy="all")
     headline = report_of(run, control).headline
     assert re.search("“demo”.* 46% → 56%.*“demo_control”.*nothing filtered.* 46% → 54%", headline)
 

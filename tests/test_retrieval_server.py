@@ -25,6 +25,27 @@ from ragen2_trl.envs.search_qa.passages import MAX_QUERY_CHARS
 from ragen2_trl.envs.search_qa.retrieval import BM25Retriever, open_corpus
 
 
+def drips(*before: bytes, piece: bytes):
+    """Sends `before` and then a piece now and then, for two seconds, and then a right answer would follow."""
+
+    def fault(handler):
+        for part in (*before, *[piece] * 40):
+            handler.wfile.write(part)
+            time.sleep(0.05)
+
+    return fault
+
+
+HEADERS = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n"
+DRIPS = {
+    "status": drips(piece=b"H"),
+    "headers": drips(HEADERS, piece=b"X: y\r\n"),
+    "continue": drips(piece=b"HTTP/1.1 100 Continue\r\n\r\n"),
+    "chunk size": drips(HEADERS + b"\r\n", piece=b"0"),
+    "body": drips(HEADERS + b"\r\n", piece=b"1\r\n \r\n"),
+}
+
+
 def client(server, **options):
     return HTTPRetriever(server.url, **{"timeout": 10, "retries": 2, "backoff": 0.01, **options})
 
@@ -188,3 +209,10 @@ def test_any_query_can_be_sent(server):
 def test_bad_options_are_named_with_what_is_allowed(options, message):
     with pytest.raises(ValueError, match=message):
         HTTPRetriever(**{"url": "http://127.0.0.1", **options})
+
+
+@pytest.mark.parametrize("where", DRIPS)
+def test_a_try_has_one_deadline_wherever_a_server_drips(server, where):
+    server.faults = [DRIPS[where]]
+    with pytest.raises(RetrievalError, match="the last: TimeoutError"):
+        client(server, timeout=0.5, retries=0).search(["tavok"], 5)

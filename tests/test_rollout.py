@@ -266,3 +266,20 @@ def test_evaluation_plays_too(policy, tokenizer, make_args):
     metrics = trainer.evaluate()
     assert 0 < metrics["eval_env/frozen_lake/valid_rate"] < 1
     assert "eval_env/frozen_lake/pass@2" in metrics
+
+
+@pytest.mark.parametrize("backend_knows", [True, False])
+def test_log_probs_are_there_if_the_backend_has_them_whatever_was_answered(
+    backend_knows, policy, tokenizer, make_args, monkeypatch
+):
+    """Of several processes, one may have nothing but empty answers."""
+    trainer, rollout = make_trainer(policy, tokenizer, multi_turn_args(make_args, max_steps=1))
+
+    def nothing(trainer, contexts, limit):
+        return [[] for _ in contexts], [[] for _ in contexts] if backend_knows else None
+
+    monkeypatch.setattr("ragen2_trl.rollouts.text_rollout._generate", nothing)
+    rows = [trainer.train_dataset[number] for number in range(2)]
+    rollout._see_rows(rows)
+    found = rollout([row["prompt"] for row in rows], trainer)
+    assert found["completion_ids"] == [[], []] and (found["logprobs"] is not None) == backend_knows

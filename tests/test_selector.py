@@ -34,7 +34,7 @@ def test_a_callable_and_its_name_select_the_same(algorithm, policy_path, tmp_pat
     named = trained(algorithm, policy_path, tmp_path, snr_selector="test_selector:last_two")
     assert_same_parameters(parameters_of(given), parameters_of(named))
     for trainer in (given, named):
-        assert torch.equal(trainer.latest_selection.kept, LAST_TWO)
+        assert torch.equal(trainer.latest_selection.groups, LAST_TWO)
         rows = [row for row in trainer.state.log_history if "snr/kept_groups" in row]
         assert [row["snr/kept_groups"] for row in rows] == [2, 2]
 
@@ -55,23 +55,14 @@ def test_the_filter_itself_is_a_selector(policy_path, tmp_path):
     assert torch.equal(by_settings.latest_selection.kept, given.latest_selection.kept)
 
 
-def test_a_number_of_groups_is_one_of_each_small_generation_however_it_is_given(policy_path, tmp_path):
-    """Two groups a generation: one of them is kept each time, and none is ranked among those before."""
-    small = {"per_device_train_batch_size": 8, "max_steps": 4}
-    by_settings = trained(GRPO, policy_path, tmp_path, **small, snr_strategy="top_k_abs", snr_value=1)
-    given = trained(GRPO, policy_path, tmp_path, ScoreSelector("top_k_abs", 1), **small)
-    assert_same_parameters(parameters_of(by_settings), parameters_of(given))
-
-
-@pytest.mark.parametrize("mode", ["drop", "mask"])
 @for_each
-def test_a_mask_of_completions_keeps_single_ones(algorithm, mode, policy_path, tmp_path):
+def test_a_mask_of_completions_keeps_single_ones(algorithm, policy_path, tmp_path):
     kept = torch.zeros(8, 4, dtype=torch.bool)
     kept[0, 1] = kept[0, 3] = kept[5, 2] = True
-    trainer = trained(algorithm, policy_path, tmp_path, lambda groups: kept, snr_mode=mode)
+    trainer = trained(algorithm, policy_path, tmp_path, lambda groups: kept)
     selection = trainer.latest_selection
-    assert torch.equal(selection.completions, kept)
-    assert selection.kept.nonzero().flatten().tolist() == [0, 5]
+    assert torch.equal(selection.kept, kept)
+    assert selection.groups.nonzero().flatten().tolist() == [0, 5]
     row = next(row for row in trainer.state.log_history if "snr/kept_groups" in row)
     assert (row["snr/kept_groups"], row["snr/kept_fraction"]) == (2, 3 / 32)
 
@@ -134,10 +125,9 @@ def test_a_callable_beside_a_name_is_refused(algorithm, policy_path, tmp_path):
 @pytest.mark.parametrize(
     "settings",
     [
-        {"snr_strategy": "none"},
+        {"snr_strategy": "nonzero"},
         {"snr_value": 0.5},
         {"snr_score": "reward_std"},
-        {"snr_include_zero": True},
     ],
     ids=lambda settings: next(iter(settings)),
 )

@@ -14,7 +14,7 @@ from trl import GRPOTrainer
 from ragen2_trl import MutualInformationCallback, SNRFilteredGRPOTrainer, cli
 from ragen2_trl.callbacks import TrainingProgressCallback
 from ragen2_trl.cli.shipped import recipe_path
-from ragen2_trl.columns import SAVINGS_STATE
+from ragen2_trl.report.summary import summarize
 
 MEASURED = {"mi/first_turn/retrieval_accuracy": 0.97, "mi/first_turn/mi_seq": 2.5}
 EIGHT = [
@@ -39,9 +39,9 @@ def test_the_line_keeps_the_latest_measurement():
     line = progress()
     assert line.line({"reward": 0.5}) == "reward 0.50"
     assert line.line({"reward": 0.5, "env/sokoban/success": 0.25, **MEASURED}) == (
-        "reward 0.50  success 25%  retrieval 97%  information 2.50 nats"
+        "reward 0.50  success 25%  retrieval 97%  I(X;Z) 2.50 nats"
     )
-    assert line.line({"reward": 0.75}) == "reward 0.75  retrieval 97%  information 2.50 nats"
+    assert line.line({"reward": 0.75}) == "reward 0.75  retrieval 97%  I(X;Z) 2.50 nats"
 
 
 def test_the_line_has_the_success_of_all_tasks():
@@ -120,7 +120,7 @@ def test_a_training_of_ones_own_ends_with_a_table_and_a_command_that_runs(
     trained(policy_path, args, prompts)
     shown = capfd.readouterr()
     table = shown.out[shown.out.index("train_runtime") :]
-    for part in ("groups kept", "saved by the filter", "tokens", "mutual information", "verdict", "health"):
+    for part in ("completions kept", "saved by the filter", "retrieval accuracy", "I(X;Z)", "verdict", "health"):
         assert table.count(part) == 1, part
     assert re.search(r"\d/2 .*reward \d", shown.err)  # on transformers' bar
     (command,) = re.findall("ragen2-trl (report .*)", shown.out)
@@ -132,26 +132,25 @@ def test_a_training_of_ones_own_ends_with_a_table_and_a_command_that_runs(
 def test_no_table_where_bars_or_logs_are_off(settings, policy_path, prompts, make_args, capsys):
     args = make_args(max_steps=1, **settings)
     SNRFilteredGRPOTrainer(policy_path, length_reward, args, prompts).train()
-    assert "groups kept" not in capsys.readouterr().out
+    assert "completions kept" not in capsys.readouterr().out
 
 
-def test_what_was_saved_is_what_was_not_computed_and_a_resumed_run_goes_on_with_it(policy_path, prompts, make_args):
-    """At an unpadded width of its own for each pass, known from the share that is logged of it."""
-    settings = {"per_device_train_batch_size": 16, "save_strategy": "steps", "save_steps": 2}
-    trainer = SNRFilteredGRPOTrainer(policy_path, length_reward, make_args(max_steps=4, **settings), prompts)
-    passes, begin_pass = [], trainer._micro_batches.begin_pass
-    trainer._micro_batches.begin_pass = lambda *args: passes.append(begin_pass(*args)) or passes[-1]
-    trainer.train()
-    sums = trainer.state.stateful_callbacks[SAVINGS_STATE]
-    computed, plain = (sum(one[number] for one in passes if one[1]) for number in (1, 2))
-    shares = [row["snr/update_compute_fraction"] for row in trainer.state.log_history if "reward" in row]
-    assert shares == pytest.approx([one[1] / one[2] for one in passes])
-    assert (sums["computed"], sums["plain"]) == (computed, plain) and computed < plain
-    assert 0 < sums["seconds"] < trainer.state.log_history[-1]["train_runtime"]
-    resumed = SNRFilteredGRPOTrainer(policy_path, length_reward, make_args(max_steps=4, **settings), prompts)
-    resumed.train(resume_from_checkpoint=f"{trainer.args.output_dir}/checkpoint-2")
-    again = resumed.state.stateful_callbacks[SAVINGS_STATE]
-    assert (again["computed"], again["plain"]) == (computed, plain)
+def test_the_summary_says_positions_only_where_costs_were_counted(tmp_path):
+    rows = [
+        {
+            "step": step,
+            "reward": 0.5,
+            "snr/kept_fraction": 0.5,
+            "snr/empty_steps": 1.0,
+            "snr/update_compute_fraction": x,
+        }
+        for step, x in ((1, 0.4), (2, 0.0), (3, 0.6))
+    ]
+    alone = summarize(TrainerState(log_history=rows), tmp_path)
+    assert alone["update_compute_saved"] == pytest.approx(0.5)  # the step without rows saves nothing
+    assert alone["positions_saved"] is None
+    counted = [*rows[:2], rows[2] | {"cost/update_positions": 40.0, "cost/plain_update_positions": 100.0}]
+    assert summarize(TrainerState(log_history=counted), tmp_path)["positions_saved"] == 60.0
 
 
 @pytest.mark.slow

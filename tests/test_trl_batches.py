@@ -26,8 +26,6 @@ from PIL import Image
 from replay import Replay
 from transformers import AutoTokenizer, Qwen3Config, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from ragen2_trl import SNRFilteredGRPOTrainer
-
 pytestmark = pytest.mark.slow
 
 # What rides along with the rows
@@ -223,13 +221,6 @@ def test_load_balancing_losses_of_mixtures_of_experts_train(snr, policy_path, ma
     assert all(row["aux_loss"] > 0 for row in rows_of(trainer))
 
 
-def test_mask_mode_refuses_load_balancing_losses(policy_path, make_args):
-    model, tokenizer = mixture_of_experts(policy_path)
-    args = make_args(router_aux_loss_coef=0.1, snr_mode="mask")
-    with pytest.raises(ValueError, match=r"snr_mode='mask' cannot weigh the load-balancing loss.*allowed"):
-        SNRFilteredGRPOTrainer(model, alternating, args, dataset_of(), processing_class=tokenizer)
-
-
 @both
 @pytest.mark.parametrize("kind", ["reference", "synchronised reference", "adapter"])
 def test_reference_models_and_adapters(kind, snr, policy_path, make_args):
@@ -241,10 +232,9 @@ def test_reference_models_and_adapters(kind, snr, policy_path, make_args):
     assert all("ref_per_token_logps" in batch for batch in trainer.seen)
 
 
-@pytest.mark.parametrize("mode", ["drop", "mask"])
 @pytest.mark.parametrize("loss_type", ["grpo", "dr_grpo", "dapo", "bnpo", "cispo", "sapo", "luspo", "vespo"])
-def test_every_loss_trains_on_batches_of_dynamic_sampling(loss_type, mode, policy_path, make_args):
-    args = make_args(per_device_train_batch_size=16, max_steps=2, loss_type=loss_type, snr_mode=mode, **REFILL)
+def test_every_loss_trains_on_batches_of_dynamic_sampling(loss_type, policy_path, make_args):
+    args = make_args(per_device_train_batch_size=16, max_steps=2, loss_type=loss_type, **REFILL)
     run(policy_path, args)
 
 

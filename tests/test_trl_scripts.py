@@ -125,7 +125,7 @@ def test_a_script_of_trl_runs_with_two_names_changed(kind, run_script):
     assert "Training diagnostics" in (output / "README.md").read_text()
 
 
-@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.distributed)])
+@pytest.mark.parametrize("processes", [1, 2])
 def test_a_script_of_trl_runs_with_lora_on_one_and_two_processes(processes, run_script):
     lora = {"use_peft": True, "lora_r": 4, "lora_target_modules": ["q_proj", "v_proj"]}
     layout = {"ddp_backend": "gloo"} if processes > 1 else {}

@@ -176,7 +176,7 @@ def test_promise_3_what_is_dropped_is_not_computed(tmp_path):
 
 
 def test_further_rounds_of_dynamic_sampling_are_sampled_by_what_is_trained(tmp_path):
-    trainer = make(tmp_path, max_steps=2, snr_dynamic_sampling_rounds=3, snr_strategy="none")
+    trainer = make(tmp_path, max_steps=2, snr_dynamic_sampling_rounds=3, snr_strategy="nonzero")
     calls, seen = recorded(trainer), batches_of(trainer, lambda batch: logps_now(trainer, batch))
     trainer.train()
     assert len(calls) > 2
@@ -192,7 +192,7 @@ def test_pilots_and_the_rest_of_their_groups_are_sampled_by_what_is_trained(tmp_
         return [0.0 if of_dead else float(len(str(one)) % 2) for one, of_dead in zip(completions, dead, strict=True)]
 
     dataset = ENV.dataset(64, seed=0).add_column("dead", [True, True, True, False] * 16)
-    settings = {"max_steps": 6, "num_generations": 8, "snr_pilot_generations": 2, "snr_strategy": "none"}
+    settings = {"max_steps": 6, "num_generations": 8, "snr_pilot_generations": 2, "snr_strategy": "nonzero"}
     trainer = make(tmp_path, dataset=dataset, reward=halves, shuffle_dataset=False, **settings)
     calls, seen = recorded(trainer), batches_of(trainer, lambda batch: logps_now(trainer, batch))
     trainer.train()

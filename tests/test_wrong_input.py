@@ -249,3 +249,37 @@ def test_a_line_of_input_says_below_where_training_can_be_resumed(tmp_path, monk
     line, below = capsys.readouterr().err.strip().splitlines()[-2:]
     assert line.startswith("ragen2-trl train: reward late:reward") and "--resume true" in below
     assert "checkpoint-2" in below
+
+
+@pytest.mark.usefixtures("broken")
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("[a, b]", "list"),
+        ("learning_rate: .nan", "learning_rate"),
+        ("model_init_kwargs: {a: [.nan]}", "model_init_kwargs"),
+        ("3: 4", "3"),
+        ("max_steps: 3\nseed: 1\nmax_steps: 4", "max_steps"),
+        ("max_steps: yes", "max_steps"),
+        ("max_steps: [1]", "max_steps"),
+        ("max_steps: 1.5", "max_steps"),
+        ("learning_rate: fast", "learning_rate"),
+        ("a: &a [x, x]\nb: &b [*a, *a]\nc: [*b, *b]", "*a"),
+    ],
+)
+def test_a_config_of_another_form_is_a_line_that_names_key_and_file(text, named, tmp_path, capsys):
+    (tmp_path / "config.yaml").write_text(text)
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["train", "--model", "tiny", "--config", "config.yaml"])
+    said = capsys.readouterr().err
+    assert ended.value.code == 2 and named in said and "config.yaml" in said and "Traceback" not in said
+
+
+def test_a_config_may_repeat_a_value_by_an_anchor_and_write_numbers_as_yaml_reads_texts(tmp_path):
+    (tmp_path / "config.yaml").write_text(
+        "output_dir: x\nlearning_rate: 1e-4\nseed: &seed 3\ndata_seed: *seed\nuse_cpu: yes"
+    )
+    args, _ = parse(
+        parser_of("train", SNRFilteredGRPOConfig, ModelConfig), ["--config", str(tmp_path / "config.yaml")]
+    )
+    assert (args.learning_rate, args.data_seed, args.use_cpu) == (1e-4, 3, True)

@@ -9,7 +9,6 @@ if TYPE_CHECKING:
     from ragen2_trl.callbacks.episodes import EpisodeCallback
     from ragen2_trl.callbacks.gradient_snr import GradientSNRCallback
     from ragen2_trl.callbacks.mutual_information import MutualInformationCallback
-    from ragen2_trl.callbacks.reward_variance_stop import RewardVarianceStopCallback
     from ragen2_trl.callbacks.training_health import TrainingHealthCallback
     from ragen2_trl.callbacks.training_progress import TrainingProgressCallback
 
@@ -19,7 +18,6 @@ _HOMES = {
     "EpisodeCallback": "episodes",
     "GradientSNRCallback": "gradient_snr",
     "MutualInformationCallback": "mutual_information",
-    "RewardVarianceStopCallback": "reward_variance_stop",
     "TrainingHealthCallback": "training_health",
     "TrainingProgressCallback": "training_progress",
 }
@@ -30,7 +28,6 @@ __all__ = [
     "EpisodeCallback",
     "GradientSNRCallback",
     "MutualInformationCallback",
-    "RewardVarianceStopCallback",
     "TrainingHealthCallback",
     "TrainingProgressCallback",
 ]

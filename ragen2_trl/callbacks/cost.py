@@ -12,9 +12,13 @@ from transformers import Trainer, TrainerCallback
 
 from ragen2_trl.instrument.health import is_number
 from ragen2_trl.record.run import COST_STATE
-from ragen2_trl.rollout_events import listen, log_row
+from ragen2_trl.rollout_events import LocalRollout, listen, log_row
 
-COSTS = ("seconds", "cpu_seconds", "sampled_tokens", "update_tokens", "update_flops")
+# Each process counts its own part of these.
+OF_PROCESS = ("cpu_seconds", "sampled_tokens", "sampled_completions", "update_tokens", "update_flops")
+# Known on every process for all of them.
+OF_ALL = ("seconds", "plain_completions", "update_positions", "plain_update_positions")
+COSTS = (*OF_PROCESS, *OF_ALL)
 
 
 class CostCallback(TrainerCallback):
@@ -29,6 +33,10 @@ class CostCallback(TrainerCallback):
       machine, too, it is the fairer clock; time of GPUs and of programs in the sandbox is not in it.
     - `cost/sampled_tokens`: tokens that the model wrote in training, on all processes, those of further rounds of
       dynamic sampling and of groups that were dropped included.
+    - `cost/sampled_completions`, `cost/plain_completions`: completions sampled, and those that plain TRL would have
+      sampled for as many generations.
+    - `cost/update_positions`, `cost/plain_update_positions`: positions, padding included, of all passes over a
+      generation, and those of plain TRL's micro-batches. Only our trainers, which filter, log them.
     - `cost/update_tokens`: positions, padding included, of every forward pass that the update ran backward through.
     - `cost/update_flops`: floating-point operations of the update in the usual estimate, 6 x parameters x positions:
       2 a parameter and position forward, 2 backward to the activations, 2 for the gradient of the parameter itself,
@@ -53,7 +61,13 @@ class CostCallback(TrainerCallback):
         self._own = self._nothing()  # of this process since training began here
         self._before = self._nothing()  # of all processes, from the checkpoint
         self._started: tuple[float, float] | None = None  # wall and CPU clock when the present stretch began
-        listen(trainer, on_generated=self._count_sampled, aside=self.paused)
+        listen(
+            trainer,
+            on_generated=self._count_sampled,
+            on_rollout=self._count_generation,
+            on_pass=self._count_pass,
+            aside=self.paused,
+        )
         policy = trainer.accelerator.unwrap_model(trainer.model)
         body: Any = policy.get_base_model() if isinstance(policy, PeftModel) else policy
         critic = getattr(trainer, "critic", None)
@@ -77,12 +91,12 @@ class CostCallback(TrainerCallback):
         accelerator = self.trainer.accelerator
         own = dict(self._own)
         if accelerator.num_processes > 1:
-            summed = [name for name in COSTS if name != "seconds"]
-            values = torch.tensor([own[name] for name in summed], dtype=torch.float64, device=accelerator.device)
-            own |= dict(zip(summed, accelerator.reduce(values, reduction="sum").tolist(), strict=True))
+            values = torch.tensor([own[name] for name in OF_PROCESS], dtype=torch.float64, device=accelerator.device)
+            own |= dict(zip(OF_PROCESS, accelerator.reduce(values, reduction="sum").tolist(), strict=True))
         total = {name: self._before[name] + own[name] for name in COSTS}
         state.stateful_callbacks[COST_STATE] = total
-        log_row(self.trainer, {f"cost/{name}": float(value) for name, value in total.items()}, replace=True)
+        logged = {name: value for name, value in total.items() if value > 0 or not name.endswith("update_positions")}
+        log_row(self.trainer, {f"cost/{name}": float(value) for name, value in logged.items()}, replace=True)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -110,8 +124,16 @@ class CostCallback(TrainerCallback):
             self._own["cpu_seconds"] += time.process_time() - cpu
             self._started = None
 
-    def _count_sampled(self, tokens: int) -> None:
+    def _count_sampled(self, tokens: int, completions: int) -> None:
         self._own["sampled_tokens"] += tokens
+        self._own["sampled_completions"] += completions
+
+    def _count_generation(self, local: LocalRollout) -> None:
+        self._own["plain_completions"] += self.trainer.args.generation_batch_size
+
+    def _count_pass(self, computed: int, plain: int) -> None:
+        self._own["update_positions"] += computed
+        self._own["plain_update_positions"] += plain
 
     def _count_passes(self, module: nn.Module, parameters: list[nn.Parameter]) -> None:
         """Count the forward passes of a module that gradients will come back through."""

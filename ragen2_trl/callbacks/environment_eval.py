@@ -294,6 +294,11 @@ class EnvironmentEvalCallback(TrainerCallback):
                 f"load_best=True needs checkpoints, got save_strategy={args.save_strategy.value!r}; allowed: "
                 "keep_best=True with save_strategy 'steps', 'epoch' or 'best'."
             )
+        sharded = "DeepSpeed" if self.trainer.is_deepspeed_enabled else "FSDP" * self.trainer.is_fsdp_enabled
+        if self.load_best and args.save_only_model and sharded:  # transformers has checked before this was asked for
+            raise ValueError(
+                f"load_best=True cannot load what save_only_model=True saves with {sharded}; allowed: one of them off."
+            )
         named = args.metric_for_best_model
         if self.keep_best and args.eval_strategy != "no" and named is not None:
             raise ValueError(

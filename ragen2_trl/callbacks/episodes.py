@@ -9,6 +9,7 @@ from accelerate.utils import gather_object
 from transformers import TrainerCallback
 
 from ragen2_trl.callbacks.attached import check_own_trainer
+from ragen2_trl.callbacks.run_record import reported
 from ragen2_trl.envs import Play
 from ragen2_trl.envs.mixture import AnyTask
 from ragen2_trl.record.files import EPISODES, TRAINING
@@ -65,8 +66,9 @@ class EpisodeCallback(TrainerCallback):
         parts = gather_object([self._generations])  # for each process its generations
         self._generations, self._calls, self._latest = {}, [], None
         if state.is_world_process_zero:
-            episodes = whole_groups(in_groups(parts), self.max_episodes)
-            save_episodes(Path(args.output_dir) / EPISODES, episodes, TRAINING, state.global_step)
+            with reported("The episodes of this step"):
+                episodes = whole_groups(in_groups(parts), self.max_episodes)
+                save_episodes(Path(args.output_dir) / EPISODES, episodes, TRAINING, state.global_step)
 
     def _keep(
         self,

@@ -208,8 +208,9 @@ class MutualInformationCallback(TrainerCallback):
     def _note_selection(self) -> None:
         """Of our trainer, which chooses after the rollout has been handed on."""
         if self._latest is not None:
-            selection = getattr(self.trainer, "latest_selection", None)
-            self._latest.selection = selection and (selection.scores, selection.kept)
+            selection, groups = getattr(self.trainer, "latest_selection", None), len(self._latest.rollout.rewards)
+            # The rollout is the first round of the step; those of dynamic sampling come after it.
+            self._latest.selection = selection and (selection.scores[:groups], selection.kept[:groups].any(dim=1))
             self._latest = None
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

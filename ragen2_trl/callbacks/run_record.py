@@ -15,7 +15,6 @@ from transformers import TrainerCallback
 from transformers.trainer_utils import HubStrategy
 
 from ragen2_trl.callbacks.shown_metrics import shown_metrics
-from ragen2_trl.messages import tell_last
 from ragen2_trl.record.checks import check_callbacks
 from ragen2_trl.record.files import (
     DIAGNOSTICS,
@@ -30,7 +29,7 @@ from ragen2_trl.record.group_rewards import append_group_rewards, forget_group_r
 from ragen2_trl.record.lock import alone_in
 from ragen2_trl.record.run import RUN_STATE, Run, read_run, run_of, write_run
 from ragen2_trl.record.settings import public_prompt
-from ragen2_trl.redaction import with_hidden_credentials
+from ragen2_trl.redaction import hide_credentials, with_hidden_credentials
 from ragen2_trl.rollout_events import extend
 
 logger = get_logger(__name__)
@@ -45,7 +44,7 @@ def reported(what: str) -> Iterator[None]:
         yield
     except Exception as error:
         logger.debug(f"{what} could not be written.", exc_info=True)
-        logger.error(f"{what} could not be written ({type(error).__name__}: {error}).")
+        logger.error(f"{what} could not be written ({type(error).__name__}: {hide_credentials(str(error))}).")
 
 
 def keep_record(trainer: Any) -> "RunRecord":
@@ -162,7 +161,7 @@ class RunRecord(TrainerCallback):
                     Path(args.output_dir),
                     state.global_step,
                     torch.cat([one.rewards for one in selections]),
-                    torch.cat([one.kept for one in selections]),
+                    torch.cat([one.kept.any(dim=1) for one in selections]),
                     [value for one in selections for value in one.predicted] if known else None,
                 )
 
@@ -196,7 +195,7 @@ class RunRecord(TrainerCallback):
                 self.trainer._finish_current_push()
             pushed = push(*args, **kwargs)
         except Exception as error:
-            tell_last(error, self._failed(error), logger.error)
+            error.add_note(self._failed(error))
             raise
         if isinstance(pushed, Future):
             self._watch(pushed)
@@ -237,7 +236,7 @@ class RunRecord(TrainerCallback):
         command += ["--private"] if args.hub_private_repo else []
         command += ["--revision", args.hub_revision] if args.hub_revision else []
         reason = " ".join(str(error).partition("For more information")[0].split())
-        return (
+        return hide_credentials(
             f"Upload to the Hub failed with {type(error).__name__}: {reason}\nEverything is in {args.output_dir}. "
             f"To upload it, logged in by `hf auth login`: {shlex.join(command)}"
         )
@@ -274,9 +273,13 @@ class RunRecord(TrainerCallback):
         where = {"revision": args.hub_revision, "token": args.hub_token}
         try:
             files = set(list_repo_files(repo_id, **where)) - {".gitattributes"}
-            card = Path(hf_hub_download(repo_id, "README.md", **where)).read_text() if "README.md" in files else ""
+            card = (
+                Path(hf_hub_download(repo_id, "README.md", **where)).read_text("utf-8") if "README.md" in files else ""
+            )
         except Exception as error:  # noqa: BLE001 - of whichever HTTP library; a look must not end a training
-            logger.warning(f"Training begins without a look at what {repo_id} holds on the Hub: {error}")
+            logger.warning(
+                f"Training begins without a look at what {repo_id} holds on the Hub: {hide_credentials(str(error))}"
+            )
             return
         if files and "generated_from_trainer" not in card:
             logger.warning(

@@ -11,11 +11,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from transformers import ProgressCallback, TrainerCallback
 
 from ragen2_trl.instrument.health import FAILING
+from ragen2_trl.metrics import ACCURACY, INFORMATION, KEPT, label
 from ragen2_trl.record.held_out import LOGGED
 from ragen2_trl.record.run import HEALTH_STATE
 from ragen2_trl.report.summary import summarize, summary_table
 
-MEASURED = ("mi/first_turn/retrieval_accuracy", "mi/first_turn/mi_seq")
+MEASURED = (ACCURACY, INFORMATION)
 HELD_OUT = re.compile(f"{LOGGED}[^/]+/success")
 TRAINED = re.compile("env/[^/]+/success")
 
@@ -29,7 +30,8 @@ def show_progress(trainer: Any) -> None:
 class TrainingProgressCallback(TrainerCallback):
     """Shows reward, kept fraction, success, and the latest held-out success and measurement of reasoning beside a
     progress bar, and where training is failing, what has fallen; loss and accuracy of tokens where there is no reward.
-    In the end there is a table: groups kept, what the filter saved, whether reasoning depends on its prompt, health.
+    In the end there is a table: completions kept, what the filter saved, whether reasoning depends on its prompt,
+    health.
     On the main process alone, and nothing where nothing is logged; the trainers with the filter bring it along unless
     progress bars are off.
 
@@ -102,8 +104,8 @@ class TrainingProgressCallback(TrainerCallback):
         failing = [one["what"] for one in self._alarms if one["kind"] in FAILING]
         parts = [f"FAILING: {', '.join(failing)}"] if failing else []
         parts.append(f"reward {logs['reward']:.2f}")
-        if logs.get("snr/kept_fraction") is not None:
-            parts.append(f"kept {logs['snr/kept_fraction']:.0%}")
+        if logs.get(KEPT) is not None:
+            parts.append(f"kept {logs[KEPT]:.0%}")
         success = min((key for key in logs if TRAINED.fullmatch(key)), default=None)  # of several tasks that of all
         if success is not None and logs[success] is not None:
             parts.append(f"success {logs[success]:.0%}")
@@ -114,7 +116,7 @@ class TrainingProgressCallback(TrainerCallback):
         if accuracy is not None:
             parts.append(f"retrieval {accuracy:.0%}")
         if information is not None:
-            parts.append(f"information {information:.2f} nats")
+            parts.append(f"{label(INFORMATION)} {information:.2f} nats")
         return "  ".join(parts)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

@@ -9,7 +9,7 @@ from importlib import import_module
 
 from rich.console import Console
 
-from ragen2_trl.messages import InputError
+from ragen2_trl.messages import InputError, Stopped
 
 COMMANDS = {
     "train": "train a model on an environment with GRPO, RLOO or PPO, filtered or as TRL has it",
@@ -42,7 +42,7 @@ def main(args: list[str] | None = None) -> None:
     Raises:
         SystemExit: if the first argument is not a command; the message lists them. With code 2, and one line on
             stderr, for arguments and files that cannot be used, with another where training can be resumed; with code
-            130 after Ctrl-C.
+            130 after Ctrl-C, and 128 and the signal's number after another.
     """
     command, *rest = (sys.argv[1:] if args is None else args) or [""]
     if command not in COMMANDS:
@@ -65,9 +65,9 @@ def main(args: list[str] | None = None) -> None:
         with status, _imports():
             run = import_module(f"{__name__}.{command.replace('-', '_')}").main
         run(rest)
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as stopped:
         Console(stderr=True).print(f"ragen2-trl {command}: interrupted", highlight=False, markup=False)
-        raise SystemExit(130) from None
+        raise SystemExit(stopped.code if isinstance(stopped, Stopped) else 130) from None
     except InputError as error:
         from ragen2_trl.report.examples import printable  # a model's text may be in what a reward raised
 

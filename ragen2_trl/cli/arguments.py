@@ -60,7 +60,7 @@ def health_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("logs", nargs="+", type=Path, metavar="LOG", help="Files, each the log of a run.")
+    add("logs", nargs="+", type=Path, metavar="LOG", help="Files, each the log of a run, or output_dirs of runs.")
     add(
         "--key",
         action="append",
@@ -317,6 +317,13 @@ class EvaluateArguments(SamplingArguments):
 class DiagnoseArguments(SamplingArguments):
     """Whose reasoning to look at, in which completions, and where to write what was found."""
 
+    model: str = field(
+        default="",
+        metadata={
+            "help": "`tiny` (the default), `tiny-sokoban`, `tiny-countdown`, `smollm2`, a path or a Hub id. With "
+            "`--completions`, which it scores, it must be named: the model that wrote them."
+        },
+    )
     num_prompts: int = field(default=16, metadata={"help": "Number of held-out tasks."})
     num_samples: int = field(default=4, metadata={"help": "Completions per task."})
     batch_size: int = field(
@@ -346,6 +353,12 @@ class DiagnoseArguments(SamplingArguments):
     output_dir: str = field(default="runs/diagnosis", metadata={"help": "Folder for the results."})
 
     def __post_init__(self) -> None:
+        if not self.model and self.completions is not None:
+            raise ValueError(
+                f"model must be named for completions={self.completions!r}, which it scores, got none; allowed: the "
+                "path or Hub id of the model that wrote them"
+            )
+        self.model = self.model or "tiny"
         if self.temperature <= 0:
             raise ValueError(f"temperature must be above 0 (greedy reasoning never varies), got {self.temperature!r}")
         if self.control and self.completions is not None:

@@ -56,7 +56,7 @@ from ragen2_trl.instrument.information import RETRIEVAL_DEPTHS
 from ragen2_trl.instrument.reasoning import Trajectories, Turn
 from ragen2_trl.instrument.scoring import ContextLengthError, count_tokens
 from ragen2_trl.instrument.verdict import LOW_ENTROPY, Evidence, Finding, chance_p_value, headline, in_numbers, judge
-from ragen2_trl.record.files import DIAGNOSIS_FILE, write_json
+from ragen2_trl.record.files import DIAGNOSIS_FILE, replace_whole, write_json
 from ragen2_trl.record.saved_measurement import SavedMeasurement
 from ragen2_trl.record.settings import public
 from ragen2_trl.report import plot_matrix, plot_quadrant
@@ -299,9 +299,9 @@ def write(
             rewards=torch.empty(0, 1),
         ).save(output_dir)
     write_json(output_dir / DIAGNOSIS_FILE, report, indent=2)
-    plot_matrix(last.measurement).savefig(output_dir / "matrix.png")
+    replace_whole(output_dir / "matrix.png", plot_matrix(last.measurement).savefig)
     points = [(one.metrics["conditional_entropy_token"], one.metrics["mi_seq"], one.label) for one in diagnoses]
-    plot_quadrant(points, last.metrics["mi_upper_bound"]).savefig(output_dir / "quadrant.png")
+    replace_whole(output_dir / "quadrant.png", plot_quadrant(points, last.metrics["mi_upper_bound"]).savefig)
     written = [DIAGNOSIS_FILE, "matrix.png", "quadrant.png", "measurement_*.json"]
     if arguments.completions is None:
         written.append(COMPLETIONS_FILE)

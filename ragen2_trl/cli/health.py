@@ -1,5 +1,6 @@
 """Health: whether training is failing, from the logs of a run, whoever made it.
 
+ragen2-trl health runs/my_run
 ragen2-trl health runs/my_run/checkpoint-100/trainer_state.json
 ragen2-trl health train.log --completions 128 --key rewards/solved/mean=success
 """
@@ -14,6 +15,7 @@ from ragen2_trl.cli.arguments import health_parser
 from ragen2_trl.cli.typed import checked_input
 from ragen2_trl.instrument.health import Alarm, Health, told_by
 from ragen2_trl.record.logs import read_log
+from ragen2_trl.record.run import read_run
 from ragen2_trl.report.examples import printable
 
 BARS, WIDTH, MAX_CHARTS = "▁▂▃▄▅▆▇█", 60, 12
@@ -32,10 +34,10 @@ def main(args: list[str] | None = None) -> None:
     arguments = health_parser().parse_args(args)
     for path in arguments.logs:
         with checked_input():
-            rows, too_long = read_log(path)
+            rows, too_long = (read_run(path).log_history, 0) if path.is_dir() else read_log(path)
             watch = Health(dict(arguments.key), arguments.completions)
         alarms = told_by(watch, rows)
-        name = printable(path.name)
+        name = printable(path.name or str(path.resolve()))
         console.print(alarm_table(name, rows, alarms) if alarms else Text(f"{name}: nothing to warn of."))
         console.print(charts(watch, rows, alarms))
         if too_long:

@@ -16,7 +16,9 @@ from ragen2_trl.columns import TURN_SAMPLES
 from ragen2_trl.envs import Environment, completion_text
 from ragen2_trl.envs.checks import check_text_or_messages
 from ragen2_trl.envs.mixture import AnyTask
+from ragen2_trl.envs.responses import with_text
 from ragen2_trl.record.files import replace_whole
+from ragen2_trl.record.parquet import open_parquet, table_of
 from ragen2_trl.redaction import without_credentials
 from ragen2_trl.rollouts.chat import Chat
 from ragen2_trl.rollouts.context import ContextWindow, Trajectory, turn_samples
@@ -175,7 +177,7 @@ def save_rows(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
     table = pa.Table.from_pylist([
         {**row, **{name: without_credentials(row[name]) for name in ("prompt", "completion")}} for row in rows
     ])  # fmt: skip
-    replace_whole(path, lambda unfinished: pq.write_table(table, unfinished))
+    replace_whole(path, lambda file: pq.write_table(table, file))
 
 
 def find_files(path: Path) -> list[Path]:
@@ -213,12 +215,16 @@ def read_completions(file: Path) -> list[dict[str, Any]]:
     own: tuple[str, ...] = OWN_COLUMNS if all(name in names for name in OWN_COLUMNS) else ()
     own = (*own, TURN_SAMPLES) if own and TURN_SAMPLES in names else own
     step = ("step",) if "step" in names else ()
-    rows = table.select([*step, *COLUMNS, *own]).to_pylist()
+    try:
+        rows = table.select([*step, *COLUMNS, *own]).to_pylist()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"completions must be text in UTF-8, got {file.name}: {error}") from error
     if not rows:
         raise ValueError(f"completions must hold at least one row, got none in {file.name}")
     for number, row in enumerate(rows):
         for name in COLUMNS:
             check_text_or_messages(name, row[name], f"row {number} of {file.name}")
+            row[name] = row[name] if isinstance(row[name], str) else with_text(row[name])
         if not isinstance(row.get("step"), (int, float, type(None))):
             raise ValueError(f"step must be a number, got {row['step']!r} in row {number} of {file.name}")
     return rows
@@ -226,7 +232,7 @@ def read_completions(file: Path) -> list[dict[str, Any]]:
 
 def _parquet(file: Path) -> pa.Table:
     try:
-        return pq.ParquetFile(file).read()  # as one file: `read_table` would look for more columns in the path
+        return table_of(open_parquet(file))  # as one file: `read_table` would look for more columns in the path
     except pa.ArrowInvalid as error:
         raise ValueError(
             f"completions must be parquet or, named *.jsonl, lines of JSON, got {file.name}: {error}"
@@ -250,6 +256,12 @@ def _lines(file: Path) -> pa.Table:
             ) from error
         if not isinstance(row, dict):
             raise ValueError(f"completions must hold an object of JSON a line, got line {number} of {file.name}")
+        try:
+            json.dumps(row, ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(
+                f"completions must be text in UTF-8, got half of a surrogate pair in line {number} of {file.name}"
+            ) from error
         rows.append(row)
     if not rows:
         raise ValueError(f"completions must hold at least one row, got none in {file.name}")

@@ -45,8 +45,16 @@ from ragen2_trl.envs import Environment
 from ragen2_trl.envs.mixture import AnyTask, TaskMixture
 from ragen2_trl.filtering import check_choice
 from ragen2_trl.instrument import REFERENCE_SCOPE, SCOPES
-from ragen2_trl.messages import tell_last
-from ragen2_trl.record.files import DIAGNOSTICS, EPISODES, MEASUREMENTS, OUTCOMES, write_json
+from ragen2_trl.messages import Stopped, stopped_by_signals
+from ragen2_trl.record.files import (
+    DIAGNOSTICS,
+    EPISODES,
+    MEASUREMENTS,
+    OUTCOMES,
+    read_text,
+    replace_whole,
+    write_json,
+)
 from ragen2_trl.record.held_out import curves_of
 from ragen2_trl.record.lock import alone_in
 from ragen2_trl.report.summary import summarize
@@ -80,7 +88,7 @@ ALGORITHMS: dict[str, tuple[type[Trainer], type[Config]]] = {
 
 def main(args: list[str] | None = None) -> None:
     """Train, evaluate before and after, and leave model, logs, plot and summary in the run's folder."""
-    with ExitStack() as held:
+    with stopped_by_signals(), ExitStack() as held:
         _main(args, held)
 
 
@@ -121,18 +129,21 @@ def _main(args: list[str] | None, held: ExitStack) -> None:
         trainer.how_to_resume = again
     try:
         _train(trainer, checkpoint)
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as stopped:
         progress.close()
         _write_history(trainer, env, run, script_args.figures)
         trainer.create_model_card(run.resolve().name)  # how far it got, and not the last checkpoint
         last = last_complete_checkpoint(run)
-        console.print(f"Interrupted at step {trainer.state.global_step}; last complete checkpoint: {last or 'none'}.")
+        by = f" by {stopped}" if isinstance(stopped, Stopped) else ""
+        console.print(
+            f"Interrupted{by} at step {trainer.state.global_step}; last complete checkpoint: {last or 'none'}."
+        )
         console.print(f"To go on from there: {again}.")
-        sys.exit(130)
+        sys.exit(stopped.code if isinstance(stopped, Stopped) else 130)
     except Exception as error:  # ours tell by themselves
         told = isinstance(trainer, SNRFilter) or not trainer.state.global_step
         if not told and (last := last_complete_checkpoint(run)) is not None:
-            tell_last(error, f"To go on from {last}: {again}.", logger.error)
+            error.add_note(f"To go on from {last}: {again}.")
         raise
     finally:
         progress.close()
@@ -156,7 +167,7 @@ def _main(args: list[str] | None, held: ExitStack) -> None:
             trainer.push_to_hub(**card)
         except Exception as error:
             logger.debug("The upload", exc_info=True)
-            lines = getattr(error, "__notes__", [f"{type(error).__name__}: {error}"])  # in Python 3.10 they are logged
+            lines = getattr(error, "__notes__", [f"{type(error).__name__}: {error}"])
             raise SystemExit("\n".join(lines)) from None
     else:
         trainer.create_model_card(run.resolve().name, **card)
@@ -345,7 +356,7 @@ def _evaluate(
     if script_args.has_curve:  # the curve has both
         return None
     if path.exists() and not again:
-        return json.loads(path.read_text())
+        return json.loads(read_text(path))
     if script_args.eval_prompts == 0 or trainer.accelerator.num_processes > 1 or env.shows_images:
         # A sharded model cannot generate on one process: `ragen2-trl evaluate` measures it afterwards. It does not
         # show pictures, though.
@@ -382,4 +393,4 @@ def _write_history(trainer: Trainer, env: AnyTask, run: Path, with_figure: bool)
     if with_figure and any(row.get("reward") is not None for row in history):
         from ragen2_trl.report import plot_training  # matplotlib, where something is drawn
 
-        plot_training(history, _success_metric(env)).savefig(run / "training.png")
+        replace_whole(run / "training.png", plot_training(history, _success_metric(env)).savefig)

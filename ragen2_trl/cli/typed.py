@@ -1,5 +1,6 @@
 """What was typed is read here: arguments and YAML files become dataclasses, wrong input becomes one line."""
 
+import math
 import re
 import sys
 from collections.abc import Iterator, Sequence
@@ -63,12 +64,13 @@ def parse(parser: TrlParser, args: list[str] | None) -> tuple[Any, ...]:
         raise InputError(f"not known: {' '.join(unknown)}; {allowed}")
     with checked_input():
         settings = read_configs(files)
+        _check_kinds(parser, settings, files)
         _choose_device(parser, [*(word.lstrip("-").partition("=")[0] for word in rest), *settings])
         if not files:
             return parser.parse_args_and_config(rest)
         with TemporaryDirectory() as folder:  # TrlParser reads one file
             together = Path(folder) / "config.yaml"
-            together.write_text(yaml.safe_dump(settings))
+            together.write_text(yaml.safe_dump(settings), encoding="utf-8")
             return parser.parse_args_and_config(["--config", str(together), *rest])
 
 
@@ -121,6 +123,53 @@ def _values_of(option: str, args: Sequence[str]) -> tuple[list[str], list[str]]:
     return list(args[place + 1 : after]), [*args[:place], *args[after:]]
 
 
+class _Strict(yaml.SafeLoader):
+    """YAML of settings: names are texts, each once, and nothing multiplies itself by anchors within anchors."""
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        alias = self.peek_event() if self.check_event(yaml.AliasEvent) else None
+        node: yaml.Node | None = super().compose_node(parent, index)
+        if alias is not None and not isinstance(node, yaml.ScalarNode):
+            raise ValueError(f"*{alias.anchor} in line {alias.start_mark.line + 1} must stand for a single value")
+        return node
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen = set()
+        for name, _ in node.value:
+            if name.tag != "tag:yaml.org,2002:str":
+                raise ValueError(f"names must be texts, got {name.value!r} in line {name.start_mark.line + 1}")
+            if name.value in seen:
+                raise ValueError(
+                    f"{name.value!r} must stand there once, got it again in line {name.start_mark.line + 1}"
+                )
+            seen.add(name.value)
+        return super().construct_mapping(node, deep)
+
+
+def _holds_nan(value: Any) -> bool:
+    if isinstance(value, dict | list):
+        return any(map(_holds_nan, value.values() if isinstance(value, dict) else value))
+    return isinstance(value, float) and math.isnan(value)
+
+
+def _check_kinds(parser: TrlParser, settings: dict[str, Any], files: Sequence[str]) -> None:
+    """Raises a `ValueError` for a value of another kind than its argument's: YAML has kinds, and `yes` is one."""
+    kinds: dict[Any, str] = {int: "an integer", float: "a number"}
+    for action in parser._actions:
+        read: Any = action.type
+        value, kind = settings.get(action.dest), kinds.get(read)
+        if value is None or kind is None or action.nargs is not None:
+            continue
+        wrong = isinstance(value, bool | list | dict) or (read is int and isinstance(value, float) and value % 1)
+        try:
+            wrong = wrong or (isinstance(value, str) and read(value) is None)
+        except ValueError:
+            wrong = True
+        if wrong:
+            file = next(file for file in reversed(files) if action.dest in read_configs([file]))
+            raise ValueError(f"{action.dest} must be {kind}, got {value!r} in {file}")
+
+
 def read_configs(files: Sequence[str]) -> dict[str, Any]:
     """The settings of YAML files; where several have one, the last of them wins. `model_name_or_path` is `model`.
 
@@ -129,9 +178,16 @@ def read_configs(files: Sequence[str]) -> dict[str, Any]:
     """
     settings: dict[str, Any] = {}
     for file in files:
-        read = yaml.safe_load(Path(file).read_text(encoding="utf-8")) or {}
+        try:
+            read = yaml.load(Path(file).read_text(encoding="utf-8-sig"), _Strict) or {}
+        except (ValueError, yaml.YAMLError, RecursionError) as error:
+            said = " ".join(str(error).split())[:300]
+            raise ValueError(f"config cannot be read as YAML: {said} ({file})") from error
         if not isinstance(read, dict):
             raise ValueError(f"config must be a YAML mapping, got a {type(read).__name__} in {file}")
+        for name, value in read.items():
+            if _holds_nan(value):
+                raise ValueError(f"{name} must be a number, got NaN in {file}")
         if "model_name_or_path" in read:
             read["model"] = read.pop("model_name_or_path")
         settings |= read

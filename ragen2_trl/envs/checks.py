@@ -42,13 +42,23 @@ def check_text_or_messages(field: str, value: object, where: str) -> None:
     got = type(value).__name__
     if isinstance(value, list):
         wrong = [one for one in value if not (isinstance(one, Mapping) and isinstance(one.get("role"), str))]
-        wrong += [one for one in value if not wrong and "content" not in one]
+        wrong += [one for one in value if not wrong and not _is_content(one.get("content", 0))]
         if not wrong:
             return
         got = f"{wrong[0]!r:.60}"
     raise ValueError(
-        f"{field} must be a string or a list of messages, got {got} in {where}; a message has role and content"
+        f"{field} must be a string or a list of messages, got {got} in {where}; a message has role and content, "
+        "which is text or parts {'type': 'text', 'text': …}"
     )
+
+
+def _is_content(content: object) -> bool:
+    if isinstance(content, list):
+        return all(
+            isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str)
+            for part in content
+        )
+    return content is None or isinstance(content, str)
 
 
 def check_installed(task: str, *packages: str) -> None:

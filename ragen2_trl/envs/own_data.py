@@ -14,7 +14,7 @@ from datasets import Dataset, load_dataset
 from ragen2_trl.envs.checks import check_choice, check_count, check_text_or_messages
 from ragen2_trl.envs.environment import Environment, RewardFunc
 from ragen2_trl.envs.episode import Episode, Limits
-from ragen2_trl.envs.responses import Response, completion_text
+from ragen2_trl.envs.responses import Response, completion_text, with_text
 from ragen2_trl.envs.tasks import SPLITS, Row, check_columns, held_out, load_tasks, means_a_path, readable
 from ragen2_trl.messages import InputError
 
@@ -92,13 +92,14 @@ class DatasetEnvironment(Environment):
         if not self.functions:
             raise ValueError("reward_funcs must be one function or more, got none")
         self._sources = [dataset] if eval_dataset is None else [dataset, eval_dataset]
-        for rows in self._sources:
+        for place, rows in enumerate(self._sources):
             check_columns(rows, ("prompt",))
+            self._sources[place] = _with_prompts(rows)
             if "seed" in rows.column_names:
                 raise ValueError(f"columns must leave the name 'seed' to the numbers of rows, got {rows.column_names}")
-            _check_prompts(rows)
             for function in self.functions:
                 _check_function(function, rows.column_names)
+        dataset = self._sources[0]
         numbered = dataset.add_column("seed", range(len(dataset)))
         if eval_dataset is None:
             outside = [held_out(_text(prompt)) for prompt in dataset["prompt"]]
@@ -109,7 +110,7 @@ class DatasetEnvironment(Environment):
         else:
             # Numbers tell prompts apart, so those of the two splits do not meet.
             later = range(len(dataset), len(dataset) + len(eval_dataset))
-            self.splits = {"train": numbered, "test": eval_dataset.add_column("seed", later)}
+            self.splits = {"train": numbered, "test": self._sources[1].add_column("seed", later)}
         self.options = {"reward_funcs": [function.__name__ for function in self.functions], "success_at": success_at}
 
     def dataset(
@@ -231,15 +232,34 @@ def _checked(function: RewardFunc, rewards: Any, count: int) -> list[float | Non
     return numbers
 
 
-def _check_prompts(rows: Dataset) -> None:
+def _with_prompts(rows: Dataset) -> Dataset:
+    """The rows, checked, with text in place of messages' content that is a list of parts.
+
+    Raises:
+        ValueError: If a prompt is neither text nor messages; the message names its row.
+    """
     try:
         prompts = rows["prompt"][:]
     except UnicodeDecodeError as error:
-        raise ValueError(f"prompt must be text in UTF-8: {error}") from error
+        raise ValueError(f"prompt must be text in UTF-8: row {_undecodable(rows)}: {error}") from error
     for number, prompt in enumerate(prompts):
         check_text_or_messages("prompt", prompt, f"row {number}")
         if not prompt:
             raise ValueError(f"prompt must not be empty, got {prompt!r} in row {number}")
+    if not any(isinstance(message["content"], list) for one in prompts if isinstance(one, list) for message in one):
+        return rows
+    texts = [one if isinstance(one, str) else with_text(one) for one in prompts]
+    return rows.remove_columns("prompt").add_column("prompt", texts)
+
+
+def _undecodable(rows: Dataset) -> int:
+    """The number of the first row whose prompt is no UTF-8."""
+    for number in range(len(rows)):
+        try:
+            rows[number]["prompt"]
+        except UnicodeDecodeError:
+            return number
+    raise AssertionError("every row can be decoded")
 
 
 def _check_function(function: Any, columns: Sequence[str]) -> None:

@@ -107,10 +107,22 @@ def completion_text(completion: Completion) -> str:
     return "".join(_message_text(message) for message in completion if message["role"] == "assistant")
 
 
-def _message_text(message: Message) -> str:
+def with_text(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """Messages whose content is text where it was a list of parts, which templates of language models do not take.
+
+    >>> with_text([{"role": "user", "content": [{"type": "text", "text": "Go "}, {"type": "text", "text": "up."}]}])
+    [{'role': 'user', 'content': 'Go up.'}]
+    """
+    return [{**message, "content": _content_text(message)} for message in messages]
+
+
+def _content_text(message: Message) -> str:
     content = message.get("content") or ""  # None where a message holds nothing but tool calls
-    if not isinstance(content, str):
-        content = "".join(part["text"] for part in content if part["type"] == "text")
+    return content if isinstance(content, str) else "".join(part["text"] for part in content if part["type"] == "text")
+
+
+def _message_text(message: Message) -> str:
+    content = _content_text(message)
     reasoning = message.get("reasoning_content") or message.get("thinking")
     return f"{_THINK}{reasoning}{_END_THINK}{content}" if reasoning else content
 

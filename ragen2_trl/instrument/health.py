@@ -311,7 +311,7 @@ class _Watch:
         spread = math.sqrt(self.squares / (2 * max(1, self.rows - 1)))
         if signal.scale == "share":
             spread = max(spread, 0.5 / math.sqrt(self.counts / self.rows))
-        elif self.rows < 2 * signal.rows:  # too few to tell how much rows differ
+        elif self.rows < 2 * signal.rows or spread == 0:  # too few to tell how much rows differ, or all the same
             return False
         least = max(signal.distance, SURE * spread * math.sqrt(2 / signal.rows))
         distance = signal.scaled(best) - signal.scaled(level)

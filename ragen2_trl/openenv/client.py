@@ -246,7 +246,7 @@ class Session:
             return _in_loop(call).result()
         except RuntimeError as error:
             raise RuntimeError(f"the OpenEnv server at {self._url} answered: {error}") from error
-        except (OSError, WebSocketException, asyncio.TimeoutError) as error:
+        except (TimeoutError, OSError, WebSocketException) as error:
             self._drop()
             reason = str(error) or type(error).__name__
             # Of a closed one the message with the reason is lost where ours came too late.

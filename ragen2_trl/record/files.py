@@ -7,9 +7,11 @@ apart. What it reads back to go on from is written by `write_private`, as it is.
 import json
 import os
 import re
+import secrets
+import stat
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from ragen2_trl.redaction import MARKUP_ENDS, hide_credentials, without_credentials
 
@@ -29,8 +31,12 @@ OUTCOMES = (HISTORY_FILE, "summary.json", EVALUATIONS["after"])
 # large for a tensor, among them.
 UNREADABLE = (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RuntimeError)
 
+MAX_BYTES = 512 * 2**20  # of a file that is read whole
+
 UNFINISHED = ".unfinished."  # beginning of the names of files that are being written
 
+_AT_ONCE = getattr(os, "O_NONBLOCK", 0)
+_SAFELY = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)  # none of the three is on Windows
 _STEP = re.compile(r"[a-z]+_(\d+)")  # the name of a numbered file
 
 
@@ -51,10 +57,25 @@ def measured_step(path: Path) -> int | None:
 def read_json(path: Path, kind: type) -> Any:
     """`None` for a file that is not there, that a kill left half written, or that holds something else."""
     try:
-        content = json.loads(path.read_text())
+        content = json.loads(read_text(path))
     except (OSError, ValueError, RecursionError):  # brackets nested without end
         return None
     return content if isinstance(content, kind) else None
+
+
+def read_text(path: Path) -> str:
+    """The text of a file in UTF-8, with or without a byte order mark.
+
+    Raises:
+        OSError: If it cannot be read, has more than `MAX_BYTES`, or is a pipe or a device, which may never end.
+        UnicodeDecodeError: If it is other text.
+    """
+    # A pipe that nobody writes to would hold up an opening that waits.
+    with os.fdopen(os.open(path, os.O_RDONLY | _AT_ONCE), "rb") as file:
+        found = os.fstat(file.fileno())
+        if not stat.S_ISREG(found.st_mode) or found.st_size > MAX_BYTES:
+            raise OSError(f"{str(path)!r} must be a file of at most {MAX_BYTES} bytes")
+        return file.read(MAX_BYTES).decode("utf-8-sig")
 
 
 def write_json(path: Path, value: Any, **options: Any) -> None:
@@ -69,8 +90,11 @@ def json_text(value: Any, **options: Any) -> str:
 
 def append_json(path: Path, value: Any) -> None:
     """Add a value without credentials as a line of JSON; a kill may leave half of the last line."""
-    with path.open("a", encoding="utf-8") as file:
-        file.write(json_text(value))
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | _AT_ONCE | _SAFELY
+    with os.fdopen(os.open(path, flags, 0o666), "wb") as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise OSError(f"{str(path)!r} must be a file")
+        file.write(json_text(value).encode())
 
 
 def write_json_lines(path: Path, values: Iterable[Any]) -> None:
@@ -86,11 +110,7 @@ def write_text(path: Path, text: str) -> None:
 def write_private(path: Path, text: str) -> None:
     """Write what is read back, such as settings: as it is, so that nobody but its owner may read it."""
 
-    def write(unfinished: Path) -> None:
-        unfinished.touch(0o600)
-        unfinished.write_text(text, encoding="utf-8")
-
-    replace_whole(path, write)
+    replace_whole(path, lambda file: file.write(text.encode()), mode=0o600)
 
 
 def unreadable(path: Path, error: Exception) -> str:
@@ -100,17 +120,25 @@ def unreadable(path: Path, error: Exception) -> str:
 
 def _write_whole(path: Path, text: str) -> None:
     """A kill leaves the former file or this one, never half of it."""
-    if path.exists() and not path.is_file():  # such as /dev/stdout
+    if path.parts[:2] in (("/", "dev"), ("/", "proc")):  # such as /dev/stdout
         path.write_text(text, encoding="utf-8")
         return
-    replace_whole(path, lambda unfinished: unfinished.write_text(text, encoding="utf-8"))
+    replace_whole(path, lambda file: file.write(text.encode()))
 
 
-def replace_whole(path: Path, write: Callable[[Path], object]) -> None:
-    """The same for a file that `write` writes."""
-    unfinished = path.with_name(f"{UNFINISHED}{os.getpid()}.{path.name}")  # another process may be writing it, too
+def replace_whole(path: Path, write: Callable[[BinaryIO], object], mode: int = 0o666) -> None:
+    """The same for a file that `write` writes, as in a folder where others may have put links: none is followed.
+
+    Args:
+        path: Of the file; a link there is replaced.
+        write: Gets the open file.
+        mode: Of a new file, less what the process's mask takes.
+    """
+    # Nobody can have foreseen the name, and another process may be writing the file, too.
+    unfinished = path.with_name(f"{UNFINISHED}{secrets.token_hex(8)}.{path.name}")
     try:
-        write(unfinished)
+        with os.fdopen(os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _SAFELY, mode), "wb") as file:
+            write(file)
         os.replace(unfinished, path)
     finally:
         unfinished.unlink(missing_ok=True)

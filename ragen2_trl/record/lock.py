@@ -50,7 +50,7 @@ def _take(path: Path, folder: Path) -> int | None:
         import fcntl  # not on Windows
 
         path.parent.mkdir(parents=True, exist_ok=True)
-        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
     except (ImportError, OSError) as error:
         _warn(folder, error)
         return None

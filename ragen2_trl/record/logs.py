@@ -1,5 +1,6 @@
 """Logs of trainers, ours and other people's, as rows: TRL's JSON, or what verl and the paper's code print."""
 
+import codecs
 import json
 import re
 from collections.abc import Iterator, Mapping
@@ -7,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from ragen2_trl.record.checks import check_history
-from ragen2_trl.record.files import HISTORY_FILE, STATE_FILE
+from ragen2_trl.record.files import HISTORY_FILE, MAX_BYTES, STATE_FILE, read_text
 
-MAX_JSON = 512 * 2**20  # bytes
-ALLOWED = f"{STATE_FILE}, {HISTORY_FILE}, or a console log with lines such as 'step:1 - key:0.5'"
+ALLOWED = (
+    f"{STATE_FILE}, {HISTORY_FILE}, rows as lines of JSON, or a console log with lines such as 'step:1 - key:0.5'"
+)
 MAX_LINE = 2**20  # bytes of a printed row, which takes some 10,000
 _ESCAPES = re.compile(rb"\x1b\[[0-?]*[ -/]*[@-~]")
 _ROW = re.compile(r"(?:^|\s)step:(\d{1,12}) - ")
@@ -22,8 +24,8 @@ def read_log(path: Path) -> tuple[list[dict[str, Any]], int]:
     """The rows of a log, and how many lines were too long to be read.
 
     Args:
-        path: `trainer_state.json`, `log_history.json`, or the console log of verl or RAGEN, whose rows are printed
-            as `step:N - key:value - …`.
+        path: `trainer_state.json`, `log_history.json`, rows as lines of JSON, or the console log of verl or RAGEN,
+            whose rows are printed as `step:N - key:value - …`.
 
     Raises:
         ValueError: If it is none of these; the message is one line.
@@ -32,7 +34,7 @@ def read_log(path: Path) -> tuple[list[dict[str, Any]], int]:
     if not path.is_file():
         raise ValueError(f"{str(path)!r} is no file; allowed: {ALLOWED}.")
     with path.open("rb") as file:
-        is_json = file.read(64).lstrip()[:1] in (b"{", b"[")
+        is_json = file.read(64).removeprefix(codecs.BOM_UTF8).lstrip()[:1] in (b"{", b"[")
     if is_json and path.suffix != ".log":
         return _read_json(path), 0
     too_long: list[int] = []
@@ -43,18 +45,36 @@ def read_log(path: Path) -> tuple[list[dict[str, Any]], int]:
 
 
 def _read_json(path: Path) -> list[dict[str, Any]]:
-    if (size := path.stat().st_size) > MAX_JSON:
-        raise ValueError(f"{str(path)!r} has {size} bytes; allowed: {MAX_JSON}.")
+    if (size := path.stat().st_size) > MAX_BYTES:
+        raise ValueError(f"{str(path)!r} has {size} bytes; allowed: {MAX_BYTES}.")
     try:
-        content = json.loads(path.read_text())
+        text = read_text(path)
+        rows = _rows(text)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{str(path)!r} cannot be read as JSON: {' '.join(str(error).split())[:200]}") from error
-    rows = content.get("log_history") if isinstance(content, Mapping) else content
     check_history(rows, str(path), "log_history")
     found = [row for row in rows or () if isinstance(row, dict)]
     if not found:
         raise ValueError(f"{str(path)!r} holds no log rows; allowed: {ALLOWED}.")
     return found
+
+
+def _rows(text: str) -> Any:
+    """The rows of JSON, or of lines of JSON where the first line is an object of its own."""
+    try:
+        content = json.loads(text)
+    except json.JSONDecodeError as error:
+        lines = [(number, line) for number, line in enumerate(text.split("\n"), start=1) if line.strip()]
+        if not error.msg.startswith("Extra data") or len(lines) < 2:
+            raise
+        rows = []
+        for number, line in lines:
+            try:
+                rows.append(json.loads(line))
+            except json.JSONDecodeError as wrong:
+                raise ValueError(f"line {number} holds no object of JSON: {wrong.msg}") from wrong
+        return rows
+    return content.get("log_history") if isinstance(content, Mapping) else content
 
 
 def _read_console(path: Path, too_long: list[int]) -> Iterator[dict[str, Any]]:

@@ -21,6 +21,7 @@ from ragen2_trl.instrument.verdict import (
     qualifiers,
     status,
 )
+from ragen2_trl.metrics import CLIPPED, COMPUTE, EMPTY_STEPS, FIRST_TURN, KEPT, VALID_THINKING
 from ragen2_trl.record.checks import MAX_STEP, check_about, check_evaluation, check_history, check_state
 from ragen2_trl.record.files import (
     DIAGNOSIS_FILE,
@@ -40,7 +41,6 @@ from ragen2_trl.record.settings import settings_of, settings_of_state, versions_
 
 MAX_COMPLETIONS = 10**6  # of a measurement; more cannot have been scored
 MAX_CURVES = 8  # tasks
-FIRST_TURN = "mi/first_turn"  # log keys of the scope that regimes are told by
 # What callbacks keep in `TrainerState.stateful_callbacks`, which every checkpoint carries.
 MI_STATE, RUN_STATE, HEALTH_STATE = "ragen2_mutual_information", "ragen2_run", "ragen2_health"
 COST_STATE = "ragen2_costs"
@@ -178,21 +178,19 @@ class Run:
     @property
     def has_learnt_nothing(self) -> bool:
         """Whether no step had a group to train on, so that the weights are those that the run began with."""
-        kept = self.points("snr/kept_fraction")
+        kept = self.points(KEPT)
         return bool(kept) and not any(share for _, share in kept)
 
     @property
     def update_compute(self) -> list[tuple[int, float]]:
         """(step, share of plain TRL's update that was computed) of the steps that had anything to train on."""
-        return [(step, share) for step, share in self.points("snr/update_compute_fraction") if share > 0]
+        return [(step, share) for step, share in self.points(COMPUTE) if share > 0]
 
     @property
     def filters_nothing(self) -> bool:
         """Whether every group was trained on, which is plain TRL."""
-        strategy, value = self.settings.get("snr_strategy"), self.settings.get("snr_value", 0)
-        keeps_all = strategy == "none" or (str(strategy).startswith("top_p") and is_number(value) and value >= 1)
         of_trl = self.settings.get("trainer") in ("GRPOTrainer", "RLOOTrainer")
-        return of_trl or (keeps_all and bool(self.settings.get("snr_include_zero")))
+        return of_trl or self.settings.get("snr_strategy") == "all"
 
     @property
     def _measured(self) -> Path:
@@ -279,9 +277,9 @@ def read_run(folder: Path) -> Run:
 def _diagnosed(folder: Path, diagnosis: Mapping[str, Any]) -> Run:
     """A diagnosis as its `diagnosis.json` tells it: its numbers under the log keys that a training has for them."""
     known = {
-        "valid_thinking_rate": "mi/valid_thinking_rate",
+        "valid_thinking_rate": VALID_THINKING,
         "success": "env/diagnosed/success",
-        "clipped_ratio": "completions/clipped_ratio",
+        "clipped_ratio": CLIPPED,
     }
     file, rows, evidence = str(folder / DIAGNOSIS_FILE), [], []
     for number, one in enumerate(_rows(diagnosis.get("path"))):
@@ -397,10 +395,10 @@ def _evidence_logged(rows: Sequence[Mapping[str, Any]]) -> list[Evidence]:
         step = row.get("step") or 0
         others = {
             "step": step,
-            "updates": max(0, step - 1 - int(row.get("snr/empty_steps") or 0)),
-            "valid_thinking_rate": row.get("mi/valid_thinking_rate"),
+            "updates": max(0, step - 1 - int(row.get(EMPTY_STEPS) or 0)),
+            "valid_thinking_rate": row.get(VALID_THINKING),
             "success": next((row[key] for key in row if re.fullmatch("env/[^/]+/success", key)), None),
-            "clipped_ratio": row.get("completions/clipped_ratio"),
+            "clipped_ratio": row.get(CLIPPED),
         }
         if evidence := _evidence(metrics, others):
             found.append(evidence)

@@ -17,6 +17,7 @@ import pyarrow.parquet as pq
 
 from ragen2_trl.envs.play import Play
 from ragen2_trl.record.files import EVALUATION, replace_whole, write_json_lines
+from ragen2_trl.record.parquet import open_parquet, rows_of
 from ragen2_trl.redaction import without_credentials
 
 MAX_EPISODES = 100_000  # of a file that is read
@@ -153,7 +154,7 @@ def save_episodes(folder: Path, episodes: Sequence[PlayedEpisode], name: str = E
     table = pa.Table.from_pylist([_flat(row) for row in rows], SCHEMA)
     path = episodes_path(folder, name, step)
     write_json_lines(path.with_suffix(".jsonl"), rows)
-    replace_whole(path, lambda unfinished: pq.write_table(table, unfinished, compression="zstd"))
+    replace_whole(path, lambda file: pq.write_table(table, file, compression="zstd"))
     return path
 
 
@@ -168,7 +169,7 @@ def read_episodes(path: Path) -> list[PlayedEpisode]:
     Raises:
         OSError, ValueError: If it cannot be read, or holds something else or nothing; one line that names the field.
     """
-    return [_episode(row) for row in _open(path).read().to_pylist()]
+    return [_episode(row) for row in rows_of(_open(path), MAX_EPISODES)]
 
 
 def read_outcomes(path: Path) -> list[tuple[tuple[str, int], list[bool]]]:
@@ -179,7 +180,7 @@ def read_outcomes(path: Path) -> list[tuple[tuple[str, int], list[bool]]]:
     """
     names = ("task", "group", "seed", "success")
     groups: dict[tuple[str, int], tuple[tuple[str, int], list[bool]]] = {}
-    for row in _open(path).read(columns=list(names)).to_pylist():
+    for row in rows_of(_open(path), MAX_EPISODES, names):
         if missing := [name for name in names if row[name] is None]:
             raise ValueError(f"{missing[0]} must not be missing")
         _, solved = groups.setdefault((row["task"], row["group"]), ((row["task"], row["seed"]), []))
@@ -188,7 +189,7 @@ def read_outcomes(path: Path) -> list[tuple[tuple[str, int], list[bool]]]:
 
 
 def _open(path: Path) -> pq.ParquetFile:
-    file = pq.ParquetFile(path)
+    file = open_parquet(path)
     if not 0 < file.metadata.num_rows <= MAX_EPISODES:
         raise ValueError(f"episodes must be 1 to {MAX_EPISODES}, got {file.metadata.num_rows}")
     if file.schema_arrow.remove_metadata() != SCHEMA:

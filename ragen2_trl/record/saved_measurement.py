@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ragen2_trl.filtering import group_score
 from ragen2_trl.instrument.diagnosis import Measurement
-from ragen2_trl.record.files import write_json
+from ragen2_trl.record.files import read_text, write_json
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ class SavedMeasurement:
 
 def read_measurement(path: Path) -> SavedMeasurement:
     """What `SavedMeasurement.save` wrote."""
-    values = json.loads(path.read_text())
+    values = json.loads(read_text(path))
     values["rewards"] = [[math.nan if reward is None else reward for reward in group] for group in values["rewards"]]
     for name, dtype in (("prompt_index", torch.long), ("lengths", torch.long), ("kept", torch.bool)):
         values[name] = None if values[name] is None else torch.tensor(values[name], dtype=dtype)

@@ -9,9 +9,24 @@ from typing import Any
 from huggingface_hub import EvalResult, ModelCard
 
 from ragen2_trl.instrument.verdict import NOT_FAILURE
+from ragen2_trl.metrics import (
+    ACCURACY,
+    BOUND,
+    CHANCE,
+    COMPUTE,
+    CONDITIONAL_ENTROPY,
+    ENTROPY,
+    INFORMATION,
+    KEPT,
+    MARGINAL_ENTROPY,
+    REWARD,
+    Metric,
+    label,
+    metric,
+)
 from ragen2_trl.record.files import DIAGNOSTICS, EVALUATIONS, STATE_FILE
 from ragen2_trl.record.held_out import HeldOutPoint
-from ragen2_trl.record.run import FIRST_TURN, Run
+from ragen2_trl.record.run import Run
 from ragen2_trl.record.settings import has_effect
 from ragen2_trl.report.examples import printable
 
@@ -34,8 +49,6 @@ FOLDED = (
     "proxies",
     "reward_variance",
 )
-
-Shown = Callable[[float], str]
 
 
 def add_diagnostics(
@@ -131,21 +144,21 @@ def eval_results(
         url = file_url(repo_id, f"{DIAGNOSTICS}/{STATE_FILE}" if run.held_out else EVALUATIONS["after"], revision)
         results.append(eval_result(task, "test", "success_rate", HELD_OUT_SUCCESS, held_out["success"], url))
     url = file_url(repo_id, f"{DIAGNOSTICS}/{STATE_FILE}", revision)
-    for key, metric, name in (
+    for key, kind, name in (
         (run.success_metric, "success_rate", "Success rate in training"),
-        ("reward", "mean_reward", "Mean reward in training"),
+        (REWARD, "mean_reward", "Mean reward in training"),
     ):
         means = key and running_means(run.points(key))
         if means:
-            results.append(eval_result(task, "train", metric, name, means[-1][1], url))
-    for key, metric, name in (
-        ("retrieval_accuracy", "retrieval_accuracy", "Reasoning explained best by its own prompt"),
-        ("retrieval_chance", "retrieval_chance", "The same by chance"),
-        ("mi_seq", "mutual_information", "Mutual information of prompt and reasoning (nats)"),
+            results.append(eval_result(task, "train", kind, name, means[-1][1], url))
+    for key, kind, name in (
+        (ACCURACY, "retrieval_accuracy", "Retrieval accuracy of reasoning under its own prompt"),
+        (CHANCE, "retrieval_chance", "Retrieval accuracy by chance"),
+        (INFORMATION, "mutual_information", "Mutual information of prompt and reasoning (nats)"),
     ):
-        points = run.points(f"{FIRST_TURN}/{key}")
+        points = run.points(key)
         if points:
-            results.append(eval_result(task, "train", metric, name, points[-1][1], url))
+            results.append(eval_result(task, "train", kind, name, points[-1][1], url))
     return results
 
 
@@ -224,71 +237,54 @@ def _state(run: Run) -> str:
 def _table(run: Run) -> list[list[str]]:
     """Label, first, last and best of each number that was logged."""
 
-    def percent(value: float) -> str:
-        return f"{value:.1%}"
-
-    def saved(value: float) -> str:
-        return f"{1 - value:.1%}"
-
-    def nats(value: float) -> str:
-        return f"{value:.2f}"
-
     rows = []
     if run.evaluations:
         rows.append(["held-out success (95 % interval)", _held_out(run, "before"), _held_out(run, "after"), ""])
     if run.held_out:
         rows = _curves(run)
-    smooth: list[tuple[str | None, str, Shown, Any]] = [
-        (run.success_metric, "success in training", percent, max),
-        ("reward", "reward in training", lambda value: f"{value:.3f}", max),
-    ]
-    rows += _rows(smooth, lambda key: running_means(run.points(key)))
-    rows += _measured(run, "retrieval_accuracy", "retrieval accuracy", percent, "retrieval_chance", "chance")
-    rows += _measured(run, "mi_seq", "I(X;Z) (nats)", nats, "mi_upper_bound", "at most")
-    single: list[tuple[str | None, str, Shown, Any]] = [
-        (f"{FIRST_TURN}/conditional_entropy_token", "H(Z\\|X) (nats per token)", nats, None),
-        (f"{FIRST_TURN}/marginal_entropy_token", "H(Z) (nats per token)", nats, None),
-    ]
-    rows += _rows(single, run.points)
+    rows += _rows([run.success_metric, REWARD], lambda key: running_means(run.points(key)), best=max)
+    rows += _measured(run, ACCURACY, CHANCE) + _measured(run, INFORMATION, BOUND)
+    rows += _rows([CONDITIONAL_ENTROPY, MARGINAL_ENTROPY], run.points)
     if run.regimes:
         names = [regime.replace("_", " ") for _, regime in (run.regimes[0], run.regimes[-1])]
         rows.append(["regime", *names, ""])
-    smooth = [
-        ("entropy", "policy entropy (nats per token)", nats, None),
-        ("snr/kept_fraction", "groups kept by the filter", percent, None),
-    ]
-    rows += _rows(smooth, lambda key: running_means(run.points(key)))
-    saved_row = ("snr/update_compute_fraction", "update compute saved", saved, None)
-    return rows + _rows([saved_row], lambda key: running_means(run.update_compute))
+    rows += _rows([ENTROPY, KEPT], lambda key: running_means(run.points(key)))
+    saved = [f"{1 - value:.1%}" for _, value in running_means(run.update_compute)]
+    return [*rows, [f"{label(COMPUTE)} saved", saved[0], saved[-1], ""]] if saved else rows
 
 
-def _measured(run: Run, key: str, label: str, shown: Shown, limit: str, word: str) -> list[list[str]]:
+def _measured(run: Run, key: str, limit: str) -> list[list[str]]:
     """A row of a measured quantity, each value with the chance or the bound of its own measurement: another may have
     had another number of prompts."""
-    points, limits = (run.points(f"{FIRST_TURN}/{name}") for name in (key, limit))
-    if not points:
+    points, at, one = run.points(key), dict(run.points(limit)), metric(key)
+    if not points or one is None:
         return []
-    at = dict(limits)
 
     def told(point: tuple[int, float]) -> str:
-        return shown(point[1]) + (f" ({word} {shown(at[point[0]])})" if point[0] in at else "")
+        return one.text(point[1]) + (f" ({label(limit)} {one.text(at[point[0]])})" if point[0] in at else "")
 
     best = max(points, key=lambda point: point[1])
-    return [[label, told(points[0]), told(points[-1]), f"{told(best)} (step {best[0]})"]]
+    return [[_label(one), told(points[0]), told(points[-1]), f"{told(best)} (step {best[0]})"]]
 
 
 def _rows(
-    columns: Sequence[tuple[str | None, str, Shown, Any]], points_of: Callable[[str], list[tuple[int, float]]]
+    keys: Sequence[str | None], points_of: Callable[[str], list[tuple[int, float]]], best: Any = None
 ) -> list[list[str]]:
-    """A row for each (key, label, how to show a value, which is best) that has points."""
+    """A row for each key that has points, with its best value where there is one."""
     rows = []
-    for key, label, shown, best in columns:
-        points = points_of(key) if key else []
-        if points:
+    for key in filter(None, keys):
+        points, one = points_of(key), metric(key)
+        if points and one is not None:
             step, value = best(points, key=lambda point: point[1]) if best else (0, 0.0)
-            best_of = f"{shown(value)} (step {step})" if best else ""
-            rows.append([label, shown(points[0][1]), shown(points[-1][1]), best_of])
+            best_of = f"{one.text(value)} (step {step})" if best else ""
+            rows.append([_label(one), one.text(points[0][1]), one.text(points[-1][1]), best_of])
     return rows
+
+
+def _label(one: Metric) -> str:
+    """The label as a cell of a table, with the unit where values do not show it."""
+    unit = f" ({one.unit})" if one.unit.startswith("nats") else ""
+    return one.label.replace("|", "\\|") + unit
 
 
 def _held_out(run: Run, when: str) -> str:

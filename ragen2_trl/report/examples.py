@@ -10,11 +10,10 @@ from pathlib import Path
 from statistics import fmean, pvariance
 from typing import Any
 
-import pyarrow.parquet as pq
-
 from ragen2_trl.envs import completion_text
 from ragen2_trl.instrument.health import is_number
 from ragen2_trl.record.files import UNREADABLE, unreadable
+from ragen2_trl.record.parquet import open_parquet, rows_of
 from ragen2_trl.record.run import Run
 from ragen2_trl.record.saved_measurement import SavedMeasurement, read_measurement
 
@@ -151,7 +150,7 @@ def read_groups(run: Run, problems: list[str]) -> list[Group]:
     """
     for path in reversed(run.completions):
         try:
-            rows = pq.ParquetFile(path).read().to_pylist()
+            rows = rows_of(open_parquet(path))
             return sorted(_groups(rows, run, problems), key=lambda group: -group.variance)
         except UNREADABLE as error:
             problems.append(unreadable(path, error))

@@ -8,7 +8,8 @@ from typing import Protocol
 from markupsafe import Markup
 from matplotlib.figure import Figure
 
-from ragen2_trl.record.run import FIRST_TURN, Run
+from ragen2_trl.metrics import FIRST_TURN, INFORMATION, REWARD
+from ragen2_trl.record.run import Run
 from ragen2_trl.record.saved_measurement import SavedMeasurement, read_measurement
 from ragen2_trl.report.card import FIGURES, caption
 from ragen2_trl.report.measurement_plots import (
@@ -17,8 +18,6 @@ from ragen2_trl.report.measurement_plots import (
     plot_reward_variance,
 )
 from ragen2_trl.report.plots import (
-    INFORMATION,
-    REWARD,
     arrow_of,
     plot_arrows,
     plot_held_out,

@@ -12,8 +12,9 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 from markupsafe import Markup
 
 from ragen2_trl.instrument.verdict import COLLAPSES, REGIMES, collapse_label
+from ragen2_trl.metrics import ACCURACY, BOUND, CHANCE, ENTROPY, INFORMATION, KEPT, label
 from ragen2_trl.record.held_out import differ, tasks_of, tasks_to_tell
-from ragen2_trl.record.run import FIRST_TURN, Run
+from ragen2_trl.record.run import Run
 from ragen2_trl.record.saved_measurement import SavedMeasurement
 from ragen2_trl.record.settings import has_effect
 from ragen2_trl.report.card import running_means
@@ -290,9 +291,9 @@ def _numbers(run: Run) -> list[Number]:
     def percent(value: float) -> str:
         return f"{value:.0%}"
 
-    accuracy, information = (run.points(f"{FIRST_TURN}/{key}") for key in ("retrieval_accuracy", "mi_seq"))
+    accuracy, information = run.points(ACCURACY), run.points(INFORMATION)
     # Of the measurement that is shown: another one may have had another number of prompts.
-    bounds, chances = (dict(run.points(f"{FIRST_TURN}/{key}")) for key in ("mi_upper_bound", "retrieval_chance"))
+    bounds, chances = dict(run.points(BOUND)), dict(run.points(CHANCE))
     bound = bounds.get(information[-1][0]) if information else None
     chance = chances.get(accuracy[-1][0]) if accuracy else None
     computed = [value for _, value in run.update_compute]
@@ -300,7 +301,10 @@ def _numbers(run: Run) -> list[Number]:
     return [
         _success(run),
         _number(
-            "Retrieval accuracy", accuracy, percent, "" if chance is None else f"own prompt found; chance {chance:.1%}"
+            label(ACCURACY).capitalize(),
+            accuracy,
+            percent,
+            "" if chance is None else f"own prompt found; chance {chance:.1%}",
         ),
         _number(
             "Mutual information",
@@ -308,8 +312,8 @@ def _numbers(run: Run) -> list[Number]:
             lambda value: f"{round(value, 2) + 0.0:.2f}",  # never -0.00
             "" if bound is None else f"nats, at most {bound:.2f}",
         ),
-        _number("Entropy", running_means(run.points("entropy")), lambda value: f"{value:.2f}", "nats per token"),
-        _number("Groups kept", running_means(run.points("snr/kept_fraction")), percent, "by the filter"),
+        _number("Entropy", running_means(run.points(ENTROPY)), lambda value: f"{value:.2f}", "nats per token"),
+        _number(label(KEPT).capitalize(), running_means(run.points(KEPT)), percent, "by the filter"),
         Number("Compute saved", "", saved, "of the updates, on average" if saved else ""),
     ]
 
@@ -369,7 +373,7 @@ def _missing(run: Run) -> list[str]:
     problems = [] if run.rows else [NO_ROWS]
     if run.has_learnt_nothing:
         problems.append(NOTHING_LEARNT)
-    if not run.regimes and not run.points(f"{FIRST_TURN}/mi_seq"):
+    if not run.regimes and not run.points(INFORMATION):
         silent = f"{NOT_MEASURED}: {run.silence or 'no step asked for it'}."
         problems.append(NO_INFORMATION if run.silence is None else silent)
     elif not run.measurements:

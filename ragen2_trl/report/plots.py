@@ -17,6 +17,18 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from ragen2_trl.instrument.health import is_number
+from ragen2_trl.metrics import (
+    ACCURACY,
+    CHANCE,
+    COMPUTE,
+    CONDITIONAL_ENTROPY,
+    ENTROPY,
+    INFORMATION,
+    KEPT,
+    REWARD,
+    ZERO_VARIANCE,
+    label,
+)
 from ragen2_trl.record.held_out import HeldOutCurve
 from ragen2_trl.report.card import mean_span
 from ragen2_trl.report.style import (
@@ -41,12 +53,6 @@ from ragen2_trl.report.style import (
 Rows: TypeAlias = Sequence[Mapping[str, Any]]
 Series: TypeAlias = list[tuple[float, float]]  # (optimizer step, value)
 
-REWARD, ENTROPY = "reward", "entropy"
-ACCURACY, CHANCE = "mi/first_turn/retrieval_accuracy", "mi/first_turn/retrieval_chance"
-KEPT, COMPUTE = "snr/kept_fraction", "snr/update_compute_fraction"
-# The second is TRL's name, for a history of the stock trainer.
-ZERO_VARIANCE = ("snr/zero_variance_fraction", "frac_reward_zero_std")
-
 FRACTIONS = (-0.03, 1.03)  # a scale from 0 to 1 that cuts no line in half
 MARKS = {"-": "o", "--": "x", ":": "."}  # none hides another
 FEW, MANY = 16, 64  # up to the first all points of a run are marked, beyond the second those of no measurement
@@ -68,8 +74,7 @@ PROXIES = (
     ("MI z-score", "mi_zscore_seq", None),
     ("MI z-score, running", "mi_zscore_ema_seq", None),
 )
-INFORMATION, CONDITIONAL_ENTROPY = "mi/first_turn/mi_seq", "mi/first_turn/conditional_entropy_token"
-INFORMATION_LABEL, ENTROPY_LABEL = "I(X;Z) (nats)", "H(Z|X) (nats per token)"
+INFORMATION_LABEL, ENTROPY_LABEL = f"{label(INFORMATION)} (nats)", f"{label(CONDITIONAL_ENTROPY)} (nats per token)"
 
 
 @dataclass(frozen=True)
@@ -118,12 +123,13 @@ def plot_training(log_history: Rows, success_metric: str | None = None) -> Figur
         raise ValueError(f"log_history has {len(log_history)} rows, but none has a 'reward' to plot at its 'step'.")
     reward = Line("reward", points_of(log_history, REWARD), BLUE, "-")
     success = Line("success in training", points_of(log_history, success_metric), ORANGE, "--")
-    accuracy = Line("retrieval accuracy", points_of(log_history, ACCURACY), BLUE, "-", measured=True)
-    chance = Line("chance", points_of(log_history, CHANCE), GREY, ":", measured=True)
+    accuracy = Line(label(ACCURACY), points_of(log_history, ACCURACY), BLUE, "-", measured=True)
+    chance = Line(label(CHANCE), points_of(log_history, CHANCE), GREY, ":", measured=True)
     entropy = Line("entropy", points_of(log_history, ENTROPY), ORANGE, "-")
-    kept = Line("groups kept", points_of(log_history, KEPT), GREEN, "-")
-    no_variance = Line("zero-variance groups", points_of(log_history, *ZERO_VARIANCE), GREY, ":")
-    compute = Line("update compute", points_of(log_history, COMPUTE), BLUE, "--")
+    kept = Line(label(KEPT), points_of(log_history, KEPT), GREEN, "-")
+    flat = points_of(log_history, ZERO_VARIANCE, "frac_reward_zero_std")  # the second is that of the stock trainer
+    no_variance = Line("zero-variance groups", flat, GREY, ":")
+    compute = Line(label(COMPUTE), points_of(log_history, COMPUTE), BLUE, "--")
     panels = [
         ("reward", (None, None), [reward, success]),
         ("fraction", FRACTIONS, [accuracy, chance]),
@@ -175,7 +181,7 @@ def plot_comparison(
         "reward": rewards if not all(success.values()) else {},
         "retrieval accuracy (dotted: chance)": {name: points_of(rows, ACCURACY) for name, rows in histories.items()},
         "entropy (nats per token)": {name: points_of(rows, ENTROPY) for name, rows in histories.items()},
-        "fraction of groups kept": {name: points_of(rows, KEPT) for name, rows in histories.items()},
+        "fraction of completions kept": {name: points_of(rows, KEPT) for name, rows in histories.items()},
     }
     shown = {title: series for title, series in panels.items() if any(series.values())}
     if not shown:
@@ -199,7 +205,7 @@ def plot_comparison(
                 _mark(axes, step, text, _colour(number), MARK_HEIGHTS[marks % len(MARK_HEIGHTS)])
                 marks += 1
         axes.set_title(title)
-        if measured or title == "fraction of groups kept":
+        if measured or title == "fraction of completions kept":
             axes.set_ylim(FRACTIONS)
     number_steps(axes_of[-1])
     figure.legend(
@@ -334,10 +340,10 @@ def plot_arrows(runs: Mapping[str, Arrow], height_label: str = "success") -> Fig
             head = {"arrowstyle": "-|>", "mutation_scale": 16, "linewidth": 0, "shrinkA": 0, "shrinkB": 0}
             axes.annotate("", end, start, arrowprops={"color": colour, **head})
         handles.append(drawn)
-    for axes, label in ((left, INFORMATION_LABEL), (right, ENTROPY_LABEL)):
+    for axes, title in ((left, INFORMATION_LABEL), (right, ENTROPY_LABEL)):
         axes.margins(0.12)
         axes.set_xlim(*_with_room(*axes.get_xlim()))
-        axes.set_xlabel(label)
+        axes.set_xlabel(title)
     left.set_ylabel(f"{height_label} (the marker is the start)")
     figure.legend(handles, names.values(), loc="outside upper left", ncols=columns, handlelength=3.2, borderpad=0.6)
     figure.set_label(f"From the first to the last measurement of {', '.join(names.values())}: {height_label}.")

@@ -17,7 +17,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from ragen2_trl.record.files import write_text
+from ragen2_trl.record.files import replace_whole, write_text
 
 P = ParamSpec("P")
 
@@ -153,7 +153,7 @@ def save_figure(figure: Figure, path: Path) -> tuple[Path, Path]:
     vectors, pixels = path.with_name(f"{path.name}.svg"), path.with_name(f"{path.name}.png")
     write_text(vectors, svg(figure) + "\n")
     with style.context(["default", STYLE]):
-        figure.savefig(pixels, metadata={"Software": None})
+        replace_whole(pixels, functools.partial(figure.savefig, format="png", metadata={"Software": None}))
     return vectors, pixels
 
 

@@ -8,7 +8,7 @@ from rich.table import Table
 from rich.text import Text
 from transformers import TrainerState
 
-from ragen2_trl.columns import SAVINGS_STATE
+from ragen2_trl.metrics import ACCURACY, COMPUTE, EMPTY_STEPS, FIRST_TURN, INFORMATION, KEPT, ZERO_VARIANCE, label
 from ragen2_trl.record.held_out import curves_of
 from ragen2_trl.record.run import COST_STATE, run_of_state
 
@@ -27,14 +27,14 @@ def summarize(
         folder: The trainer's `output_dir`.
         before, after: Metrics on held-out tasks.
     """
-    rows = [row for row in state.log_history if "snr/kept_fraction" in row]
+    rows = [row for row in state.log_history if KEPT in row]
 
     def mean(key: str) -> float | None:
         values = [row[key] for row in rows if row.get(key) is not None]
         return sum(values) / len(values) if values else None
 
     # Nothing is saved where nothing was trained.
-    shares = [share for row in rows if (share := row.get("snr/update_compute_fraction"))]
+    shares = [share for row in rows if (share := row.get(COMPUTE))]
     computed = sum(shares) / len(shares) if shares else None
     kept: Any = state.stateful_callbacks  # in a finished run states by name, not callbacks
     runtime = next((row["train_runtime"] for row in reversed(state.log_history) if "train_runtime" in row), 0.0)
@@ -43,12 +43,12 @@ def summarize(
         "before": before,
         "after": after,
         "steps": state.global_step,
-        "empty_steps": rows[-1]["snr/empty_steps"] if rows else None,
+        "empty_steps": rows[-1][EMPTY_STEPS] if rows else None,
         "train_seconds": round(kept.get(COST_STATE, {}).get("seconds", runtime), 1),
-        "kept_fraction": mean("snr/kept_fraction"),
-        "zero_variance_fraction": mean("snr/zero_variance_fraction"),
+        "kept_fraction": mean(KEPT),
+        "zero_variance_fraction": mean(ZERO_VARIANCE),
         "update_compute_saved": None if computed is None else 1 - computed,
-        "update_saved": _saved(kept.get(SAVINGS_STATE, {})),
+        "positions_saved": _positions_saved(state.log_history),
         "mutual_information": _first_and_last(state.log_history),
         "verdict": run.verdict if run.evidence else None,
         "alarms": [alarm.sentence for alarm in run.alarms if alarm.failing],
@@ -57,22 +57,19 @@ def summarize(
     }
 
 
-def _saved(sums: Mapping[str, float]) -> dict[str, float] | None:
-    """Positions of the update that were not computed, and the seconds that they would have taken at the pace of the
-    others; `None` where nothing is known of them."""
-    if not sums.get("computed"):
-        return None
-    tokens = sums["plain"] - sums["computed"]
-    return {"tokens": tokens, "seconds": round(sums["seconds"] * tokens / sums["computed"], 2)}
+def _positions_saved(history: list[dict[str, Any]]) -> float | None:
+    """Positions of plain TRL's updates that were not computed; `None` where `CostCallback` has not counted them."""
+    counted = [row for row in history if row.get("cost/update_positions")]
+    return counted[-1]["cost/plain_update_positions"] - counted[-1]["cost/update_positions"] if counted else None
 
 
 def _first_and_last(history: list[dict[str, Any]]) -> dict[str, Any] | None:
     """The first and the last measurement of whether reasoning depends on its prompt."""
     names = ("retrieval_accuracy", "retrieval_chance", "mi_seq", "mi_upper_bound")
     measured = [
-        {"step": row["step"], **{name: row[f"mi/first_turn/{name}"] for name in names}}
+        {"step": row["step"], **{name: row[f"{FIRST_TURN}/{name}"] for name in names}}
         for row in history
-        if row.get("mi/first_turn/retrieval_accuracy") is not None
+        if row.get(ACCURACY) is not None
     ]
     return {"first": measured[0], "last": measured[-1]} if measured else None
 
@@ -108,26 +105,23 @@ def summary_table(summary: Mapping[str, Any], title: str) -> Table:
     of_them = "" if empty is None else f", {empty:.0f} of them without a kept group"
     table.add_row("steps", f"{summary['steps']}{of_them}")
     table.add_row("training time", f"{summary['train_seconds']:.0f} s")
-    for key, label in (
-        ("kept_fraction", "groups kept"),
-        ("zero_variance_fraction", "groups without reward variance"),
-    ):
-        if summary[key] is not None:
-            table.add_row(label, f"{summary[key]:.1%}")
+    for name, key in (("kept_fraction", KEPT), ("zero_variance_fraction", ZERO_VARIANCE)):
+        if summary[name] is not None:
+            table.add_row(label(key), f"{summary[name]:.1%}")
     if summary["update_compute_saved"] is not None:
-        amount, saved = f"{summary['update_compute_saved']:.1%}", summary["update_saved"]
-        if saved is not None:
-            amount += f", {saved['tokens']:,} tokens, some {saved['seconds']:,.1f} s"
-        table.add_row("update compute saved by the filter", amount)
+        amount, saved = f"{summary['update_compute_saved']:.1%}", summary["positions_saved"]
+        table.add_row(
+            f"{label(COMPUTE)} saved by the filter", amount if saved is None else f"{amount}, {saved:,.0f} positions"
+        )
     if summary["mutual_information"] is not None:
         first, last = (summary["mutual_information"][when] for when in ("first", "last"))
         differs = first["retrieval_chance"] != last["retrieval_chance"]  # another number of prompts
         table.add_row(
-            "reasoning explained best by its own prompt",
+            label(ACCURACY),
             f"{first['retrieval_accuracy']:.1%} at step {first['step']}{_chance(first) if differs else ''}, "
             f"{last['retrieval_accuracy']:.1%} at step {last['step']}{_chance(last)}",
         )
-        table.add_row("mutual information", f"{last['mi_seq']:.2f} of at most {last['mi_upper_bound']:.2f} nats")
+        table.add_row(label(INFORMATION), f"{last['mi_seq']:.2f} of at most {last['mi_upper_bound']:.2f} nats")
     if summary["verdict"] is not None:
         table.add_row("verdict", summary["verdict"])
     table.add_row("health", "\n".join(summary["alarms"]) or "nothing says that training failed")

@@ -105,11 +105,19 @@ class TextRollout:
             chat_template=trainer.chat_template,
             **trainer.chat_template_kwargs,
         )
+        knows_logprobs = False  # as the backend does, whatever this process has to sample
+
+        def generate(contexts: list[list[int]], limit: int) -> tuple[list[list[int]], list[list[float]] | None]:
+            nonlocal knows_logprobs
+            answers, logprobs = _generate(trainer, contexts, limit)
+            knows_logprobs |= logprobs is not None
+            return answers, logprobs
+
         trajectories = play_all(
             self._plays(trainer.state.global_step),
             prompts,
             chat,
-            lambda contexts, limit: _generate(trainer, contexts, limit),
+            generate,
             max_tokens=trainer.max_completion_length,
             max_turn_tokens=self._max_turn_tokens,
             max_context=_max_context(trainer),
@@ -124,7 +132,7 @@ class TextRollout:
             "prompt_ids": [trajectory.prompt_ids for trajectory in trajectories],
             "completion_ids": [trajectory.completion_ids for trajectory in trajectories],
             "env_mask": [trajectory.env_mask for trajectory in trajectories],
-            "logprobs": logprobs if any(logprobs) else None,
+            "logprobs": logprobs if _most(trainer, knows_logprobs) else None,
             EPISODE: [asdict(play.outcome) for play in plays],
             TURN_REWARDS: [play.turn_rewards for play in plays],
             **({TURN_SAMPLES: list(map(turn_samples, trajectories))} if self.window.splits_episodes else {}),

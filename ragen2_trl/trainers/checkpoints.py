@@ -1,5 +1,4 @@
-"""What a checkpoint of a filtered run holds beside TRL's, which checkpoints are complete, and a sampler that a resumed
-run reads on from."""
+"""The state of a filtered run in a checkpoint, whether a checkpoint is complete, and a sampler for resumed runs."""
 
 import json
 import logging
@@ -8,7 +7,7 @@ import re
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from accelerate import Accelerator
@@ -59,46 +58,72 @@ class ResumableSampler(Sampler[int]):
         return len(self.sampler)
 
 
-def save_state(folder: str, rank: int, layout: dict[str, Any], shared: dict[str, Any], own: dict[str, Any]) -> None:
-    """Write one process's part into a checkpoint.
+class Stateful(Protocol):
+    """A part of a run with state of its own: plain values and tensors."""
+
+    def state(self) -> Any: ...
+
+    def load(self, state: Any) -> None: ...
+
+
+class RunState:
+    """The state of a run: each part of it is registered once, by name.
 
     Args:
-        folder: of the checkpoint.
-        rank: of the process.
-        layout: what `own` cannot be read under another value of.
-        shared: the same on every process.
-        own: of this process alone.
+        shared: Parts whose state is the same on every process.
     """
-    os.makedirs(folder, exist_ok=True)
-    torch.save({"layout": layout, "shared": shared, "own": own}, os.path.join(folder, STATE_FILE.format(rank=rank)))
 
+    def __init__(self, shared: dict[str, Stateful]):
+        self.shared = shared
+        self.own: dict[str, Stateful] = {}  # parts with a state of each process
 
-def load_state(
-    folder: str | None, accelerator: Accelerator, layout: dict[str, Any]
-) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
-    """What `save_state` wrote: the shared part, and this process's own. A call for all processes together.
+    def save(self, folder: str, rank: int, layout: dict[str, Any], own: dict[str, Any]) -> None:
+        """Write one process's part into a checkpoint.
 
-    Returns:
-        `None` for both where the checkpoint is of TRL's own trainer; `None` for the second where the layout differs.
-    """
-    path = folder and os.path.join(folder, STATE_FILE.format(rank=accelerator.process_index))
-    state = None
-    if path and os.path.exists(path):
-        state = torch.load(path, map_location="cpu", weights_only=True)
-    # What all processes share comes from the first of them: others may be new, or on another machine.
-    (shared,) = broadcast_object_list([state and state["shared"]])
-    if shared is None:
-        return None, None
-    layouts = gather_object([state and state["layout"]])
-    if any(other != layout for other in layouts):
-        if accelerator.is_main_process:
-            logger.warning(
-                f"The checkpoint was written with {layouts[0]} and is resumed with {layout}: the generation batch in "
-                "progress and groups that wait for the next, if any, are sampled again."
-            )
-        return shared, None
-    assert state is not None  # as its layout is this one
-    return shared, send_to_device(state["own"], accelerator.device)
+        Args:
+            folder: of the checkpoint.
+            rank: of the process.
+            layout: settings under which this process's own state has a meaning.
+            own: more of its own state.
+        """
+        os.makedirs(folder, exist_ok=True)
+        shared = {name: part.state() for name, part in self.shared.items()}
+        own = own | {name: part.state() for name, part in self.own.items()}
+        torch.save(
+            {"layout": layout, "shared": shared, "own": own}, os.path.join(folder, STATE_FILE.format(rank=rank))
+        )
+
+    def load(self, folder: str | None, accelerator: Accelerator, layout: dict[str, Any]) -> dict[str, Any] | None:
+        """Read what `save` wrote. A call for all processes together.
+
+        Returns:
+            The `own` of `save`; `None` in another layout, or where TRL's own trainer wrote the checkpoint.
+        """
+        path = folder and os.path.join(folder, STATE_FILE.format(rank=accelerator.process_index))
+        saved = None
+        if path and os.path.exists(path):
+            saved = torch.load(path, map_location="cpu", weights_only=True)
+        # The shared part comes from the first process: others may be new, or on another machine.
+        (shared,) = broadcast_object_list([saved and saved["shared"]])
+        if shared is None:
+            return None
+        for name, part in self.shared.items():
+            if name in shared:
+                part.load(shared[name])
+        layouts = gather_object([saved and saved["layout"]])
+        if any(other != layout for other in layouts):
+            if accelerator.is_main_process:
+                logger.warning(
+                    f"The checkpoint was written with {layouts[0]} and is resumed with {layout}: the generation batch "
+                    "in progress and surplus groups, if any, are sampled again."
+                )
+            return None
+        assert saved is not None  # as its layout is this one
+        own: dict[str, Any] = send_to_device(saved["own"], accelerator.device)
+        for name, part in self.own.items():
+            if name in own:
+                part.load(own[name])
+        return own
 
 
 def open_checkpoint(folder: str) -> None:

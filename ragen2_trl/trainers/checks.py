@@ -1,6 +1,5 @@
 """What is checked before training: settings, dataset, and whether a subclass can be given the right gradient."""
 
-import copy
 import inspect
 from collections.abc import Iterator, Sequence
 from types import CodeType
@@ -9,11 +8,11 @@ from typing import Any
 from accelerate.logging import get_logger
 from accelerate.utils import gather_object
 from datasets import Dataset, IterableDataset
+from trl import RLOOTrainer
 
 from ragen2_trl.columns import SUCCESS
 from ragen2_trl.trainers.checkpoints import LAYOUT_FIELDS
 from ragen2_trl.trainers.config import SNRFilterConfig
-from ragen2_trl.trainers.selection import FEW_GROUPS
 
 logger = get_logger(__name__)
 
@@ -25,7 +24,10 @@ EQUAL_ROWS = 16  # that are looked at
 
 
 def with_snr_fields(args: Any, config_class: type, trl_config_class: type) -> Any:
-    """Let TRL's own configuration carry the filter's defaults, so that swapping the trainer class is enough."""
+    """Give TRL's own configuration the filter's defaults, so that swapping the trainer class is enough.
+
+    The result shares its fields with the given configuration: a setting that is changed later counts, as in TRL.
+    """
     if isinstance(args, config_class):
         return args
     if type(args) is not trl_config_class:
@@ -33,33 +35,31 @@ def with_snr_fields(args: Any, config_class: type, trl_config_class: type) -> An
             f"args={type(args).__name__}; allowed: {config_class.__name__}, a class derived from it, or exactly "
             f"trl.{trl_config_class.__name__}."
         )
-    # The new fields' defaults are class attributes. Building a new instance would instead check and derive again
-    # what TRL's has already derived.
-    args = copy.copy(args)
-    args.__class__ = config_class
-    return args
+    # The new fields' defaults are class attributes. A new instance would derive again what TRL's has derived.
+    shared = object.__new__(config_class)
+    shared.__dict__ = args.__dict__
+    return shared
 
 
-def with_default_pilots(args: SNRFilterConfig, trainer_class: type) -> SNRFilterConfig:
-    """Let dynamic sampling look first, where that is cheaper and chooses by what the filter keeps: reward variance."""
+def pilots_of(args: SNRFilterConfig, trainer_class: type) -> int:
+    """Completions of a pilot, 0 for none. By default pilots come with dynamic sampling of large groups, where they are
+    cheaper and choose by what the filter keeps: reward variance."""
     if args.snr_pilot_generations is not None:
-        return args
-    args = copy.copy(args)  # whoever derives another configuration from the given one has the default again
+        return args.snr_pilot_generations
     looks_first = (
         args.snr_dynamic_sampling_rounds > 0
         and args.num_generations >= LARGE_GROUP
-        and args.keeps_all_signal
-        and not args.snr_include_zero
+        and args.keeps_every_varying_group
         and "_generate" not in _overridden(trainer_class)
         and _has_whole_groups(args, args.world_size)
     )
-    args.snr_pilot_generations = PILOTS if looks_first else 0
-    if looks_first:
-        logger.warning(
-            f"snr_pilot_generations={PILOTS} by default: of {args.num_generations} completions so many are sampled "
-            "and scored first, the others only where rewards may then be expected to vary. With 0, all at once."
-        )
-    return args
+    if not looks_first:
+        return 0
+    logger.warning(
+        f"snr_pilot_generations={PILOTS} by default: {PILOTS} of {args.num_generations} completions are sampled and "
+        "scored first, the others only where rewards can be expected to vary. With 0, all at once."
+    )
+    return PILOTS
 
 
 def _has_whole_groups(args: SNRFilterConfig, num_processes: int) -> bool:
@@ -68,29 +68,14 @@ def _has_whole_groups(args: SNRFilterConfig, num_processes: int) -> bool:
     return num_processes == 1 or rows % args.num_generations == 0
 
 
-def nothing_to_rank(args: SNRFilterConfig) -> str | None:
-    """Why a layout leaves the filter nothing to choose among, and which settings would; `None` where it has."""
-    groups = args.groups_per_generation
-    if args.keeps_all_signal or args.snr_strategy != "top_k_abs" or args.snr_value < groups:
-        return None
-    larger = f"generation_batch_size={-(-FEW_GROUPS // groups) * args.generation_batch_size}"
-    return (
-        f"snr_strategy='top_k_abs' with snr_value={args.snr_value:g} keeps every group with signal of a "
-        f"generation, which has {groups}. What would change that: a smaller snr_value, or {larger}."
-    )
-
-
 def check_router_loss(trainer: Any) -> None:
     """Raise a `ValueError` for the load-balancing loss of a mixture of experts where dropped rows are part of it."""
     if not trainer.aux_loss_enabled:
         return
-    loss = f"the load-balancing loss (router_aux_loss_coef={trainer.router_aux_loss_coef})"
-    if trainer.args.snr_mode == "mask":
-        raise ValueError(f"snr_mode='mask' cannot weigh {loss}; allowed: snr_mode='drop', or router_aux_loss_coef=0.")
-    if trainer.args.is_lossless:
+    if trainer.args.snr_strategy == "lossless":
         raise ValueError(
-            f"snr_strategy='lossless' leaves out rows without advantage, on which {loss} acts, too; allowed with it: "
-            "router_aux_loss_coef=0."
+            "snr_strategy='lossless' leaves out rows without an advantage, on which the load-balancing loss "
+            f"(router_aux_loss_coef={trainer.router_aux_loss_coef}) acts, too; allowed with it: 0."
         )
 
 
@@ -166,14 +151,23 @@ def check_enough_prompts(train_dataset: Any, args: Any) -> None:
         )
 
 
-def check_pilots(args: SNRFilterConfig, num_processes: int) -> None:
-    """Raise a `ValueError` where pilots could not be dealt to processes as whole prompts."""
-    if args.snr_pilot_generations and not _has_whole_groups(args, num_processes):
+def check_pilots(trainer: Any, rollout_func: Any) -> None:
+    """Raise a `ValueError` where pilots cannot be whole prompts of a process, or TRL keeps the images of all rows."""
+    args, pilots = trainer.args, trainer.pilot_generations
+    if not pilots:
+        return
+    if not _has_whole_groups(args, trainer.accelerator.num_processes):
         raise ValueError(
-            f"snr_pilot_generations={args.snr_pilot_generations} needs whole groups on each process, and "
+            f"snr_pilot_generations={pilots} needs whole groups on each process, and "
             "per_device_train_batch_size * steps_per_generation = "
-            f"{args.per_device_train_batch_size * args.steps_per_generation} completions are none of "
+            f"{args.per_device_train_batch_size * args.steps_per_generation} completions are no multiple of "
             f"num_generations={args.num_generations}; allowed: a multiple of it, or 0 pilots."
+        )
+    images = {"image", "images"} & set(getattr(trainer.train_dataset, "column_names", None) or ())
+    if images and (rollout_func is not None or isinstance(trainer, RLOOTrainer)):
+        raise ValueError(
+            f"snr_pilot_generations={pilots} drops rows while TRL samples, and with a rollout function, or in RLOO, "
+            f"TRL keeps the images of all rows (column {sorted(images)[0]!r}); allowed here: snr_pilot_generations=0."
         )
 
 
@@ -188,7 +182,7 @@ def check_prompt_column(train_dataset: Dataset | IterableDataset | None, environ
 # Subclasses: what cannot be given the right gradient is refused before a parameter moves
 
 
-def check_subclass(trainer_class: type, args: SNRFilterConfig) -> None:
+def check_subclass(trainer_class: type, args: SNRFilterConfig, pilots: int) -> None:
     """Refuse a subclass that loses the filter, or whose loss or rewards a setting would make wrong.
 
     Raises:
@@ -201,16 +195,17 @@ def check_subclass(trainer_class: type, args: SNRFilterConfig) -> None:
                     f"{owner.__name__}.{name} must call super().{name}, in which the filter works; it does not."
                 )
     own = {"_calculate_rewards", "_generate_and_score_completions"}
-    for name in ("snr_dynamic_sampling_rounds", "snr_pilot_generations"):
-        if getattr(args, name) > 0 and own <= _overridden(trainer_class):
+    rounds = {"snr_dynamic_sampling_rounds": args.snr_dynamic_sampling_rounds, "snr_pilot_generations": pilots}
+    for name, value in rounds.items():
+        if value > 0 and own <= _overridden(trainer_class):
             raise TypeError(
-                f"{name}={getattr(args, name)} makes a batch of several rounds, and what "
+                f"{name}={value} makes a batch of several rounds, and what "
                 f"{trainer_class.__name__}._calculate_rewards leaves for its own _generate_and_score_completions is "
                 "of the last round; allowed with both of them overridden: 0."
             )
-    if args.snr_pilot_generations and "_generate" in _overridden(trainer_class):
+    if pilots and "_generate" in _overridden(trainer_class):
         raise TypeError(
-            f"snr_pilot_generations={args.snr_pilot_generations} scores completions as TRL's _generate gives them, "
+            f"snr_pilot_generations={pilots} scores completions as TRL's _generate gives them, "
             f"and {trainer_class.__name__}._generate may change them; allowed with it overridden: 0, or overriding "
             "_generate_single_turn in its place."
         )
@@ -218,15 +213,13 @@ def check_subclass(trainer_class: type, args: SNRFilterConfig) -> None:
 
 
 def check_loss_of_trl(trainer_class: type, args: SNRFilterConfig) -> None:
-    """Refuse a loss that is not TRL's where one must know what it is a mean over, and that it is 0 for a row that is
-    masked, or that has no advantage."""
+    """Refuse `lossless` with a loss that is not TRL's: it must be 0 for a row without an advantage."""
     found = sorted({"compute_loss", "_compute_loss"} & _overridden(trainer_class))
-    for name in ("snr_mode='mask'", "snr_strategy='lossless'"):
-        if found and name in (f"snr_mode={args.snr_mode!r}", f"snr_strategy={args.snr_strategy!r}"):
-            raise TypeError(
-                f"{name} cannot weigh the loss of {trainer_class.__name__}.{found[0]}; allowed with it: the losses of "
-                "TRL. The other strategies support every loss in snr_mode='drop'."
-            )
+    if found and args.snr_strategy == "lossless":
+        raise TypeError(
+            f"snr_strategy='lossless' leaves out rows for which TRL's losses are 0, and {trainer_class.__name__} has "
+            f"a {found[0]} of its own; allowed with it: the other strategies, which support every loss."
+        )
 
 
 def _own_classes(trainer_class: type) -> Iterator[type]:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from ragen2_trl.filtering import SCORES, STRATEGIES, check_choice, check_selection_value
+from ragen2_trl.filtering import SCORES, check_choice, check_selection_value
 from ragen2_trl.names import named_object
 
 if TYPE_CHECKING:
@@ -11,45 +11,40 @@ if TYPE_CHECKING:
 else:
     StockConfig = object  # it is mixed in before one of TRL's
 
-MODES = ("drop", "mask")
-LOSSLESS = "lossless"  # the strategy that is TRL's own training: of rows without advantage, not of groups by a score
-OF_TOKENS = ("entropy", "entropy_variance", "length")  # scores that are of what was sampled, and not of its reward
+STRATEGIES = ("all", "lossless", "nonzero", "top_p", "top_k", "min_p")
+SHARES_OF_SCORE = ("top_p", "min_p")  # strategies that take a share of the score, which must not be negative
+TOKEN_SCORES = ("entropy", "entropy_variance", "length")  # scores of the sampled tokens rather than of the rewards
 
 
 @dataclass
 class SNRFilterConfig(StockConfig):
     r"""
     The settings of the filter, the same for each trainer. The defaults are the paper's recommendation: keep the
-    prompts that hold 90 % of the summed reward variance, drop those without any.
+    prompts that hold 90 % of the summed reward variance, and drop prompts without any.
 
     > Parameters that control which groups are kept
 
     snr_strategy (`str`, *optional*, defaults to `"top_p"`):
-        How groups are selected by their score: `"top_p"` (fraction of the summed score), `"top_p_softmax"`, `"top_k"`
-        (fraction of the groups), `"top_k_abs"` (number of groups), `"min_p"` (fraction of the largest score), or
-        `"none"`. See [`select_groups`]. Where a generation batch has fewer than 8 groups they are ranked among the
-        latest 256, except by `"top_k_abs"`. `"lossless"` is TRL's own training for less: it leaves out only rows whose
-        advantage is zero, which add nothing to the gradient, and every mean stays one over all rows.
+        How groups are selected. `"all"` keeps every group: plain TRL, bit for bit. `"lossless"` is TRL's own update
+        for less: it leaves out only rows without an advantage, which add nothing to the gradient, and every mean stays
+        a mean over all rows. `"nonzero"` keeps every group whose rewards vary. `"top_p"` (fraction of the summed
+        score), `"top_k"` (fraction of the groups) and `"min_p"` (fraction of the largest score) are the paper's, see
+        [`select_groups`]. Where a generation batch has fewer than 8 groups, these three rank its groups among the
+        latest 256.
     snr_value (`float`, *optional*, defaults to `0.9`):
-        Threshold of the strategy (rho in the paper).
+        Threshold of `"top_p"`, `"top_k"` or `"min_p"` (rho in the paper).
     snr_score (`str`, *optional*, defaults to `"reward_variance"`):
-        What groups are ranked by. See [`group_score`].
+        The score that ranks groups. See [`group_score`].
     snr_score_reward (`str`, *optional*):
-        The reward function whose rewards groups are scored by, in place of the weighted sum of all: by a shaped sum,
-        failures differ, too. Or a column that a reward function logs by TRL's `log_extra`, as our tasks do
-        `"success"`. Advantages stay those of the sum.
-    snr_include_zero (`bool`, *optional*, defaults to `False`):
-        Whether groups whose rewards do not vary (standard deviation at most 1e-6) may be kept.
+        Name of the reward function whose rewards are scored in place of the weighted sum of all: in a shaped sum,
+        failures differ, too. Or a column that a reward function logs with TRL's `log_extra` in every call, as our
+        tasks do `"success"`. Advantages are still made of the sum.
     snr_selector (`str`, *optional*):
-        `"package.module:name"` of a function from [`Groups`] to what is kept, in place of the four settings above; the
-        same as `selector=` of the trainer.
+        `"package.module:name"` of a function from [`Groups`] to a mask of kept groups or completions. It replaces
+        `snr_strategy`, `snr_value` and `snr_score`, and is the same as `selector=` of the trainer.
 
     > Parameters that control the update
 
-    snr_mode (`str`, *optional*, defaults to `"drop"`):
-        What happens to the groups that are not kept. `"drop"` removes them from the update's forward and backward
-        passes. `"mask"` computes them and zeroes their contribution: the same gradient for none of the savings, with
-        the losses of TRL alone.
     snr_max_empty_steps (`int`, *optional*, defaults to `50`):
         Training stops after this many optimizer steps in a row without a kept group; 0 or less never stops. RAGEN
         stops after 5 steps of 8 prompts; scripts with one or two prompts a step see such series by chance.
@@ -58,17 +53,17 @@ class SNRFilterConfig(StockConfig):
 
     snr_dynamic_sampling_rounds (`int`, *optional*, defaults to `0`):
         How often a step may sample further prompts, until as many groups are kept as the generation batch has (dynamic
-        sampling, DAPO). What is too much waits for the next generation. `0` trains on what is kept of the first ones.
+        sampling, DAPO). Prompts come in the order of TRL's sampler; surplus groups are carried over to the next batch.
+        `0` trains on the kept groups of the first prompts.
     snr_pilot_generations (`int`, *optional*):
-        How many completions of each prompt are sampled and scored first; the other ones only of prompts whose rewards
-        may then be expected to vary enough. Groups of the others have no completions: a batch is filled up by dynamic
-        sampling, or has fewer groups. `0` samples all completions at once. Reward functions see a group in two calls.
-        By default `2` with `snr_dynamic_sampling_rounds` and `snr_strategy="none"` where `num_generations` is 16 or
-        more and each process has whole groups, else `0`.
+        Number of completions of each prompt that are sampled and scored first. The remaining ones are sampled only for
+        prompts whose rewards can be expected to vary enough; a batch is filled up by dynamic sampling, or has fewer
+        groups. `0` samples all completions at once. Reward functions see a group in two calls. By default `2` with
+        `snr_dynamic_sampling_rounds` and `snr_strategy="nonzero"` if `num_generations` is 16 or more and each process
+        has whole groups, else `0`.
     snr_prompt_selection (`bool`, *optional*, defaults to `False`):
-        Whether prompts are chosen before they are sampled, by the reward variance that their earlier groups let
-        expect. Prompts are then drawn by their row in `train_dataset`, in the order of TRL's sampler as long as they
-        are new, and those of dynamic sampling by the same rule.
+        Whether prompts are chosen before sampling, by the reward variance predicted from their earlier groups. New
+        prompts come in the order of TRL's sampler; the prompts of dynamic sampling are chosen by the same rule.
 
     > Parameters that control logging
 
@@ -84,44 +79,35 @@ class SNRFilterConfig(StockConfig):
     snr_strategy: str = field(
         default="top_p",
         metadata={
-            "help": f"How groups are selected by their score. One of: {', '.join(STRATEGIES)}. Or {LOSSLESS}: TRL's "
-            "own training, without rows whose advantage is zero, and divided by all rows."
+            "help": f"How groups are selected. One of: {', '.join(STRATEGIES)}. 'all' is plain TRL; 'lossless' is "
+            "TRL's own update without rows that have no advantage; 'nonzero' keeps every group whose rewards vary; "
+            "the others are the paper's."
         },
     )
     snr_value: float = field(
         default=0.9,
         metadata={
-            "help": "Threshold of the strategy: fraction of the summed score (top_p), of the groups (top_k), of the "
-            "largest score (min_p), or a number of groups (top_k_abs)."
+            "help": "Threshold of the strategy: fraction of the summed score (top_p), of the groups (top_k) or of the "
+            "largest score (min_p)."
         },
     )
     snr_score: str = field(
         default="reward_variance",
-        metadata={"help": f"What groups are ranked by. One of: {', '.join(SCORES)}."},
+        metadata={"help": f"The score that ranks groups. One of: {', '.join(SCORES)}."},
     )
     snr_score_reward: str | None = field(
         default=None,
         metadata={
-            "help": "The reward function whose rewards groups are scored by, in place of the weighted sum of all; or "
-            "a column that one logs for each completion, as our tasks do 'success'. Advantages stay those of the sum."
+            "help": "Name of the reward function whose rewards are scored in place of the weighted sum of all, or of "
+            "a column that a reward function logs in every call, as our tasks do 'success'. Advantages are still made "
+            "of the sum."
         },
-    )
-    snr_include_zero: bool = field(
-        default=False,
-        metadata={"help": "Whether groups whose rewards do not vary may be kept."},
     )
     snr_selector: str | None = field(
         default=None,
         metadata={
-            "help": "'package.module:name' of a function from groups to what is kept, in place of snr_strategy, "
-            "snr_value, snr_score and snr_include_zero."
-        },
-    )
-    snr_mode: str = field(
-        default="drop",
-        metadata={
-            "help": "What happens to groups that are not kept: 'drop' does not compute them, 'mask' computes them and "
-            "zeroes their contribution."
+            "help": "'package.module:name' of a function from groups to a mask of kept groups or completions, in "
+            "place of snr_strategy, snr_value and snr_score."
         },
     )
     snr_max_empty_steps: int = field(
@@ -134,22 +120,22 @@ class SNRFilterConfig(StockConfig):
         default=0,
         metadata={
             "help": "Sample further prompts up to this often in a step, until as many groups are kept as the "
-            "generation batch has (dynamic sampling); 0 trains on what is kept of the first ones."
+            "generation batch has (dynamic sampling); 0 trains on the kept groups of the first prompts."
         },
     )
     snr_pilot_generations: int | None = field(
         default=None,
         metadata={
-            "help": "Sample and score so many completions of each prompt first, and the others only where rewards may "
-            "then be expected to vary; 0 samples all at once. By default 2 with dynamic sampling of groups of 16 or "
-            "more and snr_strategy='none', else 0."
+            "help": "Sample and score this many completions of each prompt first, and the remaining ones only for "
+            "prompts whose rewards can be expected to vary; 0 samples all at once. By default 2 with dynamic sampling "
+            "of groups of 16 or more and snr_strategy='nonzero', else 0."
         },
     )
     snr_prompt_selection: bool = field(
         default=False,
         metadata={
-            "help": "Choose prompts before they are sampled, by the reward variance that their earlier groups let "
-            "expect; those never sampled come in TRL's order."
+            "help": "Choose prompts before sampling, by the reward variance predicted from their earlier groups; new "
+            "prompts come in TRL's order."
         },
     )
     snr_verbose: bool = field(
@@ -161,10 +147,9 @@ class SNRFilterConfig(StockConfig):
     )
 
     def __post_init__(self) -> None:
-        check_choice("snr_strategy", self.snr_strategy, (*STRATEGIES, LOSSLESS))
+        check_choice("snr_strategy", self.snr_strategy, STRATEGIES)
         check_selection_value("snr_value", self.snr_strategy, self.snr_value)
         check_choice("snr_score", self.snr_score, SCORES)
-        check_choice("snr_mode", self.snr_mode, MODES)
         if self.num_generations is not None and self.num_generations < 2:
             raise ValueError(
                 f"num_generations={self.num_generations} leaves no reward variance to filter by; allowed: >= 2."
@@ -182,32 +167,31 @@ class SNRFilterConfig(StockConfig):
         if self.snr_selector is not None:
             named_object(self.snr_selector, "snr_selector")
             self.check_alone(f"snr_selector={self.snr_selector!r}")
-        if self.snr_score in ("reward_mean", "reward_sum") and self.snr_strategy in ("top_p", "min_p"):
-            allowed = ", ".join(one for one in STRATEGIES if one not in ("top_p", "min_p"))
+        if self.snr_score in ("reward_mean", "reward_sum") and self.snr_strategy in SHARES_OF_SCORE:
             raise ValueError(
                 f"snr_strategy={self.snr_strategy!r} takes a share of the score, and snr_score={self.snr_score!r} has "
-                f"none where it is negative; allowed with it: {allowed}."
+                "none where it is negative; allowed with it: all, nonzero, top_k."
             )
-        if self.mask_truncated_completions and self.snr_score in OF_TOKENS:
+        if self.mask_truncated_completions and self.snr_score in TOKEN_SCORES:
             raise ValueError(
-                f"snr_score={self.snr_score!r} is of tokens, which mask_truncated_completions=True hides; allowed "
-                f"with it: {', '.join(one for one in SCORES if one not in OF_TOKENS)}."
+                f"snr_score={self.snr_score!r} scores tokens, which mask_truncated_completions=True hides; allowed "
+                f"with it: {', '.join(one for one in SCORES if one not in TOKEN_SCORES)}."
             )
         if self.snr_dynamic_sampling_rounds > 0:
             self._check_dynamic_sampling()
-        if self.is_lossless:
-            self._check_lossless()
+        for name, (allowed, reason) in self._required_by_strategy.items():
+            if (value := getattr(self, name)) not in (allowed, None):  # None: no explicit choice about pilots
+                raise ValueError(
+                    f"{name}={value!r} {reason}; allowed with snr_strategy={self.snr_strategy!r}: {allowed!r}."
+                )
         super().__post_init__()
 
     def check_alone(self, selector: str) -> None:
-        """Refuse settings whose place a selector takes."""
-        for name in ("snr_strategy", "snr_value", "snr_score", "snr_include_zero"):
+        """Refuse settings that a selector replaces."""
+        for name in ("snr_strategy", "snr_value", "snr_score"):
             default = SNRFilterConfig.__dataclass_fields__[name].default
             if (value := getattr(self, name)) != default:
-                raise ValueError(
-                    f"{name}={value!r} is without effect beside {selector}, which takes its place; allowed with it: "
-                    f"{default!r}."
-                )
+                raise ValueError(f"{name}={value!r} has no effect when {selector} is set; leave it at {default!r}.")
 
     @property
     def groups_per_generation(self) -> int:
@@ -216,38 +200,41 @@ class SNRFilterConfig(StockConfig):
         return groups
 
     @property
-    def is_lossless(self) -> bool:
-        """Whether this is TRL's own training, without the rows that add nothing to it."""
-        return self.snr_strategy == LOSSLESS
+    def keeps_every_varying_group(self) -> bool:
+        """Whether the strategy drops no group whose rewards vary."""
+        share_of_all = self.snr_strategy == "top_p" and self.snr_value >= 1
+        return self.snr_selector is None and (self.snr_strategy in ("all", "lossless", "nonzero") or share_of_all)
 
     @property
-    def keeps_all_signal(self) -> bool:
-        """Whether every group with reward variance is to be kept."""
-        share_of_all = self.snr_strategy.startswith("top_p") and self.snr_value >= 1
-        return self.snr_selector is None and (self.snr_strategy in ("none", LOSSLESS) or share_of_all)
-
-    def _check_lossless(self) -> None:
-        """Refuse what would make of `lossless` another training than TRL's, or leave it nothing to leave out."""
-        for name, (allowed, reason) in self._of_lossless.items():
-            if (value := getattr(self, name)) not in (allowed, None):  # None: pilots that nobody asked for
-                raise ValueError(f"{name}={value!r} {reason}; allowed with snr_strategy={LOSSLESS!r}: {allowed!r}.")
-
-    @property
-    def _of_lossless(self) -> dict[str, tuple[Any, str]]:
-        """Settings of which `snr_strategy="lossless"` allows one value, and why no other."""
-        no_effect = "is without effect where rows are left out by their advantage"
-        other = "samples other prompts than TRL, whose training this is to be"
-        return {
+    def _required_by_strategy(self) -> dict[str, tuple[Any, str]]:
+        """Settings with a single allowed value under this strategy, and the reason."""
+        no_effect = "has no effect where no group is ranked"
+        nothing_to_fill = "samples in place of dropped groups, and none is dropped"
+        unranked: dict[str, tuple[Any, str]] = {
             "snr_value": (0.9, no_effect),
             "snr_score": ("reward_variance", no_effect),
-            "snr_score_reward": (None, no_effect),
-            "snr_include_zero": (False, no_effect),
-            "snr_mode": ("drop", "computes what is to be left out"),
+        }
+        unscored: dict[str, tuple[Any, str]] = unranked | {"snr_score_reward": (None, no_effect)}
+        return {
+            "all": unscored
+            | {
+                "snr_dynamic_sampling_rounds": (0, nothing_to_fill),
+                "snr_pilot_generations": (0, nothing_to_fill),
+            },
+            "lossless": unscored | self._required_by_lossless,
+            "nonzero": unranked,
+        }.get(self.snr_strategy, {})
+
+    @property
+    def _required_by_lossless(self) -> dict[str, tuple[Any, str]]:
+        """Settings under which leaving out rows without an advantage would not be TRL's own update."""
+        other = "samples other prompts than TRL, whose training lossless reproduces"
+        return {
             "snr_dynamic_sampling_rounds": (0, other),
             "snr_prompt_selection": (False, other),
             "snr_pilot_generations": (0, other),
-            "beta": (0.0, "is the weight of a KL penalty, which acts on rows without reward variance, too"),
+            "beta": (0.0, "is the weight of a KL penalty, which also acts on rows without reward variance"),
         }
 
     def _check_dynamic_sampling(self) -> None:
-        """Refuse what would scale groups of several generations by different batches."""
+        """Refuse settings that scale advantages over a batch: groups of several generations have different batches."""

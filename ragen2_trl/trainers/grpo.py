@@ -5,10 +5,11 @@ from typing import Any, ClassVar
 
 from trl import GRPOConfig, GRPOTrainer
 
+from ragen2_trl.trainers.advantages import renormalised, std_ratio
 from ragen2_trl.trainers.config import SNRFilterConfig
-from ragen2_trl.trainers.filtered import CLIP_RATIOS, SNRFilter
-from ragen2_trl.trainers.micro_batches import LossMean
-from ragen2_trl.trainers.selection import Selection, renormalised, std_ratio
+from ragen2_trl.trainers.filtered import SNRFilter
+from ragen2_trl.trainers.plans import LossMean
+from ragen2_trl.trainers.selection import Selection
 
 # Their losses divide by the tokens of the whole generation batch. Of the others, bnpo's is a mean over the tokens of a
 # micro-batch, and the rest are means over its rows.
@@ -26,24 +27,14 @@ class SNRFilteredGRPOConfig(SNRFilterConfig, GRPOConfig):
         ValueError: for a value outside its allowed set; the message names the field, the value and the set.
     """
 
-    def __post_init__(self) -> None:
-        entropy_bonus = self.entropy_coef != 0 or self.use_adaptive_entropy
-        if self.snr_mode == "mask" and entropy_bonus and self.loss_type not in (*TOKEN_NORMALIZED_LOSSES, "bnpo"):
-            raise ValueError(
-                f"snr_mode='mask' cannot weigh the entropy bonus (entropy_coef={self.entropy_coef}) for "
-                f"loss_type={self.loss_type!r}; allowed with it: {', '.join(TOKEN_NORMALIZED_LOSSES)}, bnpo. "
-                "snr_mode='drop' supports every loss."
-            )
-        super().__post_init__()
-
     @property
-    def _of_lossless(self) -> dict[str, tuple[Any, str]]:
-        bonus = "is an entropy bonus, which acts on rows without advantage, too"
+    def _required_by_lossless(self) -> dict[str, tuple[Any, str]]:
+        bonus = "is an entropy bonus, which also acts on rows without an advantage"
         return {
-            **super()._of_lossless,
+            **super()._required_by_lossless,
             "entropy_coef": (0.0, bonus),
             "use_adaptive_entropy": (False, bonus),
-            "top_entropy_quantile": (1.0, "takes its threshold from all rows, those without advantage, too"),
+            "top_entropy_quantile": (1.0, "takes its threshold from all rows, also those without an advantage"),
             "multi_objective_aggregation": (
                 "sum_then_normalize",
                 "centres advantages over the batch, where rounding leaves none at zero",
@@ -67,10 +58,10 @@ class SNRFilteredGRPOTrainer(SNRFilter, GRPOTrainer):
     GRPO on the prompt groups that carry signal: after each generation, groups of completions are ranked by the
     variance of their rewards, and only those that hold most of it are trained on.
 
-    Everything else is inherited from [`~trl.GRPOTrainer`], which this class can replace in an existing script. With a
-    filter that keeps every group it computes bit-identical parameters. In `drop` mode (the default) dropped
-    completions take no part in the update's forward and backward passes, and the gradient equals the one GRPO
-    computes on a batch of the kept groups alone. Evaluation is never filtered.
+    Everything else is inherited from [`~trl.GRPOTrainer`], which this class can replace in an existing script. With
+    `snr_strategy="all"` it computes bit-identical parameters. Dropped completions take no part in the update's forward
+    and backward passes, and the gradient equals the one GRPO computes on a batch of the kept groups alone. Evaluation
+    is never filtered.
 
     Groups of a generation batch are scored together. Where one optimizer step spans several generation batches
     (`steps_per_generation` smaller than `gradient_accumulation_steps`), each of them keeps TRL's equal weight, and one
@@ -80,9 +71,10 @@ class SNRFilteredGRPOTrainer(SNRFilter, GRPOTrainer):
         model, reward_funcs, train_dataset, eval_dataset, processing_class, **kwargs:
             As for [`~trl.GRPOTrainer`].
         args ([`SNRFilteredGRPOConfig`] or [`~trl.GRPOConfig`], *optional*):
-            A plain `GRPOConfig` gets the filter's default settings, in a copy.
+            A plain `GRPOConfig` gets the filter's default settings.
         selector ([`~ragen2_trl.trainers.selection.Selector`], *optional*):
-            A function from the groups of a generation to what is kept, in place of `snr_strategy` and its siblings.
+            A function from the groups of a generation to a mask of kept groups or completions, in place of
+            `snr_strategy`, `snr_value` and `snr_score`.
 
     Raises:
         ValueError: before training for a setting out of range or a dataset without prompts.
@@ -112,12 +104,6 @@ class SNRFilteredGRPOTrainer(SNRFilter, GRPOTrainer):
     takes_turn_samples: ClassVar[bool] = True
 
     @property
-    def _of_no_update(self) -> tuple[str, ...]:
-        if self.loss_type == "cispo":
-            return ("cispo_clip_ratio",)
-        return CLIP_RATIOS if self.loss_type in ("grpo", "bnpo", "dr_grpo", "dapo", "luspo") else ()
-
-    @property
     def _loss_mean(self) -> LossMean:
         if self.loss_type in TOKEN_NORMALIZED_LOSSES:
             return LossMean.TOKENS_OF_GENERATION
@@ -125,7 +111,7 @@ class SNRFilteredGRPOTrainer(SNRFilter, GRPOTrainer):
 
     def _set_advantages(self, inputs: list[dict[str, Any]], batch: dict[str, Any], selection: Selection) -> None:
         """As if the kept groups were the whole batch. Those scaled by group are so already."""
-        if selection.kept.all() or not selection.kept.any():
+        if selection.groups.all() or not selection.groups.any():
             return
         if self.multi_objective_aggregation == "normalize_then_sum":
             everywhere = self.accelerator.gather(batch["advantages"])

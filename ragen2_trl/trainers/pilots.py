@@ -1,55 +1,54 @@
-"""Some completions of each prompt are sampled and scored first, the rest only where rewards may be expected to vary.
+"""Pilots: a few completions of each prompt are sampled and scored first, the rest only for prompts worth it.
 
-A filter saves the update once the samples are paid for; this saves the samples, from the first epoch on. Pilot-Commit
-(arXiv 2605.26606) and AERO (arXiv 2602.14338) go on where a pilot's rewards vary. Here a prompt is worth its remaining
-completions if these buy as much expected reward variance as completions do on average, pilots included.
+A filter saves the update once the samples are paid for; pilots save the samples, from the first epoch on. Pilot-Commit
+(arXiv 2605.26606) and AERO (arXiv 2602.14338) continue where a pilot's rewards vary. Here a prompt is worth its
+remaining completions if they buy at least as much expected reward variance as completions do on average, pilots
+included.
 
-TRL's method is called twice. It prepares the pilots as it would a batch, and is left once they have been sampled and
-scored. It then makes the batch of all prompts that are sampled whole, with the pilots as the first of their
-completions. So groups, advantages and logged completions are those of TRL on these prompts, and nothing after sampling
-knows of pilots.
+All of it happens inside TRL's `_generate`: sample G0 completions of each prompt, score them, choose prompts, sample
+their remaining completions. TRL's `inputs` and `prompts` then hold the rows of the chosen prompts alone, so that TRL
+makes its batch of whole groups and nothing after sampling knows of pilots.
 """
 
 import copy
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
-from accelerate.utils import gather_object
 from torch import Tensor
 from trl import RLOOTrainer
 
-from ragen2_trl.rollout_events import group_rewards
-from ragen2_trl.trainers.posterior import Floats, RewardPosterior, evidence_of
-from ragen2_trl.trainers.processes import own_share
-from ragen2_trl.trainers.prompt_selection import PromptSelection, SamplerOrder
-from ragen2_trl.trainers.selection import score_rewards
+from ragen2_trl.rollout_events import Scored, group_rewards
+from ragen2_trl.trainers.posterior import Floats, RewardPosterior, Rows, evidence_of
+from ragen2_trl.trainers.prompt_selection import PromptSelection
+from ragen2_trl.trainers.prompt_source import Row, TRLOrder
+from ragen2_trl.trainers.score_reward import rewards_to_score
 
 Generate = Callable[[list[Any]], tuple[Any, ...]]
 Calculate = Callable[..., Tensor]
-Completion = tuple[list[Any], dict[str, Any]]  # its part of what `_generate` gave, and what was logged of it
 
 AUDIT = 0.02
-"""Share of the prompts not worth going on with that are sampled whole all the same: what they turn out to hold says
-what is missed. At 70 % dead prompts these are 4 % of all completions."""
+"""Fraction of rejected prompts sampled in full anyway, to estimate the variance that rejection misses. At 70 % dead
+prompts these are 4 % of all completions."""
 
-MEMORY = 256  # rounds after which what was found in audits counts 1/e
-RECENT = 256  # prompts that say what completions buy on average
+MEMORY = 256  # rounds after which the findings of an audit count 1/e
+RECENT = 256  # prompts whose expected variances set the threshold
 _DRAW = 0xA0D1  # tells our draws from others of the same seed
 
-# What TRL keeps by row for tools: what is sampled for some of the rows must find theirs.
+# Lists that TRL keeps by row for tools and environments. In RLOO there are none.
 BY_ROW = ("environments", "_batch_environments", "_sync_tool_dicts", "_async_tool_dicts")
 
 
 def worth_going_on(expected: Floats, first: int, size: int) -> float:
-    """The expected variance from which on prompts are worth their other completions: so that prompts like these yield
-    most reward variance for a completion.
+    """Minimum expected variance for which sampling a prompt's remaining completions pays off: with this threshold,
+    prompts like these yield most reward variance per completion.
 
     Args:
-        expected: (n,) reward variances to be expected of prompts, given their pilots.
+        expected: (n,) expected reward variances of prompts, given their pilots.
         first: completions of a pilot, G0.
         size: of a group, G.
 
@@ -63,24 +62,27 @@ def worth_going_on(expected: Floats, first: int, size: int) -> float:
     return float(falling[(np.cumsum(falling) / costs).argmax()])
 
 
-@dataclass(frozen=True)
-class Pilots:
-    """What was sampled first for the P prompts of a round.
+@dataclass
+class _Round:
+    """A round in progress, from `begin_round` to TRL's batch.
 
     Args:
-        generated: what TRL's `_generate` gave on this process.
-        logged: what reward functions have logged of each of its completions, by column.
-        rewards_per_func: (P·G0, F) over all processes.
+        inputs: TRL's rows of this process, G for each prompt; once prompts are chosen, the rows of these.
+        key: tells this round's draws from others of the run.
+        shared: ids of row objects that stand for several completions.
+        pilots: the scored pilots of all prompts over all processes, once they are sampled.
+        metrics: metrics that reward functions logged for the pilots (TRL's `log_metric`).
+        looked: number of this process's pilots.
+        chosen: numbers of the chosen prompts among this process's prompts.
     """
 
-    generated: tuple[Any, ...]
-    logged: list[dict[str, Any]]
-    rewards_per_func: Tensor
-
-    @property
-    def rows(self) -> "list[Completion]":
-        """This process's, one by one."""
-        return list(zip(by_row(self.generated, len(self.logged)), self.logged, strict=True))
+    inputs: list[Row]
+    key: tuple[int, ...]
+    shared: set[int]
+    pilots: Scored | None = None
+    metrics: dict[str, list[float]] = field(default_factory=dict)
+    looked: int = 0
+    chosen: list[int] = field(default_factory=list)
 
 
 class PilotSampling:
@@ -88,133 +90,211 @@ class PilotSampling:
 
     Args:
         trainer: One of ours.
-        prompts: What chooses its prompts; what that knows of them is asked, too.
+        first: Completions of a pilot, G0.
+        prompts: The source of its prompts; a prompt selection also tells what is known of each.
     """
 
-    def __init__(self, trainer: Any, prompts: PromptSelection | SamplerOrder):
+    def __init__(self, trainer: Any, first: int, prompts: TRLOrder):
         self.trainer = trainer
-        self.args = trainer.args
         self.accelerator = trainer.accelerator
-        self.first: int = self.args.snr_pilot_generations
-        self.size: int = self.args.num_generations
+        self.first = first
+        self.size: int = trainer.args.num_generations
         self.prompts = prompts
-        self.posterior = RewardPosterior(0, 1.0)  # where prompts are not known: what there is to know of all of them
+        self.posterior = RewardPosterior(0, 1.0)  # of all prompts together, where single ones are not known
         self.recent: list[float] = []
-        self.held = np.zeros(3)  # groups audited, variance they speak for, and variance of prompts gone on with
-        self._stage: _Look | _Rest | None = None
+        self.held = np.zeros(3)  # audited groups, the variance that they stand for, and the variance of committed ones
+        self._round: _Round | None = None
         self.begin_step()
 
-    # A round: from rows of prompts to TRL's batch of those that are sampled whole
+    def begin_step(self) -> None:
+        self.step = np.zeros(4)  # completions and places, committed and all prompts
+        self.earned: list[float] = []  # rewards of pilots
 
-    def sample(
-        self, inputs: list[dict[str, Any]], key: tuple[int, ...], score: Callable[[list[dict[str, Any]]], Any]
-    ) -> Any:
-        """TRL's batch of whole groups; `inputs` become their rows. A call for all processes together.
+    def begin_round(self, inputs: list[Row], key: tuple[int, ...]) -> None:
+        """The next call of `generate` is for these rows of this process, G for each prompt."""
+        shared = {one for one, count in Counter(map(id, inputs)).items() if count > 1}
+        self._round = _Round(inputs, key, shared)
 
-        Args:
-            inputs: this process's rows, G for each prompt.
-            key: tells this round from others of the run.
-            score: TRL's `_generate_and_score_completions`.
-        """
-        looked = self._look(inputs, score)
-        per_func = looked.rewards_per_func
-        rewards = self._scored(looked)
-        whole = self._choose(rewards.double().cpu().numpy(), key)
-        mine = own_share(whole, self.accelerator)
-        completions = looked.rows
-        self._tell_of_others(looked.generated, completions)
-        if self.accelerator.num_processes > 1:  # prompts are dealt again, as many to each process
-            # Rows of members that were no pilots, into which nobody has written.
-            prompts, completions = gather_object(inputs[self.size - 1 :: self.size]), gather_object(completions)
-            inputs[:] = [copy.deepcopy(prompts[prompt]) for prompt in mine for _ in range(self.size)]
-        else:
-            inputs[:] = [inputs[prompt * self.size + member] for prompt in whole for member in range(self.size)]
-        kept = [completions[prompt * self.first + member] for prompt in mine for member in range(self.first)]
-        of_groups = per_func.view(-1, self.first, per_func.size(1))[whole]
-        rest = _Rest(self.trainer, inputs, self.first, self.size, kept, of_groups)
-        return self._during(rest, lambda: score(inputs))
-
-    def _scored(self, looked: Pilots) -> Tensor:
-        """(P, G0) what groups are scored by, of the pilots."""
-        sums = group_rewards(looked.rewards_per_func, self.trainer.reward_weights, self.first)
-        if self.args.snr_score_reward is None:
-            return sums
-        logs: list[dict[str, Any]] = gather_object(looked.logged)
-        columns = {column: [log.get(column) for log in logs] for column in {name for log in logs for name in log}}
-        return score_rewards(
-            self.args.snr_score_reward, sums, self.trainer.reward_func_names, looked.rewards_per_func, columns
-        )
-
-    def _tell_of_others(self, generated: tuple[Any, ...], completions: list[Completion]) -> None:
-        """Tokens of pilots that are in no batch have been sampled, too."""
-        begin = self.accelerator.process_index * len(completions) // self.first
-        others = [row for number, (row, _) in enumerate(completions) if begin + number // self.first not in self.whole]
-        self.trainer.rollout_events.generated(together(generated, len(completions), others))
+    # Inside TRL's `_generate_and_score_completions`
 
     def generate(self, generate: Generate, calculate: Calculate, prompts: list[Any]) -> tuple[Any, ...]:
-        """In place of TRL's `_generate`."""
-        return generate(prompts) if self._stage is None else self._stage.generate(generate, calculate, prompts)
+        """In place of TRL's `_generate`: `inputs` and `prompts` become the rows of the chosen prompts, in place."""
+        current = self._current()
+        inputs, trainer = current.inputs, self.trainer
+        rows = [row for row in range(len(inputs)) if row % self.size < self.first]
+        current.looked = len(rows)
+        looked = self._sample(rows, self.first, generate, prompts)
+        completions = by_row(looked, len(rows))
+        # TRL puts the fields of a rollout function into its rows before it scores them.
+        fields = [next((one for one in row if isinstance(one, dict)), {}) for row in completions]
+        scored_rows = [{**inputs[row], **own} for row, own in zip(rows, fields, strict=True)]
+        texts = looked[2 if isinstance(trainer, RLOOTrainer) else 3]
+        own_prompts = [prompts[row] for row in rows]
+        current.pilots, current.metrics = self._score(rows, calculate, scored_rows, own_prompts, texts, looked[1])
+
+        sums = group_rewards(current.pilots.rewards_per_func, trainer.reward_weights, self.first)
+        wanted, names = trainer.args.snr_score_reward, trainer.reward_func_names
+        scored = rewards_to_score(wanted, sums, names, current.pilots, len(rows))
+        whole = self._choose(scored.double().cpu().numpy(), current.key)
+        current.chosen = whole[self.accelerator.process_index].tolist()
+
+        others = [row for number, row in enumerate(completions) if number // self.first not in current.chosen]
+        trainer.rollout_events.generated(together(looked, len(rows), others))  # they are in no batch
+        kept = [prompt * self.size + member for prompt in current.chosen for member in range(self.size)]
+        for name, values in self._lists_by_row().items():
+            setattr(trainer, name, [values[row] for row in kept])
+        inputs[:], prompts[:] = [inputs[row] for row in kept], [prompts[row] for row in kept]
+        rest = self._rest()
+        sampled = by_row(self._sample(rest, self.size - self.first, generate, prompts), len(rest))
+        in_order = self._in_order([completions[row] for row in self._pilots_of_chosen()], sampled)
+        merged: tuple[Any, ...] = together(looked, len(rows), in_order)
+        return merged
 
     def calculate(self, calculate: Calculate, *rows: list[Any]) -> Tensor:
-        """In place of TRL's `_calculate_rewards`: (B, F)."""
-        return calculate(*rows) if self._stage is None else self._stage.calculate(calculate, *rows)
+        """In place of TRL's `_calculate_rewards`: scores the remaining completions. (B, F) of whole groups."""
+        current, rest = self._current(), self._rest()
+        assert current.pilots is not None  # they were scored in `generate`
+        scored, metrics = self._score(rest, calculate, *([values[row] for row in rest] for values in rows))
+        self._log_columns(current.pilots.columns, scored.columns)
+        self._log_metrics(current.metrics, metrics)
+        self._round = None
+        of_pilots, of_rest = current.pilots.rewards_per_func, scored.rewards_per_func
+        groups = of_pilots.view(-1, self.first, of_pilots.size(1))[torch.from_numpy(self.whole).to(of_pilots.device)]
+        of_rest = of_rest.view(len(groups), self.size - self.first, -1)
+        return torch.cat([groups.to(of_rest), of_rest], dim=1).flatten(0, 1)
 
-    def _during(self, stage: "_Look | _Rest", call: Callable[[], Any]) -> Any:
-        self._stage = stage
-        try:
-            return call()
-        finally:
-            self._stage = None
+    def _current(self) -> _Round:
+        if self._round is None:
+            raise RuntimeError(
+                f"{type(self.trainer).__name__} samples with pilots outside of _generate_and_score_completions; "
+                "allowed: snr_pilot_generations=0."
+            )
+        return self._round
 
-    def _look(self, inputs: list[dict[str, Any]], score: Callable[[list[dict[str, Any]]], Any]) -> Pilots:
-        # Copies: what plays an episode may write into its row, and these are rows of the batch to come, too.
-        rows = [copy.deepcopy(row) for number, row in enumerate(inputs) if number % self.size < self.first]
-        try:
-            self._during(_Look(self.trainer, rows, self.first), lambda: score(rows))
-        except _Looked as looked:
-            return looked.pilots
-        raise RuntimeError(f"{type(self.trainer).__name__} has not called _generate; allowed: TRL's sampling.")
+    def _rest(self) -> list[int]:
+        """Rows of chosen prompts that are no pilots."""
+        return [row for row in range(len(self._current().inputs)) if row % self.size >= self.first]
 
-    # Which prompts are sampled whole
+    def _pilots_of_chosen(self) -> list[int]:
+        """Numbers of the chosen prompts' pilots among this process's pilots."""
+        return [prompt * self.first + member for prompt in self._current().chosen for member in range(self.first)]
 
-    def _choose(self, rewards: Floats, key: tuple[int, ...]) -> list[int]:
-        """Numbers of prompts, over all processes, as many for each of them."""
+    def _in_order(self, pilots: list[Any], rest: list[Any]) -> list[Any]:
+        """Values of the chosen prompts' pilots and remaining completions, in the order of rows."""
+        values = iter(pilots), iter(rest)
+        return [next(values[row % self.size >= self.first]) for row in range(len(self._current().inputs))]
+
+    def _sample(self, rows: list[int], members: int, generate: Generate, prompts: list[Any]) -> tuple[Any, ...]:
+        """The result of TRL's `_generate` for some rows, each of which gets an object of its own."""
+        current = self._current()
+        for row in rows:
+            if id(current.inputs[row]) in current.shared:  # an episode may write into its row
+                current.inputs[row] = copy.deepcopy(current.inputs[row])
+        self.trainer.rollout_events.rows([current.inputs[row] for row in rows])
+        with self._part(rows, members):
+            return generate([prompts[row] for row in rows])
+
+    def _score(
+        self, rows: list[int], calculate: Calculate, *values: list[Any]
+    ) -> tuple[Scored, dict[str, list[float]]]:
+        """The rewards and columns of some rows, and the metrics that reward functions logged for them."""
+        trainer = self.trainer
+        with self._part(rows, self.size):
+            rewards = calculate(*values)
+        columns, metrics = dict(trainer._pending_extra_logs), dict(trainer._pending_metrics)
+        trainer._pending_extra_logs.clear()
+        trainer._pending_metrics.clear()
+        return Scored(rewards, columns), metrics
+
+    def _log_columns(self, of_pilots: Mapping[str, list[Any]], of_rest: Mapping[str, list[Any]]) -> None:
+        """Hand TRL the columns of whole groups. A column has one block of values for each function that logged it."""
+        rest, pilots = len(self._rest()), self._current().looked
+
+        def blocks(values: list[Any], rows: int) -> list[list[Any]]:
+            return [values[start : start + rows] for start in range(0, len(values), rows)]
+
+        for column in sorted({*of_pilots, *of_rest}):
+            first, second = blocks(of_pilots.get(column, []), pilots), blocks(of_rest.get(column, []), rest)
+            for number in range(max(len(first), len(second))):
+                looked = first[number] if number < len(first) else []
+                looked = [looked[row] if row < len(looked) else None for row in self._pilots_of_chosen()]
+                others = [*(second[number] if number < len(second) else []), *[None] * rest][:rest]
+                self.trainer._pending_extra_logs[column] += self._in_order(looked, others)
+
+    def _log_metrics(self, of_pilots: Mapping[str, list[float]], of_rest: Mapping[str, list[float]]) -> None:
+        """Hand TRL the metrics of both stages as means over their completions.
+
+        A name with `@`, such as pass@16, counts the completions of a whole group, which neither stage has.
+        """
+        rows = self._current().looked, len(self._rest())
+        for name in sorted(name for name in {*of_pilots, *of_rest} if "@" not in name):
+            both = [values.get(name, []) for values in (of_pilots, of_rest)]
+            means = [(sum(values) / len(values), size) for values, size in zip(both, rows, strict=True) if values]
+            mean = sum(value * size for value, size in means) / sum(size for _, size in means)
+            self.trainer._pending_metrics[name] = [mean]
+
+    def _lists_by_row(self) -> dict[str, list[Any]]:
+        lists = {name: getattr(self.trainer, name, None) for name in BY_ROW}
+        return {name: values for name, values in lists.items() if values}
+
+    @contextmanager
+    def _part(self, rows: list[int], members: int) -> Iterator[None]:
+        """TRL and rollout functions see some rows, and groups of `members` completions."""
+        lists = {name: [values[row] for row in rows] for name, values in self._lists_by_row().items()}
+        of_trainer, of_args = {"num_generations": members, **lists}, {"num_generations": members}
+        with replaced(self.trainer, of_trainer), replaced(self.trainer.args, of_args):
+            yield
+
+    # The prompts to sample in full
+
+    def _choose(self, rewards: Floats, key: tuple[int, ...]) -> Rows:
+        """(processes, n) numbers of prompts among each process's own, n of them on each.
+
+        Args:
+            rewards: (P, G0) of pilots, those of one process after those of another.
+            key: tells this round's draws from others of the run.
+        """
+        args, processes = self.trainer.args, self.accelerator.num_processes
         expected = self._expected(rewards)
         self.recent = [*self.recent, *expected.tolist()][-RECENT:]
-        self.committed = expected >= worth_going_on(np.array(self.recent), self.first, self.size)
-        rng = np.random.default_rng([_DRAW, self.args.seed, *key])
-        self.audited = ~self.committed & (rng.random(len(expected)) < AUDIT)
-        # No more whole groups than a generation batch has: memory is that of TRL's batches, and there is room to wait.
-        places = max(0, self.args.groups_per_generation - int(self.audited.sum()))
-        self.committed[np.argsort(-expected, kind="stable")[places:]] = False
-        whole = self.committed | self.audited
-        processes = self.accelerator.num_processes
-        # The next best, where processes would else wait for others; and so where nothing is worth it.
-        room = -int(whole.sum()) % processes if whole.any() else processes
-        whole[[prompt for prompt in np.argsort(-expected, kind="stable") if not whole[prompt]][:room]] = True
-        self.whole = np.flatnonzero(whole)
+        worth = expected >= worth_going_on(np.array(self.recent), self.first, self.size)
+        rng = np.random.default_rng([_DRAW, args.seed, *key])
+        self.audited = ~worth & (rng.random(len(expected)) < AUDIT)
+        # No more whole groups than a generation batch has: memory is that of TRL's batches.
+        wanted = -(-int((worth | self.audited).sum()) // processes)
+        number = min(max(1, wanted), args.groups_per_generation // processes, len(expected) // processes)
+        # All processes generate equally often, so each continues with its own best prompts, after the audited ones.
+        order = np.lexsort((-expected, ~self.audited))  # stable
+        mine = order.reshape(-1) // (len(expected) // processes)
+        chosen = np.stack([np.sort(order[mine == process][:number]) for process in range(processes)])
+        self.whole = chosen.flatten()
+        is_whole = np.zeros(len(expected), dtype=bool)
+        is_whole[self.whole] = True
+        self.audited &= is_whole
+        self.committed = is_whole & ~self.audited
         self.rewards = np.full((len(rewards), self.size), np.nan)
         self.rewards[:, : self.first] = rewards
-        return [int(prompt) for prompt in self.whole]
+        own: Rows = chosen - np.arange(processes)[:, None] * (len(expected) // processes)
+        return own
 
     def _expected(self, rewards: Floats) -> Floats:
-        """(P,) reward variances of whole groups."""
+        """(P,) expected reward variances of whole groups."""
         further = self.size - self.first
         if isinstance(self.prompts, PromptSelection):
             posterior = self.prompts.posterior
             posterior.see(rewards)
-            return posterior.group_variance(rewards, further, posterior.known(self.prompts.rows))
+            return posterior.group_variance(rewards, further, posterior.known(self.prompts.drawn))
         self.posterior.see(rewards)
         self.posterior.learn_prior(rewards)
         return self.posterior.group_variance(rewards, further)
 
-    # What has come of it
+    # The result of a round
 
     def learn(self, rewards: Tensor) -> Tensor:
-        """Take in the rewards of the groups that were sampled whole, (n, G).
+        """Take in the rewards of the groups that were sampled in full, (n, G).
 
         Returns:
-            (P, G) those of all prompts, NaN for completions that were not sampled.
+            (P, G) rewards of all prompts, NaN for completions that were not sampled.
         """
         self.rewards[self.whole] = rewards.double().cpu().numpy()
         variances = evidence_of(self.rewards)[1]
@@ -225,12 +305,8 @@ class PilotSampling:
         self.earned += self.rewards[:, : self.first][~np.isnan(self.rewards[:, : self.first])].tolist()
         return torch.from_numpy(self.rewards)
 
-    def begin_step(self) -> None:
-        self.step = np.zeros(4)  # completions and places, prompts gone on with and all
-        self.earned: list[float] = []  # by pilots
-
     def metrics(self) -> dict[str, float]:
-        """Of all rounds of a step; what is missed, of those of late."""
+        """Metrics of all rounds of a step; the missed variance is an estimate from the latest rounds."""
         completions, places, committed, prompts = self.step.tolist()
         audited, missed, held = self.held.tolist()
         return {
@@ -242,7 +318,7 @@ class PilotSampling:
         }
 
     def state(self) -> dict[str, Any]:
-        """All that a checkpoint needs, the same on every process."""
+        """State for a checkpoint, the same on every process."""
         return {"recent": self.recent, "held": self.held.tolist(), "posterior": self.posterior.state()}
 
     def load(self, state: dict[str, Any]) -> None:
@@ -250,101 +326,8 @@ class PilotSampling:
         self.posterior.load(state["posterior"])
 
 
-class _Looked(Exception):
-    """Leaves TRL's method once pilots are sampled and scored."""
-
-    def __init__(self, pilots: Pilots):
-        super().__init__("pilots are sampled and scored")
-        self.pilots = pilots
-
-
-class _Look:
-    """Pilots are sampled and scored.
-
-    Args:
-        trainer: One of ours.
-        inputs: their rows.
-        first: completions of a pilot, G0.
-    """
-
-    def __init__(self, trainer: Any, inputs: list[dict[str, Any]], first: int):
-        self.trainer = trainer
-        self.inputs = inputs
-        self.first = first
-
-    def generate(self, generate: Generate, calculate: Calculate, prompts: list[Any]) -> tuple[Any, ...]:
-        trainer = self.trainer
-        trainer.rollout_events.rows(self.inputs)
-        with members_asked_for(trainer, self.first):
-            generated = generate(prompts)
-        # As TRL does it with what a rollout function gives, once `_generate` has returned.
-        fields = [next((one for one in row if isinstance(one, dict)), {}) for row in by_row(generated, len(prompts))]
-        inputs = [{**row, **own} for row, own in zip(self.inputs, fields, strict=True)]
-        completions = generated[2 if isinstance(trainer, RLOOTrainer) else 3]
-        rewards = calculate(inputs, prompts, completions, generated[1])
-        raise _Looked(Pilots(generated, taken_logs(trainer, len(prompts)), rewards))
-
-    def calculate(self, calculate: Calculate, *rows: list[Any]) -> Tensor:
-        raise AssertionError("TRL's method was left before")
-
-
-class _Rest:
-    """The other completions of prompts are sampled and scored, and put behind those that are there.
-
-    Args:
-        trainer: One of ours.
-        inputs: this process's rows, n·G.
-        first, size: completions of a pilot and of a group, G0 and G.
-        kept: this process's pilots, n·G0.
-        rewards_per_func: (N, G0, F) over all processes.
-    """
-
-    def __init__(
-        self,
-        trainer: Any,
-        inputs: list[dict[str, Any]],
-        first: int,
-        size: int,
-        kept: list[Completion],
-        rewards_per_func: Tensor,
-    ):
-        self.trainer = trainer
-        self.inputs = inputs
-        self.kept = kept
-        self.rewards_per_func = rewards_per_func
-        self.further = size - first
-        self.rest = [row for row in range(len(inputs)) if row % size >= first]
-        pilots = [row for row in range(len(inputs)) if row % size < first]
-        self.order = np.argsort([*pilots, *self.rest], kind="stable").tolist()  # from pilots, then others to rows
-
-    def generate(self, generate: Generate, calculate: Calculate, prompts: list[Any]) -> tuple[Any, ...]:
-        self.trainer.rollout_events.rows(self._of_rest(self.inputs))
-        with members_asked_for(self.trainer, self.further), self._tools_of_rest():
-            generated = generate(self._of_rest(prompts))
-        rows = [row for row, _ in self.kept] + by_row(generated, len(self.rest))
-        whole: tuple[Any, ...] = together(generated, len(self.rest), [rows[number] for number in self.order])
-        return whole
-
-    def calculate(self, calculate: Calculate, *rows: list[Any]) -> Tensor:
-        with self._tools_of_rest():
-            rewards = calculate(*map(self._of_rest, rows))
-        logs = [log for _, log in self.kept] + taken_logs(self.trainer, len(self.rest))
-        for column in sorted({column for log in logs for column in log}):
-            self.trainer._pending_extra_logs[column] = [logs[number].get(column) for number in self.order]
-        groups = self.rewards_per_func
-        rewards = rewards.view(len(groups), self.further, -1)
-        return torch.cat([groups.to(rewards), rewards], dim=1).flatten(0, 1)
-
-    def _of_rest(self, rows: list[Any]) -> list[Any]:
-        return [rows[row] for row in self.rest]
-
-    def _tools_of_rest(self) -> AbstractContextManager[None]:
-        lists = {name: getattr(self.trainer, name, None) for name in BY_ROW}
-        return replaced(self.trainer, {name: self._of_rest(one) for name, one in lists.items() if one})
-
-
 def by_row(generated: tuple[Any, ...], size: int) -> list[list[Any]]:
-    """What TRL's `_generate` gave, for each of so many rows: lists of as many items and those in dictionaries are.
+    """The result of TRL's `_generate`, row by row: items of lists as long as the rows, also inside dictionaries.
 
     >>> by_row(([[1], [2]], None, {"episode": ["a", "b"]}, []), 2)
     [[[1], None, {'episode': 'a'}, []], [[2], None, {'episode': 'b'}, []]]
@@ -362,9 +345,9 @@ def together(like: Any, size: int, rows: list[Any]) -> Any:
     """The inverse of `by_row`.
 
     Args:
-        like: what `_generate` gave for some rows: says what is by row.
-        size: how many these were.
-        rows: of all.
+        like: a result of `_generate`: tells which values are lists of rows.
+        size: number of its rows.
+        rows: from `by_row`.
 
     >>> together(([[1], [2]], None, {"episode": ["a", "b"]}, []), 2, [[[3], None, {"episode": "c"}, []]])
     ([[3]], None, {'episode': ['c']}, [])
@@ -373,31 +356,14 @@ def together(like: Any, size: int, rows: list[Any]) -> Any:
         return tuple(together(one, size, [row[number] for row in rows]) for number, one in enumerate(like))
     if isinstance(like, dict):
         return {key: together(one, size, [row[key] for row in rows]) for key, one in like.items()}
-    if like is None:  # these may happen to have no images
+    if like is None:  # the rows of `like` may happen to have no images
         return rows if any(row is not None for row in rows) else None
     return rows if isinstance(like, list) and len(like) == size else like
 
 
-def taken_logs(trainer: Any, size: int) -> list[dict[str, Any]]:
-    """What reward functions have put aside for TRL's table of completions, for each of so many rows."""
-    logs: list[dict[str, Any]] = [{} for _ in range(size)]
-    for column, values in trainer._pending_extra_logs.items():
-        for log, value in zip(logs, values, strict=True):
-            log[column] = value
-    trainer._pending_extra_logs.clear()
-    return logs
-
-
-@contextmanager
-def members_asked_for(trainer: Any, number: int) -> Iterator[None]:
-    """For a while, groups have so many completions, for TRL and for rollout functions, which may ask either."""
-    with replaced(trainer, {"num_generations": number}), replaced(trainer.args, {"num_generations": number}):
-        yield
-
-
 @contextmanager
 def replaced(holder: Any, values: dict[str, Any]) -> Iterator[None]:
-    """For a while, give attributes of an object other values."""
+    """Attributes of an object have other values inside."""
     usual = {name: getattr(holder, name) for name in values}
     vars(holder).update(values)
     try:

@@ -1,135 +1,60 @@
-"""Which prompts are sampled: those whose rewards may be expected to vary, before anything is paid for.
+"""Prompt selection: sample the prompts whose rewards can be expected to vary, before anything is paid for.
 
-The rows of TRL's sampler are replaced once they have arrived: its data loader reads ahead and could not know of the
-latest rewards. GRESO (arXiv 2506.02177) skips prompts by the number of times in a row that their rewards did not vary;
-here, places go to the largest of reward variances drawn from what is known of each prompt (Thompson sampling).
+GRESO (arXiv 2506.02177) skips prompts by the number of times in a row that their rewards did not vary; here, places go
+to the largest reward variances drawn from each prompt's posterior (Thompson sampling).
 """
 
-import copy
 import math
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import torch
 from accelerate import Accelerator
 from torch import Tensor
 
-from ragen2_trl.trainers.dynamic_sampling import PromptStream
 from ragen2_trl.trainers.posterior import Floats, RewardPosterior, Rows, evidence_of
-from ragen2_trl.trainers.processes import own_share
+from ragen2_trl.trainers.prompt_source import DatasetOrder, Row
 
 CANDIDATES = 4
 """Prompts sampled before that compete for each place: enough that the best of them are mostly worth it where few are,
 and few enough that an epoch of the sampler still passes in a few epochs of training."""
 
 EXPLORE = 0.1
-"""Share of these places that goes to the candidates not sampled for longest, whatever is expected of them."""
+"""Share of these places that goes to the candidates that were not sampled for longest, whatever their prediction."""
 
 HALF_LIFE = 1.0
-"""What a prompt has shown counts half once so many times the dataset's number of prompts have been sampled."""
+"""The evidence of a prompt counts half after this many times the dataset's number of prompts have been sampled."""
 
-COMPARED = 256  # groups that predictions are compared with
+COMPARED = 256  # groups whose predictions are compared with their rewards
 _DRAW = 0xD4A3  # tells our draws from others of the same seed
 
 
-class SamplerStream(PromptStream):
-    """Row numbers in the order of TRL's sampler, epoch after epoch.
+class PromptSelection(DatasetOrder):
+    """Draws rows of a dataset by the reward variance predicted for them.
+
+    Candidates are read in the order of TRL's sampler. A candidate that was never sampled takes a place at once; for
+    each of the other places there are `CANDIDATES` candidates. A share `EXPLORE` of these places goes to candidates
+    that were not sampled for longest, and the rest to the largest draws of reward variance. Candidates without a
+    place come up again in the next epoch.
 
     Args:
-        num_rows: of the dataset.
-        seed: of the run.
-        shuffle: whether each epoch has a permutation of its own.
+        accelerator, args, rows, shuffle: As for `DatasetOrder`.
     """
 
-    def __init__(self, num_rows: int, seed: int, shuffle: bool):
-        super().__init__(num_rows, seed)
-        self.shuffle = shuffle
-
-    @property
-    def at_start_of_epoch(self) -> bool:
-        return self.drawn % self.num_rows == 0
-
-    def _permutation(self, epoch: int) -> list[int]:
-        if epoch != self._epoch:
-            generator = torch.Generator().manual_seed(self.seed)
-            order = torch.arange(self.num_rows)
-            for _ in range(epoch + 1 if self.shuffle else 0):
-                order = torch.randperm(self.num_rows, generator=generator)
-            self._epoch, self._order = epoch, order.tolist()
-        return self._order
-
-
-class SamplerOrder:
-    """Prompts as TRL's sampler brings them: nothing is chosen, nothing learnt."""
-
-    draw_further = None
-
-    def replace(self, inputs: list[dict[str, Any]]) -> None:
-        pass
-
-    def learn(self, rewards: Tensor, first: int | None = None) -> None:
-        pass
-
-    def metrics(self) -> dict[str, float]:
-        return {}
-
-    def state(self) -> None:
-        pass
-
-    def load(self, state: Any) -> None:
-        pass
-
-
-class PromptSelection:
-    """Draws rows of a dataset by the reward variance to be expected of them.
-
-    Candidates are read from the order of TRL's sampler. One that was never sampled takes a place at once; for each of
-    the other places there are `CANDIDATES` of them. Of these, a share of `EXPLORE` goes to those not sampled
-    for longest, and the rest to the largest draws of their reward variance. What has no place comes up again in the
-    next epoch.
-
-    Everything here is the same on every process.
-
-    Args:
-        accelerator: Of the trainer.
-        args: Its settings.
-        prompts: Rows of the training dataset, M.
-        shuffle: Whether TRL's sampler does.
-    """
-
-    def __init__(
-        self,
-        accelerator: Accelerator,
-        args: Any,
-        prompts: Sequence[dict[str, Any]],
-        shuffle: bool,
-    ):
-        self.accelerator = accelerator
-        self.args = args
-        self.prompts = prompts
-        self.stream = SamplerStream(len(prompts), args.seed, shuffle)
-        self.posterior = RewardPosterior(len(prompts), HALF_LIFE * len(prompts))
-        self.of_step: set[int] = set()  # rows that have been drawn for the step
-        self.explored = 0.0  # of a place for prompts not sampled for longest, what is left to the next step
+    def __init__(self, accelerator: Accelerator, args: Any, rows: Sequence[Row], shuffle: bool):
+        super().__init__(accelerator, args, rows, shuffle)
+        self.posterior = RewardPosterior(len(rows), HALF_LIFE * len(rows))
+        self.of_step: set[int] = set()  # row numbers drawn for the step
+        self.explored = 0.0  # fraction of a place for exploration that is left to the next step
         self.compared: list[list[float]] = []  # predicted and realised variance of the latest groups
 
-    def replace(self, inputs: list[dict[str, Any]]) -> None:
-        """Put this process's rows of the prompts that are drawn in place of those that TRL's sampler has brought."""
-        size = self.args.num_generations
-        rows = self.draw(len(inputs) * self.accelerator.num_processes // size)
-        own = own_share([row for row in rows for _ in range(size)], self.accelerator)
-        prompts = {row: self.prompts[row] for row in dict.fromkeys(own)}
-        # In place, for a subclass that looks at them again; copies, as what plays an episode writes into its row.
-        inputs[:] = [copy.deepcopy(prompts[row]) for row in own]
+    def draw_first(self, count: int) -> list[int]:
+        """`count` row numbers to begin a step with, in the order of the stream."""
+        self.of_step.clear()
+        return self.draw(count)
 
     def draw(self, count: int) -> list[int]:
-        """`count` row numbers to begin a step with, in the order in which the stream had them."""
-        self.of_step.clear()
-        return self.draw_further(count)
-
-    def draw_further(self, count: int) -> list[int]:
-        """`count` more for the same step: others, as far as there are."""
+        """`count` more row numbers for the same step: new ones, as far as there are any."""
         candidates = self._candidates(count)
         waits = self.posterior.seen[candidates]
         unseen = waits < 0
@@ -146,19 +71,18 @@ class PromptSelection:
         chosen = sure.copy()
         drawn = self.posterior.sample(candidates[others], rng)
         chosen[others[np.argsort(-drawn, kind="stable")[:room]]] = True
-        self.rows = candidates[chosen]
-        self.typical = sure[chosen]  # not sampled for what their own rewards were
-        self.predicted = self.posterior.mean(self.rows)
+        self.drawn = candidates[chosen]
+        self.typical = sure[chosen]  # drawn for another reason than their own rewards
+        self.predicted = self.posterior.mean(self.drawn)
         self.skipped = len(candidates) - count
-        self.of_step.update(self.rows.tolist())
-        return [int(row) for row in self.rows]
+        self.of_step.update(self.drawn.tolist())
+        return [int(row) for row in self.drawn]
 
     def _candidates(self, places: int) -> Rows:
-        """Row numbers, each once and none that the step has drawn: enough for all places, or what is left of the epoch
-        where that fills them, too."""
+        """New row numbers, each once: enough for all places, or the rest of the epoch where that fills them, too."""
         rows: dict[int, None] = {}
         spare: list[int] = []
-        room, others = places * CANDIDATES, len(self.prompts) - len(self.of_step)
+        room, others = places * CANDIDATES, len(self.rows) - len(self.of_step)
         while len(rows) + len(spare) < places or (
             room > 0 and len(rows) < others and not self.stream.at_start_of_epoch
         ):
@@ -171,17 +95,17 @@ class PromptSelection:
         return np.array([*rows, *spare], dtype=np.int64)
 
     def learn(self, rewards: Tensor, first: int | None = None) -> list[float]:
-        """Take in what the prompts that were drawn last have earned.
+        """Take in the rewards of the prompts that were drawn last.
 
         Args:
-            rewards: (N, G) over all processes, NaN where there is no finite one.
-            first: members of a group that were sampled whatever its rewards were; default: all.
+            rewards: (P, G) over all processes, NaN where there is no finite one.
+            first: number of completions of each group that were sampled regardless of its rewards; default: all.
 
         Returns:
-            (N,) the reward variance that was expected of each.
+            (P,) the reward variance that was predicted for each.
         """
         earned = rewards.cpu().double().numpy()
-        self.posterior.observe(self.rows, earned, self.typical, first)
+        self.posterior.observe(self.drawn, earned, self.typical, first)
         self.realised = evidence_of(earned)[1]
         self.compared += [list(pair) for pair in zip(self.predicted.tolist(), self.realised.tolist(), strict=True)]
         self.compared = self.compared[-COMPARED:]
@@ -189,7 +113,7 @@ class PromptSelection:
         return expected
 
     def metrics(self) -> dict[str, float]:
-        """Of the prompts that were drawn last, and how well predictions have done of late."""
+        """Metrics of the prompts that were drawn last, and of the latest predictions."""
         posterior = self.posterior
         correlation = rank_correlation(*np.array(self.compared).T)
         return {
@@ -200,34 +124,26 @@ class PromptSelection:
             "oldest_unseen": float(posterior.clock - max(0, int(posterior.seen.min()))),
         }
 
-    def state(self) -> dict[str, Any]:
-        """All that a checkpoint needs, the same on every process."""
+    def state(self) -> Any:
         known = {"explored": self.explored, "compared": self.compared, "posterior": self.posterior.state()}
-        return {"num_rows": len(self.prompts), "drawn": self.stream.drawn, **known}
+        return {**super().state(), **known}
 
-    def load(self, state: dict[str, Any] | None) -> None:
-        """Go on from a checkpoint; from that of a run which did not choose, with nothing known.
+    def load(self, state: Any) -> None:
+        """Continue from a checkpoint; after a run without prompt selection, with nothing known.
 
         Raises:
-            ValueError: if it is of a dataset of another length, whose rows have other numbers.
+            ValueError: if the checkpoint's dataset had another length: row numbers then mean other prompts.
         """
-        if state is None:
+        super().load(state)
+        if state is None or "posterior" not in state:
             return
-        if state["num_rows"] != len(self.prompts):
+        if state["num_rows"] != len(self.rows):
             raise ValueError(
-                f"train_dataset has {len(self.prompts)} rows; the checkpoint's snr_prompt_selection knows "
-                f"{state['num_rows']} by their number; allowed: the dataset of the checkpoint, or a run of its own."
+                f"train_dataset has {len(self.rows)} rows; the checkpoint's snr_prompt_selection knows "
+                f"{state['num_rows']} by their number; allowed: the dataset of the checkpoint, or a new run."
             )
-        self.stream.drawn, self.explored, self.compared = state["drawn"], state["explored"], list(state["compared"])
+        self.explored, self.compared = state["explored"], list(state["compared"])
         self.posterior.load(state["posterior"])
-
-
-def selection_of(trainer: Any) -> PromptSelection | SamplerOrder:
-    """What chooses a trainer's prompts."""
-    if not trainer.args.snr_prompt_selection:
-        return SamplerOrder()
-    rows = trainer._remove_unused_columns(trainer.train_dataset, description="training")
-    return PromptSelection(trainer.accelerator, trainer.args, rows, trainer.shuffle_dataset)
 
 
 def rank_correlation(first: Floats, second: Floats) -> float:

@@ -5,10 +5,11 @@ from typing import Any, ClassVar
 
 from trl import RLOOConfig, RLOOTrainer
 
+from ragen2_trl.trainers.advantages import renormalised
 from ragen2_trl.trainers.config import SNRFilterConfig
 from ragen2_trl.trainers.filtered import SNRFilter
-from ragen2_trl.trainers.micro_batches import LossMean
-from ragen2_trl.trainers.selection import Selection, renormalised
+from ragen2_trl.trainers.plans import LossMean
+from ragen2_trl.trainers.selection import Selection
 
 
 @dataclass
@@ -23,9 +24,9 @@ class SNRFilteredRLOOConfig(SNRFilterConfig, RLOOConfig):
     """
 
     @property
-    def _of_lossless(self) -> dict[str, tuple[Any, str]]:
+    def _required_by_lossless(self) -> dict[str, tuple[Any, str]]:
         centred = "centres advantages over the batch, where rounding leaves none at zero"
-        return {**super()._of_lossless, "normalize_advantages": (False, centred)}
+        return {**super()._required_by_lossless, "normalize_advantages": (False, centred)}
 
     def _check_dynamic_sampling(self) -> None:
         super()._check_dynamic_sampling()
@@ -50,7 +51,7 @@ class SNRFilteredRLOOTrainer(SNRFilter, RLOOTrainer):
         model, reward_funcs, train_dataset, eval_dataset, processing_class, **kwargs:
             As for [`~trl.RLOOTrainer`].
         args ([`SNRFilteredRLOOConfig`] or [`~trl.RLOOConfig`], *optional*):
-            A plain `RLOOConfig` gets the filter's default settings, in a copy.
+            A plain `RLOOConfig` gets the filter's default settings.
         selector: as for [`SNRFilteredGRPOTrainer`].
 
     Raises:
@@ -96,7 +97,7 @@ class SNRFilteredRLOOTrainer(SNRFilter, RLOOTrainer):
 
     def _set_advantages(self, inputs: list[dict[str, Any]], batch: dict[str, Any], selection: Selection) -> None:
         """Each leaves the own row out of its group's mean, which dropping other groups does not change."""
-        if not self.args.normalize_advantages or selection.kept.all() or not selection.kept.any():
+        if not self.args.normalize_advantages or selection.groups.all() or not selection.groups.any():
             return
         valid = ~selection.rewards.isnan()
         scorable = valid & (valid.sum(dim=1, keepdim=True) > 1)  # one alone in its group has no others to be left of

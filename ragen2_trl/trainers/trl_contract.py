@@ -69,8 +69,9 @@ HELPERS = {
 ATTRIBUTES = [
     "_step",
     "_buffered_inputs",
-    "_logs",
     "_metrics",
+    "_pending_extra_logs",
+    "_pending_metrics",
     "_tokenizer",
     "num_generations",
     "num_iterations",
@@ -83,6 +84,8 @@ ATTRIBUTES = [
     "use_vllm",
 ]
 KEYS = ["prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "advantages"]
+# Lists by row, from which pilots take the rows that they sample.
+ATTRIBUTES_OF_GRPO = ["environments", "_batch_environments", "_sync_tool_dicts", "_async_tool_dicts"]
 OF_GRPO = ["tool_mask", "num_items_in_batch", "old_per_token_logps", "sampling_per_token_logps"]
 OF_RLOO = ["old_logps"]
 FIELDS = ["steps_per_generation", "generation_batch_size", "num_generations", "num_iterations", "beta"]
@@ -121,7 +124,7 @@ def needs(trainer_class: type) -> list[Need]:
     for name, parameters in HELPERS.items():
         problem = _signature_problem(utils, name, parameters.split())
         rows.append(Need(f"trl.trainer.utils.{name}({', '.join(parameters.split())})", "called", problem))
-    for name in ATTRIBUTES:
+    for name in [*ATTRIBUTES, *([] if rloo else ATTRIBUTES_OF_GRPO)]:
         problem = None if name in words.attributes else "is not set"
         rows.append(Need(f"{trl_class.__name__}().{name}", "read", problem))
     for key in [*KEYS, *(OF_RLOO if rloo else OF_GRPO)]:

@@ -16,7 +16,7 @@ from trl.trainer.utils import pad
 
 from ragen2_trl.columns import TURN_SAMPLES
 from ragen2_trl.trainers.batches import Batch, join, loss_mask, take
-from ragen2_trl.trainers.micro_batches import KEPT, keep_rows
+from ragen2_trl.trainers.plans import KEPT, keep_rows
 from ragen2_trl.trainers.processes import forward_in_step
 
 LOGPS = ("old_per_token_logps", "ref_per_token_logps")
@@ -27,7 +27,7 @@ def check_turn_samples(trainer: Any) -> None:
     args = trainer.args
     unfit = {
         f"snr_dynamic_sampling_rounds={args.snr_dynamic_sampling_rounds}": args.snr_dynamic_sampling_rounds > 0,
-        f"snr_pilot_generations={args.snr_pilot_generations}": args.snr_pilot_generations > 0,
+        f"snr_pilot_generations={args.snr_pilot_generations}": bool(args.snr_pilot_generations),
         f"snr_score={args.snr_score!r}": args.snr_score.startswith("entropy"),
         "vllm_importance_sampling_correction=True": args.use_vllm and args.vllm_importance_sampling_correction,
     }
@@ -68,7 +68,7 @@ def with_turn_samples(
         accelerator: of the trainer.
 
     Returns:
-        Rows in number a multiple of `steps_per_generation`, filled up with dropped ones; `KEPT` says which are kept.
+        A multiple of `steps_per_generation` rows, filled up with dropped ones; `KEPT` tells the kept ones.
     """
     batch = dict(batch)
     later = batch.pop(TURN_SAMPLES)

@@ -5,7 +5,7 @@
 
 Three measurements, each side by side in one run:
 
-1. *Update time.* Plain `trl.GRPOTrainer`, `mask` and `drop` train on the same replayed completions, of whose groups a
+1. *Update time.* Plain `trl.GRPOTrainer` and the filter train on the same replayed completions, of whose groups a
    known fraction has reward variance and is kept. Timed is the optimizer step less generation and reward: packing,
    forward, backward, optimizer. Part of what `drop` saves is padding that plain TRL computes. Variants take turns, so
    that a slow minute hits all; the median step counts.
@@ -48,8 +48,8 @@ RESULTS = Path(__file__).parent / "results"
 GROUPS, GROUP_SIZE = 8, 4  # 32 completions a step
 FRACTIONS = (0.25, 0.5, 0.75)
 ROWS_PER_DEVICE = (1, 4, 32)
-VARIANTS = ("plain", "off", "mask", "drop")
-OFF: dict[str, Any] = {"snr_strategy": "none", "snr_include_zero": True}
+VARIANTS = ("plain", "off", "drop")
+OFF: dict[str, Any] = {"snr_strategy": "all"}
 BASE: dict[str, Any] = {
     "report_to": "none",
     "use_cpu": not torch.cuda.is_available(),
@@ -131,8 +131,8 @@ def make_trainer(
     if variant == "plain":
         trainer_class, args = GRPOTrainer, GRPOConfig(**settings)
     else:
-        # `none` keeps exactly the groups with variance: the fraction is known.
-        snr = OFF if variant == "off" else {"snr_strategy": "none", "snr_mode": variant}
+        # `nonzero` keeps exactly the groups with variance: the fraction is known.
+        snr = OFF if variant == "off" else {"snr_strategy": "nonzero"}
         trainer_class, args = SNRFilteredGRPOTrainer, SNRFilteredGRPOConfig(**settings, **snr)
     if isinstance(model, str):
         model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
@@ -147,8 +147,7 @@ def make_trainer(
 def measure_updates(model_path: str, lengths, rounds: int, steps: int) -> list[dict]:
     results = []
     for rows in ROWS_PER_DEVICE:
-        # `mask` costs the same whatever is kept: one fraction tells.
-        cases = [("plain", 1.0), ("off", 1.0), ("mask", 0.5), *(("drop", fraction) for fraction in FRACTIONS)]
+        cases = [("plain", 1.0), ("off", 1.0), *(("drop", fraction) for fraction in FRACTIONS)]
         seconds: dict[tuple[str, float], list[float]] = {case: [] for case in cases}
         for _ in range(rounds):
             for case in cases:
@@ -204,7 +203,7 @@ def measure_steps(steps: int) -> dict:
 def measure_memory(model_path: str, lengths) -> dict[str, float]:
     """Peak memory in MiB of a process of its own for each variant (resident, or allocated on the GPU).
 
-    `mask` and `drop` keep seven of eight groups: they really pack, and keep as much as they can while doing so.
+    `drop` keeps seven of eight groups: it really packs, and keeps as much as it can while doing so.
     """
     peaks = {}
     for variant in VARIANTS:
@@ -257,7 +256,7 @@ def markdown(results: dict) -> str:
     for name, rows in results["update"].items():
         lines += [f"## Update time as a fraction of plain TRL's, {name}", ""]
         drop_columns = "".join(f" drop, kept {fraction:.2f} |" for fraction in FRACTIONS)
-        lines += [f"| rows per device | plain | filter off | mask |{drop_columns}", "|---" * 7 + "|"]
+        lines += [f"| rows per device | plain | filter off |{drop_columns}", "|---" * 6 + "|"]
         for rows_per_device in ROWS_PER_DEVICE:
             cells = [row for row in rows if row["rows_per_device"] == rows_per_device]
             plain, *others = cells

@@ -208,7 +208,7 @@ def measure_step(size: str, variant: str, sizes: Sizes) -> dict[str, Any]:
             "logging_strategy": "steps",
             "logging_steps": 1,
         }
-        snr: dict[str, Any] = {"snr_strategy": "none"}  # keeps exactly the groups with variance
+        snr: dict[str, Any] = {"snr_strategy": "nonzero"}  # keeps exactly the groups with variance
         trainer = (SNRFilteredGRPOTrainer if filtered else GRPOTrainer)(
             make_model(size, sizes),
             rewards,

@@ -68,7 +68,7 @@ class Counting(SNRFilteredGRPOTrainer):
 
     def _select(self, *args: Any) -> Any:
         selection = super()._select(*args)
-        self.held += float(selection.rewards[selection.kept].var(dim=1).sum())
+        self.held += float(selection.rewards[selection.kept.any(dim=1)].var(dim=1).sum())
         return selection
 
 
@@ -91,7 +91,7 @@ def counted(size: int, dead_share: float, pilots: int, steps: int, seed: int) ->
         num_generations=size,
         per_device_train_batch_size=32,
         gradient_accumulation_steps=4,  # 8 groups of 16, or 16 of 8
-        snr_strategy="none",
+        snr_strategy="nonzero",
         snr_dynamic_sampling_rounds=20,
         snr_pilot_generations=pilots,
         max_completion_length=64,

@@ -54,7 +54,7 @@ CASES = {
     "filtered bnpo": {**LAYOUT, "loss_type": "bnpo", "equal_lengths": True},
     "filtered without kl": {**LAYOUT, "beta": 0.0},
     "filtered with adam": {**LAYOUT, **ADAM, "max_steps": 3},
-    "refilled": {**LAYOUT, "snr_dynamic_sampling_rounds": 4, "snr_strategy": "none", "max_steps": 3},
+    "refilled": {**LAYOUT, "snr_dynamic_sampling_rounds": 4, "snr_strategy": "nonzero", "max_steps": 3},
     "with gradient checkpointing": {**LAYOUT, "gradient_checkpointing": True},
     # Only under ZeRO-3 does it make a difference: the model is scored without being gathered.
     "scored while sharded": {**LAYOUT, "ds3_gather_for_generation": False},
@@ -65,7 +65,7 @@ RLOO = {**LAYOUT, "algorithm": "rloo"}
 RLOO_CASES = {
     "rloo": RLOO,
     "rloo normalised": {**RLOO, "normalize_advantages": True, "num_iterations": 2},
-    "rloo refilled": {**RLOO, "snr_dynamic_sampling_rounds": 4, "snr_strategy": "none", "max_steps": 3},
+    "rloo refilled": {**RLOO, "snr_dynamic_sampling_rounds": 4, "snr_strategy": "nonzero", "max_steps": 3},
     "rloo, an empty step between": {**RLOO, **ADAM, "max_steps": 3, "flat_steps": [1]},
 }
 # Three steps: the critic's head begins at 0, and what lies below it learns from the second one on.
@@ -76,8 +76,8 @@ PPO_CASES = {
     "ppo": {**PPO, "gae_lambda": 0.9},
     "ppo with a critic of its own": {**SEPARATE, **TURNS},
     "ppo in two passes": {**SEPARATE, "num_iterations": 2, "value_clip": 0.0},
-    "ppo refilled": {**PPO, **TURNS, "snr_dynamic_sampling_rounds": 4, "snr_strategy": "none"},
-    "ppo with a critic of its own refilled": {**SEPARATE, "snr_dynamic_sampling_rounds": 4, "snr_strategy": "none"},
+    "ppo refilled": {**PPO, **TURNS, "snr_dynamic_sampling_rounds": 4, "snr_strategy": "nonzero"},
+    "ppo with a critic of its own refilled": {**SEPARATE, "snr_dynamic_sampling_rounds": 4, "snr_strategy": "nonzero"},
     "ppo with gradient checkpointing": {**SEPARATE, "gradient_checkpointing": True},
     "ppo, the critic first": {**PPO, "critic_warmup_steps": 2, "max_steps": 4},
     "ppo, an empty step between": {
@@ -108,10 +108,7 @@ LOSSLESS_CASES = {
     **{f"lossless {loss}": {**LOSSLESS, "loss_type": loss} for loss in (*LOSSES, "bnpo")},
     "lossless rloo": {**LOSSLESS, "algorithm": "rloo", "num_iterations": 2},
 }
-AS_TRL = {
-    f"{name} as TRL": {**case, "snr_strategy": "top_p", "snr_value": 1.0, "snr_include_zero": True}
-    for name, case in LOSSLESS_CASES.items()
-}
+AS_TRL = {f"{name} as TRL": {**case, "snr_strategy": "all"} for name, case in LOSSLESS_CASES.items()}
 CASES |= {**LOSSLESS_CASES, **AS_TRL}
 LORA_CASES = (
     *("lossless grpo", "lossless grpo as TRL"),
@@ -133,12 +130,7 @@ CASES_OF_THREE = {
     "unevenly by three": UNEVEN,
     "rloo unevenly by three": {**UNEVEN, "algorithm": "rloo"},
     "ppo unevenly by three": {**PPO, **UNEVEN},
-    "masked and refilled unevenly by three": {
-        **UNEVEN,
-        "prompts": 6,
-        "snr_mode": "mask",
-        "snr_dynamic_sampling_rounds": 2,
-    },
+    "refilled unevenly by three": {**UNEVEN, "prompts": 6, "snr_dynamic_sampling_rounds": 2},
 }
 
 

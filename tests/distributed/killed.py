@@ -50,7 +50,7 @@ def train(layout: str, policy_path: str, folder: Path, kill: tuple[int, str, int
     settings = {
         **{"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "num_generations": 4},
         **{"max_completion_length": 6, "max_steps": STEPS, "save_strategy": "steps", "save_steps": 2},
-        **{"snr_dynamic_sampling_rounds": 3, "snr_strategy": "none", "output_dir": str(folder)},
+        **{"snr_dynamic_sampling_rounds": 3, "snr_strategy": "nonzero", "output_dir": str(folder)},
     }
     args = SNRFilteredGRPOConfig(**{**RUN, **ADAM, **settings, **backend})
     prompts = Dataset.from_dict({"prompt": [f"Go {number}" for number in range(8)]})

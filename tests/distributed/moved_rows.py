@@ -80,7 +80,7 @@ def moves(policy_path: str, folder: str) -> dict:
 def refills(policy_path: str, folder: str) -> list[dict]:
     """For each generation: rows of the forward passes without gradients, and what this process holds."""
     args = {**FOUR_BY_FOUR, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 8, "max_steps": 3}
-    args |= {"snr_dynamic_sampling_rounds": 4, "snr_strategy": "none", "output_dir": folder}
+    args |= {"snr_dynamic_sampling_rounds": 4, "snr_strategy": "nonzero", "output_dir": folder}
     trainer = make_trainer(policy_path, args, PROMPTS)
     generations, forward = [], trainer._get_per_token_logps_and_entropies
     generate = trainer._generate_and_score_completions

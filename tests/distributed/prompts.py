@@ -24,7 +24,7 @@ from ragen2_trl import SNRFilteredGRPOConfig, SNRFilteredGRPOTrainer
 
 def decisions(policy_path: str, folder: str, rows: int, resume: str | None = None) -> dict[str, Any]:
     """The rows of each step's last draw, and what is known at the end."""
-    settings = {**COMMON, "max_steps": 8, "save_strategy": "steps", "save_steps": 6, "snr_strategy": "none"}
+    settings = {**COMMON, "max_steps": 8, "save_strategy": "steps", "save_steps": 6, "snr_strategy": "nonzero"}
     args = SNRFilteredGRPOConfig(
         folder,
         **{**settings, "per_device_train_batch_size": rows, "snr_prompt_selection": True},

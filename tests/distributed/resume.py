@@ -25,7 +25,7 @@ def train(policy_path: str, folder: str, rows: int, max_steps: int, resume: str 
         max_completion_length=10,
         max_steps=max_steps,
         snr_dynamic_sampling_rounds=3,
-        snr_strategy="none",
+        snr_strategy="nonzero",
         save_strategy="steps",
         save_steps=2,
         report_to="none",

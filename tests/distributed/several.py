@@ -85,7 +85,6 @@ OPTIONS = {
     "a quarter": {"snr_selector": "research.ablations:third_quarter"},
     "random groups": {"snr_selector": "research.ablations:as_many_at_random"},
     "ends of groups": {"snr_selector": "research.ablations:best_and_worst"},
-    "ends of groups, masked": {"snr_selector": "research.ablations:best_and_worst", "snr_mode": "mask"},
     "ends of groups, scaled by batch": {
         "snr_selector": "research.ablations:best_and_worst",
         "scale_rewards": "batch",

@@ -3,7 +3,7 @@
 import json
 import zlib
 from collections.abc import Callable
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 
 import numpy as np
 import pyarrow as pa
@@ -76,7 +76,7 @@ def write_results(folder, planned_runs, simulate: Callable = curves_of):
                 "wall_seconds": 100.0,
                 "host_cores": 2,
                 "versions": json.dumps({"python": "3.11.2", "torch": "2.13.0", "trl": "1.16.0"}),
-                "finished": datetime(2026, 11, 22, tzinfo=timezone.utc),
+                "finished": datetime(2026, 11, 22, tzinfo=UTC),
             }
         )
     folder.mkdir(parents=True, exist_ok=True)

@@ -7,6 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ragen2_trl.filtering import zero_variance
 from ragen2_trl.trainers.selection import Groups, ScoreSelector
 from research import ablations
 from research.ablations import (
@@ -14,9 +15,14 @@ from research.ablations import (
     as_many_at_random,
     best_and_worst,
     draw_as_many,
+    largest_half,
+    select_by_softmax,
     select_completions,
+    select_count,
     select_quarter,
     smallest_half,
+    top_count,
+    top_p_softmax,
 )
 
 rewards_of_groups = st.integers(2, 6).flatmap(
@@ -101,8 +107,49 @@ def test_the_random_control_draws_as_many_as_the_filter_keeps_by_the_generator_a
     assert as_many_at_random(groups_of(REWARDS), best_and_worst).shape == REWARDS.shape
 
 
-def test_the_smallest_half_has_the_least_variance():
+def test_the_halves_have_the_most_and_the_least_variance():
+    assert indices(largest_half(groups_of(REWARDS))) == [0, 1, 4, 5]
     assert indices(smallest_half(groups_of(REWARDS))) == [2, 3, 6, 7]
+
+
+def test_half_of_the_groups_is_kept_also_where_fewer_have_variance():
+    rewards = REWARDS[[0, 2, 3, 6]]
+    assert indices(largest_half(groups_of(rewards))) == [0, 1]
+
+
+@given(st.lists(st.floats(-5, 5), min_size=1, max_size=14), st.sampled_from([0.1, 0.5, 0.9, 1.0]))
+def test_softmax_keeps_the_shortest_prefix_that_holds_the_probability(scores, value):
+    kept = select_by_softmax(torch.tensor(scores), value)
+    shares = torch.tensor(scores).double().softmax(dim=0)
+    assert kept.any() and shares[kept].sum() >= value - 1e-6
+    assert (shares[kept].sum() - shares[kept].min() < value + 1e-6) or value == 1.0
+    assert shares[kept].min() >= (shares[~kept].max() if (~kept).any() else 0.0)
+
+
+@given(rewards_of_groups, st.integers(1, 4))
+def test_the_selectors_of_the_filter_s_past_keep_groups_with_variance_alone(rewards, count):
+    rewards = torch.tensor(rewards)
+    flat = zero_variance(rewards)
+    softmax, counted = top_p_softmax(groups_of(rewards)), top_count(groups_of(rewards), count)
+    assert not (flat & (softmax | counted)).any()
+    assert softmax.any() == (~flat).any() and counted.sum() == min(count, (~flat).sum())
+
+
+def test_of_equal_scores_the_earlier_group_is_counted_first():
+    assert indices(select_count(torch.tensor([0.2, 0.3, 0.3, 0.3]), 2)) == [1, 2]
+    assert indices(select_by_softmax(torch.tensor([0.2, 0.3, 0.3, 0.3]), 0.5)) == [1, 2]
+
+
+@pytest.mark.parametrize("count", [0, 0.5, -1])
+def test_other_counts_are_refused(count):
+    with pytest.raises(ValueError, match=f"count={count} is out of range; allowed: a whole number >= 1"):
+        select_count(torch.ones(2), count)
+
+
+@pytest.mark.parametrize("value", [0.0, 1.1])
+def test_other_shares_of_the_softmax_are_refused(value):
+    with pytest.raises(ValueError, match=f"value={value} is out of range; allowed: 0 < value <= 1"):
+        select_by_softmax(torch.ones(2), value)
 
 
 @pytest.mark.parametrize("quarter", [0, 5, -1])

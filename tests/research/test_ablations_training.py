@@ -87,13 +87,12 @@ def row_of(trainer):
 # Quarters of the groups
 
 
-@pytest.mark.parametrize("mode", ["drop", slow("mask")])
 @pytest.mark.parametrize("quarter", [slow(1), slow(2), 3])
 @grpo_first
-def test_a_quarter_is_trained_on_as_if_it_were_all(algorithm, quarter, mode, policy_path, tmp_path):
+def test_a_quarter_is_trained_on_as_if_it_were_all(algorithm, quarter, policy_path, tmp_path):
     """Groups without variance that rank among it are in it, and in its mean."""
     settings = REGULARISED[algorithm.name]
-    named = {"snr_selector": f"research.ablations:{NAMES[quarter]}", "snr_mode": mode}
+    named = {"snr_selector": f"research.ablations:{NAMES[quarter]}"}
     trainer, gradient = run(algorithm, policy_path, tmp_path, **named, **settings)
     expected = algorithm.plain_gradient(policy_path, [PROMPTS[n] for n in QUARTERS[quarter]], **settings)
     assert_close(gradient, expected)
@@ -138,11 +137,10 @@ def test_the_smallest_half_is_trained_on_as_if_it_were_all(algorithm, policy_pat
 # Groups at random
 
 
-@pytest.mark.parametrize("mode", ["drop", slow("mask")])
 @grpo_first
-def test_as_many_groups_at_random_are_trained_on_as_if_they_were_all(algorithm, mode, policy_path, tmp_path):
+def test_as_many_groups_at_random_are_trained_on_as_if_they_were_all(algorithm, policy_path, tmp_path):
     settings, named = REGULARISED[algorithm.name], {"snr_selector": "research.ablations:as_many_at_random"}
-    trainer, gradient = run(algorithm, policy_path, tmp_path, snr_mode=mode, **named, **settings)
+    trainer, gradient = run(algorithm, policy_path, tmp_path, **named, **settings)
     kept = trainer.latest_selection.kept
     assert int(kept.sum()) == len(KEPT)
     drawn = [prompt for prompt, is_kept in zip(PROMPTS, kept, strict=True) if is_kept]
@@ -220,9 +218,9 @@ def gradient_on_ends(algorithm, policy_path, tmp_path, equal_lengths=False, **se
     return gradient
 
 
-def assert_ends(algorithm, settings, layout, mode, policy_path, tmp_path):
+def assert_ends(algorithm, settings, layout, policy_path, tmp_path):
     equal_lengths = need_equal_lengths(settings) and LAYOUTS[layout][2] > 1
-    options = {"selector": ENDS_OF_VARIED, "snr_mode": mode, "equal_lengths": equal_lengths, **settings}
+    options = {"selector": ENDS_OF_VARIED, "equal_lengths": equal_lengths, **settings}
     _, gradient = run(algorithm, policy_path, tmp_path, layout, **options)
     assert_close(gradient, gradient_on_ends(algorithm, policy_path, tmp_path, equal_lengths, **settings))
 
@@ -240,41 +238,32 @@ SUMMED = {"multi_objective_aggregation": "normalize_then_sum"}
 def test_the_ends_of_each_group_are_trained_on_with_the_advantages_of_the_whole(
     algorithm, settings, policy_path, tmp_path
 ):
-    assert_ends(algorithm, settings, "four micro-batches", "drop", policy_path, tmp_path)
+    assert_ends(algorithm, settings, "four micro-batches", policy_path, tmp_path)
 
 
-@pytest.mark.slow
-@grpo_first
-def test_masked_completions_leave_the_update_of_the_others(algorithm, policy_path, tmp_path):
-    settings = {"grpo": {"beta": 0.1}, "rloo": {"beta": 0.1}, "ppo": PPO_STILL}[algorithm.name]
-    assert_ends(algorithm, settings, "four rows per device", "mask", policy_path, tmp_path)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("mode", ["drop", "mask"])
+@pytest.mark.product
 @pytest.mark.parametrize("layout", PARTLY)
 @pytest.mark.parametrize("loss_type", LOSSES)
-def test_every_loss_of_grpo_is_that_of_the_ends(loss_type, layout, mode, policy_path, tmp_path):
+def test_every_loss_of_grpo_is_that_of_the_ends(loss_type, layout, policy_path, tmp_path):
     settings = {"loss_type": loss_type, "beta": 0.1}
-    assert_ends(GRPO, settings, layout, mode, policy_path, tmp_path)
+    assert_ends(GRPO, settings, layout, policy_path, tmp_path)
 
 
-@pytest.mark.slow
+@pytest.mark.product
 @pytest.mark.parametrize("layout", PARTLY)
 @cases(rloo=TERMS["rloo"], ppo=TERMS["ppo"])
 def test_every_term_is_that_of_the_ends(algorithm, settings, layout, policy_path, tmp_path):
-    assert_ends(algorithm, settings, layout, "drop", policy_path, tmp_path)
+    assert_ends(algorithm, settings, layout, policy_path, tmp_path)
 
 
-@pytest.mark.parametrize("mode", ["drop", slow("mask")])
-def test_metrics_count_completions_where_these_are_kept(mode, policy_path, tmp_path):
-    trainer, _ = run(GRPO, policy_path, tmp_path, selector=ENDS_OF_VARIED, snr_mode=mode)
+def test_metrics_count_completions_where_these_are_kept(policy_path, tmp_path):
+    trainer, _ = run(GRPO, policy_path, tmp_path, selector=ENDS_OF_VARIED)
     row, lengths = row_of(trainer), replay_of(policy_path).completions
     assert row["snr/kept_groups"] == len(ENDS)
     assert row["snr/kept_fraction"] == 10 / 32
     kept = sum(len(lengths[PROMPTS[n]][end]) for n, ends in ENDS.items() for end in ends)
     assert row["snr/kept_tokens_fraction"] == pytest.approx(kept / sum(len(c) for p in PROMPTS for c in lengths[p]))
-    assert row["snr/update_compute_fraction"] == 1.0 if mode == "mask" else row["snr/update_compute_fraction"] < 0.4
+    assert row["snr/update_compute_fraction"] < 0.4
 
 
 @pytest.mark.slow
@@ -386,7 +375,7 @@ def test_without_the_tasks_advantages_regularisers_act_alone(algorithm, settings
 @pytest.mark.slow
 @pytest.mark.parametrize("algorithm", [GRPO, PPO], ids=lambda one: one.name)
 def test_a_batch_of_dynamic_sampling_has_no_advantages_of_the_task_either(algorithm, policy_path, tmp_path):
-    settings = {"snr_dynamic_sampling_rounds": 3, "snr_strategy": "none", "beta": 1e-30}
+    settings = {"snr_dynamic_sampling_rounds": 3, "snr_strategy": "nonzero", "beta": 1e-30}
     critic = {"value_coef": 0.0} if algorithm is PPO else {}
     _, gradient = run(algorithm, policy_path, tmp_path, mixin=WithoutTaskAdvantage, **settings, **critic)
     assert gradient and all((value.abs() < 1e-20).all() for value in gradient.values())

@@ -32,7 +32,7 @@ def row_of(folder, name):
 
 
 def better_with_the_filter(planned):
-    return curves_of(planned, 0.5 if planned.fields.get("snr_value") == 1.0 else 0.6)
+    return curves_of(planned, 0.5 if planned.fields.get("snr_strategy") == "all" else 0.6)
 
 
 @pytest.fixture(scope="module")

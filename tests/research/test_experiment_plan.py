@@ -20,7 +20,7 @@ PLAN = {
     "source": "Nowhere",
     "base": "base.yaml",
     "axes": {
-        "method": {"none": {"snr_value": 1.0, "snr_include_zero": True}, "filter": {}},
+        "method": {"none": {"snr_strategy": "all"}, "filter": {}},
         "slip": {"0.0": {"env_args": {"slip": 0.0}}, "0.2": {"env_args": {"slip": 0.2}}},
     },
     "seeds": [3, 4],
@@ -57,8 +57,8 @@ def test_a_run_has_base_fields_and_its_levels_in_this_order(write):
         "algo": "grpo",
         "max_steps": 9,
         "env_args": {"size": 4, "preset": "ragen2", "slip": 0.2},
-        "snr_value": 1.0,
-        "snr_include_zero": True,
+        "snr_value": 0.9,
+        "snr_strategy": "all",
     }
 
 
@@ -96,6 +96,7 @@ def test_combinations_can_be_left_out(write):
         ({"skip": [{"slip": "0.3"}]}, ["skip[0].slip must be one of ['0.0', '0.2'], got '0.3'"]),
         ({"skip": [{"slope": "0.2"}]}, ["skip[0].slope is not known; allowed: method, slip"]),
         ({"skip": [{"slip": 0.0}, {"slip": 0.2}]}, ["skip leaves no run"]),
+        ({"retired": [{"slip": "0.3"}]}, ["retired[0].slip must be one of ['0.0', '0.2'], got '0.3'"]),
         ({"checks": [{"of": {"method": "filtre"}}]}, ["checks[0].of.method must be one of ['none', 'filter']"]),
         ({"checks": [{"target": {"slip": 0.3}}]}, ["checks[0].target.slip must be one of ['0.0', '0.2'], got '0.3'"]),
         ({"checks": [{"axis": "method"}]}, ["checks[0].axis must have numbers for levels, got 'none'"]),
@@ -184,6 +185,15 @@ def test_a_warm_start_of_a_base_file_is_found_beside_that_file(write, tmp_path):
     (tmp_path / "base" / "warm.yaml").write_text("max_steps: 7")
     (planned, *_) = read_experiment(write(base=["base.yaml", "base/task.yaml"])).planned_runs()
     assert planned.fields["warm_start"] == {"max_steps": 7}
+
+
+def test_retired_runs_are_planned_for_analysis_alone(write):
+    gone = {"method": "filter", "slip": "0.2"}
+    experiment = read_experiment(write(retired=[gone]))
+    assert [one.levels for one in experiment.planned_runs() if one.retired] == [gone] * 2
+    assert len(experiment.planned_runs()) == 8
+    assert len(experiment.planned_runs(quick=True)) == 3
+    assert len(read_experiment(write(retired=experiment.retired), {"max_steps": 1}).planned_runs()) == 6
 
 
 # The order of runs
@@ -311,7 +321,7 @@ def test_an_experiment_of_the_repository_can_be_read_at_both_scales(path):
     planned_runs = experiment.planned_runs()
     assert len({planned.key for planned in planned_runs}) == len(planned_runs)
     at_paper_scale = {planned.key for planned in experiment.planned_runs(scale="paper")}
-    skipped = experiment.paper_scale.skip
+    skipped = (*experiment.paper_scale.skip, *experiment.retired)
     left = [planned for planned in planned_runs if not any(one.items() <= planned.levels.items() for one in skipped)]
     assert experiment.others or len(at_paper_scale) == len(left)
     assert not at_paper_scale & {planned.key for planned in planned_runs}

@@ -104,7 +104,10 @@ def history(folder: Path) -> list[dict]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kill", [signal.SIGINT, signal.SIGKILL], ids=["ctrl-c", "killed"])
+@pytest.mark.parametrize(
+    "kill",
+    [pytest.param(signal.SIGINT, id="ctrl-c"), pytest.param(signal.SIGKILL, id="killed", marks=pytest.mark.full)],
+)
 def test_runs_that_were_stopped_go_on_and_end_with_the_numbers_of_whole_ones(kill, plan, tmp_path):
     """Ctrl-C ends the trainings; a killed command leaves them to end, and the next one takes them over."""
     path = plan(axes={"method": {"filter": {}}})

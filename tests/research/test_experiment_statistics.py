@@ -166,7 +166,7 @@ def test_no_interval_of_five_seeds_is_safe_where_one_run_in_five_collapses():
     assert 0.7 < coverage(draw, student) < 0.85
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_the_correlation_of_a_dozen_settings_is_held_in_95_percent():
     rng = np.random.default_rng(4)
     held, repeats, settings = 0, 120, [str(i // 5) for i in range(60)]

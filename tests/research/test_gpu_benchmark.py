@@ -15,7 +15,7 @@ from research.benchmarks import gpu
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_dry_run_measures_every_case_on_a_cpu(tmp_path):
     command = [str(ROOT / "research" / "benchmarks" / "gpu.sh"), "--dry", "--results", str(tmp_path)]
     subprocess.run(command, check=True, env={**os.environ, "PYTHON": sys.executable, "CUDA_VISIBLE_DEVICES": ""})

@@ -123,7 +123,7 @@ def test_the_hours_of_a_run_are_those_of_the_arithmetic_in_the_docs():
     assert plain.gpu_hours == pytest.approx((72_192 / 1_000 + 51_200 / 10_000) * 3_200 / 3_600)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_each_value_of_a_setting_trains_with_the_model_cut_down(model, tmp_path, rewards_by_lot):
     for job in covering(paper_jobs({**CUT, "model": model})):
         own, folder = job.planned.fields, tmp_path / job.planned.key
@@ -144,9 +144,9 @@ def test_each_value_of_a_setting_trains_with_the_model_cut_down(model, tmp_path,
     ("name", "levels"),
     [
         ("tab4", ["algorithm=PPO", "env=sokoban"]),
-        ("tab4", ["algorithm=GRPO", "env=frozen_lake"]),
-        ("tab4", ["algorithm=RLOO", "env=countdown"]),
-        ("ours2", ["method=TRL", "prompts=countdown"]),
+        pytest.param("tab4", ["algorithm=GRPO", "env=frozen_lake"], marks=pytest.mark.full),
+        pytest.param("tab4", ["algorithm=RLOO", "env=countdown"], marks=pytest.mark.full),
+        pytest.param("ours2", ["method=TRL", "prompts=countdown"], marks=pytest.mark.full),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, list) else value,
 )

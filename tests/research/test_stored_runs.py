@@ -5,9 +5,11 @@ from pathlib import Path
 
 import pytest
 
+from ragen2_trl import SNRFilteredGRPOConfig
 from ragen2_trl.names import named_object
+from research.commands import queue
 from research.plan import PlannedRun, question, read_experiments
-from research.settings import STORED_NAMES, STORED_SELECTORS, as_stored, digest
+from research.settings import STORED_NAMES, STORED_VALUES, as_stored, digest
 from research.store import Store
 
 RESEARCH = Path(__file__).parents[2] / "research"
@@ -35,17 +37,26 @@ def test_a_key_is_the_digest_of_what_the_store_says_of_the_run():
 
 def test_no_experiment_says_a_name_of_old(experiments):
     old = {name for name in STORED_NAMES.values() if name.startswith("snr_")}
-    old |= {name for own in STORED_SELECTORS.values() for name in own} - {
-        "snr_strategy",
-        "snr_value",
-        "snr_include_zero",
+    old |= {name for values in STORED_VALUES.values() for own in values.values() for name in own}
+    old -= set(SNRFilteredGRPOConfig.__dataclass_fields__)
+    assert {"snr_refill_rounds", "snr_include_zero", "snr_quartile"} <= old
+    assert not [name for one in experiments for planned in one.planned_runs() for name in old & planned.fields.keys()]
+
+
+def test_runs_whose_settings_are_gone_are_in_the_store_and_are_not_trained(experiments):
+    known = {name for name in SNRFilteredGRPOConfig.__dataclass_fields__ if name.startswith("snr_")}
+    gone = {
+        planned.key
+        for one in experiments
+        for planned in one.planned_runs()
+        if any(name.startswith("snr_") and name not in known for name in planned.fields)
     }
-    assert old and not [
-        name for one in experiments for planned in one.planned_runs() for name in old & planned.fields.keys()
-    ]
+    assert len(gone) == 45 and gone <= STORE.done()
+    assert gone == {planned.key for one in experiments for planned in one.planned_runs() if planned.retired}
+    assert not [one for one in queue(experiments, quick=True) if "snr_mode" in one.planned.fields]
 
 
-@pytest.mark.parametrize("name", STORED_SELECTORS)
+@pytest.mark.parametrize("name", STORED_VALUES["snr_selector"])
 def test_each_selector_that_is_translated_is_one_that_settings_can_name(name):
     assert callable(named_object(name, "snr_selector"))
 

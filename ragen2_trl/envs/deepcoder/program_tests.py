@@ -67,7 +67,7 @@ def run_tests(
         if min(cpu_seconds, wall_seconds) <= 0:
             results.append(CaseResult("timeout"))
             continue
-        outcome = _outcome(sandbox, program, case, math.ceil(cpu_seconds))
+        outcome = _outcome(sandbox, program, case, math.ceil(cpu_seconds), wall_seconds)
         is_last = outcome.ended in ("wall", "infrastructure")  # either took half a minute or more
         cpu_seconds = 0.0 if is_last else cpu_seconds - outcome.cpu_seconds
         wall_seconds -= outcome.wall_seconds
@@ -75,10 +75,13 @@ def run_tests(
     return results
 
 
-def _outcome(sandbox: Sandbox, program: str, case: StdinCase | CallCase, cpu_seconds: int) -> ProgramResult:
+def _outcome(
+    sandbox: Sandbox, program: str, case: StdinCase | CallCase, cpu_seconds: int, wall_seconds: float
+) -> ProgramResult:
+    left: dict[str, Any] = {"cpu_seconds": cpu_seconds, "wall_seconds": wall_seconds}
     if isinstance(case, StdinCase):
-        return sandbox.run(program, case.stdin, cpu_seconds=cpu_seconds)
-    return sandbox.run(program, call=(case.function_name, case.arguments), cpu_seconds=cpu_seconds)
+        return sandbox.run(program, case.stdin, **left)
+    return sandbox.run(program, call=(case.function_name, case.arguments), **left)
 
 
 def _result(case: StdinCase | CallCase, outcome: ProgramResult) -> CaseResult:

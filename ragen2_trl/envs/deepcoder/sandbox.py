@@ -104,6 +104,7 @@ class Sandbox:
         *,
         call: tuple[str, Sequence[Any]] | None = None,
         cpu_seconds: int | None = None,
+        wall_seconds: float | None = None,
     ) -> ProgramResult:
         """Run a program to its end, once it has one of the machine's places.
 
@@ -117,14 +118,17 @@ class Sandbox:
             call: A function of the program, or of its class `Solution`, and JSON arguments: `stdout` then is the JSON
                 of what the function returns, and what the program prints is in `stderr`.
             cpu_seconds: Less CPU time than the limits give.
+            wall_seconds: Less of the wall clock than the limits give.
 
         Raises:
             SandboxFailedError: If no program can be run here any more; it names the cause.
-            ValueError: If `cpu_seconds` is not positive.
+            ValueError: If `cpu_seconds` or `wall_seconds` is not positive.
         """
         limits = self.limits
         if cpu_seconds is not None:
             limits = replace(limits, cpu_seconds=min(limits.cpu_seconds, cpu_seconds))
+        if wall_seconds is not None:
+            limits = replace(limits, wall_seconds=min(limits.wall_seconds, wall_seconds))
         job = ProgramJob(program, stdin, call, limits)
         outcome = self._persist(job)
         if outcome.ended == "infrastructure":

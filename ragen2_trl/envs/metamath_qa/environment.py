@@ -2,7 +2,7 @@
 
 import random
 from collections.abc import Callable, Iterator
-from typing import Any, ClassVar
+from typing import Any
 
 from ragen2_trl.envs.environment import Environment
 from ragen2_trl.envs.episode import Episode, Limits
@@ -102,7 +102,6 @@ class MetaMathQA(Environment):
     multi_turn_limits = Limits(turns=5, actions=1)
     example = "42"
     splits_answers = False
-    packages: ClassVar[tuple[str, ...]] = ("math-verify",)
     tools = MetaMathQATools
 
     def tasks(self, seed: int, split: str, data: str | None) -> Iterator[dict[str, Any]]:

@@ -33,7 +33,6 @@ class RagenMetaMathQA(RagenProtocol, MetaMathQA):
 
     limits = Limits(turns=5, actions=2)
     max_total, turn_tokens = 1, 400
-    packages = ()
 
     def gold(self, response: str) -> str:
         return gold_text(response)

@@ -236,6 +236,11 @@ class ReasoningGym(Environment):
         from reasoning_gym.factory import DATASETS
 
         check_choice("task", task, sorted(DATASETS))
+        if task == "composite":
+            raise ValueError(
+                "task must be one generator of reasoning_gym, whose scorer can be read, got 'composite', whose parts "
+                "score by scorers of their own; allowed: each part as a task"
+            )
         fixed = sorted({"seed", "size"} & set(config or {}))
         if fixed:
             raise ValueError(f"config of reasoning_gym must leave {fixed} to num_prompts and seed, got {config!r}")

@@ -3,6 +3,7 @@
 import http.client
 import json
 import socket
+import ssl
 import time
 import urllib.parse
 from base64 import b64encode
@@ -45,7 +46,7 @@ class HTTPRetriever:
     Args:
         url: The server's, http or https; the path is `/retrieve` unless given. `user:password@` is sent as basic
             authentication, and neither that nor a query string is ever shown.
-        timeout: Seconds without a byte, and about those that a try may take, 0.01 to 600.
+        timeout: Seconds that a try may take, from the connection to the last byte of the answer, 0.01 to 600.
         retries: Tries after the first, 0 to 10.
         backoff: Seconds before the second try, 0 to 60.
         max_bytes: Bytes of an answer, 1 to a billion.
@@ -72,7 +73,7 @@ class HTTPRetriever:
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ValueError(f"url must be http://host or https://host, got the scheme {parts.scheme!r}")
         self.timeout, self.retries, self.backoff, self.max_bytes = timeout, retries, backoff, max_bytes
-        self._connect = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
+        self._tls = ssl.create_default_context() if parts.scheme == "https" else None
         self._host, self._port = parts.hostname, parts.port
         path = parts.path if parts.path.strip("/") else "/retrieve"
         self._server = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}"
@@ -138,8 +139,7 @@ class HTTPRetriever:
         return f"Search error: {type(error).__name__}"
 
     def _try(self, body: bytes) -> tuple[int, bytes]:
-        deadline = time.monotonic() + self.timeout
-        connection = self._connect(self._host, self._port, timeout=self.timeout)
+        connection = _Connection(self._host, self._port, time.monotonic() + self.timeout, self._tls)
         try:
             connection.request("POST", self._target, body, self._headers)
             response = connection.getresponse()
@@ -150,13 +150,88 @@ class HTTPRetriever:
                 answer += piece
                 if len(answer) > self.max_bytes:
                     raise RetrievalError(f"{self.shown_url} answered with more than {self.max_bytes} bytes")
-                if time.monotonic() > deadline:
-                    raise TimeoutError(f"no whole answer in {self.timeout} s")
             if response.length:
                 raise http.client.IncompleteRead(b"", response.length)
             return response.status, bytes(answer)
         finally:
             connection.close()
+
+
+class _Timed:
+    """A socket that waits until a deadline and no longer, however often it is read.
+
+    http.client gives each wait for a byte the whole time-out: a server that sends one now and then, of a header, of
+    the size of a chunk or of `100 Continue`, would be waited for without end.
+    """
+
+    deadline = 0.0
+
+    def recv_into(self, *args: Any) -> int:
+        self._wait()
+        found: int = super().recv_into(*args)  # type: ignore[misc]
+        return found
+
+    def sendall(self, *args: Any) -> None:
+        self._wait()
+        super().sendall(*args)  # type: ignore[misc]
+
+    def _wait(self) -> None:
+        self.settimeout(_left(self.deadline))  # type: ignore[attr-defined]
+
+
+class _TimedSocket(_Timed, socket.socket):
+    pass
+
+
+class _TimedTLS(_Timed, ssl.SSLSocket):
+    pass
+
+
+def _left(deadline: float) -> float:
+    """Seconds until a deadline.
+
+    Raises:
+        TimeoutError: If it has passed.
+    """
+    seconds = deadline - time.monotonic()
+    if seconds <= 0:
+        raise TimeoutError("no whole answer in time")
+    return seconds
+
+
+class _Connection(http.client.HTTPConnection):
+    """A connection of one try, which ends at its deadline."""
+
+    def __init__(self, host: str, port: int | None, deadline: float, tls: ssl.SSLContext | None):
+        super().__init__(host, port or (http.client.HTTP_PORT if tls is None else http.client.HTTPS_PORT))
+        self._deadline, self._tls = deadline, tls
+
+    def connect(self) -> None:
+        plain = _TimedSocket(fileno=_connected(self.host, self.port, self._deadline).detach())
+        plain.settimeout(_left(self._deadline))
+        timed: Any = plain
+        if self._tls is not None:
+            self._tls.sslsocket_class = _TimedTLS
+            timed = self._tls.wrap_socket(plain, server_hostname=self.host)  # whose handshake has one time-out
+        timed.deadline = self._deadline
+        self.sock = timed
+
+
+def _connected(host: str, port: int, deadline: float) -> socket.socket:
+    """A connection to the first of a host's addresses that takes one; `create_connection` would give each the time."""
+    failure: OSError = ConnectionError(f"{host} has no address")
+    for family, kind, protocol, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+        found = socket.socket(family, kind, protocol)
+        try:
+            found.settimeout(_left(deadline))
+            found.connect(address)
+            found.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # as http.client does
+        except OSError as error:
+            found.close()
+            failure = error
+        else:
+            return found
+    raise failure
 
 
 def _reason(response: http.client.HTTPResponse) -> bytes:

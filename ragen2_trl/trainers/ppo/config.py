@@ -4,8 +4,8 @@ from dataclasses import dataclass, field
 
 from trl import GRPOConfig
 
-from ragen2_trl.filtering import STRATEGIES, check_choice
-from ragen2_trl.trainers.config import SNRFilterConfig
+from ragen2_trl.filtering import check_choice
+from ragen2_trl.trainers.config import STRATEGIES, SNRFilterConfig
 
 
 def check_loss(args: GRPOConfig) -> None:
@@ -70,6 +70,11 @@ class SNRFilteredPPOConfig(SNRFilterConfig, GRPOConfig):
     def __post_init__(self) -> None:
         check_choice("value_head", self.value_head, ("shared", "separate"))
         check_choice("gae", self.gae, ("token", "bi_level"))
+        if self.snr_strategy == "lossless":
+            raise ValueError(
+                "snr_strategy='lossless' leaves out rows without an advantage, and PPO's critic learns from every "
+                f"row; allowed: {', '.join(one for one in STRATEGIES if one != 'lossless')}."
+            )
         check_loss(self)
         for name in ("gamma", "gae_lambda", "turn_gamma"):
             if not 0 <= getattr(self, name) <= 1:
@@ -79,13 +84,7 @@ class SNRFilteredPPOConfig(SNRFilterConfig, GRPOConfig):
                 raise ValueError(f"{name}={getattr(self, name)!r} is out of range; allowed: finite, >= 0.")
         if self.gae == "token" and self.turn_gamma != 1.0:
             raise ValueError(
-                f"turn_gamma={self.turn_gamma!r} is without effect beside gae='token', which knows no turns; allowed "
-                "with it: 1.0."
+                f"turn_gamma={self.turn_gamma!r} has no effect with gae='token', which knows no turns; allowed with "
+                "it: 1.0."
             )
         super().__post_init__()
-
-    def _check_lossless(self) -> None:
-        raise ValueError(
-            f"snr_strategy={self.snr_strategy!r} leaves out rows without advantage, and PPO's critic learns from "
-            f"every row; allowed: {', '.join(STRATEGIES)}."
-        )

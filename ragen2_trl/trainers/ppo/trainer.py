@@ -13,7 +13,7 @@ from ragen2_trl.columns import TURN_REWARDS
 from ragen2_trl.rollout_events import log_row
 from ragen2_trl.trainers.batches import Batch, loss_mask, take
 from ragen2_trl.trainers.filtered import SNRFilter
-from ragen2_trl.trainers.micro_batches import KEPT, LossMean
+from ragen2_trl.trainers.plans import KEPT, LossMean
 from ragen2_trl.trainers.ppo import advantages as mathematics
 from ragen2_trl.trainers.ppo.actor_critic import ActorCritic
 from ragen2_trl.trainers.ppo.config import SNRFilteredPPOConfig, check_loss
@@ -36,7 +36,7 @@ class SNRFilteredPPOTrainer(ActorCritic, SNRFilter, GRPOTrainer):
         model, reward_funcs, train_dataset, eval_dataset, processing_class, **kwargs:
             As for [`~trl.GRPOTrainer`].
         args ([`SNRFilteredPPOConfig`] or [`~trl.GRPOConfig`], *optional*):
-            A plain `GRPOConfig` gets the default settings of PPO and of the filter, in a copy.
+            A plain `GRPOConfig` gets the default settings of PPO and of the filter.
         value_model (`str`, [`~transformers.PreTrainedModel`] or [`~peft.PeftModel`], *optional*):
             The critic's backbone, for `value_head="separate"`: a model with a `last_hidden_state`, its path or Hub id,
             or the folder of a critic that was saved. By default the model that the policy was loaded from.
@@ -89,7 +89,7 @@ class SNRFilteredPPOTrainer(ActorCritic, SNRFilter, GRPOTrainer):
 
     def _set_advantages(self, inputs: list[dict[str, Any]], batch: Batch, selection: Selection) -> None:
         mask = loss_mask(batch)
-        kept = self._local(selection.kept_rows)
+        kept = self._local(selection.kept.flatten()).to(mask.device)
         returns = self._local(selection.rewards.flatten()).to(mask.device)  # (rows,), NaN where nothing scored it
         rewards = mathematics.token_rewards(returns, mask, [row.get(TURN_REWARDS) for row in inputs])
         values = self._of_kept(self._values, batch, kept)
@@ -106,7 +106,8 @@ class SNRFilteredPPOTrainer(ActorCritic, SNRFilter, GRPOTrainer):
     def _with_all_groups(self, inputs: list[dict[str, Any]], batch: Batch) -> Batch:
         """A batch as an update of the policy on all of its groups would have it, for those who look at gradients."""
         batch, rewards = dict(batch), self.rollout_events.group_rewards
-        self._set_advantages(inputs, batch, Selection(rewards, rewards[:, 0], torch.ones(len(rewards)).bool()))
+        everything = torch.ones(rewards.shape, dtype=torch.bool)
+        self._set_advantages(inputs, batch, Selection(rewards, rewards[:, 0], everything, torch.ones_like(rewards)))
         self._finish_advantages(batch)
         return {**batch, "returns": torch.full_like(batch["returns"], torch.nan)}  # teach the critic nothing
 

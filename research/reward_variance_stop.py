@@ -1,4 +1,4 @@
-"""Stops a run whose rewards have stopped to vary within groups: there is nothing left to learn from."""
+"""The paper's stopping rule: a run ends when its rewards have stopped varying within groups."""
 
 from typing import Any
 

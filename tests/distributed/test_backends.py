@@ -1,17 +1,13 @@
 """DDP, DeepSpeed ZeRO, FSDP2 and LoRA on several processes end where one process ends."""
 
 import json
-import sys
-from pathlib import Path
 
 import pytest
 import torch
+from backends import AS_TRL, CASES, CASES_OF_THREE, GROUP_SIZE, LOSSLESS_CASES, cases_of, processes_of, run_case
+from conftest import covering
 from launching import launch
 from safetensors.torch import load_file
-
-sys.path.insert(0, str(Path(__file__).parent / "distributed"))
-
-from backends import AS_TRL, CASES, CASES_OF_THREE, GROUP_SIZE, LOSSLESS_CASES, cases_of, processes_of, run_case
 
 from ragen2_trl.record.saved_episodes import read_episodes
 
@@ -29,8 +25,49 @@ NOT_COMPARED = ("mi/seconds", "mi/tokens", "grad/seconds", "grad/tokens")
 COMPARED_METRICS = ("reward", "snr/", "mi/", "ppo/", "grad/")
 
 
+# What a case is about, by the first of these settings that it has.
+MECHANISMS = (
+    *(
+        "gradients",
+        "snr_dynamic_sampling_rounds",
+        "ds3_gather_for_generation",
+        "critic_warmup_steps",
+        "num_iterations",
+    ),
+    *("gradient_checkpointing", "flat_steps", "optim", "value_head", "beta"),
+)
+
+
+def traits(backend: str, case: str) -> dict[str, object]:
+    settings = cases_of(backend)[case]
+    mechanism = "uneven" if "unevenly" in case else next((name for name in MECHANISMS if name in settings), "none")
+    return {
+        "backend": backend,
+        "is sharded": backend.startswith(("zero3", "fsdp2")),
+        "algorithm": settings.get("algorithm", "grpo"),
+        "loss": settings.get("loss_type"),
+        "mechanism": "lossless" if case in LOSSLESS_CASES else mechanism,
+    }
+
+
+def sample() -> set[tuple[str, str]]:
+    """Backends and cases for CI. A loss needs no test on each backend: only shards could make a difference to it."""
+    every = [(backend, case) for backend in BACKENDS for case in cases_of(backend) if case not in AS_TRL]
+    chosen: set[tuple[str, str]] = set()
+    for columns in (("backend", "algorithm", "mechanism"), ("is sharded", "loss", "mechanism")):
+        every.sort(key=lambda pair: pair not in chosen)
+        rows = [{name: traits(*pair)[name] for name in columns} for pair in every]
+        chosen |= {every[index] for index in covering(rows)}
+    return chosen
+
+
+SAMPLE = sample()
+
+
 def mark(backend: str, case: str):
-    marks = [] if case in FAST.get(backend, ()) else [pytest.mark.slow]
+    marks = (
+        [] if case in FAST.get(backend, ()) else [pytest.mark.slow if (backend, case) in SAMPLE else pytest.mark.full]
+    )
     if backend.startswith("zero"):
         marks.append(pytest.mark.needs("deepspeed"))
     return pytest.param(backend, case, marks=marks, id=f"{backend}, {case}")
@@ -76,7 +113,6 @@ def filtered_cases_of(backend: str) -> list[str]:
     return [case for case in cases_of(backend) if case not in {**LOSSLESS_CASES, **AS_TRL}]
 
 
-@pytest.mark.distributed
 @pytest.mark.parametrize(
     ("backend", "case"), [mark(backend, case) for backend in BACKENDS for case in filtered_cases_of(backend)]
 )
@@ -93,7 +129,6 @@ def test_several_processes_end_with_the_parameters_of_one(backend, case, several
         assert parameters["critic.head.weight"].abs().max() > 0  # where it began
 
 
-@pytest.mark.distributed
 @pytest.mark.parametrize(
     ("backend", "case"),
     [mark(backend, case) for backend in BACKENDS for case in filtered_cases_of(backend) if case not in SAMPLES_MORE],
@@ -111,7 +146,6 @@ def test_several_processes_log_what_one_logs(backend, case, several_processes, o
             assert row[key] == same, (key, json.dumps(row))
 
 
-@pytest.mark.distributed
 @pytest.mark.parametrize(
     ("backend", "case"),
     [mark(backend, case) for backend in BACKENDS for case in cases_of(backend) if case in LOSSLESS_CASES],
@@ -127,7 +161,6 @@ def test_lossless_ends_with_the_parameters_of_trl_on_as_many_processes(backend, 
         assert row["snr/empty_steps"] == 0
 
 
-@pytest.mark.distributed
 @pytest.mark.slow
 @pytest.mark.parametrize(("backend", "case"), [(backend, case) for backend in FAST for case in EMPTY])
 def test_an_empty_step_moves_neither_weights_nor_optimizer(backend, case, several_processes, policy_path, tmp_path):
@@ -139,9 +172,15 @@ def test_an_empty_step_moves_neither_weights_nor_optimizer(backend, case, severa
         torch.testing.assert_close(parameters[name], value, rtol=1e-3, atol=2e-5)
 
 
-@pytest.mark.distributed
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", ["ddp", pytest.param("zero3", marks=pytest.mark.needs("deepspeed")), "fsdp2"])
+@pytest.mark.parametrize(
+    "backend",
+    [
+        pytest.param("ddp", marks=pytest.mark.full),
+        pytest.param("zero3", marks=pytest.mark.needs("deepspeed")),
+        pytest.param("fsdp2", marks=pytest.mark.full),
+    ],
+)
 def test_processes_whose_episodes_differ_in_turns_generate_together(backend, policy_path, tmp_path):
     """Process 0 plays four turns and process 1 two: generation under ZeRO-3 hangs if they call it unequally often."""
     launch("episodes.py", 2, backend, policy_path, str(tmp_path))
@@ -156,12 +195,18 @@ def test_processes_whose_episodes_differ_in_turns_generate_together(backend, pol
         assert sorted(len(one.turns) for one in episodes) == [2] * 4 + [4] * 4
 
 
-@pytest.mark.distributed
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", ["ddp", pytest.param("zero3", marks=pytest.mark.needs("deepspeed")), "fsdp2"])
+@pytest.mark.parametrize(
+    "backend",
+    [
+        pytest.param("ddp", marks=pytest.mark.full),
+        pytest.param("zero3", marks=[pytest.mark.needs("deepspeed"), pytest.mark.full]),
+        "fsdp2",
+    ],
+)
 def test_processes_generate_pilots_and_the_rest_of_their_groups_together(backend, policy_path, tmp_path):
     """Under ZeRO-3 and FSDP, too, where a process that called generation less often would leave the others waiting."""
-    settings = {"snr_pilot_generations": 2, "snr_strategy": "none", "per_device_train_batch_size": 16}
+    settings = {"snr_pilot_generations": 2, "snr_strategy": "nonzero", "per_device_train_batch_size": 16}
     launch("episodes.py", 2, backend, policy_path, str(tmp_path), json.dumps(settings))
     first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
     assert len(first["calls"]) == len(second["calls"]) == 2 * 2 * 4  # steps, stages, and turns of the longer episodes
@@ -172,7 +217,6 @@ def test_processes_generate_pilots_and_the_rest_of_their_groups_together(backend
         assert 0 < rest <= pilots
 
 
-@pytest.mark.distributed
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", FAST)
 def test_ppo_goes_on_from_a_checkpoint_with_its_critic_and_optimizer(backend, policy_path, tmp_path):

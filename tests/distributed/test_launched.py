@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from ragen2_trl.cli.shipped import ACCELERATE_CONFIGS
 from ragen2_trl.tiny import TINY_MODEL_PATH
 
-pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 TRAIN = [
     *("-m", "ragen2_trl.cli", "train", "--recipe", "frozen_lake_tiny", "--ddp_backend", "gloo"),
@@ -25,7 +25,7 @@ TRAIN = [
 
 def start(config: str, folder: Path, *machine: str) -> subprocess.Popen:
     command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(ACCELERATE_CONFIGS[config])]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[1])}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
     return subprocess.Popen(
         [*command, *machine, *TRAIN, "--output_dir", str(folder)],
         env=environment,
@@ -49,7 +49,9 @@ def parameters_of(folder: Path) -> dict[str, torch.Tensor]:
     return load_file(folder / "model.safetensors")
 
 
-@pytest.mark.parametrize("config", ["cpu_ddp", pytest.param("cpu_zero3", marks=pytest.mark.needs("deepspeed"))])
+@pytest.mark.parametrize(
+    "config", ["cpu_ddp", pytest.param("cpu_zero3", marks=[pytest.mark.needs("deepspeed"), pytest.mark.full])]
+)
 def test_two_launch_commands_train_as_one_with_two_processes(config, tmp_path):
     finish(start(config, tmp_path / "one"))
     with socket.socket() as free:
@@ -67,7 +69,7 @@ def test_two_launch_commands_train_as_one_with_two_processes(config, tmp_path):
 @pytest.mark.needs("deepspeed", "g++")
 @pytest.mark.parametrize(
     ("config", "further"),
-    [("cpu_zero2", ()), ("cpu_zero3", ("--offload_param_device", "cpu"))],
+    [pytest.param("cpu_zero2", (), marks=pytest.mark.full), ("cpu_zero3", ("--offload_param_device", "cpu"))],
 )
 def test_offloading_to_main_memory_trains_as_without(config, further, tmp_path):
     """DeepSpeed's own Adam, which it compiles, in place of PyTorch's; the recipe filters and measures."""

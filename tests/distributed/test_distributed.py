@@ -1,11 +1,14 @@
 """Several processes compute the update that one computes."""
 
 import json
-import sys
 from collections import Counter
-from pathlib import Path
 
+import held_out
+import played
+import prompts
 import pytest
+import resume
+import several
 import torch
 from algorithms import GRPO
 from conftest import PROMPTS
@@ -18,15 +21,7 @@ from trl import GRPOTrainer
 from ragen2_trl import CostCallback, MutualInformationCallback
 from ragen2_trl.record.saved_episodes import read_episodes
 
-sys.path.insert(0, str(Path(__file__).parent / "distributed"))
-
-import held_out
-import played
-import prompts
-import resume
-import several
-
-pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 COMMON = {
     "num_generations": 4,
@@ -48,10 +43,9 @@ COMMON = {
 # name: (settings, prompts, kept prompts of each generation batch)
 CASES = {
     **{
-        f"{loss_type} {mode}": (
+        loss_type: (
             {
                 "loss_type": loss_type,
-                "snr_mode": mode,
                 "per_device_train_batch_size": 4,
                 "gradient_accumulation_steps": 4,
                 "max_steps": 1,
@@ -60,7 +54,6 @@ CASES = {
             [KEPT],
         )
         for loss_type in ("grpo", "dapo", "bnpo", "dr_grpo", "luspo")
-        for mode in ("drop", "mask")
     },
     # Three groups of four on two processes of six rows each: the second group is on both.
     "groups straddle processes": (
@@ -91,21 +84,17 @@ CASES = {
         [[PROMPTS[0], PROMPTS[2], PROMPTS[5]]],
     ),
     # The second generation batch of the optimizer step keeps nothing, so its last micro-step has no rows of its own.
-    **{
-        f"last generation batch of a step is empty {mode}": (
-            {
-                "loss_type": "grpo",
-                "snr_mode": mode,
-                "per_device_train_batch_size": 4,
-                "gradient_accumulation_steps": 2,
-                "steps_per_generation": 1,
-                "max_steps": 1,
-            },
-            [PROMPTS[0], PROMPTS[2], PROMPTS[1], PROMPTS[3]],
-            [[PROMPTS[0], PROMPTS[2]], []],
-        )
-        for mode in ("drop", "mask")
-    },
+    "last generation batch of a step is empty": (
+        {
+            "loss_type": "grpo",
+            "per_device_train_batch_size": 4,
+            "gradient_accumulation_steps": 2,
+            "steps_per_generation": 1,
+            "max_steps": 1,
+        },
+        [PROMPTS[0], PROMPTS[2], PROMPTS[1], PROMPTS[3]],
+        [[PROMPTS[0], PROMPTS[2]], []],
+    ),
     # Each generation of one group, whose rows are on both processes, is ranked among those before it.
     "one group a generation": (
         {
@@ -119,7 +108,7 @@ CASES = {
     ),
     **{
         f"scores over processes {score}": (
-            {"loss_type": "dapo", "snr_score": score, "snr_strategy": "none", "per_device_train_batch_size": 6},
+            {"loss_type": "dapo", "snr_score": score, "snr_value": 1.0, "per_device_train_batch_size": 6},
             [PROMPTS[0], PROMPTS[5], PROMPTS[1]],
             [[PROMPTS[0], PROMPTS[5]]],
         )
@@ -175,7 +164,7 @@ def test_two_processes_compute_grpo_on_the_kept_groups(name, gradients_of_two_pr
     assert_close(mean_gradient(first), expected)
 
 
-@pytest.mark.parametrize("generations", [1, 4])
+@pytest.mark.parametrize("generations", [pytest.param(1, marks=pytest.mark.full), 4])
 def test_two_processes_measure_what_one_measures(policy_path, make_args, tmp_path, generations):
     """On stock GRPO, with more completions than are scored: both processes draw the same ones from all of them, be
     they of one generation or pooled."""
@@ -209,7 +198,10 @@ def test_two_processes_measure_what_one_measures(policy_path, make_args, tmp_pat
     assert len(costs) == 4 and all(row[key] == other[key] for key in costs)
 
 
-@pytest.mark.parametrize("backend", ["ddp", pytest.param("zero3", marks=pytest.mark.needs("deepspeed"))])
+@pytest.mark.parametrize(
+    "backend",
+    [pytest.param("ddp", marks=pytest.mark.full), pytest.param("zero3", marks=pytest.mark.needs("deepspeed"))],
+)
 def test_two_processes_evaluate_as_one_does(backend, tmp_path):
     """Greedily, in one turn and in several, on tasks that they cannot share evenly."""
     launch("held_out.py", 2, backend, tmp_path / "two")

@@ -3,16 +3,10 @@
 A run whose other process stayed would reach the limit of `launch`.
 """
 
-import sys
-from pathlib import Path
-
 import pytest
-
-sys.path.append(str(Path(__file__).parent / "distributed"))
-
 from killed import KILLS, kill_and_resume, whole_run
 
-pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 
 @pytest.mark.parametrize(

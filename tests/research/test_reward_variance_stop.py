@@ -1,9 +1,9 @@
-"""The end of a run whose groups have stopped to differ."""
+"""The end of a run whose rewards have stopped varying within groups."""
 
 import pytest
 from trl import GRPOTrainer
 
-from ragen2_trl import RewardVarianceStopCallback
+from research.reward_variance_stop import RewardVarianceStopCallback
 
 SPREAD = [1.0] * 3 + [0.2] * 20  # of rewards within a group, by optimizer step; its square is the variance's
 

@@ -1,17 +1,12 @@
 """Of the rows of two processes, only those that change process are sent, and each computes its own share."""
 
-import sys
 from collections import Counter
-from pathlib import Path
 
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parent / "distributed"))
-
 from launching import launch
 
-pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")

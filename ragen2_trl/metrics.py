@@ -1,0 +1,768 @@
+"""Every logged metric once: what it says, its unit, the rows it speaks for, and whether it is shown by default.
+
+`docs/metrics.md` has its tables from here (`python scripts/make_metrics_page.py`); figures, model card, report and
+summary take labels and units from here. Names are patterns: `{k}` stands for what `PLACES` allows.
+
+    >>> metric("mi/first_turn/retrieval_accuracy@4").name
+    'mi/{scope}/retrieval_accuracy@{k}'
+    >>> metric("snr/kept_fractoin") is None
+    True
+"""
+
+import re
+from dataclasses import dataclass
+from functools import cache
+
+# What a place in a name stands for. The first scope that was measured is shown.
+SCOPES = ("first_turn", "trajectory", "trajectory_reference")
+PLACES = {
+    "scope": "|".join(SCOPES),
+    "turn": r"turn_\d+",
+    "bucket": r"bucket_\d+|all",
+    "part": "[^/]+",
+    "task": "[^/]+",
+    "k": r"\d+",
+    "bound": "|_ci_low|_ci_high",
+}
+
+# Keys that other modules read.
+FIRST_TURN = "mi/first_turn"  # the scope that verdicts rest on
+ACCURACY, CHANCE = f"{FIRST_TURN}/retrieval_accuracy", f"{FIRST_TURN}/retrieval_chance"
+INFORMATION, BOUND = f"{FIRST_TURN}/mi_seq", f"{FIRST_TURN}/mi_upper_bound"
+CONDITIONAL_ENTROPY = f"{FIRST_TURN}/conditional_entropy_token"
+MARGINAL_ENTROPY = f"{FIRST_TURN}/marginal_entropy_token"
+VALID_THINKING = "mi/valid_thinking_rate"
+KEPT, COMPUTE, EMPTY_STEPS = "snr/kept_fraction", "snr/update_compute_fraction", "snr/empty_steps"
+ZERO_VARIANCE = "snr/zero_variance_fraction"
+PREDICTED, REALISED = "snr/predicted_variance", "snr/realised_variance"
+CORRELATION, SKIPPED = "snr/prediction_rank_correlation", "snr/skipped_prompts"
+REWARD, ENTROPY, CLIPPED = "reward", "entropy", "completions/clipped_ratio"
+
+# Which rows a metric speaks for.
+GROUPS = "all groups of the step, further rounds included"
+COMPLETIONS = "all completions of the step, further rounds included"
+FIRST = "groups of the step's first prompts"
+SAMPLE = "a sample of `num_completions`"
+LOSS = "rows in the loss"
+PASS = "one pass over a generation"
+STEP = "the step"
+RUN = "the run so far"
+EPISODES = "all episodes of the step, further rounds included"
+HELD_OUT = "held-out episodes"
+GRADIENT_SAMPLE = "a sample of each bucket's groups"
+
+
+@dataclass(frozen=True)
+class Metric:
+    """One logged key, or several that a pattern covers.
+
+    Args:
+        name: The key; `{...}` for a place in `PLACES`.
+        says: What the number is.
+        unit: `fraction`, `nats`, `tokens`, `count`, ...; it decides how `text` writes a value.
+        rows: The rows, groups or steps that it speaks for.
+        mind: What it does not say, or when to act.
+        label: A short name for tables and figures; by default the last part of the key in words.
+        shown: Whether trackers and the console get it by default.
+        health: The signal of `instrument.health` that it is watched as.
+    """
+
+    name: str
+    says: str
+    unit: str
+    rows: str
+    mind: str = ""
+    label: str = ""
+    shown: bool = False
+    health: str = ""
+
+    def text(self, value: float) -> str:
+        """A value as tables write it.
+
+        >>> metric("snr/kept_fraction").text(0.5), metric("mi/first_turn/mi_seq").text(-0.001)
+        ('50.0%', '0.00')
+        """
+        if self.unit == "fraction":
+            return f"{value:.1%}"
+        return f"{round(value, 2) + 0.0:.2f}" if self.unit.startswith("nats") else f"{value:.3f}"
+
+
+MI = (
+    Metric(
+        "mi/{scope}/retrieval_accuracy",
+        "how often a reasoning trace is most likely under its own prompt",
+        "fraction",
+        SAMPLE,
+        "by how much: it is 1 as soon as the own prompt is slightly ahead. Whether training fails is "
+        "[another question](health.md): in real runs this fell while success rose.",
+        label="retrieval accuracy",
+        shown=True,
+    ),
+    Metric(
+        "mi/{scope}/retrieval_chance", "how often guessing would find it", "fraction", SAMPLE, "", "chance", shown=True
+    ),
+    Metric(
+        "mi/{scope}/mi_seq",
+        "mutual information of a reasoning trace and its prompt; without any it is 0, or below 0 by chance",
+        "nats",
+        SAMPLE,
+        "anything beyond the bound: a batch of N prompts cannot show more than log N",
+        label="I(X;Z)",
+        shown=True,
+    ),
+    Metric("mi/{scope}/mi_upper_bound", "the most that `mi_seq` can be", "nats", SAMPLE, "", "at most", shown=True),
+    Metric(
+        "mi/{scope}/retrieval_accuracy@{k}",
+        "how often its own prompt is among the best k, for k = 2, 4 and 8: a drift shows here first when prompts come "
+        "in kinds",
+        "fraction",
+        SAMPLE,
+        "anything, with few prompts: look at chance",
+    ),
+    Metric("mi/{scope}/retrieval_chance@{k}", "how often guessing would find it", "fraction", SAMPLE),
+    Metric(
+        "mi/{scope}/mi_token",
+        "`mi_seq` per token, the paper's form",
+        "nats per token",
+        SAMPLE,
+        "whether reasoning got worse or only longer",
+    ),
+    Metric(
+        "mi/{scope}/mi_token_tempered",
+        "what the reference code logs as mutual information; compare it with published curves",
+        "",
+        SAMPLE,
+        "mutual information: it has no bound",
+    ),
+    Metric(
+        "mi/{scope}/conditional_entropy_token",
+        "how much reasoning varies for the same prompt, per token",
+        "nats per token",
+        SAMPLE,
+        "whether the variety has to do with the prompt",
+        label="H(Z|X)",
+    ),
+    Metric("mi/{scope}/conditional_entropy_seq", "the same of a whole trace", "nats", SAMPLE),
+    Metric(
+        "mi/{scope}/marginal_entropy_token",
+        "how much reasoning varies over all prompts, per token",
+        "nats per token",
+        SAMPLE,
+        "anything of its own: it is conditional entropy plus mutual information",
+        label="H(Z)",
+    ),
+    Metric("mi/{scope}/marginal_entropy_seq", "the same of a whole trace", "nats", SAMPLE),
+    *(
+        Metric(
+            f"mi/{{scope}}/{form}_{of}",
+            f"`mi_{of}` over the spread of the marginal, {spread} (paper, Table 1)",
+            "",
+            SAMPLE,
+            "anything when the spread is near 0: then it explodes",
+        )
+        for form, spread in (("mi_zscore", "of this measurement"), ("mi_zscore_ema", "as a running mean"))
+        for of in ("seq", "token", "token_tempered")
+    ),
+    *(
+        Metric(f"mi/{{scope}}/marginal_std_{of}", f"the spread that divides `mi_zscore_{of}`", unit, SAMPLE)
+        for of, unit in (("seq", "nats"), ("token", "nats per token"), ("token_tempered", ""))
+    ),
+    Metric("mi/{scope}/num_prompts", "distinct prompts of the measurement: how sure you can be", "count", SAMPLE),
+    Metric("mi/{scope}/num_completions", "reasoning traces of the measurement", "count", SAMPLE),
+    Metric(
+        "mi/regime/conclusive",
+        "1 if there is a [verdict](diagnosing.md#the-four-regimes)",
+        "0 or 1",
+        "measurements so far",
+    ),
+    Metric("mi/regime/depends_on_prompt", "1 if reasoning depends on its prompt", "0 or 1", "measurements so far"),
+    Metric("mi/regime/low_entropy", "1 if entropy is low", "0 or 1", "measurements so far"),
+    Metric(
+        "mi/regime/collapsed",
+        "1 if reasoning has stopped depending on its prompt",
+        "0 or 1",
+        "measurements so far",
+        "act when it is 1. There is a warning, once a collapse, unless entropy is low, which `entropy` shows as well.",
+    ),
+    Metric(
+        VALID_THINKING,
+        "share of turns whose reasoning ends with `</think>`",
+        "fraction",
+        SAMPLE,
+        "act when it falls below half of its start; there is a warning. A model without tags has 0 from the start: "
+        "everything it writes then counts as reasoning.",
+        label="valid thinking",
+        shown=True,
+        health="valid_thinking",
+    ),
+    Metric(
+        "mi/completions_without_reasoning",
+        "completions with nothing to score",
+        "count",
+        SAMPLE,
+        "act when it is more than a few",
+    ),
+    Metric(
+        "mi/groups/identical_completions",
+        "groups whose completions are all the same",
+        "fraction",
+        FIRST,
+        "act when it rises: the policy has become deterministic",
+    ),
+    Metric(
+        "mi/groups/equal_rewards",
+        "groups whose completions differ and whose rewards do not",
+        "fraction",
+        FIRST,
+        "act when it is high: the reward is too coarse, too easy or too hard",
+    ),
+    Metric(
+        "mi/groups/zero_variance",
+        "groups whose rewards do not vary: the sum of the two above, unless identical completions earn different "
+        "rewards",
+        "fraction",
+        FIRST,
+    ),
+    *(
+        Metric(f"mi/trajectory/{{turn}}/{key}", f"`{key}` of one turn alone", unit, SAMPLE, mind)
+        for key, unit, mind in (
+            (
+                "retrieval_accuracy",
+                "fraction",
+                "act when late turns fall and first ones do not: the model stops reading what the environment answers",
+            ),
+            ("retrieval_chance", "fraction", ""),
+            ("mi_seq", "nats", ""),
+            ("conditional_entropy_token", "nats per token", ""),
+            ("num_completions", "count", ""),
+        )
+    ),
+    *(
+        Metric(
+            f"mi/trajectory/without_own_words/{key}",
+            f"`{key}` of later turns, under contexts without the model's own earlier words "
+            "([see below](#later-turns))",
+            unit,
+            SAMPLE,
+            mind,
+        )
+        for key, unit, mind in (
+            ("retrieval_accuracy", "fraction", "act when it is at chance although later turns seem to depend"),
+            ("retrieval_chance", "fraction", ""),
+            ("num_completions", "count", ""),
+        )
+    ),
+    Metric(
+        "mi/trajectory_reference/verbatim_elsewhere",
+        "reasoning traces that stand word for word in the context of another draw "
+        "([see below](#the-reference-codes-own-form))",
+        "fraction",
+        SAMPLE,
+        "anything to act on: it says how far to trust the form",
+    ),
+    Metric(
+        "mi/pooled_steps",
+        "optimizer steps between the oldest completions and the weights that score them, where a generation has fewer "
+        "than `min_prompts` (8) groups and the latest ones are measured together",
+        "steps",
+        SAMPLE,
+        "how far those steps moved the policy",
+    ),
+    Metric("mi/seconds", "time of the measurement", "seconds", SAMPLE, "act with a larger `every`"),
+    Metric("mi/tokens", "tokens that the measurement scored", "tokens", SAMPLE, "act with fewer `num_completions`"),
+)
+
+SNR = (
+    Metric(
+        "snr/kept_groups",
+        "groups of which at least one completion was kept",
+        "count",
+        GROUPS,
+        "groups in the batch: with dynamic sampling that is `snr/trained_groups`",
+    ),
+    Metric(
+        KEPT,
+        "completions that were kept to be trained on; where groups are kept whole, also the share of groups",
+        "fraction",
+        COMPLETIONS,
+        "the share of the reward variance: that is `snr_value`",
+        label="completions kept",
+        shown=True,
+    ),
+    Metric("snr/kept_tokens_fraction", "the same, in completion tokens", "fraction", COMPLETIONS),
+    Metric(
+        COMPUTE,
+        "positions that the update computed, padding included, as a share of plain TRL's",
+        "fraction",
+        PASS,
+        "time: generation is not in it",
+        label="update compute",
+        shown=True,
+    ),
+    Metric(
+        EMPTY_STEPS,
+        "optimizer steps without a kept group",
+        "count",
+        RUN,
+        label="steps without a kept group",
+        shown=True,
+    ),
+    Metric(
+        ZERO_VARIANCE,
+        "groups whose rewards do not vary",
+        "fraction",
+        GROUPS,
+        "whether they were too easy or too hard",
+        label="groups without reward variance",
+        health="zero_variance",
+    ),
+    Metric(
+        "snr/dropped_all_best",
+        "groups dropped because every completion had the best reward: that of a solved task where all of the reward "
+        "comes from one of our tasks, else the best of the run so far",
+        "fraction",
+        GROUPS,
+        "groups in between: one with 0.3 for all is in neither",
+    ),
+    Metric(
+        "snr/dropped_all_worst", "groups dropped because every completion had the worst reward", "fraction", GROUPS
+    ),
+    Metric(
+        "snr/dropped_all_same",
+        "groups dropped because every completion had the same reward, not known to be the best or the worst",
+        "fraction",
+        GROUPS,
+        "why: while all rewards of a run are one number, nothing tells",
+    ),
+    Metric(
+        "snr/in_group_max",
+        "best reward of a group, as a mean over groups; the distance to `in_group_mean` is what a policy gains if it "
+        "always does its best",
+        "reward",
+        GROUPS,
+        "which groups: `ragen2-trl report` has a table of their variances",
+    ),
+    Metric("snr/in_group_mean", "mean reward of a group, as a mean over groups", "reward", GROUPS),
+    Metric("snr/score_mean", "mean of the score that ranks groups, by default reward variance", "score", GROUPS),
+    Metric("snr/score_max", "largest score", "score", GROUPS),
+    Metric(
+        "snr/reward_std_spread",
+        "how unlike groups are: standard deviation over mean of their reward standard deviations. In the paper's "
+        "Table 8, gains went with 1.16 and 1.29 and a loss with 0.33",
+        "ratio",
+        "groups in the ranking: the window of latest groups where there is one",
+        "whether the filter helps you: [tested here](../research/results/tab8.md), the link to gains is inconclusive",
+    ),
+    Metric(
+        "snr/reward_variance_spread",
+        "the same of their variances; a larger number for the same batch",
+        "ratio",
+        "groups in the ranking",
+        "anything to compare with Table 8",
+    ),
+    Metric("snr/sampling_rounds", "with dynamic sampling: rounds of sampling", "count", STEP),
+    Metric("snr/prompts_used", "with dynamic sampling: prompts that were sampled", "count", STEP),
+    Metric("snr/trained_groups", "with dynamic sampling: groups in the batch in the end", "count", STEP),
+    Metric("snr/waiting_groups", "with dynamic sampling: surplus groups kept for the next step", "count", STEP),
+    Metric("snr/carried_groups", "with dynamic sampling: groups taken over from the last step", "count", STEP),
+    Metric("snr/stale_groups", "with dynamic sampling: groups left behind as too old", "count", STEP),
+    Metric("snr/sampled_completions", "with `snr_pilot_generations`: completions sampled", "count", STEP),
+    Metric("snr/sampled_fraction", "the same, as a share of all places that the prompts had", "fraction", STEP),
+    Metric(
+        "snr/committed_fraction",
+        "with pilots: prompts whose remaining completions were worth sampling",
+        "fraction",
+        "all prompts of the step",
+        "how many were sampled whole: prompts that fill up processes and audited prompts come on top",
+    ),
+    Metric(
+        "snr/pilot_reward",
+        "mean reward of all pilots, so of the prompts as they come; `reward` is that of the prompts sampled whole",
+        "reward",
+        "all pilots of the step",
+    ),
+    Metric(
+        "snr/missed_variance",
+        "estimated share of all reward variance in the prompts that were not sampled whole, from the 2 % of them that "
+        "are audited; not logged before there is one",
+        "fraction",
+        RUN,
+        "anything after few steps: see [what is missed](mathematics.md#pilots)",
+    ),
+    Metric(
+        PREDICTED,
+        "with `snr_prompt_selection`: mean reward variance predicted for the prompts before they were sampled",
+        "reward squared",
+        FIRST,
+        "which prompts: the report has a figure of one over the other",
+    ),
+    Metric(
+        REALISED,
+        "mean reward variance of their groups; if it differs from the prediction for long, predictions are wrong on "
+        "average",
+        "reward squared",
+        FIRST,
+    ),
+    Metric(
+        CORRELATION,
+        "Spearman's correlation of the two; not logged while all predictions or all variances are equal. In the first "
+        "epoch nothing tells prompts apart, and it is about 0",
+        "correlation",
+        "the latest 256 groups",
+        "how good it could be: a group of few completions has a noisy variance",
+    ),
+    Metric(
+        SKIPPED,
+        "candidates passed over for the first prompts of a generation",
+        "count",
+        STEP,
+        "that they teach nothing: `snr/oldest_unseen` grows if it was so for long",
+    ),
+    Metric(
+        "snr/oldest_unseen",
+        "prompts sampled since the least recently sampled prompt was, or since the start if one never was",
+        "count",
+        RUN,
+    ),
+)
+
+GRAD = (
+    Metric(
+        "grad/{bucket}/{part}/norm",
+        "norm of the gradient of the mean sample, coefficient included; bucket 1 has the lowest variance",
+        "norm",
+        GRADIENT_SAMPLE,
+        "how much of it is signal: with few samples most of it is noise",
+    ),
+    Metric(
+        "grad/{bucket}/{part}/squared_norm_debiased",
+        "the squared norm without that noise: the inner product of two halves with half of each group's completions. "
+        "Below 0 by chance when there is nothing",
+        "norm squared",
+        GRADIENT_SAMPLE,
+        "anything from a single measurement of few samples: it is unbiased, not certain",
+    ),
+    Metric(
+        "grad/{bucket}/{part}/half_cosine",
+        "cosine between the halves, the signal-to-noise ratio at this number of samples: 1 is signal, 0 noise",
+        "cosine",
+        GRADIENT_SAMPLE,
+        "anything about other batch sizes: it grows with the number of samples",
+    ),
+    Metric(
+        "grad/{bucket}/{part}/cosine",
+        "cosine with the gradient of the whole batch: which buckets set the direction",
+        "cosine",
+        GRADIENT_SAMPLE,
+        "that a bucket is useful: it is a part of that batch itself, and noise has a cosine with itself",
+    ),
+    Metric(
+        "grad/{bucket}/regulariser_share",
+        "norms of the regularisers, as a share of the norms of all terms (paper, Appendix K); not logged where all "
+        "are rounding",
+        "fraction",
+        GRADIENT_SAMPLE,
+        "the same without noise",
+    ),
+    Metric("grad/{bucket}/reward_std", "mean reward standard deviation of the groups", "reward", GRADIENT_SAMPLE),
+    Metric(
+        "grad/{bucket}/min_reward_std",
+        "the lowest of them: 0 where a group without variance is among them",
+        "reward",
+        GRADIENT_SAMPLE,
+    ),
+    Metric(
+        "grad/batch_norm",
+        "norm of the gradient of the whole batch, before filter and clipping: without a filter, `grad_norm`",
+        "norm",
+        FIRST,
+    ),
+    Metric("grad/seconds", "time of the measurement", "seconds", FIRST),
+    Metric(
+        "grad/tokens", "positions it computed: the batch forward and backward twice for each term", "tokens", FIRST
+    ),
+)
+
+PPO = (
+    Metric(
+        "ppo/value_loss",
+        "mean of half the squared error of values, clipped, before `value_coef`",
+        "reward squared",
+        LOSS,
+        "how good values are: it has the scale of the rewards, squared",
+    ),
+    Metric(
+        "ppo/explained_variance",
+        "how much of the variance of returns the critic predicts before the update: 1 is all, 0 none, below 0 is "
+        "worse than their mean; not logged where they do not vary",
+        "fraction",
+        LOSS,
+        "how large that variance is: where it is small, most of it is noise",
+    ),
+    Metric("ppo/return_mean", "mean return from a token on", "reward", LOSS),
+)
+
+ENV = (
+    Metric(
+        "env/{task}/success",
+        "episodes that solve the task; in a run with several tasks, the task `all` has the episodes of all",
+        "fraction",
+        EPISODES,
+        "success on held-out tasks: that is `eval/env/<task>/success`, and `ragen2-trl evaluate`",
+        label="success in training",
+        health="success",
+    ),
+    Metric("env/{task}/return", "mean return, the reward of an episode", "reward", EPISODES),
+    Metric(
+        "env/{task}/pass@{k}",
+        "prompts with at least one solved among their k completions. With `success` far below it there is much to "
+        "learn",
+        "fraction",
+        GROUPS,
+        "anything when it equals `success`: completions of a prompt all do the same",
+    ),
+    Metric("env/{task}/turns", "mean turns of an episode", "turns", EPISODES),
+    Metric(
+        "env/{task}/valid_rate",
+        "turns in the required format",
+        "fraction",
+        EPISODES,
+        f"whether reasoning is closed: `{VALID_THINKING}`",
+        health="valid",
+    ),
+    Metric(
+        "env/{task}/num_actions", "mean actions carried out in an episode", "count", EPISODES, "whether they helped"
+    ),
+    Metric(
+        "env/{task}/action_is_valid",
+        "share of an episode's turns in which an action was carried out, as a mean over episodes",
+        "fraction",
+        EPISODES,
+        "the same as `valid_rate` where episodes differ in their number of turns: there every turn counts alike, here "
+        "every episode does",
+        health="valid",
+    ),
+    Metric(
+        "env/{task}/action_is_effective",
+        "share of an episode's turns whose last action changed the state or ended the episode, a mean over episodes",
+        "fraction",
+        EPISODES,
+        "a good action: a box in a corner has been moved, too. Where nothing can change (the machines of Bandit), it "
+        "is 0",
+    ),
+)
+
+HEALTH = (
+    Metric("health/completions", "completions that the shares of this row speak for", "count", FIRST),
+    Metric(
+        "health/valid_rate",
+        "turns whose reasoning is closed, or completions that your `valid=` accepts; not logged where an environment "
+        "logs `env/*/valid_rate`",
+        "fraction",
+        FIRST,
+        "act when [health](health.md) says so",
+        health="valid",
+    ),
+)
+
+EVAL = (
+    Metric(
+        "eval/env/{task}/success{bound}",
+        "held-out episodes that solve the task",
+        "fraction",
+        HELD_OUT,
+        "success in training, which is sampled at another temperature; that the best of many evaluations is as good "
+        "on other tasks: it is chosen by them",
+        label="held-out success",
+        health="held_out_success",
+    ),
+    Metric(
+        "eval/env/{task}/random_success",
+        "success of the random baseline on the same tasks, to compare success with; not logged where judging it is "
+        "expensive",
+        "fraction",
+        HELD_OUT,
+    ),
+    Metric("eval/env/{task}/return{bound}", "mean return", "reward", HELD_OUT),
+    Metric(
+        "eval/env/{task}/pass@{k}{bound}",
+        "chance that one of k samples solves a task, for k = 1, 2, 4, … up to the number of samples",
+        "fraction",
+        HELD_OUT,
+    ),
+    Metric(
+        "eval/env/{task}/valid_rate{bound}",
+        "share of an episode's turns in the required format, as a mean over episodes; `env/<task>/valid_rate` is over "
+        "all turns",
+        "fraction",
+        HELD_OUT,
+    ),
+    Metric("eval/env/{task}/turns{bound}", "mean turns of an episode", "turns", HELD_OUT),
+    Metric("eval/env/{task}/completion_length{bound}", "mean tokens that the model wrote", "tokens", HELD_OUT),
+    Metric("eval/env/{task}/num_prompts", "held-out tasks", "count", HELD_OUT),
+    Metric("eval/env/{task}/num_samples", "episodes of each", "count", HELD_OUT),
+    Metric("eval/seconds", "time of evaluating, all tasks together", "seconds", HELD_OUT),
+)
+
+COST = (
+    Metric(
+        "cost/seconds",
+        "wall clock of training: sampling, rewards, updates",
+        "seconds",
+        RUN,
+        "evaluations, checkpoints, logging and measurements, which are left out; how busy the machine was",
+    ),
+    Metric(
+        "cost/cpu_seconds",
+        "CPU time of the training processes for the same: on a busy machine the fairer clock",
+        "seconds",
+        RUN,
+        "time of a GPU, and of programs in the sandbox",
+    ),
+    Metric(
+        "cost/sampled_tokens",
+        "tokens that the model wrote in training, dropped groups and further rounds included",
+        "tokens",
+        RUN,
+        "prompts",
+    ),
+    Metric(
+        "cost/sampled_completions", "completions sampled, dropped groups and further rounds included", "count", RUN
+    ),
+    Metric(
+        "cost/plain_completions",
+        "completions that plain TRL would have sampled for as many generations",
+        "count",
+        RUN,
+        "what plain TRL would need to come as far",
+    ),
+    Metric(
+        "cost/update_positions",
+        "positions of all passes over a generation, padding included, as `snr/update_compute_fraction` counts them",
+        "tokens",
+        RUN,
+        "a separate critic's: those are in `cost/update_tokens`",
+    ),
+    Metric(
+        "cost/plain_update_positions",
+        "positions that plain TRL's micro-batches would have had in these passes",
+        "tokens",
+        RUN,
+    ),
+    Metric(
+        "cost/update_tokens",
+        "positions that the update ran forward and backward through, padding and a separate critic's included",
+        "tokens",
+        RUN,
+    ),
+    Metric(
+        "cost/update_flops",
+        "6 x parameters x those positions: 2 forward, 2 back to the activations, 2 for the parameter's own gradient "
+        "where it is trained",
+        "operations",
+        RUN,
+        "attention's part that grows with the square of the length, recomputing for gradient checkpointing, sampling",
+    ),
+)
+
+TRL = (
+    Metric(REWARD, "mean of all rewards", "reward", COMPLETIONS, label="reward in training", health="reward"),
+    Metric(
+        "reward_std",
+        "standard deviation of all rewards of a generation",
+        "reward",
+        COMPLETIONS,
+        "whether any group teaches anything: it is over the whole batch",
+    ),
+    Metric(
+        "frac_reward_zero_std",
+        "groups without reward variance",
+        "fraction",
+        GROUPS,
+        f'groups with `scale_rewards="batch"`, where it is about the whole batch; `{ZERO_VARIANCE}` always is about '
+        "groups",
+        health="zero_variance",
+    ),
+    Metric(
+        ENTROPY,
+        "mean entropy of the next token; not logged for a step without rows",
+        "nats per token",
+        LOSS,
+        "anything about the prompt, and it is of answers as well",
+        label="policy entropy",
+        health="entropy",
+    ),
+    *(
+        Metric(
+            f"clip_ratio/{name}",
+            f"share of tokens whose update was clipped{where}; not logged for a step without rows",
+            "fraction",
+            LOSS,
+            "with one optimizer step per generation it is 0, unless dynamic sampling carries groups over"
+            if name == "region_mean"
+            else "",
+        )
+        for name, where in (
+            ("region_mean", ""),
+            ("low_mean", ", from below"),
+            ("low_min", ", from below: the lowest of the processes"),
+            ("high_mean", ", from above"),
+            ("high_max", ", from above: the highest of the processes"),
+        )
+    ),
+    Metric("completions/mean_length", "tokens of a completion", "tokens", COMPLETIONS, health="length"),
+    Metric(CLIPPED, "completions cut off at `max_completion_length`", "fraction", COMPLETIONS, health="clipped"),
+    Metric("kl", "distance to the reference model, with `beta` above 0", "nats per token", LOSS, health="kl"),
+    Metric("loss", "the loss", "", LOSS, "much: GRPO's is near 0 by construction"),
+    Metric(
+        "grad_norm",
+        "norm of the gradient of the latest step of the row that trained on anything; a row without such a step has "
+        "none",
+        "norm",
+        LOSS,
+        health="grad_norm",
+    ),
+)
+
+FAMILIES = {
+    "mi": MI,
+    "snr": SNR,
+    "grad": GRAD,
+    "ppo": PPO,
+    "env": ENV,
+    "health": HEALTH,
+    "eval": EVAL,
+    "cost": COST,
+    "trl": TRL,
+}
+METRICS = tuple(one for family in FAMILIES.values() for one in family)
+
+
+@cache
+def metric(name: str) -> Metric | None:
+    """The metric of a logged key, in training or with TRL's `eval_` before it; `None` for a key that is none."""
+    for one, pattern in _patterns():
+        if pattern.fullmatch(name) or pattern.fullmatch(name.removeprefix("eval_")):
+            return one
+    return None
+
+
+def label(name: str) -> str:
+    """What a logged key is called in tables and figures.
+
+    >>> label("snr/kept_fraction"), label("env/sokoban/success"), label("rewards/solved/mean")
+    ('completions kept', 'success in training', 'rewards/solved/mean')
+    """
+    one = metric(name)
+    return name if one is None or not one.label else one.label
+
+
+@cache
+def _patterns() -> tuple[tuple[Metric, re.Pattern[str]], ...]:
+    """Each metric with an expression of its names."""
+
+    def expression(name: str) -> str:
+        parts = re.split(r"\{(\w+)\}", name)  # text and places in turn
+        return "".join(f"(?:{PLACES[part]})" if i % 2 else re.escape(part) for i, part in enumerate(parts))
+
+    return tuple((one, re.compile(expression(one.name))) for one in METRICS)

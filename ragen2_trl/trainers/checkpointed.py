@@ -1,0 +1,130 @@
+"""A run of a filtered trainer: the Hub, where it resumes, and its checkpoints."""
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from accelerate.logging import get_logger
+from datasets import Dataset
+from torch.utils.data import Sampler
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+
+from ragen2_trl.redaction import hide_credentials
+from ragen2_trl.trainers.checkpoints import (
+    LAYOUT_FIELDS,
+    ResumableSampler,
+    checkpoint_to_resume,
+    last_complete_checkpoint,
+    open_checkpoint,
+    write_manifest,
+)
+from ragen2_trl.trainers.checks import check_enough_prompts, check_loss_of_trl
+
+if TYPE_CHECKING:
+    from ragen2_trl.trainers.construction import Constructed
+else:
+    Constructed = object  # mixed in before this class
+
+logger = get_logger(__name__)
+
+
+class Checkpointed(Constructed):
+    """Runs and checkpoints of a filtered trainer. Mixed in before one of TRL's trainers."""
+
+    how_to_resume = "train(resume_from_checkpoint=True)"  # for the last line of an error
+
+    def init_hf_repo(self, *args: Any, **kwargs: Any) -> None:
+        """A Hub that cannot be reached, or refuses, ends no training before it begins: uploads are tried later."""
+        try:
+            super().init_hf_repo(*args, **kwargs)
+        except Exception as error:  # noqa: BLE001 - of whichever HTTP library
+            self.push_in_progress: Any = None
+            self.hub_model_id: Any = self.args.hub_model_id or Path(str(self.args.output_dir)).absolute().name
+            logger.warning(
+                f"push_to_hub=True: {self.hub_model_id} cannot be made on the Hub ({hide_credentials(str(error))}). "
+                "Training goes on, and each upload is tried when its time comes."
+            )
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
+        check_loss_of_trl(type(self), self.args)
+        check_enough_prompts(self.train_dataset, self.args)
+        checkpoint = checkpoint_to_resume(self.args.output_dir, resume_from_checkpoint, self.accelerator)
+        self._begin_run()
+        self._metrics["train"].clear()  # of a step that was interrupted before it was logged
+        if self._micro_batches.steps is not None:  # cut for the steps of an earlier run, which ended in the middle
+            self._step, self._buffered_inputs = 0, None
+        if self.args.snr_strategy not in ("all", "lossless"):
+            logger.warning(
+                "loss and grad_norm are means over the rows that the filter keeps: where it drops some, both are "
+                "larger than the plain trainer's, whose means include the other rows (see docs/mathematics.md)."
+            )
+        try:
+            return super().train(checkpoint, *args, **kwargs)
+        except (KeyboardInterrupt, Exception) as end:
+            self._tell_where_to_resume(end)
+            raise
+
+    def _tell_where_to_resume(self, end: BaseException) -> None:
+        """Add a line below the traceback; for an error only after a step and with a checkpoint."""
+        interrupted = isinstance(end, KeyboardInterrupt)  # all processes are interrupted; an error may be of one alone
+        if not (self.is_world_process_zero() if interrupted else self.state.global_step):
+            return
+        last = last_complete_checkpoint(Path(str(self.args.output_dir)))
+        if last is None and not interrupted:
+            return
+        how = f"{self.how_to_resume} goes on from {last.name}" if last else "no checkpoint is whole"
+        event = "Interrupted" if interrupted else "Failed"
+        where = f"{event} at step {self.state.global_step}; {how} in {self.args.output_dir}."
+        end.add_note(where)
+
+    def _get_train_sampler(self, dataset: Dataset | None = None) -> Sampler[int]:
+        return ResumableSampler(super()._get_train_sampler(dataset), self)
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        folder = os.path.join(self._get_output_dir(trial=trial), f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
+        if self.args.should_save:
+            open_checkpoint(folder)
+        self.accelerator.wait_for_everyone()
+        if not self.args.save_only_model:
+            own: dict[str, Any] = {"step": self._step, "buffered_inputs": None, "micro_batches": None}
+            if self._step % (self.args.steps_per_generation * self.num_iterations) != 0:
+                # A checkpoint in the middle of a generation batch takes it along; else TRL samples again.
+                own |= {"buffered_inputs": self._buffered_inputs, "micro_batches": self._micro_batches.state()}
+            self._run_state.save(folder, self.accelerator.process_index, self._batch_layout(), own)
+        super()._save_checkpoint(model, trial)
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        """The last part of a checkpoint that every process writes."""
+        super()._save_rng_state(output_dir)
+        self.accelerator.wait_for_everyone()
+        if self.args.should_save:
+            write_manifest(output_dir)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        super()._load_optimizer_and_scheduler(checkpoint)
+        own = self._run_state.load(checkpoint, self.accelerator, self._batch_layout())
+        if own is not None:
+            self._step, self._buffered_inputs = own["step"], own["buffered_inputs"]
+            if own["micro_batches"] is not None:
+                self._micro_batches.load(own["micro_batches"])
+
+    def _batch_layout(self) -> dict[str, int]:
+        layout = {name: getattr(self.args, name) for name in LAYOUT_FIELDS}
+        return {**layout, "num_processes": self.accelerator.num_processes}
+
+    def _issue_warnings_after_load(self, load_result: Any) -> None:
+        """Without a word of weights that are tied to others, such as `lm_head`'s: these have been loaded.
+
+        Raises:
+            ValueError: where other weights are missing: training would go on from their initial values.
+        """
+        known = {*getattr(self.model, "all_tied_weights_keys", {}), *(self.model._keys_to_ignore_on_save or ())}
+        missing = [name for name in load_result.missing_keys if name not in known]
+        if missing:
+            raise ValueError(
+                f"the checkpoint lacks {len(missing)} weights of the model, such as {missing[0]}: training would go "
+                "on from their initial values; allowed: a checkpoint of this model, written by this release of "
+                "transformers."
+            )
+        load_result.missing_keys.clear()
+        super()._issue_warnings_after_load(load_result)

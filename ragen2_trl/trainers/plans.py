@@ -1,0 +1,214 @@
+"""A plan turns the kept rows of a generation batch into micro-steps with weights.
+
+TRL makes the mean over equal micro-batches. A plan deals rows of similar length to as few micro-batches as they need,
+trims their padding, and gives each the weight that makes TRL's mean come out right. `DropPlan` makes it the mean over
+the kept rows, `LosslessPlan` TRL's own mean over all rows, of which it computes those with an advantage.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+from itertools import accumulate, pairwise
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import gather_object
+from torch import Tensor
+
+from ragen2_trl.trainers.batches import Batch, join, loss_mask, row_lengths, take, without_loss
+from ragen2_trl.trainers.dealing import deal_rows
+from ragen2_trl.trainers.processes import exchange_rows
+
+KEPT = "snr_kept"  # (rows,) bool in TRL's batch, rows in the mean: shuffled and split together with the rows
+SHARED_TOKENS = "snr_shared_tokens"  # (rows,) tokens by which TRL's mean over a micro-batch would divide each row
+
+
+class LossMean(Enum):
+    """The mean that a trainer's loss is, before micro-batches are averaged."""
+
+    TOKENS_OF_GENERATION = "over tokens of the generation batch"
+    TOKENS = "over tokens of the micro-batch"
+    ROWS = "over rows of the micro-batch"
+
+
+@dataclass(frozen=True)
+class MicroStep:
+    """The plan for one micro-batch.
+
+    Args:
+        weight: Factor of its loss: its share of the rows in the mean, times plain TRL's factor for that share. 1 where
+            every micro-batch of every process is equally full, 0 where this process has no row of its own and runs a
+            spare one to keep step with the others.
+        kept: Kept rows in it, over all processes.
+        runs: Whether there is a forward and a backward pass at all.
+    """
+
+    weight: float = 1.0
+    kept: int = 1
+    runs: bool = True
+
+
+SKIPPED = MicroStep(weight=0.0, kept=0, runs=False)
+
+
+def keep_rows(batch: Batch, kept: Tensor, accelerator: Accelerator) -> Batch:
+    """The batch with `KEPT`, and divided by the kept rows' tokens where TRL's loss divides by all tokens of a batch.
+
+    TRL counts these before rewards are known. A call for all processes together.
+
+    Args:
+        batch: of this process.
+        kept: (rows,) bool.
+        accelerator: of the trainer.
+    """
+    batch = {**batch, KEPT: kept}
+    if "num_items_in_batch" in batch:
+        tokens = (loss_mask(batch).sum(dim=1) * kept).sum()
+        batch["num_items_in_batch"] = accelerator.reduce(tokens, reduction="sum")
+    return batch
+
+
+class DropPlan:
+    """The mean is over the kept rows, and only these are computed.
+
+    Args:
+        accelerator: Of the trainer.
+        args: Its settings.
+        loss_mean: Its loss's mean, asked for each batch: `loss_type` may be set after `__init__`.
+        pad_token_id: Of its tokenizer.
+        pad_to_multiple_of: TRL's setting for padded widths.
+    """
+
+    cuts_every_pass = False  # whether a further pass over the same rows is dealt again
+    keeps_positions = False  # whether tokens keep TRL's absolute positions
+    keeps_steps = False  # whether each row stays in TRL's optimizer step
+
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        args: Any,
+        loss_mean: Callable[[], LossMean],
+        pad_token_id: int,
+        pad_to_multiple_of: int | None,
+    ):
+        self.accelerator = accelerator
+        self.args = args
+        self.loss_mean = loss_mean
+        self.pad_token_id = pad_token_id
+        self.pad_to_multiple_of = pad_to_multiple_of
+
+    def marked(self, batch: Batch, kept: Tensor) -> Batch:
+        """The batch with `KEPT`, from (rows,) bool, the selected rows. A call for all processes together."""
+        return keep_rows(batch, kept, self.accelerator)
+
+    def cut(self, generated: list[Batch], segments: list[int], ends_step: bool) -> tuple[list[Batch], list[MicroStep]]:
+        """The micro-batches of a pass, as many as TRL's, and the plan for each. A call for all processes together.
+
+        Args:
+            generated: TRL's own micro-batches of this process.
+            segments: from `accumulation_segments`: numbers of micro-steps between optimizer steps.
+            ends_step: whether the first segment ends an optimizer step.
+        """
+        accelerator, process = self.accelerator, self.accelerator.process_index
+        spare = self._spare_row(generated)
+        generated = [self._prepared(batch) for batch in generated]
+        of_segments = [generated[start:stop] for start, stop in pairwise(accumulate(segments, initial=0))]
+        computed = self._computed(of_segments, ends_step)
+        rows = join(generated, self.pad_token_id)
+        counted = int(rows.pop(KEPT).sum())
+        own = torch.cat(computed).nonzero().squeeze(1).tolist()
+        all_lengths = row_lengths(rows).tolist()
+        own_part = [all_lengths[row] for row in own], [int(part.sum()) for part in computed], counted
+        everyones = gather_object([own_part]) if accelerator.num_processes > 1 else [own_part]
+        lengths, of_each_segment, counts = zip(*everyones, strict=True)
+        most = self.args.per_device_train_batch_size
+        deal = deal_rows(lengths, segments, most, of_each_segment if self.keeps_steps else None)
+        # (process, number of its computed rows) -> row of `held`
+        held, place = exchange_rows(rows, own, deal, accelerator, self.pad_token_id, self.pad_to_multiple_of)
+
+        cut, steps = [], []
+        for shares in deal:
+            mine, num_kept = [place[row] for row in shares[process]], sum(map(len, shares))
+            if mine:
+                batch = take(held, mine, self.pad_to_multiple_of, keep_positions=self.keeps_positions)
+                share = len(generated) * accelerator.num_processes * len(mine) / sum(counts)
+                batch, weight = self._weighted(batch, share)
+                cut.append(batch)
+                steps.append(MicroStep(weight, num_kept))
+            else:  # where another process has rows, all must run the same number of forward passes
+                cut.append(dict(spare))
+                steps.append(MicroStep(0.0, num_kept) if num_kept else SKIPPED)
+        return cut, steps
+
+    def _prepared(self, batch: Batch) -> Batch:
+        """One of TRL's micro-batches, before its rows are dealt."""
+        return batch
+
+    def _computed(self, segments: list[list[Batch]], ends_step: bool) -> list[Tensor]:
+        """For each segment the rows that go through the model, (rows,) bool."""
+        return [torch.cat([batch[KEPT] for batch in segment]) for segment in segments]
+
+    def _weighted(self, batch: Batch, weight: float) -> tuple[Batch, float]:
+        """A micro-batch and the factor of its loss.
+
+        A loss over the generation batch's tokens, TRL's or a subclass's own, needs no factor, but the entropy bonus
+        and the load-balancing loss beside it do: its divisor takes the factor back.
+        """
+        if "num_items_in_batch" in batch and weight > 0:
+            batch = {**batch, "num_items_in_batch": batch["num_items_in_batch"] * weight}
+        return batch, weight
+
+    def _spare_row(self, generated: list[Batch]) -> Batch:
+        """A micro-batch of one row with nothing in the loss, for a process without rows: no token that counts and, for
+        losses that count by row, no advantage."""
+        row = take(join(generated[:1], self.pad_token_id), [0])
+        row = without_loss(row, torch.ones_like(row.pop(KEPT)))
+        return {**row, "advantages": torch.zeros_like(row["advantages"])}
+
+
+class LosslessPlan(DropPlan):
+    """The mean is over all rows, as in TRL, and only rows with an advantage are computed: the others add nothing to
+    the gradient. Rows stay in their optimizer steps and tokens at their positions, so that parameters are TRL's."""
+
+    cuts_every_pass = True
+    # Rotary embeddings round by absolute position, in whatever precision a model is.
+    keeps_positions = True
+    keeps_steps = True
+
+    def marked(self, batch: Batch, kept: Tensor) -> Batch:
+        return {**batch, KEPT: torch.ones_like(kept)}
+
+    def _prepared(self, batch: Batch) -> Batch:
+        """With `SHARED_TOKENS` for a mean over tokens of a micro-batch, so that its rows may go into others."""
+        if self.loss_mean() is not LossMean.TOKENS:
+            return batch
+        tokens = (loss_mask(batch).sum(dim=1) * batch[KEPT]).sum().clamp(min=1)
+        return {**batch, SHARED_TOKENS: tokens.expand(len(batch[KEPT])).clone()}
+
+    def _computed(self, segments: list[list[Batch]], ends_step: bool) -> list[Tensor]:
+        """An optimizer step without any such row computes one row of each process, whose gradient is zero: TRL takes
+        that step, too, in which momentum and weight decay move the weights."""
+        computed = [torch.cat([_has_advantage(batch) for batch in segment]) for segment in segments]
+        counts = self.accelerator.reduce(torch.stack([part.sum() for part in computed]), reduction="sum").tolist()
+        for number, (segment, part, count) in enumerate(zip(segments, computed, counts, strict=True)):
+            if count == 0 and (ends_step or number > 0):
+                part[torch.cat([batch[KEPT] for batch in segment]).nonzero()[:1]] = True
+        return computed
+
+    def _weighted(self, batch: Batch, weight: float) -> tuple[Batch, float]:
+        if SHARED_TOKENS not in batch:
+            return super()._weighted(batch, weight)
+        # The mean over tokens shall divide each row by its `SHARED_TOKENS`: losses are linear in advantages.
+        batch = dict(batch)
+        advantages = batch["advantages"]
+        scale = loss_mask(batch).sum().clamp(min=1).to(advantages) / batch.pop(SHARED_TOKENS)  # (rows,)
+        batch["advantages"] = advantages * (scale if advantages.ndim == 1 else scale.unsqueeze(1))
+        return batch, 1.0
+
+
+def _has_advantage(batch: Batch) -> Tensor:
+    """(rows,) bool, rows in the mean with an advantage."""
+    kept: Tensor = batch[KEPT]
+    has: Tensor = (batch["advantages"].reshape(len(kept), -1) != 0).any(dim=1)
+    return kept & has

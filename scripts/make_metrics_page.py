@@ -1,0 +1,49 @@
+"""Write the tables of docs/metrics.md from `ragen2_trl/metrics.py`; the text between them is written by hand.
+
+    python scripts/make_metrics_page.py
+
+A table stands between `<!-- metrics: FAMILY -->` and `<!-- end -->`; the family `shown` is the metrics that are shown
+by default.
+"""
+
+import re
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))  # `ragen2_trl` of this checkout
+
+from ragen2_trl.metrics import FAMILIES, FIRST_TURN, METRICS  # noqa: E402
+
+PAGE = ROOT / "docs" / "metrics.md"
+TABLE = re.compile(r"(<!-- metrics: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+HEAD = ("key", "says", "unit", "speaks for", "does not say, or when to act")
+
+
+def with_tables(page: str) -> str:
+    """The text of the page with every table as the registry has it."""
+    return TABLE.sub(lambda found: f"{found[1]}\n{table(found[2])}\n\n{found[3]}", page)
+
+
+def table(family: str) -> str:
+    """The metrics of a family as a Markdown table."""
+    if family == "shown":
+        names = [one.name.replace("mi/{scope}", FIRST_TURN) for one in METRICS if one.shown]
+        return markdown([("shown by default",), *((f"`{name}`",) for name in names)])
+    metrics = FAMILIES[family]
+    rows = [(key(one.name), one.says, one.unit, one.rows, one.mind) for one in metrics]
+    return markdown([HEAD, *rows])
+
+
+def key(name: str) -> str:
+    """A pattern as readers see it: `{k}` as `<k>`."""
+    return "`" + re.sub(r"\{(.+?)\}", r"<\1>", name) + "`"
+
+
+def markdown(rows: list[tuple[str, ...]]) -> str:
+    rule = ("---",) * len(rows[0])
+    return "\n".join(f"| {' | '.join(row)} |".replace("|  |", "| |") for row in (rows[0], rule, *rows[1:]))
+
+
+if __name__ == "__main__":
+    PAGE.write_text(with_tables(PAGE.read_text(encoding="utf-8")), encoding="utf-8")

@@ -1,0 +1,101 @@
+"""Files in a run's folder may be anybody's: no link is followed when writing, nothing is read without end."""
+
+import os
+import stat
+import subprocess
+import sys
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from accelerate import PartialState
+
+from ragen2_trl.cli.samples import read_completions
+from ragen2_trl.record import files, parquet
+from ragen2_trl.record.lock import LOCK, alone_in
+from ragen2_trl.record.parquet import open_parquet, rows_of
+
+WRITERS = {
+    "json": files.write_json,
+    "lines": lambda path, value: files.write_json_lines(path, [value]),
+    "text": files.write_text,
+    "private": files.write_private,
+}
+
+
+@pytest.fixture
+def victim(tmp_path):
+    path = tmp_path / "victim"
+    path.write_text("mine")
+    yield path
+    assert path.read_text() == "mine"
+
+
+@pytest.mark.parametrize("writer", WRITERS)
+def test_a_link_in_the_place_of_a_file_is_replaced_and_not_followed(writer, victim, tmp_path):
+    path = tmp_path / "run.json"
+    path.symlink_to(victim)
+    WRITERS[writer](path, "new")
+    assert not path.is_symlink() and "new" in path.read_text()
+
+
+@pytest.mark.parametrize("writer", WRITERS)
+def test_a_link_that_waits_where_a_file_is_written_first_is_not_followed(writer, victim, tmp_path):
+    path = tmp_path / "run.json"
+    (tmp_path / f"{files.UNFINISHED}{os.getpid()}.{path.name}").symlink_to(victim)
+    WRITERS[writer](path, "new")
+    assert "new" in path.read_text()
+
+
+def test_lines_are_not_appended_to_what_a_link_leads_to(victim, tmp_path):
+    (tmp_path / "log.jsonl").symlink_to(victim)
+    with pytest.raises(OSError):
+        files.append_json(tmp_path / "log.jsonl", {})
+
+
+def test_a_lock_that_is_a_link_leaves_what_it_leads_to_alone(victim, tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / LOCK).symlink_to(victim)
+    PartialState()
+    with alone_in(tmp_path / "run"):
+        pass
+
+
+def test_what_is_private_is_its_owners_alone_whatever_was_there(tmp_path):
+    path = tmp_path / "settings.json"
+    for place in (path, tmp_path / f"{files.UNFINISHED}{os.getpid()}.{path.name}"):
+        place.write_text("old")
+        place.chmod(0o644)
+    files.write_private(path, "secret")
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
+@pytest.mark.parametrize("name", ["trainer_state.json", "log_history.json", "evaluation_before.json", "run.json"])
+@pytest.mark.parametrize("kind", ["pipe", "zero"])
+def test_pipes_and_endless_devices_in_a_runs_folder_hold_nothing_up(kind, name, tmp_path):
+    (tmp_path / "diagnostics").mkdir()
+    for folder in (tmp_path, tmp_path / "diagnostics"):
+        os.mkfifo(folder / name) if kind == "pipe" else (folder / name).symlink_to("/dev/zero")
+    command = [sys.executable, "-m", "ragen2_trl.cli", "report", str(tmp_path), "--output", str(tmp_path / "r.html")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2 and "holds no log of a run" in " ".join(done.stderr.split())
+
+
+def test_parquet_of_more_rows_than_are_read_is_refused_before_it_is_decoded(tmp_path):
+    path = tmp_path / "completions.parquet"
+    count = parquet.MAX_ROWS + 1
+    same = pa.DictionaryArray.from_arrays(pa.nulls(count, pa.int32()).fill_null(0), ["a"])
+    pq.write_table(pa.table({"prompt": same, "completion": same}), path)
+    assert path.stat().st_size < 100_000
+    with pytest.raises(ValueError, match="rows must be at most"):
+        read_completions(path)
+
+
+def test_parquet_of_large_values_is_given_up_where_they_no_longer_fit(tmp_path, monkeypatch):
+    monkeypatch.setattr(parquet, "MAX_BYTES", 10_000)
+    path = tmp_path / "wide.parquet"
+    pq.write_table(pa.table({"text": ["x" * 100] * 1000}), path)
+    with pytest.raises(ValueError, match="bytes"):
+        rows_of(open_parquet(path))
+    pq.write_table(pa.table({"text": ["x" * 100] * 50}), path)
+    assert rows_of(open_parquet(path)) == [{"text": "x" * 100}] * 50

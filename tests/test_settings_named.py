@@ -1,0 +1,49 @@
+"""Every setting of the filter that a page, a message, a recipe or an experiment names is one that a config has."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from ragen2_trl import SNRFilteredGRPOConfig, SNRFilteredPPOConfig, SNRFilteredRLOOConfig
+from ragen2_trl.trainers.config import STRATEGIES
+from research.settings import STORED_NAMES, STORED_VALUES
+
+ROOT = Path(__file__).parents[1]
+CONFIGS = (SNRFilteredGRPOConfig, SNRFilteredRLOOConfig, SNRFilteredPPOConfig)
+FIELDS = {name for config in CONFIGS for name in config.__dataclass_fields__}
+# Files of a checkpoint, columns of a batch and the like.
+NO_SETTINGS = {"snr_state_", "snr_manifest", "snr_fields", "snr_kept", "snr_shared_tokens"}
+STORED = {*STORED_NAMES.values(), *(name for of in STORED_VALUES.values() for own in of.values() for name in own)}
+# Pages and experiments that speak of stored runs, by the names that these have.
+FURTHER = {
+    "docs/experiments.md": {*STORED, "snr_mode"},
+    "research/experiments/ours1.yaml": {"snr_mode"},
+    "research/experiments/ours2.yaml": {"snr_mode"},
+}
+FILES = [
+    *(ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "Makefile")),
+    *(path for folder, suffix in (("docs", "md"), ("ragen2_trl", "py"), ("ragen2_trl", "yaml"), ("scripts", "*"))
+      for path in sorted((ROOT / folder).rglob(f"*.{suffix}"))),
+    *sorted((ROOT / "research" / "experiments").rglob("*.yaml")),
+]  # fmt: skip
+NAMED = [path.relative_to(ROOT).as_posix() for path in FILES if "snr_" in path.read_text()]
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_settings_that_a_file_names_exist(name):
+    words = set(re.findall(r"\bsnr_[a-z]\w*", (ROOT / name).read_text()))
+    assert words - NO_SETTINGS - FURTHER.get(name, set()) <= FIELDS
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_strategies_that_a_file_names_exist(name):
+    """As `snr_strategy="top_p"` in Python, `snr_strategy: top_p` in YAML and `--snr_strategy top_p` in a shell."""
+    text = (ROOT / name).read_text()
+    if name in FURTHER:  # its table has the store's values, too
+        text = re.sub(r"^\| .*", "", text, flags=re.MULTILINE)
+    said = re.findall(r"snr_strategy(?:[\"']?: ?[\"']?|=[\"'])([a-z]\w*)", text) + re.findall(
+        r"--snr_strategy (\w+)", text
+    )
+    refused = {"top_q"} if name == "docs/settings.md" else set()  # its example of a message
+    assert set(said) - {"str"} - refused <= set(STRATEGIES)
