@@ -239,7 +239,7 @@ def _check_settings(jobs: Sequence[QueuedRun], sets: Sequence[str] = ()) -> None
     from ragen2_trl.cli.arguments import TrainArguments, WarmStartArguments
     from ragen2_trl.cli.train import ALGORITHMS, algorithm_of
     from ragen2_trl.cli.typed import parse
-    from ragen2_trl.reporting.files import write_private
+    from ragen2_trl.record.files import write_private
 
     make_console()  # its filters of warnings
     without_gpu = ["--use_cpu", "true", "--bf16", "false"]  # elsewhere than here, what needs one is allowed

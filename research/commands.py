@@ -7,7 +7,7 @@ from pathlib import Path
 
 import yaml
 
-from ragen2_trl.reporting.files import write_private
+from ragen2_trl.record.files import write_private
 from research.plan import Experiment, PaperScale, PlannedRun
 from research.settings import WARM_START, Fields
 

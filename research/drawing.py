@@ -12,7 +12,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import EngFormatter, LogLocator, NullFormatter
 from numpy.typing import NDArray
 
-from ragen2_trl.reporting.style import LINE_COLOURS, LINE_STYLES, LINE_WIDTH, MARKERS, THIN, WIDTH
+from ragen2_trl.report.style import LINE_COLOURS, LINE_STYLES, LINE_WIDTH, MARKERS, THIN, WIDTH
 from research.kinds import unit_of
 from research.measures import COSTS, OF_CURVES
 from research.statistics import mean_band, mean_interval

@@ -14,7 +14,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from ragen2_trl.reporting.style import (
+from ragen2_trl.report.style import (
     GREY,
     GUIDE_LINE,
     LINE_WIDTH,

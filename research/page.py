@@ -15,7 +15,7 @@ from typing import Any
 import yaml
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from ragen2_trl.reporting.files import replace_whole, write_text
+from ragen2_trl.record.files import replace_whole, write_text
 from research import figures
 from research.checks import (
     IN_PART,

@@ -25,8 +25,8 @@ from scipy import stats
 
 from ragen2_trl.instrument.health import Alarm, health
 from ragen2_trl.instrument.verdict import Evidence, judge
-from ragen2_trl.reporting.logs import read_log
-from ragen2_trl.reporting.style import BLUE, GREEN, GREY, ORANGE, drawn_in_style
+from ragen2_trl.record.logs import read_log
+from ragen2_trl.report.style import BLUE, GREEN, GREY, ORANGE, drawn_in_style
 
 RESULTS = Path(__file__).parent / "results"
 GUIDE = Path(__file__).parents[1] / "docs" / "health.md"

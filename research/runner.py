@@ -25,7 +25,7 @@ from pathlib import Path
 from types import FrameType
 from typing import IO
 
-from ragen2_trl.reporting.files import HISTORY_FILE, read_json, write_private
+from ragen2_trl.record.files import HISTORY_FILE, read_json, write_private
 from research.commands import (
     CONFIG,
     ROOT,

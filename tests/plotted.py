@@ -8,8 +8,8 @@ import torch
 from ragen2_trl.filtering import group_score, select_groups
 from ragen2_trl.instrument.diagnosis import Measurement
 from ragen2_trl.instrument.information import information_metrics
-from ragen2_trl.reporting.group_rewards import GroupRewards
-from ragen2_trl.reporting.held_out import HeldOutCurve, HeldOutPoint
+from ragen2_trl.record.group_rewards import GroupRewards
+from ragen2_trl.record.held_out import HeldOutCurve, HeldOutPoint
 
 
 def extent(artist):

@@ -14,10 +14,10 @@ from browser import open_browser
 from ragen2_trl import cli, information_metrics
 from ragen2_trl.instrument.information import FORMS
 from ragen2_trl.instrument.verdict import Evidence
-from ragen2_trl.reporting import report
-from ragen2_trl.reporting.report import render_report
-from ragen2_trl.reporting.run import read_run
-from ragen2_trl.reporting.saved_measurement import SavedMeasurement
+from ragen2_trl.record.run import read_run
+from ragen2_trl.record.saved_measurement import SavedMeasurement
+from ragen2_trl.report import page
+from ragen2_trl.report.page import render_report
 
 STEPS, EVERY, PROMPTS, GROUP = 100, 10, 8, 4
 COLLAPSED_AT = 60
@@ -168,9 +168,9 @@ def compared_fixture(runs, tmp_path_factory):
 @pytest.fixture(name="words_only")
 def words_only_fixture(monkeypatch):
     """Leaves out the figures, which take nearly all of a report's time."""
-    monkeypatch.setattr(report, "_figures", lambda *_: [])
-    monkeypatch.setattr(report, "_comparison", lambda _: None)
-    monkeypatch.setattr(report, "arrows_svg", lambda _: None)
+    monkeypatch.setattr(page, "_figures", lambda *_: [])
+    monkeypatch.setattr(page, "_comparison", lambda _: None)
+    monkeypatch.setattr(page, "arrows_svg", lambda _: None)
 
 
 @pytest.fixture(scope="module", name="browser")

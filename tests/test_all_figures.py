@@ -18,7 +18,7 @@ from plotted import (
     stock_history,
 )
 
-from ragen2_trl.reporting import (
+from ragen2_trl.report import (
     plot_arrows,
     plot_comparison,
     plot_held_out,
@@ -30,7 +30,7 @@ from ragen2_trl.reporting import (
     save_figure,
     svg,
 )
-from ragen2_trl.reporting.plots import Arrow
+from ragen2_trl.report.plots import Arrow
 
 pytestmark = pytest.mark.slow
 

@@ -18,8 +18,10 @@ from markdown_it import MarkdownIt
 from ragen2_trl import MutualInformationCallback
 from ragen2_trl.callbacks.run_record import RunRecord
 from ragen2_trl.envs import DatasetEnvironment, make_env
+from ragen2_trl.record.run import Run, run_of
+from ragen2_trl.record.settings import public_prompt
 from ragen2_trl.redaction import HIDDEN
-from ragen2_trl.reporting.card import (
+from ragen2_trl.report.card import (
     FIGURES,
     HEADING,
     MEAN_OVER,
@@ -28,8 +30,6 @@ from ragen2_trl.reporting.card import (
     headline,
     running_means,
 )
-from ragen2_trl.reporting.run import Run, run_of
-from ragen2_trl.reporting.settings import public_prompt
 
 pytestmark = pytest.mark.slow
 

@@ -10,10 +10,10 @@ from cards import OURS, STOCK, BrokenCard, Watcher, figures_in, make, read_card,
 from cards import without_figures_fixture as without_figures_fixture
 
 from ragen2_trl.callbacks import run_record
-from ragen2_trl.reporting.card import FIGURES, HEADING
-from ragen2_trl.reporting.group_rewards import read_group_rewards
-from ragen2_trl.reporting.run import read_run, run_of
-from ragen2_trl.reporting.saved_measurement import SavedMeasurement
+from ragen2_trl.record.group_rewards import read_group_rewards
+from ragen2_trl.record.run import read_run, run_of
+from ragen2_trl.record.saved_measurement import SavedMeasurement
+from ragen2_trl.report.card import FIGURES, HEADING
 
 pytestmark = pytest.mark.slow
 

@@ -23,7 +23,7 @@ from ragen2_trl.envs.countdown.arithmetic import (
     solve,
     value_of,
 )
-from ragen2_trl.envs.countdown.environment import RagenCountdown
+from ragen2_trl.envs.ragen2.countdown import RagenCountdown
 
 ROW = {"seed": 1, "nums": [3, 4, 5], "target": 35}
 

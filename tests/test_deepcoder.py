@@ -10,10 +10,10 @@ from deepcoder_programs import DOUBLE, FUNCTION, SCRIPT, TESTS, answer, play, sc
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ragen2_trl.envs.base import respond_all
 from ragen2_trl.envs.deepcoder import sandbox
 from ragen2_trl.envs.deepcoder.environment import DeepCoder, program_of, quoted
 from ragen2_trl.envs.deepcoder.statements import Statement
+from ragen2_trl.envs.play import respond_all
 from ragen2_trl.envs.responses import format_response
 from ragen2_trl.envs.tasks import held_out
 

@@ -17,11 +17,11 @@ from ragen2_trl import EnvironmentEvalCallback, TextRollout
 from ragen2_trl.callbacks.environment_eval import task_names
 from ragen2_trl.cli.evaluate import evaluate_model
 from ragen2_trl.envs import make_env
-from ragen2_trl.reporting.card import diagnostics_section, eval_results
-from ragen2_trl.reporting.held_out import curves_of
-from ragen2_trl.reporting.report import render_report
-from ragen2_trl.reporting.run import run_of
-from ragen2_trl.reporting.saved_episodes import read_episodes
+from ragen2_trl.record.held_out import curves_of
+from ragen2_trl.record.run import run_of
+from ragen2_trl.record.saved_episodes import read_episodes
+from ragen2_trl.report.card import diagnostics_section, eval_results
+from ragen2_trl.report.page import render_report
 from ragen2_trl.rollouts.outcomes import summarize
 from ragen2_trl.tiny import TINY_MODEL_PATH
 

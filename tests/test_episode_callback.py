@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM
 from ragen2_trl import EpisodeCallback, SNRFilteredGRPOTrainer, TextRollout
 from ragen2_trl.callbacks.episodes import in_groups, whole_groups
 from ragen2_trl.envs import TaskMixture, make_env
-from ragen2_trl.reporting.run import read_run
-from ragen2_trl.reporting.saved_episodes import read_episodes, save_episodes
+from ragen2_trl.record.run import read_run
+from ragen2_trl.record.saved_episodes import read_episodes, save_episodes
 
 
 def saved(args):
@@ -137,7 +137,7 @@ def test_episodes_that_cannot_be_written_do_not_end_the_training(policy, tokeniz
 
 def test_episodes_are_written_where_the_locale_cannot_say_the_folders_name(tmp_path):
     code = (
-        "import sys; from pathlib import Path; from ragen2_trl.reporting.saved_episodes import save_episodes\n"
+        "import sys; from pathlib import Path; from ragen2_trl.record.saved_episodes import save_episodes\n"
         "save_episodes(Path(sys.argv[1]), [])"
     )
     ascii_only = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}

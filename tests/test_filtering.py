@@ -17,6 +17,7 @@ from ragen2_trl.filtering import (
     select_groups,
     zero_variance,
 )
+from ragen2_trl.trainers.selection import SCORE_DEGREE
 from research.ablations import select_by_softmax, select_count
 
 # 324 selections made by the reference implementation's own functions, each by standard deviation and by variance.
@@ -183,3 +184,15 @@ def test_errors_name_the_field_the_value_and_the_allowed_set(arguments, names):
         group_score(torch.ones(3, 3), "variance")
     for name in SCORES:
         assert name in str(error.value)
+
+
+@pytest.mark.parametrize("kind", SCORES)
+def test_the_degree_of_each_score_is_how_it_scales_with_the_unit_of_rewards(kind):
+    rewards = 1 + torch.rand(4, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+    def scored(unit):
+        others = {"entropies": rewards, "lengths": rewards, "generator": torch.Generator().manual_seed(0)}
+        return group_score(unit * rewards, kind, **others)
+
+    degree = (scored(2.0) / scored(1.0)).log2()
+    assert degree.tolist() == pytest.approx([SCORE_DEGREE.get(kind, 0)] * 4)

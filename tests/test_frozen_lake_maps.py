@@ -9,7 +9,8 @@ from gymnasium.envs.toy_text.frozen_lake import generate_random_map
 from lakes import answer, grids_of, score
 
 from ragen2_trl.envs import FrozenLake
-from ragen2_trl.envs.frozen_lake import RagenFrozenLake, distances_to_goal, find, frozen_cells, moves_between
+from ragen2_trl.envs.frozen_lake import distances_to_goal, find, frozen_cells, moves_between
+from ragen2_trl.envs.ragen2.frozen_lake import RagenFrozenLake
 from ragen2_trl.envs.tasks import held_out
 
 

@@ -10,18 +10,18 @@ from plotted import group_rewards, measured_history
 from reported_runs import make_run
 
 from ragen2_trl import SNRFilteredGRPOTrainer
-from ragen2_trl.reporting import (
-    plot_arrows,
-    plot_proxies,
-)
-from ragen2_trl.reporting.gallery import arrows_of
-from ragen2_trl.reporting.group_rewards import (
+from ragen2_trl.record.group_rewards import (
     append_group_rewards,
     forget_group_rewards,
     read_group_rewards,
 )
-from ragen2_trl.reporting.plots import Arrow, arrow_of
-from ragen2_trl.reporting.run import read_run, run_of
+from ragen2_trl.record.run import read_run, run_of
+from ragen2_trl.report import (
+    plot_arrows,
+    plot_proxies,
+)
+from ragen2_trl.report.gallery import arrows_of
+from ragen2_trl.report.plots import Arrow, arrow_of
 
 FILE = "_measurements/group_rewards.jsonl"
 

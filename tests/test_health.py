@@ -11,7 +11,7 @@ import pytest
 
 from ragen2_trl.instrument import Health, health
 from ragen2_trl.instrument.health import KINDS
-from ragen2_trl.reporting.logs import MAX_LINE, read_log
+from ragen2_trl.record.logs import MAX_LINE, read_log
 
 BATCHES = (4, 8, 16, 32, 128, 512)
 STEPS = 200
@@ -234,8 +234,8 @@ def test_lines_of_json_are_rows_and_a_wrong_one_is_named(tmp_path):
 def test_a_log_is_utf_8_whatever_the_locale_says(tmp_path):
     (tmp_path / "trainer_state.json").write_text('{"log_history": [{"step": 1, "größe": 0.5}]}', encoding="utf-8")
     code = (
-        "from pathlib import Path; from ragen2_trl.reporting.files import read_json\n"
-        "from ragen2_trl.reporting.logs import read_log\n"
+        "from pathlib import Path; from ragen2_trl.record.files import read_json\n"
+        "from ragen2_trl.record.logs import read_log\n"
         f"path = Path({str(tmp_path / 'trainer_state.json')!r}); assert read_json(path, dict) and read_log(path)"
     )
     ascii_only = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}

@@ -25,9 +25,9 @@ from transformers import AutoModelForCausalLM, TrainerCallback
 from ragen2_trl import EpisodeCallback, SNRFilteredPPOTrainer, cli
 from ragen2_trl.cli import train
 from ragen2_trl.envs import make_env
-from ragen2_trl.reporting.card import HEADING
-from ragen2_trl.reporting.hub import publish_metrics
-from ragen2_trl.reporting.run import read_run
+from ragen2_trl.record.run import read_run
+from ragen2_trl.report.card import HEADING
+from ragen2_trl.report.hub import publish_metrics
 
 FILES = {"README.md", "config.json", "model.safetensors", "tokenizer.json", "training_args.bin"}
 FILES |= {"diagnostics/trainer_state.json", "diagnostics/run.json"}

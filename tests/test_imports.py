@@ -36,8 +36,9 @@ MAY_KNOW = {
     "openenv": {"envs", "columns"},
     "tiny": {"envs"},
     "rollouts": {"envs", "columns", "messages", "rollout_events", "instrument"},
-    "reporting": {*CORE - {"trainers"}, "envs", "rollouts"},
-    "callbacks": {*CORE, "envs", "rollouts", "reporting"},
+    "record": {*CORE - {"trainers"}, "envs", "rollouts"},
+    "report": {*CORE - {"trainers"}, "envs", "rollouts", "record"},
+    "callbacks": {*CORE, "envs", "rollouts", "record", "report"},
     "ragen2_trl": {*CORE, "rollouts", "callbacks"},
 }
 EVERYTHING = {*MAY_KNOW, "cli"}
@@ -72,7 +73,7 @@ SOURCES = {
 def imports(name: str, tree: ast.AST) -> Iterator[str]:
     """Files of ours, by their modules, and packages of others that a file imports.
 
-    A file counts for what it names: `from ragen2_trl.envs import base` is `envs/base.py`, `from ragen2_trl.envs import
+    A file counts for what it names: `from ragen2_trl.envs import play` is `envs/play.py`, `from ragen2_trl.envs import
     Environment` is `envs/__init__.py`, and neither is `ragen2_trl/__init__.py`, which Python runs on the way.
     """
     for node in ast.walk(tree):
@@ -127,7 +128,7 @@ def test_imports_go_in_one_direction():
     assert [f"{name} imports {target}" for name, target in wrong] == []
 
 
-def test_the_core_knows_nothing_of_environments_reporting_and_what_these_need():
+def test_the_core_knows_nothing_of_environments_reports_and_what_these_need():
     known = {name: STRANGERS.get(room(name), set()) & set(targets) for name, targets in IMPORTS.items()}
     assert {name: packages for name, packages in known.items() if packages} == {}
 
@@ -153,7 +154,7 @@ def test_the_trainer_and_the_callback_load_neither_environments_nor_what_reports
     modules = loaded(f"from ragen2_trl import {name}", before="from trl import GRPOTrainer")
     ours = {room(module) for module in modules if module.startswith("ragen2_trl.")}
     allowed = MAY_KNOW["trainers"] | {"trainers"}
-    assert ours <= allowed if "Trainer" in name else ours <= {*CORE, "callbacks", "reporting"}
+    assert ours <= allowed if "Trainer" in name else ours <= {*CORE, "callbacks", "record", "report"}
     assert not HEAVY & {module.partition(".")[0] for module in modules}
 
 

@@ -16,8 +16,8 @@ from ragen2_trl import (
     SNRFilteredGRPOTrainer,
 )
 from ragen2_trl.callbacks.pooling import POOL_FILE
-from ragen2_trl.reporting.card import HEADING
-from ragen2_trl.reporting.run import read_run
+from ragen2_trl.record.run import read_run
+from ragen2_trl.report.card import HEADING
 
 both = pytest.mark.parametrize("kind", [SNRFilteredGRPOTrainer, GRPOTrainer])
 

@@ -16,13 +16,13 @@ from trl import GRPOTrainer
 
 from ragen2_trl import MutualInformationCallback, SNRFilteredGRPOTrainer, cli
 from ragen2_trl.callbacks.run_record import keep_record
-from ragen2_trl.reporting.files import UNFINISHED
-from ragen2_trl.reporting.lock import LOCK, alone_in
+from ragen2_trl.record.files import UNFINISHED
+from ragen2_trl.record.lock import LOCK, alone_in
 
 HOLDER = """
 import sys
 from pathlib import Path
-from ragen2_trl.reporting.lock import alone_in
+from ragen2_trl.record.lock import alone_in
 with alone_in(Path(sys.argv[1])):
     print("mine", flush=True)
     sys.stdin.read()

@@ -10,8 +10,8 @@ import torch
 from matplotlib.patches import Rectangle
 from plotted import assert_nothing_overlaps, extent, groups, heights, legend, measurement
 
-from ragen2_trl.reporting import plot_matrix, plot_quadrant, plot_reward_variance
-from ragen2_trl.reporting.measurement_plots import REGIME_CORNERS
+from ragen2_trl.report import plot_matrix, plot_quadrant, plot_reward_variance
+from ragen2_trl.report.measurement_plots import REGIME_CORNERS
 
 pytestmark = pytest.mark.slow
 

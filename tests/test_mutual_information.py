@@ -14,10 +14,10 @@ from trl import GRPOTrainer, RLOOTrainer
 from ragen2_trl import MutualInformationCallback, SNRFilteredGRPOTrainer, information_metrics
 from ragen2_trl.instrument import judge
 from ragen2_trl.instrument.verdict import MIN_STEPS_BETWEEN
-from ragen2_trl.reporting.card import headline
-from ragen2_trl.reporting.report import render_report
-from ragen2_trl.reporting.run import run_of
-from ragen2_trl.reporting.saved_measurement import read_measurement
+from ragen2_trl.record.run import run_of
+from ragen2_trl.record.saved_measurement import read_measurement
+from ragen2_trl.report.card import headline
+from ragen2_trl.report.page import render_report
 
 
 @pytest.mark.parametrize("trainer_class", [GRPOTrainer, RLOOTrainer, SNRFilteredGRPOTrainer])

@@ -22,7 +22,7 @@ from ragen2_trl import EpisodeCallback, SNRFilteredGRPOTrainer
 from ragen2_trl.cli.shipped import recipe_path
 from ragen2_trl.cli.train import main as train
 from ragen2_trl.envs import make_env
-from ragen2_trl.reporting.saved_episodes import PICTURE, read_episodes
+from ragen2_trl.record.saved_episodes import PICTURE, read_episodes
 
 VISION = {
     "image_token": "<|image_pad|>",

@@ -11,9 +11,9 @@ import pytest
 from accelerate import PartialState
 
 from ragen2_trl.cli.samples import read_completions
-from ragen2_trl.reporting import files, parquet
-from ragen2_trl.reporting.lock import LOCK, alone_in
-from ragen2_trl.reporting.parquet import open_parquet, rows_of
+from ragen2_trl.record import files, parquet
+from ragen2_trl.record.lock import LOCK, alone_in
+from ragen2_trl.record.parquet import open_parquet, rows_of
 
 WRITERS = {
     "json": files.write_json,

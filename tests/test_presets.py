@@ -9,7 +9,7 @@ import yaml
 from every_task import tasks
 
 from ragen2_trl.envs import PRESETS, Limits, make_env
-from ragen2_trl.envs.ragen2 import TEXTS
+from ragen2_trl.envs.ragen2.protocol import TEXTS
 
 COORDINATES = "Coordinates: \nBoard size: 6 rows x 6 cols (zero-indexed)."
 ROOMS = {

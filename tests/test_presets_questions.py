@@ -15,9 +15,10 @@ from retrieval_servers import (
 )
 from search_qa_rows import ROW
 
-from ragen2_trl.envs import make_env, ragen2
+from ragen2_trl.envs import make_env
+from ragen2_trl.envs.ragen2 import protocol
+from ragen2_trl.envs.ragen2.search_qa import RagenRetriever, final_answer
 from ragen2_trl.envs.search_qa.passages import Passage
-from ragen2_trl.envs.search_qa.ragen2 import RagenRetriever, final_answer
 
 
 def preset(name, **options):
@@ -82,7 +83,7 @@ def test_metamath_qa_draws_the_rows_of_ragen2(monkeypatch):
         mark = "The answer is: 7\nThe answer is: 8" if number % 2 else "I do not know."
         return {"query": str(number), "response": mark, "original_question": ""}
 
-    module = "ragen2_trl.envs.metamath_qa.environment.load_tasks"
+    module = "ragen2_trl.envs.ragen2.metamath_qa.load_tasks"
     monkeypatch.setattr(module, lambda data, split: Rows(395_000, row) if split == "train" else None)
     env = preset("metamath_qa", split="ragen2")
     test, train = (env.dataset(2, split=split, data="rows") for split in ("test", "train"))
@@ -153,11 +154,11 @@ def test_countdown_numbers_the_rows_that_signs_solve(tmp_path, monkeypatch):
     ]
     data = write_jsonl(tmp_path / "rows.jsonl", rows)
     env = preset("countdown", split="ragen2")
-    assert ragen2.FIRST_ROWS == 20_000
+    assert protocol.FIRST_ROWS == 20_000
     # Four rows remain: seeds 123 to 126 and 10000 to 10003 modulo 4.
     assert env.dataset(4, split="test", data=data)["target"][:] == [2, 98, 64, 1]
     assert env.dataset(4, split="train", data=data)["target"][:] == [98, 64, 1, 2]
-    monkeypatch.setattr(ragen2, "FIRST_ROWS", 4)
+    monkeypatch.setattr(protocol, "FIRST_ROWS", 4)
     assert env.dataset(3, split="train", data=data)["target"][:] == [64, 1, 98]  # 10000 modulo 3 is 1
     held_out = [preset("countdown").tasks(0, split, data) for split in ("train", "test")]
     assert sorted(row["target"] for tasks in held_out for row in tasks) == [1, 64, 98]

@@ -11,9 +11,9 @@ from webshop_visits import GOAL, JACKET, LAMP
 
 from ragen2_trl.envs import make_env
 from ragen2_trl.envs.deepcoder import DeepCoder
+from ragen2_trl.envs.ragen2.webshop import ADVICE, RagenWebShopEpisode, fits_words, numbered_goal
 from ragen2_trl.envs.webshop import WebShop
 from ragen2_trl.envs.webshop.catalogue import Catalogue, fits, score
-from ragen2_trl.envs.webshop.ragen2 import ADVICE, RagenWebShopEpisode, fits_words, numbered_goal
 from ragen2_trl.envs.webshop.visit import WebShopEpisode
 
 # WebShop
@@ -160,9 +160,8 @@ def test_seeds_are_goals_in_the_order_of_ragen2():
 def test_webshops_own_goals_are_numbered_for_reference(monkeypatch, tmp_path):
     goals = [replace(GOAL, instruction=f"goal {number}") for number in range(6910)]
     asked = []
-    module = "ragen2_trl.envs.webshop"
-    monkeypatch.setattr(f"{module}.ragen2.load_goals", lambda data, kind: asked.append(kind) or goals)
-    monkeypatch.setattr(f"{module}.environment.load_catalogue", lambda data: Catalogue([JACKET, LAMP]))
+    monkeypatch.setattr("ragen2_trl.envs.ragen2.webshop.load_goals", lambda data, kind: asked.append(kind) or goals)
+    monkeypatch.setattr("ragen2_trl.envs.webshop.environment.load_catalogue", lambda data: Catalogue([JACKET, LAMP]))
     env = make_env("webshop", preset="ragen2", split="ragen2")
     assert env.dataset(2, split="test", data=str(tmp_path))["instruction"][:] == ["goal 5817", "goal 630"]
     assert env.dataset(1, split="train", data=str(tmp_path))["seed"][:] == [10_000]

@@ -17,9 +17,9 @@ import ragen2_trl
 from ragen2_trl import MutualInformationCallback, SNRFilteredGRPOTrainer
 from ragen2_trl.callbacks.run_record import keep_record
 from ragen2_trl.cli.samples import save_rows
+from ragen2_trl.record.files import write_json, write_text
+from ragen2_trl.record.settings import public
 from ragen2_trl.redaction import HIDDEN, hide_credentials, without_credentials
-from ragen2_trl.reporting.files import write_json, write_text
-from ragen2_trl.reporting.settings import public
 
 PACKAGE = Path(ragen2_trl.__file__).parent
 LINE = st.text(st.characters(exclude_categories=["Cs", "Cc"], exclude_characters="\u2028\u2029"), max_size=20)
@@ -130,7 +130,7 @@ def test_files_hold_no_credentials(tmp_path):
 # The writers that do not go through `files.py`: what programs say of themselves, indices, what torch writes, the names
 # of its files, and a file that is gone when it has been read.
 OTHERS = {
-    "reporting/files.py",
+    "record/files.py",
     "envs/deepcoder",
     "envs/search_qa/retrieval.py",
     "trainers/processes.py",

@@ -25,13 +25,13 @@ from transformers import TrainerState
 
 from ragen2_trl import MutualInformationCallback, SNRFilteredGRPOConfig, SNRFilteredGRPOTrainer, cli
 from ragen2_trl.envs import completion_text, make_env
-from ragen2_trl.reporting.card import FIGURES, diagnostics_section
-from ragen2_trl.reporting.examples import MAX_GROUP, distinguishing, pick_traces, read_groups
-from ragen2_trl.reporting.gallery import draw_figures, figures_of, measurement_figures
-from ragen2_trl.reporting.report import distinct_labels, render_report
-from ragen2_trl.reporting.run import read_run
-from ragen2_trl.reporting.saved_measurement import read_measurement
-from ragen2_trl.reporting.summary import summarize
+from ragen2_trl.record.run import read_run
+from ragen2_trl.record.saved_measurement import read_measurement
+from ragen2_trl.report.card import FIGURES, diagnostics_section
+from ragen2_trl.report.examples import MAX_GROUP, distinguishing, pick_traces, read_groups
+from ragen2_trl.report.gallery import draw_figures, figures_of, measurement_figures
+from ragen2_trl.report.page import distinct_labels, render_report
+from ragen2_trl.report.summary import summarize
 from ragen2_trl.tiny import resolve_model
 
 pytestmark = pytest.mark.slow

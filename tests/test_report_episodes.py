@@ -12,7 +12,10 @@ from reported_runs import words_only_fixture as words_only_fixture
 
 from ragen2_trl import cli
 from ragen2_trl.envs import make_env
-from ragen2_trl.reporting.episodes import (
+from ragen2_trl.record.files import EVALUATION, TRAINING
+from ragen2_trl.record.run import read_run
+from ragen2_trl.record.saved_episodes import PlayedEpisode, PlayedTurn, save_episodes
+from ragen2_trl.report.episodes import (
     MAX_EPISODES,
     MAX_GROUPS,
     MAX_ROWS,
@@ -23,10 +26,7 @@ from ragen2_trl.reporting.episodes import (
     picture_of,
     read_album,
 )
-from ragen2_trl.reporting.files import EVALUATION, TRAINING
-from ragen2_trl.reporting.report import render_report
-from ragen2_trl.reporting.run import read_run
-from ragen2_trl.reporting.saved_episodes import PlayedEpisode, PlayedTurn, save_episodes
+from ragen2_trl.report.page import render_report
 
 pytestmark = pytest.mark.slow
 

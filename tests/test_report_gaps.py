@@ -7,7 +7,7 @@ import pandas as pd
 import pytest
 from reported_runs import GROUP, PROMPTS, edit_state, make_run, report_of, without_information
 
-from ragen2_trl.reporting import report
+from ragen2_trl.report import page
 
 pytestmark = pytest.mark.slow
 
@@ -152,7 +152,7 @@ def test_runs_without_a_number_to_plot_can_be_compared(tmp_path):
 
 
 def test_a_run_without_steps_can_be_compared(tmp_path, monkeypatch):
-    monkeypatch.setattr(report, "_figures", lambda *_: [])
+    monkeypatch.setattr(page, "_figures", lambda *_: [])
     folders = [make_run(tmp_path / name, steps=10) for name in ("stepless", "sound")]
     without_any_step(folders[0])
     assert "10 of 10 log rows have no step" in report_of(*folders).text

@@ -19,9 +19,9 @@ from retrieval_servers import (
     status,
 )
 
+from ragen2_trl.envs.ragen2.search_qa import RagenRetriever
 from ragen2_trl.envs.search_qa.http_retrieval import HTTPRetriever, RetrievalError
 from ragen2_trl.envs.search_qa.passages import MAX_QUERY_CHARS
-from ragen2_trl.envs.search_qa.ragen2 import RagenRetriever
 from ragen2_trl.envs.search_qa.retrieval import BM25Retriever, open_corpus
 
 

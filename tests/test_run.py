@@ -19,9 +19,9 @@ from ragen2_trl.cli import train
 from ragen2_trl.cli.shipped import recipe_path
 from ragen2_trl.envs import FrozenLake, make_env
 from ragen2_trl.instrument.verdict import Collapse, Evidence
-from ragen2_trl.reporting.run import Run, read_run
-from ragen2_trl.reporting.saved_measurement import SavedMeasurement, read_measurement
-from ragen2_trl.reporting.settings import public
+from ragen2_trl.record.run import Run, read_run
+from ragen2_trl.record.saved_measurement import SavedMeasurement, read_measurement
+from ragen2_trl.record.settings import public
 
 RECIPE = recipe_path("frozen_lake_tiny")
 

@@ -14,9 +14,9 @@ from reported_runs import make_run
 
 from ragen2_trl import SNRFilteredGRPOTrainer, cli
 from ragen2_trl.callbacks.run_record import keep_record
-from ragen2_trl.reporting.card import add_diagnostics
-from ragen2_trl.reporting.report import render_report
-from ragen2_trl.reporting.run import read_run
+from ragen2_trl.record.run import read_run
+from ragen2_trl.report.card import add_diagnostics
+from ragen2_trl.report.page import render_report
 
 STATE, ABOUT, EVALUATION = "diagnostics/trainer_state.json", "diagnostics/run.json", "evaluation_after.json"
 HUGE = 10**400
@@ -115,7 +115,7 @@ def test_no_change_of_a_record_is_a_traceback(file, record):
 
 @pytest.mark.parametrize("count", [6, pytest.param(20, marks=pytest.mark.slow)])
 def test_no_change_of_a_record_breaks_the_report(count, record, monkeypatch):
-    monkeypatch.setattr("ragen2_trl.reporting.report.figures_of", lambda *args: iter(())) if count == 6 else None
+    monkeypatch.setattr("ragen2_trl.report.page.figures_of", lambda *args: iter(())) if count == 6 else None
     rng = random.Random(0)
     files = {file: json.loads((record / file).read_text()) for file in (STATE, ABOUT, EVALUATION)}
     for _ in range(count):

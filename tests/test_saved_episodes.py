@@ -15,7 +15,7 @@ from reported_runs import HOSTILE
 from ragen2_trl import cli
 from ragen2_trl.envs import format_response, make_env
 from ragen2_trl.envs.drawing import draw_board
-from ragen2_trl.reporting.saved_episodes import SCHEMA, episodes_of, read_episodes, save_episodes
+from ragen2_trl.record.saved_episodes import SCHEMA, episodes_of, read_episodes, save_episodes
 
 SECRET = f"sk-{'0123456789abcdef' * 2}"
 

@@ -254,7 +254,7 @@ def test_one_retriever_serves_plays_in_threads():
                 self.inside -= 1
             return [[Passage(query, f"All of {query}.")] for query in queries]
 
-    from ragen2_trl.envs.base import respond_all
+    from ragen2_trl.envs.play import respond_all
 
     slow = Slow()
     plays = [multi(corpus=slow).play(ROW, random.Random(0)) for _ in range(16)]

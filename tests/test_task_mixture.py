@@ -101,7 +101,7 @@ def test_a_mixture_trains_and_its_groups_stay_within_a_task(snr, policy, tokeniz
     assert any(row.get("snr/skipped_prompts") for row in rows) == bool(snr)
     for batch in seen:
         assert all(len(set(batch[i : i + 4])) == 1 for i in range(0, len(batch), 4))
-    from ragen2_trl.reporting.run import run_of
+    from ragen2_trl.record.run import run_of
 
     assert run_of(trainer).success_metric == "env/all/success"
     assert run_of(trainer).settings["environment"]["name"] == "frozen_lake,bandit"

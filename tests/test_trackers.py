@@ -29,7 +29,7 @@ from ragen2_trl import (
     SNRFilteredGRPOTrainer,
 )
 from ragen2_trl.envs import make_env
-from ragen2_trl.reporting.trackers import has_image_trackers, log_figures, send_alert
+from ragen2_trl.report.trackers import has_image_trackers, log_figures, send_alert
 from ragen2_trl.tiny import resolve_model
 
 pytestmark = pytest.mark.slow

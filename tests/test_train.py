@@ -17,9 +17,9 @@ from ragen2_trl.cli import train
 from ragen2_trl.cli.shipped import recipe_path
 from ragen2_trl.cli.train import last_complete_checkpoint
 from ragen2_trl.messages import stopped_by_signals
-from ragen2_trl.reporting.report import NO_COMPLETIONS, render_report
-from ragen2_trl.reporting.run import read_run
-from ragen2_trl.reporting.summary import summarize
+from ragen2_trl.record.run import read_run
+from ragen2_trl.report.page import NO_COMPLETIONS, render_report
+from ragen2_trl.report.summary import summarize
 
 TRAIN = [sys.executable, "-m", "ragen2_trl.cli", "train"]
 RECIPE = recipe_path("frozen_lake_tiny")

@@ -9,7 +9,7 @@ from trl import GRPOTrainer
 from ragen2_trl import SNRFilteredGRPOTrainer, TrainingHealthCallback
 from ragen2_trl.callbacks import TrainingProgressCallback
 from ragen2_trl.instrument import Health, health
-from ragen2_trl.reporting.run import read_run
+from ragen2_trl.record.run import read_run
 
 
 def reward(completions, **kwargs):

@@ -14,7 +14,7 @@ from trl import GRPOTrainer
 from ragen2_trl import MutualInformationCallback, SNRFilteredGRPOTrainer, cli
 from ragen2_trl.callbacks import TrainingProgressCallback
 from ragen2_trl.cli.shipped import recipe_path
-from ragen2_trl.reporting.summary import summarize
+from ragen2_trl.report.summary import summarize
 
 MEASURED = {"mi/first_turn/retrieval_accuracy": 0.97, "mi/first_turn/mi_seq": 2.5}
 EIGHT = [

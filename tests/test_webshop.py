@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from webshop_visits import GOAL, JACKET, LAMP, RIGHT, answer, do, shop
 
-from ragen2_trl.envs.base import INVALID_TURN
+from ragen2_trl.envs.play import INVALID_TURN
 from ragen2_trl.envs.webshop.catalogue import MAX_RESULTS, NO_LIMIT, fits, price_limit, score, type_factor
 from ragen2_trl.envs.webshop.environment import WebShop
 from ragen2_trl.envs.webshop.files import clean

@@ -11,7 +11,7 @@ from torch import nn
 from transformers import Trainer, TrainerCallback
 
 from ragen2_trl.instrument.health import is_number
-from ragen2_trl.reporting.run import COST_STATE
+from ragen2_trl.record.run import COST_STATE
 from ragen2_trl.rollout_events import LocalRollout, listen, log_row
 
 # Each process counts its own part of these.

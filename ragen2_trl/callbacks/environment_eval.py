@@ -20,9 +20,9 @@ from ragen2_trl.callbacks.attached import check_own_trainer, is_newest
 from ragen2_trl.callbacks.run_record import keep_record, reported
 from ragen2_trl.envs import Environment
 from ragen2_trl.envs.random_baseline import random_success
-from ragen2_trl.reporting.files import EPISODES, EVALUATION
-from ragen2_trl.reporting.held_out import LOGGED, curves_of
-from ragen2_trl.reporting.saved_episodes import PlayedEpisode, episodes_of, save_episodes
+from ragen2_trl.record.files import EPISODES, EVALUATION
+from ragen2_trl.record.held_out import LOGGED, curves_of
+from ragen2_trl.record.saved_episodes import PlayedEpisode, episodes_of, save_episodes
 from ragen2_trl.rollout_events import forget_in_row, log_row
 from ragen2_trl.rollouts.outcomes import outcomes_of, summarize
 from ragen2_trl.rollouts.sampling import check_sampling, held_out_rows, play_rows

@@ -12,8 +12,8 @@ from ragen2_trl.callbacks.attached import check_own_trainer
 from ragen2_trl.callbacks.run_record import reported
 from ragen2_trl.envs import Play
 from ragen2_trl.envs.mixture import AnyTask
-from ragen2_trl.reporting.files import EPISODES, TRAINING
-from ragen2_trl.reporting.saved_episodes import PlayedEpisode, episodes_of, save_episodes
+from ragen2_trl.record.files import EPISODES, TRAINING
+from ragen2_trl.record.saved_episodes import PlayedEpisode, episodes_of, save_episodes
 
 Generation = tuple[int, int]  # the micro-step that it began, and how many of the same tasks were before it there
 

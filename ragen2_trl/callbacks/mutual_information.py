@@ -38,9 +38,9 @@ from ragen2_trl.instrument.information import MarginalStdEMA
 from ragen2_trl.instrument.reasoning import Trajectories, Turn
 from ragen2_trl.instrument.scoring import ContextLengthError, count_tokens
 from ragen2_trl.instrument.verdict import MIN_STEPS_BETWEEN, Finding
-from ragen2_trl.reporting.files import MEASUREMENTS
-from ragen2_trl.reporting.run import MI_STATE, run_of
-from ragen2_trl.reporting.saved_measurement import SavedMeasurement
+from ragen2_trl.record.files import MEASUREMENTS
+from ragen2_trl.record.run import MI_STATE, run_of
+from ragen2_trl.record.saved_measurement import SavedMeasurement
 from ragen2_trl.rollout_events import (
     Listener,
     LocalRollout,
@@ -230,10 +230,10 @@ class MutualInformationCallback(TrainerCallback):
         if self._to_draw is None or "mi/tokens" not in state.log_history[-1]:  # rows of an evaluation come in between
             return
         measurement, self._to_draw = self._to_draw, None
-        from ragen2_trl.reporting.trackers import has_image_trackers, log_figures
+        from ragen2_trl.report.trackers import has_image_trackers, log_figures
 
         if has_image_trackers(self.trainer):
-            from ragen2_trl.reporting.gallery import measurement_figures
+            from ragen2_trl.report.gallery import measurement_figures
 
             with reported("Figures for the trackers"):
                 figures = measurement_figures(run_of(self.trainer), measurement)

@@ -15,8 +15,8 @@ from transformers import TrainerCallback
 from transformers.trainer_utils import HubStrategy
 
 from ragen2_trl.callbacks.shown_metrics import shown_metrics
-from ragen2_trl.redaction import hide_credentials, with_hidden_credentials
-from ragen2_trl.reporting.files import (
+from ragen2_trl.record.checks import check_callbacks
+from ragen2_trl.record.files import (
     DIAGNOSTICS,
     EPISODES,
     EVALUATIONS,
@@ -25,11 +25,11 @@ from ragen2_trl.reporting.files import (
     remove_unfinished,
     write_text,
 )
-from ragen2_trl.reporting.group_rewards import append_group_rewards, forget_group_rewards
-from ragen2_trl.reporting.lock import alone_in
-from ragen2_trl.reporting.records import check_callbacks
-from ragen2_trl.reporting.run import RUN_STATE, Run, read_run, run_of, write_run
-from ragen2_trl.reporting.settings import public_prompt
+from ragen2_trl.record.group_rewards import append_group_rewards, forget_group_rewards
+from ragen2_trl.record.lock import alone_in
+from ragen2_trl.record.run import RUN_STATE, Run, read_run, run_of, write_run
+from ragen2_trl.record.settings import public_prompt
+from ragen2_trl.redaction import hide_credentials, with_hidden_credentials
 from ragen2_trl.rollout_events import extend
 
 logger = get_logger(__name__)
@@ -242,7 +242,7 @@ class RunRecord(TrainerCallback):
         )
 
     def _remove_leftovers(self) -> None:
-        from ragen2_trl.reporting.card import FIGURES
+        from ragen2_trl.report.card import FIGURES
 
         folder = Path(self.trainer.args.output_dir)
         for place in (folder, *(folder / name for name in (DIAGNOSTICS, MEASUREMENTS, EPISODES))):
@@ -297,7 +297,7 @@ def write_figures(run: Run) -> Run:
     """
     if run.drawn == len(run.rows):
         return run
-    from ragen2_trl.reporting.gallery import draw_figures  # matplotlib only where something is drawn
+    from ragen2_trl.report.gallery import draw_figures  # matplotlib only where something is drawn
 
     draw_figures(run, run.folder / DIAGNOSTICS)
     return replace(run, drawn=len(run.rows))
@@ -315,7 +315,7 @@ def _extend_card(trainer: Any, run: Run) -> None:
     import yaml  # with what is needed for cards alone
     from huggingface_hub import ModelCard
 
-    from ragen2_trl.reporting.card import add_diagnostics
+    from ragen2_trl.report.card import add_diagnostics
 
     path = Path(trainer.args.output_dir) / "README.md"
     try:

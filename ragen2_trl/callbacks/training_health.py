@@ -12,7 +12,7 @@ from ragen2_trl.callbacks.run_record import reported
 from ragen2_trl.filtering import check_choice
 from ragen2_trl.instrument.health import COUNT, KINDS, Alarm, Health
 from ragen2_trl.instrument.reasoning import Trajectories
-from ragen2_trl.reporting.run import HEALTH_STATE
+from ragen2_trl.record.run import HEALTH_STATE
 from ragen2_trl.rollout_events import Listener, LocalRollout, listen, log_row
 
 logger = get_logger(__name__)
@@ -115,7 +115,7 @@ class TrainingHealthCallback(TrainerCallback):
 
     def _alert(self, alarm: Alarm) -> None:
         if self.trainer.args.report_to and self.trainer.state.is_world_process_zero:
-            from ragen2_trl.reporting.trackers import send_alert
+            from ragen2_trl.report.trackers import send_alert
 
             with reported("The alert for the trackers"):
                 title = f"{'Training is failing' if alarm.failing else 'Worth a look'}: {alarm.what}"

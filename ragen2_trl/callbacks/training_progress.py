@@ -12,9 +12,9 @@ from transformers import ProgressCallback, TrainerCallback
 
 from ragen2_trl.instrument.health import FAILING
 from ragen2_trl.metrics import ACCURACY, INFORMATION, KEPT, label
-from ragen2_trl.reporting.held_out import LOGGED
-from ragen2_trl.reporting.run import HEALTH_STATE
-from ragen2_trl.reporting.summary import summarize, summary_table
+from ragen2_trl.record.held_out import LOGGED
+from ragen2_trl.record.run import HEALTH_STATE
+from ragen2_trl.report.summary import summarize, summary_table
 
 MEASURED = (ACCURACY, INFORMATION)
 HELD_OUT = re.compile(f"{LOGGED}[^/]+/success")

@@ -69,7 +69,7 @@ def main(args: list[str] | None = None) -> None:
         Console(stderr=True).print(f"ragen2-trl {command}: interrupted", highlight=False, markup=False)
         raise SystemExit(stopped.code if isinstance(stopped, Stopped) else 130) from None
     except InputError as error:
-        from ragen2_trl.reporting.examples import printable  # a model's text may be in what a reward raised
+        from ragen2_trl.report.examples import printable  # a model's text may be in what a reward raised
 
         said = printable("\n".join([f"ragen2-trl {command}: {error}", *getattr(error, "__notes__", ())]))
         Console(stderr=True).print(said, highlight=False, markup=False, soft_wrap=True)

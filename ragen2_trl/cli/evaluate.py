@@ -28,9 +28,9 @@ from ragen2_trl.columns import TASK
 from ragen2_trl.envs import Play, respond_all
 from ragen2_trl.envs.mixture import AnyTask, TaskMixture
 from ragen2_trl.envs.random_baseline import random_success
-from ragen2_trl.reporting.examples import printable
-from ragen2_trl.reporting.files import EVALUATION, write_json
-from ragen2_trl.reporting.saved_episodes import episodes_of, episodes_path, save_episodes
+from ragen2_trl.record.files import EVALUATION, write_json
+from ragen2_trl.record.saved_episodes import episodes_of, episodes_path, save_episodes
+from ragen2_trl.report.examples import printable
 from ragen2_trl.rollouts.outcomes import outcomes_of, summarize
 from ragen2_trl.rollouts.sampling import check_sampling, held_out_plays, held_out_rows, sample_trajectories
 
@@ -81,7 +81,7 @@ def main(args: list[str] | None = None) -> None:
     if script_args.output is not None:
         write_json(Path(script_args.output), metrics, indent=2)
     if script_args.push_to_hub is not None:
-        from ragen2_trl.reporting.hub import publish_metrics  # the card's module, for those who ask for it
+        from ragen2_trl.report.hub import publish_metrics  # the card's module, for those who ask for it
 
         with checked_input():
             publish_metrics(script_args.push_to_hub, env.name, metrics)

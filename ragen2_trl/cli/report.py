@@ -8,9 +8,9 @@ from rich.text import Text
 from ragen2_trl.cli.arguments import report_parser
 from ragen2_trl.cli.console import make_console
 from ragen2_trl.messages import InputError
-from ragen2_trl.reporting.files import write_text
-from ragen2_trl.reporting.report import render_report
-from ragen2_trl.reporting.run import read_run
+from ragen2_trl.record.files import write_text
+from ragen2_trl.record.run import read_run
+from ragen2_trl.report.page import render_report
 
 
 def main(args: list[str] | None = None) -> None:

@@ -17,9 +17,9 @@ from ragen2_trl.envs import Environment, completion_text
 from ragen2_trl.envs.checks import check_text_or_messages
 from ragen2_trl.envs.mixture import AnyTask
 from ragen2_trl.envs.responses import with_text
+from ragen2_trl.record.files import replace_whole
+from ragen2_trl.record.parquet import open_parquet, table_of
 from ragen2_trl.redaction import without_credentials
-from ragen2_trl.reporting.files import replace_whole
-from ragen2_trl.reporting.parquet import open_parquet, table_of
 from ragen2_trl.rollouts.chat import Chat
 from ragen2_trl.rollouts.context import ContextWindow, Trajectory, turn_samples
 from ragen2_trl.rollouts.sampling import (

@@ -46,7 +46,7 @@ from ragen2_trl.envs.mixture import AnyTask, TaskMixture
 from ragen2_trl.filtering import check_choice
 from ragen2_trl.instrument import REFERENCE_SCOPE, SCOPES
 from ragen2_trl.messages import Stopped, stopped_by_signals
-from ragen2_trl.reporting.files import (
+from ragen2_trl.record.files import (
     DIAGNOSTICS,
     EPISODES,
     MEASUREMENTS,
@@ -55,9 +55,9 @@ from ragen2_trl.reporting.files import (
     replace_whole,
     write_json,
 )
-from ragen2_trl.reporting.held_out import curves_of
-from ragen2_trl.reporting.lock import alone_in
-from ragen2_trl.reporting.summary import summarize
+from ragen2_trl.record.held_out import curves_of
+from ragen2_trl.record.lock import alone_in
+from ragen2_trl.report.summary import summarize
 from ragen2_trl.rollouts import TextRollout
 from ragen2_trl.rollouts.sampling import held_out_rows
 from ragen2_trl.tiny import resolve_model
@@ -391,6 +391,6 @@ def _write_history(trainer: Trainer, env: AnyTask, run: Path, with_figure: bool)
     run.mkdir(parents=True, exist_ok=True)
     write_json(run / "log_history.json", history, indent=1)
     if with_figure and any(row.get("reward") is not None for row in history):
-        from ragen2_trl.reporting import plot_training  # matplotlib, where something is drawn
+        from ragen2_trl.report import plot_training  # matplotlib, where something is drawn
 
         replace_whole(run / "training.png", plot_training(history, _success_metric(env)).savefig)

@@ -1,54 +1,36 @@
 """The tasks, by name. A task is one file, or a folder where it takes several: its rules, its text and its rewards.
 
-What RAGEN-2 does differently is a subclass of the task, made with `make_env(name, preset="ragen2")`.
+What RAGEN-2 does differently is in `ragen2`, a file a task, and made with `make_env(name, preset="ragen2")`.
 """
 
 import inspect
 from typing import Any
 
-from ragen2_trl.envs.bandit import Bandit, RagenBandit
-from ragen2_trl.envs.base import (
-    Environment,
-    Episode,
-    EpisodeOutcome,
-    Limits,
-    Play,
-    ToolEnvironment,
-    respond_all,
-)
+from ragen2_trl.envs.bandit import Bandit
 from ragen2_trl.envs.checks import check_choice
-from ragen2_trl.envs.countdown import Countdown, RagenCountdown
-from ragen2_trl.envs.deepcoder import DeepCoder, RagenDeepCoder
-from ragen2_trl.envs.frozen_lake import FrozenLake, RagenFrozenLake
-from ragen2_trl.envs.metamath_qa import MetaMathQA, RagenMetaMathQA
+from ragen2_trl.envs.countdown import Countdown
+from ragen2_trl.envs.deepcoder import DeepCoder
+from ragen2_trl.envs.environment import Environment
+from ragen2_trl.envs.episode import Episode, Limits
+from ragen2_trl.envs.frozen_lake import FrozenLake
+from ragen2_trl.envs.metamath_qa import MetaMathQA
 from ragen2_trl.envs.mixture import TaskMixture
+from ragen2_trl.envs.outcomes import EpisodeOutcome
 from ragen2_trl.envs.own_data import DatasetEnvironment
-from ragen2_trl.envs.ragen2 import RagenProtocol
+from ragen2_trl.envs.play import Play, respond_all
+from ragen2_trl.envs.ragen2 import RAGEN2, RagenProtocol
 from ragen2_trl.envs.reasoning_gym import ReasoningGym
 from ragen2_trl.envs.responses import Response, completion_text, format_response, parse_response
-from ragen2_trl.envs.search_qa import RagenSearchQA, SearchQA
-from ragen2_trl.envs.sokoban import RagenSokoban, Sokoban
-from ragen2_trl.envs.webshop import RagenWebShop, WebShop
+from ragen2_trl.envs.search_qa import SearchQA
+from ragen2_trl.envs.sokoban import Sokoban
+from ragen2_trl.envs.tools import ToolEnvironment
+from ragen2_trl.envs.webshop import WebShop
 from ragen2_trl.names import named_object
 
 _TASKS = (FrozenLake, Sokoban, Countdown, MetaMathQA, SearchQA, WebShop, DeepCoder, Bandit, ReasoningGym)
 ENVIRONMENTS: dict[str, type[Environment]] = {task.name: task for task in _TASKS}
 # By name: each task as somebody else has configured it.
-PRESETS: dict[str, dict[str, type[RagenProtocol]]] = {
-    "ragen2": {
-        task.name: task
-        for task in (
-            RagenFrozenLake,
-            RagenSokoban,
-            RagenCountdown,
-            RagenMetaMathQA,
-            RagenSearchQA,
-            RagenWebShop,
-            RagenDeepCoder,
-            RagenBandit,
-        )
-    }
-}
+PRESETS: dict[str, dict[str, type[RagenProtocol]]] = {"ragen2": RAGEN2}
 
 
 def make_env(name: str, preset: str | None = None, **options: Any) -> Environment:

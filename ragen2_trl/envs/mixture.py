@@ -7,8 +7,10 @@ from typing import Any, TypeAlias
 from datasets import Dataset, concatenate_datasets
 
 from ragen2_trl.columns import ALL_TASKS, SUCCESS, TASK
-from ragen2_trl.envs.base import Environment, EpisodeOutcome, OnPlayed, Play, RewardFunc, mean_outcomes, nobody_looks
 from ragen2_trl.envs.checks import check_count
+from ragen2_trl.envs.environment import Environment, RewardFunc
+from ragen2_trl.envs.outcomes import EpisodeOutcome, mean_outcomes
+from ragen2_trl.envs.play import OnPlayed, Play, nobody_looks
 from ragen2_trl.envs.responses import Completion
 
 

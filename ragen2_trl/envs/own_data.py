@@ -11,8 +11,9 @@ from typing import Any, TypeAlias
 
 from datasets import Dataset, load_dataset
 
-from ragen2_trl.envs.base import Environment, Episode, Limits, RewardFunc
 from ragen2_trl.envs.checks import check_choice, check_count, check_text_or_messages
+from ragen2_trl.envs.environment import Environment, RewardFunc
+from ragen2_trl.envs.episode import Episode, Limits
 from ragen2_trl.envs.responses import Response, completion_text, with_text
 from ragen2_trl.envs.tasks import SPLITS, Row, check_columns, held_out, load_tasks, means_a_path, readable
 from ragen2_trl.messages import InputError

@@ -6,7 +6,7 @@ from statistics import fmean
 
 from datasets import Dataset
 
-from ragen2_trl.envs.base import Environment
+from ragen2_trl.envs.environment import Environment
 from ragen2_trl.envs.tasks import Row
 
 

@@ -21,8 +21,8 @@ from PIL import Image
 from websockets.exceptions import ConnectionClosedOK, WebSocketException
 
 from ragen2_trl.envs import ENVIRONMENTS, Environment, Episode, EpisodeOutcome, Limits, Play, ToolEnvironment
-from ragen2_trl.envs.base import COUNTS
 from ragen2_trl.envs.checks import check_choice
+from ragen2_trl.envs.outcomes import COUNTS
 from ragen2_trl.envs.responses import MAX_RESPONSE_CHARS
 from ragen2_trl.envs.tasks import Row
 from ragen2_trl.openenv.server import TaskState

@@ -21,8 +21,10 @@ from openenv.core.env_server.types import EnvironmentMetadata
 from PIL import Image
 from pydantic import Field
 
-from ragen2_trl.envs.base import COUNTS, Environment, Play
 from ragen2_trl.envs.checks import check_count
+from ragen2_trl.envs.environment import Environment
+from ragen2_trl.envs.outcomes import COUNTS
+from ragen2_trl.envs.play import Play
 from ragen2_trl.envs.responses import MAX_PARSED_ACTIONS
 from ragen2_trl.envs.tasks import SPLITS
 

@@ -9,7 +9,7 @@ from conftest import covering
 from launching import launch
 from safetensors.torch import load_file
 
-from ragen2_trl.reporting.saved_episodes import read_episodes
+from ragen2_trl.record.saved_episodes import read_episodes
 
 BACKENDS = ["ddp", "zero1", "zero2", "zero3", "fsdp2", "ddp_lora", "zero3_lora", "ddp_three"]
 # A newcomer's `make test` has each trainer on two processes, whole and sharded.

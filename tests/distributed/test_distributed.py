@@ -19,7 +19,7 @@ from transformers import AutoTokenizer
 from trl import GRPOTrainer
 
 from ragen2_trl import CostCallback, MutualInformationCallback
-from ragen2_trl.reporting.saved_episodes import read_episodes
+from ragen2_trl.record.saved_episodes import read_episodes
 
 pytestmark = pytest.mark.slow
 

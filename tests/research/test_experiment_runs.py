@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from ragen2_trl.cli.shipped import recipe_path
-from ragen2_trl.reporting.files import HISTORY_FILE
+from ragen2_trl.record.files import HISTORY_FILE
 from research.__main__ import _told, main
 from research.commands import QueuedRun, queue
 from research.plan import PlannedRun, read_experiment

@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TrainingArguments
 from ragen2_trl import cli
 from ragen2_trl.cli.typed import InputError
 from ragen2_trl.columns import SUCCESS
-from ragen2_trl.envs.base import Environment
-from ragen2_trl.reporting.files import HISTORY_FILE
+from ragen2_trl.envs.environment import Environment
+from ragen2_trl.record.files import HISTORY_FILE
 from research.__main__ import _check_settings, main
 from research.commands import QueuedRun, command_of, queue, write_config
 from research.plan import read_experiments

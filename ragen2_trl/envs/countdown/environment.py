@@ -7,13 +7,10 @@ tenth is earned once.
 
 import random
 from collections.abc import Iterator, Sequence
-from fractions import Fraction
-from types import MappingProxyType
 from typing import Any
 
 from datasets import Dataset
 
-from ragen2_trl.envs.base import Environment, Episode, Limits, ToolEnvironment
 from ragen2_trl.envs.checks import check_choice, check_count, check_range
 from ragen2_trl.envs.countdown.arithmetic import (
     evaluate,
@@ -23,13 +20,13 @@ from ragen2_trl.envs.countdown.arithmetic import (
     random_tree,
     show,
     solve,
-    sums_with_signs,
     value_of,
-    whole_numbers,
     written,
 )
-from ragen2_trl.envs.ragen2 import RagenProtocol, first_rows
-from ragen2_trl.envs.tasks import Row, check_columns, held_out, impossible_rows, load_tasks, shuffled
+from ragen2_trl.envs.environment import Environment
+from ragen2_trl.envs.episode import Episode, Limits
+from ragen2_trl.envs.tasks import Row, held_out, impossible_rows, load_tasks, shuffled
+from ragen2_trl.envs.tools import ToolEnvironment
 
 OPERATORS = ("+-*/", "+-")
 RIGHT, RIGHT_NUMBERS = 1.0, 0.1
@@ -189,7 +186,7 @@ class Countdown(Environment):
 
     def _loaded(self, seed: int, split: str, data: str) -> Iterator[dict[str, Any]]:
         for index, row in shuffled(self.load(data), COLUMNS, random.Random(f"{self.name}/{split}/{seed}")):
-            numbers, target = _checked(row)
+            numbers, target = checked_row(row)
             yield {"seed": index, "nums": numbers, "target": target}
 
     def load(self, data: str) -> Dataset:
@@ -206,7 +203,7 @@ class Countdown(Environment):
         )
 
 
-def _checked(row: Row) -> tuple[list[int], int]:
+def checked_row(row: Row) -> tuple[list[int], int]:
     numbers, target = row["nums"], row["target"]
     if not isinstance(numbers, list) or not 2 <= len(numbers) <= 4 or not all(_is_count(n) for n in numbers):
         raise ValueError(f"nums must be 2 to 4 integers from 1 to 1000, got {numbers!r}")
@@ -217,79 +214,3 @@ def _checked(row: Row) -> tuple[list[int], int]:
 
 def _is_count(value: object) -> bool:
     return type(value) is int and 1 <= value <= 1000
-
-
-# As RAGEN-2 plays it
-
-TOLERANCE = Fraction(1, 100_000)  # of a value that RAGEN's code computes in floating point
-
-
-def text_reward(text: str, numbers: Sequence[int], target: int) -> float:
-    """RAGEN-2's judgement of any text: 0.0 unless its whole numbers are exactly the given ones, else 0.1 or 1.0.
-
-    1.0 takes an expression that makes the target, whatever its operators; a text that is no expression keeps its 0.1.
-    RAGEN lets Python evaluate the text. Here it is parsed as always, so that what is no arithmetic of `+ - * /` and
-    parentheses (`//`, `%`, `**`, calls) makes nothing.
-
-    >>> [text_reward(text, [44, 19, 35], 98) for text in ("44 + 19 + 35", "44, 19, 35", "44 + 19 + 35 = 98")]
-    [1.0, 0.1, 0.0]
-    """
-    if whole_numbers(text, len(numbers)) != sorted(numbers):
-        return 0.0
-    tree = None if "=" in text else parse_expression(text)
-    value = None if tree is None else value_of(tree)
-    return RIGHT if value is not None and abs(value - target) <= TOLERANCE else RIGHT_NUMBERS
-
-
-class RagenCountdownEpisode(CountdownEpisode):
-    """Attempts at one target, judged by `text_reward`."""
-
-    def observation(self) -> str:
-        return f"Target: {self.target}, nums: {self.numbers}"
-
-    def judge(self, action: str) -> tuple[float, str]:
-        return text_reward(action, self.numbers, self.target), ""
-
-
-class RagenCountdown(RagenProtocol, Countdown):
-    """Countdown as RAGEN-2 plays it: any text with the right numbers earns 0.1, see `text_reward`.
-
-    Args:
-        **options: Those of `RagenProtocol`, and `max_numbers`, `largest` and `impossible` of `Countdown`.
-    """
-
-    limits = Limits(turns=1, actions=1)
-    max_total, turn_tokens = 1, 400
-    fixed = MappingProxyType({"operators": "+-"})  # of the tasks alone
-
-    def __init__(self, **options: Any):
-        super().__init__(**options)
-        self.answer_operators = OPERATORS[0]
-
-    def load(self, data: str) -> Dataset:
-        return first_rows(super().load(data))
-
-    def numbered_tasks(self, seeds: Iterator[int], split: str, data: str | None) -> Iterator[dict[str, Any]]:
-        """RAGEN-2's rows: among the first ones those that some choice of signs solves, by seed, for both splits."""
-        check_choice("impossible with split='ragen2'", self.impossible, (0.0,))
-        rows = self.load(self.source(data, "Jiayi-Pan/Countdown-Tasks-3to4"))
-        check_columns(rows, COLUMNS)
-        numbers, targets = rows["nums"][:], rows["target"][:]
-        places = [place for place, row in enumerate(zip(numbers, targets, strict=True)) if sums_with_signs(*row)]
-        if not places:
-            raise ValueError(f"data must hold tasks whose numbers sum to the target with signs, got none in {data!r}")
-        for seed in seeds:
-            nums, target = _checked(rows[places[seed % len(places)]])
-            yield {"seed": seed, "nums": nums, "target": target}
-
-    def episode(self, row: Row, rng: random.Random) -> RagenCountdownEpisode:
-        return RagenCountdownEpisode(row["nums"], row["target"], self.operators)
-
-    def texts(self) -> dict[str, str]:
-        return {
-            # RAGEN-2's example contradicts itself on the way, too.
-            "instruction": "Combine the numbers of the list in an equation whose value is the target. Example, for "
-            "Target: 17, nums: [3, 9, 5]: <think>3 + 9 + 5 makes 18, which is not 17, so I add the other way round: "
-            "3 + 5 + 9 = 17.</think><answer>3 + 5 + 9</answer>",
-            "length": "Use no more than 100 words.",
-        }

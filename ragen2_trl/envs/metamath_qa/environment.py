@@ -4,11 +4,12 @@ import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from ragen2_trl.envs.base import Environment, Episode, Limits, ToolEnvironment
+from ragen2_trl.envs.environment import Environment
+from ragen2_trl.envs.episode import Episode, Limits
 from ragen2_trl.envs.metamath_qa.math_answers import same_answer
-from ragen2_trl.envs.ragen2 import RagenProtocol
 from ragen2_trl.envs.responses import plain_text
-from ragen2_trl.envs.tasks import Row, check_columns, held_out, load_tasks, shuffled
+from ragen2_trl.envs.tasks import Row, held_out, load_tasks, shuffled
+from ragen2_trl.envs.tools import ToolEnvironment
 
 COLUMNS = ("query", "response", "original_question")
 ANSWER_MARK = "The answer is:"
@@ -128,7 +129,7 @@ class MetaMathQA(Environment):
     def _loaded(self, seed: int, split: str, data: str) -> Iterator[tuple[int, dict[str, Any]]]:
         rows = load_tasks(data, "train")  # the only split there is
         for index, row in shuffled(rows, COLUMNS, random.Random(f"{self.name}/{split}/{seed}")):
-            yield index, _checked(row)
+            yield index, checked_row(row)
 
     def episode(self, row: Row, rng: random.Random) -> MetaMathQAEpisode:
         return MetaMathQAEpisode(row["question"], row["answer"], row["solution"])
@@ -138,7 +139,7 @@ class MetaMathQA(Environment):
         return f"Answer the question with a number or an expression alone. Reward: 1 if right.{again}"
 
 
-def _checked(row: dict[str, Any]) -> dict[str, Any]:
+def checked_row(row: dict[str, Any]) -> dict[str, Any]:
     for column in COLUMNS:
         if not isinstance(row[column], str):
             raise ValueError(f"{column} must be text, got {row[column]!r}")
@@ -186,47 +187,3 @@ def make_problem(rng: random.Random) -> dict[str, str]:
         "response": f"{steps}\n{ANSWER_MARK} {answer}",
         "original_question": original.format(**words),
     }
-
-
-# As RAGEN-2 plays it
-
-
-def gold_text(response: str) -> str:
-    """RAGEN-2's answer of a response: all that follows the first mark and its space, empty if there is none.
-
-    >>> gold_text("The answer is: $5$\\nThe answer is: 7")
-    '$5$\\nThe answer is: 7'
-    """
-    return response.partition(f"{ANSWER_MARK} ")[2].strip()
-
-
-def same_text(answer: str, right: str) -> bool:
-    """RAGEN-2's check: the same characters, whatever their letter case and white space.
-
-    >>> same_text("X + 1", "x+1"), same_text("0.5", "\\\\frac{1}{2}"), same_text("5.", "5")
-    (True, False, False)
-    """
-    return "".join(answer.lower().split()) == "".join(right.lower().split())
-
-
-class RagenMetaMathQA(RagenProtocol, MetaMathQA):
-    """MetaMathQA as RAGEN-2 plays it: the text of an answer has to be that of the right one, see `same_text`."""
-
-    limits = Limits(turns=5, actions=2)
-    max_total, turn_tokens = 1, 400
-
-    def gold(self, response: str) -> str:
-        return gold_text(response)
-
-    def numbered_tasks(self, seeds: Iterator[int], split: str, data: str | None) -> Iterator[dict[str, Any]]:
-        """RAGEN-2's rows: one drawn by each seed, for both splits from the same; some have no right answer."""
-        rows = load_tasks(self.source(data, "meta-math/MetaMathQA"), "train")
-        check_columns(rows, COLUMNS)
-        for seed in seeds:
-            yield self._task(seed, _checked(rows[random.Random(seed).randint(0, len(rows) - 1)]))
-
-    def episode(self, row: Row, rng: random.Random) -> MetaMathQAEpisode:
-        return MetaMathQAEpisode(row["question"], row["answer"], row["solution"], same_text)
-
-    def texts(self) -> dict[str, str]:
-        return {"instruction": "You are solving Math problems. ", "length": "Use no more than 100 words."}

@@ -18,8 +18,9 @@ from collections.abc import Callable, Iterator, Mapping
 from types import MethodType
 from typing import Any, ClassVar
 
-from ragen2_trl.envs.base import Environment, Episode, Limits
 from ragen2_trl.envs.checks import check_choice
+from ragen2_trl.envs.environment import Environment
+from ragen2_trl.envs.episode import Episode, Limits
 from ragen2_trl.envs.reasoning_gym import scorer
 from ragen2_trl.envs.responses import plain_text
 from ragen2_trl.envs.tasks import Row, held_out

@@ -12,14 +12,16 @@ from typing import Any
 
 from datasets import Dataset
 
-from ragen2_trl.envs.base import Environment, Episode, Limits, ToolEnvironment
 from ragen2_trl.envs.checks import check_count, check_installed
+from ragen2_trl.envs.environment import Environment
+from ragen2_trl.envs.episode import Episode, Limits
 from ragen2_trl.envs.responses import plain_text
 from ragen2_trl.envs.search_qa.answers import VERBS, exact_match, f1_credit, parse_action, partial_credit
 from ragen2_trl.envs.search_qa.http_retrieval import HTTPRetriever
 from ragen2_trl.envs.search_qa.passages import Passage, passage_of
 from ragen2_trl.envs.search_qa.retrieval import BM25Retriever, Retriever, open_corpus
 from ragen2_trl.envs.tasks import Row, held_out, load_tasks, shuffled
+from ragen2_trl.envs.tools import ToolEnvironment
 
 COLUMNS = ("question", "answer", "context", "supporting_facts")
 SERVER_WORKERS = 16  # searches that wait for a server at the same time

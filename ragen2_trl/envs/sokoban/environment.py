@@ -10,9 +10,10 @@ from typing import Any
 
 from PIL import Image
 
-from ragen2_trl.envs.base import Answer, Environment, Episode, Limits, ToolEnvironment
 from ragen2_trl.envs.checks import check_choice, check_count, check_range
 from ragen2_trl.envs.drawing import draw_board
+from ragen2_trl.envs.environment import Environment
+from ragen2_trl.envs.episode import Episode, Limits
 from ragen2_trl.envs.sokoban.rooms import (
     Cell,
     Room,
@@ -23,6 +24,7 @@ from ragen2_trl.envs.sokoban.rooms import (
     write_room,
 )
 from ragen2_trl.envs.tasks import Row, held_out
+from ragen2_trl.envs.tools import Answer, ToolEnvironment
 
 ACTIONS = ("Up", "Down", "Left", "Right")  # in the order of `Room.directions`
 OBSERVATIONS = ("grid", "coordinates", "both", "image")

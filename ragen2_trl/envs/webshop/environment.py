@@ -8,9 +8,11 @@ import random
 from collections.abc import Iterator
 from typing import Any
 
-from ragen2_trl.envs.base import Environment, Limits, ToolEnvironment
 from ragen2_trl.envs.checks import check_choice, check_count
+from ragen2_trl.envs.environment import Environment
+from ragen2_trl.envs.episode import Limits
 from ragen2_trl.envs.tasks import Row, held_out
+from ragen2_trl.envs.tools import ToolEnvironment
 from ragen2_trl.envs.webshop.catalogue import Catalogue, Goal, identity
 from ragen2_trl.envs.webshop.files import GOALS, load_catalogue, load_goals, split_goals
 from ragen2_trl.envs.webshop.generator import draw_goal, generate_catalogue

@@ -4,7 +4,7 @@ import random
 from collections.abc import Hashable, Sequence
 from typing import ClassVar
 
-from ragen2_trl.envs.base import Episode
+from ragen2_trl.envs.episode import Episode
 from ragen2_trl.envs.webshop.catalogue import Catalogue, Goal, Product, fits, score
 
 BACK, NEXT, PREVIOUS, BUY = "back to search", "next >", "< prev", "buy now"

@@ -29,9 +29,9 @@ from ragen2_trl.metrics import (
     ZERO_VARIANCE,
     label,
 )
-from ragen2_trl.reporting.card import mean_span
-from ragen2_trl.reporting.held_out import HeldOutCurve
-from ragen2_trl.reporting.style import (
+from ragen2_trl.record.held_out import HeldOutCurve
+from ragen2_trl.report.card import mean_span
+from ragen2_trl.report.style import (
     BLUE,
     GREEN,
     GREY,

@@ -17,8 +17,10 @@ from typing import Any, ClassVar
 import yaml
 from datasets import Dataset
 
-from ragen2_trl.envs.base import Environment, Limits, Play
 from ragen2_trl.envs.checks import check_choice
+from ragen2_trl.envs.environment import Environment
+from ragen2_trl.envs.episode import Limits
+from ragen2_trl.envs.play import Play
 from ragen2_trl.envs.responses import (
     MAX_RESPONSE_CHARS,
     Response,

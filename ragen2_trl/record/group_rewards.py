@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from ragen2_trl.instrument.health import is_number
-from ragen2_trl.reporting.files import MEASUREMENTS, append_json, read_text, write_text
+from ragen2_trl.record.files import MEASUREMENTS, append_json, read_text, write_text
 
 FILE = "group_rewards.jsonl"  # among the measurements, which are not uploaded: it grows while others read
 DIGITS = 6

@@ -24,11 +24,11 @@ from ragen2_trl.metrics import (
     label,
     metric,
 )
-from ragen2_trl.reporting.examples import printable
-from ragen2_trl.reporting.files import DIAGNOSTICS, EVALUATIONS, STATE_FILE
-from ragen2_trl.reporting.held_out import HeldOutPoint
-from ragen2_trl.reporting.run import Run
-from ragen2_trl.reporting.settings import has_effect
+from ragen2_trl.record.files import DIAGNOSTICS, EVALUATIONS, STATE_FILE
+from ragen2_trl.record.held_out import HeldOutPoint
+from ragen2_trl.record.run import Run
+from ragen2_trl.record.settings import has_effect
+from ragen2_trl.report.examples import printable
 
 HEADING = "## Training diagnostics"
 TAGS = ("ragen2", "trl")

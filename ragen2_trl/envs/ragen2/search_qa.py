@@ -9,8 +9,8 @@ from typing import Any
 
 from datasets import Dataset
 
-from ragen2_trl.envs.base import Limits
-from ragen2_trl.envs.ragen2 import RagenProtocol, first_rows
+from ragen2_trl.envs.episode import Limits
+from ragen2_trl.envs.ragen2.protocol import RagenProtocol, first_rows
 from ragen2_trl.envs.responses import plain_text
 from ragen2_trl.envs.search_qa.answers import VERBS, f1_credit
 from ragen2_trl.envs.search_qa.environment import COLUMNS, SearchQA, SearchQAEpisode, check_hotpot_row

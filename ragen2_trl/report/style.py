@@ -17,7 +17,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from ragen2_trl.reporting.files import replace_whole, write_text
+from ragen2_trl.record.files import replace_whole, write_text
 
 P = ParamSpec("P")
 

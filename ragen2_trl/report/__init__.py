@@ -1,11 +1,10 @@
-"""Reporting makes figures, reports, model cards and metrics of a run's log history and of what it keeps on disk."""
+"""What is drawn of a run: figures, model card, page, summary, images in trackers."""
 
 from importlib import import_module
 from typing import Any
 
 # By name, the module that has it: imported only when it is asked for, since most runs need no matplotlib.
 _HOMES = {
-    "Run": "run",
     "add_diagnostics": "card",
     "log_figures": "trackers",
     "plot_arrows": "plots",
@@ -16,8 +15,7 @@ _HOMES = {
     "plot_quadrant": "measurement_plots",
     "plot_reward_variance": "measurement_plots",
     "plot_training": "plots",
-    "read_run": "run",
-    "render_report": "report",
+    "render_report": "page",
     "save_figure": "style",
     "svg": "style",
 }

@@ -12,10 +12,10 @@ from typing import Any
 
 from ragen2_trl.envs import completion_text
 from ragen2_trl.instrument.health import is_number
-from ragen2_trl.reporting.files import UNREADABLE, unreadable
-from ragen2_trl.reporting.parquet import open_parquet, rows_of
-from ragen2_trl.reporting.run import Run
-from ragen2_trl.reporting.saved_measurement import SavedMeasurement, read_measurement
+from ragen2_trl.record.files import UNREADABLE, unreadable
+from ragen2_trl.record.parquet import open_parquet, rows_of
+from ragen2_trl.record.run import Run
+from ragen2_trl.record.saved_measurement import SavedMeasurement, read_measurement
 
 MAX_CHARS = 1500  # of a text
 MAX_PROMPTS, MAX_SHARED = 8, 4  # of a run, and of several runs together

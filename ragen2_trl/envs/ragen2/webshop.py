@@ -6,8 +6,8 @@ from functools import lru_cache
 from types import MappingProxyType
 from typing import Any
 
-from ragen2_trl.envs.base import Limits
-from ragen2_trl.envs.ragen2 import RagenProtocol
+from ragen2_trl.envs.episode import Limits
+from ragen2_trl.envs.ragen2.protocol import RagenProtocol
 from ragen2_trl.envs.tasks import Row
 from ragen2_trl.envs.webshop.catalogue import Catalogue, Goal, Product, alike
 from ragen2_trl.envs.webshop.environment import WebShop, row_of

@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from huggingface_hub import HfApi, metadata_update
 from huggingface_hub.repocard_data import eval_results_to_model_index
 
-from ragen2_trl.reporting.card import HELD_OUT_SUCCESS, eval_result, file_url
-from ragen2_trl.reporting.files import DIAGNOSTICS, json_text
+from ragen2_trl.record.files import DIAGNOSTICS, json_text
+from ragen2_trl.report.card import HELD_OUT_SUCCESS, eval_result, file_url
 
 
 def publish_metrics(

@@ -5,9 +5,9 @@ from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from ragen2_trl.envs.base import Limits
 from ragen2_trl.envs.checks import check_choice, check_count
-from ragen2_trl.envs.ragen2 import RagenGrid
+from ragen2_trl.envs.episode import Limits
+from ragen2_trl.envs.ragen2.protocol import RagenGrid
 from ragen2_trl.envs.sokoban.environment import ACTIONS, Sokoban, SokobanEpisode, room_of
 from ragen2_trl.envs.sokoban.reverse_play import play_backwards
 from ragen2_trl.envs.sokoban.rooms import Room, State, write_room

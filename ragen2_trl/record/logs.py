@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from ragen2_trl.reporting.files import HISTORY_FILE, MAX_BYTES, STATE_FILE, read_text
-from ragen2_trl.reporting.records import check_history
+from ragen2_trl.record.checks import check_history
+from ragen2_trl.record.files import HISTORY_FILE, MAX_BYTES, STATE_FILE, read_text
 
 ALLOWED = (
     f"{STATE_FILE}, {HISTORY_FILE}, rows as lines of JSON, or a console log with lines such as 'step:1 - key:0.5'"

@@ -13,9 +13,13 @@ from markupsafe import Markup
 
 from ragen2_trl.instrument.verdict import COLLAPSES, REGIMES, collapse_label
 from ragen2_trl.metrics import ACCURACY, BOUND, CHANCE, ENTROPY, INFORMATION, KEPT, label
-from ragen2_trl.reporting.card import running_means
-from ragen2_trl.reporting.episodes import CHOICES, Album, read_album
-from ragen2_trl.reporting.examples import (
+from ragen2_trl.record.held_out import differ, tasks_of, tasks_to_tell
+from ragen2_trl.record.run import Run
+from ragen2_trl.record.saved_measurement import SavedMeasurement
+from ragen2_trl.record.settings import has_effect
+from ragen2_trl.report.card import running_means
+from ragen2_trl.report.episodes import CHOICES, Album, read_album
+from ragen2_trl.report.examples import (
     MAX_PROMPTS,
     MAX_SHARED,
     Excerpt,
@@ -28,13 +32,9 @@ from ragen2_trl.reporting.examples import (
     read_groups,
     read_measurements,
 )
-from ragen2_trl.reporting.gallery import arrows_svg, figures_of
-from ragen2_trl.reporting.held_out import differ, tasks_of, tasks_to_tell
-from ragen2_trl.reporting.plots import plot_comparison, points_of
-from ragen2_trl.reporting.run import Run
-from ragen2_trl.reporting.saved_measurement import SavedMeasurement
-from ragen2_trl.reporting.settings import has_effect
-from ragen2_trl.reporting.style import svg
+from ragen2_trl.report.gallery import arrows_svg, figures_of
+from ragen2_trl.report.plots import plot_comparison, points_of
+from ragen2_trl.report.style import svg
 
 TEMPLATE = "report.html.jinja"
 MAX_STREAKS = 30  # regimes of a run, in the table

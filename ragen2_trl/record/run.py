@@ -22,7 +22,8 @@ from ragen2_trl.instrument.verdict import (
     status,
 )
 from ragen2_trl.metrics import CLIPPED, COMPUTE, EMPTY_STEPS, FIRST_TURN, KEPT, VALID_THINKING
-from ragen2_trl.reporting.files import (
+from ragen2_trl.record.checks import MAX_STEP, check_about, check_evaluation, check_history, check_state
+from ragen2_trl.record.files import (
     DIAGNOSIS_FILE,
     DIAGNOSTICS,
     EPISODE_FILES,
@@ -35,9 +36,8 @@ from ragen2_trl.reporting.files import (
     read_json,
     write_json,
 )
-from ragen2_trl.reporting.held_out import HeldOutCurve, curves_of
-from ragen2_trl.reporting.records import MAX_STEP, check_about, check_evaluation, check_history, check_state
-from ragen2_trl.reporting.settings import settings_of, settings_of_state, versions_of_packages
+from ragen2_trl.record.held_out import HeldOutCurve, curves_of
+from ragen2_trl.record.settings import settings_of, settings_of_state, versions_of_packages
 
 MAX_COMPLETIONS = 10**6  # of a measurement; more cannot have been scored
 MAX_CURVES = 8  # tasks

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ragen2_trl.filtering import group_score
 from ragen2_trl.instrument.diagnosis import Measurement
-from ragen2_trl.reporting.files import read_text, write_json
+from ragen2_trl.record.files import read_text, write_json
 
 
 @dataclass(frozen=True)

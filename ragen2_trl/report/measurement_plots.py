@@ -13,7 +13,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
-from ragen2_trl.reporting.style import (
+from ragen2_trl.report.style import (
     BLUE,
     GREEN,
     GUIDE_LINE,

@@ -9,8 +9,8 @@ from rich.text import Text
 from transformers import TrainerState
 
 from ragen2_trl.metrics import ACCURACY, COMPUTE, EMPTY_STEPS, FIRST_TURN, INFORMATION, KEPT, ZERO_VARIANCE, label
-from ragen2_trl.reporting.held_out import curves_of
-from ragen2_trl.reporting.run import COST_STATE, run_of_state
+from ragen2_trl.record.held_out import curves_of
+from ragen2_trl.record.run import COST_STATE, run_of_state
 
 
 def summarize(

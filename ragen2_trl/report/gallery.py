@@ -8,15 +8,16 @@ from typing import Protocol
 from markupsafe import Markup
 from matplotlib.figure import Figure
 
-from ragen2_trl.reporting.card import FIGURES, caption
-from ragen2_trl.reporting.measurement_plots import (
+from ragen2_trl.metrics import FIRST_TURN, INFORMATION, REWARD
+from ragen2_trl.record.run import Run
+from ragen2_trl.record.saved_measurement import SavedMeasurement, read_measurement
+from ragen2_trl.report.card import FIGURES, caption
+from ragen2_trl.report.measurement_plots import (
     plot_matrix,
     plot_quadrant,
     plot_reward_variance,
 )
-from ragen2_trl.reporting.plots import (
-    INFORMATION,
-    REWARD,
+from ragen2_trl.report.plots import (
     arrow_of,
     plot_arrows,
     plot_held_out,
@@ -25,9 +26,7 @@ from ragen2_trl.reporting.plots import (
     points_of,
     with_steps,
 )
-from ragen2_trl.reporting.run import FIRST_TURN, Run
-from ragen2_trl.reporting.saved_measurement import SavedMeasurement, read_measurement
-from ragen2_trl.reporting.style import save_figure, svg
+from ragen2_trl.report.style import save_figure, svg
 
 
 def draw_figures(run: Run, folder: Path) -> None:

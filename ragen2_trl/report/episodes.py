@@ -14,15 +14,15 @@ from typing import Any
 from PIL import Image
 
 from ragen2_trl.envs.drawing import draw_board
-from ragen2_trl.reporting.examples import Excerpt, as_text, excerpt
-from ragen2_trl.reporting.files import EPISODES, EVALUATION, TRAINING, measured_step, numbered, unreadable
-from ragen2_trl.reporting.run import Run
-from ragen2_trl.reporting.saved_episodes import (
+from ragen2_trl.record.files import EPISODES, EVALUATION, TRAINING, measured_step, numbered, unreadable
+from ragen2_trl.record.run import Run
+from ragen2_trl.record.saved_episodes import (
     PlayedEpisode,
     PlayedTurn,
     read_episodes,
     read_outcomes,
 )
+from ragen2_trl.report.examples import Excerpt, as_text, excerpt
 
 SOURCES = {EVALUATION: "evaluation", TRAINING: "training"}  # by the names of files, in the order of the page
 MAX_ROWS, MAX_GROUPS = 32, 48  # of the map: files, and groups of each

@@ -1,0 +1,57 @@
+"""What came of episodes, and the means that training logs of them."""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from statistics import fmean
+
+COUNTS = ("valid_turns", "num_actions", "acting_turns", "effective_turns")  # of an outcome, besides its turns
+
+
+@dataclass(frozen=True)
+class EpisodeOutcome:
+    """What came of an episode; rollouts hand outcomes to reward functions in the column `EPISODE`.
+
+    Args:
+        episode_return: Sum of the rewards, invalid turns included.
+        success: Whether the task was solved.
+        turns: Turns taken.
+        valid_turns: Those with a well-formed response that named known actions and nothing else.
+        num_actions: Actions that were carried out.
+        acting_turns: Turns in which one was.
+        effective_turns: Turns whose last one changed the state, or ended the episode.
+        measures: Further numbers of the task's own, 0.0 to 1.0.
+    """
+
+    episode_return: float
+    success: bool
+    turns: int
+    valid_turns: int
+    num_actions: int = 0
+    acting_turns: int = 0
+    effective_turns: int = 0
+    measures: dict[str, float] = field(default_factory=dict)
+
+
+def mean_outcomes(outcomes: Sequence[EpisodeOutcome], seeds: Sequence[int]) -> dict[str, float]:
+    """Means over episodes, and `pass@k` where each of the tasks, told apart by `seeds`, was played k times."""
+    groups: defaultdict[int, list[bool]] = defaultdict(list)
+    for seed, outcome in zip(seeds, outcomes, strict=True):
+        groups[seed].append(outcome.success)
+    turns = sum(outcome.turns for outcome in outcomes)
+    means = {
+        "success": fmean(outcome.success for outcome in outcomes),
+        "return": fmean(outcome.episode_return for outcome in outcomes),
+        "turns": turns / len(outcomes),
+        "valid_rate": sum(outcome.valid_turns for outcome in outcomes) / max(1, turns),
+        # As RAGEN's code logs them: of each episode the mean over its turns, then the mean over episodes.
+        "num_actions": fmean(outcome.num_actions for outcome in outcomes),
+        "action_is_valid": fmean(outcome.acting_turns / max(1, outcome.turns) for outcome in outcomes),
+        "action_is_effective": fmean(outcome.effective_turns / max(1, outcome.turns) for outcome in outcomes),
+    }
+    shared = [name for name in outcomes[0].measures if all(name in outcome.measures for outcome in outcomes)]
+    means.update({name: fmean(outcome.measures[name] for outcome in outcomes) for name in shared})
+    sizes = {len(members) for members in groups.values()}
+    if len(sizes) == 1:  # elsewhere a group is spread over processes, and k would differ from task to task
+        means[f"pass@{sizes.pop()}"] = fmean(any(members) for members in groups.values())
+    return means

@@ -1,0 +1,203 @@
+"""An episode behind RAGEN's text protocol, turn by turn.
+
+A response `<think>…</think><answer>a || b</answer>` is one turn. Of its first `max_actions` pieces those that name
+actions are carried out in order until the episode ends. One that names none costs `INVALID_TURN`, once for the turn
+however many there are, and so does a response of another form, which carries out nothing and consumes the turn.
+"""
+
+import random
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol, TypeAlias
+
+from ragen2_trl.envs.episode import Episode
+from ragen2_trl.envs.outcomes import EpisodeOutcome
+from ragen2_trl.envs.responses import Response, format_response
+
+INVALID_TURN = -0.1
+
+
+@dataclass(frozen=True)
+class RecordedTurn:
+    """What was done in a turn.
+
+    Args:
+        text: What the player wrote; `None` where it called a tool.
+        actions: The actions that it named, of those that count; none where the text was of another form.
+        valid: Whether the turn was valid.
+        reward: What it earned.
+        reply: What the player was told then; `None` where the text protocol had come to its end.
+        board: The state after it, see `Episode.board_letters`.
+    """
+
+    text: str | None
+    actions: tuple[str, ...]
+    valid: bool
+    reward: float
+    reply: str | None
+    board: str | None
+
+    @property
+    def messages(self) -> list[dict[str, str]]:
+        """What was said in it, where the player wrote a text."""
+        reply = [] if self.reply is None else [{"role": "user", "content": self.reply}]
+        return [{"role": "assistant", "content": self.text or ""}, *reply]
+
+
+@dataclass(frozen=True)
+class TurnOutcome:
+    """What came of a turn.
+
+    Args:
+        reward: Sum of the rewards of its actions, as the rules give them; `0` where there was none.
+        executed: Actions carried out.
+        valid: Whether it named actions and nothing else.
+    """
+
+    reward: float
+    executed: int
+    valid: bool
+
+
+class TextTask(Protocol):
+    """What a play needs of its `Environment`: limits and texts."""
+
+    name: ClassVar[str]
+    max_turns: int
+    max_actions: int
+    max_total_actions: int | None
+    splits_answers: bool
+    enable_think: bool
+
+    def read(self, text: str) -> Response | None: ...
+    def message(self, play: "Play", status: str | None = None) -> str: ...
+
+
+class Play:
+    """One episode behind the text protocol.
+
+    Attributes:
+        turn_rewards: The rewards of the turns so far, `INVALID_TURN` for each that was not valid included.
+        executed: Actions carried out so far.
+        last: What came of the last turn, `None` before the first.
+        turns: What was done so far, turn by turn.
+        first_board: The state at the start, see `Episode.board_letters`.
+
+    Args:
+        env: Limits and texts.
+        episode: The rules, at their start.
+    """
+
+    def __init__(self, env: TextTask, episode: Episode):
+        self.env = env
+        self.episode = episode
+        self.turn_rewards: list[float] = []
+        self.turns: list[RecordedTurn] = []
+        self.first_board = episode.board_letters()
+        self.executed = 0
+        self.last: TurnOutcome | None = None
+        self._valid_turns = 0
+        self._effects: dict[int, bool] = {}  # by turn, whether the last action in it had an effect
+
+    @property
+    def done(self) -> bool:
+        """Whether the rules, the turns or the actions have come to an end."""
+        return self.episode.done or len(self.turn_rewards) >= self.env.max_turns or self.actions_left == 0
+
+    @property
+    def actions_left(self) -> int | None:
+        """Actions that the episode may still take, `None` without a limit."""
+        return None if self.env.max_total_actions is None else self.env.max_total_actions - self.executed
+
+    @property
+    def outcome(self) -> EpisodeOutcome:
+        return EpisodeOutcome(
+            episode_return=sum(self.turn_rewards),
+            success=self.episode.success,
+            turns=len(self.turn_rewards),
+            valid_turns=self._valid_turns,
+            num_actions=self.executed,
+            acting_turns=len(self._effects),
+            effective_turns=sum(self._effects.values()),
+            measures=self.episode.measures,
+        )
+
+    def respond(self, text: str) -> str | None:
+        """Takes a turn with a response; gives the next user message, or `None` when the episode is over."""
+        if self.done:
+            return None
+        response = self.env.read(text)
+        actions = () if response is None else response.actions
+        status = self.take(actions)
+        reply = None if self.done else self.env.message(self, status)
+        self.record(actions, text, reply)
+        return reply
+
+    def solver_response(self, rng: random.Random) -> str:
+        """What the task's solver writes in the next turn.
+
+        Raises:
+            NotImplementedError: If the task has none.
+        """
+        reasoning, actions = self.episode.plan(rng)
+        return format_response(reasoning, actions[: self.env.max_actions], think=self.env.enable_think)
+
+    def random_response(self, rng: random.Random) -> str:
+        """What the random baseline writes: as many actions as a turn takes, whatever the state.
+
+        Raises:
+            NotImplementedError: If there is no set of actions to draw from.
+        """
+        count = self.env.max_actions if self.env.splits_answers else 1
+        actions = [self.episode.random_action(rng) for _ in range(count)]
+        return format_response("", actions, think=self.env.enable_think)
+
+    def take(self, actions: Sequence[str]) -> str:
+        """Takes a turn with actions and says what came of it; not to be called when `done`."""
+        pieces = actions[: self.env.max_actions]
+        known = [action for action in pieces if self.episode.is_action(action)]
+        valid = len(known) == len(pieces) > 0
+        before = self.executed
+        reward: float = 0
+        for action in known:
+            if not self.done:
+                reward += self._carry_out(action)  # whole as long as rewards are, as RAGEN's code shows it
+        self.last = TurnOutcome(reward, self.executed - before, valid)
+        self._valid_turns += valid
+        self.turn_rewards.append(float(reward) if valid else reward + INVALID_TURN)
+        kind = "" if valid else "Partly invalid answer. " if known else "Invalid answer. "
+        return f"{kind}Reward {self.turn_rewards[-1]:g}."
+
+    def _carry_out(self, action: str) -> float:
+        before = self.episode.snapshot()
+        reward = self.episode.step(action)
+        self.executed += 1
+        self._effects[len(self.turn_rewards)] = self.episode.done or self.episode.snapshot() != before
+        return reward
+
+    def record(self, actions: Sequence[str], text: str | None = None, reply: str | None = None) -> None:
+        """Adds the turn that `take` has just taken to `turns`."""
+        valid = self.last is not None and self.last.valid
+        counted = tuple(actions[: self.env.max_actions])
+        self.turns.append(
+            RecordedTurn(text, counted, valid, self.turn_rewards[-1], reply, self.episode.board_letters())
+        )
+
+
+# (prompts, seeds, plays, completions) of episodes that are over; the completions where plays do not know the messages
+OnPlayed: TypeAlias = Callable[[Sequence[Any], Sequence[int], Sequence[Play], Sequence[Any] | None], None]
+
+
+def nobody_looks(
+    prompts: Sequence[Any], seeds: Sequence[int], plays: Sequence[Play], completions: Sequence[Any] | None
+) -> None:
+    """For those who keep no episodes."""
+
+
+def respond_all(plays: Sequence[Play], texts: Sequence[str], workers: int = 1) -> list[str | None]:
+    """`respond` for each play with its text, up to `workers` at a time."""
+    if workers == 1:
+        return [play.respond(text) for play, text in zip(plays, texts, strict=True)]
+    with ThreadPoolExecutor(workers) as pool:
+        return list(pool.map(Play.respond, plays, texts))
