@@ -69,7 +69,10 @@ def test_two_launch_commands_train_as_one_with_two_processes(config, tmp_path):
 @pytest.mark.needs("deepspeed", "g++")
 @pytest.mark.parametrize(
     ("config", "further"),
-    [pytest.param("cpu_zero2", (), marks=pytest.mark.full), ("cpu_zero2", ("--zero_stage", "3", "--offload_param_device", "cpu"))],
+    [
+        pytest.param("cpu_zero2", (), marks=pytest.mark.full),
+        ("cpu_zero2", ("--zero_stage", "3", "--offload_param_device", "cpu")),
+    ],
 )
 def test_offloading_to_main_memory_trains_as_without(config, further, tmp_path):
     """DeepSpeed's own Adam, which it compiles, in place of PyTorch's; the recipe filters and measures."""
