@@ -284,17 +284,12 @@ CENTRED = {
 
 
 @pytest.mark.parametrize("name", CENTRED)
-def test_what_gives_rows_of_flat_groups_an_advantage_is_refused_as_nothing_would_be_left_out(
-    name, policy_path, tmp_path
-):
+def test_what_gives_rows_of_flat_groups_an_advantage_is_refused(name, policy_path, tmp_path):
     algorithm, settings = CENTRED[name]
     with pytest.raises(ValueError) as refused:
         algorithm.args(tmp_path, **TRAINING | settings, **LOSSLESS)
     ((field, value),) = settings.items()
     assert all(part in str(refused.value) for part in (f"{field}={value!r}", "'lossless'", "allowed"))
-    settings = {**settings, "per_device_train_batch_size": 32, "learning_rate": 1e-2, "max_steps": 2}
-    forced = trained(algorithm, policy_path, tmp_path, False, double=False, after=LOSSLESS.items(), **settings)
-    assert rows_of(forced)[-1]["snr/kept_fraction"] == 1  # at first, the policy is the reference
 
 
 def test_ppo_is_refused_as_its_critic_learns_from_every_row(policy_path, tmp_path):
@@ -341,11 +336,11 @@ def test_settings_of_another_training_are_refused_by_name(settings, tmp_path):
     for algorithm in (GRPO, RLOO):
         with pytest.raises(ValueError) as refused:
             algorithm.args(tmp_path, **LOSSLESS, **{"beta": 0.0, **settings})
-        assert all(part in str(refused.value) for part in (*settings, "lossless", "allowed"))
+        assert all(part in str(refused.value) for part in (*settings, "lossless"))
 
 
 def test_a_loss_of_ones_own_is_refused(policy_path, tmp_path):
     own = type("Own", (SNRFilteredGRPOTrainer,), {"_compute_loss": lambda self, model, inputs: 0.0})
     rows = Dataset.from_dict({"prompt": PROMPTS})
-    with pytest.raises(TypeError, match=r"snr_strategy='lossless'.*Own._compute_loss"):
+    with pytest.raises(TypeError, match=r"snr_strategy='lossless'.*Own.*_compute_loss"):
         own(policy_path, parity, GRPO.args(tmp_path, **LOSSLESS), rows)

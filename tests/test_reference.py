@@ -120,7 +120,8 @@ def groups_of(rewards, number=0, reward_range=None):
 
 def selected(group_filter, rewards, number=0):
     """(N,) what a filter keeps of a generation, after it has seen its rewards as those before."""
-    return group_filter.select(groups_of(rewards, number, group_filter.see(rewards))).kept
+    _, kept = group_filter.select(groups_of(rewards, number, group_filter.see(rewards)))
+    return kept.any(dim=1)
 
 
 @pytest.mark.parametrize("settings", [{"snr_score": "random"}, {}], ids=["random scores", "a tenth"])
@@ -187,9 +188,9 @@ class Kept:
             select = trainer._filter.select
 
             def watched(groups):
-                selection = select(groups)
-                self.steps.append(selection.kept)
-                return selection
+                scores, kept = select(groups)
+                self.steps.append(kept.any(dim=1))
+                return scores, kept
 
             trainer._filter.select = watched
 
