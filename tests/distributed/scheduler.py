@@ -26,12 +26,18 @@ def main() -> None:
         "scheduler": {
             "type": "WarmupDecayLR",
             "params": {
-                **{"warmup_min_lr": 0.0, "warmup_max_lr": 0.1, "warmup_num_steps": 2, "warmup_type": "linear"},
-                "total_num_steps": STEPS,
+                **{"warmup_min_lr": 0.0, "warmup_type": "linear"},
+                **dict.fromkeys(("warmup_max_lr", "warmup_num_steps", "total_num_steps"), "auto"),
             },
         }
     }
-    settings = {**COMMON, "max_steps": STEPS, "per_device_train_batch_size": 16, "output_dir": folder}
+    settings = {
+        **COMMON,
+        "max_steps": STEPS,
+        "warmup_steps": 2,
+        "per_device_train_batch_size": 16,
+        "output_dir": folder,
+    }
     settings |= {"ddp_backend": "gloo", "deepspeed": config}
     rates = {}
     for name, flat in (("empty", FLAT), ("full", ())):
