@@ -370,10 +370,10 @@ SNR = (
     Metric("snr/sampled_fraction", "the same, as a share of all places that the prompts had", "fraction", STEP),
     Metric(
         "snr/committed_fraction",
-        "with pilots: prompts whose remaining completions were worth sampling",
+        "with pilots: prompts sampled whole, audited ones left out",
         "fraction",
         "all prompts of the step",
-        "how many were sampled whole: prompts that fill up processes and audited prompts come on top",
+        "how many were worth it: each process samples as many prompts whole as every other",
     ),
     Metric(
         "snr/pilot_reward",
@@ -519,7 +519,7 @@ ENV = (
         "learn",
         "fraction",
         GROUPS,
-        "anything when it equals `success`: completions of a prompt all do the same",
+        "anything when it equals `success`: completions of a prompt all do the same. Not logged with pilots",
     ),
     Metric("env/{task}/turns", "mean turns of an episode", "turns", EPISODES),
     Metric(
