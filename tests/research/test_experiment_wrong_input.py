@@ -175,7 +175,7 @@ def test_a_day_that_does_not_exist_is_told_with_its_file(folder, refused):
 @pytest.mark.parametrize(
     ("typed", "said"),
     [
-        ("learning_rate=abc", "with --set learning_rate=abc: argument --learning_rate"),
+        ("learning_rate=abc", "with --set learning_rate=abc: learning_rate must be a number"),
         ("learning_rate=[", "set=learning_rate='[' is not valid YAML"),
         ("max_steps=abc", "max_steps must be a whole number, got 'abc'"),
         ("max_steps=", "max_steps must be a whole number, got None"),
