@@ -113,7 +113,7 @@ def with_hidden_credentials(args: Any) -> Any:
     if isinstance(args, _Hiding) or all(seen[name] is value for name, value in vars(args).items()):
         return args
     kind: Any = type(args)  # mypy takes a class for unhashable
-    shared = object.__new__(_hiding(kind))
+    shared: Any = object.__new__(_hiding(kind))
     shared.__dict__ = args.__dict__
     return shared
 

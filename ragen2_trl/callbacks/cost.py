@@ -3,7 +3,7 @@
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from peft import PeftModel
@@ -13,6 +13,7 @@ from transformers import Trainer, TrainerCallback
 from ragen2_trl.instrument.health import is_number
 from ragen2_trl.record.run import COST_STATE
 from ragen2_trl.rollout_events import LocalRollout, listen, log_row
+from ragen2_trl.trainers.stock import StockTrainer
 
 # Each process counts its own part of these.
 OF_PROCESS = ("cpu_seconds", "sampled_tokens", "sampled_completions", "update_tokens", "update_flops")
@@ -57,7 +58,7 @@ class CostCallback(TrainerCallback):
     """
 
     def __init__(self, trainer: Trainer):
-        self.trainer = trainer
+        self.trainer = cast(StockTrainer, trainer)
         self._own = self._nothing()  # of this process since training began here
         self._before = self._nothing()  # of all processes, from the checkpoint
         self._started: tuple[float, float] | None = None  # wall and CPU clock when the present stretch began

@@ -2,7 +2,7 @@
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from accelerate.logging import get_logger
 from datasets import Dataset
@@ -19,11 +19,7 @@ from ragen2_trl.trainers.checkpoints import (
     write_manifest,
 )
 from ragen2_trl.trainers.checks import check_enough_prompts, check_loss_of_trl
-
-if TYPE_CHECKING:
-    from ragen2_trl.trainers.construction import Constructed
-else:
-    Constructed = object  # mixed in before this class
+from ragen2_trl.trainers.construction import Constructed
 
 logger = get_logger(__name__)
 

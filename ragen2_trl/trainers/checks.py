@@ -36,7 +36,7 @@ def with_snr_fields(args: Any, config_class: type, trl_config_class: type) -> An
             f"trl.{trl_config_class.__name__}."
         )
     # The new fields' defaults are class attributes. A new instance would derive again what TRL's has derived.
-    shared = object.__new__(config_class)
+    shared: Any = object.__new__(config_class)
     shared.__dict__ = args.__dict__
     return shared
 

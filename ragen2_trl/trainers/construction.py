@@ -1,9 +1,11 @@
 """How a filtered trainer is made, and what it begins each run with."""
 
 import textwrap
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from datasets import Dataset, IterableDataset
+from torch import Tensor
 
 from ragen2_trl.names import named_object
 from ragen2_trl.redaction import with_hidden_credentials
@@ -68,6 +70,11 @@ class Constructed(StockTrainer):
     }
 
     args: SNRFilterConfig
+
+    # Hooks of a step, which `SNRFilter` defines.
+    _check_weighted: Callable[[], None]
+    _loss_of_kept_rows: Callable[..., Tensor]
+    _backward_of_kept_rows: Callable[..., None]
 
     # Defaults of the class: a trainer that was made without `__init__`, as in TRL's unit tests, has TRL's own hooks.
     _pilots: PilotSampling | None = None

@@ -20,7 +20,6 @@ from ragen2_trl.filtering import group_score
 from ragen2_trl.rollout_events import end_tokens
 from ragen2_trl.trainers.batches import Batch, chunks, loss_mask
 from ragen2_trl.trainers.checkpointed import Checkpointed
-from ragen2_trl.trainers.construction import Constructed
 from ragen2_trl.trainers.images import IMAGE_KEYS
 from ragen2_trl.trainers.processes import own_share
 from ragen2_trl.trainers.prompt_source import separate
@@ -37,7 +36,7 @@ from ragen2_trl.trainers.selection import (
 from ragen2_trl.trainers.turn_samples import sampled_tokens, with_turn_samples
 
 
-class SNRFilter(Constructed, Checkpointed):
+class SNRFilter(Checkpointed):
     """Trains one of TRL's trainers only on the prompt groups that carry signal. Mixed in before that trainer.
 
     A trainer adds its configurations, the mean that its loss is, and how advantages change when groups are dropped.
@@ -111,6 +110,7 @@ class SNRFilter(Constructed, Checkpointed):
             self.rollout_events.rows(inputs)
         else:
             self._pilots.begin_round(inputs, self._sampling_key(number))
+        assert self._row_means is not None  # a step is being sampled
         with self._row_means.call(len(inputs)):
             batch = super()._generate_and_score_completions(inputs)
         if len(batch["advantages"]) != len(inputs):
@@ -170,7 +170,7 @@ class SNRFilter(Constructed, Checkpointed):
         if self._own_selector is not None and self.accelerator.num_processes > 1:
             # Somebody's function may draw from anywhere: processes that select differently wait for ever.
             (kept,) = broadcast_object_list([kept])
-        predicted = self._prompts.learn(earned, self._pilots and self._pilots.first)
+        predicted = self._prompts.learn(earned, None if self._pilots is None else self._pilots.first)
         if predicted is not None and self._pilots is not None:
             predicted = [predicted[prompt] for prompt in self._pilots.whole]
         selection = Selection(rewards, scores, kept, lengths, predicted)

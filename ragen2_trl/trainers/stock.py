@@ -35,6 +35,7 @@ class StockTrainer(Trainer):
     reward_funcs: list[Any]
     reward_weights: Tensor
     router_aux_loss_coef: float
+    shuffle_dataset: Any  # `bool | None`
     state: Any  # a `TrainerState`, whose annotation of `stateful_callbacks` is not what it holds
     train_dataset: Any
     use_vllm: bool
