@@ -64,7 +64,7 @@ def test_costs_are_those_of_a_naive_count(trainer_class, settings, policy_path, 
     if trainer_class is GRPOTrainer:  # which announces no passes
         assert "cost/update_positions" not in last
     else:
-        assert last["cost/update_positions"] == naive.positions < last["cost/plain_update_positions"]
+        assert last["cost/update_positions"] == naive.positions <= last["cost/plain_update_positions"]
     size = sum(parameter.numel() for parameter in trainer.model.parameters())
     assert last["cost/update_flops"] == 6 * size * naive.positions
     assert last["cost/cpu_seconds"] > 0 and last["cost/seconds"] > 0
