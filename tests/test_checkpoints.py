@@ -2,13 +2,17 @@
 
 import errno
 import json
+import os
 import shutil
+import signal
 import subprocess
 import sys
+import time
 
 import pytest
 from conftest import RUN, assert_same_parameters, parameters_of, told_last
 from datasets import Dataset
+from transformers import TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
 from ragen2_trl import SNRFilteredGRPOConfig, SNRFilteredGRPOTrainer
@@ -145,7 +149,7 @@ def test_a_checkpoint_is_complete_only_when_all_of_it_is_written(last, run, runs
     folder = run("ours")
     listed = json.loads((folder / "checkpoint-3" / MANIFEST).read_text())
     files = {path.name for path in (folder / "checkpoint-3").iterdir()}
-    assert files - listed.keys() == {MANIFEST, "trainer_state.json"} and not listed.keys() - files
+    assert {*PARTS, *OWN} - {MANIFEST, "trainer_state.json"} <= listed.keys() <= files
     trainer = make("ours", policy_path, folder)
 
     def killed(output_dir):
@@ -186,3 +190,44 @@ def test_an_error_names_no_checkpoint_where_the_run_has_none(at_step, settings, 
     folder = run("ours") if at_step == 0 else tmp_path / "new"
     ended = ended_by(ZeroDivisionError("a reward"), at_step, policy_path, folder, **settings)
     assert not [line for line in told_last(ended) if "resume_from_checkpoint" in line]
+
+
+def test_the_latest_checkpoint_is_the_one_of_the_largest_number(run):
+    source = last_complete_checkpoint(run("ours"))
+    folder = source.parent.parent / "numbered"
+    for number in (9, 10):
+        shutil.copytree(source, folder / f"checkpoint-{number}")
+    assert last_complete_checkpoint(folder).name == "checkpoint-10"
+
+
+def test_files_that_resuming_does_not_read_may_go(run):
+    checkpoint = last_complete_checkpoint(run("ours"))
+    listed = set(json.loads((checkpoint / MANIFEST).read_text()))
+    others = {path for path in checkpoint.iterdir() if path.is_file() and path.name not in listed}
+    assert {"config.json", "tokenizer.json"} <= {path.name for path in others}
+    for path in others - {checkpoint / MANIFEST, checkpoint / "trainer_state.json"}:
+        path.unlink()
+    assert flaw_of(checkpoint) is None
+
+
+def test_the_checkpoint_that_sigterm_saves_can_be_resumed(policy_path, tmp_path):
+    """transformers' answer to preemption: it marks the folder, saves, and takes the mark away."""
+
+    class Preempted(TrainerCallback):
+        def on_step_begin(self, args, state, control, **kwargs):
+            if state.global_step == 2:
+                os.kill(os.getpid(), signal.SIGTERM)
+                time.sleep(4)  # as long as transformers waits for a second signal, and a little more
+
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        trainer = make("ours", policy_path, tmp_path, enable_jit_checkpoint=True, max_steps=6, save_strategy="no")
+        trainer.add_callback(Preempted())
+        trainer.train()
+    finally:
+        signal.signal(signal.SIGTERM, handler)
+    checkpoint = last_complete_checkpoint(tmp_path)
+    assert checkpoint is not None and trainer.state.global_step < 6
+    again = make("ours", policy_path, tmp_path, max_steps=6, save_strategy="no")
+    again.train(resume_from_checkpoint=True)
+    assert again.state.global_step == 6

@@ -1,5 +1,6 @@
 """Recipes and accelerate's configurations: every name in them exists, and their batches are what they claim."""
 
+import base64
 import json
 import re
 from pathlib import Path
@@ -237,12 +238,17 @@ def test_an_accelerate_config_is_what_its_name_says(name):
     config = load_config_from_file(str(CONFIGS[name]))
     on_cpu = name.startswith("cpu_")
     assert config.use_cpu == on_cpu
-    assert config.mixed_precision == ("no" if on_cpu else "bf16")
+    assert (config.mixed_precision or "no") == ("no" if on_cpu else "bf16")
     assert config.num_processes == (2 if on_cpu else 1 if name == "single_gpu" else 4)
     stage = re.search(r"zero(\d)", name)
     expected = {"single_gpu": DistributedType.NO, "fsdp2": DistributedType.FSDP}.get(name, DistributedType.MULTI_GPU)
     assert config.distributed_type == (DistributedType.DEEPSPEED if stage else expected)
     if stage:
+        if (file := config.deepspeed_config.get("deepspeed_config_file")) is not None:  # in base64
+            zero = json.loads(base64.urlsafe_b64decode(file))["zero_optimization"]
+            assert zero["stage"] == int(stage[1]) and zero["stage3_gather_16bit_weights_on_model_save"]
+            assert zero["stage3_param_persistence_threshold"] == 0  # else the tiny model would not be sharded
+            return
         offload = "cpu" if name.endswith("offload") else "none"
         assert config.deepspeed_config["zero_stage"] == int(stage[1])
         assert config.deepspeed_config.get("offload_optimizer_device", "none") == offload

@@ -158,12 +158,12 @@ def test_best_and_mean_reward_of_groups_are_those_of_a_loop():
     rewards = torch.rand(6, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     rewards[0, 1] = torch.nan
     rewards[3] = torch.nan
-    metrics = selection_metrics(rewards, group_score(rewards), torch.ones(6, dtype=torch.bool))
+    metrics = selection_metrics(rewards, group_score(rewards), torch.ones(6, 4, dtype=torch.bool))
     groups = [[value for value in group if value == value] for group in rewards.tolist()]
     groups = [group for group in groups if group]
     assert len(groups) == 5
     assert metrics["in_group_max"] == pytest.approx(sum(map(max, groups)) / 5)
     assert metrics["in_group_mean"] == pytest.approx(sum(sum(group) / len(group) for group in groups) / 5)
     nothing = torch.full((2, 2), torch.nan)
-    metrics = selection_metrics(nothing, group_score(nothing), torch.zeros(2, dtype=torch.bool))
+    metrics = selection_metrics(nothing, group_score(nothing), torch.zeros(2, 2, dtype=torch.bool))
     assert (metrics["in_group_max"], metrics["in_group_mean"]) == (0, 0)

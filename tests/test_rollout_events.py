@@ -27,7 +27,7 @@ def test_a_listener_hears_nothing_after_it_is_removed(trainer_class, policy_path
     trainer = make(trainer_class, policy_path, make_args)
     told = {name: [] for name in ("on_rows", "on_generated", "on_rollout")}
     stays = []
-    listener = listen(trainer, **{name: told[name].append for name in told})
+    listener = listen(trainer, **{name: lambda *heard, name=name: told[name].append(heard) for name in told})
     other = listen(trainer, on_rollout=stays.append)
     trainer.train()
     steps = RUN["max_steps"]

@@ -6,6 +6,7 @@ import os
 import re
 import zipfile
 from collections.abc import Iterator
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -19,7 +20,7 @@ from trl.trainer.utils import RepeatSampler
 logger = logging.getLogger(__name__)  # accelerate's fails where there is no trainer
 
 STATE_FILE = "snr_state_{rank}.pt"
-# Names and sizes of all files of a checkpoint but the last one to be written, the trainer's own state.
+# Names and sizes of the files of a checkpoint, but for the last one to be written, the trainer's own state.
 MANIFEST, TRAINER_STATE = "snr_manifest.json", "trainer_state.json"
 _NUMBERED = re.compile(r"checkpoint-(\d+)")
 # What a checkpoint must have to be resumed from, whichever trainer wrote it: for each part any of these.
@@ -29,6 +30,8 @@ PARTS = {
     "scheduler": ("scheduler.pt", "global_step*"),
     "random state": ("rng_state*.pth",),
 }
+# Further files that resuming reads, where there are any.
+FURTHER = ("snr_state_*.pt", "critic/*", "entropy_ctrl_state.json", "*.index.json", "adapter_config.json", "latest")
 # Settings by which a generation batch is laid out: under others, one in progress cannot go on.
 LAYOUT_FIELDS = (
     "per_device_train_batch_size",
@@ -133,8 +136,16 @@ def open_checkpoint(folder: str) -> None:
 
 
 def write_manifest(folder: str) -> None:
-    """Say what there is in a checkpoint, once all processes have written; `trainer_state.json` comes after it."""
-    files = {name: path.stat().st_size for name, path in _files(Path(folder))}
+    """List the files that resuming reads, once all processes have written; `trainer_state.json` comes after it.
+
+    Others, such as a README, a tokenizer or a tool's marker, may change or go without harm.
+    """
+    patterns = [pattern for names in PARTS.values() for pattern in names] + [*FURTHER]
+    files = {
+        name: path.stat().st_size
+        for name, path in _files(Path(folder))
+        if any(fnmatch(part, pattern) for pattern in patterns for part in (name, name.partition("/")[0]))
+    }
     unfinished = Path(folder) / f"{MANIFEST}.unfinished"
     unfinished.write_text(json.dumps(files, indent=0), encoding="utf-8")
     os.replace(unfinished, Path(folder) / MANIFEST)
