@@ -181,8 +181,8 @@ def test_a_run_that_a_signal_ends_names_its_last_checkpoint_and_how_to_go_on(nam
             time.sleep(0.01)
         process.send_signal(getattr(signal, name))
         assert process.wait(120) == 128 + getattr(signal, name)
-    said = " ".join((tmp_path / "output").read_text().split())
-    assert f"Interrupted by {name}" in said and "checkpoint-" in said and "--resume true" in said
+    said = "".join((tmp_path / "output").read_text().split())  # wherever lines were broken
+    assert f"Interruptedby{name}" in said and "checkpoint-" in said and "--resumetrue" in said
 
 
 def test_signals_that_somebody_handles_or_ignores_are_left_alone():
