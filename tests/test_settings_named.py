@@ -24,7 +24,7 @@ FURTHER = {
 FILES = [
     *(ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "Makefile")),
     *(path for folder, suffix in (("docs", "md"), ("ragen2_trl", "py"), ("ragen2_trl", "yaml"), ("scripts", "*"))
-      for path in sorted((ROOT / folder).rglob(f"*.{suffix}"))),
+      for path in sorted((ROOT / folder).rglob(f"*.{suffix}")) if "__pycache__" not in path.parts),
     *sorted((ROOT / "research" / "experiments").rglob("*.yaml")),
 ]  # fmt: skip
 NAMED = [path.relative_to(ROOT).as_posix() for path in FILES if "snr_" in path.read_text()]

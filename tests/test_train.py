@@ -90,7 +90,7 @@ def test_a_run_leaves_model_history_summary_and_plot(tmp_path, capsys):
         "held-out success before",
         "held-out success after",
         "update compute saved by the filter",
-        "mutual information",
+        "I(X;Z)",
     ):
         assert part in shown
     assert "Completions" not in shown and "'grad_norm'" not in shown  # the live line in place of both
