@@ -195,7 +195,7 @@ def test_two_processes_measure_what_one_measures(policy_path, make_args, tmp_pat
     assert sampled < row["cost/update_tokens"] <= expected["cost/update_tokens"]
     assert row["cost/update_flops"] == 6 * size * row["cost/update_tokens"]
     costs = {key for key in row if key.startswith("cost/")} - {"cost/seconds"}
-    assert len(costs) == 4 and all(row[key] == other[key] for key in costs)
+    assert len(costs) == 6 and all(row[key] == other[key] for key in costs)
 
 
 @pytest.mark.parametrize(

@@ -135,7 +135,9 @@ def test_runs_that_were_stopped_go_on_and_end_with_the_numbers_of_whole_ones(kil
     (trained,) = ([row for row in history(whole / "runs" / planned.key) if "reward" in row],)
     resumed = [row for row in history(run) if "reward" in row]
     same = ("step", "loss", "reward", "entropy", "cost/sampled_tokens", "cost/update_tokens")
-    assert [[row.get(name) for name in same] for row in resumed] == [[row.get(name) for name in same] for row in trained]
+    assert [[row.get(name) for name in same] for row in resumed] == [
+        [row.get(name) for name in same] for row in trained
+    ]
     attempts = (run / LOG).read_text().count("tiny on frozen_lake, in")
     assert attempts == (2 if kill == signal.SIGINT else 1)
 
