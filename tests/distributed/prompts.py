@@ -37,7 +37,7 @@ def decisions(policy_path: str, folder: str, rows: int, resume: str | None = Non
 
     class Steps(TrainerCallback):
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            drawn.append(trainer._prompts.rows.tolist())
+            drawn.append(trainer._prompts.drawn.tolist())
 
     trainer.add_callback(Steps())
     trainer.train(resume_from_checkpoint=resume)
