@@ -114,9 +114,9 @@ def accepting_rows_without(processor):
 
 
 def in_every_other_round(trainer):
-    rounds, sample = count(), trainer._sample_and_score
-    trainer._sample_and_score = lambda inputs: sample(
-        [{**row, "images": pictures(1) if number % 2 else []} for number in [next(rounds)] for row in inputs]
+    rounds, sample = count(), trainer._sample_round
+    trainer._sample_round = lambda inputs, number: sample(
+        [{**row, "images": pictures(1) if turn % 2 else []} for turn in [next(rounds)] for row in inputs], number
     )
 
 

@@ -115,15 +115,18 @@ def test_nor_are_they_where_the_kept_group_was_sampled_further(policy_path, tmp_
     }
     args = GRPO.args(tmp_path, **settings, **layout)
     trainer = GRPO.make(policy_path, args, replay_of(policy_path, {prompt: [0.0] * 4 for prompt in PROMPTS}))
-    sampled, further = [], trainer._sample_further
+    sampled, select = [], trainer._select
 
-    def first_group_varies(inputs, number):
-        batch, selection = further(inputs, number)
+    def first_group_varies(inputs, batch, number):
+        selection = select(inputs, batch, number)
+        if number == 0:
+            return selection
         sampled.append(number)
-        first = selection.kept.new_tensor([True] + [False] * (len(selection.kept) - 1))
-        return batch, replace(selection, kept=first)
+        kept = torch.zeros_like(selection.kept)
+        kept[0] = True
+        return replace(selection, kept=kept)
 
-    trainer._sample_further = first_group_varies
+    trainer._select = first_group_varies
     trainer.train()
     assert sampled == [1] and trainer.state.global_step == 4
     (row, *_) = log_rows(trainer)

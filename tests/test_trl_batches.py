@@ -44,17 +44,17 @@ def riding_along(add):
     """Adds to each sampled batch what `add(batch, fingerprints)` returns; the model is not shown any of it."""
 
     def prepare(trainer):
-        sample, forward = trainer._sample_and_score, trainer._get_per_token_logps_and_entropies
+        sample, forward = trainer._sample_round, trainer._get_per_token_logps_and_entropies
 
-        def sampled(inputs):
-            batch = sample(inputs)
+        def sampled(inputs, number):
+            batch = sample(inputs, number)
             return {**batch, **add(batch, fingerprints_of(trainer, batch))}
 
         def without_images(*args, **kwargs):
             names = ("pixel_values", "image_grid_thw", "num_images", "mm_token_type_ids")
             return forward(*args, **{key: value for key, value in kwargs.items() if key not in names})
 
-        trainer._sample_and_score, trainer._get_per_token_logps_and_entropies = sampled, without_images
+        trainer._sample_round, trainer._get_per_token_logps_and_entropies = sampled, without_images
 
     return prepare
 

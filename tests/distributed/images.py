@@ -46,11 +46,11 @@ def main() -> None:
         model, processor = family(policy_path)
         args = SNRFilteredGRPOConfig(output_dir=folder, **SETTINGS)
         trainer = SNRFilteredGRPOTrainer(model, varied, args, looking([1, 2, 0, 5]), processing_class=processor)
-        sample, compute = trainer._sample_and_score, trainer._compute_loss
+        sample, compute = trainer._sample_round, trainer._compute_loss
         sampled = []
 
-        def sampling(inputs, sample=sample, sampled=sampled):
-            sampled.append(sample(inputs))
+        def sampling(inputs, number, sample=sample, sampled=sampled):
+            sampled.append(sample(inputs, number))
             return sampled[-1]
 
         def computing(model, inputs, compute=compute):
@@ -58,7 +58,7 @@ def main() -> None:
             seen.append(bool(loss.isfinite()))
             return loss
 
-        trainer._sample_and_score, trainer._compute_loss = sampling, computing
+        trainer._sample_round, trainer._compute_loss = sampling, computing
         trainer.train()
         assert all(("pixel_values" in batch) == (state.process_index == 0) for batch in sampled)
     torch.save(seen, Path(folder) / f"seen_{state.process_index}.pt")

@@ -60,7 +60,7 @@ def train(layout: str, policy_path: str, folder: Path, kill: tuple[int, str, int
     trainer.remove_callback(PrinterCallback)  # the table goes there
     functions = {
         "sampling": (trainer, "_generate_single_turn"),
-        "further round": (trainer, "_sample_further"),
+        "further round": (trainer, "_sample_round"),
         "measuring": (measuring, "_measure"),
         "update": (trainer, "_compute_loss"),
         "before saving": (trainer, "_save_checkpoint"),
