@@ -67,7 +67,9 @@ def train(layout: str, policy_path: str, folder: Path, kill: tuple[int, str, int
         "before the manifest": (trainer, "_save_rng_state"),
     }
     if kill is not None and kill[0] == PartialState().process_index:
-        die_at(*functions[kill[1]], kill[2], folder)
+        # A step has a first round, and in the first steps several further ones.
+        earlier = 5 if kill[1] == "further round" else 0
+        die_at(*functions[kill[1]], kill[2] + earlier, folder)
     last = last_complete_checkpoint(folder)
     trainer.train(resume_from_checkpoint=last is not None)
     assert layout != "zero3" or is_sharded(trainer)
