@@ -110,6 +110,7 @@ class Listener:
     on_rollout: Callable[[LocalRollout], None] | None = None
     on_pass: Callable[[int, int], None] | None = None
     aside: Callable[[], AbstractContextManager[None]] | None = None
+    all_rows: bool = False
 
     def remove(self) -> None:
         """Unsubscribe."""
@@ -139,7 +140,9 @@ class RolloutEvents:
         self.trainer = trainer
         self.listeners: list[Listener] = []
         self.scored: Scored | None = None  # of the latest call of `_calculate_rewards`
-        self._generated: Any = None  # the latest result of `_generate`
+        self._prompts: Any = None  # of the latest call of `_generate`
+        self._generated: Any = None  # its result
+        self._ahead: Tensor | None = None  # rewards of completions that TRL has not asked for yet
         extend(trainer, "_generate", self._note_generated)
         extend(trainer, "_calculate_rewards", self._note_rewards)
         if not announces:
@@ -197,8 +200,39 @@ class RolloutEvents:
             if listener.on_pass is not None:
                 listener.on_pass(computed, plain)
 
-    def _note_generated(self, generate: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        self._generated = generate(*args, **kwargs)
+    @property
+    def has_generated(self) -> bool:
+        """Whether a call of `_generate` has returned, and no other has begun."""
+        return self._generated is not None
+
+    @property
+    def needs_all_rows(self) -> bool:
+        """Whether a listener computes with rows of groups that carry no signal."""
+        return any(listener.all_rows for listener in self.listeners)
+
+    def score_ahead(self, inputs: list[dict[str, Any]]) -> Tensor:
+        """(B, F) rewards of the latest completions, which TRL then gets without calling a reward function again.
+
+        Args:
+            inputs: this process's rows of the dataset, one for each completion.
+        """
+        completion_ids = self._generated[1]
+        completions = self._generated[2 if isinstance(self.trainer, RLOOTrainer) else 3]
+        # TRL puts the fields of a rollout function into its rows before it scores them.
+        fields = next((one for one in self._generated if isinstance(one, dict)), {})
+        of_rows = [
+            (name, values if isinstance(values, list) else [values] * len(inputs)) for name, values in fields.items()
+        ]
+        rows = [
+            {**row, **{name: values[number] for name, values in of_rows if number < len(values)}}
+            for number, row in enumerate(inputs)
+        ]
+        self._ahead = self.trainer._calculate_rewards(rows, self._prompts, completions, completion_ids)
+        return self._ahead
+
+    def _note_generated(self, generate: Callable[..., Any], prompts: Any, *args: Any, **kwargs: Any) -> Any:
+        self._prompts, self._generated, self._ahead = prompts, None, None
+        self._generated = generate(prompts, *args, **kwargs)
         if self.trainer.model.training:
             self.generated(self._generated)
         return self._generated
@@ -213,6 +247,9 @@ class RolloutEvents:
         return sum(int(sum(mask)) for mask in [*masks, *further])
 
     def _note_rewards(self, calculate: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+        if self._ahead is not None:
+            rewards, self._ahead = self._ahead, None
+            return rewards
         pending = self.trainer._pending_extra_logs  # TRL moves it to its table of completions later
         before = {column: len(values) for column, values in pending.items()}
         rewards = calculate(*args, **kwargs)
@@ -236,6 +273,7 @@ def listen(
     on_rollout: Callable[[LocalRollout], None] | None = None,
     on_pass: Callable[[int, int], None] | None = None,
     aside: Callable[[], AbstractContextManager[None]] | None = None,
+    all_rows: bool = False,
 ) -> Listener:
     """Subscribe to a trainer's sampling, until `remove` is called. Listeners are called in the order they subscribed.
 
@@ -250,12 +288,13 @@ def listen(
         on_pass: takes the padded positions that a pass over a generation computes, and the positions of plain TRL's
             micro-batches of it, over all processes. Our trainers announce it.
         aside: a context around `on_rollout` of all listeners: a clock of training stops inside.
+        all_rows: whether `on_rollout` computes with old and reference log-probs of rows that no loss will see.
 
     Raises:
         TypeError: for a trainer that does not sample completions.
     """
     events: RolloutEvents = getattr(trainer, _ATTRIBUTE, None) or RolloutEvents(trainer)
-    listener = Listener(events, on_rows, on_generated, on_rollout, on_pass, aside)
+    listener = Listener(events, on_rows, on_generated, on_rollout, on_pass, aside, all_rows)
     events.listeners.append(listener)
     return listener
 

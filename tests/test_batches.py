@@ -14,8 +14,7 @@ from trl.trainer.utils import (
     unsplit_pixel_values_by_grid,
 )
 
-from ragen2_trl.trainers.batches import chunks, join, padded_size, row_lengths, take
-from ragen2_trl.trainers.images import IMAGE_KEYS
+from ragen2_trl.trainers.batches import IMAGE_KEYS, chunks, join, padded_size, row_lengths, take
 
 PAD = 0
 LAYOUTS = ("qwen", "llava", "gemma3", "pixtral", "llava_next", "gemma4", "internvl", "lfm2", "idefics")

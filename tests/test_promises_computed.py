@@ -53,7 +53,7 @@ def test_dropped_means_not_computed(algorithm, rows, num_passes, policy_path, tm
     assert all(len(ids) <= rows for ids in policy.with_grad)
     for ids in policy.with_grad:  # no column is padding throughout
         assert (ids != policy.pad).any(dim=0).all()
-    # TRL's RLOO takes the log-probs of all rows before there is a reward. PPO's values are of kept rows only.
+    # The KL of every row is part of RLOO's rewards. PPO's values are of kept rows only.
     everything = rows_of(replay, list(replay.rewards))
     assert policy.rows(policy.without) == {"grpo": [], "rloo": everything, "ppo": kept}[algorithm.name]
 

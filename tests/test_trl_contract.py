@@ -21,9 +21,8 @@ from trl.trainer import utils
 
 from ragen2_trl import SNRFilteredGRPOTrainer, SNRFilteredPPOConfig, SNRFilteredPPOTrainer, cli
 from ragen2_trl.tiny import TINY_MODEL_PATH
-from ragen2_trl.trainers.batches import COMPLETION_PADDING, PROMPT_PADDING, WHOLE_SEQUENCE
+from ragen2_trl.trainers.batches import COMPLETION_PADDING, IMAGE_KEYS, PROMPT_PADDING, WHOLE_SEQUENCE
 from ragen2_trl.trainers.grpo import TOKEN_NORMALIZED_LOSSES
-from ragen2_trl.trainers.images import IMAGE_KEYS
 from ragen2_trl.trainers.pilots import BY_ROW
 from ragen2_trl.trainers.stock import StockConfig, StockTrainer
 from ragen2_trl.trainers.trl_contract import NEWEST, OLDEST, IncompatibleTRLError, check_trl, needs, untested

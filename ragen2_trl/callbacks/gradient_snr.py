@@ -170,7 +170,7 @@ class GradientSNRCallback(TrainerCallback):
         check_own_trainer(self, self.trainer, state)
         check_can_probe(self.trainer)
         self.latest, self._last_step = None, state.global_step
-        self._listener = self._listener or listen(self.trainer, on_rollout=self._on_rollout)
+        self._listener = self._listener or listen(self.trainer, on_rollout=self._on_rollout, all_rows=True)
 
     def _on_rollout(self, local: LocalRollout) -> None:
         step = self._due_step()

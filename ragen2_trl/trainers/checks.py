@@ -13,13 +13,13 @@ from trl import RLOOTrainer
 from ragen2_trl.columns import SUCCESS
 from ragen2_trl.trainers.checkpoints import LAYOUT_FIELDS
 from ragen2_trl.trainers.config import SNRFilterConfig
+from ragen2_trl.trainers.shared_prompts import dropout_of
 
 logger = get_logger(__name__)
 
-PILOTS, LARGE_GROUP = (
-    2,
-    16,
-)  # by default, and from what size of group on: of 8 they cost where no prompt is dead, of 16 not
+PILOTS = 2  # by default
+LARGE_GROUP = 16  # smallest group with pilots by default: in one of 8 they cost where no prompt is dead
+LOG_PROBS = "_get_per_token_logps_and_entropies"
 EQUAL_ROWS = 16  # that are looked at
 
 
@@ -66,6 +66,38 @@ def _has_whole_groups(args: SNRFilterConfig, num_processes: int) -> bool:
     """Whether each process samples all completions of its prompts."""
     rows: int = args.per_device_train_batch_size * args.steps_per_generation
     return num_processes == 1 or rows % args.num_generations == 0
+
+
+def shares_prompts(trainer: Any) -> bool:
+    """Whether the update computes each prompt once per group: `snr_share_prompts`, by default with lossless.
+
+    Raises:
+        ValueError: for `True` where log-probs are not computed by the shared method, or with lossless and dropout.
+    """
+    args = trainer.args
+    is_lossless = args.snr_strategy == "lossless"
+    wanted = is_lossless if args.snr_share_prompts is None else args.snr_share_prompts
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    adapters = getattr(model, "peft_config", {}).values()
+    dropout = dropout_of(model)
+    obstacles = {
+        "use_liger_kernel=True computes the loss without log-probs": args.use_liger_kernel,
+        f"{type(trainer).__name__} has a {LOG_PROBS} of its own": LOG_PROBS in _overridden(type(trainer)),
+        "PPO's critic reads the hidden states of padded rows": not trainer.can_share_prompts,
+        "the load-balancing loss is over padded rows": trainer.aux_loss_enabled,
+        "rows may have images": getattr(model.config, "vision_config", None) is not None,
+        "an adapter of virtual tokens is another prompt": any(one.is_prompt_learning for one in adapters),
+        f"dropout of {dropout:g} would be drawn once per prompt, and lossless is TRL's training": is_lossless
+        and dropout,
+    }
+    reason = next((obstacle for obstacle, stands in obstacles.items() if stands), None)
+    if wanted and args.snr_share_prompts and reason:
+        raise ValueError(f"snr_share_prompts=True: {reason}; allowed: False.")
+    if wanted and reason:
+        logger.warning(f"Prompts are computed once per completion, not once per group: {reason}.")
+    elif wanted and dropout:
+        logger.warning(f"Dropout of {dropout:g} is drawn once per prompt (snr_share_prompts=True).")
+    return bool(wanted and reason is None)
 
 
 def check_router_loss(trainer: Any) -> None:

@@ -49,6 +49,11 @@ class SNRFilterConfig(StockConfig):
         Training stops after this many optimizer steps in a row without a kept group; 0 or less never stops. RAGEN
         stops after 5 steps of 8 prompts; scripts with one or two prompts a step see such series by chance.
 
+    snr_share_prompts (`bool`, *optional*):
+        Whether the update computes each prompt once for all completions of its group, in packed rows. The loss is the
+        same up to rounding. By default `True` with `snr_strategy="lossless"`, unless the model has dropout, of which a
+        prompt then gets one draw, else `False`.
+
     > Parameters that control which prompts are sampled
 
     snr_dynamic_sampling_rounds (`int`, *optional*, defaults to `0`):
@@ -114,6 +119,13 @@ class SNRFilterConfig(StockConfig):
         default=50,
         metadata={
             "help": "Stop after this many optimizer steps in a row without a kept group; 0 or less never stops."
+        },
+    )
+    snr_share_prompts: bool | None = field(
+        default=None,
+        metadata={
+            "help": "Compute each prompt once for all completions of its group. By default with lossless, unless the "
+            "model has dropout."
         },
     )
     snr_dynamic_sampling_rounds: int = field(
@@ -218,6 +230,7 @@ class SNRFilterConfig(StockConfig):
         return {
             "all": unscored
             | {
+                "snr_share_prompts": (False, "rounds otherwise than TRL, whose bits 'all' keeps"),
                 "snr_dynamic_sampling_rounds": (0, nothing_to_fill),
                 "snr_pilot_generations": (0, nothing_to_fill),
             },

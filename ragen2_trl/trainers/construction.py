@@ -10,6 +10,7 @@ from torch import Tensor
 from ragen2_trl.names import named_object
 from ragen2_trl.redaction import with_hidden_credentials
 from ragen2_trl.rollout_events import NeedsRows, RolloutEvents, extend
+from ragen2_trl.trainers.batches import padded_size
 from ragen2_trl.trainers.checkpoints import RunState
 from ragen2_trl.trainers.checks import (
     check_has_rows,
@@ -20,6 +21,7 @@ from ragen2_trl.trainers.checks import (
     check_subclass,
     known_range,
     pilots_of,
+    shares_prompts,
     warn_of_equal_rows,
     with_snr_fields,
 )
@@ -33,6 +35,7 @@ from ragen2_trl.trainers.prompt_selection import PromptSelection
 from ragen2_trl.trainers.prompt_source import DatasetOrder, TRLOrder
 from ragen2_trl.trainers.row_means import RowMeans
 from ragen2_trl.trainers.selection import GroupFilter, Selection, Selector
+from ragen2_trl.trainers.shared_prompts import SharedPrompts
 from ragen2_trl.trainers.trl_contract import check_trl
 from ragen2_trl.trainers.turn_samples import check_turn_samples
 
@@ -56,6 +59,7 @@ class Constructed(StockTrainer):
 
     _config_class: ClassVar[type]  # with the filter's settings
     _trl_config_class: ClassVar[type]  # of the plain trainer
+    can_share_prompts: ClassVar[bool] = True  # whether the loss reads log-probs and entropies alone
     takes_turn_samples: ClassVar[bool] = False  # whether an episode may be several training samples
     _paper = {  # noqa: RUF012 -- TRL declares it so
         "title": "RAGEN-2: Reasoning Collapse in Agentic RL",
@@ -80,6 +84,7 @@ class Constructed(StockTrainer):
     _pilots: PilotSampling | None = None
     _row_means: RowMeans | None = None
     _in_loss: bool = False
+    _shared_prompts: SharedPrompts | None = None
     latest_selection: Selection | None = None
 
     def __init__(
@@ -121,8 +126,11 @@ class Constructed(StockTrainer):
         self._is_neutral = self.args.snr_strategy == "all"  # TRL's own batch, bit for bit
         make_plan = LosslessPlan if self.args.snr_strategy == "lossless" else DropPlan
         padding = self._tokenizer.pad_token_id, self.pad_to_multiple_of
-        self._plan = make_plan(self.accelerator, self.args, lambda: self._loss_mean, *padding)
-        self._micro_batches = MicroBatches(self.accelerator, self.args, self._plan, self._announce_pass)
+        shares = shares_prompts(self)
+        self._shared_prompts = SharedPrompts(self.accelerator, self.model) if shares else None
+        self._plan = make_plan(self.accelerator, self.args, lambda: self._loss_mean, *padding, shares)
+        positions = self._shared_prompts.positions if self._shared_prompts is not None else padded_size
+        self._micro_batches = MicroBatches(self.accelerator, self.args, self._plan, self._announce_pass, positions)
         self._empty_steps = EmptySteps(self, self._check_weighted)
         self._begin_run()
         # Around the methods of subclasses: none can lose a weight, or a reward.

@@ -12,6 +12,7 @@ from typing import TypeAlias
 
 Row: TypeAlias = tuple[int, int]  # the process that sampled it, and its number among the kept rows there
 Deal: TypeAlias = list[list[list[Row]]]  # for each micro-step, for each process, rows
+Prompt: TypeAlias = tuple[int, int]  # its number on the process that sampled it, and its tokens
 
 TOLERANCE = 0.05  # time of the update that we give to leave rows where they are
 
@@ -43,15 +44,17 @@ def deal_rows(
     segments: Sequence[int],
     rows_per_micro_batch: int,
     of_segments: Sequence[Sequence[int]] | None = None,
+    prompts: Sequence[Sequence[Prompt]] | None = None,
 ) -> Deal:
     """Deal kept rows to micro-steps and processes.
 
     Rows are taken in their given (shuffled) order to fill the segments evenly, so that no optimizer step sees only
     short completions, unless it is given how many belong to each. Inside a segment every process gets as many rows as
-    every other, up to one, and rows of similar length share a micro-batch, which keeps padding small. Rows stay on
-    their process where that costs at most `TOLERANCE` of what the micro-steps would take in the best balance we know:
-    dealing the rows of each micro-step to and fro. A segment's filled micro-batches come last, so that the micro-step
-    before an optimizer step has rows and gradients synchronise.
+    every other, up to one, and rows of similar length share a micro-batch, which keeps padding small, or rows of the
+    same prompt, where a micro-batch computes a prompt once. Rows stay on their process where that costs at most
+    `TOLERANCE` of what the micro-steps would take in the best balance we know: dealing the rows of each micro-step to
+    and fro. A segment's filled micro-batches come last, so that the micro-step before an optimizer step has rows and
+    gradients synchronise.
 
     Args:
         lengths: tokens of each kept row, for each process.
@@ -59,6 +62,7 @@ def deal_rows(
         rows_per_micro_batch: `per_device_train_batch_size`, the most rows a process takes in one micro-step; where
             there are more rows than fit into all micro-steps so, each takes its share of them.
         of_segments: for each process, how many of its kept rows belong to each segment, in their order.
+        prompts: the prompt of each kept row, for each process, where a micro-batch computes it once.
 
     Returns:
         For each micro-step, for each process, the rows. A micro-step with no row on any process is skipped.
@@ -69,6 +73,8 @@ def deal_rows(
     [[[(0, 1), (0, 0)], [(1, 1), (1, 0)]]]
     >>> deal_rows([[7, 3, 9]], segments=[1, 1], rows_per_micro_batch=2, of_segments=[[2, 1]])
     [[[(0, 1), (0, 0)]], [[(0, 2)]]]
+    >>> deal_rows([[7, 3, 9, 5]], segments=[2], rows_per_micro_batch=2, prompts=[[(0, 2), (1, 2), (0, 2), (1, 2)]])
+    [[[(0, 1), (0, 3)]], [[(0, 0), (0, 2)]]]
     """
     num_processes = len(lengths)
     if of_segments is None:
@@ -87,23 +93,47 @@ def deal_rows(
         num_filled = min(num_steps, -(-len(share) // (rows_per_micro_batch * num_processes)))
         micro_steps += [[[] for _ in range(num_processes)] for _ in range(num_steps - num_filled)]
         if num_filled:
-            micro_steps += _deal_segment(share, lengths, num_filled)
+            micro_steps += _deal_segment(share, lengths, prompts, num_filled)
     return micro_steps
 
 
-def _deal_segment(rows: list[Row], lengths: Sequence[Sequence[int]], num_filled: int) -> Deal:
+def _deal_segment(
+    rows: list[Row],
+    lengths: Sequence[Sequence[int]],
+    prompts: Sequence[Sequence[Prompt]] | None,
+    num_filled: int,
+) -> Deal:
     """Of three deals, from the one that moves least to the one balanced best, the first that is good enough."""
 
     def length(row: Row) -> int:
         return lengths[row[0]][row[1]]
 
-    def cost(deal: Deal) -> int:
-        """Padded tokens of the slowest process in each micro-step."""
-        return sum(max(len(share) * max(map(length, share), default=0) for share in shares) for shares in deal)
+    def group(row: Row) -> tuple[int, int]:
+        assert prompts is not None
+        return row[0], prompts[row[0]][row[1]][0]
 
-    rows = sorted(rows, key=length)
-    blocks = _cut(rows, num_filled)
-    balanced = [_deal_to_and_fro(block, len(lengths), start=number) for number, block in enumerate(blocks)]
+    def positions(share: list[Row]) -> int:
+        if prompts is None:
+            return len(share) * max(map(length, share), default=0)
+        shared = {group(row): prompts[row[0]][row[1]][1] for row in share}
+        return sum(length(row) - prompts[row[0]][row[1]][1] for row in share) + sum(shared.values())
+
+    def cost(deal: Deal) -> int:
+        """Positions of the slowest process in each micro-step."""
+        return sum(max(map(positions, shares)) for shares in deal)
+
+    if prompts is None:
+        rows = sorted(rows, key=length)
+        blocks = _cut(rows, num_filled)
+        balanced = [_deal_to_and_fro(block, len(lengths), start=number) for number, block in enumerate(blocks)]
+    else:
+        members: dict[tuple[int, int], list[int]] = {}
+        for row in rows:
+            members.setdefault(group(row), []).append(length(row))
+        rows = sorted(
+            rows, key=lambda row: (sum(members[group(row)]) / len(members[group(row)]), group(row), length(row))
+        )
+        balanced = [_cut(block, len(lengths)) for block in _cut(rows, num_filled)]
     for deal in (_deal_at_home(rows, len(lengths), num_filled), [_prefer_home(shares) for shares in balanced]):
         if cost(deal) <= (1 + TOLERANCE) * cost(balanced):
             return deal

@@ -18,25 +18,23 @@ from torch import Tensor
 from ragen2_trl.columns import TURN_SAMPLES
 from ragen2_trl.filtering import group_score
 from ragen2_trl.rollout_events import end_tokens
-from ragen2_trl.trainers.batches import Batch, chunks, loss_mask
-from ragen2_trl.trainers.checkpointed import Checkpointed
-from ragen2_trl.trainers.images import IMAGE_KEYS
-from ragen2_trl.trainers.processes import own_share
+from ragen2_trl.trainers.batches import Batch
+from ragen2_trl.trainers.forward_passes import ForwardPasses
 from ragen2_trl.trainers.prompt_source import separate
 from ragen2_trl.trainers.row_means import RowMeans
-from ragen2_trl.trainers.score_reward import rewards_to_score
 from ragen2_trl.trainers.selection import (
     Groups,
     Selection,
     equal_rewards,
     joined_selections,
+    rewards_to_score,
     seeded_generator,
     with_advantage,
 )
 from ragen2_trl.trainers.turn_samples import sampled_tokens, with_turn_samples
 
 
-class SNRFilter(Checkpointed):
+class SNRFilter(ForwardPasses):
     """Trains one of TRL's trainers only on the prompt groups that carry signal. Mixed in before that trainer.
 
     A trainer adds its configurations, the mean that its loss is, and how advantages change when groups are dropped.
@@ -51,12 +49,15 @@ class SNRFilter(Checkpointed):
             return inputs
         if self._buffered_inputs is not before:
             self._micro_batches.begin_generation(self._buffered_inputs, self._is_neutral)
+            self._check_sharing(self._buffered_inputs[0])
         number = self._step % self.args.steps_per_generation
         if number == 0:
             left_to_step = self.current_gradient_accumulation_steps - self._empty_steps.position
             self._buffered_inputs = self._micro_batches.begin_pass(
                 self._buffered_inputs, left_to_step, self._empty_steps.has_rows
             )
+            if self._shared_prompts is not None:
+                self._shared_prompts.announce(self._buffered_inputs)
         self._micro_step, self._is_weighted = self._micro_batches.step(number), False
         self._empty_steps.count(self._micro_step)
         return self._buffered_inputs[number]
@@ -76,7 +77,7 @@ class SNRFilter(Checkpointed):
         rounds = [self._select(inputs, batch, 0)]
         metrics = self._prompts.metrics()
         if self._dynamic_sampling is None:
-            kept = own_share(rounds[0].kept.flatten(), self.accelerator).to(self.accelerator.device)
+            kept = self._local(rounds[0].kept.flatten()).to(self.accelerator.device)
             trained = int(rounds[0].groups.sum())
         else:
 
@@ -99,9 +100,12 @@ class SNRFilter(Checkpointed):
             metrics |= self._pilots.metrics()
         self._empty_steps.begin_generation(trained, metrics)
         if not self._is_neutral or TURN_SAMPLES in batch:  # plain TRL's batch stays as it is
+            kept = self._plan.in_mean(kept)
+            if TURN_SAMPLES in batch:
+                batch, kept = self._with_turn_samples(batch, kept)
             batch = self._plan.marked(batch, kept)
         self._finish_advantages(batch)
-        return self._with_turn_samples(batch) if TURN_SAMPLES in batch else batch
+        return batch
 
     def _sample_round(self, inputs: list[dict[str, Any]], number: int) -> Batch:
         """TRL's batch of a round, from 0; with pilots `inputs` become the rows that were sampled in full."""
@@ -110,9 +114,11 @@ class SNRFilter(Checkpointed):
             self.rollout_events.rows(inputs)
         else:
             self._pilots.begin_round(inputs, self._sampling_key(number))
+        self._begin_batch(inputs)
         assert self._row_means is not None  # a step is being sampled
         with self._row_means.call(len(inputs)):
             batch = super()._generate_and_score_completions(inputs)
+        self._end_batch(batch)
         if len(batch["advantages"]) != len(inputs):
             raise RuntimeError(
                 f"_generate_and_score_completions made a batch of {len(batch['advantages'])} rows from {len(inputs)}; "
@@ -177,13 +183,13 @@ class SNRFilter(Checkpointed):
         self._set_advantages(inputs, batch, replace(selection, rewards=sums))
         return selection
 
-    def _with_turn_samples(self, batch: Batch) -> Batch:
+    def _with_turn_samples(self, batch: Batch, kept: Tensor) -> tuple[Batch, Tensor]:
         logps: dict[str, Callable[[Batch], Tensor]] = {
             "old_per_token_logps": self._logps_now,
             "ref_per_token_logps": self._reference_logps,
         }
         pad_token_id = self._tokenizer.pad_token_id
-        return with_turn_samples(batch, end_tokens(self), logps, self.args, pad_token_id, self.accelerator)
+        return with_turn_samples(batch, kept, end_tokens(self), logps, self.args, pad_token_id, self.accelerator)
 
     # 3. The loss of each micro-batch, weighted by its share of the kept rows
 
@@ -249,51 +255,3 @@ class SNRFilter(Checkpointed):
 
     def _finish_advantages(self, batch: Batch) -> None:
         """Adapt advantages to all kept groups of the step, dynamic sampling included."""
-
-    # Forward passes over a batch, without gradients
-
-    @torch.no_grad()
-    def _logps_and_entropies(
-        self, batch: Batch, compute_entropy: bool = False, model: Any = None
-    ) -> tuple[Tensor, Any]:
-        """(rows, T) each, log-probs and entropies in nats under the present weights, or under those of a model.
-
-        Without `compute_entropy`, entropies are `None`.
-        """
-        parts = [
-            self._get_per_token_logps_and_entropies(
-                self.model if model is None else model,
-                torch.cat([part["prompt_ids"], part["completion_ids"]], dim=1),
-                torch.cat([part["prompt_mask"], part["completion_mask"]], dim=1),
-                part["completion_ids"].size(1),
-                compute_entropy=compute_entropy,
-                **{key: part[key] for key in IMAGE_KEYS if key in part},
-            )[:2]
-            # TRL would show a part without images none of them, which models do not take.
-            for part in chunks(batch, self.args.per_device_train_batch_size)
-        ]
-        logps, entropies = zip(*parts, strict=True)
-        return torch.cat(logps), torch.cat(entropies) if compute_entropy else None
-
-    def _logps_now(self, batch: Batch) -> Tensor:
-        return self._logps_and_entropies(batch)[0]
-
-    def _reference_logps(self, batch: Batch) -> Tensor:
-        if self.ref_model is not None:
-            return self._logps_and_entropies(batch, model=self.ref_model)[0]
-        from trl.trainer.utils import use_adapter  # for adapters alone
-
-        model = self.accelerator.unwrap_model(self.model)  # of adapters: without them, or with those it began with
-        with use_adapter(model, adapter_name="ref" if "ref" in model.peft_config else None):
-            return self._logps_and_entropies(batch)[0]
-
-    def _mean_entropies(self, batch: Batch) -> Tensor:
-        """(B,) mean token entropy of each completion in nats, on the CPU: known otherwise only once it is updated."""
-        mask = loss_mask(batch)
-        per_token = self._logps_and_entropies(batch, compute_entropy=True)[1]
-        return self.accelerator.gather((per_token * mask).sum(dim=1) / mask.sum(dim=1).clamp(min=1)).cpu()
-
-    def _local(self, values: Tensor) -> Tensor:
-        """This process's part of values over the rows of all processes. (B,) -> (rows,)."""
-        own: Tensor = own_share(values, self.accelerator)
-        return own

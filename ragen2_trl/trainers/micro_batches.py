@@ -25,14 +25,25 @@ class MicroBatches:
         accelerator: Of the trainer.
         args: Its settings.
         plan: From the batch to micro-batches with weights.
-        announce: Takes the padded positions of a pass, and of TRL's own micro-batches of it, over all processes.
+        announce: Takes the positions that a pass computes, and those of TRL's own micro-batches of it, over all
+            processes; passes for log-probs before the first one included.
+        positions: From a micro-batch to the positions that a forward pass over it computes.
     """
 
-    def __init__(self, accelerator: Accelerator, args: Any, plan: DropPlan, announce: Callable[[int, int], None]):
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        args: Any,
+        plan: DropPlan,
+        announce: Callable[[int, int], None],
+        positions: Callable[[Batch], int] = padded_size,
+    ):
         self.accelerator = accelerator
         self.args = args
         self.plan = plan
         self.announce = announce
+        self.positions = positions
+        self._ahead = (0, 0)
         self._forget()
 
     def _forget(self) -> None:
@@ -86,13 +97,19 @@ class MicroBatches:
             # synchronise and TRL closes the step's books.
             steps[left_to_step - 1] = MicroStep(weight=0.0, kept=0)
         self.steps = steps
-        own = sum(padded_size(batch) for batch, step in zip(micro_batches, steps, strict=True) if step.runs)
+        own = sum(self.positions(batch) for batch, step in zip(micro_batches, steps, strict=True) if step.runs)
         self._announce(own, sum(map(padded_size, generated)))
         return micro_batches
+
+    def count_ahead(self, computed: int, plain: int) -> None:
+        """Count positions of a pass for log-probs with the next pass of the update, on this process."""
+        self._ahead = self._ahead[0] + computed, self._ahead[1] + plain
 
     def _announce(self, *positions: int) -> None:
         """A call for all processes together."""
         own = torch.tensor(positions, device=self.accelerator.device)
+        own += torch.tensor(self._ahead, device=own.device)
+        self._ahead = (0, 0)
         self.announce(*self.accelerator.reduce(own, reduction="sum").tolist())
 
     def step(self, number: int) -> MicroStep:

@@ -26,7 +26,7 @@ from ragen2_trl.rollout_events import Scored, group_rewards
 from ragen2_trl.trainers.posterior import Floats, RewardPosterior, Rows, evidence_of
 from ragen2_trl.trainers.prompt_selection import PromptSelection
 from ragen2_trl.trainers.prompt_source import Row, TRLOrder
-from ragen2_trl.trainers.score_reward import rewards_to_score
+from ragen2_trl.trainers.selection import rewards_to_score
 
 Generate = Callable[[list[Any]], tuple[Any, ...]]
 Calculate = Callable[..., Tensor]

@@ -16,7 +16,7 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch import Tensor
 
-from ragen2_trl.trainers.batches import Batch, join, loss_mask, row_lengths, take, without_loss
+from ragen2_trl.trainers.batches import Batch, join, loss_mask, prompts_of, row_lengths, take, without_loss
 from ragen2_trl.trainers.dealing import deal_rows
 from ragen2_trl.trainers.processes import exchange_rows
 
@@ -52,23 +52,6 @@ class MicroStep:
 SKIPPED = MicroStep(weight=0.0, kept=0, runs=False)
 
 
-def keep_rows(batch: Batch, kept: Tensor, accelerator: Accelerator) -> Batch:
-    """The batch with `KEPT`, and divided by the kept rows' tokens where TRL's loss divides by all tokens of a batch.
-
-    TRL counts these before rewards are known. A call for all processes together.
-
-    Args:
-        batch: of this process.
-        kept: (rows,) bool.
-        accelerator: of the trainer.
-    """
-    batch = {**batch, KEPT: kept}
-    if "num_items_in_batch" in batch:
-        tokens = (loss_mask(batch).sum(dim=1) * kept).sum()
-        batch["num_items_in_batch"] = accelerator.reduce(tokens, reduction="sum")
-    return batch
-
-
 class DropPlan:
     """The mean is over the kept rows, and only these are computed.
 
@@ -78,6 +61,7 @@ class DropPlan:
         loss_mean: Its loss's mean, asked for each batch: `loss_type` may be set after `__init__`.
         pad_token_id: Of its tokenizer.
         pad_to_multiple_of: TRL's setting for padded widths.
+        shares_prompts: Whether a micro-batch computes a prompt once for all of its rows.
     """
 
     cuts_every_pass = False  # whether a further pass over the same rows is dealt again
@@ -91,16 +75,29 @@ class DropPlan:
         loss_mean: Callable[[], LossMean],
         pad_token_id: int,
         pad_to_multiple_of: int | None,
+        shares_prompts: bool,
     ):
         self.accelerator = accelerator
         self.args = args
+        self.shares_prompts = shares_prompts
         self.loss_mean = loss_mean
         self.pad_token_id = pad_token_id
         self.pad_to_multiple_of = pad_to_multiple_of
 
-    def marked(self, batch: Batch, kept: Tensor) -> Batch:
-        """The batch with `KEPT`, from (rows,) bool, the selected rows. A call for all processes together."""
-        return keep_rows(batch, kept, self.accelerator)
+    def in_mean(self, selected: Tensor) -> Tensor:
+        """(rows,) bool, the rows over which the loss is a mean, from the selected ones."""
+        return selected
+
+    def marked(self, batch: Batch, in_mean: Tensor) -> Batch:
+        """The batch with `KEPT`, and divided by these rows' tokens where TRL's loss divides by all tokens of a batch.
+
+        TRL counts these before rewards are known. A call for all processes together.
+        """
+        batch = {**batch, KEPT: in_mean}
+        if "num_items_in_batch" in batch:
+            tokens = (loss_mask(batch).sum(dim=1) * in_mean).sum()
+            batch["num_items_in_batch"] = self.accelerator.reduce(tokens, reduction="sum")
+        return batch
 
     def cut(self, generated: list[Batch], segments: list[int], ends_step: bool) -> tuple[list[Batch], list[MicroStep]]:
         """The micro-batches of a pass, as many as TRL's, and the plan for each. A call for all processes together.
@@ -119,11 +116,12 @@ class DropPlan:
         counted = int(rows.pop(KEPT).sum())
         own = torch.cat(computed).nonzero().squeeze(1).tolist()
         all_lengths = row_lengths(rows).tolist()
-        own_part = [all_lengths[row] for row in own], [int(part.sum()) for part in computed], counted
+        prompts = prompts_of(take(rows, own, keep_positions=True)) if self.shares_prompts and own else []
+        own_part = [all_lengths[row] for row in own], prompts, [int(part.sum()) for part in computed], counted
         everyones = gather_object([own_part]) if accelerator.num_processes > 1 else [own_part]
-        lengths, of_each_segment, counts = zip(*everyones, strict=True)
-        most = self.args.per_device_train_batch_size
-        deal = deal_rows(lengths, segments, most, of_each_segment if self.keeps_steps else None)
+        lengths, of_rows, of_each_segment, counts = zip(*everyones, strict=True)
+        most, fixed = self.args.per_device_train_batch_size, of_each_segment if self.keeps_steps else None
+        deal = deal_rows(lengths, segments, most, fixed, of_rows if self.shares_prompts else None)
         # (process, number of its computed rows) -> row of `held`
         held, place = exchange_rows(rows, own, deal, accelerator, self.pad_token_id, self.pad_to_multiple_of)
 
@@ -176,8 +174,8 @@ class LosslessPlan(DropPlan):
     keeps_positions = True
     keeps_steps = True
 
-    def marked(self, batch: Batch, kept: Tensor) -> Batch:
-        return {**batch, KEPT: torch.ones_like(kept)}
+    def in_mean(self, selected: Tensor) -> Tensor:
+        return torch.ones_like(selected)
 
     def _prepared(self, batch: Batch) -> Batch:
         """With `SHARED_TOKENS` for a mean over tokens of a micro-batch, so that its rows may go into others."""

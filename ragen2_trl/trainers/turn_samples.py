@@ -16,7 +16,6 @@ from trl.trainer.utils import pad
 
 from ragen2_trl.columns import TURN_SAMPLES
 from ragen2_trl.trainers.batches import Batch, join, loss_mask, take
-from ragen2_trl.trainers.plans import KEPT, keep_rows
 from ragen2_trl.trainers.processes import forward_in_step
 
 LOGPS = ("old_per_token_logps", "ref_per_token_logps")
@@ -50,16 +49,18 @@ def sampled_tokens(batch: Batch) -> Tensor:
 
 def with_turn_samples(
     batch: Batch,
+    kept: Tensor,
     end_tokens: list[int],
     logps: dict[str, Callable[[Batch], Tensor]],
     args: Any,
     pad_token_id: int,
     accelerator: Accelerator,
-) -> Batch:
+) -> tuple[Batch, Tensor]:
     """A batch of all samples, each with the advantage of its episode. A call for all processes together.
 
     Args:
-        batch: one row an episode, with its turn samples in a list and `KEPT`.
+        batch: one row an episode, with its turn samples in a list.
+        kept: (rows,) bool, the episodes that are trained on.
         end_tokens: ids that end a turn.
         logps: for what the batch has of `LOGPS`, from a batch to (rows, T) under the policy that sampled, and under
             the reference.
@@ -68,7 +69,7 @@ def with_turn_samples(
         accelerator: of the trainer.
 
     Returns:
-        A multiple of `steps_per_generation` rows, filled up with dropped ones; `KEPT` tells the kept ones.
+        A multiple of `steps_per_generation` rows, filled up with others, and (rows,) bool for those to train on.
     """
     batch = dict(batch)
     later = batch.pop(TURN_SAMPLES)
@@ -77,19 +78,18 @@ def with_turn_samples(
     further = _laid_out([sample for samples in later for sample in samples], owners, batch, end_tokens, args)
     for key in LOGPS:
         if key in batch:
-            kept = further[KEPT].nonzero().squeeze(1).tolist() if further else []
+            own = kept[owners].nonzero().squeeze(1).tolist()
             size, spare = args.per_device_train_batch_size, take(batch, [0])
-            computed = forward_in_step(logps[key], further or None, kept, spare, size, accelerator)
+            computed = forward_in_step(logps[key], further or None, own, spare, size, accelerator)
             if further:
                 assert computed is not None  # of rows of its own
                 further[key] = torch.zeros_like(further["completion_ids"], dtype=torch.float)
-                further[key][kept] = computed.float()
+                further[key][own] = computed.float()
     whole = join([batch, further], pad_token_id) if further else batch
     rows = list(range(episodes + len(owners)))
     spare_rows = [0] * (-len(rows) % args.steps_per_generation)
-    whole = take(whole, rows + spare_rows)
-    whole[KEPT][len(rows) :] = False
-    return keep_rows(whole, whole[KEPT], accelerator)
+    kept = torch.cat([kept, kept[owners], kept.new_zeros(len(spare_rows))])
+    return take(whole, rows + spare_rows), kept
 
 
 def _laid_out(
@@ -117,6 +117,6 @@ def _laid_out(
         logps = [torch.tensor([torch.nan if x is None else x for x in sample["logprobs"]]) for sample in samples]
         laid_out["sampling_per_token_logps"] = pad(logps, padding_value=0)
     laid_out = {key: value.to(device) for key, value in laid_out.items()}
-    shared = {key: batch[key][owners] for key in ("advantages", KEPT)}
+    shared = {"advantages": batch["advantages"][owners]}
     whole = {key: value for key, value in batch.items() if not (isinstance(value, Tensor) and value.ndim)}
     return {**whole, **laid_out, **shared}

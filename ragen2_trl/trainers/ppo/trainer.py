@@ -66,6 +66,7 @@ class SNRFilteredPPOTrainer(ActorCritic, SNRFilter, GRPOTrainer):
     _name = "SNR-filtered PPO"
     _config_class: ClassVar[type] = SNRFilteredPPOConfig
     _trl_config_class: ClassVar[type] = GRPOConfig
+    can_share_prompts: ClassVar[bool] = False  # the critic reads hidden states
     args: SNRFilteredPPOConfig
 
     def __init__(self, model: Any, reward_funcs: Any = None, args: Any = None, *positional: Any, **kwargs: Any):

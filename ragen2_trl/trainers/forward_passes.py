@@ -1,0 +1,172 @@
+"""Forward passes of a trainer for log-probs: TRL's own, over fewer rows and with each prompt computed once."""
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from trl import RLOOTrainer
+
+from ragen2_trl.trainers.batches import IMAGE_KEYS, Batch, chunks, loss_mask, take, whole_rows
+from ragen2_trl.trainers.checkpointed import Checkpointed
+from ragen2_trl.trainers.processes import forward_in_step, own_share
+
+LOGPS = ("old_per_token_logps", "ref_per_token_logps", "old_logps")
+
+
+class ForwardPasses(Checkpointed):
+    """The hook for log-probs, and passes without gradients over batches of our own."""
+
+    # While TRL makes a batch: its rows, and (rows,) bool for those whose group has varying rewards, once these are
+    # known. `None` at any other time, and where TRL computes the log-probs of all rows.
+    _sampled: list[dict[str, Any]] | None = None
+    _live: Tensor | None = None
+
+    def _get_per_token_logps_and_entropies(
+        self,
+        model: Any,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        logits_to_keep: int,
+        batch_size: int | None = None,
+        compute_entropy: bool = False,
+        compute_aux_loss: bool = False,
+        **images: Any,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """(rows, T) log-probs and entropies in nats, and the router loss."""
+        rows = model, input_ids, attention_mask, logits_to_keep
+        plain = super()._get_per_token_logps_and_entropies
+        other = compute_aux_loss or any(value is not None for value in images.values())
+        is_sampled = self._sampled is not None and self.rollout_events.has_generated
+        if not other and is_sampled and batch_size is not None:  # only TRL's calls for a whole generation give a size
+            return self._logps_of_live_rows(*rows, batch_size), None, None
+        if not other and self._shared_prompts is not None and batch_size is None and self.model.training:
+            shared = self._shared_prompts(*rows)
+            if shared is not None:
+                return shared[0], shared[1] if compute_entropy else None, None
+        result: tuple[Tensor, Tensor | None, Tensor | None] = plain(
+            *rows, batch_size, compute_entropy, compute_aux_loss, **images
+        )
+        return result
+
+    # While TRL makes a batch: log-probs of the rows that may be trained on
+
+    def _begin_batch(self, inputs: list[dict[str, Any]]) -> None:
+        """TRL is about to make a batch from these rows of the dataset."""
+        names = [None, *self.reward_func_names]
+        # The other cases need the log-probs of every row: KL is part of RLOO's rewards, and these may be kept.
+        of_every_row = (
+            self._is_neutral
+            or self._own_selector is not None
+            or self.args.snr_score_reward not in names
+            or (isinstance(self, RLOOTrainer) and self.beta != 0)
+            or self.rollout_events.needs_all_rows
+        )
+        self._sampled, self._live = None if of_every_row else inputs, None
+
+    def _end_batch(self, batch: Batch) -> None:
+        """Rows whose log-probs were not computed get 0, so that no loss of them is NaN."""
+        if self._live is not None:
+            for key in LOGPS:
+                if key in batch:
+                    dead = ~self._live if batch[key].ndim == 1 else ~self._live.unsqueeze(1)
+                    batch[key] = batch[key].masked_fill(dead, 0.0)
+        self._sampled = self._live = None
+
+    def _logps_of_live_rows(
+        self, model: Any, input_ids: Tensor, attention_mask: Tensor, width: int, size: int
+    ) -> Tensor:
+        """(rows, T), NaN for rows of groups without varying rewards: TRL leaves NaN out of its means."""
+        if self._live is None:
+            self._live = self._rows_of_varying_groups().to(input_ids.device)
+        before = input_ids.size(1) - width
+        batch = {
+            "prompt_ids": input_ids[:, :before],
+            "prompt_mask": attention_mask[:, :before],
+            "completion_ids": input_ids[:, before:],
+            "completion_mask": attention_mask[:, before:],
+        }
+        self._check_sharing(batch)
+        live = self._live.nonzero().squeeze(1).tolist()
+        computed = forward_in_step(
+            partial(self._counted_logps, model),
+            batch,
+            live,
+            take(batch, [0]),
+            size,
+            self.accelerator,
+            keep_positions=self._plan.keeps_positions,
+        )
+        assert computed is not None  # of a batch
+        logps = input_ids.new_full((len(input_ids), width), torch.nan, dtype=computed.dtype)
+        logps[live] = computed
+        self._micro_batches.count_ahead(0, input_ids.numel())
+        return logps
+
+    def _rows_of_varying_groups(self) -> Tensor:
+        """(rows,) bool of this process. Scores the completions now; TRL gets the same rewards when it asks."""
+        assert self._sampled is not None  # TRL is making a batch
+        rewards = self.rollout_events.score_ahead(self._sampled)
+        groups = rewards.view(-1, self.num_generations, rewards.size(1))
+        groups = groups.nan_to_num(nan=torch.finfo(groups.dtype).min)  # a missing reward differs from any other
+        varies = (groups != groups[:, :1]).flatten(1).any(dim=1)
+        return self._local(varies.repeat_interleave(self.num_generations))
+
+    def _counted_logps(self, model: Any, batch: Batch) -> Tensor:
+        ids, mask, width = whole_rows(batch)
+        self._micro_batches.count_ahead(self._micro_batches.positions(batch), 0)
+        logps: Tensor = self._get_per_token_logps_and_entropies(model, ids, mask, width)[0]
+        return logps
+
+    def _check_sharing(self, batch: Batch) -> None:
+        """Whether packed rows serve; a call for all processes together."""
+        if self._shared_prompts is not None:
+            plain = super()._get_per_token_logps_and_entropies
+            self._shared_prompts.check(self.model, lambda *rows: plain(self.model, *rows)[0], batch)
+
+    # Passes of our own, without gradients
+
+    @torch.no_grad()
+    def _logps_and_entropies(
+        self, batch: Batch, compute_entropy: bool = False, model: Any = None
+    ) -> tuple[Tensor, Any]:
+        """(rows, T) each, log-probs and entropies in nats under the present weights, or under those of a model.
+
+        Without `compute_entropy`, entropies are `None`.
+        """
+        parts = [
+            self._get_per_token_logps_and_entropies(
+                self.model if model is None else model,
+                *whole_rows(part),
+                compute_entropy=compute_entropy,
+                **{key: part[key] for key in IMAGE_KEYS if key in part},
+            )[:2]
+            # TRL would show a part without images none of them, which models do not take.
+            for part in chunks(batch, self.args.per_device_train_batch_size)
+        ]
+        logps, entropies = zip(*parts, strict=True)
+        return torch.cat(logps), torch.cat(entropies) if compute_entropy else None
+
+    def _logps_now(self, batch: Batch) -> Tensor:
+        return self._logps_and_entropies(batch)[0]
+
+    def _reference_logps(self, batch: Batch) -> Tensor:
+        if self.ref_model is not None:
+            return self._logps_and_entropies(batch, model=self.ref_model)[0]
+        from trl.trainer.utils import use_adapter  # for adapters alone
+
+        model = self.accelerator.unwrap_model(self.model)  # of adapters: without them, or with those it began with
+        with use_adapter(model, adapter_name="ref" if "ref" in model.peft_config else None):
+            return self._logps_and_entropies(batch)[0]
+
+    def _mean_entropies(self, batch: Batch) -> Tensor:
+        """(B,) mean token entropy of each completion in nats, on the CPU: known otherwise only once it is updated."""
+        mask = loss_mask(batch)
+        per_token = self._logps_and_entropies(batch, compute_entropy=True)[1]
+        means: Tensor = self.accelerator.gather((per_token * mask).sum(dim=1) / mask.sum(dim=1).clamp(min=1))
+        return means.cpu()
+
+    def _local(self, values: Tensor) -> Tensor:
+        """This process's part of values over the rows of all processes. (B,) -> (rows,)."""
+        own: Tensor = own_share(values, self.accelerator)
+        return own

@@ -1,0 +1,356 @@
+"""Each prompt computed once per group: the same log-probs, gradients and parameters, for fewer positions."""
+
+import copy
+import logging
+from functools import partial
+
+import pytest
+import torch
+from accelerate import Accelerator
+from algorithms import GRPO, PPO, RLOO, replay_of
+from conftest import parameters_of
+from datasets import Dataset
+from peft import LoraConfig, PrefixTuningConfig, TaskType
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    GPT2Config,
+    LlamaConfig,
+    MistralConfig,
+    MixtralConfig,
+    OPTConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
+from trl import GRPOTrainer
+from trl.trainer.utils import add_fused_lm_head
+
+from ragen2_trl import SNRFilteredGRPOConfig, SNRFilteredGRPOTrainer
+from ragen2_trl.tiny import TINY_MODEL_PATH
+from ragen2_trl.trainers.shared_prompts import SharedPrompts, cheapest_layout
+
+SIZES = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+MLP = {"intermediate_size": 48, "num_key_value_heads": 2}
+WINDOW = {"sliding_window": 6}
+FITTING = {
+    "llama": LlamaConfig(**SIZES, **MLP),
+    "qwen3": Qwen3Config(**SIZES, **MLP, head_dim=8),
+    "qwen2 with a window": Qwen2Config(**SIZES, **MLP, **WINDOW, use_sliding_window=True, max_window_layers=0),
+    "mistral, a window": MistralConfig(**SIZES, **MLP, **WINDOW),
+    "gemma2, windows in turn": Gemma2Config(**SIZES, **MLP, **WINDOW, head_dim=8, query_pre_attn_scalar=8),
+    "mixtral": MixtralConfig(**SIZES, **MLP, num_local_experts=2),
+    "gpt2": GPT2Config(
+        vocab_size=64, n_embd=32, n_layer=2, n_head=4, n_positions=64, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0
+    ),
+}
+# Its positions come from a mask of two dimensions.
+OPT = OPTConfig(vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, ffn_dim=48, dropout=0.0)
+
+
+def model_of(config, attention="sdpa"):
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(3)
+        config = copy.deepcopy(config)
+        config._attn_implementation = attention
+        model = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
+        for parameter in model.parameters():  # far from 0, so that attention to another token shows
+            torch.nn.init.normal_(parameter, std=0.3) if parameter.ndim > 1 else None
+    add_fused_lm_head(model, outputs=("log_probs", "entropy"))
+    return model
+
+
+def batch_of(prompts, completions, groups):
+    """Rows as TRL pads them: prompts of these lengths for groups of so many completions, of these lengths."""
+    generator = torch.Generator().manual_seed(5)
+    prompt_rows = [torch.randint(1, 64, (length,), generator=generator) for length in prompts]
+    ids, mask = [], []
+    left, right = max(prompts), max(completions)
+    for number, length in enumerate(completions):
+        prompt = prompt_rows[number // groups]
+        completion = torch.randint(1, 64, (length,), generator=generator)
+        before, after = left - len(prompt), right - length
+        ids.append(torch.cat([torch.zeros(before).long(), prompt, completion, torch.zeros(after).long()]))
+        mask.append(torch.cat([torch.zeros(before), torch.ones(len(prompt) + length), torch.zeros(after)]).long())
+    ids, mask = torch.stack(ids), torch.stack(mask)
+    return {
+        "prompt_ids": ids[:, :left],
+        "prompt_mask": mask[:, :left],
+        "completion_ids": ids[:, left:],
+        "completion_mask": mask[:, left:],
+    }
+
+
+def padded(model, input_ids, attention_mask, width):
+    labels = input_ids.masked_fill(attention_mask == 0, -100)
+    labels[:, :-width] = -100
+    outputs = model(input_ids=input_ids, attention_mask=attention_mask, labels=labels, fused_lm_head=True)
+    return outputs.log_probs[:, -width:], outputs.entropy[:, -width:]
+
+
+BATCH = batch_of([9, 12], [4, 7, 1, 5, 6, 2, 7, 3], groups=4)
+IDS = torch.cat([BATCH["prompt_ids"], BATCH["completion_ids"]], dim=1)
+MASK = torch.cat([BATCH["prompt_mask"], BATCH["completion_mask"]], dim=1)
+WIDTH = BATCH["completion_ids"].size(1)
+
+
+def checked(model, batch=BATCH):
+    shared = SharedPrompts(Accelerator(cpu=True), model)
+    shared.check(model, lambda *rows: padded(model, *rows)[0], batch)
+    return shared
+
+
+@pytest.mark.parametrize(
+    ("name", "attention"),
+    [(name, "eager" if "gemma2" in name else "sdpa") for name in FITTING] + [("gpt2", "eager")],
+)
+def test_log_probs_entropies_and_gradients_are_those_of_padded_rows(name, attention):
+    model = model_of(FITTING[name], attention)
+    shared = checked(model)
+    assert shared.serves
+    shown = BATCH["completion_mask"].bool()
+    weights = torch.rand(shown.shape, generator=torch.Generator().manual_seed(1))
+    results = []
+    for logps, entropies in (padded(model, IDS, MASK, WIDTH), shared(model, IDS, MASK, WIDTH)):
+        model.zero_grad()
+        (logps * weights * shown).sum().backward()
+        gradient = torch.cat([one.grad.flatten() for one in model.parameters() if one.grad is not None])
+        results.append((logps * shown, entropies * shown, gradient))
+    for plain, ours in zip(*results, strict=True):
+        assert (plain - ours).abs().max() < 2e-6 * max(1.0, plain.abs().max().item())
+    assert shared.positions(BATCH) < IDS.numel()
+
+
+def test_a_model_that_packing_does_not_fit_computes_padded_rows_and_says_so_once(caplog):
+    model = model_of(OPT)
+    with caplog.at_level(logging.WARNING):
+        shared = checked(model)
+        shared.check(model, lambda *rows: padded(model, *rows)[0], BATCH)
+    assert shared.serves is False and shared(model, IDS, MASK, WIDTH) is None
+    assert shared.positions(BATCH) == IDS.numel()
+    (message,) = [record.getMessage() for record in caplog.records]
+    assert "OPTForCausalLM" in message and "snr_share_prompts" in message
+
+
+def test_attention_without_masks_of_our_own_is_named():
+    model = model_of(FITTING["llama"])
+    model.config._attn_implementation = "flash_attention_2"
+    shared = SharedPrompts(Accelerator(cpu=True), model)
+    assert "flash_attention_2" in shared._misfit()
+
+
+def test_the_check_is_repeated_once_rows_are_wider_than_the_window():
+    model, seen = model_of(FITTING["mistral, a window"]), []
+
+    def log_probs(*rows):
+        seen.append(rows[0].size(1))
+        return padded(model, *rows)[0]
+
+    shared = SharedPrompts(Accelerator(cpu=True), model)
+    short, long = batch_of([3], [2, 2], groups=2), batch_of([8], [4, 3], groups=2)
+    for batch, widths in ((short, {5}), (short, {5}), (long, {5, 12}), (long, {5, 12})):
+        shared.check(model, log_probs, batch)
+        assert set(seen) == widths and shared.serves
+    assert len(seen) == 6  # of two completions, and of each alone; twice
+
+
+def test_without_a_token_to_compare_nothing_is_decided():
+    model, batch = model_of(FITTING["llama"]), dict(BATCH)
+    batch["completion_mask"] = torch.zeros_like(BATCH["completion_mask"])
+    shared = checked(model, batch)
+    assert shared.serves is None
+    shared.check(model, lambda *rows: padded(model, *rows)[0], BATCH)
+    assert shared.serves
+
+
+def test_no_uniform_split_of_the_groups_costs_less_than_the_chosen_one():
+    generator = torch.Generator().manual_seed(2)
+    for _ in range(50):
+        lengths = torch.randint(1, 60, (16,), generator=generator).tolist()
+        overhead = float(torch.randint(1, 400, (1,), generator=generator))
+        prompts, groups = [30] * 8 + [5] * 8, [0] * 8 + [1] * 8
+
+        def cost(rows, length, overhead=overhead):
+            return rows * length * (overhead + length)
+
+        chosen = cheapest_layout(prompts, lengths, groups, cost)
+        assert sorted(row for part in chosen.parts for row in part) == list(range(16))
+        assert all(len({groups[row] for row in part}) == 1 for part in chosen.parts)
+        whole = max(prompts[8 * number] - 1 + sum(lengths[8 * number : 8 * number + 8]) for number in (0, 1))
+        single = max(prompt - 1 + length for prompt, length in zip(prompts, lengths, strict=True))
+        assert chosen.cost <= min(cost(2, whole), cost(16, single))
+
+
+# In training
+
+LOSSLESS = {"snr_strategy": "lossless"}
+TRAINING = {"beta": 0.0, "learning_rate": 1e-4, "max_steps": 3, "weight_decay": 0.1}
+
+
+def trained(algorithm, policy_path, folder, plain=False, trainer_class=None, **settings):
+    replay = replay_of(policy_path)
+    args = algorithm.args(folder, plain, **{**TRAINING, **settings})
+    trainer = algorithm.make(policy_path, args, replay, trainer_class=trainer_class)
+    trainer.train()
+    return trainer
+
+
+def apart(first, second):
+    ours, plain = parameters_of(first), parameters_of(second)
+    return max((ours[name] - plain[name]).abs().max().item() for name in plain)
+
+
+def fractions(trainer):
+    return [row["snr/update_compute_fraction"] for row in trainer.state.log_history if "loss" in row]
+
+
+SEVERAL = {"num_iterations": 2, "per_device_train_batch_size": 8, "gradient_accumulation_steps": 2}
+SETTINGS = [(GRPO, {"loss_type": "dapo"}), (GRPO, {"loss_type": "bnpo", "gradient_checkpointing": True}), (RLOO, {})]
+
+
+@pytest.mark.parametrize(("algorithm", "settings"), SETTINGS, ids=["dapo", "bnpo", "rloo"])
+def test_lossless_with_shared_prompts_has_the_parameters_of_trl_for_fewer_positions(
+    algorithm, settings, policy_path, tmp_path
+):
+    settings = {**SEVERAL, "steps_per_generation": 4, **settings}
+    plain = trained(algorithm, policy_path, tmp_path, plain=True, **settings)
+    ours = trained(algorithm, policy_path, tmp_path, **LOSSLESS, **settings)
+    without = trained(algorithm, policy_path, tmp_path, **LOSSLESS, snr_share_prompts=False, **settings)
+    assert ours._shared_prompts.serves
+    assert apart(ours, plain) < 5e-6 and apart(without, plain) < 5e-6
+    assert all(one < other for one, other in zip(fractions(ours), fractions(without), strict=True))
+
+
+def test_a_batch_of_live_groups_shares_prompts_too(policy_path, tmp_path):
+    rewards = {prompt: [0.0, 1.0] * 4 for prompt in replay_of(policy_path).rewards}
+    args = partial(GRPO.args, tmp_path, per_device_train_batch_size=16, gradient_accumulation_steps=2)
+    made = {}
+    for share in (True, False):
+        trainer = GRPO.make(
+            policy_path, args(**LOSSLESS, **TRAINING, snr_share_prompts=share), replay_of(policy_path, rewards)
+        )
+        trainer.train()
+        made[share] = trainer
+    assert apart(made[True], made[False]) < 5e-6
+    assert max(fractions(made[True])) < 0.8 * min(fractions(made[False]))
+
+
+@pytest.mark.parametrize("share", [None, True])
+def test_dropout_and_lossless_do_not_share(share, policy_path, tmp_path):
+    """TRL draws once per completion, a packed row once per prompt."""
+    adapter = LoraConfig(r=2, lora_dropout=0.5, target_modules="all-linear", task_type=TaskType.CAUSAL_LM)
+    make = partial(GRPO.make, policy_path, peft_config=adapter)
+    args = GRPO.args(tmp_path, **LOSSLESS, **TRAINING, snr_share_prompts=share)
+    if share:
+        with pytest.raises(ValueError, match=r"snr_share_prompts=True.*dropout of 0\.5"):
+            make(args, replay_of(policy_path))
+    else:
+        assert make(args, replay_of(policy_path))._shared_prompts is None
+    other = GRPO.args(tmp_path, **TRAINING, snr_strategy="nonzero", snr_share_prompts=True)
+    assert make(other, replay_of(policy_path))._shared_prompts is not None
+
+
+def test_it_is_on_with_lossless_and_off_elsewhere(policy_path, tmp_path):
+    for strategy, shares in (("lossless", True), ("top_p", False), ("all", False)):
+        trainer = GRPO.make(policy_path, GRPO.args(tmp_path, snr_strategy=strategy, beta=0.0), replay_of(policy_path))
+        assert (trainer._shared_prompts is not None) == shares
+
+
+def test_where_it_cannot_be_it_is_refused_by_name(policy_path, tmp_path):
+    class Own(SNRFilteredGRPOTrainer):
+        def _get_per_token_logps_and_entropies(self, *args, **kwargs):
+            return super()._get_per_token_logps_and_entropies(*args, **kwargs)
+
+    prefix = PrefixTuningConfig(task_type=TaskType.CAUSAL_LM, num_virtual_tokens=2)
+    share = {"snr_share_prompts": True, "snr_strategy": "nonzero"}
+    for algorithm, settings, kwargs, named in (
+        (PPO, {}, {}, "critic"),
+        (GRPO, {}, {"peft_config": prefix}, "virtual tokens"),
+        (GRPO, {}, {"trainer_class": Own}, "Own has a _get_per_token_logps"),
+    ):
+        args = algorithm.args(tmp_path, **share, **settings)
+        with pytest.raises(ValueError, match=f"snr_share_prompts=True.*{named}"):
+            algorithm.make(policy_path, args, replay_of(policy_path), **kwargs)
+    with pytest.raises(ValueError, match="snr_share_prompts"):
+        SNRFilteredGRPOConfig(str(tmp_path), snr_strategy="all", snr_share_prompts=True)
+
+
+# Old log-probs
+
+
+class Passes:
+    """Rows of each forward pass without gradients."""
+
+    def __init__(self, trainer):
+        self.rows = 0
+        trainer.model.model.register_forward_pre_hook(self.count, with_kwargs=True)
+
+    def count(self, module, args, kwargs):
+        if not torch.is_grad_enabled():
+            self.rows += len(kwargs["input_ids"])
+
+
+@pytest.mark.parametrize(("algorithm", "settings"), [(GRPO, {"num_iterations": 2}), (RLOO, {})], ids=["grpo", "rloo"])
+@pytest.mark.parametrize("strategy", ["lossless", "nonzero"])
+def test_old_log_probs_are_computed_for_rows_of_groups_with_variance(
+    strategy, algorithm, settings, policy_path, tmp_path
+):
+    replay = replay_of(policy_path)
+    live = sum(len(set(rewards)) > 1 for rewards in replay.rewards.values()) * 4
+    whole = {
+        "per_device_train_batch_size": 16,
+        "gradient_accumulation_steps": len(replay.rewards) // 2,
+        "max_steps": 1,
+    }
+    share = {"snr_strategy": strategy, "snr_share_prompts": False}
+    args = algorithm.args(tmp_path, **{**TRAINING, **settings, **whole, **share})
+    trainer = algorithm.make(policy_path, args, replay)
+    passes = Passes(trainer)
+    trainer.train()
+    assert 0 < live < 32 and passes.rows == live
+
+
+def test_reward_functions_are_called_once_though_scores_come_first(policy_path, tmp_path):
+    """A subclass that changes rewards changes them once; fields of a rollout function reach reward functions."""
+    calls = []
+
+    class Doubled(SNRFilteredGRPOTrainer):
+        def _calculate_rewards(self, *rows):
+            return 2 * super()._calculate_rewards(*rows)
+
+    class PlainDoubled(GRPOTrainer):
+        def _calculate_rewards(self, *rows):
+            return 2 * super()._calculate_rewards(*rows)
+
+    replay = replay_of(policy_path)
+
+    def reward(completions, replayed, **kwargs):
+        calls.append(len(completions))
+        return replayed
+
+    def made(trainer_class, **settings):
+        args = GRPO.args(tmp_path, trainer_class is PlainDoubled, **{**TRAINING, "num_iterations": 2}, **settings)
+        return trainer_class(
+            policy_path,
+            reward,
+            args,
+            Dataset.from_dict({"prompt": list(replay.rewards)}),
+            rollout_func=replay.rollout,
+            processing_class=replay.tokenizer,
+        )
+
+    ours = made(Doubled, **LOSSLESS)
+    ours.train()
+    of_ours = list(calls)
+    calls.clear()
+    plain = made(PlainDoubled)
+    plain.train()
+    assert calls == of_ours
+    assert apart(ours, plain) < 5e-6
+    rows = [[row["reward"] for row in one.state.log_history if "reward" in row] for one in (ours, plain)]
+    assert rows[0] == pytest.approx(rows[1])
+
+
+def test_the_tiny_model_of_the_package_shares_prompts():
+    model = AutoModelForCausalLM.from_pretrained(TINY_MODEL_PATH, dtype=torch.float32)
+    add_fused_lm_head(model, outputs=("log_probs", "entropy"))
+    assert checked(model).serves
