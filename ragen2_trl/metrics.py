@@ -292,7 +292,7 @@ SNR = (
     Metric("snr/kept_tokens_fraction", "the same, in completion tokens", "fraction", COMPLETIONS),
     Metric(
         COMPUTE,
-        "positions that the update computed, padding included, as a share of plain TRL's",
+        "positions that the update computed, padding and old log-probs included, as a share of plain TRL's",
         "fraction",
         PASS,
         "time: generation is not in it",
@@ -638,7 +638,7 @@ COST = (
     ),
     Metric(
         "cost/update_positions",
-        "positions of all passes over a generation, padding included, as `snr/update_compute_fraction` counts them",
+        "positions of all passes over a generation, padding included, old log-probs included, as `snr/update_compute_fraction` counts them",
         "tokens",
         RUN,
         "a separate critic's: those are in `cost/update_tokens`",

@@ -296,11 +296,7 @@ def test_old_log_probs_are_computed_for_rows_of_groups_with_variance(
 ):
     replay = replay_of(policy_path)
     live = sum(len(set(rewards)) > 1 for rewards in replay.rewards.values()) * 4
-    whole = {
-        "per_device_train_batch_size": 16,
-        "gradient_accumulation_steps": len(replay.rewards) // 2,
-        "max_steps": 1,
-    }
+    whole = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 4, "max_steps": 1}
     share = {"snr_strategy": strategy, "snr_share_prompts": False}
     args = algorithm.args(tmp_path, **{**TRAINING, **settings, **whole, **share})
     trainer = algorithm.make(policy_path, args, replay)

@@ -1,143 +1,247 @@
-"""How much time `snr_strategy="lossless"` takes of plain TRL's, and how far apart the two end.
+"""What `snr_strategy="lossless"` takes of plain TRL's update, and how far apart the two end.
 
-    python -m research.benchmarks.lossless    # some minutes on two cores
+    python -m research.benchmarks.lossless    # half an hour on one core
 
-The tiny model samples 16 prompts x 8 completions of FrozenLake a step. Rewards are given so that a known share of the
-groups has no variance. Plain `trl.GRPOTrainer` and lossless take turns, so that a slow minute hits both; they sample
-for themselves, and the largest difference of their parameters at the end stands beside the times. Update time is a
-step less generation and rewards: packing, forward, backward, optimizer. Times are CPU seconds of the process, which
-others on the machine change least.
+A model of 12M parameters with random weights is trained on given completions and rewards, so that lengths and the
+share of dead groups (equal rewards) are known. Methods take turns, so that a slow minute hits all. Times are CPU
+seconds of the process for a step less its rollout: packing, old log-probs, forward, backward, optimizer. Positions are
+those that pass through the model, padding included.
 
 Writes `research/benchmarks/results/lossless.md`.
 """
 
 import argparse
+import math
 import os
+import resource
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from transformers import TrainerCallback
+from datasets import Dataset
+from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 from trl import GRPOConfig, GRPOTrainer
 
 from ragen2_trl import SNRFilteredGRPOConfig, SNRFilteredGRPOTrainer
-from ragen2_trl.envs import make_env
 from ragen2_trl.tiny import TINY_MODEL_PATH
 from research.benchmarks.filter_step_time import BASE, StepTimes
 from research.benchmarks.measuring import machine
+from research.statistics import mean_interval
 
 RESULTS = Path(__file__).parent / "results" / "lossless.md"
-SHARES = (0.25, 0.5, 0.75)  # of groups without reward variance
-PROMPTS, GROUP_SIZE = 16, 8
+DEAD = (0.0, 0.5, 0.75)
+PROMPTS, GROUP_SIZE = 4, 8
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Tokens of prompts and completions.
+
+    Args:
+        prompt: of each prompt.
+        completion: median of a completion, whose logarithm is normal.
+        spread: standard deviation of that logarithm.
+        turns: the environment writes half of the tokens after the first turn, which are not in the loss.
+    """
+
+    prompt: int
+    completion: int
+    spread: float
+    turns: int = 1
+
+
+SHAPES = {
+    "maths": Shape(prompt=100, completion=250, spread=0.5),
+    "short maths": Shape(prompt=100, completion=60, spread=0.5),
+    "agent, one turn": Shape(prompt=512, completion=100, spread=0.3),
+    "agent, five turns": Shape(prompt=512, completion=400, spread=0.3, turns=5),
+}
+METHODS: dict[str, dict[str, Any] | None] = {
+    "TRL": None,
+    "dead rows and padding": {"snr_strategy": "lossless", "snr_share_prompts": False},
+    "all": {"snr_strategy": "lossless"},
+}
 SETTINGS = {
     **BASE,
-    "per_device_train_batch_size": 32,
-    "gradient_accumulation_steps": 4,
+    "per_device_train_batch_size": GROUP_SIZE,
+    "gradient_accumulation_steps": PROMPTS,
     "num_generations": GROUP_SIZE,
-    "max_completion_length": 64,
     "learning_rate": 3e-5,
     "weight_decay": 0.1,
+    "beta": 0.0,
+    "max_completion_length": 4096,
 }
+TWO_UPDATES = {"gradient_accumulation_steps": PROMPTS // 2, "steps_per_generation": PROMPTS}
 
 
-class BeforeTraining(TrainerCallback):
-    """The parameters that a run begins with."""
+class Given:
+    """A rollout function that returns drawn completions, and a reward function for them."""
 
-    def on_train_begin(self, args, state, control, model=None, **kwargs):
-        self.parameters = [parameter.detach().clone() for parameter in model.parameters()]
+    def __init__(self, shape: Shape, dead: float, seed: int):
+        generator = torch.Generator().manual_seed(seed)
+        self.shape, self.generator, self.dead = shape, generator, round(dead * PROMPTS)
+        self.prompts = [self._tokens(shape.prompt) for _ in range(PROMPTS)]
+        self.seconds = 0.0  # of all rollouts
+
+    def _tokens(self, number: int) -> list[int]:
+        return torch.randint(5, 400, (number,), generator=self.generator).tolist()
+
+    def rollout(self, prompts: list[str], trainer: Any) -> dict[str, Any]:
+        start = time.process_time()
+        draws = torch.randn(len(prompts), generator=self.generator)
+        lengths = (self.shape.completion * (self.shape.spread * draws).exp()).round().int().clamp(4).tolist()
+        first = [length // self.shape.turns for length in lengths]
+        masks = [
+            [int(place < own or place % 2 == 0) for place in range(length)]
+            for own, length in zip(first, lengths, strict=True)
+        ]
+        rollout = {
+            "prompt_ids": [self.prompts[int(prompt)] for prompt in prompts],
+            "completion_ids": [self._tokens(length) for length in lengths],
+            "logprobs": None,
+            "env_mask": masks,
+            "given": [float(int(prompt) >= self.dead and row % 2) for row, prompt in enumerate(prompts)],
+        }
+        self.seconds += time.process_time() - start
+        return rollout
+
+    @staticmethod
+    def reward(completions: list[Any], given: list[float], **columns: Any) -> list[float]:
+        return given
 
 
-def train(plain: bool, share: float, seed: int, steps: int) -> tuple[StepTimes, list[torch.Tensor], float]:
-    """Times, the parameters at the end, and how far the farthest of them has come."""
-    env = make_env("frozen_lake")
-    dataset = env.dataset(PROMPTS, seed=0)
-    flat = {row["seed"] for row in dataset.select(range(round(share * PROMPTS)))}
+def model() -> Qwen3ForCausalLM:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        sizes = {"hidden_size": 384, "intermediate_size": 1024, "num_hidden_layers": 6, "vocab_size": 512}
+        heads = {"num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 64, "max_position_embeddings": 8192}
+        return Qwen3ForCausalLM(Qwen3Config(**sizes, **heads))
 
-    def reward(completions, seed, **columns):
-        """1, 0, 1, 0 in a group, or 0 for all of it."""
-        return [float(one not in flat and number % 2 == 0) for number, one in enumerate(seed)]
 
-    settings = {**SETTINGS, "output_dir": tempfile.mkdtemp(), "max_steps": steps, "seed": seed}
-    args = GRPOConfig(**settings) if plain else SNRFilteredGRPOConfig(**settings, snr_strategy="lossless")
-    times, before = StepTimes(time.process_time), BeforeTraining()
-    trainer_class = GRPOTrainer if plain else SNRFilteredGRPOTrainer
-    trainer = trainer_class(str(TINY_MODEL_PATH), reward, args, dataset, callbacks=[times, before])
+def train(method: str, shape: Shape, dead: float, seed: int, steps: int, two: bool) -> dict[str, Any]:
+    """CPU seconds of each update but the first, positions of all, and parameters before and after."""
+    own, given = METHODS[method], Given(shape, dead, seed)
+    settings = {**SETTINGS, **(TWO_UPDATES if two else {}), "output_dir": tempfile.mkdtemp(), "seed": seed}
+    settings["max_steps"] = steps * (1 + two)
+    args = GRPOConfig(**settings) if own is None else SNRFilteredGRPOConfig(**settings, **own)
+    times = StepTimes(time.process_time)
+    trainer: Any = (GRPOTrainer if own is None else SNRFilteredGRPOTrainer)(
+        model(),
+        given.reward,
+        args,
+        Dataset.from_dict({"prompt": [str(number) for number in range(PROMPTS)]}),
+        processing_class=AutoTokenizer.from_pretrained(TINY_MODEL_PATH),
+        rollout_func=given.rollout,
+        callbacks=[times],
+    )
     trainer.remove_callback(transformers.PrinterCallback)
-    times.watch(trainer)
+    before, positions = [one.detach().clone() for one in trainer.model.parameters()], []
+    trainer.model.model.register_forward_pre_hook(
+        lambda module, args, kwargs: positions.append(kwargs["input_ids"].numel()), with_kwargs=True
+    )
     trainer.train()
-    model: Any = trainer.model
-    after = [parameter.detach().clone() for parameter in model.parameters()]
-    return times, after, largest_difference(before.parameters, after)
+    seconds = sum(times.steps[1 + two :]) - given.seconds * (1 - 1 / steps)
+    after = [one.detach().clone() for one in trainer.model.parameters()]
+    return {"seconds": seconds, "positions": sum(positions), "before": before, "after": after}
 
 
 def largest_difference(first: list[torch.Tensor], second: list[torch.Tensor]) -> float:
     return max((one - other).abs().max().item() for one, other in zip(first, second, strict=True))
 
 
-def measure(share: float, rounds: int, steps: int) -> dict[str, float]:
-    """Medians over the steps of all rounds but the first of each, which warms up."""
-    seconds: dict[tuple[bool, str], list[float]] = {}
-    apart, moved = [], []
+def measure(shape: Shape, dead: float, rounds: int, steps: int, two: bool) -> dict[str, list[float]]:
+    """For each method the ratios to TRL's seconds and positions, and how far parameters end from TRL's."""
+    found: dict[str, list[float]] = {}
     for seed in range(rounds):
-        ends = {}
-        for plain in (True, False):
-            times, ends[plain], distance = train(plain, share, seed, steps)
-            seconds.setdefault((plain, "update"), []).extend(times.updates[1:])
-            seconds.setdefault((plain, "step"), []).extend(times.steps[1:])
-        apart.append(largest_difference(ends[True], ends[False]))
-        moved.append(distance)
-    medians = {key: statistics.median(values) for key, values in seconds.items()}
-    return {
-        "plain_update": medians[True, "update"],
-        "update": medians[False, "update"] / medians[True, "update"],
-        "plain_step": medians[True, "step"],
-        "step": medians[False, "step"] / medians[True, "step"],
-        "apart": max(apart),
-        "moved": min(moved),
-    }
+        ends = {method: train(method, shape, dead, seed, steps, two) for method in METHODS}
+        plain = ends["TRL"]
+        found.setdefault("moved", []).append(largest_difference(plain["before"], plain["after"]))
+        for method, end in ends.items():
+            if method != "TRL":
+                found.setdefault(f"{method} seconds", []).append(end["seconds"] / plain["seconds"])
+                found.setdefault(f"{method} positions", []).append(end["positions"] / plain["positions"])
+                found.setdefault(f"{method} apart", []).append(largest_difference(end["after"], plain["after"]))
+    return found
 
 
-def markdown(rows: dict[float, dict[str, float]], steps: int, note: str) -> str:
+def _ratio(values: list[float]) -> str:
+    """A geometric mean, with its interval over rounds."""
+    logs = [math.log(value) for value in values]
+    middle = math.exp(statistics.fmean(logs))
+    if len(values) < 2:
+        return f"{middle:.2f}"
+    estimate = mean_interval(logs)
+    return f"{middle:.2f} ({math.exp(estimate.low):.2f} to {math.exp(estimate.high):.2f})"
+
+
+def peak_memory(method: str, shape: str) -> float:
+    """MiB of a process that trains two steps."""
+    command = [sys.executable, "-m", "research.benchmarks.lossless", "--peak", method, "--shape", shape]
+    return float(subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()[-1])
+
+
+def markdown(rows: list[tuple[str, float, dict[str, list[float]]]], memory: dict[str, list[float]], note: str) -> str:
     lines = ["# Lossless", "", "Made by `python -m research.benchmarks.lossless`.", ""]
+    lines += [", ".join(f"{name} {value}" for name, value in machine().items()) + (f". {note}" if note else ""), ""]
     lines += [
-        ", ".join(f"{name} {value}" for name, value in machine().items()) + ("" if not note else f". {note}"),
+        f"12M parameters, {PROMPTS} prompts x {GROUP_SIZE} completions, float32, given completions. CPU time of the "
+        "update as a fraction of plain TRL's (95 % interval over rounds), positions through the model likewise, the "
+        "largest difference of a parameter from plain TRL's at the end, and how far the farthest one moved.",
         "",
-    ]
-    lines += [
-        f"Tiny model, {PROMPTS} prompts x {GROUP_SIZE} completions, float32, {steps} steps of Adam. CPU time of "
-        "lossless as a fraction of plain TRL's; largest difference of a parameter between both at the end, and how "
-        "far the farthest parameter moved.",
-        "",
-        "| groups without variance | TRL's update | lossless, update | TRL's step | lossless, step "
+        "| shape | dead groups | dead rows and padding: time | positions | with shared prompts: time | positions "
         "| parameters differ by | and moved by |",
-        "|---" * 7 + "|",
+        "|---" * 8 + "|",
     ]
-    for share, row in rows.items():
+    for name, dead, row in rows:
+        cells = [_ratio(row[f"{method} seconds"]) for method in METHODS if method != "TRL"]
+        counted = [f"{statistics.fmean(row[f'{method} positions']):.2f}" for method in METHODS if method != "TRL"]
         lines.append(
-            f"| {share:.2f} | {row['plain_update']:.2f} s | {row['update']:.3f} | {row['plain_step']:.2f} s "
-            f"| {row['step']:.3f} | {row['apart']:.1e} | {row['moved']:.1e} |"
+            f"| {name} | {dead:.2f} | {cells[0]} | {counted[0]} | {cells[1]} | {counted[1]} "
+            f"| {max(row['all apart']):.1e} | {min(row['moved']):.1e} |"
         )
+    lines += [
+        "",
+        "Peak memory of the process in MiB:",
+        "",
+        "| shape | " + " | ".join(METHODS) + " |",
+        "|---" * 4 + "|",
+    ]
+    lines += [f"| {name} | " + " | ".join(f"{one:.0f}" for one in values) + " |" for name, values in memory.items()]
     return "\n".join(lines) + "\n"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=3, help="runs of each case")
-    parser.add_argument("--steps", type=int, default=6, help="optimizer steps of a run")
+    parser.add_argument("--steps", type=int, default=3, help="generations of a run; the first warms up")
     parser.add_argument("--note", default="", help="what else is to be known of the machine")
+    parser.add_argument("--peak", choices=METHODS, help="only print the peak memory of a run with this method")
+    parser.add_argument("--shape", choices=SHAPES, help="only this shape")
     arguments = parser.parse_args()
     os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    rows = {}
-    for share in SHARES:
-        rows[share] = measure(share, arguments.rounds, arguments.steps)
-        print(f"  {share:.2f} without variance", rows[share])
-    RESULTS.write_text(markdown(rows, arguments.steps, arguments.note))
+    if arguments.peak:
+        train(arguments.peak, SHAPES[arguments.shape], 0.0, 0, 2, False)
+        print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
+        return
+    shapes = {name: one for name, one in SHAPES.items() if arguments.shape in (None, name)}
+    rows, memory = [], {}
+    for name, shape in shapes.items():
+        for dead in DEAD:
+            for two in (False, True) if name == "agent, one turn" else (False,):
+                label = f"{name}, two updates a generation" if two else name
+                rows.append((label, dead, measure(shape, dead, arguments.rounds, arguments.steps, two)))
+                print(label, dead, {key: round(statistics.fmean(value), 4) for key, value in rows[-1][2].items()})
+        memory[name] = [peak_memory(method, name) for method in METHODS]
+        RESULTS.write_text(markdown(rows, memory, arguments.note))
     print(f"written to {RESULTS}")
 
 
