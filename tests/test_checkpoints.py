@@ -115,6 +115,9 @@ def test_what_is_only_named_like_a_checkpoint_is_none(run):
     for content in ("[]", "{}", '{"global_step": 3', '"text"', "[" * 10_000):
         (folder / "checkpoint-3" / "trainer_state.json").write_text(content)
         assert last_complete_checkpoint(folder) == folder / "checkpoint-2"
+    (folder / "checkpoint-3" / "trainer_state.json").unlink()
+    os.mkfifo(folder / "checkpoint-3" / "trainer_state.json")  # nobody writes to it
+    assert last_complete_checkpoint(folder) == folder / "checkpoint-2"
     assert last_complete_checkpoint(folder / "nowhere") is None
 
 

@@ -1,5 +1,6 @@
 """Files in a run's folder may be anybody's: no link is followed when writing, nothing is read without end."""
 
+import json
 import os
 import stat
 import subprocess
@@ -14,6 +15,7 @@ from ragen2_trl.cli.samples import read_completions
 from ragen2_trl.record import files, parquet
 from ragen2_trl.record.lock import LOCK, alone_in
 from ragen2_trl.record.parquet import open_parquet, rows_of
+from ragen2_trl.record.saved_episodes import MAX_EPISODES, read_episodes
 
 WRITERS = {
     "json": files.write_json,
@@ -21,6 +23,12 @@ WRITERS = {
     "text": files.write_text,
     "private": files.write_private,
 }
+
+
+PIPES = (
+    *("checkpoint-2/trainer_state.json", "_episodes/train_00001.parquet", "_measurements/group_rewards.jsonl"),
+    *("_measurements/measurement_00001.json", "completions/completions_00001.parquet"),
+)
 
 
 @pytest.fixture
@@ -79,6 +87,29 @@ def test_pipes_and_endless_devices_in_a_runs_folder_hold_nothing_up(kind, name, 
     command = [sys.executable, "-m", "ragen2_trl.cli", "report", str(tmp_path), "--output", str(tmp_path / "r.html")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 2 and "holds no log of a run" in " ".join(done.stderr.split())
+
+
+def test_pipes_beside_a_runs_log_hold_nothing_up(tmp_path):
+    (tmp_path / "diagnostics").mkdir()
+    rows = [{"step": step, "reward": 0.5, "loss": 0.1} for step in (1, 2)]
+    state = {"global_step": 2, "max_steps": 2, "log_history": rows, "stateful_callbacks": {}}
+    (tmp_path / "diagnostics" / "trainer_state.json").write_text(json.dumps(state))
+    for name in PIPES:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        os.mkfifo(tmp_path / name)
+    command = [sys.executable, "-m", "ragen2_trl.cli", "report", str(tmp_path), "--output", str(tmp_path / "r.html")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
+def test_episodes_of_more_rows_than_are_read_are_refused_before_they_are_decoded(tmp_path):
+    path = tmp_path / "train_00001.parquet"
+    count = MAX_EPISODES + 1
+    pq.write_table(
+        pa.table({"task": pa.DictionaryArray.from_arrays(pa.nulls(count, pa.int32()).fill_null(0), ["a"])}), path
+    )
+    with pytest.raises(ValueError, match="episodes must be 1 to"):
+        read_episodes(path)
 
 
 def test_parquet_of_more_rows_than_are_read_is_refused_before_it_is_decoded(tmp_path):

@@ -10,9 +10,9 @@ from peft import PeftModel
 from torch import nn
 from transformers import Trainer, TrainerCallback
 
-from ragen2_trl.instrument.health import is_number
 from ragen2_trl.record.run import COST_STATE
 from ragen2_trl.rollout_events import LocalRollout, listen, log_row
+from ragen2_trl.saved_state import kept_by_callback
 from ragen2_trl.trainers.stock import StockTrainer
 
 # Each process counts its own part of these.
@@ -80,7 +80,8 @@ class CostCallback(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._own, self._before, self._started = self._nothing(), self._nothing(), None
         if state.global_step > 0:
-            self._before |= _checked(state.stateful_callbacks.get(COST_STATE, {}))
+            saved = kept_by_callback(state, COST_STATE, dict[str, float]) or {}
+            self._before |= {name: float(saved[name]) for name in COSTS if name in saved}
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._resume()
@@ -156,12 +157,3 @@ class CostCallback(TrainerCallback):
 def _size(parameter: nn.Parameter) -> int:
     # DeepSpeed's ZeRO-3 leaves an empty tensor where its part of a parameter was.
     return parameter.ds_numel if hasattr(parameter, "ds_numel") else parameter.numel()
-
-
-def _checked(saved: Any) -> dict[str, float]:
-    """The sums of a checkpoint, which may be anybody's."""
-    if not isinstance(saved, Mapping) or not all(is_number(value) for value in saved.values()):
-        raise ValueError(
-            f"the checkpoint's trainer_state.json: {COST_STATE} must be numbers by name, got {ascii(saved)[:80]}"
-        )
-    return {name: float(saved[name]) for name in COSTS if name in saved}

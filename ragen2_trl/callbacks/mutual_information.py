@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from math import ceil
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal, TypedDict, cast
 
 import numpy as np
 import torch
@@ -50,11 +50,22 @@ from ragen2_trl.rollout_events import (
     listen,
     log_row,
 )
+from ragen2_trl.saved_state import kept_by_callback
 from ragen2_trl.trainers.stock import StockTrainer
 
 logger = get_logger(__name__)
 
 STOP_ON_TEMPLATE = "template_even_if_success_rises"
+
+
+class InformationState(TypedDict):
+    """What a checkpoint keeps."""
+
+    watch: RegimeWatch
+    ema: dict[str, dict[str, float]]
+    last_step: int | None
+    asked: int | None
+    silence: str
 
 
 class MutualInformationCallback(TrainerCallback):
@@ -187,7 +198,7 @@ class MutualInformationCallback(TrainerCallback):
                 self._listener = None
             return
         self._forget_row()  # of a step that was interrupted
-        saved = state.stateful_callbacks.get(MI_STATE)
+        saved = kept_by_callback(state, MI_STATE, InformationState)
         if saved is not None:
             self.watch = RegimeWatch.restored(saved["watch"])
             self.ema |= {s: MarginalStdEMA(values=saved["ema"][s]) for s in self.scopes if s in saved["ema"]}

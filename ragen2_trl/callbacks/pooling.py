@@ -4,7 +4,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from math import ceil
 from pathlib import Path
-from typing import Any
 
 import torch
 from accelerate.utils import broadcast_object_list
@@ -12,6 +11,7 @@ from torch import Tensor
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ragen2_trl.rollout_events import Rollout, extend
+from ragen2_trl.saved_state import load_tensors
 from ragen2_trl.trainers.stock import StockTrainer
 
 POOL_FILE = "_mutual_information_pool.pt"
@@ -86,7 +86,7 @@ class Pool:
         """With what `save` has written, where training resumes. A call for all processes together."""
         path = self._checkpoint and Path(self._checkpoint) / POOL_FILE
         self._checkpoint = None
-        values: Any = torch.load(path, weights_only=True) if path and path.exists() else []
+        values = load_tensors(path, list[Generation]) if path and path.exists() else []
         (values,) = broadcast_object_list([values])  # from the first process: others may be on another machine
         generations = [Generation(**{**one, "rollout": Rollout(**one["rollout"])}) for one in values]
         size = self.trainer.num_generations

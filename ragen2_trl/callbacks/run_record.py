@@ -31,6 +31,7 @@ from ragen2_trl.record.run import RUN_STATE, Run, read_run, run_of, write_run
 from ragen2_trl.record.settings import public_prompt
 from ragen2_trl.redaction import hide_credentials, with_hidden_credentials
 from ragen2_trl.rollout_events import extend
+from ragen2_trl.saved_state import of_checkpoint
 
 logger = get_logger(__name__)
 
@@ -115,7 +116,8 @@ class RunRecord(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._write_card = None
         self._of_step = []  # of a step that was interrupted
-        check_callbacks(state.stateful_callbacks, "the checkpoint's trainer_state.json")  # it goes on the card
+        with of_checkpoint():  # it goes on the card
+            check_callbacks(state.stateful_callbacks, "the checkpoint's trainer_state.json")
         before = state.stateful_callbacks.get(RUN_STATE, {}).get("resumed_at", [])
         resumed_at = [*before, state.global_step] if state.global_step > 0 else []
         state.stateful_callbacks[RUN_STATE] = {"ended": False, "resumed_at": resumed_at}

@@ -1,7 +1,7 @@
 """Whether training is failing, said while it trains: from the rows that are logged anyway, without a forward pass."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypedDict
 
 from accelerate.logging import get_logger
 from accelerate.utils import broadcast_object_list, gather_object
@@ -10,14 +10,23 @@ from transformers import TrainerCallback
 from ragen2_trl.callbacks.attached import check_own_trainer, is_newest
 from ragen2_trl.callbacks.run_record import reported
 from ragen2_trl.filtering import check_choice
-from ragen2_trl.instrument.health import COUNT, KINDS, Alarm, Health
+from ragen2_trl.instrument.health import COUNT, KINDS, Alarm, Health, HealthState
 from ragen2_trl.instrument.reasoning import Trajectories
 from ragen2_trl.record.run import HEALTH_STATE
 from ragen2_trl.rollout_events import Listener, LocalRollout, listen, log_row
+from ragen2_trl.saved_state import kept_by_callback
 
 logger = get_logger(__name__)
 
 STOP_ON = ("failing", *KINDS)
+
+
+class WatchState(TypedDict):
+    """What a checkpoint keeps."""
+
+    health: HealthState
+    closes: bool
+    keys: dict[str, str]
 
 
 def keep_watch(trainer: Any) -> None:
@@ -80,7 +89,7 @@ class TrainingHealthCallback(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         check_own_trainer(self, self.trainer, state)
         self.health, self._closes = Health(self.own_keys), False
-        if (saved := state.stateful_callbacks.get(HEALTH_STATE)) is not None:
+        if (saved := kept_by_callback(state, HEALTH_STATE, WatchState)) is not None:
             self.health.restore(saved["health"])
             self._closes = saved["closes"]
         if self._listener is None and hasattr(self.trainer, "_generate_and_score_completions"):

@@ -9,7 +9,7 @@ in `research/results/real_runs.md`.
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Literal, TypeGuard
+from typing import Any, Literal, TypedDict, TypeGuard
 
 Kind = Literal["format", "success", "length", "entropy", "gradient", "kl", "flat_rewards"]
 KINDS: tuple[Kind, ...] = ("format", "success", "length", "entropy", "gradient", "kl", "flat_rewards")
@@ -243,7 +243,7 @@ class Health:
 
     @property
     def state(self) -> dict[str, Any]:
-        """Numbers, texts and lists, for a checkpoint."""
+        """Numbers, texts and lists, for a checkpoint: `HealthState`."""
         watched = {key: asdict(watch) for key, watch in self._watched.items()}
         return {"step": self._step, "alarms": [asdict(one) for one in self.alarms.values()], "watched": watched}
 
@@ -319,6 +319,14 @@ class _Watch:
             return distance >= least / 2
         halved = signal.scale != "share" or signal.least > 0 or level <= HALF * best
         return distance >= least and halved
+
+
+class HealthState(TypedDict):
+    """The form of `Health.state`, whose dataclasses are dictionaries."""
+
+    step: int
+    alarms: list[Alarm]
+    watched: dict[str, _Watch]
 
 
 def _fits(pattern: list[str], key: list[str]) -> bool:

@@ -2,7 +2,7 @@
 
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 from accelerate.logging import get_logger
 from datasets import Dataset
@@ -10,6 +10,7 @@ from torch.utils.data import Sampler
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ragen2_trl.redaction import hide_credentials
+from ragen2_trl.trainers.batches import Batch
 from ragen2_trl.trainers.checkpoints import (
     LAYOUT_FIELDS,
     ResumableSampler,
@@ -20,8 +21,17 @@ from ragen2_trl.trainers.checkpoints import (
 )
 from ragen2_trl.trainers.checks import check_enough_prompts, check_loss_of_trl
 from ragen2_trl.trainers.construction import Constructed
+from ragen2_trl.trainers.micro_batches import MicroBatchState
 
 logger = get_logger(__name__)
+
+
+class OwnState(TypedDict):
+    """State of a process's generation batch in a checkpoint; in the middle of one with the batch itself."""
+
+    step: int
+    buffered_inputs: list[Batch] | None
+    micro_batches: MicroBatchState | None
 
 
 class Checkpointed(Constructed):
@@ -61,9 +71,10 @@ class Checkpointed(Constructed):
             raise
 
     def _tell_where_to_resume(self, end: BaseException) -> None:
-        """Add a line below the traceback; for an error only after a step and with a checkpoint."""
+        """Add a line below the traceback; for an error only after a step, with a checkpoint that could be loaded."""
         interrupted = isinstance(end, KeyboardInterrupt)  # all processes are interrupted; an error may be of one alone
-        if not (self.is_world_process_zero() if interrupted else self.state.global_step):
+        has_begun = self.state.global_step > 0 and self._empty_steps.has_begun
+        if not (self.is_world_process_zero() if interrupted else has_begun):
             return
         last = last_complete_checkpoint(Path(str(self.args.output_dir)))
         if last is None and not interrupted:
@@ -82,7 +93,7 @@ class Checkpointed(Constructed):
             open_checkpoint(folder)
         self.accelerator.wait_for_everyone()
         if not self.args.save_only_model:
-            own: dict[str, Any] = {"step": self._step, "buffered_inputs": None, "micro_batches": None}
+            own: OwnState = {"step": self._step, "buffered_inputs": None, "micro_batches": None}
             if self._step % (self.args.steps_per_generation * self.num_iterations) != 0:
                 # A checkpoint in the middle of a generation batch takes it along; else TRL samples again.
                 own |= {"buffered_inputs": self._buffered_inputs, "micro_batches": self._micro_batches.state()}
@@ -97,8 +108,14 @@ class Checkpointed(Constructed):
             write_manifest(output_dir)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if self.state.global_step > self.state.max_steps:
+            raise ValueError(
+                f"resume_from_checkpoint={checkpoint!r} has done global_step={self.state.global_step} optimizer steps "
+                f"by its trainer_state.json, and this run ends after {self.state.max_steps}; allowed: a larger "
+                "max_steps or num_train_epochs, or an earlier checkpoint."
+            )
         super()._load_optimizer_and_scheduler(checkpoint)
-        own = self._run_state.load(checkpoint, self.accelerator, self._batch_layout())
+        own = self._run_state.load(checkpoint, self.accelerator, self._batch_layout(), OwnState)
         if own is not None:
             self._step, self._buffered_inputs = own["step"], own["buffered_inputs"]
             if own["micro_batches"] is not None:

@@ -8,7 +8,7 @@ import zipfile
 from collections.abc import Iterator
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, Required, TypedDict, get_type_hints
 
 import torch
 from accelerate import Accelerator
@@ -16,6 +16,8 @@ from accelerate.utils import broadcast_object_list, gather_object, send_to_devic
 from torch.utils.data import Sampler
 from transformers import Trainer
 from trl.trainer.utils import RepeatSampler
+
+from ragen2_trl.saved_state import REMEDY, check_form, load_tensors, of_checkpoint, wrong
 
 logger = logging.getLogger(__name__)  # accelerate's fails where there is no trainer
 
@@ -61,8 +63,32 @@ class ResumableSampler(Sampler[int]):
         return len(self.sampler)
 
 
+class TrainerStateForm(TypedDict, total=False):
+    """Of `trainer_state.json`, as far as resuming reads it."""
+
+    global_step: Required[int]
+    max_steps: int
+    epoch: float | None
+    train_batch_size: int | None
+    num_input_tokens_seen: float
+    total_flos: float
+    log_history: list[dict[str, Any]]
+    best_metric: float | None
+    best_global_step: int | None
+    best_model_checkpoint: str | None
+    stateful_callbacks: dict[str, Any]
+
+
+class SavedRun(TypedDict):
+    """What `RunState` writes for a process."""
+
+    layout: dict[str, int]
+    shared: dict[str, Any]
+    own: dict[str, Any]
+
+
 class Stateful(Protocol):
-    """A part of a run with state of its own: plain values and tensors."""
+    """A part of a run with state of its own: plain values and tensors. The annotation of `load` is their form."""
 
     def state(self) -> Any: ...
 
@@ -80,7 +106,7 @@ class RunState:
         self.shared = shared
         self.own: dict[str, Stateful] = {}  # parts with a state of each process
 
-    def save(self, folder: str, rank: int, layout: dict[str, Any], own: dict[str, Any]) -> None:
+    def save(self, folder: str, rank: int, layout: dict[str, int], own: Any) -> None:
         """Write one process's part into a checkpoint.
 
         Args:
@@ -96,23 +122,37 @@ class RunState:
             {"layout": layout, "shared": shared, "own": own}, os.path.join(folder, STATE_FILE.format(rank=rank))
         )
 
-    def load(self, folder: str | None, accelerator: Accelerator, layout: dict[str, Any]) -> dict[str, Any] | None:
+    def load(self, folder: str | None, accelerator: Accelerator, layout: dict[str, int], form: Any) -> Any:
         """Read what `save` wrote. A call for all processes together.
+
+        Args:
+            folder, layout: as for `save`.
+            accelerator: of the trainer.
+            form: of the `own` of `save`.
 
         Returns:
             The `own` of `save`; `None` in another layout, or where TRL's own trainer wrote the checkpoint.
+
+        Raises:
+            ValueError: where the file of a process has another form; on all of them.
         """
         path = folder and os.path.join(folder, STATE_FILE.format(rank=accelerator.process_index))
-        saved = None
+        saved, flaw = None, None
         if path and os.path.exists(path):
-            saved = torch.load(path, map_location="cpu", weights_only=True)
+            try:
+                saved = load_tensors(path, SavedRun)
+                with of_checkpoint():
+                    self._check(saved, form, path)
+            except ValueError as error:
+                flaw = str(error)
+        for message in gather_object([flaw]):
+            if message is not None:
+                raise ValueError(message)
         # The shared part comes from the first process: others may be new, or on another machine.
         (shared,) = broadcast_object_list([saved and saved["shared"]])
         if shared is None:
             return None
-        for name, part in self.shared.items():
-            if name in shared:
-                part.load(shared[name])
+        self._load(self.shared, shared, f"{folder}/{STATE_FILE.format(rank=0)}: shared")
         layouts = gather_object([saved and saved["layout"]])
         if any(other != layout for other in layouts):
             if accelerator.is_main_process:
@@ -122,11 +162,25 @@ class RunState:
                 )
             return None
         assert saved is not None  # as its layout is this one
-        own: dict[str, Any] = send_to_device(saved["own"], accelerator.device)
-        for name, part in self.own.items():
-            if name in own:
-                part.load(own[name])
+        own: Any = send_to_device(saved["own"], accelerator.device)
+        self._load(self.own, own, f"{path}: own")
         return own
+
+    @staticmethod
+    def _load(parts: dict[str, Stateful], saved: dict[str, Any], field: str) -> None:
+        for name, part in parts.items():
+            if name in saved:
+                try:
+                    part.load(saved[name])
+                except (LookupError, RuntimeError) as error:  # of sizes
+                    raise ValueError(f"{field}.{name} cannot be loaded ({error}); {REMEDY}.") from error
+
+    def _check(self, saved: Any, form: Any, path: str) -> None:
+        check_form(saved["own"], form, f"{path}: own")
+        for kind, parts in (("shared", self.shared), ("own", self.own)):
+            for name, part in parts.items():
+                if name in saved[kind]:
+                    check_form(saved[kind][name], get_type_hints(part.load)["state"], f"{path}: {kind}.{name}")
 
 
 def open_checkpoint(folder: str) -> None:
@@ -170,8 +224,12 @@ def flaw_of(folder: Path) -> str | None:
 
 def _flaw_of(folder: Path) -> str | None:
     state = _mapping(folder / TRAINER_STATE)
-    if state is None or not isinstance(state.get("global_step"), int):
+    if state is None:
         return f"{TRAINER_STATE} is missing or cut off"
+    try:
+        _check_trainer_state(state)
+    except ValueError as error:
+        return str(error)
     if (folder / MANIFEST).exists():
         listed = _mapping(folder / MANIFEST)
         if listed is None:
@@ -187,7 +245,19 @@ def _flaw_of(folder: Path) -> str | None:
     return next((f"{name} is cut off" for name, path in _files(folder) if _is_cut_off(path)), None)
 
 
+def _check_trainer_state(state: dict[str, Any]) -> None:
+    field = f"{TRAINER_STATE}:"
+    check_form(state, TrainerStateForm, field)
+    step, epoch = state["global_step"], state.get("epoch") or 0
+    if step < 0:
+        raise wrong(f"{field} global_step", "at least 0", step)
+    if not 0 <= epoch <= step:  # also not NaN
+        raise wrong(f"{field} epoch", f"between 0 and global_step={step}", epoch)
+
+
 def _mapping(path: Path) -> dict[str, Any] | None:
+    if not path.is_file():  # or a pipe, which would hold up who opens it
+        return None
     try:
         read = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):

@@ -1,7 +1,7 @@
 """Further prompts for a generation batch that kept too few groups: dynamic sampling (DAPO, arXiv 2503.14476)."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 from accelerate import Accelerator
@@ -60,6 +60,15 @@ class KeptGroups:
             part.rows = take(self.rows, own, self.pad_to_multiple_of)
             part.numbers = [self.numbers[row] - start for row in own]
         return part
+
+
+class WaitingState(TypedDict):
+    """State of `DynamicSampling` in a checkpoint: the groups that wait, with this process's rows of them."""
+
+    since: int
+    count: int
+    rows: Batch | None
+    numbers: list[int]
 
 
 class DynamicSampling:
@@ -187,12 +196,12 @@ class DynamicSampling:
         filled[missing] = computed.to(given)
         return {**batch, "old_per_token_logps": filled}
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> WaitingState:
         """State for a checkpoint, of this process."""
         waiting = self.waiting
         return {"since": self.waiting_since, "count": waiting.count, "rows": waiting.rows, "numbers": waiting.numbers}
 
-    def load(self, state: dict[str, Any]) -> None:
+    def load(self, state: WaitingState) -> None:
         self.waiting_since, self.waiting.count = state["since"], state["count"]
         self.waiting.rows, self.waiting.numbers = state["rows"], state["numbers"]
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypedDict
 
 from accelerate.logging import get_logger
 from transformers import TrainerCallback
@@ -11,6 +11,15 @@ from ragen2_trl.rollout_events import log_row
 from ragen2_trl.trainers.plans import MicroStep
 
 logger = get_logger(__name__)
+
+
+class StepsState(TypedDict):
+    """State of `EmptySteps` in a checkpoint."""
+
+    latest: dict[str, float]
+    trained_groups: int
+    empty_steps: int
+    empty_streak: int
 
 
 class EmptySteps(TrainerCallback):
@@ -35,6 +44,7 @@ class EmptySteps(TrainerCallback):
         self.trained_groups = 0  # of the present generation
         self.empty_steps = 0
         self.empty_streak = 0
+        self.has_begun = False  # whether a step has
         self.begin_step()
 
     def begin_step(self) -> None:
@@ -70,6 +80,7 @@ class EmptySteps(TrainerCallback):
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.begin_step()
+        self.has_begun = True
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         if "loss" in logs:
@@ -115,7 +126,7 @@ class EmptySteps(TrainerCallback):
             return f"selector={self.trainer._own_selector!r}"
         return f"snr_strategy={args.snr_strategy!r}, snr_value={args.snr_value}, snr_score={args.snr_score!r}"
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> StepsState:
         """State for a checkpoint, the same on every process."""
         return {
             "latest": self.latest,
@@ -124,6 +135,6 @@ class EmptySteps(TrainerCallback):
             "empty_streak": self.empty_streak,
         }
 
-    def load(self, state: dict[str, Any]) -> None:
+    def load(self, state: StepsState) -> None:
         self.latest, self.trained_groups = state["latest"], state["trained_groups"]
         self.empty_steps, self.empty_streak = state["empty_steps"], state["empty_streak"]

@@ -7,7 +7,7 @@ subclasses do to it.
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import astuple
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 from accelerate import Accelerator
@@ -16,6 +16,15 @@ from ragen2_trl.trainers.batches import Batch, padded_size
 from ragen2_trl.trainers.dealing import accumulation_segments
 from ragen2_trl.trainers.plans import KEPT, DropPlan, MicroStep
 from ragen2_trl.trainers.processes import gathering_uneven_rows
+
+
+class MicroBatchState(TypedDict):
+    """State of `MicroBatches` in a checkpoint, micro-steps by the fields of `MicroStep`."""
+
+    steps: list[tuple[float, int, bool]] | None
+    dealt: list[tuple[float, int, bool]]
+    segments: list[int]
+    generated: list[Batch] | None
 
 
 class MicroBatches:
@@ -121,7 +130,7 @@ class MicroBatches:
         several = self.steps is not None and self.accelerator.num_processes > 1
         return gathering_uneven_rows(self.accelerator) if several else nullcontext()
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> MicroBatchState:
         """State for a checkpoint in the middle of a generation batch, of this process."""
 
         def plain(steps: list[MicroStep]) -> list[tuple[Any, ...]]:
@@ -134,7 +143,7 @@ class MicroBatches:
             "generated": self.generated,
         }
 
-    def load(self, state: dict[str, Any]) -> None:
+    def load(self, state: MicroBatchState) -> None:
         self.steps = None if state["steps"] is None else [MicroStep(*step) for step in state["steps"]]
         self.dealt = [MicroStep(*step) for step in state["dealt"]]
         self.segments, self.generated = state["segments"], state["generated"]

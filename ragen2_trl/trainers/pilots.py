@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypedDict
 
 import numpy as np
 import torch
@@ -23,7 +23,7 @@ from torch import Tensor
 from trl import RLOOTrainer
 
 from ragen2_trl.rollout_events import Scored, group_rewards
-from ragen2_trl.trainers.posterior import Floats, RewardPosterior, Rows, evidence_of
+from ragen2_trl.trainers.posterior import Floats, PosteriorState, RewardPosterior, Rows, evidence_of
 from ragen2_trl.trainers.prompt_selection import PromptSelection
 from ragen2_trl.trainers.prompt_source import Row, TRLOrder
 from ragen2_trl.trainers.selection import rewards_to_score
@@ -83,6 +83,14 @@ class _Round:
     metrics: dict[str, list[float]] = field(default_factory=dict)
     looked: int = 0
     chosen: list[int] = field(default_factory=list)
+
+
+class PilotState(TypedDict):
+    """State of `PilotSampling` in a checkpoint."""
+
+    recent: list[float]
+    held: list[float]
+    posterior: PosteriorState
 
 
 class PilotSampling:
@@ -317,11 +325,11 @@ class PilotSampling:
             **({"missed_variance": missed / (missed + held)} if audited and missed + held else {}),
         }
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> PilotState:
         """State for a checkpoint, the same on every process."""
         return {"recent": self.recent, "held": self.held.tolist(), "posterior": self.posterior.state()}
 
-    def load(self, state: dict[str, Any]) -> None:
+    def load(self, state: PilotState) -> None:
         self.recent, self.held = list(state["recent"]), np.array(state["held"])
         self.posterior.load(state["posterior"])
 

@@ -1,10 +1,11 @@
 """What a run knows of each prompt's rewards, and how much they may be expected to vary when it is sampled again."""
 
-from typing import Any
+from typing import TypedDict
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 Floats = NDArray[np.float64]
 Rows = NDArray[np.int64]
@@ -13,6 +14,19 @@ BEGINNING = 4.0  # groups that the prior of a run's beginning weighs: rewards of
 MEMORY = 256.0  # groups after which what the prior was learned from counts 1/e
 SHARE_WITHIN = (0.1, 0.8)  # of all variance, that within prompts; at the ends a prior weighs 0.1 and 4 rewards
 FREEDOM = 4.0  # of the prior of a variance; its mean is that of the prior
+
+
+class PosteriorState(TypedDict):
+    """State of a `RewardPosterior` in a checkpoint: of the prompts, those that have been seen."""
+
+    rows: Tensor
+    evidence: Tensor
+    seen: Tensor
+    moments: Tensor
+    weight: float
+    clock: int
+    values: list[float]
+    range: tuple[float, float]
 
 
 class RewardPosterior:
@@ -151,19 +165,26 @@ class RewardPosterior:
         freedom, squares = evidence[:, 2:].T
         return FREEDOM + freedom, (FREEDOM - 2) * self._prior()[1] + squares
 
-    def state(self) -> dict[str, Any]:
-        """All that a checkpoint needs; of the prompts, those that have been seen."""
+    def state(self) -> PosteriorState:
+        """State for a checkpoint."""
         rows = np.flatnonzero(self.seen >= 0)
-        arrays = {"rows": rows, "evidence": self.evidence[rows], "seen": self.seen[rows]}
-        arrays |= {"moments": self.moments}
-        tensors = {name: torch.from_numpy(values.copy()) for name, values in arrays.items()}
-        return {**tensors, "weight": self.weight, "clock": self.clock, "values": self.values, "range": self.range}
+        return {
+            "rows": torch.from_numpy(rows),
+            "evidence": torch.from_numpy(self.evidence[rows]),
+            "seen": torch.from_numpy(self.seen[rows]),
+            "moments": torch.from_numpy(self.moments.copy()),
+            "weight": self.weight,
+            "clock": self.clock,
+            "values": self.values,
+            "range": self.range,
+        }
 
-    def load(self, state: dict[str, Any]) -> None:
-        arrays = {name: value.cpu().numpy() for name, value in state.items() if isinstance(value, torch.Tensor)}
-        self.evidence[arrays["rows"]], self.seen[arrays["rows"]] = arrays["evidence"], arrays["seen"]
-        self.weight, self.moments = state["weight"], arrays["moments"]
-        self.clock, self.values, self.range = state["clock"], list(state["values"]), tuple(state["range"])
+    def load(self, state: PosteriorState) -> None:
+        rows = state["rows"]
+        torch.from_numpy(self.evidence)[rows], torch.from_numpy(self.seen)[rows] = state["evidence"], state["seen"]
+        torch.from_numpy(self.moments)[:] = state["moments"]
+        self.weight, self.clock = state["weight"], state["clock"]
+        self.values, self.range = list(state["values"]), state["range"]
 
 
 def evidence_of(rewards: Floats) -> tuple[Floats, Floats]:

@@ -13,7 +13,7 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from ragen2_trl.trainers.posterior import Floats, RewardPosterior, Rows, evidence_of
-from ragen2_trl.trainers.prompt_source import DatasetOrder, Row
+from ragen2_trl.trainers.prompt_source import DatasetOrder, OrderState, Row
 
 CANDIDATES = 4
 """Prompts sampled before that compete for each place: enough that the best of them are mostly worth it where few are,
@@ -124,11 +124,11 @@ class PromptSelection(DatasetOrder):
             "oldest_unseen": float(posterior.clock - max(0, int(posterior.seen.min()))),
         }
 
-    def state(self) -> Any:
-        known = {"explored": self.explored, "compared": self.compared, "posterior": self.posterior.state()}
+    def state(self) -> OrderState:
+        known: Any = {"explored": self.explored, "compared": self.compared, "posterior": self.posterior.state()}
         return {**super().state(), **known}
 
-    def load(self, state: Any) -> None:
+    def load(self, state: OrderState | None) -> None:
         """Continue from a checkpoint; after a run without prompt selection, with nothing known.
 
         Raises:

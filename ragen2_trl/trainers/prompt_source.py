@@ -6,15 +6,26 @@ come next in the same step (`further`). Order, seeds, shares of processes and ch
 
 import copy
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NotRequired, TypedDict
 
 import torch
 from accelerate import Accelerator
 from torch import Tensor
 
+from ragen2_trl.trainers.posterior import PosteriorState
 from ragen2_trl.trainers.processes import own_share
 
 Row = dict[str, Any]
+
+
+class OrderState(TypedDict):
+    """State of a `DatasetOrder` in a checkpoint."""
+
+    num_rows: int
+    drawn: int
+    explored: NotRequired[float]  # this and what follows by prompt selection
+    compared: NotRequired[list[list[float]]]
+    posterior: NotRequired[PosteriorState]
 
 
 class TRLOrder:
@@ -81,11 +92,11 @@ class DatasetOrder(TRLOrder):
         prompts = {row: self.rows[row] for row in dict.fromkeys(own)}
         return [prompts[row] for row in own]
 
-    def state(self) -> Any:
+    def state(self) -> OrderState:
         """State for a checkpoint, the same on every process."""
         return {"num_rows": len(self.rows), "drawn": self.stream.drawn}
 
-    def load(self, state: Any) -> None:
+    def load(self, state: OrderState | None) -> None:
         """Continue from a checkpoint; after a run in TRL's own order, from the beginning."""
         if state is not None:
             self.stream.drawn = state["drawn"]

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from numbers import Real
-from typing import Any
+from typing import Any, TypedDict
 
 import numpy as np
 import torch
@@ -322,14 +322,30 @@ class GroupFilter:
             variances=variances,
         )
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> "FilterState":
         """State for a checkpoint, the same on every process."""
-        return {"reward_range": self.reward_range, "recent": self.recent and self.recent.state()}
+        return {"reward_range": self.reward_range, "recent": None if self.recent is None else self.recent.state()}
 
-    def load(self, state: dict[str, Any]) -> None:
+    def load(self, state: "FilterState") -> None:
         self.reward_range = state["reward_range"]
         if self.recent is not None and state["recent"] is not None:
             self.recent.load(state["recent"])
+
+
+class RecentState(TypedDict):
+    """State of the latest groups in a checkpoint."""
+
+    scores: list[float]
+    signal: list[bool]
+    seen: int
+    since_kept: int
+
+
+class FilterState(TypedDict):
+    """State of a `GroupFilter` in a checkpoint."""
+
+    reward_range: tuple[float, float] | None
+    recent: RecentState | None
 
 
 class RecentGroups:
@@ -384,7 +400,7 @@ class RecentGroups:
         if self.since_kept and self.signal[-self.since_kept :].sum() >= self.most_dropped:
             self.scores, self.signal = self.scores[-self.since_kept :], self.signal[-self.since_kept :]
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> RecentState:
         """State for a checkpoint."""
         return {
             "scores": self.scores.tolist(),
@@ -393,7 +409,7 @@ class RecentGroups:
             "since_kept": self.since_kept,
         }
 
-    def load(self, state: dict[str, Any]) -> None:
+    def load(self, state: RecentState) -> None:
         self.scores = torch.tensor(state["scores"], dtype=torch.float64)[-self.size :]
         self.signal = torch.tensor(state["signal"], dtype=torch.bool)[-self.size :]
         self.seen, self.since_kept = state["seen"], state["since_kept"]
