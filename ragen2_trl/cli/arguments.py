@@ -1,6 +1,8 @@
 """The arguments of each command, with their help texts.
 
 `--help` needs nothing but this module, which imports neither torch nor transformers nor a task: it answers at once.
+The modules of the commands import these at their top, while `cli.main` shows a status line and Python looks for no
+garbage among them; with arguments beside them, each of their functions would import its own.
 """
 
 import argparse
