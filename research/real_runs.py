@@ -21,12 +21,12 @@ from typing import Any
 
 import numpy as np
 from matplotlib.figure import Figure
-from scipy import stats
 
 from ragen2_trl.instrument.health import Alarm, health
 from ragen2_trl.instrument.verdict import Evidence, judge
 from ragen2_trl.record.logs import read_log
 from ragen2_trl.report.style import BLUE, GREEN, GREY, ORANGE, drawn_in_style
+from research.statistics import correlation_interval
 
 RESULTS = Path(__file__).parent / "results"
 GUIDE = Path(__file__).parents[1] / "docs" / "health.md"
@@ -240,11 +240,9 @@ def run_table(runs: Sequence[RealRun]) -> str:
     return "\n".join(lines)
 
 
-def correlations(runs: Sequence[RealRun], draws: int = 2000) -> str:
+def correlations(runs: Sequence[RealRun]) -> str:
     """Spearman's correlation over runs with success in the last fifth, with a bootstrap over runs."""
-    generator = np.random.default_rng(0)
-    picked = generator.integers(len(runs), size=(draws, len(runs)))
-    final = np.array([_mean(run, HELD_OUT_SUCCESS, 0.8) for run in runs])
+    final, names = [_mean(run, HELD_OUT_SUCCESS, 0.8) for run in runs], [run.name for run in runs]
     lines = ["| signal | its mean over the run | its mean over the last fifth |", "|---|---|---|"]
     for name, key in (
         ("z-score of mutual information, all turns", f"{EVERY}/mi_zscore"),
@@ -258,10 +256,8 @@ def correlations(runs: Sequence[RealRun], draws: int = 2000) -> str:
     ):
         cells = []
         for share in (0.0, 0.8):
-            means = np.array([_mean(run, key, share) for run in runs])
-            drawn = [stats.spearmanr(means[rows], final[rows]).statistic for rows in picked]
-            low, high = np.nanquantile(drawn, (0.025, 0.975))
-            cells.append(f"{stats.spearmanr(means, final).statistic:+.2f} ({low:+.2f} to {high:+.2f})")
+            found = correlation_interval([_mean(run, key, share) for run in runs], final, names)
+            cells.append(f"{found.value:+.2f} ({found.low:+.2f} to {found.high:+.2f})")
         lines.append(f"| {name} | {' | '.join(cells)} |")
     return "\n".join(lines)
 

@@ -17,12 +17,12 @@ from ragen2_trl.cli.evaluate import evaluate_model, evaluate_scripted
 from ragen2_trl.cli.shipped import recipe_path
 from ragen2_trl.cli.typed import InputError
 from ragen2_trl.envs import make_env
+from ragen2_trl.envs.outcomes import pass_at_k
 from ragen2_trl.rollouts.outcomes import (
     MeanOutcome,
     PassAtK,
     fraction_interval,
-    mean_interval,
-    pass_at_k,
+    normal_interval,
     summarize,
 )
 from ragen2_trl.rollouts.play import Chat
@@ -79,7 +79,7 @@ def test_intervals_cover_the_truth_with_correlated_groups():
     for _ in range(400):
         # Each prompt has its own chance of success, uniform on [0, 1]: members of a group are correlated.
         means = [sum(rng.random() < chance for _ in range(8)) / 8 for chance in (rng.random() for _ in range(60))]
-        for name, (low, high) in (("fraction", fraction_interval(means, 8)), ("mean", mean_interval(means))):
+        for name, (low, high) in (("fraction", fraction_interval(means, 8)), ("mean", normal_interval(means))):
             covered[name] += low <= 0.5 <= high
     # 95 % of 400 is 380 and its standard error 4.4. Taking all 480 samples as independent would cover about 72 %.
     assert 363 <= covered["fraction"] <= 397

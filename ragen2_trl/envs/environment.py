@@ -18,7 +18,7 @@ from typing import Any, ClassVar, TypeAlias
 
 from datasets import Dataset
 
-from ragen2_trl.columns import EPISODE, SUCCESS
+from ragen2_trl.columns import EPISODE, SUCCESS, TASK
 from ragen2_trl.envs.checks import check_choice, check_count, check_flags, check_installed, check_limits
 from ragen2_trl.envs.episode import Episode, Limits
 from ragen2_trl.envs.outcomes import EpisodeOutcome, mean_outcomes
@@ -242,7 +242,7 @@ class Environment(ABC):
         on this process, and with `log_extra` a column `success` of single completions. Use it or `success_func`, not
         both: each plays the completions of single-turn play.
         """
-        return [self._reward_func(f"{self.name}_return", "episode_return", self.returns)]
+        return [reward_func(self, f"{self.name}_return", "episode_return", self.returns)]
 
     @property
     def success_func(self) -> RewardFunc:
@@ -251,7 +251,7 @@ class Environment(ABC):
         Next to an `environment_factory`, whose `get_reward` is the return, it serves with `reward_weights=[0.0]` to
         log the metrics.
         """
-        return self._reward_func(f"{self.name}_success", "success", (0.0, 1.0))
+        return reward_func(self, f"{self.name}_success", "success", (0.0, 1.0))
 
     @property
     def needs_rollout(self) -> bool:
@@ -348,30 +348,6 @@ class Environment(ABC):
         completion = [message for turn in play.turns for message in turn.messages]
         return {name: row[name] for name in ("prompt", "image") if name in row} | {"completion": completion}
 
-    def _reward_func(self, name: str, field: str, bounds: tuple[float, float] | None) -> RewardFunc:
-        def reward(
-            prompts: Sequence[Any],
-            completions: Sequence[Completion],
-            seed: Sequence[int],
-            trainer_state: Any = None,
-            log_metric: Callable[[str, float], None] | None = None,
-            log_extra: Callable[[str, list[Any]], None] | None = None,
-            **columns: Any,
-        ) -> list[float]:
-            step = 0 if trainer_state is None else trainer_state.global_step
-            outcomes = self.outcomes(prompts, completions, seed, columns, step)
-            if log_extra is not None:
-                log_extra(SUCCESS, [float(outcome.success) for outcome in outcomes])
-            if log_metric is not None:
-                for key, value in mean_outcomes(outcomes, seed).items():
-                    log_metric(f"env/{self.name}/{key}", value)
-            return [float(getattr(outcome, field)) for outcome in outcomes]
-
-        reward.__name__ = name  # what TRL logs it under
-        vars(reward)["environment"] = self  # for the model card
-        vars(reward)["bounds"] = bounds  # for the filter: what is too hard, and too easy
-        return reward
-
     def outcomes(
         self,
         prompts: Sequence[Any],
@@ -399,3 +375,45 @@ class Environment(ABC):
         respond_all(plays, [completion_text(completion) for completion in completions], self.workers)
         self.on_played(prompts, seed, plays, None)
         return [play.outcome for play in plays]
+
+    def logged_rows(self, columns: Mapping[str, Any], count: int) -> dict[str, Sequence[int]]:
+        """Numbers of the rows whose means are logged under a name, of so many rows."""
+        return {self.name: range(count)}
+
+
+def reward_func(env: Any, name: str, field: str, bounds: tuple[float, float] | None = None) -> RewardFunc:
+    """A function for TRL trainers, see `Environment.reward_funcs`.
+
+    Args:
+        env: An environment or a mixture.
+        name: What TRL logs it under.
+        field: Of an outcome, its reward.
+        bounds: For the filter, what is too hard and too easy.
+    """
+
+    def reward(
+        prompts: Sequence[Any],
+        completions: Sequence[Completion],
+        seed: Sequence[int],
+        trainer_state: Any = None,
+        log_metric: Callable[[str, float], None] | None = None,
+        log_extra: Callable[[str, list[Any]], None] | None = None,
+        **columns: Any,
+    ) -> list[float]:
+        step = 0 if trainer_state is None else trainer_state.global_step
+        outcomes = env.outcomes(prompts, completions, seed, columns, step)
+        if log_extra is not None:
+            log_extra(SUCCESS, [float(outcome.success) for outcome in outcomes])
+        if log_metric is not None:
+            # Tasks of two kinds may have the same seed.
+            tasks = list(zip(columns.get(TASK, seed), seed, strict=True))
+            for part, rows in env.logged_rows(columns, len(seed)).items():
+                means = mean_outcomes([outcomes[row] for row in rows], [tasks[row] for row in rows])
+                for key, mean in means.items():
+                    log_metric(f"env/{part}/{key}", mean)
+        return [float(getattr(outcome, field)) for outcome in outcomes]
+
+    reward.__name__ = name
+    vars(reward)["environment"] = env  # for the model card
+    vars(reward)["bounds"] = bounds
+    return reward

@@ -1,15 +1,15 @@
 """Several tasks in one run: a `TaskMixture` stands where an environment does."""
 
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
 from datasets import Dataset, concatenate_datasets
 
-from ragen2_trl.columns import ALL_TASKS, SUCCESS, TASK
+from ragen2_trl.columns import ALL_TASKS, TASK
 from ragen2_trl.envs.checks import check_count
-from ragen2_trl.envs.environment import Environment, RewardFunc
-from ragen2_trl.envs.outcomes import EpisodeOutcome, mean_outcomes
+from ragen2_trl.envs.environment import Environment, RewardFunc, reward_func
+from ragen2_trl.envs.outcomes import EpisodeOutcome
 from ragen2_trl.envs.play import OnPlayed, Play, nobody_looks
 from ragen2_trl.envs.responses import Completion
 
@@ -144,12 +144,12 @@ class TaskMixture:
 
         It logs the metrics of each task, and under `env/all/` those of all episodes (see `Environment.reward_funcs`).
         """
-        return [self._reward_func("task_return", lambda outcome: outcome.episode_return)]
+        return [reward_func(self, "task_return", "episode_return")]
 
     @property
     def success_func(self) -> RewardFunc:
         """Like the function in `reward_funcs`, but 1.0 where the task is solved and 0.0 elsewhere."""
-        return self._reward_func("task_success", lambda outcome: float(outcome.success))
+        return reward_func(self, "task_success", "success")
 
     @property
     def summary(self) -> dict[str, Any]:
@@ -162,44 +162,31 @@ class TaskMixture:
             "max_actions": self.max_actions,
         }
 
-    def _reward_func(self, func_name: str, value: Callable[[EpisodeOutcome], float]) -> RewardFunc:
-        def reward(
-            prompts: Sequence[Any],
-            completions: Sequence[Completion],
-            seed: Sequence[int],
-            trainer_state: Any = None,
-            log_metric: Callable[[str, float], None] | None = None,
-            log_extra: Callable[[str, list[Any]], None] | None = None,
-            **columns: Any,
-        ) -> list[float]:
-            step = 0 if trainer_state is None else trainer_state.global_step
-            outcomes: list[Any] = [None] * len(seed)
-            by_task = self._rows_by_task(columns[TASK])
-            for env, rows in by_task:
-                own = _columns_of(columns, rows, len(seed))
-                of_task = env.outcomes(
-                    [prompts[row] for row in rows],
-                    [completions[row] for row in rows],
-                    [seed[row] for row in rows],
-                    own,
-                    step,
-                )
-                for row, outcome in zip(rows, of_task, strict=True):
-                    outcomes[row] = outcome
-            if log_extra is not None:
-                log_extra(SUCCESS, [float(outcome.success) for outcome in outcomes])
-            if log_metric is not None:
-                distinct: dict[tuple[str, int], int] = {}  # tasks of two kinds may have the same seed
-                keys = [distinct.setdefault(key, len(distinct)) for key in zip(columns[TASK], seed, strict=True)]
-                for name, rows in [(ALL_TASKS, list(range(len(seed)))), *((env.name, rows) for env, rows in by_task)]:
-                    means = mean_outcomes([outcomes[row] for row in rows], [keys[row] for row in rows])
-                    for key, mean in means.items():
-                        log_metric(f"env/{name}/{key}", mean)
-            return [value(outcome) for outcome in outcomes]
+    def outcomes(
+        self,
+        prompts: Sequence[Any],
+        completions: Sequence[Completion],
+        seed: Sequence[int],
+        columns: Mapping[str, Any],
+        step: int,
+    ) -> list[EpisodeOutcome]:
+        """What came of each row's episode by the rules of its task, see `Environment.outcomes`."""
+        outcomes: list[Any] = [None] * len(seed)
+        for env, rows in self._rows_by_task(columns[TASK]):
+            of_task = env.outcomes(
+                [prompts[row] for row in rows],
+                [completions[row] for row in rows],
+                [seed[row] for row in rows],
+                _columns_of(columns, rows, len(seed)),
+                step,
+            )
+            for row, outcome in zip(rows, of_task, strict=True):
+                outcomes[row] = outcome
+        return outcomes
 
-        reward.__name__ = func_name  # what TRL logs it under
-        vars(reward)["environment"] = self  # for the model card
-        return reward
+    def logged_rows(self, columns: Mapping[str, Any], count: int) -> dict[str, Sequence[int]]:
+        """Numbers of the rows whose means are logged under a name: of all tasks, and of each."""
+        return {ALL_TASKS: range(count), **{env.name: rows for env, rows in self._rows_by_task(columns[TASK])}}
 
     def _rows_by_task(self, tasks: Sequence[str]) -> list[tuple[Environment, list[int]]]:
         """The numbers of the rows of each task that has some."""

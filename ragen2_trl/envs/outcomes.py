@@ -1,7 +1,8 @@
 """What came of episodes, and the means that training logs of them."""
 
+import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
 
@@ -33,11 +34,11 @@ class EpisodeOutcome:
     measures: dict[str, float] = field(default_factory=dict)
 
 
-def mean_outcomes(outcomes: Sequence[EpisodeOutcome], seeds: Sequence[int]) -> dict[str, float]:
-    """Means over episodes, and `pass@k` where each of the tasks, told apart by `seeds`, was played k times."""
-    groups: defaultdict[int, list[bool]] = defaultdict(list)
-    for seed, outcome in zip(seeds, outcomes, strict=True):
-        groups[seed].append(outcome.success)
+def mean_outcomes(outcomes: Sequence[EpisodeOutcome], tasks: Sequence[Hashable]) -> dict[str, float]:
+    """Means over episodes, and `pass@k` where each of the tasks, told apart by `tasks`, was played k times."""
+    groups: defaultdict[Hashable, list[bool]] = defaultdict(list)
+    for task, outcome in zip(tasks, outcomes, strict=True):
+        groups[task].append(outcome.success)
     turns = sum(outcome.turns for outcome in outcomes)
     means = {
         "success": fmean(outcome.success for outcome in outcomes),
@@ -53,5 +54,15 @@ def mean_outcomes(outcomes: Sequence[EpisodeOutcome], seeds: Sequence[int]) -> d
     means.update({name: fmean(outcome.measures[name] for outcome in outcomes) for name in shared})
     sizes = {len(members) for members in groups.values()}
     if len(sizes) == 1:  # elsewhere a group is spread over processes, and k would differ from task to task
-        means[f"pass@{sizes.pop()}"] = fmean(any(members) for members in groups.values())
+        k = sizes.pop()
+        means[f"pass@{k}"] = fmean(pass_at_k(k, sum(members), k) for members in groups.values())
     return means
+
+
+def pass_at_k(n: int, c: int, k: int) -> float:
+    """Unbiased estimate of the chance that one of k samples is right when c of n were (arXiv 2107.03374).
+
+    >>> pass_at_k(4, 1, 2)
+    0.5
+    """
+    return 1.0 - math.comb(n - c, k) / math.comb(n, k)

@@ -12,6 +12,7 @@ from datasets import Features, Value
 from datasets import Sequence as SequenceFeature
 
 from ragen2_trl.envs import Play
+from ragen2_trl.envs.outcomes import pass_at_k
 
 Z_95 = NormalDist().inv_cdf(0.975)
 NO_FRACTIONS = ("return", "turns", "completion_length")
@@ -61,7 +62,7 @@ class MeanOutcome(evaluate.Metric):
     def _compute(self, **outcome: Sequence[Sequence[float]]) -> dict[str, float]:
         ((name, rows),) = outcome.items()
         means = [fmean(row) for row in rows]
-        interval = mean_interval(means) if name in NO_FRACTIONS else fraction_interval(means, len(rows[0]))
+        interval = normal_interval(means) if name in NO_FRACTIONS else fraction_interval(means, len(rows[0]))
         return _with_interval(name, fmean(means), interval)
 
 
@@ -93,15 +94,6 @@ def _info(description: str, column: str) -> evaluate.MetricInfo:
     )
 
 
-def pass_at_k(n: int, c: int, k: int) -> float:
-    """Unbiased estimate of the chance that one of k samples is right when c of n were (arXiv 2107.03374).
-
-    >>> pass_at_k(4, 1, 2)
-    0.5
-    """
-    return 1.0 - math.comb(n - c, k) / math.comb(n, k)
-
-
 def fraction_interval(means: Sequence[float], num_samples: int) -> tuple[float, float]:
     """Wilson's 95 % interval for the mean of N per-prompt fractions, with the effective sample size of the prompts.
 
@@ -123,7 +115,7 @@ def fraction_interval(means: Sequence[float], num_samples: int) -> tuple[float, 
     return max(0.0, min(p, center - half)), min(1.0, max(p, center + half))
 
 
-def mean_interval(means: Sequence[float]) -> tuple[float, float]:
+def normal_interval(means: Sequence[float]) -> tuple[float, float]:
     """Normal 95 % interval for the mean of N per-prompt means."""
     half = Z_95 * stdev(means) / math.sqrt(len(means))
     return fmean(means) - half, fmean(means) + half

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TrainingArguments
 from ragen2_trl import cli
 from ragen2_trl.cli.typed import InputError
 from ragen2_trl.columns import SUCCESS
-from ragen2_trl.envs.environment import Environment
+from ragen2_trl.envs import environment
 from ragen2_trl.record.files import HISTORY_FILE
 from research.__main__ import _check_settings, main
 from research.commands import QueuedRun, command_of, queue, write_config
@@ -54,10 +54,10 @@ def model(policy_path, tmp_path_factory):
 @pytest.fixture
 def rewards_by_lot(monkeypatch):
     """Rewards and success that differ within a group, as a random model's do not: else nothing would be trained on."""
-    made, lot = Environment._reward_func, Random(0)
+    made, lot = environment.reward_func, Random(0)
 
-    def make(self, *args):
-        func = made(self, *args)
+    def make(*args):
+        func = made(*args)
 
         @wraps(func)
         def by_lot(*args, log_extra=None, **columns):
@@ -69,7 +69,7 @@ def rewards_by_lot(monkeypatch):
 
         return by_lot
 
-    monkeypatch.setattr(Environment, "_reward_func", make)
+    monkeypatch.setattr(environment, "reward_func", make)
 
 
 def covering(jobs: list[QueuedRun]) -> list[QueuedRun]:
