@@ -519,7 +519,8 @@ ENV = (
         "learn",
         "fraction",
         GROUPS,
-        "anything when it equals `success`: completions of a prompt all do the same. Not logged with pilots",
+        "anything when it equals `success`: completions of a prompt all do the same. Not logged with pilots: "
+        "the prompts with whole groups are those whose first completions promise most, and not all prompts",
     ),
     Metric("env/{task}/turns", "mean turns of an episode", "turns", EPISODES),
     Metric(

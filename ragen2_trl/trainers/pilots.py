@@ -232,7 +232,8 @@ class PilotSampling:
     def _log_metrics(self, of_pilots: Mapping[str, list[float]], of_rest: Mapping[str, list[float]]) -> None:
         """Hand TRL the metrics of both stages as means over their completions.
 
-        A name with `@`, such as pass@16, counts the completions of a whole group, which neither stage has.
+        A name with `@`, such as pass@16, counts the completions of a whole group, which neither stage has. Counting
+        it in the whole groups would not make it that of all prompts: pilots have chosen them.
         """
         rows = self._current().looked, len(self._rest())
         for name in sorted(name for name in {*of_pilots, *of_rest} if "@" not in name):
