@@ -175,7 +175,7 @@ def test_other_settings_of_trl_keep_the_update_exact(algorithm, settings, policy
     replay = replay_of(policy_path)
     for completions in replay.completions.values():  # two of four end with the end token, the others are truncated
         for completion in completions[::2]:
-            completion[-1] = 8
+            completion[-1] = replay.tokenizer.eos_token_id  # TRL 1.12 knows no other
     plain_args = algorithm.args(tmp_path, plain=True, per_device_train_batch_size=16, **settings)
     (plain,) = algorithm.gradients(policy_path, plain_args, replay, KEPT)
     layout = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 8}
