@@ -134,8 +134,10 @@ $(TRL_VENV)/.installed: pyproject.toml constraints.txt
 	$(call install_into,$(TRL_VENV)) --constraint $(TRL_VENV)/constraints.txt --editable ".[dev]"
 	touch $@
 
+# On another Python, too, for which modules and the command line are tried: make test-trl PYTHON=python3.13
 test-trl: $(TRL_VENV)/.installed  ## Fast tests of the trainers on another release of TRL: make test-trl TRL=1.14.2
-	OMP_NUM_THREADS=1 $(TRL_VENV)/bin/python -m pytest -m "not slow and not full" $(IN_PARALLEL) $(TRAINER_TESTS)
+	OMP_NUM_THREADS=1 $(TRL_VENV)/bin/python -m pytest -m "not slow and not full" $(IN_PARALLEL) $(TRAINER_TESTS) \
+		ragen2_trl tests/test_help.py tests/test_wrong_input.py
 
 # vLLM's build for CPUs, which a tiny model trains with; 4 GB. The builds of torch's companions that it brings are for
 # CUDA and do not load.
