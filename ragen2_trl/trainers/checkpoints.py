@@ -18,6 +18,7 @@ from transformers import Trainer
 from trl.trainer.utils import RepeatSampler
 
 from ragen2_trl.saved_state import REMEDY, check_form, load_tensors, of_checkpoint, wrong
+from ragen2_trl.trainers.backends import check_backend
 
 logger = logging.getLogger(__name__)  # accelerate's fails where there is no trainer
 
@@ -316,7 +317,7 @@ def checkpoint_to_resume(output_dir: str | None, asked: str | bool | None, accel
     """What `resume_from_checkpoint` means; `True` is the last complete checkpoint. A call for all processes together.
 
     Raises:
-        ValueError: If there is none, or the one that is named is incomplete.
+        ValueError: If there is none, the one that is named is incomplete, or another backend has saved it.
     """
     if not asked:
         return None
@@ -331,6 +332,7 @@ def checkpoint_to_resume(output_dir: str | None, asked: str | bool | None, accel
                     f"resume_from_checkpoint=True finds no complete checkpoint in output_dir={output_dir!r}; allowed "
                     "there: None, to begin again."
                 )
+            check_backend(found[0], accelerator)
         except ValueError as error:
             found[1] = str(error)
     folder, refusal = broadcast_object_list(found)

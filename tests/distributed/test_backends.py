@@ -232,3 +232,12 @@ def test_ppo_goes_on_from_a_checkpoint_with_its_critic_and_optimizer(backend, po
         assert {f"critic.{name}" for name in critic} == {name for name in ends["whole"] if name.startswith("critic.")}
         for name, value in critic.items():
             torch.testing.assert_close(value, ends["whole"][f"critic.{name}"], rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.needs("deepspeed")
+def test_a_checkpoint_of_zero_is_not_resumed_under_ddp(policy_path, tmp_path):
+    """transformers would go on without optimizer and scheduler."""
+    launch("killed.py", 2, "zero2", policy_path, tmp_path)
+    with pytest.raises(AssertionError, match=r"was saved with DeepSpeed ZeRO.* on 2 processes\. This run has .*DDP"):
+        launch("killed.py", 2, "ddp", policy_path, tmp_path)
