@@ -639,7 +639,8 @@ COST = (
     ),
     Metric(
         "cost/update_positions",
-        "positions of all passes over a generation, padding included, old log-probs included, as `snr/update_compute_fraction` counts them",
+        "positions of all passes over a generation, padding and old log-probs included, as "
+        "`snr/update_compute_fraction` counts them",
         "tokens",
         RUN,
         "a separate critic's: those are in `cost/update_tokens`",

@@ -37,7 +37,7 @@ from research.statistics import mean_interval
 
 RESULTS = Path(__file__).parent / "results" / "lossless.md"
 DEAD = (0.0, 0.5, 0.75)
-PROMPTS, GROUP_SIZE = 4, 8
+PROMPTS, GROUP_SIZE = 2, 8
 
 
 @dataclass(frozen=True)
@@ -113,16 +113,24 @@ class Given:
         return rollout
 
     @staticmethod
-    def reward(completions: list[Any], given: list[float], **columns: Any) -> list[float]:
+    def reward(completions: Any, given: list[float], **columns: Any) -> Any:
         return given
 
 
 def model() -> Qwen3ForCausalLM:
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        sizes = {"hidden_size": 384, "intermediate_size": 1024, "num_hidden_layers": 6, "vocab_size": 512}
-        heads = {"num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 64, "max_position_embeddings": 8192}
-        return Qwen3ForCausalLM(Qwen3Config(**sizes, **heads))
+        config = Qwen3Config(
+            vocab_size=512,
+            hidden_size=384,
+            intermediate_size=1024,
+            num_hidden_layers=6,
+            num_attention_heads=6,
+            num_key_value_heads=2,
+            head_dim=64,
+            max_position_embeddings=8192,
+        )
+        return Qwen3ForCausalLM(config)
 
 
 def train(method: str, shape: Shape, dead: float, seed: int, steps: int, two: bool) -> dict[str, Any]:
