@@ -103,6 +103,29 @@ def test_what_is_over_is_said_and_may_begin_again():
     assert str(first.until) in first.sentence and "was failing" in first.sentence
 
 
+@pytest.mark.parametrize(
+    ("completions", "chance", "failure"), [(4, 0.34, 0.2), (16, 0.72, 0.6), (64, 0.8, 0.7), (512, 0.8, 0.7)]
+)
+def test_a_fall_is_told_beyond_five_standard_errors_of_so_many_completions(completions, chance, failure):
+    """From 0.95, in means over five rows; with many completions it is the size of the fall that counts."""
+    for low, is_told in ((chance, False), (failure, True)):
+        rows = [{"step": step, "env/a/valid_rate": 0.95 if step < 50 else low} for step in range(200)]
+        assert bool(health(rows, completions=completions)) == is_told
+
+
+def test_an_alarm_ends_halfway_back_and_not_where_it_began():
+    """So that a run at the threshold is not told again and again."""
+
+    def ends(*levels):
+        rows = [0.95] * 50 + [level for level in levels for _ in range(20)]
+        alarms = health([{"step": step, "env/a/valid_rate": x} for step, x in enumerate(rows)], completions=128)
+        return [alarm.until is not None for alarm in alarms]
+
+    assert ends(0.8) == []
+    assert ends(0.7, 0.8) == ends(0.7, 0.8, 0.7, 0.8) == [False]
+    assert ends(0.7, 0.9) == [True]
+
+
 def test_length_and_entropy_alone_are_no_failure():
     rows = [{"step": step, "completions/mean_length": 100 if step < 50 else 400} for step in range(80)]
     assert [(alarm.kind, alarm.failing) for alarm in health(rows)] == [("length", False)]

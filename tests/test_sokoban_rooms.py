@@ -14,7 +14,7 @@ from ragen2_trl.envs.responses import format_response
 from ragen2_trl.envs.sokoban.environment import ACTIONS, Sokoban
 from ragen2_trl.envs.sokoban.rooms import distances, explore, make_room, read_room, write_room
 
-pytestmark = pytest.mark.slow
+SLOW = pytest.mark.slow
 
 # Rooms
 
@@ -35,6 +35,7 @@ def test_tight_limits_and_large_rooms_still_have_rooms():
         assert 2 <= distances(room, longest)[state] <= longest
 
 
+@SLOW
 def test_all_lengths_of_solution_are_equally_frequent():
     rng = random.Random(0)
     rooms = [make_room(6, 1, 10, rng) for _ in range(1800)]
@@ -75,6 +76,7 @@ def test_a_search_cut_short_knows_the_same_lengths():
     assert explore(room, 4) == explore(room, 100)[:5]
 
 
+@SLOW
 def test_held_out_rooms_never_appear_in_training():
     env = Sokoban(size=5, max_actions=3)  # few enough rooms that two splits without a rule would meet at once
     train = set(env.dataset(3000, seed=0)["room"])
@@ -108,6 +110,7 @@ checksum = zlib.crc32(repr(rows).encode())
 """
 
 
+@SLOW
 def test_tasks_are_equal_across_processes_with_different_hash_seeds():
     here: dict = {}
     exec(TASKS_AND_PLANS, here)  # this process has a hash seed of its own
@@ -125,7 +128,14 @@ def test_tasks_are_equal_across_processes_with_different_hash_seeds():
 # Players
 
 
-@pytest.mark.parametrize("options", [{}, {"multi_turn": True}, {"boxes": 3, "max_actions": 15}, {"size": 9}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"multi_turn": True},
+        *(pytest.param(one, marks=SLOW) for one in ({"boxes": 3, "max_actions": 15}, {"size": 9})),
+    ],
+)
 def test_the_solver_solves_every_room_in_as_few_actions_as_can_be(options):
     env, rng = Sokoban(**options), random.Random(0)
     for task in env.dataset(100, seed=7, split="test"):
@@ -139,6 +149,7 @@ def test_the_solver_solves_every_room_in_as_few_actions_as_can_be(options):
         assert game.outcome.episode_return == pytest.approx(10 + env.boxes - 0.1 * shortest)
 
 
+@SLOW
 @pytest.mark.parametrize(("options", "floor"), [({}, 0.059), ({"multi_turn": True}, 0.054)])
 def test_a_random_player_solves_one_room_in_twenty(options, floor):
     env, rng = Sokoban(**options), random.Random(0)
