@@ -266,7 +266,9 @@ def main() -> int:
 
     texts = {module: (ROOT / f"ragen2_trl/{module}.py").read_text(encoding="utf-8") for module in TESTS}
     every = [mutant for module, text in texts.items() for mutant in mutants_of(module, text)]
-    sample = sorted(random.Random(args.seed).sample(every, args.count))
+    # By a draw for each mutant, so that a change of the code leaves the others in the sample.
+    every.sort(key=lambda mutant: random.Random(f"{args.seed} {mutant.key}").random())
+    sample = sorted(every[: args.count])
     known = equivalents()
     print(f"{args.count} of {len(every)} mutants, seed {args.seed}", flush=True)
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(AT_ONCE) as pool:
