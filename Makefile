@@ -19,7 +19,7 @@ export MALLOC_TRIM_THRESHOLD_ := 17179869184
 
 .DEFAULT_GOAL := help
 .PHONY: help install docs demo reproduce-quick reproduce test test-slow test-distributed test-sandbox test-all test-trl \
-	test-vllm check wheel bench bench-gpu warm-start clean
+	test-vllm mutants check wheel bench bench-gpu warm-start clean
 
 help:  ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-16s %s\n", $$1, $$2}'
@@ -154,6 +154,9 @@ $(VLLM_VENV)/.installed: pyproject.toml constraints.txt
 
 test-vllm: $(VLLM_VENV)/.installed  ## Training with a real vLLM, in its build for CPUs: Linux on x86_64
 	OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m pytest tests/test_vllm.py
+
+mutants: $(BIN)/.installed  ## Which changes of the core its tests notice: a random sample, half an hour on two quiet cores
+	$(BIN)/python scripts/mutants.py
 
 check: $(BIN)/.installed  ## Lint, format, types, spelling
 	$(BIN)/ruff check .

@@ -14,7 +14,7 @@ import torch
 import trl
 from accelerate.utils import imports
 from datasets import Dataset
-from hypothesis import settings
+from hypothesis import Phase, settings
 from packaging.version import Version
 from transformers import Qwen3Config, Qwen3ForCausalLM
 from trl import GRPOConfig
@@ -29,6 +29,8 @@ logging.getLogger("transformers").setLevel(logging.ERROR)
 # To look further: --hypothesis-profile searching
 settings.register_profile("repeatable", deadline=None, derandomize=True)
 settings.register_profile("searching", deadline=None, max_examples=2000)
+# For mutants, of which it is enough to know that they fail.
+settings.register_profile("unshrunk", deadline=None, derandomize=True, phases=[Phase.explicit, Phase.generate])
 settings.load_profile("repeatable")
 
 # What a test may need beside the package and its development tools: what shows that it is there, and how to get it.

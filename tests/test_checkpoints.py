@@ -76,6 +76,15 @@ def test_a_checkpoint_that_lacks_anything_is_told_from_a_complete_one(kind, name
     assert name in flaw_of(checkpoint)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_weights_with_bytes_after_their_end_are_damaged(kind, run):
+    """Nothing but the header of safetensors tells so where there is no manifest."""
+    checkpoint = run(kind) / "checkpoint-3"
+    with (checkpoint / "model.safetensors").open("ab") as file:
+        file.write(b"\0")
+    assert "model.safetensors" in flaw_of(checkpoint)
+
+
 @pytest.mark.parametrize(
     ("kind", "name", "how"), [("ours", "snr_state_0.pt", "missing"), ("TRL's", "optimizer.pt", "cut off")]
 )

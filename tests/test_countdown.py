@@ -3,8 +3,8 @@
 import ast
 import json
 import random
-import time
 import warnings
+import zlib
 from fractions import Fraction
 
 import pytest
@@ -118,6 +118,8 @@ def test_impossible_tasks_are_generated_and_not_loaded(tmp_path):
         ("3 // 4 + 5", 0.0),
         ("+3 + 4 + 5", 0.0),
         ("3 4 5", 0.0),
+        ("(3 + 4)" + " " * 190 + "* 5", 1.0),
+        ("(3 + 4)" + " " * 191 + "* 5", 0.0),  # more than 200 characters
         ("(3 + 4) * 5" + " " * 200 + "+ 1", 0.0),
         ("(3 + 4) * 5 || (3 + 4) * 5", 0.0),
     ],
@@ -127,8 +129,10 @@ def test_what_an_answer_is_worth(answer, reward):
     assert (result.episode_return, result.success) == (reward, reward == 1.0)
 
 
-def test_division_by_zero_is_wrong_but_of_the_right_numbers():
-    assert outcome(Countdown(), "5 / (2 - 2)", row={"seed": 1, "nums": [2, 2, 5], "target": 5}).episode_return == 0.1
+@pytest.mark.parametrize("answer", ["5 / (2 - 2) + 1", "1 - 5 / (2 - 2)", "-(5 / (2 - 2)) * 1"])
+def test_division_by_zero_is_wrong_but_of_the_right_numbers(answer):
+    row = {"seed": 1, "nums": [2, 2, 5, 1], "target": 5}
+    assert outcome(Countdown(), answer, row=row).episode_return == 0.1
 
 
 def test_a_response_of_another_form_costs_a_tenth():
@@ -209,22 +213,28 @@ def test_no_text_raises_and_no_text_earns_a_reward_without_a_right_answer(text):
 
 
 @pytest.mark.parametrize("text", HOSTILE, ids=range(len(HOSTILE)))
-def test_hostile_text_is_judged_at_once(text):
-    start = time.perf_counter()
+def test_hostile_text_is_worth_nothing(text):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert outcome(Countdown(), text).episode_return <= 0.0
-    assert time.perf_counter() - start < 0.5
 
 
-@pytest.mark.parametrize("signs", ["-" * 150 + "3", "-(" * 60 + "3" + ")" * 60, "- " * 8 + "3", "3"])
-def test_signs_need_no_more_of_the_stack_than_an_honest_answer(signs):
+@pytest.mark.parametrize(
+    ("signs", "reward"),
+    [
+        ("-" * 150 + "3", 0.0),
+        ("-(" * 60 + "3" + ")" * 60, 0.0),
+        ("-" * 15 + "3", 0.0),  # with the two operators that follow, 17
+        ("-" * 14 + "3", 0.1),
+        ("3", 0.1),
+    ],
+)
+def test_signs_need_no_more_of_the_stack_than_an_honest_answer(signs, reward):
     env = Countdown()
-    (reward,) = env.reward_funcs
+    (judge,) = env.reward_funcs
     columns = {"seed": [1], "nums": [ROW["nums"]], "target": [ROW["target"]]}
     completions = [format_response("", [f"{signs} * 4 * 5"])]
-    expected = [0.0] if signs.count("-") > 10 else [0.1]
-    assert with_frames_left(90, lambda: reward([None], completions, **columns)) == expected
+    assert with_frames_left(90, lambda: judge([None], completions, **columns)) == [reward]
 
 
 # Tasks
@@ -270,6 +280,17 @@ def test_equal_seeds_give_equal_rows_whatever_the_global_generator_does():
     assert Countdown().dataset(100, seed=3).to_list() == first
     assert Countdown().dataset(50, seed=3).to_list() == first[:50]
     assert Countdown().dataset(100, seed=4).to_list() != first
+
+
+@pytest.mark.parametrize(
+    ("options", "checksum"), [({}, 2235725744), ({"operators": "+-", "max_numbers": 3, "impossible": 0.5}, 1546176356)]
+)
+def test_a_seed_means_the_same_tasks_and_plans_in_every_release(options, checksum):
+    """Results are of seeds, and our tiny model was warmed up on these plans."""
+    env = Countdown(**options)
+    tasks = [(row["seed"], row["nums"], row["target"]) for row in env.dataset(100, seed=0)]
+    plans = [row["completion"][0]["content"] for row in env.demonstrations(100, seed=0)]
+    assert zlib.crc32(repr((tasks, plans)).encode()) == checksum
 
 
 @pytest.fixture
@@ -332,9 +353,3 @@ def test_tools_and_text_agree():
     told = [tools.submit(attempt) for attempt in attempts]
     assert told[-1] == "Reward 0.9. The episode is over."
     assert tools.get_reward() == outcome(Countdown(multi_turn=True), *attempts).episode_return
-
-
-def test_the_prompt_names_the_task_and_no_solution():
-    system, user = Countdown().dataset(1)[0]["prompt"]
-    assert "every number exactly once" in system["content"] and "+ - * /" in system["content"]
-    assert user["content"].startswith("Numbers: ")

@@ -3,6 +3,7 @@
 import json
 import math
 from pathlib import Path
+from statistics import fmean, stdev
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from ragen2_trl.filtering import (
     ZERO_SCORE,
     group_score,
     select_groups,
+    selection_metrics,
     zero_variance,
 )
 from ragen2_trl.trainers.selection import SCORE_DEGREE
@@ -184,6 +186,54 @@ def test_errors_name_the_field_the_value_and_the_allowed_set(arguments, names):
         group_score(torch.ones(3, 3), "variance")
     for name in SCORES:
         assert name in str(error.value)
+
+
+@pytest.mark.parametrize("given", [None, (0.0, 1.0), (-1.0, 2.0), (0.5, 0.5)])
+def test_metrics_of_a_selection_are_those_of_a_plain_loop(given):
+    nan = float("nan")
+    groups = [[1, 1, 1], [0, 0, nan], [0.5, 0.5, 0.5], [0, 1, 0.5], [1, 0, nan], [nan, nan, nan], [1, 1, 0.25]]
+    marks = [[0, 0, 0], [0, 0, 0], [0, 0, 0], [1, 0, 1], [0, 0, 0], [0, 0, 0], [1, 1, 1]]
+    tokens = [[3, 4, 5], [2, 2, 2], [9, 1, 1], [6, 7, 8], [1, 1, 1], [2, 3, 4], [1, 0, 5]]
+    rewards, kept, lengths = torch.tensor(groups), torch.tensor(marks) > 0, torch.tensor(tokens)
+    scores = group_score(rewards)
+    metrics = selection_metrics(rewards, scores, kept, lengths=lengths, reward_range=given)
+
+    low, high = given or (0.0, 1.0)
+    dropped = dict.fromkeys(("best", "worst", "same"), 0)
+    for group, mark in zip(groups, marks, strict=True):
+        values = {value for value in group if value == value}
+        if len(values) < 2 and not any(mark):
+            is_best, is_worst = (bool(values) and low < high and values == {one} for one in (high, low))
+            dropped["best" if is_best else "worst" if is_worst else "same"] += 1
+    variances = scores.tolist()
+    stds = [math.sqrt(value) for value in variances]
+    expected = {
+        "kept_groups": 2,
+        "kept_fraction": 5 / 21,
+        "kept_tokens_fraction": (6 + 8 + 1 + 5) / sum(map(sum, tokens)),
+        "score_mean": fmean(variances),
+        "score_max": max(variances),
+        "in_group_max": fmean([1, 0, 0.5, 1, 1, 1]),
+        "in_group_mean": fmean([1, 0, 0.5, 0.5, 0.5, 0.75]),
+        "reward_std_spread": stdev(stds) / fmean(stds),
+        "reward_variance_spread": stdev(variances) / fmean(variances),
+        "zero_variance_fraction": 4 / 7,
+        **{f"dropped_all_{name}": count / 7 for name, count in dropped.items()},
+    }
+    assert metrics == pytest.approx(expected)
+
+
+def test_metrics_of_a_selection_have_no_spread_where_there_is_none():
+    def spread(rewards, **others):
+        rewards = torch.tensor(rewards)
+        kept = torch.ones(rewards.shape, dtype=torch.bool)
+        metrics = selection_metrics(rewards, group_score(rewards), kept, lengths=torch.zeros(rewards.shape), **others)
+        assert metrics["kept_tokens_fraction"] == 0
+        return metrics["reward_variance_spread"]
+
+    assert spread([[0.0, 1.0]]) == 0  # one group
+    assert spread([[1.0, 1.0], [0.0, 0.0]]) == 0
+    assert spread([[0.0, 1.0], [0.0, 1.0]], variances=torch.tensor([1.0, 3.0])) == pytest.approx(math.sqrt(2) / 2)
 
 
 @pytest.mark.parametrize("kind", SCORES)

@@ -103,6 +103,73 @@ def test_what_is_over_is_said_and_may_begin_again():
     assert str(first.until) in first.sentence and "was failing" in first.sentence
 
 
+@pytest.mark.parametrize(
+    ("completions", "chance", "failure"), [(4, 0.34, 0.2), (16, 0.72, 0.6), (64, 0.8, 0.7), (512, 0.8, 0.7)]
+)
+def test_a_fall_is_told_beyond_five_standard_errors_of_so_many_completions(completions, chance, failure):
+    """From 0.95, in means over five rows; with many completions it is the size of the fall that counts."""
+    for low, is_told in ((chance, False), (failure, True)):
+        rows = [{"step": step, "env/a/valid_rate": 0.95 if step < 50 else low} for step in range(200)]
+        assert bool(health(rows, completions=completions)) == is_told
+
+
+def test_an_alarm_ends_halfway_back_and_not_where_it_began():
+    """So that a run at the threshold is not told again and again."""
+
+    def ends(*levels):
+        rows = [0.95] * 50 + [level for level in levels for _ in range(20)]
+        alarms = health([{"step": step, "env/a/valid_rate": x} for step, x in enumerate(rows)], completions=128)
+        return [alarm.until is not None for alarm in alarms]
+
+    assert ends(0.8) == []
+    assert ends(0.7, 0.8) == ends(0.7, 0.8, 0.7, 0.8) == [False]
+    assert ends(0.7, 0.9) == [True]
+
+
+RISES = {  # key: a level, how many times as much is an alarm, and what little values are taken for
+    "completions/mean_length": (50.0, 2, 16.0),
+    "entropy": (0.4, 3, 0.1),
+    "grad_norm": (1.0, 10, 1e-6),
+    "kl": (0.2, 10, 0.1),
+}
+
+
+@pytest.mark.parametrize("key", RISES)
+def test_what_rises_is_told_from_its_factor_on_and_from_its_floor(key):
+    level, factor, floor = RISES[key]
+
+    def is_told(before, after):
+        return bool(health([{"step": step, key: before if step < 50 else after} for step in range(80)]))
+
+    assert is_told(level, 1.1 * factor * level) and not is_told(level, 0.9 * factor * level)
+    assert is_told(floor / 100, 1.1 * factor * floor) and not is_told(floor / 100, 0.9 * factor * floor)
+
+
+FALLS = {  # key: what it falls from, to where that is no alarm, and to where it is one; how many rows are averaged
+    "env/a/valid_rate": (0.95, 0.78, 0.7, 5),
+    "mi/valid_thinking_rate": (0.95, 0.78, 0.7, 2),
+    "env/a/success": (0.8, 0.44, 0.36, 10),
+    "eval/env/a/success": (0.8, 0.44, 0.36, 2),
+    "completions/clipped_ratio": (0.2, 0.56, 0.64, 5),  # of those that are not clipped half is left
+    "snr/zero_variance_fraction": (0.5, 0.94, 0.96, 20),
+}
+
+
+@pytest.mark.parametrize("key", FALLS)
+def test_what_falls_is_told_from_its_bound_on_once_as_many_rows_say_so(key):
+    level, chance, failure, rows = FALLS[key]
+
+    def told(after, count):
+        levels = [level] * 50 + [after] * count
+        return health([{"step": step, key: one} for step, one in enumerate(levels)], completions=100_000)
+
+    assert not told(chance, 3 * rows)
+    (alarm,) = told(failure, rows)
+    assert alarm.step == 50 + rows - 1
+    assert alarm.share and alarm.value == pytest.approx(failure if failure < level else 1 - failure)
+    assert not told(failure, rows - 1)
+
+
 def test_length_and_entropy_alone_are_no_failure():
     rows = [{"step": step, "completions/mean_length": 100 if step < 50 else 400} for step in range(80)]
     assert [(alarm.kind, alarm.failing) for alarm in health(rows)] == [("length", False)]
@@ -124,7 +191,7 @@ def test_a_gradient_that_is_no_number_is_told():
     rows = [{"step": step, "grad_norm": math.nan if step == 5 else 1.0} for step in range(20)]
     (alarm,) = health(rows)
     assert (alarm.step, alarm.kind, alarm.value) == (5, "gradient", None) and "not finite" in alarm.sentence
-    assert alarm.until == 6
+    assert (alarm.best, alarm.best_step, alarm.share, alarm.until) == (None, 0, False, 6)
 
 
 def test_an_interrupted_watch_goes_on_as_if_it_had_not_been():

@@ -68,14 +68,6 @@ def measurements(draw, values=LOGPS, max_columns=5):
     )
 
 
-def test_every_reference_value_has_a_name_of_ours():
-    derived = {"reasoning_entropy_est", "matched_log_prob_mean", "marginal_log_prob_mean"}
-    derived |= {f"retrieval_above_chance{suffix}" for suffix in DEPTHS}
-    assert REFERENCE
-    for case in REFERENCE:
-        assert set(case["expected"]) == NAMES.keys() | derived
-
-
 @pytest.mark.parametrize("number", range(len(REFERENCE)))
 def test_metrics_agree_with_the_reference(number: int):
     case = REFERENCE[number]

@@ -356,6 +356,36 @@ def test_the_prompts_gone_on_with_are_those_that_yield_most_variance_for_a_compl
         assert rate(np.flatnonzero(expected >= threshold)) == pytest.approx(rate(best))
 
 
+@pytest.mark.parametrize("processes", [1, 3])
+def test_each_process_goes_on_with_as_many_of_its_own_prompts_first_the_audited_and_then_the_best(
+    processes, monkeypatch
+):
+    rng, prompts, room = np.random.default_rng(0), 4, 3  # of each process; whole groups that fit on it
+    for _ in range(60):
+        expected = rng.gamma(0.3, size=processes * prompts).round(1)
+        draws = rng.random(len(expected)) * 4 * pilots.AUDIT
+        args = SimpleNamespace(num_generations=8, seed=0, groups_per_generation=processes * room)
+        accelerator = SimpleNamespace(num_processes=processes)
+        own = pilots.PilotSampling(SimpleNamespace(args=args, accelerator=accelerator), 2, None)
+        monkeypatch.setattr(own, "_expected", lambda rewards, expected=expected: expected)
+        monkeypatch.setattr(np.random, "default_rng", lambda key, d=draws: SimpleNamespace(random=lambda size: d))
+        chosen = own._choose(np.zeros((len(expected), 2)), key=(0,))
+        monkeypatch.undo()
+
+        worth = expected >= pilots.worth_going_on(expected, 2, 8)
+        audited = ~worth & (draws < pilots.AUDIT)
+        number = min(max(1, math.ceil((worth.sum() + audited.sum()) / processes)), room)
+        whole = []
+        for process, numbers in enumerate(chosen.tolist()):
+            mine = range(process * prompts, (process + 1) * prompts)
+            best = sorted(mine, key=lambda prompt: (not audited[prompt], -expected[prompt]))[:number]
+            assert [process * prompts + one for one in numbers] == sorted(best)
+            whole += sorted(best)
+        assert own.whole.tolist() == whole
+        assert np.flatnonzero(own.audited).tolist() == [one for one in whole if audited[one]]
+        assert np.flatnonzero(own.committed).tolist() == [one for one in whole if not audited[one]]
+
+
 def posterior_of(rewards):
     posterior = RewardPosterior(0, 1.0)
     posterior.see(rewards)

@@ -6,9 +6,8 @@ import random
 
 import pytest
 import yaml
-from every_task import tasks
 
-from ragen2_trl.envs import PRESETS, Limits, make_env
+from ragen2_trl.envs import PRESETS, make_env
 from ragen2_trl.envs.ragen2.protocol import TEXTS
 
 COORDINATES = "Coordinates: \nBoard size: 6 rows x 6 cols (zero-indexed)."
@@ -189,12 +188,6 @@ def test_the_instruction_says_what_the_reference_says_in_its_order():
     assert places == sorted(places) and ragen2("frozen_lake").size == 4  # the corner is the reference's error
 
 
-@pytest.mark.parametrize("name", tasks(WITH_RAGEN2))
-def test_the_texts_of_a_preset_are_those_of_its_keys(name):
-    env = ragen2(name)
-    assert set(env.texts()) <= set(TEXTS) and "instruction" in env.texts()
-
-
 @pytest.mark.parametrize(
     ("symbols", "line", "legend"),
     [
@@ -299,17 +292,6 @@ def test_rewards_are_told_as_unrounded_sums():
     env = ragen2("sokoban", size=8, boxes=2, search_depth=10)
     play = env.play({"seed": 0, "room": room}, random.Random(0))
     assert play.respond(said("Right", "Right")).startswith("Reward:\n-0.20000000000000007\n\nTurn 2:\n")
-
-
-@pytest.mark.parametrize("name", tasks(WITH_RAGEN2))
-def test_a_preset_is_a_class_of_the_task(name):
-    env, direct = ragen2(name), PRESETS["ragen2"][name]()
-    assert type(env) is type(direct) and isinstance(env, type(make_env(name)))
-    assert Limits(env.max_turns, env.max_actions) == env.limits
-    assert env.dataset(2, seed=0).to_list() == direct.dataset(2, seed=0).to_list()
-    assert env.forced_tag == "<think>"
-    assert env.summary["preset"] == direct.preset == "ragen2" and env.summary["options"] == {"preset": "ragen2"}
-    assert "preset" not in make_env(name).summary
 
 
 @pytest.mark.parametrize(

@@ -128,7 +128,7 @@ def test_countdown_says_what_ragen2_says():
         ("open('made', 'w') and 44 + 19 + 35", 0.1),
         ("44 ** 19 ** 35", 0.1),
         ("44 + 19 + 35 || 1", 1.0),  # cut where actions part
-        ("9" * 50_000, 0.0),
+        ("44 + 19 + " + "9" * 50_000, 0.0),  # more digits than Python reads
     ],
 )
 def test_countdown_pays_what_ragen2_pays_and_evaluates_nothing(text, reward, tmp_path, monkeypatch):

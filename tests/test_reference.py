@@ -7,7 +7,7 @@ from conftest import PROMPTS, assert_same_parameters, parameters_of
 from pages import scripts
 from replay import Recorder, assert_close, move_away
 
-from ragen2_trl import SNRFilteredGRPOConfig, SNRFilteredGRPOTrainer
+from ragen2_trl import SNRFilteredGRPOConfig
 from ragen2_trl.filtering import group_score, select_groups
 from ragen2_trl.trainers.selection import (
     FEW_GROUPS,
@@ -149,11 +149,20 @@ def test_a_freak_score_is_forgotten():
 # The slack
 
 
+@pytest.mark.parametrize("shift", [0.0, -3.0, 3.0])
 @pytest.mark.parametrize("scale", [1.0, 0.02])
-def test_the_slack_is_that_of_rewards_from_0_to_1_for_all_that_lie_closer(scale):
-    rewards = torch.tensor([[1.0, 0.0, 0.0, 1.0], [0.1, 0.0, 0.0, 0.1], [0.0] * 4] * 4) * scale
-    expected = select_groups(group_score(rewards / scale), "top_p", 0.9, selection_eps=0.01)
-    assert selected(filter_of(12), rewards).tolist() == expected.tolist()
+def test_the_slack_is_that_of_rewards_from_0_to_1_for_all_that_lie_closer(scale, shift):
+    rewards = torch.tensor([[1.0, 0.0, 0.0, 1.0], [0.1, 0.0, 0.0, 0.1], [0.0] * 4] * 4, dtype=torch.float64)
+    expected = select_groups(group_score(rewards), "top_p", 0.9, selection_eps=0.01)
+    assert selected(filter_of(12), scale * rewards + shift).tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize("score", ["length", "entropy", "entropy_variance"])
+def test_the_slack_of_scores_of_tokens_does_not_depend_on_the_range_of_rewards(score):
+    selector, signal = ScoreSelector("top_p", 0.5, score), torch.tensor([True] * 3)
+    for scores, kept in (([1.0, 0.505, 0.505], 1), ([1.0, 0.515, 0.515], 2)):  # 0.995 or 1.005 wanted
+        for reward_range in (None, (0.0, 0.1), (0.0, 100.0)):
+            assert selector.select(torch.tensor(scores), signal, reward_range).sum() == kept
 
 
 @pytest.mark.parametrize("scale", [1.0, 1e-3])
@@ -164,6 +173,14 @@ def test_the_only_group_with_variance_is_never_dropped_for_the_slack(scale):
     assert selected(filter_of(9), rewards).nonzero().flatten().tolist() == [3]
     rewards[3] = 0.0
     assert selected(filter_of(9), rewards).sum() == 0
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_rewards_beyond_the_square_root_of_float32_are_warned_of_once(sign, caplog):
+    group_filter = filter_of(8)
+    for reward, warnings in ((1e19, 0), (2e19, 1), (3e19, 1)):
+        group_filter.see(torch.tensor([[0.0, sign * reward]]))
+        assert sum("1e+19" in record.message for record in caplog.records) == warnings
 
 
 def test_the_slack_never_exceeds_its_value_however_far_apart_rewards_lie():
@@ -283,7 +300,6 @@ def test_trls_default_layout_ranks_among_recent_groups():
     args = SNRFilteredGRPOConfig(**CPU)
     assert args.groups_per_generation == 1
     assert GroupFilter(args).recent.size == 256
-    assert SNRFilteredGRPOTrainer._config_class is SNRFilteredGRPOConfig
 
 
 def test_the_example_of_the_readme_keeps_drops_and_measures_in_a_layout_of_eight_prompts(

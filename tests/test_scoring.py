@@ -181,6 +181,19 @@ def test_a_completion_beyond_the_bound_runs_alone():
     assert counts == [3, 30, 4 + 30, 18, 30]  # the longest is tried first
 
 
+def test_the_longest_and_the_shortest_completion_are_tried_together_where_they_fit():
+    with count_tokens(shared_model("llama")) as counts:
+        cross_score(shared_model("llama"), random_ids(4), random_ids(9, 10), max_tokens_per_forward=20)
+    assert counts == [3, 2 * 10, 4 + 9, 4 + 10, 2 * 10]
+
+
+@pytest.mark.parametrize(("kind", "tokens", "of_a_large_vocabulary"), [("cpu", 1024, 512), ("cuda", 8192, 2048)])
+def test_by_default_a_forward_pass_is_bounded_by_its_tokens_and_its_logits(kind, tokens, of_a_large_vocabulary):
+    """512 MiB of logits in float32 on a CPU, and 1 GiB in bfloat16 elsewhere."""
+    assert scoring._default_tokens(torch.device(kind), 1000) == tokens
+    assert scoring._default_tokens(torch.device(kind), 2**18) == of_a_large_vocabulary
+
+
 def test_scores_do_not_depend_on_how_many_logits_are_normalised_at_once(monkeypatch):
     model = shared_model("llama")
     expected = cross_score(model, PROMPTS, COMPLETIONS)

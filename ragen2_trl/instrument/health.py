@@ -308,7 +308,7 @@ class _Watch:
     def _is_low(self, signal: Signal, level: float, best: float) -> bool:
         if signal.kind == "flat_rewards":
             return level < VARIED
-        spread = math.sqrt(self.squares / (2 * max(1, self.rows - 1)))
+        spread = math.sqrt(self.squares / (2 * (self.rows - 1)))
         if signal.scale == "share":
             spread = max(spread, 0.5 / math.sqrt(self.counts / self.rows))
         elif self.rows < 2 * signal.rows or spread == 0:  # too few to tell how much rows differ, or all the same
