@@ -33,7 +33,7 @@ TESTS = {
     "trainers/selection": "reference selector promises_groups",
     "trainers/micro_batches": "promises_computed promises_update promises_empty",
     "trainers/plans": "promises_computed promises_update lossless",
-    "trainers/row_means": "promises_composed",
+    "trainers/row_means": "row_means promises_composed",
     "trainers/dealing": "dealing promises_computed",
     "trainers/pilots": "pilots promises_composed",
     "trainers/checkpoints": "checkpoints promises_resume",
@@ -138,7 +138,10 @@ class _Places:
 
 
 def _changes(tree: ast.AST, places: _Places) -> Iterator[tuple[int, int, str]]:
-    """First byte, byte after the last, and what replaces them. Nothing of annotations, messages and type checks."""
+    """First byte, byte after the last, and what replaces them.
+
+    Nothing of annotations, messages, assertions and decorators, of which the core has those that cache.
+    """
     skipped: set[ast.AST | None] = set()
     for node in ast.walk(tree):  # parents come before their children
         if node in skipped:
@@ -147,8 +150,14 @@ def _changes(tree: ast.AST, places: _Places) -> Iterator[tuple[int, int, str]]:
         match node:
             case ast.JoinedStr() | ast.Assert() | ast.Raise() | ast.ImportFrom() | ast.Import():
                 skipped.update(ast.iter_child_nodes(node))
-            case ast.FunctionDef() | ast.arg():
-                skipped.add(getattr(node, "returns", None) or getattr(node, "annotation", None))
+            case ast.ClassDef():
+                skipped.update(node.decorator_list)
+            case ast.FunctionDef():
+                skipped.update((*node.decorator_list, node.returns))
+            case ast.arg():
+                skipped.add(node.annotation)
+            case ast.keyword(arg="strict"):  # of `zip`: an assertion
+                skipped.add(node.value)
             case ast.AnnAssign():
                 skipped.add(node.annotation)
                 if ast.unparse(node.annotation) == "TypeAlias":
