@@ -98,7 +98,7 @@ def cross_score(
     # The longest first: that is where reusing its cache is put to the test.
     order = sorted(range(len(distinct_prompts)), key=lambda number: -len(distinct_prompts[number]))
     rank, world = (dist.get_rank(), dist.get_world_size()) if split_over_processes else (0, 1)
-    with evaluation_mode(model):
+    with _evaluation_mode(model):
         scorer = _Scorer(model, distinct_prompts, distinct_rows, max_tokens_per_forward, temperature, world > 1)
         for turn in range(rank, ceil(len(order) / world) * world, world):
             # Where prompts have run out, the shortest one once more, so that no process runs fewer forward passes.
@@ -337,7 +337,7 @@ def _logits_of(model: nn.Module, kept: Tensor) -> Iterator[None]:
 
 
 @contextmanager
-def evaluation_mode(model: nn.Module) -> Iterator[None]:
+def _evaluation_mode(model: nn.Module) -> Iterator[None]:
     """No dropout, and no gradient checkpointing, which would drop the cache; then every module as it was."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()

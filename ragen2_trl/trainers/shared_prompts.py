@@ -6,7 +6,8 @@ padded row, so that learned positions and the rounding of rotary embeddings are 
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +16,6 @@ from accelerate.logging import get_logger
 from torch import Tensor, nn
 from transformers.masking_utils import create_causal_mask
 
-from ragen2_trl.instrument.scoring import evaluation_mode
 from ragen2_trl.trainers.batches import Batch, padded_size, prompts_of, whole_rows
 
 logger = get_logger(__name__)
@@ -193,7 +193,7 @@ class SharedPrompts:
         ids = torch.cat([input_ids[longest[:1].expand(2), :before], input_ids[longest, before:]], dim=1)
         mask = torch.cat([attention_mask[longest[:1].expand(2), :before], attention_mask[longest, before:]], dim=1)
         prompts, lengths = mask[:, :before].sum(dim=1).tolist(), mask[:, before:].sum(dim=1).tolist()
-        with torch.no_grad(), evaluation_mode(model):
+        with torch.no_grad(), _without_dropout(model):
             padded = log_probs(ids, mask, width)
             alone = torch.cat([log_probs(ids[row : row + 1], mask[row : row + 1], width) for row in range(2)])
             try:
@@ -321,6 +321,17 @@ def _overhead(model: Any, config: Any) -> float:
     heads = int(config.num_attention_heads)
     width = heads * int(getattr(config, "head_dim", None) or config.hidden_size // heads)
     return 2 * size / int(config.num_hidden_layers) / (4 * width)
+
+
+@contextmanager
+def _without_dropout(model: nn.Module) -> Iterator[None]:
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes.items():
+            module.training = training
 
 
 def dropout_of(model: nn.Module) -> float:
