@@ -182,7 +182,7 @@ def test_further_rounds_of_dynamic_sampling_are_sampled_by_what_is_trained(tmp_p
     assert len(calls) > 2
     batch, logps = seen[0]  # of several rounds; later ones may carry groups of the step before
     mask = batch["completion_mask"].bool()
-    assert len(mask) == 32
+    assert len(mask) == trainer.num_generations * rows_of(trainer)[0]["snr/trained_groups"] > 0
     assert (logps - batch["sampling_per_token_logps"])[mask].abs().max() < SAME
     assert max(differences(trainer)) < SAME
 
