@@ -61,6 +61,8 @@ class ForwardPasses(Checkpointed):
             or self.args.snr_score_reward not in names
             or (isinstance(self, RLOOTrainer) and self.beta != 0)
             or self.rollout_events.needs_all_rows
+            # A process may have images beside one that has none: all must call the same passes.
+            or getattr(self.model.config, "vision_config", None) is not None
         )
         self._sampled, self._live = None if of_every_row else inputs, None
 
