@@ -1,4 +1,4 @@
-"""A checkpoint resumes under what has sharded it, which its files tell; elsewhere both sides are named."""
+"""A checkpoint resumes only under the backend that saved it; any other is refused, and the error names both."""
 
 from types import SimpleNamespace
 

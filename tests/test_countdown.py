@@ -286,7 +286,7 @@ def test_equal_seeds_give_equal_rows_whatever_the_global_generator_does():
     ("options", "checksum"), [({}, 2235725744), ({"operators": "+-", "max_numbers": 3, "impossible": 0.5}, 1546176356)]
 )
 def test_a_seed_means_the_same_tasks_and_plans_in_every_release(options, checksum):
-    """Results are of seeds, and our tiny model was warmed up on these plans."""
+    """A seed gives the same room in every release: the tiny model was warmed up on these plans."""
     env = Countdown(**options)
     tasks = [(row["seed"], row["nums"], row["target"]) for row in env.dataset(100, seed=0)]
     plans = [row["completion"][0]["content"] for row in env.demonstrations(100, seed=0)]

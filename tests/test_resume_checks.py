@@ -103,7 +103,7 @@ def test_a_field_of_another_form_is_a_line_that_names_file_and_field(place, valu
     within[last] = value
     read = value if not keys else read
     path.write_text(json.dumps(read)) if path.suffix == ".json" else torch.save(read, path)
-    (checkpoint / "snr_manifest.json").unlink()  # which has the size of what was written
+    (checkpoint / "snr_manifest.json").unlink()  # it lists the file sizes
     assert name in refused(policy_path, checkpoint, said)
 
 

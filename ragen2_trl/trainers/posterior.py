@@ -17,7 +17,7 @@ FREEDOM = 4.0  # of the prior of a variance; its mean is that of the prior
 
 
 class PosteriorState(TypedDict):
-    """State of a `RewardPosterior` in a checkpoint: of the prompts, those that have been seen."""
+    """State of a `RewardPosterior` in a checkpoint: the prompts seen so far."""
 
     rows: Tensor
     evidence: Tensor
