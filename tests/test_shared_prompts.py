@@ -26,6 +26,7 @@ from trl import GRPOTrainer
 from trl.trainer.utils import add_fused_lm_head
 
 from ragen2_trl import SNRFilteredGRPOConfig, SNRFilteredGRPOTrainer
+from ragen2_trl.rollout_events import listen
 from ragen2_trl.tiny import TINY_MODEL_PATH
 from ragen2_trl.trainers.shared_prompts import SharedPrompts, cheapest_layout
 
@@ -350,3 +351,26 @@ def test_the_tiny_model_of_the_package_shares_prompts():
     model = AutoModelForCausalLM.from_pretrained(TINY_MODEL_PATH, dtype=torch.float32)
     add_fused_lm_head(model, outputs=("log_probs", "entropy"))
     assert checked(model).serves
+
+
+@pytest.mark.parametrize("pilots", [0, 2], ids=["whole groups", "pilots"])
+def test_rounds_end_with_the_parameters_of_old_log_probs_of_every_row(pilots, policy_path, tmp_path):
+    """Adam's epsilon is above the gradients that are rounding noise, which it would make full steps of."""
+    ends = []
+    for every_row in (True, False):
+        args = GRPO.args(
+            tmp_path,
+            **{**TRAINING, **SEVERAL, "steps_per_generation": 4, "adam_epsilon": 1e-5},
+            snr_strategy="nonzero",
+            snr_dynamic_sampling_rounds=2,
+            snr_pilot_generations=pilots,
+        )
+        trainer = GRPO.make(policy_path, args, replay_of(policy_path))
+        if every_row:
+            listen(trainer, all_rows=True)
+        trainer.train()
+        assert trainer.rollout_events.needs_all_rows == every_row
+        ends.append(trainer)
+    assert apart(*ends) < 5e-6
+    sums = [sum(row["snr/update_compute_fraction"] for row in one.state.log_history if "loss" in row) for one in ends]
+    assert sums[0] != sums[1]
