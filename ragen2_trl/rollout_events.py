@@ -110,7 +110,7 @@ class Listener:
     on_rollout: Callable[[LocalRollout], None] | None = None
     on_pass: Callable[[int, int], None] | None = None
     aside: Callable[[], AbstractContextManager[None]] | None = None
-    all_rows: bool = False
+    all_rows: Callable[[], bool] | None = None
 
     def remove(self) -> None:
         """Unsubscribe."""
@@ -208,7 +208,7 @@ class RolloutEvents:
     @property
     def needs_all_rows(self) -> bool:
         """Whether a listener computes with rows of groups that carry no signal."""
-        return any(listener.all_rows for listener in self.listeners)
+        return any(listener.all_rows() for listener in self.listeners if listener.all_rows is not None)
 
     def score_ahead(self, inputs: list[dict[str, Any]]) -> Tensor:
         """(B, F) rewards of the latest completions, which TRL then gets without calling a reward function again.
@@ -273,7 +273,7 @@ def listen(
     on_rollout: Callable[[LocalRollout], None] | None = None,
     on_pass: Callable[[int, int], None] | None = None,
     aside: Callable[[], AbstractContextManager[None]] | None = None,
-    all_rows: bool = False,
+    all_rows: Callable[[], bool] | None = None,
 ) -> Listener:
     """Subscribe to a trainer's sampling, until `remove` is called. Listeners are called in the order they subscribed.
 
@@ -288,7 +288,7 @@ def listen(
         on_pass: takes the padded positions that a pass over a generation computes, and the positions of plain TRL's
             micro-batches of it, over all processes. Our trainers announce it.
         aside: a context around `on_rollout` of all listeners: a clock of training stops inside.
-        all_rows: whether `on_rollout` computes with old and reference log-probs of rows that no loss will see.
+        all_rows: whether `on_rollout` is about to compute with old and reference log-probs of rows that no loss sees.
 
     Raises:
         TypeError: for a trainer that does not sample completions.

@@ -170,11 +170,13 @@ class GradientSNRCallback(TrainerCallback):
         check_own_trainer(self, self.trainer, state)
         check_can_probe(self.trainer)
         self.latest, self._last_step = None, state.global_step
-        self._listener = self._listener or listen(self.trainer, on_rollout=self._on_rollout, all_rows=True)
+        self._listener = self._listener or listen(
+            self.trainer, on_rollout=self._on_rollout, all_rows=lambda: self._due_step() is not None
+        )
 
     def _on_rollout(self, local: LocalRollout) -> None:
         step = self._due_step()
-        if step is None or not is_newest(self, self.trainer):
+        if step is None:
             return
         self._last_step = step
         measurement, cost = self.measure(local, self.trainer.state.global_step + 1)
@@ -197,6 +199,8 @@ class GradientSNRCallback(TrainerCallback):
 
     def _due_step(self) -> int | None:
         """The optimizer step that asks for the gradients of the current completions, if one does."""
+        if not is_newest(self, self.trainer):
+            return None
         args, done = self.trainer.args, self.trainer.state.global_step
         per_generation = args.steps_per_generation * self.trainer.num_iterations / args.gradient_accumulation_steps
         served = range(max(done, self._last_step) + 1, done + ceil(per_generation) + 1)

@@ -1,5 +1,6 @@
 """Forward passes of a trainer for log-probs: TRL's own, over fewer rows and with each prompt computed once."""
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -60,7 +61,6 @@ class ForwardPasses(Checkpointed):
             or self._own_selector is not None
             or self.args.snr_score_reward not in names
             or (isinstance(self, RLOOTrainer) and self.beta != 0)
-            or self.rollout_events.needs_all_rows
             # A process may have images beside one that has none: all must call the same passes.
             or getattr(self.model.config, "vision_config", None) is not None
         )
@@ -68,7 +68,7 @@ class ForwardPasses(Checkpointed):
 
     def _end_batch(self, batch: Batch) -> None:
         """Rows whose log-probs were not computed get 0, so that no loss of them is NaN."""
-        if self._live is not None:
+        if self._live is not None and not self.rollout_events.needs_all_rows:
             for key in LOGPS:
                 if key in batch:
                     dead = ~self._live if batch[key].ndim == 1 else ~self._live.unsqueeze(1)
@@ -78,7 +78,10 @@ class ForwardPasses(Checkpointed):
     def _logps_of_live_rows(
         self, model: Any, input_ids: Tensor, attention_mask: Tensor, width: int, size: int
     ) -> Tensor:
-        """(rows, T), NaN for rows of groups without varying rewards: TRL leaves NaN out of its means."""
+        """(rows, T), NaN for rows of groups without varying rewards: TRL leaves NaN out of its means.
+
+        A listener that needs those rows, too, gets them from passes of their own, so that training does not change.
+        """
         if self._live is None:
             self._live = self._rows_of_varying_groups().to(input_ids.device)
         before = input_ids.size(1) - width
@@ -89,19 +92,12 @@ class ForwardPasses(Checkpointed):
             "completion_mask": attention_mask[:, before:],
         }
         self._check_sharing(batch)
-        live = self._live.nonzero().squeeze(1).tolist()
-        computed = forward_in_step(
-            partial(self._counted_logps, model),
-            batch,
-            live,
-            take(batch, [0]),
-            size,
-            self.accelerator,
-            keep_positions=self._plan.keeps_positions,
-        )
-        assert computed is not None  # of a batch
-        logps = input_ids.new_full((len(input_ids), width), torch.nan, dtype=computed.dtype)
-        logps[live] = computed
+        logps = self._scattered(batch, self._live, size, partial(self._counted_logps, model))
+        if self.rollout_events.needs_all_rows:
+            devices = [input_ids.device] if input_ids.device.type == "cuda" else []
+            with torch.random.fork_rng(devices):
+                dead = self._scattered(batch, ~self._live, size, lambda part: self._logps(model, part))
+            logps = torch.where(self._live.unsqueeze(1), logps, dead)
         self._micro_batches.count_ahead(0, input_ids.numel())
         return logps
 
@@ -114,10 +110,22 @@ class ForwardPasses(Checkpointed):
         varies = (groups != groups[:, :1]).flatten(1).any(dim=1)
         return self._local(varies.repeat_interleave(self.num_generations))
 
+    def _scattered(self, batch: Batch, rows: Tensor, size: int, forward: Callable[[Batch], Tensor]) -> Tensor:
+        """(rows, T) of a forward pass over some rows, NaN for the others. A call for all processes together."""
+        chosen, accelerator = rows.nonzero().squeeze(1), self.accelerator
+        keep = self._plan.keeps_positions
+        found = forward_in_step(
+            forward, batch, chosen.tolist(), take(batch, [0]), size, accelerator, keep_positions=keep
+        )
+        assert found is not None  # of a batch
+        return found.new_full((len(rows), found.size(1)), torch.nan).index_copy(0, chosen, found)
+
     def _counted_logps(self, model: Any, batch: Batch) -> Tensor:
-        ids, mask, width = whole_rows(batch)
         self._micro_batches.count_ahead(self._micro_batches.positions(batch), 0)
-        logps: Tensor = self._get_per_token_logps_and_entropies(model, ids, mask, width)[0]
+        return self._logps(model, batch)
+
+    def _logps(self, model: Any, batch: Batch) -> Tensor:
+        logps: Tensor = self._get_per_token_logps_and_entropies(model, *whole_rows(batch))[0]
         return logps
 
     def _check_sharing(self, batch: Batch) -> None:

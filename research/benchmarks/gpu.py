@@ -10,10 +10,12 @@ Nothing is downloaded: weights are random, in bfloat16, and texts are made. Each
 what it is compared to. Parts come in the order of their worth, each with a share of the time; what one leaves over
 goes to those after it. A case that would not fit is skipped and named, and results are written after every case.
 
-1. *Updates*: optimizer steps less generation, on 32 replayed completions of 1,024 to 4,096 tokens behind prompts of
-   512, plain TRL and the filter in mode `drop`. Median of the steps after the first; peak of allocated memory.
-2. *Cross-scoring* against the reference's way (`cross_score.py`), and against one pair after the other in bfloat16 and
-   in float32: how far reuse of a cache and forward passes of other sizes are from rounding alone.
+1. *Updates* on given completions (`lossless.py`): plain TRL, `lossless` without and with shared prompts, with
+   gradient checkpointing, for one agent's turn and for maths, with no dead group and with half of them dead. Seconds
+   of an optimizer step less its rollout, positions through the model, peak of allocated memory.
+2. *Cross-scoring* of a whole matrix and of the part that is scored where a measurement would cost too much, against
+   the reference's way (`cross_score.py`), and against one pair after the other in bfloat16 and in float32: how far
+   reuse of a cache is from rounding alone.
 3. *Steps* with generation (transformers', no vLLM) on FrozenLake: its share, that of the update, and the callback's.
 """
 
@@ -41,11 +43,11 @@ from trl import GRPOConfig, GRPOTrainer
 
 from ragen2_trl import MutualInformationCallback, SNRFilteredGRPOConfig, SNRFilteredGRPOTrainer, cross_score
 from ragen2_trl.envs import make_env
-from ragen2_trl.instrument import count_tokens
 from ragen2_trl.tiny import TINY_MODEL_PATH
 from research.benchmarks.cross_score import make_texts, reference
-from research.benchmarks.filter_step_time import BASE, StepTimes, make_trainer
+from research.benchmarks.filter_step_time import BASE, StepTimes
 from research.benchmarks.gpu_tables import markdown, scoring_line, step_line, update_line
+from research.benchmarks.lossless import METHODS, Shape, train
 from research.benchmarks.measuring import machine, now, peak_memory, reset_peak_memory
 
 RESULTS = Path(__file__).parent / "results"
@@ -55,8 +57,9 @@ SHAPES = {  # hidden size, intermediate size, layers, heads; 2 heads of keys and
     MIDDLE: (1_536, 8_960, 28, 12),
     LARGE: (2_048, 11_008, 36, 16),
 }
-FILTERED = "drop, kept 0.50, with the callback"
-CASES = (("plain", 1.0), *(("drop", fraction) for fraction in (0.5, 0.25, 0.75)))
+AGENT = Shape(prompt=2_048, completion=200, spread=0.3)
+MATHS = Shape(prompt=200, completion=1_000, spread=0.5)
+FILTERED = "lossless, with the callback"
 
 
 @dataclass(frozen=True)
@@ -64,18 +67,17 @@ class Sizes:
     """How large everything is: on a GPU, and with `DRY` anywhere."""
 
     vocabulary: int = 151_936
-    prompt: int = 512
-    completion: tuple[int, int] = (1_024, 4_096)
-    rows: tuple[int, ...] = (1, 8, 4, 2)  # per device, by worth
+    agent: Shape = AGENT
+    maths: Shape = MATHS
     steps: int = 3  # the first warms up
-    texts: tuple[tuple[int, int, int, int], ...] = ((64, 64, 600, 150), (8, 128, 300, 100))  # as in `cross_score.py`
-    tokens: tuple[int, ...] = (2_048, 8_192, 16_384)  # of a forward pass, beside the default
-    rounds: int = 3
+    texts: tuple[int, int, int, int] = (64, 64, 2_000, 500)  # N, NK, P, T, as in `cross_score.py`
+    scored: int = 128  # tokens of a trace, where a measurement would cost too much
+    rounds: int = 2
     generated: int = 256
 
 
 FULL = Sizes()
-DRY = Sizes(512, 8, (8, 24), (8, 2), 2, ((2, 6, 24, 8),), (64, 256), 1, 8)
+DRY = Sizes(512, Shape(24, 8, 0.3), Shape(8, 24, 0.5), 2, (2, 6, 24, 16), 8, 1, 8)
 DRY_SHAPE = (32, 64, 1, 2)
 
 
@@ -119,22 +121,19 @@ def _tokenizer():
     return AutoTokenizer.from_pretrained(TINY_MODEL_PATH)
 
 
-def measure_update(
-    size: str, rows: int, checkpointing: bool, variant: str, kept: float, sizes: Sizes
-) -> dict[str, Any]:
-    """Seconds and peak memory of an update, and what they are of the plain one's where that was measured before."""
-    lengths, times = (sizes.prompt, sizes.completion), StepTimes()
-    settings = {"gradient_checkpointing": checkpointing, "tokenizer": _tokenizer(), "learning_rate": 1e-6}
+def measure_update(size: str, shape: str, dead: float, method: str, sizes: Sizes) -> dict[str, Any]:
+    """Seconds and peak memory of an update, and the positions that went through the model."""
+    policy = make_model(size, sizes)
     reset_peak_memory()
-    trainer = make_trainer(variant, make_model(size, sizes), rows, sizes.steps, kept, lengths, times, **settings)
-    trainer.train()
+    settings: dict[str, Any] = {"gradient_checkpointing": True, "learning_rate": 1e-6}
+    trained = train(method, getattr(sizes, shape), dead, steps=sizes.steps, policy=policy, clock=now, **settings)
     return {
         "model": size,
-        "rows": rows,
-        "checkpointing": checkpointing,
-        "variant": variant,
-        "kept": kept,
-        "seconds": statistics.median(times.updates[1:]),
+        "shape": shape,
+        "dead": dead,
+        "method": method,
+        "seconds": trained["seconds"] / (sizes.steps - 1),
+        "positions": trained["positions"] / (sizes.steps - 1),
         "memory_mib": peak_memory(),
     }
 
@@ -150,39 +149,36 @@ def one_by_one(model: Qwen2ForCausalLM, prompt: list[int], traces: list[list[int
     return torch.stack(scores)[:, None].cpu()
 
 
-def measure_scoring(size: str, shape: tuple[int, int, int, int], sizes: Sizes) -> dict[str, Any]:
+def measure_scoring(size: str, sizes: Sizes) -> dict[str, Any]:
     """Ours on 8 of the N prompts, the reference's way on one of them: they are the same work each."""
     policy = make_model(size, sizes).eval().to(torch.bfloat16)
-    prompts, traces = make_texts(*shape, sizes.vocabulary)
-    chosen = prompts[:8]
-    ways: dict[str, Callable[..., torch.Tensor]] = {"reference": reference, "default": cross_score}
-    ways |= {str(tokens): partial(cross_score, max_tokens_per_forward=tokens) for tokens in sizes.tokens}
+    prompts, traces = make_texts(*sizes.texts, sizes.vocabulary)
+    chosen, cut = prompts[:8], [trace[: sizes.scored] for trace in traces]
+    ways: dict[str, tuple[Callable[..., torch.Tensor], int, list[list[int]]]] = {
+        "reference": (reference, 1, traces),
+        "whole": (cross_score, 8, traces),
+        "cut": (cross_score, 8, cut),
+    }
     cross_score(policy, chosen[:1], traces[:4])  # warm
     seconds: dict[str, list[float]] = {name: [] for name in ways}
-    memory, tokens, matrices = {}, {}, {}
-    for name, score in list(ways.items()) * sizes.rounds:
-        of = chosen[:1] if name == "reference" else chosen
+    memory, matrices = {}, {}
+    for name, (score, count, scored) in list(ways.items()) * sizes.rounds:
+        of = chosen[:count]
         in_use = reset_peak_memory()
-        with count_tokens(policy) as counts:
-            start = now()
-            matrices[name] = score(policy, of, traces)[:, :1]
-            seconds[name].append((now() - start) / len(of))
+        start = now()
+        matrices[name] = score(policy, of, scored)[:, :1]
+        seconds[name].append((now() - start) / len(of))
         memory[name] = peak_memory() - in_use
-        tokens[name] = sum(counts)
     rounded = one_by_one(policy, chosen[0], traces)
     exact = one_by_one(policy.float(), chosen[0], traces)
-    differences = {name: matrix - exact for name, matrix in [*matrices.items(), ("one by one", rounded)]}
+    differences = {"whole": matrices["whole"] - exact, "one by one": rounded - exact}
     best = {name: min(values) for name, values in seconds.items()}
     return {
         "model": size,
-        "shape": shape,
-        "seconds": best,
-        "speedup": best["reference"] / best["default"],
+        "seconds": {name: value * sizes.texts[0] for name, value in best.items()},
         "memory_mib": memory,
-        "tokens_of_bound": tokens["default"] / (sum(map(len, chosen)) + len(chosen) * sum(map(len, traces))),
         "mean_nats": exact.mean().item(),
         "root_mean_square_nats": {name: value.square().mean().sqrt().item() for name, value in differences.items()},
-        "largest_nats": {name: value.abs().max().item() for name, value in differences.items()},
     }
 
 
@@ -208,7 +204,7 @@ def measure_step(size: str, variant: str, sizes: Sizes) -> dict[str, Any]:
             "logging_strategy": "steps",
             "logging_steps": 1,
         }
-        snr: dict[str, Any] = {"snr_strategy": "nonzero"}  # keeps exactly the groups with variance
+        snr: dict[str, Any] = {"snr_strategy": "lossless"}
         trainer = (SNRFilteredGRPOTrainer if filtered else GRPOTrainer)(
             make_model(size, sizes),
             rewards,
@@ -237,26 +233,23 @@ def measure_step(size: str, variant: str, sizes: Sizes) -> dict[str, Any]:
 
 
 def make_parts(sizes: Sizes, results: dict[str, list[dict[str, Any]]]) -> dict[str, CaseList]:
-    def updates(title: str, share: float, name: str, models: tuple[str, ...], on: bool, rows: tuple[int, ...], cases):
-        every = [(size, count, on, *case) for size in models for count in rows for case in cases]
-        line = partial(update_line, rows=results[name])
-        return CaseList(title, share, every, partial(measure_update, sizes=sizes), line)
-
-    large = (MIDDLE, LARGE)
-    scored = [(SMALL, shape) for shape in sizes.texts] + [(size, sizes.texts[0]) for size in large]
-    names = ("updates", "scoring", "steps", "without_checkpointing", "larger_models")
-    for name in names:
-        results[name] = []
-    parts = (
-        updates("Updates, gradient checkpointing on", 0.3, names[0], (SMALL,), True, sizes.rows, CASES),
-        CaseList("Cross-scoring", 0.12, scored, partial(measure_scoring, sizes=sizes), scoring_line),
-        CaseList(
-            "Steps", 0.15, [(SMALL, "plain TRL"), (SMALL, FILTERED)], partial(measure_step, sizes=sizes), step_line
+    models = (SMALL, MIDDLE, LARGE)
+    updates = [
+        (size, shape, dead, method)
+        for shape, dead in (("agent", 0.0), ("agent", 0.5), ("maths", 0.0), ("maths", 0.5))
+        for size in models
+        for method in METHODS
+    ]
+    steps = [(SMALL, "plain TRL"), (SMALL, FILTERED)]
+    parts = {
+        "updates": CaseList("Updates", 0.6, updates, partial(measure_update, sizes=sizes), update_line),
+        "scoring": CaseList(
+            "Cross-scoring", 0.2, [(size,) for size in models], partial(measure_scoring, sizes=sizes), scoring_line
         ),
-        updates("Updates, gradient checkpointing off", 0.2, names[3], (SMALL,), False, sizes.rows, CASES),
-        updates("Updates of larger models", 0.23, names[4], large, True, (2,), CASES[:2]),
-    )
-    return dict(zip(names, parts, strict=True))
+        "steps": CaseList("Steps", 0.2, steps, partial(measure_step, sizes=sizes), step_line),
+    }
+    results.update({name: [] for name in parts})
+    return parts
 
 
 def run_part(

@@ -2,9 +2,10 @@
 # Measures on one NVIDIA GPU, within nine minutes and without a network: see gpu.py, which gets all options.
 #
 #   research/benchmarks/gpu.sh
-#   WHEELS=folder benchmarks/gpu.sh   # packages that this Python lacks are in `folder`, as wheels: beside PyTorch,
-#                                     # transformers, accelerate, pandas, pyarrow and matplotlib at least trl, datasets,
-#                                     # dill, multiprocess, xxhash, bm25s and rapidfuzz (pip download --no-deps)
+#   WHEELS=folder research/benchmarks/gpu.sh   # packages that this Python lacks are in `folder`, as wheels: beside
+#                                              # PyTorch, transformers, accelerate, peft, pandas, pyarrow and matplotlib
+#                                              # trl, datasets, dill, multiprocess, xxhash and rich
+#                                              # (pip download --no-deps)
 #   PYTHON=.venv/bin/python research/benchmarks/gpu.sh --dry   # sizes cut, also on a CPU
 set -euo pipefail
 LIMIT=540  # seconds, installation of wheels included

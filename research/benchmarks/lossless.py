@@ -19,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from typing import Any
 import torch
 import transformers
 from datasets import Dataset
-from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoTokenizer, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 from trl import GRPOConfig, GRPOTrainer
 
 from ragen2_trl import SNRFilteredGRPOConfig, SNRFilteredGRPOTrainer
@@ -84,17 +85,17 @@ TWO_UPDATES = {"gradient_accumulation_steps": PROMPTS // 2, "steps_per_generatio
 class Given:
     """A rollout function that returns drawn completions, and a reward function for them."""
 
-    def __init__(self, shape: Shape, dead: float, seed: int):
+    def __init__(self, shape: Shape, dead: float, seed: int, clock: Callable[[], float]):
         generator = torch.Generator().manual_seed(seed)
         self.shape, self.generator, self.dead = shape, generator, round(dead * PROMPTS)
         self.prompts = [self._tokens(shape.prompt) for _ in range(PROMPTS)]
-        self.seconds = 0.0  # of all rollouts
+        self.clock, self.seconds = clock, 0.0  # of all rollouts
 
     def _tokens(self, number: int) -> list[int]:
         return torch.randint(5, 400, (number,), generator=self.generator).tolist()
 
     def rollout(self, prompts: list[str], trainer: Any) -> dict[str, Any]:
-        start = time.process_time()
+        start = self.clock()
         draws = torch.randn(len(prompts), generator=self.generator)
         lengths = (self.shape.completion * (self.shape.spread * draws).exp()).round().int().clamp(4).tolist()
         first = [length // self.shape.turns for length in lengths]
@@ -109,7 +110,7 @@ class Given:
             "env_mask": masks,
             "given": [float(int(prompt) >= self.dead and row % 2) for row, prompt in enumerate(prompts)],
         }
-        self.seconds += time.process_time() - start
+        self.seconds += self.clock() - start
         return rollout
 
     @staticmethod
@@ -133,15 +134,37 @@ def model() -> Qwen3ForCausalLM:
         return Qwen3ForCausalLM(config)
 
 
-def train(method: str, shape: Shape, dead: float, seed: int, steps: int, two: bool) -> dict[str, Any]:
-    """CPU seconds of each update but the first, positions of all, and parameters before and after."""
-    own, given = METHODS[method], Given(shape, dead, seed)
-    settings = {**SETTINGS, **(TWO_UPDATES if two else {}), "output_dir": tempfile.mkdtemp(), "seed": seed}
+def train(
+    method: str,
+    shape: Shape,
+    dead: float,
+    *,
+    seed: int = 0,
+    steps: int = 3,
+    two: bool = False,
+    policy: PreTrainedModel | None = None,
+    clock: Callable[[], float] = time.process_time,
+    **others: Any,
+) -> dict[str, Any]:
+    """Seconds and positions of all generations but the first, and the parameters at the end.
+
+    Args:
+        method: one of `METHODS`.
+        shape, dead: of the completions, and the share of groups with equal rewards.
+        seed: of the completions.
+        steps: generations; the first warms up.
+        two: whether a generation serves two optimizer steps.
+        policy: in place of the model of 12M parameters.
+        clock: returns seconds.
+        others: further settings of the trainer.
+    """
+    own, given = METHODS[method], Given(shape, dead, seed, clock)
+    settings = {**SETTINGS, **(TWO_UPDATES if two else {}), "output_dir": tempfile.mkdtemp(), "seed": seed, **others}
     settings["max_steps"] = steps * (1 + two)
     args = GRPOConfig(**settings) if own is None else SNRFilteredGRPOConfig(**settings, **own)
-    times = StepTimes(time.process_time)
+    times = StepTimes(clock)
     trainer: Any = (GRPOTrainer if own is None else SNRFilteredGRPOTrainer)(
-        model(),
+        model() if policy is None else policy,
         given.reward,
         args,
         Dataset.from_dict({"prompt": [str(number) for number in range(PROMPTS)]}),
@@ -150,16 +173,17 @@ def train(method: str, shape: Shape, dead: float, seed: int, steps: int, two: bo
         callbacks=[times],
     )
     trainer.remove_callback(transformers.PrinterCallback)
-    before, positions = [one.detach().clone() for one in trainer.model.parameters()], []
+    positions: list[int] = []
     trainer.model.model.register_forward_pre_hook(
-        lambda module, args, kwargs: positions.append(kwargs["input_ids"].numel()), with_kwargs=True
+        lambda module, args, kwargs: positions.append(kwargs["input_ids"].numel() * (trainer.state.global_step > two)),
+        with_kwargs=True,
     )
     trainer.train()
     seconds = sum(times.steps[1 + two :]) - given.seconds * (1 - 1 / steps)
-    after = [one.detach().clone() for one in trainer.model.parameters()]
-    return {"seconds": seconds, "positions": sum(positions), "before": before, "after": after}
+    return {"seconds": seconds, "positions": sum(positions), "after": list(trainer.model.parameters())}
 
 
+@torch.no_grad()
 def largest_difference(first: list[torch.Tensor], second: list[torch.Tensor]) -> float:
     return max((one - other).abs().max().item() for one, other in zip(first, second, strict=True))
 
@@ -168,9 +192,9 @@ def measure(shape: Shape, dead: float, rounds: int, steps: int, two: bool) -> di
     """For each method the ratios to TRL's seconds and positions, and how far parameters end from TRL's."""
     found: dict[str, list[float]] = {}
     for seed in range(rounds):
-        ends = {method: train(method, shape, dead, seed, steps, two) for method in METHODS}
+        ends = {method: train(method, shape, dead, seed=seed, steps=steps, two=two) for method in METHODS}
         plain = ends["TRL"]
-        found.setdefault("moved", []).append(largest_difference(plain["before"], plain["after"]))
+        found.setdefault("moved", []).append(largest_difference(list(model().parameters()), plain["after"]))
         for method, end in ends.items():
             if method != "TRL":
                 found.setdefault(f"{method} seconds", []).append(end["seconds"] / plain["seconds"])
@@ -237,7 +261,7 @@ def main() -> None:
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     if arguments.peak:
-        train(arguments.peak, SHAPES[arguments.shape], 0.0, 0, 2, False)
+        train(arguments.peak, SHAPES[arguments.shape], 0.0, steps=2)
         print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
         return
     shapes = {name: one for name, one in SHAPES.items() if arguments.shape in (None, name)}
