@@ -198,7 +198,7 @@ def test_scores_do_not_depend_on_how_many_logits_are_normalised_at_once(monkeypa
     model = shared_model("llama")
     expected = cross_score(model, PROMPTS, COMPLETIONS)
     for size in (1, 3 * VOCABULARY):
-        monkeypatch.setattr(scoring, "LOGITS_SLICE", size)
+        monkeypatch.setattr(scoring, "LOGITS_SLICE_CPU", size)
         assert_exact(cross_score(model, PROMPTS, COMPLETIONS), expected)
 
 

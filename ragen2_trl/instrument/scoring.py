@@ -41,8 +41,9 @@ MAX_LOGITS_CPU, MAX_LOGITS = 2**27, 2**29  # 512 MiB in float32, 1 GiB in bfloat
 # Times `max_tokens_per_forward` that rows and the prompt before each may be together, in tokens: attention holds a
 # layer's keys and values of all of them.
 ATTENDED = 16
-# Logits that are normalised at once, in float32; few enough to stay in a cache.
-LOGITS_SLICE = 2**18
+# Logits that are normalised at once, in float32: on a CPU few enough to stay in a cache, elsewhere enough to keep a GPU
+# busy (256 MiB).
+LOGITS_SLICE_CPU, LOGITS_SLICE = 2**18, 2**26
 # Nats by which two orders of operations may differ at a token: rounding makes a tenth of it, a wrong cache whole nats.
 # Over n tokens rounding averages out, so that their mean may differ by 1 / sqrt(n) of a half of it only.
 TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.1, torch.bfloat16: 0.5}
@@ -308,7 +309,8 @@ class _Scorer:
 
 def _token_logps(logits: Tensor, ids: Tensor, temperature: float) -> Tensor:
     """(M,) log-probabilities of ids (M,) under logits (M, V), in float32, a slice at a time."""
-    size = max(1, LOGITS_SLICE // logits.shape[1])
+    at_once = LOGITS_SLICE_CPU if logits.device.type == "cpu" else LOGITS_SLICE
+    size = max(1, at_once // logits.shape[1])
     logps = []
     for part, targets in zip(logits.split(size), ids.split(size), strict=True):
         scaled = part.float() if temperature == 1.0 else part.float() / temperature

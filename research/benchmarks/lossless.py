@@ -89,7 +89,7 @@ class Given:
         generator = torch.Generator().manual_seed(seed)
         self.shape, self.generator, self.dead = shape, generator, round(dead * PROMPTS)
         self.prompts = [self._tokens(shape.prompt) for _ in range(PROMPTS)]
-        self.clock, self.seconds = clock, 0.0  # of all rollouts
+        self.clock, self.seconds = clock, list[float]()  # of each rollout
 
     def _tokens(self, number: int) -> list[int]:
         return torch.randint(5, 400, (number,), generator=self.generator).tolist()
@@ -110,7 +110,7 @@ class Given:
             "env_mask": masks,
             "given": [float(int(prompt) >= self.dead and row % 2) for row, prompt in enumerate(prompts)],
         }
-        self.seconds += self.clock() - start
+        self.seconds.append(self.clock() - start)
         return rollout
 
     @staticmethod
@@ -146,7 +146,7 @@ def train(
     clock: Callable[[], float] = time.process_time,
     **others: Any,
 ) -> dict[str, Any]:
-    """Seconds and positions of all generations but the first, and the parameters at the end.
+    """Seconds of each generation but the first, their positions together, and the parameters at the end.
 
     Args:
         method: one of `METHODS`.
@@ -179,8 +179,9 @@ def train(
         with_kwargs=True,
     )
     trainer.train()
-    seconds = sum(times.steps[1 + two :]) - given.seconds * (1 - 1 / steps)
-    return {"seconds": seconds, "positions": sum(positions), "after": list(trainer.model.parameters())}
+    spent = [sum(times.steps[start : start + 1 + two]) for start in range(0, len(times.steps), 1 + two)]
+    seconds = [total - rollout for total, rollout in zip(spent, given.seconds, strict=True)]
+    return {"seconds": seconds[1:], "positions": sum(positions), "after": list(trainer.model.parameters())}
 
 
 @torch.no_grad()
@@ -197,7 +198,7 @@ def measure(shape: Shape, dead: float, rounds: int, steps: int, two: bool) -> di
         found.setdefault("moved", []).append(largest_difference(list(model().parameters()), plain["after"]))
         for method, end in ends.items():
             if method != "TRL":
-                found.setdefault(f"{method} seconds", []).append(end["seconds"] / plain["seconds"])
+                found.setdefault(f"{method} seconds", []).append(sum(end["seconds"]) / sum(plain["seconds"]))
                 found.setdefault(f"{method} positions", []).append(end["positions"] / plain["positions"])
                 found.setdefault(f"{method} apart", []).append(largest_difference(end["after"], plain["after"]))
     return found

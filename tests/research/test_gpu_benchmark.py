@@ -30,7 +30,7 @@ def test_a_dry_run_measures_every_case_on_a_cpu(tmp_path):
         assert row["seconds"] > 0 and row["memory_mib"] > 0
     for row in results["rows"]["scoring"]:  # reuse is as far from float32 as rounding is
         errors = row["root_mean_square_nats"]
-        assert errors["default"] < 5 * errors["one by one"] < 0.1 * -row["mean_nats"]
+        assert errors["whole"] < 5 * errors["one by one"] < 0.1 * -row["mean_nats"]
     plain, filtered = results["rows"]["steps"]
     assert plain["generation"] > 0 and plain["update"] > 0 and plain["measuring"] == 0
     assert filtered["measuring"] > 0 and 0 < filtered["generation_share"] < 1
