@@ -132,8 +132,10 @@ def measure_update(size: str, shape: str, dead: float, method: str, sizes: Sizes
         "shape": shape,
         "dead": dead,
         "method": method,
-        "seconds": statistics.median(trained["seconds"]),  # kernels of new shapes are loaded in one step or another
-        "positions": trained["positions"] / (sizes.steps - 1),
+        "seconds": statistics.median(
+            trained["seconds"][1:]
+        ),  # kernels of new shapes are loaded in one step or another
+        "positions": trained["positions"] / sizes.steps,
         "memory_mib": peak_memory(),
     }
 

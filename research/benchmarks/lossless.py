@@ -1,11 +1,11 @@
 """What `snr_strategy="lossless"` takes of plain TRL's update, and how far apart the two end.
 
-    python -m research.benchmarks.lossless    # half an hour on one core
+    python -m research.benchmarks.lossless    # an hour on one core
 
-A model of 12M parameters with random weights is trained on given completions and rewards, so that lengths and the
-share of dead groups (equal rewards) are known. Methods take turns, so that a slow minute hits all. Times are CPU
-seconds of the process for a step less its rollout: packing, old log-probs, forward, backward, optimizer. Positions are
-those that pass through the model, padding included.
+A model of 12M parameters with random weights is trained on one generation of given completions and rewards, so that
+lengths and the share of dead groups (equal rewards) are known. Methods take turns, so that a slow minute hits all.
+Times are CPU seconds of the process for a step less its rollout: packing, old log-probs, forward, backward, optimizer.
+Positions are those that pass through the model, padding included.
 
 Writes `research/benchmarks/results/lossless.md`.
 """
@@ -38,7 +38,7 @@ from research.statistics import mean_interval
 
 RESULTS = Path(__file__).parent / "results" / "lossless.md"
 DEAD = (0.0, 0.5, 0.75)
-PROMPTS, GROUP_SIZE = 2, 8
+GROUP_SIZE = 8
 
 
 @dataclass(frozen=True)
@@ -61,8 +61,8 @@ class Shape:
 SHAPES = {
     "maths": Shape(prompt=100, completion=250, spread=0.5),
     "short maths": Shape(prompt=100, completion=60, spread=0.5),
-    "agent, one turn": Shape(prompt=512, completion=100, spread=0.3),
-    "agent, five turns": Shape(prompt=512, completion=400, spread=0.3, turns=5),
+    "agent, one turn": Shape(prompt=512, completion=128, spread=0.3),
+    "agent, five turns": Shape(prompt=512, completion=250, spread=0.3, turns=5),
 }
 METHODS: dict[str, dict[str, Any] | None] = {
     "TRL": None,
@@ -72,14 +72,17 @@ METHODS: dict[str, dict[str, Any] | None] = {
 SETTINGS = {
     **BASE,
     "per_device_train_batch_size": GROUP_SIZE,
-    "gradient_accumulation_steps": PROMPTS,
     "num_generations": GROUP_SIZE,
     "learning_rate": 3e-5,
     "weight_decay": 0.1,
     "beta": 0.0,
     "max_completion_length": 4096,
 }
-TWO_UPDATES = {"gradient_accumulation_steps": PROMPTS // 2, "steps_per_generation": PROMPTS}
+
+
+def prompts_for(dead: float) -> int:
+    """Prompts of a generation: two, or as many as a share of dead ones needs."""
+    return max(2, round(1 / (1 - dead)))
 
 
 class Given:
@@ -87,8 +90,8 @@ class Given:
 
     def __init__(self, shape: Shape, dead: float, seed: int, clock: Callable[[], float]):
         generator = torch.Generator().manual_seed(seed)
-        self.shape, self.generator, self.dead = shape, generator, round(dead * PROMPTS)
-        self.prompts = [self._tokens(shape.prompt) for _ in range(PROMPTS)]
+        self.shape, self.generator, number = shape, generator, prompts_for(dead)
+        self.dead, self.prompts = round(dead * number), [self._tokens(shape.prompt) for _ in range(number)]
         self.clock, self.seconds = clock, list[float]()  # of each rollout
 
     def _tokens(self, number: int) -> list[int]:
@@ -118,6 +121,20 @@ class Given:
         return given
 
 
+class Checks:
+    """Around the comparison of packed with padded rows, which is made once in a run: its seconds."""
+
+    def __init__(self, clock: Callable[[], float], check: Callable[[Any], None] | None):
+        self.clock, self.check = clock, check
+        self.seconds, self.running = 0.0, False
+
+    def __call__(self, batch: Any) -> None:
+        assert self.check is not None  # plain TRL makes none
+        start, self.running = self.clock(), True
+        self.check(batch)
+        self.seconds, self.running = self.seconds + self.clock() - start, False
+
+
 def model() -> Qwen3ForCausalLM:
     with torch.random.fork_rng():
         torch.manual_seed(0)
@@ -140,48 +157,61 @@ def train(
     dead: float,
     *,
     seed: int = 0,
-    steps: int = 3,
+    steps: int = 1,
     two: bool = False,
     policy: PreTrainedModel | None = None,
     clock: Callable[[], float] = time.process_time,
     **others: Any,
 ) -> dict[str, Any]:
-    """Seconds of each generation but the first, their positions together, and the parameters at the end.
+    """Seconds of each generation, their positions together, and the parameters at the end.
+
+    The comparison of packed with padded rows that a run makes once is in neither.
 
     Args:
         method: one of `METHODS`.
         shape, dead: of the completions, and the share of groups with equal rewards.
         seed: of the completions.
-        steps: generations; the first warms up.
+        steps: generations.
         two: whether a generation serves two optimizer steps.
         policy: in place of the model of 12M parameters.
         clock: returns seconds.
         others: further settings of the trainer.
     """
     own, given = METHODS[method], Given(shape, dead, seed, clock)
-    settings = {**SETTINGS, **(TWO_UPDATES if two else {}), "output_dir": tempfile.mkdtemp(), "seed": seed, **others}
-    settings["max_steps"] = steps * (1 + two)
+    prompts = len(given.prompts)
+    settings = {
+        **SETTINGS,
+        "output_dir": tempfile.mkdtemp(),
+        "seed": seed,
+        "max_steps": steps * (1 + two),
+        "gradient_accumulation_steps": prompts // (1 + two),
+        "steps_per_generation": prompts,
+        **others,
+    }
     args = GRPOConfig(**settings) if own is None else SNRFilteredGRPOConfig(**settings, **own)
     times = StepTimes(clock)
     trainer: Any = (GRPOTrainer if own is None else SNRFilteredGRPOTrainer)(
         model() if policy is None else policy,
         given.reward,
         args,
-        Dataset.from_dict({"prompt": [str(number) for number in range(PROMPTS)]}),
+        Dataset.from_dict({"prompt": [str(number) for number in range(prompts)]}),
         processing_class=AutoTokenizer.from_pretrained(TINY_MODEL_PATH),
         rollout_func=given.rollout,
         callbacks=[times],
     )
     trainer.remove_callback(transformers.PrinterCallback)
+    checks = Checks(clock, getattr(trainer, "_check_sharing", None))
+    trainer._check_sharing = checks
     positions: list[int] = []
     trainer.model.model.register_forward_pre_hook(
-        lambda module, args, kwargs: positions.append(kwargs["input_ids"].numel() * (trainer.state.global_step > two)),
+        lambda module, args, kwargs: None if checks.running else positions.append(kwargs["input_ids"].numel()),
         with_kwargs=True,
     )
     trainer.train()
     spent = [sum(times.steps[start : start + 1 + two]) for start in range(0, len(times.steps), 1 + two)]
+    spent[0] -= checks.seconds
     seconds = [total - rollout for total, rollout in zip(spent, given.seconds, strict=True)]
-    return {"seconds": seconds[1:], "positions": sum(positions), "after": list(trainer.model.parameters())}
+    return {"seconds": seconds, "positions": sum(positions), "after": list(trainer.model.parameters())}
 
 
 @torch.no_grad()
@@ -189,11 +219,11 @@ def largest_difference(first: list[torch.Tensor], second: list[torch.Tensor]) ->
     return max((one - other).abs().max().item() for one, other in zip(first, second, strict=True))
 
 
-def measure(shape: Shape, dead: float, rounds: int, steps: int, two: bool) -> dict[str, list[float]]:
+def measure(shape: Shape, dead: float, rounds: int, two: bool) -> dict[str, list[float]]:
     """For each method the ratios to TRL's seconds and positions, and how far parameters end from TRL's."""
     found: dict[str, list[float]] = {}
     for seed in range(rounds):
-        ends = {method: train(method, shape, dead, seed=seed, steps=steps, two=two) for method in METHODS}
+        ends = {method: train(method, shape, dead, seed=seed, two=two) for method in METHODS}
         plain = ends["TRL"]
         found.setdefault("moved", []).append(largest_difference(list(model().parameters()), plain["after"]))
         for method, end in ends.items():
@@ -215,7 +245,7 @@ def _ratio(values: list[float]) -> str:
 
 
 def peak_memory(method: str, shape: str) -> float:
-    """MiB of a process that trains two steps."""
+    """MiB of a process that trains a step."""
     command = [sys.executable, "-m", "research.benchmarks.lossless", "--peak", method, "--shape", shape]
     return float(subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()[-1])
 
@@ -224,7 +254,7 @@ def markdown(rows: list[tuple[str, float, dict[str, list[float]]]], memory: dict
     lines = ["# Lossless", "", "Made by `python -m research.benchmarks.lossless`.", ""]
     lines += [", ".join(f"{name} {value}" for name, value in machine().items()) + (f". {note}" if note else ""), ""]
     lines += [
-        f"12M parameters, {PROMPTS} prompts x {GROUP_SIZE} completions, float32, given completions. CPU time of the "
+        f"12M parameters, two to four prompts x {GROUP_SIZE} completions, float32, given completions. CPU time of one "
         "update as a fraction of plain TRL's (95 % interval over rounds), positions through the model likewise, the "
         "largest difference of a parameter from plain TRL's at the end, and how far the farthest one moved.",
         "",
@@ -253,7 +283,6 @@ def markdown(rows: list[tuple[str, float, dict[str, list[float]]]], memory: dict
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=3, help="runs of each case")
-    parser.add_argument("--steps", type=int, default=3, help="generations of a run; the first warms up")
     parser.add_argument("--note", default="", help="what else is to be known of the machine")
     parser.add_argument("--peak", choices=METHODS, help="only print the peak memory of a run with this method")
     parser.add_argument("--shape", choices=SHAPES, help="only this shape")
@@ -262,17 +291,18 @@ def main() -> None:
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     if arguments.peak:
-        train(arguments.peak, SHAPES[arguments.shape], 0.0, steps=2)
+        train(arguments.peak, SHAPES[arguments.shape], 0.0)
         print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
         return
+    train("all", Shape(prompt=16, completion=16, spread=0.5), 0.5)  # warms up
     shapes = {name: one for name, one in SHAPES.items() if arguments.shape in (None, name)}
     rows, memory = [], {}
     for name, shape in shapes.items():
         for dead in DEAD:
-            for two in (False, True) if name == "agent, one turn" else (False,):
+            for two in (False, True) if (name, dead) == ("agent, one turn", 0.5) else (False,):
                 label = f"{name}, two updates a generation" if two else name
-                rows.append((label, dead, measure(shape, dead, arguments.rounds, arguments.steps, two)))
-                print(label, dead, {key: round(statistics.fmean(value), 4) for key, value in rows[-1][2].items()})
+                rows.append((label, dead, measure(shape, dead, arguments.rounds, two)))
+                print(label, dead, {key: round(statistics.fmean(value), 7) for key, value in rows[-1][2].items()})
         memory[name] = [peak_memory(method, name) for method in METHODS]
         RESULTS.write_text(markdown(rows, memory, arguments.note))
     print(f"written to {RESULTS}")
