@@ -15,6 +15,7 @@ from trl import GRPOTrainer, SFTConfig, SFTTrainer
 from ragen2_trl import MutualInformationCallback, SNRFilteredGRPOTrainer, information_metrics
 from ragen2_trl.callbacks import mutual_information
 from ragen2_trl.callbacks.mutual_information import group_metrics
+from ragen2_trl.instrument import budget
 from ragen2_trl.instrument.diagnosis import Measurement
 from ragen2_trl.instrument.verdict import headline, judge
 from ragen2_trl.rollout_events import Rollout, listen
@@ -129,28 +130,33 @@ def sft_policy(policy_path, folder, depends: bool):
 
 @pytest.mark.slow
 def test_a_policy_trained_on_templates_does_not_depend_on_its_prompt_yet_while_its_entropy_is_high(
-    policy_path, make_args, tmp_path, caplog
+    policy_path, make_args, tmp_path, caplog, monkeypatch
 ):
+    """Also where four tokens of each trace are scored under eight prompts, and not all of them under sixteen."""
+    for name, value in (("ALWAYS", 0), ("LEAST_TOKENS", 4), ("LEAST_PROMPTS", 8)):
+        monkeypatch.setattr(budget, name, value)
+    args = make_args(
+        snr=False, per_device_train_batch_size=64, max_steps=1, learning_rate=0.0, max_completion_length=12
+    )
     for depends in (False, True):
         path, dataset = sft_policy(policy_path, tmp_path / f"sft-{depends}", depends)
-        args = make_args(
-            snr=False, per_device_train_batch_size=64, max_steps=1, learning_rate=0.0, max_completion_length=12
-        )
-        trainer, measuring = run(GRPOTrainer, path, args, dataset, callback={"every": 1})
-        (row,) = rows_of(trainer)
-        (finding,) = judge(measuring.watch.measurements)
-        assert row["mi/valid_thinking_rate"] > 0.9
-        if depends:
-            assert finding.regime in ("diverse", "compressed")
-            assert row["mi/regime/depends_on_prompt"] == 1.0
-            assert row["mi/first_turn/mi_seq"] > 0.5 * math.log(16)
-        else:
-            assert finding.regime == "independent"
-            assert headline([finding]) == "Reasoning does not depend on its prompt yet"
-            assert not [text for text in warnings_of(caplog) if "ollapse" in text]
-            assert row["mi/regime/depends_on_prompt"] == 0.0
-            assert row["mi/first_turn/conditional_entropy_token"] > 0.5 * math.log(8)
-            assert row["mi/first_turn/mi_seq"] < 0.1 * math.log(16)
+        for share, num_prompts in ((None, 16), (1e-9, 8)):
+            trainer, measuring = run(GRPOTrainer, path, args, dataset, callback={"every": 1, "budget": share})
+            (row,) = rows_of(trainer)
+            (finding,) = judge(measuring.watch.measurements)
+            assert row["mi/valid_thinking_rate"] > 0.9
+            assert row["mi/first_turn/num_prompts"] == num_prompts
+            if depends:
+                assert finding.regime in ("diverse", "compressed")
+                assert row["mi/regime/depends_on_prompt"] == 1.0
+                assert row["mi/first_turn/mi_seq"] > 0.5 * math.log(num_prompts)
+            else:
+                assert finding.regime == "independent"
+                assert headline([finding]) == "Reasoning does not depend on its prompt yet"
+                assert not [text for text in warnings_of(caplog) if "ollapse" in text]
+                assert row["mi/regime/depends_on_prompt"] == 0.0
+                assert row["mi/first_turn/conditional_entropy_token"] > 0.5 * math.log(8)
+                assert row["mi/first_turn/mi_seq"] < 0.1 * math.log(num_prompts)
 
 
 ASKED_FOR = "template_even_if_success_rises"

@@ -22,6 +22,7 @@ from ragen2_trl.callbacks.pooling import POOL_FILE, Generation, Pool, joined, jo
 from ragen2_trl.callbacks.regime_watch import RegimeWatch, evidence_of, logged_beside, regime_flags
 from ragen2_trl.callbacks.run_record import keep_record, reported
 from ragen2_trl.filtering import check_choice, zero_variance
+from ragen2_trl.instrument.budget import Texts, affordable, expected_tokens
 from ragen2_trl.instrument.diagnosis import (
     REFERENCE_SCOPE,
     SCOPES,
@@ -98,6 +99,10 @@ class MutualInformationCallback(TrainerCallback):
             Reasoning traces that are scored in each scope, drawn without replacement.
         max_prompts (`int`, *optional*, defaults to `64`):
             Prompts that they are scored under, if the batch has more.
+        budget (`float`, *optional*, defaults to `0.05`):
+            Most that measurements may score, as a share of the tokens of plain updates between two of them, a backward
+            pass counted as two forward ones. Above it, and above 300,000 tokens, fewer tokens of each trace are scored
+            (down to 128), then fewer prompts (down to 16), and a line says so. `None` for all at any cost.
         min_prompts (`int`, *optional*, defaults to `8`):
             Groups that a measurement waits for. Each completion is measured once.
         verbose (`bool`, *optional*, defaults to `False`):
@@ -141,7 +146,10 @@ class MutualInformationCallback(TrainerCallback):
         max_tokens_per_forward: int | None = None,
         min_prompts: int = 8,
         verbose: bool = False,
+        budget: float | None = 0.05,
     ):
+        if budget is not None and budget <= 0:
+            raise ValueError(f"budget must be above 0, or None for measurements at any cost, got {budget!r}")
         if every is not None and every < 1:
             raise ValueError(f"every must be at least 1 or None, got {every!r}")
         if min_prompts < 2:
@@ -166,6 +174,7 @@ class MutualInformationCallback(TrainerCallback):
             split_over_processes=trainer.accelerator.num_processes > 1,
         )
         self.min_prompts = min_prompts
+        self.budget = budget
         record = keep_record(trainer)
         record.verbose |= verbose
         if (line := what_layout_means(self.trainer, min_prompts)) is not None:
@@ -188,6 +197,7 @@ class MutualInformationCallback(TrainerCallback):
         self._to_save: SavedMeasurement | None = None  # until the step has ended
         self._to_draw: SavedMeasurement | None = None  # until its row is logged
         self._silent: dict[str, str] = {}  # what could not be measured last time, and why
+        self._told: Sampling | None = None  # in a line, of how much is scored
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         check_own_trainer(self, self.trainer, state)
@@ -287,8 +297,9 @@ class MutualInformationCallback(TrainerCallback):
         drawn = draw(range(len(trajectories)), self.sampling.num_completions, self._generator(step, 0))
         valid_rate = self._log_validity([trajectories[i] for i in drawn])
         warn_of_unequal_prompts(rollout, groups)
+        sampling = self._affordable(rollout, trajectories, len(set(groups)))
         with self._scoring_model() as model, count_tokens(model) as tokens, self.trainer.accelerator.autocast():
-            metrics, first_turn = self._measure(model, step, trajectories, groups)
+            metrics, first_turn = self._measure(model, step, trajectories, groups, sampling)
         total = sum(gather_object([sum(tokens)]))  # over all processes
         self._log({"mi/seconds": time.perf_counter() - started, "mi/tokens": float(total)})
         if metrics is not None:
@@ -314,8 +325,34 @@ class MutualInformationCallback(TrainerCallback):
         seed = np.random.SeedSequence([self.trainer.args.seed, step, number]).generate_state(1)[0]
         return torch.Generator().manual_seed(int(seed))
 
+    def _affordable(self, rollout: Rollout, trajectories: Trajectories, num_prompts: int) -> Sampling:
+        """What the budget pays for; told once, and again when it changes."""
+        if self.budget is None:
+            return self.sampling
+        lengths, counts = [], []
+        for number, ids in enumerate(rollout.completion_ids):
+            samples = rollout.turn_samples[number]
+            lengths.append(len(ids) + sum(len(sample["completion_ids"]) for sample in samples))
+            counts.append(max(1, trajectories.num_turns(number)))
+        turns = [length / count for length, count in zip(lengths, counts, strict=True)]
+        contexts = [len(ids) for ids in rollout.prompt_ids]
+        texts = Texts(contexts, turns, lengths, max(counts), num_prompts)
+        update = 3 * (sum(contexts) + sum(lengths)) / len(self._measured)  # of one generation
+        update *= self.cadence.generations_between * self.trainer.num_iterations
+        sampling = affordable(self.scopes, self.sampling, texts, self.budget * update)
+        if sampling not in (self.sampling, self._told):
+            whole, part = (expected_tokens(self.scopes, one, texts) / update for one in (self.sampling, sampling))
+            tokens = f"the first {sampling.max_tokens} tokens of each reasoning trace"
+            logger.warning(
+                f"A whole measurement of mutual information would take {whole:.0%} of the tokens of the update. "
+                f"Scored are {tokens if sampling.max_tokens else 'all traces'} under {sampling.max_prompts} prompts at "
+                f"most, for {part:.0%}. budget=None scores all."
+            )
+        self._told = sampling
+        return sampling
+
     def _measure(
-        self, model: nn.Module, step: int, trajectories: Trajectories, groups: list[int]
+        self, model: nn.Module, step: int, trajectories: Trajectories, groups: list[int], sampling: Sampling
     ) -> tuple[dict[str, float] | None, Measurement | None]:
         """Logs all scopes that can be measured.
 
@@ -328,9 +365,7 @@ class MutualInformationCallback(TrainerCallback):
                 continue
             generator = self._generator(step, number)
             try:
-                metrics, parts, measurement = measure_scope(
-                    scope, model, trajectories, groups, generator, self.sampling
-                )
+                metrics, parts, measurement = measure_scope(scope, model, trajectories, groups, generator, sampling)
             except (NotMeasurableError, ContextLengthError) as reason:
                 self._stay_silent(step, scope, str(reason))
                 continue
@@ -430,11 +465,23 @@ class Cadence:
         at_logging_step = args.logging_strategy == "steps" and step % max(1, self.trainer.state.logging_steps) == 0
         return first or at_logging_step or args.logging_strategy == "epoch"
 
+    @property
+    def generations_between(self) -> float:
+        """Generations for training from one measurement to the next, about."""
+        args = self.trainer.args
+        logging_steps = self.trainer.state.logging_steps if args.logging_strategy == "steps" else 0
+        steps = self.every or max(MIN_STEPS_BETWEEN, logging_steps)
+        return max(1.0, steps / self._steps_of_a_generation)
+
+    @property
+    def _steps_of_a_generation(self) -> float:
+        args = self.trainer.args
+        return args.steps_per_generation * self.trainer.num_iterations / args.gradient_accumulation_steps
+
     def due_step(self, last: int | None) -> int | None:
         """The optimizer step that asks for a measurement of the completions that come next, if one does."""
-        args, done = self.trainer.args, self.trainer.state.global_step
-        per_generation = args.steps_per_generation * self.trainer.num_iterations / args.gradient_accumulation_steps
-        steps = range(done + 1, done + ceil(per_generation) + 1)
+        done = self.trainer.state.global_step
+        steps = range(done + 1, done + ceil(self._steps_of_a_generation) + 1)
         return next((step for step in steps if self.asks(step, last)), None)
 
     def why_never(self, last: int | None) -> str | None:

@@ -57,6 +57,7 @@ class Sampling:
     Args:
         num_completions: Reasoning traces to score in each scope, drawn without replacement.
         max_prompts: Prompts to score them under.
+        max_tokens: First tokens of each reasoning trace that are scored; all by default.
         temperature: Of the policy.
         max_tokens_per_forward: See `cross_score`.
         split_over_processes: See `cross_score`.
@@ -66,6 +67,7 @@ class Sampling:
     max_prompts: int = 64
     temperature: float = 1.0
     max_tokens_per_forward: int | None = None
+    max_tokens: int | None = None
     split_over_processes: bool = False
 
     def __post_init__(self) -> None:
@@ -272,13 +274,13 @@ def _measure(
     cross_logps = cross_score(
         model,
         contexts,
-        [row.turn.lead_in + row.turn.reasoning for row in rows],
+        [row.turn.lead_in + row.turn.reasoning[: sampling.max_tokens] for row in rows],
         lead_in=[len(row.turn.lead_in) for row in rows],
         temperature=sampling.temperature,
         max_tokens_per_forward=sampling.max_tokens_per_forward,
         split_over_processes=sampling.split_over_processes,
     )
-    lengths = torch.tensor([len(row.turn.reasoning) for row in rows])
+    lengths = torch.tensor([len(row.turn.reasoning[: sampling.max_tokens]) for row in rows])
     prompt_index = torch.tensor([column_of[row.column.key] for row in rows])
     return Measurement(
         information_metrics(cross_logps, lengths, prompt_index, prompt_class=torch.tensor(prompt_class)),

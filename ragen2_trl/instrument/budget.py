@@ -1,0 +1,87 @@
+"""What a measurement costs, and how much of it a share of the update's tokens pays for."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from statistics import fmean
+
+from ragen2_trl.instrument.diagnosis import REFERENCE_SCOPE, Sampling
+
+ALWAYS = 300_000
+"""Tokens that a measurement may score whatever the update: all that small models and short texts need."""
+
+LEAST_TOKENS, LEAST_PROMPTS = 128, 16
+"""Of each reasoning trace, and of a scope with the own one: below, retrieval says little."""
+
+
+@dataclass(frozen=True)
+class Texts:
+    """Sizes of what a measurement draws from.
+
+    Args:
+        contexts: tokens before the first turn, for each completion.
+        turns: mean tokens of a turn, for each completion.
+        completions: tokens of each completion.
+        num_turns: most turns of a completion.
+        num_prompts: groups.
+    """
+
+    contexts: Sequence[int]
+    turns: Sequence[float]
+    completions: Sequence[int]
+    num_turns: int
+    num_prompts: int
+
+
+def expected_tokens(scopes: Sequence[str], sampling: Sampling, texts: Texts) -> float:
+    """Tokens that all scopes score together: N·P + B·N·T each, by position for a trajectory, and twice there.
+
+    >>> texts = Texts([2000] * 64, [500.0] * 64, [500] * 64, num_turns=1, num_prompts=64)
+    >>> expected_tokens(["first_turn"], Sampling(), texts)
+    2176000.0
+    """
+    limit, most = sampling.max_tokens or max(texts.completions), sampling.max_prompts
+    before, turn = fmean(texts.contexts), fmean(min(length, limit) for length in texts.turns)
+    later = before + fmean(texts.completions) / 2
+    rows = min(sampling.num_completions, len(texts.contexts))
+    total = 0.0
+    for scope in scopes:
+        columns: float
+        if scope == "first_turn":
+            columns = min(most, texts.num_prompts)
+            total += columns * before + rows * columns * turn
+        elif scope == REFERENCE_SCOPE:
+            columns = min(most, rows)
+            total += columns * later + columns * columns * turn
+        elif texts.num_turns > 1:
+            at_each = rows / texts.num_turns
+            columns = min(most, at_each)
+            total += 2 * texts.num_turns * (columns * later + at_each * columns * turn)
+    return total
+
+
+def affordable(scopes: Sequence[str], sampling: Sampling, texts: Texts, budget: float) -> Sampling:
+    """The largest sampling whose scopes together score no more tokens than a budget, or the least there is.
+
+    Each trace is cut first, to half and half again, down to `LEAST_TOKENS`; then prompts are halved, down to
+    `LEAST_PROMPTS`. Steps of a factor of two keep measurements of one run comparable while lengths change.
+    """
+    smaller = sampling
+    for smaller in _smaller(sampling, texts):
+        if expected_tokens(scopes, smaller, texts) <= max(ALWAYS, budget):
+            break
+    return smaller
+
+
+def _smaller(sampling: Sampling, texts: Texts) -> Iterator[Sampling]:
+    yield sampling
+    tokens, longest = LEAST_TOKENS, max(texts.turns)
+    while 2 * tokens < longest:
+        tokens *= 2
+    while tokens >= LEAST_TOKENS and tokens < longest:
+        sampling = replace(sampling, max_tokens=tokens)
+        yield sampling
+        tokens //= 2
+    prompts = min(sampling.max_prompts, texts.num_prompts)
+    while prompts > LEAST_PROMPTS:
+        prompts = max(LEAST_PROMPTS, prompts // 2)
+        yield replace(sampling, max_prompts=prompts)
