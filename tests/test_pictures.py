@@ -100,7 +100,8 @@ def model(processor):
     [
         ("text", "frozen_lake"),
         ("text", "sokoban"),
-        *(pytest.param("tools", name, marks=pytest.mark.slow) for name in ("frozen_lake", "sokoban")),  # half a minute
+        pytest.param("tools", "frozen_lake", marks=pytest.mark.slow),  # half a minute
+        pytest.param("tools", "sokoban", marks=pytest.mark.full),
     ],
 )
 def test_a_vision_language_model_plays_what_it_sees(name, protocol, model, processor, make_args):

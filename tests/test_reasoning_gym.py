@@ -55,7 +55,7 @@ def test_a_task_whose_scorer_runs_answers_as_programs_is_refused_by_name(task):
         make_env("reasoning_gym", task=task)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_every_other_task_gives_and_scores_rows():
     """What is offered has rows, and a score for any answer."""
     from reasoning_gym.factory import DATASETS

@@ -185,7 +185,7 @@ def test_the_last_of_several_files_says(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("lora", [False, True])
+@pytest.mark.parametrize("lora", [pytest.param(False, marks=pytest.mark.full), True])
 @pytest.mark.parametrize("name", tasks(name for name in RAGEN2 if not name.endswith("_vl")))
 def test_a_recipe_of_the_paper_trains_with_the_model_cut_down(name, lora, policy_path, tmp_path):
     """Two steps of a random model on tasks that need no network."""

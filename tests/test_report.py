@@ -335,7 +335,7 @@ def names_no_field(completions, **kwargs):
     return [bool(closed) - 0.1 * sum(char.isdigit() for char in reasoning) for reasoning, closed, _ in texts]
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_of_two_real_runs_the_report_tells_which_one_collapsed_and_when(tmp_path):
     """One is paid for its task, the other for saying nothing of it."""
     env = make_env("frozen_lake", size=4)
@@ -405,6 +405,7 @@ def test_a_gain_that_chance_may_have_made_is_inconclusive_and_the_tasks_that_wou
     assert f"inconclusive: some {tasks:,} held-out tasks would tell" in report_of(unsure).headline
 
 
+@pytest.mark.full
 def test_runs_whose_ends_do_not_surely_differ_have_no_best_one(tmp_path):
     ends = [evaluated(tmp_path / str(end), 0.4, end) for end in (0.5, 0.563, 0.59, 0.7)]
     assert "which of them ends best is inconclusive" in report_of(*ends[:3]).headline  # a third is surely worse

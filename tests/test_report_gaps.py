@@ -107,33 +107,38 @@ def without_texts(folder):
 NUMBERS, READ, THOUGHT = "45% of the updates", "Prompt 1", "Own prompt ranks 1 of 8"
 
 
+CASES = [
+    (without_information, ["trainer.add_callback(MutualInformationCallback(trainer))"], [NUMBERS, READ]),
+    (with_nan_rows, ["1 of 10 log rows", "at step 4: loss, reward, entropy"], [NUMBERS, READ, THOUGHT]),
+    (killed_in_its_first_step, ["No training step was logged", "unfinished: at step 0 of 100"], []),
+    (all_nan, ["10 of 10 log rows"], [READ, THOUGHT]),
+    (
+        with_broken_files,
+        [f"{name} cannot be read" for name in ("completions_00099", "measurement_00098", "measurement_00099")],
+        [NUMBERS, READ, THOUGHT],
+    ),
+    (with_odd_measurement, ["prompt_index must be between 0 and 7"], [NUMBERS, READ, THOUGHT]),
+    (with_stray_rows, ["2 of 10 log rows have no step"], [NUMBERS, READ, THOUGHT]),
+    (without_any_step, ["10 of 10 log rows have no step"], [READ, THOUGHT]),
+    (with_prompts_of_strings, [], [NUMBERS, READ, THOUGHT]),
+    (with_prompts_of_numbers, ["completions_00010 cannot be read"], [NUMBERS, THOUGHT]),
+    (
+        with_two_rewards_of_one_name,
+        ["reward_weights [1.0, 0.5] do not fit", "(success): their sums are shown with equal weights"],
+        [NUMBERS, READ, THOUGHT],
+    ),
+    (with_groups_of_groups, ["measurement_00010 cannot be read", "scores must have shape (groups,)"], [NUMBERS]),
+    (with_brackets_without_end, ["measurement_00010 cannot be read", "RecursionError"], [NUMBERS, READ]),
+    (with_prompts_that_are_no_texts, ["prompts and traces must be texts"], [NUMBERS, READ, THOUGHT]),
+    (without_texts, ["log_completions=True", "_measurements/"], [NUMBERS]),
+]
+# A report takes seconds to draw.
+SAMPLE = (without_information, with_broken_files, with_groups_of_groups)
+
+
 @pytest.mark.parametrize(
     ("spoil", "said", "still_there"),
-    [
-        (without_information, ["trainer.add_callback(MutualInformationCallback(trainer))"], [NUMBERS, READ]),
-        (with_nan_rows, ["1 of 10 log rows", "at step 4: loss, reward, entropy"], [NUMBERS, READ, THOUGHT]),
-        (killed_in_its_first_step, ["No training step was logged", "unfinished: at step 0 of 100"], []),
-        (all_nan, ["10 of 10 log rows"], [READ, THOUGHT]),
-        (
-            with_broken_files,
-            [f"{name} cannot be read" for name in ("completions_00099", "measurement_00098", "measurement_00099")],
-            [NUMBERS, READ, THOUGHT],
-        ),
-        (with_odd_measurement, ["prompt_index must be between 0 and 7"], [NUMBERS, READ, THOUGHT]),
-        (with_stray_rows, ["2 of 10 log rows have no step"], [NUMBERS, READ, THOUGHT]),
-        (without_any_step, ["10 of 10 log rows have no step"], [READ, THOUGHT]),
-        (with_prompts_of_strings, [], [NUMBERS, READ, THOUGHT]),
-        (with_prompts_of_numbers, ["completions_00010 cannot be read"], [NUMBERS, THOUGHT]),
-        (
-            with_two_rewards_of_one_name,
-            ["reward_weights [1.0, 0.5] do not fit", "(success): their sums are shown with equal weights"],
-            [NUMBERS, READ, THOUGHT],
-        ),
-        (with_groups_of_groups, ["measurement_00010 cannot be read", "scores must have shape (groups,)"], [NUMBERS]),
-        (with_brackets_without_end, ["measurement_00010 cannot be read", "RecursionError"], [NUMBERS, READ]),
-        (with_prompts_that_are_no_texts, ["prompts and traces must be texts"], [NUMBERS, READ, THOUGHT]),
-        (without_texts, ["log_completions=True", "_measurements/"], [NUMBERS]),
-    ],
+    [pytest.param(*case, marks=[] if case[0] in SAMPLE else pytest.mark.full) for case in CASES],
 )
 def test_what_is_missing_is_said_and_the_rest_is_shown(tmp_path, spoil, said, still_there):
     folder = make_run(tmp_path / "run", steps=10)
@@ -143,6 +148,7 @@ def test_what_is_missing_is_said_and_the_rest_is_shown(tmp_path, spoil, said, st
         assert words in text, words
 
 
+@pytest.mark.full
 def test_runs_without_a_number_to_plot_can_be_compared(tmp_path):
     folders = [make_run(tmp_path / name, steps=1) for name in ("blank", "killed", "sound")]
     all_nan(folders[0])

@@ -301,8 +301,8 @@ def test_what_was_mistyped_is_said_in_a_line(arguments, message, capsys):
 @pytest.mark.needs("smollm2")
 def test_a_real_instruct_model_trains_through_the_script(tmp_path):
     run = tmp_path / "run"
-    rows = {"max_steps": 1, "num_generations": 2}  # as few as are measured: it takes minutes
-    command = arguments(run, model="smollm2", save_strategy="no", snr_strategy="all", **rows)
+    rows = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 1, "num_generations": 2}
+    command = arguments(run, model="smollm2", max_steps=1, max_completion_length=16, save_strategy="no", **rows)
     subprocess.run([*TRAIN, *command], check=True, timeout=1500)
     rows = [row for row in json.loads((run / "log_history.json").read_text()) if "loss" in row]
     assert len(rows) == 1

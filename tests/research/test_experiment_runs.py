@@ -103,11 +103,8 @@ def history(folder: Path) -> list[dict]:
 # Whole runs
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "kill",
-    [pytest.param(signal.SIGINT, id="ctrl-c"), pytest.param(signal.SIGKILL, id="killed", marks=pytest.mark.full)],
-)
+@pytest.mark.full
+@pytest.mark.parametrize("kill", [pytest.param(signal.SIGINT, id="ctrl-c"), pytest.param(signal.SIGKILL, id="killed")])
 def test_runs_that_were_stopped_go_on_and_end_with_the_numbers_of_whole_ones(kill, plan, tmp_path):
     """Ctrl-C ends the trainings; a killed command leaves them to end, and the next one takes them over."""
     path = plan(axes={"method": {"filter": {}}})
@@ -185,7 +182,7 @@ def test_a_failing_run_is_listed_with_its_command_and_the_others_are_stored(plan
     assert not list((tmp_path / "elsewhere").glob("*"))
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_warm_start_is_made_once_for_all_its_runs_and_one_that_fails_is_told_of_each(plan, tmp_path):
     """The recipes of a real model, with `tiny` in its place."""
     cut = {"model_name_or_path": "tiny", "num_demonstrations": 16, "max_steps": 2, "use_cpu": True, "bf16": False}
