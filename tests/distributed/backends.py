@@ -54,7 +54,11 @@ CASES = {
     "filtered bnpo": {**LAYOUT, "loss_type": "bnpo", "equal_lengths": True},
     "filtered without kl": {**LAYOUT, "beta": 0.0},
     "filtered with adam": {**LAYOUT, **ADAM, "max_steps": 3},
-    "refilled": {**LAYOUT, "snr_dynamic_sampling_rounds": 4, "snr_strategy": "nonzero", "max_steps": 3},
+    # In two passes, so that there are old log-probs, which waiting groups bring along.
+    "refilled": {
+        **{**LAYOUT, "snr_dynamic_sampling_rounds": 4, "snr_strategy": "nonzero"},
+        **{"num_iterations": 2, "max_steps": 5},
+    },
     "with gradient checkpointing": {**LAYOUT, "gradient_checkpointing": True},
     # Only under ZeRO-3 does it make a difference: the model is scored without being gathered.
     "scored while sharded": {**LAYOUT, "ds3_gather_for_generation": False},
