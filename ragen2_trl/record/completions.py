@@ -1,0 +1,507 @@
+"""Completions and rewards of a training as groups: from TRL's parquet, verl's dumps, JSONL, CSV or our own record.
+
+Nothing is unpickled and nothing is evaluated. Of the texts only lengths and the beginning of each prompt are kept, so
+that a log may be larger than the memory of the machine.
+"""
+
+import csv
+import json
+import math
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from hashlib import sha256
+from pathlib import Path
+from typing import Any, TextIO
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ragen2_trl.instrument.health import is_number
+from ragen2_trl.record.files import STATE_FILE, read_json
+from ragen2_trl.record.group_rewards import read_group_rewards
+from ragen2_trl.record.logs import read_log
+from ragen2_trl.record.parquet import open_parquet, table_of
+from ragen2_trl.record.run import read_run
+
+Floats = NDArray[np.float64]
+Count = Callable[[Any, Any], tuple[int, int]]
+"""From a prompt and a completion, text or messages each, to their tokens."""
+
+MAX_ROWS = 2_000_000  # completions that are read; the rest of a longer log is left out, and that is said
+MAX_LINE = 2**24  # characters of a line of JSON
+BEGINNING = 200  # characters of each prompt that are kept to show it
+ASSUMED_GROUPS = 8  # of a generation, where rows have no steps to tell it by
+ALLOWED = (
+    "the output_dir of a TRL run with log_completions=True, a folder of *.parquet or *.jsonl, or a *.parquet, *.jsonl "
+    "or *.csv file with prompt, completion and reward"
+)
+# What others call the three columns: verl's rollout dumps.
+ALIASES = {"prompt": ("prompt", "input"), "completion": ("completion", "output")}
+TOTALS = ("reward", "score")  # columns that hold the sum of all rewards
+NO_REWARDS = ("step", "advantage", "group", "success", "clipped")
+TABLES, LINES, SHEETS = (".parquet",), (".jsonl", ".json"), (".csv",)
+SAMPLERS = ("snr_dynamic_sampling_rounds", "snr_pilot_generations", "snr_prompt_selection")
+
+
+@dataclass(frozen=True)
+class CompletionLog:
+    """The whole groups of a log, N of them, each of G completions of one prompt in one step.
+
+    Args:
+        name: Of the file or folder, as it was given.
+        steps: (N,) optimizer step, rising.
+        prompts: (N,) number of the prompt; equal prompts have equal numbers.
+        rewards: (N, G) weighted reward sums, NaN where there is none.
+        by_function: For each reward function its (N, G) rewards before weights.
+        advantages: (N, G) as TRL logged them; `None` where the log has none.
+        lengths: (N, G) length of each completion in tokens, or in characters before calibration.
+        prompt_lengths: (N,) the same of each prompt; `None` with `lengths`.
+        unit: `tokens` (counted), `estimated tokens` (characters, scaled by the logged mean length) or `characters`;
+            empty without texts.
+        beginnings: Of the text of each prompt by its number; model input, so hostile until it is escaped.
+        groups_per_generation: Groups of a generation.
+        micro_batch: Completions of a micro-batch of a process; `None` where the log does not tell.
+        history: Rows of the trainer's log.
+        knows_prompts: Whether `prompts` tells which groups have the same prompt.
+        notes: What was read, and what was left out.
+    """
+
+    name: str
+    steps: NDArray[np.int64]
+    prompts: NDArray[np.int64]
+    rewards: Floats
+    by_function: dict[str, Floats] = field(default_factory=dict)
+    advantages: Floats | None = None
+    lengths: Floats | None = None
+    prompt_lengths: Floats | None = None
+    unit: str = ""
+    beginnings: Sequence[str] = ()
+    groups_per_generation: int = ASSUMED_GROUPS
+    micro_batch: int | None = None
+    history: Sequence[Mapping[str, Any]] = ()
+    knows_prompts: bool = True
+    notes: Sequence[str] = ()
+
+    def __len__(self) -> int:
+        return len(self.rewards)
+
+    @property
+    def size(self) -> int:
+        """G."""
+        return int(self.rewards.shape[1])
+
+    @property
+    def generations(self) -> NDArray[np.int64]:
+        """(N,) number of each group's generation: its step, or consecutive groups where a step holds more."""
+        starts = np.r_[True, self.steps[1:] != self.steps[:-1]]
+        place = np.arange(len(self)) - np.flatnonzero(starts)[np.cumsum(starts) - 1]
+        new = starts | (place % self.groups_per_generation == 0)
+        return np.cumsum(new) - 1
+
+
+@dataclass
+class _Rows:
+    """Completions in the order of the log, column by column."""
+
+    steps: list[int | None] = field(default_factory=list)
+    prompts: list[int] = field(default_factory=list)
+    lengths: list[tuple[int, int]] = field(default_factory=list)
+    rewards: list[tuple[float, ...]] = field(default_factory=list)
+    advantages: list[float] = field(default_factory=list)
+    numbers: dict[bytes, int] = field(default_factory=dict)
+    beginnings: list[str] = field(default_factory=list)
+
+
+def read_completion_log(
+    path: Path,
+    *,
+    num_generations: int | None = None,
+    groups_per_generation: int | None = None,
+    rewards: Sequence[str] = (),
+    reward_weights: Sequence[float] = (),
+    count: Count | None = None,
+) -> CompletionLog:
+    """The groups of a log: equal prompts of one step, or that follow one another where rows have no step.
+
+    Args:
+        path: The `output_dir` of a run, TRL's or ours, a folder of completions, or one file of them.
+        num_generations: G; by default the commonest number of completions of a prompt in a step.
+        groups_per_generation: Groups of a generation; by default the commonest number of a step.
+        rewards: Columns that hold the rewards of one reward function each; by default `reward`, or the functions that
+            the trainer's log names, or every column of numbers.
+        reward_weights: One for each of `rewards`; by default 1.
+        count: Counts the tokens of a prompt and a completion; by default characters stand for them.
+
+    Raises:
+        ValueError: If there is nothing to read, a value is of another kind, or no group is whole; one line that names
+            file, row and what is needed.
+        OSError: If a file cannot be read.
+    """
+    for name, value, least in (("num_generations", num_generations, 2), ("groups", groups_per_generation, 1)):
+        if value is not None and value < least:
+            raise ValueError(f"{name} must be at least {least}, got {value!r}")
+    notes: list[str] = []
+    history, state, settings = _history(path, notes)
+    files = _files(path)
+    if not files:
+        return _recorded(path, history, num_generations, groups_per_generation, notes)
+    names: list[str] = []
+    rows = _Rows()
+    functions = [key.split("/")[1] for row in history for key in row if re.fullmatch(r"rewards/[^/]+/mean", key)]
+    evaluated = {row.get("step") for row in history if any(str(key).startswith("eval_reward") for key in row)}
+    left = 0
+    for file in files:
+        if _step_of(file) in evaluated:
+            left += 1  # TRL writes the file of a step again after an evaluation, with completions of that
+            continue
+        try:
+            wanted = list(rewards) or list(dict.fromkeys(functions))
+            _read_file(file, rows, names, wanted, bool(rewards), count, notes)
+        except OSError as error:  # half a file, as a kill leaves it
+            if len(files) == 1:
+                raise
+            notes.append(f"{file.name} is left out: {' '.join(str(error).split())[:200]}.")
+        if len(rows.prompts) >= MAX_ROWS:
+            notes.append(f"The first {MAX_ROWS:,} completions are read, up to {file.name}; the rest is left out.")
+            break
+    if left:
+        notes.append(f"{left} files of steps with an evaluation are left out: TRL writes its completions over them.")
+    if not rows.prompts:
+        raise ValueError(f"{str(path)!r} holds no completions; allowed: {ALLOWED}. {' '.join(notes)}".rstrip())
+    weights = list(reward_weights) or _weights(settings, names)
+    if len(weights) != len(names):
+        raise ValueError(
+            f"reward_weights must be {len(names)} numbers, one for each of {', '.join(names)}, got {len(weights)}"
+        )
+    known = num_generations or _whole(settings.get("num_generations"))
+    log = _grouped(str(path), rows, names, weights, known, groups_per_generation, notes)
+    if sampled := [name for name in SAMPLERS if settings.get(name)]:
+        notes.append(f"The run chose what it sampled ({', '.join(sampled)}): shares here speak for its choice.")
+    if not set(functions) & set(names) and len(names) > 1 and not rewards:
+        notes.append(f"Columns of numbers are taken as rewards: {', '.join(names)}; --rewards names others.")
+    micro = _whole(state.get("train_batch_size")) or _whole(settings.get("per_device_train_batch_size"))
+    notes += _saved_steps(log, history)
+    return _calibrated(log, history, micro, count is not None, notes)
+
+
+def _whole(value: Any) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
+
+
+def _weights(settings: Mapping[str, Any], names: Sequence[str]) -> list[float]:
+    given = settings.get("reward_weights")
+    fits = isinstance(given, list) and len(given) == len(names) and all(map(is_number, given))
+    return [float(one) for one in given] if fits and given else [1.0] * len(names)
+
+
+def _history(path: Path, notes: list[str]) -> tuple[list[dict[str, Any]], Mapping[str, Any], Mapping[str, Any]]:
+    """Rows of the log, the newest trainer's state and the settings of the run that a path is of, as far as it has."""
+    for folder in (path, path.parent):
+        states = sorted(folder.glob(f"checkpoint-*/{STATE_FILE}")) if folder.is_dir() else []
+        found = [read_json(file, dict) or {} for file in (*states, folder / STATE_FILE)]
+        state = max(found, key=lambda one: _whole(one.get("global_step")) or 0)
+        try:
+            run = read_run(folder)
+            return list(run.log_history), state, run.settings
+        except (ValueError, OSError):  # a folder of completions alone
+            pass
+        if (folder / STATE_FILE).is_file():
+            try:
+                return read_log(folder / STATE_FILE)[0], state, {}
+            except ValueError as error:
+                notes.append(" ".join(str(error).split())[:200])
+    return [], {}, {}
+
+
+def _files(path: Path) -> list[Path]:
+    """Files of completions, by step."""
+    if path.is_file():
+        if path.suffix not in TABLES + LINES + SHEETS:
+            raise ValueError(f"{str(path)!r} is of another form; allowed: {ALLOWED}.")
+        return [path]
+    if not path.is_dir():
+        raise ValueError(f"{str(path)!r} is no file or folder; allowed: {ALLOWED}.")
+    for folder in (path / "completions", path):
+        for suffixes in (TABLES, LINES[:1]):
+            found = [file for suffix in suffixes for file in folder.glob(f"*{suffix}")]
+            found = [file for file in found if not file.name.startswith(("evaluation_", "train_"))]  # episodes
+            if found:
+                return sorted(found, key=lambda file: (_step_of(file) or 0, file.name))
+    return []
+
+
+def _step_of(file: Path) -> int | None:
+    """The step that the name of a file ends with: `completions_00010.parquet`, or verl's `10.jsonl`."""
+    match = re.search(r"(\d{1,12})$", file.stem)
+    return int(match[1]) if match else None
+
+
+def _read_file(
+    file: Path,
+    rows: _Rows,
+    names: list[str],
+    wanted: Sequence[str],
+    must: bool,
+    count: Count | None,
+    notes: list[str],
+) -> None:
+    """Add the rows of a file. The first file says which columns are rewards."""
+    found = _lines(file, notes) if file.suffix in LINES else _parquet(file) if file.suffix in TABLES else _sheet(file)
+    step = _step_of(file) if file.suffix in LINES else None
+    columns: dict[str, str] = {}
+    for number, row in enumerate(found):
+        where = f"row {number} of {file.name}"
+        if not columns:
+            columns = {name: next((one for one in ones if one in row), "") for name, ones in ALIASES.items()}
+            if missing := [name for name, column in columns.items() if not column]:
+                raise ValueError(f"{where} must have {missing[0]}, got the columns {', '.join(map(str, row))[:200]}")
+            if not names:
+                names += _reward_columns(row, wanted, must, where)
+        prompt, completion = row.get(columns["prompt"]), row.get(columns["completion"])
+        texts = _text("prompt", prompt, where), _text("completion", completion, where)
+        # Messages of one role and text are one prompt in whatever order their keys come.
+        key = sha256(json.dumps(prompt, sort_keys=True, default=str).encode("utf-8", "replace")).digest()
+        place = rows.numbers.setdefault(key, len(rows.numbers))
+        if place == len(rows.beginnings):
+            rows.beginnings.append(texts[0][:BEGINNING])
+        rows.prompts.append(place)
+        given = row.get("step")
+        if given is not None and (not isinstance(given, int | float | str) or _number("step", given, where) % 1):
+            raise ValueError(f"step must be a whole number, got {given!r:.60} in {where}")
+        rows.steps.append(step if given is None else int(float(given)))
+        rows.rewards.append(tuple(_number(name, row.get(name), where) for name in names))
+        rows.advantages.append(_number("advantage", row.get("advantage"), where))
+        rows.lengths.append((len(texts[0]), len(texts[1])) if count is None else count(prompt, completion))
+        if len(rows.prompts) >= MAX_ROWS:
+            return
+
+
+def _parquet(file: Path) -> Iterator[dict[str, Any]]:
+    try:
+        table = table_of(open_parquet(file), MAX_ROWS)
+    except (OSError, ValueError, RuntimeError) as error:  # half a file, among others
+        raise OSError(f"{file.name} cannot be read as Parquet: {' '.join(str(error).split())[:200]}") from error
+    for batch in table.to_batches(max_chunksize=1024):
+        try:
+            yield from batch.to_pylist()
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{file.name} must hold text in UTF-8: {error}") from error
+
+
+def _lines(file: Path, notes: list[str]) -> Iterator[dict[str, Any]]:
+    with file.open(encoding="utf-8-sig") as opened:
+        for number, line in enumerate(_read_lines(opened, file)):
+            try:
+                row = json.loads(line)
+            except (ValueError, RecursionError) as error:
+                if not line.endswith("\n") and number:
+                    notes.append(f"The last line of {file.name} is half written and is left out.")
+                    return
+                raise ValueError(
+                    f"row {number} of {file.name} must be an object of JSON in a line: {error}"
+                ) from error
+            if not isinstance(row, dict):
+                raise ValueError(f"row {number} of {file.name} must be an object of JSON, got {type(row).__name__}")
+            yield row
+
+
+def _read_lines(opened: TextIO, file: Path) -> Iterator[str]:
+    """Lines that are not empty."""
+    try:
+        while line := opened.readline(MAX_LINE):
+            if line.strip():
+                yield line
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{file.name} must hold text in UTF-8: {error}") from error
+
+
+def _sheet(file: Path) -> Iterator[dict[str, Any]]:
+    with file.open(encoding="utf-8-sig", newline="") as opened:
+        try:
+            yield from csv.DictReader(opened)
+        except (csv.Error, UnicodeDecodeError) as error:
+            raise ValueError(f"{file.name} cannot be read as CSV in UTF-8: {error}") from error
+
+
+def _reward_columns(row: Mapping[str, Any], wanted: Sequence[str], must: bool, where: str) -> list[str]:
+    """The columns that hold rewards."""
+    there = [name for name in wanted if name in row]
+    if must and len(there) < len(wanted):
+        lacking = next(name for name in wanted if name not in row)
+        raise ValueError(f"{where} has no column {lacking!r}; allowed for rewards: {', '.join(_numeric(row))}")
+    if there:
+        return there
+    if total := [name for name in TOTALS if name in row]:
+        return total[:1]
+    if not (numeric := _numeric(row)):
+        raise ValueError(f"{where} must have reward, a number, got the columns {', '.join(map(str, row))[:200]}")
+    return numeric
+
+
+def _numeric(row: Mapping[str, Any]) -> list[str]:
+    return [
+        name
+        for name, value in row.items()
+        if name not in NO_REWARDS and isinstance(value, int | float) and not isinstance(value, bool)
+    ]
+
+
+def _number(name: str, value: Any, where: str) -> float:
+    """A finite number, or NaN where there is none."""
+    if value is None or value == "":
+        return math.nan
+    try:
+        number = float(value) if isinstance(value, int | float | str) else None
+    except (ValueError, OverflowError):
+        number = None
+    if number is None:
+        raise ValueError(f"{name} must be a number, got {value!r:.60} in {where}")
+    return number if math.isfinite(number) else math.nan
+
+
+def _text(name: str, value: Any, where: str) -> str:
+    """The text of a prompt or a completion, without its pictures."""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, list) and all(isinstance(one, Mapping) for one in value):
+        parts = []
+        for one in value:
+            content = one.get("content")
+            blocks = content if isinstance(content, list) else [content]
+            parts += [block.get("text") if isinstance(block, Mapping) else block for block in blocks]
+            parts.append(one.get("reasoning_content"))
+        return "\n".join(part for part in parts if isinstance(part, str))
+    raise ValueError(f"{name} must be a string or a list of messages, got {type(value).__name__} in {where}")
+
+
+def _grouped(
+    name: str,
+    rows: _Rows,
+    names: Sequence[str],
+    weights: Sequence[float],
+    size: int | None,
+    groups: int | None,
+    notes: list[str],
+) -> CompletionLog:
+    """Whole groups of the rows. Those of a prompt in a step that are no multiple of G are left out."""
+    prompts = np.array(rows.prompts, dtype=np.int64)
+    has_steps = None not in rows.steps
+    if has_steps:
+        steps = np.array(rows.steps, dtype=np.int64)
+        order = np.lexsort((np.arange(len(steps)), prompts, steps))
+    else:  # equal prompts that follow one another
+        steps = np.cumsum(np.r_[False, prompts[1:] != prompts[:-1]]).astype(np.int64)
+        order = np.arange(len(steps))
+    starts = np.r_[True, (steps[order][1:] != steps[order][:-1]) | (prompts[order][1:] != prompts[order][:-1])]
+    bounds = np.r_[np.flatnonzero(starts), len(order)]
+    counts = np.diff(bounds)
+    if size is None:
+        size = max(Counter(counts.tolist()).items(), key=lambda pair: (pair[0] * pair[1], -pair[0]))[0]
+    whole = [order[start : start + size * (n // size)] for start, n in zip(bounds[:-1], counts, strict=True)]
+    members = np.concatenate(whole).reshape(-1, size) if size > 1 else np.empty((0, 2), dtype=np.int64)
+    if not len(members):
+        raise ValueError(
+            f"{name!r} has no whole group in {len(prompts)} rows: no prompt has {max(2, size)} completions in a step, "
+            f"at most {counts.max()}; give num_generations"
+        )
+    members = members[np.lexsort((members[:, 0], steps[members[:, 0]]))]  # generations are consecutive in a log
+    if left := len(prompts) - members.size:
+        notes.append(f"{left} of {len(prompts)} completions are left out: their groups have not {size} in a step.")
+    of_groups = steps[members[:, 0]]
+    if groups is None:
+        in_steps = Counter(Counter(of_groups.tolist()).values())
+        groups = max(in_steps.items(), key=lambda pair: (pair[1], pair[0]))[0] if has_steps else ASSUMED_GROUPS
+        if not has_steps:
+            notes.append(f"Rows have no step: a generation is taken as {groups} groups; --groups says another number.")
+    if not has_steps:
+        of_groups = np.arange(len(members)) // groups
+    values = np.array(rows.rewards, dtype=np.float64).reshape(len(prompts), len(names))[members]  # (N, G, F)
+    known = ~np.isnan(values)
+    sums = (np.where(known, values, 0.0) * np.array(weights)).sum(axis=2)
+    advantages = np.array(rows.advantages)[members]
+    lengths = np.array(rows.lengths, dtype=np.float64)[members]
+    return CompletionLog(
+        name,
+        of_groups,
+        prompts[members[:, 0]],
+        np.where(known.any(axis=2), sums, np.nan),
+        {one: values[:, :, number] for number, one in enumerate(names)},
+        None if np.isnan(advantages).all() else advantages,
+        lengths[:, :, 1],
+        lengths[:, 0, 0],
+        "characters",
+        rows.beginnings,
+        groups,
+    )
+
+
+def _saved_steps(log: CompletionLog, history: Sequence[Mapping[str, Any]]) -> list[str]:
+    """How much of the run its completions are of."""
+    last = max((row["step"] for row in history if _whole(row.get("step"))), default=0)
+    steps = len(np.unique(log.steps))
+    if last <= steps:
+        return []
+    return [f"TRL saves completions at logging steps alone: {steps} of {last} steps are here."]
+
+
+def _calibrated(
+    log: CompletionLog,
+    history: Sequence[Mapping[str, Any]],
+    micro: int | None,
+    counted: bool,
+    notes: Sequence[str],
+) -> CompletionLog:
+    """The log with lengths in tokens: counted, or characters scaled by the mean length that the trainer logged."""
+    values: dict[str, Any] = {**vars(log), "micro_batch": micro, "history": list(history), "notes": list(notes)}
+    if counted:
+        return CompletionLog(**{**values, "unit": "tokens"})
+    means = {
+        row["step"]: row["completions/mean_length"]
+        for row in history
+        if _whole(row.get("step")) and is_number(row.get("completions/mean_length"))
+    }
+    assert log.lengths is not None and log.prompt_lengths is not None  # of texts
+    here = np.isin(log.steps, [*means])
+    characters = log.lengths[here].mean() if here.any() else 0.0
+    if not characters:
+        return CompletionLog(**values)
+    tokens = np.mean([means[step] for step in log.steps[here].tolist()])
+    scale = float(tokens / characters)
+    scaled = {"lengths": log.lengths * scale, "prompt_lengths": log.prompt_lengths * scale, "unit": "estimated tokens"}
+    return CompletionLog(**{**values, **scaled})
+
+
+def _recorded(
+    path: Path,
+    history: Sequence[Mapping[str, Any]],
+    size: int | None,
+    groups: int | None,
+    notes: list[str],
+) -> CompletionLog:
+    """The rewards that a run of ours has recorded, which tell neither prompts nor lengths."""
+    records = read_group_rewards(path)
+    if not records:
+        raise ValueError(
+            f"{str(path)!r} holds no completions; allowed: {ALLOWED}. TRL writes them with log_completions=True"
+        )
+    every = [(record.step, group) for record in records for group in record.rewards]
+    size = size or max(Counter(len(group) for _, group in every).items(), key=lambda pair: pair[1])[0]
+    whole = [(step, group) for step, group in every if len(group) == size]
+    if size < 2 or not whole:
+        raise ValueError(f"{str(path)!r} has no whole group of {size} rewards; give num_generations")
+    if left := len(every) - len(whole):
+        notes.append(f"{left} of {len(every)} groups are left out: they have not {size} rewards.")
+    notes.append("No completions are saved: the rewards of all groups are read, which tell neither prompt nor length.")
+    steps = np.array([step for step, _ in whole], dtype=np.int64)
+    return CompletionLog(
+        str(path),
+        steps,
+        np.arange(len(whole), dtype=np.int64),
+        np.array([group for _, group in whole], dtype=np.float64),
+        groups_per_generation=groups or Counter(Counter(steps.tolist()).values()).most_common(1)[0][0],
+        history=list(history),
+        knows_prompts=False,
+        notes=notes,
+    )
