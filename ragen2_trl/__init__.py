@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     )
     from ragen2_trl.filtering import group_score, select_groups
     from ragen2_trl.instrument import Evidence, cross_score, health, information_metrics, judge
+    from ragen2_trl.remedies import what_if
     from ragen2_trl.rollouts import TextRollout
     from ragen2_trl.trainers import (
         SNRFilteredGRPOConfig,
@@ -49,6 +50,7 @@ _HOMES = {
     "information_metrics": "instrument",
     "judge": "instrument",
     "select_groups": "filtering",
+    "what_if": "remedies",
 }
 
 __all__ = [
@@ -72,6 +74,7 @@ __all__ = [
     "information_metrics",
     "judge",
     "select_groups",
+    "what_if",
 ]
 
 

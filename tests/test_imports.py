@@ -40,8 +40,9 @@ MAY_KNOW = {
     "rollouts": {"envs", "columns", "messages", "rollout_events", "instrument"},
     "record": {*CORE - {"trainers"}, "envs", "rollouts"},
     "report": {*CORE - {"trainers"}, "envs", "rollouts", "record"},
+    "remedies": {*CORE, "record"},
     "callbacks": {*CORE, "envs", "rollouts", "record", "report"},
-    "ragen2_trl": {*CORE, "rollouts", "callbacks"},
+    "ragen2_trl": {*CORE, "rollouts", "callbacks", "remedies"},
 }
 EVERYTHING = {*MAY_KNOW, "cli"}
 MAY_KNOW |= {"cli": EVERYTHING, "scripts": EVERYTHING, "research": EVERYTHING}

@@ -88,6 +88,38 @@ def _pair(text: str) -> tuple[str, str]:
     return key, signal
 
 
+def what_if_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        "ragen2-trl what-if",
+        description="Which remedy for groups without signal would have paid on the data of a training, estimated from "
+        "its log: no model is loaded. Gain is reward variance of trained rows for each unit of cost, 1 for plain TRL.",
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add(
+        "run",
+        type=Path,
+        metavar="RUN",
+        help="The output_dir of a TRL run with log_completions=True, or of a run of this package; a folder of *.parquet "
+        "or *.jsonl (verl's rollout dumps); or a *.parquet, *.jsonl or *.csv file of prompt, completion and reward.",
+    )
+    add("--num_generations", type=int, help="Completions of a prompt; default: as equal prompts tell.")
+    add("--groups", type=int, help="Prompts of a generation batch; default: those of a step.")
+    add("--rewards", nargs="+", default=[], metavar="COLUMN", help="Columns with the rewards of one function each.")
+    add("--reward_weights", nargs="+", type=float, default=[], metavar="WEIGHT", help="Their weights; default: 1.")
+    add("--micro_batch", type=int, help="per_device_train_batch_size; default: as the trainer's state tells.")
+    add("--tokenizer", help="Path or Hub id, to count tokens; default: characters, scaled by the logged mean length.")
+    add(
+        "--sampling_share",
+        type=float,
+        default=0.5,
+        help="Share of a step's time that sampling takes, 0 to 1, which TRL does not log (default: 0.5).",
+    )
+    add("--seed", type=int, default=0, help="Seed of the bootstrap and the replays (default: 0).")
+    add("--json", type=Path, metavar="FILE", help="File for all numbers as JSON; /dev/stdout prints them.")
+    return parser
+
+
 def envs_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         "ragen2-trl envs", description="The tasks: their names, options and presets.", allow_abbrev=False
@@ -506,6 +538,7 @@ PARSERS = {
     "envs": envs_parser,
     "recipes": recipes_parser,
     "health": health_parser,
+    "what-if": what_if_parser,
 }
 # The configurations whose fields a command takes beside its own.
 FURTHER = {

@@ -260,7 +260,7 @@ def _read_file(
             if not names:
                 names += _reward_columns(row, wanted, must, where)
         prompt, completion = row.get(columns["prompt"]), row.get(columns["completion"])
-        texts = _text("prompt", prompt, where), _text("completion", completion, where)
+        texts = text_of("prompt", prompt, where), text_of("completion", completion, where)
         # Messages of one role and text are one prompt in whatever order their keys come.
         key = sha256(json.dumps(prompt, sort_keys=True, default=str).encode("utf-8", "replace")).digest()
         place = rows.numbers.setdefault(key, len(rows.numbers))
@@ -361,7 +361,7 @@ def _number(name: str, value: Any, where: str) -> float:
     return number if math.isfinite(number) else math.nan
 
 
-def _text(name: str, value: Any, where: str) -> str:
+def text_of(name: str, value: Any, where: str) -> str:
     """The text of a prompt or a completion, without its pictures."""
     if isinstance(value, str):
         return value
@@ -469,8 +469,30 @@ def _calibrated(
         return CompletionLog(**values)
     tokens = np.mean([means[step] for step in log.steps[here].tolist()])
     scale = float(tokens / characters)
-    scaled = {"lengths": log.lengths * scale, "prompt_lengths": log.prompt_lengths * scale, "unit": "estimated tokens"}
+    scaled = {
+        "lengths": log.lengths * scale,
+        "prompt_lengths": log.prompt_lengths * (_prompt_scale(log, history, means) or scale),
+        "unit": "estimated tokens",
+    }
     return CompletionLog(**{**values, **scaled})
+
+
+def _prompt_scale(
+    log: CompletionLog, history: Sequence[Mapping[str, Any]], means: Mapping[int, float]
+) -> float | None:
+    """Tokens of a prompt for each of its characters, chat template included: what TRL's count of all tokens grows by in
+    a step, less the completions; `None` where logged steps do not follow one another."""
+    assert log.prompt_lengths is not None  # of texts
+    totals = {row["step"]: row["num_tokens"] for row in history if is_number(row.get("num_tokens")) and "step" in row}
+    tokens, characters = 0.0, 0.0
+    for step in np.unique(log.steps).tolist():
+        if step not in means or step not in totals or (step > 1 and step - 1 not in totals):
+            continue
+        here = log.steps == step
+        of_prompts = totals[step] - totals.get(step - 1, 0) - means[step] * here.sum() * log.size
+        if of_prompts > 0:  # else no generation of its own, as with several updates for each
+            tokens, characters = tokens + of_prompts, characters + log.prompt_lengths[here].sum() * log.size
+    return tokens / characters if characters else None
 
 
 def _recorded(
