@@ -38,7 +38,7 @@ REPLICATES = 400  # of a bootstrap: ends of a 95 % interval to about a tenth of 
 PILOTS = (2, 3, 4)
 SHUFFLES = 3  # of the members of each group, by which a replay of pilots depends less on their order
 ROUNDS_OF = 8  # groups that a replay of pilots takes together at least; its threshold looks back over 256 in any case
-MOST_GENERATIONS = 400  # whose rows are dealt and packed
+MOST_GENERATIONS = 100  # whose rows are dealt and packed, which takes longest
 TWICE = 16  # prompts logged more than once, below which prompt selection is not estimated
 DRAWS = 20  # of prompt selection
 REFILLED = 200  # batches that dynamic sampling is simulated for
@@ -202,7 +202,7 @@ def what_if(
         nonzero(live, prompts, sampling_share),
         top_p(log, variances, prompts, seed, sampling_share),
         dynamic_sampling(log, live, prompts, seed, sampling_share),
-        *(pilots(log, live, variances, prompts, first, seed, sampling_share) for first in PILOTS if first < log.size),
+        *_every_pilot(log, live, variances, prompts, seed, sampling_share),
         prompt_selection(log, live, variances, seed, sampling_share),
         *(other_shape(log, size, prompts) for size in (2 * log.size, log.size // 2) if size >= 2),
         score_by_one(log, live, prompts),
@@ -215,7 +215,7 @@ def token_counter(name: str) -> Count:
     """Counts tokens as TRL makes them: the chat template on messages, and an end token after each completion."""
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(name)
+    tokenizer: Any = AutoTokenizer.from_pretrained(name)
     last: list[Any] = [None, 0]  # a group's prompt comes G times in a row
 
     def count(prompt: Any, completion: Any) -> tuple[int, int]:
@@ -258,7 +258,7 @@ class Bootstrap:
         by_unit = np.stack([np.bincount(self.units, column, minlength=self.count) for column in values.T], axis=1)
         return by_unit.sum(axis=0), self.weights.astype(np.float64) @ by_unit
 
-    def estimate(self, values: Sequence[Floats], ratio: Ratio) -> Estimate:
+    def estimate(self, values: Sequence[NDArray[Any]], ratio: Ratio) -> Estimate:
         """The ratio of the sums of (N,) columns, and its interval.
 
         Args:
@@ -538,6 +538,16 @@ def pilots(
     return Remedy(f"pilots, G0 = {first}", setting, said, gain, {"completions": each, "missed": missed})
 
 
+def _every_pilot(
+    log: CompletionLog, live: Mask, variances: Floats, prompts: Bootstrap, seed: int, share: float
+) -> list[Remedy]:
+    sizes = [first for first in PILOTS if first < log.size]
+    if not sizes:
+        said = f"the log cannot tell: groups of {log.size} leave no completion to save"
+        return [Remedy("pilots", "snr_pilot_generations=2", said, is_known=False)]
+    return [pilots(log, live, variances, prompts, first, seed, share) for first in sizes]
+
+
 def sampled_whole(log: CompletionLog, first: int, seed: int) -> Floats:
     """(N,) how often each group is sampled in full when `first` of its completions are looked at, audits included.
 
@@ -572,6 +582,8 @@ def prompt_selection(log: CompletionLog, live: Mask, variances: Floats, seed: in
     if number < TWICE:
         said = f"the log cannot tell: {number} prompts are in it more than once, of at least {TWICE}"
         return Remedy(name, setting, said, is_known=False)
+    if not live[later].any():
+        return Remedy(name, setting, "no prompt that came again had rewards that vary", is_known=False)
     chosen = chosen_again(log, earlier, seed)
     prompts = Bootstrap(log.prompts[later], seed)
     ones = np.ones(len(later))
@@ -589,8 +601,8 @@ def prompt_selection(log: CompletionLog, live: Mask, variances: Floats, seed: in
     )
     more = prompts.estimate(values, lambda sums: sums[..., 2] / sums[..., 0] / (sums[..., 5] / sums[..., 3]))
     said = (
-        f"{then.percent()} of groups live in place of {before.value:.0%}, with {more.number()} times the reward variance, "
-        f"from the second epoch on; told by {number} prompts"
+        f"{then.percent()} of groups live in place of {before.value:.0%}, with {more.number()} times the reward "
+        f"variance, from the second epoch on; told by {number} prompts"
     )
     return Remedy(name, setting, said, gain, {"live": then, "live_before": before, "variance": more})
 

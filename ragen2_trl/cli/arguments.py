@@ -100,8 +100,9 @@ def what_if_parser() -> argparse.ArgumentParser:
         "run",
         type=Path,
         metavar="RUN",
-        help="The output_dir of a TRL run with log_completions=True, or of a run of this package; a folder of *.parquet "
-        "or *.jsonl (verl's rollout dumps); or a *.parquet, *.jsonl or *.csv file of prompt, completion and reward.",
+        help="The output_dir of a TRL run with log_completions=True, or of a run of this package; a folder of "
+        "*.parquet or *.jsonl (verl's rollout dumps); or a *.parquet, *.jsonl or *.csv file of prompt, completion and "
+        "reward.",
     )
     add("--num_generations", type=int, help="Completions of a prompt; default: as equal prompts tell.")
     add("--groups", type=int, help="Prompts of a generation batch; default: those of a step.")

@@ -251,6 +251,7 @@ def _read_file(
     found = _lines(file, notes) if file.suffix in LINES else _parquet(file) if file.suffix in TABLES else _sheet(file)
     step = _step_of(file) if file.suffix in LINES else None
     columns: dict[str, str] = {}
+    former, text, place = None, "", 0
     for number, row in enumerate(found):
         where = f"row {number} of {file.name}"
         if not columns:
@@ -260,12 +261,14 @@ def _read_file(
             if not names:
                 names += _reward_columns(row, wanted, must, where)
         prompt, completion = row.get(columns["prompt"]), row.get(columns["completion"])
-        texts = text_of("prompt", prompt, where), text_of("completion", completion, where)
-        # Messages of one role and text are one prompt in whatever order their keys come.
-        key = sha256(json.dumps(prompt, sort_keys=True, default=str).encode("utf-8", "replace")).digest()
-        place = rows.numbers.setdefault(key, len(rows.numbers))
-        if place == len(rows.beginnings):
-            rows.beginnings.append(texts[0][:BEGINNING])
+        if not number or prompt != former:  # those of a group follow one another
+            former, text = prompt, text_of("prompt", prompt, where)
+            # Messages of one role and text are one prompt in whatever order their keys come.
+            key = json.dumps(prompt, sort_keys=True, default=str).encode("utf-8", "replace")
+            place = rows.numbers.setdefault(sha256(key).digest(), len(rows.numbers))
+            if place == len(rows.beginnings):
+                rows.beginnings.append(text[:BEGINNING])
+        answer = text_of("completion", completion, where)
         rows.prompts.append(place)
         given = row.get("step")
         if given is not None and (not isinstance(given, int | float | str) or _number("step", given, where) % 1):
@@ -273,7 +276,7 @@ def _read_file(
         rows.steps.append(step if given is None else int(float(given)))
         rows.rewards.append(tuple(_number(name, row.get(name), where) for name in names))
         rows.advantages.append(_number("advantage", row.get("advantage"), where))
-        rows.lengths.append((len(texts[0]), len(texts[1])) if count is None else count(prompt, completion))
+        rows.lengths.append((len(text), len(answer)) if count is None else count(prompt, completion))
         if len(rows.prompts) >= MAX_ROWS:
             return
 
@@ -480,8 +483,8 @@ def _calibrated(
 def _prompt_scale(
     log: CompletionLog, history: Sequence[Mapping[str, Any]], means: Mapping[int, float]
 ) -> float | None:
-    """Tokens of a prompt for each of its characters, chat template included: what TRL's count of all tokens grows by in
-    a step, less the completions; `None` where logged steps do not follow one another."""
+    """Tokens of a prompt for each of its characters, chat template included: what TRL's count of all tokens grows by
+    in a step, less the completions; `None` where logged steps do not follow one another."""
     assert log.prompt_lengths is not None  # of texts
     totals = {row["step"]: row["num_tokens"] for row in history if is_number(row.get("num_tokens")) and "step" in row}
     tokens, characters = 0.0, 0.0
