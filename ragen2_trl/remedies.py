@@ -348,7 +348,8 @@ def lossless(log: CompletionLog, seed: int, share: float) -> Remedy:
 
 def _of_update(update: Estimate, share: float) -> Estimate:
     """The gain of a smaller update alone."""
-    value, high, low = (1 / (share + (1 - share) * one) for one in (update.value, update.low, update.high))
+    costs = (share + (1 - share) * one for one in (update.value, update.low, update.high))
+    value, high, low = (1 / cost if cost else math.inf for cost in costs)
     return Estimate(value, low, high)
 
 

@@ -458,14 +458,16 @@ def _calibrated(
 ) -> CompletionLog:
     """The log with lengths in tokens: counted, or characters scaled by the mean length that the trainer logged."""
     values: dict[str, Any] = {**vars(log), "micro_batch": micro, "history": list(history), "notes": list(notes)}
-    if counted:
-        return CompletionLog(**{**values, "unit": "tokens"})
+    assert log.lengths is not None and log.prompt_lengths is not None  # of texts
+    if counted:  # a completion that was cut has no end token
+        longest = [row["completions/max_length"] for row in history if is_number(row.get("completions/max_length"))]
+        lengths = np.minimum(log.lengths, max(longest, default=math.inf))
+        return CompletionLog(**{**values, "lengths": lengths, "unit": "tokens"})
     means = {
         row["step"]: row["completions/mean_length"]
         for row in history
         if _whole(row.get("step")) and is_number(row.get("completions/mean_length"))
     }
-    assert log.lengths is not None and log.prompt_lengths is not None  # of texts
     here = np.isin(log.steps, [*means])
     characters = log.lengths[here].mean() if here.any() else 0.0
     if not characters:

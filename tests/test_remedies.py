@@ -1,0 +1,364 @@
+"""Estimates of remedies against plain loops, exact values and the rules of the trainers."""
+
+import math
+from dataclasses import replace
+from itertools import combinations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ragen2_trl.filtering import group_score, select_groups, zero_variance
+from ragen2_trl.record.completions import CompletionLog
+from ragen2_trl.remedies import (
+    PILOTS,
+    TWICE,
+    BetaBinomial,
+    Bootstrap,
+    find_faults,
+    kept_by_filter,
+    live_groups,
+    live_of_beta,
+    live_with,
+    log_beta_binomial,
+    refill_rounds,
+    repeated,
+    rows_with_advantage,
+    sampled_whole,
+    update_positions,
+    what_if,
+)
+from ragen2_trl.trainers.pilots import AUDIT
+
+
+def make_log(rewards, prompts=None, groups=8, **more):
+    """A log of groups in generations of `groups`."""
+    rewards = np.array(rewards, dtype=np.float64)
+    count = len(rewards)
+    prompts = np.arange(count) if prompts is None else np.array(prompts)
+    return CompletionLog(
+        "made", np.arange(count) // groups + 1, prompts, rewards, groups_per_generation=groups, **more
+    )
+
+
+def drawn(alpha, beta, count, size, seed=0):
+    """(count, size) rewards of prompts whose success is Beta distributed."""
+    rng = np.random.default_rng(seed)
+    return (rng.random((count, size)) < rng.beta(alpha, beta, (count, 1))).astype(float)
+
+
+def remedy(found, name):
+    (row,) = [one for one in found.remedies if one.name == name]
+    return row
+
+
+# Groups of another size
+
+small_groups = st.integers(2, 5).flatmap(
+    lambda size: st.lists(
+        st.lists(st.sampled_from([0.0, 0.3, 1.0]), min_size=size, max_size=size), min_size=1, max_size=4
+    )
+)
+
+
+@given(small_groups, st.integers(2, 5))
+def test_live_with_is_the_share_of_subsets_that_vary(rewards, size):
+    size = min(size, len(rewards[0]))
+    loop = [sum(len(set(part)) > 1 for part in combinations(row, size)) / math.comb(len(row), size) for row in rewards]
+    np.testing.assert_allclose(live_with(np.array(rewards), size), loop, atol=1e-12)
+
+
+def test_a_reward_that_is_missing_is_in_no_subset():
+    assert live_with(np.array([[1.0, 0.0, np.nan], [1.0, np.nan, np.nan]]), 2).tolist() == [1.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("alpha", "beta", "size", "live"), [(1, 1, 4, 1 - 2 / 5), (2, 3, 2, 0.4), (1, 2, 3, 1 - 0.1 - 0.4)]
+)
+def test_live_share_of_a_beta_distribution_is_exact(alpha, beta, size, live):
+    (found,) = live_of_beta(np.array([float(alpha)]), np.array([float(beta)]), size)
+    assert found == pytest.approx(live)
+
+
+def test_a_uniform_chance_makes_every_number_of_successes_alike():
+    logs = log_beta_binomial(np.array([1.0]), np.array([1.0]), 6)
+    np.testing.assert_allclose(np.exp(logs), np.full((1, 7), 1 / 7))
+
+
+@pytest.mark.parametrize(("alpha", "beta"), [(0.4, 0.8), (3.0, 1.5)])
+def test_the_fit_tells_how_many_larger_groups_are_live(alpha, beta):
+    rewards = drawn(alpha, beta, 4000, 8)
+    fitted = BetaBinomial.fit(rewards, Bootstrap(np.arange(4000), 0))
+    (exact,) = live_of_beta(np.array([alpha]), np.array([beta]), 16)
+    found = fitted.live(16)
+    assert found.value == pytest.approx(exact, abs=0.02)
+    assert found.low <= found.value <= found.high and found.high - found.low < 0.1
+
+
+def test_rewards_of_three_values_have_no_model():
+    assert BetaBinomial.fit(np.array([[0.0, 0.5, 1.0]]), Bootstrap(np.zeros(1, dtype=np.int64), 0)) is None
+
+
+# Intervals
+
+
+def test_intervals_cover_what_they_estimate():
+    covered = 0
+    for seed in range(60):
+        live = live_groups(make_log(drawn(0.5, 0.5, 80, 4, seed)))
+        found = Bootstrap(np.arange(80), seed).share(live)
+        (exact,) = live_of_beta(np.array([0.5]), np.array([0.5]), 4)
+        covered += found.low <= exact <= found.high
+    assert 52 <= covered <= 60
+
+
+def test_groups_of_one_prompt_are_drawn_together():
+    live = np.arange(20) % 3 == 0
+    once = Bootstrap(np.arange(20), 5).share(live)
+    four_times = Bootstrap(np.repeat(np.arange(20), 4), 5).share(np.repeat(live, 4))
+    assert (once.low, once.high) == pytest.approx((four_times.low, four_times.high))
+    apart = Bootstrap(np.arange(80), 5).share(np.repeat(live, 4))
+    assert apart.high - apart.low < 0.7 * (once.high - once.low)
+
+
+@pytest.mark.parametrize("every", [True, False])
+def test_all_or_none_of_few_prompts_are_no_certainty(every):
+    found = Bootstrap(np.arange(10), 0).share(np.full(10, every))
+    bound = 1 - 0.025**0.1  # that of Clopper and Pearson
+    assert (found.low, found.high) == pytest.approx((1 - bound, 1.0) if every else (0.0, bound))
+
+
+def test_one_prompt_has_no_interval():
+    found = Bootstrap(np.zeros(5, dtype=np.int64), 0).estimate(
+        [np.arange(5.0), np.ones(5)], lambda s: s[..., 0] / s[..., 1]
+    )
+    assert found.value == 2.0 and math.isnan(found.low) and found.number() == "2.00"
+
+
+# The update
+
+
+def with_lengths(rewards, prompts, lengths, micro=None, groups=8):
+    return make_log(
+        rewards,
+        groups=groups,
+        lengths=np.array(lengths, dtype=float),
+        prompt_lengths=np.array(prompts, dtype=float),
+        unit="tokens",
+        micro_batch=micro,
+    )
+
+
+def test_positions_of_two_groups_are_those_counted_by_hand():
+    log = with_lengths([[0, 1], [1, 0]], [4, 6], [[1, 3], [2, 2]])
+    # 4 rows of 6 + 3; packed: prompts less a token each, with their completions: 7 and 9, padded to 9.
+    assert update_positions(log, rows_with_advantage(log))[1].tolist() == [[36, 36, 36, 18]]
+    one = with_lengths([[0, 1], [1, 1]], [4, 6], [[1, 3], [2, 2]])
+    assert update_positions(one, rows_with_advantage(one))[1].tolist() == [[36, 18, 18, 7]]
+
+
+def test_padding_of_completions_is_left_out_by_micro_batch():
+    log = with_lengths([[0, 1], [1, 0]], [5, 5], [[1, 9], [1, 9]], micro=2)
+    # Short and long rows apart: 2 x (5 + 1) and 2 x (5 + 9) in place of 4 x (5 + 9).
+    assert update_positions(log, rows_with_advantage(log))[1][0, :3].tolist() == [56, 56, 40]
+
+
+def test_an_update_without_any_advantage_computes_one_row():
+    log = with_lengths([[1, 1], [0, 1]], [3, 3], [[2, 2], [2, 2]], groups=1)
+    assert update_positions(log, rows_with_advantage(log))[1][0].tolist() == [10, 5, 5, 5 - 1 if 4 < 0.9 * 5 else 5]
+
+
+def test_a_completion_of_mean_reward_needs_no_update_and_rounding_counts_as_none():
+    log = make_log([[0, 1, 0.5], [0.1, 0.1, 0.1]])
+    assert rows_with_advantage(log).tolist() == [[True, True, False], [False] * 3]
+    noisy = replace(log, advantages=np.array([[-1, 1, 0.0], [7e-5, 7e-5, 7e-5]]))
+    assert rows_with_advantage(noisy).tolist() == [[True, True, False], [False] * 3]
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
+def test_the_gain_of_a_smaller_update_is_one_over_the_cost(share):
+    found = what_if(make_log([[0, 1], [1, 1], [1, 0], [0, 0]]), sampling_share=share)
+    for name in ("nonzero", "lossless"):
+        assert remedy(found, name).gain.value == pytest.approx(1 / (share + (1 - share) * 0.5))
+
+
+# Which groups are kept
+
+
+def test_nonzero_keeps_live_groups_and_all_variance():
+    found = remedy(what_if(make_log([[0, 1], [1, 1], [1, 0], [0, 0], [1, 1]])), "nonzero")
+    assert found.numbers["kept"].value == pytest.approx(0.4)
+    assert found.numbers["gradient"].value == pytest.approx(2.5)
+
+
+def test_top_p_keeps_what_the_filter_keeps_of_each_generation():
+    rng = np.random.default_rng(4)
+    rewards = rng.random((40, 4)) * rng.random((40, 1)) ** 3
+    rewards[::3] = 0.5
+    kept, low, high, loop = kept_by_filter(make_log(rewards), 0), math.inf, -math.inf, []
+    for start in range(0, 40, 8):
+        batch = torch.tensor(rewards[start : start + 8])
+        low, high = min(low, batch.min().item()), max(high, batch.max().item())
+        slack = 0.01 * min(1.0, high - low) ** 2
+        zero = zero_variance(batch)
+        loop += select_groups(
+            group_score(batch), "top_p", 0.9, selection_eps=slack, is_zero=zero, at_least_one=True
+        ).tolist()
+    assert kept.tolist() == loop and 0 < kept.sum() < live_groups(make_log(rewards)).sum()
+
+
+# Sampling
+
+
+def test_dynamic_sampling_pays_for_dead_groups():
+    found = remedy(what_if(make_log([[0, 1, 0, 0], [1, 1, 1, 1]] * 20)), "dynamic sampling")
+    assert found.numbers["completions"].value == pytest.approx(8.0)
+
+
+def test_a_batch_of_live_groups_needs_no_round_and_few_need_many():
+    assert refill_rounds(1.0, 8, 0).tolist() == [0] * 200
+    means = [refill_rounds(share, 8, 0).mean() for share in (0.9, 0.5, 0.2, 0.05)]
+    assert means == sorted(means) and means[1] > 0.5 and means[-1] > 5
+
+
+def test_surplus_groups_fill_the_next_batch():
+    """Batches of one group: a round finds one live prompt in two, and what the first prompt finds is never carried."""
+    alone, eight = refill_rounds(0.5, 1, 0), refill_rounds(0.5, 8, 0)
+    assert alone.mean() == pytest.approx(1.0, abs=0.3)  # failures before a success
+    assert (eight == 0).any()  # eight first prompts never fill a batch by themselves, but with surplus groups they do
+
+
+def test_pilots_go_on_with_groups_that_vary_and_with_few_others():
+    log = make_log([[0, 1] * 4, [0] * 8, [1] * 8, [0] * 8] * 60)
+    whole = sampled_whole(log, 4, 0)
+    assert whole[::4].mean() > 0.85  # 4 of 8 members are alike in one of 35 drawings
+    dead = np.delete(whole, np.arange(0, 240, 4))
+    assert dead.mean() < 0.1 and dead.min() == pytest.approx(AUDIT)
+    found = remedy(what_if(log), "pilots, G0 = 4")
+    completions = 4 * 240 + 4 * whole.sum()
+    assert found.numbers["completions"].value == pytest.approx(completions / whole[::4].sum())
+    assert found.numbers["missed"].value == pytest.approx(1 - whole[::4].mean())
+
+
+def test_pilots_have_fewer_completions_than_a_group():
+    names = [one.name for one in what_if(make_log([[0, 1, 1]] * 9)).remedies]
+    assert [name for name in names if "G0" in name] == ["pilots, G0 = 2"] and 2 in PILOTS
+    assert not remedy(what_if(make_log([[0, 1]] * 9)), "pilots").is_known
+
+
+@given(st.lists(st.integers(0, 4), max_size=12))
+def test_each_group_is_paired_with_the_next_of_its_prompt(prompts):
+    loop = [
+        (first, next(later for later in range(first + 1, len(prompts)) if prompts[later] == prompts[first]))
+        for first in range(len(prompts))
+        if prompts[first] in prompts[first + 1 :]
+    ]
+    assert sorted(zip(*map(list, repeated(np.array(prompts, dtype=np.int64))), strict=True)) == loop
+
+
+def test_prompt_selection_finds_the_prompts_that_stay_live():
+    hard = [[0.0] * 8] * 3 + [[0.0, 1.0] * 4]
+    log = make_log(hard * 32, prompts=[*range(64)] * 2)
+    found = remedy(what_if(log), "prompt selection")
+    assert found.numbers["live_before"].value == pytest.approx(0.25)
+    assert found.numbers["live"].value > 0.6 and found.gain.low > 1
+
+
+def test_prompt_selection_gains_nothing_where_the_past_says_nothing():
+    rng = np.random.default_rng(2)
+    log = make_log((rng.random((400, 4)) < 0.3).astype(float), prompts=[*range(200)] * 2)
+    found = remedy(what_if(log, sampling_share=1.0), "prompt selection")
+    assert found.gain.low < 1 < found.gain.high
+
+
+def test_prompts_seen_once_tell_nothing_of_prompt_selection():
+    rewards = [[0, 1]] * (TWICE + 14)
+    few = remedy(what_if(make_log(rewards, prompts=[*range(15), *range(15)])), "prompt selection")
+    assert not few.is_known and few.gain is None and "15" in few.finding
+    unknown = remedy(what_if(make_log(rewards, knows_prompts=False)), "prompt selection")
+    assert not unknown.is_known and "same prompt" in unknown.finding
+
+
+def test_smaller_groups_are_more_and_fewer_of_them_live():
+    log = make_log([[0, 0, 0, 1], [1, 1, 1, 1]] * 10)
+    found = remedy(what_if(log), "groups of 2")
+    assert found.numbers["live"].value == pytest.approx(0.25)  # of 6 pairs 3 vary, in half of the groups
+    assert found.numbers["live_groups"].value == pytest.approx(0.25 * 2 / 0.5)
+
+
+# Rewards
+
+
+def test_groups_alive_through_one_reward_alone_are_told_with_an_example():
+    parts = {"solved": np.array([[0, 0], [0, 1], [1, 1.0]]), "form": np.array([[0, 1], [0, 0], [1, 1.0]])}
+    log = make_log(sum(parts.values()), by_function=parts, beginnings=["first prompt", "second", "third"])
+    found = remedy(what_if(log), "score by one reward")
+    assert found.numbers["solved"].value == found.numbers["form"].value == 0.5
+    assert "first prompt" in found.finding and "second" in found.finding and "third" not in found.finding
+    assert not remedy(what_if(make_log([[0, 1]])), "score by one reward").is_known
+
+
+@pytest.mark.parametrize(
+    ("rewards", "more", "part"),
+    [
+        ([[1, 1], [1, 1], [0, 1]], {}, "all solved"),
+        ([[0, 0], [0, 0], [0, 1]], {}, "all failed"),
+        ([[0.1, 0.1], [0.1, 0.1]], {}, "Every reward is 0.1"),
+        ([[0, 1], [0, 1]], {"history": [{"completions/clipped_ratio": 0.95}]}, "cut at the length limit"),
+        (
+            [[0, 1], [0, 1]],
+            {"by_function": {"solved": np.zeros((2, 2)), "form": np.array([[0, 1.0], [0, 1]])}},
+            "Only form varies; solved",
+        ),
+        ([[0.3, 0.30000004], [0, 1]], {}, "rounding alone"),
+        ([[0.7, 0.7], [0, 1]], {"advantages": np.array([[6e-4, 6e-4], [-1, 1]])}, "TRL's rounding"),
+        ([[np.nan, 1], [0, 1], [0, 1]], {}, "1 of 6 completions have no reward"),
+        ([[np.nan, np.nan]], {}, "No completion has a reward"),
+    ],
+)
+def test_what_is_wrong_is_said_and_nothing_else(rewards, more, part):
+    (fault,) = find_faults(make_log(rewards, **more))
+    assert part in fault
+
+
+def test_a_sound_log_has_no_fault():
+    assert find_faults(make_log(drawn(1, 1, 50, 4))) == []
+
+
+def test_without_a_live_group_no_remedy_is_offered():
+    found = what_if(make_log([[1, 1]] * 4))
+    assert found.remedies == [] and "no remedy" in found.advice and found.live.value == 0
+
+
+# The whole
+
+
+def test_rows_are_sorted_by_gain_and_the_unknown_come_last():
+    found = what_if(make_log(drawn(0.3, 0.3, 64, 8)))
+    known = [one for one in found.remedies if one.is_known]
+    assert found.remedies[: len(known)] == known and len(known) < len(found.remedies)
+    gains = [one.gain.value for one in known if one.gain is not None]
+    assert gains == sorted(gains, reverse=True) and len(gains) >= 6
+    assert known[0].name in found.advice and known[0].setting in found.advice
+
+
+def test_where_everything_varies_plain_trl_is_advised():
+    found = what_if(make_log([[0, 1] * 4] * 30))
+    assert "stay with TRL" in found.advice
+
+
+def test_the_same_seed_gives_the_same_numbers_and_leaves_the_global_state_alone():
+    log = make_log(drawn(0.4, 0.4, 40, 6), prompts=[*range(20)] * 2)
+    states = np.random.get_state()[1].copy(), torch.get_rng_state()
+    first, second = what_if(log, seed=3).to_dict(), what_if(log, seed=3).to_dict()
+    assert first == second != what_if(log, seed=4).to_dict()
+    assert (np.random.get_state()[1] == states[0]).all() and torch.equal(torch.get_rng_state(), states[1])
+
+
+def test_a_share_that_is_none_is_refused():
+    with pytest.raises(ValueError, match=r"sampling_share .* 1\.5"):
+        what_if(make_log([[0, 1]]), sampling_share=1.5)
+    with pytest.raises(ValueError, match=r"micro_batch .* 0"):
+        what_if(make_log([[0, 1]]), micro_batch=0)

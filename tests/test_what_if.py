@@ -1,0 +1,306 @@
+"""`ragen2-trl what-if`: the logs that it reads, on real runs, and the one line for what cannot be read."""
+
+import csv
+import json
+import pickle
+from dataclasses import replace
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from conftest import PROMPTS, RUN
+from datasets import Dataset
+from transformers import TrainerCallback
+from trl import GRPOConfig, GRPOTrainer
+
+from ragen2_trl import SNRFilteredGRPOConfig, SNRFilteredGRPOTrainer, cli, what_if
+from ragen2_trl.metrics import COMPUTE
+from ragen2_trl.record.completions import read_completion_log
+from ragen2_trl.remedies import rows_with_advantage, update_positions
+
+
+def length_reward(completions, **columns):
+    return [float(len(completion) % 2) for completion in completions]
+
+
+def form_reward(completions, **columns):
+    return [0.5 * completion[:1].isalpha() for completion in completions]
+
+
+@pytest.fixture(scope="module", name="run")
+def run_fixture(policy_path, tmp_path_factory):
+    """Three steps of plain TRL, each a generation of 2 groups of 4; 8 prompts, so that none comes twice."""
+    folder = tmp_path_factory.mktemp("plain") / "run"
+    settings = {
+        **RUN,
+        "log_completions": True,
+        "save_strategy": "steps",
+        "save_steps": 3,
+        "num_completions_to_print": 0,
+    }
+    args = GRPOConfig(str(folder), **settings)
+    rows = Dataset.from_dict({"prompt": PROMPTS})
+    GRPOTrainer(policy_path, [length_reward, form_reward], args, rows).train()
+    return folder
+
+
+def shown(capsys, *arguments):
+    capsys.readouterr()
+    cli.main(["what-if", *map(str, arguments)])
+    return capsys.readouterr().out
+
+
+# A run of TRL
+
+
+def test_groups_of_a_plain_run_are_read_as_trl_sampled_them(run):
+    log = read_completion_log(run)
+    assert (log.rewards.shape, log.groups_per_generation, log.micro_batch) == ((6, 4), 2, 8)
+    assert log.steps.tolist() == [1, 1, 2, 2, 3, 3] and log.generations.tolist() == [0, 0, 1, 1, 2, 2]
+    assert sorted(log.by_function) == ["form_reward", "length_reward"]
+    for step in (1, 2, 3):
+        table = pd.read_parquet(run / "completions" / f"completions_{step:05d}.parquet")
+        sums = (table["length_reward"] + table["form_reward"]).to_numpy().reshape(2, 4)
+        np.testing.assert_allclose(log.rewards[log.steps == step], sums)
+        np.testing.assert_allclose(log.advantages[log.steps == step], table["advantage"].to_numpy().reshape(2, 4))
+        assert [log.beginnings[one] for one in log.prompts[log.steps == step]] == table["prompt"][::4].tolist()
+
+
+def test_estimated_tokens_have_the_mean_that_trl_logged(run):
+    log = read_completion_log(run)
+    rows = [row for row in log.history if "completions/mean_length" in row]
+    assert log.unit == "estimated tokens"
+    assert log.lengths.mean() == pytest.approx(np.mean([row["completions/mean_length"] for row in rows]))
+    total = (log.lengths.sum(axis=1) + 4 * log.prompt_lengths).sum()
+    assert total == pytest.approx(rows[-1]["num_tokens"])
+
+
+def test_no_pickle_is_read(run, monkeypatch):
+    def refuse(*args, **kwargs):
+        raise AssertionError("a pickle was read")
+
+    assert list(run.glob("checkpoint-*/training_args.bin"))
+    for module, name in ((pickle, "load"), (pickle, "loads"), (torch, "load")):
+        monkeypatch.setattr(module, name, refuse)
+    what_if(run)
+
+
+def test_the_command_prints_a_table_of_eighty_columns_and_an_advice(run, capsys, monkeypatch, tmp_path):
+    monkeypatch.setenv("COLUMNS", "80")
+    out = shown(capsys, run, "--json", tmp_path / "numbers.json")
+    assert max(map(len, out.splitlines())) <= 80
+    numbers = json.loads((tmp_path / "numbers.json").read_text())
+    names = [one["name"] for one in numbers["remedies"]]
+    assert {"lossless", "nonzero", "top_p 0.9", "dynamic sampling", "pilots, G0 = 2", "prompt selection"} <= {*names}
+    words = " ".join(out.split())
+    assert [words.index(f" {name} ") for name in names] == sorted(words.index(f" {name} ") for name in names)
+    assert "24 completions are read: 6 groups of 4" in words
+    assert numbers["groups"] == 6 and numbers["num_generations"] == 4
+
+
+def test_a_tokenizer_counts_what_trl_trained_on(run, policy_path):
+    exact, estimated = (what_if(run, tokenizer=one).log for one in (policy_path, None))
+    assert exact.unit == "tokens" and (exact.lengths % 1 == 0).all()
+    assert exact.prompt_lengths.mean() == pytest.approx(estimated.prompt_lengths.mean(), rel=0.05)
+
+
+def test_lossless_then_computes_as_many_positions_as_were_predicted(policy_path, tmp_path):
+    settings = {**RUN, "log_completions": True, "num_completions_to_print": 0, "num_generations": 8}
+    args = SNRFilteredGRPOConfig(
+        str(tmp_path), **{**settings, "per_device_train_batch_size": 8, "gradient_accumulation_steps": 4},
+        snr_strategy="lossless",
+    )  # fmt: skip
+    rows = Dataset.from_dict({"prompt": PROMPTS})
+    trainer = SNRFilteredGRPOTrainer(policy_path, length_reward, args, rows)
+    lengths = []
+
+    class Lengths(TrainerCallback):  # random tokens do not come out of text as they went in
+        def on_step_end(self, args, state, control, **kwargs):
+            lengths.append(trainer.latest_selection.lengths)
+
+    trainer.add_callback(Lengths())
+    trainer.train()
+    used = [row[COMPUTE] for row in trainer.state.log_history if COMPUTE in row]
+    log = replace(what_if(tmp_path, tokenizer=policy_path).log, lengths=torch.cat(lengths).double().numpy())
+    plain, *_, computed = update_positions(log, rows_with_advantage(log))[1].T
+    assert computed / plain == pytest.approx(used, rel=0.05)
+
+
+# Other logs
+
+ROWS = [
+    {"prompt": prompt, "completion": "a" * (member + 1), "reward": float(member > 0)}
+    for prompt in ("first", "second", "third")
+    for member in range(4)
+]
+
+
+def write_lines(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def test_lines_sheets_and_dumps_of_verl_hold_the_same_groups(tmp_path):
+    lines = read_completion_log(write_lines(tmp_path / "rows.jsonl", ROWS))
+    with (tmp_path / "rows.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, ["prompt", "completion", "reward"])
+        writer.writeheader()
+        writer.writerows(ROWS)
+    (tmp_path / "verl").mkdir()
+    dump = [{"input": row["prompt"], "output": row["completion"], "score": row["reward"]} for row in ROWS]
+    write_lines(tmp_path / "verl" / "7.jsonl", dump)
+    for other in (read_completion_log(tmp_path / "rows.csv"), read_completion_log(tmp_path / "verl")):
+        assert other.rewards.tolist() == lines.rewards.tolist() == [[0, 1, 1, 1]] * 3
+        assert other.prompts.tolist() == [0, 1, 2] and other.lengths.tolist() == [[1, 2, 3, 4]] * 3
+    assert read_completion_log(tmp_path / "verl").steps.tolist() == [7, 7, 7]
+    assert lines.unit == "characters" and any("no step" in note for note in lines.notes)
+
+
+def test_equal_prompts_of_a_step_are_a_group_wherever_they_stand(tmp_path):
+    """As in files of several processes, or interleaved ones."""
+    (tmp_path / "dump").mkdir()
+    for process in (0, 1):
+        rows = [{**row, "step": 3} for row in ROWS[process::2]]
+        write_lines(tmp_path / "dump" / f"rank_{process}.jsonl", rows)
+    log = read_completion_log(tmp_path / "dump")
+    assert log.rewards.shape == (3, 4) and log.rewards.sum() == 9 and log.groups_per_generation == 3
+
+
+def test_a_prompt_twice_in_a_step_is_two_groups(tmp_path):
+    rows = [{**row, "step": 1} for row in [*ROWS, *ROWS[:4]]]
+    log = read_completion_log(write_lines(tmp_path / "rows.jsonl", rows))
+    assert log.rewards.shape == (4, 4) and log.prompts.tolist() == [0, 1, 2, 0]
+
+
+def test_messages_are_one_prompt_in_any_order_of_keys(tmp_path):
+    prompts = [[{"role": "user", "content": "go"}], [{"content": "go", "role": "user"}]]
+    rows = [{"prompt": one, "completion": [{"role": "assistant", "content": "ab"}], "reward": 1} for one in prompts]
+    log = read_completion_log(write_lines(tmp_path / "rows.jsonl", rows))
+    assert log.rewards.shape == (1, 2) and log.lengths.tolist() == [[2, 2]]
+
+
+def test_pictures_in_prompts_are_no_text(tmp_path):
+    prompt = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "see"}]}]
+    rows = [{"prompt": prompt, "completion": "x", "reward": one} for one in (0, 1)]
+    assert read_completion_log(write_lines(tmp_path / "rows.jsonl", rows)).prompt_lengths.tolist() == [3]
+
+
+def test_incomplete_groups_are_left_out_and_counted(tmp_path):
+    log = read_completion_log(write_lines(tmp_path / "rows.jsonl", ROWS[:-1]))
+    assert log.rewards.shape == (2, 4) and any("3 of 11 completions are left out" in note for note in log.notes)
+    pairs = read_completion_log(tmp_path / "rows.jsonl", num_generations=2)
+    assert pairs.rewards.shape == (5, 2)
+
+
+def test_half_a_file_is_left_out_of_a_folder_and_named(run, tmp_path):
+    folder = tmp_path / "completions"
+    folder.mkdir()
+    for file in (run / "completions").iterdir():
+        content = file.read_bytes()
+        (folder / file.name).write_bytes(content[: len(content) // 2] if "00002" in file.name else content)
+    log = read_completion_log(tmp_path)
+    assert log.steps.tolist() == [1, 1, 3, 3] and any("completions_00002.parquet" in note for note in log.notes)
+
+
+def test_half_of_the_last_line_is_left_out(tmp_path):
+    path = write_lines(tmp_path / "rows.jsonl", ROWS)
+    path.write_text(path.read_text() + '{"prompt": "first", "comp')
+    log = read_completion_log(path)
+    assert len(log) == 3 and any("half written" in note for note in log.notes)
+
+
+def test_steps_of_an_evaluation_are_left_out(run, tmp_path):
+    (tmp_path / "completions").mkdir()
+    for file in (run / "completions").iterdir():
+        (tmp_path / "completions" / file.name).write_bytes(file.read_bytes())
+    state = {"global_step": 3, "log_history": [{"step": 2, "eval_reward": 0.5}]}
+    (tmp_path / "checkpoint-3").mkdir()
+    (tmp_path / "checkpoint-3" / "trainer_state.json").write_text(json.dumps(state))
+    log = read_completion_log(tmp_path)
+    assert log.steps.tolist() == [1, 1, 3, 3] and any("evaluation" in note for note in log.notes)
+
+
+def test_rewards_of_a_run_of_ours_are_read_without_completions(tmp_path):
+    (tmp_path / "_measurements").mkdir()
+    rows = [{"step": step, "rewards": [[0, 1], [1, 1], [1]], "kept": [True, False, False]} for step in (1, 2)]
+    write_lines(tmp_path / "_measurements" / "group_rewards.jsonl", rows)
+    found = what_if(tmp_path)
+    assert found.log.rewards.tolist() == [[0, 1], [1, 1]] * 2 and not found.log.knows_prompts
+    assert any("2 of 6 groups are left out" in note for note in found.notes)
+
+
+def test_weights_make_the_sum(run):
+    log = read_completion_log(run, rewards=["form_reward", "length_reward"], reward_weights=[2.0, 0.0])
+    np.testing.assert_allclose(log.rewards, 2 * log.by_function["form_reward"])
+
+
+# What cannot be read
+
+LINE = {"prompt": "a", "completion": "b", "reward": 1}
+
+
+@pytest.mark.parametrize(
+    ("rows", "parts"),
+    [
+        ([LINE, {**LINE, "reward": "much"}], ["row 1 of odd.jsonl", "reward", "number", "much"]),
+        ([LINE, {**LINE, "prompt": 5}], ["row 1 of odd.jsonl", "prompt", "messages"]),
+        ([LINE, {**LINE, "step": 0.5}], ["row 1 of odd.jsonl", "step", "0.5"]),
+        ([{"prompt": "a", "reward": 1}], ["row 0 of odd.jsonl", "completion"]),
+        ([{"prompt": "a", "completion": "b"}], ["row 0 of odd.jsonl", "reward"]),
+        ([[1, 2]], ["row 0 of odd.jsonl", "JSON", "list"]),
+        ([LINE, {**LINE, "prompt": "c"}], ["no whole group", "2 rows", "num_generations"]),
+        ([], ["no completions", "allowed"]),
+    ],
+)
+def test_what_cannot_be_read_is_answered_in_a_line(tmp_path, capsys, rows, parts):
+    path = write_lines(tmp_path / "odd.jsonl", rows)
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["what-if", str(path)])
+    assert ended.value.code == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and all(part in said for part in parts)
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("odd.parquet", b"PAR1 no more"),
+        ("odd.csv", b"prompt,completion\n\xff\xfe,b\n"),
+        ("odd.jsonl", b"\xff\n{}"),
+        ("odd.pt", b"x"),
+    ],
+)
+def test_files_of_another_form_are_named_in_a_line(tmp_path, capsys, name, content):
+    (tmp_path / name).write_bytes(content)
+    for path in (tmp_path / name, tmp_path / "none"):
+        with pytest.raises(SystemExit) as ended:
+            cli.main(["what-if", str(path)])
+        said = capsys.readouterr().err
+        assert ended.value.code == 2 and said.count("\n") == 1 and path.name in said
+
+
+@pytest.mark.parametrize(
+    ("arguments", "part"),
+    [
+        (["--num_generations", "1"], "num_generations must be at least 2"),
+        (["--groups", "0"], "groups must be at least 1"),
+        (["--rewards", "none"], "no column 'none'"),
+        (["--reward_weights", "1", "2"], "reward_weights must be 1 numbers"),
+        (["--sampling_share", "2"], "sampling_share must be from 0 to 1"),
+    ],
+)
+def test_a_flag_out_of_range_is_named(tmp_path, capsys, arguments, part):
+    path = write_lines(tmp_path / "rows.jsonl", ROWS)
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["what-if", str(path), *arguments])
+    assert ended.value.code == 2 and part in capsys.readouterr().err
+
+
+def test_escape_codes_in_prompts_and_names_do_not_reach_the_terminal(tmp_path, capsys):
+    rows = [
+        {"prompt": "\x1b]0;owned\x07\x1b[2J", "completion": "x", "\x1b[31mform": float(member), "solved": 1.0}
+        for member in (0, 1)
+    ]
+    out = shown(capsys, write_lines(tmp_path / "rows.jsonl", rows))
+    assert "form" in out and "\x1b" not in out and "\x07" not in out
