@@ -40,6 +40,8 @@ TESTS = {
     "instrument/information": "information",
     "instrument/scoring": "scoring_exact scoring_models scoring",
     "instrument/health": "health training_health",
+    "record/completions": "what_if",
+    "remedies": "remedies what_if",
     "envs/sokoban/environment": "sokoban sokoban_rooms",
     "envs/sokoban/rooms": "sokoban_rooms sokoban",
     "envs/sokoban/reverse_play": "presets",
