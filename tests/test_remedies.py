@@ -3,6 +3,7 @@
 import math
 from dataclasses import replace
 from itertools import combinations
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,7 +14,9 @@ from hypothesis import strategies as st
 from ragen2_trl.filtering import group_score, select_groups, zero_variance
 from ragen2_trl.record.completions import CompletionLog
 from ragen2_trl.remedies import (
+    _DRAW,
     PILOTS,
+    SHUFFLES,
     TWICE,
     BetaBinomial,
     Bootstrap,
@@ -30,7 +33,8 @@ from ragen2_trl.remedies import (
     update_positions,
     what_if,
 )
-from ragen2_trl.trainers.pilots import AUDIT
+from ragen2_trl.trainers.pilots import AUDIT, PilotSampling
+from ragen2_trl.trainers.prompt_source import TRLOrder
 
 
 def make_log(rewards, prompts=None, groups=8, **more):
@@ -240,6 +244,20 @@ def test_pilots_go_on_with_groups_that_vary_and_with_few_others():
     completions = 4 * 240 + 4 * whole.sum()
     assert found.numbers["completions"].value == pytest.approx(completions / whole[::4].sum())
     assert found.numbers["missed"].value == pytest.approx(1 - whole[::4].mean())
+
+
+def test_the_replay_of_pilots_chooses_as_the_trainer_does():
+    log = make_log(drawn(0.3, 0.4, 160, 8))
+    rng, loop = np.random.default_rng([_DRAW, 7, 2]), np.zeros(160)
+    for _ in range(SHUFFLES):
+        looked = rng.permuted(log.rewards, axis=1)[:, :3]
+        args = SimpleNamespace(num_generations=8, groups_per_generation=8, seed=0)
+        one_process = SimpleNamespace(num_processes=1, process_index=0)
+        trainer = PilotSampling(SimpleNamespace(accelerator=one_process, args=args), 3, TRLOrder())
+        for start in range(0, 160, 8):
+            trainer._choose(looked[start : start + 8], (start,))
+            loop[start : start + 8] += np.where(trainer.committed, 1.0, AUDIT)
+    assert sampled_whole(log, 3, 7).tolist() == (loop / SHUFFLES).tolist()
 
 
 def test_pilots_have_fewer_completions_than_a_group():

@@ -297,6 +297,18 @@ def test_a_flag_out_of_range_is_named(tmp_path, capsys, arguments, part):
     assert ended.value.code == 2 and part in capsys.readouterr().err
 
 
+def test_the_page_loads_nothing_and_escapes_what_a_model_wrote(tmp_path, capsys):
+    rows = [
+        {"prompt": "<script>alert(1)</script>", "completion": "x", "<b>form": float(member), "solved": 1.0, "step": 1}
+        for member in (0, 1)
+    ]
+    shown(capsys, write_lines(tmp_path / "<i>.jsonl", rows), "--html", tmp_path / "page.html")
+    page = (tmp_path / "page.html").read_text()
+    for tag in ("<script", "<b>", "<i>", "src=", 'href="http'):
+        assert tag not in page
+    assert "&lt;b&gt;form" in page and "<svg" in page and "nonzero" in page
+
+
 def test_escape_codes_in_prompts_and_names_do_not_reach_the_terminal(tmp_path, capsys):
     rows = [
         {"prompt": "\x1b]0;owned\x07\x1b[2J", "completion": "x", "\x1b[31mform": float(member), "solved": 1.0}
