@@ -16,6 +16,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 from ragen2_trl import SNRFilteredGRPOConfig, SNRFilteredGRPOTrainer, cli, what_if
 from ragen2_trl.metrics import COMPUTE
+from ragen2_trl.record import completions
 from ragen2_trl.record.completions import read_completion_log
 from ragen2_trl.remedies import rows_with_advantage, update_positions
 
@@ -208,6 +209,18 @@ def test_half_of_the_last_line_is_left_out(tmp_path):
     path.write_text(path.read_text() + '{"prompt": "first", "comp')
     log = read_completion_log(path)
     assert len(log) == 3 and any("half written" in note for note in log.notes)
+
+
+def test_a_log_beyond_the_limits_is_cut_or_named(tmp_path, monkeypatch):
+    path = write_lines(tmp_path / "rows.jsonl", ROWS)
+    monkeypatch.setattr(completions, "MAX_ROWS", 8)
+    log = read_completion_log(path)
+    assert log.rewards.shape == (2, 4) and any("first 8 completions" in note for note in log.notes)
+    write_lines(path, [*ROWS, {**ROWS[0], "completion": "a" * 200}, *ROWS])
+    monkeypatch.setattr(completions, "MAX_ROWS", 100)
+    monkeypatch.setattr(completions, "MAX_LINE", 150)
+    with pytest.raises(ValueError, match=r"rows\.jsonl must have at most 150 characters"):
+        read_completion_log(path)
 
 
 def test_steps_of_an_evaluation_are_left_out(run, tmp_path):

@@ -314,6 +314,8 @@ def _read_lines(opened: TextIO, file: Path) -> Iterator[str]:
     """Lines that are not empty."""
     try:
         while line := opened.readline(MAX_LINE):
+            if len(line) == MAX_LINE and not line.endswith("\n"):
+                raise ValueError(f"a row of {file.name} must have at most {MAX_LINE} characters")
             if line.strip():
                 yield line
     except UnicodeDecodeError as error:
