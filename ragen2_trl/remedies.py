@@ -38,19 +38,19 @@ REPLICATES = 400  # of a bootstrap: ends of a 95 % interval to about a tenth of 
 PILOTS = (2, 3, 4)
 SHUFFLES = 3  # of the members of each group, by which a replay of pilots depends less on their order
 ROUNDS_OF = 8  # groups that a replay of pilots takes together at least; its threshold looks back over 256 in any case
-MOST_GENERATIONS = 100  # whose rows are dealt and packed, which takes longest
-TWICE = 16  # prompts logged more than once, below which prompt selection is not estimated
-DRAWS = 20  # of prompt selection
+MOST_GENERATIONS = 100  # for which rows are dealt and packed, the slowest part
+TWICE = 16  # fewest prompts logged more than once for an estimate of prompt selection
+DRAWS = 20  # replays of prompt selection
 REFILLED = 200  # batches that dynamic sampling is simulated for
-MANY = 0.5  # share of groups from which on a reason for equal rewards is named as a fault
-CUT = 0.9  # share of completions cut at the length limit that is named as a fault
+MANY = 0.5  # smallest share of solved or failed groups that is named as a fault
+CUT = 0.9  # smallest share of completions cut at the length limit that is named as a fault
 PAYS = 1.05  # least gain, at the lower end of its interval, for which a remedy is advised
 _DRAW = 0x3F1F  # tells our draws from others of the same seed
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """A number and its 95 % interval, whose ends are NaN where one prompt or generation is all there is."""
+    """A number and its 95 % interval. The ends are NaN for a single prompt or generation."""
 
     value: float
     low: float = math.nan
@@ -76,8 +76,8 @@ class Remedy:
         name: Of the remedy.
         setting: Of our configurations, that turns it on; empty for a change of TRL's own settings or of the rewards.
         finding: What it would have cost and bought, or why the log cannot tell.
-        gain: Reward variance of trained rows for each unit of cost, relative to plain TRL; `None` for a remedy that
-            changes something else, or that the log cannot tell of.
+        gain: Reward variance of trained rows for each unit of cost, relative to plain TRL; `None` where the remedy
+            changes something else or the log cannot tell.
         numbers: All estimates by name. Shares are fractions, completions and rounds are counts.
         is_known: Whether the log can tell.
     """
@@ -98,7 +98,7 @@ class WhatIf:
         log: The groups that were read.
         live: Share of groups whose rewards vary.
         faults: What is wrong with the training, worst first; sentences.
-        remedies: By gain, then those without one, then those that the log cannot tell of.
+        remedies: Sorted by gain; rows without a gain follow, and rows that the log cannot tell come last.
         advice: One sentence.
         notes: What was read and assumed; sentences.
     """
@@ -111,7 +111,7 @@ class WhatIf:
     notes: Sequence[str]
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything but the log's own arrays, for JSON; NaN becomes `None`."""
+        """The findings without the arrays of the log, for JSON; NaN becomes `None`."""
         return {
             "source": self.log.name,
             "groups": len(self.log),
@@ -603,7 +603,7 @@ def prompt_selection(log: CompletionLog, live: Mask, variances: Floats, seed: in
     more = prompts.estimate(values, lambda sums: sums[..., 2] / sums[..., 0] / (sums[..., 5] / sums[..., 3]))
     said = (
         f"{then.percent()} of groups live in place of {before.value:.0%}, with {more.number()} times the reward "
-        f"variance, from the second epoch on; told by {number} prompts"
+        f"variance, from the second epoch on; estimated from {number} prompts"
     )
     return Remedy(name, setting, said, gain, {"live": then, "live_before": before, "variance": more})
 
@@ -616,10 +616,10 @@ def repeated(prompts: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.
 
 
 def chosen_again(log: CompletionLog, earlier: NDArray[np.int64], seed: int) -> Floats:
-    """(n,) how often prompts are chosen, of whom each has an earlier group to be judged by; the mean is 1/CANDIDATES.
+    """How often each prompt with an earlier group is chosen, (n,); the mean is 1/CANDIDATES.
 
-    As the trainer does: of the candidates for the places of a batch, four for each, most places go to the largest
-    variances drawn from the posterior and a tenth to others. Evidence is an epoch old.
+    The trainer's rule: four candidates compete for each place of a batch. Nine places in ten go to the largest
+    variances drawn from the posterior, the others to any candidate. Evidence is an epoch old.
     """
     count = len(earlier)
     posterior = RewardPosterior(count, HALF_LIFE * count)
@@ -760,7 +760,7 @@ def live_of_beta(alpha: Floats, beta: Floats, size: int) -> Floats:
 
 
 def score_by_one(log: CompletionLog, live: Mask, prompts: Bootstrap) -> Remedy:
-    """Groups whose sum varies although one of the rewards does not."""
+    """Groups with varying reward sums in which one of the rewards does not vary."""
     name = "score by one reward"
     if len(log.by_function) < 2:
         return Remedy(name, "snr_score_reward=…", "the log has one reward", is_known=False)
@@ -776,7 +776,7 @@ def score_by_one(log: CompletionLog, live: Mask, prompts: Bootstrap) -> Remedy:
 
 
 def _beginning(log: CompletionLog, group: int) -> str:
-    """The last words of a prompt's beginning, by which a person recognises it."""
+    """The last words of a prompt's beginning: prompts mostly begin alike."""
     text = log.beginnings[log.prompts[group]] if log.knows_prompts else ""
     return " ".join(text.split())[-40:]
 
@@ -785,7 +785,7 @@ def _beginning(log: CompletionLog, group: int) -> str:
 
 
 def find_faults(log: CompletionLog) -> list[str]:
-    """What keeps any remedy from working, or speaks against the numbers; sentences."""
+    """Problems that no remedy here solves, or that make the numbers doubtful; sentences."""
     live, rewards = live_groups(log), log.rewards
     known, faults = rewards[~np.isnan(rewards)], []
     if not known.size:
@@ -857,7 +857,7 @@ def _notes(log: CompletionLog, live: Estimate, prompts: Bootstrap, share: float)
         halves = [f"{mask[half].mean():.0%}" for half in (early, ~early) if half.any()]
         notes.append(f"Live groups: {live.percent()}; by halves of the steps {' and '.join(halves)}.")
     else:
-        notes.append(f"Live groups: {live.percent()}; one step tells of no drift.")
+        notes.append(f"Live groups: {live.percent()}; one step shows no drift.")
     if log.unit and log.unit != "tokens":
         notes.append(f"Lengths are {log.unit}; --tokenizer counts tokens.")
     if log.lengths is not None and log.micro_batch is None:

@@ -163,6 +163,12 @@ def test_positions_of_two_groups_are_those_counted_by_hand():
     assert update_positions(one, rows_with_advantage(one))[1].tolist() == [[36, 18, 18, 7]]
 
 
+def test_prompts_are_shared_only_where_that_saves_more_than_a_tenth():
+    log = with_lengths([[0, 1], [1, 0]], [1, 1], [[9, 9], [9, 9]])
+    # Packed: 4 x 9 positions, or 2 x 18, of 4 x 10: just not less than nine tenths.
+    assert update_positions(log, rows_with_advantage(log))[1].tolist() == [[40, 40, 40, 40]]
+
+
 def test_padding_of_completions_is_left_out_by_micro_batch():
     log = with_lengths([[0, 1], [1, 0]], [5, 5], [[1, 9], [1, 9]], micro=2)
     # Short and long rows apart: 2 x (5 + 1) and 2 x (5 + 9) in place of 4 x (5 + 9).
@@ -171,7 +177,7 @@ def test_padding_of_completions_is_left_out_by_micro_batch():
 
 def test_an_update_without_any_advantage_computes_one_row():
     log = with_lengths([[1, 1], [0, 1]], [3, 3], [[2, 2], [2, 2]], groups=1)
-    assert update_positions(log, rows_with_advantage(log))[1][0].tolist() == [10, 5, 5, 5 - 1 if 4 < 0.9 * 5 else 5]
+    assert update_positions(log, rows_with_advantage(log))[1][0].tolist() == [10, 5, 5, 4]
 
 
 def test_a_completion_of_mean_reward_needs_no_update_and_rounding_counts_as_none():

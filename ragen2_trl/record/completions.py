@@ -197,7 +197,7 @@ def _weights(settings: Mapping[str, Any], names: Sequence[str]) -> list[float]:
 
 
 def _history(path: Path, notes: list[str]) -> tuple[list[dict[str, Any]], Mapping[str, Any], Mapping[str, Any]]:
-    """Rows of the log, the newest trainer's state and the settings of the run that a path is of, as far as it has."""
+    """Log rows, newest trainer state and settings of the run at a path; empty where it has none."""
     for folder in (path, path.parent):
         states = sorted(folder.glob(f"checkpoint-*/{STATE_FILE}")) if folder.is_dir() else []
         found = [read_json(file, dict) or {} for file in (*states, folder / STATE_FILE)]
