@@ -29,7 +29,9 @@ def test_usage_names_the_command(command, capsys):
     cli.main([command, "--help"])
     assert capsys.readouterr().out.startswith(f"usage: ragen2-trl {command} ")
     with pytest.raises(SystemExit):
-        cli.main([command, *([] if command in ("report", "what-if") else ["--num_prompts", "--num_demonstrations", "many"])])
+        cli.main(
+            [command, *([] if command in ("report", "what-if") else ["--num_prompts", "--num_demonstrations", "many"])]
+        )
     assert f"usage: ragen2-trl {command} " in capsys.readouterr().err
 
 
