@@ -103,6 +103,7 @@ def test_the_command_prints_a_table_of_eighty_columns_and_an_advice(run, capsys,
 def test_a_tokenizer_counts_what_trl_trained_on(run, policy_path):
     exact, estimated = (what_if(run, tokenizer=one).log for one in (policy_path, None))
     assert exact.unit == "tokens" and (exact.lengths % 1 == 0).all()
+    assert exact.lengths.max() == RUN["max_completion_length"]  # a completion that was cut has no end token
     assert exact.prompt_lengths.mean() == pytest.approx(estimated.prompt_lengths.mean(), rel=0.05)
 
 
@@ -176,9 +177,10 @@ def test_a_prompt_twice_in_a_step_is_two_groups(tmp_path):
 
 def test_messages_are_one_prompt_in_any_order_of_keys(tmp_path):
     prompts = [[{"role": "user", "content": "go"}], [{"content": "go", "role": "user"}]]
-    rows = [{"prompt": one, "completion": [{"role": "assistant", "content": "ab"}], "reward": 1} for one in prompts]
+    row = {"completion": [{"role": "assistant", "content": "ab"}], "reward": 1, "step": 1}
+    rows = [{**row, "prompt": one} for one in (prompts[0], "another", prompts[1], "another")]
     log = read_completion_log(write_lines(tmp_path / "rows.jsonl", rows))
-    assert log.rewards.shape == (1, 2) and log.lengths.tolist() == [[2, 2]]
+    assert log.rewards.shape == (2, 2) and log.prompts.tolist() == [0, 1] and log.lengths.tolist() == [[2, 2]] * 2
 
 
 def test_pictures_in_prompts_are_no_text(tmp_path):
