@@ -2,8 +2,8 @@
 
 A check is a mapping of an experiment's file with a `name`, a `kind` and what the kind asks for (`KINDS`). One of them
 has `primary: true` and the `true_effect` at which its power is stated. A check is significant where its p-value is at
-most 0.05: the primary check's own if it was named before the runs, and Holm's over the others. A primary check that was
-named after the runs is corrected with all others, since it was chosen with their results in sight.
+most 0.05: the primary check's own if it was named before the runs, and Holm's over the others. A primary check named
+after the runs is corrected with all others, since it was chosen with their results in sight.
 """
 
 import math
@@ -76,11 +76,10 @@ class Result:
     def power(self) -> float:
         """Chance that the check comes out as expected if its `true_effect` is the truth and its runs scatter as
         they do; NaN without a standard error."""
-        scale = math.log if self.unit == "ratio" else float
-        effect = scale(self.check["true_effect"]) - scale(null_of(self.check))
-        within = scale(1 + self.check["within"]) if self.unit == "ratio" and "within" in self.check else None
-        margin = float(self.check.get("within", 0.0)) if within is None else within
-        return power(effect, self.estimate, self.level, self.check["expects"], margin)
+        effect, null, within = self.check["true_effect"], null_of(self.check), self.check.get("within", 0.0)
+        if self.unit == "ratio":
+            effect, null, within = math.log(effect), math.log(null), math.log(1 + within)
+        return power(effect - null, self.estimate, self.level, self.check["expects"], within)
 
     @property
     def true_effect(self) -> str:
@@ -141,9 +140,10 @@ def evaluate(grid: Grid, fixed: Sequence[Check] | None = None) -> list[Result]:
 
 
 def verdict(grid: Grid, results: Sequence[Result]) -> str:
-    """The finding of the primary check: `supported`, `opposite` or `inconclusive`. With fewer runs than planned it is a
-    verdict so far, and `not run yet` while no check has a number. `no verdict` where there is no check, or where the
-    file names a `flaw` for which the runs cannot decide.
+    """The finding of the primary check: `supported`, `opposite` or `inconclusive`.
+
+    With fewer runs than planned it is a verdict so far, and `not run yet` while no check has a number. Where there is
+    no check, or the file names a `flaw` for which the runs cannot decide, it is `no verdict`.
     """
     done, planned_runs = len(grid.runs), len({planned.key for planned in grid.planned_runs})
     no_number = bool(results) and all(math.isnan(result.estimate.value) for result in results)
@@ -215,8 +215,9 @@ _VALUES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "primary": (lambda value: value is True, "true, or left out"),
     "true_effect": (is_number, "a number"),
 }
+_ABOVE_0 = (lambda value: is_number(value) and value > 0, "a number above 0")
 _OF_KIND = {
-    "ratio": dict.fromkeys(("than", "true_effect"), (lambda value: is_number(value) and value > 0, "a number above 0")),
+    "ratio": {"than": _ABOVE_0, "true_effect": _ABOVE_0},
     "stronger_correlation": {"than": _TEXT},
 }
 

@@ -54,7 +54,7 @@ COLUMNS = {
 MEANINGS = {  # in the order of the claims on the first page
     SUPPORTED: "The primary check is significant as expected.",
     OPPOSITE: "The primary check is significant the other way.",
-    INCONCLUSIVE: "The primary check is not significant: these runs cannot tell.",
+    INCONCLUSIVE: "The primary check is not significant.",
 }
 FINDINGS = {1: "as expected", -1: "opposite", 0: "inconclusive"}
 MAX_SETTINGS = 60  # rows of a table; a sweep of more is what its figure shows

@@ -2,8 +2,8 @@
 
 What is compared is a number a seed, of two runs that have the seed in common. Five or ten such numbers are too few for
 the percentile or the BCa bootstrap, whose intervals of nominally 95 % then hold the mean in some 82 % (5 seeds) and
-91 % (10) of all cases, where Student's t holds it in 95 % (`tests/research/test_experiment_statistics.py`). Rank correlations
-over the settings of a sweep, which are more, have the bootstrap.
+91 % (10) of all cases, where Student's t holds it in 95 % (`tests/research/test_experiment_statistics.py`). Rank
+correlations over the settings of a sweep, which are more, have the bootstrap.
 
     >>> found = mean_interval([0.02, 0.05, 0.03, 0.04, 0.01])
     >>> f"{found.value:.3f} ({found.low:.3f} to {found.high:.3f})"
@@ -171,9 +171,7 @@ def correlation_interval(
     return IntervalEstimate(value, float(low), float(high), float(p), side, len(names), float(drawn.std(ddof=1)))
 
 
-def power(
-    effect: float, estimate: IntervalEstimate, level: float, expects: str = ">", within: float = 0.0
-) -> float:
+def power(effect: float, estimate: IntervalEstimate, level: float, expects: str = ">", within: float = 0.0) -> float:
     """Chance that a new set of as many seeds is significant on the expected side, by the noncentral t distribution.
 
     A bootstrap over settings is taken for a t test with a degree of freedom for each setting but one.

@@ -283,8 +283,8 @@ def tidy_rows(history: Sequence[Mapping[str, Any]]) -> list[tuple[int, str, floa
 def where_it_runs() -> dict[str, str]:
     """What a row says of where its run ran.
 
-    `host` tells machines and their starts apart (`host_here`; `SEVERAL` for a run that went on elsewhere), `processor` is
-    the CPU's model, and `commit` that of this checkout, with `-dirty` behind it where the code was changed: these
+    `host` tells machines and their starts apart (`host_here`; `SEVERAL` for a run that went on elsewhere), `processor`
+    is the CPU's model, and `commit` that of this checkout, with `-dirty` behind it where the code was changed: these
     three are always there, `unknown` at the worst. The others are versions of Python, packages and SmolLM2's weights.
     """
     from ragen2_trl.record.settings import PACKAGES, versions_of_packages  # and TRL with it, which takes seconds

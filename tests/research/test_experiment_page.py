@@ -88,9 +88,7 @@ def test_the_page_says_what_the_store_has(tmp_path, fig9):
     write_results(tmp_path, fig9.planned_runs(), better_with_the_filter)
     analyse([fig9], tmp_path)
     text = page_of(tmp_path, "fig9")
-    gain = float(
-        re.search(r"the filter gains without noise \| above 0 \| \+([\d.]+) points", text)[1]
-    )
+    gain = float(re.search(r"the filter gains without noise \| above 0 \| \+([\d.]+) points", text)[1])
     assert 8 < gain < 12
     assert row_of(tmp_path, "fig9")[1] == "**inconclusive**"  # it gains, but in noise as much
     assert "60 of 60" in text and "torch 2.13.0" in text and "2 CPU cores" in text

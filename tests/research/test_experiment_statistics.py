@@ -72,7 +72,9 @@ def test_runs_that_are_the_same_bit_by_bit_are_equal():
 
 
 @pytest.mark.parametrize("level", [0.05, 0.01])
-@pytest.mark.parametrize(("expects", "within", "effect"), [(">", 0, 0.02), (">", 0, 0.0), ("<", 0, -0.03), ("=", 0.05, 0.01)])
+@pytest.mark.parametrize(
+    ("expects", "within", "effect"), [(">", 0, 0.02), (">", 0, 0.0), ("<", 0, -0.03), ("=", 0.05, 0.01)]
+)
 def test_power_is_how_often_new_seeds_are_significant_as_expected(expects, within, effect, level):
     """Of ten seeds each, simulated; the two-sided test on the expected side is a one-sided one at half the level."""
     deviation = 0.04
