@@ -416,7 +416,7 @@ SNR = (
         "candidates passed over for the first prompts of a generation",
         "count",
         STEP,
-        "that they teach nothing: `snr/oldest_unseen` grows if it was so for long",
+        "that their rewards would not vary: `snr/oldest_unseen` grows if it was so for long",
     ),
     Metric(
         "snr/oldest_unseen",

@@ -17,7 +17,7 @@ MODELS = "models"  # folder among those of runs: models that were made for them
 # In the checkout's root this finds `research`, whose selectors settings may name; the installed command does not.
 COMMAND_LINE = ["python", "-m", "ragen2_trl.cli"]
 SAVES = 10  # checkpoints of a run, of which the last one is kept
-# Assumed of Qwen2.5-3B on an H100, on which nothing was run: tokens a second. docs/experiments.md has the arithmetic.
+# Assumed of Qwen2.5-3B on an H100, on which nothing was run: tokens a second. research/README.md has the arithmetic.
 SAMPLED, TRAINED = 1_000, 10_000
 # Of `ragen2-trl train`, where the estimate needs them and a run does not say.
 DEFAULTS = {"max_completion_length": 512, "per_device_train_batch_size": 8, "eval_prompts": 256, "eval_samples": 4}

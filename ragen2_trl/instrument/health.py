@@ -152,7 +152,7 @@ class Alarm:
         if self.value is None or self.best is None:
             said = f"{self.what} is not finite"
         elif self.kind == "flat_rewards":
-            said = f"only {self.value:.0%} of groups have rewards that differ; the others teach nothing"
+            said = f"only {self.value:.0%} of groups have rewards that differ; the others have no advantage"
         else:
             way = "down" if self.failing else "up"
             value, best = (f"{x:.0%}" if self.share else f"{x:.3g}" for x in (self.value, self.best))

@@ -88,6 +88,8 @@ def test_combinations_can_be_left_out(write):
     [
         ({"claims": "x"}, ["claims is not known", "allowed: axes, base, checks, claim"]),
         ({"claim": None}, ["claim is missing", "required: id, claim"]),
+        ({"flaw": True}, ["flaw must be a text, got True"]),
+        ({"page": False}, ["page must be left out, or false beside a flaw, got False"]),
         ({"id": "other", "base": "nope.yaml"}, ["base names", "nope.yaml"]),
         ({"seeds": [1, 1]}, ["seeds must be a list of different whole numbers, got [1, 1]"]),
         ({"fields": {"output_dir": "x"}}, ["fields.output_dir is set by the runner"]),
