@@ -15,6 +15,7 @@ _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times as fast whe
 
 UNSET = "unset"  # among settings: names, or patterns such as snr_*, that earlier ones have and these do not
 WARM_START = "warm_start"  # among settings: what `ragen2-trl warm-start` makes the model with, or a file of that
+VARIANT = "variant"  # among settings: a class of `research.ablations`, see `research.variants`
 # What says where a run lives and what it writes, and nothing of its numbers: the runner's, and no part of a key.
 OF_THE_RUNNER = frozenset(
     {
