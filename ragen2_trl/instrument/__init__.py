@@ -2,7 +2,7 @@
 
 `reasoning` finds the reasoning in sampled token ids, `scoring` its log-probs under every prompt, `information` what
 they say, and `diagnosis` goes all the way; `verdict` decides what the measurements of a run mean. `health` tells
-whether training is failing, which is another question. Nothing here knows TRL or a task.
+whether training is learning, flat, drifting or failing, which is another question. Nothing here knows TRL or a task.
 """
 
 from ragen2_trl.instrument.diagnosis import (

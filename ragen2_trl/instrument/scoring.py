@@ -41,8 +41,8 @@ MAX_LOGITS_CPU, MAX_LOGITS = 2**27, 2**29  # 512 MiB in float32, 1 GiB in bfloat
 # Times `max_tokens_per_forward` that rows and the prompt before each may be together, in tokens: attention holds a
 # layer's keys and values of all of them.
 ATTENDED = 16
-# Logits that are normalised at once, in float32: on a CPU few enough to stay in a cache, elsewhere enough to keep a GPU
-# busy (256 MiB).
+# Logits that are normalised at once, in float32: on a CPU few enough to stay in a cache, elsewhere enough to keep a
+# GPU busy (256 MiB).
 LOGITS_SLICE_CPU, LOGITS_SLICE = 2**18, 2**26
 # Nats by which two orders of operations may differ at a token: rounding makes a tenth of it, a wrong cache whole nats.
 # Over n tokens rounding averages out, so that their mean may differ by 1 / sqrt(n) of a half of it only.
