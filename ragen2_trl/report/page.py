@@ -41,7 +41,7 @@ TEMPLATE = "report.html.jinja"
 MAX_STREAKS = 30  # regimes of a run, in the table
 MAX_PROBLEMS = 8  # warnings of a run
 MAX_NAMED = 3  # runs in the headline
-HEADLINED: tuple[Name, ...] = ("failing", "nothing_to_learn", "no_rise")  # states of training in the headline
+HEADLINED: tuple[Name, ...] = ("failing", "nothing_to_learn")  # states of training in the headline
 # What a reader who wants the missing part would have to do.
 NO_ROWS = "No training step was logged: the run ended before its first log, or logs less often than it had steps."
 NOT_MEASURED = "Mutual information was not measured, so nothing here says whether reasoning depends on its prompt"
@@ -180,7 +180,7 @@ def distinct_labels(folders: Sequence[Path]) -> list[str]:
 
 
 def headline(parts: Sequence[RunSection]) -> str:
-    """What the page says first: what was gained, which runs fail or are flat, and what became of reasoning."""
+    """What the page says first: what was gained, which runs fail or learn nothing, and what became of reasoning."""
     gains = [gain for part in parts if (gain := _gain(part, alone=len(parts) == 1))]
     trained = [part for part in parts if not part.run.is_played]
     said = [*_states(trained), _collapses(trained or parts)] if trained or not gains else []
