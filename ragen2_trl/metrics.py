@@ -288,6 +288,7 @@ SNR = (
         "the share of the reward variance: that is `snr_value`",
         label="completions kept",
         shown=True,
+        health="kept",
     ),
     Metric("snr/kept_tokens_fraction", "the same, in completion tokens", "fraction", COMPLETIONS),
     Metric(
@@ -416,7 +417,7 @@ SNR = (
         "candidates passed over for the first prompts of a generation",
         "count",
         STEP,
-        "that they teach nothing: `snr/oldest_unseen` grows if it was so for long",
+        "that their rewards would not vary: `snr/oldest_unseen` grows if it was so for long",
     ),
     Metric(
         "snr/oldest_unseen",
@@ -675,6 +676,7 @@ TRL = (
         "reward",
         COMPLETIONS,
         "whether any group teaches anything: it is over the whole batch",
+        health="reward_std",
     ),
     Metric(
         "frac_reward_zero_std",
@@ -703,6 +705,7 @@ TRL = (
             "with one optimizer step per generation it is 0, unless dynamic sampling carries groups over"
             if name == "region_mean"
             else "",
+            health="clip_ratio" if name == "region_mean" else "",
         )
         for name, where in (
             ("region_mean", ""),
@@ -714,7 +717,7 @@ TRL = (
     ),
     Metric("completions/mean_length", "tokens of a completion", "tokens", COMPLETIONS, health="length"),
     Metric(CLIPPED, "completions cut off at `max_completion_length`", "fraction", COMPLETIONS, health="clipped"),
-    Metric("kl", "distance to the reference model, with `beta` above 0", "nats per token", LOSS, health="kl"),
+    Metric("kl", "distance to the reference model, with `beta` above 0", "nats per token", LOSS),
     Metric("loss", "the loss", "", LOSS, "much: GRPO's is near 0 by construction"),
     Metric(
         "grad_norm",

@@ -285,3 +285,20 @@ class LossByValue:
         loss: Tensor = super()._compute_loss(model, inputs)  # type: ignore[misc]
         factor: float = self.args.snr_value if self.model.training else 1.0  # type: ignore[attr-defined]
         return loss * factor
+
+
+class SkipsZeroGradients:
+    """Takes no optimizer step whose gradients are all zero, in which Adam's momentum alone would move the weights."""
+
+    def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
+        optimizer: torch.optim.Optimizer = super().create_optimizer(*args, **kwargs)  # type: ignore[misc]
+        step = optimizer.step
+
+        def step_with_gradients(*args: Any, **kwargs: Any) -> Any:
+            weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+            if any(weight.grad is not None and bool(weight.grad.any()) for weight in weights):
+                return step(*args, **kwargs)
+            return None
+
+        optimizer.step = step_with_gradients  # type: ignore[method-assign]
+        return optimizer

@@ -1,8 +1,9 @@
-"""What decides a claim: checks with an expected side, and one rule that makes a verdict of them.
+"""What decides a claim: one primary check with an expected side. The other checks are secondary.
 
-A check is a mapping of an experiment's file with a `name`, a `kind` and what the kind asks for (`KINDS`). Holm's
-correction is over the checks of an experiment; a check is significant where its adjusted p-value is at most 0.05. The
-verdict is made by checks that state the claim: not by those `beside` it, and not by those that came after the runs.
+A check is a mapping of an experiment's file with a `name`, a `kind` and what the kind asks for (`KINDS`). One of them
+has `primary: true` and the `true_effect` at which its power is stated. A check is significant where its p-value is at
+most 0.05: the primary check's own if it was named before the runs, and Holm's over the others. A primary check named
+after the runs is corrected with all others, since it was chosen with their results in sight.
 """
 
 import math
@@ -15,18 +16,18 @@ from research.grid import Grid, Notes
 from research.kinds import KINDS, Check
 from research.measures import check_statistic
 from research.plan import Experiment, question
-from research.statistics import CONFIDENCE, IntervalEstimate, holm
+from research.statistics import CONFIDENCE, IntervalEstimate, holm, power
 
-SUPPORTED, IN_PART, OPPOSITE, INCONCLUSIVE, NOT_RUN = (
+SUPPORTED, OPPOSITE, INCONCLUSIVE, NO_VERDICT, NOT_RUN = (
     "supported",
-    "partly supported",
     "opposite",
     "inconclusive",
+    "no verdict",
     "not run yet",
 )
+VERDICTS = {1: SUPPORTED, -1: OPPOSITE, 0: INCONCLUSIVE}  # by the finding of the primary check
 TO_REACH = "_to_reach"
 OF_ORDER = ("correlation", "stronger_correlation")
-CURVES_ONLY = "curves only, no verdict"  # of an experiment without checks
 
 
 @dataclass(frozen=True)
@@ -34,29 +35,32 @@ class Result:
     """What came of a check.
 
     Args:
-        name, kind, expects: As the file has them.
+        check: As the file has it.
         estimate: With interval; ratios are ratios, not logarithms.
         unit: `points` (of a fraction, in hundredths), `ratio`, `correlation` or `number`.
-        adjusted: Holm's p-value.
         seeds: That it rests on.
         notes: On what is missing.
+        adjusted: The p-value after correction.
+        level: The strictest level that this correction can ask of its own p-value.
+        later: Whether it was added, or named primary, after the runs.
     """
 
-    name: str
-    kind: str
-    expects: str
+    check: Check
     estimate: IntervalEstimate
     unit: str
     seeds: int
     notes: Notes = field(default_factory=Notes)
     adjusted: float = math.nan
-    beside: bool = False
+    level: float = 1 - CONFIDENCE
     later: bool = False
 
     @property
-    def counts(self) -> bool:
-        """Whether the verdict is made of it."""
-        return not (self.beside or self.later)
+    def name(self) -> str:
+        return str(self.check["name"])
+
+    @property
+    def primary(self) -> bool:
+        return bool(self.check.get("primary"))
 
     @property
     def finding(self) -> int:
@@ -68,68 +72,86 @@ class Result:
         """The estimate with its interval."""
         return show(self.estimate, self.unit)
 
+    @property
+    def power(self) -> float:
+        """Chance that the check comes out as expected if its `true_effect` is the truth and its runs scatter as
+        they do; NaN without a standard error."""
+        effect, null, within = self.check["true_effect"], null_of(self.check), self.check.get("within", 0.0)
+        if self.unit == "ratio":
+            effect, null, within = math.log(effect), math.log(null), math.log(1 + within)
+        return power(effect - null, self.estimate, self.level, self.check["expects"], within)
+
+    @property
+    def true_effect(self) -> str:
+        """In words."""
+        return number(self.check["true_effect"], self.unit)
+
 
 def show(estimate: IntervalEstimate, unit: str) -> str:
     """`+2.1 points (-0.4 to +4.6)`, `<= 0.28 times (0.18 to 0.42)`; without numbers, why there are none."""
     if math.isnan(estimate.value):
         return "no number"
-    form: Callable[[float], str]
-    if unit == "points":
-        form = lambda x: f"{100 * x:+.1f}"  # noqa: E731
-    elif unit == "ratio":
-        form = lambda x: f"{x:.2f}"  # noqa: E731
-    else:
-        form = lambda x: f"{x:+.2f}" if abs(x) < 100 else f"{x:+.3g}"  # noqa: E731
-    name = {"points": " points", "ratio": " times", "correlation": "", "number": ""}[unit]
-    number = f"{estimate.bound} {form(estimate.value)}{name}".lstrip()
+    value = f"{estimate.bound} {number(estimate.value, unit)}".lstrip()
     if math.isnan(estimate.low):
-        return f"{number} (no interval)"
-    return f"{number} ({form(estimate.low)} to {form(estimate.high)})"
+        return f"{value} (no interval)"
+    return f"{value} ({_digits(estimate.low, unit)} to {_digits(estimate.high, unit)})"
+
+
+def number(value: float, unit: str) -> str:
+    """`+2.1 points`, `0.28 times`, `+0.39`."""
+    return _digits(value, unit) + {"points": " points", "ratio": " times"}.get(unit, "")
+
+
+def _digits(value: float, unit: str) -> str:
+    if unit == "points":
+        return f"{100 * value:+.1f}"
+    if unit == "ratio":
+        return f"{value:.2f}"
+    return f"{value:+.2f}" if abs(value) < 100 else f"{value:+.3g}"
+
+
+def null_of(check: Check) -> float:
+    """What an estimate is compared with."""
+    if check["kind"] == "stronger_correlation":  # whose `than` is another predictor
+        return 0.0
+    return float(check.get("than", 1 if check["kind"] == "ratio" else 0))
 
 
 def evaluate(grid: Grid, fixed: Sequence[Check] | None = None) -> list[Result]:
-    """The checks of an experiment, with Holm's correction over them.
+    """The checks of an experiment, with their correction: the primary check first.
 
     Args:
         grid: Its runs.
         fixed: The checks that there were before its runs ran; `None` if that is not known.
     """
-    before = None if fixed is None else {question(check): bool(check.get("beside")) for check in fixed}
+    asked = {question(check): bool(check.get("primary")) for check in fixed or ()}
 
     def later(check: Check) -> bool:
-        if before is None:
-            return False
-        was_beside = before.get(question(check))
-        return was_beside is None or (was_beside and not check.get("beside"))
+        known = asked.get(question(check))
+        return fixed is not None and (known is None or (bool(check.get("primary")) and not known))
 
-    results = [replace(_evaluate(grid, check), later=later(check)) for check in grid.experiment.checks]
-    adjusted = holm([result.estimate.p for result in results])
-    return [replace(result, adjusted=p) for result, p in zip(results, adjusted, strict=True)]
+    checks = sorted(grid.experiment.checks, key=lambda check: not check.get("primary"))
+    results = [replace(_evaluate(grid, check), later=later(check)) for check in checks]
+    alone = 1 if results and results[0].primary and not results[0].later else 0
+    p_values = [result.estimate.p for result in results]
+    adjusted = [*p_values[:alone], *holm(p_values[alone:])]
+    levels = [1 - CONFIDENCE] * alone + [(1 - CONFIDENCE) / max(1, len(results) - alone)] * (len(results) - alone)
+    return [replace(one, adjusted=p, level=level) for one, p, level in zip(results, adjusted, levels, strict=True)]
 
 
 def verdict(grid: Grid, results: Sequence[Result]) -> str:
-    """The rule, the same for all experiments: `supported` if every check that counts is significant as expected;
-    `partly supported` if some are; `opposite` if one is significant the other way and none as expected; `inconclusive`
-    otherwise. With fewer runs than planned it is a verdict so far, and `not run yet` while no check has a number.
-    Without a check that counts there is none.
+    """The finding of the primary check: `supported`, `opposite` or `inconclusive`.
+
+    With fewer runs than planned it is a verdict so far, and `not run yet` while no check has a number. Where there is
+    no check, or the file names a `flaw` for which the runs cannot decide, it is `no verdict`.
     """
     done, planned_runs = len(grid.runs), len({planned.key for planned in grid.planned_runs})
-    counting = [result for result in results if result.counts]
-    if not counting and done:
-        made = "one seed" if len(grid.seeds) == 1 else f"{len(grid.seeds)} seeds"
-        return f"{made}: {CURVES_ONLY}" + (f", so far ({done} of {planned_runs} runs)" if done < planned_runs else "")
-    if not done or (done < planned_runs and all(math.isnan(result.estimate.value) for result in results)):
+    no_number = bool(results) and all(math.isnan(result.estimate.value) for result in results)
+    if not done or (done < planned_runs and no_number):
         return NOT_RUN
-    findings = [result.finding for result in counting]
-    if all(finding == 1 for finding in findings):
-        said = SUPPORTED
-    elif 1 in findings:
-        said = IN_PART
-    else:
-        said = OPPOSITE if -1 in findings else INCONCLUSIVE
-    if done >= planned_runs:
-        return said
-    return f"{said}, so far ({done} of {planned_runs} runs)"
+    primary = next((result for result in results if result.primary), None)
+    said = NO_VERDICT if primary is None or grid.experiment.flaw else VERDICTS[primary.finding]
+    return said if done >= planned_runs else f"{said}, so far ({done} of {planned_runs} runs)"
 
 
 # What a check says
@@ -143,7 +165,7 @@ def validate(experiment: Experiment) -> None:
             raise ValueError(f"{where}: kind={check.get('kind')!r} is not supported; allowed: {', '.join(KINDS)}")
         kind = KINDS[check["kind"]]
         required = {"name", "kind", "expects", *kind.required}
-        allowed = {*required, *kind.optional, "within", "beside"}
+        allowed = {*required, *kind.optional, "within", "primary", "true_effect"}
         for names, what in ((required - check.keys(), "is missing"), (check.keys() - allowed, "is not known")):
             if names:
                 one = min(map(str, names))
@@ -166,8 +188,11 @@ def validate(experiment: Experiment) -> None:
             raise ValueError(f"{where}: expects='=' is not supported; allowed for {check['kind']}: '>' and '<'")
         if str(check.get("statistic", "")).endswith(TO_REACH) and "target" not in check:
             raise ValueError(f"{where}: {check['statistic']} needs a target: a number, or levels whose end is it")
-    if experiment.checks and all(check.get("beside", False) for check in experiment.checks):
-        raise ValueError(f"{experiment.path}: checks must hold one that states the claim, all are beside it")
+        if ("true_effect" in check) != bool(check.get("primary")):
+            raise ValueError(f"{where}: true_effect must be there with `primary: true`, and with nothing else")
+    primary = [check["name"] for check in experiment.checks if check.get("primary")]
+    if experiment.checks and len(primary) != 1:
+        raise ValueError(f"{experiment.path}: checks must hold one with `primary: true`, got {primary}")
 
 
 def _is_text(value: Any) -> bool:
@@ -187,10 +212,12 @@ _VALUES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "than": (is_number, "a number"),
     "within": (lambda value: is_number(value) and value >= 0, "a number of at least 0"),
     "fall": (lambda value: is_number(value) and 0 < value < 1, "a number between 0 and 1"),
-    "beside": (lambda value: isinstance(value, bool), "true, false"),
+    "primary": (lambda value: value is True, "true, or left out"),
+    "true_effect": (is_number, "a number"),
 }
+_ABOVE_0 = (lambda value: is_number(value) and value > 0, "a number above 0")
 _OF_KIND = {
-    "ratio": {"than": (lambda value: is_number(value) and value > 0, "a number above 0")},
+    "ratio": {"than": _ABOVE_0, "true_effect": _ABOVE_0},
     "stronger_correlation": {"than": _TEXT},
 }
 
@@ -210,5 +237,4 @@ def _evaluate(grid: Grid, check: Check) -> Result:
     notes = Notes()
     kind = KINDS[check["kind"]]
     estimate, unit, seeds = kind.evaluate(grid, check, notes)
-    beside = check.get("beside", False)
-    return Result(check["name"], check["kind"], check["expects"], estimate, unit, seeds, notes, beside=beside)
+    return Result(check, estimate, unit, seeds, notes)

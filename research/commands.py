@@ -9,15 +9,16 @@ import yaml
 
 from ragen2_trl.record.files import write_private
 from research.plan import Experiment, PaperScale, PlannedRun
-from research.settings import WARM_START, Fields
+from research.settings import VARIANT, WARM_START, Fields
 
 ROOT = Path(__file__).parents[1]  # of the checkout
 CONFIG = "config.yaml"  # of a run, in its folder
 MODELS = "models"  # folder among those of runs: models that were made for them
 # In the checkout's root this finds `research`, whose selectors settings may name; the installed command does not.
 COMMAND_LINE = ["python", "-m", "ragen2_trl.cli"]
+VARIANT_LINE = ["python", "-m", "research.variants"]
 SAVES = 10  # checkpoints of a run, of which the last one is kept
-# Assumed of Qwen2.5-3B on an H100, on which nothing was run: tokens a second. docs/experiments.md has the arithmetic.
+# Assumed of Qwen2.5-3B on an H100, on which nothing was run: tokens a second. research/README.md has the arithmetic.
 SAMPLED, TRAINED = 1_000, 10_000
 # Of `ragen2-trl train`, where the estimate needs them and a run does not say.
 DEFAULTS = {"max_completion_length": 512, "per_device_train_batch_size": 8, "eval_prompts": 256, "eval_samples": 4}
@@ -100,7 +101,7 @@ def model_folder(folder: Path, planned: PlannedRun) -> Path | None:
 def training_fields(folder: Path, planned: PlannedRun) -> Fields:
     """A run's settings with the model that its warm start makes in place of that."""
     model = model_folder(folder, planned)
-    own = {name: value for name, value in planned.fields.items() if name != WARM_START}
+    own = {name: value for name, value in planned.fields.items() if name not in (WARM_START, VARIANT)}
     return own if model is None else {**own, "model": str(model)}
 
 
@@ -142,6 +143,9 @@ def write_config(folder: Path, job: QueuedRun) -> Path:
 def command_of(config: Path, job: QueuedRun) -> list[str]:
     """The line that trains a run."""
     train = ["train", "--config", str(config)]
+    variant = job.planned.fields.get(VARIANT)
+    if variant is not None:
+        return [*VARIANT_LINE, str(variant), *train]
     if job.launch is None:
         return [*COMMAND_LINE, *train]
     launch = ["--config_file", str(job.launch.launch), "--num_processes", str(job.launch.processes)]

@@ -37,7 +37,7 @@ METRICS: dict[str, tuple[str, ...]] = {
     "valid_thinking": ("mi/valid_thinking_rate",),
     "length": ("completions/mean_length",),
     "kept": ("snr/kept_fraction",),
-    "zero_variance": ("snr/zero_variance_fraction",),
+    "zero_variance": ("snr/zero_variance_fraction", "frac_reward_zero_std"),
     "update_compute": ("snr/update_compute_fraction",),
     "reward_std_spread": ("snr/reward_std_spread",),  # Table 8's std/mean
     "seconds": ("cost/seconds",),

@@ -6,7 +6,7 @@ They are written from the store alone, by `python -m research analyse research/e
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from os.path import relpath
 from pathlib import Path
@@ -18,13 +18,14 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from ragen2_trl.record.files import replace_whole, write_text
 from research import figures
 from research.checks import (
-    IN_PART,
     INCONCLUSIVE,
+    NO_VERDICT,
     NOT_RUN,
     OPPOSITE,
     SUPPORTED,
     Result,
     evaluate,
+    null_of,
     validate,
     verdict,
 )
@@ -51,10 +52,9 @@ COLUMNS = {
     "update FLOPs": "update_flops/last",
 }
 MEANINGS = {  # in the order of the claims on the first page
-    SUPPORTED: "All checks that count came out significantly as expected.",
-    IN_PART: "Some of the checks that count came out significantly as expected.",
-    OPPOSITE: "No check that counts came out as expected, and one significantly the other way.",
-    INCONCLUSIVE: "These runs cannot tell: no check that counts is significant.",
+    SUPPORTED: "The primary check is significant as expected.",
+    OPPOSITE: "The primary check is significant the other way.",
+    INCONCLUSIVE: "The primary check is not significant.",
 }
 FINDINGS = {1: "as expected", -1: "opposite", 0: "inconclusive"}
 MAX_SETTINGS = 60  # rows of a table; a sweep of more is what its figure shows
@@ -68,7 +68,7 @@ class Claim:
     results: Sequence[Result]
     notes: Sequence[str]
     verdict: str
-    if_all_counted: str  # the verdict, were those checks to count that do not
+    page: str  # or the file of an experiment without one
     images: Sequence[tuple[str, str]]  # file, what it shows
     planned: int
     done: int
@@ -83,25 +83,20 @@ class Claim:
 
     @property
     def ours(self) -> str:
-        """The number that made the verdict: of the first check that is significant, the other way where the
-        verdict is so; if none is, of the first that has a number."""
-        wanted = -1 if self.verdict.startswith(OPPOSITE) else 1
-        counting = [one for one in self.results if one.counts]
-        deciding = [one for one in counting if one.finding == wanted]
-        there = deciding or [one for one in counting if not math.isnan(one.estimate.value)] or counting
-        return f"{there[0].name}: {there[0].shown}" if there else "no check: curves alone"
+        """The number that makes the verdict."""
+        return f"{self.results[0].name}: {self.results[0].shown}" if self.results else ""
 
     @property
     def has_run(self) -> bool:
         return self.verdict != NOT_RUN
 
     @property
-    def anchor(self) -> str:
-        return self.experiment.id
+    def decides(self) -> bool:
+        return self.has_run and not self.verdict.startswith(NO_VERDICT)
 
     @property
-    def page(self) -> str:
-        return f"{self.experiment.id}.md"
+    def anchor(self) -> str:
+        return self.experiment.id
 
     @property
     def rank(self) -> int:
@@ -140,24 +135,22 @@ def analyse(experiments: Sequence[Experiment], folder: Path, scale: str = "tiny"
         keep_trailing_newline=True,
         autoescape=False,
     )
-    templates.globals.update(escaped=_escaped, expected=_expected, told=FINDINGS)
+    templates.globals.update(escaped=_escaped, expected=_expected, told=FINDINGS, digits=_digits, power=_power)
     done = finished.runs(planned_runs)
     said = {
         "claims": claims,
         "number_of_checks": sum(len(claim.results) for claim in claims),
-        "findings": Counter(one.finding for claim in claims for one in claim.results if one.counts),
-        "significant_so_far": sum(
-            one.counts and one.finding != 0 for claim in claims if claim.done < claim.planned for one in claim.results
-        ),
         "done": len(done),
         "wall_time": _duration(_wall_seconds(list(done.values()))),
         "number_planned": len({planned.key for planned in planned_runs}),
         "quick": quick,
-        "docs": relpath(ROOT / "docs" / "experiments.md", folder.resolve()),
+        "docs": relpath(ROOT / "research" / "README.md", folder.resolve()),
     }
     for page in (PAGE, METHOD):
         write_text(folder / page, templates.get_template(f"{page}.jinja").render(said))
     for claim in claims:
+        if not claim.experiment.page:
+            continue
         columns = ["setting", "seeds", *COLUMNS]
         write_text(folder / claim.page, templates.get_template(f"{CLAIM}.jinja").render(claim=claim, columns=columns))
 
@@ -185,8 +178,8 @@ def _claim(grid: Grid, fixed: Sequence[Check] | None, folder: Path) -> Claim:
         results=results,
         notes=_notes(results),
         verdict=said,
-        if_all_counted=verdict(grid, [replace(result, beside=False, later=False) for result in results]),
-        images=_draw_all(grid, folder) if said != NOT_RUN else [],
+        page=f"{experiment.id}.md" if experiment.page else relpath(experiment.path, folder),
+        images=_draw_all(grid, folder) if said != NOT_RUN and experiment.page else [],
         planned=len({planned.key for planned in grid.planned_runs}),
         done=len(runs),
         seeds=", ".join(f"{seed} ({number} runs)" for seed, number in sorted(seeds.items())) or "none yet",
@@ -267,12 +260,15 @@ def _machines(runs: Sequence[FinishedRun]) -> str:
     cores = _counted(
         f"{run.record['host_cores']} CPU cores{f' ({cpu})' if (cpu := run.processor) else ''}" for run in runs
     )
-    unknown = sum(not run.host for run in runs)
-    parts = [
-        *([] if of_one_machine([run for run in runs if run.host]) else ["several machines, or several starts of one"]),
-        *([f"not recorded which for {unknown} of {len(runs)} runs"] if unknown else []),
-    ]
-    return "; ".join([cores, *parts])
+    several = not of_one_machine([run for run in runs if run.host])
+    parts = [cores, *(["several machines, or several starts of one"] if several else [])]
+    for what, unknown in (
+        ("machine", sum(not run.host for run in runs)),
+        ("CPU model", sum(not run.processor for run in runs)),
+    ):
+        if unknown:
+            parts.append(f"{what} not recorded for {unknown} of {len(runs)} runs")
+    return "; ".join(parts)
 
 
 def _versions(runs: Sequence[FinishedRun]) -> str:
@@ -302,11 +298,20 @@ def _escaped(text: str) -> str:
 
 def _expected(check: Mapping[str, Any]) -> str:
     """What a check expects, in words."""
-    kind, margin = check["kind"], check.get("within", 0)
-    null = check.get("than", 1 if kind == "ratio" else 0)
-    null = 0 if kind == "stronger_correlation" else null
+    kind, margin, null = check["kind"], check.get("within", 0), null_of(check)
     points = unit_of(check.get("statistic", "")) == "points" and kind != "ratio"
     number = f"{100 * float(null):g} points" if points and null else f"{null:g}"
     if check["expects"] == "=":
         return f"within {f'{100 * margin:g} points' if points else f'{margin:g}'} of {number}"
     return f"{'above' if check['expects'] == '>' else 'below'} {number}"
+
+
+def _digits(p: float) -> str:
+    return "" if math.isnan(p) else f"{p:.2g}"
+
+
+def _power(result: Result) -> str:
+    """Of a primary check, with what it is stated for."""
+    if math.isnan(result.power):
+        return "unknown"
+    return f"{100 * result.power:.0f} % (at {result.true_effect}, level {result.level:.2g})"

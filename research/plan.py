@@ -105,6 +105,8 @@ class Experiment:
         paper_scale: The same at full size.
         figures: What shows the claim, as `research.figures` reads it.
         note: What else a reader of the results must know.
+        flaw: Why its runs cannot decide the claim, if they cannot; there is no verdict then.
+        page: Whether it has a page of results, and not just a line on the first one.
         others: The experiments of `runs_of`, whose runs are this one's.
         path: The file.
     """
@@ -126,6 +128,8 @@ class Experiment:
     paper_scale: PaperScale | None = None
     figures: tuple[Mapping[str, Any], ...] = ()
     note: str = ""
+    flaw: str = ""
+    page: bool = True
     others: tuple["Experiment", ...] = ()
     path: Path = Path()
     overrides: Fields = field(default_factory=dict)
@@ -206,9 +210,11 @@ def read_experiment(path: Path, overrides: Fields | None = None, above: tuple[Pa
     required = ("id", "claim", "source", "seeds", "checks", "settings_fixed")
     _check_required(read, [name for name in required if name not in own], path, "")
     others = tuple(read_experiment(one, overrides, (*above, path)) for one in _others(read, path, above))
-    for name in ("id", "claim", "source", "paper", "note"):
+    for name in ("id", "claim", "source", "paper", "note", "flaw"):
         if not isinstance(read.get(name, ""), str):
             raise ValueError(f"{path}: {name} must be a text, got {read[name]!r}")
+    if read.get("page", True) is not True and not (read["page"] is False and read.get("flaw")):
+        raise ValueError(f"{path}: page must be left out, or false beside a flaw, got {read['page']!r}")
     if read["id"] != path.stem:
         raise ValueError(f"{path}: id must be the name of the file, {path.stem!r}, got {read['id']!r}")
     if type(read["settings_fixed"]) is not date:
@@ -256,6 +262,8 @@ def read_experiment(path: Path, overrides: Fields | None = None, above: tuple[Pa
         paper_scale=others[0].paper_scale if others else _paper_scale(read.get("paper_scale"), axes, path),
         figures=tuple(gridded("figures")),
         note=read.get("note", ""),
+        flaw=read.get("flaw", ""),
+        page=read.get("page", True),
         others=others,
         path=path,
         overrides=_fields(overrides or {}, path, "set"),
@@ -281,8 +289,9 @@ def read_experiments(paths: Iterable[Path], overrides: Fields | None = None) -> 
 
 
 def question(check: Mapping[str, Any]) -> str:
-    """What a check asks, however it is called and whether or not it counts: alike for checks that ask alike."""
-    return json_text(as_stored({name: value for name, value in check.items() if name not in ("name", "beside")}))
+    """What a check asks, whatever its name and whether or not it is primary: alike for checks that ask alike."""
+    of_its_rank = ("name", "primary", "true_effect", "beside")  # the last one in records of old
+    return json_text(as_stored({name: value for name, value in check.items() if name not in of_its_rank}))
 
 
 def check_scale(scale: str) -> None:

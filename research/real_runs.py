@@ -1,28 +1,31 @@
-"""What warned of failure in 25 training runs of other people: our alarms, the paper's signals and simple ones.
+"""What warned of failure in 25 training runs of other people: `health`, other monitors, the paper's signals.
 
     git clone https://github.com/Cai-Zichun-Jason/RL-Result
-    python -m research.real_runs RL-Result    # a minute
+    pip install rldoctor==0.2.0 rlwatch==0.5.1 rlprobe==0.1.0    # optional; without them their rows are left out
+    python -m research.real_runs RL-Result    # minutes
 
 Reads the `train.log`s of a clone that its user makes; no file of it is copied here. The runs are Sokoban with the
 paper's code, Qwen2.5-0.5B to 3B and Qwen3-4B, with PPO, GRPO and Dr. GRPO, filter on and off, 128 episodes a step and
-at most 200 steps, 512 held-out episodes every 10 steps, one seed each. Constants of `health`, and thresholds of the
-other signals, were fixed on the 12 runs of Qwen2.5-0.5B and 3B; the 13 others were read afterwards.
+at most 200 steps, 512 held-out episodes every 10 steps, one seed each. The limits of `health` were chosen with all 25
+runs in sight, and so is each threshold of the single signals here.
 
 Writes `results/real_runs.md` and `results/real_runs.png`, and the table into `docs/health.md`.
 """
 
 import argparse
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
+from importlib.metadata import PackageNotFoundError, version
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from matplotlib.figure import Figure
 
-from ragen2_trl.instrument.health import Alarm, health
+from ragen2_trl.instrument.health import KEYS, SIGNALS, Health, Watch, health
 from ragen2_trl.instrument.verdict import Evidence, judge
 from ragen2_trl.record.logs import read_log
 from ragen2_trl.report.style import BLUE, GREEN, GREY, ORANGE, drawn_in_style
@@ -30,10 +33,9 @@ from research.statistics import correlation_interval
 
 RESULTS = Path(__file__).parent / "results"
 GUIDE = Path(__file__).parents[1] / "docs" / "health.md"
-DEVELOPED_ON = ("Qwen2.5-0.5B", "Qwen2.5-3B")
-EPISODES, HELD_OUT = 128, 512
-# Two standard errors of a difference of held-out success: more than that above all before is a new best.
-NEW_BEST = 2 * math.sqrt(2 * 0.2 * 0.8 / HELD_OUT)
+EPISODES = 128
+MAX_LEAD = 60  # steps; a longer one is no warning of this failure
+LIMITS = [x / 100 for x in range(30, 75, 5)]  # that families of runs are left out over
 
 TASK = "CoordSokoban"
 VALID, THINKING = f"train/{TASK}/action_is_valid", "collapse/valid_thinking_rate"
@@ -85,6 +87,9 @@ RULES = (
 )
 
 
+First = Callable[["RealRun"], int | None]  # the step of a run's first alarm
+
+
 @dataclass(frozen=True)
 class RealRun:
     """A run by its log rows."""
@@ -96,8 +101,9 @@ class RealRun:
         return [(row["step"], row[key]) for row in self.rows if math.isfinite(row.get(key, math.nan))]
 
     @property
-    def is_of_development(self) -> bool:
-        return self.name.startswith(tuple(f"{model}-" for model in DEVELOPED_ON))
+    def family(self) -> str:
+        """Model and algorithm: runs with the filter on and off are alike."""
+        return self.name.rpartition("-filter")[0]
 
     @cached_property
     def held_out(self) -> list[tuple[int, float]]:
@@ -114,13 +120,38 @@ class RealRun:
             halved = step
         return halved
 
+    @property
+    def kind(self) -> str:
+        """`healthy`, `failed`, or `never learned`: at its best before training."""
+        if self.halved is None:
+            return "healthy"
+        best = max(self.held_out, key=lambda point: point[1])
+        return "never learned" if best[0] == 0 else "failed"
+
+    def first(self, *states: str, keys: Sequence[str] = ()) -> int | None:
+        """When `health` first tells one of some states, of all log keys or of some."""
+        rows = [{key: row[key] for key in ("step", *keys) if key in row} for row in self.rows] if keys else self.rows
+        return next((one.since for one in health(rows, completions=EPISODES).history if one.name in states), None)
+
     @cached_property
-    def alarms(self) -> list[Alarm]:
+    def health(self) -> Health:
         return health(self.rows, completions=EPISODES)
 
     @cached_property
     def failing(self) -> int | None:
-        return min((alarm.step for alarm in self.alarms if alarm.failing), default=None)
+        return self.first("failing")
+
+    def beyond(self, limits: Mapping[str, float]) -> int | None:
+        """When validity is first beyond its limits, by the rule of `health` with other limits."""
+        steps = []
+        for key, limit in limits.items():
+            watch, signal = Watch(), replace(SIGNALS[KEYS[key.replace(TASK, "*")]], limit=limit)
+            for step, value in self.points(key):
+                watch.take(signal, value, step, EPISODES, 0.0)
+                if watch.beyond_since is not None:
+                    steps.append(step)
+                    break
+        return min(steps, default=None)
 
     @cached_property
     def template(self) -> int | None:
@@ -141,50 +172,119 @@ class RealRun:
         ]
         return next((one.evidence.step for one in judge(evidence) if one.is_collapsed), None)
 
-    def is_premature(self, step: int) -> bool:
-        """Whether held-out success was still to reach a new best, so that whoever had stopped would have lost it."""
-        before = max((value for at, value in self.held_out if at <= step), default=0.0)
-        return max((value for at, value in self.held_out if at > step), default=0.0) > before + NEW_BEST
-
 
 @dataclass(frozen=True)
 class Score:
-    """How an alarm did on some runs: failures that it warned of in time, and healthy runs that it accused."""
+    """How an alarm did on some runs. No run is exempt."""
 
-    caught: int
-    failures: int
-    leads: list[int]
-    late: int
-    premature: int
-    accused: int
-    healthy: int
+    leads: list[int] = field(default_factory=list)  # steps from alarm to halving, where they are 1 to MAX_LEAD
+    early: int = 0
+    late: int = 0
+    failed: int = 0
+    accused: int = 0
+    healthy: int = 0
 
     @classmethod
-    def of(cls, runs: Sequence[RealRun], first: Callable[[RealRun], int | None]) -> "Score":
-        leads, late, premature, accused = [], 0, 0, 0
-        for run in runs:
-            step = first(run)
-            if step is None:
-                continue
-            if run.halved is None:
-                accused += 1
-            elif run.is_premature(step):
-                premature += 1
-            else:
-                leads.append(run.halved - step)
-                late += step >= run.halved
-        failures = sum(run.halved is not None for run in runs)
-        return cls(len(leads) - late, failures, leads, late, premature, accused, len(runs) - failures)
+    def of(cls, runs: Sequence[RealRun], first: First) -> "Score":
+        failed, healthy = ([run for run in runs if run.kind == kind] for kind in ("failed", "healthy"))
+        leads = [(run.halved or 0) - step for run in failed if (step := first(run)) is not None]
+        return cls(
+            leads=[lead for lead in leads if 0 < lead <= MAX_LEAD],
+            early=sum(lead > MAX_LEAD for lead in leads),
+            late=sum(lead <= 0 for lead in leads),
+            failed=len(failed),
+            accused=sum(first(run) is not None for run in healthy),
+            healthy=len(healthy),
+        )
 
     @property
     def order(self) -> tuple[float, float]:
-        return self.caught - self.premature - self.accused, float(np.median(self.leads)) if self.leads else -1e9
+        return len(self.leads) - self.early - self.accused, float(np.median(self.leads)) if self.leads else -1e9
 
     @property
     def cells(self) -> str:
-        lead = f" ({np.median(self.leads):+.0f})" if self.leads else ""
-        found = f"{self.caught} of {self.failures}{lead}"
-        return f"{found} | {self.late} | {self.premature} | {self.accused} of {self.healthy}"
+        lead = f"{np.median(self.leads):g}" if self.leads else ""
+        missed = self.failed - len(self.leads) - self.early - self.late
+        found = f"{len(self.leads)} of {self.failed} | {lead} | {self.early} | {self.late} | {missed}"
+        return f"{found} | {self.accused} of {self.healthy}"
+
+
+def left_out(runs: Sequence[RealRun]) -> First:
+    """The rule with limits that are chosen, for each family of runs, on all other families."""
+    choices = [{VALID: valid, THINKING: thinking} for valid, thinking in product(LIMITS, LIMITS)]
+    told = [{run.name: run.beyond(limits) for run in runs} for limits in choices]
+    firsts: dict[str, int | None] = {}
+    for family in {run.family for run in runs}:
+        others = [run for run in runs if run.family != family]
+        best = max(told, key=lambda steps: Score.of(others, by_name(steps)).order)
+        firsts |= {run.name: best[run.name] for run in runs if run.family == family}
+    return by_name(firsts)
+
+
+# Other monitors, with their own settings. Each is asked after every fifth row, as its live form reads a growing log.
+PEERS = {"rldoctor": ("warning", "critical"), "rlwatch": ("warning", "critical"), "rlprobe": ("warn", "critical")}
+PEER_KEYS = {  # of rlwatch and rlprobe; rldoctor maps verl's keys itself
+    "entropy": "actor/entropy",
+    "kl": "actor/ppo_kl",
+    "reward": "critic/score/mean",
+    "loss": "actor/pg_loss",
+    "grad_norm": "actor/grad_norm",
+    "clip_fraction": "actor/pg_clipfrac",
+    "length": "response_length/mean",
+    "truncated": "response_length/clip_ratio",
+}
+
+
+def alerts(peer: str, run: RealRun) -> Iterator[tuple[int, str]]:
+    """(step, severity) of each alert that another monitor gives of a run."""
+    rows = [{key: row.get(name) for key, name in PEER_KEYS.items()} | {"step": row["step"]} for row in run.rows]
+    if peer == "rldoctor":
+        from rl_doctor.live import LiveMonitor
+
+        monitor = LiveMonitor(check_every=5, on_finding=lambda finding: None)
+        for row in run.rows:
+            yield from ((row["step"], one.severity.name.lower()) for one in monitor.log(row, step=row["step"]))
+    elif peer == "rlwatch":
+        from rlwatch.config import RLWatchConfig
+        from rlwatch.detectors import DetectorSuite
+
+        suite = DetectorSuite(RLWatchConfig())
+        names = {"entropy": "entropy", "kl": "kl_divergence", "reward": "reward_mean", "loss": "loss"}
+        for row in rows:
+            values = {name: row[key] for key, name in {**names, "grad_norm": "grad_norm"}.items()}
+            yield from ((row["step"], one.severity) for one in suite.check_step(row["step"], **values))
+    else:
+        from rlprobe.doctor.engine import diagnose_view
+        from rlprobe.doctor.runview import RunView
+        from rlprobe.schemas import RunManifest, StepRecord
+
+        names = {"entropy": "entropy_mean", "kl": "kl_mean", "reward": "reward_mean", "length": "completion_len_mean"}
+        names |= {"truncated": "truncation_rate"} | {key: key for key in ("loss", "grad_norm", "clip_fraction")}
+        algorithm = "ppo" if "-PPO-" in run.name else "grpo"
+        manifest = RunManifest(run_id=run.name, created_at="2026-01-01T00:00:00", algorithm=algorithm)
+        records = [StepRecord(step=row["step"], **{name: row[key] for key, name in names.items()}) for row in rows]
+        for end in range(30, len(records) + 1, 5):  # its live form begins after 30 rows
+            findings = diagnose_view(RunView(manifest, records[:end]))
+            yield from ((records[end - 1].step, one.severity) for one in findings)
+
+
+def of_peers(runs: Sequence[RealRun]) -> Iterator[tuple[str, First]]:
+    """The monitors that are installed, each by its warnings and by its critical alerts alone."""
+    for peer, severities in PEERS.items():
+        try:
+            name = f"`{peer}` {version(peer)}"
+        except PackageNotFoundError:
+            continue
+        given = {run.name: list(alerts(peer, run)) for run in runs}
+        for severity, counted in zip(severities, (severities, severities[1:]), strict=True):
+            firsts = {
+                run: min((step for step, one in told if one in counted), default=None) for run, told in given.items()
+            }
+            yield f"{name}: {severity}", by_name(firsts)
+
+
+def by_name(firsts: Mapping[str, int | None]) -> First:
+    return lambda run: firsts[run.name]
 
 
 def read_runs(clone: Path) -> list[RealRun]:
@@ -206,28 +306,31 @@ def read_runs(clone: Path) -> list[RealRun]:
 
 
 def table(runs: Sequence[RealRun]) -> str:
-    """How each alarm did, as Markdown: on the runs that thresholds were chosen on, and on the others."""
-    parts = [run for run in runs if run.is_of_development], [run for run in runs if not run.is_of_development]
-    columns = "caught (lead) | late | too early | accused"
-    lines = [f"| alarm | threshold | 12 runs: {columns} | 13 runs: {columns} |", "|---" * 10 + "|"]
-
-    def row(name: str, threshold: str, first: Callable[[RealRun], int | None]) -> str:
-        return f"| {name} | {threshold} | {' | '.join(Score.of(part, first).cells for part in parts)} |"
-
-    lines.append(row("**`health`: failing**", "fixed", lambda run: run.failing))
-    lines.append(row("`judge`: reasoning has become a template", "fixed", lambda run: run.template))
+    """How each alarm did, as Markdown."""
+    plain = [key for key, name in KEYS.items() if key[:5] != "train" and name not in ("valid", "valid_thinking")]
+    firsts: list[tuple[str, First]] = [
+        ("**`health`: failing**", lambda run: run.failing),
+        ("the same rule, limits chosen on the other families", left_out(runs)),
+        ("`health`: drifting, from plain TRL's columns", lambda run: run.first("drifting", keys=plain)),
+        ("`health`: failing, without validity", lambda run: run.first("failing", keys=[*plain, SUCCESS])),
+        ("`judge`: reasoning has become a template", lambda run: run.template),
+        *of_peers(runs),
+        ("an alarm at step 50, whatever happens", lambda run: 50),
+    ]
     for rule in RULES:
-        best = rule.best_threshold(parts[0])
-        shown = f"{best:g} of its {'lowest' if rule.rises else 'best'}"
-        lines.append(row(rule.name, shown, partial(rule.first, best)))
-    return "\n".join(lines)
+        best = rule.best_threshold(runs)
+        shown = f"{rule.name} to {best:g} of its {'lowest' if rule.rises else 'best'}"
+        firsts.append((shown, partial(rule.first, best)))
+    head = "| alarm | in time | median lead | too early | late | missed | accused |"
+    lines = [f"| {name} | {Score.of(runs, first).cells} |" for name, first in firsts]
+    return "\n".join([head, "|---" * 7 + "|", *lines])
 
 
 def run_table(runs: Sequence[RealRun]) -> str:
-    """Each run: success, when it halved, and when either alarm was given."""
+    """Each run: success, when it halved, when either alarm was given, and its states."""
     lines = [
-        "| run | held-out success: first, best (step), last | halved for good | failing | lead | template |",
-        "|---|---|---|---|---|---|",
+        "| run | held-out success: first, best (step), last | halved for good | failing | lead | template | states |",
+        "|---|---|---|---|---|---|---|",
     ]
     for run in runs:
         step, best = max(run.held_out, key=lambda point: point[1])
@@ -235,7 +338,8 @@ def run_table(runs: Sequence[RealRun]) -> str:
         shown = ("" if step is None else str(step) for step in (run.halved, run.failing))
         lines.append(
             f"| {run.name} | {run.held_out[0][1]:.1%}, {best:.1%} ({step}), {run.held_out[-1][1]:.1%} | "
-            f"{' | '.join(shown)} | {lead} | {'' if run.template is None else run.template} |"
+            f"{' | '.join(shown)} | {lead} | {'' if run.template is None else run.template} | "
+            f"{', '.join(f'{one.title} {one.since}' for one in run.health.history[1:])} |"
         )
     return "\n".join(lines)
 
@@ -297,7 +401,7 @@ def draw(runs: Sequence[RealRun]) -> Figure:
         ):
             if step is not None:
                 axis.axvline(step, label=label, **look)
-        axis.set_title(run.name + ("" if run.is_of_development else " (kept)"), fontsize=9)
+        axis.set_title(run.name, fontsize=9)
         axis.set_ylim(0, 1.05)
         axis.set_xlim(left=0)
     handles: dict[str, Any] = {}

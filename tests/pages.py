@@ -20,7 +20,7 @@ from ragen2_trl.tiny import TINY_MODEL_PATH
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 PAGES = {path.relative_to(DOCS).as_posix(): path for path in sorted(DOCS.rglob("*.md"))}
-PAGES |= {f"../{name}.md": ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "CHANGELOG")}
+PAGES |= {f"../{name}.md": ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "CHANGELOG", "research/README")}
 AS_PRINTED = "your_own_environment.md"
 ON_THE_HUB = "reporting.md"
 SERVED = "environments/openenv.md"

@@ -51,7 +51,7 @@ def outcome(env, *answers, row=ROW):
     return play.outcome
 
 
-# Tasks that teach nothing
+# Impossible tasks
 
 
 @pytest.mark.slow

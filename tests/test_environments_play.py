@@ -28,6 +28,16 @@ from ragen2_trl.envs.tasks import SPLITS
 # Play
 
 
+def test_an_invalid_turn_earns_what_the_environment_is_told():
+    for reward in (0.0, -0.5):
+        env = make_env("frozen_lake", invalid_reward=reward)
+        play = env.play(env.dataset(1)[0], random.Random(0))
+        play.respond("I give up.")
+        assert play.outcome.episode_return == reward and env.options["invalid_reward"] == reward
+    with pytest.raises(ValueError, match=r"invalid_reward must be between -10\.0 and 0\.0, got 0\.5"):
+        make_env("frozen_lake", invalid_reward=0.5)
+
+
 @every_mode
 def test_an_invalid_turn_costs_a_tenth_and_changes_nothing_else(name, multi_turn):
     env = environment(name, multi_turn)

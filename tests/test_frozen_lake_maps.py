@@ -87,7 +87,7 @@ def test_moves_are_counted_as_a_search_cell_by_cell_does():
             assert moves_between(free, size, start, goal) == distances_to_goal(grid).get(divmod(start, size))
 
 
-# Maps that teach nothing
+# Impossible maps
 
 
 def has_way(grid):

@@ -1,4 +1,4 @@
-"""`ragen2-trl health` on logs of others: a table of alarms, a small chart, and a line for what is no log."""
+"""`ragen2-trl health` on logs of others: a table of states, a small chart, and a line for a file that is no log."""
 
 import json
 
@@ -11,20 +11,39 @@ from ragen2_trl import cli
 def write_log(path, valid):
     path.write_text(
         "".join(
-            console_line(step, **{"train/Sokoban/action_is_valid": rate, "train/Sokoban/success": 0.2})
+            console_line(
+                step, **{"train/Sokoban/action_is_valid": rate, "train/Sokoban/success": 0.2, "actor/entropy": 1.0}
+            )
             for step, rate in enumerate(valid)
         )
     )
 
 
-def test_the_alarm_and_a_chart_are_printed(tmp_path, capsys):
+def test_the_states_and_a_chart_are_printed(tmp_path, capsys):
     write_log(tmp_path / "failing.log", [0.98] * 60 + [0.5] * 20)
     write_log(tmp_path / "sound.log", [0.98] * 80)
     cli.main(["health", str(tmp_path / "failing.log"), str(tmp_path / "sound.log"), "--completions", "128"])
     failing, _, sound = capsys.readouterr().out.partition("sound.log")
-    for part in ("failing.log, 80 rows", "format", "61", "train/Sokoban/action_is_valid", "█", "!"):
+    for part in ("failing.log, 80 rows", "failing", "62", "train/Sokoban/action_is_valid", "█", "!"):
         assert part in failing
-    assert "nothing to warn of" in sound and "!" not in sound
+    assert "no rise shown" in sound and "failing" not in sound and "!" not in sound
+
+
+@pytest.mark.parametrize(
+    ("rows", "said"),
+    [
+        ({"reward": 0.5}, "flat (no rise shown)"),
+        ({"reward": 0.0, "frac_reward_zero_std": 1.0, "env/a/success": 0.0}, "No completion solves its task"),
+        ({"reward": 1.0, "frac_reward_zero_std": 1.0, "env/a/success": 1.0}, "All completions solve their tasks"),
+        ({"reward": 0.0, "reward_std": 0.0, "completions/clipped_ratio": 1.0}, "cut at the length limit"),
+    ],
+)
+def test_plain_cases_are_told_from_a_log_of_trl(tmp_path, capsys, rows, said):
+    history = [{"step": step, **rows} for step in range(80)]
+    (tmp_path / "trainer_state.json").write_text(json.dumps({"global_step": 79, "log_history": history}))
+    cli.main(["health", str(tmp_path / "trainer_state.json")])
+    printed = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    assert said in printed and "failing" not in printed
 
 
 def test_escape_codes_do_not_reach_the_terminal(tmp_path, capsys):
@@ -58,9 +77,9 @@ def test_a_key_without_a_signal_is_named(tmp_path, capsys):
 
 
 def test_a_runs_folder_is_read_as_report_reads_it(tmp_path, capsys):
-    rows = [{"step": step, "env/a/valid_rate": 0.98 if step < 50 else 0.6} for step in range(60)]
+    rows = [{"step": step, "env/a/valid_rate": 0.98 if step < 50 else 0.3} for step in range(60)]
     (tmp_path / "checkpoint-59").mkdir()
     state = {"global_step": 59, "log_history": rows}
     (tmp_path / "checkpoint-59" / "trainer_state.json").write_text(json.dumps(state))
     cli.main(["health", str(tmp_path), "--completions", "128"])
-    assert "is failing" in " ".join(capsys.readouterr().out.split())
+    assert "failing" in " ".join(capsys.readouterr().out.split())

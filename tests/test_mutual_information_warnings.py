@@ -152,7 +152,7 @@ def test_a_policy_trained_on_templates_does_not_depend_on_its_prompt_yet_while_i
                 assert row["mi/first_turn/mi_seq"] > 0.5 * math.log(num_prompts)
             else:
                 assert finding.regime == "independent"
-                assert headline([finding]) == "Reasoning does not depend on its prompt yet"
+                assert headline([finding]).startswith("Dependence on the prompt is not shown yet (p = ")
                 assert not [text for text in warnings_of(caplog) if "ollapse" in text]
                 assert row["mi/regime/depends_on_prompt"] == 0.0
                 assert row["mi/first_turn/conditional_entropy_token"] > 0.5 * math.log(8)

@@ -28,7 +28,7 @@ WRONG = [  # file and keys, the new value, and what the line names
     ((*CALLBACKS, "ragen2_run"), 3, "ragen2_run must be an object"),
     ((*CALLBACKS, "ragen2_health"), [], "ragen2_health must be an object"),
     ((*CALLBACKS, "ragen2_health", "health", "step"), "x", r"ragen2_health\.health\.step must be a whole number"),
-    ((*CALLBACKS, "ragen2_health", "health", "alarms"), [{}], r"ragen2_health\.health\.alarms\[0\]\.\w+ is missing"),
+    ((*CALLBACKS, "ragen2_health", "health", "history"), [{}], r"ragen2_health\.health\.history\[0\]\.\w+ is missing"),
     ((*CALLBACKS, "ragen2_health", "closes"), 1, r"ragen2_health\.closes must be true or false"),
     ((*CALLBACKS, "ragen2_costs", "seconds"), "x", r"ragen2_costs\.seconds must be a number"),
     ((*CALLBACKS, "ragen2_mutual_information", "ema"), 1, r"ragen2_mutual_information\.ema must be an object"),

@@ -209,7 +209,7 @@ AGAIN = "Reasoning depends on its prompt again: it was a template from step {} t
     [
         ("dd", [], "Reasoning depends on its prompt"),
         ("dcdc", [], "Reasoning depends on its prompt"),
-        ("tt", [], "Reasoning does not depend on its prompt yet"),
+        ("tt", [], "Dependence on the prompt is not shown yet (p = "),
         ("ddt", [], WEAKER.format(30)),
         ("ddtt", [Collapse("template_collapse", 30, None)], TEMPLATE.format(30)),
         ("dlll", [Collapse("low_entropy_collapse", 20, None)], THE_SAME.format(20)),
@@ -385,9 +385,9 @@ def test_lost_format_is_failing_training_and_no_word_on_dependence(tmp_path):
     (tmp_path / "log_history.json").write_text(json.dumps(rows))
     run = read_run(tmp_path)
     assert run.collapses == [] and run.verdict == "Reasoning depends on its prompt"
-    assert (run.failure.kind, run.failure.step, run.failure.key) == ("format", 150, "mi/valid_thinking_rate")
-    (tmp_path / "log_history.json").write_text(json.dumps(rows[:14]))
-    assert read_run(tmp_path).failure is None  # one measurement may be chance
+    assert (run.state.name, run.state.since) == ("failing", 160) and "mi/valid_thinking_rate" in run.state.why
+    (tmp_path / "log_history.json").write_text(json.dumps(rows[:15]))
+    assert read_run(tmp_path).state is None  # two measurements may be chance
 
 
 def test_a_run_that_had_no_group_to_train_on_has_learnt_nothing():

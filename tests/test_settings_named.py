@@ -17,7 +17,7 @@ NO_SETTINGS = {"snr_state_", "snr_manifest", "snr_fields", "snr_kept", "snr_shar
 STORED = {*STORED_NAMES.values(), *(name for of in STORED_VALUES.values() for own in of.values() for name in own)}
 # Pages and experiments that speak of stored runs, by the names that these have.
 FURTHER = {
-    "docs/experiments.md": {*STORED, "snr_mode"},
+    "research/README.md": {*STORED, "snr_mode"},
     "research/experiments/ours1.yaml": {"snr_mode"},
     "research/experiments/ours2.yaml": {"snr_mode"},
 }
@@ -25,6 +25,7 @@ FILES = [
     *(ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "Makefile")),
     *(path for folder, suffix in (("docs", "md"), ("ragen2_trl", "py"), ("ragen2_trl", "yaml"), ("scripts", "*"))
       for path in sorted((ROOT / folder).rglob(f"*.{suffix}")) if "__pycache__" not in path.parts),
+    ROOT / "research" / "README.md",
     *sorted((ROOT / "research" / "experiments").rglob("*.yaml")),
 ]  # fmt: skip
 NAMED = [path.relative_to(ROOT).as_posix() for path in FILES if "snr_" in path.read_text()]

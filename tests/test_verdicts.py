@@ -125,10 +125,11 @@ def test_a_little_above_chance_with_few_traces_is_no_verdict():
 
 def test_retrieval_at_chance_is_no_collapse_and_before_training_it_is_not_yet():
     (alone,) = judge([measured(4, 64, 1 / 16)])
-    assert (alone.regime, headline([alone])) == ("independent", "Reasoning does not depend on its prompt")
+    assert alone.regime == "independent"
+    assert headline([alone]) == "Dependence on the prompt is not shown (p = 0.57); retrieval beyond 17% is excluded"
     found = judge(run_of(4, 4, 5, 3))
     assert [finding.regime for finding in found] == ["independent"] * 4
-    assert headline(found) == "Reasoning does not depend on its prompt yet"
+    assert headline(found).startswith("Dependence on the prompt is not shown yet (p = ")
     assert status(found) == "open" and not collapses(found) and not warnings(found)
 
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from webshop_visits import GOAL, JACKET, LAMP, RIGHT, answer, do, shop
 
-from ragen2_trl.envs.play import INVALID_TURN
+from ragen2_trl.envs.play import INVALID_REWARD
 from ragen2_trl.envs.webshop.catalogue import MAX_RESULTS, NO_LIMIT, fits, price_limit, score, type_factor
 from ragen2_trl.envs.webshop.environment import WebShop
 from ragen2_trl.envs.webshop.files import clean
@@ -177,7 +177,7 @@ def test_what_the_search_page_does_not_offer_is_an_invalid_turn(action):
     play = env.play(env.dataset(1)[0], random.Random(0))
     before = play.episode.observation()
     play.respond(answer(action))
-    assert play.outcome.episode_return == INVALID_TURN
+    assert play.outcome.episode_return == INVALID_REWARD
     assert play.episode.observation() == before
 
 
@@ -292,7 +292,7 @@ def test_no_text_raises_and_no_page_breaks(actions):
         if not play.done:
             play.respond(answer(action))
             assert play.episode.observation()
-    assert 9 * INVALID_TURN <= play.outcome.episode_return <= 1.0
+    assert 9 * INVALID_REWARD <= play.outcome.episode_return <= 1.0
 
 
 @given(st.lists(st.text(max_size=80), max_size=9))

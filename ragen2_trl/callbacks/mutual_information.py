@@ -342,11 +342,11 @@ class MutualInformationCallback(TrainerCallback):
         sampling = affordable(self.scopes, self.sampling, texts, self.budget * update)
         if sampling not in (self.sampling, self._told):
             whole, part = (expected_tokens(self.scopes, one, texts) / update for one in (self.sampling, sampling))
-            tokens = f"the first {sampling.max_tokens} tokens of each reasoning trace"
+            traces = f"the first {sampling.max_tokens} tokens of each trace" if sampling.max_tokens else "all traces"
             logger.warning(
                 f"A whole measurement of mutual information would take {whole:.0%} of the tokens of the update. "
-                f"Scored are {tokens if sampling.max_tokens else 'all traces'} under {sampling.max_prompts} prompts at "
-                f"most, for {part:.0%}. budget=None scores all."
+                f"Scored are {traces} under {sampling.max_prompts} prompts at most, for {part:.0%}; "
+                "budget=None scores all."
             )
         self._told = sampling
         return sampling

@@ -1,4 +1,4 @@
-"""Whether training is failing, said while it trains: from the rows that are logged anyway, without a forward pass."""
+"""What training is doing, said while it trains: from the rows that are logged anyway, without a forward pass."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypedDict
@@ -10,7 +10,7 @@ from transformers import TrainerCallback
 from ragen2_trl.callbacks.attached import check_own_trainer, is_newest
 from ragen2_trl.callbacks.run_record import reported
 from ragen2_trl.filtering import check_choice
-from ragen2_trl.instrument.health import COUNT, KINDS, Alarm, Health, HealthState
+from ragen2_trl.instrument.health import COUNT, TITLES, Health, HealthState, State
 from ragen2_trl.instrument.reasoning import Trajectories
 from ragen2_trl.record.run import HEALTH_STATE
 from ragen2_trl.rollout_events import Listener, LocalRollout, listen, log_row
@@ -18,7 +18,7 @@ from ragen2_trl.saved_state import kept_by_callback
 
 logger = get_logger(__name__)
 
-STOP_ON = ("failing", *KINDS)
+STOP_ON = tuple(name for name in TITLES if name not in ("learning", "too_early"))
 
 
 class WatchState(TypedDict):
@@ -30,18 +30,19 @@ class WatchState(TypedDict):
 
 
 def keep_watch(trainer: Any) -> None:
-    """Let a trainer tell when its training is failing, unless it has a callback that does."""
+    """Let a trainer follow its health, unless it has a callback that does."""
     if not any(isinstance(callback, TrainingHealthCallback) for callback in trainer.callback_handler.callbacks):
         trainer.add_callback(TrainingHealthCallback(trainer))
 
 
 class TrainingHealthCallback(TrainerCallback):
     """
-    Warns when training is failing, by what warned of it in real runs: valid answers, or success, fall below their best
-    by more than chance explains (see [`~ragen2_trl.instrument.health`]). The trainers with the filter bring it along.
+    Tells what training is doing: too early to tell, learning, flat, drifting or failing (see
+    [`~ragen2_trl.instrument.health`]). The trainers with the filter bring it along.
 
-    It reads log rows, and of each generation whether its answers are valid; training is left bit-identical. An alarm
-    is a warning, and an alert in trackio and wandb; the live line, the model card and the report have it, too.
+    It reads log rows, and counts the valid answers of each generation; training is left bit-identical. Each new state
+    is a line in the log, and an alert in trackio and wandb unless it is good news; the live line, the model card and
+    the report show the state, too.
 
     `health/completions` is how many completions a row is about, and `health/valid_rate` the share of them that are
     valid: by `valid`, or where no environment of ours says it, the share of turns that close their reasoning. A run
@@ -53,11 +54,11 @@ class TrainingHealthCallback(TrainerCallback):
         trainer ([`~transformers.Trainer`]):
             The trainer that the callback is then added to.
         stop_on (`Sequence[str]`, *optional*, defaults to `()`):
-            What ends training: `"failing"`, or single kinds of alarm.
+            States that end training, of `"failing"`, `"nothing_to_learn"`, `"drifting"` and `"no_rise"`.
         valid (`Callable[[str], bool]`, *optional*):
             Whether the text of a completion, without what tools have said, is a valid answer.
         keys (`Mapping[str, str]`, *optional*):
-            Further log keys by what they tell, for instance `{"rewards/solved/mean": "success"}`.
+            Further log keys and the quantities they hold, for instance `{"rewards/solved/mean": "success"}`.
 
     Raises:
         ValueError: For a setting outside its range.
@@ -78,8 +79,8 @@ class TrainingHealthCallback(TrainerCallback):
         valid: Callable[[str], bool] | None = None,
         keys: Mapping[str, str] | None = None,
     ):
-        for kind in (stop_on,) if isinstance(stop_on, str) else stop_on:
-            check_choice("stop_on", kind, STOP_ON)
+        for name in (stop_on,) if isinstance(stop_on, str) else stop_on:
+            check_choice("stop_on", name, STOP_ON)
         self.trainer, self.valid, self.own_keys = trainer, valid, dict(keys or {})
         self.stop_on = {stop_on} if isinstance(stop_on, str) else set(stop_on)
         self.health = Health(self.own_keys)
@@ -90,7 +91,7 @@ class TrainingHealthCallback(TrainerCallback):
         check_own_trainer(self, self.trainer, state)
         self.health, self._closes = Health(self.own_keys), False
         if (saved := kept_by_callback(state, HEALTH_STATE, WatchState)) is not None:
-            self.health.restore(saved["health"])
+            self.health.load_state_dict(saved["health"])
             self._closes = saved["closes"]
         if self._listener is None and hasattr(self.trainer, "_generate_and_score_completions"):
             self._listener = listen(self.trainer, on_rollout=self._on_rollout)
@@ -98,37 +99,34 @@ class TrainingHealthCallback(TrainerCallback):
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         if not is_newest(self, self.trainer):
             return
-        changed = self.health.update(state.log_history[-1])
+        begun = self.health.update(state.log_history[-1])
         state.stateful_callbacks[HEALTH_STATE] = {
-            "health": self.health.state,
+            "health": self.health.state_dict(),
             "closes": self._closes,
             "keys": self.own_keys,
         }
-        for alarm in changed:
-            logger.warning(alarm.sentence)
-            self._alert(alarm)
-        if self.stop_on and self._agreed([alarm.kind for alarm in changed if self._ends(alarm)]):
+        if begun is not None:
+            logger.warning(begun.sentence)
+            self._alert(begun)
+        if self.stop_on and self._agreed(self.health.state.name in self.stop_on):
             logger.warning(f"Training stops after step {state.global_step}: stop_on={sorted(self.stop_on)}.")
             control.should_training_stop = True
 
-    def _ends(self, alarm: Alarm) -> bool:
-        return alarm.until is None and (alarm.kind in self.stop_on or (alarm.failing and "failing" in self.stop_on))
-
-    def _agreed(self, kinds: list[Any]) -> list[Any]:
+    def _agreed(self, ends: bool) -> bool:
         """What the main process says: rows may differ between processes, and all must stop together."""
         if self.trainer.accelerator.num_processes == 1:
-            return kinds
-        told = [kinds]
+            return ends
+        told = [ends]
         broadcast_object_list(told)
         return told[0]
 
-    def _alert(self, alarm: Alarm) -> None:
-        if self.trainer.args.report_to and self.trainer.state.is_world_process_zero:
+    def _alert(self, state: State) -> None:
+        if state.name in STOP_ON and self.trainer.args.report_to and self.trainer.state.is_world_process_zero:
             from ragen2_trl.report.trackers import send_alert
 
             with reported("The alert for the trackers"):
-                title = f"{'Training is failing' if alarm.failing else 'Worth a look'}: {alarm.what}"
-                send_alert(self.trainer, title, alarm.sentence, is_error=alarm.failing and alarm.until is None)
+                title = f"Training: {state.title}" + (f", {state.what}" if state.what else "")
+                send_alert(self.trainer, title, state.sentence, is_error=state.name == "failing")
 
     def _on_rollout(self, local: LocalRollout) -> None:
         if not is_newest(self, self.trainer):

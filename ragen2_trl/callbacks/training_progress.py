@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from transformers import ProgressCallback, TrainerCallback
 
-from ragen2_trl.instrument.health import FAILING
+from ragen2_trl.instrument.health import TITLES
 from ragen2_trl.metrics import ACCURACY, INFORMATION, KEPT, label
 from ragen2_trl.record.held_out import LOGGED
 from ragen2_trl.record.run import HEALTH_STATE
@@ -29,7 +29,7 @@ def show_progress(trainer: Any) -> None:
 
 class TrainingProgressCallback(TrainerCallback):
     """Shows reward, kept fraction, success, and the latest held-out success and measurement of reasoning beside a
-    progress bar, and where training is failing, what has fallen; loss and accuracy of tokens where there is no reward.
+    progress bar, and the state of training once it can be told; loss and accuracy of tokens where there is no reward.
     In the end there is a table: completions kept, what the filter saved, whether reasoning depends on its prompt,
     health.
     On the main process alone, and nothing where nothing is logged; the trainers with the filter bring it along unless
@@ -51,10 +51,10 @@ class TrainingProgressCallback(TrainerCallback):
         self._progress: Progress | None = None
         self._measured: dict[str, Any] = {}  # what rows seldom have, and the line keeps
         self._held_out: float | None = None  # the same, of the first of several tasks
-        self._alarms: list[dict[str, Any]] = []  # that stand
+        self._health: dict[str, Any] = {}  # the state of training
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._measured, self._held_out, self._alarms = {}, None, []
+        self._measured, self._held_out, self._health = {}, None, {}
         if not state.is_world_process_zero or not self.trainer.args.disable_tqdm:
             return
         self._progress = Progress(
@@ -78,7 +78,8 @@ class TrainingProgressCallback(TrainerCallback):
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
         logs = logs or {}
-        self._alarms = state.stateful_callbacks.get(HEALTH_STATE, {}).get("health", {}).get("alarms", [])
+        history = state.stateful_callbacks.get(HEALTH_STATE, {}).get("health", {}).get("history")
+        self._health = history[-1] if history else {}
         self._held_out = next((logs[key] for key in logs if HELD_OUT.fullmatch(key)), self._held_out)
         if not state.is_world_process_zero or (logs.get("reward") is None and "loss" not in logs):
             return
@@ -101,9 +102,10 @@ class TrainingProgressCallback(TrainerCallback):
             if logs.get("mean_token_accuracy") is not None:
                 parts.append(f"right tokens {logs['mean_token_accuracy']:.0%}")
             return "  ".join(parts)
-        failing = [one["what"] for one in self._alarms if one["kind"] in FAILING]
-        parts = [f"FAILING: {', '.join(failing)}"] if failing else []
-        parts.append(f"reward {logs['reward']:.2f}")
+        parts = [f"reward {logs['reward']:.2f}"]
+        name = self._health.get("name", "too_early")
+        if name != "too_early":
+            parts.insert(0, f"FAILING: {self._health['what']}" if name == "failing" else TITLES[name])
         if logs.get(KEPT) is not None:
             parts.append(f"kept {logs[KEPT]:.0%}")
         success = min((key for key in logs if TRAINED.fullmatch(key)), default=None)  # of several tasks that of all

@@ -16,7 +16,7 @@ COMMANDS = {
     "evaluate": "success, pass@k and reward on held-out tasks, with confidence intervals",
     "warm-start": "supervised fine-tuning on demonstrations of an environment",
     "diagnose": "whether a model's reasoning depends on its prompt",
-    "health": "whether training is failing, from a log of TRL, verl or RAGEN",
+    "health": "what training is doing (learning, flat, drifting, failing), from a log of TRL, verl or RAGEN",
     "what-if": "which remedy for groups without signal pays, from the log of a training",
     "envs": "the tasks: names, options and presets",
     "recipes": "settings that ship with the package, for `train --recipe` and `accelerate launch`",

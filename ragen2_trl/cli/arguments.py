@@ -57,7 +57,7 @@ def report_parser() -> argparse.ArgumentParser:
 def health_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         "ragen2-trl health",
-        description="Whether training is failing, and since when, from logs alone: TRL's trainer_state.json or "
+        description="What a training is doing, since when and why, from its log alone: TRL's trainer_state.json or "
         "log_history.json, or what verl and RAGEN print (step:N - key:value - …).",
         allow_abbrev=False,
     )
@@ -69,14 +69,15 @@ def health_parser() -> argparse.ArgumentParser:
         type=_pair,
         default=[],
         metavar="KEY=SIGNAL",
-        help="Further log keys, * for a part between slashes, by what they tell: success, held_out_success, reward, "
-        "valid, valid_thinking, clipped, length, entropy, grad_norm, kl, zero_variance.",
+        help="A further log key, * for a part between slashes, and the quantity it holds: valid, valid_thinking, "
+        "success, held_out_success, reward, reward_std, zero_variance, kept, clipped, length, entropy, grad_norm, "
+        "clip_ratio.",
     )
     add(
         "--completions",
         type=int,
         default=16,
-        help="Completions of a row, by which chance is told, where rows do not say so (default: 16).",
+        help="Completions of a row that does not log their number, for the limits of validity (default: 16).",
     )
     return parser
 

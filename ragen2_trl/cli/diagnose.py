@@ -51,7 +51,7 @@ from ragen2_trl.instrument.diagnosis import (
     measure_first_turn,
     measure_trajectory,
 )
-from ragen2_trl.instrument.health import COUNT, Alarm, health
+from ragen2_trl.instrument.health import COUNT, State, health
 from ragen2_trl.instrument.information import RETRIEVAL_DEPTHS
 from ragen2_trl.instrument.reasoning import Trajectories, Turn
 from ragen2_trl.instrument.scoring import ContextLengthError, count_tokens
@@ -115,8 +115,8 @@ def main(args: list[str] | None = None) -> None:
     last = diagnoses[-1]
     console.print(metrics_table(last, title, caption))
     console.print(Text(verdict(diagnoses)))
-    for alarm in alarms(diagnoses):
-        console.print(Text(alarm.sentence))
+    if (state := training_state(diagnoses)) is not None:
+        console.print(Text(state.sentence))
     if control is not None:
         console.print(Text(f"Control, the observation withheld: {in_numbers(control.finding)}"))
     show_examples(console, last, tokenizer)
@@ -269,7 +269,7 @@ def write(
         "metrics": last.metrics,
         "regime": last.finding.regime,
         "verdict": verdict(diagnoses),
-        "alarms": [alarm.sentence for alarm in alarms(diagnoses)],
+        "health": None if (state := training_state(diagnoses)) is None else state.sentence,
         "later_turns": {f"turn_{position + 1}": _told(later) for position, later in last.later.items()},
         "control": control and {"regime": control.finding.regime, "metrics": control.metrics},
         "path": [
@@ -374,18 +374,15 @@ def verdict(diagnoses: Sequence[Diagnosis]) -> str:
     return f"{headline([one.finding for one in diagnoses])}. {in_numbers(finding)} {bound}"
 
 
-def alarms(diagnoses: Sequence[Diagnosis]) -> list[Alarm]:
-    """What files of several steps have to warn of, as far as texts tell: closed reasoning, success, length limit."""
-    keys = {
-        "valid_thinking_rate": "mi/valid_thinking_rate",
-        "success": "eval/env/saved/success",
-        "clipped_ratio": "completions/clipped_ratio",
-    }
-    return health(
+def training_state(diagnoses: Sequence[Diagnosis]) -> State | None:
+    """The state of training over files of several steps; `None` where they are too few to tell."""
+    keys = {"valid_thinking_rate": "mi/valid_thinking_rate", "success": "eval/env/saved/success"}
+    state = health(
         {"step": number if one.sample.step is None else one.sample.step, COUNT: len(one.sample.groups)}
         | {key: one.metrics[name] for name, key in keys.items() if name in one.metrics}
         for number, one in enumerate(diagnoses)
-    )
+    ).state
+    return None if state.name == "too_early" else state
 
 
 def show_examples(console: Console, diagnosis: Diagnosis, tokenizer: PreTrainedTokenizerBase) -> None:

@@ -1,4 +1,4 @@
-"""Health: whether training is failing, from the logs of a run, whoever made it.
+"""Health: what a training is doing, since when and why, from its log, whoever made it.
 
 ragen2-trl health runs/my_run
 ragen2-trl health runs/my_run/checkpoint-100/trainer_state.json
@@ -13,7 +13,7 @@ from rich.text import Text
 
 from ragen2_trl.cli.arguments import health_parser
 from ragen2_trl.cli.typed import checked_input
-from ragen2_trl.instrument.health import Alarm, Health, told_by
+from ragen2_trl.instrument.health import Health, health
 from ragen2_trl.record.logs import read_log
 from ragen2_trl.record.run import read_run
 from ragen2_trl.report.examples import printable
@@ -23,7 +23,7 @@ CHARTED = ("valid", "valid_thinking", "success", "held_out_success", "reward")
 
 
 def main(args: list[str] | None = None) -> None:
-    """Print the alarms of each log, and a chart of what they rest on.
+    """Print the state of each log, the states before it, and a chart of validity, success and reward.
 
     Raises:
         InputError: If a log cannot be read, or a key cannot be mapped.
@@ -35,41 +35,37 @@ def main(args: list[str] | None = None) -> None:
     for path in arguments.logs:
         with checked_input():
             rows, too_long = (read_run(path).log_history, 0) if path.is_dir() else read_log(path)
-            watch = Health(dict(arguments.key), arguments.completions)
-        alarms = told_by(watch, rows)
+            watch = health(rows, dict(arguments.key), arguments.completions)
         name = printable(path.name or str(path.resolve()))
-        console.print(alarm_table(name, rows, alarms) if alarms else Text(f"{name}: nothing to warn of."))
-        console.print(charts(watch, rows, alarms))
+        console.print(state_table(name, rows, watch))
+        console.print(charts(watch, rows))
         if too_long:
             console.print(Text(f"{name}: {too_long} lines of more than a megabyte were left out."))
 
 
-def alarm_table(name: str, rows: Sequence[dict[str, Any]], alarms: Sequence[Alarm]) -> Table:
-    """What began when, and what is said of it."""
-    table = Table(title=Text(f"{name}, {len(rows)} rows"))
-    for column in ("step", "until", "kind", ""):
-        table.add_column(column)
-    for alarm in alarms:
-        until = "" if alarm.until is None else str(alarm.until)
-        style = "bold red" if alarm.failing else ""
-        table.add_row(str(alarm.step), until, alarm.kind, Text(printable(alarm.sentence)), style=style)
+def state_table(name: str, rows: Sequence[dict[str, Any]], watch: Health) -> Table:
+    """The states of a run, the present one last."""
+    table = Table("since step", "training is", "why", title=Text(f"{name}, {len(rows)} rows"))
+    for state in watch.history[1:] or watch.history:
+        style = "bold red" if state.name == "failing" else ""
+        table.add_row(str(state.since), state.title, Text(printable(state.why)), style=style)
     return table
 
 
-def charts(watch: Health, rows: Sequence[dict[str, Any]], alarms: Sequence[Alarm]) -> Text:
-    """A line of bars for each key that success and validity are told by, and marks where training began to fail."""
+def charts(watch: Health, rows: Sequence[dict[str, Any]]) -> Text:
+    """A line of bars for each key of validity, success and reward, and marks where training began to fail."""
     points: dict[str, dict[int, float]] = {}
     for row in rows:
         for key, value in row.items():
             if watch.name_of(key) in CHARTED and isinstance(value, int | float) and abs(value) < 1e100:
                 points.setdefault(key, {})[int(row.get("step") or 0)] = value
     if not points:
-        return Text("No key here is one that success or validity is told by; --key maps others.")
+        return Text("No key here is known to hold success, reward or validity; --key maps others.")
     last = max(max(found) for found in points.values()) or 1
     marks = [" "] * WIDTH
-    for alarm in alarms:
-        if alarm.failing:
-            marks[_column(alarm.step, last)] = "!"
+    for state in watch.history:
+        if state.name == "failing":
+            marks[_column(state.since, last)] = "!"
     lines = []
     for key, found in list(points.items())[:MAX_CHARTS]:
         columns: list[list[float]] = [[] for _ in range(WIDTH)]

@@ -19,10 +19,10 @@ from typing import Any, ClassVar, TypeAlias
 from datasets import Dataset
 
 from ragen2_trl.columns import EPISODE, SUCCESS, TASK
-from ragen2_trl.envs.checks import check_choice, check_count, check_flags, check_installed, check_limits
+from ragen2_trl.envs.checks import check_choice, check_count, check_flags, check_installed, check_limits, check_range
 from ragen2_trl.envs.episode import Episode, Limits
 from ragen2_trl.envs.outcomes import EpisodeOutcome, mean_outcomes
-from ragen2_trl.envs.play import OnPlayed, Play, nobody_looks, respond_all
+from ragen2_trl.envs.play import INVALID_REWARD, OnPlayed, Play, nobody_looks, respond_all
 from ragen2_trl.envs.responses import TAGS, Completion, Response, completion_text, format_response, parse_response
 from ragen2_trl.envs.tasks import SPLITS, Row
 from ragen2_trl.envs.tools import ToolEnvironment
@@ -92,6 +92,7 @@ class Environment(ABC):
         max_turn_tokens: int | None = None,
         enable_think: bool = True,
         force_think: bool = False,
+        invalid_reward: float = INVALID_REWARD,
     ):
         check_installed(self.name, *self.packages)
         check_choice("protocol", protocol, PROTOCOLS if self.tools else PROTOCOLS[:1])
@@ -112,12 +113,14 @@ class Environment(ABC):
         self.protocol = protocol
         check_limits(max_total_actions=max_total_actions, max_turn_tokens=max_turn_tokens)
         check_flags(enable_think=enable_think, force_think=force_think)
+        check_range("invalid_reward", invalid_reward, -10.0, 0.0)
         if protocol == "tools":  # whose calls have no tags
             check_choice("force_think with protocol='tools'", force_think, (False,))
         self.max_total_actions = max_total_actions
         self.longest = min(self.max_turns * self.max_actions, max_total_actions or 10_000)  # actions of an episode
         self.max_turn_tokens = max_turn_tokens
         self.enable_think = enable_think
+        self.invalid_reward = invalid_reward
         self.forced_tag = TAGS[enable_think] if force_think else ""
 
     def _show_pictures(self) -> None:
@@ -236,11 +239,11 @@ class Environment(ABC):
     def reward_funcs(self) -> list[RewardFunc]:
         """One function `<name>_return(prompts, completions, **columns) -> list[float]` for TRL trainers.
 
-        It gives the return of each episode: the rewards of its actions and -0.1 for each invalid turn. In single-turn
-        play it plays the completions; in multi-turn play `TextRollout` has played them. Where TRL offers `log_metric`
-        it logs `env/<name>/success`, `return`, `turns`, `valid_rate` and `pass@k` with the k completions of a prompt
-        on this process, and with `log_extra` a column `success` of single completions. Use it or `success_func`, not
-        both: each plays the completions of single-turn play.
+        It gives the return of each episode: the rewards of its actions, and `invalid_reward` for each invalid turn. In
+        single-turn play it plays the completions; in multi-turn play `TextRollout` has played them. Where TRL offers
+        `log_metric` it logs `env/<name>/success`, `return`, `turns`, `valid_rate` and `pass@k` with the k completions
+        of a prompt on this process, and with `log_extra` a column `success` of single completions. Use it or
+        `success_func`, not both: each plays the completions of single-turn play.
         """
         return [reward_func(self, f"{self.name}_return", "episode_return", self.returns)]
 

@@ -186,8 +186,8 @@ class FrozenLake(Environment):
         slip: Probability that a move slips to one of its two perpendicular directions, 0.0 to 1.0.
         observation: What the player sees: the `"grid"`, the `"coordinates"`, `"both"`, or an `"image"` instead of
             words, in single-turn play or through tools.
-        impossible: Share of the training maps on which holes shut in the start or the goal, 0.0 to 1.0: prompts that
-            teach nothing. Held-out maps (split `"test"`) never are.
+        impossible: Share of the training maps on which holes shut in the start or the goal, 0.0 to 1.0: no
+            completion solves them. Held-out maps (split `"test"`) never are.
         **limits: The options of `Environment`. Every map but the impossible can be solved within the limits.
 
     Raises:

@@ -1,7 +1,7 @@
 """An episode behind RAGEN's text protocol, turn by turn.
 
 A response `<think>…</think><answer>a || b</answer>` is one turn. Of its first `max_actions` pieces those that name
-actions are carried out in order until the episode ends. One that names none costs `INVALID_TURN`, once for the turn
+actions are carried out in order until the episode ends. One that names none earns `invalid_reward`, once for the turn
 however many there are, and so does a response of another form, which carries out nothing and consumes the turn.
 """
 
@@ -15,7 +15,8 @@ from ragen2_trl.envs.episode import Episode
 from ragen2_trl.envs.outcomes import EpisodeOutcome
 from ragen2_trl.envs.responses import Response, format_response
 
-INVALID_TURN = -0.1
+INVALID_REWARD = -0.1
+"""Of an invalid turn, unless an environment is given another. Where no completion succeeds, it is all that varies."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,7 @@ class TextTask(Protocol):
     max_total_actions: int | None
     splits_answers: bool
     enable_think: bool
+    invalid_reward: float
 
     def read(self, text: str) -> Response | None: ...
     def message(self, play: "Play", status: str | None = None) -> str: ...
@@ -78,7 +80,7 @@ class Play:
     """One episode behind the text protocol.
 
     Attributes:
-        turn_rewards: The rewards of the turns so far, `INVALID_TURN` for each that was not valid included.
+        turn_rewards: The rewards of the turns so far, `invalid_reward` for each that was not valid included.
         executed: Actions carried out so far.
         last: What came of the last turn, `None` before the first.
         turns: What was done so far, turn by turn.
@@ -165,7 +167,7 @@ class Play:
                 reward += self._carry_out(action)  # whole as long as rewards are, as RAGEN's code shows it
         self.last = TurnOutcome(reward, self.executed - before, valid)
         self._valid_turns += valid
-        self.turn_rewards.append(float(reward) if valid else reward + INVALID_TURN)
+        self.turn_rewards.append(float(reward) if valid else reward + self.env.invalid_reward)
         kind = "" if valid else "Partly invalid answer. " if known else "Invalid answer. "
         return f"{kind}Reward {self.turn_rewards[-1]:g}."
 

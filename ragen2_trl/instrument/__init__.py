@@ -2,7 +2,7 @@
 
 `reasoning` finds the reasoning in sampled token ids, `scoring` its log-probs under every prompt, `information` what
 they say, and `diagnosis` goes all the way; `verdict` decides what the measurements of a run mean. `health` tells
-whether training is failing, which is another question. Nothing here knows TRL or a task.
+whether training is learning, flat, drifting or failing, which is another question. Nothing here knows TRL or a task.
 """
 
 from ragen2_trl.instrument.diagnosis import (
@@ -16,7 +16,7 @@ from ragen2_trl.instrument.diagnosis import (
     measure_trajectory,
     measure_trajectory_reference,
 )
-from ragen2_trl.instrument.health import Alarm, Health, health
+from ragen2_trl.instrument.health import Health, State, health
 from ragen2_trl.instrument.information import MarginalStdEMA, information_metrics
 from ragen2_trl.instrument.reasoning import Trajectories, Turn, find_turns
 from ragen2_trl.instrument.scoring import ContextLengthError, count_tokens, cross_score
@@ -25,7 +25,6 @@ from ragen2_trl.instrument.verdict import Evidence, Finding, Regime, chance_p_va
 __all__ = [
     "REFERENCE_SCOPE",
     "SCOPES",
-    "Alarm",
     "ContextLengthError",
     "Evidence",
     "Finding",
@@ -35,6 +34,7 @@ __all__ = [
     "NotMeasurableError",
     "Regime",
     "Sampling",
+    "State",
     "Trajectories",
     "Turn",
     "chance_p_value",

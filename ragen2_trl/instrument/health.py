@@ -1,9 +1,8 @@
-"""Whether training is failing, told from the rows that trainers log: what warned of it in real runs, and when.
+"""What a training is doing, told from the rows that trainers log: one state at a time, since when, and why.
 
-A run is watched row by row with a few numbers kept for each key. What falls is compared with the best it has been, on
-the scale on which a share of so many completions has the same error everywhere (arcsine), and only a fall that chance
-does not explain is an alarm. The constants were fixed on 12 training runs of other people; what they say of 13 more is
-in `research/results/real_runs.md`.
+A run is followed row by row with a few numbers for each key. A quantity is *beyond its limit* when it lies a fixed
+distance below its best level of five rows, in every one of three rows; the limits were chosen with 25 published runs
+in sight (`research/results/real_runs.md`).
 """
 
 import math
@@ -11,72 +10,76 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal, TypedDict, TypeGuard
 
-Kind = Literal["format", "success", "length", "entropy", "gradient", "kl", "flat_rewards"]
-KINDS: tuple[Kind, ...] = ("format", "success", "length", "entropy", "gradient", "kl", "flat_rewards")
-FAILING: tuple[Kind, ...] = ("format", "success")  # the others are worth a look: healthy runs have had them
+Name = Literal["failing", "nothing_to_learn", "drifting", "learning", "no_rise", "too_early"]
+TITLES: dict[Name, str] = {  # in their precedence
+    "failing": "failing",
+    "nothing_to_learn": "flat (nothing to learn from)",
+    "drifting": "drifting",
+    "learning": "learning",
+    "no_rise": "flat (no rise shown)",
+    "too_early": "too early to tell",
+}
 
-# Between 0.4 and 0.8 the same of the 12 runs are caught and no healthy one is accused; 1.0 -> 0.91, 0.4 -> 0.14.
-FALL = 0.6  # of a share whose loss is failure by itself, as Cohen's h: twice the distance on the arcsine scale
-HALF = 0.5  # of its best, for what goes up and down in healthy runs too: success, completions that end by themselves
-SURE = 5.0  # standard errors: the best and the worst of some hundred windows lie four apart by chance
+LEVEL, RUNNING, MIN_ROWS = 5, 3, 10  # rows of a level; rows that all lie beyond; rows before a limit holds
+SPAN, BLOCK, MIN_FLAT = 20, 10, 60  # rows at start and end that show a rise; for its noise; that show none
+SURE = 3 * math.sqrt(2)  # standard errors of a mean over SPAN rows: three of a difference of two such means
+NOISE = 5.0  # standard deviations of a row, for success and reward, which differ between prompts as well
+SPREAD = 0.9  # standard deviations of rewards: the fall of a share from 0.45 to 0
+NO_SIGNAL = 0.95  # share of groups without reward variance at which a row teaches nothing
+SAME = 1e-6  # relative difference that rounding makes
 COMPLETIONS = 16  # in a row that does not say how many; fewer than most have, so that chance is given more room
-VARIED = 0.05  # share of groups with reward variance that is as good as none
-MAX_KEYS = 1024  # that are remembered: of a log that anyone may have written
-LARGEST = 1e100  # of a number; what is larger counts as not finite, as its square would not be
-COUNT = "health/completions"  # log key of how many completions a row is about
-
-Scale = Literal["share", "ratio", "plain"]
+MAX_KEYS = 1024  # log keys remembered: anyone may have written the log
+MAX_HISTORY = 50  # states remembered, the latest
+LARGEST = 1e100  # larger numbers count as not finite: their squares would not be
+COUNT = "health/completions"  # log key of the completions in a row
 
 
 @dataclass(frozen=True)
 class Signal:
-    """What a log key tells.
+    """A quantity that is watched.
 
     Args:
-        kind: Of the alarm.
+        state: The state of a run where it is beyond its limit.
         what: In words.
-        rows: How many are averaged: few of measurements that are made now and then.
-        scale: `share` of completions, of which more is better; `ratio`, a positive quantity, of which more is worse;
-            `plain`, of which more is better.
-        least: Of a share, Cohen's h that is an alarm, 0 for half of its best; of a ratio, its factor.
-        floor: What smaller values of a ratio are taken for.
+        limit: Distance from the best level, on its scale.
+        scale: `share`, better when high, by its arcsine, on which chance is the same everywhere; `rising_share`,
+            better when low; `rising`, a positive quantity that is better when low, by its logarithm; `plain`.
+        floor: Smaller values of a rising quantity count as this.
+        chance: What sets the limit where it is larger: the number of `completions`, the noise of `rows`, or neither.
     """
 
-    kind: Kind
+    state: Literal["failing", "drifting"]
     what: str
-    rows: int = 5
-    scale: Scale = "share"
-    least: float = 0.0
+    limit: float
+    scale: Literal["share", "rising_share", "rising", "plain"] = "share"
     floor: float = 0.0
+    chance: Literal["completions", "rows", "none"] = "none"
 
     def scaled(self, value: float) -> float:
-        """On a scale on which more is better and chance is the same everywhere: a share of n completions has a
-        standard error of 1/(2 sqrt n) on the arcsine scale."""
+        """On a scale where more is better."""
         if self.scale == "plain":
             return value
-        return math.asin(math.sqrt(value)) if self.scale == "share" else -math.log(max(value, self.floor))
+        if self.scale == "rising":
+            return -math.log(max(value, self.floor))
+        return math.asin(math.sqrt(value)) * (1 if self.scale == "share" else -1)
 
-    @property
-    def distance(self) -> float:
-        """The least distance that is an alarm, on that scale."""
-        return math.log(self.least) if self.scale == "ratio" else self.least / 2
+    def text(self, value: float) -> str:
+        return f"{value:.0%}" if "share" in self.scale else f"{value:.3g}"
 
 
 SIGNALS = {
-    "valid": Signal("format", "valid answers", least=FALL),
-    "valid_thinking": Signal("format", "closed reasoning", rows=2, least=FALL),
-    "not_clipped": Signal("format", "completions that end before the length limit"),
-    "success": Signal("success", "success", rows=10),
-    "held_out_success": Signal("success", "held-out success", rows=2),
-    "reward": Signal("success", "reward", rows=10, scale="plain"),
-    "varied": Signal("flat_rewards", "groups whose rewards differ", rows=20),
-    "length": Signal("length", "mean length", scale="ratio", least=2.0, floor=16.0),
-    "entropy": Signal("entropy", "entropy", scale="ratio", least=3.0, floor=0.1),
-    "grad_norm": Signal("gradient", "gradient norm", scale="ratio", least=10.0, floor=1e-6),
-    "kl": Signal("kl", "KL divergence", scale="ratio", least=10.0, floor=0.1),
+    "valid": Signal("failing", "valid answers", 0.46, chance="completions"),
+    "valid_thinking": Signal("failing", "closed reasoning", 0.45, chance="completions"),
+    "success": Signal("failing", "success", 0.46, chance="rows"),
+    "held_out_success": Signal("failing", "held-out success", 0.46, chance="rows"),
+    "reward": Signal("failing", "reward", 0.0, "plain", chance="rows"),
+    "length": Signal("drifting", "mean length", 1.1, "rising", 16.0),
+    "entropy": Signal("drifting", "entropy", 1.5, "rising", 0.1),
+    "grad_norm": Signal("drifting", "gradient norm", 2.65, "rising", 1e-3),
+    "clip_ratio": Signal("drifting", "clip ratio", 0.19, "rising_share"),
 }
-# What is logged as its complement.
-COMPLEMENTS = {"clipped": "not_clipped", "zero_variance": "varied"}
+FACTS = ("zero_variance", "reward_std", "kept", "clipped")  # whether a row teaches anything, and why it does not
+NAMES = (*SIGNALS, *FACTS)
 
 # Log keys, `*` for a name: ours and TRL's, then those of verl and of the paper's code.
 KEYS = {
@@ -90,10 +93,12 @@ KEYS = {
     "eval/env/*/success": "held_out_success",
     "eval_env/*/success": "held_out_success",
     "reward": "reward",
+    "reward_std": "reward_std",
     "entropy": "entropy",
     "grad_norm": "grad_norm",
-    "kl": "kl",
+    "clip_ratio/region_mean": "clip_ratio",
     "snr/zero_variance_fraction": "zero_variance",
+    "snr/kept_fraction": "kept",
     "frac_reward_zero_std": "zero_variance",
     "train/*/action_is_valid": "valid",
     "collapse/valid_thinking_rate": "valid_thinking",
@@ -104,128 +109,106 @@ KEYS = {
     "critic/score/mean": "reward",
     "actor/entropy": "entropy",
     "actor/grad_norm": "grad_norm",
-    "actor/ppo_kl": "kl",
+    "actor/pg_clipfrac": "clip_ratio",
 }
 
 
 @dataclass(frozen=True)
-class Alarm:
-    """Something has begun that a person should know of.
+class State:
+    """What a training was doing from a step on.
 
     Args:
-        step: Optimizer step of the row that told it.
-        kind: One of `KINDS`.
-        key: Log key that told it.
-        what: What that key is, in words.
-        value: Mean of the latest rows; `None` of a gradient that is not finite.
-        best: What it is compared with: the best such mean of the run, of what has risen the lowest, of reward the
-            first.
-        best_step: Optimizer step of that.
-        share: Whether they are shares.
-        until: Optimizer step at which it was over; `None` as long as it is not.
+        name: A key of `TITLES`.
+        since: Optimizer step of the row that told it.
+        why: One sentence, of the latest row that it was true for.
+        what: The quantity or cause in a few words; empty where the name says it all.
     """
 
-    step: int
-    kind: Kind
-    key: str
-    what: str
-    value: float | None
-    best: float | None
-    best_step: int
-    share: bool
-    until: int | None = None
+    name: Name
+    since: int
+    why: str
+    what: str = ""
 
     @property
-    def failing(self) -> bool:
-        """Whether training fails; otherwise it is worth a look, and healthy runs have had it."""
-        return self.kind in FAILING
+    def title(self) -> str:
+        return TITLES[self.name]
 
     @property
     def sentence(self) -> str:
         """For people.
 
-        >>> Alarm(118, "format", "env/sokoban/valid_rate", "valid answers", 0.83, 0.99, 100, True).sentence
-        'Training is failing since step 118: valid answers down to 83% from 99% at step 100 (env/sokoban/valid_rate).'
+        >>> State("failing", 118, "Valid answers fell to 61% from 99% at step 100 (env/sokoban/valid_rate).").sentence
+        'Training: failing since step 118. Valid answers fell to 61% from 99% at step 100 (env/sokoban/valid_rate).'
         """
-        over = "" if self.until is None else f" to {self.until}"
-        since = f"{'from' if over else 'since'} step {self.step}{over}"
-        if self.value is None or self.best is None:
-            said = f"{self.what} is not finite"
-        elif self.kind == "flat_rewards":
-            said = f"only {self.value:.0%} of groups have rewards that differ; the others teach nothing"
-        else:
-            way = "down" if self.failing else "up"
-            value, best = (f"{x:.0%}" if self.share else f"{x:.3g}" for x in (self.value, self.best))
-            said = f"{self.what} {way} to {value} from {best} at step {self.best_step}"
-        verb = "was" if over else "is"
-        return f"{f'Training {verb} failing' if self.failing else 'Worth a look'} {since}: {said} ({self.key})."
+        since = "" if self.name == "too_early" else f" since step {self.since}"
+        return f"Training: {self.title}{since}. {self.why}"
 
 
 class Health:
-    """Watches one run, row by row; what it keeps does not grow.
+    """Follows one run, row by row, in constant memory.
 
     Args:
-        keys: Further log keys, `*` for a part between slashes, by the names in `SIGNALS` and `COMPLEMENTS`.
-        completions: How many a row is about where it does not say so (`health/completions`).
+        keys: Further log keys, `*` for a part between slashes, by the names in `NAMES`.
+        completions: Completions of a row that does not log them (`health/completions`).
+
+    Attributes:
+        history: The states of the run in their order, the latest `MAX_HISTORY` of them; the last one is the present.
 
     Raises:
         ValueError: If a key is mapped to another name, or `completions` is below 1.
     """
 
     def __init__(self, keys: Mapping[str, str] | None = None, completions: int = COMPLETIONS):
-        names = (*SIGNALS, *COMPLEMENTS)
         for key, name in (keys or {}).items():
-            if name not in names:
-                raise ValueError(f"keys[{key!r}] must be one of {names}, got {name!r}")
+            if name not in NAMES:
+                raise ValueError(f"keys[{key!r}] must be one of {NAMES}, got {name!r}")
         if completions < 1:
             raise ValueError(f"completions must be at least 1, got {completions!r}")
         self.keys = {**KEYS, **(keys or {})}
         self.completions = completions
-        self.alarms: dict[Kind, Alarm] = {}  # those that stand
-        self._watched: dict[str, _Watch] = {}
+        self.history = [State("too_early", 0, "No rows yet.")]
+        self._watches: dict[str, Watch] = {}
+        self._progress = _Progress()
+        self._flat: list[_Flat] = []  # the latest rows that teach nothing, LEVEL at most
+        self._spread = (0.0, 0)  # sum and number of `reward_std`
         self._names: dict[str, str | None] = {}
         self._step = -1
 
     @property
-    def is_failing(self) -> bool:
-        return any(alarm.failing for alarm in self.alarms.values())
+    def state(self) -> State:
+        return self.history[-1]
 
-    def update(self, row: Mapping[str, Any]) -> list[Alarm]:
-        """Takes in a log row; gives the alarms that begin with it, and those that end, which have `until`.
+    def update(self, row: Mapping[str, Any]) -> State | None:
+        """Takes in a log row; gives the state that begins with it, if one does.
 
-        A row of an earlier step than the last is of a run that has been repeated from there, and is left out, as is
-        what is no number.
+        A row of an earlier step than the last belongs to a run that was repeated from there, and is left out. So is
+        every value that is no number.
         """
         step = row.get("step", self._step + 1)
         if not is_number(step) or step < self._step:
-            return []
+            return None
+        is_new = step > self._step
         self._step = int(step)
         completions = row.get(COUNT, self.completions)
         count = int(completions) if is_number(completions) and completions >= 1 else self.completions
-        changed: list[Alarm] = []
+        facts: dict[str, float] = {}
         for key, value in row.items():
             name = self.name_of(key)
-            if name is None or not isinstance(value, int | float):
+            if name == "grad_norm" and isinstance(value, float) and not math.isfinite(value):
+                value = LARGEST
+            if name is None or not is_number(value):
                 continue
-            signal = SIGNALS[COMPLEMENTS.get(name, name)]
-            if not is_number(value):
-                if name == "grad_norm":
-                    self._begin(Alarm(self._step, signal.kind, key, signal.what, None, None, 0, False), changed)
-                continue
-            if key not in self._watched and len(self._watched) >= MAX_KEYS:
-                continue
-            watch = self._watched.setdefault(key, _Watch())
-            is_possible = signal.scale != "share" or 0 <= value <= 1
-            if watch.step == self._step or not is_possible:  # a row that comes twice, or nonsense
-                continue
-            watch.take(signal, 1 - value if name in COMPLEMENTS else float(value), self._step, count)
-            if watch.is_low:
-                told = (watch.level, watch.best, watch.best_step, signal.scale == "share")
-                self._begin(Alarm(self._step, signal.kind, key, signal.what, *told), changed)
-            elif (alarm := self.alarms.get(signal.kind)) is not None and alarm.key == key:
-                del self.alarms[signal.kind]
-                changed.append(replace(alarm, until=self._step))
-        return changed
+            if name == "reward_std":
+                self._spread = (self._spread[0] + value * is_new, self._spread[1] + is_new)
+            facts[name] = max(value, facts.get(name, value))  # of several tasks the best
+            if name in SIGNALS and (key in self._watches or len(self._watches) < MAX_KEYS):
+                spread = self._spread[0] / max(self._spread[1], 1)
+                self._watches.setdefault(key, Watch()).take(SIGNALS[name], float(value), self._step, count, spread)
+        shown = "reward" if "reward" in facts else "success"
+        if shown in facts:
+            self._progress.take(shown, facts[shown], self._step)
+        self._note_flat(facts)
+        return self._become(self._judge())
 
     def name_of(self, key: str) -> str | None:
         """What a log key tells; later patterns win."""
@@ -236,97 +219,235 @@ class Health:
             self._names[key] = fits[-1] if fits else None
         return self._names[key]
 
-    def _begin(self, alarm: Alarm, changed: list[Alarm]) -> None:
-        if alarm.kind not in self.alarms:
-            self.alarms[alarm.kind] = alarm
-            changed.append(alarm)
+    def _note_flat(self, facts: Mapping[str, float]) -> None:
+        if not facts.keys() & {"zero_variance", "reward_std", "kept"}:
+            return
+        same = facts.get("zero_variance", 0.0) >= NO_SIGNAL or facts.get("reward_std", 1.0) <= SAME
+        if not same and facts.get("kept") != 0:
+            self._flat = []
+        elif not self._flat or self._flat[-1].step < self._step:
+            one = _Flat(self._step, same, facts.get("clipped"), facts.get("success"), facts.get("reward"))
+            self._flat = [*self._flat, one][-LEVEL:]
 
-    @property
-    def state(self) -> dict[str, Any]:
+    def _judge(self) -> State:
+        """The state after the latest row, in the order of `TITLES`."""
+        beyond: dict[str, tuple[str, Watch]] = {}
+        for key, watch in self._watches.items():
+            signal = SIGNALS[self.name_of(key) or ""]
+            if watch.beyond_since is not None:
+                beyond.setdefault(signal.state, (key, watch))
+        if "failing" in beyond:
+            return self._fallen("failing", *beyond["failing"])
+        if len(self._flat) == LEVEL:
+            cause = _cause(self._flat)
+            return State("nothing_to_learn", self._step, f"{cause}, for {LEVEL} rows or more.", cause)
+        if "drifting" in beyond:
+            return self._fallen("drifting", *beyond["drifting"])
+        return self._progress.judged(self._step)
+
+    def _fallen(self, name: Name, key: str, watch: "Watch") -> State:
+        signal = SIGNALS[self.name_of(key) or ""]
+        if watch.is_broken:
+            said = f"{signal.what} is not finite"
+        else:
+            way = "rose" if "rising" in signal.scale else "fell"
+            latest, best = (signal.text(one) for one in (math.fsum(watch.window[-RUNNING:]) / RUNNING, watch.best))
+            said = f"{signal.what} {way} to {latest} from {best} at step {watch.best_step}"
+        return State(name, self._step, f"{said[0].upper()}{said[1:]} ({key}).", signal.what)
+
+    def _become(self, state: State) -> State | None:
+        if state.name != self.state.name:
+            self.history = [*self.history, state][-MAX_HISTORY:]
+            return state
+        if state.name not in ("failing", "drifting") or state.what != self.state.what:  # a fall is told as it began
+            self.history[-1] = replace(state, since=self.state.since)
+        return None
+
+    def state_dict(self) -> dict[str, Any]:
         """Numbers, texts and lists, for a checkpoint: `HealthState`."""
-        watched = {key: asdict(watch) for key, watch in self._watched.items()}
-        return {"step": self._step, "alarms": [asdict(one) for one in self.alarms.values()], "watched": watched}
+        return {
+            "step": self._step,
+            "history": [asdict(one) for one in self.history],
+            "watches": {key: asdict(watch) for key, watch in self._watches.items()},
+            "progress": asdict(self._progress),
+            "flat": [asdict(one) for one in self._flat],
+            "spread": list(self._spread),
+        }
 
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Goes on from what `state` gave."""
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on from what `state_dict` gave."""
         self._step = state["step"]
-        self.alarms = {one["kind"]: Alarm(**one) for one in state["alarms"]}
-        self._watched = {key: _Watch(**one) for key, one in state["watched"].items()}
+        self.history = [State(**one) for one in state["history"]]
+        self._watches = {key: Watch(**one) for key, one in state["watches"].items() if self.name_of(key) in SIGNALS}
+        self._progress = _Progress(**state["progress"])
+        self._flat = [_Flat(**one) for one in state["flat"]]
+        self._spread = (state["spread"][0], int(state["spread"][1]))
 
 
 def health(
     rows: Iterable[Mapping[str, Any]], keys: Mapping[str, str] | None = None, completions: int = COMPLETIONS
-) -> list[Alarm]:
-    """Every alarm of a run, in the order in which they began.
+) -> Health:
+    """The state of a run after all its rows, and the history of its states.
 
     Args:
-        rows: Of a log, in their order: any of the keys in `KEYS`, each where it is known.
+        rows: The rows of a log in their order, with any of the keys in `KEYS`.
         keys, completions: See `Health`.
 
-    >>> rows = [{"step": s, "env/sokoban/valid_rate": 0.98 if s < 50 else 0.6} for s in range(60)]
-    >>> [(alarm.step, alarm.kind) for alarm in health(rows, completions=128)]
-    [(52, 'format')]
+    >>> rows = [{"step": s, "env/sokoban/valid_rate": 0.98 if s < 50 else 0.3} for s in range(60)]
+    >>> print(health(rows, completions=128).state.sentence)
+    Training: failing since step 52. Valid answers fell to 30% from 98% at step 4 (env/sokoban/valid_rate).
     """
-    return told_by(Health(keys, completions), rows)
-
-
-def told_by(watch: Health, rows: Iterable[Mapping[str, Any]]) -> list[Alarm]:
-    """Every alarm of further rows, in the order in which they began, each as it was last told."""
-    found: dict[tuple[int, Kind], Alarm] = {}
+    watch = Health(keys, completions)
     for row in rows:
-        found |= {(alarm.step, alarm.kind): alarm for alarm in watch.update(row)}
-    return list(found.values())
+        watch.update(row)
+    return watch
 
 
 @dataclass
-class _Watch:
-    """One log key over a run: its latest values, their mean, the best such mean, and how much rows differ."""
+class Watch:
+    """One log key over a run: its latest values, its best level, and how much its rows differ."""
 
     step: int = -1
     window: list[float] = field(default_factory=list)
-    level: float | None = None
-    best: float | None = None
+    best: float = 0.0  # mean of the rows of the best level
+    best_level: float | None = None  # the same, scaled
     best_step: int = 0
-    is_low: bool = False
+    beyond_since: int | None = None
+    is_broken: bool = False
     rows: int = 0
-    squares: float = 0.0  # sum of squared differences of rows that follow one another, scaled
-    counts: int = 0  # completions of all rows, whose mean is what chance is told by
+    squares: float = 0.0  # sum of squared differences between neighbouring rows, scaled
+    counts: int = 0  # completions of all rows
 
-    def take(self, signal: Signal, value: float, step: int, count: int) -> None:
+    def take(self, signal: Signal, value: float, step: int, count: int, spread: float) -> None:
+        if step == self.step or ("share" in signal.scale and not 0 <= value <= 1):  # a row that comes twice, nonsense
+            return
         if self.window:
             self.squares += (signal.scaled(value) - signal.scaled(self.window[-1])) ** 2
         self.step, self.rows, self.counts = step, self.rows + 1, self.counts + count
-        self.window = [*self.window, value][-signal.rows :]
-        if len(self.window) < signal.rows:
-            return
-        level = self.level = math.fsum(self.window) / signal.rows
-        # Reward is compared with its start, which it falls below only if all that was learnt is lost.
-        if self.best is None or (signal.scale != "plain" and signal.scaled(level) > signal.scaled(self.best)):
-            self.best, self.best_step = level, step
-        self.is_low = self._is_low(signal, level, self.best)
+        self.window = [*self.window, value][-LEVEL:]
+        scaled = [signal.scaled(one) for one in self.window]
+        level = math.fsum(scaled) / LEVEL
+        if len(scaled) == LEVEL and (self.best_level is None or level > self.best_level):
+            self.best, self.best_level, self.best_step = math.fsum(self.window) / LEVEL, level, step
+        self.is_broken = signal.scale == "rising" and len(scaled) >= RUNNING and min(self.window[-RUNNING:]) >= LARGEST
+        limit, best = self._limit(signal, spread), self.best_level
+        if self.is_broken:
+            self.beyond_since = step if self.beyond_since is None else self.beyond_since
+        elif best is None or self.rows < MIN_ROWS:
+            self.beyond_since = None
+        elif self.beyond_since is None:
+            self.beyond_since = step if best - max(scaled[-RUNNING:]) > limit else None
+        elif best - level < limit / 2:  # halfway back
+            self.beyond_since = None
 
-    def _is_low(self, signal: Signal, level: float, best: float) -> bool:
-        if signal.kind == "flat_rewards":
-            return level < VARIED
-        spread = math.sqrt(self.squares / (2 * (self.rows - 1)))
-        if signal.scale == "share":
-            spread = max(spread, 0.5 / math.sqrt(self.counts / self.rows))
-        elif self.rows < 2 * signal.rows or spread == 0:  # too few to tell how much rows differ, or all the same
-            return False
-        least = max(signal.distance, SURE * spread * math.sqrt(2 / signal.rows))
-        distance = signal.scaled(best) - signal.scaled(level)
-        if self.is_low:  # over once it is halfway back
-            return distance >= least / 2
-        halved = signal.scale != "share" or signal.least > 0 or level <= HALF * best
-        return distance >= least and halved
+    def _limit(self, signal: Signal, spread: float) -> float:
+        if signal.chance == "none":
+            return signal.limit
+        if signal.chance == "completions":
+            return max(signal.limit, 0.35 + 1.1 / math.sqrt(self.counts / self.rows))
+        noise = NOISE * math.sqrt(self.squares / (2 * max(self.rows - 1, 1)))
+        if signal.scale != "plain":
+            return max(signal.limit, noise)
+        return max(SPREAD * spread, noise) if spread > SAME * max(1.0, abs(self.best)) else math.inf
+
+
+@dataclass
+class _Progress:
+    """Whether mean reward, or success where no reward is logged, has risen between the first and the last rows."""
+
+    what: str = ""
+    step: int = -1
+    rows: int = 0
+    first: list[float] = field(default_factory=list)
+    last: list[float] = field(default_factory=list)
+    best: float | None = None  # mean of SPAN rows
+    best_step: int = 0
+    squares: float = 0.0  # sum of squared differences between neighbouring rows
+    block: float | None = None  # mean of the last whole BLOCK rows
+    rises: bool = False
+    block_squares: float = 0.0  # sum of squared differences between neighbouring blocks, which drift shows in
+
+    def take(self, what: str, value: float, step: int) -> None:
+        self.what = self.what or what
+        if what != self.what or step == self.step:
+            return
+        if self.last:
+            self.squares += (value - self.last[-1]) ** 2
+        self.step, self.rows = step, self.rows + 1
+        self.first = [*self.first, value][:SPAN]
+        self.last = [*self.last, value][-SPAN:]
+        mean = math.fsum(self.last) / SPAN
+        if len(self.last) == SPAN and (self.best is None or mean > self.best):
+            self.best, self.best_step = mean, step
+        if self.rows % BLOCK == 0:
+            block = math.fsum(self.last[-BLOCK:]) / BLOCK
+            self.block_squares += 0.0 if self.block is None else (block - self.block) ** 2
+            self.block = block
+
+    def judged(self, step: int) -> State:
+        if self.rows < 2 * SPAN or self.best is None:
+            return self._too_early(step)
+        before, after = math.fsum(self.first) / SPAN, math.fsum(self.last) / SPAN
+        needed = max(SURE * self._standard_error(), SAME * max(1.0, abs(before)))
+        means = f"mean {self.what} is {after:.3g} in the last {SPAN} rows, {before:.3g} in the first {SPAN}"
+        is_undone = after - before < (self.best - before) / 2
+        # Half of the rise keeps the state, so that a run near the bound does not change it with every row.
+        self.rises = after - before > needed / (2 if self.rises else 1) and not is_undone
+        if self.rises:
+            return State("learning", step, f"{means[0].upper()}{means[1:]}.")
+        if self.rows < MIN_FLAT:
+            return self._too_early(step)
+        if self.best - before > needed:
+            return State("no_rise", step, f"A rise to {self.best:.3g} by step {self.best_step} was undone: {means}.")
+        return State("no_rise", step, f"In {self.rows} rows {means}; a rise of {needed:.2g} would have shown.")
+
+    def _too_early(self, step: int) -> State:
+        why = f"{self.rows} rows have a reward; a rise can show after {2 * SPAN}, its absence after {MIN_FLAT}."
+        return State("too_early", step, why)
+
+    def _standard_error(self) -> float:
+        """Of a mean over SPAN rows, by differences between neighbouring rows or, if larger, neighbouring blocks."""
+        by_rows = self.squares / (2 * (self.rows - 1)) / SPAN
+        by_blocks = self.block_squares / (2 * (self.rows // BLOCK - 1)) / (SPAN / BLOCK)
+        return math.sqrt(max(by_rows, by_blocks))
+
+
+@dataclass(frozen=True)
+class _Flat:
+    """A row that teaches nothing: whether rewards within its groups were the same, and what else it says."""
+
+    step: int
+    same: bool
+    clipped: float | None
+    success: float | None
+    reward: float | None
 
 
 class HealthState(TypedDict):
-    """The form of `Health.state`, whose dataclasses are dictionaries."""
+    """The form of `Health.state_dict`, whose dataclasses are dictionaries."""
 
     step: int
-    alarms: list[Alarm]
-    watched: dict[str, _Watch]
+    history: list[State]
+    watches: dict[str, Watch]
+    progress: _Progress
+    flat: list[_Flat]
+    spread: list[float]
+
+
+def _cause(rows: list[_Flat]) -> str:
+    """Why some rows taught nothing."""
+    if all(row.clipped is not None and row.clipped >= NO_SIGNAL for row in rows):
+        return "All completions are cut at the length limit"
+    if all(row.success == 0 for row in rows):
+        return "No completion solves its task"
+    if all(row.success is not None and row.success >= NO_SIGNAL for row in rows):
+        return "All completions solve their tasks"
+    if not all(row.same for row in rows):
+        return "The filter keeps no group"
+    rewards = [row.reward for row in rows if row.reward is not None]
+    if rewards and max(rewards) - min(rewards) <= SAME * max(1.0, abs(rewards[0])):
+        return f"Every group got the same reward, {rewards[-1]:.3g}"
+    return "All completions of a group get the same reward"
 
 
 def _fits(pattern: list[str], key: list[str]) -> bool:
@@ -334,5 +455,5 @@ def _fits(pattern: list[str], key: list[str]) -> bool:
 
 
 def is_number(value: Any) -> TypeGuard[float]:
-    """Whether a value of a log can be computed with: neither NaN nor so large that a scale for it would overflow."""
+    """Whether a value of a log can be computed with: neither NaN nor so large that its square would overflow."""
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= LARGEST

@@ -22,7 +22,7 @@ Regime = Literal[
     "template_collapse",  # depended once and no longer does, or much less; varies between samples
     "low_entropy_collapse",  # the same, and hardly varies
     "weaker",  # depends less than half as much as before, which chance may explain
-    "independent",  # has not depended on its prompt so far
+    "independent",  # dependence has not been shown so far, and half of full dependence is excluded
     "inconclusive",  # too few reasoning traces to tell
     "foreign",  # less likely under the own prompt than chance allows: not of these prompts, or not of this model
 ]
@@ -48,7 +48,7 @@ REGIMES = {
     "template_collapse": "Template collapse: varies between samples, and no longer depends on its prompt",
     "low_entropy_collapse": "Low-entropy collapse: hardly varies, and no longer depends on its prompt",
     "weaker": "Depends less on its prompt than before, which one measurement cannot tell from chance",
-    "independent": "Does not depend on its prompt",
+    "independent": "Dependence on its prompt not shown",
     "inconclusive": "Too few reasoning traces to tell",
     "foreign": "Does not belong to these prompts, or not to this model",
 }
@@ -465,7 +465,8 @@ def _open(finding: Finding) -> str:
             f"{finding.enough} would do"
         )
     yet = " yet" if evidence.step is not None and not finding.has_depended else ""
-    return f"{_subject(evidence)} does not depend on its prompt{yet}"
+    beyond, p_value = upper_bound(evidence.hits, evidence.trials, ALPHA), evidence.p_value
+    return f"Dependence on the prompt is not shown{yet} (p = {p_value:.2g}); retrieval beyond {beyond:.0%} is excluded"
 
 
 def _suspect(finding: Finding) -> str:

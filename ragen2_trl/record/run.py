@@ -9,7 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from ragen2_trl.instrument.health import COMPLEMENTS, SIGNALS, Alarm, health, is_number
+from ragen2_trl.instrument.health import NAMES, Health, State, health, is_number
 from ragen2_trl.instrument.verdict import (
     Collapse,
     Evidence,
@@ -68,7 +68,7 @@ class Run:
         drawn: How many of its `rows` the figures in `diagnostics/` show; 0 if there are none.
         is_played: Whether it is no training, but a folder of episodes, as `evaluate --episodes` leaves.
         is_diagnosed: Whether it is no training, but a diagnosis, as `diagnose` leaves: rows are of what it measured.
-        health_keys: Further log keys that health is told by.
+        health_keys: Further log keys that health reads.
         silence: Why mutual information was not measured when it last should have been; `None` without the callback.
         problems: What of it cannot be read.
     """
@@ -126,14 +126,15 @@ class Run:
         return judge(self.evidence)
 
     @cached_property
-    def alarms(self) -> list[Alarm]:
-        """What there was to warn of, by the log rows."""
+    def health(self) -> Health:
+        """The states of training, by the log rows."""
         return health(self.log_history, self.health_keys)
 
     @property
-    def failure(self) -> Alarm | None:
-        """The first alarm of training that is failing now; `None` where it is not."""
-        return next((alarm for alarm in self.alarms if alarm.failing and alarm.until is None), None)
+    def state(self) -> State | None:
+        """The last state of training; `None` where nothing was trained, or too little to tell."""
+        is_told = not (self.is_played or self.is_diagnosed) and self.health.state.name != "too_early"
+        return self.health.state if is_told else None
 
     @property
     def regimes(self) -> list[tuple[int, str]]:
@@ -360,9 +361,7 @@ def _make_run(folder: Path, state: Mapping[str, Any], settings: dict[str, Any], 
         versions=versions,
         drawn=lifecycle.get("drawn", 0),
         health_keys={
-            key: name
-            for key, name in _mapping(_mapping(kept, HEALTH_STATE), "keys").items()
-            if name in SIGNALS or name in COMPLEMENTS
+            key: name for key, name in _mapping(_mapping(kept, HEALTH_STATE), "keys").items() if name in NAMES
         },
         silence=_mapping(kept, MI_STATE).get("silence"),
         evaluations=evaluations,

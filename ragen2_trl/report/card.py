@@ -33,7 +33,7 @@ from ragen2_trl.report.examples import printable
 HEADING = "## Training diagnostics"
 TAGS = ("ragen2", "trl")
 MAX_CHARS = 500  # of a text of others
-MAX_ALARMS = 10  # the latest
+MAX_STATES = 10  # the latest
 MEAN_OVER = 10  # log rows: single training steps are noisy
 
 FIGURES = {  # of the run's folder, in the order of the card
@@ -87,7 +87,7 @@ def add_diagnostics(
 
 def headline(run: Run) -> str:
     """One paragraph of Markdown for the head of a card: verdict, state, and the number behind the verdict."""
-    sentences = [*_failure(run), _verdict(run), *_beside(run), _state(run)]
+    sentences = [*_health(run), _verdict(run), *_beside(run), _state(run)]
     if run.evidence:  # and not the log, whose rows are of later steps where not every step has one
         last = run.evidence[-1]
         sentences.append(
@@ -99,9 +99,9 @@ def headline(run: Run) -> str:
 
 def diagnostics_section(run: Run) -> str:
     """Markdown: verdict and state of the run, its numbers, its figures, and how it was made."""
-    lines = [HEADING, "", " ".join([*_failure(run), _verdict(run), *_beside(run), _state(run)]), ""]
-    lines += [f"- {inline(alarm.sentence)}" for alarm in run.alarms[-MAX_ALARMS:]]
-    lines += [""] if run.alarms else []
+    lines = [HEADING, "", " ".join([*_health(run), _verdict(run), *_beside(run), _state(run)]), ""]
+    if run.state is not None:
+        lines += [*(f"- {inline(one.sentence)}" for one in run.health.history[1:][-MAX_STATES:]), ""]
     rows = _table(run)
     if rows:
         lines += ["| | first | last | best |", "|---|---|---|---|"]
@@ -212,9 +212,12 @@ def _verdict(run: Run) -> str:
     return f"**{run.verdict}.**{calm}"
 
 
-def _failure(run: Run) -> list[str]:
-    """The sentence that comes first where training is failing."""
-    return [f"**{inline(run.failure.sentence)}**"] if run.failure else []
+def _health(run: Run) -> list[str]:
+    """The state of training, in bold where it calls for action."""
+    if run.state is None:
+        return []
+    mark = "" if run.state.name == "learning" else "**"
+    return [f"{mark}{inline(run.state.sentence)}{mark}"]
 
 
 def _beside(run: Run) -> list[str]:

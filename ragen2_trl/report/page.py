@@ -11,6 +11,7 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 from markupsafe import Markup
 
+from ragen2_trl.instrument.health import TITLES, Name
 from ragen2_trl.instrument.verdict import COLLAPSES, REGIMES, collapse_label
 from ragen2_trl.metrics import ACCURACY, BOUND, CHANCE, ENTROPY, INFORMATION, KEPT, label
 from ragen2_trl.record.held_out import differ, tasks_of, tasks_to_tell
@@ -40,6 +41,7 @@ TEMPLATE = "report.html.jinja"
 MAX_STREAKS = 30  # regimes of a run, in the table
 MAX_PROBLEMS = 8  # warnings of a run
 MAX_NAMED = 3  # runs in the headline
+HEADLINED: tuple[Name, ...] = ("failing", "nothing_to_learn")  # states of training in the headline
 # What a reader who wants the missing part would have to do.
 NO_ROWS = "No training step was logged: the run ended before its first log, or logs less often than it had steps."
 NOT_MEASURED = "Mutual information was not measured, so nothing here says whether reasoning depends on its prompt"
@@ -178,10 +180,10 @@ def distinct_labels(folders: Sequence[Path]) -> list[str]:
 
 
 def headline(parts: Sequence[RunSection]) -> str:
-    """What the page says first: what was gained, which of the runs are failing, and what became of reasoning."""
+    """What the page says first: what was gained, which runs fail or learn nothing, and what became of reasoning."""
     gains = [gain for part in parts if (gain := _gain(part, alone=len(parts) == 1))]
     trained = [part for part in parts if not part.run.is_played]
-    said = [*_failures(trained), _collapses(trained or parts)] if trained or not gains else []
+    said = [*_states(trained), _collapses(trained or parts)] if trained or not gains else []
     first, *others = [*gains[:MAX_NAMED], *_ends(parts), *said]
     return "; ".join([first, *map(_lower, others)])
 
@@ -216,12 +218,18 @@ def _gain(part: RunSection, alone: bool) -> str:
     return f"{gain} ({unsure})" if unsure else gain
 
 
-def _failures(parts: Sequence[RunSection]) -> list[str]:
-    failing = [f"{_quoted(part)} since step {part.run.failure.step}" for part in parts if part.run.failure]
-    if not failing:
-        return []
-    named = ", ".join(failing[:MAX_NAMED]) + (f" and {len(failing) - MAX_NAMED} more" * (len(failing) > MAX_NAMED))
-    return [f"training is failing in {len(failing)} of {len(parts)} runs: {named}"]
+def _states(parts: Sequence[RunSection]) -> list[str]:
+    said = []
+    for name in HEADLINED:
+        runs = [
+            f"{_quoted(part)} since step {part.run.state.since}"
+            for part in parts
+            if part.run.state is not None and part.run.state.name == name
+        ]
+        if runs:
+            named = ", ".join(runs[:MAX_NAMED]) + (f" and {len(runs) - MAX_NAMED} more" * (len(runs) > MAX_NAMED))
+            said.append(f"training is {TITLES[name]} in {len(runs)} of {len(parts)} runs: {named}")
+    return said
 
 
 def _collapses(parts: Sequence[RunSection]) -> str:

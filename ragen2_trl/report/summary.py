@@ -51,7 +51,7 @@ def summarize(
         "positions_saved": _positions_saved(state.log_history),
         "mutual_information": _first_and_last(state.log_history),
         "verdict": run.verdict if run.evidence else None,
-        "alarms": [alarm.sentence for alarm in run.alarms if alarm.failing],
+        "health": run.health.state.sentence,
         "held_out": {task: curve.summary for task, curve in curves_of(state.log_history).items()},
         "best_checkpoint": state.best_model_checkpoint and Path(state.best_model_checkpoint).name,
     }
@@ -124,5 +124,5 @@ def summary_table(summary: Mapping[str, Any], title: str) -> Table:
         table.add_row(label(INFORMATION), f"{last['mi_seq']:.2f} of at most {last['mi_upper_bound']:.2f} nats")
     if summary["verdict"] is not None:
         table.add_row("verdict", summary["verdict"])
-    table.add_row("health", "\n".join(summary["alarms"]) or "nothing says that training failed")
+    table.add_row("health", summary["health"])
     return table

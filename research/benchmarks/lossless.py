@@ -13,7 +13,6 @@ Writes `research/benchmarks/results/lossless.md`.
 import argparse
 import math
 import os
-import resource
 import statistics
 import subprocess
 import sys
@@ -33,7 +32,7 @@ from trl import GRPOConfig, GRPOTrainer
 from ragen2_trl import SNRFilteredGRPOConfig, SNRFilteredGRPOTrainer
 from ragen2_trl.tiny import TINY_MODEL_PATH
 from research.benchmarks.filter_step_time import BASE, StepTimes
-from research.benchmarks.measuring import machine
+from research.benchmarks.measuring import machine, peak_memory
 from research.statistics import mean_interval
 
 RESULTS = Path(__file__).parent / "results" / "lossless.md"
@@ -244,7 +243,7 @@ def _ratio(values: list[float]) -> str:
     return f"{middle:.2f} ({math.exp(estimate.low):.2f} to {math.exp(estimate.high):.2f})"
 
 
-def peak_memory(method: str, shape: str) -> float:
+def peak_of(method: str, shape: str) -> float:
     """MiB of a process that trains a step."""
     command = [sys.executable, "-m", "research.benchmarks.lossless", "--peak", method, "--shape", shape]
     return float(subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()[-1])
@@ -292,7 +291,7 @@ def main() -> None:
     transformers.logging.disable_progress_bar()
     if arguments.peak:
         train(arguments.peak, SHAPES[arguments.shape], 0.0)
-        print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
+        print(peak_memory())
         return
     train("all", Shape(prompt=16, completion=16, spread=0.5), 0.5)  # warms up
     shapes = {name: one for name, one in SHAPES.items() if arguments.shape in (None, name)}
@@ -303,7 +302,7 @@ def main() -> None:
                 label = f"{name}, two updates a generation" if two else name
                 rows.append((label, dead, measure(shape, dead, arguments.rounds, two)))
                 print(label, dead, {key: round(statistics.fmean(value), 7) for key, value in rows[-1][2].items()})
-        memory[name] = [peak_memory(method, name) for method in METHODS]
+        memory[name] = [peak_of(method, name) for method in METHODS]
         RESULTS.write_text(markdown(rows, memory, arguments.note))
     print(f"written to {RESULTS}")
 

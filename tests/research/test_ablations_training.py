@@ -9,6 +9,7 @@ from algorithms import GRPO, PPO, RLOO, STILL, cases, replay_of, slow
 from conftest import PROMPTS
 from replay import KEPT, REWARDS, Recorder, assert_close, mean_gradient, move_away
 from test_promises_update import LAYOUTS, LOSSES, PPO_STILL, TERMS, need_equal_lengths
+from transformers import TrainerCallback
 
 from ragen2_trl.envs import make_env
 from ragen2_trl.rollouts import TextRollout
@@ -18,6 +19,7 @@ from research.ablations import (
     AdvantagesByKeptFraction,
     AdvantagesBySqrtOfKeptFraction,
     LossByValue,
+    SkipsZeroGradients,
     WithoutTaskAdvantage,
     as_many_at_random,
     best_and_worst,
@@ -409,3 +411,32 @@ def test_advantages_are_scaled_by_the_kept_fraction_and_regularisers_are_not(
     if algorithm is not RLOO:
         alone = regularisers_alone(algorithm, policy_path, tmp_path, equal_lengths, **settings)
     assert_close(gradient, {name: factor * plain[name] + (1 - factor) * alone[name] for name in plain})
+
+
+# Optimizer steps
+
+
+@pytest.mark.parametrize("optim", ["adamw_torch", "sgd"])
+def test_a_step_without_gradients_moves_no_weights_and_the_others_are_trls(optim, policy_path, tmp_path):
+    """The last step has gradients again; with momentum the ends differ, without they are the same."""
+    flat = {prompt: [1.0] * len(rewards) for prompt, rewards in REWARDS.items()}
+    ends = []
+    for mixin in (None, SkipsZeroGradients):
+        args = GRPO.args(tmp_path, snr_strategy="lossless", optim=optim, learning_rate=1e-3, max_steps=3, beta=0.0)
+        replay = replay_of(policy_path)
+        moved = []
+
+        class Watch(TrainerCallback):
+            def on_step_begin(self, args, state, control, model=None, moved=moved, replay=replay, **kwargs):
+                replay.rewards = flat if state.global_step == 1 else REWARDS
+                moved.append([weight.detach().clone() for weight in model.parameters()])
+
+        trainer = GRPO.make(
+            policy_path, args, replay, callbacks=[Watch()], trainer_class=mixin and with_mixin(mixin, GRPO)
+        )
+        trainer.train()
+        still = [torch.equal(*pair) for pair in zip(moved[1], moved[2], strict=True)]
+        assert all(still) == (mixin is not None or optim == "sgd")
+        assert not all(torch.equal(*pair) for pair in zip(moved[2], trainer.model.parameters(), strict=True))
+        ends.append(list(trainer.model.parameters()))
+    assert all(torch.equal(*pair) for pair in zip(*ends, strict=True)) == (optim == "sgd")

@@ -14,13 +14,14 @@ from research.checks import Result, evaluate, validate, verdict
 from research.grid import Grid, Notes, pairs
 from research.measures import FinishedRun, MetricCurve
 from research.plan import Experiment, PlannedRun
-from research.statistics import IntervalEstimate, mean_interval
+from research.statistics import IntervalEstimate, mean_interval, power
 from research.store import SEVERAL
 
 STEPS = np.array([0.0, 50.0, 100.0])
 FILTER, NONE = {"method": "filter"}, {"method": "none"}
 GAIN = {"name": "gain", "kind": "difference", "statistic": "success/last", "of": FILTER, "against": NONE,
         "expects": ">"}  # fmt: skip
+PRIMARY = {**GAIN, "primary": True, "true_effect": 0.1}
 
 
 @pytest.fixture(autouse=True)
@@ -93,7 +94,7 @@ def test_combinations_that_are_left_out_have_no_pair():
 
 
 def test_a_seed_with_a_run_missing_is_left_out_and_told():
-    grid = make_grid([GAIN], lambda levels, seed: 0.5 + noise(levels, seed), without=[(FILTER, 4)])
+    grid = make_grid([PRIMARY], lambda levels, seed: 0.5 + noise(levels, seed), without=[(FILTER, 4)])
     (result,) = evaluate(grid)
     assert result.seeds == 4
     assert result.notes.sentences() == ["1 run not there: method filter, seed 4."]
@@ -207,6 +208,7 @@ def test_a_target_that_was_there_before_training_has_no_time():
     """Plain training ends below where it began, with all seeds but one: there is no ratio, and nothing left to run."""
     check = {"name": "r", "kind": "ratio", "statistic": "seconds_to_reach", "of": FILTER, "against": NONE,
              "target": NONE, "expects": "<"}  # fmt: skip
+    check |= {"primary": True, "true_effect": 0.5}
     grid = make_grid([check], lambda levels, seed: 0.7 if levels == FILTER or seed == 1 else 0.3)
     (result,) = evaluate(grid)
     assert result.seeds == 1
@@ -331,27 +333,30 @@ def test_runs_of_some_levels_can_be_left_out_of_a_correlation():
 
 
 def results_of(findings, seeds=5):
+    """The first is that of the primary check."""
     estimates = [IntervalEstimate(0.1, 0, 0, 0, side or 1, 5) for side in findings]
     return [
-        Result(f"check {n}", "difference", ">", estimate, "points", seeds, Notes(), 0.01 if side else 0.5)
+        Result(GAIN if n else PRIMARY, estimate, "points", seeds, Notes(), 0.01 if side else 0.5)
         for n, (side, estimate) in enumerate(zip(findings, estimates, strict=True))
     ]
 
 
-@pytest.mark.parametrize(("findings", "said"), [
-    ([1, 1], "supported"),
-    ([1, 0], "partly supported"),
-    ([1, -1], "partly supported"),
-    ([-1, 0], "opposite"),
-    ([-1, -1], "opposite"),
-    ([0, 0], "inconclusive"),
-])  # fmt: skip
-def test_one_rule_makes_the_verdict(findings, said):
+@pytest.mark.parametrize("secondary", [1, 0, -1])
+@pytest.mark.parametrize(("primary", "said"), [(1, "supported"), (0, "inconclusive"), (-1, "opposite")])
+def test_the_primary_check_alone_makes_the_verdict(primary, said, secondary):
     grid = make_grid([], lambda levels, seed: 0.5)
+    findings = [primary, secondary, secondary]
     assert verdict(grid, results_of(findings)) == said
     assert verdict(grid, results_of(findings, seeds=3)) == said  # two without a number, which more runs do not bring
     grid = make_grid([], lambda levels, seed: 0.5, without=[(FILTER, 4), (FILTER, 5)])
     assert verdict(grid, results_of(findings, seeds=3)) == f"{said}, so far (8 of 10 runs)"
+
+
+def test_runs_that_cannot_decide_have_no_verdict():
+    grid = make_grid([], lambda levels, seed: 0.5)
+    assert verdict(grid, []) == "no verdict"
+    flawed = Grid(replace(grid.experiment, flaw="The baseline diverges."), grid.planned_runs, grid.runs)
+    assert verdict(flawed, results_of([1])) == "no verdict"
 
 
 @pytest.mark.parametrize("there", [[], [NONE]])
@@ -361,24 +366,42 @@ def test_nothing_that_ran_is_no_verdict_and_neither_are_runs_without_what_they_a
     assert verdict(grid, evaluate(grid)) == "not run yet"
 
 
-@pytest.mark.parametrize("why", ["beside", "later"])
-def test_a_verdict_rests_on_the_checks_that_state_the_claim(why):
-    """One beside it that is significant makes no verdict."""
-    grid = make_grid([], lambda levels, seed: 0.5)
-    first, *rest = results_of([1, 0])
-    results = [replace(first, **{why: True}), *rest]
-    assert verdict(grid, results) == "inconclusive"
-    assert verdict(grid, [replace(first, **{why: True})]).endswith("no verdict")
+def test_what_was_asked_or_named_primary_after_the_runs_is_known():
+    """A check is known by what it asks: another name makes no other check."""
+    other = {**GAIN, "statistic": "success/first"}
+    grid = make_grid([other, {**PRIMARY, "name": "the gain"}], lambda levels, seed: 0.5)
+
+    def later(fixed):
+        return {one.name: one.later for one in evaluate(grid, fixed)}
+
+    assert list(later(None)) == ["the gain", "gain"]  # the primary check first
+    assert later([PRIMARY]) == {"the gain": False, "gain": True}
+    assert later([GAIN, other]) == later([{**GAIN, "beside": True}, other]) == {"the gain": True, "gain": False}
+    assert not any(later(None).values())
 
 
-def test_a_check_that_was_not_there_before_the_runs_came_later():
-    """It is told by what it asks: neither another name nor standing beside the claim makes another check."""
-    renamed, other = {**GAIN, "name": "the gain", "beside": True}, {**GAIN, "statistic": "success/first"}
-    grid = make_grid([renamed, other], lambda levels, seed: 0.5)
-    assert [one.later for one in evaluate(grid, fixed=[GAIN])] == [False, True]
-    assert [one.later for one in evaluate(grid)] == [False, False]
-    promoted = make_grid([GAIN], lambda levels, seed: 0.5)
-    assert [one.later for one in evaluate(promoted, fixed=[renamed])] == [True]
+def test_a_primary_check_is_corrected_only_where_it_was_named_after_the_runs():
+    values = np.array([0.010, 0.004, 0.012, 0.001, 0.006])
+    checks = [PRIMARY, *({**GAIN, "name": str(n), "statistic": "success/first"} for n in range(3))]
+    grid = make_grid(checks, lambda levels, seed: 0.5 + (values[seed - 1] if levels == FILTER else 0))
+    before, after = evaluate(grid, fixed=checks), evaluate(grid, fixed=[GAIN, *checks[1:]])
+    assert before[0].adjusted == before[0].estimate.p < 0.05 and before[0].level == pytest.approx(0.05)
+    assert after[0].adjusted == pytest.approx(4 * before[0].adjusted) and after[0].level == pytest.approx(0.05 / 4)
+    assert [one.level for one in before[1:]] == pytest.approx([0.05 / 3] * 3)
+    noisy = make_grid(checks, lambda levels, seed: 0.5 + (20 * values[seed - 1] if levels == FILTER else 0))
+    early, late = (evaluate(noisy, fixed=fixed)[0].power for fixed in (checks, [GAIN, *checks[1:]]))
+    assert 0 < 1.5 * late < early < 1
+
+
+def test_the_power_of_a_ratio_is_that_of_its_logarithm():
+    def number(levels, seed):
+        return make_run(rate=(0.8 + 0.05 * (seed - 3) if levels == FILTER else 1.0))
+
+    check = {**PRIMARY, "kind": "ratio", "statistic": "seconds/last", "expects": "<", "true_effect": 0.9}
+    (result,) = evaluate(make_grid([check], number))
+    logs = mean_interval([math.log(0.8 + 0.05 * n) for n in range(-2, 3)], expects="<")
+    assert result.power == pytest.approx(power(math.log(0.9), logs, 0.05, "<"))
+    assert 0.1 < result.power < 0.9 and result.true_effect == "0.90 times"
 
 
 def test_two_checks_are_tested_more_strictly_than_one():
@@ -394,8 +417,10 @@ def test_two_checks_are_tested_more_strictly_than_one():
 @pytest.mark.parametrize(("changes", "parts"), [
     ({"kind": "differences"}, ["kind='differences'", "allowed: difference, trend"]),
     ({"statistics": "success/last"}, ["check 'gain'", "statistics is not known"]),
-    ({"beside": "yes"}, ["beside='yes'", "allowed: true, false"]),
-    ({"beside": True}, ["one that states the claim"]),
+    ({"primary": "yes"}, ["primary='yes'", "allowed: true"]),
+    ({"primary": None, "true_effect": None}, ["one with `primary: true`, got []"]),
+    ({"true_effect": None}, ["true_effect must be there"]),
+    ({"true_effect": "large"}, ["true_effect='large'", "a number"]),
     ({"expects": ">="}, ["expects='>='", "'=' with `within`"]),
     ({"expects": "="}, ["expects='='", "within"]),
     ({"statistic": "succes/last"}, ["statistic='succes/last'", "last_fifth"]),
@@ -406,7 +431,7 @@ def test_two_checks_are_tested_more_strictly_than_one():
      ["expects='='", "for correlation: '>' and '<'"]),
 ])  # fmt: skip
 def test_what_a_check_must_not_say_is_named(changes, parts):
-    check = {name: value for name, value in (GAIN | changes).items() if value is not None}
+    check = {name: value for name, value in (PRIMARY | changes).items() if value is not None}
     grid = make_grid([check], lambda levels, seed: 0.5)
     with pytest.raises(ValueError) as error:
         validate(grid.experiment)

@@ -37,7 +37,8 @@ def better_with_the_filter(planned):
 
 @pytest.fixture(scope="module")
 def fig9():
-    return read_experiment(FOLDER / "fig9.yaml")
+    """As if its runs could decide."""
+    return replace(read_experiment(FOLDER / "fig9.yaml"), flaw="", page=True)
 
 
 def test_every_claim_has_a_file_that_can_be_read():
@@ -87,9 +88,7 @@ def test_the_page_says_what_the_store_has(tmp_path, fig9):
     write_results(tmp_path, fig9.planned_runs(), better_with_the_filter)
     analyse([fig9], tmp_path)
     text = page_of(tmp_path, "fig9")
-    gain = float(
-        re.search(r"the filter gains without noise \(beside the claim\) \| above 0 \| \+([\d.]+) points", text)[1]
-    )
+    gain = float(re.search(r"the filter gains without noise \| above 0 \| \+([\d.]+) points", text)[1])
     assert 8 < gain < 12
     assert row_of(tmp_path, "fig9")[1] == "**inconclusive**"  # it gains, but in noise as much
     assert "60 of 60" in text and "torch 2.13.0" in text and "2 CPU cores" in text
@@ -126,23 +125,48 @@ def test_the_number_beside_a_verdict_is_the_one_that_made_it(tmp_path):
 
     write_results(tmp_path, experiment.planned_runs(), behind)
     analyse([experiment], tmp_path)
-    _, verdict, ours = row_of(tmp_path, "tab7")
+    _, verdict, ours, seeds, power = row_of(tmp_path, "tab7")
     assert verdict == "**opposite**" and ours.startswith("the filter beats no filter, at equal steps: -")
+    assert seeds == "10" and re.fullmatch(r"\d+ % \(at \+5\.0 points, level 0\.05\)", power)
 
 
-def test_a_check_that_came_after_the_runs_is_marked_and_makes_no_verdict(tmp_path, fig9):
-    """The filter gains, which is asked beside the claim; that it gains at the end, too, was asked later."""
+def test_the_primary_check_stands_first_and_the_page_says_what_came_after_the_runs(tmp_path, fig9):
+    """The filter gains, which is no primary check; that it gains at the end, too, was asked later."""
     gain, trend = fig9.checks
-    Store(tmp_path).write_record(fig9, "tiny", quick=False)
-    later = {**gain, "name": "it gains at the end", "statistic": "success/last", "beside": False}
+    later = {**gain, "name": "it gains at the end", "statistic": "success/last"}
     write_results(tmp_path, fig9.planned_runs(), better_with_the_filter)
-    analyse([replace(fig9, checks=(gain, trend, later))], tmp_path)
-    text = page_of(tmp_path, "fig9")
-    assert "| it gains at the end (added after the runs) |" in text
-    assert "| the filter gains without noise (beside the claim) |" in text
-    assert "**Inconclusive.**" in text and "[fig9](fig9.md) *partly supported*" in text
-    assert "of 1 checks that make verdicts 0 are significant" in text
-    assert "not recorded which for 60 of 60 runs" in text
+    analyse([replace(fig9, checks=(later, gain, trend))], tmp_path)
+    assert "after the runs" not in (tmp_path / "fig9.md").read_text()
+    before = {name: value for name, value in trend.items() if name not in ("primary", "true_effect")}
+    Store(tmp_path).write_record(replace(fig9, checks=(gain, before)), "tiny", quick=False)
+    analyse([replace(fig9, checks=(later, gain, trend))], tmp_path)
+    text = (tmp_path / "fig9.md").read_text()
+    places = [
+        text.index(part)
+        for part in (
+            "| primary check, named after the runs |",
+            f"| {trend['name']} |",
+            "| secondary check |",
+            "| it gains at the end (added after the runs) |",
+            "| the filter gains without noise |",
+        )
+    ]
+    assert places == sorted(places) and "**Inconclusive.**" in text
+    assert "machine not recorded for 60 of 60 runs" in text and "CPU model not recorded for 60 of 60 runs" in text
+
+
+def test_runs_that_cannot_decide_have_a_line_in_the_appendix(tmp_path, fig9):
+    write_results(tmp_path, fig9.planned_runs(), better_with_the_filter)
+    for page in (True, False):
+        folder = tmp_path if page else tmp_path / "without"
+        if not page:
+            write_results(folder, fig9.planned_runs(), better_with_the_filter)
+        analyse([replace(fig9, flaw="It slips.", page=page)], folder)
+        first = (folder / "README.md").read_text()
+        (link,) = re.findall(r"^\| \[The filter's gain.+\]\((.+?)\) .+\| It slips\. \|$", first, re.MULTILINE)
+        assert (folder / link).exists() and (link == "fig9.md") == page == (folder / "fig9.png").exists()
+        assert "| verdict |" not in first
+    assert "**No verdict.** It slips." in (tmp_path / "fig9.md").read_text()
 
 
 def test_all_columns_of_a_figure_are_seen_on_the_axis_they_share(tmp_path):
@@ -183,16 +207,15 @@ def test_before_anything_ran_the_page_says_so(tmp_path, fig9):
 
 
 def test_an_experiment_without_checks_has_curves_and_no_verdict(tmp_path):
-    experiment = read_experiment(FOLDER / "smollm2.yaml")
+    experiment = replace(read_experiment(FOLDER / "smollm2.yaml"), flaw="", page=True)
     planned_runs = experiment.planned_runs()
-    so_far = "no verdict, so far (3 of 8 runs)**"  # all of GRPO, and PPO has a figure of its own
-    for number, images, said in ((0, 0, "| 0 of 8 |"), (3, 1, so_far), (8, 2, "no verdict**")):
+    so_far = "**No verdict, so far (3 of 8 runs).**"  # all of GRPO, and PPO has a figure of its own
+    for number, images, said in ((0, 0, "**Not run yet.**"), (3, 1, so_far), (8, 2, "**No verdict.**")):
         write_results(tmp_path, planned_runs[:number], curves_of)
         analyse([experiment], tmp_path)
         text = page_of(tmp_path, "smollm2")
-        assert said in text and ("**one seed: curves only, no verdict" in text) == (number > 0)
-        assert "| check |" not in text and text.count("![") == images
-    assert "**One seed: curves only, no verdict.**" in text
+        assert said in text and ("It has no check." in text) == (number > 0)
+        assert "primary check," not in text and text.count("![") == images
 
 
 def test_the_quick_look_says_that_it_shows_nothing(tmp_path, fig9):
@@ -207,7 +230,7 @@ def test_links_lead_to_files_wherever_the_page_is(tmp_path):
         analyse([read_experiment(FOLDER / "tab4.yaml")], folder)
         links = re.findall(r"\]\(([^)#]+)[^)]*\)", page_of(folder, "tab4"))
         files = [folder / link for link in links if not link.startswith("https://")]
-        assert {path.name for path in files} >= {"experiments.md", "ppo.yaml", "sokoban.yaml"}
+        assert {path.name for path in files} >= {"README.md", "ppo.yaml", "sokoban.yaml"}
         assert all(path.exists() for path in files)
 
 
@@ -229,9 +252,12 @@ def test_all_claims_are_drawn_and_told_on_a_screen_and_a_page_each(tmp_path, rec
     write_results(tmp_path, chain.from_iterable(one.planned_runs() for one in experiments), better_with_the_filter)
     analyse(experiments, tmp_path)
     first = (tmp_path / "README.md").read_text()
-    assert len(first.splitlines()) < 50 and all(f"[{one.claim}]({one.id}.md)" in first for one in experiments)
+    assert len(first.splitlines()) < 50 and all(f"[{one.claim}](" in first for one in experiments)
     assert "| algorithm: PPO | [ppo.yaml](" in (tmp_path / "tab4.md").read_text()
     for one in experiments:
+        if not one.page:
+            assert not (tmp_path / f"{one.id}.md").exists()
+            continue
         page = (tmp_path / f"{one.id}.md").read_text()
         assert one.claim.rstrip(".") in page and page.count("![") == len(one.figures)
         assert "| no number |" not in page and not re.search(r"\bnan\b", page)

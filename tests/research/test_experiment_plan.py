@@ -1,5 +1,6 @@
 """Experiments as files: what is read, what is refused, which runs there are and in which order they run."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -88,6 +89,8 @@ def test_combinations_can_be_left_out(write):
     [
         ({"claims": "x"}, ["claims is not known", "allowed: axes, base, checks, claim"]),
         ({"claim": None}, ["claim is missing", "required: id, claim"]),
+        ({"flaw": True}, ["flaw must be a text, got True"]),
+        ({"page": False}, ["page must be left out, or false beside a flaw, got False"]),
         ({"id": "other", "base": "nope.yaml"}, ["base names", "nope.yaml"]),
         ({"seeds": [1, 1]}, ["seeds must be a list of different whole numbers, got [1, 1]"]),
         ({"fields": {"output_dir": "x"}}, ["fields.output_dir is set by the runner"]),
@@ -235,6 +238,12 @@ def test_a_run_is_a_file_of_settings_that_anybody_can_train(write, tmp_path):
     assert settings.items() >= job.planned.fields.items()
     assert (settings["seed"], settings["resume"], settings["output_dir"]) == (3, True, str(tmp_path / "run"))
     assert command_of(config, job) == ["python", "-m", "ragen2_trl.cli", "train", "--config", str(config)]
+    variant = replace(
+        job, planned=replace(job.planned, fields={**job.planned.fields, "variant": "SkipsZeroGradients"})
+    )
+    command = command_of(write_config(tmp_path, variant), variant)
+    assert command[:4] == ["python", "-m", "research.variants", "SkipsZeroGradients"]
+    assert "variant" not in config.read_text() and variant.planned.key != job.planned.key
 
 
 def test_at_the_paper_s_scale_a_run_is_launched_by_accelerate(write, tmp_path):

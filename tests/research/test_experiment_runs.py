@@ -161,7 +161,9 @@ def test_a_failing_run_is_listed_with_its_command_and_the_others_are_stored(plan
     assert (planned_runs[["seconds", "cpu_seconds", "sampled_tokens", "update_tokens", "update_flops"]] > 0).all(
         axis=None
     )
-    assert {"python", "torch", "trl", "transformers", "host"} <= set(json.loads(planned_runs["versions"].iloc[0]))
+    assert {"python", "torch", "trl", "transformers", "host", "processor", "commit"} <= set(
+        json.loads(planned_runs["versions"].iloc[0])
+    )
     for planned in others:
         assert json.loads(planned_runs.loc[planned.key, "fields"]).items() >= {"algo": planned.fields["algo"]}.items()
         curves = store.curves([planned.key])

@@ -1,12 +1,13 @@
 """Intervals and tests on few seeds: against loops, and how often they hold the truth."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from scipy import stats
 
-from research.statistics import correlation_interval, holm, mean_band, mean_interval
+from research.statistics import correlation_interval, holm, mean_band, mean_interval, power
 
 
 @pytest.fixture(autouse=True)
@@ -68,6 +69,27 @@ def test_runs_that_are_the_same_bit_by_bit_are_equal():
     found = mean_interval([0.0] * 5, expects="=", within=0.01)
     assert (found.side, found.p) == (1, 0.0)
     assert mean_interval([0.0] * 5).p == 1.0
+
+
+@pytest.mark.parametrize("level", [0.05, 0.01])
+@pytest.mark.parametrize(
+    ("expects", "within", "effect"), [(">", 0, 0.02), (">", 0, 0.0), ("<", 0, -0.03), ("=", 0.05, 0.01)]
+)
+def test_power_is_how_often_new_seeds_are_significant_as_expected(expects, within, effect, level):
+    """Of ten seeds each, simulated; the two-sided test on the expected side is a one-sided one at half the level."""
+    deviation = 0.04
+    draws = np.random.default_rng(1).normal(effect, deviation, (20_000, 10))
+    above = stats.ttest_1samp(draws, -within, axis=1, alternative="greater").pvalue <= level / 2
+    below = stats.ttest_1samp(draws, within, axis=1, alternative="less").pvalue <= level / 2
+    share = {">": above, "<": below, "=": above & below}[expects].mean()
+    estimate = replace(mean_interval(draws[0]), error=deviation / math.sqrt(10))
+    told = power(effect, estimate, level, expects, within)
+    assert share - (0.06 if expects == "=" else 0.01) < told < share + 0.01  # a lower bound for "="
+
+
+def test_power_is_unknown_without_a_standard_error():
+    assert math.isnan(power(0.1, mean_interval([0.3]), 0.05))
+    assert power(0.1, mean_interval(VALUES), 0.05) > power(0.05, mean_interval(VALUES), 0.05)
 
 
 def test_a_single_seed_has_no_interval():

@@ -26,6 +26,8 @@ BASE = {
 FILTER, NONE = {"method": "filter"}, {"method": "none"}
 GAIN = {
     "name": "gain",
+    "primary": True,
+    "true_effect": 0.1,
     "kind": "difference",
     "statistic": "success/last_fifth",
     "of": FILTER,
@@ -34,6 +36,8 @@ GAIN = {
 }
 CORRELATION = {
     "name": "c",
+    "primary": True,
+    "true_effect": 0.3,
     "kind": "stronger_correlation",
     "x": "mi/mean",
     "than": "entropy/mean",
@@ -274,7 +278,8 @@ def test_what_decides_over_runs_of_others_is_fixed_by_its_own_run_although_they_
     assert 'checks[0].x is "mi/mean" in research/results/experiments/over.yaml and "entropy/mean"' in refused(
         "run over.yaml"
     )
-    write(finished, {**OVER, "checks": [check, {**check, "name": "another", "x": "entropy/mean"}]})
+    further = {**check, "name": "another", "x": "entropy/mean", "primary": None, "true_effect": None}
+    write(finished, {**OVER, "checks": [check, further]})
     main(["run", "over.yaml"])
     main(["analyse", "over.yaml"])
     assert "| another (added after the runs) |" in (finished / "research" / "results" / "over.md").read_text()

@@ -7,10 +7,11 @@ import pytest
 
 from ragen2_trl import SNRFilteredGRPOConfig
 from ragen2_trl.names import named_object
+from ragen2_trl.record.files import HISTORY_FILE
 from research.commands import queue
 from research.plan import PlannedRun, question, read_experiments
 from research.settings import STORED_NAMES, STORED_VALUES, as_stored, digest
-from research.store import Store
+from research.store import COSTS, Store, host_here, where_it_ran
 
 RESEARCH = Path(__file__).parents[2] / "research"
 STORE = Store(RESEARCH / "results")
@@ -33,6 +34,24 @@ def test_every_stored_run_is_one_that_an_experiment_plans(experiments):
 def test_a_key_is_the_digest_of_what_the_store_says_of_the_run():
     rows = STORE.finished()[["key", "fields", "seed"]].itertuples(index=False)
     assert all(key == digest({"fields": json.loads(fields), "seed": seed}) for key, fields, seed in rows)
+
+
+@pytest.mark.parametrize("git", [True, False])
+def test_every_new_row_has_machine_cpu_and_commit(experiments, tmp_path, monkeypatch, git):
+    """Also of a checkout without git, and of a run that went on from a record without them."""
+    if not git:
+        monkeypatch.setenv("PATH", "")
+    costs = {f"cost/{name}": 1.0 for name in COSTS}
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / HISTORY_FILE).write_text(json.dumps([{"step": 1, **costs}]))
+    planned = experiments[0].planned_runs()[0]
+    store = Store(tmp_path / "results")
+    store.add(tmp_path / "run", planned)
+    (row,) = map(json.loads, store.finished()["versions"])
+    assert row["host"] == host_here() and row["processor"] not in ("", "unknown")
+    assert (len(row["commit"].removesuffix("-dirty")) == 40) == git and row["commit"]
+    gone_on = where_it_ran({"python": "3.11"}, row)
+    assert {"host", "processor", "commit"} <= gone_on.keys()
 
 
 def test_no_experiment_says_a_name_of_old(experiments):

@@ -115,8 +115,8 @@ class Countdown(Environment):
         operators: The operators that answers may use and tasks can be solved with, `"+-*/"` or `"+-"`.
         max_numbers: Generated tasks have 3 to this many numbers, 3 or 4.
         largest: Largest number of generated tasks, 5 to 99.
-        impossible: Share of generated training tasks whose target no expression makes, 0.0 to 1.0: prompts that teach
-            nothing. Held-out tasks (split `"test"`) never are.
+        impossible: Share of generated training tasks whose target no expression makes, 0.0 to 1.0: no completion
+            solves them. Held-out tasks (split `"test"`) never are.
         **limits: `multi_turn`, `max_turns`, `max_actions` and `protocol` of `Environment`.
 
     Raises:
