@@ -49,6 +49,7 @@ class Environment(ABC):
         enable_think: Whether a response is reasoning and an answer, or an answer alone.
         force_think: Whether the prompt of each turn ends with the tag that a response opens with: `<think>`, or
             `<answer>` where there is no reasoning. Trained with `TextRollout`, in a single turn as well.
+        invalid_reward: Of a turn that names no action, -10 to 0. At 0 a group without a success has no variance.
 
     Raises:
         ImportError: If a package of the task's extra is missing.
