@@ -20,7 +20,7 @@ def curves_of(planned, end=0.6, noise=0.02, steps=None, speed=1.0):
     task = planned.fields.get("env_name", "frozen_lake")
     of_seed = 0.02 * np.random.default_rng(planned.seed).normal()
     every = int(planned.fields.get("eval_every", 20))
-    metrics = {f"eval/env/{task}/success": {}, "entropy": {}, "snr/reward_std_spread": {}}
+    metrics = {f"eval/env/{task}/success": {}, "entropy": {}, "snr/reward_std_spread": {}, "frac_reward_zero_std": {}}
     for step in [*range(0, done, every), done]:
         truth = 0.45 + (end - 0.45) * (1 - np.exp(-3 * step / all_steps)) + of_seed
         metrics[f"eval/env/{task}/success"][step] = truth + noise * rng.normal()
@@ -32,6 +32,7 @@ def curves_of(planned, end=0.6, noise=0.02, steps=None, speed=1.0):
     for step in range(1, done + 1):
         metrics["entropy"][step] = 1 + 0.1 * rng.normal()
         metrics["snr/reward_std_spread"][step] = end + 0.05 * rng.normal()
+        metrics["frac_reward_zero_std"][step] = 0.7 + 0.05 * rng.normal()
         if step % 10 == 1:
             for name, value in measured.items():
                 metrics.setdefault(f"mi/first_turn/{name}", {})[step] = value + 0.1 * rng.normal()
