@@ -263,7 +263,7 @@ class Bootstrap:
 
         Args:
             values: K columns.
-            ratio: From (..., K) sums; what is not finite in a draw is left out.
+            ratio: From (..., K) sums. Draws with a ratio that is not finite are left out.
         """
         whole, drawn = self.sums(np.stack([np.asarray(one, dtype=np.float64) for one in values], axis=1))
         with np.errstate(divide="ignore", invalid="ignore"):

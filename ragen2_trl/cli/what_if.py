@@ -7,10 +7,8 @@ ragen2-trl what-if rollouts.jsonl --num_generations 8 --groups 16
 """
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 from matplotlib.figure import Figure
 from rich.box import HORIZONTALS
@@ -24,6 +22,7 @@ from ragen2_trl.record.completions import CompletionLog
 from ragen2_trl.record.files import write_json, write_text
 from ragen2_trl.remedies import WhatIf, live_groups, what_if
 from ragen2_trl.report.examples import printable
+from ragen2_trl.report.page import page_environment
 from ragen2_trl.report.style import BLUE, GREY, drawn_in_style, make_panels, svg
 
 TEMPLATE = "what_if.html.jinja"
@@ -81,21 +80,10 @@ def remedy_table(found: WhatIf) -> Table:
 
 def page(found: WhatIf) -> str:
     """The same as one HTML page that loads nothing, with a histogram of group means."""
-
-    def shown(value: Any) -> Any:
-        return printable(value) if isinstance(value, str) and not isinstance(value, Markup) else value
-
-    environment = Environment(
-        loader=FileSystemLoader(Path(__file__).parent),
-        autoescape=True,
-        finalize=shown,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
     figure = Markup(svg(plot_group_means(found.log))) if np.isfinite(found.log.rewards).any() else None
     name = Path(found.log.name).name
-    return environment.get_template(TEMPLATE).render(found=found, name=name, figure=figure)
+    template = page_environment(Path(__file__).parent).get_template(TEMPLATE)
+    return template.render(found=found, name=name, figure=figure)
 
 
 @drawn_in_style

@@ -258,18 +258,24 @@ def _lower(sentence: str) -> str:
     return sentence[:1].lower() + sentence[1:]
 
 
-def _template() -> Template:
+def page_environment(folder: Path) -> Environment:
+    """Renders the templates of a folder, with what they are shown escaped."""
+
     def shown(value: Any) -> Any:
         return printable(value) if isinstance(value, str) and not isinstance(value, Markup) else value
 
-    environment = Environment(
-        loader=FileSystemLoader(Path(__file__).parent),
+    return Environment(
+        loader=FileSystemLoader(folder),
         autoescape=True,
         finalize=shown,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
+
+
+def _template() -> Template:
+    environment = page_environment(Path(__file__).parent)
     environment.globals.update(arrows_of=arrows_svg)
     return environment.get_template(TEMPLATE)
 
