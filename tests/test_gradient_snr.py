@@ -242,6 +242,8 @@ def test_training_is_bit_identical_with_and_without(algorithm, policy_path, tmp_
         {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}},
         {"steps_per_generation": 2, "gradient_accumulation_steps": 4},
         {"steps_per_generation": 8, "num_iterations": 2, "per_device_train_batch_size": 4},
+        # With shared prompts, and old log-probs of live rows.
+        {"num_iterations": 2, "beta": 0.0, "snr_strategy": "lossless"},
     ],
 )
 def test_every_layout_is_measured_and_left_as_it_is(settings, policy_path, tmp_path):
