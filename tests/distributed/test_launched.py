@@ -71,7 +71,7 @@ def test_two_launch_commands_train_as_one_with_two_processes(config, tmp_path):
     ("config", "further"),
     [
         pytest.param("cpu_zero2", (), marks=pytest.mark.full),
-        ("cpu_zero2", ("--zero_stage", "3", "--offload_param_device", "cpu")),
+        ("cpu_zero2", ("--zero_stage", "3", "--zero3_save_16bit_model", "true", "--offload_param_device", "cpu")),
     ],
 )
 def test_offloading_to_main_memory_trains_as_without(config, further, tmp_path):
@@ -80,7 +80,8 @@ def test_offloading_to_main_memory_trains_as_without(config, further, tmp_path):
     finish(start(config, tmp_path / "with", "--offload_optimizer_device", "cpu", *further))
     without, offloaded, begun = map(parameters_of, (tmp_path / "without", tmp_path / "with", TINY_MODEL_PATH))
     moved = max((without[name] - value).abs().max().item() for name, value in begun.items())
-    apart = max((value - offloaded[name]).abs().max().item() for name, value in without.items())
+    assert offloaded.keys() >= begun.keys()  # ZeRO-2 also writes the head that is the embedding
+    apart = max((without[name] - value).abs().max().item() for name, value in offloaded.items())
     assert apart < moved / 100
     rows = json.loads((tmp_path / "with" / "log_history.json").read_text())
     assert any("mi/first_turn/retrieval_accuracy" in row for row in rows)
