@@ -176,7 +176,7 @@ def _changes(tree: ast.AST, places: _Places) -> Iterator[tuple[int, int, str]]:
             case ast.BoolOp():
                 for left, right in zip(node.values, node.values[1:], strict=False):
                     yield places.between(left, right, type(node.op))
-            case ast.BinOp():
+            case ast.BinOp() if type(node.op) in OPERATORS:  # `@` has nothing to be swapped for
                 yield places.between(node.left, node.right, type(node.op))
             case ast.AugAssign():
                 yield places.between(node.target, node.value, type(node.op))

@@ -101,6 +101,10 @@ def make_run(folder, collapsed_at=None, steps=STEPS, text="<think>Go right.</thi
             "entropy": 0.5,
             "snr/kept_fraction": 0.6,
             "snr/update_compute_fraction": 0.55,
+            "cost/sampled_completions": 64.0 * step,
+            "cost/plain_completions": 64.0 * step,
+            "cost/update_positions": 55.0 * step,
+            "cost/plain_update_positions": 100.0 * step,
         }
         if step == 1 or step % EVERY == 0:
             measurement = make_measurement(step, collapsed_at is None or step < collapsed_at, text, suffix)

@@ -18,17 +18,15 @@ from markdown_it import MarkdownIt
 from ragen2_trl import MutualInformationCallback
 from ragen2_trl.callbacks.run_record import RunRecord
 from ragen2_trl.envs import DatasetEnvironment, make_env
-from ragen2_trl.record.run import Run, run_of
+from ragen2_trl.record.run import MEAN_OVER, Run, run_of, running_means
 from ragen2_trl.record.settings import public_prompt
 from ragen2_trl.redaction import HIDDEN
 from ragen2_trl.report.card import (
     FIGURES,
     HEADING,
-    MEAN_OVER,
     add_diagnostics,
     diagnostics_section,
     headline,
-    running_means,
 )
 
 pytestmark = pytest.mark.slow
@@ -74,8 +72,8 @@ def test_numbers_on_the_card_are_those_of_the_uploaded_state(trained):
     if type(trainer) is OURS:
         kept = [row["snr/kept_fraction"] for row in rows]
         assert table["completions kept"][1] == f"{sum(kept[-2:]) / 2:.1%}"
-        saved = [1 - row["snr/update_compute_fraction"] for row in rows]
-        assert table["update compute saved"][1] == f"{sum(saved[-2:]) / 2:.1%}"
+        share = rows[-1]["cost/update_positions"] / rows[-1]["cost/plain_update_positions"]
+        assert table["update positions, against plain TRL"][1] == f"{share:.2f}"
     else:
         assert "completions kept" not in table
 

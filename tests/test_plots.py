@@ -5,8 +5,8 @@ import math
 import pytest
 from plotted import assert_nothing_overlaps, held_out_curve, history, legend, line, stock_history
 
+from ragen2_trl.record.run import running_means
 from ragen2_trl.report import plot_comparison, plot_held_out, plot_training, svg
-from ragen2_trl.report.card import running_means
 
 pytestmark = pytest.mark.slow
 

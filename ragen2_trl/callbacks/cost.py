@@ -22,10 +22,17 @@ OF_ALL = ("seconds", "plain_completions", "update_positions", "plain_update_posi
 COSTS = (*OF_PROCESS, *OF_ALL)
 
 
+def count_cost(trainer: Trainer) -> None:
+    """Let a trainer count what its training costs, unless it does so already."""
+    if not any(isinstance(callback, CostCallback) for callback in trainer.callback_handler.callbacks):
+        trainer.add_callback(CostCallback(trainer))
+
+
 class CostCallback(TrainerCallback):
     """
     Logs what training has cost up to each logged step, under `cost/`, so that runs can be compared at equal cost and
-    not only at equal steps. Every number is a sum since the run began; a resumed run goes on with the sums of its
+    not only at equal steps. The trainers with the filter bring it along; trackers get its keys with
+    `snr_verbose=True`. Every number is a sum since the run began; a resumed run goes on with the sums of its
     checkpoint, and what was lost after that is not in them.
 
     - `cost/seconds`: wall clock of optimizer steps, sampling and rewards included. Held-out evaluations, checkpoints,

@@ -26,13 +26,13 @@ from transformers.trainer_utils import IntervalStrategy
 from trl import GRPOConfig, GRPOTrainer, ModelConfig, TrlParser, get_peft_config, get_quantization_config
 
 from ragen2_trl.callbacks import (
-    CostCallback,
     EnvironmentEvalCallback,
     EpisodeCallback,
     GradientSNRCallback,
     MutualInformationCallback,
     TrainingProgressCallback,
 )
+from ragen2_trl.callbacks.cost import count_cost
 from ragen2_trl.callbacks.environment_eval import chat_template_of
 from ragen2_trl.callbacks.run_record import keep_record
 from ragen2_trl.cli.arguments import TrainArguments
@@ -301,7 +301,7 @@ def _make_trainer(
         plays.attach(trainer)
     keep_record(trainer).draws = script_args.figures
     trainer.remove_callback(PrinterCallback)
-    trainer.add_callback(CostCallback(trainer))
+    count_cost(trainer)
     if script_args.mutual_information:
         scopes = (*SCOPES, REFERENCE_SCOPE) if script_args.trajectory_reference else SCOPES
         trainer.add_callback(MutualInformationCallback(trainer, scopes=scopes))

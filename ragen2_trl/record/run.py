@@ -23,6 +23,7 @@ from ragen2_trl.instrument.verdict import (
 )
 from ragen2_trl.metrics import CLIPPED, COMPUTE, EMPTY_STEPS, FIRST_TURN, KEPT, VALID_THINKING
 from ragen2_trl.record.checks import MAX_STEP, check_about, check_evaluation, check_history, check_state
+from ragen2_trl.record.cost import Cost, cost_of
 from ragen2_trl.record.files import (
     DIAGNOSIS_FILE,
     DIAGNOSTICS,
@@ -41,9 +42,12 @@ from ragen2_trl.record.settings import settings_of, settings_of_state, versions_
 
 MAX_COMPLETIONS = 10**6  # of a measurement; more cannot have been scored
 MAX_CURVES = 8  # tasks
+MAX_REWARDS = 8  # reward functions
+MEAN_OVER = 10  # log rows: single training steps are noisy
 # What callbacks keep in `TrainerState.stateful_callbacks`, which every checkpoint carries.
 MI_STATE, RUN_STATE, HEALTH_STATE = "ragen2_mutual_information", "ragen2_run", "ragen2_health"
 COST_STATE = "ragen2_costs"
+_OF_FUNCTION = re.compile(r"rewards/(.+)/mean")  # TRL's key for one reward function
 NO_SETTINGS = (
     f"No {DIAGNOSTICS}/{RUN_FILE} was left: of the settings only those in the trainer's state are known. Before "
     "training: trainer.add_callback(MutualInformationCallback(trainer))"
@@ -119,6 +123,47 @@ class Run:
         """(step, value) of the training rows that have a finite value."""
         values = ((row.get("step", 0), row.get(key)) for row in self.rows)
         return [(step, value) for step, value in values if is_number(value)]
+
+    @cached_property
+    def outcomes(self) -> list[tuple[str, list[tuple[int, float]], bool]]:
+        """Name, (step, value) points, and whether values are fractions: TRL's own evaluations first, then success and
+        reward in training as running means, then each reward function where there are several."""
+        evaluated = [(row.get("step", 0), row.get("eval_reward")) for row in self.log_history]
+        functions = [match[1] for key in self.rows[-1] if (match := _OF_FUNCTION.fullmatch(key))] if self.rows else []
+        keys = {self.success_metric: "success in training", "reward": "reward in training"}
+        if len(functions) > 1:
+            keys |= {f"rewards/{name}/mean": f"{name} in training" for name in functions[:MAX_REWARDS]}
+        found = [("eval_reward", [(step, value) for step, value in evaluated if is_number(value)], False)]
+        for key, name in keys.items():
+            if key is not None:
+                found.append((name, running_means(self.points(key)), key == self.success_metric))
+        return [one for one in found if one[1]]
+
+    @property
+    def outcome(self) -> str:
+        """How the run ended, beside how it began, in a sentence; nothing where no success and no reward is known."""
+        before, after = (self.evaluations.get(when) for when in ("before", "after"))
+        if after:
+            began = f"{before['success']:.1%} → " if before else ""
+            interval = f"95 % interval {after['success_ci_low']:.1%} to {after['success_ci_high']:.1%}"
+            return f"Held-out success {began}{after['success']:.1%} ({interval})."
+        if not self.outcomes:
+            return ""
+        name, points, is_fraction = self.outcomes[0]
+        first, last = (f"{value:.1%}" if is_fraction else f"{value:.3f}" for _, value in (points[0], points[-1]))
+        subject = name[:1].upper() + name[1:]
+        return f"{subject} {first} → {last}." if len(points) > 1 else f"{subject} {last}."
+
+    @property
+    def is_below_random(self) -> bool:
+        """Whether held-out success ended no better than random play, where that was measured."""
+        after = self.evaluations.get("after", {})
+        return is_number(after.get("random_success")) and after["success"] <= after["random_success"]
+
+    @property
+    def cost(self) -> Cost | None:
+        """Sampling and updates against plain TRL, where they were counted."""
+        return cost_of(self.log_history)
 
     @cached_property
     def findings(self) -> list[Finding]:
@@ -208,6 +253,18 @@ class Run:
         if self.is_diagnosed:
             return [path for path in (self.folder / "completions.parquet",) if path.exists()]
         return numbered(self.folder / "completions", "completions", ".parquet", self.step)
+
+
+def running_means(points: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
+    """(step, mean over the `mean_span` values up to there), from the first step that has as many."""
+    span = mean_span(len(points))
+    ends = range(span, len(points) + 1)
+    return [(points[end - 1][0], sum(value for _, value in points[end - span : end]) / span) for end in ends]
+
+
+def mean_span(count: int) -> int:
+    """Over how many of so many values running means go: in short runs over fewer, so that first and last differ."""
+    return max(1, min(MEAN_OVER, count // 2))
 
 
 def run_of(trainer: Any) -> Run:

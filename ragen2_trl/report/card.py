@@ -13,7 +13,6 @@ from ragen2_trl.metrics import (
     ACCURACY,
     BOUND,
     CHANCE,
-    COMPUTE,
     CONDITIONAL_ENTROPY,
     ENTROPY,
     INFORMATION,
@@ -26,7 +25,7 @@ from ragen2_trl.metrics import (
 )
 from ragen2_trl.record.files import DIAGNOSTICS, EVALUATIONS, STATE_FILE
 from ragen2_trl.record.held_out import HeldOutPoint
-from ragen2_trl.record.run import Run
+from ragen2_trl.record.run import MEAN_OVER, Run, running_means
 from ragen2_trl.record.settings import has_effect
 from ragen2_trl.report.examples import printable
 
@@ -34,7 +33,9 @@ HEADING = "## Training diagnostics"
 TAGS = ("ragen2", "trl")
 MAX_CHARS = 500  # of a text of others
 MAX_STATES = 10  # the latest
-MEAN_OVER = 10  # log rows: single training steps are noisy
+
+UNNAMED = "a model that is not on the Hub"
+_HUB_ID = re.compile(r"([\w-][\w.-]*/)?[\w-][\w.-]*", re.ASCII)
 
 FIGURES = {  # of the run's folder, in the order of the card
     "held_out": "Success on held-out tasks over the steps, with 95 % intervals",
@@ -74,7 +75,10 @@ def add_diagnostics(
     metadata.tags = list(dict.fromkeys([*(metadata.tags or []), *TAGS]))
     metadata.model_name = metadata.model_name or run.name
     metadata.eval_results = eval_results(run, repo_id, metadata.datasets, revision) or None
-    text = card.text.replace("[None](https://huggingface.co/None)", "a model that is not on the Hub")
+    text, base = card.text, metadata.base_model
+    if isinstance(base, str) and not _HUB_ID.fullmatch(base):  # the path of a folder, which says nothing to others
+        metadata.base_model, text = None, text.replace(f"[{base}](https://huggingface.co/{base})", UNNAMED)
+    text = text.replace("[None](https://huggingface.co/None)", UNNAMED)
     text = text.replace('model="None"', 'model="path/to/this/folder"')
     if prompt is not None:
         messages = json.dumps([dict(message) for message in prompt], indent=4, ensure_ascii=False)
@@ -86,20 +90,20 @@ def add_diagnostics(
 
 
 def headline(run: Run) -> str:
-    """One paragraph of Markdown for the head of a card: verdict, state, and the number behind the verdict."""
-    sentences = [*_health(run), _verdict(run), *_beside(run), _state(run)]
+    """One paragraph of Markdown for the head of a card: outcome, cost, health, verdict on reasoning, state."""
+    sentences = _sentences(run)
     if run.evidence:  # and not the log, whose rows are of later steps where not every step has one
         last = run.evidence[-1]
         sentences.append(
-            f"At step {last.step}, {last.retrieval_accuracy:.1%} of its reasoning traces were explained best by their "
-            f"own prompt; chance is {last.retrieval_chance:.1%}."
+            f"Retrieval accuracy at step {last.step}: {last.retrieval_accuracy:.1%} of the reasoning traces are most "
+            f"likely under their own prompt; chance is {last.retrieval_chance:.1%}."
         )
     return f"> {' '.join(sentences)} See [Training diagnostics](#training-diagnostics)."
 
 
 def diagnostics_section(run: Run) -> str:
-    """Markdown: verdict and state of the run, its numbers, its figures, and how it was made."""
-    lines = [HEADING, "", " ".join([*_health(run), _verdict(run), *_beside(run), _state(run)]), ""]
+    """Markdown: outcome, cost, verdict and state of the run, its numbers, its figures, and how it was made."""
+    lines = [HEADING, "", " ".join(_sentences(run)), ""]
     if run.state is not None:
         lines += [*(f"- {inline(one.sentence)}" for one in run.health.history[1:][-MAX_STATES:]), ""]
     rows = _table(run)
@@ -193,16 +197,11 @@ def file_url(repo_id: str | None, path: str, revision: str = "main") -> str | No
     return repo_id and f"https://huggingface.co/{repo_id}/blob/{revision}/{path}"
 
 
-def running_means(points: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
-    """(step, mean over the `mean_span` values up to there), from the first step that has as many."""
-    span = mean_span(len(points))
-    ends = range(span, len(points) + 1)
-    return [(points[end - 1][0], sum(value for _, value in points[end - span : end]) / span) for end in ends]
-
-
-def mean_span(count: int) -> int:
-    """Over how many of so many values running means go: in short runs over fewer, so that first and last differ."""
-    return max(1, min(MEAN_OVER, count // 2))
+def _sentences(run: Run) -> list[str]:
+    """Outcome, cost against plain TRL, health, dependence of reasoning on its prompt, state of the run."""
+    outcome = [f"**{inline(run.outcome)}**"] if run.outcome else []
+    cost = [f"Cost: {'; '.join(filter(None, [run.cost.sampling, run.cost.updates]))}."] if run.cost else []
+    return [*outcome, *cost, *_health(run), _verdict(run), *_beside(run), _state(run)]
 
 
 def _verdict(run: Run) -> str:
@@ -245,15 +244,24 @@ def _table(run: Run) -> list[list[str]]:
         rows.append(["held-out success (95 % interval)", _held_out(run, "before"), _held_out(run, "after"), ""])
     if run.held_out:
         rows = _curves(run)
-    rows += _rows([run.success_metric, REWARD], lambda key: running_means(run.points(key)), best=max)
+    for name, points, is_fraction in run.outcomes:
+        first, last, best = (
+            f"{value:.1%}" if is_fraction else f"{value:.3f}"
+            for value in (points[0][1], points[-1][1], max(value for _, value in points))
+        )
+        step = max(points, key=lambda point: point[1])[0]
+        once = len(points) == 1
+        rows.append([inline(name), "" if once else first, last, "measured once" if once else f"{best} (step {step})"])
+    if run.cost is not None:
+        rows.append(["completions sampled, against plain TRL", "", f"{run.cost.sampling_ratio:.2f}", ""])
+        if run.cost.update_ratio is not None:
+            rows.append(["update positions, against plain TRL", "", f"{run.cost.update_ratio:.2f}", ""])
     rows += _measured(run, ACCURACY, CHANCE) + _measured(run, INFORMATION, BOUND)
     rows += _rows([CONDITIONAL_ENTROPY, MARGINAL_ENTROPY], run.points)
     if run.regimes:
         names = [regime.replace("_", " ") for _, regime in (run.regimes[0], run.regimes[-1])]
-        rows.append(["regime", *names, ""])
-    rows += _rows([ENTROPY, KEPT], lambda key: running_means(run.points(key)))
-    saved = [f"{1 - value:.1%}" for _, value in running_means(run.update_compute)]
-    return [*rows, [f"{label(COMPUTE)} saved", saved[0], saved[-1], ""]] if saved else rows
+        rows.append(["regime", *(names if len(run.regimes) > 1 else ["", names[-1]]), ""])
+    return rows + _rows([ENTROPY, KEPT], lambda key: running_means(run.points(key)))
 
 
 def _measured(run: Run, key: str, limit: str) -> list[list[str]]:
@@ -266,21 +274,20 @@ def _measured(run: Run, key: str, limit: str) -> list[list[str]]:
     def told(point: tuple[int, float]) -> str:
         return one.text(point[1]) + (f" ({label(limit)} {one.text(at[point[0]])})" if point[0] in at else "")
 
+    if len(points) == 1:
+        return [[_label(one), "", told(points[0]), "measured once"]]
     best = max(points, key=lambda point: point[1])
     return [[_label(one), told(points[0]), told(points[-1]), f"{told(best)} (step {best[0]})"]]
 
 
-def _rows(
-    keys: Sequence[str | None], points_of: Callable[[str], list[tuple[int, float]]], best: Any = None
-) -> list[list[str]]:
-    """A row for each key that has points, with its best value where there is one."""
+def _rows(keys: Sequence[str], points_of: Callable[[str], list[tuple[int, float]]]) -> list[list[str]]:
+    """A row for each key that has points."""
     rows = []
-    for key in filter(None, keys):
+    for key in keys:
         points, one = points_of(key), metric(key)
         if points and one is not None:
-            step, value = best(points, key=lambda point: point[1]) if best else (0, 0.0)
-            best_of = f"{one.text(value)} (step {step})" if best else ""
-            rows.append([_label(one), one.text(points[0][1]), one.text(points[-1][1]), best_of])
+            first = one.text(points[0][1]) if len(points) > 1 else ""
+            rows.append([_label(one), first, one.text(points[-1][1]), ""])
     return rows
 
 

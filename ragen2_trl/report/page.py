@@ -4,7 +4,6 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +14,9 @@ from ragen2_trl.instrument.health import TITLES, Name
 from ragen2_trl.instrument.verdict import COLLAPSES, REGIMES, collapse_label
 from ragen2_trl.metrics import ACCURACY, BOUND, CHANCE, ENTROPY, INFORMATION, KEPT, label
 from ragen2_trl.record.held_out import differ, tasks_of, tasks_to_tell
-from ragen2_trl.record.run import Run
+from ragen2_trl.record.run import Run, running_means
 from ragen2_trl.record.saved_measurement import SavedMeasurement
 from ragen2_trl.record.settings import has_effect
-from ragen2_trl.report.card import running_means
 from ragen2_trl.report.episodes import CHOICES, Album, read_album
 from ragen2_trl.report.examples import (
     MAX_PROMPTS,
@@ -38,6 +36,7 @@ from ragen2_trl.report.plots import plot_comparison, points_of
 from ragen2_trl.report.style import svg
 
 TEMPLATE = "report.html.jinja"
+OF_TRL = "times plain TRL"
 MAX_STREAKS = 30  # regimes of a run, in the table
 MAX_PROBLEMS = 8  # warnings of a run
 MAX_NAMED = 3  # runs in the headline
@@ -180,42 +179,46 @@ def distinct_labels(folders: Sequence[Path]) -> list[str]:
 
 
 def headline(parts: Sequence[RunSection]) -> str:
-    """What the page says first: what was gained, which runs fail or learn nothing, and what became of reasoning."""
-    gains = [gain for part in parts if (gain := _gain(part, alone=len(parts) == 1))]
+    """What the page says first: how runs ended, which of them fail or learn nothing, and where reasoning collapsed."""
+    played = [f"{_quoted(part)}: {part.album.summary}" for part in parts if part.run.is_played and part.album]
     trained = [part for part in parts if not part.run.is_played]
-    said = [*_states(trained), _collapses(trained or parts)] if trained or not gains else []
-    first, *others = [*gains[:MAX_NAMED], *_ends(parts), *said]
-    return "; ".join([first, *map(_lower, others)])
+    said = [*played[:MAX_NAMED], *_outcomes(trained), *_states(trained), *_collapses(trained)]
+    if len(parts) == 1 and not played:
+        said[0] = f"{_quoted(parts[0])}: {_lower(said[0])}"
+    return "; ".join([said[0], *map(_lower, said[1:])]) if said else f"{len(parts)} runs, whose reasoning was measured"
 
 
-def _inconclusive(before: Mapping[str, float], after: Mapping[str, float]) -> str:
-    """What chance may have made, with the tasks that it would take to know."""
+def _unsure(before: Mapping[str, float], after: Mapping[str, float], nothing: str) -> str:
+    """`nothing`, where chance may have made the difference, with the tasks that it would take to know."""
     if differ(before, after):
         return ""
     tasks = tasks_to_tell(before["success"], after["success"])
-    return "inconclusive" + ("" if tasks is None else f": some {tasks:,} held-out tasks would tell")
+    return nothing + ("" if tasks is None else f": about {tasks:,} held-out tasks would tell")
 
 
-def _ends(parts: Sequence[RunSection]) -> list[str]:
-    """Whether the best end of the runs differs from the next, where that is not sure."""
-    ends = sorted(
-        (part.run.evaluations["after"] for part in parts if "after" in part.run.evaluations), key=itemgetter("success")
-    )
-    unsure = _inconclusive(ends[-2], ends[-1]) if len(ends) > 1 else ""
-    return [f"which of them ends best is {unsure}"] if unsure else []
-
-
-def _gain(part: RunSection, alone: bool) -> str:
-    """Held-out success of a run that was evaluated before and after."""
-    if part.run.is_played and part.album:
-        return f"{_quoted(part)}: {part.album.summary}"
-    before, after = (part.run.evaluations.get(when) for when in ("before", "after"))
-    if not before or not after:
-        return ""
-    name = "" if alone else f"{_quoted(part)}{' (nothing filtered)' if part.run.filters_nothing else ''}: "
-    unsure = _inconclusive(before, after)
-    gain = f"{name}held-out success {before['success']:.0%} → {after['success']:.0%}"
-    return f"{gain} ({unsure})" if unsure else gain
+def _outcomes(parts: Sequence[RunSection]) -> list[str]:
+    """Held-out success of each run, the best end first, and whether the best two differ; for a single run without any
+    its own outcome."""
+    ends = [part for part in parts if "after" in part.run.evaluations]
+    ends.sort(key=lambda part: part.run.evaluations["after"]["success"], reverse=True)
+    if not ends:
+        return [parts[0].run.outcome.rstrip(".")] if len(parts) == 1 and parts[0].run.outcome else []
+    said = []
+    for part in ends[:MAX_NAMED]:
+        before, after = (part.run.evaluations.get(when) for when in ("before", "after"))
+        assert after is not None  # asked above
+        name = (
+            "" if len(parts) == 1 else f"{_quoted(part)}{' (nothing filtered)' if part.run.filters_nothing else ''} "
+        )
+        began = f"{before['success']:.0%} → " if before else ""
+        unsure = before and _unsure(before, after, "no change shown")
+        said.append(f"{name}{began}{after['success']:.0%}{f' ({unsure})' if unsure else ''}")
+    more = f" and {len(ends) - MAX_NAMED} more" if len(ends) > MAX_NAMED else ""
+    found = [f"Held-out success {', '.join(said)}{more}"]
+    if len(ends) > 1:
+        best, second = (part.run.evaluations["after"] for part in ends[:2])
+        found += [unsure] if (unsure := _unsure(best, second, "the best two are not shown to differ")) else []
+    return found
 
 
 def _states(parts: Sequence[RunSection]) -> list[str]:
@@ -232,22 +235,16 @@ def _states(parts: Sequence[RunSection]) -> list[str]:
     return said
 
 
-def _collapses(parts: Sequence[RunSection]) -> str:
+def _collapses(parts: Sequence[RunSection]) -> list[str]:
+    """Where reasoning has become a template; for a single run its verdict."""
     if len(parts) == 1:
-        return f"{_quoted(parts[0])}: {_lower(parts[0].run.verdict)}"
+        return [parts[0].run.verdict]
     collapsed = [part for part in parts if part.verdict_status == "collapsed"]
     named = ", ".join(f"{_quoted(part)} since step {part.run.collapses[-1].first}" for part in collapsed[:MAX_NAMED])
-    if all(part.verdict_status == "unknown" for part in parts):
-        return f"None of {len(parts)} runs was measured"
-    all_measured = all(part.verdict_status != "unknown" for part in parts)
-    none = f"In no {'' if all_measured else 'measured '}run has reasoning become a template"
-    words = [f"In {len(collapsed)} of {len(parts)} runs reasoning is a template: {named}" if collapsed else none]
-    if len(collapsed) > MAX_NAMED:
-        words.append(f"{len(collapsed) - MAX_NAMED} more")
-    for status, was in (("recovered", "recovered"), ("open", "without shown dependence"), ("unknown", "not measured")):
-        count = sum(part.verdict_status == status for part in parts)
-        words += [f"{count} of {len(parts)} {was}"] if count else []
-    return "; ".join(words)
+    more = f" and {len(collapsed) - MAX_NAMED} more" if len(collapsed) > MAX_NAMED else ""
+    found = [f"In {len(collapsed)} of {len(parts)} runs reasoning is a template: {named}{more}"] if collapsed else []
+    unmeasured = sum(part.verdict_status == "unknown" for part in parts)
+    return found + ([f"Reasoning was not measured in {unmeasured} of {len(parts)} runs"] if unmeasured else [])
 
 
 def _quoted(part: RunSection) -> str:
@@ -310,10 +307,12 @@ def _numbers(run: Run) -> list[Number]:
     bounds, chances = dict(run.points(BOUND)), dict(run.points(CHANCE))
     bound = bounds.get(information[-1][0]) if information else None
     chance = chances.get(accuracy[-1][0]) if accuracy else None
-    computed = [value for _, value in run.update_compute]
-    saved = f"{1 - sum(computed) / len(computed):.0%}" if computed else ""
+    cost, updates = run.cost, run.cost and run.cost.update_ratio
     return [
         _success(run),
+        Number("Completions sampled", "", f"{cost.sampling_ratio:.2f}" if cost else "", OF_TRL if cost else ""),
+        Number("Update positions", "", "" if updates is None else f"{updates:.2f}", "" if updates is None else OF_TRL),
+        _number(label(KEPT).capitalize(), running_means(run.points(KEPT)), percent, "by the filter"),
         _number(
             label(ACCURACY).capitalize(),
             accuracy,
@@ -327,8 +326,6 @@ def _numbers(run: Run) -> list[Number]:
             "" if bound is None else f"nats, at most {bound:.2f}",
         ),
         _number("Entropy", running_means(run.points(ENTROPY)), lambda value: f"{value:.2f}", "nats per token"),
-        _number(label(KEPT).capitalize(), running_means(run.points(KEPT)), percent, "by the filter"),
-        Number("Compute saved", "", saved, "of the updates, on average" if saved else ""),
     ]
 
 
@@ -363,17 +360,21 @@ def _success(run: Run) -> Number:
         tasks = tasks_of(measured)
         note = f"95 % interval {bounds}" + (f"; {tasks}" if tasks else "")
         return Number("Held-out success", start, f"{after['success']:.0%}", note)
-    where = "of what was diagnosed" if run.is_diagnosed else "in training"
-    if run.success_metric:
-        return _number(f"Success {where}", running_means(run.points(run.success_metric)), lambda x: f"{x:.0%}", "")
-    rewards = running_means(run.points("reward"))
-    return _number(f"{'Reward' if rewards else 'Success'} {where}", rewards, lambda x: f"{x:.2f}", "")
+    if run.is_diagnosed and run.success_metric:
+        return _number("Success of what was diagnosed", run.points(run.success_metric), lambda x: f"{x:.0%}", "")
+    if not run.outcomes:
+        return Number("Success in training")
+    name, points, is_fraction = run.outcomes[0]
+    return _number(
+        name[:1].upper() + name[1:], points, lambda value: f"{value:.0%}" if is_fraction else f"{value:.2f}", ""
+    )
 
 
 def _number(label: str, points: Sequence[tuple[int, float]], shown: Callable[[float], str], note: str) -> Number:
     if not points:
         return Number(label)
-    return Number(label, shown(points[0][1]) if len(points) > 1 else "", shown(points[-1][1]), note)
+    start = shown(points[0][1]) if len(points) > 1 else ""
+    return Number(label, start, shown(points[-1][1]), note)
 
 
 def _streaks(run: Run) -> list[Streak]:

@@ -30,7 +30,7 @@ from ragen2_trl.metrics import (
     label,
 )
 from ragen2_trl.record.held_out import HeldOutCurve
-from ragen2_trl.report.card import mean_span
+from ragen2_trl.record.run import mean_span
 from ragen2_trl.report.style import (
     BLUE,
     GREEN,

@@ -1,4 +1,4 @@
-"""A run in a table: what its training was good for, for the one who has just waited for it."""
+"""A run in a table, for the person who has waited for it: outcome, cost against plain TRL, then the diagnosis."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -8,9 +8,10 @@ from rich.table import Table
 from rich.text import Text
 from transformers import TrainerState
 
-from ragen2_trl.metrics import ACCURACY, COMPUTE, EMPTY_STEPS, FIRST_TURN, INFORMATION, KEPT, ZERO_VARIANCE, label
-from ragen2_trl.record.held_out import curves_of
+from ragen2_trl.metrics import ACCURACY, EMPTY_STEPS, FIRST_TURN, INFORMATION, KEPT, ZERO_VARIANCE, label
 from ragen2_trl.record.run import COST_STATE, run_of_state
+
+ENDS = ("first", "last")
 
 
 def summarize(
@@ -19,8 +20,8 @@ def summarize(
     before: Mapping[str, float] | None = None,
     after: Mapping[str, float] | None = None,
 ) -> dict[str, Any]:
-    """The numbers of a run: evaluations before and after, what the filter did on average over the logged steps, and
-    what may be said of reasoning and health.
+    """The numbers of a run: its outcome, its cost against plain TRL, the filter's work on average over the logged
+    steps, health, and the verdict on reasoning.
 
     Args:
         state: Of the trainer, when training is over.
@@ -33,34 +34,28 @@ def summarize(
         values = [row[key] for row in rows if row.get(key) is not None]
         return sum(values) / len(values) if values else None
 
-    # Nothing is saved where nothing was trained.
-    shares = [share for row in rows if (share := row.get(COMPUTE))]
-    computed = sum(shares) / len(shares) if shares else None
     kept: Any = state.stateful_callbacks  # in a finished run states by name, not callbacks
     runtime = next((row["train_runtime"] for row in reversed(state.log_history) if "train_runtime" in row), 0.0)
     run = run_of_state(folder, state)
     return {
         "before": before,
         "after": after,
-        "steps": state.global_step,
-        "empty_steps": rows[-1][EMPTY_STEPS] if rows else None,
+        "held_out": {task: curve.summary for task, curve in run.held_out.items()},
+        "outcomes": {
+            name: {"first": points[0][1], "last": points[-1][1], "is_fraction": is_fraction}
+            for name, points, is_fraction in run.outcomes
+        },
+        "best_checkpoint": state.best_model_checkpoint and Path(state.best_model_checkpoint).name,
+        "cost": run.cost and run.cost.summary,
         "train_seconds": round(kept.get(COST_STATE, {}).get("seconds", runtime), 1),
+        "steps": state.global_step,
+        "empty_steps": rows[-1].get(EMPTY_STEPS) if rows else None,
         "kept_fraction": mean(KEPT),
         "zero_variance_fraction": mean(ZERO_VARIANCE),
-        "update_compute_saved": None if computed is None else 1 - computed,
-        "positions_saved": _positions_saved(state.log_history),
-        "mutual_information": _first_and_last(state.log_history),
-        "verdict": run.verdict if run.evidence else None,
         "health": run.health.state.sentence,
-        "held_out": {task: curve.summary for task, curve in curves_of(state.log_history).items()},
-        "best_checkpoint": state.best_model_checkpoint and Path(state.best_model_checkpoint).name,
+        "verdict": run.verdict if run.evidence else None,
+        "mutual_information": _first_and_last(state.log_history),
     }
-
-
-def _positions_saved(history: list[dict[str, Any]]) -> float | None:
-    """Positions of plain TRL's updates that were not computed; `None` where `CostCallback` has not counted them."""
-    counted = [row for row in history if row.get("cost/update_positions")]
-    return counted[-1]["cost/plain_update_positions"] - counted[-1]["cost/update_positions"] if counted else None
 
 
 def _first_and_last(history: list[dict[str, Any]]) -> dict[str, Any] | None:
@@ -99,30 +94,31 @@ def summary_table(summary: Mapping[str, Any], title: str) -> Table:
             f"{peak['success']:.1%} at step {peak['step']}, {last['success']:.1%} at step {last['step']} "
             f"(mean over the steps {curve['area_under_curve']:.1%})",
         )
+    for name, points in summary["outcomes"].items():
+        first, last = (f"{points[when]:.1%}" if points["is_fraction"] else f"{points[when]:.3f}" for when in ENDS)
+        table.add_row(Text(name), last if first == last else f"{first} → {last}")
     if summary["best_checkpoint"] is not None:
         table.add_row("best checkpoint", summary["best_checkpoint"])
+    cost = summary["cost"]
+    if cost is not None:
+        table.add_row("sampling", cost["sampling"])
+        if cost["updates"]:
+            table.add_row("updates", cost["updates"])
     empty = summary["empty_steps"]
     of_them = "" if empty is None else f", {empty:.0f} of them without a kept group"
-    table.add_row("steps", f"{summary['steps']}{of_them}")
-    table.add_row("training time", f"{summary['train_seconds']:.0f} s")
+    table.add_row("steps", f"{summary['steps']}{of_them}, {summary['train_seconds']:.0f} s")
     for name, key in (("kept_fraction", KEPT), ("zero_variance_fraction", ZERO_VARIANCE)):
         if summary[name] is not None:
             table.add_row(label(key), f"{summary[name]:.1%}")
-    if summary["update_compute_saved"] is not None:
-        amount, saved = f"{summary['update_compute_saved']:.1%}", summary["positions_saved"]
-        table.add_row(
-            f"{label(COMPUTE)} saved by the filter", amount if saved is None else f"{amount}, {saved:,.0f} positions"
-        )
-    if summary["mutual_information"] is not None:
-        first, last = (summary["mutual_information"][when] for when in ("first", "last"))
-        differs = first["retrieval_chance"] != last["retrieval_chance"]  # another number of prompts
-        table.add_row(
-            label(ACCURACY),
-            f"{first['retrieval_accuracy']:.1%} at step {first['step']}{_chance(first) if differs else ''}, "
-            f"{last['retrieval_accuracy']:.1%} at step {last['step']}{_chance(last)}",
-        )
-        table.add_row(label(INFORMATION), f"{last['mi_seq']:.2f} of at most {last['mi_upper_bound']:.2f} nats")
+    table.add_row("health", summary["health"])
     if summary["verdict"] is not None:
         table.add_row("verdict", summary["verdict"])
-    table.add_row("health", summary["health"])
+    if summary["mutual_information"] is not None:
+        first, last = (summary["mutual_information"][when] for when in ENDS)
+        differs = first["retrieval_chance"] != last["retrieval_chance"]  # another number of prompts
+        began = f"{first['retrieval_accuracy']:.1%} at step {first['step']}{_chance(first) if differs else ''}, "
+        ended = f"{last['retrieval_accuracy']:.1%} at step {last['step']}{_chance(last)}"
+        once = first["step"] == last["step"]
+        table.add_row(label(ACCURACY), f"{ended}, measured once" if once else began + ended)
+        table.add_row(label(INFORMATION), f"{last['mi_seq']:.2f} of at most {last['mi_upper_bound']:.2f} nats")
     return table

@@ -1,0 +1,70 @@
+"""What a run cost, against plain TRL for as many optimizer steps, by the sums that `CostCallback` logs."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ragen2_trl.instrument.health import is_number
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Sums over a run, of what it did and of what plain TRL would have done in as many steps.
+
+    Args:
+        sampled, plain_sampled: Completions.
+        update, plain_update: Positions of all passes over a generation, padding included; `None` without our trainers.
+    """
+
+    sampled: float
+    plain_sampled: float
+    update: float | None = None
+    plain_update: float | None = None
+
+    @property
+    def sampling_ratio(self) -> float:
+        """Completions sampled for each one that plain TRL would have sampled."""
+        return self.sampled / self.plain_sampled
+
+    @property
+    def update_ratio(self) -> float | None:
+        """Positions of the updates for each one of plain TRL's."""
+        return None if self.update is None or not self.plain_update else self.update / self.plain_update
+
+    @property
+    def sampling(self) -> str:
+        """
+        >>> Cost(564, 192).sampling
+        '564 completions sampled, 2.94 times plain TRL (192)'
+        """
+        count = f"{self.sampled:,.0f} completions sampled"
+        if self.sampled == self.plain_sampled:
+            return f"{count}, as many as plain TRL"
+        return f"{count}, {self.sampling_ratio:.2f} times plain TRL ({self.plain_sampled:,.0f})"
+
+    @property
+    def updates(self) -> str:
+        """
+        >>> Cost(192, 192, 60_000, 100_000).updates
+        '60,000 positions computed, 0.60 times plain TRL (100,000)'
+        """
+        if self.update_ratio is None:
+            return ""
+        return f"{self.update:,.0f} positions computed, {self.update_ratio:.2f} times plain TRL ({self.plain_update:,.0f})"
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        """What `summary.json` holds of it."""
+        ratios = {"sampling_ratio": self.sampling_ratio, "update_ratio": self.update_ratio}
+        return vars(self) | ratios | {"sampling": self.sampling, "updates": self.updates}
+
+
+def cost_of(log_history: Sequence[Mapping[str, Any]]) -> Cost | None:
+    """The cost of a run up to its last row that has sums; `None` where nothing has counted them."""
+    names = ("sampled_completions", "plain_completions", "update_positions", "plain_update_positions")
+    for row in reversed(log_history):
+        sampled, plain, update, plain_update = (row.get(f"cost/{name}") for name in names)
+        if is_number(sampled) and is_number(plain) and plain > 0:
+            known = is_number(update) and is_number(plain_update)
+            return Cost(sampled, plain, update if known else None, plain_update if known else None)
+    return None
