@@ -5,12 +5,8 @@ from typing import Any
 
 from ragen2_trl.metrics import METRICS, SCOPES
 
-FAMILIES = (
-    "snr/",
-    "mi/",
-    "health/",
-    "cost/",
-)  # a row has more of these than a person reads; others were asked for one by one
+# A row has more of these than a person reads; others were asked for one by one.
+FAMILIES = ("snr/", "mi/", "health/", "cost/")
 SHOWN = tuple(one.name for one in METRICS if one.shown)
 
 

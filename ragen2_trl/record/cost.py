@@ -50,7 +50,8 @@ class Cost:
         """
         if self.update_ratio is None:
             return ""
-        return f"{self.update:,.0f} positions computed, {self.update_ratio:.2f} times plain TRL ({self.plain_update:,.0f})"
+        plain = f"plain TRL ({self.plain_update:,.0f})"
+        return f"{self.update:,.0f} positions computed, {self.update_ratio:.2f} times {plain}"
 
     @property
     def summary(self) -> dict[str, Any]:
