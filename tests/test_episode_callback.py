@@ -108,7 +108,7 @@ def test_bad_arguments_are_named(policy, tokenizer, make_args):
         processing_class=tokenizer,
         rollout_func=TextRollout(env),
     )
-    with pytest.raises(ValueError, match="reward_funcs must be those of an environment"):
+    with pytest.raises(ValueError, match="reward_funcs must hold those of an Environment"):
         EpisodeCallback(without)
 
 

@@ -120,9 +120,13 @@ class EnvironmentEvalCallback(TrainerCallback):
                 raise ValueError(f"{name} must be at least 1, got {value!r}")
         if stop_below is not None and not 0 < stop_below <= 1:
             raise ValueError(f"stop_below must be above 0 and at most 1, or None, got {stop_below!r}")
-        envs = [env] if isinstance(env, Environment) else list(env)
-        if not envs:
-            raise ValueError("env must hold at least one environment, got none")
+        envs = [env] if isinstance(env, Environment) else list(env) if isinstance(env, Sequence) else []
+        if not envs or not all(isinstance(one, Environment) for one in envs):
+            raise TypeError(
+                f"env must be an Environment of ragen2_trl.envs or a list of them, got {env!r}. What an "
+                "environment_factory or reward functions play is evaluated by TRL: eval_dataset with "
+                "eval_strategy='steps'; table, card and report lead with its eval_reward."
+            )
         args = trainer.args
         self.trainer = trainer
         self.every = every

@@ -45,7 +45,10 @@ class EpisodeCallback(TrainerCallback):
                 raise ValueError(f"{name} must be at least 1, got {value!r}")
         environments = environments_of(trainer)
         if not environments:
-            raise ValueError("reward_funcs must be those of an environment (env.reward_funcs) to keep its episodes")
+            raise ValueError(
+                "reward_funcs must hold those of an Environment of ragen2_trl.envs (env.reward_funcs) to keep its "
+                "episodes; those of an environment_factory are kept by TRL's log_completions=True"
+            )
         self.trainer, self.every, self.max_episodes = trainer, every, max_episodes
         self._last: int | None = None  # step that was saved last
         # Of the step that is being saved, this process's part, by generation.

@@ -270,7 +270,10 @@ def _measure(
     class_of: dict[tuple[int, ...], int] = {}
     prompt_class = [class_of.setdefault(context, len(class_of)) for context in contexts]
     if len(class_of) < 2:
-        raise NotMeasurableError(f"all {len(columns)} prompts are the same, and two different ones are needed")
+        raise NotMeasurableError(
+            f"all {len(columns)} prompts are the same, and two different ones are needed: a game that shows its state "
+            "only later is measured from its first observation on, if reset() of the environment returns that"
+        )
     cross_logps = cross_score(
         model,
         contexts,

@@ -1,0 +1,61 @@
+"""An agent with tools, through TRL's own `environment_factory`: guess a number in four calls.
+
+pip install "transformers>=5.2" jmespath   # what TRL's tool loop needs
+python examples/agent.py                   # Qwen3-0.6B, on a GPU
+"""
+
+import random
+import sys
+
+from datasets import Dataset
+
+from ragen2_trl import MutualInformationCallback, SNRFilteredGRPOConfig, SNRFilteredGRPOTrainer
+
+
+class GuessingGame:
+    """TRL makes one for each completion. Public methods but `reset` and `get_reward` are the model's tools."""
+
+    def reset(self, secret: int, **row) -> str:
+        self._secret, self._calls, self._found = secret, 0, False
+        return f"The number ends in {secret % 10}."  # so that prompts differ, and reasoning can depend on them
+
+    def guess(self, number: int) -> str:
+        """
+        Guess the number.
+
+        Args:
+            number: From 0 to 99.
+
+        Returns:
+            Whether the number is higher, lower, or found.
+        """
+        self._calls += 1
+        if self._calls > 4:
+            return "No guesses are left."
+        self._found = self._found or number == self._secret
+        return "found" if self._found else "higher" if number < self._secret else "lower"
+
+    def get_reward(self) -> float:
+        return float(self._found)
+
+
+if __name__ == "__main__":
+    rng = random.Random(0)
+    ask = [{"role": "user", "content": "Find the number from 0 to 99 with the tool `guess`."}]
+    trainer = SNRFilteredGRPOTrainer(
+        model=sys.argv[1] if len(sys.argv) > 1 else "Qwen/Qwen3-0.6B",
+        args=SNRFilteredGRPOConfig(
+            output_dir="runs/agent",
+            per_device_train_batch_size=8,
+            gradient_accumulation_steps=4,  # 4 prompts of 8 completions a step
+            num_generations=8,
+            max_completion_length=int(sys.argv[2]) if len(sys.argv) > 2 else 1024,  # of all turns together
+            max_steps=int(sys.argv[3]) if len(sys.argv) > 3 else 100,
+            snr_strategy="lossless",
+            logging_steps=1,
+        ),
+        train_dataset=Dataset.from_list([{"prompt": ask, "secret": rng.randrange(100)} for _ in range(1024)]),
+        environment_factory=GuessingGame,
+    )
+    trainer.add_callback(MutualInformationCallback(trainer))
+    trainer.train()
