@@ -64,6 +64,15 @@ def test_a_resumed_run_has_the_critic_and_the_moments_of_both_halves(kind, polic
     assert_same_parameters(parameters_of(whole), parameters_of(resumed))
 
 
+def test_a_checkpoint_that_has_lost_its_critic_is_not_resumed_from(policy_path, make_args, tmp_path):
+    settings = {"max_steps": 2, "save_strategy": "steps", "save_steps": 1}
+    make_trainer(policy_path, ppo_args(make_args, **settings)).train()
+    checkpoint = tmp_path / "run" / "checkpoint-1"
+    (checkpoint / FOLDER / WEIGHTS).unlink()
+    with pytest.raises(ValueError, match=f"{FOLDER}/{WEIGHTS} is missing"):
+        make_trainer(policy_path, ppo_args(make_args, **settings)).train(resume_from_checkpoint=str(checkpoint))
+
+
 def test_a_critic_of_another_kind_is_refused(policy_path, make_args, tmp_path):
     settings = {"max_steps": 2, "save_strategy": "steps", "save_steps": 1}
     make_trainer(policy_path, ppo_args(make_args, **settings)).train()
