@@ -293,7 +293,7 @@ def test_environments_that_cannot_be_played_in_words_and_too_few_tasks_are_refus
         EnvironmentEvalCallback(make_env("sokoban", observation="image"), lake_trainer)
     with pytest.raises(ValueError, match="env must be different tasks, or the same with different options"):
         EnvironmentEvalCallback([LAKE, make_env("frozen_lake")], lake_trainer)
-    with pytest.raises(TypeError, match="env must be an Environment of ragen2_trl.envs or a list of them, got \\[\\]"):
+    with pytest.raises(TypeError, match=r"env must be an Environment of ragen2_trl.envs or a list of them, got \[\]"):
         EnvironmentEvalCallback([], lake_trainer)
     few = tmp_path / "few.jsonl"
     few.write_text("".join(json.dumps({"nums": [1, 2, n], "target": n + 3}) + "\n" for n in range(3, 40)))

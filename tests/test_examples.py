@@ -1,0 +1,60 @@
+"""The scripts of examples/, which a reader copies, run as they stand: with the tiny model and local rows."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from trl.chat_template_utils import qwen3_chat_template
+
+from ragen2_trl.cli.shipped import ACCELERATE_CONFIGS
+from ragen2_trl.tiny import TINY_MODEL_PATH
+
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).parents[1]
+EXAMPLES = sorted(path.stem for path in (ROOT / "examples").glob("*.py"))
+LAUNCH = (sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(ACCELERATE_CONFIGS["cpu_zero3"]))
+
+
+def test_every_example_is_tried_here():
+    assert EXAMPLES == ["agent", "dynamic_sampling", "maths", "own_task", "zero3"]
+
+
+def test_an_example_fits_a_page():
+    lines = {name: len((ROOT / "examples" / f"{name}.py").read_text().splitlines()) for name in EXAMPLES}
+    assert max(lines.values()) <= 65, lines
+
+
+def run(folder, *command):
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(command, cwd=folder, env=environment, text=True, capture_output=True, timeout=500)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    return done.stdout
+
+
+@pytest.mark.parametrize("name", ["maths", "dynamic_sampling", "own_task"])
+def test_an_example_trains_and_ends_with_its_table(name, tmp_path):
+    told = run(tmp_path, sys.executable, str(ROOT / "examples" / f"{name}.py"), "tiny")
+    assert "completions sampled" in told and f"ragen2-trl report runs/{name}" in told
+    assert (tmp_path / "runs" / name / "diagnostics" / "trainer_state.json").exists()
+
+
+def test_the_agent_plays_through_trls_own_environment_factory(tmp_path):
+    """The tiny model in Qwen3's chat template, which TRL knows how to read tool calls from."""
+    tokenizer = AutoTokenizer.from_pretrained(TINY_MODEL_PATH)
+    tokenizer.chat_template = qwen3_chat_template
+    tokenizer.save_pretrained(tmp_path / "model")
+    config = AutoConfig.from_pretrained(TINY_MODEL_PATH, max_position_embeddings=4096)
+    AutoModelForCausalLM.from_pretrained(TINY_MODEL_PATH, config=config).save_pretrained(tmp_path / "model")
+    told = run(tmp_path, sys.executable, str(ROOT / "examples" / "agent.py"), str(tmp_path / "model"), "16", "2")
+    assert "ragen2-trl report runs/agent" in told
+
+
+@pytest.mark.needs("deepspeed", "g++")
+def test_the_sharded_example_trains_on_two_processes(tmp_path):
+    told = run(tmp_path, *LAUNCH, str(ROOT / "examples" / "zero3.py"), "tiny")
+    assert told.count("ragen2-trl report runs/zero3") == 1
+    assert (tmp_path / "runs" / "zero3" / "model.safetensors").exists()
