@@ -113,7 +113,7 @@ def check_command(words: list[str]) -> None:
             trackio_cli.main()
     else:
         # vLLM cannot be installed beside a CPU's PyTorch; the others are everyone's.
-        assert program in ("vllm", "export", "tensorboard", ".venv/bin/pre-commit"), words
+        assert program in ("git", "vllm", "export", "tensorboard", ".venv/bin/pre-commit"), words
 
 
 def parsed(**settings):
