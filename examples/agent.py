@@ -7,6 +7,7 @@ python examples/agent.py                   # Qwen3-0.6B, on a GPU
 import random
 import sys
 
+import torch
 from datasets import Dataset
 
 from ragen2_trl import MutualInformationCallback, SNRFilteredGRPOConfig, SNRFilteredGRPOTrainer
@@ -40,7 +41,7 @@ class GuessingGame:
 
 
 if __name__ == "__main__":
-    rng = random.Random(0)
+    rng, on_gpu = random.Random(0), torch.cuda.is_available()
     ask = [{"role": "user", "content": "Find the number from 0 to 99 with the tool `guess`."}]
     trainer = SNRFilteredGRPOTrainer(
         model=sys.argv[1] if len(sys.argv) > 1 else "Qwen/Qwen3-0.6B",
@@ -49,10 +50,12 @@ if __name__ == "__main__":
             per_device_train_batch_size=8,
             gradient_accumulation_steps=4,  # 4 prompts of 8 completions a step
             num_generations=8,
-            max_completion_length=int(sys.argv[2]) if len(sys.argv) > 2 else 1024,  # of all turns together
-            max_steps=int(sys.argv[3]) if len(sys.argv) > 3 else 100,
+            max_completion_length=1024 if on_gpu else 16,  # of all turns together
+            max_steps=100 if on_gpu else 2,
             snr_strategy="lossless",
             logging_steps=1,
+            use_cpu=not on_gpu,
+            bf16=on_gpu,
         ),
         train_dataset=Dataset.from_list([{"prompt": ask, "secret": rng.randrange(100)} for _ in range(1024)]),
         environment_factory=GuessingGame,

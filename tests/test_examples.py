@@ -49,7 +49,7 @@ def test_the_agent_plays_through_trls_own_environment_factory(tmp_path):
     tokenizer.save_pretrained(tmp_path / "model")
     config = AutoConfig.from_pretrained(TINY_MODEL_PATH, max_position_embeddings=4096)
     AutoModelForCausalLM.from_pretrained(TINY_MODEL_PATH, config=config).save_pretrained(tmp_path / "model")
-    told = run(tmp_path, sys.executable, str(ROOT / "examples" / "agent.py"), str(tmp_path / "model"), "16", "2")
+    told = run(tmp_path, sys.executable, str(ROOT / "examples" / "agent.py"), str(tmp_path / "model"))
     assert "ragen2-trl report runs/agent" in told
 
 
