@@ -1,7 +1,7 @@
 """An agent with tools, through TRL's own `environment_factory`: guess a number in four calls.
 
 pip install "transformers>=5.2" jmespath   # what TRL's tool loop needs
-python examples/agent.py                   # Qwen3-0.6B, on a GPU
+python examples/agent.py                   # Qwen3-0.6B; without a GPU two short steps, to see that it runs
 """
 
 import random
