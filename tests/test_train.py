@@ -137,6 +137,12 @@ def test_fewer_held_out_tasks_than_asked_for_are_a_line_before_training(every, t
     assert "Traceback" not in told and not list((tmp_path / "run").glob("checkpoint-*"))
 
 
+def test_steps_between_measurements_can_be_chosen(tmp_path):
+    train.main(arguments(tmp_path / "run", eval_prompts=0, mi_every=3, max_steps=3))
+    history = json.loads((tmp_path / "run" / "log_history.json").read_text())
+    assert [row["step"] for row in history if "mi/first_turn/mi_seq" in row] == [3]
+
+
 @pytest.mark.slow
 def test_measuring_can_be_left_out(tmp_path):
     train.main(arguments(tmp_path / "run", eval_prompts=0, mutual_information=False))

@@ -76,6 +76,8 @@ def test_a_command_says_in_a_line_what_it_cannot_use(typed, said, capsys):
             {"trajectory_reference": True, "mutual_information": False},
             "trajectory_reference=True needs",
         ),
+        ("train", {"mi_every": 5, "mutual_information": False}, "mi_every=5 needs mutual_information"),
+        ("train", {"mi_every": 0}, "mi_every must be at least 1, got 0"),
         ("train", {"gradients_entropy_coef": 0.1}, "gradients_entropy_coef=0.1 needs gradients_every, got 0"),
         ("warm-start", {"env_args": {"size": 2}}, "size must be an integer between 3 and 10, got 2"),
         (

@@ -216,7 +216,8 @@ class MutualInformationCallback(TrainerCallback):
         if (reason := self.cadence.why_never(self.last_step if self._asked is None else self._asked)) is not None:
             logger.warning(
                 f"Mutual information will not be measured: {reason}. What would change that: "
-                "MutualInformationCallback(trainer, every=...), a smaller logging_steps or a longer run."
+                "MutualInformationCallback(trainer, every=...) (on the command line --mi_every), a smaller "
+                "logging_steps or a longer run."
             )
         self._pool.begin_run()
         self._save_state()

@@ -461,7 +461,11 @@ class TrainArguments(PlayArguments):
         default=False, metadata={"help": "Continue from the last complete checkpoint of the run, if it has one."}
     )
     mutual_information: bool = field(
-        default=True, metadata={"help": "Log whether reasoning depends on its prompt, every tenth step or less often."}
+        default=True, metadata={"help": "Measure whether reasoning depends on its prompt, see `--mi_every`."}
+    )
+    mi_every: int | None = field(
+        default=None,
+        metadata={"help": "Optimizer steps between measurements; default: those of `logging_steps`, at least 10."},
     )
     trajectory_reference: bool = field(
         default=False,
@@ -484,6 +488,8 @@ class TrainArguments(PlayArguments):
     overwrite: bool = field(default=False, metadata={"help": "Delete the checkpoints of an earlier run of that name."})
 
     def __post_init__(self) -> None:
+        if self.mi_every is not None and self.mi_every < 1:
+            raise ValueError(f"mi_every must be at least 1, got {self.mi_every}")
         if self.eval_every < 0:
             raise ValueError(f"eval_every must be at least 0, got {self.eval_every!r}")
         asked = {"eval_envs": self.eval_envs, "load_best": self.load_best, "stop_below": self.stop_below}

@@ -175,7 +175,11 @@ def _main(args: list[str] | None, held: ExitStack) -> None:
 
 def _check_effects(arguments: TrainArguments, env: AnyTask) -> None:
     """Raises a `ValueError` for what was asked of something that is off."""
-    asked = {"trajectory_reference": "mutual_information", "gradients_entropy_coef": "gradients_every"}
+    asked = {
+        "trajectory_reference": "mutual_information",
+        "mi_every": "mutual_information",
+        "gradients_entropy_coef": "gradients_every",
+    }
     for name, needed in asked.items():
         if getattr(arguments, name) not in (False, None) and not getattr(arguments, needed):
             raise ValueError(f"{name}={getattr(arguments, name)} needs {needed}, got {getattr(arguments, needed)}")
@@ -304,7 +308,7 @@ def _make_trainer(
     count_cost(trainer)
     if script_args.mutual_information:
         scopes = (*SCOPES, REFERENCE_SCOPE) if script_args.trajectory_reference else SCOPES
-        trainer.add_callback(MutualInformationCallback(trainer, scopes=scopes))
+        trainer.add_callback(MutualInformationCallback(trainer, every=script_args.mi_every, scopes=scopes))
     if script_args.episodes_every > 0:
         trainer.add_callback(EpisodeCallback(trainer, script_args.episodes_every))
     if script_args.gradients_every > 0:
