@@ -29,11 +29,13 @@ class RowTag(NamedTuple):
         rows: of its group; more than G where conversations are several rows, fewer where one has no token to train.
         member: number of its conversation in the group.
         given_up: whether its prompt was not worth more than its pilots.
+        audited: whether it was not, and was sampled whole to see what is missed.
     """
 
     rows: int
     member: int
-    given_up: bool
+    given_up: bool = False
+    audited: bool = False
 
 
 class LedgerState(TypedDict):
@@ -175,13 +177,13 @@ class Arrival:
     Args:
         group: its rows.
         selection: (1, G) what is kept of it.
-        given_up: whether its prompt was given up after its pilots.
+        tag: of its first row.
         staleness: weight versions since it was sampled.
     """
 
     group: ScoredGroup
     selection: Selection
-    given_up: bool
+    tag: RowTag
     staleness: int
 
 
@@ -306,10 +308,10 @@ class GroupQueue:
         if staleness > self.max_staleness:  # TRL drops and counts its rows
             self._hand_on(number, rows)
             return
-        members = None if tags[0] is None else [tag.member for tag in tags]
-        group, given_up = scored_group(rows, members, self.size), tags[0] is not None and tags[0].given_up
-        selection, kept = self.decide(group, given_up)
-        self.arrivals.append(Arrival(group, selection, given_up, staleness))
+        tag = tags[0] or RowTag(len(rows), 0)
+        group = scored_group(rows, None if tags[0] is None else [one.member for one in tags], self.size)
+        selection, kept = self.decide(group, tag.given_up)
+        self.arrivals.append(Arrival(group, selection, tag, staleness))
         self._hand_on(number, kept)
         self.since_kept = 0 if selection.kept.any() else self.since_kept + 1
         if self.since_kept >= self.max_dropped:

@@ -377,7 +377,7 @@ class SNRFilteredAsyncGRPOTrainer(WholeCheckpoints, AsyncGRPOTrainer):
             self.rollout_events.written(sum(int(row.completion_mask.sum()) for row in rows), conversations)
         if not self.rollout_events.is_awaited:
             return
-        whole = [one.group for one in arrivals if not one.given_up and one.group.members is not None]
+        whole = [one.group for one in arrivals if not one.tag.given_up and one.group.members is not None]
         told: list[Any] = [torch.cat([group.rewards for group in whole]) if whole else None]
         if self.accelerator.num_processes > 1:
             broadcast_object_list(told)
@@ -403,7 +403,7 @@ class SNRFilteredAsyncGRPOTrainer(WholeCheckpoints, AsyncGRPOTrainer):
             sampled = sum(len(set(one.group.members or ())) for one in arrivals)
             metrics["sampled_completions"] = float(sampled)
             metrics["sampled_fraction"] = sampled / (len(arrivals) * self.num_generations)
-            metrics["committed_fraction"] = sum(not one.given_up for one in arrivals) / len(arrivals)
+            metrics["committed_fraction"] = sum(not (one.tag.given_up or one.tag.audited) for one in arrivals) / len(arrivals)
         log_row(self, {f"snr/{name}": value for name, value in metrics.items()})
 
     # A run, and its checkpoints

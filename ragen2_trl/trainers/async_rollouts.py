@@ -36,12 +36,14 @@ class _Look:
         rest: what TRL's iterator gives for its other completions.
         pilots: prompt and result of each pilot, as they come.
         goes_on: whether its other completions are sampled; `None` until its pilots are scored.
+        audited: whether they are sampled to see what is missed.
     """
 
     row: dict[str, Any]
     rest: list[tuple[int, dict[str, Any]]]
     pilots: list[tuple[Any, tuple[Any, ...]]] = field(default_factory=list)
     goes_on: bool | None = None
+    audited: bool = False
 
 
 class ScoredOnce:
@@ -88,14 +90,19 @@ class PilotChoice:
         self.recent: deque[float] = deque(maxlen=RECENT)
         self.rng = np.random.default_rng([_DRAW, seed])
 
-    def goes_on(self, rewards: Floats) -> bool:
-        """Take in the rewards of a prompt's pilots, (1, G0) with NaN where there is none, and decide."""
+    def choose(self, rewards: Floats) -> tuple[bool, bool]:
+        """Take in the rewards of a prompt's pilots, (1, G0) with NaN where there is none.
+
+        Returns:
+            Whether the prompt is worth its other completions; and if not, whether they are sampled all the same.
+        """
         self.posterior.see(rewards)
         self.posterior.learn_prior(rewards)
         (expected,) = self.posterior.group_variance(rewards, self.size - self.first)
         self.recent.append(float(expected))
         threshold = worth_going_on(np.array(self.recent), self.first, self.size)
-        return bool(expected >= threshold or self.rng.random() < AUDIT)
+        is_worth = bool(expected >= threshold)
+        return is_worth, not is_worth and bool(self.rng.random() < AUDIT)
 
 
 class FilteredRolloutLoop(RolloutLoop):
@@ -144,7 +151,8 @@ class FilteredRolloutLoop(RolloutLoop):
         if look is not None and look.goes_on is None:
             look.pilots.append((prompt, result))
             if len(look.pilots) == self._first:
-                look.goes_on = self._choice.goes_on(await self._pilot_rewards(look))
+                is_worth, look.audited = self._choice.choose(await self._pilot_rewards(look))
+                look.goes_on = is_worth or look.audited
                 self._next.extendleft(look.rest)
         return result
 
@@ -174,7 +182,7 @@ class FilteredRolloutLoop(RolloutLoop):
                 func.forget(group.completions)
         members = [number for number, of_one in enumerate(group.completions_sequences) for _ in of_one]
         for row, member in zip(rows, members, strict=True):
-            row.metrics[TAG] = RowTag(len(rows), member, given_up)
+            row.metrics[TAG] = RowTag(len(rows), member, given_up, look is not None and look.audited)
         return rows
 
 

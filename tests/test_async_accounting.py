@@ -1,0 +1,155 @@
+"""Groups of the asynchronous trainer are done when they are done: what epochs, checkpoints and resumed runs count."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import async_cpu
+import pytest
+from async_cpu import Server, StubWorker, make_async, prompts_with_dead, rows_of_group
+
+from ragen2_trl.trainers import async_groups
+
+LIVE, DEAD = [1, 0, 0, 1], [0, 0, 0, 0]
+
+
+@pytest.fixture(autouse=True)
+def on_a_cpu(monkeypatch):
+    async_cpu.patch(monkeypatch.setattr)
+    monkeypatch.setattr(async_cpu.async_grpo_trainer, "AsyncRolloutWorker", async_cpu.ThreadWorker)
+    monkeypatch.setattr(async_groups, "PAUSE_S", 0.1)
+
+
+def send(groups):
+    return StubWorker([row for number, one in enumerate(groups) for row in rows_of_group(number, one)])
+
+
+def trained_with(policy_path, tmp_path, groups, steps=1, **settings):
+    worker = groups if isinstance(groups, StubWorker) else send(groups)
+    settings = {"per_device_train_batch_size": 8, "snr_strategy": "nonzero", **settings}
+    trainer = make_async(policy_path, tmp_path, Server(), rollout_worker=worker, max_steps=steps, **settings)
+    trainer.train()
+    return trainer
+
+
+def test_a_micro_batch_that_is_fetched_ahead_is_not_done(policy_path, tmp_path):
+    trainer = trained_with(policy_path, tmp_path, [LIVE] * 8)
+    assert len(trainer._trained_groups) == 2  # TRL's own: 4
+
+
+def test_dropped_groups_are_done(policy_path, tmp_path):
+    trainer = trained_with(policy_path, tmp_path, [DEAD, LIVE, DEAD, LIVE, DEAD, LIVE, LIVE])
+    assert len(trainer._trained_groups) == 5 and 5 not in trainer._trained_groups
+
+
+def test_a_group_cut_in_two_is_done_with_its_last_row(policy_path, tmp_path):
+    trainer = trained_with(policy_path, tmp_path, [LIVE] * 8, per_device_train_batch_size=6)
+    assert len(trainer._trained_groups) == 1
+
+
+def test_stale_and_oversize_rows_are_done(policy_path, tmp_path):
+    stale, long = rows_of_group(0, LIVE, version=-9), rows_of_group(1, LIVE, length=80)
+    rows = [row for number in range(2, 9) for row in rows_of_group(number, LIVE)]
+    settings = {"max_staleness": 4, "token_budget": 60}
+    trainer = trained_with(policy_path, tmp_path, StubWorker([*stale, *long, *rows]), steps=2, **settings)
+    assert {0, 1, 2} <= {group for group in range(9) if group in trainer._trained_groups}
+    logged = trainer.state.log_history
+    assert sum(row.get("sample/dropped_stale_total", 0) for row in logged) == 4
+    assert sum(row.get("batch/dropped_oversize_total", 0) for row in logged) == 4
+    assert not trainer._ledger.rows.keys() & {0, 1}
+
+
+@pytest.mark.parametrize("strategy", ["nonzero", "lossless", "all"])
+def test_an_epoch_ends_when_its_data_have_been_seen(policy_path, tmp_path, strategy):
+    server = Server()
+    trainer = make_async(
+        policy_path, tmp_path, server, snr_strategy=strategy, num_train_epochs=1, max_steps=-1,
+        max_inflight_tasks=4, queue_maxsize=4,
+    )  # fmt: skip
+    ends, log_step_metrics = [], trainer._ledger  # noqa: F841
+    trainer.train()
+    done = len(trainer._trained_groups)
+    assert 40 <= done <= 40 + 30  # dropped groups behind the last step's are done as well
+    steps = trainer.state.global_step
+    assert steps >= (10 if strategy in ("lossless", "all") else 2)
+    if strategy != "nonzero":
+        assert steps == 10  # 40 groups of 4 rows, 16 a step
+
+
+def test_an_epoch_is_not_over_before_its_first_group_is(policy_path, tmp_path):
+    """A straggler of the first epoch arrives after groups of the second."""
+    order = [*range(1, 6), 6, 0, *range(7, 14)]
+    rows = [row for number in order for row in rows_of_group(number, LIVE)]
+    trainer = make_async(
+        policy_path, tmp_path, Server(), rollout_worker=StubWorker(rows), snr_strategy="nonzero", max_steps=-1,
+        num_train_epochs=1, dataset=prompts_with_dead(6), per_device_train_batch_size=8,
+    )  # fmt: skip
+    trainer.train()
+    assert trainer.state.global_step == 4  # TRL's own ends after three steps, with six groups of seven
+
+
+def test_all_prompts_dead_end_the_run_with_the_reason(policy_path, tmp_path):
+    with pytest.raises(RuntimeError, match=r"6 groups in a row had nothing.*snr_max_empty_steps=3.*\(0.0, 0.0\)"):
+        trained_with(policy_path, tmp_path, [DEAD] * 20, snr_max_empty_steps=3)
+
+
+def test_all_prompts_dead_end_a_lossless_run_too(policy_path, tmp_path):
+    with pytest.raises(RuntimeError, match="snr_max_empty_steps=3.*lossless"):
+        trained_with(policy_path, tmp_path, [DEAD] * 20, snr_max_empty_steps=3, snr_strategy="lossless", steps=10)
+
+
+def test_a_dead_worker_ends_the_run_with_trls_message(policy_path, tmp_path):
+    worker = send([LIVE, DEAD, DEAD])
+    worker.healthy = False
+    with pytest.raises(RuntimeError, match="Rollout worker child has failed"):
+        trained_with(policy_path, tmp_path, worker)
+
+
+class Held(StubWorker):
+    """Sends no more than a number of groups ahead of the weights, whatever becomes of them."""
+
+    def update_model_version(self, version):
+        for row in self.rows[8 * version : 8 * version + 8]:
+            self.rollout_buffer.put(row)
+
+    def start(self):
+        pass
+
+
+def test_a_worker_that_waits_for_the_trainer_is_told_from_a_slow_one(policy_path, tmp_path, monkeypatch):
+    """It sends two groups for each version; both are dropped, and the trainer needs others for the next version."""
+    held = Held(send([LIVE, LIVE, LIVE, LIVE, DEAD, DEAD, DEAD, DEAD]).rows)
+    monkeypatch.setattr(async_cpu.async_grpo_trainer.RolloutQueueDataset.__init__, "__defaults__", (3, 0.2, None))
+    with pytest.raises(RuntimeError, match="sent nothing for .* dropped.*max_staleness"):
+        trained_with(policy_path, tmp_path, held, steps=9, heartbeat_stale_after_s=1.0)
+
+
+# A run that is killed, and resumed
+
+
+def test_a_killed_run_goes_on_with_nothing_lost_and_nothing_twice(policy_path, tmp_path):
+    """SIGKILL at step 6, resumed from the checkpoint of step 4."""
+    script = str(Path(__file__).parent / "distributed" / "async_killed.py")
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1]), "OMP_NUM_THREADS": "1"}
+
+    def run(number, *more):
+        journal = tmp_path / f"journal{number}"
+        command = [sys.executable, script, policy_path, str(tmp_path / "run"), str(journal), *more]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+        return done, [json.loads(line) for line in journal.read_text().splitlines()]
+
+    killed, first = run(1, "kill")
+    assert killed.returncode == -9, killed.stderr[-3000:]
+    resumed, second = run(2)
+    assert resumed.returncode == 0, resumed.stderr[-3000:]
+    before = {one["group"] for one in first if one["step"] <= 4}
+    start = second[0]["start"]
+    after = [start + one["group"] for one in second[1:]]
+    assert max(one["step"] for one in first) >= 5 and len(before) >= 16
+    assert len(after) == len(set(after)) and not before & set(after)  # nothing twice
+    seen = before | set(after)
+    assert set(range(min(after))) <= seen  # nothing lost
+    assert start > 0 and set(range(start)) <= before
+    assert second[0]["seen"] == first[-1]["seen_at_4"]
