@@ -259,3 +259,12 @@ def rows_of_group(number, rewards, version=0, length=6, prompt=4, forks=None):
 
 
 assert RolloutLoop is async_rollout_worker.AsyncRolloutWorker._loop_cls
+
+
+class ProcessWorker(async_rollout_worker.AsyncRolloutWorker):
+    """TRL's worker in its spawned process, whose queues wait for nobody at the end of a test."""
+
+    def stop(self):
+        super().stop()
+        for one in (self.rollout_buffer, self.metrics_queue, self._exception_info_queue):
+            one.cancel_join_thread()

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import async_cpu
@@ -68,7 +69,6 @@ def test_an_epoch_ends_when_its_data_have_been_seen(policy_path, tmp_path, strat
         policy_path, tmp_path, server, snr_strategy=strategy, num_train_epochs=1, max_steps=-1,
         max_inflight_tasks=4, queue_maxsize=4,
     )  # fmt: skip
-    ends, log_step_metrics = [], trainer._ledger  # noqa: F841
     trainer.train()
     done = len(trainer._trained_groups)
     assert 40 <= done <= 40 + 30  # dropped groups behind the last step's are done as well
@@ -108,22 +108,36 @@ def test_a_dead_worker_ends_the_run_with_trls_message(policy_path, tmp_path):
 
 
 class Held(StubWorker):
-    """Sends no more than a number of groups ahead of the weights, whatever becomes of them."""
-
-    def update_model_version(self, version):
-        for row in self.rows[8 * version : 8 * version + 8]:
-            self.rollout_buffer.put(row)
+    """Sends four groups, and two more for each further version of the weights, whatever becomes of them."""
 
     def start(self):
-        pass
+        self.send(16)
+
+    def update_model_version(self, version):
+        if version > 1:
+            self.send(8)
+
+    def send(self, number):
+        for row in self.rows[:number]:
+            self.rollout_buffer.put(row)
+        del self.rows[:number]
 
 
-def test_a_worker_that_waits_for_the_trainer_is_told_from_a_slow_one(policy_path, tmp_path, monkeypatch):
-    """It sends two groups for each version; both are dropped, and the trainer needs others for the next version."""
-    held = Held(send([LIVE, LIVE, LIVE, LIVE, DEAD, DEAD, DEAD, DEAD]).rows)
+def test_a_worker_that_waits_for_the_trainer_ends_the_run_with_the_reason(policy_path, tmp_path, monkeypatch):
+    """Two groups for a version are both dropped, and without others the trainer never gets to the next version."""
+    held = Held(send([LIVE, LIVE, LIVE, LIVE, DEAD, DEAD, LIVE, LIVE, LIVE, LIVE]).rows)
     monkeypatch.setattr(async_cpu.async_grpo_trainer.RolloutQueueDataset.__init__, "__defaults__", (3, 0.2, None))
     with pytest.raises(RuntimeError, match="sent nothing for .* dropped.*max_staleness"):
         trained_with(policy_path, tmp_path, held, steps=9, heartbeat_stale_after_s=1.0)
+
+
+def test_a_slow_worker_is_waited_for(policy_path, tmp_path, monkeypatch):
+    monkeypatch.setattr(async_cpu.async_grpo_trainer.RolloutQueueDataset.__init__, "__defaults__", (3, 0.2, None))
+    worker = send([LIVE, LIVE, DEAD])
+    late = send([LIVE] * 6).rows[12:]
+    threading.Timer(1.5, lambda: [worker.rollout_buffer.put(row) for row in late]).start()
+    trainer = trained_with(policy_path, tmp_path, worker, heartbeat_stale_after_s=30.0)
+    assert trainer.state.global_step == 1
 
 
 # A run that is killed, and resumed
@@ -141,15 +155,18 @@ def test_a_killed_run_goes_on_with_nothing_lost_and_nothing_twice(policy_path, t
         return done, [json.loads(line) for line in journal.read_text().splitlines()]
 
     killed, first = run(1, "kill")
+    first = [one for one in first if "group" in one]
     assert killed.returncode == -9, killed.stderr[-3000:]
     resumed, second = run(2)
     assert resumed.returncode == 0, resumed.stderr[-3000:]
     before = {one["group"] for one in first if one["step"] <= 4}
     start = second[0]["start"]
-    after = [start + one["group"] for one in second[1:]]
+    after = [start + one["group"] for one in second[1:-1]]
     assert max(one["step"] for one in first) >= 5 and len(before) >= 16
     assert len(after) == len(set(after)) and not before & set(after)  # nothing twice
     seen = before | set(after)
-    assert set(range(min(after))) <= seen  # nothing lost
-    assert start > 0 and set(range(start)) <= before
-    assert second[0]["seen"] == first[-1]["seen_at_4"]
+    assert set(range(start)) <= before and start > 0  # nothing lost
+    assert before - set(range(start)), "no straggler: the test shows nothing"
+    frontier = start + second[-1]["frontier"]
+    assert frontier > max(before) and set(range(frontier)) <= seen
+    assert second[0]["range"] == [0.0, 1.0]  # the filter's state
