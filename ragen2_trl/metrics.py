@@ -392,8 +392,8 @@ SNR = (
     ),
     Metric(
         "snr/sampled_staleness",
-        "with the asynchronous trainer: weight versions that the trainer is ahead of the weights that sampled a group, "
-        "when it arrives",
+        "with the asynchronous trainer: weight versions by which the trainer is ahead of the weights that sampled a "
+        "group, when it arrives",
         "count",
         GROUPS,
         "how far those versions moved the policy: that is TRL's `ratio` and `kl`",

@@ -296,6 +296,16 @@ def announces_sampling(trainer: Any) -> bool:
     return hasattr(trainer, _ATTRIBUTE) or hasattr(trainer, "_generate_and_score_completions")
 
 
+def refuse_asynchronous(trainer: Any, callback: str) -> None:
+    """Raise a `TypeError` for a callback that generates or computes as TRL's own batches do, by its name."""
+    events = getattr(trainer, _ATTRIBUTE, None)
+    if events is not None and not isinstance(events, RolloutEvents):
+        raise TypeError(
+            f"{callback} needs completions that the trainer samples itself, and {type(trainer).__name__} takes them "
+            "from a server; allowed with it: MutualInformationCallback, TrainingHealthCallback, CostCallback."
+        )
+
+
 def listen(
     trainer: Any,
     *,

@@ -114,8 +114,8 @@ class Server:
             return_dict_in_generate=True, pad_token_id=0,
         )  # fmt: skip
         ids = out.sequences[0, len(prompt) :].tolist()
-        logps = [logits[0].float().log_softmax(-1)[token].item() for logits, token in zip(out.logits, ids, strict=True)]
-        return ids, logps
+        logps = torch.cat(out.logits).float().log_softmax(-1)
+        return ids, [logps[number, token].item() for number, token in enumerate(ids)]
 
 
 class Transfer:
@@ -246,13 +246,17 @@ def rows_of_group(number, rewards, version=0, length=6, prompt=4, forks=None):
                 async_rollout_worker.RolloutSample(
                     prompt=[{"role": "user", "content": str(number)}],
                     completion=[{"role": "assistant", "content": str(member)}],
-                    input_ids=np.concatenate([np.arange(prompt) + number % 50, draw.integers(100, 190, size - prompt)]),
+                    input_ids=np.r_[np.arange(prompt) + number % 50, draw.integers(100, 190, size - prompt)],
                     completion_mask=np.array([0] * prompt + [1] * (size - prompt)),
                     old_log_probs=np.array([0.0] * prompt + [-5.3] * (size - prompt), dtype=np.float32),
                     advantage=float(advantage),
                     model_version=version,
                     group_id=number,
-                    metrics={"reward": float(reward), "reward_std": float(rewards.std()), "rewards/parity": float(reward)},
+                    metrics={
+                        "reward": float(reward),
+                        "reward_std": float(rewards.std()),
+                        "rewards/parity": float(reward),
+                    },
                 )
             )
     return rows

@@ -96,7 +96,7 @@ def test_all_prompts_dead_end_the_run_with_the_reason(policy_path, tmp_path):
 
 
 def test_all_prompts_dead_end_a_lossless_run_too(policy_path, tmp_path):
-    with pytest.raises(RuntimeError, match="snr_max_empty_steps=3.*lossless"):
+    with pytest.raises(RuntimeError, match=r"snr_max_empty_steps=3.*lossless"):
         trained_with(policy_path, tmp_path, [DEAD] * 20, snr_max_empty_steps=3, snr_strategy="lossless", steps=10)
 
 
@@ -127,7 +127,7 @@ def test_a_worker_that_waits_for_the_trainer_ends_the_run_with_the_reason(policy
     """Two groups for a version are both dropped, and without others the trainer never gets to the next version."""
     held = Held(send([LIVE, LIVE, LIVE, LIVE, DEAD, DEAD, LIVE, LIVE, LIVE, LIVE]).rows)
     monkeypatch.setattr(async_cpu.async_grpo_trainer.RolloutQueueDataset.__init__, "__defaults__", (3, 0.2, None))
-    with pytest.raises(RuntimeError, match="sent nothing for .* dropped.*max_staleness"):
+    with pytest.raises(RuntimeError, match=r"sent nothing for .* dropped.*max_staleness"):
         trained_with(policy_path, tmp_path, held, steps=9, heartbeat_stale_after_s=1.0)
 
 

@@ -145,7 +145,7 @@ def test_a_reward_that_nobody_gives_is_refused_by_its_name(policy_path, tmp_path
     trainer = make_async(
         policy_path, tmp_path, Server(), rollout_worker=send([LIVE]), max_steps=1, snr_score_reward="success"
     )
-    with pytest.raises(ValueError, match="snr_score_reward='success'.*parity"):
+    with pytest.raises(ValueError, match=r"snr_score_reward='success'.*parity"):
         trainer.train()
 
 

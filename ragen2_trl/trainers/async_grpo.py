@@ -403,7 +403,8 @@ class SNRFilteredAsyncGRPOTrainer(WholeCheckpoints, AsyncGRPOTrainer):
             sampled = sum(len(set(one.group.members or ())) for one in arrivals)
             metrics["sampled_completions"] = float(sampled)
             metrics["sampled_fraction"] = sampled / (len(arrivals) * self.num_generations)
-            metrics["committed_fraction"] = sum(not (one.tag.given_up or one.tag.audited) for one in arrivals) / len(arrivals)
+            committed = sum(not (one.tag.given_up or one.tag.audited) for one in arrivals)
+            metrics["committed_fraction"] = committed / len(arrivals)
         log_row(self, {f"snr/{name}": value for name, value in metrics.items()})
 
     # A run, and its checkpoints
