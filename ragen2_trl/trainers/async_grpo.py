@@ -113,7 +113,8 @@ class SNRFilteredAsyncGRPOConfig(SNRFilterConfig, AsyncGRPOConfig):
     def generation_batch_size(self) -> int:
         """Completions of the whole groups that an optimizer step takes, by TRL's own estimate."""
         rows: int = self.per_device_train_batch_size * self.gradient_accumulation_steps * self.world_size
-        return ceil(rows / self.num_generations) * self.num_generations
+        groups = ceil(rows / self.num_generations)
+        return groups * int(self.num_generations)
 
     @property
     def steps_per_generation(self) -> int:
@@ -201,6 +202,7 @@ class SNRFilteredAsyncGRPOTrainer(WholeCheckpoints, AsyncGRPOTrainer):
         self.reward_func_names = [get_callable_name(func) for func in self.reward_funcs]
         self.reward_weights = torch.ones(len(self.reward_funcs))  # TRL sums them
         self.num_generations = self.args.num_generations
+        self._tokenizer: Any = self.processing_class
         named = self.args.snr_selector
         self._own_selector = selector if named is None else named_object(named, "snr_selector")
         worker = self.rollout_worker
@@ -217,13 +219,13 @@ class SNRFilteredAsyncGRPOTrainer(WholeCheckpoints, AsyncGRPOTrainer):
             named_object(companion, "companion")(self)
 
     @property
-    def _tokenizer(self) -> Any:
-        return self.processing_class
+    def _has_begun(self) -> bool:
+        return self._trains
 
     def _begin_run(self) -> None:
         """No state of an earlier run."""
         args = self.args
-        self.latest_selection, self._has_begun = None, False
+        self.latest_selection, self._trains = None, False
         known = known_range(
             self.reward_funcs, self.reward_func_names, self.reward_weights.tolist(), args.snr_score_reward
         )
@@ -362,7 +364,7 @@ class SNRFilteredAsyncGRPOTrainer(WholeCheckpoints, AsyncGRPOTrainer):
         if self._step_microbatches == 0:
             self._announce()
         loss = super().training_step(*args, **kwargs)
-        self._has_begun = True
+        self._trains = True
         if self.accelerator.is_main_process:
             self._ledger.micro_batch_trained()
         return loss

@@ -123,7 +123,7 @@ class FilteredRolloutLoop(RolloutLoop):
         self._next: deque[tuple[int, dict[str, Any]]] = deque()
         if snr_pilots:
             self._choice = PilotChoice(snr_pilots, self.num_generations, snr_seed)
-            self.reward_funcs = [ScoredOnce(func) for func in self.reward_funcs]  # TRL has taken their names
+            self.reward_funcs: list[Any] = [ScoredOnce(func) for func in self.reward_funcs]  # TRL has their names
 
     def _repeat_iterator(self) -> Iterator[tuple[int, dict[str, Any]]]:
         """The completions to sample next: the rest of a group that goes on, else the pilots of the next prompt.

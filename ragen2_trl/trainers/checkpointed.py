@@ -45,7 +45,11 @@ class WholeCheckpoints(StockTrainer):
 
     how_to_resume = "train(resume_from_checkpoint=True)"  # for the last line of an error
     _run_state: RunState
-    _has_begun: bool  # whether a step has
+
+    @property
+    def _has_begun(self) -> bool:
+        """Whether a step has begun."""
+        raise NotImplementedError
 
     def init_hf_repo(self, *args: Any, **kwargs: Any) -> None:
         """A Hub that cannot be reached, or refuses, ends no training before it begins: uploads are tried later."""

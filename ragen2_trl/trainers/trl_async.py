@@ -1,12 +1,15 @@
 """Where TRL has its asynchronous trainer: stable since 1.18, experimental before."""
 
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-try:
-    from trl import AsyncGRPOConfig, AsyncGRPOTrainer
-except ImportError:
+if TYPE_CHECKING:
     from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
+else:
+    try:
+        from trl import AsyncGRPOConfig, AsyncGRPOTrainer
+    except ImportError:
+        from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
 
 _own: Any = sys.modules[AsyncGRPOTrainer.__module__]
 AsyncRolloutWorker: Any = _own.AsyncRolloutWorker
