@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypedDict
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -148,9 +149,10 @@ def scored_group(rows: list[Any], members: list[int] | None, size: int) -> Score
         members = list(range(len(rows)))
     metrics = rows[0].metrics
     names = [name for name in metrics if name.startswith("rewards/")]
-    rewards = torch.full((1, size), torch.nan, dtype=torch.float64)
-    per_func = torch.full((1, size, len(names)), torch.nan, dtype=torch.float64)
-    lengths = torch.zeros(1, size, dtype=torch.long)
+    # Lists, of which a tensor is made once: this runs for every group.
+    rewards, lengths = [math.nan] * size, [0] * size
+    per_func = [[math.nan] * len(names) for _ in range(size)]
+    counts = [int(np.count_nonzero(row.completion_mask)) for row in rows]
     if members is None:
         deviation = metrics["reward_std"]
         first = next((row for row in rows if math.isfinite(row.metrics["reward"])), None)
@@ -158,16 +160,23 @@ def scored_group(rows: list[Any], members: list[int] | None, size: int) -> Score
             mean = first.metrics["reward"] - first.advantage * (deviation + 1e-8)  # as TRL makes advantages
             low = size // 2
             apart = deviation * size / (low * (size - low)) ** 0.5
-            rewards[0, :low] = mean - apart * (size - low) / size
-            rewards[0, low:] = mean + apart * low / size
-        lengths[:] = sum(int(row.completion_mask.sum()) for row in rows) // size
+            rewards[:low] = [mean - apart * (size - low) / size] * low
+            rewards[low:] = [mean + apart * low / size] * (size - low)
+        lengths = [sum(counts) // size] * size
     else:
-        for row, member in zip(rows, members, strict=True):
-            rewards[0, member] = row.metrics["reward"]
-            per_func[0, member] = torch.tensor([row.metrics[name] for name in names])
-            lengths[0, member] += int(row.completion_mask.sum())
-    rewards = rewards.masked_fill(~rewards.isfinite(), torch.nan)
-    return ScoredGroup(rows, members, rewards, per_func, lengths, [name.removeprefix("rewards/") for name in names])
+        for row, member, count in zip(rows, members, counts, strict=True):
+            reward = row.metrics["reward"]
+            rewards[member] = reward if math.isfinite(reward) else math.nan
+            per_func[member] = [row.metrics[name] for name in names]
+            lengths[member] += count
+    return ScoredGroup(
+        rows,
+        members,
+        torch.tensor([rewards], dtype=torch.float64),
+        torch.tensor([per_func], dtype=torch.float64).view(1, size, len(names)),
+        torch.tensor([lengths]),
+        [name.removeprefix("rewards/") for name in names],
+    )
 
 
 @dataclass(frozen=True)

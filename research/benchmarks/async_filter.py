@@ -27,7 +27,7 @@ from research.benchmarks.measuring import machine
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "tests"))  # what stands in for vLLM on a CPU
 
-import async_cpu
+import async_cpu  # noqa: E402
 
 RESULTS = Path(__file__).parent / "results"
 DEAD = 0.7
@@ -91,9 +91,9 @@ def measured(size: int, settings: dict[str, Any], steps: int, seed: int) -> dict
         close = GroupQueue._close
 
         def timed(queue: GroupQueue) -> None:
-            started = time.perf_counter()
+            started = time.thread_time()
             close(queue)
-            seconds[0] += time.perf_counter() - started
+            seconds[0] += time.thread_time() - started
             groups[0] += 1
 
         GroupQueue._close = timed  # type: ignore[method-assign]
@@ -103,12 +103,17 @@ def measured(size: int, settings: dict[str, Any], steps: int, seed: int) -> dict
             GroupQueue._close = close  # type: ignore[method-assign]
         found |= {"rows": rows["rows"], "with_advantage": rows["with_advantage"], "tokens": rows["tokens"]}
         if "plain" in settings:
-            found["completions_a_live_group"] = rows["rows"] / max(1, rows["with_advantage"] / size)
+            found |= {"completions": rows["rows"], "live_groups": rows["with_advantage"] / size}
         else:
-            found["completions_a_live_group"] = arrived.completions / max(1, arrived.kept)
+            found |= {"completions": arrived.completions, "live_groups": arrived.kept}
             found["ms_a_group"] = 1000 * seconds[0] / max(1, groups[0])
     server.http.shutdown()
     return found
+
+
+def cost(runs: list[dict[str, float]]) -> float:
+    """Completions for each live group, over all runs."""
+    return sum(run["completions"] for run in runs) / sum(run["live_groups"] for run in runs)
 
 
 def markdown(results: dict[str, Any]) -> str:
@@ -117,25 +122,27 @@ def markdown(results: dict[str, Any]) -> str:
     lines = ["# The filter in TRL's asynchronous trainer", ""]
     lines += ["Made by `python -m research.benchmarks.async_filter`, which says what is measured.", "", told, ""]
     lines += [
-        f"{results['steps']} steps of 16 rows, {results['seeds']} seeds, {DEAD:.0%} dead prompts; sums over seeds, and "
-        "the range of single seeds in brackets.",
+        f"{results['steps']} steps of 16 rows, {results['seeds']} seeds, {DEAD:.0%} dead prompts; sums over seeds, "
+        "and the range of single seeds in brackets.",
         "",
-        "| | rows in the loss | with advantage | tokens computed | completions a live group | filter, ms a group |",
+        "| | rows in the loss | with advantage | tokens computed | completions a live group | filter, ms of CPU a group |",
         "|---|---|---|---|---|---|",
     ]
     for name, runs in results["runs"].items():
         rows, live, tokens = (sum(run[key] for run in runs) for key in ("rows", "with_advantage", "tokens"))
-        costs = [run["completions_a_live_group"] for run in runs]
+        costs = [run["completions"] / max(1, run["live_groups"]) for run in runs]
         own = [run["ms_a_group"] for run in runs if "ms_a_group" in run]
         lines.append(
-            f"| {name} | {rows:.0f} | {live / rows:.1%} | {tokens:.0f} | {statistics.mean(costs):.1f} "
+            f"| {name} | {rows:.0f} | {live / rows:.1%} | {tokens:.0f} | {cost(runs):.1f} "
             f"({min(costs):.1f} to {max(costs):.1f}) | {f'{statistics.median(own):.2f}' if own else ''} |"
         )
-    alone, pilots = (
-        statistics.mean(run["completions_a_live_group"] for run in results["runs"][name])
-        for name in ("filter, G = 16", "filter and pilots of 4, G = 16")
-    )
-    lines += ["", f"With pilots of 4, a live group of 16 costs {pilots / alone:.2f} of the completions without."]
+    alone = cost(results["runs"]["filter, G = 16"])
+    of_alone = {number: cost(results["runs"][f"filter and pilots of {number}, G = 16"]) / alone for number in (2, 4)}
+    lines += [
+        "",
+        f"A live group of 16 costs {of_alone[2]:.2f} of the completions with pilots of 2, and {of_alone[4]:.2f} with "
+        "pilots of 4.",
+    ]
     return "\n".join(lines) + "\n"
 
 

@@ -1,4 +1,4 @@
-"""TRL's asynchronous trainer with the filter on two processes: decisions on the first alone, both of TRL's batchers."""
+"""TRL's asynchronous trainer with the filter on two processes: decisions on the first, both of TRL's batchers."""
 
 import json
 
