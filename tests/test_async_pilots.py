@@ -5,8 +5,9 @@ import asyncio
 import async_cpu
 import numpy as np
 import pytest
-from async_cpu import Server, StubWorker, make_async, parity, prompts_with_dead, text_of
+from async_cpu import Server, StubWorker, make_async, parity, prompts_with_dead, rows_of_group, text_of
 
+from ragen2_trl.trainers.async_groups import TAG, RowTag
 from ragen2_trl.trainers.async_rollouts import FilteredRolloutLoop, PilotChoice, ScoredOnce
 
 
@@ -72,6 +73,19 @@ def test_groups_that_go_on_are_trained_whole_and_those_given_up_not_at_all(polic
     whole = [one for one in seen if not one[0]]
     assert all(number == 16 and missing == 0 and kept in (0, 16) for _, number, kept, missing in whole)
     assert sum(kept == 16 for _, _, kept, _ in whole) >= 3
+
+
+def test_a_group_that_was_given_up_is_dropped_though_its_pilots_vary(policy_path, tmp_path):
+    """Their variance may be below what is worth the other completions."""
+    rows = [row for number in range(12) for row in rows_of_group(number, [1, 0, 0, 1])]
+    for number, row in enumerate(rows):
+        row.metrics[TAG] = RowTag(4, number % 4, given_up=row.group_id % 2 == 0)
+    trainer = make_async(
+        policy_path, tmp_path, Server(), rollout_worker=StubWorker(rows), snr_strategy="nonzero", max_steps=1,
+        per_device_train_batch_size=8,
+    )  # fmt: skip
+    trainer.train()
+    assert trainer.latest_selection.groups.tolist() == [False, True] * 4
 
 
 @pytest.mark.parametrize("reward", [counted, awaited])

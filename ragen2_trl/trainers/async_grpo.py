@@ -8,7 +8,7 @@ A rollout worker sends scored groups through a queue. The filter stands at the t
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from math import ceil, inf
+from math import ceil, inf, isnan
 from typing import Any, ClassVar, NoReturn
 
 import torch
@@ -320,9 +320,8 @@ class SNRFilteredAsyncGRPOTrainer(WholeCheckpoints, AsyncGRPOTrainer):
             for name, value in row.metrics.items():
                 values.setdefault(name, []).append(value)
             row.metrics = {}
-        for name, column in values.items():
-            known = torch.tensor(column, dtype=torch.float64)
-            log_row(self, {name: known.nanmean().item()})
+        known = {name: [value for value in column if not isnan(value)] for name, column in values.items()}
+        log_row(self, {name: sum(column) / len(column) for name, column in known.items() if column})
 
     def _staleness(self, row: Any) -> int:
         """Weight versions since a row was sampled."""

@@ -125,7 +125,7 @@ def markdown(results: dict[str, Any]) -> str:
         f"{results['steps']} steps of 16 rows, {results['seeds']} seeds, {DEAD:.0%} dead prompts; sums over seeds, "
         "and the range of single seeds in brackets.",
         "",
-        "| | rows in the loss | with advantage | tokens computed | completions a live group | filter, ms of CPU a group |",
+        "| | rows in the loss | with advantage | tokens computed | completions a live group | filter, CPU ms a group |",
         "|---|---|---|---|---|---|",
     ]
     for name, runs in results["runs"].items():
