@@ -172,6 +172,33 @@ def test_forks_of_a_foreign_worker_are_kept_and_counted_whole(policy_path, tmp_p
     assert len(trainer._ledger) == 4
 
 
+def test_rows_of_forked_conversations_are_told_apart_by_our_loop(policy_path, tmp_path, server, monkeypatch):
+    """TRL's own worker, whose conversations are two rows each."""
+    chain = async_cpu.async_rollout_worker._chain_to_sequences
+
+    def forked(*args):
+        rows, tally = chain(*args)
+        return rows * 2, tally
+
+    monkeypatch.setattr(async_cpu.async_rollout_worker, "_chain_to_sequences", forked)
+    trainer = make_async(
+        policy_path, tmp_path, server, max_steps=2, dataset=async_cpu.prompts_with_dead(40, 0),
+        selector=lambda groups: groups.rewards == groups.rewards.max(),
+    )  # fmt: skip
+    seen, decide = [], trainer._decide
+
+    def spy(group, given_up):
+        selection, rows = decide(group, given_up)
+        assert group.members == [0, 0, 1, 1, 2, 2, 3, 3] and not group.rewards.isnan().any()
+        assert len(rows) == 2 * int(selection.kept.sum())
+        seen.append(group.rewards.var().item())
+        return selection, rows
+
+    trainer._decide = spy
+    trainer.train()
+    assert max(seen) > 0
+
+
 def test_the_last_group_of_a_worker_that_pauses_is_complete(policy_path, tmp_path, monkeypatch):
     """Nothing comes after it: a worker may wait for the weights that this group is needed for."""
     monkeypatch.setattr(async_groups, "PAUSE_S", 0.1)

@@ -230,13 +230,14 @@ class SNRFilteredAsyncGRPOTrainer(WholeCheckpoints, AsyncGRPOTrainer):
             self.reward_funcs, self.reward_func_names, self.reward_weights.tolist(), args.snr_score_reward
         )
         self._filter = GroupFilter(args, self._own_selector, known)
-        self._ledger = self._trained_groups = GroupLedger()
+        self._ledger = GroupLedger()
+        self._trained_groups: Any = self._ledger  # TRL's is a set
         self._groups: GroupQueue | None = None
         self._announced: list[Arrival] = []
         shared: dict[str, Any] = {"filter": self._filter, "ledger": self._ledger}
         if self.rollout_worker is not None:
             empty = args.snr_max_empty_steps * (args.generation_batch_size // args.num_generations)
-            self._groups = self.rollout_queue = GroupQueue(
+            self._groups = GroupQueue(
                 self.rollout_worker.rollout_buffer,
                 self._ledger,
                 self._decide,
@@ -248,6 +249,7 @@ class SNRFilteredAsyncGRPOTrainer(WholeCheckpoints, AsyncGRPOTrainer):
                 lambda: f"(snr_max_empty_steps={args.snr_max_empty_steps}) {why_nothing_is_kept(self)}",
                 args.heartbeat_stale_after_s,
             )
+            self.rollout_queue: Any = self._groups
             shared["groups"] = self._groups
         self._run_state = RunState(shared)
 

@@ -16,6 +16,7 @@ import tempfile
 import time
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import transformers
 from transformers import TrainerCallback
@@ -96,11 +97,8 @@ def measured(size: int, settings: dict[str, Any], steps: int, seed: int) -> dict
             seconds[0] += time.thread_time() - started
             groups[0] += 1
 
-        GroupQueue._close = timed  # type: ignore[method-assign]
-        try:
+        with patch.object(GroupQueue, "_close", timed):
             trainer.train()
-        finally:
-            GroupQueue._close = close  # type: ignore[method-assign]
         found |= {"rows": rows["rows"], "with_advantage": rows["with_advantage"], "tokens": rows["tokens"]}
         if "plain" in settings:
             found |= {"completions": rows["rows"], "live_groups": rows["with_advantage"] / size}
@@ -125,7 +123,7 @@ def markdown(results: dict[str, Any]) -> str:
         f"{results['steps']} steps of 16 rows, {results['seeds']} seeds, {DEAD:.0%} dead prompts; sums over seeds, "
         "and the range of single seeds in brackets.",
         "",
-        "| | rows in the loss | with advantage | tokens computed | completions a live group | filter, CPU ms a group |",
+        "| | rows in the loss | advantage | tokens computed | completions a live group | filter, CPU ms a group |",
         "|---|---|---|---|---|---|",
     ]
     for name, runs in results["runs"].items():
