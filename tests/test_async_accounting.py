@@ -2,9 +2,11 @@
 
 import json
 import os
+import queue
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import async_cpu
@@ -12,6 +14,7 @@ import pytest
 from async_cpu import Server, StubWorker, make_async, prompts_with_dead, rows_of_group
 
 from ragen2_trl.trainers import async_groups
+from ragen2_trl.trainers.selection import Selection
 
 LIVE, DEAD = [1, 0, 0, 1], [0, 0, 0, 0]
 
@@ -138,6 +141,31 @@ def test_a_slow_worker_is_waited_for(policy_path, tmp_path, monkeypatch):
     threading.Timer(1.5, lambda: [worker.rollout_buffer.put(row) for row in late]).start()
     trainer = trained_with(policy_path, tmp_path, worker, heartbeat_stale_after_s=30.0)
     assert trainer.state.global_step == 1
+
+
+def test_time_in_which_nobody_asks_is_no_silence_of_the_worker():
+    """An update may take longer than a worker may be silent."""
+    rows = queue.Queue()
+    ledger = async_groups.GroupLedger()
+
+    def drop(group, given_up):
+        return Selection(group.rewards, group.rewards[:, 0], group.rewards > 9, group.lengths), []
+
+    groups = async_groups.GroupQueue(
+        rows, ledger, drop, lambda row: 0, lambda row: False, 4, 9, float("inf"), lambda: "", silent_after_s=0.3
+    )
+    for row in [*rows_of_group(0, DEAD), *rows_of_group(1, DEAD)]:
+        rows.put(row)
+    with pytest.raises(queue.Empty):
+        groups.get(timeout=0.05)
+    assert 0 in ledger and 1 not in ledger
+    time.sleep(0.5)
+    with pytest.raises(queue.Empty):
+        groups.get(timeout=0.05)
+    with pytest.raises(RuntimeError, match="sent nothing"):
+        for _ in range(20):
+            with pytest.raises(queue.Empty):
+                groups.get(timeout=0.05)
 
 
 # A run that is killed, and resumed

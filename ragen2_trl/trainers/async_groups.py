@@ -249,7 +249,7 @@ class GroupQueue:
         self.arrivals: list[Arrival] = []  # until the trainer takes them
         self._ready: deque[Any] = deque()  # rows for TRL
         self._open: list[Any] = []  # rows of the group that is arriving
-        self._latest = time.monotonic()  # when the worker's queue last had a row
+        self._waited = 0.0  # seconds in `get` since the worker's queue last had a row
 
     def qsize(self) -> int:
         """Rows that wait, those of groups that will be dropped included."""
@@ -270,14 +270,14 @@ class GroupQueue:
             try:
                 row = self.inner.get(timeout=None if wait == math.inf else wait)
             except queue.Empty:
-                silent = time.monotonic() - self._latest
-                if self._may_be_complete and silent >= PAUSE_S:
+                self._waited += wait
+                if self._may_be_complete and self._waited >= PAUSE_S:
                     self._close()
                 elif wait == left:
-                    self._check_silence(silent)
+                    self._check_silence()
                     raise
                 continue
-            self._latest = time.monotonic()
+            self._waited = 0.0
             self._take(row)
         row = self._ready.popleft()
         if self.is_refused(row):  # TRL's dataset or batcher passes over it next
@@ -331,11 +331,11 @@ class GroupQueue:
         self.ledger.begin(number, len(rows))
         self._ready.extend(rows)
 
-    def _check_silence(self, silent: float) -> None:
-        if self._dropped and silent > self.silent_after_s:
+    def _check_silence(self) -> None:
+        if self._dropped and self._waited > self.silent_after_s:
             raise RuntimeError(
-                f"the rollout worker has sent nothing for {silent:.0f} s, and the {self._dropped} groups before that "
-                "were dropped: it may wait for newer weights, for which the trainer needs groups. What would change "
+                f"the rollout worker has sent nothing for {self._waited:.0f} s, and the {self._dropped} groups before "
+                "that were dropped: it may wait for newer weights, for which the trainer needs groups. What would change "
                 "that: a larger max_staleness, snr_strategy='lossless', which drops no group, or a larger "
                 f"heartbeat_stale_after_s (now {self.silent_after_s:g}) where sampling takes that long."
             )
