@@ -153,7 +153,7 @@ $(VLLM_VENV)/.installed: pyproject.toml constraints.txt
 	touch $@
 
 test-vllm: $(VLLM_VENV)/.installed  ## Training with a real vLLM, in its build for CPUs: Linux on x86_64
-	OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m pytest tests/test_vllm.py
+	OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m pytest tests/test_vllm.py tests/test_async_vllm.py
 
 mutants: $(BIN)/.installed  ## Which changes of the core its tests notice: a random sample, half an hour on two quiet cores
 	$(BIN)/python scripts/mutants.py

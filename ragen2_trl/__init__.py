@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from ragen2_trl.remedies import what_if
     from ragen2_trl.rollouts import TextRollout
     from ragen2_trl.trainers import (
+        SNRFilteredAsyncGRPOConfig,
+        SNRFilteredAsyncGRPOTrainer,
         SNRFilteredGRPOConfig,
         SNRFilteredGRPOTrainer,
         SNRFilteredPPOConfig,
@@ -36,6 +38,8 @@ _HOMES = {
     "Evidence": "instrument",
     "GradientSNRCallback": "callbacks",
     "MutualInformationCallback": "callbacks",
+    "SNRFilteredAsyncGRPOConfig": "trainers",
+    "SNRFilteredAsyncGRPOTrainer": "trainers",
     "SNRFilteredGRPOConfig": "trainers",
     "SNRFilteredGRPOTrainer": "trainers",
     "SNRFilteredPPOConfig": "trainers",
@@ -60,6 +64,8 @@ __all__ = [
     "Evidence",
     "GradientSNRCallback",
     "MutualInformationCallback",
+    "SNRFilteredAsyncGRPOConfig",
+    "SNRFilteredAsyncGRPOTrainer",
     "SNRFilteredGRPOConfig",
     "SNRFilteredGRPOTrainer",
     "SNRFilteredPPOConfig",

@@ -391,6 +391,14 @@ SNR = (
         "anything after few steps: see [what is missed](mathematics.md#pilots)",
     ),
     Metric(
+        "snr/sampled_staleness",
+        "with the asynchronous trainer: weight versions by which the trainer is ahead of the weights that sampled a "
+        "group, when it arrives",
+        "count",
+        GROUPS,
+        "how far those versions moved the policy: that is TRL's `ratio` and `kl`",
+    ),
+    Metric(
         PREDICTED,
         "with `snr_prompt_selection`: mean reward variance predicted for the prompts before they were sampled",
         "reward squared",

@@ -104,7 +104,7 @@ class NeedsRows(Protocol):
 class Listener:
     """A subscription to a trainer's sampling events; see `listen`."""
 
-    events: RolloutEvents = field(repr=False)
+    events: SamplingEvents = field(repr=False)
     on_rows: Callable[[list[dict[str, Any]]], None] | None = None
     on_generated: Callable[[int, int], None] | None = None
     on_rollout: Callable[[LocalRollout], None] | None = None
@@ -118,7 +118,58 @@ class Listener:
             self.events.listeners.remove(self)
 
 
-class RolloutEvents:
+class SamplingEvents:
+    """The listeners to a trainer's sampling. A trainer that samples by methods of its own announces it here.
+
+    Args:
+        trainer: any of TRL's, or a subclass; `listen` finds the events there.
+    """
+
+    def __init__(self, trainer: Any):
+        self.trainer = trainer
+        self.listeners: list[Listener] = []
+        setattr(trainer, _ATTRIBUTE, self)
+
+    def rows(self, inputs: list[dict[str, Any]]) -> None:
+        """Announce that a generation for these rows of the dataset begins, in training or evaluation."""
+        for listener in list(self.listeners):
+            if listener.on_rows is not None:
+                listener.on_rows(inputs)
+
+    def announce(self, local: LocalRollout) -> None:
+        """Announce completions sampled for training, before any row is dropped. A call for all processes together."""
+        with ExitStack() as stack:
+            for listener in self.listeners:
+                if listener.aside is not None:
+                    stack.enter_context(listener.aside())
+            for listener in list(self.listeners):
+                if listener.on_rollout is not None:
+                    listener.on_rollout(local)
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether a listener takes rollouts."""
+        return any(listener.on_rollout is not None for listener in self.listeners)
+
+    def written(self, tokens: int, completions: int) -> None:
+        """Announce how many tokens and completions the model wrote on this process for training."""
+        for listener in self.listeners:
+            if listener.on_generated is not None:
+                listener.on_generated(tokens, completions)
+
+    def update_pass(self, computed: int, plain: int) -> None:
+        """Announce a pass over a generation; see `on_pass` of `listen`."""
+        for listener in self.listeners:
+            if listener.on_pass is not None:
+                listener.on_pass(computed, plain)
+
+    @property
+    def needs_all_rows(self) -> bool:
+        """Whether a listener computes with rows of groups that carry no signal."""
+        return any(listener.all_rows() for listener in self.listeners if listener.all_rows is not None)
+
+
+class RolloutEvents(SamplingEvents):
     """The latest completions and rewards of a trainer, and the listeners to its sampling.
 
     `_generate` and `_calculate_rewards` are rebound on the instance, around the methods of subclasses, so that
@@ -136,9 +187,11 @@ class RolloutEvents:
     def __init__(self, trainer: Any, announces: bool = False):
         for name in ("_generate_and_score_completions", "_generate", "_calculate_rewards", "_metrics"):
             if not hasattr(trainer, name):
-                raise TypeError(f"{type(trainer).__name__} has no {name}; allowed: GRPOTrainer, RLOOTrainer and kin.")
-        self.trainer = trainer
-        self.listeners: list[Listener] = []
+                raise TypeError(
+                    f"{type(trainer).__name__} has no {name}; allowed: GRPOTrainer, RLOOTrainer, and the trainers "
+                    "with the filter."
+                )
+        super().__init__(trainer)
         self.scored: Scored | None = None  # of the latest call of `_calculate_rewards`
         self._prompts: Any = None  # of the latest call of `_generate`
         self._generated: Any = None  # its result
@@ -147,18 +200,10 @@ class RolloutEvents:
         extend(trainer, "_calculate_rewards", self._note_rewards)
         if not announces:
             extend(trainer, "_generate_and_score_completions", self._around_sampling)
-        setattr(trainer, _ATTRIBUTE, self)
-
-    def rows(self, inputs: list[dict[str, Any]]) -> None:
-        """Announce that a generation for these rows of the dataset begins, in training or evaluation."""
-        for listener in list(self.listeners):
-            if listener.on_rows is not None:
-                listener.on_rows(inputs)
 
     def rollout(self, inputs: list[dict[str, Any]], batch: Batch) -> None:
         """Announce a complete generation for training, with the weights that sampled it, before any row is dropped."""
-        interested = [one.on_rollout for one in self.listeners if one.on_rollout is not None]
-        if not interested:
+        if not self.is_awaited:
             return
         prompt_ids, completion_ids, masks, *_ = self._generated
         # The third value of RLOO's `_generate` is something else.
@@ -172,12 +217,7 @@ class RolloutEvents:
             inputs=inputs,
             batch=batch,
         )
-        with ExitStack() as stack:
-            for listener in self.listeners:
-                if listener.aside is not None:
-                    stack.enter_context(listener.aside())
-            for tell in interested:
-                tell(local)
+        self.announce(local)
 
     @property
     def group_rewards(self) -> Tensor:
@@ -188,27 +228,13 @@ class RolloutEvents:
 
     def generated(self, generated: Any) -> None:
         """Announce completions that were sampled for training, in the form of a result of `_generate`."""
-        counting = [one.on_generated for one in self.listeners if one.on_generated is not None]
-        if counting:
-            tokens, completions = self._tokens_written(generated), len(generated[1])
-            for tell in counting:
-                tell(tokens, completions)
-
-    def update_pass(self, computed: int, plain: int) -> None:
-        """Announce a pass over a generation; see `on_pass` of `listen`."""
-        for listener in self.listeners:
-            if listener.on_pass is not None:
-                listener.on_pass(computed, plain)
+        if any(listener.on_generated is not None for listener in self.listeners):
+            self.written(self._tokens_written(generated), len(generated[1]))
 
     @property
     def has_generated(self) -> bool:
         """Whether a call of `_generate` has returned, and no other has begun."""
         return self._generated is not None
-
-    @property
-    def needs_all_rows(self) -> bool:
-        """Whether a listener computes with rows of groups that carry no signal."""
-        return any(listener.all_rows() for listener in self.listeners if listener.all_rows is not None)
 
     def score_ahead(self, inputs: list[dict[str, Any]]) -> Tensor:
         """(B, F) rewards of the latest completions, which TRL then gets without calling a reward function again.
@@ -265,6 +291,21 @@ class RolloutEvents:
         return batch
 
 
+def announces_sampling(trainer: Any) -> bool:
+    """Whether `listen` takes this trainer."""
+    return hasattr(trainer, _ATTRIBUTE) or hasattr(trainer, "_generate_and_score_completions")
+
+
+def refuse_asynchronous(trainer: Any, callback: str) -> None:
+    """Raise a `TypeError` for a callback that generates or computes as TRL's own batches do, by its name."""
+    events = getattr(trainer, _ATTRIBUTE, None)
+    if events is not None and not isinstance(events, RolloutEvents):
+        raise TypeError(
+            f"{callback} needs completions that the trainer samples itself, and {type(trainer).__name__} takes them "
+            "from a server; allowed with it: MutualInformationCallback, TrainingHealthCallback, CostCallback."
+        )
+
+
 def listen(
     trainer: Any,
     *,
@@ -293,7 +334,7 @@ def listen(
     Raises:
         TypeError: for a trainer that does not sample completions.
     """
-    events: RolloutEvents = getattr(trainer, _ATTRIBUTE, None) or RolloutEvents(trainer)
+    events: SamplingEvents = getattr(trainer, _ATTRIBUTE, None) or RolloutEvents(trainer)
     listener = Listener(events, on_rows, on_generated, on_rollout, on_pass, aside, all_rows)
     events.listeners.append(listener)
     return listener

@@ -23,7 +23,7 @@ from ragen2_trl.envs.random_baseline import random_success
 from ragen2_trl.record.files import EPISODES, EVALUATION
 from ragen2_trl.record.held_out import LOGGED, curves_of
 from ragen2_trl.record.saved_episodes import PlayedEpisode, episodes_of, save_episodes
-from ragen2_trl.rollout_events import forget_in_row, log_row
+from ragen2_trl.rollout_events import forget_in_row, log_row, refuse_asynchronous
 from ragen2_trl.rollouts.outcomes import outcomes_of, summarize
 from ragen2_trl.rollouts.sampling import check_sampling, held_out_rows, play_rows
 
@@ -128,6 +128,7 @@ class EnvironmentEvalCallback(TrainerCallback):
                 "eval_strategy='steps'; table, card and report lead with its eval_reward."
             )
         args = trainer.args
+        refuse_asynchronous(trainer, "EnvironmentEvalCallback")
         self.trainer = trainer
         self.every = every
         self.num_samples = num_samples

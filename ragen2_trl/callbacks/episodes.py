@@ -14,6 +14,7 @@ from ragen2_trl.envs import Play
 from ragen2_trl.envs.mixture import AnyTask
 from ragen2_trl.record.files import EPISODES, TRAINING
 from ragen2_trl.record.saved_episodes import PlayedEpisode, episodes_of, save_episodes
+from ragen2_trl.rollout_events import refuse_asynchronous
 
 Generation = tuple[int, int]  # the micro-step that it began, and how many of the same tasks were before it there
 
@@ -40,6 +41,7 @@ class EpisodeCallback(TrainerCallback):
     """
 
     def __init__(self, trainer: Any, every: int = 10, max_episodes: int = 256):
+        refuse_asynchronous(trainer, "EpisodeCallback")
         for name, value in (("every", every), ("max_episodes", max_episodes)):
             if value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value!r}")

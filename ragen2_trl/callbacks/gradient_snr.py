@@ -28,7 +28,7 @@ from ragen2_trl.callbacks.attached import check_own_trainer, is_newest
 from ragen2_trl.callbacks.gradient_probe import Gradient, Probe, check_can_probe, probe_of
 from ragen2_trl.filtering import group_score
 from ragen2_trl.instrument.scoring import count_tokens
-from ragen2_trl.rollout_events import Listener, LocalRollout, listen, log_row
+from ragen2_trl.rollout_events import Listener, LocalRollout, listen, log_row, refuse_asynchronous
 from ragen2_trl.trainers.stock import StockTrainer
 
 ROUNDING = 1e-6
@@ -153,6 +153,7 @@ class GradientSNRCallback(TrainerCallback):
     """
 
     def __init__(self, trainer: Trainer, every: int = 50, num_buckets: int = 6, entropy_coef: float | None = None):
+        refuse_asynchronous(trainer, "GradientSNRCallback")
         for name, value in (("every", every), ("num_buckets", num_buckets)):
             if value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value!r}")

@@ -13,7 +13,7 @@ from ragen2_trl.filtering import check_choice
 from ragen2_trl.instrument.health import COUNT, TITLES, Health, HealthState, State
 from ragen2_trl.instrument.reasoning import Trajectories
 from ragen2_trl.record.run import HEALTH_STATE
-from ragen2_trl.rollout_events import Listener, LocalRollout, listen, log_row
+from ragen2_trl.rollout_events import Listener, LocalRollout, announces_sampling, listen, log_row
 from ragen2_trl.saved_state import kept_by_callback
 
 logger = get_logger(__name__)
@@ -93,7 +93,7 @@ class TrainingHealthCallback(TrainerCallback):
         if (saved := kept_by_callback(state, HEALTH_STATE, WatchState)) is not None:
             self.health.load_state_dict(saved["health"])
             self._closes = saved["closes"]
-        if self._listener is None and hasattr(self.trainer, "_generate_and_score_completions"):
+        if self._listener is None and announces_sampling(self.trainer):
             self._listener = listen(self.trainer, on_rollout=self._on_rollout)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:

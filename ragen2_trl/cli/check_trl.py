@@ -3,13 +3,15 @@
 ragen2-trl check-trl
 """
 
+import trl
+from packaging.version import Version
 from rich.table import Table
 from rich.text import Text
 from trl import GRPOTrainer, RLOOTrainer
 
 from ragen2_trl.cli.arguments import trl_parser
 from ragen2_trl.cli.console import make_console
-from ragen2_trl.trainers.trl_contract import installed, needs, untested
+from ragen2_trl.trainers.trl_contract import OLDEST_ASYNC, installed, needs, untested
 
 
 def main(args: list[str] | None = None) -> None:
@@ -21,7 +23,12 @@ def main(args: list[str] | None = None) -> None:
     trl_parser().parse_args(args)
     console = make_console()
     missing = []
-    for trainer_class in (GRPOTrainer, RLOOTrainer):
+    trainers: list[type] = [GRPOTrainer, RLOOTrainer]
+    if Version(trl.__version__) >= Version(OLDEST_ASYNC):
+        from ragen2_trl.trainers.trl_async import AsyncGRPOTrainer
+
+        trainers.append(AsyncGRPOTrainer)
+    for trainer_class in trainers:
         table = Table(title=f"{trainer_class.__name__} of {installed()}")
         for column in ("what", "how it is used", "there"):
             table.add_column(column, overflow="fold")
@@ -34,5 +41,7 @@ def main(args: list[str] | None = None) -> None:
         console.print(Text(line), soft_wrap=True)
     if missing:
         raise SystemExit(1)
+    if len(trainers) == 2:
+        console.print(Text(f"SNRFilteredAsyncGRPOTrainer needs TRL {OLDEST_ASYNC} or later."), soft_wrap=True)
     if (warning := untested()) is not None:
         console.print(Text(warning))

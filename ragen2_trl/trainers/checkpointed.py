@@ -2,7 +2,7 @@
 
 import os
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import TYPE_CHECKING, Any, TypedDict
 
 from accelerate.logging import get_logger
 from datasets import Dataset
@@ -14,6 +14,7 @@ from ragen2_trl.trainers.batches import Batch
 from ragen2_trl.trainers.checkpoints import (
     LAYOUT_FIELDS,
     ResumableSampler,
+    RunState,
     checkpoint_to_resume,
     last_complete_checkpoint,
     open_checkpoint,
@@ -22,6 +23,11 @@ from ragen2_trl.trainers.checkpoints import (
 from ragen2_trl.trainers.checks import check_enough_prompts, check_loss_of_trl
 from ragen2_trl.trainers.construction import Constructed
 from ragen2_trl.trainers.micro_batches import MicroBatchState
+
+if TYPE_CHECKING:
+    from ragen2_trl.trainers.stock import StockTrainer
+else:
+    StockTrainer = object  # it is mixed in before one of TRL's
 
 logger = get_logger(__name__)
 
@@ -34,10 +40,16 @@ class OwnState(TypedDict):
     micro_batches: MicroBatchState | None
 
 
-class Checkpointed(Constructed):
-    """Runs and checkpoints of a filtered trainer. Mixed in before one of TRL's trainers."""
+class WholeCheckpoints(StockTrainer):
+    """Checkpoints that count once all of them is written, with the state of the run. Mixed in before one of TRL's."""
 
     how_to_resume = "train(resume_from_checkpoint=True)"  # for the last line of an error
+    _run_state: RunState
+
+    @property
+    def _has_begun(self) -> bool:
+        """Whether a step has begun."""
+        raise NotImplementedError
 
     def init_hf_repo(self, *args: Any, **kwargs: Any) -> None:
         """A Hub that cannot be reached, or refuses, ends no training before it begins: uploads are tried later."""
@@ -52,18 +64,7 @@ class Checkpointed(Constructed):
             )
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
-        check_loss_of_trl(type(self), self.args)
-        check_enough_prompts(self.train_dataset, self.args)
         checkpoint = checkpoint_to_resume(self.args.output_dir, resume_from_checkpoint, self.accelerator)
-        self._begin_run()
-        self._metrics["train"].clear()  # of a step that was interrupted before it was logged
-        if self._micro_batches.steps is not None:  # cut for the steps of an earlier run, which ended in the middle
-            self._step, self._buffered_inputs = 0, None
-        if self.args.snr_strategy not in ("all", "lossless"):
-            logger.warning(
-                "loss and grad_norm are means over the rows that the filter keeps: where it drops some, both are "
-                "larger than the plain trainer's, whose means include the other rows (see docs/mathematics.md)."
-            )
         try:
             return super().train(checkpoint, *args, **kwargs)
         except (KeyboardInterrupt, Exception) as end:
@@ -73,7 +74,7 @@ class Checkpointed(Constructed):
     def _tell_where_to_resume(self, end: BaseException) -> None:
         """Add a line below the traceback; for an error only after a step, with a checkpoint that could be loaded."""
         interrupted = isinstance(end, KeyboardInterrupt)  # all processes are interrupted; an error may be of one alone
-        has_begun = self.state.global_step > 0 and self._empty_steps.has_begun
+        has_begun = self.state.global_step > 0 and self._has_begun
         if not (self.is_world_process_zero() if interrupted else has_begun):
             return
         last = last_complete_checkpoint(Path(str(self.args.output_dir)))
@@ -84,21 +85,20 @@ class Checkpointed(Constructed):
         where = f"{event} at step {self.state.global_step}; {how} in {self.args.output_dir}."
         end.add_note(where)
 
-    def _get_train_sampler(self, dataset: Dataset | None = None) -> Sampler[int]:
-        return ResumableSampler(super()._get_train_sampler(dataset), self)
-
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         folder = os.path.join(self._get_output_dir(trial=trial), f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
         if self.args.should_save:
             open_checkpoint(folder)
         self.accelerator.wait_for_everyone()
         if not self.args.save_only_model:
-            own: OwnState = {"step": self._step, "buffered_inputs": None, "micro_batches": None}
-            if self._step % (self.args.steps_per_generation * self.num_iterations) != 0:
-                # A checkpoint in the middle of a generation batch takes it along; else TRL samples again.
-                own |= {"buffered_inputs": self._buffered_inputs, "micro_batches": self._micro_batches.state()}
-            self._run_state.save(folder, self.accelerator.process_index, self._batch_layout(), own)
+            self._save_run_state(folder)
         super()._save_checkpoint(model, trial)
+
+    def _save_run_state(self, folder: str) -> None:
+        raise NotImplementedError
+
+    def _load_run_state(self, folder: str | None) -> None:
+        raise NotImplementedError
 
     def _save_rng_state(self, output_dir: str) -> None:
         """The last part of a checkpoint that every process writes."""
@@ -115,15 +115,7 @@ class Checkpointed(Constructed):
                 "max_steps or num_train_epochs, or an earlier checkpoint."
             )
         super()._load_optimizer_and_scheduler(checkpoint)
-        own = self._run_state.load(checkpoint, self.accelerator, self._batch_layout(), OwnState)
-        if own is not None:
-            self._step, self._buffered_inputs = own["step"], own["buffered_inputs"]
-            if own["micro_batches"] is not None:
-                self._micro_batches.load(own["micro_batches"])
-
-    def _batch_layout(self) -> dict[str, int]:
-        layout = {name: getattr(self.args, name) for name in LAYOUT_FIELDS}
-        return {**layout, "num_processes": self.accelerator.num_processes}
+        self._load_run_state(checkpoint)
 
     def _issue_warnings_after_load(self, load_result: Any) -> None:
         """Without a word of weights that are tied to others, such as `lm_head`'s: these have been loaded.
@@ -141,3 +133,46 @@ class Checkpointed(Constructed):
             )
         load_result.missing_keys.clear()
         super()._issue_warnings_after_load(load_result)
+
+
+class Checkpointed(WholeCheckpoints, Constructed):
+    """Runs and checkpoints of a filtered trainer. Mixed in before one of TRL's trainers."""
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
+        check_loss_of_trl(type(self), self.args)
+        check_enough_prompts(self.train_dataset, self.args)
+        self._begin_run()
+        self._metrics["train"].clear()  # of a step that was interrupted before it was logged
+        if self._micro_batches.steps is not None:  # cut for the steps of an earlier run, which ended in the middle
+            self._step, self._buffered_inputs = 0, None
+        if self.args.snr_strategy not in ("all", "lossless"):
+            logger.warning(
+                "loss and grad_norm are means over the rows that the filter keeps: where it drops some, both are "
+                "larger than the plain trainer's, whose means include the other rows (see docs/mathematics.md)."
+            )
+        return super().train(resume_from_checkpoint, *args, **kwargs)
+
+    @property
+    def _has_begun(self) -> bool:
+        return self._empty_steps.has_begun
+
+    def _get_train_sampler(self, dataset: Dataset | None = None) -> Sampler[int]:
+        return ResumableSampler(super()._get_train_sampler(dataset), self)
+
+    def _save_run_state(self, folder: str) -> None:
+        own: OwnState = {"step": self._step, "buffered_inputs": None, "micro_batches": None}
+        if self._step % (self.args.steps_per_generation * self.num_iterations) != 0:
+            # A checkpoint in the middle of a generation batch takes it along; else TRL samples again.
+            own |= {"buffered_inputs": self._buffered_inputs, "micro_batches": self._micro_batches.state()}
+        self._run_state.save(folder, self.accelerator.process_index, self._batch_layout(), own)
+
+    def _load_run_state(self, folder: str | None) -> None:
+        own = self._run_state.load(folder, self.accelerator, self._batch_layout(), OwnState)
+        if own is not None:
+            self._step, self._buffered_inputs = own["step"], own["buffered_inputs"]
+            if own["micro_batches"] is not None:
+                self._micro_batches.load(own["micro_batches"])
+
+    def _batch_layout(self) -> dict[str, int]:
+        layout = {name: getattr(self.args, name) for name in LAYOUT_FIELDS}
+        return {**layout, "num_processes": self.accelerator.num_processes}

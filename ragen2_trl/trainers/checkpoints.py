@@ -34,7 +34,15 @@ PARTS = {
     "random state": ("rng_state*.pth",),
 }
 # Further files that resuming reads, where there are any.
-FURTHER = ("snr_state_*.pt", "_critic/*", "entropy_ctrl_state.json", "*.index.json", "adapter_config.json", "latest")
+FURTHER = (
+    "snr_state_*.pt",
+    "_critic/*",
+    "entropy_ctrl_state.json",
+    "rollout_state.json",
+    "*.index.json",
+    "adapter_config.json",
+    "latest",
+)
 # Settings by which a generation batch is laid out: under others, one in progress cannot go on.
 LAYOUT_FIELDS = (
     "per_device_train_batch_size",

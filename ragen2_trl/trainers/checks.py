@@ -220,12 +220,7 @@ def check_subclass(trainer_class: type, args: SNRFilterConfig, pilots: int) -> N
     Raises:
         TypeError: naming the method and what is allowed.
     """
-    for name in ("_prepare_inputs", "_generate_and_score_completions"):
-        for owner in _own_classes(trainer_class):
-            if name in vars(owner) and not _calls_super(vars(owner)[name], name):
-                raise TypeError(
-                    f"{owner.__name__}.{name} must call super().{name}, in which the filter works; it does not."
-                )
+    check_calls_super(trainer_class, ("_prepare_inputs", "_generate_and_score_completions"))
     own = {"_calculate_rewards", "_generate_and_score_completions"}
     rounds = {"snr_dynamic_sampling_rounds": args.snr_dynamic_sampling_rounds, "snr_pilot_generations": pilots}
     for name, value in rounds.items():
@@ -242,6 +237,16 @@ def check_subclass(trainer_class: type, args: SNRFilterConfig, pilots: int) -> N
             "_generate_single_turn in its place."
         )
     check_loss_of_trl(trainer_class, args)
+
+
+def check_calls_super(trainer_class: type, names: Sequence[str]) -> None:
+    """Refuse a subclass whose methods of these names leave out ours."""
+    for name in names:
+        for owner in _own_classes(trainer_class):
+            if name in vars(owner) and not _calls_super(vars(owner)[name], name):
+                raise TypeError(
+                    f"{owner.__name__}.{name} must call super().{name}, in which the filter works; it does not."
+                )
 
 
 def check_loss_of_trl(trainer_class: type, args: SNRFilterConfig) -> None:

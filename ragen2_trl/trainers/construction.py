@@ -54,6 +54,19 @@ COMPANIONS = (
     "ragen2_trl.callbacks.training_progress:show_progress",
 )
 
+# On the model cards of the trainers.
+PAPER = {
+    "title": "RAGEN-2: Reasoning Collapse in Agentic RL",
+    "id": "2604.06268",
+    "citation": textwrap.dedent("""\
+        @article{wang2026ragen2,
+            title  = {{RAGEN-2: Reasoning Collapse in Agentic RL}},
+            author = {Zihan Wang and Chi Gui and Xing Jin and Qineng Wang and Licheng Liu and Kangrui Wang and Shiqi Chen and Linjie Li and Zhengyuan Yang and Pingyue Zhang and Yiping Lu and Jiajun Wu and Li Fei-Fei and Lijuan Wang and Yejin Choi and Manling Li},
+            year   = 2026,
+            eprint = {arXiv:2604.06268},
+        }"""),  # noqa: E501 -- BibTeX
+}
+
 
 class Constructed(StockTrainer):
     """Construction of a filtered trainer. Mixed in before one of TRL's trainers."""
@@ -62,17 +75,7 @@ class Constructed(StockTrainer):
     _trl_config_class: ClassVar[type]  # of the plain trainer
     can_share_prompts: ClassVar[bool] = True  # whether the loss reads log-probs and entropies alone
     takes_turn_samples: ClassVar[bool] = False  # whether an episode may be several training samples
-    _paper = {  # noqa: RUF012 -- TRL declares it so
-        "title": "RAGEN-2: Reasoning Collapse in Agentic RL",
-        "id": "2604.06268",
-        "citation": textwrap.dedent("""\
-            @article{wang2026ragen2,
-                title  = {{RAGEN-2: Reasoning Collapse in Agentic RL}},
-                author = {Zihan Wang and Chi Gui and Xing Jin and Qineng Wang and Licheng Liu and Kangrui Wang and Shiqi Chen and Linjie Li and Zhengyuan Yang and Pingyue Zhang and Yiping Lu and Jiajun Wu and Li Fei-Fei and Lijuan Wang and Yejin Choi and Manling Li},
-                year   = 2026,
-                eprint = {arXiv:2604.06268},
-            }"""),  # noqa: E501 -- BibTeX
-    }
+    _paper = PAPER
 
     args: SNRFilterConfig
 

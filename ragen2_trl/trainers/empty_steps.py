@@ -13,6 +13,25 @@ from ragen2_trl.trainers.plans import MicroStep
 logger = get_logger(__name__)
 
 
+def why_nothing_is_kept(trainer: Any) -> str:
+    """What a run without a kept group should look at.
+
+    Args:
+        trainer: one of ours.
+    """
+    args, own = trainer.args, trainer._own_selector
+    settings = f"snr_strategy={args.snr_strategy!r}, snr_value={args.snr_value}, snr_score={args.snr_score!r}"
+    if args.snr_selector is not None:
+        settings = f"snr_selector={args.snr_selector!r}"
+    elif own is not None:
+        settings = f"selector={own!r}"
+    return (
+        f"Rewards in this run lie in {trainer._filter.reward_range}. Either completions of one prompt never differ in "
+        "reward (see snr/zero_variance_fraction, snr/dropped_all_best and snr/dropped_all_worst: too easy, or too "
+        f"hard), or every completion is truncated, or the selection keeps none ({settings})."
+    )
+
+
 class StepsState(TypedDict):
     """State of `EmptySteps` in a checkpoint."""
 
@@ -112,19 +131,9 @@ class EmptySteps(TrainerCallback):
         if 0 < args.snr_max_empty_steps <= self.empty_streak:
             logger.warning(
                 f"Training stops at step {state.global_step}: {self.empty_streak} optimizer steps in a row had no "
-                f"kept group (snr_max_empty_steps={args.snr_max_empty_steps}). Rewards in this run lie in "
-                f"{self.trainer._filter.reward_range}. Either completions of one prompt never differ in reward (see "
-                f"frac_reward_zero_std, snr/dropped_all_best and snr/dropped_all_worst: too easy, or too hard), or "
-                f"every completion is truncated, or the selection keeps none ({self._settings(args)})."
+                f"kept group (snr_max_empty_steps={args.snr_max_empty_steps}). {why_nothing_is_kept(self.trainer)}"
             )
             control.should_training_stop = True
-
-    def _settings(self, args: Any) -> str:
-        if args.snr_selector is not None:
-            return f"snr_selector={args.snr_selector!r}"
-        if self.trainer._own_selector is not None:
-            return f"selector={self.trainer._own_selector!r}"
-        return f"snr_strategy={args.snr_strategy!r}, snr_value={args.snr_value}, snr_score={args.snr_score!r}"
 
     def state(self) -> StepsState:
         """State for a checkpoint, the same on every process."""

@@ -298,7 +298,10 @@ class GroupFilter:
         if isinstance(self.selector, ScoreSelector):
             scores, signal = self.selector.scores(groups).cpu(), self.selector.signal(groups)
             select = partial(self.selector.select, reward_range=groups.reward_range)
-            kept = select(scores, signal) if self.recent is None else self.recent.select(scores, signal, select)
+            if self.recent is None:
+                kept = select(scores, signal)
+            else:
+                kept = self.recent.select(scores, signal, select, bool(signal.any()) or self.selector.include_zero)
             return scores, kept.unsqueeze(1).expand(size).clone()
         kept = self.selector(groups)
         if not isinstance(kept, Tensor) or kept.dtype != torch.bool or tuple(kept.shape) not in (size, size[:1]):
@@ -374,13 +377,16 @@ class RecentGroups:
         self.seen = 0  # groups in all
         self.since_kept = 0  # groups since the last generation with a kept one
 
-    def select(self, scores: Tensor, signal: Tensor, select: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+    def select(
+        self, scores: Tensor, signal: Tensor, select: Callable[[Tensor, Tensor], Tensor], may_keep: bool = True
+    ) -> Tensor:
         """The kept groups of a generation, which becomes part of the latest groups.
 
         Args:
             scores: (N,) float64.
             signal: (N,) bool.
             select: from scores and signal of groups to the kept ones, the earlier of equal scores first.
+            may_keep: whether any of the new groups can be among them; if not, there is nothing to rank.
 
         Returns:
             (N,) bool.
@@ -389,9 +395,10 @@ class RecentGroups:
         self.scores = torch.cat([self.scores, scores])[-self.size :]
         self.signal = torch.cat([self.signal, signal])[-self.size :]
         self.seen += new
-        order = torch.randperm(len(self.scores), generator=seeded_generator(self._ORDERS, self.seed, self.seen))
         kept = torch.zeros(len(self.scores), dtype=torch.bool)
-        kept[order] = select(self.scores[order], self.signal[order])
+        if may_keep:
+            order = torch.randperm(len(self.scores), generator=seeded_generator(self._ORDERS, self.seed, self.seen))
+            kept[order] = select(self.scores[order], self.signal[order])
         self._forget(kept[-new:])
         return kept[-new:]
 

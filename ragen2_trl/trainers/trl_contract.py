@@ -21,6 +21,7 @@ from trl.trainer import utils
 logger = logging.get_logger(__name__)
 
 OLDEST, NEWEST = "1.12.0", "1.16.0"  # that our tests run on
+OLDEST_ASYNC = "1.16.0"  # whose asynchronous trainer they run on
 
 # Methods of TRL's trainers, or of transformers' below them, with their parameters. Those that we override must have no
 # others, which ours would not take.
@@ -92,6 +93,43 @@ FIELDS = ["steps_per_generation", "generation_batch_size", "num_generations", "n
 FIELDS_OF_GRPO = ["loss_type", "scale_rewards", "entropy_coef", "use_adaptive_entropy", "top_entropy_quantile"]
 FIELDS_OF_RLOO = ["normalize_advantages"]
 
+# TRL's asynchronous trainer, in the same order: its class, the loop of its rollout worker, and what packs its rows.
+ASYNC_OVERRIDDEN = {
+    "get_train_dataloader": "",
+    "_log_step_metrics": "",
+    **{
+        name: OVERRIDDEN[name]
+        for name in (
+            "_save_checkpoint",
+            "_save_rng_state",
+            "_load_optimizer_and_scheduler",
+            "_issue_warnings_after_load",
+        )
+    },
+}
+ASYNC_CALLED = {
+    "__init__": "model reward_funcs args train_dataset",
+    "training_step": "model inputs num_items_in_batch",
+    "create_model_card": CALLED["create_model_card"],
+}
+ASYNC_ATTRIBUTES = [
+    "_metrics",
+    "_trained_groups",
+    "_groups_before_resume",
+    "_step_microbatches",
+    "aux_loss_enabled",
+    "model_version",
+    "rollout_queue",
+    "rollout_worker",
+    "router_aux_loss_coef",
+]
+ASYNC_FIELDS = ["num_generations", "temperature", "max_staleness", "token_budget", "heartbeat_stale_after_s"]
+LOOP_OVERRIDDEN = {"_repeat_iterator": "", "_generate_one": "prompt tool_dict tools group_id", "_score_group": "group"}
+LOOP_ATTRIBUTES = ["reward_funcs", "reward_func_names", "num_generations"]
+COLLATOR_CALLED = {"torch_call": "examples"}
+COLLATOR_ATTRIBUTES = ["groups_trained"]
+COLLATOR_KEYS = ["global_n_tokens", "group_id", "completion_mask", "metrics"]
+
 
 class IncompatibleTRLError(RuntimeError):
     """The TRL that is installed lacks something that we lean on."""
@@ -110,30 +148,68 @@ def needs(trainer_class: type) -> list[Need]:
     """All that we lean on in one of TRL's trainers, in the order of the table.
 
     Args:
-        trainer_class: `GRPOTrainer`, `RLOOTrainer`, or a class derived from one of them.
+        trainer_class: `GRPOTrainer`, `RLOOTrainer`, `AsyncGRPOTrainer`, or a class derived from one of them.
     """
+    if not issubclass(trainer_class, (GRPOTrainer, RLOOTrainer)):
+        return _async_needs()
     rloo = issubclass(trainer_class, RLOOTrainer)
     trl_class: type = RLOOTrainer if rloo else GRPOTrainer
     config: Any = RLOOConfig if rloo else GRPOConfig
-    words = _Words(trl_class)
-    rows = []
-    for use, methods in (("overridden", OVERRIDDEN), ("called", {**CALLED, **({} if rloo else CALLED_IN_GRPO)})):
-        for name, parameters in methods.items():
-            problem = _signature_problem(trl_class, name, ["self", *parameters.split()], use == "overridden")
-            rows.append(Need(f"{trl_class.__name__}.{name}({', '.join(parameters.split())})", use, problem))
+    rows = _signatures(trl_class, OVERRIDDEN, "overridden")
+    rows += _signatures(trl_class, {**CALLED, **({} if rloo else CALLED_IN_GRPO)}, "called")
     for name, parameters in HELPERS.items():
         problem = _signature_problem(utils, name, parameters.split())
         rows.append(Need(f"trl.trainer.utils.{name}({', '.join(parameters.split())})", "called", problem))
-    for name in [*ATTRIBUTES, *([] if rloo else ATTRIBUTES_OF_GRPO)]:
-        problem = None if name in words.attributes else "is not set"
-        rows.append(Need(f"{trl_class.__name__}().{name}", "read", problem))
-    for key in [*KEYS, *(OF_RLOO if rloo else OF_GRPO)]:
-        problem = None if key in words.keys else "is not made"
-        rows.append(Need(f"{trl_class.__name__}'s batch[{key!r}]", "read", problem))
-    for name in [*FIELDS, *(FIELDS_OF_RLOO if rloo else FIELDS_OF_GRPO)]:
-        problem = None if name in config.__dataclass_fields__ else "is gone"
-        rows.append(Need(f"{config.__name__}.{name}", "read", problem))
+    rows += _words_of(
+        trl_class, [*ATTRIBUTES, *([] if rloo else ATTRIBUTES_OF_GRPO)], [*KEYS, *(OF_RLOO if rloo else OF_GRPO)]
+    )
+    rows += _fields(config, [*FIELDS, *(FIELDS_OF_RLOO if rloo else FIELDS_OF_GRPO)])
     return rows
+
+
+def _async_needs() -> list[Need]:
+    from ragen2_trl.trainers.trl_async import AsyncGRPOConfig, AsyncGRPOTrainer, AsyncRolloutWorker, Collator
+
+    loop = AsyncRolloutWorker._loop_cls
+    return [
+        *_signatures(AsyncGRPOTrainer, ASYNC_OVERRIDDEN, "overridden"),
+        *_signatures(AsyncGRPOTrainer, ASYNC_CALLED, "called"),
+        *_words_of(AsyncGRPOTrainer, ASYNC_ATTRIBUTES, []),
+        *_fields(AsyncGRPOConfig, ASYNC_FIELDS),
+        *_signatures(loop, LOOP_OVERRIDDEN, "overridden"),
+        *_words_of(loop, LOOP_ATTRIBUTES, []),
+        *_words_of(AsyncRolloutWorker, ["_loop_kwargs", "rollout_buffer"], []),
+        *_signatures(Collator, COLLATOR_CALLED, "called"),
+        *_words_of(Collator, COLLATOR_ATTRIBUTES, COLLATOR_KEYS),
+    ]
+
+
+def _signatures(owner: type, methods: dict[str, str], use: str) -> list[Need]:
+    """Methods of a class by their parameters."""
+    rows = []
+    for name, parameters in methods.items():
+        problem = _signature_problem(owner, name, ["self", *parameters.split()], use == "overridden")
+        rows.append(Need(f"{owner.__name__}.{name}({', '.join(parameters.split())})", use, problem))
+    return rows
+
+
+def _words_of(owner: type, attributes: list[str], keys: list[str]) -> list[Need]:
+    """Attributes that a class gives itself, and keys of the batch that it makes."""
+    words = _Words(owner)
+    rows = [
+        Need(f"{owner.__name__}().{name}", "read", None if name in words.attributes else "is not set")
+        for name in attributes
+    ]
+    return rows + [
+        Need(f"{owner.__name__}'s batch[{key!r}]", "read", None if key in words.keys else "is not made")
+        for key in keys
+    ]
+
+
+def _fields(config: Any, names: list[str]) -> list[Need]:
+    """Settings of a configuration."""
+    fields = config.__dataclass_fields__
+    return [Need(f"{config.__name__}.{name}", "read", None if name in fields else "is gone") for name in names]
 
 
 def installed() -> str:

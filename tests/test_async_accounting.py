@@ -1,0 +1,200 @@
+"""Groups of the asynchronous trainer are done when they are done: what epochs, checkpoints and resumed runs count."""
+
+import json
+import os
+import queue
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import async_cpu
+import pytest
+from async_cpu import Server, StubWorker, make_async, prompts_with_dead, rows_of_group
+
+from ragen2_trl.trainers import async_groups
+from ragen2_trl.trainers.selection import Selection
+
+LIVE, DEAD = [1, 0, 0, 1], [0, 0, 0, 0]
+
+
+@pytest.fixture(autouse=True)
+def on_a_cpu(monkeypatch):
+    async_cpu.patch(monkeypatch.setattr)
+    monkeypatch.setattr(async_cpu.async_grpo_trainer, "AsyncRolloutWorker", async_cpu.ThreadWorker)
+    monkeypatch.setattr(async_groups, "PAUSE_S", 0.1)
+
+
+def send(groups):
+    return StubWorker([row for number, one in enumerate(groups) for row in rows_of_group(number, one)])
+
+
+def trained_with(policy_path, tmp_path, groups, steps=1, **settings):
+    worker = groups if isinstance(groups, StubWorker) else send(groups)
+    settings = {"per_device_train_batch_size": 8, "snr_strategy": "nonzero", **settings}
+    trainer = make_async(policy_path, tmp_path, Server(), rollout_worker=worker, max_steps=steps, **settings)
+    trainer.train()
+    return trainer
+
+
+def test_a_micro_batch_that_is_fetched_ahead_is_not_done(policy_path, tmp_path):
+    trainer = trained_with(policy_path, tmp_path, [LIVE] * 8)
+    assert len(trainer._trained_groups) == 2  # TRL's own: 4
+
+
+def test_dropped_groups_are_done(policy_path, tmp_path):
+    trainer = trained_with(policy_path, tmp_path, [DEAD, LIVE, DEAD, LIVE, DEAD, LIVE, LIVE])
+    assert len(trainer._trained_groups) == 5 and 5 not in trainer._trained_groups
+
+
+def test_a_group_cut_in_two_is_done_with_its_last_row(policy_path, tmp_path):
+    trainer = trained_with(policy_path, tmp_path, [LIVE] * 8, per_device_train_batch_size=6)
+    assert len(trainer._trained_groups) == 1
+
+
+def test_stale_and_oversize_rows_are_done(policy_path, tmp_path):
+    stale, long = rows_of_group(0, LIVE, version=-9), rows_of_group(1, LIVE, length=80)
+    rows = [row for number in range(2, 9) for row in rows_of_group(number, LIVE)]
+    settings = {"max_staleness": 4, "token_budget": 60}
+    trainer = trained_with(policy_path, tmp_path, StubWorker([*stale, *long, *rows]), steps=2, **settings)
+    assert {0, 1, 2} <= {group for group in range(9) if group in trainer._trained_groups}
+    logged = trainer.state.log_history
+    assert sum(row.get("sample/dropped_stale_total", 0) for row in logged) == 4
+    assert sum(row.get("batch/dropped_oversize_total", 0) for row in logged) == 4
+    assert not trainer._ledger.rows.keys() & {0, 1}
+
+
+@pytest.mark.parametrize("strategy", ["nonzero", "lossless", "all"])
+def test_an_epoch_ends_when_its_data_have_been_seen(policy_path, tmp_path, strategy):
+    server = Server()
+    trainer = make_async(
+        policy_path, tmp_path, server, snr_strategy=strategy, num_train_epochs=1, max_steps=-1,
+        max_inflight_tasks=4, queue_maxsize=4,
+    )  # fmt: skip
+    trainer.train()
+    done = len(trainer._trained_groups)
+    assert 40 <= done <= 40 + 30  # dropped groups behind the last step's are done as well
+    steps = trainer.state.global_step
+    assert steps >= (10 if strategy in ("lossless", "all") else 2)
+    if strategy != "nonzero":
+        assert steps == 10  # 40 groups of 4 rows, 16 a step
+
+
+def test_an_epoch_is_not_over_before_its_first_group_is(policy_path, tmp_path):
+    """A straggler of the first epoch arrives after groups of the second."""
+    order = [*range(1, 6), 6, 0, *range(7, 14)]
+    rows = [row for number in order for row in rows_of_group(number, LIVE)]
+    trainer = make_async(
+        policy_path, tmp_path, Server(), rollout_worker=StubWorker(rows), snr_strategy="nonzero", max_steps=-1,
+        num_train_epochs=1, dataset=prompts_with_dead(6), per_device_train_batch_size=8,
+    )  # fmt: skip
+    trainer.train()
+    assert trainer.state.global_step == 4  # TRL's own ends after three steps, with six groups of seven
+
+
+def test_all_prompts_dead_end_the_run_with_the_reason(policy_path, tmp_path):
+    with pytest.raises(RuntimeError, match=r"6 groups in a row had nothing.*snr_max_empty_steps=3.*\(0.0, 0.0\)"):
+        trained_with(policy_path, tmp_path, [DEAD] * 20, snr_max_empty_steps=3)
+
+
+def test_all_prompts_dead_end_a_lossless_run_too(policy_path, tmp_path):
+    with pytest.raises(RuntimeError, match=r"snr_max_empty_steps=3.*lossless"):
+        trained_with(policy_path, tmp_path, [DEAD] * 20, snr_max_empty_steps=3, snr_strategy="lossless", steps=10)
+
+
+def test_a_dead_worker_ends_the_run_with_trls_message(policy_path, tmp_path):
+    worker = send([LIVE, DEAD, DEAD])
+    worker.healthy = False
+    with pytest.raises(RuntimeError, match="Rollout worker child has failed"):
+        trained_with(policy_path, tmp_path, worker)
+
+
+class Held(StubWorker):
+    """Sends four groups, and two more for each further version of the weights, whatever becomes of them."""
+
+    def start(self):
+        self.send(16)
+
+    def update_model_version(self, version):
+        if version > 1:
+            self.send(8)
+
+    def send(self, number):
+        for row in self.rows[:number]:
+            self.rollout_buffer.put(row)
+        del self.rows[:number]
+
+
+def test_a_worker_that_waits_for_the_trainer_ends_the_run_with_the_reason(policy_path, tmp_path, monkeypatch):
+    """Two groups for a version are both dropped, and without others the trainer never gets to the next version."""
+    held = Held(send([LIVE, LIVE, LIVE, LIVE, DEAD, DEAD, LIVE, LIVE, LIVE, LIVE]).rows)
+    monkeypatch.setattr(async_cpu.async_grpo_trainer.RolloutQueueDataset.__init__, "__defaults__", (3, 0.2, None))
+    with pytest.raises(RuntimeError, match=r"sent nothing for .* dropped.*max_staleness"):
+        trained_with(policy_path, tmp_path, held, steps=9, heartbeat_stale_after_s=1.0)
+
+
+def test_a_slow_worker_is_waited_for(policy_path, tmp_path, monkeypatch):
+    monkeypatch.setattr(async_cpu.async_grpo_trainer.RolloutQueueDataset.__init__, "__defaults__", (3, 0.2, None))
+    worker = send([LIVE, LIVE, DEAD])
+    late = send([LIVE] * 6).rows[12:]
+    threading.Timer(1.5, lambda: [worker.rollout_buffer.put(row) for row in late]).start()
+    trainer = trained_with(policy_path, tmp_path, worker, heartbeat_stale_after_s=30.0)
+    assert trainer.state.global_step == 1
+
+
+def test_time_in_which_nobody_asks_is_no_silence_of_the_worker():
+    """An update may take longer than a worker may be silent."""
+    rows = queue.Queue()
+    ledger = async_groups.GroupLedger()
+
+    def drop(group, given_up):
+        return Selection(group.rewards, group.rewards[:, 0], group.rewards > 9, group.lengths), []
+
+    groups = async_groups.GroupQueue(
+        rows, ledger, drop, lambda row: 0, lambda row: False, 4, 9, float("inf"), lambda: "", silent_after_s=0.3
+    )
+    for row in [*rows_of_group(0, DEAD), *rows_of_group(1, DEAD)]:
+        rows.put(row)
+    with pytest.raises(queue.Empty):
+        groups.get(timeout=0.05)
+    assert 0 in ledger and 1 not in ledger
+    time.sleep(0.5)
+    with pytest.raises(queue.Empty):
+        groups.get(timeout=0.05)
+    with pytest.raises(RuntimeError, match="sent nothing"):
+        for _ in range(20):
+            with pytest.raises(queue.Empty):
+                groups.get(timeout=0.05)
+
+
+# A run that is killed, and resumed
+
+
+def test_a_killed_run_goes_on_with_nothing_lost_and_nothing_twice(policy_path, tmp_path):
+    """SIGKILL at step 6, resumed from the checkpoint of step 4."""
+    script = str(Path(__file__).parent / "distributed" / "async_killed.py")
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1]), "OMP_NUM_THREADS": "1"}
+
+    def run(number, *more):
+        journal = tmp_path / f"journal{number}"
+        command = [sys.executable, script, policy_path, str(tmp_path / "run"), str(journal), *more]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+        return done, [json.loads(line) for line in journal.read_text().splitlines()]
+
+    killed, first = run(1, "kill")
+    first = [one for one in first if "group" in one]
+    assert killed.returncode == -9, killed.stderr[-3000:]
+    resumed, second = run(2)
+    assert resumed.returncode == 0, resumed.stderr[-3000:]
+    before = {one["group"] for one in first if one["step"] <= 4}
+    start = second[0]["start"]
+    after = [start + one["group"] for one in second[1:-1]]
+    assert max(one["step"] for one in first) >= 5 and len(before) >= 16
+    assert len(after) == len(set(after)) and not before & set(after)  # nothing twice
+    seen = before | set(after)
+    assert set(range(start)) <= before and start > 0  # nothing lost
+    assert before - set(range(start)), "no straggler: the test shows nothing"
+    frontier = start + second[-1]["frontier"]
+    assert frontier > max(before) and set(range(frontier)) <= seen
+    assert second[0]["range"] == [0.0, 1.0]  # the filter's state

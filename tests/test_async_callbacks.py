@@ -1,0 +1,146 @@
+"""What listens to the asynchronous trainer: mutual information, health, cost, the record of a run and its card."""
+
+import json
+from pathlib import Path
+
+import async_cpu
+import pytest
+import torch
+from async_cpu import Server, make_async
+from conftest import parameters_of
+
+from ragen2_trl import (
+    CostCallback,
+    EnvironmentEvalCallback,
+    EpisodeCallback,
+    GradientSNRCallback,
+    MutualInformationCallback,
+    TrainingHealthCallback,
+)
+from ragen2_trl.envs import make_env
+from ragen2_trl.metrics import metric
+from ragen2_trl.record.run import read_run
+from ragen2_trl.rollout_events import gather_rollout, listen
+from ragen2_trl.trainers.async_groups import scored_group
+from ragen2_trl.trainers.async_grpo import _local_rollout
+
+
+@pytest.fixture(autouse=True)
+def on_a_cpu(monkeypatch):
+    async_cpu.patch(monkeypatch.setattr)
+    monkeypatch.setattr(async_cpu.async_grpo_trainer, "AsyncRolloutWorker", async_cpu.ThreadWorker)
+
+
+def rows_logged(trainer):
+    return [row for row in trainer.state.log_history if "loss" in row]
+
+
+@pytest.fixture(scope="module")
+def run(policy_path, tmp_path_factory):
+    """A run with everything that listens."""
+    with pytest.MonkeyPatch.context() as patch:
+        async_cpu.patch(patch.setattr)
+        patch.setattr(async_cpu.async_grpo_trainer, "AsyncRolloutWorker", async_cpu.ThreadWorker)
+        server = Server()
+        settings = {"snr_strategy": "nonzero", "max_steps": 4, "learning_rate": 1e-3}
+        trainer = make_async(policy_path, tmp_path_factory.mktemp("run"), server, **settings)
+        trainer.add_callback(MutualInformationCallback(trainer, every=1, min_prompts=4))
+        trainer.add_callback(CostCallback(trainer))
+        told = []
+        listen(trainer, on_rollout=told.append)
+        trainer.train()
+        trainer.create_model_card()
+    return trainer, server, told
+
+
+def test_mutual_information_is_measured_on_all_that_was_sampled(run):
+    trainer, _, told = run
+    row = rows_logged(trainer)[0]
+    assert 0 <= row["mi/first_turn/retrieval_accuracy"] <= 1
+    assert row["mi/first_turn/num_prompts"] >= 8  # dropped groups too: the first step keeps four
+    assert all(one.rewards.shape[1] == 4 and len(one.completion_ids) == one.rewards.numel() for one in told)
+    saved = Path(trainer.args.output_dir, "_measurements").glob("measurement_*.json")
+    assert len(list(saved)) == sum("mi/tokens" in row for row in rows_logged(trainer)) >= 2
+
+
+def test_health_counts_the_completions_of_the_asynchronous_trainer(run):
+    trainer, _, told = run
+    counts = [row["health/completions"] for row in rows_logged(trainer)]
+    assert counts == [one.rewards.numel() for one in told]
+
+
+def test_cost_counts_what_was_sampled_and_computed(run):
+    trainer, server, told = run
+    row = rows_logged(trainer)[-1]
+    assert row["cost/sampled_completions"] == sum(one.rewards.numel() for one in told) <= server.completions
+    assert row["cost/sampled_tokens"] == sum(len(ids) for one in told for ids in one.completion_ids)
+    forwarded = sum(one["batch/forwarded_tokens_per_step"] for one in rows_logged(trainer))
+    assert row["cost/update_tokens"] == forwarded  # neither measurements nor rows of dropped groups
+    assert row["cost/plain_completions"] == 16 * len(told)
+
+
+def test_every_metric_of_ours_is_in_the_registry(run):
+    trainer, *_ = run
+    ours = {key for row in rows_logged(trainer) for key in row if key.startswith(("snr/", "mi/", "health/", "cost/"))}
+    assert {"snr/sampled_staleness", "mi/first_turn/mi_seq", "cost/seconds"} <= ours
+    assert sorted(key for key in ours if metric(key) is None) == []
+
+
+def test_the_record_and_the_card_know_the_asynchronous_trainer(run):
+    trainer, *_ = run
+    folder = Path(trainer.args.output_dir)
+    card = (folder / "README.md").read_text()
+    assert "RAGEN-2" in card and "retrieval accuracy" in card
+    found = read_run(folder)
+    assert found.settings["trainer"] == "SNRFilteredAsyncGRPOTrainer"
+    assert found.settings["snr_strategy"] == "nonzero" and found.settings["reward_funcs"] == ["parity"]
+    lines = [json.loads(line) for line in (folder / "_measurements" / "group_rewards.jsonl").read_text().splitlines()]
+    assert sum(len(line["rewards"]) for line in lines) >= 24 and any(not all(line["kept"]) for line in lines)
+
+
+def test_forward_passes_aside_leave_trls_attention_as_it_was(run):
+    trainer, *_ = run
+    assert trainer.model.config._attn_implementation == "tree_fa3"
+
+
+def test_listeners_leave_an_asynchronous_training_as_it_is(policy_path, tmp_path):
+    def train(folder, listens):
+        worker = async_cpu.StubWorker(
+            [row for number in range(16) for row in async_cpu.rows_of_group(number, [1, 0, 0, number % 2])]
+        )
+        trainer = make_async(
+            policy_path, folder, Server(), rollout_worker=worker, max_steps=3, snr_strategy="nonzero",
+            per_device_train_batch_size=8,
+        )  # fmt: skip
+        if listens:
+            trainer.add_callback(MutualInformationCallback(trainer, every=1, min_prompts=2))
+        trainer.train()
+        return parameters_of(trainer)
+
+    alone, beside = train(tmp_path / "alone", False), train(tmp_path / "beside", True)
+    assert all(torch.equal(value, alone[name]) for name, value in beside.items())
+
+
+def test_conversations_of_several_rows_are_told_as_turns():
+    rows = async_cpu.rows_of_group(3, [1, 0, 0, 1], forks=[1, 2, 1, 0])
+    group = scored_group(rows, [0, 1, 1, 2], 4)
+    local = _local_rollout([group], group.rewards)
+    assert [len(samples) for samples in local.turn_samples] == [0, 1, 0, 0]
+    assert len(local.completion_ids) == 4 and local.completion_ids[3] == []
+    assert [len(ids) for ids in local.prompt_ids] == [4] * 4 and len(gather_rollout(local).completion_ids) == 4
+
+
+def test_a_callback_that_needs_trls_own_batches_is_refused_by_its_name(policy_path, tmp_path):
+    trainer = make_async(policy_path, tmp_path, Server(), max_steps=1)
+    with pytest.raises(TypeError, match=r"GradientSNRCallback.*SNRFilteredAsyncGRPOTrainer"):
+        GradientSNRCallback(trainer)
+    with pytest.raises(TypeError, match=r"EnvironmentEvalCallback.*SNRFilteredAsyncGRPOTrainer"):
+        EnvironmentEvalCallback(make_env("frozen_lake"), trainer)
+    with pytest.raises(TypeError, match=r"EpisodeCallback.*SNRFilteredAsyncGRPOTrainer"):
+        EpisodeCallback(trainer)
+
+
+def test_the_asynchronous_trainer_brings_its_companions(policy_path, tmp_path):
+    trainer = make_async(policy_path, tmp_path, Server(), max_steps=1)
+    kinds = {type(one).__name__ for one in trainer.callback_handler.callbacks}
+    assert {"RunRecord", TrainingHealthCallback.__name__} <= kinds

@@ -1,0 +1,259 @@
+"""The filter in TRL's asynchronous trainer: which groups are trained, and what is refused."""
+
+import async_cpu
+import pytest
+import torch
+from async_cpu import Server, StubWorker, make_async, rows_of_group
+from conftest import parameters_of
+from transformers import TrainerCallback
+
+from ragen2_trl import SNRFilteredAsyncGRPOConfig
+from ragen2_trl.metrics import metric
+from ragen2_trl.trainers import async_groups
+
+
+@pytest.fixture(autouse=True)
+def on_a_cpu(monkeypatch):
+    async_cpu.patch(monkeypatch.setattr)
+    monkeypatch.setattr(async_cpu.async_grpo_trainer, "AsyncRolloutWorker", async_cpu.ThreadWorker)
+
+
+@pytest.fixture
+def server():
+    return Server()
+
+
+def advantages_trained(trainer):
+    """The advantages of the completions of each micro-batch, one a completion."""
+    seen, compute_loss = [], trainer.compute_loss
+
+    def spy(model, inputs, *args, **kwargs):
+        there = inputs["token_index"] >= 0
+        advantages, segments = inputs["advantages"][there], inputs["segment_id"][there]
+        seen.append([advantages[segments == one][0].item() for one in segments.unique()])
+        return compute_loss(model, inputs, *args, **kwargs)
+
+    trainer.compute_loss = spy
+    return seen
+
+
+def rows_logged(trainer):
+    return [row for row in trainer.state.log_history if "loss" in row]
+
+
+def send(groups, **settings):
+    """A worker that sends groups of these rewards."""
+    return StubWorker([row for number, one in enumerate(groups) for row in rows_of_group(number, one, **settings)])
+
+
+LIVE, DEAD = [1, 0, 0, 1], [0, 0, 0, 0]
+
+
+def test_every_trained_row_has_an_advantage(policy_path, tmp_path, server):
+    trainer = make_async(policy_path, tmp_path, server, snr_strategy="nonzero", max_steps=4)
+    seen = advantages_trained(trainer)
+    trainer.train()
+    assert [len(one) for one in seen] == [16] * 4
+    assert min(abs(value) for one in seen for value in one) > 0.1
+    # Random texts, half of them even; 30 % of the prompts are alive: so many groups have signal.
+    zero = sum(row["snr/zero_variance_fraction"] for row in rows_logged(trainer)) / 4
+    assert 0.5 < zero < 0.9
+
+
+def test_an_async_filtered_update_is_trls_on_a_queue_of_the_kept_groups(policy_path, tmp_path):
+    groups = [DEAD, LIVE, DEAD, LIVE, LIVE, DEAD, LIVE, LIVE, LIVE]
+    kept = [row for number, one in enumerate(groups) if one is LIVE for row in rows_of_group(number, one)]
+    settings = {"per_device_train_batch_size": 8, "max_steps": 2}
+    plain = make_async(
+        policy_path, tmp_path / "plain", Server(), plain=True, rollout_worker=StubWorker(kept), **settings
+    )
+    own = make_async(
+        policy_path, tmp_path / "own", Server(), snr_strategy="nonzero", rollout_worker=send(groups), **settings
+    )
+    plain.train()
+    own.train()
+    assert all(torch.equal(value, parameters_of(plain)[name]) for name, value in parameters_of(own).items())
+
+
+def test_reward_speaks_for_all_groups_that_were_sampled(policy_path, tmp_path):
+    # All of the row: four live groups, and the one that TRL fetches ahead.
+    worker = send([DEAD, LIVE, DEAD, DEAD, LIVE, *[LIVE] * 2])
+    trainer = make_async(
+        policy_path, tmp_path, Server(), snr_strategy="nonzero", rollout_worker=worker, max_steps=1,
+        per_device_train_batch_size=8,
+    )  # fmt: skip
+    trainer.train()
+    (row,) = rows_logged(trainer)
+    assert row["reward"] == row["rewards/parity"] == pytest.approx(4 * 0.5 / 7)
+    assert row["snr/kept_fraction"] == pytest.approx(4 / 7)
+    assert row["snr/kept_groups"] == 4 and row["snr/zero_variance_fraction"] == pytest.approx(3 / 7)
+    assert row["batch/groups_per_step"] == 2
+    ours = {key for key in row if key.startswith(("snr/", "health/", "mi/", "cost/"))}
+    assert sorted(key for key in ours if metric(key) is None) == []
+
+
+class Selections(TrainerCallback):
+    """The selections of a run."""
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self.seen = []
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self.seen.append(self.trainer.latest_selection)
+
+
+def test_groups_are_ranked_among_the_latest_ones(policy_path, tmp_path):
+    """Of groups with signal, `top_p` drops those of little variance, though each arrives alone."""
+    small = [0.5, 0.6, 0.5, 0.6]
+    trainer = make_async(
+        policy_path, tmp_path, Server(), rollout_worker=send([LIVE, small] * 4 + [LIVE] * 4), max_steps=2,
+        per_device_train_batch_size=8,
+    )  # fmt: skip
+    trainer.add_callback(selections := Selections())
+    selections.trainer = trainer
+    trainer.train()
+    variances, kept = (torch.cat([getattr(one, name) for one in selections.seen]) for name in ("scores", "groups"))
+    assert (variances < 0.01).sum() >= 3 and not kept[variances < 0.01].any()
+    assert kept[variances > 0.01].double().mean() > 0.7
+
+
+def test_a_selector_keeps_single_completions_with_the_advantages_of_their_group(policy_path, tmp_path):
+    worker = send([LIVE] * 12)
+    trainer = make_async(
+        policy_path, tmp_path, Server(), rollout_worker=worker, max_steps=2, per_device_train_batch_size=8,
+        selector=lambda groups: groups.rewards > 0,
+    )  # fmt: skip
+    seen = advantages_trained(trainer)
+    trainer.train()
+    assert [len(one) for one in seen] == [8, 8]
+    assert all(value == pytest.approx(1, abs=1e-4) for one in seen for value in one)
+
+
+def test_groups_are_scored_by_one_of_several_rewards(policy_path, tmp_path):
+    worker = send([LIVE] * 8)
+    for row in worker.rows:  # the sum varies everywhere, this one in odd groups
+        row.metrics["rewards/own"] = row.metrics["reward"] * (row.group_id % 2)
+    trainer = make_async(
+        policy_path, tmp_path, Server(), rollout_worker=worker, max_steps=1, per_device_train_batch_size=8,
+        snr_strategy="top_p", snr_value=1.0, snr_score_reward="own",
+    )  # fmt: skip
+    trainer.train()
+    assert trainer.latest_selection.groups.tolist() == [group % 2 == 1 for group in range(8)]
+
+
+def test_a_reward_that_nobody_gives_is_refused_by_its_name(policy_path, tmp_path):
+    trainer = make_async(
+        policy_path, tmp_path, Server(), rollout_worker=send([LIVE]), max_steps=1, snr_score_reward="success"
+    )
+    with pytest.raises(ValueError, match=r"snr_score_reward='success'.*parity"):
+        trainer.train()
+
+
+FORKED = [2, 1, 3, 1]
+
+
+def test_a_group_of_forked_conversations_is_scored_from_its_exact_deviation():
+    rewards = torch.tensor([1.0, 0.0, 0.0, 0.0])
+    group = async_groups.scored_group(rows_of_group(3, rewards.tolist(), forks=FORKED), None, 4)
+    assert group.members is None and len(group.rows) == 7
+    assert group.rewards.var().item() == pytest.approx(rewards.var().item(), rel=1e-6)
+    assert group.rewards.mean().item() == pytest.approx(0.25, rel=1e-6)
+
+
+def test_forks_of_a_foreign_worker_are_kept_and_counted_whole(policy_path, tmp_path):
+    groups = [DEAD, LIVE, DEAD, LIVE, LIVE, LIVE, LIVE]
+    trainer = make_async(
+        policy_path, tmp_path, Server(), rollout_worker=send(groups, forks=FORKED), max_steps=2,
+        per_device_train_batch_size=7, snr_strategy="nonzero",
+    )  # fmt: skip
+    seen = advantages_trained(trainer)
+    trainer.train()
+    assert [len(one) for one in seen] == [7, 7] and min(abs(value) for one in seen for value in one) > 0.9
+    assert len(trainer._ledger) == 4
+
+
+def test_rows_of_forked_conversations_are_told_apart_by_our_loop(policy_path, tmp_path, server, monkeypatch):
+    """TRL's own worker, whose conversations are two rows each."""
+    chain = async_cpu.async_rollout_worker._chain_to_sequences
+
+    def forked(*args):
+        rows, tally = chain(*args)
+        return rows * 2, tally
+
+    monkeypatch.setattr(async_cpu.async_rollout_worker, "_chain_to_sequences", forked)
+    trainer = make_async(
+        policy_path, tmp_path, server, max_steps=2, dataset=async_cpu.prompts_with_dead(40, 0),
+        selector=lambda groups: groups.rewards == groups.rewards.max(),
+    )  # fmt: skip
+    seen, decide = [], trainer._decide
+
+    def spy(group, given_up):
+        selection, rows = decide(group, given_up)
+        assert group.members == [0, 0, 1, 1, 2, 2, 3, 3] and not group.rewards.isnan().any()
+        assert len(rows) == 2 * int(selection.kept.sum())
+        seen.append(group.rewards.var().item())
+        return selection, rows
+
+    trainer._decide = spy
+    trainer.train()
+    assert max(seen) > 0
+
+
+def test_the_last_group_of_a_worker_that_pauses_is_complete(policy_path, tmp_path, monkeypatch):
+    """Nothing comes after it: a worker may wait for the weights that this group is needed for."""
+    monkeypatch.setattr(async_groups, "PAUSE_S", 0.1)
+    trainer = make_async(
+        policy_path, tmp_path, Server(), rollout_worker=send([LIVE, LIVE, LIVE, LIVE]), max_steps=1,
+        per_device_train_batch_size=8, snr_strategy="nonzero",
+    )  # fmt: skip
+    trainer.train()
+    assert trainer.state.global_step == 1
+
+
+def test_rows_of_two_groups_that_are_mixed_are_refused(policy_path, tmp_path):
+    first, second = rows_of_group(0, LIVE), rows_of_group(1, LIVE)
+    worker = StubWorker([*first[:2], *second, *first[2:], *rows_of_group(2, LIVE)])
+    trainer = make_async(policy_path, tmp_path, Server(), rollout_worker=worker, max_steps=1, snr_strategy="nonzero")
+    with pytest.raises(RuntimeError, match="rows of group 0 after"):
+        trainer.train()
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("snr_dynamic_sampling_rounds", 1),
+        ("snr_prompt_selection", True),
+        ("snr_share_prompts", False),
+        ("snr_score", "entropy"),
+        ("snr_pilot_generations", 8),
+        ("num_generations", 1),
+    ],
+)
+def test_async_settings_without_a_meaning_are_refused_by_their_name(tmp_path, name, value):
+    with pytest.raises(ValueError, match=f"{name}={value!r}.*allowed"):
+        SNRFilteredAsyncGRPOConfig(str(tmp_path), **{"use_cpu": True, "bf16": False, name: value})
+
+
+def test_entropies_are_refused_where_a_selector_asks(policy_path, tmp_path):
+    trainer = make_async(
+        policy_path, tmp_path, Server(), rollout_worker=send([LIVE] * 3), max_steps=1,
+        selector=lambda groups: groups.entropies() > 0,
+    )  # fmt: skip
+    with pytest.raises(ValueError, match="entropies need a forward pass"):
+        trainer.train()
+
+
+def test_an_async_subclass_that_would_lose_the_filter_is_refused(policy_path, tmp_path, monkeypatch):
+    class Lost(async_cpu.SNRFilteredAsyncGRPOTrainer):
+        def training_step(self, model, inputs, num_items_in_batch=None):
+            return self.compute_loss(model, inputs)
+
+    monkeypatch.setattr(async_cpu, "SNRFilteredAsyncGRPOTrainer", Lost)
+    with pytest.raises(TypeError, match=r"Lost.training_step must call super\(\)"):
+        make_async(policy_path, tmp_path, Server(), rollout_worker=StubWorker(), max_steps=1)
+
+
+def test_a_plain_async_configuration_gets_the_defaults_of_the_filter(policy_path, tmp_path, monkeypatch):
+    monkeypatch.setattr(async_cpu, "SNRFilteredAsyncGRPOConfig", async_cpu.AsyncGRPOConfig)
+    trainer = make_async(policy_path, tmp_path, Server(), rollout_worker=StubWorker(), max_steps=1)
+    assert trainer.args.snr_strategy == "top_p" and trainer.args.groups_per_generation == 1
