@@ -91,7 +91,7 @@ def cross_score(
     lead_in = [0] * len(completions) if lead_in is None else lead_in
     shape = (len(completions), len(prompts))
     wanted = torch.ones(shape, dtype=torch.bool) if under is None else _wanted(under, shape)
-    limit = getattr(_text_config(model), "max_position_embeddings", None)
+    limit = context_length(model)
     _check_arguments(prompts, completions, lead_in, wanted, temperature, max_tokens_per_forward, limit)
     device = next(model.parameters()).device
     if max_tokens_per_forward is None:
@@ -119,6 +119,12 @@ def cross_score(
     if world > 1:
         dist.all_reduce(scores)  # each column is filled by one process and zero on the others
     return scores.cpu()[row][:, column].masked_fill(~wanted, torch.nan)
+
+
+def context_length(model: nn.Module) -> int | None:
+    """The tokens that a model's texts may have; `None` where its configuration says nothing."""
+    limit: int | None = getattr(_text_config(model), "max_position_embeddings", None)
+    return limit
 
 
 @contextmanager
@@ -154,7 +160,7 @@ class _Chunk:
 def _chunks(
     rows: Rows, numbers: Sequence[int], device: torch.device, fits: Callable[[int, int, int], bool]
 ) -> list[_Chunk]:
-    """Some completions sorted by length and cut so that each chunk fits, by its rows, their shortest and longest length."""
+    """Some completions by length, cut so that each chunk fits by its rows, their shortest and longest length."""
     chunks: list[list[int]] = []
     for number in sorted(numbers, key=lambda number: len(rows[number][0])):
         longest = len(rows[number][0])
@@ -255,9 +261,7 @@ class _Scorer:
         def by_length(rows: tuple[int, ...]) -> list[int]:
             return sorted(rows, key=lambda number: len(self.rows[number][0]))
 
-        alone = any(
-            len(rows) == 1 or 2 * len(self.rows[by_length(rows)[-1]][0]) > self.max_tokens for rows in beside
-        )
+        alone = any(len(rows) == 1 or 2 * len(self.rows[by_length(rows)[-1]][0]) > self.max_tokens for rows in beside)
         shortest, *_, longest = [*by_length(numbers)[:1], *by_length(numbers)]
         return _make_chunk(self.rows, [longest] if alone else [shortest, longest], self.device)
 
@@ -463,7 +467,9 @@ def _wanted(under: Sequence[Collection[int]], shape: tuple[int, int]) -> Tensor:
     for number, places in enumerate(under):
         for place in places:
             if not 0 <= place < columns:
-                raise ValueError(f"under must hold numbers of prompts from 0 to {columns - 1}, got {place} at {number}")
+                raise ValueError(
+                    f"under must hold numbers of prompts from 0 to {columns - 1}, got {place} at {number}"
+                )
             wanted[number, place] = True
         if not places:
             raise ValueError(f"under must name at least one prompt for each completion, got none at {number}")
