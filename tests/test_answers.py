@@ -309,7 +309,7 @@ def test_the_prompt_comes_before_the_reasoning_and_numbers_stand_beside_words():
 
 
 def test_no_longer_is_said_only_of_what_was_shown_before_and_is_excluded_now():
-    shown, lost, unsure = (AnswerEvidence(step, rate, 40) for step, rate in ((10, 0.95), (20, 0.45), (20, 0.66)))
+    shown, lost, unsure = (AnswerEvidence(step, rate, 40) for step, rate in ((10, 0.95), (20, 0.5), (20, 0.66)))
     assert "no longer depend on their prompt" in answers_said([shown, lost])[0]
     assert "at step 10: 0.95" in answers_said([shown, lost])[0]
     assert "no longer" not in answers_said([lost])[0] and "is not shown" in answers_said([lost])[0]

@@ -22,12 +22,13 @@ from transformers import PreTrainedTokenizerBase
 from ragen2_trl.instrument.diagnosis import NotMeasurableError, Sampling, draw
 from ragen2_trl.instrument.reasoning import CLOSE_ANSWER, CLOSE_TAG, OPEN_ANSWER, OPEN_TAG, Trajectories, Turn
 from ragen2_trl.instrument.scoring import context_length, cross_score
-from ragen2_trl.instrument.verdict import ALPHA, RATIO, at_least, lower_bound, upper_bound
+from ragen2_trl.instrument.verdict import ALPHA, at_least, lower_bound, upper_bound
 
 FindAnswer = Callable[[str], str | None]
 
 NUM_DONORS = 4  # of each answer; rows dominate the error, so that more donors buy little
 MIN_ROWS = 8  # fewer say too little
+MAX_COMPARED = 10**6  # answers of a measurement; more cannot have been scored
 SEQUENCES = 2 + 3 * NUM_DONORS  # that are scored for each answer, at most
 OPEN_CALL, CLOSE_CALL = "<tool_call>", "</tool_call>"
 OPEN_BOX = "\\boxed{"
@@ -390,6 +391,14 @@ class AnswerEvidence:
         return cls(step, **{name: float(metrics[name]) for name in names})
 
     @property
+    def is_possible(self) -> bool:
+        """Whether it says anything, and nothing that cannot be: anyone may have written the log."""
+        shares = [one for one in (self.prompt_win_rate, self.same_across) if one is not None]
+        known = self.thought_swap_bits is not None or shares
+        counted = self.prompt_win_rate is None or 1 <= self.num_compared <= MAX_COMPARED
+        return bool(known) and counted and all(0 <= one <= 1 for one in shares)
+
+    @property
     def wins(self) -> float:
         return (self.prompt_win_rate or 0.0) * self.num_compared
 
@@ -436,8 +445,9 @@ def _of_prompt(measurements: Sequence[AnswerEvidence]) -> str:
     rate = f"win rate {last.prompt_win_rate:.2f}, chance 0.5"
     best = max(measurements[:-1], key=lambda one: one.lowest if one.uses_prompt else 0.0, default=None)
     if last.uses_prompt:
-        return f"Answers depend on their prompt ({rate})."
-    if best is not None and best.uses_prompt and last.highest < 0.5 + RATIO * (best.lowest - 0.5):
+        still = " still" if best is not None and best.uses_prompt else ""
+        return f"Answers{still} depend on their prompt ({rate})."
+    if best is not None and best.uses_prompt and last.highest < best.lowest:
         was = f"at step {best.step}: {best.prompt_win_rate:.2f}"
         return f"Answers no longer depend on their prompt ({rate}; {was})."
     return (

@@ -11,6 +11,8 @@ from huggingface_hub import EvalResult, ModelCard
 from ragen2_trl.instrument.verdict import NOT_FAILURE
 from ragen2_trl.metrics import (
     ACCURACY,
+    ANSWER_PROMPT,
+    ANSWER_THOUGHT,
     BOUND,
     CHANCE,
     COMPUTE,
@@ -87,7 +89,7 @@ def add_diagnostics(
 
 def headline(run: Run) -> str:
     """One paragraph of Markdown for the head of a card: verdict, state, and the number behind the verdict."""
-    sentences = [*_health(run), _verdict(run), *_beside(run), _state(run)]
+    sentences = [*_health(run), *run.answers_said, _verdict(run), *_beside(run), _state(run)]
     if run.evidence:  # and not the log, whose rows are of later steps where not every step has one
         last = run.evidence[-1]
         sentences.append(
@@ -99,7 +101,7 @@ def headline(run: Run) -> str:
 
 def diagnostics_section(run: Run) -> str:
     """Markdown: verdict and state of the run, its numbers, its figures, and how it was made."""
-    lines = [HEADING, "", " ".join([*_health(run), _verdict(run), *_beside(run), _state(run)]), ""]
+    lines = [HEADING, "", " ".join([*_health(run), *run.answers_said, _verdict(run), *_beside(run), _state(run)]), ""]
     if run.state is not None:
         lines += [*(f"- {inline(one.sentence)}" for one in run.health.history[1:][-MAX_STATES:]), ""]
     rows = _table(run)
@@ -208,7 +210,8 @@ def mean_span(count: int) -> int:
 def _verdict(run: Run) -> str:
     if not run.regimes:
         return "Whether reasoning depends on its prompt was not measured."
-    calm = f" {NOT_FAILURE}" if run.verdict_status == "collapsed" else ""
+    lost = bool(run.answers) and not run.answers[-1].uses_prompt
+    calm = f" {NOT_FAILURE}" if run.verdict_status == "collapsed" and not lost else ""
     return f"**{run.verdict}.**{calm}"
 
 
@@ -246,6 +249,7 @@ def _table(run: Run) -> list[list[str]]:
     if run.held_out:
         rows = _curves(run)
     rows += _rows([run.success_metric, REWARD], lambda key: running_means(run.points(key)), best=max)
+    rows += _rows([ANSWER_PROMPT, ANSWER_THOUGHT], run.points)
     rows += _measured(run, ACCURACY, CHANCE) + _measured(run, INFORMATION, BOUND)
     rows += _rows([CONDITIONAL_ENTROPY, MARGINAL_ENTROPY], run.points)
     if run.regimes:

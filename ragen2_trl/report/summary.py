@@ -50,6 +50,7 @@ def summarize(
         "update_compute_saved": None if computed is None else 1 - computed,
         "positions_saved": _positions_saved(state.log_history),
         "mutual_information": _first_and_last(state.log_history),
+        "answers": run.answers_said,
         "verdict": run.verdict if run.evidence else None,
         "health": run.health.state.sentence,
         "held_out": {task: curve.summary for task, curve in curves_of(state.log_history).items()},
@@ -122,6 +123,8 @@ def summary_table(summary: Mapping[str, Any], title: str) -> Table:
             f"{last['retrieval_accuracy']:.1%} at step {last['step']}{_chance(last)}",
         )
         table.add_row(label(INFORMATION), f"{last['mi_seq']:.2f} of at most {last['mi_upper_bound']:.2f} nats")
+    if summary["answers"]:
+        table.add_row("answers", " ".join(summary["answers"]))
     if summary["verdict"] is not None:
         table.add_row("verdict", summary["verdict"])
     table.add_row("health", summary["health"])
