@@ -10,6 +10,7 @@ Writes the tables into `docs/answers.md`.
 
 import argparse
 import random
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
@@ -20,7 +21,16 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ragen2_trl.envs import make_env
+from ragen2_trl.instrument.answers import measure_answers
+from ragen2_trl.instrument.diagnosis import Sampling, measure_first_turn
+from ragen2_trl.instrument.reasoning import Trajectories
+from ragen2_trl.instrument.scoring import count_tokens
+from ragen2_trl.rollouts.sampling import sample_trajectories
 from ragen2_trl.tiny import TINY_MODEL_PATH
+from research.real_runs import fill
+
+GUIDE = Path(__file__).parents[1] / "docs" / "answers.md"
+SAMPLED = Sampling(num_answers=37)  # what the callback scores beside 64 first turns under 64 prompts of this length
 
 SEEDS, STEPS, BATCH, LEARNING_RATE = (0, 1, 2), 120, 24, 2e-3
 NUM_DEMONSTRATIONS = 1500
@@ -100,3 +110,94 @@ def plant(case: str, seed: int, rows: Sequence[Row], tokenizer: Any, folder: Pat
         schedule.step()
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+
+
+COLUMNS = {  # of the table, by metric
+    "success": "success",
+    "retrieval_accuracy": "retrieval",
+    "prompt_win_rate": "prompt win rate",
+    "thought_swap_bits": "thought swap (bits)",
+    "thought_swap_in_group_bits": "thought swap in group",
+    "prompt_swap_bits": "prompt swap (bits)",
+    "same_across": "same across",
+}
+
+
+def measure(folder: Path, tokenizer: Any, seed: int) -> dict[str, float]:
+    """What the instrument says of a planted model, on held-out tasks."""
+    model: Any = AutoModelForCausalLM.from_pretrained(folder).eval()
+    _, played = sample_trajectories(
+        model,
+        tokenizer,
+        make_env("frozen_lake"),
+        num_prompts=TASKS,
+        num_samples=SAMPLES,
+        temperature=1.0,
+        max_new_tokens=64,
+        batch_size=64,
+        seed=seed,
+    )
+    trajectories = Trajectories([one.prompt_ids for one in played], [one.completion_ids for one in played], tokenizer)
+    groups = [number // SAMPLES for number in range(len(played))]
+    with count_tokens(model) as of_matrix:
+        first_turn = measure_first_turn(model, trajectories, groups, torch.Generator().manual_seed(seed), Sampling())
+    with count_tokens(model) as of_answers:
+        answers = measure_answers(model, trajectories, groups, torch.Generator().manual_seed(seed), SAMPLED)
+    return {
+        **first_turn.metrics,
+        **answers,
+        "success": fmean(one.play.episode.success for one in played),
+        "cost": sum(of_answers) / sum(of_matrix),
+    }
+
+
+def shown(values: Sequence[float]) -> str:
+    """A mean with the least and the most of it; nothing where a seed has no number."""
+    return f"{fmean(values):.2f} ({min(values):.2f} to {max(values):.2f})" if values else ""
+
+
+def table(measured: Mapping[str, Sequence[Mapping[str, float]]]) -> str:
+    """A row for each case, as Markdown."""
+    lines = [f"| case | {' | '.join(COLUMNS.values())} |", "|---" * (1 + len(COLUMNS)) + "|"]
+    for case, of_seeds in measured.items():
+        cells = (shown([one[key] for one in of_seeds if key in one]) for key in COLUMNS)
+        lines.append(f"| {case} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def separation(measured: Mapping[str, Sequence[Mapping[str, float]]]) -> str:
+    """How well single numbers tell the cases apart that they are meant to tell apart, as Markdown."""
+    lines = ["| told apart | by | area under the ROC curve |", "|---|---|---|"]
+    for above, below, keys in (
+        ("faithful", "decorative", ("retrieval_accuracy", "thought_swap_bits")),
+        ("harmless template", "collapsed", ("retrieval_accuracy", "prompt_win_rate")),
+    ):
+        for key in keys:
+            ups, downs = ([one[key] for one in measured[case]] for case in (above, below))
+            area = fmean((up > down) + (up == down) / 2 for up in ups for down in downs)
+            lines.append(f"| {above} from {below} | {COLUMNS[key]} | {area:.2f} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    parser.add_argument("--folder", type=Path, default=Path("runs/planted_answers"), help="Where models are kept.")
+    folder = parser.parse_args().folder
+    torch.set_num_threads(1)
+    tokenizer = AutoTokenizer.from_pretrained(TINY_MODEL_PATH)
+    measured: dict[str, list[dict[str, float]]] = {case: [] for case in CASES}
+    for seed in SEEDS:
+        rows = demonstrations(seed, tokenizer)
+        for case, of_seeds in measured.items():
+            path = folder / f"{case.replace(' ', '_')}-{seed}"
+            if not (path / "config.json").exists():
+                plant(case, seed, rows, tokenizer, path)
+            of_seeds.append(measure(path, tokenizer, seed))
+            sys.stdout.write(f"{case}, seed {seed}: {of_seeds[-1]}\n")
+    costs = [one["cost"] for of_seeds in measured.values() for one in of_seeds]
+    cost = f"Answers took {fmean(costs):.0%} of the tokens of the matrix ({min(costs):.0%} to {max(costs):.0%})."
+    fill(GUIDE, {"planted": table(measured), "separation": separation(measured), "planted cost": cost})
+
+
+if __name__ == "__main__":
+    main()
