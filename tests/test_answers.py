@@ -133,6 +133,25 @@ def test_answers_of_every_group_are_drawn_before_a_second_one_of_any():
     assert {row.answer.context for row in rows} == {(prompt,) for prompt in range(SIZE)}
 
 
+def test_donors_are_of_the_same_turn_and_later_turns_have_no_second_sample():
+    """Each completion answers twice; the environment says the number of its prompt in between."""
+    policy = Tabular(*POLICIES["faithful"])
+    once, groups = policy.sampled(4)
+    completions = [
+        [*ids[:6], prompt[0], *ids[:6]] for ids, prompt in zip(once.completion_ids, once.prompt_ids, strict=True)
+    ]
+    twice = Trajectories(once.prompt_ids, completions, once.tokenizer, [[1] * 6 + [0] + [1] * 6 for _ in completions])
+    rows, _ = answers._rows(twice, groups, torch.Generator().manual_seed(0), Sampling(), None)
+    assert {row.position for row in rows} == {0, 1}
+    assert all((row.other is None) == (row.position == 1) for row in rows)
+    lengths = {0: 1, 1: 8}  # ids before the turn
+    for row, places in zip(rows, answers._places(rows, torch.Generator(), Sampling(), None), strict=True):
+        assert all(len(x) == lengths[row.position] for found in places.values() for x, _, _ in found)
+    metrics = measure_answers(policy, twice, groups, torch.Generator().manual_seed(0), Sampling())
+    assert metrics["thought_swap_bits"] == pytest.approx(1.0, abs=1e-6)
+    assert metrics["num_compared"] == sum(row.position == 0 for row in rows)
+
+
 def test_the_same_generator_gives_the_same_numbers_and_no_global_state_moves():
     before = torch.get_rng_state()
     assert measure("blind", seed=1) == measure("blind", seed=1)
