@@ -234,6 +234,14 @@ def test_scores_are_those_of_full_runs(long):
         assert sum(counts) < sum(len(z) + len(a) for _, z, a in places)
 
 
+def test_a_broken_model_is_an_error_and_no_row_that_drops_out():
+    policy = Tabular(*POLICIES["faithful"])
+    trajectories, groups = policy.sampled(2)
+    policy.answers = policy.answers * torch.nan
+    with pytest.raises(ValueError, match="log-probabilities of answers must be finite, got nan"):
+        measure_answers(policy, trajectories, groups, torch.Generator(), Sampling())
+
+
 # Finding the answer
 
 TOKENIZER = AutoTokenizer.from_pretrained(TINY_MODEL_PATH)

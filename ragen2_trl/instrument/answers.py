@@ -220,6 +220,7 @@ def measure_answers(
 
     Raises:
         NotMeasurableError: With fewer than eight answers.
+        ValueError: If the model gives a log-probability that is not finite.
     """
     rows, without = _rows(trajectories, groups, generator, sampling, find)
     if len(rows) < MIN_ROWS:
@@ -355,7 +356,9 @@ def _score(model: nn.Module, places: Iterable[_Place], sampling: Sampling) -> di
         max_tokens_per_forward=sampling.max_tokens_per_forward,
         split_over_processes=sampling.split_over_processes,
     )
-    values = (logps[row, number].item() for row, (_, _, number) in enumerate(asked))
+    values = [logps[row, number].item() for row, (_, _, number) in enumerate(asked)]
+    if (broken := next((value for value in values if not math.isfinite(value)), None)) is not None:
+        raise ValueError(f"log-probabilities of answers must be finite, got {broken}: the model gives such logits")
     scored = ((*both, tokens) for both, of_both in answers.items() for tokens in of_both)
     return dict(zip(scored, values, strict=True))
 
