@@ -2,8 +2,8 @@
 
     python -m research.tiny_runs    # a minute
 
-Reads `results/runs.parquet` and `results/curves.parquet`. A run is *healthy* if its held-out success never fell to half
-of its best for good, and was above zero. Runs can be judged that have ten log rows or more, as limits hold from there,
+Reads `results/runs.parquet` and `results/curves.parquet`. A run is *healthy* if its held-out success was above zero
+and never fell to half of its best for good. Runs can be judged that have ten log rows or more, as limits hold from there,
 and two held-out evaluations. Their rows are means over eight optimizer steps, mostly.
 
 Writes the table into `docs/health.md`.
@@ -49,13 +49,13 @@ def table() -> str:
     for _, rows, completions in stored_runs():
         told[kind(rows)].append({state.name for state in health(rows, completions=completions).history})
     names = ("failing", "nothing_to_learn", "drifting", "learning")
-    lines = ["| tiny runs | " + " | ".join(f"ever {name.replace('_', ' ')}" for name in names) + " |", "|---" * 5 + "|"]
+    head = " | ".join(f"ever {name.replace('_', ' ')}" for name in names)
+    lines = [f"| tiny runs | {head} |", "|---" * 5 + "|"]
     for what in ("healthy", "failed"):
         states = told[what]
-        shares = (sum(name in one for one in states) for name in names)
-        lines.append(
-            f"| {len(states)} {what} | {' | '.join(f'{count} ({count / max(1, len(states)):.1%})' for count in shares)} |"
-        )
+        counts = [sum(name in one for one in states) for name in names]
+        cells = " | ".join(f"{count} ({count / max(1, len(states)):.1%})" for count in counts)
+        lines.append(f"| {len(states)} {what} | {cells} |")
     usable = len(told["healthy"]) + len(told["failed"])
     return "\n".join([*lines, "", f"{usable} of {usable + len(told['unknown'])} stored runs could be used."])
 
