@@ -107,6 +107,16 @@ def test_donors_differ_in_prompt_and_answer_and_for_thought_swaps_in_reasoning()
         assert all(x != own.context for x, _, _ in places["others"])
 
 
+def test_reasoning_is_never_swapped_for_the_same_or_for_none():
+    trajectories, groups = Tabular(*POLICIES["harmless template"]).sampled(4)  # two thoughts for all prompts
+    for number in range(0, len(groups), 5):  # which do not think at all
+        trajectories.completion_ids[number][:3] = []
+    rows, _ = answers._rows(trajectories, groups, torch.Generator(), Sampling(), None)
+    assert min(len(row.answer.thought) for row in rows) == 1  # an opening tag
+    for row, places in zip(rows, answers._places(rows, torch.Generator(), Sampling(), None), strict=True):
+        assert places["thought"] and all(thought != row.answer.thought for _, thought, _ in places["thought"])
+
+
 def test_rows_without_donors_drop_out_and_fewer_than_eight_are_not_told():
     policy = Tabular(POLICIES["collapsed"][0], torch.eye(SIZE)[0].expand(SIZE, SIZE, SIZE))  # one answer for all
     trajectories, groups = policy.sampled(4)
