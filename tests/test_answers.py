@@ -359,6 +359,8 @@ def test_by_chance_dependence_is_said_of_at_most_one_in_a_hundred():
     for _ in range(4000):  # ranks of the own place among five, in sixteen rows
         rates.append(sum(rng.randrange(5) for _ in range(16)) / 64)
     assert sum(AnswerEvidence(1, rate, 16).uses_prompt for rate in rates) <= 40
+    # Part of a win is none: 12.5 of 16 are as probable as 12, C(16, 12) + ... + C(16, 16) of 2^16.
+    assert AnswerEvidence(1, 12.5 / 16, 16).p_value == pytest.approx(2517 / 65536)
 
 
 def test_answers_that_are_all_the_same_are_said_to_be():
