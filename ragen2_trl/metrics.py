@@ -31,6 +31,8 @@ ACCURACY, CHANCE = f"{FIRST_TURN}/retrieval_accuracy", f"{FIRST_TURN}/retrieval_
 INFORMATION, BOUND = f"{FIRST_TURN}/mi_seq", f"{FIRST_TURN}/mi_upper_bound"
 CONDITIONAL_ENTROPY = f"{FIRST_TURN}/conditional_entropy_token"
 MARGINAL_ENTROPY = f"{FIRST_TURN}/marginal_entropy_token"
+ANSWER = "mi/answer"
+ANSWER_PROMPT, ANSWER_THOUGHT = f"{ANSWER}/prompt_win_rate", f"{ANSWER}/thought_swap_bits"
 VALID_THINKING = "mi/valid_thinking_rate"
 KEPT, COMPUTE, EMPTY_STEPS = "snr/kept_fraction", "snr/update_compute_fraction", "snr/empty_steps"
 ZERO_VARIANCE = "snr/zero_variance_fraction"
@@ -43,6 +45,7 @@ GROUPS = "all groups of the step, further rounds included"
 COMPLETIONS = "all completions of the step, further rounds included"
 FIRST = "groups of the step's first prompts"
 SAMPLE = "a sample of `num_completions`"
+ANSWERS = "a sample of answers, 16 to 64"
 LOSS = "rows in the loss"
 PASS = "one pass over a generation"
 STEP = "the step"
@@ -259,6 +262,57 @@ MI = (
         "fraction",
         SAMPLE,
         "anything to act on: it says how far to trust the form",
+    ),
+    Metric(
+        ANSWER_PROMPT,
+        "how often an answer is likelier after its own prompt, with the reasoning of another sample, than after "
+        "another prompt with its reasoning; chance is 0.5",
+        "fraction",
+        ANSWERS,
+        "how the prompt is used, through the reasoning or past it. Equal answers count as half: with `same_across` at "
+        "s it can hardly exceed 1 - s/2. First turns only",
+        label="answers: prompt win rate",
+    ),
+    Metric(
+        ANSWER_THOUGHT,
+        "what an answer loses when the reasoning of another prompt takes the place of its own: 0 is nothing, 1 that "
+        "it becomes impossible",
+        "bits",
+        ANSWERS,
+        "that the answer rests on the reasoning, when it is high; when it is near 0, it does not ([why](answers.md))",
+        label="answers: thought swap",
+    ),
+    Metric("mi/answer/thought_swap_standard_error", "its standard error over answers", "bits", ANSWERS),
+    Metric(
+        "mi/answer/thought_swap_in_group_bits",
+        "the same with the reasoning of another sample of the same prompt, equal ones included: at most I(A;Z|X)",
+        "bits",
+        ANSWERS,
+        "anything when samples of a prompt reason alike: then it is 0. First turns only",
+    ),
+    Metric(
+        "mi/answer/prompt_swap_bits",
+        "what an answer loses when another prompt takes the place of its own, the reasoning kept",
+        "bits",
+        ANSWERS,
+        "that the prompt does not matter, when it is 0: it may act through the reasoning",
+    ),
+    Metric("mi/answer/same_in_group", "answers that another sample of the prompt gives as well", "fraction", ANSWERS),
+    Metric(
+        "mi/answer/same_across",
+        "pairs of different prompts with the same answer",
+        "fraction",
+        ANSWERS,
+        "act when it is near 1: the model answers the same whatever it is asked",
+    ),
+    Metric("mi/answer/num_swaps", "answers behind `thought_swap_bits`", "count", ANSWERS),
+    Metric("mi/answer/num_compared", "answers behind `prompt_win_rate`", "count", ANSWERS),
+    Metric(
+        "mi/answer/without_answer",
+        "turns in which no answer was found, of those looked at",
+        "fraction",
+        ANSWERS,
+        "why: they are cut off, or the answer stands where `answer=` has to tell",
     ),
     Metric(
         "mi/pooled_steps",

@@ -21,7 +21,7 @@ LAUNCH = (sys.executable, "-m", "accelerate.commands.launch", "--config_file", s
 
 def test_every_example_is_tried_here():
     elsewhere = "async_grpo"  # tests/test_async_example.py, with a server
-    assert EXAMPLES == ["agent", elsewhere, "dynamic_sampling", "maths", "own_task", "zero3"]
+    assert ["agent", elsewhere, "dynamic_sampling", "maths", "own_task", "zero3"] == EXAMPLES
 
 
 def test_an_example_fits_a_page():

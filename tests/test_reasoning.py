@@ -182,7 +182,12 @@ def test_a_token_that_holds_part_of_a_tag_belongs_to_the_tag():
     assert text_of(turn.lead_in, kind) == "<think>\n"
     assert text_of(turn.reasoning, kind) == "I go. Right"
     assert turn.valid
-    assert read(UNFORCED, f"<think></think>{END}", kind) == Turn(turn.context, (), (), valid=False)
+    empty = read(UNFORCED, f"<think></think>{END}", kind)
+    assert empty == Turn(turn.context, (), (), valid=False, rest=empty.rest)
+    assert [text_of(one.words, kind) for one in (turn, empty)] == [
+        "<think>\nI go. Right.</think>",
+        "<think></think>",
+    ]
 
 
 @every_tokenizer

@@ -22,8 +22,10 @@ from ragen2_trl.callbacks.pooling import POOL_FILE, Generation, Pool, joined, jo
 from ragen2_trl.callbacks.regime_watch import RegimeWatch, evidence_of, logged_beside, regime_flags
 from ragen2_trl.callbacks.run_record import keep_record, reported
 from ragen2_trl.filtering import check_choice, zero_variance
-from ragen2_trl.instrument.budget import Texts, affordable, expected_tokens
+from ragen2_trl.instrument.answers import FindAnswer, measure_answers
+from ragen2_trl.instrument.budget import Texts, affordable, expected_tokens, num_answers
 from ragen2_trl.instrument.diagnosis import (
+    ANSWERS,
     REFERENCE_SCOPE,
     SCOPES,
     Measurement,
@@ -109,9 +111,12 @@ class MutualInformationCallback(TrainerCallback):
             Whether trackers and the console get every metric, in place of retrieval accuracy and chance, the mutual
             information with its bound, valid thinking, and three of the filter. `trainer.state.log_history` and the
             run's files always have all.
-        scopes (`Sequence[str]`, *optional*, defaults to `("first_turn", "trajectory")`):
+        scopes (`Sequence[str]`, *optional*, defaults to `("first_turn", "trajectory", "answer")`):
             `first_turn` compares the first turns of all groups. `trajectory` draws from all turns and compares within
-            each turn position; it is left out as long as completions have a single turn. `trajectory_reference`, which
+            each turn position; it is left out as long as completions have a single turn. `answer` scores answers after
+            the reasoning, and after the prompt, of others ([`~ragen2_trl.instrument.measure_answers`]): it says
+            whether the answer uses its prompt and its reasoning. It costs at most a fifth of 64 first turns under 64
+            prompts, and is left out where fewer than 8 turns have an answer. `trajectory_reference`, which
             has to be named, does as the reference code: all turns in one matrix, to compare with published numbers. It
             costs more than both together, and no verdict rests on it.
         stop_on (`str`, *optional*):
@@ -121,6 +126,10 @@ class MutualInformationCallback(TrainerCallback):
             end runs that fail, there is [`TrainingHealthCallback`]. Measurements too small to tell never end it.
         max_tokens_per_forward (`int`, *optional*):
             See [`~ragen2_trl.instrument.cross_score`].
+        answer (`Callable[[str], str | None]`, *optional*):
+            Gives the answer in the text of a turn, or `None` where there is none. By default it is what stands in
+            `<answer>…</answer>`, in tool calls, in the last `\\boxed{…}`, or after `</think>`
+            ([`~ragen2_trl.instrument.find_answer`]).
 
     Raises:
         ValueError: for a setting outside its range.
@@ -147,6 +156,7 @@ class MutualInformationCallback(TrainerCallback):
         min_prompts: int = 8,
         verbose: bool = False,
         budget: float | None = 0.05,
+        answer: FindAnswer | None = None,
     ):
         if budget is not None and budget <= 0:
             raise ValueError(f"budget must be above 0, or None for measurements at any cost, got {budget!r}")
@@ -164,7 +174,10 @@ class MutualInformationCallback(TrainerCallback):
         self.every = every
         self.cadence = Cadence(self.trainer, every)
         self.scopes = tuple(scopes)
-        self.leading_scope = next((scope for scope in scopes if scope != REFERENCE_SCOPE), None)
+        self.leading_scope = next((scope for scope in scopes if scope not in (REFERENCE_SCOPE, ANSWERS)), None)
+        self.answer = answer
+        # Many models write no tags, so that there is nothing to warn of unless answers were asked for.
+        self.asks_for_answers = answer is not None or (ANSWERS in scopes and self.scopes != SCOPES)
         self.stop_on = stop_on
         self.sampling = Sampling(
             num_completions,
@@ -186,7 +199,7 @@ class MutualInformationCallback(TrainerCallback):
 
     def _reset(self) -> None:
         self.watch = RegimeWatch()
-        self.ema = {scope: MarginalStdEMA() for scope in self.scopes}
+        self.ema = {scope: MarginalStdEMA() for scope in self.scopes if scope != ANSWERS}
         self.last_step: int | None = None  # the optimizer step that asked for the latest measurement
         self._asked: int | None = None  # the optimizer step that asked for one which waits for more prompts
         self._pool.take()  # of an earlier run
@@ -211,7 +224,7 @@ class MutualInformationCallback(TrainerCallback):
         saved = kept_by_callback(state, MI_STATE, InformationState)
         if saved is not None:
             self.watch = RegimeWatch.restored(saved["watch"])
-            self.ema |= {s: MarginalStdEMA(values=saved["ema"][s]) for s in self.scopes if s in saved["ema"]}
+            self.ema |= {s: MarginalStdEMA(values=saved["ema"][s]) for s in self.ema if s in saved["ema"]}
             self.last_step, self._asked = saved["last_step"], saved["asked"]
         if (reason := self.cadence.why_never(self.last_step if self._asked is None else self._asked)) is not None:
             logger.warning(
@@ -350,7 +363,7 @@ class MutualInformationCallback(TrainerCallback):
                 "budget=None scores all."
             )
         self._told = sampling
-        return sampling
+        return replace(sampling, num_answers=num_answers(sampling, texts))
 
     def _measure(
         self, model: nn.Module, step: int, trajectories: Trajectories, groups: list[int], sampling: Sampling
@@ -366,9 +379,15 @@ class MutualInformationCallback(TrainerCallback):
                 continue
             generator = self._generator(step, number)
             try:
+                if scope == ANSWERS:
+                    answers = measure_answers(model, trajectories, groups, generator, sampling, self.answer)
+                    self._log({f"mi/{scope}/{key}": value for key, value in answers.items()})
+                    self._silent.pop(scope, None)
+                    continue
                 metrics, parts, measurement = measure_scope(scope, model, trajectories, groups, generator, sampling)
             except (NotMeasurableError, ContextLengthError) as reason:
-                self._stay_silent(step, scope, str(reason))
+                if scope != ANSWERS or self.asks_for_answers:
+                    self._stay_silent(step, scope, str(reason))
                 continue
             self._silent.pop(scope, None)
             metrics |= self.ema[scope].update(metrics)

@@ -375,6 +375,10 @@ class DiagnoseArguments(SamplingArguments):
             "help": "Also score reasoning that was sampled without the observation, which must come out at chance."
         },
     )
+    answer: bool = field(
+        default=False,
+        metadata={"help": "Also score answers after the prompts and reasoning of others: do they use their own?"},
+    )
     completions: str | None = field(
         default=None,
         metadata={

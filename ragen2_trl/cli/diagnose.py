@@ -4,6 +4,7 @@
     ragen2-trl diagnose --model runs/my_run --env_args size=5 --output_dir runs/my_diagnosis
     ragen2-trl diagnose --model runs/my_run --completions runs/my_run/completions
     ragen2-trl diagnose --model tiny --control
+    ragen2-trl diagnose --model tiny --answer    # whether answers use their prompt and their reasoning
 
 Samples held-out tasks, or takes the completions that TRL saved with `log_completions=True`. Those are text, so that
 they have to be tokenised again, with the model's chat template and without tools; of several turns the first is taken.
@@ -44,6 +45,7 @@ from ragen2_trl.cli.samples import (
 )
 from ragen2_trl.cli.typed import InputError, checked_input, parse, parser_of
 from ragen2_trl.envs import DatasetEnvironment, TaskMixture
+from ragen2_trl.instrument.answers import AnswerEvidence, answers_said, measure_answers
 from ragen2_trl.instrument.diagnosis import (
     Measurement,
     NotMeasurableError,
@@ -56,6 +58,7 @@ from ragen2_trl.instrument.information import RETRIEVAL_DEPTHS
 from ragen2_trl.instrument.reasoning import Trajectories, Turn
 from ragen2_trl.instrument.scoring import ContextLengthError, count_tokens
 from ragen2_trl.instrument.verdict import LOW_ENTROPY, Evidence, Finding, chance_p_value, headline, in_numbers, judge
+from ragen2_trl.metrics import ANSWER, metric
 from ragen2_trl.record.files import DIAGNOSIS_FILE, replace_whole, write_json
 from ragen2_trl.record.saved_measurement import SavedMeasurement
 from ragen2_trl.record.settings import public
@@ -66,6 +69,13 @@ from ragen2_trl.rollouts.sampling import check_sampling, held_out_rows
 NUM_EXAMPLES = 2  # of each kind
 MAX_SHOWN_CHARS, MAX_SHOWN_LINES = 400, 10  # of each text of an example
 WITHOUT_OWN_WORDS = "without own words"
+SHOWN_OF_ANSWERS = (
+    "prompt_win_rate",
+    "prompt_swap_bits",
+    "thought_swap_bits",
+    "thought_swap_in_group_bits",
+    "same_across",
+)
 
 
 @dataclass(frozen=True)
@@ -81,6 +91,7 @@ class Diagnosis:
         measurement: The matrix of first turns.
         turns: First turn of each completion by its number, empty ones left out.
         later: By turn position from 1, the measurements of later turns.
+        answers: From `measure_answers`, where it was asked for; empty where there was nothing to measure.
     """
 
     sample: Completions
@@ -89,6 +100,7 @@ class Diagnosis:
     measurement: Measurement
     turns: dict[int, Turn]
     later: dict[int, Measurement]
+    answers: dict[str, float] | None = None
 
     @property
     def label(self) -> str:
@@ -114,6 +126,8 @@ def main(args: list[str] | None = None) -> None:
 
     last = diagnoses[-1]
     console.print(metrics_table(last, title, caption))
+    for sentence in answer_sentences(diagnoses):
+        console.print(Text(sentence))
     console.print(Text(verdict(diagnoses)))
     if (state := training_state(diagnoses)) is not None:
         console.print(Text(state.sentence))
@@ -150,7 +164,9 @@ def _diagnose_sampled(
     started = time.perf_counter()
     sample = sample_tasks(model, tokenizer, env, arguments, folder, line.say)
     seconds = time.perf_counter() - started
-    (diagnosis,) = diagnose_all(model, tokenizer, [sample], sampling, arguments.seed, line, seconds)
+    (diagnosis,) = diagnose_all(
+        model, tokenizer, [sample], sampling, arguments.seed, line, seconds, answers=arguments.answer
+    )
     control = None
     if arguments.control and not isinstance(env, TaskMixture):  # which is refused above
         line.begin(f"Control: 0 of {count} completions")
@@ -173,7 +189,7 @@ def _diagnose_saved(
     whole = max(len(tables[-1]), 2) if own else Sampling().num_completions
     sampling = Sampling(whole, max(2, len({*samples[-1].groups})) if own else 64, arguments.temperature)
     said = "The ids as they were sampled" if own else "TRL stores text: prompts and completions were tokenised again"
-    diagnoses = diagnose_all(model, tokenizer, samples, sampling, arguments.seed, line)
+    diagnoses = diagnose_all(model, tokenizer, samples, sampling, arguments.seed, line, answers=arguments.answer)
     return diagnoses, tokenizer, f"{files[-1].name} scored by {name}", said
 
 
@@ -185,8 +201,9 @@ def diagnose_all(
     seed: int,
     line: ProgressLine,
     sampling_seconds: float = 0.0,
+    answers: bool = False,
 ) -> list[Diagnosis]:
-    """Scores the reasoning of samples under all of their prompts, and judges it in their order.
+    """Scores the reasoning of samples under all of their prompts, and judges it in their order; their answers, too.
 
     Raises:
         InputError: For a sample with fewer than two distinct prompts, or without any reasoning, or of which prompt and
@@ -195,7 +212,7 @@ def diagnose_all(
     measured = []
     for sample in samples:
         try:
-            measured.append(_measure(model, tokenizer, sample, sampling, seed, line))
+            measured.append(_measure(model, tokenizer, sample, sampling, seed, line, answers))
         except (NotMeasurableError, ContextLengthError) as error:
             raise InputError(f"{printable(sample.label)} cannot be diagnosed: {error}.") from error
     evidence = [
@@ -206,14 +223,15 @@ def diagnose_all(
             success=sample.success,
             clipped_ratio=sample.clipped_ratio,
         )
-        for sample, (_, _, metrics, _) in zip(samples, measured, strict=True)
+        for sample, (_, _, metrics, _, _) in zip(samples, measured, strict=True)
     ]
     diagnoses = []
-    for sample, finding, (measurement, turns, metrics, later) in zip(samples, judge(evidence), measured, strict=True):
+    for sample, finding, found in zip(samples, judge(evidence), measured, strict=True):
+        measurement, turns, metrics, later, of_answers = found
         known = {"success": sample.success, "clipped_ratio": sample.clipped_ratio}
         metrics |= {name: value for name, value in known.items() if value is not None}
         metrics |= {"sampling_seconds": sampling_seconds, "seconds": sampling_seconds + metrics["scoring_seconds"]}
-        diagnoses.append(Diagnosis(sample, finding, metrics, measurement, turns, later))
+        diagnoses.append(Diagnosis(sample, finding, metrics, measurement, turns, later, of_answers))
     return diagnoses
 
 
@@ -224,10 +242,12 @@ def _measure(
     sampling: Sampling,
     seed: int,
     line: ProgressLine,
-) -> tuple[Measurement, dict[int, Turn], dict[str, float], dict[int, Measurement]]:
+    answers: bool,
+) -> tuple[Measurement, dict[int, Turn], dict[str, float], dict[int, Measurement], dict[str, float] | None]:
     started = time.perf_counter()
     trajectories = Trajectories(sample.prompt_ids, sample.completion_ids, tokenizer, sample.masks, sample.turn_samples)
     later: dict[int, Measurement] = {}
+    of_answers: dict[str, float] | None = {} if answers else None
     line.begin(f"Scoring {printable(sample.label)}")
     with count_tokens(model) as tokens:
         telling = model.register_forward_pre_hook(
@@ -243,6 +263,12 @@ def _measure(
                     later = measure_trajectory(model, trajectories, sample.groups, generator, sampling)
                 except NotMeasurableError as error:
                     line.note(f"Later turns of {printable(sample.label)} are not measured: {error}.")
+            if answers:
+                generator = torch.Generator().manual_seed(seed)
+                try:
+                    of_answers = measure_answers(model, trajectories, sample.groups, generator, sampling)
+                except NotMeasurableError as error:
+                    line.note(f"Answers of {printable(sample.label)} are not measured: {error}.")
         finally:
             telling.remove()
     every = [turn for number in range(len(trajectories)) for turn in trajectories[number]]
@@ -252,7 +278,8 @@ def _measure(
         "scoring_seconds": time.perf_counter() - started,
     }
     later.pop(0, None)  # first turns have been measured, all of them
-    return measurement, {i: trajectories[i][0] for i in range(len(trajectories)) if trajectories[i]}, metrics, later
+    turns = {i: trajectories[i][0] for i in range(len(trajectories)) if trajectories[i]}
+    return measurement, turns, metrics, later, of_answers
 
 
 def write(
@@ -269,11 +296,13 @@ def write(
         "metrics": last.metrics,
         "regime": last.finding.regime,
         "verdict": verdict(diagnoses),
+        "answers": answer_sentences(diagnoses),
         "health": None if (state := training_state(diagnoses)) is None else state.sentence,
         "later_turns": {f"turn_{position + 1}": _told(later) for position, later in last.later.items()},
         "control": control and {"regime": control.finding.regime, "metrics": control.metrics},
         "path": [
             {"label": one.label, "step": one.sample.step, "regime": one.finding.regime, "metrics": one.metrics}
+            | ({} if one.answers is None else {"answers": one.answers})
             for one in diagnoses
         ],
         "settings": public(asdict(arguments)),
@@ -344,6 +373,12 @@ def metrics_table(diagnosis: Diagnosis, title: str, caption: str) -> Table:
         table.add_row(label, f"{metrics[key]:.3f}")
     bound = metrics["mi_upper_bound"]
     table.add_row(f"I(X;Z), nats (at most log N = {bound:.2f})", f"{metrics['mi_seq']:.2f}")
+    if diagnosis.answers:
+        table.add_section()
+        for name, value in diagnosis.answers.items():
+            if (one := metric(f"{ANSWER}/{name}")) is not None and name in SHOWN_OF_ANSWERS:
+                chance = "50.0%" if name == "prompt_win_rate" else ""
+                table.add_row(f"answers: {name.replace('_', ' ')}", one.text(value), chance)
     table.add_section()
     for label, key in (
         ("valid thinking", "valid_thinking_rate"),
@@ -372,6 +407,11 @@ def verdict(diagnoses: Sequence[Diagnosis]) -> str:
         else f"H(Z|X) is {low}below half of that in the first file."
     )
     return f"{headline([one.finding for one in diagnoses])}. {in_numbers(finding)} {bound}"
+
+
+def answer_sentences(diagnoses: Sequence[Diagnosis]) -> list[str]:
+    """Whether answers use their prompt, and whether they use the reasoning; empty where that was not measured."""
+    return answers_said([AnswerEvidence.of(one.answers, one.sample.step) for one in diagnoses if one.answers])
 
 
 def training_state(diagnoses: Sequence[Diagnosis]) -> State | None:

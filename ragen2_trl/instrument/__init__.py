@@ -1,10 +1,12 @@
 """The instrument tells whether a model's reasoning still depends on its input.
 
 `reasoning` finds the reasoning in sampled token ids, `scoring` its log-probs under every prompt, `information` what
-they say, and `diagnosis` goes all the way; `verdict` decides what the measurements of a run mean. `health` tells
-whether training is learning, flat, drifting or failing, which is another question. Nothing here knows TRL or a task.
+they say, and `diagnosis` goes all the way; `verdict` decides what the measurements of a run mean. `answers` tells
+whether answers use their prompt and their reasoning. `health` tells whether training is learning, flat, drifting or
+failing, which is another question. Nothing here knows TRL or a task.
 """
 
+from ragen2_trl.instrument.answers import Answer, AnswerEvidence, answers_said, find_answer, measure_answers
 from ragen2_trl.instrument.diagnosis import (
     REFERENCE_SCOPE,
     SCOPES,
@@ -25,6 +27,8 @@ from ragen2_trl.instrument.verdict import Evidence, Finding, Regime, chance_p_va
 __all__ = [
     "REFERENCE_SCOPE",
     "SCOPES",
+    "Answer",
+    "AnswerEvidence",
     "ContextLengthError",
     "Evidence",
     "Finding",
@@ -37,16 +41,19 @@ __all__ = [
     "State",
     "Trajectories",
     "Turn",
+    "answers_said",
     "chance_p_value",
     "combine",
     "count_tokens",
     "cross_score",
+    "find_answer",
     "find_turns",
     "headline",
     "health",
     "in_numbers",
     "information_metrics",
     "judge",
+    "measure_answers",
     "measure_first_turn",
     "measure_trajectory",
     "measure_trajectory_reference",

@@ -4,13 +4,18 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
 
-from ragen2_trl.instrument.diagnosis import REFERENCE_SCOPE, Sampling
+from ragen2_trl.instrument.answers import SEQUENCES
+from ragen2_trl.instrument.diagnosis import ANSWERS, REFERENCE_SCOPE, Sampling
 
 ALWAYS = 300_000
 """Tokens that a measurement may score whatever the update: all that small models and short texts need."""
 
 LEAST_TOKENS, LEAST_PROMPTS = 128, 16
 """Of each reasoning trace, and of a scope with the own one: below, retrieval says little."""
+
+ANSWERS_SHARE, LEAST_ANSWERS = 0.15, 16
+"""Answers cost this share of the first turns' matrix, or are this few. It is a fifth of what is then scored, because
+turns are longer than the reasoning in them."""
 
 
 @dataclass(frozen=True)
@@ -52,11 +57,22 @@ def expected_tokens(scopes: Sequence[str], sampling: Sampling, texts: Texts) -> 
         elif scope == REFERENCE_SCOPE:
             columns = min(most, rows)
             total += columns * later + columns * columns * turn
+        elif scope == ANSWERS:
+            of_one = SEQUENCES * fmean(texts.turns)
+            count = num_answers(sampling, texts)
+            total += min(count, texts.num_prompts) * before + count * of_one
         elif texts.num_turns > 1:
             at_each = rows / texts.num_turns
             columns = min(most, at_each)
             total += 2 * texts.num_turns * (columns * later + at_each * columns * turn)
     return total
+
+
+def num_answers(sampling: Sampling, texts: Texts) -> int:
+    """The answers to score beside a matrix of first turns."""
+    matrix = expected_tokens(["first_turn"], sampling, texts)
+    of_one = fmean(texts.contexts) + SEQUENCES * fmean(texts.turns)
+    return min(sampling.num_completions, max(LEAST_ANSWERS, int(ANSWERS_SHARE * matrix / of_one)))
 
 
 def affordable(scopes: Sequence[str], sampling: Sampling, texts: Texts, budget: float) -> Sampling:

@@ -14,7 +14,8 @@ from ragen2_trl.instrument.scoring import ContextLengthError, cross_score
 
 T = TypeVar("T")
 
-SCOPES = ("first_turn", "trajectory")
+ANSWERS = "answer"  # the scope of `measure_answers`
+SCOPES = ("first_turn", "trajectory", ANSWERS)
 REFERENCE_SCOPE = "trajectory_reference"  # by itself, because it leaks: see `measure_trajectory_reference`
 
 
@@ -57,7 +58,8 @@ class Sampling:
     Args:
         num_completions: Reasoning traces to score in each scope, drawn without replacement.
         max_prompts: Prompts to score them under.
-        max_tokens: First tokens of each reasoning trace that are scored; all by default.
+        max_tokens: First tokens of each reasoning trace, and of each answer, that are scored; all by default.
+        num_answers: Answers to score in the scope of answers; `num_completions` by default.
         temperature: Of the policy.
         max_tokens_per_forward: See `cross_score`.
         split_over_processes: See `cross_score`.
@@ -68,6 +70,7 @@ class Sampling:
     temperature: float = 1.0
     max_tokens_per_forward: int | None = None
     max_tokens: int | None = None
+    num_answers: int | None = None
     split_over_processes: bool = False
 
     def __post_init__(self) -> None:

@@ -26,6 +26,7 @@ class Turn:
         valid: Whether the reasoning is non-empty and closed by a tag.
         earlier: (first, last + 1) places in the context that the model wrote in earlier turns, special ids at the end
             of a turn left out: whether the model or the template ends a turn is no difference.
+        rest: What follows the reasoning in the turn, special ids at its end left out.
     """
 
     context: tuple[int, ...]
@@ -33,6 +34,12 @@ class Turn:
     reasoning: tuple[int, ...]
     valid: bool
     earlier: tuple[tuple[int, int], ...] = ()
+    rest: tuple[int, ...] = ()
+
+    @property
+    def words(self) -> tuple[int, ...]:
+        """All that the model wrote in the turn, special ids at its end left out."""
+        return self.lead_in + self.reasoning + self.rest
 
     @property
     def context_without_own_words(self) -> tuple[int, ...]:
@@ -168,10 +175,11 @@ def _read_turn(ids: list[int], start: int, end: int, tokenizer: PreTrainedTokeni
         for number, (piece, piece_end) in enumerate(zip(pieces, ends, strict=True))
         if piece_end - len(piece) >= first and piece_end <= last and piece.strip(_WHITE_SPACE)
     ]
+    context, words = tuple(ids[:start]), tuple(ids[start : start + len(pieces)])
     if not inside:
-        return Turn(tuple(ids[:start]), (), (), valid=False)
-    low, high = start + inside[0], start + inside[-1] + 1
-    return Turn(tuple(ids[:start]), tuple(ids[start:low]), tuple(ids[low:high]), valid=close >= 0)
+        return Turn(context, (), (), valid=False, rest=words)
+    low, high = inside[0], inside[-1] + 1
+    return Turn(context, words[:low], words[low:high], valid=close >= 0, rest=words[high:])
 
 
 def _pieces(ids: list[int], tokenizer: PreTrainedTokenizerBase) -> list[str]:

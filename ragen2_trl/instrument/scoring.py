@@ -7,10 +7,9 @@ pair is run in full, with a warning that says why.
 """
 
 import copy
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from math import ceil
 from typing import Any, TypeVar
 
 import torch
@@ -56,11 +55,12 @@ def cross_score(
     completions: Sequence[Sequence[int]],
     *,
     lead_in: Sequence[int] | None = None,
+    under: Sequence[Collection[int]] | None = None,
     temperature: float = 1.0,
     max_tokens_per_forward: int | None = None,
     split_over_processes: bool = False,
 ) -> Tensor:
-    """The log-probability of every completion under every prompt, L of arXiv 2604.06268, Section 2.3.
+    """The log-probability of every completion under every prompt, L of arXiv 2604.06268, Section 2.3, or under some.
 
     Exact up to the order of floating-point operations: equal to running each pair in full. Identical prompts and
     identical completions are computed once. Training mode is left as it was found; no random number is drawn.
@@ -71,6 +71,7 @@ def cross_score(
         completions: B lists of token ids.
         lead_in: (B,) number of ids at the start of each completion that belong to its context: the model sees them,
             but their log-probability is not counted. Default: none.
+        under: (B,) for each completion the numbers of the prompts that it is scored under. Default: all of them.
         temperature: Divides the logits, as in sampling.
         max_tokens_per_forward: Upper bound for the padded tokens of one forward pass over completions, and over
             prompt and completions where the prompt cannot be reused; a longer one runs alone. Where it is reused, rows
@@ -81,35 +82,49 @@ def cross_score(
             a sharded model never waits for one of them. All get the whole matrix.
 
     Returns:
-        (B, N) in nats, float32, on the CPU.
+        (B, N) in nats, float32, on the CPU; NaN where a completion is not scored under a prompt.
 
     Raises:
         ContextLengthError: If a pair is longer than the model's context.
         ValueError: If a prompt is empty, a completion has no token to score, or an argument is outside its range.
     """
     lead_in = [0] * len(completions) if lead_in is None else lead_in
-    limit = getattr(_text_config(model), "max_position_embeddings", None)
-    _check_arguments(prompts, completions, lead_in, temperature, max_tokens_per_forward, limit)
+    shape = (len(completions), len(prompts))
+    wanted = torch.ones(shape, dtype=torch.bool) if under is None else _wanted(under, shape)
+    limit = context_length(model)
+    _check_arguments(prompts, completions, lead_in, wanted, temperature, max_tokens_per_forward, limit)
     device = next(model.parameters()).device
     if max_tokens_per_forward is None:
         max_tokens_per_forward = _default_tokens(device, _text_config(model).vocab_size)
     distinct_prompts, column = _distinct(tuple(prompt) for prompt in prompts)
     distinct_rows, row = _distinct((tuple(ids), skip) for ids, skip in zip(completions, lead_in, strict=True))
+    rows_of: dict[int, set[int]] = {}  # of distinct prompts, the distinct completions that are scored under them
+    for number, place in wanted.nonzero().tolist():
+        rows_of.setdefault(column[place], set()).add(row[number])
+    numbers = {place: tuple(sorted(rows)) for place, rows in rows_of.items()}
     scores = torch.zeros(len(distinct_rows), len(distinct_prompts), device=device)
     # The longest first: that is where reusing its cache is put to the test.
-    order = sorted(range(len(distinct_prompts)), key=lambda number: -len(distinct_prompts[number]))
+    order = sorted(numbers, key=lambda place: -len(distinct_prompts[place]))
     rank, world = (dist.get_rank(), dist.get_world_size()) if split_over_processes else (0, 1)
     with _evaluation_mode(model):
         scorer = _Scorer(model, distinct_prompts, distinct_rows, max_tokens_per_forward, temperature, world > 1)
-        for turn in range(rank, ceil(len(order) / world) * world, world):
+        for turn in range(0, len(order), world):
             # Where prompts have run out, the shortest one once more, so that no process runs fewer forward passes.
-            number = order[min(turn, len(order) - 1)]
-            for chunk, values in scorer.column(distinct_prompts[number]):
-                if turn < len(order):
-                    scores[chunk.rows, number] = values
+            at_once = [order[min(turn + other, len(order) - 1)] for other in range(world)]
+            place = at_once[rank]
+            beside = [numbers[other] for other in at_once]
+            for chunk, values in scorer.column(distinct_prompts[place], numbers[place], beside):
+                if turn + rank < len(order):
+                    scores[chunk.rows, place] = values
     if world > 1:
         dist.all_reduce(scores)  # each column is filled by one process and zero on the others
-    return scores.cpu()[row][:, column]
+    return scores.cpu()[row][:, column].masked_fill(~wanted, torch.nan)
+
+
+def context_length(model: nn.Module) -> int | None:
+    """The tokens that a model's texts may have; `None` where its configuration says nothing."""
+    limit: int | None = getattr(_text_config(model), "max_position_embeddings", None)
+    return limit
 
 
 @contextmanager
@@ -142,15 +157,17 @@ class _Chunk:
     scored: Tensor
 
 
-def _chunks(rows: Rows, device: torch.device, fits: Callable[[int, int, int], bool]) -> list[_Chunk]:
-    """Completions sorted by length and cut so that each chunk fits, by its rows, their shortest and longest length."""
+def _chunks(
+    rows: Rows, numbers: Sequence[int], device: torch.device, fits: Callable[[int, int, int], bool]
+) -> list[_Chunk]:
+    """Some completions by length, cut so that each chunk fits by its rows, their shortest and longest length."""
     chunks: list[list[int]] = []
-    for number in sorted(range(len(rows)), key=lambda number: len(rows[number][0])):
+    for number in sorted(numbers, key=lambda number: len(rows[number][0])):
         longest = len(rows[number][0])
         if not chunks or not fits(len(chunks[-1]) + 1, len(rows[chunks[-1][0]][0]), longest):
             chunks.append([])
         chunks[-1].append(number)
-    return [_make_chunk(rows, numbers, device) for numbers in chunks]
+    return [_make_chunk(rows, chunk, device) for chunk in chunks]
 
 
 def _make_chunk(rows: Rows, numbers: list[int], device: torch.device) -> _Chunk:
@@ -169,9 +186,9 @@ class ContextLengthError(ValueError):
 
 
 class _Scorer:
-    """Scores all completions after one prompt at a time, on top of the prompt's cache where that is exact.
+    """Scores completions after one prompt at a time, on top of the prompt's cache where that is exact.
 
-    Whether it is, is tried on the first prompt, with the longest and the shortest completion padded to one batch: each
+    Whether it is, is tried on the first prompt, with its longest and its shortest completion padded to one batch: each
     of their tokens has to agree with a run in full. There are models that take a cache and do not use it, or use it
     for one token only. If it does not agree, everything is run in full, without padding.
 
@@ -194,37 +211,59 @@ class _Scorer:
         self.temperature = temperature
         self.distributed = distributed
         self.device = next(model.parameters()).device
-        # As many for each prompt, because processes keep step.
-        before = max(map(len, prompts))
-        self.chunks = _chunks(
-            rows,
-            self.device,
-            lambda count, least, most: count * most <= max_tokens and count * (before + most) <= ATTENDED * max_tokens,
-        )
-        self.in_full = _chunks(
-            rows, self.device, lambda count, least, most: least == most and count * (before + most) <= max_tokens
-        )
-        by_length = sorted(range(len(rows)), key=lambda number: len(rows[number][0]))
-        longest = len(rows[by_length[-1]][0])
-        alone = len(rows) == 1 or 2 * longest > max_tokens
-        self.probe = _make_chunk(rows, by_length[-1:] if alone else [by_length[0], by_length[-1]], self.device)
+        self.rows = rows
+        self.max_tokens = max_tokens
+        self.before = max(map(len, prompts))  # of any prompt, so that equal completions make equal chunks
+        self.cut: dict[tuple[bool, tuple[int, ...]], list[_Chunk]] = {}
+        longest = max(len(ids) for ids, _ in rows)
         self.reuse: bool | None = None  # not known before the first prompt
         switch = _longrope_switch(_text_config(model))
-        if switch is not None and min(map(len, prompts)) - 1 <= switch < before + longest:
+        if switch is not None and min(map(len, prompts)) - 1 <= switch < self.before + longest:
             self.reuse = self._fall_back(
                 f"has other rotary embeddings (longrope) for texts of more than {switch} tokens, which some prompts "
                 "with some completions have"
             )
 
-    def column(self, prompt: tuple[int, ...]) -> Iterator[tuple[_Chunk, Tensor]]:
-        """Each chunk with its scores (R,) after `prompt`."""
+    def column(
+        self, prompt: tuple[int, ...], numbers: tuple[int, ...], beside: Sequence[tuple[int, ...]]
+    ) -> Iterator[tuple[_Chunk, Tensor]]:
+        """Each chunk of some completions with its scores (R,) after `prompt`.
+
+        `beside` are the completions of all processes: where another one has more chunks, the last comes again.
+        """
         ids = torch.tensor([prompt], device=self.device)  # (1, P)
         # A prompt of one id has nothing to reuse, but processes have to keep step.
         cache = self._cache(ids) if self.reuse is not False and (len(prompt) > 1 or self.distributed) else None
         if self.reuse is None and (len(prompt) > 1 or self.distributed):
-            self.reuse = self._agree(cache is not None and self._is_exact(ids, cache))
-        for chunk in self.chunks if self.reuse else self.in_full:
+            self.reuse = self._agree(cache is not None and self._is_exact(ids, cache, self._probe(numbers, beside)))
+        chunks = self._chunks_of(numbers)
+        missing = max(len(self._chunks_of(others)) for others in beside) - len(chunks)
+        for chunk in [*chunks, *chunks[-1:] * missing]:
             yield chunk, self._logps(chunk, ids, cache if self.reuse and len(prompt) > 1 else None).sum(dim=1)
+
+    def _chunks_of(self, numbers: tuple[int, ...]) -> list[_Chunk]:
+        key = (bool(self.reuse), numbers)
+        if key not in self.cut:
+            before, most_tokens = self.before, self.max_tokens
+
+            def on_cache(count: int, least: int, most: int) -> bool:
+                return count * most <= most_tokens and count * (before + most) <= ATTENDED * most_tokens
+
+            def in_full(count: int, least: int, most: int) -> bool:
+                return least == most and count * (before + most) <= most_tokens
+
+            self.cut[key] = _chunks(self.rows, numbers, self.device, on_cache if self.reuse else in_full)
+        return self.cut[key]
+
+    def _probe(self, numbers: tuple[int, ...], beside: Sequence[tuple[int, ...]]) -> _Chunk:
+        """The longest and the shortest of some completions; the longest alone where a process has no two that fit."""
+
+        def by_length(rows: tuple[int, ...]) -> list[int]:
+            return sorted(rows, key=lambda number: len(self.rows[number][0]))
+
+        alone = any(len(rows) == 1 or 2 * len(self.rows[by_length(rows)[-1]][0]) > self.max_tokens for rows in beside)
+        shortest, *_, longest = [*by_length(numbers)[:1], *by_length(numbers)]
+        return _make_chunk(self.rows, [longest] if alone else [shortest, longest], self.device)
 
     def _cache(self, ids: Tensor) -> Cache | None:
         """The cache of all ids but the last; `None` if full runs have to do."""
@@ -236,14 +275,14 @@ class _Scorer:
             return None
         return cache
 
-    def _is_exact(self, ids: Tensor, cache: Cache) -> bool:
+    def _is_exact(self, ids: Tensor, cache: Cache, probe: _Chunk) -> bool:
         """Whether tokens on top of the cache have the log-probabilities that they have when all is run in full."""
-        reused = self._logps(self.probe, ids, cache if ids.shape[1] > 1 else None)
+        reused = self._logps(probe, ids, cache if ids.shape[1] > 1 else None)
         errors = []
-        for i in range(len(self.probe.rows)):
-            valid = self.probe.scored[i]
+        for i in range(len(probe.rows)):
+            valid = probe.scored[i]
             length = int(valid.nonzero().max()) + 1
-            row = _Chunk(self.probe.rows[i : i + 1], self.probe.ids[i : i + 1, :length], valid[None, :length])
+            row = _Chunk(probe.rows[i : i + 1], probe.ids[i : i + 1, :length], valid[None, :length])
             errors.append((reused[i, :length] - self._logps(row, ids, None)[0])[valid[:length]])
         tolerance = self._tolerance(cache)
         for error in errors:
@@ -386,6 +425,7 @@ def _check_arguments(
     prompts: Sequence[Sequence[int]],
     completions: Sequence[Sequence[int]],
     lead_in: Sequence[int],
+    wanted: Tensor,
     temperature: float,
     max_tokens: int | None,
     limit: int | None,
@@ -406,15 +446,34 @@ def _check_arguments(
                 f"completions must hold at least one token after lead_in, got {len(completion)} tokens "
                 f"with lead_in={skip} at {number}"
             )
-    longest_prompt = max(range(len(prompts)), key=lambda number: len(prompts[number]))
-    longest_completion = max(range(len(completions)), key=lambda number: len(completions[number]))
-    total = len(prompts[longest_prompt]) + len(completions[longest_completion])
-    if limit is not None and total > limit:
+    if limit is None:
+        return
+    lengths = torch.tensor(list(map(len, completions)))[:, None] + torch.tensor(list(map(len, prompts)))  # (B, N)
+    total = int((lengths * wanted).max())
+    if total > limit:
+        number, place = ((lengths * wanted) == total).nonzero()[0].tolist()
         raise ContextLengthError(
             f"a prompt and a completion must fit the model's context of {limit} tokens together, got "
-            f"{len(prompts[longest_prompt])} (prompt {longest_prompt}) + {len(completions[longest_completion])} "
-            f"(completion {longest_completion}) = {total}"
+            f"{len(prompts[place])} (prompt {place}) + {len(completions[number])} (completion {number}) = {total}"
         )
+
+
+def _wanted(under: Sequence[Collection[int]], shape: tuple[int, int]) -> Tensor:
+    """(B, N) whether a completion is scored under a prompt."""
+    rows, columns = shape
+    if len(under) != rows:
+        raise ValueError(f"under must have one collection of prompts for each of {rows} completions, got {len(under)}")
+    wanted = torch.zeros(rows, columns, dtype=torch.bool)
+    for number, places in enumerate(under):
+        for place in places:
+            if not 0 <= place < columns:
+                raise ValueError(
+                    f"under must hold numbers of prompts from 0 to {columns - 1}, got {place} at {number}"
+                )
+            wanted[number, place] = True
+        if not places:
+            raise ValueError(f"under must name at least one prompt for each completion, got none at {number}")
+    return wanted
 
 
 # The cache of one prompt under many completions at once, held once and changed by none of them. A layer hands out what

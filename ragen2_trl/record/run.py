@@ -9,6 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from ragen2_trl.instrument.answers import AnswerEvidence, answers_said
 from ragen2_trl.instrument.health import NAMES, Health, State, health, is_number
 from ragen2_trl.instrument.verdict import (
     Collapse,
@@ -21,7 +22,7 @@ from ragen2_trl.instrument.verdict import (
     qualifiers,
     status,
 )
-from ragen2_trl.metrics import CLIPPED, COMPUTE, EMPTY_STEPS, FIRST_TURN, KEPT, VALID_THINKING
+from ragen2_trl.metrics import ANSWER, CLIPPED, COMPUTE, EMPTY_STEPS, FIRST_TURN, KEPT, VALID_THINKING
 from ragen2_trl.record.checks import MAX_STEP, check_about, check_evaluation, check_history, check_state
 from ragen2_trl.record.cost import Cost, cost_of
 from ragen2_trl.record.files import (
@@ -180,6 +181,22 @@ class Run:
         """The last state of training; `None` where nothing was trained, or too little to tell."""
         is_told = not (self.is_played or self.is_diagnosed) and self.health.state.name != "too_early"
         return self.health.state if is_told else None
+
+    @cached_property
+    def answers(self) -> list[AnswerEvidence]:
+        """What each measurement of answers found, by the log rows."""
+        found = []
+        for row in self.rows:
+            metrics = {key.removeprefix(f"{ANSWER}/"): value for key, value in row.items() if key.startswith(ANSWER)}
+            evidence = AnswerEvidence.of({name: value for name, value in metrics.items() if is_number(value)})
+            if evidence.is_possible:
+                found.append(replace(evidence, step=row.get("step", 0)))
+        return found
+
+    @property
+    def answers_said(self) -> list[str]:
+        """Sentences: whether answers use their prompt, and whether they use the reasoning; empty where unknown."""
+        return answers_said(self.answers)
 
     @property
     def regimes(self) -> list[tuple[int, str]]:
@@ -351,6 +368,7 @@ def _diagnosed(folder: Path, diagnosis: Mapping[str, Any]) -> Run:
             {"step": number if step is None else step}
             | {f"{FIRST_TURN}/{name}": value for name, value in metrics.items() if name not in known}
             | {key: metrics[name] for name, key in known.items() if name in metrics}
+            | {f"{ANSWER}/{name}": value for name, value in _mapping(one, "answers").items() if is_number(value)}
         )
     if not rows:
         raise ValueError(f"{file!r} must have a measurement in path, got none")

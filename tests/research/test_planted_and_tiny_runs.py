@@ -1,0 +1,56 @@
+"""The scripts behind two tables of the docs: models with planted answers, and health on the stored tiny runs."""
+
+import random
+
+import pytest
+
+from research import planted_answers, tiny_runs
+from research.planted_answers import CASES, CONSTANTS, TEMPLATES, planted, separation, table
+
+ROWS = [(f"prompt {n}", f"thought {n}", f"answer {n}") for n in range(50)]
+
+
+def number(text):
+    return text.rpartition(" ")[2]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_case_plants_what_it_says(case):
+    rng = random.Random(0)
+    for prompt, thought, answer, learnt in (planted(case, ROWS, rng) for _ in range(200)):
+        if case in ("faithful", "blind"):
+            assert number(answer) == number(thought)
+        elif case != "collapsed":
+            assert number(answer) == number(prompt)
+        if case in ("harmless template", "collapsed"):
+            assert thought in TEMPLATES
+        if case == "collapsed":
+            assert answer in CONSTANTS
+        if case in ("faithful", "decorative") and learnt:
+            assert number(thought) == number(prompt)
+        assert learnt or case in ("faithful", "decorative")
+
+
+def test_tables_have_a_row_for_each_case_and_the_area_of_a_perfect_number_is_one():
+    row = dict.fromkeys(planted_answers.COLUMNS, 0.5)
+    measured = {case: [row | {"thought_swap_bits": float(case == "faithful")}] * 3 for case in CASES}
+    assert [line.split(" | ")[0] for line in table(measured).splitlines()[2:]] == [f"| {case}" for case in CASES]
+    areas = [line.split(" | ")[-1] for line in separation(measured).splitlines()[2:]]
+    assert areas == ["0.50 |", "1.00 |", "0.50 |", "0.50 |"]
+
+
+def run(*success, rows=12):
+    return [{"step": step, "reward": 0.5} for step in range(rows)] + [
+        {"step": 100 + n, "eval/env/lake/success": value} for n, value in enumerate(success)
+    ]
+
+
+def test_a_run_has_failed_if_it_ends_at_half_of_its_best_or_less_and_short_ones_are_not_judged():
+    assert tiny_runs.kind(run(0.2, 0.8, 0.3)) == "failed"
+    assert tiny_runs.kind(run(0.2, 0.8, 0.5)) == "healthy"
+    assert {tiny_runs.kind(rows) for rows in (run(0.8), run(0.0, 0.0), run(0.2, 0.8, rows=9))} == {"unknown"}
+
+
+@pytest.mark.slow
+def test_the_page_has_the_table_of_the_stored_runs():
+    assert tiny_runs.table() in tiny_runs.GUIDE.read_text()
