@@ -49,8 +49,12 @@ def main() -> None:
     answers = report["path"][-1]["answers"]
     shown = ((metric(f"{ANSWER}/{name}"), value) for name, value in answers.items())
     lines = ["| `mi/answer/` | |", "|---|---|"]
-    lines += [f"| `{one.name.removeprefix(f'{ANSWER}/')}` | {one.text(value)} |" for one, value in shown if one]
-    said = " ".join([*report["answers"], report["verdict"]])
+    for one, value in shown:
+        if one is not None:
+            text = f"{value:.0f}" if one.unit == "count" else one.text(value)
+            lines.append(f"| `{one.name.removeprefix(f'{ANSWER}/')}` | {text} |")
+    # Its task has no reward, so that the success beside the verdict says nothing.
+    said = " ".join([*report["answers"], report["verdict"].partition(". Mutual")[0] + "."])
     fill(GUIDE, {"smollm2": "\n".join([*lines, "", f"> {said}"])})
 
 

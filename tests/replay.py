@@ -118,3 +118,8 @@ class Recorder(TrainerCallback):
 
     def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
         self.gradients.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
+
+
+def second_half(text):
+    """An answer for completions without any: what stands in the second half of their text."""
+    return text[len(text) // 2 :] or None

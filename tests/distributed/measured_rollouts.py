@@ -11,7 +11,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from conftest import PROMPTS
 from datasets import Dataset
-from replay import REWARDS, Replay
+from replay import REWARDS, Replay, second_half
 from transformers import AutoTokenizer
 from trl import GRPOConfig, GRPOTrainer
 
@@ -43,7 +43,7 @@ def main() -> None:
     replay = Replay(AutoTokenizer.from_pretrained(policy_path), REWARDS)
     dataset = Dataset.from_dict({"prompt": PROMPTS})
     trainer = GRPOTrainer(policy_path, Replay.reward, args, dataset, rollout_func=replay.rollout)
-    trainer.add_callback(MutualInformationCallback(trainer, every=1, num_completions=20))
+    trainer.add_callback(MutualInformationCallback(trainer, every=1, num_completions=20, answer=second_half))
     trainer.add_callback(CostCallback(trainer))
     row = {}
 

@@ -14,7 +14,7 @@ from algorithms import GRPO
 from conftest import PROMPTS
 from datasets import Dataset
 from launching import launch
-from replay import KEPT, REWARDS, Replay, assert_close, gradients_of, mean_gradient
+from replay import KEPT, REWARDS, Replay, assert_close, gradients_of, mean_gradient, second_half
 from transformers import AutoTokenizer
 from trl import GRPOTrainer
 
@@ -175,13 +175,14 @@ def test_two_processes_measure_what_one_measures(policy_path, make_args, tmp_pat
     args = make_args(snr=False, **layout, learning_rate=0.0, shuffle_dataset=False)
     dataset = Dataset.from_dict({"prompt": PROMPTS})
     trainer = GRPOTrainer(policy_path, Replay.reward, args, dataset, rollout_func=replay.rollout)
-    trainer.add_callback(MutualInformationCallback(trainer, every=1, num_completions=20))
+    trainer.add_callback(MutualInformationCallback(trainer, every=1, num_completions=20, answer=second_half))
     trainer.add_callback(CostCallback(trainer))
     trainer.train()
     expected = next(row for row in trainer.state.log_history if "mi/seconds" in row)
     measured = {key for key in expected if key.startswith("mi/")} - {"mi/seconds", "mi/tokens"}
     assert measured <= row.keys()
     assert expected["mi/first_turn/num_completions"] == 20
+    assert expected["mi/answer/num_swaps"] >= 8
     for key in measured:
         assert row[key] == pytest.approx(expected[key], abs=1e-5), key
         assert other[key] == pytest.approx(expected[key], abs=1e-5), key
