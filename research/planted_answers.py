@@ -1,8 +1,8 @@
 """Whether the swaps of `mi/answer/*` tell models apart whose answers are known to use their reasoning, or not to.
 
-    python -m research.planted_answers    # some 20 minutes on one core; models stay in runs/planted_answers
+    python -m research.planted_answers    # half an hour on one core; models stay in runs/planted_answers
 
-Six tiny models on FrozenLake, each trained for some hundred steps on pairs of reasoning and answer that plant one way
+Six tiny models on FrozenLake, each trained for 120 steps on pairs of reasoning and answer that plant one way
 of answering, with three seeds. Each is then measured on 64 held-out tasks with 4 samples of each.
 
 Writes the tables into `docs/answers.md`.
@@ -30,7 +30,8 @@ from ragen2_trl.tiny import TINY_MODEL_PATH
 from research.real_runs import fill
 
 GUIDE = Path(__file__).parents[1] / "docs" / "answers.md"
-SAMPLED = Sampling(num_answers=37)  # what the callback scores beside 64 first turns under 64 prompts of this length
+SAMPLED = Sampling(num_answers=37)
+TEMPLATED = ("harmless template", "collapsed")  # whose matrix is cheap: the same reasoning is computed once
 
 SEEDS, STEPS, BATCH, LEARNING_RATE = (0, 1, 2), 120, 24, 2e-3
 NUM_DEMONSTRATIONS = 1500
@@ -194,8 +195,11 @@ def main() -> None:
                 plant(case, seed, rows, tokenizer, path)
             of_seeds.append(measure(path, tokenizer, seed))
             sys.stdout.write(f"{case}, seed {seed}: {of_seeds[-1]}\n")
-    costs = [one["cost"] for of_seeds in measured.values() for one in of_seeds]
-    cost = f"Answers took {fmean(costs):.0%} of the tokens of the matrix ({min(costs):.0%} to {max(costs):.0%})."
+    costs = [one["cost"] for case, of_seeds in measured.items() if case not in TEMPLATED for one in of_seeds]
+    cost = (
+        f"Where reasoning is not a template, {SAMPLED.num_answers} answers took {fmean(costs):.0%} of the tokens of the "
+        f"64 by 64 matrix ({min(costs):.0%} to {max(costs):.0%}). The callback takes some 30 at these lengths."
+    )
     fill(GUIDE, {"planted": table(measured), "separation": separation(measured), "planted cost": cost})
 
 

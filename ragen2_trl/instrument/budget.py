@@ -13,9 +13,9 @@ ALWAYS = 300_000
 LEAST_TOKENS, LEAST_PROMPTS = 128, 16
 """Of each reasoning trace, and of a scope with the own one: below, retrieval says little."""
 
-ANSWERS_SHARE, LEAST_ANSWERS = 0.15, 16
-"""Answers cost this share of the first turns' matrix, or are this few. It is a fifth of what is then scored, because
-turns are longer than the reasoning in them."""
+ANSWERS_SHARE, LEAST_ANSWERS = 0.12, 16
+"""Answers cost this share of the first turns' matrix, or are this few. Measured it is up to a fifth, because turns are
+longer than the reasoning in them, and the same reasoning is computed once in the matrix."""
 
 
 @dataclass(frozen=True)
