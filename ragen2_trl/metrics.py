@@ -285,7 +285,8 @@ MI = (
     Metric("mi/answer/thought_swap_standard_error", "its standard error over answers", "bits", ANSWERS),
     Metric(
         "mi/answer/thought_swap_in_group_bits",
-        "the same with the reasoning of another sample of the same prompt, equal ones included: at most I(A;Z|X)",
+        "the same with the reasoning of another sample of the same prompt, equal ones included: on average at most "
+        "their conditional information",
         "bits",
         ANSWERS,
         "anything when samples of a prompt reason alike: then it is 0. First turns only",

@@ -197,8 +197,8 @@ def main() -> None:
             sys.stdout.write(f"{case}, seed {seed}: {of_seeds[-1]}\n")
     costs = [one["cost"] for case, of_seeds in measured.items() if case not in TEMPLATED for one in of_seeds]
     cost = (
-        f"Where reasoning is not a template, {SAMPLED.num_answers} answers took {fmean(costs):.0%} of the tokens of the "
-        f"64 by 64 matrix ({min(costs):.0%} to {max(costs):.0%}). The callback takes some 30 at these lengths."
+        f"Where reasoning is not a template, {SAMPLED.num_answers} answers took {fmean(costs):.0%} of the tokens of "
+        f"the 64 by 64 matrix ({min(costs):.0%} to {max(costs):.0%}). The callback takes some 30 at these lengths."
     )
     fill(GUIDE, {"planted": table(measured), "separation": separation(measured), "planted cost": cost})
 

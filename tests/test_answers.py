@@ -71,7 +71,7 @@ def test_without_own_sample_in_the_own_place_a_blind_answer_would_win(monkeypatc
 
     def with_own(*arguments):
         found, without = rows(*arguments)
-        return [answers._Row(row.position, row.answer, row.answer) for row in found], without
+        return [answers._Drawn(row.position, row.answer, row.answer) for row in found], without
 
     monkeypatch.setattr(answers, "_rows", with_own)
     trajectories, groups = policy.sampled(4)

@@ -175,7 +175,7 @@ def win_rates(own: Tensor, others: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class _Row:
+class _Drawn:
     position: int
     answer: Answer
     other: Answer | None  # of another sample of the same prompt
@@ -264,7 +264,7 @@ def _rows(
     generator: torch.Generator,
     sampling: Sampling,
     find: FindAnswer | None,
-) -> tuple[list[_Row], float]:
+) -> tuple[list[_Drawn], float]:
     """The answers to score, and the share of turns without one among those that were looked at."""
     read: dict[int, list[Answer | None]] = {}
 
@@ -279,7 +279,7 @@ def _rows(
         members[groups[number]].append(number)
     # Of each group one before any has two: answers to one prompt are alike.
     order = sorted(shuffled, key=lambda number: members[groups[number]].index(number))
-    rows: list[_Row] = []
+    rows: list[_Drawn] = []
     looked_at: list[Answer | None] = []
     for number in order:
         if len(rows) == (sampling.num_answers or sampling.num_completions):
@@ -291,24 +291,24 @@ def _rows(
             others = [other for other in members[groups[number]] if other != number] if position == 0 else []
             of_others = (answers_of(other)[0] for other in others if answers_of(other))
             same = (other for other in of_others if other is not None and other.context == answer.context)
-            rows.append(_Row(position, answer, next(same, None)))
+            rows.append(_Drawn(position, answer, next(same, None)))
     return rows, sum(answer is None for answer in looked_at) / max(1, len(looked_at))
 
 
-def _other_prompt(row: _Row, other: _Row) -> bool:
+def _other_prompt(row: _Drawn, other: _Drawn) -> bool:
     return row.position == other.position and row.answer.context != other.answer.context
 
 
-def _other_answer(row: _Row, other: _Row) -> bool:
+def _other_answer(row: _Drawn, other: _Drawn) -> bool:
     return row.answer.tokens != other.answer.tokens
 
 
-def _other_thought(row: _Row, other: _Row) -> bool:
+def _other_thought(row: _Drawn, other: _Drawn) -> bool:
     return bool(row.answer.thought and other.answer.thought) and row.answer.thought != other.answer.thought
 
 
 def _places(
-    rows: Sequence[_Row], generator: torch.Generator, sampling: Sampling, limit: int | None
+    rows: Sequence[_Drawn], generator: torch.Generator, sampling: Sampling, limit: int | None
 ) -> list[dict[str, list[_Place]]]:
     """For each row where its answer is scored: in its own place, and in those of donors."""
     shifts = [1 + shift for shift in torch.randperm(len(rows) - 1, generator=generator).tolist()]  # of all rows alike
