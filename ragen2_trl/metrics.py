@@ -97,7 +97,7 @@ MI = (
         "fraction",
         SAMPLE,
         "by how much: it is 1 as soon as the own prompt is slightly ahead. Whether training fails is "
-        "[another question](health.md): in real runs this fell while success rose.",
+        "[another question](diagnosing.md#is-training-working): in real runs this fell while success rose.",
         label="retrieval accuracy",
         shown=True,
     ),
@@ -174,7 +174,7 @@ MI = (
     Metric("mi/{scope}/num_completions", "reasoning traces of the measurement", "count", SAMPLE),
     Metric(
         "mi/regime/conclusive",
-        "1 if there is a [verdict](diagnosing.md#the-four-regimes)",
+        "1 if there is a [verdict](diagnosing.md#verdicts)",
         "0 or 1",
         "measurements so far",
     ),
@@ -244,7 +244,7 @@ MI = (
         Metric(
             f"mi/trajectory/without_own_words/{key}",
             f"`{key}` of later turns, under contexts without the model's own earlier words "
-            "([see below](#later-turns))",
+            "([why](diagnosing.md#later-turns))",
             unit,
             SAMPLE,
             mind,
@@ -258,7 +258,7 @@ MI = (
     Metric(
         "mi/trajectory_reference/verbatim_elsewhere",
         "reasoning traces that stand word for word in the context of another draw "
-        "([see below](#the-reference-codes-own-form))",
+        "([form](mathematics.md#several-turns))",
         "fraction",
         SAMPLE,
         "anything to act on: it says how far to trust the form",
@@ -624,7 +624,7 @@ HEALTH = (
         "logs `env/*/valid_rate`",
         "fraction",
         FIRST,
-        "act when [health](health.md) says so",
+        "act when [health](diagnosing.md#is-training-working) says so",
         health="valid",
     ),
 )
