@@ -22,6 +22,7 @@ PLACES = {
     "part": "[^/]+",
     "task": "[^/]+",
     "k": r"\d+",
+    "form": "seq|token|token_tempered",
     "bound": "|_ci_low|_ci_high",
 }
 
@@ -41,18 +42,18 @@ CORRELATION, SKIPPED = "snr/prediction_rank_correlation", "snr/skipped_prompts"
 REWARD, ENTROPY, CLIPPED = "reward", "entropy", "completions/clipped_ratio"
 
 # Which rows a metric speaks for.
-GROUPS = "all groups of the step, further rounds included"
-COMPLETIONS = "all completions of the step, further rounds included"
-FIRST = "groups of the step's first prompts"
-SAMPLE = "a sample of `num_completions`"
-ANSWERS = "a sample of answers, 16 to 64"
+GROUPS = "all groups"  # of the step, further rounds included
+COMPLETIONS = "all completions"  # of the step, further rounds included
+FIRST = "first groups"  # of the step: without further rounds
+SAMPLE = "sampled traces"  # `num_completions` of them
+ANSWERS = "sampled answers"  # 16 to 64
 LOSS = "rows in the loss"
 PASS = "one pass over a generation"
 STEP = "the step"
 RUN = "the run so far"
-EPISODES = "all episodes of the step, further rounds included"
+EPISODES = "all episodes"  # of the step, further rounds included
 HELD_OUT = "held-out episodes"
-GRADIENT_SAMPLE = "a sample of each bucket's groups"
+GRADIENT_SAMPLE = "sampled groups"  # of each bucket
 
 
 @dataclass(frozen=True)
@@ -96,8 +97,8 @@ MI = (
         "how often a reasoning trace is most likely under its own prompt",
         "fraction",
         SAMPLE,
-        "by how much: it is 1 as soon as the own prompt is slightly ahead. Whether training fails is "
-        "[another question](health.md): in real runs this fell while success rose.",
+        "by how much, or whether [training fails](diagnosing.md#is-training-working): in real runs it fell while "
+        "success rose",
         label="retrieval accuracy",
         shown=True,
     ),
@@ -106,21 +107,20 @@ MI = (
     ),
     Metric(
         "mi/{scope}/mi_seq",
-        "mutual information of a reasoning trace and its prompt; without any it is 0, or below 0 by chance",
+        "mutual information of a trace and its prompt; if there is none, 0, or below 0 by chance",
         "nats",
         SAMPLE,
-        "anything beyond the bound: a batch of N prompts cannot show more than log N",
+        "anything beyond the bound, log N for N prompts",
         label="I(X;Z)",
         shown=True,
     ),
     Metric("mi/{scope}/mi_upper_bound", "the most that `mi_seq` can be", "nats", SAMPLE, "", "at most", shown=True),
     Metric(
         "mi/{scope}/retrieval_accuracy@{k}",
-        "how often its own prompt is among the best k, for k = 2, 4 and 8: a drift shows here first when prompts come "
-        "in kinds",
+        "how often its own prompt is among the best k (2, 4, 8); shows a drift first if prompts come in kinds",
         "fraction",
         SAMPLE,
-        "anything, with few prompts: look at chance",
+        "much, with few prompts",
     ),
     Metric("mi/{scope}/retrieval_chance@{k}", "how often guessing would find it", "fraction", SAMPLE),
     Metric(
@@ -132,10 +132,10 @@ MI = (
     ),
     Metric(
         "mi/{scope}/mi_token_tempered",
-        "what the reference code logs as mutual information; compare it with published curves",
+        "mutual information as the reference code logs it, to compare with published curves",
         "",
         SAMPLE,
-        "mutual information: it has no bound",
+        "mutual information proper: it has no bound",
     ),
     Metric(
         "mi/{scope}/conditional_entropy_token",
@@ -151,30 +151,29 @@ MI = (
         "how much reasoning varies over all prompts, per token",
         "nats per token",
         SAMPLE,
-        "anything of its own: it is conditional entropy plus mutual information",
+        "anything new: it is the sum of conditional entropy and MI",
         label="H(Z)",
     ),
     Metric("mi/{scope}/marginal_entropy_seq", "the same of a whole trace", "nats", SAMPLE),
     *(
         Metric(
-            f"mi/{{scope}}/{form}_{of}",
-            f"`mi_{of}` over the spread of the marginal, {spread} (paper, Table 1)",
+            f"mi/{{scope}}/{name}_{{form}}",
+            f"`mi_<form>` over {spread} (paper, Table 1)",
             "",
             SAMPLE,
-            "anything when the spread is near 0: then it explodes",
+            "anything if the deviation is near 0",
         )
-        for form, spread in (("mi_zscore", "of this measurement"), ("mi_zscore_ema", "as a running mean"))
-        for of in ("seq", "token", "token_tempered")
+        for name, spread in (
+            ("mi_zscore", "the standard deviation of the marginal"),
+            ("mi_zscore_ema", "the running mean of that deviation"),
+        )
     ),
-    *(
-        Metric(f"mi/{{scope}}/marginal_std_{of}", f"the spread that divides `mi_zscore_{of}`", unit, SAMPLE)
-        for of, unit in (("seq", "nats"), ("token", "nats per token"), ("token_tempered", ""))
-    ),
-    Metric("mi/{scope}/num_prompts", "distinct prompts of the measurement: how sure you can be", "count", SAMPLE),
+    Metric("mi/{scope}/marginal_std_{form}", "the standard deviation of the marginal", "nats, or per token", SAMPLE),
+    Metric("mi/{scope}/num_prompts", "distinct prompts of the measurement", "count", SAMPLE),
     Metric("mi/{scope}/num_completions", "reasoning traces of the measurement", "count", SAMPLE),
     Metric(
         "mi/regime/conclusive",
-        "1 if there is a [verdict](diagnosing.md#the-four-regimes)",
+        "1 if there is a [verdict](diagnosing.md#verdicts)",
         "0 or 1",
         "measurements so far",
     ),
@@ -185,15 +184,14 @@ MI = (
         "1 if reasoning has stopped depending on its prompt",
         "0 or 1",
         "measurements so far",
-        "act when it is 1. There is a warning, once a collapse, unless entropy is low, which `entropy` shows as well.",
+        "act when it is 1; each collapse has one warning, unless entropy is low",
     ),
     Metric(
         VALID_THINKING,
         "share of turns whose reasoning ends with `</think>`",
         "fraction",
         SAMPLE,
-        "act when it falls below half of its start; there is a warning. A model without tags has 0 from the start: "
-        "everything it writes then counts as reasoning.",
+        "act when `health` calls it failing; a model without tags has 0, and all it writes counts as reasoning",
         label="valid thinking",
         shown=True,
         health="valid_thinking",
@@ -221,8 +219,7 @@ MI = (
     ),
     Metric(
         "mi/groups/zero_variance",
-        "groups whose rewards do not vary: the sum of the two above, unless identical completions earn different "
-        "rewards",
+        "groups whose rewards do not vary",
         "fraction",
         FIRST,
     ),
@@ -232,7 +229,7 @@ MI = (
             (
                 "retrieval_accuracy",
                 "fraction",
-                "act when late turns fall and first ones do not: the model stops reading what the environment answers",
+                "act when only late turns fall: the model stops reading the environment's answers",
             ),
             ("retrieval_chance", "fraction", ""),
             ("mi_seq", "nats", ""),
@@ -243,60 +240,55 @@ MI = (
     *(
         Metric(
             f"mi/trajectory/without_own_words/{key}",
-            f"`{key}` of later turns, under contexts without the model's own earlier words "
-            "([see below](#later-turns))",
+            f"`{key}` of later turns, [the model's earlier words left out](diagnosing.md#later-turns)",
             unit,
             SAMPLE,
             mind,
         )
         for key, unit, mind in (
-            ("retrieval_accuracy", "fraction", "act when it is at chance although later turns seem to depend"),
+            ("retrieval_accuracy", "fraction", "act when it is at chance"),
             ("retrieval_chance", "fraction", ""),
             ("num_completions", "count", ""),
         )
     ),
     Metric(
         "mi/trajectory_reference/verbatim_elsewhere",
-        "reasoning traces that stand word for word in the context of another draw "
-        "([see below](#the-reference-codes-own-form))",
+        "traces repeated in the context of another draw ([form](mathematics.md#several-turns))",
         "fraction",
         SAMPLE,
-        "anything to act on: it says how far to trust the form",
+        "anything to act on",
     ),
     Metric(
         ANSWER_PROMPT,
-        "how often an answer is likelier after its own prompt, with the reasoning of another sample, than after "
-        "another prompt with its reasoning; chance is 0.5",
+        "how often an answer is likelier after its own prompt and another sample's reasoning than after another "
+        "prompt and its reasoning; chance is 0.5",
         "fraction",
         ANSWERS,
-        "how the prompt is used, through the reasoning or past it. Equal answers count as half: with `same_across` at "
-        "s it can hardly exceed 1 - s/2. First turns only",
+        "whether through the reasoning or past it. First turns only; with `same_across` at s, hardly above 1 - s/2",
         label="answers: prompt win rate",
     ),
     Metric(
         ANSWER_THOUGHT,
-        "what an answer loses when the reasoning of another prompt takes the place of its own: 0 is nothing, 1 that "
-        "it becomes impossible",
+        "loss of an answer if another prompt's reasoning replaces its own: 0 is none, 1 makes it impossible",
         "bits",
         ANSWERS,
-        "that the answer rests on the reasoning, when it is high; when it is near 0, it does not ([why](answers.md))",
+        "that the answer rests on the reasoning, if high; near 0 it does not ([why](answers.md))",
         label="answers: thought swap",
     ),
     Metric("mi/answer/thought_swap_standard_error", "its standard error over answers", "bits", ANSWERS),
     Metric(
         "mi/answer/thought_swap_in_group_bits",
-        "the same with the reasoning of another sample of the same prompt, equal ones included: on average at most "
-        "their conditional information",
+        "the same with another sample's reasoning of the same prompt: at most I(A;Z given X)",
         "bits",
         ANSWERS,
-        "anything when samples of a prompt reason alike: then it is 0. First turns only",
+        "anything if samples of a prompt reason alike. First turns only",
     ),
     Metric(
         "mi/answer/prompt_swap_bits",
-        "what an answer loses when another prompt takes the place of its own, the reasoning kept",
+        "the same if another prompt replaces its own, the reasoning kept",
         "bits",
         ANSWERS,
-        "that the prompt does not matter, when it is 0: it may act through the reasoning",
+        "that the prompt does not matter, if 0: it may act through the reasoning",
     ),
     Metric("mi/answer/same_in_group", "answers that another sample of the prompt gives as well", "fraction", ANSWERS),
     Metric(
@@ -304,21 +296,21 @@ MI = (
         "pairs of different prompts with the same answer",
         "fraction",
         ANSWERS,
-        "act when it is near 1: the model answers the same whatever it is asked",
+        "act when it is near 1",
     ),
     Metric("mi/answer/num_swaps", "answers behind `thought_swap_bits`", "count", ANSWERS),
     Metric("mi/answer/num_compared", "answers behind `prompt_win_rate`", "count", ANSWERS),
     Metric(
         "mi/answer/without_answer",
-        "turns in which no answer was found, of those looked at",
+        "turns in which no answer was found",
         "fraction",
         ANSWERS,
-        "why: they are cut off, or the answer stands where `answer=` has to tell",
+        "whether they were cut off or need `answer=`",
     ),
     Metric(
         "mi/pooled_steps",
-        "optimizer steps between the oldest completions and the weights that score them, where a generation has fewer "
-        "than `min_prompts` (8) groups and the latest ones are measured together",
+        "age of the oldest completions, if a generation has fewer than `min_prompts` (8) groups and several are "
+        "pooled",
         "steps",
         SAMPLE,
         "how far those steps moved the policy",
@@ -330,17 +322,18 @@ MI = (
 SNR = (
     Metric(
         "snr/kept_groups",
-        "groups of which at least one completion was kept",
+        "groups with at least one kept completion",
         "count",
         GROUPS,
-        "groups in the batch: with dynamic sampling that is `snr/trained_groups`",
+        "groups in the batch, with dynamic sampling: `snr/trained_groups`",
     ),
     Metric(
         KEPT,
-        "completions that were kept to be trained on; where groups are kept whole, also the share of groups",
+        "completions kept; also groups, if kept whole",
         "fraction",
         COMPLETIONS,
-        "the share of the reward variance: that is `snr_value`",
+        "the share of reward variance, which is `snr_value`: few groups often hold 0.9 of it (3.2 of 8 in the paper's "
+        "Table 7)",
         label="completions kept",
         shown=True,
         health="kept",
@@ -348,7 +341,7 @@ SNR = (
     Metric("snr/kept_tokens_fraction", "the same, in completion tokens", "fraction", COMPLETIONS),
     Metric(
         COMPUTE,
-        "positions that the update computed, padding and old log-probs included, as a share of plain TRL's",
+        "positions that the update computed, with padding and old log-probs, over plain TRL's",
         "fraction",
         PASS,
         "time: generation is not in it",
@@ -374,44 +367,41 @@ SNR = (
     ),
     Metric(
         "snr/dropped_all_best",
-        "groups dropped because every completion had the best reward: that of a solved task where all of the reward "
-        "comes from one of our tasks, else the best of the run so far",
+        "dropped groups in which all rewards are the best: that of a solved task if one of our tasks gives all of the "
+        "reward, else the best so far",
         "fraction",
         GROUPS,
-        "groups in between: one with 0.3 for all is in neither",
+        "groups with 0.3 for all, for example",
     ),
-    Metric(
-        "snr/dropped_all_worst", "groups dropped because every completion had the worst reward", "fraction", GROUPS
-    ),
+    Metric("snr/dropped_all_worst", "dropped groups in which all rewards are the worst", "fraction", GROUPS),
     Metric(
         "snr/dropped_all_same",
-        "groups dropped because every completion had the same reward, not known to be the best or the worst",
+        "dropped groups in which all rewards are equal, not known to be best or worst",
         "fraction",
         GROUPS,
-        "why: while all rewards of a run are one number, nothing tells",
+        "why",
     ),
     Metric(
         "snr/in_group_max",
-        "best reward of a group, as a mean over groups; the distance to `in_group_mean` is what a policy gains if it "
-        "always does its best",
+        "best reward of a group, mean over groups; less `in_group_mean`, the gain of always doing its best",
         "reward",
         GROUPS,
-        "which groups: `ragen2-trl report` has a table of their variances",
+        "which groups: see `ragen2-trl report`",
     ),
-    Metric("snr/in_group_mean", "mean reward of a group, as a mean over groups", "reward", GROUPS),
+    Metric("snr/in_group_mean", "mean reward of a group, mean over groups", "reward", GROUPS),
     Metric("snr/score_mean", "mean of the score that ranks groups, by default reward variance", "score", GROUPS),
     Metric("snr/score_max", "largest score", "score", GROUPS),
     Metric(
         "snr/reward_std_spread",
-        "how unlike groups are: standard deviation over mean of their reward standard deviations. In the paper's "
-        "Table 8, gains went with 1.16 and 1.29 and a loss with 0.33",
+        "standard deviation over mean of the groups' reward standard deviations. Paper, Table 8: gains at 1.16 and "
+        "1.29, a loss at 0.33",
         "ratio",
-        "groups in the ranking: the window of latest groups where there is one",
-        "whether the filter helps you: [tested here](../research/results/tab8.md), the link to gains is inconclusive",
+        "groups in the ranking",
+        "whether the filter helps: [inconclusive here](../research/results/tab8.md)",
     ),
     Metric(
         "snr/reward_variance_spread",
-        "the same of their variances; a larger number for the same batch",
+        "the same of their variances",
         "ratio",
         "groups in the ranking",
         "anything to compare with Table 8",
@@ -429,62 +419,59 @@ SNR = (
         "with pilots: prompts sampled whole, audited ones left out",
         "fraction",
         "all prompts of the step",
-        "how many were worth it: each process samples as many prompts whole as every other",
+        "how many were worth it: all processes sample equally many",
     ),
     Metric(
         "snr/pilot_reward",
-        "mean reward of all pilots, so of the prompts as they come; `reward` is that of the prompts sampled whole",
+        "mean reward of all pilots; `reward` is that of the prompts sampled whole",
         "reward",
         "all pilots of the step",
     ),
     Metric(
         "snr/missed_variance",
-        "estimated share of all reward variance in the prompts that were not sampled whole, from the 2 % of them that "
-        "are audited; not logged before there is one",
+        "estimated share of reward variance in prompts not sampled whole, from the 2 % of them that are audited; not "
+        "logged before the first",
         "fraction",
         RUN,
-        "anything after few steps: see [what is missed](mathematics.md#pilots)",
+        "much after few steps ([how](mathematics.md#pilots))",
     ),
     Metric(
         "snr/sampled_staleness",
-        "with the asynchronous trainer: weight versions by which the trainer is ahead of the weights that sampled a "
-        "group, when it arrives",
+        "asynchronous trainer: weight versions that the trainer is ahead when a group arrives",
         "count",
         GROUPS,
-        "how far those versions moved the policy: that is TRL's `ratio` and `kl`",
+        "how far the policy moved: TRL's `ratio` and `kl`",
     ),
     Metric(
         PREDICTED,
-        "with `snr_prompt_selection`: mean reward variance predicted for the prompts before they were sampled",
+        "with `snr_prompt_selection`: mean predicted reward variance of the prompts",
         "reward squared",
         FIRST,
-        "which prompts: the report has a figure of one over the other",
+        "which prompts: see the report's figure",
     ),
     Metric(
         REALISED,
-        "mean reward variance of their groups; if it differs from the prediction for long, predictions are wrong on "
-        "average",
+        "mean reward variance of their groups; act when it differs for long",
         "reward squared",
         FIRST,
     ),
     Metric(
         CORRELATION,
-        "Spearman's correlation of the two; not logged while all predictions or all variances are equal. In the first "
-        "epoch nothing tells prompts apart, and it is about 0",
+        "Spearman's correlation of the two; about 0 in the first epoch, not logged while either is constant",
         "correlation",
         "the latest 256 groups",
-        "how good it could be: a group of few completions has a noisy variance",
+        "how good it could be: variances of small groups are noisy",
     ),
     Metric(
         SKIPPED,
         "candidates passed over for the first prompts of a generation",
         "count",
         STEP,
-        "that their rewards would not vary: `snr/oldest_unseen` grows if it was so for long",
+        "that their rewards would not vary",
     ),
     Metric(
         "snr/oldest_unseen",
-        "prompts sampled since the least recently sampled prompt was, or since the start if one never was",
+        "prompts sampled since the least recently sampled prompt, or since the start",
         "count",
         RUN,
     ),
@@ -500,30 +487,29 @@ GRAD = (
     ),
     Metric(
         "grad/{bucket}/{part}/squared_norm_debiased",
-        "the squared norm without that noise: the inner product of two halves with half of each group's completions. "
-        "Below 0 by chance when there is nothing",
+        "the squared norm without that noise: inner product of two halves with half of each group's completions; may "
+        "be below 0",
         "norm squared",
         GRADIENT_SAMPLE,
-        "anything from a single measurement of few samples: it is unbiased, not certain",
+        "much from one measurement: it is unbiased, not certain",
     ),
     Metric(
         "grad/{bucket}/{part}/half_cosine",
-        "cosine between the halves, the signal-to-noise ratio at this number of samples: 1 is signal, 0 noise",
+        "cosine between the gradients of the two halves: 1 is signal, 0 noise",
         "cosine",
         GRADIENT_SAMPLE,
-        "anything about other batch sizes: it grows with the number of samples",
+        "anything about other batch sizes: it grows with them",
     ),
     Metric(
         "grad/{bucket}/{part}/cosine",
-        "cosine with the gradient of the whole batch: which buckets set the direction",
+        "cosine with the gradient of the whole batch",
         "cosine",
         GRADIENT_SAMPLE,
-        "that a bucket is useful: it is a part of that batch itself, and noise has a cosine with itself",
+        "that a bucket is useful: it is part of the batch",
     ),
     Metric(
         "grad/{bucket}/regulariser_share",
-        "norms of the regularisers, as a share of the norms of all terms (paper, Appendix K); not logged where all "
-        "are rounding",
+        "norms of the regularisers over norms of all terms (paper, Appendix K); not logged if all are rounding",
         "fraction",
         GRADIENT_SAMPLE,
         "the same without noise",
@@ -531,7 +517,7 @@ GRAD = (
     Metric("grad/{bucket}/reward_std", "mean reward standard deviation of the groups", "reward", GRADIENT_SAMPLE),
     Metric(
         "grad/{bucket}/min_reward_std",
-        "the lowest of them: 0 where a group without variance is among them",
+        "the lowest of them",
         "reward",
         GRADIENT_SAMPLE,
     ),
@@ -542,9 +528,7 @@ GRAD = (
         FIRST,
     ),
     Metric("grad/seconds", "time of the measurement", "seconds", FIRST),
-    Metric(
-        "grad/tokens", "positions it computed: the batch forward and backward twice for each term", "tokens", FIRST
-    ),
+    Metric("grad/tokens", "positions computed: the batch forward and backward twice for each term", "tokens", FIRST),
 )
 
 PPO = (
@@ -557,11 +541,11 @@ PPO = (
     ),
     Metric(
         "ppo/explained_variance",
-        "how much of the variance of returns the critic predicts before the update: 1 is all, 0 none, below 0 is "
-        "worse than their mean; not logged where they do not vary",
+        "share of the variance of returns that the critic predicts before the update; below 0 is worse than their "
+        "mean; not logged if they do not vary",
         "fraction",
         LOSS,
-        "how large that variance is: where it is small, most of it is noise",
+        "how large that variance is; if small, most is noise",
     ),
     Metric("ppo/return_mean", "mean return from a token on", "reward", LOSS),
 )
@@ -569,22 +553,21 @@ PPO = (
 ENV = (
     Metric(
         "env/{task}/success",
-        "episodes that solve the task; in a run with several tasks, the task `all` has the episodes of all",
+        "episodes that solve the task; with several tasks, `all` has all episodes",
         "fraction",
         EPISODES,
-        "success on held-out tasks: that is `eval/env/<task>/success`, and `ragen2-trl evaluate`",
+        "success on held-out tasks (`eval/env/<task>/success`)",
         label="success in training",
         health="success",
     ),
     Metric("env/{task}/return", "mean return, the reward of an episode", "reward", EPISODES),
     Metric(
         "env/{task}/pass@{k}",
-        "prompts with at least one solved among their k completions. With `success` far below it there is much to "
-        "learn",
+        "prompts with at least one solved among their k completions; far above `success`, there is much to learn. Not "
+        "logged with pilots",
         "fraction",
         GROUPS,
-        "anything when it equals `success`: completions of a prompt all do the same. Not logged with pilots: "
-        "the prompts with whole groups are those whose first completions promise most, and not all prompts",
+        "anything if it equals `success`",
     ),
     Metric("env/{task}/turns", "mean turns of an episode", "turns", EPISODES),
     Metric(
@@ -600,32 +583,30 @@ ENV = (
     ),
     Metric(
         "env/{task}/action_is_valid",
-        "share of an episode's turns in which an action was carried out, as a mean over episodes",
+        "share of an episode's turns with an action carried out, mean over episodes",
         "fraction",
         EPISODES,
-        "the same as `valid_rate` where episodes differ in their number of turns: there every turn counts alike, here "
-        "every episode does",
+        "the same as `valid_rate`, which counts turns, not episodes",
         health="valid",
     ),
     Metric(
         "env/{task}/action_is_effective",
-        "share of an episode's turns whose last action changed the state or ended the episode, a mean over episodes",
+        "share of an episode's turns whose last action changed the state or ended the episode, mean over episodes",
         "fraction",
         EPISODES,
-        "a good action: a box in a corner has been moved, too. Where nothing can change (the machines of Bandit), it "
-        "is 0",
+        "a good action; 0 where nothing can change (Bandit)",
     ),
 )
 
 HEALTH = (
-    Metric("health/completions", "completions that the shares of this row speak for", "count", FIRST),
+    Metric("health/completions", "completions behind the shares of this row", "count", FIRST),
     Metric(
         "health/valid_rate",
-        "turns whose reasoning is closed, or completions that your `valid=` accepts; not logged where an environment "
-        "logs `env/*/valid_rate`",
+        "turns whose reasoning is closed by its tag, or completions that `valid=` accepts; not logged beside "
+        "`env/*/valid_rate`",
         "fraction",
         FIRST,
-        "act when [health](health.md) says so",
+        "act when health says so",
         health="valid",
     ),
 )
@@ -636,29 +617,26 @@ EVAL = (
         "held-out episodes that solve the task",
         "fraction",
         HELD_OUT,
-        "success in training, which is sampled at another temperature; that the best of many evaluations is as good "
-        "on other tasks: it is chosen by them",
+        "success in training (another temperature), or that the best of many evaluations is as good on other tasks",
         label="held-out success",
         health="held_out_success",
     ),
     Metric(
         "eval/env/{task}/random_success",
-        "success of the random baseline on the same tasks, to compare success with; not logged where judging it is "
-        "expensive",
+        "success of the random baseline on the same tasks; not logged where judging is expensive",
         "fraction",
         HELD_OUT,
     ),
     Metric("eval/env/{task}/return{bound}", "mean return", "reward", HELD_OUT),
     Metric(
         "eval/env/{task}/pass@{k}{bound}",
-        "chance that one of k samples solves a task, for k = 1, 2, 4, … up to the number of samples",
+        "chance that one of k samples solves a task, for k = 1, 2, 4, …",
         "fraction",
         HELD_OUT,
     ),
     Metric(
         "eval/env/{task}/valid_rate{bound}",
-        "share of an episode's turns in the required format, as a mean over episodes; `env/<task>/valid_rate` is over "
-        "all turns",
+        "share of an episode's turns in the required format, mean over episodes",
         "fraction",
         HELD_OUT,
     ),
@@ -675,59 +653,55 @@ COST = (
         "wall clock of training: sampling, rewards, updates",
         "seconds",
         RUN,
-        "evaluations, checkpoints, logging and measurements, which are left out; how busy the machine was",
+        "evaluations, checkpoints, logging, measurements; how busy the machine was",
     ),
     Metric(
         "cost/cpu_seconds",
-        "CPU time of the training processes for the same: on a busy machine the fairer clock",
+        "CPU time of the same; fairer on a busy machine",
         "seconds",
         RUN,
-        "time of a GPU, and of programs in the sandbox",
+        "time of a GPU or of programs in the sandbox",
     ),
     Metric(
         "cost/sampled_tokens",
-        "tokens that the model wrote in training, dropped groups and further rounds included",
+        "tokens that the model wrote in training, dropped groups included",
         "tokens",
         RUN,
         "prompts",
     ),
-    Metric(
-        "cost/sampled_completions", "completions sampled, dropped groups and further rounds included", "count", RUN
-    ),
+    Metric("cost/sampled_completions", "completions sampled, dropped groups included", "count", RUN),
     Metric(
         "cost/plain_completions",
-        "completions that plain TRL would have sampled for as many generations",
+        "completions of plain TRL for as many generations",
         "count",
         RUN,
         "what plain TRL would need to come as far",
     ),
     Metric(
         "cost/update_positions",
-        "positions of all passes over a generation, padding and old log-probs included, as "
-        "`snr/update_compute_fraction` counts them",
+        "positions of all passes over a generation, as `snr/update_compute_fraction` counts them",
         "tokens",
         RUN,
         "a separate critic's: those are in `cost/update_tokens`",
     ),
     Metric(
         "cost/plain_update_positions",
-        "positions that plain TRL's micro-batches would have had in these passes",
+        "the same of plain TRL's micro-batches",
         "tokens",
         RUN,
     ),
     Metric(
         "cost/update_tokens",
-        "positions that the update ran forward and backward through, padding and a separate critic's included",
+        "positions forward and backward, with padding and a separate critic's",
         "tokens",
         RUN,
     ),
     Metric(
         "cost/update_flops",
-        "6 x parameters x those positions: 2 forward, 2 back to the activations, 2 for the parameter's own gradient "
-        "where it is trained",
+        "6 x parameters x those positions: 2 forward, 2 back to activations, 2 for gradients of trained parameters",
         "operations",
         RUN,
-        "attention's part that grows with the square of the length, recomputing for gradient checkpointing, sampling",
+        "the quadratic part of attention, gradient checkpointing, sampling",
     ),
 )
 
@@ -738,7 +712,7 @@ TRL = (
         "standard deviation of all rewards of a generation",
         "reward",
         COMPLETIONS,
-        "whether any group teaches anything: it is over the whole batch",
+        "whether any group varies: it is over the whole batch",
         health="reward_std",
     ),
     Metric(
@@ -752,20 +726,20 @@ TRL = (
     ),
     Metric(
         ENTROPY,
-        "mean entropy of the next token; not logged for a step without rows",
+        "mean entropy of the next token",
         "nats per token",
         LOSS,
-        "anything about the prompt, and it is of answers as well",
+        "anything about the prompt",
         label="policy entropy",
         health="entropy",
     ),
     *(
         Metric(
             f"clip_ratio/{name}",
-            f"share of tokens whose update was clipped{where}; not logged for a step without rows",
+            f"tokens whose update was clipped{where}",
             "fraction",
             LOSS,
-            "with one optimizer step per generation it is 0, unless dynamic sampling carries groups over"
+            "anything with one optimizer step per generation: it is 0 unless groups are carried over"
             if name == "region_mean"
             else "",
             health="clip_ratio" if name == "region_mean" else "",
@@ -773,9 +747,9 @@ TRL = (
         for name, where in (
             ("region_mean", ""),
             ("low_mean", ", from below"),
-            ("low_min", ", from below: the lowest of the processes"),
+            ("low_min", ", from below: lowest of the processes"),
             ("high_mean", ", from above"),
-            ("high_max", ", from above: the highest of the processes"),
+            ("high_max", ", from above: highest of the processes"),
         )
     ),
     Metric("completions/mean_length", "tokens of a completion", "tokens", COMPLETIONS, health="length"),
@@ -784,8 +758,7 @@ TRL = (
     Metric("loss", "the loss", "", LOSS, "much: GRPO's is near 0 by construction"),
     Metric(
         "grad_norm",
-        "norm of the gradient of the latest step of the row that trained on anything; a row without such a step has "
-        "none",
+        "norm of the gradient of the row's latest step that trained on anything",
         "norm",
         LOSS,
         health="grad_norm",

@@ -26,7 +26,9 @@ OF_THE_RUNNER = frozenset(
 )
 
 # A key is a digest of settings, and stored runs were made when some had other names. Whatever a key or a comparison
-# with the store is made of goes through `as_stored`, so that these runs are found. research/README.md has the table.
+# with the store is made of goes through `as_stored`, so that these runs are found. A setting that is renamed gets a
+# line here; a new one whose default is the old behaviour needs none. Stored settings may have `snr_mode: mask`, a
+# mode that computed dropped groups and masked them, and that is gone.
 STORED_NAMES = {
     "snr_dynamic_sampling_rounds": "snr_refill_rounds",
     # In the records of experiments: of `runs_of`, and of levels, which no key has.

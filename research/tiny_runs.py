@@ -6,7 +6,7 @@ Reads `results/runs.parquet` and `results/curves.parquet`. A run is *healthy* if
 and never fell to half of its best for good. Runs can be judged that have ten log rows or more, as limits hold from
 there, and two held-out evaluations. Their rows are means over eight optimizer steps, mostly.
 
-Writes the table into `docs/health.md`.
+Writes the table into `docs/diagnosing.md`.
 """
 
 import json

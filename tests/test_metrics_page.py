@@ -33,6 +33,7 @@ def test_no_key_is_two_metrics():
     names = [re.sub(r"\{k\}", "1", one.name) for one in METRICS]
     assert len(names) == len(set(names))
     places = {"scope": "trajectory", "turn": "turn_1", "bucket": "all", "part": "task", "task": "lake", "bound": ""}
+    places["form"] = "seq"
     for one in METRICS:
         assert metric(one.name.format(k=1, **places)) is one
 
