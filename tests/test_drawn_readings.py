@@ -38,7 +38,7 @@ def test_a_measurement_reads_no_more_completions_than_it_scores(policy_path, mak
         make_args(per_device_train_batch_size=32, max_steps=1),
         Dataset.from_dict({"prompt": PROMPTS}),
         Replay.reward,
-        {"every": 1, "num_completions": DRAWN},
+        {"every": 1, "num_completions": DRAWN, "scopes": ("first_turn", "trajectory")},  # answers need a turn of each
         rollout_func=replay.rollout,
     )
     (row,) = rows_of(trainer)

@@ -227,7 +227,7 @@ def test_training_is_bit_identical_with_and_without(algorithm, policy_path, tmp_
     for first, second in zip(*(result[1]["state"].values() for result in results), strict=True):
         assert all(torch.equal(torch.as_tensor(first[key]), torch.as_tensor(second[key])) for key in first)
     for first, second in zip(*(result[2] for result in results), strict=True):
-        timed = {key for key in first if key.endswith(("time", "per_second", "runtime"))}
+        timed = {key for key in first if key.endswith(("time", "per_second", "runtime", "seconds"))}
         assert {k: v for k, v in first.items() if k not in timed} == {
             k: v for k, v in second.items() if k not in timed
         }

@@ -117,7 +117,7 @@ def test_a_row_holds_the_latest_measurement_of_its_steps_and_the_card_tells_of_i
     assert logged == pytest.approx(saved[1].metrics)
     assert logged["mi_seq"] != pytest.approx(saved[0].metrics["mi_seq"])
     assert row["mi/first_turn/retrieval_accuracy"] == measuring.watch.measurements[-1].retrieval_accuracy
-    assert f"At step 4, {saved[1].metrics['retrieval_accuracy']:.1%} of its reasoning traces" in headline(told)
+    assert f"Retrieval accuracy at step 4: {saved[1].metrics['retrieval_accuracy']:.1%} of the" in headline(told)
 
 
 def test_reasonings_are_subsampled_and_prompts_only_above_their_bound(policy_path, prompts, make_args):

@@ -153,7 +153,7 @@ class CostCallback(TrainerCallback):
         def count(module: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
             if self._started is None or not torch.is_grad_enabled():
                 return
-            inputs = kwargs.get("input_ids")
+            inputs = args[0] if args else kwargs.get("input_ids")
             inputs = kwargs["inputs_embeds"][..., 0] if inputs is None else inputs
             self._own["update_tokens"] += inputs.numel()
             self._own["update_flops"] += per_position * inputs.numel()

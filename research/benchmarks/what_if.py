@@ -43,7 +43,7 @@ COMPARED = {
 }
 
 
-class Counting(SNRFilteredGRPOTrainer):
+class Spending(SNRFilteredGRPOTrainer):
     """Sums of what a run has sampled, trained on and spent."""
 
     held = 0.0  # reward variance of the rows in the loss
@@ -93,7 +93,7 @@ def trained(size: int, prompts: int, dead_share: float, steps: int, seed: int, f
         seed=seed,
         **settings,
     )
-    trainer = Counting(str(TINY_MODEL_PATH), reward, args, rows)
+    trainer = Spending(str(TINY_MODEL_PATH), reward, args, rows)
     trainer.remove_callback(transformers.PrinterCallback)
     extend(trainer, "_generate", trainer.timed)
     trainer.train()
