@@ -103,7 +103,7 @@ test-slow: $(EVERYTHING)  ## The other tests of one process that CI runs, among 
 	$(PYTEST) -m "(slow or needs) and not full" $(IN_PARALLEL) --ignore tests/distributed
 
 # No more than two files at a time: processes that wait for one another's cores run into their time limits.
-test-distributed: $(BIN)/.installed-deepspeed  ## DDP, ZeRO-1/2/3, FSDP2 and LoRA on CPU processes: each pair of setup and mechanism
+test-distributed: $(BIN)/.installed-deepspeed  ## DDP, ZeRO-2/3, FSDP2 and LoRA on CPU processes (ZeRO-1: test-all): each pair of setup and mechanism
 	$(PYTEST) -m "not full" $(IN_PARALLEL) -n 2 tests/distributed
 
 SANDBOX_TESTS = $(wildcard tests/test_sandbox*.py tests/test_attacks.py tests/test_deepcoder_attacks.py \

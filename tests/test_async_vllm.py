@@ -89,7 +89,7 @@ def test_a_real_server_samples_with_the_adapter_that_the_filter_trains(url, tmp_
     monkeypatch.setattr(async_cpu.async_grpo_trainer, "AsyncRolloutWorker", async_cpu.ProcessWorker)
     tokenizer = AutoTokenizer.from_pretrained(TINY_MODEL_PATH)
     tokenizer.response_template = TEXT
-    settings = {**ASYNC_RUN, "max_steps": STEPS, "max_staleness": 4, "learning_rate": 1e-2}
+    settings = {**ASYNC_RUN, "max_steps": STEPS, "max_staleness": 4, "learning_rate": 2e-3}
     settings |= {"vllm_server_base_url": url, "snr_strategy": "nonzero", "max_completion_length": 24}
     trainer = SNRFilteredAsyncGRPOTrainer(
         str(TINY_MODEL_PATH),
