@@ -68,7 +68,11 @@ def url(tmp_path_factory):
         server = subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT)
     yield f"http://127.0.0.1:{port}"
     server.terminate()
-    server.wait(30)
+    try:
+        server.wait(60)
+    except subprocess.TimeoutExpired:  # its engine may be in the middle of a step
+        server.kill()
+        server.wait(60)
 
 
 def ask(url, **request):
@@ -90,7 +94,12 @@ def test_a_real_server_samples_with_the_adapter_that_the_filter_trains(url, tmp_
     tokenizer = AutoTokenizer.from_pretrained(TINY_MODEL_PATH)
     tokenizer.response_template = TEXT
     settings = {**ASYNC_RUN, "max_steps": STEPS, "max_staleness": 4, "learning_rate": 2e-3}
-    settings |= {"vllm_server_base_url": url, "snr_strategy": "nonzero", "max_completion_length": 24}
+    settings |= {
+        "vllm_server_base_url": url,
+        "snr_strategy": "nonzero",
+        "max_completion_length": 24,
+        "vllm_server_timeout": 600,
+    }
     trainer = SNRFilteredAsyncGRPOTrainer(
         str(TINY_MODEL_PATH),
         parity,

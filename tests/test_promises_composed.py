@@ -6,9 +6,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+import trl
 from algorithms import GRPO, RLOO, STILL, for_each, replay_of
 from conftest import ENDS, PROMPTS, parameters_of
 from dynamic_samplings import WORDS, Seen
+from packaging.version import Version
 from pilot_replay import FIRST, PILOTS, replay_of_pilots
 from replay import GROUP_SIZE
 from test_promises_resume import log_rows
@@ -253,7 +255,9 @@ def test_a_batch_of_live_groups_alone_is_sorted_and_trimmed(algorithm, policy_pa
         computed[strategy] = row["snr/update_compute_fraction"]
     assert computed.pop("all") == 1
     assert computed.pop("nonzero") < 0.6
-    assert all(share < 0.96 for share in computed.values())  # lossless keeps the padding of short prompts
+    # lossless keeps the padding of short prompts; before TRL 1.16, which takes log-probs of packed rows, all prompts
+    most = 0.96 if Version(trl.__version__) >= Version("1.16") else 0.99
+    assert all(share < most for share in computed.values())
 
 
 def test_weights_that_a_checkpoint_lacks_are_an_error_and_tied_ones_are_not(policy_path, tmp_path):
