@@ -152,8 +152,9 @@ $(VLLM_VENV)/.installed: pyproject.toml constraints.txt
 	$(VLLM_VENV)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	touch $@
 
+VLLM_TESTS := tests/test_vllm.py tests/test_async_vllm.py
 test-vllm: $(VLLM_VENV)/.installed  ## Training with a real vLLM, in its build for CPUs: Linux on x86_64
-	OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m pytest tests/test_vllm.py tests/test_async_vllm.py
+	OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m pytest $(VLLM_TESTS)
 
 mutants: $(BIN)/.installed  ## Which changes of the core its tests notice: a random sample, half an hour on two quiet cores
 	$(BIN)/python scripts/mutants.py
