@@ -48,6 +48,10 @@ def test_headline_claims_nothing_of_runs_that_were_not_measured(tmp_path, words_
         without_information(folder)
     assert "not measured in 2 of 2 runs" in report_of(*silent).headline
     healthy = make_run(tmp_path / "c", None, 20)
+    for folder in silent:  # an outcome would be said first
+        assert report_of(folder).headline.startswith(f"“{folder.name}”")
+    others = [make_run(tmp_path / name, None, 20) for name in ("d", "e")]
+    assert report_of(*others).headline == "In none of 2 runs has reasoning become a template"
     assert "not measured in 2 of 3 runs" in report_of(healthy, *silent).headline
 
 

@@ -22,7 +22,7 @@ from ragen2_trl.instrument.verdict import (
     qualifiers,
     status,
 )
-from ragen2_trl.metrics import ANSWER, CLIPPED, COMPUTE, EMPTY_STEPS, FIRST_TURN, KEPT, VALID_THINKING
+from ragen2_trl.metrics import ANSWER, CLIPPED, EMPTY_STEPS, FIRST_TURN, KEPT, VALID_THINKING
 from ragen2_trl.record.checks import MAX_STEP, check_about, check_evaluation, check_history, check_state
 from ragen2_trl.record.cost import Cost, cost_of
 from ragen2_trl.record.files import (
@@ -243,11 +243,6 @@ class Run:
         """Whether no step had a group to train on, so that the weights are those that the run began with."""
         kept = self.points(KEPT)
         return bool(kept) and not any(share for _, share in kept)
-
-    @property
-    def update_compute(self) -> list[tuple[int, float]]:
-        """(step, share of plain TRL's update that was computed) of the steps that had anything to train on."""
-        return [(step, share) for step, share in self.points(COMPUTE) if share > 0]
 
     @property
     def filters_nothing(self) -> bool:

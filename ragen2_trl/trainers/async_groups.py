@@ -197,7 +197,7 @@ class Arrival:
 
 
 class Decides(Protocol):
-    """Decides on a group: what is kept of it, (1, G), and which of its rows TRL gets."""
+    """The filter's decision on one group: the kept members, (1, G), and the rows that reach TRL."""
 
     def __call__(self, group: ScoredGroup, given_up: bool) -> tuple[Selection, list[Any]]: ...
 

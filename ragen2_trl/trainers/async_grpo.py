@@ -35,6 +35,7 @@ from ragen2_trl.trainers.checks import (
     check_prompt_column,
     check_router_loss,
     check_same_on_all_processes,
+    check_selector,
     known_range,
     warn_of_equal_rows,
     with_snr_fields,
@@ -186,10 +187,7 @@ class SNRFilteredAsyncGRPOTrainer(WholeCheckpoints, AsyncGRPOTrainer):
         args = with_snr_fields(args, self._config_class, self._trl_config_class)
         check_calls_super(type(self), ("get_train_dataloader", "training_step", "_log_step_metrics"))
         check_loss_of_trl(type(self), args)
-        if selector is not None:
-            if args.snr_selector is not None:
-                raise ValueError(f"selector is given and snr_selector={args.snr_selector!r}; allowed: one of them.")
-            args.check_alone(f"selector={selector!r}")
+        check_selector(selector, args)
         self.pilot_generations = _pilots_of(args, kwargs)
         super().__init__(model, reward_funcs, args, train_dataset, *positional, **kwargs)
         self.args = with_hidden_credentials(self.args)  # before others hold them

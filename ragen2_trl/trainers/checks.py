@@ -13,6 +13,7 @@ from trl import RLOOTrainer
 from ragen2_trl.columns import SUCCESS
 from ragen2_trl.trainers.checkpoints import LAYOUT_FIELDS
 from ragen2_trl.trainers.config import SNRFilterConfig
+from ragen2_trl.trainers.selection import Selector
 from ragen2_trl.trainers.shared_prompts import dropout_of
 
 logger = get_logger(__name__)
@@ -109,6 +110,15 @@ def check_router_loss(trainer: Any) -> None:
             "snr_strategy='lossless' leaves out rows without an advantage, on which the load-balancing loss "
             f"(router_aux_loss_coef={trainer.router_aux_loss_coef}) acts, too; allowed with it: 0."
         )
+
+
+def check_selector(selector: Selector | None, args: SNRFilterConfig) -> None:
+    """Raise a `ValueError` if a selector is given beside settings that it replaces."""
+    if selector is None:
+        return
+    if args.snr_selector is not None:
+        raise ValueError(f"selector is given and snr_selector={args.snr_selector!r}; allowed: one of them.")
+    args.check_alone(f"selector={selector!r}")
 
 
 def check_same_on_all_processes(args: SNRFilterConfig, num_processes: int) -> None:

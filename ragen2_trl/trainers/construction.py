@@ -18,6 +18,7 @@ from ragen2_trl.trainers.checks import (
     check_prompt_column,
     check_router_loss,
     check_same_on_all_processes,
+    check_selector,
     check_subclass,
     known_range,
     pilots_of,
@@ -111,10 +112,7 @@ class Constructed(StockTrainer):
         args = with_snr_fields(args, self._config_class, self._trl_config_class)
         self.pilot_generations = pilots_of(args, type(self))
         check_subclass(type(self), args, self.pilot_generations)
-        if selector is not None:
-            if args.snr_selector is not None:
-                raise ValueError(f"selector is given and snr_selector={args.snr_selector!r}; allowed: one of them.")
-            args.check_alone(f"selector={selector!r}")
+        check_selector(selector, args)
         super().__init__(
             model, reward_funcs, args, train_dataset, eval_dataset, processing_class, *positional, **kwargs
         )
