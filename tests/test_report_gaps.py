@@ -104,7 +104,7 @@ def without_texts(folder):
         path.unlink()
 
 
-NUMBERS, READ, THOUGHT = "45% of the updates", "Prompt 1", "Own prompt ranks 1 of 8"
+NUMBERS, READ, THOUGHT = "0.55 times plain TRL", "Prompt 1", "Own prompt ranks 1 of 8"
 
 
 CASES = [

@@ -181,11 +181,11 @@ def distinct_labels(folders: Sequence[Path]) -> list[str]:
 def headline(parts: Sequence[RunSection]) -> str:
     """What the page says first: how runs ended, which of them fail or learn nothing, and where reasoning collapsed."""
     played = [f"{_quoted(part)}: {part.album.summary}" for part in parts if part.run.is_played and part.album]
-    trained = [part for part in parts if not part.run.is_played]
-    said = [*played[:MAX_NAMED], *_outcomes(trained), *_states(trained)]
-    said += _collapses(trained or ([] if said else parts))
-    if len(parts) == 1 and not played:
-        said[0] = f"{_quoted(parts[0])}: {_lower(said[0])}"
+    trained = [part for part in parts if not part.run.is_played] or ([] if played else parts)
+    said = [*_outcomes(trained), *_states(trained), *_collapses(trained)]
+    if len(trained) == 1:
+        said[0] = f"{_quoted(trained[0])}: {_lower(said[0])}"
+    said = [*played[:MAX_NAMED], *said]
     if not said:
         return f"In none of {len(parts)} runs has reasoning become a template"
     return "; ".join([said[0], *map(_lower, said[1:])])
