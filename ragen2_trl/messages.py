@@ -1,9 +1,12 @@
 """What a person should read last: a line in place of a traceback, or below it, and not above it."""
 
 import signal
+import unicodedata
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
+
+JOINERS = "\u200c\u200d"  # of Persian and of emoji; other format characters turn or hide the text around them
 
 
 class InputError(ValueError):
@@ -45,3 +48,17 @@ def stopped_by_signals() -> Iterator[None]:
     finally:
         for number in ours:
             signal.signal(number, signal.SIG_DFL)
+
+
+def printable(text: str) -> str:
+    """The text with what would steer a terminal, or hide or turn text, made visible.
+
+    >>> printable("go" + chr(27) + "[31m " + chr(0x202E) + "right")
+    'go�[31m �right'
+    """
+    return "".join(map(_printable, text.replace("\r\n", "\n")))
+
+
+def _printable(char: str) -> str:
+    shown = char.isprintable() or char in "\n\t" or char in JOINERS or unicodedata.category(char) == "Zs"
+    return char if shown else "\N{REPLACEMENT CHARACTER}"

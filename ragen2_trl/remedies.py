@@ -39,6 +39,7 @@ PILOTS = (2, 3, 4)
 SHUFFLES = 3  # of the members of each group, by which a replay of pilots depends less on their order
 ROUNDS_OF = 8  # groups that a replay of pilots takes together at least; its threshold looks back over 256 in any case
 MOST_GENERATIONS = 100  # for which rows are dealt and packed, the slowest part
+MOST_VALUES = 16  # rewards that groups have earned throughout, for an estimate of larger groups
 TWICE = 16  # fewest prompts logged more than once for an estimate of prompt selection
 DRAWS = 20  # replays of prompt selection
 REFILLED = 200  # batches that dynamic sampling is simulated for
@@ -653,12 +654,12 @@ def other_shape(log: CompletionLog, size: int, prompts: Bootstrap) -> Remedy:
             lambda sums: sums[..., 0] / sums[..., 1] * log.size / size,
         )
     else:
-        fitted = BetaBinomial.fit(log.rewards, prompts)
-        if fitted is None:
-            said = "the log cannot tell: rewards of more than two values, or missing ones, have no model here"
-            return Remedy(name, f"num_generations={size}", said, is_known=False)
         if log.size < 3:
             said = "the log cannot tell: two completions a prompt do not show how prompts differ"
+            return Remedy(name, f"num_generations={size}", said, is_known=False)
+        fitted = Sameness.fit(log.rewards, prompts)
+        if fitted is None:
+            said = f"the log cannot tell: equal rewards have more than {MOST_VALUES} values, or no group is whole"
             return Remedy(name, f"num_generations={size}", said, is_known=False)
         now, then = fitted.live(log.size), fitted.live(size)
         ratio = fitted.ratio(size, log.size)
@@ -692,45 +693,57 @@ def live_with(rewards: Floats, size: int) -> Floats:
 
 
 @dataclass(frozen=True)
-class BetaBinomial:
-    """Success of prompts as a Beta distribution, fitted by likelihood to the counts of groups and of their draws.
+class Sameness:
+    """How likely all completions of a group are to earn the same, for groups of any size.
+
+    A prompt's chance of a reward is taken as Beta distributed over prompts, and fitted by likelihood to the counts of
+    groups, for each reward that some group has earned throughout.
 
     Args:
-        whole: (2,) alpha and beta.
-        drawn: (REPLICATES, 2) of the bootstrap.
+        whole: (V, 2) alpha and beta of each such reward.
+        drawn: (V, REPLICATES, 2) of the bootstrap.
     """
 
     whole: Floats
     drawn: Floats
 
     @classmethod
-    def fit(cls, rewards: Floats, prompts: Bootstrap) -> "BetaBinomial | None":
-        """`None` for rewards of more than two values, or missing ones."""
-        values = np.unique(np.round(rewards, 6))
-        if np.isnan(values).any() or len(values) != 2:
+    def fit(cls, rewards: Floats, prompts: Bootstrap) -> "Sameness | None":
+        """From (N, G) rewards; `None` without a group of known rewards, or with too many values."""
+        rounded, size = np.round(rewards, 6), rewards.shape[1]
+        known = ~np.isnan(rounded).any(axis=1)
+        values = np.unique(rounded[known & (rounded == rounded[:, :1]).all(axis=1), 0])
+        if not known.any() or len(values) > MOST_VALUES:
             return None
-        wins = (np.round(rewards, 6) == values[1]).sum(axis=1)
-        size = rewards.shape[1]
-        counts, drawn = prompts.sums((wins[:, None] == np.arange(size + 1)).astype(np.float64))
         means = 1 / (1 + np.exp(-np.linspace(-6, 6, 97)))
         strengths = np.exp(np.linspace(math.log(0.02), math.log(500), 97))
         alpha, beta = (part.reshape(-1) for part in (means * strengths[:, None], (1 - means) * strengths[:, None]))
-        likelihood = log_beta_binomial(alpha, beta, size)  # (cells, G + 1)
-        cells = np.stack([alpha, beta], axis=1)
-        return cls(cells[(likelihood @ counts).argmax()], cells[(likelihood @ drawn.T).argmax(axis=0)])
+        likelihood, cells = log_beta_binomial(alpha, beta, size), np.stack([alpha, beta], axis=1)
+        whole, drawn = np.empty((len(values), 2)), np.empty((len(values), REPLICATES, 2))
+        for place, value in enumerate(values):
+            earned = np.where(known, (rounded == value).sum(axis=1), -1)
+            counts, of_draws = prompts.sums(np.equal(earned[:, None], np.arange(size + 1)).astype(np.float64))
+            whole[place] = cells[(likelihood @ counts).argmax()]
+            drawn[place] = cells[(likelihood @ of_draws.T).argmax(axis=0)]
+        return cls(whole, drawn)
 
     def live(self, size: int) -> Estimate:
-        """Share of groups of a size that have both rewards."""
-        return self._estimate(lambda a, b: live_of_beta(a, b, size))
+        """Share of groups of a size whose rewards vary."""
+        return self._estimate(lambda shares: shares(size))
 
     def ratio(self, size: int, former: int) -> Estimate:
         """Live groups of a size for each of a former size, with equal completions."""
-        return self._estimate(lambda a, b: live_of_beta(a, b, size) / live_of_beta(a, b, former) * former / size)
+        return self._estimate(lambda shares: shares(size) / shares(former) * former / size)
 
-    def _estimate(self, function: Callable[[Floats, Floats], Floats]) -> Estimate:
-        value, drawn = float(function(*self.whole[:, None])[0]), function(*self.drawn.T)
+    def _estimate(self, function: Callable[[Callable[[int], Floats]], Floats]) -> Estimate:
+        def shares(parameters: Floats) -> Callable[[int], Floats]:  # (V, n, 2) to (n,)
+            alpha, beta = parameters.reshape(-1, 2).T
+            shape = parameters.shape[:2]
+            return lambda size: (1 - all_of_beta(alpha, beta, size).reshape(shape).sum(axis=0)).clip(0)
+
+        value, drawn = function(shares(self.whole[:, None])), function(shares(self.drawn))
         low, high = np.quantile(drawn, [0.025, 0.975])
-        return Estimate(value, float(low), float(high))
+        return Estimate(float(value[0]), float(low), float(high))
 
 
 def log_beta_binomial(alpha: Floats, beta: Floats, size: int) -> Floats:
@@ -748,14 +761,13 @@ def _log_beta(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return torch.lgamma(a) + torch.lgamma(b) - torch.lgamma(a + b)
 
 
-def live_of_beta(alpha: Floats, beta: Floats, size: int) -> Floats:
-    """(n,) probability that a group of a size has both rewards, its prompt's chance being Beta distributed.
+def all_of_beta(alpha: Floats, beta: Floats, size: int) -> Floats:
+    """(n,) probability that a group of a size succeeds throughout, its prompt's chance being Beta distributed.
 
-    >>> round(float(live_of_beta(np.array([1.0]), np.array([1.0]), 4)[0]), 6)  # uniform: 1 - 2 / (size + 1)
-    0.6
+    >>> round(float(all_of_beta(np.array([1.0]), np.array([1.0]), 4)[0]), 6)  # uniform: 1 / (size + 1)
+    0.2
     """
-    logs = log_beta_binomial(np.asarray(alpha, dtype=np.float64), np.asarray(beta, dtype=np.float64), size)
-    probability: Floats = 1 - np.exp(logs[:, 0]) - np.exp(logs[:, -1])
+    probability: Floats = np.exp(log_beta_binomial(alpha, beta, size)[:, -1])
     return probability
 
 

@@ -18,7 +18,6 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from accelerate.utils import gather_object
 from torch import Tensor
-from trl import RLOOTrainer
 
 from ragen2_trl.columns import TURN_SAMPLES
 
@@ -207,7 +206,7 @@ class RolloutEvents(SamplingEvents):
             return
         prompt_ids, completion_ids, masks, *_ = self._generated
         # The third value of RLOO's `_generate` is something else.
-        masks = [None] * len(completion_ids) if masks is None or isinstance(self.trainer, RLOOTrainer) else masks
+        masks = [None] * len(completion_ids) if masks is None or is_rloo(self.trainer) else masks
         local = LocalRollout(
             prompt_ids=_as_lists(prompt_ids),
             completion_ids=_as_lists(completion_ids),
@@ -243,7 +242,7 @@ class RolloutEvents(SamplingEvents):
             inputs: this process's rows of the dataset, one for each completion.
         """
         completion_ids = self._generated[1]
-        completions = self._generated[2 if isinstance(self.trainer, RLOOTrainer) else 3]
+        completions = texts_of(self.trainer, self._generated)
         # TRL puts the fields of a rollout function into its rows before it scores them.
         fields = next((one for one in self._generated if isinstance(one, dict)), {})
         of_rows = [
@@ -266,7 +265,7 @@ class RolloutEvents(SamplingEvents):
     def _tokens_written(self, generated: Any) -> int:
         """By the model on this process; its turn samples included."""
         _, completion_ids, masks, *others = generated
-        if masks is None or isinstance(self.trainer, RLOOTrainer):
+        if masks is None or is_rloo(self.trainer):
             masks = [[1] * len(ids) for ids in completion_ids]
         fields = [one for one in others if isinstance(one, dict) and TURN_SAMPLES in one]
         further = [sample["env_mask"] for one in fields for samples in one[TURN_SAMPLES] for sample in samples]
@@ -289,6 +288,18 @@ class RolloutEvents(SamplingEvents):
         if self.trainer.model.training:
             self.rollout(inputs, batch)
         return batch
+
+
+def is_rloo(trainer: Any) -> bool:
+    """Whether it is TRL's `RLOOTrainer`, whose `_generate` returns no masks of tools."""
+    from trl import RLOOTrainer  # an import of seconds, which readers of a log do without
+
+    return isinstance(trainer, RLOOTrainer)
+
+
+def texts_of(trainer: Any, generated: tuple[Any, ...]) -> Any:
+    """The completions as texts or messages, in a result of `_generate`."""
+    return generated[2 if is_rloo(trainer) else 3]
 
 
 def announces_sampling(trainer: Any) -> bool:

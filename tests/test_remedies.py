@@ -15,15 +15,16 @@ from ragen2_trl.filtering import group_score, select_groups, zero_variance
 from ragen2_trl.record.completions import CompletionLog
 from ragen2_trl.remedies import (
     _DRAW,
+    MOST_VALUES,
     PILOTS,
     SHUFFLES,
     TWICE,
-    BetaBinomial,
     Bootstrap,
+    Sameness,
+    all_of_beta,
     find_faults,
     kept_by_filter,
     live_groups,
-    live_of_beta,
     live_with,
     log_beta_binomial,
     refill_rounds,
@@ -78,12 +79,17 @@ def test_a_reward_that_is_missing_is_in_no_subset():
     assert live_with(np.array([[1.0, 0.0, np.nan], [1.0, np.nan, np.nan]]), 2).tolist() == [1.0, 0.0]
 
 
+def live_of_beta(alpha, beta, size):
+    """Share of groups with both of two rewards."""
+    ends = [all_of_beta(np.array([one]), np.array([other]), size) for one, other in ((alpha, beta), (beta, alpha))]
+    return float(1 - sum(ends)[0])
+
+
 @pytest.mark.parametrize(
-    ("alpha", "beta", "size", "live"), [(1, 1, 4, 1 - 2 / 5), (2, 3, 2, 0.4), (1, 2, 3, 1 - 0.1 - 0.4)]
+    ("alpha", "beta", "size", "live"), [(1.0, 1.0, 4, 1 - 2 / 5), (2.0, 3.0, 2, 0.4), (1.0, 2.0, 3, 1 - 0.1 - 0.4)]
 )
 def test_live_share_of_a_beta_distribution_is_exact(alpha, beta, size, live):
-    (found,) = live_of_beta(np.array([float(alpha)]), np.array([float(beta)]), size)
-    assert found == pytest.approx(live)
+    assert live_of_beta(alpha, beta, size) == pytest.approx(live)
 
 
 def test_a_uniform_chance_makes_every_number_of_successes_alike():
@@ -94,15 +100,44 @@ def test_a_uniform_chance_makes_every_number_of_successes_alike():
 @pytest.mark.parametrize(("alpha", "beta"), [(0.4, 0.8), (3.0, 1.5)])
 def test_the_fit_tells_how_many_larger_groups_are_live(alpha, beta):
     rewards = drawn(alpha, beta, 4000, 8)
-    fitted = BetaBinomial.fit(rewards, Bootstrap(np.arange(4000), 0))
-    (exact,) = live_of_beta(np.array([alpha]), np.array([beta]), 16)
+    fitted = Sameness.fit(rewards, Bootstrap(np.arange(4000), 0))
+    exact = live_of_beta(alpha, beta, 16)
     found = fitted.live(16)
     assert found.value == pytest.approx(exact, abs=0.02)
     assert found.low <= found.value <= found.high and found.high - found.low < 0.1
 
 
-def test_rewards_of_three_values_have_no_model():
-    assert BetaBinomial.fit(np.array([[0.0, 0.5, 1.0]]), Bootstrap(np.zeros(1, dtype=np.int64), 0)) is None
+@pytest.mark.parametrize("scale", [1.0, -2.5])
+def test_larger_groups_of_rewards_with_many_values_are_foretold(scale):
+    """Dead prompts that fail or form badly, prompts with partial credit, and prompts whose rewards never agree."""
+    rng = np.random.default_rng(3)
+    chances = rng.dirichlet([0.3, 0.1, 0.15, 0.2], 8000)
+    kinds = (rng.random((8000, 16, 1)) > chances.cumsum(axis=1)[:, None]).sum(axis=2)
+    rewards = scale * np.where(kinds == 3, rng.random(kinds.shape), np.array([0.0, 0.1, 1.0, 0.0])[kinds])
+    found = Sameness.fit(rewards[:4000, :8], Bootstrap(np.arange(4000), 0))
+    for size in (8, 16):
+        assert found.live(size).value == pytest.approx(live_groups(make_log(rewards[4000:, :size])).mean(), abs=0.02)
+
+
+def test_groups_with_missing_rewards_do_not_change_the_fit():
+    rewards = drawn(0.5, 0.5, 200, 4)
+    holed = np.where(np.arange(4) == 1, np.nan, rewards[:50])
+    alone = Sameness.fit(rewards, Bootstrap(np.arange(200), 0)).live(8)
+    beside = Sameness.fit(np.concatenate([rewards, holed]), Bootstrap(np.arange(250), 0)).live(8)
+    assert alone.value == beside.value
+    assert Sameness.fit(holed, Bootstrap(np.arange(50), 0)) is None
+
+
+def test_larger_groups_stay_unknown_where_equal_rewards_have_too_many_values():
+    rewards = np.repeat(np.arange(MOST_VALUES + 1.0), 4).reshape(-1, 4)
+    assert Sameness.fit(rewards, Bootstrap(np.arange(len(rewards)), 0)) is None
+    assert Sameness.fit(rewards[1:], Bootstrap(np.arange(MOST_VALUES), 0)) is not None
+
+
+def test_groups_that_always_vary_stay_so():
+    rewards = np.arange(40.0).reshape(10, 4)
+    found = Sameness.fit(rewards, Bootstrap(np.arange(10), 0))
+    assert (found.live(8).value, found.ratio(8, 4).value) == (1, 0.5)
 
 
 # Intervals
@@ -113,7 +148,7 @@ def test_intervals_cover_what_they_estimate():
     for seed in range(60):
         live = live_groups(make_log(drawn(0.5, 0.5, 80, 4, seed)))
         found = Bootstrap(np.arange(80), seed).share(live)
-        (exact,) = live_of_beta(np.array([0.5]), np.array([0.5]), 4)
+        exact = live_of_beta(0.5, 0.5, 4)
         covered += found.low <= exact <= found.high
     assert 52 <= covered <= 60
 

@@ -1,8 +1,12 @@
 """`ragen2-trl what-if`: the logs that it reads, on real runs, and the one line for what cannot be read."""
 
 import csv
+import html
 import json
 import pickle
+import shutil
+import subprocess
+import sys
 from dataclasses import replace
 
 import numpy as np
@@ -331,3 +335,33 @@ def test_escape_codes_in_prompts_and_names_do_not_reach_the_terminal(tmp_path, c
     ]
     out = shown(capsys, write_lines(tmp_path / "rows.jsonl", rows))
     assert "form" in out and "\x1b" not in out and "\x07" not in out
+
+
+# The report
+
+
+def test_the_report_of_a_run_says_what_would_pay_as_the_command_does(run, tmp_path):
+    found = what_if(run)
+    cli.main(["report", str(run), "--output", str(tmp_path / "report.html")])
+    page = html.unescape((tmp_path / "report.html").read_text())
+    for said in (found.advice, *found.faults, *found.notes[:1], *(one.finding for one in found.remedies)):
+        assert said in page, said
+
+
+def test_the_report_says_why_a_log_cannot_tell_what_would_pay(run, tmp_path):
+    for path in (run / "completions").iterdir():
+        rows = pd.read_parquet(path)
+        (tmp_path / "run" / "completions").mkdir(parents=True, exist_ok=True)
+        rows.iloc[:1].to_parquet(tmp_path / "run" / "completions" / path.name)
+    shutil.copytree(run / "checkpoint-3", tmp_path / "run" / "checkpoint-3")
+    cli.main(["report", str(tmp_path / "run"), "--output", str(tmp_path / "report.html")])
+    assert "What would pay cannot be told" in (tmp_path / "report.html").read_text()
+
+
+# The command
+
+
+def test_the_command_begins_without_importing_trl():
+    said = "import sys, ragen2_trl.cli.what_if; print(*(name for name in ('trl', 'datasets') if name in sys.modules))"
+    result = subprocess.run([sys.executable, "-c", said], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == ""

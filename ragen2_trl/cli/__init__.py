@@ -9,7 +9,7 @@ from importlib import import_module
 
 from rich.console import Console
 
-from ragen2_trl.messages import InputError, Stopped
+from ragen2_trl.messages import InputError, Stopped, printable
 
 COMMANDS = {
     "train": "train a model on an environment with GRPO, RLOO or PPO, filtered or as TRL has it",
@@ -70,8 +70,7 @@ def main(args: list[str] | None = None) -> None:
         Console(stderr=True).print(f"ragen2-trl {command}: interrupted", highlight=False, markup=False)
         raise SystemExit(stopped.code if isinstance(stopped, Stopped) else 130) from None
     except InputError as error:
-        from ragen2_trl.report.examples import printable  # a model's text may be in what a reward raised
-
+        # A model's text may be in what a reward raised.
         said = printable("\n".join([f"ragen2-trl {command}: {error}", *getattr(error, "__notes__", ())]))
         Console(stderr=True).print(said, highlight=False, markup=False, soft_wrap=True)
         raise SystemExit(2) from None

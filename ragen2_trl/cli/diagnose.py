@@ -58,12 +58,12 @@ from ragen2_trl.instrument.information import RETRIEVAL_DEPTHS
 from ragen2_trl.instrument.reasoning import Trajectories, Turn
 from ragen2_trl.instrument.scoring import ContextLengthError, count_tokens
 from ragen2_trl.instrument.verdict import LOW_ENTROPY, Evidence, Finding, chance_p_value, headline, in_numbers, judge
+from ragen2_trl.messages import printable
 from ragen2_trl.metrics import ANSWER, metric
 from ragen2_trl.record.files import DIAGNOSIS_FILE, replace_whole, write_json
 from ragen2_trl.record.saved_measurement import SavedMeasurement
 from ragen2_trl.record.settings import public
 from ragen2_trl.report import plot_matrix, plot_quadrant
-from ragen2_trl.report.examples import printable
 from ragen2_trl.rollouts.sampling import check_sampling, held_out_rows
 
 NUM_EXAMPLES = 2  # of each kind

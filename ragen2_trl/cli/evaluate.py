@@ -28,9 +28,9 @@ from ragen2_trl.columns import TASK
 from ragen2_trl.envs import Play, respond_all
 from ragen2_trl.envs.mixture import AnyTask, TaskMixture
 from ragen2_trl.envs.random_baseline import random_success
+from ragen2_trl.messages import printable
 from ragen2_trl.record.files import EVALUATION, write_json
 from ragen2_trl.record.saved_episodes import episodes_of, episodes_path, save_episodes
-from ragen2_trl.report.examples import printable
 from ragen2_trl.rollouts.outcomes import outcomes_of, summarize
 from ragen2_trl.rollouts.sampling import check_sampling, held_out_plays, held_out_rows, sample_trajectories
 

@@ -14,9 +14,9 @@ from rich.text import Text
 from ragen2_trl.cli.arguments import health_parser
 from ragen2_trl.cli.typed import checked_input
 from ragen2_trl.instrument.health import Health, health
+from ragen2_trl.messages import printable
 from ragen2_trl.record.logs import read_log
 from ragen2_trl.record.run import read_run
-from ragen2_trl.report.examples import printable
 
 BARS, WIDTH, MAX_CHARTS = "▁▂▃▄▅▆▇█", 60, 12
 CHARTED = ("valid", "valid_thinking", "success", "held_out_success", "reward")

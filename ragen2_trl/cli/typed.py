@@ -8,13 +8,15 @@ from contextlib import contextmanager
 from difflib import get_close_matches
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, NoReturn, cast
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import yaml
-from trl import TrlParser
 
 from ragen2_trl.cli.shipped import recipe_path
 from ragen2_trl.messages import InputError as InputError
+
+if TYPE_CHECKING:
+    from trl import TrlParser
 
 
 @contextmanager
@@ -33,13 +35,15 @@ def checked_input() -> Iterator[None]:
         raise InputError(f"config cannot be read as YAML: {' '.join(str(error).split())}") from error
 
 
-def parser_of(command: str, *dataclasses: type, epilog: str | None = None) -> TrlParser:
+def parser_of(command: str, *dataclasses: type, epilog: str | None = None) -> "TrlParser":
     """The parser of a command whose arguments are the fields of these dataclasses."""
+    from trl import TrlParser  # an import of seconds, which commands with arguments of their own do without
+
     # TrlParser names the type of its classes by a `NewType` that no class of ours can have.
     return TrlParser(cast(Any, dataclasses), prog=f"ragen2-trl {command}", epilog=epilog, allow_abbrev=False)
 
 
-def parse(parser: TrlParser, args: list[str] | None) -> tuple[Any, ...]:
+def parse(parser: "TrlParser", args: list[str] | None) -> tuple[Any, ...]:
     """The dataclasses of a parser, filled from arguments and the files of `--recipe` and `--config`.
 
     Raises:
@@ -79,7 +83,7 @@ def _alike(word: str, names: Sequence[str]) -> list[str]:
     return [name for name in names if name.startswith(word)] or get_close_matches(word, names, n=2)
 
 
-def _choose_device(parser: TrlParser, given: Sequence[str]) -> None:
+def _choose_device(parser: "TrlParser", given: Sequence[str]) -> None:
     """Trains on the CPU, in float32, where there is nothing else and nobody has said what to train on."""
     import torch  # not to ask for help
     from rich.console import Console
@@ -90,7 +94,7 @@ def _choose_device(parser: TrlParser, given: Sequence[str]) -> None:
         parser.set_defaults(use_cpu=True, **({} if {"bf16", "fp16"} & set(given) else {"bf16": False}))
 
 
-def refuse_in_a_line(parser: TrlParser) -> TrlParser:
+def refuse_in_a_line(parser: "TrlParser") -> "TrlParser":
     """A parser whose errors are errors of input and no longer hundreds of lines of usage: of a file that another
     command writes, nobody typed its arguments."""
 
@@ -152,7 +156,7 @@ def _holds_nan(value: Any) -> bool:
     return isinstance(value, float) and math.isnan(value)
 
 
-def _check_kinds(parser: TrlParser, settings: dict[str, Any], files: Sequence[str]) -> None:
+def _check_kinds(parser: "TrlParser", settings: dict[str, Any], files: Sequence[str]) -> None:
     """Raises a `ValueError` for a value of another kind than its argument's: YAML has kinds, and `yes` is one."""
     kinds: dict[Any, str] = {int: "an integer", float: "a number"}
     for action in parser._actions:

@@ -8,9 +8,6 @@ ragen2-trl what-if rollouts.jsonl --num_generations 8 --groups 16
 
 from pathlib import Path
 
-import numpy as np
-from markupsafe import Markup
-from matplotlib.figure import Figure
 from rich.box import HORIZONTALS
 from rich.console import Console
 from rich.table import Table
@@ -18,15 +15,9 @@ from rich.text import Text
 
 from ragen2_trl.cli.arguments import what_if_parser
 from ragen2_trl.cli.typed import checked_input
-from ragen2_trl.record.completions import CompletionLog
+from ragen2_trl.messages import printable
 from ragen2_trl.record.files import write_json, write_text
-from ragen2_trl.remedies import WhatIf, live_groups, what_if
-from ragen2_trl.report.examples import printable
-from ragen2_trl.report.page import page_environment
-from ragen2_trl.report.style import BLUE, GREY, drawn_in_style, make_panels, svg
-
-TEMPLATE = "what_if.html.jinja"
-BARS = 21  # of the histogram
+from ragen2_trl.remedies import WhatIf, what_if
 
 
 def main(args: list[str] | None = None) -> None:
@@ -51,6 +42,8 @@ def main(args: list[str] | None = None) -> None:
         if arguments.json is not None:
             write_json(arguments.json, found.to_dict(), indent=2)
         if arguments.html is not None:
+            from ragen2_trl.report.remedies import page  # which takes seconds: it draws
+
             write_text(arguments.html, page(found))
     show(Console(), found)
 
@@ -76,31 +69,3 @@ def remedy_table(found: WhatIf) -> Table:
         gain = "" if one.gain is None else one.gain.number().replace(" (", "\n(")
         table.add_row(*(Text(printable(part)) for part in (one.name, gain, one.finding)))
     return table
-
-
-def page(found: WhatIf) -> str:
-    """The same as one HTML page that loads nothing, with a histogram of group means."""
-    figure = Markup(svg(plot_group_means(found.log))) if np.isfinite(found.log.rewards).any() else None
-    name = Path(found.log.name).name
-    template = page_environment(Path(__file__).parent).get_template(TEMPLATE)
-    return template.render(found=found, name=name, figure=figure)
-
-
-@drawn_in_style
-def plot_group_means(log: CompletionLog) -> Figure:
-    """Draw how many groups have which mean reward, those whose rewards vary apart from the others."""
-    known = np.isfinite(log.rewards).any(axis=1)
-    means, live = np.nanmean(log.rewards[known], axis=1), live_groups(log)[known]
-    figure, (axes,) = make_panels(1, 2.4)
-    figure.set_label("Groups by their mean reward")
-    axes.hist(
-        [means[~live], means[live]],
-        bins=BARS,
-        stacked=True,
-        color=[GREY, BLUE],
-        label=["all rewards equal", "rewards vary"],
-    )
-    axes.set_xlabel("mean reward of a group")
-    axes.set_ylabel("groups")
-    axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=2)
-    return figure

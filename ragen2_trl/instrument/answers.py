@@ -13,16 +13,18 @@ from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedTokenizerBase
 
 from ragen2_trl.instrument.diagnosis import NotMeasurableError, Sampling, draw
 from ragen2_trl.instrument.reasoning import CLOSE_ANSWER, CLOSE_TAG, OPEN_ANSWER, OPEN_TAG, Trajectories, Turn
 from ragen2_trl.instrument.scoring import context_length, cross_score
 from ragen2_trl.instrument.verdict import ALPHA, at_least, lower_bound, upper_bound
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 FindAnswer = Callable[[str], str | None]
 
@@ -50,7 +52,7 @@ class Answer:
     tokens: tuple[int, ...]
 
 
-def find_answer(turn: Turn, tokenizer: PreTrainedTokenizerBase, find: FindAnswer | None = None) -> Answer | None:
+def find_answer(turn: Turn, tokenizer: "PreTrainedTokenizerBase", find: FindAnswer | None = None) -> Answer | None:
     """The answer of a turn; `None` where there is none, or it was cut off.
 
     It is what stands in the last `<answer>…</answer>` after the reasoning, else in all `<tool_call>…</tool_call>`,

@@ -3,9 +3,10 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, groupby
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from transformers import PreTrainedTokenizerBase
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 OPEN_TAG, CLOSE_TAG = "<think>", "</think>"
 OPEN_ANSWER, CLOSE_ANSWER = "<answer>", "</answer>"
@@ -55,7 +56,7 @@ class Turn:
 def find_turns(
     prompt_ids: Sequence[int],
     completion_ids: Sequence[int],
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: "PreTrainedTokenizerBase",
     tool_mask: Sequence[int] | None = None,
     earlier: Sequence[tuple[int, int]] = (),
 ) -> list[Turn]:
@@ -115,7 +116,7 @@ class Trajectories:
         self,
         prompt_ids: Sequence[Sequence[int]],
         completion_ids: Sequence[Sequence[int]],
-        tokenizer: PreTrainedTokenizerBase,
+        tokenizer: "PreTrainedTokenizerBase",
         tool_masks: Sequence[Sequence[int] | None] | None = None,
         turn_samples: Sequence[Sequence[Mapping[str, Any]]] | None = None,
     ):
@@ -155,7 +156,7 @@ class Trajectories:
         return (*self.prompt_ids[number], *before)
 
 
-def _read_turn(ids: list[int], start: int, end: int, tokenizer: PreTrainedTokenizerBase, special: set[int]) -> Turn:
+def _read_turn(ids: list[int], start: int, end: int, tokenizer: "PreTrainedTokenizerBase", special: set[int]) -> Turn:
     # Pieces as the vocabulary spells them: tags are ASCII, which every spelling keeps.
     pieces = _pieces(ids[start:end], tokenizer)
     while pieces and ids[start + len(pieces) - 1] in special and pieces[-1] not in (CLOSE_TAG, CLOSE_ANSWER):
@@ -182,6 +183,6 @@ def _read_turn(ids: list[int], start: int, end: int, tokenizer: PreTrainedTokeni
     return Turn(context, words[:low], words[low:high], valid=close >= 0, rest=words[high:])
 
 
-def _pieces(ids: list[int], tokenizer: PreTrainedTokenizerBase) -> list[str]:
+def _pieces(ids: list[int], tokenizer: "PreTrainedTokenizerBase") -> list[str]:
     pieces = [piece or "" for piece in tokenizer.convert_ids_to_tokens(ids)]  # None for ids beyond the vocabulary
     return [_WHITE_SPACE_BYTES.get(piece, piece) for piece in pieces]

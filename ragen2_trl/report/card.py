@@ -9,6 +9,7 @@ from typing import Any
 from huggingface_hub import EvalResult, ModelCard
 
 from ragen2_trl.instrument.verdict import NOT_FAILURE
+from ragen2_trl.messages import printable
 from ragen2_trl.metrics import (
     ACCURACY,
     ANSWER_PROMPT,
@@ -29,7 +30,6 @@ from ragen2_trl.record.files import DIAGNOSTICS, EVALUATIONS, STATE_FILE
 from ragen2_trl.record.held_out import HeldOutPoint
 from ragen2_trl.record.run import MEAN_OVER, Run, running_means
 from ragen2_trl.record.settings import has_effect
-from ragen2_trl.report.examples import printable
 
 HEADING = "## Training diagnostics"
 TAGS = ("ragen2", "trl")

@@ -2,7 +2,6 @@
 
 import json
 import math
-import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
@@ -21,7 +20,6 @@ MAX_CHARS = 1500  # of a text
 MAX_PROMPTS, MAX_SHARED = 8, 4  # of a run, and of several runs together
 MAX_GROUP = 8  # completions of a prompt: the best and the worst half of them
 MAX_TRACES, MAX_RIVALS = 6, 3
-JOINERS = "\u200c\u200d"  # of Persian and of emoji; other format characters turn or hide the text around them
 
 
 @dataclass(frozen=True)
@@ -96,20 +94,6 @@ class ReasoningTrace:
     text: Excerpt
     candidates: list[Candidate]
     num_prompts: int
-
-
-def printable(text: str) -> str:
-    """The text with what would steer a terminal, or hide or turn text, made visible.
-
-    >>> printable("go" + chr(27) + "[31m " + chr(0x202E) + "right")
-    'go�[31m �right'
-    """
-    return "".join(map(_printable, text.replace("\r\n", "\n")))
-
-
-def _printable(char: str) -> str:
-    shown = char.isprintable() or char in "\n\t" or char in JOINERS or unicodedata.category(char) == "Zs"
-    return char if shown else "\N{REPLACEMENT CHARACTER}"
 
 
 def excerpt(text: str, limit: int = MAX_CHARS) -> Excerpt:

@@ -7,16 +7,19 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
+from jinja2 import Template
 from markupsafe import Markup
 
 from ragen2_trl.instrument.health import TITLES, Name
 from ragen2_trl.instrument.verdict import COLLAPSES, REGIMES, collapse_label
+from ragen2_trl.messages import printable
 from ragen2_trl.metrics import ACCURACY, BOUND, CHANCE, ENTROPY, INFORMATION, KEPT, label
+from ragen2_trl.record.group_rewards import read_group_rewards
 from ragen2_trl.record.held_out import differ, tasks_of, tasks_to_tell
 from ragen2_trl.record.run import Run, running_means
 from ragen2_trl.record.saved_measurement import SavedMeasurement
 from ragen2_trl.record.settings import has_effect
+from ragen2_trl.remedies import WhatIf, what_if
 from ragen2_trl.report.episodes import CHOICES, Album, read_album
 from ragen2_trl.report.examples import (
     MAX_PROMPTS,
@@ -27,13 +30,12 @@ from ragen2_trl.report.examples import (
     distinguishing,
     excerpt,
     pick_traces,
-    printable,
     read_groups,
     read_measurements,
 )
 from ragen2_trl.report.gallery import arrows_svg, figures_of
 from ragen2_trl.report.plots import plot_comparison, points_of
-from ragen2_trl.report.style import svg
+from ragen2_trl.report.style import html_templates, svg
 
 TEMPLATE = "report.html.jinja"
 OF_TRL = "times plain TRL"
@@ -96,6 +98,7 @@ class RunSection:
         measured_at: Its step.
         problems: What is missing or cannot be read.
         album: Its episodes, where any were saved.
+        remedies: What its log says of remedies; where it cannot be read, why not.
     """
 
     label: str
@@ -108,6 +111,7 @@ class RunSection:
     measured_at: int | None
     problems: list[str]
     album: Album | None
+    remedies: WhatIf | str | None
 
     @property
     def verdict_status(self) -> str:
@@ -258,24 +262,8 @@ def _lower(sentence: str) -> str:
     return sentence[:1].lower() + sentence[1:]
 
 
-def page_environment(folder: Path) -> Environment:
-    """Renders the templates of a folder, with what they are shown escaped."""
-
-    def shown(value: Any) -> Any:
-        return printable(value) if isinstance(value, str) and not isinstance(value, Markup) else value
-
-    return Environment(
-        loader=FileSystemLoader(folder),
-        autoescape=True,
-        finalize=shown,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-
-
 def _template() -> Template:
-    environment = page_environment(Path(__file__).parent)
+    environment = html_templates()
     environment.globals.update(arrows_of=arrows_svg)
     return environment.get_template(TEMPLATE)
 
@@ -298,7 +286,16 @@ def _make_part(label: str, run: Run) -> RunSection:
         measured_at=last.step if last else None,
         problems=problems[:MAX_PROBLEMS],
         album=album,
+        remedies=_remedies(run) if groups or read_group_rewards(run.folder) else None,
     )
+
+
+def _remedies(run: Run) -> WhatIf | str:
+    """What would pay on this run's data, or why its log cannot tell."""
+    try:
+        return what_if(run.folder)
+    except (ValueError, OSError) as error:
+        return str(error)
 
 
 def _numbers(run: Run) -> list[Number]:

@@ -12,11 +12,14 @@ from pathlib import Path
 from typing import Any, ParamSpec
 from xml.dom import minidom
 
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
 from matplotlib import style
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from ragen2_trl.messages import printable
 from ragen2_trl.record.files import replace_whole, write_text
 
 P = ParamSpec("P")
@@ -166,3 +169,19 @@ def _prefix_ids(element: minidom.Element, prefix: str) -> None:
             element.setAttribute(key, f"#{prefix}-{value[1:]}")
         elif "url(#" in value:
             element.setAttribute(key, value.replace("url(#", f"url(#{prefix}-"))
+
+
+def html_templates() -> Environment:
+    """Renders the templates of this folder, with what they are shown escaped."""
+
+    def shown(value: Any) -> Any:
+        return printable(value) if isinstance(value, str) and not isinstance(value, Markup) else value
+
+    return Environment(
+        loader=FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        finalize=shown,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )

@@ -31,7 +31,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
-from trl.trainer.utils import split_pixel_values_by_grid
 
 Batch = dict[str, Any]
 
@@ -299,6 +298,8 @@ def split_images(batch: Batch) -> Batch:
     if not isinstance(batch.get("pixel_values"), Tensor):
         return batch
     if not _has_one_item_per_row(batch):
+        from trl.trainer.utils import split_pixel_values_by_grid  # an import of seconds, for images alone
+
         split: Batch = split_pixel_values_by_grid(batch)
         return split
     # The models, too, take what is all zero for padding.

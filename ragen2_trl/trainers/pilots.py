@@ -20,9 +20,8 @@ from typing import Any, TypedDict
 import numpy as np
 import torch
 from torch import Tensor
-from trl import RLOOTrainer
 
-from ragen2_trl.rollout_events import Scored, group_rewards
+from ragen2_trl.rollout_events import Scored, group_rewards, texts_of
 from ragen2_trl.trainers.posterior import Floats, PosteriorState, RewardPosterior, Rows, evidence_of
 from ragen2_trl.trainers.prompt_selection import PromptSelection
 from ragen2_trl.trainers.prompt_source import Row, TRLOrder
@@ -136,7 +135,7 @@ class PilotSampling:
         # TRL puts the fields of a rollout function into its rows before it scores them.
         fields = [next((one for one in row if isinstance(one, dict)), {}) for row in completions]
         scored_rows = [{**inputs[row], **own} for row, own in zip(rows, fields, strict=True)]
-        texts = looked[2 if isinstance(trainer, RLOOTrainer) else 3]
+        texts = texts_of(trainer, looked)
         own_prompts = [prompts[row] for row in rows]
         current.pilots, current.metrics = self._score(rows, calculate, scored_rows, own_prompts, texts, looked[1])
 

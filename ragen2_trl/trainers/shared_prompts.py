@@ -14,7 +14,6 @@ import torch
 from accelerate import Accelerator
 from accelerate.logging import get_logger
 from torch import Tensor, nn
-from transformers.masking_utils import create_causal_mask
 
 from ragen2_trl.trainers.batches import Batch, padded_size, prompts_of, whole_rows
 
@@ -156,6 +155,8 @@ class SharedPrompts:
 
     def _masks(self, model: nn.Module, segments: Tensor, positions: Tensor) -> Any:
         """What the model takes as its attention mask: one, or one for each type of layer."""
+        from transformers.masking_utils import create_causal_mask  # an import of seconds
+
         dtype = next(self.accelerator.unwrap_model(model).parameters()).dtype
         embeddings = torch.empty(*segments.shape, 1, dtype=dtype, device=segments.device)
 
