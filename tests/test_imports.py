@@ -39,7 +39,7 @@ MAY_KNOW = {
     "tiny": {"envs"},
     "rollouts": {"envs", "columns", "messages", "rollout_events", "instrument"},
     "record": {*CORE - {"trainers"}, "envs", "rollouts"},
-    "report": {*CORE - {"trainers"}, "envs", "rollouts", "record"},
+    "report": {*CORE - {"trainers"}, "envs", "rollouts", "record", "remedies"},
     "remedies": {*CORE, "record"},
     "callbacks": {*CORE, "envs", "rollouts", "record", "report"},
     "ragen2_trl": {*CORE, "rollouts", "callbacks", "remedies"},
