@@ -192,7 +192,7 @@ MI = (
         "fraction",
         SAMPLE,
         "act when `health` calls it failing; a model without tags has 0, and all it writes counts as reasoning",
-        label="valid thinking",
+        label="closed reasoning",
         shown=True,
         health="valid_thinking",
     ),
