@@ -17,7 +17,7 @@ from ragen2_trl.metrics import FAMILIES, FIRST_TURN, METRICS  # noqa: E402
 
 PAGE = ROOT / "docs" / "metrics.md"
 TABLE = re.compile(r"(<!-- metrics: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
-HEAD = ("key", "says", "unit", "speaks for", "does not say, or when to act")
+HEAD = ("key", "meaning", "unit", "from", "limits, when to act")
 
 
 def with_tables(page: str) -> str:
