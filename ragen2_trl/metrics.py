@@ -64,7 +64,7 @@ class Metric:
 
     Args:
         name: The key; `{...}` for a place in `PLACES`.
-        says: What the number is.
+        says: What the number is; empty if the metric shares the row above it.
         unit: `fraction`, `nats`, `tokens`, `count`, ...; it decides how `text` writes a value.
         rows: The rows, groups or steps that it is computed from.
         mind: Its limits, or when to act.
@@ -138,46 +138,46 @@ MI = (
     ),
     Metric(
         "mi/{scope}/conditional_entropy_token",
-        "how much reasoning varies for the same prompt, per token",
+        "how much reasoning varies for the same prompt, per token and per trace",
         "nats per token",
         SAMPLE,
         "the variation may have nothing to do with the prompt",
         label="H(Z|X)",
     ),
-    Metric("mi/{scope}/conditional_entropy_seq", "the same for a whole trace", "nats", SAMPLE),
+    Metric("mi/{scope}/conditional_entropy_seq", "", "nats", SAMPLE),
     Metric(
         "mi/{scope}/marginal_entropy_token",
-        "how much reasoning varies over all prompts, per token",
+        "how much reasoning varies over all prompts, per token and per trace",
         "nats per token",
         SAMPLE,
         "the sum of conditional entropy and MI",
         label="H(Z)",
     ),
-    Metric("mi/{scope}/marginal_entropy_seq", "the same for a whole trace", "nats", SAMPLE),
+    Metric("mi/{scope}/marginal_entropy_seq", "", "nats", SAMPLE),
     *(
         Metric(
             f"mi/{{scope}}/{name}_{{form}}",
-            f"`mi_<form>` over {spread} (paper, Table 1)",
+            says,
             "",
             SAMPLE,
             "meaningless near a deviation of 0",
         )
-        for name, spread in (
-            ("mi_zscore", "`marginal_std_<form>`"),
-            ("mi_zscore_ema", "its running mean"),
+        for name, says in (
+            ("mi_zscore", "`mi_<form>` over `marginal_std_<form>`, or over its running mean (paper, Table 1)"),
+            ("mi_zscore_ema", ""),
         )
     ),
     Metric("mi/{scope}/marginal_std_{form}", "standard deviation of the marginal", "nats, or per token", SAMPLE),
-    Metric("mi/{scope}/num_prompts", "distinct prompts", "count", SAMPLE),
-    Metric("mi/{scope}/num_completions", "reasoning traces", "count", SAMPLE),
+    Metric("mi/{scope}/num_prompts", "distinct prompts and reasoning traces", "count", SAMPLE),
+    Metric("mi/{scope}/num_completions", "", "count", SAMPLE),
     Metric(
         "mi/regime/conclusive",
-        "1 if there is a [verdict](diagnosing.md#verdicts)",
+        "1 if there is a [verdict](diagnosing.md#verdicts), if reasoning depends on its prompt, if entropy is low",
         "0 or 1",
         MEASUREMENTS,
     ),
-    Metric("mi/regime/depends_on_prompt", "1 if reasoning depends on its prompt", "0 or 1", MEASUREMENTS),
-    Metric("mi/regime/low_entropy", "1 if entropy is low", "0 or 1", MEASUREMENTS),
+    Metric("mi/regime/depends_on_prompt", "", "0 or 1", MEASUREMENTS),
+    Metric("mi/regime/low_entropy", "", "0 or 1", MEASUREMENTS),
     Metric(
         "mi/regime/collapsed",
         "1 if reasoning has stopped depending on its prompt",
@@ -218,17 +218,18 @@ MI = (
     ),
     Metric("mi/groups/zero_variance", "groups without reward variance", "fraction", FIRST),
     *(
-        Metric(f"mi/trajectory/{{turn}}/{key}", f"`{key}` of one turn", unit, SAMPLE, mind)
-        for key, unit, mind in (
+        Metric(f"mi/trajectory/{{turn}}/{key}", says, unit, SAMPLE, mind)
+        for key, says, unit, mind in (
             (
                 "retrieval_accuracy",
+                "the same for one turn",
                 "fraction",
                 "act when only late turns fall: the model stops reading the environment's answers",
             ),
-            ("retrieval_chance", "fraction", ""),
-            ("mi_seq", "nats", ""),
-            ("conditional_entropy_token", "nats per token", ""),
-            ("num_completions", "count", ""),
+            ("retrieval_chance", "", "fraction", ""),
+            ("mi_seq", "", "nats", ""),
+            ("conditional_entropy_token", "", "nats per token", ""),
+            ("num_completions", "", "count", ""),
         )
     ),
     *(
@@ -240,8 +241,8 @@ MI = (
                 "fraction",
                 "act when it is at chance",
             ),
-            ("retrieval_chance", "its chance", "fraction", ""),
-            ("num_completions", "its traces", "count", ""),
+            ("retrieval_chance", "", "fraction", ""),
+            ("num_completions", "", "count", ""),
         )
     ),
     Metric(
@@ -293,8 +294,8 @@ MI = (
         ANSWERS,
         "act near 1",
     ),
-    Metric("mi/answer/num_swaps", "answers behind `thought_swap_bits`", "count", ANSWERS),
-    Metric("mi/answer/num_compared", "answers behind `prompt_win_rate`", "count", ANSWERS),
+    Metric("mi/answer/num_swaps", "answers behind `thought_swap_bits` and `prompt_win_rate`", "count", ANSWERS),
+    Metric("mi/answer/num_compared", "", "count", ANSWERS),
     Metric(
         "mi/answer/without_answer",
         "turns in which no answer was found",
@@ -379,8 +380,8 @@ SNR = (
         "`ragen2-trl report` shows the groups",
     ),
     Metric("snr/in_group_mean", "mean reward of a group, mean over groups", "reward", GROUPS),
-    Metric("snr/score_mean", "mean of the ranking score, by default reward variance", "score", GROUPS),
-    Metric("snr/score_max", "largest score", "score", GROUPS),
+    Metric("snr/score_mean", "mean and maximum of the ranking score, by default reward variance", "score", GROUPS),
+    Metric("snr/score_max", "", "score", GROUPS),
     Metric(
         "snr/reward_std_spread",
         "standard deviation over mean of the groups' reward standard deviations. Paper, Table 8: gains at 1.16 and "
@@ -395,9 +396,14 @@ SNR = (
     Metric("snr/sampling_rounds", "rounds of sampling", "count", STEP),
     Metric("snr/prompts_used", "prompts sampled", "count", STEP),
     Metric("snr/trained_groups", "groups in the final batch", "count", STEP),
-    Metric("snr/waiting_groups", "surplus groups carried over to the next step", "count", STEP),
-    Metric("snr/carried_groups", "groups taken over from the last step", "count", STEP),
-    Metric("snr/stale_groups", "groups discarded as too old", "count", STEP),
+    Metric(
+        "snr/waiting_groups",
+        "surplus groups: carried to the next step, taken from the last step, discarded as too old",
+        "count",
+        STEP,
+    ),
+    Metric("snr/carried_groups", "", "count", STEP),
+    Metric("snr/stale_groups", "", "count", STEP),
     Metric("snr/sampled_completions", "completions sampled", "count", STEP),
     Metric("snr/sampled_fraction", "the same, as a share of whole groups for all prompts", "fraction", STEP),
     Metric(
@@ -495,8 +501,13 @@ GRAD = (
         GRADIENT_SAMPLE,
         "noise included",
     ),
-    Metric("grad/{bucket}/reward_std", "mean reward standard deviation of the groups", "reward", GRADIENT_SAMPLE),
-    Metric("grad/{bucket}/min_reward_std", "the lowest of them", "reward", GRADIENT_SAMPLE),
+    Metric(
+        "grad/{bucket}/reward_std",
+        "mean and lowest reward standard deviation of the groups",
+        "reward",
+        GRADIENT_SAMPLE,
+    ),
+    Metric("grad/{bucket}/min_reward_std", "", "reward", GRADIENT_SAMPLE),
     Metric(
         "grad/batch_norm",
         "norm of the whole batch's gradient, before filter and clipping: without a filter, `grad_norm`",
@@ -616,8 +627,8 @@ EVAL = (
     ),
     Metric("eval/env/{task}/turns{bound}", "mean turns of an episode", "turns", HELD_OUT),
     Metric("eval/env/{task}/completion_length{bound}", "mean tokens that the model wrote", "tokens", HELD_OUT),
-    Metric("eval/env/{task}/num_prompts", "held-out tasks", "count", HELD_OUT),
-    Metric("eval/env/{task}/num_samples", "episodes of each", "count", HELD_OUT),
+    Metric("eval/env/{task}/num_prompts", "held-out tasks, and episodes of each", "count", HELD_OUT),
+    Metric("eval/env/{task}/num_samples", "", "count", HELD_OUT),
     Metric("eval/seconds", "time of evaluating, all tasks together", "seconds", HELD_OUT),
 )
 
@@ -704,7 +715,7 @@ TRL = (
     *(
         Metric(
             f"clip_ratio/{name}",
-            f"tokens whose update was clipped{where}",
+            says,
             "fraction",
             LOSS,
             "0 with one optimizer step per generation, unless groups are carried over"
@@ -712,12 +723,12 @@ TRL = (
             else "",
             health="clip_ratio" if name == "region_mean" else "",
         )
-        for name, where in (
-            ("region_mean", ""),
-            ("low_mean", " from below"),
-            ("low_min", " from below: lowest of the processes"),
-            ("high_mean", " from above"),
-            ("high_max", " from above: highest of the processes"),
+        for name, says in (
+            ("region_mean", "tokens whose update was clipped"),
+            ("low_mean", "the same from below and from above; also the lowest and highest of the processes"),
+            ("low_min", ""),
+            ("high_mean", ""),
+            ("high_max", ""),
         )
     ),
     Metric("completions/mean_length", "tokens of a completion", "tokens", COMPLETIONS, health="length"),
