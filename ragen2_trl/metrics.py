@@ -106,22 +106,22 @@ MI = (
     Metric("mi/{scope}/retrieval_chance", "the accuracy of guessing", "fraction", SAMPLE, "", "chance", shown=True),
     Metric(
         "mi/{scope}/mi_seq",
-        "mutual information of trace and prompt; without any it is 0, or below 0 by chance",
+        "mutual information of trace and prompt (without any 0, or below 0 by chance), and its upper bound",
         "nats",
         SAMPLE,
-        "cannot exceed log N for N prompts",
+        "the bound is log N for N prompts",
         label="I(X;Z)",
         shown=True,
     ),
-    Metric("mi/{scope}/mi_upper_bound", "upper bound of `mi_seq`", "nats", SAMPLE, "", "at most", shown=True),
+    Metric("mi/{scope}/mi_upper_bound", "", "nats", SAMPLE, "", "at most", shown=True),
     Metric(
         "mi/{scope}/retrieval_accuracy@{k}",
-        "how often its own prompt is among the k most likely (2, 4, 8)",
+        "how often its own prompt is among the k most likely (2, 4, 8), and the same for guessing",
         "fraction",
         SAMPLE,
         "shows a drift first if prompts come in kinds; says little with few prompts",
     ),
-    Metric("mi/{scope}/retrieval_chance@{k}", "the same for guessing", "fraction", SAMPLE),
+    Metric("mi/{scope}/retrieval_chance@{k}", "", "fraction", SAMPLE),
     Metric(
         "mi/{scope}/mi_token",
         "`mi_seq` per token, the paper's form",
@@ -264,14 +264,15 @@ MI = (
     ),
     Metric(
         ANSWER_THOUGHT,
-        "loss of an answer after the reasoning of another prompt: 0 is none, at 1 it is impossible",
+        "loss of an answer after the reasoning of another prompt (0: none, 1: the answer is impossible), and its "
+        "standard error over answers",
         "bits",
         ANSWERS,
         "near 0, the answer does not rest on the reasoning; a high value does not prove that it does "
         "([why](answers.md))",
         label="answers: thought swap",
     ),
-    Metric("mi/answer/thought_swap_standard_error", "its standard error over answers", "bits", ANSWERS),
+    Metric("mi/answer/thought_swap_standard_error", "", "bits", ANSWERS),
     Metric(
         "mi/answer/thought_swap_in_group_bits",
         "the same with another sample's reasoning of the same prompt: at most I(A;Z given X)",
@@ -310,8 +311,8 @@ MI = (
         SAMPLE,
         "the policy may have moved far or little in them",
     ),
-    Metric("mi/seconds", "time of the measurement", "seconds", SAMPLE, "reduce it with a larger `every`"),
-    Metric("mi/tokens", "tokens scored", "tokens", SAMPLE, "reduce them with fewer `num_completions`"),
+    Metric("mi/seconds", "time, and tokens scored", "seconds", SAMPLE, "larger `every` or fewer `num_completions`"),
+    Metric("mi/tokens", "", "tokens", SAMPLE),
 )
 
 SNR = (
@@ -324,7 +325,7 @@ SNR = (
     ),
     Metric(
         KEPT,
-        "completions kept; also groups, if kept whole",
+        "completions kept (also groups, if kept whole), and the same in completion tokens",
         "fraction",
         COMPLETIONS,
         "not `snr_value`, the share of reward variance: few groups often hold 0.9 of it (3.2 of 8 in the paper's "
@@ -333,7 +334,7 @@ SNR = (
         shown=True,
         health="kept",
     ),
-    Metric("snr/kept_tokens_fraction", "the same, in completion tokens", "fraction", COMPLETIONS),
+    Metric("snr/kept_tokens_fraction", "", "fraction", COMPLETIONS),
     Metric(
         COMPUTE,
         "positions that the update computed, with padding and old log-probs, over plain TRL's",
@@ -374,12 +375,12 @@ SNR = (
     ),
     Metric(
         "snr/in_group_max",
-        "best reward of a group, mean over groups; less `in_group_mean`, the gain of always doing its best",
+        "best and mean reward of a group, means over groups; the difference is the gain from always reaching the best",
         "reward",
         GROUPS,
         "`ragen2-trl report` shows the groups",
     ),
-    Metric("snr/in_group_mean", "mean reward of a group, mean over groups", "reward", GROUPS),
+    Metric("snr/in_group_mean", "", "reward", GROUPS),
     Metric("snr/score_mean", "mean and maximum of the ranking score, by default reward variance", "score", GROUPS),
     Metric("snr/score_max", "", "score", GROUPS),
     Metric(
@@ -393,9 +394,9 @@ SNR = (
     Metric(
         "snr/reward_variance_spread", "the same of their variances", "ratio", RANKED, "not comparable with Table 8"
     ),
-    Metric("snr/sampling_rounds", "rounds of sampling", "count", STEP),
-    Metric("snr/prompts_used", "prompts sampled", "count", STEP),
-    Metric("snr/trained_groups", "groups in the final batch", "count", STEP),
+    Metric("snr/sampling_rounds", "rounds of sampling, prompts sampled, groups in the final batch", "count", STEP),
+    Metric("snr/prompts_used", "", "count", STEP),
+    Metric("snr/trained_groups", "", "count", STEP),
     Metric(
         "snr/waiting_groups",
         "surplus groups: carried to the next step, taken from the last step, discarded as too old",
@@ -404,14 +405,19 @@ SNR = (
     ),
     Metric("snr/carried_groups", "", "count", STEP),
     Metric("snr/stale_groups", "", "count", STEP),
-    Metric("snr/sampled_completions", "completions sampled", "count", STEP),
-    Metric("snr/sampled_fraction", "the same, as a share of whole groups for all prompts", "fraction", STEP),
+    Metric(
+        "snr/sampled_completions",
+        "completions sampled, also as a share of whole groups for all prompts",
+        "count",
+        STEP,
+    ),
+    Metric("snr/sampled_fraction", "", "fraction", STEP),
     Metric(
         "snr/committed_fraction",
         "prompts sampled whole, without audited ones",
         "fraction",
         "all prompts",
-        "not the prompts worth it: all processes sample equally many",
+        "not the share worth sampling: all processes sample equally many",
     ),
     Metric(
         "snr/pilot_reward",
@@ -514,8 +520,13 @@ GRAD = (
         "norm",
         FIRST,
     ),
-    Metric("grad/seconds", "time of the measurement", "seconds", FIRST),
-    Metric("grad/tokens", "positions computed: the batch forward and backward twice for each term", "tokens", FIRST),
+    Metric(
+        "grad/seconds",
+        "time, and positions computed: the batch forward and backward twice for each term",
+        "seconds",
+        FIRST,
+    ),
+    Metric("grad/tokens", "", "tokens", FIRST),
 )
 
 PPO = (
@@ -621,12 +632,12 @@ EVAL = (
     ),
     Metric(
         "eval/env/{task}/valid_rate{bound}",
-        "share of an episode's turns in the required format, mean over episodes",
+        "means over episodes: share of turns in the required format, turns, tokens that the model wrote",
         "fraction",
         HELD_OUT,
     ),
-    Metric("eval/env/{task}/turns{bound}", "mean turns of an episode", "turns", HELD_OUT),
-    Metric("eval/env/{task}/completion_length{bound}", "mean tokens that the model wrote", "tokens", HELD_OUT),
+    Metric("eval/env/{task}/turns{bound}", "", "turns", HELD_OUT),
+    Metric("eval/env/{task}/completion_length{bound}", "", "tokens", HELD_OUT),
     Metric("eval/env/{task}/num_prompts", "held-out tasks, and episodes of each", "count", HELD_OUT),
     Metric("eval/env/{task}/num_samples", "", "count", HELD_OUT),
     Metric("eval/seconds", "time of evaluating, all tasks together", "seconds", HELD_OUT),
@@ -649,12 +660,12 @@ COST = (
     ),
     Metric(
         "cost/sampled_tokens",
-        "tokens that the model wrote in training, dropped groups included",
+        "tokens and completions sampled in training, dropped groups included",
         "tokens",
         RUN,
-        "leaves out prompts",
+        "leaves out tokens of prompts",
     ),
-    Metric("cost/sampled_completions", "completions sampled, dropped groups included", "count", RUN),
+    Metric("cost/sampled_completions", "", "count", RUN),
     Metric(
         "cost/plain_completions",
         "completions of plain TRL for as many generations",
@@ -664,12 +675,12 @@ COST = (
     ),
     Metric(
         "cost/update_positions",
-        "positions of all passes over a generation, counted as in `snr/update_compute_fraction`",
+        "positions of all passes over a generation, counted as in `snr/update_compute_fraction`; the same of plain TRL",
         "tokens",
         RUN,
         "leaves out a separate critic's",
     ),
-    Metric("cost/plain_update_positions", "the same of plain TRL's micro-batches", "tokens", RUN),
+    Metric("cost/plain_update_positions", "", "tokens", RUN),
     Metric(
         "cost/update_tokens",
         "positions forward and backward, with padding and a separate critic's",
