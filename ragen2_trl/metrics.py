@@ -250,7 +250,6 @@ MI = (
         "traces repeated in the context of another draw ([form](mathematics.md#several-turns))",
         "fraction",
         SAMPLE,
-        "nothing to act on",
     ),
     Metric(
         ANSWER_PROMPT,
@@ -309,7 +308,6 @@ MI = (
         "age of the oldest completions, where generations of fewer than `min_prompts` (8) groups are pooled",
         "steps",
         SAMPLE,
-        "the policy may have moved far or little in them",
     ),
     Metric("mi/seconds", "time, and tokens scored", "seconds", SAMPLE, "larger `every` or fewer `num_completions`"),
     Metric("mi/tokens", "", "tokens", SAMPLE),
@@ -575,9 +573,7 @@ ENV = (
         f"closed reasoning is `{VALID_THINKING}`",
         health="valid",
     ),
-    Metric(
-        "env/{task}/num_actions", "mean actions carried out in an episode", "count", EPISODES, "they need not help"
-    ),
+    Metric("env/{task}/num_actions", "mean actions carried out in an episode", "count", EPISODES),
     Metric(
         "env/{task}/action_is_valid",
         "share of an episode's turns with an action carried out, mean over episodes",
@@ -675,7 +671,7 @@ COST = (
     ),
     Metric(
         "cost/update_positions",
-        "positions of all passes over a generation, counted as in `snr/update_compute_fraction`; the same of plain TRL",
+        "positions of all passes over a generation, as in `snr/update_compute_fraction`; the same of plain TRL",
         "tokens",
         RUN,
         "leaves out a separate critic's",
