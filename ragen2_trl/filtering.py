@@ -132,7 +132,7 @@ def select_groups(
     |---|---|
     | `all` | every group |
     | `nonzero` | every group with signal |
-    | `top_p` | the shortest prefix of the ranking that sums to `value` x total - `selection_eps` (Section 3.3) |
+    | `top_p` | the fewest top-ranked groups that sum to `value` x total - `selection_eps` (Section 3.3) |
     | `top_k` | the first `value` x N groups, rounded down, at least one |
     | `min_p` | groups that score at least `value` x the largest score |
 

@@ -1,4 +1,4 @@
-"""Every logged metric once: what it says, its unit, the rows it speaks for, and whether it is shown by default.
+"""Every logged metric once: its meaning, its unit, the data behind it, and whether it is shown by default.
 
 `docs/metrics.md` has its tables from here (`python scripts/make_metrics_page.py`); figures, model card, report and
 summary take labels and units from here. Names are patterns: `{k}` stands for what `PLACES` allows.
@@ -41,18 +41,20 @@ PREDICTED, REALISED = "snr/predicted_variance", "snr/realised_variance"
 CORRELATION, SKIPPED = "snr/prediction_rank_correlation", "snr/skipped_prompts"
 REWARD, ENTROPY, CLIPPED = "reward", "entropy", "completions/clipped_ratio"
 
-# Which rows a metric speaks for.
-GROUPS = "all groups"  # of the step, further rounds included
-COMPLETIONS = "all completions"  # of the step, further rounds included
+# The data that a metric is computed from.
+GROUPS = "groups"  # of the step, further rounds included
+COMPLETIONS = "completions"  # of the step, further rounds included
 FIRST = "first groups"  # of the step: without further rounds
-SAMPLE = "sampled traces"  # `num_completions` of them
-ANSWERS = "sampled answers"  # 16 to 64
-LOSS = "rows in the loss"
-PASS = "one pass over a generation"
-STEP = "the step"
-RUN = "the run so far"
-EPISODES = "all episodes"  # of the step, further rounds included
-HELD_OUT = "held-out episodes"
+RANKED = "ranked groups"
+SAMPLE = "traces"  # `num_completions` of them
+ANSWERS = "answers"  # 16 to 64
+MEASUREMENTS = "measurements"  # so far
+LOSS = "loss rows"
+PASS = "one pass"  # over a generation
+STEP = "step"
+RUN = "run"  # so far
+EPISODES = "episodes"  # of the step, further rounds included
+HELD_OUT = "held out"  # episodes
 GRADIENT_SAMPLE = "sampled groups"  # of each bucket
 
 
@@ -62,10 +64,10 @@ class Metric:
 
     Args:
         name: The key; `{...}` for a place in `PLACES`.
-        says: What the number is.
+        says: What the number is; empty if the metric shares the row above it.
         unit: `fraction`, `nats`, `tokens`, `count`, ...; it decides how `text` writes a value.
-        rows: The rows, groups or steps that it speaks for.
-        mind: What it does not say, or when to act.
+        rows: The rows, groups or steps that it is computed from.
+        mind: Its limits, or when to act.
         label: A short name for tables and figures; by default the last part of the key in words.
         shown: Whether trackers and the console get it by default.
         health: The signal of `instrument.health` that it is watched as.
@@ -97,102 +99,99 @@ MI = (
         "how often a reasoning trace is most likely under its own prompt",
         "fraction",
         SAMPLE,
-        "by how much, or whether [training fails](diagnosing.md#is-training-working): in real runs it fell while "
-        "success rose",
+        "no sign of [failing training](diagnosing.md#is-training-working): in real runs it fell while success rose",
         label="retrieval accuracy",
         shown=True,
     ),
-    Metric(
-        "mi/{scope}/retrieval_chance", "how often guessing would find it", "fraction", SAMPLE, "", "chance", shown=True
-    ),
+    Metric("mi/{scope}/retrieval_chance", "the accuracy of guessing", "fraction", SAMPLE, "", "chance", shown=True),
     Metric(
         "mi/{scope}/mi_seq",
-        "mutual information of a trace and its prompt; if there is none, 0, or below 0 by chance",
+        "mutual information of trace and prompt (without any 0, or below 0 by chance), and its upper bound",
         "nats",
         SAMPLE,
-        "anything beyond the bound, log N for N prompts",
+        "the bound is log N for N prompts",
         label="I(X;Z)",
         shown=True,
     ),
-    Metric("mi/{scope}/mi_upper_bound", "the most that `mi_seq` can be", "nats", SAMPLE, "", "at most", shown=True),
+    Metric("mi/{scope}/mi_upper_bound", "", "nats", SAMPLE, "", "at most", shown=True),
     Metric(
         "mi/{scope}/retrieval_accuracy@{k}",
-        "how often its own prompt is among the best k (2, 4, 8); shows a drift first if prompts come in kinds",
+        "how often its own prompt is among the k most likely (2, 4, 8), and the same for guessing",
         "fraction",
         SAMPLE,
-        "much, with few prompts",
+        "shows a drift first if prompts come in kinds; says little with few prompts",
     ),
-    Metric("mi/{scope}/retrieval_chance@{k}", "how often guessing would find it", "fraction", SAMPLE),
+    Metric("mi/{scope}/retrieval_chance@{k}", "", "fraction", SAMPLE),
     Metric(
         "mi/{scope}/mi_token",
         "`mi_seq` per token, the paper's form",
         "nats per token",
         SAMPLE,
-        "whether reasoning got worse or only longer",
+        "also falls when reasoning only gets longer",
     ),
     Metric(
         "mi/{scope}/mi_token_tempered",
-        "mutual information as the reference code logs it, to compare with published curves",
+        "mutual information as the reference code logs it, for comparison with published curves",
         "",
         SAMPLE,
-        "mutual information proper: it has no bound",
+        "not true mutual information: it has no bound",
     ),
     Metric(
         "mi/{scope}/conditional_entropy_token",
-        "how much reasoning varies for the same prompt, per token",
+        "how much reasoning varies for the same prompt, per token and per trace",
         "nats per token",
         SAMPLE,
-        "whether the variety has to do with the prompt",
+        "the variation may have nothing to do with the prompt",
         label="H(Z|X)",
     ),
-    Metric("mi/{scope}/conditional_entropy_seq", "the same of a whole trace", "nats", SAMPLE),
+    Metric("mi/{scope}/conditional_entropy_seq", "", "nats", SAMPLE),
     Metric(
         "mi/{scope}/marginal_entropy_token",
-        "how much reasoning varies over all prompts, per token",
+        "how much reasoning varies over all prompts, per token and per trace",
         "nats per token",
         SAMPLE,
-        "anything new: it is the sum of conditional entropy and MI",
+        "the sum of conditional entropy and MI",
         label="H(Z)",
     ),
-    Metric("mi/{scope}/marginal_entropy_seq", "the same of a whole trace", "nats", SAMPLE),
+    Metric("mi/{scope}/marginal_entropy_seq", "", "nats", SAMPLE),
     *(
         Metric(
             f"mi/{{scope}}/{name}_{{form}}",
-            f"`mi_<form>` over {spread} (paper, Table 1)",
+            says,
             "",
             SAMPLE,
-            "anything if the deviation is near 0",
+            "meaningless near a deviation of 0",
         )
-        for name, spread in (
-            ("mi_zscore", "the standard deviation of the marginal"),
-            ("mi_zscore_ema", "the running mean of that deviation"),
+        for name, says in (
+            ("mi_zscore", "`mi_<form>` over `marginal_std_<form>`, or over its running mean (paper, Table 1)"),
+            ("mi_zscore_ema", ""),
         )
     ),
-    Metric("mi/{scope}/marginal_std_{form}", "the standard deviation of the marginal", "nats, or per token", SAMPLE),
-    Metric("mi/{scope}/num_prompts", "distinct prompts of the measurement", "count", SAMPLE),
-    Metric("mi/{scope}/num_completions", "reasoning traces of the measurement", "count", SAMPLE),
+    Metric("mi/{scope}/marginal_std_{form}", "standard deviation of the marginal", "nats, or per token", SAMPLE),
+    Metric("mi/{scope}/num_prompts", "distinct prompts and reasoning traces", "count", SAMPLE),
+    Metric("mi/{scope}/num_completions", "", "count", SAMPLE),
     Metric(
         "mi/regime/conclusive",
-        "1 if there is a [verdict](diagnosing.md#verdicts)",
+        "1 if there is a [verdict](diagnosing.md#verdicts), if reasoning depends on its prompt, if entropy is low",
         "0 or 1",
-        "measurements so far",
+        MEASUREMENTS,
     ),
-    Metric("mi/regime/depends_on_prompt", "1 if reasoning depends on its prompt", "0 or 1", "measurements so far"),
-    Metric("mi/regime/low_entropy", "1 if entropy is low", "0 or 1", "measurements so far"),
+    Metric("mi/regime/depends_on_prompt", "", "0 or 1", MEASUREMENTS),
+    Metric("mi/regime/low_entropy", "", "0 or 1", MEASUREMENTS),
     Metric(
         "mi/regime/collapsed",
         "1 if reasoning has stopped depending on its prompt",
         "0 or 1",
-        "measurements so far",
-        "act when it is 1; each collapse has one warning, unless entropy is low",
+        MEASUREMENTS,
+        "act at 1; each collapse is warned of once, unless entropy is low",
     ),
     Metric(
         VALID_THINKING,
-        "share of turns whose reasoning ends with `</think>`",
+        "closed reasoning: share of turns whose reasoning ends with `</think>`",
         "fraction",
         SAMPLE,
-        "act when `health` calls it failing; a model without tags has 0, and all it writes counts as reasoning",
-        label="valid thinking",
+        "act when `health` calls it failing; a model without tags has 0, and all its text counts as reasoning",
+        label="closed reasoning",
         shown=True,
         health="valid_thinking",
     ),
@@ -201,54 +200,49 @@ MI = (
         "completions with nothing to score",
         "count",
         SAMPLE,
-        "act when it is more than a few",
+        "act above a few",
     ),
     Metric(
         "mi/groups/identical_completions",
-        "groups whose completions are all the same",
+        "groups of identical completions",
         "fraction",
         FIRST,
         "act when it rises: the policy has become deterministic",
     ),
     Metric(
         "mi/groups/equal_rewards",
-        "groups whose completions differ and whose rewards do not",
+        "groups of different completions with equal rewards",
         "fraction",
         FIRST,
-        "act when it is high: the reward is too coarse, too easy or too hard",
+        "if high, the reward is too coarse, or prompts are too easy or too hard",
     ),
-    Metric(
-        "mi/groups/zero_variance",
-        "groups whose rewards do not vary",
-        "fraction",
-        FIRST,
-    ),
+    Metric("mi/groups/zero_variance", "groups without reward variance", "fraction", FIRST),
     *(
-        Metric(f"mi/trajectory/{{turn}}/{key}", f"`{key}` of one turn alone", unit, SAMPLE, mind)
-        for key, unit, mind in (
+        Metric(f"mi/trajectory/{{turn}}/{key}", says, unit, SAMPLE, mind)
+        for key, says, unit, mind in (
             (
                 "retrieval_accuracy",
+                "the same for one turn",
                 "fraction",
                 "act when only late turns fall: the model stops reading the environment's answers",
             ),
-            ("retrieval_chance", "fraction", ""),
-            ("mi_seq", "nats", ""),
-            ("conditional_entropy_token", "nats per token", ""),
-            ("num_completions", "count", ""),
+            ("retrieval_chance", "", "fraction", ""),
+            ("mi_seq", "", "nats", ""),
+            ("conditional_entropy_token", "", "nats per token", ""),
+            ("num_completions", "", "count", ""),
         )
     ),
     *(
-        Metric(
-            f"mi/trajectory/without_own_words/{key}",
-            f"`{key}` of later turns, [the model's earlier words left out](diagnosing.md#later-turns)",
-            unit,
-            SAMPLE,
-            mind,
-        )
-        for key, unit, mind in (
-            ("retrieval_accuracy", "fraction", "act when it is at chance"),
-            ("retrieval_chance", "fraction", ""),
-            ("num_completions", "count", ""),
+        Metric(f"mi/trajectory/without_own_words/{key}", says, unit, SAMPLE, mind)
+        for key, says, unit, mind in (
+            (
+                "retrieval_accuracy",
+                "the same for later turns, [the model's earlier words left out](diagnosing.md#later-turns)",
+                "fraction",
+                "act when it is at chance",
+            ),
+            ("retrieval_chance", "", "fraction", ""),
+            ("num_completions", "", "count", ""),
         )
     ),
     Metric(
@@ -256,7 +250,6 @@ MI = (
         "traces repeated in the context of another draw ([form](mathematics.md#several-turns))",
         "fraction",
         SAMPLE,
-        "anything to act on",
     ),
     Metric(
         ANSWER_PROMPT,
@@ -264,59 +257,60 @@ MI = (
         "prompt and its reasoning; chance is 0.5",
         "fraction",
         ANSWERS,
-        "whether through the reasoning or past it. First turns only; with `same_across` at s, hardly above 1 - s/2",
+        "does not separate use through the reasoning from use past it. First turns only; with `same_across` at s, "
+        "hardly above 1 - s/2",
         label="answers: prompt win rate",
     ),
     Metric(
         ANSWER_THOUGHT,
-        "loss of an answer if another prompt's reasoning replaces its own: 0 is none, 1 makes it impossible",
+        "loss of an answer after the reasoning of another prompt (0: none, 1: the answer is impossible), and its "
+        "standard error over answers",
         "bits",
         ANSWERS,
-        "that the answer rests on the reasoning, if high; near 0 it does not ([why](answers.md))",
+        "near 0, the answer does not rest on the reasoning; a high value does not prove that it does "
+        "([why](answers.md))",
         label="answers: thought swap",
     ),
-    Metric("mi/answer/thought_swap_standard_error", "its standard error over answers", "bits", ANSWERS),
+    Metric("mi/answer/thought_swap_standard_error", "", "bits", ANSWERS),
     Metric(
         "mi/answer/thought_swap_in_group_bits",
         "the same with another sample's reasoning of the same prompt: at most I(A;Z given X)",
         "bits",
         ANSWERS,
-        "anything if samples of a prompt reason alike. First turns only",
+        "first turns only; says nothing if samples of a prompt reason alike",
     ),
     Metric(
         "mi/answer/prompt_swap_bits",
-        "the same if another prompt replaces its own, the reasoning kept",
+        "the same with another prompt and its own reasoning",
         "bits",
         ANSWERS,
-        "that the prompt does not matter, if 0: it may act through the reasoning",
+        "at 0 the prompt may still act through the reasoning",
     ),
-    Metric("mi/answer/same_in_group", "answers that another sample of the prompt gives as well", "fraction", ANSWERS),
+    Metric("mi/answer/same_in_group", "answers shared with another sample of the prompt", "fraction", ANSWERS),
     Metric(
         "mi/answer/same_across",
         "pairs of different prompts with the same answer",
         "fraction",
         ANSWERS,
-        "act when it is near 1",
+        "act near 1",
     ),
-    Metric("mi/answer/num_swaps", "answers behind `thought_swap_bits`", "count", ANSWERS),
-    Metric("mi/answer/num_compared", "answers behind `prompt_win_rate`", "count", ANSWERS),
+    Metric("mi/answer/num_swaps", "answers behind `thought_swap_bits` and `prompt_win_rate`", "count", ANSWERS),
+    Metric("mi/answer/num_compared", "", "count", ANSWERS),
     Metric(
         "mi/answer/without_answer",
         "turns in which no answer was found",
         "fraction",
         ANSWERS,
-        "whether they were cut off or need `answer=`",
+        "they were cut off, or need `answer=`",
     ),
     Metric(
         "mi/pooled_steps",
-        "age of the oldest completions, if a generation has fewer than `min_prompts` (8) groups and several are "
-        "pooled",
+        "age of the oldest completions, where generations of fewer than `min_prompts` (8) groups are pooled",
         "steps",
         SAMPLE,
-        "how far those steps moved the policy",
     ),
-    Metric("mi/seconds", "time of the measurement", "seconds", SAMPLE, "act with a larger `every`"),
-    Metric("mi/tokens", "tokens that the measurement scored", "tokens", SAMPLE, "act with fewer `num_completions`"),
+    Metric("mi/seconds", "time, and tokens scored", "seconds", SAMPLE, "larger `every` or fewer `num_completions`"),
+    Metric("mi/tokens", "", "tokens", SAMPLE),
 )
 
 SNR = (
@@ -325,26 +319,26 @@ SNR = (
         "groups with at least one kept completion",
         "count",
         GROUPS,
-        "groups in the batch, with dynamic sampling: `snr/trained_groups`",
+        "with dynamic sampling, the batch has `snr/trained_groups`",
     ),
     Metric(
         KEPT,
-        "completions kept; also groups, if kept whole",
+        "completions kept (also groups, if kept whole), and the same in completion tokens",
         "fraction",
         COMPLETIONS,
-        "the share of reward variance, which is `snr_value`: few groups often hold 0.9 of it (3.2 of 8 in the paper's "
+        "not `snr_value`, the share of reward variance: few groups often hold 0.9 of it (3.2 of 8 in the paper's "
         "Table 7)",
         label="completions kept",
         shown=True,
         health="kept",
     ),
-    Metric("snr/kept_tokens_fraction", "the same, in completion tokens", "fraction", COMPLETIONS),
+    Metric("snr/kept_tokens_fraction", "", "fraction", COMPLETIONS),
     Metric(
         COMPUTE,
         "positions that the update computed, with padding and old log-probs, over plain TRL's",
         "fraction",
         PASS,
-        "time: generation is not in it",
+        "generation is not included",
         label="update compute",
         shown=True,
     ),
@@ -358,74 +352,76 @@ SNR = (
     ),
     Metric(
         ZERO_VARIANCE,
-        "groups whose rewards do not vary",
+        "groups without reward variance",
         "fraction",
         GROUPS,
-        "whether they were too easy or too hard",
+        "the next three tell too easy from too hard",
         label="groups without reward variance",
         health="zero_variance",
     ),
     Metric(
         "snr/dropped_all_best",
-        "dropped groups in which all rewards are the best: that of a solved task if one of our tasks gives all of the "
-        "reward, else the best so far",
+        "dropped groups with only the best reward: that of a solved task if one of our tasks gives the whole reward, "
+        "else the best so far",
         "fraction",
         GROUPS,
-        "groups with 0.3 for all, for example",
+        "does not count groups with 0.3 for all, for example",
     ),
-    Metric("snr/dropped_all_worst", "dropped groups in which all rewards are the worst", "fraction", GROUPS),
+    Metric("snr/dropped_all_worst", "dropped groups with only the worst reward", "fraction", GROUPS),
     Metric(
-        "snr/dropped_all_same",
-        "dropped groups in which all rewards are equal, not known to be best or worst",
-        "fraction",
-        GROUPS,
-        "why",
+        "snr/dropped_all_same", "dropped groups of equal rewards, not known to be best or worst", "fraction", GROUPS
     ),
     Metric(
         "snr/in_group_max",
-        "best reward of a group, mean over groups; less `in_group_mean`, the gain of always doing its best",
+        "best and mean reward of a group, means over groups; the difference is the gain from always reaching the best",
         "reward",
         GROUPS,
-        "which groups: see `ragen2-trl report`",
+        "`ragen2-trl report` shows the groups",
     ),
-    Metric("snr/in_group_mean", "mean reward of a group, mean over groups", "reward", GROUPS),
-    Metric("snr/score_mean", "mean of the score that ranks groups, by default reward variance", "score", GROUPS),
-    Metric("snr/score_max", "largest score", "score", GROUPS),
+    Metric("snr/in_group_mean", "", "reward", GROUPS),
+    Metric("snr/score_mean", "mean and maximum of the ranking score, by default reward variance", "score", GROUPS),
+    Metric("snr/score_max", "", "score", GROUPS),
     Metric(
         "snr/reward_std_spread",
         "standard deviation over mean of the groups' reward standard deviations. Paper, Table 8: gains at 1.16 and "
         "1.29, a loss at 0.33",
         "ratio",
-        "groups in the ranking",
-        "whether the filter helps: [inconclusive here](../research/results/tab8.md)",
+        RANKED,
+        "[inconclusive here](../research/results/tab8.md) as a sign that the filter helps",
     ),
     Metric(
-        "snr/reward_variance_spread",
-        "the same of their variances",
-        "ratio",
-        "groups in the ranking",
-        "anything to compare with Table 8",
+        "snr/reward_variance_spread", "the same of their variances", "ratio", RANKED, "not comparable with Table 8"
     ),
-    Metric("snr/sampling_rounds", "with dynamic sampling: rounds of sampling", "count", STEP),
-    Metric("snr/prompts_used", "with dynamic sampling: prompts that were sampled", "count", STEP),
-    Metric("snr/trained_groups", "with dynamic sampling: groups in the batch in the end", "count", STEP),
-    Metric("snr/waiting_groups", "with dynamic sampling: surplus groups kept for the next step", "count", STEP),
-    Metric("snr/carried_groups", "with dynamic sampling: groups taken over from the last step", "count", STEP),
-    Metric("snr/stale_groups", "with dynamic sampling: groups left behind as too old", "count", STEP),
-    Metric("snr/sampled_completions", "with `snr_pilot_generations`: completions sampled", "count", STEP),
-    Metric("snr/sampled_fraction", "the same, as a share of all places that the prompts had", "fraction", STEP),
+    Metric("snr/sampling_rounds", "rounds of sampling, prompts sampled, groups in the final batch", "count", STEP),
+    Metric("snr/prompts_used", "", "count", STEP),
+    Metric("snr/trained_groups", "", "count", STEP),
+    Metric(
+        "snr/waiting_groups",
+        "surplus groups: carried to the next step, taken from the last step, discarded as too old",
+        "count",
+        STEP,
+    ),
+    Metric("snr/carried_groups", "", "count", STEP),
+    Metric("snr/stale_groups", "", "count", STEP),
+    Metric(
+        "snr/sampled_completions",
+        "completions sampled, also as a share of whole groups for all prompts",
+        "count",
+        STEP,
+    ),
+    Metric("snr/sampled_fraction", "", "fraction", STEP),
     Metric(
         "snr/committed_fraction",
-        "with pilots: prompts sampled whole, audited ones left out",
+        "prompts sampled whole, without audited ones",
         "fraction",
-        "all prompts of the step",
-        "how many were worth it: all processes sample equally many",
+        "all prompts",
+        "not the share worth sampling: all processes sample equally many",
     ),
     Metric(
         "snr/pilot_reward",
-        "mean reward of all pilots; `reward` is that of the prompts sampled whole",
+        "mean reward of all pilots; `reward` covers only prompts sampled whole",
         "reward",
-        "all pilots of the step",
+        "all pilots",
     ),
     Metric(
         "snr/missed_variance",
@@ -433,41 +429,36 @@ SNR = (
         "logged before the first",
         "fraction",
         RUN,
-        "much after few steps ([how](mathematics.md#pilots))",
+        "says little after few steps ([how](mathematics.md#pilots))",
     ),
     Metric(
         "snr/sampled_staleness",
-        "asynchronous trainer: weight versions that the trainer is ahead when a group arrives",
+        "asynchronous trainer: weight versions by which the trainer is ahead when a group arrives",
         "count",
         GROUPS,
-        "how far the policy moved: TRL's `ratio` and `kl`",
+        "TRL's `ratio` and `kl` show how far the policy moved",
     ),
     Metric(
         PREDICTED,
         "with `snr_prompt_selection`: mean predicted reward variance of the prompts",
         "reward squared",
         FIRST,
-        "which prompts: see the report's figure",
+        "the report has a figure by prompt",
     ),
-    Metric(
-        REALISED,
-        "mean reward variance of their groups; act when it differs for long",
-        "reward squared",
-        FIRST,
-    ),
+    Metric(REALISED, "mean reward variance of their groups", "reward squared", FIRST, "act when it differs for long"),
     Metric(
         CORRELATION,
         "Spearman's correlation of the two; about 0 in the first epoch, not logged while either is constant",
         "correlation",
-        "the latest 256 groups",
-        "how good it could be: variances of small groups are noisy",
+        "latest 256 groups",
+        "variances of small groups are noisy and limit it",
     ),
     Metric(
         SKIPPED,
         "candidates passed over for the first prompts of a generation",
         "count",
         STEP,
-        "that their rewards would not vary",
+        "their rewards might have varied",
     ),
     Metric(
         "snr/oldest_unseen",
@@ -480,55 +471,60 @@ SNR = (
 GRAD = (
     Metric(
         "grad/{bucket}/{part}/norm",
-        "norm of the gradient of the mean sample, coefficient included; bucket 1 has the lowest variance",
+        "norm of the mean sample's gradient, coefficient included; bucket 1 has the lowest variance",
         "norm",
         GRADIENT_SAMPLE,
-        "how much of it is signal: with few samples most of it is noise",
+        "with few samples mostly noise",
     ),
     Metric(
         "grad/{bucket}/{part}/squared_norm_debiased",
-        "the squared norm without that noise: inner product of two halves with half of each group's completions; may "
-        "be below 0",
+        "the squared norm without that noise: inner product of two halves, each with half of every group's "
+        "completions; may be below 0",
         "norm squared",
         GRADIENT_SAMPLE,
-        "much from one measurement: it is unbiased, not certain",
+        "unbiased, but a single measurement is uncertain",
     ),
     Metric(
         "grad/{bucket}/{part}/half_cosine",
         "cosine between the gradients of the two halves: 1 is signal, 0 noise",
         "cosine",
         GRADIENT_SAMPLE,
-        "anything about other batch sizes: it grows with them",
+        "grows with the batch size",
     ),
     Metric(
         "grad/{bucket}/{part}/cosine",
         "cosine with the gradient of the whole batch",
         "cosine",
         GRADIENT_SAMPLE,
-        "that a bucket is useful: it is part of the batch",
+        "the bucket is part of the batch, which raises it",
     ),
     Metric(
         "grad/{bucket}/regulariser_share",
         "norms of the regularisers over norms of all terms (paper, Appendix K); not logged if all are rounding",
         "fraction",
         GRADIENT_SAMPLE,
-        "the same without noise",
+        "noise included",
     ),
-    Metric("grad/{bucket}/reward_std", "mean reward standard deviation of the groups", "reward", GRADIENT_SAMPLE),
     Metric(
-        "grad/{bucket}/min_reward_std",
-        "the lowest of them",
+        "grad/{bucket}/reward_std",
+        "mean and lowest reward standard deviation of the groups",
         "reward",
         GRADIENT_SAMPLE,
     ),
+    Metric("grad/{bucket}/min_reward_std", "", "reward", GRADIENT_SAMPLE),
     Metric(
         "grad/batch_norm",
-        "norm of the gradient of the whole batch, before filter and clipping: without a filter, `grad_norm`",
+        "norm of the whole batch's gradient, before filter and clipping: without a filter, `grad_norm`",
         "norm",
         FIRST,
     ),
-    Metric("grad/seconds", "time of the measurement", "seconds", FIRST),
-    Metric("grad/tokens", "positions computed: the batch forward and backward twice for each term", "tokens", FIRST),
+    Metric(
+        "grad/seconds",
+        "time, and positions computed: the batch forward and backward twice for each term",
+        "seconds",
+        FIRST,
+    ),
+    Metric("grad/tokens", "", "tokens", FIRST),
 )
 
 PPO = (
@@ -537,7 +533,7 @@ PPO = (
         "mean of half the squared error of values, clipped, before `value_coef`",
         "reward squared",
         LOSS,
-        "how good values are: it has the scale of the rewards, squared",
+        "scales with the rewards, squared",
     ),
     Metric(
         "ppo/explained_variance",
@@ -545,7 +541,7 @@ PPO = (
         "mean; not logged if they do not vary",
         "fraction",
         LOSS,
-        "how large that variance is; if small, most is noise",
+        "mostly noise if that variance is small",
     ),
     Metric("ppo/return_mean", "mean return from a token on", "reward", LOSS),
 )
@@ -556,18 +552,17 @@ ENV = (
         "episodes that solve the task; with several tasks, `all` has all episodes",
         "fraction",
         EPISODES,
-        "success on held-out tasks (`eval/env/<task>/success`)",
+        "held-out tasks are in `eval/env/<task>/success`",
         label="success in training",
         health="success",
     ),
     Metric("env/{task}/return", "mean return, the reward of an episode", "reward", EPISODES),
     Metric(
         "env/{task}/pass@{k}",
-        "prompts with at least one solved among their k completions; far above `success`, there is much to learn. Not "
-        "logged with pilots",
+        "prompts with at least one solved among their k completions; not logged with pilots",
         "fraction",
         GROUPS,
-        "anything if it equals `success`",
+        "far above `success`, there is much to learn",
     ),
     Metric("env/{task}/turns", "mean turns of an episode", "turns", EPISODES),
     Metric(
@@ -575,18 +570,16 @@ ENV = (
         "turns in the required format",
         "fraction",
         EPISODES,
-        f"whether reasoning is closed: `{VALID_THINKING}`",
+        f"closed reasoning is `{VALID_THINKING}`",
         health="valid",
     ),
-    Metric(
-        "env/{task}/num_actions", "mean actions carried out in an episode", "count", EPISODES, "whether they helped"
-    ),
+    Metric("env/{task}/num_actions", "mean actions carried out in an episode", "count", EPISODES),
     Metric(
         "env/{task}/action_is_valid",
         "share of an episode's turns with an action carried out, mean over episodes",
         "fraction",
         EPISODES,
-        "the same as `valid_rate`, which counts turns, not episodes",
+        "`valid_rate` averages over turns instead",
         health="valid",
     ),
     Metric(
@@ -594,7 +587,7 @@ ENV = (
         "share of an episode's turns whose last action changed the state or ended the episode, mean over episodes",
         "fraction",
         EPISODES,
-        "a good action; 0 where nothing can change (Bandit)",
+        "such an action need not be good; 0 where nothing can change (Bandit)",
     ),
 )
 
@@ -602,8 +595,7 @@ HEALTH = (
     Metric("health/completions", "completions behind the shares of this row", "count", FIRST),
     Metric(
         "health/valid_rate",
-        "turns whose reasoning is closed by its tag, or completions that `valid=` accepts; not logged beside "
-        "`env/*/valid_rate`",
+        "turns with closed reasoning, or completions accepted by `valid=`; not logged beside `env/*/valid_rate`",
         "fraction",
         FIRST,
         "act when health says so",
@@ -617,7 +609,7 @@ EVAL = (
         "held-out episodes that solve the task",
         "fraction",
         HELD_OUT,
-        "success in training (another temperature), or that the best of many evaluations is as good on other tasks",
+        "training samples at another temperature; the best of many evaluations may be lower on other tasks",
         label="held-out success",
         health="held_out_success",
     ),
@@ -636,14 +628,14 @@ EVAL = (
     ),
     Metric(
         "eval/env/{task}/valid_rate{bound}",
-        "share of an episode's turns in the required format, mean over episodes",
+        "means over episodes: share of turns in the required format, turns, tokens that the model wrote",
         "fraction",
         HELD_OUT,
     ),
-    Metric("eval/env/{task}/turns{bound}", "mean turns of an episode", "turns", HELD_OUT),
-    Metric("eval/env/{task}/completion_length{bound}", "mean tokens that the model wrote", "tokens", HELD_OUT),
-    Metric("eval/env/{task}/num_prompts", "held-out tasks", "count", HELD_OUT),
-    Metric("eval/env/{task}/num_samples", "episodes of each", "count", HELD_OUT),
+    Metric("eval/env/{task}/turns{bound}", "", "turns", HELD_OUT),
+    Metric("eval/env/{task}/completion_length{bound}", "", "tokens", HELD_OUT),
+    Metric("eval/env/{task}/num_prompts", "held-out tasks, and episodes of each", "count", HELD_OUT),
+    Metric("eval/env/{task}/num_samples", "", "count", HELD_OUT),
     Metric("eval/seconds", "time of evaluating, all tasks together", "seconds", HELD_OUT),
 )
 
@@ -653,43 +645,38 @@ COST = (
         "wall clock of training: sampling, rewards, updates",
         "seconds",
         RUN,
-        "evaluations, checkpoints, logging, measurements; how busy the machine was",
+        "leaves out evaluations, checkpoints, logging and measurements; depends on how busy the machine is",
     ),
     Metric(
         "cost/cpu_seconds",
         "CPU time of the same; fairer on a busy machine",
         "seconds",
         RUN,
-        "time of a GPU or of programs in the sandbox",
+        "leaves out GPUs and programs in the sandbox",
     ),
     Metric(
         "cost/sampled_tokens",
-        "tokens that the model wrote in training, dropped groups included",
+        "tokens and completions sampled in training, dropped groups included",
         "tokens",
         RUN,
-        "prompts",
+        "leaves out tokens of prompts",
     ),
-    Metric("cost/sampled_completions", "completions sampled, dropped groups included", "count", RUN),
+    Metric("cost/sampled_completions", "", "count", RUN),
     Metric(
         "cost/plain_completions",
         "completions of plain TRL for as many generations",
         "count",
         RUN,
-        "what plain TRL would need to come as far",
+        "plain TRL may need more or fewer to come as far",
     ),
     Metric(
         "cost/update_positions",
-        "positions of all passes over a generation, as `snr/update_compute_fraction` counts them",
+        "positions of all passes over a generation, as in `snr/update_compute_fraction`; the same of plain TRL",
         "tokens",
         RUN,
-        "a separate critic's: those are in `cost/update_tokens`",
+        "leaves out a separate critic's",
     ),
-    Metric(
-        "cost/plain_update_positions",
-        "the same of plain TRL's micro-batches",
-        "tokens",
-        RUN,
-    ),
+    Metric("cost/plain_update_positions", "", "tokens", RUN),
     Metric(
         "cost/update_tokens",
         "positions forward and backward, with padding and a separate critic's",
@@ -701,7 +688,7 @@ COST = (
         "6 x parameters x those positions: 2 forward, 2 back to activations, 2 for gradients of trained parameters",
         "operations",
         RUN,
-        "the quadratic part of attention, gradient checkpointing, sampling",
+        "leaves out the quadratic part of attention, gradient checkpointing and sampling",
     ),
 )
 
@@ -712,7 +699,7 @@ TRL = (
         "standard deviation of all rewards of a generation",
         "reward",
         COMPLETIONS,
-        "whether any group varies: it is over the whole batch",
+        "over the whole batch: groups need not vary",
         health="reward_std",
     ),
     Metric(
@@ -720,8 +707,7 @@ TRL = (
         "groups without reward variance",
         "fraction",
         GROUPS,
-        f'groups with `scale_rewards="batch"`, where it is about the whole batch; `{ZERO_VARIANCE}` always is about '
-        "groups",
+        f'about the whole batch with `scale_rewards="batch"`; `{ZERO_VARIANCE}` is always about groups',
         health="zero_variance",
     ),
     Metric(
@@ -729,40 +715,34 @@ TRL = (
         "mean entropy of the next token",
         "nats per token",
         LOSS,
-        "anything about the prompt",
+        "says nothing about the prompt",
         label="policy entropy",
         health="entropy",
     ),
     *(
         Metric(
             f"clip_ratio/{name}",
-            f"tokens whose update was clipped{where}",
+            says,
             "fraction",
             LOSS,
-            "anything with one optimizer step per generation: it is 0 unless groups are carried over"
+            "0 with one optimizer step per generation, unless groups are carried over"
             if name == "region_mean"
             else "",
             health="clip_ratio" if name == "region_mean" else "",
         )
-        for name, where in (
-            ("region_mean", ""),
-            ("low_mean", ", from below"),
-            ("low_min", ", from below: lowest of the processes"),
-            ("high_mean", ", from above"),
-            ("high_max", ", from above: highest of the processes"),
+        for name, says in (
+            ("region_mean", "tokens whose update was clipped"),
+            ("low_mean", "the same from below and from above; also the lowest and highest of the processes"),
+            ("low_min", ""),
+            ("high_mean", ""),
+            ("high_max", ""),
         )
     ),
     Metric("completions/mean_length", "tokens of a completion", "tokens", COMPLETIONS, health="length"),
     Metric(CLIPPED, "completions cut off at `max_completion_length`", "fraction", COMPLETIONS, health="clipped"),
     Metric("kl", "distance to the reference model, with `beta` above 0", "nats per token", LOSS),
-    Metric("loss", "the loss", "", LOSS, "much: GRPO's is near 0 by construction"),
-    Metric(
-        "grad_norm",
-        "norm of the gradient of the row's latest step that trained on anything",
-        "norm",
-        LOSS,
-        health="grad_norm",
-    ),
+    Metric("loss", "the loss", "", LOSS, "GRPO's is near 0 by construction"),
+    Metric("grad_norm", "gradient norm of the row's latest step with trained rows", "norm", LOSS, health="grad_norm"),
 )
 
 FAMILIES = {

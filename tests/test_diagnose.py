@@ -165,7 +165,7 @@ def test_several_turns_are_scored_as_they_were_played(tmp_path, capsys):
     for form in (report["later_turns"][turn]["metrics"], report["later_turns"][turn]["without_own_words"]):
         assert 0 <= form["retrieval_accuracy"] <= 1
     shown = " ".join(capsys.readouterr().out.split())
-    assert "turn 2: retrieval accuracy" in shown and "turn 2, without own words" in shown
+    assert "turn 2: retrieval accuracy" in shown and "turn 2, model's earlier words left out" in shown
 
 
 def test_one_prompt_is_one_clear_line(played, tmp_path, capsys):

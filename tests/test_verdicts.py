@@ -283,7 +283,7 @@ def test_a_model_that_closes_no_reasoning_is_not_said_to_reason_nor_to_have_no_t
     gibberish = measured(60, 64, 1 / 16, 3.8, valid_thinking_rate=valid, success=0.0, clipped_ratio=cut)
     words = headline(judge([gibberish]))
     assert words.startswith(said) and (valid == 0.0) == words.endswith("was scored to its end)")
-    shown = ["valid thinking 40%"] if valid else [] if valid is None else ["valid thinking 0%"]
+    shown = ["closed reasoning 40%"] if valid else [] if valid is None else ["closed reasoning 0%"]
     shown += ["success 0%"] + ([] if cut is None else [f"{cut:.0%} of completions cut at the length limit"])
     assert qualifiers(gibberish) == ", ".join(shown)
 

@@ -109,7 +109,7 @@ class MutualInformationCallback(TrainerCallback):
             Groups that a measurement waits for. Each completion is measured once.
         verbose (`bool`, *optional*, defaults to `False`):
             Whether trackers and the console get every metric, in place of retrieval accuracy and chance, the mutual
-            information with its bound, valid thinking, and three of the filter. `trainer.state.log_history` and the
+            information with its bound, closed reasoning, and three of the filter. `trainer.state.log_history` and the
             run's files always have all.
         scopes (`Sequence[str]`, *optional*, defaults to `("first_turn", "trajectory", "answer")`):
             `first_turn` compares the first turns of all groups. `trajectory` draws from all turns and compares within
@@ -527,7 +527,7 @@ class Cadence:
 
 # Of a trajectory's single positions, only what tells them apart.
 PER_POSITION = ("retrieval_accuracy", "retrieval_chance", "mi_seq", "conditional_entropy_token", "num_completions")
-# Of contexts without the model's own words, what means something.
+# The metrics that stay meaningful when the model's earlier words are left out of the contexts.
 WITHOUT_OWN_WORDS = ("retrieval_accuracy", "retrieval_chance", "num_completions")
 
 

@@ -68,7 +68,7 @@ from ragen2_trl.rollouts.sampling import check_sampling, held_out_rows
 
 NUM_EXAMPLES = 2  # of each kind
 MAX_SHOWN_CHARS, MAX_SHOWN_LINES = 400, 10  # of each text of an example
-WITHOUT_OWN_WORDS = "without own words"
+WITHOUT_OWN_WORDS = "model's earlier words left out"
 SHOWN_OF_ANSWERS = (
     "prompt_win_rate",
     "prompt_swap_bits",
@@ -366,7 +366,7 @@ def metrics_table(diagnosis: Diagnosis, title: str, caption: str) -> Table:
     table.add_section()
     for label, key in (
         ("I(X;Z), nats per token", "mi_token"),
-        ("I(X;Z), nats per token, tempered", "mi_token_tempered"),
+        ("I(X;Z) per token, as in RAGEN's code", "mi_token_tempered"),
         ("H(Z|X), nats per token", "conditional_entropy_token"),
         ("H(Z), nats per token", "marginal_entropy_token"),
     ):
@@ -381,7 +381,7 @@ def metrics_table(diagnosis: Diagnosis, title: str, caption: str) -> Table:
                 table.add_row(f"answers: {name.replace('_', ' ')}", one.text(value), chance)
     table.add_section()
     for label, key in (
-        ("valid thinking", "valid_thinking_rate"),
+        ("closed reasoning", "valid_thinking_rate"),
         ("success", "success"),
         ("cut at the length limit", "clipped_ratio"),
     ):

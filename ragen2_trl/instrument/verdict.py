@@ -382,10 +382,10 @@ def headline(findings: Sequence[Finding], step: int = 0) -> str:
 
 
 def qualifiers(evidence: Evidence) -> str:
-    """What qualifies a verdict, as far as it is known: valid thinking, success, and what was cut at the limit."""
+    """The known qualifiers of a verdict: closed reasoning, success, and the share cut at the length limit."""
     parts = []
     if evidence.valid_thinking_rate is not None:
-        parts.append(f"valid thinking {evidence.valid_thinking_rate:.0%}")
+        parts.append(f"closed reasoning {evidence.valid_thinking_rate:.0%}")
     if evidence.success is not None:
         parts.append(f"success {evidence.success:.0%}")
     if evidence.clipped_ratio is not None:

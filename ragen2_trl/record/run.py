@@ -230,7 +230,7 @@ class Run:
 
     @property
     def beside(self) -> str:
-        """What qualifies the verdict, or nothing: valid thinking, success, and the share cut at the length limit."""
+        """The known qualifiers of the verdict: closed reasoning, success, and the share cut at the length limit."""
         return qualifiers(self.evidence[-1]) if self.evidence else ""
 
     @property

@@ -70,7 +70,7 @@ PROXIES = (
     ("retrieval accuracy", "retrieval_accuracy", "retrieval_chance"),
     ("own prompt among the best 4", "retrieval_accuracy@4", "retrieval_chance@4"),
     ("MI (nats)", "mi_seq", "mi_upper_bound"),
-    ("MI per token, tempered", "mi_token_tempered", None),
+    ("MI per token (as RAGEN's code)", "mi_token_tempered", None),
     ("MI z-score", "mi_zscore_seq", None),
     ("MI z-score, running", "mi_zscore_ema_seq", None),
 )
