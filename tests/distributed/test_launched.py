@@ -66,11 +66,12 @@ def test_two_launch_commands_train_as_one_with_two_processes(config, tmp_path):
     assert [name for name in one if not torch.equal(one[name], two[name])] == []
 
 
+@pytest.mark.full  # DeepSpeed compiles for minutes
 @pytest.mark.needs("deepspeed", "g++")
 @pytest.mark.parametrize(
     ("config", "further"),
     [
-        pytest.param("cpu_zero2", (), marks=pytest.mark.full),
+        ("cpu_zero2", ()),
         ("cpu_zero2", ("--zero_stage", "3", "--zero3_save_16bit_model", "true", "--offload_param_device", "cpu")),
     ],
 )
