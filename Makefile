@@ -13,9 +13,6 @@ UV :=
 install_into = $(if $(UV),$(UV) pip install --quiet --python $(1)/bin/python,$(1)/bin/python -m pip install --quiet)
 
 export HF_HUB_DISABLE_TELEMETRY := 1
-# glibc would give a key-value cache back to the kernel with every token and fault it in again with the next.
-export MALLOC_MMAP_THRESHOLD_ := 4294967296
-export MALLOC_TRIM_THRESHOLD_ := 17179869184
 
 .DEFAULT_GOAL := help
 .PHONY: help install docs demo reproduce-quick reproduce test test-slow test-distributed test-sandbox test-all test-trl \

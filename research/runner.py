@@ -46,13 +46,11 @@ KEPT = (CONFIG, LOG, HISTORY_FILE, SUMMARY, VERSIONS)  # of a run whose numbers 
 GRACE = 10.0  # seconds that a process has to end in
 POLL = 0.2  # seconds
 
-# One core a run, and memory as in the Makefile: glibc would give a key-value cache back with every token.
+# One core a run.
 ONE_CORE = {
     "OMP_NUM_THREADS": "1",
     "RAYON_NUM_THREADS": "1",
     "TOKENIZERS_PARALLELISM": "false",
-    "MALLOC_MMAP_THRESHOLD_": "4294967296",
-    "MALLOC_TRIM_THRESHOLD_": "17179869184",
     "HF_HUB_DISABLE_TELEMETRY": "1",
 }
 WIDE = {"COLUMNS": "500"}  # what is said in one line is one in the log

@@ -20,11 +20,13 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from trl import GRPOConfig
 
 from ragen2_trl import SNRFilteredGRPOConfig
+from ragen2_trl.cli import keep_freed_memory
 from ragen2_trl.tiny.build import build_tokenizer
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
 logging.getLogger("transformers").setLevel(logging.ERROR)
+keep_freed_memory()  # tests sample a lot
 # The first call of a process is slow, as is a busy machine; and what fails shall be what changed, not what was drawn.
 # To look further: --hypothesis-profile searching
 settings.register_profile("repeatable", deadline=None, derandomize=True)

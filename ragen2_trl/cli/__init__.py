@@ -1,5 +1,6 @@
 """The command line: `ragen2-trl <command>`, one module a command, each with a `main(args)` of its own."""
 
+import ctypes
 import gc
 import os
 import sys
@@ -24,6 +25,16 @@ COMMANDS = {
     "check-trl": "whether the TRL that is installed has all that the trainers lean on",
     "check-sandbox": "which defences against model-written programs hold on this machine",
 }
+
+
+def keep_freed_memory() -> None:
+    """Lets glibc keep what the process frees: it would give a key-value cache back to the kernel with every token and
+    fault it in again with the next. `MALLOC_MMAP_THRESHOLD_` and `MALLOC_TRIM_THRESHOLD_` in the environment decide
+    instead, where they are set; other C libraries have no such setting."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
+    for name, number in (("MALLOC_MMAP_THRESHOLD_", -3), ("MALLOC_TRIM_THRESHOLD_", -1)):  # <malloc.h>
+        if mallopt is not None and name not in os.environ:
+            mallopt(number, 2**31 - 1)
 
 
 @contextmanager
@@ -60,6 +71,7 @@ def main(args: list[str] | None = None) -> None:
         return
     if os.getcwd() not in sys.path:  # where modules of one's own are, which arguments name
         sys.path.append(os.getcwd())
+    keep_freed_memory()
     # Imported only now: a command should not wait for the imports of the others.
     status = Console(stderr=True).status(f"ragen2-trl {command} begins")  # in a terminal alone; imports take seconds
     try:
