@@ -7,8 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from algorithms import for_each
 from conftest import assert_same_parameters, parameters_of
 from datasets import Dataset
+from measured_runs import length_reward
 from test_tool_environments import TEMPLATE
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import GRPOTrainer
@@ -46,7 +48,7 @@ class Guess:
         return "found" if self._found else f"not {number}, but {self._secret}"
 
     def get_reward(self) -> float:
-        return 1.0 * self._found - 0.01 * (self.plays % 7)
+        return self._found * (1.0 + 0.01 * (self.plays % 7))
 
 
 class Silent(Guess):
@@ -80,11 +82,6 @@ def rows_with(*secrets, **columns):
 
 
 HELD_OUT = rows_with(3, 5, 3, 7)
-
-
-def wordy(completions, secret, **columns):
-    """Rewards that vary, whatever was called."""
-    return [len(completion[0].get("content") or "") / 1000 for completion in completions]
 
 
 def make(policy_path, args, reward=None, kind=SNRFilteredGRPOTrainer, rows=None, calls=True, **play):
@@ -175,9 +172,10 @@ DYNAMIC = {"snr_strategy": "nonzero", "snr_dynamic_sampling_rounds": 1}
 def test_training_is_bit_identical_with_and_without_held_out_rows_and_episodes(way, policy_path, agent_args):
     settings = {"trl": {"snr": False}, "dynamic_sampling": DYNAMIC, "pilots": {"snr_pilot_generations": 2}}[way]
     kind = GRPOTrainer if way == "trl" else SNRFilteredGRPOTrainer
+    rows = rows_with(*[3, 5] * 8)  # every other group has a reward
     found = []
     for evaluates in (False, True):
-        trainer = make(policy_path, agent_args(**settings), wordy, kind=kind, environment_factory=Guess)
+        trainer = make(policy_path, agent_args(**settings), kind=kind, rows=rows, environment_factory=Guess)
         if evaluates:
             curve = {**CURVE, "dataset": HELD_OUT, "num_samples": 3, "batch_size": 4}
             trainer.add_callback(EnvironmentEvalCallback(Guess, trainer, **curve))
@@ -187,6 +185,8 @@ def test_training_is_bit_identical_with_and_without_held_out_rows_and_episodes(w
     assert_same_parameters(found[0][0], found[1][0])
     assert found[0][1] == found[1][1]
     assert list(evaluations(trainer, "Guess")) == [0, 1, 2]
+    if way == "dynamic_sampling":
+        assert any(row.get("snr/sampling_rounds") for row in trainer.state.log_history)
     for episodes in files(trainer, "train"):  # whole groups, also where pilots have chosen them
         groups = [one.group for one in episodes]
         assert groups == [number // 4 for number in range(len(groups))] and len(groups) % 4 == 0
@@ -219,6 +219,25 @@ def test_a_reward_function_judges_rows_that_are_played_without_environments(way,
         assert groups[0] == (8, 2, 0.5) and (trainer.num_generations_eval, trainer.args.temperature) == (4, 1.0)
     logs.append("a function that knows it")
     assert callback.evaluate()["reward"]["success"] == 1.0
+
+
+@pytest.mark.slow
+@for_each
+def test_every_trainer_with_the_filter_is_left_alone_by_rows_of_texts(algorithm, policy_path, prompts, tmp_path):
+    found = []
+    for evaluates in (False, True):
+        args = algorithm.args(tmp_path / str(evaluates))
+        trainer = algorithm.trainer(policy_path, length_reward, args, prompts)
+        if evaluates:
+            settings = {"every": 1, "num_samples": 3, "dataset": prompts}
+            trainer.add_callback(EnvironmentEvalCallback([length_reward], trainer, **settings))
+            trainer.add_callback(EpisodeCallback(trainer, every=1))
+        trainer.train()
+        found.append((parameters_of(trainer), states(trainer)))
+    assert list(evaluations(trainer, "length_reward")) == [0, 1, 2, 3]
+    assert len(files(trainer, "train")) == 3 and len(files(trainer, "evaluation")[0]) == 24
+    assert_same_parameters(found[0][0], found[1][0])
+    assert found[0][1] == found[1][1]
 
 
 def test_each_environment_of_a_dict_has_a_curve_of_its_own(policy_path, agent_args):
