@@ -37,11 +37,11 @@ class EnvironmentEvalCallback(TrainerCallback):
     """
     Plays the same held-out tasks before the first step, at every `every` optimizer steps and after the last one.
 
-    They are tasks of our environments, or rows that are played as training is: by TRL's `environment_factory`, `tools`
-    or `rollout_func`, and scored with the trainer's reward functions. Then `return` is the weighted sum of rewards, 0
-    where no function gives one, and an episode succeeds where a reward function logs so
-    (`log_extra("success", [1.0, 0.0, …])`); where none does, where the reward is 1.0 or more, of the environment's
-    `get_reward` or else of the first reward function.
+    The tasks come from our environments, or are held-out rows for TRL's own contracts: the trainer plays them with its
+    `environment_factory`, `tools` or `rollout_func`, or in one turn, and scores them with its reward functions. For
+    such rows, `return` is the weighted reward sum, 0 if no function gives a number. An episode succeeds if a reward
+    function logs so (`log_extra("success", [1.0, 0.0, …])`). If none does, success is a reward of at least 1.0 from
+    the environment's `get_reward`, or else from the first reward function.
 
     Success, return and pass@k with 95 % intervals, and the other numbers of `ragen2-trl evaluate`, are in the log row
     of that step under `eval/env/<task>/`, in `log_history` and in trackers; a row that logging would have left out is
@@ -53,22 +53,22 @@ class EnvironmentEvalCallback(TrainerCallback):
     best; the model that training begins with has no checkpoint.
 
     Episodes are saved as `_episodes/evaluation_<step>.parquet` and `.jsonl` in `output_dir`, for `ragen2-trl report`.
-    Tasks are played by the model that trains, also where the trainer samples with vLLM; rows are played by vLLM there,
-    whose own random state moves on. On several processes each plays its share.
+    Our environments are played by the model that trains, also where the trainer samples with vLLM. Rows of `dataset`
+    are played by vLLM there, and its random state moves on. On several processes each plays its share.
 
     Args:
-        env ([`~ragen2_trl.envs.Environment`] or a sequence of them, or what the trainer was made with):
-            The tasks, in text, in one turn or several. The first one tells which checkpoint is best. Or the trainer's
-            `environment_factory`, or one or several of its reward functions, which then judge; with `dataset`.
+        env ([`~ragen2_trl.envs.Environment`] or a sequence of them, an `environment_factory`, or reward functions):
+            The tasks, in text, in one turn or several. The first one tells which checkpoint is best. With `dataset`,
+            the trainer's `environment_factory`, or some of its reward functions, which then decide on success.
         trainer ([`~trl.GRPOTrainer`] or [`~trl.RLOOTrainer`], or a subclass):
             The trainer that the callback is then added to. Of several such callbacks on it the newest evaluates.
         every (`int`, *optional*, defaults to `10`):
             Optimizer steps between evaluations.
         num_prompts, num_samples (`int`, *optional*, default to `256` and `4`):
-            Held-out tasks of each environment (split `"test"`), or as many rows of `dataset` if it has them, and
+            Held-out tasks of each environment (split `"test"`; of `dataset`, all rows if there are fewer), and
             completions for each.
         temperature (`float`, *optional*, defaults to `0.5`):
-            Of the sampling, as in the paper; 0 is greedy, with `num_samples=1`, and not for rows of `dataset`.
+            Of the sampling, as in the paper; 0 is greedy, with `num_samples=1` and without `dataset`.
         seed (`int`, *optional*, defaults to `0`):
             Of the tasks and of the sampling.
         data (`str`, *optional*):
@@ -93,11 +93,11 @@ class EnvironmentEvalCallback(TrainerCallback):
             What of an episode a turn is sampled from, as `TextRollout` takes it: `context`, `context_turns` and
             `drop_oldest_turns`.
         dataset ([`~datasets.Dataset`], *optional*):
-            Held-out rows like those of `train_dataset`, where `env` is what the trainer was made with. `data`,
-            `max_turn_tokens` and `context_options` are for our environments alone.
+            Held-out rows with the columns of `train_dataset`, if `env` is a factory or reward functions. `data`,
+            `max_turn_tokens` and `context_options` are for our environments only.
 
     Raises:
-        TypeError: if `env` is neither an environment nor what the trainer was made with.
+        TypeError: if `env` is neither an environment nor the trainer's own factory or reward functions.
         ValueError: for a setting outside its range, and if there are fewer held-out tasks than `num_prompts`.
 
     Example:

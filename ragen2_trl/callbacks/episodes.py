@@ -17,7 +17,7 @@ from ragen2_trl.record.files import EPISODES, TRAINING
 from ragen2_trl.record.saved_episodes import PlayedEpisode, episodes_of, save_episodes
 from ragen2_trl.rollout_events import LocalRollout, listen, refuse_asynchronous, sampling_events
 
-# The micro-step that it began, and how many of the same tasks were before it there; of what TRL plays, of groups.
+# Its first micro-step, and the number of earlier generations of the same tasks there (under TRL's contracts: groups).
 Generation = tuple[int, int]
 
 
@@ -28,10 +28,10 @@ class EpisodeCallback(TrainerCallback):
     `ragen2-trl report` shows them. Training stays bit-identical.
 
     It sees what `TextRollout`, the reward functions of a task and its tools play, of one task or of several, on all
-    processes; what is played for an evaluation is left out. Without reward functions of our environments it sees what
-    TRL's `environment_factory`, `tools`, `rollout_func` or single turns have played, once it is scored: the first
-    groups of a step, before those of dynamic sampling. An episode has one reward then, each tool call is an action,
-    and [`EnvironmentEvalCallback`] says when it is a success.
+    processes; what is played for an evaluation is left out. Without reward functions of our environments, it saves the
+    episodes of TRL's `environment_factory`, `tools`, `rollout_func` or single turns once they are scored: a step's
+    first groups, without those that dynamic sampling adds. Such an episode has one reward, tool calls are its actions,
+    and success is decided as in [`EnvironmentEvalCallback`].
 
     Args:
         trainer ([`~trl.GRPOTrainer`] or [`~trl.RLOOTrainer`], or a subclass):
@@ -102,7 +102,7 @@ class EpisodeCallback(TrainerCallback):
         first = self.trainer.accelerator.process_index * len(rows)
         seeds = [seed_of(row, 0) for row in rows]
         for place, episode in enumerate(self._referee.episodes(rows, seeds, step), first):
-            # Rows need no seed that tells groups apart.
+            # Rows may have no seed that tells groups apart.
             group = self.trainer._step, place // self.trainer.num_generations
             self._generations.setdefault(group, []).append(episode)
 

@@ -568,7 +568,7 @@ def measure_scope(scope: str, *arguments: Any) -> tuple[dict[str, float], dict[s
 
 
 def what_to_do(has_turns: bool) -> str:
-    """Remedies where all rows of a game share one prompt, which shows nothing of its state."""
+    """What makes a game measurable whose rows all share one prompt."""
     later = (
         "MutualInformationCallback(trainer, scopes=('trajectory', 'answer')) measures from the first observation on; "
         "for first turns, too, "

@@ -1,6 +1,6 @@
-"""Episodes that a trainer plays itself, by TRL's contracts: `environment_factory`, `tools`, `rollout_func`, one turn.
+"""Episodes under TRL's own contracts: `environment_factory`, `tools`, `rollout_func`, or a single turn.
 
-`Referee` names and judges those of a generation. `HeldOutPlay` samples them for rows that no training sees.
+A `Referee` turns a generation into episodes and decides on success. `HeldOutPlay` lets the trainer play held-out rows.
 """
 
 import copy
@@ -28,14 +28,14 @@ SOLVED = 1.0  # reward of a solved task where nothing logs its success, as in `D
 
 class Referee:
     """
-    Names the task of a row, and says whether an episode solved it.
+    Names the task of a row, and decides whether an episode solved it.
 
-    It did where a reward function logs so in a column `success` (TRL's `log_extra`). Where none does, a task is solved
-    by a reward of 1.0 or more: that of the environment's own `get_reward`, or else of the first function.
+    A reward function can log that in a column `success` (TRL's `log_extra`). If none does, success is a reward of at
+    least 1.0 from the environment's `get_reward`, or else from the first reward function.
 
     Args:
-        events: Of the trainer whose episodes they are.
-        functions: Reward functions of the trainer that judge instead, in this order.
+        events: Sampling events of the trainer.
+        functions: Reward functions of the trainer that decide instead; the first one with a number does.
     """
 
     def __init__(self, events: RolloutEvents, functions: Sequence[Any] = ()):
@@ -52,7 +52,7 @@ class Referee:
         return self._only or str(row.get(TASK))
 
     def episodes(self, rows: Sequence[Mapping[str, Any]], seeds: Sequence[int], step: int) -> list[PlayedEpisode]:
-        """Those of the latest generation on this process, in the order of its rows; groups are not numbered."""
+        """Episodes of the latest generation on this process, in the order of its rows, without numbers of groups."""
         scored = self.events.scored
         assert scored is not None  # the generation has been scored
         first = self.trainer.accelerator.process_index * len(rows)
@@ -74,20 +74,20 @@ class Referee:
 
 class HeldOutPlay:
     """
-    Held-out rows, played with the trainer's own generation and scored with its reward functions.
+    Plays held-out rows with the trainer's own generation, and scores them with its reward functions.
 
-    Environments are instances of their own, and logs, settings and random states of training are as before.
+    They get environments of their own. The trainer's logs, settings and random states are restored afterwards.
 
     Args:
-        events: Of the trainer.
-        env: Its `environment_factory`, or one or several of its reward functions.
-        dataset: The rows.
-        num_prompts: Most rows of each environment; drawn where there are more.
-        num_samples: Completions of each.
+        events: Sampling events of the trainer.
+        env: The trainer's `environment_factory`, or one or several of its reward functions.
+        dataset: Held-out rows.
+        num_prompts: Most rows of each environment; a random sample if there are more.
+        num_samples: Completions of each row.
         temperature: Of the sampling.
         max_new_tokens: Longest completion in tokens, all turns included.
-        batch_size: Completions generated at once on a process, about: groups stay together.
-        seed: Of drawing and sampling.
+        batch_size: Completions generated at once on a process, rounded up to whole groups.
+        seed: Of the sample of rows and of the sampling.
 
     Raises:
         TypeError, ValueError: If `env` is not the trainer's, or an argument is outside its range.
@@ -145,11 +145,11 @@ class HeldOutPlay:
             raise ValueError(f"dataset must have at least 2 rows of each environment, got {few or 0}")
 
     def play(self, rows: Dataset) -> tuple[dict[str, list[float]], list[PlayedEpisode]]:
-        """What came of each row `num_samples` times in a row, and the episodes; a call for all processes together."""
+        """Columns for `summarize`, and the episodes, `num_samples` for each row. A call for all processes together."""
         accelerator = self.trainer.accelerator
         processes, me = accelerator.num_processes, accelerator.process_index
         numbers = [number for number in range(len(rows)) for _ in range(self.num_samples)]
-        # Whole groups, and as many rows on each process. vLLM takes a group for one prompt, asked several times.
+        # Each call gets whole groups, which vLLM samples from one prompt, and equally many rows on each process.
         unit = math.lcm(processes, self.num_samples)
         size = math.ceil(self.batch_size * processes / unit) * unit
         played: list[tuple[PlayedEpisode, int]] = []
@@ -157,7 +157,7 @@ class HeldOutPlay:
         with evaluation_mode(self.trainer.model, seed), self._aside():
             for start in range(0, len(numbers), size):
                 block = numbers[start : start + size]
-                filled = block + [0] * (-len(block) % unit)  # nobody looks at what fills up
+                filled = block + [0] * (-len(block) % unit)  # the results of added rows are dropped
                 share = len(filled) // processes
                 played += gather_object(self._generated(rows, filled[me * share :][:share]))[: len(block)]
         episodes = [episode for episode, _ in played]
@@ -170,7 +170,7 @@ class HeldOutPlay:
         return columns, episodes
 
     def _generated(self, rows: Dataset, numbers: list[int]) -> list[tuple[PlayedEpisode, int]]:
-        """An episode for each of these rows, and the tokens that the model wrote in it."""
+        """An episode for each of these rows, and the number of tokens that the model wrote in it."""
         self.trainer.model.eval()  # continuous batching leaves it in training mode
         inputs = [dict(rows[number]) for number in numbers]
         seeds = [seed_of(row, number) for row, number in zip(inputs, numbers, strict=True)]
@@ -180,7 +180,7 @@ class HeldOutPlay:
 
     @contextmanager
     def _aside(self) -> Iterator[None]:
-        """The trainer generates with settings, logs and environments that training does not see."""
+        """Inside, the trainer has the settings, logs and environments of the evaluation."""
         trainer = self.trainer
         values = {name: getattr(trainer, name) for name in BY_ROW if hasattr(trainer, name)}
         values |= {
@@ -195,30 +195,29 @@ class HeldOutPlay:
         if trainer.use_vllm:
             backend, limit = "vllm_generation", "max_completion_length"
         sampling = {"temperature": self.temperature, limit: self.max_new_tokens}
-        asked = {"temperature": self.temperature}  # which rollout functions read
+        asked = {"temperature": self.temperature}  # rollout functions read it there
         with replaced(trainer, values), replaced(getattr(trainer, backend), sampling), replaced(trainer.args, asked):
             yield
 
 
 def seed_of(row: Mapping[str, Any], otherwise: int) -> int:
-    """What the rows of a task have as `seed`, where that is a number."""
+    """The row's own `seed`, if it is an int."""
     seed = row.get("seed")
     return seed if isinstance(seed, int) else otherwise
 
 
 def factories_of(trainer: Any, env: Any, own: Factories) -> Factories:
-    """Factories by name, as the trainer has its `own`.
+    """Factories by the names that the trainer's `own` have; `None` is the only one.
 
     Raises:
-        TypeError: If it has none, or others.
+        TypeError: If `env` is no factory, or has other names.
     """
     given: Factories = env if isinstance(env, dict) else {None: env}
     if set(given) == set(own) and all(map(callable, given.values())):
         return given
-    names = "" if None in own else f", a dict with {sorted(map(str, own))}"
-    takes = f"its environment_factory{names}, " if own else ""
+    names = "" if None in own else f" (a dict with {sorted(map(str, own))})"
+    factory = f"environment_factory{names} or its " if own else ""
     raise TypeError(
-        f"env must be an Environment of ragen2_trl.envs or a list of them, got {env!r:.80}. Allowed, too, with "
-        f"dataset=: what the trainer was made with, {takes}or one or several of its reward functions, "
-        f"{', '.join(trainer.reward_func_names)}."
+        f"env must be an Environment of ragen2_trl.envs or a list of them, got {env!r:.80}. With dataset=..., the "
+        f"trainer's {factory}reward functions are allowed, too: {', '.join(trainer.reward_func_names)}."
     )
