@@ -4,13 +4,13 @@ pip install "transformers>=5.2" jmespath   # what TRL's tool loop needs
 python examples/agent.py                   # Qwen3-0.6B; without a GPU two short steps, to see that it runs
 """
 
-import random
 import sys
 
 import torch
 from datasets import Dataset
 
-from ragen2_trl import MutualInformationCallback, SNRFilteredGRPOConfig, SNRFilteredGRPOTrainer
+from ragen2_trl import SNRFilteredGRPOConfig, SNRFilteredGRPOTrainer
+from ragen2_trl.callbacks import EnvironmentEvalCallback, MutualInformationCallback
 
 
 class GuessingGame:
@@ -41,8 +41,10 @@ class GuessingGame:
 
 
 if __name__ == "__main__":
-    rng, on_gpu = random.Random(0), torch.cuda.is_available()
+    on_gpu = torch.cuda.is_available()
     ask = [{"role": "user", "content": "Find the number from 0 to 99 with the tool `guess`."}]
+    rows = Dataset.from_list([{"prompt": ask, "secret": secret} for secret in range(100)])
+    rows = rows.train_test_split(20 if on_gpu else 2, seed=0)
     trainer = SNRFilteredGRPOTrainer(
         model=sys.argv[1] if len(sys.argv) > 1 else "Qwen/Qwen3-0.6B",
         args=SNRFilteredGRPOConfig(
@@ -57,8 +59,9 @@ if __name__ == "__main__":
             use_cpu=not on_gpu,
             bf16=on_gpu,
         ),
-        train_dataset=Dataset.from_list([{"prompt": ask, "secret": rng.randrange(100)} for _ in range(1024)]),
+        train_dataset=rows["train"],
         environment_factory=GuessingGame,
     )
+    trainer.add_callback(EnvironmentEvalCallback(GuessingGame, trainer, dataset=rows["test"]))
     trainer.add_callback(MutualInformationCallback(trainer))
     trainer.train()

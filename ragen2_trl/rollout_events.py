@@ -231,6 +231,13 @@ class RolloutEvents(SamplingEvents):
             self.written(self._tokens_written(generated), len(generated[1]))
 
     @property
+    def conversations(self) -> list[tuple[Any, Any, int]]:
+        """For each row of the latest generation on this process, its prompt and completion as reward functions get
+        them, and how many tokens the model wrote."""
+        written = [int(sum(mask)) for mask in self._masks(self._generated)]
+        return list(zip(self._prompts, texts_of(self.trainer, self._generated), written, strict=True))
+
+    @property
     def has_generated(self) -> bool:
         """Whether a call of `_generate` has returned, and no other has begun."""
         return self._generated is not None
@@ -264,12 +271,16 @@ class RolloutEvents(SamplingEvents):
 
     def _tokens_written(self, generated: Any) -> int:
         """By the model on this process; its turn samples included."""
-        _, completion_ids, masks, *others = generated
-        if masks is None or is_rloo(self.trainer):
-            masks = [[1] * len(ids) for ids in completion_ids]
-        fields = [one for one in others if isinstance(one, dict) and TURN_SAMPLES in one]
+        fields = [one for one in generated[3:] if isinstance(one, dict) and TURN_SAMPLES in one]
         further = [sample["env_mask"] for one in fields for samples in one[TURN_SAMPLES] for sample in samples]
-        return sum(int(sum(mask)) for mask in [*masks, *further])
+        return sum(int(sum(mask)) for mask in [*self._masks(generated), *further])
+
+    def _masks(self, generated: Any) -> list[list[int]]:
+        """For each completion, 1 for each id that the model wrote and 0 for the others."""
+        _, completion_ids, masks, *_ = generated
+        if masks is None or is_rloo(self.trainer):  # whose third value is something else
+            return [[1] * len(ids) for ids in completion_ids]
+        return list(masks)
 
     def _note_rewards(self, calculate: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
         if self._ahead is not None:
@@ -317,6 +328,15 @@ def refuse_asynchronous(trainer: Any, callback: str) -> None:
         )
 
 
+def sampling_events(trainer: Any) -> Any:
+    """The `SamplingEvents` of a trainer: `RolloutEvents`, unless it samples by methods of its own.
+
+    Raises:
+        TypeError: for a trainer that does not sample completions.
+    """
+    return getattr(trainer, _ATTRIBUTE, None) or RolloutEvents(trainer)
+
+
 def listen(
     trainer: Any,
     *,
@@ -345,7 +365,7 @@ def listen(
     Raises:
         TypeError: for a trainer that does not sample completions.
     """
-    events: SamplingEvents = getattr(trainer, _ATTRIBUTE, None) or RolloutEvents(trainer)
+    events = sampling_events(trainer)
     listener = Listener(events, on_rows, on_generated, on_rollout, on_pass, aside, all_rows)
     events.listeners.append(listener)
     return listener

@@ -18,12 +18,13 @@ from trl.models.utils import unwrap_model_for_generation
 
 from ragen2_trl.callbacks.attached import check_own_trainer, is_newest
 from ragen2_trl.callbacks.run_record import keep_record, reported
+from ragen2_trl.callbacks.trl_play import HeldOutPlay
 from ragen2_trl.envs import Environment
 from ragen2_trl.envs.random_baseline import random_success
 from ragen2_trl.record.files import EPISODES, EVALUATION
 from ragen2_trl.record.held_out import LOGGED, curves_of
 from ragen2_trl.record.saved_episodes import PlayedEpisode, episodes_of, save_episodes
-from ragen2_trl.rollout_events import forget_in_row, log_row, refuse_asynchronous
+from ragen2_trl.rollout_events import forget_in_row, log_row, refuse_asynchronous, sampling_events
 from ragen2_trl.rollouts.outcomes import outcomes_of, summarize
 from ragen2_trl.rollouts.sampling import check_sampling, held_out_rows, play_rows
 
@@ -36,6 +37,12 @@ class EnvironmentEvalCallback(TrainerCallback):
     """
     Plays the same held-out tasks before the first step, at every `every` optimizer steps and after the last one.
 
+    The tasks come from our environments, or are held-out rows for TRL's own contracts: the trainer plays them with its
+    `environment_factory`, `tools` or `rollout_func`, or in one turn, and scores them with its reward functions. For
+    such rows, `return` is the weighted reward sum, 0 if no function gives a number. An episode succeeds if a reward
+    function logs so (`log_extra("success", [1.0, 0.0, …])`). If none does, success is a reward of at least 1.0 from
+    the environment's `get_reward`, or else from the first reward function.
+
     Success, return and pass@k with 95 % intervals, and the other numbers of `ragen2-trl evaluate`, are in the log row
     of that step under `eval/env/<task>/`, in `log_history` and in trackers; a row that logging would have left out is
     logged for them. Model card and report draw the curve. Training is left bit-identical: random states, modes and
@@ -46,20 +53,22 @@ class EnvironmentEvalCallback(TrainerCallback):
     best; the model that training begins with has no checkpoint.
 
     Episodes are saved as `_episodes/evaluation_<step>.parquet` and `.jsonl` in `output_dir`, for `ragen2-trl report`.
-    Tasks are played by the model that trains, also where the trainer samples with vLLM. On several processes each
-    plays its share.
+    Our environments are played by the model that trains, also where the trainer samples with vLLM. Rows of `dataset`
+    are played by vLLM there, and its random state moves on. On several processes each plays its share.
 
     Args:
-        env ([`~ragen2_trl.envs.Environment`] or a sequence of them):
-            The tasks, in text, in one turn or several. The first one tells which checkpoint is best.
+        env ([`~ragen2_trl.envs.Environment`] or a sequence of them, an `environment_factory`, or reward functions):
+            The tasks, in text, in one turn or several. The first one tells which checkpoint is best. With `dataset`,
+            the trainer's `environment_factory`, or some of its reward functions, which then decide on success.
         trainer ([`~trl.GRPOTrainer`] or [`~trl.RLOOTrainer`], or a subclass):
             The trainer that the callback is then added to. Of several such callbacks on it the newest evaluates.
         every (`int`, *optional*, defaults to `10`):
             Optimizer steps between evaluations.
         num_prompts, num_samples (`int`, *optional*, default to `256` and `4`):
-            Held-out tasks of each environment (split `"test"`), and completions for each.
+            Held-out tasks of each environment (split `"test"`; of `dataset`, all rows if there are fewer), and
+            completions for each.
         temperature (`float`, *optional*, defaults to `0.5`):
-            Of the sampling, as in the paper; 0 is greedy, with `num_samples=1`.
+            Of the sampling, as in the paper; 0 is greedy, with `num_samples=1` and without `dataset`.
         seed (`int`, *optional*, defaults to `0`):
             Of the tasks and of the sampling.
         data (`str`, *optional*):
@@ -83,8 +92,12 @@ class EnvironmentEvalCallback(TrainerCallback):
         context_options (`dict`, *optional*):
             What of an episode a turn is sampled from, as `TextRollout` takes it: `context`, `context_turns` and
             `drop_oldest_turns`.
+        dataset ([`~datasets.Dataset`], *optional*):
+            Held-out rows with the columns of `train_dataset`, if `env` is a factory or reward functions. `data`,
+            `max_turn_tokens` and `context_options` are for our environments only.
 
     Raises:
+        TypeError: if `env` is neither an environment nor the trainer's own factory or reward functions.
         ValueError: for a setting outside its range, and if there are fewer held-out tasks than `num_prompts`.
 
     Example:
@@ -93,12 +106,13 @@ class EnvironmentEvalCallback(TrainerCallback):
     >>> from ragen2_trl import EnvironmentEvalCallback
 
     >>> trainer.add_callback(EnvironmentEvalCallback(env, trainer, every=10))  # doctest: +SKIP
+    >>> trainer.add_callback(EnvironmentEvalCallback(GuessEnv, trainer, dataset=held_out))  # doctest: +SKIP
     ```
     """
 
     def __init__(
         self,
-        env: Environment | Sequence[Environment],
+        env: Environment | Sequence[Environment] | Any,
         trainer: Any,
         every: int = 10,
         num_prompts: int = 256,
@@ -114,6 +128,7 @@ class EnvironmentEvalCallback(TrainerCallback):
         stop_below: float | None = None,
         stop_patience: int = 5,
         context_options: dict[str, Any] | None = None,
+        dataset: Dataset | None = None,
     ):
         for name, value in (("every", every), ("stop_patience", stop_patience)):
             if value < 1:
@@ -121,12 +136,12 @@ class EnvironmentEvalCallback(TrainerCallback):
         if stop_below is not None and not 0 < stop_below <= 1:
             raise ValueError(f"stop_below must be above 0 and at most 1, or None, got {stop_below!r}")
         envs = [env] if isinstance(env, Environment) else list(env) if isinstance(env, Sequence) else []
-        if not envs or not all(isinstance(one, Environment) for one in envs):
-            raise TypeError(
-                f"env must be an Environment of ragen2_trl.envs or a list of them, got {env!r}. What an "
-                "environment_factory or reward functions play is evaluated by TRL: eval_dataset with "
-                "eval_strategy='steps'; table, card and report lead with its eval_reward."
-            )
+        is_ours = bool(envs) and all(isinstance(one, Environment) for one in envs)
+        others: dict[str, Any] = {"data": data, "max_turn_tokens": max_turn_tokens, "context_options": context_options}
+        played = "an Environment, which has its own tasks" if is_ours else "played by the trainer itself"
+        for name, given in ({"dataset": dataset} if is_ours else others).items():
+            if given is not None:
+                raise ValueError(f"{name} must be None where env is {played}, got {given!r:.60}")
         args = trainer.args
         refuse_asynchronous(trainer, "EnvironmentEvalCallback")
         self.trainer = trainer
@@ -139,12 +154,17 @@ class EnvironmentEvalCallback(TrainerCallback):
             "max_new_tokens": max_new_tokens or args.max_completion_length,
             "batch_size": batch_size or max(1, args.generation_batch_size // trainer.accelerator.num_processes),
         }
-        for one in envs:
-            check_sampling(one, num_samples, **self.sampling)
-        self.tasks: dict[str, tuple[Environment, Dataset]] = {
-            name: (one, held_out_rows(one, num_prompts, num_samples, seed, None if number else data))
-            for number, (name, one) in enumerate(zip(task_names(envs), envs, strict=True))
-        }
+        self.tasks: dict[str, tuple[Environment, Dataset]] = {}
+        self.by_trainer: HeldOutPlay | None = None  # where the trainer itself plays
+        if is_ours:
+            for one in envs:
+                check_sampling(one, num_samples, **self.sampling)
+            for number, (name, one) in enumerate(zip(task_names(envs), envs, strict=True)):
+                rows = held_out_rows(one, num_prompts, num_samples, seed, None if number else data)
+                self.tasks[name] = one, rows
+        else:
+            numbers = {"num_prompts": num_prompts, "num_samples": num_samples, "seed": seed}
+            self.by_trainer = HeldOutPlay(sampling_events(trainer), env, dataset, **numbers, **self.sampling)
         self.keep_best = keep_best and args.save_strategy != "no"
         self.load_best = load_best
         self.stop_below, self.stop_patience = stop_below, stop_patience
@@ -152,7 +172,7 @@ class EnvironmentEvalCallback(TrainerCallback):
         self.context_options = context_options
         self._random_baselines: dict[str, dict[str, float]] = {}
         self._pending: list[str] = []  # keys of an evaluation whose row is not logged yet
-        if trainer.use_vllm:
+        if trainer.use_vllm and is_ours:
             logger.warning("Held-out tasks are sampled by transformers, from the model that trains, and not by vLLM.")
         keep_record(trainer)
         if load_best:
@@ -165,7 +185,7 @@ class EnvironmentEvalCallback(TrainerCallback):
         for key in self._pending:  # of a step that was interrupted
             forget_in_row(self.trainer, key)
         self._pending = []
-        if next(iter(self.tasks)) not in curves_of(state.log_history):
+        if self.task_names[0] not in curves_of(state.log_history):
             values = self._evaluate()
             # TRL's own `log` would save the completions of a step as well.
             Trainer.log(self.trainer, values)
@@ -191,8 +211,23 @@ class EnvironmentEvalCallback(TrainerCallback):
                 row[key.replace("_", "/", 1)] = row.pop(key)
             self._pending = []
 
+    @property
+    def task_names(self) -> list[str]:
+        """Those in log keys."""
+        return list(self.tasks if self.by_trainer is None else self.by_trainer.tasks)
+
     def evaluate(self) -> dict[str, dict[str, float]]:
         """The metrics of each task, as `ragen2-trl evaluate` has them. A call for all processes together."""
+        if self.by_trainer is not None:
+            played = {name: self.by_trainer.play(rows) for name, rows in self.by_trainer.tasks.items()}
+        else:
+            played = self._play_all()
+        self._save(list(played.values()))
+        metrics = {name: summarize(self.num_samples, **columns) for name, (columns, _) in played.items()}
+        return {name: values | self._random_baseline(name) for name, values in metrics.items()}
+
+    def _play_all(self) -> dict[str, tuple[dict[str, list[float]], list[PlayedEpisode]]]:
+        """The tasks of our environments."""
         args, accelerator = self.trainer.args, self.trainer.accelerator
         with unwrap_model_for_generation(
             self.trainer.model_wrapped,
@@ -200,16 +235,13 @@ class EnvironmentEvalCallback(TrainerCallback):
             gather_deepspeed3_params=args.ds3_gather_for_generation,
             gradient_checkpointing_kwargs=args.gradient_checkpointing_kwargs,
         ) as model:
-            played = {name: self._play(model, env, rows) for name, (env, rows) in self.tasks.items()}
-        self._save(list(played.values()))
-        metrics = {name: summarize(self.num_samples, **columns) for name, (columns, _) in played.items()}
-        return {name: values | self._random_baseline(name) for name, values in metrics.items()}
+            return {name: self._play(model, env, rows) for name, (env, rows) in self.tasks.items()}
 
     def _random_baseline(self, name: str) -> dict[str, float]:
         """What success has to be compared with; the tasks are the same each time."""
-        if name not in self._random_baselines:
+        if name in self.tasks and name not in self._random_baselines:
             self._random_baselines[name] = random_success(*self.tasks[name], self.num_samples)
-        return self._random_baselines[name]
+        return self._random_baselines.get(name, {})
 
     def _evaluate(self) -> dict[str, float]:
         """What is logged of an evaluation."""
@@ -280,7 +312,7 @@ class EnvironmentEvalCallback(TrainerCallback):
         control.should_save = True
 
     def _stop_if_below(self, bound: float, state: Any, control: Any, values: dict[str, float]) -> None:
-        task = next(iter(self.tasks))
+        task = self.task_names[0]
         curve = curves_of(state.log_history).get(task)
         before = [point.success for point in curve.points if point.step > 0] if curve else []
         latest = [*before, values[f"{LOGGED}{task}/success"]][-self.stop_patience :]
@@ -293,7 +325,7 @@ class EnvironmentEvalCallback(TrainerCallback):
 
     def _what_is_best(self) -> tuple[str, str, int]:
         """Task and metric by which the best checkpoint is told, and 1 where more is better, -1 where less is."""
-        args, first = self.trainer.args, next(iter(self.tasks))
+        args, first = self.trainer.args, self.task_names[0]
         if self.load_best and not self.keep_best:
             raise ValueError(
                 f"load_best=True needs checkpoints, got save_strategy={args.save_strategy.value!r}; allowed: "
@@ -313,12 +345,12 @@ class EnvironmentEvalCallback(TrainerCallback):
         if named in (None, "loss", "eval_loss"):  # which transformers fills in where there is nothing
             return first, "success", 1
         task, _, metric = re.sub("^(eval[/_])?env/", "", named).partition("/")
-        metrics = ["success", "return", "valid_rate", "turns", "completion_length"]
+        metrics = ["success", "return", *(["valid_rate"] if self.tasks else []), "turns", "completion_length"]
         metrics += [f"pass@{2**k}" for k in range(self.num_samples.bit_length())]
-        if self.keep_best and (task not in self.tasks or metric not in metrics):
+        if self.keep_best and (task not in self.task_names or metric not in metrics):
             raise ValueError(
                 f"metric_for_best_model={named!r} is not evaluated; allowed: eval/env/<task>/<metric> with a task of "
-                f"{list(self.tasks)} and a metric of {metrics}."
+                f"{self.task_names} and a metric of {metrics}."
             )
         return task, metric, 1 if args.greater_is_better else -1
 

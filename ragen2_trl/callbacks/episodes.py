@@ -8,15 +8,17 @@ from typing import Any
 from accelerate.utils import gather_object
 from transformers import TrainerCallback
 
-from ragen2_trl.callbacks.attached import check_own_trainer
+from ragen2_trl.callbacks.attached import check_own_trainer, is_newest
 from ragen2_trl.callbacks.run_record import reported
+from ragen2_trl.callbacks.trl_play import Referee, seed_of
 from ragen2_trl.envs import Play
 from ragen2_trl.envs.mixture import AnyTask
 from ragen2_trl.record.files import EPISODES, TRAINING
 from ragen2_trl.record.saved_episodes import PlayedEpisode, episodes_of, save_episodes
-from ragen2_trl.rollout_events import refuse_asynchronous
+from ragen2_trl.rollout_events import LocalRollout, listen, refuse_asynchronous, sampling_events
 
-Generation = tuple[int, int]  # the micro-step that it began, and how many of the same tasks were before it there
+# Its first micro-step, and the number of earlier generations of the same tasks there (under TRL's contracts: groups).
+Generation = tuple[int, int]
 
 
 class EpisodeCallback(TrainerCallback):
@@ -26,18 +28,22 @@ class EpisodeCallback(TrainerCallback):
     `ragen2-trl report` shows them. Training stays bit-identical.
 
     It sees what `TextRollout`, the reward functions of a task and its tools play, of one task or of several, on all
-    processes; what is played for an evaluation is left out.
+    processes; what is played for an evaluation is left out. Without reward functions of our environments, it saves the
+    episodes of TRL's `environment_factory`, `tools`, `rollout_func` or single turns once they are scored: a step's
+    first groups, without those that dynamic sampling adds. Such an episode has one reward, tool calls are its actions,
+    and success is decided as in [`EnvironmentEvalCallback`].
 
     Args:
-        trainer ([`~transformers.Trainer`]):
-            A trainer with the reward functions of at least one of our environments.
+        trainer ([`~trl.GRPOTrainer`] or [`~trl.RLOOTrainer`], or a subclass):
+            The trainer that the callback is then added to.
         every (`int`, *optional*, defaults to `10`):
             Optimizer steps that lie at least between two files. The first generation is always saved.
         max_episodes (`int`, *optional*, defaults to `256`):
             Of a file: the first groups of the step that fit.
 
     Raises:
-        ValueError: If no reward function is that of an environment, or a number is below 1.
+        TypeError: For a trainer that does not sample completions.
+        ValueError: If a number is below 1.
     """
 
     def __init__(self, trainer: Any, every: int = 10, max_episodes: int = 256):
@@ -45,20 +51,18 @@ class EpisodeCallback(TrainerCallback):
         for name, value in (("every", every), ("max_episodes", max_episodes)):
             if value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value!r}")
-        environments = environments_of(trainer)
-        if not environments:
-            raise ValueError(
-                "reward_funcs must hold those of an Environment of ragen2_trl.envs (env.reward_funcs) to keep its "
-                "episodes; those of an environment_factory are kept by TRL's log_completions=True"
-            )
         self.trainer, self.every, self.max_episodes = trainer, every, max_episodes
         self._last: int | None = None  # step that was saved last
         # Of the step that is being saved, this process's part, by generation.
         self._generations: dict[Generation, list[PlayedEpisode]] = {}
         self._calls: list[tuple[int, set[str]]] = []  # of each so far, micro-step and tasks
         self._latest: Play | None = None
+        environments = environments_of(trainer)
         for environment in environments:
             environment.on_played = self._keep
+        if not environments:
+            self._referee = Referee(sampling_events(trainer))
+            listen(trainer, on_rollout=self._keep_rollout)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         check_own_trainer(self, self.trainer, state)
@@ -85,13 +89,28 @@ class EpisodeCallback(TrainerCallback):
         step = self.trainer.state.global_step + 1
         if not self.trainer.model.training:
             return
-        if self._last is None or step >= self._last + self.every:
-            self._last = step
-        if step != self._last or not plays or plays[0] is self._latest:  # two reward functions ask for the same
+        if not self._is_due(step) or not plays or plays[0] is self._latest:  # two reward functions ask for the same
             return
         self._latest = plays[0]
         played = episodes_of(prompts, seeds, plays, step, completions)
         self._generations.setdefault(self._generation(plays), []).extend(played)
+
+    def _keep_rollout(self, local: LocalRollout) -> None:
+        step, rows = self.trainer.state.global_step + 1, local.inputs
+        if not is_newest(self, self.trainer) or not self._is_due(step):
+            return
+        first = self.trainer.accelerator.process_index * len(rows)
+        seeds = [seed_of(row, 0) for row in rows]
+        for place, episode in enumerate(self._referee.episodes(rows, seeds, step), first):
+            # Rows may have no seed that tells groups apart.
+            group = self.trainer._step, place // self.trainer.num_generations
+            self._generations.setdefault(group, []).append(episode)
+
+    def _is_due(self, step: int) -> bool:
+        """Whether the episodes of a step are kept."""
+        if self._last is None or step >= self._last + self.every:
+            self._last = step
+        return step == self._last
 
     def _generation(self, plays: Sequence[Play]) -> Generation:
         """The generation that plays are of. Each task may tell of its own, and not every process has one of each."""

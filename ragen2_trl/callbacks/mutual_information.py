@@ -30,6 +30,7 @@ from ragen2_trl.instrument.diagnosis import (
     SCOPES,
     Measurement,
     NotMeasurableError,
+    SamePromptsError,
     Sampling,
     combine,
     draw,
@@ -112,8 +113,10 @@ class MutualInformationCallback(TrainerCallback):
             information with its bound, closed reasoning, and three of the filter. `trainer.state.log_history` and the
             run's files always have all.
         scopes (`Sequence[str]`, *optional*, defaults to `("first_turn", "trajectory", "answer")`):
-            `first_turn` compares the first turns of all groups. `trajectory` draws from all turns and compares within
-            each turn position; it is left out as long as completions have a single turn. `answer` scores answers after
+            `first_turn` compares the first turns of all groups. Where a game shows its state later and all rows share
+            one prompt, `("trajectory", "answer")` measures from the first observation on. `trajectory` draws from all
+            turns and compares within each turn position; it is left out as long as completions have a single turn.
+            `answer` scores answers after
             the reasoning, and after the prompt, of others ([`~ragen2_trl.instrument.measure_answers`]): it says
             whether the answer uses its prompt and its reasoning. It costs at most a fifth of 64 first turns under 64
             prompts, and is left out where fewer than 8 turns have an answer. `trajectory_reference`, which
@@ -385,9 +388,10 @@ class MutualInformationCallback(TrainerCallback):
                     self._silent.pop(scope, None)
                     continue
                 metrics, parts, measurement = measure_scope(scope, model, trajectories, groups, generator, sampling)
-            except (NotMeasurableError, ContextLengthError) as reason:
+            except (NotMeasurableError, ContextLengthError) as error:
                 if scope != ANSWERS or self.asks_for_answers:
-                    self._stay_silent(step, scope, str(reason))
+                    remedy = what_to_do(has_turns) if isinstance(error, SamePromptsError) else ""
+                    self._stay_silent(step, scope, f"{error}{remedy}")
                 continue
             self._silent.pop(scope, None)
             metrics |= self.ema[scope].update(metrics)
@@ -561,6 +565,18 @@ def measure_scope(scope: str, *arguments: Any) -> tuple[dict[str, float], dict[s
         without = combine(retold)
         parts |= {f"without_own_words/{name}": without[name] for name in WITHOUT_OWN_WORDS}
     return combine(list(by_position.values())), parts, None
+
+
+def what_to_do(has_turns: bool) -> str:
+    """What makes a game measurable whose rows all share one prompt."""
+    later = (
+        "MutualInformationCallback(trainer, scopes=('trajectory', 'answer')) measures from the first observation on; "
+        "for first turns, too, "
+    )
+    return (
+        f". What would change that: {later if has_turns else ''}let reset() of the environment return the first "
+        "observation, which TRL appends to the prompt, or give each row of train_dataset a prompt of its own"
+    )
 
 
 def group_metrics(rollout: Rollout) -> dict[str, float]:

@@ -23,6 +23,10 @@ class NotMeasurableError(ValueError):
     """The sampled turns hold nothing to measure; the message says why."""
 
 
+class SamePromptsError(NotMeasurableError):
+    """All turns have the same context."""
+
+
 @dataclass(frozen=True)
 class Measurement:
     """A cross-scoring matrix and what follows from it.
@@ -273,10 +277,7 @@ def _measure(
     class_of: dict[tuple[int, ...], int] = {}
     prompt_class = [class_of.setdefault(context, len(class_of)) for context in contexts]
     if len(class_of) < 2:
-        raise NotMeasurableError(
-            f"all {len(columns)} prompts are the same, and two different ones are needed: a game that shows its state "
-            "only later is measured from its first observation on, if reset() of the environment returns that"
-        )
+        raise SamePromptsError(f"all {len(columns)} prompts are the same, and two different ones are needed")
     cross_logps = cross_score(
         model,
         contexts,

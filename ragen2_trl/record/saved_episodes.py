@@ -63,7 +63,7 @@ class PlayedEpisode:
 
     Args:
         task: Name of the environment.
-        seed: Of the task.
+        seed: Of the task; 0 where a row of training has none.
         success: Whether the task was solved.
         episode_return: Sum of the rewards; `None` where that is no finite number.
         messages: `{"role", "content"}` from the first to the last, and `tool_calls` where there were any.
@@ -128,6 +128,27 @@ def episodes_of(
             )
         )
     return episodes
+
+
+def episode_of_messages(
+    task: str, seed: int, success: bool, reward: float, prompt: Any, completion: Any, step: int = 0
+) -> PlayedEpisode:
+    """An episode as TRL's reward functions saw it. Each message of the model is a turn, and its tool calls are the
+    actions; there is one reward for all of them.
+
+    Args:
+        task, seed, success, reward, step: As in `PlayedEpisode`.
+        prompt, completion: Messages, or texts.
+    """
+    asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    said: Any = [{"role": "assistant", "content": completion}] if isinstance(completion, str) else completion
+    turns = [
+        PlayedTurn([_action(call) for call in message.get("tool_calls") or ()], True, None)
+        for message in said
+        if message["role"] == "assistant"
+    ]
+    messages = [_message(message) for message in (*asked, *said)]
+    return PlayedEpisode(task, seed, success, _finite(reward), messages, turns, step=step)
 
 
 def save_episodes(folder: Path, episodes: Sequence[PlayedEpisode], name: str = EVALUATION, step: int = 0) -> Path:
@@ -219,6 +240,15 @@ def _message(message: Mapping[str, Any]) -> dict[str, Any]:
         if message.get(name):
             kept["content"] = f"<think>{message[name]}</think>{content}"
     return {**kept, "tool_calls": message["tool_calls"]} if message.get("tool_calls") else kept
+
+
+def _action(call: Mapping[str, Any]) -> str:
+    """A tool call in the form of Python; what a model wrote may have another form."""
+    function = call.get("function")
+    if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), Mapping):
+        return str(function or call)
+    given = ", ".join(f"{name}={value!r}" for name, value in function["arguments"].items())
+    return f"{function.get('name')}({given})"
 
 
 def _finite(value: float | None) -> float | None:

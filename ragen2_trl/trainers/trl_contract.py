@@ -74,7 +74,11 @@ ATTRIBUTES = [
     "_pending_extra_logs",
     "_pending_metrics",
     "_tokenizer",
+    "_logs",
+    "generation_config",
+    "max_completion_length",
     "num_generations",
+    "num_generations_eval",
     "num_iterations",
     "reward_weights",
     "reward_funcs",
@@ -85,8 +89,9 @@ ATTRIBUTES = [
     "use_vllm",
 ]
 KEYS = ["prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "advantages"]
-# Lists by row, from which pilots take the rows that they sample.
+# Lists by row, from which pilots take the rows that they sample; and where environments come from.
 ATTRIBUTES_OF_GRPO = ["environments", "_batch_environments", "_sync_tool_dicts", "_async_tool_dicts"]
+ATTRIBUTES_OF_GRPO += ["_environment_pool", "environment_factories"]
 OF_GRPO = ["tool_mask", "num_items_in_batch", "old_per_token_logps", "sampling_per_token_logps"]
 OF_RLOO = ["old_logps"]
 FIELDS = ["steps_per_generation", "generation_batch_size", "num_generations", "num_iterations", "beta"]
