@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from algorithms import for_each
-from conftest import assert_same_parameters, parameters_of
+from conftest import PROMPTS, assert_same_parameters, parameters_of
 from datasets import Dataset
 from measured_runs import length_reward
 from test_tool_environments import TEMPLATE
@@ -17,7 +17,7 @@ from trl import GRPOTrainer
 from trl.chat_template_utils import qwen3_template
 
 from ragen2_trl import EnvironmentEvalCallback, EpisodeCallback, MutualInformationCallback, SNRFilteredGRPOTrainer
-from ragen2_trl.envs import make_env
+from ragen2_trl.envs import DatasetEnvironment, make_env
 from ragen2_trl.record.run import run_of
 from ragen2_trl.record.saved_episodes import read_episodes
 from ragen2_trl.report.card import diagnostics_section
@@ -238,6 +238,20 @@ def test_every_trainer_with_the_filter_is_left_alone_by_rows_of_texts(algorithm,
     assert len(files(trainer, "train")) == 3 and len(files(trainer, "evaluation")[0]) == 24
     assert_same_parameters(found[0][0], found[1][0])
     assert found[0][1] == found[1][1]
+
+
+def test_rows_of_ones_own_leave_episodes_which_succeed_where_their_environment_says(policy_path, make_args):
+    def half(completions, **columns):
+        return [0.5 * (number % 2) for number in range(len(completions))]
+
+    env = DatasetEnvironment(Dataset.from_dict({"prompt": PROMPTS * 3}), half, success_at=0.5, name="mine")
+    trainer = SNRFilteredGRPOTrainer(policy_path, env.reward_funcs, make_args(max_steps=1), env.dataset())
+    trainer.add_callback(EpisodeCallback(trainer))
+    trainer.train()
+    (episodes,) = files(trainer, "train")
+    assert len(episodes) == trainer.args.generation_batch_size and {one.task for one in episodes} == {"mine"}
+    assert [one.success for one in episodes] == [one.episode_return == 0.5 for one in episodes]
+    assert sum(one.success for one in episodes) == len(episodes) // 2
 
 
 def test_each_environment_of_a_dict_has_a_curve_of_its_own(policy_path, agent_args):

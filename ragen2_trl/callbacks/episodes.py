@@ -13,6 +13,7 @@ from ragen2_trl.callbacks.run_record import reported
 from ragen2_trl.callbacks.trl_play import Referee, seed_of
 from ragen2_trl.envs import Play
 from ragen2_trl.envs.mixture import AnyTask
+from ragen2_trl.envs.own_data import DatasetEnvironment
 from ragen2_trl.record.files import EPISODES, TRAINING
 from ragen2_trl.record.saved_episodes import PlayedEpisode, episodes_of, save_episodes
 from ragen2_trl.rollout_events import LocalRollout, listen, refuse_asynchronous, sampling_events
@@ -57,7 +58,8 @@ class EpisodeCallback(TrainerCallback):
         self._generations: dict[Generation, list[PlayedEpisode]] = {}
         self._calls: list[tuple[int, set[str]]] = []  # of each so far, micro-step and tasks
         self._latest: Play | None = None
-        environments = environments_of(trainer)
+        # Rows of one's own are not played: their functions judge single turns, like any function.
+        environments = [one for one in environments_of(trainer) if not isinstance(one, DatasetEnvironment)]
         for environment in environments:
             environment.on_played = self._keep
         if not environments:

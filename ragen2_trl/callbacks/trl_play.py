@@ -45,7 +45,11 @@ class Referee:
         kinds = {name: type(made[0]).__name__ for name, made in pool.items()}
         own = [column for column, name in enumerate(names) if name in kinds.values()]
         self._judges = [self.trainer.reward_funcs.index(one) for one in functions] or [*own, 0]
-        self._only = kinds.get(None) if kinds and not functions else names[self._judges[0]]
+        # Rows of one's own say what counts as success.
+        tasks = [getattr(one, "environment", None) for one in self.trainer.reward_funcs]
+        self._enough = [getattr(task, "success_at", SOLVED) for task in tasks]
+        named = getattr(tasks[self._judges[0]], "name", names[self._judges[0]])
+        self._only = kinds.get(None) if kinds and not functions else named
 
     def task(self, row: Mapping[str, Any]) -> str:
         """The environment of a row, or the function that judges it."""
@@ -69,7 +73,7 @@ class Referee:
     def _solved(self, told: Any, rewards: list[float]) -> bool:
         if told is not None:
             return bool(told)
-        return next((rewards[one] for one in self._judges if not math.isnan(rewards[one])), 0.0) >= SOLVED
+        return next((rewards[one] >= self._enough[one] for one in self._judges if not math.isnan(rewards[one])), False)
 
 
 class HeldOutPlay:
