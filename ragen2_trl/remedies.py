@@ -37,6 +37,7 @@ Ratio = Callable[[Floats], Floats]
 REPLICATES = 400  # of a bootstrap: ends of a 95 % interval to about a tenth of its width
 PILOTS = (2, 3, 4)
 SHUFFLES = 3  # of the members of each group, by which a replay of pilots depends less on their order
+ENOUGH = 4000  # groups from which on one replay of pilots tells as much
 ROUNDS_OF = 8  # groups that a replay of pilots takes together at least; its threshold looks back over 256 in any case
 MOST_GENERATIONS = 100  # for which rows are dealt and packed, the slowest part
 MOST_VALUES = 16  # rewards that groups have earned throughout, for an estimate of larger groups
@@ -553,12 +554,13 @@ def _every_pilot(
 def sampled_whole(log: CompletionLog, first: int, seed: int) -> Floats:
     """(N,) how often each group is sampled in full when `first` of its completions are looked at, audits included.
 
-    Which completions come first is drawn anew in `SHUFFLES` replays of the run.
+    Which completions come first is drawn anew in `SHUFFLES` replays of a short run.
     """
     rounds = max(ROUNDS_OF, log.groups_per_generation)
     rng = np.random.default_rng([_DRAW, seed, 2])
     found = np.zeros(len(log))
-    for _ in range(SHUFFLES):
+    replays = SHUFFLES if len(log) < ENOUGH else 1
+    for _ in range(replays):
         looked = rng.permuted(log.rewards, axis=1)[:, :first]
         posterior, recent = RewardPosterior(0, 1.0), np.empty(0)
         for start in range(0, len(log), rounds):
@@ -571,7 +573,7 @@ def sampled_whole(log: CompletionLog, first: int, seed: int) -> Floats:
             if not worth.any():
                 worth[expected.argmax()] = True  # a round continues with one prompt at least
             found[start : start + rounds] += np.where(worth, 1.0, AUDIT)
-    return found / SHUFFLES
+    return found / replays
 
 
 def prompt_selection(log: CompletionLog, live: Mask, variances: Floats, seed: int, share: float) -> Remedy:
