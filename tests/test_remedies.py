@@ -22,7 +22,9 @@ from ragen2_trl.remedies import (
     Bootstrap,
     Sameness,
     all_of_beta,
+    chosen_again,
     find_faults,
+    group_variances,
     kept_by_filter,
     live_groups,
     live_with,
@@ -215,6 +217,18 @@ def test_an_update_without_any_advantage_computes_one_row():
     assert update_positions(log, rows_with_advantage(log))[1][0].tolist() == [10, 5, 5, 4]
 
 
+def test_the_row_of_an_update_without_any_advantage_is_the_first():
+    log = with_lengths([[1, 1], [1, 1]], [3, 7], [[2, 2], [5, 5]])
+    assert update_positions(log, rows_with_advantage(log))[1][0].tolist() == [48, 12, 9, 4]
+
+
+def test_groups_are_split_where_that_costs_less_than_whole_or_single_rows():
+    log = with_lengths([[0, 1, 0, 1], [0, 1, 0, 1]], [10, 10], [[9] * 4, [9] * 4])
+    rows = np.array([[True] * 4, [True, False, False, False]])
+    # Prompts less a token: 3 x (9 + 18) in place of 2 x (9 + 36), 5 x (9 + 9), or 5 x (10 + 9) unpacked.
+    assert update_positions(log, rows)[1].tolist() == [[152, 95, 95, 81]]
+
+
 def test_a_completion_of_mean_reward_needs_no_update_and_rounding_counts_as_none():
     log = make_log([[0, 1, 0.5], [0.1, 0.1, 0.1]])
     assert rows_with_advantage(log).tolist() == [[True, True, False], [False] * 3]
@@ -227,6 +241,41 @@ def test_the_gain_of_a_smaller_update_is_one_over_the_cost(share):
     found = what_if(make_log([[0, 1], [1, 1], [1, 0], [0, 0]]), sampling_share=share)
     for name in ("nonzero", "lossless"):
         assert remedy(found, name).gain.value == pytest.approx(1 / (share + (1 - share) * 0.5))
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
+def test_findings_are_ratios_of_plain_sums(share):
+    log = make_log(drawn(0.5, 0.5, 60, 4, 2), np.tile(np.arange(20), 3))
+    found = what_if(log, sampling_share=share, seed=3)
+    live, variances = live_groups(log), group_variances(log)
+    kept, whole = kept_by_filter(log, 3), sampled_whole(log, 2, 3)
+    earlier, later = repeated(log.prompts)
+    chosen = chosen_again(log, earlier, 3)
+    whole_live, sampled = (whole * live).sum(), (2 + whole * 2).sum()
+    then = (chosen * live[later]).sum() / chosen.sum()
+    more = (chosen * variances[later]).sum() / chosen.sum() / variances[later].mean()
+    of_kept, of_whole = ((mask * variances).sum() / variances.sum() for mask in (kept, whole))
+    expected = {
+        "top_p 0.9": (
+            of_kept,
+            1,
+            kept.mean(),
+            {"kept": kept.mean(), "kept_variance": of_kept, "gradient": 1 / kept.mean()},
+        ),
+        "dynamic sampling": (1, 1, live.mean(), {"completions": 4 / live.mean()}),
+        "pilots, G0 = 2": (
+            of_whole,
+            sampled / 240,
+            whole_live / 60,
+            {"completions": sampled / whole_live, "missed": 1 - whole_live / live.sum()},
+        ),
+        "prompt selection": (more, 1, then, {"live": then, "live_before": live[later].mean(), "variance": more}),
+    }
+    for name, (bought, completions, update, numbers) in expected.items():
+        row = remedy(found, name)
+        assert row.gain.value == pytest.approx(bought / (share * completions + (1 - share) * update)), name
+        for number, value in numbers.items():
+            assert row.numbers[number].value == pytest.approx(value), (name, number)
 
 
 # Which groups are kept

@@ -240,6 +240,34 @@ def test_steps_of_an_evaluation_are_left_out(run, tmp_path):
     assert log.steps.tolist() == [1, 1, 3, 3] and any("evaluation" in note for note in log.notes)
 
 
+def test_steps_without_completions_are_counted_only_where_there_are_any(run, tmp_path):
+    whole = read_completion_log(run)
+    shutil.copytree(run, tmp_path / "run")
+    (tmp_path / "run" / "completions" / "completions_00002.parquet").unlink()
+    said = "TRL saves completions at logging steps alone: 2 of 3 steps are here."
+    assert said in read_completion_log(tmp_path / "run").notes
+    assert not any("logging steps alone" in note for note in whole.notes)
+
+
+def test_a_state_that_was_saved_without_a_checkpoint_is_read(run, tmp_path):
+    shutil.copytree(run / "completions", tmp_path / "completions")
+    state = json.loads((run / "checkpoint-3" / "trainer_state.json").read_text())
+    (tmp_path / "trainer_state.json").write_text(json.dumps(state))
+    saved, whole = read_completion_log(tmp_path), read_completion_log(run)
+    assert saved.unit == "estimated tokens" and sorted(saved.by_function) == sorted(whole.by_function)
+    np.testing.assert_allclose(saved.lengths, whole.lengths)
+
+
+def test_a_generation_has_the_commonest_number_of_groups(tmp_path):
+    (tmp_path / "_measurements").mkdir()
+    counts = [3, 3, 2, 3, 1]
+    rows = [
+        {"step": step, "rewards": [[0, 1]] * count, "kept": [True] * count} for step, count in enumerate(counts, 1)
+    ]
+    write_lines(tmp_path / "_measurements" / "group_rewards.jsonl", rows)
+    assert read_completion_log(tmp_path).groups_per_generation == 3
+
+
 def test_rewards_of_a_run_of_ours_are_read_without_completions(tmp_path):
     (tmp_path / "_measurements").mkdir()
     rows = [{"step": step, "rewards": [[0, 1], [1, 1], [1]], "kept": [True, False, False]} for step in (1, 2)]
