@@ -258,6 +258,13 @@ def test_a_state_that_was_saved_without_a_checkpoint_is_read(run, tmp_path):
     np.testing.assert_allclose(saved.lengths, whole.lengths)
 
 
+def test_a_state_that_cannot_be_read_is_named_beside_what_its_completions_say(run, tmp_path):
+    shutil.copytree(run / "completions", tmp_path / "completions")
+    (tmp_path / "trainer_state.json").write_text('{"log_history": [')
+    log = read_completion_log(tmp_path)
+    assert log.unit == "characters" and any("trainer_state.json" in note for note in log.notes)
+
+
 def test_a_generation_has_the_commonest_number_of_groups(tmp_path):
     (tmp_path / "_measurements").mkdir()
     counts = [3, 3, 2, 3, 1]

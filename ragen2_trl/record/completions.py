@@ -21,7 +21,6 @@ from numpy.typing import NDArray
 from ragen2_trl.instrument.health import is_number
 from ragen2_trl.record.files import STATE_FILE, read_json
 from ragen2_trl.record.group_rewards import read_group_rewards
-from ragen2_trl.record.logs import read_log
 from ragen2_trl.record.parquet import open_parquet, table_of
 from ragen2_trl.record.run import read_run
 
@@ -205,12 +204,8 @@ def _history(path: Path, notes: list[str]) -> tuple[list[dict[str, Any]], Mappin
         try:
             run = read_run(folder)
             return list(run.log_history), state, run.settings
-        except (ValueError, OSError):  # a folder of completions alone
-            pass
-        if (folder / STATE_FILE).is_file():
-            try:
-                return read_log(folder / STATE_FILE)[0], state, {}
-            except ValueError as error:
+        except (ValueError, OSError) as error:
+            if (folder / STATE_FILE).is_file():  # otherwise a folder of completions alone
                 notes.append(" ".join(str(error).split())[:200])
     return [], {}, {}
 
