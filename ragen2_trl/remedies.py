@@ -197,7 +197,7 @@ def what_if(
     share = prompts.share(live)
     faults = find_faults(log)
     if not live.any():
-        advice = "No group's rewards vary, so that no remedy has anything to work with: see what is wrong above."
+        advice = "No group's rewards vary, so that no remedy has anything to work with: see what is wrong."
         return WhatIf(log, share, faults, [], advice, _notes(log, share, prompts, sampling_share))
     remedies = [
         lossless(log, seed, sampling_share),
@@ -743,7 +743,12 @@ class Sameness:
             shape = parameters.shape[:2]
             return lambda size: (1 - all_of_beta(alpha, beta, size).reshape(shape).sum(axis=0)).clip(0)
 
-        value, drawn = function(shares(self.whole[:, None])), function(shares(self.drawn))
+        with np.errstate(divide="ignore", invalid="ignore"):
+            value, drawn = function(shares(self.whole[:, None])), function(shares(self.drawn))
+        drawn = drawn[np.isfinite(drawn)]
+        # Without a group of equal rewards there is nothing to draw, which is no certainty.
+        if not len(self.whole) or not len(drawn):
+            return Estimate(float(value[0]))
         low, high = np.quantile(drawn, [0.025, 0.975])
         return Estimate(float(value[0]), float(low), float(high))
 

@@ -30,7 +30,7 @@ EQUIVALENT = ROOT / "tests" / "mutants_equivalent.toml"
 # Files under tests/ without `test_` and `.py`, by module of ragen2_trl/: the quick ones first, after its own doctests.
 TESTS = {
     "filtering": "filtering selector",
-    "trainers/selection": "reference selector promises_groups",
+    "trainers/selection": "reference selector score_reward promises_groups",
     "trainers/micro_batches": "promises_computed promises_update promises_empty",
     "trainers/plans": "promises_computed promises_update lossless",
     "trainers/row_means": "row_means promises_composed",

@@ -130,3 +130,10 @@ def test_only_the_surplus_moves():
     moved = [row for shares in dealt for process, own in enumerate(shares) for row in own if row[0] != process]
     assert len(moved) == 8
     assert all(home == 0 for home, _ in moved)
+
+
+def test_the_updates_of_a_generation_get_rows_of_every_process_in_proportion():
+    """One row on the first process, three on the second: the first update gets one of each."""
+    first, second = deal_rows([[5], [5, 5, 5]], segments=[1, 1], rows_per_micro_batch=2)
+    rows_of = [sorted(row for share in update for row in share) for update in (first, second)]
+    assert rows_of == [[(0, 0), (1, 0)], [(1, 1), (1, 2)]]

@@ -140,6 +140,14 @@ def test_groups_that_always_vary_stay_so():
     rewards = np.arange(40.0).reshape(10, 4)
     found = Sameness.fit(rewards, Bootstrap(np.arange(10), 0))
     assert (found.live(8).value, found.ratio(8, 4).value) == (1, 0.5)
+    assert math.isnan(found.live(8).low)  # no certainty of ten groups
+
+
+def test_draws_without_a_live_group_do_not_take_the_interval_with_them():
+    rewards = np.repeat([[0.0], [0.5], [1.0]], [120, 60, 20], axis=0).repeat(4, axis=1)
+    rewards[0, 0] = 1.0
+    found = Sameness.fit(rewards, Bootstrap(np.arange(200), 0)).ratio(8, 4)
+    assert found.low <= found.value <= found.high
 
 
 # Intervals

@@ -1,6 +1,7 @@
 """TRL's `environment_factory`, `tools`, `rollout_func` and reward functions, as callbacks take them: held-out rows,
 episodes and mutual information of agents."""
 
+import math
 import random
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from ragen2_trl.record.run import run_of
 from ragen2_trl.record.saved_episodes import read_episodes
 from ragen2_trl.report.card import diagnostics_section
 from ragen2_trl.report.page import render_report
+from ragen2_trl.rollout_events import listen
 
 CALL = '<tool_call>\n{"name": "guess", "arguments": {"number": 3}}\n</tool_call><|im_end|>'
 CURVE = {"every": 1, "num_samples": 2, "max_new_tokens": 120}
@@ -310,6 +312,66 @@ def test_episodes_of_an_agent_are_kept_with_calls_observations_and_rewards(way, 
     assert all("tool" in [message["role"] for message in one.messages] for one in called)
     assert not any(turn.actions for one in first if not one.sample % 2 for turn in one.turns)
     assert "guess(number=3)" in render_report([run_of(trainer)])
+
+
+def test_a_mode_that_sampling_changes_makes_no_training_of_an_evaluation(policy_path, prompts, make_args):
+    """As TRL's continuous batching does, which ends in training mode."""
+    trainer = SNRFilteredGRPOTrainer(
+        policy_path, length_reward, make_args(max_steps=2, snr_pilot_generations=2), prompts
+    )
+    sample, announced = trainer._generate_single_turn, []
+
+    def then_trains(*args, **kwargs):
+        completions = sample(*args, **kwargs)
+        trainer.model.train()
+        return completions
+
+    trainer._generate_single_turn = then_trains
+    trainer.add_callback(EnvironmentEvalCallback(length_reward, trainer, every=1, dataset=prompts))
+    trainer.add_callback(EpisodeCallback(trainer, every=1))
+    listen(trainer, on_rollout=lambda rollout: announced.append(trainer.state.global_step))
+    trainer.train()
+    assert announced == [0, 1] and list(evaluations(trainer, "length_reward")) == [0, 1, 2]
+    assert len(files(trainer, "train")) == 2
+
+
+def test_an_evaluation_that_fails_leaves_nothing_in_the_logs_of_training(policy_path, prompts, make_args):
+    fails = []
+
+    def noted(completions, log_metric, log_extra, **columns):
+        log_metric("marked", 100.0 if fails else 1.0)
+        log_extra("mark", ["evaluated" if fails else "trained"] * len(completions))
+        if fails:
+            raise fails[0]
+        return length_reward(completions)
+
+    trainer = SNRFilteredGRPOTrainer(policy_path, noted, make_args(max_steps=1), prompts)
+    trainer.add_callback(EnvironmentEvalCallback(noted, trainer, dataset=prompts))
+    fails.append(ArithmeticError("no judge"))
+    with pytest.raises(ArithmeticError, match="no judge"):
+        trainer.train()
+    fails.clear()
+    trainer.train()
+    (row,) = [row for row in trainer.state.log_history if "marked" in row]
+    assert row["marked"] == 1.0 and set(trainer._logs["extra"]["mark"]) == {"trained"}
+
+
+def test_success_that_is_not_known_is_none(policy_path, prompts, make_args):
+    def unsure(completions, log_extra, **columns):
+        log_extra("success", [math.nan, 0.3] * (len(completions) // 2))
+        return [0.0] * len(completions)
+
+    trainer = GRPOTrainer(policy_path, unsure, make_args(snr=False, max_steps=1), prompts)
+    trainer.add_callback(EnvironmentEvalCallback(unsure, trainer, dataset=prompts))
+    trainer.train()
+    assert {metrics["success"] for metrics in evaluations(trainer, "unsure").values()} == {0.0}
+
+
+def test_the_first_environment_tells_the_best_checkpoint_whatever_row_comes_first(policy_path, agent_args):
+    rows = Dataset.from_list([{**row, "environment": name} for name in ("side", "main") for row in rows_with(3, 4)])
+    factories = {"main": Sure, "side": Silent}
+    trainer = make(policy_path, agent_args(max_steps=1), rows=rows, environment_factory=factories)
+    assert EnvironmentEvalCallback(factories, trainer, **CURVE, dataset=rows).best_task == "main"
 
 
 # Mutual information

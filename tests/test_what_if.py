@@ -3,6 +3,7 @@
 import csv
 import html
 import json
+import os
 import pickle
 import shutil
 import subprocess
@@ -390,7 +391,48 @@ def test_the_report_says_why_a_log_cannot_tell_what_would_pay(run, tmp_path):
         rows.iloc[:1].to_parquet(tmp_path / "run" / "completions" / path.name)
     shutil.copytree(run / "checkpoint-3", tmp_path / "run" / "checkpoint-3")
     cli.main(["report", str(tmp_path / "run"), "--output", str(tmp_path / "report.html")])
-    assert "What would pay cannot be told" in (tmp_path / "report.html").read_text()
+    assert "Remedies cannot be estimated" in (tmp_path / "report.html").read_text()
+
+
+HOSTILE = {
+    "step": {"step": 2**70, "rewards": [[0, 1]], "kept": [True]},
+    "group": {"step": 1, "rewards": [[0, 1] * 600], "kept": [True]},
+    "reward": {"step": 1, "rewards": [[0, 1e30]], "kept": [True]},
+}
+
+
+@pytest.mark.parametrize("what", HOSTILE)
+def test_a_record_of_any_content_leaves_the_rest_of_the_report(what, run, tmp_path, capsys):
+    (tmp_path / "run" / "_measurements").mkdir(parents=True)
+    shutil.copytree(run / "checkpoint-3", tmp_path / "run" / "checkpoint-3")
+    write_lines(tmp_path / "run" / "_measurements" / "group_rewards.jsonl", [HOSTILE[what]])
+    cli.main(["report", str(tmp_path / "run"), "--output", str(tmp_path / "report.html")])
+    assert "success" in (tmp_path / "report.html").read_text()
+    if what == "reward":
+        assert "2 completions are read" in " ".join(shown(capsys, tmp_path / "run").split())
+    else:
+        with pytest.raises(SystemExit):
+            shown(capsys, tmp_path / "run")
+
+
+def test_pipes_and_tables_beside_a_record_are_not_read(tmp_path):
+    (tmp_path / "_measurements").mkdir()
+    record = {"step": 1, "rewards": [[0, 1], [1, 1]], "kept": [True, False]}
+    write_lines(tmp_path / "_measurements" / "group_rewards.jsonl", [record])
+    write_lines(tmp_path / "eval_rows.jsonl", [{"question": "?"}])
+    (tmp_path / "completions").mkdir()
+    os.mkfifo(tmp_path / "completions" / "1.jsonl")
+    assert read_completion_log(tmp_path).rewards.tolist() == [[0, 1], [1, 1]]
+
+
+def test_completions_of_an_earlier_training_are_left_out_of_one_that_has_ended(policy_path, tmp_path):
+    settings = {**RUN, "log_completions": True, "num_completions_to_print": 0, "output_dir": str(tmp_path / "run")}
+    rows = Dataset.from_dict({"prompt": PROMPTS})
+    SNRFilteredGRPOTrainer(policy_path, length_reward, SNRFilteredGRPOConfig(**settings), rows).train()
+    folder = tmp_path / "run" / "completions"
+    shutil.copy(folder / "completions_00003.parquet", folder / "completions_00050.parquet")
+    log = read_completion_log(tmp_path / "run")
+    assert log.steps.max() == 3 and any("1 files of steps after the last one, 3" in note for note in log.notes)
 
 
 # The command

@@ -46,7 +46,7 @@ class EnvironmentEvalCallback(TrainerCallback):
     Success, return and pass@k with 95 % intervals, and the other numbers of `ragen2-trl evaluate`, are in the log row
     of that step under `eval/env/<task>/`, in `log_history` and in trackers; a row that logging would have left out is
     logged for them. Model card and report draw the curve. Training is left bit-identical: random states, modes and
-    gradients are as before. An exception in an evaluation is an exception. A resumed run goes on with the curve.
+    gradients are as before. Exceptions in an evaluation end the training. A resumed run goes on with the curve.
 
     Whenever success is the best so far, a checkpoint is saved that `save_total_limit` leaves alone. transformers'
     `metric_for_best_model` may name another metric, such as `eval/env/sokoban/pass@4`. Of equals, the earliest is the
@@ -213,7 +213,7 @@ class EnvironmentEvalCallback(TrainerCallback):
 
     @property
     def task_names(self) -> list[str]:
-        """Those in log keys."""
+        """Task names as they are in log keys."""
         return list(self.tasks if self.by_trainer is None else self.by_trainer.tasks)
 
     def evaluate(self) -> dict[str, dict[str, float]]:

@@ -38,9 +38,9 @@ class EpisodeCallback(TrainerCallback):
         trainer ([`~trl.GRPOTrainer`] or [`~trl.RLOOTrainer`], or a subclass):
             The trainer that the callback is then added to.
         every (`int`, *optional*, defaults to `10`):
-            Optimizer steps that lie at least between two files. The first generation is always saved.
+            Minimum number of optimizer steps between two files. The first generation is always saved.
         max_episodes (`int`, *optional*, defaults to `256`):
-            Of a file: the first groups of the step that fit.
+            Maximum of a file: the first whole groups of the step.
 
     Raises:
         TypeError: For a trainer that does not sample completions.

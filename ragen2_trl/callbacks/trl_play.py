@@ -9,6 +9,7 @@ import random
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from numbers import Real
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -71,8 +72,8 @@ class Referee:
         ]
 
     def _solved(self, told: Any, rewards: list[float]) -> bool:
-        if told is not None:
-            return bool(told)
+        if isinstance(told, Real | np.bool_) and not math.isnan(told):
+            return float(told) >= 1
         return next((rewards[one] >= self._enough[one] for one in self._judges if not math.isnan(rewards[one])), False)
 
 
@@ -116,7 +117,10 @@ class HeldOutPlay:
             functions = []
         own: Factories = getattr(trainer, "environment_factories", None) or {}
         self.factories = own if functions else factories_of(trainer, env, own)
-        self.pool = {name: [factory()] for name, factory in self.factories.items()}
+        try:
+            self.pool = {name: [factory()] for name, factory in self.factories.items()}
+        except TypeError as error:  # a function that takes arguments, such as a reward function of somebody else
+            raise refused(trainer, env, own) from error
         for name, (made,) in self.pool.items():
             if type(made) is not type(expected := trainer._environment_pool[name][0]):
                 raise ValueError(
@@ -141,7 +145,8 @@ class HeldOutPlay:
         for number, name in enumerate(named):
             by_task[self.referee.task({TASK: name})].append(number)
         self.tasks: dict[str, Dataset] = {}
-        for task, numbers in by_task.items():
+        for task in sorted(by_task, key=lambda task: [*self.factories, task].index(task)):  # the first factory first
+            numbers = by_task[task]
             drawn = random.Random(seed).sample(numbers, min(num_prompts, len(numbers)))
             self.tasks[task.replace("/", "_")] = dataset.select(sorted(drawn))
         few = {task: len(rows) for task, rows in self.tasks.items() if len(rows) < 2}
@@ -175,7 +180,6 @@ class HeldOutPlay:
 
     def _generated(self, rows: Dataset, numbers: list[int]) -> list[tuple[PlayedEpisode, int]]:
         """An episode for each of these rows, and the number of tokens that the model wrote in it."""
-        self.trainer.model.eval()  # continuous batching leaves it in training mode
         inputs = [dict(rows[number]) for number in numbers]
         seeds = [seed_of(row, number) for row, number in zip(inputs, numbers, strict=True)]
         self.trainer._generate_and_score_completions(inputs)
@@ -192,6 +196,9 @@ class HeldOutPlay:
             "max_completion_length": self.max_new_tokens,
             "_metrics": {**trainer._metrics, "eval": defaultdict(list)},
             "_logs": copy.deepcopy(trainer._logs),
+            # What a reward function has logged before it raised.
+            "_pending_extra_logs": defaultdict(list),
+            "_pending_metrics": defaultdict(list),
         }
         if self.factories:
             values |= {"environment_factories": self.factories, "_environment_pool": self.pool}
@@ -219,9 +226,14 @@ def factories_of(trainer: Any, env: Any, own: Factories) -> Factories:
     given: Factories = env if isinstance(env, dict) else {None: env}
     if set(given) == set(own) and all(map(callable, given.values())):
         return given
+    raise refused(trainer, env, own)
+
+
+def refused(trainer: Any, env: Any, own: Factories) -> TypeError:
+    """The error that names what is allowed."""
     names = "" if None in own else f" (a dict with {sorted(map(str, own))})"
     factory = f"environment_factory{names} or its " if own else ""
-    raise TypeError(
+    return TypeError(
         f"env must be an Environment of ragen2_trl.envs or a list of them, got {env!r:.80}. With dataset=..., the "
         f"trainer's {factory}reward functions are allowed, too: {', '.join(trainer.reward_func_names)}."
     )

@@ -33,8 +33,8 @@ def keep_freed_memory() -> None:
     instead, where they are set; other C libraries have no such setting."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
     for name, number in (("MALLOC_MMAP_THRESHOLD_", -3), ("MALLOC_TRIM_THRESHOLD_", -1)):  # <malloc.h>
-        if mallopt is not None and name not in os.environ:
-            mallopt(number, 2**31 - 1)
+        if mallopt is not None and name not in os.environ and not mallopt(number, 2**31 - 1):
+            mallopt(number, 2**25)  # the most that older releases take
 
 
 @contextmanager

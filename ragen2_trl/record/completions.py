@@ -19,7 +19,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ragen2_trl.instrument.health import is_number
-from ragen2_trl.record.files import STATE_FILE, read_json
+from ragen2_trl.record.checks import MAX_STEP
+from ragen2_trl.record.files import MEASUREMENTS, STATE_FILE, read_json
+from ragen2_trl.record.group_rewards import FILE as GROUP_REWARDS
 from ragen2_trl.record.group_rewards import read_group_rewards
 from ragen2_trl.record.parquet import open_parquet, table_of
 from ragen2_trl.record.run import read_run
@@ -29,6 +31,7 @@ Count = Callable[[Any, Any], tuple[int, int]]
 """From a prompt and a completion, text or messages each, to their tokens."""
 
 MAX_ROWS = 2_000_000  # completions that are read; the rest of a longer log is left out, and that is said
+MAX_GROUP = 1024  # completions of a prompt
 MAX_LINE = 2**24  # characters of a line of JSON
 BEGINNING = 200  # characters of each prompt that are kept to show it
 ASSUMED_GROUPS = 8  # of a generation, where rows have no steps to tell it by
@@ -142,7 +145,7 @@ def read_completion_log(
         if value is not None and value < least:
             raise ValueError(f"{name} must be at least {least}, got {value!r}")
     notes: list[str] = []
-    history, state, settings = _history(path, notes)
+    history, state, settings, end = _history(path, notes)
     files = _files(path)
     if not files:
         return _recorded(path, history, num_generations, groups_per_generation, notes)
@@ -151,7 +154,11 @@ def read_completion_log(
     functions = [key.split("/")[1] for row in history for key in row if re.fullmatch(r"rewards/[^/]+/mean", key)]
     evaluated = {row.get("step") for row in history if any(str(key).startswith("eval_reward") for key in row)}
     left = 0
+    if later := [file for file in files if end is not None and (_step_of(file) or 0) > end]:
+        notes.append(f"{len(later)} files of steps after the last one, {end}, are of another training and left out.")
     for file in files:
+        if file in later:
+            continue
         if _step_of(file) in evaluated:
             left += 1  # TRL writes the file of a step again after an evaluation, with completions of that
             continue
@@ -195,19 +202,22 @@ def _weights(settings: Mapping[str, Any], names: Sequence[str]) -> list[float]:
     return [float(one) for one in given] if fits and given else [1.0] * len(names)
 
 
-def _history(path: Path, notes: list[str]) -> tuple[list[dict[str, Any]], Mapping[str, Any], Mapping[str, Any]]:
-    """Log rows, newest trainer state and settings of the run at a path; empty where it has none."""
+def _history(
+    path: Path, notes: list[str]
+) -> tuple[list[dict[str, Any]], Mapping[str, Any], Mapping[str, Any], int | None]:
+    """Log rows, newest trainer state and settings of the run at a path, and its last step if it has ended; empty where
+    it has none."""
     for folder in (path, path.parent):
         states = sorted(folder.glob(f"checkpoint-*/{STATE_FILE}")) if folder.is_dir() else []
         found = [read_json(file, dict) or {} for file in (*states, folder / STATE_FILE)]
         state = max(found, key=lambda one: _whole(one.get("global_step")) or 0)
         try:
             run = read_run(folder)
-            return list(run.log_history), state, run.settings
+            return list(run.log_history), state, run.settings, run.step if run.ended and run.log_history else None
         except (ValueError, OSError) as error:
             if (folder / STATE_FILE).is_file():  # otherwise a folder of completions alone
                 notes.append(" ".join(str(error).split())[:200])
-    return [], {}, {}
+    return [], {}, {}, None
 
 
 def _files(path: Path) -> list[Path]:
@@ -218,9 +228,10 @@ def _files(path: Path) -> list[Path]:
         return [path]
     if not path.is_dir():
         raise ValueError(f"{str(path)!r} is no file or folder; allowed: {ALLOWED}.")
-    for folder in (path / "completions", path):
+    is_recorded = (path / MEASUREMENTS / GROUP_REWARDS).is_file()  # other tables beside a record are somebody else's
+    for folder in (path / "completions", *(() if is_recorded else (path,))):
         for suffixes in (TABLES, LINES[:1]):
-            found = [file for suffix in suffixes for file in folder.glob(f"*{suffix}")]
+            found = [file for suffix in suffixes for file in folder.glob(f"*{suffix}") if file.is_file()]
             found = [file for file in found if not file.name.startswith(("evaluation_", "train_"))]  # episodes
             if found:
                 return sorted(found, key=lambda file: (_step_of(file) or 0, file.name))
@@ -266,8 +277,10 @@ def _read_file(
         answer = text_of("completion", completion, where)
         rows.prompts.append(place)
         given = row.get("step")
-        if given is not None and (not isinstance(given, int | float | str) or _number("step", given, where) % 1):
-            raise ValueError(f"step must be a whole number, got {given!r:.60} in {where}")
+        if given is not None:
+            value = _number("step", given, where) if isinstance(given, int | float | str) else math.nan
+            if value % 1 or not abs(value) <= MAX_STEP:
+                raise ValueError(f"step must be a whole number, got {given!r:.60} in {where}")
         rows.steps.append(step if given is None else int(float(given)))
         rows.rewards.append(tuple(_number(name, row.get(name), where) for name in names))
         rows.advantages.append(_number("advantage", row.get("advantage"), where))
@@ -286,6 +299,8 @@ def _parquet(file: Path) -> Iterator[dict[str, Any]]:
             yield from batch.to_pylist()
         except UnicodeDecodeError as error:
             raise ValueError(f"{file.name} must hold text in UTF-8: {error}") from error
+        except (OverflowError, ValueError) as error:
+            raise ValueError(f"{file.name} holds what Python cannot: {error}") from error
 
 
 def _lines(file: Path, notes: list[str]) -> Iterator[dict[str, Any]]:
@@ -399,6 +414,7 @@ def _grouped(
     counts = np.diff(bounds)
     if size is None:
         size = max(Counter(counts.tolist()).items(), key=lambda pair: (pair[0] * pair[1], -pair[0]))[0]
+    _check_size(size)
     whole = [order[start : start + size * (n // size)] for start, n in zip(bounds[:-1], counts, strict=True)]
     members = np.concatenate(whole).reshape(-1, size) if size > 1 else np.empty((0, 2), dtype=np.int64)
     if not len(members):
@@ -435,6 +451,11 @@ def _grouped(
         rows.beginnings,
         groups,
     )
+
+
+def _check_size(size: int) -> None:
+    if size > MAX_GROUP:
+        raise ValueError(f"num_generations must be at most {MAX_GROUP}, got {size}")
 
 
 def _saved_steps(log: CompletionLog, history: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -512,6 +533,7 @@ def _recorded(
         )
     every = [(record.step, group) for record in records for group in record.rewards]
     size = size or max(Counter(len(group) for _, group in every).items(), key=lambda pair: pair[1])[0]
+    _check_size(size)
     whole = [(step, group) for step, group in every if len(group) == size]
     if size < 2 or not whole:
         raise ValueError(f"{str(path)!r} has no whole group of {size} rewards; give num_generations")

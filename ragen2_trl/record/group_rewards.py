@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from ragen2_trl.instrument.health import is_number
+from ragen2_trl.record.checks import MAX_STEP
 from ragen2_trl.record.files import MEASUREMENTS, append_json, read_text, write_text
 
 FILE = "group_rewards.jsonl"  # among the measurements, which are not uploaded: it grows while others read
@@ -91,7 +92,7 @@ def _read(path: Path) -> Iterator[GroupRewards]:
 
 def _record(values: Any) -> GroupRewards | None:
     """Of numbers that anyone may have written; `None` where they are of another form."""
-    if not isinstance(values, dict) or not isinstance(step := values.get("step"), int):
+    if not isinstance(values, dict) or not isinstance(step := values.get("step"), int) or abs(step) > MAX_STEP:
         return None
     groups, kept = values.get("rewards"), values.get("kept")
     if not isinstance(groups, list) or not groups or not all(isinstance(group, list) for group in groups):

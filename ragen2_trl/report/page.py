@@ -14,6 +14,7 @@ from ragen2_trl.instrument.health import TITLES, Name
 from ragen2_trl.instrument.verdict import COLLAPSES, REGIMES, collapse_label
 from ragen2_trl.messages import printable
 from ragen2_trl.metrics import ACCURACY, BOUND, CHANCE, ENTROPY, INFORMATION, KEPT, label
+from ragen2_trl.record.files import UNREADABLE
 from ragen2_trl.record.group_rewards import read_group_rewards
 from ragen2_trl.record.held_out import differ, tasks_of, tasks_to_tell
 from ragen2_trl.record.run import Run, running_means
@@ -294,8 +295,8 @@ def _remedies(run: Run) -> WhatIf | str:
     """What would pay on this run's data, or why its log cannot tell."""
     try:
         return what_if(run.folder)
-    except (ValueError, OSError) as error:
-        return str(error)
+    except UNREADABLE as error:
+        return " ".join(str(error).split())
 
 
 def _numbers(run: Run) -> list[Number]:

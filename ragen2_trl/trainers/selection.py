@@ -1,5 +1,6 @@
 """From the rewards of a generation batch to the mask of completions to train on (arXiv 2604.06268, Section 3.3)."""
 
+import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -9,6 +10,7 @@ from typing import Any, TypedDict
 
 import numpy as np
 import torch
+from accelerate import PartialState
 from accelerate.logging import get_logger
 from accelerate.utils import gather_object
 from torch import Tensor
@@ -280,7 +282,9 @@ class GroupFilter:
             low, high = self.reward_range or (math.inf, -math.inf)
             largest = valid.abs().max().item()
             if largest > LARGEST_REWARD >= max(-low, high):
-                logger.warning(
+                # accelerate's needs a process that trains, and a log is also replayed without one.
+                log = logger if PartialState._shared_state else logging.getLogger(__name__)
+                log.warning(
                     f"A reward sum of {largest:g} is beyond {LARGEST_REWARD:g}, whose square is infinite in float32: "
                     "TRL's deviation of such a group is infinite and its advantages are 0, and the filter, which "
                     "ranks by variance in float64, keeps it in place of all others."
