@@ -15,13 +15,14 @@ import random
 import statistics
 import tempfile
 import time
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 
-from ragen2_trl import SNRFilteredGRPOConfig, SNRFilteredGRPOTrainer, what_if
+from ragen2_trl import SNRFilteredGRPOConfig, SNRFilteredGRPOTrainer, remedies, what_if
 from ragen2_trl.envs import make_env
 from ragen2_trl.record.cost import cost_of
 from ragen2_trl.remedies import Remedy, WhatIf
@@ -31,7 +32,7 @@ from research.benchmarks.measuring import machine
 
 RESULTS = Path(__file__).parent / "results"
 SHAPES = ((4, 8), (4, 64), (8, 8), (8, 32), (16, 8), (16, 16))  # completions of a prompt, prompts of a step
-DEAD = (0.0, 0.3, 0.5, 0.7)
+DEAD = (0.5, 0.0, 0.7, 0.3)
 EPOCH = 4  # steps
 UNITS = {"completion": "a sampled completion", "cpu": "a second of CPU time"}
 # For each remedy, the number of its row that a run can be held to, and the settings of the run.
@@ -224,13 +225,14 @@ def main() -> None:
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     RESULTS.mkdir(exist_ok=True)
-    asked = {"steps": arguments.steps, "seed": arguments.seed, "machine": machine()}
+    code = sha256(Path(remedies.__file__).read_bytes()).hexdigest()[:12]  # of the predictions
+    asked = {"steps": arguments.steps, "seed": arguments.seed, "remedies": code, "machine": machine()}
     stored = RESULTS / "what_if.json"
     results: dict[str, Any] = json.loads(stored.read_text()) if stored.exists() else {}
     if any(results.get(name) != value for name, value in asked.items()):
         results = {**asked, "cells": {}}
-    for size, prompts in SHAPES:
-        for dead in DEAD:
+    for dead in DEAD:
+        for size, prompts in SHAPES:
             case = f"{size}, {prompts}, {dead:.0%}"
             if case in results["cells"]:
                 continue
