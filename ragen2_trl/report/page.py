@@ -292,7 +292,7 @@ def _make_part(label: str, run: Run) -> RunSection:
 
 
 def _remedies(run: Run) -> WhatIf | str:
-    """What would pay on this run's data, or why its log cannot tell."""
+    """Which remedy would pay off on this run's data, or why its log cannot tell."""
     try:
         return what_if(run.folder)
     except UNREADABLE as error:

@@ -1,4 +1,4 @@
-"""What would pay, as a web page: the table of remedies and how groups fared."""
+"""Which remedy would pay off, as a web page: the table of remedies and how groups fared."""
 
 from pathlib import Path
 
