@@ -415,6 +415,13 @@ def test_a_record_of_any_content_leaves_the_rest_of_the_report(what, run, tmp_pa
             shown(capsys, tmp_path / "run")
 
 
+def test_groups_of_more_completions_than_are_compared_are_refused_by_name(tmp_path):
+    rows = [{"prompt": "a", "completion": "b", "reward": number % 2} for number in range(1025)]
+    with pytest.raises(ValueError, match="num_generations must be at most 1024, got 1025"):
+        read_completion_log(write_lines(tmp_path / "rows.jsonl", rows))
+    assert read_completion_log(write_lines(tmp_path / "rows.jsonl", rows[1:])).size == 1024
+
+
 def test_pipes_and_tables_beside_a_record_are_not_read(tmp_path):
     (tmp_path / "_measurements").mkdir()
     record = {"step": 1, "rewards": [[0, 1], [1, 1]], "kept": [True, False]}
