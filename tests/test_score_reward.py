@@ -1,10 +1,15 @@
 """Groups scored by one of their rewards: shaping makes failures differ, and does not make them worth training on."""
 
+import math
+
+import numpy as np
 import pytest
 import torch
 from algorithms import GRPO, STILL, for_each, replay_of
 from conftest import PROMPTS
 from replay import GROUP_SIZE, Recorder, assert_close, move_away
+
+from ragen2_trl.trainers.selection import _numbers
 
 SOLVABLE = [PROMPTS[0], PROMPTS[3], PROMPTS[5]]
 
@@ -78,3 +83,9 @@ def test_a_name_of_nothing_is_refused_with_what_there_is(policy_path, tmp_path):
     with pytest.raises(ValueError) as refused:
         trained(GRPO, policy_path, tmp_path, [logs_right], snr_score_reward="rihgt")
     assert all(part in str(refused.value) for part in ("snr_score_reward='rihgt'", "logs_right", "solved"))
+
+
+def test_a_column_may_hold_numbers_in_arrays_of_one_and_in_no_others():
+    held = [np.array([0.5]), torch.tensor([2.0]), torch.tensor(3.0), None]
+    assert _numbers(held, 4)[:3] == [0.5, 2.0, 3.0] and math.isnan(_numbers(held, 4)[3])
+    assert _numbers([np.array([0.5, 1.0])], 1) is None
