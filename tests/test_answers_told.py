@@ -7,6 +7,7 @@ from diagnosed import run
 from transformers import TrainerState
 
 from ragen2_trl import cli
+from ragen2_trl.instrument.answers import AnswerEvidence, answers_said
 from ragen2_trl.metrics import ANSWER
 from ragen2_trl.record.run import read_run, run_of_state
 from ragen2_trl.report.card import diagnostics_section, headline
@@ -103,3 +104,9 @@ def test_diagnose_says_why_answers_are_not_measured(tmp_path, capsys):
     assert "turns have an answer" in capsys.readouterr().out
     assert json.loads((tmp_path / "diagnosis" / "diagnosis.json").read_text())["verdict"]
     assert ANSWER not in str(read_run(tmp_path / "diagnosis").rows)
+
+
+@pytest.mark.parametrize(("bits", "error", "said"), [(-42, 9.4, "did it write them?"), (-0.1, 0.1, "hardly change")])
+def test_answers_that_the_model_did_not_write_are_not_judged(bits, error, said):
+    (*_, told) = answers_said([AnswerEvidence(10, 0.93, 32, bits, error)])
+    assert said in told

@@ -465,6 +465,8 @@ def _of_thought(last: AnswerEvidence) -> str:
     bits, margin = last.thought_swap_bits, 2 * last.thought_swap_standard_error
     if bits is None:
         return ""
+    if bits + margin < -LITTLE:  # of a model's own answers the mean is not below 0
+        return f"Answers are unlikely under this model ({bits:.2f} bits): did it write them? Not judged."
     if bits + margin < LITTLE:
         return f"Answers hardly change with the reasoning: {bits:.2f} of 1 bit when another prompt's takes its place."
     if bits - margin > MUCH:
