@@ -37,7 +37,7 @@ Ratio = Callable[[Floats], Floats]
 REPLICATES = 400  # of a bootstrap: ends of a 95 % interval to about a tenth of its width
 PILOTS = (2, 3, 4)
 SHUFFLES = 3  # of the members of each group, by which a replay of pilots depends less on their order
-ENOUGH = 4000  # groups from which on one replay of pilots tells as much
+ENOUGH = 4000  # groups; a log with at least as many needs only one replay of pilots
 ROUNDS_OF = 8  # groups that a replay of pilots takes together at least; its threshold looks back over 256 in any case
 MOST_GENERATIONS = 100  # for which rows are dealt and packed, the slowest part
 MOST_VALUES = 16  # rewards that groups have earned throughout, for an estimate of larger groups
@@ -842,9 +842,10 @@ def find_faults(log: CompletionLog) -> list[str]:
         )
     if log.advantages is not None and (noisy := int((equal & (np.nan_to_num(log.advantages) != 0).any(axis=1)).sum())):
         largest = np.abs(np.nan_to_num(log.advantages)[equal]).max()
-        faults.append(
-            f"{noisy} groups of equal rewards have advantages of up to {largest:.1g}, which are TRL's rounding."
-        )
+        parts = [~zero_variance(torch.from_numpy(one)).numpy() for one in log.by_function.values()]
+        mixed = len(parts) > 1 and np.any(parts, axis=0)[equal].any()  # sums that only these weights make equal
+        why = "perhaps because of other weights: see --reward_weights" if mixed else "which are TRL's rounding"
+        faults.append(f"{noisy} groups of equal rewards have advantages of up to {largest:.1g}, {why}.")
     if missing := int(np.isnan(rewards).sum()):
         faults.append(f"{missing} of {rewards.size} completions have no reward.")
     return faults

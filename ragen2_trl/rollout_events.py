@@ -22,7 +22,7 @@ from torch import Tensor
 from ragen2_trl.columns import TURN_SAMPLES
 
 Batch = dict[str, Any]
-SAMPLERS = "GRPOTrainer, RLOOTrainer, and the trainers with the filter"
+TRAINERS = "GRPOTrainer, RLOOTrainer, and the trainers with the filter"
 _ATTRIBUTE = "_rollout_events"  # of a trainer: its `RolloutEvents`
 
 
@@ -187,7 +187,7 @@ class RolloutEvents(SamplingEvents):
     def __init__(self, trainer: Any, announces: bool = False):
         for name in ("_generate_and_score_completions", "_generate", "_calculate_rewards", "_metrics"):
             if not hasattr(trainer, name):
-                raise TypeError(f"{type(trainer).__name__} has no {name}; allowed: {SAMPLERS}.")
+                raise TypeError(f"{type(trainer).__name__} has no {name}; allowed: {TRAINERS}.")
         super().__init__(trainer)
         self.scored: Scored | None = None  # of the latest call of `_calculate_rewards`
         self._prompts: Any = None  # of the latest call of `_generate`
@@ -266,8 +266,8 @@ class RolloutEvents(SamplingEvents):
         self._generated = generate(prompts, *args, **kwargs)
         if is_training:
             self.generated(self._generated)
-        else:
-            self.trainer.model.eval()  # continuous batching leaves it in training mode
+        elif self.trainer.model.training:  # continuous batching leaves it so
+            self.trainer.model.eval()
         return self._generated
 
     def _tokens_written(self, generated: Any) -> int:
@@ -323,7 +323,7 @@ def refuse_asynchronous(trainer: Any, callback: str) -> None:
     """Raise a `TypeError` for a callback that generates or computes as TRL's own batches do, by its name, and for a
     trainer that does not sample completions."""
     if not announces_sampling(trainer):
-        raise TypeError(f"{callback} takes {SAMPLERS}, got {type(trainer).__name__}.")
+        raise TypeError(f"{callback} takes {TRAINERS}, got {type(trainer).__name__}.")
     events = getattr(trainer, _ATTRIBUTE, None)
     if events is not None and not isinstance(events, RolloutEvents):
         raise TypeError(

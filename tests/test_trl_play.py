@@ -87,7 +87,7 @@ HELD_OUT = rows_with(3, 5, 3, 7)
 
 
 def make(policy_path, args, reward=None, kind=SNRFilteredGRPOTrainer, rows=None, calls=True, **play):
-    """A trainer of which every other completion calls the tool first; everything else the policy samples itself."""
+    """A trainer whose every other completion begins with a tool call; the policy samples the rest."""
     tokenizer = AutoTokenizer.from_pretrained(policy_path)
     tokenizer.chat_template, tokenizer.response_template = TEMPLATE, qwen3_template
     model = AutoModelForCausalLM.from_pretrained(policy_path, max_position_embeddings=1024, attention_dropout=0.1)
@@ -354,6 +354,12 @@ def test_an_evaluation_that_fails_leaves_nothing_in_the_logs_of_training(policy_
     trainer.train()
     (row,) = [row for row in trainer.state.log_history if "marked" in row]
     assert row["marked"] == 1.0 and set(trainer._logs["extra"]["mark"]) == {"trained"}
+
+
+def test_a_function_that_is_not_the_trainers_is_no_factory(policy_path, agent_args, prompts, make_args):
+    trainer = make(policy_path, agent_args(max_steps=1), environment_factory=Sure)
+    with pytest.raises(TypeError, match=r"the trainer's environment_factory or its reward functions are allowed"):
+        EnvironmentEvalCallback(length_reward, trainer, dataset=HELD_OUT)
 
 
 def test_success_that_is_not_known_is_none(policy_path, prompts, make_args):

@@ -422,6 +422,26 @@ def test_groups_of_more_completions_than_are_compared_are_refused_by_name(tmp_pa
     assert read_completion_log(write_lines(tmp_path / "rows.jsonl", rows[1:])).size == 1024
 
 
+def test_weights_that_a_plain_run_does_not_save_are_named_where_they_matter(policy_path, tmp_path):
+    def first(completions, **columns):
+        return [float(number % 4 in (0, 3)) for number in range(len(completions))]
+
+    def second(completions, **columns):
+        return [float(number % 4 in (1, 2)) for number in range(len(completions))]
+
+    settings = {**RUN, "log_completions": True, "num_completions_to_print": 0, "reward_weights": [1.0, 0.2]}
+    rows = Dataset.from_dict({"prompt": PROMPTS})
+    trainer = GRPOTrainer(policy_path, [first, second], GRPOConfig(str(tmp_path / "run"), **settings), rows)
+    trainer.train()
+    trainer.save_state()
+    found, given = what_if(tmp_path / "run"), what_if(tmp_path / "run", reward_weights=[1.0, 0.2])
+    faults = " ".join(found.faults)
+    assert "other weights" in faults and "rounding" not in faults
+    said = "Rewards are summed with weights of 1; --reward_weights gives others."
+    assert said in found.notes and said not in given.notes
+    assert (found.live.value, given.live.value) == (0, 1)
+
+
 def test_pipes_and_tables_beside_a_record_are_not_read(tmp_path):
     (tmp_path / "_measurements").mkdir()
     record = {"step": 1, "rewards": [[0, 1], [1, 1]], "kept": [True, False]}

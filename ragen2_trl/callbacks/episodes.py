@@ -30,9 +30,9 @@ class EpisodeCallback(TrainerCallback):
 
     It sees what `TextRollout`, the reward functions of a task and its tools play, of one task or of several, on all
     processes; what is played for an evaluation is left out. Without reward functions of our environments, it saves the
-    episodes of TRL's `environment_factory`, `tools`, `rollout_func` or single turns once they are scored: a step's
-    first groups, without those that dynamic sampling adds. Such an episode has one reward, tool calls are its actions,
-    and success is decided as in [`EnvironmentEvalCallback`].
+    episodes of TRL's `environment_factory`, `tools`, `rollout_func` or single turns once they are scored: it
+    leaves out groups that dynamic sampling adds to a step. Such an episode has one reward, and its actions are tool
+    calls. [`EnvironmentEvalCallback`] says what counts as success.
 
     Args:
         trainer ([`~trl.GRPOTrainer`] or [`~trl.RLOOTrainer`], or a subclass):

@@ -116,12 +116,11 @@ class MutualInformationCallback(TrainerCallback):
             `first_turn` compares the first turns of all groups. Where a game shows its state later and all rows share
             one prompt, `("trajectory", "answer")` measures from the first observation on. `trajectory` draws from all
             turns and compares within each turn position; it is left out as long as completions have a single turn.
-            `answer` scores answers after
-            the reasoning, and after the prompt, of others ([`~ragen2_trl.instrument.measure_answers`]): it says
-            whether the answer uses its prompt and its reasoning. It costs at most a fifth of 64 first turns under 64
-            prompts, and is left out where fewer than 8 turns have an answer. `trajectory_reference`, which
-            has to be named, does as the reference code: all turns in one matrix, to compare with published numbers. It
-            costs more than both together, and no verdict rests on it.
+            `answer` scores answers after the reasoning, and after the prompt, of others
+            ([`~ragen2_trl.instrument.measure_answers`]): it says whether the answer uses its prompt and its reasoning.
+            It costs at most a fifth of 64 first turns under 64 prompts, and is left out where fewer than 8 turns have
+            an answer. `trajectory_reference` must be named. It does as the reference code: all turns in one matrix, to
+            compare with published numbers. It costs more than both together, and no verdict rests on it.
         stop_on (`str`, *optional*):
             `"template_even_if_success_rises"` ends training when reasoning has become a template: it has depended on
             its prompt and surely does so less than half as much, in two measurements in a row or more, with high

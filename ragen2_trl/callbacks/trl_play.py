@@ -4,6 +4,7 @@ A `Referee` turns a generation into episodes and decides on success. `HeldOutPla
 """
 
 import copy
+import inspect
 import math
 import random
 from collections import defaultdict
@@ -117,10 +118,7 @@ class HeldOutPlay:
             functions = []
         own: Factories = getattr(trainer, "environment_factories", None) or {}
         self.factories = own if functions else factories_of(trainer, env, own)
-        try:
-            self.pool = {name: [factory()] for name, factory in self.factories.items()}
-        except TypeError as error:  # a function that takes arguments, such as a reward function of somebody else
-            raise refused(trainer, env, own) from error
+        self.pool = {name: [factory()] for name, factory in self.factories.items()}
         for name, (made,) in self.pool.items():
             if type(made) is not type(expected := trainer._environment_pool[name][0]):
                 raise ValueError(
@@ -224,16 +222,19 @@ def factories_of(trainer: Any, env: Any, own: Factories) -> Factories:
         TypeError: If `env` is no factory, or has other names.
     """
     given: Factories = env if isinstance(env, dict) else {None: env}
-    if set(given) == set(own) and all(map(callable, given.values())):
+    if set(given) == set(own) and all(map(_is_factory, given.values())):
         return given
-    raise refused(trainer, env, own)
-
-
-def refused(trainer: Any, env: Any, own: Factories) -> TypeError:
-    """The error that names what is allowed."""
     names = "" if None in own else f" (a dict with {sorted(map(str, own))})"
     factory = f"environment_factory{names} or its " if own else ""
-    return TypeError(
+    raise TypeError(
         f"env must be an Environment of ragen2_trl.envs or a list of them, got {env!r:.80}. With dataset=..., the "
         f"trainer's {factory}reward functions are allowed, too: {', '.join(trainer.reward_func_names)}."
     )
+
+
+def _is_factory(given: Any) -> bool:
+    """Whether it can be called without arguments, unlike a reward function."""
+    if not callable(given):
+        return False
+    parameters = inspect.signature(given).parameters.values()
+    return all(one.default is not one.empty or one.kind in (one.VAR_POSITIONAL, one.VAR_KEYWORD) for one in parameters)

@@ -187,6 +187,8 @@ def read_completion_log(
         notes.append(f"The run chose what it sampled ({', '.join(sampled)}): shares here speak for its choice.")
     if not set(functions) & set(names) and len(names) > 1 and not rewards:
         notes.append(f"Columns of numbers are taken as rewards: {', '.join(names)}; --rewards names others.")
+    if len(names) > 1 and not reward_weights and "reward_weights" not in settings:  # only our runs save theirs
+        notes.append("Rewards are summed with weights of 1; --reward_weights gives others.")
     micro = _whole(state.get("train_batch_size")) or _whole(settings.get("per_device_train_batch_size"))
     notes += _saved_steps(log, history)
     return _calibrated(log, history, micro, count is not None, notes)

@@ -15,7 +15,7 @@ BARS = 21  # of the histogram
 
 
 def page(found: WhatIf) -> str:
-    """One HTML page that loads nothing: what is wrong, the table, and a histogram of group means."""
+    """One HTML page that works offline: advice, problems, the table, and a histogram of group means."""
     figure = Markup(svg(plot_group_means(found.log))) if np.isfinite(found.log.rewards).any() else None
     return html_templates().get_template(TEMPLATE).render(found=found, name=Path(found.log.name).name, figure=figure)
 
