@@ -6,14 +6,23 @@ trainer is made by mixing one of the classes in before a filtered one:
     class WithoutTask(WithoutTaskAdvantage, SNRFilteredGRPOTrainer): ...
 """
 
+import subprocess
+import sys
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
+from filelock import FileLock
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 from trl.trainer.rloo_trainer import RLOOTrainer
 
+from ragen2_trl.envs.frozen_lake import distances_to_goal, find
 from ragen2_trl.filtering import ROUNDING, group_score, shortest_prefix, zero_variance
+from ragen2_trl.instrument.information import information_metrics
+from ragen2_trl.record.files import MEASUREMENTS
+from ragen2_trl.record.saved_measurement import SavedMeasurement, read_measurement
 from ragen2_trl.trainers.selection import Groups, ScoreSelector, Selector
 
 QUARTERS = (1, 2, 3, 4)
@@ -187,6 +196,10 @@ def as_many_at_random(groups: Groups, selector: Selector = ScoreSelector()) -> T
     return draw_as_many(selector(groups), groups.generator)
 
 
+as_many_as_vary: Selector = partial(as_many_at_random, selector=ScoreSelector("nonzero"))
+"""As many groups at random as have reward variance."""
+
+
 def top_p_softmax(groups: Groups, value: float = 0.9) -> Tensor:
     """(N,) the shortest prefix of the groups with reward variance whose softmax probabilities sum to `value`."""
     return select_by_softmax(group_score(groups.rewards), value, zero_variance(groups.rewards))
@@ -285,6 +298,53 @@ class LossByValue:
         loss: Tensor = super()._compute_loss(model, inputs)  # type: ignore[misc]
         factor: float = self.args.snr_value if self.model.training else 1.0  # type: ignore[attr-defined]
         return loss * factor
+
+
+class PulledToTemplates:
+    """FrozenLake with the KL penalty toward `research.templates` in place of the initial model.
+
+    Logs the retrieval accuracy of first turns for impossible and for possible maps apart, among the same prompts, as
+    `retrieval/impossible` and `retrieval/possible`.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self._is_impossible: dict[str, bool] = {}  # by the map as its prompt shows it
+        folder = Path(self.args.output_dir).parent / "models" / "templates"  # type: ignore[attr-defined]
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(f"{folder}.lock"):  # runs start together, and one of them makes it
+            if not folder.exists():  # by another process, since it draws random numbers
+                subprocess.run([sys.executable, "-m", "research.templates", str(folder)], check=True)
+        if self.beta != 0.0:  # type: ignore[attr-defined]
+            self.ref_model.load_state_dict(AutoModelForCausalLM.from_pretrained(folder).state_dict())  # type: ignore[attr-defined]
+
+    def _generate_and_score_completions(self, inputs: Any) -> Any:
+        for row in inputs:
+            grid = tuple(row["grid"].split("\n"))
+            shown = row["prompt"][-1]["content"]
+            self._is_impossible[shown] = find(grid, "S")[0] not in distances_to_goal(grid)
+        return super()._generate_and_score_completions(inputs)  # type: ignore[misc]
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        step = self.state.global_step  # type: ignore[attr-defined]
+        path = Path(self.args.output_dir) / MEASUREMENTS / f"measurement_{step:05d}.json"  # type: ignore[attr-defined]
+        if path.is_file():
+            logs |= self._by_kind(read_measurement(path))
+        super().log(logs, *args, **kwargs)  # type: ignore[misc]
+
+    def _by_kind(self, measured: SavedMeasurement) -> dict[str, float]:
+        kinds = [
+            next(kind for shown, kind in self._is_impossible.items() if shown in prompt) for prompt in measured.prompts
+        ]
+        impossible = torch.tensor(kinds)[measured.prompt_index]
+        found = {}
+        for name, rows in (("impossible", impossible), ("possible", ~impossible)):
+            if rows.any():
+                metrics = information_metrics(
+                    measured.cross_logps[rows], measured.lengths[rows], measured.prompt_index[rows]
+                )
+                found[f"retrieval/{name}"] = metrics["retrieval_accuracy"]
+        return found
 
 
 class SkipsZeroGradients:
