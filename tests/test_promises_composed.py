@@ -21,6 +21,7 @@ from ragen2_trl import SNRFilteredGRPOTrainer
 from ragen2_trl.rollout_events import listen
 from ragen2_trl.trainers import pilots
 from ragen2_trl.trainers.prompt_source import DatasetOrder
+from ragen2_trl.trainers.selection import GroupFilter, Groups
 
 ALL = {"per_device_train_batch_size": 32, "shuffle_dataset": False}  # the eight prompts in their order
 
@@ -92,6 +93,24 @@ def scored_by_column(policy_path, tmp_path, steps, kind=float, **settings):
 def test_a_column_that_a_step_does_not_log_is_not_read_from_an_earlier_one(settings, policy_path, tmp_path):
     with pytest.raises(ValueError, match="snr_score_reward='solved'"):
         scored_by_column(policy_path, tmp_path, {0}, **settings)
+
+
+def test_a_column_that_only_the_pilots_log_scores_no_group(policy_path, tmp_path):
+    replay, calls = replay_of_pilots(policy_path), []
+
+    def reward(prompts, completion_ids, log_extra, **columns):
+        calls.append(len(prompts))
+        rewards = replay.score(prompts, completion_ids=completion_ids)
+        if len(calls) % 2:
+            log_extra("solved", rewards)
+        return rewards
+
+    args = GRPO.args(tmp_path, **ALL, **PILOTS, snr_score_reward="solved")
+    trainer = GRPO.make(policy_path, args, reward, PROMPTS)
+    replay.attach(trainer)
+    with pytest.raises(ValueError, match="snr_score_reward='solved'"):
+        trainer.train()
+    assert len(calls) == 2
 
 
 def test_a_column_of_an_evaluation_decides_nothing(policy_path, tmp_path):
@@ -210,17 +229,28 @@ def test_a_setting_that_is_changed_after_construction_counts(algorithm, plain, p
 
 
 @pytest.mark.skipif(not ENDS, reason="completions end by chance in this release of TRL")
-def test_a_group_of_truncated_completions_is_not_kept_and_ends_the_run(policy_path, tmp_path):
-    """Their tokens are masked: an update on them is none, however their rewards vary."""
-    settings = {"mask_truncated_completions": True, "max_steps": 10, "snr_max_empty_steps": 2}
+def test_a_selection_of_completions_without_tokens_is_none(policy_path):
+    """The group has a token to train, in a completion that is not selected."""
+    lengths, kept = torch.tensor([[0, 5], [5, 0]]), torch.tensor([[True, False], [True, False]])
+    groups = Groups(torch.eye(2), torch.eye(2)[..., None], lengths, torch.Generator(), None, lambda: lengths)
+    args = SimpleNamespace(snr_strategy="top_p", snr_value=0.9, snr_score="reward_variance", groups_per_generation=8)
+    _, found = GroupFilter(args, lambda groups: kept).select(groups)
+    assert found.tolist() == [[False, False], [True, False]]
+
+
+@pytest.mark.parametrize("strategy", ["top_p", "nonzero", "lossless"])
+def test_a_group_of_truncated_completions_is_not_kept_and_ends_the_run(strategy, policy_path, tmp_path):
+    """Their tokens are masked: an update on them is none, however their rewards vary. `lossless` goes on as TRL does."""
+    settings = {"mask_truncated_completions": True, "max_steps": 4, "snr_max_empty_steps": 2, "snr_strategy": strategy}
     replay = replay_of(policy_path)
     for completions in replay.completions.values():
         for ids in completions:
             ids[:] = [one if one % 8 else one + 1 for one in ids]  # none ends with an end token
     trainer = GRPO.make(policy_path, GRPO.args(tmp_path, **ALL, **settings), replay)
     trainer.train()
-    assert [row["snr/kept_fraction"] for row in log_rows(trainer)] == [0.0, 0.0]
-    assert trainer.state.global_step == 2
+    steps = 4 if strategy == "lossless" else 2
+    assert [row["snr/kept_fraction"] for row in log_rows(trainer)] == [0.0] * steps
+    assert trainer.state.global_step == steps
 
 
 @pytest.mark.parametrize("reward", [0.1, 0.7, 1 / 3])
@@ -238,6 +268,22 @@ def test_equal_rewards_move_no_parameter_where_trl_takes_rounding_for_an_advanta
             assert all(row["snr/kept_fraction"] == 0 for row in log_rows(trainer))
     assert moved[True] > 1e-4
     assert moved[False] == 0
+
+
+@pytest.mark.parametrize("noise", ["clipped", "summed"])
+def test_rewards_that_clipping_or_summing_makes_equal_move_no_parameter(noise, policy_path, tmp_path):
+    """RLOO clips sums, and 0.1 + 0.1 + 0.6 is not 0.6 + 0.1 + 0.1 in float32."""
+    parts = [[0.1, 0.1, 0.6], [0.6, 0.1, 0.1]] if noise == "summed" else [[1.0, 0.0, 0.0], [2.0, 0.0, 0.0]]
+    functions = [lambda completions, n=n, **_: [parts[i % 2][n] for i in range(len(completions))] for n in range(3)]
+    algorithm = RLOO if noise == "clipped" else GRPO
+    settings = {"per_device_train_batch_size": 8, "num_generations": 8, "max_steps": 3, "learning_rate": 1e-3}
+    settings |= {"reward_clip_range": (0.0, 0.7)} if noise == "clipped" else {}
+    args = algorithm.args(tmp_path, **settings, beta=0.0, snr_strategy="lossless")
+    trainer = algorithm.make(policy_path, args, functions, PROMPTS)
+    before = parameters_of(trainer)
+    trainer.train()
+    assert all(row["snr/kept_fraction"] == 0 for row in log_rows(trainer))
+    assert all(torch.equal(value, before[name]) for name, value in parameters_of(trainer).items())
 
 
 @for_each
@@ -336,24 +382,30 @@ def test_the_threshold_of_pilots_remembers_the_latest_prompts_alone(policy_path,
     trainer = GRPO.make(
         policy_path, GRPO.args(tmp_path, **{**ALL, **PILOTS}, max_steps=2), replay_of_pilots(policy_path)
     )
+    seen, see = [], pilots.PilotSampling._expected
+    monkeypatch.setattr(
+        pilots.PilotSampling, "_expected", lambda self, rewards: seen.append(see(self, rewards)) or seen[-1]
+    )
     trainer.train()
-    assert len(trainer._pilots.recent) == 5
+    assert trainer._pilots.recent == np.concatenate(seen)[-5:].tolist()
 
 
 def test_an_audit_stands_for_all_that_was_rejected(policy_path, tmp_path, monkeypatch):
-    """With half of the rejected prompts audited, each audited one counts twice."""
+    """With half of the rejected prompts audited, each audited one counts twice. Rewards of some rejected prompts vary
+    after their pilots."""
     monkeypatch.setattr(pilots, "AUDIT", 0.5)
     monkeypatch.setattr(
         np.random, "default_rng", lambda seed: SimpleNamespace(random=lambda size: np.arange(size) % 2)
     )
-    trainer = GRPO.make(
-        policy_path, GRPO.args(tmp_path, **{**ALL, **PILOTS}, max_steps=1), replay_of_pilots(policy_path)
-    )
+    late, soon = [0.0, 0.0, 0.0, 1.0], [0.0, 1.0, 0.0, 1.0]  # what a pilot of three does not see, and what it sees
+    replay = replay_of_pilots(policy_path)
+    replay.rewards = {prompt: soon if n in (1, 3, 5) else late for n, prompt in enumerate(replay.rewards)}
+    trainer = GRPO.make(policy_path, GRPO.args(tmp_path, **{**ALL, **PILOTS}, max_steps=1), replay)
     trainer.train()
     own = trainer._pilots
     variances = np.nanvar(own.rewards, axis=1, ddof=1)
     missed = 2 * variances[own.audited].sum()
     held = variances[own.committed].sum()
     (row,) = log_rows(trainer)
-    assert own.audited.any()
-    assert row.get("snr/missed_variance", 0) == pytest.approx(missed / (missed + held))
+    assert missed > 1 and held > 0.5
+    assert row["snr/missed_variance"] == pytest.approx(missed / (missed + held))

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from ragen2_trl import SNRFilteredGRPOConfig, SNRFilteredPPOConfig, SNRFilteredRLOOConfig
+from ragen2_trl.filtering import SCORES
 from ragen2_trl.trainers.config import STRATEGIES
 from research.settings import STORED_NAMES, STORED_VALUES
 
@@ -32,6 +33,7 @@ FURTHER = {
 }
 FILES = [
     *(ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "Makefile")),
+    *sorted((ROOT / "examples").glob("*.py")),
     *(path for folder, suffix in (("docs", "md"), ("ragen2_trl", "py"), ("ragen2_trl", "yaml"), ("scripts", "*"))
       for path in sorted((ROOT / folder).rglob(f"*.{suffix}")) if "__pycache__" not in path.parts),
     ROOT / "research" / "README.md",
@@ -44,6 +46,13 @@ NAMED = [path.relative_to(ROOT).as_posix() for path in FILES if "snr_" in path.r
 def test_settings_that_a_file_names_exist(name):
     words = set(re.findall(r"\bsnr_[a-z]\w*", (ROOT / name).read_text()))
     assert words - NO_SETTINGS - FURTHER.get(name, set()) <= FIELDS
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_scores_that_a_file_names_exist(name):
+    text = (ROOT / name).read_text()
+    said = re.findall(r"snr_score(?:[\"']?: ?[\"']?|=[\"']|(?<=--snr_score) )([a-z]\w*)", text)
+    assert set(said) - {"str"} <= set(SCORES)
 
 
 @pytest.mark.parametrize("name", NAMED)

@@ -6,9 +6,12 @@ in sight (`research/results/real_runs.md`).
 """
 
 import math
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal, TypedDict, TypeGuard
+
+from ragen2_trl.metrics import METRICS
 
 Name = Literal["failing", "nothing_to_learn", "drifting", "learning", "no_rise", "too_early"]
 TITLES: dict[Name, str] = {  # in their precedence
@@ -81,25 +84,9 @@ SIGNALS = {
 FACTS = ("zero_variance", "reward_std", "kept", "clipped")  # whether a row teaches anything, and why it does not
 NAMES = (*SIGNALS, *FACTS)
 
-# Log keys, `*` for a name: ours and TRL's, then those of verl and of the paper's code.
-KEYS = {
-    "health/valid_rate": "valid",
-    "env/*/valid_rate": "valid",
-    "env/*/action_is_valid": "valid",
-    "mi/valid_thinking_rate": "valid_thinking",
-    "completions/clipped_ratio": "clipped",
-    "completions/mean_length": "length",
-    "env/*/success": "success",
-    "eval/env/*/success": "held_out_success",
+# Log keys, `*` for a name: those of the registry, then of TRL's evaluations, verl and the paper's code.
+KEYS = {re.sub(r"\{\w+\}", "*", one.name.replace("{bound}", "")): one.health for one in METRICS if one.health} | {
     "eval_env/*/success": "held_out_success",
-    "reward": "reward",
-    "reward_std": "reward_std",
-    "entropy": "entropy",
-    "grad_norm": "grad_norm",
-    "clip_ratio/region_mean": "clip_ratio",
-    "snr/zero_variance_fraction": "zero_variance",
-    "snr/kept_fraction": "kept",
-    "frac_reward_zero_std": "zero_variance",
     "train/*/action_is_valid": "valid",
     "collapse/valid_thinking_rate": "valid_thinking",
     "response_length/clip_ratio": "clipped",

@@ -140,16 +140,16 @@ def scored_group(rows: list[Any], members: list[int] | None, size: int) -> Score
 
     Args:
         rows: TRL's `RolloutSample`s.
-        members: as tagged by our loop. Without tags, G rows or fewer are a conversation each. More than G come of
-            conversations that forked into several rows: what is known of such a group then are the mean and the
-            deviation of its rewards, of which two values with the same mean and deviation are made.
+        members: as tagged by our loop. Without tags, G rows or fewer are a conversation each. More than G come from
+            conversations that forked into several rows: only the mean and the deviation of their rewards are known,
+            and two values with this mean and deviation stand for them.
         size: G.
     """
     if members is None and len(rows) <= size:
         members = list(range(len(rows)))
     metrics = rows[0].metrics
     names = [name for name in metrics if name.startswith("rewards/")]
-    # Lists, of which a tensor is made once: this runs for every group.
+    # Lists, and one tensor at the end: this runs for every group.
     rewards, lengths = [math.nan] * size, [0] * size
     per_func = [[math.nan] * len(names) for _ in range(size)]
     counts = [int(np.count_nonzero(row.completion_mask)) for row in rows]
@@ -185,7 +185,7 @@ class Arrival:
 
     Args:
         group: its rows.
-        selection: (1, G) what is kept of it.
+        selection: (1, G) its kept completions.
         tag: of its first row.
         staleness: weight versions since it was sampled.
     """
@@ -252,7 +252,7 @@ class GroupQueue:
         self._waited = 0.0  # seconds in `get` since the worker's queue last had a row
 
     def qsize(self) -> int:
-        """Rows that wait, those of groups that will be dropped included."""
+        """Rows that wait, also of groups that will be dropped."""
         waiting: int = self.inner.qsize()
         return waiting + len(self._ready)
 

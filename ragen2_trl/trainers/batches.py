@@ -56,7 +56,7 @@ IMAGE_PADDING = {
     "spatial_shapes": 0,
     "image_sizes": 0,
 }
-# (rows, P + T): they tell the tokens of images from those of text, which are 0.
+# (rows, P + T): 0 for a token of text, another number for a token of an image.
 WHOLE_SEQUENCE = ("token_type_ids", "mm_token_type_ids")
 IMAGE_KEYS = (*IMAGE_PADDING, "num_images", "num_tiles", *WHOLE_SEQUENCE)
 
@@ -74,7 +74,7 @@ def row_lengths(batch: Batch) -> Tensor:
 
 
 def prompts_of(batch: Batch) -> list[tuple[int, int]]:
-    """For each row the number of its prompt among those of the batch, and the tokens of that prompt."""
+    """For each row the number of its prompt among the batch's prompts, and the tokens of that prompt."""
     prompts = torch.cat([batch["prompt_ids"], batch["prompt_mask"]], dim=1)
     numbers = torch.unique(prompts, dim=0, return_inverse=True)[1]
     return list(zip(numbers.tolist(), batch["prompt_mask"].sum(dim=1).tolist(), strict=True))
@@ -101,7 +101,7 @@ def without_loss(batch: Batch, rows: Tensor) -> Batch:
 def join(batches: list[Batch], pad_token_id: int) -> Batch:
     """One batch from several whose padded widths may differ, images split into one item per row.
 
-    Values of the whole generation batch are those of the first. Some batches may have images and others none.
+    Values of the whole generation batch come from the first. Some batches may have images and others none.
 
     Raises:
         ValueError: when only some batches have a key that is not about images, or when types or shapes do not fit.
@@ -335,7 +335,7 @@ def merge_images(batch: Batch) -> Batch:
 def fill_in_images(batches: list[Batch]) -> list[Batch]:
     """Split batches with the image keys that any of them has: rows of text have no images, and no token of one."""
     if any("num_images" in batch and batch["num_images"] is None for batch in batches):
-        # TRL drops all images of a batch where those of a truncated completion no longer fit its tokens.
+        # TRL drops all images of a batch where the images of a truncated completion no longer fit its tokens.
         batches = [_without_images(batch) for batch in batches]
     examples = {key: batch[key] for batch in batches for key in IMAGE_KEYS if batch.get(key) is not None}
     filled = []

@@ -51,8 +51,8 @@ class SNRFilterConfig(StockConfig):
 
     snr_share_prompts (`bool`, *optional*):
         Whether the update computes each prompt once for all completions of its group, in packed rows. The loss is the
-        same up to rounding. By default `True` with `snr_strategy="lossless"`, unless the model has dropout, of which a
-        prompt then gets one draw, else `False`.
+        same up to rounding. By default `True` with `snr_strategy="lossless"`, unless the model has dropout (a shared
+        prompt gets one draw), else `False`.
 
     > Parameters that control which prompts are sampled
 

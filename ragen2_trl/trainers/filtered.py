@@ -152,7 +152,7 @@ class SNRFilter(ForwardPasses):
         return self.state.global_step, self._empty_steps.position, number
 
     def _select(self, inputs: list[dict[str, Any]], batch: Batch, number: int) -> Selection:
-        """The completions of a round to train on; the advantages in its batch become those of kept groups."""
+        """The completions of a round to train on. Advantages in its batch are made over kept groups alone."""
         scored, sums = self.rollout_events.scored, self.rollout_events.group_rewards
         assert scored is not None  # the round has been scored
         rewards = rewards_to_score(self.args.snr_score_reward, sums, self.reward_func_names, scored, len(inputs))
@@ -167,7 +167,9 @@ class SNRFilter(ForwardPasses):
             lambda: self._mean_entropies(batch).view(sums.shape),
         )
         if self.args.snr_strategy == "lossless":
-            equal = self._local(equal_rewards(sums).repeat_interleave(sums.size(1))).to(batch["advantages"].device)
+            clip = getattr(self, "reward_clip_range", None)  # of RLOO, before it makes advantages
+            earned_alike = equal_rewards(sums.clamp(*clip) if clip else sums)
+            equal = self._local(earned_alike.repeat_interleave(sums.size(1))).to(batch["advantages"].device)
             batch["advantages"] = batch["advantages"].masked_fill(equal, 0.0)  # rounding noise in TRL
             kept = with_advantage(groups, self.accelerator.gather(batch["advantages"]))
             scores = group_score(rewards)

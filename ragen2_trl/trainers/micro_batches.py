@@ -34,7 +34,7 @@ class MicroBatches:
         accelerator: Of the trainer.
         args: Its settings.
         plan: From the batch to micro-batches with weights.
-        announce: Takes the positions that a pass computes, and those of TRL's own micro-batches of it, over all
+        announce: Takes the positions that a pass computes and the positions that TRL would compute, over all
             processes; passes for log-probs before the first one included.
         positions: From a micro-batch to the positions that a forward pass over it computes.
     """
@@ -86,7 +86,7 @@ class MicroBatches:
         """As many micro-batches for one pass over the generation batch.
 
         Args:
-            micro_batches: `steps_per_generation` of them, TRL's at first and then those of the last pass.
+            micro_batches: `steps_per_generation` of them: at first TRL's own, then the last pass's.
             left_to_step: micro-steps until the next optimizer step, the first of this pass included.
             has_rows: whether earlier micro-steps of that optimizer step had kept rows.
         """

@@ -139,9 +139,7 @@ class PilotSampling:
         own_prompts = [prompts[row] for row in rows]
         current.pilots, current.metrics = self._score(rows, calculate, scored_rows, own_prompts, texts, looked[1])
 
-        sums = group_rewards(current.pilots.rewards_per_func, trainer.reward_weights, self.first)
-        wanted, names = trainer.args.snr_score_reward, trainer.reward_func_names
-        scored = rewards_to_score(wanted, sums, names, current.pilots, len(rows))
+        scored = self._to_score(current.pilots, self.first, len(rows))
         whole = self._choose(scored.double().cpu().numpy(), current.key)
         current.chosen = whole[self.accelerator.process_index].tolist()
 
@@ -162,6 +160,8 @@ class PilotSampling:
         current, rest = self._current(), self._rest()
         assert current.pilots is not None  # they were scored in `generate`
         scored, metrics = self._score(rest, calculate, *([values[row] for row in rest] for values in rows))
+        if self.size > self.first:
+            self._to_score(scored, self.size - self.first, len(rest))  # it checks that they log the column, too
         self._log_columns(current.pilots.columns, scored.columns)
         self._log_metrics(current.metrics, metrics)
         self._round = None
@@ -192,7 +192,7 @@ class PilotSampling:
         return [next(values[row % self.size >= self.first]) for row in range(len(self._current().inputs))]
 
     def _sample(self, rows: list[int], members: int, generate: Generate, prompts: list[Any]) -> tuple[Any, ...]:
-        """The result of TRL's `_generate` for some rows, each of which gets an object of its own."""
+        """The result of TRL's `_generate` for some rows. Each row gets an object of its own."""
         current = self._current()
         for row in rows:
             if id(current.inputs[row]) in current.shared:  # an episode may write into its row
@@ -212,6 +212,12 @@ class PilotSampling:
         trainer._pending_extra_logs.clear()
         trainer._pending_metrics.clear()
         return Scored(rewards, columns), metrics
+
+    def _to_score(self, scored: Scored, members: int, rows: int) -> Tensor:
+        """(n, members) the rewards that score groups, of this many completions each, of so many rows here."""
+        trainer = self.trainer
+        sums = group_rewards(scored.rewards_per_func, trainer.reward_weights, members)
+        return rewards_to_score(trainer.args.snr_score_reward, sums, trainer.reward_func_names, scored, rows)
 
     def _log_columns(self, of_pilots: Mapping[str, list[Any]], of_rest: Mapping[str, list[Any]]) -> None:
         """Hand TRL the columns of whole groups. A column has one block of values for each function that logged it."""
@@ -259,7 +265,7 @@ class PilotSampling:
         """(processes, n) numbers of prompts among each process's own, n of them on each.
 
         Args:
-            rewards: (P, G0) of pilots, those of one process after those of another.
+            rewards: (P, G0) of pilots, process by process.
             key: tells this round's draws from others of the run.
         """
         args, processes = self.trainer.args, self.accelerator.num_processes

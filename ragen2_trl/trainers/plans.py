@@ -206,7 +206,7 @@ class LosslessPlan(DropPlan):
 
 
 def _has_advantage(batch: Batch) -> Tensor:
-    """(rows,) bool, rows in the mean with an advantage."""
+    """(rows,) bool, rows in the mean with an advantage and a token in the loss."""
     kept: Tensor = batch[KEPT]
     has: Tensor = (batch["advantages"].reshape(len(kept), -1) != 0).any(dim=1)
-    return kept & has
+    return kept & has & loss_mask(batch).any(dim=1)

@@ -98,10 +98,10 @@ class RewardPosterior:
         return squares / (freedom - 2)
 
     def group_variance(self, pilots: Floats, further: int, known: Floats | None = None) -> Floats:
-        """The sample variance to be expected of groups, of which some rewards are there.
+        """The expected sample variance of groups with some known rewards.
 
         Args:
-            pilots: (n, G0) the rewards that are there, NaN where there is none.
+            pilots: (n, G0) the known rewards, NaN where there is none.
             further: how many are to come, G - G0.
             known: (n, 4) of `known`, what earlier groups of these prompts have shown; default: nothing.
 
@@ -152,7 +152,7 @@ class RewardPosterior:
         return float(mean), float(np.clip(variance, 1e-3 * self._unit**2, self._unit**2 / 4))
 
     def _beta(self, evidence: Floats) -> tuple[Floats, Floats]:
-        """(n,) each: the parameters, those of the prior being the ones with its mean and E[p (1 - p)]."""
+        """(n,) each: the parameters. The prior is the beta distribution with its mean and E[p (1 - p)]."""
         mean, variance = self._prior()
         within = np.clip(variance / (self._unit**2 * mean * (1 - mean)), *SHARE_WITHIN)
         strength = within / (1 - within)

@@ -235,25 +235,29 @@ def joined_selections(rounds: Sequence[Selection]) -> Selection:
 
 
 def with_advantage(groups: Groups, advantages: Tensor) -> Tensor:
-    """(N, G) bool, completions that TRL's loss does not multiply by zero.
+    """(N, G) bool, completions with a token in the loss that TRL's loss does not multiply by zero.
 
     Args:
         groups: of a generation.
         advantages: (B,) as the trainer has made them.
     """
-    return (advantages != 0).view(groups.rewards.shape).cpu()
+    return (advantages != 0).view(groups.rewards.shape).cpu() & (groups.lengths > 0)
 
 
 def equal_rewards(rewards: Tensor) -> Tensor:
-    """(N,) bool, groups whose rewards are all the same number, so that any advantage in them is rounding noise.
+    """(N,) bool, groups whose rewards are one number up to the rounding of a sum of several functions, so that any
+    advantage in them is noise.
 
     TRL subtracts a float32 mean, which of eight rewards of 0.1 is not 0.1: its advantages are 7e-5 then, of 0.7 6e-4.
 
-    >>> equal_rewards(torch.tensor([[0.1, 0.1, float("nan")], [0.1, 0.2, 0.1]])).tolist()
-    [True, False]
+    >>> equal_rewards(torch.tensor([[0.1, 0.1, float("nan")], [0.1, 0.2, 0.1], [0.8, 0.8000001, 0.8]])).tolist()
+    [True, False, True]
     """
     nan = rewards.isnan()
-    return rewards.masked_fill(nan, -torch.inf).amax(dim=1) <= rewards.masked_fill(nan, torch.inf).amin(dim=1)
+    highest = rewards.masked_fill(nan, -torch.inf).amax(dim=1).double()
+    lowest = rewards.masked_fill(nan, torch.inf).amin(dim=1).double()
+    rounding = 4 * torch.finfo(torch.float32).eps * torch.maximum(highest.abs(), lowest.abs())
+    return (highest <= lowest) | (highest - lowest <= rounding.nan_to_num(posinf=0.0))
 
 
 class GroupFilter:
@@ -311,8 +315,9 @@ class GroupFilter:
         if not isinstance(kept, Tensor) or kept.dtype != torch.bool or tuple(kept.shape) not in (size, size[:1]):
             found = f"{kept.dtype} {tuple(kept.shape)}" if isinstance(kept, Tensor) else type(kept).__name__
             raise ValueError(f"selector returned {found}; allowed: a bool tensor of the shape {size[:1]} or {size}.")
-        kept = kept.cpu().view(len(kept), -1) & groups.trainable.unsqueeze(1)
-        return group_score(groups.rewards), kept.expand(size).clone()
+        kept = kept.cpu().view(len(kept), -1).expand(size)
+        has_tokens = (kept & (groups.lengths > 0)).any(dim=1, keepdim=True)
+        return group_score(groups.rewards), kept & has_tokens
 
     def metrics(self, selection: Selection) -> dict[str, float]:
         """Metrics of a selection, see `selection_metrics`."""

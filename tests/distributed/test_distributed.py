@@ -291,7 +291,9 @@ def test_pilots_are_dealt_to_processes_and_the_update_is_the_plain_one_on_whole_
 
 
 @pytest.mark.needs("deepspeed")
-@pytest.mark.parametrize("algorithm", ["grpo", pytest.param("rloo", marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "algorithm", ["grpo", *(pytest.param(one, marks=pytest.mark.full) for one in ("rloo", "ppo"))]
+)
 def test_a_scheduler_of_deepspeeds_own_takes_empty_steps_too(algorithm, policy_path, tmp_path):
     """Its engine takes no empty step; the learning rate is that of as many steps all the same."""
     launch("scheduler.py", 2, algorithm, policy_path, tmp_path)

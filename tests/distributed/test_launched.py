@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from backends import deepspeed_config
 from safetensors.torch import load_file
 
 from ragen2_trl.cli.shipped import ACCELERATE_CONFIGS
@@ -68,17 +69,16 @@ def test_two_launch_commands_train_as_one_with_two_processes(config, tmp_path):
 
 @pytest.mark.full  # DeepSpeed compiles for minutes
 @pytest.mark.needs("deepspeed", "g++")
-@pytest.mark.parametrize(
-    ("config", "further"),
-    [
-        ("cpu_zero2", ()),
-        ("cpu_zero2", ("--zero_stage", "3", "--zero3_save_16bit_model", "true", "--offload_param_device", "cpu")),
-    ],
-)
-def test_offloading_to_main_memory_trains_as_without(config, further, tmp_path):
+@pytest.mark.parametrize("stage", [2, 3])
+def test_offloading_to_main_memory_trains_as_without(stage, tmp_path):
     """DeepSpeed's own Adam, which it compiles, in place of PyTorch's; the recipe filters and measures."""
-    finish(start(config, tmp_path / "without"))
-    finish(start(config, tmp_path / "with", "--offload_optimizer_device", "cpu", *further))
+    config = deepspeed_config(stage)  # whose threshold lets the tiny model be sharded
+    config["zero_optimization"] |= {
+        f"offload_{what}": {"device": "cpu"} for what in ("optimizer", "param")[: stage - 1]
+    }
+    (file := tmp_path / "offload.json").write_text(json.dumps(config))
+    finish(start(f"cpu_zero{stage}", tmp_path / "without"))
+    finish(start(f"cpu_zero{stage}", tmp_path / "with", "--deepspeed_config_file", str(file)))
     without, offloaded, begun = map(parameters_of, (tmp_path / "without", tmp_path / "with", TINY_MODEL_PATH))
     moved = max((without[name] - value).abs().max().item() for name, value in begun.items())
     assert offloaded.keys() >= begun.keys()  # ZeRO-2 also writes the head that is the embedding

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from accelerate.utils import DummyOptim
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 from transformers.integrations import is_deepspeed_zero3_enabled
@@ -109,6 +110,11 @@ class ActorCritic(StockTrainer):
 
 def _give_critic_its_rate(optimizer: Any, critic: nn.Module, rate: float) -> None:
     """Move the critic's parameters into a group of their own, if they are not in one."""
+    if isinstance(optimizer, DummyOptim):
+        raise ValueError(
+            "The DeepSpeed configuration has an 'optimizer', in which the critic would learn at the policy's rate; "
+            "allowed: a configuration without it, and optim in the trainer's settings."
+        )
     if any("is_critic" in group for group in optimizer.param_groups):
         return
     parameters = [parameter for parameter in critic.parameters() if parameter.requires_grad]

@@ -34,8 +34,8 @@ def token_rewards(
 ) -> Tensor:
     """Put each episode's return on its tokens, so that the token rewards of a row sum to its return.
 
-    The reward of turn t lands on the last own token of the t-th turn. What the return says beyond the placed turn
-    rewards, also those of turns that the completion no longer holds, lands on the last own token of the row.
+    The reward of turn t lands on the last own token of the t-th turn. The rest of the return, with the rewards of turns
+    that the completion no longer holds, lands on the last own token of the row.
 
     Args:
         returns: (rows,) return of each episode. A row whose return is not finite was not scored and gets zeros.
