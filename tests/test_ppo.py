@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from accelerate.utils import DummyOptim
 from conftest import PROMPTS, parameters_of
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
@@ -13,6 +14,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokeni
 from ragen2_trl import SNRFilteredPPOConfig, SNRFilteredPPOTrainer, TextRollout
 from ragen2_trl.envs import make_env
 from ragen2_trl.tiny import TINY_SOKOBAN_PATH
+from ragen2_trl.trainers.ppo import actor_critic
 from ragen2_trl.trainers.ppo import advantages as mathematics
 
 
@@ -328,3 +330,9 @@ def test_a_schedule_that_looks_at_metrics_cannot_hold_the_policy_back(policy_pat
     args = ppo_args(make_args, critic_warmup_steps=1, per_device_eval_batch_size=8, **plateau)
     with pytest.raises(ValueError, match=r"critic_warmup_steps=1.*ReduceLROnPlateau"):
         trained(policy_path, args, eval_dataset=Dataset.from_dict({"prompt": PROMPTS}))
+
+
+def test_an_optimizer_of_deepspeeds_file_is_refused_by_name():
+    """accelerate puts a dummy in its place, so that the critic could not get its rate."""
+    with pytest.raises(ValueError, match=r"'optimizer', in which the critic would learn at the policy's rate"):
+        actor_critic._give_critic_its_rate(DummyOptim([]), torch.nn.Linear(1, 1), 1e-3)

@@ -240,7 +240,7 @@ def test_a_selection_of_completions_without_tokens_is_none(policy_path):
 
 @pytest.mark.parametrize("strategy", ["top_p", "nonzero", "lossless"])
 def test_a_group_of_truncated_completions_is_not_kept_and_ends_the_run(strategy, policy_path, tmp_path):
-    """Their tokens are masked: an update on them is none, however their rewards vary. `lossless` goes on as TRL does."""
+    """Their tokens are masked: an update on them is none, however their rewards vary. `lossless` goes on like TRL."""
     settings = {"mask_truncated_completions": True, "max_steps": 4, "snr_max_empty_steps": 2, "snr_strategy": strategy}
     replay = replay_of(policy_path)
     for completions in replay.completions.values():

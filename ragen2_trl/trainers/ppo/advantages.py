@@ -34,7 +34,7 @@ def token_rewards(
 ) -> Tensor:
     """Put each episode's return on its tokens, so that the token rewards of a row sum to its return.
 
-    The reward of turn t lands on the last own token of the t-th turn. The rest of the return, with the rewards of turns
+    The reward of turn t lands on the last own token of the t-th turn. The rest of the return, with rewards of turns
     that the completion no longer holds, lands on the last own token of the row.
 
     Args:
