@@ -9,12 +9,15 @@ from algorithms import GRPO, PPO, RLOO, STILL, cases, replay_of, slow
 from conftest import PROMPTS
 from replay import KEPT, REWARDS, Recorder, assert_close, mean_gradient, move_away
 from test_promises_update import LAYOUTS, LOSSES, PPO_STILL, TERMS, need_equal_lengths
-from transformers import TrainerCallback
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
+from ragen2_trl import MutualInformationCallback, SNRFilteredGRPOConfig, SNRFilteredGRPOTrainer
 from ragen2_trl.envs import make_env
+from ragen2_trl.record.saved_measurement import read_measurement
 from ragen2_trl.rollouts import TextRollout
-from ragen2_trl.tiny import resolve_model
+from ragen2_trl.tiny import TINY_MODEL_PATH, resolve_model
 from ragen2_trl.trainers.selection import seeded_generator
+from research import ablations
 from research.ablations import (
     AdvantagesByKeptFraction,
     AdvantagesBySqrtOfKeptFraction,
@@ -440,3 +443,58 @@ def test_a_step_without_gradients_moves_no_weights_and_the_others_are_trls(optim
         assert not all(torch.equal(*pair) for pair in zip(moved[2], trainer.model.parameters(), strict=True))
         ends.append(list(trainer.model.parameters()))
     assert all(torch.equal(*pair) for pair in zip(*ends, strict=True)) == (optim == "sgd")
+
+
+@pytest.mark.slow
+def test_the_kl_penalty_is_toward_templates_and_retrieval_is_split_by_impossible_maps(tmp_path, monkeypatch):
+    made = AutoModelForCausalLM.from_pretrained(TINY_MODEL_PATH)
+    with torch.no_grad():
+        made.lm_head.weight += 1.0  # the embedding, too
+
+    def make(command, check):
+        AutoTokenizer.from_pretrained(TINY_MODEL_PATH).save_pretrained(command[-1])
+        made.save_pretrained(command[-1])
+
+    monkeypatch.setattr(ablations.subprocess, "run", make)
+    env = make_env("frozen_lake", impossible=0.5)
+    args = SNRFilteredGRPOConfig(
+        str(tmp_path / "run"),
+        num_generations=2,
+        per_device_train_batch_size=32,
+        max_completion_length=48,
+        max_steps=1,
+        logging_steps=1,
+        beta=0.1,
+        use_cpu=True,
+        bf16=False,
+        gradient_checkpointing=False,
+        report_to="none",
+        save_strategy="no",
+        snr_selector="research.ablations:as_many_as_vary",
+    )
+    trainer_class = type("Pulled", (ablations.PulledToTemplates, SNRFilteredGRPOTrainer), {})
+    trainer = trainer_class(str(TINY_MODEL_PATH), env.success_func, args, env.dataset(64, seed=1))
+    trainer.add_callback(MutualInformationCallback(trainer, every=1))
+    trainer.train()
+    assert torch.equal(trainer.ref_model.lm_head.weight, made.lm_head.weight)
+    (row,) = [row for row in trainer.state.log_history if "snr/kept_fraction" in row]
+    (file,) = (tmp_path / "run" / "_measurements").glob("measurement_*.json")
+    measured = read_measurement(file)
+    shut = {one["prompt"][-1]["content"]: "G" not in reached(one["grid"]) for one in trainer.train_dataset}
+    hits = {True: [], False: []}
+    for logps, own in zip(measured.cross_logps, measured.prompt_index.tolist(), strict=True):
+        (kind,) = {impossible for shown, impossible in shut.items() if shown in measured.prompts[own]}
+        hits[kind].append(int(logps.argmax()) == own)
+    assert len(hits[True]) > 3 < len(hits[False])
+    for name, found in (("impossible", hits[True]), ("possible", hits[False])):
+        assert row[f"retrieval/{name}"] == pytest.approx(sum(found) / len(found))
+
+
+def reached(grid):
+    """The letters of the cells that can be walked to from the start."""
+    rows = grid.split("\n")
+    cells = {(r, c) for r, row in enumerate(rows) for c, letter in enumerate(row) if letter == "S"}
+    for _ in range(len(grid)):
+        near = {(r + dr, c + dc) for r, c in cells for dr, dc in ((0, 1), (1, 0), (0, -1), (-1, 0))}
+        cells |= {(r, c) for r, c in near if 0 <= r < len(rows) > c >= 0 and rows[r][c] != "H"}
+    return {rows[r][c] for r, c in cells}
