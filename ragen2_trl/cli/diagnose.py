@@ -352,13 +352,11 @@ def metrics_table(diagnosis: Diagnosis, title: str, caption: str) -> Table:
     def add_retrieval(label: str, found: Mapping[str, float], key: str = "") -> None:
         accuracy, chance = found[f"retrieval_accuracy{key}"], found[f"retrieval_chance{key}"]
         of_depth = {**found, "retrieval_accuracy": accuracy, "retrieval_chance": chance}
-        # With no more prompts than places there is nothing to test.
-        p_value = f"{chance_p_value(of_depth):.2g}" if chance < 1 else "-"
-        table.add_row(label, f"{accuracy:.1%}", f"{chance:.1%}", p_value)
+        table.add_row(label, f"{accuracy:.1%}", f"{chance:.1%}", f"{chance_p_value(of_depth):.2g}")
 
-    for depth in (1, *RETRIEVAL_DEPTHS):
-        key = "" if depth == 1 else f"@{depth}"
-        add_retrieval(f"retrieval accuracy{key}", metrics, key)
+    for key in ("", *(f"@{depth}" for depth in RETRIEVAL_DEPTHS)):
+        if metrics[f"retrieval_chance{key}"] < 1:  # with no more prompts than places every trace is a hit
+            add_retrieval(f"retrieval accuracy{key}", metrics, key)
     for position, later in diagnosis.later.items():
         add_retrieval(f"turn {position + 1}: retrieval accuracy", later.metrics)
         if later.without_own_words:
