@@ -58,7 +58,7 @@ from ragen2_trl.instrument.information import RETRIEVAL_DEPTHS
 from ragen2_trl.instrument.reasoning import Trajectories, Turn
 from ragen2_trl.instrument.scoring import ContextLengthError, count_tokens
 from ragen2_trl.instrument.verdict import LOW_ENTROPY, Evidence, Finding, chance_p_value, headline, in_numbers, judge
-from ragen2_trl.messages import printable
+from ragen2_trl.messages import counted, printable
 from ragen2_trl.metrics import ANSWER, metric
 from ragen2_trl.record.files import DIAGNOSIS_FILE, replace_whole, write_json
 from ragen2_trl.record.saved_measurement import SavedMeasurement
@@ -119,7 +119,7 @@ def main(args: list[str] | None = None) -> None:
         line.begin(f"Loading {printable(name)}")
         if script_args.completions is None:
             diagnoses, control, tokenizer, title = _diagnose_sampled(script_args, name, folder, line)
-            caption = f"{script_args.num_prompts} tasks, {script_args.num_samples} samples each"
+            caption = f"{script_args.num_prompts} tasks, {counted(script_args.num_samples, 'sample')} each"
         else:
             diagnoses, tokenizer, title, caption = _diagnose_saved(script_args, name, line)
             control = None

@@ -12,7 +12,7 @@ from markupsafe import Markup
 
 from ragen2_trl.instrument.health import TITLES, Name
 from ragen2_trl.instrument.verdict import COLLAPSES, REGIMES, collapse_label
-from ragen2_trl.messages import printable
+from ragen2_trl.messages import counted, printable
 from ragen2_trl.metrics import ACCURACY, BOUND, CHANCE, ENTROPY, INFORMATION, KEPT, label
 from ragen2_trl.record.files import UNREADABLE
 from ragen2_trl.record.group_rewards import read_group_rewards
@@ -239,7 +239,7 @@ def _states(parts: Sequence[RunSection]) -> list[str]:
         ]
         if runs:
             named = ", ".join(runs[:MAX_NAMED]) + (f" and {len(runs) - MAX_NAMED} more" * (len(runs) > MAX_NAMED))
-            said.append(f"training is {TITLES[name]} in {len(runs)} of {len(parts)} runs: {named}")
+            said.append(f"training is {TITLES[name]} in {len(runs)} of {counted(len(parts), 'run')}: {named}")
     return said
 
 
@@ -396,15 +396,15 @@ def _missing(run: Run) -> list[str]:
         problems.append(NO_MEASUREMENTS)
     if not run.completions:
         problems.append(NO_COMPLETIONS)
-    stepless = sum(row.get("step") is None for row in run.log_history)
-    if stepless:
-        problems.append(f"{stepless} of {len(run.log_history)} log rows have no step. Figures leave them out.")
+    rows = counted(len(run.log_history), "log row")
+    if stepless := sum(row.get("step") is None for row in run.log_history):
+        problems.append(f"No step in {stepless} of {rows}. Figures leave them out.")
     broken = [(row.get("step"), names) for row in run.log_history if (names := _not_finite(row))]
     if broken:
         step, names = broken[0]
         problems.append(
-            f"{len(broken)} of {len(run.log_history)} log rows hold values that are no finite numbers, the first at "
-            f"step {step}: {', '.join(names)}. Figures leave them out."
+            f"Values that are not finite numbers in {len(broken)} of {rows}, the first at step {step}: "
+            f"{', '.join(names)}. Figures leave them out."
         )
     return problems
 
