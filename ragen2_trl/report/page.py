@@ -43,6 +43,7 @@ OF_TRL = "times plain TRL"
 MAX_STREAKS = 30  # regimes of a run, in the table
 MAX_PROBLEMS = 8  # warnings of a run
 MAX_NAMED = 3  # runs in the headline
+MAX_DIFFERING = 4  # settings beside the name of a run
 HEADLINED: tuple[Name, ...] = ("failing", "nothing_to_learn")  # states of training in the headline
 # What a reader who wants the missing part would have to do.
 NO_ROWS = "No training step was logged: the run ended before its first log, or logs less often than it had steps."
@@ -148,6 +149,7 @@ def render_report(runs: Sequence[Run]) -> str:
     labels = distinct_labels(list(distinct))
     parts = [_make_part(label, run) for label, run in zip(labels, distinct.values(), strict=True)]
     shared, own = _pick_examples(parts)
+    settings = _table([part.run.settings for part in parts])
     page: str = _template().render(
         headline=headline(parts),
         parts=parts,
@@ -156,7 +158,8 @@ def render_report(runs: Sequence[Run]) -> str:
         shared=shared,
         own=own,
         contents=contents(parts, shared, own),
-        settings=_table([part.run.settings for part in parts]),
+        settings=settings,
+        differing=[row for row in settings if row[2]][:MAX_DIFFERING],
         versions=_table([part.run.versions for part in parts]),
         max_streaks=MAX_STREAKS,
         episode_choices=CHOICES,
