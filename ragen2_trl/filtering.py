@@ -111,8 +111,11 @@ def group_score(
         return torch.rand(len(rewards), generator=_required("generator", generator, kind), dtype=torch.float64)
     if kind == "length":
         return _required("lengths", lengths, kind).cpu().double().mean(dim=1)
-    per_completion = _required("entropies", entropies, kind).cpu().double()
-    return per_completion.mean(dim=1) if kind == "entropy" else per_completion.std(dim=1, correction=ddof)
+    if kind in ("entropy", "entropy_variance"):
+        per_completion = _required("entropies", entropies, kind).cpu().double()
+        return per_completion.mean(dim=1) if kind == "entropy" else per_completion.std(dim=1, correction=ddof)
+    known = ", ".join(one for one in SCORES if one != kind)
+    raise ValueError(f"kind={kind!r} is in SCORES without a branch in group_score: add one; allowed now: {known}.")
 
 
 def select_groups(

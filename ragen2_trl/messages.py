@@ -50,6 +50,14 @@ def stopped_by_signals() -> Iterator[None]:
             signal.signal(number, signal.SIG_DFL)
 
 
+def counted(number: int, noun: str) -> str:
+    """
+    >>> counted(1, "run"), counted(0, "run")
+    ('1 run', '0 runs')
+    """
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
 def printable(text: str) -> str:
     """The text with what would steer a terminal, or hide or turn text, made visible.
 

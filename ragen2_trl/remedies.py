@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from ragen2_trl.filtering import group_score, zero_variance
 from ragen2_trl.instrument.health import is_number
+from ragen2_trl.messages import counted
 from ragen2_trl.record.completions import CompletionLog, Count, Floats, read_completion_log, text_of
 from ragen2_trl.trainers.dealing import deal_rows
 from ragen2_trl.trainers.dynamic_sampling import round_size
@@ -46,6 +47,7 @@ DRAWS = 20  # replays of prompt selection
 REFILLED = 200  # batches that dynamic sampling is simulated for
 MANY = 0.5  # smallest share of solved or failed groups that is named as a fault
 CUT = 0.9  # smallest share of completions cut at the length limit that is named as a fault
+FEW = 5  # live groups below which a note warns of the gains
 PAYS = 1.05  # least gain, at the lower end of its interval, for which a remedy is advised
 _DRAW = 0x3F1F  # tells our draws from others of the same seed
 
@@ -483,7 +485,7 @@ def dynamic_sampling(log: CompletionLog, live: Mask, prompts: Bootstrap, seed: i
     limit = max(1, int(np.quantile(mean, 0.95)))
     said = (
         f"{each.number()} completions for each full group of {log.size}, {rounds.number()} further rounds a batch "
-        f"({limit} fill 95% of batches)"
+        f"(95% of batches need at most {limit})"
     )
     setting = f"snr_strategy='nonzero', snr_dynamic_sampling_rounds={limit}"
     return Remedy("dynamic sampling", setting, said, gain, {"completions": each, "rounds": rounds})
@@ -584,7 +586,7 @@ def prompt_selection(log: CompletionLog, live: Mask, variances: Floats, seed: in
     earlier, later = repeated(log.prompts)
     number = len(np.unique(log.prompts[later]))
     if number < TWICE:
-        said = f"the log cannot tell: {number} prompts are in it more than once, of at least {TWICE}"
+        said = f"the log cannot tell: it holds {counted(number, 'prompt')} more than once, of at least {TWICE}"
         return Remedy(name, setting, said, is_known=False)
     if not live[later].any():
         return Remedy(name, setting, "no prompt that came again had rewards that vary", is_known=False)
@@ -838,16 +840,16 @@ def find_faults(log: CompletionLog) -> list[str]:
     equal = equal_rewards(torch.from_numpy(rewards)).numpy()
     if rounded := int((~live & ~equal).sum()):
         faults.append(
-            f"{rounded} groups have rewards that differ by rounding alone: TRL trains on it, the filter does not."
+            f"Rewards differ by rounding alone in {counted(rounded, 'group')}: TRL trains on it, the filter does not."
         )
     if log.advantages is not None and (noisy := int((equal & (np.nan_to_num(log.advantages) != 0).any(axis=1)).sum())):
         largest = np.abs(np.nan_to_num(log.advantages)[equal]).max()
         parts = [~zero_variance(torch.from_numpy(one)).numpy() for one in log.by_function.values()]
         mixed = len(parts) > 1 and np.any(parts, axis=0)[equal].any()  # sums that only these weights make equal
-        why = "perhaps because of other weights: see --reward_weights" if mixed else "which are TRL's rounding"
-        faults.append(f"{noisy} groups of equal rewards have advantages of up to {largest:.1g}, {why}.")
+        why = "perhaps because of other weights: see --reward_weights" if mixed else "by TRL's rounding"
+        faults.append(f"Advantages are up to {largest:.1g} in {counted(noisy, 'group')} of equal rewards, {why}.")
     if missing := int(np.isnan(rewards).sum()):
-        faults.append(f"{missing} of {rewards.size} completions have no reward.")
+        faults.append(f"No reward in {missing} of {rewards.size} completions.")
     return faults
 
 
@@ -866,10 +868,13 @@ def _least(gain: Estimate) -> float:
 
 def _notes(log: CompletionLog, live: Estimate, prompts: Bootstrap, share: float) -> list[str]:
     steps = np.unique(log.steps)
-    of_prompts = f" of {len(np.unique(log.prompts))} prompts" if log.knows_prompts else ""
+    groups = f"{counted(len(log), 'group')} of {log.size}"
+    of_prompts = f" of {counted(len(np.unique(log.prompts)), 'prompt')}" if log.knows_prompts else ""
+    of_steps = f"steps {steps[0]} to {steps[-1]}" if len(steps) > 1 else f"step {steps[0]}"
+    few = int(live_groups(log).sum())
     notes = [
-        f"{log.rewards.size} completions are read: {len(log)} groups of {log.size}{of_prompts}, steps {steps[0]} to "
-        f"{steps[-1]}.",
+        *([f"Every gain here rests on {counted(few, 'live group')}: log more steps."] if 0 < few < FEW else []),
+        f"{log.rewards.size} completions are read: {groups}{of_prompts}, {of_steps}.",
         *log.notes,
     ]
     if len(steps) > 1:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import product
 
+from ragen2_trl.messages import counted
 from research.measures import FinishedRun
 from research.plan import Experiment, PlannedRun
 from research.store import SEVERAL
@@ -34,7 +35,7 @@ class Notes:
             ("counted where times are compared, on a machine that was not recorded", self.somewhere),
         )
         found = ((what, len(runs), some(list(dict.fromkeys(runs.values())))) for what, runs in kinds if runs)
-        return [*(f"{counted(number)} {what}: {names}." for what, number, names in found), *self.others]
+        return [*(f"{counted(number, 'run')} {what}: {names}." for what, number, names in found), *self.others]
 
 
 @dataclass(frozen=True)
@@ -157,10 +158,6 @@ def runs_of(grid: Grid, setting: Sequence[Levels], seed: int, notes: Notes) -> l
 def named(grid: Grid, levels: Levels, seed: int) -> str:
     """The run of these levels and seed as a reader of the page knows it."""
     return PlannedRun({}, seed, {axis: levels[axis] for axis in grid.experiment.axes if axis in levels}).name
-
-
-def counted(number: int, what: str = "run") -> str:
-    return f"{number} {what}{'s' if number != 1 else ''}"
 
 
 def some(names: Sequence[str], most: int = 3) -> str:

@@ -12,7 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from research.grid import Grid, Levels, Notes, by_seed, counted, named, pairs, runs_of, some
+from ragen2_trl.messages import counted
+from research.grid import Grid, Levels, Notes, by_seed, named, pairs, runs_of, some
 from research.measures import OF_PAIRS, FinishedRun, fall, on_common_steps, statistic, success_at, total
 from research.statistics import IntervalEstimate, correlation_interval, mean_interval
 from research.store import WEIGHTS
@@ -132,8 +133,8 @@ def _ratio(grid: Grid, check: Check, notes: Notes) -> Evaluated:
         if censored[side]:
             whose = some([f"{axis} {level}" for axis, level in check[which].items()])
             notes.others.append(
-                f"{counted(censored[side])} of {whose} never reached the target; the whole cost counts instead, "
-                f"so the ratio can only be {('larger', 'smaller')[side]}."
+                f"{counted(censored[side], 'run')} of {whose} never reached the target; the whole cost counts "
+                f"instead, so the ratio can only be {('larger', 'smaller')[side]}."
             )
     if below:
         notes.others.append(

@@ -352,6 +352,7 @@ def test_no_longer_is_said_only_of_what_was_shown_before_and_is_excluded_now():
     assert "no longer" not in answers_said([lost])[0] and "is not shown" in answers_said([lost])[0]
     assert "no longer" not in answers_said([shown, unsure])[0]
     assert answers_said([lost, shown])[0].startswith("Answers depend")
+    assert "0.86 over 8 answers may be chance" in answers_said([AnswerEvidence(10, 0.86, 8)])[0]
 
 
 def test_by_chance_dependence_is_said_of_at_most_one_in_a_hundred():

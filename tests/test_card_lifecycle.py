@@ -91,7 +91,7 @@ def test_one_trainer_trains_twice_and_tells_of_the_second_time(policy_path, tmp_
 
 def test_without_checkpoints_the_run_can_be_read_all_the_same(policy_path, tmp_path):
     make(STOCK, policy_path, tmp_path / "run", save_strategy="no", max_steps=1).train()
-    assert read_run(tmp_path / "run").status == "finished 1 steps"
+    assert read_run(tmp_path / "run").status == "finished 1 step"
     assert not (tmp_path / "run" / "README.md").exists()
 
 
@@ -134,7 +134,7 @@ def test_a_log_of_odd_numbers_is_written(policy_path, tmp_path, without_figures)
     log = trainer.log
     trainer.log = lambda logs, *rest: log({**logs, "mine": np.float32(0.5)}, *rest)
     trainer.train()
-    assert read_run(tmp_path / "run").status == "finished 1 steps"
+    assert read_run(tmp_path / "run").status == "finished 1 step"
 
 
 def test_a_trainer_that_has_not_begun_tells_the_run_in_its_folder(policy_path, tmp_path, without_figures):

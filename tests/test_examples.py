@@ -6,11 +6,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-from trl.chat_template_utils import qwen3_chat_template
 
 from ragen2_trl.cli.shipped import ACCELERATE_CONFIGS
-from ragen2_trl.tiny import TINY_MODEL_PATH
 
 pytestmark = pytest.mark.slow
 
@@ -26,7 +23,7 @@ def test_every_example_is_tried_here():
 
 def test_an_example_fits_a_page():
     lines = {name: len((ROOT / "examples" / f"{name}.py").read_text().splitlines()) for name in EXAMPLES}
-    assert max(lines.values()) <= 67, lines
+    assert max(lines.values()) <= 70, lines
 
 
 def run(folder, *command):
@@ -44,13 +41,7 @@ def test_an_example_trains_and_ends_with_its_table(name, tmp_path):
 
 
 def test_the_agent_plays_through_trls_own_environment_factory(tmp_path):
-    """The tiny model in Qwen3's chat template, which TRL knows how to read tool calls from."""
-    tokenizer = AutoTokenizer.from_pretrained(TINY_MODEL_PATH)
-    tokenizer.chat_template = qwen3_chat_template
-    tokenizer.save_pretrained(tmp_path / "model")
-    config = AutoConfig.from_pretrained(TINY_MODEL_PATH, max_position_embeddings=4096)
-    AutoModelForCausalLM.from_pretrained(TINY_MODEL_PATH, config=config).save_pretrained(tmp_path / "model")
-    told = run(tmp_path, sys.executable, str(ROOT / "examples" / "agent.py"), str(tmp_path / "model"))
+    told = run(tmp_path, sys.executable, str(ROOT / "examples" / "agent.py"), "tiny")
     assert "ragen2-trl report runs/agent" in told and "held-out success" in told
 
 

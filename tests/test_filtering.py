@@ -10,6 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ragen2_trl import filtering
 from ragen2_trl.filtering import (
     SCORES,
     STRATEGIES,
@@ -166,6 +167,12 @@ def test_random_scores_leave_the_global_random_state_alone():
 def test_scores_name_the_input_they_miss(kind, missing):
     with pytest.raises(ValueError, match=missing):
         group_score(torch.zeros(2, 2), kind)
+
+
+def test_a_score_without_a_branch_is_refused_and_not_taken_for_another(monkeypatch):
+    monkeypatch.setattr(filtering, "SCORES", (*SCORES, "novel"))
+    with pytest.raises(ValueError, match=r"kind='novel'.*allowed.*reward_variance"):
+        group_score(torch.zeros(2, 2), "novel", entropies=torch.zeros(2, 2))
 
 
 @pytest.mark.parametrize(

@@ -430,13 +430,20 @@ def test_groups_alive_through_one_reward_alone_are_told_with_an_example():
         ),
         ([[0.3, 0.30000004], [0, 1]], {}, "rounding alone"),
         ([[0.7, 0.7], [0, 1]], {"advantages": np.array([[6e-4, 6e-4], [-1, 1]])}, "TRL's rounding"),
-        ([[np.nan, 1], [0, 1], [0, 1]], {}, "1 of 6 completions have no reward"),
+        ([[np.nan, 1], [0, 1], [0, 1]], {}, "No reward in 1 of 6 completions"),
         ([[np.nan, np.nan]], {}, "No completion has a reward"),
     ],
 )
 def test_what_is_wrong_is_said_and_nothing_else(rewards, more, part):
     (fault,) = find_faults(make_log(rewards, **more))
     assert part in fault
+
+
+@pytest.mark.parametrize(("live", "part"), [(1, "rests on 1 live group:"), (4, "rests on 4 live groups:"), (5, None)])
+def test_a_note_says_on_how_few_live_groups_gains_rest(live, part):
+    first, second = what_if(make_log([[0, 1]] * live + [[0, 0]])).notes[:2]
+    assert part in first if part else first.startswith("12 completions are read: 6 groups of 2 of 6 prompts, step 1.")
+    assert part is None or "completions are read" in second
 
 
 def test_a_sound_log_has_no_fault():

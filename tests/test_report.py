@@ -445,6 +445,12 @@ def test_a_report_opens_with_the_gain_and_the_control(tmp_path, words_only):
     assert re.search("“demo”.* 46% → 56%.*“demo_control”.*nothing filtered.* 46% → 54%", headline)
 
 
+def test_each_row_of_the_first_table_names_the_settings_in_which_runs_differ(tmp_path, words_only):
+    ends = [evaluated(tmp_path / name, 0.4, 0.5, snr_value=value) for name, value in (("a", 0.5), ("b", 0.25))]
+    table = report_of(*ends).text.partition("How to read these numbers")[0]
+    assert table.count("snr_value: 0.5") == table.count("snr_value: 0.25") == 1 and "snr_strategy" not in table
+
+
 def test_trls_own_trainer_counts_as_a_control_and_a_subclass_of_ours_does_not(tmp_path):
     kinds = {"GRPOTrainer": True, "MyTrainer": False, "SNRFilteredGRPOTrainer": False}
     for name, is_control in kinds.items():

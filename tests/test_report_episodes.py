@@ -89,7 +89,7 @@ def test_numbers_are_bounded_and_the_last_row_is_shown(run, words_only):
     assert len(album.episodes) <= MAX_EPISODES
     assert max(len(one.turns) for one in album.episodes) == MAX_TURNS
     page = render_report([edit])
-    assert len(page) < 700_000 and "3 later turns are left out" in page
+    assert len(page) < 700_000 and "Later turns left out: 3." in page
 
 
 def test_mixed_groups_come_first_with_both_outcomes():

@@ -11,7 +11,7 @@ from rich.console import Console
 from transformers import TrainerCallback, TrainerState
 from trl import GRPOTrainer
 
-from ragen2_trl import MutualInformationCallback, SNRFilteredGRPOTrainer, cli
+from ragen2_trl import MutualInformationCallback, SNRFilteredGRPOTrainer, TrainingHealthCallback, cli
 from ragen2_trl.callbacks import TrainingProgressCallback
 from ragen2_trl.cli.shipped import recipe_path
 
@@ -133,6 +133,23 @@ def test_a_training_of_ones_own_ends_with_a_table_and_a_command_that_runs(
     (command,) = re.findall("ragen2-trl (report .*)", shown.out)
     cli.main([*shlex.split(command), "--output", str(tmp_path / "report.html")])
     assert (tmp_path / "report.html").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize("command", ["report", "health"])
+def test_trls_own_training_ends_with_a_line_and_a_command_that_runs(
+    command, policy_path, prompts, make_args, tmp_path, caplog, monkeypatch
+):
+    args = make_args(snr=False, per_device_train_batch_size=16, max_steps=1, save_strategy="steps", save_steps=1)
+    trainer = GRPOTrainer(policy_path, length_reward, args, prompts)
+    if command == "report":  # with the record, which the verdict needs
+        trainer.add_callback(MutualInformationCallback(trainer, every=1, min_prompts=2))
+    trainer.add_callback(TrainingHealthCallback(trainer))
+    trainer.train()
+    (line,) = [record.message for record in caplog.records if "To look at it" in record.message]
+    assert "oo early to tell" in line and ("prompt" in line) == (command == "report")
+    monkeypatch.chdir(tmp_path)  # where report.html goes
+    cli.main(shlex.split(line.partition("ragen2-trl ")[2]))
+    assert (tmp_path / "report.html").exists() == (command == "report")
 
 
 @pytest.mark.parametrize("settings", [{"disable_tqdm": True}, {"disable_tqdm": False, "logging_strategy": "no"}])

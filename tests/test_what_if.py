@@ -196,7 +196,7 @@ def test_pictures_in_prompts_are_no_text(tmp_path):
 
 def test_incomplete_groups_are_left_out_and_counted(tmp_path):
     log = read_completion_log(write_lines(tmp_path / "rows.jsonl", ROWS[:-1]))
-    assert log.rewards.shape == (2, 4) and any("3 of 11 completions are left out" in note for note in log.notes)
+    assert log.rewards.shape == (2, 4) and any("Left out: 3 of 11 completions" in note for note in log.notes)
     pairs = read_completion_log(tmp_path / "rows.jsonl", num_generations=2)
     assert pairs.rewards.shape == (5, 2)
 
@@ -245,7 +245,7 @@ def test_steps_without_completions_are_counted_only_where_there_are_any(run, tmp
     whole = read_completion_log(run)
     shutil.copytree(run, tmp_path / "run")
     (tmp_path / "run" / "completions" / "completions_00002.parquet").unlink()
-    said = "TRL saves completions at logging steps alone: 2 of 3 steps are here."
+    said = "TRL saves completions at logging steps alone: here, 2 of 3 steps."
     assert said in read_completion_log(tmp_path / "run").notes
     assert not any("logging steps alone" in note for note in whole.notes)
 
@@ -282,7 +282,7 @@ def test_rewards_of_a_run_of_ours_are_read_without_completions(tmp_path):
     write_lines(tmp_path / "_measurements" / "group_rewards.jsonl", rows)
     found = what_if(tmp_path)
     assert found.log.rewards.tolist() == [[0, 1], [1, 1]] * 2 and not found.log.knows_prompts
-    assert any("2 of 6 groups are left out" in note for note in found.notes)
+    assert any("Left out: 2 of 6 groups" in note for note in found.notes)
 
 
 def test_weights_make_the_sum(run):
@@ -459,7 +459,7 @@ def test_completions_of_an_earlier_training_are_left_out_of_one_that_has_ended(p
     folder = tmp_path / "run" / "completions"
     shutil.copy(folder / "completions_00003.parquet", folder / "completions_00050.parquet")
     log = read_completion_log(tmp_path / "run")
-    assert log.steps.max() == 3 and any("1 files of steps after the last one, 3" in note for note in log.notes)
+    assert log.steps.max() == 3 and "Left out: 1 file of another training, after the last step, 3." in log.notes
 
 
 # The command

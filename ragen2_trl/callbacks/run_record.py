@@ -15,6 +15,7 @@ from transformers import TrainerCallback
 from transformers.trainer_utils import HubStrategy
 
 from ragen2_trl.callbacks.shown_metrics import shown_metrics
+from ragen2_trl.callbacks.training_progress import TrainingProgressCallback, next_command
 from ragen2_trl.record.checks import check_callbacks
 from ragen2_trl.record.files import (
     DIAGNOSTICS,
@@ -146,6 +147,12 @@ class RunRecord(TrainerCallback):
                 self._write_card()
             else:
                 write_run(self.trainer)
+            callbacks = self.trainer.callback_handler.callbacks
+            if not any(isinstance(one, TrainingProgressCallback) for one in callbacks):  # whose table says all this
+                run = run_of(self.trainer)
+                verdict = [f"{run.verdict}."] if run.evidence else []
+                said = [run.health.state.sentence, *verdict, next_command("report", args.output_dir)]
+                logger.warning(" ".join(["Training has ended.", *said]))
 
     def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         selection = getattr(self.trainer, "latest_selection", None)

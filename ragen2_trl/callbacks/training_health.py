@@ -8,7 +8,8 @@ from accelerate.utils import broadcast_object_list, gather_object
 from transformers import TrainerCallback
 
 from ragen2_trl.callbacks.attached import check_own_trainer, is_newest
-from ragen2_trl.callbacks.run_record import reported
+from ragen2_trl.callbacks.run_record import RunRecord, reported
+from ragen2_trl.callbacks.training_progress import next_command
 from ragen2_trl.filtering import check_choice
 from ragen2_trl.instrument.health import COUNT, TITLES, Health, HealthState, State
 from ragen2_trl.instrument.reasoning import Trajectories
@@ -111,6 +112,12 @@ class TrainingHealthCallback(TrainerCallback):
         if self.stop_on and self._agreed(self.health.state.name in self.stop_on):
             logger.warning(f"Training stops after step {state.global_step}: stop_on={sorted(self.stop_on)}.")
             control.should_training_stop = True
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        callbacks = self.trainer.callback_handler.callbacks
+        if is_newest(self, self.trainer) and not any(isinstance(one, RunRecord) for one in callbacks):  # which says it
+            look = [] if args.save_strategy == "no" else [next_command("health", args.output_dir)]  # of a checkpoint
+            logger.warning(" ".join(["Training has ended.", self.health.state.sentence, *look]))
 
     def _agreed(self, ends: bool) -> bool:
         """What the main process says: rows may differ between processes, and all must stop together."""

@@ -21,6 +21,11 @@ HELD_OUT = re.compile(f"{LOGGED}[^/]+/success")
 TRAINED = re.compile("env/[^/]+/success")
 
 
+def next_command(command: str, folder: Any) -> str:
+    """How to look at the run in a folder."""
+    return f"To look at it: {shlex.join(['ragen2-trl', command, str(folder)])}"
+
+
 def show_progress(trainer: Any) -> None:
     """Let a trainer show its progress, unless progress bars are off."""
     if not trainer.args.disable_tqdm:
@@ -132,8 +137,8 @@ class TrainingProgressCallback(TrainerCallback):
         """On the main process: a run's summary, and how to look at more of it."""
         if self.trainer.is_world_process_zero():
             self.console.print(summary_table(summary, title))
-            command = shlex.join(["ragen2-trl", "report", str(self.trainer.args.output_dir)])
-            self.console.print(f"To look at it: {command}", highlight=False, markup=False, soft_wrap=True)
+            command = next_command("report", self.trainer.args.output_dir)
+            self.console.print(command, highlight=False, markup=False, soft_wrap=True)
 
     def close(self) -> None:
         """Give the terminal back, also after an interruption."""

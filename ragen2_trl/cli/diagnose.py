@@ -58,7 +58,7 @@ from ragen2_trl.instrument.information import RETRIEVAL_DEPTHS
 from ragen2_trl.instrument.reasoning import Trajectories, Turn
 from ragen2_trl.instrument.scoring import ContextLengthError, count_tokens
 from ragen2_trl.instrument.verdict import LOW_ENTROPY, Evidence, Finding, chance_p_value, headline, in_numbers, judge
-from ragen2_trl.messages import printable
+from ragen2_trl.messages import counted, printable
 from ragen2_trl.metrics import ANSWER, metric
 from ragen2_trl.record.files import DIAGNOSIS_FILE, replace_whole, write_json
 from ragen2_trl.record.saved_measurement import SavedMeasurement
@@ -119,7 +119,7 @@ def main(args: list[str] | None = None) -> None:
         line.begin(f"Loading {printable(name)}")
         if script_args.completions is None:
             diagnoses, control, tokenizer, title = _diagnose_sampled(script_args, name, folder, line)
-            caption = f"{script_args.num_prompts} tasks, {script_args.num_samples} samples each"
+            caption = f"{script_args.num_prompts} tasks, {counted(script_args.num_samples, 'sample')} each"
         else:
             diagnoses, tokenizer, title, caption = _diagnose_saved(script_args, name, line)
             control = None
@@ -352,13 +352,11 @@ def metrics_table(diagnosis: Diagnosis, title: str, caption: str) -> Table:
     def add_retrieval(label: str, found: Mapping[str, float], key: str = "") -> None:
         accuracy, chance = found[f"retrieval_accuracy{key}"], found[f"retrieval_chance{key}"]
         of_depth = {**found, "retrieval_accuracy": accuracy, "retrieval_chance": chance}
-        # With no more prompts than places there is nothing to test.
-        p_value = f"{chance_p_value(of_depth):.2g}" if chance < 1 else "-"
-        table.add_row(label, f"{accuracy:.1%}", f"{chance:.1%}", p_value)
+        table.add_row(label, f"{accuracy:.1%}", f"{chance:.1%}", f"{chance_p_value(of_depth):.2g}")
 
-    for depth in (1, *RETRIEVAL_DEPTHS):
-        key = "" if depth == 1 else f"@{depth}"
-        add_retrieval(f"retrieval accuracy{key}", metrics, key)
+    for key in ("", *(f"@{depth}" for depth in RETRIEVAL_DEPTHS)):
+        if metrics[f"retrieval_chance{key}"] < 1:  # with no more prompts than places every trace is a hit
+            add_retrieval(f"retrieval accuracy{key}", metrics, key)
     for position, later in diagnosis.later.items():
         add_retrieval(f"turn {position + 1}: retrieval accuracy", later.metrics)
         if later.without_own_words:

@@ -28,7 +28,7 @@ from ragen2_trl.columns import TASK
 from ragen2_trl.envs import Play, respond_all
 from ragen2_trl.envs.mixture import AnyTask, TaskMixture
 from ragen2_trl.envs.random_baseline import random_success
-from ragen2_trl.messages import printable
+from ragen2_trl.messages import counted, printable
 from ragen2_trl.record.files import EVALUATION, write_json
 from ragen2_trl.record.saved_episodes import episodes_of, episodes_path, save_episodes
 from ragen2_trl.rollouts.outcomes import outcomes_of, summarize
@@ -249,7 +249,8 @@ def _metrics(
 
 def metrics_table(metrics: dict[str, float], title: str) -> Table:
     """The metrics of `evaluate_model` as a table."""
-    caption = f"{metrics['num_prompts']:.0f} tasks, {metrics['num_samples']:.0f} samples each"
+    tasks, samples = (round(metrics[name]) for name in ("num_prompts", "num_samples"))
+    caption = f"{counted(tasks, 'task')}, {counted(samples, 'sample')} each"
     table = Table(title=Text(title), caption=caption)
     table.add_column("metric")
     table.add_column("mean", justify="right")

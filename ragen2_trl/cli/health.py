@@ -14,7 +14,7 @@ from rich.text import Text
 from ragen2_trl.cli.arguments import health_parser
 from ragen2_trl.cli.typed import checked_input
 from ragen2_trl.instrument.health import Health, health
-from ragen2_trl.messages import printable
+from ragen2_trl.messages import counted, printable
 from ragen2_trl.record.logs import read_log
 from ragen2_trl.record.run import read_run
 
@@ -40,12 +40,12 @@ def main(args: list[str] | None = None) -> None:
         console.print(state_table(name, rows, watch))
         console.print(charts(watch, rows))
         if too_long:
-            console.print(Text(f"{name}: {too_long} lines of more than a megabyte were left out."))
+            console.print(Text(f"Left out of {name}: {counted(too_long, 'line')} of more than a megabyte."))
 
 
 def state_table(name: str, rows: Sequence[dict[str, Any]], watch: Health) -> Table:
     """The states of a run, the present one last."""
-    table = Table("since step", "training is", "why", title=Text(f"{name}, {len(rows)} rows"))
+    table = Table("since step", "training is", "why", title=Text(f"{name}, {counted(len(rows), 'row')}"))
     for state in watch.history[1:] or watch.history:
         style = "bold red" if state.name == "failing" else ""
         table.add_row(str(state.since), state.title, Text(printable(state.why)), style=style)

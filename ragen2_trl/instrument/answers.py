@@ -456,8 +456,9 @@ def _of_prompt(measurements: Sequence[AnswerEvidence]) -> str:
         was = f"at step {best.step}: {best.prompt_win_rate:.2f}"
         return f"Answers no longer depend on their prompt ({rate}; {was})."
     return (
-        f"Dependence of answers on their prompt is not shown (win rate {last.prompt_win_rate:.2f}, p = "
-        f"{last.p_value:.2g}); a win rate beyond {last.highest:.2f} is excluded."
+        f"Dependence of answers on their prompt is not shown: a win rate of {last.prompt_win_rate:.2f} over "
+        f"{last.num_compared:.0f} answers may be chance (p = {last.p_value:.2g}, above {ALPHA:g}); the true "
+        f"rate is at most {last.highest:.2f}."
     )
 
 

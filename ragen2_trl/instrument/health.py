@@ -389,7 +389,7 @@ class _Progress:
         return State("no_rise", step, f"In {self.rows} rows {means}; a rise of {needed:.2g} would have shown.")
 
     def _too_early(self, step: int) -> State:
-        why = f"{self.rows} rows have a reward; a rise can show after {2 * SPAN}, its absence after {MIN_FLAT}."
+        why = f"Rows with a reward: {self.rows}; a rise can show after {2 * SPAN}, its absence after {MIN_FLAT}."
         return State("too_early", step, why)
 
     def _standard_error(self) -> float:

@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ragen2_trl.instrument.health import is_number
+from ragen2_trl.messages import counted
 from ragen2_trl.record.checks import MAX_STEP
 from ragen2_trl.record.files import MEASUREMENTS, STATE_FILE, read_json
 from ragen2_trl.record.group_rewards import FILE as GROUP_REWARDS
@@ -155,7 +156,7 @@ def read_completion_log(
     evaluated = {row.get("step") for row in history if any(str(key).startswith("eval_reward") for key in row)}
     left = 0
     if later := [file for file in files if end is not None and (_step_of(file) or 0) > end]:
-        notes.append(f"{len(later)} files of steps after the last one, {end}, are of another training and left out.")
+        notes.append(f"Left out: {counted(len(later), 'file')} of another training, after the last step, {end}.")
     for file in files:
         if file in later:
             continue
@@ -173,7 +174,7 @@ def read_completion_log(
             notes.append(f"The first {MAX_ROWS:,} completions are read, up to {file.name}; the rest is left out.")
             break
     if left:
-        notes.append(f"{left} files of steps with an evaluation are left out: TRL writes its completions over them.")
+        notes.append(f"Left out: {counted(left, 'file')} of steps with an evaluation, which overwrites completions.")
     if not rows.prompts:
         raise ValueError(f"{str(path)!r} holds no completions; allowed: {ALLOWED}. {' '.join(notes)}".rstrip())
     weights = list(reward_weights) or _weights(settings, names)
@@ -421,18 +422,18 @@ def _grouped(
     members = np.concatenate(whole).reshape(-1, size) if size > 1 else np.empty((0, 2), dtype=np.int64)
     if not len(members):
         raise ValueError(
-            f"{name!r} has no whole group in {len(prompts)} rows: no prompt has {max(2, size)} completions in a step, "
-            f"at most {counts.max()}; give num_generations"
+            f"{name!r} has no whole group in {counted(len(prompts), 'row')}: no prompt has {max(2, size)} completions "
+            f"in a step, at most {counts.max()}; give num_generations"
         )
     members = members[np.lexsort((members[:, 0], steps[members[:, 0]]))]  # generations are consecutive in a log
     if left := len(prompts) - members.size:
-        notes.append(f"{left} of {len(prompts)} completions are left out: their groups have not {size} in a step.")
+        notes.append(f"Left out: {left} of {len(prompts)} completions, which fill no group of {size} in a step.")
     of_groups = steps[members[:, 0]]
     if groups is None:
         in_steps = Counter(Counter(of_groups.tolist()).values())
         groups = max(in_steps.items(), key=lambda pair: (pair[1], pair[0]))[0] if has_steps else ASSUMED_GROUPS
         if not has_steps:
-            notes.append(f"Rows have no step: a generation is taken as {groups} groups; --groups says another number.")
+            notes.append(f"Rows have no step: a generation is taken as {counted(groups, 'group')}; --groups sets it.")
     if not has_steps:
         of_groups = np.arange(len(members)) // groups
     values = np.array(rows.rewards, dtype=np.float64).reshape(len(prompts), len(names))[members]  # (N, G, F)
@@ -466,7 +467,7 @@ def _saved_steps(log: CompletionLog, history: Sequence[Mapping[str, Any]]) -> li
     steps = len(np.unique(log.steps))
     if last <= steps:
         return []
-    return [f"TRL saves completions at logging steps alone: {steps} of {last} steps are here."]
+    return [f"TRL saves completions at logging steps alone: here, {steps} of {last} steps."]
 
 
 def _calibrated(
@@ -540,7 +541,7 @@ def _recorded(
     if size < 2 or not whole:
         raise ValueError(f"{str(path)!r} has no whole group of {size} rewards; give num_generations")
     if left := len(every) - len(whole):
-        notes.append(f"{left} of {len(every)} groups are left out: they have not {size} rewards.")
+        notes.append(f"Left out: {left} of {len(every)} groups, without {size} rewards.")
     notes.append("No completions are saved: the rewards of all groups are read, which tell neither prompt nor length.")
     steps = np.array([step for step, _ in whole], dtype=np.int64)
     return CompletionLog(

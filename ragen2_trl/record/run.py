@@ -22,6 +22,7 @@ from ragen2_trl.instrument.verdict import (
     qualifiers,
     status,
 )
+from ragen2_trl.messages import counted
 from ragen2_trl.metrics import ANSWER, CLIPPED, EMPTY_STEPS, FIRST_TURN, KEPT, VALID_THINKING
 from ragen2_trl.record.checks import MAX_STEP, check_about, check_evaluation, check_history, check_state
 from ragen2_trl.record.cost import Cost, cost_of
@@ -217,9 +218,9 @@ class Run:
         planned = f" of {self.max_steps}" if self.max_steps > 0 else ""
         if not self.ended:
             return f"unfinished: at step {self.step}{planned}"
-        return (
-            f"finished {self.step} steps" if self.step >= self.max_steps else f"stopped at step {self.step}{planned}"
-        )
+        if self.step >= self.max_steps:
+            return f"finished {counted(self.step, 'step')}"
+        return f"stopped at step {self.step}{planned}"
 
     @property
     def verdict(self) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 from huggingface_hub import EvalResult, ModelCard
 
 from ragen2_trl.instrument.verdict import NOT_FAILURE
-from ragen2_trl.messages import printable
+from ragen2_trl.messages import counted, printable
 from ragen2_trl.metrics import (
     ACCURACY,
     ANSWER_PROMPT,
@@ -368,8 +368,8 @@ def _how(run: Run) -> list[str]:
     if environment:
         options = "".join(f", {name}={value}" for name, value in environment["options"].items())
         lines.append(
-            f"- Environment: {code(environment['name'] + options)}, {_count(environment['max_turns'], 'turn')} of up "
-            f"to {_count(environment['max_actions'], 'action')}"
+            f"- Environment: {code(environment['name'] + options)}, {counted(environment['max_turns'], 'turn')} of up "
+            f"to {counted(environment['max_actions'], 'action')}"
         )
     shown = [code(f"{name}={value}") for name, value in settings.items() if has_effect(name, value)]
     if shown:
@@ -377,10 +377,6 @@ def _how(run: Run) -> list[str]:
     if run.versions:
         lines.append("- Versions: " + ", ".join(inline(f"{name} {number}") for name, number in run.versions.items()))
     return lines
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def code(text: str) -> str:

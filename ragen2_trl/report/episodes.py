@@ -14,6 +14,7 @@ from typing import Any
 from PIL import Image
 
 from ragen2_trl.envs.drawing import draw_board
+from ragen2_trl.messages import counted
 from ragen2_trl.record.files import EPISODES, EVALUATION, TRAINING, measured_step, numbered, unreadable
 from ragen2_trl.record.run import Run
 from ragen2_trl.record.saved_episodes import (
@@ -143,7 +144,7 @@ class Album:
     def summary(self) -> str:
         """The latest evaluation, or else the latest training step, in words."""
         last = [row for row in self.rows if row.source == self.rows[0].source][-1]
-        return f"{last.success:.0%} of {last.size} episodes solved"
+        return f"{last.success:.0%} of {counted(last.size, 'episode')} solved"
 
     @property
     def filters(self) -> list[tuple[str, list[tuple[str, str]]]]:

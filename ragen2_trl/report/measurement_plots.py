@@ -13,6 +13,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
+from ragen2_trl.messages import counted
 from ragen2_trl.report.style import (
     BLUE,
     GREEN,
@@ -108,7 +109,8 @@ def plot_matrix(measurement: Matrix) -> Figure:
         f"(chance {metrics['retrieval_chance']:.1%})"
     )
     axes.set_title(title)
-    figure.set_label(f"{rows} reasoning traces scored under {columns} prompts; {title.replace(chr(10), ' ')}.")
+    scored = f"{counted(rows, 'reasoning trace')} scored under {columns} prompts"
+    figure.set_label(f"{scored}; {title.replace(chr(10), ' ')}.")
     return figure
 
 
@@ -184,7 +186,8 @@ def plot_reward_variance(
     has_shares = min(values) >= 0 and total > 0
     figure, axes_of = make_panels(2 if has_shares else 1, height=2.1)
     above, below = axes_of[0], axes_of[-1]
-    shown = f"{count} groups" if kept is None else f"kept: {num_kept} of {count} groups"
+    groups = counted(count, "group")
+    shown = groups if kept is None else f"kept: {num_kept} of {groups}"
     _bars(above, [value if mark else 0 for value, mark in ranked], shown, BLUE)
     if num_kept < count:
         _bars(above, [0 if mark else value for value, mark in ranked], f"left out: {count - num_kept}", LIGHT_GREY)
@@ -210,7 +213,7 @@ def plot_reward_variance(
     below.set_xlim(0.5, count + 0.5)
     below.xaxis.set_major_locator(whole_numbers())
     below.set_xlabel(f"group, from the largest {name} down")
-    figure.set_label(f"{name.capitalize()} of {count} groups" + ("." if kept is None else f"; {shown}."))
+    figure.set_label(f"{name.capitalize()} of {groups}" + ("." if kept is None else f"; {shown}."))
     return figure
 
 

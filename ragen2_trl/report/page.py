@@ -12,7 +12,7 @@ from markupsafe import Markup
 
 from ragen2_trl.instrument.health import TITLES, Name
 from ragen2_trl.instrument.verdict import COLLAPSES, REGIMES, collapse_label
-from ragen2_trl.messages import printable
+from ragen2_trl.messages import counted, printable
 from ragen2_trl.metrics import ACCURACY, BOUND, CHANCE, ENTROPY, INFORMATION, KEPT, label
 from ragen2_trl.record.files import UNREADABLE
 from ragen2_trl.record.group_rewards import read_group_rewards
@@ -43,6 +43,7 @@ OF_TRL = "times plain TRL"
 MAX_STREAKS = 30  # regimes of a run, in the table
 MAX_PROBLEMS = 8  # warnings of a run
 MAX_NAMED = 3  # runs in the headline
+MAX_DIFFERING = 4  # settings beside the name of a run
 HEADLINED: tuple[Name, ...] = ("failing", "nothing_to_learn")  # states of training in the headline
 # What a reader who wants the missing part would have to do.
 NO_ROWS = "No training step was logged: the run ended before its first log, or logs less often than it had steps."
@@ -148,6 +149,7 @@ def render_report(runs: Sequence[Run]) -> str:
     labels = distinct_labels(list(distinct))
     parts = [_make_part(label, run) for label, run in zip(labels, distinct.values(), strict=True)]
     shared, own = _pick_examples(parts)
+    settings = _table([part.run.settings for part in parts])
     page: str = _template().render(
         headline=headline(parts),
         parts=parts,
@@ -156,7 +158,8 @@ def render_report(runs: Sequence[Run]) -> str:
         shared=shared,
         own=own,
         contents=contents(parts, shared, own),
-        settings=_table([part.run.settings for part in parts]),
+        settings=settings,
+        differing=[row for row in settings if row[2]][:MAX_DIFFERING],
         versions=_table([part.run.versions for part in parts]),
         max_streaks=MAX_STREAKS,
         episode_choices=CHOICES,
@@ -239,7 +242,7 @@ def _states(parts: Sequence[RunSection]) -> list[str]:
         ]
         if runs:
             named = ", ".join(runs[:MAX_NAMED]) + (f" and {len(runs) - MAX_NAMED} more" * (len(runs) > MAX_NAMED))
-            said.append(f"training is {TITLES[name]} in {len(runs)} of {len(parts)} runs: {named}")
+            said.append(f"training is {TITLES[name]} in {len(runs)} of {counted(len(parts), 'run')}: {named}")
     return said
 
 
@@ -396,15 +399,15 @@ def _missing(run: Run) -> list[str]:
         problems.append(NO_MEASUREMENTS)
     if not run.completions:
         problems.append(NO_COMPLETIONS)
-    stepless = sum(row.get("step") is None for row in run.log_history)
-    if stepless:
-        problems.append(f"{stepless} of {len(run.log_history)} log rows have no step. Figures leave them out.")
+    rows = counted(len(run.log_history), "log row")
+    if stepless := sum(row.get("step") is None for row in run.log_history):
+        problems.append(f"No step in {stepless} of {rows}. Figures leave them out.")
     broken = [(row.get("step"), names) for row in run.log_history if (names := _not_finite(row))]
     if broken:
         step, names = broken[0]
         problems.append(
-            f"{len(broken)} of {len(run.log_history)} log rows hold values that are no finite numbers, the first at "
-            f"step {step}: {', '.join(names)}. Figures leave them out."
+            f"Values that are not finite numbers in {len(broken)} of {rows}, the first at step {step}: "
+            f"{', '.join(names)}. Figures leave them out."
         )
     return problems
 
