@@ -10,6 +10,7 @@ from trl import RLOOTrainer
 
 from ragen2_trl.trainers.batches import IMAGE_KEYS, Batch, chunks, loss_mask, take, whole_rows
 from ragen2_trl.trainers.checkpointed import Checkpointed
+from ragen2_trl.trainers.checks import overridden
 from ragen2_trl.trainers.processes import forward_in_step, own_share
 
 LOGPS = ("old_per_token_logps", "ref_per_token_logps", "old_logps")
@@ -61,6 +62,8 @@ class ForwardPasses(Checkpointed):
             or self._own_selector is not None
             or self.args.snr_score_reward not in names
             or (isinstance(self, RLOOTrainer) and self.beta != 0)
+            # A subclass may give rows of groups with equal rewards an advantage, and lossless trains on them.
+            or (self.args.snr_strategy == "lossless" and "_generate_and_score_completions" in overridden(type(self)))
             # A process may have images beside one that has none: all must call the same passes.
             or getattr(self.model.config, "vision_config", None) is not None
         )
