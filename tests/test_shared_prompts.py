@@ -16,11 +16,13 @@ from transformers import (
     Gemma2Config,
     GPT2Config,
     LlamaConfig,
+    MambaConfig,
     MistralConfig,
     MixtralConfig,
     OPTConfig,
     Qwen2Config,
     Qwen3Config,
+    RwkvConfig,
 )
 from trl import GRPOTrainer
 from trl.trainer.utils import add_fused_lm_head
@@ -129,6 +131,22 @@ def test_a_model_that_packing_does_not_fit_computes_padded_rows_and_says_so_once
     assert shared.positions(BATCH) == IDS.numel()
     (message,) = [record.getMessage() for record in caplog.records]
     assert "OPTForCausalLM" in message and "snr_share_prompts" in message
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        MambaConfig(vocab_size=64, hidden_size=32, num_hidden_layers=2, state_size=4),
+        RwkvConfig(vocab_size=64, hidden_size=32, num_hidden_layers=2),
+    ],
+    ids=["mamba", "rwkv"],
+)
+def test_a_model_without_attention_computes_padded_rows_and_is_named(config, caplog):
+    model = AutoModelForCausalLM.from_config(config)
+    with caplog.at_level(logging.WARNING):
+        assert checked(model).serves is False
+    (message,) = [record.getMessage() for record in caplog.records]
+    assert f"{type(model).__name__}, it has no attention heads" in message
 
 
 def test_attention_without_masks_of_our_own_is_named():

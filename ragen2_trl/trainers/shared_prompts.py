@@ -45,7 +45,8 @@ class SharedPrompts:
     def __init__(self, accelerator: Accelerator, model: nn.Module):
         self.accelerator = accelerator
         self.config = accelerator.unwrap_model(model).config.get_text_config()
-        self.overhead = _overhead(accelerator.unwrap_model(model), self.config)
+        fits = self._misfit() is None
+        self.overhead = _overhead(accelerator.unwrap_model(model), self.config) if fits else math.nan
         self.serves: bool | None = None  # `None` before `check`
         self.checked_width = 0
         self._announced = False
@@ -179,6 +180,8 @@ class SharedPrompts:
 
     def _misfit(self) -> str | None:
         """Why the settings of a model rule packing out."""
+        if not isinstance(getattr(self.config, "num_attention_heads", None), int):
+            return "it has no attention heads"
         attention = self.config._attn_implementation
         if attention not in ATTENTION:
             return f"attn_implementation={attention!r} takes no mask; allowed: {', '.join(ATTENTION)}"
