@@ -131,6 +131,11 @@ class ForwardPasses(Checkpointed):
         logps: Tensor = self._get_per_token_logps_and_entropies(model, *whole_rows(batch))[0]
         return logps
 
+    def _load_run_state(self, folder: str | None) -> None:
+        super()._load_run_state(folder)
+        if self._buffered_inputs is not None:  # in the middle of a generation batch, which is not checked again
+            self._check_sharing(self._buffered_inputs[0])
+
     def _check_sharing(self, batch: Batch) -> None:
         """Whether packed rows serve; a call for all processes together."""
         if self._shared_prompts is not None:
