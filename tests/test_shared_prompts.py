@@ -204,10 +204,15 @@ LOSSLESS = {"snr_strategy": "lossless"}
 TRAINING = {"beta": 0.0, "learning_rate": 1e-4, "max_steps": 3, "weight_decay": 0.1}
 
 
-def trained(algorithm, policy_path, folder, plain=False, trainer_class=None, **settings):
-    replay = replay_of(policy_path)
+def trained(algorithm, policy_path, folder, plain=False, config=None, rewards=None, **settings):
+    replay = replay_of(policy_path, rewards)
     args = algorithm.args(folder, plain, **{**TRAINING, **settings})
-    trainer = algorithm.make(policy_path, args, replay, trainer_class=trainer_class)
+    model = policy_path
+    if config is not None:
+        config = copy.deepcopy(config)
+        config.vocab_size = len(replay.tokenizer)
+        model = model_of(config)
+    trainer = algorithm.make(model, args, replay, processing_class=replay.tokenizer)
     trainer.train()
     return trainer
 
@@ -250,6 +255,17 @@ def test_a_batch_of_live_groups_shares_prompts_too(policy_path, tmp_path):
         made[share] = trainer
     assert apart(made[True], made[False]) < 5e-6
     assert max(fractions(made[True])) < 0.8 * min(fractions(made[False]))
+
+
+def test_a_model_that_packing_does_not_fit_has_its_rows_dealt_by_length(policy_path, tmp_path):
+    layout = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 8, "max_steps": 1}
+    rewards = {prompt: [0.0, 1.0] * 2 for prompt in replay_of(policy_path).rewards}
+    ours, without = (
+        trained(GRPO, policy_path, tmp_path, config=OPT, rewards=rewards, snr_share_prompts=share, **LOSSLESS, **layout)
+        for share in (None, False)
+    )
+    assert ours._shared_prompts.serves is False
+    assert fractions(ours) == fractions(without)
 
 
 @pytest.mark.parametrize("share", [None, True])
