@@ -29,7 +29,7 @@ from trl.trainer.utils import add_fused_lm_head
 
 from ragen2_trl import SNRFilteredGRPOConfig, SNRFilteredGRPOTrainer
 from ragen2_trl.tiny import TINY_MODEL_PATH
-from ragen2_trl.trainers.shared_prompts import SharedPrompts, cheapest_layout
+from ragen2_trl.trainers.shared_prompts import PADDING, SharedPrompts, cheapest_layout
 
 SIZES = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 MLP = {"intermediate_size": 48, "num_key_value_heads": 2}
@@ -122,10 +122,11 @@ def test_log_probs_entropies_and_gradients_are_those_of_padded_rows(name, attent
     assert shared.positions(BATCH) < IDS.numel()
 
 
-def test_a_model_that_packing_does_not_fit_computes_padded_rows_and_says_so_once(caplog):
+@pytest.mark.parametrize("prompts", [[9, 12], [9, 9]], ids=["padded", "without padding"])
+def test_a_model_that_packing_does_not_fit_computes_padded_rows_and_says_so_once(prompts, caplog):
     model = model_of(OPT)
     with caplog.at_level(logging.WARNING):
-        shared = checked(model)
+        shared = checked(model, batch_of(prompts, [4, 7, 1, 5, 6, 2, 7, 3], groups=4))
         shared.check(model, lambda *rows: padded(model, *rows)[0], BATCH)
     assert shared.serves is False and shared(model, IDS, MASK, WIDTH) is None
     assert shared.positions(BATCH) == IDS.numel()
@@ -167,8 +168,27 @@ def test_the_check_is_repeated_once_rows_are_wider_than_the_window():
     short, long = batch_of([3], [2, 2], groups=2), batch_of([8], [4, 3], groups=2)
     for batch, widths in ((short, {5}), (short, {5}), (long, {5, 12}), (long, {5, 12})):
         shared.check(model, log_probs, batch)
-        assert set(seen) == widths and shared.serves
+        assert {width - PADDING for width in seen} == widths and shared.serves
     assert len(seen) == 6  # of two completions, and of each alone; twice
+
+
+def test_rows_longer_than_the_window_are_compared_though_others_have_the_longest_completions():
+    class Blind(SharedPrompts):
+        """Whose masks leave out the window."""
+
+        def _masks(self, model, segments, positions):
+            windowed, self.config = self.config, copy.deepcopy(self.config)
+            self.config.sliding_window = None
+            try:
+                return super()._masks(model, segments, positions)
+            finally:
+                self.config = windowed
+
+    model = model_of(FITTING["mistral, a window"])
+    shared = Blind(Accelerator(cpu=True), model)
+    for batch, serves in ((batch_of([3], [2, 2], 2), True), (batch_of([20, 2], [1, 1, 3, 3], 2), False)):
+        shared.check(model, lambda *rows: padded(model, *rows)[0], batch)
+        assert shared.serves is serves
 
 
 def test_without_a_token_to_compare_nothing_is_decided():
@@ -260,9 +280,9 @@ def test_a_batch_of_live_groups_shares_prompts_too(policy_path, tmp_path):
 def test_a_model_that_packing_does_not_fit_has_its_rows_dealt_by_length(policy_path, tmp_path):
     layout = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 8, "max_steps": 1}
     rewards = {prompt: [0.0, 1.0] * 2 for prompt in replay_of(policy_path).rewards}
+    settings = {"config": OPT, "rewards": rewards, **LOSSLESS, **layout}
     ours, without = (
-        trained(GRPO, policy_path, tmp_path, config=OPT, rewards=rewards, snr_share_prompts=share, **LOSSLESS, **layout)
-        for share in (None, False)
+        trained(GRPO, policy_path, tmp_path, snr_share_prompts=share, **settings) for share in (None, False)
     )
     assert ours._shared_prompts.serves is False
     assert fractions(ours) == fractions(without)
