@@ -13,8 +13,10 @@ from datasets import Dataset
 from peft import LoraConfig, PrefixTuningConfig, TaskType
 from transformers import (
     AutoModelForCausalLM,
+    FalconConfig,
     Gemma2Config,
     GPT2Config,
+    GPTNeoXConfig,
     LlamaConfig,
     MambaConfig,
     MistralConfig,
@@ -23,13 +25,14 @@ from transformers import (
     Qwen2Config,
     Qwen3Config,
     RwkvConfig,
+    Starcoder2Config,
 )
 from trl import GRPOTrainer
-from trl.trainer.utils import add_fused_lm_head
+from trl.trainer.utils import add_fused_lm_head, disable_dropout_in_model
 
 from ragen2_trl import SNRFilteredGRPOConfig, SNRFilteredGRPOTrainer
 from ragen2_trl.tiny import TINY_MODEL_PATH
-from ragen2_trl.trainers.shared_prompts import PADDING, SharedPrompts, cheapest_layout
+from ragen2_trl.trainers.shared_prompts import PADDING, SharedPrompts, cheapest_layout, dropout_of
 
 SIZES = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 MLP = {"intermediate_size": 48, "num_key_value_heads": 2}
@@ -301,6 +304,28 @@ def test_dropout_and_lossless_do_not_share(share, policy_path, tmp_path):
         assert make(args, replay_of(policy_path))._shared_prompts is None
     other = GRPO.args(tmp_path, **TRAINING, snr_strategy="nonzero", snr_share_prompts=True)
     assert make(other, replay_of(policy_path))._shared_prompts is not None
+
+
+@pytest.mark.parametrize(
+    ("config", "rate"),
+    [
+        (Starcoder2Config(**SIZES, **MLP, residual_dropout=0.3, embedding_dropout=0.2), 0.3),
+        (FalconConfig(**SIZES, hidden_dropout=0.3), 0.3),
+        (OPTConfig(**SIZES, ffn_dim=48, dropout=0.3), 0.3),
+        (LlamaConfig(**SIZES, **MLP, attention_dropout=0.3), 0.3),
+        (GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=4), 0.1),
+        (GPTNeoXConfig(**SIZES, intermediate_size=48, classifier_dropout=0.3), 0.0),
+    ],
+    ids=lambda value: getattr(value, "model_type", None),
+)
+def test_dropout_is_seen_wherever_a_model_applies_it(config, rate):
+    assert dropout_of(model_of(config)) == rate
+
+
+def test_dropout_that_trl_has_disabled_is_none():
+    model = model_of(GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=4))
+    disable_dropout_in_model(model)
+    assert dropout_of(model) == 0
 
 
 def test_it_is_on_with_lossless_and_off_elsewhere(policy_path, tmp_path):

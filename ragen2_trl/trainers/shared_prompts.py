@@ -349,4 +349,7 @@ def _without_dropout(model: nn.Module) -> Iterator[None]:
 def dropout_of(model: nn.Module) -> float:
     """Largest probability of dropout in a model, 0 without any."""
     rates = [module.p for module in model.modules() if isinstance(module, nn.Dropout)]
+    # Layers that call the function keep its rate, in `attention_dropout`, `resid_pdrop` and the like.
+    attributes = [item for module in model.modules() for item in vars(module).items()]
+    rates += [value for name, value in attributes if "drop" in name and isinstance(value, float)]
     return float(max([*rates, getattr(getattr(model, "config", None), "attention_dropout", None) or 0.0]))
