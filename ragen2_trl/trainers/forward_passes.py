@@ -53,8 +53,8 @@ class ForwardPasses(Checkpointed):
 
     # While TRL makes a batch: log-probs of the rows that may be trained on
 
-    def _begin_batch(self, inputs: list[dict[str, Any]]) -> None:
-        """TRL is about to make a batch from these rows of the dataset."""
+    def _begin_batch(self, inputs: list[dict[str, Any]], number: int) -> None:
+        """TRL is about to make a batch from these rows of the dataset, in a round from 0."""
         names = [None, *self.reward_func_names]
         # The other cases need the log-probs of every row: KL is part of RLOO's rewards, and these may be kept.
         of_every_row = (
@@ -67,7 +67,7 @@ class ForwardPasses(Checkpointed):
             # A process may have images beside one that has none: all must call the same passes.
             or getattr(self.model.config, "vision_config", None) is not None
         )
-        self._sampled, self._live = None if of_every_row else inputs, None
+        self._sampled, self._live, self._round = None if of_every_row else inputs, None, number
 
     def _end_batch(self, batch: Batch) -> None:
         """Rows whose log-probs were not computed get 0, so that no loss of them is NaN."""
@@ -101,7 +101,8 @@ class ForwardPasses(Checkpointed):
             with torch.random.fork_rng(devices):
                 dead = self._scattered(batch, ~self._live, size, lambda part: self._logps(model, part))
             logps = torch.where(self._live.unsqueeze(1), logps, dead)
-        self._micro_batches.count_ahead(0, input_ids.numel())
+        if self._round == 0:  # the only one of TRL
+            self._micro_batches.count_ahead(0, input_ids.numel())
         return logps
 
     def _rows_of_varying_groups(self) -> Tensor:
