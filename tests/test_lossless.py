@@ -199,8 +199,10 @@ class PaysFlatGroups:
         return batch
 
 
-def test_advantages_of_a_subclass_are_those_that_count(policy_path, tmp_path):
-    assert_lossless(GRPO, policy_path, tmp_path, **SEVERAL, above=(PaysFlatGroups,), max_steps=5)
+@pytest.mark.parametrize(("double", "bound"), [(True, 1e-12), (False, 5e-6)], ids=["float64", "float32"])
+def test_advantages_of_a_subclass_are_those_that_count(double, bound, policy_path, tmp_path):
+    settings = {**SEVERAL, "above": (PaysFlatGroups,), "max_steps": 5}
+    assert_lossless(GRPO, policy_path, tmp_path, bound, double=double, **settings)
 
 
 class Ratios:
@@ -221,7 +223,7 @@ class Ratios:
 
 @pytest.mark.parametrize("loss_type", ["dapo", slow("vespo"), slow("bnpo")])
 def test_importance_weights_of_vllm_stay_with_their_rows(loss_type, policy_path, tmp_path, monkeypatch):
-    monkeypatch.setattr("ragen2_trl.trainers.checks._overridden", lambda trainer_class: set())  # its loss is TRL's
+    monkeypatch.setattr("ragen2_trl.trainers.checks.overridden", lambda trainer_class: set())  # its loss is TRL's
     assert_lossless(GRPO, policy_path, tmp_path, **SEVERAL, above=(Ratios,), loss_type=loss_type, max_steps=3)
 
 

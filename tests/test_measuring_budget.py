@@ -1,6 +1,7 @@
 """A measurement costs a share of the update and no more: fewer tokens of each trace first, then fewer prompts."""
 
 import math
+from dataclasses import replace
 
 import pytest
 from conftest import assert_same_parameters, parameters_of
@@ -14,7 +15,7 @@ from trl import GRPOTrainer
 
 from ragen2_trl.instrument import budget
 from ragen2_trl.instrument.budget import Texts, affordable, expected_tokens
-from ragen2_trl.instrument.diagnosis import SCOPES, Sampling
+from ragen2_trl.instrument.diagnosis import REFERENCE_SCOPE, SCOPES, Sampling
 
 REWARDS = {f"Question {number}": (0.0, 1.0) * 2 for number in range(16)}
 
@@ -47,6 +48,13 @@ def test_a_budget_for_both_scopes_is_spent_on_both():
     of = texts(num_turns=5)
     first, both = (affordable(scopes, Sampling(), of, 1.2e6) for scopes in (SCOPES[:1], SCOPES))
     assert expected_tokens(SCOPES, first, of) > 1.2e6 >= expected_tokens(SCOPES, both, of)
+
+
+def test_columns_of_a_trajectory_are_cut_though_prompts_are_few():
+    of, scopes = texts(60, 64.0, 16, num_turns=5), (*SCOPES, REFERENCE_SCOPE)
+    of = replace(of, **{name: getattr(of, name) * 4 for name in ("contexts", "turns", "completions")})
+    assert expected_tokens(scopes, Sampling(), of) > budget.ALWAYS
+    assert expected_tokens(scopes, affordable(scopes, Sampling(), of, 0.0), of) <= budget.ALWAYS
 
 
 @pytest.fixture

@@ -71,7 +71,11 @@ def assert_resumed_run_is_the_same(algorithm, settings, policy_path, prompts, tm
 
 @cases(
     slow=("grpo-windows out of step", "rloo-amid two iterations"),
-    grpo={"amid a generation batch": AMID_GENERATION, "windows out of step": OUT_OF_STEP},
+    grpo={
+        "amid a generation batch": AMID_GENERATION,
+        "lossless, amid a generation batch": {**AMID_GENERATION, "snr_strategy": "lossless", "beta": 0.0},
+        "windows out of step": OUT_OF_STEP,
+    },
     rloo={"amid a generation batch": AMID_GENERATION, "amid two iterations": AMID_ITERATIONS},
     ppo={
         "shared, amid a generation batch": {**AMID_GENERATION, "critic_lr": 1e-2},

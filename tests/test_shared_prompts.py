@@ -13,21 +13,26 @@ from datasets import Dataset
 from peft import LoraConfig, PrefixTuningConfig, TaskType
 from transformers import (
     AutoModelForCausalLM,
+    FalconConfig,
     Gemma2Config,
     GPT2Config,
+    GPTNeoXConfig,
     LlamaConfig,
+    MambaConfig,
     MistralConfig,
     MixtralConfig,
     OPTConfig,
     Qwen2Config,
     Qwen3Config,
+    RwkvConfig,
+    Starcoder2Config,
 )
 from trl import GRPOTrainer
-from trl.trainer.utils import add_fused_lm_head
+from trl.trainer.utils import add_fused_lm_head, disable_dropout_in_model
 
 from ragen2_trl import SNRFilteredGRPOConfig, SNRFilteredGRPOTrainer
 from ragen2_trl.tiny import TINY_MODEL_PATH
-from ragen2_trl.trainers.shared_prompts import SharedPrompts, cheapest_layout
+from ragen2_trl.trainers.shared_prompts import PADDING, SharedPrompts, cheapest_layout, dropout_of
 
 SIZES = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 MLP = {"intermediate_size": 48, "num_key_value_heads": 2}
@@ -120,15 +125,32 @@ def test_log_probs_entropies_and_gradients_are_those_of_padded_rows(name, attent
     assert shared.positions(BATCH) < IDS.numel()
 
 
-def test_a_model_that_packing_does_not_fit_computes_padded_rows_and_says_so_once(caplog):
+@pytest.mark.parametrize("prompts", [[9, 12], [9, 9]], ids=["padded", "without padding"])
+def test_a_model_that_packing_does_not_fit_computes_padded_rows_and_says_so_once(prompts, caplog):
     model = model_of(OPT)
     with caplog.at_level(logging.WARNING):
-        shared = checked(model)
+        shared = checked(model, batch_of(prompts, [4, 7, 1, 5, 6, 2, 7, 3], groups=4))
         shared.check(model, lambda *rows: padded(model, *rows)[0], BATCH)
     assert shared.serves is False and shared(model, IDS, MASK, WIDTH) is None
     assert shared.positions(BATCH) == IDS.numel()
     (message,) = [record.getMessage() for record in caplog.records]
     assert "OPTForCausalLM" in message and "snr_share_prompts" in message
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        MambaConfig(vocab_size=64, hidden_size=32, num_hidden_layers=2, state_size=4),
+        RwkvConfig(vocab_size=64, hidden_size=32, num_hidden_layers=2),
+    ],
+    ids=["mamba", "rwkv"],
+)
+def test_a_model_without_attention_computes_padded_rows_and_is_named(config, caplog):
+    model = AutoModelForCausalLM.from_config(config)
+    with caplog.at_level(logging.WARNING):
+        assert checked(model).serves is False
+    (message,) = [record.getMessage() for record in caplog.records]
+    assert f"{type(model).__name__}, it has no attention heads" in message
 
 
 def test_attention_without_masks_of_our_own_is_named():
@@ -149,8 +171,27 @@ def test_the_check_is_repeated_once_rows_are_wider_than_the_window():
     short, long = batch_of([3], [2, 2], groups=2), batch_of([8], [4, 3], groups=2)
     for batch, widths in ((short, {5}), (short, {5}), (long, {5, 12}), (long, {5, 12})):
         shared.check(model, log_probs, batch)
-        assert set(seen) == widths and shared.serves
+        assert {width - PADDING for width in seen} == widths and shared.serves
     assert len(seen) == 6  # of two completions, and of each alone; twice
+
+
+def test_rows_longer_than_the_window_are_compared_though_others_have_the_longest_completions():
+    class Blind(SharedPrompts):
+        """Whose masks leave out the window."""
+
+        def _masks(self, model, segments, positions):
+            windowed, self.config = self.config, copy.deepcopy(self.config)
+            self.config.sliding_window = None
+            try:
+                return super()._masks(model, segments, positions)
+            finally:
+                self.config = windowed
+
+    model = model_of(FITTING["mistral, a window"])
+    shared = Blind(Accelerator(cpu=True), model)
+    for batch, serves in ((batch_of([3], [2, 2], 2), True), (batch_of([20, 2], [1, 1, 3, 3], 2), False)):
+        shared.check(model, lambda *rows: padded(model, *rows)[0], batch)
+        assert shared.serves is serves
 
 
 def test_without_a_token_to_compare_nothing_is_decided():
@@ -186,10 +227,15 @@ LOSSLESS = {"snr_strategy": "lossless"}
 TRAINING = {"beta": 0.0, "learning_rate": 1e-4, "max_steps": 3, "weight_decay": 0.1}
 
 
-def trained(algorithm, policy_path, folder, plain=False, trainer_class=None, **settings):
-    replay = replay_of(policy_path)
+def trained(algorithm, policy_path, folder, plain=False, config=None, rewards=None, **settings):
+    replay = replay_of(policy_path, rewards)
     args = algorithm.args(folder, plain, **{**TRAINING, **settings})
-    trainer = algorithm.make(policy_path, args, replay, trainer_class=trainer_class)
+    model = policy_path
+    if config is not None:
+        config = copy.deepcopy(config)
+        config.vocab_size = len(replay.tokenizer)
+        model = model_of(config)
+    trainer = algorithm.make(model, args, replay, processing_class=replay.tokenizer)
     trainer.train()
     return trainer
 
@@ -234,6 +280,17 @@ def test_a_batch_of_live_groups_shares_prompts_too(policy_path, tmp_path):
     assert max(fractions(made[True])) < 0.8 * min(fractions(made[False]))
 
 
+def test_a_model_that_packing_does_not_fit_has_its_rows_dealt_by_length(policy_path, tmp_path):
+    layout = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 8, "max_steps": 1}
+    rewards = {prompt: [0.0, 1.0] * 2 for prompt in replay_of(policy_path).rewards}
+    settings = {"config": OPT, "rewards": rewards, **LOSSLESS, **layout}
+    ours, without = (
+        trained(GRPO, policy_path, tmp_path, snr_share_prompts=share, **settings) for share in (None, False)
+    )
+    assert ours._shared_prompts.serves is False
+    assert fractions(ours) == fractions(without)
+
+
 @pytest.mark.parametrize("share", [None, True])
 def test_dropout_and_lossless_do_not_share(share, policy_path, tmp_path):
     """TRL draws once per completion, a packed row once per prompt."""
@@ -247,6 +304,28 @@ def test_dropout_and_lossless_do_not_share(share, policy_path, tmp_path):
         assert make(args, replay_of(policy_path))._shared_prompts is None
     other = GRPO.args(tmp_path, **TRAINING, snr_strategy="nonzero", snr_share_prompts=True)
     assert make(other, replay_of(policy_path))._shared_prompts is not None
+
+
+@pytest.mark.parametrize(
+    ("config", "rate"),
+    [
+        (Starcoder2Config(**SIZES, **MLP, residual_dropout=0.3, embedding_dropout=0.2), 0.3),
+        (FalconConfig(**SIZES, hidden_dropout=0.3), 0.3),
+        (OPTConfig(**SIZES, ffn_dim=48, dropout=0.3), 0.3),
+        (LlamaConfig(**SIZES, **MLP, attention_dropout=0.3), 0.3),
+        (GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=4), 0.1),
+        (GPTNeoXConfig(**SIZES, intermediate_size=48, classifier_dropout=0.3), 0.0),
+    ],
+    ids=lambda value: getattr(value, "model_type", None),
+)
+def test_dropout_is_seen_wherever_a_model_applies_it(config, rate):
+    assert dropout_of(model_of(config)) == rate
+
+
+def test_dropout_that_trl_has_disabled_is_none():
+    model = model_of(GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=4))
+    disable_dropout_in_model(model)
+    assert dropout_of(model) == 0
 
 
 def test_it_is_on_with_lossless_and_off_elsewhere(policy_path, tmp_path):
@@ -366,9 +445,20 @@ def test_rounds_end_with_the_parameters_of_old_log_probs_of_every_row(pilots, po
         )
         trainer = GRPO.make(policy_path, args, replay_of(policy_path))
         if every_row:  # as where TRL computes them by itself
-            trainer._begin_batch = lambda inputs: None
+            trainer._begin_batch = lambda inputs, number: None
         trainer.train()
         ends.append(trainer)
     assert apart(*ends) < 5e-6
     sums = [sum(row["snr/update_compute_fraction"] for row in one.state.log_history if "loss" in row) for one in ends]
     assert sums[0] != sums[1]
+
+
+def test_trl_would_compute_old_log_probs_of_the_first_round_alone(policy_path, tmp_path):
+    layout = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 4, "max_steps": 1, "num_iterations": 2}
+    rounds = {"snr_strategy": "nonzero", "snr_dynamic_sampling_rounds": 2}
+    args = GRPO.args(tmp_path, **{**TRAINING, **layout, **rounds})
+    trainer, counted = GRPO.make(policy_path, args, replay_of(policy_path)), []
+    trainer._micro_batches.count_ahead = lambda computed, plain: counted.append((computed, plain))
+    trainer.train()
+    computed, plain = zip(*counted, strict=True)
+    assert sum(map(bool, plain)) == 1 < sum(map(bool, computed))

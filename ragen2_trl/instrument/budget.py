@@ -82,13 +82,13 @@ def affordable(scopes: Sequence[str], sampling: Sampling, texts: Texts, budget: 
     `LEAST_PROMPTS`. Steps of a factor of two keep measurements of one run comparable while lengths change.
     """
     smaller = sampling
-    for smaller in _smaller(sampling, texts):
+    for smaller in _smaller(scopes, sampling, texts):
         if expected_tokens(scopes, smaller, texts) <= max(ALWAYS, budget):
             break
     return smaller
 
 
-def _smaller(sampling: Sampling, texts: Texts) -> Iterator[Sampling]:
+def _smaller(scopes: Sequence[str], sampling: Sampling, texts: Texts) -> Iterator[Sampling]:
     yield sampling
     tokens, longest = LEAST_TOKENS, max(texts.turns)
     while 2 * tokens < longest:
@@ -97,7 +97,9 @@ def _smaller(sampling: Sampling, texts: Texts) -> Iterator[Sampling]:
         sampling = replace(sampling, max_tokens=tokens)
         yield sampling
         tokens //= 2
-    prompts = min(sampling.max_prompts, texts.num_prompts)
+    prompts = sampling.max_prompts
+    if REFERENCE_SCOPE not in scopes and ("trajectory" not in scopes or texts.num_turns == 1):
+        prompts = min(prompts, texts.num_prompts)  # columns of later turns are rows, of which there may be more
     while prompts > LEAST_PROMPTS:
         prompts = max(LEAST_PROMPTS, prompts // 2)
         yield replace(sampling, max_prompts=prompts)

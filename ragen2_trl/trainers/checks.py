@@ -51,7 +51,7 @@ def pilots_of(args: SNRFilterConfig, trainer_class: type) -> int:
         args.snr_dynamic_sampling_rounds > 0
         and args.num_generations >= LARGE_GROUP
         and args.keeps_every_varying_group
-        and "_generate" not in _overridden(trainer_class)
+        and "_generate" not in overridden(trainer_class)
         and _has_whole_groups(args, args.world_size)
     )
     if not looks_first:
@@ -83,7 +83,7 @@ def shares_prompts(trainer: Any) -> bool:
     dropout = dropout_of(model)
     obstacles = {
         "use_liger_kernel=True computes the loss without log-probs": args.use_liger_kernel,
-        f"{type(trainer).__name__} has a {LOG_PROBS} of its own": LOG_PROBS in _overridden(type(trainer)),
+        f"{type(trainer).__name__} has a {LOG_PROBS} of its own": LOG_PROBS in overridden(type(trainer)),
         "PPO's critic reads the hidden states of padded rows": not trainer.can_share_prompts,
         "the load-balancing loss is over padded rows": trainer.aux_loss_enabled,
         "rows may have images": getattr(model.config, "vision_config", None) is not None,
@@ -234,13 +234,13 @@ def check_subclass(trainer_class: type, args: SNRFilterConfig, pilots: int) -> N
     own = {"_calculate_rewards", "_generate_and_score_completions"}
     rounds = {"snr_dynamic_sampling_rounds": args.snr_dynamic_sampling_rounds, "snr_pilot_generations": pilots}
     for name, value in rounds.items():
-        if value > 0 and own <= _overridden(trainer_class):
+        if value > 0 and own <= overridden(trainer_class):
             raise TypeError(
                 f"{name}={value} makes a batch of several rounds, and what "
                 f"{trainer_class.__name__}._calculate_rewards leaves for its own _generate_and_score_completions is "
                 "of the last round; allowed with both of them overridden: 0."
             )
-    if pilots and "_generate" in _overridden(trainer_class):
+    if pilots and "_generate" in overridden(trainer_class):
         raise TypeError(
             f"snr_pilot_generations={pilots} scores completions as TRL's _generate gives them, "
             f"and {trainer_class.__name__}._generate may change them; allowed with it overridden: 0, or overriding "
@@ -261,7 +261,7 @@ def check_calls_super(trainer_class: type, names: Sequence[str]) -> None:
 
 def check_loss_of_trl(trainer_class: type, args: SNRFilterConfig) -> None:
     """Refuse `lossless` with a loss that is not TRL's: it must be 0 for a row without an advantage."""
-    found = sorted({"compute_loss", "_compute_loss"} & _overridden(trainer_class))
+    found = sorted({"compute_loss", "_compute_loss"} & overridden(trainer_class))
     if found and args.snr_strategy == "lossless":
         raise TypeError(
             f"snr_strategy='lossless' leaves out rows for which TRL's losses are 0, and {trainer_class.__name__} has "
@@ -276,7 +276,7 @@ def _own_classes(trainer_class: type) -> Iterator[type]:
             yield owner
 
 
-def _overridden(trainer_class: type) -> set[str]:
+def overridden(trainer_class: type) -> set[str]:
     """What a subclass of ours has of its own, by name."""
     return {name for owner in _own_classes(trainer_class) for name in vars(owner)}
 

@@ -128,10 +128,10 @@ class Constructed(StockTrainer):
         self._is_neutral = self.args.snr_strategy == "all"  # TRL's own batch, bit for bit
         make_plan = LosslessPlan if self.args.snr_strategy == "lossless" else DropPlan
         padding = self._tokenizer.pad_token_id, self.pad_to_multiple_of
-        shares = shares_prompts(self)
-        self._shared_prompts = SharedPrompts(self.accelerator, self.model) if shares else None
-        self._plan = make_plan(self.accelerator, self.args, lambda: self._loss_mean, *padding, shares)
-        positions = self._shared_prompts.positions if self._shared_prompts is not None else padded_size
+        shared = SharedPrompts(self.accelerator, self.model) if shares_prompts(self) else None
+        self._shared_prompts, serves = shared, lambda: shared is not None and bool(shared.serves)
+        self._plan = make_plan(self.accelerator, self.args, lambda: self._loss_mean, *padding, serves)
+        positions = padded_size if shared is None else shared.positions
         self._micro_batches = MicroBatches(self.accelerator, self.args, self._plan, self._announce_pass, positions)
         self._empty_steps = EmptySteps(self, self._check_weighted)
         self._begin_run()

@@ -114,7 +114,7 @@ class SNRFilter(ForwardPasses):
             self.rollout_events.rows(inputs)
         else:
             self._pilots.begin_round(inputs, self._sampling_key(number))
-        self._begin_batch(inputs)
+        self._begin_batch(inputs, number)
         assert self._row_means is not None  # a step is being sampled
         with self._row_means.call(len(inputs)):
             batch = super()._generate_and_score_completions(inputs)

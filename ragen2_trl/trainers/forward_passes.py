@@ -10,6 +10,7 @@ from trl import RLOOTrainer
 
 from ragen2_trl.trainers.batches import IMAGE_KEYS, Batch, chunks, loss_mask, take, whole_rows
 from ragen2_trl.trainers.checkpointed import Checkpointed
+from ragen2_trl.trainers.checks import overridden
 from ragen2_trl.trainers.processes import forward_in_step, own_share
 
 LOGPS = ("old_per_token_logps", "ref_per_token_logps", "old_logps")
@@ -52,8 +53,8 @@ class ForwardPasses(Checkpointed):
 
     # While TRL makes a batch: log-probs of the rows that may be trained on
 
-    def _begin_batch(self, inputs: list[dict[str, Any]]) -> None:
-        """TRL is about to make a batch from these rows of the dataset."""
+    def _begin_batch(self, inputs: list[dict[str, Any]], number: int) -> None:
+        """TRL is about to make a batch from these rows of the dataset, in a round from 0."""
         names = [None, *self.reward_func_names]
         # The other cases need the log-probs of every row: KL is part of RLOO's rewards, and these may be kept.
         of_every_row = (
@@ -61,10 +62,12 @@ class ForwardPasses(Checkpointed):
             or self._own_selector is not None
             or self.args.snr_score_reward not in names
             or (isinstance(self, RLOOTrainer) and self.beta != 0)
+            # A subclass may give rows of groups with equal rewards an advantage, and lossless trains on them.
+            or (self.args.snr_strategy == "lossless" and "_generate_and_score_completions" in overridden(type(self)))
             # A process may have images beside one that has none: all must call the same passes.
             or getattr(self.model.config, "vision_config", None) is not None
         )
-        self._sampled, self._live = None if of_every_row else inputs, None
+        self._sampled, self._live, self._round = None if of_every_row else inputs, None, number
 
     def _end_batch(self, batch: Batch) -> None:
         """Rows whose log-probs were not computed get 0, so that no loss of them is NaN."""
@@ -98,7 +101,8 @@ class ForwardPasses(Checkpointed):
             with torch.random.fork_rng(devices):
                 dead = self._scattered(batch, ~self._live, size, lambda part: self._logps(model, part))
             logps = torch.where(self._live.unsqueeze(1), logps, dead)
-        self._micro_batches.count_ahead(0, input_ids.numel())
+        if self._round == 0:  # the only one of TRL
+            self._micro_batches.count_ahead(0, input_ids.numel())
         return logps
 
     def _rows_of_varying_groups(self) -> Tensor:
@@ -127,6 +131,11 @@ class ForwardPasses(Checkpointed):
     def _logps(self, model: Any, batch: Batch) -> Tensor:
         logps: Tensor = self._get_per_token_logps_and_entropies(model, *whole_rows(batch))[0]
         return logps
+
+    def _load_run_state(self, folder: str | None) -> None:
+        super()._load_run_state(folder)
+        if self._buffered_inputs is not None:  # in the middle of a generation batch, which is not checked again
+            self._check_sharing(self._buffered_inputs[0])
 
     def _check_sharing(self, batch: Batch) -> None:
         """Whether packed rows serve; a call for all processes together."""

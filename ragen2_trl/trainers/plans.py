@@ -61,7 +61,7 @@ class DropPlan:
         loss_mean: Its loss's mean, asked for each batch: `loss_type` may be set after `__init__`.
         pad_token_id: Of its tokenizer.
         pad_to_multiple_of: TRL's setting for padded widths.
-        shares_prompts: Whether a micro-batch computes a prompt once for all of its rows.
+        shares_prompts: Whether a micro-batch computes a prompt once for all of its rows, asked for each pass.
     """
 
     cuts_every_pass = False  # whether a further pass over the same rows is dealt again
@@ -75,7 +75,7 @@ class DropPlan:
         loss_mean: Callable[[], LossMean],
         pad_token_id: int,
         pad_to_multiple_of: int | None,
-        shares_prompts: bool,
+        shares_prompts: Callable[[], bool],
     ):
         self.accelerator = accelerator
         self.args = args
@@ -116,12 +116,13 @@ class DropPlan:
         counted = int(rows.pop(KEPT).sum())
         own = torch.cat(computed).nonzero().squeeze(1).tolist()
         all_lengths = row_lengths(rows).tolist()
-        prompts = prompts_of(take(rows, own, keep_positions=True)) if self.shares_prompts and own else []
+        shares_prompts = self.shares_prompts()
+        prompts = prompts_of(take(rows, own, keep_positions=True)) if shares_prompts and own else []
         own_part = [all_lengths[row] for row in own], prompts, [int(part.sum()) for part in computed], counted
         everyones = gather_object([own_part]) if accelerator.num_processes > 1 else [own_part]
         lengths, of_rows, of_each_segment, counts = zip(*everyones, strict=True)
         most, fixed = self.args.per_device_train_batch_size, of_each_segment if self.keeps_steps else None
-        deal = deal_rows(lengths, segments, most, fixed, of_rows if self.shares_prompts else None)
+        deal = deal_rows(lengths, segments, most, fixed, of_rows if shares_prompts else None)
         # (process, number of its computed rows) -> row of `held`
         held, place = exchange_rows(rows, own, deal, accelerator, self.pad_token_id, self.pad_to_multiple_of)
 

@@ -6,6 +6,7 @@ padded row, so that learned positions and the rounding of rotary embeddings are 
 """
 
 import math
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -14,6 +15,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.logging import get_logger
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
 from ragen2_trl.trainers.batches import Batch, padded_size, prompts_of, whole_rows
 
@@ -31,6 +33,9 @@ TOLERANCE = 1e-4, 2e-2
 """Nats per token by which packed and padded log-probs may differ, in float32 and in lower precision, beside eight
 times the difference that batching makes. Architectures that packing does not fit are off by 0.09 nats and more."""
 
+PADDING = 64
+"""Columns before the prompt of a comparison, so that positions that a model counts by itself differ from columns."""
+
 LogProbs = Callable[[Tensor, Tensor, int], Tensor]
 
 
@@ -45,13 +50,14 @@ class SharedPrompts:
     def __init__(self, accelerator: Accelerator, model: nn.Module):
         self.accelerator = accelerator
         self.config = accelerator.unwrap_model(model).config.get_text_config()
-        self.overhead = _overhead(accelerator.unwrap_model(model), self.config)
+        fits = self._misfit() is None
+        self.overhead = _overhead(accelerator.unwrap_model(model), self.config) if fits else math.nan
         self.serves: bool | None = None  # `None` before `check`
-        self.checked_width = 0
+        self.checked = 0  # tokens of context that `check` has compared
         self._announced = False
 
     def check(self, model: nn.Module, log_probs: LogProbs, batch: Batch) -> None:
-        """Compare packed with padded log-probs, for the first batch and the first one wider than a sliding window.
+        """Compare packed with padded log-probs, for the first batch and the first with rows longer than a window.
 
         Falls back to padded rows, with a warning, where they differ. A call for all processes together.
 
@@ -61,26 +67,23 @@ class SharedPrompts:
             batch: of this process, text alone.
         """
         window = getattr(self.config, "sliding_window", None) or math.inf
-        if self.serves is False or (self.serves and (window == math.inf or self.checked_width > window)):
+        if self.serves is False or (self.serves and (window == math.inf or self.checked > window)):
             return
-        input_ids, attention_mask, width = whole_rows(batch)
-        widest = int(self.accelerator.gather(torch.tensor([input_ids.size(1)], device=input_ids.device)).max())
-        if self.serves and widest <= window:
+        input_ids, attention_mask, width = self._longest_rows(*whole_rows(batch))
+        lengths = attention_mask.sum(dim=1) * attention_mask[:, -width:].any(dim=1)
+        longest = int(self.accelerator.gather(lengths).max()) - 1  # the last token is predicted, and not attended to
+        if longest < 0 or (self.serves and longest <= window):
             return
-        reason, tokens = self._misfit(), 0
-        if reason is None:
-            reason, tokens = self._difference(model, log_probs, input_ids, attention_mask, width)
-        found = torch.tensor([[reason is not None, tokens]], device=input_ids.device)
-        failed, tokens = self.accelerator.gather(found).sum(dim=0).tolist()
-        if failed:
+        reason = self._misfit() or self._difference(model, log_probs, input_ids, attention_mask, width)
+        if self.accelerator.gather(torch.tensor([reason is not None], device=input_ids.device)).any():
             self.serves = False
             name = type(self.accelerator.unwrap_model(model)).__name__
             logger.warning(
                 f"Prompts are computed once per completion, not once per group: {name}, "
                 f"{reason or 'another process has found a difference'}. snr_share_prompts=False says so beforehand."
             )
-        elif tokens:
-            self.serves, self.checked_width = True, widest
+        else:
+            self.serves, self.checked = True, longest
 
     def announce(self, batches: list[Batch]) -> None:
         """Say once what sharing saves on these micro-batches of this process."""
@@ -179,20 +182,28 @@ class SharedPrompts:
 
     def _misfit(self) -> str | None:
         """Why the settings of a model rule packing out."""
+        if not isinstance(getattr(self.config, "num_attention_heads", None), int):
+            return "it has no attention heads"
         attention = self.config._attn_implementation
         if attention not in ATTENTION:
             return f"attn_implementation={attention!r} takes no mask; allowed: {', '.join(ATTENTION)}"
         others = set(getattr(self.config, "layer_types", None) or ()) - LAYERS
         return f"its layers of {', '.join(sorted(others))}" if others else None
 
-    def _difference(
-        self, model: nn.Module, log_probs: LogProbs, input_ids: Tensor, attention_mask: Tensor, width: int
-    ) -> tuple[str | None, int]:
-        """Why packing two completions of one prompt gives other log-probs, and the number of tokens compared."""
-        before = input_ids.size(1) - width
-        longest = attention_mask[:, before:].sum(dim=1).argsort(descending=True)[[0, min(1, len(input_ids) - 1)]]
-        ids = torch.cat([input_ids[longest[:1].expand(2), :before], input_ids[longest, before:]], dim=1)
-        mask = torch.cat([attention_mask[longest[:1].expand(2), :before], attention_mask[longest, before:]], dim=1)
+    def _longest_rows(self, input_ids: Tensor, attention_mask: Tensor, width: int) -> tuple[Tensor, Tensor, int]:
+        """The two longest completions, both with the prompt of the longest row, which padding moves."""
+        longest = attention_mask[:, -width:].sum(dim=1).argsort(descending=True)[[0, min(1, len(input_ids) - 1)]]
+        prompt = attention_mask.sum(dim=1).argmax().expand(2)
+        room = (getattr(self.config, "max_position_embeddings", None) or sys.maxsize) - input_ids.size(1)
+        ids, mask = (
+            pad(torch.cat([rows[prompt, :-width], rows[longest, -width:]], dim=1), (max(0, min(PADDING, room)), 0))
+            for rows in (input_ids, attention_mask)
+        )
+        return ids, mask, width
+
+    def _difference(self, model: nn.Module, log_probs: LogProbs, ids: Tensor, mask: Tensor, width: int) -> str | None:
+        """Why packing two completions of one prompt gives other log-probs."""
+        before = ids.size(1) - width
         prompts, lengths = mask[:, :before].sum(dim=1).tolist(), mask[:, before:].sum(dim=1).tolist()
         with torch.no_grad(), _without_dropout(model):
             padded = log_probs(ids, mask, width)
@@ -200,7 +211,7 @@ class SharedPrompts:
             try:
                 packed = self._packed(model, ids, width, Layout([[0, 1]], prompts, lengths, 0.0))[0]
             except (TypeError, ValueError, RuntimeError, IndexError, KeyError, AttributeError) as error:
-                return f"{type(error).__name__}: {str(error).splitlines()[0][:200]}", 0
+                return f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"
         tokens = max(1, sum(lengths))
         shown = mask[:, before:].bool()
 
@@ -211,8 +222,8 @@ class SharedPrompts:
         exact &= next(model.parameters()).dtype == torch.float32
         difference, noise = apart(packed), apart(alone)
         if difference <= TOLERANCE[not exact] + 8 * noise:
-            return None, sum(lengths)
-        return f"whose log-probs would differ by {difference:.2g} nats a token, and by {noise:.1g} from batching", 0
+            return None
+        return f"whose log-probs would differ by {difference:.2g} nats a token, and by {noise:.1g} from batching"
 
 
 class Layout(NamedTuple):
@@ -338,4 +349,7 @@ def _without_dropout(model: nn.Module) -> Iterator[None]:
 def dropout_of(model: nn.Module) -> float:
     """Largest probability of dropout in a model, 0 without any."""
     rates = [module.p for module in model.modules() if isinstance(module, nn.Dropout)]
+    # Layers that call the function keep its rate, in `attention_dropout`, `resid_pdrop` and the like.
+    attributes = [item for module in model.modules() for item in vars(module).items()]
+    rates += [value for name, value in attributes if "drop" in name and isinstance(value, float)]
     return float(max([*rates, getattr(getattr(model, "config", None), "attention_dropout", None) or 0.0]))
