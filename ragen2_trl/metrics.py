@@ -669,6 +669,7 @@ COST = (
         RUN,
         "plain TRL may need more or fewer to come as far",
     ),
+    Metric("cost/update_rows", "rows that updates trained on, once for each generation", "count", RUN),
     Metric(
         "cost/update_positions",
         "positions of all passes over a generation, as in `snr/update_compute_fraction`; the same of plain TRL",

@@ -487,7 +487,7 @@ def dynamic_sampling(log: CompletionLog, live: Mask, prompts: Bootstrap, seed: i
         f"{each.number()} completions for each full group of {log.size}, {rounds.number()} further rounds a batch "
         f"(95% of batches need at most {limit})"
     )
-    setting = f"snr_strategy='nonzero', snr_dynamic_sampling_rounds={limit}"
+    setting = f"snr_strategy='nonzero', snr_dynamic_sampling_rounds={limit}, snr_pilot_generations=0"
     return Remedy("dynamic sampling", setting, said, gain, {"completions": each, "rounds": rounds})
 
 

@@ -108,7 +108,7 @@ class Listener:
     on_rows: Callable[[list[dict[str, Any]]], None] | None = None
     on_generated: Callable[[int, int], None] | None = None
     on_rollout: Callable[[LocalRollout], None] | None = None
-    on_pass: Callable[[int, int], None] | None = None
+    on_pass: Callable[[int, int, int], None] | None = None
     aside: Callable[[], AbstractContextManager[None]] | None = None
     all_rows: Callable[[], bool] | None = None
 
@@ -157,11 +157,11 @@ class SamplingEvents:
             if listener.on_generated is not None:
                 listener.on_generated(tokens, completions)
 
-    def update_pass(self, computed: int, plain: int) -> None:
+    def update_pass(self, computed: int, plain: int, rows: int) -> None:
         """Announce a pass over a generation; see `on_pass` of `listen`."""
         for listener in self.listeners:
             if listener.on_pass is not None:
-                listener.on_pass(computed, plain)
+                listener.on_pass(computed, plain, rows)
 
     @property
     def needs_all_rows(self) -> bool:
@@ -347,7 +347,7 @@ def listen(
     on_rows: Callable[[list[dict[str, Any]]], None] | None = None,
     on_generated: Callable[[int, int], None] | None = None,
     on_rollout: Callable[[LocalRollout], None] | None = None,
-    on_pass: Callable[[int, int], None] | None = None,
+    on_pass: Callable[[int, int, int], None] | None = None,
     aside: Callable[[], AbstractContextManager[None]] | None = None,
     all_rows: Callable[[], bool] | None = None,
 ) -> Listener:
@@ -361,8 +361,8 @@ def listen(
             generation for training, further rounds of dynamic sampling and pilots included.
         on_rollout: takes the completions sampled for training, once a step's first prompts are scored and before any
             is dropped; with pilots, the groups that were sampled whole.
-        on_pass: takes the padded positions that a pass over a generation computes, and the positions of plain TRL's
-            micro-batches of it, over all processes. Our trainers announce it.
+        on_pass: takes the padded positions that a pass over a generation computes, the positions of plain TRL's
+            micro-batches of it, and the rows that it trains on, over all processes. Our trainers announce it.
         aside: a context around `on_rollout` of all listeners: a clock of training stops inside.
         all_rows: whether `on_rollout` is about to compute with old and reference log-probs of rows that no loss sees.
 

@@ -23,7 +23,7 @@ class Naive:
     """Counts beside the callback: tokens by the masks of what is generated, positions in the loss's own forward."""
 
     def __init__(self, trainer):
-        self.sampled = self.completions = self.positions = 0
+        self.sampled = self.completions = self.positions = self.rows = 0
         generate, logps = trainer._generate_single_turn, trainer._get_per_token_logps_and_entropies
 
         def counted_generate(*args, **kwargs):
@@ -34,6 +34,7 @@ class Naive:
 
         def counted_logps(model, input_ids, *args, **kwargs):
             self.positions += input_ids.shape[0] * input_ids.shape[1] * torch.is_grad_enabled()
+            self.rows += len(input_ids) * torch.is_grad_enabled()
             return logps(model, input_ids, *args, **kwargs)
 
         trainer._generate_single_turn = counted_generate
@@ -62,12 +63,20 @@ def test_costs_are_those_of_a_naive_count(trainer_class, settings, policy_path, 
     assert last["cost/plain_completions"] == 3 * trainer.args.generation_batch_size <= naive.completions
     assert last["cost/update_tokens"] == naive.positions > 0
     if trainer_class is GRPOTrainer:  # which announces no passes
-        assert "cost/update_positions" not in last
+        assert "cost/update_positions" not in last and "cost/update_rows" not in last
     else:
+        assert 0 < last["cost/update_rows"] == naive.rows < last["cost/sampled_completions"]
         assert last["cost/update_positions"] == naive.positions <= last["cost/plain_update_positions"]
     size = sum(parameter.numel() for parameter in trainer.model.parameters())
     assert last["cost/update_flops"] == 6 * size * naive.positions
     assert last["cost/cpu_seconds"] > 0 and last["cost/seconds"] > 0
+
+
+def test_rows_count_once_however_often_updates_pass_over_them(policy_path, prompts, make_args):
+    trainer = SNRFilteredGRPOTrainer(policy_path, half, make_args(max_steps=4, num_iterations=2), prompts)
+    naive = Naive(trainer)
+    trainer.train()
+    assert rows_of(trainer)[-1]["cost/update_rows"] == naive.rows / 2 > 0
 
 
 def test_frozen_parameters_cost_no_gradient_of_their_own(policy_path, prompts, make_args):

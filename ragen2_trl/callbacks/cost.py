@@ -18,8 +18,9 @@ from ragen2_trl.trainers.stock import StockTrainer
 # Each process counts its own part of these.
 OF_PROCESS = ("cpu_seconds", "sampled_tokens", "sampled_completions", "update_tokens", "update_flops")
 # Known on every process for all of them.
-OF_ALL = ("seconds", "plain_completions", "update_positions", "plain_update_positions")
+OF_ALL = ("seconds", "plain_completions", "update_rows", "update_positions", "plain_update_positions")
 COSTS = (*OF_PROCESS, *OF_ALL)
+OF_OURS = ("update_rows", "update_positions")  # ends of what only our trainers announce
 
 
 def count_cost(trainer: Trainer) -> None:
@@ -43,8 +44,9 @@ class CostCallback(TrainerCallback):
       dynamic sampling and of groups that were dropped included.
     - `cost/sampled_completions`, `cost/plain_completions`: completions sampled, and those that plain TRL would have
       sampled for as many generations.
+    - `cost/update_rows`: rows that updates trained on, once for each generation. Only our trainers log these three.
     - `cost/update_positions`, `cost/plain_update_positions`: positions, padding included, of all passes over a
-      generation, and those of plain TRL's micro-batches. Only our trainers, which filter, log them.
+      generation, and those of plain TRL's micro-batches.
     - `cost/update_tokens`: positions, padding included, of every forward pass that the update ran backward through.
     - `cost/update_flops`: floating-point operations of the update in the usual estimate, 6 x parameters x positions:
       2 a parameter and position forward, 2 backward to the activations, 2 for the gradient of the parameter itself,
@@ -104,7 +106,7 @@ class CostCallback(TrainerCallback):
             own |= dict(zip(OF_PROCESS, accelerator.reduce(values, reduction="sum").tolist(), strict=True))
         total = {name: self._before[name] + own[name] for name in COSTS}
         state.stateful_callbacks[COST_STATE] = total
-        logged = {name: value for name, value in total.items() if value > 0 or not name.endswith("update_positions")}
+        logged = {name: value for name, value in total.items() if value > 0 or not name.endswith(OF_OURS)}
         log_row(self.trainer, {f"cost/{name}": float(value) for name, value in logged.items()}, replace=True)
 
     @contextmanager
@@ -140,7 +142,8 @@ class CostCallback(TrainerCallback):
     def _count_generation(self, local: LocalRollout) -> None:
         self._own["plain_completions"] += self.trainer.args.generation_batch_size
 
-    def _count_pass(self, computed: int, plain: int) -> None:
+    def _count_pass(self, computed: int, plain: int, rows: int) -> None:
+        self._own["update_rows"] += rows / self.trainer.num_iterations
         self._own["update_positions"] += computed
         self._own["plain_update_positions"] += plain
 

@@ -14,12 +14,14 @@ class Cost:
     Args:
         sampled, plain_sampled: Completions.
         update, plain_update: Positions of all passes over a generation, padding included; `None` without our trainers.
+        rows: Rows that were trained on, where they were counted.
     """
 
     sampled: float
     plain_sampled: float
     update: float | None = None
     plain_update: float | None = None
+    rows: float | None = None
 
     @property
     def sampling_ratio(self) -> float:
@@ -34,13 +36,15 @@ class Cost:
     @property
     def sampling(self) -> str:
         """
-        >>> Cost(564, 192).sampling
-        '564 completions sampled, 2.94 times plain TRL (192)'
+        >>> Cost(564, 192, rows=190).sampling
+        '564 completions sampled for 190 rows; plain TRL would have sampled 192 (ratio 2.94)'
         """
         count = f"{self.sampled:,.0f} completions sampled"
         if self.sampled == self.plain_sampled:
             return f"{count}, as many as plain TRL"
-        return f"{count}, {self.sampling_ratio:.2f} times plain TRL ({self.plain_sampled:,.0f})"
+        rows = "" if self.rows is None else f" for {self.rows:,.0f} rows"
+        plain = f"plain TRL would have sampled {self.plain_sampled:,.0f}"
+        return f"{count}{rows}; {plain} (ratio {self.sampling_ratio:.2f})"
 
     @property
     def updates(self) -> str:
@@ -67,5 +71,7 @@ def cost_of(log_history: Sequence[Mapping[str, Any]]) -> Cost | None:
         sampled, plain, update, plain_update = (row.get(f"cost/{name}") for name in names)
         if is_number(sampled) and is_number(plain) and plain > 0:
             known = is_number(update) and is_number(plain_update)
-            return Cost(sampled, plain, update if known else None, plain_update if known else None)
+            rows = row.get("cost/update_rows")
+            update, plain_update = (update, plain_update) if known else (None, None)
+            return Cost(sampled, plain, update, plain_update, rows if is_number(rows) else None)
     return None

@@ -314,7 +314,9 @@ def _numbers(run: Run) -> list[Number]:
     cost, updates = run.cost, run.cost and run.cost.update_ratio
     return [
         _success(run),
-        Number("Completions sampled", "", f"{cost.sampling_ratio:.2f}" if cost else "", OF_TRL if cost else ""),
+        Number("Completions sampled", "", f"{cost.sampling_ratio:.2f}", f"{OF_TRL}: {cost.sampling}")
+        if cost
+        else Number("Completions sampled"),
         Number("Update positions", "", "" if updates is None else f"{updates:.2f}", "" if updates is None else OF_TRL),
         _number(label(KEPT).capitalize(), running_means(run.points(KEPT)), percent, "by the filter"),
         _number(

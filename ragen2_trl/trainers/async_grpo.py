@@ -356,7 +356,7 @@ class SNRFilteredAsyncGRPOTrainer(WholeCheckpoints, AsyncGRPOTrainer):
         batch["global_n_tokens"].fill_(sum(int(sample["completion_mask"][1:].sum()) for sample in every))
         computed, plain = (sum(len(row.tokens) for row in rows) for rows in (slim, packed))
         log_row(self, {"snr/update_compute_fraction": computed / plain})
-        self.rollout_events.update_pass(computed, plain)
+        self.rollout_events.update_pass(computed, plain, len(kept))
         return batch
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:

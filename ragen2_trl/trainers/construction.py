@@ -189,9 +189,9 @@ class Constructed(StockTrainer):
         kind = PromptSelection if args.snr_prompt_selection else DatasetOrder
         return kind(self.accelerator, args, rows, self.shuffle_dataset)
 
-    def _announce_pass(self, computed: int, plain: int) -> None:
+    def _announce_pass(self, computed: int, plain: int, rows: int) -> None:
         self._empty_steps.log("update_compute_fraction", computed / plain)
-        self.rollout_events.update_pass(computed, plain)
+        self.rollout_events.update_pass(computed, plain, rows)
 
     @property
     def _loss_mean(self) -> LossMean:

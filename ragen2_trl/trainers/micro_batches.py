@@ -34,8 +34,8 @@ class MicroBatches:
         accelerator: Of the trainer.
         args: Its settings.
         plan: From the batch to micro-batches with weights.
-        announce: Takes the positions that a pass computes and the positions that TRL would compute, over all
-            processes; passes for log-probs before the first one included.
+        announce: Takes the positions that a pass computes and the positions that TRL would compute, with passes for
+            log-probs before the first one, and the rows that it trains on, over all processes.
         positions: From a micro-batch to the positions that a forward pass over it computes.
     """
 
@@ -44,7 +44,7 @@ class MicroBatches:
         accelerator: Accelerator,
         args: Any,
         plan: DropPlan,
-        announce: Callable[[int, int], None],
+        announce: Callable[[int, int, int], None],
         positions: Callable[[Batch], int] = padded_size,
     ):
         self.accelerator = accelerator
@@ -91,7 +91,7 @@ class MicroBatches:
             has_rows: whether earlier micro-steps of that optimizer step had kept rows.
         """
         if self.generated is None:
-            self._announce(*[sum(map(padded_size, micro_batches))] * 2)
+            self._announce(self.args.generation_batch_size, *[sum(map(padded_size, micro_batches))] * 2)
             return micro_batches
         generated = self.generated
         segments = accumulation_segments(len(generated), left_to_step, self.args.gradient_accumulation_steps)
@@ -107,19 +107,20 @@ class MicroBatches:
             steps[left_to_step - 1] = MicroStep(weight=0.0, kept=0)
         self.steps = steps
         own = sum(self.positions(batch) for batch, step in zip(micro_batches, steps, strict=True) if step.runs)
-        self._announce(own, sum(map(padded_size, generated)))
+        self._announce(sum(step.kept for step in steps), own, sum(map(padded_size, generated)))
         return micro_batches
 
     def count_ahead(self, computed: int, plain: int) -> None:
         """Count positions of a pass for log-probs with the next pass of the update, on this process."""
         self._ahead = self._ahead[0] + computed, self._ahead[1] + plain
 
-    def _announce(self, *positions: int) -> None:
+    def _announce(self, rows: int, *positions: int) -> None:
         """A call for all processes together."""
         own = torch.tensor(positions, device=self.accelerator.device)
         own += torch.tensor(self._ahead, device=own.device)
         self._ahead = (0, 0)
-        self.announce(*self.accelerator.reduce(own, reduction="sum").tolist())
+        computed, plain = self.accelerator.reduce(own, reduction="sum").tolist()
+        self.announce(computed, plain, rows)
 
     def step(self, number: int) -> MicroStep:
         """The plan for the micro-batch of this number."""
