@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ragen2_trl.columns import TURN_SAMPLES
 from ragen2_trl.filtering import group_score
-from ragen2_trl.rollout_events import end_tokens
+from ragen2_trl.rollout_events import end_tokens, group_rewards
 from ragen2_trl.trainers.batches import Batch
 from ragen2_trl.trainers.forward_passes import ForwardPasses
 from ragen2_trl.trainers.prompt_source import separate
@@ -167,9 +167,11 @@ class SNRFilter(ForwardPasses):
             lambda: self._mean_entropies(batch).view(sums.shape),
         )
         if self.args.snr_strategy == "lossless":
-            clip = getattr(self, "reward_clip_range", None)  # of RLOO, before it makes advantages
-            earned_alike = equal_rewards(sums.clamp(*clip) if clip else sums)
-            equal = self._local(earned_alike.repeat_interleave(sums.size(1))).to(batch["advantages"].device)
+            # Float64 sums do not depend on the order of functions; RLOO clips before it makes advantages.
+            exact = group_rewards(scored.rewards_per_func.double(), self.reward_weights.double(), sums.size(1))
+            clip = getattr(self, "reward_clip_range", None)
+            earned_alike = equal_rewards(exact.clamp(*clip) if clip else exact).repeat_interleave(sums.size(1))
+            equal = self._local(earned_alike).to(batch["advantages"].device)
             batch["advantages"] = batch["advantages"].masked_fill(equal, 0.0)  # rounding noise in TRL
             kept = with_advantage(groups, self.accelerator.gather(batch["advantages"]))
             scores = group_score(rewards)
