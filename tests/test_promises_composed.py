@@ -324,12 +324,16 @@ def test_weights_that_a_checkpoint_lacks_are_an_error_and_tied_ones_are_not(poli
         again.train(str(checkpoint))
 
 
-def test_a_trainer_made_without_init_samples_as_trl_does(monkeypatch):
+@pytest.mark.parametrize(
+    "hook",
+    ["_generate", "_calculate_rewards", "_generate_and_score_completions", "_prepare_inputs", "_get_grad_norm"],
+)
+def test_a_trainer_made_without_init_has_the_hooks_of_trl(hook, monkeypatch):
     """As TRL's own unit tests make theirs."""
     trainer = object.__new__(SNRFilteredGRPOTrainer)
     trainer.model = SimpleNamespace(training=True)
-    monkeypatch.setattr(GRPOTrainer, "_generate", lambda self, prompts: tuple(prompts))
-    assert trainer._generate(["a"]) == ("a",)
+    monkeypatch.setattr(GRPOTrainer, hook, lambda self, given, **_: ("TRL's", given))
+    assert getattr(trainer, hook)(["a"]) == ("TRL's", ["a"])
 
 
 # Means over rows

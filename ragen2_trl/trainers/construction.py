@@ -86,6 +86,7 @@ class Constructed(StockTrainer):
     _backward_of_kept_rows: Callable[..., None]
 
     # Defaults of the class: a trainer that was made without `__init__`, as in TRL's unit tests, has TRL's own hooks.
+    _is_made: bool = False
     _pilots: PilotSampling | None = None
     _row_means: RowMeans | None = None
     _in_loss: bool = False
@@ -135,6 +136,7 @@ class Constructed(StockTrainer):
         self._micro_batches = MicroBatches(self.accelerator, self.args, self._plan, self._announce_pass, positions)
         self._empty_steps = EmptySteps(self, self._check_weighted)
         self._begin_run()
+        self._is_made = True
         # Around the methods of subclasses: none can lose a weight, or a reward.
         self.rollout_events = RolloutEvents(self, announces=True)
         for name in ("compute_loss", "_compute_loss"):

@@ -43,9 +43,9 @@ class SNRFilter(ForwardPasses):
     # 1. TRL asks for the inputs of a micro-step, and samples where a generation batch begins
 
     def _prepare_inputs(self, generation_batch: Any) -> Batch:
-        before = self._buffered_inputs
-        inputs = super()._prepare_inputs(generation_batch)
-        if not self.model.training:
+        before = self._buffered_inputs if self._is_made else None
+        inputs: Batch = super()._prepare_inputs(generation_batch)
+        if not self.model.training or not self._is_made:
             return inputs
         if self._buffered_inputs is not before:
             self._micro_batches.begin_generation(self._buffered_inputs, self._is_neutral)
@@ -65,6 +65,8 @@ class SNRFilter(ForwardPasses):
     # 2. Sampling, scoring, selecting
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> Batch:
+        if not self._is_made:
+            return super()._generate_and_score_completions(inputs)
         if not self.model.training:
             self.rollout_events.rows(inputs)
             return super()._generate_and_score_completions(inputs)
@@ -248,6 +250,8 @@ class SNRFilter(ForwardPasses):
 
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
         """Of the latest step of a log row that had rows; `None`, which is not logged, without any."""
+        if not self._is_made:
+            return super()._get_grad_norm(model, grad_norm=grad_norm)
         if self._empty_steps.has_rows:  # else DeepSpeed would report the norm of the last step that it took
             self._empty_steps.grad_norm = super()._get_grad_norm(model, grad_norm=grad_norm)
         return self._empty_steps.grad_norm

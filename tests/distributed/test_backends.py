@@ -159,7 +159,7 @@ def test_lossless_ends_with_the_parameters_of_trl_on_as_many_processes(backend, 
     for row, of_plain in zip(ours["rows"], plain["rows"], strict=True):
         assert row["loss"] == pytest.approx(of_plain["loss"], rel=1e-3, abs=1e-4)
         assert row["grad_norm"] == pytest.approx(of_plain["grad_norm"], rel=1e-3, abs=1e-4)
-        assert row["snr/update_compute_fraction"] < 0.9 < of_plain["snr/update_compute_fraction"]
+        assert row["snr/update_compute_fraction"] < 0.5 < of_plain["snr/update_compute_fraction"]
         assert row["snr/empty_steps"] == 0
 
 
