@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from accelerate.utils import DummyOptim
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 from transformers.integrations import is_deepspeed_zero3_enabled
@@ -110,7 +109,7 @@ class ActorCritic(StockTrainer):
 
 def _give_critic_its_rate(optimizer: Any, critic: nn.Module, rate: float) -> None:
     """Move the critic's parameters into a group of their own, if they are not in one."""
-    if isinstance(optimizer, DummyOptim):
+    if not hasattr(optimizer, "param_groups"):  # accelerate's stand-in for an optimizer of DeepSpeed's file
         raise ValueError(
             "The DeepSpeed configuration has an 'optimizer', in which the critic would learn at the policy's rate; "
             "allowed: a configuration without it, and optim in the trainer's settings."
