@@ -45,8 +45,8 @@ class CostCallback(TrainerCallback):
     - `cost/sampled_completions`, `cost/plain_completions`: completions sampled, and those that plain TRL would have
       sampled for as many generations.
     - `cost/update_rows`: rows that updates trained on, once for each generation. Only our trainers log these three.
-    - `cost/update_positions`, `cost/plain_update_positions`: positions, padding included, of all passes over a
-      generation, and those of plain TRL's micro-batches.
+    - `cost/update_positions`, `cost/plain_update_positions`: positions, padding included, that all passes over a
+      generation compute, and that plain TRL would compute.
     - `cost/update_tokens`: positions, padding included, of every forward pass that the update ran backward through.
     - `cost/update_flops`: floating-point operations of the update in the usual estimate, 6 x parameters x positions:
       2 a parameter and position forward, 2 backward to the activations, 2 for the gradient of the parameter itself,

@@ -99,7 +99,7 @@ def _smaller(scopes: Sequence[str], sampling: Sampling, texts: Texts) -> Iterato
         tokens //= 2
     prompts = sampling.max_prompts
     if REFERENCE_SCOPE not in scopes and ("trajectory" not in scopes or texts.num_turns == 1):
-        prompts = min(prompts, texts.num_prompts)  # columns of later turns are rows, of which there may be more
+        prompts = min(prompts, texts.num_prompts)  # a later turn has a column per row, and rows can be more
     while prompts > LEAST_PROMPTS:
         prompts = max(LEAST_PROMPTS, prompts // 2)
         yield replace(sampling, max_prompts=prompts)

@@ -84,7 +84,7 @@ SIGNALS = {
 FACTS = ("zero_variance", "reward_std", "kept", "clipped")  # whether a row teaches anything, and why it does not
 NAMES = (*SIGNALS, *FACTS)
 
-# Log keys, `*` for a name: those of the registry, then of TRL's evaluations, verl and the paper's code.
+# Log keys, `*` for a name: the registry's, then keys of TRL's evaluations, of verl and of the paper's code.
 KEYS = {re.sub(r"\{\w+\}", "*", one.name.replace("{bound}", "")): one.health for one in METRICS if one.health} | {
     "eval_env/*/success": "held_out_success",
     "train/*/action_is_valid": "valid",
