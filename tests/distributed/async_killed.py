@@ -33,7 +33,7 @@ def main(policy, folder, journal, kills=False):
             file.flush()
 
         trainer = make_async(
-            policy, folder, SlowServer(), dataset=prompts_with_dead(400), snr_strategy="nonzero", max_steps=8,
+            policy, folder, SlowServer(), dataset=prompts_with_dead(400), snr_strategy="nonzero", max_steps=20,
             save_strategy="steps", save_steps=4, max_inflight_tasks=32,
         )  # fmt: skip
         done, start = GroupLedger._done, trainer.rollout_worker.start
