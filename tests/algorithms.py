@@ -108,6 +108,7 @@ ALGORITHMS = {
     ),
 }
 GRPO, RLOO, PPO = ALGORITHMS.values()
+LOSSES = ["grpo", "dr_grpo", "dapo", "bnpo", "cispo", "sapo", "luspo", "vespo"]  # of GRPO
 
 for_each = pytest.mark.parametrize("algorithm", ALGORITHMS.values(), ids=ALGORITHMS)
 

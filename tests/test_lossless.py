@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from algorithms import GRPO, PPO, RLOO, replay_of, slow
+from algorithms import GRPO, LOSSES, PPO, RLOO, replay_of, slow
 from conftest import PROMPTS, parameters_of
 from datasets import Dataset
 from replay import REWARDS, Replay
@@ -12,7 +12,6 @@ from trl import GRPOTrainer
 
 from ragen2_trl import SNRFilteredGRPOTrainer
 
-LOSSES = ["grpo", "dr_grpo", "dapo", "bnpo", "cispo", "sapo", "luspo", "vespo"]
 LOSSLESS = {"snr_strategy": "lossless"}
 # 32 rows, of which 21 have an advantage. Adam, clipping and weight decay: what a wrong scale cannot hide behind.
 TRAINING = {"beta": 0.0, "weight_decay": 0.1, "max_grad_norm": 0.5, "lr_scheduler_type": "constant"}

@@ -1,11 +1,10 @@
 """Promise 2: the filtered update is that of the plain trainer on the kept groups."""
 
 import pytest
-from algorithms import ALGORITHMS, GRPO, STILL, cases, for_each, replay_of, slow
+from algorithms import ALGORITHMS, GRPO, LOSSES, STILL, cases, for_each, replay_of, slow
 from conftest import PROMPTS
 from replay import KEPT, Replay, assert_close, mean_gradient
 
-LOSSES = ["grpo", "dr_grpo", "dapo", "bnpo", "cispo", "sapo", "luspo", "vespo"]
 # The entropy bonus of `mask` needs a loss over tokens.
 BONUS = {"beta": 0.1, "entropy_coef": 0.02}
 PPO_STILL = {"critic_lr": 0.0, "beta": 0.1}

@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 from accelerate import Accelerator
-from algorithms import GRPO, PPO, RLOO, replay_of
+from algorithms import GRPO, LOSSES, PPO, RLOO, replay_of, slow
 from conftest import parameters_of
 from datasets import Dataset
 from peft import LoraConfig, PrefixTuningConfig, TaskType
@@ -32,6 +32,7 @@ from trl.trainer.utils import add_fused_lm_head, disable_dropout_in_model
 
 from ragen2_trl import SNRFilteredGRPOConfig, SNRFilteredGRPOTrainer
 from ragen2_trl.tiny import TINY_MODEL_PATH
+from ragen2_trl.trainers.checks import shares_prompts
 from ragen2_trl.trainers.shared_prompts import PADDING, SharedPrompts, cheapest_layout, dropout_of
 
 SIZES = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -221,13 +222,37 @@ def test_no_uniform_split_of_the_groups_costs_less_than_the_chosen_one():
         assert chosen.cost <= min(cost(2, whole), cost(16, single))
 
 
+def test_rows_are_packed_where_that_costs_less_than_nine_tenths():
+    shared = checked(model_of(FITTING["llama"]))
+    for prompt, share, packs in ((2, 0.916, False), (3, 0.883, True)):
+        batch = batch_of([prompt], [9] * 4, groups=4)
+        length = prompt + 9
+        pairs = 2 * (prompt - 1 + 18) * (shared.overhead + prompt - 1 + 18)  # two completions a row cost least
+        assert pairs / (4 * length * (shared.overhead + length)) == pytest.approx(share, abs=2e-3)
+        assert (shared.positions(batch) < 4 * length) == packs
+
+
+def test_one_line_says_by_arithmetic_what_sharing_costs(caplog):
+    shared = checked(model_of(FITTING["llama"]))
+    with caplog.at_level(logging.WARNING):
+        shared.announce([BATCH, BATCH])
+        shared.announce([BATCH])
+    packed, padded = 12 - 1 + 6 + 2 + 7 + 3, 12 + 7  # the second group, which is the longer one, and its longest row
+    share = 2 * packed * (shared.overhead + packed) / (8 * padded * (shared.overhead + padded))
+    (message,) = [record.getMessage() for record in caplog.records]
+    assert f" costs {share:.2f} of its padded rows" in message and 0.3 < share < 0.5
+
+
 # In training
 
 LOSSLESS = {"snr_strategy": "lossless"}
 TRAINING = {"beta": 0.0, "learning_rate": 1e-4, "max_steps": 3, "weight_decay": 0.1}
 
 
-def trained(algorithm, policy_path, folder, plain=False, config=None, rewards=None, **settings):
+ADAPTER = LoraConfig(r=4, target_modules="all-linear", task_type=TaskType.CAUSAL_LM)
+
+
+def trained(algorithm, policy_path, folder, plain=False, config=None, rewards=None, adapter=None, **settings):
     replay = replay_of(policy_path, rewards)
     args = algorithm.args(folder, plain, **{**TRAINING, **settings})
     model = policy_path
@@ -235,7 +260,7 @@ def trained(algorithm, policy_path, folder, plain=False, config=None, rewards=No
         config = copy.deepcopy(config)
         config.vocab_size = len(replay.tokenizer)
         model = model_of(config)
-    trainer = algorithm.make(model, args, replay, processing_class=replay.tokenizer)
+    trainer = algorithm.make(model, args, replay, processing_class=replay.tokenizer, peft_config=adapter)
     trainer.train()
     return trainer
 
@@ -250,10 +275,27 @@ def fractions(trainer):
 
 
 SEVERAL = {"num_iterations": 2, "per_device_train_batch_size": 8, "gradient_accumulation_steps": 2}
-SETTINGS = [(GRPO, {"loss_type": "dapo"}), (GRPO, {"loss_type": "bnpo", "gradient_checkpointing": True}), (RLOO, {})]
+NOISE = {"adam_epsilon": 1e-5}  # above gradients that are rounding noise, of which Adam would make full steps
+SETTINGS = {
+    "dapo": (GRPO, {"loss_type": "dapo"}),
+    "bnpo, checkpointing": (GRPO, {"loss_type": "bnpo", "gradient_checkpointing": True}),
+    "rloo": (RLOO, {}),
+    "dapo, LoRA": (GRPO, {"loss_type": "dapo", "adapter": ADAPTER}),
+}
+MORE_SETTINGS = {
+    **{loss: (GRPO, {"loss_type": loss}) for loss in LOSSES if loss not in ("dapo", "bnpo")},
+    "grpo, weighed by sequence": (GRPO, {"loss_type": "grpo", "importance_sampling_level": "sequence"}),
+    "rloo, LoRA and checkpointing": (RLOO, {"adapter": ADAPTER, "gradient_checkpointing": True}),
+    "cispo, a window": (GRPO, {"loss_type": "cispo", "config": FITTING["mistral, a window"], **NOISE}),
+    "grpo, GPT-2": (GRPO, {"loss_type": "grpo", "config": FITTING["gpt2"], **NOISE}),
+}
 
 
-@pytest.mark.parametrize(("algorithm", "settings"), SETTINGS, ids=["dapo", "bnpo", "rloo"])
+@pytest.mark.parametrize(
+    ("algorithm", "settings"),
+    [*SETTINGS.values(), *(slow(*one) for one in MORE_SETTINGS.values())],
+    ids=[*SETTINGS, *MORE_SETTINGS],
+)
 def test_lossless_with_shared_prompts_has_the_parameters_of_trl_for_fewer_positions(
     algorithm, settings, policy_path, tmp_path
 ):
@@ -292,7 +334,7 @@ def test_a_model_that_packing_does_not_fit_has_its_rows_dealt_by_length(policy_p
 
 
 @pytest.mark.parametrize("share", [None, True])
-def test_dropout_and_lossless_do_not_share(share, policy_path, tmp_path):
+def test_dropout_and_lossless_do_not_share(share, policy_path, tmp_path, caplog):
     """TRL draws once per completion, a packed row once per prompt."""
     adapter = LoraConfig(r=2, lora_dropout=0.5, target_modules="all-linear", task_type=TaskType.CAUSAL_LM)
     make = partial(GRPO.make, policy_path, peft_config=adapter)
@@ -303,7 +345,10 @@ def test_dropout_and_lossless_do_not_share(share, policy_path, tmp_path):
     else:
         assert make(args, replay_of(policy_path))._shared_prompts is None
     other = GRPO.args(tmp_path, **TRAINING, snr_strategy="nonzero", snr_share_prompts=True)
-    assert make(other, replay_of(policy_path))._shared_prompts is not None
+    caplog.clear()
+    with caplog.at_level(logging.WARNING):
+        assert make(other, replay_of(policy_path))._shared_prompts is not None
+    assert "Dropout of 0.5 is drawn once per prompt" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -351,6 +396,24 @@ def test_where_it_cannot_be_it_is_refused_by_name(policy_path, tmp_path):
             algorithm.make(policy_path, args, replay_of(policy_path), **kwargs)
     with pytest.raises(ValueError, match="snr_share_prompts"):
         SNRFilteredGRPOConfig(str(tmp_path), snr_strategy="all", snr_share_prompts=True)
+
+
+@pytest.mark.parametrize(
+    ("place", "name", "value", "named"),
+    [
+        ("args", "use_liger_kernel", True, "without log-probs"),
+        ("trainer", "aux_loss_enabled", True, "load-balancing loss"),
+        ("config", "vision_config", object(), "images"),
+    ],
+    ids=["liger", "router loss", "vision"],
+)
+def test_losses_and_models_that_need_padded_rows_are_refused_by_name(place, name, value, named, policy_path, tmp_path):
+    args = GRPO.args(tmp_path, snr_strategy="nonzero", snr_share_prompts=True)
+    trainer = GRPO.make(policy_path, args, replay_of(policy_path))
+    assert shares_prompts(trainer)
+    setattr({"args": trainer.args, "trainer": trainer, "config": trainer.model.config}[place], name, value)
+    with pytest.raises(ValueError, match=f"snr_share_prompts=True.*{named}"):
+        shares_prompts(trainer)
 
 
 # Old log-probs
@@ -433,12 +496,11 @@ def test_the_tiny_model_of_the_package_shares_prompts():
 
 @pytest.mark.parametrize("pilots", [0, 2], ids=["whole groups", "pilots"])
 def test_rounds_end_with_the_parameters_of_old_log_probs_of_every_row(pilots, policy_path, tmp_path):
-    """Adam's epsilon is above the gradients that are rounding noise, which it would make full steps of."""
     ends = []
     for every_row in (True, False):
         args = GRPO.args(
             tmp_path,
-            **{**TRAINING, **SEVERAL, "steps_per_generation": 4, "adam_epsilon": 1e-5},
+            **{**TRAINING, **SEVERAL, "steps_per_generation": 4, **NOISE},
             snr_strategy="nonzero",
             snr_dynamic_sampling_rounds=2,
             snr_pilot_generations=pilots,

@@ -129,6 +129,31 @@ def test_the_importance_weights_of_kept_rows_are_the_trainers_probabilities_over
 STILL = {"learning_rate": 0.0, "max_grad_norm": 0.0, "loss_type": "dapo", "beta": 0.1}
 
 
+def test_lossless_ends_with_the_parameters_of_trl_from_what_vllm_sampled(tmp_path):
+    """Old log-probs, which the importance correction needs, are computed for rows with an advantage, prompts once."""
+    # Adam's epsilon is above gradients that are rounding noise, of which it would make full steps.
+    settings = {"max_steps": 4, "num_iterations": 2, "beta": 0.0, "learning_rate": 1e-4, "adam_epsilon": 1e-5}
+    plain = make(tmp_path / "plain", plain=True, **settings)
+    calls = recorded(plain)
+    plain.train()
+    ours = make(tmp_path / "lossless", snr_strategy="lossless", **settings)
+    answers = iter(calls)
+
+    def replay(prompts, **kwargs):
+        asked, answer = next(answers)
+        assert asked == prompts
+        return answer
+
+    ours.vllm_generation.generate = replay
+    ours.train()
+    assert ours._shared_prompts.serves
+    assert max(row["snr/update_compute_fraction"] for row in rows_of(ours)) < 0.9
+    expected, begun = parameters_of(plain), parameters_of(make(tmp_path / "begun", plain=True))
+    for name, value in parameters_of(ours).items():
+        assert (value - expected[name]).abs().max() < 5e-6
+    assert max((value - begun[name]).abs().max() for name, value in expected.items()) > 1e-4
+
+
 def test_promise_2_the_update_is_plain_grpo_on_the_groups_that_are_kept(tmp_path):
     recorder = Recorder()
     trainer = make(tmp_path / "filtered", max_steps=1, callbacks=[recorder], **STILL)

@@ -108,9 +108,11 @@ LOSSLESS = {
     **{"rows": 8, "gradient_accumulation_steps": 2, "steps_per_generation": 4, "flat_steps": [2]},
     **{**ADAM, "adam_epsilon": 1e-6, "beta": 0.0, "max_grad_norm": 0.5, "max_steps": 5, "snr_strategy": "lossless"},
 }
+TWO_PASSES = {"num_iterations": 2, "gradient_checkpointing": True}
 LOSSLESS_CASES = {
     **{f"lossless {loss}": {**LOSSLESS, "loss_type": loss} for loss in (*LOSSES, "bnpo")},
-    "lossless rloo": {**LOSSLESS, "algorithm": "rloo", "num_iterations": 2},
+    "lossless rloo, checkpointing, in two passes": {**LOSSLESS, **TWO_PASSES, "algorithm": "rloo"},
+    "lossless dapo, checkpointing, in two passes": {**LOSSLESS, **TWO_PASSES, "loss_type": "dapo"},
 }
 AS_TRL = {f"{name} as TRL": {**case, "snr_strategy": "all"} for name, case in LOSSLESS_CASES.items()}
 CASES |= {**LOSSLESS_CASES, **AS_TRL}
@@ -142,9 +144,10 @@ def cases_of(backend: str) -> dict[str, dict]:
     """The cases of a backend, which says in its name what is special: `_lora`, `_three` processes."""
     if backend.endswith("_three"):
         return CASES_OF_THREE
-    if backend == "fsdp2":
-        return {name: case for name, case in CASES.items() if name not in GRADIENT_CASES}
-    return {name: CASES[name] for name in LORA_CASES} if backend.endswith("_lora") else CASES
+    cases = {name: CASES[name] for name in LORA_CASES} if backend.endswith("_lora") else CASES
+    if backend.startswith("fsdp2"):
+        return {name: case for name, case in cases.items() if name not in GRADIENT_CASES}
+    return cases
 
 
 def processes_of(backend: str) -> int:

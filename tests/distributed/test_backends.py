@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from ragen2_trl.record.saved_episodes import read_episodes
 
-BACKENDS = ["ddp", "zero1", "zero2", "zero3", "fsdp2", "ddp_lora", "zero3_lora", "ddp_three"]
+BACKENDS = ["ddp", "zero1", "zero2", "zero3", "fsdp2", "ddp_lora", "zero3_lora", "fsdp2_lora", "ddp_three"]
 # A newcomer's `make test` has each trainer on two processes, whole and sharded.
 FAST = {
     "ddp": ("filtered dapo", "rloo", "ppo with a critic of its own", "lossless bnpo"),
@@ -46,7 +46,7 @@ def traits(backend: str, case: str) -> dict[str, object]:
         "is sharded": backend.startswith(("zero3", "fsdp2")),
         "algorithm": settings.get("algorithm", "grpo"),
         "loss": settings.get("loss_type"),
-        "mechanism": "lossless" if case in LOSSLESS_CASES else mechanism,
+        "mechanism": f"lossless {mechanism}" if case in LOSSLESS_CASES else mechanism,
     }
 
 

@@ -36,6 +36,8 @@ def curves_of(planned, end=0.6, noise=0.02, steps=None, speed=1.0):
         if step % 10 == 1:
             for name, value in measured.items():
                 metrics.setdefault(f"mi/first_turn/{name}", {})[step] = value + 0.1 * rng.normal()
+            for kind in ("impossible", "possible") if planned.fields.get("variant") == "PulledToTemplates" else ():
+                metrics.setdefault(f"retrieval/{kind}", {})[step] = end + 0.1 * rng.normal()
     for name, rate in {"seconds": 1.5, "cpu_seconds": 1.4, "sampled_tokens": 4e3, "update_tokens": 6e3,
                        "update_flops": 5e10}.items():  # fmt: skip
         cost = rate * speed if name != "sampled_tokens" else rate
