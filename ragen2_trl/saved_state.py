@@ -1,14 +1,16 @@
-"""Checks of a saved state before it is loaded, since files of a run may be anybody's.
+"""Files are written whole, and a saved state is checked before it is loaded, since files of a run may be anybody's.
 
 A form is an annotation: a type, `form | None`, a list, tuple or dictionary of forms, a `TypedDict` or a dataclass.
 """
 
 import os
-from collections.abc import Iterator, Mapping
+import secrets
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import MISSING, fields, is_dataclass
+from pathlib import Path
 from types import UnionType
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints, is_typeddict
+from typing import Any, BinaryIO, Literal, Union, get_args, get_origin, get_type_hints, is_typeddict
 
 import torch
 from torch import Tensor
@@ -23,7 +25,27 @@ IN_WORDS: dict[Any, str] = {
     tuple: "a list",
     dict: "an object",
 }
+UNFINISHED = ".unfinished."  # beginning of the names of files that are being written
+SAFELY = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)  # neither is on Windows
 REMEDY = "allowed: a checkpoint as it was written; resume from another one, or begin a new run"
+
+
+def replace_whole(path: Path, write: Callable[[BinaryIO], object], mode: int = 0o666) -> None:
+    """The same for a file that `write` writes, as in a folder where others may have put links: none is followed.
+
+    Args:
+        path: Of the file; a link there is replaced.
+        write: Gets the open file.
+        mode: Of a new file, less what the process's mask takes.
+    """
+    # Nobody can have foreseen the name, and another process may be writing the file, too.
+    unfinished = path.with_name(f"{UNFINISHED}{secrets.token_hex(8)}.{path.name}")
+    try:
+        with os.fdopen(os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL | SAFELY, mode), "wb") as file:
+            write(file)
+        os.replace(unfinished, path)
+    finally:
+        unfinished.unlink(missing_ok=True)
 
 
 def check_form(value: Any, form: Any, field: str) -> None:

@@ -15,7 +15,8 @@ from typing import Any
 import yaml
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from ragen2_trl.record.files import replace_whole, write_text
+from ragen2_trl.record.files import write_text
+from ragen2_trl.saved_state import replace_whole
 from research import figures
 from research.checks import (
     INCONCLUSIVE,

@@ -8,7 +8,7 @@ from conftest import RUN
 from datasets import Dataset
 from trl import GRPOConfig, GRPOTrainer
 
-from ragen2_trl import SNRFilteredGRPOConfig, SNRFilteredGRPOTrainer
+from ragen2_trl import SNRFilteredGRPOConfig, SNRFilteredGRPOTrainer, cli
 from ragen2_trl.trainers.backends import check_backend
 
 PLAIN = ("model.safetensors", "optimizer.pt", "scheduler.pt")
@@ -73,7 +73,7 @@ def test_a_converted_checkpoint_resumes_under_any_stage_and_number_of_processes(
     check_backend(checkpoint_of(zero(2), tmp_path), run(4, 3, universal=True))
 
 
-def test_a_checkpoint_of_trl_with_zero_is_refused_in_a_plain_run(policy_path, tmp_path):
+def test_a_checkpoint_of_trl_with_zero_is_refused_in_a_plain_run(policy_path, tmp_path, capsys):
     prompts = Dataset.from_dict({"prompt": [f"Go {number}" for number in range(8)]})
     saving = {**RUN, "max_steps": 1, "save_steps": 1, "save_strategy": "steps", "output_dir": str(tmp_path)}
 
@@ -89,3 +89,9 @@ def test_a_checkpoint_of_trl_with_zero_is_refused_in_a_plain_run(policy_path, tm
     for asked in (True, str(checkpoint)):
         with pytest.raises(ValueError, match=r"was saved with DeepSpeed ZeRO.* on 2 processes\. This run has .*DDP"):
             again.train(resume_from_checkpoint=asked)
+    command = ["--algo", "trl_grpo", "--model", "tiny", "--env_name", "bandit", "--eval_prompts", "0"]
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["train", *command, "--output_dir", str(tmp_path), "--resume_from_checkpoint", str(checkpoint)])
+    assert ended.value.code == 2
+    told = " ".join(capsys.readouterr().err.split())
+    assert "was saved with DeepSpeed ZeRO-1 or ZeRO-2 on 2 processes. This run has no sharding" in told

@@ -15,7 +15,8 @@ from datasets import Dataset
 from transformers import TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
-from ragen2_trl import SNRFilteredGRPOConfig, SNRFilteredGRPOTrainer
+from ragen2_trl import MutualInformationCallback, SNRFilteredGRPOConfig, SNRFilteredGRPOTrainer
+from ragen2_trl.callbacks.pooling import POOL_FILE
 from ragen2_trl.trainers import checkpoints
 from ragen2_trl.trainers.checkpoints import MANIFEST, flaw_of, last_complete_checkpoint
 
@@ -150,9 +151,17 @@ def test_checkpoints_are_found_and_named_in_a_process_without_a_trainer(run):
     assert done.stdout.strip() == "checkpoint-2" and "checkpoint-3, where optimizer.pt is missing" in done.stderr
 
 
-def test_weights_alone_are_no_checkpoint_to_resume_from(policy_path, tmp_path):
-    make("ours", policy_path, tmp_path, max_steps=1, save_only_model=True).train()
-    assert "optimizer" in flaw_of(tmp_path / "checkpoint-1")
+@pytest.mark.parametrize("save_only_model", [False, True])
+def test_weights_alone_are_no_checkpoint_to_resume_from_and_hold_nothing_that_was_sampled(
+    save_only_model, policy_path, tmp_path
+):
+    trainer = make("ours", policy_path, tmp_path, max_steps=1, save_only_model=save_only_model)
+    trainer.add_callback(MutualInformationCallback(trainer, every=1, min_prompts=1000))  # waits for more of them
+    trainer.train()
+    checkpoint = tmp_path / "checkpoint-1"
+    sampled = {path.name for path in checkpoint.iterdir()} & {"snr_state_0.pt", POOL_FILE}
+    assert len(sampled) == (0 if save_only_model else 2)
+    assert ("optimizer" in str(flaw_of(checkpoint))) == save_only_model
 
 
 @pytest.mark.parametrize("last", ["_save_optimizer_and_scheduler", "_save_rng_state"])

@@ -5,6 +5,8 @@ from statistics import fmean, stdev, variance
 
 import pytest
 import torch
+from algorithms import GRPO, replay_of
+from dynamic_samplings import WORDS
 from measured_runs import length_reward, run
 from plotted import group_rewards, heights, measured_history
 from reported_runs import make_run
@@ -56,6 +58,21 @@ def test_a_run_with_a_filter_keeps_the_rewards_of_all_groups(policy_path, prompt
     again = SNRFilteredGRPOTrainer(policy_path, length_reward, make_args(max_steps=1), prompts)
     again.train()
     assert [one.step for one in read_group_rewards(run_of(again).folder)] == [1]
+
+
+@pytest.mark.parametrize("pilots", [0, 2])
+def test_a_step_of_several_rounds_keeps_the_rewards_of_all(pilots, policy_path, tmp_path):
+    """Four prompts first, three of them live, and then more."""
+    rewards = {word: [0.0] * 4 if n == 3 else [0.0, 1.0, 0.0, 1.0] for n, word in enumerate(WORDS)}
+    settings = {"per_device_train_batch_size": 16, "max_steps": 1, "shuffle_dataset": False}
+    rounds = {"snr_strategy": "nonzero", "snr_dynamic_sampling_rounds": 1, "snr_pilot_generations": pilots}
+    trainer = GRPO.make(policy_path, GRPO.args(tmp_path, **settings, **rounds), replay_of(policy_path, rewards))
+    trainer.train()
+    (record,) = read_group_rewards(tmp_path)
+    (row,) = [row for row in trainer.state.log_history if "snr/prompts_used" in row]
+    used = list(rewards.values())[: int(row["snr/prompts_used"])]
+    assert len(used) > 4
+    assert record.rewards == used
 
 
 def test_a_step_that_spans_several_generations_keeps_the_rewards_of_all(policy_path, prompts, make_args):

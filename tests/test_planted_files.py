@@ -16,6 +16,7 @@ from ragen2_trl.record import files, parquet
 from ragen2_trl.record.lock import LOCK, alone_in
 from ragen2_trl.record.parquet import open_parquet, rows_of
 from ragen2_trl.record.saved_episodes import MAX_EPISODES, read_episodes
+from ragen2_trl.trainers.checkpoints import MANIFEST, write_manifest
 
 WRITERS = {
     "json": files.write_json,
@@ -53,6 +54,13 @@ def test_a_link_that_waits_where_a_file_is_written_first_is_not_followed(writer,
     (tmp_path / f"{files.UNFINISHED}{os.getpid()}.{path.name}").symlink_to(victim)
     WRITERS[writer](path, "new")
     assert "new" in path.read_text()
+
+
+@pytest.mark.parametrize("name", [MANIFEST, f"{MANIFEST}.unfinished"])
+def test_a_checkpoints_list_of_files_is_not_written_into_what_a_link_leads_to(name, victim, tmp_path):
+    (tmp_path / name).symlink_to(victim)
+    write_manifest(str(tmp_path))
+    assert json.loads((tmp_path / MANIFEST).read_text()) == {}
 
 
 def test_lines_are_not_appended_to_what_a_link_leads_to(victim, tmp_path):

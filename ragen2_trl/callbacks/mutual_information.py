@@ -239,7 +239,7 @@ class MutualInformationCallback(TrainerCallback):
         self._listener = self._listener or listen(self.trainer, on_rollout=self._on_rollout)
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if is_newest(self, self.trainer):
+        if is_newest(self, self.trainer) and not args.save_only_model:  # it holds prompts and completions
             self._pool.save()
 
     def _note_selection(self) -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from math import ceil
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from torch import Tensor
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ragen2_trl.rollout_events import Rollout, extend
-from ragen2_trl.saved_state import load_tensors
+from ragen2_trl.saved_state import load_tensors, replace_whole
 from ragen2_trl.trainers.stock import StockTrainer
 
 POOL_FILE = "_mutual_information_pool.pt"
@@ -80,7 +81,8 @@ class Pool:
         if self.generations and self.trainer.is_world_process_zero():
             folder = Path(self.trainer._get_output_dir(trial=None))
             values = [{**vars(one), "rollout": vars(one.rollout)} for one in self.generations]
-            torch.save(values, folder / f"{PREFIX_CHECKPOINT_DIR}-{self.trainer.state.global_step}" / POOL_FILE)
+            checkpoint = folder / f"{PREFIX_CHECKPOINT_DIR}-{self.trainer.state.global_step}"
+            replace_whole(checkpoint / POOL_FILE, partial(torch.save, values))
 
     def begin_run(self) -> None:
         """With what `save` has written, where training resumes. A call for all processes together."""

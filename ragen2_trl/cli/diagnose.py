@@ -60,11 +60,12 @@ from ragen2_trl.instrument.scoring import ContextLengthError, count_tokens
 from ragen2_trl.instrument.verdict import LOW_ENTROPY, Evidence, Finding, chance_p_value, headline, in_numbers, judge
 from ragen2_trl.messages import counted, printable
 from ragen2_trl.metrics import ANSWER, metric
-from ragen2_trl.record.files import DIAGNOSIS_FILE, replace_whole, write_json
+from ragen2_trl.record.files import DIAGNOSIS_FILE, write_json
 from ragen2_trl.record.saved_measurement import SavedMeasurement
 from ragen2_trl.record.settings import public
 from ragen2_trl.report import plot_matrix, plot_quadrant
 from ragen2_trl.rollouts.sampling import check_sampling, held_out_rows
+from ragen2_trl.saved_state import replace_whole
 
 NUM_EXAMPLES = 2  # of each kind
 MAX_SHOWN_CHARS, MAX_SHOWN_LINES = 400, 10  # of each text of an example

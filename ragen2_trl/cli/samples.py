@@ -17,7 +17,6 @@ from ragen2_trl.envs import Environment, completion_text
 from ragen2_trl.envs.checks import check_text_or_messages
 from ragen2_trl.envs.mixture import AnyTask
 from ragen2_trl.envs.responses import with_text
-from ragen2_trl.record.files import replace_whole
 from ragen2_trl.record.parquet import open_parquet, table_of
 from ragen2_trl.redaction import without_credentials
 from ragen2_trl.rollouts.chat import Chat
@@ -30,6 +29,7 @@ from ragen2_trl.rollouts.sampling import (
     generator,
     sample_trajectories,
 )
+from ragen2_trl.saved_state import replace_whole
 
 COLUMNS = ("prompt", "completion")  # what is read of a table; TRL's have `step`, too
 # What a table of our own has besides: the ids as they were sampled, so that scoring it again gives the same numbers.

@@ -52,7 +52,6 @@ from ragen2_trl.record.files import (
     MEASUREMENTS,
     OUTCOMES,
     read_text,
-    replace_whole,
     write_json,
 )
 from ragen2_trl.record.held_out import curves_of
@@ -60,6 +59,7 @@ from ragen2_trl.record.lock import alone_in
 from ragen2_trl.report.summary import summarize
 from ragen2_trl.rollouts import TextRollout
 from ragen2_trl.rollouts.sampling import held_out_rows
+from ragen2_trl.saved_state import replace_whole
 from ragen2_trl.tiny import resolve_model
 from ragen2_trl.trainers import (
     SNRFilteredGRPOConfig,
@@ -69,6 +69,7 @@ from ragen2_trl.trainers import (
     SNRFilteredRLOOConfig,
     SNRFilteredRLOOTrainer,
 )
+from ragen2_trl.trainers.backends import check_backend
 from ragen2_trl.trainers.checkpoints import check_complete, last_complete_checkpoint
 from ragen2_trl.trainers.checks import check_enough_prompts
 from ragen2_trl.trainers.filtered import SNRFilter
@@ -127,6 +128,9 @@ def _main(args: list[str] | None, held: ExitStack) -> None:
     again = f"the same command with `{'--resume_from_checkpoint' if named else '--resume true'}`"
     if isinstance(trainer, SNRFilter):
         trainer.how_to_resume = again
+    if checkpoint is not None:
+        with checked_input():
+            check_backend(checkpoint, trainer.accelerator)
     try:
         _train(trainer, checkpoint)
     except KeyboardInterrupt as stopped:

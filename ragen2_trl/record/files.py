@@ -7,13 +7,13 @@ apart. What it reads back to go on from is written by `write_private`, as it is.
 import json
 import os
 import re
-import secrets
 import stat
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from ragen2_trl.redaction import MARKUP_ENDS, hide_credentials, without_credentials
+from ragen2_trl.saved_state import SAFELY, UNFINISHED, replace_whole
 
 # Names of the parts of a run's folder. What begins with an underscore is left out when transformers uploads it:
 # measurements and episodes hold prompts and completions word by word.
@@ -33,10 +33,7 @@ UNREADABLE = (OSError, ValueError, LookupError, TypeError, AttributeError, Arith
 
 MAX_BYTES = 512 * 2**20  # of a file that is read whole
 
-UNFINISHED = ".unfinished."  # beginning of the names of files that are being written
-
-_AT_ONCE = getattr(os, "O_NONBLOCK", 0)
-_SAFELY = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)  # none of the three is on Windows
+_AT_ONCE = getattr(os, "O_NONBLOCK", 0)  # not on Windows
 _STEP = re.compile(r"[a-z]+_(\d+)")  # the name of a numbered file
 
 
@@ -90,7 +87,7 @@ def json_text(value: Any, **options: Any) -> str:
 
 def append_json(path: Path, value: Any) -> None:
     """Add a value without credentials as a line of JSON; a kill may leave half of the last line."""
-    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | _AT_ONCE | _SAFELY
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | _AT_ONCE | SAFELY
     with os.fdopen(os.open(path, flags, 0o666), "wb") as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             raise OSError(f"{str(path)!r} must be a file")
@@ -124,24 +121,6 @@ def _write_whole(path: Path, text: str) -> None:
         path.write_text(text, encoding="utf-8")
         return
     replace_whole(path, lambda file: file.write(text.encode()))
-
-
-def replace_whole(path: Path, write: Callable[[BinaryIO], object], mode: int = 0o666) -> None:
-    """The same for a file that `write` writes, as in a folder where others may have put links: none is followed.
-
-    Args:
-        path: Of the file; a link there is replaced.
-        write: Gets the open file.
-        mode: Of a new file, less what the process's mask takes.
-    """
-    # Nobody can have foreseen the name, and another process may be writing the file, too.
-    unfinished = path.with_name(f"{UNFINISHED}{secrets.token_hex(8)}.{path.name}")
-    try:
-        with os.fdopen(os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _SAFELY, mode), "wb") as file:
-            write(file)
-        os.replace(unfinished, path)
-    finally:
-        unfinished.unlink(missing_ok=True)
 
 
 def remove_unfinished(folder: Path, name: str = "*") -> None:

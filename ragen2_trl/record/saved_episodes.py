@@ -16,9 +16,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from ragen2_trl.envs.play import Play
-from ragen2_trl.record.files import EVALUATION, replace_whole, write_json_lines
+from ragen2_trl.record.files import EVALUATION, write_json_lines
 from ragen2_trl.record.parquet import open_parquet, rows_of
 from ragen2_trl.redaction import without_credentials
+from ragen2_trl.saved_state import replace_whole
 
 MAX_EPISODES = 100_000  # of a file that is read
 PICTURE = "[picture]"  # stands for one in a message

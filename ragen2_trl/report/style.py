@@ -20,7 +20,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from ragen2_trl.messages import printable
-from ragen2_trl.record.files import replace_whole, write_text
+from ragen2_trl.record.files import write_text
+from ragen2_trl.saved_state import replace_whole
 
 P = ParamSpec("P")
 

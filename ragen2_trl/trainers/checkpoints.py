@@ -7,6 +7,7 @@ import re
 import zipfile
 from collections.abc import Iterator
 from fnmatch import fnmatch
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, Required, TypedDict, get_type_hints
 
@@ -17,7 +18,7 @@ from torch.utils.data import Sampler
 from transformers import Trainer
 from trl.trainer.utils import RepeatSampler
 
-from ragen2_trl.saved_state import REMEDY, check_form, load_tensors, of_checkpoint, wrong
+from ragen2_trl.saved_state import REMEDY, check_form, load_tensors, of_checkpoint, replace_whole, wrong
 from ragen2_trl.trainers.backends import check_backend
 
 logger = logging.getLogger(__name__)  # accelerate's fails where there is no trainer
@@ -127,9 +128,8 @@ class RunState:
         os.makedirs(folder, exist_ok=True)
         shared = {name: part.state() for name, part in self.shared.items()}
         own = own | {name: part.state() for name, part in self.own.items()}
-        torch.save(
-            {"layout": layout, "shared": shared, "own": own}, os.path.join(folder, STATE_FILE.format(rank=rank))
-        )
+        state = {"layout": layout, "shared": shared, "own": own}
+        replace_whole(Path(folder) / STATE_FILE.format(rank=rank), partial(torch.save, state))
 
     def load(self, folder: str | None, accelerator: Accelerator, layout: dict[str, int], form: Any) -> Any:
         """Read what `save` wrote. A call for all processes together.
@@ -209,9 +209,7 @@ def write_manifest(folder: str) -> None:
         for name, path in _files(Path(folder))
         if any(fnmatch(part, pattern) for pattern in patterns for part in (name, name.partition("/")[0]))
     }
-    unfinished = Path(folder) / f"{MANIFEST}.unfinished"
-    unfinished.write_text(json.dumps(files, indent=0), encoding="utf-8")
-    os.replace(unfinished, Path(folder) / MANIFEST)
+    replace_whole(Path(folder) / MANIFEST, lambda file: file.write(json.dumps(files, indent=0).encode()))
 
 
 def _files(folder: Path) -> Iterator[tuple[str, Path]]:
