@@ -46,7 +46,8 @@ class HTTPRetriever:
     Args:
         url: The server's, http or https; the path is `/retrieve` unless given. `user:password@` is sent as basic
             authentication, and neither that nor a query string is ever shown.
-        timeout: Seconds that a try may take, from the connection to the last byte of the answer, 0.01 to 600.
+        timeout: Seconds that a try may take, from the connection to the last byte of the answer, 0.01 to 600. Before
+            that the system looks up the host's name, within its own limits.
         retries: Tries after the first, 0 to 10.
         backoff: Seconds before the second try, 0 to 60.
         max_bytes: Bytes of an answer, 1 to a billion.
