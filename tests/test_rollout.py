@@ -268,18 +268,22 @@ def test_evaluation_plays_too(policy, tokenizer, make_args):
     assert "eval_env/frozen_lake/pass@2" in metrics
 
 
-@pytest.mark.parametrize("backend_knows", [True, False])
+@pytest.mark.parametrize(("here", "elsewhere"), [(True, False), (False, False), (False, True)])
 def test_log_probs_are_there_if_the_backend_has_them_whatever_was_answered(
-    backend_knows, policy, tokenizer, make_args, monkeypatch
+    here, elsewhere, policy, tokenizer, make_args, monkeypatch
 ):
-    """Of several processes, one may have nothing but empty answers."""
+    """Of several processes, one may have nothing but empty answers, or not have sampled."""
     trainer, rollout = make_trainer(policy, tokenizer, multi_turn_args(make_args, max_steps=1), max_turns=1)
 
     def nothing(trainer, contexts, limit):
-        return [[] for _ in contexts], [[] for _ in contexts] if backend_knows else None
+        return [[] for _ in contexts], [[] for _ in contexts] if here else None
+
+    def over_processes(trainer, number):
+        return number or elsewhere if isinstance(number, bool) else number
 
     monkeypatch.setattr("ragen2_trl.rollouts.text_rollout._generate", nothing)
+    monkeypatch.setattr("ragen2_trl.rollouts.text_rollout._most", over_processes)
     rows = [trainer.train_dataset[number] for number in range(2)]
     rollout._see_rows(rows)
     found = rollout([row["prompt"] for row in rows], trainer)
-    assert found["completion_ids"] == [[], []] and (found["logprobs"] is not None) == backend_knows
+    assert found["completion_ids"] == [[], []] and (found["logprobs"] is not None) == (here or elsewhere)

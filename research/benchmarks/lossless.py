@@ -62,7 +62,7 @@ SHAPES = {
     "short maths": Shape(prompt=100, completion=60, spread=0.5),
     "agent, one turn": Shape(prompt=512, completion=128, spread=0.3),
     "agent, five turns": Shape(prompt=512, completion=250, spread=0.3, turns=5),
-    "agent, long prompts": Shape(prompt=2048, completion=200, spread=0.3),
+    "agent, long prompts": Shape(prompt=1024, completion=128, spread=0.3),
 }
 METHODS: dict[str, dict[str, Any] | None] = {
     "TRL": None,
