@@ -158,7 +158,9 @@ def test_checkpoints_with_texts_in_them_go_up_only_with_a_warning(
     if held is None:
         assert texts == []
     else:
-        assert held in texts and held.split("/")[-1].replace("_0", "_*") in warned[0]
+        # What a callback adds to a checkpoint may come after its upload has begun.
+        assert held in texts or (trainer_class is STOCK and (tmp_path / "run" / held).is_file())
+        assert held.split("/")[-1].replace("_0", "_*") in warned[0]
 
 
 def test_a_failed_upload_of_a_checkpoint_is_a_warning_and_the_next_one_brings_all(
