@@ -31,7 +31,7 @@ REMEDY = "allowed: a checkpoint as it was written; resume from another one, or b
 
 
 def replace_whole(path: Path, write: Callable[[BinaryIO], object], mode: int = 0o666) -> None:
-    """The same for a file that `write` writes, as in a folder where others may have put links: none is followed.
+    """Write a file whole or not at all, as in a folder where others may have put links: none is followed.
 
     Args:
         path: Of the file; a link there is replaced.
@@ -46,6 +46,12 @@ def replace_whole(path: Path, write: Callable[[BinaryIO], object], mode: int = 0
         os.replace(unfinished, path)
     finally:
         unfinished.unlink(missing_ok=True)
+
+
+def remove_unfinished(folder: Path, name: str = "*") -> None:
+    """Remove what kills have left of files of this name, or of any; for who knows that nobody is writing them."""
+    for path in folder.glob(f"{UNFINISHED}*.{name}"):
+        path.unlink(missing_ok=True)
 
 
 def check_form(value: Any, form: Any, field: str) -> None:

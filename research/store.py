@@ -22,8 +22,8 @@ import yaml
 from filelock import FileLock
 from safetensors.torch import load_file
 
-from ragen2_trl.record.files import HISTORY_FILE, read_json, remove_unfinished, write_private
-from ragen2_trl.saved_state import replace_whole
+from ragen2_trl.record.files import HISTORY_FILE, read_json, write_private
+from ragen2_trl.saved_state import remove_unfinished, replace_whole
 from research.plan import Experiment, PlannedRun, question
 from research.settings import UNSET, Fields, as_stored, json_text, merged, read_fields, read_yaml
 

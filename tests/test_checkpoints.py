@@ -17,6 +17,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 from ragen2_trl import MutualInformationCallback, SNRFilteredGRPOConfig, SNRFilteredGRPOTrainer
 from ragen2_trl.callbacks.pooling import POOL_FILE
+from ragen2_trl.saved_state import UNFINISHED
 from ragen2_trl.trainers import checkpoints
 from ragen2_trl.trainers.checkpoints import MANIFEST, flaw_of, last_complete_checkpoint
 
@@ -162,6 +163,14 @@ def test_weights_alone_are_no_checkpoint_to_resume_from_and_hold_nothing_that_wa
     sampled = {path.name for path in checkpoint.iterdir()} & {"snr_state_0.pt", POOL_FILE}
     assert len(sampled) == (0 if save_only_model else 2)
     assert ("optimizer" in str(flaw_of(checkpoint))) == save_only_model
+
+
+def test_what_a_kill_left_half_written_is_gone_when_a_checkpoint_is_written_again(tmp_path):
+    """It holds prompts and completions, and no upload leaves it out."""
+    left = tmp_path / f"{UNFINISHED}1.snr_state_0.pt"
+    left.touch()
+    checkpoints.open_checkpoint(str(tmp_path))
+    assert not left.exists()
 
 
 @pytest.mark.parametrize("last", ["_save_optimizer_and_scheduler", "_save_rng_state"])

@@ -16,8 +16,8 @@ from trl import GRPOTrainer
 
 from ragen2_trl import MutualInformationCallback, SNRFilteredGRPOTrainer, cli
 from ragen2_trl.callbacks.run_record import keep_record
-from ragen2_trl.record.files import UNFINISHED
 from ragen2_trl.record.lock import LOCK, alone_in
+from ragen2_trl.saved_state import UNFINISHED
 
 HOLDER = """
 import sys

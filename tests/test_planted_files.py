@@ -16,6 +16,7 @@ from ragen2_trl.record import files, parquet
 from ragen2_trl.record.lock import LOCK, alone_in
 from ragen2_trl.record.parquet import open_parquet, rows_of
 from ragen2_trl.record.saved_episodes import MAX_EPISODES, read_episodes
+from ragen2_trl.saved_state import UNFINISHED
 from ragen2_trl.trainers.checkpoints import MANIFEST, write_manifest
 
 WRITERS = {
@@ -51,7 +52,7 @@ def test_a_link_in_the_place_of_a_file_is_replaced_and_not_followed(writer, vict
 @pytest.mark.parametrize("writer", WRITERS)
 def test_a_link_that_waits_where_a_file_is_written_first_is_not_followed(writer, victim, tmp_path):
     path = tmp_path / "run.json"
-    (tmp_path / f"{files.UNFINISHED}{os.getpid()}.{path.name}").symlink_to(victim)
+    (tmp_path / f"{UNFINISHED}{os.getpid()}.{path.name}").symlink_to(victim)
     WRITERS[writer](path, "new")
     assert "new" in path.read_text()
 
@@ -79,7 +80,7 @@ def test_a_lock_that_is_a_link_leaves_what_it_leads_to_alone(victim, tmp_path):
 
 def test_what_is_private_is_its_owners_alone_whatever_was_there(tmp_path):
     path = tmp_path / "settings.json"
-    for place in (path, tmp_path / f"{files.UNFINISHED}{os.getpid()}.{path.name}"):
+    for place in (path, tmp_path / f"{UNFINISHED}{os.getpid()}.{path.name}"):
         place.write_text("old")
         place.chmod(0o644)
     files.write_private(path, "secret")

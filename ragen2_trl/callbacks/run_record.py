@@ -23,7 +23,6 @@ from ragen2_trl.record.files import (
     EVALUATIONS,
     MEASUREMENTS,
     measured_step,
-    remove_unfinished,
     write_text,
 )
 from ragen2_trl.record.group_rewards import append_group_rewards, forget_group_rewards
@@ -32,7 +31,7 @@ from ragen2_trl.record.run import RUN_STATE, Run, read_run, run_of, write_run
 from ragen2_trl.record.settings import public_prompt
 from ragen2_trl.redaction import hide_credentials, with_hidden_credentials
 from ragen2_trl.rollout_events import extend
-from ragen2_trl.saved_state import of_checkpoint
+from ragen2_trl.saved_state import of_checkpoint, remove_unfinished
 
 logger = get_logger(__name__)
 

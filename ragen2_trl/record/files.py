@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ragen2_trl.redaction import MARKUP_ENDS, hide_credentials, without_credentials
-from ragen2_trl.saved_state import SAFELY, UNFINISHED, replace_whole
+from ragen2_trl.saved_state import SAFELY, replace_whole
 
 # Names of the parts of a run's folder. What begins with an underscore is left out when transformers uploads it:
 # measurements and episodes hold prompts and completions word by word.
@@ -121,9 +121,3 @@ def _write_whole(path: Path, text: str) -> None:
         path.write_text(text, encoding="utf-8")
         return
     replace_whole(path, lambda file: file.write(text.encode()))
-
-
-def remove_unfinished(folder: Path, name: str = "*") -> None:
-    """Remove what kills have left of files of this name, or of any; for who knows that nobody is writing them."""
-    for path in folder.glob(f"{UNFINISHED}*.{name}"):
-        path.unlink(missing_ok=True)

@@ -18,7 +18,15 @@ from torch.utils.data import Sampler
 from transformers import Trainer
 from trl.trainer.utils import RepeatSampler
 
-from ragen2_trl.saved_state import REMEDY, check_form, load_tensors, of_checkpoint, replace_whole, wrong
+from ragen2_trl.saved_state import (
+    REMEDY,
+    check_form,
+    load_tensors,
+    of_checkpoint,
+    remove_unfinished,
+    replace_whole,
+    wrong,
+)
 from ragen2_trl.trainers.backends import check_backend
 
 logger = logging.getLogger(__name__)  # accelerate's fails where there is no trainer
@@ -194,6 +202,7 @@ class RunState:
 
 def open_checkpoint(folder: str) -> None:
     """Make a checkpoint that is written again an incomplete one until it is whole."""
+    remove_unfinished(Path(folder))
     for name in (TRAINER_STATE, MANIFEST):
         (Path(folder) / name).unlink(missing_ok=True)
 
