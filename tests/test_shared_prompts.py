@@ -275,7 +275,7 @@ def fractions(trainer):
 
 
 SEVERAL = {"num_iterations": 2, "per_device_train_batch_size": 8, "gradient_accumulation_steps": 2}
-NOISE = {"adam_epsilon": 1e-5}  # above gradients that are rounding noise, of which Adam would make full steps
+NOISE = {"adam_epsilon": 1e-5}  # with a smaller one, Adam takes full steps along rounding errors
 SETTINGS = {
     "dapo": (GRPO, {"loss_type": "dapo"}),
     "bnpo, checkpointing": (GRPO, {"loss_type": "bnpo", "gradient_checkpointing": True}),

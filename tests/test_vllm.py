@@ -131,7 +131,7 @@ STILL = {"learning_rate": 0.0, "max_grad_norm": 0.0, "loss_type": "dapo", "beta"
 
 def test_lossless_ends_with_the_parameters_of_trl_from_what_vllm_sampled(tmp_path):
     """Old log-probs, which the importance correction needs, are computed for rows with an advantage, prompts once."""
-    # Adam's epsilon is above gradients that are rounding noise, of which it would make full steps.
+    # With a smaller epsilon, Adam takes full steps along rounding errors.
     settings = {"max_steps": 4, "num_iterations": 2, "beta": 0.0, "learning_rate": 1e-4, "adam_epsilon": 1e-5}
     plain = make(tmp_path / "plain", plain=True, **settings)
     calls = recorded(plain)

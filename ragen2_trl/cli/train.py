@@ -112,6 +112,9 @@ def _main(args: list[str] | None, held: ExitStack) -> None:
             held.enter_context(alone_in(run))
         checkpoint = checkpoint_to_resume(run, script_args, training_args)
     trainer = _make_trainer(trainer_class, script_args, training_args, model_args, env)
+    if checkpoint is not None:
+        with checked_input():
+            check_backend(checkpoint, trainer.accelerator)
     progress = TrainingProgressCallback(trainer, console, with_table=False)  # which comes after the last evaluation
     trainer.add_callback(progress)
     if script_args.has_curve:
@@ -128,9 +131,6 @@ def _main(args: list[str] | None, held: ExitStack) -> None:
     again = f"the same command with `{'--resume_from_checkpoint' if named else '--resume true'}`"
     if isinstance(trainer, SNRFilter):
         trainer.how_to_resume = again
-    if checkpoint is not None:
-        with checked_input():
-            check_backend(checkpoint, trainer.accelerator)
     try:
         _train(trainer, checkpoint)
     except KeyboardInterrupt as stopped:

@@ -171,7 +171,7 @@ def named_first(found: WhatIf, run: dict[str, Any]) -> str:
 
 def markdown(results: dict[str, Any]) -> str:
     lines = ["# Predicted by what-if, and run", ""]
-    lines += ["Made by `python -m research.benchmarks.what_if`. Its docstring says what is measured.", ""]
+    lines += ["Made by `python -m research.benchmarks.what_if`, whose docstring describes the measurement.", ""]
     lines += [", ".join(f"{name} {value}" for name, value in results["machine"].items()), ""]
     lines += [
         "| remedy | number | cells | within 10 % | median error | in the interval |",
