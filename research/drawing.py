@@ -1,5 +1,6 @@
 """What the figures of experiments are made of: labels, panels, a curve with its seeds, a number with its interval."""
 
+import math
 from collections.abc import Mapping, Sequence
 from itertools import cycle
 from typing import Any
@@ -73,7 +74,10 @@ def make_grid_of_panels(rows: int, columns: int, height: float, **options: Any) 
 
 
 def legend(figure: Figure, axes: Axes) -> None:
-    """Above all panels, in as few rows as the names need; lines long enough for their dashes to be told apart."""
+    """Above all panels, in as few rows as the names need; lines long enough for their dashes to be told apart.
+
+    The figure grows with the rows, which would otherwise take their height from the panels.
+    """
     handles, labels = axes.get_legend_handles_labels()
     if len(handles) > 1:
         length = (
@@ -83,6 +87,7 @@ def legend(figure: Figure, axes: Axes) -> None:
         # A column is as wide as its widest name; names go down the columns.
         fits = (n for n in range(len(widths), 1, -1) if sum(max(part) for part in np.array_split(widths, n)) <= WIDTH)
         columns = next(fits, 1)
+        figure.set_figheight(figure.get_figheight() + 0.22 * max(0, math.ceil(len(labels) / columns) - 2))
         options: dict[str, Any] = {"ncols": columns, "handlelength": length}
         figure.legend(handles, labels, loc="outside upper left", **options)
 
