@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.integrate import trapezoid
 
+from ragen2_trl.instrument.health import Health, health
 from research.plan import PlannedRun
 from research.store import Store
 
@@ -102,6 +103,15 @@ class FinishedRun:
     @property
     def ended_early(self) -> bool:
         return self.done < self.planned_steps
+
+    @property
+    def health(self) -> Health:
+        """The states of the training, by its curves."""
+        rows: dict[float, dict[str, float]] = {}
+        for key, curve in self.curves.items():
+            for step, value in zip(curve.steps.tolist(), curve.values.tolist(), strict=True):
+                rows.setdefault(step, {"step": step})[key] = value
+        return health(rows[step] for step in sorted(rows))
 
     def curve(self, metric: str) -> MetricCurve | None:
         """Of a short name or a log key, up to the planned steps; None where the run has no such metric."""

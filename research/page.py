@@ -58,7 +58,17 @@ MEANINGS = {  # in the order of the claims on the first page
     INCONCLUSIVE: "The primary check is not significant.",
 }
 FINDINGS = {1: "as expected", -1: "opposite", 0: "inconclusive"}
+# Of each run, where they are few.
+RUN_COLUMNS = {
+    "before": "success/first",
+    "last": "success/last",
+    "CPU seconds": "cpu_seconds/last",
+    "sampled tokens": "sampled_tokens/last",
+    "retrieval before": "retrieval/first",
+    "retrieval, last": "retrieval/last",
+}
 MAX_SETTINGS = 60  # rows of a table; a sweep of more is what its figure shows
+MAX_RUNS = 20  # of the table of runs
 
 
 @dataclass(frozen=True)
@@ -81,6 +91,7 @@ class Claim:
     base: str
     settings: Sequence[tuple[str, str]]
     rows: Sequence[Sequence[str]]
+    run_rows: Sequence[Sequence[str]]
 
     @property
     def ours(self) -> str:
@@ -152,8 +163,11 @@ def analyse(experiments: Sequence[Experiment], folder: Path, scale: str = "tiny"
     for claim in claims:
         if not claim.experiment.page:
             continue
-        columns = ["setting", "seeds", *COLUMNS]
-        write_text(folder / claim.page, templates.get_template(f"{CLAIM}.jinja").render(claim=claim, columns=columns))
+        tables = {
+            "Every setting": (["setting", "seeds", *COLUMNS], claim.rows),
+            "Every run": _without_empty(["setting", "seed", *RUN_COLUMNS, "health"], claim.run_rows),
+        }
+        write_text(folder / claim.page, templates.get_template(f"{CLAIM}.jinja").render(claim=claim, tables=tables))
 
 
 def check_readable(experiment: Experiment) -> None:
@@ -191,6 +205,7 @@ def _claim(grid: Grid, fixed: Sequence[Check] | None, folder: Path) -> Claim:
         base=", ".join(_link(path, folder) for path in experiment.base),
         settings=_settings(experiment, folder),
         rows=_rows(grid) if not experiment.others else [],
+        run_rows=_run_rows(grid) if len(grid.planned_runs) <= MAX_RUNS else [],
     )
 
 
@@ -222,6 +237,26 @@ def _rows(grid: Grid) -> list[list[str]]:
             numbers = (over_seeds(runs, name) for name in COLUMNS.values())
             rows.append([", ".join(levels.values()) or "all", str(len(runs)), *numbers])
     return rows[:MAX_SETTINGS]
+
+
+def _run_rows(grid: Grid) -> list[list[str]]:
+    """Of each run: start, end and costs, whether its text depends on its prompt, and the states of its training."""
+    runs = [run for levels in grid.settings for seed in grid.seeds if (run := grid.run(levels, seed)) is not None]
+    return [
+        [
+            ", ".join(run.levels.values()) or "all",
+            str(run.seed),
+            *(over_seeds([run], name) for name in RUN_COLUMNS.values()),
+            "; ".join(f"{one.title} since {one.since}" for one in run.health.history[1:]) or run.health.state.title,
+        ]
+        for run in runs
+    ]
+
+
+def _without_empty(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> tuple[list[str], list[list[str]]]:
+    """A table's header and rows without the columns that no row has."""
+    kept = [n for n in range(len(columns)) if any(row[n] for row in rows)]
+    return [columns[n] for n in kept], [[row[n] for n in kept] for row in rows]
 
 
 def over_seeds(runs: Sequence[FinishedRun], name: str) -> str:

@@ -246,6 +246,28 @@ def test_the_random_baseline_stands_beside_each_setting_in_percent(tmp_path, fig
         assert len(rows) == len(fig9.axes["slip"]) * 2 and {row.strip() for row in rows} == {told}
 
 
+def test_the_page_of_few_runs_tells_each_with_its_health(tmp_path, fig9):
+    """In a column a statistic, where any run has it; a page of many runs has no such table."""
+    experiment = read_experiment(FOLDER / "impossible_rates.yaml")
+    falling = {step: 0.9 if step < 100 else 0.1 for step in range(4, 192, 4)}
+
+    def curves(planned):
+        valid = {"env/frozen_lake/valid_rate": falling} if planned.seed == 203 else {}
+        return {key: curve for key, curve in curves_of(planned).items() if not key.startswith("mi/")} | valid
+
+    write_results(tmp_path, [*experiment.planned_runs(), *fig9.planned_runs()], curves)
+    analyse([experiment, fig9], tmp_path)
+    page = (tmp_path / "impossible_rates.md").read_text().partition("Every run")[2]
+    header, _, *rows = [
+        line.strip("| ").split(" | ") for line in page.split("</details>")[0].splitlines() if "|" in line
+    ]
+    assert header == ["setting", "seed", "before", "last", "CPU seconds", "sampled tokens", "health"]
+    assert [row[:2] for row in rows] == [[rate, str(n)] for rate in ("2e-5", "5e-5", "1e-4") for n in range(201, 206)]
+    assert {row[1] for row in rows if row[-1].startswith("failing since 1")} == {"203"}
+    assert all(row[-1] == "too early to tell" for row in rows if row[1] != "203")
+    assert "<summary>Every run" not in (tmp_path / "fig9.md").read_text()
+
+
 @pytest.mark.slow
 def test_all_claims_are_drawn_and_told_on_a_screen_and_a_page_each(tmp_path, recwarn):
     experiments = read_experiments(FILES)
