@@ -39,7 +39,7 @@ from research.drawing import (
 )
 from research.grid import Grid, Levels, Notes, pairs, runs_of
 from research.kinds import FRACTIONS, differences, paired_difference, unit_of
-from research.measures import COSTS, FinishedRun, gradient_points, statistic
+from research.measures import COSTS, METRICS, FinishedRun, gradient_points, is_metric, statistic
 from research.statistics import mean_interval
 
 Spec = Mapping[str, Any]
@@ -344,5 +344,10 @@ def validate(spec: Spec, where: str) -> None:
     drawn = spec.get("metrics" if spec["kind"] == "curves" else "x", [])
     if unknown := set(spec.get("log", [])) - set(drawn):
         raise ValueError(f"{where}: log={min(unknown)!r} is not drawn; allowed: {', '.join(drawn)}")
+    if unknown := [one for one in drawn if not is_metric(one)] if spec["kind"] == "curves" else []:
+        raise ValueError(
+            f"{where}: metrics={unknown[0]!r} is not supported; allowed: log keys that the store keeps, "
+            f"{', '.join(METRICS)}"
+        )
     if unknown := set(spec.get("x", [])) - {"steps", *COSTS} if spec["kind"] == "curves" else set():
         raise ValueError(f"{where}: x={min(unknown)!r} is not supported; allowed: steps, {', '.join(COSTS)}")

@@ -18,7 +18,7 @@ from scipy.integrate import trapezoid
 
 from ragen2_trl.instrument.health import Health, health
 from research.plan import PlannedRun
-from research.store import Store
+from research.store import KEPT, Store
 
 Array = NDArray[np.float64]
 
@@ -141,6 +141,11 @@ class FinishedRun:
         return MetricCurve(np.append(0, cost.steps), np.append(0, cost.values)).at(steps)
 
 
+def is_metric(name: str) -> bool:
+    """Whether it is a short name, or a log key that the store keeps."""
+    return name in METRICS or KEPT.fullmatch(name) is not None
+
+
 def check_statistic(name: str, of_pairs: bool = False) -> None:
     """Raise a `ValueError` that names what is allowed, if there is no such statistic."""
     metric, _, what = name.rpartition("/")
@@ -149,14 +154,12 @@ def check_statistic(name: str, of_pairs: bool = False) -> None:
     elif name.startswith(OF_PAIRS):
         fine = of_pairs and what in ("steps", *COSTS)
     else:
-        fine = bool(_TO_REACH.fullmatch(name)) or (
-            what in OF_CURVES and (metric in METRICS or "/" in metric or "_" in metric)
-        )
+        fine = bool(_TO_REACH.fullmatch(name)) or (what in OF_CURVES and is_metric(metric))
     if not fine:
         raise ValueError(
             f"statistic={name!r} is not supported; allowed: <metric>/<one of {', '.join(OF_CURVES)}> with a log key "
-            f"or one of {', '.join(METRICS)}; <one of steps, {', '.join(COSTS)}>_to_reach; of differences "
-            f"{OF_PAIRS}<the same>; {OF_GRADIENTS}<one of {', '.join(PARTS)}>/slope"
+            f"that the store keeps or one of {', '.join(METRICS)}; <one of steps, {', '.join(COSTS)}>_to_reach; "
+            f"of differences {OF_PAIRS}<the same>; {OF_GRADIENTS}<one of {', '.join(PARTS)}>/slope"
         )
 
 

@@ -41,6 +41,7 @@ KEPT = re.compile(
     r"|snr/(?!window_groups|dropped_|score_max|empty_steps|carried|waiting|stale).*"
     r"|mi/.*|grad/.*|eval/.*|cost/.*|ppo/(value_loss|explained_variance)"
     r"|env/[^/]+/(success|return|valid_rate|action_is_valid|action_is_effective)"
+    r"|retrieval/(impossible|possible)"
 )
 RUNS_SCHEMA = pa.schema(
     [

@@ -99,6 +99,12 @@ def test_the_levels_of_an_axis_have_a_name(tmp_path):
         assert axes.get_xlabel() == "held-out success, last fifth of the steps"
 
 
+def test_a_metric_that_the_store_drops_is_refused():
+    validate({"kind": "curves", "metrics": ["success", "retrieval/impossible"], "lines": "method"}, "here")
+    with pytest.raises(ValueError, match=r"here: metrics='dropped/by_store' is not supported; allowed: log keys"):
+        validate({"kind": "curves", "metrics": ["success", "dropped/by_store"], "lines": "method"}, "here")
+
+
 def test_a_logarithm_of_what_is_not_drawn_is_refused():
     spec = {"kind": "curves", "metrics": ["success"], "lines": "method", "log": ["entropy"]}
     with pytest.raises(ValueError, match=r"log='entropy' is not drawn; allowed: success"):

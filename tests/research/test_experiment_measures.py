@@ -71,7 +71,7 @@ def test_a_run_that_ended_early_has_its_last_value_to_the_end():
 
 def test_what_a_run_does_not_have_is_no_number(run):
     assert math.isnan(statistic(run, "retrieval/last"))
-    assert math.isnan(statistic(run, "tokens/with_a_slash/last"))
+    assert math.isnan(statistic(run, "snr/kept_groups/last"))
     assert math.isnan(statistic(run, "cpu_seconds_to_reach", 0.5))
 
 
@@ -122,7 +122,16 @@ def test_a_fall_is_for_good():
 
 
 @pytest.mark.parametrize(
-    "name", ["success/best", "succes/last", "at_equal/steps", "seconds_to_arrive", "gradient/task/norm", "success"]
+    "name",
+    [
+        "success/best",
+        "succes/last",
+        "at_equal/steps",
+        "seconds_to_arrive",
+        "gradient/task/norm",
+        "success",
+        "dropped/by_store/last",
+    ],
 )
 def test_a_statistic_that_does_not_exist_is_refused_with_those_that_do(name):
     with pytest.raises(ValueError, match="allowed") as error:
