@@ -73,12 +73,15 @@ def make_grid_of_panels(rows: int, columns: int, height: float, **options: Any) 
     return figure, figure.subplots(rows, columns, squeeze=False, **options)
 
 
-def legend(figure: Figure, axes: Axes) -> None:
-    """Above all panels, in as few rows as the names need; lines long enough for their dashes to be told apart.
+def legend(figure: Figure) -> None:
+    """Of all panels, above them, in as few rows as the names need; lines long enough to tell their dashes apart.
 
     The figure grows with the rows, which would otherwise take their height from the panels.
     """
-    handles, labels = axes.get_legend_handles_labels()
+    named = {
+        label: handle for axes in figure.axes for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)
+    }
+    handles, labels = [*named.values()], [*named]
     if len(handles) > 1:
         length = (
             4.0 if any(isinstance(one, Line2D) and one.get_linestyle() != "None" for one in handles) else 1.0

@@ -84,7 +84,7 @@ def draw_curves(grid: Grid, spec: Spec) -> Figure:
         if metric in spec.get("log", []):
             make_logarithmic(of_metric[0].yaxis)
             start_above_zero(of_metric)
-    legend(figure, panels[0, 0])
+    legend(figure)
     return figure
 
 
@@ -149,7 +149,7 @@ def draw_levels(grid: Grid, spec: Spec) -> Figure:
     panels[0, 0].set_ylabel(spec.get("label", ""))
     panels[0, 0].set_yticks(range(len(rows)), [", ".join(row) for row in rows])
     panels[0, 0].set_ylim(len(rows) - 0.5, -0.5)
-    legend(figure, panels[0, 0])
+    legend(figure)
     return figure
 
 
@@ -255,7 +255,7 @@ def draw_scatter(grid: Grid, spec: Spec) -> Figure:
         panels[0, 0].yaxis.set_major_formatter(in_points)
     else:
         format_axis(panels[0, 0].yaxis, spec["y"])
-    legend(figure, panels[0, 0])
+    legend(figure)
     return figure
 
 
@@ -284,7 +284,7 @@ def draw_gradients(grid: Grid, spec: Spec) -> Figure:
             axes.set_ylabel(f"{level}\ngradient norm")
         if row == len(levels) - 1:
             axes.set_xlabel("reward std")
-    legend(figure, panels[0, 0])
+    legend(figure)
     return figure
 
 

@@ -15,11 +15,11 @@ from research.store import Store
 FOLDER = Path(__file__).parents[2] / "research" / "experiments"
 
 
-def figure_of(folder, name, number=0, seeds=100, simulate=curves_of, **changes):
-    """One of an experiment's figures, once some of its seeds have run."""
+def figure_of(folder, name, number=0, seeds=100, simulate=curves_of, ran=(), **changes):
+    """One of an experiment's figures, once some of its seeds have run, maybe at some levels alone."""
     experiment = read_experiment(FOLDER / f"{name}.yaml")
     spec = {**experiment.figures[number], **changes}
-    where = spec.get("where", {}).items()
+    where = (spec.get("where", {}) | dict(ran)).items()
     planned_runs = [
         planned for planned in experiment.planned_runs() if planned.seed <= seeds and where <= planned.levels.items()
     ]
@@ -56,6 +56,18 @@ def test_the_names_of_lines_fit_into_the_figure(tmp_path):
     figure.canvas.draw()
     (legend,) = figure.legends
     assert legend.get_window_extent().x1 <= figure.bbox.x1
+
+
+def test_a_legend_of_many_rows_takes_no_height_from_the_panels(tmp_path):
+    figure = figure_of(tmp_path, "impossible", seeds=111)
+    figure.canvas.draw()
+    assert len(figure.legends[0].get_texts()) == 6
+    assert min(axes.get_window_extent().height for axes in figure.axes) > 1.5 * figure.dpi
+
+
+def test_lines_have_their_names_where_the_first_panel_is_empty(tmp_path):
+    figure = figure_of(tmp_path, "mechanism", seeds=301, ran={"beta": "0.1"})
+    assert [one.get_text() for one in figure.legends[0].get_texts()] == ["all", "with variance", "as many at random"]
 
 
 def test_many_seeds_are_a_band_alone(tmp_path):
