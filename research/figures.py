@@ -344,9 +344,9 @@ def validate(spec: Spec, where: str) -> None:
     drawn = spec.get("metrics" if spec["kind"] == "curves" else "x", [])
     if unknown := set(spec.get("log", [])) - set(drawn):
         raise ValueError(f"{where}: log={min(unknown)!r} is not drawn; allowed: {', '.join(drawn)}")
-    if unknown := [one for one in drawn if not is_metric(one)] if spec["kind"] == "curves" else []:
+    if unknown := {one for one in drawn if not is_metric(one)} if spec["kind"] == "curves" else set():
         raise ValueError(
-            f"{where}: metrics={unknown[0]!r} is not supported; allowed: log keys that the store keeps, "
+            f"{where}: metrics={min(unknown)!r} is not supported; allowed: log keys that the store keeps, "
             f"{', '.join(METRICS)}"
         )
     if unknown := set(spec.get("x", [])) - {"steps", *COSTS} if spec["kind"] == "curves" else set():
