@@ -344,10 +344,12 @@ def validate(spec: Spec, where: str) -> None:
     drawn = spec.get("metrics" if spec["kind"] == "curves" else "x", [])
     if unknown := set(spec.get("log", [])) - set(drawn):
         raise ValueError(f"{where}: log={min(unknown)!r} is not drawn; allowed: {', '.join(drawn)}")
-    if unknown := {one for one in drawn if not is_metric(one)} if spec["kind"] == "curves" else set():
+    if spec["kind"] != "curves":
+        return
+    if unknown := {one for one in drawn if not is_metric(one)}:
         raise ValueError(
             f"{where}: metrics={min(unknown)!r} is not supported; allowed: log keys that the store keeps, "
             f"{', '.join(METRICS)}"
         )
-    if unknown := set(spec.get("x", [])) - {"steps", *COSTS} if spec["kind"] == "curves" else set():
+    if unknown := set(spec.get("x", [])) - {"steps", *COSTS}:
         raise ValueError(f"{where}: x={min(unknown)!r} is not supported; allowed: steps, {', '.join(COSTS)}")
