@@ -307,9 +307,9 @@ def test_a_stronger_correlation_is_one_whichever_its_sign():
 
     def number(levels, seed):
         truth = int(levels["setting"]) / 20 + 0.01 * seed
-        return make_run(end=truth, curves={"x/good": [-truth] * 3, "x/bad": [noise(levels, 3 * seed)] * 3})
+        return make_run(end=truth, curves={"entropy": [-truth] * 3, "reward": [noise(levels, 3 * seed)] * 3})
 
-    check = {"name": "s", "kind": "stronger_correlation", "x": "x/good/mean", "than": "x/bad/mean"}
+    check = {"name": "s", "kind": "stronger_correlation", "x": "entropy/mean", "than": "reward/mean"}
     check |= {"y": "success/last", "expects": ">"}
     (result,) = evaluate(make_grid([check], number, axes))
     assert result.estimate.value > 0.5 and result.finding == 1
@@ -321,9 +321,9 @@ def test_runs_of_some_levels_can_be_left_out_of_a_correlation():
 
     def number(levels, seed):
         there = (levels["bonus"] == "0") * (1 + int(levels["setting"]) / 20 + 0.01 * seed)
-        return make_run(end=0.3 * there, curves={"x/good": [there and 3 - there] * 3})
+        return make_run(end=0.3 * there, curves={"entropy": [there and 3 - there] * 3})
 
-    check = {"name": "c", "kind": "correlation", "x": "x/good/mean", "y": "success/last", "expects": ">"}
+    check = {"name": "c", "kind": "correlation", "x": "entropy/mean", "y": "success/last", "expects": ">"}
     whole, part = evaluate(make_grid([check, {**check, "without": {"bonus": "0.1"}}], number, axes))
     assert whole.estimate.value > 0.3 and part.estimate.value == pytest.approx(-1)
     assert part.notes.others[-1] == "60 runs of 12 settings."
