@@ -51,6 +51,8 @@ COLUMNS = {
     "CPU seconds": "cpu_seconds/last",
     "sampled tokens": "sampled_tokens/last",
     "update FLOPs": "update_flops/last",
+    "retrieval before": "retrieval/first",
+    "retrieval, last": "retrieval/last",
 }
 MEANINGS = {  # in the order of the claims on the first page
     SUPPORTED: "The primary check is significant as expected.",
@@ -164,7 +166,7 @@ def analyse(experiments: Sequence[Experiment], folder: Path, scale: str = "tiny"
         if not claim.experiment.page:
             continue
         tables = {
-            "Every setting": (["setting", "seeds", *COLUMNS], claim.rows),
+            "Every setting": _without_empty(["setting", "seeds", *COLUMNS], claim.rows),
             "Every run": _without_empty(["setting", "seed", *RUN_COLUMNS, "health"], claim.run_rows),
         }
         write_text(folder / claim.page, templates.get_template(f"{CLAIM}.jinja").render(claim=claim, tables=tables))
