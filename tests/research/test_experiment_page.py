@@ -241,6 +241,7 @@ def test_the_random_baseline_stands_beside_each_setting_in_percent(tmp_path, fig
         analyse([fig9], tmp_path)
         page = (tmp_path / "fig9.md").read_text()
         assert ("| setting | seeds | random baseline | before |" in page) == bool(baseline)
+        assert "| retrieval before | retrieval, last fifth |" in page
     rows = re.findall(r"^\| (?:none|filter), 0\.\d \| 5 \|(.*?)\|", page, re.MULTILINE)
     assert len(rows) == len(fig9.axes["slip"]) * 2 and {row.strip() for row in rows} == {"20.3 %"}
 
