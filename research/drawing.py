@@ -30,6 +30,8 @@ METRIC_LABELS = {
     "mi": "I(X;Z) (nats)",
     "mi_zscore": "z-score of I(X;Z)",
     "reward_std_spread": "spread of reward std\n(std over mean)",
+    "zero_variance": "groups without\nreward variance",
+    "kl": "KL from the reference\n(nats per token)",
     "kept": "kept fraction",
     "valid_thinking": "valid reasoning",
 }

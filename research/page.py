@@ -97,8 +97,8 @@ class Claim:
 
     @property
     def ours(self) -> str:
-        """The number that makes the verdict."""
-        return f"{self.results[0].name}: {self.results[0].shown}" if self.results else ""
+        """The number that makes the verdict; of a claim without a page, those of its other checks, too."""
+        return "; ".join(f"{one.name}: {one.shown}" for one in self.results[: 1 if self.experiment.page else None])
 
     @property
     def has_run(self) -> bool:
