@@ -53,7 +53,7 @@ $(BIN)/.installed-docs: $(BIN)/.installed
 
 install: $(BIN)/.installed  ## Create .venv: the package and its development tools; a target that needs more adds it
 
-docs: $(BIN)/.installed-docs  ## The site, strictly, into build/site
+docs: $(BIN)/.installed-docs $(BIN)/.installed-extras  ## The site, strictly, into build/site
 	$(PYTEST) --quiet tests/test_site.py
 	$(BIN)/python scripts/make_site.py build/pages
 	$(BIN)/zensical build --strict --clean
