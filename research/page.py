@@ -97,7 +97,7 @@ class Claim:
 
     @property
     def ours(self) -> str:
-        """The number that makes the verdict; of a claim without a page, those of its other checks, too."""
+        """The primary check with its number; all checks of a claim without a page, which stand nowhere else."""
         return "; ".join(f"{one.name}: {one.shown}" for one in self.results[: 1 if self.experiment.page else None])
 
     @property
