@@ -92,7 +92,7 @@ LONG = ("test_train", "test_backends", "test_distributed", "test_pictures")
 # How the names of files about figures begin. Elsewhere, two seconds at the end of a run are for nothing.
 ABOUT_FIGURES = ("test_card", "test_docs", "test_hub", "test_report")
 # Hundreds of runs of a few steps, which nobody reads the record of.
-WITHOUT_RECORD = ("test_hostile", "test_promises", "test_reference", "test_dynamic_sampling")
+WITHOUT_RECORD = ("test_hostile", "test_lossless_settings", "test_promises", "test_reference", "test_dynamic_sampling")
 
 
 def covering(rows: list[dict]) -> set[int]:

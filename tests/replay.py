@@ -29,15 +29,14 @@ class Replay:
     group's rewards; completions are random token ids of varying lengths.
     """
 
-    group_size = GROUP_SIZE
-
     def __init__(self, tokenizer, rewards: dict[str, list[float]], equal_lengths: bool = False):
         self.tokenizer = tokenizer
         self.rewards = rewards
+        self.group_size = len(next(iter(rewards.values())))
         self.completions = {}
         generator = torch.Generator().manual_seed(11)
         for prompt in rewards:
-            lengths = torch.randint(2, 11, (GROUP_SIZE,), generator=generator).tolist()
+            lengths = torch.randint(2, 11, (self.group_size,), generator=generator).tolist()
             self.completions[prompt] = [
                 torch.randint(1, 200, (6 if equal_lengths else length,), generator=generator).tolist()
                 for length in lengths

@@ -86,6 +86,7 @@ def shares_prompts(trainer: Any) -> bool:
         f"{type(trainer).__name__} has a {LOG_PROBS} of its own": LOG_PROBS in overridden(type(trainer)),
         "PPO's critic reads the hidden states of padded rows": not trainer.can_share_prompts,
         "the load-balancing loss is over padded rows": trainer.aux_loss_enabled,
+        "neftune_noise_alpha scales its noise by the length of a row": args.neftune_noise_alpha is not None,
         "rows may have images": getattr(model.config, "vision_config", None) is not None,
         "an adapter of virtual tokens is another prompt": any(one.is_prompt_learning for one in adapters),
         f"dropout of {dropout:g} would be drawn once per prompt, and lossless is TRL's training": is_lossless

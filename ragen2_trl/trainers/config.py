@@ -247,6 +247,7 @@ class SNRFilterConfig(StockConfig):
             "snr_prompt_selection": (False, other),
             "snr_pilot_generations": (0, other),
             "beta": (0.0, "is the weight of a KL penalty, which also acts on rows without reward variance"),
+            "neftune_noise_alpha": (None, "scales its noise by the padded length, which lossless trims"),
         }
 
     def _check_dynamic_sampling(self) -> None:

@@ -186,7 +186,7 @@ class SNRFilter(ForwardPasses):
         if predicted is not None and self._pilots is not None:
             predicted = [predicted[prompt] for prompt in self._pilots.whole]
         selection = Selection(rewards, scores, kept, lengths, predicted)
-        self._set_advantages(inputs, batch, replace(selection, rewards=sums))
+        self._set_advantages(inputs, batch, replace(selection, rewards=sums, kept=self._plan.in_mean(kept)))
         return selection
 
     def _with_turn_samples(self, batch: Batch, kept: Tensor) -> tuple[Batch, Tensor]:
@@ -259,7 +259,7 @@ class SNRFilter(ForwardPasses):
     # For each trainer to fill in
 
     def _set_advantages(self, inputs: list[dict[str, Any]], batch: Batch, selection: Selection) -> None:
-        """Recompute the advantages of a round as if its batch held only the kept groups."""
+        """Recompute the advantages of a round as if its batch held only the groups of the plan's mean."""
 
     def _finish_advantages(self, batch: Batch) -> None:
         """Adapt advantages to all kept groups of the step, dynamic sampling included."""

@@ -131,9 +131,10 @@ class SharedPrompts:
         before = input_ids.size(1) - width
         batch = {"prompt_ids": input_ids[:, :before], "prompt_mask": attention_mask[:, :before]}
         groups, prompts = zip(*prompts_of(batch), strict=True)
-        if min(prompts) == 0:  # the first token has nothing to be predicted from
-            return None
         lengths = attention_mask[:, before:].sum(dim=1).tolist()
+        # The first token of a row has nothing to be predicted from; and rows without completions predict nothing.
+        if min(prompts) == 0 or not any(lengths):
+            return None
         layout = cheapest_layout(prompts, lengths, groups, self._cost)
         return layout if layout.cost < WORTH * self._cost(*input_ids.shape) else None
 
