@@ -12,10 +12,10 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from accelerate.utils import broadcast_object_list
+from accelerate.utils import broadcast_object_list, gather_object
 from torch import Tensor
 
-from ragen2_trl.columns import TURN_SAMPLES
+from ragen2_trl.columns import GENERATION, TURN_SAMPLES
 from ragen2_trl.filtering import group_score
 from ragen2_trl.rollout_events import end_tokens, group_rewards
 from ragen2_trl.trainers.batches import Batch, loss_mask
@@ -69,7 +69,9 @@ class SNRFilter(ForwardPasses):
             return super()._generate_and_score_completions(inputs)
         if not self.model.training:
             self.rollout_events.rows(inputs)
-            return super()._generate_and_score_completions(inputs)
+            evaluated: Batch = super()._generate_and_score_completions(inputs)
+            self._number_completions(len(inputs), None)
+            return evaluated
         self._row_means = RowMeans(self._metrics["train"])
         if self._pilots is not None:
             self._pilots.begin_step()
@@ -119,6 +121,7 @@ class SNRFilter(ForwardPasses):
             self._pilots.begin_round(inputs, self._sampling_key(number))
         self._begin_batch(inputs, number)
         batch = super()._generate_and_score_completions(inputs)
+        self._number_completions(len(inputs), self._empty_steps.generations + 1)
         self._add_to_means(batch, len(inputs))
         self._end_batch(batch)
         if len(batch["advantages"]) != len(inputs):
@@ -129,6 +132,12 @@ class SNRFilter(ForwardPasses):
         if TURN_SAMPLES in inputs[0]:
             batch[TURN_SAMPLES] = [row[TURN_SAMPLES] for row in inputs]
         return batch
+
+    def _number_completions(self, rows: int, generation: int | None) -> None:
+        """Number this process's latest completions in TRL's table, unless a reward function logs such a column."""
+        scored = self.rollout_events.scored
+        if scored is None or GENERATION not in scored.columns:
+            self._logs["extra"][GENERATION].extend(gather_object([generation] * rows))
 
     def _generate(self, prompts: list[Any]) -> tuple[Any, ...]:
         if self._pilots is None or not self.model.training:
