@@ -100,11 +100,12 @@ def test_rewards_are_means_over_completions_and_not_over_groups(policy_path, tmp
         per_device_train_batch_size=8,
     )  # fmt: skip
     seen, decide = [], trainer._decide
-    trainer._decide = lambda group, given_up: (
-        seen.extend(row.metrics["reward"] for row in group.rows) or decide(group, given_up)
-    )
-    trainer._begin_run = lambda: None  # so that the queue keeps what was just replaced
-    trainer._groups.decide = trainer._decide
+
+    def spy(group, given_up):
+        seen.extend(row.metrics["reward"] for row in group.rows)
+        return decide(group, given_up)
+
+    trainer._decide = spy
     trainer.train()
     assert trainer.state.log_history[0]["reward"] == pytest.approx(sum(seen) / len(seen))
 
