@@ -19,4 +19,7 @@ from a context of their own."""
 SUCCESS = "success"
 """Under which tasks log, for each completion, whether it solved its task, 1.0 or 0.0."""
 
+GENERATION = "generation"
+"""In saved completions, the number of their generation in the run, from 1 as `snr/generation`; none in evaluations."""
+
 # In `TrainerState.stateful_callbacks`, which every checkpoint carries: what the filter has saved so far.

@@ -315,6 +315,13 @@ MI = (
 
 SNR = (
     Metric(
+        "snr/generation",
+        "number of the newest generation behind the row's `snr/*`, from 1 in the run",
+        "count",
+        RUN,
+        "rows that reuse a generation repeat it; the column `generation` of completions saved by TRL has it, too",
+    ),
+    Metric(
         "snr/kept_groups",
         "groups with at least one kept completion",
         "count",
@@ -335,10 +342,10 @@ SNR = (
     Metric("snr/kept_tokens_fraction", "", "fraction", COMPLETIONS),
     Metric(
         COMPUTE,
-        "positions that the update computed, with padding and old log-probs, over plain TRL's",
+        "positions that the update computed, with padding, old and reference log-probs, over plain TRL's",
         "fraction",
         PASS,
-        "generation is not included",
+        "generation and PPO's old values are not included",
         label="update compute",
         shown=True,
     ),
@@ -419,7 +426,7 @@ SNR = (
     ),
     Metric(
         "snr/pilot_reward",
-        "mean reward of all pilots; `reward` covers only prompts sampled whole",
+        "mean reward of all pilots, to which each prompt adds as many; to `reward`, prompts sampled whole add more",
         "reward",
         "all pilots",
     ),
@@ -675,7 +682,7 @@ COST = (
         "positions of all passes over a generation, as in `snr/update_compute_fraction`; the same of plain TRL",
         "tokens",
         RUN,
-        "leaves out a separate critic's",
+        "leaves out a separate critic's, and passes for PPO's old values",
     ),
     Metric("cost/plain_update_positions", "", "tokens", RUN),
     Metric(
@@ -708,7 +715,8 @@ TRL = (
         "groups without reward variance",
         "fraction",
         GROUPS,
-        f'about the whole batch with `scale_rewards="batch"`; `{ZERO_VARIANCE}` is always about groups',
+        "TRL's own: rounding (0.7 for all) and RLOO's KL penalty hide such groups, and with "
+        f'`scale_rewards="batch"` it is about the whole batch. `{ZERO_VARIANCE}` counts equal rewards',
         health="zero_variance",
     ),
     Metric(

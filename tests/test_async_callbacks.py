@@ -144,3 +144,40 @@ def test_the_asynchronous_trainer_brings_its_companions(policy_path, tmp_path):
     trainer = make_async(policy_path, tmp_path, Server(), max_steps=1)
     kinds = {type(one).__name__ for one in trainer.callback_handler.callbacks}
     assert {"RunRecord", TrainingHealthCallback.__name__} <= kinds
+
+
+@pytest.mark.parametrize("strategy", ["nonzero", "lossless", "all"])
+def test_every_completion_and_every_pass_is_counted(strategy, policy_path, tmp_path, monkeypatch):
+    """Completions without a reward, groups that come too late, and passes of every strategy."""
+    async_cpu.patch(monkeypatch.setattr)
+    groups = [async_cpu.rows_of_group(number, [1, 0, 0, 1], version=-9 * (number == 0)) for number in range(10)]
+    for rows in groups:
+        rows[1].advantage, rows[1].metrics["reward"], rows[1].metrics["rewards/parity"] = (
+            0.0,
+            float("nan"),
+            float("nan"),
+        )
+    worker = async_cpu.StubWorker([row for rows in groups for row in rows])
+    trainer = make_async(
+        policy_path, tmp_path, Server(), rollout_worker=worker, snr_strategy=strategy, max_steps=2,
+        per_device_train_batch_size=8, max_staleness=4,
+    )  # fmt: skip
+    taken, rows, announce, compute_loss = [], [], trainer._announce, trainer.compute_loss
+
+    def announcing():
+        taken.append((40 - worker.rollout_buffer.qsize()) // 4 * 4)  # rows of whole groups that have arrived
+        announce()
+
+    def computing(model, inputs, *args, **kwargs):
+        rows.append(int(inputs["segment_id"].max()) + 1)
+        return compute_loss(model, inputs, *args, **kwargs)
+
+    trainer._announce, trainer.compute_loss = announcing, computing
+    trainer.train()
+    row = rows_logged(trainer)[-1]
+    assert row["cost/sampled_completions"] == taken[-1]
+    assert row["cost/update_positions"] == row["cost/update_tokens"] > 0
+    assert row["cost/update_rows"] == sum(rows) > 0
+    assert (row["cost/update_positions"] < row["cost/plain_update_positions"]) == (strategy == "lossless")
+    assert [one["snr/generation"] for one in rows_logged(trainer)] == [1, 2]
+    assert trainer._groups.state()["generations"] == 2

@@ -78,13 +78,36 @@ def test_a_group_that_was_given_up_is_dropped_though_its_pilots_vary(policy_path
     """Their variance may be below what is worth the other completions."""
     rows = [row for number in range(12) for row in rows_of_group(number, [1, 0, 0, 1])]
     for number, row in enumerate(rows):
-        row.metrics[TAG] = RowTag(4, number % 4, given_up=row.group_id % 2 == 0)
+        row.metrics[TAG] = RowTag(4, number % 4, 4, given_up=row.group_id % 2 == 0)
     trainer = make_async(
         policy_path, tmp_path, Server(), rollout_worker=StubWorker(rows), snr_strategy="nonzero", max_steps=1,
         per_device_train_batch_size=8,
     )  # fmt: skip
     trainer.train()
     assert trainer.latest_selection.groups.tolist() == [False, True] * 4
+
+
+def test_rewards_are_means_over_completions_and_not_over_groups(policy_path, tmp_path):
+    rows = []
+    for number in range(12):
+        given_up = number % 2 == 0
+        group = rows_of_group(number, [1, 1] if given_up else [1, 0, 0, 0])
+        for member, row in enumerate(group):
+            row.metrics[TAG] = RowTag(len(group), member, len(group), given_up)
+        rows += group
+    trainer = make_async(
+        policy_path, tmp_path, Server(), rollout_worker=StubWorker(rows), snr_strategy="nonzero", max_steps=1,
+        per_device_train_batch_size=8,
+    )  # fmt: skip
+    seen, decide = [], trainer._decide
+
+    def spy(group, given_up):
+        seen.extend(row.metrics["reward"] for row in group.rows)
+        return decide(group, given_up)
+
+    trainer._decide = spy
+    trainer.train()
+    assert trainer.state.log_history[0]["reward"] == pytest.approx(sum(seen) / len(seen))
 
 
 @pytest.mark.parametrize("reward", [counted, awaited])

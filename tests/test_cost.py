@@ -2,9 +2,12 @@
 
 import pytest
 import torch
+from algorithms import ALGORITHMS, _tokenizer
+from dynamic_samplings import FLAT, VARIED
 from peft import LoraConfig
+from pilot_replay import FIRST, PilotReplay
 from test_ppo import ppo_args
-from trl import GRPOTrainer
+from trl import GRPOTrainer, RLOOTrainer
 
 from ragen2_trl import CostCallback, MutualInformationCallback, SNRFilteredGRPOTrainer, SNRFilteredPPOTrainer
 from ragen2_trl.rollout_events import listen
@@ -147,3 +150,77 @@ def test_what_callbacks_measure_costs_training_nothing(policy_path, prompts, mak
     listen(trainer, on_rollout=lambda sampled: (measure(sampled), measure(sampled)))
     trainer.train()
     assert seen[0] == seen[1] > 0
+
+
+# Passes of the update, those for old and reference log-probs included
+
+OLD_LOGPS = {"num_iterations": 2, "beta": 0.1, "max_steps": 4, "snr_share_prompts": False}
+EQUAL = [f"Go up {number}" for number in range(8)]  # as long as one another, so that pilots choose no width
+
+
+@pytest.fixture
+def computed(monkeypatch):
+    """Positions of all passes of TRL's for log-probs, padding included, in a list of one number."""
+    counted = [0]
+    for trainer_class in (GRPOTrainer, RLOOTrainer):
+
+        def logps(self, model, input_ids, *args, plain=trainer_class._get_per_token_logps_and_entropies, **kwargs):
+            counted[0] += input_ids.numel()
+            return plain(self, model, input_ids, *args, **kwargs)
+
+        monkeypatch.setattr(trainer_class, "_get_per_token_logps_and_entropies", logps)
+    return counted
+
+
+def one_a_group(groups):
+    kept = torch.zeros(groups.rewards.shape, dtype=torch.bool)
+    kept[:, 0] = True
+    return kept
+
+
+WAYS = {
+    "all": {"snr_strategy": "all"},
+    "selector": {"selector": one_a_group},
+    "column": {"snr_score_reward": "solved", "snr_strategy": "nonzero"},
+    "filter": {"snr_strategy": "nonzero"},
+    "entropy": {"snr_score": "entropy", "snr_value": 0.5},
+    "lossless": {"snr_strategy": "lossless", "beta": 0.0},
+    "listener": {"snr_strategy": "nonzero", "all_rows": True},
+    "pilots": {"snr_strategy": "nonzero", "snr_pilot_generations": FIRST},
+    "rounds": {"snr_strategy": "nonzero", "snr_dynamic_sampling_rounds": 1},
+}
+
+
+CASES = [("grpo", way) for way in WAYS] + [("rloo", way) for way in ("all", "filter", "pilots")]
+
+
+@pytest.mark.parametrize(("name", "way"), CASES)
+def test_positions_are_those_of_all_passes_and_plain_ones_those_of_trl(name, way, computed, policy_path, tmp_path):
+    algorithm, own = ALGORITHMS[name], dict(WAYS[way])
+    given, listens = {"selector": own.pop("selector")} if "selector" in own else {}, own.pop("all_rows", False)
+    rewards = {prompt: VARIED if number % 4 == 0 else FLAT for number, prompt in enumerate(EQUAL)}
+    found = {}
+    for plain in (True, False):
+        replay = PilotReplay(_tokenizer(policy_path), rewards, equal_lengths=True)
+
+        def score(prompts, completion_ids, log_extra, replay=replay, **columns):
+            scored = replay.score(prompts, completion_ids)
+            log_extra("solved", scored)
+            return scored
+
+        settings = {**OLD_LOGPS, "per_device_train_batch_size": 32, **own}
+        settings = {key: value for key, value in settings.items() if not (plain and key.startswith("snr_"))}
+        trainer = algorithm.make(
+            policy_path, algorithm.args(tmp_path, plain, **settings), score, EQUAL, **({} if plain else given)
+        )
+        replay.attach(trainer)
+        if listens and not plain:
+            listen(trainer, on_rollout=lambda rollout: None, all_rows=lambda: True)
+        computed[0] = 0
+        trainer.train()
+        found[plain] = computed[0]
+    last = rows_of(trainer)[-1]
+    assert last["cost/plain_update_positions"] == found[True] > 0
+    assert last["cost/update_positions"] == found[False] > 0
+    if way == "all":
+        assert [row["snr/update_compute_fraction"] for row in rows_of(trainer)] == [1.0] * 4

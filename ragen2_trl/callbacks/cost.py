@@ -42,11 +42,11 @@ class CostCallback(TrainerCallback):
       machine, too, it is the fairer clock; time of GPUs and of programs in the sandbox is not in it.
     - `cost/sampled_tokens`: tokens that the model wrote in training, on all processes, those of further rounds of
       dynamic sampling and of groups that were dropped included.
-    - `cost/sampled_completions`, `cost/plain_completions`: completions sampled, and those that plain TRL would have
-      sampled for as many generations.
+    - `cost/sampled_completions`, `cost/plain_completions`: completions sampled, with or without a reward, and those
+      that plain TRL would have sampled for as many generations.
     - `cost/update_rows`: rows that updates trained on, once for each generation. Only our trainers log these three.
     - `cost/update_positions`, `cost/plain_update_positions`: positions, padding included, that all passes over a
-      generation compute, and that plain TRL would compute.
+      generation compute, those for old and reference log-probs included, and that plain TRL would compute.
     - `cost/update_tokens`: positions, padding included, of every forward pass that the update ran backward through.
     - `cost/update_flops`: floating-point operations of the update in the usual estimate, 6 x parameters x positions:
       2 a parameter and position forward, 2 backward to the activations, 2 for the gradient of the parameter itself,

@@ -11,7 +11,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, TypedDict
+from typing import Any, NamedTuple, NotRequired, Protocol, TypedDict
 
 import numpy as np
 import torch
@@ -29,12 +29,14 @@ class RowTag(NamedTuple):
     Args:
         rows: of its group; more than G where conversations are several rows, fewer where one has no token to train.
         member: number of its conversation in the group.
+        sampled: conversations of its group.
         given_up: whether its prompt was not worth more than its pilots.
         audited: whether it was not, and was sampled whole to see what is missed.
     """
 
     rows: int
     member: int
+    sampled: int
     given_up: bool = False
     audited: bool = False
 
@@ -206,6 +208,7 @@ class QueueState(TypedDict):
     """State of a `GroupQueue` in a checkpoint."""
 
     since_kept: int
+    generations: NotRequired[int]
 
 
 class GroupQueue:
@@ -245,8 +248,10 @@ class GroupQueue:
         self.max_staleness, self.silent_after_s = max_staleness, silent_after_s
         self.max_dropped, self.why = max_dropped, why
         self.since_kept = 0  # groups since the last one with anything to train on
+        self.generations = 0  # optimizer steps before which groups had arrived
         self._dropped = 0  # groups since the last one whose rows were handed on
         self.arrivals: list[Arrival] = []  # until the trainer takes them
+        self.sampled = Counter[str]()  # tokens and completions of all groups, until the trainer takes them
         self._ready: deque[Any] = deque()  # rows for TRL
         self._open: list[Any] = []  # rows of the group that is arriving
         self._waited = 0.0  # seconds in `get` since the worker's queue last had a row
@@ -289,6 +294,11 @@ class GroupQueue:
         taken, self.arrivals = self.arrivals, []
         return taken
 
+    def take_sampled(self) -> Counter[str]:
+        """Tokens and completions of the groups that were completed since the last call, stale ones included."""
+        taken, self.sampled = self.sampled, Counter()
+        return taken
+
     @property
     def _may_be_complete(self) -> bool:
         """Whether a pause would tell that the group is complete."""
@@ -306,6 +316,8 @@ class GroupQueue:
         rows, self._open = self._open, []
         number = rows[0].group_id
         tags = [row.metrics.pop(TAG, None) for row in rows]
+        tag = tags[0] or RowTag(len(rows), 0, self.size)
+        self.sampled.update(tokens=sum(int(row.completion_mask.sum()) for row in rows), completions=tag.sampled)
         if self.ledger.is_resumed(number):
             return
         if number in self.ledger or number in self.ledger.rows:
@@ -317,7 +329,6 @@ class GroupQueue:
         if staleness > self.max_staleness:  # TRL drops and counts its rows
             self._hand_on(number, rows)
             return
-        tag = tags[0] or RowTag(len(rows), 0)
         group = scored_group(rows, None if tags[0] is None else [one.member for one in tags], self.size)
         selection, kept = self.decide(group, tag.given_up)
         self.arrivals.append(Arrival(group, selection, tag, staleness))
@@ -342,7 +353,7 @@ class GroupQueue:
 
     def state(self) -> QueueState:
         """State for a checkpoint."""
-        return {"since_kept": self.since_kept}
+        return {"since_kept": self.since_kept, "generations": self.generations}
 
     def load(self, state: QueueState) -> None:
-        self.since_kept = state["since_kept"]
+        self.since_kept, self.generations = state["since_kept"], state.get("generations", 0)

@@ -5,6 +5,7 @@ A rollout worker sends scored groups through a queue. The filter stands at the t
 (`async_rollouts.py`). TRL's trainer sees a queue of kept groups, and its update is its own.
 """
 
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -42,7 +43,7 @@ from ragen2_trl.trainers.checks import (
 )
 from ragen2_trl.trainers.config import TOKEN_SCORES, SNRFilterConfig
 from ragen2_trl.trainers.construction import COMPANIONS, PAPER
-from ragen2_trl.trainers.empty_steps import why_nothing_is_kept
+from ragen2_trl.trainers.empty_steps import GENERATION, why_nothing_is_kept
 from ragen2_trl.trainers.selection import (
     GroupFilter,
     Groups,
@@ -232,6 +233,7 @@ class SNRFilteredAsyncGRPOTrainer(WholeCheckpoints, AsyncGRPOTrainer):
         self._trained_groups: Any = self._ledger  # TRL's is a set
         self._groups: GroupQueue | None = None
         self._announced: list[Arrival] = []
+        self._passes: deque[tuple[int, int, int]] = deque()  # of micro-batches that are collated, see `on_pass`
         shared: dict[str, Any] = {"filter": self._filter, "ledger": self._ledger}
         if self.rollout_worker is not None:
             empty = args.snr_max_empty_steps * (args.generation_batch_size // args.num_generations)
@@ -314,14 +316,16 @@ class SNRFilteredAsyncGRPOTrainer(WholeCheckpoints, AsyncGRPOTrainer):
         return kept
 
     def _log_rewards(self, rows: list[Any]) -> None:
-        """Metrics of rows as means over each group that was sampled, kept or not; TRL's collator finds none."""
+        """Metrics of rows as means over all that were sampled, kept or not; TRL's collator finds none."""
         values: dict[str, list[float]] = {}
         for row in rows:
             for name, value in row.metrics.items():
                 values.setdefault(name, []).append(value)
             row.metrics = {}
         known = {name: [value for value in column if not isnan(value)] for name, column in values.items()}
-        log_row(self, {name: sum(column) / len(column) for name, column in known.items() if column})
+        # A numerator and its denominator, of which TRL logs the sum over the sum.
+        rates: dict[str, Any] = {name: (sum(column), len(column)) for name, column in known.items() if column}
+        log_row(self, rates)
 
     def _staleness(self, row: Any) -> int:
         """Weight versions since a row was sampled."""
@@ -337,31 +341,35 @@ class SNRFilteredAsyncGRPOTrainer(WholeCheckpoints, AsyncGRPOTrainer):
 
     def get_train_dataloader(self) -> Any:
         loader = super().get_train_dataloader()
-        if self.args.snr_strategy == "lossless":
-            collator = getattr(loader, "base_dataloader", loader).collate_fn
-            extend(collator, "torch_call", self._without_zeros)
+        collator = getattr(loader, "base_dataloader", loader).collate_fn
+        extend(collator, "torch_call", self._collate)
         return loader
 
-    def _without_zeros(self, collate: Callable[[list[Any]], dict[str, Any]], examples: list[Any]) -> dict[str, Any]:
-        """TRL's collator on the rows with an advantage; its mean stays one over the tokens of all rows.
+    def _collate(self, collate: Callable[[list[Any]], dict[str, Any]], examples: list[Any]) -> dict[str, Any]:
+        """TRL's collator, with `lossless` on the rows with an advantage; its mean stays one over the tokens of all.
 
         A process keeps one row, as TRL does, since one that computes nothing would not meet the others.
         """
         (packed,) = examples
-        slim = [_packed_again(row) for row in packed]
+        is_lossless = self.args.snr_strategy == "lossless"
+        slim = [_packed_again(row) for row in packed] if is_lossless else packed
         batch = collate([slim])
         kept = {id(sample) for row in slim for sample in row.samples}
-        every = [sample for row in packed for sample in row.samples]
-        self._ledger.left_out(sample["group_id"] for sample in every if id(sample) not in kept)
-        batch["global_n_tokens"].fill_(sum(int(sample["completion_mask"][1:].sum()) for sample in every))
+        if is_lossless:
+            every = [sample for row in packed for sample in row.samples]
+            self._ledger.left_out(sample["group_id"] for sample in every if id(sample) not in kept)
+            batch["global_n_tokens"].fill_(sum(int(sample["completion_mask"][1:].sum()) for sample in every))
         computed, plain = (sum(len(row.tokens) for row in rows) for rows in (slim, packed))
-        log_row(self, {"snr/update_compute_fraction": computed / plain})
-        self.rollout_events.update_pass(computed, plain, len(kept))
+        self._passes.append((computed, plain, len(kept)))
         return batch
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         if self._step_microbatches == 0:
             self._announce()
+        if self.accelerator.is_main_process:
+            computed, plain, rows = self._passes.popleft()
+            log_row(self, {"snr/update_compute_fraction": computed / plain})
+            self.rollout_events.update_pass(computed, plain, rows)
         loss = super().training_step(*args, **kwargs)
         self._trains = True
         if self.accelerator.is_main_process:
@@ -372,10 +380,9 @@ class SNRFilteredAsyncGRPOTrainer(WholeCheckpoints, AsyncGRPOTrainer):
         """Tell listeners what has been sampled since the last step. A call for all processes together."""
         arrivals = self._groups.take_arrivals() if self._groups is not None else []
         self._announced += arrivals
-        rows = [row for one in arrivals for row in one.group.rows]
-        if rows:
-            conversations = sum(int(one.group.rewards.isfinite().sum()) for one in arrivals)
-            self.rollout_events.written(sum(int(row.completion_mask.sum()) for row in rows), conversations)
+        if self._groups is not None:
+            sampled = self._groups.take_sampled()
+            self.rollout_events.written(sampled["tokens"], sampled["completions"])
         if not self.rollout_events.is_awaited:
             return
         whole = [one.group for one in arrivals if not one.tag.given_up and one.group.members is not None]
@@ -395,13 +402,15 @@ class SNRFilteredAsyncGRPOTrainer(WholeCheckpoints, AsyncGRPOTrainer):
         row["batch/groups_per_step"][-1] = float(self._ledger.trained)
         self._ledger.trained = 0
         arrivals, self._announced = [*self._announced, *self._groups.take_arrivals()], []
+        self._groups.generations += bool(arrivals)
+        log_row(self, {GENERATION: float(self._groups.generations)}, replace=True)
         if not arrivals:
             return
         self.latest_selection = joined_selections([one.selection for one in arrivals])
         metrics = self._filter.metrics(self.latest_selection)
         metrics["sampled_staleness"] = sum(one.staleness for one in arrivals) / len(arrivals)
         if self.pilot_generations:
-            sampled = sum(len(set(one.group.members or ())) for one in arrivals)
+            sampled = sum(one.tag.sampled for one in arrivals)
             metrics["sampled_completions"] = float(sampled)
             metrics["sampled_fraction"] = sampled / (len(arrivals) * self.num_generations)
             committed = sum(not (one.tag.given_up or one.tag.audited) for one in arrivals)

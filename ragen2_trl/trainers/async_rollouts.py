@@ -181,8 +181,9 @@ class FilteredRolloutLoop(RolloutLoop):
             for func in self.reward_funcs:
                 func.forget(group.completions)
         members = [number for number, of_one in enumerate(group.completions_sequences) for _ in of_one]
+        sampled, audited = len(group.completions_sequences), look is not None and look.audited
         for row, member in zip(rows, members, strict=True):
-            row.metrics[TAG] = RowTag(len(rows), member, given_up, look is not None and look.audited)
+            row.metrics[TAG] = RowTag(len(rows), member, sampled, given_up, audited)
         return rows
 
 

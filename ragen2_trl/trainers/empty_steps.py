@@ -12,6 +12,8 @@ from ragen2_trl.trainers.plans import MicroStep
 
 logger = get_logger(__name__)
 
+GENERATION = "snr/generation"
+
 
 def why_nothing_is_kept(trainer: Any) -> str:
     """What a run without a kept group should look at.
@@ -72,9 +74,15 @@ class EmptySteps(TrainerCallback):
 
     def begin_generation(self, trained_groups: int, metrics: dict[str, float]) -> None:
         """A generation is selected: log its metrics, under `snr/`."""
-        self.trained_groups, self.latest = trained_groups, {}
+        self.trained_groups, self.latest = trained_groups, {GENERATION: float(self.generations + 1)}
+        log_row(self.trainer, self.latest, replace=True)
         for name, value in metrics.items():
             self.log(name, value)
+
+    @property
+    def generations(self) -> int:
+        """Those of the run that have been selected."""
+        return int(self.latest.get(GENERATION, 0))
 
     def log(self, name: str, value: float) -> None:
         """Log a metric of the filter, under `snr/`."""

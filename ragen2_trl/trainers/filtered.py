@@ -12,16 +12,16 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from accelerate.utils import broadcast_object_list
+from accelerate.utils import broadcast_object_list, gather_object
 from torch import Tensor
 
-from ragen2_trl.columns import TURN_SAMPLES
+from ragen2_trl.columns import GENERATION, TURN_SAMPLES
 from ragen2_trl.filtering import group_score
 from ragen2_trl.rollout_events import end_tokens, group_rewards
-from ragen2_trl.trainers.batches import Batch
+from ragen2_trl.trainers.batches import Batch, loss_mask
 from ragen2_trl.trainers.forward_passes import ForwardPasses
 from ragen2_trl.trainers.prompt_source import separate
-from ragen2_trl.trainers.row_means import RowMeans
+from ragen2_trl.trainers.row_means import TOKEN_MEANS, RowMeans
 from ragen2_trl.trainers.selection import (
     Groups,
     Selection,
@@ -69,7 +69,9 @@ class SNRFilter(ForwardPasses):
             return super()._generate_and_score_completions(inputs)
         if not self.model.training:
             self.rollout_events.rows(inputs)
-            return super()._generate_and_score_completions(inputs)
+            evaluated: Batch = super()._generate_and_score_completions(inputs)
+            self._number_completions(len(inputs), None)
+            return evaluated
         self._row_means = RowMeans(self._metrics["train"])
         if self._pilots is not None:
             self._pilots.begin_step()
@@ -94,7 +96,8 @@ class SNRFilter(ForwardPasses):
             )
             trained = int(of_rounds["trained_groups"])
             metrics |= of_rounds
-        self._row_means.close()
+        if self._pilots is not None or len(rounds) > 1:
+            self._row_means.close(self.reward_weights, self.reward_func_names)
         self._row_means = None
         self.latest_selection = joined_selections(rounds)
         metrics |= self._filter.metrics(self.latest_selection)
@@ -117,9 +120,9 @@ class SNRFilter(ForwardPasses):
         else:
             self._pilots.begin_round(inputs, self._sampling_key(number))
         self._begin_batch(inputs, number)
-        assert self._row_means is not None  # a step is being sampled
-        with self._row_means.call(len(inputs)):
-            batch = super()._generate_and_score_completions(inputs)
+        batch = super()._generate_and_score_completions(inputs)
+        self._number_completions(len(inputs), self._empty_steps.generations + 1)
+        self._add_to_means(batch, len(inputs))
         self._end_batch(batch)
         if len(batch["advantages"]) != len(inputs):
             raise RuntimeError(
@@ -129,6 +132,12 @@ class SNRFilter(ForwardPasses):
         if TURN_SAMPLES in inputs[0]:
             batch[TURN_SAMPLES] = [row[TURN_SAMPLES] for row in inputs]
         return batch
+
+    def _number_completions(self, rows: int, generation: int | None) -> None:
+        """Number this process's latest completions in TRL's table, unless a reward function logs such a column."""
+        scored = self.rollout_events.scored
+        if scored is None or GENERATION not in scored.columns:
+            self._logs["extra"][GENERATION].extend(gather_object([generation] * rows))
 
     def _generate(self, prompts: list[Any]) -> tuple[Any, ...]:
         if self._pilots is None or not self.model.training:
@@ -141,13 +150,26 @@ class SNRFilter(ForwardPasses):
         return self._pilots.calculate(self._calculate_call, *rows)
 
     def _generate_call(self, prompts: list[Any]) -> tuple[Any, ...]:
-        with self._row_means.call(len(prompts)) if self._row_means is not None else nullcontext():
-            return super()._generate(prompts)
+        generated: tuple[Any, ...] = super()._generate(prompts)
+        if self._row_means is not None:
+            self._row_means.add(len(prompts))
+        return generated
 
     def _calculate_call(self, *rows: list[Any]) -> Tensor:
-        with self._row_means.call(len(rows[0])) if self._row_means is not None else nullcontext():
-            rewards: Tensor = super()._calculate_rewards(*rows)
+        rewards: Tensor = super()._calculate_rewards(*rows)
+        if self._row_means is not None:
+            self._row_means.add(len(rows[0]))
         return rewards
+
+    def _add_to_means(self, batch: Batch, rows: int) -> None:
+        """A round of so many rows is scored. A call for all processes together."""
+        scored = self.rollout_events.scored
+        assert self._row_means is not None and scored is not None  # a step is being sampled
+        given_up = [] if self._pilots is None else [self._pilots.given_up]
+        per_func = torch.cat([scored.rewards_per_func, *given_up])
+        self._row_means.scored.append(per_func)
+        tokens = self.accelerator.reduce(loss_mask(batch).sum(), reduction="sum").item()
+        self._row_means.add(len(per_func), {"frac_reward_zero_std": rows, **dict.fromkeys(TOKEN_MEANS, tokens)})
 
     def _sampling_key(self, number: int) -> tuple[int, int, int]:
         """Tells a round from others of the run: optimizer steps so far, micro-steps since the last, and its number."""

@@ -23,6 +23,7 @@ class ForwardPasses(Checkpointed):
     # known. `None` at any other time, and where TRL computes the log-probs of all rows.
     _sampled: list[dict[str, Any]] | None = None
     _live: Tensor | None = None
+    _round = 0  # of the step's sampling
 
     def _get_per_token_logps_and_entropies(
         self,
@@ -39,9 +40,13 @@ class ForwardPasses(Checkpointed):
         rows = model, input_ids, attention_mask, logits_to_keep
         plain = super()._get_per_token_logps_and_entropies
         other = compute_aux_loss or any(value is not None for value in images.values())
-        is_sampled = self._sampled is not None and self.rollout_events.has_generated
-        if not other and is_sampled and batch_size is not None:  # only TRL's calls for a whole generation give a size
-            return self._logps_of_live_rows(*rows, batch_size), None, None
+        if batch_size is not None and self._row_means is not None:  # only TRL's calls for a whole generation give one
+            if self._round == 0:  # the only one of TRL, whose rows pilots leave out
+                of_process = self.args.generation_batch_size // self.accelerator.num_processes
+                self._micro_batches.count_ahead(0, of_process * input_ids.size(1))
+            if not other and self._sampled is not None and self.rollout_events.has_generated:
+                return self._logps_of_live_rows(*rows, batch_size), None, None
+            self._micro_batches.count_ahead(input_ids.numel(), 0)
         if not other and self._shared_prompts is not None and batch_size is None and self.model.training:
             shared = self._shared_prompts(*rows)
             if shared is not None:
@@ -99,10 +104,8 @@ class ForwardPasses(Checkpointed):
         if self.rollout_events.needs_all_rows:
             devices = [input_ids.device] if input_ids.device.type == "cuda" else []
             with torch.random.fork_rng(devices):
-                dead = self._scattered(batch, ~self._live, size, lambda part: self._logps(model, part))
+                dead = self._scattered(batch, ~self._live, size, partial(self._counted_logps, model))
             logps = torch.where(self._live.unsqueeze(1), logps, dead)
-        if self._round == 0:  # the only one of TRL
-            self._micro_batches.count_ahead(0, input_ids.numel())
         return logps
 
     def _rows_of_varying_groups(self) -> Tensor:
@@ -126,9 +129,6 @@ class ForwardPasses(Checkpointed):
 
     def _counted_logps(self, model: Any, batch: Batch) -> Tensor:
         self._micro_batches.count_ahead(self._micro_batches.positions(batch), 0)
-        return self._logps(model, batch)
-
-    def _logps(self, model: Any, batch: Batch) -> Tensor:
         logps: Tensor = self._get_per_token_logps_and_entropies(model, *whole_rows(batch))[0]
         return logps
 
@@ -147,12 +147,15 @@ class ForwardPasses(Checkpointed):
 
     @torch.no_grad()
     def _logps_and_entropies(
-        self, batch: Batch, compute_entropy: bool = False, model: Any = None
+        self, batch: Batch, compute_entropy: bool = False, model: Any = None, counted: bool = True
     ) -> tuple[Tensor, Any]:
         """(rows, T) each, log-probs and entropies in nats under the present weights, or under those of a model.
 
-        Without `compute_entropy`, entropies are `None`.
+        Without `compute_entropy`, entropies are `None`; with `counted`, the pass counts among those of the update.
         """
+        batches = chunks(batch, self.args.per_device_train_batch_size)
+        if counted:
+            self._micro_batches.count_ahead(sum(map(self._micro_batches.positions, batches)), 0)
         parts = [
             self._get_per_token_logps_and_entropies(
                 self.model if model is None else model,
@@ -161,7 +164,7 @@ class ForwardPasses(Checkpointed):
                 **{key: part[key] for key in IMAGE_KEYS if key in part},
             )[:2]
             # TRL would show a part without images none of them, which models do not take.
-            for part in chunks(batch, self.args.per_device_train_batch_size)
+            for part in batches
         ]
         logps, entropies = zip(*parts, strict=True)
         return torch.cat(logps), torch.cat(entropies) if compute_entropy else None

@@ -166,9 +166,11 @@ class PilotSampling:
         self._log_metrics(current.metrics, metrics)
         self._round = None
         of_pilots, of_rest = current.pilots.rewards_per_func, scored.rewards_per_func
-        groups = of_pilots.view(-1, self.first, of_pilots.size(1))[torch.from_numpy(self.whole).to(of_pilots.device)]
-        of_rest = of_rest.view(len(groups), self.size - self.first, -1)
-        return torch.cat([groups.to(of_rest), of_rest], dim=1).flatten(0, 1)
+        groups = of_pilots.view(-1, self.first, of_pilots.size(1)).to(of_rest)
+        is_whole = torch.from_numpy(self.committed | self.audited).to(of_rest.device)
+        self.given_up = groups[~is_whole].flatten(0, 1)  # (rows, F) over all processes
+        of_rest = of_rest.view(int(is_whole.sum()), self.size - self.first, -1)
+        return torch.cat([groups[is_whole], of_rest], dim=1).flatten(0, 1)
 
     def _current(self) -> _Round:
         if self._round is None:

@@ -1,13 +1,22 @@
-"""Metrics that TRL logs once a call, as means over the rows of all calls of a generation.
+"""TRL's metrics of one generation that took several calls, as means over what the calls speak for.
 
 A generation with further rounds of dynamic sampling or with pilots calls TRL's methods several times, for unequal
-numbers of rows. TRL averages the values of a name; here each value is weighted by the rows of its call first.
+numbers of rows. TRL averages the values of a name; here each value is weighted by its rows first. Rewards are
+captured, and their metrics computed once over all completions that were scored.
 """
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+from trl.trainer.utils import nanstd
+
+from ragen2_trl.rollout_events import group_rewards
+
+TOKEN_MEANS = ("kl", "sampling/sampling_logp_difference/mean", "sampling/importance_sampling_ratio/mean")
+"""Means over the trainable tokens of a batch: RLOO's distance to the reference, and vLLM's to the policy."""
 
 
 class RowMeans:
@@ -20,33 +29,64 @@ class RowMeans:
     def __init__(self, metrics: dict[str, list[float]]):
         self.metrics = metrics
         self.start = {name: len(values) for name, values in metrics.items()}
-        self.rows: dict[str, list[int]] = defaultdict(list)  # of the call of each value
+        self.weights: dict[str, list[float]] = defaultdict(list)  # of each value
+        self.scored: list[Tensor] = []  # (rows, F) rewards by function over all processes, of each call
 
-    @contextmanager
-    def call(self, rows: int) -> Iterator[None]:
-        """Values appended inside speak for this many rows, except those of a call inside this one."""
-        yield
+    def add(self, rows: float, others: Mapping[str, float] | None = None) -> None:
+        """A call has ended: what it appended, and no call inside it, speaks for this many rows; `others` by name."""
         for name, values in self.metrics.items():
-            weights = self.rows[name]
-            weights += [rows] * (len(values) - self.start.get(name, 0) - len(weights))
+            weights = self.weights[name]
+            weight = (others or {}).get(name, rows * self._part(name))
+            weights += [weight] * (len(values) - self.start.get(name, 0) - len(weights))
 
-    def close(self) -> None:
-        """Replace the values of each name by one: their mean over rows, or for `min` and `max` their extreme."""
-        for name, rows in self.rows.items():
+    def _part(self, name: str) -> float:
+        """The part of a call's rows, or of its rows' tool calls, that a metric is about: TRL logs it, too."""
+        if name.endswith("_terminated_length"):
+            return 1 - self.metrics["completions/clipped_ratio"][-1]
+        return self.metrics["tools/call_frequency"][-1] if name == "tools/failure_frequency" else 1
+
+    def close(self, weights: Tensor, names: Sequence[str]) -> None:
+        """Replace the values of each name by one: their mean over rows, or for `min` and `max` their extreme.
+
+        Args:
+            weights: (F,) of the reward functions.
+            names: of the reward functions.
+        """
+        exact = reward_metrics(torch.cat(self.scored), weights, names)
+        for name, own in self.weights.items():
             values, start = self.metrics[name], self.start.get(name, 0)
-            if len(rows) < 2 or len(values) != start + len(rows):
+            if len(values) != start + len(own):
                 continue
-            valid = [(one, row) for one, row in zip(values[start:], rows, strict=True) if not math.isnan(one)]
-            if valid:
+            valid = [(one, w) for one, w in zip(values[start:], own, strict=True) if w > 0 and not math.isnan(one)]
+            if name in exact:
+                values[start:] = exact[name]
+            elif len(own) > 1 and valid:
                 values[start:] = [_joined(name, *zip(*valid, strict=True))]
 
 
-def _joined(name: str, values: tuple[float, ...], rows: tuple[int, ...]) -> float:
+def reward_metrics(per_func: Tensor, weights: Tensor, names: Sequence[str]) -> dict[str, list[float]]:
+    """TRL's metrics of rewards, by name.
+
+    Args:
+        per_func: (rows, F) rewards by function, NaN where there is none.
+        weights: (F,).
+        names: of the functions, of which two may have the same.
     """
-    >>> _joined("reward", (1.0, 0.0), (1, 3)), _joined("completions/max_length", (1.0, 3.0), (1, 3))
+    found: dict[str, list[float]] = defaultdict(list)
+    sums = group_rewards(per_func, weights, 1).flatten()
+    keys = [("reward", "reward_std"), *((f"rewards/{name}/mean", f"rewards/{name}/std") for name in names)]
+    for (mean, std), values in zip(keys, (sums, *per_func.T), strict=True):
+        found[mean].append(values.nanmean().item())
+        found[std].append(nanstd(values).item())
+    return found
+
+
+def _joined(name: str, values: tuple[float, ...], weights: tuple[float, ...]) -> float:
+    """
+    >>> _joined("odd", (1.0, 0.0), (1, 3)), _joined("completions/max_length", (1.0, 3.0), (1, 3))
     (0.25, 3.0)
     """
     kind = name.rpartition("/")[2].partition("_")[0]
     if kind in ("min", "max"):
         return {"min": min, "max": max}[kind](values)
-    return sum(value * count for value, count in zip(values, rows, strict=True)) / sum(rows)
+    return sum(value * weight for value, weight in zip(values, weights, strict=True)) / sum(weights)
