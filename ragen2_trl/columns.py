@@ -19,4 +19,7 @@ from a context of their own."""
 SUCCESS = "success"
 """Under which tasks log, for each completion, whether it solved its task, 1.0 or 0.0."""
 
+REQUIRED = "required"
+"""Attribute of reward functions without whose reward a completion has none, whatever other functions give it."""
+
 # In `TrainerState.stateful_callbacks`, which every checkpoint carries: what the filter has saved so far.
