@@ -306,20 +306,20 @@ class RolloutEvents(SamplingEvents):
         return rewards.masked_fill(failed.unsqueeze(1), torch.nan), failed
 
     def watched(self, factory: Callable[[], Any]) -> Callable[[], Any]:
-        """An `environment_factory` of environments with a `Watch`."""
+        """An `environment_factory` of environments with a `EnvironmentWatch`."""
 
         def make() -> Any:
-            return Watch(factory(), self._say).environment
+            return EnvironmentWatch(factory(), self._say).environment
 
         return make
 
     def watch_environments(self) -> None:
-        """Watch all environments of the trainer."""
+        """EnvironmentWatch all environments of the trainer."""
         factories = getattr(self.trainer, "environment_factories", None)  # RLOO has none
         if factories is not None:
             self.trainer.environment_factories = {name: self.watched(one) for name, one in factories.items()}
             for environment in (one for pool in self.trainer._environment_pool.values() for one in pool):
-                Watch(environment, self._say)
+                EnvironmentWatch(environment, self._say)
 
     def _say(self, task: str, failure: str) -> None:
         if not self._has_failed:
@@ -368,7 +368,7 @@ class RolloutEvents(SamplingEvents):
         return batch
 
 
-class Watch:
+class EnvironmentWatch:
     """Notes what an environment of TRL's `environment_factory` raises, in the attributes of `TellsFailure`.
 
     TRL shows the model what a tool raises, and goes on. What `reset` and `get_reward` raise would end the run: a lost

@@ -96,7 +96,8 @@ class PassAtK(evaluate.Metric):
         num_samples = max(map(len, success))
         metrics: dict[str, float] = {}
         for k in (2**power for power in range(num_samples.bit_length())):
-            estimates = [pass_at_k(len(row), round(sum(row)), k) for row in success if len(row) >= k]
+            # Of a task that has lost episodes, all that are left may be fewer than k.
+            estimates = [pass_at_k(len(row), round(sum(row)), min(k, len(row))) for row in success]
             metrics |= _with_interval(f"pass@{k}", fmean(estimates), fraction_interval(estimates, num_samples))
         return metrics
 
