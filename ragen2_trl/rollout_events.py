@@ -306,7 +306,7 @@ class RolloutEvents(SamplingEvents):
         return rewards.masked_fill(failed.unsqueeze(1), torch.nan), failed
 
     def watched(self, factory: Callable[[], Any]) -> Callable[[], Any]:
-        """An `environment_factory` of environments with a `EnvironmentWatch`."""
+        """An `environment_factory` of environments with an `EnvironmentWatch`."""
 
         def make() -> Any:
             return EnvironmentWatch(factory(), self._say).environment
@@ -314,7 +314,7 @@ class RolloutEvents(SamplingEvents):
         return make
 
     def watch_environments(self) -> None:
-        """EnvironmentWatch all environments of the trainer."""
+        """Watch all environments of the trainer."""
         factories = getattr(self.trainer, "environment_factories", None)  # RLOO has none
         if factories is not None:
             self.trainer.environment_factories = {name: self.watched(one) for name, one in factories.items()}

@@ -271,9 +271,7 @@ class Dropped(Guess):
 
 def dropped(policy_path, make_args, where, error=Dropped.error, of=Dropped.of):
     kind = type("Dropped", (Dropped,), {"where": where, "error": error, "of": of, "made": itertools.count()})
-    args = make_args(
-        per_device_train_batch_size=ROWS, max_completion_length=120, max_steps=2, snr_strategy="nonzero"
-    )
+    args = make_args(per_device_train_batch_size=ROWS, max_completion_length=120, max_steps=2, snr_strategy="nonzero")
     return make_agent(policy_path, args, [bonus], environment_factory=kind), kind
 
 
@@ -311,7 +309,7 @@ def test_what_tools_raise_else_is_shown_to_the_model(policy_path, make_args):
 
 
 def test_held_out_episodes_are_left_out_and_counted(policy, tokenizer, make_args):
-    trainer, env = player(policy, tokenizer, multi_turn_args(make_args, max_steps=1))
+    trainer, _ = player(policy, tokenizer, multi_turn_args(make_args, max_steps=1))
     held_out = make_env("frozen_lake", multi_turn=True, size=3)
     limits = {"num_prompts": 4, "num_samples": 2, "max_new_tokens": 100, "max_turn_tokens": 20}
     trainer.add_callback(EnvironmentEvalCallback(held_out, trainer, every=1, **limits))
@@ -319,8 +317,8 @@ def test_held_out_episodes_are_left_out_and_counted(policy, tokenizer, make_args
     trainer.train()
     first, second = [row for row in trainer.state.log_history if "eval/env/frozen_lake/success" in row]
     assert first["eval/env/frozen_lake/failed"] == 1 / 8 and "eval/env/frozen_lake/failed" not in second
-    folder = f"{trainer.args.output_dir}/_episodes"
-    saved = [[(one.group, one.sample) for one in read_episodes(path)] for path in sorted(Path(folder).glob("*.parquet"))]
+    files = sorted(Path(trainer.args.output_dir, "_episodes").glob("*.parquet"))
+    saved = [[(one.group, one.sample) for one in read_episodes(path)] for path in files]
     assert [len(one) for one in saved] == [7, 8] and set(saved[1]) - set(saved[0]) == {(1, 1)}
 
 

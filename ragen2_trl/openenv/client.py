@@ -61,7 +61,7 @@ class Served(Environment):
         timeout: Longest time in seconds that the server may take for one turn.
 
     Raises:
-        ConnectionError: If there is no OpenEnv server at the URL, here or at any later turn.
+        ConnectionError: If there is no OpenEnv server at the URL, here or at a later turn, whose episode is left out.
         ValueError: If the server there is not one of this package's.
     """
 
