@@ -580,6 +580,13 @@ ENV = (
         f"closed reasoning is `{VALID_THINKING}`",
         health="valid",
     ),
+    Metric(
+        "env/{task}/failed",
+        "episodes that a lost connection or a time-out ended: without a reward, and left out of the other means",
+        "fraction",
+        EPISODES,
+        "above a twentieth of a generation the run ends",
+    ),
     Metric("env/{task}/num_actions", "mean actions carried out in an episode", "count", EPISODES),
     Metric(
         "env/{task}/action_is_valid",
@@ -641,6 +648,12 @@ EVAL = (
     ),
     Metric("eval/env/{task}/turns{bound}", "", "turns", HELD_OUT),
     Metric("eval/env/{task}/completion_length{bound}", "", "tokens", HELD_OUT),
+    Metric(
+        "eval/env/{task}/failed",
+        "episodes left out since a lost connection or a time-out ended them; logged if there are any",
+        "fraction",
+        HELD_OUT,
+    ),
     Metric("eval/env/{task}/num_prompts", "held-out tasks, and episodes of each", "count", HELD_OUT),
     Metric("eval/env/{task}/num_samples", "", "count", HELD_OUT),
     Metric("eval/seconds", "time of evaluating, all tasks together", "seconds", HELD_OUT),

@@ -9,17 +9,22 @@ on TRL's stock trainers `_generate_and_score_completions` is rebound once, whate
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, ExitStack
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial, wraps
 from typing import Any, Protocol, runtime_checkable
 
 import torch
+from accelerate.logging import get_logger
 from accelerate.utils import gather_object
 from torch import Tensor
 
-from ragen2_trl.columns import TURN_SAMPLES
+from ragen2_trl.columns import EPISODE, REQUIRED, TURN_SAMPLES
+from ragen2_trl.failures import LOST, check_failed, left_out
+
+logger = get_logger(__name__)
 
 Batch = dict[str, Any]
 TRAINERS = "GRPOTrainer, RLOOTrainer, and the trainers with the filter"
@@ -82,10 +87,12 @@ class Scored:
         rewards_per_func: (B, F) rewards by function over all processes, NaN where a function gave no number.
         columns: by column, the values that reward functions logged in this call (TRL's `log_extra`) for this process's
             rows; twice as many where two functions logged the same column.
+        failed: (B,) bool over all processes, see `RolloutEvents.without_failed`.
     """
 
     rewards_per_func: Tensor
     columns: Mapping[str, list[Any]]
+    failed: Tensor
 
 
 @runtime_checkable
@@ -98,6 +105,14 @@ class NeedsRows(Protocol):
 
     def attach(self, trainer: Any) -> None:
         """Listen to a trainer."""
+
+
+@runtime_checkable
+class TellsFailure(Protocol):
+    """An environment of TRL's `environment_factory` that tells its task, and what has ended its episode."""
+
+    _snr_task: str
+    _snr_failure: str | None
 
 
 @dataclass(eq=False)
@@ -190,6 +205,7 @@ class RolloutEvents(SamplingEvents):
                 raise TypeError(f"{type(trainer).__name__} has no {name}; allowed: {TRAINERS}.")
         super().__init__(trainer)
         self.scored: Scored | None = None  # of the latest call of `_calculate_rewards`
+        self._has_failed = False  # whether an episode has, which is said once
         self._prompts: Any = None  # of the latest call of `_generate`
         self._generated: Any = None  # its result
         self._ahead: Tensor | None = None  # rewards of completions that TRL has not asked for yet
@@ -260,6 +276,56 @@ class RolloutEvents(SamplingEvents):
         self._ahead = self.trainer._calculate_rewards(rows, self._prompts, completions, completion_ids)
         return self._ahead
 
+    def without_failed(self, rows: list[dict[str, Any]], rewards: Tensor) -> tuple[Tensor, Tensor]:
+        """Rewards without those of episodes that their environment could not play to the end, whatever function gave
+        them. A call for all processes together.
+
+        Args:
+            rows: this process's rows, as reward functions see them.
+            rewards: (B, F) by function, over all processes.
+
+        Returns:
+            (B, F), NaN in the rows of such episodes, and (B,) bool, these rows.
+
+        Raises:
+            ConnectionError: if too many episodes have failed.
+        """
+        trainer = self.trainer
+        environments = getattr(trainer, "environments", None) or [row.get(EPISODE) for row in rows]
+        told: list[tuple[str | None, str | None]] = gather_object([_failure_of(one) for one in environments])
+        failed = torch.tensor([failure is not None for _, failure in told], device=rewards.device)
+        if rewards.size(1) == len(trainer.reward_funcs):  # a subclass may have merged several functions into one
+            required = [hasattr(func, REQUIRED) for func in trainer.reward_funcs]
+            failed |= rewards[:, required].isnan().any(dim=1)
+        example = next((failure for _, failure in told if failure), "see the warning above")
+        check_failed(int(failed.sum()), len(failed), example)
+        for task in sorted({task for task, _ in told if task}):
+            key, of_task = f"env/{task}/failed", [failure is not None for name, failure in told if name == task]
+            if key not in trainer._pending_metrics:  # which a reward function has not told
+                trainer._pending_metrics[key].append(sum(of_task) / len(of_task))
+        return rewards.masked_fill(failed.unsqueeze(1), torch.nan), failed
+
+    def watched(self, factory: Callable[[], Any]) -> Callable[[], Any]:
+        """An `environment_factory` of environments with an `EnvironmentWatch`."""
+
+        def make() -> Any:
+            return EnvironmentWatch(factory(), self._say).environment
+
+        return make
+
+    def watch_environments(self) -> None:
+        """Watch all environments of the trainer."""
+        factories = getattr(self.trainer, "environment_factories", None)  # RLOO has none
+        if factories is not None:
+            self.trainer.environment_factories = {name: self.watched(one) for name, one in factories.items()}
+            for environment in (one for pool in self.trainer._environment_pool.values() for one in pool):
+                EnvironmentWatch(environment, self._say)
+
+    def _say(self, task: str, failure: str) -> None:
+        if not self._has_failed:
+            self._has_failed = True
+            logger.warning(left_out(task, failure), main_process_only=False)
+
     def _note_generated(self, generate: Callable[..., Any], prompts: Any, *args: Any, **kwargs: Any) -> Any:
         self._prompts, self._generated, self._ahead = prompts, None, None
         is_training = self.trainer.model.training
@@ -283,15 +349,15 @@ class RolloutEvents(SamplingEvents):
             return [[1] * len(ids) for ids in completion_ids]
         return list(masks)
 
-    def _note_rewards(self, calculate: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+    def _note_rewards(self, calculate: Callable[..., Tensor], rows: Any, *args: Any, **kwargs: Any) -> Tensor:
         if self._ahead is not None:
             rewards, self._ahead = self._ahead, None
             return rewards
         pending = self.trainer._pending_extra_logs  # TRL moves it to its table of completions later
         before = {column: len(values) for column, values in pending.items()}
-        rewards = calculate(*args, **kwargs)
+        rewards, failed = self.without_failed(rows, calculate(rows, *args, **kwargs))
         logged = {column: list(values[before.get(column, 0) :]) for column, values in pending.items()}
-        self.scored = Scored(rewards, {column: values for column, values in logged.items() if values})
+        self.scored = Scored(rewards, {column: values for column, values in logged.items() if values}, failed)
         return rewards
 
     def _around_sampling(self, sample: Callable[[Any], Batch], inputs: Any) -> Batch:
@@ -300,6 +366,66 @@ class RolloutEvents(SamplingEvents):
         if self.trainer.model.training:
             self.rollout(inputs, batch)
         return batch
+
+
+class EnvironmentWatch:
+    """Notes what an environment of TRL's `environment_factory` raises, in the attributes of `TellsFailure`.
+
+    TRL shows the model what a tool raises, and goes on. What `reset` and `get_reward` raise would end the run: a lost
+    connection does not, and any other exception is told the environment, the row and the turn. After a lost
+    connection, in a tool too, the episode has no reward.
+
+    Args:
+        environment: any; one that tells its failures itself is left as it is.
+        say: takes task and failure of an episode.
+    """
+
+    def __init__(self, environment: Any, say: Callable[[str, str], None]):
+        self.environment, self.say = environment, say
+        self.row: Any = None
+        self.turn = self.depth = 0
+        if isinstance(environment, TellsFailure) or not hasattr(environment, "__dict__"):
+            return
+        environment._snr_task, environment._snr_failure = type(environment).__name__, None
+        for name, method in inspect.getmembers(type(environment), inspect.isfunction):
+            if not name.startswith("_"):
+                call = self._call_async if inspect.iscoroutinefunction(method) else self._call
+                extend(environment, name, partial(call, name))
+
+    def _call(self, name: str, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        with self._noting(name, kwargs):
+            if name != "get_reward" or self.environment._snr_failure is None:
+                return method(*args, **kwargs)
+
+    async def _call_async(self, name: str, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        with self._noting(name, kwargs):
+            if name != "get_reward" or self.environment._snr_failure is None:
+                return await method(*args, **kwargs)
+
+    @contextmanager
+    def _noting(self, name: str, given: Mapping[str, Any]) -> Iterator[None]:
+        """Around a call. An environment may try again what one of its own methods has failed to do."""
+        environment, is_tool = self.environment, name not in ("reset", "get_reward")
+        is_own = self.depth > 0
+        if name == "reset":
+            environment._snr_failure, self.row, self.turn = None, given.get("seed", given), 1
+        self.depth += 1
+        try:
+            yield
+        except Exception as error:
+            if is_own:
+                raise
+            where = f"{environment._snr_task}, row {self.row!r:.200}, turn {self.turn}"
+            if not isinstance(error, LOST):
+                error.add_note(where)
+                raise
+            environment._snr_failure = f"{where}: {type(error).__name__}: {error}"
+            self.say(environment._snr_task, environment._snr_failure)
+            if is_tool:
+                raise
+        finally:
+            self.depth -= 1
+            self.turn += is_tool and not is_own
 
 
 def is_rloo(trainer: Any) -> bool:
@@ -448,6 +574,13 @@ def extend(owner: Any, name: str, extension: Callable[..., Any]) -> Callable[[],
             setattr(owner, name, method) if own else delattr(owner, name)
 
     return take_off
+
+
+def _failure_of(played: Any) -> tuple[str | None, str | None]:
+    """Task and failure of an environment or of a rollout function's outcome, `None` where they are not told."""
+    if isinstance(played, TellsFailure):
+        return played._snr_task, played._snr_failure
+    return None, played.get("failure") if isinstance(played, dict) else None
 
 
 def _as_lists(rows: list[Any]) -> list[Any]:

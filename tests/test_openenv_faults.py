@@ -62,7 +62,7 @@ def test_a_url_without_a_server_is_named():
         Served(url)
 
 
-def test_a_dead_server_fails_the_tool_and_the_reward_and_a_new_one_is_found(policy_path, make_args):
+def test_a_dead_server_leaves_an_episode_without_a_reward_and_a_new_one_is_found():
     server = Running(make_env("frozen_lake", **LAKE))
     served = Served(server.url, timeout=5)
     tools, row = served.environment_factory(), served.dataset(1)[0]
@@ -71,11 +71,9 @@ def test_a_dead_server_fails_the_tool_and_the_reward_and_a_new_one_is_found(poli
     message = rf"no answer from an OpenEnv server at {server.url}: "
     with pytest.raises(ConnectionError, match=message):
         tools.move(["Up"])
-    for _ in range(2):  # TRL makes text of what a tool raises, so that the reward has to tell
-        with pytest.raises(ConnectionError, match=message):
-            tools.get_reward()
-    with pytest.raises(ConnectionError, match=message):
-        tools.reset(**row)
+    assert tools.get_reward() is None  # TRL makes text of what a tool raises, so that the reward has to tell
+    assert tools.reset(**row) == "" and tools.move(["Up"]) == "The episode is over."
+    assert tools.get_reward() is None
     server = Running(server.env, port=server.server.config.port)
     assert tools.reset(**row)
     assert tools.move(["Fly"]).startswith("Invalid")

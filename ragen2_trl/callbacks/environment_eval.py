@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from math import ceil
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 from accelerate.logging import get_logger
@@ -21,6 +21,7 @@ from ragen2_trl.callbacks.run_record import keep_record, reported
 from ragen2_trl.callbacks.trl_play import HeldOutPlay
 from ragen2_trl.envs import Environment
 from ragen2_trl.envs.random_baseline import random_success
+from ragen2_trl.failures import check_failed
 from ragen2_trl.record.files import EPISODES, EVALUATION
 from ragen2_trl.record.held_out import LOGGED, curves_of
 from ragen2_trl.record.saved_episodes import PlayedEpisode, episodes_of, save_episodes
@@ -29,6 +30,8 @@ from ragen2_trl.rollouts.outcomes import outcomes_of, summarize
 from ragen2_trl.rollouts.sampling import check_sampling, held_out_rows, play_rows
 
 logger = get_logger(__name__)
+
+Episodes: TypeAlias = list[PlayedEpisode | None]  # `None` where one has failed
 
 SECONDS = "eval_seconds"  # log key of what evaluating cost
 
@@ -226,7 +229,7 @@ class EnvironmentEvalCallback(TrainerCallback):
         metrics = {name: summarize(self.num_samples, **columns) for name, (columns, _) in played.items()}
         return {name: values | self._random_baseline(name) for name, values in metrics.items()}
 
-    def _play_all(self) -> dict[str, tuple[dict[str, list[float]], list[PlayedEpisode]]]:
+    def _play_all(self) -> dict[str, tuple[dict[str, list[float]], Episodes]]:
         """The tasks of our environments."""
         args, accelerator = self.trainer.args, self.trainer.accelerator
         with unwrap_model_for_generation(
@@ -255,7 +258,7 @@ class EnvironmentEvalCallback(TrainerCallback):
         self._pending = list(values)
         return values
 
-    def _play(self, model: Any, env: Environment, rows: Dataset) -> tuple[dict[str, list[float]], list[PlayedEpisode]]:
+    def _play(self, model: Any, env: Environment, rows: Dataset) -> tuple[dict[str, list[float]], Episodes]:
         """What came of each row, on all processes, and the episodes."""
         accelerator = self.trainer.accelerator
         processes, me = accelerator.num_processes, accelerator.process_index
@@ -277,10 +280,14 @@ class EnvironmentEvalCallback(TrainerCallback):
             most=int if alone else lambda number: max(gather_object([number])),
         )[: len(own)]
         plays = [trajectory.play for trajectory in trajectories]
+        failures = gather_object([play.failure for play in plays])
+        failed = [failure for failure in failures if failure]
+        check_failed(len(failed), len(failures), next(iter(failed), None))
         columns = outcomes_of(plays)
         columns["completion_length"] = [float(sum(map(len, trajectory.answers))) for trajectory in trajectories]
         shown = rows.select(own)
-        episodes = episodes_of(shown["prompt"][:], shown["seed"][:], plays, self.trainer.state.global_step)
+        played = iter(episodes_of(shown["prompt"][:], shown["seed"][:], plays, self.trainer.state.global_step))
+        episodes = [None if play.failure else next(played) for play in plays]
         parts = gather_object([(own, columns, episodes)])
         order = np.argsort([row for numbers, *_ in parts for row in numbers])
 
@@ -290,13 +297,13 @@ class EnvironmentEvalCallback(TrainerCallback):
         flat = {name: in_order([value for _, part, _ in parts for value in part[name]]) for name in columns}
         return flat, in_order([episode for *_, part in parts for episode in part])
 
-    def _save(self, played: list[tuple[dict[str, list[float]], list[PlayedEpisode]]]) -> None:
+    def _save(self, played: list[tuple[dict[str, list[float]], Episodes]]) -> None:
         """All episodes of an evaluation, groups numbered over processes and tasks, beside those of training."""
         state, episodes = self.trainer.state, [episode for _, part in played for episode in part]
         if not state.is_world_process_zero:
             return
         places = [divmod(number, self.num_samples) for number in range(len(episodes))]
-        numbered = [replace(one, group=g, sample=s) for one, (g, s) in zip(episodes, places, strict=True)]
+        numbered = [replace(one, group=g, sample=s) for one, (g, s) in zip(episodes, places, strict=True) if one]
         with reported("The evaluated episodes"):
             save_episodes(Path(self.trainer.args.output_dir) / EPISODES, numbered, EVALUATION, state.global_step)
 

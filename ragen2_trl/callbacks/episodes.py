@@ -104,6 +104,8 @@ class EpisodeCallback(TrainerCallback):
         first = self.trainer.accelerator.process_index * len(rows)
         seeds = [seed_of(row, 0) for row in rows]
         for place, episode in enumerate(self._referee.episodes(rows, seeds, step), first):
+            if episode is None:
+                continue
             # Rows may have no seed that tells groups apart.
             group = self.trainer._step, place // self.trainer.num_generations
             self._generations.setdefault(group, []).append(episode)

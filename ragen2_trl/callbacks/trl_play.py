@@ -57,20 +57,25 @@ class Referee:
         """The environment of a row, or the function that judges it."""
         return self._only or str(row.get(TASK))
 
-    def episodes(self, rows: Sequence[Mapping[str, Any]], seeds: Sequence[int], step: int) -> list[PlayedEpisode]:
-        """Episodes of the latest generation on this process, in the order of its rows, without numbers of groups."""
+    def episodes(
+        self, rows: Sequence[Mapping[str, Any]], seeds: Sequence[int], step: int
+    ) -> list[PlayedEpisode | None]:
+        """Episodes of the latest generation on this process, in the order of its rows, without numbers of groups;
+        `None` where one has failed."""
         scored = self.events.scored
         assert scored is not None  # the generation has been scored
         first = self.trainer.accelerator.process_index * len(rows)
         rewards = scored.rewards_per_func[first : first + len(rows)].cpu()
         sums = group_rewards(rewards, self.trainer.reward_weights, 1).flatten().tolist()
         told = scored.columns.get(SUCCESS, [None] * len(rows))
-        return [
+        episodes = [
             episode_of_messages(self.task(row), seed, self._solved(success, each), reward, prompt, completion, step)
             for row, seed, success, each, reward, (prompt, completion, _) in zip(
                 rows, seeds, told[: len(rows)], rewards.tolist(), sums, self.events.conversations, strict=True
             )
         ]
+        failed = scored.failed[first : first + len(rows)].tolist()
+        return [None if lost else episode for episode, lost in zip(episodes, failed, strict=True)]
 
     def _solved(self, told: Any, rewards: list[float]) -> bool:
         if isinstance(told, Real | np.bool_) and not math.isnan(told):
@@ -117,7 +122,8 @@ class HeldOutPlay:
         if not functions or any(one not in trainer.reward_funcs for one in functions):
             functions = []
         own: Factories = getattr(trainer, "environment_factories", None) or {}
-        self.factories = own if functions else factories_of(trainer, env, own)
+        factories = own if functions else factories_of(trainer, env, own)
+        self.factories = {name: events.watched(factory) for name, factory in factories.items()}
         self.pool = {name: [factory()] for name, factory in self.factories.items()}
         for name, (made,) in self.pool.items():
             if type(made) is not type(expected := trainer._environment_pool[name][0]):
@@ -151,7 +157,7 @@ class HeldOutPlay:
         if few or not self.tasks:  # one prompt has no spread to make an interval of
             raise ValueError(f"dataset must have at least 2 rows of each environment, got {few or 0}")
 
-    def play(self, rows: Dataset) -> tuple[dict[str, list[float]], list[PlayedEpisode]]:
+    def play(self, rows: Dataset) -> tuple[dict[str, list[float]], list[PlayedEpisode | None]]:
         """Columns for `summarize`, and the episodes, `num_samples` for each row. A call for all processes together."""
         accelerator = self.trainer.accelerator
         processes, me = accelerator.num_processes, accelerator.process_index
@@ -159,7 +165,7 @@ class HeldOutPlay:
         # Each call gets whole groups, which vLLM samples from one prompt, and equally many rows on each process.
         unit = math.lcm(processes, self.num_samples)
         size = math.ceil(self.batch_size * processes / unit) * unit
-        played: list[tuple[PlayedEpisode, int]] = []
+        played: list[tuple[PlayedEpisode | None, int]] = []
         seed = int(np.random.SeedSequence([self.seed, me]).generate_state(1)[0])
         with evaluation_mode(self.trainer.model, seed), self._aside():
             for start in range(0, len(numbers), size):
@@ -169,14 +175,14 @@ class HeldOutPlay:
                 played += gather_object(self._generated(rows, filled[me * share :][:share]))[: len(block)]
         episodes = [episode for episode, _ in played]
         columns = {
-            "success": [float(one.success) for one in episodes],
-            "return": [one.episode_return or 0.0 for one in episodes],
-            "turns": [float(len(one.turns)) for one in episodes],
+            "success": [math.nan if one is None else float(one.success) for one in episodes],
+            "return": [0.0 if one is None else one.episode_return or 0.0 for one in episodes],
+            "turns": [0.0 if one is None else float(len(one.turns)) for one in episodes],
             "completion_length": [float(length) for _, length in played],
         }
         return columns, episodes
 
-    def _generated(self, rows: Dataset, numbers: list[int]) -> list[tuple[PlayedEpisode, int]]:
+    def _generated(self, rows: Dataset, numbers: list[int]) -> list[tuple[PlayedEpisode | None, int]]:
         """An episode for each of these rows, and the number of tokens that the model wrote in it."""
         inputs = [dict(rows[number]) for number in numbers]
         seeds = [seed_of(row, number) for row, number in zip(inputs, numbers, strict=True)]

@@ -172,7 +172,8 @@ def evaluate_model(
         `return` (the sum of an episode's rewards), `turns`, and `completion_length` (tokens that the model wrote, end
         tokens included),
         each a mean over completions with `…_ci_low` and `…_ci_high`, bounds of a 95 % confidence interval;
-        `num_prompts` and `num_samples`; and `random_success`, that of the random baseline on the same tasks, where the
+        `num_prompts` and `num_samples`; `failed`, the share of episodes that a lost connection has ended and that are
+        left out, where there are any; and `random_success`, that of the random baseline on the same tasks, where the
         task has one. Of several tasks the same for each, as `<task>/success`.
 
         Completions of one prompt are not independent, so prompts are the unit of every interval: Wilson with the
@@ -180,6 +181,7 @@ def evaluate_model(
         the others.
 
     Raises:
+        ConnectionError: If too many episodes have failed.
         ValueError: If an argument is outside its range.
     """
     rows, trajectories = sample_trajectories(
@@ -261,4 +263,6 @@ def metrics_table(metrics: dict[str, float], title: str) -> Table:
             table.add_row(name, f"{value:.3f}", f"{low:.3f} to {high:.3f}")
         if name == "success" and "random_success" in metrics:
             table.add_row("random baseline", f"{metrics['random_success']:.3f}", "")
+        if name == "failed":
+            table.add_row("failed, left out", f"{value:.3f}", "")
     return table

@@ -95,7 +95,7 @@ def sample_tasks(
                     "prompt_ids": trajectory.prompt_ids,
                     "completion_ids": trajectory.completion_ids,
                     "env_mask": trajectory.env_mask,
-                    "success": float(trajectory.play.outcome.success),
+                    "success": None if trajectory.play.failure else float(trajectory.play.outcome.success),
                     "clipped": float(trajectory.completion_ids[first - 1] not in ends) if first else 1.0,
                     **({TURN_SAMPLES: turn_samples(trajectory)} if splits else {}),
                 }
@@ -309,8 +309,8 @@ def first_turn_text(completion: str | Sequence[Mapping[str, Any]]) -> str:
 
 def _sample(label: str, rows: Sequence[Mapping[str, Any]]) -> Completions:
     def mean(name: str) -> float | None:
-        values = [row[name] for row in rows]
-        return None if None in values else sum(values) / len(values)
+        values = [row[name] for row in rows if row[name] is not None]  # an episode that has failed has no success
+        return sum(values) / len(values) if values else None
 
     ids = {name: [row[name] for row in rows] for name in ("prompt_ids", "completion_ids", "env_mask", "group")}
     return Completions(

@@ -10,6 +10,7 @@ import itertools
 import os
 import random
 import shlex
+import weakref
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,16 +19,25 @@ from typing import Any, ClassVar, TypeAlias
 
 from datasets import Dataset
 
-from ragen2_trl.columns import EPISODE, SUCCESS, TASK
+from ragen2_trl.columns import EPISODE, REQUIRED, SUCCESS, TASK
 from ragen2_trl.envs.checks import check_choice, check_count, check_flags, check_installed, check_limits, check_range
 from ragen2_trl.envs.episode import Episode, Limits
 from ragen2_trl.envs.outcomes import EpisodeOutcome, mean_outcomes
-from ragen2_trl.envs.play import INVALID_REWARD, OnPlayed, Play, nobody_looks, respond_all
+from ragen2_trl.envs.play import (
+    INVALID_REWARD,
+    NoEpisode,
+    OnPlayed,
+    Play,
+    check_failures,
+    nobody_looks,
+    respond_all,
+)
 from ragen2_trl.envs.responses import TAGS, Completion, Response, completion_text, format_response, parse_response
 from ragen2_trl.envs.tasks import SPLITS, Row
 from ragen2_trl.envs.tools import ToolEnvironment
+from ragen2_trl.failures import LOST
 
-RewardFunc: TypeAlias = Callable[..., list[float]]
+RewardFunc: TypeAlias = Callable[..., Sequence[float | None]]
 
 PROTOCOLS = ("text", "tools")
 
@@ -71,6 +81,7 @@ class Environment(ABC):
     preset: str | None = None  # the name of the set of options that it follows, where there is one
     packages: ClassVar[tuple[str, ...]] = ()  # those of the extra that has the task's name
     quick: ClassVar[bool] = True  # whether a random player's episodes cost next to nothing
+    has_failed: bool = False  # whether an episode has lost its connection, which is said once
 
     def __new__(cls, *args: Any, **kwargs: Any) -> "Environment":
         env = super().__new__(cls)
@@ -238,13 +249,14 @@ class Environment(ABC):
 
     @property
     def reward_funcs(self) -> list[RewardFunc]:
-        """One function `<name>_return(prompts, completions, **columns) -> list[float]` for TRL trainers.
+        """One function `<name>_return(prompts, completions, **columns) -> list[float | None]` for TRL trainers.
 
-        It gives the return of each episode: the rewards of its actions, and `invalid_reward` for each invalid turn. In
-        single-turn play it plays the completions; in multi-turn play `TextRollout` has played them. Where TRL offers
-        `log_metric` it logs `env/<name>/success`, `return`, `turns`, `valid_rate` and `pass@k` with the k completions
-        of a prompt on this process, and with `log_extra` a column `success` of single completions. Use it or
-        `success_func`, not both: each plays the completions of single-turn play.
+        It gives the return of each episode: the rewards of its actions, and `invalid_reward` for each invalid turn;
+        `None` for an episode that a lost connection has ended. In single-turn play it plays the completions; in
+        multi-turn play `TextRollout` has played them. Where TRL offers `log_metric` it logs `env/<name>/success`,
+        `return`, `turns`, `valid_rate`, `failed` and `pass@k` with the k completions of a prompt on this process, and
+        with `log_extra` a column `success` of single completions. Use it or `success_func`, not both: each plays the
+        completions of single-turn play.
         """
         return [reward_func(self, f"{self.name}_return", "episode_return", self.returns)]
 
@@ -272,8 +284,14 @@ class Environment(ABC):
         tools = self.tools
         if tools is None or self.protocol != "tools":
             raise ValueError(f"protocol must be 'tools' for an environment_factory, got {self.protocol!r}")
-        numbers = itertools.count()
-        return lambda: tools(self, next(numbers))
+        numbers, players = itertools.count(), weakref.WeakSet[ToolEnvironment]()
+
+        def make() -> ToolEnvironment:
+            player = tools(self, next(numbers), players)
+            players.add(player)
+            return player
+
+        return make
 
     @property
     def summary(self) -> dict[str, Any]:
@@ -291,6 +309,20 @@ class Environment(ABC):
         """A new episode of a row's task behind the text protocol."""
         return Play(self, self.episode(row, rng))
 
+    def begin(self, row: Row, rng: random.Random) -> Play:
+        """As `play`; one that is over where a lost connection kept it from beginning. Any other exception is raised,
+        with task and row."""
+        try:
+            play = self.play(row, rng)
+        except Exception as error:
+            play = Play(self, NoEpisode())
+            play.seed = row["seed"]
+            play.fail(error)
+            if not isinstance(error, LOST):
+                raise
+        play.seed = row["seed"]
+        return play
+
     def plays(self, seeds: Sequence[int], columns: Mapping[str, Sequence[Any]], step: int = 0) -> list[Play]:
         """A play for each row, each with chance events of its own; `columns` are those of the rows.
 
@@ -303,7 +335,7 @@ class Environment(ABC):
         plays = []
         for index, seed in enumerate(seeds):
             row = {"seed": seed, **{name: values[index] for name, values in columns.items()}}
-            plays.append(self.play(row, random.Random(f"{seed}/{members[seed]}/{step}/{process}")))
+            plays.append(self.begin(row, random.Random(f"{seed}/{members[seed]}/{step}/{process}")))
             members[seed] += 1
         return plays
 
@@ -377,6 +409,7 @@ class Environment(ABC):
         needed = {name: values for name, values in columns.items() if isinstance(values, Sequence)}
         plays = self.plays(seed, needed, step)
         respond_all(plays, [completion_text(completion) for completion in completions], self.workers)
+        check_failures(plays)
         self.on_played(prompts, seed, plays, None)
         return [play.outcome for play in plays]
 
@@ -403,11 +436,11 @@ def reward_func(env: Any, name: str, field: str, bounds: tuple[float, float] | N
         log_metric: Callable[[str, float], None] | None = None,
         log_extra: Callable[[str, list[Any]], None] | None = None,
         **columns: Any,
-    ) -> list[float]:
+    ) -> list[float | None]:
         step = 0 if trainer_state is None else trainer_state.global_step
         outcomes = env.outcomes(prompts, completions, seed, columns, step)
         if log_extra is not None:
-            log_extra(SUCCESS, [float(outcome.success) for outcome in outcomes])
+            log_extra(SUCCESS, [None if outcome.failure else float(outcome.success) for outcome in outcomes])
         if log_metric is not None:
             # Tasks of two kinds may have the same seed.
             tasks = list(zip(columns.get(TASK, seed), seed, strict=True))
@@ -415,9 +448,10 @@ def reward_func(env: Any, name: str, field: str, bounds: tuple[float, float] | N
                 means = mean_outcomes([outcomes[row] for row in rows], [tasks[row] for row in rows])
                 for key, mean in means.items():
                     log_metric(f"env/{part}/{key}", mean)
-        return [float(getattr(outcome, field)) for outcome in outcomes]
+        return [None if outcome.failure else float(getattr(outcome, field)) for outcome in outcomes]
 
     reward.__name__ = name
+    vars(reward)[REQUIRED] = True
     vars(reward)["environment"] = env  # for the model card
     vars(reward)["bounds"] = bounds
     return reward

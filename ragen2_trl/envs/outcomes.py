@@ -22,6 +22,7 @@ class EpisodeOutcome:
         acting_turns: Turns in which one was.
         effective_turns: Turns whose last one changed the state, or ended the episode.
         measures: Further numbers of the task's own, 0.0 to 1.0.
+        failure: Task, row, turn and exception of an episode that was ended by one: it has no reward.
     """
 
     episode_return: float
@@ -32,15 +33,25 @@ class EpisodeOutcome:
     acting_turns: int = 0
     effective_turns: int = 0
     measures: dict[str, float] = field(default_factory=dict)
+    failure: str | None = None
 
 
 def mean_outcomes(outcomes: Sequence[EpisodeOutcome], tasks: Sequence[Hashable]) -> dict[str, float]:
-    """Means over episodes, and `pass@k` where each of the tasks, told apart by `tasks`, was played k times."""
+    """Means over episodes, and `pass@k` where each of the tasks, told apart by `tasks`, was played k times.
+
+    Episodes that have failed are left out of all but `failed`, their share.
+    """
+    played = [(outcome, task) for outcome, task in zip(outcomes, tasks, strict=True) if outcome.failure is None]
+    failed = {"failed": 1 - len(played) / len(outcomes)}
+    if not played:
+        return failed
+    outcomes = [outcome for outcome, _ in played]
     groups: defaultdict[Hashable, list[bool]] = defaultdict(list)
-    for task, outcome in zip(tasks, outcomes, strict=True):
+    for outcome, task in played:
         groups[task].append(outcome.success)
     turns = sum(outcome.turns for outcome in outcomes)
     means = {
+        **failed,
         "success": fmean(outcome.success for outcome in outcomes),
         "return": fmean(outcome.episode_return for outcome in outcomes),
         "turns": turns / len(outcomes),

@@ -5,6 +5,8 @@ actions are carried out in order until the episode ends. One that names none ear
 however many there are, and so does a response of another form, which carries out nothing and consumes the turn.
 """
 
+import logging
+import os
 import random
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -14,6 +16,9 @@ from typing import Any, ClassVar, Protocol, TypeAlias
 from ragen2_trl.envs.episode import Episode
 from ragen2_trl.envs.outcomes import EpisodeOutcome
 from ragen2_trl.envs.responses import Response, format_response
+from ragen2_trl.failures import LOST, check_failed, left_out
+
+logger = logging.getLogger(__name__)
 
 INVALID_REWARD = -0.1
 """Of an invalid turn, unless an environment is given another. Where no completion succeeds, it is all that varies."""
@@ -71,6 +76,7 @@ class TextTask(Protocol):
     splits_answers: bool
     enable_think: bool
     invalid_reward: float
+    has_failed: bool
 
     def read(self, text: str) -> Response | None: ...
     def message(self, play: "Play", status: str | None = None) -> str: ...
@@ -85,6 +91,9 @@ class Play:
         last: What came of the last turn, `None` before the first.
         turns: What was done so far, turn by turn.
         first_board: The state at the start, see `Episode.board_letters`.
+        seed: Of its row, where an environment has begun it for one.
+        error: The exception that has ended the episode, if one has.
+        failure: Task, row, turn and exception in words, if one has.
 
     Args:
         env: Limits and texts.
@@ -99,13 +108,17 @@ class Play:
         self.first_board = episode.board_letters()
         self.executed = 0
         self.last: TurnOutcome | None = None
+        self.seed: int | None = None
+        self.error: Exception | None = None
+        self.failure: str | None = None
         self._valid_turns = 0
         self._effects: dict[int, bool] = {}  # by turn, whether the last action in it had an effect
 
     @property
     def done(self) -> bool:
-        """Whether the rules, the turns or the actions have come to an end."""
-        return self.episode.done or len(self.turn_rewards) >= self.env.max_turns or self.actions_left == 0
+        """Whether the rules, the turns or the actions have come to an end, or an exception has ended the episode."""
+        over = self.episode.done or self.error is not None
+        return over or len(self.turn_rewards) >= self.env.max_turns or self.actions_left == 0
 
     @property
     def actions_left(self) -> int | None:
@@ -122,13 +135,35 @@ class Play:
             num_actions=self.executed,
             acting_turns=len(self._effects),
             effective_turns=sum(self._effects.values()),
-            measures=self.episode.measures,
+            measures={} if self.failure else self.episode.measures,
+            failure=self.failure,
         )
 
+    def fail(self, error: Exception) -> None:
+        """Ends the episode with an exception, which is told the task, the row and the turn. The first is said."""
+        where = f"{self.env.name}, row {self.seed}, turn {len(self.turns) + 1}"
+        self.error, self.failure = error, f"{where}: {type(error).__name__}: {error}"
+        error.add_note(where)
+        if isinstance(error, LOST) and not self.env.has_failed:
+            self.env.has_failed = True
+            logger.warning(left_out(self.env.name, self.failure))
+
     def respond(self, text: str) -> str | None:
-        """Takes a turn with a response; gives the next user message, or `None` when the episode is over."""
+        """Takes a turn with a response; gives the next user message, or `None` when the episode is over.
+
+        A lost connection ends the episode. Any other exception is raised, with task, row and turn.
+        """
         if self.done:
             return None
+        try:
+            return self._respond(text)
+        except Exception as error:
+            self.fail(error)
+            if not isinstance(error, LOST):
+                raise
+            return None
+
+    def _respond(self, text: str) -> str | None:
         response = self.env.read(text)
         actions = () if response is None else response.actions
         status = self.take(actions)
@@ -185,6 +220,29 @@ class Play:
         self.turns.append(
             RecordedTurn(text, counted, valid, self.turn_rewards[-1], reply, self.episode.board_letters())
         )
+
+
+class NoEpisode(Episode):
+    """Stands for an episode that could not begin."""
+
+    done = True
+
+    def observation(self) -> str:
+        return ""
+
+    def is_action(self, action: str) -> bool:
+        return False
+
+    def step(self, action: str) -> float:
+        raise NotImplementedError("the episode could not begin")
+
+
+def check_failures(plays: Sequence[Play]) -> None:
+    """Raises a `ConnectionError` if so many of a generation's plays on this process have failed that there are too
+    many over all processes, each of which has as many plays."""
+    failed = [play.failure for play in plays if play.failure is not None]
+    processes = int(os.environ.get("WORLD_SIZE", "1"))
+    check_failed(len(failed), len(plays) * processes, failed[0] if failed else None)
 
 
 # (prompts, seeds, plays, completions) of episodes that are over; the completions where plays do not know the messages

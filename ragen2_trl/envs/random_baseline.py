@@ -29,13 +29,14 @@ def random_baseline(env: Environment, rows: Iterable[Row], samples: int = 8, see
     for number, row in enumerate(rows):
         for sample in range(samples):
             rng = random.Random(f"floor/{seed}/{number}/{sample}")
-            play = env.play(row, random.Random(rng.random()))
+            play = env.begin(row, random.Random(rng.random()))
             while not play.done:
                 try:
                     play.respond(play.random_response(rng))
                 except NotImplementedError:
                     return None
-            outcomes.append(play.episode.success)
+            if not play.failure:
+                outcomes.append(play.episode.success)
     return fmean(outcomes) if outcomes else None
 
 

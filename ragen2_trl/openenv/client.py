@@ -61,7 +61,7 @@ class Served(Environment):
         timeout: Longest time in seconds that the server may take for one turn.
 
     Raises:
-        ConnectionError: If there is no OpenEnv server at the URL, here or at any later turn.
+        ConnectionError: If there is no OpenEnv server at the URL, here or at a later turn, whose episode is left out.
         ValueError: If the server there is not one of this package's.
     """
 
@@ -152,25 +152,16 @@ class RemotePlay(Play):
         super().__init__(env, RemoteEpisode())
         weakref.finalize(self, env._free.append, session)  # nobody says when a play is abandoned
         self._session = session
-        self._failure: Exception | None = None
         self._counts: dict[str, Any] = {}
         result = session.reset(seed=row["seed"], split=row["split"], episode_id=f"{rng.getrandbits(128):032x}")
         self.episode.see(result)
 
     @property
     def outcome(self) -> EpisodeOutcome:
-        if self._failure is not None:  # TRL turns exceptions of tools into text: here is where training learns of it
-            raise self._failure
         return replace(super().outcome, **self._counts)
 
     def take(self, actions: Sequence[str]) -> str:
-        if self._failure is not None:
-            raise self._failure
-        try:
-            result = self._session.step({"actions": self._clean(actions)})
-        except (ConnectionError, RuntimeError) as error:
-            self._failure = error
-            raise
+        result = self._session.step({"actions": self._clean(actions)})
         seen = result.observation
         self.turn_rewards = list(seen["turn_rewards"])
         self._counts = {name: seen[name] for name in COUNTS}

@@ -95,7 +95,7 @@ def episodes_of(
     step: int = 0,
     completions: Sequence[Any] | None = None,
 ) -> list[PlayedEpisode]:
-    """What was played, to be saved; plays of one task and seed are a group.
+    """What was played, to be saved; plays of one task and seed are a group. Those that have failed are left out.
 
     Args:
         prompts: The first messages of each of the B episodes.
@@ -108,6 +108,8 @@ def episodes_of(
     members: dict[int, int] = {}
     episodes = []
     for number, (prompt, seed, play) in enumerate(zip(prompts, seeds, plays, strict=True)):
+        if play.failure:
+            continue
         group = groups.setdefault((play.env.name, int(seed)), len(groups))
         sample = members[group] = members.get(group, -1) + 1
         outcome = play.outcome

@@ -13,37 +13,52 @@ from datasets import Sequence as SequenceFeature
 
 from ragen2_trl.envs import Play
 from ragen2_trl.envs.outcomes import pass_at_k
+from ragen2_trl.envs.play import check_failures
 
 Z_95 = NormalDist().inv_cdf(0.975)
 NO_FRACTIONS = ("return", "turns", "completion_length")
 
 
 def outcomes_of(plays: Sequence[Play]) -> dict[str, list[float]]:
-    """Columns for `summarize`, one value an episode."""
+    """Columns for `summarize`, one value an episode; NaN for one that has failed.
+
+    Raises:
+        ConnectionError: If too many have failed.
+    """
+    check_failures(plays)
     outcomes = [play.outcome for play in plays]
-    return {
+    measures = next((outcome.measures for outcome in outcomes if not outcome.failure), {})
+    columns = {
         "success": [float(outcome.success) for outcome in outcomes],
-        "valid_rate": [outcome.valid_turns / outcome.turns for outcome in outcomes],
+        "valid_rate": [outcome.valid_turns / max(1, outcome.turns) for outcome in outcomes],
         "return": [outcome.episode_return for outcome in outcomes],
         "turns": [float(outcome.turns) for outcome in outcomes],
-        **{name: [outcome.measures[name] for outcome in outcomes] for name in outcomes[0].measures},
+        **{name: [outcome.measures.get(name, math.nan) for outcome in outcomes] for name in measures},
+    }
+    return {
+        name: [math.nan if outcome.failure else value for outcome, value in zip(outcomes, values, strict=True)]
+        for name, values in columns.items()
     }
 
 
 def summarize(num_samples: int, **values: Sequence[float]) -> dict[str, float]:
     """Means and 95 % confidence intervals of N·G values a metric, group by group; see `evaluate_model`.
 
-    All but `return`, `turns` and `completion_length` are fractions, and `success` gives `pass@k` too.
+    All but `return`, `turns` and `completion_length` are fractions, and `success` gives `pass@k` too. Episodes whose
+    success is NaN have failed: they are left out, and `failed` is their share.
     """
+    played = [not math.isnan(success) for success in values["success"]]
+    failed = {} if all(played) else {"failed": 1 - fmean(played)}
+    starts = [i for i in range(0, len(played), num_samples) if any(played[i : i + num_samples])]
     groups = {
-        name: [list(flat[i : i + num_samples]) for i in range(0, len(flat), num_samples)]
+        name: [[flat[n] for n in range(i, i + num_samples) if played[n]] for i in starts]
         for name, flat in values.items()
     }
     modules = [MeanOutcome(config_name=name, keep_in_memory=True) for name in groups]
     combined = evaluate.combine([*modules, PassAtK(keep_in_memory=True)])
     combined.add_batch(**groups)
     metrics: dict[str, float] = combined.compute()
-    return metrics | {"num_prompts": float(len(groups["success"])), "num_samples": float(num_samples)}
+    return metrics | failed | {"num_prompts": float(len(starts)), "num_samples": float(num_samples)}
 
 
 class MeanOutcome(evaluate.Metric):
@@ -62,7 +77,8 @@ class MeanOutcome(evaluate.Metric):
     def _compute(self, **outcome: Sequence[Sequence[float]]) -> dict[str, float]:
         ((name, rows),) = outcome.items()
         means = [fmean(row) for row in rows]
-        interval = normal_interval(means) if name in NO_FRACTIONS else fraction_interval(means, len(rows[0]))
+        largest = max(map(len, rows))  # others have lost episodes
+        interval = normal_interval(means) if name in NO_FRACTIONS else fraction_interval(means, largest)
         return _with_interval(name, fmean(means), interval)
 
 
@@ -77,10 +93,11 @@ class PassAtK(evaluate.Metric):
         return _info("Chance that one of k samples solves a task (arXiv 2107.03374).", "success")
 
     def _compute(self, success: Sequence[Sequence[float]]) -> dict[str, float]:
-        num_samples, solved = len(success[0]), [round(sum(row)) for row in success]
+        num_samples = max(map(len, success))
         metrics: dict[str, float] = {}
         for k in (2**power for power in range(num_samples.bit_length())):
-            estimates = [pass_at_k(num_samples, count, k) for count in solved]
+            # Of a task that has lost episodes, all that are left may be fewer than k.
+            estimates = [pass_at_k(len(row), round(sum(row)), min(k, len(row))) for row in success]
             metrics |= _with_interval(f"pass@{k}", fmean(estimates), fraction_interval(estimates, num_samples))
         return metrics
 

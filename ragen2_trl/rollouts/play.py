@@ -5,6 +5,7 @@ from typing import TypeAlias
 
 from ragen2_trl.envs import Play, respond_all
 from ragen2_trl.envs.mixture import AnyTask
+from ragen2_trl.envs.play import check_failures
 from ragen2_trl.messages import InputError
 from ragen2_trl.rollouts.chat import Chat, Messages
 from ragen2_trl.rollouts.context import FULL, ContextWindow, TrainingSample, Trajectory
@@ -45,9 +46,10 @@ def play_all(
         window: What a turn is sampled from; default: all turns so far.
 
     Returns:
-        B trajectories; their plays are played.
+        B trajectories; their plays are played, or have failed.
 
     Raises:
+        ConnectionError: If too many episodes have failed.
         ValueError: If a prompt leaves no room for an answer.
     """
     trajectories = [
@@ -79,6 +81,7 @@ def play_all(
             trajectory.answers.append(answers[number])
         texts = [chat.text(answer) for answer in answers]
         messages = respond_all([trajectory.play for trajectory in running], texts, workers)
+        check_failures(plays)
         played, running = running, []
         for trajectory, message in zip(played, messages, strict=True):
             if message is None:

@@ -139,6 +139,7 @@ class Constructed(StockTrainer):
         self._is_made = True
         # Around the methods of subclasses: none can lose a weight, or a reward.
         self.rollout_events = RolloutEvents(self, announces=True)
+        self.rollout_events.watch_environments()
         for name in ("compute_loss", "_compute_loss"):
             extend(self, name, self._loss_of_kept_rows)
         if self.is_deepspeed_enabled:

@@ -201,6 +201,8 @@ class SNRFilter(ForwardPasses):
             scores = group_score(rewards)
         else:
             scores, kept = self._filter.select(groups)
+        if not self._is_neutral:
+            kept = kept & ~scored.failed.cpu().view(kept.shape)
         if self._own_selector is not None and self.accelerator.num_processes > 1:
             # Somebody's function may draw from anywhere: processes that select differently wait for ever.
             (kept,) = broadcast_object_list([kept])

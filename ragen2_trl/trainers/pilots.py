@@ -209,11 +209,11 @@ class PilotSampling:
         """The rewards and columns of some rows, and the metrics that reward functions logged for them."""
         trainer = self.trainer
         with self._part(rows, self.size):
-            rewards = calculate(*values)
+            rewards, failed = trainer.rollout_events.without_failed(values[0], calculate(*values))
         columns, metrics = dict(trainer._pending_extra_logs), dict(trainer._pending_metrics)
         trainer._pending_extra_logs.clear()
         trainer._pending_metrics.clear()
-        return Scored(rewards, columns), metrics
+        return Scored(rewards, columns, failed), metrics
 
     def _to_score(self, scored: Scored, members: int, rows: int) -> Tensor:
         """(n, members) the rewards that score groups, of this many completions each, of so many rows here."""

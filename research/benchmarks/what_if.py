@@ -73,7 +73,7 @@ def trained(size: int, prompts: int, dead_share: float, steps: int, seed: int, f
     rng = random.Random(seed)
     rows = rows.add_column("dead", [rng.random() < dead_share for _ in range(len(rows))])
 
-    def reward(completions: list[Any], dead: list[bool], **columns: Any) -> list[float]:
+    def reward(completions: list[Any], dead: list[bool], **columns: Any) -> list[float | None]:
         rewards = env.success_func(completions=completions, **columns)
         return [0.0 if is_dead else value for value, is_dead in zip(rewards, dead, strict=True)]
 

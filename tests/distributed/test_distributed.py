@@ -219,6 +219,16 @@ def test_two_processes_evaluate_as_one_does(backend, tmp_path):
     assert episodes[0] == episodes[1]
 
 
+def test_lost_connections_are_counted_over_processes(policy_path, tmp_path):
+    """One of sixteen episodes is left out; of two, neither process alone would end the run."""
+    launch("failing.py", 2, policy_path, tmp_path)
+    first, second = (json.loads((tmp_path / f"{process}.json").read_text()) for process in (0, 1))
+    (row,) = [row for row in first["rows"] if "loss" in row]
+    assert row["env/frozen_lake/failed"] == 1 / 16
+    assert first["told"] == second["told"] and first["told"].startswith("2 of 16 episodes")
+    assert "frozen_lake, row " in first["told"] and "turn 1" in first["told"]
+
+
 def test_two_processes_save_the_groups_that_one_saves(tmp_path):
     """Of two tasks, of which a process has one alone, with a group that lies on both processes."""
     launch("played.py", 2, tmp_path / "two")

@@ -36,6 +36,10 @@ class RetrievalError(RuntimeError):
         self.shown = shown or f"Search error: {message}"
 
 
+class NoAnswer(RetrievalError, ConnectionError):
+    """A search engine cannot be reached, or gives no whole answer in time."""
+
+
 class HTTPRetriever:
     """A retrieval server that speaks the JSON of Search-R1's.
 
@@ -130,7 +134,7 @@ class HTTPRetriever:
             if status < 500:
                 raise RetrievalError(f"{self.shown_url} refused: {reason}", shown)
         tries = f"{self.retries + 1} tries, the last: {reason}"
-        raise RetrievalError(f"{self.shown_url} did not answer in {tries}", shown) from cause
+        raise NoAnswer(f"{self.shown_url} did not answer in {tries}", shown) from cause
 
     def _failure(self, error: Exception) -> str:
         if isinstance(error, TimeoutError):
