@@ -141,10 +141,11 @@ class Checkpointed(WholeCheckpoints, Constructed):
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         check_loss_of_trl(type(self), self.args)
         check_enough_prompts(self.train_dataset, self.args)
+        if self._empty_steps.position and self._micro_batches.steps is not None:
+            # An optimizer step was interrupted: its micro-batches are cut for the rest of it.
+            self._step, self._buffered_inputs = 0, None
         self._begin_run()
         self._metrics["train"].clear()  # of a step that was interrupted before it was logged
-        if self._micro_batches.steps is not None:  # cut for the steps of an earlier run, which ended in the middle
-            self._step, self._buffered_inputs = 0, None
         if self.args.snr_strategy not in ("all", "lossless"):
             logger.warning(
                 "loss and grad_norm are means over the rows that the filter keeps: where it drops some, both are "
