@@ -20,7 +20,7 @@ from ragen2_trl.trainers.checkpoints import (
     open_checkpoint,
     write_manifest,
 )
-from ragen2_trl.trainers.checks import check_enough_prompts, check_loss_of_trl
+from ragen2_trl.trainers.checks import check_enough_prompts, check_loss_of_trl, check_trainable
 from ragen2_trl.trainers.construction import Constructed
 from ragen2_trl.trainers.micro_batches import MicroBatchState
 
@@ -64,12 +64,16 @@ class WholeCheckpoints(StockTrainer):
             )
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
+        self._check_trainable()
         checkpoint = checkpoint_to_resume(self.args.output_dir, resume_from_checkpoint, self.accelerator)
         try:
             return super().train(checkpoint, *args, **kwargs)
         except (KeyboardInterrupt, Exception) as end:
             self._tell_where_to_resume(end)
             raise
+
+    def _check_trainable(self) -> None:
+        check_trainable(self.model)
 
     def _tell_where_to_resume(self, end: BaseException) -> None:
         """Add a line below the traceback; for an error only after a step, with a checkpoint that could be loaded."""
