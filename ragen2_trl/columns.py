@@ -21,6 +21,7 @@ SUCCESS = "success"
 
 GENERATION = "generation"
 """In saved completions, the number of their generation in the run, from 1 as `snr/generation`; none in evaluations."""
+
 REQUIRED = "required"
 """Attribute of reward functions without whose reward a completion has none, whatever other functions give it."""
 

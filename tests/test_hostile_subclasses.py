@@ -77,6 +77,14 @@ class MeanOverTokens:
         return (losses * mask).sum() / (inputs["num_items_in_batch"] * of_window)
 
 
+class HolesInPrompts:
+    def _generate_and_score_completions(self, inputs):
+        batch = super()._generate_and_score_completions(inputs)
+        mask = batch["prompt_mask"].clone()
+        mask[:, -2] = 0
+        return {**batch, "prompt_mask": mask}
+
+
 def assert_right(algorithm, mixin, settings, policy_path, tmp_path):
     """The gradient of a subclass is that of the same subclass of the plain trainer on the kept groups."""
     replay = replay_of(policy_path)
@@ -93,6 +101,11 @@ def assert_right(algorithm, mixin, settings, policy_path, tmp_path):
 @cases(**SETTINGS)
 def test_losses_of_subclasses_are_weighted(algorithm, settings, mixin, policy_path, tmp_path):
     assert_right(algorithm, mixin, settings, policy_path, tmp_path)
+
+
+@cases(**SETTINGS, slow=("grpo-grpo", "rloo-kl", "ppo-shared"))
+def test_prompts_with_a_masked_token_keep_their_other_tokens(algorithm, settings, policy_path, tmp_path):
+    assert_right(algorithm, HolesInPrompts, settings, policy_path, tmp_path)
 
 
 @pytest.mark.slow

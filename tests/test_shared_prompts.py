@@ -252,7 +252,9 @@ TRAINING = {"beta": 0.0, "learning_rate": 1e-4, "max_steps": 3, "weight_decay": 
 ADAPTER = LoraConfig(r=4, target_modules="all-linear", task_type=TaskType.CAUSAL_LM)
 
 
-def trained(algorithm, policy_path, folder, plain=False, config=None, rewards=None, adapter=None, **settings):
+def trained(
+    algorithm, policy_path, folder, plain=False, config=None, rewards=None, adapter=None, own=None, **settings
+):
     replay = replay_of(policy_path, rewards)
     args = algorithm.args(folder, plain, **{**TRAINING, **settings})
     model = policy_path
@@ -260,7 +262,9 @@ def trained(algorithm, policy_path, folder, plain=False, config=None, rewards=No
         config = copy.deepcopy(config)
         config.vocab_size = len(replay.tokenizer)
         model = model_of(config)
-    trainer = algorithm.make(model, args, replay, processing_class=replay.tokenizer, peft_config=adapter)
+    trainer = algorithm.make(
+        model, args, replay, trainer_class=own, processing_class=replay.tokenizer, peft_config=adapter
+    )
     trainer.train()
     return trainer
 
@@ -306,6 +310,52 @@ def test_lossless_with_shared_prompts_has_the_parameters_of_trl_for_fewer_positi
     assert ours._shared_prompts.serves
     assert apart(ours, plain) < 5e-6 and apart(without, plain) < 5e-6
     assert all(one < other for one, other in zip(fractions(ours), fractions(without), strict=True))
+
+
+def with_holes(of, algorithm, plain):
+    """A subclass that masks a token inside the prompts or completions of the second generation and those after it."""
+
+    class Holes(algorithm.plain_trainer if plain else algorithm.trainer):
+        generations = 0
+
+        def _generate_and_score_completions(self, inputs):
+            batch = super()._generate_and_score_completions(inputs)
+            self.generations += 1
+            if self.generations > 1:
+                mask = batch[f"{of}_mask"].clone()
+                mask[:, -2 if of == "prompt" else 1] = 0
+                batch[f"{of}_mask"] = mask
+            return batch
+
+    return Holes
+
+
+@pytest.mark.parametrize("of", ["completion", "prompt"])
+@pytest.mark.parametrize("algorithm", [GRPO, slow(RLOO)], ids=["grpo", "rloo"])
+def test_rows_with_holes_in_their_masks_train_as_in_trl(algorithm, of, policy_path, tmp_path):
+    ends, settings = [], {**SEVERAL, "steps_per_generation": 2, "max_steps": 4}
+    for plain in (True, False):
+        trainer = trained(
+            algorithm,
+            policy_path,
+            tmp_path,
+            plain,
+            own=with_holes(of, algorithm, plain),
+            **({} if plain else LOSSLESS),
+            **settings,
+        )
+        assert trainer.generations == 2
+        ends.append(trainer)
+    assert ends[1]._shared_prompts.serves and apart(*ends) < 5e-6
+    shared, padded_rows = fractions(ends[1])[0], fractions(ends[1])[-1]
+    assert shared < padded_rows
+
+
+def test_holes_in_the_first_batch_do_not_end_sharing():
+    holes = {**BATCH, "completion_mask": BATCH["completion_mask"].clone()}
+    holes["completion_mask"][:, 1] = 0
+    shared = checked(model_of(FITTING["llama"]), holes)
+    assert shared.serves and shared.positions(holes) == IDS.numel() > shared.positions(BATCH)
 
 
 def test_a_batch_of_live_groups_shares_prompts_too(policy_path, tmp_path):

@@ -68,16 +68,15 @@ def loss_mask(batch: Batch) -> Tensor:
 
 
 def row_lengths(batch: Batch) -> Tensor:
-    """Tokens of each row without its padding, prompt and completion: (rows,)."""
-    lengths: Tensor = batch["prompt_mask"].sum(dim=1) + _last_position(batch["completion_mask"])
-    return lengths
+    """Columns of each row without its padding, prompt and completion: (rows,)."""
+    return _prompt_lengths(batch) + _last_position(batch["completion_mask"])
 
 
 def prompts_of(batch: Batch) -> list[tuple[int, int]]:
-    """For each row the number of its prompt among the batch's prompts, and the tokens of that prompt."""
+    """For each row the number of its prompt among the batch's prompts, and that prompt's columns without padding."""
     prompts = torch.cat([batch["prompt_ids"], batch["prompt_mask"]], dim=1)
     numbers = torch.unique(prompts, dim=0, return_inverse=True)[1]
-    return list(zip(numbers.tolist(), batch["prompt_mask"].sum(dim=1).tolist(), strict=True))
+    return list(zip(numbers.tolist(), _prompt_lengths(batch).tolist(), strict=True))
 
 
 def whole_rows(batch: Batch) -> tuple[Tensor, Tensor, int]:
@@ -133,7 +132,7 @@ def take(
     """
     taken = _pick(split_images(batch), rows)
     full = _widths(taken)
-    longest_prompt = full.prompt if keep_positions else int(taken["prompt_mask"].sum(dim=1).max())
+    longest_prompt = full.prompt if keep_positions else int(_prompt_lengths(taken).max())
     longest_completion = max(1, int(_last_position(taken["completion_mask"]).max()))
     widths = Widths(
         _round_up(longest_prompt, pad_to_multiple_of, full.prompt),
@@ -283,7 +282,12 @@ def _concatenate(key: str, parts: list[Batch], side: str | None, widths: Widths,
 def _last_position(mask: Tensor) -> Tensor:
     """One past the last position that is set in each row, 0 for an empty row. (rows, T) -> (rows,)."""
     positions = torch.arange(1, mask.size(1) + 1, device=mask.device)
-    return (mask * positions).amax(dim=1)
+    return pad(mask * positions, (1, 0)).amax(dim=1)
+
+
+def _prompt_lengths(batch: Batch) -> Tensor:
+    """Columns from the first token of each prompt that is attended to: (rows,)."""
+    return _last_position(batch["prompt_mask"].flip(1))
 
 
 def _round_up(width: int, multiple: int | None, limit: int) -> int:

@@ -20,7 +20,7 @@ from ragen2_trl.trainers.checkpoints import (
     open_checkpoint,
     write_manifest,
 )
-from ragen2_trl.trainers.checks import check_enough_prompts, check_loss_of_trl
+from ragen2_trl.trainers.checks import check_enough_prompts, check_loss_of_trl, check_trainable
 from ragen2_trl.trainers.construction import Constructed
 from ragen2_trl.trainers.micro_batches import MicroBatchState
 
@@ -64,12 +64,16 @@ class WholeCheckpoints(StockTrainer):
             )
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
+        self._check_trainable()
         checkpoint = checkpoint_to_resume(self.args.output_dir, resume_from_checkpoint, self.accelerator)
         try:
             return super().train(checkpoint, *args, **kwargs)
         except (KeyboardInterrupt, Exception) as end:
             self._tell_where_to_resume(end)
             raise
+
+    def _check_trainable(self) -> None:
+        check_trainable(self.model)
 
     def _tell_where_to_resume(self, end: BaseException) -> None:
         """Add a line below the traceback; for an error only after a step, with a checkpoint that could be loaded."""
@@ -141,10 +145,11 @@ class Checkpointed(WholeCheckpoints, Constructed):
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         check_loss_of_trl(type(self), self.args)
         check_enough_prompts(self.train_dataset, self.args)
+        if self._empty_steps.position and self._micro_batches.steps is not None:
+            # An optimizer step was interrupted: its micro-batches are cut for the rest of it.
+            self._step, self._buffered_inputs = 0, None
         self._begin_run()
         self._metrics["train"].clear()  # of a step that was interrupted before it was logged
-        if self._micro_batches.steps is not None:  # cut for the steps of an earlier run, which ended in the middle
-            self._step, self._buffered_inputs = 0, None
         if self.args.snr_strategy not in ("all", "lossless"):
             logger.warning(
                 "loss and grad_norm are means over the rows that the filter keeps: where it drops some, both are "

@@ -8,6 +8,7 @@ from typing import Any
 from accelerate.logging import get_logger
 from accelerate.utils import gather_object
 from datasets import Dataset, IterableDataset
+from torch import nn
 from trl import RLOOTrainer
 
 from ragen2_trl.columns import SUCCESS
@@ -180,6 +181,16 @@ def check_has_rows(train_dataset: Any, args: SNRFilterConfig) -> None:
         raise ValueError(
             f"snr_dynamic_sampling_rounds={args.snr_dynamic_sampling_rounds} draws further prompts "
             f"by their row, which a {found} does not have; allowed: datasets.Dataset, or 0 rounds."
+        )
+
+
+def check_trainable(policy: nn.Module) -> None:
+    """Raise a `ValueError` where training would change no parameter of the policy."""
+    if not any(parameter.requires_grad for parameter in policy.parameters()):
+        raise ValueError(
+            f"model={type(policy).__name__} has no parameter with requires_grad=True, so nothing would be trained; "
+            "allowed: an adapter loaded by PeftModel.from_pretrained(..., is_trainable=True), a new one by "
+            "peft_config, or a model after requires_grad_(True)."
         )
 
 

@@ -57,12 +57,12 @@ class EmptySteps(TrainerCallback):
         self.trainer = trainer
         self.accelerator = trainer.accelerator
         self.check_update = check_update
+        self.latest: dict[str, float] = {}  # the filter's metrics, for steps that reuse completions
+        self.trained_groups = 0  # of the present generation
         self.begin_run()
 
     def begin_run(self) -> None:
-        self.latest: dict[str, float] = {}  # the filter's metrics, for steps that reuse completions
         self.grad_norm: Any = None  # of the latest step with rows since the last log row
-        self.trained_groups = 0  # of the present generation
         self.empty_steps = 0
         self.empty_streak = 0
         self.has_begun = False  # whether a step has
@@ -106,7 +106,6 @@ class EmptySteps(TrainerCallback):
         self.has_rows |= step.kept > 0
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.begin_step()
         self.has_begun = True
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
@@ -142,6 +141,7 @@ class EmptySteps(TrainerCallback):
                 f"kept group (snr_max_empty_steps={args.snr_max_empty_steps}). {why_nothing_is_kept(self.trainer)}"
             )
             control.should_training_stop = True
+        self.begin_step()
 
     def state(self) -> StepsState:
         """State for a checkpoint, the same on every process."""

@@ -67,11 +67,22 @@ class SNRFilter(ForwardPasses):
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> Batch:
         if not self._is_made:
             return super()._generate_and_score_completions(inputs)
-        if not self.model.training:
+        mode = "train" if self.model.training else "eval"
+        try:
+            if mode == "train":
+                return self._sample_generation(inputs)
             self.rollout_events.rows(inputs)
             evaluated: Batch = super()._generate_and_score_completions(inputs)
             self._number_completions(len(inputs), None)
             return evaluated
+        except BaseException:  # Ctrl-C, too: nothing of these completions may reach a later call
+            self._row_means = self._sampled = self._live = None
+            for collected in (self._pending_extra_logs, self._pending_metrics, self._metrics[mode]):
+                collected.clear()
+            raise
+
+    def _sample_generation(self, inputs: list[dict[str, Any]]) -> Batch:
+        """A batch for training: TRL's, of all rounds, with the rows marked that the loss is a mean over."""
         self._row_means = RowMeans(self._metrics["train"])
         if self._pilots is not None:
             self._pilots.begin_step()

@@ -69,7 +69,8 @@ class SharedPrompts:
         window = getattr(self.config, "sliding_window", None) or math.inf
         if self.serves is False or (self.serves and (window == math.inf or self.checked > window)):
             return
-        input_ids, attention_mask, width = self._longest_rows(*whole_rows(batch))
+        ids, mask, columns = whole_rows(batch)
+        input_ids, attention_mask, width = self._longest_rows(ids, _filled(mask), columns)
         lengths = attention_mask.sum(dim=1) * attention_mask[:, -width:].any(dim=1)
         longest = int(self.accelerator.gather(lengths).max()) - 1  # the last token is predicted, and not attended to
         if longest < 0 or (self.serves and longest <= window):
@@ -127,13 +128,14 @@ class SharedPrompts:
         return rows * length * (self.overhead + length)
 
     def _layout(self, input_ids: Tensor, attention_mask: Tensor, width: int) -> "Layout | None":
-        """The cheapest packing of the rows; `None` where padded rows cost about as much."""
+        """The cheapest packing of the rows; `None` where padded rows cost about as much, or masks have holes."""
         before = input_ids.size(1) - width
         batch = {"prompt_ids": input_ids[:, :before], "prompt_mask": attention_mask[:, :before]}
         groups, prompts = zip(*prompts_of(batch), strict=True)
-        lengths = attention_mask[:, before:].sum(dim=1).tolist()
-        # The first token of a row has nothing to be predicted from; and rows without completions predict nothing.
-        if min(prompts) == 0 or not any(lengths):
+        holes = (_filled(attention_mask) != attention_mask).any(dim=1)
+        lengths = attention_mask[:, before:].sum(dim=1).masked_fill(holes, -1).tolist()
+        # The first token of a row has nothing to be predicted from, and rows without completions predict nothing.
+        if min(prompts) == 0 or min(lengths) < 0 or not any(lengths):
             return None
         layout = cheapest_layout(prompts, lengths, groups, self._cost)
         return layout if layout.cost < WORTH * self._cost(*input_ids.shape) else None
@@ -225,6 +227,15 @@ class SharedPrompts:
         if difference <= TOLERANCE[not exact] + 8 * noise:
             return None
         return f"whose log-probs would differ by {difference:.2g} nats a token, and by {noise:.1g} from batching"
+
+
+def _filled(mask: Tensor) -> Tensor:
+    """Masks that are 1 from the first to the last token of each row, (rows, columns).
+
+    >>> _filled(torch.tensor([[0, 1, 0, 1, 0]])).tolist()
+    [[0, 1, 1, 1, 0]]
+    """
+    return mask.cummax(dim=1).values * mask.flip(1).cummax(dim=1).values.flip(1)
 
 
 class Layout(NamedTuple):

@@ -43,6 +43,8 @@ class StockTrainer(Trainer):
     _logs: dict[str, Any]
     _metrics: dict[str, defaultdict[str, list[float]]]
     _name: Any
+    _pending_extra_logs: Any  # values by column
+    _pending_metrics: Any  # values by name
     _step: int
     _tokenizer: PreTrainedTokenizerBase
 

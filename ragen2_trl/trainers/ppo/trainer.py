@@ -17,6 +17,7 @@ from ragen2_trl.trainers.plans import KEPT, LossMean
 from ragen2_trl.trainers.ppo import advantages as mathematics
 from ragen2_trl.trainers.ppo.actor_critic import ActorCritic
 from ragen2_trl.trainers.ppo.config import SNRFilteredPPOConfig, check_loss
+from ragen2_trl.trainers.ppo.critic import without_critic
 from ragen2_trl.trainers.processes import forward_in_step
 from ragen2_trl.trainers.selection import Selection
 
@@ -81,6 +82,10 @@ class SNRFilteredPPOTrainer(ActorCritic, SNRFilter, GRPOTrainer):
             )
         super().__init__(model, reward_funcs, args, *positional, **kwargs)
         self._add_critic(value_model)
+
+    def _check_trainable(self) -> None:
+        with without_critic(self.model):
+            super()._check_trainable()
 
     @property
     def _loss_mean(self) -> LossMean:
