@@ -224,12 +224,13 @@ def test_reasoning_moved_to_other_prompts_is_found_out(played, tmp_path, capsys)
 def test_a_folder_is_a_path_that_ends_with_its_last_step(played, tmp_path, capsys):
     prompts, texts = played
     folder = tmp_path / "saved"
-    for step in (9, 20, 100_000):
+    for step in (9, 100_000):
         moved = texts if step < 100 else texts[2:] + texts[:2]
         save(folder, step, prompts, messages(moved))
+        save(folder, step + 1, prompts, messages(moved))  # a step that uses the same completions
     report = run(tmp_path, completions=folder)
-    assert [point["label"] for point in report["path"]] == ["step 9", "step 20", "step 100000"]
-    assert [point["regime"] for point in report["path"]] == ["diverse", "diverse", "foreign"]
+    assert [point["label"] for point in report["path"]] == ["step 9", "step 100000"]
+    assert [point["regime"] for point in report["path"]] == ["diverse", "foreign"]
     assert report["regime"] == "foreign"
     assert report["metrics"] == report["path"][-1]["metrics"]
     assert "completions_100000.parquet scored by tiny" in " ".join(capsys.readouterr().out.split())

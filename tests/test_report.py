@@ -164,6 +164,17 @@ def test_groups_with_most_reward_variance_come_first(tmp_path):
     assert groups[1].size == 10
 
 
+def test_groups_are_of_the_last_generation_of_a_file(tmp_path):
+    folder = make_run(tmp_path / "run", steps=10)
+    rows = [
+        {"step": 10, "prompt": "one", "completion": "text", "success": float(member), "generation": number}
+        for number in (3, 4)
+        for member in (0, 1)
+    ]
+    pd.DataFrame(rows).to_parquet(folder / "completions" / "completions_00010.parquet")
+    assert [group.size for group in read_groups(read_run(folder), [])] == [2]
+
+
 def test_a_template_fits_every_prompt_alike_and_a_thought_only_its_own():
     for depends in (False, True):
         for reasoning in pick_traces(make_measurement(3, depends)):

@@ -290,6 +290,121 @@ def test_weights_make_the_sum(run):
     np.testing.assert_allclose(log.rewards, 2 * log.by_function["form_reward"])
 
 
+# Generations
+
+
+def plain_run(policy_path, folder, rewards=length_reward, trainer_class=GRPOTrainer, **settings):
+    """A run of TRL, or of another trainer, that saved its state."""
+    config = GRPOConfig if trainer_class is GRPOTrainer else SNRFilteredGRPOConfig
+    args = config(str(folder), **{**RUN, "log_completions": True, "num_completions_to_print": 0, **settings})
+    trainer = trainer_class(policy_path, rewards, args, Dataset.from_dict({"prompt": PROMPTS}))
+    trainer.train()
+    trainer.save_state()
+    return read_completion_log(folder), [row["step"] for row in trainer.state.log_history if "reward" in row]
+
+
+REUSED = {"num_iterations": 2}, {"per_device_train_batch_size": 4, "steps_per_generation": 2}
+
+
+@pytest.mark.parametrize("trainer_class", [GRPOTrainer, SNRFilteredGRPOTrainer])
+@pytest.mark.parametrize("settings", REUSED)
+def test_a_generation_that_serves_several_steps_is_read_once(policy_path, tmp_path, settings, trainer_class):
+    log, sampled = plain_run(policy_path, tmp_path, trainer_class=trainer_class, max_steps=6, **settings)
+    assert len(list((tmp_path / "completions").iterdir())) == 6 and sampled == [1, 3, 5]
+    assert log.steps.tolist() == [1, 1, 3, 3, 5, 5] and log.generations.tolist() == [0, 0, 1, 1, 2, 2]
+    assert log.groups_per_generation == 2 and len(set(log.prompts.tolist())) == 6  # no prompt came again
+    assert not any("generations are read" in note or "logging steps" in note for note in log.notes)
+
+
+@pytest.mark.parametrize("trainer_class", [GRPOTrainer, SNRFilteredGRPOTrainer])
+def test_generations_that_trl_did_not_save_are_counted(policy_path, tmp_path, trainer_class):
+    """Two generations a step: TRL saves the second alone, and logs the mean of both."""
+    settings = {"gradient_accumulation_steps": 2, "steps_per_generation": 1}
+    log, _ = plain_run(policy_path, tmp_path, trainer_class=trainer_class, **settings)
+    total = "at least 6" if trainer_class is GRPOTrainer else "6"
+    assert len(log) == 6 and any(f"3 of {total} generations are read" in note for note in log.notes)
+
+
+def test_recorded_rewards_of_a_step_with_several_generations_are_those_of_several(policy_path, tmp_path):
+    settings = {"gradient_accumulation_steps": 2, "steps_per_generation": 1}
+    plain_run(policy_path, tmp_path, trainer_class=SNRFilteredGRPOTrainer, **settings)
+    shutil.rmtree(tmp_path / "completions")
+    log = read_completion_log(tmp_path)
+    assert log.groups_per_generation == 2 and log.generations.tolist() == np.repeat(range(6), 2).tolist()
+
+
+def write_tables(folder, files, history=()):
+    """Files of completions as TRL names them, by step, and a state with a log."""
+    (folder / "completions").mkdir()
+    for step, rows in files.items():
+        table = pd.DataFrame([{"step": step, **row, "advantage": 0.0} for row in rows])
+        table.to_parquet(folder / "completions" / f"completions_{step:05d}.parquet")
+    state = {"global_step": max(files), "log_history": list(history)}
+    (folder / "trainer_state.json").write_text(json.dumps(state))
+    return folder
+
+
+def generation(number, **more):
+    return [{**row, "completion": f"{row['completion']}{number}", **more} for row in ROWS[:8]]
+
+
+def test_the_number_of_a_generation_decides_what_is_read_again(tmp_path):
+    """Also where rows are equal, and where a file holds the end of an earlier generation, as with pilots."""
+    first, equal, third = (generation(0, generation=number) for number in (7, 8, 9))
+    files = {1: first, 2: first, 3: equal, 4: equal[4:] + third}
+    log = read_completion_log(write_tables(tmp_path, files))
+    assert log.steps.tolist() == [1, 1, 3, 3, 4, 4] and log.generations.tolist() == [0, 0, 1, 1, 2, 2]
+    assert [*log.by_function] == ["reward"]
+
+
+def test_two_generations_of_a_file_do_not_share_groups(tmp_path):
+    log = read_completion_log(
+        write_tables(tmp_path, {2: generation(0, generation=3) + generation(1, generation=4)[:4]})
+    )
+    assert log.generations.tolist() == [0, 0, 1] and log.prompts.tolist() == [0, 1, 0]
+    assert log.groups_per_generation == 2
+
+
+def test_equal_rows_are_another_generation_where_the_log_says_that_one_was_sampled(tmp_path):
+    rows = {step: generation(0) for step in (1, 2, 3)}
+    history = [{"step": 1, "reward": 0.75}, {"step": 2}, {"step": 3, "reward": 0.75}]
+    assert read_completion_log(write_tables(tmp_path, rows, history)).steps.tolist() == [1, 1, 3, 3]
+
+
+def test_completions_of_an_evaluation_are_left_out_of_the_steps_that_save_them_again(tmp_path):
+    evaluated, new = generation(1), generation(2)
+    history = [{"step": 2, "eval_reward": 0.5}]
+    files = {1: generation(0), 2: evaluated, 3: evaluated, 4: new}
+    assert read_completion_log(write_tables(tmp_path, files, history)).steps.tolist() == [1, 1, 4, 4]
+
+
+# Weights
+
+
+def zest(completions, **columns):
+    return [float(number % 4 == 0) for number in range(len(completions))]
+
+
+def aroma(completions, **columns):
+    return [float(number % 4 in (1, 2)) for number in range(len(completions))]
+
+
+@pytest.mark.parametrize("trainer_class", [GRPOTrainer, SNRFilteredGRPOTrainer])
+def test_weights_are_those_of_their_functions_whose_names_are_sorted_in_the_log(policy_path, tmp_path, trainer_class):
+    settings = {"reward_weights": [1.0, 0.25], "save_strategy": "steps", "save_steps": 3}
+    plain_run(policy_path, tmp_path / "run", [zest, aroma], trainer_class, **settings)
+    given = settings["reward_weights"] if trainer_class is GRPOTrainer else []
+    log = what_if(tmp_path / "run", reward_weights=given).log
+    assert log.rewards.tolist() == [[1.0, 0.25, 0.25, 0.0]] * 6
+    assert not any("--reward_weights" in note for note in log.notes)
+    wrong = what_if(tmp_path / "run", reward_weights=[0.25, 1.0])
+    assert any("zest, aroma" in note for note in wrong.notes)
+
+
+def test_weights_of_one_are_doubted_only_where_the_log_contradicts_them(policy_path, tmp_path):
+    assert not any("--reward_weights" in note for note in plain_run(policy_path, tmp_path, [zest, aroma])[0].notes)
+
+
 # What cannot be read
 
 LINE = {"prompt": "a", "completion": "b", "reward": 1}
@@ -437,8 +552,8 @@ def test_weights_that_a_plain_run_does_not_save_are_named_where_they_matter(poli
     found, given = what_if(tmp_path / "run"), what_if(tmp_path / "run", reward_weights=[1.0, 0.2])
     faults = " ".join(found.faults)
     assert "other weights" in faults and "rounding" not in faults
-    said = "Rewards are summed with weights of 1; --reward_weights gives others."
-    assert said in found.notes and said not in given.notes
+    told, more = ([note for note in one.notes if "--reward_weights" in note] for one in (found, given))
+    assert len(told) == 1 and "first, second" in told[0] and not more
     assert (found.live.value, given.live.value) == (0, 1)
 
 

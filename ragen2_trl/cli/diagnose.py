@@ -38,7 +38,7 @@ from ragen2_trl.cli.samples import (
     Completions,
     find_files,
     has_ids,
-    read_completions,
+    read_generations,
     read_sample,
     sample_control,
     sample_tasks,
@@ -182,8 +182,7 @@ def _diagnose_saved(
     arguments: DiagnoseArguments, name: str, line: ProgressLine
 ) -> tuple[list[Diagnosis], PreTrainedTokenizerBase, str, str]:
     with checked_input():
-        files = find_files(Path(arguments.completions or ""))
-        tables = [read_completions(file) for file in files]
+        files, tables = read_generations(find_files(Path(arguments.completions or "")))
     model, tokenizer = load_model(arguments.model)
     samples = [read_sample(tokenizer, table, file.stem) for file, table in zip(files, tables, strict=True)]
     own = has_ids(tables[-1])

@@ -230,6 +230,16 @@ def read_completions(file: Path) -> list[dict[str, Any]]:
     return rows
 
 
+def read_generations(files: Sequence[Path]) -> tuple[list[Path], list[list[dict[str, Any]]]]:
+    """Files with their rows, see `read_completions`; without those that a step saved again, as it used them again."""
+    found: list[tuple[Path, list[dict[str, Any]]]] = []
+    for file in files:
+        rows = read_completions(file)
+        if not found or [{**row, "step": None} for row in rows] != [{**row, "step": None} for row in found[-1][1]]:
+            found.append((file, rows))
+    return [file for file, _ in found], [rows for _, rows in found]
+
+
 def _parquet(file: Path) -> pa.Table:
     try:
         return table_of(open_parquet(file))  # as one file: `read_table` would look for more columns in the path

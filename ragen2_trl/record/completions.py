@@ -26,6 +26,7 @@ from ragen2_trl.record.group_rewards import FILE as GROUP_REWARDS
 from ragen2_trl.record.group_rewards import read_group_rewards
 from ragen2_trl.record.parquet import open_parquet, table_of
 from ragen2_trl.record.run import read_run
+from ragen2_trl.record.settings import reward_weights_of
 
 Floats = NDArray[np.float64]
 Count = Callable[[Any, Any], tuple[int, int]]
@@ -43,18 +44,19 @@ ALLOWED = (
 # What others call the three columns: verl's rollout dumps.
 ALIASES = {"prompt": ("prompt", "input"), "completion": ("completion", "output")}
 TOTALS = ("reward", "score")  # columns that hold the sum of all rewards
-NO_REWARDS = ("step", "advantage", "group", "success", "clipped")
+GENERATION = "generation"  # column with the number of a row's generation, in files of our trainers
+NO_REWARDS = ("step", "advantage", "group", "success", "clipped", GENERATION)
 TABLES, LINES, SHEETS = (".parquet",), (".jsonl", ".json"), (".csv",)
 SAMPLERS = ("snr_dynamic_sampling_rounds", "snr_pilot_generations", "snr_prompt_selection")
 
 
 @dataclass(frozen=True)
 class CompletionLog:
-    """The whole groups of a log, N of them, each of G completions of one prompt in one step.
+    """The whole groups of a log, N of them, each of G completions of one prompt in one generation.
 
     Args:
         name: Of the file or folder, as it was given.
-        steps: (N,) optimizer step, rising.
+        steps: (N,) first optimizer step with them in its log, rising.
         prompts: (N,) number of the prompt; equal prompts have equal numbers.
         rewards: (N, G) weighted reward sums, NaN where there is none.
         by_function: For each reward function its (N, G) rewards before weights.
@@ -64,6 +66,7 @@ class CompletionLog:
         unit: `tokens` (counted), `estimated tokens` (characters, scaled by the logged mean length) or `characters`;
             empty without texts.
         beginnings: Of the text of each prompt by its number; model input, so hostile until it is escaped.
+        sampled: (N,) number of the generation, by which its groups follow one another; `None` where the log has none.
         groups_per_generation: Groups of a generation.
         micro_batch: Completions of a micro-batch of a process; `None` where the log does not tell.
         history: Rows of the trainer's log.
@@ -81,6 +84,7 @@ class CompletionLog:
     prompt_lengths: Floats | None = None
     unit: str = ""
     beginnings: Sequence[str] = ()
+    sampled: NDArray[np.int64] | None = None
     groups_per_generation: int = ASSUMED_GROUPS
     micro_batch: int | None = None
     history: Sequence[Mapping[str, Any]] = ()
@@ -97,8 +101,10 @@ class CompletionLog:
 
     @property
     def generations(self) -> NDArray[np.int64]:
-        """(N,) number of each group's generation: its step, or consecutive groups where a step holds more."""
+        """(N,) running number of each group's generation: as it was logged, else consecutive groups of a step."""
         starts = np.r_[True, self.steps[1:] != self.steps[:-1]]
+        if self.sampled is not None:
+            return np.cumsum(starts | np.r_[True, self.sampled[1:] != self.sampled[:-1]]) - 1
         place = np.arange(len(self)) - np.flatnonzero(starts)[np.cumsum(starts) - 1]
         new = starts | (place % self.groups_per_generation == 0)
         return np.cumsum(new) - 1
@@ -109,12 +115,22 @@ class _Rows:
     """Completions in the order of the log, column by column."""
 
     steps: list[int | None] = field(default_factory=list)
+    generations: list[int | None] = field(default_factory=list)
     prompts: list[int] = field(default_factory=list)
     lengths: list[tuple[int, int]] = field(default_factory=list)
     rewards: list[tuple[float, ...]] = field(default_factory=list)
     advantages: list[float] = field(default_factory=list)
     numbers: dict[bytes, int] = field(default_factory=dict)
     beginnings: list[str] = field(default_factory=list)
+
+    def leave_out(self, start: int, gone: Sequence[bool]) -> None:
+        """Forget some of the completions from a place on."""
+
+        def forget(column: list[Any]) -> None:
+            column[start:] = [value for value, is_gone in zip(column[start:], gone, strict=True) if not is_gone]
+
+        for column in (self.steps, self.generations, self.prompts, self.lengths, self.rewards, self.advantages):
+            forget(column)
 
 
 def read_completion_log(
@@ -149,27 +165,36 @@ def read_completion_log(
     history, state, settings, end = _history(path, notes)
     files = _files(path)
     if not files:
-        return _recorded(path, history, num_generations, groups_per_generation, notes)
+        groups = groups_per_generation or _groups_of(settings)
+        return _recorded(path, history, num_generations, groups, notes)
     names: list[str] = []
     rows = _Rows()
     functions = [key.split("/")[1] for row in history for key in row if re.fullmatch(r"rewards/[^/]+/mean", key)]
     evaluated = {row.get("step") for row in history if any(str(key).startswith("eval_reward") for key in row)}
-    left = 0
+    generated = {row.get("step") for row in history if "reward" in row}  # TRL logs it where it has sampled
+    left, repeated, before = 0, 0, list[int | bytes]()
     if later := [file for file in files if end is not None and (_step_of(file) or 0) > end]:
         notes.append(f"Left out: {counted(len(later), 'file')} of another training, after the last step, {end}.")
     for file in files:
         if file in later:
             continue
-        if _step_of(file) in evaluated:
-            left += 1  # TRL writes the file of a step again after an evaluation, with completions of that
-            continue
+        step, start = _step_of(file), len(rows.prompts)
         try:
             wanted = list(rewards) or list(dict.fromkeys(functions))
-            _read_file(file, rows, names, wanted, bool(rewards), count, notes)
+            marks = _read_file(file, rows, names, wanted, bool(rewards), count, notes)
         except OSError as error:  # half a file, as a kill leaves it
             if len(files) == 1:
                 raise
             notes.append(f"{file.name} is left out: {' '.join(str(error).split())[:200]}.")
+            continue
+        if step in evaluated:
+            left += 1  # TRL writes the file of a step again after an evaluation, with completions of that
+            gone = [True] * len(marks)
+        else:
+            gone = _again(marks, before if file.suffix in TABLES else (), step in generated)
+            repeated += bool(marks) and all(gone)
+        rows.leave_out(start, gone)
+        before = marks
         if len(rows.prompts) >= MAX_ROWS:
             notes.append(f"The first {MAX_ROWS:,} completions are read, up to {file.name}; the rest is left out.")
             break
@@ -177,7 +202,8 @@ def read_completion_log(
         notes.append(f"Left out: {counted(left, 'file')} of steps with an evaluation, which overwrites completions.")
     if not rows.prompts:
         raise ValueError(f"{str(path)!r} holds no completions; allowed: {ALLOWED}. {' '.join(notes)}".rstrip())
-    weights = list(reward_weights) or _weights(settings, names)
+    of_run = reward_weights_of(settings, names)
+    weights = list(reward_weights) or of_run or [1.0] * len(names)
     if len(weights) != len(names):
         raise ValueError(
             f"reward_weights must be {len(names)} numbers, one for each of {', '.join(names)}, got {len(weights)}"
@@ -188,10 +214,10 @@ def read_completion_log(
         notes.append(f"The run chose what it sampled ({', '.join(sampled)}): shares here speak for its choice.")
     if not set(functions) & set(names) and len(names) > 1 and not rewards:
         notes.append(f"Columns of numbers are taken as rewards: {', '.join(names)}; --rewards names others.")
-    if len(names) > 1 and not reward_weights and "reward_weights" not in settings:  # only our runs save theirs
-        notes.append("Rewards are summed with weights of 1; --reward_weights gives others.")
+    if len(names) > 1 and (reward_weights or of_run is None):  # only our runs save theirs
+        notes += _weights_said(log, weights, bool(reward_weights), history)
     micro = _whole(state.get("train_batch_size")) or _whole(settings.get("per_device_train_batch_size"))
-    notes += _saved_steps(log, history)
+    notes += _generations_said(log, history, settings, repeated)
     return _calibrated(log, history, micro, count is not None, notes)
 
 
@@ -199,10 +225,25 @@ def _whole(value: Any) -> int | None:
     return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
 
 
-def _weights(settings: Mapping[str, Any], names: Sequence[str]) -> list[float]:
-    given = settings.get("reward_weights")
-    fits = isinstance(given, list) and len(given) == len(names) and all(map(is_number, given))
-    return [float(one) for one in given] if fits and given else [1.0] * len(names)
+def _groups_of(settings: Mapping[str, Any]) -> int | None:
+    """Groups of a generation of a run of ours; `None` where its settings do not tell."""
+    names = ("per_device_train_batch_size", "processes", "steps_per_generation", "num_generations")
+    values = [_whole(settings.get(name)) or 0 for name in names]
+    return (math.prod(values[:3]) // values[3] or None) if values[3] else None
+
+
+def _again(marks: Sequence[int | bytes], before: Sequence[int | bytes], has_sampled: bool) -> list[bool]:
+    """Which rows of a file stand in the file before it, too: TRL saves a generation at each step that uses it.
+
+    Args:
+        marks: For each row the number of its generation; where it has none, a hash of the row.
+        before: Of the rows of the file before it.
+        has_sampled: Whether the log says that a generation was sampled since then.
+    """
+    if all(isinstance(mark, int) for mark in marks):
+        known = set(before)
+        return [mark in known for mark in marks]
+    return [marks == before and not has_sampled] * len(marks)
 
 
 def _history(
@@ -255,12 +296,12 @@ def _read_file(
     must: bool,
     count: Count | None,
     notes: list[str],
-) -> None:
-    """Add the rows of a file. The first file says which columns are rewards."""
+) -> list[int | bytes]:
+    """Add the rows of a file, and give their marks, see `_again`. The first file says which columns are rewards."""
     found = _lines(file, notes) if file.suffix in LINES else _parquet(file) if file.suffix in TABLES else _sheet(file)
     step = _step_of(file) if file.suffix in LINES else None
     columns: dict[str, str] = {}
-    former, text, place = None, "", 0
+    marks, former, text, place = list[int | bytes](), None, "", 0
     for number, row in enumerate(found):
         where = f"row {number} of {file.name}"
         if not columns:
@@ -273,8 +314,7 @@ def _read_file(
         if not number or prompt != former:  # those of a group follow one another
             former, text = prompt, text_of("prompt", prompt, where)
             # Messages of one role and text are one prompt in whatever order their keys come.
-            key = json.dumps(prompt, sort_keys=True, default=str).encode("utf-8", "replace")
-            place = rows.numbers.setdefault(sha256(key).digest(), len(rows.numbers))
+            place = rows.numbers.setdefault(_hash(prompt), len(rows.numbers))
             if place == len(rows.beginnings):
                 rows.beginnings.append(text[:BEGINNING])
         answer = text_of("completion", completion, where)
@@ -288,8 +328,18 @@ def _read_file(
         rows.rewards.append(tuple(_number(name, row.get(name), where) for name in names))
         rows.advantages.append(_number("advantage", row.get("advantage"), where))
         rows.lengths.append((len(text), len(answer)) if count is None else count(prompt, completion))
+        generation = row.get(GENERATION)
+        if not isinstance(generation, int) or abs(generation) > MAX_STEP:
+            generation = None
+        rows.generations.append(generation)
+        marks.append(_hash([place, completion, rows.rewards[-1]]) if generation is None else generation)
         if len(rows.prompts) >= MAX_ROWS:
-            return
+            break
+    return marks
+
+
+def _hash(value: Any) -> bytes:
+    return sha256(json.dumps(value, sort_keys=True, default=str).encode("utf-8", "replace")).digest()
 
 
 def _parquet(file: Path) -> Iterator[dict[str, Any]]:
@@ -345,7 +395,8 @@ def _sheet(file: Path) -> Iterator[dict[str, Any]]:
 
 def _reward_columns(row: Mapping[str, Any], wanted: Sequence[str], must: bool, where: str) -> list[str]:
     """The columns that hold rewards."""
-    there = [name for name in wanted if name in row]
+    # The log's names are sorted; columns stand in the order of TRL's `reward_funcs`, and so of its `reward_weights`.
+    there = [name for name in (wanted if must else row) if name in row and name in wanted]
     if must and len(there) < len(wanted):
         lacking = next(name for name in wanted if name not in row)
         raise ValueError(f"{where} has no column {lacking!r}; allowed for rewards: {', '.join(_numeric(row))}")
@@ -403,17 +454,18 @@ def _grouped(
     groups: int | None,
     notes: list[str],
 ) -> CompletionLog:
-    """Whole groups of the rows. Those of a prompt in a step that are no multiple of G are left out."""
+    """Whole groups of the rows. Those of a prompt in a generation that are no multiple of G are left out."""
     prompts = np.array(rows.prompts, dtype=np.int64)
-    has_steps = None not in rows.steps
+    has_steps, has_numbers = None not in rows.steps, None not in rows.generations
     if has_steps:
         steps = np.array(rows.steps, dtype=np.int64)
-        order = np.lexsort((np.arange(len(steps)), prompts, steps))
+        sampled = np.array(rows.generations if has_numbers else 0 * steps, dtype=np.int64)
+        order = np.lexsort((np.arange(len(steps)), prompts, sampled, steps))
     else:  # equal prompts that follow one another
         steps = np.cumsum(np.r_[False, prompts[1:] != prompts[:-1]]).astype(np.int64)
-        order = np.arange(len(steps))
-    starts = np.r_[True, (steps[order][1:] != steps[order][:-1]) | (prompts[order][1:] != prompts[order][:-1])]
-    bounds = np.r_[np.flatnonzero(starts), len(order)]
+        sampled, order = 0 * steps, np.arange(len(steps))
+    units = np.stack([steps, sampled, prompts])[:, order]
+    bounds = np.r_[0, 1 + np.flatnonzero((units[:, 1:] != units[:, :-1]).any(axis=0)), len(order)]
     counts = np.diff(bounds)
     if size is None:
         size = max(Counter(counts.tolist()).items(), key=lambda pair: (pair[0] * pair[1], -pair[0]))[0]
@@ -425,12 +477,14 @@ def _grouped(
             f"{name!r} has no whole group in {counted(len(prompts), 'row')}: no prompt has {max(2, size)} completions "
             f"in a step, at most {counts.max()}; give num_generations"
         )
-    members = members[np.lexsort((members[:, 0], steps[members[:, 0]]))]  # generations are consecutive in a log
+    first = members[:, 0]
+    members = members[np.lexsort((first, sampled[first], steps[first]))]  # generations are consecutive in a log
     if left := len(prompts) - members.size:
         notes.append(f"Left out: {left} of {len(prompts)} completions, which fill no group of {size} in a step.")
     of_groups = steps[members[:, 0]]
     if groups is None:
-        in_steps = Counter(Counter(of_groups.tolist()).values())
+        of_generations = zip(of_groups.tolist(), sampled[members[:, 0]].tolist(), strict=True)
+        in_steps = Counter(Counter(of_generations).values())
         groups = max(in_steps.items(), key=lambda pair: (pair[1], pair[0]))[0] if has_steps else ASSUMED_GROUPS
         if not has_steps:
             notes.append(f"Rows have no step: a generation is taken as {counted(groups, 'group')}; --groups sets it.")
@@ -452,6 +506,7 @@ def _grouped(
         lengths[:, 0, 0],
         "characters",
         rows.beginnings,
+        sampled[members[:, 0]] if has_steps and has_numbers else None,
         groups,
     )
 
@@ -461,13 +516,68 @@ def _check_size(size: int) -> None:
         raise ValueError(f"num_generations must be at most {MAX_GROUP}, got {size}")
 
 
-def _saved_steps(log: CompletionLog, history: Sequence[Mapping[str, Any]]) -> list[str]:
-    """How much of the run its completions are of."""
-    last = max((row["step"] for row in history if _whole(row.get("step"))), default=0)
-    steps = len(np.unique(log.steps))
-    if last <= steps:
+def _weights_said(
+    log: CompletionLog, weights: Sequence[float], are_given: bool, history: Sequence[Mapping[str, Any]]
+) -> list[str]:
+    """What must be known of weights that the run has not saved: whether they give the mean reward that was logged."""
+    names = [*log.by_function]
+    keys = ["reward", *(f"rewards/{name}/mean" for name in names)]
+    # A KL penalty may be part of RLOO's reward, and the mean of sums is no sum of means where some are missing.
+    known = [] if np.isnan([*log.by_function.values()]).any() else history
+    logged = [[row.get(key) for key in keys] for row in known if "kl" not in row]
+    means = np.array([row for row in logged if all(map(is_number, row))], dtype=np.float64).reshape(-1, len(keys))
+    sums = means[:, 1:] * weights
+    if len(means) and (np.abs(sums.sum(axis=1) - means[:, 0]) <= 1e-3 * np.abs(sums).sum(axis=1)).all():
         return []
-    return [f"TRL saves completions at logging steps alone: here, {steps} of {last} steps."]
+    order = ", ".join(names)
+    if len(means):
+        which = f"With weights of {', '.join(f'{one:g}' for one in weights)}"
+        return [f"{which} rewards do not sum to the mean that was logged: --reward_weights gives others, for {order}."]
+    return [] if are_given else [f"Rewards are summed with weights of 1; --reward_weights gives others, for {order}."]
+
+
+def _generations_said(
+    log: CompletionLog, history: Sequence[Mapping[str, Any]], settings: Mapping[str, Any], repeated: int
+) -> list[str]:
+    """How much of the run its completions are of: TRL saves the latest generation of each logging step.
+
+    Args:
+        log: Each generation once.
+        history: Rows of the trainer's log.
+        settings: Of the run; empty for a run of TRL.
+        repeated: Steps that saved a generation again.
+    """
+    last = max((row["step"] for row in history if _whole(row.get("step"))), default=0)
+    read = int(log.generations[-1]) + 1
+    layout = ("gradient_accumulation_steps", "steps_per_generation", "num_iterations")
+    micro, sampling, updates = (_whole(settings.get(name)) for name in layout)
+    if micro and sampling and updates:
+        total = -(-last * micro // (sampling * updates))
+        lost = f"{read} of {total} generations are read: TRL saves the latest one at each logging step."
+        return [lost] if read < total else []
+    steps = len(np.unique(log.steps))
+    if last > steps + repeated:
+        return [f"TRL saves completions at logging steps alone: here, {steps + repeated} of {last} steps."]
+    if several := len(_steps_of_several(log, history)):
+        return [
+            f"{read} of at least {read + several} generations are read: TRL saves the latest one of a step, and at "
+            f"{several} of {steps} steps the mean rewards of more were logged."
+        ]
+    return []
+
+
+def _steps_of_several(log: CompletionLog, history: Sequence[Mapping[str, Any]]) -> set[int]:
+    """Steps whose logged mean rewards are not those of their completions: of the latest of several generations."""
+    found = set()
+    for row in history:
+        here = log.steps == row.get("step")
+        for name, rewards in log.by_function.items():
+            mean = row.get(f"rewards/{name}/mean")
+            if is_number(mean) and here.any() and not math.isclose(
+                float(np.nanmean(rewards[here])), mean, rel_tol=1e-4, abs_tol=1e-6
+            ):  # fmt: skip
+                found.add(row["step"])
+    return found
 
 
 def _calibrated(
@@ -510,9 +620,9 @@ def _prompt_scale(
     in a step, less the completions; `None` where logged steps do not follow one another."""
     assert log.prompt_lengths is not None  # of texts
     totals = {row["step"]: row["num_tokens"] for row in history if is_number(row.get("num_tokens")) and "step" in row}
-    tokens, characters = 0.0, 0.0
+    tokens, characters, several = 0.0, 0.0, _steps_of_several(log, history)
     for step in np.unique(log.steps).tolist():
-        if step not in means or step not in totals or (step > 1 and step - 1 not in totals):
+        if step in several or step not in means or step not in totals or (step > 1 and step - 1 not in totals):
             continue
         here = log.steps == step
         of_prompts = totals[step] - totals.get(step - 1, 0) - means[step] * here.sum() * log.size

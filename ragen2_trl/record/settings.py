@@ -2,11 +2,12 @@
 
 import functools
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from ragen2_trl.instrument.health import is_number
 from ragen2_trl.redaction import HIDDEN, hide_credentials, without_credentials
 
 PACKAGES = ("ragen2-trl", "trl", "transformers", "datasets", "accelerate", "peft", "deepspeed", "torch")
@@ -89,6 +90,22 @@ def settings_of_state(state: Mapping[str, Any]) -> dict[str, Any]:
         "per_device_train_batch_size": state.get("train_batch_size"),
     }
     return _telling({name: value for name, value in told.items() if isinstance(value, int | float)})
+
+
+def reward_weights_of(settings: Mapping[str, Any], names: Sequence[str]) -> list[float] | None:
+    """The weights of named reward functions in a run of ours, whatever the order of the names.
+
+    Returns:
+        A weight for each name; `None` where the settings do not tell.
+    """
+    functions, weights = settings.get("reward_funcs"), settings.get("reward_weights")
+    if not isinstance(functions, list) or any(functions.count(name) != 1 for name in names):
+        return None
+    if weights is None:
+        return [1.0] * len(names)
+    if not isinstance(weights, list) or len(weights) != len(functions) or not all(map(is_number, weights)):
+        return None
+    return [float(weights[functions.index(name)]) for name in names]
 
 
 def has_effect(name: str, value: Any) -> bool:

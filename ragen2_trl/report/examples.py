@@ -11,10 +11,12 @@ from typing import Any
 
 from ragen2_trl.envs import completion_text
 from ragen2_trl.instrument.health import is_number
+from ragen2_trl.record.completions import GENERATION
 from ragen2_trl.record.files import UNREADABLE, unreadable
 from ragen2_trl.record.parquet import open_parquet, rows_of
 from ragen2_trl.record.run import Run
 from ragen2_trl.record.saved_measurement import SavedMeasurement, read_measurement
+from ragen2_trl.record.settings import reward_weights_of
 
 MAX_CHARS = 1500  # of a text
 MAX_PROMPTS, MAX_SHARED = 8, 4  # of a run, and of several runs together
@@ -135,6 +137,7 @@ def read_groups(run: Run, problems: list[str]) -> list[Group]:
     for path in reversed(run.completions):
         try:
             rows = rows_of(open_parquet(path))
+            rows = [row for row in rows if row.get(GENERATION) == rows[-1].get(GENERATION)]
             return sorted(_groups(rows, run, problems), key=lambda group: -group.variance)
         except UNREADABLE as error:
             problems.append(unreadable(path, error))
@@ -243,17 +246,13 @@ def _group(prompt: str, completions: list[Completion]) -> Group:
 
 
 def _weights(names: Sequence[str], run: Run, problems: list[str]) -> list[float]:
-    weights = run.settings.get("reward_weights")
-    equal = [1.0] * len(names)
-    if not weights:
-        return equal
-    if isinstance(weights, list) and len(weights) == len(names) and all(map(is_number, weights)):
-        return weights
-    problems.append(
-        f"reward_weights {str(weights)[:200]} do not fit the rewards that were saved with the completions "
-        f"({', '.join(names) or 'none'}): their sums are shown with equal weights."
-    )
-    return equal
+    weights = reward_weights_of(run.settings, names)
+    if weights is None and (given := run.settings.get("reward_weights")):
+        problems.append(
+            f"reward_weights {str(given)[:200]} do not fit the rewards that were saved with the completions "
+            f"({', '.join(names) or 'none'}): their sums are shown with equal weights."
+        )
+    return weights or [1.0] * len(names)
 
 
 def _reward_columns(rows: Sequence[Mapping[str, Any]], run: Run) -> list[str]:
@@ -261,7 +260,8 @@ def _reward_columns(rows: Sequence[Mapping[str, Any]], run: Run) -> list[str]:
     if run.is_diagnosed:  # whose tables hold numbers that are no rewards
         return [name for name in ("success",) if rows and name in rows[0]]
     logged = {key.split("/")[1] for row in run.rows for key in row if key.startswith("rewards/")}
-    columns = [name for name in (rows[0] if rows else {}) if name not in ("step", "prompt", "completion", "advantage")]
+    others = ("step", "prompt", "completion", "advantage", GENERATION)
+    columns = [name for name in (rows[0] if rows else {}) if name not in others]
     return [name for name in columns if name in logged or (not logged and any(is_number(row[name]) for row in rows))]
 
 
