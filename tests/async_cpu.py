@@ -17,7 +17,6 @@ from transformers import AutoTokenizer
 from trl.experimental.async_grpo import AsyncGRPOConfig, async_grpo_trainer, async_rollout_worker, packing
 
 from ragen2_trl import SNRFilteredAsyncGRPOConfig, SNRFilteredAsyncGRPOTrainer
-from ragen2_trl.trainers.async_rollouts import RolloutLoop
 
 TEXT = {"defaults": {"role": "assistant"}, "fields": {"content": {"content": "text"}}}  # a response template
 ASYNC_RUN = {
@@ -260,9 +259,6 @@ def rows_of_group(number, rewards, version=0, length=6, prompt=4, forks=None):
                 )
             )
     return rows
-
-
-assert RolloutLoop is async_rollout_worker.AsyncRolloutWorker._loop_cls
 
 
 class ProcessWorker(async_rollout_worker.AsyncRolloutWorker):

@@ -40,6 +40,12 @@ FIGURES = {
     "quadrant": lambda: plot_quadrant([(0.3, 1.0, "step 10"), (0.2, 0.1, HOSTILE)], upper_bound=2.77),
     "reward variance": lambda: plot_reward_variance(*groups(16, value=0.7)),
     "proxies": lambda: plot_proxies(measured_history(200)),
+    "proxies, long ticks": lambda: plot_proxies(
+        [
+            {key: value / 200 if key.startswith("mi/") else value for key, value in row.items()}
+            for row in measured_history(200)
+        ]
+    ),
     "arrows": lambda: plot_arrows(
         {HOSTILE: Arrow((2, 1), (0.4, 0.5), (0.1, 0.6)), "b": Arrow((1, 1), (1, 1), (0, 0))}
     ),

@@ -27,6 +27,8 @@ from ragen2_trl import MutualInformationCallback, SNRFilteredGRPOConfig, SNRFilt
 from ragen2_trl.envs import completion_text, make_env
 from ragen2_trl.record.run import read_run
 from ragen2_trl.record.saved_measurement import read_measurement
+from ragen2_trl.remedies import what_if
+from ragen2_trl.report import remedies
 from ragen2_trl.report.card import FIGURES, diagnostics_section
 from ragen2_trl.report.examples import MAX_GROUP, distinguishing, pick_traces, read_groups
 from ragen2_trl.report.gallery import draw_figures, figures_of, measurement_figures
@@ -92,6 +94,55 @@ def test_collapse_is_in_sight_without_scrolling(browser, compared, width, height
     colours = [browser.evaluate(f"getComputedStyle(document.body).{name}") for name in ("color", "backgroundColor")]
     lightness = [sum(map(int, colour[4:-1].split(","))) for colour in colours]
     assert abs(lightness[0] - lightness[1]) > 500 and (lightness[0] > lightness[1]) == dark
+
+
+BROKEN = """(() => {  // words of tables that stand on several lines
+    document.querySelectorAll("details").forEach(one => one.open = true);
+    const broken = [], texts = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT), range = new Range();
+    for (let text = texts.nextNode(); text; text = texts.nextNode())
+        for (const word of text.parentElement.closest("th, td") ? text.data.matchAll(/[a-z_]+/g) : []) {
+            range.setStart(text, word.index);
+            range.setEnd(text, word.index + word[0].length);
+            if (range.getClientRects().length > 1) broken.push(word[0]);
+        }
+    return broken;
+})()"""
+
+
+@pytest.mark.needs("chromium")
+@pytest.mark.parametrize("width", [1280, 390])
+def test_names_are_not_broken_inside_a_word(browser, tmp_path, words_only, width):
+    long = (
+        "gradient_accumulation_steps",
+        "per_device_train_batch_size",
+        "mask_truncated_completions",
+        "learning_rate",
+    )
+    runs = [make_run(tmp_path / name, steps=10) for name in ("first", "second")]
+    for number, run in enumerate(runs):
+        about = {"settings": dict.fromkeys(long, number + 1), "versions": {}}
+        (run / "diagnostics" / "run.json").write_text(json.dumps(about))
+    (tmp_path / "report.html").write_text(render_report([read_run(run) for run in runs]))
+    (tmp_path / "what_if.html").write_text(remedies.page(what_if(runs[0])))
+    for name in ("report", "what_if"):
+        browser.open(tmp_path / f"{name}.html", width)
+        assert browser.evaluate(BROKEN) == []
+        assert browser.evaluate("document.documentElement.scrollWidth <= document.documentElement.clientWidth")
+
+
+def test_the_page_has_no_markdown(tmp_path):
+    run = make_run(tmp_path / "run", steps=10)
+
+    def without_tags(state):
+        for one in state["stateful_callbacks"]["ragen2_mutual_information"]["watch"]["measurements"]:
+            one["valid_thinking_rate"] = 0.0
+
+    edit_state(run, without_tags)
+    about = {"settings": {"snr_score": "a*b* & [c]!"}, "versions": {}}
+    (run / "diagnostics" / "run.json").write_text(json.dumps(about))
+    text = report_of(run).text
+    assert "no closed think tag" in text and "A*b* & [c]! of the groups" in text
+    assert not set("`\\") & set(text)
 
 
 @pytest.mark.needs("chromium")

@@ -366,7 +366,7 @@ def test_a_log_tells_what_qualifies_its_verdict(tmp_path):
     }
     (tmp_path / "log_history.json").write_text(json.dumps([row]))
     run = read_run(tmp_path)
-    for part in ("What the model writes depends on its prompt", "no closed `<think>`", "88% of completions cut"):
+    for part in ("What the model writes depends on its prompt", "no closed think tag", "88% of completions cut"):
         assert part in run.verdict
     for part in ("closed reasoning 0%", "success 2%", "88% of completions cut"):
         assert part in run.beside

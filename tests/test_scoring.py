@@ -116,8 +116,8 @@ def test_the_cache_of_a_prompt_is_never_changed(name: str):
     model, seen = shared_model(name), []
 
     def keep(module, args, kwargs, output) -> None:
-        if kwargs.get("past_key_values") is None and output.past_key_values is not None:
-            layers = output.past_key_values.layers
+        if kwargs.get("cache", kwargs.get("past_key_values")) is None and scoring.cache_of(output) is not None:
+            layers = scoring.cache_of(output).layers
             seen.append((layers, [(layer.keys.clone(), layer.values.clone()) for layer in layers]))
 
     handle = model.register_forward_hook(keep, with_kwargs=True)
@@ -163,7 +163,7 @@ def test_rows_with_a_long_prompt_before_each_are_bounded_too():
     model, attended = shared_model("llama"), []
 
     def note(module, args, kwargs):
-        if (cache := kwargs.get("past_key_values")) is not None:
+        if (cache := kwargs.get("cache", kwargs.get("past_key_values"))) is not None:
             rows, length = kwargs["input_ids"].shape
             attended.append(rows * (cache.get_seq_length() + length))
 

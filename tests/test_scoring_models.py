@@ -48,12 +48,11 @@ def test_a_model_without_a_cache_is_run_in_full_and_warned_about_once(caplog):
     with caplog.at_level(logging.WARNING):
         cross_score(model, PROMPTS, COMPLETIONS)
         cross_score(model, PROMPTS, COMPLETIONS)
-    assert [record.getMessage() for record in caplog.records if "SomeMamba" in record.getMessage()] == [
-        "SomeMamba returns NoneType in place of a cache of its input: every pair of prompt and completion is run in "
-        "full, which is exact but several times slower."
-    ]
+    (message,) = [record.getMessage() for record in caplog.records if "SomeMamba" in record.getMessage()]
+    assert "in place of a cache" in message and "every pair of prompt and completion is run in full" in message
 
 
+@pytest.mark.filterwarnings("error:`past_key_values` is deprecated")
 def test_models_with_a_cache_are_not_warned_about(caplog):
     with caplog.at_level(logging.WARNING):
         for name in REUSES_CACHE:

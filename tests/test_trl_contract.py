@@ -7,6 +7,8 @@ lack something. What needs a reading of the source is here alone.
 import inspect
 import logging
 import re
+import sys
+from importlib import import_module
 from importlib.metadata import requires
 from types import CodeType
 
@@ -19,13 +21,14 @@ from transformers import Trainer, TrainerCallback, TrainerState
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 from trl.trainer import utils
 
+import ragen2_trl
 from ragen2_trl import SNRFilteredGRPOTrainer, SNRFilteredPPOConfig, SNRFilteredPPOTrainer, cli
 from ragen2_trl.tiny import TINY_MODEL_PATH
 from ragen2_trl.trainers.batches import COMPLETION_PADDING, IMAGE_KEYS, PROMPT_PADDING, WHOLE_SEQUENCE
 from ragen2_trl.trainers.grpo import TOKEN_NORMALIZED_LOSSES
 from ragen2_trl.trainers.pilots import BY_ROW
 from ragen2_trl.trainers.stock import StockConfig, StockTrainer
-from ragen2_trl.trainers.trl_contract import NEWEST, OLDEST, IncompatibleTRLError, check_trl, needs, untested
+from ragen2_trl.trainers.trl_contract import IMPORTED, NEWEST, OLDEST, IncompatibleTRLError, check_trl, needs, untested
 
 release = Version(trl.__version__)
 BOTH = pytest.mark.parametrize("trainer_class", [GRPOTrainer, RLOOTrainer])
@@ -35,9 +38,9 @@ def parameters(function) -> list[str]:
     return list(inspect.signature(function).parameters)
 
 
-@BOTH
-def test_the_installed_release_has_all_that_is_needed(trainer_class):
-    assert [need for need in needs(trainer_class) if need.problem is not None] == []
+@pytest.mark.parametrize("who", [one for one in IMPORTED if one != "AsyncGRPOTrainer"])
+def test_the_installed_release_has_all_that_is_needed(who):
+    assert [need for need in needs(who) if need.problem is not None] == []
     assert untested() is None
 
 
@@ -321,3 +324,23 @@ def test_pilots_can_be_sampled_first(trainer_class):
             assert f"self.{name} = " in source
         # Columns of a rollout function join the rows once it has returned: by row where they are lists.
         assert "isinstance(values, list) and i < len(values)" in source
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "of_ours"),
+    [
+        ("trl.trainer.utils", "nanstd", "trainers.advantages"),
+        ("trl.distributed", "DistributedBackend", "callbacks.mutual_information"),
+    ],
+)
+def test_a_name_of_trl_that_cannot_be_imported_is_told_with_the_releases_that_have_it(
+    module, name, of_ours, monkeypatch
+):
+    """In a module of ours that the class needs, before the class can look itself."""
+    monkeypatch.setattr(trl, "__version__", "1.99.0")
+    monkeypatch.delattr(import_module(module), name)
+    for one in (of_ours, "trainers.construction", "trainers.filtered", "trainers.grpo"):
+        monkeypatch.delitem(sys.modules, f"ragen2_trl.{one}", raising=False)
+    class_name = "SNRFilteredGRPOTrainer" if "trainers" in of_ours else "MutualInformationCallback"
+    with pytest.raises(IncompatibleTRLError, match=rf"1\.99\.0.*{name}.*TRL {OLDEST} to {NEWEST}"):
+        getattr(ragen2_trl, class_name)

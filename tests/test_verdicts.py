@@ -272,9 +272,9 @@ def test_an_episode_ends_and_a_later_one_is_another():
 @pytest.mark.parametrize(
     ("valid", "cut", "said"),
     [
-        (0.0, 0.0, "What the model writes depends on its prompt (no closed `<think>`: what was"),
-        (0.0, None, "What the model writes depends on its prompt (no closed `<think>`: what was"),
-        (0.0, 0.875, "What the model writes depends on its prompt (no closed `<think>`, 88% of completions cut at"),
+        (0.0, 0.0, "What the model writes depends on its prompt (no closed think tag: what was"),
+        (0.0, None, "What the model writes depends on its prompt (no closed think tag: what was"),
+        (0.0, 0.875, "What the model writes depends on its prompt (no closed think tag, 88% of completions cut at"),
         (0.4, 0.875, "Reasoning depends on its prompt"),
         (None, 0.875, "Reasoning depends on its prompt"),
     ],

@@ -1,7 +1,8 @@
 """Callbacks for TRL's trainers, each imported when it is asked for."""
 
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
+
+from ragen2_trl.trainers import imported
 
 if TYPE_CHECKING:
     from ragen2_trl.callbacks.cost import CostCallback
@@ -36,4 +37,4 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    return imported(f"{__name__}.{_HOMES[name]}", name)

@@ -6,11 +6,11 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib import import_module
 
 from rich.console import Console
 
 from ragen2_trl.messages import InputError, Stopped, printable
+from ragen2_trl.trainers import imported
 
 COMMANDS = {
     "train": "train a model on an environment with GRPO, RLOO or PPO, filtered or as TRL has it",
@@ -76,7 +76,7 @@ def main(args: list[str] | None = None) -> None:
     status = Console(stderr=True).status(f"ragen2-trl {command} begins")  # in a terminal alone; imports take seconds
     try:
         with status, _imports():
-            run = import_module(f"{__name__}.{command.replace('-', '_')}").main
+            run = imported(f"{__name__}.{command.replace('-', '_')}", "main")
         run(rest)
     except KeyboardInterrupt as stopped:
         Console(stderr=True).print(f"ragen2-trl {command}: interrupted", highlight=False, markup=False)

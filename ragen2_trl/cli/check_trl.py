@@ -7,11 +7,10 @@ import trl
 from packaging.version import Version
 from rich.table import Table
 from rich.text import Text
-from trl import GRPOTrainer, RLOOTrainer
 
 from ragen2_trl.cli.arguments import trl_parser
 from ragen2_trl.cli.console import make_console
-from ragen2_trl.trainers.trl_contract import OLDEST_ASYNC, installed, needs, untested
+from ragen2_trl.trainers.trl_contract import IMPORTED, OLDEST_ASYNC, installed, needs, untested
 
 
 def main(args: list[str] | None = None) -> None:
@@ -23,25 +22,24 @@ def main(args: list[str] | None = None) -> None:
     trl_parser().parse_args(args)
     console = make_console()
     missing = []
-    trainers: list[type] = [GRPOTrainer, RLOOTrainer]
-    if Version(trl.__version__) >= Version(OLDEST_ASYNC):
-        from ragen2_trl.trainers.trl_async import AsyncGRPOTrainer
-
-        trainers.append(AsyncGRPOTrainer)
-    for trainer_class in trainers:
-        table = Table(title=f"{trainer_class.__name__} of {installed()}")
+    has_async = Version(trl.__version__) >= Version(OLDEST_ASYNC)
+    for who in IMPORTED:
+        if who == "AsyncGRPOTrainer" and not has_async:
+            continue
+        table = Table(title=f"{who} on {installed()}")
         for column in ("what", "how it is used", "there"):
             table.add_column(column, overflow="fold")
-        for need in needs(trainer_class):
+        for need in needs(who):
             if need.problem is not None:
                 missing.append(f"{need.name} {need.problem}")
-            table.add_row(Text(need.name), need.use, "yes" if need.problem is None else Text("no", style="bold"))
+            there = "yes" if need.problem is None else Text(need.problem, style="bold")
+            table.add_row(Text(need.name), need.use, there)
         console.print(table)
     for line in missing:
         console.print(Text(line), soft_wrap=True)
     if missing:
         raise SystemExit(1)
-    if len(trainers) == 2:
+    if not has_async:
         console.print(Text(f"SNRFilteredAsyncGRPOTrainer needs TRL {OLDEST_ASYNC} or later."), soft_wrap=True)
     if (warning := untested()) is not None:
         console.print(Text(warning))

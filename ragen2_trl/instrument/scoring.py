@@ -1,12 +1,13 @@
 """Log-probabilities of many completions under many prompts, with the work of each prompt done once.
 
 Each prompt is run once into a key-value cache; all completions are then run on top of that cache, which no forward
-pass changes, and logits are made of scored tokens only. Only standard calls `model(input_ids, position_ids,
-past_key_values)` are made. Where a cache cannot be reused, or reusing it turns out to change a log-probability, each
-pair is run in full, with a warning that says why.
+pass changes, and logits are made of scored tokens only. Only standard calls `model(input_ids, position_ids, cache)`
+are made. Where a cache cannot be reused, or reusing it turns out to change a log-probability, each pair is run in
+full, with a warning that says why.
 """
 
 import copy
+import inspect
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -208,6 +209,7 @@ class _Scorer:
         distributed: bool,
     ):
         self.model = model
+        self.cache_argument = _cache_argument(model)
         self.temperature = temperature
         self.distributed = distributed
         self.device = next(model.parameters()).device
@@ -269,7 +271,7 @@ class _Scorer:
         """The cache of all ids but the last; `None` if full runs have to do."""
         held_back = ids[:, : max(1, ids.shape[1] - 1)]  # of a single id the cache is of no use, but tells its kind
         output = self.model(input_ids=held_back, use_cache=True, logits_to_keep=1)
-        cache = getattr(output, "past_key_values", None)
+        cache = cache_of(output)
         if (reason := unshareable(cache, held_back.shape[1])) is not None:
             self._fall_back(f"returns {reason}")
             return None
@@ -336,8 +338,8 @@ class _Scorer:
             logits = self.model(
                 input_ids=inputs,
                 position_ids=torch.arange(start, start + inputs.shape[1], device=ids.device).expand(rows, -1),
-                past_key_values=None if cache is None else share(cache, rows),
                 use_cache=cache is not None,
+                **{self.cache_argument: None if cache is None else share(cache, rows)},
             ).logits
         logits = logits.view(-1, logits.shape[-1])
         if len(logits) == kept.numel():  # all of them: no layer was found to select at
@@ -481,6 +483,17 @@ def _wanted(under: Sequence[Collection[int]], shape: tuple[int, int]) -> Tensor:
 # keys and values exist for all rows at any time, those that attention is computed from.
 
 
+def _cache_argument(model: nn.Module) -> str:
+    """What a model calls the cache that it takes: `cache` in transformers since 5.24, `past_key_values` before."""
+    named = (inspect.signature(module.forward).parameters for module in model.modules())  # a wrapper may name none
+    return next((name for one in named for name in ("cache", "past_key_values") if name in one), "past_key_values")
+
+
+def cache_of(output: Any) -> Any:
+    """The cache that a model returns."""
+    return output.cache if hasattr(output, "cache") else getattr(output, "past_key_values", None)
+
+
 def share(cache: Cache, rows: int) -> Cache:
     """A cache for one forward pass of `rows` rows on top of `cache`, which holds one."""
     shared = copy.copy(cache)
@@ -498,7 +511,7 @@ def unshareable(cache: Any, length: int) -> str | None:
         return f"a cache with layers of the class {unknown}, which is not known to serve other rows"
     lengths = {layer.get_seq_length() for layer in layers if getattr(layer, "keys", None) is not None}
     if lengths != {length}:
-        return f"{type(cache).__name__} of {sorted(lengths)} tokens in place of a cache of its {length}"
+        return f"{type(cache).__name__} of {sorted(lengths) or 'no'} tokens in place of a cache of its {length}"
     return None
 
 

@@ -452,7 +452,7 @@ def _unclosed(evidence: Evidence) -> str:
     """What was scored where no turn closes its reasoning: because there are no tags, or it was cut off before."""
     cut = evidence.clipped_ratio
     why = "" if cut is None or cut < CUT_RATIO else f", {cut:.0%} of completions cut at the length limit"
-    return f"no closed `<think>`{why}: what was written was scored to its end"
+    return f"no closed think tag{why}: what was written was scored to its end"
 
 
 def _open(finding: Finding) -> str:

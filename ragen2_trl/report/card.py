@@ -126,8 +126,8 @@ def diagnostics_section(run: Run) -> str:
 
 
 def caption(name: str, run: Run, step: int | None = None) -> str:
-    """What a figure shows, at a step where it is of one measurement."""
-    score = inline(str(run.settings.get("snr_score", "reward_variance")).replace("_", " "))
+    """What a figure shows, in plain text, at a step where it is of one measurement."""
+    score = str(run.settings.get("snr_score", "reward_variance")).replace("_", " ")
     when = "in the last measurement" if step is None else f"at step {step}"
     return FIGURES[name].format(score=score.capitalize(), when=when)
 
@@ -356,7 +356,7 @@ def _age_of_figures(run: Run) -> list[str]:
 
 
 def _figure(name: str, run: Run) -> list[str]:
-    text = caption(name, run)
+    text = inline(caption(name, run))
     return [f"![{text}]({DIAGNOSTICS}/{name}.png)", "", f"*{text}.*", ""]
 
 

@@ -65,12 +65,12 @@ SCOPES: dict[str, tuple[str, str, Any, str]] = {  # log prefix to name and look
     "mi/trajectory": ("all turns, each by itself", ORANGE, "--", "s"),
     "mi/trajectory_reference": ("all turns together (as RAGEN's code)", GREEN, "-.", "^"),
 }
-# The six of Table 1: title, key, key of chance or of the bound.
+# The six of Table 1: title, for which layouts make no room, key, key of chance or of the bound.
 PROXIES = (
     ("retrieval accuracy", "retrieval_accuracy", "retrieval_chance"),
-    ("own prompt among the best 4", "retrieval_accuracy@4", "retrieval_chance@4"),
+    ("own prompt among best 4", "retrieval_accuracy@4", "retrieval_chance@4"),
     ("MI (nats)", "mi_seq", "mi_upper_bound"),
-    ("MI per token (as RAGEN's code)", "mi_token_tempered", None),
+    ("MI per token, tempered", "mi_token_tempered", None),
     ("MI z-score", "mi_zscore_seq", None),
     ("MI z-score, running", "mi_zscore_ema_seq", None),
 )

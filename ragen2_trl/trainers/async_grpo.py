@@ -17,6 +17,8 @@ from accelerate.logging import get_logger
 from accelerate.utils import broadcast_object_list
 from datasets import Dataset, IterableDataset
 from torch import Tensor
+from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
+from trl.experimental.async_grpo.async_rollout_worker import AsyncRolloutWorker, _AsyncRolloutLoop
 from trl.trainer.utils import get_callable_name
 
 from ragen2_trl.columns import TURN_SAMPLES
@@ -25,7 +27,7 @@ from ragen2_trl.names import named_object
 from ragen2_trl.redaction import with_hidden_credentials
 from ragen2_trl.rollout_events import LocalRollout, SamplingEvents, extend, log_row
 from ragen2_trl.trainers.async_groups import Arrival, GroupLedger, GroupQueue, ScoredGroup
-from ragen2_trl.trainers.async_rollouts import FilteredRolloutLoop, RolloutLoop
+from ragen2_trl.trainers.async_rollouts import FilteredRolloutLoop
 from ragen2_trl.trainers.checkpointed import WholeCheckpoints
 from ragen2_trl.trainers.checkpoints import RunState
 from ragen2_trl.trainers.checks import (
@@ -53,7 +55,6 @@ from ragen2_trl.trainers.selection import (
     joined_selections,
     seeded_generator,
 )
-from ragen2_trl.trainers.trl_async import AsyncGRPOConfig, AsyncGRPOTrainer, AsyncRolloutWorker
 from ragen2_trl.trainers.trl_contract import check_trl
 
 logger = get_logger(__name__)
@@ -205,7 +206,7 @@ class SNRFilteredAsyncGRPOTrainer(WholeCheckpoints, AsyncGRPOTrainer):
         named = self.args.snr_selector
         self._own_selector = selector if named is None else named_object(named, "snr_selector")
         worker = self.rollout_worker
-        if isinstance(worker, AsyncRolloutWorker) and worker._loop_cls is RolloutLoop:
+        if isinstance(worker, AsyncRolloutWorker) and worker._loop_cls is _AsyncRolloutLoop:
             worker._loop_cls = FilteredRolloutLoop
             worker._loop_kwargs |= {
                 "snr_pilots": self.pilot_generations,

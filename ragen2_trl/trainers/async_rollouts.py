@@ -14,17 +14,15 @@ from typing import Any
 
 import numpy as np
 import torch
+from trl.experimental.async_grpo.async_rollout_worker import _AsyncRolloutLoop
 
 from ragen2_trl.rollout_events import group_rewards
 from ragen2_trl.trainers.async_groups import TAG, RowTag
 from ragen2_trl.trainers.pilots import AUDIT, RECENT, worth_going_on
 from ragen2_trl.trainers.posterior import Floats, RewardPosterior
-from ragen2_trl.trainers.trl_async import AsyncRolloutWorker
 
 _DRAW = 0xA51C  # tells our draws from others of the same seed
 _NO_COLUMNS = ("prompt", "completion", "completion_ids")  # of a dataset row, as in TRL
-
-RolloutLoop: Any = AsyncRolloutWorker._loop_cls
 
 
 @dataclass
@@ -105,7 +103,7 @@ class PilotChoice:
         return is_worth, not is_worth and bool(self.rng.random() < AUDIT)
 
 
-class FilteredRolloutLoop(RolloutLoop):
+class FilteredRolloutLoop(_AsyncRolloutLoop):
     """TRL's rollout loop with pilots and tags; each method goes on to TRL's.
 
     Args:

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from ragen2_trl.filtering import SCORES, check_choice, check_selection_value
 from ragen2_trl.names import named_object
+from ragen2_trl.trainers.trl_contract import check_trl
 
 if TYPE_CHECKING:
     from ragen2_trl.trainers.stock import StockConfig
@@ -159,6 +160,7 @@ class SNRFilterConfig(StockConfig):
     )
 
     def __post_init__(self) -> None:
+        check_trl(type(self))
         check_choice("snr_strategy", self.snr_strategy, STRATEGIES)
         check_selection_value("snr_value", self.snr_strategy, self.snr_value)
         check_choice("snr_score", self.snr_score, SCORES)

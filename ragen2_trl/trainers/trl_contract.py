@@ -8,6 +8,7 @@ import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from pkgutil import resolve_name
 from types import CodeType
 from typing import Any
 
@@ -15,13 +16,35 @@ import transformers
 import trl
 from packaging.version import Version
 from transformers.utils import logging
-from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
-from trl.trainer import utils
 
 logger = logging.get_logger(__name__)
 
 OLDEST, NEWEST = "1.12.0", "1.16.0"  # that our tests run on
 OLDEST_ASYNC = "1.16.0"  # whose asynchronous trainer they run on
+
+# What we import, by who needs it. Of a trainer first its class and that of its settings.
+_ASYNC = "trl.experimental.async_grpo"
+IMPORTED = {
+    "GRPOTrainer": ["trl:GRPOTrainer", "trl:GRPOConfig"],
+    "RLOOTrainer": ["trl:RLOOTrainer", "trl:RLOOConfig"],
+    "AsyncGRPOTrainer": [
+        f"{_ASYNC}:AsyncGRPOTrainer",
+        f"{_ASYNC}:AsyncGRPOConfig",
+        f"{_ASYNC}.async_rollout_worker:AsyncRolloutWorker",
+        f"{_ASYNC}.async_rollout_worker:_AsyncRolloutLoop",
+        f"{_ASYNC}.async_grpo_trainer:DataCollatorForRollout",
+        "trl.trainer.utils:get_callable_name",
+    ],
+    "callbacks": ["trl.distributed:DistributedBackend", "trl.models.utils:unwrap_model_for_generation"],
+    "commands": [
+        "trl:ModelConfig",
+        "trl:SFTConfig",
+        "trl:SFTTrainer",
+        "trl:TrlParser",
+        "trl:get_peft_config",
+        "trl:get_quantization_config",
+    ],
+}
 
 # Methods of TRL's trainers, or of transformers' below them, with their parameters. Those that we override must have no
 # others, which ours would not take.
@@ -136,7 +159,7 @@ COLLATOR_ATTRIBUTES = ["groups_trained"]
 COLLATOR_KEYS = ["global_n_tokens", "group_id", "completion_mask", "metrics"]
 
 
-class IncompatibleTRLError(RuntimeError):
+class IncompatibleTRLError(ImportError):
     """The TRL that is installed lacks something that we lean on."""
 
 
@@ -149,51 +172,71 @@ class Need:
     problem: str | None
 
 
-def needs(trainer_class: type) -> list[Need]:
-    """All that we lean on in one of TRL's trainers, in the order of the table.
+def needs(who: str) -> list[Need]:
+    """All that we lean on for one of TRL's trainers, the callbacks or the commands, in the order of the table.
 
     Args:
-        trainer_class: `GRPOTrainer`, `RLOOTrainer`, `AsyncGRPOTrainer`, or a class derived from one of them.
+        who: A key of `IMPORTED`. Where something that it imports is gone, nothing else of it is looked for.
     """
-    if not issubclass(trainer_class, (GRPOTrainer, RLOOTrainer)):
-        return _async_needs()
-    rloo = issubclass(trainer_class, RLOOTrainer)
-    trl_class: type = RLOOTrainer if rloo else GRPOTrainer
-    config: Any = RLOOConfig if rloo else GRPOConfig
-    rows = _signatures(trl_class, OVERRIDDEN, "overridden")
-    rows += _signatures(trl_class, {**CALLED, **({} if rloo else CALLED_IN_GRPO)}, "called")
+    found = [_named(name) for name in IMPORTED[who]]
+    rows = [
+        Need(name.replace(":", "."), "imported", "is gone" if one is None else None)
+        for name, one in zip(IMPORTED[who], found, strict=True)
+    ]
+    if None in found or not who.endswith("Trainer"):
+        return rows
+    if who == "AsyncGRPOTrainer":
+        return rows + _async_needs(*found[:5])
+    trainer, config = found
+    rloo = who == "RLOOTrainer"
+    rows += _signatures(trainer, OVERRIDDEN, "overridden")
+    rows += _signatures(trainer, {**CALLED, **({} if rloo else CALLED_IN_GRPO)}, "called")
     for name, parameters in HELPERS.items():
-        problem = _signature_problem(utils, name, parameters.split())
+        problem = _signature_problem(_named(f"trl.trainer.utils:{name}"), parameters.split())
         rows.append(Need(f"trl.trainer.utils.{name}({', '.join(parameters.split())})", "called", problem))
     rows += _words_of(
-        trl_class, [*ATTRIBUTES, *([] if rloo else ATTRIBUTES_OF_GRPO)], [*KEYS, *(OF_RLOO if rloo else OF_GRPO)]
+        trainer, [*ATTRIBUTES, *([] if rloo else ATTRIBUTES_OF_GRPO)], [*KEYS, *(OF_RLOO if rloo else OF_GRPO)]
     )
     rows += _fields(config, [*FIELDS, *(FIELDS_OF_RLOO if rloo else FIELDS_OF_GRPO)])
     return rows
 
 
-def _async_needs() -> list[Need]:
-    from ragen2_trl.trainers.trl_async import AsyncGRPOConfig, AsyncGRPOTrainer, AsyncRolloutWorker, Collator
-
-    loop = AsyncRolloutWorker._loop_cls
+def _async_needs(trainer: type, config: Any, worker: type, loop: type, collator: type) -> list[Need]:
     return [
-        *_signatures(AsyncGRPOTrainer, ASYNC_OVERRIDDEN, "overridden"),
-        *_signatures(AsyncGRPOTrainer, ASYNC_CALLED, "called"),
-        *_words_of(AsyncGRPOTrainer, ASYNC_ATTRIBUTES, []),
-        *_fields(AsyncGRPOConfig, ASYNC_FIELDS),
+        *_signatures(trainer, ASYNC_OVERRIDDEN, "overridden"),
+        *_signatures(trainer, ASYNC_CALLED, "called"),
+        *_words_of(trainer, ASYNC_ATTRIBUTES, []),
+        *_fields(config, ASYNC_FIELDS),
         *_signatures(loop, LOOP_OVERRIDDEN, "overridden"),
         *_words_of(loop, LOOP_ATTRIBUTES, []),
-        *_words_of(AsyncRolloutWorker, ["_loop_kwargs", "rollout_buffer"], []),
-        *_signatures(Collator, COLLATOR_CALLED, "called"),
-        *_words_of(Collator, COLLATOR_ATTRIBUTES, COLLATOR_KEYS),
+        *_words_of(worker, ["_loop_cls", "_loop_kwargs", "rollout_buffer"], []),
+        *_signatures(collator, COLLATOR_CALLED, "called"),
+        *_words_of(collator, COLLATOR_ATTRIBUTES, COLLATOR_KEYS),
     ]
+
+
+def _named(name: str) -> Any:
+    """What `package.module:name` names in TRL; `None` where it is gone."""
+    try:
+        return resolve_name(name)
+    except AttributeError:
+        return None
+    except ModuleNotFoundError as error:
+        if not is_of_trl(error):
+            raise
+        return None
+
+
+def is_of_trl(error: ImportError) -> bool:
+    """Whether it is a module or a name of TRL's that cannot be imported."""
+    return (error.name or "").partition(".")[0] == "trl"
 
 
 def _signatures(owner: type, methods: dict[str, str], use: str) -> list[Need]:
     """Methods of a class by their parameters."""
     rows = []
     for name, parameters in methods.items():
-        problem = _signature_problem(owner, name, ["self", *parameters.split()], use == "overridden")
+        problem = _signature_problem(getattr(owner, name, None), ["self", *parameters.split()], use == "overridden")
         rows.append(Need(f"{owner.__name__}.{name}({', '.join(parameters.split())})", use, problem))
     return rows
 
@@ -229,24 +272,34 @@ def untested() -> str | None:
     return f"TRL {trl.__version__} has all that we lean on, but is not tested; TRL {OLDEST} to {NEWEST} are."
 
 
-def check_trl(trainer_class: type) -> None:
+def check_trl(ours: type) -> None:
     """Warn once of a release that is not tested.
 
+    Args:
+        ours: A trainer, or the class of its settings, derived from one of TRL's.
+
     Raises:
-        IncompatibleTRLError: if it lacks something; the message names it, the release, and the last that has it.
+        IncompatibleTRLError: if it lacks something; the message names it, the release, and those that have it.
     """
-    problems = [f"{need.name} {need.problem}" for need in needs(trainer_class) if need.problem is not None]
+    names = (base.__name__.replace("Config", "Trainer") for base in ours.__mro__)
+    who = next(name for name in names if name in IMPORTED)
+    problems = [f"{need.name} {need.problem}" for need in needs(who) if need.problem is not None]
     if problems:
-        raise IncompatibleTRLError(
-            f"{installed()} does not fit: {'; '.join(problems)}. TRL {NEWEST} is the last release that is known to "
-            "work (`ragen2-trl check-trl` shows all that is needed)."
-        )
+        raise refusal("; ".join(problems), who)
     if (warning := untested()) is not None:
         logger.warning_once(warning)
 
 
-def _signature_problem(owner: Any, name: str, expected: list[str], exactly: bool = False) -> str | None:
-    function = getattr(owner, name, None)
+def refusal(problem: str, who: str) -> IncompatibleTRLError:
+    """What to raise where the TRL that is installed lacks something."""
+    tested = dict.fromkeys((OLDEST_ASYNC if who == "AsyncGRPOTrainer" else OLDEST, NEWEST))
+    return IncompatibleTRLError(
+        f"{installed()} does not fit: {problem}. TRL {' to '.join(tested)} is known to work "
+        "(`ragen2-trl check-trl` shows all that is needed)."
+    )
+
+
+def _signature_problem(function: Any, expected: list[str], exactly: bool = False) -> str | None:
     if function is None:
         return "is gone"
     parameters = list(inspect.signature(function).parameters.values())

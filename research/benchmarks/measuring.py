@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
+from ragen2_trl.instrument.scoring import cache_of
+
 
 def now() -> float:
     """Seconds, once the GPU has finished what it was given."""
@@ -67,8 +69,7 @@ def count_cache_elements(model: nn.Module) -> Iterator[list[int]]:
     of_prompt: list[Tensor] = []
 
     def count(module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
-        given = kwargs.get("past_key_values")
-        made = getattr(output, "past_key_values", None)
+        given, made = kwargs.get("cache", kwargs.get("past_key_values")), cache_of(output)
         if given is None and made is not None:
             of_prompt[:] = _tensors(made)
         storages = {tensor.untyped_storage().data_ptr(): tensor for tensor in [*of_prompt, *_tensors(given or made)]}
