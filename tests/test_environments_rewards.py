@@ -59,6 +59,7 @@ def test_reward_functions_log_what_came_of_the_episodes(name):
     assert columns == {"success": [float(outcome.success) for outcome in outcomes]}  # what groups may be scored by
     pairs = list(zip(outcomes[::2], outcomes[1::2], strict=True))
     assert logged == {
+        f"env/{name}/failed": 0.0,
         f"env/{name}/success": pytest.approx(sum(outcome.success for outcome in outcomes) / len(rows)),
         f"env/{name}/return": pytest.approx(sum(outcome.episode_return for outcome in outcomes) / len(rows)),
         f"env/{name}/turns": 1.0,
@@ -92,6 +93,7 @@ def test_episodes_that_were_played_are_not_played_again(name, multi_turn):
     assert rewards == [0.25, 7.5]
     assert rewards_of(env, [row, row], env.success_func, **{EPISODE: episodes})[0] == [0.0, 1.0]
     assert logged == {
+        f"env/{name}/failed": 0.0,
         f"env/{name}/success": 0.5,
         f"env/{name}/return": pytest.approx(3.875),
         f"env/{name}/turns": 3.0,
