@@ -41,7 +41,7 @@ class RowMeans:
 
     def _part(self, name: str) -> float:
         """The part of a call's rows, or of its rows' tool calls, that a metric is about: TRL logs it, too."""
-        if name.endswith("_terminated_length"):
+        if name.startswith("completions/") and name.endswith("_terminated_length"):
             return 1 - self.metrics["completions/clipped_ratio"][-1]
         return self.metrics["tools/call_frequency"][-1] if name == "tools/failure_frequency" else 1
 
