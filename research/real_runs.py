@@ -147,7 +147,7 @@ class RealRun:
         for key, limit in limits.items():
             watch, signal = Watch(), replace(SIGNALS[KEYS[key.replace(TASK, "*")]], limit=limit)
             for step, value in self.points(key):
-                watch.take(signal, value, step, EPISODES, 0.0)
+                watch.take(signal, value, step, step, EPISODES, 0.0)
                 if watch.beyond_since is not None:
                     steps.append(step)
                     break
@@ -207,6 +207,17 @@ class Score:
         missed = self.failed - len(self.leads) - self.early - self.late
         found = f"{len(self.leads)} of {self.failed} | {lead} | {self.early} | {self.late} | {missed}"
         return f"{found} | {self.accused} of {self.healthy}"
+
+
+def with_dead_rows(state: str, keys: Sequence[str] = ()) -> First:
+    """The alarm where every fifth row is a dead step: no gradient and nothing clipped, as TRL logs it."""
+    dead = {"actor/grad_norm": 0.0, "actor/pg_clipfrac": 0.0}
+
+    def first(run: RealRun) -> int | None:
+        rows = [row | dead if number % 5 == 4 else row for number, row in enumerate(run.rows)]
+        return replace(run, rows=rows).first(state, keys=keys)
+
+    return first
 
 
 def left_out(runs: Sequence[RealRun]) -> First:
@@ -311,7 +322,9 @@ def table(runs: Sequence[RealRun]) -> str:
     firsts: list[tuple[str, First]] = [
         ("**`health`: failing**", lambda run: run.failing),
         ("the same rule, limits chosen on the other families", left_out(runs)),
+        ("`health`: failing, a fifth of the rows dead", with_dead_rows("failing")),
         ("`health`: drifting, from plain TRL's columns", lambda run: run.first("drifting", keys=plain)),
+        ("`health`: drifting, a fifth of the rows dead", with_dead_rows("drifting", plain)),
         ("`health`: failing, without validity", lambda run: run.first("failing", keys=[*plain, SUCCESS])),
         ("`judge`: reasoning has become a template", lambda run: run.template),
         *of_peers(runs),

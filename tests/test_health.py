@@ -9,6 +9,8 @@ import sys
 
 import numpy as np
 import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
 
 from ragen2_trl.instrument import Health, health
 from ragen2_trl.instrument.health import LEVEL, MAX_HISTORY, MIN_FLAT, MIN_ROWS, RUNNING, SIGNALS, SPAN, TITLES
@@ -247,7 +249,7 @@ def test_hardly_any_healthy_run_with_a_memory_is_said_to_fail(completions, runs)
     assert accused <= max(1, 0.015 * runs)
 
 
-# What is kept
+# Generations
 
 
 def lost_format(steps=130):
@@ -257,9 +259,143 @@ def lost_format(steps=130):
     ]
 
 
-@pytest.mark.parametrize("cut", [0, 3, 45, 90, 110])
+SAMPLED = ("reward", "reward_std", "frac_reward_zero_std", "env/a/valid_rate")  # logged at steps that sample
+
+
+def reused(rows, times, numbered):
+    """Each row as a generation of several steps: with its number, or as TRL logs it."""
+    for number, row in enumerate(rows):
+        same = {"snr/generation": float(number)} if numbered else {}
+        again = {key: value for key, value in row.items() if key not in SAMPLED}
+        for use in range(times):
+            yield {**(again if use else row), **same, "step": times * row["step"] + use}
+
+
+@pytest.mark.parametrize("numbered", [False, True])
+def test_rows_that_reuse_a_generation_count_once(numbered):
+    filtered = {"snr/zero_variance_fraction": 0.3, "snr/kept_fraction": 0.5}
+    lost = [{**row, **filtered, "entropy": 1.0, "grad_norm": 1.0} for row in lost_format()]
+    for row in lost[40:60]:
+        row |= {"entropy": 9.0}
+    flat = [{"step": step, "reward": 0.0, "snr/zero_variance_fraction": 1.0} for step in range(7)]
+    for rows in (lost, flat, list(noisy(0, 200, 0.4))):
+        once = states(rows)
+        assert once and states(reused(rows, 8, numbered)) == [(name, 8 * since) for name, since in once]
+
+
+def test_a_number_of_the_update_is_the_mean_over_a_generation_and_one_that_is_not_finite_is_not_missed():
+    def told(*last):
+        uses = [[0.0, 0.01, 0.02, 0.03]] * 20 + [last] * RUNNING
+        pairs = ((number, one) for number, use in enumerate(uses) for one in use)
+        return states(
+            {"step": step, "snr/generation": number, "clip_ratio/region_mean": one}
+            for step, (number, one) in enumerate(pairs)
+        )
+
+    assert told(0.0, 0.05, 0.05, 0.05) == [] and told(0.0, 0.2, 0.2, 0.2) == [("drifting", 90)]
+    rows = [{"step": step, "reward": 0.5, "grad_norm": 1.0} for step in range(20)]
+    rows += [{"step": step, "grad_norm": math.nan} for step in range(20, 20 + RUNNING)]
+    assert states(rows) == [("drifting", 20 + RUNNING - 1)]
+
+
+# Dead steps
+
+DEAD = {"zero": 0.0, "rounding": 1e-6, "KL": 0.01}  # gradient norm of a step without an advantage
+
+
+def steady(seed, steps, dead, gradient=0.0, slope=0.0):
+    """Rows as TRL logs them, a gradient norm of about 1, and all groups dead at a share of the steps."""
+    draw = np.random.default_rng(seed)
+    for step in range(steps):
+        is_dead = draw.random() < (dead(step) if callable(dead) else dead)
+        yield {
+            "step": step,
+            "reward": float(draw.normal(0.4 + slope * step, 0.05)),
+            "reward_std": 0.4,
+            "frac_reward_zero_std": 1.0 if is_dead else 0.3,
+            "grad_norm": gradient if is_dead else float(draw.lognormal(0, 0.3)),
+            "clip_ratio/region_mean": 0.0 if is_dead else float(draw.uniform(0.03, 0.05)),
+            "entropy": float(draw.normal(1, 0.05)),
+        }
+
+
+@pytest.mark.parametrize("kind", DEAD)
+def test_a_step_without_a_gradient_is_no_level_of_its_norm(kind):
+    """A fifth of dead steps, or a dead start of twenty: neither hides that the reward rises."""
+    for seed in range(100 if kind == "zero" else 20):
+        assert "drifting" not in dict(states(steady(seed, 120, 0.2, DEAD[kind])))
+    for dead in (0.2, lambda step: float(step < 20)):
+        told = health(steady(0, 160, dead, DEAD[kind], slope=0.003))
+        assert told.state.name == "learning" and "drifting" not in [one.name for one in told.history]
+    explodes = [{**row, "grad_norm": 40 * row["grad_norm"]} for row in steady(0, 60, 0.2, DEAD[kind])]
+    rows = [*steady(0, 60, 0.2, DEAD[kind]), *({**row, "step": 60 + row["step"]} for row in explodes)]
+    assert states(rows)[-1][0] == "drifting"
+
+
+# What is said
+
+NUMBERS = {
+    "share": st.floats(0, 1),
+    "rising_share": st.floats(0, 1),
+    "rising": st.sampled_from([1e-4, 1.0, 1.1, 3.0, 40.0, 900.0]) | st.floats(0, 1e6),
+    "plain": st.floats(-1, 1) | st.floats(1e5, 1e5 + 1),
+}
+ONE_OF_A_LEVEL = rows_of("grad_norm", *[2.5] * 5, *[1e-4] * 2, *[4.65] * 3, *[2.5] * 5)
+TOLD_ON_ITS_WAY_BACK = [
+    {**one, **other}
+    for one, other in zip(
+        rows_of("completions/mean_length", *[100.0] * 10, *[900.0] * 6, *[100.0] * 4),
+        rows_of("grad_norm", *[1.1] * 10, *[40.0] * 7, *[1.0] * 3),
+        strict=True,
+    )
+]
+
+
+@st.composite
+def histories(draw):
+    """Rows of two keys, each a series of levels with noise: one may come back while the other is still beyond."""
+    keys = draw(st.permutations([*SHARES, *RISES, "clip_ratio/region_mean", "reward"]))[:2]
+    rows = [{"step": step, "reward_std": 0.1, "frac_reward_zero_std": 0.5} for step in range(60)]
+    for key in keys:
+        numbers = NUMBERS[SIGNALS[Health().name_of(key)].scale]
+        levels = [draw(numbers)] * 60
+        for start in draw(st.lists(st.integers(5, 55), max_size=4)):
+            levels[start:] = [draw(numbers)] * (60 - start)
+        for step in draw(st.lists(st.integers(0, 59), max_size=10)):
+            levels[step] = draw(numbers)
+        for row, value in zip(rows, levels, strict=True):
+            row[key] = value
+    return rows
+
+
+@given(histories(), st.integers(1, 3))
+@example(ONE_OF_A_LEVEL, 1)
+@example(TOLD_ON_ITS_WAY_BACK, 1)
+def test_a_rise_or_fall_is_true_of_the_numbers_that_are_printed(rows, times):
+    watch = Health(completions=MANY)
+    for row in reused(rows, times, numbered=True):
+        watch.update(row)
+        for way, latest, best in re.findall(r"(rose|fell) to (\S+) from (\S+) at", watch.state.why):
+            assert (float(latest.rstrip("%")) > float(best.rstrip("%"))) == (way == "rose") and latest != best
+
+
+def test_the_rise_of_a_large_reward_is_told_in_digits_that_show_it():
+    def told(rows):
+        return [float(one) for one in re.findall(r"1[\de.+]*\d", health(rows).state.why) if float(one) > 9e4]
+
+    rising = [{**row, "reward": 1e5 + row["reward"]} for row in noisy(0, 120, 0.2, 0.5)]
+    falls = [{**row, "step": 120 + row["step"], "reward": 1e5 + row["reward"]} for row in noisy(1, 40, 0.25)]
+    last, first = told(rising)
+    best, last_of_all, first_of_all = told([*rising, *falls])
+    assert last > first == first_of_all and best > max(last_of_all, first_of_all)
+
+
+# What is kept
+
+
+@pytest.mark.parametrize("cut", [0, 3, 90, 181, 220])
 def test_an_interrupted_watch_goes_on_as_if_it_had_not_been(cut):
-    rows = lost_format()
+    rows = list(reused(lost_format(), 2, numbered=True))
     first, second, whole = Health(), Health(), Health()
     told = [first.update(row) for row in rows[:cut]]
     second.load_state_dict(json.loads(json.dumps(first.state_dict(), allow_nan=False)))
@@ -357,6 +493,15 @@ def test_lines_of_json_are_rows_and_a_wrong_one_is_named(tmp_path):
     path.write_text(json.dumps(rows[0]) + "\n\n{nonsense\n")
     with pytest.raises(ValueError, match=r"metrics\.jsonl.*line 3"):
         read_log(path)
+
+
+def test_the_steps_of_a_log_of_ms_swift_are_read_and_its_summary_is_no_row(tmp_path):
+    rows = [{"reward": 0.5, "epoch": 0.01 * step, "global_step/max_steps": f"{step}/400"} for step in (5, 10)]
+    rows.append({"reward": 0.5, "iteration": "15/400"})  # Megatron-SWIFT
+    summary = {"best_metric": None, "global_step": 15, "log_history": rows, "memory": {"0": 1.5}}
+    path = tmp_path / "logging.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in [*rows, summary]))
+    assert [(row["step"], row["reward"]) for row in read_log(path)[0]] == [(5, 0.5), (10, 0.5), (15, 0.5)]
 
 
 def test_a_log_is_utf_8_whatever_the_locale_says(tmp_path):

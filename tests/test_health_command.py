@@ -46,6 +46,14 @@ def test_plain_cases_are_told_from_a_log_of_trl(tmp_path, capsys, rows, said):
     assert said in printed and "failing" not in printed
 
 
+@pytest.mark.parametrize("step", [{}, {"step": None}])
+def test_rows_without_a_step_are_counted_and_drawn_one_after_the_other(tmp_path, capsys, step):
+    (tmp_path / "rows.json").write_text(json.dumps([{"reward": number / 10, **step} for number in range(70)]))
+    cli.main(["health", str(tmp_path / "rows.json")])
+    out = capsys.readouterr().out
+    assert "learning" in out and "▁" in out and "█" in out and "steps 0 to 69" in out
+
+
 def test_escape_codes_do_not_reach_the_terminal(tmp_path, capsys):
     path = tmp_path / "hostile.log"
     path.write_text("".join(f"\x1b]0;owned\x07 step:{step} - env/\x1b[31ma/success:0.5\x1b[2J\n" for step in range(3)))

@@ -144,6 +144,17 @@ def test_a_cold_start_is_not_ended_as_failing(policy_path, prompts, make_args):
     assert trainer.state.global_step == 25 and callback.health.state.name == "nothing_to_learn"
 
 
+@pytest.mark.parametrize("trainer_class", [GRPOTrainer, SNRFilteredGRPOTrainer])
+def test_training_ends_after_five_generations_that_teach_nothing_and_not_after_five_steps(
+    policy_path, prompts, make_args, trainer_class
+):
+    args = make_args(snr=trainer_class is not GRPOTrainer, max_steps=12, num_iterations=2)
+    trainer = trainer_class(policy_path, always(0.0), args=args, train_dataset=prompts)
+    trainer.add_callback(TrainingHealthCallback(trainer, stop_on=("nothing_to_learn",)))
+    trainer.train()
+    assert trainer.state.global_step == 9
+
+
 def test_rows_have_the_number_of_completions_and_the_share_of_valid_ones(policy_path, prompts, make_args):
     trainer = make_trainer(policy_path, prompts, make_args(snr=False, max_steps=3), fails_from=2)
     trainer.train()

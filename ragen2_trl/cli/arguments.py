@@ -58,7 +58,7 @@ def health_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         "ragen2-trl health",
         description="What a training is doing, since when and why, from its log alone: TRL's trainer_state.json or "
-        "log_history.json, or what verl and RAGEN print (step:N - key:value - …).",
+        "log_history.json, ms-swift's logging.jsonl, or what verl and RAGEN print (step:N - key:value - …).",
         allow_abbrev=False,
     )
     add = parser.add_argument

@@ -55,10 +55,11 @@ def state_table(name: str, rows: Sequence[dict[str, Any]], watch: Health) -> Tab
 def charts(watch: Health, rows: Sequence[dict[str, Any]]) -> Text:
     """A line of bars for each key of validity, success and reward, and marks where training began to fail."""
     points: dict[str, dict[int, float]] = {}
-    for row in rows:
+    for number, row in enumerate(rows):
+        step = number if row.get("step") is None else int(row["step"])
         for key, value in row.items():
             if watch.name_of(key) in CHARTED and isinstance(value, int | float) and abs(value) < 1e100:
-                points.setdefault(key, {})[int(row.get("step") or 0)] = value
+                points.setdefault(key, {})[step] = value
     if not points:
         return Text("No key here is known to hold success, reward or validity; --key maps others.")
     last = max(max(found) for found in points.values()) or 1

@@ -3,11 +3,15 @@
 A run is followed row by row with a few numbers for each key. A quantity is *beyond its limit* when it lies a fixed
 distance below its best level of five rows, in every one of three rows; the limits were chosen with 25 published runs
 in sight (`research/results/real_runs.md`).
+
+Rows that reuse a generation count once, as one row whose value is their mean. A row begins a generation if it has
+another number of it (`snr/generation`) than the row before or, without that number, if it has a reward or the log has
+none so far: TRL logs rewards only at steps that sample.
 """
 
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal, TypedDict, TypeGuard
 
@@ -35,6 +39,8 @@ MAX_KEYS = 1024  # log keys remembered: anyone may have written the log
 MAX_HISTORY = 50  # states remembered, the latest
 LARGEST = 1e100  # larger numbers count as not finite: their squares would not be
 COUNT = "health/completions"  # log key of the completions in a row
+GENERATION = "snr/generation"  # log key of the number of the generation that a row speaks of
+OF_THE_GRADIENT = ("grad_norm", "clip_ratio")  # 0 by construction where no group has an advantage
 
 
 @dataclass(frozen=True)
@@ -66,8 +72,13 @@ class Signal:
             return -math.log(max(value, self.floor))
         return math.asin(math.sqrt(value)) * (1 if self.scale == "share" else -1)
 
-    def text(self, value: float) -> str:
-        return f"{value:.0%}" if "share" in self.scale else f"{value:.3g}"
+    def texts(self, latest: float, best: float) -> tuple[str, str]:
+        """Two scaled levels as the quantity itself, in digits that tell them apart."""
+        if "share" in self.scale:
+            return f"{math.sin(latest) ** 2:.0%}", f"{math.sin(best) ** 2:.0%}"
+        one, other = (math.exp(-level) if self.scale == "rising" else level for level in (latest, best))
+        digits = _digits(one, other)
+        return f"{one:.{digits}g}", f"{other:.{digits}g}"
 
 
 SIGNALS = {
@@ -156,10 +167,14 @@ class Health:
         self.history = [State("too_early", 0, "No rows yet.")]
         self._watches: dict[str, Watch] = {}
         self._progress = _Progress()
-        self._flat: list[_Flat] = []  # the latest rows that teach nothing, LEVEL at most
+        self._flat: list[_Flat] = []  # the latest generations that teach nothing, LEVEL at most
         self._spread = (0.0, 0)  # sum and number of `reward_std`
         self._names: dict[str, str | None] = {}
         self._step = -1
+        self._generation = -1  # step of the row that began the present one
+        self._number: float | None = None  # of the present one, where rows have it
+        self._has_reward = False  # whether a row had one
+        self._is_flat = False  # whether the present generation teaches nothing
 
     @property
     def state(self) -> State:
@@ -171,31 +186,53 @@ class Health:
         A row of an earlier step than the last belongs to a run that was repeated from there, and is left out. So is
         every value that is no number.
         """
-        step = row.get("step", self._step + 1)
+        step = self._step + 1 if row.get("step") is None else row["step"]
         if not is_number(step) or step < self._step:
             return None
-        is_new = step > self._step
         self._step = int(step)
         completions = row.get(COUNT, self.completions)
         count = int(completions) if is_number(completions) and completions >= 1 else self.completions
+        told = list(self._told(row))
         facts: dict[str, float] = {}
-        for key, value in row.items():
-            name = self.name_of(key)
-            if name == "grad_norm" and isinstance(value, float) and not math.isfinite(value):
-                value = LARGEST
-            if name is None or not is_number(value):
-                continue
-            if name == "reward_std":
-                self._spread = (self._spread[0] + value * is_new, self._spread[1] + is_new)
+        for _, name, value in told:
             facts[name] = max(value, facts.get(name, value))  # of several tasks the best
-            if name in SIGNALS and (key in self._watches or len(self._watches) < MAX_KEYS):
-                spread = self._spread[0] / max(self._spread[1], 1)
-                self._watches.setdefault(key, Watch()).take(SIGNALS[name], float(value), self._step, count, spread)
+        is_new = self._begins_generation(row)
+        self._note_flat(facts)
+        if is_new and "reward_std" in facts:
+            self._spread = (self._spread[0] + facts["reward_std"], self._spread[1] + 1)
+        spread = self._spread[0] / max(self._spread[1], 1)
+        for key, name, value in told:
+            if name not in SIGNALS or (key not in self._watches and len(self._watches) >= MAX_KEYS):
+                continue
+            if name in OF_THE_GRADIENT and value < LARGEST and (self._is_flat or facts.get("grad_norm") == 0):
+                continue
+            unit = self._step if name == "held_out_success" else self._generation
+            self._watches.setdefault(key, Watch()).take(SIGNALS[name], value, unit, self._step, count, spread)
         shown = "reward" if "reward" in facts else "success"
         if shown in facts:
-            self._progress.take(shown, facts[shown], self._step)
-        self._note_flat(facts)
+            self._progress.take(shown, facts[shown], self._generation)
         return self._become(self._judge())
+
+    def _told(self, row: Mapping[str, Any]) -> Iterator[tuple[str, str, float]]:
+        """Key, name and value of each number that tells something; a gradient norm that is not finite is `LARGEST`."""
+        for key, value in row.items():
+            name = self.name_of(key)
+            if name == "grad_norm" and isinstance(value, float) and not is_number(value):
+                value = LARGEST
+            if name is not None and is_number(value):
+                yield key, name, float(value)
+
+    def _begins_generation(self, row: Mapping[str, Any]) -> bool:
+        number, former = row.get(GENERATION), self._number
+        has_reward = any(self.name_of(key) == "reward" for key, value in row.items() if value is not None)
+        self._has_reward |= has_reward
+        if is_number(number):
+            self._number = number
+        is_new = number != former if is_number(number) else has_reward or not self._has_reward
+        if not is_new or self._step == self._generation:  # a row that comes twice
+            return False
+        self._generation, self._is_flat = self._step, False
+        return True
 
     def name_of(self, key: str) -> str | None:
         """What a log key tells; later patterns win."""
@@ -210,10 +247,11 @@ class Health:
         if not facts.keys() & {"zero_variance", "reward_std", "kept"}:
             return
         same = facts.get("zero_variance", 0.0) >= NO_SIGNAL or facts.get("reward_std", 1.0) <= SAME
-        if not same and facts.get("kept") != 0:
+        self._is_flat = same or facts.get("kept") == 0
+        if not self._is_flat:
             self._flat = []
-        elif not self._flat or self._flat[-1].step < self._step:
-            one = _Flat(self._step, same, facts.get("clipped"), facts.get("success"), facts.get("reward"))
+        elif not self._flat or self._flat[-1].step < self._generation:
+            one = _Flat(self._generation, same, facts.get("clipped"), facts.get("success"), facts.get("reward"))
             self._flat = [*self._flat, one][-LEVEL:]
 
     def _judge(self) -> State:
@@ -227,7 +265,7 @@ class Health:
             return self._fallen("failing", *beyond["failing"])
         if len(self._flat) == LEVEL:
             cause = _cause(self._flat)
-            return State("nothing_to_learn", self._step, f"{cause}, for {LEVEL} rows or more.", cause)
+            return State("nothing_to_learn", self._step, f"{cause}, for {LEVEL} generations or more.", cause)
         if "drifting" in beyond:
             return self._fallen("drifting", *beyond["drifting"])
         return self._progress.judged(self._step)
@@ -238,7 +276,7 @@ class Health:
             said = f"{signal.what} is not finite"
         else:
             way = "rose" if "rising" in signal.scale else "fell"
-            latest, best = (signal.text(one) for one in (math.fsum(watch.window[-RUNNING:]) / RUNNING, watch.best))
+            latest, best = signal.texts(watch.latest, watch.best_level or 0.0)
             said = f"{signal.what} {way} to {latest} from {best} at step {watch.best_step}"
         return State(name, self._step, f"{said[0].upper()}{said[1:]} ({key}).", signal.what)
 
@@ -254,6 +292,10 @@ class Health:
         """Numbers, texts and lists, for a checkpoint: `HealthState`."""
         return {
             "step": self._step,
+            "generation": self._generation,
+            "number": self._number,
+            "has_reward": self._has_reward,
+            "is_flat": self._is_flat,
             "history": [asdict(one) for one in self.history],
             "watches": {key: asdict(watch) for key, watch in self._watches.items()},
             "progress": asdict(self._progress),
@@ -263,7 +305,8 @@ class Health:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on from what `state_dict` gave."""
-        self._step = state["step"]
+        self._step, self._generation, self._number = (state[name] for name in ("step", "generation", "number"))
+        self._has_reward, self._is_flat = state["has_reward"], state["is_flat"]
         self.history = [State(**one) for one in state["history"]]
         self._watches = {key: Watch(**one) for key, one in state["watches"].items() if self.name_of(key) in SIGNALS}
         self._progress = _Progress(**state["progress"])
@@ -292,40 +335,65 @@ def health(
 
 @dataclass
 class Watch:
-    """One log key over a run: its latest values, its best level, and how much its rows differ."""
+    """One log key over a run: its latest values, its best level, and how much its rows differ.
+
+    A row is here all rows of one generation; its value is their mean. All levels are scaled.
+    """
 
     step: int = -1
+    unit: int = -1  # the latest generation, or the step of a held-out evaluation
+    values: int = 0  # of the latest generation
     window: list[float] = field(default_factory=list)
-    best: float = 0.0  # mean of the rows of the best level
-    best_level: float | None = None  # the same, scaled
+    best_level: float | None = None
     best_step: int = 0
     beyond_since: int | None = None
+    broken: list[bool] = field(default_factory=list)  # whether each of the latest values, LEVEL at most, is not finite
     is_broken: bool = False
     rows: int = 0
-    squares: float = 0.0  # sum of squared differences between neighbouring rows, scaled
+    squares: float = 0.0  # sum of squared differences between neighbouring rows
     counts: int = 0  # completions of all rows
 
-    def take(self, signal: Signal, value: float, step: int, count: int, spread: float) -> None:
+    @property
+    def level(self) -> float:
+        return math.fsum(self.window) / LEVEL
+
+    @property
+    def latest(self) -> float:
+        """What is told of a fall: the worse one of the two means that can make it last."""
+        return min(math.fsum(self.window[-RUNNING:]) / RUNNING, self.level)
+
+    def take(self, signal: Signal, value: float, unit: int, step: int, count: int, spread: float) -> None:
         if step == self.step or ("share" in signal.scale and not 0 <= value <= 1):  # a row that comes twice, nonsense
             return
-        if self.window:
-            self.squares += (signal.scaled(value) - signal.scaled(self.window[-1])) ** 2
-        self.step, self.rows, self.counts = step, self.rows + 1, self.counts + count
-        self.window = [*self.window, value][-LEVEL:]
-        scaled = [signal.scaled(one) for one in self.window]
-        level = math.fsum(scaled) / LEVEL
-        if len(scaled) == LEVEL and (self.best_level is None or level > self.best_level):
-            self.best, self.best_level, self.best_step = math.fsum(self.window) / LEVEL, level, step
-        self.is_broken = signal.scale == "rising" and len(scaled) >= RUNNING and min(self.window[-RUNNING:]) >= LARGEST
+        self.broken = [*self.broken, signal.scale == "rising" and value >= LARGEST][-LEVEL:]
+        if not self.broken[-1]:
+            self._add(signal.scaled(value), unit, count)
+        self.step = step
+        starts = len(self.broken) >= RUNNING and all(self.broken[-RUNNING:])
+        self.is_broken = starts or (self.is_broken and any(self.broken))
         limit, best = self._limit(signal, spread), self.best_level
         if self.is_broken:
             self.beyond_since = step if self.beyond_since is None else self.beyond_since
         elif best is None or self.rows < MIN_ROWS:
             self.beyond_since = None
         elif self.beyond_since is None:
-            self.beyond_since = step if best - max(scaled[-RUNNING:]) > limit else None
-        elif best - level < limit / 2:  # halfway back
+            self.beyond_since = step if best - max(self.window[-RUNNING:]) > limit else None
+        elif best - self.level < limit / 2:  # halfway back
             self.beyond_since = None
+
+    def _add(self, scaled: float, unit: int, count: int) -> None:
+        """Another value of the present generation, or the first of the next one, which ends the present."""
+        if unit == self.unit:
+            self.values += 1
+            self.window[-1] += (scaled - self.window[-1]) / self.values
+            return
+        if len(self.window) == LEVEL and (self.best_level is None or self.level > self.best_level):
+            self.best_level, self.best_step = self.level, self.step
+        if self.window:
+            self.squares += (scaled - self.window[-1]) ** 2
+        self.unit, self.values = unit, 1
+        self.window = [*self.window, scaled][-LEVEL:]
+        self.rows, self.counts = self.rows + 1, self.counts + count
 
     def _limit(self, signal: Signal, spread: float) -> float:
         if signal.chance == "none":
@@ -335,7 +403,7 @@ class Watch:
         noise = NOISE * math.sqrt(self.squares / (2 * max(self.rows - 1, 1)))
         if signal.scale != "plain":
             return max(signal.limit, noise)
-        return max(SPREAD * spread, noise) if spread > SAME * max(1.0, abs(self.best)) else math.inf
+        return max(SPREAD * spread, noise) if spread > SAME * max(1.0, abs(self.best_level or 0.0)) else math.inf
 
 
 @dataclass
@@ -376,16 +444,21 @@ class _Progress:
             return self._too_early(step)
         before, after = math.fsum(self.first) / SPAN, math.fsum(self.last) / SPAN
         needed = max(SURE * self._standard_error(), SAME * max(1.0, abs(before)))
-        means = f"mean {self.what} is {after:.3g} in the last {SPAN} rows, {before:.3g} in the first {SPAN}"
         is_undone = after - before < (self.best - before) / 2
         # Half of the rise keeps the state, so that a run near the bound does not change it with every row.
         self.rises = after - before > needed / (2 if self.rises else 1) and not is_undone
+        if not self.rises and self.rows < MIN_FLAT:
+            return self._too_early(step)
+        was_risen = self.best - before > needed
+        digits = _digits(before, after) if self.rises else _digits(self.best, max(before, after)) if was_risen else 3
+        means = (
+            f"mean {self.what} is {after:.{digits}g} in the last {SPAN} rows, {before:.{digits}g} in the first {SPAN}"
+        )
         if self.rises:
             return State("learning", step, f"{means[0].upper()}{means[1:]}.")
-        if self.rows < MIN_FLAT:
-            return self._too_early(step)
-        if self.best - before > needed:
-            return State("no_rise", step, f"A rise to {self.best:.3g} by step {self.best_step} was undone: {means}.")
+        if was_risen:
+            rise = f"A rise to {self.best:.{digits}g} by step {self.best_step} was undone"
+            return State("no_rise", step, f"{rise}: {means}.")
         return State("no_rise", step, f"In {self.rows} rows {means}; a rise of {needed:.2g} would have shown.")
 
     def _too_early(self, step: int) -> State:
@@ -414,6 +487,10 @@ class HealthState(TypedDict):
     """The form of `Health.state_dict`, whose dataclasses are dictionaries."""
 
     step: int
+    generation: int
+    number: float | None
+    has_reward: bool
+    is_flat: bool
     history: list[State]
     watches: dict[str, Watch]
     progress: _Progress
@@ -439,6 +516,11 @@ def _cause(rows: list[_Flat]) -> str:
 
 def _fits(pattern: list[str], key: list[str]) -> bool:
     return len(pattern) == len(key) and all(want in ("*", part) for want, part in zip(pattern, key, strict=True))
+
+
+def _digits(one: float, other: float) -> int:
+    """The fewest digits, from three on, that tell two numbers apart."""
+    return next((digits for digits in range(3, 17) if f"{one:.{digits}g}" != f"{other:.{digits}g}"), 17)
 
 
 def is_number(value: Any) -> TypeGuard[float]:

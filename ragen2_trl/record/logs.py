@@ -24,8 +24,8 @@ def read_log(path: Path) -> tuple[list[dict[str, Any]], int]:
     """The rows of a log, and how many lines were too long to be read.
 
     Args:
-        path: `trainer_state.json`, `log_history.json`, rows as lines of JSON, or the console log of verl or RAGEN,
-            whose rows are printed as `step:N - key:value - …`.
+        path: `trainer_state.json`, `log_history.json`, rows as lines of JSON (ms-swift's `logging.jsonl`), or the
+            console log of verl or RAGEN, whose rows are printed as `step:N - key:value - …`.
 
     Raises:
         ValueError: If it is none of these; the message is one line.
@@ -53,7 +53,7 @@ def _read_json(path: Path) -> list[dict[str, Any]]:
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{str(path)!r} cannot be read as JSON: {' '.join(str(error).split())[:200]}") from error
     check_history(rows, str(path), "log_history")
-    found = [row for row in rows or () if isinstance(row, dict)]
+    found = [_with_step(row) for row in rows or () if isinstance(row, dict)]
     if not found:
         raise ValueError(f"{str(path)!r} holds no log rows; allowed: {ALLOWED}.")
     return found
@@ -73,8 +73,16 @@ def _rows(text: str) -> Any:
                 rows.append(json.loads(line))
             except json.JSONDecodeError as wrong:
                 raise ValueError(f"line {number} holds no object of JSON: {wrong.msg}") from wrong
-        return rows
+        # ms-swift ends with a summary that holds the rows again.
+        return [row for row in rows if not (isinstance(row, Mapping) and "log_history" in row)]
     return content.get("log_history") if isinstance(content, Mapping) else content
+
+
+def _with_step(row: dict[str, Any]) -> dict[str, Any]:
+    """A row with its `step`, which ms-swift writes as `"global_step/max_steps": "5/400"` or `"iteration": "5/400"`."""
+    places = (re.fullmatch(r"(\d{1,12})/\d+", str(row.get(key))) for key in ("global_step/max_steps", "iteration"))
+    place = next((found for found in places if found), None)
+    return row if place is None or row.get("step") is not None else {**row, "step": int(place[1])}
 
 
 def _read_console(path: Path, too_long: list[int]) -> Iterator[dict[str, Any]]:
