@@ -67,6 +67,19 @@ def test_a_line_of_a_log_is_one_line():
     assert "step 100/1000" in log.getvalue() and log.getvalue().count("\n") == 1 and len(log.getvalue()) > 80
 
 
+@pytest.mark.parametrize("width", [60, 80, 200])
+def test_in_a_narrow_terminal_the_numbers_are_cut_and_not_how_far_it_is(width):
+    terminal = io.StringIO()
+    line = progress(Console(file=terminal, width=width, force_terminal=True))
+    state = TrainerState(max_steps=1000, global_step=100)
+    line.on_train_begin(None, state, None)
+    line.on_log(None, state, None, logs={"reward": 0.5, "snr/kept_fraction": 0.5, "env/a/success": 0.25, **MEASURED})
+    line.close()
+    drawn = re.split(r"[\r\n]+", re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", terminal.getvalue()).strip())[-1]
+    assert re.match(r"step +100/1000 +[━╸╺]+ 0:00:\d\d left \S+ rew", drawn) and len(drawn) <= width
+    assert ("2.50 nats" in drawn) == (width == 200)
+
+
 class Rows(TrainerCallback):
     """What trackers and the console get."""
 

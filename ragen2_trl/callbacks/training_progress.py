@@ -8,6 +8,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Column
 from transformers import ProgressCallback, TrainerCallback
 
 from ragen2_trl.instrument.health import TITLES
@@ -65,11 +66,12 @@ class TrainingProgressCallback(TrainerCallback):
         self._progress = Progress(
             TextColumn("step"),
             MofNCompleteColumn(),
-            BarColumn(bar_width=24),
+            BarColumn(bar_width=12),
             TimeElapsedColumn(),
             TextColumn("left"),
             TimeRemainingColumn(),
-            TextColumn("{task.description}"),
+            TextColumn("{task.description}", table_column=Column(ratio=1, no_wrap=True)),  # what there is room for
+            expand=True,
             console=self.console,
             disable=not self.console.is_terminal,
         )
