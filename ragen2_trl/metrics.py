@@ -41,6 +41,8 @@ PREDICTED, REALISED = "snr/predicted_variance", "snr/realised_variance"
 CORRELATION, SKIPPED = "snr/prediction_rank_correlation", "snr/skipped_prompts"
 REWARD, ENTROPY, CLIPPED = "reward", "entropy", "completions/clipped_ratio"
 
+STEP_OF_MI = "mi/step"
+
 # The data that a metric is computed from.
 GROUPS = "groups"  # of the step, further rounds included
 COMPLETIONS = "completions"  # of the step, further rounds included
@@ -302,6 +304,12 @@ MI = (
         "fraction",
         ANSWERS,
         "they were cut off, or need `answer=`",
+    ),
+    Metric(
+        "mi/step",
+        "first optimizer step that trains on the completions measured; a row has the number of its last step",
+        "step",
+        SAMPLE,
     ),
     Metric(
         "mi/pooled_steps",

@@ -6,18 +6,20 @@ import pytest
 import torch
 from conftest import PROMPTS, assert_same_parameters, parameters_of
 from datasets import Dataset
-from measured_runs import length_reward, rloo_args, rows_of, run, warnings_of
+from measured_runs import ROW, length_reward, rloo_args, rows_of, run, warnings_of
 from replay import GROUP_SIZE, KEPT, REWARDS, Replay
-from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback, TrainerState
 from trl import GRPOTrainer, RLOOTrainer
 
 from ragen2_trl import MutualInformationCallback, SNRFilteredGRPOTrainer, information_metrics
 from ragen2_trl.instrument import judge
 from ragen2_trl.instrument.verdict import MIN_STEPS_BETWEEN
-from ragen2_trl.record.run import run_of
+from ragen2_trl.record.run import run_of, run_of_state
 from ragen2_trl.record.saved_measurement import read_measurement
 from ragen2_trl.report.card import headline
 from ragen2_trl.report.page import render_report
+from ragen2_trl.report.plots import points_of
+from ragen2_trl.report.summary import summarize
 
 
 @pytest.mark.parametrize("trainer_class", [GRPOTrainer, RLOOTrainer, SNRFilteredGRPOTrainer])
@@ -239,6 +241,24 @@ def test_why_nothing_was_measured_is_kept_for_the_report(policy_path, make_args)
     assert "two different ones are needed" in run_of(trainer).silence
     page = render_report([run_of(trainer)])
     assert "two different ones are needed" in page and "add_callback" not in page
+
+
+def test_a_measurement_is_of_one_step_wherever_it_is_told(policy_path, prompts, make_args, tmp_path):
+    """The first that trains on its completions; its row, of several steps, has the number of the last."""
+    args = make_args(steps_per_generation=2, logging_steps=4, max_steps=8)
+    trainer, _ = run(SNRFilteredGRPOTrainer, policy_path, args, prompts, callback={"every": 4})
+    assert [row["step"] for row in rows_of(trainer)] == [4, 8]
+    told = run_of(trainer)
+    first_and_last = summarize(trainer.state, tmp_path)["mutual_information"]
+    for steps in (
+        [evidence.step for evidence in told.evidence],
+        [read_measurement(path).step for path in told.measurements],
+        [step for step, _ in told.points(ROW)],
+        [step for step, _ in points_of(told.rows, ROW)],
+        [first_and_last[end]["step"] for end in ("first", "last")],
+        [evidence.step for evidence in run_of_state(tmp_path, TrainerState(log_history=told.log_history)).evidence],
+    ):
+        assert steps == [3, 7]
 
 
 # Generations of one group, as TRL's defaults have them

@@ -42,6 +42,7 @@ from ragen2_trl.instrument.information import MarginalStdEMA
 from ragen2_trl.instrument.reasoning import Trajectories, Turn
 from ragen2_trl.instrument.scoring import ContextLengthError, count_tokens
 from ragen2_trl.instrument.verdict import MIN_STEPS_BETWEEN, Finding
+from ragen2_trl.metrics import STEP_OF_MI
 from ragen2_trl.record.files import MEASUREMENTS
 from ragen2_trl.record.run import MI_STATE, run_of
 from ragen2_trl.record.saved_measurement import SavedMeasurement
@@ -301,6 +302,7 @@ class MutualInformationCallback(TrainerCallback):
         self._forget_row()  # what it holds already is an older measurement's
         self.last_step, self._measured = max(asked, step), self._pool.take()
         rollout = joined(self._measured)
+        self._log({STEP_OF_MI: float(step)})
         if len(self._measured) > 1:
             self._log({"mi/pooled_steps": float(done - self._measured[0].step)})
         tokenizer = self.trainer._tokenizer

@@ -271,7 +271,7 @@ class _Scorer:
         """The cache of all ids but the last; `None` if full runs have to do."""
         held_back = ids[:, : max(1, ids.shape[1] - 1)]  # of a single id the cache is of no use, but tells its kind
         output = self.model(input_ids=held_back, use_cache=True, logits_to_keep=1)
-        cache = cache_of(output)
+        cache: Cache | None = cache_of(output)
         if (reason := unshareable(cache, held_back.shape[1])) is not None:
             self._fall_back(f"returns {reason}")
             return None

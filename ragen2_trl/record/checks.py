@@ -7,6 +7,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from ragen2_trl.metrics import STEP_OF_MI
 from ragen2_trl.saved_state import short, wrong
 
 MAX_STEP = 10**12
@@ -51,8 +52,9 @@ def check_history(rows: Any, where: str, field: str = "") -> None:
         for key, value in row.items():
             if not isinstance(value, str | int | float | None) or (isinstance(value, int) and abs(value) > 2**63):
                 raise wrong(f"{where}: {name}.{short(key)}", "a number of at most 64 bits, a text or null", value)
-        if row.get("step") is not None:
-            _check_step(row["step"], where, f"{name}.step")
+        for key in ("step", STEP_OF_MI):
+            if row.get(key) is not None:
+                _check_step(row[key], where, f"{name}.{key}")
 
 
 def check_about(about: Mapping[str, Any], where: str) -> None:

@@ -23,7 +23,7 @@ from ragen2_trl.instrument.verdict import (
     status,
 )
 from ragen2_trl.messages import counted
-from ragen2_trl.metrics import ANSWER, CLIPPED, EMPTY_STEPS, FIRST_TURN, KEPT, VALID_THINKING
+from ragen2_trl.metrics import ANSWER, CLIPPED, EMPTY_STEPS, FIRST_TURN, KEPT, STEP_OF_MI, VALID_THINKING
 from ragen2_trl.record.checks import MAX_STEP, check_about, check_evaluation, check_history, check_state
 from ragen2_trl.record.cost import Cost, cost_of
 from ragen2_trl.record.files import (
@@ -123,7 +123,7 @@ class Run:
 
     def points(self, key: str) -> list[tuple[int, float]]:
         """(step, value) of the training rows that have a finite value."""
-        values = ((row.get("step", 0), row.get(key)) for row in self.rows)
+        values = ((step_of(row, key), row.get(key)) for row in self.rows)
         return [(step, value) for step, value in values if is_number(value)]
 
     @cached_property
@@ -191,7 +191,7 @@ class Run:
             metrics = {key.removeprefix(f"{ANSWER}/"): value for key, value in row.items() if key.startswith(ANSWER)}
             evidence = AnswerEvidence.of({name: value for name, value in metrics.items() if is_number(value)})
             if evidence.is_possible:
-                found.append(replace(evidence, step=row.get("step", 0)))
+                found.append(replace(evidence, step=step_of(row, ANSWER)))
         return found
 
     @property
@@ -266,6 +266,12 @@ class Run:
         if self.is_diagnosed:
             return [path for path in (self.folder / "completions.parquet",) if path.exists()]
         return numbered(self.folder / "completions", "completions", ".parquet", self.step)
+
+
+def step_of(row: Mapping[str, Any], key: str) -> int:
+    """The optimizer step that a row's value of a key is of: a measurement's own, or the row's."""
+    own = row.get(STEP_OF_MI) if key.startswith("mi/") else None
+    return int(own) if is_number(own) else row.get("step") or 0
 
 
 def running_means(points: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
@@ -462,7 +468,7 @@ def _evidence_logged(rows: Sequence[Mapping[str, Any]]) -> list[Evidence]:
         if f"{FIRST_TURN}/{Evidence.METRICS[0]}" not in row:
             continue
         metrics = {key.removeprefix(f"{FIRST_TURN}/"): value for key, value in row.items()}
-        step = row.get("step") or 0
+        step = step_of(row, FIRST_TURN)
         others = {
             "step": step,
             "updates": max(0, step - 1 - int(row.get(EMPTY_STEPS) or 0)),

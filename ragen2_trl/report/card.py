@@ -94,7 +94,7 @@ def add_diagnostics(
 def headline(run: Run) -> str:
     """One paragraph of Markdown for the head of a card: outcome, cost, health, verdict on reasoning, state."""
     sentences = _sentences(run)
-    if run.evidence:  # and not the log, whose rows are of later steps where not every step has one
+    if run.evidence:
         last = run.evidence[-1]
         sentences.append(
             f"Retrieval accuracy at step {last.step}: {last.retrieval_accuracy:.1%} of the reasoning traces are most "

@@ -30,7 +30,7 @@ from ragen2_trl.metrics import (
     label,
 )
 from ragen2_trl.record.held_out import HeldOutCurve
-from ragen2_trl.record.run import mean_span
+from ragen2_trl.record.run import mean_span, step_of
 from ragen2_trl.report.style import (
     BLUE,
     GREEN,
@@ -450,7 +450,7 @@ def points_of(log_history: Rows, *keys: str | None) -> Series:
         for row in with_steps(log_history):
             value = row.get(key)
             if is_number(value):
-                values[row["step"]].append(value)
+                values[step_of(row, key)].append(value)
         if values:
             return [(step, fmean(values[step])) for step in sorted(values)]
     return []

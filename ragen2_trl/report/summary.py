@@ -9,7 +9,7 @@ from rich.text import Text
 from transformers import TrainerState
 
 from ragen2_trl.metrics import ACCURACY, EMPTY_STEPS, FIRST_TURN, INFORMATION, KEPT, ZERO_VARIANCE, label
-from ragen2_trl.record.run import COST_STATE, run_of_state
+from ragen2_trl.record.run import COST_STATE, run_of_state, step_of
 
 ENDS = ("first", "last")
 
@@ -63,7 +63,7 @@ def _first_and_last(history: list[dict[str, Any]]) -> dict[str, Any] | None:
     """The first and the last measurement of whether reasoning depends on its prompt."""
     names = ("retrieval_accuracy", "retrieval_chance", "mi_seq", "mi_upper_bound")
     measured = [
-        {"step": row["step"], **{name: row[f"{FIRST_TURN}/{name}"] for name in names}}
+        {"step": step_of(row, FIRST_TURN), **{name: row[f"{FIRST_TURN}/{name}"] for name in names}}
         for row in history
         if row.get(ACCURACY) is not None
     ]

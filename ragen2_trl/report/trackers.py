@@ -94,7 +94,7 @@ def _log_to_tensorboard(tracker: TensorBoardCallback, images: Images, step: int)
 
 def _log_to_wandb(tracker: WandbCallback, images: Images, step: int) -> None:
     wandb = tracker._wandb
-    wandb.log({name: wandb.Image(image, caption=f"step {step}") for name, image in images.items()} | {STEP_KEY: step})
+    wandb.log({name: wandb.Image(image) for name, image in images.items()} | {STEP_KEY: step})
 
 
 def _log_to_trackio(tracker: TrackioCallback, images: Images, step: int) -> None:
