@@ -28,8 +28,8 @@ from ragen2_trl.trainers.dynamic_sampling import round_size
 from ragen2_trl.trainers.pilots import AUDIT, RECENT, worth_going_on
 from ragen2_trl.trainers.posterior import RewardPosterior
 from ragen2_trl.trainers.prompt_selection import CANDIDATES, EXPLORE, HALF_LIFE
+from ragen2_trl.trainers.prompt_tree import tree_size
 from ragen2_trl.trainers.selection import GroupFilter, Groups, equal_rewards, seeded_generator
-from ragen2_trl.trainers.shared_prompts import WORTH, cheapest_layout
 
 Mask = NDArray[np.bool_]
 Ratio = Callable[[Floats], Floats]
@@ -40,7 +40,7 @@ PILOTS = (2, 3, 4)
 SHUFFLES = 3  # of the members of each group, by which a replay of pilots depends less on their order
 ENOUGH = 4000  # groups; a log with at least as many needs only one replay of pilots
 ROUNDS_OF = 8  # groups that a replay of pilots takes together at least; its threshold looks back over 256 in any case
-MOST_GENERATIONS = 100  # for which rows are dealt and packed, the slowest part
+MOST_GENERATIONS = 100  # for which rows are dealt, the slowest part
 MOST_VALUES = 16  # rewards that groups have earned throughout, for an estimate of larger groups
 TWICE = 16  # fewest prompts logged more than once for an estimate of prompt selection
 DRAWS = 20  # replays of prompt selection
@@ -360,8 +360,8 @@ def _of_update(update: Estimate, share: float) -> Estimate:
 def update_positions(log: CompletionLog, rows: Mask) -> tuple[NDArray[np.int64], Floats]:
     """Positions of an update with less and less in it, of up to `MOST_GENERATIONS` generations, evenly spaced.
 
-    One process and one optimizer step for each generation, which are TRL's defaults. Rows are packed by positions
-    alone: attention, which grows with the square of the length, is left out.
+    One process and one optimizer step for each generation, which are TRL's defaults. Positions alone
+    count: attention, which grows with the square of the length, is left out.
 
     Args:
         log: With lengths.
@@ -397,13 +397,10 @@ def update_positions(log: CompletionLog, rows: Mask) -> tuple[NDArray[np.int64],
         trimmed = sum(padded(batch) for batch in _micro_batches(every, steps, micro, None))
         packed = 0
         for batch in _micro_batches(every, steps, micro, prompts):
-            layout = cheapest_layout(
-                [prompts[row][1] for row in batch],
-                [completions[row] for row in batch],
-                [prompts[row][0] for row in batch],
-                lambda parts, length: parts * length,
+            shared = tree_size(
+                *zip(*((prompts[row][1], completions[row], prompts[row][0]) for row in batch), strict=True)
             )
-            packed += layout.positions if layout.positions < WORTH * padded(batch) else padded(batch)
+            packed += min(shared, padded(batch))
         found.append([lengths.size * width, len(place) * width, trimmed, packed])
     return numbers, np.array(found, dtype=np.float64)
 

@@ -21,6 +21,7 @@ CORE = {
     "messages",
     "failures",
     "rollout_events",
+    "rotary",
     "trainers",
     "instrument",
 }
@@ -34,7 +35,8 @@ MAY_KNOW = {
     "messages": set(),
     "failures": set(),
     "rollout_events": {"columns", "metrics", "failures"},
-    "instrument": {"filtering", "columns", "metrics"},
+    "rotary": set(),
+    "instrument": {"filtering", "columns", "metrics", "rotary"},
     "trainers": CORE - {"instrument"},
     "envs": {"columns", "names", "messages", "failures"},
     "openenv": {"envs", "columns"},

@@ -202,16 +202,10 @@ def with_lengths(rewards, prompts, lengths, micro=None, groups=8):
 
 def test_positions_of_two_groups_are_those_counted_by_hand():
     log = with_lengths([[0, 1], [1, 0]], [4, 6], [[1, 3], [2, 2]])
-    # 4 rows of 6 + 3; packed: prompts less a token each, with their completions: 7 and 9, padded to 9.
-    assert update_positions(log, rows_with_advantage(log))[1].tolist() == [[36, 36, 36, 18]]
+    # 4 rows of 6 + 3; shared: prompts less a token each, with their completions: 7 and 9.
+    assert update_positions(log, rows_with_advantage(log))[1].tolist() == [[36, 36, 36, 16]]
     one = with_lengths([[0, 1], [1, 1]], [4, 6], [[1, 3], [2, 2]])
     assert update_positions(one, rows_with_advantage(one))[1].tolist() == [[36, 18, 18, 7]]
-
-
-def test_prompts_are_shared_only_where_that_saves_more_than_a_tenth():
-    log = with_lengths([[0, 1], [1, 0]], [1, 1], [[9, 9], [9, 9]])
-    # Packed: 4 x 9 positions, or 2 x 18, of 4 x 10: just not less than nine tenths.
-    assert update_positions(log, rows_with_advantage(log))[1].tolist() == [[40, 40, 40, 40]]
 
 
 def test_padding_of_completions_is_left_out_by_micro_batch():
@@ -230,11 +224,11 @@ def test_the_row_of_an_update_without_any_advantage_is_the_first():
     assert update_positions(log, rows_with_advantage(log))[1][0].tolist() == [48, 12, 9, 4]
 
 
-def test_groups_are_split_where_that_costs_less_than_whole_or_single_rows():
+def test_a_group_with_one_row_shares_no_prompt_and_still_has_no_padding():
     log = with_lengths([[0, 1, 0, 1], [0, 1, 0, 1]], [10, 10], [[9] * 4, [9] * 4])
     rows = np.array([[True] * 4, [True, False, False, False]])
-    # Prompts less a token: 3 x (9 + 18) in place of 2 x (9 + 36), 5 x (9 + 9), or 5 x (10 + 9) unpacked.
-    assert update_positions(log, rows)[1].tolist() == [[152, 95, 95, 81]]
+    # Prompts less a token: 9 + 4 x 9 and 9 + 9.
+    assert update_positions(log, rows)[1].tolist() == [[152, 95, 95, 63]]
 
 
 def test_a_completion_of_mean_reward_needs_no_update_and_rounding_counts_as_none():

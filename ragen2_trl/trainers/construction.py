@@ -144,6 +144,8 @@ class Constructed(StockTrainer):
             extend(self, name, self._loss_of_kept_rows)
         if self.is_deepspeed_enabled:
             extend(self.accelerator, "backward", self._backward_of_kept_rows)
+        if shared is not None:
+            extend(self.accelerator, "backward", shared.backward)
         if isinstance(rollout := kwargs.get("rollout_func"), NeedsRows):
             rollout.attach(self)
             if rollout.splits_episodes:

@@ -138,7 +138,7 @@ class ForwardPasses(Checkpointed):
             self._check_sharing(self._buffered_inputs[0])
 
     def _check_sharing(self, batch: Batch) -> None:
-        """Whether packed rows serve; a call for all processes together."""
+        """Whether prompts can be shared; a call for all processes together."""
         if self._shared_prompts is not None:
             plain = super()._get_per_token_logps_and_entropies
             self._shared_prompts.check(self.model, lambda *rows: plain(self.model, *rows)[0], batch)

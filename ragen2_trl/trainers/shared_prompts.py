@@ -1,13 +1,8 @@
-"""Each prompt computed once for all completions of its group, in one ordinary forward and backward pass.
-
-A packed row is [prompt][completion 1]...[completion k]. Every completion begins with a copy of the last prompt token,
-which predicts its first token, and a mask hides the other completions from it. Positions are the columns of TRL's
-padded row, so that learned positions and the rounding of rotary embeddings are TRL's own.
-"""
+"""Each prompt computed once for all completions of its group, in one ordinary forward and backward pass."""
 
 import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -17,26 +12,35 @@ from accelerate.logging import get_logger
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
+from ragen2_trl.rotary import length_dependent
 from ragen2_trl.trainers.batches import Batch, padded_size, prompts_of, whole_rows
+from ragen2_trl.trainers.prompt_tree import attending_to_trees, build_tree, serves_flash, tree_size
 
 logger = get_logger(__name__)
 
-ATTENTION = ("sdpa", "eager")
-"""Attention implementations that take a mask of our own. FlashAttention takes none."""
-
 LAYERS = {"full_attention", "sliding_attention"}
 
-WORTH = 0.9
-"""Largest cost of packed rows, as a share of the padded ones, for which they are packed."""
-
 TOLERANCE = 1e-4, 2e-2
-"""Nats per token by which packed and padded log-probs may differ, in float32 and in lower precision, beside eight
-times the difference that batching makes. Architectures that packing does not fit are off by 0.09 nats and more."""
+"""Nats per token by which log-probs of a tree and of padded rows may differ, in float32 and in lower precision, beside
+eight times the difference that batching makes. Where a tree does not fit a model, it is off by 0.09 nats and more."""
 
 PADDING = 64
 """Columns before the prompt of a comparison, so that positions that a model counts by itself differ from columns."""
 
 LogProbs = Callable[[Tensor, Tensor, int], Tensor]
+
+
+class Rows(NamedTuple):
+    """Padded rows as a tree needs them, see `build_tree`."""
+
+    prompts: list[int]
+    lengths: list[int]
+    groups: list[int]
+
+    @property
+    def size(self) -> int:
+        """Tokens of their tree."""
+        return tree_size(*self)
 
 
 class SharedPrompts:
@@ -50,14 +54,14 @@ class SharedPrompts:
     def __init__(self, accelerator: Accelerator, model: nn.Module):
         self.accelerator = accelerator
         self.config = accelerator.unwrap_model(model).config.get_text_config()
-        fits = self._misfit() is None
-        self.overhead = _overhead(accelerator.unwrap_model(model), self.config) if fits else math.nan
+        self.dtype = next(model.parameters()).dtype
+        self.length_dependent = length_dependent(self.config) or (sys.maxsize, "")
         self.serves: bool | None = None  # `None` before `check`
         self.checked = 0  # tokens of context that `check` has compared
-        self._announced = False
+        self._announced = self._told_width = False
 
     def check(self, model: nn.Module, log_probs: LogProbs, batch: Batch) -> None:
-        """Compare packed with padded log-probs, for the first batch and the first with rows longer than a window.
+        """Compare log-probs of a tree and of padded rows, for the first batch and the first beyond a window.
 
         Falls back to padded rows, with a warning, where they differ. A call for all processes together.
 
@@ -67,11 +71,19 @@ class SharedPrompts:
             batch: of this process, text alone.
         """
         window = getattr(self.config, "sliding_window", None) or math.inf
+        tokens, kind = self.length_dependent
+        is_wide = padded_size(batch) >= tokens * len(batch["prompt_ids"])
+        if is_wide and self.serves is not False and not self._told_width:
+            self._told_width = True
+            logger.warning(
+                f"Prompts are computed once per completion in rows of {tokens} columns or more, with their padding: "
+                f"there the width decides on rotary embeddings of {type(self.config).__name__} (rope_type={kind!r})."
+            )
         if self.serves is False or (self.serves and (window == math.inf or self.checked > window)):
             return
         ids, mask, columns = whole_rows(batch)
-        input_ids, attention_mask, width = self._longest_rows(ids, _filled(mask), columns)
-        lengths = attention_mask.sum(dim=1) * attention_mask[:, -width:].any(dim=1)
+        input_ids, attention_mask, width = self._compared_rows(ids, _filled(mask), columns)
+        lengths = attention_mask.sum(dim=1) * attention_mask[:, -width:].any(dim=1) * (not is_wide)
         longest = int(self.accelerator.gather(lengths).max()) - 1  # the last token is predicted, and not attended to
         if longest < 0 or (self.serves and longest <= window):
             return
@@ -91,27 +103,29 @@ class SharedPrompts:
         if not self.serves or self._announced:
             return
         self._announced = True
-        rows = [whole_rows(batch) for batch in batches]
-        costs = [(self._cost(*ids.shape), self._layout(ids, mask, width)) for ids, mask, width in rows]
-        padded = sum(cost for cost, _ in costs)
-        packed = sum(cost if layout is None else layout.cost for cost, layout in costs)
+        padded, computed = sum(map(padded_size, batches)), sum(map(self.positions, batches))
         logger.warning(
-            f"Prompts are computed once per group: by arithmetic the update of this generation costs "
-            f"{packed / padded:.2f} of its padded rows. snr_share_prompts=False computes them once per completion."
+            f"Prompts are computed once per group: {computed:,} positions for the update of this generation, "
+            f"{padded:,} once per completion (snr_share_prompts=False)."
         )
 
     def positions(self, batch: Batch) -> int:
         """Positions that a forward pass over the batch computes."""
-        layout = self._layout(*whole_rows(batch)) if self.serves else None
-        return padded_size(batch) if layout is None else layout.positions
+        rows = self._rows(*whole_rows(batch)) if self.serves else None
+        return padded_size(batch) if rows is None else rows.size
+
+    def backward(self, backward: Callable[..., None], loss: Tensor, **kwargs: Any) -> None:
+        """Around a backward pass, in which checkpointed layers attend to their tree again."""
+        with attending_to_trees(self.config):
+            backward(loss, **kwargs)
 
     def __call__(
         self, model: nn.Module, input_ids: Tensor, attention_mask: Tensor, width: int
     ) -> tuple[Tensor, Tensor | None] | None:
         """Log-probs and entropies in nats of the completions, (rows, T) each, 0 at padding.
 
-        `None` where padded rows cost as much, or for a model that packing does not fit; and for entropies where TRL
-        computes none.
+        `None` where padded rows are as few positions, or masks have holes, or a tree does not fit the model; and for
+        entropies where TRL computes none.
 
         Args:
             model: with TRL's fused head.
@@ -119,114 +133,124 @@ class SharedPrompts:
             attention_mask: (rows, P + T).
             width: T.
         """
-        layout = self._layout(input_ids, attention_mask, width) if self.serves else None
-        return None if layout is None else self._packed(model, input_ids, width, layout)
+        rows = self._rows(input_ids, attention_mask, width) if self.serves else None
+        return None if rows is None else self._of_tree(model, input_ids, width, rows)
 
-    # Packing
+    # Trees
 
-    def _cost(self, rows: int, length: int) -> float:
-        return rows * length * (self.overhead + length)
-
-    def _layout(self, input_ids: Tensor, attention_mask: Tensor, width: int) -> "Layout | None":
-        """The cheapest packing of the rows; `None` where padded rows cost about as much, or masks have holes."""
-        before = input_ids.size(1) - width
-        batch = {"prompt_ids": input_ids[:, :before], "prompt_mask": attention_mask[:, :before]}
-        groups, prompts = zip(*prompts_of(batch), strict=True)
-        holes = (_filled(attention_mask) != attention_mask).any(dim=1)
-        lengths = attention_mask[:, before:].sum(dim=1).masked_fill(holes, -1).tolist()
-        # The first token of a row has nothing to be predicted from, and rows without completions predict nothing.
-        if min(prompts) == 0 or min(lengths) < 0 or not any(lengths):
+    def _rows(self, input_ids: Tensor, attention_mask: Tensor, width: int) -> Rows | None:
+        """`None` where their tree is no smaller, or masks have holes, or the padded width decides on rotary
+        frequencies."""
+        if input_ids.size(1) >= self.length_dependent[0]:
             return None
-        layout = cheapest_layout(prompts, lengths, groups, self._cost)
-        return layout if layout.cost < WORTH * self._cost(*input_ids.shape) else None
+        rows = _rows(input_ids, attention_mask, width)
+        holes = bool((_filled(attention_mask) != attention_mask).any())
+        # The first token of a row has nothing to be predicted from, and rows without completions predict nothing.
+        if holes or min(rows.prompts) == 0 or not any(rows.lengths):
+            return None
+        return rows if rows.size < input_ids.numel() else None
 
-    def _packed(
-        self, model: nn.Module, input_ids: Tensor, width: int, layout: "Layout"
-    ) -> tuple[Tensor, Tensor | None]:
-        packed = pack(input_ids, width, layout)
-        with self.accelerator.autocast():
+    def _of_tree(self, model: nn.Module, input_ids: Tensor, width: int, rows: Rows) -> tuple[Tensor, Tensor | None]:
+        window = getattr(self.config, "sliding_window", None)
+        tree = build_tree(
+            input_ids, width, *rows, windows={None, window}, uses_flash=self._uses_flash(input_ids.device)
+        )
+        # Of four dimensions, so that transformers makes none of its own; attention to a tree takes none.
+        mask: Any = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=input_ids.device)
+        if kinds := set(getattr(self.config, "layer_types", None) or ()):
+            mask = dict.fromkeys(kinds | {"full_attention"}, mask)
+        with self.accelerator.autocast(), attending_to_trees(self.config):
             outputs = model(
-                input_ids=packed.ids,
-                attention_mask=self._masks(model, packed.segments, packed.positions),
-                position_ids=packed.positions,
-                shift_labels=packed.labels,
+                input_ids=tree.ids,
+                attention_mask=mask,
+                position_ids=tree.positions,
+                shift_labels=tree.labels,
                 fused_lm_head=True,
+                prompt_tree=tree.branches,
             )
-        part, place, row, column = packed.scored
+        place, row, column = tree.scored
 
         def by_row(values: Tensor) -> Tensor:
-            return values.new_zeros(len(input_ids), width).index_put((row, column), values[part, place])
+            return values.new_zeros(len(input_ids), width).index_put((row, column), values[0, place])
 
         return by_row(outputs.log_probs), None if outputs.entropy is None else by_row(outputs.entropy)
 
-    def _masks(self, model: nn.Module, segments: Tensor, positions: Tensor) -> Any:
-        """What the model takes as its attention mask: one, or one for each type of layer."""
-        from transformers.masking_utils import create_causal_mask  # an import of seconds
+    def _uses_flash(self, device: torch.device) -> bool:
+        heads = int(self.config.num_attention_heads)
+        size = int(getattr(self.config, "head_dim", None) or self.config.hidden_size // heads)
+        mixed = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.accelerator.mixed_precision)
+        return serves_flash(device, mixed or self.dtype, size)
 
-        dtype = next(self.accelerator.unwrap_model(model).parameters()).dtype
-        embeddings = torch.empty(*segments.shape, 1, dtype=dtype, device=segments.device)
-
-        def mask(window: int | None) -> Any:
-            def allowed(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-                seen = (segments[batch, key] == segments[batch, query]) | (segments[batch, key] == 0)
-                if window is None:
-                    return seen
-                return seen & (positions[batch, query] - positions[batch, key] < window)
-
-            return create_causal_mask(self.config, embeddings, None, None, and_mask_function=allowed)
-
-        window = getattr(self.config, "sliding_window", None)
-        kinds = set(getattr(self.config, "layer_types", None) or ())
-        if kinds:
-            return {kind: mask(window if kind == "sliding_attention" else None) for kind in kinds | {"full_attention"}}
-        return mask(window)
-
-    # Whether packing fits a model
+    # Whether a tree fits a model
 
     def _misfit(self) -> str | None:
-        """Why the settings of a model rule packing out."""
+        """Why the settings of a model rule a tree out."""
         if not isinstance(getattr(self.config, "num_attention_heads", None), int):
             return "it has no attention heads"
-        attention = self.config._attn_implementation
-        if attention not in ATTENTION:
-            return f"attn_implementation={attention!r} takes no mask; allowed: {', '.join(ATTENTION)}"
+        dropout = [name for name, value in vars(self.config).items() if "att" in name and "drop" in name and value]
+        if dropout:
+            return f"{dropout[0]}={getattr(self.config, dropout[0])} acts on attention"
         others = set(getattr(self.config, "layer_types", None) or ()) - LAYERS
         return f"its layers of {', '.join(sorted(others))}" if others else None
 
-    def _longest_rows(self, input_ids: Tensor, attention_mask: Tensor, width: int) -> tuple[Tensor, Tensor, int]:
-        """The two longest completions, both with the prompt of the longest row, which padding moves."""
-        longest = attention_mask[:, -width:].sum(dim=1).argsort(descending=True)[[0, min(1, len(input_ids) - 1)]]
-        prompt = attention_mask.sum(dim=1).argmax().expand(2)
-        room = (getattr(self.config, "max_position_embeddings", None) or sys.maxsize) - input_ids.size(1)
+    def _compared_rows(self, input_ids: Tensor, attention_mask: Tensor, width: int) -> tuple[Tensor, Tensor, int]:
+        """The two longest completions with the prompt of the longest row, which padding moves, and one token after the
+        shortest prompt."""
+        lengths, totals = attention_mask[:, -width:].sum(dim=1), attention_mask.sum(dim=1)
+        longest = lengths.argsort(descending=True)[[0, min(1, len(input_ids) - 1)]]
+        completions = torch.cat([longest, longest[:1]])
+        prompts = torch.stack([totals.argmax(), totals.argmax(), (totals - lengths).argmin()])
+        most = min(getattr(self.config, "max_position_embeddings", None) or sys.maxsize, self.length_dependent[0] - 1)
+        room = max(0, min(PADDING, most - input_ids.size(1)))
         ids, mask = (
-            pad(torch.cat([rows[prompt, :-width], rows[longest, -width:]], dim=1), (max(0, min(PADDING, room)), 0))
+            pad(torch.cat([rows[prompts, :-width], rows[completions, -width:]], dim=1), (room, 0))
             for rows in (input_ids, attention_mask)
         )
+        mask[2, ids.size(1) - width + 1 :] = 0
         return ids, mask, width
 
     def _difference(self, model: nn.Module, log_probs: LogProbs, ids: Tensor, mask: Tensor, width: int) -> str | None:
-        """Why packing two completions of one prompt gives other log-probs."""
-        before = ids.size(1) - width
-        prompts, lengths = mask[:, :before].sum(dim=1).tolist(), mask[:, before:].sum(dim=1).tolist()
+        """Why a tree of three completions, two of one prompt, gives other log-probs."""
+        rows, others = _rows(ids, mask, width), ids.clone()
+        others[:, -width:] = ids[:, -width:].roll(1, dims=1).add(1) % int(self.config.vocab_size)
         with torch.no_grad(), _without_dropout(model):
             padded = log_probs(ids, mask, width)
-            alone = torch.cat([log_probs(ids[row : row + 1], mask[row : row + 1], width) for row in range(2)])
+            alone = torch.cat([log_probs(ids[row : row + 1], mask[row : row + 1], width) for row in range(3)])
             try:
-                packed = self._packed(model, ids, width, Layout([[0, 1]], prompts, lengths, 0.0))[0]
+                tree = self._of_tree(model, ids, width, rows)[0]
+                beside_others = [
+                    self._of_tree(model, torch.where(changed, others, ids), width, rows)[0]
+                    for changed in torch.eye(3, dtype=torch.bool, device=ids.device).unsqueeze(2)
+                ]
             except (TypeError, ValueError, RuntimeError, IndexError, KeyError, AttributeError) as error:
                 return f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"
-        tokens = max(1, sum(lengths))
-        shown = mask[:, before:].bool()
+        shown = mask[:, -width:].bool()
 
         def apart(values: Tensor) -> float:
-            return ((padded - values).float().abs() * shown).sum().item() / float(tokens)
+            return ((padded - values).float().abs() * shown).sum().item() / max(1, int(shown.sum()))
 
         exact = padded.dtype == torch.float32 and self.accelerator.mixed_precision == "no"
-        exact &= next(model.parameters()).dtype == torch.float32
-        difference, noise = apart(packed), apart(alone)
-        if difference <= TOLERANCE[not exact] + 8 * noise:
+        exact &= self.dtype == torch.float32
+        difference, noise = apart(tree), apart(alone)
+        # Of rows so long that others are padded, another process may compare shorter ones.
+        if ids.size(1) >= self.length_dependent[0]:
             return None
-        return f"whose log-probs would differ by {difference:.2g} nats a token, and by {noise:.1g} from batching"
+        if difference > TOLERANCE[not exact] + 8 * noise:
+            return f"whose log-probs would differ by {difference:.2g} nats a token, and by {noise:.1g} from batching"
+        # Experts round by how many tokens each of them gets.
+        limit = 8 * noise + TOLERANCE[not exact] if any("experts" in name for name in vars(self.config)) else 0.0
+        for changed, beside in enumerate(beside_others):
+            leak = (beside - tree).float().abs() * shown
+            leak[changed] = 0
+            if leak.max() > limit:
+                return f"in which a completion changes the log-probs of another one by {leak.max().item():.1g} nats"
+        return None
+
+
+def _rows(input_ids: Tensor, attention_mask: Tensor, width: int) -> Rows:
+    batch = {"prompt_ids": input_ids[:, :-width], "prompt_mask": attention_mask[:, :-width]}
+    groups, prompts = zip(*prompts_of(batch), strict=True)
+    return Rows(list(prompts), attention_mask[:, -width:].sum(dim=1).tolist(), list(groups))
 
 
 def _filled(mask: Tensor) -> Tensor:
@@ -236,115 +260,6 @@ def _filled(mask: Tensor) -> Tensor:
     [[0, 1, 1, 1, 0]]
     """
     return mask.cummax(dim=1).values * mask.flip(1).cummax(dim=1).values.flip(1)
-
-
-class Layout(NamedTuple):
-    """Rows as packed rows.
-
-    Args:
-        parts: numbers of the rows in each packed row, all with the same prompt.
-        prompts: tokens of each row's prompt.
-        lengths: tokens of each row's completion.
-        cost: of a forward pass.
-    """
-
-    parts: list[list[int]]
-    prompts: Sequence[int]
-    lengths: Sequence[int]
-    cost: float
-
-    def size(self, part: list[int]) -> int:
-        """Tokens of a packed row."""
-        return self.prompts[part[0]] - 1 + sum(self.lengths[row] for row in part)
-
-    @property
-    def positions(self) -> int:
-        """Positions of all packed rows, padding included."""
-        return len(self.parts) * max(map(self.size, self.parts))
-
-
-class Packed(NamedTuple):
-    """Packed rows, as long as the longest of them.
-
-    Args:
-        ids: (parts, L) tokens.
-        positions: (parts, L) columns of the padded rows.
-        segments: (parts, L), 0 for the prompt, 1 and up for completions, -1 for padding.
-        labels: (parts, L) the token that each position predicts, -100 for none.
-        scored: (4, tokens): packed row and place of each prediction, and row and completion column of its token.
-    """
-
-    ids: Tensor
-    positions: Tensor
-    segments: Tensor
-    labels: Tensor
-    scored: Tensor
-
-
-def pack(input_ids: Tensor, width: int, layout: Layout) -> Packed:
-    """Padded rows (rows, P + T) as packed rows."""
-    before = input_ids.size(1) - width
-    parts, scored = [], []
-    for number, part in enumerate(layout.parts):
-        # The prompt without its last token, then for each completion the columns that predict its tokens.
-        spans = [(part[0], before - layout.prompts[part[0]], before - 1)]
-        spans += [(row, before - 1, before - 1 + layout.lengths[row]) for row in part]
-        place, segments = 0, []
-        for segment, (row, start, stop) in enumerate(spans):
-            columns = torch.arange(start, stop)
-            segments.append(torch.stack([torch.full_like(columns, row), columns, torch.full_like(columns, segment)]))
-            if segment > 0:
-                places = torch.arange(place, place + len(columns))
-                of_part, of_row = torch.full_like(places, number), torch.full_like(places, row)
-                scored.append(torch.stack([of_part, places, of_row, columns - before + 1]))
-            place += len(columns)
-        parts.append(torch.cat(segments, dim=1))
-    longest = max(part.size(1) for part in parts)
-    fill = torch.tensor([0, 0, -1]).unsqueeze(1)
-    filled = [torch.cat([part, fill.expand(3, longest - part.size(1))], dim=1) for part in parts]
-    row, column, segment = torch.stack(filled, dim=1).to(input_ids.device)
-    labels = input_ids[row, (column + 1).clamp(max=input_ids.size(1) - 1)].masked_fill(segment < 1, -100)
-    return Packed(input_ids[row, column], column, segment, labels, torch.cat(scored, dim=1).to(input_ids.device))
-
-
-def cheapest_layout(
-    prompts: Sequence[int], lengths: Sequence[int], groups: Sequence[int], cost: Callable[[int, int], float]
-) -> Layout:
-    """Whole groups as packed rows, or smaller parts of equal size, whichever costs least.
-
-    Args:
-        prompts, lengths: tokens of the prompt and the completion of each row.
-        groups: number of each row's prompt.
-        cost: from the number of packed rows and their padded length.
-
-    >>> cheapest_layout([9, 9, 9, 9], [1, 2, 3, 4], [0, 0, 0, 0], lambda rows, length: rows * length).parts
-    [[3, 2, 1, 0]]
-    >>> cheapest_layout([2, 2, 2, 2], [9, 9, 9, 9], [0, 0, 0, 0], lambda rows, length: rows * length**2).parts
-    [[0], [1], [2], [3]]
-    """
-    members: dict[int, list[int]] = {}
-    for row in sorted(range(len(groups)), key=lambda row: -lengths[row]):
-        members.setdefault(groups[row], []).append(row)
-    layouts = []
-    for most in range(1, max(map(len, members.values())) + 1):
-        parts = []
-        for group in members.values():
-            number = -(-len(group) // most)
-            parts += [group[start::number] for start in range(number)]  # long with short ones
-        layout = Layout(parts, prompts, lengths, 0.0)
-        layouts.append(layout._replace(cost=cost(len(parts), max(map(layout.size, parts)))))
-    return min(layouts, key=lambda layout: layout.cost)
-
-
-def _overhead(model: Any, config: Any) -> float:
-    """Context length at which attention costs as much as the parameters of a layer: 2 * parameters / (4 * width)."""
-    ends = [model.get_input_embeddings(), model.get_output_embeddings()]
-    embeddings = {id(weight) for end in ends if end is not None for weight in end.parameters()}
-    weights = [weight for weight in model.parameters() if id(weight) not in embeddings]
-    size = sum(int(getattr(weight, "ds_numel", weight.numel())) for weight in weights)  # sharded by ZeRO-3
-    heads = int(config.num_attention_heads)
-    width = heads * int(getattr(config, "head_dim", None) or config.hidden_size // heads)
-    return 2 * size / int(config.num_hidden_layers) / (4 * width)
 
 
 @contextmanager

@@ -122,7 +122,7 @@ class Given:
 
 
 class Checks:
-    """Around the comparison of packed with padded rows, which is made once in a run: its seconds."""
+    """Around the comparison of shared prompts with padded rows, which is made once in a run: its seconds."""
 
     def __init__(self, clock: Callable[[], float], check: Callable[[Any], None] | None):
         self.clock, self.check = clock, check
@@ -165,7 +165,7 @@ def train(
 ) -> dict[str, Any]:
     """Seconds of each generation, their positions together, and the parameters at the end.
 
-    The comparison of packed with padded rows that a run makes once is in neither.
+    The comparison of shared prompts with padded rows that a run makes once is in neither.
 
     Args:
         method: one of `METHODS`.
