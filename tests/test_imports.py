@@ -20,6 +20,7 @@ CORE = {
     "names",
     "messages",
     "rollout_events",
+    "rotary",
     "trainers",
     "instrument",
 }
@@ -32,7 +33,8 @@ MAY_KNOW = {
     "names": set(),
     "messages": set(),
     "rollout_events": {"columns", "metrics"},
-    "instrument": {"filtering", "columns", "metrics"},
+    "rotary": set(),
+    "instrument": {"filtering", "columns", "metrics", "rotary"},
     "trainers": CORE - {"instrument"},
     "envs": {"columns", "names", "messages"},
     "openenv": {"envs", "columns"},

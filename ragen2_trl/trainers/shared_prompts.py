@@ -17,6 +17,7 @@ from accelerate.logging import get_logger
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
+from ragen2_trl.rotary import length_dependent
 from ragen2_trl.trainers.batches import Batch, padded_size, prompts_of, whole_rows
 
 logger = get_logger(__name__)
@@ -52,9 +53,10 @@ class SharedPrompts:
         self.config = accelerator.unwrap_model(model).config.get_text_config()
         fits = self._misfit() is None
         self.overhead = _overhead(accelerator.unwrap_model(model), self.config) if fits else math.nan
+        self.length_dependent = length_dependent(self.config) or (sys.maxsize, "")
         self.serves: bool | None = None  # `None` before `check`
         self.checked = 0  # tokens of context that `check` has compared
-        self._announced = False
+        self._announced = self._told_width = False
 
     def check(self, model: nn.Module, log_probs: LogProbs, batch: Batch) -> None:
         """Compare packed with padded log-probs, for the first batch and the first with rows longer than a window.
@@ -67,11 +69,19 @@ class SharedPrompts:
             batch: of this process, text alone.
         """
         window = getattr(self.config, "sliding_window", None) or math.inf
+        tokens, kind = self.length_dependent
+        is_wide = padded_size(batch) >= tokens * len(batch["prompt_ids"])
+        if is_wide and self.serves is not False and not self._told_width:
+            self._told_width = True
+            logger.warning(
+                f"Prompts are computed once per completion in rows of {tokens} columns or more, with their padding: "
+                f"there the width decides on rotary embeddings of {type(self.config).__name__} (rope_type={kind!r})."
+            )
         if self.serves is False or (self.serves and (window == math.inf or self.checked > window)):
             return
         ids, mask, columns = whole_rows(batch)
         input_ids, attention_mask, width = self._longest_rows(ids, _filled(mask), columns)
-        lengths = attention_mask.sum(dim=1) * attention_mask[:, -width:].any(dim=1)
+        lengths = attention_mask.sum(dim=1) * attention_mask[:, -width:].any(dim=1) * (not is_wide)
         longest = int(self.accelerator.gather(lengths).max()) - 1  # the last token is predicted, and not attended to
         if longest < 0 or (self.serves and longest <= window):
             return
@@ -128,7 +138,10 @@ class SharedPrompts:
         return rows * length * (self.overhead + length)
 
     def _layout(self, input_ids: Tensor, attention_mask: Tensor, width: int) -> "Layout | None":
-        """The cheapest packing of the rows; `None` where padded rows cost about as much, or masks have holes."""
+        """The cheapest packing of the rows; `None` where padded rows cost about as much, or masks have holes, or the
+        padded width decides on rotary frequencies."""
+        if input_ids.size(1) >= self.length_dependent[0]:
+            return None
         before = input_ids.size(1) - width
         batch = {"prompt_ids": input_ids[:, :before], "prompt_mask": attention_mask[:, :before]}
         groups, prompts = zip(*prompts_of(batch), strict=True)
@@ -196,7 +209,8 @@ class SharedPrompts:
         """The two longest completions, both with the prompt of the longest row, which padding moves."""
         longest = attention_mask[:, -width:].sum(dim=1).argsort(descending=True)[[0, min(1, len(input_ids) - 1)]]
         prompt = attention_mask.sum(dim=1).argmax().expand(2)
-        room = (getattr(self.config, "max_position_embeddings", None) or sys.maxsize) - input_ids.size(1)
+        most = min(getattr(self.config, "max_position_embeddings", None) or sys.maxsize, self.length_dependent[0] - 1)
+        room = most - input_ids.size(1)
         ids, mask = (
             pad(torch.cat([rows[prompt, :-width], rows[longest, -width:]], dim=1), (max(0, min(PADDING, room)), 0))
             for rows in (input_ids, attention_mask)
@@ -223,7 +237,8 @@ class SharedPrompts:
         exact = padded.dtype == torch.float32 and self.accelerator.mixed_precision == "no"
         exact &= next(model.parameters()).dtype == torch.float32
         difference, noise = apart(packed), apart(alone)
-        if difference <= TOLERANCE[not exact] + 8 * noise:
+        # Of rows so long that others are padded, another process may compare shorter ones.
+        if difference <= TOLERANCE[not exact] + 8 * noise or ids.size(1) >= self.length_dependent[0]:
             return None
         return f"whose log-probs would differ by {difference:.2g} nats a token, and by {noise:.1g} from batching"
 
