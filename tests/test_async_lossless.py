@@ -5,7 +5,7 @@ import pytest
 import torch
 from async_cpu import Server, StubWorker, make_async, rows_of_group
 from conftest import parameters_of
-from transformers import AutoConfig, AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 
 @pytest.fixture(autouse=True)
@@ -62,6 +62,31 @@ def test_async_lossless_computes_no_row_whose_group_has_equal_rewards(policy_pat
     (inputs,) = seen[:1]
     assert int(inputs["segment_id"].max()) + 1 == 4  # of three groups only the first: 0.1 four times is no advantage
     assert float(inputs["advantages"].abs().min()) > 0.9
+
+
+@pytest.mark.parametrize("kind", ["default", "dynamic"])
+def test_the_longest_row_stays_where_it_decides_on_the_rotary_embeddings_of_all(kind, policy_path, tmp_path):
+    policy = AutoModelForCausalLM.from_pretrained(policy_path)
+    policy.config.rope_parameters |= {"rope_type": kind, "factor": 4.0}
+    for each in (policy, AutoTokenizer.from_pretrained(policy_path)):
+        each.save_pretrained(tmp_path / "policy")
+    longest = []
+    for settings in ({"plain": True}, {"snr_strategy": "lossless"}):
+        rewards = [[1, 0, 0, 1], [0] * 4] * 2  # the second micro-batch is only read ahead
+        worker = StubWorker(
+            [row for number, one in enumerate(rewards) for row in rows_of_group(number, one, length=6 + 24 * number)]
+        )
+        settings |= {"per_device_train_batch_size": 8, "rollout_worker": worker, "max_steps": 1}
+        trainer = make_async(str(tmp_path / "policy"), tmp_path, Server(), **settings)
+        compute_loss = trainer.compute_loss
+
+        def spy(model, inputs, *args, compute_loss=compute_loss, **kwargs):
+            longest.append(int(inputs["position_ids"].max()))
+            return compute_loss(model, inputs, *args, **kwargs)
+
+        trainer.compute_loss = spy
+        trainer.train()
+    assert (longest[0] == longest[1]) == (kind == "dynamic")
 
 
 def test_a_micro_batch_without_advantages_keeps_one_row_and_moves_nothing(policy_path, tmp_path):

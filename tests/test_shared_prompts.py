@@ -39,6 +39,7 @@ from trl import GRPOTrainer
 from trl.trainer.utils import add_fused_lm_head, disable_dropout_in_model
 
 from ragen2_trl import SNRFilteredGRPOConfig, SNRFilteredGRPOTrainer
+from ragen2_trl.rotary import length_dependent
 from ragen2_trl.tiny import TINY_MODEL_PATH
 from ragen2_trl.trainers import prompt_tree
 from ragen2_trl.trainers.batches import whole_rows
@@ -402,6 +403,63 @@ def test_rows_with_holes_in_their_masks_train_as_in_trl(algorithm, of, policy_pa
     assert ends[1]._shared_prompts.serves and apart(*ends) < 5e-6
     shared, padded_rows = fractions(ends[1])[0], fractions(ends[1])[-1]
     assert shared < padded_rows
+
+
+ROPE = {"rope_theta": 1e4, "rope_type": "dynamic", "factor": 4.0}
+LONG_ROPE = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0, 3.0, 4.0, 5.0], "factor": 4.0}
+
+
+def with_scaling(rope, tokens):
+    """A model whose rotary frequencies change with the width of rows of more than so many tokens."""
+    settings = {"rope_parameters": rope, "max_position_embeddings": tokens}
+    if rope["rope_type"] == "longrope":
+        rope = {**rope, "original_max_position_embeddings": tokens, "rope_theta": 1e4}
+        settings = {"rope_parameters": rope, "max_position_embeddings": 256}
+    return LlamaConfig(**SIZES, **MLP, **settings)
+
+
+NESTED = {"full_attention": dict(ROPE), "sliding_attention": {"rope_type": "default", "rope_theta": 1e4}}
+
+
+@pytest.mark.parametrize("rope", [ROPE, LONG_ROPE], ids=["dynamic", "longrope"])
+def test_rows_so_wide_that_their_width_decides_on_frequencies_are_padded_and_it_is_said_once(rope, caplog):
+    short = batch_of([6], [5, 4], groups=2)
+    for tokens, packs in ((IDS.size(1) + 1, True), (IDS.size(1), False)):
+        caplog.clear()
+        model = model_of(with_scaling(rope, tokens))
+        with caplog.at_level(logging.WARNING):
+            shared = checked(model)
+            assert shared.serves is (True if packs else None)
+            for batch in (short, BATCH):
+                shared.check(model, lambda *rows, model=model: padded(model, *rows)[0], batch)
+        assert shared.serves and shared.positions(short) < 2 * 11
+        assert (shared(model, IDS, MASK, WIDTH) is not None) == packs == (shared.positions(BATCH) < IDS.numel())
+        told = [record.getMessage() for record in caplog.records]
+        assert len(told) == (not packs) and all(repr(rope["rope_type"]) in one for one in told)
+
+
+def test_frequencies_may_depend_on_the_width_in_some_layers_alone():
+    settings = {"max_position_embeddings": 19, "layer_types": ["full_attention", "sliding_attention"]}
+    config = Gemma3TextConfig(**SIZES, **MLP, head_dim=8, rope_parameters=NESTED, **settings)
+    assert length_dependent(config) == (19, "dynamic")
+    assert length_dependent(FITTING["llama"]) is None and length_dependent(FITTING["gpt2"]) is None
+
+
+@pytest.mark.parametrize(("tokens", "share"), [(37, None), (38, None), slow(37, False)])
+@pytest.mark.parametrize("rope", [ROPE, LONG_ROPE], ids=["dynamic", "longrope"])
+@pytest.mark.parametrize("algorithm", [GRPO, slow(RLOO)], ids=["grpo", "rloo"])
+def test_frequencies_that_depend_on_the_width_of_rows_are_those_of_trl(
+    algorithm, rope, tokens, share, policy_path, tmp_path, caplog
+):
+    """Rows of two generations are 25 columns wide, those of another 39."""
+    settings = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 4, "num_iterations": 2}
+    settings |= {"config": with_scaling(rope, tokens), "max_steps": 5, **NOISE}
+    plain = trained(algorithm, policy_path, tmp_path, plain=True, **settings)
+    with caplog.at_level(logging.WARNING):
+        ours = trained(algorithm, policy_path, tmp_path, **LOSSLESS, snr_share_prompts=share, **settings)
+    assert apart(ours, plain) < 5e-6
+    if share is None:
+        assert ours._shared_prompts.serves and f"rope_type={rope['rope_type']!r}" in caplog.text
 
 
 def test_holes_in_the_first_batch_do_not_end_sharing():

@@ -8,6 +8,7 @@ full, with a warning that says why.
 
 import copy
 import inspect
+import sys
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -28,6 +29,8 @@ from transformers.cache_utils import (
     LinearAttentionLayer,
 )
 from transformers.utils import logging
+
+from ragen2_trl.rotary import length_dependent
 
 logger = logging.get_logger(__name__)
 
@@ -219,10 +222,10 @@ class _Scorer:
         self.cut: dict[tuple[bool, tuple[int, ...]], list[_Chunk]] = {}
         longest = max(len(ids) for ids, _ in rows)
         self.reuse: bool | None = None  # not known before the first prompt
-        switch = _longrope_switch(_text_config(model))
-        if switch is not None and min(map(len, prompts)) - 1 <= switch < self.before + longest:
+        switch, kind = length_dependent(_text_config(model)) or (sys.maxsize, "")
+        if min(map(len, prompts)) - 1 <= switch < self.before + longest:
             self.reuse = self._fall_back(
-                f"has other rotary embeddings (longrope) for texts of more than {switch} tokens, which some prompts "
+                f"has other rotary embeddings ({kind}) for texts of more than {switch} tokens, which some prompts "
                 "with some completions have"
             )
 
@@ -406,14 +409,6 @@ def _unwrapped(model: nn.Module) -> Any:
 
 def _text_config(model: nn.Module) -> Any:
     return _unwrapped(model).config.get_text_config()
-
-
-def _longrope_switch(config: Any) -> int | None:
-    """Tokens up to which LongRoPE has its short factors: then all positions, also those in a cache, have others."""
-    parameters = getattr(config, "rope_parameters", None) or {}
-    of_layers = [parameters, *(value for value in parameters.values() if isinstance(value, dict))]  # per layer type
-    switches = [one["original_max_position_embeddings"] for one in of_layers if one.get("rope_type") == "longrope"]
-    return min(switches, default=None)
 
 
 def _distinct(items: Iterable[H]) -> tuple[list[H], list[int]]:

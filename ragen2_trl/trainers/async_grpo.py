@@ -26,6 +26,7 @@ from ragen2_trl.filtering import group_score
 from ragen2_trl.names import named_object
 from ragen2_trl.redaction import with_hidden_credentials
 from ragen2_trl.rollout_events import LocalRollout, SamplingEvents, extend, log_row
+from ragen2_trl.rotary import length_dependent
 from ragen2_trl.trainers.async_groups import Arrival, GroupLedger, GroupQueue, ScoredGroup
 from ragen2_trl.trainers.async_rollouts import FilteredRolloutLoop
 from ragen2_trl.trainers.checkpointed import WholeCheckpoints
@@ -353,7 +354,8 @@ class SNRFilteredAsyncGRPOTrainer(WholeCheckpoints, AsyncGRPOTrainer):
         """
         (packed,) = examples
         is_lossless = self.args.snr_strategy == "lossless"
-        slim = [_packed_again(row) for row in packed] if is_lossless else packed
+        keep_longest = length_dependent(self.model.config.get_text_config()) is not None
+        slim = [_packed_again(row, keep_longest) for row in packed] if is_lossless else packed
         batch = collate([slim])
         kept = {id(sample) for row in slim for sample in row.samples}
         if is_lossless:
@@ -479,11 +481,14 @@ def _no_entropies() -> NoReturn:
     )
 
 
-def _packed_again(row: Any) -> Any:
-    """TRL's row of packed samples with those alone that have an advantage; without any, the shortest sample."""
-    samples = [sample for sample in row.samples if sample["advantage"] != 0]
+def _packed_again(row: Any, keep_longest: bool) -> Any:
+    """TRL's row of packed samples with those alone that have an advantage, and the longest where it decides on the
+    rotary embeddings of all; without any, the shortest sample."""
+    by_length = sorted(row.samples, key=lambda one: len(one["input_ids"]))
+    longest = by_length[-1] if keep_longest else None
+    samples = [sample for sample in row.samples if sample["advantage"] != 0 or sample is longest]
     packed = type(row)()
-    for sample in samples or [min(row.samples, key=lambda one: len(one["input_ids"]))]:
+    for sample in samples or by_length[:1]:
         packed.add(sample)
     return packed
 

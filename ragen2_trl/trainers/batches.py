@@ -24,6 +24,7 @@ them out as each family's processor does, and every row may have any number of i
 Padding that a call of the processor added stays: the models skip it, but not all of them by its being zero.
 """
 
+import math
 from collections.abc import Iterator
 from itertools import chain, count
 from typing import Any, NamedTuple
@@ -123,11 +124,17 @@ def join(batches: list[Batch], pad_token_id: int) -> Batch:
 
 
 def take(
-    batch: Batch, rows: list[int], pad_to_multiple_of: int | None = None, *, keep_positions: bool = False
+    batch: Batch,
+    rows: list[int],
+    pad_to_multiple_of: int | None = None,
+    *,
+    keep_positions: bool = False,
+    longest_trimmed: float = math.inf,
 ) -> Batch:
     """A micro-batch of the given rows of a batch, its padding trimmed to the longest of them.
 
     With `keep_positions` the padding of prompts stays, on their left, and so the absolute position of each token.
+    Rows of more columns than `longest_trimmed` keep all of their padding.
     Without images among them it has no key of images, as a batch of text has none in TRL.
     """
     taken = _pick(split_images(batch), rows)
@@ -139,7 +146,7 @@ def take(
         _round_up(longest_completion, pad_to_multiple_of, full.completion),
     )
     sides = {key: _side(key, [taken]) for key, value in taken.items() if isinstance(value, Tensor) and value.ndim}
-    if not _tells_apart(widths, sides, taken):
+    if sum(full) > longest_trimmed or not _tells_apart(widths, sides, taken):
         widths = full  # rather some padding than a tensor that is taken for another kind from here on
     first, last = full.prompt - widths.prompt, full.prompt + widths.completion
     columns = {"prompt": slice(first, None), "completion": slice(widths.completion), "whole": slice(first, last)}

@@ -10,6 +10,7 @@ from torch import Tensor
 from ragen2_trl.names import named_object
 from ragen2_trl.redaction import with_hidden_credentials
 from ragen2_trl.rollout_events import NeedsRows, RolloutEvents, extend
+from ragen2_trl.rotary import length_dependent
 from ragen2_trl.trainers.batches import padded_size
 from ragen2_trl.trainers.checkpoints import RunState
 from ragen2_trl.trainers.checks import (
@@ -132,6 +133,8 @@ class Constructed(StockTrainer):
         shared = SharedPrompts(self.accelerator, self.model) if shares_prompts(self) else None
         self._shared_prompts, serves = shared, lambda: shared is not None and bool(shared.serves)
         self._plan = make_plan(self.accelerator, self.args, lambda: self._loss_mean, *padding, serves)
+        if (scaled := length_dependent(self.model.config.get_text_config())) is not None:
+            self._plan.longest_trimmed = scaled[0] - 1  # the padded width of longer rows decides on their embeddings
         positions = padded_size if shared is None else shared.positions
         self._micro_batches = MicroBatches(self.accelerator, self.args, self._plan, self._announce_pass, positions)
         self._empty_steps = EmptySteps(self, self._check_weighted)

@@ -120,10 +120,8 @@ class ForwardPasses(Checkpointed):
     def _scattered(self, batch: Batch, rows: Tensor, size: int, forward: Callable[[Batch], Tensor]) -> Tensor:
         """(rows, T) of a forward pass over some rows, NaN for the others. A call for all processes together."""
         chosen, accelerator = rows.nonzero().squeeze(1), self.accelerator
-        keep = self._plan.keeps_positions
-        found = forward_in_step(
-            forward, batch, chosen.tolist(), take(batch, [0]), size, accelerator, keep_positions=keep
-        )
+        trimming = self._plan.trimming
+        found = forward_in_step(forward, batch, chosen.tolist(), take(batch, [0]), size, accelerator, **trimming)
         assert found is not None  # of a batch
         return found.new_full((len(rows), found.size(1)), torch.nan).index_copy(0, chosen, found)
 

@@ -5,6 +5,7 @@ trims their padding, and gives each the weight that makes TRL's mean come out ri
 the kept rows, `LosslessPlan` TRL's own mean over all rows, of which it computes those with an advantage.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
@@ -66,6 +67,7 @@ class DropPlan:
 
     cuts_every_pass = False  # whether a further pass over the same rows is dealt again
     keeps_positions = False  # whether tokens keep TRL's absolute positions
+    longest_trimmed = math.inf  # columns up to which padding is trimmed
     keeps_steps = False  # whether each row stays in TRL's optimizer step
 
     def __init__(
@@ -83,6 +85,11 @@ class DropPlan:
         self.loss_mean = loss_mean
         self.pad_token_id = pad_token_id
         self.pad_to_multiple_of = pad_to_multiple_of
+
+    @property
+    def trimming(self) -> dict[str, Any]:
+        """What `take` is told of the padding of a micro-batch."""
+        return {"keep_positions": self.keeps_positions, "longest_trimmed": self.longest_trimmed}
 
     def in_mean(self, selected: Tensor) -> Tensor:
         """(rows,) bool, the rows over which the loss is a mean, from the selected ones."""
@@ -130,7 +137,7 @@ class DropPlan:
         for shares in deal:
             mine, num_kept = [place[row] for row in shares[process]], sum(map(len, shares))
             if mine:
-                batch = take(held, mine, self.pad_to_multiple_of, keep_positions=self.keeps_positions)
+                batch = take(held, mine, self.pad_to_multiple_of, **self.trimming)
                 share = len(generated) * accelerator.num_processes * len(mine) / sum(counts)
                 batch, weight = self._weighted(batch, share)
                 cut.append(batch)

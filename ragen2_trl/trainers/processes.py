@@ -105,8 +105,7 @@ def forward_in_step(
     spare: Batch,
     size: int,
     accelerator: Accelerator,
-    *,
-    keep_positions: bool = False,
+    **trimming: Any,
 ) -> Tensor | None:
     """A forward pass over some rows of a batch, as often on every process as on every other.
 
@@ -119,7 +118,7 @@ def forward_in_step(
         spare: a batch to run where another process has more rows.
         size: most rows of a pass.
         accelerator: of the trainer.
-        keep_positions: as for `take`.
+        **trimming: as for `take`.
 
     Returns:
         (len(rows), T) with the batch's T, 0 where the rows have no tokens; `None` without a batch.
@@ -129,7 +128,7 @@ def forward_in_step(
     parts = []
     for chunk in chunks:
         assert batch is not None
-        part = take(batch, chunk, keep_positions=keep_positions)
+        part = take(batch, chunk, **trimming)
         values = forward(send_to_device(part, accelerator.device))
         parts.append(torch.nn.functional.pad(values, (0, batch["completion_ids"].size(1) - values.size(1))))
     for _ in range(max(counts) - len(chunks)):
