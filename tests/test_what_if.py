@@ -397,6 +397,8 @@ def test_weights_are_those_of_their_functions_whose_names_are_sorted_in_the_log(
     log = what_if(tmp_path / "run", reward_weights=given).log
     assert log.rewards.tolist() == [[1.0, 0.25, 0.25, 0.0]] * 6
     assert not any("--reward_weights" in note for note in log.notes)
+    named = read_completion_log(tmp_path / "run", rewards=["aroma", "zest"], reward_weights=given[::-1])
+    assert named.rewards.tolist() == log.rewards.tolist()
     wrong = what_if(tmp_path / "run", reward_weights=[0.25, 1.0])
     assert any("zest, aroma" in note for note in wrong.notes)
 
