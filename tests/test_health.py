@@ -263,12 +263,12 @@ SAMPLED = ("reward", "reward_std", "frac_reward_zero_std", "env/a/valid_rate")  
 
 
 def reused(rows, times, numbered):
-    """Each row as a generation of several steps: with its number, or as TRL logs it."""
+    """Each row as a generation of several steps: with its number and all repeated, or as TRL logs it."""
     for number, row in enumerate(rows):
-        same = {"snr/generation": float(number)} if numbered else {}
         again = {key: value for key, value in row.items() if key not in SAMPLED}
         for use in range(times):
-            yield {**(again if use else row), **same, "step": times * row["step"] + use}
+            one = {**row, "snr/generation": float(number)} if numbered else again if use else row
+            yield {**one, "step": times * row["step"] + use}
 
 
 @pytest.mark.parametrize("numbered", [False, True])
@@ -296,6 +296,14 @@ def test_a_number_of_the_update_is_the_mean_over_a_generation_and_one_that_is_no
     rows = [{"step": step, "reward": 0.5, "grad_norm": 1.0} for step in range(20)]
     rows += [{"step": step, "grad_norm": math.nan} for step in range(20, 20 + RUNNING)]
     assert states(rows) == [("drifting", 20 + RUNNING - 1)]
+    rows[19] |= {"frac_reward_zero_std": 1.0}
+    assert states(rows) == [("drifting", 20 + RUNNING - 1)]
+    assert states(rows_of("grad_norm", *[1.0] * 20, *[*[math.nan] * RUNNING, 1.0] * 5)) == [("drifting", 22)]
+
+
+def test_held_out_evaluations_of_one_generation_count_each():
+    rows = rows_of("eval/env/a/success", *[0.8] * 50, *[0.1] * RUNNING, **{"snr/generation": 1.0})
+    assert [name for name, _ in states(rows)] == ["failing"]
 
 
 # Dead steps
@@ -312,7 +320,7 @@ def steady(seed, steps, dead, gradient=0.0, slope=0.0):
             "step": step,
             "reward": float(draw.normal(0.4 + slope * step, 0.05)),
             "reward_std": 0.4,
-            "frac_reward_zero_std": 1.0 if is_dead else 0.3,
+            "frac_reward_zero_std": 1.0 if is_dead and gradient else 0.3,  # 0 is told by itself
             "grad_norm": gradient if is_dead else float(draw.lognormal(0, 0.3)),
             "clip_ratio/region_mean": 0.0 if is_dead else float(draw.uniform(0.03, 0.05)),
             "entropy": float(draw.normal(1, 0.05)),
@@ -327,6 +335,9 @@ def test_a_step_without_a_gradient_is_no_level_of_its_norm(kind):
     for dead in (0.2, lambda step: float(step < 20)):
         told = health(steady(0, 160, dead, DEAD[kind], slope=0.003))
         assert told.state.name == "learning" and "drifting" not in [one.name for one in told.history]
+    dead_once = [{"step": 0, "reward": 0.5, "frac_reward_zero_std": 1.0, "grad_norm": DEAD[kind]}]
+    later = ({**row, "step": row["step"] + 1} for row in rows_of("grad_norm", *[1.0] * 20, *[40.0] * 20, reward=0.5))
+    assert states([*dead_once, *later]) == [("drifting", 23)]
     explodes = [{**row, "grad_norm": 40 * row["grad_norm"]} for row in steady(0, 60, 0.2, DEAD[kind])]
     rows = [*steady(0, 60, 0.2, DEAD[kind]), *({**row, "step": 60 + row["step"]} for row in explodes)]
     assert states(rows)[-1][0] == "drifting"
@@ -340,6 +351,7 @@ NUMBERS = {
     "rising": st.sampled_from([1e-4, 1.0, 1.1, 3.0, 40.0, 900.0]) | st.floats(0, 1e6),
     "plain": st.floats(-1, 1) | st.floats(1e5, 1e5 + 1),
 }
+LARGE = rows_of("reward", *[1e5 + 0.5] * 50, *[1e5] * 10, reward_std=0.2, frac_reward_zero_std=0.5)
 ONE_OF_A_LEVEL = rows_of("grad_norm", *[2.5] * 5, *[1e-4] * 2, *[4.65] * 3, *[2.5] * 5)
 TOLD_ON_ITS_WAY_BACK = [
     {**one, **other}
@@ -369,6 +381,7 @@ def histories(draw):
 
 
 @given(histories(), st.integers(1, 3))
+@example(LARGE, 1)
 @example(ONE_OF_A_LEVEL, 1)
 @example(TOLD_ON_ITS_WAY_BACK, 1)
 def test_a_rise_or_fall_is_true_of_the_numbers_that_are_printed(rows, times):
@@ -393,9 +406,12 @@ def test_the_rise_of_a_large_reward_is_told_in_digits_that_show_it():
 # What is kept
 
 
+@pytest.mark.parametrize("numbered", [False, True])
 @pytest.mark.parametrize("cut", [0, 3, 90, 181, 220])
-def test_an_interrupted_watch_goes_on_as_if_it_had_not_been(cut):
-    rows = list(reused(lost_format(), 2, numbered=True))
+def test_an_interrupted_watch_goes_on_as_if_it_had_not_been(cut, numbered):
+    lost = [{**row, "grad_norm": 1.0} for row in lost_format()]
+    lost[90] |= {"frac_reward_zero_std": 1.0, "grad_norm": 1e-6}
+    rows = list(reused(lost, 2, numbered))
     first, second, whole = Health(), Health(), Health()
     told = [first.update(row) for row in rows[:cut]]
     second.load_state_dict(json.loads(json.dumps(first.state_dict(), allow_nan=False)))
