@@ -8,6 +8,7 @@ Remedies are compared by one number, the *gain*: reward variance of trained rows
 TRL. A unit of cost is a step of plain TRL: `sampling_share` of it is sampling, and the rest the update.
 """
 
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -42,7 +43,8 @@ ENOUGH = 4000  # groups; a log with at least as many needs only one replay of pi
 ROUNDS_OF = 8  # groups that a replay of pilots takes together at least; its threshold looks back over 256 in any case
 MOST_GENERATIONS = 100  # for which rows are dealt and packed, the slowest part
 MOST_VALUES = 16  # rewards that groups have earned throughout, for an estimate of larger groups
-TWICE = 16  # fewest prompts logged more than once for an estimate of prompt selection
+TWICE = 16  # fewest prompts logged more than once for an estimate from them
+LARGEST = 16  # completions of a prompt, up to which groups are estimated, and at least twice as many as there are
 DRAWS = 20  # replays of prompt selection
 REFILLED = 200  # batches that dynamic sampling is simulated for
 MANY = 0.5  # smallest share of solved or failed groups that is named as a fault
@@ -197,7 +199,8 @@ def what_if(
     prompts = Bootstrap(log.prompts, seed)
     live, variances = live_groups(log), group_variances(log)
     share = prompts.share(live)
-    faults = find_faults(log)
+    shapes = other_shapes(log, prompts) if live.any() else {}
+    faults = find_faults(log, shapes)
     if not live.any():
         advice = "No group's rewards vary, so that no remedy has anything to work with: see what is wrong."
         return WhatIf(log, share, faults, [], advice, _notes(log, share, prompts, sampling_share))
@@ -208,7 +211,7 @@ def what_if(
         dynamic_sampling(log, live, prompts, seed, sampling_share),
         *_every_pilot(log, live, variances, prompts, seed, sampling_share),
         prompt_selection(log, live, variances, seed, sampling_share),
-        *(other_shape(log, size, prompts) for size in (2 * log.size, log.size // 2) if size >= 2),
+        *shapes.values(),
         score_by_one(log, live, prompts),
     ]
     order = sorted(remedies, key=lambda one: (not one.is_known, one.gain is None, -(one.gain or Estimate(0)).value))
@@ -645,55 +648,83 @@ def chosen_again(log: CompletionLog, earlier: NDArray[np.int64], seed: int) -> F
     return chosen / DRAWS
 
 
-def other_shape(log: CompletionLog, size: int, prompts: Bootstrap) -> Remedy:
-    """Other groups for as many completions: `size` completions of G / `size` times as many prompts."""
-    name = f"groups of {size}"
+def other_shapes(log: CompletionLog, prompts: Bootstrap) -> dict[int, Remedy]:
+    """Other groups for as many completions, by their size: `size` completions of G / `size` times as many prompts."""
+    sizes = [log.size * 2**power for power in range(1, 8) if power == 1 or log.size * 2**power <= LARGEST]
+    fit = functools.cache(lambda: Sameness.fit(log.rewards, prompts))
+    found = {size: _other_shape(log, size, prompts, fit) for size in (*sizes, log.size // 2) if size >= 2}
+    return {size: one for size, one in found.items() if one.is_known or size == sizes[0]}
+
+
+def _other_shape(log: CompletionLog, size: int, prompts: Bootstrap, fit: Callable[[], "Sameness | None"]) -> Remedy:
+    name, setting, how = f"groups of {size}", f"num_generations={size}", ""
+    columns: Sequence[NDArray[Any]] | None
     if size < log.size:
-        now = prompts.share(live_groups(log))
-        then = prompts.estimate(
-            [live_with(log.rewards, size), np.ones(len(log))], lambda sums: sums[..., 0] / sums[..., 1]
-        )
-        ratio = prompts.estimate(
-            [live_with(log.rewards, size), live_groups(log)],
-            lambda sums: sums[..., 0] / sums[..., 1] * log.size / size,
-        )
+        columns = live_with(log.rewards, size), live_groups(log), np.ones(len(log))
+    elif columns := pooled(log, size, prompts):
+        how = "; from all completions of a prompt, as if the policy had stayed the same between its groups"
+    if columns:
+        then = prompts.estimate(columns, lambda sums: sums[..., 0] / sums[..., 2])
+        now = prompts.estimate(columns, lambda sums: sums[..., 1] / sums[..., 2])
+        ratio = prompts.estimate(columns, lambda sums: sums[..., 0] / sums[..., 1] * log.size / size)
+    elif log.size < 3:
+        said = "the log cannot tell: two completions of a prompt tell too little of it, and few prompts came again"
+        return Remedy(name, setting, said, is_known=False)
+    elif (fitted := fit()) is None:
+        said = f"the log cannot tell: equal rewards have more than {MOST_VALUES} values, or no group is whole"
+        return Remedy(name, setting, said, is_known=False)
     else:
-        if log.size < 3:
-            said = "the log cannot tell: two completions a prompt do not show how prompts differ"
-            return Remedy(name, f"num_generations={size}", said, is_known=False)
-        fitted = Sameness.fit(log.rewards, prompts)
-        if fitted is None:
-            said = f"the log cannot tell: equal rewards have more than {MOST_VALUES} values, or no group is whole"
-            return Remedy(name, f"num_generations={size}", said, is_known=False)
-        now, then = fitted.live(log.size), fitted.live(size)
-        ratio = fitted.ratio(size, log.size)
+        now, then, ratio = fitted.live(log.size), fitted.live(size), fitted.ratio(size, log.size)
     said = (
         f"{then.percent()} of groups live in place of {now.value:.0%}; for equal completions {ratio.number()} of "
-        "today's live groups, and the same reward variance"
+        f"today's live groups, and the same reward variance{how}"
     )
-    return Remedy(name, f"num_generations={size}", said, None, {"live": then, "live_groups": ratio})
+    return Remedy(name, setting, said, None, {"live": then, "live_groups": ratio})
 
 
-def live_with(rewards: Floats, size: int) -> Floats:
-    """(N,) probability that `size` completions drawn from a group, without replacement, do not all earn the same.
+def pooled(log: CompletionLog, size: int, prompts: Bootstrap) -> tuple[Floats, Floats, Floats] | None:
+    """Larger groups from the completions of a prompt in all of its groups.
 
-    1 - sum over values v of C(n_v, size) / C(G, size): unbiased for a group of that size, as members are exchangeable.
+    Returns:
+        Of each group, (N,) all: how probably one of `size` completions of its prompt is live, whether it is live
+        itself, and 1; all are 0 where its prompt has fewer completions. `None` where that is most groups, or where
+        the groups of a prompt differ by more than chance, since the policy learned between them.
+    """
+    units, live = prompts.units, live_groups(log)
+    number = np.bincount(units, (~np.isnan(log.rewards)).sum(axis=1))
+    enough = (number >= size)[units]
+    if not log.knows_prompts or enough.mean() < 0.5 or len(np.unique(units[enough])) < TWICE:
+        return None
+    alike = live_with(log.rewards, log.size, units)[units] - live
+    drift = prompts.estimate([alike * enough, enough], lambda sums: sums[..., 0] / sums[..., 1])
+    if drift.low > 0 or not live[enough].any():
+        return None
+    return live_with(log.rewards, size, units)[units] * enough, (live & enough).astype(float), enough.astype(float)
+
+
+def live_with(rewards: Floats, size: int, units: NDArray[np.int64] | None = None) -> Floats:
+    """(U,) probability that `size` completions drawn from a unit, without replacement, do not all earn the same.
+
+    1 - sum over values v of C(n_v, size) / C(n, size): unbiased for a group of that size, as members are exchangeable.
 
     Args:
         rewards: (N, G), NaN where there is none.
-        size: From 2 to G.
+        size: At least 2; a unit with fewer rewards has probability 0.
+        units: (N,) unit of each group, from 0 to U - 1; by default each group is one.
 
     >>> live_with(np.array([[1.0, 0.0, 0.0, 0.0]]), 2).tolist()
     [0.5]
     """
-    rounded = np.round(rewards, 6)  # float noise is no variance
-    known = ~np.isnan(rounded)
-    equal = (rounded[:, :, None] == rounded[:, None, :]).sum(axis=2)  # (N, G) members with the reward of each
-    total = known.sum(axis=1)
-    ways = np.array([math.comb(n, size) for n in range(rewards.shape[1] + 1)], dtype=np.float64)
-    same = np.where(known, ways[equal] / np.maximum(equal, 1), 0.0).sum(axis=1)
-    probability: Floats = np.where(total >= size, 1 - same / np.maximum(ways[total], 1), 0.0)
-    return probability
+    units = np.arange(len(rewards)) if units is None else units
+    known = ~np.isnan(rewards)
+    values, places = np.unique(np.round(rewards[known], 6), return_inverse=True)  # float noise is no variance
+    owners = np.repeat(units, known.sum(axis=1))
+    kinds, earned = np.unique(owners * len(values) + places.reshape(-1), return_counts=True)
+    owner, total = kinds // max(1, len(values)), np.bincount(owners, minlength=int(units.max()) + 1)
+    same = np.ones(len(kinds))
+    for drawn in range(size):
+        same *= (earned - drawn).clip(0) / (total[owner] - drawn).clip(1)
+    return np.where(total >= size, 1 - np.bincount(owner, same, minlength=len(total)), 0.0)
 
 
 @dataclass(frozen=True)
@@ -805,8 +836,13 @@ def _beginning(log: CompletionLog, group: int) -> str:
 # What is wrong, and what to do
 
 
-def find_faults(log: CompletionLog) -> list[str]:
-    """Problems that no remedy here solves, or that make the numbers doubtful; sentences."""
+def find_faults(log: CompletionLog, shapes: Mapping[int, Remedy] | None = None) -> list[str]:
+    """Problems that no remedy here solves, or that make the numbers doubtful; sentences.
+
+    Args:
+        log: The groups.
+        shapes: What is known of groups of another size, see `other_shapes`.
+    """
     live, rewards = live_groups(log), log.rewards
     known, faults = rewards[~np.isnan(rewards)], []
     if not known.size:
@@ -824,7 +860,8 @@ def find_faults(log: CompletionLog) -> list[str]:
         for mask, word, what in ((tops, "solved", "harder"), (floors, "failed", "easier")):
             if mask.mean() >= MANY:
                 end = high if word == "solved" else low
-                faults.append(f"{mask.mean():.0%} of groups are all {word} (every reward is {end:g}): {what} prompts.")
+                cure = _cure(log, float(mask.mean()), end, f"{what} prompts", shapes or {})
+                faults.append(f"{mask.mean():.0%} of groups are all {word} (every reward is {end:g}): {cure}.")
     clipped = [
         row["completions/clipped_ratio"] for row in log.history if is_number(row.get("completions/clipped_ratio"))
     ]
@@ -851,6 +888,19 @@ def find_faults(log: CompletionLog) -> list[str]:
     if missing := int(np.isnan(rewards).sum()):
         faults.append(f"No reward in {missing} of {rewards.size} completions.")
     return faults
+
+
+def _cure(log: CompletionLog, share: float, end: float, other: str, shapes: Mapping[int, Remedy]) -> str:
+    """What helps where a share of groups earns `end` throughout: larger groups, unless hardly any would be live."""
+    known = {size: one.numbers["live"].value for size, one in shapes.items() if one.is_known and size > log.size}
+    largest, most = max(known, default=0), max(LARGEST, 2 * log.size)
+    if known and known[largest] >= MANY:
+        return f"larger groups, as groups of {largest} would be live in {known[largest]:.0%}"
+    # Moments of a prompt's chance are log-convex: at least so many of the largest groups earn `end` throughout.
+    single = float((np.abs(log.rewards - end) <= 1e-6).sum() / (~np.isnan(log.rewards)).sum())
+    least = (share ** (most - 1) / single ** (most - log.size)) ** (1 / (log.size - 1))
+    is_hopeless = largest == most or least >= MANY
+    return other if is_hopeless else f"larger groups or {other}, the log cannot tell which"
 
 
 def _advice(remedies: Sequence[Remedy]) -> str:

@@ -1,6 +1,7 @@
 """Estimates of remedies against plain loops, exact values and the rules of the trainers."""
 
 import math
+import re
 from dataclasses import replace
 from itertools import combinations
 from types import SimpleNamespace
@@ -29,6 +30,7 @@ from ragen2_trl.remedies import (
     live_groups,
     live_with,
     log_beta_binomial,
+    other_shapes,
     refill_rounds,
     repeated,
     rows_with_advantage,
@@ -148,6 +150,75 @@ def test_draws_without_a_live_group_do_not_take_the_interval_with_them():
     rewards[0, 0] = 1.0
     found = Sameness.fit(rewards, Bootstrap(np.arange(200), 0)).ratio(8, 4)
     assert found.low <= found.value <= found.high
+
+
+# Larger groups of prompts that came again
+
+
+def prompts_again(chance, size, times, count=400, seed=0):
+    """A log in which each of `count` prompts has `times` groups; `chance` gives (count, 1) chances at each time."""
+    rng = np.random.default_rng(seed)
+    rewards = [(rng.random((count, size)) < chance(time)).astype(float) for time in range(times)]
+    return make_log(np.concatenate(rewards), np.tile(np.arange(count), times))
+
+
+def live_of(chances, size):
+    return float((1 - chances**size - (1 - chances) ** size).mean())
+
+
+MIXED = np.random.default_rng(8).choice([0.0, 0.05, 0.18, 0.6], (400, 1))
+
+
+@pytest.mark.parametrize("chances", [np.full((400, 1), 0.18), MIXED])
+def test_completions_of_a_prompt_in_several_groups_tell_of_larger_ones(chances):
+    found = what_if(prompts_again(lambda time: chances, 2, 4))
+    for size in (4, 8):
+        numbers = remedy(found, f"groups of {size}").numbers
+        assert numbers["live"].low < live_of(chances, size) < numbers["live"].high
+        assert numbers["live"].value == pytest.approx(live_of(chances, size), abs=0.04)
+        ratio = live_of(chances, size) / live_of(chances, 2) * 2 / size
+        assert numbers["live_groups"].value == pytest.approx(ratio, rel=0.1)
+    assert not [one for one in found.remedies if one.name == "groups of 16"]  # no prompt has as many
+
+
+@given(st.lists(st.lists(st.sampled_from([0.0, 0.5, 1.0, math.nan]), min_size=2, max_size=2), min_size=1, max_size=4))
+def test_groups_of_one_unit_are_as_one_group(rewards):
+    rewards = np.array(rewards)
+    for size in (2, 3, 5):
+        (together,) = live_with(rewards, size, np.zeros(len(rewards), dtype=np.int64))
+        assert together == pytest.approx(live_with(rewards.reshape(1, -1), size)[0])
+
+
+def test_a_policy_that_learned_between_the_groups_of_a_prompt_is_not_taken_for_larger_groups():
+    log = prompts_again(lambda time: np.full((400, 1), 0.02 + 0.9 * time), 2, 2)
+    assert not remedy(what_if(log), "groups of 4").is_known
+    four = prompts_again(lambda time: np.full((400, 1), 0.02 + 0.9 * time), 4, 2)
+    within = np.array([0.02, 0.92])
+    assert remedy(what_if(four), "groups of 8").numbers["live"].value == pytest.approx(live_of(within, 8), abs=0.1)
+
+
+@pytest.mark.parametrize("solved", [False, True])
+@pytest.mark.parametrize(
+    ("chances", "size", "times", "cure"),
+    [
+        (np.full((400, 1), 0.18), 2, 4, "larger groups, as groups of 8 "),
+        (np.full((400, 1), 0.18), 2, 1, "larger groups or PROMPTS"),
+        (np.full((400, 1), 0.1), 4, 1, "larger groups, as groups of 16 "),
+        (np.full((400, 1), 0.1), 4, 4, "larger groups, as groups of 16 "),
+        (np.full((400, 1), 0.0005), 2, 4, "PROMPTS"),
+        (np.full((400, 1), 0.002), 8, 1, "PROMPTS"),
+        (np.repeat([[0.0], [0.3]], [300, 100], axis=0), 4, 1, "PROMPTS"),
+    ],
+)
+def test_other_prompts_are_advised_only_where_larger_groups_would_not_help(chances, size, times, cure, solved):
+    log = prompts_again(lambda time: 1 - chances if solved else chances, size, times)
+    (fault,) = find_faults(log, other_shapes(log, Bootstrap(log.prompts, 0)))
+    what = "harder" if solved else "easier"
+    assert f"): {cure.replace('PROMPTS', what + ' prompts')}" in fault
+    assert ("larger" in cure) == ("larger" in fault)
+    if "as groups of" in fault:
+        size, share = map(int, re.search(r"groups of (\d+) would be live in (\d+)%", fault).groups())
+        assert share == pytest.approx(100 * live_of(chances, size), abs=4)
 
 
 # Intervals

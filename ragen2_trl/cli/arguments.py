@@ -108,7 +108,15 @@ def what_if_parser() -> argparse.ArgumentParser:
     add("--num_generations", type=int, help="Completions of a prompt; default: inferred from equal prompts.")
     add("--groups", type=int, help="Prompts of a generation batch; default: inferred from steps.")
     add("--rewards", nargs="+", default=[], metavar="COLUMN", help="Columns with the rewards of one function each.")
-    add("--reward_weights", nargs="+", type=float, default=[], metavar="WEIGHT", help="Their weights; default: 1.")
+    add(
+        "--reward_weights",
+        nargs="+",
+        type=float,
+        default=[],
+        metavar="WEIGHT",
+        help="Their weights, in the order of reward_funcs without --rewards; default: those of a run of this package, "
+        "else 1.",
+    )
     add("--micro_batch", type=int, help="per_device_train_batch_size; default: from the trainer's state.")
     add("--tokenizer", help="Path or Hub id, to count tokens; default: characters, scaled by the logged mean length.")
     add(

@@ -148,9 +148,10 @@ def read_completion_log(
         path: The `output_dir` of a run, TRL's or ours, a folder of completions, or one file of them.
         num_generations: G; by default the commonest number of completions of a prompt in a step.
         groups_per_generation: Groups of a generation; by default the commonest number of a step.
-        rewards: Columns that hold the rewards of one reward function each; by default `reward`, or the functions that
-            the trainer's log names, or every column of numbers.
-        reward_weights: One for each of `rewards`; by default 1.
+        rewards: Columns that hold the rewards of one reward function each; by default the functions that the trainer's
+            log names, or `reward`, or every column of numbers.
+        reward_weights: One for each of `rewards`, or for each column of rewards in its order, which is that of TRL's
+            `reward_funcs`; by default those of a run of ours, else 1.
         count: Counts the tokens of a prompt and a completion; by default characters stand for them.
 
     Raises:
