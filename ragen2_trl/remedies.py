@@ -647,7 +647,7 @@ def chosen_again(log: CompletionLog, earlier: NDArray[np.int64], seed: int) -> F
 
 def other_shapes(log: CompletionLog, prompts: Bootstrap) -> dict[int, Remedy]:
     """Other groups for as many completions, by their size: `size` completions of G / `size` times as many prompts."""
-    sizes = [log.size * 2**power for power in range(1, 8) if power == 1 or log.size * 2**power <= LARGEST]
+    sizes = [log.size * 2**power for power in range(1, 4) if power == 1 or log.size * 2**power <= LARGEST]
     fit = functools.cache(lambda: Sameness.fit(log.rewards, prompts))
     found = {size: _other_shape(log, size, prompts, fit) for size in (*sizes, log.size // 2) if size >= 2}
     return {size: one for size, one in found.items() if one.is_known or size == sizes[0]}
@@ -665,7 +665,10 @@ def _other_shape(log: CompletionLog, size: int, prompts: Bootstrap, fit: Callabl
         now = prompts.estimate(columns, lambda sums: sums[..., 1] / sums[..., 2])
         ratio = prompts.estimate(columns, lambda sums: sums[..., 0] / sums[..., 1] * log.size / size)
     elif log.size < 3:
-        said = "the log cannot tell: two completions of a prompt tell too little of it, and few prompts came again"
+        said = (
+            "the log cannot tell: two completions do not show how prompts differ, and the groups of a prompt are too "
+            "few or differ by more than chance"
+        )
         return Remedy(name, setting, said, is_known=False)
     elif (fitted := fit()) is None:
         said = f"the log cannot tell: equal rewards have more than {MOST_VALUES} values, or no group is whole"
@@ -683,9 +686,9 @@ def pooled(log: CompletionLog, size: int, prompts: Bootstrap) -> tuple[Floats, F
     """Larger groups from the completions of a prompt in all of its groups.
 
     Returns:
-        Of each group, (N,) all: how probably one of `size` completions of its prompt is live, whether it is live
-        itself, and 1; all are 0 where its prompt has fewer completions. `None` where that is most groups, or where
-        the groups of a prompt differ by more than chance, since the policy learned between them.
+        For each group, (N,) all: the probability that `size` completions of its prompt differ in reward, whether the
+        group is live, and 1; all are 0 where the prompt has fewer completions. `None` if most groups are 0, or if the
+        groups of a prompt differ by more than chance, as when the policy learned between them.
     """
     units, live = prompts.units, live_groups(log)
     number = np.bincount(units, (~np.isnan(log.rewards)).sum(axis=1))

@@ -23,7 +23,7 @@ from ragen2_trl import SNRFilteredGRPOConfig, SNRFilteredGRPOTrainer, cli, what_
 from ragen2_trl.metrics import COMPUTE
 from ragen2_trl.record import completions
 from ragen2_trl.record.completions import read_completion_log
-from ragen2_trl.remedies import rows_with_advantage, update_positions
+from ragen2_trl.remedies import rows_with_advantage, token_counter, update_positions
 
 
 def length_reward(completions, **columns):
@@ -323,6 +323,8 @@ def test_generations_that_trl_did_not_save_are_counted(policy_path, tmp_path, tr
     log, _ = plain_run(policy_path, tmp_path, trainer_class=trainer_class, **settings)
     total = "at least 6" if trainer_class is GRPOTrainer else "6"
     assert len(log) == 6 and any(f"3 of {total} generations are read" in note for note in log.notes)
+    exact = read_completion_log(tmp_path, count=token_counter(policy_path))
+    assert log.prompt_lengths.mean() == pytest.approx(exact.prompt_lengths.mean(), rel=0.5)  # not of both generations
 
 
 def test_recorded_rewards_of_a_step_with_several_generations_are_those_of_several(policy_path, tmp_path):
