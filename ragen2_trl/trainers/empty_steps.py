@@ -62,6 +62,11 @@ class EmptySteps(TrainerCallback):
         self.begin_run()
 
     def begin_run(self) -> None:
+        a_generation = self.trainer.args.steps_per_generation * self.trainer.num_iterations
+        if self.trainer._step % a_generation:  # as TRL, the run goes on inside the generation of the last one
+            self.latest[GENERATION] = 1.0
+        else:
+            self.latest, self.trained_groups = {}, 0
         self.grad_norm: Any = None  # of the latest step with rows since the last log row
         self.empty_steps = 0
         self.empty_streak = 0
@@ -106,6 +111,7 @@ class EmptySteps(TrainerCallback):
         self.has_rows |= step.kept > 0
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.begin_step()  # an epoch of unknown length may have ended within a step
         self.has_begun = True
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
