@@ -37,6 +37,7 @@ ANSWER_PROMPT, ANSWER_THOUGHT = f"{ANSWER}/prompt_win_rate", f"{ANSWER}/thought_
 VALID_THINKING = "mi/valid_thinking_rate"
 KEPT, COMPUTE, EMPTY_STEPS = "snr/kept_fraction", "snr/update_compute_fraction", "snr/empty_steps"
 ZERO_VARIANCE = "snr/zero_variance_fraction"
+GENERATION = "snr/generation"
 PREDICTED, REALISED = "snr/predicted_variance", "snr/realised_variance"
 CORRELATION, SKIPPED = "snr/prediction_rank_correlation", "snr/skipped_prompts"
 REWARD, ENTROPY, CLIPPED = "reward", "entropy", "completions/clipped_ratio"
@@ -323,7 +324,7 @@ MI = (
 
 SNR = (
     Metric(
-        "snr/generation",
+        GENERATION,
         "number of the newest generation behind the row's `snr/*`, from 1 in the run",
         "count",
         RUN,

@@ -277,8 +277,7 @@ class RolloutEvents(SamplingEvents):
         return self._ahead
 
     def without_failed(self, rows: list[dict[str, Any]], rewards: Tensor) -> tuple[Tensor, Tensor]:
-        """Rewards without those of episodes that their environment could not play to the end, whatever function gave
-        them. A call for all processes together.
+        """Rewards in which failed episodes have none, from any function. A call for all processes together.
 
         Args:
             rows: this process's rows, as reward functions see them.

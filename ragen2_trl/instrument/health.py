@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal, TypedDict, TypeGuard
 
-from ragen2_trl.metrics import METRICS
+from ragen2_trl.metrics import GENERATION, METRICS
 
 Name = Literal["failing", "nothing_to_learn", "drifting", "learning", "no_rise", "too_early"]
 TITLES: dict[Name, str] = {  # in their precedence
@@ -39,7 +39,6 @@ MAX_KEYS = 1024  # log keys remembered: anyone may have written the log
 MAX_HISTORY = 50  # states remembered, the latest
 LARGEST = 1e100  # larger numbers count as not finite: their squares would not be
 COUNT = "health/completions"  # log key of the completions in a row
-GENERATION = "snr/generation"  # log key of the number of the generation that a row speaks of
 OF_THE_GRADIENT = ("grad_norm", "clip_ratio")  # 0 by construction where no group has an advantage
 
 

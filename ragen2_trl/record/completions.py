@@ -18,6 +18,7 @@ from typing import Any, TextIO
 import numpy as np
 from numpy.typing import NDArray
 
+from ragen2_trl.columns import GENERATION
 from ragen2_trl.instrument.health import is_number
 from ragen2_trl.messages import counted
 from ragen2_trl.record.checks import MAX_STEP
@@ -44,7 +45,6 @@ ALLOWED = (
 # What others call the three columns: verl's rollout dumps.
 ALIASES = {"prompt": ("prompt", "input"), "completion": ("completion", "output")}
 TOTALS = ("reward", "score")  # columns that hold the sum of all rewards
-GENERATION = "generation"  # column with the number of a row's generation, in files of our trainers
 NO_REWARDS = ("step", "advantage", "group", "success", "clipped", GENERATION)
 TABLES, LINES, SHEETS = (".parquet",), (".jsonl", ".json"), (".csv",)
 SAMPLERS = ("snr_dynamic_sampling_rounds", "snr_pilot_generations", "snr_prompt_selection")

@@ -9,9 +9,9 @@ from pathlib import Path
 from statistics import fmean, pvariance
 from typing import Any
 
+from ragen2_trl.columns import GENERATION
 from ragen2_trl.envs import completion_text
 from ragen2_trl.instrument.health import is_number
-from ragen2_trl.record.completions import GENERATION
 from ragen2_trl.record.files import UNREADABLE, unreadable
 from ragen2_trl.record.parquet import open_parquet, rows_of
 from ragen2_trl.record.run import Run

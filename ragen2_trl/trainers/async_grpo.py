@@ -23,6 +23,7 @@ from trl.trainer.utils import get_callable_name
 
 from ragen2_trl.columns import TURN_SAMPLES
 from ragen2_trl.filtering import group_score
+from ragen2_trl.metrics import GENERATION
 from ragen2_trl.names import named_object
 from ragen2_trl.redaction import with_hidden_credentials
 from ragen2_trl.rollout_events import LocalRollout, SamplingEvents, extend, log_row
@@ -46,7 +47,7 @@ from ragen2_trl.trainers.checks import (
 )
 from ragen2_trl.trainers.config import TOKEN_SCORES, SNRFilterConfig
 from ragen2_trl.trainers.construction import COMPANIONS, PAPER
-from ragen2_trl.trainers.empty_steps import GENERATION, why_nothing_is_kept
+from ragen2_trl.trainers.empty_steps import why_nothing_is_kept
 from ragen2_trl.trainers.selection import (
     GroupFilter,
     Groups,

@@ -7,12 +7,11 @@ from typing import Any, TypedDict
 from accelerate.logging import get_logger
 from transformers import TrainerCallback
 
+from ragen2_trl.metrics import GENERATION
 from ragen2_trl.rollout_events import log_row
 from ragen2_trl.trainers.plans import MicroStep
 
 logger = get_logger(__name__)
-
-GENERATION = "snr/generation"
 
 
 def why_nothing_is_kept(trainer: Any) -> str:
