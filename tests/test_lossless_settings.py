@@ -81,7 +81,7 @@ DRAWN = {
         "scale": [{"scale_rewards": name} for name in ("group", "batch", "none")],
         "level": [{"importance_sampling_level": name} for name in ("token", "sequence")],
         "delta": [{}, {"delta": 1.5}],
-        "off-policy mask": [{}, {"off_policy_mask_threshold": 0.001}],
+        "off-policy mask": [{}, {"off_policy_mask_threshold": 0.5}],
         "of sapo": [{}, {"sapo_temperature_neg": 3.0, "sapo_temperature_pos": 0.5}],
         "of vespo": [
             {},
@@ -98,7 +98,11 @@ DRAWN = {
                 "vllm_importance_sampling_clip_max": 1.5,
                 "vllm_importance_sampling_clip_min": 0.1,
             },
-            {"sampler": "vllm", "vllm_importance_sampling_mode": "sequence_mask"},
+            {
+                "sampler": "vllm",
+                "vllm_importance_sampling_mode": "sequence_mask",
+                "vllm_importance_sampling_clip_max": 100.0,
+            },
             {"sampler": "vllm", "vllm_importance_sampling_mode": "sequence_truncate"},
         ],
     },
@@ -303,4 +307,4 @@ def test_lossless_is_trl_under_settings_that_meet(algorithm, row, must_move, pol
     has_constant = algorithm is RLOO and settings.get("mask_truncated_completions", False)
     for row_of_ours, row_of_plain in zip(rows_of(ours), rows_of(plain), strict=True):
         for name in ("grad_norm", "learning_rate", *(() if has_constant else ("loss",))):
-            assert row_of_ours[name] == pytest.approx(row_of_plain[name], rel=1e-4, abs=1e-5), name
+            assert row_of_ours[name] == pytest.approx(row_of_plain[name], rel=1e-3, abs=1e-5), name
