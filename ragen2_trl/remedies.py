@@ -24,7 +24,7 @@ from ragen2_trl.filtering import group_score, zero_variance
 from ragen2_trl.instrument.health import is_number
 from ragen2_trl.messages import counted
 from ragen2_trl.record.completions import CompletionLog, Count, Floats, read_completion_log, text_of
-from ragen2_trl.trainers.dealing import deal_rows
+from ragen2_trl.trainers.dealing import Sharing, deal_rows
 from ragen2_trl.trainers.dynamic_sampling import round_size
 from ragen2_trl.trainers.pilots import AUDIT, RECENT, worth_going_on
 from ragen2_trl.trainers.posterior import RewardPosterior
@@ -399,7 +399,7 @@ def update_positions(log: CompletionLog, rows: Mask) -> tuple[NDArray[np.int64],
 
         trimmed = sum(padded(batch) for batch in _micro_batches(every, steps, micro, None))
         packed = 0
-        for batch in _micro_batches(every, steps, micro, prompts):
+        for batch in _micro_batches(every, steps, micro, Sharing([prompts], micro * width)):
             shared = tree_size(
                 *zip(*((prompts[row][1], completions[row], prompts[row][0]) for row in batch), strict=True)
             )
@@ -408,11 +408,9 @@ def update_positions(log: CompletionLog, rows: Mask) -> tuple[NDArray[np.int64],
     return numbers, np.array(found, dtype=np.float64)
 
 
-def _micro_batches(
-    lengths: list[int], steps: int, micro: int, prompts: list[tuple[int, int]] | None
-) -> list[list[int]]:
+def _micro_batches(lengths: list[int], steps: int, micro: int, sharing: Sharing | None) -> list[list[int]]:
     """Numbers of the rows in each micro-batch that has any."""
-    dealt = deal_rows([lengths], [steps], micro, None, None if prompts is None else [prompts])
+    dealt = deal_rows([lengths], [steps], micro, None, sharing)
     return [[row for _, row in shares[0]] for shares in dealt if shares[0]]
 
 

@@ -6,7 +6,7 @@ from random import Random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ragen2_trl.trainers.dealing import TOLERANCE, accumulation_segments, deal_rows
+from ragen2_trl.trainers.dealing import TOLERANCE, Sharing, accumulation_segments, deal_rows
 
 steps = st.integers(1, 12)
 
@@ -137,3 +137,58 @@ def test_the_updates_of_a_generation_get_rows_of_every_process_in_proportion():
     first, second = deal_rows([[5], [5, 5, 5]], segments=[1, 1], rows_per_micro_batch=2)
     rows_of = [sorted(row for share in update for row in share) for update in (first, second)]
     assert rows_of == [[(0, 0), (1, 0)], [(1, 1), (1, 2)]]
+
+
+# Shared prompts
+
+
+@st.composite
+def shared_deals(draw):
+    lengths, segments, rows_per_micro_batch = draw(deals())
+    tokens = draw(st.lists(st.integers(1, 60), min_size=3, max_size=3))
+    groups = [[draw(st.integers(0, 2)) for _ in own] for own in lengths]
+    lengths = [
+        [tokens[group] + length for group, length in zip(of, own, strict=True)]
+        for of, own in zip(groups, lengths, strict=True)
+    ]
+    prompts = [[(group, tokens[group]) for group in of] for of in groups]
+    widest = max((length for own in lengths for length in own), default=1)
+    return (lengths, segments, rows_per_micro_batch), Sharing(prompts, rows_per_micro_batch * widest)
+
+
+@given(shared_deals())
+def test_with_shared_prompts_a_micro_batch_takes_more_rows_as_long_as_it_needs_no_more_memory_than_trls(case):
+    (lengths, segments, rows_per_micro_batch), sharing = case
+    dealt = deal_rows(lengths, segments, rows_per_micro_batch, sharing=sharing)
+    rows = [(process, number) for process, own in enumerate(lengths) for number in range(len(own))]
+    assert sorted(row for shares in dealt for own in shares for row in own) == rows
+    for own in (own for shares in dealt for own in shares if len(own) > rows_per_micro_batch):
+        completions = sum(lengths[home][number] - sharing.prompts[home][number][1] for home, number in own)
+        prompts = {(home, *sharing.prompts[home][number]) for home, number in own}
+        keys = sum(lengths[home][number] for home, number in own)
+        assert completions + sum(tokens for *_, tokens in prompts) + keys // 8 <= sharing.budget
+
+
+@given(shared_deals())
+def test_shared_prompts_never_take_more_micro_steps_and_their_last_one_has_rows(case):
+    (lengths, segments, rows_per_micro_batch), sharing = case
+    many = deal_rows(lengths, segments, rows_per_micro_batch)
+    few = deal_rows(lengths, segments, rows_per_micro_batch, sharing=sharing)
+    for more, fewer in zip(segments_of(many, segments), segments_of(few, segments), strict=True):
+        assert sum(map(any, fewer)) <= sum(map(any, more))
+        assert any(fewer[-1]) == any(more[-1])
+
+
+def test_groups_fill_a_micro_batch_of_trls_positions_and_processes_get_as_many():
+    """Four groups of 4 x 10 tokens after 90 are 520 positions and 200 for keys, and 8 padded rows are 800."""
+    prompts = [[(number // 4, 90) for number in range(16)]] * 2
+    sharing, lengths = Sharing(prompts, budget=8 * 100), [[100] * 16] * 2
+    dealt = deal_rows(lengths, [4], 8, sharing=sharing)
+    assert [[len(own) for own in shares] for shares in dealt] == [[0, 0]] * 3 + [[16, 16]]
+    lengths = [[100] * 16, [200, 100, 100, 100] * 4]  # the second samples half as much again
+    *_, shares = deal_rows(lengths, [4], 8, sharing=Sharing(prompts, budget=8 * 200))
+    # 520 and 920 positions at home; a whole group moves.
+    assert [{(home, number // 4) for home, number in own} for own in shares] == [
+        {(0, 0), (0, 1), (0, 2), (0, 3), (1, 0)},
+        {(1, 1), (1, 2), (1, 3)},
+    ]

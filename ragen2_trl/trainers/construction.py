@@ -131,7 +131,7 @@ class Constructed(StockTrainer):
         make_plan = LosslessPlan if self.args.snr_strategy == "lossless" else DropPlan
         padding = self._tokenizer.pad_token_id, self.pad_to_multiple_of
         shared = SharedPrompts(self.accelerator, self.model) if shares_prompts(self) else None
-        self._shared_prompts, serves = shared, lambda: shared is not None and bool(shared.serves)
+        self._shared_prompts, serves = shared, lambda batch: shared is not None and shared.serves_rows(batch)
         self._plan = make_plan(self.accelerator, self.args, lambda: self._loss_mean, *padding, serves)
         if (scaled := length_dependent(self.model.config.get_text_config())) is not None:
             self._plan.longest_trimmed = scaled[0] - 1  # the padded width of longer rows decides on their embeddings

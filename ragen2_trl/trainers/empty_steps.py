@@ -94,14 +94,19 @@ class EmptySteps(TrainerCallback):
         self.latest[f"snr/{name}"] = value
 
     @contextmanager
-    def without_rows(self) -> Iterator[None]:
-        """Around the loss of a micro-batch without a kept row: its means over nothing are not logged."""
+    def means_of(self, kept: int) -> Iterator[None]:
+        """Around the loss of a micro-batch with this many kept rows: its means stand in TRL's lists once for each.
+
+        TRL averages the lists, and its own micro-batches have as many rows each. Means over nothing are left out.
+        """
         metrics: dict[str, list[float]] = self.trainer._metrics["train"]
         before = {name: len(values) for name, values in metrics.items()}
         yield
         for name in set(metrics) - {"entropy_coef"}:
-            del metrics[name][before.get(name, 0) :]
-            if not metrics[name]:
+            values = metrics[name]
+            start = before.get(name, 0)
+            values[start:] = values[start:] * kept
+            if not values:
                 del metrics[name]  # TRL divides by their number
 
     def count(self, step: MicroStep) -> None:

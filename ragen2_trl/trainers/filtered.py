@@ -250,10 +250,10 @@ class SNRFilter(ForwardPasses):
         if not step.runs:
             # A leaf of its own: TRL's training step runs backward on it and reaches no parameter.
             return torch.zeros((), device=self.accelerator.device, requires_grad=True)
-        without_rows = nullcontext() if step.kept else self._empty_steps.without_rows()
+        counted = nullcontext() if self._micro_batches.steps is None else self._empty_steps.means_of(step.kept)
         self._in_loss = True
         try:
-            with self._micro_batches.gathering(), without_rows:
+            with self._micro_batches.gathering(), counted:
                 loss = compute_loss(model, inputs, *args, **kwargs)
         finally:
             self._in_loss = False

@@ -17,8 +17,17 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch import Tensor
 
-from ragen2_trl.trainers.batches import Batch, join, loss_mask, prompts_of, row_lengths, take, without_loss
-from ragen2_trl.trainers.dealing import deal_rows
+from ragen2_trl.trainers.batches import (
+    Batch,
+    join,
+    loss_mask,
+    padded_size,
+    prompts_of,
+    row_lengths,
+    take,
+    without_loss,
+)
+from ragen2_trl.trainers.dealing import Sharing, deal_rows
 from ragen2_trl.trainers.processes import exchange_rows
 
 KEPT = "snr_kept"  # (rows,) bool in TRL's batch, rows in the mean: shuffled and split together with the rows
@@ -62,7 +71,7 @@ class DropPlan:
         loss_mean: Its loss's mean, asked for each batch: `loss_type` may be set after `__init__`.
         pad_token_id: Of its tokenizer.
         pad_to_multiple_of: TRL's setting for padded widths.
-        shares_prompts: Whether a micro-batch computes a prompt once for all of its rows, asked for each pass.
+        shares_prompts: Whether micro-batches of these rows compute a prompt once, asked for each pass.
     """
 
     cuts_every_pass = False  # whether a further pass over the same rows is dealt again
@@ -77,7 +86,7 @@ class DropPlan:
         loss_mean: Callable[[], LossMean],
         pad_token_id: int,
         pad_to_multiple_of: int | None,
-        shares_prompts: Callable[[], bool],
+        shares_prompts: Callable[[Batch], bool],
     ):
         self.accelerator = accelerator
         self.args = args
@@ -116,6 +125,7 @@ class DropPlan:
         """
         accelerator, process = self.accelerator, self.accelerator.process_index
         spare = self._spare_row(generated)
+        budget = max(map(padded_size, generated))
         generated = [self._prepared(batch) for batch in generated]
         of_segments = [generated[start:stop] for start, stop in pairwise(accumulate(segments, initial=0))]
         computed = self._computed(of_segments, ends_step)
@@ -123,13 +133,15 @@ class DropPlan:
         counted = int(rows.pop(KEPT).sum())
         own = torch.cat(computed).nonzero().squeeze(1).tolist()
         all_lengths = row_lengths(rows).tolist()
-        shares_prompts = self.shares_prompts()
-        prompts = prompts_of(take(rows, own, keep_positions=True)) if shares_prompts and own else []
-        own_part = [all_lengths[row] for row in own], prompts, [int(part.sum()) for part in computed], counted
+        chosen = take(rows, own, keep_positions=True) if own else spare
+        of_own = self.shares_prompts(chosen), prompts_of(chosen)[: len(own)], budget
+        own_part = [all_lengths[row] for row in own], of_own, [int(part.sum()) for part in computed], counted
         everyones = gather_object([own_part]) if accelerator.num_processes > 1 else [own_part]
         lengths, of_rows, of_each_segment, counts = zip(*everyones, strict=True)
         most, fixed = self.args.per_device_train_batch_size, of_each_segment if self.keeps_steps else None
-        deal = deal_rows(lengths, segments, most, fixed, of_rows if shares_prompts else None)
+        serves, prompts, budgets = zip(*of_rows, strict=True)
+        sharing = Sharing(prompts, min(budgets)) if all(serves) else None
+        deal = deal_rows(lengths, segments, most, fixed, sharing)
         # (process, number of its computed rows) -> row of `held`
         held, place = exchange_rows(rows, own, deal, accelerator, self.pad_token_id, self.pad_to_multiple_of)
 

@@ -109,6 +109,12 @@ class SharedPrompts:
             f"{padded:,} once per completion (snr_share_prompts=False)."
         )
 
+    def serves_rows(self, batch: Batch) -> bool:
+        """Whether any micro-batch of these rows can be a tree."""
+        ids, mask, _ = whole_rows(batch)
+        fits = ids.size(1) < self.length_dependent[0] and torch.equal(_filled(mask), mask)
+        return bool(self.serves) and fits and bool(mask[:, : batch["prompt_ids"].size(1)].any(dim=1).all())
+
     def positions(self, batch: Batch) -> int:
         """Positions that a forward pass over the batch computes."""
         rows = self._rows(*whole_rows(batch)) if self.serves else None
