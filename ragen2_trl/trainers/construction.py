@@ -33,6 +33,7 @@ from ragen2_trl.trainers.empty_steps import EmptySteps
 from ragen2_trl.trainers.micro_batches import MicroBatches
 from ragen2_trl.trainers.pilots import PilotSampling
 from ragen2_trl.trainers.plans import DropPlan, LosslessPlan, LossMean, MicroStep
+from ragen2_trl.trainers.prefill import reads_prompts_once
 from ragen2_trl.trainers.prompt_selection import PromptSelection
 from ragen2_trl.trainers.prompt_source import DatasetOrder, TRLOrder
 from ragen2_trl.trainers.row_means import RowMeans
@@ -92,6 +93,7 @@ class Constructed(StockTrainer):
     _row_means: RowMeans | None = None
     _in_loss: bool = False
     _shared_prompts: SharedPrompts | None = None
+    _reads_prompts_once: bool = False
     latest_selection: Selection | None = None
 
     def __init__(
@@ -132,6 +134,7 @@ class Constructed(StockTrainer):
         padding = self._tokenizer.pad_token_id, self.pad_to_multiple_of
         shared = SharedPrompts(self.accelerator, self.model) if shares_prompts(self) else None
         self._shared_prompts, serves = shared, lambda batch: shared is not None and shared.serves_rows(batch)
+        self._reads_prompts_once = reads_prompts_once(self)
         self._plan = make_plan(self.accelerator, self.args, lambda: self._loss_mean, *padding, serves)
         if (scaled := length_dependent(self.model.config.get_text_config())) is not None:
             self._plan.longest_trimmed = scaled[0] - 1  # the padded width of longer rows decides on their embeddings

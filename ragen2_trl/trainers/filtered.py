@@ -20,6 +20,7 @@ from ragen2_trl.filtering import group_score
 from ragen2_trl.rollout_events import end_tokens, group_rewards
 from ragen2_trl.trainers.batches import Batch, loss_mask
 from ragen2_trl.trainers.forward_passes import ForwardPasses
+from ragen2_trl.trainers.prefill import reading_prompts_once
 from ragen2_trl.trainers.prompt_source import separate
 from ragen2_trl.trainers.row_means import TOKEN_MEANS, RowMeans
 from ragen2_trl.trainers.selection import (
@@ -161,7 +162,9 @@ class SNRFilter(ForwardPasses):
         return self._pilots.calculate(self._calculate_call, *rows)
 
     def _generate_call(self, prompts: list[Any]) -> tuple[Any, ...]:
-        generated: tuple[Any, ...] = super()._generate(prompts)
+        policy = self.accelerator.unwrap_model(self.model_wrapped)
+        with reading_prompts_once(policy) if self._reads_prompts_once else nullcontext():
+            generated: tuple[Any, ...] = super()._generate(prompts)
         if self._row_means is not None:
             self._row_means.add(len(prompts))
         return generated

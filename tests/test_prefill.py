@@ -1,0 +1,127 @@
+"""Sampling reads each prompt once: the tokens of transformers' `generate`, for fewer positions."""
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+from algorithms import GRPO, RLOO, slow
+from conftest import PROMPTS
+from datasets import Dataset
+from peft import LoraConfig, PrefixTuningConfig, TaskType, get_peft_model
+from test_shared_prompts import FITTING, MLP, OPT, SIZES, WINDOW, model_of
+from transformers import BloomConfig, GenerationConfig, LlamaConfig, MambaConfig, MistralConfig
+
+from ragen2_trl.trainers.prefill import reading_prompts_once
+
+LLAMA = FITTING["llama"]
+MODELS = {name: FITTING[name] for name in ("llama", "qwen3", "mixtral", "gpt2")}
+MODELS |= {"opt": OPT, "bloom": BloomConfig(vocab_size=64, hidden_size=32, n_layer=2, n_head=4)}
+EAGER = (BloomConfig, MambaConfig)
+PADDED = torch.tensor([[0, 0, 5, 6, 7]] * 3 + [[8, 9, 10, 11, 12]] * 3 + [[0, 0, 0, 0, 9]] * 2)
+
+
+def inputs_of(ids):
+    return {"input_ids": ids, "attention_mask": (ids != 0).long()}
+
+
+def sampled(model, ids, once, **settings):
+    """Tokens, logits, and the positions of each forward pass."""
+    positions = []
+    hook = model.register_forward_pre_hook(
+        lambda module, args, kwargs: positions.append(kwargs["input_ids"].numel()), with_kwargs=True
+    )
+    settings = {"max_new_tokens": 6, "do_sample": True, "pad_token_id": 0, "eos_token_id": 3, **settings}
+    config = GenerationConfig(**settings, return_dict_in_generate=True, output_logits=True)
+    with torch.random.fork_rng(devices=[]), torch.no_grad(), reading_prompts_once(model) if once else nullcontext():
+        torch.manual_seed(5)
+        found = model.generate(**inputs_of(ids), generation_config=config)
+    hook.remove()
+    assert "generate" not in vars(model)
+    return found.sequences, torch.stack(found.logits), positions
+
+
+@pytest.mark.parametrize("do_sample", [True, False], ids=["sampled", "greedy"])
+@pytest.mark.parametrize("config", MODELS.values(), ids=MODELS)
+def test_the_same_tokens_with_each_prompt_read_once(config, do_sample):
+    model = model_of(config, "eager" if isinstance(config, EAGER) else "sdpa")
+    tokens, logits, positions = sampled(model, PADDED, False, do_sample=do_sample)
+    same, close, fewer = sampled(model, PADDED, True, do_sample=do_sample)
+    assert torch.equal(tokens, same)
+    torch.testing.assert_close(close.log_softmax(-1), logits.log_softmax(-1), atol=1e-5, rtol=0)
+    assert positions[0] == PADDED.numel()
+    assert fewer[:2] == [3 * 4, 8] and positions[1:] == fewer[2:]
+
+
+def test_adapters_are_part_of_what_is_read():
+    model = get_peft_model(model_of(LLAMA), LoraConfig(task_type="CAUSAL_LM", init_lora_weights=False))
+    tokens, logits, _ = sampled(model, PADDED, False)
+    same, close, fewer = sampled(model, PADDED, True)
+    assert torch.equal(tokens, same) and fewer[0] == 3 * 4
+    torch.testing.assert_close(close, logits, atol=1e-5, rtol=0)
+
+
+LEFT = {
+    "a sliding window": (MistralConfig(**SIZES, **MLP, **WINDOW), {}),
+    "a recurrent state": (MambaConfig(vocab_size=64, hidden_size=32, num_hidden_layers=2), {}),
+    "beams": (LLAMA, {"num_beams": 2}),
+    "a static cache": (LLAMA, {"cache_implementation": "static"}),
+    "no cache": (LLAMA, {"use_cache": False}),
+    "dynamic RoPE": (
+        LlamaConfig(**SIZES, **MLP, rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}),
+        {},
+    ),
+}
+
+
+@pytest.mark.parametrize(("config", "settings"), LEFT.values(), ids=LEFT)
+def test_other_caches_and_searches_are_left_to_generate(config, settings):
+    model = model_of(config, "eager" if isinstance(config, EAGER) else "sdpa")
+    assert sampled(model, PADDED, True, **settings)[2] == sampled(model, PADDED, False, **settings)[2]
+
+
+def test_a_setting_of_the_model_itself_counts():
+    model = model_of(LLAMA)
+    model.generation_config.cache_implementation = "static"
+    assert sampled(model, PADDED, True)[2] == sampled(model, PADDED, False)[2]
+
+
+def test_distinct_prompts_and_virtual_tokens_are_left_to_generate():
+    distinct = PADDED[[0, 3, 6]]
+    assert sampled(model_of(LLAMA), distinct, True)[2][0] == distinct.numel()
+    model = get_peft_model(model_of(LLAMA), PrefixTuningConfig(TaskType.CAUSAL_LM, num_virtual_tokens=2))
+    assert sampled(model, PADDED, True)[2] == sampled(model, PADDED, False)[2]
+
+
+def test_dropout_is_drawn_for_each_row():
+    model = model_of(LLAMA)
+    model.model.layers[0].self_attn.attention_dropout = 0.1
+    model.train()
+    assert sampled(model, PADDED, True)[2][0] == PADDED.numel()
+
+
+def lengths_by_three(completions, **columns):
+    return [len(one) % 3.0 for one in completions]
+
+
+@pytest.mark.parametrize(("algorithm", "strategy"), [(GRPO, "lossless"), slow(RLOO, "lossless"), slow(GRPO, "top_p")])
+def test_a_trainer_samples_the_same_completions(algorithm, strategy, policy_path, tmp_path):
+    rows, reads = Dataset.from_dict({"prompt": PROMPTS[:4]}), {}
+    found = {}
+    for share in (False, True):
+        args = algorithm.args(
+            tmp_path, snr_strategy=strategy, snr_share_prompts=share, max_steps=2, log_completions=True, beta=0.0
+        )
+        trainer = algorithm.make(
+            policy_path, args, lambda completions, **_: [len(one) % 3.0 for one in completions], rows
+        )
+        plain, reads[share] = trainer.model.generate, []
+
+        def generate(*, input_ids, plain=plain, read=reads[share], **others):
+            read.append("cache" in others or "past_key_values" in others)
+            return plain(input_ids=input_ids, **others)
+
+        trainer.model.generate = generate
+        trainer.train()
+        found[share] = list(trainer._logs["completion"])
+    assert found[True] == found[False]
+    assert all(reads[True]) and not any(reads[False])
