@@ -30,10 +30,10 @@ from ragen2_trl.trainers.checks import (
 from ragen2_trl.trainers.config import SNRFilterConfig
 from ragen2_trl.trainers.dynamic_sampling import DynamicSampling
 from ragen2_trl.trainers.empty_steps import EmptySteps
+from ragen2_trl.trainers.generation import reads_prompts_once
 from ragen2_trl.trainers.micro_batches import MicroBatches
 from ragen2_trl.trainers.pilots import PilotSampling
 from ragen2_trl.trainers.plans import DropPlan, LosslessPlan, LossMean, MicroStep
-from ragen2_trl.trainers.prefill import reads_prompts_once
 from ragen2_trl.trainers.prompt_selection import PromptSelection
 from ragen2_trl.trainers.prompt_source import DatasetOrder, TRLOrder
 from ragen2_trl.trainers.row_means import RowMeans

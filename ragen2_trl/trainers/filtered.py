@@ -20,7 +20,7 @@ from ragen2_trl.filtering import group_score
 from ragen2_trl.rollout_events import end_tokens, group_rewards
 from ragen2_trl.trainers.batches import Batch, loss_mask
 from ragen2_trl.trainers.forward_passes import ForwardPasses
-from ragen2_trl.trainers.prefill import reading_prompts_once
+from ragen2_trl.trainers.generation import keeping_vllm_awake, reading_prompts_once
 from ragen2_trl.trainers.prompt_source import separate
 from ragen2_trl.trainers.row_means import TOKEN_MEANS, RowMeans
 from ragen2_trl.trainers.selection import (
@@ -152,9 +152,10 @@ class SNRFilter(ForwardPasses):
             self._logs["extra"][GENERATION].extend(gather_object([generation] * rows))
 
     def _generate(self, prompts: list[Any]) -> tuple[Any, ...]:
-        if self._pilots is None or not self.model.training:
-            return self._generate_call(prompts)
-        return self._pilots.generate(self._generate_call, self._calculate_call, prompts)
+        with keeping_vllm_awake(self):
+            if self._pilots is None or not self.model.training:
+                return self._generate_call(prompts)
+            return self._pilots.generate(self._generate_call, self._calculate_call, prompts)
 
     def _calculate_rewards(self, *rows: list[Any]) -> Tensor:
         if self._pilots is None or not self.model.training:

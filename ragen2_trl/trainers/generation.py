@@ -1,4 +1,5 @@
-"""transformers' `generate` with each distinct prompt read once: rows that repeat it begin with copies of its cache."""
+"""Sampling without doing a thing twice: transformers' `generate` reads each distinct prompt once, and all rows that
+repeat it begin with copies of its cache; vLLM keeps its weights between the calls of a generation."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -48,6 +49,33 @@ def reads_prompts_once(trainer: Any) -> bool:
     )
     wanted = args.snr_strategy == "lossless" if args.snr_share_prompts is None else args.snr_share_prompts
     return bool(wanted) and not is_sharded
+
+
+@contextmanager
+def keeping_vllm_awake(trainer: Any) -> Iterator[None]:
+    """Inside, vLLM in the trainer's process (`vllm_enable_sleep_mode`) first sleeps when the last call is over.
+
+    TRL's sleeps after each call, and discards its weights and the cache of prompts: the remaining completions of
+    pilots and each turn of an episode would wait until all weights have been copied to it again.
+    """
+    vllm = getattr(trainer, "vllm_generation", None)
+    if vllm is None or vllm.mode != "colocate" or not vllm.enable_sleep_mode:
+        yield
+        return
+    asked: list[dict[str, Any]] = []
+
+    def later(sleep: Callable[..., None], **level: Any) -> None:
+        vllm.enable_sleep_mode = False  # the next call finds it awake
+        asked.append(level)
+
+    take_off = extend(vllm.llm, "sleep", later)
+    try:
+        yield
+    finally:
+        take_off()
+        if asked:
+            vllm.enable_sleep_mode = True
+            vllm.llm.sleep(**asked[-1])
 
 
 @contextmanager

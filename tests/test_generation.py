@@ -1,6 +1,7 @@
-"""Sampling reads each prompt once: the tokens of transformers' `generate`, for fewer positions."""
+"""Sampling does nothing twice: the tokens of transformers' `generate` for fewer positions, and vLLM's weights once."""
 
 from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,8 +11,10 @@ from datasets import Dataset
 from peft import LoraConfig, PrefixTuningConfig, TaskType, get_peft_model
 from test_shared_prompts import FITTING, MLP, OPT, SIZES, WINDOW, model_of
 from transformers import BloomConfig, GenerationConfig, LlamaConfig, MambaConfig, MistralConfig
+from trl.generation import vllm_generation
 
-from ragen2_trl.trainers.prefill import reading_prompts_once
+from ragen2_trl import SNRFilteredGRPOTrainer
+from ragen2_trl.trainers.generation import keeping_vllm_awake, reading_prompts_once
 
 LLAMA = FITTING["llama"]
 MODELS = {name: FITTING[name] for name in ("llama", "qwen3", "mixtral", "gpt2")}
@@ -125,3 +128,78 @@ def test_a_trainer_samples_the_same_completions(algorithm, strategy, policy_path
         found[share] = list(trainer._logs["completion"])
     assert found[True] == found[False]
     assert all(reads[True]) and not any(reads[False])
+
+
+# vLLM in the trainer's process, with sleep mode
+
+
+class Engine:
+    def __init__(self):
+        self.calls = []
+
+    def wake_up(self, tags):
+        self.calls.append(f"wake {tags[0]}")
+
+    def sleep(self, level):
+        self.calls.append(f"sleep {level}")
+
+    def generate(self, prompts, **others):
+        self.calls.append(f"generate {len(prompts)}")
+        return []
+
+
+@pytest.fixture
+def vllm(monkeypatch):
+    """TRL's own calls around an engine that notes them."""
+    monkeypatch.setattr(vllm_generation, "SamplingParams", lambda **settings: None, raising=False)
+    monkeypatch.setattr(vllm_generation, "extract_logprobs", lambda outputs: (None, None))
+    monkeypatch.setattr(vllm_generation, "is_peft_model", lambda model: False)
+    engine = object.__new__(vllm_generation.VLLMGeneration)
+    numbers = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": None, "repetition_penalty": 1.0, "logprobs": 0}
+    vars(engine).update(numbers, max_completion_length=8, generation_kwargs={}, structured_outputs_regex=None)
+    vars(engine).update(accelerator=None, model=None, mode="colocate", tensor_parallel_size=1, llm=Engine())
+    vars(engine).update(enable_sleep_mode=True, _llm_weights_sleeping=True)
+
+    def sync_weights():
+        engine.llm.calls.append("push")
+        engine._llm_weights_sleeping = False
+
+    engine.sync_weights = sync_weights
+    return engine
+
+
+def ask(engine, rows):
+    engine.generate(prompts=[[1]] * rows, images=None, num_generations=rows)
+
+
+def test_vllm_gets_weights_once_for_all_calls_of_a_generation_and_sleeps_after_the_last(vllm):
+    trainer = SimpleNamespace(vllm_generation=vllm)
+    for _ in range(2):
+        with keeping_vllm_awake(trainer):
+            ask(vllm, 2)
+            ask(vllm, 6)
+    assert vllm.llm.calls == ["push", "wake kv_cache", "generate 2", "generate 6", "sleep 2"] * 2
+    ask(vllm, 1)  # on its own, TRL's
+    assert vllm.llm.calls[10:] == ["push", "wake kv_cache", "generate 1", "sleep 2"]
+
+
+def test_vllm_sleeps_after_an_error_between_two_calls(vllm):
+    with pytest.raises(KeyboardInterrupt), keeping_vllm_awake(SimpleNamespace(vllm_generation=vllm)):
+        ask(vllm, 2)
+        raise KeyboardInterrupt
+    assert vllm.llm.calls[-1] == "sleep 2" and vllm.enable_sleep_mode and vllm._llm_weights_sleeping
+
+
+def test_pilots_and_the_rest_of_their_groups_are_one_generation_of_vllm(vllm, policy_path, tmp_path):
+    class Asking(SNRFilteredGRPOTrainer):
+        def _generate_single_turn(self, prompt_ids, *args, **kwargs):
+            ask(self.vllm_generation, len(prompt_ids))
+            return super()._generate_single_turn(prompt_ids, *args, **kwargs)
+
+    args = GRPO.args(tmp_path, snr_pilot_generations=2, max_steps=1, num_generations=4)
+    trainer = Asking(policy_path, lengths_by_three, args, Dataset.from_dict({"prompt": PROMPTS[:4]}))
+    trainer.vllm_generation = vllm
+    trainer.train()
+    calls = vllm.llm.calls
+    assert calls[:2] == ["push", "wake kv_cache"] and calls[-1] == "sleep 2"
+    assert len(calls) == 5 and all(call.startswith("generate") for call in calls[2:4])
