@@ -201,6 +201,8 @@ class Constructed(StockTrainer):
         return kind(self.accelerator, args, rows, self.shuffle_dataset)
 
     def _announce_pass(self, computed: int, plain: int, rows: int) -> None:
+        if self._shared_prompts is not None:
+            self._shared_prompts.announce(computed, plain)
         self._empty_steps.log("update_compute_fraction", computed / plain)
         self.rollout_events.update_pass(computed, plain, rows)
 

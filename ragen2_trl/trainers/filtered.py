@@ -57,8 +57,6 @@ class SNRFilter(ForwardPasses):
             self._buffered_inputs = self._micro_batches.begin_pass(
                 self._buffered_inputs, left_to_step, self._empty_steps.has_rows
             )
-            if self._shared_prompts is not None:
-                self._shared_prompts.announce(self._buffered_inputs)
         self._micro_step, self._is_weighted = self._micro_batches.step(number), False
         self._empty_steps.count(self._micro_step)
         return self._buffered_inputs[number]

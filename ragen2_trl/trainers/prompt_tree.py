@@ -293,14 +293,13 @@ def _by_part(
     """(N, heads, D) by a call for each part."""
     key, value = (each.repeat_interleave(query.size(1) // each.size(1), 1) for each in (key, value))
     queries, keys = branches.sizes
+    whole = [(query, queries), (key, keys), (value, keys)]
     outs = []
-    for q, k, v, mask in zip(
-        *(each.transpose(0, 1).split(sizes, 1) for each, sizes in ((query, queries), (key, keys), (value, keys))),
-        branches.masks[window],
-        strict=True,
-    ):
+    # Of four dimensions: kernels that hold no scores are for these alone.
+    split = (each.transpose(0, 1)[None].split(sizes, 2) for each, sizes in whole)
+    for q, k, v, mask in zip(*split, branches.masks[window], strict=True):
         outs.append(scaled_dot_product_attention(q, k, v, mask, scale=scaling, is_causal=mask is None))
-    return torch.cat(outs, dim=1).transpose(0, 1)
+    return torch.cat(outs, dim=2)[0].transpose(0, 1)
 
 
 def _gather(values: Tensor, index: Tensor) -> Tensor:

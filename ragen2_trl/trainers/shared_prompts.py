@@ -98,15 +98,17 @@ class SharedPrompts:
         else:
             self.serves, self.checked = True, longest
 
-    def announce(self, batches: list[Batch]) -> None:
-        """Say once what sharing saves on these micro-batches of this process."""
+    def announce(self, computed: int, plain: int) -> None:
+        """Say once what an update computes, in positions over all processes."""
         if not self.serves or self._announced:
             return
         self._announced = True
-        padded, computed = sum(map(padded_size, batches)), sum(map(self.positions, batches))
+        device = self.accelerator.device
+        by_part = device.type == "cuda" and not self._uses_flash(device)
         logger.warning(
-            f"Prompts are computed once per group: {computed:,} positions for the update of this generation, "
-            f"{padded:,} once per completion (snr_share_prompts=False)."
+            f"Prompts are computed once per group: this update passes {computed:,} positions through the model, plain "
+            f"TRL {plain:,} (snr_share_prompts=False computes prompts once per completion)."
+            + " PyTorch has no flash attention here for this precision: completions attend in turn." * by_part
         )
 
     def serves_rows(self, batch: Batch) -> bool:
