@@ -11,12 +11,14 @@ what it is compared to. Parts come in the order of their worth, each with a shar
 goes to those after it. A case that would not fit is skipped and named, and results are written after every case.
 
 1. *Updates* on given completions (`lossless.py`): plain TRL, `lossless` without and with shared prompts, with
-   gradient checkpointing, for one agent's turn and for maths, with no dead group and with half of them dead. Seconds
-   of an optimizer step less its rollout, positions through the model, peak of allocated memory.
+   gradient checkpointing, for one agent's turn and for maths, with no dead group and with half of them dead, under
+   SDPA and, where its package is there, FlashAttention. Seconds of an optimizer step less its rollout, of the first
+   with its lengths (cold) and of later ones with the same; positions through the model, peak of allocated memory.
 2. *Cross-scoring* of a whole matrix and of the part that is scored where a measurement would cost too much, against
    the reference's way (`cross_score.py`), and against one pair after the other in bfloat16 and in float32: how far
    reuse of a cache is from rounding alone.
-3. *Steps* with generation (transformers', no vLLM) on FrozenLake: its share, that of the update, and the callback's.
+3. *Steps* with generation (transformers', no vLLM) on FrozenLake, with each prompt read once and once per completion:
+   its share, that of the update, and the callback's.
 """
 
 import argparse
@@ -39,6 +41,7 @@ import torch
 import transformers
 from torch.nn.functional import cross_entropy
 from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
+from transformers.utils import is_flash_attn_2_available
 from trl import GRPOConfig, GRPOTrainer
 
 from ragen2_trl import MutualInformationCallback, SNRFilteredGRPOConfig, SNRFilteredGRPOTrainer, cross_score
@@ -59,7 +62,11 @@ SHAPES = {  # hidden size, intermediate size, layers, heads; 2 heads of keys and
 }
 AGENT = Shape(prompt=2_048, completion=200, spread=0.3)
 MATHS = Shape(prompt=200, completion=1_000, spread=0.5)
-FILTERED = "lossless, with the callback"
+STEPS: dict[str, dict[str, Any] | None] = {
+    "plain TRL": None,
+    "lossless, with the callback": {"snr_strategy": "lossless"},
+    "lossless, prompts read once per completion": {"snr_strategy": "lossless", "snr_share_prompts": False},
+}
 
 
 @dataclass(frozen=True)
@@ -69,7 +76,7 @@ class Sizes:
     vocabulary: int = 151_936
     agent: Shape = AGENT
     maths: Shape = MATHS
-    steps: int = 4  # the first warms up
+    steps: int = 4  # the first is cold
     texts: tuple[int, int, int, int] = (64, 64, 2_000, 500)  # N, NK, P, T, as in `cross_score.py`
     scored: int = 128  # tokens of a trace, where a measurement would cost too much
     rounds: int = 2
@@ -92,7 +99,7 @@ class CaseList:
     line: Callable[[dict[str, Any]], str]
 
 
-def make_model(size: str, sizes: Sizes) -> Qwen2ForCausalLM:
+def make_model(size: str, sizes: Sizes, attention: str = "sdpa") -> Qwen2ForCausalLM:
     hidden, intermediate, layers, heads = SHAPES[size] if sizes is FULL else DRY_SHAPE
     config = Qwen2Config(
         vocab_size=sizes.vocabulary,
@@ -107,6 +114,7 @@ def make_model(size: str, sizes: Sizes) -> Qwen2ForCausalLM:
         eos_token_id=_tokenizer().eos_token_id,
         pad_token_id=_tokenizer().pad_token_id,
     )
+    config._attn_implementation = attention
     torch.manual_seed(0)
     if not torch.cuda.is_available():  # where bfloat16 is slow, and nothing is learnt from it
         return Qwen2ForCausalLM(config)
@@ -121,9 +129,9 @@ def _tokenizer():
     return AutoTokenizer.from_pretrained(TINY_MODEL_PATH)
 
 
-def measure_update(size: str, shape: str, dead: float, method: str, sizes: Sizes) -> dict[str, Any]:
+def measure_update(size: str, shape: str, dead: float, method: str, attention: str, sizes: Sizes) -> dict[str, Any]:
     """Seconds and peak memory of an update, and the positions that went through the model."""
-    policy = make_model(size, sizes)
+    policy = make_model(size, sizes, attention)
     reset_peak_memory()
     settings: dict[str, Any] = {"gradient_checkpointing": True, "learning_rate": 1e-6}
     trained = train(method, getattr(sizes, shape), dead, steps=sizes.steps, policy=policy, clock=now, **settings)
@@ -132,9 +140,9 @@ def measure_update(size: str, shape: str, dead: float, method: str, sizes: Sizes
         "shape": shape,
         "dead": dead,
         "method": method,
-        "seconds": statistics.median(
-            trained["seconds"][1:]
-        ),  # kernels of new shapes are loaded in one step or another
+        "attention": attention,
+        "cold": trained["seconds"][0],
+        "seconds": statistics.median(trained["seconds"][1:]),
         "positions": trained["positions"] / sizes.steps,
         "memory_mib": peak_memory(),
     }
@@ -186,7 +194,7 @@ def measure_scoring(size: str, sizes: Sizes) -> dict[str, Any]:
 
 def measure_step(size: str, variant: str, sizes: Sizes) -> dict[str, Any]:
     """A step of 8 prompts with 8 completions each, of which half the groups have rewards that vary."""
-    env, times, filtered = make_env("frozen_lake"), StepTimes(), variant == FILTERED
+    env, times, snr = make_env("frozen_lake"), StepTimes(), STEPS[variant]
 
     def alternating(completions: list[Any], **columns: Any) -> list[float]:
         return [float(number // 8 % 2 and number % 2) for number in range(len(completions))]
@@ -206,18 +214,17 @@ def measure_step(size: str, variant: str, sizes: Sizes) -> dict[str, Any]:
             "logging_strategy": "steps",
             "logging_steps": 1,
         }
-        snr: dict[str, Any] = {"snr_strategy": "lossless"}
-        trainer = (SNRFilteredGRPOTrainer if filtered else GRPOTrainer)(
+        trainer = (GRPOTrainer if snr is None else SNRFilteredGRPOTrainer)(
             make_model(size, sizes),
             rewards,
-            SNRFilteredGRPOConfig(**settings, **snr) if filtered else GRPOConfig(**settings),
+            GRPOConfig(**settings) if snr is None else SNRFilteredGRPOConfig(**settings, **snr),
             env.dataset(8 * sizes.steps, seed=0),
             processing_class=_tokenizer(),
             callbacks=[times],
         )
         trainer.remove_callback(transformers.PrinterCallback)
         times.watch(trainer)
-        if filtered:
+        if "callback" in variant:
             trainer.add_callback(MutualInformationCallback(trainer, every=1))
         trainer.train()
     measured = [row["mi/seconds"] for row in trainer.state.log_history if "mi/seconds" in row][1:]
@@ -235,14 +242,15 @@ def measure_step(size: str, variant: str, sizes: Sizes) -> dict[str, Any]:
 
 
 def make_parts(sizes: Sizes, results: dict[str, list[dict[str, Any]]]) -> dict[str, CaseList]:
-    models = (SMALL, MIDDLE, LARGE)
+    models = (SMALL, MIDDLE, LARGE) if sizes is FULL else (SMALL,)
     updates = [
-        (size, shape, dead, method)
+        (size, shape, dead, method, attention)
+        for attention in ("sdpa", *(["flash_attention_2"] if is_flash_attn_2_available() else []))
         for shape, dead in (("agent", 0.0), ("maths", 0.0), ("agent", 0.5), ("maths", 0.5))
         for size in models
         for method in METHODS
     ]
-    steps = [(SMALL, "plain TRL"), (SMALL, FILTERED)]
+    steps = [(SMALL, variant) for variant in STEPS]
     parts = {
         "updates": CaseList("Updates", 0.65, updates, partial(measure_update, sizes=sizes), update_line),
         "scoring": CaseList(
@@ -297,7 +305,12 @@ def main(args: list[str] | None = None) -> int:
         memory = torch.cuda.get_device_properties(0).total_memory / 2**30
         described |= {"memory": f"{memory:.0f} GiB", "CUDA": str(torch.version.cuda)}
     missing: list[str] = []
+    flash = is_flash_attn_2_available()
+    left_out = [] if flash else ["Updates under FlashAttention: the package flash_attn is missing, or a GPU for it"]
+    for line in (*left_out, "Whatever there is no time for, from the end of each part"):
+        print(f"Left out: {line}", flush=True)
     results = {"machine": described, "sizes": asdict(sizes), "dry": arguments.dry, "rows": rows, "missing": missing}
+    results["left_out"] = left_out
     titles = {key: part.title for key, part in parts.items()}
     name = "gpu_" + ("dry" if arguments.dry else re.sub(r"[^a-z0-9]+", "_", described["device"].lower()).strip("_"))
 

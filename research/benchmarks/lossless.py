@@ -93,12 +93,14 @@ class Given:
         self.shape, self.generator, number = shape, generator, prompts_for(dead)
         self.dead, self.prompts = round(dead * number), [self._tokens(shape.prompt) for _ in range(number)]
         self.clock, self.seconds = clock, list[float]()  # of each rollout
+        self.state = generator.get_state()
 
     def _tokens(self, number: int) -> list[int]:
         return torch.randint(5, 400, (number,), generator=self.generator).tolist()
 
     def rollout(self, prompts: list[str], trainer: Any) -> dict[str, Any]:
         start = self.clock()
+        self.generator.set_state(self.state)  # each generation has the lengths of the first
         draws = torch.randn(len(prompts), generator=self.generator)
         lengths = (self.shape.completion * (self.shape.spread * draws).exp()).round().int().clamp(4).tolist()
         first = [length // self.shape.turns for length in lengths]

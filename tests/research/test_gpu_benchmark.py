@@ -15,7 +15,7 @@ from research.benchmarks import gpu
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_a_dry_run_measures_every_case_on_a_cpu(tmp_path):
     command = [str(ROOT / "research" / "benchmarks" / "gpu.sh"), "--dry", "--results", str(tmp_path)]
     subprocess.run(command, check=True, env={**os.environ, "PYTHON": sys.executable, "CUDA_VISIBLE_DEVICES": ""})
@@ -27,15 +27,18 @@ def test_a_dry_run_measures_every_case_on_a_cpu(tmp_path):
         name: len(part.cases) for name, part in parts.items()
     }
     for row in results["rows"]["updates"]:
-        assert row["seconds"] > 0 and row["memory_mib"] > 0
+        assert row["seconds"] > 0 and row["cold"] > 0 and row["memory_mib"] > 0
+    positions = {(row["shape"], row["dead"], row["method"]): row["positions"] for row in results["rows"]["updates"]}
+    assert positions["agent", 0.0, "all"] < positions["agent", 0.0, "dead rows and padding"]
     for row in results["rows"]["scoring"]:  # reuse is as far from float32 as rounding is
         errors = row["root_mean_square_nats"]
         assert errors["whole"] < 5 * errors["one by one"] < 0.1 * -row["mean_nats"]
-    plain, filtered = results["rows"]["steps"]
+    plain, filtered, not_shared = results["rows"]["steps"]
     assert plain["generation"] > 0 and plain["update"] > 0 and plain["measuring"] == 0
-    assert filtered["measuring"] > 0 and 0 < filtered["generation_share"] < 1
+    assert not_shared["measuring"] == 0 < filtered["measuring"] and 0 < filtered["generation_share"] < 1
     report = (tmp_path / "gpu_dry.md").read_text()
-    assert "numbers say nothing" in report and "Nothing: all cases were." in report
+    assert "numbers say nothing" in report and results["left_out"]
+    assert all(f"- {line}" in report for line in results["left_out"])
 
 
 def test_without_time_every_case_is_named_as_not_measured(tmp_path, capsys):
