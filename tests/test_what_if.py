@@ -112,13 +112,16 @@ def test_a_tokenizer_counts_what_trl_trained_on(run, policy_path):
     assert exact.prompt_lengths.mean() == pytest.approx(estimated.prompt_lengths.mean(), rel=0.05)
 
 
-def test_lossless_then_computes_as_many_positions_as_were_predicted(policy_path, tmp_path):
-    settings = {**RUN, "log_completions": True, "num_completions_to_print": 0, "num_generations": 8}
-    args = SNRFilteredGRPOConfig(
-        str(tmp_path), **{**settings, "per_device_train_batch_size": 8, "gradient_accumulation_steps": 4},
-        snr_strategy="lossless",
-    )  # fmt: skip
-    rows = Dataset.from_dict({"prompt": PROMPTS})
+@pytest.mark.parametrize(
+    ("size", "rows_of_batch", "batches", "words"), [(8, 8, 4, 0), (4, 4, 8, 40), (2, 8, 2, 10)], ids=str
+)
+def test_lossless_then_computes_as_many_positions_as_were_predicted(
+    size, rows_of_batch, batches, words, policy_path, tmp_path
+):
+    settings = {**RUN, "log_completions": True, "num_completions_to_print": 0, "num_generations": size}
+    settings |= {"per_device_train_batch_size": rows_of_batch, "gradient_accumulation_steps": batches}
+    args = SNRFilteredGRPOConfig(str(tmp_path), **settings, snr_strategy="lossless")
+    rows = Dataset.from_dict({"prompt": [" ".join([*["left"] * words, prompt]) for prompt in PROMPTS]})
     trainer = SNRFilteredGRPOTrainer(policy_path, length_reward, args, rows)
     lengths = []
 
