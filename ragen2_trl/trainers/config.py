@@ -51,9 +51,9 @@ class SNRFilterConfig(StockConfig):
         stops after 5 steps of 8 prompts; scripts with one or two prompts a step see such series by chance.
 
     snr_share_prompts (`bool`, *optional*):
-        Whether the update computes each prompt once for all completions of its group, in one row for all groups. The
-        loss is the same up to rounding. By default `True` with `snr_strategy="lossless"`, unless the model has dropout
-        (a shared prompt gets one draw), else `False`.
+        Whether the update computes each prompt once for all completions of its group, in one row for all groups, and
+        transformers' `generate` reads it once. Both are the same up to rounding. By default `True` with
+        `snr_strategy="lossless"`, unless the model has dropout (a shared prompt gets one draw), else `False`.
 
     > Parameters that control which prompts are sampled
 
