@@ -2,6 +2,7 @@
 
 import copy
 import logging
+import re
 from functools import partial
 
 import pytest
@@ -287,14 +288,12 @@ def test_without_a_token_to_compare_nothing_is_decided():
     assert shared.serves
 
 
-def test_one_line_says_how_many_positions_sharing_computes(caplog):
-    shared = checked(model_of(FITTING["llama"]))
+def test_one_line_says_how_many_positions_an_update_computes(policy_path, tmp_path, caplog):
     with caplog.at_level(logging.WARNING):
-        shared.announce([BATCH, BATCH])
-        shared.announce([BATCH])
-    computed = 2 * (9 - 1 + 4 + 7 + 1 + 5 + 12 - 1 + 6 + 2 + 7 + 3)
-    (message,) = [record.getMessage() for record in caplog.records]
-    assert f" {computed} positions" in message and f" {2 * 8 * (12 + 7)} " in message
+        trainer = trained(GRPO, policy_path, tmp_path, **LOSSLESS, **{**SEVERAL, "num_iterations": 1})
+    (message,) = [one.getMessage() for one in caplog.records if "once per group" in one.getMessage()]
+    computed, plain = (int(number.replace(",", "")) for number in re.findall(r"[\d,]+\d", message))
+    assert computed / plain == fractions(trainer)[0] < 0.5
 
 
 # In training
@@ -364,6 +363,17 @@ def test_lossless_with_shared_prompts_has_the_parameters_of_trl_for_fewer_positi
     assert ours._shared_prompts.serves
     assert apart(ours, plain) < 5e-6 and apart(without, plain) < 5e-6
     assert all(one < other for one, other in zip(fractions(ours), fractions(without), strict=True))
+
+
+@pytest.mark.parametrize("adapter", [None, slow(ADAPTER)], ids=["whole", "LoRA"])
+@pytest.mark.parametrize("algorithm", [GRPO, slow(RLOO)], ids=["grpo", "rloo"])
+def test_the_reference_computes_shared_prompts_as_it_computes_padded_rows(algorithm, adapter, policy_path, tmp_path):
+    settings = {**SEVERAL, "beta": 0.5, "snr_strategy": "nonzero", "adapter": adapter, "learning_rate": 1e-3, **NOISE}
+    shared, padded_rows = (
+        trained(algorithm, policy_path, tmp_path, snr_share_prompts=share, **settings) for share in (True, False)
+    )
+    assert shared._shared_prompts.serves and shared.state.log_history[0]["kl"] < 1e-3  # as the policy has begun
+    assert apart(shared, padded_rows) < 1e-5
 
 
 def with_holes(of, algorithm, plain):

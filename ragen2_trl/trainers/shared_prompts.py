@@ -108,7 +108,8 @@ class SharedPrompts:
         logger.warning(
             f"Prompts are computed once per group: this update passes {computed:,} positions through the model, plain "
             f"TRL {plain:,} (snr_share_prompts=False computes prompts once per completion)."
-            + " PyTorch has no flash attention here for this precision: completions attend in turn." * by_part
+            + " PyTorch has no flash attention here for this precision: completions attend in turn."
+            * by_part
         )
 
     def serves_rows(self, batch: Batch) -> bool:
@@ -167,7 +168,8 @@ class SharedPrompts:
         mask: Any = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=input_ids.device)
         if kinds := set(getattr(self.config, "layer_types", None) or ()):
             mask = dict.fromkeys(kinds | {"full_attention"}, mask)
-        with self.accelerator.autocast(), attending_to_trees(self.config):
+        own = self.accelerator.unwrap_model(model).config.get_text_config()  # the reference's is another object
+        with self.accelerator.autocast(), attending_to_trees(own):
             outputs = model(
                 input_ids=tree.ids,
                 attention_mask=mask,
