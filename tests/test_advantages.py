@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ragen2_trl.trainers.ppo.advantages import (
-    bi_level_gae,
     explained_variance,
     gae,
     masked_moments,
@@ -84,24 +83,6 @@ def gae_by_loops(rewards, values, mask, gamma, lam):
     return advantages
 
 
-def bi_level_gae_by_loops(rewards, values, mask, gamma, lam, turn_gamma):
-    advantages = [[0.0] * len(row) for row in mask.tolist()]
-    for i, row in enumerate(mask.tolist()):
-        r, v, turns = rewards[i].tolist(), values[i].tolist(), turns_of(row)
-        deltas = []
-        for number, turn in enumerate(turns):
-            end, delta = turn[-1], r[turn[-1]]
-            if number + 1 < len(turns):
-                following = turns[number + 1]
-                delta += turn_gamma * (sum(r[t] for t in following[:-1]) + v[following[-1]])
-            deltas.append(delta - v[end])
-        for turn, turn_advantage in zip(turns, discounted_sums(deltas, turn_gamma * lam), strict=True):
-            inside = [r[t] + gamma * v[t + 1] - v[t] for t in turn[:-1]]
-            for t, advantage in zip(turn, discounted_sums([*inside, turn_advantage], gamma * lam), strict=True):
-                advantages[i][t] = advantage
-    return advantages
-
-
 def returns_by_loops(advantages, values, mask):
     own = mask.tolist()
     return [
@@ -171,50 +152,12 @@ def test_gae_matches_sums_of_discounted_errors(case, gamma, lam):
     assert_same(returns, returns_by_loops(expected, values, mask))
 
 
-@given(steps(), factors, factors, factors)
-def test_bi_level_gae_matches_sums_over_turns_and_then_inside_them(case, gamma, lam, turn_gamma):
-    rewards, values, mask = case
-    advantages, returns = bi_level_gae(rewards, values, mask, gamma, lam, turn_gamma)
-    expected = bi_level_gae_by_loops(rewards, values, mask, gamma, lam, turn_gamma)
-    assert_same(advantages, expected)
-    assert_same(returns, returns_by_loops(expected, values, mask))
-
-
 @given(episodes())
 def test_without_discount_and_values_the_advantage_is_the_return_at_every_own_token(case):
     returns, mask, _ = case
     rewards, values = token_rewards(returns, mask), torch.zeros(mask.shape)
     expected = returns.nan_to_num(0.0).unsqueeze(1) * mask
     assert_same(gae(rewards, values, mask, 1.0, 1.0)[0], expected)
-    assert_same(bi_level_gae(rewards, values, mask, 1.0, 1.0, 1.0)[0], expected)
-
-
-@given(steps(max_turns=1), factors, factors, factors)
-def test_bi_level_gae_equals_gae_when_there_is_one_turn(case, gamma, lam, turn_gamma):
-    for bi_level, token_level in zip(bi_level_gae(*case, gamma, lam, turn_gamma), gae(*case, gamma, lam), strict=True):
-        assert_same(bi_level, token_level)
-
-
-@given(steps())
-def test_bi_level_gae_equals_gae_without_discounts_however_many_turns(case):
-    assert_same(bi_level_gae(*case, 1.0, 1.0, 1.0)[0], gae(*case, 1.0, 1.0)[0])
-
-
-def test_bi_level_gae_agrees_with_ragens_code_where_every_turn_earned_something():
-    # Recorded from RAGEN's function, unwhitened, at gamma 0.9, lam 0.8 and high_level_gamma 0.5.
-    mask = torch.tensor([[1, 1, 0, 1, 1, 0, 1]])
-    values = torch.tensor([[0.5, 0.25, 0.0, 1.0, 0.75, 0.0, 0.5]])
-    rewards = torch.tensor([[0.0, 1.0, 0.0, 0.0, -0.5, 0.0, 2.0]])
-    advantages, returns = bi_level_gae(rewards, values, mask, 0.9, 0.8, 0.5)
-    assert_same(advantages, [[0.4198, 0.965, 0.0, -0.613, -0.4, 0.0, 1.5]])
-    assert_same(returns, [[0.9198, 1.215, 0.0, 0.387, 0.35, 0.0, 2.0]])
-
-
-def test_a_turn_that_earned_nothing_is_a_turn_with_its_own_discount():
-    mask = torch.tensor([[1, 0, 1, 1, 0, 1]])
-    rewards = token_rewards(torch.tensor([1.0]), mask)
-    advantages, _ = bi_level_gae(rewards, torch.zeros(1, 6), mask, 1.0, 1.0, 0.5)
-    assert advantages.tolist() == [[0.25, 0.0, 0.5, 0.5, 0.0, 1.0]]
 
 
 @given(steps(), st.lists(st.integers(0, 2), min_size=40, max_size=40), factors, factors)
@@ -226,8 +169,8 @@ def test_environment_tokens_inserted_anywhere_change_no_gae(case, inserted, gamm
         assert wider.count_nonzero() == wider[:, kept].count_nonzero()
 
 
-@given(episodes(), st.lists(st.integers(0, 2), min_size=40, max_size=40), factors, factors)
-def test_longer_observations_between_turns_change_no_reward_and_no_bi_level_gae(case, inserted, gamma, turn_gamma):
+@given(episodes(), st.lists(st.integers(0, 2), min_size=40, max_size=40), factors)
+def test_longer_observations_between_turns_change_no_reward_and_no_gae(case, inserted, gamma):
     returns, mask, turn_rewards = case
     returns, mask, turn_rewards = returns[:1], mask[:1], turn_rewards and turn_rewards[:1]
     at_observation = [count * (own == 0) for count, own in zip(inserted, mask[0].tolist(), strict=False)]
@@ -236,8 +179,8 @@ def test_longer_observations_between_turns_change_no_reward_and_no_bi_level_gae(
     rewards, wide_rewards = token_rewards(returns, mask, turn_rewards), token_rewards(returns, wide_mask, turn_rewards)
     assert_same(wide_rewards[:, kept], rewards)
     values = torch.arange(mask.shape[1]).sin().unsqueeze(0)
-    narrow = bi_level_gae(rewards, values, mask, gamma, 0.9, turn_gamma)[0]
-    wider = bi_level_gae(wide_rewards, spread(values, kept, NAN), wide_mask, gamma, 0.9, turn_gamma)[0]
+    narrow = gae(rewards, values, mask, gamma, 0.9)[0]
+    wider = gae(wide_rewards, spread(values, kept, NAN), wide_mask, gamma, 0.9)[0]
     assert_same(wider[:, kept], narrow)
 
 
@@ -257,14 +200,13 @@ def test_advantages_of_no_rows_and_of_no_tokens_are_empty():
         empty = torch.zeros(shape)
         assert token_rewards(torch.ones(shape[0]), empty).shape == shape
         assert gae(empty, empty, empty, 1.0, 1.0)[0].shape == shape
-        assert bi_level_gae(empty, empty, empty, 1.0, 1.0, 1.0)[1].shape == shape
 
 
 def test_advantages_and_returns_carry_no_gradient_and_leave_their_inputs_alone():
     rewards, values = torch.ones(2, 4), torch.full((2, 4), 0.5, requires_grad=True)
     mask = torch.tensor([[1, 0, 1, 1], [1, 1, 0, 0]])
     before = values.detach().clone()
-    outputs = [*gae(rewards, values, mask, 0.9, 0.9), *bi_level_gae(rewards, values, mask, 0.9, 0.9, 0.9)]
+    outputs = gae(rewards, values, mask, 0.9, 0.9)
     assert not any(output.requires_grad for output in outputs)
     assert rewards.eq(1).all() and values.eq(before).all() and mask.sum() == 5
 

@@ -43,11 +43,6 @@ def test_settings_that_leave_one_another_without_effect_are_refused_by_name(sett
         assert all(part in str(refused.value) for part in parts)
 
 
-def test_what_ppo_would_not_read_is_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"^turn_gamma=0.9 .* gae='token', which knows no turns"):
-        PPO.args(tmp_path, turn_gamma=0.9)
-
-
 NOTHING_TO_TRAIN = r"no parameter with requires_grad=True.*is_trainable=True.*peft_config"
 
 

@@ -159,18 +159,16 @@ def test_the_update_is_that_of_a_double_loop_over_rows_and_tokens(
         assert trainer.state.log_history[1]["kl"] == pytest.approx(divergence / len(flat), rel=1e-4, abs=1e-6)
 
 
-def test_bi_level_advantages_are_those_of_the_turns(policy_path, make_args):
-    settings = {"gamma": 0.9, "gae_lambda": 0.8, "turn_gamma": 0.7}
-    args = ppo_args(make_args, gae="bi_level", **settings)
+def test_advantages_are_those_of_the_own_tokens_of_all_turns(policy_path, make_args):
+    settings = {"gamma": 0.9, "gae_lambda": 0.8}
+    args = ppo_args(make_args, **settings)
     inputs, _ = (trainer := trained(policy_path, args, Turns)).seen[0]
     own = (inputs["completion_mask"] * inputs["tool_mask"]).bool()
     rewards = torch.tensor([slow_rewards(trainer, inputs, row, mask) for row, mask in enumerate(own.tolist())])
-    expected, returns = mathematics.bi_level_gae(rewards, inputs["old_values"], own, *settings.values())
+    expected, returns = mathematics.gae(rewards, inputs["old_values"], own, *settings.values())
     whitened = mathematics.whiten(expected, own, mathematics.masked_moments(expected, own))
     torch.testing.assert_close(inputs["advantages"], whitened)
     torch.testing.assert_close(inputs["returns"], returns)
-    token_level, _ = mathematics.gae(rewards, inputs["old_values"], own, 0.9, 0.8)
-    assert not torch.allclose(expected, token_level)
 
 
 def test_completions_that_nothing_scored_move_neither_actor_nor_critic(policy_path, make_args):
@@ -268,9 +266,6 @@ def test_adapters_on_both_halves_train_nothing_else(policy_path, make_args):
     ("settings", "parts"),
     [
         ({"value_head": "both"}, ["value_head", "'both'", "shared", "separate"]),
-        ({"gae": "turn"}, ["gae", "'turn'", "token", "bi_level"]),
-        ({"turn_gamma": 0.5}, ["turn_gamma", "0.5", "gae='token'", "1.0"]),
-        ({"gae": "bi_level", "turn_gamma": -0.5}, ["turn_gamma", "-0.5", "0 <= value <= 1"]),
         ({"multi_objective_aggregation": "normalize_then_sum"}, ["normalize_then_sum", "sum_then_normalize"]),
         ({"loss_type": "grpo"}, ["loss_type", "'grpo'", "dapo"]),
         ({"importance_sampling_level": "sequence"}, ["importance_sampling_level", "'sequence'", "token"]),

@@ -18,7 +18,7 @@ TERMS = {
     "ppo": {
         "shared": {**PPO_STILL, "entropy_coef": 0.02},
         "separate": {**PPO_STILL, "value_head": "separate"},
-        "bi_level": {**PPO_STILL, "gae": "bi_level", "gae_lambda": 0.9, "gamma": 0.95},
+        "discounted": {**PPO_STILL, "gae_lambda": 0.9, "gamma": 0.95},
     },
 }
 

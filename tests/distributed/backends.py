@@ -75,7 +75,7 @@ RLOO_CASES = {
 # Three steps: the critic's head begins at 0, and what lies below it learns from the second one on.
 PPO = {**LAYOUT, "algorithm": "ppo", "critic_lr": 0.1, "max_steps": 3}
 SEPARATE = {**PPO, "value_head": "separate"}
-TURNS = {"turns": True, "gae": "bi_level", "gamma": 0.9, "gae_lambda": 0.8, "turn_gamma": 0.7}
+TURNS = {"turns": True, "gamma": 0.9, "gae_lambda": 0.8}
 PPO_CASES = {
     "ppo": {**PPO, "gae_lambda": 0.9},
     "ppo with a critic of its own": {**SEPARATE, **TURNS},

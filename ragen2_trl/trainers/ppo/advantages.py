@@ -87,57 +87,18 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float)
         Advantages A and returns A + V, the targets of the value head; both (rows, T), 0 outside the mask.
     """
     own = mask.detach().cpu().bool()
-    exact_values = _exact(values)
-    advantages = _advantages(_exact(rewards), exact_values, own, torch.zeros_like(own), gamma, lam)
-    return _with_returns(advantages, exact_values, own, values.device)
-
-
-def bi_level_gae(
-    rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float, turn_gamma: float
-) -> tuple[Tensor, Tensor]:
-    """Generalised advantage estimation on two clocks: over turns first, then over the own tokens inside each turn.
-
-    With e(k) the last own token of turn k and m(k) the sum of the rewards of turn k before e(k), the first level is
-
-        delta(k) = r(e(k)) + turn_gamma [m(k+1) + V(e(k+1))] - V(e(k))
-        A(k) = delta(k) + turn_gamma lam A(k+1)
-
-    with m, V and A zero after the last turn. The second level takes A(k) as the advantage of e(k). For the other own
-    tokens of the turn, with t + 1 the next one of the same turn, it is that of `gae`:
-
-        A(t) = r(t) + gamma V(t+1) - V(t) + gamma lam A(t+1)
-
-    So no token discount is paid between turns, and no turn discount inside them. One turn, or all three factors 1,
-    gives `gae`. Rewards at turn ends only give the bi-level estimator of RAGEN
-    (`compute_bi_level_gae_advantage_return` in ragen/trainer/core_algos.py) and VAGEN. Ours differs from RAGEN's:
-
-    - a turn is a run of own tokens. RAGEN's ends wherever a token's reward is not 0: a turn that earned 0 has no
-      level of its own, a penalty on every token makes every token a turn, and a row without reward is an IndexError;
-    - m(k+1) carries rewards inside a turn, such as a KL penalty, to the turns before it;
-    - the advantages are not whitened here (`whiten`).
-
-    Args:
-        rewards, values, mask: (rows, T) each, as for `gae`, and so is what is returned.
-        gamma, lam: from one own token to the next of the same turn; lam from turn to turn, too.
-        turn_gamma: from one turn to the next; RAGEN's `high_level_gamma`.
-
-    >>> mask = torch.tensor([[1, 1, 0, 1, 1]])
-    >>> rewards, values = torch.tensor([[0.0, 1.0, 0.0, 0.0, 4.0]]), torch.tensor([[1.0, 2.0, 0.0, 2.0, 3.0]])
-    >>> advantages, _ = bi_level_gae(rewards, values, mask, gamma=1.0, lam=1.0, turn_gamma=0.5)
-    >>> advantages.tolist()  # turns: 4 - 3 = 1 and 1 + 0.5 x 3 - 2 + 0.5 x 1 = 1; inside: 3 - 2 + 1 and 2 - 1 + 1
-    [[2.0, 1.0, 0.0, 2.0, 1.0]]
-    """
-    own = mask.detach().cpu().bool()
-    ends = _turn_ends(own)
     exact_rewards, exact_values = _exact(rewards), _exact(values)
-    turn = ends.cumsum(dim=1) - ends.long()  # (rows, T): number of the turn that a token lies in, or before
-    before_end = torch.zeros(len(own), own.shape[1] + 2, dtype=torch.float64)
-    before_end.scatter_add_(1, turn, exact_rewards.where(own & ~ends, 0.0))  # m
-    arriving = exact_rewards + turn_gamma * before_end.gather(1, turn + 1)
-    turn_advantages = _advantages(arriving, exact_values, ends, torch.zeros_like(ends), turn_gamma, lam)
-    turn_returns = turn_advantages + exact_values
-    advantages = _advantages(turn_returns.where(ends, exact_rewards), exact_values, own, ends, gamma, lam)
-    return _with_returns(advantages, exact_values, own, values.device)
+    advantages = torch.zeros_like(exact_values)
+    next_value = next_advantage = torch.zeros(len(own), dtype=torch.float64)  # (rows,)
+    for t in reversed(range(own.shape[1])):
+        is_own = own[:, t]
+        delta = exact_rewards[:, t] + gamma * next_value - exact_values[:, t]
+        advantage = delta + gamma * lam * next_advantage
+        advantages[:, t] = advantage.where(is_own, 0.0)
+        next_value = exact_values[:, t].where(is_own, next_value)
+        next_advantage = advantage.where(is_own, next_advantage)
+    returns = (advantages + exact_values).where(own, 0.0)
+    return advantages.float().to(values.device), returns.float().to(values.device)
 
 
 def masked_moments(values: Tensor, mask: Tensor) -> Tensor:
@@ -195,24 +156,6 @@ def clipped_value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip
         return loss
     clipped = values.clamp(old_values - clip, old_values + clip)
     return torch.maximum(loss, 0.5 * (clipped - returns).square())
-
-
-def _advantages(rewards: Tensor, values: Tensor, steps: Tensor, ends: Tensor, gamma: float, lam: float) -> Tensor:
-    """The recursion of `gae` over the tokens in `steps`; those in `ends` have no successor. (rows, T) each."""
-    advantages = torch.zeros_like(values)
-    next_value = next_advantage = torch.zeros(len(values), dtype=values.dtype)  # (rows,)
-    for t in reversed(range(values.shape[1])):
-        is_step, goes_on = steps[:, t], ~ends[:, t]
-        delta = rewards[:, t] + gamma * next_value.where(goes_on, 0.0) - values[:, t]
-        advantage = delta + gamma * lam * next_advantage.where(goes_on, 0.0)
-        advantages[:, t] = advantage.where(is_step, 0.0)
-        next_value, next_advantage = values[:, t].where(is_step, next_value), advantage.where(is_step, next_advantage)
-    return advantages
-
-
-def _with_returns(advantages: Tensor, values: Tensor, own: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
-    returns = (advantages + values).where(own, 0.0)
-    return advantages.float().to(device), returns.float().to(device)
 
 
 def _turn_ends(own: Tensor) -> Tensor:

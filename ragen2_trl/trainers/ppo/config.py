@@ -41,10 +41,6 @@ class SNRFilteredPPOConfig(SNRFilterConfig, GRPOConfig):
             0 or less does not clip.
         gamma, gae_lambda (`float`, *optional*, default to `1.0`):
             Discount and lambda from token to token.
-        gae (`str`, *optional*, defaults to `"token"`):
-            `"token"`, or `"bi_level"`: over turns first, then over the tokens of each turn.
-        turn_gamma (`float`, *optional*, defaults to `1.0`):
-            Discount from turn to turn, for `gae="bi_level"`; `gae_lambda` is for turns, too, as in RAGEN.
 
     Raises:
         ValueError: for a value outside its allowed set; the message names the field, the value and the set.
@@ -62,29 +58,19 @@ class SNRFilteredPPOConfig(SNRFilterConfig, GRPOConfig):
     )
     gamma: float = field(default=1.0, metadata={"help": "Discount from token to token."})
     gae_lambda: float = field(default=1.0, metadata={"help": "Lambda of the advantages from token to token."})
-    gae: str = field(
-        default="token", metadata={"help": "'token', or 'bi_level': over turns first, then inside each of them."}
-    )
-    turn_gamma: float = field(default=1.0, metadata={"help": "Discount from turn to turn, for gae='bi_level'."})
 
     def __post_init__(self) -> None:
         check_choice("value_head", self.value_head, ("shared", "separate"))
-        check_choice("gae", self.gae, ("token", "bi_level"))
         if self.snr_strategy == "lossless":
             raise ValueError(
                 "snr_strategy='lossless' leaves out rows without an advantage, and PPO's critic learns from every "
                 f"row; allowed: {', '.join(one for one in STRATEGIES if one != 'lossless')}."
             )
         check_loss(self)
-        for name in ("gamma", "gae_lambda", "turn_gamma"):
+        for name in ("gamma", "gae_lambda"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"{name}={getattr(self, name)!r} is out of range; allowed: 0 <= value <= 1.")
         for name in ("critic_lr", "critic_warmup_steps", "value_coef"):
             if not 0 <= getattr(self, name) < float("inf"):
                 raise ValueError(f"{name}={getattr(self, name)!r} is out of range; allowed: finite, >= 0.")
-        if self.gae == "token" and self.turn_gamma != 1.0:
-            raise ValueError(
-                f"turn_gamma={self.turn_gamma!r} has no effect with gae='token', which knows no turns; allowed with "
-                "it: 1.0."
-            )
         super().__post_init__()

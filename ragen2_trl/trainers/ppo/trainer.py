@@ -99,11 +99,7 @@ class SNRFilteredPPOTrainer(ActorCritic, SNRFilter, GRPOTrainer):
         returns = self._local(selection.rewards.flatten()).to(mask.device)  # (rows,), NaN where nothing scored it
         rewards = mathematics.token_rewards(returns, mask, [row.get(TURN_REWARDS) for row in inputs])
         values = self._of_kept(self._values, batch, kept)
-        discounts = (self.args.gamma, self.args.gae_lambda)
-        if self.args.gae == "bi_level":
-            advantages, targets = mathematics.bi_level_gae(rewards, values, mask, *discounts, self.args.turn_gamma)
-        else:
-            advantages, targets = mathematics.gae(rewards, values, mask, *discounts)
+        advantages, targets = mathematics.gae(rewards, values, mask, self.args.gamma, self.args.gae_lambda)
         scored = ~returns.isnan().unsqueeze(1)
         batch["advantages"] = advantages * scored
         batch["returns"] = targets.masked_fill(~scored, torch.nan)  # what nothing scored teaches the critic nothing
