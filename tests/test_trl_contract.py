@@ -1,7 +1,7 @@
 """What we lean on in TRL and transformers. When one of these fails after an upgrade, the trainer must be looked at.
 
-What can be told from names is in `trl_contract.py`, where trainers look themselves: here it is tried on releases that
-lack something. What needs a reading of the source is here alone.
+What can be told from names and signatures is in `trl_contract.py`, where trainers look themselves: here it is tried on
+releases that lack something. What needs a reading of the source is here alone.
 """
 
 import inspect
@@ -10,7 +10,6 @@ import re
 import sys
 from importlib import import_module
 from importlib.metadata import requires
-from types import CodeType
 
 import pytest
 import trl
@@ -49,26 +48,6 @@ def test_both_ends_of_the_tested_range_can_be_installed():
     assert requirement.specifier.contains(OLDEST) and requirement.specifier.contains(NEWEST)
 
 
-def renamed(code: CodeType, name: str) -> CodeType:
-    """The code with another string, and another attribute, wherever it has this one."""
-
-    def other(constant):
-        if isinstance(constant, CodeType):
-            return renamed(constant, name)
-        if isinstance(constant, tuple):
-            return tuple(map(other, constant))
-        return "other" if constant == name else constant
-
-    return code.replace(co_consts=other(code.co_consts), co_names=other(code.co_names))
-
-
-def rename_everywhere(monkeypatch, name: str) -> None:
-    for method in list(vars(GRPOTrainer).values()):
-        if inspect.isfunction(method):
-            method = inspect.unwrap(method)
-            monkeypatch.setattr(method, "__code__", renamed(method.__code__, name))
-
-
 MUTILATED = {
     "a hook is gone": ("_calculate_rewards", lambda patch: patch.delattr(GRPOTrainer, "_calculate_rewards")),
     "a hook of transformers is gone": ("_get_grad_norm", lambda patch: patch.delattr(Trainer, "_get_grad_norm")),
@@ -87,8 +66,6 @@ MUTILATED = {
         ),
     ),
     "a helper is gone": ("nanstd", lambda patch: patch.delattr(utils, "nanstd")),
-    "a key is missing": ("completion_mask", lambda patch: rename_everywhere(patch, "completion_mask")),
-    "an attribute is missing": ("_buffered_inputs", lambda patch: rename_everywhere(patch, "_buffered_inputs")),
     "a setting is gone": (
         "loss_type",
         lambda patch: patch.delitem(trl.GRPOConfig.__dataclass_fields__, "loss_type"),
@@ -127,7 +104,53 @@ def test_parameters_with_defaults_may_be_added_to_what_is_called(monkeypatch):
 def test_the_table_is_printed(capsys):
     cli.main(["check-trl"])
     printed = capsys.readouterr().out
-    assert trl.__version__ in printed and "_prepare_inputs" in printed and "old_logps" in printed
+    assert trl.__version__ in printed and "_prepare_inputs" in printed and "loss_type" in printed
+
+
+# Attributes that TRL's trainers give themselves, and keys of the batch that they make of a generation. They are
+# looked for in the code of the whole class, as a release may set them elsewhere.
+ATTRIBUTES = [
+    "_step",
+    "_buffered_inputs",
+    "_metrics",
+    "_pending_extra_logs",
+    "_pending_metrics",
+    "_tokenizer",
+    "_logs",
+    "generation_config",
+    "max_completion_length",
+    "num_generations",
+    "num_generations_eval",
+    "num_iterations",
+    "reward_weights",
+    "reward_funcs",
+    "reward_func_names",
+    "pad_to_multiple_of",
+    "aux_loss_enabled",
+    "ref_model",
+    "use_vllm",
+]
+KEYS = ["prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "advantages"]
+# Lists by row, from which pilots take the rows that they sample; and where environments come from.
+ATTRIBUTES_OF_GRPO = ["environments", "_batch_environments", "_sync_tool_dicts", "_async_tool_dicts"]
+ATTRIBUTES_OF_GRPO += ["_environment_pool", "environment_factories"]
+OF_GRPO = ["tool_mask", "num_items_in_batch", "old_per_token_logps", "sampling_per_token_logps"]
+OF_RLOO = ["old_logps"]
+
+
+def source_of(trainer_class) -> str:
+    """Of a class, and of the classes of TRL that it is made of."""
+    owners = [owner for owner in trainer_class.__mro__ if owner.__module__.startswith("trl.")]
+    return "".join(map(inspect.getsource, owners))
+
+
+@BOTH
+def test_what_we_read_from_a_trainer_and_its_batch_is_there(trainer_class):
+    source, grpo = source_of(trainer_class), trainer_class is GRPOTrainer
+    attributes = [*ATTRIBUTES, *(ATTRIBUTES_OF_GRPO if grpo else [])]
+    assert [name for name in attributes if not re.search(rf"self\.{name}\b", source)] == []
+    keys = [*KEYS, *(OF_GRPO if grpo else OF_RLOO)]
+    assert [key for key in keys if f'"{key}"' not in source] == []
 
 
 @BOTH

@@ -1,15 +1,12 @@
-"""What we lean on in TRL, as a table, and whether the TRL that is installed has it.
+"""Names and signatures that we lean on in TRL, as a table, and whether the TRL that is installed has them.
 
-A trainer of ours looks when it is made, before a model is loaded, which takes some milliseconds: with a release that
-nobody has tried yet it either trains as it should or says what is missing.
+A trainer of ours looks when it is made, before a model is loaded. What needs a reading of TRL's code is in tests,
+which run on the oldest and the newest release.
 """
 
 import inspect
-from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
 from pkgutil import resolve_name
-from types import CodeType
 from typing import Any
 
 import transformers
@@ -88,35 +85,6 @@ HELPERS = {
     "split_pixel_values_by_grid": "batch",
     "use_adapter": "model adapter_name",
 }
-# Attributes that TRL's trainers give themselves, and keys of the batch that they make of a generation. They are
-# looked for in the code of the whole class, as a release may set them elsewhere.
-ATTRIBUTES = [
-    "_step",
-    "_buffered_inputs",
-    "_metrics",
-    "_pending_extra_logs",
-    "_pending_metrics",
-    "_tokenizer",
-    "_logs",
-    "generation_config",
-    "max_completion_length",
-    "num_generations",
-    "num_generations_eval",
-    "num_iterations",
-    "reward_weights",
-    "reward_funcs",
-    "reward_func_names",
-    "pad_to_multiple_of",
-    "aux_loss_enabled",
-    "ref_model",
-    "use_vllm",
-]
-KEYS = ["prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "advantages"]
-# Lists by row, from which pilots take the rows that they sample; and where environments come from.
-ATTRIBUTES_OF_GRPO = ["environments", "_batch_environments", "_sync_tool_dicts", "_async_tool_dicts"]
-ATTRIBUTES_OF_GRPO += ["_environment_pool", "environment_factories"]
-OF_GRPO = ["tool_mask", "num_items_in_batch", "old_per_token_logps", "sampling_per_token_logps"]
-OF_RLOO = ["old_logps"]
 FIELDS = ["steps_per_generation", "generation_batch_size", "num_generations", "num_iterations", "beta"]
 FIELDS_OF_GRPO = ["loss_type", "scale_rewards", "entropy_coef", "use_adaptive_entropy", "top_entropy_quantile"]
 FIELDS_OF_RLOO = ["normalize_advantages"]
@@ -140,23 +108,9 @@ ASYNC_CALLED = {
     "training_step": "model inputs num_items_in_batch",
     "create_model_card": CALLED["create_model_card"],
 }
-ASYNC_ATTRIBUTES = [
-    "_metrics",
-    "_trained_groups",
-    "_groups_before_resume",
-    "_step_microbatches",
-    "aux_loss_enabled",
-    "model_version",
-    "rollout_queue",
-    "rollout_worker",
-    "router_aux_loss_coef",
-]
 ASYNC_FIELDS = ["num_generations", "temperature", "max_staleness", "token_budget", "heartbeat_stale_after_s"]
 LOOP_OVERRIDDEN = {"_repeat_iterator": "", "_generate_one": "prompt tool_dict tools group_id", "_score_group": "group"}
-LOOP_ATTRIBUTES = ["reward_funcs", "reward_func_names", "num_generations"]
 COLLATOR_CALLED = {"torch_call": "examples"}
-COLLATOR_ATTRIBUTES = ["groups_trained"]
-COLLATOR_KEYS = ["global_n_tokens", "group_id", "completion_mask", "metrics"]
 
 
 class IncompatibleTRLError(ImportError):
@@ -186,7 +140,7 @@ def needs(who: str) -> list[Need]:
     if None in found or not who.endswith("Trainer"):
         return rows
     if who == "AsyncGRPOTrainer":
-        return rows + _async_needs(*found[:5])
+        return rows + _async_needs(found[0], found[1], found[3], found[4])
     trainer, config = found
     rloo = who == "RLOOTrainer"
     rows += _signatures(trainer, OVERRIDDEN, "overridden")
@@ -194,24 +148,17 @@ def needs(who: str) -> list[Need]:
     for name, parameters in HELPERS.items():
         problem = _signature_problem(_named(f"trl.trainer.utils:{name}"), parameters.split())
         rows.append(Need(f"trl.trainer.utils.{name}({', '.join(parameters.split())})", "called", problem))
-    rows += _words_of(
-        trainer, [*ATTRIBUTES, *([] if rloo else ATTRIBUTES_OF_GRPO)], [*KEYS, *(OF_RLOO if rloo else OF_GRPO)]
-    )
     rows += _fields(config, [*FIELDS, *(FIELDS_OF_RLOO if rloo else FIELDS_OF_GRPO)])
     return rows
 
 
-def _async_needs(trainer: type, config: Any, worker: type, loop: type, collator: type) -> list[Need]:
+def _async_needs(trainer: type, config: Any, loop: type, collator: type) -> list[Need]:
     return [
         *_signatures(trainer, ASYNC_OVERRIDDEN, "overridden"),
         *_signatures(trainer, ASYNC_CALLED, "called"),
-        *_words_of(trainer, ASYNC_ATTRIBUTES, []),
         *_fields(config, ASYNC_FIELDS),
         *_signatures(loop, LOOP_OVERRIDDEN, "overridden"),
-        *_words_of(loop, LOOP_ATTRIBUTES, []),
-        *_words_of(worker, ["_loop_cls", "_loop_kwargs", "rollout_buffer"], []),
         *_signatures(collator, COLLATOR_CALLED, "called"),
-        *_words_of(collator, COLLATOR_ATTRIBUTES, COLLATOR_KEYS),
     ]
 
 
@@ -239,19 +186,6 @@ def _signatures(owner: type, methods: dict[str, str], use: str) -> list[Need]:
         problem = _signature_problem(getattr(owner, name, None), ["self", *parameters.split()], use == "overridden")
         rows.append(Need(f"{owner.__name__}.{name}({', '.join(parameters.split())})", use, problem))
     return rows
-
-
-def _words_of(owner: type, attributes: list[str], keys: list[str]) -> list[Need]:
-    """Attributes that a class gives itself, and keys of the batch that it makes."""
-    words = _Words(owner)
-    rows = [
-        Need(f"{owner.__name__}().{name}", "read", None if name in words.attributes else "is not set")
-        for name in attributes
-    ]
-    return rows + [
-        Need(f"{owner.__name__}'s batch[{key!r}]", "read", None if key in words.keys else "is not made")
-        for key in keys
-    ]
 
 
 def _fields(config: Any, names: list[str]) -> list[Need]:
@@ -315,42 +249,3 @@ def _signature_problem(function: Any, expected: list[str], exactly: bool = False
     if found[: len(always)] == always and not refused:
         return None
     return f"takes ({', '.join(name for name in found if name != 'self')})"
-
-
-class _Words:
-    """Names and strings in the code of a class, and of those of TRL that it is made of."""
-
-    def __init__(self, trainer_class: type):
-        self._codes = [code for owner in trainer_class.__mro__ for code in _codes(owner)]
-
-    @cached_property
-    def attributes(self) -> set[str]:
-        return {name for code in self._codes for name in code.co_names}
-
-    @cached_property
-    def keys(self) -> set[str]:
-        return {text for code in self._codes for constant in code.co_consts for text in _texts(constant)}
-
-
-def _codes(owner: type) -> Iterator[CodeType]:
-    if not owner.__module__.startswith("trl."):
-        return
-    for value in vars(owner).values():
-        function: Any = inspect.unwrap(getattr(value, "__func__", value)) if callable(value) else None
-        if hasattr(function, "__code__"):
-            yield from _nested(function.__code__)
-
-
-def _nested(code: CodeType) -> Iterator[CodeType]:
-    yield code
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _nested(constant)
-
-
-def _texts(constant: Any) -> Iterator[str]:
-    if isinstance(constant, str):
-        yield constant
-    elif isinstance(constant, tuple):  # the keys of a dictionary that is written out
-        for one in constant:
-            yield from _texts(one)
