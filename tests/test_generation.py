@@ -1,5 +1,6 @@
 """Sampling does nothing twice: the tokens of transformers' `generate` for fewer positions, and vLLM's weights once."""
 
+import copy
 from contextlib import nullcontext
 from types import SimpleNamespace
 
@@ -9,18 +10,47 @@ from algorithms import GRPO, RLOO, slow
 from conftest import PROMPTS
 from datasets import Dataset
 from peft import LoraConfig, PrefixTuningConfig, TaskType, get_peft_model
-from test_shared_prompts import FITTING, MLP, OPT, SIZES, WINDOW, model_of
-from transformers import BloomConfig, GenerationConfig, LlamaConfig, MambaConfig, MistralConfig
+from transformers import (
+    AutoModelForCausalLM,
+    BloomConfig,
+    GenerationConfig,
+    GPT2Config,
+    LlamaConfig,
+    MambaConfig,
+    MistralConfig,
+    MixtralConfig,
+    OPTConfig,
+    Qwen3Config,
+)
 from trl.generation import vllm_generation
 
 from ragen2_trl import SNRFilteredGRPOTrainer
 from ragen2_trl.trainers.generation import keeping_vllm_awake, reading_prompts_once
 
-LLAMA = FITTING["llama"]
-MODELS = {name: FITTING[name] for name in ("llama", "qwen3", "mixtral", "gpt2")}
-MODELS |= {"opt": OPT, "bloom": BloomConfig(vocab_size=64, hidden_size=32, n_layer=2, n_head=4)}
+SIZES = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+MLP = {"intermediate_size": 48, "num_key_value_heads": 2}
+LLAMA = LlamaConfig(**SIZES, **MLP)
+NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+MODELS = {
+    "llama": LLAMA,
+    "qwen3": Qwen3Config(**SIZES, **MLP, head_dim=8),
+    "mixtral": MixtralConfig(**SIZES, **MLP, num_local_experts=2),
+    "gpt2": GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=4, **NO_DROPOUT),
+    "opt": OPTConfig(**SIZES, ffn_dim=48, dropout=0.0),
+    "bloom": BloomConfig(vocab_size=64, hidden_size=32, n_layer=2, n_head=4),
+}
 EAGER = (BloomConfig, MambaConfig)
 PADDED = torch.tensor([[0, 0, 5, 6, 7]] * 3 + [[8, 9, 10, 11, 12]] * 3 + [[0, 0, 0, 0, 9]] * 2)
+
+
+def model_of(config):
+    attention = "eager" if isinstance(config, EAGER) else "sdpa"
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(3)
+        model = AutoModelForCausalLM.from_config(copy.deepcopy(config), attn_implementation=attention)
+        for parameter in model.parameters():  # far from 0, so that attention to another token shows
+            torch.nn.init.normal_(parameter, std=0.3) if parameter.ndim > 1 else None
+    return model.eval()
 
 
 def inputs_of(ids):
@@ -46,7 +76,7 @@ def sampled(model, ids, once, **settings):
 @pytest.mark.parametrize("do_sample", [True, False], ids=["sampled", "greedy"])
 @pytest.mark.parametrize("config", MODELS.values(), ids=MODELS)
 def test_the_same_tokens_with_each_prompt_read_once(config, do_sample):
-    model = model_of(config, "eager" if isinstance(config, EAGER) else "sdpa")
+    model = model_of(config)
     tokens, logits, positions = sampled(model, PADDED, False, do_sample=do_sample)
     same, close, fewer = sampled(model, PADDED, True, do_sample=do_sample)
     assert torch.equal(tokens, same)
@@ -64,7 +94,7 @@ def test_adapters_are_part_of_what_is_read():
 
 
 LEFT = {
-    "a sliding window": (MistralConfig(**SIZES, **MLP, **WINDOW), {}),
+    "a sliding window": (MistralConfig(**SIZES, **MLP, sliding_window=6), {}),
     "a recurrent state": (MambaConfig(vocab_size=64, hidden_size=32, num_hidden_layers=2), {}),
     "beams": (LLAMA, {"num_beams": 2}),
     "a static cache": (LLAMA, {"cache_implementation": "static"}),
@@ -78,7 +108,7 @@ LEFT = {
 
 @pytest.mark.parametrize(("config", "settings"), LEFT.values(), ids=LEFT)
 def test_other_caches_and_searches_are_left_to_generate(config, settings):
-    model = model_of(config, "eager" if isinstance(config, EAGER) else "sdpa")
+    model = model_of(config)
     assert sampled(model, PADDED, True, **settings)[2] == sampled(model, PADDED, False, **settings)[2]
 
 
