@@ -1,7 +1,6 @@
 """Sampling does nothing twice: the tokens of transformers' `generate` for fewer positions, and vLLM's weights once."""
 
 import copy
-from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -57,6 +56,11 @@ def inputs_of(ids):
     return {"input_ids": ids, "attention_mask": (ids != 0).long()}
 
 
+def trainer_of(model, once):
+    accelerator = SimpleNamespace(unwrap_model=lambda wrapped: wrapped)
+    return SimpleNamespace(_reads_prompts_once=once, accelerator=accelerator, model_wrapped=model)
+
+
 def sampled(model, ids, once, **settings):
     """Tokens, logits, and the positions of each forward pass."""
     positions = []
@@ -65,7 +69,7 @@ def sampled(model, ids, once, **settings):
     )
     settings = {"max_new_tokens": 6, "do_sample": True, "pad_token_id": 0, "eos_token_id": 3, **settings}
     config = GenerationConfig(**settings, return_dict_in_generate=True, output_logits=True)
-    with torch.random.fork_rng(devices=[]), torch.no_grad(), reading_prompts_once(model) if once else nullcontext():
+    with torch.random.fork_rng(devices=[]), torch.no_grad(), reading_prompts_once(trainer_of(model, once)):
         torch.manual_seed(5)
         found = model.generate(**inputs_of(ids), generation_config=config)
     hook.remove()

@@ -161,8 +161,7 @@ class SNRFilter(ForwardPasses):
         return self._pilots.calculate(self._calculate_call, *rows)
 
     def _generate_call(self, prompts: list[Any]) -> tuple[Any, ...]:
-        policy = self.accelerator.unwrap_model(self.model_wrapped)
-        with reading_prompts_once(policy) if self._reads_prompts_once else nullcontext():
+        with reading_prompts_once(self):
             generated: tuple[Any, ...] = super()._generate(prompts)
         if self._row_means is not None:
             self._row_means.add(len(prompts))

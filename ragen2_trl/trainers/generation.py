@@ -58,8 +58,8 @@ def keeping_vllm_awake(trainer: Any) -> Iterator[None]:
     TRL's sleeps after each call, and discards its weights and the cache of prompts: the remaining completions of
     pilots and each turn of an episode would wait until all weights have been copied to it again.
     """
-    vllm = getattr(trainer, "vllm_generation", None)
-    if vllm is None or vllm.mode != "colocate" or not vllm.enable_sleep_mode:
+    vllm: Any = getattr(trainer, "vllm_generation", None)
+    if getattr(vllm, "mode", None) != "colocate" or not vllm.enable_sleep_mode:
         yield
         return
     asked: list[dict[str, Any]] = []
@@ -79,12 +79,16 @@ def keeping_vllm_awake(trainer: Any) -> Iterator[None]:
 
 
 @contextmanager
-def reading_prompts_once(model: Any) -> Iterator[None]:
+def reading_prompts_once(trainer: Any) -> Iterator[None]:
     """Inside, the policy's `generate` gives the same tokens, up to rounding, and reads each distinct prompt once.
 
     It reads all of a prompt but its last token, with which `generate` itself goes on. Sliding windows, recurrent
     states, images and searches are left to `generate` alone.
     """
+    if not trainer._reads_prompts_once:
+        yield
+        return
+    model = trainer.accelerator.unwrap_model(trainer.model_wrapped)
     take_off = extend(model, "generate", partial(_generate, model))
     try:
         yield
