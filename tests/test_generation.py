@@ -217,6 +217,12 @@ def test_vllm_gets_weights_once_for_all_calls_of_a_generation_and_sleeps_after_t
     assert vllm.llm.calls[10:] == ["push", "wake kv_cache", "generate 1", "sleep 2"]
 
 
+def test_vllm_makes_room_for_a_reward_model_between_two_calls(vllm):
+    with keeping_vllm_awake(SimpleNamespace(vllm_generation=vllm, reward_funcs=[len, torch.nn.Linear(1, 1)])):
+        ask(vllm, 2)
+        assert vllm.llm.calls[-1] == "sleep 2"
+
+
 def test_vllm_sleeps_after_an_error_between_two_calls(vllm):
     with pytest.raises(KeyboardInterrupt), keeping_vllm_awake(SimpleNamespace(vllm_generation=vllm)):
         ask(vllm, 2)

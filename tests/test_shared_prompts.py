@@ -376,6 +376,31 @@ def test_the_reference_computes_shared_prompts_as_it_computes_padded_rows(algori
     assert apart(shared, padded_rows) < 1e-5
 
 
+FALCON = FalconConfig(**SIZES, attention_dropout=0.0, hidden_dropout=0.0)
+
+
+def test_padded_rows_are_recomputed_in_the_backward_pass_as_they_were_computed(policy_path, tmp_path):
+    """Falcon's layers ask for the name of their attention, which is another one over a tree."""
+    settings = {**SEVERAL, "config": FALCON, "gradient_checkpointing": True, **NOISE}
+    plain = trained(GRPO, policy_path, tmp_path, plain=True, **settings)
+    ours = trained(GRPO, policy_path, tmp_path, **LOSSLESS, **settings)
+    assert ours._shared_prompts.serves is False
+    assert apart(ours, plain) < 5e-6
+
+
+def test_a_loss_of_ones_own_gets_no_more_rows_than_trls(policy_path, tmp_path):
+    rows = []
+
+    class Own(GRPO.trainer):
+        def _compute_loss(self, model, inputs):
+            rows.append(len(inputs["prompt_ids"]))
+            return super()._compute_loss(model, inputs)
+
+    settings = {**SEVERAL, "snr_strategy": "nonzero", "snr_share_prompts": True}
+    assert trained(GRPO, policy_path, tmp_path, own=Own, **settings)._shared_prompts.serves
+    assert max(rows) <= SEVERAL["per_device_train_batch_size"]
+
+
 def with_holes(of, algorithm, plain):
     """A subclass that masks a token inside the prompts or completions of the second generation and those after it."""
 

@@ -16,11 +16,12 @@ from vllm_engine import MAX_LENGTH, one_engine  # noqa: F401 -- a fixture
 
 from ragen2_trl import MutualInformationCallback, SNRFilteredGRPOConfig, SNRFilteredGRPOTrainer, TextRollout
 from ragen2_trl.envs import make_env
-from ragen2_trl.rollout_events import listen
+from ragen2_trl.rollout_events import extend, listen
 from ragen2_trl.tiny import TINY_MODEL_PATH
 
 pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("one_engine")]
 
+BLOCK = 16  # tokens of vLLM's cache
 SAME = 1e-3  # nats by which two float32 implementations differ at a token
 ENV = make_env("frozen_lake")
 VLLM = {
@@ -229,6 +230,32 @@ def test_pilots_and_the_rest_of_their_groups_are_sampled_by_what_is_trained(tmp_
         mask = batch["completion_mask"].bool()
         assert (logps - batch["sampling_per_token_logps"])[mask].abs().max() < SAME
     assert max(differences(trainer)) < SAME
+
+
+def test_the_rest_of_a_group_finds_its_prompt_in_the_cache_of_vllm(tmp_path):
+    settings = {"max_steps": 1, "num_generations": 8, "snr_pilot_generations": 2, "snr_strategy": "nonzero"}
+    trainer = make(tmp_path, reward=every_other, **settings)
+    llm, found = trainer.vllm_generation.llm, []
+
+    def counted(generate, *args, **kwargs):
+        before = cached_tokens(llm)
+        outputs = generate(*args, **kwargs)
+        found.append((cached_tokens(llm) - before, len(outputs)))
+        return outputs
+
+    take_off = extend(llm, "generate", counted)
+    trainer.train()
+    take_off()
+    _, rest = found  # pilots first
+    assert rest[0] / rest[1] >= BLOCK  # a block of each prompt and more, whose pilots have filled it
+
+
+def every_other(completions, **kwargs) -> list[float]:
+    return [float(number % 2) for number in range(len(completions))]
+
+
+def cached_tokens(llm) -> float:
+    return sum(one.value for one in llm.get_metrics() if one.name == "vllm:prefix_cache_hits")
 
 
 def test_turns_of_an_episode_are_sampled_by_what_is_trained(tmp_path):

@@ -42,4 +42,5 @@ LIKE_TRL = {
     "max_num_batched_tokens": 4096,
     "distributed_executor_backend": "external_launcher",
     "logprobs_mode": "processed_logprobs",
+    "disable_log_stats": False,  # what its cache of prompts found
 }

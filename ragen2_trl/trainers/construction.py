@@ -22,6 +22,7 @@ from ragen2_trl.trainers.checks import (
     check_selector,
     check_subclass,
     known_range,
+    overridden,
     pilots_of,
     shares_prompts,
     warn_of_equal_rows,
@@ -136,6 +137,8 @@ class Constructed(StockTrainer):
         self._shared_prompts, serves = shared, lambda batch: shared is not None and shared.serves_rows(batch)
         self._reads_prompts_once = reads_prompts_once(self)
         self._plan = make_plan(self.accelerator, self.args, lambda: self._loss_mean, *padding, serves)
+        # A loss of one's own may compute padded rows.
+        self._plan.fills_by_positions = not {"compute_loss", "_compute_loss"} & overridden(type(self))
         if (scaled := length_dependent(self.model.config.get_text_config())) is not None:
             self._plan.longest_trimmed = scaled[0] - 1  # the padded width of longer rows decides on their embeddings
         positions = padded_size if shared is None else shared.positions

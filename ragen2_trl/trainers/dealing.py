@@ -130,8 +130,10 @@ def _deal_by_positions(
     """
 
     def fits(share: list[Row]) -> bool:
-        keys = sum(lengths[home][number] for home, number in share)
-        needs = _positions(share, lengths, sharing) + keys // KEYS_PER_POSITION
+        sizes = [lengths[home][number] for home, number in share]
+        needs = _positions(share, lengths, sharing) + sum(sizes) // KEYS_PER_POSITION
+        if all(lengths[home][number] == sharing.prompts[home][number][1] for home, number in share):
+            needs = len(share) * (max(sizes, default=0) + 1)  # without a completion there is no tree
         return len(share) <= rows_per_micro_batch or needs <= sharing.budget
 
     fewest = -(-_positions(rows, lengths, sharing) // (sharing.budget * len(lengths)))

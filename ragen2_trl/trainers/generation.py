@@ -59,7 +59,8 @@ def keeping_vllm_awake(trainer: Any) -> Iterator[None]:
     pilots and each turn of an episode would wait until all weights have been copied to it again.
     """
     vllm: Any = getattr(trainer, "vllm_generation", None)
-    if getattr(vllm, "mode", None) != "colocate" or not vllm.enable_sleep_mode:
+    needs_memory = any(isinstance(one, nn.Module) for one in getattr(trainer, "reward_funcs", ()))  # between calls
+    if getattr(vllm, "mode", None) != "colocate" or not vllm.enable_sleep_mode or needs_memory:
         yield
         return
     asked: list[dict[str, Any]] = []

@@ -77,6 +77,7 @@ class DropPlan:
     cuts_every_pass = False  # whether a further pass over the same rows is dealt again
     keeps_positions = False  # whether tokens keep TRL's absolute positions
     longest_trimmed = math.inf  # columns up to which padding is trimmed
+    fills_by_positions = True  # whether a micro-batch that shares prompts takes more rows than TRL's
     keeps_steps = False  # whether each row stays in TRL's optimizer step
 
     def __init__(
@@ -125,7 +126,7 @@ class DropPlan:
         """
         accelerator, process = self.accelerator, self.accelerator.process_index
         spare = self._spare_row(generated)
-        budget = max(map(padded_size, generated))
+        budget = max(map(padded_size, generated)) if self.fills_by_positions else 1
         generated = [self._prepared(batch) for batch in generated]
         of_segments = [generated[start:stop] for start, stop in pairwise(accumulate(segments, initial=0))]
         computed = self._computed(of_segments, ends_step)
@@ -133,14 +134,17 @@ class DropPlan:
         counted = int(rows.pop(KEPT).sum())
         own = torch.cat(computed).nonzero().squeeze(1).tolist()
         all_lengths = row_lengths(rows).tolist()
-        chosen = take(rows, own, keep_positions=True) if own else spare
-        of_own = self.shares_prompts(chosen), prompts_of(chosen)[: len(own)], budget
+        chosen = take(rows, own, keep_positions=True, longest_trimmed=self.longest_trimmed) if own else spare
+        widths = rows["prompt_ids"].size(1), rows["completion_ids"].size(1)
+        of_own = self.shares_prompts(chosen), prompts_of(chosen)[: len(own)], budget, widths
         own_part = [all_lengths[row] for row in own], of_own, [int(part.sum()) for part in computed], counted
         everyones = gather_object([own_part]) if accelerator.num_processes > 1 else [own_part]
         lengths, of_rows, of_each_segment, counts = zip(*everyones, strict=True)
         most, fixed = self.args.per_device_train_batch_size, of_each_segment if self.keeps_steps else None
-        serves, prompts, budgets = zip(*of_rows, strict=True)
-        sharing = Sharing(prompts, min(budgets)) if all(serves) else None
+        serves, prompts, budgets, padded = zip(*of_rows, strict=True)
+        # Rows that move are padded with those that they join.
+        is_narrow = sum(map(max, zip(*padded, strict=True))) <= self.longest_trimmed
+        sharing = Sharing(prompts, min(budgets)) if all(serves) and is_narrow else None
         deal = deal_rows(lengths, segments, most, fixed, sharing)
         # (process, number of its computed rows) -> row of `held`
         held, place = exchange_rows(rows, own, deal, accelerator, self.pad_token_id, self.pad_to_multiple_of)

@@ -23,6 +23,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 SHARED_CALL = 256  # queries up to which segments share a call, which computes some pairs for nothing but is one call
 LARGEST_HEAD = 256  # of flash kernels
+EAGER = "eager_attention_forward"  # in transformers' modules
 
 
 class Segment(NamedTuple):
@@ -243,7 +244,8 @@ def _attention(
     if prompt_tree is None:
         from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-        eager = vars(sys.modules[type(module).__module__]).get("eager_attention_forward")
+        of_classes = (vars(sys.modules[owner.__module__]) for owner in type(module).__mro__)
+        eager = next((names[EAGER] for names in of_classes if EAGER in names), None)
         plain: Any = ALL_ATTENTION_FUNCTIONS.get(implementation, eager)
         own = {"scaling": scaling, "sliding_window": sliding_window, "dropout": dropout}
         result: tuple[Tensor, Tensor | None] = plain(module, query, key, value, attention_mask, **own, **kwargs)

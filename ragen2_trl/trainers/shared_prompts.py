@@ -59,6 +59,7 @@ class SharedPrompts:
         self.serves: bool | None = None  # `None` before `check`
         self.checked = 0  # tokens of context that `check` has compared
         self._announced = self._told_width = False
+        self._is_tree = False  # whether the latest pass with gradients was over a tree
 
     def check(self, model: nn.Module, log_probs: LogProbs, batch: Batch) -> None:
         """Compare log-probs of a tree and of padded rows, for the first batch and the first beyond a window.
@@ -104,7 +105,7 @@ class SharedPrompts:
             return
         self._announced = True
         device = self.accelerator.device
-        by_part = device.type == "cuda" and not self._uses_flash(device)
+        by_part = device.type == "cuda" and not self._uses_flash(device, self.dtype)
         logger.warning(
             f"Prompts are computed once per group: this update passes {computed:,} positions through the model, plain "
             f"TRL {plain:,} (snr_share_prompts=False computes prompts once per completion)."
@@ -124,7 +125,10 @@ class SharedPrompts:
         return padded_size(batch) if rows is None else rows.size
 
     def backward(self, backward: Callable[..., None], loss: Tensor, **kwargs: Any) -> None:
-        """Around a backward pass, in which checkpointed layers attend to their tree again."""
+        """Around a backward pass, in which checkpointed layers attend to their tree again, or to padded rows."""
+        if not self._is_tree:
+            backward(loss, **kwargs)
+            return
         with attending_to_trees(self.config):
             backward(loss, **kwargs)
 
@@ -143,6 +147,8 @@ class SharedPrompts:
             width: T.
         """
         rows = self._rows(input_ids, attention_mask, width) if self.serves else None
+        if torch.is_grad_enabled():
+            self._is_tree = rows is not None
         return None if rows is None else self._of_tree(model, input_ids, width, rows)
 
     # Trees
@@ -160,15 +166,14 @@ class SharedPrompts:
         return rows if rows.size < input_ids.numel() else None
 
     def _of_tree(self, model: nn.Module, input_ids: Tensor, width: int, rows: Rows) -> tuple[Tensor, Tensor | None]:
-        window = getattr(self.config, "sliding_window", None)
-        tree = build_tree(
-            input_ids, width, *rows, windows={None, window}, uses_flash=self._uses_flash(input_ids.device)
-        )
+        own: Any = self.accelerator.unwrap_model(model).config.get_text_config()  # the reference's is another object
+        windows = {None, getattr(own, "sliding_window", None)}
+        uses_flash = self._uses_flash(input_ids.device, next(model.parameters()).dtype)
+        tree = build_tree(input_ids, width, *rows, windows=windows, uses_flash=uses_flash)
         # Of four dimensions, so that transformers makes none of its own; attention to a tree takes none.
         mask: Any = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=input_ids.device)
         if kinds := set(getattr(self.config, "layer_types", None) or ()):
             mask = dict.fromkeys(kinds | {"full_attention"}, mask)
-        own = self.accelerator.unwrap_model(model).config.get_text_config()  # the reference's is another object
         with self.accelerator.autocast(), attending_to_trees(own):
             outputs = model(
                 input_ids=tree.ids,
@@ -185,11 +190,11 @@ class SharedPrompts:
 
         return by_row(outputs.log_probs), None if outputs.entropy is None else by_row(outputs.entropy)
 
-    def _uses_flash(self, device: torch.device) -> bool:
+    def _uses_flash(self, device: torch.device, dtype: torch.dtype) -> bool:
         heads = int(self.config.num_attention_heads)
         size = int(getattr(self.config, "head_dim", None) or self.config.hidden_size // heads)
         mixed = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.accelerator.mixed_precision)
-        return serves_flash(device, mixed or self.dtype, size)
+        return serves_flash(device, mixed or dtype, size)
 
     # Whether a tree fits a model
 
