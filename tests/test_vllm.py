@@ -21,7 +21,7 @@ from ragen2_trl.tiny import TINY_MODEL_PATH
 
 pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("one_engine")]
 
-BLOCK = 16  # tokens of vLLM's cache
+BLOCK = 128  # tokens of vLLM's cache on a CPU
 SAME = 1e-3  # nats by which two float32 implementations differ at a token
 ENV = make_env("frozen_lake")
 VLLM = {
@@ -234,7 +234,8 @@ def test_pilots_and_the_rest_of_their_groups_are_sampled_by_what_is_trained(tmp_
 
 def test_the_rest_of_a_group_finds_its_prompt_in_the_cache_of_vllm(tmp_path):
     settings = {"max_steps": 1, "num_generations": 8, "snr_pilot_generations": 2, "snr_strategy": "nonzero"}
-    trainer = make(tmp_path, reward=every_other, **settings)
+    rows = [f"{number} {' '.join(['left'] * 150)}" for number in range(64)]
+    trainer = make(tmp_path, dataset=Dataset.from_dict({"prompt": rows}), reward=every_other, **settings)
     llm, found = trainer.vllm_generation.llm, []
 
     def counted(generate, *args, **kwargs):
