@@ -140,17 +140,30 @@ def lengths_by_three(completions, **columns):
     return [len(one) % 3.0 for one in completions]
 
 
-@pytest.mark.parametrize(("algorithm", "strategy"), [(GRPO, "lossless"), slow(RLOO, "lossless"), slow(GRPO, "top_p")])
-def test_a_trainer_samples_the_same_completions(algorithm, strategy, policy_path, tmp_path):
+PILOTS = {
+    "snr_strategy": "nonzero",
+    "snr_pilot_generations": 2,
+    "num_generations": 4,
+    "snr_dynamic_sampling_rounds": 2,
+}
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "settings"),
+    [
+        (GRPO, {"snr_strategy": "lossless"}),
+        (GRPO, PILOTS),
+        slow(RLOO, {"snr_strategy": "lossless"}),
+        slow(GRPO, {"snr_strategy": "top_p"}),
+    ],
+)
+def test_a_trainer_samples_the_same_completions(algorithm, settings, policy_path, tmp_path):
     rows, reads = Dataset.from_dict({"prompt": PROMPTS[:4]}), {}
     found = {}
     for share in (False, True):
-        args = algorithm.args(
-            tmp_path, snr_strategy=strategy, snr_share_prompts=share, max_steps=2, log_completions=True, beta=0.0
-        )
-        trainer = algorithm.make(
-            policy_path, args, lambda completions, **_: [len(one) % 3.0 for one in completions], rows
-        )
+        own = {"snr_share_prompts": share, "max_steps": 2, "log_completions": True, "beta": 0.0}
+        args = algorithm.args(tmp_path, **settings, **own)
+        trainer = algorithm.make(policy_path, args, lengths_by_three, rows)
         plain, reads[share] = trainer.model.generate, []
 
         def generate(*, input_ids, plain=plain, read=reads[share], **others):

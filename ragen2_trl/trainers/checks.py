@@ -70,6 +70,11 @@ def _has_whole_groups(args: SNRFilterConfig, num_processes: int) -> bool:
     return num_processes == 1 or rows % args.num_generations == 0
 
 
+def wants_shared_prompts(args: SNRFilterConfig) -> bool:
+    """`snr_share_prompts`, or its default."""
+    return args.snr_strategy == "lossless" if args.snr_share_prompts is None else args.snr_share_prompts
+
+
 def shares_prompts(trainer: Any) -> bool:
     """Whether the update computes each prompt once per group: `snr_share_prompts`, by default with lossless.
 
@@ -78,7 +83,7 @@ def shares_prompts(trainer: Any) -> bool:
     """
     args = trainer.args
     is_lossless = args.snr_strategy == "lossless"
-    wanted = is_lossless if args.snr_share_prompts is None else args.snr_share_prompts
+    wanted = wants_shared_prompts(args)
     model = trainer.accelerator.unwrap_model(trainer.model)
     adapters = getattr(model, "peft_config", {}).values()
     dropout = dropout_of(model)

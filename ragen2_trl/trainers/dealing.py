@@ -124,7 +124,7 @@ def deal_rows(
 def _deal_by_positions(
     rows: list[Row], lengths: Sequence[Sequence[int]], sharing: Sharing, most: int, rows_per_micro_batch: int
 ) -> Deal | None:
-    """A deal to the fewest micro-steps, at most `most`, of which none needs more memory than TRL's.
+    """Fill as few micro-steps as memory allows, at most `most`: none needs more of it than one of TRL's.
 
     `None` where a deal of as many rows to each process is as good.
     """

@@ -16,6 +16,7 @@ from transformers.generation import GenerateDecoderOnlyOutput
 
 from ragen2_trl.rollout_events import extend
 from ragen2_trl.rotary import length_dependent
+from ragen2_trl.trainers.checks import wants_shared_prompts
 from ragen2_trl.trainers.shared_prompts import dropout_of
 
 CACHE = (
@@ -47,8 +48,7 @@ def reads_prompts_once(trainer: Any) -> bool:
         and accelerator.state.deepspeed_plugin.zero_stage == 3
         and not args.ds3_gather_for_generation
     )
-    wanted = args.snr_strategy == "lossless" if args.snr_share_prompts is None else args.snr_share_prompts
-    return bool(wanted) and not is_sharded
+    return wants_shared_prompts(args) and not is_sharded
 
 
 @contextmanager
@@ -117,7 +117,7 @@ def _serves(model: Any, inputs: dict[str, Any]) -> bool:
     config = model.config.get_text_config()
     if inputs.keys() - {"generation_config"} != {"input_ids", "attention_mask"} or inputs["input_ids"].size(1) < 2:
         return False
-    for name, allowed in PLAIN.items():  # what is not given comes from the model
+    for name, allowed in PLAIN.items():  # the model's own configuration fills the gaps
         value = getattr(given, name, None)
         if (getattr(own, name, None) if value is None else value) not in allowed:
             return False

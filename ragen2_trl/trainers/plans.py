@@ -142,7 +142,7 @@ class DropPlan:
         lengths, of_rows, of_each_segment, counts = zip(*everyones, strict=True)
         most, fixed = self.args.per_device_train_batch_size, of_each_segment if self.keeps_steps else None
         serves, prompts, budgets, padded = zip(*of_rows, strict=True)
-        # Rows that move are padded with those that they join.
+        # A row that moves to another process is padded to the width of the rows there.
         is_narrow = sum(map(max, zip(*padded, strict=True))) <= self.longest_trimmed
         sharing = Sharing(prompts, min(budgets)) if all(serves) and is_narrow else None
         deal = deal_rows(lengths, segments, most, fixed, sharing)

@@ -115,9 +115,7 @@ class SharedPrompts:
 
     def serves_rows(self, batch: Batch) -> bool:
         """Whether any micro-batch of these rows can be a tree."""
-        ids, mask, _ = whole_rows(batch)
-        fits = ids.size(1) < self.length_dependent[0] and torch.equal(_filled(mask), mask)
-        return bool(self.serves) and fits and bool(mask[:, : batch["prompt_ids"].size(1)].any(dim=1).all())
+        return bool(self.serves) and self._can_be_tree(*whole_rows(batch)[:2], batch["prompt_ids"].size(1))
 
     def positions(self, batch: Batch) -> int:
         """Positions that a forward pass over the batch computes."""
@@ -156,14 +154,19 @@ class SharedPrompts:
     def _rows(self, input_ids: Tensor, attention_mask: Tensor, width: int) -> Rows | None:
         """`None` where their tree is no smaller, or masks have holes, or the padded width decides on rotary
         frequencies."""
-        if input_ids.size(1) >= self.length_dependent[0]:
+        if not self._can_be_tree(input_ids, attention_mask, input_ids.size(1) - width):
             return None
-        rows = _rows(input_ids, attention_mask, width)
-        holes = bool((_filled(attention_mask) != attention_mask).any())
-        # The first token of a row has nothing to be predicted from, and rows without completions predict nothing.
-        if holes or min(rows.prompts) == 0 or not any(rows.lengths):
-            return None
-        return rows if rows.size < input_ids.numel() else None
+        rows = _rows(input_ids, attention_mask, width)  # without completions there is nothing to predict
+        return rows if any(rows.lengths) and rows.size < input_ids.numel() else None
+
+    def _can_be_tree(self, input_ids: Tensor, attention_mask: Tensor, before: int) -> bool:
+        """Whether masks of rows with `before` columns of prompts have no holes, widths do not decide on rotary
+        frequencies, and each row has a prompt to predict its first token from."""
+        return (
+            input_ids.size(1) < self.length_dependent[0]
+            and torch.equal(_filled(attention_mask), attention_mask)
+            and bool(attention_mask[:, :before].any(dim=1).all())
+        )
 
     def _of_tree(self, model: nn.Module, input_ids: Tensor, width: int, rows: Rows) -> tuple[Tensor, Tensor | None]:
         own: Any = self.accelerator.unwrap_model(model).config.get_text_config()  # the reference's is another object

@@ -71,7 +71,7 @@ def measure(policy: Any, tokens: int, rounds: int) -> tuple[dict[str, float], bo
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=2, help="runs of each case, of which the fastest counts")
+    parser.add_argument("--rounds", type=int, default=2, help="runs of each case; the fastest counts")
     arguments = parser.parse_args()
     transformers.logging.set_verbosity_error()
     policy = model()
