@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial, wraps
+from types import MethodType
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -389,7 +390,10 @@ class EnvironmentWatch:
         for name, method in inspect.getmembers(type(environment), inspect.isfunction):
             if not name.startswith("_"):
                 call = self._call_async if inspect.iscoroutinefunction(method) else self._call
-                extend(environment, name, partial(call, name))
+                noted = wraps(method)(partial(call, name, method))
+                is_static = isinstance(inspect.getattr_static(environment, name), staticmethod)
+                # The oldest releases of TRL take bound methods as tools, and nothing else.
+                setattr(environment, name, noted if is_static else MethodType(noted, environment))
 
     def _call(self, name: str, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         with self._noting(name, kwargs):

@@ -1,5 +1,7 @@
 """An environment that raises in an episode: lost connections leave it out, and anything else ends the run by name."""
 
+import asyncio
+import inspect
 import itertools
 import json
 import math
@@ -21,7 +23,7 @@ from ragen2_trl import EnvironmentEvalCallback, SNRFilteredGRPOTrainer
 from ragen2_trl.cli.evaluate import evaluate_model
 from ragen2_trl.envs import make_env
 from ragen2_trl.record.saved_episodes import read_episodes
-from ragen2_trl.rollout_events import sampling_events
+from ragen2_trl.rollout_events import EnvironmentWatch, sampling_events
 from ragen2_trl.rollouts.outcomes import summarize
 
 ROWS = 16  # of a generation
@@ -204,7 +206,7 @@ def tools_trainer(kind, policy_path, make_args, with_success=True):
     )
     numbers = itertools.count()
 
-    def generate(contexts, images, fields, num_generations, has_tool_images=False):
+    def generate(contexts, *args, **kwargs):
         answers = []
         for context in contexts:
             turn, number = tokenizer.decode(context).count("<tool_call>"), next(numbers)
@@ -308,6 +310,24 @@ def test_what_tools_raise_else_is_shown_to_the_model(policy_path, make_args):
     seen = see(trainer)
     trainer.train()
     assert not seen[0][0].isnan().any() and logged(trainer)[0]["tools/failure_frequency"] > 0
+
+
+class Tools(Guess):
+    async def wait(self, seconds: float) -> str:
+        return f"waited {seconds}"
+
+    @staticmethod
+    def double(number: int) -> int:
+        return 2 * number
+
+
+def test_watched_tools_are_what_they_were():
+    watched, plain = EnvironmentWatch(Tools(), pytest.fail).environment, Tools()
+    assert inspect.ismethod(watched.guess) and inspect.iscoroutinefunction(watched.wait)
+    for name in ("guess", "wait", "double"):
+        assert inspect.signature(getattr(watched, name)) == inspect.signature(getattr(plain, name))
+        assert getattr(watched, name).__name__ == name
+    assert watched.double(2) == 4 and asyncio.run(watched.wait(seconds=1)) == "waited 1"
 
 
 # Held-out episodes

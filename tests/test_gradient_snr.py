@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
+from accelerate.utils import set_seed
 from algorithms import GRPO, PPO, RLOO, replay_of
 from conftest import assert_same_parameters, parameters_of
 from peft import LoraConfig
@@ -207,6 +208,7 @@ def test_training_is_bit_identical_with_and_without(algorithm, policy_path, tmp_
     results = []
     for number, callback in enumerate((None, each_step)):
         args = algorithm.args(tmp_path / str(number), max_steps=2, beta=0.1, **extra)
+        set_seed(0)  # TRL 1.12 draws an adapter before it sets the seed
         trainer = algorithm.make(
             policy_path,
             args,

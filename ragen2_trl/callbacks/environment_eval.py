@@ -14,11 +14,11 @@ from accelerate.utils import gather_object
 from datasets import Dataset
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
-from trl.models.utils import unwrap_model_for_generation
 
 from ragen2_trl.callbacks.attached import check_own_trainer, is_newest
 from ragen2_trl.callbacks.run_record import keep_record, reported
 from ragen2_trl.callbacks.trl_play import HeldOutPlay
+from ragen2_trl.callbacks.whole_model import model_for_generation
 from ragen2_trl.envs import Environment
 from ragen2_trl.envs.random_baseline import random_success
 from ragen2_trl.failures import check_failed
@@ -231,13 +231,7 @@ class EnvironmentEvalCallback(TrainerCallback):
 
     def _play_all(self) -> dict[str, tuple[dict[str, list[float]], Episodes]]:
         """The tasks of our environments."""
-        args, accelerator = self.trainer.args, self.trainer.accelerator
-        with unwrap_model_for_generation(
-            self.trainer.model_wrapped,
-            accelerator,
-            gather_deepspeed3_params=args.ds3_gather_for_generation,
-            gradient_checkpointing_kwargs=args.gradient_checkpointing_kwargs,
-        ) as model:
+        with model_for_generation(self.trainer) as model:
             return {name: self._play(model, env, rows) for name, (env, rows) in self.tasks.items()}
 
     def _random_baseline(self, name: str) -> dict[str, float]:

@@ -16,8 +16,8 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 from trl.distributed import DistributedBackend
-from trl.models.utils import unwrap_model_for_generation
 
+from ragen2_trl.callbacks.whole_model import whole_model
 from ragen2_trl.rollout_events import Batch, LocalRollout
 from ragen2_trl.trainers.batches import loss_mask, take
 from ragen2_trl.trainers.ppo.critic import NAME as CRITIC
@@ -66,25 +66,13 @@ def probe_of(trainer: StockTrainer, local: LocalRollout, entropy_coef: float | N
     """A copy of the trainer at whole parameters; no random state moves."""
     device = trainer.accelerator.device
     devices = [device] if device.type == "cuda" else []
-    with _whole_parameters(trainer) as model, torch.random.fork_rng(devices), torch.enable_grad():
-        yield Probe(trainer, model, local, entropy_coef)
-
-
-@contextmanager
-def _whole_parameters(trainer: StockTrainer) -> Iterator[nn.Module]:
-    if not DistributedBackend(trainer.accelerator).is_zero3:
-        with _checkpointed(trainer.model, trainer.args):
-            yield trainer.model
-        return
     with (
-        unwrap_model_for_generation(
-            trainer.model_wrapped,
-            trainer.accelerator,
-            gradient_checkpointing_kwargs=trainer.args.gradient_checkpointing_kwargs,
-        ) as model,
+        whole_model(trainer) as model,
         _checkpointed(model, trainer.args),
+        torch.random.fork_rng(devices),
+        torch.enable_grad(),
     ):
-        yield model
+        yield Probe(trainer, model, local, entropy_coef)
 
 
 @contextmanager

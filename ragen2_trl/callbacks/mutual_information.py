@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from math import ceil
 from pathlib import Path
@@ -14,13 +13,12 @@ from accelerate.logging import get_logger
 from accelerate.utils import gather_object
 from torch import nn
 from transformers import Trainer, TrainerCallback
-from trl.distributed import DistributedBackend
-from trl.models.utils import unwrap_model_for_generation
 
 from ragen2_trl.callbacks.attached import check_own_trainer, is_newest
 from ragen2_trl.callbacks.pooling import POOL_FILE, Generation, Pool, joined, joined_selection, what_layout_means
 from ragen2_trl.callbacks.regime_watch import RegimeWatch, evidence_of, logged_beside, regime_flags
 from ragen2_trl.callbacks.run_record import keep_record, reported
+from ragen2_trl.callbacks.whole_model import whole_model
 from ragen2_trl.filtering import check_choice, zero_variance
 from ragen2_trl.instrument.answers import FindAnswer, measure_answers
 from ragen2_trl.instrument.budget import Texts, affordable, expected_tokens, num_answers
@@ -316,7 +314,7 @@ class MutualInformationCallback(TrainerCallback):
         valid_rate = self._log_validity([trajectories[i] for i in drawn])
         warn_of_unequal_prompts(rollout, groups)
         sampling = self._affordable(rollout, trajectories, len(set(groups)))
-        with self._scoring_model() as model, count_tokens(model) as tokens, self.trainer.accelerator.autocast():
+        with whole_model(self.trainer) as model, count_tokens(model) as tokens, self.trainer.accelerator.autocast():
             metrics, first_turn = self._measure(model, step, trajectories, groups, sampling)
         total = sum(gather_object([sum(tokens)]))  # over all processes
         self._log({"mi/seconds": time.perf_counter() - started, "mi/tokens": float(total)})
@@ -325,18 +323,6 @@ class MutualInformationCallback(TrainerCallback):
         if first_turn is not None and self.trainer.is_world_process_zero():
             self._to_save = self._with_texts(step, first_turn, trajectories, rollout.rewards)
         self._save_state()
-
-    def _scoring_model(self) -> AbstractContextManager[nn.Module]:
-        trainer = self.trainer
-        if not DistributedBackend(trainer.accelerator).is_zero3:
-            return nullcontext(trainer.model)
-        # Parameters are gathered once and not for every forward pass, as TRL does for generation, under its setting.
-        return unwrap_model_for_generation(
-            trainer.model_wrapped,
-            trainer.accelerator,
-            gather_deepspeed3_params=trainer.args.ds3_gather_for_generation,
-            gradient_checkpointing_kwargs=trainer.args.gradient_checkpointing_kwargs,
-        )
 
     def _generator(self, step: int, number: int) -> torch.Generator:
         """The same draws on every process, and after a resume; no global generator moves."""
