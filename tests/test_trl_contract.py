@@ -353,7 +353,7 @@ def test_pilots_can_be_sampled_first(trainer_class):
     ("module", "name", "of_ours"),
     [
         ("trl.trainer.utils", "nanstd", "trainers.advantages"),
-        ("trl.distributed", "DistributedBackend", "callbacks.mutual_information"),
+        ("trl.distributed", "DistributedBackend", "callbacks.whole_model"),
     ],
 )
 def test_a_name_of_trl_that_cannot_be_imported_is_told_with_the_releases_that_have_it(
@@ -362,7 +362,13 @@ def test_a_name_of_trl_that_cannot_be_imported_is_told_with_the_releases_that_ha
     """In a module of ours that the class needs, before the class can look itself."""
     monkeypatch.setattr(trl, "__version__", "1.99.0")
     monkeypatch.delattr(import_module(module), name)
-    for one in (of_ours, "trainers.construction", "trainers.filtered", "trainers.grpo"):
+    for one in (
+        of_ours,
+        "callbacks.mutual_information",
+        "trainers.construction",
+        "trainers.filtered",
+        "trainers.grpo",
+    ):
         monkeypatch.delitem(sys.modules, f"ragen2_trl.{one}", raising=False)
     class_name = "SNRFilteredGRPOTrainer" if "trainers" in of_ours else "MutualInformationCallback"
     with pytest.raises(IncompatibleTRLError, match=rf"1\.99\.0.*{name}.*TRL {OLDEST} to {NEWEST}"):
