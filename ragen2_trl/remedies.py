@@ -24,13 +24,14 @@ from ragen2_trl.filtering import group_score, zero_variance
 from ragen2_trl.instrument.health import is_number
 from ragen2_trl.messages import counted
 from ragen2_trl.record.completions import CompletionLog, Count, Floats, read_completion_log, text_of
+from ragen2_trl.sampling.posterior import RewardPosterior
 from ragen2_trl.trainers.dealing import Sharing, deal_rows
 from ragen2_trl.trainers.dynamic_sampling import round_size
 from ragen2_trl.trainers.pilots import AUDIT, RECENT, worth_going_on
-from ragen2_trl.trainers.posterior import RewardPosterior
 from ragen2_trl.trainers.prompt_selection import CANDIDATES, EXPLORE, HALF_LIFE
 from ragen2_trl.trainers.prompt_tree import tree_size
-from ragen2_trl.trainers.selection import GroupFilter, Groups, equal_rewards, seeded_generator
+from ragen2_trl.trainers.selection import Groups, equal_rewards, seeded_generator
+from ragen2_trl.trainers.strategies import strategy_of
 
 Mask = NDArray[np.bool_]
 Ratio = Callable[[Floats], Floats]
@@ -453,7 +454,7 @@ def kept_by_filter(log: CompletionLog, seed: int, strategy: str = "top_p", value
         groups_per_generation=log.groups_per_generation,
         seed=seed,
     )
-    group_filter, kept = GroupFilter(args), []
+    group_filter, kept = strategy_of(args), []
     rewards = torch.from_numpy(log.rewards)
     for batch in rewards.split(np.bincount(log.generations).tolist()):
         groups = Groups(

@@ -22,6 +22,7 @@ CORE = {
     "failures",
     "rollout_events",
     "rotary",
+    "sampling",
     "trainers",
     "instrument",
 }
@@ -37,13 +38,14 @@ MAY_KNOW = {
     "rollout_events": {"columns", "metrics", "failures"},
     "rotary": set(),
     "instrument": {"filtering", "columns", "metrics", "rotary"},
+    "sampling": CORE - {"instrument"},
     "trainers": CORE - {"instrument"},
     "envs": {"columns", "names", "messages", "failures"},
     "openenv": {"envs", "columns"},
     "tiny": {"envs"},
     "rollouts": {"envs", "columns", "messages", "rollout_events", "instrument"},
-    "record": {*CORE - {"trainers"}, "envs", "rollouts"},
-    "report": {*CORE - {"trainers"}, "envs", "rollouts", "record", "remedies"},
+    "record": {*CORE - {"trainers", "sampling"}, "envs", "rollouts"},
+    "report": {*CORE - {"trainers", "sampling"}, "envs", "rollouts", "record", "remedies"},
     "remedies": {*CORE, "record"},
     "callbacks": {*CORE, "envs", "rollouts", "record", "report"},
     "ragen2_trl": {*CORE, "rollouts", "callbacks", "remedies"},
@@ -57,6 +59,7 @@ STRANGERS = {
     "instrument": {"trl", "datasets", *HEAVY},
     "rollout_events": HEAVY,
     "trainers": HEAVY,
+    "sampling": HEAVY,
     "rollouts": {"trl"},
     "tiny": {"trl"},
     "openenv": {"trl"},
@@ -167,6 +170,10 @@ def test_the_trainer_and_the_callback_load_neither_environments_nor_what_reports
 
 def test_the_instrument_is_imported_without_trl_and_tasks():
     assert not {"trl", "datasets", "ragen2_trl.envs"} & loaded("import ragen2_trl.instrument")
+
+
+def test_the_policy_of_sampling_is_imported_without_torch_and_trl():
+    assert not {"torch", "trl", "transformers", "datasets"} & loaded("import ragen2_trl.sampling.policy")
 
 
 def test_no_search_is_imported_before_one_is_made():

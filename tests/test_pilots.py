@@ -25,9 +25,9 @@ from ragen2_trl import CostCallback
 from ragen2_trl.envs import make_env
 from ragen2_trl.rollout_events import listen
 from ragen2_trl.rollouts import TextRollout
+from ragen2_trl.sampling.posterior import RewardPosterior
 from ragen2_trl.trainers import pilots
 from ragen2_trl.trainers.checks import check_pilots, pilots_of
-from ragen2_trl.trainers.posterior import RewardPosterior
 
 ALL = {**PILOTS, "per_device_train_batch_size": 32, "shuffle_dataset": False}  # all eight prompts in a generation
 

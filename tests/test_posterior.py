@@ -10,7 +10,7 @@ import pytest
 import torch
 from trl.trainer.utils import RepeatSampler
 
-from ragen2_trl.trainers.posterior import RewardPosterior, evidence_of
+from ragen2_trl.sampling.posterior import RewardPosterior, evidence_of
 from ragen2_trl.trainers.prompt_selection import PromptSelection, rank_correlation
 from ragen2_trl.trainers.prompt_source import SamplerStream
 

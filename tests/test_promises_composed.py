@@ -21,7 +21,8 @@ from ragen2_trl import SNRFilteredGRPOTrainer
 from ragen2_trl.rollout_events import listen
 from ragen2_trl.trainers import pilots
 from ragen2_trl.trainers.prompt_source import DatasetOrder
-from ragen2_trl.trainers.selection import GroupFilter, Groups
+from ragen2_trl.trainers.selection import Groups
+from ragen2_trl.trainers.strategies import strategy_of
 
 ALL = {"per_device_train_batch_size": 32, "shuffle_dataset": False}  # the eight prompts in their order
 
@@ -234,7 +235,7 @@ def test_a_selection_of_completions_without_tokens_is_none(policy_path):
     lengths, kept = torch.tensor([[0, 5], [5, 0]]), torch.tensor([[True, False], [True, False]])
     groups = Groups(torch.eye(2), torch.eye(2)[..., None], lengths, torch.Generator(), None, lambda: lengths)
     args = SimpleNamespace(snr_strategy="top_p", snr_value=0.9, snr_score="reward_variance", groups_per_generation=8)
-    _, found = GroupFilter(args, lambda groups: kept).select(groups)
+    _, found = strategy_of(args, lambda groups: kept).select(groups)
     assert found.tolist() == [[False, False], [True, False]]
 
 

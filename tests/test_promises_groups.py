@@ -154,5 +154,5 @@ def test_an_infinite_reward_neither_spoils_the_batch_nor_the_range_of_rewards(al
     row = log_rows(trainer)[0]
     assert row["snr/kept_groups"] == 4  # prompts 0, 5, 6 and 7
     assert row["snr/dropped_all_best"] == 1 / 8
-    assert trainer._filter.reward_range == (0.0, 1.0)
+    assert trainer._strategy.reward_range == (0.0, 1.0)
     assert all(parameter.isfinite().all() for parameter in trainer.model.parameters())

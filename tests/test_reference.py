@@ -9,15 +9,8 @@ from replay import Recorder, assert_close, move_away
 
 from ragen2_trl import SNRFilteredGRPOConfig
 from ragen2_trl.filtering import group_score, select_groups
-from ragen2_trl.trainers.selection import (
-    FEW_GROUPS,
-    RECENT_GROUPS,
-    GroupFilter,
-    Groups,
-    RecentGroups,
-    ScoreSelector,
-    seeded_generator,
-)
+from ragen2_trl.trainers.selection import FEW_GROUPS, Groups, ScoreSelector, seeded_generator
+from ragen2_trl.trainers.strategies import RECENT_GROUPS, RecentGroups, strategy_of
 
 CPU = {"use_cpu": True, "bf16": False, "gradient_checkpointing": False, "report_to": "none"}
 
@@ -109,7 +102,7 @@ def test_rewards_that_change_their_scale_go_on_to_be_ranked(factor, size):
 
 
 def filter_of(groups, **settings):
-    return GroupFilter(config(groups, **settings))
+    return strategy_of(config(groups, **settings))
 
 
 def groups_of(rewards, number=0, reward_range=None):
@@ -134,10 +127,10 @@ def test_what_keeps_few_groups_does_not_take_its_own_drops_for_a_change_of_scale
 
 
 def test_a_selector_of_ones_own_that_is_the_filter_ranks_among_recent_groups_and_others_do_not():
-    largest = GroupFilter(config(1), ScoreSelector("top_k", 0.1))
+    largest = strategy_of(config(1), ScoreSelector("top_k", 0.1))
     assert largest.recent.most_dropped == FEW_GROUPS / 0.1
-    assert GroupFilter(config(1), ScoreSelector(score="random")).recent.most_dropped == float("inf")
-    assert GroupFilter(config(1), lambda groups: groups.rewards[:, 0] > 0).recent is None
+    assert strategy_of(config(1), ScoreSelector(score="random")).recent.most_dropped == float("inf")
+    assert strategy_of(config(1), lambda groups: groups.rewards[:, 0] > 0).recent is None
 
 
 def test_a_freak_score_is_forgotten():
@@ -202,14 +195,14 @@ class Kept:
 
         def begin_and_watch():
             begin()
-            select = trainer._filter.select
+            select = trainer._strategy.select
 
             def watched(groups):
                 scores, kept = select(groups)
                 self.steps.append(kept.any(dim=1))
                 return scores, kept
 
-            trainer._filter.select = watched
+            trainer._strategy.select = watched
 
         trainer._begin_run = begin_and_watch
 
@@ -237,7 +230,7 @@ def test_one_group_a_step_is_kept_or_dropped_and_its_update_is_the_plain_one(alg
     assert [fates[8 + n] for n in (1, 3, 4, 7)] == [False] * 4
     rows = log_rows(trainer)
     assert [row["snr/kept_groups"] for row in rows] == [float(fate) for fate in fates]
-    assert len(trainer._filter.recent.scores) == 16
+    assert len(trainer._strategy.recent.scores) == 16
     assert rows[-1]["snr/reward_variance_spread"] > 0
     for step, prompt in enumerate(PROMPTS, start=8):
         if fates[step]:
@@ -255,7 +248,7 @@ def test_a_resumed_run_ranks_among_the_groups_before_the_checkpoint(algorithm, p
     for resume in (None, str(tmp_path / "checkpoint-7")):
         trainer = algorithm.make(policy_path, algorithm.args(tmp_path, **settings), replay_of(policy_path))
         trainer.train(resume_from_checkpoint=resume)
-        runs.append((parameters_of(trainer), trainer._filter.state(), log_rows(trainer)))
+        runs.append((parameters_of(trainer), trainer._strategy.state(), log_rows(trainer)))
     (whole, state, rows), (resumed, state_after, rows_after) = runs
     assert_same_parameters(whole, resumed)
     assert state == state_after and state["recent"]["seen"] == 10
@@ -267,7 +260,7 @@ def test_eight_groups_are_ranked_by_themselves(policy_path, tmp_path):
     args = GRPO.args(tmp_path, per_device_train_batch_size=32, max_steps=2)
     trainer = GRPO.make(policy_path, args, replay_of(policy_path))
     trainer.train()
-    assert trainer._filter.recent is None
+    assert trainer._strategy.recent is None
 
 
 @pytest.mark.slow
@@ -292,14 +285,14 @@ def test_rounds_of_dynamic_sampling_are_ranked_among_the_same_groups(algorithm, 
     trainer = algorithm.make(policy_path, args, replay_of(policy_path))
     kept = Kept(trainer)
     trainer.train()
-    assert trainer._filter.recent.seen == len(kept.steps) > 6
+    assert trainer._strategy.recent.seen == len(kept.steps) > 6
     assert all(row["snr/trained_groups"] == 1 for row in log_rows(trainer))
 
 
 def test_trls_default_layout_ranks_among_recent_groups():
     args = SNRFilteredGRPOConfig(**CPU)
     assert args.groups_per_generation == 1
-    assert GroupFilter(args).recent.size == 256
+    assert strategy_of(args).recent.size == 256
 
 
 def test_the_example_of_the_readme_keeps_drops_and_measures_in_a_layout_of_eight_prompts(

@@ -49,14 +49,13 @@ from ragen2_trl.trainers.config import TOKEN_SCORES, SNRFilterConfig
 from ragen2_trl.trainers.construction import COMPANIONS, PAPER
 from ragen2_trl.trainers.empty_steps import why_nothing_is_kept
 from ragen2_trl.trainers.selection import (
-    GroupFilter,
     Groups,
     Selection,
     Selector,
-    equal_rewards,
     joined_selections,
     seeded_generator,
 )
+from ragen2_trl.trainers.strategies import strategy_class, strategy_of
 from ragen2_trl.trainers.trl_contract import check_trl
 
 logger = get_logger(__name__)
@@ -231,13 +230,13 @@ class SNRFilteredAsyncGRPOTrainer(WholeCheckpoints, AsyncGRPOTrainer):
         known = known_range(
             self.reward_funcs, self.reward_func_names, self.reward_weights.tolist(), args.snr_score_reward
         )
-        self._filter = GroupFilter(args, self._own_selector, known)
+        self._strategy = strategy_of(args, self._own_selector, known)
         self._ledger = GroupLedger()
         self._trained_groups: Any = self._ledger  # TRL's is a set
         self._groups: GroupQueue | None = None
         self._announced: list[Arrival] = []
         self._passes: deque[tuple[int, int, int]] = deque()  # of micro-batches that are collated, see `on_pass`
-        shared: dict[str, Any] = {"filter": self._filter, "ledger": self._ledger}
+        shared: dict[str, Any] = {"filter": self._strategy, "ledger": self._ledger}
         if self.rollout_worker is not None:
             empty = args.snr_max_empty_steps * (args.generation_batch_size // args.num_generations)
             self._groups = GroupQueue(
@@ -267,22 +266,22 @@ class SNRFilteredAsyncGRPOTrainer(WholeCheckpoints, AsyncGRPOTrainer):
             group.rewards_per_func,
             group.lengths,
             seeded_generator(_DRAW, args.seed, number),
-            self._filter.see(rewards),
+            self._strategy.see(rewards),
             _no_entropies,
+            group.rewards,
+            lambda: self._advantages_of(group),
         )
         if given_up:
             scores, kept = group_score(rewards), torch.zeros(rewards.shape, dtype=torch.bool)
-        elif args.snr_strategy == "lossless":
-            if equal_rewards(group.rewards):
-                for row in group.rows:
-                    row.advantage = 0.0  # rounding noise in TRL
-            scores, kept = group_score(rewards), self._with_advantage(group)
         else:
-            scores, kept = self._filter.select(groups)
-        if args.snr_strategy != "all":  # whose log is TRL's own
+            scores, kept = self._strategy.select(groups)
+        if not self._strategy.keeps_trl_batch:  # whose log is TRL's own
             self._log_rewards(group.rows)
         rows = group.rows
-        if args.snr_strategy not in ("all", "lossless") and not kept.all():
+        if self._strategy.is_trl_update and not self._strategy.keeps_trl_batch and not kept.any():
+            for row in rows:
+                row.advantage = 0.0  # rounding noise in TRL
+        if not self._strategy.is_trl_update and not kept.all():
             rows = [row for row, member in zip(rows, self._members(group, kept), strict=True) if kept[0, member]]
         return Selection(rewards, scores, kept, group.lengths), rows
 
@@ -311,12 +310,13 @@ class SNRFilteredAsyncGRPOTrainer(WholeCheckpoints, AsyncGRPOTrainer):
         return [0] * len(group.rows)
 
     @staticmethod
-    def _with_advantage(group: ScoredGroup) -> Tensor:
-        """(1, G) bool, conversations whose advantage is not 0."""
-        kept = torch.zeros(group.rewards.shape, dtype=torch.bool)
+    def _advantages_of(group: ScoredGroup) -> Tensor:
+        """(1, G) of each conversation the advantage that is largest among its rows, in size."""
+        found = torch.zeros(group.rewards.shape)
         for row, member in zip(group.rows, group.members or range(len(group.rows)), strict=True):
-            kept[0, min(member, kept.size(1) - 1)] |= row.advantage != 0
-        return kept
+            place = min(member, found.size(1) - 1)
+            found[0, place] = max(found[0, place], abs(row.advantage))
+        return found
 
     def _log_rewards(self, rows: list[Any]) -> None:
         """Metrics of rows as means over all that were sampled, kept or not; TRL's collator finds none."""
@@ -354,7 +354,7 @@ class SNRFilteredAsyncGRPOTrainer(WholeCheckpoints, AsyncGRPOTrainer):
         A process keeps one row, as TRL does, since one that computes nothing would not meet the others.
         """
         (packed,) = examples
-        is_lossless = self.args.snr_strategy == "lossless"
+        is_lossless = self._strategy.is_trl_update and not self._strategy.keeps_trl_batch
         keep_longest = length_dependent(self.model.config.get_text_config()) is not None
         slim = [_packed_again(row, keep_longest) for row in packed] if is_lossless else packed
         batch = collate([slim])
@@ -411,7 +411,7 @@ class SNRFilteredAsyncGRPOTrainer(WholeCheckpoints, AsyncGRPOTrainer):
         if not arrivals:
             return
         self.latest_selection = joined_selections([one.selection for one in arrivals])
-        metrics = self._filter.metrics(self.latest_selection)
+        metrics = self._strategy.metrics(self.latest_selection)
         metrics["sampled_staleness"] = sum(one.staleness for one in arrivals) / len(arrivals)
         if self.pilot_generations:
             sampled = sum(one.tag.sampled for one in arrivals)
@@ -458,7 +458,7 @@ def _pilots_of(args: SNRFilterConfig, kwargs: dict[str, Any]) -> int:
         return 0
     if args.snr_pilot_generations is not None:
         return args.snr_pilot_generations
-    drops = args.keeps_every_varying_group and args.snr_strategy not in ("all", "lossless")
+    drops = args.keeps_every_varying_group and not strategy_class(args).is_trl_update
     if not drops or args.num_generations < LARGE_GROUP:
         return 0
     logger.warning(

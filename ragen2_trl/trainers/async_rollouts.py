@@ -17,9 +17,9 @@ import torch
 from trl.experimental.async_grpo.async_rollout_worker import _AsyncRolloutLoop
 
 from ragen2_trl.rollout_events import group_rewards
+from ragen2_trl.sampling.posterior import Floats, RewardPosterior
 from ragen2_trl.trainers.async_groups import TAG, RowTag
 from ragen2_trl.trainers.pilots import AUDIT, RECENT, worth_going_on
-from ragen2_trl.trainers.posterior import Floats, RewardPosterior
 
 _DRAW = 0xA51C  # tells our draws from others of the same seed
 _NO_COLUMNS = ("prompt", "completion", "completion_ids")  # of a dataset row, as in TRL

@@ -150,7 +150,7 @@ class Checkpointed(WholeCheckpoints, Constructed):
             self._step, self._buffered_inputs = 0, None
         self._begin_run()
         self._metrics["train"].clear()  # of a step that was interrupted before it was logged
-        if self.args.snr_strategy not in ("all", "lossless"):
+        if not self._strategy.is_trl_update:
             logger.warning(
                 "loss and grad_norm are means over the rows that the filter keeps: where it drops some, both are "
                 "larger than the plain trainer's, whose means include the other rows (see docs/mathematics.md)."

@@ -16,6 +16,7 @@ from ragen2_trl.trainers.checkpoints import LAYOUT_FIELDS
 from ragen2_trl.trainers.config import SNRFilterConfig
 from ragen2_trl.trainers.selection import Selector
 from ragen2_trl.trainers.shared_prompts import dropout_of
+from ragen2_trl.trainers.strategies import strategy_class
 
 logger = get_logger(__name__)
 
@@ -72,7 +73,8 @@ def _has_whole_groups(args: SNRFilterConfig, num_processes: int) -> bool:
 
 def wants_shared_prompts(args: SNRFilterConfig) -> bool:
     """`snr_share_prompts`, or its default."""
-    return args.snr_strategy == "lossless" if args.snr_share_prompts is None else args.snr_share_prompts
+    by_default = strategy_class(args).shares_prompts
+    return by_default if args.snr_share_prompts is None else args.snr_share_prompts
 
 
 def shares_prompts(trainer: Any) -> bool:
@@ -82,7 +84,7 @@ def shares_prompts(trainer: Any) -> bool:
         ValueError: for `True` where log-probs are not computed by the shared method, or with lossless and dropout.
     """
     args = trainer.args
-    is_lossless = args.snr_strategy == "lossless"
+    is_lossless = strategy_class(args).shares_prompts
     wanted = wants_shared_prompts(args)
     model = trainer.accelerator.unwrap_model(trainer.model)
     adapters = getattr(model, "peft_config", {}).values()
@@ -110,13 +112,8 @@ def shares_prompts(trainer: Any) -> bool:
 
 def check_router_loss(trainer: Any) -> None:
     """Raise a `ValueError` for the load-balancing loss of a mixture of experts where dropped rows are part of it."""
-    if not trainer.aux_loss_enabled:
-        return
-    if trainer.args.snr_strategy == "lossless":
-        raise ValueError(
-            "snr_strategy='lossless' leaves out rows without an advantage, on which the load-balancing loss "
-            f"(router_aux_loss_coef={trainer.router_aux_loss_coef}) acts, too; allowed with it: 0."
-        )
+    if trainer.aux_loss_enabled:
+        strategy_class(trainer.args).check_router_loss(trainer.router_aux_loss_coef)
 
 
 def check_selector(selector: Selector | None, args: SNRFilterConfig) -> None:
@@ -278,12 +275,8 @@ def check_calls_super(trainer_class: type, names: Sequence[str]) -> None:
 
 def check_loss_of_trl(trainer_class: type, args: SNRFilterConfig) -> None:
     """Refuse `lossless` with a loss that is not TRL's: it must be 0 for a row without an advantage."""
-    found = sorted({"compute_loss", "_compute_loss"} & overridden(trainer_class))
-    if found and args.snr_strategy == "lossless":
-        raise TypeError(
-            f"snr_strategy='lossless' leaves out rows for which TRL's losses are 0, and {trainer_class.__name__} has "
-            f"a {found[0]} of its own; allowed with it: the other strategies, which support every loss."
-        )
+    own = sorted({"compute_loss", "_compute_loss"} & overridden(trainer_class))
+    strategy_class(args).check_loss(trainer_class, own)
 
 
 def _own_classes(trainer_class: type) -> Iterator[type]:

@@ -34,12 +34,13 @@ from ragen2_trl.trainers.empty_steps import EmptySteps
 from ragen2_trl.trainers.generation import reads_prompts_once
 from ragen2_trl.trainers.micro_batches import MicroBatches
 from ragen2_trl.trainers.pilots import PilotSampling
-from ragen2_trl.trainers.plans import DropPlan, LosslessPlan, LossMean, MicroStep
+from ragen2_trl.trainers.plans import LossMean, MicroStep
 from ragen2_trl.trainers.prompt_selection import PromptSelection
 from ragen2_trl.trainers.prompt_source import DatasetOrder, TRLOrder
 from ragen2_trl.trainers.row_means import RowMeans
-from ragen2_trl.trainers.selection import GroupFilter, Selection, Selector
+from ragen2_trl.trainers.selection import Selection, Selector
 from ragen2_trl.trainers.shared_prompts import SharedPrompts
+from ragen2_trl.trainers.strategies import strategy_class, strategy_of
 from ragen2_trl.trainers.trl_contract import check_trl
 from ragen2_trl.trainers.turn_samples import check_turn_samples
 
@@ -130,12 +131,11 @@ class Constructed(StockTrainer):
         check_pilots(self, kwargs.get("rollout_func"))
         named = self.args.snr_selector
         self._own_selector = selector if named is None else named_object(named, "snr_selector")
-        self._is_neutral = self.args.snr_strategy == "all"  # TRL's own batch, bit for bit
-        make_plan = LosslessPlan if self.args.snr_strategy == "lossless" else DropPlan
         padding = self._tokenizer.pad_token_id, self.pad_to_multiple_of
         shared = SharedPrompts(self.accelerator, self.model) if shares_prompts(self) else None
         self._shared_prompts, serves = shared, lambda batch: shared is not None and shared.serves_rows(batch)
         self._reads_prompts_once = reads_prompts_once(self)
+        make_plan = strategy_class(self.args).plan
         self._plan = make_plan(self.accelerator, self.args, lambda: self._loss_mean, *padding, serves)
         # A loss of one's own may compute padded rows.
         self._plan.fills_by_positions = not {"compute_loss", "_compute_loss"} & overridden(type(self))
@@ -171,7 +171,7 @@ class Constructed(StockTrainer):
         self._is_weighted = True  # whether its loss has come through `_loss_of_kept_rows`
         weights = self.reward_weights.tolist()
         known = known_range(self.reward_funcs, self.reward_func_names, weights, args.snr_score_reward)
-        self._filter = GroupFilter(args, self._own_selector, known)
+        self._strategy = strategy_of(args, self._own_selector, known)
         self._empty_steps.begin_run()
         self._prompts = self._prompt_source()
         first, groups = self.pilot_generations, args.groups_per_generation
@@ -188,7 +188,7 @@ class Constructed(StockTrainer):
             unit = 1 if first else args.num_generations
             self._dynamic_sampling = DynamicSampling(self.accelerator, args, updates, *padding, most, unit)
         self._run_state = RunState(
-            shared={"filter": self._filter, "steps": self._empty_steps, "prompts": self._prompts}
+            shared={"filter": self._strategy, "steps": self._empty_steps, "prompts": self._prompts}
         )
         if self._pilots is not None:
             self._run_state.shared["pilots"] = self._pilots

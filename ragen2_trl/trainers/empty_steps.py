@@ -20,16 +20,11 @@ def why_nothing_is_kept(trainer: Any) -> str:
     Args:
         trainer: one of ours.
     """
-    args, own = trainer.args, trainer._own_selector
-    settings = f"snr_strategy={args.snr_strategy!r}, snr_value={args.snr_value}, snr_score={args.snr_score!r}"
-    if args.snr_selector is not None:
-        settings = f"snr_selector={args.snr_selector!r}"
-    elif own is not None:
-        settings = f"selector={own!r}"
+    strategy = trainer._strategy
     return (
-        f"Rewards in this run lie in {trainer._filter.reward_range}. Either completions of one prompt never differ in "
+        f"Rewards in this run lie in {strategy.reward_range}. Either completions of one prompt never differ in "
         "reward (see snr/zero_variance_fraction, snr/dropped_all_best and snr/dropped_all_worst: too easy, or too "
-        f"hard), or every completion is truncated, or the selection keeps none ({settings})."
+        f"hard), or every completion is truncated, or the selection keeps none ({strategy.describe()})."
     )
 
 

@@ -16,8 +16,7 @@ from accelerate.utils import broadcast_object_list, gather_object
 from torch import Tensor
 
 from ragen2_trl.columns import GENERATION, TURN_SAMPLES
-from ragen2_trl.filtering import group_score
-from ragen2_trl.rollout_events import end_tokens, group_rewards
+from ragen2_trl.rollout_events import Scored, end_tokens, group_rewards
 from ragen2_trl.trainers.batches import Batch, loss_mask
 from ragen2_trl.trainers.forward_passes import ForwardPasses
 from ragen2_trl.trainers.generation import keeping_vllm_awake, reading_prompts_once
@@ -26,11 +25,9 @@ from ragen2_trl.trainers.row_means import TOKEN_MEANS, RowMeans
 from ragen2_trl.trainers.selection import (
     Groups,
     Selection,
-    equal_rewards,
     joined_selections,
     rewards_to_score,
     seeded_generator,
-    with_advantage,
 )
 from ragen2_trl.trainers.turn_samples import sampled_tokens, with_turn_samples
 
@@ -49,7 +46,7 @@ class SNRFilter(ForwardPasses):
         if not self.model.training or not self._is_made:
             return inputs
         if self._buffered_inputs is not before:
-            self._micro_batches.begin_generation(self._buffered_inputs, self._is_neutral)
+            self._micro_batches.begin_generation(self._buffered_inputs, self._strategy.keeps_trl_batch)
             self._check_sharing(self._buffered_inputs[0])
         number = self._step % self.args.steps_per_generation
         if number == 0:
@@ -110,11 +107,11 @@ class SNRFilter(ForwardPasses):
             self._row_means.close(self.reward_weights, self.reward_func_names)
         self._row_means = None
         self.latest_selection = joined_selections(rounds)
-        metrics |= self._filter.metrics(self.latest_selection)
+        metrics |= self._strategy.metrics(self.latest_selection)
         if self._pilots is not None:
             metrics |= self._pilots.metrics()
         self._empty_steps.begin_generation(trained, metrics)
-        if not self._is_neutral or TURN_SAMPLES in batch:  # plain TRL's batch stays as it is
+        if not self._strategy.keeps_trl_batch or TURN_SAMPLES in batch:  # plain TRL's batch stays as it is
             kept = self._plan.in_mean(kept)
             if TURN_SAMPLES in batch:
                 batch, kept = self._with_turn_samples(batch, kept)
@@ -199,22 +196,16 @@ class SNRFilter(ForwardPasses):
             scored.rewards_per_func.view(*sums.shape, -1),
             lengths,
             seeded_generator(self.args.seed, *self._sampling_key(number)),
-            self._filter.see(earned),
+            self._strategy.see(earned),
             lambda: self._mean_entropies(batch).view(sums.shape),
+            self._exact_sums(scored, sums.size(1)),
+            lambda: self.accelerator.gather(batch["advantages"]).view(sums.shape).cpu(),
         )
-        if self.args.snr_strategy == "lossless":
-            # Float64 sums do not depend on the order of functions; RLOO clips before it makes advantages.
-            exact = group_rewards(scored.rewards_per_func.double(), self.reward_weights.double(), sums.size(1))
-            clip = getattr(self, "reward_clip_range", None)
-            earned_alike = equal_rewards(exact.clamp(*clip) if clip else exact).repeat_interleave(sums.size(1))
-            equal = self._local(earned_alike).to(batch["advantages"].device)
-            batch["advantages"] = batch["advantages"].masked_fill(equal, 0.0)  # rounding noise in TRL
-            kept = with_advantage(groups, self.accelerator.gather(batch["advantages"]))
-            scores = group_score(rewards)
-        else:
-            scores, kept = self._filter.select(groups)
-        if not self._is_neutral:
+        scores, kept = self._strategy.select(groups)
+        if not self._strategy.keeps_trl_batch:
             kept = kept & ~scored.failed.cpu().view(kept.shape)
+            own = self._local(kept.flatten()).to(batch["advantages"].device)
+            batch["advantages"] = self._strategy.advantages(batch["advantages"], own)
         if self._own_selector is not None and self.accelerator.num_processes > 1:
             # Somebody's function may draw from anywhere: processes that select differently wait for ever.
             (kept,) = broadcast_object_list([kept])
@@ -224,6 +215,13 @@ class SNRFilter(ForwardPasses):
         selection = Selection(rewards, scores, kept, lengths, predicted)
         self._set_advantages(inputs, batch, replace(selection, rewards=sums, kept=self._plan.in_mean(kept)))
         return selection
+
+    def _exact_sums(self, scored: Scored, size: int) -> Tensor:
+        """(N, G) weighted reward sums in float64, which the order of functions leaves alone. RLOO clips them before
+        it makes advantages."""
+        sums = group_rewards(scored.rewards_per_func.double(), self.reward_weights.double(), size)
+        clip = getattr(self, "reward_clip_range", None)
+        return sums.clamp(*clip) if clip else sums
 
     def _with_turn_samples(self, batch: Batch, kept: Tensor) -> tuple[Batch, Tensor]:
         logps: dict[str, Callable[[Batch], Tensor]] = {

@@ -63,12 +63,9 @@ class ForwardPasses(Checkpointed):
         names = [None, *self.reward_func_names]
         # The other cases need the log-probs of every row: KL is part of RLOO's rewards, and these may be kept.
         of_every_row = (
-            self._is_neutral
-            or self._own_selector is not None
+            self._strategy.reads_every_row("_generate_and_score_completions" in overridden(type(self)))
             or self.args.snr_score_reward not in names
             or (isinstance(self, RLOOTrainer) and self.beta != 0)
-            # A subclass may give rows of groups with equal rewards an advantage, and lossless trains on them.
-            or (self.args.snr_strategy == "lossless" and "_generate_and_score_completions" in overridden(type(self)))
             # A process may have images beside one that has none: all must call the same passes.
             or getattr(self.model.config, "vision_config", None) is not None
         )

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from ragen2_trl.rollout_events import Scored, group_rewards, texts_of
-from ragen2_trl.trainers.posterior import Floats, PosteriorState, RewardPosterior, Rows, evidence_of
+from ragen2_trl.sampling.posterior import Floats, PosteriorState, RewardPosterior, Rows, evidence_of
 from ragen2_trl.trainers.prompt_selection import PromptSelection
 from ragen2_trl.trainers.prompt_source import Row, TRLOrder
 from ragen2_trl.trainers.selection import rewards_to_score

@@ -12,7 +12,7 @@ import numpy as np
 from accelerate import Accelerator
 from torch import Tensor
 
-from ragen2_trl.trainers.posterior import Floats, RewardPosterior, Rows, evidence_of
+from ragen2_trl.sampling.posterior import Floats, RewardPosterior, Rows, evidence_of
 from ragen2_trl.trainers.prompt_source import DatasetOrder, OrderState, Row
 
 CANDIDATES = 4

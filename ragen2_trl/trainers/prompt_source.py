@@ -12,7 +12,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
-from ragen2_trl.trainers.posterior import PosteriorState
+from ragen2_trl.sampling.posterior import PosteriorState
 from ragen2_trl.trainers.processes import own_share
 
 Row = dict[str, Any]

@@ -24,7 +24,7 @@ from ragen2_trl import SNRFilteredGRPOConfig, SNRFilteredGRPOTrainer
 from ragen2_trl.envs import make_env
 from ragen2_trl.tiny import TINY_MODEL_PATH
 from ragen2_trl.trainers.pilots import RECENT, worth_going_on
-from ragen2_trl.trainers.posterior import RewardPosterior
+from ragen2_trl.sampling.posterior import RewardPosterior
 from research.benchmarks.measuring import machine, now
 
 RESULTS = Path(__file__).parent / "results"

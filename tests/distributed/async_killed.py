@@ -43,7 +43,7 @@ def main(policy, folder, journal, kills=False):
             done(ledger, group)
 
         def started():
-            say(start=trainer._groups_before_resume, range=trainer._filter.reward_range)
+            say(start=trainer._groups_before_resume, range=trainer._strategy.reward_range)
             start()
 
         GroupLedger._done, trainer.rollout_worker.start = told, started

@@ -260,7 +260,7 @@ def test_a_run_resumed_on_more_processes_has_the_same_state_on_each(policy_path,
     assert first == second
     assert first["drawn"] >= drawn
     assert first["step"] == 4
-    assert tuple(first["filter"]["reward_range"]) == before._filter.reward_range
+    assert tuple(first["filter"]["reward_range"]) == before._strategy.reward_range
 
 
 def test_samples_of_several_turns_and_selectors_are_those_of_one_process(policy_path, tmp_path):

@@ -3,12 +3,11 @@
 from typing import TypedDict
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 Floats = NDArray[np.float64]
 Rows = NDArray[np.int64]
+Mask = NDArray[np.bool_]
 
 BEGINNING = 4.0  # groups that the prior of a run's beginning weighs: rewards of two values, any share of each
 MEMORY = 256.0  # groups after which what the prior was learned from counts 1/e
@@ -19,10 +18,10 @@ FREEDOM = 4.0  # of the prior of a variance; its mean is that of the prior
 class PosteriorState(TypedDict):
     """State of a `RewardPosterior` in a checkpoint: the prompts seen so far."""
 
-    rows: Tensor
-    evidence: Tensor
-    seen: Tensor
-    moments: Tensor
+    rows: list[int]
+    evidence: list[list[float]]
+    seen: list[int]
+    moments: list[float]
     weight: float
     clock: int
     values: list[float]
@@ -55,7 +54,7 @@ class RewardPosterior:
         self.weight = 0.0  # of the groups that the prior is learned from
         self.moments = np.zeros(2)  # and the weighted sums of mean and variance of their rewards
 
-    def observe(self, rows: Rows, rewards: Floats, typical: NDArray[np.bool_], first: int | None = None) -> None:
+    def observe(self, rows: Rows, rewards: Floats, typical: Mask, first: int | None = None) -> None:
         """Learn from groups.
 
         Args:
@@ -169,10 +168,10 @@ class RewardPosterior:
         """State for a checkpoint."""
         rows = np.flatnonzero(self.seen >= 0)
         return {
-            "rows": torch.from_numpy(rows),
-            "evidence": torch.from_numpy(self.evidence[rows]),
-            "seen": torch.from_numpy(self.seen[rows]),
-            "moments": torch.from_numpy(self.moments.copy()),
+            "rows": rows.tolist(),
+            "evidence": self.evidence[rows].tolist(),
+            "seen": self.seen[rows].tolist(),
+            "moments": self.moments.tolist(),
             "weight": self.weight,
             "clock": self.clock,
             "values": self.values,
@@ -180,9 +179,10 @@ class RewardPosterior:
         }
 
     def load(self, state: PosteriorState) -> None:
-        rows = state["rows"]
-        torch.from_numpy(self.evidence)[rows], torch.from_numpy(self.seen)[rows] = state["evidence"], state["seen"]
-        torch.from_numpy(self.moments)[:] = state["moments"]
+        rows = np.array(state["rows"], dtype=np.int64)
+        if len(rows):
+            self.evidence[rows], self.seen[rows] = np.array(state["evidence"]), np.array(state["seen"])
+        self.moments[:] = state["moments"]
         self.weight, self.clock = state["weight"], state["clock"]
         self.values, self.range = list(state["values"]), state["range"]
 
