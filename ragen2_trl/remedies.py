@@ -26,9 +26,9 @@ from ragen2_trl.messages import counted
 from ragen2_trl.record.completions import CompletionLog, Count, Floats, read_completion_log, text_of
 from ragen2_trl.sampling.posterior import RewardPosterior
 from ragen2_trl.trainers.dealing import Sharing, deal_rows
-from ragen2_trl.trainers.dynamic_sampling import round_size
-from ragen2_trl.trainers.pilots import AUDIT, RECENT, worth_going_on
-from ragen2_trl.trainers.prompt_selection import CANDIDATES, EXPLORE, HALF_LIFE
+from ragen2_trl.sampling.policy import round_size
+from ragen2_trl.sampling.pilots import AUDIT, RECENT, least_worth
+from ragen2_trl.sampling.prompts import CANDIDATES, EXPLORE, HALF_LIFE
 from ragen2_trl.trainers.prompt_tree import tree_size
 from ragen2_trl.trainers.selection import Groups, equal_rewards, seeded_generator
 from ragen2_trl.trainers.strategies import strategy_of
@@ -570,7 +570,7 @@ def sampled_whole(log: CompletionLog, first: int, seed: int) -> Floats:
             posterior.learn_prior(pilot)
             expected = posterior.group_variance(pilot, log.size - first)
             recent = np.r_[recent, expected][-RECENT:]
-            worth = expected >= worth_going_on(recent, first, log.size)
+            worth = expected >= least_worth(recent, first, log.size)
             if not worth.any():
                 worth[expected.argmax()] = True  # a round continues with one prompt at least
             found[start : start + rounds] += np.where(worth, 1.0, AUDIT)

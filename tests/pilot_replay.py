@@ -1,5 +1,6 @@
 """Replayed completions for two stages: of each group three, then the fourth."""
 
+import numpy as np
 from algorithms import _tokenizer
 from dynamic_samplings import FLAT, VARIED, WORDS
 from replay import GROUP_SIZE, REWARDS, Replay
@@ -56,3 +57,8 @@ def replay_of_pilots(policy_path, varied=None):
     """Of the usual rewards, or of prompts whose numbers are given with variance and others without."""
     rewards = {prompt: VARIED if n in varied else FLAT for n, prompt in enumerate(WORDS)} if varied else REWARDS
     return PilotReplay(_tokenizer(policy_path), rewards)
+
+
+def sampled_in_full(trainer):
+    """Numbers of the prompts of the latest round whose groups were sampled in full."""
+    return np.flatnonzero(trainer._sampler.policy.choice.in_full)

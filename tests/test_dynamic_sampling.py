@@ -9,7 +9,7 @@ from replay import GROUP_SIZE, Replay
 
 from ragen2_trl import SNRFilteredGRPOTrainer
 from ragen2_trl.rollout_events import listen
-from ragen2_trl.trainers.dynamic_sampling import round_size
+from ragen2_trl.sampling.policy import round_size
 
 
 def train(policy_path, args, replay, prompts=WORDS):
@@ -129,10 +129,10 @@ def test_each_round_asks_for_whole_groups_of_prompts_from_the_dataset(policy_pat
 
 def test_a_round_is_as_large_as_the_kept_fraction_makes_it():
     sizes = {"limit": 16, "unit": 4, "num_processes": 1}
-    assert round_size(need=4, kept=8, sampled=16, **sizes) == 8
-    assert round_size(need=8, kept=1, sampled=16, **sizes) == 16
-    assert round_size(need=8, kept=0, sampled=16, **sizes) == 16
-    assert round_size(need=1, kept=16, sampled=16, limit=16, unit=4, num_processes=3) == 3
+    assert round_size(missing=4, kept=8, sampled=16, **sizes) == 8
+    assert round_size(missing=8, kept=1, sampled=16, **sizes) == 16
+    assert round_size(missing=8, kept=0, sampled=16, **sizes) == 16
+    assert round_size(missing=1, kept=16, sampled=16, limit=16, unit=4, num_processes=3) == 3
 
 
 def test_datasets_without_rows_are_refused(policy_path, make_args):

@@ -11,7 +11,7 @@ import torch
 from algorithms import GRPO, STILL, cases, for_each
 from conftest import PROMPTS, assert_same_parameters, parameters_of
 from datasets import IterableDataset
-from pilot_replay import FIRST, PILOTS, replay_of_pilots
+from pilot_replay import FIRST, PILOTS, replay_of_pilots, sampled_in_full
 from players import LAKE, Player, make_trainer, multi_turn_args
 from players import policy_fixture as policy_fixture
 from players import tokenizer_fixture as tokenizer_fixture
@@ -25,8 +25,8 @@ from ragen2_trl import CostCallback
 from ragen2_trl.envs import make_env
 from ragen2_trl.rollout_events import listen
 from ragen2_trl.rollouts import TextRollout
+from ragen2_trl.sampling import pilots
 from ragen2_trl.sampling.posterior import RewardPosterior
-from ragen2_trl.trainers import pilots
 from ragen2_trl.trainers.checks import check_pilots, pilots_of
 
 ALL = {**PILOTS, "per_device_train_batch_size": 32, "shuffle_dataset": False}  # all eight prompts in a generation
@@ -49,7 +49,7 @@ def test_the_update_is_the_plain_one_on_the_groups_that_were_sampled_whole(algor
     trainer = algorithm.make(policy_path, args, replay, callbacks=[recorder])
     move_away(trainer.model)
     trainer.train()
-    whole = [PROMPTS[number] for number in trainer._pilots.whole]
+    whole = [PROMPTS[number] for number in sampled_in_full(trainer)]
     assert 2 <= len(varied(whole)) < len(varied(PROMPTS))
     plain = algorithm.plain_gradient(policy_path, varied(whole), **settings)
     assert_close(recorder.gradients[0], plain)
@@ -127,7 +127,7 @@ def test_what_is_missed_is_the_share_of_variance_in_prompts_not_gone_on_with(pol
     trainer = GRPO.make(policy_path, GRPO.args(tmp_path, **ALL, max_steps=1), replay_of_pilots(policy_path))
     trainer.train()
     variances = np.array([np.var(REWARDS[prompt], ddof=1) for prompt in PROMPTS])
-    missed = variances[~trainer._pilots.committed].sum() / variances.sum()
+    missed = variances[~trainer._sampler.policy.choice.committed].sum() / variances.sum()
     assert 0 < missed < 1
     (row,) = log_rows(trainer)
     assert row["snr/missed_variance"] == pytest.approx(missed)
@@ -145,7 +145,7 @@ def test_listeners_hear_of_every_token_and_of_whole_groups(policy_path, tmp_path
     assert log_rows(trainer)[-1]["cost/sampled_tokens"] == tokens
     assert rows[0] == 8 * FIRST and sum(rows) == len(replay.scored)
     (*_, last) = rollouts
-    whole = [PROMPTS[number] for number in trainer._pilots.whole]
+    whole = [PROMPTS[number] for number in sampled_in_full(trainer)]
     assert last.rewards.tolist() == torch.tensor([REWARDS[prompt] for prompt in whole]).tolist()
     assert last.completion_ids == [ids for prompt in whole for ids in replay.completions[prompt]]
     assert [row["prompt"] for row in last.inputs] == [prompt for prompt in whole for _ in range(GROUP_SIZE)]
@@ -161,7 +161,7 @@ def test_what_reward_functions_log_stays_with_its_completion(policy_path, tmp_pa
     trainer = GRPO.make(policy_path, GRPO.args(tmp_path, **ALL, max_steps=1), score, PROMPTS)
     replay.attach(trainer)
     trainer.train()
-    whole = [PROMPTS[number] for number in trainer._pilots.whole]
+    whole = [PROMPTS[number] for number in sampled_in_full(trainer)]
     expected = [len(ids) for prompt in whole for ids in replay.completions[prompt]]
     assert list(trainer._logs["extra"]["tokens"]) == expected
     assert list(trainer._logs["prompt"]) == [prompt for prompt in whole for _ in range(GROUP_SIZE)]
@@ -220,7 +220,7 @@ def test_tools_are_those_of_the_completion(policy_path, make_args):
 
     trainer._generate_single_turn = generate
     trainer.train()
-    assert len(seen) == 4 * FIRST + len(trainer._pilots.whole)
+    assert len(seen) == 4 * FIRST + len(sampled_in_full(trainer))
     assert all(called == played for called, played in seen)
     assert {called for called, _ in seen} == {0, 2}
     assert members == {(FIRST, FIRST), (GROUP_SIZE - FIRST, GROUP_SIZE - FIRST)}
@@ -346,7 +346,7 @@ def test_the_prompts_gone_on_with_are_those_that_yield_most_variance_for_a_compl
     for _ in range(50):
         expected = rng.gamma(0.3, size=6)
         first, size = 3, int(rng.integers(4, 20))
-        threshold = pilots.worth_going_on(expected, first, size)
+        threshold = pilots.least_worth(expected, first, size)
 
         def rate(chosen, expected=expected, first=first, size=size):
             return expected[list(chosen)].sum() / (6 * first + len(chosen) * (size - first))
@@ -364,26 +364,23 @@ def test_each_process_goes_on_with_as_many_of_its_own_prompts_first_the_audited_
     for _ in range(60):
         expected = rng.gamma(0.3, size=processes * prompts).round(1)
         draws = rng.random(len(expected)) * 4 * pilots.AUDIT
-        args = SimpleNamespace(num_generations=8, seed=0, groups_per_generation=processes * room)
-        accelerator = SimpleNamespace(num_processes=processes)
-        own = pilots.PilotSampling(SimpleNamespace(args=args, accelerator=accelerator), 2, None)
-        monkeypatch.setattr(own, "_expected", lambda rewards, expected=expected: expected)
+        own = pilots.Pilots(2, 8, processes * room, seed=0, processes=processes)
+        monkeypatch.setattr(own, "_expected", lambda rewards, *known, expected=expected: expected)
         monkeypatch.setattr(np.random, "default_rng", lambda key, d=draws: SimpleNamespace(random=lambda size: d))
-        chosen = own._choose(np.zeros((len(expected), 2)), key=(0,))
+        choice = own.choose(np.zeros((len(expected), 2)), key=(0,))
         monkeypatch.undo()
 
-        worth = expected >= pilots.worth_going_on(expected, 2, 8)
+        worth = expected >= pilots.least_worth(expected, 2, 8)
         audited = ~worth & (draws < pilots.AUDIT)
         number = min(max(1, math.ceil((worth.sum() + audited.sum()) / processes)), room)
         whole = []
-        for process, numbers in enumerate(chosen.tolist()):
+        for process in range(processes):
             mine = range(process * prompts, (process + 1) * prompts)
             best = sorted(mine, key=lambda prompt: (not audited[prompt], -expected[prompt]))[:number]
-            assert [process * prompts + one for one in numbers] == sorted(best)
             whole += sorted(best)
-        assert own.whole.tolist() == whole
-        assert np.flatnonzero(own.audited).tolist() == [one for one in whole if audited[one]]
-        assert np.flatnonzero(own.committed).tolist() == [one for one in whole if not audited[one]]
+        assert np.flatnonzero(choice.in_full).tolist() == whole
+        assert np.flatnonzero(choice.audited).tolist() == [one for one in whole if audited[one]]
+        assert np.flatnonzero(choice.committed).tolist() == [one for one in whole if not audited[one]]
 
 
 def posterior_of(rewards):

@@ -3,32 +3,38 @@
 import math
 from itertools import islice
 from statistics import fmean, variance
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import torch
 from trl.trainer.utils import RepeatSampler
 
 from ragen2_trl.sampling.posterior import RewardPosterior, evidence_of
-from ragen2_trl.trainers.prompt_selection import PromptSelection, rank_correlation
-from ragen2_trl.trainers.prompt_source import SamplerStream
+from ragen2_trl.sampling.prompts import PromptOrder, PromptSelection, rank_correlation
+from ragen2_trl.sampling.sampler import permutations_of_trl
 
 GROUP = 8
-ALONE = SimpleNamespace(num_processes=1, process_index=0)
 
 
 def selection(num_rows=64, seed=5):
-    return PromptSelection(ALONE, SimpleNamespace(seed=seed, num_generations=GROUP), [{}] * num_rows, True)
+    return PromptSelection(num_rows, permutations_of_trl(num_rows, seed, True), seed)
+
+
+def step_of(chosen, count):
+    chosen.begin_step()
+    return chosen.draw(count)
+
+
+def stream_of(num_rows, seed, shuffle):
+    return PromptOrder(num_rows, permutations_of_trl(num_rows, seed, shuffle))
 
 
 def play(chosen, chances, steps, count, rng):
     """Draw, sample and learn, as a training run does; gives the rows of each step."""
     drawn = []
     for _ in range(steps):
-        drawn.append(chosen.draw_first(count))
+        drawn.append(step_of(chosen, count))
         rewards = rng.random((count, GROUP)) < chances[drawn[-1]][:, None]
-        chosen.learn(torch.tensor(rewards, dtype=torch.float))
+        chosen.learn(rewards.astype(float), 0)
     return drawn
 
 
@@ -129,13 +135,13 @@ def test_prompts_that_begin_to_teach_are_found_again():
 
 def test_no_prompt_starves(monkeypatch):
     """The one not sampled for longest has a place whenever it comes up, which is once an epoch."""
-    monkeypatch.setattr("ragen2_trl.trainers.prompt_selection.EXPLORE", 0.125)  # one of eight in every step
+    monkeypatch.setattr("ragen2_trl.sampling.prompts.EXPLORE", 0.125)  # one of eight in every step
     chances = np.where(np.arange(128) < 32, 0.5, 0.0)
     chosen, rng = selection(128), np.random.default_rng(3)
     drawn = play(chosen, chances, 128, 8, rng)
     assert set(np.concatenate(drawn[16:])) == set(range(128))
     for _ in range(40):
-        assert chosen.stream.at_start_of_epoch
+        assert chosen.drawn % 128 == 0
         oldest = np.flatnonzero(chosen.posterior.seen == chosen.posterior.seen.min())
         epoch = play(chosen, chances, 4, 8, rng)  # of 4 x 8 candidates each
         assert set(oldest) & set(np.concatenate(epoch))
@@ -146,8 +152,8 @@ def test_where_an_epoch_ends_during_a_step_each_prompt_is_drawn_once():
     for seed in range(20):
         chosen = selection(8, seed=seed)
         for _ in range(6):
-            assert len(set(chosen.draw_first(5))) == len(chosen.drawn) == 5
-            chosen.learn(torch.tensor([[0.0, 1.0] * 4] * 5))
+            assert len(set(step_of(chosen, 5))) == len(chosen.rows) == 5
+            chosen.learn(np.array([[0.0, 1.0] * 4] * 5), 0)
 
 
 @pytest.mark.parametrize("count", [2, 3, 5])
@@ -156,11 +162,11 @@ def test_a_step_that_draws_further_prompts_draws_others_while_there_are_some(cou
     for seed in range(20):
         chosen = selection(12, seed=seed)
         for _ in range(6):
-            drawn = chosen.draw_first(count)
-            chosen.learn(torch.tensor([[0.0, 1.0] * 4] * count))
+            drawn = step_of(chosen, count)
+            chosen.learn(np.array([[0.0, 1.0] * 4] * count), 0)
             while len(drawn) < 12:
                 further = chosen.draw(count)
-                chosen.learn(torch.tensor([[0.0, 1.0] * 4] * count))
+                chosen.learn(np.array([[0.0, 1.0] * 4] * count), 0)
                 assert len(further) == count
                 assert len({*drawn, *further}) == min(12, len(drawn) + count)
                 drawn += further
@@ -168,24 +174,24 @@ def test_a_step_that_draws_further_prompts_draws_others_while_there_are_some(cou
 
 @pytest.mark.parametrize("shuffle", [True, False])
 def test_the_stream_is_that_of_trls_sampler(shuffle):
-    stream, sampler = SamplerStream(12, 7, shuffle), RepeatSampler(range(12), 1, shuffle=shuffle, seed=7)
+    stream, sampler = stream_of(12, 7, shuffle), RepeatSampler(range(12), 1, shuffle=shuffle, seed=7)
     assert stream.draw(36) == [row for _ in range(3) for row in islice(sampler, 12)]
 
 
 def test_fresh_prompts_pass_and_candidates_are_distinct():
-    chosen, stream = selection(20), SamplerStream(20, 5, True)
-    rewards = torch.tensor([[0.0, 1.0] * 4] * 6)
+    chosen, stream = selection(20), stream_of(20, 5, True)
+    rewards = np.array([[0.0, 1.0] * 4] * 6)
     for _ in range(3):
-        assert chosen.draw_first(6) == stream.draw(6)
-        chosen.learn(rewards)
+        assert step_of(chosen, 6) == stream.draw(6)
+        chosen.learn(rewards, 0)
     tail = stream.draw(2)
-    drawn = chosen.draw_first(6)  # two are left of the epoch, for four more places there are sixteen candidates
+    drawn = step_of(chosen, 6)  # two are left of the epoch, for four more places there are sixteen candidates
     assert drawn[:2] == tail and len(set(drawn)) == 6
     assert chosen.skipped == 12
-    chosen.learn(rewards)
+    chosen.learn(rewards, 0)
     for _ in range(20):
-        assert len(set(chosen.draw_first(6))) == 6
-        chosen.learn(rewards)
+        assert len(set(step_of(chosen, 6))) == 6
+        chosen.learn(rewards, 0)
 
 
 def test_a_state_carries_everything():
@@ -194,11 +200,11 @@ def test_a_state_carries_everything():
     play(chosen, chances, 9, 8, rng)
     copy = selection()
     copy.load(chosen.state())
-    rewards = torch.tensor(rng.random((8, GROUP)) < 0.5).float()
+    rewards = (rng.random((8, GROUP)) < 0.5).astype(float)
     for _ in range(6):
-        assert copy.draw_first(8) == chosen.draw_first(8)
-        copy.learn(rewards)
-        chosen.learn(rewards)
+        assert step_of(copy, 8) == step_of(chosen, 8)
+        copy.learn(rewards, 0)
+        chosen.learn(rewards, 0)
         assert copy.metrics() == chosen.metrics()
     with pytest.raises(ValueError, match="train_dataset has 32 rows"):
         selection(32).load(chosen.state())

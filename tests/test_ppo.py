@@ -134,7 +134,7 @@ def test_the_update_is_that_of_a_double_loop_over_rows_and_tokens(
 
     trainer.model.load_state_dict(trainer.weights[0], strict=False)
     with torch.no_grad(), trainer.critic.listening() as heard:
-        logps = trainer._logps_and_entropies(inputs)[0].double().tolist()
+        logps = trainer._log_probs.now(inputs).double().tolist()
     width = inputs["completion_ids"].size(1)
     new_values = torch.cat(heard)[:, -width - 1 : -1].double().tolist()
     old = inputs["old_per_token_logps"].double().tolist()

@@ -11,7 +11,7 @@ from algorithms import GRPO, RLOO, STILL, for_each, replay_of
 from conftest import ENDS, PROMPTS, parameters_of
 from dynamic_samplings import WORDS, Seen
 from packaging.version import Version
-from pilot_replay import FIRST, PILOTS, replay_of_pilots
+from pilot_replay import FIRST, PILOTS, replay_of_pilots, sampled_in_full
 from replay import GROUP_SIZE
 from test_promises_resume import log_rows
 from transformers import AutoModelForCausalLM
@@ -19,8 +19,10 @@ from trl import GRPOTrainer
 
 from ragen2_trl import SNRFilteredGRPOTrainer
 from ragen2_trl.rollout_events import listen
-from ragen2_trl.trainers import pilots
-from ragen2_trl.trainers.prompt_source import DatasetOrder
+from ragen2_trl.sampling import pilots
+from ragen2_trl.sampling.policy import Policy
+from ragen2_trl.sampling.prompts import PromptOrder
+from ragen2_trl.sampling.sampler import PromptSampler
 from ragen2_trl.trainers.selection import Groups
 from ragen2_trl.trainers.strategies import strategy_of
 
@@ -165,7 +167,7 @@ def test_two_reward_functions_may_log_the_same_column_beside_pilots(policy_path,
     replay.attach(trainer)
     trainer.train()
     column = list(trainer._logs["extra"]["solved"])
-    whole = [PROMPTS[number] for number in trainer._pilots.whole]
+    whole = [PROMPTS[number] for number in sampled_in_full(trainer)]
     assert (
         column[: len(column) // 2]
         == [reward for prompt in whole for reward in replay.rewards[prompt]][: len(column) // 2]
@@ -200,8 +202,9 @@ def test_a_process_gets_its_share_of_further_prompts_and_copies_none_before_it_i
     monkeypatch.setattr(copy, "deepcopy", lambda value, *_: pytest.fail("a row was copied"))
     accelerator = SimpleNamespace(num_processes=4, process_index=1)
     rows = [{"prompt": str(number)} for number in range(64)]
-    order = DatasetOrder(accelerator, SimpleNamespace(seed=0, num_generations=16), rows, shuffle=False)
-    own = order.further(8)
+    trainer = SimpleNamespace(accelerator=accelerator, args=SimpleNamespace(num_generations=16))
+    policy = Policy(PromptOrder(64, lambda epoch: range(64)), None)
+    own = PromptSampler(trainer, policy, rows).further(8)
     assert [row["prompt"] for row in own] == ["2"] * 16 + ["3"] * 16
     assert len({id(row) for row in own}) == 2
 
@@ -387,12 +390,12 @@ def test_the_threshold_of_pilots_remembers_the_latest_prompts_alone(policy_path,
     trainer = GRPO.make(
         policy_path, GRPO.args(tmp_path, **{**ALL, **PILOTS}, max_steps=2), replay_of_pilots(policy_path)
     )
-    seen, see = [], pilots.PilotSampling._expected
+    seen, see = [], pilots.Pilots._expected
     monkeypatch.setattr(
-        pilots.PilotSampling, "_expected", lambda self, rewards: seen.append(see(self, rewards)) or seen[-1]
+        pilots.Pilots, "_expected", lambda self, *rewards: seen.append(see(self, *rewards)) or seen[-1]
     )
     trainer.train()
-    assert trainer._pilots.recent == np.concatenate(seen)[-5:].tolist()
+    assert trainer._sampler.policy.pilots.recent == np.concatenate(seen)[-5:].tolist()
 
 
 def test_an_audit_stands_for_all_that_was_rejected(policy_path, tmp_path, monkeypatch):
@@ -407,10 +410,10 @@ def test_an_audit_stands_for_all_that_was_rejected(policy_path, tmp_path, monkey
     replay.rewards = {prompt: soon if n in (1, 3, 5) else late for n, prompt in enumerate(replay.rewards)}
     trainer = GRPO.make(policy_path, GRPO.args(tmp_path, **{**ALL, **PILOTS}, max_steps=1), replay)
     trainer.train()
-    own = trainer._pilots
-    variances = np.nanvar(own.rewards, axis=1, ddof=1)
-    missed = 2 * variances[own.audited].sum()
-    held = variances[own.committed].sum()
+    choice, rewards = trainer._sampler.policy.choice, trainer._sampler.round.rewards
+    variances = np.nanvar(rewards, axis=1, ddof=1)
+    missed = 2 * variances[choice.audited].sum()
+    held = variances[choice.committed].sum()
     (row,) = log_rows(trainer)
     assert missed > 1 and held > 0.5
     assert row["snr/missed_variance"] == pytest.approx(missed / (missed + held))

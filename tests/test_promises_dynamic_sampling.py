@@ -86,7 +86,7 @@ def test_carried_groups_keep_what_the_policy_that_sampled_them_made_of_them(
     pairs = []
     for weights in (then[step - 1], then[step]):
         trainer.model.load_state_dict(weights, strict=False)
-        pairs.append([old_logps(batch, trainer._logps_and_entropies(batch)[0])])
+        pairs.append([old_logps(batch, trainer._log_probs.now(batch))])
         if algorithm.name == "ppo":
             pairs[-1].append(old_values(batch, trainer._values(batch)))
     for before, now in zip(*pairs, strict=True):

@@ -40,7 +40,7 @@ def test_in_a_stream_of_fresh_prompts_nothing_changes(algorithm, policy_path, tm
 @pytest.mark.slow
 @quickest
 def test_one_candidate_a_place_is_trl_in_every_epoch(algorithm, policy_path, tmp_path, monkeypatch):
-    monkeypatch.setattr("ragen2_trl.trainers.prompt_selection.CANDIDATES", 1)
+    monkeypatch.setattr("ragen2_trl.sampling.prompts.CANDIDATES", 1)
     ends = []
     for on in (False, True):
         trainer = selecting_run(algorithm, policy_path, tmp_path, snr_prompt_selection=on, max_steps=9)
@@ -79,7 +79,7 @@ def test_resuming_continues_the_same_run(algorithm, policy_path, tmp_path):
 @quickest
 def test_dynamic_sampling_fills_batches_with_prompts_that_teach(algorithm, policy_path, tmp_path, monkeypatch):
     """The further ones are drawn from the same stream."""
-    monkeypatch.setattr("ragen2_trl.trainers.prompt_selection.HALF_LIFE", 8.0)
+    monkeypatch.setattr("ragen2_trl.sampling.prompts.HALF_LIFE", 8.0)
     settings = {"snr_dynamic_sampling_rounds": 8, "max_steps": 8, "learning_rate": 0.0}
     used = []
     for on in (False, True):
@@ -95,11 +95,13 @@ def test_dynamic_sampling_fills_batches_with_prompts_that_teach(algorithm, polic
 def test_a_second_training_begins_with_nothing_known_also_with_another_dataset(policy_path, tmp_path):
     trainer = selecting_run(GRPO, policy_path, tmp_path, max_steps=6)
     trainer.train()
-    assert trainer._prompts.posterior.clock == 12
+    assert trainer._sampler.policy.order.posterior.clock == 12
     trainer.train_dataset = Dataset.from_dict({"prompt": WORDS[:4]})
     seen = Seen(trainer)
     trainer.train()
-    assert trainer._prompts.posterior.clock == 12 and len(trainer._prompts.posterior.seen) == 4
+    assert (
+        trainer._sampler.policy.order.posterior.clock == 12 and len(trainer._sampler.policy.order.posterior.seen) == 4
+    )
     assert {prompt for prompts in seen.asked for prompt in prompts} == set(WORDS[:4])
 
 
@@ -125,7 +127,7 @@ def test_rows_that_others_write_into_stay_as_they_are(policy_path, tmp_path):
     vars(reward)["environment"] = env
     trainer = GRPO.make(policy_path, args, reward, dataset)
     trainer.train()
-    assert [dict(row) for row in trainer._prompts.rows] == rows
+    assert [dict(row) for row in trainer._sampler.rows] == rows
 
 
 def test_datasets_without_rows_are_refused(policy_path, make_args):

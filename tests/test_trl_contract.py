@@ -22,10 +22,10 @@ from trl.trainer import utils
 
 import ragen2_trl
 from ragen2_trl import SNRFilteredGRPOTrainer, SNRFilteredPPOConfig, SNRFilteredPPOTrainer, cli
+from ragen2_trl.sampling.sampler import BY_ROW
 from ragen2_trl.tiny import TINY_MODEL_PATH
 from ragen2_trl.trainers.batches import COMPLETION_PADDING, IMAGE_KEYS, PROMPT_PADDING, WHOLE_SEQUENCE
 from ragen2_trl.trainers.grpo import TOKEN_NORMALIZED_LOSSES
-from ragen2_trl.trainers.pilots import BY_ROW
 from ragen2_trl.trainers.stock import StockConfig, StockTrainer
 from ragen2_trl.trainers.trl_contract import IMPORTED, NEWEST, OLDEST, IncompatibleTRLError, check_trl, needs, untested
 
@@ -365,7 +365,6 @@ def test_a_name_of_trl_that_cannot_be_imported_is_told_with_the_releases_that_ha
     for one in (
         of_ours,
         "callbacks.mutual_information",
-        "trainers.construction",
         "trainers.filtered",
         "trainers.grpo",
     ):

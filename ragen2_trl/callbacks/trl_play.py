@@ -21,7 +21,7 @@ from ragen2_trl.columns import SUCCESS, TASK
 from ragen2_trl.record.saved_episodes import PlayedEpisode, episode_of_messages
 from ragen2_trl.rollout_events import RolloutEvents, group_rewards
 from ragen2_trl.rollouts.sampling import evaluation_mode
-from ragen2_trl.trainers.pilots import BY_ROW, replaced
+from ragen2_trl.sampling.sampler import BY_ROW, replaced
 
 Factories: TypeAlias = dict[str | None, Callable[[], Any]]
 

@@ -1,6 +1,7 @@
 """All decisions on what a run samples, in the order of a step. The same on every process, without torch or TRL."""
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
@@ -95,10 +96,19 @@ class Policy:
             missing, kept, sampled = missing - found, kept + found, sampled + size
         return rounds, sampled
 
-    def metrics(self) -> dict[str, float]:
-        """Metrics of a step."""
-        of_order = {} if self.order is None else self.order.metrics()
-        return of_order if self.pilots is None else of_order | self.pilots.metrics()
+    def metrics_of_prompts(self) -> dict[str, float]:
+        """Of the latest round."""
+        return {} if self.order is None else self.order.metrics()
+
+    def metrics_of_pilots(self) -> dict[str, float]:
+        """Of all rounds of the step."""
+        return {} if self.pilots is None else self.pilots.metrics()
+
+    @property
+    def parts(self) -> dict[str, Any]:
+        """By name what has a state for a checkpoint, the same on every process."""
+        parts = {"prompts": self.order, "pilots": self.pilots}
+        return {name: part for name, part in parts.items() if part is not None}
 
 
 def round_size(missing: int, kept: int, sampled: int, most: int, unit: int, processes: int) -> int:

@@ -45,8 +45,8 @@ from ragen2_trl.trainers.checks import (
     warn_of_equal_rows,
     with_snr_fields,
 )
+from ragen2_trl.trainers.companions import COMPANIONS, PAPER
 from ragen2_trl.trainers.config import TOKEN_SCORES, SNRFilterConfig
-from ragen2_trl.trainers.construction import COMPANIONS, PAPER
 from ragen2_trl.trainers.empty_steps import why_nothing_is_kept
 from ragen2_trl.trainers.selection import (
     Groups,

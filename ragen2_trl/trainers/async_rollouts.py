@@ -17,9 +17,9 @@ import torch
 from trl.experimental.async_grpo.async_rollout_worker import _AsyncRolloutLoop
 
 from ragen2_trl.rollout_events import group_rewards
+from ragen2_trl.sampling.pilots import AUDIT, RECENT, least_worth
 from ragen2_trl.sampling.posterior import Floats, RewardPosterior
 from ragen2_trl.trainers.async_groups import TAG, RowTag
-from ragen2_trl.trainers.pilots import AUDIT, RECENT, worth_going_on
 
 _DRAW = 0xA51C  # tells our draws from others of the same seed
 _NO_COLUMNS = ("prompt", "completion", "completion_ids")  # of a dataset row, as in TRL
@@ -74,7 +74,7 @@ def _is_async(func: Any) -> bool:
 
 
 class PilotChoice:
-    """Which prompts are worth their other completions, one after the other. See `worth_going_on`.
+    """Which prompts are worth their other completions, one after the other. See `least_worth`.
 
     Args:
         first: completions of a pilot, G0.
@@ -98,7 +98,7 @@ class PilotChoice:
         self.posterior.learn_prior(rewards)
         (expected,) = self.posterior.group_variance(rewards, self.size - self.first)
         self.recent.append(float(expected))
-        threshold = worth_going_on(np.array(self.recent), self.first, self.size)
+        threshold = least_worth(np.array(self.recent), self.first, self.size)
         is_worth = bool(expected >= threshold)
         return is_worth, not is_worth and bool(self.rng.random() < AUDIT)
 

@@ -2,27 +2,20 @@
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, Any
 
 from accelerate.logging import get_logger
-from datasets import Dataset
-from torch.utils.data import Sampler
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ragen2_trl.redaction import hide_credentials
-from ragen2_trl.trainers.batches import Batch
 from ragen2_trl.trainers.checkpoints import (
-    LAYOUT_FIELDS,
-    ResumableSampler,
     RunState,
     checkpoint_to_resume,
     last_complete_checkpoint,
     open_checkpoint,
     write_manifest,
 )
-from ragen2_trl.trainers.checks import check_enough_prompts, check_loss_of_trl, check_trainable
-from ragen2_trl.trainers.construction import Constructed
-from ragen2_trl.trainers.micro_batches import MicroBatchState
+from ragen2_trl.trainers.checks import check_trainable
 
 if TYPE_CHECKING:
     from ragen2_trl.trainers.stock import StockTrainer
@@ -30,14 +23,6 @@ else:
     StockTrainer = object  # it is mixed in before one of TRL's
 
 logger = get_logger(__name__)
-
-
-class OwnState(TypedDict):
-    """State of a process's generation batch in a checkpoint; in the middle of one with the batch itself."""
-
-    step: int
-    buffered_inputs: list[Batch] | None
-    micro_batches: MicroBatchState | None
 
 
 class WholeCheckpoints(StockTrainer):
@@ -137,47 +122,3 @@ class WholeCheckpoints(StockTrainer):
             )
         load_result.missing_keys.clear()
         super()._issue_warnings_after_load(load_result)
-
-
-class Checkpointed(WholeCheckpoints, Constructed):
-    """Runs and checkpoints of a filtered trainer. Mixed in before one of TRL's trainers."""
-
-    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
-        check_loss_of_trl(type(self), self.args)
-        check_enough_prompts(self.train_dataset, self.args)
-        if self._empty_steps.position and self._micro_batches.steps is not None:
-            # An optimizer step was interrupted: its micro-batches are cut for the rest of it.
-            self._step, self._buffered_inputs = 0, None
-        self._begin_run()
-        self._metrics["train"].clear()  # of a step that was interrupted before it was logged
-        if not self._strategy.is_trl_update:
-            logger.warning(
-                "loss and grad_norm are means over the rows that the filter keeps: where it drops some, both are "
-                "larger than the plain trainer's, whose means include the other rows (see docs/mathematics.md)."
-            )
-        return super().train(resume_from_checkpoint, *args, **kwargs)
-
-    @property
-    def _has_begun(self) -> bool:
-        return self._empty_steps.has_begun
-
-    def _get_train_sampler(self, dataset: Dataset | None = None) -> Sampler[int]:
-        return ResumableSampler(super()._get_train_sampler(dataset), self)
-
-    def _save_run_state(self, folder: str) -> None:
-        own: OwnState = {"step": self._step, "buffered_inputs": None, "micro_batches": None}
-        if self._step % (self.args.steps_per_generation * self.num_iterations) != 0:
-            # A checkpoint in the middle of a generation batch takes it along; else TRL samples again.
-            own |= {"buffered_inputs": self._buffered_inputs, "micro_batches": self._micro_batches.state()}
-        self._run_state.save(folder, self.accelerator.process_index, self._batch_layout(), own)
-
-    def _load_run_state(self, folder: str | None) -> None:
-        own = self._run_state.load(folder, self.accelerator, self._batch_layout(), OwnState)
-        if own is not None:
-            self._step, self._buffered_inputs = own["step"], own["buffered_inputs"]
-            if own["micro_batches"] is not None:
-                self._micro_batches.load(own["micro_batches"])
-
-    def _batch_layout(self) -> dict[str, int]:
-        layout = {name: getattr(self.args, name) for name in LAYOUT_FIELDS}
-        return {**layout, "num_processes": self.accelerator.num_processes}

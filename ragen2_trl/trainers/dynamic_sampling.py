@@ -8,9 +8,9 @@ from accelerate import Accelerator
 from accelerate.utils import send_to_device
 from torch import Tensor
 
+from ragen2_trl.sampling.policy import Policy
 from ragen2_trl.trainers.batches import Batch, join, take
 from ragen2_trl.trainers.processes import forward_in_step, own_share
-from ragen2_trl.trainers.prompt_source import Row
 
 MAX_STALENESS = 1
 """Surplus groups are carried over to the next batch unless the policy has been updated more often than this since they
@@ -81,8 +81,6 @@ class DynamicSampling:
         updates_per_generation: Whole optimizer steps from one generation to the next.
         pad_token_id: Of its tokenizer.
         pad_to_multiple_of: TRL's setting for padded widths.
-        most_prompts: Largest number of prompts in a round.
-        unit: Completions of a prompt that one process must sample together.
     """
 
     def __init__(
@@ -92,16 +90,12 @@ class DynamicSampling:
         updates_per_generation: int,
         pad_token_id: int,
         pad_to_multiple_of: int | None,
-        most_prompts: int,
-        unit: int,
     ):
         self.accelerator = accelerator
         self.args = args
         self.updates_per_generation = updates_per_generation
         self.pad_token_id = pad_token_id
         self.pad_to_multiple_of = pad_to_multiple_of
-        self.most_prompts = most_prompts
-        self.unit = unit
         self.waiting = self._no_groups()
         self.waiting_since = 0  # optimizer steps when they were sampled
 
@@ -110,8 +104,8 @@ class DynamicSampling:
         batch: Batch,
         kept: Tensor,
         step: int,
-        further: Callable[[int], list[Row]],
-        sample: Callable[[list[Row], int], tuple[Batch, Tensor]],
+        policy: Policy,
+        sample: Callable[[int], tuple[Batch, Tensor]],
         logps: Callable[[Batch], Tensor],
     ) -> tuple[Batch, Tensor, dict[str, float]]:
         """A batch of up to N kept groups, with spare rows where there are fewer.
@@ -120,8 +114,8 @@ class DynamicSampling:
             batch: the first rows that this process sampled.
             kept: (n, G) bool, completions kept of all processes' groups; with pilots n may be less than N.
             step: optimizer steps so far.
-            further: from a number of prompts over all processes to this process's rows of them.
-            sample: from this process's rows and the number of the round, from 1, to its batch and (n, G) bool, the
+            policy: how many prompts each further round takes.
+            sample: from a number of prompts over all processes to this process's batch of them and (n, G) bool, the
                 kept completions of all processes' groups.
             logps: (rows, T) under the present policy.
 
@@ -134,15 +128,14 @@ class DynamicSampling:
         carried = pool.count
         first = with_logps_to_come(batch)
         pool.add(first, kept, self.accelerator)
-        rounds, sampled, found = 0, limit, int(kept.any(dim=1).sum())
-        while pool.count < limit and rounds < self.args.snr_dynamic_sampling_rounds:
-            processes = self.accelerator.num_processes
-            size = round_size(limit - pool.count, found, sampled, self.most_prompts, self.unit, processes)
-            rounds += 1
-            batch, kept = sample(further(size), rounds)
-            pool.add(with_logps_to_come(batch), kept, self.accelerator)
-            sampled, found = sampled + size, found + int(kept.any(dim=1).sum())
 
+        def add_round(count: int) -> int:
+            batch, kept = sample(count)
+            pool.add(with_logps_to_come(batch), kept, self.accelerator)
+            return int(kept.any(dim=1).sum())
+
+        found = int(kept.any(dim=1).sum())
+        rounds, sampled = policy.fill(limit - pool.count, found, limit, add_round)
         used, self.waiting, self.waiting_since = pool.part(0, limit), pool.part(limit, 2 * limit), step
         surplus = max(0, pool.count - limit)
         if self.updates_per_generation > MAX_STALENESS:  # too old by the next generation: not worth keeping
@@ -216,24 +209,3 @@ def with_logps_to_come(batch: Batch) -> Batch:
 def has_logps_to_come(batch: Batch) -> bool:
     """Whether `with_logps_to_come` has added the log-probs."""
     return "old_per_token_logps" in batch and bool(batch["old_per_token_logps"].isnan().all())
-
-
-def round_size(need: int, kept: int, sampled: int, limit: int, unit: int, num_processes: int) -> int:
-    """Number of prompts to sample so that `need` of them can be expected to be kept.
-
-    Args:
-        need: missing groups.
-        kept, sampled: groups of this step so far.
-        limit: largest number of prompts in a round.
-        unit: completions of a prompt that one process must sample together: 1 for whole prompts on each process.
-        num_processes: each gets as many as every other.
-
-    >>> round_size(need=3, kept=4, sampled=8, limit=8, unit=4, num_processes=1)
-    6
-    >>> round_size(need=3, kept=0, sampled=8, limit=8, unit=4, num_processes=1)
-    8
-    """
-    groups = min(limit, -(-need * sampled // kept)) if kept else limit
-    while groups * unit % num_processes:
-        groups += 1
-    return groups

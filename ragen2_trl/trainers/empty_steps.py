@@ -1,6 +1,6 @@
 """Optimizer steps without a kept row, and the filter's part of each log row."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypedDict
 
@@ -75,18 +75,18 @@ class EmptySteps(TrainerCallback):
         """A generation is selected: log its metrics, under `snr/`."""
         self.trained_groups, self.latest = trained_groups, {GENERATION: float(self.generations + 1)}
         log_row(self.trainer, self.latest, replace=True)
-        for name, value in metrics.items():
-            self.log(name, value)
+        self.log(metrics)
 
     @property
     def generations(self) -> int:
         """Those of the run that have been selected."""
         return int(self.latest.get(GENERATION, 0))
 
-    def log(self, name: str, value: float) -> None:
-        """Log a metric of the filter, under `snr/`."""
-        log_row(self.trainer, {f"snr/{name}": value})
-        self.latest[f"snr/{name}"] = value
+    def log(self, metrics: Mapping[str, float]) -> None:
+        """Log metrics of the filter, under `snr/`."""
+        row = {f"snr/{name}": value for name, value in metrics.items()}
+        log_row(self.trainer, row)
+        self.latest |= row
 
     @contextmanager
     def means_of(self, kept: int) -> Iterator[None]:

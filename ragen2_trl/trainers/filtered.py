@@ -1,42 +1,130 @@
-"""The hooks of a training step, from top to bottom: what the filtered trainers do to TRL's.
+"""The filtered trainers: TRL's hooks in the order of a training step, then runs and checkpoints, then construction.
 
 A step samples and scores completions, selects the groups that carry signal, cuts their rows into micro-batches,
 computes the loss of each and takes an optimizer step. The decision is one bool mask: (N, G) over all processes in a
-`Selection`, and this process's rows of it, `KEPT`, in the batch until micro-batches are cut. `construction.py` makes a
-trainer, `checkpointed.py` holds its runs and checkpoints.
+`Selection`, and this process's rows of it, `KEPT`, in the batch until micro-batches are cut.
 """
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, field, replace
+from math import inf
+from typing import Any, ClassVar, TypedDict
 
 import torch
+from accelerate.logging import get_logger
 from accelerate.utils import broadcast_object_list, gather_object
+from datasets import Dataset, IterableDataset
 from torch import Tensor
+from torch.utils.data import Sampler
 
 from ragen2_trl.columns import GENERATION, TURN_SAMPLES
-from ragen2_trl.rollout_events import Scored, end_tokens, group_rewards
-from ragen2_trl.trainers.batches import Batch, loss_mask
-from ragen2_trl.trainers.forward_passes import ForwardPasses
-from ragen2_trl.trainers.generation import keeping_vllm_awake, reading_prompts_once
-from ragen2_trl.trainers.prompt_source import separate
+from ragen2_trl.names import named_object
+from ragen2_trl.redaction import with_hidden_credentials
+from ragen2_trl.rollout_events import NeedsRows, RolloutEvents, end_tokens, extend, group_rewards
+from ragen2_trl.rotary import length_dependent
+from ragen2_trl.sampling.pilots import Pilots
+from ragen2_trl.sampling.policy import Policy
+from ragen2_trl.sampling.prompts import PromptOrder, PromptSelection
+from ragen2_trl.sampling.sampler import PromptSampler, permutations_of_trl
+from ragen2_trl.trainers.batches import Batch, loss_mask, padded_size
+from ragen2_trl.trainers.checkpointed import WholeCheckpoints
+from ragen2_trl.trainers.checkpoints import LAYOUT_FIELDS, ResumableSampler, RunState
+from ragen2_trl.trainers.checks import (
+    check_enough_prompts,
+    check_has_rows,
+    check_loss_of_trl,
+    check_pilots,
+    check_prompt_column,
+    check_router_loss,
+    check_same_on_all_processes,
+    check_selector,
+    check_subclass,
+    known_range,
+    overridden,
+    pilots_of,
+    shares_prompts,
+    warn_of_equal_rows,
+    with_snr_fields,
+)
+from ragen2_trl.trainers.companions import COMPANIONS, PAPER
+from ragen2_trl.trainers.config import SNRFilterConfig
+from ragen2_trl.trainers.dynamic_sampling import DynamicSampling
+from ragen2_trl.trainers.empty_steps import EmptySteps
+from ragen2_trl.trainers.generation import keeping_vllm_awake, reading_prompts_once, reads_prompts_once
+from ragen2_trl.trainers.log_probs import LogProbs
+from ragen2_trl.trainers.micro_batches import MicroBatches, MicroBatchState
+from ragen2_trl.trainers.plans import DropPlan, LossMean, MicroStep
+from ragen2_trl.trainers.processes import own_share
 from ragen2_trl.trainers.row_means import TOKEN_MEANS, RowMeans
 from ragen2_trl.trainers.selection import (
     Groups,
     Selection,
+    Selector,
     joined_selections,
     rewards_to_score,
     seeded_generator,
 )
-from ragen2_trl.trainers.turn_samples import sampled_tokens, with_turn_samples
+from ragen2_trl.trainers.shared_prompts import SharedPrompts
+from ragen2_trl.trainers.strategies import Strategy, strategy_class, strategy_of
+from ragen2_trl.trainers.trl_contract import check_trl
+from ragen2_trl.trainers.turn_samples import check_turn_samples, sampled_tokens, with_turn_samples
+
+logger = get_logger(__name__)
 
 
-class SNRFilter(ForwardPasses):
+@dataclass
+class Generation:
+    """A generation batch for training while it is sampled.
+
+    Args:
+        means: TRL's metrics of all calls that it takes.
+        rounds: what each round has selected.
+    """
+
+    means: RowMeans
+    rounds: list[Selection] = field(default_factory=list)
+
+
+class OwnState(TypedDict):
+    """State of a process's generation batch in a checkpoint; in the middle of one with the batch itself."""
+
+    step: int
+    buffered_inputs: list[Batch] | None
+    micro_batches: MicroBatchState | None
+
+
+class SNRFilter(WholeCheckpoints):
     """Trains one of TRL's trainers only on the prompt groups that carry signal. Mixed in before that trainer.
 
     A trainer adds its configurations, the mean that its loss is, and how advantages change when groups are dropped.
     """
+
+    _config_class: ClassVar[type]  # with the filter's settings
+    _trl_config_class: ClassVar[type]  # of the plain trainer
+    can_share_prompts: ClassVar[bool] = True  # whether the loss reads log-probs and entropies alone
+    takes_turn_samples: ClassVar[bool] = False  # whether an episode may be several training samples
+    _paper = PAPER
+
+    args: SNRFilterConfig
+
+    _strategy: Strategy
+    _plan: DropPlan
+    _micro_batches: MicroBatches
+    _micro_step: MicroStep | None  # of the micro-batch that is about to be computed
+    _is_weighted: bool  # whether its loss has come through `_loss_of_kept_rows`
+    _empty_steps: EmptySteps
+    _log_probs: LogProbs
+    _dynamic_sampling: DynamicSampling | None
+
+    # Defaults of the class: a trainer that was made without `__init__`, as in TRL's unit tests, has TRL's own hooks.
+    _is_made: bool = False
+    _sampler: PromptSampler | None = None
+    _generation: Generation | None = None  # while one is sampled
+    _shared_prompts: SharedPrompts | None = None
+    _reads_prompts_once: bool = False
+    _in_loss: bool = False
+    latest_selection: Selection | None = None
 
     # 1. TRL asks for the inputs of a micro-step, and samples where a generation batch begins
 
@@ -72,65 +160,95 @@ class SNRFilter(ForwardPasses):
             self._number_completions(len(inputs), None)
             return evaluated
         except BaseException:  # Ctrl-C, too: nothing of these completions may reach a later call
-            self._row_means = self._sampled = self._live = None
+            self._log_probs.end_batch()
             for collected in (self._pending_extra_logs, self._pending_metrics, self._metrics[mode]):
                 collected.clear()
             raise
+        finally:
+            self._generation = None
 
     def _sample_generation(self, inputs: list[dict[str, Any]]) -> Batch:
         """A batch for training: TRL's, of all rounds, with the rows marked that the loss is a mean over."""
-        self._row_means = RowMeans(self._metrics["train"])
-        if self._pilots is not None:
-            self._pilots.begin_step()
-        self._prompts.begin_step(inputs)
-        batch = self._sample_round(inputs, 0)
-        self.rollout_events.rollout(inputs, batch)
-        rounds = [self._select(inputs, batch, 0)]
-        metrics = self._prompts.metrics()
-        if self._dynamic_sampling is None:
-            kept = self._local(rounds[0].kept.flatten()).to(self.accelerator.device)
-            trained = int(rounds[0].groups.sum())
-        else:
+        assert self._sampler is not None  # it is made
+        self._generation = generation = Generation(RowMeans(self._metrics["train"]))
+        sampler, rounds = self._sampler, generation.rounds
+        sampler.begin_step(inputs)
+        batch = self._take_round(inputs)
+        metrics = sampler.policy.metrics_of_prompts()
+        kept, trained = self._local(rounds[0].kept.flatten()), int(rounds[0].groups.sum())
+        if self._dynamic_sampling is not None:
 
-            def sample(rows: list[dict[str, Any]], number: int) -> tuple[Batch, Tensor]:
-                further = self._sample_round(rows, number)
-                rounds.append(self._select(rows, further, number))
-                return further, rounds[-1].kept
+            def sample(count: int) -> tuple[Batch, Tensor]:
+                return self._take_round(sampler.further(count)), rounds[-1].kept
 
-            step, further = self.state.global_step, self._prompts.further
             batch, kept, of_rounds = self._dynamic_sampling.fill(
-                batch, rounds[0].kept, step, further, sample, self._logps_now
+                batch, rounds[0].kept, self.state.global_step, sampler.policy, sample, self._log_probs.now
             )
-            trained = int(of_rounds["trained_groups"])
-            metrics |= of_rounds
-        if self._pilots is not None or len(rounds) > 1:
-            self._row_means.close(self.reward_weights, self.reward_func_names)
-        self._row_means = None
+            metrics, trained = metrics | of_rounds, int(of_rounds["trained_groups"])
+        if sampler.first or len(rounds) > 1:
+            generation.means.close(self.reward_weights, self.reward_func_names)
         self.latest_selection = joined_selections(rounds)
-        metrics |= self._strategy.metrics(self.latest_selection)
-        if self._pilots is not None:
-            metrics |= self._pilots.metrics()
+        metrics |= self._strategy.metrics(self.latest_selection) | sampler.policy.metrics_of_pilots()
         self._empty_steps.begin_generation(trained, metrics)
         if not self._strategy.keeps_trl_batch or TURN_SAMPLES in batch:  # plain TRL's batch stays as it is
-            kept = self._plan.in_mean(kept)
+            kept = self._plan.in_mean(kept.to(self.accelerator.device))
             if TURN_SAMPLES in batch:
                 batch, kept = self._with_turn_samples(batch, kept)
             batch = self._plan.marked(batch, kept)
         self._finish_advantages(batch)
         return batch
 
+    def _take_round(self, inputs: list[dict[str, Any]]) -> Batch:
+        """TRL's batch of the next round, with advantages as if it held the groups alone that the round selects."""
+        assert self._generation is not None and self._sampler is not None  # a generation is being sampled
+        number = len(self._generation.rounds)
+        batch = self._sample_round(inputs, number)
+        if number == 0:
+            self.rollout_events.rollout(inputs, batch)
+        scored, sums = self.rollout_events.scored, self.rollout_events.group_rewards
+        assert scored is not None  # the round has been scored
+        rewards = rewards_to_score(self.args.snr_score_reward, sums, self.reward_func_names, scored, len(inputs))
+        # Float64 sums do not depend on the order of functions; RLOO clips them before it makes advantages.
+        exact = group_rewards(scored.rewards_per_func.double(), self.reward_weights.double(), sums.size(1))
+        clip = getattr(self, "reward_clip_range", None)
+        groups = Groups(
+            rewards,
+            scored.rewards_per_func.view(*sums.shape, -1),
+            self.accelerator.gather(sampled_tokens(batch)).cpu().view(sums.shape),
+            seeded_generator(self.args.seed, *self._sampling_key(number)),
+            self._strategy.see(self._sampler.learn(rewards)),
+            lambda: self._log_probs.mean_entropies(batch).view(sums.shape),
+            exact.clamp(*clip) if clip else exact,
+            lambda: self.accelerator.gather(batch["advantages"]).view(sums.shape).cpu(),
+        )
+        selection = self._select(groups)
+        own = self._local(selection.kept.flatten()).to(batch["advantages"].device)
+        batch["advantages"] = self._strategy.advantages(batch["advantages"], own)
+        in_mean = self._plan.in_mean(selection.kept)
+        self._set_advantages(inputs, batch, replace(selection, rewards=sums, kept=in_mean))
+        self._generation.rounds.append(selection)
+        return batch
+
+    def _select(self, groups: Groups) -> Selection:
+        """The completions of a round to train on, the same on every process."""
+        assert self._sampler is not None and self.rollout_events.scored is not None  # the round has been scored
+        scores, kept = self._strategy.select(groups)
+        if not self._strategy.keeps_trl_batch:
+            kept = kept & ~self.rollout_events.scored.failed.cpu().view(kept.shape)
+        if self._strategy.own_selector is not None and self.accelerator.num_processes > 1:
+            # Somebody's function may draw from anywhere: processes that select differently wait for ever.
+            (kept,) = broadcast_object_list([kept])
+        return Selection(groups.rewards, scores, kept, groups.lengths, self._sampler.policy.predicted)
+
     def _sample_round(self, inputs: list[dict[str, Any]], number: int) -> Batch:
         """TRL's batch of a round, from 0; with pilots `inputs` become the rows that were sampled in full."""
-        if self._pilots is None:
-            inputs[:] = separate(inputs)
-            self.rollout_events.rows(inputs)
-        else:
-            self._pilots.begin_round(inputs, self._sampling_key(number))
-        self._begin_batch(inputs, number)
+        assert self._sampler is not None  # it is made
+        self._sampler.begin_round(inputs, self._sampling_key(number))
+        self._log_probs.begin_batch(inputs, number)
         batch = super()._generate_and_score_completions(inputs)
         self._number_completions(len(inputs), self._empty_steps.generations + 1)
         self._add_to_means(batch, len(inputs))
-        self._end_batch(batch)
+        self._log_probs.end_batch(batch)
         if len(batch["advantages"]) != len(inputs):
             raise RuntimeError(
                 f"_generate_and_score_completions made a batch of {len(batch['advantages'])} rows from {len(inputs)}; "
@@ -148,90 +266,92 @@ class SNRFilter(ForwardPasses):
 
     def _generate(self, prompts: list[Any]) -> tuple[Any, ...]:
         with keeping_vllm_awake(self):
-            if self._pilots is None or not self.model.training:
+            if self._pilot_sampler is None:
                 return self._generate_call(prompts)
-            return self._pilots.generate(self._generate_call, self._calculate_call, prompts)
+            return self._pilot_sampler.generate(self._generate_call, self._calculate_call, prompts)
 
     def _calculate_rewards(self, *rows: list[Any]) -> Tensor:
-        if self._pilots is None or not self.model.training:
+        if self._pilot_sampler is None:
             return self._calculate_call(*rows)
-        return self._pilots.calculate(self._calculate_call, *rows)
+        return self._pilot_sampler.calculate(self._calculate_call, *rows)
+
+    @property
+    def _pilot_sampler(self) -> PromptSampler | None:
+        """In training with pilots."""
+        return self._sampler if self._sampler is not None and self._sampler.first and self.model.training else None
 
     def _generate_call(self, prompts: list[Any]) -> tuple[Any, ...]:
         with reading_prompts_once(self):
             generated: tuple[Any, ...] = super()._generate(prompts)
-        if self._row_means is not None:
-            self._row_means.add(len(prompts))
+        if self._generation is not None:
+            self._generation.means.add(len(prompts))
         return generated
 
     def _calculate_call(self, *rows: list[Any]) -> Tensor:
         rewards: Tensor = super()._calculate_rewards(*rows)
-        if self._row_means is not None:
-            self._row_means.add(len(rows[0]))
+        if self._generation is not None:
+            self._generation.means.add(len(rows[0]))
         return rewards
 
     def _add_to_means(self, batch: Batch, rows: int) -> None:
         """A round of so many rows is scored. A call for all processes together."""
         scored = self.rollout_events.scored
-        assert self._row_means is not None and scored is not None  # a step is being sampled
-        given_up = [] if self._pilots is None else [self._pilots.given_up]
-        per_func = torch.cat([scored.rewards_per_func, *given_up])
-        self._row_means.scored.append(per_func)
+        assert self._generation is not None and self._sampler is not None and scored is not None  # it is sampled
+        means, per_func = self._generation.means, torch.cat([scored.rewards_per_func, *self._sampler.given_up])
+        means.scored.append(per_func)
         tokens = self.accelerator.reduce(loss_mask(batch).sum(), reduction="sum").item()
-        self._row_means.add(len(per_func), {"frac_reward_zero_std": rows, **dict.fromkeys(TOKEN_MEANS, tokens)})
+        means.add(len(per_func), {"frac_reward_zero_std": rows, **dict.fromkeys(TOKEN_MEANS, tokens)})
 
     def _sampling_key(self, number: int) -> tuple[int, int, int]:
         """Tells a round from others of the run: optimizer steps so far, micro-steps since the last, and its number."""
         return self.state.global_step, self._empty_steps.position, number
 
-    def _select(self, inputs: list[dict[str, Any]], batch: Batch, number: int) -> Selection:
-        """The completions of a round to train on. Advantages in its batch are made over kept groups alone."""
-        scored, sums = self.rollout_events.scored, self.rollout_events.group_rewards
-        assert scored is not None  # the round has been scored
-        rewards = rewards_to_score(self.args.snr_score_reward, sums, self.reward_func_names, scored, len(inputs))
-        earned = rewards if self._pilots is None else self._pilots.learn(rewards)
-        lengths = self.accelerator.gather(sampled_tokens(batch)).cpu().view(sums.shape)
-        groups = Groups(
-            rewards,
-            scored.rewards_per_func.view(*sums.shape, -1),
-            lengths,
-            seeded_generator(self.args.seed, *self._sampling_key(number)),
-            self._strategy.see(earned),
-            lambda: self._mean_entropies(batch).view(sums.shape),
-            self._exact_sums(scored, sums.size(1)),
-            lambda: self.accelerator.gather(batch["advantages"]).view(sums.shape).cpu(),
-        )
-        scores, kept = self._strategy.select(groups)
-        if not self._strategy.keeps_trl_batch:
-            kept = kept & ~scored.failed.cpu().view(kept.shape)
-            own = self._local(kept.flatten()).to(batch["advantages"].device)
-            batch["advantages"] = self._strategy.advantages(batch["advantages"], own)
-        if self._own_selector is not None and self.accelerator.num_processes > 1:
-            # Somebody's function may draw from anywhere: processes that select differently wait for ever.
-            (kept,) = broadcast_object_list([kept])
-        predicted = self._prompts.learn(earned, None if self._pilots is None else self._pilots.first)
-        if predicted is not None and self._pilots is not None:
-            predicted = [predicted[prompt] for prompt in self._pilots.whole]
-        selection = Selection(rewards, scores, kept, lengths, predicted)
-        self._set_advantages(inputs, batch, replace(selection, rewards=sums, kept=self._plan.in_mean(kept)))
-        return selection
-
-    def _exact_sums(self, scored: Scored, size: int) -> Tensor:
-        """(N, G) weighted reward sums in float64, which the order of functions leaves alone. RLOO clips them before
-        it makes advantages."""
-        sums = group_rewards(scored.rewards_per_func.double(), self.reward_weights.double(), size)
-        clip = getattr(self, "reward_clip_range", None)
-        return sums.clamp(*clip) if clip else sums
-
     def _with_turn_samples(self, batch: Batch, kept: Tensor) -> tuple[Batch, Tensor]:
-        logps: dict[str, Callable[[Batch], Tensor]] = {
-            "old_per_token_logps": self._logps_now,
-            "ref_per_token_logps": self._reference_logps,
-        }
+        logps = {"old_per_token_logps": self._log_probs.now, "ref_per_token_logps": self._log_probs.reference}
         pad_token_id = self._tokenizer.pad_token_id
         return with_turn_samples(batch, kept, end_tokens(self), logps, self.args, pad_token_id, self.accelerator)
 
-    # 3. The loss of each micro-batch, weighted by its share of the kept rows
+    def _local(self, values: Tensor) -> Tensor:
+        """This process's part of values over the rows of all processes. (B,) -> (rows,)."""
+        own: Tensor = own_share(values, self.accelerator)
+        return own
+
+    # 3. Log-probs, of old and reference policies and in the loss
+
+    def _get_per_token_logps_and_entropies(
+        self,
+        model: Any,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        logits_to_keep: int,
+        batch_size: int | None = None,
+        compute_entropy: bool = False,
+        compute_aux_loss: bool = False,
+        **images: Any,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """(rows, T) log-probs and entropies in nats, and the router loss."""
+        rows = model, input_ids, attention_mask, logits_to_keep
+        is_plain = not compute_aux_loss and all(value is None for value in images.values())
+        if batch_size is not None and self._generation is not None:  # only TRL's calls for a whole generation give one
+            of_live = self._log_probs.of_generation(rows, batch_size, is_plain)
+            if of_live is not None:
+                return of_live, None, None
+        if is_plain and self._shared_prompts is not None and batch_size is None and self.model.training:
+            shared = self._shared_prompts(*rows)
+            if shared is not None:
+                return shared[0], shared[1] if compute_entropy else None, None
+        result: tuple[Tensor, Tensor | None, Tensor | None] = super()._get_per_token_logps_and_entropies(
+            *rows, batch_size, compute_entropy, compute_aux_loss, **images
+        )
+        return result
+
+    def _check_sharing(self, batch: Batch) -> None:
+        """Whether prompts can be shared; a call for all processes together."""
+        if self._shared_prompts is not None:
+            plain = super()._get_per_token_logps_and_entropies
+            self._shared_prompts.check(self.model, lambda *rows: plain(self.model, *rows)[0], batch)
+
+    # 4. The loss of each micro-batch, weighted by its share of the kept rows
 
     def _loss_of_kept_rows(
         self, compute_loss: Callable[..., Tensor], model: Any, inputs: Batch, *args: Any, **kwargs: Any
@@ -297,3 +417,166 @@ class SNRFilter(ForwardPasses):
 
     def _finish_advantages(self, batch: Batch) -> None:
         """Adapt advantages to all kept groups of the step, dynamic sampling included."""
+
+    @property
+    def _loss_mean(self) -> LossMean:
+        """The mean that the loss is, before micro-batches are averaged."""
+        raise NotImplementedError
+
+    # A run, and its checkpoints
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
+        check_loss_of_trl(type(self), self.args)
+        check_enough_prompts(self.train_dataset, self.args)
+        if self._empty_steps.position and self._micro_batches.steps is not None:
+            # An optimizer step was interrupted: its micro-batches are cut for the rest of it.
+            self._step, self._buffered_inputs = 0, None
+        self._begin_run()
+        self._metrics["train"].clear()  # of a step that was interrupted before it was logged
+        if not self._strategy.is_trl_update:
+            logger.warning(
+                "loss and grad_norm are means over the rows that the filter keeps: where it drops some, both are "
+                "larger than the plain trainer's, whose means include the other rows (see docs/mathematics.md)."
+            )
+        return super().train(resume_from_checkpoint, *args, **kwargs)
+
+    def _begin_run(self) -> None:
+        """No state of an earlier run, or of another dataset."""
+        args = self.args
+        self.latest_selection = None
+        self._micro_step, self._is_weighted = None, True
+        weights = self.reward_weights.tolist()
+        known = known_range(self.reward_funcs, self.reward_func_names, weights, args.snr_score_reward)
+        self._strategy = strategy_of(args, self._own_selector, known)
+        self._empty_steps.begin_run()
+        policy, rows = self._policy()
+        self._sampler = PromptSampler(self, policy, rows)
+        self._run_state = RunState(shared={"filter": self._strategy, "steps": self._empty_steps})
+        self._run_state.shared |= policy.parts
+        self._dynamic_sampling = None
+        if policy.rounds or policy.pilots is not None:  # pilots leave places in a batch, even without further prompts
+            updates = args.steps_per_generation * self.num_iterations // args.gradient_accumulation_steps
+            padding = self._tokenizer.pad_token_id, self.pad_to_multiple_of
+            self._dynamic_sampling = DynamicSampling(self.accelerator, args, updates, *padding)
+            self._run_state.own["dynamic_sampling"] = self._dynamic_sampling
+
+    def _policy(self) -> tuple[Policy, Any]:
+        """What the run samples, and the rows of the dataset that it is sampled from."""
+        args, processes, size = self.args, self.accelerator.num_processes, self.args.num_generations
+        groups, first, rounds = args.groups_per_generation, self.pilot_generations, args.snr_dynamic_sampling_rounds
+        order, rows = None, ()
+        if args.snr_prompt_selection or rounds > 0:
+            rows = self._remove_unused_columns(self.train_dataset, description="training")
+            orders = permutations_of_trl(len(rows), args.seed, self.shuffle_dataset)
+            selects = args.snr_prompt_selection
+            order = PromptSelection(len(rows), orders, args.seed) if selects else PromptOrder(len(rows), orders)
+        pilots = Pilots(first, size, groups, args.seed, processes) if first else None
+        # Pilots of as many prompts as a batch has room for; TRL resets an environment for each of their rows.
+        environments = getattr(self, "environment_factories", None) is not None
+        most = groups * size // first if first and not environments else groups
+        return Policy(order, pilots, rounds, most, processes, unit=1 if first else size), rows
+
+    @property
+    def _has_begun(self) -> bool:
+        return self._empty_steps.has_begun
+
+    def _get_train_sampler(self, dataset: Dataset | None = None) -> Sampler[int]:
+        return ResumableSampler(super()._get_train_sampler(dataset), self)
+
+    def _save_run_state(self, folder: str) -> None:
+        own: OwnState = {"step": self._step, "buffered_inputs": None, "micro_batches": None}
+        if self._step % (self.args.steps_per_generation * self.num_iterations) != 0:
+            # A checkpoint in the middle of a generation batch takes it along; else TRL samples again.
+            own |= {"buffered_inputs": self._buffered_inputs, "micro_batches": self._micro_batches.state()}
+        self._run_state.save(folder, self.accelerator.process_index, self._batch_layout(), own)
+
+    def _load_run_state(self, folder: str | None) -> None:
+        own = self._run_state.load(folder, self.accelerator, self._batch_layout(), OwnState)
+        if own is not None:
+            self._step, self._buffered_inputs = own["step"], own["buffered_inputs"]
+            if own["micro_batches"] is not None:
+                self._micro_batches.load(own["micro_batches"])
+        if self._buffered_inputs is not None:  # in the middle of a generation batch, which is not checked again
+            self._check_sharing(self._buffered_inputs[0])
+
+    def _batch_layout(self) -> dict[str, int]:
+        layout = {name: getattr(self.args, name) for name in LAYOUT_FIELDS}
+        return {**layout, "num_processes": self.accelerator.num_processes}
+
+    def _announce_pass(self, computed: int, plain: int, rows: int) -> None:
+        if self._shared_prompts is not None:
+            self._shared_prompts.announce(computed, plain)
+        self._empty_steps.log({"update_compute_fraction": computed / plain})
+        self.rollout_events.update_pass(computed, plain, rows)
+
+    # Construction
+
+    def __init__(
+        self,
+        model: Any,
+        reward_funcs: Any = None,
+        args: Any = None,
+        train_dataset: Dataset | IterableDataset | None = None,
+        eval_dataset: Any = None,
+        processing_class: Any = None,
+        *positional: Any,
+        selector: Selector | None = None,
+        **kwargs: Any,
+    ):
+        check_trl(type(self))
+        if args is None:
+            name = model if isinstance(model, str) else model.config._name_or_path
+            args = self._config_class(f"{name.split('/')[-1]}-{self._name.replace(' ', '-')}")
+        check_prompt_column(train_dataset, kwargs.get("environment_factory"))
+        args = with_snr_fields(args, self._config_class, self._trl_config_class)
+        self.pilot_generations = pilots_of(args, type(self))
+        check_subclass(type(self), args, self.pilot_generations)
+        check_selector(selector, args)
+        super().__init__(
+            model, reward_funcs, args, train_dataset, eval_dataset, processing_class, *positional, **kwargs
+        )
+        self.args = with_hidden_credentials(self.args)  # before others hold them
+        check_router_loss(self)
+        check_same_on_all_processes(self.args, self.accelerator.num_processes)
+        if any(kwargs.get(name) is not None for name in ("environment_factory", "rollout_func")):
+            warn_of_equal_rows(self.train_dataset)
+        check_has_rows(self.train_dataset, self.args)
+        check_pilots(self, kwargs.get("rollout_func"))
+        named = self.args.snr_selector
+        self._own_selector = selector if named is None else named_object(named, "snr_selector")
+        padding = self._tokenizer.pad_token_id, self.pad_to_multiple_of
+        shared = SharedPrompts(self.accelerator, self.model) if shares_prompts(self) else None
+        self._shared_prompts, self._reads_prompts_once = shared, reads_prompts_once(self)
+        scaled = length_dependent(self.model.config.get_text_config())
+        self._plan = strategy_class(self.args).plan(
+            self.accelerator,
+            self.args,
+            lambda: self._loss_mean,
+            *padding,
+            shares_prompts=lambda batch: shared is not None and shared.serves_rows(batch),
+            # A loss of one's own may compute padded rows.
+            fills_by_positions=not {"compute_loss", "_compute_loss"} & overridden(type(self)),
+            # The padded width of longer rows decides on their embeddings.
+            longest_trimmed=inf if scaled is None else scaled[0] - 1,
+        )
+        positions = padded_size if shared is None else shared.positions
+        self._micro_batches = MicroBatches(self.accelerator, self.args, self._plan, self._announce_pass, positions)
+        self._empty_steps, self._log_probs = EmptySteps(self, self._check_weighted), LogProbs(self)
+        self._begin_run()
+        self._is_made = True
+        # Around the methods of subclasses: none can lose a weight, or a reward.
+        self.rollout_events = RolloutEvents(self, announces=True)
+        self.rollout_events.watch_environments()
+        for name in ("compute_loss", "_compute_loss"):
+            extend(self, name, self._loss_of_kept_rows)
+        if self.is_deepspeed_enabled:
+            extend(self.accelerator, "backward", self._backward_of_kept_rows)
+        if shared is not None:
+            extend(self.accelerator, "backward", shared.backward)
+        if isinstance(rollout := kwargs.get("rollout_func"), NeedsRows):
+            rollout.attach(self)
+            if rollout.splits_episodes:
+                check_turn_samples(self)
+        self.add_callback(self._empty_steps)
+        for companion in COMPANIONS:
+            named_object(companion, "companion")(self)

@@ -72,12 +72,12 @@ class DropPlan:
         pad_token_id: Of its tokenizer.
         pad_to_multiple_of: TRL's setting for padded widths.
         shares_prompts: Whether micro-batches of these rows compute a prompt once, asked for each pass.
+        fills_by_positions: Whether a micro-batch that shares prompts takes more rows than TRL's.
+        longest_trimmed: Columns up to which padding is trimmed.
     """
 
     cuts_every_pass = False  # whether a further pass over the same rows is dealt again
     keeps_positions = False  # whether tokens keep TRL's absolute positions
-    longest_trimmed = math.inf  # columns up to which padding is trimmed
-    fills_by_positions = True  # whether a micro-batch that shares prompts takes more rows than TRL's
     keeps_steps = False  # whether each row stays in TRL's optimizer step
 
     def __init__(
@@ -88,6 +88,8 @@ class DropPlan:
         pad_token_id: int,
         pad_to_multiple_of: int | None,
         shares_prompts: Callable[[Batch], bool],
+        fills_by_positions: bool = True,
+        longest_trimmed: float = math.inf,
     ):
         self.accelerator = accelerator
         self.args = args
@@ -95,6 +97,7 @@ class DropPlan:
         self.loss_mean = loss_mean
         self.pad_token_id = pad_token_id
         self.pad_to_multiple_of = pad_to_multiple_of
+        self.fills_by_positions, self.longest_trimmed = fills_by_positions, longest_trimmed
 
     @property
     def trimming(self) -> dict[str, Any]:

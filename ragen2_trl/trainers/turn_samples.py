@@ -6,7 +6,7 @@ it.
 What the model saw when it sampled a turn is the prompt of that turn's row.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -51,7 +51,7 @@ def with_turn_samples(
     batch: Batch,
     kept: Tensor,
     end_tokens: list[int],
-    logps: dict[str, Callable[[Batch], Tensor]],
+    logps: Mapping[str, Callable[[Batch], Tensor]],
     args: Any,
     pad_token_id: int,
     accelerator: Accelerator,

@@ -16,7 +16,7 @@ from algorithms import GRPO, STILL
 from backends import COMMON
 from conftest import PROMPTS
 from ending import end
-from pilot_replay import PILOTS, replay_of_pilots
+from pilot_replay import PILOTS, replay_of_pilots, sampled_in_full
 from replay import Recorder, move_away
 
 SETTINGS = {**COMMON, **STILL, **PILOTS, "max_steps": 1, "beta": 0.1, "loss_type": "dapo", "shuffle_dataset": False}
@@ -49,7 +49,7 @@ def main() -> None:
         row = next(row for row in trainer.state.log_history if "snr/sampled_completions" in row)
         found[name] = {
             "gradient": recorder.gradients[0],
-            "whole": trainer._pilots.whole.tolist(),
+            "whole": sampled_in_full(trainer).tolist(),
             "scored": replay.scored,
             "trained": batches,
             "sampled": row["snr/sampled_completions"],

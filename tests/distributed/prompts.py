@@ -37,11 +37,11 @@ def decisions(policy_path: str, folder: str, rows: int, resume: str | None = Non
 
     class Steps(TrainerCallback):
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            drawn.append(trainer._prompts.drawn.tolist())
+            drawn.append(trainer._sampler.policy.order.rows.tolist())
 
     trainer.add_callback(Steps())
     trainer.train(resume_from_checkpoint=resume)
-    posterior = trainer._prompts.posterior
+    posterior = trainer._sampler.policy.order.posterior
     return {"drawn": drawn, "seen": posterior.seen.tolist(), "evidence": posterior.evidence.tolist()}
 
 

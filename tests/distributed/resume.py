@@ -48,7 +48,7 @@ def main() -> None:
     state = PartialState(cpu=True, backend="gloo")
     checkpoint = str(Path(folder) / "checkpoint-2")
     trainer = train(policy_path, folder, 8, 4, checkpoint, ddp_backend="gloo")
-    drawn, selected = trainer._prompts.stream.drawn, trainer._strategy.state()
+    drawn, selected = trainer._sampler.policy.order.drawn, trainer._strategy.state()
     shared = {"drawn": drawn, "filter": selected, "step": trainer.state.global_step}
     (Path(folder) / f"shared_{state.process_index}.json").write_text(json.dumps(shared))
 

@@ -253,7 +253,7 @@ def test_settings_that_differ_between_processes_are_named_on_each_of_them(policy
 
 def test_a_run_resumed_on_more_processes_has_the_same_state_on_each(policy_path, tmp_path):
     before = resume.train(policy_path, str(tmp_path), 16, 2)
-    drawn = before._prompts.stream.drawn
+    drawn = before._sampler.policy.order.drawn
     assert drawn > 0
     launch("resume.py", 2, policy_path, tmp_path)
     first, second = (json.loads((tmp_path / f"shared_{process}.json").read_text()) for process in (0, 1))

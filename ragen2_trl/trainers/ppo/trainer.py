@@ -126,7 +126,7 @@ class SNRFilteredPPOTrainer(ActorCritic, SNRFilter, GRPOTrainer):
     @torch.no_grad()
     def _values(self, batch: Batch) -> Tensor:
         with self.critic.listening() as heard:
-            self._logps_and_entropies(batch, counted=False)  # plain TRL has no values to compare with
+            self._log_probs.and_entropies(batch, counted=False)  # plain TRL has no values to compare with
         return _of_completions(torch.cat(heard), batch)
 
     def _finish_advantages(self, batch: Batch) -> None:
