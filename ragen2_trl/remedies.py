@@ -24,14 +24,11 @@ from ragen2_trl.filtering import group_score, zero_variance
 from ragen2_trl.instrument.health import is_number
 from ragen2_trl.messages import counted
 from ragen2_trl.record.completions import CompletionLog, Count, Floats, read_completion_log, text_of
+from ragen2_trl.sampling.policy import AUDIT, CANDIDATES, EXPLORE, HALF_LIFE, RECENT, least_worth, round_size
 from ragen2_trl.sampling.posterior import RewardPosterior
 from ragen2_trl.trainers.dealing import Sharing, deal_rows
-from ragen2_trl.sampling.policy import round_size
-from ragen2_trl.sampling.pilots import AUDIT, RECENT, least_worth
-from ragen2_trl.sampling.prompts import CANDIDATES, EXPLORE, HALF_LIFE
 from ragen2_trl.trainers.prompt_tree import tree_size
-from ragen2_trl.trainers.selection import Groups, equal_rewards, seeded_generator
-from ragen2_trl.trainers.strategies import strategy_of
+from ragen2_trl.trainers.selection import Groups, equal_rewards, seeded_generator, strategy_of
 
 Mask = NDArray[np.bool_]
 Ratio = Callable[[Floats], Floats]

@@ -6,7 +6,8 @@ from random import Random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ragen2_trl.trainers.dealing import TOLERANCE, Sharing, accumulation_segments, deal_rows
+from ragen2_trl.trainers.dealing import TOLERANCE, Sharing, deal_rows
+from ragen2_trl.trainers.micro_batches import accumulation_segments
 
 steps = st.integers(1, 12)
 

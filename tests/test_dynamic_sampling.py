@@ -128,11 +128,11 @@ def test_each_round_asks_for_whole_groups_of_prompts_from_the_dataset(policy_pat
 
 
 def test_a_round_is_as_large_as_the_kept_fraction_makes_it():
-    sizes = {"limit": 16, "unit": 4, "num_processes": 1}
+    sizes = {"most": 16, "unit": 4, "processes": 1}
     assert round_size(missing=4, kept=8, sampled=16, **sizes) == 8
     assert round_size(missing=8, kept=1, sampled=16, **sizes) == 16
     assert round_size(missing=8, kept=0, sampled=16, **sizes) == 16
-    assert round_size(missing=1, kept=16, sampled=16, limit=16, unit=4, num_processes=3) == 3
+    assert round_size(missing=1, kept=16, sampled=16, most=16, unit=4, processes=3) == 3
 
 
 def test_datasets_without_rows_are_refused(policy_path, make_args):

@@ -25,7 +25,7 @@ from ragen2_trl import CostCallback
 from ragen2_trl.envs import make_env
 from ragen2_trl.rollout_events import listen
 from ragen2_trl.rollouts import TextRollout
-from ragen2_trl.sampling import pilots
+from ragen2_trl.sampling import policy as pilots
 from ragen2_trl.sampling.posterior import RewardPosterior
 from ragen2_trl.trainers.checks import check_pilots, pilots_of
 

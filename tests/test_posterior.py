@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from trl.trainer.utils import RepeatSampler
 
+from ragen2_trl.sampling.policy import PromptOrder, PromptSelection, rank_correlation
 from ragen2_trl.sampling.posterior import RewardPosterior, evidence_of
-from ragen2_trl.sampling.prompts import PromptOrder, PromptSelection, rank_correlation
 from ragen2_trl.sampling.sampler import permutations_of_trl
 
 GROUP = 8
@@ -135,7 +135,7 @@ def test_prompts_that_begin_to_teach_are_found_again():
 
 def test_no_prompt_starves(monkeypatch):
     """The one not sampled for longest has a place whenever it comes up, which is once an epoch."""
-    monkeypatch.setattr("ragen2_trl.sampling.prompts.EXPLORE", 0.125)  # one of eight in every step
+    monkeypatch.setattr("ragen2_trl.sampling.policy.EXPLORE", 0.125)  # one of eight in every step
     chances = np.where(np.arange(128) < 32, 0.5, 0.0)
     chosen, rng = selection(128), np.random.default_rng(3)
     drawn = play(chosen, chances, 128, 8, rng)

@@ -19,12 +19,10 @@ from trl import GRPOTrainer
 
 from ragen2_trl import SNRFilteredGRPOTrainer
 from ragen2_trl.rollout_events import listen
-from ragen2_trl.sampling import pilots
-from ragen2_trl.sampling.policy import Policy
-from ragen2_trl.sampling.prompts import PromptOrder
+from ragen2_trl.sampling import policy as pilots
+from ragen2_trl.sampling.policy import Policy, PromptOrder
 from ragen2_trl.sampling.sampler import PromptSampler
-from ragen2_trl.trainers.selection import Groups
-from ragen2_trl.trainers.strategies import strategy_of
+from ragen2_trl.trainers.selection import Groups, strategy_of
 
 ALL = {"per_device_train_batch_size": 32, "shuffle_dataset": False}  # the eight prompts in their order
 

@@ -117,8 +117,8 @@ def test_nor_are_they_where_the_kept_group_was_sampled_further(policy_path, tmp_
     trainer = GRPO.make(policy_path, args, replay_of(policy_path, {prompt: [0.0] * 4 for prompt in PROMPTS}))
     sampled, select = [], trainer._select
 
-    def first_group_varies(groups):
-        selection, number = select(groups), len(trainer._generation.rounds)
+    def first_group_varies(*given):
+        selection, number = select(*given), len(trainer._rounds)
         if number == 0:
             return selection
         sampled.append(number)

@@ -40,7 +40,7 @@ def test_in_a_stream_of_fresh_prompts_nothing_changes(algorithm, policy_path, tm
 @pytest.mark.slow
 @quickest
 def test_one_candidate_a_place_is_trl_in_every_epoch(algorithm, policy_path, tmp_path, monkeypatch):
-    monkeypatch.setattr("ragen2_trl.sampling.prompts.CANDIDATES", 1)
+    monkeypatch.setattr("ragen2_trl.sampling.policy.CANDIDATES", 1)
     ends = []
     for on in (False, True):
         trainer = selecting_run(algorithm, policy_path, tmp_path, snr_prompt_selection=on, max_steps=9)
@@ -79,7 +79,7 @@ def test_resuming_continues_the_same_run(algorithm, policy_path, tmp_path):
 @quickest
 def test_dynamic_sampling_fills_batches_with_prompts_that_teach(algorithm, policy_path, tmp_path, monkeypatch):
     """The further ones are drawn from the same stream."""
-    monkeypatch.setattr("ragen2_trl.sampling.prompts.HALF_LIFE", 8.0)
+    monkeypatch.setattr("ragen2_trl.sampling.policy.HALF_LIFE", 8.0)
     settings = {"snr_dynamic_sampling_rounds": 8, "max_steps": 8, "learning_rate": 0.0}
     used = []
     for on in (False, True):

@@ -9,8 +9,15 @@ from replay import Recorder, assert_close, move_away
 
 from ragen2_trl import SNRFilteredGRPOConfig
 from ragen2_trl.filtering import group_score, select_groups
-from ragen2_trl.trainers.selection import FEW_GROUPS, Groups, ScoreSelector, seeded_generator
-from ragen2_trl.trainers.strategies import RECENT_GROUPS, RecentGroups, strategy_of
+from ragen2_trl.trainers.selection import (
+    FEW_GROUPS,
+    RECENT_GROUPS,
+    Groups,
+    RecentGroups,
+    ScoreSelector,
+    seeded_generator,
+    strategy_of,
+)
 
 CPU = {"use_cpu": True, "bf16": False, "gradient_checkpointing": False, "report_to": "none"}
 

@@ -11,6 +11,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from ragen2_trl.trainers.pilots import AUDIT, PilotSampling
+from ragen2_trl.trainers.prompt_source import TRLOrder
 
 from ragen2_trl.filtering import group_score, select_groups, zero_variance
 from ragen2_trl.record.completions import CompletionLog
@@ -38,8 +40,6 @@ from ragen2_trl.remedies import (
     update_positions,
     what_if,
 )
-from ragen2_trl.trainers.pilots import AUDIT, PilotSampling
-from ragen2_trl.trainers.prompt_source import TRLOrder
 
 
 def make_log(rewards, prompts=None, groups=8, **more):

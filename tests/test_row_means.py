@@ -12,7 +12,7 @@ from algorithms import GRPO, RLOO
 from conftest import PROMPTS
 
 from ragen2_trl.rollout_events import end_tokens
-from ragen2_trl.trainers.row_means import RowMeans
+from ragen2_trl.sampling.row_means import RowMeans
 
 RUN = {
     "per_device_train_batch_size": 64,

@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 
 from ragen2_trl.rollout_events import Scored, group_rewards, texts_of
-from ragen2_trl.sampling.policy import Policy
-from ragen2_trl.sampling.prompts import Permutation
+from ragen2_trl.sampling.policy import Permutation, Policy
+from ragen2_trl.sampling.row_means import RowMeans
+from ragen2_trl.trainers.batches import loss_mask
 from ragen2_trl.trainers.processes import own_share
 from ragen2_trl.trainers.selection import rewards_to_score
 
@@ -32,13 +33,13 @@ BY_ROW = ("environments", "_batch_environments", "_sync_tool_dicts", "_async_too
 
 
 @dataclass
-class PilotRound:
-    """A round with pilots, from the rows that TRL is given to the rewards of whole groups.
+class Round:
+    """A round of sampling, from the rows that TRL is given to the rewards of whole groups.
 
     Args:
         inputs: TRL's rows of this process, G for each prompt; once prompts are chosen, the rows of these.
         key: tells this round's draws from others of the run.
-        pilot_rows: of this process.
+        pilot_rows: of this process. This and what follows with pilots.
         pilots: the scored pilots of all prompts over all processes, once they are sampled.
         metrics: metrics that reward functions logged for them (TRL's `log_metric`).
         rewards: (P, G) by which groups are scored, over all processes, NaN for what was not sampled.
@@ -72,18 +73,24 @@ class PromptSampler:
         self.accelerator = trainer.accelerator
         self.size: int = trainer.args.num_generations
         self.first = 0 if policy.pilots is None else policy.pilots.count  # completions of a pilot, G0
-        self.round: PilotRound | None = None
+        self.decides = policy.order is not None or policy.pilots is not None
+        self.round: Round | None = None
+        self.means: RowMeans | None = None  # where a generation takes several calls of TRL's methods
 
-    # Rows of the dataset
+    def begin_round(self, inputs: list[Row], number: int, key: tuple[int, ...]) -> None:
+        """TRL is about to sample these rows of this process, G for each prompt.
 
-    def begin_step(self, inputs: list[Row]) -> None:
-        """Replace this process's rows by the rows of the step's first prompts, in place.
-
-        TRL's data loader reads ahead and cannot know how many prompts a step needs.
+        In the first round of a step, 0, they are replaced by those of the step's first prompts, in place: TRL's data
+        loader reads ahead and cannot know how many prompts a step needs.
         """
-        numbers = self.policy.begin_step(len(inputs) * self.accelerator.num_processes // self.size)
-        if numbers is not None:
-            inputs[:] = self._own_rows(numbers)
+        if number == 0:
+            self.means = RowMeans(self.trainer._metrics["train"]) if self.first or self.policy.rounds else None
+            if self.decides:
+                numbers = self.policy.begin_step(len(inputs) * self.accelerator.num_processes // self.size)
+                inputs[:] = inputs if numbers is None else self._own_rows(numbers)
+        self.round = Round(inputs, key)
+        if not self.first:
+            self._separate(inputs, range(len(inputs)))
 
     def further(self, count: int) -> list[Row]:
         """This process's rows of `count` more prompts for the same step, in number over all processes."""
@@ -95,25 +102,23 @@ class PromptSampler:
         prompts = {row: self.rows[row] for row in dict.fromkeys(own)}
         return [prompts[row] for row in own]
 
-    def begin_round(self, inputs: list[Row], key: tuple[int, ...]) -> None:
-        """TRL is about to sample these rows of this process, G for each prompt."""
-        self.round = PilotRound(inputs, key) if self.first else None
-        if not self.first:
-            self._separate(inputs, range(len(inputs)))
-
     def _separate(self, inputs: list[Row], rows: Sequence[int]) -> None:
         """Give each of some rows an object of its own, as an episode may write into it, and announce them."""
         inputs[:] = separate(inputs, rows)
         self.trainer.rollout_events.rows([inputs[row] for row in rows])
 
-    # In place of methods of TRL's, with pilots
+    # In place of methods of TRL's
 
     def generate(self, generate: Generate, calculate: Calculate, prompts: list[Any]) -> tuple[Any, ...]:
-        """In place of `_generate`: sample the pilots of each prompt, then the remaining completions of chosen ones.
+        """In place of `_generate`. With pilots, sample these of each prompt, then the remaining completions of chosen
+        ones.
 
         Returns:
             Whole groups of the chosen prompts, whose rows `inputs` and `prompts` hold from now on.
         """
+        if not self.first:
+            generated: tuple[Any, ...] = self._counted(generate, prompts)
+            return generated
         current, trainer = self._current(), self.trainer
         inputs, first, size = current.inputs, self.first, self.size
         of_pilots = [row for row in range(len(inputs)) if row % size < first]
@@ -137,7 +142,10 @@ class PromptSampler:
         return result
 
     def calculate(self, calculate: Calculate, *rows: list[Any]) -> Tensor:
-        """In place of `_calculate_rewards`: scores the remaining completions. (B, F) of whole groups."""
+        """In place of `_calculate_rewards`; with pilots it scores remaining completions. (B, F) of whole groups."""
+        if not self.first:
+            all_scored: Tensor = self._counted(calculate, *rows)
+            return all_scored
         current, remaining, first = self._current(), self._remaining(), self.first
         assert current.pilots is not None  # they were scored in `generate`
         scored, metrics = self._score(remaining, calculate, *([values[row] for row in remaining] for values in rows))
@@ -151,22 +159,43 @@ class PromptSampler:
         of_remaining = scored.rewards_per_func.view(-1, self.size - first, functions)
         return torch.cat([groups[chosen], of_remaining], dim=1).flatten(0, 1)
 
+    def _counted(self, call: Callable[..., Any], *rows: list[Any]) -> Any:
+        """The result of a call for some rows, for which its metrics speak."""
+        result = call(*rows)
+        if self.means is not None:
+            self.means.add(len(rows[0]))
+        return result
+
+    # TRL has made its batch
+
+    def end_round(self, batch: dict[str, Any], rows: int) -> None:
+        """TRL's batch of so many rows is made, and its metrics speak for them. A call for all processes together."""
+        scored = self.trainer.rollout_events.scored
+        if self.means is not None and self.round is not None:
+            given_up = [] if self.round.given_up is None else [self.round.given_up]
+            tokens = self.accelerator.reduce(loss_mask(batch).sum(), reduction="sum").item()
+            self.means.end_round(torch.cat([scored.rewards_per_func, *given_up]), tokens, rows)
+
     def learn(self, rewards: Tensor) -> Tensor:
         """Take in the rewards of the groups that TRL has scored, (n, G).
 
         Returns:
             (P, G) rewards of all prompts of the round, NaN for completions that were not sampled.
         """
-        earned = rewards.double().cpu() if self.round is None else torch.from_numpy(self.round.rewards)
-        self.policy.learn(earned.numpy())
+        of_round = self._current().rewards
+        earned = rewards.double().cpu() if of_round is None else torch.from_numpy(of_round)
+        if self.decides:
+            self.policy.learn(earned.numpy())
         return earned
 
-    @property
-    def given_up(self) -> list[Tensor]:
-        """Rewards by function of pilots that are in no group of the round."""
-        return [] if self.round is None or self.round.given_up is None else [self.round.given_up]
+    def end_step(self) -> dict[str, float]:
+        """Metrics of a step whose rounds are sampled; TRL's become means over what they speak for."""
+        if self.means is not None and (self.first or len(self.means.scored) > 1):
+            self.means.close(self.trainer.reward_weights, self.trainer.reward_func_names)
+        self.means = None
+        return self.policy.metrics() if self.decides else {}
 
-    def _current(self) -> PilotRound:
+    def _current(self) -> Round:
         if self.round is None:
             raise RuntimeError(
                 f"{type(self.trainer).__name__} samples with pilots outside of _generate_and_score_completions; "
@@ -192,7 +221,8 @@ class PromptSampler:
         """The result of TRL's `_generate` for some rows."""
         self._separate(self._current().inputs, rows)
         with self._part(rows, members):
-            return generate([prompts[row] for row in rows])
+            result: tuple[Any, ...] = self._counted(generate, [prompts[row] for row in rows])
+        return result
 
     def _score_pilots(
         self,
@@ -218,7 +248,7 @@ class PromptSampler:
         """The rewards and columns of some rows, and the metrics that reward functions logged for them."""
         trainer = self.trainer
         with self._part(rows, self.size):
-            rewards, failed = trainer.rollout_events.without_failed(values[0], calculate(*values))
+            rewards, failed = trainer.rollout_events.without_failed(values[0], self._counted(calculate, *values))
         columns, metrics = dict(trainer._pending_extra_logs), dict(trainer._pending_metrics)
         trainer._pending_extra_logs.clear()
         trainer._pending_metrics.clear()

@@ -54,8 +54,9 @@ from ragen2_trl.trainers.selection import (
     Selector,
     joined_selections,
     seeded_generator,
+    strategy_class,
+    strategy_of,
 )
-from ragen2_trl.trainers.strategies import strategy_class, strategy_of
 from ragen2_trl.trainers.trl_contract import check_trl
 
 logger = get_logger(__name__)
@@ -268,7 +269,7 @@ class SNRFilteredAsyncGRPOTrainer(WholeCheckpoints, AsyncGRPOTrainer):
             seeded_generator(_DRAW, args.seed, number),
             self._strategy.see(rewards),
             _no_entropies,
-            group.rewards,
+            lambda: group.rewards,
             lambda: self._advantages_of(group),
         )
         if given_up:

@@ -17,7 +17,7 @@ import torch
 from trl.experimental.async_grpo.async_rollout_worker import _AsyncRolloutLoop
 
 from ragen2_trl.rollout_events import group_rewards
-from ragen2_trl.sampling.pilots import AUDIT, RECENT, least_worth
+from ragen2_trl.sampling.policy import AUDIT, RECENT, least_worth
 from ragen2_trl.sampling.posterior import Floats, RewardPosterior
 from ragen2_trl.trainers.async_groups import TAG, RowTag
 

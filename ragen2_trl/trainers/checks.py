@@ -14,9 +14,8 @@ from trl import RLOOTrainer
 from ragen2_trl.columns import SUCCESS
 from ragen2_trl.trainers.checkpoints import LAYOUT_FIELDS
 from ragen2_trl.trainers.config import SNRFilterConfig
-from ragen2_trl.trainers.selection import Selector
+from ragen2_trl.trainers.selection import Selector, strategy_class
 from ragen2_trl.trainers.shared_prompts import dropout_of
-from ragen2_trl.trainers.strategies import strategy_class
 
 logger = get_logger(__name__)
 

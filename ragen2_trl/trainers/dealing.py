@@ -35,28 +35,6 @@ the activations of a position."""
 TOLERANCE = 0.05  # time of the update that we give to leave rows where they are
 
 
-def accumulation_segments(num_micro_steps: int, left_in_window: int, accumulation: int) -> list[int]:
-    """Cut the micro-steps of one pass over a generation batch at the optimizer steps.
-
-    Args:
-        num_micro_steps: micro-steps of the pass, TRL's `steps_per_generation`.
-        left_in_window: micro-steps until the next optimizer step, this one included.
-        accumulation: micro-steps from one optimizer step to the next, `gradient_accumulation_steps`.
-
-    Returns:
-        Lengths that sum to `num_micro_steps`; each segment but the last ends with an optimizer step.
-
-    >>> accumulation_segments(8, 4, 4)  # two optimizer steps on one generation batch
-    [4, 4]
-    >>> accumulation_segments(2, 3, 4)  # the optimizer step comes after the next generation batch
-    [2]
-    >>> accumulation_segments(4, 1, 3)  # windows and generation batches out of step
-    [1, 3]
-    """
-    cuts = [0, *range(left_in_window, num_micro_steps, accumulation), num_micro_steps]
-    return [stop - start for start, stop in pairwise(cuts)]
-
-
 def deal_rows(
     lengths: Sequence[Sequence[int]],
     segments: Sequence[int],

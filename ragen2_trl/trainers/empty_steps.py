@@ -61,6 +61,7 @@ class EmptySteps(TrainerCallback):
             self.latest[GENERATION] = 1.0
         else:
             self.latest, self.trained_groups = {}, 0
+        self.generation = int(self.latest.get(GENERATION, 0))  # how many of the run have been selected
         self.grad_norm: Any = None  # of the latest step with rows since the last log row
         self.empty_steps = 0
         self.empty_streak = 0
@@ -73,14 +74,10 @@ class EmptySteps(TrainerCallback):
 
     def begin_generation(self, trained_groups: int, metrics: dict[str, float]) -> None:
         """A generation is selected: log its metrics, under `snr/`."""
-        self.trained_groups, self.latest = trained_groups, {GENERATION: float(self.generations + 1)}
+        self.generation += 1
+        self.trained_groups, self.latest = trained_groups, {GENERATION: float(self.generation)}
         log_row(self.trainer, self.latest, replace=True)
         self.log(metrics)
-
-    @property
-    def generations(self) -> int:
-        """Those of the run that have been selected."""
-        return int(self.latest.get(GENERATION, 0))
 
     def log(self, metrics: Mapping[str, float]) -> None:
         """Log metrics of the filter, under `snr/`."""
@@ -159,4 +156,5 @@ class EmptySteps(TrainerCallback):
 
     def load(self, state: StepsState) -> None:
         self.latest, self.trained_groups = state["latest"], state["trained_groups"]
+        self.generation = int(self.latest.get(GENERATION, 0))
         self.empty_steps, self.empty_streak = state["empty_steps"], state["empty_streak"]

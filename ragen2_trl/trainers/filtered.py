@@ -7,7 +7,7 @@ computes the loss of each and takes an optimizer step. The decision is one bool 
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from math import inf
 from typing import Any, ClassVar, TypedDict
 
@@ -21,11 +21,9 @@ from torch.utils.data import Sampler
 from ragen2_trl.columns import GENERATION, TURN_SAMPLES
 from ragen2_trl.names import named_object
 from ragen2_trl.redaction import with_hidden_credentials
-from ragen2_trl.rollout_events import NeedsRows, RolloutEvents, end_tokens, extend, group_rewards
+from ragen2_trl.rollout_events import NeedsRows, RolloutEvents, Scored, end_tokens, extend, group_rewards
 from ragen2_trl.rotary import length_dependent
-from ragen2_trl.sampling.pilots import Pilots
-from ragen2_trl.sampling.policy import Policy
-from ragen2_trl.sampling.prompts import PromptOrder, PromptSelection
+from ragen2_trl.sampling.policy import Pilots, Policy, PromptOrder, PromptSelection
 from ragen2_trl.sampling.sampler import PromptSampler, permutations_of_trl
 from ragen2_trl.trainers.batches import Batch, loss_mask, padded_size
 from ragen2_trl.trainers.checkpointed import WholeCheckpoints
@@ -56,34 +54,22 @@ from ragen2_trl.trainers.log_probs import LogProbs
 from ragen2_trl.trainers.micro_batches import MicroBatches, MicroBatchState
 from ragen2_trl.trainers.plans import DropPlan, LossMean, MicroStep
 from ragen2_trl.trainers.processes import own_share
-from ragen2_trl.trainers.row_means import TOKEN_MEANS, RowMeans
 from ragen2_trl.trainers.selection import (
     Groups,
     Selection,
     Selector,
+    Strategy,
     joined_selections,
     rewards_to_score,
     seeded_generator,
+    strategy_class,
+    strategy_of,
 )
 from ragen2_trl.trainers.shared_prompts import SharedPrompts
-from ragen2_trl.trainers.strategies import Strategy, strategy_class, strategy_of
 from ragen2_trl.trainers.trl_contract import check_trl
 from ragen2_trl.trainers.turn_samples import check_turn_samples, sampled_tokens, with_turn_samples
 
 logger = get_logger(__name__)
-
-
-@dataclass
-class Generation:
-    """A generation batch for training while it is sampled.
-
-    Args:
-        means: TRL's metrics of all calls that it takes.
-        rounds: what each round has selected.
-    """
-
-    means: RowMeans
-    rounds: list[Selection] = field(default_factory=list)
 
 
 class OwnState(TypedDict):
@@ -109,6 +95,7 @@ class SNRFilter(WholeCheckpoints):
     args: SNRFilterConfig
 
     _strategy: Strategy
+    _sampler: PromptSampler
     _plan: DropPlan
     _micro_batches: MicroBatches
     _micro_step: MicroStep | None  # of the micro-batch that is about to be computed
@@ -119,8 +106,7 @@ class SNRFilter(WholeCheckpoints):
 
     # Defaults of the class: a trainer that was made without `__init__`, as in TRL's unit tests, has TRL's own hooks.
     _is_made: bool = False
-    _sampler: PromptSampler | None = None
-    _generation: Generation | None = None  # while one is sampled
+    _rounds: list[Selection] | None = None  # of the generation that is being sampled for training
     _shared_prompts: SharedPrompts | None = None
     _reads_prompts_once: bool = False
     _in_loss: bool = False
@@ -165,17 +151,16 @@ class SNRFilter(WholeCheckpoints):
                 collected.clear()
             raise
         finally:
-            self._generation = None
+            self._rounds = None
 
     def _sample_generation(self, inputs: list[dict[str, Any]]) -> Batch:
         """A batch for training: TRL's, of all rounds, with the rows marked that the loss is a mean over."""
-        assert self._sampler is not None  # it is made
-        self._generation = generation = Generation(RowMeans(self._metrics["train"]))
-        sampler, rounds = self._sampler, generation.rounds
-        sampler.begin_step(inputs)
+        self._rounds = rounds = list[Selection]()
+        sampler = self._sampler
         batch = self._take_round(inputs)
-        metrics = sampler.policy.metrics_of_prompts()
-        kept, trained = self._local(rounds[0].kept.flatten()), int(rounds[0].groups.sum())
+        of_rounds: dict[str, float] = {}
+        kept = self._local(rounds[0].kept.flatten()).to(self.accelerator.device)
+        trained = int(rounds[0].kept.any(dim=1).sum())
         if self._dynamic_sampling is not None:
 
             def sample(count: int) -> tuple[Batch, Tensor]:
@@ -184,14 +169,13 @@ class SNRFilter(WholeCheckpoints):
             batch, kept, of_rounds = self._dynamic_sampling.fill(
                 batch, rounds[0].kept, self.state.global_step, sampler.policy, sample, self._log_probs.now
             )
-            metrics, trained = metrics | of_rounds, int(of_rounds["trained_groups"])
-        if sampler.first or len(rounds) > 1:
-            generation.means.close(self.reward_weights, self.reward_func_names)
+            trained = int(of_rounds["trained_groups"])
+        metrics = sampler.end_step() | of_rounds
         self.latest_selection = joined_selections(rounds)
-        metrics |= self._strategy.metrics(self.latest_selection) | sampler.policy.metrics_of_pilots()
+        metrics |= self._strategy.metrics(self.latest_selection)
         self._empty_steps.begin_generation(trained, metrics)
         if not self._strategy.keeps_trl_batch or TURN_SAMPLES in batch:  # plain TRL's batch stays as it is
-            kept = self._plan.in_mean(kept.to(self.accelerator.device))
+            kept = self._plan.in_mean(kept)
             if TURN_SAMPLES in batch:
                 batch, kept = self._with_turn_samples(batch, kept)
             batch = self._plan.marked(batch, kept)
@@ -200,39 +184,45 @@ class SNRFilter(WholeCheckpoints):
 
     def _take_round(self, inputs: list[dict[str, Any]]) -> Batch:
         """TRL's batch of the next round, with advantages as if it held the groups alone that the round selects."""
-        assert self._generation is not None and self._sampler is not None  # a generation is being sampled
-        number = len(self._generation.rounds)
+        assert self._rounds is not None  # a generation is being sampled
+        number = len(self._rounds)
+        key = self.state.global_step, self._empty_steps.position, number  # tells the round from others of the run
+        self._sampler.begin_round(inputs, number, key)
         batch = self._sample_round(inputs, number)
         if number == 0:
             self.rollout_events.rollout(inputs, batch)
+        lengths = sampled_tokens(batch) if TURN_SAMPLES in batch else loss_mask(batch).sum(dim=1)
         scored, sums = self.rollout_events.scored, self.rollout_events.group_rewards
         assert scored is not None  # the round has been scored
         rewards = rewards_to_score(self.args.snr_score_reward, sums, self.reward_func_names, scored, len(inputs))
-        # Float64 sums do not depend on the order of functions; RLOO clips them before it makes advantages.
-        exact = group_rewards(scored.rewards_per_func.double(), self.reward_weights.double(), sums.size(1))
-        clip = getattr(self, "reward_clip_range", None)
         groups = Groups(
             rewards,
             scored.rewards_per_func.view(*sums.shape, -1),
-            self.accelerator.gather(sampled_tokens(batch)).cpu().view(sums.shape),
-            seeded_generator(self.args.seed, *self._sampling_key(number)),
-            self._strategy.see(self._sampler.learn(rewards)),
+            self.accelerator.gather(lengths).cpu().view(sums.shape),
+            seeded_generator(self.args.seed, *key),
+            None,
             lambda: self._log_probs.mean_entropies(batch).view(sums.shape),
-            exact.clamp(*clip) if clip else exact,
+            lambda: self._exact_sums(scored),
             lambda: self.accelerator.gather(batch["advantages"]).view(sums.shape).cpu(),
         )
-        selection = self._select(groups)
-        own = self._local(selection.kept.flatten()).to(batch["advantages"].device)
-        batch["advantages"] = self._strategy.advantages(batch["advantages"], own)
+        selection = self._select(groups, self._sampler.learn(rewards))
+        self._rounds.append(selection)
+        if self._strategy.zeroes_advantages:
+            own = self._local(selection.kept.flatten()).to(batch["advantages"].device)
+            batch["advantages"] = batch["advantages"].masked_fill(~own, 0.0)
         in_mean = self._plan.in_mean(selection.kept)
         self._set_advantages(inputs, batch, replace(selection, rewards=sums, kept=in_mean))
-        self._generation.rounds.append(selection)
         return batch
 
-    def _select(self, groups: Groups) -> Selection:
-        """The completions of a round to train on, the same on every process."""
-        assert self._sampler is not None and self.rollout_events.scored is not None  # the round has been scored
-        scores, kept = self._strategy.select(groups)
+    def _select(self, groups: Groups, earned: Tensor) -> Selection:
+        """The completions of a round to train on, the same on every process.
+
+        Args:
+            groups: that were sampled in full.
+            earned: (P, G) rewards of all prompts of the round, NaN for completions that were not sampled.
+        """
+        assert self.rollout_events.scored is not None  # the round has been scored
+        scores, kept = self._strategy.select(replace(groups, reward_range=self._strategy.see(earned)))
         if not self._strategy.keeps_trl_batch:
             kept = kept & ~self.rollout_events.scored.failed.cpu().view(kept.shape)
         if self._strategy.own_selector is not None and self.accelerator.num_processes > 1:
@@ -242,12 +232,10 @@ class SNRFilter(WholeCheckpoints):
 
     def _sample_round(self, inputs: list[dict[str, Any]], number: int) -> Batch:
         """TRL's batch of a round, from 0; with pilots `inputs` become the rows that were sampled in full."""
-        assert self._sampler is not None  # it is made
-        self._sampler.begin_round(inputs, self._sampling_key(number))
         self._log_probs.begin_batch(inputs, number)
-        batch = super()._generate_and_score_completions(inputs)
-        self._number_completions(len(inputs), self._empty_steps.generations + 1)
-        self._add_to_means(batch, len(inputs))
+        batch: Batch = super()._generate_and_score_completions(inputs)
+        self._number_completions(len(inputs), self._empty_steps.generation + 1)
+        self._sampler.end_round(batch, len(inputs))
         self._log_probs.end_batch(batch)
         if len(batch["advantages"]) != len(inputs):
             raise RuntimeError(
@@ -265,46 +253,28 @@ class SNRFilter(WholeCheckpoints):
             self._logs["extra"][GENERATION].extend(gather_object([generation] * rows))
 
     def _generate(self, prompts: list[Any]) -> tuple[Any, ...]:
-        with keeping_vllm_awake(self):
-            if self._pilot_sampler is None:
-                return self._generate_call(prompts)
-            return self._pilot_sampler.generate(self._generate_call, self._calculate_call, prompts)
+        generate, calculate = super()._generate, super()._calculate_rewards
+        awake = keeping_vllm_awake(self) if self.use_vllm else nullcontext()
+        with awake, reading_prompts_once(self) if self._reads_prompts_once else nullcontext():
+            sampled: tuple[Any, ...] = (
+                self._sampler.generate(generate, calculate, prompts) if self._samples_to_train else generate(prompts)
+            )
+        return sampled
 
     def _calculate_rewards(self, *rows: list[Any]) -> Tensor:
-        if self._pilot_sampler is None:
-            return self._calculate_call(*rows)
-        return self._pilot_sampler.calculate(self._calculate_call, *rows)
-
-    @property
-    def _pilot_sampler(self) -> PromptSampler | None:
-        """In training with pilots."""
-        return self._sampler if self._sampler is not None and self._sampler.first and self.model.training else None
-
-    def _generate_call(self, prompts: list[Any]) -> tuple[Any, ...]:
-        with reading_prompts_once(self):
-            generated: tuple[Any, ...] = super()._generate(prompts)
-        if self._generation is not None:
-            self._generation.means.add(len(prompts))
-        return generated
-
-    def _calculate_call(self, *rows: list[Any]) -> Tensor:
-        rewards: Tensor = super()._calculate_rewards(*rows)
-        if self._generation is not None:
-            self._generation.means.add(len(rows[0]))
+        calculate = super()._calculate_rewards
+        rewards: Tensor = self._sampler.calculate(calculate, *rows) if self._samples_to_train else calculate(*rows)
         return rewards
 
-    def _add_to_means(self, batch: Batch, rows: int) -> None:
-        """A round of so many rows is scored. A call for all processes together."""
-        scored = self.rollout_events.scored
-        assert self._generation is not None and self._sampler is not None and scored is not None  # it is sampled
-        means, per_func = self._generation.means, torch.cat([scored.rewards_per_func, *self._sampler.given_up])
-        means.scored.append(per_func)
-        tokens = self.accelerator.reduce(loss_mask(batch).sum(), reduction="sum").item()
-        means.add(len(per_func), {"frac_reward_zero_std": rows, **dict.fromkeys(TOKEN_MEANS, tokens)})
+    @property
+    def _samples_to_train(self) -> bool:
+        return self._is_made and self.model.training
 
-    def _sampling_key(self, number: int) -> tuple[int, int, int]:
-        """Tells a round from others of the run: optimizer steps so far, micro-steps since the last, and its number."""
-        return self.state.global_step, self._empty_steps.position, number
+    def _exact_sums(self, scored: Scored) -> Tensor:
+        """(N, G) weighted reward sums in float64, which do not depend on the order of functions."""
+        sums = group_rewards(scored.rewards_per_func.double(), self.reward_weights.double(), self.num_generations)
+        clip = getattr(self, "reward_clip_range", None)  # RLOO clips before it makes advantages
+        return sums.clamp(*clip) if clip else sums
 
     def _with_turn_samples(self, batch: Batch, kept: Tensor) -> tuple[Batch, Tensor]:
         logps = {"old_per_token_logps": self._log_probs.now, "ref_per_token_logps": self._log_probs.reference}
@@ -332,7 +302,7 @@ class SNRFilter(WholeCheckpoints):
         """(rows, T) log-probs and entropies in nats, and the router loss."""
         rows = model, input_ids, attention_mask, logits_to_keep
         is_plain = not compute_aux_loss and all(value is None for value in images.values())
-        if batch_size is not None and self._generation is not None:  # only TRL's calls for a whole generation give one
+        if batch_size is not None and self._rounds is not None:  # only TRL's calls for a whole generation give one
             of_live = self._log_probs.of_generation(rows, batch_size, is_plain)
             if of_live is not None:
                 return of_live, None, None
@@ -449,6 +419,7 @@ class SNRFilter(WholeCheckpoints):
         known = known_range(self.reward_funcs, self.reward_func_names, weights, args.snr_score_reward)
         self._strategy = strategy_of(args, self._own_selector, known)
         self._empty_steps.begin_run()
+        self._log_probs.begin_run()
         policy, rows = self._policy()
         self._sampler = PromptSampler(self, policy, rows)
         self._run_state = RunState(shared={"filter": self._strategy, "steps": self._empty_steps})

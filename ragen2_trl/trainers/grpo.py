@@ -111,11 +111,12 @@ class SNRFilteredGRPOTrainer(SNRFilter, GRPOTrainer):
 
     def _set_advantages(self, inputs: list[dict[str, Any]], batch: dict[str, Any], selection: Selection) -> None:
         """As if the kept groups were the whole batch. Those scaled by group are so already."""
-        if selection.groups.all() or not selection.groups.any():
+        normalises = self.multi_objective_aggregation == "normalize_then_sum"
+        if not (normalises or self.scale_rewards == "batch") or selection.groups.all() or not selection.groups.any():
             return
-        if self.multi_objective_aggregation == "normalize_then_sum":
+        if normalises:
             everywhere = self.accelerator.gather(batch["advantages"])
             advantages = renormalised(everywhere, selection.scorable_rows, selection)
             batch["advantages"] = self._local(advantages)
-        elif self.scale_rewards == "batch":
+        else:
             batch["advantages"] = batch["advantages"] * std_ratio(selection)

@@ -29,20 +29,23 @@ class LogProbs:
 
     # While TRL makes a batch: log-probs of the rows that may be trained on
 
-    def begin_batch(self, inputs: list[dict[str, Any]], number: int) -> None:
-        """TRL is about to make a batch from these rows of the dataset, in a round from 0."""
+    def begin_run(self) -> None:
+        """Settings may have changed since an earlier one."""
         trainer = self.trainer
         has_own_advantages = "_generate_and_score_completions" in overridden(type(trainer))
         # The other cases need the log-probs of every row: KL is part of RLOO's rewards, and these may be kept.
-        of_every_row = (
+        self._of_every_row = (
             trainer._strategy.reads_every_row(has_own_advantages)
             or trainer.args.snr_score_reward not in (None, *trainer.reward_func_names)
             or (isinstance(trainer, RLOOTrainer) and trainer.beta != 0)
             # A process may have images beside one that has none: all must call the same passes.
             or getattr(trainer.model.config, "vision_config", None) is not None
         )
+
+    def begin_batch(self, inputs: list[dict[str, Any]], number: int) -> None:
+        """TRL is about to make a batch from these rows of the dataset, in a round from 0."""
         self._is_first = number == 0
-        self._inputs = None if of_every_row else inputs
+        self._inputs = None if self._of_every_row else inputs
 
     def end_batch(self, batch: Batch | None = None) -> None:
         """TRL has made it. Rows whose log-probs were not computed get 0, so that no loss of them is NaN."""

@@ -7,13 +7,13 @@ subclasses do to it.
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import astuple
+from itertools import pairwise
 from typing import Any, TypedDict
 
 import torch
 from accelerate import Accelerator
 
 from ragen2_trl.trainers.batches import Batch, padded_size
-from ragen2_trl.trainers.dealing import accumulation_segments
 from ragen2_trl.trainers.plans import KEPT, DropPlan, MicroStep
 from ragen2_trl.trainers.processes import gathering_uneven_rows
 
@@ -148,3 +148,25 @@ class MicroBatches:
         self.steps = None if state["steps"] is None else [MicroStep(*step) for step in state["steps"]]
         self.dealt = [MicroStep(*step) for step in state["dealt"]]
         self.segments, self.generated = state["segments"], state["generated"]
+
+
+def accumulation_segments(num_micro_steps: int, left_in_window: int, accumulation: int) -> list[int]:
+    """Cut the micro-steps of one pass over a generation batch at the optimizer steps.
+
+    Args:
+        num_micro_steps: micro-steps of the pass, TRL's `steps_per_generation`.
+        left_in_window: micro-steps until the next optimizer step, this one included.
+        accumulation: micro-steps from one optimizer step to the next, `gradient_accumulation_steps`.
+
+    Returns:
+        Lengths that sum to `num_micro_steps`; each segment but the last ends with an optimizer step.
+
+    >>> accumulation_segments(8, 4, 4)  # two optimizer steps on one generation batch
+    [4, 4]
+    >>> accumulation_segments(2, 3, 4)  # the optimizer step comes after the next generation batch
+    [2]
+    >>> accumulation_segments(4, 1, 3)  # windows and generation batches out of step
+    [1, 3]
+    """
+    cuts = [0, *range(left_in_window, num_micro_steps, accumulation), num_micro_steps]
+    return [stop - start for start, stop in pairwise(cuts)]

@@ -19,12 +19,12 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
+from ragen2_trl.trainers.pilots import RECENT, worth_going_on
 
 from ragen2_trl import SNRFilteredGRPOConfig, SNRFilteredGRPOTrainer
 from ragen2_trl.envs import make_env
-from ragen2_trl.tiny import TINY_MODEL_PATH
-from ragen2_trl.trainers.pilots import RECENT, worth_going_on
 from ragen2_trl.sampling.posterior import RewardPosterior
+from ragen2_trl.tiny import TINY_MODEL_PATH
 from research.benchmarks.measuring import machine, now
 
 RESULTS = Path(__file__).parent / "results"
