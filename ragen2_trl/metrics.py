@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import cache
 
 # What a place in a name stands for. The first scope that was measured is shown.
-SCOPES = ("first_turn", "trajectory", "trajectory_reference")
+SCOPES = ("first_turn", "trajectory")
 PLACES = {
     "scope": "|".join(SCOPES),
     "turn": r"turn_\d+",
@@ -247,12 +247,6 @@ MI = (
             ("retrieval_chance", "", "fraction", ""),
             ("num_completions", "", "count", ""),
         )
-    ),
-    Metric(
-        "mi/trajectory_reference/verbatim_elsewhere",
-        "traces repeated in the context of another draw ([form](mathematics.md#several-turns))",
-        "fraction",
-        SAMPLE,
     ),
     Metric(
         ANSWER_PROMPT,

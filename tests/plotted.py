@@ -82,9 +82,7 @@ def stock_history(steps: int) -> list[dict]:
     return [{"step": step, "reward": 0.5, "entropy": 0.4, "frac_reward_zero_std": 0.3} for step in range(1, steps + 1)]
 
 
-def measured_history(
-    steps: int, every: int = 10, scopes=("first_turn", "trajectory", "trajectory_reference")
-) -> list[dict]:
+def measured_history(steps: int, every: int = 10, scopes=("first_turn", "trajectory")) -> list[dict]:
     """A run whose reasoning stops to depend on its prompt, and whose format breaks at the end."""
     rng, rows = random.Random(0), []
     for step in range(1, steps + 1):
@@ -92,7 +90,7 @@ def measured_history(
         row = {"step": step, "reward": 0.5 + 0.2 * step / steps, "env/frozen_lake/success": 0.2 + 0.4 * step / steps}
         if step == 1 or step % every == 0:
             for number, scope in enumerate(scopes):
-                seq, chance = 2.0 * left + 0.1 * rng.random() - 0.3 * number, (0.125, 0.125, 1 / 64)[number]
+                seq, chance = 2.0 * left + 0.1 * rng.random() - 0.3 * number, 0.125
                 row |= {
                     f"mi/{scope}/{key}": value
                     for key, value in {

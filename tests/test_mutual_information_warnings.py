@@ -75,7 +75,7 @@ def test_what_cannot_be_measured_is_said_once_and_leaves_no_number(
         ({"every": 0}, "every must be at least 1"),
         ({"num_completions": 1}, "num_completions must be at least 2"),
         ({"max_prompts": 1}, "max_prompts must be at least 2"),
-        ({"scopes": ("first",)}, "scopes='first' is not supported; allowed values: first_turn, trajectory"),
+        ({"scopes": ("first",)}, "scopes='first' is not supported; allowed values: first_turn, trajectory, answer\\."),
         ({"scopes": ()}, "scopes must name at least one"),
         ({"stop_on": "collapse"}, "stop_on='collapse' is not supported; allowed values: template_even"),
     ],

@@ -71,11 +71,6 @@ def test_a_command_says_in_a_line_what_it_cannot_use(typed, said, capsys):
     [
         ("train", {"num_prompts": 0}, "num_prompts must be an integer between 1 and 10000000, got 0"),
         ("train", {"context": "last"}, "context='last' needs a task of several turns in text, got frozen_lake"),
-        (
-            "train",
-            {"trajectory_reference": True, "mutual_information": False},
-            "trajectory_reference=True needs",
-        ),
         ("train", {"mi_every": 5, "mutual_information": False}, "mi_every=5 needs mutual_information"),
         ("train", {"mi_every": 0}, "mi_every must be at least 1, got 0"),
         ("train", {"gradients_entropy_coef": 0.1}, "gradients_entropy_coef=0.1 needs gradients_every, got 0"),

@@ -24,7 +24,6 @@ from ragen2_trl.instrument.answers import FindAnswer, measure_answers
 from ragen2_trl.instrument.budget import Texts, affordable, expected_tokens, num_answers
 from ragen2_trl.instrument.diagnosis import (
     ANSWERS,
-    REFERENCE_SCOPE,
     SCOPES,
     Measurement,
     NotMeasurableError,
@@ -34,7 +33,6 @@ from ragen2_trl.instrument.diagnosis import (
     draw,
     measure_first_turn,
     measure_trajectory,
-    measure_trajectory_reference,
 )
 from ragen2_trl.instrument.information import MarginalStdEMA
 from ragen2_trl.instrument.reasoning import Trajectories, Turn
@@ -118,8 +116,7 @@ class MutualInformationCallback(TrainerCallback):
             `answer` scores answers after the reasoning, and after the prompt, of others
             ([`~ragen2_trl.instrument.measure_answers`]): it says whether the answer uses its prompt and its reasoning.
             It costs at most a fifth of 64 first turns under 64 prompts, and is left out where fewer than 8 turns have
-            an answer. `trajectory_reference` must be named. It does as the reference code: all turns in one matrix, to
-            compare with published numbers. It costs more than both together, and no verdict rests on it.
+            an answer.
         stop_on (`str`, *optional*):
             `"template_even_if_success_rises"` ends training when reasoning has become a template: it has depended on
             its prompt and surely does so less than half as much, in two measurements in a row or more, with high
@@ -168,14 +165,14 @@ class MutualInformationCallback(TrainerCallback):
         if stop_on is not None:
             check_choice("stop_on", stop_on, (STOP_ON_TEMPLATE,))
         if not scopes:
-            raise ValueError(f"scopes must name at least one of {(*SCOPES, REFERENCE_SCOPE)}, got {scopes!r}")
+            raise ValueError(f"scopes must name at least one of {SCOPES}, got {scopes!r}")
         for scope in scopes:
-            check_choice("scopes", scope, (*SCOPES, REFERENCE_SCOPE))
+            check_choice("scopes", scope, SCOPES)
         self.trainer = cast(StockTrainer, trainer)
         self.every = every
         self.cadence = Cadence(self.trainer, every)
         self.scopes = tuple(scopes)
-        self.leading_scope = next((scope for scope in scopes if scope not in (REFERENCE_SCOPE, ANSWERS)), None)
+        self.leading_scope = next((scope for scope in scopes if scope != ANSWERS), None)
         self.answer = answer
         # Many models write no tags, so that there is nothing to warn of unless answers were asked for.
         self.asks_for_answers = answer is not None or (ANSWERS in scopes and self.scopes != SCOPES)
@@ -526,7 +523,7 @@ def measure_scope(scope: str, *arguments: Any) -> tuple[dict[str, float], dict[s
     """Measures one scope.
 
     Args:
-        scope: `first_turn`, `trajectory` or `trajectory_reference`.
+        scope: `first_turn` or `trajectory`.
         *arguments: of `measure_first_turn` and its siblings.
 
     Returns:
@@ -536,8 +533,6 @@ def measure_scope(scope: str, *arguments: Any) -> tuple[dict[str, float], dict[s
     Raises:
         NotMeasurableError: Where there is nothing to measure.
     """
-    if scope == REFERENCE_SCOPE:
-        return measure_trajectory_reference(*arguments).metrics, {}, None
     if scope == "first_turn":
         measurement = measure_first_turn(*arguments)
         return measurement.metrics, {}, measurement

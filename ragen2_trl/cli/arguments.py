@@ -479,13 +479,6 @@ class TrainArguments(PlayArguments):
         default=None,
         metadata={"help": "Optimizer steps between measurements; default: those of `logging_steps`, at least 10."},
     )
-    trajectory_reference: bool = field(
-        default=False,
-        metadata={
-            "help": "Log mutual information in the form of RAGEN's code, too: all turns in one matrix, which more "
-            "than doubles the cost of measuring."
-        },
-    )
     episodes_every: int = field(
         default=10,
         metadata={"help": "Save the episodes of a step, at least so many steps apart, for the report; 0 never."},

@@ -44,7 +44,6 @@ from ragen2_trl.columns import ALL_TASKS
 from ragen2_trl.envs import Environment
 from ragen2_trl.envs.mixture import AnyTask, TaskMixture
 from ragen2_trl.filtering import check_choice
-from ragen2_trl.instrument import REFERENCE_SCOPE, SCOPES
 from ragen2_trl.messages import Stopped, stopped_by_signals
 from ragen2_trl.record.files import (
     DIAGNOSTICS,
@@ -179,13 +178,9 @@ def _main(args: list[str] | None, held: ExitStack) -> None:
 
 def _check_effects(arguments: TrainArguments, env: AnyTask) -> None:
     """Raises a `ValueError` for what was asked of something that is off."""
-    asked = {
-        "trajectory_reference": "mutual_information",
-        "mi_every": "mutual_information",
-        "gradients_entropy_coef": "gradients_every",
-    }
+    asked = {"mi_every": "mutual_information", "gradients_entropy_coef": "gradients_every"}
     for name, needed in asked.items():
-        if getattr(arguments, name) not in (False, None) and not getattr(arguments, needed):
+        if getattr(arguments, name) is not None and not getattr(arguments, needed):
             raise ValueError(f"{name}={getattr(arguments, name)} needs {needed}, got {getattr(arguments, needed)}")
     if arguments.context != "full" and not env.needs_rollout:
         raise ValueError(f"context={arguments.context!r} needs a task of several turns in text, got {env.name}")
@@ -311,8 +306,7 @@ def _make_trainer(
     trainer.remove_callback(PrinterCallback)
     count_cost(trainer)
     if script_args.mutual_information:
-        scopes = (*SCOPES, REFERENCE_SCOPE) if script_args.trajectory_reference else SCOPES
-        trainer.add_callback(MutualInformationCallback(trainer, every=script_args.mi_every, scopes=scopes))
+        trainer.add_callback(MutualInformationCallback(trainer, every=script_args.mi_every))
     if script_args.episodes_every > 0:
         trainer.add_callback(EpisodeCallback(trainer, script_args.episodes_every))
     if script_args.gradients_every > 0:

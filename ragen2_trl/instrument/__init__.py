@@ -8,7 +8,6 @@ failing, which is another question. Nothing here knows TRL or a task.
 
 from ragen2_trl.instrument.answers import Answer, AnswerEvidence, answers_said, find_answer, measure_answers
 from ragen2_trl.instrument.diagnosis import (
-    REFERENCE_SCOPE,
     SCOPES,
     Measurement,
     NotMeasurableError,
@@ -16,7 +15,6 @@ from ragen2_trl.instrument.diagnosis import (
     combine,
     measure_first_turn,
     measure_trajectory,
-    measure_trajectory_reference,
 )
 from ragen2_trl.instrument.health import Health, State, health
 from ragen2_trl.instrument.information import MarginalStdEMA, information_metrics
@@ -25,7 +23,6 @@ from ragen2_trl.instrument.scoring import ContextLengthError, count_tokens, cros
 from ragen2_trl.instrument.verdict import Evidence, Finding, Regime, chance_p_value, headline, in_numbers, judge
 
 __all__ = [
-    "REFERENCE_SCOPE",
     "SCOPES",
     "Answer",
     "AnswerEvidence",
@@ -56,5 +53,4 @@ __all__ = [
     "measure_answers",
     "measure_first_turn",
     "measure_trajectory",
-    "measure_trajectory_reference",
 ]

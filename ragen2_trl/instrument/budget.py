@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from statistics import fmean
 
 from ragen2_trl.instrument.answers import SEQUENCES
-from ragen2_trl.instrument.diagnosis import ANSWERS, REFERENCE_SCOPE, Sampling
+from ragen2_trl.instrument.diagnosis import ANSWERS, Sampling
 
 ALWAYS = 300_000
 """Tokens that a measurement may score whatever the update: all that small models and short texts need."""
@@ -46,7 +46,6 @@ def expected_tokens(scopes: Sequence[str], sampling: Sampling, texts: Texts) -> 
     """
     limit, most = sampling.max_tokens or max(texts.completions), sampling.max_prompts
     before, turn = fmean(texts.contexts), fmean(min(length, limit) for length in texts.turns)
-    later = before + fmean(texts.completions) / 2
     rows = min(sampling.num_completions, len(texts.contexts))
     total = 0.0
     for scope in scopes:
@@ -54,14 +53,12 @@ def expected_tokens(scopes: Sequence[str], sampling: Sampling, texts: Texts) -> 
         if scope == "first_turn":
             columns = min(most, texts.num_prompts)
             total += columns * before + rows * columns * turn
-        elif scope == REFERENCE_SCOPE:
-            columns = min(most, rows)
-            total += columns * later + columns * columns * turn
         elif scope == ANSWERS:
             of_one = SEQUENCES * fmean(texts.turns)
             count = num_answers(sampling, texts)
             total += min(count, texts.num_prompts) * before + count * of_one
         elif texts.num_turns > 1:
+            later = before + fmean(texts.completions) / 2
             at_each = rows / texts.num_turns
             columns = min(most, at_each)
             total += 2 * texts.num_turns * (columns * later + at_each * columns * turn)
@@ -98,7 +95,7 @@ def _smaller(scopes: Sequence[str], sampling: Sampling, texts: Texts) -> Iterato
         yield sampling
         tokens //= 2
     prompts = sampling.max_prompts
-    if REFERENCE_SCOPE not in scopes and ("trajectory" not in scopes or texts.num_turns == 1):
+    if "trajectory" not in scopes or texts.num_turns == 1:
         prompts = min(prompts, texts.num_prompts)  # a later turn has a column per row, and rows can be more
     while prompts > LEAST_PROMPTS:
         prompts = max(LEAST_PROMPTS, prompts // 2)

@@ -16,7 +16,6 @@ T = TypeVar("T")
 
 ANSWERS = "answer"  # the scope of `measure_answers`
 SCOPES = ("first_turn", "trajectory", ANSWERS)
-REFERENCE_SCOPE = "trajectory_reference"  # by itself, because it leaks: see `measure_trajectory_reference`
 
 
 class NotMeasurableError(ValueError):
@@ -190,53 +189,6 @@ def measure_trajectory(
     if not measurements:
         raise NotMeasurableError(reason)
     return measurements
-
-
-def measure_trajectory_reference(
-    model: nn.Module,
-    trajectories: Trajectories,
-    groups: Sequence[int],
-    generator: torch.Generator,
-    sampling: Sampling,
-) -> Measurement:
-    """Scores reasoning of all turns under the contexts of all turns, in one matrix, as RAGEN's code does.
-
-    A trajectory is drawn uniformly, then one of its turns that has reasoning, with replacement and as often as there
-    are completions to score; a draw of a trajectory without reasoning is lost. Each draw is a column of its own,
-    whatever its group, and equal contexts form a class: 64 x 64 with the default sampling, chance 1/64 where all
-    contexts differ (arXiv 2604.06268, trajectory-uniform sampling).
-
-    It makes published numbers comparable and is not to be relied on: the context of a later turn holds the reasoning
-    of earlier ones verbatim, so that a reasoning trace can be likelier under it than under its own. That makes
-    retrieval and mutual information too low; that turns of all positions are mixed makes retrieval easier. `metrics`
-    has `verbatim_elsewhere`, the share of reasoning traces that stand in another drawn context of their trajectory.
-
-    Raises:
-        NotMeasurableError: With fewer than two distinct contexts, or without any reasoning.
-    """
-    rows = []
-    for number in range(min(sampling.num_completions, sampling.max_prompts)):
-        i = int(torch.randint(len(trajectories), (), generator=generator))
-        reasoned = [turn for turn in trajectories[i] if turn.reasoning]
-        if reasoned:
-            (turn,) = draw(reasoned, 1, generator)
-            rows.append(_Row(_Column(i, number, turn.context), turn))
-    columns = [row.column for row in rows]
-    measured = _measure(model, rows, columns, sampling)
-    contexts: dict[int, set[tuple[int, ...]]] = defaultdict(set)  # that were drawn, by trajectory
-    for column in columns:
-        contexts[column.trajectory].add(column.context)
-    elsewhere = sum(
-        any(_holds(context, row.turn.reasoning) for context in contexts[row.column.trajectory] - {row.column.context})
-        for row in rows
-    ) / len(rows)
-    return replace(measured, metrics=measured.metrics | {"verbatim_elsewhere": elsewhere})
-
-
-def _holds(context: tuple[int, ...], reasoning: tuple[int, ...]) -> bool:
-    """Whether a context holds all ids of a reasoning trace in their order."""
-    size = len(reasoning)
-    return any(context[start : start + size] == reasoning for start in range(len(context) - size + 1))
 
 
 def combine(measurements: Sequence[Measurement]) -> dict[str, float]:

@@ -63,7 +63,6 @@ LETTERS = 60  # of a row of a legend
 SCOPES: dict[str, tuple[str, str, Any, str]] = {  # log prefix to name and look
     "mi/first_turn": ("first turns", BLUE, "-", "o"),
     "mi/trajectory": ("all turns, each by itself", ORANGE, "--", "s"),
-    "mi/trajectory_reference": ("all turns together (as RAGEN's code)", GREEN, "-.", "^"),
 }
 # The six of Table 1: title, for which layouts make no room, key, key of chance or of the bound.
 PROXIES = (
