@@ -66,7 +66,7 @@ def test_completions_have_the_number_of_their_generation(algorithm, way, policy_
     def logged(*given, **named):
         log(*given, **named)
         columns = trainer._logs["extra"]["generation"], trainer._logs["prompt"]
-        seen.append((trainer._empty_steps.generations, *map(list, columns)))
+        seen.append((trainer._empty_steps.generation, *map(list, columns)))
 
     trainer.log = logged
     trainer.train()

@@ -84,17 +84,12 @@ class SNRFilterConfig(StockConfig):
 
     snr_strategy: str = field(
         default="top_p",
-        metadata={
-            "help": f"How groups are selected. One of: {', '.join(STRATEGIES)}. 'all' is plain TRL; 'lossless' is "
-            "TRL's own update without rows that have no advantage; 'nonzero' keeps every group whose rewards vary; "
-            "the others are the paper's."
-        },
+        metadata={"help": f"How groups are selected. One of: {', '.join(STRATEGIES)}. 'all' is plain TRL."},
     )
     snr_value: float = field(
         default=0.9,
         metadata={
-            "help": "Threshold of the strategy: fraction of the summed score (top_p), of the groups (top_k) or of the "
-            "largest score (min_p)."
+            "help": "Fraction of the summed score (top_p), of the groups (top_k) or of the largest score (min_p)."
         },
     )
     snr_score: str = field(
@@ -103,60 +98,43 @@ class SNRFilterConfig(StockConfig):
     )
     snr_score_reward: str | None = field(
         default=None,
-        metadata={
-            "help": "Name of the reward function whose rewards are scored in place of the weighted sum of all, or of "
-            "a column that a reward function logs in every call, as our tasks do 'success'. Advantages are still made "
-            "of the sum."
-        },
+        metadata={"help": "Reward function, or column that one logs in every call, whose rewards rank groups."},
     )
     snr_selector: str | None = field(
         default=None,
-        metadata={
-            "help": "'package.module:name' of a function from groups to a mask of kept groups or completions, in "
-            "place of snr_strategy, snr_value and snr_score."
-        },
+        metadata={"help": "'package.module:name' of a function from groups to a mask, in place of snr_strategy."},
     )
     snr_max_empty_steps: int = field(
         default=50,
-        metadata={
-            "help": "Stop after this many optimizer steps in a row without a kept group; 0 or less never stops."
-        },
+        metadata={"help": "Stop after so many optimizer steps in a row without a kept group; 0 or less never stops."},
     )
     snr_share_prompts: bool | None = field(
         default=None,
         metadata={
-            "help": "Compute each prompt once for all completions of its group. By default with lossless, unless the "
-            "model has dropout."
+            "help": "Compute each prompt once for its group; by default with lossless, unless there is dropout."
         },
     )
     snr_dynamic_sampling_rounds: int = field(
         default=0,
         metadata={
-            "help": "Sample further prompts up to this often in a step, until as many groups are kept as the "
-            "generation batch has (dynamic sampling); 0 trains on the kept groups of the first prompts."
+            "help": "Sample further prompts up to so often in a step, until a generation batch is full of kept groups."
         },
     )
     snr_pilot_generations: int | None = field(
         default=None,
         metadata={
-            "help": "Sample and score this many completions of each prompt first, and the remaining ones only for "
-            "prompts whose rewards can be expected to vary; 0 samples all at once. By default 2 with dynamic sampling "
-            "of groups of 16 or more and snr_strategy='nonzero', else 0."
+            "help": "Completions of each prompt sampled and scored first; the others only where rewards may vary."
         },
     )
     snr_prompt_selection: bool = field(
         default=False,
         metadata={
-            "help": "Choose prompts before sampling, by the reward variance predicted from their earlier groups; new "
-            "prompts come in TRL's order."
+            "help": "Choose prompts before sampling, by the reward variance expected from their earlier groups."
         },
     )
     snr_verbose: bool = field(
         default=False,
-        metadata={
-            "help": "Show trackers and the console every metric of the filter, of reasoning and of health, in "
-            "place of eight; the run's files always have all."
-        },
+        metadata={"help": "Show trackers and the console every metric in place of eight; the run's files have all."},
     )
 
     def __post_init__(self) -> None:

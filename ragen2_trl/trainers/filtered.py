@@ -254,7 +254,7 @@ class SNRFilter(WholeCheckpoints):
 
     def _generate(self, prompts: list[Any]) -> tuple[Any, ...]:
         generate, calculate = super()._generate, super()._calculate_rewards
-        awake = keeping_vllm_awake(self) if self.use_vllm else nullcontext()
+        awake = keeping_vllm_awake(self) if self._is_made and self.use_vllm else nullcontext()
         with awake, reading_prompts_once(self) if self._reads_prompts_once else nullcontext():
             sampled: tuple[Any, ...] = (
                 self._sampler.generate(generate, calculate, prompts) if self._samples_to_train else generate(prompts)
