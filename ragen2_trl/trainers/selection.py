@@ -284,9 +284,8 @@ class Strategy:
     keeps_trl_batch: ClassVar[bool] = False  # whether the update is TRL's bit for bit
     is_trl_update: ClassVar[bool] = False  # whether its loss is TRL's mean over all rows
     shares_prompts: ClassVar[bool] = False  # by default
-    zeroes_advantages: ClassVar[bool] = (
-        False  # whether rows that are not kept get none: TRL's rounding of equal rewards
-    )
+    # Whether rows that are not kept get no advantage: TRL's rounding of equal rewards.
+    zeroes_advantages: ClassVar[bool] = False
 
     def __init__(self, args: Any, selector: Any = None, known_range: tuple[float, float] | None = None):
         self.args, self.own_selector, self.known_range = args, selector, known_range
@@ -459,7 +458,7 @@ class RecentState(TypedDict):
 
 
 class FilterState(TypedDict):
-    """State of a `GroupFilter` in a checkpoint."""
+    """State of a `Strategy` in a checkpoint."""
 
     reward_range: tuple[float, float] | None
     recent: RecentState | None
