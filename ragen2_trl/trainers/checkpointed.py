@@ -1,19 +1,19 @@
 """A run of a filtered trainer: the Hub, where it resumes, and its checkpoints."""
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
 
+import torch
 from accelerate.logging import get_logger
 from datasets import Dataset
-from torch.utils.data import Sampler
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ragen2_trl.redaction import hide_credentials
 from ragen2_trl.trainers.batches import Batch
 from ragen2_trl.trainers.checkpoints import (
     LAYOUT_FIELDS,
-    ResumableSampler,
     RunState,
     checkpoint_to_resume,
     last_complete_checkpoint,
@@ -45,6 +45,11 @@ class WholeCheckpoints(StockTrainer):
 
     how_to_resume = "train(resume_from_checkpoint=True)"  # for the last line of an error
     _run_state: RunState
+    _train_sampler: Any = None  # TRL's, of datasets with rows
+
+    # For each trainer to fill in.
+    _save_run_state: Callable[[str], None]
+    _load_run_state: Callable[[str | None], None]
 
     @property
     def _has_begun(self) -> bool:
@@ -89,6 +94,10 @@ class WholeCheckpoints(StockTrainer):
         where = f"{event} at step {self.state.global_step}; {how} in {self.args.output_dir}."
         end.add_note(where)
 
+    def _get_train_sampler(self, dataset: Dataset | None = None) -> Any:
+        self._train_sampler = super()._get_train_sampler(dataset)
+        return self._train_sampler
+
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         folder = os.path.join(self._get_output_dir(trial=trial), f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
         if self.args.should_save:
@@ -97,12 +106,6 @@ class WholeCheckpoints(StockTrainer):
         if not self.args.save_only_model:
             self._save_run_state(folder)
         super()._save_checkpoint(model, trial)
-
-    def _save_run_state(self, folder: str) -> None:
-        raise NotImplementedError
-
-    def _load_run_state(self, folder: str | None) -> None:
-        raise NotImplementedError
 
     def _save_rng_state(self, output_dir: str) -> None:
         """The last part of a checkpoint that every process writes."""
@@ -119,6 +122,11 @@ class WholeCheckpoints(StockTrainer):
                 "max_steps or num_train_epochs, or an earlier checkpoint."
             )
         super()._load_optimizer_and_scheduler(checkpoint)
+        sampler = self._train_sampler
+        if sampler is not None and sampler.shuffle:
+            # A permutation for each epoch: those of earlier epochs were drawn in the process that saved.
+            for _ in range(int(self.state.epoch or 0)):
+                torch.randperm(sampler.num_samples, generator=sampler.generator)
         self._load_run_state(checkpoint)
 
     def _issue_warnings_after_load(self, load_result: Any) -> None:
@@ -160,9 +168,6 @@ class Checkpointed(WholeCheckpoints, Constructed):
     @property
     def _has_begun(self) -> bool:
         return self._empty_steps.has_begun
-
-    def _get_train_sampler(self, dataset: Dataset | None = None) -> Sampler[int]:
-        return ResumableSampler(super()._get_train_sampler(dataset), self)
 
     def _save_run_state(self, folder: str) -> None:
         own: OwnState = {"step": self._step, "buffered_inputs": None, "micro_batches": None}
