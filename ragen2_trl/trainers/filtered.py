@@ -19,6 +19,7 @@ from ragen2_trl.columns import GENERATION, TURN_SAMPLES
 from ragen2_trl.filtering import group_score
 from ragen2_trl.rollout_events import end_tokens, group_rewards
 from ragen2_trl.trainers.batches import Batch, loss_mask
+from ragen2_trl.trainers.checks import super_not_called
 from ragen2_trl.trainers.forward_passes import ForwardPasses
 from ragen2_trl.trainers.generation import keeping_vllm_awake, reading_prompts_once
 from ragen2_trl.trainers.prompt_source import separate
@@ -44,11 +45,15 @@ class SNRFilter(ForwardPasses):
     # 1. TRL asks for the inputs of a micro-step, and samples where a generation batch begins
 
     def _prepare_inputs(self, generation_batch: Any) -> Batch:
-        before = self._buffered_inputs if self._is_made else None
+        if not self._is_made:
+            return super()._prepare_inputs(generation_batch)
+        before, generations = self._buffered_inputs, self._empty_steps.generations
         inputs: Batch = super()._prepare_inputs(generation_batch)
-        if not self.model.training or not self._is_made:
+        if not self.model.training:
             return inputs
         if self._buffered_inputs is not before:
+            if self._empty_steps.generations == generations:
+                raise super_not_called(self, "_generate_and_score_completions")
             self._micro_batches.begin_generation(self._buffered_inputs, self._is_neutral)
             self._check_sharing(self._buffered_inputs[0])
         number = self._step % self.args.steps_per_generation
@@ -243,10 +248,7 @@ class SNRFilter(ForwardPasses):
             return compute_loss(model, inputs, *args, **kwargs)
         step = self._micro_step
         if step is None:
-            raise RuntimeError(
-                f"{type(self).__name__}._prepare_inputs must call super()._prepare_inputs, which leaves out the rows "
-                "that the filter drops; it did not."
-            )
+            raise super_not_called(self, "_prepare_inputs")
         self._is_weighted = True
         if not step.runs:
             # A leaf of its own: TRL's training step runs backward on it and reaches no parameter.
@@ -262,6 +264,8 @@ class SNRFilter(ForwardPasses):
 
     def _check_weighted(self) -> None:
         """Before an optimizer step: no micro-batch may have escaped the weights."""
+        if self._micro_step is None:
+            raise super_not_called(self, "_prepare_inputs")
         if self._micro_batches.steps is not None and not self._is_weighted:
             raise RuntimeError(
                 f"{type(self).__name__}.training_step has not called self.compute_loss or self._compute_loss of this "
