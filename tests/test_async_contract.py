@@ -26,7 +26,7 @@ def test_the_installed_trl_has_all_that_the_asynchronous_trainer_needs(capsys):
 
 
 READ = {
-    AsyncGRPOTrainer: "_metrics _trained_groups _groups_before_resume _step_microbatches aux_loss_enabled "
+    AsyncGRPOTrainer: "_metrics _trained_groups _groups_before_resume aux_loss_enabled "
     "model_version rollout_queue rollout_worker router_aux_loss_coef",
     AsyncRolloutWorker._loop_cls: "reward_funcs reward_func_names num_generations",
     async_grpo_trainer.DataCollatorForRollout: "groups_trained global_n_tokens group_id completion_mask metrics",
@@ -62,7 +62,7 @@ def test_a_release_without_a_hook_of_the_asynchronous_trainer_is_refused(
 
 
 def test_a_changed_setting_of_trl_is_named(monkeypatch):
-    monkeypatch.setattr(trl_contract, "ASYNC_FIELDS", ["max_staleness", "max_lag"])
+    monkeypatch.setitem(trl_contract.FIELDS, "AsyncGRPOTrainer", "max_staleness max_lag")
     problems = [one.name for one in trl_contract.needs("AsyncGRPOTrainer") if one.problem is not None]
     assert problems == ["AsyncGRPOConfig.max_lag"]
 

@@ -6,8 +6,9 @@ import torch
 from async_cpu import Server, StubWorker, make_async, rows_of_group
 from conftest import parameters_of
 from transformers import TrainerCallback
+from trl.experimental.async_grpo import AsyncGRPOTrainer
 
-from ragen2_trl import SNRFilteredAsyncGRPOConfig
+from ragen2_trl import SNRFilteredAsyncGRPOConfig, SNRFilteredAsyncGRPOTrainer
 from ragen2_trl.metrics import metric
 from ragen2_trl.trainers import async_groups
 
@@ -243,14 +244,43 @@ def test_entropies_are_refused_where_a_selector_asks(policy_path, tmp_path):
         trainer.train()
 
 
-def test_an_async_subclass_that_would_lose_the_filter_is_refused(policy_path, tmp_path, monkeypatch):
-    class Lost(async_cpu.SNRFilteredAsyncGRPOTrainer):
-        def training_step(self, model, inputs, num_items_in_batch=None):
-            return self.compute_loss(model, inputs)
+class LosesTheLoader(SNRFilteredAsyncGRPOTrainer):
+    name, updates = "get_train_dataloader", 0
 
-    monkeypatch.setattr(async_cpu, "SNRFilteredAsyncGRPOTrainer", Lost)
-    with pytest.raises(TypeError, match=r"Lost.training_step must call super\(\)"):
-        make_async(policy_path, tmp_path, Server(), rollout_worker=StubWorker(), max_steps=1)
+    def get_train_dataloader(self):
+        return AsyncGRPOTrainer.get_train_dataloader(self)
+
+
+class LosesTheStep(SNRFilteredAsyncGRPOTrainer):
+    name, updates = "training_step", 0
+
+    def training_step(self, *args, **kwargs):
+        return AsyncGRPOTrainer.training_step(self, *args, **kwargs)
+
+
+class LosesTheLog(SNRFilteredAsyncGRPOTrainer):
+    """Seen where a second step comes: TRL logs after an update, which is the right one."""
+
+    name, updates = "_log_step_metrics", 1
+
+    def _log_step_metrics(self):
+        AsyncGRPOTrainer._log_step_metrics(self)
+
+
+@pytest.mark.parametrize("trainer_class", [LosesTheLoader, LosesTheStep, LosesTheLog])
+def test_an_async_subclass_that_loses_the_filter_is_refused_before_a_wrong_update(
+    trainer_class, policy_path, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(async_cpu, "SNRFilteredAsyncGRPOTrainer", trainer_class)
+    settings = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 2, "snr_strategy": "nonzero"}
+    trainer = make_async(policy_path, tmp_path, Server(), rollout_worker=send([LIVE] * 16), max_steps=3, **settings)
+    before = parameters_of(trainer)
+    said = rf"{trainer_class.__name__}\.{trainer_class.name} must call super\(\)\.{trainer_class.name}"
+    with pytest.raises(RuntimeError, match=said):
+        trainer.train()
+    assert trainer.state.global_step == trainer_class.updates
+    moved = any(not torch.equal(value, before[name]) for name, value in parameters_of(trainer).items())
+    assert moved == (trainer_class.updates > 0)
 
 
 def test_a_plain_async_configuration_gets_the_defaults_of_the_filter(policy_path, tmp_path, monkeypatch):

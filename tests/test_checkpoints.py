@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 from conftest import RUN, assert_same_parameters, parameters_of, told_last
@@ -61,13 +62,15 @@ def run(runs, tmp_path):
 
 
 def damage(path, how):
-    if how == "missing":
-        path.unlink()
-    else:
+    if how == "cut off":
         path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+        return
+    path.unlink()
+    if how == "a pipe":  # that nobody writes to
+        os.mkfifo(path)
 
 
-@pytest.mark.parametrize("how", ["missing", "cut off"])
+@pytest.mark.parametrize("how", ["missing", "cut off", "a pipe"])
 @pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind in KINDS for name in PARTS + OWN * (kind == "ours")])
 def test_a_checkpoint_that_lacks_anything_is_told_from_a_complete_one(kind, name, how, run):
     checkpoint = run(kind) / "checkpoint-3"
@@ -133,10 +136,10 @@ def test_what_is_only_named_like_a_checkpoint_is_none(run):
 
 
 def test_a_disk_that_fails_is_a_flaw_and_no_error_of_its_own(run, monkeypatch):
-    def fails(path):
+    def fails(path, **kwargs):
         raise OSError(errno.EIO, "Input/output error", str(path))
 
-    monkeypatch.setattr(checkpoints, "_is_cut_off", fails)
+    monkeypatch.setattr(Path, "read_text", fails)
     assert "Input/output error" in flaw_of(run("ours") / "checkpoint-3")
     assert last_complete_checkpoint(run("ours")) is None
 

@@ -35,13 +35,13 @@ from ragen2_trl.trainers.checkpoints import RunState
 from ragen2_trl.trainers.checks import (
     LARGE_GROUP,
     PILOTS,
-    check_calls_super,
     check_loss_of_trl,
     check_prompt_column,
     check_router_loss,
     check_same_on_all_processes,
     check_selector,
     known_range,
+    super_not_called,
     warn_of_equal_rows,
     with_snr_fields,
 )
@@ -147,7 +147,8 @@ class SNRFilteredAsyncGRPOTrainer(WholeCheckpoints, AsyncGRPOTrainer):
 
     Raises:
         ValueError: before training for a setting out of range, or one that has no meaning here.
-        TypeError: for a configuration that is neither of the two, or a subclass that would lose the filter.
+        TypeError: for a configuration that is neither of the two, or a loss of a subclass's own with `lossless`.
+        RuntimeError: while training for a subclass that loses the filter, before an update without it.
 
     Example:
 
@@ -189,7 +190,6 @@ class SNRFilteredAsyncGRPOTrainer(WholeCheckpoints, AsyncGRPOTrainer):
             args = self._config_class(f"{model.split('/')[-1]}-{self._name.replace(' ', '-')}")
         check_prompt_column(train_dataset, kwargs.get("environment_factory"))
         args = with_snr_fields(args, self._config_class, self._trl_config_class)
-        check_calls_super(type(self), ("get_train_dataloader", "training_step", "_log_step_metrics"))
         check_loss_of_trl(type(self), args)
         check_selector(selector, args)
         self.pilot_generations = _pilots_of(args, kwargs)
@@ -237,6 +237,7 @@ class SNRFilteredAsyncGRPOTrainer(WholeCheckpoints, AsyncGRPOTrainer):
         self._groups: GroupQueue | None = None
         self._announced: list[Arrival] = []
         self._passes: deque[tuple[int, int, int]] = deque()  # of micro-batches that are collated, see `on_pass`
+        self._micro_steps = 0  # of the present optimizer step
         shared: dict[str, Any] = {"filter": self._strategy, "ledger": self._ledger}
         if self.rollout_worker is not None:
             empty = args.snr_max_empty_steps * (args.generation_batch_size // args.num_generations)
@@ -369,17 +370,27 @@ class SNRFilteredAsyncGRPOTrainer(WholeCheckpoints, AsyncGRPOTrainer):
         return batch
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        if self._step_microbatches == 0:
+        if self._micro_steps == 0:
             self._announce()
         if self.accelerator.is_main_process:
+            if not self._passes:
+                raise super_not_called(self, "get_train_dataloader")
             computed, plain, rows = self._passes.popleft()
             log_row(self, {"snr/update_compute_fraction": computed / plain})
             self.rollout_events.update_pass(computed, plain, rows)
         loss = super().training_step(*args, **kwargs)
         self._trains = True
+        self._micro_steps += 1
         if self.accelerator.is_main_process:
             self._ledger.micro_batch_trained()
         return loss
+
+    def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
+        """Called before each optimizer step: no micro-batch of it, and no earlier step, may have passed ours by."""
+        due = self.current_gradient_accumulation_steps
+        if self._micro_steps != due:
+            raise super_not_called(self, "training_step" if self._micro_steps < due else "_log_step_metrics")
+        return super()._get_grad_norm(model, grad_norm=grad_norm)
 
     def _announce(self) -> None:
         """Tell listeners what has been sampled since the last step. A call for all processes together."""
@@ -400,6 +411,7 @@ class SNRFilteredAsyncGRPOTrainer(WholeCheckpoints, AsyncGRPOTrainer):
 
     def _log_step_metrics(self) -> None:
         super()._log_step_metrics()
+        self._micro_steps = 0
         if self._groups is None:
             return
         # TRL takes the difference of `len(self._trained_groups)`, in which dropped groups count.

@@ -1,10 +1,13 @@
 """A run of a filtered trainer: the Hub, where it resumes, and its checkpoints."""
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from accelerate.logging import get_logger
+from datasets import Dataset
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ragen2_trl.redaction import hide_credentials
@@ -30,6 +33,11 @@ class WholeCheckpoints(StockTrainer):
 
     how_to_resume = "train(resume_from_checkpoint=True)"  # for the last line of an error
     _run_state: RunState
+    _train_sampler: Any = None  # TRL's, of datasets with rows
+
+    # For each trainer to fill in.
+    _save_run_state: Callable[[str], None]
+    _load_run_state: Callable[[str | None], None]
 
     @property
     def _has_begun(self) -> bool:
@@ -74,6 +82,10 @@ class WholeCheckpoints(StockTrainer):
         where = f"{event} at step {self.state.global_step}; {how} in {self.args.output_dir}."
         end.add_note(where)
 
+    def _get_train_sampler(self, dataset: Dataset | None = None) -> Any:
+        self._train_sampler = super()._get_train_sampler(dataset)
+        return self._train_sampler
+
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         folder = os.path.join(self._get_output_dir(trial=trial), f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
         if self.args.should_save:
@@ -82,12 +94,6 @@ class WholeCheckpoints(StockTrainer):
         if not self.args.save_only_model:
             self._save_run_state(folder)
         super()._save_checkpoint(model, trial)
-
-    def _save_run_state(self, folder: str) -> None:
-        raise NotImplementedError
-
-    def _load_run_state(self, folder: str | None) -> None:
-        raise NotImplementedError
 
     def _save_rng_state(self, output_dir: str) -> None:
         """The last part of a checkpoint that every process writes."""
@@ -104,6 +110,11 @@ class WholeCheckpoints(StockTrainer):
                 "max_steps or num_train_epochs, or an earlier checkpoint."
             )
         super()._load_optimizer_and_scheduler(checkpoint)
+        sampler = self._train_sampler
+        if sampler is not None and sampler.shuffle:
+            # A permutation for each epoch: those of earlier epochs were drawn in the process that saved.
+            for _ in range(int(self.state.epoch or 0)):
+                torch.randperm(sampler.num_samples, generator=sampler.generator)
         self._load_run_state(checkpoint)
 
     def _issue_warnings_after_load(self, load_result: Any) -> None:

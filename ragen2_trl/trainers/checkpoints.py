@@ -1,12 +1,12 @@
-"""The state of a filtered run in a checkpoint, whether a checkpoint is complete, and a sampler for resumed runs."""
+"""The state of a filtered run in a checkpoint, and whether a checkpoint is complete."""
 
 import json
 import logging
 import os
 import re
 import zipfile
-from collections.abc import Iterator
-from fnmatch import fnmatch
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, Required, TypedDict, get_type_hints
@@ -14,12 +14,9 @@ from typing import Any, Protocol, Required, TypedDict, get_type_hints
 import torch
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list, gather_object, send_to_device
-from torch.utils.data import Sampler
-from transformers import Trainer
-from trl.trainer.utils import RepeatSampler
+from safetensors import SafetensorError, safe_open
 
 from ragen2_trl.saved_state import (
-    REMEDY,
     check_form,
     load_tensors,
     of_checkpoint,
@@ -42,16 +39,11 @@ PARTS = {
     "scheduler": ("scheduler.pt", "global_step*"),
     "random state": ("rng_state*.pth",),
 }
-# Further files that resuming reads, where there are any.
-FURTHER = (
-    "snr_state_*.pt",
-    "_critic/*",
-    "entropy_ctrl_state.json",
-    "rollout_state.json",
-    "*.index.json",
-    "adapter_config.json",
-    "latest",
-)
+# All that resuming reads. Others, such as a README, a tokenizer or a tool's marker, may change or go without harm.
+READ = [pattern for patterns in PARTS.values() for pattern in patterns] + [
+    *("snr_state_*.pt", "_critic/*", "entropy_ctrl_state.json", "rollout_state.json"),
+    *("*.index.json", "adapter_config.json", "latest"),
+]
 # Settings by which a generation batch is laid out: under others, one in progress cannot go on.
 LAYOUT_FIELDS = (
     "per_device_train_batch_size",
@@ -60,25 +52,6 @@ LAYOUT_FIELDS = (
     "num_generations",
     "num_iterations",
 )
-
-
-class ResumableSampler(Sampler[int]):
-    """TRL's sampler, with the permutation of the current epoch also in a process that starts at a later one."""
-
-    def __init__(self, sampler: RepeatSampler, trainer: Trainer):
-        self.sampler = sampler
-        self.trainer = trainer
-        self.begun = False
-
-    def __iter__(self) -> Iterator[int]:
-        if self.sampler.shuffle and not self.begun:
-            for _ in range(int(self.trainer.state.epoch or 0)):
-                torch.randperm(self.sampler.num_samples, generator=self.sampler.generator)
-        self.begun = True
-        return iter(self.sampler)
-
-    def __len__(self) -> int:
-        return len(self.sampler)
 
 
 class TrainerStateForm(TypedDict, total=False):
@@ -153,23 +126,14 @@ class RunState:
         Raises:
             ValueError: where the file of a process has another form; on all of them.
         """
-        path = folder and os.path.join(folder, STATE_FILE.format(rank=accelerator.process_index))
-        saved, flaw = None, None
-        if path and os.path.exists(path):
-            try:
-                saved = load_tensors(path, SavedRun)
-                with of_checkpoint():
-                    self._check(saved, form, path)
-            except ValueError as error:
-                flaw = str(error)
-        for message in gather_object([flaw]):
-            if message is not None:
-                raise ValueError(message)
+        path = Path(str(folder)) / STATE_FILE.format(rank=accelerator.process_index)
+        with raised_on_all_processes():
+            saved = load_tensors(path, SavedRun) if path.is_file() else None
         # The shared part comes from the first process: others may be new, or on another machine.
         (shared,) = broadcast_object_list([saved and saved["shared"]])
         if shared is None:
             return None
-        self._load(self.shared, shared, f"{folder}/{STATE_FILE.format(rank=0)}: shared")
+        _load(self.shared, shared, f"{folder}/{STATE_FILE.format(rank=0)}: shared")
         layouts = gather_object([saved and saved["layout"]])
         if any(other != layout for other in layouts):
             if accelerator.is_main_process:
@@ -179,25 +143,36 @@ class RunState:
                 )
             return None
         assert saved is not None  # as its layout is this one
-        own: Any = send_to_device(saved["own"], accelerator.device)
-        self._load(self.own, own, f"{path}: own")
+        with raised_on_all_processes():
+            with of_checkpoint():
+                check_form(saved["own"], form, f"{path}: own")
+            own: Any = send_to_device(saved["own"], accelerator.device)
+            _load(self.own, own, f"{path}: own")
         return own
 
-    @staticmethod
-    def _load(parts: dict[str, Stateful], saved: dict[str, Any], field: str) -> None:
+
+def _load(parts: dict[str, Stateful], saved: dict[str, Any], field: str) -> None:
+    with of_checkpoint():
         for name, part in parts.items():
             if name in saved:
+                check_form(saved[name], get_type_hints(part.load)["state"], f"{field}.{name}")
                 try:
                     part.load(saved[name])
                 except (LookupError, RuntimeError) as error:  # of sizes
-                    raise ValueError(f"{field}.{name} cannot be loaded ({error}); {REMEDY}.") from error
+                    raise ValueError(f"{field}.{name} cannot be loaded ({error})") from error
 
-    def _check(self, saved: Any, form: Any, path: str) -> None:
-        check_form(saved["own"], form, f"{path}: own")
-        for kind, parts in (("shared", self.shared), ("own", self.own)):
-            for name, part in parts.items():
-                if name in saved[kind]:
-                    check_form(saved[kind][name], get_type_hints(part.load)["state"], f"{path}: {kind}.{name}")
+
+@contextmanager
+def raised_on_all_processes() -> Iterator[None]:
+    """Raise a `ValueError` of any process on all of them: none waits for another for ever. For all together."""
+    flaw = None
+    try:
+        yield
+    except ValueError as error:
+        flaw = str(error)
+    for message in gather_object([flaw]):
+        if message is not None:
+            raise ValueError(message)
 
 
 def open_checkpoint(folder: str) -> None:
@@ -208,95 +183,84 @@ def open_checkpoint(folder: str) -> None:
 
 
 def write_manifest(folder: str) -> None:
-    """List the files that resuming reads, once all processes have written; `trainer_state.json` comes after it.
-
-    Others, such as a README, a tokenizer or a tool's marker, may change or go without harm.
-    """
-    patterns = [pattern for names in PARTS.values() for pattern in names] + [*FURTHER]
-    files = {
-        name: path.stat().st_size
-        for name, path in _files(Path(folder))
-        if any(fnmatch(part, pattern) for pattern in patterns for part in (name, name.partition("/")[0]))
-    }
+    """List the files that resuming reads, once all processes have written; `trainer_state.json` comes after it."""
+    files = {path.relative_to(folder).as_posix(): path.stat().st_size for path in _files(Path(folder), READ)}
     replace_whole(Path(folder) / MANIFEST, lambda file: file.write(json.dumps(files, indent=0).encode()))
 
 
-def _files(folder: Path) -> Iterator[tuple[str, Path]]:
-    for path in sorted(folder.rglob("*")):
-        if path.is_file() and path.name not in (MANIFEST, TRAINER_STATE):
-            yield path.relative_to(folder).as_posix(), path
+def _files(folder: Path, patterns: Sequence[str]) -> list[Path]:
+    """Files with a name of these patterns, and all files in folders with one."""
+    found = [path for pattern in patterns for path in folder.glob(pattern)]
+    return [file for path in found for file in (path, *path.rglob("*")) if file.is_file()]
 
 
 def flaw_of(folder: Path) -> str | None:
     """What keeps a checkpoint from being resumed from, in words; `None` for a complete one.
 
-    One without a manifest, of another trainer, is looked at for what resuming takes, and for files that were cut off.
+    Ours has the files of its manifest. One without a manifest, of another trainer, has what resuming takes, and no
+    file that was cut off.
     """
     try:
-        return _flaw_of(folder)
-    except OSError as error:  # of the disk, or of a checkpoint that another process takes away
-        return f"{error.filename or folder} cannot be read: {error.strerror or error}"
-
-
-def _flaw_of(folder: Path) -> str | None:
-    state = _mapping(folder / TRAINER_STATE)
-    if state is None:
-        return f"{TRAINER_STATE} is missing or cut off"
-    try:
-        _check_trainer_state(state)
+        _check_state(_read(folder / TRAINER_STATE, TrainerStateForm))
+        if (folder / MANIFEST).exists():
+            _check_sizes(folder, _read(folder / MANIFEST, dict[str, int]))
+        else:
+            _check_parts(folder)
     except ValueError as error:
         return str(error)
-    if (folder / MANIFEST).exists():
-        listed = _mapping(folder / MANIFEST)
-        if listed is None:
-            return f"{MANIFEST} is cut off"
-        for name, size in listed.items():
-            if not (folder / name).is_file():
-                return f"{name} is missing"
-            if (found := (folder / name).stat().st_size) != size:
-                return f"{name} has {found} bytes of {size}"
-    for part, names in PARTS.items():
-        if not any(any(folder.glob(name)) for name in names):
-            return f"{names[0].replace('*', '')} is missing, and with it the {part}"
-    return next((f"{name} is cut off" for name, path in _files(folder) if _is_cut_off(path)), None)
+    except OSError as error:  # of the disk, or of a checkpoint that another process takes away
+        return f"{error.filename or folder} cannot be read: {error.strerror or error}"
+    return None
 
 
-def _check_trainer_state(state: dict[str, Any]) -> None:
-    field = f"{TRAINER_STATE}:"
-    check_form(state, TrainerStateForm, field)
+def _read(path: Path, form: Any) -> Any:
+    """The content of a JSON file."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None  # a pipe holds readers up
+    except (ValueError, RecursionError):
+        content = None
+    if content is None:
+        raise ValueError(f"{path.name} is missing or cut off")
+    check_form(content, form, f"{path.name}:")
+    return content
+
+
+def _check_state(state: TrainerStateForm) -> None:
     step, epoch = state["global_step"], state.get("epoch") or 0
     if step < 0:
-        raise wrong(f"{field} global_step", "at least 0", step)
+        raise wrong(f"{TRAINER_STATE}: global_step", "at least 0", step)
     if not 0 <= epoch <= step:  # also not NaN
-        raise wrong(f"{field} epoch", f"between 0 and global_step={step}", epoch)
+        raise wrong(f"{TRAINER_STATE}: epoch", f"between 0 and global_step={step}", epoch)
 
 
-def _mapping(path: Path) -> dict[str, Any] | None:
-    if not path.is_file():  # or a pipe, which would hold up who opens it
-        return None
-    try:
-        read = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return None
-    return read if isinstance(read, dict) else None
+def _check_sizes(folder: Path, sizes: dict[str, int]) -> None:
+    for name, size in sizes.items():
+        if not (folder / name).is_file():
+            raise ValueError(f"{name} is missing")
+        if (found := (folder / name).stat().st_size) != size:
+            raise ValueError(f"{name} has {found} bytes of {size}")
+
+
+def _check_parts(folder: Path) -> None:
+    for part, names in PARTS.items():
+        if not _files(folder, names):
+            raise ValueError(f"{names[0].replace('*', '')} is missing, and with it the {part}")
+    for path in _files(folder, READ):
+        if _is_cut_off(path):
+            raise ValueError(f"{path.relative_to(folder)} is cut off")
 
 
 def _is_cut_off(path: Path) -> bool:
-    """Of a file whose form tells where it ends: an archive of torch, whose table is last, or safetensors."""
+    """As far as the library tells that reads a file, by its beginning or its end alone."""
     if path.suffix in (".pt", ".pth"):
-        return not zipfile.is_zipfile(path)
-    if path.suffix != ".safetensors":
-        return False
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        header = int.from_bytes(file.read(8), "little")
-        if size < 8 + header:
-            return True
+        return not zipfile.is_zipfile(path)  # torch's archives: their table is last
+    if path.suffix == ".safetensors":
         try:
-            tensors = [entry for entry in json.loads(file.read(header)).values() if "dtype" in entry]
-            return bool(size != 8 + header + max((entry["data_offsets"][1] for entry in tensors), default=0))
-        except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+            with safe_open(path, framework="pt"):  # the header has the length of the file
+                pass
+        except SafetensorError:
             return True
+    return False
 
 
 def check_complete(folder: Path) -> Path:
@@ -336,21 +300,16 @@ def checkpoint_to_resume(output_dir: str | None, asked: str | bool | None, accel
     """
     if not asked:
         return None
-    found: list[Any] = [None, None]  # the folder, or an error, as the main process has it
-    if accelerator.is_main_process:
-        try:
-            found[0] = (
-                last_complete_checkpoint(Path(str(output_dir))) if asked is True else check_complete(Path(asked))
-            )
-            if found[0] is None:
+    found: list[str | None] = [None]  # as the main process has it
+    with raised_on_all_processes():
+        if accelerator.is_main_process:
+            folder = last_complete_checkpoint(Path(str(output_dir))) if asked is True else check_complete(Path(asked))
+            if folder is None:
                 raise ValueError(
                     f"resume_from_checkpoint=True finds no complete checkpoint in output_dir={output_dir!r}; allowed "
                     "there: None, to begin again."
                 )
-            check_backend(found[0], accelerator)
-        except ValueError as error:
-            found[1] = str(error)
-    folder, refusal = broadcast_object_list(found)
-    if refusal is not None:
-        raise ValueError(refusal)
-    return str(folder)
+            check_backend(folder, accelerator)
+            found = [str(folder)]
+    checkpoint: str | None = broadcast_object_list(found)[0]
+    return checkpoint

@@ -16,7 +16,6 @@ from accelerate.logging import get_logger
 from accelerate.utils import broadcast_object_list, gather_object
 from datasets import Dataset, IterableDataset
 from torch import Tensor
-from torch.utils.data import Sampler
 
 from ragen2_trl.columns import GENERATION, TURN_SAMPLES
 from ragen2_trl.names import named_object
@@ -27,7 +26,7 @@ from ragen2_trl.sampling.policy import Pilots, Policy, PromptOrder, PromptSelect
 from ragen2_trl.sampling.sampler import PromptSampler, permutations_of_trl
 from ragen2_trl.trainers.batches import Batch, loss_mask, padded_size
 from ragen2_trl.trainers.checkpointed import WholeCheckpoints
-from ragen2_trl.trainers.checkpoints import LAYOUT_FIELDS, ResumableSampler, RunState
+from ragen2_trl.trainers.checkpoints import LAYOUT_FIELDS, RunState
 from ragen2_trl.trainers.checks import (
     check_enough_prompts,
     check_has_rows,
@@ -42,6 +41,7 @@ from ragen2_trl.trainers.checks import (
     overridden,
     pilots_of,
     shares_prompts,
+    super_not_called,
     warn_of_equal_rows,
     with_snr_fields,
 )
@@ -115,11 +115,15 @@ class SNRFilter(WholeCheckpoints):
     # 1. TRL asks for the inputs of a micro-step, and samples where a generation batch begins
 
     def _prepare_inputs(self, generation_batch: Any) -> Batch:
-        before = self._buffered_inputs if self._is_made else None
+        if not self._is_made:
+            return super()._prepare_inputs(generation_batch)
+        before, generation = self._buffered_inputs, self._empty_steps.generation
         inputs: Batch = super()._prepare_inputs(generation_batch)
-        if not self.model.training or not self._is_made:
+        if not self.model.training:
             return inputs
         if self._buffered_inputs is not before:
+            if self._empty_steps.generation == generation:
+                raise super_not_called(self, "_generate_and_score_completions")
             self._micro_batches.begin_generation(self._buffered_inputs, self._strategy.keeps_trl_batch)
             self._check_sharing(self._buffered_inputs[0])
         number = self._step % self.args.steps_per_generation
@@ -331,10 +335,7 @@ class SNRFilter(WholeCheckpoints):
             return compute_loss(model, inputs, *args, **kwargs)
         step = self._micro_step
         if step is None:
-            raise RuntimeError(
-                f"{type(self).__name__}._prepare_inputs must call super()._prepare_inputs, which leaves out the rows "
-                "that the filter drops; it did not."
-            )
+            raise super_not_called(self, "_prepare_inputs")
         self._is_weighted = True
         if not step.runs:
             # A leaf of its own: TRL's training step runs backward on it and reaches no parameter.
@@ -350,6 +351,8 @@ class SNRFilter(WholeCheckpoints):
 
     def _check_weighted(self) -> None:
         """Before an optimizer step: no micro-batch may have escaped the weights."""
+        if self._micro_step is None:
+            raise super_not_called(self, "_prepare_inputs")
         if self._micro_batches.steps is not None and not self._is_weighted:
             raise RuntimeError(
                 f"{type(self).__name__}.training_step has not called self.compute_loss or self._compute_loss of this "
@@ -450,9 +453,6 @@ class SNRFilter(WholeCheckpoints):
     @property
     def _has_begun(self) -> bool:
         return self._empty_steps.has_begun
-
-    def _get_train_sampler(self, dataset: Dataset | None = None) -> Sampler[int]:
-        return ResumableSampler(super()._get_train_sampler(dataset), self)
 
     def _save_run_state(self, folder: str) -> None:
         own: OwnState = {"step": self._step, "buffered_inputs": None, "micro_batches": None}

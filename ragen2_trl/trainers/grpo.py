@@ -78,7 +78,8 @@ class SNRFilteredGRPOTrainer(SNRFilter, GRPOTrainer):
 
     Raises:
         ValueError: before training for a setting out of range or a dataset without prompts.
-        TypeError: for a configuration that is neither of the two, or a subclass that loses the filter.
+        TypeError: for a configuration that is neither of the two, or a subclass that a setting would make wrong.
+        RuntimeError: in the first step for a subclass that loses the filter, before a parameter moves.
 
     Example:
 

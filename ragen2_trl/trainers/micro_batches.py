@@ -76,8 +76,7 @@ class MicroBatches:
         if missing and not is_neutral:
             raise RuntimeError(
                 f"The generation batch has the keys {sorted(missing[0])}; {KEPT!r}, the filter's mark, must be "
-                "left in it: _generate_and_score_completions must call super()._generate_and_score_completions, "
-                "which adds it."
+                "left in it by _generate_and_score_completions."
             )
         if not missing:
             self.generated = micro_batches

@@ -22,8 +22,8 @@ OLDEST_ASYNC = "1.16.0"  # whose asynchronous trainer they run on
 # What we import, by who needs it. Of a trainer first its class and that of its settings.
 _ASYNC = "trl.experimental.async_grpo"
 IMPORTED = {
-    "GRPOTrainer": ["trl:GRPOTrainer", "trl:GRPOConfig"],
-    "RLOOTrainer": ["trl:RLOOTrainer", "trl:RLOOConfig"],
+    "GRPOTrainer": ["trl:GRPOTrainer", "trl:GRPOConfig", "trl.trainer.utils"],
+    "RLOOTrainer": ["trl:RLOOTrainer", "trl:RLOOConfig", "trl.trainer.utils"],
     "AsyncGRPOTrainer": [
         f"{_ASYNC}:AsyncGRPOTrainer",
         f"{_ASYNC}:AsyncGRPOConfig",
@@ -34,12 +34,8 @@ IMPORTED = {
     ],
     "callbacks": ["trl.distributed:DistributedBackend", "trl.models.utils:unwrap_model_for_generation"],
     "commands": [
-        "trl:ModelConfig",
-        "trl:SFTConfig",
-        "trl:SFTTrainer",
-        "trl:TrlParser",
-        "trl:get_peft_config",
-        "trl:get_quantization_config",
+        *("trl:ModelConfig", "trl:SFTConfig", "trl:SFTTrainer", "trl:TrlParser"),
+        *("trl:get_peft_config", "trl:get_quantization_config"),
     ],
 }
 
@@ -77,7 +73,8 @@ CALLED = {
     "_push_from_checkpoint": "checkpoint_folder",
     "_finish_current_push": "",
 }
-CALLED_IN_GRPO = {"_generate_single_turn": "prompt_ids images multimodal_fields [num_generations]"}  # since 1.14.1
+# Since 1.14.1, and not in RLOO.
+CALLED_IN_GRPO = {"_generate_single_turn": "prompt_ids images multimodal_fields [num_generations]"}
 HELPERS = {
     "RepeatSampler": "data_source mini_repeat_count batch_size repeat_count shuffle seed",
     "nanstd": "tensor",
@@ -85,32 +82,37 @@ HELPERS = {
     "split_pixel_values_by_grid": "batch",
     "use_adapter": "model adapter_name",
 }
-FIELDS = ["steps_per_generation", "generation_batch_size", "num_generations", "num_iterations", "beta"]
-FIELDS_OF_GRPO = ["loss_type", "scale_rewards", "entropy_coef", "use_adaptive_entropy", "top_entropy_quantile"]
-FIELDS_OF_RLOO = ["normalize_advantages"]
-
-# TRL's asynchronous trainer, in the same order: its class, the loop of its rollout worker, and what packs its rows.
-ASYNC_OVERRIDDEN = {
+_ALSO_IN_ASYNC = (
+    "_save_checkpoint _save_rng_state _load_optimizer_and_scheduler _issue_warnings_after_load _get_grad_norm"
+)
+ASYNC_OVERRIDDEN = {name: OVERRIDDEN[name] for name in _ALSO_IN_ASYNC.split()} | {
     "get_train_dataloader": "",
     "_log_step_metrics": "",
-    **{
-        name: OVERRIDDEN[name]
-        for name in (
-            "_save_checkpoint",
-            "_save_rng_state",
-            "_load_optimizer_and_scheduler",
-            "_issue_warnings_after_load",
-        )
-    },
 }
 ASYNC_CALLED = {
     "__init__": "model reward_funcs args train_dataset",
     "training_step": "model inputs num_items_in_batch",
     "create_model_card": CALLED["create_model_card"],
 }
-ASYNC_FIELDS = ["num_generations", "temperature", "max_staleness", "token_budget", "heartbeat_stale_after_s"]
 LOOP_OVERRIDDEN = {"_repeat_iterator": "", "_generate_one": "prompt tool_dict tools group_id", "_score_group": "group"}
-COLLATOR_CALLED = {"torch_call": "examples"}
+
+# By trainer: a class or a module that it imports, with what is overridden and what is called there.
+SIGNATURES: dict[str, list[tuple[str, dict[str, str], dict[str, str]]]] = {
+    "GRPOTrainer": [("trl:GRPOTrainer", OVERRIDDEN, CALLED | CALLED_IN_GRPO), ("trl.trainer.utils", {}, HELPERS)],
+    "RLOOTrainer": [("trl:RLOOTrainer", OVERRIDDEN, CALLED), ("trl.trainer.utils", {}, HELPERS)],
+    "AsyncGRPOTrainer": [
+        (f"{_ASYNC}:AsyncGRPOTrainer", ASYNC_OVERRIDDEN, ASYNC_CALLED),
+        (f"{_ASYNC}.async_rollout_worker:_AsyncRolloutLoop", LOOP_OVERRIDDEN, {}),
+        (f"{_ASYNC}.async_grpo_trainer:DataCollatorForRollout", {}, {"torch_call": "examples"}),
+    ],
+}
+# By trainer: settings that are read.
+_OF_BOTH = "steps_per_generation generation_batch_size num_generations num_iterations beta"
+FIELDS = {
+    "GRPOTrainer": f"{_OF_BOTH} loss_type scale_rewards entropy_coef use_adaptive_entropy top_entropy_quantile",
+    "RLOOTrainer": f"{_OF_BOTH} normalize_advantages",
+    "AsyncGRPOTrainer": "num_generations temperature max_staleness token_budget heartbeat_stale_after_s",
+}
 
 
 class IncompatibleTRLError(ImportError):
@@ -132,34 +134,19 @@ def needs(who: str) -> list[Need]:
     Args:
         who: A key of `IMPORTED`. Where something that it imports is gone, nothing else of it is looked for.
     """
-    found = [_named(name) for name in IMPORTED[who]]
+    found = {name: _named(name) for name in IMPORTED[who]}
     rows = [
-        Need(name.replace(":", "."), "imported", "is gone" if one is None else None)
-        for name, one in zip(IMPORTED[who], found, strict=True)
+        Need(name.replace(":", "."), "imported", "is gone" if one is None else None) for name, one in found.items()
     ]
-    if None in found or not who.endswith("Trainer"):
+    if None in found.values() or who not in SIGNATURES:
         return rows
-    if who == "AsyncGRPOTrainer":
-        return rows + _async_needs(found[0], found[1], found[3], found[4])
-    trainer, config = found
-    rloo = who == "RLOOTrainer"
-    rows += _signatures(trainer, OVERRIDDEN, "overridden")
-    rows += _signatures(trainer, {**CALLED, **({} if rloo else CALLED_IN_GRPO)}, "called")
-    for name, parameters in HELPERS.items():
-        problem = _signature_problem(_named(f"trl.trainer.utils:{name}"), parameters.split())
-        rows.append(Need(f"trl.trainer.utils.{name}({', '.join(parameters.split())})", "called", problem))
-    rows += _fields(config, [*FIELDS, *(FIELDS_OF_RLOO if rloo else FIELDS_OF_GRPO)])
+    for name, overridden, called in SIGNATURES[who]:
+        rows += _signatures(found[name], overridden, "overridden") + _signatures(found[name], called, "called")
+    config = found[IMPORTED[who][1]]
+    for name in FIELDS[who].split():
+        problem = None if name in config.__dataclass_fields__ else "is gone"
+        rows.append(Need(f"{config.__name__}.{name}", "read", problem))
     return rows
-
-
-def _async_needs(trainer: type, config: Any, loop: type, collator: type) -> list[Need]:
-    return [
-        *_signatures(trainer, ASYNC_OVERRIDDEN, "overridden"),
-        *_signatures(trainer, ASYNC_CALLED, "called"),
-        *_fields(config, ASYNC_FIELDS),
-        *_signatures(loop, LOOP_OVERRIDDEN, "overridden"),
-        *_signatures(collator, COLLATOR_CALLED, "called"),
-    ]
 
 
 def _named(name: str) -> Any:
@@ -179,19 +166,15 @@ def is_of_trl(error: ImportError) -> bool:
     return (error.name or "").partition(".")[0] == "trl"
 
 
-def _signatures(owner: type, methods: dict[str, str], use: str) -> list[Need]:
-    """Methods of a class by their parameters."""
+def _signatures(owner: Any, functions: dict[str, str], use: str) -> list[Need]:
+    """Methods of a class, or functions of a module, by their parameters."""
     rows = []
-    for name, parameters in methods.items():
-        problem = _signature_problem(getattr(owner, name, None), ["self", *parameters.split()], use == "overridden")
-        rows.append(Need(f"{owner.__name__}.{name}({', '.join(parameters.split())})", use, problem))
+    for name, parameters in functions.items():
+        expected = parameters.split()
+        of_class = ["self"] if isinstance(owner, type) else []
+        problem = _signature_problem(getattr(owner, name, None), of_class + expected, use == "overridden")
+        rows.append(Need(f"{owner.__name__}.{name}({', '.join(expected)})", use, problem))
     return rows
-
-
-def _fields(config: Any, names: list[str]) -> list[Need]:
-    """Settings of a configuration."""
-    fields = config.__dataclass_fields__
-    return [Need(f"{config.__name__}.{name}", "read", None if name in fields else "is gone") for name in names]
 
 
 def installed() -> str:
