@@ -46,7 +46,8 @@ MAY_KNOW = {
     "rollouts": {"envs", "columns", "messages", "rollout_events", "instrument"},
     "record": {*CORE - {"trainers", "sampling"}, "envs", "rollouts"},
     "report": {*CORE - {"trainers", "sampling"}, "envs", "rollouts", "record", "remedies"},
-    "remedies": {*CORE, "record"},
+    "estimates": set(),
+    "remedies": {*CORE, "record", "estimates"},
     "callbacks": {*CORE, "envs", "rollouts", "record", "report"},
     "ragen2_trl": {*CORE, "rollouts", "callbacks", "remedies"},
 }

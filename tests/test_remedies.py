@@ -4,42 +4,43 @@ import math
 import re
 from dataclasses import replace
 from itertools import combinations
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from ragen2_trl.trainers.pilots import AUDIT, PilotSampling
-from ragen2_trl.trainers.prompt_source import TRLOrder
 
+from ragen2_trl.estimates import (
+    MOST_VALUES,
+    Bootstrap,
+    Estimate,
+    Sameness,
+    live_with,
+    log_beta_binomial,
+    seeded_draws,
+)
 from ragen2_trl.filtering import group_score, select_groups, zero_variance
 from ragen2_trl.record.completions import CompletionLog
 from ragen2_trl.remedies import (
-    _DRAW,
-    MOST_VALUES,
+    EPOCHS,
     PILOTS,
+    REFILLED,
     SHUFFLES,
     TWICE,
-    Bootstrap,
-    Sameness,
-    all_of_beta,
+    Replays,
     chosen_again,
     find_faults,
     group_variances,
-    kept_by_filter,
+    kept_rows,
     live_groups,
-    live_with,
-    log_beta_binomial,
-    other_shapes,
     refill_rounds,
     repeated,
-    rows_with_advantage,
-    sampled_whole,
+    sampled_in_full,
     update_positions,
     what_if,
 )
+from ragen2_trl.sampling.policy import AUDIT, Pilots, Policy, PromptSelection, round_size
 
 
 def make_log(rewards, prompts=None, groups=8, **more):
@@ -85,8 +86,8 @@ def test_a_reward_that_is_missing_is_in_no_subset():
 
 def live_of_beta(alpha, beta, size):
     """Share of groups with both of two rewards."""
-    ends = [all_of_beta(np.array([one]), np.array([other]), size) for one, other in ((alpha, beta), (beta, alpha))]
-    return float(1 - sum(ends)[0])
+    logs = log_beta_binomial(np.array([alpha, beta]), size)
+    return float(1 - np.exp(logs[[0, -1]]).sum())
 
 
 @pytest.mark.parametrize(
@@ -97,8 +98,7 @@ def test_live_share_of_a_beta_distribution_is_exact(alpha, beta, size, live):
 
 
 def test_a_uniform_chance_makes_every_number_of_successes_alike():
-    logs = log_beta_binomial(np.array([1.0]), np.array([1.0]), 6)
-    np.testing.assert_allclose(np.exp(logs), np.full((1, 7), 1 / 7))
+    np.testing.assert_allclose(np.exp(log_beta_binomial(np.ones((1, 2)), 6)), np.full((1, 7), 1 / 7))
 
 
 @pytest.mark.parametrize(("alpha", "beta"), [(0.4, 0.8), (3.0, 1.5)])
@@ -106,7 +106,7 @@ def test_the_fit_tells_how_many_larger_groups_are_live(alpha, beta):
     rewards = drawn(alpha, beta, 4000, 8)
     fitted = Sameness.fit(rewards, Bootstrap(np.arange(4000), 0))
     exact = live_of_beta(alpha, beta, 16)
-    found = fitted.live(16)
+    found = Estimate.of(fitted.live(16))
     assert found.value == pytest.approx(exact, abs=0.02)
     assert found.low <= found.value <= found.high and found.high - found.low < 0.1
 
@@ -120,7 +120,7 @@ def test_larger_groups_of_rewards_with_many_values_are_foretold(scale):
     rewards = scale * np.where(kinds == 3, rng.random(kinds.shape), np.array([0.0, 0.1, 1.0, 0.0])[kinds])
     found = Sameness.fit(rewards[:4000, :8], Bootstrap(np.arange(4000), 0))
     for size in (8, 16):
-        assert found.live(size).value == pytest.approx(live_groups(make_log(rewards[4000:, :size])).mean(), abs=0.02)
+        assert found.live(size)[0] == pytest.approx(live_groups(make_log(rewards[4000:, :size])).mean(), abs=0.02)
 
 
 def test_groups_with_missing_rewards_do_not_change_the_fit():
@@ -128,7 +128,7 @@ def test_groups_with_missing_rewards_do_not_change_the_fit():
     holed = np.where(np.arange(4) == 1, np.nan, rewards[:50])
     alone = Sameness.fit(rewards, Bootstrap(np.arange(200), 0)).live(8)
     beside = Sameness.fit(np.concatenate([rewards, holed]), Bootstrap(np.arange(250), 0)).live(8)
-    assert alone.value == beside.value
+    assert alone[0] == beside[0]
     assert Sameness.fit(holed, Bootstrap(np.arange(50), 0)) is None
 
 
@@ -141,14 +141,15 @@ def test_larger_groups_stay_unknown_where_equal_rewards_have_too_many_values():
 def test_groups_that_always_vary_stay_so():
     rewards = np.arange(40.0).reshape(10, 4)
     found = Sameness.fit(rewards, Bootstrap(np.arange(10), 0))
-    assert (found.live(8).value, found.ratio(8, 4).value) == (1, 0.5)
-    assert math.isnan(found.live(8).low)  # no certainty of ten groups
+    assert found.live(8).tolist() == [1.0]  # and no draws: no certainty of ten groups
+    numbers = remedy(what_if(make_log(rewards)), "groups of 8").numbers
+    assert (numbers["live"].value, numbers["live_groups"].value) == (1, 0.5) and math.isnan(numbers["live"].low)
 
 
 def test_draws_without_a_live_group_do_not_take_the_interval_with_them():
     rewards = np.repeat([[0.0], [0.5], [1.0]], [120, 60, 20], axis=0).repeat(4, axis=1)
     rewards[0, 0] = 1.0
-    found = Sameness.fit(rewards, Bootstrap(np.arange(200), 0)).ratio(8, 4)
+    found = remedy(what_if(make_log(rewards)), "groups of 8").numbers["live_groups"]
     assert found.low <= found.value <= found.high
 
 
@@ -212,7 +213,8 @@ def test_a_policy_that_learned_between_the_groups_of_a_prompt_is_not_taken_for_l
 )
 def test_other_prompts_are_advised_only_where_larger_groups_would_not_help(chances, size, times, cure, solved):
     log = prompts_again(lambda time: 1 - chances if solved else chances, size, times)
-    (fault,) = find_faults(log, other_shapes(log, Bootstrap(log.prompts, 0)))
+    with np.errstate(invalid="ignore"):  # without a live group
+        (fault,) = find_faults(log, Replays(log, 0, 0.5).other_sizes())
     what = "harder" if solved else "easier"
     assert f"): {cure.replace('PROMPTS', what + ' prompts')}" in fault
     assert ("larger" in cure) == ("larger" in fault)
@@ -251,9 +253,8 @@ def test_all_or_none_of_few_prompts_are_no_certainty(every):
 
 
 def test_one_prompt_has_no_interval():
-    found = Bootstrap(np.zeros(5, dtype=np.int64), 0).estimate(
-        [np.arange(5.0), np.ones(5)], lambda s: s[..., 0] / s[..., 1]
-    )
+    total, groups = Bootstrap(np.zeros(5, dtype=np.int64), 0).sums(np.arange(5.0), 1)
+    found = Estimate.of(total / groups)
     assert found.value == 2.0 and math.isnan(found.low) and found.number() == "2.00"
 
 
@@ -274,39 +275,39 @@ def with_lengths(rewards, prompts, lengths, micro=None, groups=8):
 def test_positions_of_two_groups_are_those_counted_by_hand():
     log = with_lengths([[0, 1], [1, 0]], [4, 6], [[1, 3], [2, 2]])
     # 4 rows of 6 + 3; shared: prompts less a token each, with their completions: 7 and 9.
-    assert update_positions(log, rows_with_advantage(log))[1].tolist() == [[36, 36, 36, 16]]
+    assert update_positions(log, kept_rows(log, 0, "lossless")).tolist() == [[36, 36, 36, 16]]
     one = with_lengths([[0, 1], [1, 1]], [4, 6], [[1, 3], [2, 2]])
-    assert update_positions(one, rows_with_advantage(one))[1].tolist() == [[36, 18, 18, 7]]
+    assert update_positions(one, kept_rows(one, 0, "lossless")).tolist() == [[36, 18, 18, 7]]
 
 
 def test_padding_of_completions_is_left_out_by_micro_batch():
     log = with_lengths([[0, 1], [1, 0]], [5, 5], [[1, 9], [1, 9]], micro=2)
     # Short and long rows apart: 2 x (5 + 1) and 2 x (5 + 9) in place of 4 x (5 + 9).
-    assert update_positions(log, rows_with_advantage(log))[1][0, :3].tolist() == [56, 56, 40]
+    assert update_positions(log, kept_rows(log, 0, "lossless"))[0, :3].tolist() == [56, 56, 40]
 
 
 def test_an_update_without_any_advantage_computes_one_row():
     log = with_lengths([[1, 1], [0, 1]], [3, 3], [[2, 2], [2, 2]], groups=1)
-    assert update_positions(log, rows_with_advantage(log))[1][0].tolist() == [10, 5, 5, 4]
+    assert update_positions(log, kept_rows(log, 0, "lossless"))[0].tolist() == [10, 5, 5, 4]
 
 
 def test_the_row_of_an_update_without_any_advantage_is_the_first():
     log = with_lengths([[1, 1], [1, 1]], [3, 7], [[2, 2], [5, 5]])
-    assert update_positions(log, rows_with_advantage(log))[1][0].tolist() == [48, 12, 9, 4]
+    assert update_positions(log, kept_rows(log, 0, "lossless"))[0].tolist() == [48, 12, 9, 4]
 
 
 def test_a_group_with_one_row_shares_no_prompt_and_still_has_no_padding():
     log = with_lengths([[0, 1, 0, 1], [0, 1, 0, 1]], [10, 10], [[9] * 4, [9] * 4])
     rows = np.array([[True] * 4, [True, False, False, False]])
     # Prompts less a token: 9 + 4 x 9 and 9 + 9.
-    assert update_positions(log, rows)[1].tolist() == [[152, 95, 95, 63]]
+    assert update_positions(log, rows).tolist() == [[152, 95, 95, 63]]
 
 
 def test_a_completion_of_mean_reward_needs_no_update_and_rounding_counts_as_none():
     log = make_log([[0, 1, 0.5], [0.1, 0.1, 0.1]])
-    assert rows_with_advantage(log).tolist() == [[True, True, False], [False] * 3]
+    assert kept_rows(log, 0, "lossless").tolist() == [[True, True, False], [False] * 3]
     noisy = replace(log, advantages=np.array([[-1, 1, 0.0], [7e-5, 7e-5, 7e-5]]))
-    assert rows_with_advantage(noisy).tolist() == [[True, True, False], [False] * 3]
+    assert kept_rows(noisy, 0, "lossless").tolist() == [[True, True, False], [False] * 3]
 
 
 @pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
@@ -321,13 +322,13 @@ def test_findings_are_ratios_of_plain_sums(share):
     log = make_log(drawn(0.5, 0.5, 60, 4, 2), np.tile(np.arange(20), 3))
     found = what_if(log, sampling_share=share, seed=3)
     live, variances = live_groups(log), group_variances(log)
-    kept, whole = kept_by_filter(log, 3), sampled_whole(log, 2, 3)
+    kept, in_full = kept_rows(log, 3, "top_p").any(axis=1), sampled_in_full(log, 2, 3)
     earlier, later = repeated(log.prompts)
     chosen = chosen_again(log, earlier, 3)
-    whole_live, sampled = (whole * live).sum(), (2 + whole * 2).sum()
+    full_live, sampled = (in_full * live).sum(), (2 + in_full * 2).sum()
     then = (chosen * live[later]).sum() / chosen.sum()
     more = (chosen * variances[later]).sum() / chosen.sum() / variances[later].mean()
-    of_kept, of_whole = ((mask * variances).sum() / variances.sum() for mask in (kept, whole))
+    of_kept, of_full = ((mask * variances).sum() / variances.sum() for mask in (kept, in_full))
     expected = {
         "top_p 0.9": (
             of_kept,
@@ -337,10 +338,10 @@ def test_findings_are_ratios_of_plain_sums(share):
         ),
         "dynamic sampling": (1, 1, live.mean(), {"completions": 4 / live.mean()}),
         "pilots, G0 = 2": (
-            of_whole,
+            of_full,
             sampled / 240,
-            whole_live / 60,
-            {"completions": sampled / whole_live, "missed": 1 - whole_live / live.sum()},
+            full_live / 60,
+            {"completions": sampled / full_live, "missed": 1 - full_live / live.sum()},
         ),
         "prompt selection": (more, 1, then, {"live": then, "live_before": live[later].mean(), "variance": more}),
     }
@@ -364,7 +365,7 @@ def test_top_p_keeps_what_the_filter_keeps_of_each_generation():
     rng = np.random.default_rng(4)
     rewards = rng.random((40, 4)) * rng.random((40, 1)) ** 3
     rewards[::3] = 0.5
-    kept, low, high, loop = kept_by_filter(make_log(rewards), 0), math.inf, -math.inf, []
+    kept, low, high, loop = kept_rows(make_log(rewards), 0, "top_p").all(axis=1), math.inf, -math.inf, []
     for start in range(0, 40, 8):
         batch = torch.tensor(rewards[start : start + 8])
         low, high = min(low, batch.min().item()), max(high, batch.max().item())
@@ -399,28 +400,79 @@ def test_surplus_groups_fill_the_next_batch():
 
 def test_pilots_go_on_with_groups_that_vary_and_with_few_others():
     log = make_log([[0, 1] * 4, [0] * 8, [1] * 8, [0] * 8] * 60)
-    whole = sampled_whole(log, 4, 0)
-    assert whole[::4].mean() > 0.85  # 4 of 8 members are alike in one of 35 drawings
-    dead = np.delete(whole, np.arange(0, 240, 4))
+    in_full = sampled_in_full(log, 4, 0)
+    assert in_full[::4].mean() > 0.85  # 4 of 8 members are alike in one of 35 drawings
+    dead = np.delete(in_full, np.arange(0, 240, 4))
     assert dead.mean() < 0.1 and dead.min() == pytest.approx(AUDIT)
     found = remedy(what_if(log), "pilots, G0 = 4")
-    completions = 4 * 240 + 4 * whole.sum()
-    assert found.numbers["completions"].value == pytest.approx(completions / whole[::4].sum())
-    assert found.numbers["missed"].value == pytest.approx(1 - whole[::4].mean())
+    completions = 4 * 240 + 4 * in_full.sum()
+    assert found.numbers["completions"].value == pytest.approx(completions / in_full[::4].sum())
+    assert found.numbers["missed"].value == pytest.approx(1 - in_full[::4].mean())
 
 
-def test_the_replay_of_pilots_chooses_as_the_trainer_does():
-    log = make_log(drawn(0.3, 0.4, 160, 8))
-    rng, loop = np.random.default_rng([_DRAW, 7, 2]), np.zeros(160)
-    for _ in range(SHUFFLES):
-        looked = rng.permuted(log.rewards, axis=1)[:, :3]
-        args = SimpleNamespace(num_generations=8, groups_per_generation=8, seed=0)
-        one_process = SimpleNamespace(num_processes=1, process_index=0)
-        trainer = PilotSampling(SimpleNamespace(accelerator=one_process, args=args), 3, TRLOrder())
-        for start in range(0, 160, 8):
-            trainer._choose(looked[start : start + 8], (start,))
-            loop[start : start + 8] += np.where(trainer.committed, 1.0, AUDIT)
-    assert sampled_whole(log, 3, 7).tolist() == (loop / SHUFFLES).tolist()
+@pytest.mark.parametrize("groups", [8, 3])
+def test_the_replay_of_pilots_samples_the_prompts_that_the_trainer_does(groups):
+    """On the same rewards, audits apart; of three groups a generation, three generations are a round."""
+    log, size = make_log(drawn(0.3, 0.4, 160, 8), groups=groups), groups * -(-8 // groups)
+    rng, counts = seeded_draws(7, 2), np.zeros(160)
+    for run in range(SHUFFLES):
+        rewards = rng.permuted(log.rewards, axis=1)
+        policy = Policy(None, Pilots(3, 8, size, seed=7))
+        for step, start in enumerate(range(0, 160, size)):
+            of_step = rewards[start : start + size]
+            policy.begin_step(size)
+            choice = policy.choose(of_step[:, :3], run, step)
+            policy.learn(np.where(choice.in_full[:, None] | (np.arange(8) < 3), of_step, np.nan))
+            counts[start : start + size] += np.where(choice.committed, 1.0, AUDIT)
+    assert sampled_in_full(log, 3, 7).tolist() == (counts / SHUFFLES).tolist()
+
+
+@pytest.mark.parametrize("share", [0.1, 0.45, 0.9])
+def test_the_replay_of_dynamic_sampling_fills_batches_as_the_trainer_does(share):
+    """On the same groups: rounds until a batch is full, then up to a batch of surplus groups for the next one."""
+    rng, waiting, loop = seeded_draws(5, 1), 0, []
+    for _ in range(REFILLED):
+        kept, sampled, rounds = rng.binomial(8, share), 8, 0
+        pool = waiting + kept
+        while pool < 8:
+            size = round_size(8 - pool, kept, sampled, 8, 1, 1)
+            found = rng.binomial(size, share)
+            pool, kept, sampled, rounds = pool + found, kept + found, sampled + size, rounds + 1
+        loop.append(rounds)
+        waiting = min(pool - 8, 8)
+    assert refill_rounds(share, 8, 5).tolist() == loop
+
+
+@pytest.mark.parametrize("times", [2, 3])
+def test_the_replay_of_prompt_selection_samples_the_prompts_that_the_trainer_does(times):
+    """Of prompts that were sampled an epoch ago; as many of them compete for a place however often each came."""
+    log = prompts_again(lambda time: MIXED[:72], 4, times, count=72)
+    (earlier, _), count = repeated(log.prompts), 72 * (times - 1)
+    order = PromptSelection(count, lambda epoch: seeded_draws(7, 3, epoch + 1).permutation(count).tolist(), 7)
+    policy, counts = Policy(order, None), np.zeros(count)
+    assert sorted(policy.begin_step(count)) == [*range(count)]
+    policy.learn(log.rewards[earlier][order.rows])
+    order.posterior.clock += count
+    while order.drawn < (1 + EPOCHS) * count:
+        np.add.at(counts, policy.begin_step(8 * (times - 1)), 1)
+    assert chosen_again(log, earlier, 7).tolist() == counts.tolist()
+
+
+def test_prompt_selection_then_finds_as_many_live_groups_as_were_predicted():
+    """Two epochs in the dataset's order are logged; then prompts are selected, on what each step has found."""
+    rng = np.random.default_rng(4)
+    chances = np.where(rng.random(320) < 0.5, 0.0, rng.beta(1.2, 1.2, 320))
+    log = prompts_again(lambda time: chances[:, None], 8, 2, count=320)
+    order = PromptSelection(320, lambda epoch: np.random.default_rng(epoch).permutation(320).tolist(), 0)
+    policy, live = Policy(order, None), []
+    for _ in range(200):
+        rows = policy.begin_step(8)
+        rewards = (rng.random((8, 8)) < chances[rows][:, None]).astype(float)
+        policy.learn(rewards)
+        live.append((rewards.std(axis=1) > 0).mean())
+    numbers = remedy(what_if(log), "prompt selection").numbers
+    assert numbers["live_before"].value == pytest.approx(np.mean(live[:40]), abs=0.05)
+    assert numbers["live"].value == pytest.approx(np.mean(live[40:]), abs=0.05)
 
 
 def test_pilots_have_fewer_completions_than_a_group():

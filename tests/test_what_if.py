@@ -23,7 +23,7 @@ from ragen2_trl import SNRFilteredGRPOConfig, SNRFilteredGRPOTrainer, cli, what_
 from ragen2_trl.metrics import COMPUTE
 from ragen2_trl.record import completions
 from ragen2_trl.record.completions import read_completion_log
-from ragen2_trl.remedies import rows_with_advantage, token_counter, update_positions
+from ragen2_trl.remedies import kept_rows, token_counter, update_positions
 
 
 def length_reward(completions, **columns):
@@ -103,6 +103,7 @@ def test_the_command_prints_a_table_of_eighty_columns_and_an_advice(run, capsys,
     assert [words.index(f" {name} ") for name in names] == sorted(words.index(f" {name} ") for name in names)
     assert "24 completions are read: 6 groups of 4" in words
     assert numbers["groups"] == 6 and numbers["num_generations"] == 4
+    assert {one["known"] for one in numbers["remedies"]} == {True, False}
 
 
 def test_a_tokenizer_counts_what_trl_trained_on(run, policy_path):
@@ -133,7 +134,7 @@ def test_lossless_then_computes_as_many_positions_as_were_predicted(
     trainer.train()
     used = [row[COMPUTE] for row in trainer.state.log_history if COMPUTE in row]
     log = replace(what_if(tmp_path, tokenizer=policy_path).log, lengths=torch.cat(lengths).double().numpy())
-    plain, *_, computed = update_positions(log, rows_with_advantage(log))[1].T
+    plain, *_, computed = update_positions(log, kept_rows(log, 0, "lossless")).T
     assert computed / plain == pytest.approx(used, rel=0.05)
 
 

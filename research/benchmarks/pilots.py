@@ -19,10 +19,10 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
-from ragen2_trl.trainers.pilots import RECENT, worth_going_on
 
 from ragen2_trl import SNRFilteredGRPOConfig, SNRFilteredGRPOTrainer
 from ragen2_trl.envs import make_env
+from ragen2_trl.sampling.policy import RECENT, least_worth
 from ragen2_trl.sampling.posterior import RewardPosterior
 from ragen2_trl.tiny import TINY_MODEL_PATH
 from research.benchmarks.measuring import machine, now
@@ -53,7 +53,7 @@ def simulated(
         recent = np.concatenate([recent, expected])[-RECENT:]
         if number < rounds // 5:
             continue
-        rules = {"ours": expected >= worth_going_on(recent, first, size), "those that vary": pilots.std(axis=1) > 0}
+        rules = {"ours": expected >= least_worth(recent, first, size), "those that vary": pilots.std(axis=1) > 0}
         for name, committed in rules.items():
             held[name] += variances[committed].sum()
             paid[name] += prompts * first + committed.sum() * (size - first)

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 import transformers
 
-from ragen2_trl import SNRFilteredGRPOConfig, SNRFilteredGRPOTrainer, remedies, what_if
+from ragen2_trl import SNRFilteredGRPOConfig, SNRFilteredGRPOTrainer, estimates, remedies, what_if
 from ragen2_trl.envs import make_env
 from ragen2_trl.record.cost import cost_of
 from ragen2_trl.remedies import Remedy, WhatIf
@@ -225,7 +225,8 @@ def main() -> None:
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     RESULTS.mkdir(exist_ok=True)
-    code = sha256(Path(remedies.__file__).read_bytes()).hexdigest()[:12]  # of the predictions
+    of_predictions = [Path(str(module.__file__)).read_bytes() for module in (estimates, remedies)]
+    code = sha256(b"".join(of_predictions)).hexdigest()[:12]
     asked = {"steps": arguments.steps, "seed": arguments.seed, "remedies": code, "machine": machine()}
     stored = RESULTS / "what_if.json"
     results: dict[str, Any] = json.loads(stored.read_text()) if stored.exists() else {}
