@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+import types
 from pathlib import Path
 
 import async_cpu
@@ -23,7 +24,6 @@ LIVE, DEAD = [1, 0, 0, 1], [0, 0, 0, 0]
 def on_a_cpu(monkeypatch):
     async_cpu.patch(monkeypatch.setattr)
     monkeypatch.setattr(async_cpu.async_grpo_trainer, "AsyncRolloutWorker", async_cpu.ThreadWorker)
-    monkeypatch.setattr(async_groups, "PAUSE_S", 0.1)
 
 
 def send(groups):
@@ -62,7 +62,7 @@ def test_stale_and_oversize_rows_are_done(policy_path, tmp_path):
     logged = trainer.state.log_history
     assert sum(row.get("sample/dropped_stale_total", 0) for row in logged) == 4
     assert sum(row.get("batch/dropped_oversize_total", 0) for row in logged) == 4
-    assert not trainer._ledger.rows.keys() & {0, 1}
+    assert not trainer._groups.ledger.rows.keys() & {0, 1}
 
 
 @pytest.mark.parametrize("strategy", ["nonzero", "lossless", "all"])
@@ -145,20 +145,22 @@ def test_a_slow_worker_is_waited_for(policy_path, tmp_path, monkeypatch):
 
 def test_time_in_which_nobody_asks_is_no_silence_of_the_worker():
     """An update may take longer than a worker may be silent."""
-    rows = queue.Queue()
-    ledger = async_groups.GroupLedger()
 
-    def drop(group, given_up):
-        return Selection(group.rewards, group.rewards[:, 0], group.rewards > 9, group.lengths), []
+    def drop(group):
+        rewards = group.rewards()
+        return Selection(rewards, rewards[:, 0], rewards > 9, group.lengths()), []
 
-    groups = async_groups.GroupQueue(
-        rows, ledger, drop, lambda row: 0, lambda row: False, 4, 9, float("inf"), lambda: "", silent_after_s=0.3
+    args = types.SimpleNamespace(
+        num_generations=4, max_staleness=9, snr_max_empty_steps=0, generation_batch_size=8, heartbeat_stale_after_s=0.3
     )
-    for row in [*rows_of_group(0, DEAD), *rows_of_group(1, DEAD)]:
-        rows.put(row)
+    worker = send([DEAD, DEAD])
+    worker.start()
+    groups = async_groups.GroupQueue(
+        types.SimpleNamespace(args=args, rollout_worker=worker, model_version=0, _decide=drop)
+    )
     with pytest.raises(queue.Empty):
         groups.get(timeout=0.05)
-    assert 0 in ledger and 1 not in ledger
+    assert 0 in groups.ledger and 1 in groups.ledger
     time.sleep(0.5)
     with pytest.raises(queue.Empty):
         groups.get(timeout=0.05)

@@ -21,7 +21,7 @@ from ragen2_trl.envs import make_env
 from ragen2_trl.metrics import metric
 from ragen2_trl.record.run import read_run
 from ragen2_trl.rollout_events import gather_rollout, listen
-from ragen2_trl.trainers.async_groups import scored_group
+from ragen2_trl.trainers.async_groups import ArrivedGroup, RowTag
 from ragen2_trl.trainers.async_grpo import _local_rollout
 
 
@@ -123,8 +123,8 @@ def test_listeners_leave_an_asynchronous_training_as_it_is(policy_path, tmp_path
 
 def test_conversations_of_several_rows_are_told_as_turns():
     rows = async_cpu.rows_of_group(3, [1, 0, 0, 1], forks=[1, 2, 1, 0])
-    group = scored_group(rows, [0, 1, 1, 2], 4)
-    local = _local_rollout([group], group.rewards)
+    group = ArrivedGroup(rows, [RowTag(4, member) for member in (0, 1, 1, 2)], 4, 4, 0)
+    local = _local_rollout([group], group.rewards())
     assert [len(samples) for samples in local.turn_samples] == [0, 1, 0, 0]
     assert len(local.completion_ids) == 4 and local.completion_ids[3] == []
     assert [len(ids) for ids in local.prompt_ids] == [4] * 4 and len(gather_rollout(local).completion_ids) == 4

@@ -8,6 +8,7 @@ import async_cpu
 import pytest
 import trl
 from async_cpu import Server, StubWorker, make_async
+from conftest import need
 from trl.experimental import async_grpo
 from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer, async_grpo_trainer, async_rollout_worker
 from trl.experimental.async_grpo.async_rollout_worker import AsyncRolloutWorker
@@ -26,8 +27,8 @@ def test_the_installed_trl_has_all_that_the_asynchronous_trainer_needs(capsys):
 
 
 READ = {
-    AsyncGRPOTrainer: "_metrics _trained_groups _groups_before_resume aux_loss_enabled "
-    "model_version rollout_queue rollout_worker router_aux_loss_coef",
+    AsyncGRPOTrainer: "_metrics _trained_groups _groups_before_resume _last_groups_trained _step_microbatches "
+    "aux_loss_enabled model_version rollout_queue rollout_worker router_aux_loss_coef",
     AsyncRolloutWorker._loop_cls: "reward_funcs reward_func_names num_generations",
     async_grpo_trainer.DataCollatorForRollout: "groups_trained global_n_tokens group_id completion_mask metrics",
 }
@@ -37,6 +38,14 @@ READ = {
 def test_what_we_read_from_trls_asynchronous_classes_is_there(owner):
     source = inspect.getsource(owner)
     assert [name for name in READ[owner].split() if not re.search(rf"\b{name}\b", source)] == []
+
+
+def test_openenvs_harness_scores_groups_by_trls_method():
+    """So our loop tags its rows, too."""
+    need("openenv")
+    from trl.experimental.async_grpo.openenv_harness import HarnessRolloutWorker
+
+    assert HarnessRolloutWorker._loop_cls._score_group is AsyncRolloutWorker._loop_cls._score_group
 
 
 def test_the_worker_takes_a_loop_of_ones_own():
@@ -62,7 +71,7 @@ def test_a_release_without_a_hook_of_the_asynchronous_trainer_is_refused(
 
 
 def test_a_changed_setting_of_trl_is_named(monkeypatch):
-    monkeypatch.setitem(trl_contract.FIELDS, "AsyncGRPOTrainer", "max_staleness max_lag")
+    monkeypatch.setattr(trl_contract, "ASYNC_FIELDS", ["max_staleness", "max_lag"])
     problems = [one.name for one in trl_contract.needs("AsyncGRPOTrainer") if one.problem is not None]
     assert problems == ["AsyncGRPOConfig.max_lag"]
 

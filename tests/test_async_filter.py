@@ -10,7 +10,7 @@ from trl.experimental.async_grpo import AsyncGRPOTrainer
 
 from ragen2_trl import SNRFilteredAsyncGRPOConfig, SNRFilteredAsyncGRPOTrainer
 from ragen2_trl.metrics import metric
-from ragen2_trl.trainers import async_groups
+from ragen2_trl.trainers.async_groups import TAG, RowTag
 
 
 @pytest.fixture(autouse=True)
@@ -153,28 +153,92 @@ def test_a_reward_that_nobody_gives_is_refused_by_its_name(policy_path, tmp_path
 FORKED = [2, 1, 3, 1]
 
 
-def test_a_group_of_forked_conversations_is_scored_from_its_exact_deviation():
-    rewards = torch.tensor([1.0, 0.0, 0.0, 0.0])
-    group = async_groups.scored_group(rows_of_group(3, rewards.tolist(), forks=FORKED), None, 4)
-    assert group.members is None and len(group.rows) == 7
-    assert group.rewards.var().item() == pytest.approx(rewards.var().item(), rel=1e-6)
-    assert group.rewards.mean().item() == pytest.approx(0.25, rel=1e-6)
+def tagged(groups):
+    """A worker that sends groups of forked conversations, and says which row is which."""
+    worker = send(groups, forks=FORKED)
+    for number, row in enumerate(worker.rows):
+        row.metrics[TAG] = RowTag(7, [0, 0, 1, 2, 2, 2, 3][number % 7])
+    return worker
 
 
-def test_forks_of_a_foreign_worker_are_kept_and_counted_whole(policy_path, tmp_path):
-    groups = [DEAD, LIVE, DEAD, LIVE, LIVE, LIVE, LIVE]
+def test_forks_of_a_foreign_worker_that_tags_its_rows_are_kept_and_counted_whole(policy_path, tmp_path):
+    worker = tagged([DEAD, LIVE, DEAD, LIVE, LIVE, LIVE, LIVE])
     trainer = make_async(
-        policy_path, tmp_path, Server(), rollout_worker=send(groups, forks=FORKED), max_steps=2,
-        per_device_train_batch_size=7, snr_strategy="nonzero",
+        policy_path, tmp_path, Server(), rollout_worker=worker, max_steps=2, per_device_train_batch_size=7,
+        snr_strategy="nonzero",
     )  # fmt: skip
     seen = advantages_trained(trainer)
     trainer.train()
     assert [len(one) for one in seen] == [7, 7] and min(abs(value) for one in seen for value in one) > 0.9
-    assert len(trainer._ledger) == 4
+    assert len(trainer._groups.ledger) == 4
 
 
-def test_rows_of_forked_conversations_are_told_apart_by_our_loop(policy_path, tmp_path, server, monkeypatch):
-    """TRL's own worker, whose conversations are two rows each."""
+def test_a_selector_keeps_conversations_of_a_foreign_worker_that_tags_its_rows(policy_path, tmp_path):
+    trainer = make_async(
+        policy_path, tmp_path, Server(), rollout_worker=tagged([LIVE] * 12), max_steps=2, snr_score_reward="parity",
+        per_device_train_batch_size=6, selector=lambda groups: (groups.rewards > 0) & (groups.advantages() > 0),
+    )  # fmt: skip
+    seen = advantages_trained(trainer)
+    trainer.train()
+    assert [len(one) for one in seen] == [6, 6]  # three rows a group: the first and the last conversation
+    assert all(value == pytest.approx(1, abs=1e-4) for one in seen for value in one)
+
+
+def refused(policy_path, tmp_path, rows, **settings):
+    """The error that ends a run with these rows."""
+    settings = {"snr_strategy": "nonzero", "per_device_train_batch_size": 8, **settings}
+    trainer = make_async(policy_path, tmp_path, Server(), rollout_worker=StubWorker(rows), max_steps=1, **settings)
+    with pytest.raises(ValueError) as error:
+        trainer.train()
+    return str(error.value)
+
+
+@pytest.mark.parametrize("strategy", ["nonzero", "lossless", "all"])
+def test_more_rows_than_completions_are_refused_unless_tags_tell_them_apart(policy_path, tmp_path, strategy):
+    rows = send([LIVE], forks=FORKED).rows
+    message = refused(policy_path, tmp_path, rows, snr_strategy=strategy)  # at the fifth: the worker sends no more
+    assert all(
+        name in message for name in ("group_id=0", "num_generations=4", TAG, "RowTag", "one for each conversation")
+    )
+
+
+@pytest.mark.parametrize(
+    ("field", "change"),
+    [
+        ("group_id=None", lambda row: setattr(row, "group_id", None)),
+        ("group_id=-1", lambda row: setattr(row, "group_id", -1)),
+        ("metrics['reward']=None", lambda row: row.metrics.pop("reward")),
+        ("metrics['reward']='high'", lambda row: row.metrics.update(reward="high")),
+        ("metrics['rewards/parity']=None", lambda row: row.metrics.pop("rewards/parity")),
+        ("metrics['snr_tag']=(4, 0)", lambda row: row.metrics.update({TAG: (4, 0)})),
+        ("metrics['snr_tag']=RowTag(rows=4, member=4", lambda row: row.metrics.update({TAG: RowTag(4, 4)})),
+    ],
+)
+@pytest.mark.parametrize("place", [0, 2])
+def test_a_row_that_does_not_say_what_is_needed_is_refused_by_the_field(policy_path, tmp_path, field, change, place):
+    rows = send([LIVE, LIVE, LIVE]).rows
+    change(rows[4 + place])
+    if "rewards/" in field and place == 0:
+        field = "metrics['rewards/<name"
+    message = refused(policy_path, tmp_path, rows)
+    assert field in message and "allowed" in message
+
+
+def test_a_group_with_tags_in_some_of_its_rows_is_refused(policy_path, tmp_path):
+    rows = send([LIVE, LIVE]).rows
+    for number, row in enumerate(rows[4:7]):
+        row.metrics[TAG] = RowTag(4, number)
+    assert "metrics['snr_tag']=None" in refused(policy_path, tmp_path, rows)
+
+
+class OwnLoop(async_cpu.async_rollout_worker._AsyncRolloutLoop):
+    """A loop derived from TRL's, as that of OpenEnv's harness is."""
+
+
+@pytest.mark.parametrize("loop", [async_cpu.async_rollout_worker._AsyncRolloutLoop, OwnLoop])
+def test_rows_of_forked_conversations_are_told_apart_by_our_loop(policy_path, tmp_path, server, monkeypatch, loop):
+    """TRL's own worker, or one derived from it, whose conversations are two rows each."""
+    monkeypatch.setattr(async_cpu.ThreadWorker, "_loop_cls", loop)
     chain = async_cpu.async_rollout_worker._chain_to_sequences
 
     def forked(*args):
@@ -188,11 +252,11 @@ def test_rows_of_forked_conversations_are_told_apart_by_our_loop(policy_path, tm
     )  # fmt: skip
     seen, decide = [], trainer._decide
 
-    def spy(group, given_up):
-        selection, rows = decide(group, given_up)
-        assert group.members == [0, 0, 1, 1, 2, 2, 3, 3] and not group.rewards.isnan().any()
+    def spy(group):
+        selection, rows = decide(group)
+        assert group.members == [0, 0, 1, 1, 2, 2, 3, 3] and not group.rewards().isnan().any()
         assert len(rows) == 2 * int(selection.kept.sum())
-        seen.append(group.rewards.var().item())
+        seen.append(group.rewards().var().item())
         return selection, rows
 
     trainer._decide = spy
@@ -200,9 +264,8 @@ def test_rows_of_forked_conversations_are_told_apart_by_our_loop(policy_path, tm
     assert max(seen) > 0
 
 
-def test_the_last_group_of_a_worker_that_pauses_is_complete(policy_path, tmp_path, monkeypatch):
+def test_the_last_group_of_a_worker_that_sends_no_more_is_complete(policy_path, tmp_path):
     """Nothing comes after it: a worker may wait for the weights that this group is needed for."""
-    monkeypatch.setattr(async_groups, "PAUSE_S", 0.1)
     trainer = make_async(
         policy_path, tmp_path, Server(), rollout_worker=send([LIVE, LIVE, LIVE, LIVE]), max_steps=1,
         per_device_train_batch_size=8, snr_strategy="nonzero",
@@ -211,11 +274,22 @@ def test_the_last_group_of_a_worker_that_pauses_is_complete(policy_path, tmp_pat
     assert trainer.state.global_step == 1
 
 
+def test_a_group_with_fewer_rows_is_complete_when_another_begins(policy_path, tmp_path):
+    """A conversation without a token to train has no row."""
+    rows = [row for group in range(6) for row in rows_of_group(group, LIVE)[: 4 - group % 2]]
+    trainer = make_async(
+        policy_path, tmp_path, Server(), rollout_worker=StubWorker(rows), max_steps=1, snr_strategy="nonzero",
+        per_device_train_batch_size=7,
+    )  # fmt: skip
+    trainer.train()
+    assert trainer.latest_selection.rewards.isnan().sum(dim=1).tolist()[:3] == [0, 1, 0]
+
+
 def test_rows_of_two_groups_that_are_mixed_are_refused(policy_path, tmp_path):
     first, second = rows_of_group(0, LIVE), rows_of_group(1, LIVE)
     worker = StubWorker([*first[:2], *second, *first[2:], *rows_of_group(2, LIVE)])
     trainer = make_async(policy_path, tmp_path, Server(), rollout_worker=worker, max_steps=1, snr_strategy="nonzero")
-    with pytest.raises(RuntimeError, match="rows of group 0 after"):
+    with pytest.raises(ValueError, match=r"group_id=0 after that group was complete.*one after the other"):
         trainer.train()
 
 

@@ -97,7 +97,7 @@ def test_a_micro_batch_without_advantages_keeps_one_row_and_moves_nothing(policy
     trainer.train()
     assert all(torch.equal(value, before[name]) for name, value in parameters_of(trainer).items())
     assert trainer.state.log_history[0]["batch/samples_per_row"] == 1
-    assert len(trainer._ledger) == 4  # rows that are left out are done, too
+    assert len(trainer._groups.ledger) == 4  # rows that are left out are done, too
 
 
 def test_async_lossless_is_refused_with_a_router_loss(policy_path, tmp_path):

@@ -6,9 +6,11 @@ import async_cpu
 import numpy as np
 import pytest
 from async_cpu import Server, StubWorker, make_async, parity, prompts_with_dead, rows_of_group, text_of
+from ragen2_trl.sampling.policy import Pilots
 
+from ragen2_trl.sampling.policy import Policy
 from ragen2_trl.trainers.async_groups import TAG, RowTag
-from ragen2_trl.trainers.async_rollouts import FilteredRolloutLoop, PilotChoice, ScoredOnce
+from ragen2_trl.trainers.async_rollouts import FilteredRolloutLoop, ScoredOnce
 
 
 @pytest.fixture(autouse=True)
@@ -61,9 +63,9 @@ def test_groups_that_go_on_are_trained_whole_and_those_given_up_not_at_all(polic
     )
     seen, decide = [], trainer._decide
 
-    def spy(group, given_up):
-        selection, rows = decide(group, given_up)
-        seen.append((given_up, len(group.rows), len(rows), group.rewards.isnan().sum().item()))
+    def spy(group):
+        selection, rows = decide(group)
+        seen.append((group.tags[0].given_up, len(group.rows), len(rows), group.rewards().isnan().sum().item()))
         return selection, rows
 
     trainer._decide = spy
@@ -78,7 +80,7 @@ def test_a_group_that_was_given_up_is_dropped_though_its_pilots_vary(policy_path
     """Their variance may be below what is worth the other completions."""
     rows = [row for number in range(12) for row in rows_of_group(number, [1, 0, 0, 1])]
     for number, row in enumerate(rows):
-        row.metrics[TAG] = RowTag(4, number % 4, 4, given_up=row.group_id % 2 == 0)
+        row.metrics[TAG] = RowTag(4, number % 4, given_up=row.group_id % 2 == 0)
     trainer = make_async(
         policy_path, tmp_path, Server(), rollout_worker=StubWorker(rows), snr_strategy="nonzero", max_steps=1,
         per_device_train_batch_size=8,
@@ -93,7 +95,7 @@ def test_rewards_are_means_over_completions_and_not_over_groups(policy_path, tmp
         given_up = number % 2 == 0
         group = rows_of_group(number, [1, 1] if given_up else [1, 0, 0, 0])
         for member, row in enumerate(group):
-            row.metrics[TAG] = RowTag(len(group), member, len(group), given_up)
+            row.metrics[TAG] = RowTag(len(group), member, given_up)
         rows += group
     trainer = make_async(
         policy_path, tmp_path, Server(), rollout_worker=StubWorker(rows), snr_strategy="nonzero", max_steps=1,
@@ -101,9 +103,9 @@ def test_rewards_are_means_over_completions_and_not_over_groups(policy_path, tmp
     )  # fmt: skip
     seen, decide = [], trainer._decide
 
-    def spy(group, given_up):
+    def spy(group):
         seen.extend(row.metrics["reward"] for row in group.rows)
-        return decide(group, given_up)
+        return decide(group)
 
     trainer._decide = spy
     trainer.train()
@@ -164,13 +166,19 @@ def test_the_spawned_process_of_trls_worker_samples_pilots(policy_path, tmp_path
     assert counts.count(4) > 0.3 * len(counts) and counts.count(16) >= 2
 
 
-def test_a_choice_follows_expected_variance():
-    choice = PilotChoice(4, 16, seed=0)
-    varies, equal = np.array([[1.0, 0, 0, 1]]), np.array([[0.0, 0, 0, 0]])
-    chosen = [choice.choose(varies if number % 10 < 3 else equal) for number in range(300)]
-    worth = [is_worth for is_worth, _ in chosen]
-    assert all(is_worth == (number % 10 < 3) for number, is_worth in enumerate(worth) if number > 10)
-    assert 0 < sum(audited for _, audited in chosen) < 15
+def test_audits_are_the_same_whichever_group_is_scored_first():
+    """Each is drawn for its group, and depends on no other draw."""
+    varies, equal = np.array([[1.0, 0, 0, 1]]), np.zeros((1, 4))
+
+    def audits(order):
+        policy = Policy(None, Pilots(4, 16, groups=1, seed=3))
+        chosen = {number: policy.choose(varies if number % 10 < 3 else equal, number, fewest=0) for number in order}
+        return {
+            number for number, one in chosen.items() if one.audited[0] and 50 <= number < 750
+        }  # once it has learned
+
+    found = audits(range(800))
+    assert found == audits(reversed(range(800))) and 3 <= len(found) <= 25
 
 
 def test_a_reward_is_asked_for_the_completions_that_it_has_not_scored():
@@ -188,5 +196,4 @@ def test_a_reward_is_asked_for_the_completions_that_it_has_not_scored():
 
     assert asyncio.run(both()) == ([1], [2, 1])
     assert asked == [([first], ["p"]), ([second], ["q"])]
-    once.forget([first, second])
     assert not once.known

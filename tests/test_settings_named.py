@@ -21,8 +21,6 @@ NO_SETTINGS = {
     "snr_kept",
     "snr_shared_tokens",
     "snr_tag",
-    "snr_pilots",
-    "snr_seed",
 }
 STORED = {*STORED_NAMES.values(), *(name for of in STORED_VALUES.values() for own in of.values() for name in own)}
 # Pages and experiments that speak of stored runs, by the names that these have.

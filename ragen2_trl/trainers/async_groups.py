@@ -1,67 +1,57 @@
-"""The trainer's side of TRL's rollout queue: whole groups are pulled, filtered, and accounted for until they are done.
+"""The trainer's side of TRL's rollout queue: groups are pulled, filtered, and accounted for until they are done.
 
-Rows of a rollout worker come one by one. `GroupQueue` stands before the worker's own queue, whichever worker that is,
-and hands TRL the rows of the groups that are kept. `GroupLedger` knows what became of each group: a checkpoint
-continues behind the last one that is done with everything before it, and an epoch ends when its last group is done.
+`GroupQueue` stands before the queue of the rollout worker, whichever worker that is, and hands TRL the rows of kept
+groups. `GroupLedger` knows what became of each group: a checkpoint continues behind the last one that is done with
+everything before it, and an epoch ends when its last group is done.
 """
 
 import math
 import queue
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, NotRequired, Protocol, TypedDict
+from numbers import Real
+from typing import Any, NamedTuple, TypedDict
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from ragen2_trl.trainers.empty_steps import why_nothing_is_kept
 from ragen2_trl.trainers.selection import Selection
 
 TAG = "snr_tag"  # in the metrics of a row, until `GroupQueue` takes it out
-PAUSE_S = 1.0  # without a row, after which an untagged group of G rows or more is complete
+REWARDS = "rewards/"  # begins the names of single rewards in the metrics of a row
 
 
 class RowTag(NamedTuple):
-    """Which row of its group a row is.
+    """Which row of its group a row is. Our loop tags the rows of TRL's worker, and any other worker may tag its own.
 
     Args:
         rows: of its group; more than G where conversations are several rows, fewer where one has no token to train.
-        member: number of its conversation in the group.
-        sampled: conversations of its group.
-        given_up: whether its prompt was not worth more than its pilots.
-        audited: whether it was not, and was sampled whole to see what is missed.
+        member: number of its conversation in the group, from 0.
+        given_up: whether its prompt was not worth more than its pilots. Only our loop says so.
+        audited: whether it was not, and was sampled in full to see what is missed. Only our loop says so.
     """
 
     rows: int
     member: int
-    sampled: int
     given_up: bool = False
     audited: bool = False
-
-
-class LedgerState(TypedDict):
-    """State of a `GroupLedger` in a checkpoint."""
-
-    ahead: list[int]
 
 
 class GroupLedger:
     """Which groups are done: trained, dropped, or left out as too old. It stands in for TRL's `_trained_groups`.
 
     Groups are numbered in the order of the dataset, and the *frontier* is the first that is not done. TRL asks
-    `number in ledger` for a checkpoint, `len(ledger)` for the end of an epoch, and calls `update` with the group of
-    each row when it collates a micro-batch, which is one ahead of the micro-batch that it trains.
+    `number in ledger` for a checkpoint, and `len(ledger)` for the end of an epoch.
     """
 
     def __init__(self) -> None:
         self.frontier = 0
         self.ahead: set[int] = set()  # done, beyond the frontier
         self.rows: dict[int, int] = {}  # of groups in progress: rows that are not done
-        self.trained = 0  # groups whose last row was trained
-        self._resumed: set[int] = set()  # done before the checkpoint that this run goes on from
-        self._collated: deque[Counter[int]] = deque()  # rows by group of micro-batches that are not trained yet
+        self.resumed: set[int] = set()  # done before the checkpoint that this run goes on from
 
     def __len__(self) -> int:
         """Groups before the frontier."""
@@ -70,290 +60,211 @@ class GroupLedger:
     def __contains__(self, group: int) -> bool:
         return group < self.frontier or group in self.ahead
 
-    def update(self, groups: Iterable[int]) -> None:
-        """A micro-batch is collated: the group of each of its rows."""
-        self._collated.append(Counter(groups))
-
-    def left_out(self, groups: Iterable[int]) -> None:
-        """Rows of the micro-batch that was collated last which are not computed."""
-        self._collated[-1].update(groups)
-
-    def micro_batch_trained(self) -> None:
-        for group, rows in self._collated.popleft().items():
-            self.rows_done(group, rows)
-            self.trained += group in self
-
-    def begin(self, group: int, rows: int) -> None:
-        """So many rows of a group are about to be handed to TRL; without any it is done."""
-        if rows:
-            self.rows[group] = rows
-        else:
-            self._done(group)
-
-    def rows_done(self, group: int, rows: int = 1) -> None:
+    def rows_done(self, group: int, rows: int) -> bool:
+        """So many rows of a group are done. Returns whether the group is."""
         self.rows[group] -= rows
-        if self.rows[group] == 0:
-            del self.rows[group]
-            self._done(group)
-
-    def _done(self, group: int) -> None:
+        if self.rows[group]:
+            return False
+        del self.rows[group]
         self.ahead.add(group)
         while self.frontier in self.ahead:
             self.ahead.remove(self.frontier)
             self.frontier += 1
-
-    def is_resumed(self, group: int) -> bool:
-        """Whether a group that arrives was done before the run was resumed; asked once."""
-        known = group in self._resumed
-        self._resumed.discard(group)
-        return known
-
-    def state(self) -> LedgerState:
-        """State for a checkpoint; a resumed worker counts its groups from the frontier."""
-        return {"ahead": sorted(group - self.frontier for group in self.ahead)}
-
-    def load(self, state: LedgerState) -> None:
-        self.ahead, self._resumed = set(state["ahead"]), set(state["ahead"])
+        return True
 
 
 @dataclass(frozen=True)
-class ScoredGroup:
+class ArrivedGroup:
     """The rows of one group, and what they say of its G conversations.
 
     Args:
         rows: TRL's `RolloutSample`s.
-        members: for each row the number of its conversation; `None` where it cannot be told.
-        rewards: (1, G) reward sums, NaN for a conversation without a row.
-        rewards_per_func: (1, G, F) of each reward function; all NaN where `members` is `None`.
-        lengths: (1, G) trainable tokens.
-        names: of the reward functions.
+        tags: of the rows, which no longer have them.
+        size: G.
+        sampled: conversations that were sampled.
+        staleness: weight versions since then.
     """
 
     rows: list[Any]
-    members: list[int] | None
-    rewards: Tensor
-    rewards_per_func: Tensor
-    lengths: Tensor
-    names: list[str]
-
-
-def scored_group(rows: list[Any], members: list[int] | None, size: int) -> ScoredGroup:
-    """Collect what the rows of a group say.
-
-    Args:
-        rows: TRL's `RolloutSample`s.
-        members: as tagged by our loop. Without tags, G rows or fewer are a conversation each. More than G come from
-            conversations that forked into several rows: only the mean and the deviation of their rewards are known,
-            and two values with this mean and deviation stand for them.
-        size: G.
-    """
-    if members is None and len(rows) <= size:
-        members = list(range(len(rows)))
-    metrics = rows[0].metrics
-    names = [name for name in metrics if name.startswith("rewards/")]
-    # Lists, and one tensor at the end: this runs for every group.
-    rewards, lengths = [math.nan] * size, [0] * size
-    per_func = [[math.nan] * len(names) for _ in range(size)]
-    counts = [int(np.count_nonzero(row.completion_mask)) for row in rows]
-    if members is None:
-        deviation = metrics["reward_std"]
-        first = next((row for row in rows if math.isfinite(row.metrics["reward"])), None)
-        if first is not None:
-            mean = first.metrics["reward"] - first.advantage * (deviation + 1e-8)  # as TRL makes advantages
-            low = size // 2
-            apart = deviation * size / (low * (size - low)) ** 0.5
-            rewards[:low] = [mean - apart * (size - low) / size] * low
-            rewards[low:] = [mean + apart * low / size] * (size - low)
-        lengths = [sum(counts) // size] * size
-    else:
-        for row, member, count in zip(rows, members, counts, strict=True):
-            reward = row.metrics["reward"]
-            rewards[member] = reward if math.isfinite(reward) else math.nan
-            per_func[member] = [row.metrics[name] for name in names]
-            lengths[member] += count
-    return ScoredGroup(
-        rows,
-        members,
-        torch.tensor([rewards], dtype=torch.float64),
-        torch.tensor([per_func], dtype=torch.float64).view(1, size, len(names)),
-        torch.tensor([lengths]),
-        [name.removeprefix("rewards/") for name in names],
-    )
-
-
-@dataclass(frozen=True)
-class Arrival:
-    """A group that has arrived and been decided on.
-
-    Args:
-        group: its rows.
-        selection: (1, G) its kept completions.
-        tag: of its first row.
-        staleness: weight versions since it was sampled.
-    """
-
-    group: ScoredGroup
-    selection: Selection
-    tag: RowTag
+    tags: list[RowTag]
+    size: int
+    sampled: int
     staleness: int
 
+    @property
+    def members(self) -> list[int]:
+        """For each row the number of its conversation."""
+        return [tag.member for tag in self.tags]
 
-class Decides(Protocol):
-    """The filter's decision on one group: the kept members, (1, G), and the rows that reach TRL."""
+    @property
+    def names(self) -> list[str]:
+        """Of the reward functions, F."""
+        return [name.removeprefix(REWARDS) for name in self.rows[0].metrics if name.startswith(REWARDS)]
 
-    def __call__(self, group: ScoredGroup, given_up: bool) -> tuple[Selection, list[Any]]: ...
+    def rewards(self, name: str | None = None) -> Tensor:
+        """(1, G) float64 the reward sums, or the rewards of one function; NaN where there is no finite one. Raises a
+        `ValueError` for a name that no function has."""
+        if name not in (None, *self.names):
+            raise ValueError(
+                f"snr_score_reward={name!r} is no reward function of this run; allowed here, where columns are not "
+                f"logged: {', '.join(self.names)}."
+            )
+        key = "reward" if name is None else f"{REWARDS}{name}"
+        rewards = torch.full((1, self.size), torch.nan, dtype=torch.float64)
+        rewards[0, self.members] = torch.tensor([row.metrics[key] for row in self.rows], dtype=torch.float64)
+        return rewards.masked_fill(~rewards.isfinite(), torch.nan)
+
+    def advantages(self) -> Tensor:
+        """(1, G) float64 as TRL has made them: of each conversation the one of its rows that is largest in size."""
+        found = [0.0] * self.size
+        for row, member in zip(self.rows, self.members, strict=True):
+            found[member] = max(found[member], row.advantage, key=abs)
+        return torch.tensor([found], dtype=torch.float64)
+
+    def lengths(self) -> Tensor:
+        """(1, G) trainable tokens."""
+        counts = [np.count_nonzero(row.completion_mask) for row in self.rows]
+        return torch.tensor(np.bincount(self.members, counts, self.size)).long().unsqueeze(0)
+
+
+def check_row(row: Any, first: Any, size: int) -> None:
+    """Raise a `ValueError` for a row that does not name its group and its rewards, or is not tagged like the first row
+    of its group; it names the field, its value and what is allowed."""
+    number, metrics, tag = row.group_id, row.metrics, row.metrics.get(TAG)
+    names = [name for name in first.metrics if name.startswith(REWARDS)] or [f"{REWARDS}<name of a function>"]
+    fits = isinstance(tag, RowTag) and 0 <= tag.member < size if TAG in first.metrics else TAG not in metrics
+    needed = [
+        (
+            "group_id",
+            number,
+            isinstance(number, int) and number >= 0,
+            "an int from 0, the same in all rows of a group",
+        ),
+        (f"metrics[{TAG!r}]", tag, fits, f"in no row of a group, or in all a RowTag with member from 0 to {size - 1}"),
+    ]
+    needed += [
+        (f"metrics[{name!r}]", metrics.get(name), isinstance(metrics.get(name), Real), "a number, NaN for no reward")
+        for name in ("reward", *names)
+    ]
+    for field, value, is_allowed, allowed in needed:
+        if not is_allowed:
+            raise ValueError(f"the rollout worker sent a row with {field}={value!r}; allowed: {allowed}.")
 
 
 class QueueState(TypedDict):
     """State of a `GroupQueue` in a checkpoint."""
 
+    ahead: list[int]
     since_kept: int
-    generations: NotRequired[int]
+    generations: int
 
 
 class GroupQueue:
     """The queue that TRL's dataset reads: rows of the groups that are kept, each group whole and in order of arrival.
 
-    A group is complete when the rows that its tag names are there; without tags, when a row of another group comes,
-    or when it has G rows and the worker pauses.
+    A group is complete when the rows that its tags name are there; without tags, when a row of another group comes,
+    or when G rows are there.
 
     Args:
-        inner: the worker's own queue.
-        ledger: what becomes of the groups.
-        decide: the filter.
-        staleness: of a row, in weight versions.
-        is_refused: whether TRL is going to leave a row out, as too old or too long.
-        size: G.
-        max_staleness: TRL's setting.
-        max_dropped: groups dropped in a row after which `why` is raised; `inf` for any number.
-        why: a message for that.
-        silent_after_s: seconds without a row, after dropped groups, that a worker may take.
+        trainer: with the rollout worker. Its `_decide` is the filter.
     """
 
-    def __init__(
-        self,
-        inner: Any,
-        ledger: GroupLedger,
-        decide: Decides,
-        staleness: Callable[[Any], int],
-        is_refused: Callable[[Any], bool],
-        size: int,
-        max_staleness: int,
-        max_dropped: float,
-        why: Callable[[], str],
-        silent_after_s: float,
-    ):
-        self.inner, self.ledger, self.decide = inner, ledger, decide
-        self.staleness, self.is_refused, self.size = staleness, is_refused, size
-        self.max_staleness, self.silent_after_s = max_staleness, silent_after_s
-        self.max_dropped, self.why = max_dropped, why
+    def __init__(self, trainer: Any):
+        self.trainer, self.ledger = trainer, GroupLedger()
+        self.inner = trainer.rollout_worker.rollout_buffer  # the worker's own queue
         self.since_kept = 0  # groups since the last one with anything to train on
         self.generations = 0  # optimizer steps before which groups had arrived
-        self._dropped = 0  # groups since the last one whose rows were handed on
-        self.arrivals: list[Arrival] = []  # until the trainer takes them
+        self.arrivals: list[tuple[ArrivedGroup, Selection]] = []  # decided on, until the trainer takes them
         self.sampled = Counter[str]()  # tokens and completions of all groups, until the trainer takes them
+        self._dropped = 0  # groups since the last one whose rows were handed on
         self._ready: deque[Any] = deque()  # rows for TRL
         self._open: list[Any] = []  # rows of the group that is arriving
         self._waited = 0.0  # seconds in `get` since the worker's queue last had a row
 
     def qsize(self) -> int:
         """Rows that wait, also of groups that will be dropped."""
-        waiting: int = self.inner.qsize()
-        return waiting + len(self._ready)
+        return int(self.inner.qsize()) + len(self._ready)
 
-    def get(self, timeout: float | None = None) -> Any:
+    def get(self, timeout: float = math.inf) -> Any:
         """The next row of a kept group.
 
         Raises:
             queue.Empty: after `timeout` seconds; TRL then looks whether the worker is well.
+            ValueError: for a row that does not say what is needed.
             RuntimeError: where nothing can be trained on, or the worker seems to wait for the trainer.
         """
-        deadline = None if timeout is None else time.monotonic() + timeout
+        deadline = time.monotonic() + timeout
         while not self._ready:
-            left = math.inf if deadline is None else max(0.0, deadline - time.monotonic())
-            wait = min(left, PAUSE_S) if self._may_be_complete else left
+            left = max(0.0, deadline - time.monotonic())
             try:
-                row = self.inner.get(timeout=None if wait == math.inf else wait)
+                row = self.inner.get(timeout=None if left == math.inf else left)
             except queue.Empty:
-                self._waited += wait
-                if self._may_be_complete and self._waited >= PAUSE_S:
-                    self._close()
-                elif wait == left:
-                    self._check_silence()
-                    raise
-                continue
+                self._waited += left
+                self._check_silence()
+                raise
             self._waited = 0.0
             self._take(row)
-        row = self._ready.popleft()
-        if self.is_refused(row):  # TRL's dataset or batcher passes over it next
-            self.ledger.rows_done(row.group_id)
+        row, args = self._ready.popleft(), self.trainer.args
+        is_stale = self.trainer.model_version - row.model_version > args.max_staleness
+        if is_stale or 0 < (args.token_budget or 0) < len(row.input_ids):  # TRL's dataset or batcher passes over it
+            self.ledger.rows_done(row.group_id, 1)
         return row
 
-    def take_arrivals(self) -> list[Arrival]:
-        """The groups decided on since the last call."""
-        taken, self.arrivals = self.arrivals, []
-        return taken
-
-    def take_sampled(self) -> Counter[str]:
-        """Tokens and completions of the groups that were completed since the last call, stale ones included."""
-        taken, self.sampled = self.sampled, Counter()
-        return taken
-
-    @property
-    def _may_be_complete(self) -> bool:
-        """Whether a pause would tell that the group is complete."""
-        return len(self._open) >= self.size and TAG not in self._open[0].metrics
-
     def _take(self, row: Any) -> None:
-        if self._open and row.group_id != self._open[0].group_id:
+        number, size, ledger = row.group_id, self.trainer.args.num_generations, self.ledger
+        if self._open and number != self._open[0].group_id:
             self._close()
+        check_row(row, self._open[0] if self._open else row, size)
+        if not self._open and (number in ledger.rows or (number in ledger and number not in ledger.resumed)):
+            raise ValueError(
+                f"the rollout worker sent another row with group_id={number} after that group was complete, which is "
+                f"when a row of another group comes, or num_generations={size} rows are there; allowed: rows of a "
+                f"group one after the other, and one for each conversation; or as many as each row's metrics[{TAG!r}] "
+                "says, ragen2_trl.trainers.async_groups.RowTag(rows=of the group, member=number of the conversation)."
+            )
         self._open.append(row)
         tag = row.metrics.get(TAG)
-        if tag is not None and len(self._open) == tag.rows:
+        if len(self._open) == (size if tag is None else tag.rows):
             self._close()
 
     def _close(self) -> None:
-        rows, self._open = self._open, []
-        number = rows[0].group_id
-        tags = [row.metrics.pop(TAG, None) for row in rows]
-        tag = tags[0] or RowTag(len(rows), 0, self.size)
-        self.sampled.update(tokens=sum(int(row.completion_mask.sum()) for row in rows), completions=tag.sampled)
-        if self.ledger.is_resumed(number):
+        rows, self._open, trainer, args = self._open, [], self.trainer, self.trainer.args
+        number, size, staleness = rows[0].group_id, args.num_generations, trainer.model_version - rows[0].model_version
+        tags = [row.metrics.pop(TAG, RowTag(len(rows), place)) for place, row in enumerate(rows)]
+        sampled = trainer.pilot_generations if tags[0].given_up else size
+        group = ArrivedGroup(rows, tags, size, sampled, staleness)
+        self.sampled.update(tokens=int(group.lengths().sum()), completions=sampled)
+        if number in self.ledger.resumed:
             return
-        if number in self.ledger or number in self.ledger.rows:
-            raise RuntimeError(
-                f"the rollout worker sent rows of group {number} after its group was complete; allowed: rows of a "
-                "group one after the other, and a number of its own for each group."
-            )
-        staleness = self.staleness(rows[0])
-        if staleness > self.max_staleness:  # TRL drops and counts its rows
-            self._hand_on(number, rows)
-            return
-        group = scored_group(rows, None if tags[0] is None else [one.member for one in tags], self.size)
-        selection, kept = self.decide(group, tag.given_up)
-        self.arrivals.append(Arrival(group, selection, tag, staleness))
-        self._hand_on(number, kept)
-        self.since_kept = 0 if selection.kept.any() else self.since_kept + 1
-        if self.since_kept >= self.max_dropped:
-            raise RuntimeError(f"{self.since_kept} groups in a row had nothing to train on. {self.why()}")
-
-    def _hand_on(self, number: int, rows: list[Any]) -> None:
-        self._dropped = 0 if rows else self._dropped + 1
-        self.ledger.begin(number, len(rows))
+        if staleness <= args.max_staleness:  # else TRL drops and counts its rows
+            selection, rows = trainer._decide(group)
+            self.arrivals.append((group, selection))
+            self.since_kept = 0 if selection.kept.any() else self.since_kept + 1
         self._ready.extend(rows)
+        self.ledger.rows[number] = len(rows)
+        self.ledger.rows_done(number, 0)  # a group without rows is done
+        self._dropped = 0 if rows else self._dropped + 1
+        if 0 < args.snr_max_empty_steps * (args.generation_batch_size // size) <= self.since_kept:
+            raise RuntimeError(
+                f"{self.since_kept} groups in a row had nothing to train on "
+                f"(snr_max_empty_steps={args.snr_max_empty_steps}). {why_nothing_is_kept(trainer)}"
+            )
 
     def _check_silence(self) -> None:
-        if self._dropped and self._waited > self.silent_after_s:
+        silent_after_s = self.trainer.args.heartbeat_stale_after_s
+        if self._dropped and self._waited > silent_after_s:
             raise RuntimeError(
                 f"the rollout worker has sent nothing for {self._waited:.0f} s, and the {self._dropped} groups before "
                 "that were dropped: it may wait for newer weights, for which the trainer needs groups. What would "
                 "change that: a larger max_staleness, snr_strategy='lossless', which drops no group, or a larger "
-                f"heartbeat_stale_after_s (now {self.silent_after_s:g}) where sampling takes that long."
+                f"heartbeat_stale_after_s (now {silent_after_s:g}) where sampling takes that long."
             )
 
     def state(self) -> QueueState:
-        """State for a checkpoint."""
-        return {"since_kept": self.since_kept, "generations": self.generations}
+        """State for a checkpoint; a resumed worker counts its groups from the frontier."""
+        ahead = sorted(group - self.ledger.frontier for group in self.ledger.ahead)
+        return {"ahead": ahead, "since_kept": self.since_kept, "generations": self.generations}
 
     def load(self, state: QueueState) -> None:
-        self.since_kept, self.generations = state["since_kept"], state.get("generations", 0)
+        self.ledger.ahead, self.ledger.resumed = set(state["ahead"]), set(state["ahead"])
+        self.since_kept, self.generations = state["since_kept"], state["generations"]

@@ -44,17 +44,20 @@ def with_snr_fields(args: Any, config_class: type, trl_config_class: type) -> An
 def pilots_of(args: SNRFilterConfig, trainer_class: type) -> int:
     """Completions of a pilot, 0 for none. By default pilots come with dynamic sampling of large groups, where they are
     cheaper and choose by what the filter keeps: reward variance."""
-    if args.snr_pilot_generations is not None:
-        return args.snr_pilot_generations
-    looks_first = (
+    pays = (
         args.snr_dynamic_sampling_rounds > 0
         and args.num_generations >= LARGE_GROUP
         and args.keeps_every_varying_group
         and "_generate" not in overridden(trainer_class)
         and _has_whole_groups(args, args.world_size)
     )
-    if not looks_first:
-        return 0
+    return pilots_or_default(args, pays)
+
+
+def pilots_or_default(args: SNRFilterConfig, pays: bool) -> int:
+    """`snr_pilot_generations`, or its default, which depends on whether pilots pay off."""
+    if args.snr_pilot_generations is not None or not pays:
+        return args.snr_pilot_generations or 0
     logger.warning(
         f"snr_pilot_generations={PILOTS} by default: {PILOTS} of {args.num_generations} completions are sampled and "
         "scored first, the others only where rewards can be expected to vary. With 0, all at once."

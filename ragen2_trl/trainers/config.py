@@ -1,5 +1,6 @@
 """The filter's settings, mixed into the configuration of each trainer."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -171,11 +172,7 @@ class SNRFilterConfig(StockConfig):
             )
         if self.snr_dynamic_sampling_rounds > 0:
             self._check_dynamic_sampling()
-        for name, (allowed, reason) in self._required_by_strategy.items():
-            if (value := getattr(self, name)) not in (allowed, None):  # None: no explicit choice about pilots
-                raise ValueError(
-                    f"{name}={value!r} {reason}; allowed with snr_strategy={self.snr_strategy!r}: {allowed!r}."
-                )
+        check_required(self, self._required_by_strategy, f"with snr_strategy={self.snr_strategy!r}")
         super().__post_init__()
 
     def check_alone(self, selector: str) -> None:
@@ -232,3 +229,16 @@ class SNRFilterConfig(StockConfig):
 
     def _check_dynamic_sampling(self) -> None:
         """Refuse settings that scale advantages over a batch: groups of several generations have different batches."""
+
+
+def check_required(args: Any, required: Mapping[str, tuple[Any, str]], where: str) -> None:
+    """Raise a `ValueError` for a setting that is neither its allowed value nor `None`, which is no explicit choice.
+
+    Args:
+        args: The settings.
+        required: By name, the only allowed value, and what is wrong with any other.
+        where: Under which conditions it is so, for the message.
+    """
+    for name, (allowed, reason) in required.items():
+        if (value := getattr(args, name)) not in (allowed, None):
+            raise ValueError(f"{name}={value!r} {reason}; allowed {where}: {allowed!r}.")

@@ -104,7 +104,8 @@ class DropPlan:
         """What `take` is told of the padding of a micro-batch."""
         return {"keep_positions": self.keeps_positions, "longest_trimmed": self.longest_trimmed}
 
-    def in_mean(self, selected: Tensor) -> Tensor:
+    @staticmethod
+    def in_mean(selected: Tensor) -> Tensor:
         """(rows,) bool, the rows over which the loss is a mean, from the selected ones."""
         return selected
 
@@ -201,7 +202,8 @@ class LosslessPlan(DropPlan):
     keeps_positions = True
     keeps_steps = True
 
-    def in_mean(self, selected: Tensor) -> Tensor:
+    @staticmethod
+    def in_mean(selected: Tensor) -> Tensor:
         return torch.ones_like(selected)
 
     def _prepared(self, batch: Batch) -> Batch:

@@ -36,17 +36,19 @@ def main(policy, folder, journal, kills=False):
             policy, folder, SlowServer(), dataset=prompts_with_dead(400), snr_strategy="nonzero", max_steps=20,
             save_strategy="steps", save_steps=4, max_inflight_tasks=32,
         )  # fmt: skip
-        done, start = GroupLedger._done, trainer.rollout_worker.start
+        done, start = GroupLedger.rows_done, trainer.rollout_worker.start
 
-        def told(ledger, group):
-            say(group=group, step=trainer.state.global_step + 1)
-            done(ledger, group)
+        def told(ledger, group, rows):
+            is_done = done(ledger, group, rows)
+            if is_done:  # rows that were trained are counted at the end of a step
+                say(group=group, step=trainer.state.global_step + (rows == 0))
+            return is_done
 
         def started():
             say(start=trainer._groups_before_resume, range=trainer._strategy.reward_range)
             start()
 
-        GroupLedger._done, trainer.rollout_worker.start = told, started
+        GroupLedger.rows_done, trainer.rollout_worker.start = told, started
         step = trainer.training_step
 
         def train(*args, **kwargs):
@@ -56,7 +58,7 @@ def main(policy, folder, journal, kills=False):
 
         trainer.training_step = train
         trainer.train(resume_from_checkpoint=None if kills else True)
-        say(frontier=len(trainer._ledger))
+        say(frontier=len(trainer._groups.ledger))
 
 
 if __name__ == "__main__":
