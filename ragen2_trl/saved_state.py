@@ -12,6 +12,7 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, BinaryIO, Literal, Union, get_args, get_origin, get_type_hints, is_typeddict
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -73,6 +74,8 @@ def check_form(value: Any, form: Any, field: str) -> None:
     if origin in (Union, UnionType):
         if value is not None:
             check_form(value, of[0], field)
+    elif origin is np.ndarray:  # saved as a tensor
+        _check_type(value, Tensor, field)
     elif origin is Literal:
         if value not in of:
             raise wrong(field, f"one of {', '.join(map(repr, of))}", value)

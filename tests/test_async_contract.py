@@ -71,7 +71,7 @@ def test_a_release_without_a_hook_of_the_asynchronous_trainer_is_refused(
 
 
 def test_a_changed_setting_of_trl_is_named(monkeypatch):
-    monkeypatch.setattr(trl_contract, "ASYNC_FIELDS", ["max_staleness", "max_lag"])
+    monkeypatch.setitem(trl_contract.FIELDS, "AsyncGRPOTrainer", "max_staleness max_lag")
     problems = [one.name for one in trl_contract.needs("AsyncGRPOTrainer") if one.problem is not None]
     assert problems == ["AsyncGRPOConfig.max_lag"]
 

@@ -6,9 +6,8 @@ import async_cpu
 import numpy as np
 import pytest
 from async_cpu import Server, StubWorker, make_async, parity, prompts_with_dead, rows_of_group, text_of
-from ragen2_trl.sampling.policy import Pilots
 
-from ragen2_trl.sampling.policy import Policy
+from ragen2_trl.sampling.policy import Pilots, Policy
 from ragen2_trl.trainers.async_groups import TAG, RowTag
 from ragen2_trl.trainers.async_rollouts import FilteredRolloutLoop, ScoredOnce
 

@@ -18,10 +18,10 @@ FREEDOM = 4.0  # of the prior of a variance; its mean is that of the prior
 class PosteriorState(TypedDict):
     """State of a `RewardPosterior` in a checkpoint: the prompts seen so far."""
 
-    rows: list[int]
-    evidence: list[list[float]]
-    seen: list[int]
-    moments: list[float]
+    rows: Rows
+    evidence: Floats
+    seen: Rows
+    moments: Floats
     weight: float
     clock: int
     values: list[float]
@@ -168,10 +168,10 @@ class RewardPosterior:
         """State for a checkpoint."""
         rows = np.flatnonzero(self.seen >= 0)
         return {
-            "rows": rows.tolist(),
-            "evidence": self.evidence[rows].tolist(),
-            "seen": self.seen[rows].tolist(),
-            "moments": self.moments.tolist(),
+            "rows": rows,
+            "evidence": self.evidence[rows],
+            "seen": self.seen[rows],
+            "moments": self.moments.copy(),
             "weight": self.weight,
             "clock": self.clock,
             "values": self.values,
@@ -179,10 +179,10 @@ class RewardPosterior:
         }
 
     def load(self, state: PosteriorState) -> None:
-        rows = np.array(state["rows"], dtype=np.int64)
-        if len(rows):
-            self.evidence[rows], self.seen[rows] = np.array(state["evidence"]), np.array(state["seen"])
-        self.moments[:] = state["moments"]
+        rows, evidence, seen, moments = (np.asarray(state[name]) for name in ("rows", "evidence", "seen", "moments"))
+        if evidence.shape != (len(rows), 4) or seen.shape != rows.shape or moments.shape != (2,):
+            raise LookupError(f"evidence {evidence.shape} and seen {seen.shape} are not of rows {rows.shape}")
+        self.evidence[rows], self.seen[rows], self.moments[:] = evidence, seen, moments
         self.weight, self.clock = state["weight"], state["clock"]
         self.values, self.range = list(state["values"]), state["range"]
 

@@ -73,7 +73,7 @@ class PromptSampler:
         self.accelerator = trainer.accelerator
         self.size: int = trainer.args.num_generations
         self.first = 0 if policy.pilots is None else policy.pilots.count  # completions of a pilot, G0
-        self.decides = policy.order is not None or policy.pilots is not None
+        self.asks_policy = policy.order is not None or policy.pilots is not None
         self.round: Round | None = None
         self.means: RowMeans | None = None  # where a generation takes several calls of TRL's methods
 
@@ -84,8 +84,9 @@ class PromptSampler:
         loader reads ahead and cannot know how many prompts a step needs.
         """
         if number == 0:
+            self.policy.rounds = self.trainer.args.snr_dynamic_sampling_rounds  # it may be changed in a run
             self.means = RowMeans(self.trainer._metrics["train"]) if self.first or self.policy.rounds else None
-            if self.decides:
+            if self.asks_policy:
                 numbers = self.policy.begin_step(len(inputs) * self.accelerator.num_processes // self.size)
                 inputs[:] = inputs if numbers is None else self._own_rows(numbers)
         self.round = Round(inputs, key)
@@ -184,7 +185,7 @@ class PromptSampler:
         """
         of_round = self._current().rewards
         earned = rewards.double().cpu() if of_round is None else torch.from_numpy(of_round)
-        if self.decides:
+        if self.asks_policy:
             self.policy.learn(earned.numpy())
         return earned
 
@@ -192,8 +193,12 @@ class PromptSampler:
         """Metrics of a step whose rounds are sampled; TRL's become means over what they speak for."""
         if self.means is not None and (self.first or len(self.means.scored) > 1):
             self.means.close(self.trainer.reward_weights, self.trainer.reward_func_names)
-        self.means = None
-        return self.policy.metrics() if self.decides else {}
+        self.forget()
+        return self.policy.metrics() if self.asks_policy else {}
+
+    def forget(self) -> None:
+        """No round is being sampled any more."""
+        self.round = self.means = None
 
     def _current(self) -> Round:
         if self.round is None:
@@ -334,10 +339,12 @@ def separate(rows: list[Row], numbers: Sequence[int]) -> list[Row]:
     >>> first is second or first is row, third is row, first == second == third
     (False, True, True)
     """
-    holders, wanted = Counter(map(id, rows)), set(numbers)
-    return [
-        copy.deepcopy(row) if number in wanted and holders[id(row)] > 1 else row for number, row in enumerate(rows)
-    ]
+    holders, separated = Counter(map(id, rows)), list(rows)
+    for number in numbers:
+        if holders[id(rows[number])] > 1:
+            holders[id(rows[number])] -= 1
+            separated[number] = copy.deepcopy(rows[number])
+    return separated
 
 
 def by_row(generated: tuple[Any, ...], size: int) -> list[list[Any]]:

@@ -9,6 +9,7 @@ import math
 import queue
 import time
 from collections import Counter, deque
+from collections.abc import Iterable
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any, NamedTuple, TypedDict
@@ -59,6 +60,9 @@ class GroupLedger:
 
     def __contains__(self, group: int) -> bool:
         return group < self.frontier or group in self.ahead
+
+    def update(self, groups: Iterable[int]) -> None:
+        """TRL's own collator counts rows before they are trained; ours does not call it."""
 
     def rows_done(self, group: int, rows: int) -> bool:
         """So many rows of a group are done. Returns whether the group is."""

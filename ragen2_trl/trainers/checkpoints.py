@@ -11,9 +11,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, Required, TypedDict, get_type_hints
 
+import numpy as np
 import torch
 from accelerate import Accelerator
-from accelerate.utils import broadcast_object_list, gather_object, send_to_device
+from accelerate.utils import broadcast_object_list, gather_object, recursively_apply, send_to_device
 from safetensors import SafetensorError, safe_open
 
 from ragen2_trl.saved_state import (
@@ -109,7 +110,9 @@ class RunState:
         os.makedirs(folder, exist_ok=True)
         shared = {name: part.state() for name, part in self.shared.items()}
         own = own | {name: part.state() for name, part in self.own.items()}
-        state = {"layout": layout, "shared": shared, "own": own}
+        state: Any = {"layout": layout, "shared": shared, "own": own}
+        # What is read back without running code is made of tensors.
+        state = recursively_apply(torch.from_numpy, state, test_type=lambda one: isinstance(one, np.ndarray))
         replace_whole(Path(folder) / STATE_FILE.format(rank=rank), partial(torch.save, state))
 
     def load(self, folder: str | None, accelerator: Accelerator, layout: dict[str, int], form: Any) -> Any:

@@ -85,7 +85,10 @@ class SNRFilterConfig(StockConfig):
 
     snr_strategy: str = field(
         default="top_p",
-        metadata={"help": f"How groups are selected. One of: {', '.join(STRATEGIES)}. 'all' is plain TRL."},
+        metadata={
+            "help": f"How groups are selected. One of: {', '.join(STRATEGIES)}. 'all' is plain TRL, and 'lossless' its "
+            "own update for less."
+        },
     )
     snr_value: float = field(
         default=0.9,
@@ -99,11 +102,17 @@ class SNRFilterConfig(StockConfig):
     )
     snr_score_reward: str | None = field(
         default=None,
-        metadata={"help": "Reward function, or column that one logs in every call, whose rewards rank groups."},
+        metadata={
+            "help": "Reward function, or column that one logs in every call, whose rewards rank groups; advantages stay "
+            "those of the sum."
+        },
     )
     snr_selector: str | None = field(
         default=None,
-        metadata={"help": "'package.module:name' of a function from groups to a mask, in place of snr_strategy."},
+        metadata={
+            "help": "'package.module:name' of a function from groups to a mask, in place of snr_strategy, snr_value and "
+            "snr_score."
+        },
     )
     snr_max_empty_steps: int = field(
         default=50,
@@ -124,7 +133,8 @@ class SNRFilterConfig(StockConfig):
     snr_pilot_generations: int | None = field(
         default=None,
         metadata={
-            "help": "Completions of each prompt sampled and scored first; the others only where rewards may vary."
+            "help": "Completions of each prompt sampled and scored first, the others only where rewards may vary; 0: none. "
+            "By default 2 with dynamic sampling of groups of 16 or more and snr_strategy='nonzero', else 0."
         },
     )
     snr_prompt_selection: bool = field(

@@ -52,7 +52,7 @@ from ragen2_trl.trainers.empty_steps import EmptySteps
 from ragen2_trl.trainers.generation import keeping_vllm_awake, reading_prompts_once, reads_prompts_once
 from ragen2_trl.trainers.log_probs import LogProbs
 from ragen2_trl.trainers.micro_batches import MicroBatches, MicroBatchState
-from ragen2_trl.trainers.plans import DropPlan, LossMean, MicroStep
+from ragen2_trl.trainers.plans import KEPT, DropPlan, LossMean, MicroStep
 from ragen2_trl.trainers.processes import own_share
 from ragen2_trl.trainers.selection import (
     Groups,
@@ -122,7 +122,9 @@ class SNRFilter(WholeCheckpoints):
         if not self.model.training:
             return inputs
         if self._buffered_inputs is not before:
-            if self._empty_steps.generation == generation:
+            # A batch of an earlier generation, as of a replay buffer, has its mark, or is TRL's own.
+            made = KEPT in self._buffered_inputs[0] or (self._strategy.keeps_trl_batch and generation > 0)
+            if self._empty_steps.generation == generation and not made:
                 raise super_not_called(self, "_generate_and_score_completions")
             self._micro_batches.begin_generation(self._buffered_inputs, self._strategy.keeps_trl_batch)
             self._check_sharing(self._buffered_inputs[0])
@@ -151,6 +153,7 @@ class SNRFilter(WholeCheckpoints):
             return evaluated
         except BaseException:  # Ctrl-C, too: nothing of these completions may reach a later call
             self._log_probs.end_batch()
+            self._sampler.forget()
             for collected in (self._pending_extra_logs, self._pending_metrics, self._metrics[mode]):
                 collected.clear()
             raise
@@ -257,9 +260,14 @@ class SNRFilter(WholeCheckpoints):
             self._logs["extra"][GENERATION].extend(gather_object([generation] * rows))
 
     def _generate(self, prompts: list[Any]) -> tuple[Any, ...]:
-        generate, calculate = super()._generate, super()._calculate_rewards
-        awake = keeping_vllm_awake(self) if self._is_made and self.use_vllm else nullcontext()
-        with awake, reading_prompts_once(self) if self._reads_prompts_once else nullcontext():
+        plain, calculate = super()._generate, super()._calculate_rewards
+
+        def generate(rows: list[Any]) -> Any:
+            with reading_prompts_once(self) if self._reads_prompts_once else nullcontext():
+                return plain(rows)
+
+        awake = keeping_vllm_awake(self) if getattr(self, "vllm_generation", None) else nullcontext()
+        with awake:
             sampled: tuple[Any, ...] = (
                 self._sampler.generate(generate, calculate, prompts) if self._samples_to_train else generate(prompts)
             )
@@ -366,7 +374,9 @@ class SNRFilter(WholeCheckpoints):
         step, and later ones add), reduces buckets that a skipped micro-step has not filled, and takes the step itself.
         A scheduler of the engine's own still takes its step, as transformers' does.
         """
-        if self._micro_step is None or self._micro_step.runs:
+        if self._micro_step is None:
+            raise super_not_called(self, "_prepare_inputs")
+        if self._micro_step.runs:
             backward(loss, **kwargs)
         elif self.accelerator.sync_gradients:  # the last micro-step of an optimizer step only skips if all have
             engine = self.accelerator.deepspeed_engine_wrapped.engine
@@ -422,7 +432,6 @@ class SNRFilter(WholeCheckpoints):
         known = known_range(self.reward_funcs, self.reward_func_names, weights, args.snr_score_reward)
         self._strategy = strategy_of(args, self._own_selector, known)
         self._empty_steps.begin_run()
-        self._log_probs.begin_run()
         policy, rows = self._policy()
         self._sampler = PromptSampler(self, policy, rows)
         self._run_state = RunState(shared={"filter": self._strategy, "steps": self._empty_steps})

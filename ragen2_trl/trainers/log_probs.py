@@ -29,23 +29,24 @@ class LogProbs:
 
     # While TRL makes a batch: log-probs of the rows that may be trained on
 
-    def begin_run(self) -> None:
-        """Settings may have changed since an earlier one."""
+    def begin_batch(self, inputs: list[dict[str, Any]], number: int) -> None:
+        """TRL is about to make a batch from these rows of the dataset, in a round from 0."""
+        self._is_first = number == 0
+        if self._is_first:
+            self._of_every_row = self._needs_every_row()
+        self._inputs = None if self._of_every_row else inputs
+
+    def _needs_every_row(self) -> bool:
+        """Whether rows of dead groups have log-probs, too: KL is part of RLOO's rewards, and these may be kept."""
         trainer = self.trainer
         has_own_advantages = "_generate_and_score_completions" in overridden(type(trainer))
-        # The other cases need the log-probs of every row: KL is part of RLOO's rewards, and these may be kept.
-        self._of_every_row = (
+        return (
             trainer._strategy.reads_every_row(has_own_advantages)
             or trainer.args.snr_score_reward not in (None, *trainer.reward_func_names)
             or (isinstance(trainer, RLOOTrainer) and trainer.beta != 0)
             # A process may have images beside one that has none: all must call the same passes.
             or getattr(trainer.model.config, "vision_config", None) is not None
         )
-
-    def begin_batch(self, inputs: list[dict[str, Any]], number: int) -> None:
-        """TRL is about to make a batch from these rows of the dataset, in a round from 0."""
-        self._is_first = number == 0
-        self._inputs = None if self._of_every_row else inputs
 
     def end_batch(self, batch: Batch | None = None) -> None:
         """TRL has made it. Rows whose log-probs were not computed get 0, so that no loss of them is NaN."""

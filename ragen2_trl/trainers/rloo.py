@@ -57,6 +57,7 @@ class SNRFilteredRLOOTrainer(SNRFilter, RLOOTrainer):
     Raises:
         ValueError: before training for a setting out of range or a dataset without prompts.
         TypeError: for a configuration that is neither of the two, or for a rollout function or tools.
+        RuntimeError: in the first step for a subclass that loses the filter, before a parameter moves.
 
     Example:
 

@@ -45,6 +45,7 @@ class SNRFilteredPPOTrainer(ActorCritic, SNRFilter, GRPOTrainer):
     Raises:
         ValueError: before training for a setting out of range or a dataset without prompts.
         TypeError: for a configuration that is neither of the two.
+        RuntimeError: in the first step for a subclass that loses the filter, before a parameter moves.
 
     Example:
 
