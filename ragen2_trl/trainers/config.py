@@ -86,8 +86,8 @@ class SNRFilterConfig(StockConfig):
     snr_strategy: str = field(
         default="top_p",
         metadata={
-            "help": f"How groups are selected. One of: {', '.join(STRATEGIES)}. 'all' is plain TRL, and 'lossless' its "
-            "own update for less."
+            "help": f"How groups are selected. One of: {', '.join(STRATEGIES)}. 'all' is plain TRL, and 'lossless' "
+            "its own update for less."
         },
     )
     snr_value: float = field(
@@ -103,15 +103,15 @@ class SNRFilterConfig(StockConfig):
     snr_score_reward: str | None = field(
         default=None,
         metadata={
-            "help": "Reward function, or column that one logs in every call, whose rewards rank groups; advantages stay "
-            "those of the sum."
+            "help": "Reward function, or column that one logs in every call, whose rewards rank groups; advantages "
+            "stay those of the sum."
         },
     )
     snr_selector: str | None = field(
         default=None,
         metadata={
-            "help": "'package.module:name' of a function from groups to a mask, in place of snr_strategy, snr_value and "
-            "snr_score."
+            "help": "'package.module:name' of a function from groups to a mask, in place of snr_strategy, snr_value "
+            "and snr_score."
         },
     )
     snr_max_empty_steps: int = field(
@@ -133,8 +133,8 @@ class SNRFilterConfig(StockConfig):
     snr_pilot_generations: int | None = field(
         default=None,
         metadata={
-            "help": "Completions of each prompt sampled and scored first, the others only where rewards may vary; 0: none. "
-            "By default 2 with dynamic sampling of groups of 16 or more and snr_strategy='nonzero', else 0."
+            "help": "Completions of each prompt sampled and scored first, the others only where rewards may vary. "
+            "0: none. By default 2 with dynamic sampling of groups of 16 or more and snr_strategy='nonzero', else 0."
         },
     )
     snr_prompt_selection: bool = field(
