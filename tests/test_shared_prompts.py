@@ -703,7 +703,7 @@ def test_rounds_end_with_the_parameters_of_old_log_probs_of_every_row(pilots, po
         )
         trainer = GRPO.make(policy_path, args, replay_of(policy_path))
         if every_row:  # as where TRL computes them by itself
-            trainer._begin_batch = lambda inputs, number: None
+            trainer._log_probs.begin_batch = lambda inputs, number: None
         trainer.train()
         ends.append(trainer)
     assert apart(*ends) < 5e-6
