@@ -1,7 +1,7 @@
-"""Every logged metric once: its meaning, its unit, the data behind it, and whether it is shown by default.
+"""Every logged metric once: its unit, its meaning, its label, and whether trackers and the console get it.
 
 `docs/metrics.md` has its tables from here (`python scripts/make_metrics_page.py`); figures, model card, report and
-summary take labels and units from here. Names are patterns: `{k}` stands for what `PLACES` allows.
+summary take labels and units from here, health its signals. Names are patterns: `{k}` stands for what `PLACES` allows.
 
     >>> metric("mi/first_turn/retrieval_accuracy@4").name
     'mi/{scope}/retrieval_accuracy@{k}'
@@ -16,14 +16,15 @@ from functools import cache
 # What a place in a name stands for. The first scope that was measured is shown.
 SCOPES = ("first_turn", "trajectory")
 PLACES = {
-    "scope": "|".join(SCOPES),
-    "turn": r"turn_\d+",
+    "scope": rf"{SCOPES[0]}|{SCOPES[1]}(?:/turn_\d+|/without_own_words)?",
     "bucket": r"bucket_\d+|all",
     "part": "[^/]+",
     "task": "[^/]+",
     "k": r"\d+",
     "form": "seq|token|token_tempered",
     "bound": "|_ci_low|_ci_high",
+    "side": "low|high",
+    "extreme": "mean|min|max",
 }
 
 # Keys that other modules read.
@@ -41,24 +42,7 @@ GENERATION = "snr/generation"
 PREDICTED, REALISED = "snr/predicted_variance", "snr/realised_variance"
 CORRELATION, SKIPPED = "snr/prediction_rank_correlation", "snr/skipped_prompts"
 REWARD, ENTROPY, CLIPPED = "reward", "entropy", "completions/clipped_ratio"
-
 STEP_OF_MI = "mi/step"
-
-# The data that a metric is computed from.
-GROUPS = "groups"  # of the step, further rounds included
-COMPLETIONS = "completions"  # of the step, further rounds included
-FIRST = "first groups"  # of the step: without further rounds
-RANKED = "ranked groups"
-SAMPLE = "traces"  # `num_completions` of them
-ANSWERS = "answers"  # 16 to 64
-MEASUREMENTS = "measurements"  # so far
-LOSS = "loss rows"
-PASS = "one pass"  # over a generation
-STEP = "step"
-RUN = "run"  # so far
-EPISODES = "episodes"  # of the step, further rounds included
-HELD_OUT = "held out"  # episodes
-GRADIENT_SAMPLE = "sampled groups"  # of each bucket
 
 
 @dataclass(frozen=True)
@@ -67,20 +51,16 @@ class Metric:
 
     Args:
         name: The key; `{...}` for a place in `PLACES`.
-        says: What the number is; empty if the metric shares the row above it.
         unit: `fraction`, `nats`, `tokens`, `count`, ...; it decides how `text` writes a value.
-        rows: The rows, groups or steps that it is computed from.
-        mind: Its limits, or when to act.
-        label: A short name for tables and figures; by default the last part of the key in words.
+        meaning: In one sentence of Markdown, limits included.
+        label: A short name for tables and figures.
         shown: Whether trackers and the console get it by default.
         health: The signal of `instrument.health` that it is watched as.
     """
 
     name: str
-    says: str
     unit: str
-    rows: str
-    mind: str = ""
+    meaning: str
     label: str = ""
     shown: bool = False
     health: str = ""
@@ -96,679 +76,265 @@ class Metric:
         return f"{round(value, 2) + 0.0:.2f}" if self.unit.startswith("nats") else f"{value:.3f}"
 
 
+# fmt: off
 MI = (
-    Metric(
-        "mi/{scope}/retrieval_accuracy",
-        "how often a reasoning trace is most likely under its own prompt",
-        "fraction",
-        SAMPLE,
-        "no sign of [failing training](diagnosing.md#is-training-working): in real runs it fell while success rose",
-        label="retrieval accuracy",
-        shown=True,
-    ),
-    Metric("mi/{scope}/retrieval_chance", "the accuracy of guessing", "fraction", SAMPLE, "", "chance", shown=True),
-    Metric(
-        "mi/{scope}/mi_seq",
-        "mutual information of trace and prompt (without any 0, or below 0 by chance), and its upper bound",
-        "nats",
-        SAMPLE,
-        "the bound is log N for N prompts",
-        label="I(X;Z)",
-        shown=True,
-    ),
-    Metric("mi/{scope}/mi_upper_bound", "", "nats", SAMPLE, "", "at most", shown=True),
-    Metric(
-        "mi/{scope}/retrieval_accuracy@{k}",
-        "how often its own prompt is among the k most likely (2, 4, 8), and the same for guessing",
-        "fraction",
-        SAMPLE,
-        "shows a drift first if prompts come in kinds; says little with few prompts",
-    ),
-    Metric("mi/{scope}/retrieval_chance@{k}", "", "fraction", SAMPLE),
-    Metric(
-        "mi/{scope}/mi_token",
-        "`mi_seq` per token, the paper's form",
-        "nats per token",
-        SAMPLE,
-        "also falls when reasoning only gets longer",
-    ),
-    Metric(
-        "mi/{scope}/mi_token_tempered",
-        "mutual information as the reference code logs it, for comparison with published curves",
-        "",
-        SAMPLE,
-        "not true mutual information: it has no bound",
-    ),
-    Metric(
-        "mi/{scope}/conditional_entropy_token",
-        "how much reasoning varies for the same prompt, per token and per trace",
-        "nats per token",
-        SAMPLE,
-        "the variation may have nothing to do with the prompt",
-        label="H(Z|X)",
-    ),
-    Metric("mi/{scope}/conditional_entropy_seq", "", "nats", SAMPLE),
-    Metric(
-        "mi/{scope}/marginal_entropy_token",
-        "how much reasoning varies over all prompts, per token and per trace",
-        "nats per token",
-        SAMPLE,
-        "the sum of conditional entropy and MI",
-        label="H(Z)",
-    ),
-    Metric("mi/{scope}/marginal_entropy_seq", "", "nats", SAMPLE),
-    *(
-        Metric(
-            f"mi/{{scope}}/{name}_{{form}}",
-            says,
-            "",
-            SAMPLE,
-            "meaningless near a deviation of 0",
-        )
-        for name, says in (
-            ("mi_zscore", "`mi_<form>` over `marginal_std_<form>`, or over its running mean (paper, Table 1)"),
-            ("mi_zscore_ema", ""),
-        )
-    ),
-    Metric("mi/{scope}/marginal_std_{form}", "standard deviation of the marginal", "nats, or per token", SAMPLE),
-    Metric("mi/{scope}/num_prompts", "distinct prompts and reasoning traces", "count", SAMPLE),
-    Metric("mi/{scope}/num_completions", "", "count", SAMPLE),
-    Metric(
-        "mi/regime/conclusive",
-        "1 if there is a [verdict](diagnosing.md#verdicts), if reasoning depends on its prompt, if entropy is low",
-        "0 or 1",
-        MEASUREMENTS,
-    ),
-    Metric("mi/regime/depends_on_prompt", "", "0 or 1", MEASUREMENTS),
-    Metric("mi/regime/low_entropy", "", "0 or 1", MEASUREMENTS),
-    Metric(
-        "mi/regime/collapsed",
-        "1 if reasoning has stopped depending on its prompt",
-        "0 or 1",
-        MEASUREMENTS,
-        "act at 1; each collapse is warned of once, unless entropy is low",
-    ),
-    Metric(
-        VALID_THINKING,
-        "closed reasoning: share of turns whose reasoning ends with `</think>`",
-        "fraction",
-        SAMPLE,
-        "act when `health` calls it failing; a model without tags has 0, and all its text counts as reasoning",
-        label="closed reasoning",
-        shown=True,
-        health="valid_thinking",
-    ),
-    Metric(
-        "mi/completions_without_reasoning",
-        "completions with nothing to score",
-        "count",
-        SAMPLE,
-        "act above a few",
-    ),
-    Metric(
-        "mi/groups/identical_completions",
-        "groups of identical completions",
-        "fraction",
-        FIRST,
-        "act when it rises: the policy has become deterministic",
-    ),
-    Metric(
-        "mi/groups/equal_rewards",
-        "groups of different completions with equal rewards",
-        "fraction",
-        FIRST,
-        "if high, the reward is too coarse, or prompts are too easy or too hard",
-    ),
-    Metric("mi/groups/zero_variance", "groups without reward variance", "fraction", FIRST),
-    *(
-        Metric(f"mi/trajectory/{{turn}}/{key}", says, unit, SAMPLE, mind)
-        for key, says, unit, mind in (
-            (
-                "retrieval_accuracy",
-                "the same for one turn",
-                "fraction",
-                "act when only late turns fall: the model stops reading the environment's answers",
-            ),
-            ("retrieval_chance", "", "fraction", ""),
-            ("mi_seq", "", "nats", ""),
-            ("conditional_entropy_token", "", "nats per token", ""),
-            ("num_completions", "", "count", ""),
-        )
-    ),
-    *(
-        Metric(f"mi/trajectory/without_own_words/{key}", says, unit, SAMPLE, mind)
-        for key, says, unit, mind in (
-            (
-                "retrieval_accuracy",
-                "the same for later turns, [the model's earlier words left out](diagnosing.md#later-turns)",
-                "fraction",
-                "act when it is at chance",
-            ),
-            ("retrieval_chance", "", "fraction", ""),
-            ("num_completions", "", "count", ""),
-        )
-    ),
-    Metric(
-        ANSWER_PROMPT,
-        "how often an answer is likelier after its own prompt and another sample's reasoning than after another "
-        "prompt and its reasoning; chance is 0.5",
-        "fraction",
-        ANSWERS,
-        "does not separate use through the reasoning from use past it. First turns only; with `same_across` at s, "
-        "hardly above 1 - s/2",
-        label="answers: prompt win rate",
-    ),
-    Metric(
-        ANSWER_THOUGHT,
-        "loss of an answer after the reasoning of another prompt (0: none, 1: the answer is impossible), and its "
-        "standard error over answers",
-        "bits",
-        ANSWERS,
-        "near 0, the answer does not rest on the reasoning; a high value does not prove that it does "
-        "([why](answers.md))",
-        label="answers: thought swap",
-    ),
-    Metric("mi/answer/thought_swap_standard_error", "", "bits", ANSWERS),
-    Metric(
-        "mi/answer/thought_swap_in_group_bits",
-        "the same with another sample's reasoning of the same prompt: at most I(A;Z given X)",
-        "bits",
-        ANSWERS,
-        "first turns only; says nothing if samples of a prompt reason alike",
-    ),
-    Metric(
-        "mi/answer/prompt_swap_bits",
-        "the same with another prompt and its own reasoning",
-        "bits",
-        ANSWERS,
-        "at 0 the prompt may still act through the reasoning",
-    ),
-    Metric("mi/answer/same_in_group", "answers shared with another sample of the prompt", "fraction", ANSWERS),
-    Metric(
-        "mi/answer/same_across",
-        "pairs of different prompts with the same answer",
-        "fraction",
-        ANSWERS,
-        "act near 1",
-    ),
-    Metric("mi/answer/num_swaps", "answers behind `thought_swap_bits` and `prompt_win_rate`", "count", ANSWERS),
-    Metric("mi/answer/num_compared", "", "count", ANSWERS),
-    Metric(
-        "mi/answer/without_answer",
-        "turns in which no answer was found",
-        "fraction",
-        ANSWERS,
-        "they were cut off, or need `answer=`",
-    ),
-    Metric(
-        "mi/step",
-        "first optimizer step that trains on the completions measured; a row has the number of its last step",
-        "step",
-        SAMPLE,
-    ),
-    Metric(
-        "mi/pooled_steps",
-        "age of the oldest completions, where generations of fewer than `min_prompts` (8) groups are pooled",
-        "steps",
-        SAMPLE,
-    ),
-    Metric("mi/seconds", "time, and tokens scored", "seconds", SAMPLE, "larger `every` or fewer `num_completions`"),
-    Metric("mi/tokens", "", "tokens", SAMPLE),
+    Metric("mi/{scope}/retrieval_accuracy", "fraction",
+           "how often a reasoning trace is most likely under its own prompt; no sign of "
+           "[failing training](diagnosing.md#is-training-working): in real runs it fell while success rose",
+           "retrieval accuracy", shown=True),
+    Metric("mi/{scope}/retrieval_chance", "fraction", "retrieval accuracy of guessing", "chance", shown=True),
+    Metric("mi/{scope}/mi_seq", "nats",
+           "mutual information of trace and prompt; without any it is 0, or below 0 by chance", "I(X;Z)", shown=True),
+    Metric("mi/{scope}/mi_upper_bound", "nats", "the most it can be: log N for N prompts", "at most", shown=True),
+    Metric("mi/{scope}/retrieval_accuracy@{k}", "fraction",
+           "how often its own prompt is among the k likeliest (2, 4, 8); a drift shows here first, if prompts come in "
+           "kinds"),
+    Metric("mi/{scope}/retrieval_chance@{k}", "fraction", "the same for guessing"),
+    Metric("mi/{scope}/mi_token", "nats per token",
+           "`mi_seq` per token, the paper's form; also falls when reasoning only gets longer"),
+    Metric("mi/{scope}/mi_token_tempered", "",
+           "mutual information as the reference code logs it, to compare with published curves: it has no bound"),
+    Metric("mi/{scope}/conditional_entropy_token", "nats per token",
+           "how much reasoning varies for the same prompt, for whatever reason", "H(Z|X)"),
+    Metric("mi/{scope}/conditional_entropy_seq", "nats", "the same per trace"),
+    Metric("mi/{scope}/marginal_entropy_token", "nats per token",
+           "how much reasoning varies over all prompts: conditional entropy plus mutual information", "H(Z)"),
+    Metric("mi/{scope}/marginal_entropy_seq", "nats", "the same per trace"),
+    Metric("mi/{scope}/mi_zscore_{form}", "",
+           "`mi_<form>` over `marginal_std_<form>` (paper, Table 1); meaningless near a deviation of 0"),
+    Metric("mi/{scope}/mi_zscore_ema_{form}", "", "the same over the running mean of the deviation"),
+    Metric("mi/{scope}/marginal_std_{form}", "nats, or per token", "standard deviation of the marginal"),
+    Metric("mi/{scope}/num_prompts", "count", "distinct prompts"),
+    Metric("mi/{scope}/num_completions", "count", "reasoning traces"),
+    Metric("mi/regime/conclusive", "0 or 1", "1 if there is a [verdict](diagnosing.md#verdicts)"),
+    Metric("mi/regime/depends_on_prompt", "0 or 1", "1 if reasoning depends on its prompt"),
+    Metric("mi/regime/low_entropy", "0 or 1", "1 if entropy is low"),
+    Metric("mi/regime/collapsed", "0 or 1",
+           "1 if reasoning has stopped depending on its prompt: act; each collapse is warned of once, unless entropy "
+           "is low"),
+    Metric(VALID_THINKING, "fraction",
+           "turns whose reasoning ends with `</think>`: act when `health` calls it failing; a model without tags has "
+           "0, and all its text counts as reasoning", "closed reasoning", shown=True, health="valid_thinking"),
+    Metric("mi/completions_without_reasoning", "count", "completions with nothing to score: act above a few"),
+    Metric("mi/groups/identical_completions", "fraction",
+           "first groups of identical completions: act when it rises, the policy has become deterministic"),
+    Metric("mi/groups/equal_rewards", "fraction",
+           "first groups of different completions with equal rewards; if high, the reward is too coarse, or prompts "
+           "are too easy or too hard"),
+    Metric("mi/groups/zero_variance", "fraction", "first groups without reward variance"),
+    Metric(ANSWER_PROMPT, "fraction",
+           "how often an answer is likelier after its own prompt and another sample's reasoning than after another "
+           "prompt and its reasoning, in first turns; chance is 0.5, and with `same_across` at s it is hardly above "
+           "1 - s/2", "answers: prompt win rate"),
+    Metric(ANSWER_THOUGHT, "bits",
+           "loss of an answer after the reasoning of another prompt (0: none, 1: the answer is impossible); near 0 "
+           "the answer does not rest on the reasoning, a high value does not prove that it does ([why](answers.md))",
+           "answers: thought swap"),
+    Metric("mi/answer/thought_swap_standard_error", "bits", "its standard error over answers"),
+    Metric("mi/answer/thought_swap_in_group_bits", "bits",
+           "the same loss with another sample's reasoning of the same prompt, in first turns: at most I(A;Z given X), "
+           "and no information if samples of a prompt reason alike"),
+    Metric("mi/answer/prompt_swap_bits", "bits",
+           "the same loss with another prompt and its own reasoning; at 0 the prompt may still act through reasoning"),
+    Metric("mi/answer/same_in_group", "fraction", "answers shared with another sample of the prompt"),
+    Metric("mi/answer/same_across", "fraction", "pairs of different prompts with the same answer: act near 1"),
+    Metric("mi/answer/num_swaps", "count", "answers behind `thought_swap_bits`"),
+    Metric("mi/answer/num_compared", "count", "answers behind `prompt_win_rate`"),
+    Metric("mi/answer/without_answer", "fraction",
+           "turns in which no answer was found: they were cut off, or need `answer=`"),
+    Metric(STEP_OF_MI, "step",
+           "first optimizer step that trains on the completions measured; a row has the number of its last step"),
+    Metric("mi/pooled_steps", "steps",
+           "age of the oldest completions, where generations of fewer than `min_prompts` (8) groups are pooled"),
+    Metric("mi/seconds", "seconds", "time of a measurement; less with a larger `every` or fewer `num_completions`"),
+    Metric("mi/tokens", "tokens", "tokens scored"),
 )
 
 SNR = (
-    Metric(
-        GENERATION,
-        "number of the newest generation behind the row's `snr/*`, from 1 in the run",
-        "count",
-        RUN,
-        "rows that reuse a generation repeat it; the column `generation` of completions saved by TRL has it, too",
-    ),
-    Metric(
-        "snr/kept_groups",
-        "groups with at least one kept completion",
-        "count",
-        GROUPS,
-        "with dynamic sampling, the batch has `snr/trained_groups`",
-    ),
-    Metric(
-        KEPT,
-        "completions kept (also groups, if kept whole), and the same in completion tokens",
-        "fraction",
-        COMPLETIONS,
-        "not `snr_value`, the share of reward variance: few groups often hold 0.9 of it (3.2 of 8 in the paper's "
-        "Table 7)",
-        label="completions kept",
-        shown=True,
-        health="kept",
-    ),
-    Metric("snr/kept_tokens_fraction", "", "fraction", COMPLETIONS),
-    Metric(
-        COMPUTE,
-        "positions that the update computed, with padding, old and reference log-probs, over plain TRL's",
-        "fraction",
-        PASS,
-        "generation and PPO's old values are not included",
-        label="update compute",
-        shown=True,
-    ),
-    Metric(
-        EMPTY_STEPS,
-        "optimizer steps without a kept group",
-        "count",
-        RUN,
-        label="steps without a kept group",
-        shown=True,
-    ),
-    Metric(
-        ZERO_VARIANCE,
-        "groups without reward variance",
-        "fraction",
-        GROUPS,
-        "the next three tell too easy from too hard",
-        label="groups without reward variance",
-        health="zero_variance",
-    ),
-    Metric(
-        "snr/dropped_all_best",
-        "dropped groups with only the best reward: that of a solved task if one of our tasks gives the whole reward, "
-        "else the best so far",
-        "fraction",
-        GROUPS,
-        "does not count groups with 0.3 for all, for example",
-    ),
-    Metric("snr/dropped_all_worst", "dropped groups with only the worst reward", "fraction", GROUPS),
-    Metric(
-        "snr/dropped_all_same", "dropped groups of equal rewards, not known to be best or worst", "fraction", GROUPS
-    ),
-    Metric(
-        "snr/in_group_max",
-        "best and mean reward of a group, means over groups; the difference is the gain from always reaching the best",
-        "reward",
-        GROUPS,
-        "`ragen2-trl report` shows the groups",
-    ),
-    Metric("snr/in_group_mean", "", "reward", GROUPS),
-    Metric("snr/score_mean", "mean and maximum of the ranking score, by default reward variance", "score", GROUPS),
-    Metric("snr/score_max", "", "score", GROUPS),
-    Metric(
-        "snr/reward_std_spread",
-        "standard deviation over mean of the groups' reward standard deviations. Paper, Table 8: gains at 1.16 and "
-        "1.29, a loss at 0.33",
-        "ratio",
-        RANKED,
-        "[inconclusive here](../research/results/tab8.md) as a sign that the filter helps",
-    ),
-    Metric(
-        "snr/reward_variance_spread", "the same of their variances", "ratio", RANKED, "not comparable with Table 8"
-    ),
-    Metric("snr/sampling_rounds", "rounds of sampling, prompts sampled, groups in the final batch", "count", STEP),
-    Metric("snr/prompts_used", "", "count", STEP),
-    Metric("snr/trained_groups", "", "count", STEP),
-    Metric(
-        "snr/waiting_groups",
-        "surplus groups: carried to the next step, taken from the last step, discarded as too old",
-        "count",
-        STEP,
-    ),
-    Metric("snr/carried_groups", "", "count", STEP),
-    Metric("snr/stale_groups", "", "count", STEP),
-    Metric(
-        "snr/sampled_completions",
-        "completions sampled, also as a share of whole groups for all prompts",
-        "count",
-        STEP,
-    ),
-    Metric("snr/sampled_fraction", "", "fraction", STEP),
-    Metric(
-        "snr/committed_fraction",
-        "prompts sampled whole, without audited ones",
-        "fraction",
-        "all prompts",
-        "not the share worth sampling: all processes sample equally many",
-    ),
-    Metric(
-        "snr/pilot_reward",
-        "mean reward of all pilots, to which each prompt adds as many; to `reward`, prompts sampled whole add more",
-        "reward",
-        "all pilots",
-    ),
-    Metric(
-        "snr/missed_variance",
-        "estimated share of reward variance in prompts not sampled whole, from the 2 % of them that are audited; not "
-        "logged before the first",
-        "fraction",
-        RUN,
-        "says little after few steps ([how](mathematics.md#pilots))",
-    ),
-    Metric(
-        "snr/sampled_staleness",
-        "asynchronous trainer: weight versions by which the trainer is ahead when a group arrives",
-        "count",
-        GROUPS,
-        "TRL's `ratio` and `kl` show how far the policy moved",
-    ),
-    Metric(
-        PREDICTED,
-        "with `snr_prompt_selection`: mean predicted reward variance of the prompts",
-        "reward squared",
-        FIRST,
-        "the report has a figure by prompt",
-    ),
-    Metric(REALISED, "mean reward variance of their groups", "reward squared", FIRST, "act when it differs for long"),
-    Metric(
-        CORRELATION,
-        "Spearman's correlation of the two; about 0 in the first epoch, not logged while either is constant",
-        "correlation",
-        "latest 256 groups",
-        "variances of small groups are noisy and limit it",
-    ),
-    Metric(
-        SKIPPED,
-        "candidates passed over for the first prompts of a generation",
-        "count",
-        STEP,
-        "their rewards might have varied",
-    ),
-    Metric(
-        "snr/oldest_unseen",
-        "prompts sampled since the least recently sampled prompt, or since the start",
-        "count",
-        RUN,
-    ),
+    Metric(GENERATION, "count",
+           "number of the newest generation behind the row's `snr/*`, from 1 in the run; rows that reuse a generation "
+           "repeat it, and the column `generation` of completions saved by TRL has it, too"),
+    Metric("snr/kept_groups", "count",
+           "groups with a kept completion; with dynamic sampling, the batch has `snr/trained_groups`"),
+    Metric(KEPT, "fraction",
+           "completions kept; unlike `snr_value`, the share of reward variance: few groups often hold 0.9 of it (3.2 "
+           "of 8 in the paper's Table 7)", "completions kept", shown=True, health="kept"),
+    Metric("snr/kept_tokens_fraction", "fraction", "completion tokens kept"),
+    Metric(COMPUTE, "fraction",
+           "positions of one pass over a generation, with padding, old and reference log-probs, over plain TRL's; "
+           "generation and PPO's old values are not included", "update compute", shown=True),
+    Metric(EMPTY_STEPS, "count", "optimizer steps of the run without a kept group", "steps without a kept group",
+           shown=True),
+    Metric(ZERO_VARIANCE, "fraction",
+           "groups without reward variance; the next three tell too easy from too hard",
+           "groups without reward variance", health="zero_variance"),
+    Metric("snr/dropped_all_best", "fraction",
+           "dropped groups with only the best reward: that of a solved task if one of our tasks gives the whole "
+           "reward, else the best so far"),
+    Metric("snr/dropped_all_worst", "fraction", "dropped groups with only the worst reward"),
+    Metric("snr/dropped_all_same", "fraction", "dropped groups of equal rewards, not known to be best or worst"),
+    Metric("snr/in_group_max", "reward", "best reward of a group, mean over groups"),
+    Metric("snr/in_group_mean", "reward",
+           "mean reward of a group; always reaching the best would gain the difference"),
+    Metric("snr/score_mean", "score", "mean of the ranking score, by default reward variance"),
+    Metric("snr/score_max", "score", "its maximum"),
+    Metric("snr/reward_std_spread", "ratio",
+           "standard deviation over mean of the ranked groups' reward standard deviations (paper, Table 8: gains at "
+           "1.16 and 1.29, a loss at 0.33); as a sign that the filter helps "
+           "[inconclusive here](../research/results/tab8.md)"),
+    Metric("snr/reward_variance_spread", "ratio", "the same of their variances, not comparable with Table 8"),
+    Metric("snr/sampling_rounds", "count", "rounds of sampling"),
+    Metric("snr/prompts_used", "count", "prompts sampled"),
+    Metric("snr/trained_groups", "count", "groups in the final batch"),
+    Metric("snr/waiting_groups", "count", "surplus groups carried to the next step"),
+    Metric("snr/carried_groups", "count", "surplus groups taken from the last step"),
+    Metric("snr/stale_groups", "count", "surplus groups discarded as too old"),
+    Metric("snr/sampled_completions", "count", "completions sampled"),
+    Metric("snr/sampled_fraction", "fraction", "the same as a share of whole groups for all prompts"),
+    Metric("snr/committed_fraction", "fraction",
+           "prompts sampled whole, without audited ones; not the share worth it, since all processes sample equally "
+           "many"),
+    Metric("snr/pilot_reward", "reward",
+           "mean reward of all pilots, to which each prompt adds as many; `reward` has more of prompts sampled whole"),
+    Metric("snr/missed_variance", "fraction",
+           "estimated share of reward variance in prompts not sampled whole, from the 2 % of them that are audited "
+           "since the run began ([how](mathematics.md#pilots)); not logged before the first"),
+    Metric("snr/sampled_staleness", "count",
+           "asynchronous trainer: weight versions by which the trainer is ahead when a group arrives; TRL's `ratio` "
+           "and `kl` show how far the policy moved"),
+    Metric(PREDICTED, "reward squared",
+           "with `snr_prompt_selection`: mean predicted reward variance of the first prompts"),
+    Metric(REALISED, "reward squared", "mean reward variance of their groups: act when it differs for long"),
+    Metric(CORRELATION, "correlation",
+           "Spearman's correlation of the two over the latest 256 groups: about 0 in the first epoch, limited by the "
+           "noise of small groups, not logged while either is constant"),
+    Metric(SKIPPED, "count", "candidates passed over for the first prompts, whose rewards might have varied"),
+    Metric("snr/oldest_unseen", "count",
+           "prompts sampled since the least recently sampled prompt, or since the start"),
 )
 
 GRAD = (
-    Metric(
-        "grad/{bucket}/{part}/norm",
-        "norm of the mean sample's gradient, coefficient included; bucket 1 has the lowest variance",
-        "norm",
-        GRADIENT_SAMPLE,
-        "with few samples mostly noise",
-    ),
-    Metric(
-        "grad/{bucket}/{part}/squared_norm_debiased",
-        "the squared norm without that noise: inner product of two halves, each with half of every group's "
-        "completions; may be below 0",
-        "norm squared",
-        GRADIENT_SAMPLE,
-        "unbiased, but a single measurement is uncertain",
-    ),
-    Metric(
-        "grad/{bucket}/{part}/half_cosine",
-        "cosine between the gradients of the two halves: 1 is signal, 0 noise",
-        "cosine",
-        GRADIENT_SAMPLE,
-        "grows with the batch size",
-    ),
-    Metric(
-        "grad/{bucket}/{part}/cosine",
-        "cosine with the gradient of the whole batch",
-        "cosine",
-        GRADIENT_SAMPLE,
-        "the bucket is part of the batch, which raises it",
-    ),
-    Metric(
-        "grad/{bucket}/regulariser_share",
-        "norms of the regularisers over norms of all terms (paper, Appendix K); not logged if all are rounding",
-        "fraction",
-        GRADIENT_SAMPLE,
-        "noise included",
-    ),
-    Metric(
-        "grad/{bucket}/reward_std",
-        "mean and lowest reward standard deviation of the groups",
-        "reward",
-        GRADIENT_SAMPLE,
-    ),
-    Metric("grad/{bucket}/min_reward_std", "", "reward", GRADIENT_SAMPLE),
-    Metric(
-        "grad/batch_norm",
-        "norm of the whole batch's gradient, before filter and clipping: without a filter, `grad_norm`",
-        "norm",
-        FIRST,
-    ),
-    Metric(
-        "grad/seconds",
-        "time, and positions computed: the batch forward and backward twice for each term",
-        "seconds",
-        FIRST,
-    ),
-    Metric("grad/tokens", "", "tokens", FIRST),
+    Metric("grad/{bucket}/{part}/norm", "norm",
+           "norm of the mean sample's gradient, coefficient included; with few samples mostly noise"),
+    Metric("grad/{bucket}/{part}/squared_norm_debiased", "norm squared",
+           "the squared norm without that noise: inner product of two halves, each with half of every group's "
+           "completions; a single one is uncertain, and may be below 0"),
+    Metric("grad/{bucket}/{part}/half_cosine", "cosine",
+           "cosine between the gradients of the two halves: 1 is signal, 0 noise; grows with the batch size"),
+    Metric("grad/{bucket}/{part}/cosine", "cosine",
+           "cosine with the gradient of the whole batch, of which the bucket is a part"),
+    Metric("grad/{bucket}/regulariser_share", "fraction",
+           "norms of the regularisers over norms of all terms, noise included (paper, Appendix K); not logged if all "
+           "are rounding"),
+    Metric("grad/{bucket}/reward_std", "reward", "mean reward standard deviation of the groups"),
+    Metric("grad/{bucket}/min_reward_std", "reward", "the lowest of them"),
+    Metric("grad/batch_norm", "norm",
+           "norm of the whole batch's gradient, before filter and clipping: without a filter, `grad_norm`"),
+    Metric("grad/seconds", "seconds", "time of a measurement"),
+    Metric("grad/tokens", "tokens", "positions computed: the batch forward and backward twice for each term"),
 )
 
 PPO = (
-    Metric(
-        "ppo/value_loss",
-        "mean of half the squared error of values, clipped, before `value_coef`",
-        "reward squared",
-        LOSS,
-        "scales with the rewards, squared",
-    ),
-    Metric(
-        "ppo/explained_variance",
-        "share of the variance of returns that the critic predicts before the update; below 0 is worse than their "
-        "mean; not logged if they do not vary",
-        "fraction",
-        LOSS,
-        "mostly noise if that variance is small",
-    ),
-    Metric("ppo/return_mean", "mean return from a token on", "reward", LOSS),
+    Metric("ppo/value_loss", "reward squared",
+           "mean of half the squared error of values, clipped, before `value_coef`"),
+    Metric("ppo/explained_variance", "fraction",
+           "share of the variance of returns that the critic predicts before the update; below 0 is worse than their "
+           "mean; mostly noise if that variance is small, not logged if there is none"),
+    Metric("ppo/return_mean", "reward", "mean return from a token on"),
 )
 
 ENV = (
-    Metric(
-        "env/{task}/success",
-        "episodes that solve the task; with several tasks, `all` has all episodes",
-        "fraction",
-        EPISODES,
-        "held-out tasks are in `eval/env/<task>/success`",
-        label="success in training",
-        health="success",
-    ),
-    Metric("env/{task}/return", "mean return, the reward of an episode", "reward", EPISODES),
-    Metric(
-        "env/{task}/pass@{k}",
-        "prompts with at least one solved among their k completions; not logged with pilots",
-        "fraction",
-        GROUPS,
-        "far above `success`, there is much to learn",
-    ),
-    Metric("env/{task}/turns", "mean turns of an episode", "turns", EPISODES),
-    Metric(
-        "env/{task}/valid_rate",
-        "turns in the required format",
-        "fraction",
-        EPISODES,
-        f"closed reasoning is `{VALID_THINKING}`",
-        health="valid",
-    ),
-    Metric(
-        "env/{task}/failed",
-        "episodes that a lost connection or a time-out ended: without a reward, and left out of the other means",
-        "fraction",
-        EPISODES,
-        "above a twentieth of a generation the run ends",
-    ),
-    Metric("env/{task}/num_actions", "mean actions carried out in an episode", "count", EPISODES),
-    Metric(
-        "env/{task}/action_is_valid",
-        "share of an episode's turns with an action carried out, mean over episodes",
-        "fraction",
-        EPISODES,
-        "`valid_rate` averages over turns instead",
-        health="valid",
-    ),
-    Metric(
-        "env/{task}/action_is_effective",
-        "share of an episode's turns whose last action changed the state or ended the episode, mean over episodes",
-        "fraction",
-        EPISODES,
-        "such an action need not be good; 0 where nothing can change (Bandit)",
-    ),
+    Metric("env/{task}/success", "fraction",
+           "episodes that solve the task; with several tasks, `all` has all episodes", "success in training",
+           health="success"),
+    Metric("env/{task}/return", "reward", "mean return, the reward of an episode"),
+    Metric("env/{task}/pass@{k}", "fraction",
+           "prompts with at least one solved among their k completions: far above `success`, there is much to learn; "
+           "not logged with pilots"),
+    Metric("env/{task}/turns", "turns", "mean turns of an episode"),
+    Metric("env/{task}/valid_rate", "fraction", "turns in the required format", health="valid"),
+    Metric("env/{task}/failed", "fraction",
+           "episodes that a lost connection or a time-out ended: without a reward, and left out of the other means; "
+           "above a twentieth of a generation the run ends"),
+    Metric("env/{task}/num_actions", "count", "mean actions carried out in an episode"),
+    Metric("env/{task}/action_is_valid", "fraction",
+           "share of an episode's turns with an action carried out, mean over episodes (`valid_rate`: over turns)",
+           health="valid"),
+    Metric("env/{task}/action_is_effective", "fraction",
+           "share of an episode's turns whose last action changed the state or ended the episode, mean over episodes; "
+           "such an action need not be good, and in Bandit nothing can change"),
 )
 
 HEALTH = (
-    Metric("health/completions", "completions behind the shares of this row", "count", FIRST),
-    Metric(
-        "health/valid_rate",
-        "turns with closed reasoning, or completions accepted by `valid=`; not logged beside `env/*/valid_rate`",
-        "fraction",
-        FIRST,
-        "act when health says so",
-        health="valid",
-    ),
+    Metric("health/completions", "count", "completions behind the shares of this row, first groups alone"),
+    Metric("health/valid_rate", "fraction",
+           "turns with closed reasoning in first groups, or completions accepted by `valid=`; not logged beside "
+           "`env/*/valid_rate`", health="valid"),
 )
 
 EVAL = (
-    Metric(
-        "eval/env/{task}/success{bound}",
-        "held-out episodes that solve the task",
-        "fraction",
-        HELD_OUT,
-        "training samples at another temperature; the best of many evaluations may be lower on other tasks",
-        label="held-out success",
-        health="held_out_success",
-    ),
-    Metric(
-        "eval/env/{task}/random_success",
-        "success of the random baseline on the same tasks; not logged where judging is expensive",
-        "fraction",
-        HELD_OUT,
-    ),
-    Metric("eval/env/{task}/return{bound}", "mean return", "reward", HELD_OUT),
-    Metric(
-        "eval/env/{task}/pass@{k}{bound}",
-        "chance that one of k samples solves a task, for k = 1, 2, 4, …",
-        "fraction",
-        HELD_OUT,
-    ),
-    Metric(
-        "eval/env/{task}/valid_rate{bound}",
-        "means over episodes: share of turns in the required format, turns, tokens that the model wrote",
-        "fraction",
-        HELD_OUT,
-    ),
-    Metric("eval/env/{task}/turns{bound}", "", "turns", HELD_OUT),
-    Metric("eval/env/{task}/completion_length{bound}", "", "tokens", HELD_OUT),
-    Metric(
-        "eval/env/{task}/failed",
-        "episodes left out since a lost connection or a time-out ended them; logged if there are any",
-        "fraction",
-        HELD_OUT,
-    ),
-    Metric("eval/env/{task}/num_prompts", "held-out tasks, and episodes of each", "count", HELD_OUT),
-    Metric("eval/env/{task}/num_samples", "", "count", HELD_OUT),
-    Metric("eval/seconds", "time of evaluating, all tasks together", "seconds", HELD_OUT),
+    Metric("eval/env/{task}/success{bound}", "fraction",
+           "episodes that solve the task; the best of many evaluations may be lower on other tasks",
+           "held-out success", health="held_out_success"),
+    Metric("eval/env/{task}/random_success", "fraction",
+           "success of the random baseline on the same tasks; not logged where judging is expensive"),
+    Metric("eval/env/{task}/return{bound}", "reward", "mean return"),
+    Metric("eval/env/{task}/pass@{k}{bound}", "fraction",
+           "chance that one of k samples solves a task, for k = 1, 2, 4, …"),
+    Metric("eval/env/{task}/valid_rate{bound}", "fraction", "turns in the required format, mean over episodes"),
+    Metric("eval/env/{task}/turns{bound}", "turns", "mean turns of an episode"),
+    Metric("eval/env/{task}/completion_length{bound}", "tokens", "mean tokens that the model wrote in an episode"),
+    Metric("eval/env/{task}/failed", "fraction",
+           "episodes left out since a lost connection or a time-out ended them; logged if there are any"),
+    Metric("eval/env/{task}/num_prompts", "count", "held-out tasks"),
+    Metric("eval/env/{task}/num_samples", "count", "episodes of each"),
+    Metric("eval/seconds", "seconds", "time of evaluating, all tasks together"),
 )
 
 COST = (
-    Metric(
-        "cost/seconds",
-        "wall clock of training: sampling, rewards, updates",
-        "seconds",
-        RUN,
-        "leaves out evaluations, checkpoints, logging and measurements; depends on how busy the machine is",
-    ),
-    Metric(
-        "cost/cpu_seconds",
-        "CPU time of the same; fairer on a busy machine",
-        "seconds",
-        RUN,
-        "leaves out GPUs and programs in the sandbox",
-    ),
-    Metric(
-        "cost/sampled_tokens",
-        "tokens and completions sampled in training, dropped groups included",
-        "tokens",
-        RUN,
-        "leaves out tokens of prompts",
-    ),
-    Metric("cost/sampled_completions", "", "count", RUN),
-    Metric(
-        "cost/plain_completions",
-        "completions of plain TRL for as many generations",
-        "count",
-        RUN,
-        "plain TRL may need more or fewer to come as far",
-    ),
-    Metric("cost/update_rows", "rows that updates trained on, once for each generation", "count", RUN),
-    Metric(
-        "cost/update_positions",
-        "positions of all passes over a generation, as in `snr/update_compute_fraction`; the same of plain TRL",
-        "tokens",
-        RUN,
-        "leaves out a separate critic's, and passes for PPO's old values",
-    ),
-    Metric("cost/plain_update_positions", "", "tokens", RUN),
-    Metric(
-        "cost/update_tokens",
-        "positions forward and backward, with padding and a separate critic's",
-        "tokens",
-        RUN,
-    ),
-    Metric(
-        "cost/update_flops",
-        "6 x parameters x those positions: 2 forward, 2 back to activations, 2 for gradients of trained parameters",
-        "operations",
-        RUN,
-        "leaves out the quadratic part of attention, gradient checkpointing and sampling",
-    ),
+    Metric("cost/seconds", "seconds",
+           "wall clock of sampling, rewards and updates, without evaluations, checkpoints, logging and measurements; "
+           "depends on how busy the machine is"),
+    Metric("cost/cpu_seconds", "seconds",
+           "CPU time of the same, fairer on a busy machine, without GPUs and programs in the sandbox"),
+    Metric("cost/sampled_tokens", "tokens",
+           "tokens sampled in training, of dropped groups too, without those of prompts"),
+    Metric("cost/sampled_completions", "count", "completions sampled in training, of dropped groups too"),
+    Metric("cost/plain_completions", "count",
+           "completions of plain TRL for as many generations; it may need more or fewer to come as far"),
+    Metric("cost/update_rows", "count", "rows that updates trained on, once for each generation"),
+    Metric("cost/update_positions", "tokens",
+           "positions of all passes over a generation, as in `snr/update_compute_fraction`, without a separate "
+           "critic's and passes for PPO's old values"),
+    Metric("cost/plain_update_positions", "tokens", "the same of plain TRL"),
+    Metric("cost/update_tokens", "tokens", "positions forward and backward, with padding and a separate critic's"),
+    Metric("cost/update_flops", "operations",
+           "6 x parameters x those positions: 2 forward, 2 back to activations, 2 for gradients of trained "
+           "parameters; without the quadratic part of attention, gradient checkpointing and sampling"),
 )
 
 TRL = (
-    Metric(REWARD, "mean of all rewards", "reward", COMPLETIONS, label="reward in training", health="reward"),
-    Metric(
-        "reward_std",
-        "standard deviation of all rewards of a generation",
-        "reward",
-        COMPLETIONS,
-        "over the whole batch: groups need not vary",
-        health="reward_std",
-    ),
-    Metric(
-        "frac_reward_zero_std",
-        "groups without reward variance",
-        "fraction",
-        GROUPS,
-        "TRL's own: rounding (0.7 for all) and RLOO's KL penalty hide such groups, and with "
-        f'`scale_rewards="batch"` it is about the whole batch. `{ZERO_VARIANCE}` counts equal rewards',
-        health="zero_variance",
-    ),
-    Metric(
-        ENTROPY,
-        "mean entropy of the next token",
-        "nats per token",
-        LOSS,
-        "says nothing about the prompt",
-        label="policy entropy",
-        health="entropy",
-    ),
-    *(
-        Metric(
-            f"clip_ratio/{name}",
-            says,
-            "fraction",
-            LOSS,
-            "0 with one optimizer step per generation, unless groups are carried over"
-            if name == "region_mean"
-            else "",
-            health="clip_ratio" if name == "region_mean" else "",
-        )
-        for name, says in (
-            ("region_mean", "tokens whose update was clipped"),
-            ("low_mean", "the same from below and from above; also the lowest and highest of the processes"),
-            ("low_min", ""),
-            ("high_mean", ""),
-            ("high_max", ""),
-        )
-    ),
-    Metric("completions/mean_length", "tokens of a completion", "tokens", COMPLETIONS, health="length"),
-    Metric(CLIPPED, "completions cut off at `max_completion_length`", "fraction", COMPLETIONS, health="clipped"),
-    Metric("kl", "distance to the reference model, with `beta` above 0", "nats per token", LOSS),
-    Metric("loss", "the loss", "", LOSS, "GRPO's is near 0 by construction"),
-    Metric("grad_norm", "gradient norm of the row's latest step with trained rows", "norm", LOSS, health="grad_norm"),
+    Metric(REWARD, "reward", "mean of all rewards", "reward in training", health="reward"),
+    Metric("reward_std", "reward",
+           "standard deviation of all rewards of a generation; groups need not vary", health="reward_std"),
+    Metric("frac_reward_zero_std", "fraction",
+           "groups without reward variance as TRL counts them: rounding (0.7 for all) and RLOO's KL penalty hide such "
+           f'groups, and with `scale_rewards="batch"` it is about the whole batch; `{ZERO_VARIANCE}` counts equal '
+           "rewards", health="zero_variance"),
+    Metric(ENTROPY, "nats per token",
+           "mean entropy of the next token, which says nothing about the prompt", "policy entropy", health="entropy"),
+    Metric("clip_ratio/region_mean", "fraction",
+           "tokens whose update was clipped: 0 with one optimizer step per generation, unless groups are carried over",
+           health="clip_ratio"),
+    Metric("clip_ratio/{side}_{extreme}", "fraction",
+           "the same from below and from above: mean, lowest and highest of the processes"),
+    Metric("completions/mean_length", "tokens", "tokens of a completion", health="length"),
+    Metric(CLIPPED, "fraction", "completions cut off at `max_completion_length`", health="clipped"),
+    Metric("kl", "nats per token", "distance to the reference model, with `beta` above 0"),
+    Metric("loss", "", "the loss; GRPO's is near 0 by construction"),
+    Metric("grad_norm", "norm", "gradient norm of the row's latest step with trained rows", health="grad_norm"),
 )
+# fmt: on
 
 FAMILIES = {
     "mi": MI,

@@ -17,7 +17,7 @@ from ragen2_trl.metrics import FAMILIES, FIRST_TURN, METRICS  # noqa: E402
 
 PAGE = ROOT / "docs" / "metrics.md"
 TABLE = re.compile(r"(<!-- metrics: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
-HEAD = ("key", "meaning", "unit", "from", "limits, when to act")
+HEAD = ("key", "unit", "meaning")
 
 
 def with_tables(page: str) -> str:
@@ -30,15 +30,7 @@ def table(family: str) -> str:
     if family == "shown":
         names = [one.name.replace("mi/{scope}", FIRST_TURN) for one in METRICS if one.shown]
         return markdown([("shown by default",), *((f"`{name}`",) for name in names)])
-    rows: list[tuple[str, ...]] = []
-    for one in FAMILIES[family]:
-        if one.says:
-            rows.append((key(one.name), one.says, one.unit, one.rows, one.mind))
-        else:  # shares the row above
-            keys, says, unit, *rest = rows[-1]
-            units = unit if one.unit in unit.split(", ") else f"{unit}, {one.unit}"
-            rows[-1] = (f"{keys}, {key(one.name)}", says, units, *rest)
-    return markdown([HEAD, *rows])
+    return markdown([HEAD, *((key(one.name), one.unit, one.meaning) for one in FAMILIES[family])])
 
 
 def key(name: str) -> str:

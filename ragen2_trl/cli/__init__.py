@@ -9,22 +9,10 @@ from contextlib import contextmanager
 
 from rich.console import Console
 
+from ragen2_trl.cli.arguments import COMMANDS as COMMANDS
+from ragen2_trl.cli.arguments import command_parser
 from ragen2_trl.messages import InputError, Stopped, printable
 from ragen2_trl.trainers import imported
-
-COMMANDS = {
-    "train": "train a model on an environment with GRPO, RLOO or PPO, filtered or as TRL has it",
-    "evaluate": "success, pass@k and reward on held-out tasks, with confidence intervals",
-    "warm-start": "supervised fine-tuning on demonstrations of an environment",
-    "diagnose": "whether a model's reasoning depends on its prompt",
-    "health": "what training is doing (learning, flat, drifting, failing), from a log of TRL, verl or RAGEN",
-    "what-if": "which remedy for groups without signal pays, from the log of a training",
-    "envs": "the tasks: names, options and presets",
-    "recipes": "settings that ship with the package, for `train --recipe` and `accelerate launch`",
-    "report": "one HTML file that compares runs and opens offline",
-    "check-trl": "whether the TRL that is installed has all that the trainers lean on",
-    "check-sandbox": "which defences against model-written programs hold on this machine",
-}
 
 
 def keep_freed_memory() -> None:
@@ -65,9 +53,7 @@ def main(args: list[str] | None = None) -> None:
             return
         raise SystemExit(f"command={command!r}; allowed: {', '.join(COMMANDS)}\n\n{usage}")
     if "--help" in rest or "-h" in rest:
-        from ragen2_trl.cli.arguments import show_help
-
-        show_help(command)
+        command_parser(command).print_help()
         return
     if os.getcwd() not in sys.path:  # where modules of one's own are, which arguments name
         sys.path.append(os.getcwd())

@@ -7,62 +7,78 @@ garbage among them; with arguments beside them, each of their functions would im
 
 import argparse
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ragen2_trl.cli.typed import parser_of
+from ragen2_trl.cli.typed import in_a_line, option, parser_of
 
 if TYPE_CHECKING:
     from ragen2_trl.envs import Environment
     from ragen2_trl.envs.mixture import AnyTask
 
+COMMANDS = {
+    "train": "train a model on an environment with GRPO, RLOO or PPO, filtered or as TRL has it",
+    "evaluate": "success, pass@k and reward on held-out tasks, with confidence intervals",
+    "warm-start": "supervised fine-tuning on demonstrations of an environment",
+    "diagnose": "whether a model's reasoning depends on its prompt",
+    "health": "what training is doing (learning, flat, drifting, failing), from a log of TRL, verl or RAGEN",
+    "what-if": "which remedy for groups without signal pays, from the log of a training",
+    "envs": "the tasks: names, options and presets",
+    "recipes": "settings that ship with the package, for `train --recipe` and `accelerate launch`",
+    "report": "one HTML file that compares runs and opens offline",
+    "check-trl": "whether the TRL that is installed has all that the trainers lean on",
+    "check-sandbox": "which defences against model-written programs hold on this machine",
+}
+# The configurations whose fields a command takes beside its own.
+FURTHER = {
+    "train": "SNRFilteredGRPOConfig (snr_* are the filter's; --algo has its own) and trl.ModelConfig",
+    "warm-start": "trl.SFTConfig and trl.ModelConfig",
+}
 
-def show_help(command: str) -> None:
-    """Print a command's own arguments, without those of the configurations that it takes as well."""
-    if command in PARSERS:
-        PARSERS[command]().print_help()
-        return
+
+def command_parser(command: str) -> argparse.ArgumentParser:
+    """The parser of a command's own arguments, without those of the configurations that it takes as well."""
+    purpose = f"{COMMANDS[command][0].upper()}{COMMANDS[command][1:]}."
+    if command not in ARGUMENTS:
+        parser = argparse.ArgumentParser(f"ragen2-trl {command}", description=purpose, allow_abbrev=False)
+        if command in PLAIN:
+            PLAIN[command](parser.add_argument)
+        return in_a_line(parser)
     others = FURTHER.get(command)
     more = f"And those of {others}: --help_all shows them, which takes some seconds to load." if others else None
-    parser = parser_of(command, ARGUMENTS[command], epilog=more)
-    parser.add_argument(
-        "--config", nargs="+", help="YAML files with any of the arguments; later files and the command line win."
-    )
+    own = parser_of(command, ARGUMENTS[command], description=purpose, epilog=more)
+    own.add_argument("--config", nargs="+", help="YAML files of arguments; later files and the command line win.")
     if others:
-        parser.add_argument(
-            "--recipe", nargs="+", help="The same with files of the package, by names that `ragen2-trl recipes` lists."
-        )
-    parser.print_help()
+        own.add_argument("--recipe", nargs="+", help="The same by names that `ragen2-trl recipes` lists.")
+    return own
 
 
-def report_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        "ragen2-trl report", description="Compare runs in one HTML file that opens offline.", allow_abbrev=False
-    )
-    parser.add_argument(
-        "runs",
+def parse_plain(command: str, args: Sequence[str] | None) -> argparse.Namespace:
+    """The arguments of a command without a configuration.
+
+    Raises:
+        InputError: If one is not known or has no allowed value.
+    """
+    return command_parser(command).parse_args(args)
+
+
+def _report(add: Callable[..., Any]) -> None:
+    runs = "The output_dir of a run or of a diagnosis, or a folder of episodes."
+    add("runs", nargs="+", type=Path, metavar="RUN", help=runs)
+    add("--output", type=Path, default=Path("report.html"), help="HTML file to write (default: report.html here).")
+
+
+def _health(add: Callable[..., Any]) -> None:
+    add(
+        "logs",
         nargs="+",
         type=Path,
-        metavar="RUN",
-        help="The output_dir of a run or of a diagnosis, or a folder of episodes.",
+        metavar="LOG",
+        help="Logs, each of a run: TRL's trainer_state.json or log_history.json, ms-swift's logging.jsonl, or what "
+        "verl and RAGEN print (step:N - key:value - …); or output_dirs of runs.",
     )
-    parser.add_argument(
-        "--output", type=Path, default=Path("report.html"), help="HTML file to write (default: report.html here)."
-    )
-    return parser
-
-
-def health_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        "ragen2-trl health",
-        description="What a training is doing, since when and why, from its log alone: TRL's trainer_state.json or "
-        "log_history.json, ms-swift's logging.jsonl, or what verl and RAGEN print (step:N - key:value - …).",
-        allow_abbrev=False,
-    )
-    add = parser.add_argument
-    add("logs", nargs="+", type=Path, metavar="LOG", help="Files, each the log of a run, or output_dirs of runs.")
     add(
         "--key",
         action="append",
@@ -73,13 +89,8 @@ def health_parser() -> argparse.ArgumentParser:
         "success, held_out_success, reward, reward_std, zero_variance, kept, clipped, length, entropy, grad_norm, "
         "clip_ratio.",
     )
-    add(
-        "--completions",
-        type=int,
-        default=16,
-        help="Completions of a row that does not log their number, for the limits of validity (default: 16).",
-    )
-    return parser
+    completions = "Completions of a row that does not log their number, for the limits of validity (default: 16)."
+    add("--completions", type=int, default=16, help=completions)
 
 
 def _pair(text: str) -> tuple[str, str]:
@@ -89,21 +100,14 @@ def _pair(text: str) -> tuple[str, str]:
     return key, signal
 
 
-def what_if_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        "ragen2-trl what-if",
-        description="Which remedy for groups without signal would have paid on the data of a training, estimated from "
-        "its log: no model is loaded. Gain is reward variance of trained rows for each unit of cost, 1 for plain TRL.",
-        allow_abbrev=False,
-    )
-    add = parser.add_argument
+def _what_if(add: Callable[..., Any]) -> None:
     add(
         "run",
         type=Path,
         metavar="RUN",
         help="The output_dir of a TRL run with log_completions=True, or of a run of this package; a folder of "
         "*.parquet or *.jsonl (verl's rollout dumps); or a *.parquet, *.jsonl or *.csv file of prompt, completion and "
-        "reward.",
+        "reward. No model is loaded.",
     )
     add("--num_generations", type=int, help="Completions of a prompt; default: inferred from equal prompts.")
     add("--groups", type=int, help="Prompts of a generation batch; default: inferred from steps.")
@@ -119,51 +123,23 @@ def what_if_parser() -> argparse.ArgumentParser:
     )
     add("--micro_batch", type=int, help="per_device_train_batch_size; default: from the trainer's state.")
     add("--tokenizer", help="Path or Hub id, to count tokens; default: characters, scaled by the logged mean length.")
-    add(
-        "--sampling_share",
-        type=float,
-        default=0.5,
-        help="Share of a step's time that sampling takes, 0 to 1, which TRL does not log (default: 0.5).",
-    )
+    share = "Share of a step's time that sampling takes, 0 to 1, which TRL does not log (default: 0.5)."
+    add("--sampling_share", type=float, default=0.5, help=share)
     add("--seed", type=int, default=0, help="Seed of the bootstrap and the replays (default: 0).")
     add("--json", type=Path, metavar="FILE", help="File for all numbers as JSON; /dev/stdout prints them.")
     add("--html", type=Path, metavar="FILE", help="File for the table as one HTML page that opens offline.")
-    return parser
 
 
-def envs_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        "ragen2-trl envs", description="The tasks: their names, options and presets.", allow_abbrev=False
-    )
-    parser.add_argument("name", nargs="?", metavar="NAME", help="A task, for its options and what its presets set.")
-    return parser
+def _envs(add: Callable[..., Any]) -> None:
+    add("name", nargs="?", metavar="NAME", help="A task, for its options and what its presets set.")
 
 
-def recipes_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        "ragen2-trl recipes",
-        description="The recipes and the configurations of `accelerate launch` that ship with the package.",
-        allow_abbrev=False,
-    )
-    parser.add_argument("name", nargs="?", metavar="NAME", help="One of them, to print its file.")
-    return parser
+def _recipes(add: Callable[..., Any]) -> None:
+    add("name", nargs="?", metavar="NAME", help="One of them, to print its file.")
 
 
-def trl_parser() -> argparse.ArgumentParser:
-    return argparse.ArgumentParser(
-        "ragen2-trl check-trl",
-        description="Whether the TRL that is installed has the methods, parameters and keys that the trainers lean "
-        "on. Ends with code 1 where it lacks one.",
-        allow_abbrev=False,
-    )
-
-
-def sandbox_parser() -> argparse.ArgumentParser:
-    return argparse.ArgumentParser(
-        "ragen2-trl check-sandbox",
-        description="Which defences against model-written programs hold on this machine, tried with a program.",
-        allow_abbrev=False,
-    )
+# Commands without a configuration.
+PLAIN = {"report": _report, "health": _health, "what-if": _what_if, "envs": _envs, "recipes": _recipes}
 
 
 def parse_env_args(env_args: Sequence[str] | Mapping[str, Any]) -> dict[str, Any]:
@@ -219,42 +195,28 @@ def _json_or_text(value: str) -> Any:
 class EnvironmentArguments:
     """Which task to play. It is not called `env`, which TrlParser keeps for environment variables."""
 
-    env_name: str = field(
-        default="frozen_lake",
-        metadata={
-            "help": "Task, by its name in `make_env` or as `module:Class`; several with commas between, as "
-            "`sokoban,frozen_lake`."
-        },
+    env_name: str = option(
+        "frozen_lake",
+        "Task, by its name in `make_env` or as `module:Class`; several with commas between, as `sokoban,frozen_lake`.",
     )
-    env_args: list[str] = field(
-        default_factory=list,
-        metadata={
-            "help": "Options of the task: `key=value` pairs or one JSON object; in YAML a mapping will do. Of several "
-            "tasks, `task.key=value` is for one of them and `key=value` for all."
-        },
+    env_args: list[str] = option(
+        [],
+        "Options of the task: `key=value` pairs or one JSON object; in YAML a mapping will do. Of several "
+        "tasks, `task.key=value` is for one of them and `key=value` for all.",
     )
-    env_weights: list[float] = field(
-        default_factory=list,
-        metadata={"help": "With several tasks, their shares of the prompts, in their order; default: equal ones."},
+    env_weights: list[float] = option(
+        [], "With several tasks, their shares of the prompts, in their order; default: equal ones."
     )
 
-    multi_turn: bool = field(
-        default=False, metadata={"help": "Play in several turns, also where a task does not need them."}
+    multi_turn: bool = option(False, "Play in several turns, also where a task does not need them.")
+    data: str | None = option(None, "Hub id or local path of the tasks; default: the task makes its own.")
+    dataset: str | None = option(
+        None, "Instead of a task: Hub id or local path of rows with `prompt`, rewarded by `--reward`."
     )
-    data: str | None = field(
-        default=None, metadata={"help": "Hub id or local path of the tasks; default: the task makes its own."}
+    reward: list[str] = option(
+        [], "Reward functions for `--dataset`, as TRL takes them: `module:function`, one or several."
     )
-    dataset: str | None = field(
-        default=None,
-        metadata={"help": "Instead of a task: Hub id or local path of rows with `prompt`, rewarded by `--reward`."},
-    )
-    reward: list[str] = field(
-        default_factory=list,
-        metadata={"help": "Reward functions for `--dataset`, as TRL takes them: `module:function`, one or several."},
-    )
-    success_at: float = field(
-        default=1.0, metadata={"help": "With `--dataset`: the first reward from which on a prompt counts as solved."}
-    )
+    success_at: float = option(1.0, "With `--dataset`: the first reward from which on a prompt counts as solved.")
 
     def make_env(self) -> "AnyTask":
         """The task with its options, the mixture of several, or the dataset with its rewards."""
@@ -294,19 +256,13 @@ class EnvironmentArguments:
 class PlayArguments(EnvironmentArguments):
     """Which task to play, and what of an episode a turn is sampled from."""
 
-    context: str = field(
-        default="full",
-        metadata={
-            "help": "What a turn is sampled from: 'full' (all turns so far), 'last' (the last turns) or 'memory' (one "
-            "message that tells the answers of earlier turns). Each turn is trained as it was sampled."
-        },
+    context: str = option(
+        "full",
+        "What a turn is sampled from: 'full' (all turns so far), 'last' (the last turns) or 'memory' (one "
+        "message that tells the answers of earlier turns). Each turn is trained as it was sampled.",
     )
-    context_turns: int | None = field(
-        default=None, metadata={"help": "Turns that 'last' shows or 'memory' tells, the present one included."}
-    )
-    drop_oldest_turns: bool = field(
-        default=False, metadata={"help": "Where the context is full, leave out its oldest turns and go on."}
-    )
+    context_turns: int | None = option(None, "Turns that 'last' shows or 'memory' tells, the present one included.")
+    drop_oldest_turns: bool = option(False, "Where the context is full, leave out its oldest turns and go on.")
 
     @property
     def context_options(self) -> dict[str, Any]:
@@ -318,43 +274,48 @@ class PlayArguments(EnvironmentArguments):
 class SamplingArguments(PlayArguments):
     """Which model plays how many held-out tasks, and how it is sampled."""
 
-    model: str = field(
-        default="tiny", metadata={"help": "`tiny`, `tiny-sokoban`, `tiny-countdown`, `smollm2`, a path or a Hub id."}
+    model: str = option("tiny", "`tiny`, `tiny-sokoban`, `tiny-countdown`, `smollm2`, a path or a Hub id.")
+    num_prompts: int = option(256, "Number of held-out tasks.")
+    num_samples: int = option(8, "Completions per task.")
+    temperature: float = option(1.0, "Sampling temperature; 0 is greedy.")
+    max_new_tokens: int | None = option(
+        None, "Longest completion in tokens, all turns included; default: 128 a turn, or the task's own."
     )
-    num_prompts: int = field(default=256, metadata={"help": "Number of held-out tasks."})
-    num_samples: int = field(default=8, metadata={"help": "Completions per task."})
-    temperature: float = field(default=1.0, metadata={"help": "Sampling temperature; 0 is greedy."})
-    max_new_tokens: int | None = field(
-        default=None,
-        metadata={"help": "Longest completion in tokens, all turns included; default: 128 a turn, or the task's own."},
+    max_turn_tokens: int | None = option(None, "Longest turn in tokens.")
+    chat_template_kwargs: dict | str | None = option(
+        None, "JSON for the chat template, such as '{\"enable_thinking\": false}'."
     )
-    max_turn_tokens: int | None = field(default=None, metadata={"help": "Longest turn in tokens."})
-    chat_template_kwargs: dict | None = field(
-        default=None, metadata={"help": "JSON for the chat template, such as '{\"enable_thinking\": false}'."}
-    )
-    batch_size: int = field(default=128, metadata={"help": "Completions generated at once."})
-    seed: int = field(default=0, metadata={"help": "Seed of the tasks and of the sampling."})
+    batch_size: int = option(128, "Completions generated at once.")
+    seed: int = option(0, "Seed of the tasks and of the sampling.")
+
+    def __post_init__(self) -> None:
+        given = self.chat_template_kwargs
+        self.chat_template_kwargs = _json_or_text(given) if isinstance(given, str) else given
+        if not isinstance(self.chat_template_kwargs, dict | None):
+            raise ValueError(f"chat_template_kwargs must be a JSON object, got {given!r}")
+
+    @property
+    def sampling(self) -> dict[str, Any]:
+        """For `evaluate_model` and `sample_trajectories`."""
+        of_all = ("num_prompts", "num_samples", "seed", "data", "temperature", "max_new_tokens", "batch_size")
+        return {
+            name: getattr(self, name)
+            for name in (*of_all, "max_turn_tokens", "chat_template_kwargs", "context_options")
+        }
 
 
 @dataclass
 class EvaluateArguments(SamplingArguments):
     """What to evaluate, on how many held-out tasks, and how to sample."""
 
-    model: str = field(
-        default="tiny",
-        metadata={
-            "help": "`tiny`, a path or a Hub id; `oracle` for the task's solver, `random` for the random baseline."
-        },
+    model: str = option(
+        "tiny", "`tiny`, a path or a Hub id; `oracle` for the task's solver, `random` for the random baseline."
     )
-    num_samples: int = field(default=8, metadata={"help": "Completions per task; pass@k is reported up to it."})
-    output: str | None = field(default=None, metadata={"help": "JSON file for the metrics."})
-    episodes: str | None = field(
-        default=None,
-        metadata={"help": "Folder for the episodes, as Parquet and JSONL; `report` shows them."},
-    )
-    push_to_hub: str | None = field(
-        default=None,
-        metadata={"help": "Model on the Hub, such as me/my_run, whose card gets the metrics in its model index."},
+    num_samples: int = option(8, "Completions per task; pass@k is reported up to it.")
+    output: str | None = option(None, "JSON file for the metrics.")
+    episodes: str | None = option(None, "Folder for the episodes, as Parquet and JSONL; `report` shows them.")
+    push_to_hub: str | None = option(
+        None, "Model on the Hub, such as me/my_run, whose card gets the metrics in its model index."
     )
 
 
@@ -362,46 +323,33 @@ class EvaluateArguments(SamplingArguments):
 class DiagnoseArguments(SamplingArguments):
     """Whose reasoning to look at, in which completions, and where to write what was found."""
 
-    model: str = field(
-        default="",
-        metadata={
-            "help": "`tiny` (the default), `tiny-sokoban`, `tiny-countdown`, `smollm2`, a path or a Hub id. With "
-            "`--completions`, which it scores, it must be named: the model that wrote them."
-        },
+    model: str = option(
+        "",
+        "`tiny` (the default), `tiny-sokoban`, `tiny-countdown`, `smollm2`, a path or a Hub id. With "
+        "`--completions`, which it scores, it must be named: the model that wrote them.",
     )
-    num_prompts: int = field(default=16, metadata={"help": "Number of held-out tasks."})
-    num_samples: int = field(default=4, metadata={"help": "Completions per task."})
-    batch_size: int = field(
-        default=16, metadata={"help": "Completions generated at once, and saved as soon as they are."}
+    num_prompts: int = option(16, "Number of held-out tasks.")
+    num_samples: int = option(4, "Completions per task.")
+    batch_size: int = option(16, "Completions generated at once, and saved as soon as they are.")
+    temperature: float = option(1.0, "Of the sampling, above 0; reasoning is scored at the same.")
+    control: bool = option(
+        False, "Also score reasoning that was sampled without the observation, which must come out at chance."
     )
-    temperature: float = field(
-        default=1.0, metadata={"help": "Of the sampling, above 0; reasoning is scored at the same."}
+    answer: bool = option(
+        False, "Also score answers after the prompts and reasoning of others: do they use their own?"
     )
-    control: bool = field(
-        default=False,
-        metadata={
-            "help": "Also score reasoning that was sampled without the observation, which must come out at chance."
-        },
+    completions: str | None = option(
+        None,
+        "Instead of sampling: `prompt` and `completion` as lines of JSON (*.jsonl) or Parquet, as TRL "
+        "saves with `log_completions=True`, or a folder of those, of which up to 8 become a path. Warning: "
+        "`--model` scores all of them, and the numbers are those of the run only for the file of the step that "
+        "its weights are of. Or the file that this command saved.",
     )
-    answer: bool = field(
-        default=False,
-        metadata={"help": "Also score answers after the prompts and reasoning of others: do they use their own?"},
-    )
-    completions: str | None = field(
-        default=None,
-        metadata={
-            "help": "Instead of sampling: `prompt` and `completion` as lines of JSON (*.jsonl) or Parquet, as TRL "
-            "saves with `log_completions=True`, or a folder of those, of which up to 8 become a path. Warning: "
-            "`--model` scores all of them, and the numbers are those of the run only for the file of the step that "
-            "its weights are of. Or the file that this command saved."
-        },
-    )
-    prompts: str | None = field(
-        default=None, metadata={"help": "Instead of a task: a file or Hub id of rows with `prompt` to sample for."}
-    )
-    output_dir: str = field(default="runs/diagnosis", metadata={"help": "Folder for the results."})
+    prompts: str | None = option(None, "Instead of a task: a file or Hub id of rows with `prompt` to sample for.")
+    output_dir: str = option("runs/diagnosis", "Folder for the results.")
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if not self.model and self.completions is not None:
             raise ValueError(
                 f"model must be named for completions={self.completions!r}, which it scores, got none; allowed: the "
@@ -432,65 +380,42 @@ def _worth_nothing(completions: Sequence[Any], **columns: Any) -> list[float]:
 class TrainArguments(PlayArguments):
     """What to train, on how many tasks, and how to measure it before and after."""
 
-    algo: str = field(
-        default="grpo", metadata={"help": "grpo, rloo or ppo, with the filter; trl_grpo is TRL's own GRPOTrainer."}
+    algo: str = option("grpo", "grpo, rloo or ppo, with the filter; trl_grpo is TRL's own GRPOTrainer.")
+    model: str | None = option(None, "`tiny` (ships with the package), a path or a Hub id.")
+    num_prompts: int = option(4096, "Number of training tasks.")
+    eval_prompts: int = option(256, "Held-out tasks played before and after training; 0 for no evaluation at all.")
+    eval_samples: int = option(4, "Completions per held-out task.")
+    eval_every: int = option(
+        0,
+        "Play them at step 0, every so many steps and at the end, for a curve; checkpoints of the best "
+        "success are kept. 0: only before and after, at the temperature of training.",
     )
-    model: str | None = field(default=None, metadata={"help": "`tiny` (ships with the package), a path or a Hub id."})
-    num_prompts: int = field(default=4096, metadata={"help": "Number of training tasks."})
-    eval_prompts: int = field(
-        default=256, metadata={"help": "Held-out tasks played before and after training; 0 for no evaluation at all."}
+    eval_temperature: float = option(
+        0.5, "Of the curve's sampling, as in the paper; 0 is greedy, with eval_samples 1."
     )
-    eval_samples: int = field(default=4, metadata={"help": "Completions per held-out task."})
-    eval_every: int = field(
-        default=0,
-        metadata={
-            "help": "Play them at step 0, every so many steps and at the end, for a curve; checkpoints of the best "
-            "success are kept. 0: only before and after, at the temperature of training."
-        },
+    eval_envs: list[str] = option(
+        [], "Further tasks with a curve, a name and its options in one string each, such as 'sokoban multi_turn=true'."
     )
-    eval_temperature: float = field(
-        default=0.5, metadata={"help": "Of the curve's sampling, as in the paper; 0 is greedy, with eval_samples 1."}
+    load_best: bool = option(False, "End with the weights of the best held-out success.")
+    stop_below: float | None = option(None, "End training when held-out success stays below it, for instance 0.01.")
+    stop_patience: int = option(5, "For so many evaluations in a row.")
+    max_turn_tokens: int | None = option(
+        None, "Longest turn in tokens, where there are several; `max_completion_length` covers all of them."
     )
-    eval_envs: list[str] = field(
-        default_factory=list,
-        metadata={
-            "help": "Further tasks with a curve, a name and its options in one string each, such as 'sokoban "
-            "multi_turn=true'."
-        },
+    resume: bool = option(False, "Continue from the last complete checkpoint of the run, if it has one.")
+    mutual_information: bool = option(True, "Measure whether reasoning depends on its prompt, see `--mi_every`.")
+    mi_every: int | None = option(
+        None, "Optimizer steps between measurements; default: those of `logging_steps`, at least 10."
     )
-    load_best: bool = field(default=False, metadata={"help": "End with the weights of the best held-out success."})
-    stop_below: float | None = field(
-        default=None, metadata={"help": "End training when held-out success stays below it, for instance 0.01."}
+    episodes_every: int = option(
+        10, "Save the episodes of a step, at least so many steps apart, for the report; 0 never."
     )
-    stop_patience: int = field(default=5, metadata={"help": "For so many evaluations in a row."})
-    max_turn_tokens: int | None = field(
-        default=None,
-        metadata={
-            "help": "Longest turn in tokens, where there are several; `max_completion_length` covers all of them."
-        },
+    gradients_every: int = option(0, "Log gradients by reward variance at step 1 and multiples of it; 0 never.")
+    gradients_entropy_coef: float | None = option(
+        None, "Measure the entropy bonus's gradient as if it had this coefficient."
     )
-    resume: bool = field(
-        default=False, metadata={"help": "Continue from the last complete checkpoint of the run, if it has one."}
-    )
-    mutual_information: bool = field(
-        default=True, metadata={"help": "Measure whether reasoning depends on its prompt, see `--mi_every`."}
-    )
-    mi_every: int | None = field(
-        default=None,
-        metadata={"help": "Optimizer steps between measurements; default: those of `logging_steps`, at least 10."},
-    )
-    episodes_every: int = field(
-        default=10,
-        metadata={"help": "Save the episodes of a step, at least so many steps apart, for the report; 0 never."},
-    )
-    gradients_every: int = field(
-        default=0, metadata={"help": "Log gradients by reward variance at step 1 and multiples of it; 0 never."}
-    )
-    gradients_entropy_coef: float | None = field(
-        default=None, metadata={"help": "Measure the entropy bonus's gradient as if it had this coefficient."}
-    )
-    figures: bool = field(default=True, metadata={"help": "Draw figures of the run when training ends."})
-    overwrite: bool = field(default=False, metadata={"help": "Delete the checkpoints of an earlier run of that name."})
+    figures: bool = option(True, "Draw figures of the run when training ends.")
+    overwrite: bool = option(False, "Delete the checkpoints of an earlier run of that name.")
 
     def __post_init__(self) -> None:
         if self.mi_every is not None and self.mi_every < 1:
@@ -523,39 +448,20 @@ class TrainArguments(PlayArguments):
 class WarmStartArguments(EnvironmentArguments):
     """What to learn from, and whether to begin with untrained weights."""
 
-    model: str | None = field(default=None, metadata={"help": "`tiny` (ships with the package), a path or a Hub id."})
-    num_demonstrations: int = field(default=10_000, metadata={"help": "Number of demonstrations."})
-    demonstrations_seed: int = field(default=0, metadata={"help": "Seed of the demonstrations."})
-    mix: list[str] = field(
-        default_factory=list,
-        metadata={
-            "help": "Further tasks to learn from, as many demonstrations of each: a name and its options in one "
-            "string, such as 'sokoban multi_turn=true observation=coordinates'."
-        },
+    model: str | None = option(None, "`tiny` (ships with the package), a path or a Hub id.")
+    num_demonstrations: int = option(10_000, "Number of demonstrations.")
+    demonstrations_seed: int = option(0, "Seed of the demonstrations.")
+    mix: list[str] = option(
+        [],
+        "Further tasks to learn from, as many demonstrations of each: a name and its options in one "
+        "string, such as 'sokoban multi_turn=true observation=coordinates'.",
     )
-    from_scratch: bool = field(
-        default=False, metadata={"help": "Begin with untrained weights; only with `--model tiny`."}
-    )
+    from_scratch: bool = option(False, "Begin with untrained weights; only with `--model tiny`.")
 
 
-ARGUMENTS = {
+ARGUMENTS: dict[str, type] = {
     "train": TrainArguments,
     "evaluate": EvaluateArguments,
     "warm-start": WarmStartArguments,
     "diagnose": DiagnoseArguments,
-}
-# Commands without a configuration.
-PARSERS = {
-    "report": report_parser,
-    "check-trl": trl_parser,
-    "check-sandbox": sandbox_parser,
-    "envs": envs_parser,
-    "recipes": recipes_parser,
-    "health": health_parser,
-    "what-if": what_if_parser,
-}
-# The configurations whose fields a command takes beside its own.
-FURTHER = {
-    "train": "SNRFilteredGRPOConfig (snr_* are the filter's; --algo has its own) and trl.ModelConfig",
-    "warm-start": "trl.SFTConfig and trl.ModelConfig",
 }

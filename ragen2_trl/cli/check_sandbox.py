@@ -6,7 +6,7 @@ ragen2-trl check-sandbox
 from rich.table import Table
 from rich.text import Text
 
-from ragen2_trl.cli.arguments import sandbox_parser
+from ragen2_trl.cli.arguments import parse_plain
 from ragen2_trl.cli.console import make_console
 from ragen2_trl.cli.typed import InputError
 from ragen2_trl.envs.deepcoder.sandbox import SandboxFailedError, SandboxUnavailableError
@@ -19,7 +19,7 @@ def main(args: list[str] | None = None) -> None:
     Raises:
         InputError: If programs cannot be isolated here; it names the reason.
     """
-    sandbox_parser().parse_args(args)
+    parse_plain("check-sandbox", args)
     try:
         defences = find_defences()
     except (SandboxUnavailableError, SandboxFailedError) as error:

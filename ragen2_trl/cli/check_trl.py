@@ -8,7 +8,7 @@ from packaging.version import Version
 from rich.table import Table
 from rich.text import Text
 
-from ragen2_trl.cli.arguments import trl_parser
+from ragen2_trl.cli.arguments import parse_plain
 from ragen2_trl.cli.console import make_console
 from ragen2_trl.trainers.trl_contract import IMPORTED, OLDEST_ASYNC, installed, needs, untested
 
@@ -19,7 +19,7 @@ def main(args: list[str] | None = None) -> None:
     Raises:
         SystemExit: with code 1, if something is missing.
     """
-    trl_parser().parse_args(args)
+    parse_plain("check-trl", args)
     console = make_console()
     missing = []
     has_async = Version(trl.__version__) >= Version(OLDEST_ASYNC)

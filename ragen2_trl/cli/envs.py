@@ -10,7 +10,7 @@ import re
 from rich.table import Table
 from rich.text import Text
 
-from ragen2_trl.cli.arguments import envs_parser
+from ragen2_trl.cli.arguments import parse_plain
 from ragen2_trl.cli.console import make_console
 from ragen2_trl.cli.typed import checked_input
 from ragen2_trl.envs import ENVIRONMENTS, PRESETS, Environment, options_of, presets_of, task_class
@@ -24,7 +24,7 @@ def main(args: list[str] | None = None) -> None:
     Raises:
         InputError: If there is no task of that name.
     """
-    name = envs_parser().parse_args(args).name
+    name = parse_plain("envs", args).name
     console = make_console()
     if name is None:
         console.print(all_tasks())

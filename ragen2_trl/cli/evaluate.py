@@ -50,33 +50,16 @@ def main(args: list[str] | None = None) -> None:
             if Path(script_args.output).is_dir():
                 raise ValueError(f"output={script_args.output!r} is a folder; allowed: a file.")
             Path(script_args.output).parent.mkdir(parents=True, exist_ok=True)
-    tasks: dict[str, Any] = {
-        "num_prompts": script_args.num_prompts,
-        "num_samples": script_args.num_samples,
-        "seed": script_args.seed,
-        "data": script_args.data,
-    }
-    keep: dict[str, Any] = {} if folder is None else {"on_played": partial(keep_episodes, folder)}
+    keep = None if folder is None else partial(keep_episodes, folder)
     if script_args.model in SCRIPTED:
+        tasks = {name: script_args.sampling[name] for name in ("num_prompts", "num_samples", "seed", "data")}
         try:
-            metrics = evaluate_scripted(script_args.model, env, **tasks, **keep)
+            metrics = evaluate_scripted(script_args.model, env, **tasks, on_played=keep)
         except NotImplementedError as error:
             raise InputError(f"model={script_args.model!r} cannot play {env.name}: {error}.") from error
     else:
         model, tokenizer = load_model(script_args.model)
-        metrics = evaluate_model(
-            model,
-            tokenizer,
-            env,
-            temperature=script_args.temperature,
-            max_new_tokens=script_args.max_new_tokens,
-            batch_size=script_args.batch_size,
-            max_turn_tokens=script_args.max_turn_tokens,
-            context_options=script_args.context_options,
-            chat_template_kwargs=script_args.chat_template_kwargs,
-            **tasks,
-            **keep,
-        )
+        metrics = evaluate_model(model, tokenizer, env, **script_args.sampling, on_played=keep)
     console.print(metrics_table(metrics, title=f"{printable(script_args.model)} on held-out {env.name}"))
     if script_args.output is not None:
         write_json(Path(script_args.output), metrics, indent=2)
@@ -137,11 +120,8 @@ def evaluate_model(
     max_new_tokens: int | None = None,
     batch_size: int = 128,
     seed: int = 0,
-    data: str | None = None,
-    max_turn_tokens: int | None = None,
-    chat_template_kwargs: dict[str, Any] | None = None,
     on_played: OnPlays | None = None,
-    context_options: dict[str, Any] | None = None,
+    **options: Any,
 ) -> dict[str, float]:
     """Plays held-out tasks (split `"test"`) and measures success, return, format and length.
 
@@ -159,12 +139,11 @@ def evaluate_model(
             limit but the task's `max_turn_tokens`, or 128 tokens a turn.
         batch_size: Completions generated at once.
         seed: Seed of the tasks and of the sampling.
-        data: Where the tasks come from; default: the task's own source.
-        max_turn_tokens: Longest turn in tokens.
-        chat_template_kwargs: For the chat template.
         on_played: Called with (rows, plays) of all episodes when they have been played.
-        context_options: What of an episode a turn is sampled from: `context`, `context_turns` and `drop_oldest_turns`
-            of `TextRollout`. Where turns have contexts of their own, `max_new_tokens` bounds each of them.
+        options: `data`, where the tasks come from (default: the task's own source); `max_turn_tokens`, the longest
+            turn; `chat_template_kwargs`; and `context_options`, what of an episode a turn is sampled from: `context`,
+            `context_turns` and `drop_oldest_turns` of `TextRollout`. Where turns have contexts of their own,
+            `max_new_tokens` bounds each of them.
 
     Returns:
         `success`, `pass@k` for k = 1, 2, 4, … up to G, `valid_rate` (fractions, the last of an episode's turns), the
@@ -194,10 +173,7 @@ def evaluate_model(
         max_new_tokens=max_new_tokens,
         batch_size=batch_size,
         seed=seed,
-        data=data,
-        max_turn_tokens=max_turn_tokens,
-        chat_template_kwargs=chat_template_kwargs,
-        context_options=context_options,
+        **options,
     )
     lengths = [float(sum(map(len, trajectory.answers))) for trajectory in trajectories]
     plays = [trajectory.play for trajectory in trajectories]

@@ -11,7 +11,7 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from ragen2_trl.cli.arguments import health_parser
+from ragen2_trl.cli.arguments import parse_plain
 from ragen2_trl.cli.typed import checked_input
 from ragen2_trl.instrument.health import Health, health
 from ragen2_trl.messages import counted, printable
@@ -31,7 +31,7 @@ def main(args: list[str] | None = None) -> None:
     from rich.console import Console
 
     console = Console()
-    arguments = health_parser().parse_args(args)
+    arguments = parse_plain("health", args)
     for path in arguments.logs:
         with checked_input():
             rows, too_long = (read_run(path).log_history, 0) if path.is_dir() else read_log(path)

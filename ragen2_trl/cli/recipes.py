@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ragen2_trl.cli.arguments import recipes_parser
+from ragen2_trl.cli.arguments import parse_plain
 from ragen2_trl.cli.shipped import ACCELERATE_CONFIGS, RECIPES
 from ragen2_trl.cli.typed import InputError
 
@@ -22,7 +22,7 @@ def main(args: list[str] | None = None) -> None:
     Raises:
         InputError: If there is no file of that name.
     """
-    name = recipes_parser().parse_args(args).name
+    name = parse_plain("recipes", args).name
     console, files = Console(), RECIPES | ACCELERATE_CONFIGS
     if name is None:
         console.print(files_table("Recipes: ragen2-trl train --recipe NAME, or warm-start for warm_start_*", RECIPES))

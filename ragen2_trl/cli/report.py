@@ -5,7 +5,7 @@ ragen2-trl report runs/my_run runs/another_run --output report.html
 
 from rich.text import Text
 
-from ragen2_trl.cli.arguments import report_parser
+from ragen2_trl.cli.arguments import parse_plain
 from ragen2_trl.cli.console import make_console
 from ragen2_trl.messages import InputError
 from ragen2_trl.record.files import write_text
@@ -20,7 +20,7 @@ def main(args: list[str] | None = None) -> None:
         InputError: If a folder holds no run, or the file cannot be written.
     """
     console = make_console()
-    arguments = report_parser().parse_args(args)
+    arguments = parse_plain("report", args)
     try:
         runs = [read_run(folder) for folder in arguments.runs]
     except ValueError as error:

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ragen2_trl.cli.arguments import what_if_parser
+from ragen2_trl.cli.arguments import parse_plain
 from ragen2_trl.cli.typed import checked_input
 from ragen2_trl.messages import printable
 from ragen2_trl.record.files import write_json, write_text
@@ -26,7 +26,7 @@ def main(args: list[str] | None = None) -> None:
     Raises:
         InputError: If the log cannot be read.
     """
-    arguments = what_if_parser().parse_args(args)
+    arguments = parse_plain("what-if", args)
     with checked_input():
         found = what_if(
             arguments.run,
