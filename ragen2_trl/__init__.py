@@ -1,30 +1,37 @@
 """RAGEN-2 (arXiv 2604.06268) for Hugging Face TRL."""
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from ragen2_trl.trainers import lazily
 
 if TYPE_CHECKING:
     from ragen2_trl.callbacks import (
-        CostCallback,
-        EnvironmentEvalCallback,
-        EpisodeCallback,
-        GradientSNRCallback,
-        MutualInformationCallback,
-        TrainingHealthCallback,
+        CostCallback as CostCallback,
+        EnvironmentEvalCallback as EnvironmentEvalCallback,
+        EpisodeCallback as EpisodeCallback,
+        GradientSNRCallback as GradientSNRCallback,
+        MutualInformationCallback as MutualInformationCallback,
+        TrainingHealthCallback as TrainingHealthCallback,
     )
-    from ragen2_trl.filtering import group_score, select_groups
-    from ragen2_trl.instrument import Evidence, cross_score, health, information_metrics, judge
-    from ragen2_trl.remedies import what_if
-    from ragen2_trl.rollouts import TextRollout
+    from ragen2_trl.filtering import group_score as group_score, select_groups as select_groups
+    from ragen2_trl.instrument import (
+        Evidence as Evidence,
+        cross_score as cross_score,
+        health as health,
+        information_metrics as information_metrics,
+        judge as judge,
+    )
+    from ragen2_trl.remedies import what_if as what_if
+    from ragen2_trl.rollouts import TextRollout as TextRollout
     from ragen2_trl.trainers import (
-        SNRFilteredAsyncGRPOConfig,
-        SNRFilteredAsyncGRPOTrainer,
-        SNRFilteredGRPOConfig,
-        SNRFilteredGRPOTrainer,
-        SNRFilteredPPOConfig,
-        SNRFilteredPPOTrainer,
-        SNRFilteredRLOOConfig,
-        SNRFilteredRLOOTrainer,
+        SNRFilteredAsyncGRPOConfig as SNRFilteredAsyncGRPOConfig,
+        SNRFilteredAsyncGRPOTrainer as SNRFilteredAsyncGRPOTrainer,
+        SNRFilteredGRPOConfig as SNRFilteredGRPOConfig,
+        SNRFilteredGRPOTrainer as SNRFilteredGRPOTrainer,
+        SNRFilteredPPOConfig as SNRFilteredPPOConfig,
+        SNRFilteredPPOTrainer as SNRFilteredPPOTrainer,
+        SNRFilteredRLOOConfig as SNRFilteredRLOOConfig,
+        SNRFilteredRLOOTrainer as SNRFilteredRLOOTrainer,
     )
 
 __version__ = "0.1.0"
@@ -57,34 +64,5 @@ _HOMES = {
     "what_if": "remedies",
 }
 
-__all__ = [
-    "CostCallback",
-    "EnvironmentEvalCallback",
-    "EpisodeCallback",
-    "Evidence",
-    "GradientSNRCallback",
-    "MutualInformationCallback",
-    "SNRFilteredAsyncGRPOConfig",
-    "SNRFilteredAsyncGRPOTrainer",
-    "SNRFilteredGRPOConfig",
-    "SNRFilteredGRPOTrainer",
-    "SNRFilteredPPOConfig",
-    "SNRFilteredPPOTrainer",
-    "SNRFilteredRLOOConfig",
-    "SNRFilteredRLOOTrainer",
-    "TextRollout",
-    "TrainingHealthCallback",
-    "cross_score",
-    "group_score",
-    "health",
-    "information_metrics",
-    "judge",
-    "select_groups",
-    "what_if",
-]
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+__all__ = list(_HOMES)
+__getattr__ = lazily(__name__, _HOMES)

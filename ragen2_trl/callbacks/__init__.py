@@ -1,17 +1,17 @@
 """Callbacks for TRL's trainers, each imported when it is asked for."""
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from ragen2_trl.trainers import imported
+from ragen2_trl.trainers import lazily
 
 if TYPE_CHECKING:
-    from ragen2_trl.callbacks.cost import CostCallback
-    from ragen2_trl.callbacks.environment_eval import EnvironmentEvalCallback
-    from ragen2_trl.callbacks.episodes import EpisodeCallback
-    from ragen2_trl.callbacks.gradient_snr import GradientSNRCallback
-    from ragen2_trl.callbacks.mutual_information import MutualInformationCallback
-    from ragen2_trl.callbacks.training_health import TrainingHealthCallback
-    from ragen2_trl.callbacks.training_progress import TrainingProgressCallback
+    from ragen2_trl.callbacks.cost import CostCallback as CostCallback
+    from ragen2_trl.callbacks.environment_eval import EnvironmentEvalCallback as EnvironmentEvalCallback
+    from ragen2_trl.callbacks.episodes import EpisodeCallback as EpisodeCallback
+    from ragen2_trl.callbacks.gradient_snr import GradientSNRCallback as GradientSNRCallback
+    from ragen2_trl.callbacks.mutual_information import MutualInformationCallback as MutualInformationCallback
+    from ragen2_trl.callbacks.training_health import TrainingHealthCallback as TrainingHealthCallback
+    from ragen2_trl.callbacks.training_progress import TrainingProgressCallback as TrainingProgressCallback
 
 _HOMES = {
     "CostCallback": "cost",
@@ -23,18 +23,5 @@ _HOMES = {
     "TrainingProgressCallback": "training_progress",
 }
 
-__all__ = [
-    "CostCallback",
-    "EnvironmentEvalCallback",
-    "EpisodeCallback",
-    "GradientSNRCallback",
-    "MutualInformationCallback",
-    "TrainingHealthCallback",
-    "TrainingProgressCallback",
-]
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return imported(f"{__name__}.{_HOMES[name]}", name)
+__all__ = list(_HOMES)
+__getattr__ = lazily(__name__, _HOMES)

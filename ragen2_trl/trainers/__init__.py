@@ -1,24 +1,30 @@
 """TRL's trainers with the filter."""
 
+from collections.abc import Callable, Mapping
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ragen2_trl.trainers.async_grpo import SNRFilteredAsyncGRPOConfig, SNRFilteredAsyncGRPOTrainer
-    from ragen2_trl.trainers.grpo import SNRFilteredGRPOConfig, SNRFilteredGRPOTrainer
-    from ragen2_trl.trainers.ppo import SNRFilteredPPOConfig, SNRFilteredPPOTrainer
-    from ragen2_trl.trainers.rloo import SNRFilteredRLOOConfig, SNRFilteredRLOOTrainer
+    from ragen2_trl.trainers.async_grpo import SNRFilteredAsyncGRPOConfig as SNRFilteredAsyncGRPOConfig
+    from ragen2_trl.trainers.async_grpo import SNRFilteredAsyncGRPOTrainer as SNRFilteredAsyncGRPOTrainer
+    from ragen2_trl.trainers.grpo import SNRFilteredGRPOConfig as SNRFilteredGRPOConfig
+    from ragen2_trl.trainers.grpo import SNRFilteredGRPOTrainer as SNRFilteredGRPOTrainer
+    from ragen2_trl.trainers.ppo import SNRFilteredPPOConfig as SNRFilteredPPOConfig
+    from ragen2_trl.trainers.ppo import SNRFilteredPPOTrainer as SNRFilteredPPOTrainer
+    from ragen2_trl.trainers.rloo import SNRFilteredRLOOConfig as SNRFilteredRLOOConfig
+    from ragen2_trl.trainers.rloo import SNRFilteredRLOOTrainer as SNRFilteredRLOOTrainer
 
-__all__ = [
-    "SNRFilteredAsyncGRPOConfig",
-    "SNRFilteredAsyncGRPOTrainer",
-    "SNRFilteredGRPOConfig",
-    "SNRFilteredGRPOTrainer",
-    "SNRFilteredPPOConfig",
-    "SNRFilteredPPOTrainer",
-    "SNRFilteredRLOOConfig",
-    "SNRFilteredRLOOTrainer",
-]
+# GRPO does without PPO's critic.
+_HOMES = {
+    "SNRFilteredAsyncGRPOConfig": "async_grpo",
+    "SNRFilteredAsyncGRPOTrainer": "async_grpo",
+    "SNRFilteredGRPOConfig": "grpo",
+    "SNRFilteredGRPOTrainer": "grpo",
+    "SNRFilteredPPOConfig": "ppo",
+    "SNRFilteredPPOTrainer": "ppo",
+    "SNRFilteredRLOOConfig": "rloo",
+    "SNRFilteredRLOOTrainer": "rloo",
+}
 
 
 def imported(module: str, name: str) -> Any:
@@ -37,9 +43,21 @@ def imported(module: str, name: str) -> Any:
         raise refusal(str(error), "AsyncGRPOTrainer" if "AsyncGRPO" in name else name) from error
 
 
-def __getattr__(name: str) -> Any:
-    """Each when it is asked for: GRPO does without PPO's critic."""
-    if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    algorithm = name.removeprefix("SNRFiltered").removesuffix("Config").removesuffix("Trainer").lower()
-    return imported(f"{__name__}.{algorithm.replace('async', 'async_')}", name)
+def lazily(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
+    """The `__getattr__` of a package whose names are imported when they are asked for.
+
+    Args:
+        package: Its name.
+        homes: By name, the module of the package that has it.
+    """
+
+    def __getattr__(name: str) -> Any:
+        if name not in homes:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        return imported(f"{package}.{homes[name]}", name)
+
+    return __getattr__
+
+
+__all__ = list(_HOMES)
+__getattr__ = lazily(__name__, _HOMES)
