@@ -10,8 +10,7 @@ import os
 import shlex
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
-from difflib import get_close_matches
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -22,7 +21,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ragen2_trl.cli.console import ProgressLine, make_console
-from ragen2_trl.cli.typed import InputError, checked_input, refuse_in_a_line
+from ragen2_trl.cli.typed import InputError, checked_input
 from research.commands import (
     QueuedRun,
     command_of,
@@ -232,19 +231,17 @@ def _check_settings(jobs: Sequence[QueuedRun], sets: Sequence[str] = ()) -> None
     Raises:
         InputError: With the run's name, if a setting is not one of its algorithm's or has no allowed value.
     """
-    from trl.scripts.utils import TrlParser  # these take seconds
-    from trl.trainer.model_config import ModelConfig
+    from trl.trainer.model_config import ModelConfig  # these take seconds
     from trl.trainer.sft_config import SFTConfig
 
     from ragen2_trl.cli.arguments import TrainArguments, WarmStartArguments
     from ragen2_trl.cli.train import ALGORITHMS, algorithm_of
-    from ragen2_trl.cli.typed import parse
+    from ragen2_trl.cli.typed import parse, parser_of
     from ragen2_trl.record.files import write_private
 
     make_console()  # its filters of warnings
     without_gpu = ["--use_cpu", "true", "--bf16", "false"]  # elsewhere than here, what needs one is allowed
     checked: set[str] = set()
-    of_warm_start: list[Any] = [WarmStartArguments, SFTConfig, ModelConfig]
     with TemporaryDirectory() as folder:
         config = Path(folder) / "config.yaml"
         for job in jobs:
@@ -257,15 +254,11 @@ def _check_settings(jobs: Sequence[QueuedRun], sets: Sequence[str] = ()) -> None
             try:
                 if job.planned.model_key:
                     warm_start = write_warm_start(Path(folder) / "model", job)
-                    parse(refuse_in_a_line(TrlParser(of_warm_start)), ["--config", str(warm_start), *args[2:]])
+                    of_warm_start = parser_of("warm-start", WarmStartArguments, SFTConfig, ModelConfig)
+                    parse(of_warm_start, ["--config", str(warm_start), *args[2:]])
                 write_private(config, text)
-                own: Any = ALGORITHMS[algorithm_of(args)][1]
-                kinds: list[Any] = [TrainArguments, own, ModelConfig]
-                known = {one.name for kind in kinds for one in fields(kind)}
-                if unknown := [name for name in own_fields if name not in known]:
-                    near = get_close_matches(unknown[0], known, n=3) or ["the arguments of `ragen2-trl train`"]
-                    raise ValueError(f"{unknown[0]} is not known to {own.__name__}; allowed: {', '.join(near)}.")
-                script_args, *_ = parse(refuse_in_a_line(TrlParser(kinds)), args)
+                config_class = ALGORITHMS[algorithm_of(args)][1]
+                script_args, *_ = parse(parser_of("train", TrainArguments, config_class, ModelConfig), args)
                 script_args.make_eval_envs(script_args.make_env())
             except ValueError as error:
                 with_sets = f", with --set {shlex.join(sets)}" if sets else ""

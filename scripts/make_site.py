@@ -98,15 +98,12 @@ def api(names: list[str]) -> str:
 
 def commands() -> str:
     """Every command with its own arguments."""
-    from ragen2_trl.cli import COMMANDS
-    from ragen2_trl.cli.arguments import ARGUMENTS, FURTHER, PARSERS
-    from ragen2_trl.cli.typed import parser_of
+    from ragen2_trl.cli.arguments import COMMANDS, FURTHER, command_parser
 
     lines = []
     for command, purpose in COMMANDS.items():
-        parser = PARSERS[command]() if command in PARSERS else parser_of(command, ARGUMENTS[command])
         lines += [f"## `ragen2-trl {command}`", "", f"{purpose[0].upper()}{purpose[1:]}.", ""]
-        rows = [action for action in parser._actions if action.dest not in ("help", "help_all")]
+        rows = [action for action in command_parser(command)._actions if action.dest != "help"]
         if rows:
             lines += ["| argument | default | what it is |", "|---|---|---|"]
         for action in rows:

@@ -31,7 +31,7 @@ def only_parsed(monkeypatch):
 
         return parse
 
-    read = trl.TrlParser.parse_args_and_config
+    read = trl.TrlParser.parse_args_into_dataclasses
 
     def on_cpu(self, args=None, *rest, **kwargs):
         trains = any(issubclass(kind, transformers.TrainingArguments) for kind in self.dataclass_types)
@@ -39,7 +39,7 @@ def only_parsed(monkeypatch):
         extra = ["--use_cpu", "true", "--bf16", "false"] if trains else []
         raise Parsed(read(self, [*line.split(), *extra], *rest, **kwargs))
 
-    monkeypatch.setattr(trl.TrlParser, "parse_args_and_config", on_cpu)
+    monkeypatch.setattr(trl.TrlParser, "parse_args_into_dataclasses", on_cpu)
     monkeypatch.setattr(
         transformers.HfArgumentParser,
         "parse_args_into_dataclasses",

@@ -25,14 +25,16 @@ def test_help_waits_for_no_import_of_torch_or_transformers():
 
 
 @pytest.mark.parametrize("command", cli.COMMANDS)
-def test_usage_names_the_command(command, capsys):
+def test_usage_and_an_error_of_one_line_name_the_command(command, capsys):
     cli.main([command, "--help"])
     assert capsys.readouterr().out.startswith(f"usage: ragen2-trl {command} ")
-    with pytest.raises(SystemExit):
+    with pytest.raises(SystemExit) as ended:
         cli.main(
             [command, *([] if command in ("report", "what-if") else ["--num_prompts", "--num_demonstrations", "many"])]
         )
-    assert f"usage: ragen2-trl {command} " in capsys.readouterr().err
+    assert ended.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"ragen2-trl {command}: ")
 
 
 def test_help_says_where_the_rest_is_and_shows_it(capsys):

@@ -167,6 +167,7 @@ def test_the_trainer_and_the_callback_load_neither_environments_nor_what_reports
     allowed = MAY_KNOW["trainers"] | {"trainers"}
     assert ours <= allowed if "Trainer" in name else ours <= {*CORE, "callbacks", "record", "report"}
     assert not HEAVY & {module.partition(".")[0] for module in modules}
+    assert "Trainer" not in name or sum(module.startswith("ragen2_trl") for module in modules) <= 60
 
 
 def test_the_instrument_is_imported_without_trl_and_tasks():

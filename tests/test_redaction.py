@@ -135,7 +135,6 @@ OTHERS = {
     "envs/search_qa/retrieval.py",
     "trainers/processes.py",
     "trainers/checkpoints.py",
-    "cli/typed.py",
 }
 
 

@@ -212,6 +212,22 @@ def test_an_argument_that_is_not_known_is_told_with_what_was_meant(typed, meant,
     assert f"not known: {typed}" in (said := capsys.readouterr().err) and meant in said.split("allowed: ")[1]
 
 
+def test_a_setting_of_a_file_that_is_not_known_is_told_with_its_file_and_what_was_meant(tmp_path, capsys):
+    (tmp_path / "mine.yaml").write_text("max_step: 3")
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["train", "--config", str(tmp_path / "mine.yaml")])
+    said = capsys.readouterr().err
+    assert ended.value.code == 2 and "max_step in " in said and "mine.yaml; allowed: max_steps" in said
+
+
+def test_options_of_the_chat_template_are_json():
+    parser = parser_of("evaluate", EvaluateArguments)
+    (arguments,) = parse(parser, ["--chat_template_kwargs", '{"enable_thinking": false}'])
+    assert arguments.sampling["chat_template_kwargs"] == {"enable_thinking": False}
+    with pytest.raises(InputError, match="chat_template_kwargs must be a JSON object, got 'no'"):
+        parse(parser, ["--chat_template_kwargs", "no"])
+
+
 @pytest.mark.parametrize("text", ["", "{}"])
 def test_a_model_without_a_type_is_a_line(text, tmp_path):
     (tmp_path / "config.json").write_text(text)

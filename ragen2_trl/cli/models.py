@@ -4,10 +4,12 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from trl import ModelConfig
 
 from ragen2_trl.cli.typed import InputError, checked_input
 from ragen2_trl.envs.tasks import means_a_path
@@ -56,6 +58,13 @@ def loading(name: str | None) -> Iterator[None]:
         if slash and Path(first).is_dir() and not Path(str(name)).exists():  # most likely meant one in this folder
             reason = f"There is no such folder in {first!r}, and from the Hub: {reason}"
         raise InputError(f"model={name!r} cannot be loaded; allowed: {ALLOWED}. {reason}") from error
+
+
+def options_of_model(training_args: Any, model_args: ModelConfig) -> None:
+    """Adds revision, attention and dtype to the options that a trainer loads a model with; given ones win."""
+    given = training_args.model_init_kwargs or {}  # a mapping, once it is parsed
+    options = {"revision": model_args.model_revision, "attn_implementation": model_args.attn_implementation}
+    training_args.model_init_kwargs = {**options, "dtype": model_args.dtype, **given}
 
 
 def load_model(name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:

@@ -107,16 +107,7 @@ def sample_tasks(
         model,
         tokenizer,
         env,
-        num_prompts=arguments.num_prompts,
-        num_samples=arguments.num_samples,
-        temperature=arguments.temperature,
-        max_new_tokens=arguments.max_new_tokens,
-        batch_size=arguments.batch_size,
-        seed=arguments.seed,
-        data=arguments.data,
-        max_turn_tokens=arguments.max_turn_tokens,
-        chat_template_kwargs=arguments.chat_template_kwargs,
-        context_options=arguments.context_options,
+        **arguments.sampling,
         on_token=lambda now, most: tell(
             f"Sampling: {len(done)} of {count} completions, token {now} of up to {most} of the next"
         ),
@@ -139,7 +130,7 @@ def sample_control(
     Scored under the prompts of the sample, they say how the instrument reads reasoning that cannot depend on them.
     """
     ends = end_tokens(model, tokenizer)
-    chat = Chat(tokenizer, ends, forced_tag=env.forced_tag, **(arguments.chat_template_kwargs or {}))
+    chat = Chat(tokenizer, ends, forced_tag=env.forced_tag, **(arguments.sampling["chat_template_kwargs"] or {}))
     blank = chat.prompt_ids(env.prompt_without_observation)
     turn = env.max_turn_tokens if arguments.max_turn_tokens is None else arguments.max_turn_tokens
     limits = [limit for limit in (arguments.max_new_tokens, turn) if limit is not None]

@@ -38,7 +38,7 @@ from ragen2_trl.callbacks.run_record import keep_record
 from ragen2_trl.cli.arguments import TrainArguments
 from ragen2_trl.cli.console import make_console
 from ragen2_trl.cli.evaluate import evaluate_model
-from ragen2_trl.cli.models import check_model, loading
+from ragen2_trl.cli.models import check_model, loading, options_of_model
 from ragen2_trl.cli.typed import InputError, checked_input, config_files, parse, parser_of, read_configs
 from ragen2_trl.columns import ALL_TASKS
 from ragen2_trl.envs import Environment
@@ -269,13 +269,7 @@ def _make_trainer(
     model_args: ModelConfig,
     env: AnyTask,
 ) -> Trainer:
-    given: Any = training_args.model_init_kwargs or {}  # a mapping, once it is parsed
-    training_args.model_init_kwargs = {
-        "revision": model_args.model_revision,
-        "attn_implementation": model_args.attn_implementation,
-        "dtype": model_args.dtype,
-        **given,
-    }
+    options_of_model(training_args, model_args)
     training_args.disable_tqdm = True  # the live line takes its place
     if training_args.num_completions_to_print is None:
         training_args.num_completions_to_print = 0  # log_completions saves them; a wall of them would bury the line

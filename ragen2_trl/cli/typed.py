@@ -79,8 +79,8 @@ def parse(parser: "TrlParser", args: list[str] | None) -> tuple[Any, ...]:
         # TRL's name for what is `model` here, so that neither hides the other.
         typed = [re.sub(r"^--model([_-])name\1or\1path(?==|$)", "--model", word) for word in typed]
         if unknown := parser.parse_known_args(typed)[1]:
-            names = [word.partition("=")[0] for word in unknown if word.startswith("--")]
-            raise _not_known(" ".join(unknown), names, parser)
+            names = [word[2:].partition("=")[0] for word in unknown if word.startswith("--")]
+            raise _not_known(" ".join(unknown), names, parser, "--")
         for file in files:
             _check_settings(parser, read_configs([file]), file)
         settings = read_configs(files)
@@ -90,15 +90,14 @@ def parse(parser: "TrlParser", args: list[str] | None) -> tuple[Any, ...]:
         return parser.parse_args_into_dataclasses(typed, look_for_args_file=False)
 
 
-def _not_known(what: str, names: Iterable[str], parser: argparse.ArgumentParser) -> InputError:
+def _not_known(what: str, names: Iterable[str], parser: argparse.ArgumentParser, dashes: str = "") -> InputError:
     """The error of arguments that a parser does not have, with those that somebody may have meant."""
-    known = [name for action in parser._actions for name in action.option_strings if "-" not in name[2:]]
-    alike = {
-        one
-        for name in names
-        for one in [one for one in known if one.startswith(name)] or get_close_matches(name, known, n=2)
-    }
-    return InputError(f"not known: {what}; allowed: {', '.join([*sorted(alike), 'others, see `--help`'])}.")
+    known = [name[2:] for action in parser._actions for name in action.option_strings if "-" not in name[2:]]
+    alike: set[str] = set()
+    for name in names:
+        alike.update([one for one in known if one.startswith(name)] or get_close_matches(name, known, n=2))
+    allowed = [*(dashes + one for one in sorted(alike)), "others, see `--help`"]
+    return InputError(f"not known: {what}; allowed: {', '.join(allowed)}.")
 
 
 def _check_settings(parser: argparse.ArgumentParser, settings: dict[str, Any], file: str) -> None:
@@ -110,7 +109,7 @@ def _check_settings(parser: argparse.ArgumentParser, settings: dict[str, Any], f
         if name == "env":
             continue
         if name not in actions:
-            raise _not_known(f"{name} in {file}", [f"--{name}"], parser)
+            raise _not_known(f"{name} in {file}", [name], parser)
         read: Any = actions[name].type
         kind = KINDS.get(getattr(read, "__name__", ""))
         if kind is not None and actions[name].nargs is None and value is not None:

@@ -16,7 +16,7 @@ from trl import ModelConfig, SFTConfig, SFTTrainer, get_peft_config, get_quantiz
 from ragen2_trl.callbacks import TrainingProgressCallback
 from ragen2_trl.cli.arguments import WarmStartArguments, parse_env_args
 from ragen2_trl.cli.console import make_console
-from ragen2_trl.cli.models import check_model, loading
+from ragen2_trl.cli.models import check_model, loading, options_of_model
 from ragen2_trl.cli.typed import checked_input, parse, parser_of
 from ragen2_trl.envs import make_env
 from ragen2_trl.redaction import with_hidden_credentials
@@ -77,13 +77,7 @@ def _model_and_tokenizer(
         if name != "tiny":
             raise ValueError(f"from_scratch must be False for every model but `tiny`, got {name!r}")
         return build_model(training_args.seed), build_tokenizer()
-    given: Any = training_args.model_init_kwargs or {}  # a mapping, once it is parsed
-    training_args.model_init_kwargs = {
-        "revision": model_args.model_revision,
-        "attn_implementation": model_args.attn_implementation,
-        "dtype": model_args.dtype,
-        **given,
-    }
+    options_of_model(training_args, model_args)
     return resolve_model(name), None
 
 
