@@ -21,7 +21,7 @@ def test_help_waits_for_no_import_of_torch_or_transformers():
         f"print('loaded:', sorted({HEAVY} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.endswith("loaded: []\n")
+    assert done.stdout.endswith("loaded: []\n") and all(f"  {command} " in done.stdout for command in cli.COMMANDS)
 
 
 @pytest.mark.parametrize("command", cli.COMMANDS)
@@ -35,6 +35,11 @@ def test_usage_and_an_error_of_one_line_name_the_command(command, capsys):
     assert ended.value.code == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"ragen2-trl {command}: ")
+
+
+def test_a_command_that_does_not_exist_is_told_with_those_that_do():
+    with pytest.raises(SystemExit, match=r"command='fly'; allowed: train, evaluate, warm-start"):
+        cli.main(["fly"])
 
 
 def test_help_says_where_the_rest_is_and_shows_it(capsys):

@@ -59,14 +59,6 @@ def test_other_algorithms_have_settings_of_their_own(algo, tmp_path):
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["after"] is not None
 
 
-def test_an_unknown_algorithm_is_told_in_one_line(tmp_path, capsys):
-    with pytest.raises(SystemExit) as ended:
-        cli.main(["train", *arguments(tmp_path / "run"), "--algo", "reinforce"])
-    assert ended.value.code == 2
-    told = " ".join(capsys.readouterr().err.split())
-    assert "algo='reinforce' is not supported; allowed values: grpo, rloo, ppo, trl_grpo." in told
-
-
 @pytest.mark.slow
 def test_a_run_leaves_model_history_summary_and_plot(tmp_path, capsys):
     train.main(arguments(tmp_path / "run", eval_prompts=4, eval_samples=2))
@@ -243,64 +235,10 @@ def test_interrupted_runs_say_how_to_go_on(tmp_path, monkeypatch, capsys):
     assert "--resume true" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("overrides", "parts"),
-    [
-        ({"env_name": "frozen_pond"}, ["frozen_pond", "frozen_lake"]),
-        ({"env_args": "colour=blue"}, ["colour", "size"]),
-        ({"env_args": "slip=2"}, ["slip", "2", "0.0", "1.0"]),
-        ({"snr_strategy": "top"}, ["snr_strategy", "'top'", "top_p"]),
-        ({"num_generations": 1}, ["num_generations", ">= 2"]),
-        ({"eval_strategy": "steps"}, ["eval_strategy='steps'", "allowed: 'no', and --eval_every 10"]),
-        ({"load_best_model_at_end": True}, ["load_best_model_at_end=True", "--load_best true with --eval_every"]),
-        (
-            {"load_best": True, "eval_every": 107},
-            ["load_best needs held-out success over", "eval_prompts must be above 0, got 107 and 0"],
-        ),
-        ({"eval_every": -1}, ["eval_every must be at least 0, got -1"]),
-        ({"eval_every": 2, "eval_prompts": 4, "eval_envs": "frozen_pond"}, ["frozen_pond", "frozen_lake"]),
-    ],
-)
-def test_bad_input_ends_before_anything_is_loaded(overrides, parts, tmp_path):
-    with pytest.raises(ValueError) as error:
-        train.main(arguments(tmp_path / "run", **overrides))
-    for part in parts:
-        assert part in str(error.value)
-    assert not (tmp_path / "run").exists()
-
-
 def test_summary_of_a_run_without_a_logged_step(tmp_path):
     summary = summarize(TrainerState(), tmp_path)
     assert summary["steps"] == 0
     assert summary["cost"] is None and summary["outcomes"] == {}
-
-
-def test_the_command_line_lists_its_commands(capsys):
-    cli.main(["--help"])
-    shown = capsys.readouterr().out
-    for command in ("train", "evaluate", "warm-start"):
-        assert f"  {command} " in shown
-    with pytest.raises(SystemExit, match=r"command='fly'; allowed: train, evaluate, warm-start"):
-        cli.main(["fly"])
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["train", "--configuration", "x"], "not known: --configuration x"),
-        (["train", "--config", str(RECIPE), "--max_step_count", "3"], "not known: --max_step_count 3"),
-        (["train", "--config", "nope.yaml"], "'nope.yaml'"),
-        (["train", "--config", str(RECIPE), "--snr_value", "2"], "snr_value=2.0 is out of range"),
-        (["evaluate", "--model", "oracle", "--env_name", "webshopp"], "got 'webshopp'"),
-        (["evaluate", "--model", "an-oracle"], "model='an-oracle' cannot be loaded; allowed: tiny,"),
-    ],
-)
-def test_what_was_mistyped_is_said_in_a_line(arguments, message, capsys):
-    with pytest.raises(SystemExit) as ended:
-        cli.main(arguments)
-    shown = " ".join(capsys.readouterr().err.split())
-    assert ended.value.code == 2
-    assert f"ragen2-trl {arguments[0]}: " in shown and message in shown and "Traceback" not in shown
 
 
 @pytest.mark.slow
