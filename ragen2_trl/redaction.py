@@ -6,7 +6,6 @@ length and its alphabet are those of one. All work is linear in the text.
 """
 
 import copy
-import copyreg
 import functools
 import re
 from collections.abc import Mapping
@@ -99,12 +98,12 @@ def _without_secret(name: Any, item: Any) -> Any:
 
 
 def with_hidden_credentials(args: Any) -> Any:
-    """A trainer's arguments without credentials where they are saved, sent to trackers or shown. They share their
-    fields with the given ones, so that a setting that is changed in either counts.
+    """A trainer's arguments without credentials where they are saved, sent to trackers or shown.
 
-    transformers writes all arguments to `training_args.bin` and to trackers, and masks only `hub_token`, for trackers.
-    Whoever reads them in this process, such as a client of vLLM, gets them as they are. Arguments without credentials
-    are given back.
+    transformers writes all arguments to `training_args.bin` and to trackers, some of which save them by a trainer of
+    their own, and masks only `hub_token`, for trackers. So the arguments hide what they hold: whoever reads a field in
+    this process, such as a client of vLLM, gets it as it is. They share their fields with the given ones, which are
+    given back if they have no credentials.
 
     Args:
         args: transformers' `TrainingArguments`, or a subclass such as `GRPOConfig`.
@@ -112,8 +111,8 @@ def with_hidden_credentials(args: Any) -> Any:
     seen = _seen(args)
     if isinstance(args, _Hiding) or all(seen[name] is value for name, value in vars(args).items()):
         return args
-    kind: Any = type(args)  # mypy takes a class for unhashable
-    shared: Any = object.__new__(_hiding(kind))
+    kind = type(args)
+    shared: Any = object.__new__(type(kind.__name__, (_Hiding, kind), {"__module__": kind.__module__}))
     shared.__dict__ = args.__dict__
     return shared
 
@@ -129,33 +128,27 @@ def _seen(args: Any) -> dict[str, Any]:
 class _Hiding:
     """Arguments that are without credentials in a pickle and in words; a copy within the process has them."""
 
-    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+    def __reduce_ex__(self, protocol: Any) -> Any:
         seen = {**_seen(self), "hub_token": None}  # who reads the file logs in as they do elsewhere
-        plain = type(self).__mro__[2]
-        return copyreg._reconstructor, (plain, object, None), seen  # type: ignore[attr-defined]
+        return _made(type(self).__mro__[2], seen).__reduce_ex__(protocol)
 
     def __copy__(self) -> Any:
-        return self._with(vars(self))
+        return _made(type(self), vars(self))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return self._with(copy.deepcopy(vars(self), memo))
-
-    def _with(self, values: dict[str, Any]) -> Any:
-        new = object.__new__(type(self))
-        vars(new).update(values)
-        return new
+        return _made(type(self), copy.deepcopy(vars(self), memo))
 
     def to_dict(self) -> dict[str, Any]:
         seen: dict[str, Any] = without_credentials(super().to_dict())  # type: ignore[misc]
         return seen
 
     def __str__(self) -> str:
-        lines = "".join(f"{name}={value},\n" for name, value in sorted(self.to_dict().items()))
-        return f"{type(self).__name__}(\n{lines})"
+        return f"{type(self).__name__}({self.to_dict()})"
 
     __repr__ = __str__
 
 
-@functools.cache
-def _hiding(kind: type) -> type:
-    return type(kind.__name__, (_Hiding, kind), {"__module__": kind.__module__})
+def _made(kind: type, values: dict[str, Any]) -> Any:
+    new = object.__new__(kind)
+    vars(new).update(values)
+    return new

@@ -422,6 +422,9 @@ class TrainArguments(PlayArguments):
             raise ValueError(f"mi_every must be at least 1, got {self.mi_every}")
         if self.eval_every < 0:
             raise ValueError(f"eval_every must be at least 0, got {self.eval_every!r}")
+        for name, needed in (("mi_every", "mutual_information"), ("gradients_entropy_coef", "gradients_every")):
+            if getattr(self, name) is not None and not getattr(self, needed):
+                raise ValueError(f"{name}={getattr(self, name)} needs {needed}, got {getattr(self, needed)}")
         asked = {"eval_envs": self.eval_envs, "load_best": self.load_best, "stop_below": self.stop_below}
         alone = [name for name, value in asked.items() if value not in ([], False, None)]
         if alone and not self.has_curve:

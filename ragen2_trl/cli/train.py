@@ -103,7 +103,8 @@ def _main(args: list[str] | None, held: ExitStack) -> None:
         console.print(f"algo=trl_grpo has no filter: {', '.join(unused)} are left out.", highlight=False)
     with checked_input():
         env = script_args.make_env()
-        _check_effects(script_args, env)
+        if script_args.context != "full" and not env.needs_rollout:
+            raise ValueError(f"context={script_args.context!r} needs a task of several turns in text, got {env.name}")
         eval_envs = script_args.make_eval_envs(env)
         run = _run_folder(script_args, training_args)
     with training_args.main_process_first(local=False), checked_input():
@@ -174,16 +175,6 @@ def _main(args: list[str] | None, held: ExitStack) -> None:
             raise SystemExit("\n".join(lines)) from None
     else:
         trainer.create_model_card(run.resolve().name, **card)
-
-
-def _check_effects(arguments: TrainArguments, env: AnyTask) -> None:
-    """Raises a `ValueError` for what was asked of something that is off."""
-    asked = {"mi_every": "mutual_information", "gradients_entropy_coef": "gradients_every"}
-    for name, needed in asked.items():
-        if getattr(arguments, name) is not None and not getattr(arguments, needed):
-            raise ValueError(f"{name}={getattr(arguments, name)} needs {needed}, got {getattr(arguments, needed)}")
-    if arguments.context != "full" and not env.needs_rollout:
-        raise ValueError(f"context={arguments.context!r} needs a task of several turns in text, got {env.name}")
 
 
 def algorithm_of(args: list[str] | None) -> str:
