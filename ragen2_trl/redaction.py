@@ -130,7 +130,7 @@ class _Hiding:
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         seen = {**_seen(self), "hub_token": None}  # who reads the file logs in as they do elsewhere
-        return _made(type(self).__mro__[2], seen).__reduce_ex__(protocol)
+        return _made(type(self).__mro__[2], seen).__reduce_ex__(0)  # later protocols take no object of another class
 
     def __copy__(self) -> Any:
         return _made(type(self), vars(self))
