@@ -149,6 +149,6 @@ class _Hiding:
 
 
 def _made(kind: type, values: dict[str, Any]) -> Any:
-    new = object.__new__(kind)
+    new: Any = object.__new__(kind)
     vars(new).update(values)
     return new
