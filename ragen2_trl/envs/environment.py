@@ -231,7 +231,7 @@ class Environment(ABC):
     def message(self, play: Play, status: str | None = None) -> str:
         """The user message of the next turn of a play: what came of the last one, the state, the form of an answer."""
         if status is not None:
-            status = f"{status} Turn {len(play.turn_rewards) + 1} of {self.max_turns}."
+            status = f"{status} Turn {len(play.turns) + 1} of {self.max_turns}."
         lines = (status, play.episode.observation(), self.text_without_observation())
         return "\n".join(line for line in lines if line)
 

@@ -6,7 +6,7 @@ a test only by producing the right value.
 
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -19,20 +19,19 @@ MAX_KEPT_CHARS = 1000  # of what a case printed, and of its error
 
 
 @dataclass(frozen=True)
-class StdinCase:
-    """A test of a script: what it reads, and what it should print (see `same_output`)."""
+class Case:
+    """A test of a program.
 
-    stdin: str
-    expected: str
+    Args:
+        given: What a script reads, or the JSON arguments of a function.
+        expected: What the script should print (see `same_output`), or the JSON that the function should return (see
+            `same_value`).
+        function: Name of the function, or of the method of a class `Solution`; empty for a script.
+    """
 
-
-@dataclass(frozen=True)
-class CallCase:
-    """A test of a function, or of a method of class `Solution`: JSON arguments and result (see `same_value`)."""
-
-    function_name: str
-    arguments: Sequence[Any]
+    given: Any
     expected: Any
+    function: str = ""
 
 
 @dataclass(frozen=True)
@@ -48,9 +47,7 @@ class CaseResult:
     error: str = ""
 
 
-def run_tests(
-    sandbox: Sandbox, program: str, cases: Iterable[StdinCase | CallCase], cpu_seconds: float = 60.0
-) -> list[CaseResult]:
+def run_tests(sandbox: Sandbox, program: str, cases: Iterable[Case], cpu_seconds: float = 60.0) -> list[CaseResult]:
     """Test a program, each case in a process of its own that learns nothing of the other cases.
 
     All cases share `cpu_seconds`, and ten times as many of the wall clock, each within the sandbox's own limits; those
@@ -67,7 +64,10 @@ def run_tests(
         if min(cpu_seconds, wall_seconds) <= 0:
             results.append(CaseResult("timeout"))
             continue
-        outcome = _outcome(sandbox, program, case, math.ceil(cpu_seconds), wall_seconds)
+        call = (case.function, case.given) if case.function else None
+        stdin = "" if call else case.given
+        whole = math.ceil(cpu_seconds)
+        outcome = sandbox.run(program, stdin, call=call, cpu_seconds=whole, wall_seconds=wall_seconds)
         is_last = outcome.ended in ("wall", "infrastructure")  # either took half a minute or more
         cpu_seconds = 0.0 if is_last else cpu_seconds - outcome.cpu_seconds
         wall_seconds -= outcome.wall_seconds
@@ -75,27 +75,18 @@ def run_tests(
     return results
 
 
-def _outcome(
-    sandbox: Sandbox, program: str, case: StdinCase | CallCase, cpu_seconds: int, wall_seconds: float
-) -> ProgramResult:
-    left: dict[str, Any] = {"cpu_seconds": cpu_seconds, "wall_seconds": wall_seconds}
-    if isinstance(case, StdinCase):
-        return sandbox.run(program, case.stdin, **left)
-    return sandbox.run(program, call=(case.function_name, case.arguments), **left)
-
-
-def _result(case: StdinCase | CallCase, outcome: ProgramResult) -> CaseResult:
+def _result(case: Case, outcome: ProgramResult) -> CaseResult:
     verdict = _verdict(case, outcome)
     complaint = outcome.stderr.strip().splitlines() if verdict == "error" else []
     return CaseResult(verdict, outcome.stdout[:MAX_KEPT_CHARS], complaint[-1][:MAX_KEPT_CHARS] if complaint else "")
 
 
-def _verdict(case: StdinCase | CallCase, outcome: ProgramResult) -> Verdict:
+def _verdict(case: Case, outcome: ProgramResult) -> Verdict:
     if outcome.ended in ("wall", "cpu"):
         return "timeout"
     if outcome.ended != "exit" or outcome.exit_status != 0:
         return "error"
-    if isinstance(case, StdinCase):
+    if not case.function:
         return "passed" if same_output(case.expected, outcome.stdout) else "wrong"
     try:
         value = json.loads(outcome.stdout)

@@ -4,6 +4,8 @@ import re
 import string
 from collections import Counter
 
+from ragen2_trl.envs.responses import bracketed
+
 VERBS = ("search", "finish")
 MIN_F1 = 0.3  # answers that share less with the right one earn nothing
 MAX_PARTIAL = 0.9  # the right words in another order are not the right answer
@@ -77,6 +79,5 @@ def parse_action(action: str) -> tuple[str, str] | None:
     >>> parse_action("Search[ Mira Tavok ]"), parse_action("Paris")
     (('search', 'Mira Tavok'), None)
     """
-    verb, _, rest = action.strip().partition("[")
-    verb, argument = verb.strip().lower(), rest[:-1].strip()
-    return (verb, argument) if verb in VERBS and rest.endswith("]") and argument else None
+    verb, argument = bracketed(action)
+    return (verb, argument) if verb in VERBS and argument else None
