@@ -25,7 +25,7 @@ from ragen2_trl.envs.deepcoder.tests import Test, choose_tests, read_tests, task
 from ragen2_trl.envs.environment import Environment
 from ragen2_trl.envs.episode import Episode, Limits
 from ragen2_trl.envs.responses import MAX_RESPONSE_CHARS, plain_text
-from ragen2_trl.envs.tasks import Row, Table, held_out, load_tasks, shuffled
+from ragen2_trl.envs.tasks import Row, held_out, load_tasks, shuffled
 from ragen2_trl.envs.tools import ToolEnvironment
 
 CONFIGS = {"primeintellect": ("train",), "taco": ("train",), "lcbv5": ("train", "test"), "codeforces": ("test",)}
@@ -277,7 +277,7 @@ class DeepCoder(Environment):
         """The tests that count, the public ones first, and how many those are."""
         return choose_tests(problem, function, tests, self.max_tests)
 
-    def load(self, data: str, split: str) -> tuple[Dataset | Table, bool]:
+    def load(self, data: str, split: str) -> tuple[Dataset, bool]:
         """Problems, and whether they still have to be divided by problem.
 
         Args:
