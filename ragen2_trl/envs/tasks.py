@@ -87,9 +87,7 @@ def check_columns(rows: Dataset, columns: Iterable[str]) -> None:
         raise ValueError(f"columns of data must include {list(columns)}, got {rows.column_names}")
 
 
-def shuffled(
-    rows: Dataset, columns: Iterable[str], rng: random.Random
-) -> Iterator[tuple[int, dict[str, Any]]]:
+def shuffled(rows: Dataset, columns: Iterable[str], rng: random.Random) -> Iterator[tuple[int, dict[str, Any]]]:
     """All rows with their numbers, in the order that `rng` draws.
 
     Raises:
