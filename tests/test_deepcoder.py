@@ -8,8 +8,8 @@ from deepcoder_programs import DOUBLE, FUNCTION, SCRIPT, TESTS, answer, play, se
 
 from ragen2_trl.envs.deepcoder import sandbox
 from ragen2_trl.envs.deepcoder.environment import DeepCoder, program_of
+from ragen2_trl.envs.deepcoder.program_tests import choose_tests, read_tests
 from ragen2_trl.envs.deepcoder.statements import Statement
-from ragen2_trl.envs.deepcoder.tests import choose_tests, read_tests, task_row
 
 pytestmark = pytest.mark.needs("bubblewrap")
 
@@ -41,14 +41,6 @@ def test_prompts_show_the_public_tests_and_no_others():
             text = json.dumps(given_input[0]) if row["function"] else given_input.strip()
             assert (text in shown) == (index < 2)
         assert row["solution"] not in shown
-
-
-def test_no_constant_answer_passes_more_than_two_thirds():
-    for row in single().dataset(200, seed=2):
-        answers = [str(expected) for _, expected in json.loads(row["tests"])]
-        assert max(map(answers.count, answers)) <= len(answers) / 2
-        hidden = answers[row["public"] :]
-        assert max(map(hidden.count, hidden)) <= len(hidden) * 2 / 3
 
 
 # The floor: measured with 150 held-out problems of 4 tests each, 2 of them hidden: no success, return 0.03.
@@ -250,16 +242,6 @@ def tasks_of(env, data, split, seed=0):
     return list(env.tasks(seed, split, data))
 
 
-def test_starter_code_and_function_names_stand_in_the_prompt(tmp_path):
-    env = DeepCoder(config="lcbv5")
-    data = write(tmp_path / "tasks.json", LCBV5)
-    prompts = [env.prompt(row)[1]["content"] for split in ("train", "test") for row in tasks_of(env, data, split)]
-    assert sum("Start from:\n```python\nclass Solution:\n    def count(self" in prompt for prompt in prompts) == 1
-    function, tests = read_tests(PRIMEINTELLECT[1])
-    row = task_row(PRIMEINTELLECT[1]["problem"], "", function, tests, 0, "")
-    assert "Define the function add with 2 argument(s)." in env.prompt(row)[1]["content"]
-
-
 def test_a_problem_whose_tests_all_stand_in_its_statement_is_left_out(tmp_path):
     shown = [{"input": a, "output": b} for a, b in TESTS[:2]]
     statement = "Double a number. Input: 21 Output: 42. Input: -4 Output: -8."
@@ -298,13 +280,6 @@ def test_a_split_of_its_own_is_taken_as_it_is(tmp_path):
     divided = DeepCoder(config="primeintellect")  # has no test split on the Hub
     both = [{row["problem"] for row in tasks_of(divided, str(tmp_path), split)} for split in ("train", "test")]
     assert len(both[0]) + len(both[1]) == 20 and both[1]
-
-
-def test_codeforces_is_no_training_data(tmp_path):
-    env, data = DeepCoder(config="codeforces"), write(tmp_path / "tasks.jsonl", many(10))
-    with pytest.raises(ValueError, match=r"split must be one of \['test'\] for config='codeforces', got 'train'"):
-        env.dataset(1, data=data)
-    assert len(env.dataset(split="test", data=data)) == 20
 
 
 def test_expected_lists_are_told_from_lists_around_results():

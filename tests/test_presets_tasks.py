@@ -17,12 +17,10 @@ from search_qa_rows import ROW
 from webshop_visits import GOAL, JACKET, LAMP
 
 from ragen2_trl.envs import make_env
-from ragen2_trl.envs.deepcoder import DeepCoder
 from ragen2_trl.envs.ragen2 import protocol
 from ragen2_trl.envs.ragen2.search_qa import RagenRetriever, final_answer
 from ragen2_trl.envs.ragen2.webshop import ADVICE, RagenWebShopEpisode, fits_words, numbered_goal
 from ragen2_trl.envs.search_qa.passages import Passage
-from ragen2_trl.envs.webshop import WebShop
 from ragen2_trl.envs.webshop.catalogue import Catalogue, fits, score
 from ragen2_trl.envs.webshop.visit import WebShopEpisode
 

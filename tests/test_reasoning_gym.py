@@ -3,7 +3,6 @@
 import json
 import multiprocessing
 import os
-import resource
 import signal
 import subprocess
 import sys

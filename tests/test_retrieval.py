@@ -1,6 +1,5 @@
 """Search engines: text from outside, BM25 in this process, corpora, and a server that misbehaves."""
 
-import random
 import re
 import socket
 import time
@@ -89,29 +88,6 @@ def test_the_best_passage_comes_first_and_those_without_a_word_are_left_out():
     assert titles(retriever.search(["river belmin"], 1)) == [["Belmin"]]
 
 
-def test_scores_agree_with_the_formula_of_bm25():
-    rng = random.Random(0)
-    words = [f"w{number}" for number in range(30)]
-    documents = [[rng.choice(words) for _ in range(rng.randint(1, 40))] for _ in range(200)]
-    retriever = BM25Retriever.build([Passage(str(i), " ".join(words)) for i, words in enumerate(documents)])
-    documents = [[str(i), *words] for i, words in enumerate(documents)]  # titles are searched, too
-    mean = np.mean([len(words) for words in documents])
-    query = ["w3", "w7", "w7", "w20"]
-
-    def score(document):
-        total = 0.0
-        for word in query:
-            frequency = sum(word in other for other in documents)
-            idf = np.log(1 + (200 - frequency + 0.5) / (frequency + 0.5))
-            count = document.count(word)
-            total += idf * count / (count + 1.5 * (0.25 + 0.75 * len(document) / mean))
-        return total
-
-    expected = sorted((-score(document), number) for number, document in enumerate(documents))
-    (found,) = retriever.search([" ".join(query)], 20)
-    assert [int(passage.title) for passage in found] == [number for _, number in expected[:20]]
-
-
 @pytest.mark.parametrize("k", [1, 3, 7, 10, 50])
 def test_ties_go_in_the_order_of_the_corpus(k):
     retriever = BM25Retriever.build([Passage("same", "word") for _ in range(5)] + [Passage("same", "word")] * 5)
@@ -178,11 +154,6 @@ def test_processes_that_start_together_build_one_index(tmp_path, monkeypatch):
         found = list(pool.map(lambda _: open_corpus(corpus, tmp_path / "cache").search(["tavok"], 5), range(4)))
     assert len(builds) == 1
     assert all(titles(each) == [["Mira Tavok"]] for each in found)
-
-
-def test_an_index_folder_is_opened(tmp_path):
-    BM25Retriever.build(PASSAGES).save(tmp_path / "index")
-    assert titles(open_corpus(str(tmp_path / "index")).search(["tavok"], 5)) == [["Mira Tavok"]]
 
 
 def test_what_is_no_corpus_is_named(tmp_path):

@@ -4,7 +4,6 @@ import json
 import random
 
 import pytest
-from growth import growth
 from search_qa_rows import ROW, answer, multi, play
 
 from ragen2_trl.envs.responses import format_response
@@ -187,22 +186,6 @@ def test_top_k_and_max_chars_limit_what_a_search_shows():
         assert len(played.episode.observation()) == question + 1 + max_chars
     played, _ = play(multi(top_k=10), "search[word]", row=row)
     assert len(played.episode.observation()) == question + 1 + 4000
-
-
-@pytest.mark.parametrize("piece", ["A", "[A", "a ", "<"])
-def test_the_work_of_a_search_is_bounded_by_what_it_shows(piece):
-    class Engine:
-        def __init__(self, size):
-            self.passage = Passage("[" + piece * size, "[" + piece * size)
-
-        def search(self, queries, k):
-            return [[self.passage]]
-
-    def search(engine):
-        for _ in range(3):
-            play(multi(corpus=engine), "search[x]")
-
-    assert growth(search, Engine, 100_000) < 24
 
 
 def test_marks_in_passages_and_questions_are_only_text():

@@ -234,23 +234,6 @@ def test_all_lengths_of_solution_are_equally_frequent():
     assert all(65 < count < 135 for count in lengths.values())
 
 
-def test_rooms_are_varied_connected_and_have_inner_walls():
-    rooms = Sokoban().dataset(500, seed=0)["room"]
-    assert len(set(rooms)) > 490
-    assert len({read_room(text)[0].floor for text in rooms}) > 250
-    for text in rooms:
-        room, (player, _) = read_room(text)
-        reached, frontier = {player}, [player]
-        while frontier:
-            cell = frontier.pop()
-            for neighbor in (cell + direction for direction in room.directions):
-                if room.floor[neighbor] and neighbor not in reached:
-                    reached.add(neighbor)
-                    frontier.append(neighbor)
-        assert reached == set(room.floor_cells)
-        assert 8 <= len(reached) <= 15  # of 16
-
-
 def test_the_solver_finds_shortest_solutions_and_all_of_them():
     rng = random.Random(5)
     for _ in range(15):

@@ -209,8 +209,7 @@ class FrozenLake(Environment):
         self.impossible = impossible
 
     def tasks(self, seed: int, split: str, data: str | None) -> Iterator[dict[str, Any]]:
-        if data is not None:
-            raise ValueError(f"data must be None for {self.name}, whose maps are generated, got {data!r}")
+        check_choice("data", data, (None,))  # maps are generated
         # A string seeds `Random` through SHA-512, so the streams of two seeds or splits have nothing in common.
         stream = random.Random(f"{self.name}/{split}/{seed}")
         for impossible in impossible_rows(self.impossible, self.name, split, seed):

@@ -19,9 +19,17 @@ from datasets import Dataset
 
 from ragen2_trl.envs.checks import check_choice, check_count, check_range
 from ragen2_trl.envs.deepcoder.problems import make_problem
-from ragen2_trl.envs.deepcoder.program_tests import WALL_PER_CPU, Case, CaseResult, run_tests
+from ragen2_trl.envs.deepcoder.program_tests import (
+    WALL_PER_CPU,
+    Case,
+    CaseResult,
+    Test,
+    choose_tests,
+    read_tests,
+    run_tests,
+    task_row,
+)
 from ragen2_trl.envs.deepcoder.sandbox import Sandbox, SandboxLimits, SandboxUnavailableError
-from ragen2_trl.envs.deepcoder.tests import Test, choose_tests, read_tests, task_row
 from ragen2_trl.envs.environment import Environment
 from ragen2_trl.envs.episode import Episode, Limits
 from ragen2_trl.envs.responses import MAX_RESPONSE_CHARS, plain_text

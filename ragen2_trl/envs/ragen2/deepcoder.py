@@ -9,7 +9,7 @@ from typing import Any
 from datasets import Dataset, concatenate_datasets
 
 from ragen2_trl.envs.deepcoder.environment import COLUMNS, CONFIGS, GENERATED_TESTS, DeepCoder, DeepCoderEpisode
-from ragen2_trl.envs.deepcoder.tests import Test
+from ragen2_trl.envs.deepcoder.program_tests import Test
 from ragen2_trl.envs.episode import Limits
 from ragen2_trl.envs.ragen2.protocol import RagenProtocol
 from ragen2_trl.envs.tasks import Row, check_columns, load_tasks
