@@ -44,7 +44,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image, ImageChops
 from transformers.utils import get_json_schema
-from trl.data_utils import prepare_multimodal_messages
 
 from ragen2_trl.columns import EPISODE
 from ragen2_trl.envs import (
@@ -74,11 +73,6 @@ def test_environments_need_neither_torch_nor_trl():
 def test_unknown_environment_is_named_with_what_is_allowed():
     with pytest.raises(ValueError, match=r"environment must be one of \[.*'frozen_lake'.*\], got 'ice'"):
         make_env("ice")
-
-
-@every_task
-def test_every_environment_is_known_by_its_own_name(name):
-    assert make_env(name).name == name == ENVIRONMENTS[name].name
 
 
 @every_task
@@ -138,7 +132,7 @@ REFUSED = [
 @pytest.mark.parametrize(("name", "options", "field"), REFUSED)
 def test_options_out_of_range_are_named_with_their_value(name, options, field):
     value = next(iter(options.values())) if len(options) == 1 else ""
-    with pytest.raises(ValueError, match=rf"{field} must be .*, got .*{value}"):
+    with pytest.raises(ValueError, match=rf"{field} must be .*, got .*{re.escape(str(value))}"):
         make_env(name, **options)
 
 
@@ -290,12 +284,6 @@ def test_first_rows_of_a_longer_dataset_are_the_shorter_one(name, multi_turn):
     assert env.dataset(len(longer) // 2, 3, data=data).to_list() == longer[: len(longer) // 2]
 
 
-@every_task
-def test_seeds_give_other_rows_or_another_order(name):
-    env = environment(name)
-    assert rows_of(env, 30, seed=0) != rows_of(env, 30, seed=1)
-
-
 @pytest.mark.slow
 @every_task
 def test_seeds_of_rows_tell_tasks_apart(name):
@@ -354,13 +342,6 @@ def test_what_is_shown_first_is_no_matter_of_chance(name, multi_turn):
         assert env.message(env.play(row, random.Random(7))) == row["prompt"][-1]["content"]
 
 
-@every_mode
-def test_the_example_of_an_answer_can_be_read(name, multi_turn):
-    env = environment(name, multi_turn)
-    response = parse_response(format_response("reasoning", [env.example]), split=env.splits_answers)
-    assert response is not None and response.actions
-
-
 # Play
 
 
@@ -372,22 +353,6 @@ def test_an_invalid_turn_earns_what_the_environment_is_told():
         assert play.outcome.episode_return == reward and env.options["invalid_reward"] == reward
     with pytest.raises(ValueError, match=r"invalid_reward must be between -10\.0 and 0\.0, got 0\.5"):
         make_env("frozen_lake", invalid_reward=0.5)
-
-
-@every_mode
-def test_an_invalid_turn_costs_a_tenth_and_changes_nothing_else(name, multi_turn):
-    env = environment(name, multi_turn)
-    for row in rows_of(env, 10):
-        play = env.play(row, random.Random(0))
-        shown = play.episode.observation()
-        message = play.respond("I give up.")
-        assert play.outcome == EpisodeOutcome(-0.1, False, turns=1, valid_turns=0, measures=play.episode.measures)
-        assert play.episode.observation() == shown and not play.episode.done
-        if env.max_turns == 1:
-            assert message is None and play.done
-        else:
-            told = f"Invalid answer. Reward -0.1. Turn 2 of {env.max_turns}."
-            assert message == env.message(play, "Invalid answer. Reward -0.1.") and message.startswith(f"{told}\n")
 
 
 @every_mode
@@ -439,17 +404,6 @@ def test_the_return_is_the_sum_of_the_rewards_that_were_told(name, multi_turn):
 
 
 @every_mode
-def test_an_episode_that_is_over_stays_as_it_is(name, multi_turn):
-    env = environment(name, multi_turn)
-    play = env.play(rows_of(env, 1)[0], random.Random(0))
-    while not play.done:
-        play.respond("")
-    before = play.outcome
-    assert play.respond("") is None
-    assert play.outcome == before
-
-
-@every_mode
 def test_the_solver_solves_every_task(name, multi_turn):
     env = make_env(name, multi_turn=multi_turn)  # as it is by default, without noise
     if not has_solver(first_episode(env)):
@@ -457,22 +411,6 @@ def test_the_solver_solves_every_task(name, multi_turn):
     rows = [row for split in SPLITS for row in rows_of(env, 60, split=split)]
     outcomes = [solve(env.play(row, random.Random(0)), random.Random(0)) for row in rows]
     assert all(outcome.success and outcome.valid_turns == outcome.turns for outcome in outcomes)
-
-
-@pytest.mark.slow
-@every_mode
-def test_random_players_name_actions(name, multi_turn):
-    env = environment(name, multi_turn)
-    if not has_random_player(first_episode(env)):
-        pytest.skip(f"{name} has no random player")
-    drawn, rng = set(), random.Random(0)
-    for row in rows_of(env, 10):
-        play = env.play(row, rng)
-        while not play.done:
-            drawn.add(action := play.episode.random_action(rng))
-            assert play.episode.is_action(action)
-            play.take([action])
-    assert len(drawn) > 1
 
 
 @pytest.mark.slow
@@ -557,44 +495,6 @@ def test_reward_functions_play_single_turns(name):
     arguments = {"prompts": [row["prompt"] for row in rows], "completions": completions, **columns_of(rows)}
     assert returns(**arguments) == [play.outcome.episode_return for play in plays]
     assert env.success_func(**arguments) == [float(play.outcome.success) for play in plays]
-
-
-@every_single_turn
-def test_reward_functions_log_what_came_of_the_episodes(name):
-    env = environment(name)
-    rows = [row for row in rows_of(env, 8) for _ in range(2)]
-    texts = first_texts(env, rows)
-    plays = env.plays([row["seed"] for row in rows], columns_of(rows))
-    respond_all(plays, texts)
-    outcomes = [play.outcome for play in plays]
-    logged, columns = {}, {}
-    env.reward_funcs[0](
-        prompts=[None] * len(rows),
-        completions=texts,
-        **columns_of(rows),
-        log_metric=logged.__setitem__,
-        log_extra=columns.__setitem__,
-        trainer_state=None,
-    )
-    assert columns == {"success": [float(outcome.success) for outcome in outcomes]}  # what groups may be scored by
-    pairs = list(zip(outcomes[::2], outcomes[1::2], strict=True))
-    assert logged == {
-        f"env/{name}/failed": 0.0,
-        f"env/{name}/success": pytest.approx(sum(outcome.success for outcome in outcomes) / len(rows)),
-        f"env/{name}/return": pytest.approx(sum(outcome.episode_return for outcome in outcomes) / len(rows)),
-        f"env/{name}/turns": 1.0,
-        f"env/{name}/valid_rate": pytest.approx(sum(outcome.valid_turns for outcome in outcomes) / len(rows)),
-        f"env/{name}/num_actions": pytest.approx(sum(outcome.num_actions for outcome in outcomes) / len(rows)),
-        f"env/{name}/action_is_valid": pytest.approx(sum(outcome.acting_turns for outcome in outcomes) / len(rows)),
-        f"env/{name}/action_is_effective": pytest.approx(
-            sum(outcome.effective_turns for outcome in outcomes) / len(rows)
-        ),
-        f"env/{name}/pass@2": pytest.approx(sum(a.success or b.success for a, b in pairs) / len(pairs)),
-        **{
-            f"env/{name}/{measure}": pytest.approx(sum(outcome.measures[measure] for outcome in outcomes) / len(rows))
-            for measure in outcomes[0].measures
-        },
-    }
 
 
 def acted(num_actions, acting_turns, effective_turns):
@@ -826,14 +726,6 @@ def test_pictures_show_the_state_and_words_do_not(name):
     rows = list(env.dataset(20))
     assert len({row["image"].tobytes() for row in rows}) > 15
     assert len({json.dumps(row["prompt"]) for row in rows}) == 1
-
-
-@every_picture
-def test_pictures_go_into_the_first_user_message(name):
-    row = environment(name, observation="image").dataset(1)[0]
-    _, user = prepare_multimodal_messages(row["prompt"], images=[row["image"]])
-    assert [part["type"] for part in user["content"]] == ["image", "text"]
-    assert user["content"][0]["image"] is row["image"]
 
 
 @every_picture
